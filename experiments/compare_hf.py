@@ -13,6 +13,7 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -115,7 +116,9 @@ def load_sides(
 def load_lm(args: argparse.Namespace, *, dtype: str) -> loading.LanguageModel:
     """Our side; one slab for every K, because gamma is data."""
     most = max(args.gammas)
-    return subjects.load(args, gamma_max=most, slab=most + 1, dtype=dtype)
+    lm = subjects.load(args, gamma_max=most, slab=most + 1, dtype=dtype)
+    words = prompts_lib.with_options(args, lm.tokenizer)
+    return dataclasses.replace(lm, tokenizer=words)
 
 
 def make_prompts(

@@ -65,7 +65,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_prompts(runs, default="50")
     flags.add_gen_tokens(runs, default=64)
     flags.add_repeats(runs, default=3)
-    flags.add_raw(runs)
+    flags.add_raw(runs, has_options=False)
     cli.add(runs, "--no-steps  leave llama-bench and our steps out")
     flags.add_out(parser, rows="one per prompt as it finishes, then figures")
     args = parser.parse_args(argv)

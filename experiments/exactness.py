@@ -129,7 +129,7 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
         """,
         **{"N|FILE[:N]": cli.text_source},
     )
-    flags.add_raw(group)
+    flags.add_raw(group, has_options=False)
     flags.add_isa(group)
 
 

@@ -145,7 +145,7 @@ def _parser() -> cli.Parser:
     flags.add_prompts(group, default="10")
     flags.add_gen_tokens(group, default=64)
     flags.add_page_size(group)
-    flags.add_raw(group)
+    flags.add_raw(group, has_options=False)
     flags.add_sampling(parser.add_argument_group("sampling of what is recorded"))
     group = parser.add_argument_group("evaluation")
     replayed = [n for n in registry.names() if n not in registry.NEED_TARGET]

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import fan_out, files, prompt_files
+from experiments.lib import fan_out, files, flags, prompt_files, prompts as prompts_lib
 from experiments.pair import calibrate, export as pair_export, families, rollouts
 from spec_jax.model import (
     block_dialects,
@@ -60,7 +60,7 @@ def slabs_of(args: argparse.Namespace) -> rollouts.Slabs:
     """
     impl = dispatch.resolve(args.impl)
     config, params = load_lib.load(args.target, impl=impl)
-    tokenizer = tokenizer_lib.load(args.target)
+    tokenizer = prompts_lib.with_options(args, tokenizer_lib.load(args.target))
     prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
     ids = [_encode(tokenizer, prompt, args.raw) for prompt in prompts]
     # The end of a longer prompt: its continuation has the more to go on.
@@ -299,7 +299,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     parser.add_argument("--family", choices=families.FAMILIES, required=True)
     parser.add_argument("--stage", choices=tuple(STAGES), required=True)
-    parser.add_argument("--raw", action="store_true", help="leave out a chat template")
+    flags.add_raw(parser)
     parser.add_argument(
         "--taps",
         type=_taps,

@@ -8,6 +8,7 @@ print(out.text, out.metrics["acceptance_rate"], out.metrics["repetition"])
 """
 
 import importlib
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 
@@ -32,7 +33,7 @@ _NAMES = {
     "load": "spec_jax.loading",
     "stream": "spec_jax.generation",
 }
-_MODULES = ("drafters", "gamma", "testing")
+_MODULES = ("drafters", "gamma", "rules", "testing")
 
 __all__ = [
     "Drafter",
@@ -52,12 +53,13 @@ __all__ = [
     "gamma",
     "generate",
     "load",
+    "rules",
     "stream",
     "testing",
 ]
 
 if TYPE_CHECKING:
-    from spec_jax import drafters, gamma, testing
+    from spec_jax import drafters, gamma, rules, testing
     from spec_jax.drafters.tree_shapes import FixedTree, Tree
     from spec_jax.engine.protocols import Drafter, Proposal
     from spec_jax.engine.state import Origin, Status
@@ -68,13 +70,27 @@ if TYPE_CHECKING:
     from spec_jax.run import Sampling
 
 
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(_NAMES[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(f"spec_jax.{name}")
-    raise AttributeError(f"module 'spec_jax' has no attribute {name!r}")
+def exports(
+    package: str, names: Mapping[str, str], modules: tuple[str, ...]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns `__getattr__` and `__dir__` of a package that loads what is asked for.
+
+    Args:
+      names: of the package, and the module that each comes from.
+      modules: of the package, by their own names.
+    """
+
+    def find(name: str) -> Any:
+        if name in names:
+            return getattr(importlib.import_module(names[name]), name)
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def listed() -> list[str]:
+        return sorted({*vars(importlib.import_module(package)), *names, *modules})
+
+    return find, listed
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = exports(__name__, _NAMES, _MODULES)

@@ -5,9 +5,12 @@ stream          the same of one prompt, in pieces as rounds commit them
 decode          autoregressive decoding: the baseline, and the oracle
 """
 
+import difflib
+import functools
+import inspect
 import time
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,21 +33,101 @@ from spec_jax.model import tokenizer as tokenizer_lib
 Piece = results.Piece
 Prompt = run_lib.Prompt
 Sampling = run_lib.Sampling
+Generation = results.Generation
 
 
+class Settings(TypedDict, total=False):
+    """Keywords of `decode`, with the types that it and `generate` take."""
+
+    max_tokens: int
+    sampling: Sampling | Sequence[Sampling] | None
+    stop: run_lib.Stop | None
+    ignore_eos: bool
+    chat: Mapping[str, Any] | None
+    skip_special_tokens: bool
+    page_size: int
+
+
+class SpeculativeSettings(Settings, total=False):
+    """Keywords of `generate`."""
+
+    gamma: int | policy_lib.GammaPolicy | tree_shapes.AnyTree | None
+    policy_state: policy_lib.State
+    num_slots: int | None
+    rule: verification.Rule
+
+
+_DRAWS = "sampling=sj.Sampling({name}=...)"
+_REMEDIES = {
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed"), _DRAWS),
+    "do_sample": "sampling=sj.Sampling(), or nothing for greedy decoding",
+    **dict.fromkeys(("max_new_tokens", "max_length"), "max_tokens=..., without prompt"),
+    **dict.fromkeys(("stop_token_ids", "eos_token_id"), "stop=[ID, ...]"),
+    **dict.fromkeys(("stop_strings", "stop_sequences"), "stop=[ID, ...]"),
+    **dict.fromkeys(
+        ("num_return_sequences", "n"),
+        "a list of the prompt and sampling=[sj.Sampling(seed=0), sj.Sampling(seed=1)]",
+    ),
+    **dict.fromkeys(("enable_thinking", "tools"), "chat={{'{name}': ...}}"),
+    **dict.fromkeys(("prompts", "messages", "inputs", "input_ids"), "prompt=..."),
+    **dict.fromkeys(("num_speculative_tokens", "num_assistant_tokens"), "gamma=..."),
+    **dict.fromkeys(("assistant_model", "draft"), "sj.load(TARGET, draft=...)"),
+    "drafter": "sj.load(TARGET, drafter=...)",
+    "tree": "gamma=sj.Tree(...), or sj.load(TARGET, tree=...)",
+    "batch_size": "num_slots=...",
+}
+"""What to write for names that other libraries have, or other calls of this one."""
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def _knows_its_names(call: Call) -> Call:
+    """Makes an unknown keyword of `call` a TypeError that names the right one."""
+    known = list(inspect.signature(call).parameters)
+
+    @functools.wraps(call)
+    def checked(*args: Any, **settings: Any) -> Any:
+        check_names(call.__name__, known, settings)
+        return call(*args, **settings)
+
+    return cast(Call, checked)
+
+
+def check_names(call: str, known: list[str], names: Iterable[str]) -> None:
+    """Raises `TypeError` for a name that `call` does not know, with what to write."""
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1) or [", ".join(known)]
+            remedy = _REMEDIES.get(name, close[0]).format(name=name)
+            raise TypeError(f"{call} has no argument {name!r}: write {remedy}")
+
+
+# A str is a sequence of str too: that one is not a list of prompts.
+@overload
+def generate(  # type: ignore[overload-overlap]
+    lm: LanguageModel, prompt: Prompt, **settings: Unpack[SpeculativeSettings]
+) -> Generation: ...
+@overload
+def generate(
+    lm: LanguageModel, prompt: Sequence[Prompt], **settings: Unpack[SpeculativeSettings]
+) -> list[Generation]: ...
+@_knows_its_names
 def generate(
     lm: LanguageModel,
-    prompt: Prompt | Sequence[Prompt],
+    prompt: Any,
     *,
     max_tokens: int = 64,
     gamma: int | policy_lib.GammaPolicy | tree_shapes.AnyTree | None = None,
     policy_state: policy_lib.State = None,
     sampling: Sampling | Sequence[Sampling] | None = None,
-    stop: Sequence[int | str] | None = None,
+    stop: run_lib.Stop | None = None,
+    ignore_eos: bool = False,
+    chat: Mapping[str, Any] | None = None,
+    skip_special_tokens: bool = True,
     num_slots: int | None = None,
     rule: verification.Rule = "coupled",
     page_size: int = run_lib.PAGE_SIZE,
-) -> Any:
+) -> Generation | list[Generation]:
     """Generates text speculatively; by default every token is what `decode` writes.
 
     Examples:
@@ -66,8 +149,16 @@ def generate(
         fewer; of a drafter of trees, all nodes.
       policy_state: the policy's first state; None: what its `init()` makes.
       sampling: how tokens are drawn, one for all prompts or one for each; None: greedy.
-      stop: tokens that end a generation, as ids or as text of one token; None: those of
-        the model's folder; (): none.
+        Noise depends on seed and position alone: equal prompts with one seed give equal
+        samples, with a warning. For several samples give each its own seed.
+      stop: tokens that end a generation besides those of the model's folder: an id, the
+        name of an added token such as "<|im_end|>", or a list of these. Other text is
+        refused unless one token alone can write it. The last of `tokens` is the one
+        that ended it.
+      ignore_eos: whether the folder's own stop tokens are left out.
+      chat: options of the chat template, such as `{"enable_thinking": True}`.
+      skip_special_tokens: whether special tokens are left out of `text`, and of pieces;
+        `tokens` has them always.
       num_slots: prompts at once; None: all of them, up to 8.
       rule: how drafts are accepted: "coupled" writes the stream of autoregressive
         decoding; "rejection" and "block" keep its distribution.
@@ -77,7 +168,8 @@ def generate(
       A `Generation` for one prompt, a list of them for a list.
 
     Raises:
-      ValueError: a prompt, a number or a name that cannot be used.
+      ValueError: a prompt or a value that cannot be used.
+      TypeError: an argument of another name.
       FloatingPointError: tokens were chosen from logits that are not finite.
       MemoryError: the cache has no page left.
     """
@@ -89,10 +181,14 @@ def generate(
         policy_state=policy_state,
         sampling=sampling,
         stop=stop,
+        ignore_eos=ignore_eos,
+        chat=chat,
+        skip_special_tokens=skip_special_tokens,
         num_slots=num_slots,
         rule=rule,
         page_size=page_size,
     )
+    run.warn()
     started = time.perf_counter()
     finished = {one.number: one for one in run.scheduler.run(run.requests)}
     seconds = time.perf_counter() - started
@@ -103,7 +199,22 @@ def generate(
     return outs[0] if alone else outs
 
 
-def stream(lm: LanguageModel, prompt: Prompt, **settings: Any) -> Iterator[Piece]:
+@_knows_its_names
+def stream(
+    lm: LanguageModel,
+    prompt: Prompt,
+    *,
+    max_tokens: int = 64,
+    gamma: int | policy_lib.GammaPolicy | tree_shapes.AnyTree | None = None,
+    policy_state: policy_lib.State = None,
+    sampling: Sampling | None = None,
+    stop: run_lib.Stop | None = None,
+    ignore_eos: bool = False,
+    chat: Mapping[str, Any] | None = None,
+    skip_special_tokens: bool = True,
+    rule: verification.Rule = "coupled",
+    page_size: int = run_lib.PAGE_SIZE,
+) -> Generator[Piece, None, Generation]:
     """Generates as `generate` does, and yields pieces as rounds commit them.
 
     The pieces' tokens are those of `generate`, bit for bit, and their texts make up its
@@ -120,20 +231,36 @@ def stream(lm: LanguageModel, prompt: Prompt, **settings: Any) -> Iterator[Piece
 
     Args:
       prompt: one prompt.
-      **settings: as `generate` takes them, but for `num_slots`.
+
+    The others are as `generate` takes them.
 
     Raises:
       ValueError: as `generate`, and for several prompts; before anything is generated.
+      TypeError: an argument of another name.
     """
-    prompts, alone = run_lib.encode(lm, prompt)
+    run, alone = prepare(
+        lm,
+        prompt,
+        max_tokens=max_tokens,
+        gamma=gamma,
+        policy_state=policy_state,
+        sampling=sampling,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        chat=chat,
+        skip_special_tokens=skip_special_tokens,
+        num_slots=1,
+        rule=rule,
+        page_size=page_size,
+    )
     if not alone:
         raise ValueError(
-            f"stream takes one prompt, not {len(prompts)}: call it for each, or "
+            f"stream takes one prompt, not {len(run.prompts)}: call it for each, or "
             "generate them together"
         )
     if lm.tokenizer is None:
         raise ValueError("stream yields text, and the model has no tokenizer")
-    run = run_lib.Run.make(lm, prompts, num_slots=1, **settings)
+    run.warn()
     return _pieces(run, lm.tokenizer)
 
 
@@ -141,7 +268,10 @@ def _pieces(
     run: run_lib.Run, tokenizer: tokenizer_lib.Tokenizer
 ) -> Generator[Piece, None, results.Generation]:
     """Runs round after round; yields what each commits, a piece for each origin."""
-    started, decoder = time.perf_counter(), tokenizer_lib.PieceDecoder(tokenizer)
+    started = time.perf_counter()
+    decoder = tokenizer_lib.PieceDecoder(
+        tokenizer, skip_special_tokens=run.skip_special_tokens
+    )
     state, seen = run.scheduler.begin(run.requests[0]), len(run.prompts[0])
     while bool(state.slots.running[0]):
         state = round_lib.generate(
@@ -171,15 +301,27 @@ def _by_origin(tokens, origins, decoder, *, is_last) -> Iterator[Piece]:
         start = end
 
 
+@overload
+def decode(  # type: ignore[overload-overlap]
+    lm: LanguageModel, prompt: Prompt, **settings: Unpack[Settings]
+) -> Generation: ...
+@overload
+def decode(
+    lm: LanguageModel, prompt: Sequence[Prompt], **settings: Unpack[Settings]
+) -> list[Generation]: ...
+@_knows_its_names
 def decode(
     lm: LanguageModel,
-    prompt: Prompt | Sequence[Prompt],
+    prompt: Any,
     *,
     max_tokens: int = 64,
     sampling: Sampling | Sequence[Sampling] | None = None,
-    stop: Sequence[int | str] | None = None,
+    stop: run_lib.Stop | None = None,
+    ignore_eos: bool = False,
+    chat: Mapping[str, Any] | None = None,
+    skip_special_tokens: bool = True,
     page_size: int = run_lib.PAGE_SIZE,
-) -> Any:
+) -> Generation | list[Generation]:
     """Generates text by autoregressive decoding: one token a step, nothing drafted.
 
     Examples:
@@ -199,6 +341,9 @@ def decode(
         max_tokens=max_tokens,
         sampling=sampling,
         stop=stop,
+        ignore_eos=ignore_eos,
+        chat=chat,
+        skip_special_tokens=skip_special_tokens,
         page_size=page_size,
     )
     outs = []
@@ -212,12 +357,16 @@ def decode(
 
 
 def prepare(
-    lm: LanguageModel, prompt: Prompt | Sequence[Prompt], **settings: Any
+    lm: LanguageModel,
+    prompt: Prompt | Sequence[Prompt],
+    *,
+    chat: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> tuple[run_lib.Run, bool]:
     """Settles a call of `generate` without running it.
 
     Returns:
       The run, and whether there was one prompt and no list.
     """
-    prompts, alone = run_lib.encode(lm, prompt)
+    prompts, alone = run_lib.encode(lm, prompt, chat)
     return run_lib.Run.make(lm, prompts, **settings), alone

@@ -63,6 +63,40 @@ class LanguageModel:
         """The most tokens that are drafted in a round."""
         return self.drafter.gamma_max
 
+    def save(
+        self, folder: str | pathlib.Path, *, max_shard_bytes: int | None = None
+    ) -> None:
+        """Writes the target as a Hugging Face folder: weights, configs, tokenizer.
+
+        `load` and transformers open it; weights, tokens and chats are the same, bit for
+        bit. The drafter is not written, nor settings of sampling that a folder had.
+
+        Args:
+          folder: made if it is not there; a checkpoint in it is replaced.
+          max_shard_bytes: most bytes of weights in one file; one file if None.
+
+        Raises:
+          ValueError: a model without a tokenizer, or on a mesh.
+          CheckpointError: the files cannot be written.
+        """
+        if self.tokenizer is None:
+            raise ValueError(
+                "the model has no tokenizer, without which its folder cannot be "
+                "loaded: write its weights alone with spec_jax.model.load.save"
+            )
+        if self.target.layout is not None:
+            raise ValueError(
+                "the model's weights are shared out over a mesh: load it without "
+                "`mesh`, and save that"
+            )
+        load_lib.save(
+            folder,
+            self.target.config,
+            self.params,
+            tokenizer=self.tokenizer,
+            max_shard_bytes=max_shard_bytes,
+        )
+
     def with_drafter(self, drafter: protocols.Drafter, params: Any = None):
         """Returns the same target with another drafter.
 

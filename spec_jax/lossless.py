@@ -1,6 +1,7 @@
 """Whether generation is lossless: compared with decoding, as integers."""
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,13 +92,15 @@ def check_lossless(
         stream of decoding.
 
     Raises:
-      ValueError: as `generate`, and for another rule.
+      ValueError, TypeError: as `generate`, and for another rule.
     """
     if settings.get("rule", "coupled") != "coupled":
         raise ValueError(
             f"rule={settings['rule']!r} keeps the distribution, not the stream: only "
             "'coupled' can be compared with decoding"
         )
+    known = list(inspect.signature(generation.generate).parameters)
+    generation.check_names("check_lossless", known, settings)
     run, _ = generation.prepare(lm, prompt, **settings)
     slots = run.scheduler.target.num_slots
     comparisons = []

@@ -19,8 +19,9 @@ class Generation:
 
     Attributes:
       tokens: generated, without the prompt.
-      pieces: the text of each token, special tokens included: a character that spans
-        tokens belongs to the one that completes it. Empty without a tokenizer.
+      pieces: the text of each token, "" for a special one unless it was asked for: a
+        character that spans tokens belongs to the one that completes it. Empty without
+        a tokenizer.
       origins: where each of them came from.
       prompt_tokens: the prompt's token ids.
       status: why the generation ended.

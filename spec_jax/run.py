@@ -6,6 +6,8 @@ Everything that a user can get wrong is found here, before anything is allocated
 import dataclasses
 import inspect
 import math
+import numbers
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -38,8 +40,11 @@ PAGE_SIZE = 16
 DEFAULT_GAMMA = 4
 """Tokens drafted a round where no number is given, or `lm.gamma_max` if fewer."""
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | np.ndarray | jax.Array | Sequence[Mapping[str, Any]]
 """Text, token ids, or the messages of a chat."""
+
+Stop = int | str | Sequence[int | str] | np.ndarray
+"""Token ids and names of added tokens that end a generation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,7 @@ class Run:
     prompts: list[list[int]]
     requests: list[scheduler_lib.Request]
     scheduler: scheduler_lib.Scheduler
+    skip_special_tokens: bool
 
     @classmethod
     def make(
@@ -90,7 +96,9 @@ class Run:
         gamma: int | policy_lib.GammaPolicy | tree_shapes.AnyTree | None = None,
         policy_state: policy_lib.State = None,
         sampling: Sampling | Sequence[Sampling] | None = None,
-        stop: Sequence[int | str] | None = None,
+        stop: Stop | None = None,
+        ignore_eos: bool = False,
+        skip_special_tokens: bool = True,
         num_slots: int | None = None,
         rule: verification.Rule = "coupled",
         page_size: int = PAGE_SIZE,
@@ -119,12 +127,12 @@ class Run:
             rule=rule,
             gamma_policy=policy,
         )
-        stop_ids = lm.stop_ids if stop is None else _stop_ids(lm, stop)
+        own = () if ignore_eos else lm.stop_ids
         scheduler = scheduler_lib.Scheduler(
             speculator=speculator,
             capacity=_capacity(lm, prompts, max_tokens),
             page_size=page_size,
-            stop_ids=stop_ids,
+            stop_ids=tuple(dict.fromkeys((*own, *_stop_ids(lm, stop)))),
             policy_state=policy_state,
         )
         requests = [
@@ -132,12 +140,23 @@ class Run:
                 prompt=prompt, max_tokens=max_tokens, gamma=number, sampling=settings
             )
             for prompt, settings in zip(
-                prompts, _settings(sampling, len(prompts)), strict=True
+                prompts, _settings(sampling, prompts), strict=True
             )
         ]
         for request in requests:
             scheduler.check(request)
-        return cls(lm=lm, prompts=prompts, requests=requests, scheduler=scheduler)
+        return cls(
+            lm=lm,
+            prompts=prompts,
+            requests=requests,
+            scheduler=scheduler,
+            skip_special_tokens=skip_special_tokens,
+        )
+
+    def warn(self) -> None:
+        """Warns of drafts past the positions that the drafter was trained for."""
+        longest = max(map(len, self.prompts)) + self.requests[0].max_tokens
+        checks.warn_positions(self.lm.drafter, longest)
 
     def decode(self, number: int) -> baseline.DecodeState:
         """Decodes one prompt without drafts; the state as the loop leaves it."""
@@ -201,12 +220,20 @@ class Run:
         )
         return results.Generation(
             tokens=tokens,
-            pieces=[] if lm.tokenizer is None else lm.tokenizer.decode_pieces(tokens),
+            pieces=self._pieces(tokens),
             origins=[results.Origin(origin) for origin in origins],
             prompt_tokens=self.prompts[number],
             status=results.Status(int(status)),
             metrics=summary | {"e2e_s": seconds},
             provenance=provenance(lm) | {"rule": self.scheduler.speculator.rule},
+        )
+
+    def _pieces(self, tokens: list[int]) -> list[str]:
+        """Returns the text of each token; nothing without a tokenizer."""
+        if self.lm.tokenizer is None:
+            return []
+        return self.lm.tokenizer.decode_pieces(
+            tokens, skip_special_tokens=self.skip_special_tokens
         )
 
 
@@ -252,68 +279,131 @@ def _first_state(policy: policy_lib.GammaPolicy) -> policy_lib.State:
     return init()
 
 
-def encode(lm: LanguageModel, prompt: Any) -> tuple[list[list[int]], bool]:
-    """Returns the token ids of each prompt, and whether there was one and no list."""
-    if _is_one(prompt):
-        return [_encode(lm, prompt)], True
-    prompts = list(prompt)
+def encode(
+    lm: LanguageModel, prompt: Any, chat: Mapping[str, Any] | None = None
+) -> tuple[list[list[int]], bool]:
+    """Returns the token ids of each prompt, and whether there was one and no list.
+
+    Args:
+      chat: options of the chat template, see `tokenizer.Tokenizer.apply_chat`.
+    """
+    alone = _is_one(prompt)
+    prompts = [prompt] if alone else list(prompt)
     if not prompts:
         raise ValueError("the list of prompts is empty: give at least one")
-    return [_encode(lm, one) for one in prompts], False
+    if chat is not None:
+        _check_chat(chat, prompts)
+    return [_encode(lm, one, chat or {}) for one in prompts], alone
 
 
 def _is_one(prompt: Any) -> bool:
     """Whether this is one prompt: text, a row of ids, or a chat's messages."""
     if isinstance(prompt, str | np.ndarray | jax.Array):
         return True
-    if not isinstance(prompt, Sequence):
+    _check_kind(prompt)
+    is_item = isinstance(prompt[0], numbers.Number | Mapping) if prompt else False
+    return bool(is_item)
+
+
+def _check_kind(prompt: Any) -> None:
+    """Raises `ValueError` for what is no prompt, and no list of prompts."""
+    if isinstance(prompt, Mapping):
+        raise ValueError(
+            f"a prompt of type {type(prompt).__name__}: messages are a list, even one, "
+            "as in [{'role': 'user', 'content': 'hi'}]"
+        )
+    if not isinstance(prompt, str | Sequence | np.ndarray | jax.Array):
         raise ValueError(
             f"a prompt of type {type(prompt).__name__}: give text, token ids, messages "
             "or a list of these"
         )
-    return bool(prompt) and isinstance(prompt[0], int | np.integer | Mapping)
 
 
-def _encode(lm: LanguageModel, prompt: Any, *, begins: bool = True) -> list[int]:
+def _is_chat(prompt: Any) -> bool:
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    return is_list and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _check_chat(chat: Any, prompts: Sequence[Any]) -> None:
+    """Raises `ValueError` for options that no chat template would get."""
+    if not isinstance(chat, Mapping) or not all(isinstance(one, str) for one in chat):
+        raise ValueError(
+            f"{chat=} is no mapping of names: give the template's options, as in "
+            "chat={'enable_thinking': True}"
+        )
+    if chat and not any(map(_is_chat, prompts)):
+        raise ValueError(
+            f"{chat=} is of chats, and no prompt has messages: give them, as in "
+            "[{'role': 'user', 'content': 'hi'}], or leave chat out"
+        )
+
+
+def _encode(lm: LanguageModel, prompt: Any, chat: Mapping[str, Any]) -> list[int]:
     """Returns the token ids of one prompt."""
-    is_chat = not isinstance(prompt, str) and len(prompt) > 0
-    is_chat = is_chat and isinstance(prompt[0], Mapping)
+    _check_kind(prompt)
+    is_chat = _is_chat(prompt)
     if not isinstance(prompt, str) and not is_chat:
         return checks.token_list(prompt)
     if lm.tokenizer is None:
         raise ValueError("the model has no tokenizer: give token ids")
-    text = lm.tokenizer.apply_chat(prompt) if is_chat else prompt
-    return lm.tokenizer.encode(text, begins=begins and not is_chat)
+    text = lm.tokenizer.apply_chat(prompt, **chat) if is_chat else prompt
+    return lm.tokenizer.encode(text, begins=not is_chat)
 
 
 def _settings(
-    sampling: Sampling | Sequence[Sampling] | None, count: int
+    sampling: Sampling | Sequence[Sampling] | None, prompts: list[list[int]]
 ) -> list[sampling_lib.SamplingSettings | None]:
-    """Returns the settings of each prompt."""
+    """Returns the settings of each prompt; warns where two draw the same noise."""
     if sampling is None:
-        return [None] * count
-    if isinstance(sampling, Sampling):
-        return [sampling.settings()] * count
-    if len(sampling) != count:
+        return [None] * len(prompts)
+    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+    if not isinstance(each, Sequence):
+        raise ValueError(f"{sampling=}: give a Sampling, or a list with one a prompt")
+    if len(each) != len(prompts):
         raise ValueError(
-            f"{len(sampling)} settings of sampling for {count} prompts: give one for "
-            "all, or one for each"
+            f"{len(each)} settings of sampling for {len(prompts)} prompts: give one "
+            "for all, or one for each"
         )
-    return [one.settings() for one in sampling]
-
-
-def _stop_ids(lm: LanguageModel, stop: Sequence[int | str]) -> tuple[int, ...]:
-    """Returns the ids of stop tokens."""
-    ids: list[int] = []
-    for one in [stop] if isinstance(stop, str | int) else stop:
-        encoded = _encode(lm, one, begins=False) if isinstance(one, str) else [one]
-        if len(encoded) != 1:
+    for number, one in enumerate(each):
+        if not isinstance(one, Sampling):
             raise ValueError(
-                f"stop text {one!r} is {len(encoded)} tokens: give text of one token, "
-                "or an id"
+                f"sampling[{number}]={one!r}: give a Sampling for each prompt; "
+                "Sampling(temperature=0) is greedy"
             )
-        ids += encoded
-    return tuple(checks.token_list(ids, what="stop"))
+    drawn = [
+        (tuple(prompt), one)
+        for prompt, one in zip(prompts, each, strict=True)
+        if one.temperature > 0
+    ]
+    if len(set(drawn)) < len(drawn):
+        warnings.warn(
+            "equal prompts with one seed give equal samples: give each its own, as in "
+            "sampling=[sj.Sampling(seed=n) for n in range(8)]",
+            stacklevel=2,
+        )
+    return [one.settings() for one in each]
+
+
+def _stop_ids(lm: LanguageModel, stop: Stop | None) -> list[int]:
+    """Returns the ids of the tokens that a caller names."""
+    if stop is None:
+        return []
+    if isinstance(stop, str | numbers.Number):
+        stop = [stop]
+    if not isinstance(stop, Sequence | set | frozenset | np.ndarray | jax.Array):
+        raise ValueError(f"{stop=}: give token ids, as in stop=[ID, ...]")
+    if lm.tokenizer is None and any(isinstance(one, str) for one in stop):
+        raise ValueError("the model has no tokenizer: give stop as token ids")
+    words: Any = lm.tokenizer
+    ids = checks.token_list(
+        [words.stop_id(one) if isinstance(one, str) else one for one in stop],
+        what="stop",
+    )
+    size = lm.target.config.vocab_size
+    outside = [one for one in ids if not 0 <= one < size]
+    if outside:
+        raise ValueError(f"stop has token {outside[0]}, outside [0, {size})")
+    return ids
 
 
 def _capacity(lm: LanguageModel, prompts: list[list[int]], max_tokens: int) -> int:

@@ -1,7 +1,13 @@
-"""The Python of the README, read from its text: shared by tests."""
+"""The Python of the README, read from its text: shared by tests.
 
+`python tests/readme_blocks.py` runs the first block and writes what it prints below it.
+"""
+
+import os
 import pathlib
 import re
+import subprocess
+import sys
 from typing import Any
 
 
@@ -38,3 +44,41 @@ def bigram(**sizes: int) -> Any:
     """The README's drafter."""
     drafter, _ = python_blocks(README.read_text(), HEADING)
     return run_blocks([drafter])["Bigram"](**sizes)
+
+
+_OUTPUT = re.compile(
+    r"(?P<before>^`SPEC_JAX_ISA=(?P<isa>\w+)`[^`]*^```text\n)(?P<output>.*?)(?=^```$)",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def shown_output(text: str) -> tuple[str, str]:
+    """The instruction set that the README names, and the output that it shows.
+
+    Raises:
+      LookupError: it shows none, or several.
+    """
+    found = list(_OUTPUT.finditer(text))
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} outputs are shown, not one")
+    return found[0]["isa"], found[0]["output"]
+
+
+def printed_output(text: str) -> str:
+    """What the first block prints with the instruction set that the README names."""
+    (block,), (isa, _) = python_blocks(text, FIRST), shown_output(text)
+    ran = subprocess.run(
+        [sys.executable, "-c", block],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=README.parent,
+        env=os.environ | {"PYTHONPATH": str(README.parent), "SPEC_JAX_ISA": isa},
+    )
+    return "".join(f"{line.rstrip()}\n" for line in ran.stdout.splitlines())
+
+
+if __name__ == "__main__":
+    page = README.read_text()
+    output = printed_output(page)
+    README.write_text(_OUTPUT.sub(lambda found: found["before"] + output, page))

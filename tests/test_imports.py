@@ -165,12 +165,43 @@ def test_the_rules_see_the_package():
 
 
 def test_importing_the_package_is_cheap():
-    """Fails if `import spec_jax` loads jax, for which a script's help would wait."""
-    program = (
-        "import spec_jax, sys; print('jax' in sys.modules, 'load' in dir(spec_jax))"
-    )
+    """Fails if `import spec_jax` loads jax, for which a script's help would wait, or
+    a package that lists its names loads them."""
+    program = """if True:
+        import sys, spec_jax
+        lists = "load" in dir(spec_jax), "Goodput" in dir(spec_jax.gamma)
+        packages = spec_jax.drafters, spec_jax.gamma, spec_jax.rules
+        ours = sorted(name for name in sys.modules if name.startswith("spec_jax"))
+        print("jax" in sys.modules, *lists, *ours)"""
     ran = run_python("-c", program)
-    assert ran.stdout.split() == ["False", "True"], ran.stderr
+    names = ["spec_jax", *(f"spec_jax.{x}" for x in ("drafters", "gamma", "rules"))]
+    assert ran.stdout.split() == ["False", "True", "True", *names], ran.stderr
+
+
+def test_what_packages_list_is_there():
+    """Fails if a public name is found only after another part has imported it."""
+    program = """if True:
+        import types, spec_jax
+        def walk(package):
+            for name in package.__all__:
+                found = getattr(package, name)
+                print(package.__name__, name)
+                if isinstance(found, types.ModuleType) and hasattr(found, "__all__"):
+                    walk(found)
+        walk(spec_jax)
+        spec_jax.gamma.nothing"""
+    ran = run_python("-c", program)
+    said = ran.stdout.splitlines()
+    for told in (
+        "gamma goodput",
+        "gamma RankGoodput",
+        "drafters ngram",
+        "testing TINY",
+    ):
+        assert f"spec_jax.{told}" in said, ran.stderr
+    assert ran.stderr.splitlines()[-1] == (
+        "AttributeError: module 'spec_jax.gamma' has no attribute 'nothing'"
+    )
 
 
 PLANTED = {

@@ -142,6 +142,13 @@ TEMPLATE = (
 """A chat template of one line."""
 
 
+def write_chat(folder: pathlib.Path) -> pathlib.Path:
+    """A model of one layer and random weights, with a chat template."""
+    write_model(folder, config(tie_word_embeddings=False), seed=0)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
 def write_cycle(folder: pathlib.Path, text: str) -> pathlib.Path:
     """A model that writes `text` again and again, greedily, whatever came before.
 

@@ -1,8 +1,10 @@
 """Flags that several scripts share: models, sampling, prompts, outputs."""
 
 import argparse
+import json
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from experiments.lib import cli
 from spec_jax.drafters import registry, tree_shapes
@@ -155,9 +157,34 @@ def add_cost_repeats(group: argparse._ActionsContainer) -> None:
     cli.add(group, "--cost-repeats N=10  timed calls of each part of a round")
 
 
-def add_raw(group: argparse._ActionsContainer) -> None:
-    """`--raw`."""
+def add_raw(group: argparse._ActionsContainer, *, has_options: bool = True) -> None:
+    """`--raw`, and `--chat-option` for `prompts.with_options`."""
     cli.add(group, "--raw  do not apply the model's chat template")
+    if has_options:
+        cli.add(
+            group,
+            """
+            --chat-option NAMES  options of the chat template as NAME=VALUE,... with
+                values as in JSON, such as enable_thinking=true; or as a JSON object
+            """,
+            NAMES=chat_options,
+        )
+
+
+def chat_options(text: str) -> dict[str, Any]:
+    """The type of a flag with options of a chat template."""
+    try:
+        if text.startswith("{"):
+            return json.loads(text)
+        pairs = [part.partition("=") for part in text.split(",")]
+        if not all(name and equals for name, equals, _ in pairs):
+            raise ValueError
+        return {name.strip(): json.loads(value) for name, _, value in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of options, such as enable_thinking=true, with "
+            "values as in JSON"
+        ) from None
 
 
 def add_text(group: argparse._ActionsContainer) -> None:

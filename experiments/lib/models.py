@@ -43,7 +43,8 @@ def load(
         cache=cache,
         **_mesh(args),
     )
-    lm = with_confidence(lm, confidence)
+    words = prompts_lib.with_options(args, lm.tokenizer)
+    lm = with_confidence(dataclasses.replace(lm, tokenizer=words), confidence)
     tree = getattr(args, "tree", None)
     if isinstance(tree, tree_shapes.AnyTree):
         return with_tree(args, lm, tree)
@@ -244,4 +245,6 @@ def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, A
         found |= lm.target.layout.describe()
     names = ("page_size", "gen_tokens", "repeats", "temperature", "rule", "seed")
     names += ("top_k", "top_p", "min_p", "ignore_stop", "raw")
+    if getattr(args, "chat_option", None):
+        names += ("chat_option",)
     return found | {name: getattr(args, name) for name in names if hasattr(args, name)}

@@ -1,5 +1,6 @@
 """Prompts on their way to tokens: conversations turn by turn, templates, lengths."""
 
+import argparse
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -90,6 +91,23 @@ def _next(prompt: prompt_files.Prompt, answer: str, turn: int) -> prompt_files.P
     )
 
 
+def with_options(
+    args: argparse.Namespace, words: tokenizer_lib.Tokenizer
+) -> tokenizer_lib.Tokenizer:
+    """Returns the tokenizer with the options of `--chat-option` for its template.
+
+    Raises:
+      ValueError: there is no template, or `--raw` leaves it out.
+    """
+    options = getattr(args, "chat_option", None)
+    if not options:
+        return words
+    if args.raw or not words.has_chat_template:
+        why = "--raw leaves it out" if args.raw else "the model has none"
+        raise ValueError(f"--chat-option is of the chat template, and {why}")
+    return dataclasses.replace(words, chat_options=options)
+
+
 def encode(
     lm: loading.LanguageModel, prompts: Sequence[prompt_files.Prompt], *, raw: bool
 ) -> list[list[int]]:
@@ -161,6 +179,7 @@ def capacity_for(
         page_size=page_size,
     )
     longest = max(len(prompt_ids) for prompt_ids in ids)
+    checks.warn_positions(lm.drafter, longest + gen_tokens)
     return index.pages_for(longest + gen_tokens, page_size) * page_size
 
 

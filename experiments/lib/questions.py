@@ -228,7 +228,7 @@ def _prompt(args, folder, model: row_model.RowModel, params) -> tuple[str, list[
         params=params,
         drafter=None,
         drafter_params=None,
-        tokenizer=tokenizer_lib.load(folder),
+        tokenizer=prompts_lib.with_options(args, tokenizer_lib.load(folder)),
     )
     (tokens,) = prompts_lib.encode(alone, prompts, raw=args.raw)
     return prompts[0].id, tokens

@@ -10,6 +10,7 @@ from experiments.lib import (
     confidences,
     models,
     prompt_files,
+    prompts as prompts_lib,
     records,
     tables,
     terminal,
@@ -50,12 +51,12 @@ def run(args: argparse.Namespace) -> None:
     # Of logits as the head gives them, whatever an earlier calibration found.
     head = dataclasses.replace(config, confidence_temperatures=(), confidence_shifts=())
     drafter = dataclasses.replace(lm.drafter, head=head)
+    words = prompts_lib.with_options(args, lm.tokenizer)
     sizes = argparse.Namespace(
         raw=args.raw, gen_tokens=args.length - args.prefix, page_size=16
     )
-    subject = models.prepare(
-        sizes, dataclasses.replace(lm, drafter=drafter), args.prompts
-    )
+    lm = dataclasses.replace(lm, drafter=drafter, tokenizer=words)
+    subject = models.prepare(sizes, lm, args.prompts)
     confidences.check_prompts(subject)
     row = confidences.fit(subject, args.temperature, seed=args.seed)
     found = {name: row[name] for name in ("temperatures", "shifts")}

@@ -5,6 +5,7 @@ only flag is raised here, with what was already committed.
 """
 
 import numbers
+import warnings
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -67,11 +68,27 @@ def check_max_tokens(max_tokens: int) -> None:
 
 
 def check_count(**counts: int) -> None:
-    """Raises `ValueError` unless each, by its name, is a whole number from 1 on."""
+    """Raises `ValueError` unless each, by its name, is a whole number from 1 on, which
+    int32 holds."""
     for name, value in counts.items():
         is_whole = isinstance(value, numbers.Integral)
         if not is_whole or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        if value >= 2**31:
+            raise ValueError(f"{name}={value!r} is above {2**31 - 1}: give less")
+
+
+def warn_positions(drafter: Any, length: int) -> None:
+    """Warns where a text of `length` has positions that a drafter's model lacks."""
+    model = getattr(getattr(drafter, "draft", drafter), "model", None)
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", length)
+    if length > most:
+        warnings.warn(
+            f"{type(drafter).__name__} has {most} positions (max_position_embeddings), "
+            f"and texts here are longer: its drafts past them extrapolate, and few may "
+            "be accepted; the text stays the target's",
+            stacklevel=2,
+        )
 
 
 def check_gamma(gamma: int, gamma_max: int) -> None:
@@ -149,10 +166,12 @@ def stop_array(stop_ids: Tokens | int, *, size: int | None = None) -> np.ndarray
       size: of the array, whose rest is `NO_STOP`; as many as there are if None.
 
     Raises:
-      ValueError: not whole numbers.
+      ValueError: not whole numbers, or none that int32 holds.
     """
     one = isinstance(stop_ids, numbers.Integral)
     ids = token_list(cast(Tokens, (stop_ids,) if one else stop_ids), what="stop_ids")
+    if any(abs(token) >= 2**31 for token in ids):
+        raise ValueError(f"stop_ids={ids} has a number that is no token: 2**31 or more")
     array = np.full((max(1, len(ids), size or 0),), state_lib.NO_STOP, np.int32)
     array[: len(ids)] = ids
     return array

@@ -345,8 +345,7 @@ class Scheduler:
         """
         for request in requests:
             self.check(request)
-        if rounds_per_call < 1:
-            raise ValueError(f"{rounds_per_call=} must be at least 1")
+        checks.check_count(rounds_per_call=rounds_per_call)
         draws = any(request.sampling is not None for request in requests)
         if state is None:
             state = self.empty(draws=draws)

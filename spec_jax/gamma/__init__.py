@@ -1,1 +1,60 @@
 """Adaptive gamma: how many tokens to draft next, decided on the device."""
+
+from typing import TYPE_CHECKING
+
+import spec_jax
+
+
+_NAMES = {
+    "CostCurve": "spec_jax.gamma.theory",
+    "Fixed": "spec_jax.gamma.policy",
+    "GammaPolicy": "spec_jax.gamma.policy",
+    "Goodput": "spec_jax.gamma.goodput",
+    "RankGoodput": "spec_jax.gamma.goodput",
+    "Schedule": "spec_jax.gamma.schedule",
+    "Threshold": "spec_jax.gamma.threshold",
+}
+_MODULES = (
+    "confidence",
+    "goodput",
+    "policy",
+    "schedule",
+    "simulation",
+    "theory",
+    "threshold",
+)
+
+__all__ = [
+    "CostCurve",
+    "Fixed",
+    "GammaPolicy",
+    "Goodput",
+    "RankGoodput",
+    "Schedule",
+    "Threshold",
+    "confidence",
+    "goodput",
+    "policy",
+    "schedule",
+    "simulation",
+    "theory",
+    "threshold",
+]
+
+if TYPE_CHECKING:
+    from spec_jax.gamma import (
+        confidence,
+        goodput,
+        policy,
+        schedule,
+        simulation,
+        theory,
+        threshold,
+    )
+    from spec_jax.gamma.goodput import Goodput, RankGoodput
+    from spec_jax.gamma.policy import Fixed, GammaPolicy
+    from spec_jax.gamma.schedule import Schedule
+    from spec_jax.gamma.theory import CostCurve
+    from spec_jax.gamma.threshold import Threshold
+
+__getattr__, __dir__ = spec_jax.exports(__name__, _NAMES, _MODULES)

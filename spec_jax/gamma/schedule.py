@@ -209,9 +209,9 @@ class Schedule:
           step_s: measured seconds of a step by its rows, `[rows + 1]`, up to
             `num_slots * (gamma_max + 1)` rows.
           draft_s: seconds by which drafting makes a round of all slots longer.
-          temperatures, shifts: of each draft's confidence, from
-            `analysis.calibration.fit_platt`; without shifts they are 0; without either
-            the drafter's survival is calibrated.
+          temperatures: of each draft's confidence, from
+            `analysis.calibration.fit_platt`; None: survival is calibrated already.
+          shifts: of each draft's confidence; None: 0.
           asks: the first state of the policy `asks`.
 
         Raises:
@@ -299,7 +299,8 @@ class Schedule:
           asked: whether any slot was to draft.
           num_active: slots that the round committed to, of which a round without any
             changes nothing.
-          num_verified, num_accepted: drafts, of these slots together.
+          num_verified: drafts, of these slots together.
+          num_accepted: of these drafts.
         """
         step_s, slots = state.step_s[0], num_active.astype(jnp.float32)
         round_s = step_s[num_active + num_verified] + state.draft_s[0]

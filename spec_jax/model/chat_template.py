@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.runtime
 import jinja2.sandbox
@@ -50,7 +51,7 @@ def render(source: str, messages: Sequence[Any], **variables: Any) -> str:
       source: the template.
       messages: of text, numbers, truth values, None, lists, tuples and mappings of
         such; they are copied.
-      variables: further names that the template may use.
+      variables: further names that the template may use, with values as in messages.
 
     Raises:
       ValueError: the template is not valid, refuses the messages, fails, or exceeds a
@@ -62,9 +63,31 @@ def render(source: str, messages: Sequence[Any], **variables: Any) -> str:
         template = jinja2.Template.from_code(
             environment, code, environment.make_globals(None)
         )
-        return template.render(messages=_plain(messages), **variables)
+        return template.render(messages=_plain(messages), **_plain(variables))
     except Exception as error:  # A template may raise whatever Python can.
         raise ValueError(_one_line(error)) from None
+
+
+def check_options(source: str, options: Collection[str], *, own: set[str]) -> None:
+    """Raises `ValueError` for options that a template does not read.
+
+    Args:
+      own: names that are no options, and are refused.
+    """
+    if not options:
+        return
+    try:
+        _compile(source)  # Refuses what is too long to be parsed.
+        parsed = _Environment().parse(source)
+        known = jinja2.meta.find_undeclared_variables(parsed) - own
+    except Exception as error:
+        raise ValueError(_one_line(error)) from None
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(
+            f"does not read {', '.join(unknown)}; its options are "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
 
 
 def _one_line(error: Exception) -> str:
@@ -102,8 +125,8 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value)
     raise _BoundError(
-        f"the messages hold {type(value).__name__}; give text, numbers, lists and "
-        "mappings"
+        f"the messages or options hold {type(value).__name__}; give text, numbers, "
+        "lists and mappings"
     )
 
 

@@ -26,6 +26,7 @@ from spec_jax.model import (
     load_shards,
     params as params_lib,
     tensor_values,
+    tokenizer as tokenizer_lib,
 )
 from spec_jax.ops import dispatch, weights
 from spec_jax.parallel import shard
@@ -144,6 +145,7 @@ def save(
     config: config_lib.ModelConfig,
     params: params_lib.Params,
     *,
+    tokenizer: tokenizer_lib.Tokenizer | None = None,
     max_shard_bytes: int | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
@@ -153,6 +155,8 @@ def save(
     in full; other files there stay.
 
     Args:
+      tokenizer: written beside the weights, with its chat template and its stop tokens;
+        None: the weights and `config.json` alone, which `spec_jax.load` refuses.
       max_shard_bytes: most bytes of weights in one file, unless a single tensor is
         larger; one `model.safetensors` if None.
       metadata: further entries of each file's `__metadata__`.
@@ -168,6 +172,12 @@ def save(
     tensors = pending(params, families.of(config).tensors(config))
     shards = _shards(tensors, max_shard_bytes)
     texts = {"config.json": config_lib.to_dict(config)}
+    if tokenizer is not None:
+        texts |= tokenizer.to_files(
+            num_positions=config.max_position_embeddings, vocab_size=config.vocab_size
+        )
+        # Hugging Face's configs of some families have ids of other tokens otherwise.
+        texts["config.json"] |= texts["generation_config.json"]
     if max_shard_bytes is not None:
         texts[files.INDEX_FILE] = {
             "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)},
@@ -178,6 +188,8 @@ def save(
             },
         }
     write_folder(folder, shards, texts, metadata=metadata)
+    for name in tokenizer_lib.OLD_FILES if tokenizer is not None else ():
+        (folder / name).unlink(missing_ok=True)
 
 
 def write_folder(

@@ -135,7 +135,8 @@ class RowModel:
         """
         if capacity < 1:
             raise ValueError(f"{capacity=} must be at least 1")
-        positions = self.config.max_position_embeddings
+        # A drafter may have fewer positions than the texts of its target.
+        positions = max(self.config.max_position_embeddings, capacity)
         index.check_page_size(page_size, num_positions=positions)
         pages_per_slot = index.pages_for(capacity, page_size)
         if num_pages is None:

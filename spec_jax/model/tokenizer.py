@@ -22,6 +22,14 @@ from spec_jax.model import chat_template, config as config_lib, hub
 _END_OF_TEXT = "<|endoftext|>"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _SHOWN_DIFFERENCES = 3
+OLD_FILES = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+"""Files that would contradict those of `Tokenizer.to_files`."""
+_CHAT_OPTIONS: Mapping[str, Any] = {
+    "tools": None,
+    "documents": None,
+    "add_generation_prompt": True,
+    "enable_thinking": False,
+}
 
 Message = Mapping[str, Any]
 """One turn of a chat: `role`, `content` and whatever else the template reads."""
@@ -37,6 +45,7 @@ class Tokenizer:
       chat_template: Jinja source, or None.
       stop_ids: tokens that end a generation, in the folder's order.
       special_tokens: what templates may refer to (`bos_token`, `eos_token`, ...).
+      chat_options: what `apply_chat` hands to the template unless it is told otherwise.
     """
 
     path: pathlib.Path
@@ -44,6 +53,7 @@ class Tokenizer:
     chat_template: str | None = dataclasses.field(default=None, repr=False)
     stop_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    chat_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def encode(self, text: str, *, begins: bool = False) -> list[int]:
         """Token ids of `text`, in which special tokens are recognised.
@@ -67,12 +77,17 @@ class Tokenizer:
         """
         return "".join(self.decode_pieces(ids))
 
-    def decode_pieces(self, ids: Sequence[int]) -> list[str]:
+    def decode_pieces(
+        self, ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> list[str]:
         """One string per token; together they are `decode(ids)`.
 
         A character that spans tokens belongs to the token that completes it.
+
+        Args:
+          skip_special_tokens: whether tokens of `special_ids` have no text.
         """
-        decoder = PieceDecoder(self)
+        decoder = PieceDecoder(self, skip_special_tokens=skip_special_tokens)
         pieces = [decoder.decode([token_id]) for token_id in ids]
         if pieces:
             pieces[-1] += decoder.decode([], final=True)
@@ -82,6 +97,9 @@ class Tokenizer:
         """The bytes that a token stands for."""
         if token_id < 0:
             raise ValueError(f"{token_id=} is negative")
+        added = self._added.get(token_id)
+        if added is not None:  # Its letters may look like those of bytes.
+            return added.content.encode()
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -89,7 +107,80 @@ class Tokenizer:
         try:
             return bytes(alphabet[character] for character in token)
         except KeyError:
-            return token.encode()  # An added token, which is written as it is.
+            return token.encode()
+
+    @functools.cached_property
+    def _added(self) -> Mapping[int, tokenizers.AddedToken]:
+        """The file's added tokens, by id."""
+        return self.backend.get_added_tokens_decoder()
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens, by the file's marks and by `special_tokens`."""
+        marked = {one for one, token in self._added.items() if token.special}
+        named = map(self.backend.token_to_id, self.special_tokens.values())
+        return frozenset(marked.union(one for one in named if one is not None))
+
+    def to_files(self, *, num_positions: int, vocab_size: int) -> dict[str, Any]:
+        """Returns the JSON files of which `load` makes an equal tokenizer, by name.
+
+        Args:
+          num_positions: of the model.
+          vocab_size: of the model; larger stop ids are left out.
+        """
+        named = {
+            f"{name}_id": self.backend.token_to_id(text)
+            for name, text in self.special_tokens.items()
+            if name in ("bos_token", "pad_token")
+        }
+        stops = [one for one in self.stop_ids if one < vocab_size]
+        first = stops[0] if stops else None
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": num_positions,
+            "clean_up_tokenization_spaces": False,
+            **self.special_tokens,
+        }
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+        return {
+            "tokenizer.json": json.loads(self.backend.to_str()),
+            "tokenizer_config.json": settings,
+            "generation_config.json": {
+                "pad_token_id": first,
+                **named,
+                "eos_token_id": first if len(stops) < 2 else stops,
+            },
+        }
+
+    def stop_id(self, text: str) -> int:
+        """Returns the token that ends a generation exactly where `text` is written.
+
+        That is the added token of that name, or one byte that no other token has. All
+        other texts may be written without their token, inside a larger one or in parts.
+
+        Raises:
+          ValueError: a text that no single token stands for in this sense.
+        """
+        for token_id, token in self._added.items():
+            if token.content == text:
+                return token_id
+        ids, written = self.encode(text), text.encode()
+        if len(ids) != 1:
+            why = f"is {len(ids)} tokens"
+        elif len(written) > 1:
+            why = f"is token {ids[0]}, and can be written as several tokens, too"
+        else:
+            every = set(range(self.num_ids)) - {ids[0]}
+            larger = [one for one in sorted(every) if written in self.bytes_of(one)]
+            if not larger:
+                return ids[0]
+            first = self.bytes_of(larger[0]).decode(errors="replace")
+            why = f"is token {ids[0]}, and in {len(larger)} others, such as {first!r}"
+        raise ValueError(
+            f"stop text {text!r} {why}: generation would run past it; give token ids, "
+            "stop=[ID, ...], or the name of an added token"
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -112,33 +203,34 @@ class Tokenizer:
         """Whether `apply_chat` can be called."""
         return self.chat_template is not None
 
-    def apply_chat(
-        self, messages: str | Sequence[Message], *, enable_thinking: bool = False
-    ) -> str:
+    def apply_chat(self, messages: str | Sequence[Message], /, **options: Any) -> str:
         """The prompt of a chat, up to where the assistant's answer begins.
 
         Args:
           messages: the turns, or the text of a single user turn. They are copied: a
             template cannot change them.
-          enable_thinking: as Qwen3's templates understand it; False puts an empty
-            thought before the answer.
+          **options: names that the template reads, over `chat_options`: `tools`,
+            `documents`, or `enable_thinking`, without which Qwen3's templates put an
+            empty thought before the answer.
 
         Raises:
           ValueError: there is no template, or it refuses the messages, fails, or takes
-            more time or memory than `chat_template` allows; in one line.
+            more time or memory than `chat_template` allows, or does not read an option;
+            in one line.
         """
         if self.chat_template is None:
             raise ValueError(f"{self.path.parent}: has no chat template")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        options = {**self.chat_options, **options}
         try:
+            chat_template.check_options(
+                self.chat_template, options, own={"messages", *self.special_tokens}
+            )
             return chat_template.render(
                 self.chat_template,
                 messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                enable_thinking=enable_thinking,
+                **{**_CHAT_OPTIONS, **options},
                 **self.special_tokens,
             )
         except ValueError as error:
@@ -149,10 +241,14 @@ class PieceDecoder:
     """Decodes a text token by token; never half a character.
 
     A character that spans tokens comes with the token that completes it.
+
+    Args:
+      skip_special_tokens: whether tokens of `Tokenizer.special_ids` have no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False):
         self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def decode(self, ids: Sequence[int], *, final: bool = False) -> str:
@@ -161,7 +257,8 @@ class PieceDecoder:
         Args:
           final: whether no token follows: bytes that are left over become U+FFFD.
         """
-        raw = b"".join(self._tokenizer.bytes_of(int(token_id)) for token_id in ids)
+        shown = (int(one) for one in ids if int(one) not in self._skipped)
+        raw = b"".join(map(self._tokenizer.bytes_of, shown))
         return self._decoder.decode(raw, final=final)
 
 

@@ -30,15 +30,17 @@ def call(
     *arguments,
     isa,
     aliases=None,
-    vmap_method=None,
     **attributes,
 ):
-    """Calls a kernel of an instruction set; the rest is as in `jax.ffi.ffi_call`."""
+    """Calls a kernel of an instruction set; the rest is as in `jax.ffi.ffi_call`.
+
+    Under `vmap` each element is a call of its own, with the bits that it has alone.
+    """
     return jax.ffi.ffi_call(
         build.target_name(target, build.load(isa)),
         outputs,
         input_output_aliases=aliases or {},
-        vmap_method=vmap_method,
+        vmap_method="sequential",
     )(*arguments, **attributes)
 
 

@@ -30,7 +30,6 @@ def look_up(
         ],
         *(tokens, length, gamma, corpus, jnp.asarray(budgets)),
         isa=isa,
-        vmap_method="sequential",
         min_probability=np.float32(min_probability),
     )
     return drafts, num_drafted, survival, score

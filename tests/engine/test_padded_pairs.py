@@ -117,7 +117,7 @@ def test_a_thousand_rounds_keep_nothing(pair):
     lm = sj.load(pair[0], draft=pair[1], gamma_max=4)
     rounds, held = 0, []
     while rounds < 1000:
-        out = sj.generate(lm, "abcabcab", max_tokens=200, stop=())
+        out = sj.generate(lm, "abcabcab", max_tokens=200, ignore_eos=True)
         rounds += out.metrics["rounds"]
         gc.collect()
         held.append(sum(array.nbytes for array in jax.live_arrays()))

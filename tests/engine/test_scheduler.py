@@ -234,6 +234,10 @@ def changed(**changes) -> scheduler_lib.Request:
         (changed(gamma=2.0), r"gamma=2.0 must be a whole number in 0 .. 4"),
         (changed(max_tokens=0), "max_tokens=0 must be a whole number of at least 1"),
         (changed(stop_ids=(2.5,)), "stop_ids has shape .* give one row of token ids"),
+        (
+            changed(stop_ids=(2**31,)),
+            r"stop_ids=\[2147483648\] has a number that is no",
+        ),
     ],
 )
 def test_bad_requests_are_refused_before_anything_runs(request_, message, monkeypatch):
@@ -242,8 +246,9 @@ def test_bad_requests_are_refused_before_anything_runs(request_, message, monkey
         next(make().run([Ask().request(), request_]))
     with pytest.raises(ValueError, match=message):
         make().begin(request_)
-    with pytest.raises(ValueError, match="rounds_per_call=0 must be at least 1"):
-        next(make().run([Ask().request()], rounds_per_call=0))
+    for rounds, words in ((0, "of at least 1"), (2**31, "above 2147483647: give less")):
+        with pytest.raises(ValueError, match=f"rounds_per_call={rounds} .*{words}"):
+            next(make().run([Ask().request()], rounds_per_call=rounds))
 
 
 def _nothing_runs(*_, **__):

@@ -95,7 +95,7 @@ def texts_of(count):
         sj.load(),
         [one.messages[0]["content"] for one in prompts],
         max_tokens=48,
-        stop=(),
+        ignore_eos=True,
     )
     tokens = np.array([one.tokens for one in written], np.int32)
     return targets.Texts(tokens=tokens, mask=np.ones(tokens.shape, bool))

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import tiny_pair
 
-from experiments.lib import prompt_files, prompts, runs
+from experiments.lib import cli, flags, prompt_files, prompts, runs
 from spec_jax import loading
 
 
@@ -137,3 +137,43 @@ def test_a_chat_template_is_applied_to_what_is_cut(pair):
             raw=raw,
         )
         assert chat.decode(made.tokens) == text
+
+
+OPTIONS = {
+    "enable_thinking=true": {"enable_thinking": True},
+    'a=1,b="x"': {"a": 1, "b": "x"},
+    '{"tools": [1, 2]}': {"tools": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("text", OPTIONS)
+def test_options_of_the_chat_template(pair, text):
+    """Fails if a flag's options do not reach the prompts, or reach none in silence."""
+    parser = cli.Parser("A script.")
+    flags.add_raw(parser)
+    args = parser.parse_args(["--chat-option", text])
+    assert args.chat_option == OPTIONS[text]
+    template = "".join(f"{{{{ {name} }}}};" for name in OPTIONS[text])
+    words = dataclasses.replace(pair.tokenizer, chat_template=template)
+    other = dataclasses.replace(pair, tokenizer=prompts.with_options(args, words))
+    (ids,) = prompts.encode(other, PROMPTS[:1], raw=False)
+    shown = "".join(f"{value};" for value in OPTIONS[text].values())
+    assert words.decode(ids) == shown
+    with pytest.raises(ValueError, match="is of the chat template, and the model has"):
+        prompts.with_options(args, pair.tokenizer)
+    args.raw = True
+    with pytest.raises(ValueError, match="is of the chat template, and --raw leaves"):
+        prompts.with_options(args, words)
+    assert prompts.with_options(parser.parse_args([]), words) is words
+
+
+@pytest.mark.parametrize("text", ["thinking", "a=b", "=1", "{1}"])
+def test_options_that_are_none(text, capsys):
+    """In one line, before anything is loaded."""
+    parser = cli.Parser("A script.")
+    flags.add_raw(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--chat-option", text])
+    assert (
+        "is no list of options, such as enable_thinking=true" in capsys.readouterr().err
+    )

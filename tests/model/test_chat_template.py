@@ -234,7 +234,9 @@ def test_failures_are_one_line(template, message):
 def test_messages_of_something_else(value):
     """Fails if a template is handed objects, whose methods may do anything."""
     kind = type(value).__name__
-    with pytest.raises(ValueError, match=f"the messages hold {kind}; give text"):
+    with pytest.raises(
+        ValueError, match=f"the messages or options hold {kind}; give text"
+    ):
         chat_template.render("x", [{"role": "user", "content": value}])
 
 

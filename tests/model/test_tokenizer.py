@@ -1,5 +1,6 @@
 """Tokenizers: exact ids, pieces that add up, the folder's own template and stops."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -70,20 +71,73 @@ def test_pieces_of_text(small, text):
     pieces = small.decode_pieces(ids)
     assert len(pieces) == len(ids)
     assert "".join(pieces) == small.decode(ids)
-    if "éé" not in text:  # As a token it stands for two bytes, to the library too.
-        assert small.decode(ids) == normalizers.NFC().normalize_str(text)
-        assert "\N{REPLACEMENT CHARACTER}" in text or all(
-            "\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces
-        )
+    assert small.decode(ids) == normalizers.NFC().normalize_str(text)
+    assert "\N{REPLACEMENT CHARACTER}" in text or all(
+        "\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces
+    )
 
 
 @given(ids=st.lists(st.integers(0, 300), max_size=12))
 @settings(max_examples=300)
 def test_decoding_is_that_of_the_library(small, ids):
-    """Any ids: halves of characters, invalid bytes, ids past the vocabulary."""
+    """Any ids: halves of characters, invalid bytes, ids past the vocabulary.
+
+    But for an added token whose letters are those of bytes, which the library garbles.
+    """
+    ids = [one for one in ids if one != small.backend.token_to_id("éé")]
     expected = small.backend.decode(ids, skip_special_tokens=False)
     assert small.decode(ids) == expected
     assert "".join(small.decode_pieces(ids)) == expected
+
+
+@pytest.mark.parametrize("added", ["éé", "ilÖveyou", "đem", "<|Ġ|>", "é"])
+def test_added_tokens_are_written_as_they_are(tmp_path, added):
+    """Fails if letters that stand for bytes in the vocabulary do so in added tokens."""
+    tokenizer = tokenizer_lib.load(save(tmp_path, added))
+    ids = tokenizer.encode(f"a{added}b")
+    assert len(ids) == 3 and tokenizer.decode_pieces(ids) == ["a", added, "b"]
+
+
+def test_special_tokens_are_left_out_where_that_is_asked_for(tmp_path):
+    """Those that the file marks, and those that the config names; no other."""
+    settings = {"eos_token": "l"}
+    backend = build("<|end|>")
+    backend.add_tokens(["<think>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = tokenizer_lib.load(tmp_path)
+    ids = tokenizer.encode("ü<|end|>é<think>")
+    ids[1:1] = tokenizer.encode("l")  # Between the bytes of a character.
+    shown = tokenizer.decode_pieces(ids, skip_special_tokens=True)
+    assert shown == ["", "", "ü", "", "é", "<think>"]
+    assert "<|end|>" in tokenizer.decode(ids)
+
+
+STOPS = {
+    "<|end|>": "<|end|>",
+    "<think>": "<think>",
+    "\0": "Ā",
+    "hello": "is token .*, and can be written as several tokens, too: generation would",
+    "h": "is token .*, and in 4 others, such as 'hel': generation would run past",
+    "hi": "is 2 tokens: generation would run past it; give token ids, stop=.ID",
+    "": "is 0 tokens",
+}
+"""Texts, and the token that alone can write each, or why there is none."""
+
+
+@pytest.mark.parametrize("text", STOPS)
+def test_stop_texts(tmp_path, text):
+    """Fails if a text is taken that can be written without the token."""
+    backend = build("<|end|>")
+    backend.add_tokens(["<think>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tokenizer_lib.load(tmp_path)
+    token_id = backend.token_to_id(STOPS[text])
+    if token_id is not None:
+        assert tokenizer.stop_id(text) == token_id
+        return
+    with pytest.raises(ValueError, match=f"stop text {text!r} {STOPS[text]}"):
+        tokenizer.stop_id(text)
 
 
 def test_a_character_belongs_to_the_token_that_completes_it(small):
@@ -294,6 +348,22 @@ def test_template_of_its_own_file_wins(tmp_path):
     assert tokenizer.apply_chat(turns, enable_thinking=True) == (
         '[user] "1"<|end|>\n[assistant] "2"<|end|>\n[assistant]'
     )
+
+
+def test_options_of_a_template(tmp_path):
+    """Fails if an option is lost, or one that the template does not read is taken."""
+    template = "{{ enable_thinking }} {{ tools }} {{ bos_token }}"
+    settings = {"chat_template": template, "bos_token": "!"}
+    tokenizer = tokenizer_lib.load(save(tmp_path, tokenizer_config_json=settings))
+    assert tokenizer.apply_chat("hi") == "False None !"
+    assert tokenizer.apply_chat("hi", enable_thinking=1, tools=[7]) == "1 [7] !"
+    fixed = dataclasses.replace(tokenizer, chat_options={"enable_thinking": True})
+    assert fixed.apply_chat("hi", tools=[]) == "True [] !"
+    for name in ("thinking", "bos_token", "messages"):
+        with pytest.raises(
+            ValueError, match=f"does not read {name}; its options are enable_t.*, tools"
+        ):
+            tokenizer.apply_chat("hi", **{name: "x"})
 
 
 def test_named_templates(tmp_path):

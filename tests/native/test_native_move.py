@@ -123,3 +123,32 @@ def test_bad_input(rng):
         calls.move(pools, **arguments_of(MOVES) | {"page_table": jnp.asarray(TABLE)[0]})
     with pytest.raises(NotImplementedError, match="one of them"):
         move((pools[0], pools[1].astype("bfloat16")), MOVES)
+
+
+def test_vmap_is_each_call_alone(rng, isa):
+    """Fails if a kernel, one that writes in place too, cannot be mapped over."""
+    values = rng.normal(size=(3, 2, P, C, K, H)).astype(np.float32)
+    pools = [tuple(map(jnp.asarray, own)) for own in values]
+    table, columns = jnp.asarray(TABLE), jnp.asarray(MOVES.T)
+
+    def one(pools, sources):
+        slots, _, targets, moves = columns
+        return calls.move(
+            pools,
+            page_table=table,
+            slots=slots,
+            sources=sources,
+            targets=targets,
+            moves=moves != 0,
+            isa=isa,
+        )
+
+    sources = jnp.stack([columns[1] + n for n in range(3)])
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *pools)
+    mapped = jax.jit(jax.vmap(one))(stacked, sources)
+    for n, own in enumerate(pools):
+        alone = jax.jit(one)(own, sources[n])
+        testing.assert_same_bits(tuple(pool[n] for pool in mapped), alone)
+    logits = jnp.asarray(rng.normal(size=(3, 2, 70)), jnp.float32)
+    best = jax.vmap(lambda x: calls.argmax(x, num_active=jnp.int32(2), isa=isa))(logits)
+    np.testing.assert_array_equal(best, logits.argmax(-1))

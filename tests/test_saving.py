@@ -1,0 +1,93 @@
+"""`LanguageModel.save`: a folder that `load` and Hugging Face's loaders open."""
+
+import dataclasses
+import json
+
+import pytest
+import tiny_pair
+
+import spec_jax as sj
+from spec_jax import testing
+from spec_jax.model import gpt_neox, llama
+
+
+TEXT = "naïve <|im_end|> 日本"
+CHAT = [{"role": "user", "content": "hi"}]
+END = "<|im_end|>"
+
+
+def config(family: str):
+    """A small model of that family; Llama's is of bfloat16."""
+    if family == "qwen3":
+        return tiny_pair.config()
+    found = dataclasses.asdict(
+        tiny_pair.config(tie_word_embeddings=False, num_kv_heads=2)
+    )
+    kind = llama.LlamaConfig if family == "llama" else gpt_neox.GPTNeoXConfig
+    known = {field.name for field in dataclasses.fields(kind)}
+    found = {name: x for name, x in found.items() if name in known}
+    if family == "llama":
+        return kind(**found | {"dtype": "bfloat16"})
+    return kind(**found | {"rotary_size": 8})
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama", "gpt_neox"])
+def pair(request, tmp_path_factory):
+    """A model with two stop tokens and a template, and what its copy is loaded as."""
+    folder = tmp_path_factory.mktemp(request.param)
+    tiny_pair.write_model(folder, config(request.param), seed=4)
+    backend = tiny_pair.byte_tokenizer()
+    backend.add_special_tokens([END])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(tiny_pair.TEMPLATE + "{{ eos_token }}")
+    settings = {"eos_token": END, "bos_token": {"content": tiny_pair.END_OF_TEXT}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    ids = {"eos_token_id": [backend.token_to_id(END), 0]}
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+    lm = sj.load(folder, drafter="ngram")
+    copy = tmp_path_factory.mktemp("copy") / "new"
+    copy.mkdir()
+    (copy / "chat_template.jinja").write_text("of another model")
+    lm.save(copy)
+    return lm, sj.load(copy, drafter="ngram"), copy
+
+
+def test_a_saved_model_is_loaded_bit_for_bit(pair):
+    """Fails if weights, words, a template or stop tokens are others than before."""
+    lm, again, _ = pair
+    assert again.target.config == lm.target.config
+    testing.assert_same_bits(again.params, lm.params)
+    words, saved = lm.tokenizer, again.tokenizer
+    assert saved.fingerprint == words.fingerprint
+    for name in ("stop_ids", "special_tokens", "special_ids", "chat_template"):
+        assert getattr(saved, name) == getattr(words, name), name
+    assert saved.encode(TEXT) == words.encode(TEXT)
+    outs = [sj.generate(one, [TEXT, CHAT], max_tokens=12) for one in (lm, again)]
+    for old, new in zip(*outs, strict=True):
+        assert (new.tokens, new.prompt_tokens) == (old.tokens, old.prompt_tokens)
+
+
+@pytest.mark.oracle
+def test_a_saved_model_is_hugging_faces_too(pair):
+    """Fails if transformers reads another model, other ids or other stop tokens."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    lm, _, folder = pair
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    assert words(TEXT)["input_ids"] == lm.tokenizer.encode(TEXT)
+    assert words.eos_token == END
+    ids = words.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+    assert ids == sj.decode(lm, CHAT, max_tokens=1).prompt_tokens
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.generation_config.eos_token_id == list(lm.stop_ids)
+    out = model.float().generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)
+    plain = sj.decode(lm, CHAT, max_tokens=6).tokens
+    assert out[0, len(ids) :].tolist()[:3] == plain[:3]
+
+
+def test_models_that_cannot_be_saved(pair, tmp_path):
+    """They would be folders that nothing opens."""
+    bare = dataclasses.replace(pair[0], tokenizer=None)
+    with pytest.raises(ValueError, match="no tokenizer, without which its folder can"):
+        bare.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
