@@ -86,11 +86,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_dry_run(parser)
     flags.add_out(parser, rows="one per step, then one summary")
     args = parser.parse_args(argv)
-    flags.check_models(parser, args)
+    flags.check_models(parser, args, needs_draft=False)
     flags.check_sampling(parser, args)
     subjects.check_presets(parser, args)
-    if args.forced and args.preset and not args.draft_preset:
-        parser.error("--forced needs a draft: name one with --draft-preset")
+    if args.forced and (args.preset or args.target):
+        if not (args.draft_preset or args.draft):
+            flag = "--draft-preset" if args.preset else "--draft"
+            parser.error(f"--forced needs a draft: name one with {flag}")
     if args.dry_run and not args.preset:
         parser.error("--dry-run needs a --preset: folders bring weights")
     if args.forced and args.temperature:

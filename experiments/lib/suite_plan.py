@@ -114,13 +114,16 @@ def from_flags(args: argparse.Namespace) -> Planned:
     is_gpu = dispatch.backend() == "gpu"
     default_axes = {**defaults.axes, **(ON_GPU if is_gpu else {})}
     axes = {axis: getattr(args, axis) or default_axes[axis] for axis in cells_lib.AXES}
+    if args.drafter is None and args.target is not None and args.draft is None:
+        names = axes["drafter"]
+        axes["drafter"] = tuple(n for n in names if n not in registry.NEED_DRAFT)
     axes["impl"] = tuple(dict.fromkeys(map(dispatch.resolve, axes["impl"])))
     cells = (cells_lib.product if args.product else cells_lib.star)(axes)
     if is_gpu and args.certificate:
         _check_repeatable(cells)
     settings = {
         "target": _folder_name(args.target),
-        "draft": _folder_name(args.draft),
+        "draft": _folder_name(args.draft) if _has_draft(args, cells) else None,
         "prompt_source": prompt_files.without_folders(args.prompts or defaults.prompts),
         "gen_tokens": args.gen_tokens or defaults.gen_tokens,
         "stop": args.stop,
@@ -138,6 +141,16 @@ def from_flags(args: argparse.Namespace) -> Planned:
     return planned
 
 
+def _has_draft(args: argparse.Namespace, cells: Sequence[cells_lib.Cell]) -> bool:
+    """Returns whether cells may load a draft model: that of the embedded pair, too."""
+    if args.draft is not None:
+        return True
+    return args.target is None and any(
+        cell.drafter not in (*registry.NEED_NOTHING, *cell_runs.FORCED)
+        for cell in cells
+    )
+
+
 def from_certificate(
     args: argparse.Namespace, certificate: Mapping[str, Any]
 ) -> Planned:
@@ -147,7 +160,13 @@ def from_certificate(
     if settings["target"] != EMBEDDED and args.target is None:
         raise ValueError(
             f"{args.verify}: a certificate of target {settings['target']} and draft "
-            f"{settings['draft']}; give their folders with --target and --draft"
+            f"{settings['draft'] or 'none'}; give their folders with --target and "
+            "--draft"
+        )
+    if settings["draft"] not in (None, EMBEDDED) and args.draft is None:
+        raise ValueError(
+            f"{args.verify}: a certificate of draft {settings['draft']}; give its "
+            "folder with --draft"
         )
     cells = certificates.cells_of(certificate)
     if settings.get("head") == EMBEDDED:
@@ -211,15 +230,14 @@ def _plan(
     """Loads the models, to know them, and the prompts."""
     folders = {
         "target": args.target or loading.EMBEDDED_TARGET,
-        "draft": args.draft or loading.EMBEDDED_DRAFT,
+        "draft": args.draft or loading.EMBEDDED_DRAFT if settings["draft"] else None,
     }
     weights = {}
     for cell in {cell.dtype: cell for cell in cells}.values():
         lm = cell_runs.load_models(cell, **folders)
-        weights[cell.dtype] = {
-            "target": fingerprint.of_params(lm.params),
-            "draft": fingerprint.of_params(lm.drafter_params),
-        }
+        weights[cell.dtype] = {"target": fingerprint.of_params(lm.params)}
+        if settings["draft"]:
+            weights[cell.dtype]["draft"] = fingerprint.of_params(lm.drafter_params)
         if args.head is not None:
             kind = registry.kind_of(args.head)
             named = dataclasses.replace(cell, drafter=kind, tree=cells_lib.NO_TREE)
