@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from experiments.lib import cli
 from spec_jax.drafters import registry, tree_shapes
@@ -80,7 +80,7 @@ def check_models(
     *,
     needs_draft: bool = True,
 ) -> None:
-    """Exits with a usage error where drafters lack a draft, or have no use for one.
+    """Exits with a usage error where a drafter lacks its draft, or a draft its target.
 
     Of a list of drafters by default, those that lack a draft are left out. Then
     `check_isa` is called.
@@ -90,9 +90,12 @@ def check_models(
     """
     chosen = getattr(args, "drafter", "draft-model" if needs_draft else ())
     names = (chosen,) if isinstance(chosen, str) else chosen or ()
-    if args.draft is not None:
-        _check_draft(parser, args, names)
-    elif args.target is not None:
+    if args.target is None and args.draft is not None:
+        # A head may be one for the embedded target.
+        reads = any(registry.reads_target(name, args.draft) for name in names)
+        if not (reads or registry.is_head(args.draft)):
+            parser.error(f"--draft {args.draft} needs a --target: give both, or none")
+    elif args.draft is None and args.target is not None:
         lacking = [name for name in names if name in registry.NEED_DRAFT]
         others = tuple(name for name in names if name not in lacking)
         if lacking and others and chosen == parser.get_default("drafter"):
@@ -109,21 +112,6 @@ def check_models(
         shard.make_cpu_devices(devices)
     elif hasattr(args, "segments") and args.segments != parser.get_default("segments"):
         parser.error("--segments is of --devices: give both, or neither")
-
-
-def _check_draft(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, names: Sequence[str]
-) -> None:
-    """Exits with a usage error for a `--draft` without its target, or of no drafter."""
-    # A head may be one for the embedded target.
-    has_head = any(registry.reads_target(name, args.draft) for name in names)
-    has_head |= registry.is_head(args.draft)
-    if args.target is None and not has_head:
-        parser.error(f"--draft {args.draft} needs a --target: give both, or neither")
-    if names and not any(registry.has_weights(name, args.draft) for name in names):
-        parser.error(
-            f"--draft {args.draft}: {', '.join(names)} has no use for it: leave it out"
-        )
 
 
 def check_isa(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

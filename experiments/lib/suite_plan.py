@@ -142,13 +142,10 @@ def from_flags(args: argparse.Namespace) -> Planned:
 
 
 def _has_draft(args: argparse.Namespace, cells: Sequence[cells_lib.Cell]) -> bool:
-    """Returns whether cells may load a draft model: that of the embedded pair, too."""
-    if args.draft is not None:
-        return True
-    return args.target is None and any(
-        cell.drafter not in (*registry.NEED_NOTHING, *cell_runs.FORCED)
-        for cell in cells
-    )
+    """Returns whether there is a draft model, and a cell whose drafter may load it."""
+    without = {*registry.NEED_NOTHING, *cell_runs.FORCED}
+    is_given = args.draft is not None or args.target is None
+    return is_given and not {cell.drafter for cell in cells} <= without
 
 
 def from_certificate(
