@@ -39,20 +39,41 @@ def test_what_needs_no_draft_runs_without_one(script, arguments, folders, tmp_pa
         assert "plain step" in steps and not any("draft" in name for name in steps)
 
 
-def test_a_certificate_of_a_target_alone(folders, tmp_path):
-    """Fails if a draft is loaded, or the certificate cannot be verified without one."""
+def test_a_certificate_of_a_target_alone(folders, tmp_path, monkeypatch, capsys):
+    """Fails if a draft is loaded, or the certificate cannot be verified without one, by
+    the same command from the same folder."""
     certificate, main = tmp_path / "run.json", main_of("exactness")
+    monkeypatch.chdir(tmp_path)
+    prompts = tmp_path / "some/folder/below/prompts.txt"
+    prompts.parent.mkdir(parents=True)
+    prompts.write_text("def f(x):\nimport os\n")
     arguments = ["--target", str(folders[0])]
     sizes = ("--impl", "xla", "--dtype", "float32", "--cache", "paged", "--batch", "1")
     sizes += ("--sampling", "greedy", "--gamma", "2", "--gamma-policy", "fixed")
-    more = (*SHORT, *sizes, "--page-size", "128", "--slab", "4", "--allow-dirty")
+    more = (
+        "--prompts",
+        str(prompts),
+        "--gen-tokens",
+        "6",
+        *sizes,
+        "--page-size",
+        "128",
+        "--slab",
+        "4",
+        "--allow-dirty",
+    )
     assert main([*arguments, *more, "--certificate", str(certificate)]) == 0
     written = json.loads(certificate.read_text())
     assert written["settings"]["draft"] is None
     assert [*written["weights"]["float32"]] == ["target"]
     drafters = [cell["cell"]["drafter"] for cell in written["cells"]]
     assert drafters == ["oracle", "ngram"]
-    assert main([*arguments, "--verify", str(certificate)]) == 0
+    arguments += ["--verify", str(certificate)]
+    assert main(arguments) == 0
+    prompts.rename(tmp_path / "elsewhere.txt")
+    words = ("prompts some/folder/below/prompts.txt", "not found", "--prompts")
+    assert_fails_with(main, capsys, arguments, *words)
+    assert main([*arguments, "--prompts", "elsewhere.txt"]) == 0
 
 
 @pytest.mark.parametrize(
