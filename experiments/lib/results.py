@@ -272,12 +272,12 @@ def summarise(results: Sequence[PromptResult]) -> metrics.Metrics:
 
 
 def mark_disturbed(summary: metrics.Metrics) -> metrics.Metrics:
-    """Returns the metrics, with `disturbed` where a speed-up is above the tokens per
-    step: no step of a window is faster than one of autoregressive decoding, so that the
+    """Returns the metrics, with `disturbed`: whether a speed-up is above the tokens per
+    step. No step of a window is faster than one of autoregressive decoding, so that the
     machine was not the same for both."""
     found = [summary[name] for name in tables.SPEEDUPS if summary[name] is not None]
-    is_disturbed = max(found, default=0.0) > summary["tokens_per_target_step"]
-    return summary | ({"disturbed": True} if is_disturbed else {})
+    is_disturbed = max(found, default=0.0) > (summary["tokens_per_target_step"] or 0.0)
+    return summary | {"disturbed": is_disturbed}
 
 
 def all_matched(matched: Sequence[bool | None]) -> bool | None:

@@ -98,10 +98,10 @@ FIELDS: tuple[Field, ...] = (
     ),
 )
 """The dictionary of `analysis.metrics`, in the order in which it is shown; and
-`results.mark_disturbed`'s word, where it has one."""
+what `results.mark_disturbed` adds."""
 
-_OF_DESIGNS = ("commit_decode_steps", "mirror_decode_steps", "correction_steps")
-"""Counts that are shown where they are not 0: of designs that other scripts compare."""
+_RARE = ("commit_decode_steps", "mirror_decode_steps", "correction_steps", "disturbed")
+"""What is shown where it is not 0: counts of designs that are compared, and a fault."""
 
 
 def to_row(
@@ -135,7 +135,7 @@ def print_table(
     shown = [
         field
         for field in fields
-        if field.name in row and (row[field.name] or field.name not in _OF_DESIGNS)
+        if field.name in row and (row[field.name] or field.name not in _RARE)
     ]
     texts = {f.name: terminal.format_value(row[f.name], f.form) for f in shown}
     longest = _longest(texts.values())

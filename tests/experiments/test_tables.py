@@ -262,7 +262,11 @@ def test_a_speed_up_above_the_tokens_per_step_means_nothing():
         assert f"{1.01 * tokens:.2f} x at {tokens:.2f} tokens per step cannot" in text
         assert tables.to_row(busy)["disturbed"] is True
     for summary in (fine, fine | dict.fromkeys(tables.SPEEDUPS)):
-        assert results.mark_disturbed(summary) == summary
+        quiet = results.mark_disturbed(summary)
+        assert quiet == summary | {"disturbed": False}
+        console = make_console(coloured=False)
+        tables.print_table(quiet, console)
+        assert "disturbed" not in printed(console)
     assert "disturbed" not in results.without_decode_times(busy)
 
 
