@@ -191,11 +191,16 @@ def memory_rows(
         page_size=args.page_size,
         stop_ids=list(settings.stop_ids),
     )
-    return [
-        {"kind": "memory", "side": side, "stage": stage, **peak}
-        for side in peak_memory.SIDES
-        for stage, peak in peak_memory.measure(side, request).items()
-    ]
+    rows = []
+    with terminal.counted("memory", total=len(peak_memory.SIDES)) as advance:
+        for side in peak_memory.SIDES:
+            found = peak_memory.measure(side, request)
+            rows += [
+                {"kind": "memory", "side": side, "stage": stage, **peak}
+                for stage, peak in found.items()
+            ]
+            advance()
+    return rows
 
 
 def greedy_rows(

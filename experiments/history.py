@@ -156,6 +156,7 @@ def run(args: argparse.Namespace) -> int:
         rows = [row_of(rung, found[rung.name]) for rung in LADDER]
         out.write_all(rows)
     tables.print_rows(rows, COLUMNS, console)
+    tables.print_disturbed(rows, console)
     tables.print_note(NOTE, console)
     return HOLDS if story_holds(rows) else DOES_NOT_HOLD
 

@@ -90,11 +90,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_dry_run(parser)
     flags.add_out(parser, rows="one per step, then one summary")
     args = parser.parse_args(argv)
-    flags.check_models(parser, args)
+    flags.check_models(parser, args, needs_draft=False)
     flags.check_sampling(parser, args)
     subjects.check_presets(parser, args)
-    if args.forced and args.preset and not (args.draft_preset or args.head):
-        parser.error("--forced needs a draft: name one with --draft-preset")
+    if args.forced and (args.preset or args.target):
+        if not (args.draft_preset or args.draft or args.head):
+            flag = "--draft-preset" if args.preset else "--draft"
+            parser.error(f"--forced needs a draft: name one with {flag}")
     if args.forced and not args.head and any(isinstance(r, str) for r in args.forced):
         parser.error("--forced with the name of a data set is of a --head")
     if args.head and args.gammas:

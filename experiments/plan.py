@@ -365,6 +365,7 @@ def run(args: argparse.Namespace) -> int:
         rows = plan_rows(found, predictions)
         out.write_all(rows)
     tables.print_rows(rows, PLAN, console)
+    tables.print_disturbed(rows, console)
     tables.print_note(NOTE, console)
     if words := planning.words_of_errors([row["relative_error"] for row in rows]):
         console.print(words, highlight=False)

@@ -30,6 +30,7 @@ from experiments.lib import (
     fan_out,
     files,
     flags,
+    models,
     policies,
     records,
     replays,
@@ -191,7 +192,7 @@ def evaluate(args: argparse.Namespace, console: rich_console.Console) -> int:
         evaluation = replays.prepare(args, _asked(args))
         header = evaluation.header
         out.common = header.to_row() | {
-            "draft": str(args.draft or traces.EMBEDDED),
+            "draft": models.draft_of(args),
             "confidence": args.confidence,
             "schedule": args.schedule and args.schedule.name,
             "ignore_stop": args.ignore_stop,

@@ -170,6 +170,8 @@ def shared_settings(
     """What must be the same for cells to stand in one file."""
     here, shared = records.provenance(), models.describe(args, lm)
     del shared["temperature"]  # An axis of the grid.
+    # One file may get cells of other drafters later.
+    shared["draft"] = models.draft_of(args, "draft-model")
     machine = ("jax_version", "jaxlib_version", "platform", "device_kind", "cpu")
     return {
         "kind": "sweep",

@@ -18,7 +18,7 @@ from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
+    cli.start("train")  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
@@ -31,7 +31,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import fan_out, files, flags, prompt_files, prompts as prompts_lib
+from experiments.lib import (
+    fan_out,
+    files,
+    flags,
+    prompt_files,
+    prompts as prompts_lib,
+    terminal,
+)
 from experiments.pair import calibrate, export as pair_export, families, rollouts
 from spec_jax.model import (
     block_dialects,
@@ -177,7 +184,9 @@ def prepare(args: argparse.Namespace) -> Job:
 
 def cache(args: argparse.Namespace) -> None:
     """Writes the target's features of all texts to `--work`/cache."""
-    targets.write(args.work / "cache", prepare(args).online)
+    online = prepare(args).online
+    with terminal.counted("cache", total=targets.num_shards(online)) as advance:
+        targets.write(args.work / "cache", online, after_shard=advance)
 
 
 def _recipe(args: argparse.Namespace) -> loop.Recipe:

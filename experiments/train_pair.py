@@ -19,7 +19,7 @@ from experiments.lib import cli
 
 
 if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
+    cli.start("train")  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from experiments.ablations import library_window
 from spec_jax.engine import baseline, protocols, rows
 from spec_jax.model import (
+    config as config_lib,
     observe as observe_lib,
     params as params_lib,
     row_model,
@@ -30,9 +31,18 @@ from spec_jax.paging import allocator, cache
 
 
 def make(name: str, model: row_model.RowModel):
-    """The `RowTarget` of a verify path, on the model's caches."""
+    """The `RowTarget` of a verify path, on the model's caches.
+
+    Raises:
+      ValueError: no such path, or one that does not run models of this family.
+    """
     if name not in PATHS:
         raise ValueError(f"verify path {name!r} is not one of {', '.join(PATHS)}")
+    if name in OF_QWEN3 and not isinstance(model.config, config_lib.Qwen3Config):
+        raise ValueError(
+            f"verify path {name!r} runs models of qwen3, and this is one of "
+            f"{model.config.model_type}: take 'paged-decode' or 'row-loop'"
+        )
     return PATHS[name](model=model)
 
 
@@ -156,6 +166,9 @@ PATHS = {
     "library-rows": LibraryRows,
 }
 """Verify paths by name: what makes each from a `RowModel`."""
+
+OF_QWEN3 = ("flash", "library-rows")
+"""Those written for one family: `library_window` norms queries and keys per head."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

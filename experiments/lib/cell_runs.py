@@ -8,6 +8,7 @@ prompt finds the pages of those before it.
 import collections
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from experiments.ablations import round_local
 from experiments.lib import exact_cells as cells, paths, runs
 from spec_jax import loading
 from spec_jax.debug import evidence, recorder
-from spec_jax.drafters import oracle, registry
+from spec_jax.drafters import draft_model, oracle, registry
 from spec_jax.engine import (
     baseline,
     checks,
@@ -86,12 +87,13 @@ def load_models(
     """Returns a cell's target, with the draft model as its drafter.
 
     Args:
-      target, draft: folders.
+      target, draft: folders; without a draft the drafter is a lookup.
       weights: of this cell's dtype, in the place of those of the folders.
     """
     lm = loading.load(
         target,
         draft=draft,
+        drafter="ngram" if draft is None else "draft-model",
         # As many as fit, whatever the cell's gamma: cells share their executables.
         gamma_max=cell.slab - 1,
         dtype=cell.dtype,
@@ -114,10 +116,21 @@ def with_drafter(
       head: folder of the head that the cell's drafter is, if it is one.
     """
     name = "oracle" if cell.drafter in FORCED else cell.drafter
+    # Raises `ValueError`: no draft is given.
+    load_draft = functools.partial(
+        loading.load_draft,
+        None,
+        lm.tokenizer,
+        gamma_max=lm.gamma_max,
+        dtype=cell.dtype,
+        impl=cell.impl,
+    )
+    if isinstance(lm.drafter, draft_model.DraftModel):
+        load_draft = lambda: (lm.drafter, lm.drafter_params)
     parts = registry.Parts(
         gamma_max=lm.gamma_max,
         vocab_size=lm.target.config.vocab_size,
-        load_draft=lambda: (lm.drafter, lm.drafter_params),
+        load_draft=load_draft,
         target=lm.target,
         target_params=lm.params,
         draft=head if name in registry.NEED_TARGET else None,

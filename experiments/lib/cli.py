@@ -28,12 +28,20 @@ FIGURES = (".png", ".svg")
 PLOT = "pip install -e '.[plot]'"
 """What installs what draws them."""
 
+EXTRAS = {"experiments": ("rich", "scipy"), "train": ("optax", "orbax")}
+"""What scripts import that is not installed with the package, by what installs it."""
+
 PIPE_CLOSED = 141
 """What a shell reports of a program that SIGPIPE ended, as in `script.py | head -1`."""
 
 
-def start() -> None:
+def start(*extras: str) -> None:
     """Lets Ctrl-C end the process with a line, until `run` is called.
+
+    Ends it with a line where something of `EXTRAS` is not installed.
+
+    Args:
+      extras: that the script needs besides `experiments`.
 
     The first call of a script, before the imports: jax takes seconds. Standard streams
     that are closed, as by the shell's `>&-`, print nothing from here on.
@@ -42,6 +50,21 @@ def start() -> None:
     # A script that a shell runs in the background ignores interrupts.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end_at_once)
+    lacking = [
+        (extra, module)
+        for extra in ("experiments", *extras)
+        for module in EXTRAS[extra]
+        if importlib.util.find_spec(module) is None
+    ]
+    if lacking:
+        names = [",".join(dict.fromkeys(each)) for each in zip(*lacking, strict=True)]
+        script = pathlib.Path(sys.argv[0]).name
+        print(
+            f"{script}: error: {names[1]} is not installed: pip install -e "
+            f"'.[{names[0]}]'",
+            file=sys.stderr,
+        )
+        sys.exit(UNUSABLE)
 
 
 def _open_closed_streams() -> None:
@@ -246,8 +269,8 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str):
-        self.print_usage(sys.stderr)
-        self.exit(UNUSABLE, f"{self.prog}: error: {message}\n")
+        message = " ".join(message.split())
+        self.exit(UNUSABLE, f"{self.prog}: error: {message} (flags: --help)\n")
 
     def _check_outputs(self, args: argparse.Namespace) -> None:
         """Exits with a usage error where an output would replace something needed."""

@@ -60,7 +60,9 @@ def new(
 
 def looks(place: int) -> dict[str, Any]:
     """Colour and marker of the curve at this place of a legend."""
-    return {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 5}
+    looks = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 5}
+    # A marker at the end of an axis, such as a rate of 1, is whole.
+    return looks | {"clip_on": False}
 
 
 def errors(rows: Sequence[Row], name: str) -> tuple[list[float], list[list[float]]]:

@@ -123,9 +123,22 @@ def acceptance(summaries: Sequence[Row]) -> Figure:
         axes.set_xlabel("position in the draft (token)")
         axes.set_ylabel("P(kept, if all before were)")
         gamma = found[0].rows[0]["gamma"]
-        axes.legend(title=f"gamma {gamma}", loc="lower right")
+        title = f"gamma {gamma}, {_counts(found)}".removesuffix(", ")
+        axes.legend(title=title, loc="lower right")
         parts.whole_numbers(axes.xaxis)
     return figure
+
+
+def _counts(found: Sequence[curves.Curve]) -> str:
+    """Rounds that kept all drafts before a position: the most at the first one, and the
+    fewest at the last that has a rate; nothing of rows without a histogram."""
+    ends = []
+    for row in (curve.rows[0] for curve in found):
+        rates = [rate for rate in row["conditional_acceptance"] if rate is not None]
+        last = max(0, len(rates) - 1)
+        if "accepted_hist" in row:
+            ends += [sum(row["accepted_hist"][place:]) for place in (0, last)]
+    return f"n = {max(ends):,} to {min(ends):,} rounds" if ends else ""
 
 
 def accepted_lengths(summaries: Sequence[Row]) -> Figure:
@@ -271,6 +284,7 @@ def _by_position(panels: Mapping[str, Sequence[curves.Curve]], gamma: int) -> Fi
                 kept = [float("nan") if rate is None else rate for rate in rates]
                 looks = parts.looks(place)
                 axes.plot(range(1, len(kept) + 1), kept, label=curve.label, **looks)
+            title = f"{title}\n{_counts(found)}".rstrip()
             axes.set_title(title, fontsize=9)
             axes.set_xlabel("position (token)")
             axes.set_ylim(0, 1)

@@ -53,7 +53,7 @@ def add_folders(group: argparse._ActionsContainer) -> None:
         """
         --target DIR  Hugging Face folder of the target (default: the embedded
             pair)
-        --draft DIR  Hugging Face folder of the draft model
+        --draft DIR  Hugging Face folder of the draft model, where one is drafted with
         """,
     )
 
@@ -76,15 +76,38 @@ def add_dtype(group: argparse._ActionsContainer) -> None:
     cli.add(group, text, TYPE=config_lib.DTYPES)
 
 
-def check_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exits with a usage error if one of target and draft is missing; `check_isa`."""
-    chosen = getattr(args, "drafter", None)
-    # A head needs no draft model, and may be one for the embedded target.
+def check_models(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    *,
+    needs_draft: bool = True,
+) -> None:
+    """Exits with a usage error where a drafter lacks its draft, or a draft its target.
+
+    Of a list of drafters by default, those that lack a draft are left out. Then
+    `check_isa` is called.
+
+    Args:
+      needs_draft: of a script without `--drafter`, which drafts with a draft model.
+    """
+    chosen = getattr(args, "drafter", "draft-model" if needs_draft else ())
     names = (chosen,) if isinstance(chosen, str) else chosen or ()
-    has_head = any(registry.reads_target(name, args.draft) for name in names)
-    has_head |= args.draft is not None and registry.is_head(args.draft)
-    if (args.target is None) != (args.draft is None) and not has_head:
-        parser.error("--target and --draft go together: give both, or neither")
+    if args.target is None and args.draft is not None:
+        # A head may be one for the embedded target.
+        reads = any(registry.reads_target(name, args.draft) for name in names)
+        if not (reads or registry.is_head(args.draft)):
+            parser.error(f"--draft {args.draft} needs a --target: give both, or none")
+    elif args.draft is None and args.target is not None:
+        lacking = [name for name in names if name in registry.NEED_DRAFT]
+        others = tuple(name for name in names if name not in lacking)
+        if lacking and others and chosen == parser.get_default("drafter"):
+            args.drafter = others
+        elif lacking:
+            without = ", or --drafter " + ", ".join(registry.NEED_NOTHING[:2])
+            parser.error(
+                f"{lacking[0]} of --target {args.target} needs a draft: name the "
+                f"folder of one with --draft{without * hasattr(args, 'drafter')}"
+            )
     check_isa(parser, args)
     devices = getattr(args, "devices", None)
     if devices is not None:
@@ -133,7 +156,8 @@ def add_drafters(group: argparse._ActionsContainer, *, default: str) -> None:
         group,
         f"""
         --drafter NAME,...={default}  what proposes tokens: of
-            {", ".join(registry.names())}, or package.module:Name
+            {", ".join(registry.names())}, or package.module:Name; of the default,
+            those that need no draft where --target has none
         """,
         **{"NAME,...": cli.names(drafter)},
     )

@@ -99,16 +99,23 @@ def with_drafter(
     Args:
       gamma_max: None: that of the drafter that the model has.
     """
-    parts = loading.drafter_parts(
+    parts = _parts(args, lm, gamma_max=gamma_max or lm.gamma_max)
+    return lm.with_drafter(*registry.build(name, parts))
+
+
+def _parts(
+    args: argparse.Namespace, lm: loading.LanguageModel, *, gamma_max: int
+) -> registry.Parts:
+    """Returns what drafters of the target are made of."""
+    return loading.drafter_parts(
         lm.target,
         lm.params,
         lm.tokenizer,
         folder=args.target,
         draft=args.draft,
-        gamma_max=gamma_max or lm.gamma_max,
+        gamma_max=gamma_max,
         dtype=args.dtype,
     )
-    return lm.with_drafter(*registry.build(name, parts))
 
 
 Drafters = dict[str, loading.LanguageModel]
@@ -121,8 +128,14 @@ def load_drafters(
     """Loads one target with each of the drafters, by their names; raises as `load`, and
     as `check_gamma`."""
     first = load(args, drafter=names[0], gamma_max=gamma_max)
+    parts = _parts(args, first, gamma_max=gamma_max)
+    # The weights of the draft model are read once.
+    read = functools.cache(parts.load_draft)
+    if isinstance(first.drafter, draft_model.DraftModel):
+        read = lambda: (first.drafter, first.drafter_params)
+    parts = dataclasses.replace(parts, load_draft=read)
     others = {
-        name: with_drafter(args, first, name, gamma_max=gamma_max) for name in names[1:]
+        name: first.with_drafter(*registry.build(name, parts)) for name in names[1:]
     }
     made = {names[0]: first} | others
     for name, lm in made.items():
@@ -231,11 +244,32 @@ def drafter_sha256(lm: loading.LanguageModel) -> str:
     return fingerprint.of_params(lm.drafter_params)
 
 
-def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, Any]:
-    """Returns which models rows are of, and what decides their bits."""
+def draft_of(args: argparse.Namespace, drafter: str | None = None) -> str | None:
+    """Returns what rows call the draft; None where no drafter has one.
+
+    Args:
+      drafter: in the place of those of `--drafter`.
+    """
+    chosen = drafter or getattr(args, "drafter", "draft-model")
+    names = (chosen,) if isinstance(chosen, str) else chosen
+    has_draft = any(registry.has_weights(name, args.draft) for name in names)
+    is_embedded = args.draft is None and args.target is None
+    if not has_draft or (args.draft is None and not is_embedded):
+        return None
+    return str(args.draft or "embedded")
+
+
+def describe(
+    args: argparse.Namespace, lm: loading.LanguageModel, drafter: str | None = None
+) -> dict[str, Any]:
+    """Returns which models rows are of, and what decides their bits.
+
+    Args:
+      drafter: as in `draft_of`.
+    """
     found = {
         "target": str(args.target or "embedded"),
-        "draft": str(args.draft or "embedded"),
+        "draft": draft_of(args, drafter),
         "dtype": lm.target.config.dtype,
         "impl": lm.target.impl,
         "native_isa": dispatch.instruction_set(lm.target.impl),

@@ -165,7 +165,8 @@ def of_run(
     if not args.schedule:
         prompt = models.typical(subject.ids)
         return with_policy(name, subject.lm, settings, prompt)
-    about = models.describe(args, subject.lm) | {"drafter": drafter or args.drafter}
+    about = models.describe(args, subject.lm, drafter)
+    about |= {"drafter": drafter or args.drafter}
     about |= {"drafter_sha256": models.drafter_sha256(subject.lm)}
     lengths = statistics.median(map(len, subject.ids))
     drawn = settings.sampling

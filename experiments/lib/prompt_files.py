@@ -386,3 +386,23 @@ def _joined(parts: list) -> str | None:
 def without_folders(source: str) -> str:
     """Returns a prompt source as file and folder, without where that folder lies."""
     return "/".join(pathlib.PurePath(source).parts[-2:])
+
+
+def from_here(source: str) -> str:
+    """Returns a prompt source that means the same again in this working directory.
+
+    A path is taken from there if it was or can be; one outside of it, of which only
+    this machine knows, is shortened as by `without_folders`.
+    """
+    path, here = pathlib.PurePath(source), pathlib.Path.cwd()
+    if not path.is_absolute():
+        return source
+    return (
+        str(path.relative_to(here)) if here in path.parents else without_folders(source)
+    )
+
+
+def is_there(source: str) -> bool:
+    """Returns whether a prompt source names a file that can be found, or none."""
+    path = _source(source, BUNDLED).path
+    return str(path) == STANDARD_INPUT or path.exists()

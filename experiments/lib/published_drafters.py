@@ -95,7 +95,7 @@ def _flags_of(row: published_rows.Row) -> str:
     """The flags of `spec_round.py` by which a row was made, if not those of others."""
     flags = "--impl xla " if row["impl"] == "xla" else ""
     flags += f"--drafter {pathlib.PurePath(row['drafter']).name} "
-    if row["draft"] != "embedded":
+    if row["draft"] not in (None, "embedded"):
         flags += f"--draft {pathlib.PurePath(row['draft']).name} "
     flags += f"--tree {row['tree']}" if row["tree"] else f"--gamma {row['gamma']}"
     flags += published_rows.drawn(row)

@@ -314,7 +314,7 @@ class Evaluation:
         header = self.header
         about = {"drafter": name, "target": header.target, "dtype": header.dtype}
         about |= {"impl": header.impl, "native_isa": header.native_isa}
-        about["draft"] = str(self.args.draft or traces.EMBEDDED)
+        about["draft"] = models.draft_of(self.args, name)
         lengths = statistics.median(len(prompt.prompt_ids) for prompt in self.prompts)
         return policies.scheduled(
             self.args.schedule,

@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-from experiments.lib import prompt_files, runs as runs_lib, terminal
+from experiments.lib import prompt_files, runs as runs_lib, tables, terminal
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.model import qwen3
@@ -259,7 +259,7 @@ def one_a_bucket(prompts: Sequence[list[int]]) -> list[list[int]]:
 def summarise(results: Sequence[PromptResult]) -> metrics.Metrics:
     """Returns the metric dictionary of finished prompts."""
     mismatches = [result.mismatches for result in results]
-    return metrics.summarise(
+    found = metrics.summarise(
         metrics.total(result.spec[0].counters for result in results),
         prompts=len(results),
         texts=[result.text for result in results],
@@ -268,6 +268,16 @@ def summarise(results: Sequence[PromptResult]) -> metrics.Metrics:
         matched=all_matched([result.matched for result in results]),
         verify_decode_mismatches=None if None in mismatches else sum(mismatches),
     )
+    return mark_disturbed(found)
+
+
+def mark_disturbed(summary: metrics.Metrics) -> metrics.Metrics:
+    """Returns the metrics, with `disturbed`: whether a speed-up is above the tokens per
+    step. No step of a window is faster than one of autoregressive decoding, so that the
+    machine was not the same for both."""
+    found = [summary[name] for name in tables.SPEEDUPS if summary[name] is not None]
+    is_disturbed = max(found, default=0.0) > (summary["tokens_per_target_step"] or 0.0)
+    return summary | {"disturbed": is_disturbed}
 
 
 def all_matched(matched: Sequence[bool | None]) -> bool | None:
@@ -278,8 +288,9 @@ def all_matched(matched: Sequence[bool | None]) -> bool | None:
 
 
 def without_decode_times(summary: metrics.Metrics) -> metrics.Metrics:
-    """Returns the metrics that a batch has: none that leaves prefill out."""
-    missing = ("spec_decode_", "speedup_decode")
+    """Returns the metrics that a batch has: none that leaves prefill out, and any
+    speed-up: its steps are of many prompts."""
+    missing = ("spec_decode_", "speedup_decode", "disturbed")
     return {k: v for k, v in summary.items() if not k.startswith(missing)}
 
 

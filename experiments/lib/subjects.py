@@ -251,7 +251,8 @@ def load(
     dtype: str | None,
     as_shapes: bool = False,
 ) -> loading.LanguageModel:
-    """The models that `flags.add_models` and `add_presets` name."""
+    """The models that `flags.add_models` and `add_presets` name; `drafter` is None
+    where a target is named alone."""
     sizes = {"gamma_max": gamma_max, "slab": slab, "dtype": dtype, "impl": args.impl}
     if args.preset:
         names = (args.preset, args.draft_preset)
@@ -259,9 +260,13 @@ def load(
         if head:
             sizes |= {"head": head, "tree_rows": args.head_tree}
         return preset_lm(*names, as_shapes=as_shapes, **sizes)
+    is_alone = args.target is not None and args.draft is None
     is_head = args.draft is not None and registry.is_head(args.draft)
     drafter = registry.kind_of(args.draft) if is_head else "draft-model"
-    return loading.load(args.target, draft=args.draft, drafter=drafter, **sizes)
+    if is_alone:
+        drafter = registry.NEED_NOTHING[0]
+    lm = loading.load(args.target, draft=args.draft, drafter=drafter, **sizes)
+    return dataclasses.replace(lm, drafter=None) if is_alone else lm
 
 
 def folders(args: argparse.Namespace) -> tuple[pathlib.Path, pathlib.Path]:
@@ -279,6 +284,8 @@ def names(args: argparse.Namespace) -> dict[str, str | None]:
         if head and args.head_tree:
             head = f"{head}, trees of {args.head_tree} rows"
         return {"target": args.preset, "draft": args.draft_preset or head}
+    if args.target and not args.draft:
+        return {"target": str(args.target), "draft": None}
     return {
         "target": str(args.target or EMBEDDED),
         "draft": str(args.draft or EMBEDDED),

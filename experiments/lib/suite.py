@@ -20,7 +20,7 @@ class Plan:
     """What is to be run.
 
     Attributes:
-      target, draft: folders.
+      target, draft: folders; the draft is None where no cell has one.
       head: folder of the head of cells that have one.
     """
 
@@ -90,7 +90,7 @@ class Suite:
         both = lm.params, lm.drafter_params
         wanted = self._plan.weights[cell.dtype]
         for name, params in zip(("target", "draft"), both, strict=True):
-            if fingerprint.of_params(params) != wanted[name]:
+            if name in wanted and fingerprint.of_params(params) != wanted[name]:
                 raise ValueError(
                     f"{getattr(self._plan, name)}: a worker has other weights of the "
                     f"{name}; have all machines read the same files"

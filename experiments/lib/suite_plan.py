@@ -114,14 +114,17 @@ def from_flags(args: argparse.Namespace) -> Planned:
     is_gpu = dispatch.backend() == "gpu"
     default_axes = {**defaults.axes, **(ON_GPU if is_gpu else {})}
     axes = {axis: getattr(args, axis) or default_axes[axis] for axis in cells_lib.AXES}
+    if args.drafter is None and args.target is not None and args.draft is None:
+        names = axes["drafter"]
+        axes["drafter"] = tuple(n for n in names if n not in registry.NEED_DRAFT)
     axes["impl"] = tuple(dict.fromkeys(map(dispatch.resolve, axes["impl"])))
     cells = (cells_lib.product if args.product else cells_lib.star)(axes)
     if is_gpu and args.certificate:
         _check_repeatable(cells)
     settings = {
         "target": _folder_name(args.target),
-        "draft": _folder_name(args.draft),
-        "prompt_source": prompt_files.without_folders(args.prompts or defaults.prompts),
+        "draft": _folder_name(args.draft) if _has_draft(args, cells) else None,
+        "prompt_source": prompt_files.from_here(args.prompts or defaults.prompts),
         "gen_tokens": args.gen_tokens or defaults.gen_tokens,
         "stop": args.stop,
         "raw": args.raw,
@@ -138,6 +141,13 @@ def from_flags(args: argparse.Namespace) -> Planned:
     return planned
 
 
+def _has_draft(args: argparse.Namespace, cells: Sequence[cells_lib.Cell]) -> bool:
+    """Returns whether there is a draft model, and a cell whose drafter may load it."""
+    without = {*registry.NEED_NOTHING, *cell_runs.FORCED}
+    is_given = args.draft is not None or args.target is None
+    return is_given and not {cell.drafter for cell in cells} <= without
+
+
 def from_certificate(
     args: argparse.Namespace, certificate: Mapping[str, Any]
 ) -> Planned:
@@ -147,7 +157,13 @@ def from_certificate(
     if settings["target"] != EMBEDDED and args.target is None:
         raise ValueError(
             f"{args.verify}: a certificate of target {settings['target']} and draft "
-            f"{settings['draft']}; give their folders with --target and --draft"
+            f"{settings['draft'] or 'none'}; give their folders with --target and "
+            "--draft"
+        )
+    if settings["draft"] not in (None, EMBEDDED) and args.draft is None:
+        raise ValueError(
+            f"{args.verify}: a certificate of draft {settings['draft']}; give its "
+            "folder with --draft"
         )
     cells = certificates.cells_of(certificate)
     if settings.get("head") == EMBEDDED:
@@ -159,6 +175,11 @@ def from_certificate(
         )
     for impl in {cell.impl for cell in cells}:
         dispatch.resolve(impl)
+    if args.prompts is None and not prompt_files.is_there(settings["prompt_source"]):
+        raise ValueError(
+            f"{args.verify}: a certificate of the prompts {settings['prompt_source']}, "
+            "which are not found from this folder; name their file with --prompts"
+        )
     planned = _plan(
         args, cells, settings, source=args.prompts or settings["prompt_source"]
     )
@@ -211,15 +232,14 @@ def _plan(
     """Loads the models, to know them, and the prompts."""
     folders = {
         "target": args.target or loading.EMBEDDED_TARGET,
-        "draft": args.draft or loading.EMBEDDED_DRAFT,
+        "draft": args.draft or loading.EMBEDDED_DRAFT if settings["draft"] else None,
     }
     weights = {}
     for cell in {cell.dtype: cell for cell in cells}.values():
         lm = cell_runs.load_models(cell, **folders)
-        weights[cell.dtype] = {
-            "target": fingerprint.of_params(lm.params),
-            "draft": fingerprint.of_params(lm.drafter_params),
-        }
+        weights[cell.dtype] = {"target": fingerprint.of_params(lm.params)}
+        if settings["draft"]:
+            weights[cell.dtype]["draft"] = fingerprint.of_params(lm.drafter_params)
         if args.head is not None:
             kind = registry.kind_of(args.head)
             named = dataclasses.replace(cell, drafter=kind, tree=cells_lib.NO_TREE)

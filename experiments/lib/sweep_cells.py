@@ -133,7 +133,7 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "kind": "sweep",
         **cell.to_row(),
-        **tables.to_row(summary),
+        **tables.to_row(results_lib.mark_disturbed(summary)),
         "conventions": by_convention(counters, cell),
     }
 

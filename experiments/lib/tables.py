@@ -5,7 +5,7 @@ and in the JSON row. Functions here know names and values; they compute none of 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import (
@@ -53,7 +53,10 @@ FIELDS: tuple[Field, ...] = (
         "acceptance",
         ("acceptance_rate", ".3f", "", "accepted / proposed"),
         ("conditional_acceptance", ".2f", "", "P(position kept, if all before were)"),
-        ("mean_accepted_length", ".3f", "tokens/round", "with the target's own token"),
+        (
+            *("mean_accepted_length", ".3f", "tokens/round"),
+            "target's own and those after a stop counted",
+        ),
         ("tokens_per_target_step", ".3f", "tokens", "after stop tokens cut"),
         ("accepted_hist", "d", "rounds", "that kept 0, 1, 2, ... drafted tokens"),
         ("rows_per_round", ".2f", "rows", "of a target forward"),
@@ -91,9 +94,14 @@ FIELDS: tuple[Field, ...] = (
         ("speedup_decode", ".2f", "x", "autoregressive / speculative, decoding alone"),
         ("speedup_decode_p10", ".2f", "x", "10th percentile"),
         ("speedup_decode_p90", ".2f", "x", "90th percentile"),
+        ("disturbed", "", "", "above the tokens per step: the figures mean nothing"),
     ),
 )
-"""The dictionary of `analysis.metrics`, in the order in which it is shown."""
+"""The dictionary of `analysis.metrics`, in the order in which it is shown; and
+what `results.mark_disturbed` adds."""
+
+_RARE = ("commit_decode_steps", "mirror_decode_steps", "correction_steps", "disturbed")
+"""What is shown where it is not 0: counts of designs that are compared, and a fault."""
 
 
 def to_row(
@@ -120,19 +128,33 @@ def print_table(
 ) -> None:
     """Prints the metrics in groups, with units; what was not measured shows as `-`.
 
-    On a narrow console meanings are left out, and units follow the values; no value is
-    cut.
+    On a narrow console meanings are left out, and units follow the values; no name and
+    no value is cut.
     """
     row = to_row(metrics, fields=fields)
-    shown = [field for field in fields if field.name in row]
+    shown = [
+        field
+        for field in fields
+        if field.name in row and (row[field.name] or field.name not in _RARE)
+    ]
     texts = {f.name: terminal.format_value(row[f.name], f.form) for f in shown}
-    is_wide = console.width >= _WIDE
+    longest = _longest(texts.values())
+    names = 2 + max((len(f.name) for f in shown), default=0)
+    units = 2 + max((len(f.unit) for f in shown), default=0)
+    # As wide as the lists of a short draft, where there are any.
+    values = max(longest, min(_LISTS, max(map(len, texts.values()), default=0)))
+    room = console.width - names - values - 2
+    has_units, has_meanings = room >= units, room >= units + _MEANING
+    if not has_units:
+        texts = {f.name: f"{texts[f.name]} {f.unit}".rstrip() for f in shown}
+        longest = _longest(texts.values())
     table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("metric", overflow="fold")
-    longest = max((len(word) for t in texts.values() for word in t.split()), default=0)
+    fits = names + 2 + longest < console.width
+    table.add_column("metric", overflow="fold", min_width=names if fits else None)
     table.add_column("value", justify="right", min_width=longest)
-    if is_wide:
+    if has_units:
         table.add_column("unit", no_wrap=True)
+    if has_meanings:
         table.add_column("meaning", style="dim")
     group = None
     for field in shown:
@@ -141,23 +163,49 @@ def print_table(
                 table.add_row()
             group = field.group
             table.add_row(rich_text.Text(group, style="bold"))
-        text = texts[field.name]
-        cells = [field.unit, field.meaning]
-        if not is_wide:
-            text, cells = f"{text} {field.unit}".rstrip(), []
-        is_wrong = _is_wrong(field.name, row[field.name])
-        table.add_row(f"  {field.name}", wrong(text, is_wrong), *cells)
+        cells = [field.unit] * has_units + [field.meaning] * has_meanings
+        text = wrong(texts[field.name], _is_wrong(field.name, row[field.name]))
+        table.add_row(f"  {field.name}", text, *cells)
     console.print(table)
+    print_disturbed([row], console)
 
 
-_WIDE = 72
-"""Characters of a console on which meanings can be read."""
+def _longest(texts: Iterable[str]) -> int:
+    return max((len(word) for text in texts for word in text.split()), default=0)
+
+
+_LISTS = 24
+"""Characters of a value in one line, where units and meanings ask for room."""
+
+_MEANING = 30
+"""Characters in which a meaning can be read."""
+
+
+def print_disturbed(rows: Sequence[Row], console: rich_console.Console) -> None:
+    """Says of rows with `disturbed` that their speed-up means nothing."""
+    for row in rows:
+        if row.get("disturbed"):
+            most = max(row[name] for name in SPEEDUPS if row.get(name) is not None)
+            tokens = row["tokens_per_target_step"]
+            words = (
+                f"disturbed: a speed-up of {most:.2f} x at {tokens:.2f} tokens per "
+                "step cannot be: the machine did other work while it was timed, and "
+                "the figure means nothing; run it again on an idle one"
+            )
+            console.print(words, style="bold red", highlight=False)
+
+
+SPEEDUPS = ("speedup_e2e", "speedup_decode")
 
 
 def _is_wrong(name: str, value: Any) -> bool:
     if name == "matched":
         return value is False
-    return name in ("verify_decode_mismatches", "nonfinite_logits") and bool(value)
+    return name in _FAULTS and bool(value)
+
+
+_FAULTS = ("verify_decode_mismatches", "nonfinite_logits", "disturbed")
+"""Numbers that are to be 0."""
 
 
 def _check_names(metrics: Mapping[str, Any], fields: Sequence[Field]) -> None:
@@ -252,6 +300,7 @@ def print_cells(
     rows = [dict.fromkeys((*AXES, *NUMBERS)) | row for row in rows]
     numbers = {heading: (name, form) for name, (heading, form) in NUMBERS.items()}
     print_rows(rows, columns | numbers | {"match": _match}, console, title=title)
+    print_disturbed(rows, console)
     console.print()
 
 

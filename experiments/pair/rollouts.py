@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich import progress
 
-from experiments.lib import fan_out
+from experiments.lib import fan_out, terminal
 from spec_jax.model import (
     config as config_lib,
     fingerprint,
@@ -109,13 +108,14 @@ def generate(
         file.truncate(done.nbytes)  # The slab that a kill cut short.
         missing = range(len(done) // SLOTS, count // SLOTS)
         found = fan_out.in_order(fan(slabs, missing), missing)
-        bar = progress.track(
-            found, "rollouts", total=count // SLOTS, completed=missing.start
-        )
-        for texts in bar:
-            for text in texts:
-                file.write(text.tobytes())
-            file.flush()
+        with terminal.progress() as bar:
+            sizes = {"total": count // SLOTS, "completed": missing.start}
+            task = bar.add_task("rollouts", **sizes)
+            for texts in found:
+                for text in texts:
+                    file.write(text.tobytes())
+                file.flush()
+                bar.advance(task)
     return np.fromfile(kept, np.int32).reshape(-1, slabs.length)
 
 

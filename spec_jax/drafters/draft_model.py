@@ -107,8 +107,8 @@ class DraftModel:
             return self
         if self.tree is not None and rule == "block":
             raise NotImplementedError(
-                "trees under rule='block': block verification has no form for trees; "
-                "use the rule 'coupled' or 'rejection'"
+                "trees under rule='block': block verification of trees is not "
+                "implemented; use the rule 'coupled' or 'rejection'"
             )
         is_searched = isinstance(self.tree, tree_shapes.Tree)
         if is_searched and self.draws != "greedy":

@@ -146,6 +146,13 @@ BUILDERS: Mapping[str, Callable[[Parts], Built]] = {
 NEED_TARGET = ("eagle3", "dflash", "dspark")
 """Drafters that read a target while it runs, and cannot be replayed without it."""
 
+NEED_DRAFT = ("draft-model", "hybrid")
+"""Drafters that load a draft model, or as a hybrid a head, which comes along for the
+embedded target alone."""
+
+NEED_NOTHING = ("ngram", "suffix", "oracle")
+"""Drafters without weights."""
+
 ARCHITECTURES = (*eagle3_dialects.ARCHITECTURES, *block_dialects.ARCHITECTURES)
 """What folders of drafters state as `architectures` in their `config.json`."""
 
@@ -189,6 +196,17 @@ def reads_target(drafter: str, draft: str | pathlib.Path | None) -> bool:
     if drafter == "hybrid":
         return draft is not None and is_head(draft)
     return drafter in NEED_TARGET or is_folder(drafter)
+
+
+def has_weights(drafter: str, draft: str | pathlib.Path | None) -> bool:
+    """Returns whether a drafter of this name loads the weights of a folder.
+
+    Args:
+      draft: the folder that was named, if one was: one of another package may read it.
+    """
+    if drafter in BUILDERS:
+        return drafter not in NEED_NOTHING
+    return is_folder(drafter) or draft is not None
 
 
 def names() -> tuple[str, ...]:

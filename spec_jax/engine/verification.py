@@ -103,9 +103,9 @@ def decide(
     """
     if rule == "block" and proposal.parents is not None:
         raise NotImplementedError(
-            "rule='block' decides on chains alone: block verification has no form for "
-            "trees; use the rule 'coupled', under which every tree is lossless, or "
-            "'rejection'"
+            "rule='block' decides on chains alone: block verification of trees is not "
+            "implemented; use the rule 'coupled', under which every tree is lossless, "
+            "or 'rejection'"
         )
     if rule == "coupled" and proposal.parents is None:
         own, is_finite = target_tokens(target, verified, sampling_settings)

@@ -6,7 +6,7 @@ As `acceptance`, for proposals that branch: functions of ONE sequence, of arrays
     rejection     `accept_tree`: siblings are tried in turn. The drafts of a random tree
                   must not have decided its shape.
 
-Block verification has no form for trees.
+Block verification of trees is not implemented.
 """
 
 from collections.abc import Callable

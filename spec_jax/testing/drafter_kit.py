@@ -6,6 +6,8 @@ On the tiny target of `bench` or on another one. Each clause can be called alone
 import copy
 import functools
 import re
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +23,17 @@ from spec_jax.testing import bench as bench_lib, compare, one_slot
 
 Bench = bench_lib.Bench
 
+INTERVAL_S = 10.0
+"""Between two lines of progress."""
+
 
 def check_drafter(
     drafter: protocols.Drafter, params: Any, bench: Bench | None = None
 ) -> tuple[str, ...]:
     """Raises `AssertionError` unless the drafter keeps all of `protocols.Drafter`.
 
-    The message begins with the clause that is broken.
+    The message begins with the clause that is broken. It takes about a minute: how far
+    it is stands on standard error now and then.
 
     Args:
       drafter: of one sequence, or with `for_slots`.
@@ -43,8 +49,13 @@ def check_drafter(
     """
     bench = bench or bench_lib.tiny(drafter.gamma_max)
     checks.check_pair(rows.SlotRows(model=bench.target, num_slots=1), drafter)
-    for check in CLAUSES.values():
+    said_s = time.monotonic()
+    for number, check in enumerate(CLAUSES.values(), 1):
         check(drafter, params, bench)
+        if time.monotonic() - said_s >= INTERVAL_S:
+            said_s = time.monotonic()
+            done = f"{number} of {len(CLAUSES)} clauses"
+            print(f"check_drafter: {done}", file=sys.stderr, flush=True)
     return tuple(CLAUSES)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from jax import sharding
-from rich import progress
+from rich import console, progress
 
 from spec_jax.training import muon
 
@@ -284,7 +284,7 @@ def run(
         state, teacher = _resumed(manager, state, teacher, mesh)
         first = int(state["step"])
         evaluate = jax.jit(evaluated)
-        with _open_log(folder, first) as log, _progress(name) as bar:
+        with _open_log(folder, first) as log, _Progress(name) as bar:
             task = bar.add_task("", total=recipe.steps, completed=first)
             for step in range(first, recipe.steps):
                 tokens = batch(
@@ -308,7 +308,7 @@ def run(
                     row |= {f"held_out_{name}": x for name, x in found.items()}
                 log.write(json.dumps({"step": step} | row) + "\n")
                 log.flush()
-                bar.update(task, advance=1, description=f"loss {row['loss']:.3f}")
+                bar.step(task, f"loss {row['loss']:.3f}")
                 if done == recipe.steps or done % recipe.save_every == 0:
                     manager.save(done, args=ocp.args.StandardSave(state))
                 if done == stop_after:
@@ -350,14 +350,34 @@ def _num_tokens(batch: Batch) -> int:
     return tokens[:, 1:].size
 
 
-def _progress(name: str) -> progress.Progress:
-    return progress.Progress(
-        progress.TextColumn(f"{name} {{task.description}}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TimeRemainingColumn(),
-    )
+INTERVAL_S = 10.0
+"""Between two lines of progress where there is no terminal for a bar."""
+
+
+class _Progress(progress.Progress):
+    """A bar on standard error; a line now and then where that is no terminal."""
+
+    def __init__(self, name: str):
+        to = console.Console(stderr=True)
+        self._name, self._line_s = name, time.monotonic()
+        super().__init__(
+            progress.TextColumn(f"{name} {{task.description}}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            console=to,
+            disable=not to.is_terminal,
+        )
+
+    def step(self, task: progress.TaskID, words: str) -> None:
+        """Advances by one."""
+        self.update(task, advance=1, description=words)
+        if self.disable and time.monotonic() - self._line_s >= INTERVAL_S:
+            self._line_s = time.monotonic()
+            at = self.tasks[task]
+            line = f"{self._name}: {at.completed:g} of {at.total:g} steps, {words}"
+            self.console.print(line, soft_wrap=True, highlight=False)
 
 
 def restore(recipe: Recipe, init: Params, folder: pathlib.Path):

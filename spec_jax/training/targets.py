@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import pathlib
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -126,8 +127,21 @@ def draft_vocabulary(texts: Texts, *, size: int, vocab_size: int) -> np.ndarray 
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
-def write(folder: pathlib.Path, online: Online) -> None:
+def num_shards(online: Online) -> int:
+    """Returns how many files `write` makes."""
+    return -(-len(online) // SHARD)
+
+
+def write(
+    folder: pathlib.Path,
+    online: Online,
+    *,
+    after_shard: Callable[[], None] = lambda: None,
+) -> None:
     """Caches all that `online` gives; a killed run goes on after its last whole shard.
+
+    Args:
+      after_shard: called after each of `num_shards`.
 
     Raises:
       ValueError: `folder` holds another target's, or of other texts.
@@ -143,6 +157,7 @@ def write(folder: pathlib.Path, online: Online) -> None:
     for number, start in enumerate(range(0, len(online), SHARD)):
         path = folder / _shard(number)
         if path.exists():
+            after_shard()
             continue
         batch = online[np.arange(start, min(start + SHARD, len(online)))]
         pending = [
@@ -157,6 +172,7 @@ def write(folder: pathlib.Path, online: Online) -> None:
         partial = path.with_name(path.name + ".partial")
         files.write(partial, pending, metadata={"taps": str(list(online.taps))})
         partial.replace(path)  # Which is never half a file.
+        after_shard()
 
 
 class Cached:

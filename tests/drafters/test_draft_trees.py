@@ -230,7 +230,7 @@ def test_trees_and_rules():
         as_drafter(draws="independent").for_tree(searched)
     with pytest.raises(NotImplementedError, match="fixed shape such as '4-2-1'"):
         as_drafter().for_tree(searched).for_rule("rejection")
-    with pytest.raises(NotImplementedError, match="no form for trees"):
+    with pytest.raises(NotImplementedError, match="of trees is not implemented"):
         as_drafter().for_tree(fixed).for_rule("block")
     eagle = tree_shapes.parse("2x2:4@1/greedy")
     assert eagle.greedy and tree_shapes.parse(str(eagle)) == eagle != searched

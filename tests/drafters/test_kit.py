@@ -15,7 +15,7 @@ from spec_jax.drafters import each, suffix, tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.model import row_model
 from spec_jax.rules import acceptance
-from spec_jax.testing import bench, one_slot
+from spec_jax.testing import bench, drafter_kit, one_slot
 
 
 GAMMA_MAX = 2
@@ -57,9 +57,14 @@ class Echo:
         return memory.replace(length=length)
 
 
-def test_a_drafter_that_keeps_the_contract():
+def test_a_drafter_that_keeps_the_contract(monkeypatch, capsys):
+    """And fails if a minute of checks says nothing."""
+    monkeypatch.setattr(drafter_kit, "INTERVAL_S", 0.0)
     checked = testing.check_drafter(Echo(), None, BENCH)
     assert checked == tuple(testing.CLAUSES)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(checked)
+    assert said[0] == f"check_drafter: 1 of {len(checked)} clauses"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -148,7 +148,7 @@ FIGURES = {
     ),
     "acceptance": Figure(
         rows=[summary(4), summary(2)],
-        says=("P(kept", "position in the draft (token)"),
+        says=("P(kept", "position in the draft (token)", "n = 13 to 7 rounds"),
         change=of_first(conditional_acceptance=[0.1, 0.2, 0.3, 0.4]),
     ),
     "accepted_lengths": Figure(
@@ -184,7 +184,7 @@ FIGURES = {
     ),
     "sweep_positions": Figure(
         rows=cells(),
-        says=("P(kept", "position (token)", "gamma 7"),
+        says=("P(kept", "position (token)", "gamma 7", "n = 26 to 13 rounds"),
         change=nothing_kept,
     ),
     "ablations": Figure(

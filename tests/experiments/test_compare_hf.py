@@ -1,7 +1,9 @@
 """The comparison with Hugging Face: what is counted, what is the same, bad input."""
 
+import argparse
 import dataclasses
 import json
+import types
 
 import jax
 import numpy as np
@@ -19,6 +21,7 @@ from experiments.lib import (
     prompts as prompts_lib,
     runs,
     subjects,
+    terminal,
     timing,
 )
 from spec_jax import loading
@@ -371,6 +374,21 @@ def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
     settings = transformers.GenerationConfig.from_pretrained(target, do_sample=False)
     baseline.target.generation_config = settings
     assert settings.eos_token_id == expected[2]
+
+
+def test_what_measures_memory_says_how_far_it_is(monkeypatch, capsys):
+    """Fails if a process for each side is waited for in silence."""
+    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
+    peaks = {"weights": {"host_bytes": 1}}
+    monkeypatch.setattr(peak_memory, "measure", lambda side, request: peaks)
+    args = argparse.Namespace(target=None, draft=None, dtype="float32", gammas=[1])
+    args.gen_tokens, args.page_size = 1, 8
+    named = types.SimpleNamespace
+    lm, prompts = named(target=named(impl="xla")), [named(tokens=[5])]
+    rows = compare_hf.memory_rows(args, lm, named(stop_ids=()), prompts)
+    assert [row["side"] for row in rows] == [*peak_memory.SIDES]
+    said = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["memory: 1 of 2", "memory: 2 of 2"]
 
 
 def memory_request(target, draft, **sizes: int) -> peak_memory.Request:

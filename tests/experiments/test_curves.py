@@ -87,6 +87,8 @@ def test_captions():
     assert "4 different tokens each" in curves_lib.caption(lengths)
     gpu = made.PROVENANCE | {"platform": "gpu", "device_kind": "NVIDIA H100"}
     assert "machine: NVIDIA H100, jax 0.10.2" in curves_lib.caption([gpu])
+    alone = curves_lib.caption([made.PROVENANCE | {"draft": None}])
+    assert "model: target Qwen3-8B, bfloat16" in alone and "draft" not in alone
     parity_row = made.parity(2) | {"id": "a/b.jsonl:1", "window": [1, 2], "start": 196}
     words = curves_lib.caption([parity_row])
     assert "prompt b.jsonl:1, a window of 2 tokens from 196" in words

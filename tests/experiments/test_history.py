@@ -1,12 +1,16 @@
 """The ladder of designs from its command line: rows, exit status, what it judges by."""
 
+import dataclasses
+
 import pytest
+import tiny_pair
 from script_runs import assert_fails_with, models_of, rows_of
 
-from experiments import history
+from experiments import history, spec_round
 from experiments.ablations import verify_paths
 from experiments.lib import cli, results, runs, terminal
 from spec_jax.analysis import metrics
+from spec_jax.model import llama
 
 
 def command(folders, *more: str) -> list[str]:
@@ -45,6 +49,18 @@ def test_every_rung_is_run_and_written(folders, tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "0.68x, unmatched" in printed and "row contract" in printed
     assert status == (0 if history.story_holds(rows) else history.DOES_NOT_HOLD)
+
+
+def test_a_family_without_the_paths_is_refused(tmp_path, capsys):
+    """Fails if a model that norms no queries and keys ends in a traceback."""
+    qwen3 = dataclasses.asdict(tiny_pair.config())
+    config = llama.LlamaConfig(**{k: v for k, v in qwen3.items() if k != "yarn"})
+    folder = str(tiny_pair.write_model(tmp_path, config, seed=0))
+    words = ("runs models of qwen3, and this is one of llama: take 'paged-decode'",)
+    pair = (folder, folder)
+    assert_fails_with(history.main, capsys, command(pair), "'flash'", *words)
+    arguments = command(pair, "--verify-path", "library-rows")
+    assert_fails_with(spec_round.main, capsys, arguments, "'library-rows'", *words)
 
 
 def test_an_interrupted_ladder_leaves_the_prompts_before(

@@ -75,6 +75,17 @@ def test_every_figure_says_what_it_is_of(name, tmp_path):
 
 
 @needs_matplotlib
+@pytest.mark.parametrize("name", ["acceptance", "sweep_positions", "ablations"])
+def test_markers_at_the_upper_edge_are_whole(name):
+    """Fails if half of a marker at a rate of 1 is cut off."""
+    from experiments.lib import figures
+
+    drawn = getattr(figures, name)(FIGURES[name].rows)
+    lines = [line for axes in drawn.axes for line in axes.lines]
+    assert lines and not any(line.get_clip_on() for line in lines)
+
+
+@needs_matplotlib
 def test_differences_near_zero_do_not_drown_the_others(tmp_path):
     """Colours are relative differences: fails if they are ULPs, which saturate."""
     from experiments.lib import divergence

@@ -228,6 +228,6 @@ def test_flags_that_do_not_go_together(folders, measured, tmp_path, capsys):
     assert_fails_with(spec_round.main, capsys, arguments, "profile_steps.py writes one")
     long = [*models_of(folders), "--contexts", "2040", "--batch", "1"]
     assert_fails_with(profile_steps.main, capsys, long, "fewer --steps or shorter")
-    ngram = changed(measured[0], tmp_path / "ngram.jsonl", drafter="ngram")
+    ngram = changed(measured[0], tmp_path / "ngram.jsonl", drafter="ngram", draft=None)
     arguments = command(folders, ngram, "--drafter", "ngram")
     assert_fails_with(spec_round.main, capsys, arguments, "no `Proposal.survival`")

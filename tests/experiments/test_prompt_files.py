@@ -383,3 +383,25 @@ def test_a_source_is_named_without_where_it_lies():
     named = prompt_files.without_folders("/somewhere/data/gsm8k/test.jsonl:50")
     assert named == "gsm8k/test.jsonl:50"
     assert prompt_files.without_folders("50") == "50"
+
+
+@pytest.mark.parametrize(
+    ("source", "kept", "is_there"),
+    [
+        ("50", "50", True),
+        ("-", "-", True),
+        ("a/b/c/text.txt:1", "a/b/c/text.txt:1", True),
+        ("../{name}/a/b/c/text.txt", "../{name}/a/b/c/text.txt", True),
+        ("{here}/a/b/c/text.txt", "a/b/c/text.txt", True),
+        ("/somewhere/else/text.txt", "else/text.txt", False),
+    ],
+)
+def test_a_source_is_found_again(source, kept, is_there, tmp_path, monkeypatch):
+    """Fails if a certificate's prompts are not found from the folder it was made in."""
+    (tmp_path / "a/b/c").mkdir(parents=True)
+    (tmp_path / "a/b/c/text.txt").write_text("a prompt")
+    monkeypatch.chdir(tmp_path)
+    names = {"here": tmp_path, "name": tmp_path.name}
+    found = prompt_files.from_here(source.format(**names))
+    assert found == kept.format(**names)
+    assert prompt_files.is_there(found) == is_there

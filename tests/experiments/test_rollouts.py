@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny_pair
 
+from experiments.lib import terminal
 from experiments.pair import rollouts
 from spec_jax.model import params as params_lib, sequence
 
@@ -68,9 +69,13 @@ def test_a_killed_run_goes_on_after_its_last_whole_slab(tmp_path, monkeypatch):
     np.testing.assert_array_equal(generate(killed), changed)
 
 
-def test_text_of_other_prefixes_is_refused(tmp_path):
+def test_text_of_other_prefixes_is_refused(tmp_path, monkeypatch, capsys):
+    """And fails if rollouts say nothing where no terminal is."""
     kept = tmp_path / "kept"
+    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
     generate(kept)
+    said = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]
+    assert said == [f"rollouts: {done} of 3" for done in (1, 2, 3)]
     with pytest.raises(ValueError, match="kept: text of other prefixes"):
         generate(kept, prefixes(1))
     with pytest.raises(ValueError, match="another length; delete it"):

@@ -201,12 +201,43 @@ def test_an_interrupt_during_the_imports(name):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
+def test_an_extra_that_is_not_installed(name):
+    """Fails if a script ends in a traceback where rich is missing."""
+    missing = "import runpy, sys\nsys.modules['rich'] = None"
+    done = run_python("-c", missing + RUN, ROOT / "experiments" / f"{name}.py")
+    said = "error: rich is not installed: pip install -e '.[experiments]'"
+    assert (done.returncode, done.stderr) == (1, f"{name}.py: {said}\n")
+
+
+def test_extras_that_are_not_installed(monkeypatch, capsys):
+    """Each is named once, and what is there is not."""
+    for module in ("scipy", "optax", "orbax"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit) as error:
+        cli.start("train")
+    assert error.value.code == cli.UNUSABLE
+    said = "scipy,optax,orbax is not installed: pip install -e '.[experiments,train]'"
+    assert last_line(capsys).endswith(f"error: {said}")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_usage_error_is_one_line(name, capsys):
+    """Fails if the flags are listed before it."""
+    with pytest.raises(SystemExit) as error:
+        main_of(name)([*REQUIRED.get(name, ()), "--nonsense"])
+    assert error.value.code == cli.UNUSABLE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("error: unrecognized arguments: --nonsense (flags: --help)")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_every_script_begins_and_ends_alike(name):
     source = (ROOT / "experiments" / f"{name}.py").read_text()
     _, first, second, *_, last = ast.parse(source).body
     assert ast.unparse(first) == "from experiments.lib import cli"
     is_main = "if __name__ == '__main__':\n    cli."
-    assert ast.unparse(second) == is_main + "start()"
+    extra = "'train'" if "spec_jax.training import" in source else ""
+    assert ast.unparse(second) == is_main + f"start({extra})"
     assert ast.unparse(last) == is_main + "end(main)"
     assert source.count("cli.script(") == 1 and "sys.exit" not in source
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from rich import console as rich_console
 
-from experiments.lib import samples, tables, terminal
+from experiments.lib import results, samples, tables, terminal
 from spec_jax.analysis import metrics
 
 
@@ -48,9 +48,8 @@ def make_console(
     plain = dict(force_terminal=False)
     return rich_console.Console(
         file=file,
-        width=100,
         _environ={},
-        **((colour if coloured else plain) | keywords),
+        **({"width": 100} | (colour if coloured else plain) | keywords),
     )
 
 
@@ -72,7 +71,7 @@ def strip_colours(text: str) -> str:
 
 
 def test_fields_are_the_names_of_the_metrics():
-    assert [field.name for field in tables.FIELDS] == list(SUMMARY)
+    assert [field.name for field in tables.FIELDS] == [*SUMMARY, "disturbed"]
     assert list(tables.to_row(SUMMARY)) == list(SUMMARY)
 
 
@@ -84,7 +83,9 @@ def test_table_shows_every_number_with_its_unit():
         if line.startswith("  ") and line.strip():
             name, value = line.split(maxsplit=1)
             lines[name] = value
-    assert list(lines) == list(SUMMARY)
+    # Of other designs alone.
+    zero = {"commit_decode_steps", "mirror_decode_steps", "correction_steps"}
+    assert list(lines) == [name for name in SUMMARY if name not in zero]
     assert lines["tokens"].startswith("1,234 ")
     assert lines["acceptance_rate"].startswith("0.529 ")
     assert lines["conditional_acceptance"].startswith("0.72 0.46 ")
@@ -249,15 +250,36 @@ def test_wrong_lengths_and_unknown_origins_are_refused():
     assert show(["a"], np.array([0]), coloured=False)[1] == "a"
 
 
-def test_no_value_is_cut_on_a_narrow_console():
-    """Fails if the column of values is dropped, or a number is split."""
-    row = tables.to_row(SUMMARY)
+def test_a_speed_up_above_the_tokens_per_step_means_nothing():
+    """Fails if what a busy machine shows is printed as any other."""
+    fine, tokens = SUMMARY, SUMMARY["tokens_per_target_step"]
+    for name in tables.SPEEDUPS:
+        busy = results.mark_disturbed(fine | {name: 1.01 * tokens})
+        console = make_console(coloured=False, width=300)
+        tables.print_table(busy, console)
+        text = printed(console)
+        assert re.search(r"\n  disturbed +true", text)
+        assert f"{1.01 * tokens:.2f} x at {tokens:.2f} tokens per step cannot" in text
+        assert tables.to_row(busy)["disturbed"] is True
+    for summary in (fine, fine | dict.fromkeys(tables.SPEEDUPS)):
+        quiet = results.mark_disturbed(summary)
+        assert quiet == summary | {"disturbed": False}
+        console = make_console(coloured=False)
+        tables.print_table(quiet, console)
+        assert "disturbed" not in printed(console)
+    assert "disturbed" not in results.without_decode_times(busy)
+
+
+def test_no_name_and_no_value_is_cut_on_a_narrow_console():
+    """Fails if the column of values is dropped, or a name or a number is split."""
+    row = tables.to_row(SUMMARY | {"correction_steps": 7})
     for width in (30, 40, 60, 80, 200):
         console = rich_console.Console(file=io.StringIO(), width=width)
-        tables.print_table(SUMMARY, console)
+        tables.print_table(SUMMARY | {"correction_steps": 7}, console)
         words = console.file.getvalue().split()
         for field in tables.FIELDS:
-            if field.name in row:
+            if field.name in row and not field.name.endswith("decode_steps"):
+                assert width < 60 or field.name in words, (width, field.name)
                 for word in terminal.format_value(row[field.name], field.form).split():
                     assert word in words, (width, field.name)
         assert all(len(line) <= width for line in console.file.getvalue().splitlines())

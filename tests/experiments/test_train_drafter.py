@@ -85,6 +85,10 @@ def test_rollouts_are_half_greedy(target, work):
 def test_a_cache_has_the_bits_of_the_target(target, work):
     job = job_of(target, work)
     cached = targets.Cached(work / "cache", job.online)
+    shards: list[None] = []  # All are there, and are counted.
+    count = lambda: shards.append(None)
+    targets.write(work / "cache", job.online, after_shard=count)
+    assert len(shards) == targets.num_shards(job.online) > 0
     rows = np.array([7, 0, 19])
     for name, array in job.online[rows].items():
         testing.assert_same_bits(cached[rows][name], array, what=name)
