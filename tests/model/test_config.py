@@ -153,7 +153,10 @@ def test_head_dim_is_never_derived():
         ),
         ({"torch_dtype": "float16"}, "dtype='float16' is not one of"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear'"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "has no factor: llama3 needs a fac"),
+        (
+            {"rope_scaling": {"rope_type": "llama3"}},
+            "has no factor: llama3 needs a fac",
+        ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "has no factor: yarn needs a fac"),
         ({"rope_scaling": YARN | {"wavelength": 1}}, "has wavelength: yarn needs a"),
     ],
