@@ -26,6 +26,9 @@ from spec_jax.model import (
 Dialect = Literal["z-lab", "deepspec", "specforge", "speculators"]
 DIALECTS: tuple[str, ...] = get_args(Dialect)
 
+WHOLE: tuple[Dialect, ...] = ("z-lab", "deepspec", "specforge")
+"""Layouts whose drafters draft every token of the target's."""
+
 ARCHITECTURES: dict[str, Dialect] = {
     "DFlashDraftModel": "z-lab",
     "Qwen3DSparkModel": "deepspec",
@@ -318,7 +321,7 @@ def check_config(config: block_params.BlockConfig, dialect: Dialect) -> None:
     if dialect == "deepspec" and config.slots != "anchor-first":
         raise ValueError("deepspec's slots are anchor-first, and have no flag")
     is_whole = config.draft_vocab_size == config.layer.vocab_size
-    if dialect != "speculators" and not is_whole:
+    if dialect in WHOLE and not is_whole:
         raise ValueError(f"{dialect} has the whole vocabulary; choose speculators")
 
 

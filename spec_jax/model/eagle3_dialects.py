@@ -17,6 +17,9 @@ from spec_jax.model import config as config_lib, eagle3_params, head_dialects
 Dialect = Literal["midlayer", "speculators", "deepspec"]
 DIALECTS: tuple[str, ...] = get_args(Dialect)
 
+WHOLE: tuple[Dialect, ...] = ("deepspec",)
+"""Dialects whose heads draft every token of the target's."""
+
 ARCHITECTURES: dict[str, Dialect] = {
     "LlamaForCausalLMEagle3": "midlayer",
     "Eagle3LlamaForCausalLM": "midlayer",

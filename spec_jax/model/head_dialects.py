@@ -45,7 +45,7 @@ class Origin:
     step_loss_decay: float = 0.8
 
 
-Keys = Mapping[str, Any]
+Keys = dict[str, Any]
 """The keys of a dialect with a value each, or a function of `(head, origin)`."""
 
 
