@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from experiments.ablations import library_window
 from spec_jax.engine import baseline, protocols, rows
 from spec_jax.model import (
+    config as config_lib,
     observe as observe_lib,
     params as params_lib,
     row_model,
@@ -91,6 +92,15 @@ class _LibraryWindow(_OnModel):
     """Verifies a window as tall as it is: a row's bits depend on the height."""
 
     attention: ClassVar[library_window.Attention]
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a family whose layers `library_window` lacks."""
+        if not isinstance(self.config, config_lib.Qwen3Config):
+            raise ValueError(
+                "the verify paths flash and library-rows know Qwen3's layers, and the "
+                f"target is a {self.config.model_type} model: take row-loop or "
+                "paged-decode, or a Qwen3 target"
+            )
 
     def forward(
         self,
