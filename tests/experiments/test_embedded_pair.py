@@ -127,9 +127,9 @@ def test_the_held_out_measure_is_that_of_rounds(name):
         tokens[row, : len(text)] = text
         mask[row, len(one.prompt_tokens) - 1 : len(text) - 1] = True
     texts = targets.Texts(tokens=tokens, mask=mask)
-    found = measured(lm, texts, steps=drafts)["accepted_length"]
+    found = np.asarray(measured(lm, texts, steps=drafts)["accepted_length"])
     live = np.sum([[32, x.metrics["rounds"]] for x in written], axis=0)
-    assert found[0] == live[0] and abs(found[1] - live[1]) <= 2
+    assert found[0] == live[0] and abs(found[1] - live[1]) <= 2, (found, live)
 
 
 @pytest.mark.slow
