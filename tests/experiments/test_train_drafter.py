@@ -485,11 +485,12 @@ def test_flags_that_are_not_those_of_the_training(target, tmp_path, capsys):
     held = train_drafter.parse_args(command(target, tmp_path, "train"))
     (tmp_path / "checkpoints" / "2").mkdir(parents=True)
     pair_export.keep_flags(held)
-    longer = command(target, tmp_path, "train", "--steps", "9")
-    pair_export.keep_flags(train_drafter.parse_args(longer))
+    longer = ["--steps", "9"]
+    args = command(target, tmp_path, "train", *longer)
+    pair_export.keep_flags(train_drafter.parse_args(args))
     for stage in ("train", "export"):
         args = train_drafter.parse_args(
-            command(target, tmp_path, stage, "--batch", "2")
+            command(target, tmp_path, stage, *longer, "--batch", "2")
         )
         check = pair_export.keep_flags if stage == "train" else pair_export.as_trained
         with pytest.raises(ValueError, match="of a training with --batch 4, and this"):
