@@ -640,7 +640,10 @@ SPECULATORS = ("--dialect", "speculators", "--family")
         ("rollouts", ["--prefix", "16"], "leaves nothing to write after --prefix 16"),
     ],
 )
-def test_bad_flags_are_refused(target, work, capsys, stage, flags, message):
+def test_bad_flags_are_refused(
+    target, work, tmp_path, monkeypatch, capsys, stage, flags, message
+):
+    monkeypatch.chdir(tmp_path)  # Folders are made of relative paths.
     assert train_drafter.main(command(target, work, stage, *flags)) != 0
     assert message in capsys.readouterr().err
 
