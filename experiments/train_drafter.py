@@ -11,7 +11,7 @@ Stages, in this order, each resumable after a kill with the same results:
               fitted to rounds that it drafts, and stored with it
 
 Everything but the export goes to `--work`. The log there has the held-out agreement of
-each draft with the target, and the accepted length that follows from it.
+each draft with the target, and the accepted length of rounds of greedy decoding.
 """
 
 from experiments.lib import cli
@@ -31,27 +31,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import (
-    fan_out,
-    files,
-    flags,
-    prompt_files,
-    prompts as prompts_lib,
-    terminal,
-)
+from experiments.lib import fan_out, files, flags, prompts as prompts_lib, terminal
 from experiments.pair import calibrate, export as pair_export, families, rollouts
+from spec_jax import testing
 from spec_jax.model import (
     block_dialects,
     block_params,
     config as config_lib,
     eagle3_dialects,
+    families as families_lib,
     fingerprint,
-    load as load_lib,
+    head_dialects,
     params as params_lib,
     tokenizer as tokenizer_lib,
 )
 from spec_jax.ops import dispatch
-from spec_jax.training import loop, targets
+from spec_jax.training import eagle3, loop, targets
 from spec_jax.typing import IMPLS
 
 
@@ -64,17 +59,19 @@ def slabs_of(args: argparse.Namespace) -> rollouts.Slabs:
     """Returns the prompts, each as often as is asked, ready to be continued.
 
     The last slab is filled with prompts of which nothing is kept.
+
+    Raises:
+      ValueError: prompts that leave nothing to write.
     """
-    impl = dispatch.resolve(args.impl)
-    config, params = load_lib.load(args.target, impl=impl)
     tokenizer = prompts_lib.with_options(args, tokenizer_lib.load(args.target))
-    prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
-    ids = [_encode(tokenizer, prompt, args.raw) for prompt in prompts]
-    # The end of a longer prompt: its continuation has the more to go on.
-    ids = [prompt[-args.prefix :] for prompt in ids] * args.samples
+    ids = rollouts.prompt_ids(args, tokenizer) * args.samples
+    resolved = dispatch.resolve(args.impl)
+    target = families.target_config(args)
+    impl = families_lib.runnable(target, resolved, is_named=args.impl != "auto")
+    config, params = families.load_target(args, impl=impl)
     count = -(-len(ids) // rollouts.SLOTS) * rollouts.SLOTS
     # Every second sample of a prompt is greedy; what fills the last slab is not kept.
-    numbers = np.arange(count) // len(prompts)
+    numbers = np.arange(count) // (len(ids) // args.samples)
     seeds = np.where(numbers % 2 == 0, -1, args.seed * count + np.arange(count))
     filled = [ids[i % len(ids)] for i in range(count)]
     lengths = np.array([len(prompt) for prompt in filled])
@@ -90,6 +87,7 @@ def slabs_of(args: argparse.Namespace) -> rollouts.Slabs:
         lengths=lengths,
         seeds=seeds,
         wanted=len(ids),
+        stop_ids=tokenizer.stop_ids,
     )
 
 
@@ -101,19 +99,20 @@ def roll_out(args: argparse.Namespace) -> None:
         slabs, kept=args.work / f"texts_{slabs.digest}.part", fan=fan
     )
     count = slabs.wanted
-    mask = np.arange(args.length) >= slabs.given[:count, None] - 1
-    # In another order than the prompts', so that the held-out ones are of all kinds.
-    order = np.random.default_rng(args.seed).permutation(count)
+    tokens, mask = rollouts.ended(tokens[:count], slabs.given[:count], slabs.stop_ids)
+    # In another order than the prompts', so that the held-out ones are of all kinds;
+    # the samples of a prompt stay together, and none of them tells of another held out.
+    prompts = np.random.default_rng(args.seed).permutation(count // args.samples)
+    order = np.add.outer(prompts, len(prompts) * np.arange(args.samples)).reshape(-1)
     whole = args.work / "texts_whole.npz"
-    np.savez(whole, tokens=tokens[order], mask=mask[order])
+    np.savez(
+        whole,
+        tokens=tokens[order],
+        mask=mask[order],
+        greedy=slabs.seeds[order] < 0,
+        samples=args.samples,
+    )
     whole.replace(_texts_path(args))  # Which is never half a file.
-
-
-def _encode(tokenizer, prompt, raw: bool) -> list[int]:
-    if tokenizer.has_chat_template and not raw:
-        return tokenizer.encode(tokenizer.apply_chat(prompt.messages))
-    text = "\n\n".join(message["content"] for message in prompt.messages)
-    return tokenizer.encode(text, begins=True)
 
 
 def _texts_path(args: argparse.Namespace) -> pathlib.Path:
@@ -125,14 +124,24 @@ def _texts(args: argparse.Namespace) -> targets.Texts:
     if not path.exists():
         raise ValueError(f"{path}: no such file; run the stage rollouts first")
     with np.load(path) as held:
-        return targets.Texts(tokens=held["tokens"], mask=held["mask"])
+        if "greedy" not in held:
+            raise ValueError(
+                f"{path}: of an older version, which wrote past the end of answers; "
+                "delete it and run the stage rollouts again"
+            )
+        return targets.Texts(
+            tokens=held["tokens"],
+            mask=held["mask"],
+            greedy=held["greedy"],
+            samples=int(held["samples"]),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
     """What the stages after the rollouts share."""
 
-    target: config_lib.Qwen3Config
+    target: config_lib.ModelConfig
     params: params_lib.Params
     family: families.Family
     config: Any  # of the family
@@ -150,25 +159,18 @@ def prepare(args: argparse.Namespace) -> Job:
     """Reads target and texts, and describes the drafter that is trained.
 
     Raises:
-      ValueError: no texts, texts too short, or a drafter that this target cannot have.
+      ValueError: no texts, or as `families.plan`.
     """
     texts, family = _texts(args), families.FAMILIES[args.family]
-    target, params = load_lib.load(args.target)
-    base = families.base(args, target, params) if args.base else None
-    depth = getattr(args, family.depth)
-    if texts.tokens.shape[1] < depth + 2:
-        raise ValueError(
-            f"texts of {texts.tokens.shape[1]} tokens are too short for "
-            f"--{family.depth.replace('_', '-')} {depth}: make rollouts of --length "
-            f"{depth + 2} or more"
-        )
-    size = min(args.draft_vocab, target.vocab_size)
+    args.length = texts.tokens.shape[1]
+    target, params = families.load_target(args)
+    config = families.plan(args, target)
+    base = family.files.load(args.base, target, params)[1] if args.base else None
     if base is None:
-        hot = targets.draft_vocabulary(texts, size=size, vocab_size=target.vocab_size)
+        size, V = config.draft_vocab_size, target.vocab_size
+        hot = targets.draft_vocabulary(texts, size=size, vocab_size=V)
     else:
         hot = base.hot
-    config = family.config(args, target, size)
-    config.check_target(target)
     return Job(
         target=target,
         params=params,
@@ -221,13 +223,16 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     data: loop.Data = job.online
     if args.targets == "cache":
         data = targets.Cached(args.work / "cache", job.online)
+    samples = job.online.texts.samples
     held_out = max(args.batch, len(data) // HELD_OUT_SHARE)
+    held_out = -(-held_out // samples) * samples  # Of whole prompts.
     if len(data) < held_out + args.batch:
         raise ValueError(
             f"{len(data)} texts are too few for batches of {args.batch}, of which one "
             "is held out; name more --prompts or --samples, or a smaller --batch"
         )
     first = len(data) - held_out
+    pair_export.keep_flags(args)
     loop.run(
         args.family,
         _recipe(args),
@@ -247,28 +252,52 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     return loop.last_held_out(args.work)
 
 
-_DECIDING = "taps length draft_vocab mlp steps batch part learning_rate seed".split()
-"""Flags that decide the bits of every family; `Family.flags` has those of its own."""
-
-
 def export(args: argparse.Namespace) -> None:
-    """Writes the newest checkpoint to `--out`, in the target's dtype, with a card."""
+    """Writes the newest checkpoint to `--out`, in the target's dtype, with a card.
+
+    The drafter's flags are those of its training; `--dialect` may be another that
+    describes it.
+
+    Raises:
+      ValueError: flags that are not those of the training, or a file that is not read
+        back as it was written.
+    """
+    if args.base:
+        families.plan(args, families.target_config(args))
+    dialect = args.dialect if "dialect" in args.given else None
+    flags = pair_export.as_trained(args)
+    dialect = dialect or args.dialect
+    families.check_copies(args.no_copies, dialect)
+    check_export(args)
     job = prepare(args)
     trained, step = loop.restore(_recipe(args), _init(args, job), args.work)
     measured = loop.last_held_out(args.work, step)
     narrow = jax.tree.map(lambda leaf: leaf.astype(job.target.dtype), trained)
+    drafter = job.family.training.complete(narrow, job.teacher)
+    pair_export.warn(job.config, dialect)
     job.family.files.save(
         args.out,
         job.config,
-        job.family.training.complete(narrow, job.teacher),
-        dialect=args.dialect,
+        drafter,
+        dialect=dialect,
+        origin=head_dialects.Origin(
+            target=job.target,
+            target_name=str(args.target),
+            num_anchors=args.anchors,
+            ttt_length=args.ttt_steps,
+            step_loss_decay=eagle3.DECAY,
+        ),
         **({"copies": False} if args.no_copies else {}),
         metadata={"step": str(step)},
     )
+    config, again = job.family.files.load(args.out, job.target, job.params)
+    if config != job.config:
+        raise ValueError(f"{args.out}: is read as {config}, and was {job.config}")
+    testing.assert_same_bits(again, drafter, what=f"{args.out}: ")
     texts = job.online.texts
     described = {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(narrow)),
-        "format": args.dialect,
+        "format": dialect,
         "reads hidden states": ", ".join(map(str, job.config.taps)),
         "target, SHA-256 of its weights": fingerprint.of_params(job.params),
         "texts of the target": len(texts),
@@ -276,26 +305,18 @@ def export(args: argparse.Namespace) -> None:
         "steps": step,
         "tokens seen": loop.tokens_seen(args.work, step),
     }
-    deciding = [*_DECIDING, *job.family.flags]
-    flags = {name: getattr(args, name) for name in deciding}
     if job.base is not None:
         described["went on from, SHA-256 of its weights"] = fingerprint.of_params(
             job.base
         )
     card = pair_export.drafter_card(
-        args.family, described, measured, _text_of(flags), args.note
+        args.family,
+        described,
+        measured,
+        pair_export.text_of(flags | {"no_copies": args.no_copies}),
+        args.note,
     )
     (args.out / "README.md").write_text(card, encoding="utf-8")
-
-
-def _text_of(flags: dict[str, Any]) -> str:
-    """The given ones, as on a command line."""
-    texts = {
-        "--" + name.replace("_", "-"): ",".join(map(str, x)) if name == "taps" else x
-        for name, x in flags.items()
-        if x is not None and x is not False
-    }
-    return " ".join(n if x is True else f"{n} {x}" for n, x in texts.items())
 
 
 def _taps(text: str) -> tuple[int, ...]:
@@ -322,19 +343,23 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     cli.add(
         parser,
         """
-        --target FOLDER=spec_jax/assets/target  a Qwen3 model in Hugging Face's layout
+        --target FOLDER=spec_jax/assets/target  a model in Hugging Face's layout
         --prompts FILE=50  texts to continue: a file, or so many of the bundled ones
         --work FOLDER=drafter  rollouts, cache, checkpoints and log
         --out FOLDER=drafter/export  where the export goes
         --base FOLDER  a drafter of this family to go on from; its shape stands for the
           flags that would give one, and no calibration of it is kept
         --dialect DIALECT  published format of the export (default: midlayer of eagle3,
-          z-lab of dflash, deepspec of dspark); in z-lab's a block's first row predicts
-          nothing
+          z-lab of dflash, deepspec of dspark), which decides of the training, too, what
+          a block's first row predicts (nothing in z-lab's), and norms of queries and
+          keys of eagle3 (in deepspec's)
         --samples N=2  rollouts of each prompt; every second one is drawn
-        --prefix N=48  most tokens of a prompt: its last ones
-        --length N=177  tokens of a rollout, its prompt included
-        --draft-vocab N=32000  draft tokens: the most frequent of the rollouts
+        --prefix N=48  most tokens of a prompt of raw text: its last ones; a chat is not
+          cut
+        --length N=177  most tokens of a rollout, its prompt included: it ends at a stop
+          token
+        --draft-vocab N  draft tokens: the most frequent of the rollouts (default: 32000
+          in dialects with a draft vocabulary, midlayer and speculators, otherwise all)
         --width N  of an EAGLE-3 head, which then has an embedding of its own (default:
           the target's)
         --mlp N  width of the drafter's MLP (default: the target's)
@@ -375,6 +400,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     fan_out.add_flags(parser.add_argument_group("rollouts on a cluster"))
     args = parser.parse_args(argv)
     fan_out.check_stage(parser, args, "rollouts")
+    names = families.deciding(args.family)
+    args.given = {n for n in names if getattr(args, n) != parser.get_default(n)}
     args.dialect = args.dialect or families.FAMILIES[args.family].dialect
     return args
 
@@ -401,6 +428,8 @@ def run(args: argparse.Namespace) -> int:
     if args.stage == "export":
         check_export(args)
         files.check_folder(args.out)
+    elif args.stage != "calibrate":
+        families.plan(args, families.target_config(args))
     if args.length <= args.prefix:
         raise ValueError(
             f"--length {args.length} leaves nothing to write after --prefix "
@@ -410,7 +439,7 @@ def run(args: argparse.Namespace) -> int:
     if found:
         print(
             f"held-out loss {found['held_out_loss']:.4f} nats, accepted length "
-            f"{found['held_out_accepted_length']:.2f}"
+            f"{found['held_out_accepted_length']:.2f} of rounds of greedy decoding"
         )
     return DONE
 

@@ -283,7 +283,7 @@ def _agreed(
     impl: Impl,
 ) -> tuple[list[str], int | None]:
     """Returns the implementation of each model, and the entries of their vocabularies
-    that are loaded: see `_entries`."""
+    that are loaded: see `entries`."""
     resolved = dispatch.resolve(impl)
     configs = [
         config_lib.read(folder / "config.json", dtype=dtype) for folder in folders
@@ -292,7 +292,7 @@ def _agreed(
         families.runnable(config, resolved, is_named=impl != "auto")
         for config in configs
     ]
-    return impls, _entries(words, configs)
+    return impls, entries(words, configs)
 
 
 def heads_for(target: str | pathlib.Path | None) -> pathlib.Path | None:
@@ -312,10 +312,10 @@ def shipped_heads() -> tuple[str, ...]:
     )
 
 
-def _entries(
+def entries(
     words: tokenizer.Tokenizer, configs: Sequence[config_lib.ModelConfig]
 ) -> int | None:
-    """The entries that are loaded of a pair's vocabularies; None: all of both.
+    """Returns the entries that are loaded of a pair's vocabularies; None: all of both.
 
     Those that have a token, where the models have different padding, or would draw it.
     """

@@ -15,6 +15,7 @@ from spec_jax.model import (
     config as config_lib,
     eagle3_files,
     eagle3_params,
+    head_dialects,
     load,
     params as params_lib,
 )
@@ -100,7 +101,13 @@ def write_head(
     hot = jnp.arange(64, dtype=jnp.int32) * 4
     key = jax.random.key(seed)
     made = eagle3_params.init(key, head, embed=params.embed, hot=hot, stddev=0.3)
-    eagle3_files.save(folder, head, made, dialect="midlayer")
+    eagle3_files.save(
+        folder,
+        head,
+        made,
+        dialect="midlayer",
+        origin=head_dialects.Origin(target=layer),
+    )
     return folder
 
 
@@ -123,7 +130,13 @@ def write_block(
     made = block_params.init(
         key, head, embed=params.embed, lm_head=params.head, stddev=0.3
     )
-    block_files.save(folder, head, made, dialect="deepspec")
+    block_files.save(
+        folder,
+        head,
+        made,
+        dialect="deepspec",
+        origin=head_dialects.Origin(target=layer),
+    )
     return folder
 
 

@@ -57,8 +57,10 @@ def write(
       OSError: the file cannot be written.
     """
     check_installed()
-    if not isinstance(config, config_lib.Qwen3Config) or config.yarn is not None:
-        raise ValueError(f"{path.name}: only Qwen3 without YaRN is written as GGUF")
+    if not isinstance(config, config_lib.Qwen3Config) or config.scaling is not None:
+        raise ValueError(
+            f"{path.name}: only Qwen3 without scaled RoPE is written as GGUF"
+        )
     import gguf
 
     writer = gguf.GGUFWriter(path, ARCHITECTURE)

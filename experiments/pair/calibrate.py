@@ -15,9 +15,10 @@ from experiments.lib import (
     tables,
     terminal,
 )
+from experiments.pair import families
 from spec_jax import loading
 from spec_jax.drafters import block
-from spec_jax.model import block_dialects, config as config_lib
+from spec_jax.model import block_dialects
 from spec_jax.ops import dispatch
 
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
       ValueError: a drafter without a confidence head, or too few prompts.
     """
     path = args.out / "config.json"
-    target = config_lib.read(args.target / "config.json")
+    target = families.target_config(args)
     _, config = block_dialects.read_config(path, target)
     if not config.has_confidence:
         raise ValueError(f"{path}: of a drafter without a confidence head")

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from spec_jax import loading
 from spec_jax.model import (
     block_dialects,
     block_files,
@@ -16,7 +17,10 @@ from spec_jax.model import (
     eagle3_dialects,
     eagle3_files,
     eagle3_params,
+    head_dialects,
+    load as load_lib,
     params as params_lib,
+    tokenizer,
 )
 from spec_jax.training import block, eagle3, loop
 
@@ -33,12 +37,13 @@ class Family:
     """What sets a family apart; the flags are those of `train_drafter.py`."""
 
     training: types.ModuleType  # has `init`, `loss`, `measure` and `complete`
-    files: types.ModuleType  # has `save`
+    files: types.ModuleType  # has `load` and `save`
+    dialects: types.ModuleType  # has `read_config`, `check_config` and `WHOLE`
     dialect: str  # the published format unless another is named
     depth: str  # the flag of how many drafts are trained
     flags: tuple[str, ...]  # those of its own that decide a bit
-    # `(args, target, size of the draft vocabulary) -> config`, checked.
-    config: Callable[[argparse.Namespace, config_lib.Qwen3Config, int], Any]
+    # `(args, target) -> config`, checked.
+    config: Callable[[argparse.Namespace, config_lib.ModelConfig], Any]
     # The flags that give `config` back.
     shape: Callable[[Any], dict[str, Any]]
     # What else `loss` and `measure` are told.
@@ -50,21 +55,44 @@ class Family:
     )
 
 
-def _layer(args, target, num_layers: int) -> config_lib.Qwen3Config:
-    return dataclasses.replace(
-        target,
-        num_layers=num_layers,
-        intermediate_size=args.mlp or target.intermediate_size,
-        tie_word_embeddings=False,
-    )
+DRAFT_VOCAB = 32_000
+"""Tokens of a draft vocabulary, where the dialect has one of its own."""
 
 
-def _eagle3(args, target, size) -> eagle3_params.Eagle3Config:
+def _layer(args, target, num_layers: int, **changes) -> config_lib.Qwen3Config:
+    """Layers of the target's sizes, which are Qwen3's whatever the target's are."""
+    sizes = {
+        field.name: getattr(target, field.name)
+        for field in dataclasses.fields(config_lib.Qwen3Config)
+        if hasattr(target, field.name)
+    }
+    sizes |= {"num_layers": num_layers, "tie_word_embeddings": False}
+    sizes["intermediate_size"] = args.mlp or target.intermediate_size
+    return config_lib.Qwen3Config(**sizes | changes)
+
+
+def _draft_vocab(args, target) -> int:
+    """The size of the draft vocabulary; by default the dialect decides.
+
+    Raises:
+      ValueError: one of its own in a dialect that has the target's.
+    """
+    V, dialects = target.vocab_size, FAMILIES[args.family].dialects
+    if args.dialect not in dialects.WHOLE:
+        return min(args.draft_vocab or DRAFT_VOCAB, V)
+    if args.draft_vocab and args.draft_vocab < V:
+        raise ValueError(
+            f"--draft-vocab {args.draft_vocab} with --dialect {args.dialect}, which "
+            f"has the target's whole vocabulary of {V}: leave --draft-vocab out, or "
+            "take --dialect speculators"
+        )
+    return V
+
+
+def _eagle3(args, target) -> eagle3_params.Eagle3Config:
     config = eagle3_params.Eagle3Config(
-        layer=dataclasses.replace(
-            _layer(args, target, 1), hidden_size=args.width or target.hidden_size
-        ),
-        draft_vocab_size=size,
+        layer=_layer(args, target, 1, hidden_size=args.width or target.hidden_size),
+        draft_vocab_size=_draft_vocab(args, target),
         target_hidden_size=target.hidden_size,
         taps=args.taps or eagle3_params.default_taps(target.num_layers),
         has_head_norms=args.dialect == "deepspec",
@@ -87,14 +115,14 @@ def _eagle3_shape(config) -> dict[str, Any]:
     }
 
 
-def _block(args, target, size) -> block_params.BlockConfig:
+def _block(args, target) -> block_params.BlockConfig:
     is_dspark = args.family == "dspark"
     head = (args.head or "vanilla") if is_dspark else "none"
     has_confidence = is_dspark and not args.no_confidence
     outputs = block_dialects.default_layer_ids(target.num_layers, args.layers)
     config = block_params.BlockConfig(
         layer=_layer(args, target, args.layers),
-        draft_vocab_size=size,
+        draft_vocab_size=_draft_vocab(args, target),
         taps=args.taps or tuple(output + 1 for output in outputs),
         block_size=args.block,
         slots=block_dialects.SLOTS.get(args.dialect, "anchor-first"),
@@ -144,6 +172,7 @@ def _dspark_terms(args) -> dict[str, Any]:
 _BLOCK: dict[str, Any] = {
     "training": block,
     "files": block_files,
+    "dialects": block_dialects,
     "depth": "block",
     "config": _block,
     "shape": _block_shape,
@@ -155,6 +184,7 @@ FAMILIES = {
     "eagle3": Family(
         training=eagle3,
         files=eagle3_files,
+        dialects=eagle3_dialects,
         dialect="midlayer",
         depth="ttt_steps",
         flags=("width", "ttt_steps"),
@@ -172,33 +202,68 @@ FAMILIES = {
 }
 
 
-def base(
-    args: argparse.Namespace,
-    target: config_lib.Qwen3Config,
-    params: params_lib.Params,
-) -> Any:
-    """Reads the drafter of `--base`, and sets the flags of its shape as it has them.
+_DECIDING = "taps length draft_vocab mlp steps batch part learning_rate seed".split()
+
+
+def deciding(family: str) -> list[str]:
+    """Returns the names of the flags that decide the bits of a family's training."""
+    own = (name for name in FAMILIES[family].flags if name != "no_copies")
+    return [*_DECIDING, *own, "dialect", "base"]
+
+
+def target_config(args: argparse.Namespace) -> config_lib.ModelConfig:
+    """Returns the config of `--target`, with the vocabulary that `load` loads."""
+    config = config_lib.read(args.target / "config.json")
+    entries = loading.entries(tokenizer.load(args.target), [config])
+    return (
+        config if entries is None else dataclasses.replace(config, vocab_size=entries)
+    )
+
+
+def load_target(
+    args: argparse.Namespace, *, impl: str | None = None
+) -> tuple[config_lib.ModelConfig, params_lib.Params]:
+    """Loads `--target` as `load` does, so that its drafter is the target's there."""
+    vocab_size = target_config(args).vocab_size
+    return load_lib.load(args.target, impl=impl, vocab_size=vocab_size)
+
+
+def plan(args: argparse.Namespace, target: config_lib.ModelConfig) -> Any:
+    """Returns the config of the drafter that the flags describe, checked.
+
+    Sets the flags of its shape as the drafter of `--base` has them.
 
     Raises:
-      CheckpointError: not a drafter of this family for this target.
-      ValueError: a shape that the flags cannot describe.
+      CheckpointError: `--base` is not a drafter of this family for this target.
+      ValueError: a drafter that no dialect describes or this target cannot have, or
+        texts that are too short for it.
     """
-    family = FAMILIES[args.family]
-    config, head = family.files.load(args.base, target, params)
-    for name, value in family.shape(config).items():
-        setattr(args, name, value)
-    if isinstance(config, block_params.BlockConfig):
+    family, found = FAMILIES[args.family], None
+    head_dialects.check_name(args.dialect, family.dialects.DIALECTS)
+    if args.base:
+        _, found = family.dialects.read_config(args.base / "config.json", target)
+        for name, value in family.shape(found).items():
+            setattr(args, name, value)
+    config = family.config(args, target)
+    config.check_target(target)
+    if isinstance(found, block_params.BlockConfig):
         # Of a calibration nothing is left once the weights move.
-        config = dataclasses.replace(
-            config, confidence_temperatures=(), confidence_shifts=()
+        found = dataclasses.replace(
+            found, confidence_temperatures=(), confidence_shifts=()
         )
-    made = family.config(args, target, config.draft_vocab_size)
-    if config != made:
+    if found not in (None, config):
         raise ValueError(
-            f"{args.base}: {config} cannot be trained on as --dialect {args.dialect}, "
-            f"which makes it {made}"
+            f"{args.base}: {found} cannot be trained on as --dialect {args.dialect}, "
+            f"which makes it {config}"
         )
-    return head
+    depth = getattr(args, family.depth)
+    if args.length < depth + 2:
+        raise ValueError(
+            f"texts of {args.length} tokens are too short for "
+            f"--{family.depth.replace('_', '-')} {depth}: make rollouts of --length "
+            f"{depth + 2} or more"
+        )
+    return config
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -212,7 +277,12 @@ def check_flags(args: argparse.Namespace) -> None:
         if given and args.family != family:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             raise ValueError(f"{flags} with --family {args.family}: of {family} alone")
-    if args.no_copies and args.dialect != "deepspec":
+    check_copies(args.no_copies, args.dialect)
+
+
+def check_copies(no_copies: bool, dialect: str) -> None:
+    """Raises `ValueError` where copies are left out that a dialect does not have."""
+    if no_copies and dialect != "deepspec":
         raise ValueError(
-            f"--no-copies with --dialect {args.dialect}: copies are of deepspec alone"
+            f"--no-copies with --dialect {dialect}: copies are of deepspec alone"
         )

@@ -4,6 +4,7 @@ Sixteen sequences at a time are decoded as the rows of one slab, with the weight
 they are shipped (bfloat16), so that the text is the target's own to the last bit.
 """
 
+import argparse
 import dataclasses
 import functools
 import hashlib
@@ -14,12 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import fan_out, terminal
+from experiments.lib import fan_out, prompt_files, terminal
+from spec_jax.engine import verification
 from spec_jax.model import (
     config as config_lib,
+    decoder,
+    families,
     fingerprint,
     params as params_lib,
-    qwen3,
+    tokenizer as tokenizer_lib,
 )
 from spec_jax.ops import argmax, dispatch
 from spec_jax.paging import allocator, cache
@@ -41,16 +45,18 @@ class Slabs:
       seeds: `[n]`, of sequences drawn at temperature 1; those below 0 are greedy, and
         so are all if None.
       wanted: texts that are of use, from the first; the others fill the last slab.
+      stop_ids: tokens that end a text; a slab whose texts have all ended is done.
     """
 
     params: params_lib.Params
-    config: config_lib.Qwen3Config
+    config: config_lib.ModelConfig
     prefixes: np.ndarray
     length: int
     impl: str
     lengths: np.ndarray | None = None
     seeds: np.ndarray | None = None
     wanted: int | None = None
+    stop_ids: tuple[int, ...] = ()
 
     @property
     def given(self) -> np.ndarray:
@@ -65,6 +71,7 @@ class Slabs:
         isa = dispatch.instruction_set(self.impl)
         told = hashlib.sha256(fingerprint.of_params(self.params).encode())
         told.update(f"{self.config} {self.length} {self.impl} {isa}".encode())
+        told.update(f"{self.stop_ids}".encode())
         for part in (self.prefixes, self.given, self.seeds):
             told.update(b"-" if part is None else np.asarray(part, np.int64).tobytes())
         return told.hexdigest()[:12]
@@ -80,6 +87,7 @@ class Slabs:
             config=self.config,
             length=self.length,
             impl=self.impl,
+            stop_ids=self.stop_ids,
         )
         yield np.asarray(text)
 
@@ -143,8 +151,59 @@ def _whole_slabs(kept: pathlib.Path, slabs: Slabs) -> np.ndarray:
     return done
 
 
-@functools.partial(jax.jit, static_argnames=("config", "length", "impl"))
-def _continue(params, prefixes, lengths, settings, *, config, length, impl):
+def prompt_ids(
+    args: argparse.Namespace, tokenizer: tokenizer_lib.Tokenizer
+) -> list[list[int]]:
+    """Returns the tokens of prompts; of raw text the last `--prefix`, of a chat all.
+
+    A chat without its beginning is none that a user sends.
+
+    Args:
+      args: flags of `train_drafter.py`.
+
+    Raises:
+      ValueError: chats that leave nothing to write.
+    """
+    prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
+    if not tokenizer.has_chat_template or args.raw:
+        texts = ("\n\n".join(m["content"] for m in x.messages) for x in prompts)
+        # The end of a longer prompt: its continuation has the more to go on.
+        return [tokenizer.encode(x, begins=True)[-args.prefix :] for x in texts]
+    ids = [tokenizer.encode(tokenizer.apply_chat(x.messages)) for x in prompts]
+    long = [len(x) for x in ids if len(x) >= args.length]
+    if long:
+        raise ValueError(
+            f"{len(long)} of {len(ids)} prompts have up to {max(long)} tokens with the "
+            f"chat template, which are not cut, and --length {args.length} leaves "
+            f"nothing to write; take --length {max(long) + args.prefix}, say, or leave "
+            "these prompts out"
+        )
+    return ids
+
+
+def ended(
+    tokens: np.ndarray, given: np.ndarray, stop_ids: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ends texts at the first stop token that the target wrote, which is kept.
+
+    Args:
+      tokens: texts `[n, T]`.
+      given: tokens of their prefixes `[n]`.
+
+    Returns:
+      The texts, with the stop token again in the place of what is behind it, and the
+      rows after which a token was written, `[n, T] bool`: see `targets.Texts`.
+    """
+    places = np.arange(tokens.shape[1])
+    is_stop = np.isin(tokens, stop_ids) & (places >= given[:, None])
+    has_ended = np.logical_or.accumulate(is_stop, axis=1)
+    last = np.take_along_axis(tokens, is_stop.argmax(axis=1)[:, None], axis=1)
+    mask = (places >= given[:, None] - 1) & ~has_ended
+    return np.where(has_ended, last, tokens), mask
+
+
+@functools.partial(jax.jit, static_argnames=("config", "length", "impl", "stop_ids"))
+def _continue(params, prefixes, lengths, settings, *, config, length, impl, stop_ids):
     """One slab of sequences: each step decodes one token of every slot."""
     pages = -(-length // PAGE_SIZE)
     kv = cache.init(
@@ -162,15 +221,16 @@ def _continue(params, prefixes, lengths, settings, *, config, length, impl):
     slots = jnp.arange(SLOTS, dtype=jnp.int32)
     text = jnp.pad(prefixes, ((0, 0), (0, length - prefixes.shape[1])))
 
-    def step(position, carry):
-        kv, text = carry
-        rows = qwen3.Rows(
+    def step(carry):
+        position, kv, text, has_ended = carry
+        rows = decoder.Rows(
             tokens=text[:, position],
             slots=slots,
             positions=jnp.full((SLOTS,), position, jnp.int32),
             num_active=jnp.int32(SLOTS),
         )
-        kv, outputs = qwen3.forward_rows(params, config, rows, kv, impl=impl)
+        forward_rows = families.of(config).forward_rows
+        kv, outputs = forward_rows(params, config, rows, kv, impl=impl)
         chosen = argmax.argmax(outputs.logits, num_active=rows.num_active, impl=impl)
         if settings is not None:
             draws = settings.temperature != 0
@@ -183,7 +243,13 @@ def _continue(params, prefixes, lengths, settings, *, config, length, impl):
             chosen = jnp.where(draws, drawn, chosen)
         given = text[:, position + 1]
         is_given = position + 1 < lengths
-        return kv, text.at[:, position + 1].set(jnp.where(is_given, given, chosen))
+        token = jnp.where(is_given, given, chosen)
+        has_ended |= ~is_given & verification.is_stop(token, stop_ids)
+        return position + 1, kv, text.at[:, position + 1].set(token), has_ended
 
-    _, text = jax.lax.fori_loop(0, length - 1, step, (kv, text))
+    _, _, text, _ = jax.lax.while_loop(
+        lambda carry: (carry[0] < length - 1) & ~jnp.all(carry[3]),
+        step,
+        (jnp.int32(0), kv, text, jnp.zeros((SLOTS,), bool)),
+    )
     return text

@@ -26,6 +26,9 @@ from spec_jax.model import (
 Dialect = Literal["z-lab", "deepspec", "specforge", "speculators"]
 DIALECTS: tuple[str, ...] = get_args(Dialect)
 
+WHOLE: tuple[Dialect, ...] = ("z-lab", "deepspec", "specforge")
+"""Layouts whose drafters draft every token of the target's."""
+
 ARCHITECTURES: dict[str, Dialect] = {
     "DFlashDraftModel": "z-lab",
     "Qwen3DSparkModel": "deepspec",
@@ -67,24 +70,22 @@ _IGNORED = (
     "l1_loss_alpha",
     "confidence_head_alpha",
 )
-_KNOWN = {
-    "attention_mode": "gqa",
-    "rope_is_neox_style": True,
-    "is_neox_style": True,
+_ACCEPTED: Mapping[str, tuple] = {
+    "attention_mode": ("gqa", "mha"),  # A label: the numbers of heads decide.
+    "rope_is_neox_style": (True,),
+    "is_neox_style": (True,),
+    "output_multiplier": (1,),
+    "input_embedding_scale": (1,),
+    "attention_value_scale": (1,),
+    "causal": (False,),
+    "is_causal": (False,),
+    "use_swa": (False,),
+    "final_logit_softcapping": (0,),
+    "shift_label": (False,),
+    "conv_kernel_size": (0,),
 }
-# Of a drafter that computes something else. Under `dflash_config` all that is not known
-# is refused.
-_OTHERS = (
-    "causal",
-    "is_causal",
-    "use_swa",
-    "final_logit_softcapping",
-    "output_multiplier",
-    "input_embedding_scale",
-    "attention_value_scale",
-    "shift_label",
-    "conv_kernel_size",
-)
+"""Values that leave the computation as it is; others are of another drafter. Under
+`dflash_config` every key that is not known must be false."""
 
 
 def read_config(
@@ -163,7 +164,7 @@ def _own_keys(raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     """What a config says of the drafter itself, wherever the layout has it."""
     said = {key: raw[key] for key in _OWN if raw.get(key) is not None}
     # Each place for itself: one must not hide what another says.
-    stated = [(key, raw[key]) for key in (*_OTHERS, *_KNOWN) if key in raw]
+    stated = [(key, raw[key]) for key in _ACCEPTED if key in raw]
     if dialect in ("z-lab", "specforge"):
         nested = raw.get("dflash_config")
         if not isinstance(nested, dict):
@@ -177,7 +178,7 @@ def _own_keys(raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
         said |= {key: nested[key] for key in _OWN if nested.get(key) is not None}
         stated += [(k, x) for k, x in nested.items() if k not in (*_OWN, *_IGNORED)]
     for key, value in stated:
-        if value not in (None, _KNOWN.get(key, False)):
+        if value not in (None, *_ACCEPTED.get(key, (False,))):
             raise ValueError(f"{key}={reprlib.repr(value)} is not supported")
     projector = said.get("projector_type", "dflash")
     allowed = ("dspark",) if dialect == "specforge" else ("dflash",)
@@ -200,12 +201,7 @@ def _from_dict(
         raise ValueError(
             f"model_type={reprlib.repr(stated.get('model_type'))}: layers are Qwen3's"
         )
-    layers = raw.get("num_target_layers")
-    if layers not in (None, target.num_layers):
-        raise ValueError(
-            f"num_target_layers={reprlib.repr(layers)}, the target has "
-            f"{target.num_layers}: it is a drafter for another target"
-        )
+    head_dialects.check_num_layers(raw, target)
     layer = head_dialects.layer_config(stated, dtype)
     width = raw.get("target_hidden_size")
     if width not in (None, layer.hidden_size):
@@ -325,52 +321,103 @@ def check_config(config: block_params.BlockConfig, dialect: Dialect) -> None:
     if dialect == "deepspec" and config.slots != "anchor-first":
         raise ValueError("deepspec's slots are anchor-first, and have no flag")
     is_whole = config.draft_vocab_size == config.layer.vocab_size
-    if dialect != "speculators" and not is_whole:
+    if dialect in WHOLE and not is_whole:
         raise ValueError(f"{dialect} has the whole vocabulary; choose speculators")
 
 
-def to_dict(config: block_params.BlockConfig, dialect: Dialect) -> dict[str, Any]:
-    """Returns the `config.json` that `read_config` reads back."""
-    layer = config_lib.to_dict(config.layer)
-    layer["layer_types"] = ["full_attention"] * config.layer.num_layers
-    is_first = config.slots == "anchor-first"
-    own: dict[str, Any] = {"block_size": config.block_size}
-    scalings = {key: list(getattr(config, key)) for key in _SCALINGS}
-    own |= {key: values for key, values in scalings.items() if values}
-    inner: dict[str, Any] = {"mask_token_id": config.mask_token_id}
-    heads = {
-        "markov_rank": config.markov_rank,
-        "markov_head_type": "vanilla" if config.head == "none" else config.head,
-        "enable_confidence_head": config.has_confidence,
-        "confidence_head_with_markov": config.confidence_with_markov,
+def _layer(head: block_params.BlockConfig) -> dict[str, Any]:
+    """The config of a model of the drafter's layers."""
+    kinds = ["full_attention"] * head.layer.num_layers
+    return config_lib.to_dict(head.layer) | {"layer_types": kinds}
+
+
+def _unusual(dialect: Dialect) -> Any:
+    """Whether slots are anchor-first, where they are not the layout's own."""
+    return lambda head, _: (
+        None if head.slots == SLOTS[dialect] else head.slots == "anchor-first"
+    )
+
+
+def _attention(head: block_params.BlockConfig, origin: Any) -> str:
+    return "mha" if head.layer.num_heads == head.layer.num_kv_heads else "gqa"
+
+
+_FLAT: head_dialects.Keys = {
+    "num_target_layers": lambda _, origin: origin.target.num_layers,
+    "block_size": lambda head, _: head.block_size,
+    "tie_word_embeddings": False,
+}
+_INNER: head_dialects.Keys = {
+    "mask_token_id": lambda head, _: head.mask_token_id,
+    "target_layer_ids": lambda head, _: [tap - 1 for tap in head.taps],
+}
+_HEADS: head_dialects.Keys = {
+    "markov_rank": lambda head, _: head.markov_rank,
+    "markov_head_type": lambda head, _: head.head if head.markov_rank else None,
+    "enable_confidence_head": lambda head, _: head.has_confidence,
+    "confidence_head_with_markov": lambda head, _: (
+        head.confidence_with_markov if head.has_confidence else None
+    ),
+}
+
+
+def _nested(dialect: Dialect, keys: head_dialects.Keys) -> head_dialects.Keys:
+    """A layout of `dflash_config`; llama.cpp looks for the flag beside it."""
+    flag: head_dialects.Keys = {"sample_from_anchor": _unusual(dialect)}
+    inner = keys | _INNER | flag
+    return (
+        _FLAT | flag | {"dflash_config": lambda *told: head_dialects.fill(inner, *told)}
+    )
+
+
+def _speculators(kind: str, keys: head_dialects.Keys) -> head_dialects.Keys:
+    return keys | {
+        _TYPE: kind,
+        "speculators_config": lambda head, origin: head_dialects.speculators_config(
+            kind, head.num_drafts, origin
+        ),
+        "transformer_layer_config": lambda head, _: _layer(head),
+        "draft_vocab_size": lambda head, _: head.draft_vocab_size,
+        "block_size": _FLAT["block_size"],
+        "mask_token_id": _INNER["mask_token_id"],
+        "aux_hidden_state_layer_ids": lambda head, _: list(head.taps),
+        "sample_from_anchor": lambda head, _: head.slots == "anchor-first",
+        "torch_dtype": lambda head, _: head.layer.dtype,
     }
-    if dialect == "speculators":
-        is_dspark = config.head != "none" or config.has_confidence
-        return (
-            own
-            | inner
-            | (heads if is_dspark else {})
-            | {
-                "architectures": [
-                    "DSparkSpeculator" if is_dspark else "DFlashSpeculator"
-                ],
-                _TYPE: "dspark" if is_dspark else "dflash",
-                "transformer_layer_config": layer,
-                "draft_vocab_size": config.draft_vocab_size,
-                "aux_hidden_state_layer_ids": list(config.taps),
-                "sample_from_anchor": is_first,
-                "torch_dtype": config.layer.dtype,
-            }
-        )
-    inner["target_layer_ids"] = [tap - 1 for tap in config.taps]
-    if dialect == "deepspec":
-        own |= inner | heads
-    else:
-        if config.slots != SLOTS[dialect]:
-            inner["sample_from_anchor"] = is_first
-            own["sample_from_anchor"] = is_first  # Where llama.cpp looks for it.
-        if dialect == "specforge":
-            inner |= heads | {"projector_type": "dspark"}
-        own["dflash_config"] = inner
-    name = next(name for name, known in ARCHITECTURES.items() if known == dialect)
-    return layer | own | {"architectures": [name], "tie_word_embeddings": False}
+
+
+_KEYS: Mapping[str, head_dialects.Keys] = {
+    # No `auto_map`, which names a file of code that is not written.
+    "DFlashDraftModel": _nested("z-lab", {}),
+    "DSparkDraftModel": _nested(
+        "specforge",
+        _HEADS
+        | {
+            "attention_mode": _attention,
+            "confidence_head_alpha": lambda head, _: float(head.has_confidence),
+            "projector_type": "dspark",
+        },
+    ),
+    "Qwen3DSparkModel": {
+        **_FLAT,
+        **_INNER,
+        **_HEADS,
+        "num_anchors": lambda _, origin: origin.num_anchors,
+    },
+    "DFlashSpeculator": _speculators("dflash", {}),
+    "DSparkSpeculator": _speculators("dspark", _HEADS),
+}
+"""What each layout's own code writes beside the keys of layers, by architecture."""
+
+
+def to_dict(
+    config: block_params.BlockConfig, dialect: Dialect, origin: head_dialects.Origin
+) -> dict[str, Any]:
+    """Returns the `config.json` that `read_config` reads back."""
+    has_heads = config.head != "none" or config.has_confidence
+    names = [name for name, known in ARCHITECTURES.items() if known == dialect]
+    name = names[-1] if has_heads else names[0]  # Of speculators there are two.
+    layer = {} if dialect == "speculators" else _layer(config)
+    scalings = {key: list(getattr(config, key)) or None for key in _SCALINGS}
+    keys = {"architectures": [name], **_KEYS[name], **scalings}
+    return layer | head_dialects.fill(keys, config, origin)

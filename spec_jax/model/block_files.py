@@ -15,6 +15,7 @@ from spec_jax.model import (
     block_params,
     checkpoint_files as files,
     config as config_lib,
+    head_dialects,
     head_files,
     load as load_lib,
     params as params_lib,
@@ -122,12 +123,14 @@ def save(
     params: block_params.BlockParams,
     *,
     dialect: dialects.Dialect,
+    origin: head_dialects.Origin,
     copies: bool = True,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes what `load` reads back bit for bit, in one of the published layouts.
 
     Args:
+      origin: the target and the training, which some layouts state.
       copies: whether a layout that has copies of the target's embedding and output
         projection gets them. `load` takes both from the target; other readers may not.
       metadata: further entries of the file's `__metadata__`.
@@ -148,7 +151,7 @@ def save(
     head_files.write(
         folder,
         load_lib.pending(written, names),
-        dialects.to_dict(config, dialect),
+        dialects.to_dict(config, dialect, origin),
         hot=params.hot,
         vocab_size=config.layer.vocab_size,
         metadata=metadata,

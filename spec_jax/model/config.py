@@ -43,6 +43,51 @@ class YarnScaling:
     mscale_all_dim: float | None = None
     truncate: bool = True
 
+    def validate(self, theta: float) -> None:
+        """Refuses values of which `ops.rope` would make NaN, or divide by zero.
+
+        An `mscale` of 0 is as none, as in Hugging Face.
+        """
+        for name in ("factor", "beta_fast", "beta_slow", "attention_factor"):
+            if getattr(self, name) is not None:
+                positive(f"yarn {name}", getattr(self, name))
+        for name in ("mscale", "mscale_all_dim"):
+            if getattr(self, name) not in (None, 0):
+                positive(f"yarn {name}", getattr(self, name))
+        name = "original_max_position_embeddings"
+        check_size(f"yarn {name}", getattr(self, name))
+        check_flag("yarn truncate", self.truncate)
+        if theta <= 1:
+            raise ValueError(
+                f"rope_theta={theta!r} must be above 1 with yarn; {_REMEDY}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's context extension, static: low frequencies are slowed down."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def validate(self, theta: float) -> None:
+        """Refuses values of which `ops.rope` would make NaN, or divide by zero."""
+        del theta
+        for key, value in dataclasses.asdict(self).items():
+            positive(f"llama3 {key}", value)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low >= high:
+            raise ValueError(
+                f"llama3 low_freq_factor={low} must be below high_freq_factor={high}"
+            )
+
+
+Scaling = YarnScaling | Llama3Scaling
+SCALINGS: Mapping[str, type[Scaling]] = {"yarn": YarnScaling, "llama3": Llama3Scaling}
+"""Context extensions, by Hugging Face's `rope_type`."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -111,14 +156,14 @@ class Qwen3Config(ModelConfig):
 
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
-    yarn: YarnScaling | None = None
+    scaling: Scaling | None = None
 
     def validate(self) -> Self:
         """See `ModelConfig.validate`."""
         super().validate()
         positive("rms_norm_eps", self.rms_norm_eps)
-        if self.yarn is not None:
-            _check_yarn(self.yarn, self.rope_theta)
+        if self.scaling is not None:
+            self.scaling.validate(self.rope_theta)
         return self
 
 
@@ -179,20 +224,6 @@ def check_flag(key: str, value: Any) -> None:
         raise ValueError(
             f"{key}={reprlib.repr(value)} must be true or false; {_REMEDY}"
         )
-
-
-def _check_yarn(yarn: YarnScaling, theta: float) -> None:
-    """Refuses values of which `ops.rope` would make NaN, or divide by zero."""
-    for name in ("factor", "beta_fast", "beta_slow"):
-        positive(f"yarn {name}", getattr(yarn, name))
-    for name in ("attention_factor", "mscale", "mscale_all_dim"):
-        if getattr(yarn, name) is not None:
-            positive(f"yarn {name}", getattr(yarn, name))
-    name = "original_max_position_embeddings"
-    check_size(f"yarn {name}", getattr(yarn, name))
-    check_flag("yarn truncate", yarn.truncate)
-    if theta <= 1:
-        raise ValueError(f"rope_theta={theta!r} must be above 1 with yarn; {_REMEDY}")
 
 
 def from_dict(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelConfig:
@@ -288,30 +319,42 @@ def read_rope(
     return theta, kind, scaling
 
 
-def read_scaling(
-    raw: Mapping[str, Any], kind: str, scaling: dict[str, Any], fields: type
-) -> dict[str, Any]:
-    """What `fields`, the dataclass of one type of RoPE, is made of.
+def read_scaled_rope(raw: Mapping[str, Any]) -> tuple[float, Scaling | None]:
+    """The base of RoPE and, of one that is scaled, its constants.
 
     Raises:
-      ValueError: a key that is no field, or none where a field needs one.
+      ValueError: as `read_rope`; a key that is no constant, or none that is needed.
     """
+    theta, kind, stated = read_rope(raw, kinds=("default", *SCALINGS))
+    if kind == "default":
+        return theta, None
     # The model's own statement wins, as in Hugging Face.
     length = "original_max_position_embeddings"
     if raw.get(length) is not None:
-        scaling[length] = raw[length]
-    scaling.setdefault(length, raw["max_position_embeddings"])
-    names = {field.name: field.default for field in dataclasses.fields(fields)}
-    unknown = sorted(set(scaling) - set(names))
+        stated[length] = raw[length]
+    stated.setdefault(length, raw["max_position_embeddings"])
+    fields = dataclasses.fields(SCALINGS[kind])
+    names = {field.name: field.default for field in fields}
+    unknown = sorted(set(stated) - set(names))
     needed = [name for name in names if names[name] is dataclasses.MISSING]
-    missing = [name for name in needed if name not in scaling]
+    missing = [name for name in needed if name not in stated]
     if unknown or missing:
         key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
         what = "has " + ", ".join(unknown) if unknown else f"has no {missing[0]}"
         raise ValueError(
             f"{key} {what}: {kind} needs a factor and only {', '.join(sorted(names))}"
         )
-    return scaling
+    return theta, SCALINGS[kind](**stated)
+
+
+def write_scaling(scaling: Scaling | None) -> dict[str, Any] | None:
+    """Returns the `rope_scaling` that `read_scaled_rope` reads back."""
+    if scaling is None:
+        return None
+    (kind,) = (kind for kind, made in SCALINGS.items() if type(scaling) is made)
+    stated = dataclasses.asdict(scaling)
+    given = {key: value for key, value in stated.items() if value is not None}
+    return {"rope_type": kind} | given
 
 
 def read(path: pathlib.Path, *, dtype: str | None = None) -> ModelConfig:

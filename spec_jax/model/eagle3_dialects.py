@@ -17,6 +17,9 @@ from spec_jax.model import config as config_lib, eagle3_params, head_dialects
 Dialect = Literal["midlayer", "speculators", "deepspec"]
 DIALECTS: tuple[str, ...] = get_args(Dialect)
 
+WHOLE: tuple[Dialect, ...] = ("deepspec",)
+"""Dialects whose heads draft every token of the target's."""
+
 ARCHITECTURES: dict[str, Dialect] = {
     "LlamaForCausalLMEagle3": "midlayer",
     "Eagle3LlamaForCausalLM": "midlayer",
@@ -57,6 +60,7 @@ def _from_dict(
     dialect = ARCHITECTURES[name]
     stated = head_dialects.stated_layers(raw, is_nested=dialect == "speculators")
     layer = head_dialects.layer_config(stated, dtype)
+    head_dialects.check_num_layers(raw, target)
     has_head_norms = dialect == "deepspec"
     if dialect == "speculators":
         has_head_norms = stated.get("model_type") == "qwen3"
@@ -130,35 +134,72 @@ def check_config(config: eagle3_params.Eagle3Config, dialect: Dialect) -> None:
             )
         if config.draft_vocab_size != config.layer.vocab_size:
             raise ValueError("deepspec has the whole vocabulary; choose speculators")
+        if config.has_own_embed:
+            raise ValueError(
+                f"a head of width {config.hidden_size} for a target of width "
+                f"{config.target_hidden_size}: deepspec's have the target's; choose "
+                "speculators"
+            )
 
 
-def to_dict(config: eagle3_params.Eagle3Config, dialect: Dialect) -> dict[str, Any]:
-    """Returns the `config.json` that `read_config` reads back."""
-    layer = config_lib.to_dict(config.layer)
-    if not config.has_head_norms:
-        layer |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    if dialect == "deepspec":
-        return layer | {
-            "architectures": ["Qwen3Eagle3Model"],
-            "target_layer_ids": [tap - 1 for tap in config.taps],
-            "target_hidden_size": config.target_hidden_size,
-            "tie_word_embeddings": False,
-        }
-    own = {key: getattr(config, key) for key in _FLAGS}
-    own |= {
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
-    }
-    taps = list(config.taps)
-    if dialect == "midlayer":
-        # SGLang and vLLM read the list in `eagle_config`, llama.cpp the one beside it.
-        eagle = {"use_aux_hidden_state": True, _AUX: taps}
-        own |= {_AUX: taps, "eagle_config": eagle}
-        return layer | own | {"architectures": ["LlamaForCausalLMEagle3"]}
-    return own | {
+def _layer(head: eagle3_params.Eagle3Config) -> dict[str, Any]:
+    """The config of a model of the head's layer."""
+    layer = config_lib.to_dict(head.layer)
+    if head.has_head_norms:
+        return layer
+    return layer | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+_SIZES: head_dialects.Keys = {
+    "draft_vocab_size": lambda head, _: head.draft_vocab_size,
+    "target_hidden_size": lambda head, _: head.target_hidden_size,
+    _AUX: lambda head, _: list(head.taps),
+}
+_KEYS: Mapping[str, head_dialects.Keys] = {
+    "midlayer": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        # Left out where false: SpecForge up to 0.2.0 takes a `norm_output` that is
+        # false for no final norm at all.
+        **{
+            flag: lambda head, _, flag=flag: getattr(head, flag) or None
+            for flag in _FLAGS
+        },
+        **_SIZES,
+        # SGLang and vLLM read the list in it, llama.cpp the one beside it.
+        "eagle_config": lambda head, _: {
+            "use_aux_hidden_state": True,
+            _AUX: list(head.taps),
+        },
+    },
+    "speculators": {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        "transformer_layer_config": layer,
-        _AUX: taps,
-        "torch_dtype": config.layer.dtype,
-    }
+        "speculators_config": lambda _, origin: head_dialects.speculators_config(
+            "eagle3", origin.ttt_length, origin
+        ),
+        "transformer_layer_config": lambda head, _: _layer(head),
+        **{flag: lambda head, _, flag=flag: getattr(head, flag) for flag in _FLAGS},
+        **_SIZES,
+        "torch_dtype": lambda head, _: head.layer.dtype,
+    },
+    "deepspec": {
+        "architectures": ["Qwen3Eagle3Model"],
+        "num_target_layers": lambda _, origin: origin.target.num_layers,
+        "target_layer_ids": lambda head, _: [tap - 1 for tap in head.taps],
+        "target_model_name_or_path": lambda _, origin: origin.target_name,
+        "draft_num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "step_loss_decay": lambda _, origin: origin.step_loss_decay,
+        "ttt_length": lambda _, origin: origin.ttt_length,
+        "tie_word_embeddings": False,
+    },
+}
+"""What each dialect's own code writes beside the keys of a layer."""
+
+
+def to_dict(
+    config: eagle3_params.Eagle3Config, dialect: Dialect, origin: head_dialects.Origin
+) -> dict[str, Any]:
+    """Returns the `config.json` that `read_config` reads back."""
+    layer = {} if dialect == "speculators" else _layer(config)
+    return layer | head_dialects.fill(_KEYS[dialect], config, origin)

@@ -13,6 +13,7 @@ from spec_jax.model import (
     config as config_lib,
     eagle3_dialects as dialects,
     eagle3_params,
+    head_dialects,
     head_files,
     load as load_lib,
     params as params_lib,
@@ -85,12 +86,14 @@ def save(
     params: eagle3_params.Eagle3Params,
     *,
     dialect: dialects.Dialect,
+    origin: head_dialects.Origin,
     with_embed: bool | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes what `load` reads back bit for bit, in one of the published dialects.
 
     Args:
+      origin: the target and the training, which some dialects state.
       with_embed: whether the embedding is written; None: where the dialect has it,
         or it is the head's own.
       metadata: further entries of the file's `__metadata__`.
@@ -107,7 +110,7 @@ def save(
     head_files.write(
         folder,
         load_lib.pending(written, names),
-        dialects.to_dict(config, dialect),
+        dialects.to_dict(config, dialect, origin),
         hot=params.hot,
         vocab_size=config.layer.vocab_size,
         metadata=metadata,

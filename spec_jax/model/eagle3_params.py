@@ -65,6 +65,11 @@ class Eagle3Config:
                 f"draft_vocab_size={self.draft_vocab_size} must be from 1 to "
                 f"vocab_size={self.layer.vocab_size}"
             )
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError(
+                "norm_before_fc and fc_norm are both true: no published code says "
+                "which comes first; state one"
+            )
         taps = self.taps
         if len(set(taps)) != len(taps) or min(taps, default=-1) < 0:
             raise ValueError(f"{taps=} must be different hidden_states indices")

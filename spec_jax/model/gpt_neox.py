@@ -61,7 +61,8 @@ class GPTNeoXConfig(config_lib.ModelConfig):
     """A GPT-NeoX model.
 
     Attributes:
-      rotary_size: dimensions of a head that are rotated, the first ones.
+      rotary_size: dimensions of a head that are rotated, the first ones; of an odd
+        number, one more is, as in Hugging Face.
       has_parallel_residual: attention and MLP read the same residual, and both are
         added to it; otherwise the MLP reads what attention was added to.
       hidden_act: a GELU, by Hugging Face's name.
@@ -84,11 +85,11 @@ class GPTNeoXConfig(config_lib.ModelConfig):
                 f"hidden_act={reprlib.repr(self.hidden_act)} is not supported (need "
                 f"{', '.join(_APPROXIMATE)})"
             )
-        if not 0 < self.rotary_size <= self.head_dim or self.rotary_size % 2:
+        if not 0 < self.rotary_size <= self.head_dim:
             raise ValueError(
                 f"rotary_pct rotates {self.rotary_size} of the {self.head_dim} "
-                "dimensions of a head: it must be an even number, from 2 to all of "
-                "them; correct rotary_pct"
+                "dimensions of a head: it must be from 1 to all of them; correct "
+                "rotary_pct"
             )
         return self
 
@@ -224,7 +225,7 @@ def _qkv_order(config: GPTNeoXConfig) -> np.ndarray:
     There queries, keys and values alternate from head to head.
     """
     N, H = config.num_heads, config.head_dim
-    turned, rest = np.split(np.arange(H), [config.rotary_size])
+    turned, rest = np.split(np.arange(H), [config.rotary_size + config.rotary_size % 2])
     pairs = (np.split(half, 2) for half in (turned, rest))
     paired = np.concatenate([np.concatenate(half) for half in zip(*pairs, strict=True)])
     stored = np.arange(3 * N * H).reshape(N, 3, H)

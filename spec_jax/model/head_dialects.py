@@ -4,12 +4,13 @@ Knows files and layers; how each family spells what is its own is in `eagle3_dia
 and `block_dialects`.
 """
 
+import dataclasses
 import pathlib
 import reprlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, Self, TypeVar, cast
 
-from spec_jax.model import checkpoint_files as files, config as config_lib
+from spec_jax.model import checkpoint_files as files, config as config_lib, families
 
 
 class _HeadConfig(Protocol):
@@ -21,6 +22,54 @@ class _HeadConfig(Protocol):
 _Config = TypeVar("_Config", bound=_HeadConfig)
 _Dialect = TypeVar("_Dialect")
 _BIASES = ("bias", "qkv_bias", "attention_bias", "mlp_bias")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """States which target a head is for and how it was trained, for its `config.json`.
+
+    Readers of some dialects refuse a file without it; nothing here reads it back.
+
+    Attributes:
+      target: the model that the head is for.
+      target_name: its folder or its id on a hub, as others find it.
+      num_anchors: blocks of a text that a step trained.
+      ttt_length: drafting steps that were trained.
+      step_loss_decay: of each such step's loss, against the one before.
+    """
+
+    target: config_lib.ModelConfig
+    target_name: str | None = None
+    num_anchors: int = 32
+    ttt_length: int = 7
+    step_loss_decay: float = 0.8
+
+
+Keys = dict[str, Any]
+"""The keys of a dialect with a value each, or a function of `(head, origin)`."""
+
+
+def fill(keys: Keys, head: Any, origin: Origin) -> dict[str, Any]:
+    """Returns a table of keys with the values of one head; one of None is left out."""
+    found = {key: x(head, origin) if callable(x) else x for key, x in keys.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def speculators_config(algorithm: str, num_drafts: int, origin: Origin) -> dict:
+    """Returns what speculators states of drafting and of the target, its verifier."""
+    architecture, _ = families.MODULES[origin.target.model_type]
+    greedy = {"proposal_type": "greedy", "speculative_tokens": num_drafts}
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            greedy | {"accept_tolerance": 0.0, "verifier_accept_k": 1}
+        ],
+        "verifier": {
+            "architectures": [architecture],
+            "name_or_path": origin.target_name,
+        },
+    }
 
 
 def read_config(
@@ -95,6 +144,16 @@ def stated_layers(raw: Mapping[str, Any], *, is_nested: bool) -> dict[str, Any]:
         if raw.get(key) or stated.get(key):
             raise ValueError(f"{key} is true: heads with biases are not supported")
     return stated
+
+
+def check_num_layers(raw: Mapping[str, Any], target: config_lib.ModelConfig) -> None:
+    """Raises `ValueError` where a config states a target of other layers."""
+    layers = raw.get("num_target_layers")
+    if layers not in (None, target.num_layers):
+        raise ValueError(
+            f"num_target_layers={reprlib.repr(layers)}, the target has "
+            f"{target.num_layers}: it is a drafter for another target"
+        )
 
 
 def layer_config(stated: Mapping[str, Any], dtype: str) -> config_lib.Qwen3Config:

@@ -1,17 +1,13 @@
-"""Llama: Qwen3 without the norms of queries and keys, and with its own RoPE scaling.
+"""Llama: Qwen3 without the norms of queries and keys.
 
 Touvron et al. (2023), https://arxiv.org/abs/2302.13971.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, Self
 
-import numpy as np
-
 from spec_jax.model import config as config_lib, decoder, params as params_lib, qwen3
-from spec_jax.ops import rope
 
 
 IMPLS = ("native", "xla")
@@ -23,37 +19,20 @@ KEEPS_PADDING = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1's context extension, static: low frequencies are slowed down."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(config_lib.ModelConfig):
     """A dense Llama model."""
 
     model_type = "llama"
 
     rms_norm_eps: float = 1e-6
-    scaling: Llama3Scaling | None = None
+    scaling: config_lib.Scaling | None = None
 
     def validate(self) -> Self:
         """See `ModelConfig.validate`."""
         super().validate()
         config_lib.positive("rms_norm_eps", self.rms_norm_eps)
-        if self.scaling is None:
-            return self
-        for key, value in dataclasses.asdict(self.scaling).items():
-            config_lib.positive(f"llama3 {key}", value)
-        low, high = self.scaling.low_freq_factor, self.scaling.high_freq_factor
-        if low >= high:
-            raise ValueError(
-                f"llama3 low_freq_factor={low} must be below high_freq_factor={high}"
-            )
+        if self.scaling is not None:
+            self.scaling.validate(self.rope_theta)
         return self
 
 
@@ -76,11 +55,7 @@ def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> LlamaConfig:
         raw["head_dim"] = raw["hidden_size"] // heads
     if raw.get("num_key_value_heads") is None:
         raw["num_key_value_heads"] = heads
-    theta, kind, stated = config_lib.read_rope(raw, kinds=("default", "llama3"))
-    scaling = None
-    if kind == "llama3":
-        stated = config_lib.read_scaling(raw, kind, stated, Llama3Scaling)
-        scaling = Llama3Scaling(**stated)
+    theta, scaling = config_lib.read_scaled_rope(raw)
     return LlamaConfig(
         **config_lib.read_sizes(raw, config_lib.SIZES),
         rms_norm_eps=config_lib.positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
@@ -93,15 +68,12 @@ def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> LlamaConfig:
 
 def write_config(config: LlamaConfig) -> dict[str, Any]:
     """See `families.Family`."""
-    scaling = None
-    if config.scaling is not None:
-        scaling = {"rope_type": "llama3"} | dataclasses.asdict(config.scaling)
     return {
         **{key: getattr(config, name) for key, name in config_lib.SIZES.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
+        "rope_scaling": config_lib.write_scaling(config.scaling),
         "tie_word_embeddings": config.tie_word_embeddings,
         "torch_dtype": config.dtype,
     }
@@ -122,18 +94,6 @@ def tensors(config: LlamaConfig) -> params_lib.Params:
     return _without_norms(qwen3.tensors(config))
 
 
-def rope_table(config: LlamaConfig) -> tuple[np.ndarray, float]:
-    """See `families.Family`. Between the two wavelengths a linear ramp joins them."""
-    table = rope.inverse_frequencies(config.head_dim, config.rope_theta)
-    if config.scaling is None:
-        return table, 1.0
-    low, high = config.scaling.low_freq_factor, config.scaling.high_freq_factor
-    turns = config.scaling.original_max_position_embeddings * table / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    scaled = (1 - kept) * table / config.scaling.factor + kept * table
-    return scaled.astype(np.float32), 1.0
-
-
 def forward_rows(
     params, config, rows, kv, *, impl, taps=(), with_logits=True, observe=None
 ):
@@ -145,5 +105,6 @@ def forward_rows(
     )  # fmt: skip
 
 
+rope_table = qwen3.rope_table
 sequence_layer = qwen3.sequence_layer
 sequence_norm = qwen3.sequence_norm

@@ -57,16 +57,12 @@ def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> config_lib.Qwen
         },
     )
     sizes = config_lib.read_sizes(raw, config_lib.SIZES)
-    theta, kind, scaling = config_lib.read_rope(raw, kinds=("default", "yarn"))
-    yarn = None
-    if kind == "yarn":
-        fields = config_lib.YarnScaling
-        yarn = fields(**config_lib.read_scaling(raw, kind, scaling, fields))
+    theta, scaling = config_lib.read_scaled_rope(raw)
     return config_lib.Qwen3Config(
         **sizes,
         rms_norm_eps=config_lib.positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
-        yarn=yarn,
+        scaling=scaling,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         dtype=config_lib.read_dtype(raw, dtype),
     )
@@ -74,19 +70,13 @@ def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> config_lib.Qwen
 
 def write_config(config: config_lib.Qwen3Config) -> dict[str, Any]:
     """See `families.Family`."""
-    scaling = None
-    if config.yarn is not None:
-        stated = dataclasses.asdict(config.yarn)
-        scaling = {"rope_type": "yarn"} | {
-            key: value for key, value in stated.items() if value is not None
-        }
     return {
         **{key: getattr(config, name) for key, name in config_lib.SIZES.items()},
         "attention_bias": False,
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
+        "rope_scaling": config_lib.write_scaling(config.scaling),
         "tie_word_embeddings": config.tie_word_embeddings,
         "torch_dtype": config.dtype,
         "use_sliding_window": False,
@@ -160,26 +150,19 @@ def tensors(config: config_lib.ModelConfig) -> params_lib.Params:
     )
 
 
-def rope_table(config: config_lib.Qwen3Config) -> tuple[np.ndarray, float]:
-    """See `families.Family`."""
-    if config.yarn is None:
-        return rope.inverse_frequencies(config.head_dim, config.rope_theta), 1.0
-    yarn = config.yarn
-    frequencies = rope.yarn_inverse_frequencies(
-        config.head_dim,
-        config.rope_theta,
-        factor=yarn.factor,
-        original_length=yarn.original_max_position_embeddings,
-        beta_fast=yarn.beta_fast,
-        beta_slow=yarn.beta_slow,
-        truncate=yarn.truncate,
-    )
-    scale = yarn.attention_factor
+def rope_table(config: Any) -> tuple[np.ndarray, float]:
+    """See `families.Family`. Of Llama's configs too."""
+    scaling, theta = config.scaling, config.rope_theta
+    if scaling is None:
+        return rope.inverse_frequencies(config.head_dim, theta), 1.0
+    stated = dataclasses.asdict(scaling)
+    stated["original_length"] = stated.pop("original_max_position_embeddings")
+    if isinstance(scaling, config_lib.Llama3Scaling):
+        return rope.llama3_inverse_frequencies(config.head_dim, theta, **stated), 1.0
+    scale, *mscales = map(stated.pop, ("attention_factor", "mscale", "mscale_all_dim"))
     if scale is None:
-        scale = rope.yarn_attention_factor(
-            yarn.factor, yarn.mscale, yarn.mscale_all_dim
-        )
-    return frequencies, scale
+        scale = rope.yarn_attention_factor(scaling.factor, *mscales)
+    return rope.yarn_inverse_frequencies(config.head_dim, theta, **stated), scale
 
 
 @typed

@@ -26,7 +26,22 @@ def gated_projection(
 
     Row `r` of the result depends, bit for bit, on row `r` of `x` alone, as in
     `projection.project`.
+
+    Args:
+      norm: weight of the RMSNorm. None where the rows are normed already: for kernels
+        on a GPU, of weights that are not cut.
+
+    Raises:
+      ValueError: no `norm` where one is needed.
     """
+    if impl in dispatch.PALLAS and not isinstance(w, weights.Split):
+        w = weights.matrix(w)
+        kernels, interpret = dispatch.kernels("skinny_gemm", impl)
+        return kernels.gate(
+            x, w, num_active=num_active, norm=norm, eps=eps, interpret=interpret
+        )
+    if norm is None:
+        raise ValueError(f"impl={impl!r} norms the rows itself: give it the weight")
     if isinstance(w, weights.Split):
         # Piece after piece, all of one shape: see `weights.Split`.
         if impl == "xla":
@@ -43,12 +58,6 @@ def gated_projection(
         return gated[0] if len(gated) == 1 else jnp.concatenate(gated, axis=1)
     if impl == "native":
         return calls.gate(x, w, num_active=num_active, norm=norm, eps=eps)
-    if impl in dispatch.PALLAS:
-        w = weights.matrix(w)
-        kernels, interpret = dispatch.kernels("skinny_gemm", impl)
-        return kernels.gate(
-            x, w, num_active=num_active, norm=norm, eps=eps, interpret=interpret
-        )
     gate_up = projection.project(
         x, w, num_active=num_active, norm=norm, eps=eps, impl=impl
     )

@@ -57,8 +57,8 @@ def add(
             interpret=interpret,
         )  # fmt: skip
         return Residual(x=x, normed=normed)
-    shared = {"num_active": num_active, "eps": eps, "impl": impl}
-    return Residual(x=project(y, w, residual=x, **shared))
+    x = project(y, w, residual=x, num_active=num_active, eps=eps, impl=impl)
+    return Residual(x=x)
 
 
 @typed

@@ -60,6 +60,27 @@ def yarn_inverse_frequencies(
     return (plain / factor * (1 - kept) + plain * kept).astype(np.float32)
 
 
+def llama3_inverse_frequencies(
+    head_dim: int,
+    theta: float,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_length: int,
+) -> np.ndarray:
+    """Llama 3.1's frequencies, float32 `[H/2]`: low ones are divided by `factor`.
+
+    Between the two wavelengths a linear ramp joins them.
+    """
+    table = inverse_frequencies(head_dim, theta)
+    turns = original_length * table / (2 * math.pi)
+    ramp = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    kept = np.clip(ramp, 0, 1)
+    scaled = (1 - kept) * table / factor + kept * table
+    return scaled.astype(np.float32)
+
+
 def yarn_attention_factor(
     factor: float, mscale: float | None, mscale_all_dim: float | None
 ) -> float:

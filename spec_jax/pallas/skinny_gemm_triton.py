@@ -29,6 +29,7 @@ The Triton backend of Pallas is deprecated from jax 0.11 on, and jax 0.12 still 
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -186,14 +187,15 @@ def add(
         residual=residual, out_dtype=x.dtype,
     )  # fmt: skip
     residual = slab.padded(residual)
-    how = {"num_active": num_active, "interpret": interpret}
+    how: dict[str, Any] = {"num_active": num_active, "interpret": interpret}
     sums = _multiply(
         slab.padded(x), w.reshape(1, N, K), residual, plan=plan or plan_for(N, K),
         out_dtype=x.dtype, transposed=False, name="skinny_gemm", **how,
     )  # fmt: skip
     how |= {"eps": eps}
     if isinstance(sums, list):
-        added, normed = rms_norm_triton.add_norm(residual, *sums, norm, **how)
+        (partials,) = sums
+        added, normed = rms_norm_triton.add_norm(residual, partials, norm, **how)
     else:
         added, normed = sums, rms_norm_triton.rms_norm(sums, norm, **how)
     return added[:R], normed[:R]

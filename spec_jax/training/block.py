@@ -58,9 +58,13 @@ class Anchors:
     draftable: np.ndarray | None = None
 
     def __call__(
-        self, batch: loop.Batch, rows: np.ndarray, step: int
+        self, batch: loop.Batch, rows: np.ndarray, step: int | None
     ) -> dict[str, np.ndarray]:
-        """Returns the batch with the anchors of (seed, step, sequence)."""
+        """Returns the batch with the anchors of (seed, step, sequence).
+
+        Those of held-out texts (`step` of None) follow each other from the first token
+        that the target wrote, so that rounds can, too.
+        """
         # Whether the token after each position counts in the loss.
         is_label = batch["mask"][:, :-1].copy()
         if self.draftable is not None:
@@ -69,9 +73,13 @@ class Anchors:
         anchors = np.zeros((size, self.count), np.int32)
         counts = np.zeros((size, self.count, self.num_drafts), bool)
         for row, number in enumerate(rows):
-            places = np.flatnonzero(is_label[row])
-            random = np.random.default_rng((self.seed, step, int(number)))
-            chosen = np.sort(random.permutation(places)[: self.count])
+            if step is None:
+                first = int(batch["mask"][row].argmax())
+                chosen = np.minimum(first + np.arange(self.count), len(is_label[row]))
+            else:
+                places = np.flatnonzero(is_label[row])
+                random = np.random.default_rng((self.seed, step, int(number)))
+                chosen = np.sort(random.permutation(places)[: self.count])
             anchors[row, : len(chosen)] = chosen
             padded = np.pad(is_label[row], (0, self.num_drafts))
             found = padded[chosen[:, None] + drafts]
@@ -106,7 +114,7 @@ def anchors_of(
 def init(
     key: jax.Array,
     config: block_params.BlockConfig,
-    target: config_lib.Qwen3Config,
+    target: config_lib.ModelConfig,
     params: params_lib.Params,
     hot: jax.Array | None,
 ) -> block_params.BlockParams:
@@ -118,7 +126,7 @@ def init(
     made = block_params.init(
         key, config, embed=params.embed, lm_head=params.head, hot=hot
     )
-    return trained(config, made.replace(final_norm=params.final_norm))
+    return trained(config, made.replace(final_norm=targets.final_norm(params)))
 
 
 def trained(
@@ -186,23 +194,27 @@ def measure(
     batch: dict[str, jax.Array],
     teacher: targets.Teacher,
 ) -> dict[str, jax.Array]:
-    """Returns how often each draft is the target's most likely token.
+    """Counts how often each draft is the target's most likely token.
 
-    As `eagle3.measure`: `agreement_I` is that of draft `I` after the text's own tokens,
-    `accepted_length` one and the mean number of leading drafts that agree.
+    As `eagle3.measure`, after the anchors of held-out texts: `agreement_I` is that of
+    draft `I` after the text's own tokens, `accepted_length` tokens a round.
     """
     logits, _ = drafts(config, params, batch, teacher)
+    # Whether the target wrote the token after each position.
+    is_label = batch["mask"].at[:, -1].set(False)[..., None]
+    counted = _at_drafts(config, is_label, batch["anchors"])[..., 0]
     found = jnp.argmax(logits, axis=-1)
     found = found if teacher.hot is None else teacher.hot[found]
     best = jnp.argmax(_teacher_logits(config, batch, teacher), axis=-1)
-    whole = batch["weights"][..., -1:] > 0  # Blocks of which every draft counts.
-    agrees = ((found == best) & whole).astype(jnp.float32)
-    count = jnp.sum(whole, dtype=jnp.float32)
-    leading = jnp.sum(jnp.cumprod(agrees, axis=-1)) / count
-    numbers = jnp.sum(agrees, axis=(0, 1)) / count
-    return {f"agreement_{i}": x for i, x in enumerate(numbers)} | {
-        "accepted_length": 1 + leading
+    agrees, whole = (found == best) & counted, counted[..., -1]
+    shares = {
+        f"agreement_{i}": targets.share(agrees[..., i], whole)
+        for i in range(config.num_drafts)
     }
+    shares["accepted_length"] = targets.tokens_and_rounds(
+        agrees, counted[..., 0], batch["greedy"]
+    )
+    return shares
 
 
 def drafts(

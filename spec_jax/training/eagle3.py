@@ -26,7 +26,7 @@ STEPS, DECAY = 7, 0.8
 def init(
     key: jax.Array,
     config: eagle3_params.Eagle3Config,
-    target: config_lib.Qwen3Config,
+    target: config_lib.ModelConfig,
     params: params_lib.Params,
     hot: jax.Array | None,
 ) -> eagle3_params.Eagle3Params:
@@ -43,7 +43,7 @@ def init(
     made = eagle3_params.init(key, config, embed=embed, hot=hot)
     made = made.replace(lm_head=head if hot is None else head[hot])
     if not config.has_own_embed:
-        made = made.replace(final_norm=params.final_norm)
+        made = made.replace(final_norm=targets_lib.final_norm(params))
     return trained(config, made)
 
 
@@ -113,27 +113,29 @@ def measure(
     *,
     steps: int = STEPS,
 ) -> dict[str, jax.Array]:
-    """Returns how often each step's draft is the target's most likely token.
+    """Counts how often each step's draft is the target's most likely token.
 
-    `agreement_J` is that of step `J` after the text's own tokens. `accepted_length`
-    is one and the mean number of leading steps that agree: on text that the target
-    wrote greedily, the tokens that a round of `steps` drafts commits.
+    Each number is of a share or a mean: what it is of, and how many there are, `[2]`.
+    `agreement_J` is that of step `J` after the text's own tokens. `accepted_length` is
+    tokens a round of `steps` drafts, as greedy decoding of the greedy texts commits
+    them: `targets.tokens_and_rounds`.
     """
     _, best = _teacher_rows(batch, teacher)
+    counted = _counted(batch)
     # Columns of which every step has a counted row of the teacher.
-    whole = _counted(batch) & _shift(_counted(batch), steps - 1)
+    whole = counted & _shift(counted, steps - 1)
     agrees = []
     for j, made in enumerate(_unroll(config, params, batch, teacher, steps)):
         drafts = jnp.argmax(made.logits, axis=-1)
         drafts = drafts if teacher.hot is None else teacher.hot[drafts]
-        agrees.append((drafts == _shift(best, j)) & whole)
-    count = jnp.sum(whole, dtype=jnp.float32)
-    leading = jnp.cumprod(jnp.stack(agrees).astype(jnp.float32), axis=0)
+        agrees.append((drafts == _shift(best, j)) & _shift(counted, j))
     found = {
-        f"agreement_{j}": jnp.sum(x, dtype=jnp.float32) / count
-        for j, x in enumerate(agrees)
+        f"agreement_{j}": targets_lib.share(x, whole) for j, x in enumerate(agrees)
     }
-    return found | {"accepted_length": 1 + jnp.sum(leading) / count}
+    found["accepted_length"] = targets_lib.tokens_and_rounds(
+        jnp.stack(agrees, axis=-1), counted, batch["greedy"]
+    )
+    return found
 
 
 def _unroll(config, params, batch, teacher, steps):

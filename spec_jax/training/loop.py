@@ -38,11 +38,12 @@ Loss = Callable[[Params, Batch, Any], jax.Array]
 """`(params, batch, teacher) -> mean loss, nats`."""
 
 Measure = Callable[[Params, Batch, Any], dict[str, jax.Array]]
-"""`(params, batch, teacher) -> numbers of a held-out batch`, by their names."""
+"""`(params, batch, teacher) -> a sum and a count [2]` of a held-out batch, by name: the
+number of the name is the quotient over all batches."""
 
-Draw = Callable[[Batch, np.ndarray, int], Batch]
+Draw = Callable[[Batch, np.ndarray, int | None], Batch]
 """`(batch, rows, step) -> batch`, with what is drawn anew in each step: a pure function
-of the indices of its sequences and of the step, which is 0 where they are held out."""
+of the indices of its sequences and of the step, None where they are held out."""
 
 DATA_AXIS = "data"
 """The axis of a mesh over which the sequences of a batch are spread."""
@@ -148,7 +149,7 @@ def batch(
 
 def held_out_loss(loss: Loss, params: Params, data: Data, *, batch_size: int) -> float:
     """Mean loss over `data`, whole batches only."""
-    measure = lambda *inputs: {"loss": loss(*inputs)}
+    measure = lambda *inputs: {"loss": jnp.stack([loss(*inputs), jnp.float32(1)])}
     found = held_out(measure, params, data, batch_size=batch_size, teacher=None)
     return found["loss"]
 
@@ -162,14 +163,16 @@ def held_out(
     teacher: Any,
     draw: Draw | None = None,
 ) -> dict[str, float]:
-    """Mean of each number over the whole batches of `data`, on the host."""
+    """Each number over the whole batches of `data`, on the host; NaN where none is."""
     parts = []
     for start in range(0, len(data) - batch_size + 1, batch_size):
         rows = np.arange(start, start + batch_size)
-        inputs = data[rows] if draw is None else draw(data[rows], rows, 0)
-        parts.append(measure(params, inputs, teacher))
+        inputs = data[rows] if draw is None else draw(data[rows], rows, None)
+        parts.append(jax.device_get(measure(params, inputs, teacher)))
+    sums = {name: np.sum([x[name] for x in parts], 0, float) for name in parts[0]}
     return {
-        name: float(np.mean([float(part[name]) for part in parts])) for name in parts[0]
+        name: float(x) / float(n) if n else float("nan")
+        for name, (x, n) in sums.items()
     }
 
 
@@ -273,7 +276,7 @@ def run(
     """
     state = _start(recipe, init)
     evaluated: Measure = lambda *inputs: {
-        "loss": loss(*inputs),
+        "loss": jnp.stack([loss(*inputs), jnp.float32(1)]),
         **(measure(*inputs) if measure else {}),
     }
     folder.mkdir(parents=True, exist_ok=True)

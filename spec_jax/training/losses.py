@@ -7,7 +7,7 @@ from spec_jax.model import config as config_lib, params as params_lib, sequence
 
 
 def text_loss(
-    config: config_lib.Qwen3Config,
+    config: config_lib.ModelConfig,
     params: params_lib.Params,
     tokens: jax.Array,
     teacher: None = None,
@@ -27,7 +27,7 @@ def text_loss(
 
 
 def distillation_loss(
-    config: config_lib.Qwen3Config,
+    config: config_lib.ModelConfig,
     params: params_lib.Params,
     batch: dict[str, jax.Array],
     head: jax.Array,

@@ -1,8 +1,8 @@
 """What the target says of its texts, for training drafters: made as needed, or cached.
 
-Both are data of `loop.run`: `data[rows]` is a batch of `tokens`, `mask`, `final` and,
-where there are taps, `features`. One program makes them, for one sequence at a time, so
-that a cache holds the bits of what would be made.
+Both are data of `loop.run`: `data[rows]` is a batch of `tokens`, `mask`, `greedy`,
+`final` and, where there are taps, `features`. One program makes them, for one sequence
+at a time, so that a cache holds the bits of what would be made.
 """
 
 import dataclasses
@@ -11,8 +11,10 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import pytree
@@ -38,6 +40,12 @@ class Teacher(pytree.Node):
     hot: jax.Array | None  # [Vd] int32, the target's token of each draft token
 
 
+def final_norm(params: params_lib.Params) -> jax.Array:
+    """Returns the weight of a target's final norm, of whichever kind it is."""
+    norm: Any = params.final_norm
+    return getattr(norm, "weight", norm)
+
+
 def teacher_of(params: params_lib.Params, hot: jax.Array | None) -> Teacher:
     """Returns the parts of a target that its drafter is trained with."""
     return Teacher(
@@ -47,17 +55,29 @@ def teacher_of(params: params_lib.Params, hot: jax.Array | None) -> Teacher:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Texts:
-    """Token ids `[n, T] int32`, and which rows of the target count, `[n, T] bool`."""
+    """Texts, of which the target wrote the ends.
+
+    Attributes:
+      tokens: ids `[n, T] int32`.
+      mask: which rows of the target count `[n, T] bool`: those after which it wrote a
+        token. Row `t` is of token `t + 1`.
+      greedy: which texts it wrote greedily `[n] bool`; all if None.
+      samples: texts of a prompt, one after the other: where texts are held out, no
+        prompt of theirs is trained on.
+    """
 
     tokens: np.ndarray
     mask: np.ndarray
+    greedy: np.ndarray | None = None
+    samples: int = 1
+
+    @property
+    def is_greedy(self) -> np.ndarray:
+        """Which texts were written greedily, `[n] bool`."""
+        return np.ones(len(self), bool) if self.greedy is None else self.greedy
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def part(self, rows: slice) -> "Texts":
-        """Returns some of the texts."""
-        return Texts(tokens=self.tokens[rows], mask=self.mask[rows])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +86,7 @@ class Online:
 
     texts: Texts
     params: params_lib.Params
-    config: config_lib.Qwen3Config
+    config: config_lib.ModelConfig
     taps: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -80,6 +100,7 @@ class Online:
         ]
         features, final = (np.concatenate(part) for part in zip(*made, strict=True))
         batch = {"tokens": tokens, "mask": self.texts.mask[rows], "final": final}
+        batch["greedy"] = self.texts.is_greedy[rows]
         return batch | ({"features": features} if self.taps else {})
 
 
@@ -104,6 +125,44 @@ class Part:
 
     def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         return self.data[np.asarray(rows) + self.first]
+
+
+def share(found: jax.Array, of: jax.Array) -> jax.Array:
+    """Returns how many of some places are found, and how many there are, float32."""
+    return jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in (found & of, of)])
+
+
+def tokens_and_rounds(
+    agrees: jax.Array, counted: jax.Array, greedy: jax.Array
+) -> jax.Array:
+    """Counts what greedy decoding of texts would: tokens, and the rounds they take.
+
+    A round from column `i` that keeps `n` drafts is followed by one from column
+    `i + n + 1`: unlike in a mean over all columns, a stretch that is easily drafted
+    counts as the one round that it takes.
+
+    Args:
+      agrees: whether draft `j` of a round from column `i` counts and is the target's
+        choice, `[B, P, W]`.
+      counted: columns after which the target wrote a token, one stretch of a text
+        `[B, P]`.
+      greedy: texts that the target wrote greedily `[B]`; others are left out.
+
+    Returns:
+      Two numbers, float32.
+    """
+    counted = counted & greedy[:, None]
+    kept = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=-1), axis=-1)
+
+    def step(start, column):
+        place, is_counted, kept = column
+        begins = is_counted & (start == place)
+        return jnp.where(begins, place + kept + 1, start), begins
+
+    first = jnp.argmax(counted, axis=-1).astype(jnp.int32)
+    places = jnp.arange(counted.shape[1], dtype=jnp.int32)
+    _, begins = jax.lax.scan(step, first, (places, counted.T, kept.T))
+    return share(begins.T, counted)[::-1]
 
 
 def draft_vocabulary(texts: Texts, *, size: int, vocab_size: int) -> np.ndarray | None:
@@ -220,7 +279,8 @@ def _open(path: pathlib.Path) -> dict[str, np.ndarray]:
 def _describe(online: Online) -> dict:
     """What decides every bit of a cache."""
     digest = hashlib.sha256(np.ascontiguousarray(online.texts.tokens).tobytes())
-    digest.update(np.ascontiguousarray(online.texts.mask).tobytes())
+    for part in (online.texts.mask, online.texts.is_greedy):
+        digest.update(np.ascontiguousarray(part).tobytes())
     return {
         "target_sha256": fingerprint.of_params(online.params),
         "target_config": config_lib.to_dict(online.config),

@@ -28,7 +28,13 @@ from spec_jax.drafters import (
     tree_shapes,
 )
 from spec_jax.gamma import schedule
-from spec_jax.model import block_files, block_heads, block_params, row_model
+from spec_jax.model import (
+    block_files,
+    block_heads,
+    block_params,
+    head_dialects,
+    row_model,
+)
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -73,7 +79,8 @@ PARAMS = {name: params_of(head) for name, head in HEADS.items()}
 
 def oracle_of(folder, name) -> oracle.Head:
     dialect = "z-lab" if name == "dflash" else "speculators"
-    block_files.save(folder, HEADS[name], PARAMS[name], dialect=dialect)
+    origin = head_dialects.Origin(target=SMALL.target.config)
+    block_files.save(folder, HEADS[name], PARAMS[name], dialect=dialect, origin=origin)
     return oracle.Head(
         config=json.loads((folder / "config.json").read_text()),
         tensors=safetensors.numpy.load_file(folder / "model.safetensors"),
@@ -431,7 +438,9 @@ def test_loads_by_name_and_by_folder(tmp_path, monkeypatch):
         params = block_params.init(
             jax.random.key(0), head, embed=lm.params.embed, lm_head=lm.params.head
         )
-        block_files.save(tmp_path / name, head, params, dialect=dialect)
+        origin = head_dialects.Origin(target=lm.target.config)
+        folder = tmp_path / name
+        block_files.save(folder, head, params, dialect=dialect, origin=origin)
         by_folder = sj.load(drafter=str(tmp_path / name))
         by_name = sj.load(drafter=name, draft=tmp_path / name)
         assert by_folder.drafter == by_name.drafter

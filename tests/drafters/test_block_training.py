@@ -124,7 +124,7 @@ MASK = np.arange(13) >= np.array([[2], [9]])
 
 
 @functools.cache
-def batch_with_anchors(name, *, count=4):
+def batch_with_anchors(name, *, count=4, step=3):
     config, teacher = HEADS[name], inputs_of(name)[1]
     made = sequence.forward(
         blocks.TARGET, eagle.SMALL.target.config, jnp.asarray(TEXTS), taps=config.taps
@@ -132,11 +132,12 @@ def batch_with_anchors(name, *, count=4):
     batch = {
         "tokens": TEXTS,
         "mask": MASK,
+        "greedy": np.ones(2, bool),
         "features": np.asarray(made.features).reshape(2, 13, -1),
         "final": np.asarray(made.hidden),
     }
     draw = block.anchors_of(config, seed=7, count=count, hot=teacher.hot)
-    return jax.tree.map(jnp.asarray, draw(batch, np.arange(2), 3))
+    return jax.tree.map(jnp.asarray, draw(batch, np.arange(2), step))
 
 
 @pytest.mark.few(1)
@@ -147,7 +148,7 @@ def test_the_loss_is_that_of_drafting(name, tmp_path):
     head, batch = blocks.oracle_of(tmp_path, name), batch_with_anchors(name)
     hot = np.arange(96) if teacher.hot is None else np.asarray(teacher.hot)
     rows = np.asarray(batch["final"], float) @ np.asarray(teacher.head, float).T
-    terms, total, agreed = [], 0.0, []
+    terms, total = [], 0.0
     for b in range(2):
         for anchor, weights in zip(
             batch["anchors"][b], batch["weights"][b], strict=True
@@ -159,7 +160,6 @@ def test_the_loss_is_that_of_drafting(name, tmp_path):
                 head, batch["features"][b, :anchor], TEXTS[b, anchor], drawn=labels
             )
             kept = survival / np.concatenate([[1.0], survival[:-1]])
-            is_agreed = []
             for i in range(config.num_drafts):
                 at = anchor + i
                 is_counted = at + 1 < 13 and MASK[b, at] and labels[i] in hot
@@ -175,22 +175,50 @@ def test_the_loss_is_that_of_drafting(name, tmp_path):
                 weight = np.exp(-i / 4.0)
                 terms.append(weight * np.array([cross, l1, sure]))
                 total += weight
-                is_agreed.append(hot[logits[i].argmax()] == rows[b, at].argmax())
-            if len(is_agreed) == config.num_drafts:
-                agreed.append(is_agreed)
     both = (block.DSPARK, block.DFLASH)
 
     @jax.jit
     def found_of(*inputs):
-        found = [block.loss(config, *inputs, terms=weights) for weights in both]
-        return found, block.measure(config, *inputs)
+        return [block.loss(config, *inputs, terms=weights) for weights in both]
 
-    losses, found = found_of(trained, batch, teacher)
+    losses = found_of(trained, batch, teacher)
     for weights, made in zip(both, losses, strict=True):
         expected = np.sum(terms, axis=0) @ weights / total
         np.testing.assert_allclose(float(made), expected, rtol=1e-4)
-    leading = np.cumprod(np.array(agreed, float), axis=1).sum(axis=1)
-    np.testing.assert_allclose(float(found["accepted_length"]), 1 + leading.mean())
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["dspark", "rnn"])
+def test_held_out_rounds_follow_each_other(name, tmp_path):
+    """Against a float64 drafter, round by round: fails if a round begins anywhere but
+    after what the one before kept, or a token of the prompt is counted."""
+    config, (trained, teacher) = HEADS[name], inputs_of(name)
+    head = blocks.oracle_of(tmp_path, name)
+    batch = batch_with_anchors(name, count=13, step=None)
+    hot = np.arange(96) if teacher.hot is None else np.asarray(teacher.hot)
+    rows = np.asarray(batch["final"], float) @ np.asarray(teacher.head, float).T
+    tokens = rounds = 0
+    for b in range(2):
+        at = int(MASK[b].argmax())
+        tokens += 12 - at
+        while at < 12:
+            rounds += 1
+            labels = np.pad(TEXTS[b, at + 1 :], (0, config.num_drafts))
+            _, logits, _ = blocks.oracle.draft(
+                head, batch["features"][b, :at], TEXTS[b, at], drawn=labels
+            )
+            kept = 0
+            for i in range(min(config.num_drafts, 12 - at)):
+                if hot[logits[i].argmax()] != rows[b, at + i].argmax():
+                    break
+                kept += 1
+            at += kept + 1
+    measure = jax.jit(functools.partial(block.measure, config))
+    found = np.asarray(measure(trained, batch, teacher)["accepted_length"])
+    np.testing.assert_array_equal(found, [tokens, rounds])
+    drawn = batch | {"greedy": jnp.array([False, True])}
+    found = np.asarray(measure(trained, drawn, teacher)["accepted_length"])
+    assert found[0] == 12 - MASK[1].argmax()
 
 
 def softmax(x):

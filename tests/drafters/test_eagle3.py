@@ -26,7 +26,13 @@ from spec_jax.drafters import (
     tree_shapes,
 )
 from spec_jax.engine import rows
-from spec_jax.model import eagle3, eagle3_files, eagle3_params, row_model
+from spec_jax.model import (
+    eagle3,
+    eagle3_files,
+    eagle3_params,
+    head_dialects,
+    row_model,
+)
 
 
 HOT = jnp.arange(0, 96, 2, dtype=jnp.int32)
@@ -277,7 +283,8 @@ def test_loads_by_name_and_by_folder(tmp_path, monkeypatch):
         taps=eagle3_params.default_taps(target.num_layers),
     )
     params = eagle3_params.init(jax.random.key(0), head, embed=lm.params.embed)
-    eagle3_files.save(folder, head, params, dialect="midlayer")
+    origin = head_dialects.Origin(target=target)
+    eagle3_files.save(folder, head, params, dialect="midlayer", origin=origin)
     by_folder = sj.load(drafter=str(folder), gamma_max=3)
     by_name = sj.load(drafter="eagle3", draft=folder, gamma_max=3)
     monkeypatch.setattr(loading, "ASSETS", tmp_path)

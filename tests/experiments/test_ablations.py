@@ -16,7 +16,12 @@ from experiments.ablations import decode_rounds, designs, round_local, verify_pa
 from spec_jax import testing
 from spec_jax.engine import round as round_lib
 from spec_jax.engine.state import Origin
-from spec_jax.model import params as params_lib, prompt as prompt_lib
+from spec_jax.model import (
+    config as config_lib,
+    llama,
+    params as params_lib,
+    prompt as prompt_lib,
+)
 from spec_jax.paging import allocator, cache
 
 
@@ -61,6 +66,18 @@ def test_the_row_loop_has_the_bits_of_rows(num_active):
     path = verify_paths.make("row-loop", TARGET)
     expected = verify(TARGET, num_active=num_active)
     testing.assert_same_bits(verify(path, num_active=num_active), expected)
+
+
+@pytest.mark.parametrize("name", ["flash", "library-rows"])
+def test_library_windows_refuse_other_families(name):
+    """Fails if a model without norms of queries and keys ends in a traceback."""
+    sizes = {
+        field.name: getattr(TARGET.config, field.name)
+        for field in dataclasses.fields(config_lib.ModelConfig)
+    }
+    model = dataclasses.replace(TARGET, config=llama.LlamaConfig(**sizes))
+    with pytest.raises(ValueError, match="the target is a llama model: take row-loop"):
+        verify_paths.make(name, model)
 
 
 @pytest.mark.parametrize("name", ["flash", "library-rows"])

@@ -63,8 +63,14 @@ def test_a_shipped_head_has_a_card_and_is_of_use(name, tmp_path):
     assert summary["acceptance_rate"] > 0.2
 
 
-def accepted(lm, texts, *, layers: int = 0, positions: int = 0, order: int = 0):
-    """Drafts that agree in a round, of features from other layers or positions, or of
+def accepted(lm, texts, **shifted):
+    """Drafts that are kept in a round; as `measured`."""
+    tokens, rounds = measured(lm, texts, steps=4, **shifted)["accepted_length"]
+    return float(tokens / rounds) - 1
+
+
+def measured(lm, texts, *, steps, layers=0, positions=0, order=0):
+    """What a training measures, of features from other layers or positions, or of
     layers in another order."""
     head = lm.drafter.head
     taps = tuple(tap + layers for tap in head.taps)
@@ -76,15 +82,13 @@ def accepted(lm, texts, *, layers: int = 0, positions: int = 0, order: int = 0):
     shift = (positions, order * lm.target.config.hidden_size)
     batch["features"] = np.roll(batch["features"], shift, axis=(1, 2))
     if not hasattr(head, "has_head_norms"):
-        batch = block.anchors_of(head, seed=0, hot=None)(batch, rows, 0)
+        batch = block.anchors_of(head, seed=0, hot=None)(batch, rows, None)
     batch = jax.tree.map(jnp.asarray, batch)
     params = lm.drafter_params
     teacher = targets.teacher_of(lm.params, params.hot)
     if hasattr(head, "has_head_norms"):
-        found = eagle3.measure(head, params, batch, teacher, steps=4)
-    else:
-        found = block.measure(head, params, batch, teacher)
-    return float(found["accepted_length"]) - 1
+        return eagle3.measure(head, params, batch, teacher, steps=steps)
+    return block.measure(head, params, batch, teacher)
 
 
 @functools.cache
@@ -99,6 +103,33 @@ def texts_of(count):
     )
     tokens = np.array([one.tokens for one in written], np.int32)
     return targets.Texts(tokens=tokens, mask=np.ones(tokens.shape, bool))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", loading.shipped_heads())
+def test_the_held_out_measure_is_that_of_rounds(name):
+    """Fails if what a training calls the accepted length is another measure than that
+    of decoding: a mean over all positions, or of drafts after the end. Where sums round
+    another way than the rows of decoding, single rounds may differ."""
+    lm = sj.load(drafter=name)
+    prompts = [
+        one.messages[0]["content"]
+        for one in prompt_files.parse("6", default_file=prompt_files.BUNDLED)
+    ]
+    drafts = 7
+    written = [
+        sj.generate(lm, x, max_tokens=32, gamma=drafts, stop=()) for x in prompts
+    ]
+    size = max(len(x.prompt_tokens) for x in written) + 32
+    tokens, mask = np.zeros((6, size), np.int32), np.zeros((6, size), bool)
+    for row, one in enumerate(written):
+        text = [*one.prompt_tokens, *one.tokens]
+        tokens[row, : len(text)] = text
+        mask[row, len(one.prompt_tokens) - 1 : len(text) - 1] = True
+    texts = targets.Texts(tokens=tokens, mask=mask)
+    found = np.asarray(measured(lm, texts, steps=drafts)["accepted_length"])
+    live = np.sum([[32, x.metrics["rounds"]] for x in written], axis=0)
+    assert found[0] == live[0] and abs(found[1] - live[1]) <= 2, (found, live)
 
 
 @pytest.mark.slow

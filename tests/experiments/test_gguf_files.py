@@ -205,8 +205,8 @@ def test_what_else_is_refused(tmp_path, folders, monkeypatch):
     with pytest.raises(ValueError, match="names no stop token"):
         gguf_files.write(path, config, params, endless)
     yarn = config_lib.YarnScaling(factor=2.0, original_max_position_embeddings=1024)
-    longer = dataclasses.replace(config, yarn=yarn)
-    with pytest.raises(ValueError, match="only Qwen3 without YaRN"):
+    longer = dataclasses.replace(config, scaling=yarn)
+    with pytest.raises(ValueError, match="only Qwen3 without scaled RoPE"):
         gguf_files.write(path, longer, params, ours)
     monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="gguf not installed; pip install"):

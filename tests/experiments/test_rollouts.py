@@ -98,6 +98,21 @@ def test_the_text_is_greedy(tmp_path):
     np.testing.assert_array_equal(chosen[is_clear], text[:, PREFIX:][is_clear])
 
 
+def test_texts_end_at_the_first_stop_token_that_was_written():
+    """Fails if one of the prompt ends a text, the stop token itself is not learned, or
+    what is behind it is kept or counted."""
+    tokens = np.array([[9, 1, 2, 9, 5, 6], [1, 2, 3, 8, 9, 7], [1, 2, 3, 4, 5, 6]])
+    ends, mask = rollouts.ended(tokens, np.array([2, 3, 4]), (9, 8))
+    np.testing.assert_array_equal(
+        ends, [[9, 1, 2, 9, 9, 9], [1, 2, 3, 8, 8, 8], [1, 2, 3, 4, 5, 6]]
+    )
+    counted = [np.flatnonzero(row).tolist() for row in mask]
+    assert counted == [[1, 2], [2], [3, 4, 5]]
+    ends, mask = rollouts.ended(tokens, np.array([2, 3, 4]), ())
+    np.testing.assert_array_equal(ends, tokens)
+    assert [row.sum() for row in mask] == [5, 4, 3]
+
+
 def test_a_kept_file_is_named_after_all_that_decides_its_texts():
     """Fails if another target, seed or kernel goes on with the texts of one before."""
     slabs = rollouts.Slabs(
@@ -116,6 +131,7 @@ def test_a_kept_file_is_named_after_all_that_decides_its_texts():
         "impl": "interpret",
         "lengths": np.full(len(prefixes()), PREFIX - 1),
         "seeds": np.arange(len(prefixes())),
+        "stop_ids": (3,),
     }
     found = [dataclasses.replace(slabs, **{k: v}).digest for k, v in others.items()]
     assert len({slabs.digest, *found}) == 1 + len(others)

@@ -15,13 +15,20 @@ from model import eagle3_oracle as oracle
 
 import spec_jax as sj
 from experiments import ablate_heads, sweep, train_drafter
+from experiments.pair import export as pair_export, rollouts
 from spec_jax import testing
 from spec_jax.model import (
     block_files,
     checkpoint_files as files,
+    config as config_lib,
     eagle3_files,
+    eagle3_params,
+    gpt_neox,
+    head_dialects,
+    llama,
     load,
     sequence,
+    tokenizer,
 )
 from spec_jax.training import eagle3, loop, targets
 
@@ -104,7 +111,7 @@ def test_a_cache_has_the_bits_of_the_target(target, work):
 def test_the_loss_is_that_of_drafting(target, work, tmp_path):
     """Against pairs one by one, as they are drafted: fails on a shift of any kind."""
     job = job_of(target, work)
-    batch = job.online[np.arange(2)]
+    batch = job.online[np.arange(2)] | {"greedy": np.ones(2, bool)}
     teacher = targets.teacher_of(job.params, job.hot)
     params = eagle3.init(jax.random.key(3), job.config, job.target, job.params, job.hot)
     head, hot = reference(tmp_path, job, params), np.asarray(job.hot)
@@ -123,9 +130,8 @@ def test_the_loss_is_that_of_drafting(target, work, tmp_path):
                 q = draft - np.log(np.sum(np.exp(draft)))
                 is_kept = is_counted and best in hot
                 expected.append(0.8**j * (-np.sum(p * q) if is_kept else 0.0))
-                row_agrees.append(bool(hot[draft.argmax()] == best))
-            if len(found) == STEPS and batch["mask"][b, first + 1]:
-                agrees.append(row_agrees)
+                row_agrees.append(bool(hot[draft.argmax()] == best and is_counted))
+            agrees.append(row_agrees)
     loss_of, measure = (
         jax.jit(functools.partial(function, job.config, steps=STEPS))
         for function in (eagle3.loss, eagle3.measure)
@@ -133,10 +139,15 @@ def test_the_loss_is_that_of_drafting(target, work, tmp_path):
     loss = loss_of(params, batch, teacher)
     np.testing.assert_allclose(float(loss), np.sum(expected) / 30, rtol=1e-4)
     found = measure(params, batch, teacher)
-    leading = np.cumprod(np.array(agrees, float), axis=1)
-    np.testing.assert_allclose(
-        float(found["accepted_length"]), 1 + leading.sum() / len(agrees), rtol=1e-5
-    )
+    tokens = rounds = 0
+    for b in range(2):
+        counted = np.flatnonzero(batch["mask"][b, 1:])
+        tokens, at = tokens + len(counted), counted[0]
+        while at < 15:  # Each round follows from what the one before kept.
+            row_agrees = agrees[15 * b + at]
+            rounds += 1
+            at += 1 + int(np.cumprod(row_agrees).sum())
+    np.testing.assert_array_equal(found["accepted_length"], [tokens, rounds])
     # Negative control: features of the next position are another loss.
     moved = batch | {"features": np.roll(batch["features"], -1, axis=1)}
     other = loss_of(params, moved, teacher)
@@ -160,7 +171,8 @@ def drafted(head, batch, b, first):
 def reference(folder, job, params):
     """The float64 head of these weights, by the file that is written of them."""
     whole = params.replace(embed=job.params.embed, hot=job.hot)
-    eagle3_files.save(folder, job.config, whole, dialect="midlayer")
+    origin = head_dialects.Origin(target=job.target)
+    eagle3_files.save(folder, job.config, whole, dialect="midlayer", origin=origin)
     return oracle.Head(
         config=json.loads((folder / "config.json").read_text()),
         tensors=safetensors.numpy.load_file(folder / files.SINGLE_FILE),
@@ -407,6 +419,125 @@ def test_ablations_of_blocks(target, work):
     assert not config.has_confidence and terms == (1.0, 0.0, 0.0)
 
 
+def write_target(folder, model_type):
+    """A tiny target of another family, with the byte tokenizer."""
+    sizes = {
+        field.name: getattr(TARGET, field.name)
+        for field in dataclasses.fields(config_lib.ModelConfig)
+    }
+    if model_type == "llama":
+        scaling = config_lib.Llama3Scaling(
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        )
+        config = llama.LlamaConfig(**sizes, scaling=scaling)
+    else:
+        sizes |= {"num_kv_heads": sizes["num_heads"], "tie_word_embeddings": False}
+        config = gpt_neox.GPTNeoXConfig(**sizes, rotary_size=8)
+    return tiny_pair.write_model(folder, config, seed=0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize(
+    ("model_type", "flags"),
+    [
+        ("llama", ("--family", "dspark", "--block", "3", "--layers", "1")),
+        ("gpt_neox", ("--family", "eagle3", "--ttt-steps", "2")),
+    ],
+)
+def test_targets_of_other_families(tmp_path, model_type, flags):
+    """Fails if a family is refused, a default does not work, or an export is not read
+    back: of a Llama target it was written as a block drafter of Llama's layers."""
+    target = write_target(tmp_path / "target", model_type)
+    flags = [
+        *flags,
+        "--taps",
+        "0,2",
+        "--prompts",
+        "4",
+        "--prefix",
+        "5",
+        "--impl",
+        "xla",
+    ]
+    flags += ["--length", "16", "--batch", "2", "--steps", "2", "--mlp", "24"]
+    flags += ["--target", str(target), "--work", str(tmp_path), "--anchors", "3"]
+    for stage in ("rollouts", "train"):
+        assert train_drafter.main([*flags, "--stage", stage]) == 0
+    out = tmp_path / "head"
+    # The flags of the training are not given again.
+    exported = ["--family", flags[1], "--stage", "export", "--out", str(out)]
+    exported += ["--target", str(target), "--work", str(tmp_path)]
+    assert train_drafter.main(exported) == 0
+    card = (out / "README.md").read_text()
+    assert "--length 16" in card and "--batch 2" in card and "--mlp 24" in card
+    raw = json.loads((out / "config.json").read_text())
+    if model_type == "llama":
+        assert raw["model_type"] == "qwen3" and raw["num_anchors"] == 3
+        assert raw["rope_scaling"]["rope_type"] == "llama3"
+    lm = sj.load(target, drafter=str(out), impl="xla")
+    made = sj.generate(lm, "import os", max_tokens=8)
+    assert made.tokens == sj.decode(lm, "import os", max_tokens=8).tokens
+    assert made.metrics["proposed"] > 0
+
+
+def test_flags_that_are_not_those_of_the_training(target, tmp_path, capsys):
+    """Fails if a card could state flags that the training did not have."""
+    held = train_drafter.parse_args(command(target, tmp_path, "train"))
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    pair_export.keep_flags(held)
+    longer = ["--steps", "9"]
+    args = command(target, tmp_path, "train", *longer)
+    pair_export.keep_flags(train_drafter.parse_args(args))
+    for stage in ("train", "export"):
+        args = train_drafter.parse_args(
+            command(target, tmp_path, stage, *longer, "--batch", "2")
+        )
+        check = pair_export.keep_flags if stage == "train" else pair_export.as_trained
+        with pytest.raises(ValueError, match="of a training with --batch 4, and this"):
+            check(args)
+
+
+def test_a_chat_is_not_cut(target, tmp_path, capsys):
+    """Fails if a chat loses its beginning, or one that leaves nothing to write runs."""
+    folder = tmp_path / "chat"
+    shutil.copytree(target, folder)
+    (folder / "chat_template.jinja").write_text(tiny_pair.TEMPLATE)
+    args = train_drafter.parse_args(
+        command(folder, tmp_path, "rollouts", "--length", "4000")
+    )
+    ids = rollouts.prompt_ids(args, tokenizer.load(folder))
+    assert min(map(len, ids)) > args.prefix
+    args.raw = True
+    assert max(map(len, rollouts.prompt_ids(args, tokenizer.load(folder)))) == 9
+    assert train_drafter.main(command(folder, tmp_path, "rollouts")) == 1
+    assert "10 of 10 prompts have up to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("heads", "has_norms", "dialect", "warned"),
+    [
+        (2, False, "midlayer", False),
+        (3, False, "midlayer", True),
+        (3, True, "speculators", False),
+    ],
+)
+def test_what_other_programs_refuse_is_said(capsys, heads, has_norms, dialect, warned):
+    layer = dataclasses.replace(TARGET, num_layers=1, num_heads=heads)
+    config = eagle3_params.Eagle3Config(
+        layer=layer,
+        draft_vocab_size=40,
+        target_hidden_size=32,
+        taps=(0, 1),
+        has_head_norms=has_norms,
+    )
+    pair_export.warn(config, dialect)
+    assert ("32 with 3 attention heads" in capsys.readouterr().err) == warned
+
+
 OF_ALL = [
     *("--taps", "0,2", "--block", "3", "--layers", "1", "--anchors", "3", "--mlp", "8"),
     *("--length", "16", "--prefix", "9", "--batch", "4", "--steps", "2", "--rank", "4"),
@@ -461,6 +592,9 @@ def test_variants_are_trained_and_evaluated(target, work, tmp_path, capsys):
     assert "head are others than those of the cells" in capsys.readouterr().err
 
 
+SPECULATORS = ("--dialect", "speculators", "--family")
+
+
 @pytest.mark.parametrize(
     ("stage", "flags", "message"),
     [
@@ -470,14 +604,22 @@ def test_variants_are_trained_and_evaluated(target, work, tmp_path, capsys):
             ["--family", "dspark", "--width", "9"],
             "--width with --family dspark",
         ),
-        ("train", ["--family", "dspark", "--block", "15"], "--length 17 or more"),
+        ("train", [*SPECULATORS, "dspark", "--block", "15"], "--length 17 or more"),
         (
             "export",
             ["--family", "dspark", "--dialect", "z-lab", "--no-copies"],
             "copies are of deepspec alone",
         ),
-        ("train", ["--family", "dspark", "--mask-token", "999999"], "mask_token_id"),
-        ("train", ["--family", "dflash", "--block", "1"], "drafts no token"),
+        (
+            "train",
+            [*SPECULATORS, "dspark", "--mask-token", "999999"],
+            "mask_token_id",
+        ),
+        (
+            "train",
+            ["--family", "dflash", "--draft-vocab", "264", "--block", "1"],
+            "drafts no token",
+        ),
         ("train", ["--devices", "99"], "99"),
         (
             "calibrate",
@@ -485,15 +627,27 @@ def test_variants_are_trained_and_evaluated(target, work, tmp_path, capsys):
             "nowhere/config.json: No such file",
         ),
         ("train", ["--family", "dflash", "--dialect", "midlayer"], "one of z-lab"),
-        ("train", ["--family", "dflash"], "z-lab has the whole vocabulary"),
+        (
+            "rollouts",
+            ["--family", "dflash"],
+            "--draft-vocab 40 with --dialect z-lab, which has the target's whole "
+            "vocabulary of 264: leave --draft-vocab out",
+        ),
+        ("rollouts", ["--family", "dflash", "--dialect", "midlayer"], "one of z-lab"),
+        ("rollouts", ["--taps", "0,1,3"], "each must be below 3"),
+        ("rollouts", ["--ttt-steps", "15"], "--length 17 or more"),
+        ("export", ["--work", "nowhere"], "flags.json: no such file; run the stage tr"),
         ("train", ["--batch", "16"], "20 texts are too few for batches of 16"),
         ("train", ["--ttt-steps", "15"], "--length 17 or more"),
         ("train", ["--taps", "0,1,3"], "each must be below 3"),
-        ("train", ["--dialect", "deepspec"], "deepspec has the whole vocabulary"),
+        ("train", ["--dialect", "deepspec"], "--draft-vocab 40 with --dialect deepsp"),
         ("rollouts", ["--prefix", "16"], "leaves nothing to write after --prefix 16"),
     ],
 )
-def test_bad_flags_are_refused(target, work, capsys, stage, flags, message):
+def test_bad_flags_are_refused(
+    target, work, tmp_path, monkeypatch, capsys, stage, flags, message
+):
+    monkeypatch.chdir(tmp_path)  # Folders are made of relative paths.
     assert train_drafter.main(command(target, work, stage, *flags)) != 0
     assert message in capsys.readouterr().err
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from block_cases import CASES, CONFIGS, DFLASH, TARGET, with_heads
+from block_cases import CASES, CONFIGS, DFLASH, ORIGIN, TARGET, with_heads
 
 from spec_jax.model import (
     block_dialects as dialects,
@@ -62,6 +62,16 @@ BAD_CONFIGS = {
         "z-lab",
         nested(final_logit_softcapping=30.0),
         "final_logit_softcapping=30.0 is not supported",
+    ),
+    "multiplier": (
+        "z-lab",
+        nested(output_multiplier=0),
+        "output_multiplier=0 is not supported",
+    ),
+    "attention": (
+        "specforge",
+        nested(attention_mode="mla"),
+        "attention_mode='mla' is not supported",
     ),
     "heads": (
         "z-lab",
@@ -202,14 +212,109 @@ BAD_CONFIGS = {
 }
 
 
+OWNERS = {
+    "z-lab": {
+        "num_target_layers": 4,
+        "block_size": 4,
+        "tie_word_embeddings": False,
+        "dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 0, 2]},
+    },
+    "specforge": {
+        "num_target_layers": 4,
+        "dflash_config": {
+            "attention_mode": "gqa",
+            "mask_token_id": 95,
+            "target_layer_ids": [1, 0, 2],
+            "projector_type": "dspark",
+            "markov_rank": 8,
+            "markov_head_type": "gated",
+            "confidence_head_alpha": 1.0,
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": False,
+        },
+    },
+    "deepspec": {
+        "num_target_layers": 4,
+        "num_anchors": 32,
+        "markov_rank": 8,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+    "deepspec dflash": {
+        "num_anchors": 32,
+        "markov_rank": 0,
+        "enable_confidence_head": False,
+    },
+    "speculators": {
+        "speculators_config": {
+            "algorithm": "dspark",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 3,
+                    "accept_tolerance": 0.0,
+                    "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {
+                "architectures": ["Qwen3ForCausalLM"],
+                "name_or_path": "a target",
+            },
+        },
+    },
+}
+"""What each owner's own code writes."""
+
+
+@pytest.mark.parametrize("case", OWNERS)
+def test_a_config_has_the_keys_of_its_owner(case):
+    """Fails if a key is missing without which the owner's program refuses the file."""
+    dialect, config = CASES[case]
+    raw = dialects.to_dict(config, dialect, ORIGIN)
+    assert {key: raw[key] for key in OWNERS[case]} == OWNERS[case]
+    if config.head == "none":
+        assert (
+            "markov_head_type" not in raw and "confidence_head_with_markov" not in raw
+        )
+
+
+def test_equal_heads_are_called_mha(tmp_path):
+    """Fails if SpecForge's label, without which it refuses them, is not written, or is
+    taken for another computation."""
+    config = with_heads("vanilla")
+    layer = dataclasses.replace(config.layer, num_kv_heads=config.layer.num_heads)
+    config = dataclasses.replace(config, layer=layer)
+    raw = dialects.to_dict(config, "specforge", ORIGIN)
+    assert raw["dflash_config"]["attention_mode"] == "mha"
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw))
+    assert dialects.read_config(path, TARGET)[1] == config
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"output_multiplier": 1.0, "input_embedding_scale": 1.0},
+        {"final_logit_softcapping": 0.0, "is_causal": False, "use_swa": None},
+    ],
+)
+def test_neutral_values_are_read(tmp_path, change):
+    path = tmp_path / "config.json"
+    raw = nested(**change)(dialects.to_dict(DFLASH, "z-lab", ORIGIN))
+    path.write_text(json.dumps(raw | change))
+    assert dialects.read_config(path, TARGET)[1] == DFLASH
+
+
 def test_slots_are_said_where_each_reader_looks():
     """Fails if the flag is in `dflash_config` alone: llama.cpp's converter looks beside
     it, and would take fill-in slots for anchor-first ones."""
     config = with_heads("vanilla", slots="fill-in")
-    raw, key = dialects.to_dict(config, "specforge"), "sample_from_anchor"
+    raw, key = dialects.to_dict(config, "specforge", ORIGIN), "sample_from_anchor"
     assert raw[key] is raw["dflash_config"][key] is False
     # What a layout's slots are anyhow is said nowhere.
-    raw = dialects.to_dict(with_heads("vanilla"), "specforge")
+    raw = dialects.to_dict(with_heads("vanilla"), "specforge", ORIGIN)
     assert key not in raw and key not in raw["dflash_config"]
 
 
@@ -224,7 +329,7 @@ def test_slots_are_said_where_each_reader_looks():
 def test_either_flag_below_says_what_slots_predict(tmp_path, dialect, config, key):
     """Fails if a layout's own slots are taken where a flag under `dflash_config`, and
     nowhere else, says that they are others."""
-    raw = dialects.to_dict(config, dialect)
+    raw = dialects.to_dict(config, dialect, ORIGIN)
     flag = raw.pop("sample_from_anchor")
     below = raw["dflash_config"] | {key: flag}
     if key != "sample_from_anchor":
@@ -236,7 +341,7 @@ def test_either_flag_below_says_what_slots_predict(tmp_path, dialect, config, ke
 
 def test_speculators_dflash_before_it_had_the_flag(tmp_path):
     """Its slots were filled in."""
-    raw = dialects.to_dict(DFLASH, "speculators")
+    raw = dialects.to_dict(DFLASH, "speculators", ORIGIN)
     assert raw.pop("sample_from_anchor") is False
     path = tmp_path / "config.json"
     path.write_text(json.dumps(raw))
@@ -248,7 +353,7 @@ def test_bad_configs_are_refused(tmp_path, fault):
     case, change, message = BAD_CONFIGS[fault]
     dialect, config = CASES[case]
     path = tmp_path / "config.json"
-    raw = dialects.to_dict(config, dialect)
+    raw = dialects.to_dict(config, dialect, ORIGIN)
     path.write_text(json.dumps(raw))
     dialects.read_config(path, TARGET)
     path.write_text(json.dumps(change(raw)))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import random_weights
 import safetensors.numpy
-from block_cases import CASES, DFLASH, LAYER, TARGET
+from block_cases import CASES, DFLASH, LAYER, ORIGIN, TARGET
 
 from spec_jax import testing
 from spec_jax.model import (
@@ -61,7 +61,7 @@ def saved(folder, case, target_params):
     """A case's config and weights, in a folder of its layout."""
     dialect, config = CASES[case]
     params = make_params(config, target_params)
-    block_files.save(folder, config, params, dialect=dialect)
+    block_files.save(folder, config, params, dialect=dialect, origin=ORIGIN)
     return config, params
 
 
@@ -69,7 +69,9 @@ def test_copies_of_the_target_may_be_left_out(target_params, tmp_path):
     """Fails if they are stored, or what is read then are not the target's."""
     dialect, config = CASES["deepspec"]
     params = make_params(config, target_params)
-    block_files.save(tmp_path, config, params, dialect=dialect, copies=False)
+    block_files.save(
+        tmp_path, config, params, dialect=dialect, origin=ORIGIN, copies=False
+    )
     held = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     assert not {"embed_tokens.weight", "lm_head.weight"} & set(held)
     found = block_files.load(tmp_path, TARGET, target_params)

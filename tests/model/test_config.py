@@ -54,6 +54,13 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32768,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def without(raw: dict, *keys: str) -> dict:
@@ -78,7 +85,7 @@ def test_old_and_new_spelling_agree():
 def test_yarn(raw):
     yarn = config_lib.YarnScaling(factor=4.0, original_max_position_embeddings=32768)
     config = config_lib.from_dict(raw)
-    assert config.yarn == yarn
+    assert config.scaling == yarn
     assert (yarn.beta_fast, yarn.beta_slow, yarn.truncate) == (32.0, 1.0, True)
     assert config.rope_theta == 1e6
     assert config_lib.from_dict(config_lib.to_dict(config)) == config
@@ -86,7 +93,7 @@ def test_yarn(raw):
 
 def test_yarn_takes_its_length_from_the_config():
     raw = OLD | {"rope_scaling": without(YARN, "original_max_position_embeddings")}
-    assert config_lib.from_dict(raw).yarn.original_max_position_embeddings == 40960
+    assert config_lib.from_dict(raw).scaling.original_max_position_embeddings == 40960
 
 
 def test_head_dim_is_never_derived():
@@ -145,7 +152,11 @@ def test_head_dim_is_never_derived():
             "quantization_config={.*gptq.*quantised weights are not supported; take",
         ),
         ({"torch_dtype": "float16"}, "dtype='float16' is not one of"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope type 'llama3'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear'"),
+        (
+            {"rope_scaling": {"rope_type": "llama3"}},
+            "has no factor: llama3 needs a fac",
+        ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "has no factor: yarn needs a fac"),
         ({"rope_scaling": YARN | {"wavelength": 1}}, "has wavelength: yarn needs a"),
     ],
@@ -158,8 +169,8 @@ def test_refused(change, message):
 def test_values_are_checked_without_a_file_too():
     """Fails if a config that a program makes is checked less than one that is read."""
     config = config_lib.from_dict(OLD | {"rope_scaling": YARN})
-    yarn = dataclasses.replace(config.yarn, factor=math.nan)
-    for change in ({"rope_theta": math.nan}, {"rms_norm_eps": -1.0}, {"yarn": yarn}):
+    yarn = dataclasses.replace(config.scaling, factor=math.nan)
+    for change in ({"rope_theta": math.nan}, {"rms_norm_eps": -1.0}, {"scaling": yarn}):
         with pytest.raises(ValueError, match="must be a positive number"):
             dataclasses.replace(config, **change).validate()
 
@@ -201,6 +212,8 @@ def transformers():
         {"rope_scaling": {"type": "yarn", "factor": 2}},
         {"rope_scaling": YARN | {"truncate": False, "beta_fast": 8, "mscale": 2.0}},
         {"rope_scaling": YARN | {"mscale": 2.0, "mscale_all_dim": 1.5}},
+        {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0}},
+        {"rope_scaling": LLAMA3},
         {"rope_scaling": YARN | {"factor": 0.5}},
     ],
 )

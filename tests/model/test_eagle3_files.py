@@ -21,6 +21,7 @@ from spec_jax.model import (
     eagle3_dialects as dialects,
     eagle3_files,
     eagle3_params,
+    head_dialects,
     params as params_lib,
     tensor_values,
     torch_file,
@@ -28,6 +29,7 @@ from spec_jax.model import (
 
 
 TARGET = heads.TARGET
+ORIGIN = head_dialects.Origin(target=TARGET, target_name="a target")
 CONFIGS = pathlib.Path(__file__).parents[2].parent / "shared" / "data" / "configs"
 SMALL = heads.HEAD
 WHOLE = dataclasses.replace(
@@ -69,7 +71,7 @@ def make_head(config, target_params, *, dtype="float32"):
 def test_saved_and_loaded_is_the_same(tmp_path, target_params, case):
     dialect, config = CASES[case]
     params = make_head(config, target_params)
-    eagle3_files.save(tmp_path, config, params, dialect=dialect)
+    eagle3_files.save(tmp_path, config, params, dialect=dialect, origin=ORIGIN)
     loaded = eagle3_files.load(tmp_path, TARGET, target_params)
     assert loaded[0] == config
     testing.assert_same_bits(loaded[1], params)
@@ -84,7 +86,7 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
     heads.decoding.needs(impl)
     dialect, config = CASES[case]
     params = make_head(config, target_params)
-    eagle3_files.save(tmp_path, config, params, dialect=dialect)
+    eagle3_files.save(tmp_path, config, params, dialect=dialect, origin=ORIGIN)
     head = oracle.Head(
         config=json.loads((tmp_path / "config.json").read_text()),
         tensors=safetensors.numpy.load_file(tmp_path / files.SINGLE_FILE),
@@ -107,6 +109,75 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
         )
 
 
+SPECULATORS = {
+    "algorithm": "eagle3",
+    "default_proposal_method": "greedy",
+    "proposal_methods": [
+        {
+            "proposal_type": "greedy",
+            "speculative_tokens": 5,
+            "accept_tolerance": 0.0,
+            "verifier_accept_k": 1,
+        }
+    ],
+    "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "a target"},
+}
+OWNERS = {
+    "midlayer": ({}, dialects._FLAGS),
+    "midlayer 3.1": (
+        {"fc_norm": True, "norm_output": True},
+        ("norm_before_fc", "norm_before_residual"),
+    ),
+    "speculators": ({"speculators_config": SPECULATORS, "norm_output": False}, ()),
+    "deepspec": (
+        {
+            "num_target_layers": 8,
+            "target_layer_ids": [0, 1, 3, 4, 6],
+            "target_model_name_or_path": "a target",
+            "ttt_length": 5,
+            "step_loss_decay": 0.8,
+            "draft_num_hidden_layers": 1,
+            "layer_types": ["full_attention"],
+            "tie_word_embeddings": False,
+        },
+        (*dialects._FLAGS, "target_hidden_size", "draft_vocab_size"),
+    ),
+}
+"""What each owner's own code writes, and what it does not."""
+
+
+@pytest.mark.parametrize("case", OWNERS)
+def test_a_config_has_the_keys_of_its_owner(case):
+    """Fails if a key is missing without which the owner's program refuses the file, or
+    there is one that it takes for something else."""
+    dialect, config = CASES[case]
+    origin = dataclasses.replace(ORIGIN, ttt_length=5)
+    raw = dialects.to_dict(config, dialect, origin)
+    stated, left_out = OWNERS[case]
+    assert {key: raw[key] for key in stated} == stated
+    assert not set(left_out) & raw.keys()
+
+
+def test_llama3_rope_is_read_and_written(tmp_path):
+    """Fails if a head that was copied from Llama 3.1's config is refused, or drafts
+    at other angles."""
+    scaling = config_lib.Llama3Scaling(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    )
+    layer = dataclasses.replace(SMALL.layer, scaling=scaling)
+    config = dataclasses.replace(SMALL, layer=layer)
+    raw = dialects.to_dict(config, "speculators", ORIGIN)
+    stated = raw["transformer_layer_config"]
+    assert stated["model_type"] == "llama"
+    assert stated["rope_scaling"]["rope_type"] == "llama3"
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw))
+    assert dialects.read_config(path, TARGET)[1] == config
+
+
 def test_taps_are_where_each_reader_looks():
     """Fails if the taps are in one of two places alone.
 
@@ -114,27 +185,30 @@ def test_taps_are_where_each_reader_looks():
     its default layers without a word; SGLang looks inside.
     """
     config = dataclasses.replace(SMALL, taps=(1, 3, 7))
-    raw, key = dialects.to_dict(config, "midlayer"), "eagle_aux_hidden_state_layer_ids"
+    raw, key = (
+        dialects.to_dict(config, "midlayer", ORIGIN),
+        "eagle_aux_hidden_state_layer_ids",
+    )
     assert raw[key] == raw["eagle_config"][key] == [1, 3, 7]
 
 
 def test_an_embedding_of_its_own_is_kept(tmp_path, target_params):
     params = make_head(SMALL, target_params)
     own = params.replace(embed=params.embed + 1)
-    eagle3_files.save(tmp_path, SMALL, own, dialect="speculators")
+    eagle3_files.save(tmp_path, SMALL, own, dialect="speculators", origin=ORIGIN)
     loaded = eagle3_files.load(tmp_path, TARGET, target_params)[1]
     testing.assert_same_bits(loaded.embed, own.embed)
     # DeepSpec's are copies, and so tell of another target.
     params = make_head(WHOLE, target_params)
     own = params.replace(embed=params.embed + 1)
-    eagle3_files.save(tmp_path, WHOLE, own, dialect="deepspec")
+    eagle3_files.save(tmp_path, WHOLE, own, dialect="deepspec", origin=ORIGIN)
     with pytest.raises(files.CheckpointError, match="for another target"):
         eagle3_files.load(tmp_path, TARGET, target_params)
 
 
 def test_copies_of_the_targets_head_are_dropped(tmp_path, target_params):
     params = make_head(WHOLE, target_params).replace(lm_head=target_params.head)
-    eagle3_files.save(tmp_path, WHOLE, params, dialect="deepspec")
+    eagle3_files.save(tmp_path, WHOLE, params, dialect="deepspec", origin=ORIGIN)
     loaded = eagle3_files.load(tmp_path, TARGET, target_params)[1]
     assert loaded.lm_head is target_params.head
 
@@ -143,7 +217,7 @@ def test_pytorch_files_are_read(tmp_path, target_params):
     torch = pytest.importorskip("torch")
     config = heads.with_dtype(SMALL, "bfloat16")
     params = make_head(config, target_params, dtype="bfloat16")
-    eagle3_files.save(tmp_path, config, params, dialect="midlayer")
+    eagle3_files.save(tmp_path, config, params, dialect="midlayer", origin=ORIGIN)
     path = tmp_path / files.SINGLE_FILE
     held = {
         name: torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -256,7 +330,7 @@ def test_bad_zip_files_are_refused(tmp_path):
 def folder(tmp_path, target_params):
     """A good head, to be broken."""
     params = make_head(SMALL, target_params)
-    eagle3_files.save(tmp_path, SMALL, params, dialect="midlayer")
+    eagle3_files.save(tmp_path, SMALL, params, dialect="midlayer", origin=ORIGIN)
     return tmp_path
 
 
@@ -366,6 +440,14 @@ BAD_CONFIGS = {
     "vocabulary": ({"vocab_size": 97}, "a head for another target"),
     "width": ({"target_hidden_size": 50}, "a head for another target"),
     "draft vocabulary": ({"draft_vocab_size": 97}, "draft_vocab_size=97"),
+    "both norms": (
+        {"fc_norm": True, "norm_before_fc": True},
+        "norm_before_fc and fc_norm are both true",
+    ),
+    "layers of another": (
+        {"num_target_layers": 9},
+        "num_target_layers=9, the target has 8: it is a drafter for another",
+    ),
     "head_dim": (
         {"head_dim": None, "num_attention_heads": 7},
         "no head_dim, and hidden_size=48 is no multiple of num_attention_heads=7",
@@ -389,12 +471,19 @@ def test_bad_configs_are_refused(folder, fault):
         ("midlayer", {"has_head_norms": True}, "not of midlayer"),
         ("deepspec", {}, "deepspec has norms of queries and keys"),
         ("deepspec", {"has_head_norms": True}, "deepspec has the whole vocabulary"),
+        (
+            "deepspec",
+            {"has_head_norms": True, "draft_vocab_size": 96, "target_hidden_size": 40},
+            "a head of width 48 for a target of width 40: deepspec's have the",
+        ),
     ],
 )
 def test_a_dialect_without_words_for_a_head(tmp_path, dialect, changes, message):
     config = dataclasses.replace(SMALL, **changes)
     with pytest.raises(ValueError, match=message):
-        eagle3_files.save(tmp_path, config, heads.make_params(SMALL), dialect=dialect)
+        eagle3_files.save(
+            tmp_path, config, heads.make_params(SMALL), dialect=dialect, origin=ORIGIN
+        )
 
 
 PUBLISHED = [

@@ -34,7 +34,6 @@ VARIANTS = {
         HEAD,
         draft_vocab_size=96,
         has_head_norms=True,
-        norm_before_fc=True,
         fc_norm=True,
         norm_before_residual=True,
         norm_output=True,

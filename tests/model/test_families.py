@@ -67,6 +67,7 @@ CASES = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
         | {"rotary_pct": 1.0, "hidden_act": "gelu_pytorch_tanh"},
     ),
+    "odd-rotated": ("GPTNeoX", NEOX | {"hidden_size": 80, "rotary_pct": 0.75}),
     "llama3": ("Llama", LLAMA | {"rope_parameters": LLAMA3}),
     "llama": ("Llama", LLAMA),
 }
@@ -316,7 +317,7 @@ RAW = NEOX | {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
 REFUSED = [
     ({"model_type": "gptj"}, r"the supported families are GPTNeoXForCausalLM \(gpt_ne"),
     ({"architectures": ["LlamaForCausalLM"]}, "model_type='gpt_neox': the supported"),
-    ({"rotary_pct": 0.125}, "rotary_pct rotates 3 of the 24 dimensions"),
+    ({"rotary_pct": 0.04}, "rotary_pct rotates 0 of the 24 dimensions"),
     ({"rotary_pct": 0}, "rotary_pct=0 must be a positive number"),
     ({"rotary_pct": 1.5}, "rotary_pct rotates 36 of the 24 dimensions"),
     ({"rotary_pct": "all"}, "rotary_pct='all' must be a positive number"),

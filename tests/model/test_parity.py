@@ -213,11 +213,11 @@ def faults(case: Case) -> dict[str, dict]:
     changes = {name: {"params": params} for name, params in planted.items()}
     theta = dataclasses.replace(config, rope_theta=1.01 * config.rope_theta)
     changes["rope_theta 1 % off"] = {"config": theta}
-    if config.yarn is not None:
-        changes["YaRN left out"] = {"config": dataclasses.replace(config, yarn=None)}
-        unscaled = dataclasses.replace(config.yarn, attention_factor=1.0)
+    if config.scaling is not None:
+        changes["YaRN left out"] = {"config": dataclasses.replace(config, scaling=None)}
+        unscaled = dataclasses.replace(config.scaling, attention_factor=1.0)
         changes["YaRN without its scale"] = {
-            "config": dataclasses.replace(config, yarn=unscaled)
+            "config": dataclasses.replace(config, scaling=unscaled)
         }
     return changes
 

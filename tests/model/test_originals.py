@@ -1,0 +1,340 @@
+"""Heads beside the PyTorch code of those who publish them: files, rows, chains, losses.
+
+`docs/testing.md` says how the official packages are installed; tests of one that is not
+there are skipped.
+"""
+
+import dataclasses
+import functools
+import importlib
+import sys
+import types
+
+import block_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_block_files as blocks
+import test_eagle3_files as eagles
+
+from spec_jax.model import (
+    block_draft,
+    block_files,
+    eagle3,
+    eagle3_files,
+    head_dialects,
+    load as load_lib,
+    params as params_lib,
+)
+from spec_jax.training import block, eagle3 as eagle3_training, targets
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.oracle,
+    pytest.mark.filterwarnings("ignore"),  # Theirs.
+]
+
+SPECFORGE = "specforge.modeling.draft"
+MODELS = {
+    "z-lab": "dflash.model.DFlashDraftModel",
+    "SpecForge dflash": f"{SPECFORGE}.dflash.DFlashDraftModel",
+    "SpecForge dspark": f"{SPECFORGE}.dspark.DSparkDraftModel",
+    "SpecForge eagle3": f"{SPECFORGE}.llama3_eagle.LlamaForCausalLMEagle3",
+    "speculators dflash": "speculators.models.dflash.DFlashDraftModel",
+    "speculators dspark": "speculators.models.dspark.DSparkDraftModel",
+    "speculators eagle3": "speculators.models.eagle3.Eagle3DraftModel",
+}
+# Of the head's files, and with which of its owner's classes they are opened.
+BLOCKS = {
+    "z-lab": ("z-lab", "z-lab"),
+    "SpecForge dflash": ("z-lab", "SpecForge dflash"),
+    "SpecForge vanilla": ("specforge vanilla", "SpecForge dspark"),
+    "SpecForge gated": ("specforge", "SpecForge dspark"),
+    "SpecForge rnn": ("specforge rnn", "SpecForge dspark"),
+    "speculators dflash": ("speculators dflash", "speculators dflash"),
+    "speculators dspark": ("speculators", "speculators dspark"),
+}
+EAGLES = {
+    "SpecForge": ("midlayer", "SpecForge eagle3"),
+    "speculators": ("speculators", "speculators eagle3"),
+    "speculators of Qwen3": ("speculators of Qwen3", "speculators eagle3"),
+}
+CASES = block_cases.CASES | {
+    f"specforge {head}": ("specforge", block_cases.with_heads(head))
+    for head in ("vanilla", "rnn")
+}
+# What a reader takes from the target, or has none of.
+FROM_TARGET = {"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"}
+FROM_TARGET |= {"verifier_lm_head.weight", "verifier_norm.weight"}
+
+
+def original(name: str):
+    """An owner's class."""
+    path, _, class_name = MODELS[name].rpartition(".")
+    package = path.partition(".")[0]
+    pytest.importorskip("torch", reason="torch is not installed (extra 'originals')")
+    pytest.importorskip(package, reason=f"{package} is not installed (docs/testing.md)")
+    return getattr(importlib.import_module(path), class_name)
+
+
+@functools.cache
+def target_of(config):
+    return params_lib.init(jax.random.key(9), config, stddev=0.3)
+
+
+def opened(folder, kind, head, params, *, name, target, dialect):
+    """A head's files as its owner's own loader reads them."""
+    model_class = original(name)
+    load_lib.save(folder / "target", target, target_of(target))
+    origin = head_dialects.Origin(
+        target=target, target_name=str(folder / "target"), ttt_length=3
+    )
+    kind.save(folder / "head", head, params, dialect=dialect, origin=origin)
+    if name.startswith("speculators"):
+        speculators = importlib.import_module("speculators")
+        config = speculators.SpeculatorModelConfig.from_pretrained(folder / "head")
+        config.transformer_layer_config._attn_implementation = "eager"
+        # What it does not find is NaN, and so are its rows.
+        return model_class.from_pretrained(folder / "head", config=config).eval()
+    model, info = model_class.from_pretrained(folder / "head", output_loading_info=True)
+    assert set(info["missing_keys"]) <= FROM_TARGET
+    assert not info["unexpected_keys"] and not info["mismatched_keys"]
+    if name.endswith("eagle3"):  # transformers 5 leaves its tables as they were made.
+        model.midlayer.self_attn._init_rope()
+    return model.float().eval()
+
+
+def tensor(x):
+    import torch
+
+    x = np.array(x)
+    return torch.from_numpy(x.astype(np.int64) if x.dtype == np.int32 else x)
+
+
+def close(ours, theirs, bound=5e-6):
+    """Within float32's rounding; another computation is off by tenths."""
+    theirs = np.asarray(theirs.detach() if hasattr(theirs, "detach") else theirs)
+    assert np.shape(ours) == theirs.shape
+    assert np.abs(np.asarray(ours) - theirs).max() <= bound * np.abs(theirs).max()
+
+
+T, ANCHOR = 14, 8
+TOKENS = np.random.default_rng(2).integers(1, 95, (1, T)).astype(np.int32)
+
+
+def block_case(folder, case):
+    """A block drafter of ours, theirs, and features of a text."""
+    files, name = BLOCKS[case]
+    dialect, config = CASES[files]
+    target = target_of(block_cases.TARGET)
+    params = blocks.make_params(config, target)
+    model = opened(
+        folder, block_files, config, params, name=name, dialect=dialect,
+        target=block_cases.TARGET,
+    )  # fmt: skip
+    features = np.random.default_rng(3).normal(size=(1, T, config.features_size))
+    return config, params, model, features.astype(np.float32)
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_blocks(tmp_path, case, monkeypatch):
+    """Fails if an owner refuses a folder, or a row of a block is computed otherwise."""
+    config, params, model, features = block_case(tmp_path, case)
+    anchors = jnp.asarray([[ANCHOR]], jnp.int32)
+    ours, _ = block_draft.forward_sequence(
+        params, config, jnp.asarray(TOKENS), jnp.asarray(features), anchors
+    )
+    if case.startswith("speculators"):
+        theirs = speculators_rows(model, features, monkeypatch)
+    else:
+        ids = [int(TOKENS[0, ANCHOR])] + [config.mask_token_id] * (
+            config.block_size - 1
+        )
+        embed = np.asarray(target_of(block_cases.TARGET).embed)[ids][None]
+        theirs = model(
+            position_ids=tensor(np.arange(ANCHOR + config.block_size)[None]),
+            noise_embedding=tensor(embed),
+            target_hidden=tensor(features[:, :ANCHOR]),
+        )
+    close(ours[0, 0], theirs[0])
+    with pytest.raises(AssertionError):  # Negative control: a position on.
+        later = block_draft.forward_sequence(
+            params, config, jnp.asarray(TOKENS), jnp.asarray(features), anchors + 1
+        )
+        close(later[0][0, 0], theirs[0])
+
+
+def speculators_rows(model, features, monkeypatch):
+    """Hidden states of one block, by the model's own training forward."""
+    import torch
+
+    core = importlib.import_module("speculators.models.dflash.core")
+    fixed = torch.tensor([ANCHOR]), torch.tensor([True])
+    monkeypatch.setattr(core, "select_anchors", lambda *args: fixed)
+    final = torch.zeros(1, T, block_cases.TARGET.hidden_size)
+    return model._backbone_forward(
+        tensor(features), tensor(TOKENS), torch.ones(1, T), final,
+        torch.zeros(1, T, dtype=torch.long), max_anchors=1,
+    )[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [name for name in BLOCKS if name.startswith("SpecF")])
+def test_specforge_losses_of_blocks(tmp_path, case, monkeypatch):
+    """Fails if a term, its weight or the row that it reads is another; greedy drafts of
+    the sequential heads are the same, too, since their logits are."""
+    import torch
+
+    config, params, model, features = block_case(tmp_path, case)
+    algorithms = pytest.importorskip("specforge.algorithms.common.dflash_family_model")
+    target = target_of(block_cases.TARGET)
+    head = torch.nn.Linear(config.hidden_size, 96, bias=False)
+    head.weight.data = tensor(target.head)
+    embed = torch.nn.Embedding.from_pretrained(tensor(target.embed))
+    is_dspark = config.head != "none"
+    kind = algorithms.OnlineDSparkModel if is_dspark else algorithms.OnlineDFlashModel
+    theirs = kind(
+        model, head, embed, config.mask_token_id, block_size=config.block_size,
+        attention_backend="sdpa", num_anchors=3, loss_decay_gamma=4.0,
+    )  # fmt: skip
+    final = np.random.default_rng(5).normal(size=(1, T, config.hidden_size))
+    final = final.astype(np.float32)
+    mask = np.arange(T)[None] >= 3
+    batch = {
+        "tokens": TOKENS,
+        "mask": mask,
+        "features": features,
+        "final": final,
+        "greedy": np.ones(1, bool),
+    }
+    draw = block.anchors_of(config, seed=0, count=3, hot=None)
+    batch = draw(batch, np.arange(1), 1)
+    anchors = tensor(batch["anchors"])
+    monkeypatch.setattr(
+        theirs,
+        "_sample_anchor_positions",
+        lambda *args: (anchors, torch.ones_like(anchors, dtype=torch.bool)),
+    )
+    told = {"target_last_hidden_states": tensor(final)} if is_dspark else {}
+    # `loss_mask` is of tokens, and our mask of the rows before them.
+    loss_mask = torch.ones(1, T)
+    loss_mask[:, :4] = 0
+    found = theirs(
+        input_ids=tensor(TOKENS), hidden_states=tensor(features), loss_mask=loss_mask,
+        **told,
+    )  # fmt: skip
+    teacher = targets.teacher_of(target, None)
+    terms = block.DSPARK if is_dspark else block.DFLASH
+    trained = block.trained(config, params)
+    ours = block.loss(
+        config, trained, jax.tree.map(jnp.asarray, batch), teacher, terms=terms
+    )
+    close(np.asarray(ours), found[0])
+
+
+def eagle_case(folder, case):
+    """An EAGLE-3 head of ours, theirs, and features of a text."""
+    files, name = EAGLES[case]
+    dialect, config = eagles.CASES[files]
+    if case != "SpecForge":  # Whose own code reads no features of another number.
+        config = dataclasses.replace(config, norm_before_fc=False)
+    params = eagles.make_head(config, target_of(eagles.TARGET))
+    model = opened(
+        folder, eagle3_files, config, params, name=name, dialect=dialect,
+        target=eagles.TARGET,
+    )  # fmt: skip
+    features = np.random.default_rng(3).normal(size=(1, T, config.features_size))
+    return config, params, model, features.astype(np.float32)
+
+
+def unrolled(config, params, features, steps):
+    """Logits of each drafting step after the text's own tokens."""
+    made = []
+    for j in range(steps):
+        pairs = np.pad(TOKENS[:, j:], ((0, 0), (0, j)))
+        read = made[-1].hidden if made else jnp.asarray(features)
+        made.append(
+            eagle3.forward_sequence(
+                params, config, jnp.asarray(pairs), read, earlier=tuple(made)
+            )
+        )
+    return [np.asarray(one.logits) for one in made]
+
+
+@pytest.mark.parametrize("case", EAGLES)
+def test_eagle3_steps(tmp_path, case):
+    """Fails if an owner refuses a folder, or a drafting step is computed otherwise."""
+    import torch
+
+    config, params, model, features = eagle_case(tmp_path, case)
+    ours = unrolled(config, params, features, 3)
+    if case == "SpecForge":
+        hidden = model.project_hidden_states(tensor(features))
+        kept = [[], []]
+        length = torch.full((1, 1, T, T), torch.finfo(torch.float32).min).triu(1)
+        for j, logits in enumerate(ours):
+            pairs = tensor(np.pad(TOKENS[:, j:], ((0, 0), (0, j))))
+            embed = tensor(params.embed)[pairs]
+            hidden = model.backbone(
+                embed, hidden, kept, length, tensor(np.arange(T)[None])
+            )
+            close(logits[:, : T - j], model.compute_logits(hidden)[:, : T - j])
+        return
+    drafts = model(
+        tensor(features), tensor(TOKENS), torch.zeros(1, T, dtype=torch.long),
+        ttt_steps=3,
+    )  # fmt: skip
+    for j, (logits, theirs) in enumerate(zip(ours, drafts, strict=True)):
+        chosen = logits.argmax(-1)[:, : T - j]
+        np.testing.assert_array_equal(chosen, theirs[:, : T - j])
+    assert (ours[0].argmax(-1)[:, 1:] != drafts[0][:, :-1].numpy()).any()
+
+
+def without_triton(monkeypatch):
+    """SpecForge's trainer, its cross-entropy by the formula that stands beside it."""
+    import torch
+
+    def loss(logits, target_p, mask):
+        return -(mask * target_p * torch.log_softmax(logits.float(), 2)).sum(2).mean()
+
+    module = types.ModuleType("specforge.core.loss")
+    module.LogSoftmaxLoss = types.SimpleNamespace(apply=loss)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return importlib.import_module("specforge.algorithms.eagle3.model")
+
+
+def test_specforge_loss_of_eagle3(tmp_path, monkeypatch):
+    """Fails if a step, its weight, or the token that a column predicts is another.
+
+    Theirs is the mean over T columns, of which the last predicts nothing, and masks the
+    column whose own token is the prompt's; ours the column that predicts one.
+    """
+    import torch
+
+    config, params, model, features = eagle_case(tmp_path, "SpecForge")
+    algorithm = without_triton(monkeypatch)
+    target = target_of(eagles.TARGET)
+    model.embed_tokens.weight.data = tensor(params.embed)
+    steps = 3
+    theirs = algorithm.OnlineEagle3Model(model, length=steps)
+    final = np.random.default_rng(5).normal(size=(1, T, 48)).astype(np.float32)
+    mask = np.arange(T)[None] >= 3
+    batch = {"tokens": TOKENS, "mask": mask, "features": features, "final": final}
+    batch["greedy"] = np.ones(1, bool)
+    teacher = targets.teacher_of(target, params.hot)
+    trained = eagle3_training.trained(config, params)
+    ours = eagle3_training.loss(
+        config, trained, jax.tree.map(jnp.asarray, batch), teacher, steps=steps
+    )
+    # Columns: pair i is token i + 1, and the target's row i + 1 says what follows it.
+    shift = lambda x: np.concatenate([x[:, 1:], np.zeros_like(x[:, :1])], axis=1)
+    logits = np.asarray(final) @ np.asarray(target.head).T
+    found = theirs(
+        input_ids=tensor(shift(TOKENS)), attention_mask=torch.ones(1, T),
+        target=tensor(shift(logits)), hidden_states=tensor(features),
+        loss_mask=tensor(shift(mask).astype(np.float32))[..., None],
+    )  # fmt: skip
+    losses = found[0]
+    total = sum(0.8**j * float(loss) for j, loss in enumerate(losses))
+    np.testing.assert_allclose(float(ours) * (T - 1) / T, total, rtol=1e-5)
