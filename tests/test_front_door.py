@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import decoding
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from experiments.lib import prompt_files, prompts
 from spec_jax import lossless, testing
 from spec_jax.drafters import ngram
 from spec_jax.gamma import goodput, threshold
+from spec_jax.model import params as params_lib
 
 
 TEXT = "añ日🙂"
@@ -319,6 +322,21 @@ def test_check_lossless_is_a_table(lm):
     ]
     assert [line.split()[:2] for line in lines] == [["0", "8"], ["1", "8"], ["2", "8"]]
     assert all(line.split()[3:] == ["equal"] * 4 for line in lines)
+
+
+def test_a_vocabulary_below_what_is_recorded():
+    """Fails if the recorder asks for more of the highest logits than there are."""
+    config = decoding.make_config(vocab_size=3)
+    model = dataclasses.replace(decoding.quickest(), config=config)
+    params = params_lib.init(jax.random.key(0), config, stddev=0.3)
+    bare = sj.LanguageModel(
+        target=model,
+        params=params_lib.prepare(params, model.impl),
+        drafter=ngram.PromptLookup(gamma_max=2),
+        drafter_params=None,
+        tokenizer=None,
+    )
+    assert sj.check_lossless(bare, [0, 1, 2, 0, 1], max_tokens=6)
 
 
 def _flip(array, *at):
