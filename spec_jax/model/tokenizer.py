@@ -187,7 +187,7 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
     if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
         raise ValueError(f"{path}: only byte-level tokenizers are supported")
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_str(json.dumps(raw))
     except Exception as error:  # The bindings raise this very class.
         raise ValueError(f"{path}: not a valid tokenizer: {error}") from None
     # A file may ask for either; both would change a prompt behind its user's back.
