@@ -319,9 +319,7 @@ class _Reader:
         if type(alignment) is not int or alignment < 1:
             raise self.error(f"general.alignment={alignment!r} is no number of bytes")
         start = -(-self.at // alignment) * alignment
-        tensors = {
-            name: self.tensor(name, start, info) for name, info in found.items()
-        }
+        tensors = {name: self.tensor(name, start, info) for name, info in found.items()}
         return _Header(self.path, fields, tensors)
 
     def tensor_info(self, name: str) -> tuple[tuple[int, ...], int, int]:

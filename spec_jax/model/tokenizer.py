@@ -166,7 +166,8 @@ class PieceDecoder:
 
 
 def load(folder: str | pathlib.Path) -> Tokenizer:
-    """Reads a folder's tokenizer and, where they are present, the files beside it.
+    """Reads a folder's tokenizer and, where they are present, the files beside it; or
+    that of a GGUF file. A name of `hub.locate` will do.
 
     The chat template is `chat_template.jinja`, else the `chat_template` of
     `tokenizer_config.json`. The stop tokens are the `eos_token_id` of
@@ -177,7 +178,7 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
       ValueError: the file of `locate` is missing, malformed or not byte-level; or one
         of the other files is malformed.
     """
-    folder = pathlib.Path(folder)
+    folder = hub.locate(folder)
     path = locate(folder)
     raw = _read_json(path)
     if raw is None:
