@@ -29,8 +29,8 @@ from experiments.lib import cli, terminal
 
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "experiments").glob("[!_]*.py"))
-WITHOUT_JAX = {"plot", "gpu_report", "multi_process"}
-"""One needs no device, and two leave it to their processes."""
+WITHOUT_JAX = {"plot", "fetch_model", "gpu_report", "multi_process"}
+"""Two need no device, and two leave it to their processes."""
 
 
 def run(work, **keywords) -> int:

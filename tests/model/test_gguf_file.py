@@ -48,6 +48,8 @@ SIZES = {
 }
 KINDS_OF_MODELS = (llama.LlamaConfig, config_lib.Qwen3Config)
 CONFIGS = {kind.model_type: kind(**SIZES) for kind in KINDS_OF_MODELS}
+# transformers does not read the size of Qwen3's heads, and takes this one.
+CONFIGS["qwen3"] = dataclasses.replace(CONFIGS["qwen3"], head_dim=128)
 TEXT = "def first(x):\n    return 'caf\u00e9', [x for x in range(10)]\n\n\n# \u2192"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -56,9 +58,9 @@ def random_bytes(kind: str, shape, rng) -> np.ndarray:
     """Blocks of a kind that the package cannot quantise to, of finite values."""
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // values, size), np.uint8)
-    scale = np.array([0.002], np.float16).view(np.uint8)
-    at = (208,) if kind == "Q6_K" else (0, 2)
-    for first in at:
+    is_q6 = kind == "Q6_K"
+    scale = np.array([2e-5 if is_q6 else 2e-4], np.float16).view(np.uint8)
+    for first in (208,) if is_q6 else (0, 2):
         blocks[..., first : first + 2] = scale
     return blocks.reshape(*shape[:-1], -1)
 
