@@ -53,28 +53,13 @@ def documents(
         for key, value in fields.items()
         if key.startswith("tokenizer.ggml.")
     }
-    kind, pre = own.get("model"), own.get("pre")
+    kind, pre = own.get("model"), own.get("pre", "")
     if kind != "gpt2" or pre not in PATTERNS:
         raise files.CheckpointError(
             f"{path}: a tokenizer of kind {kind!r} with pre-tokenizer {pre!r}, and "
             f"'gpt2' with one of {', '.join(PATTERNS)} is read; take another model"
         )
-    tokens, merges = own.get("tokens"), own.get("merges")
-    types = own.get("token_type", [1] * len(tokens or ()))
-    if not _are_texts(tokens) or not _are_texts(merges) or len(types) != len(tokens):
-        raise files.CheckpointError(
-            f"{path}: tokenizer.ggml has no tokens, types and merges that fit each "
-            f"other; {files.AGAIN}"
-        )
-    if len(tokens) > num_entries:
-        raise files.CheckpointError(
-            f"{path}: {len(tokens)} tokens, and the embedding has {num_entries} rows; "
-            f"{files.AGAIN}"
-        )
-    # Names of unused rows of the embedding are no tokens.
-    vocab = {t: i for i, t in enumerate(tokens) if types[i] != _UNUSED}
-    if len(vocab) != sum(kind != _UNUSED for kind in types):
-        raise files.CheckpointError(f"{path}: has a token twice; {files.AGAIN}")
+    vocab, types = _vocabulary(path, own, num_entries)
     named = {name: _token(path, own, key) for name, key in _NAMED.items() if key in own}
     stops = [own[key] for key in _STOPS if key in own and _token(path, own, key)]
     bos = None
@@ -100,7 +85,7 @@ def documents(
                 "type": "BPE",
                 "ignore_merges": pre == "llama-bpe",
                 "vocab": vocab,
-                "merges": merges,
+                "merges": own["merges"],
             },
         },
         "tokenizer_config.json": settings,
@@ -108,8 +93,32 @@ def documents(
     }
 
 
+def _vocabulary(
+    path: pathlib.Path, own: Mapping[str, Any], num_entries: int
+) -> tuple[dict[str, int], list[int]]:
+    """Returns the ids of tokens, without unused ones, and the types of all ids."""
+    tokens: list[str] = own.get("tokens", [])
+    merges = own.get("merges")
+    types = own.get("token_type", [1] * len(tokens) if _are_texts(tokens) else [])
+    if not _are_texts(tokens) or not _are_texts(merges) or len(types) != len(tokens):
+        raise files.CheckpointError(
+            f"{path}: tokenizer.ggml has no tokens, types and merges that fit each "
+            f"other; {files.AGAIN}"
+        )
+    if len(tokens) > num_entries:
+        raise files.CheckpointError(
+            f"{path}: {len(tokens)} tokens, and the embedding has {num_entries} rows; "
+            f"{files.AGAIN}"
+        )
+    # Names of unused rows of the embedding are no tokens.
+    vocab = {t: i for i, t in enumerate(tokens) if types[i] != _UNUSED}
+    if len(vocab) != sum(kind != _UNUSED for kind in types):
+        raise files.CheckpointError(f"{path}: has a token twice; {files.AGAIN}")
+    return vocab, types
+
+
 def _are_texts(values: Any) -> bool:
-    """Returns whether this is a list of texts, and not an empty one."""
+    """Returns whether this is a list of texts: arrays hold one type."""
     return isinstance(values, list) and all(isinstance(one, str) for one in values[:1])
 
 

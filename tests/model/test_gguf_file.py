@@ -20,6 +20,7 @@ from spec_jax.model import (
     config as config_lib,
     families,
     gguf_file,
+    gguf_header,
     gguf_tokenizer,
     llama,
     load,
@@ -128,8 +129,8 @@ def test_config_and_weights_are_those_that_were_written(model, tmp_path):
     # Negative control: rows as the file has them.
     entries = gguf_file.find(path)
     entry = entries["model.layers.0.self_attn.q_proj.weight"]
-    stored = np.fromfile(path, "<f4", count=256 * 256, offset=entry.offset)
     own = np.empty(entry.shape, np.float32)
+    stored = np.fromfile(path, "<f4", count=own.size, offset=entry.offset)
     tensor_values.read_into(entry, own)
     is_moved = not np.array_equal(stored, own.reshape(-1))
     assert is_moved == (config.model_type == "llama")
@@ -196,7 +197,7 @@ def test_a_text_begins_with_what_the_file_says(tmp_path):
 )
 def test_how_a_text_is_cut(name, pieces, plain):
     """Fails if digits or lines are cut as another model's."""
-    fields = dict(gguf_file._header(plain).fields)
+    fields = dict(gguf_header.read(plain).fields)
     fields["tokenizer.ggml.pre"] = name
     found = gguf_tokenizer.documents(plain, fields, 4096)["tokenizer.json"]
     raw = tokenizers.Tokenizer.from_str(json.dumps(found))
