@@ -65,33 +65,6 @@ class LanguageModel:
         """The most tokens that are drafted in a round."""
         return self.drafter.gamma_max
 
-    def card(self) -> str:
-        """Returns what it is in five lines: `print` shows it."""
-        config, words = self.target.config, self.tokenizer
-        shapes = params_lib.shapes(config)
-        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-        kernels = [self.target.impl, dispatch.instruction_set(self.target.impl)]
-        text = "none: token ids alone"
-        if words is not None:
-            chat = "a chat template" if words.has_chat_template else "no chat template"
-            text = f"{words.vocab_size:,} tokens, {chat}, stop ids {[*words.stop_ids]}"
-        return "\n".join(
-            [
-                f"target: {config.model_type}, {config.num_layers} layers of width "
-                f"{config.hidden_size}, {config.num_heads} heads and "
-                f"{config.num_kv_heads} of keys and values of {config.head_dim}",
-                f"weights: {count / 1e6:,.1f} M in {config.dtype}, vocabulary "
-                f"{config.vocab_size:,}, {config.max_position_embeddings:,} positions",
-                f"kernels: {' '.join(filter(None, kernels))}, slabs of "
-                f"{self.target.slab} rows, {self.target.cache} cache",
-                f"drafter: {type(self.drafter).__name__}, {self.gamma_max} drafts a "
-                "round at most",
-                f"tokenizer: {text}",
-            ]
-        )
-
-    __str__ = card
-
     def with_drafter(self, drafter: protocols.Drafter, params: Any = None):
         """Returns the same target with another drafter.
 
@@ -119,6 +92,33 @@ class LanguageModel:
                 "out, or take a drafter that has `for_tree`, such as 'draft-model'"
             )
         return self.with_drafter(for_tree(tree), self.drafter_params)
+
+    def card(self) -> str:
+        """Returns what it is in five lines: `print` shows it."""
+        config, words = self.target.config, self.tokenizer
+        shapes = params_lib.shapes(config)
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+        kernels = [self.target.impl, dispatch.instruction_set(self.target.impl)]
+        text = "none: token ids alone"
+        if words is not None:
+            chat = "a chat template" if words.has_chat_template else "no chat template"
+            text = f"{words.vocab_size:,} tokens, {chat}, stop ids {[*words.stop_ids]}"
+        return "\n".join(
+            [
+                f"target: {config.model_type}, {config.num_layers} layers of width "
+                f"{config.hidden_size}, {config.num_heads} heads and "
+                f"{config.num_kv_heads} of keys and values of {config.head_dim}",
+                f"weights: {count / 1e6:,.1f} M in {config.dtype}, vocabulary "
+                f"{config.vocab_size:,}, {config.max_position_embeddings:,} positions",
+                f"kernels: {' '.join(filter(None, kernels))}, slabs of "
+                f"{self.target.slab} rows, {self.target.cache} cache",
+                f"drafter: {type(self.drafter).__name__}, {self.gamma_max} drafts a "
+                "round at most",
+                f"tokenizer: {text}",
+            ]
+        )
+
+    __str__ = card
 
 
 def load(

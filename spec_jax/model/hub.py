@@ -17,7 +17,9 @@ FETCHED = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf"}
 
 def cache() -> pathlib.Path:
     """Returns the user's folder of fetched models; it may not exist."""
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # Relative ones are to be ignored, says the standard.
+        base = os.path.expanduser("~/.cache")
     return pathlib.Path(base) / "spec_jax"
 
 
