@@ -9,6 +9,7 @@ Every failure is a `CheckpointError` that names the file.
 """
 
 import functools
+import os
 import pathlib
 import re
 from collections.abc import Mapping
@@ -77,7 +78,7 @@ _NOTHING = {"expert_count": 0, "expert_used_count": 0}
 
 def is_file(path: pathlib.Path) -> bool:
     """Returns whether this is a file with the suffix of GGUF."""
-    return path.suffix.lower() == SUFFIX and path.is_file()
+    return path.suffix.lower() == SUFFIX and os.path.isfile(path)
 
 
 def document(path: pathlib.Path) -> dict[str, Any]:

@@ -37,11 +37,11 @@ def locate(name: str | os.PathLike) -> pathlib.Path:
       ValueError: a model of `FETCHED` that was not fetched yet.
     """
     path, text = pathlib.Path(name), os.fspath(name)
-    if path.exists():
+    if os.path.exists(path):  # False, too, where that cannot be found out.
         return path
     if text in FETCHED:
         file = cache() / FETCHED[text]
-        if file.is_file():
+        if os.path.isfile(file):
             return file
         raise ValueError(
             f"{text} is not on this machine: run `python experiments/fetch_model.py "
