@@ -397,6 +397,12 @@ def test_files_that_contradict_themselves_get_one_line(name, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_a_mesh_is_refused(plain):
+    """Its pieces of weights are read from plain rows alone."""
+    with pytest.raises(ValueError, match="a GGUF file is not read on a mesh"):
+        load.load(plain, layout=object())
+
+
 def test_without_the_package_one_line_names_the_extra(tmp_path, monkeypatch):
     """Quantised blocks need it; headers, and values of floats, do not."""
     config = CONFIGS["qwen3"]
