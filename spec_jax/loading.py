@@ -1,7 +1,8 @@
-"""Loading: Hugging Face folders, or the embedded pair -> a `LanguageModel`."""
+"""Loading: folders, GGUF files or the embedded pair -> a `LanguageModel`."""
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from spec_jax.engine import checks, protocols, rows
 from spec_jax.model import (
     config as config_lib,
     families,
+    hub,
     load as load_lib,
     params as params_lib,
     row_model,
@@ -125,6 +127,33 @@ class LanguageModel:
             )
         return self.with_drafter(for_tree(tree), self.drafter_params)
 
+    def card(self) -> str:
+        """Returns what it is in five lines: `print` shows it."""
+        config, words = self.target.config, self.tokenizer
+        shapes = params_lib.shapes(config)
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+        kernels = [self.target.impl, dispatch.instruction_set(self.target.impl)]
+        text = "none: token ids alone"
+        if words is not None:
+            chat = "a chat template" if words.has_chat_template else "no chat template"
+            text = f"{words.vocab_size:,} tokens, {chat}, stop ids {[*words.stop_ids]}"
+        return "\n".join(
+            [
+                f"target: {config.model_type}, {config.num_layers} layers of width "
+                f"{config.hidden_size}, {config.num_heads} heads and "
+                f"{config.num_kv_heads} of keys and values of {config.head_dim}",
+                f"weights: {count / 1e6:,.1f} M in {config.dtype}, vocabulary "
+                f"{config.vocab_size:,}, {config.max_position_embeddings:,} positions",
+                f"kernels: {' '.join(filter(None, kernels))}, slabs of "
+                f"{self.target.slab} rows, {self.target.cache} cache",
+                f"drafter: {type(self.drafter).__name__}, {self.gamma_max} drafts a "
+                "round at most",
+                f"tokenizer: {text}",
+            ]
+        )
+
+    __str__ = card
+
 
 def load(
     target: str | pathlib.Path | None = None,
@@ -150,9 +179,11 @@ def load(
       (8, 7)
 
     Args:
-      target: a Hugging Face folder of one of `model.families`; None: the embedded one.
-      draft: a folder of a draft model with the same tokenizer, or of a head that reads
-        the target; None: what comes with the embedded target.
+      target: a Hugging Face folder of one of `model.families`, or a GGUF file of Llama
+        or Qwen3; a name such as "Qwen/Qwen3-0.6B" in Hugging Face's local cache, or
+        "smollm2" after `experiments/fetch_model.py`; None: the embedded one.
+      draft: as `target`, of a draft model with the same tokenizer; or a folder of a
+        head that reads the target; None: what comes with the embedded target.
       drafter: a name (`drafters.registry.names`), `package.module:Name`, the folder of
         a head that was trained for the target, or an object that keeps
         `protocols.Drafter` and has no parameters.
@@ -267,11 +298,11 @@ def _folders_of(
 
     A drafter may need none: what it has is read when it is loaded.
     """
-    folders = [pathlib.Path(target or EMBEDDED_TARGET)]
+    folders = [hub.locate(target or EMBEDDED_TARGET)]
     draft = _draft_folder(target, draft)
     has_head = isinstance(drafter, str) and registry.reads_target(drafter, draft)
     if draft is not None and not has_head:
-        folders.append(pathlib.Path(draft))
+        folders.append(hub.locate(draft))
     return folders
 
 
@@ -351,7 +382,7 @@ def load_draft(
             "the drafter needs a draft model, and none is given: name its folder as "
             "`draft`, or take a drafter without one, such as 'ngram'"
         )
-    folder = pathlib.Path(folder)
+    folder = hub.locate(folder)
     tokenizer.check_same_vocabulary(target_tokenizer, tokenizer.load(folder))
     model, params = _load_rows(
         folder,

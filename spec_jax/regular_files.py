@@ -31,8 +31,8 @@ def read(path: pathlib.Path, *, max_bytes: int = MAX_BYTES) -> bytes:
             )
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
-    except FileNotFoundError:
-        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(*error.args) from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except MemoryError:

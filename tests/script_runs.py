@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 REQUIRED = {
     "ablate_heads": ("--out", "rows.jsonl"),
     "compare_llama_cpp": ("--llama-bin", "bin"),
+    "fetch_model": ("smollm2",),
     "plot": ("--out", "figures", "--theory"),
     "reproduce": ("--list",),
     "replay": ("--record", "traces.jsonl"),

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+import decoding
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from experiments.lib import prompt_files, prompts
 from spec_jax import generation, lossless, testing
 from spec_jax.drafters import ngram
 from spec_jax.gamma import goodput, threshold
+from spec_jax.model import params as params_lib
 
 
 TEXT = "añ日🙂"
@@ -312,6 +315,28 @@ def test_check_lossless_is_a_table(lm):
     ]
     assert [line.split()[:2] for line in lines] == [["0", "8"], ["1", "8"], ["2", "8"]]
     assert all(line.split()[3:] == ["equal"] * 4 for line in lines)
+
+
+def test_a_vocabulary_below_what_is_recorded():
+    """Fails if the recorder asks for more of the highest logits than there are."""
+    config = decoding.make_config(vocab_size=3)
+    model = dataclasses.replace(decoding.quickest(), config=config)
+    params = params_lib.init(jax.random.key(0), config, stddev=0.3)
+    bare = sj.LanguageModel(
+        target=model,
+        params=params_lib.prepare(params, model.impl),
+        drafter=ngram.PromptLookup(gamma_max=2),
+        drafter_params=None,
+        tokenizer=None,
+    )
+    assert sj.check_lossless(bare, [0, 1, 2, 0, 1], max_tokens=6)
+
+
+def test_without_jit_the_tokens_are_the_same(lm):
+    """Fails if what a compiled program is given of NumPy's ends a plain call."""
+    expected = sj.generate(lm, PROMPTS[0], max_tokens=2).tokens
+    with jax.disable_jit():
+        assert sj.generate(lm, PROMPTS[0], max_tokens=2).tokens == expected
 
 
 def _flip(array, *at):

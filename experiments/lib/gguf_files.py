@@ -16,6 +16,7 @@ import numpy as np
 from spec_jax.model import (
     config as config_lib,
     families,
+    gguf_tokenizer,
     load as load_lib,
     params as params_lib,
     tokenizer as tokenizer_lib,
@@ -26,11 +27,7 @@ INSTALL = "pip install -e '.[llama]'"
 
 ARCHITECTURE = "qwen3"
 
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-PRE_TOKENIZERS = {None: "gpt-2", _QWEN2: "qwen2"}
+PRE_TOKENIZERS = {gguf_tokenizer.PATTERNS[name]: name for name in ("gpt-2", "qwen2")}
 """llama.cpp's name of the way to cut a text into words: by the pattern in a
 `tokenizer.json`, or GPT-2's, which `ByteLevel` has in itself."""
 

@@ -288,6 +288,7 @@ def _compare(lm, entry, decoded, position) -> dict[str, Any]:
     theirs = int(decoded.chosen[0, position])
     ids, values = decoded.top_ids[0, position], decoded.top_logits[0, position]
     by_token = dict(zip(ids.tolist(), values.tolist(), strict=True))
+    by_token.pop(recorder.NONE, None)  # A vocabulary of fewer than `TOP` tokens.
     highest = np.argsort(-logits, kind="stable")[:TOP].tolist()
     margin = None
     if ours in by_token:

@@ -30,6 +30,8 @@ from spec_jax.model import (
     block_params,
     config as config_lib,
     eagle3_params,
+    gguf_file,
+    hub,
     params as params_lib,
     row_model,
 )
@@ -162,10 +164,10 @@ def read_config(shapes: str, *, dtype: str | None) -> config_lib.Qwen3Config:
     if shapes in PRESETS:
         config = PRESETS[shapes]
         return dataclasses.replace(config, dtype=dtype or config.dtype)
-    folder = pathlib.Path(shapes)
+    folder = hub.locate(shapes)
     if shapes == EMBEDDED:
         folder = loading.EMBEDDED_TARGET
-    elif not folder.is_dir():
+    elif not folder.is_dir() and not gguf_file.is_file(folder):
         known = ", ".join([EMBEDDED, *sorted(PRESETS)])
         raise ValueError(f"--shapes {shapes}: not one of {known}, and no folder either")
     return config_lib.read(folder / "config.json", dtype=dtype)

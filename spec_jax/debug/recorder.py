@@ -61,7 +61,7 @@ class Recorder:
       target: any target; hashable, as all targets are.
       window: the most columns of a call: gamma_max + 1, for autoregressive decoding
         too.
-      top: how many of the highest logits to keep.
+      top: how many of the highest logits to keep, or all of a smaller vocabulary.
     """
 
     target: Any
@@ -258,7 +258,8 @@ class Recorder:
             place = window.start[slot] + column
             at = slot, place
             row = jax.lax.optimization_barrier(verified.logits[i])
-            top_logits, top_ids = jax.lax.top_k(row, self.top)
+            num_top = min(self.top, row.shape[0])
+            top_logits, top_ids = jax.lax.top_k(row, num_top)
             return recording.replace(
                 fed=recording.fed.at[at].set(drafts[slot, column]),
                 row=recording.row.at[at].set(column),
@@ -267,8 +268,8 @@ class Recorder:
                     jax.nn.log_softmax(row)[chosen[i]]
                 ),
                 logits_hash=recording.logits_hash.at[at].set(hash_bits(row)),
-                top_ids=recording.top_ids.at[at].set(top_ids),
-                top_logits=recording.top_logits.at[at].set(top_logits),
+                top_ids=recording.top_ids.at[*at, :num_top].set(top_ids),
+                top_logits=recording.top_logits.at[*at, :num_top].set(top_logits),
                 lowest=recording.lowest.at[at].set(jnp.min(row)),
                 drafted=recording.drafted.at[slot, place + 1].set(
                     following[slot, column], mode="drop"

@@ -94,7 +94,8 @@ class SuffixDecoding(text_tree.TextDrafter):
 
     Attributes:
       match_max: the longest match whose places are counted.
-      max_factor: tokens drafted per token of the match, at most.
+      max_factor: tokens drafted per token of the match, at most; `inf` for no bound
+        but gamma.
       min_probability: where a path ends.
       tree: of the continuations in both bodies, in place of the path of the highest
         score.
@@ -178,7 +179,9 @@ class SuffixDecoding(text_tree.TextDrafter):
     def _budgets(self) -> np.ndarray:
         """Tokens by the length of the match, from 1 on."""
         sizes = np.arange(1, self.match_max + 1, dtype=np.int32)
-        return np.floor(sizes * self.max_factor).astype(np.int32)
+        # Bounded before the cast: the product may exceed int32, or be infinite.
+        most = np.minimum(np.floor(sizes * self.max_factor), self.gamma_max)
+        return most.astype(np.int32)
 
     def _by_kernels(self, corpus, tokens, length, gamma) -> Lookup:
         drafts, num_drafted, survival, score = look_up_op.look_up(

@@ -83,6 +83,10 @@ def propose(
         place is not continued.
       gamma: nodes, at most; fewer where less followed.
     """
+    # `top_k` takes no more than there are; places without a token get no weight.
+    missing = (0, max(0, tree.top_k - text.shape[0]))
+    text = jnp.pad(text, missing, constant_values=suffix_match.NONE)
+    matched = jnp.pad(matched, missing)
     first = _first_of_equals(text)
     is_token = text != suffix_match.NONE
     weights = MATCH_WEIGHT ** (matched - jnp.max(matched)).astype(jnp.float32)
@@ -115,7 +119,8 @@ def propose(
         wanted=jnp.where(jnp.any(weights > 0), gamma, 0)[None],
     )
     alone = jax.tree.map(lambda leaf: leaf[0], proposal)
-    return alone.replace(tokens=text[alone.tokens])
+    # A fixed tree drafts all its nodes, also where too little followed.
+    return alone.replace(tokens=jnp.maximum(text[alone.tokens], 0))
 
 
 def _first_of_equals(text: Int[Array, " size"]) -> Int[Array, " size"]:

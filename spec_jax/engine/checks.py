@@ -125,6 +125,12 @@ def check_pair(target: Any, drafter: Any) -> None:
             f"gamma_max={drafter.gamma_max} needs {drafter.gamma_max + 1} rows a "
             f"window, the target has {most}"
         )
+    top_k = getattr(getattr(drafter, "tree", None), "top_k", 0)
+    if target_size is not None and top_k > target_size:
+        raise ValueError(
+            f"tree={drafter.tree} has {top_k} children of a node, and the vocabulary "
+            f"has {target_size} tokens: take at most as many children"
+        )
     _check_taps(target, drafter)
 
 

@@ -64,6 +64,15 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedEntry(Entry):
+    """A tensor whose values are unpacked where they are read, in whole units."""
+
+    unit_values: int
+    unit_bytes: int
+    unpack: Callable[[np.ndarray], np.ndarray]  # uint8 of units -> flat, of `dtype`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pending:
     """One tensor to be written; `fetch` is called once, when its turn comes."""
 

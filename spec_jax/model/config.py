@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from spec_jax import regular_files
-from spec_jax.model import families, hub
+from spec_jax.model import families, gguf_file, hub
 
 
 DTYPES = ("float32", "bfloat16")
@@ -376,12 +376,14 @@ def read(path: pathlib.Path, *, dtype: str | None = None) -> ModelConfig:
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
-    """Reads the JSON object that a file holds.
+    """Reads the JSON object that a file holds, or that a GGUF file would as a folder.
 
     Raises:
       FileNotFoundError: no such file.
       ValueError: the file cannot be read or holds something else; names the file.
     """
+    if gguf_file.is_file(path.parent):
+        return gguf_file.document(path)
     data = regular_files.read(path)
     try:
         raw = json.loads(data)

@@ -23,6 +23,8 @@ from spec_jax.model import (
     checkpoint_files as files,
     config as config_lib,
     families,
+    gguf_file,
+    hub,
     load_shards,
     params as params_lib,
     tensor_values,
@@ -52,7 +54,8 @@ def load(
     vocab_size: int | None = None,
     layout: shard.Layout | None = None,
 ) -> tuple[config_lib.ModelConfig, params_lib.Params]:
-    """Reads a folder with `config.json` and safetensors, one file or sharded.
+    """Reads a folder with `config.json` and safetensors, one file or sharded; or a
+    GGUF file. A name of `hub.locate` will do.
 
     All names, shapes, sizes and the free memory are checked before any weight is
     read. Besides the result, at most one array and one block are held at a time.
@@ -80,10 +83,16 @@ def load(
       ValueError: `config.json` cannot be used, or jax cannot start; or there are fewer
         entries than `vocab_size`.
     """
-    folder = pathlib.Path(folder)
+    folder = hub.locate(folder)
     config = config_lib.read(folder / "config.json", dtype=dtype)
     family = families.of(config)
-    found = files.find(folder).items()
+    is_gguf = gguf_file.is_file(folder)
+    if is_gguf and layout is not None:
+        raise ValueError(
+            f"{folder}: a GGUF file is not read on a mesh; load it without `mesh`, "
+            "save it as a folder, and load that"
+        )
+    found = (gguf_file if is_gguf else files).find(folder).items()
     ignored = re.compile(family.IGNORED)
     entries = {name: entry for name, entry in found if not ignored.search(name)}
     _check_num_layers(folder, config, entries)

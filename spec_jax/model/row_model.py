@@ -360,6 +360,8 @@ def _cache_specs(kv: paged.PagedKV) -> paged.PagedKV:
     donate_argnames=("kv",),
 )
 def _prefill(model, params, kv, tokens, length, slot, *, by_rows, taps=()):
+    # NumPy's where `jax.disable_jit` makes this a plain call.
+    tokens, length, slot = map(jnp.asarray, (tokens, length, slot))
     kv = allocator.reserve(kv, slot, length)
     if not by_rows:
         if model.layout is not None:

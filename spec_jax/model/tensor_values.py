@@ -32,7 +32,8 @@ def read_into(entry: files.Entry, out: np.ndarray) -> None:
     try:
         with entry.path.open("rb") as file:
             file.seek(entry.offset)
-            if entry.dtype == out.dtype:
+            is_packed = isinstance(entry, files.PackedEntry)
+            if entry.dtype == out.dtype and not is_packed:
                 _read_exactly(file, entry, flat)
                 return
             length = max(1, BLOCK_BYTES // entry.dtype.itemsize)
@@ -129,11 +130,27 @@ def _blocks(
 ) -> Iterable[tuple[int, np.ndarray]]:
     """Consecutive parts of a flat tensor and where they start; one buffer, reused."""
     num_values = math.prod(entry.shape)
+    if isinstance(entry, files.PackedEntry):
+        yield from _unpacked(file, entry, values_per_block)
+        return
     buffer = np.empty(min(values_per_block, num_values), entry.dtype)
     for start in range(0, num_values, values_per_block):
         block = buffer[: num_values - start]
         _read_exactly(file, entry, block)
         yield start, block
+
+
+def _unpacked(
+    file: io.BufferedReader, entry: files.PackedEntry, values_per_block: int
+) -> Iterable[tuple[int, np.ndarray]]:
+    """As `_blocks`, of whole units, the last of which may be more than is asked for."""
+    num_values, unit = math.prod(entry.shape), entry.unit_values
+    step = max(1, values_per_block // unit) * unit
+    for start in range(0, num_values, step):
+        units = -(-min(step, num_values - start) // unit)
+        raw = np.empty(units * entry.unit_bytes, np.uint8)
+        _read_exactly(file, entry, raw)
+        yield start, entry.unpack(raw)[: num_values - start]
 
 
 def _read_exactly(

@@ -263,7 +263,8 @@ class PieceDecoder:
 
 
 def load(folder: str | pathlib.Path) -> Tokenizer:
-    """Reads a folder's tokenizer and, where they are present, the files beside it.
+    """Reads a folder's tokenizer and, where they are present, the files beside it; or
+    that of a GGUF file. A name of `hub.locate` will do.
 
     The chat template is `chat_template.jinja`, else the `chat_template` of
     `tokenizer_config.json`. The stop tokens are the `eos_token_id` of
@@ -274,7 +275,7 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
       ValueError: the file of `locate` is missing, malformed or not byte-level; or one
         of the other files is malformed.
     """
-    folder = pathlib.Path(folder)
+    folder = hub.locate(folder)
     path = locate(folder)
     raw = _read_json(path)
     if raw is None:
@@ -284,7 +285,7 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
     if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
         raise ValueError(f"{path}: only byte-level tokenizers are supported")
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_str(json.dumps(raw))
     except Exception as error:  # The bindings raise this very class.
         raise ValueError(f"{path}: not a valid tokenizer: {error}") from None
     # A file may ask for either; both would change a prompt behind its user's back.

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
@@ -161,7 +162,13 @@ constexpr auto RunStep = [](ffi::ThreadPool pool, ffi::Result<Floats> logits,
   return with_step(pool, call.model, call.rows, [&](auto& team, auto step) {
     step.taps.assign(taps.begin(), taps.end());
     step.logits = logits->element_count() > 0 ? logits->typed_data() : nullptr;
-    step.features = data<element_of<decltype(step)>>(features);
+    using T = element_of<decltype(step)>;
+    step.features = data<T>(features);
+    // A prompt's features leave the program with their padding rows: these are zeros, as
+    // `jax_debug_nans` would take what the memory held for results.
+    int64_t row = features->dimensions()[1] * features->dimensions()[2];
+    std::fill(step.features + step.rows.live * row,
+              step.features + features->element_count(), T{});
     run_step(team, step);
   });
 };

@@ -227,8 +227,8 @@ def step(
       with_logits: without them `[0, V]` is returned, and the head is not read.
 
     Returns:
-      Logits `[R, V]` float32, features `[R, taps, D]`, and the pages, which are
-      updated in place.
+      Logits `[R, V]` float32, features `[R, taps, D]`, whose padding rows are zeros,
+      and the pages, which are updated in place.
     """
     (R,), (V, D) = tokens.shape, model.embed.shape
     if not all(0 <= tap <= len(model.layers) for tap in taps):

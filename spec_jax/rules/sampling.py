@@ -318,7 +318,8 @@ def noise(
     unlikely tokens would together be drawn too seldom.
     """
     key = noise_key(seed, stream, position, offset)
-    return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")
+    with jax.threefry_partitionable(True):  # The flag of the process makes other bits.
+        return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")
 
 
 @typed
@@ -332,7 +333,9 @@ def uniforms(
     and less than a smaller one to within 2**-56. It is 0 once in 2**56 draws.
     """
     key = noise_key(seed, Stream.UNIFORM, position)
-    return _unit_interval(jax.random.bits(key, (gamma, 2), jnp.uint32))
+    with jax.threefry_partitionable(True):
+        bits = jax.random.bits(key, (gamma, 2), jnp.uint32)
+    return _unit_interval(bits)
 
 
 def _unit_interval(bits: UInt32[Array, "n 2"]) -> Float32[Array, " n"]:

@@ -212,6 +212,18 @@ def test_it_keeps_the_contract():
     assert checked == tuple(testing.CLAUSES)
 
 
+@pytest.mark.parametrize("impl", ["xla", "native"])
+@pytest.mark.parametrize("factor", [float("inf"), 1e300, 2.8e8])
+def test_a_factor_beyond_int32_is_no_bound(factor, impl):
+    """Fails if a budget overflows, so that nothing is drafted."""
+    decoding.needs(impl)
+    drafter = dataclasses.replace(DRAFTER, max_factor=factor, impl=impl)
+    large = dataclasses.replace(drafter, max_factor=100.0)
+    text = [7, 1, 2, 3, 4, 7]
+    found = run(drafter, text, corpus_of(), 4)
+    assert found == run(large, text, corpus_of(), 4) and len(found[1]) == 4
+
+
 def test_a_longer_corpus_is_the_same_program():
     """Fails if what is remembered is static."""
     run(DRAFTER, [7, 1], corpus_of(), 2)

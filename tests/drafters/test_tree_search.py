@@ -288,6 +288,17 @@ def test_lookup_drafts_every_continuation():
     assert looked_up(drafter, text=[1, 2, 3]) == []
 
 
+@pytest.mark.parametrize("text", ["50x2:6", "50"])
+@pytest.mark.parametrize("make", [ngram.PromptLookup, suffix.SuffixDecoding])
+def test_more_children_than_places(make, text):
+    """Fails if what the text has no room for ends the trace, or is drafted as -1."""
+    drafter = make(gamma_max=4).for_tree(tree_shapes.parse(text))
+    params = suffix.empty_corpus(3) if make is suffix.SuffixDecoding else None
+    found = looked_up(drafter, params)
+    assert {(3,), (4,)} <= set(found)
+    assert not any(token < 0 for path in found for token in path)
+
+
 def test_longer_matches_decide():
     """Fails if a match of one token counts as much as one of three."""
     text = [1, 2, 3, 4, 9, 3, 5, 9, 3, 5, 9, 3, 5, 1, 2, 3]

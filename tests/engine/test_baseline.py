@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from decoding import PROMPT, SMALL, Ask
 
+from spec_jax.drafters import ngram, tree_shapes
 from spec_jax.engine import baseline, checks
 from spec_jax.model import row_model
 
@@ -215,6 +216,11 @@ def test_pairs_that_do_not_fit_together():
     ):
         with pytest.raises(ValueError, match=message):
             checks.check_pair(slots, dataclasses.replace(draft, gamma_max=gamma_max))
+    for drafter in (draft, ngram.PromptLookup(gamma_max=6)):
+        checks.check_pair(slots, drafter.for_tree(tree_shapes.parse("96x2:6")))
+        wide = drafter.for_tree(tree_shapes.parse("97x2:6"))
+        with pytest.raises(ValueError, match="97 children .* has 96 tokens: take"):
+            checks.check_pair(slots, wide)
     checks.check_pair(slots, draft)
     # One that repeats what it was shown fits any vocabulary.
     checks.check_pair(slots, decoding.Scripted())

@@ -13,7 +13,13 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from experiments.lib import gguf_files
 from spec_jax import loading
-from spec_jax.model import config as config_lib, load, params as params_lib, tokenizer
+from spec_jax.model import (
+    config as config_lib,
+    gguf_tokenizer,
+    load,
+    params as params_lib,
+    tokenizer,
+)
 
 
 gguf = pytest.importorskip("gguf")
@@ -147,7 +153,7 @@ def test_random_weights_have_no_tokens(tmp_path):
     assert "output.weight" in {tensor.name for tensor in reader.tensors}
 
 
-def of_qwen(pattern=gguf_files._QWEN2, **changes):
+def of_qwen(pattern=gguf_tokenizer.PATTERNS["qwen2"], **changes):
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     split |= {"invert": False} | changes
     last = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}

@@ -29,8 +29,8 @@ from experiments.lib import cli, terminal
 
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "experiments").glob("[!_]*.py"))
-WITHOUT_JAX = {"plot", "gpu_report", "multi_process"}
-"""One needs no device, and two leave it to their processes."""
+WITHOUT_JAX = {"plot", "fetch_model", "gpu_report", "multi_process"}
+"""Two need no device, and two leave it to their processes."""
 
 
 def run(work, **keywords) -> int:
@@ -191,8 +191,8 @@ sys.meta_path.insert(0, Interrupt())
 """
 
 
-# The report starts no jax of its own.
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "gpu_report"])
+# The report starts no jax of its own, and a download needs none.
+@pytest.mark.parametrize("name", sorted({*SCRIPTS} - {"gpu_report", "fetch_model"}))
 def test_an_interrupt_during_the_imports(name):
     """Fails if a script imports jax before it listens: that takes seconds."""
     path = ROOT / "experiments" / f"{name}.py"

@@ -24,8 +24,12 @@ def make(dtype, **changes):
     return config, params_lib.prepare(params, "native")
 
 
-def run(config, params, live, *, observe=None, with_logits=True, taps=TAPS):
-    """Logits, features and pools after two slabs of two slots."""
+def run(
+    config, params, live, *, observe=None, with_logits=True, taps=TAPS, num_kept=None
+):
+    """Logits, features and pools after two slabs of two slots; of `num_kept` rows, or
+    of those that are active."""
+    kept = slice(live if num_kept is None else num_kept)
     model = row_model.RowModel(config=config, impl="native", slab=SLAB)
     kv = model.new_slots(2, capacity=24, page_size=8)
     for slot in range(2):
@@ -49,7 +53,7 @@ def run(config, params, live, *, observe=None, with_logits=True, taps=TAPS):
             num_active=jnp.int32(live),
         )
         kv, outputs = forward(params, rows=rows, kv=kv)
-        found += [outputs.logits[:live], outputs.features[:live]]
+        found += [outputs.logits[kept], outputs.features[kept]]
     return jax.tree.map(np.asarray, (found, kv.k, kv.v))
 
 
@@ -76,6 +80,35 @@ def test_without_logits_the_rest_is_the_same(head_dim, taps):
     assert all(np.count_nonzero(pool[-1]) for pool in pools)
     testing.assert_same_bits(less[1::2], whole[1::2])
     assert [logits.shape for logits in less[::2]] == [(0, config.vocab_size)] * 2
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Gives steps memory of NaN to write their results to."""
+    call = steps.calls.call
+
+    def poison(target, outputs, *arguments, aliases=None, **how):
+        is_step = target == "spec_jax_step"
+        for number, output in enumerate(outputs if is_step else ()):
+            if output.size and number not in aliases.values():
+                aliases = aliases | {len(arguments): number}
+                # Kernels take any number of arguments after those of the last layer.
+                arguments += (jnp.full(output.shape, jnp.nan, output.dtype),)
+        return call(target, outputs, *arguments, aliases=aliases, **how)
+
+    monkeypatch.setattr(steps.calls, "call", poison)
+
+
+@pytest.mark.parametrize("with_logits", [False, True])
+@pytest.mark.parametrize("live", [0, 4, SLAB])
+def test_padding_rows_of_features_are_zeros(live, with_logits, poisoned):
+    """Fails if they hold what the memory held: NaN, to `jax_debug_nans`."""
+    how = {"with_logits": with_logits, "num_kept": SLAB}
+    found, *_ = run(*make("bfloat16"), live, **how)
+    for features in found[1::2]:
+        assert not features[live:].any() and np.isfinite(features[:live]).all()
+    if with_logits and live < SLAB:  # Negative control: the memory is NaN.
+        assert all(np.isnan(logits[live:]).all() for logits in found[::2])
 
 
 def test_a_head_of_its_own():

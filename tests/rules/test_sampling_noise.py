@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.extend import core
 
 from spec_jax import testing
@@ -161,12 +162,31 @@ def test_no_two_purposes_share_noise():
     assert drawn(uses[5]) == drawn(uses[5])
 
 
-def test_noise_does_not_depend_on_the_configured_generator():
-    """A seed means the same stream in every process."""
-    expected = sampling.noise(jnp.uint32(3), jnp.int32(5), vocab_size=8)
-    with jax.default_prng_impl("rbg"):
-        found = sampling.noise(jnp.uint32(3), jnp.int32(5), vocab_size=8)
-    testing.assert_same_bits(found, expected)
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(
+    "other", [jax.default_prng_impl("rbg"), jax.threefry_partitionable(False)]
+)
+def test_noise_does_not_depend_on_the_configured_generator(other, is_compiled):
+    """A seed means the same stream in every process, whatever jax's flags are."""
+
+    def draw():
+        at = jnp.uint32(3), jnp.int32(5)
+        return sampling.noise(*at, vocab_size=8), sampling.uniforms(*at, gamma=4)
+
+    wrap = jax.jit if is_compiled else lambda fn: fn
+    expected = wrap(lambda: draw())()
+    with other:
+        testing.assert_same_bits(wrap(lambda: draw())(), expected)
+
+
+def test_other_flags_make_other_bits():
+    """Negative control: what the noise is drawn by depends on a flag."""
+    key = jax.random.key(0, impl="threefry2x32")
+    found = []
+    for value in (False, True):
+        with jax.threefry_partitionable(value):
+            found.append(int(jax.random.bits(key, (8,))[0]))
+    assert found[0] != found[1]
 
 
 def equal_among_highest(values) -> int:

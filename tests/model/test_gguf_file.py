@@ -1,0 +1,453 @@
+"""GGUF files: weights, configs and tokens are those that were written, or one line."""
+
+import dataclasses
+import json
+import struct
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+import spec_jax as sj
+from experiments.lib import gguf_files
+from spec_jax import loading, testing
+from spec_jax.drafters import ngram
+from spec_jax.model import (
+    checkpoint_files,
+    config as config_lib,
+    families,
+    gguf_file,
+    gguf_header,
+    gguf_tokenizer,
+    llama,
+    load,
+    params as params_lib,
+    sequence,
+    tensor_values,
+    tokenizer,
+)
+
+
+gguf = pytest.importorskip("gguf")
+
+SIZES = {
+    "vocab_size": 4096,
+    "hidden_size": 256,  # A block of the largest kind of quantisation.
+    "intermediate_size": 256,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+    "rope_theta": 20_000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
+KINDS_OF_MODELS = (llama.LlamaConfig, config_lib.Qwen3Config)
+CONFIGS = {kind.model_type: kind(**SIZES) for kind in KINDS_OF_MODELS}
+# transformers does not read the size of Qwen3's heads, and takes this one.
+CONFIGS["qwen3"] = dataclasses.replace(CONFIGS["qwen3"], head_dim=128)
+TEXT = "def first(x):\n    return 'caf\u00e9', [x for x in range(10)]\n\n\n# \u2192"
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def random_bytes(kind: str, shape, rng) -> np.ndarray:
+    """Blocks of a kind that the package cannot quantise to, of finite values."""
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // values, size), np.uint8)
+    is_q6 = kind == "Q6_K"
+    scale = np.array([2e-5 if is_q6 else 2e-4], np.float16).view(np.uint8)
+    for first in (208,) if is_q6 else (0, 2):
+        blocks[..., first : first + 2] = scale
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def write(path, config, params, *, kind="F32", change=lambda writer: None):
+    """A file of all that a model is, its matrices of one kind."""
+    arch = config.model_type
+    writer = gguf.GGUFWriter(path, arch)
+    gguf_files._add_config(writer, config)
+    words = tokenizer.load(loading.EMBEDDED_DRAFT)
+    gguf_files._add_tokenizer(writer, words, config.vocab_size)
+    writer.add_chat_template(TEMPLATE)
+    writer.add_bos_token_id(1)
+    change(writer)
+    number = gguf.MODEL_ARCH.LLAMA if arch == "llama" else gguf.MODEL_ARCH.QWEN3
+    names = gguf.get_tensor_name_map(number, config.num_layers)
+    rng = np.random.default_rng(0)
+    for tensor in load.pending(params, families.of(config).tensors(config)):
+        array = np.asarray(tensor.fetch(), np.float32)
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        for part, count in heads.items():
+            if part in tensor.name and arch == "llama":  # As llama.cpp rotates pairs.
+                halves = array.reshape(count, 2, -1, array.shape[1])
+                array = halves.swapaxes(1, 2).reshape(array.shape)
+        name = names.get_name(tensor.name, try_suffixes=(".weight",))
+        if array.ndim == 1 or kind == "F32":
+            writer.add_tensor(name, array)
+            continue
+        raw = gguf.GGMLQuantizationType[kind]
+        if kind.endswith("_K"):
+            packed = random_bytes(kind, array.shape, rng)
+        else:
+            packed = gguf.quants.quantize(array, raw)
+        writer.add_tensor(name, packed, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request):
+    """A config, and random weights."""
+    config = CONFIGS[request.param]
+    return config, params_lib.init(jax.random.key(0), config, stddev=0.1)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A file of the Llama model."""
+    config = CONFIGS["llama"]
+    params = params_lib.init(jax.random.key(0), config, stddev=0.1)
+    return write(tmp_path_factory.mktemp("gguf") / "plain.gguf", config, params)
+
+
+def test_config_and_weights_are_those_that_were_written(model, tmp_path):
+    """Fails if a size, a bit or a row of queries and keys is another."""
+    config, params = model
+    path = write(tmp_path / "a.gguf", config, params)
+    found, weights = load.load(path)
+    assert found == dataclasses.replace(config, rms_norm_eps=found.rms_norm_eps)
+    assert found.rms_norm_eps == np.float32(config.rms_norm_eps)
+    testing.assert_same_bits(weights, params)
+    # Negative control: rows as the file has them.
+    entries = gguf_file.find(path)
+    entry = entries["model.layers.0.self_attn.q_proj.weight"]
+    own = np.empty(entry.shape, np.float32)
+    stored = np.fromfile(path, "<f4", count=own.size, offset=entry.offset)
+    tensor_values.read_into(entry, own)
+    is_moved = not np.array_equal(stored, own.reshape(-1))
+    assert is_moved == (config.model_type == "llama")
+
+
+@pytest.mark.parametrize(
+    ("kind", "largest"),
+    [("F16", 2e-4), ("BF16", 2e-3), ("Q8_0", 4e-3), ("Q4_1", 6e-2), ("Q4_0", 6e-2)],
+)
+def test_quantised_weights_are_near_those_that_were_written(
+    kind, largest, model, tmp_path
+):
+    """Fails if blocks are read at another place, or rows of heads are not undone."""
+    config, params = model
+    found, weights = load.load(write(tmp_path / "a.gguf", config, params, kind=kind))
+    assert found.dtype == "bfloat16"  # Of all files but those of float32 alone.
+    _, weights = load.load(tmp_path / "a.gguf", dtype="float32")
+    pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(params), strict=True)
+    differences = [float(jnp.abs(a - b).max()) for a, b in pairs]
+    assert 0 < max(differences) < largest
+
+
+def test_blocks_are_read_in_whole_units(plain, monkeypatch):
+    """Fails if a tensor is another where little of it is read at a time."""
+    _, whole = load.load(plain)
+    monkeypatch.setattr(tensor_values, "BLOCK_BYTES", 1000)
+    testing.assert_same_bits(load.load(plain)[1], whole)
+
+
+def test_the_tokenizer_is_that_of_the_folder(plain):
+    """Fails if a token, a merge, a stop token or the template is another."""
+    ours, theirs = tokenizer.load(plain), tokenizer.load(loading.EMBEDDED_DRAFT)
+    assert ours.encode(TEXT) == theirs.encode(TEXT)
+    assert ours.decode(ours.encode(TEXT)) == TEXT
+    assert ours.stop_ids == theirs.stop_ids
+    assert ours.special_tokens["bos_token"] == theirs.backend.id_to_token(1)
+    assert ours.apply_chat("hi") == ours.special_tokens["bos_token"] + "hi"
+    assert ours.encode("hi", begins=True) == ours.encode("hi")
+
+
+def test_a_text_begins_with_what_the_file_says(tmp_path):
+    config = CONFIGS["llama"]
+    params = params_lib.init(jax.random.key(0), config)
+
+    def change(writer):
+        writer.kv_data[0].pop("tokenizer.ggml.add_bos_token")
+        writer.add_add_bos_token(True)
+
+    words = tokenizer.load(write(tmp_path / "a.gguf", config, params, change=change))
+    assert words.encode("hi", begins=True) == [1, *words.encode("hi")]
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("gpt-2", ["It", "'s", "\u0120year", "\u01202024", "\u010a", "\u010a", "x"]),
+        ("smollm", ["It", "'s", "\u0120year", "\u0120", *"2024", *"\u010a\u010a", "x"]),
+        (
+            "llama-bpe",
+            ["It", "'s", "\u0120year", "\u0120", "202", "4", "\u010a\u010a", "x"],
+        ),
+        ("qwen2", ["It", "'s", "\u0120year", "\u0120", *"2024", "\u010a\u010a", "x"]),
+    ],
+)
+def test_how_a_text_is_cut(name, pieces, plain):
+    """Fails if digits or lines are cut as another model's."""
+    fields = dict(gguf_header.read(plain).fields)
+    fields["tokenizer.ggml.pre"] = name
+    found = gguf_tokenizer.documents(plain, fields, 4096)["tokenizer.json"]
+    raw = tokenizers.Tokenizer.from_str(json.dumps(found))
+    cut = raw.pre_tokenizer.pre_tokenize_str("It's year 2024\n\nx")
+    assert [piece for piece, _ in cut] == pieces
+
+
+def test_a_loaded_file_generates_and_shows_itself(plain):
+    """Fails if a part of the front door does not know GGUF; five lines describe it."""
+    lm = sj.load(plain, drafter="ngram", gamma_max=3)
+    assert isinstance(lm.drafter, ngram.PromptLookup)
+    assert sj.check_lossless(lm, "import os", max_tokens=6)
+    lines = str(lm).splitlines()
+    assert lines == lm.card().splitlines() and len(lines) == 5
+    for line, told in zip(
+        lines,
+        ("llama, 2 layers of width 256", "M in float32", lm.target.impl)
+        + ("PromptLookup, 3 drafts", "4,096 tokens, a chat template, stop ids [0]"),
+        strict=True,
+    ):
+        assert told in line
+
+
+def scaled(path, config, change):
+    return config_lib.read(
+        write(path, config, params_lib.init(jax.random.key(0), config), change=change)
+        / "config.json"
+    )
+
+
+def test_scalings_of_rope(tmp_path):
+    """Fails if what the metadata or the factors say of RoPE is left out."""
+
+    def yarn(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(32)
+
+    found = scaled(tmp_path / "a.gguf", CONFIGS["qwen3"], yarn)
+    expected = config_lib.YarnScaling(factor=4.0, original_max_position_embeddings=32)
+    assert found.yarn == expected
+    with pytest.raises(ValueError, match=r"b.gguf.*'yarn'"):
+        scaled(tmp_path / "b.gguf", CONFIGS["llama"], yarn)
+    wanted = llama.Llama3Scaling(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    base = dataclasses.replace(CONFIGS["llama"], rope_theta=500_000.0)
+    table, _ = llama.rope_table(base)
+    slowed, _ = llama.rope_table(dataclasses.replace(base, scaling=wanted))
+    for name, factors in (("c", table / slowed), ("d", table / table * 2)):
+        factors = factors.astype(np.float32)
+        change = lambda w, f=factors: w.add_tensor("rope_freqs.weight", f)
+        if name == "c":
+            assert scaled(tmp_path / "c.gguf", base, change).scaling == wanted
+            continue
+        with pytest.raises(ValueError, match="d.gguf: rope_freqs.weight is not the sc"):
+            scaled(tmp_path / "d.gguf", base, change)
+
+
+def field(name: str, value) -> bytes:
+    """A field of metadata: text, or a whole number of 32 bits."""
+    text = name.encode()
+    head = struct.pack("<Q", len(text)) + text
+    if isinstance(value, int):
+        return head + struct.pack("<II", 4, value)
+    return head + struct.pack("<IQ", 8, len(value)) + value.encode()
+
+
+def header(*fields: bytes, tensors: int = 0, num_fields: int | None = None) -> bytes:
+    count = len(fields) if num_fields is None else num_fields
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, count) + b"".join(fields)
+
+
+ARCH = "general.architecture"
+HOSTILE = {
+    "nothing": (b"", "is no GGUF file"),
+    "foreign": (b"PK\3\4" + bytes(60), "is no GGUF file"),
+    "an old version": (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "GGUF of version 1"),
+    "another byte order": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "of version 5033"),
+    "endless fields": (header(num_fields=2**60), "the header asks for 8 bytes at 24"),
+    "endless tensors": (header(tensors=2**60), "the header asks for 8 bytes at 24"),
+    "an endless name": (
+        header(struct.pack("<Q", 2**63), num_fields=1),
+        "the header asks for 9,223,372,036,854,775,808 bytes",
+    ),
+    "an endless array": (
+        header(struct.pack("<Q1sIIQ", 1, b"x", 9, 8, 2**62)),
+        "the header asks for 8 bytes",
+    ),
+    "an endless array of numbers": (
+        header(struct.pack("<Q1sIIQ", 1, b"x", 9, 4, 2**62)),
+        "the header asks for 18,446,744,073,709,551,616 bytes",
+    ),
+    "arrays of arrays": (
+        header(struct.pack("<Q1sIIQ", 1, b"x", 9, 9, 1)),
+        "arrays of the type 9 are not read",
+    ),
+    "an unknown type": (header(struct.pack("<Q1sI", 1, b"x", 77)), "unknown type 77"),
+    "a name that is no text": (
+        header(struct.pack("<Q1s", 1, b"\xff"), num_fields=1),
+        "malformed header .*utf-8",
+    ),
+    "a field twice": (header(field("a", 1), field("a", 2)), "states a twice"),
+    "an alignment of 0": (header(field("general.alignment", 0)), "general.alignment=0"),
+    "another family": (
+        header(field(ARCH, "qwen2")),
+        "general.architecture='qwen2', and llama, qwen3 are read; take a model",
+    ),
+    "no sizes": (header(field(ARCH, "llama")), "has no llama.context_length"),
+    "a tensor of no kind": (
+        header(tensors=1) + struct.pack("<Q1sIQIQ", 1, b"x", 1, 32, 16, 0),
+        "x is of GGML's type 16, and F32, F16",
+    ),
+    "a tensor past the end": (
+        header(tensors=1) + struct.pack("<Q1sIQIQ", 1, b"x", 1, 2**40, 0, 0),
+        "truncated: x ends at byte",
+    ),
+    "a tensor without dimensions": (
+        header(tensors=1) + struct.pack("<Q1sI", 1, b"x", 2**31),
+        "x has 2147483648 dimensions",
+    ),
+    "blocks that are cut": (
+        header(tensors=1) + struct.pack("<Q1sIQIQ", 1, b"x", 1, 33, 8, 0),
+        "x has rows of 33, no blocks of 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_files_that_are_none_get_one_line(name, tmp_path):
+    contents, words = HOSTILE[name]
+    path = tmp_path / "a.gguf"
+    path.write_bytes(contents)
+    with pytest.raises(ValueError, match=f"a.gguf: .*{words}") as error:
+        sj.load(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
+def test_a_truncated_file_gets_one_line(share, plain, tmp_path):
+    whole = plain.read_bytes()
+    path = tmp_path / "a.gguf"
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(checkpoint_files.CheckpointError, match="a.gguf: truncated"):
+        sj.load(path)
+
+
+def remove(name):
+    return lambda writer: writer.kv_data[0].pop(name)
+
+
+def state(name, value, kind="UINT32"):
+    def change(writer):
+        writer.kv_data[0].pop(name, None)
+        writer.add_key_value(name, value, gguf.GGUFValueType[kind])
+
+    return change
+
+
+GGML = "tokenizer.ggml."
+CHANGES = {
+    "no tokenizer": (state(GGML + "model", "llama", "STRING"), "kind 'llama' with pre"),
+    "another way to cut": (state(GGML + "pre", "tekken", "STRING"), "'tekken', and"),
+    "no tokens": (remove(GGML + "tokens"), "no tokens, types and merges"),
+    "no merges": (remove(GGML + "merges"), "no tokens, types and merges"),
+    "a stop token that is none": (
+        state(GGML + "eos_token_id", 4096),
+        "eos_token_id=4096 of 4096 tokens",
+    ),
+    "experts": (state("llama.expert_count", 8), "llama.expert_count=8 may change"),
+    "no layers": (state("llama.block_count", 0), "no whole number from 1 on"),
+    "heads for each layer": (
+        state("llama.attention.head_count", "4", "STRING"),
+        "no whole number from 1 on",
+    ),
+    "half a rotation": (state("llama.rope.dimension_count", 32), "beside heads of 64"),
+    "more layers than weights": (state("llama.block_count", 3), "weights .* 2 layers"),
+    "a tensor more": (
+        lambda writer: writer.add_tensor("blk.0.attn_q.bias", np.ones(4, np.float32)),
+        "unexpected tensors: blk.0.attn_q.bias",
+    ),
+    "another width": (state("llama.feed_forward_length", 128), "has shape"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_files_that_contradict_themselves_get_one_line(name, tmp_path):
+    change, words = CHANGES[name]
+    config = CONFIGS["llama"]
+    params = params_lib.init(jax.random.key(0), config)
+    path = write(tmp_path / "a.gguf", config, params, change=change)
+    with pytest.raises(ValueError, match=f"a.gguf.*{words}") as error:
+        sj.load(path, drafter="ngram")
+    assert "\n" not in str(error.value)
+
+
+def test_a_mesh_is_refused(plain):
+    """Its pieces of weights are read from plain rows alone."""
+    with pytest.raises(ValueError, match="a GGUF file is not read on a mesh"):
+        load.load(plain, layout=object())
+
+
+def test_without_the_package_one_line_names_the_extra(tmp_path, monkeypatch):
+    """Quantised blocks need it; headers, and values of floats, do not."""
+    config = CONFIGS["qwen3"]
+    params = params_lib.init(jax.random.key(0), config)
+    files = [
+        write(tmp_path / f"{kind}.gguf", config, params, kind=kind)
+        for kind in ("F16", "Q8_0")
+    ]
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    load.load(files[0])
+    with pytest.raises(ValueError, match=r"gguf is not installed.*spec_jax\[gguf\]"):
+        load.load(files[1])
+
+
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+
+
+@pytest.mark.oracle
+@pytest.mark.few(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parity_with_transformers(kind, model, tmp_path):
+    """Fails if transformers, of the same file, has other logits, tokens or ids."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config, params = model
+    path = write(tmp_path / "a.gguf", config, params, kind=kind)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    lm = sj.load(path, drafter="ngram", dtype="float32")
+    ids = lm.tokenizer.encode(TEXT)
+    assert ids == words(TEXT, add_special_tokens=False).input_ids
+    _, weights = load.load(path, dtype="float32")
+    text = list(ids)
+    with torch.no_grad():
+        for _ in range(48):
+            logits = oracle(torch.tensor([text])).logits[0]
+            text.append(int(logits[-1].argmax()))
+    ours = sequence.logits(weights, lm.target.config, jnp.asarray([text[:-1]]))[0]
+    assert np.abs(np.asarray(ours) - logits.numpy()).max() < 1e-4
+    found = sj.decode(lm, ids, max_tokens=48, stop=[4095])
+    assert found.tokens == text[len(ids) :][: len(found.tokens)]
+    assert len(found.tokens) == 48 or found.tokens[-1] == 4095
+    # Negative control: another RoPE moves the logits by far more.
+    other = dataclasses.replace(lm.target.config, rope_theta=100.0)
+    moved = sequence.logits(weights, other, jnp.asarray([text[:-1]]))[0]
+    assert np.abs(np.asarray(moved) - logits.numpy()).max() > 1e-3

