@@ -10,9 +10,14 @@ COMMAND = "`python -m experiments.gpu_report`"
 
 
 def gpu_steps() -> published_rows.Lines:
-    """Steps of the shape of Qwen3-0.6B: of more rows, of a longer context, prefill."""
-    yield f"{COMMAND}, Qwen3-0.6B", "ms (p10 to p90)", "times", "of"
-    rows = published_rows.rows_of("gpu/c-steps-0.6b.jsonl", "step")
+    """Steps of the shapes of Qwen3-0.6B and 8B: of more rows, of a longer context."""
+    yield COMMAND, "ms (p10 to p90)", "times", "of"
+    for size in ("0.6B", "8B"):
+        yield from _steps(size)
+
+
+def _steps(size: str) -> published_rows.Lines:
+    rows = published_rows.rows_of(f"gpu/c-steps-{size.lower()}.jsonl", "step")
     found = {row["step"]: row for row in rows}
     read, one = "a read of its bytes", "1 row"
     names = {
@@ -22,6 +27,7 @@ def gpu_steps() -> published_rows.Lines:
         "1 active row": ("1 row", "read of its bytes", read),
         "5 active rows": ("5 rows", "1 active row", one),
         "8 active rows": ("8 rows", "1 active row", one),
+        "draft step": ("a draft by 0.6B", "plain step", "a plain step"),
         "16 active rows": ("16 rows", "1 active row", one),
         "prefill of 128": ("prompt of 128 tokens", "1 active row", one),
         "prefill of 1024": ("prompt of 1,024 tokens", "1 active row", one),
@@ -32,7 +38,32 @@ def gpu_steps() -> published_rows.Lines:
         row = found[step]
         ends = f"{row['ms_p10']:.2f} to {row['ms_p90']:.2f}"
         times = f"{row['ms'] / found[other]['ms']:.2f}"
-        yield name, f"{row['ms']:.2f} ({ends})", times, of
+        yield f"Qwen3-{size}: {name}", f"{row['ms']:.2f} ({ends})", times, of
+
+
+def gpu_kernels() -> published_rows.Lines:
+    """What each kernel of a step takes of the time, from the end of the one before."""
+    yield f"{COMMAND}, a traced step of Qwen3-0.6B", "launches", "us each"
+    (step, *_) = published_rows.rows_of("gpu/t-trace-0.6b.jsonl", "step")
+    found = {
+        row["event"]: row
+        for row in published_rows.rows_of("gpu/t-trace-0.6b.jsonl", "trace")
+    }
+    # A call of `steps_per_call` steps is traced after one that warms the caches.
+    steps = 2 * step["steps_per_call"]
+    for name, event in {
+        "queries, keys and values": "skinny_gemm",
+        "attention": "paged_attention",
+        "its output, in 4 splits": "skinny_gemm__1",
+        "sum of these, and norm": "rms_norm__1",
+        "gate and up": "skinny_gemm_gate",
+        "down, in 6 splits": "skinny_gemm__2",
+        "sum of these, and norm of the next layer": "rms_norm__2",
+        "logits": "skinny_gemm__3",
+    }.items():
+        row = found[event]
+        each = row["own_us"] / row["calls"]
+        yield name, f"{row['calls'] // steps}", f"{each:.1f}"
 
 
 def gpu_rounds() -> published_rows.Lines:
@@ -139,4 +170,4 @@ def gpu_transformers() -> published_rows.Lines:
             yield name, f"{ours:.2f}", f"{theirs:.1f}", f"{theirs / ours:.1f}"
 
 
-TABLES = (*(gpu_steps, gpu_rounds, gpu_heads, gpu_batches, gpu_rows, gpu_transformers),)
+TABLES = (*(gpu_steps, gpu_kernels, gpu_rounds, gpu_heads, gpu_batches, gpu_rows, gpu_transformers),)
