@@ -248,16 +248,17 @@ def test_a_scheduled_round_of_blocks(compiled, size):
     )
     tree = checks.nested(report.thunks)
     loops = [ours(checks.flat([each])) for each in tree if each[0].kind == "kWhile"]
-    # Context: the fused features, and keys and values of each layer.
+    # Context: the fused features, normed, and keys and values of each layer.
     context, blocks, *bookkeeping = loops
     depth = drafter.head.layer.num_layers
-    assert context == ["skinny_gemm"] * (1 + depth)
+    assert context == ["skinny_gemm", "rms_norm", *["skinny_gemm"] * depth]
     # Of each slot: its block, whose queries are a product apart, and its logits. And
     # what the sequential head adds to those, in a loop of its own over the drafts.
     head = ["skinny_gemm"]
-    assert blocks == [*("skinny_gemm", *LAYER) * depth, "skinny_gemm", *head]
+    layer = ("rms_norm", "skinny_gemm", *LAYER[1:])
+    assert blocks == [*layer * depth, "rms_norm", "skinny_gemm", *head]
     assert not any(bookkeeping)
-    stated = {models.BLOCK: 159, 17: 164}[size]
+    stated = {models.BLOCK: 183, 17: 188}[size]
     checks.assert_near(len(report.launches), stated, f"two blocks of {size}")
 
 
