@@ -20,6 +20,7 @@ from spec_jax.pallas import (
 
 ROWS = 16
 VOCABULARY = models.VOCABULARY
+TERMS_PER_PRODUCT = 16  # of a tensor-core instruction
 BYTES_PER_COPY = 16  # of one thread's asynchronous copy to shared memory
 
 
@@ -39,6 +40,11 @@ class Weights:
     @property
     def parts(self) -> int:
         return 2 if self.is_gate else 1
+
+    @property
+    def is_added(self) -> bool:
+        """Whether it is added to the residual, which is normed then."""
+        return self.has_residual and not self.has_norm
 
 
 GATE = {"is_gate": True, "has_norm": True}
@@ -96,8 +102,14 @@ def product(weights: Weights, rows: int = ROWS) -> hopper.Program:
             **options,
         )
 
+    def add(x, w, num_active, residual, norm):
+        how = {"num_active": num_active, "eps": 1e-6, "plan": weights.plan}
+        return gemm.add(x, w, residual, norm, **how)
+
     norm = (_shape(K),) if weights.has_norm else ()
     added = (_shape(rows, N),) if weights.has_residual else ()
+    if weights.is_added:
+        return hopper.Program(fn=add, args=(*shapes, *added, _shape(N)))
     fn = gate if weights.is_gate else project
     return hopper.Program(fn=fn, args=(*shapes, *norm, *added))
 
@@ -126,23 +138,29 @@ def test_products_read_their_weights_once(compiler, name):
     report.assert_fits()
     names = [launch.name for launch in report.launches]
     expected = ["skinny_gemm_gate" if weights.is_gate else "skinny_gemm"]
+    expected += ["rms_norm"] * weights.is_added
     assert names == ["rms_norm"] * weights.has_norm + expected
     kernel, launch = report.kernel("skinny_gemm"), report.launch("skinny_gemm")
 
     # Every program has its own columns, and there are no more programs than that.
     plan = gemm.plan_for(weights.N, weights.K, parts=weights.parts)
     columns = weights.parts * plan.block_n
-    assert launch.grid == (1, weights.N // columns, 1)
+    assert launch.grid == (1, weights.N // columns, plan.splits)
     assert weights.N % columns == weights.K % plan.block_k == 0
+    # Instructions on one sum wait for each other: few to a program of few columns.
+    terms = weights.K // plan.splits // plan.chains
+    assert columns > 16 or terms // TERMS_PER_PRODUCT <= 32
     # The code holds the copies of one block of K per stage: before the loop, and one
     # in it. Each is that block's bytes and not one more, straight to shared memory.
     block_bytes = 2 * (ROWS + columns) * plan.block_k
     copies = plan.num_stages * block_bytes // (BYTES_PER_COPY * launch.threads)
     assert kernel.count("LDGSTS") == copies
     assert sum("LDGSTS" in line and ".128 " in line for line in kernel.sass) == copies
-    # What else is read is the number of active rows; and the residual, two bytes a sum.
+    # What else is read is the number of active rows; and the residual, two bytes a sum,
+    # but where partial sums are stored.
     others = kernel.count("LDG") - 1
-    assert 0 < others <= 4 if weights.has_residual else not others
+    reads_residual = weights.has_residual and plan.splits == 1
+    assert 0 < others <= 4 if reads_residual else not others
     assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == 1
     assert kernel.count("HMMA") > 0 and kernel.count("LDL") == 0
     assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
@@ -269,7 +287,7 @@ def test_more_tiles_share_one_read_of_the_weights(compiler, name, rows):
     kernel, launch = report.kernel("skinny_gemm"), report.launch("skinny_gemm")
     plan = gemm.plan_for(weights.N, weights.K, parts=weights.parts)
     columns = weights.parts * plan.block_n
-    assert launch.grid == (1, weights.N // columns, 1)
+    assert launch.grid == (1, weights.N // columns, plan.splits)
     # As with a slab, and of `x` the other tiles.
     copied = kernel.count("LDGSTS") * BYTES_PER_COPY * launch.threads
     assert copied % (2 * (rows + columns) * plan.block_k) == 0
