@@ -90,6 +90,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_dry_run(parser)
     flags.add_out(parser, rows="one per step, then one summary")
     args = parser.parse_args(argv)
+    _check(parser, args)
+    # Steps of a large model are slow, and few of them are enough.
+    args.steps = args.steps or (4 if args.preset else 20)
+    args.gammas, args.prefill = args.gammas or (args.gamma,), args.prefill or ()
+    args.gamma, args.tree_rows = max(args.gamma, *args.gammas), args.tree_rows or ()
+    args.slab = args.slab or max((args.gamma + 1, *(args.rows or ())))
+    return args
+
+
+def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
+    """Ends the script with status 1 where flags do not go together."""
     flags.check_models(parser, args, needs_draft=False)
     flags.check_sampling(parser, args)
     subjects.check_presets(parser, args)
@@ -109,18 +120,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--gammas is of --forced: add that, or leave --gammas out")
     if args.trace and args.no_steps:
         parser.error("--trace is of steps: leave --no-steps out")
-    # Steps of a large model are slow, and few of them are enough.
-    args.steps = args.steps or (4 if args.preset else 20)
-    args.gammas, args.prefill = args.gammas or (args.gamma,), args.prefill or ()
-    args.gamma, args.tree_rows = max(args.gamma, *args.gammas), args.tree_rows or ()
-    for rows in args.tree_rows:
+    for rows in args.tree_rows or ():
         if not 2 <= rows <= protocols.MAX_TREE_ROWS:
             parser.error(
                 f"--tree-rows {rows}: a window of a tree has 2 to "
                 f"{protocols.MAX_TREE_ROWS} rows"
             )
-    args.slab = args.slab or max((args.gamma + 1, *(args.rows or ())))
-    return args
 
 
 def _gamma_of(args: argparse.Namespace, lm: loading.LanguageModel) -> None:
