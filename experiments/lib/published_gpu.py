@@ -170,4 +170,7 @@ def gpu_transformers() -> published_rows.Lines:
             yield name, f"{ours:.2f}", f"{theirs:.1f}", f"{theirs / ours:.1f}"
 
 
-TABLES = (*(gpu_steps, gpu_kernels, gpu_rounds, gpu_heads, gpu_batches, gpu_rows, gpu_transformers),)
+TABLES = (
+    *(gpu_steps, gpu_kernels, gpu_rounds, gpu_heads, gpu_batches, gpu_rows),
+    gpu_transformers,
+)
