@@ -169,15 +169,18 @@ class JsonLines:
 
 
 def guarded(
-    item: str, work: Callable[[], list[dict[str, Any]]]
+    item: str,
+    work: Callable[[], list[dict[str, Any]]],
+    *,
+    raises: tuple[type[Exception], ...] = (),
 ) -> list[dict[str, Any]]:
     """The rows of `work`, or one that says how it failed: what follows is still done.
 
-    An interrupt and what files raise are raised as they are.
+    An interrupt, what files raise and `raises` are raised as they are.
     """
     try:
         return work()
-    except OSError:
+    except (OSError, *raises):
         raise
     except Exception as error:
         return [error_row(item, error)]
