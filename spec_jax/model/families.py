@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # They look families up.
 MODULES: Mapping[str, tuple[str, str]] = {
     "gpt_neox": ("GPTNeoXForCausalLM", "spec_jax.model.gpt_neox"),
     "llama": ("LlamaForCausalLM", "spec_jax.model.llama"),
+    "qwen2": ("Qwen2ForCausalLM", "spec_jax.model.qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "spec_jax.model.qwen3"),
 }
 """By the `model_type` of `config.json`: its entry in `architectures`, and a module."""
