@@ -42,7 +42,7 @@ def shapes(config: Qwen2Config) -> params_lib.Params:
     """See `families.Family`."""
     params = llama.shapes(config)
 
-    def with_bias(layer: params_lib.LayerParams) -> params_lib.LayerParams:
+    def with_bias(layer: Any) -> Any:
         bias = jax.ShapeDtypeStruct(layer.qkv.shape[:1], layer.qkv.dtype)
         return layer.replace(qkv_bias=bias)
 
@@ -53,7 +53,7 @@ def tensors(config: Qwen2Config) -> params_lib.Params:
     """See `families.Family`."""
     params = llama.tensors(config)
 
-    def with_bias(layer: params_lib.LayerParams) -> params_lib.LayerParams:
+    def with_bias(layer: Any) -> Any:
         parts = (
             (name.removesuffix("weight") + "bias", shape[:1])
             for name, shape in layer.qkv.parts
