@@ -1,7 +1,7 @@
 """Qwen2: Llama with biases of queries, keys and values.
 
 Yang et al. (2024), https://arxiv.org/abs/2407.10671. Qwen2.5 is of this family, and so
-are the models that DeepSeek-R1 was distilled into from it.
+is DeepSeek-R1-Distill-Qwen.
 """
 
 import dataclasses

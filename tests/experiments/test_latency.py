@@ -395,6 +395,23 @@ def test_a_preset_that_does_not_fit(monkeypatch, capsys):
     )
 
 
+def test_weights_of_earlier_presets_make_room(monkeypatch):
+    """Fails if a process that has measured one model has no room for the next."""
+    kept = subjects._weights
+
+    def check_fits(what, required):
+        if kept.cache_info().currsize:
+            raise MemoryError(what)
+
+    kept.cache_clear()
+    monkeypatch.setattr(subjects, "check_fits", check_fits)
+    sizes = {"gamma_max": 1, "slab": 2, "impl": "xla"}
+    for dtype in ("float32", "bfloat16"):
+        lm = subjects.preset_lm("tiny", None, dtype=dtype, **sizes)
+        assert lm.params.final_norm.dtype == dtype
+    assert kept.cache_info().currsize == 1
+
+
 def test_an_interrupted_run_leaves_whole_rows(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(forced_rounds, "make_runs", interrupted)
     out = tmp_path / "out.jsonl"

@@ -198,7 +198,10 @@ def test_a_text_begins_with_what_the_file_says(tmp_path):
             "llama-bpe",
             ["It", "'s", "\u0120year", "\u0120", "202", "4", "\u010a\u010a", "x"],
         ),
-        ("qwen2", ["It", "'s", "\u0120year", "\u0120", *"2024", "\u010a\u010a", "x"]),
+        *(
+            (name, ["It", "'s", "\u0120year", "\u0120", *"2024", "\u010a\u010a", "x"])
+            for name in ("qwen2", "deepseek-r1-qwen")
+        ),
     ],
 )
 def test_how_a_text_is_cut(name, pieces, plain):
