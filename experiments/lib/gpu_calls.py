@@ -33,8 +33,7 @@ ON_EITHER_DEVICE = ("kernels", "latency")
 XLA_FLAGS = "--xla_enable_command_buffers_during_profiling=true"
 """A trace is to show the launches that are timed."""
 
-# Section, seconds, name, command. Shapes of Llama-3.1-8B and Qwen2.5-7B belong behind
-# the long contexts, once the kernels for a GPU take them.
+# Section, seconds, name, command.
 _CALLS = """
 c | 45 | steps 0.6b | {small} --steps 128 {all}
 d | 40 | rounds of 8b with 0.6b | {pair} {forced} --forced 0.39,0.6,0.8 --gammas 4,2
@@ -50,6 +49,8 @@ t | 20 | trace 0.6b | {small} {traced}
 t | 20 | trace 8b | {large} {traced}
 c | 25 | sampling 8b | {large} {sampled} --steps 32 --contexts 128 --rows 1
 c | 35 | long contexts 8b | {large} --steps 32 --contexts 16384 32768 --rows 5
+c | 30 | steps llama 8b | latency --preset {llama} {turns} {few}
+c | 30 | steps qwen2.5 7b | latency --preset {qwen2} {turns} {few}
 c | 30 | trees 8b | {large} --steps 32 --contexts 128 --rows 1 --tree-rows 32,64
 h | 30 | eagle3 tree of 16 | {large} --head eagle3 --head-tree 16 {published}
 h | 30 | eagle3 tree of 64 | {large} --head eagle3 --head-tree 64 {published}
@@ -65,11 +66,14 @@ h | 30 | dspark tree of 64 | {large} --head dspark --head-tree 64 {published}
 _WORDS = {
     "0.6b": "qwen3-0.6b",
     "8b": "qwen3-8b",
+    "llama": "llama-3.1-8b",
+    "qwen2": "qwen2.5-7b",
     "small": "latency --preset {0.6b} {turns}",
     "large": "latency --preset {8b} {turns}",
     "pair": "latency --preset {8b} --draft-preset {0.6b} {turns}",
     "turns": "--impl {impl} --repeats 5",
     "all": "--contexts 128 4096 --rows 1,5,8,16",
+    "few": "--steps 32 --contexts 128 --rows 1,5",
     "forced": "--no-steps --contexts 128 --gen-tokens 128",
     "published": "--steps 32 --contexts 128 --forced mt-bench,gsm8k --gen-tokens 128",
     "sampled": "--temperature 0.7 --top-k 20 --top-p 0.8",
@@ -83,6 +87,8 @@ _WORDS = {
 _REHEARSED = {
     "0.6b": "tiny",
     "8b": "tiny",
+    "llama": "tiny",
+    "qwen2": "tiny",
     "turns": "--impl {impl} --repeats 1",
     "all": "--steps 2 --contexts 16 32 --rows 1,5",
     "forced": "--no-steps --contexts 16 --gen-tokens 12",

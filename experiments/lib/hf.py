@@ -303,7 +303,7 @@ class _CountingGenerator:
 
 
 def _to_torch(raw: dict[str, Any], params: Any, *, device: str) -> Any:
-    """A `Qwen3ForCausalLM` whose weights are those of `params`, where they lie.
+    """A model of transformers whose weights are those of `params`, where they lie.
 
     Raises:
       RuntimeError: weights that the model of transformers does not know, or lacks.
@@ -311,12 +311,10 @@ def _to_torch(raw: dict[str, Any], params: Any, *, device: str) -> Any:
     import torch
     import transformers
 
-    raw = {key: raw[key] for key in raw if key not in ("architectures", "model_type")}
+    config = transformers.AutoConfig.for_model(**raw)
     dtype = getattr(torch, str(params.final_norm.dtype))
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.Qwen3Config(**raw), dtype=dtype
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     state = dict(_named(raw, params, torch.from_dlpack))
     absent, unknown = model.load_state_dict(state, strict=False, assign=True)
     absent = [name for name in absent if name != "lm_head.weight"]
@@ -335,6 +333,7 @@ def _named(raw: dict[str, Any], params: Any, convert: Any) -> Iterator[tuple[str
     names = {
         "input_norm": ["input_layernorm"],
         "qkv": [f"self_attn.{part}_proj" for part in "qkv"],
+        "qkv_bias": [f"self_attn.{part}_proj" for part in "qkv"],
         "q_norm": ["self_attn.q_norm"],
         "k_norm": ["self_attn.k_norm"],
         "attention_out": ["self_attn.o_proj"],
@@ -342,14 +341,19 @@ def _named(raw: dict[str, Any], params: Any, convert: Any) -> Iterator[tuple[str
         "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
         "down": ["mlp.down_proj"],
     }
-    sizes = {"qkv": (queries, keys, keys), "gate_up": (raw["intermediate_size"],) * 2}
+    heads = (queries, keys, keys)
+    sizes = {"qkv": heads, "qkv_bias": heads}
+    sizes["gate_up"] = (raw["intermediate_size"],) * 2
     yield "model.embed_tokens.weight", convert(params.embed)
     yield "model.norm.weight", convert(params.final_norm)
     if params.lm_head is not None:
         yield "lm_head.weight", convert(params.lm_head)
     for number, layer in enumerate(params.layers):
         for field in dataclasses.fields(layer):
+            if getattr(layer, field.name) is None:
+                continue
             tensor = convert(getattr(layer, field.name))
+            kind = "bias" if field.name.endswith("bias") else "weight"
             parts = tensor.split(sizes.get(field.name, tensor.shape[:1]))
             for name, part in zip(names[field.name], parts, strict=True):
-                yield f"model.layers.{number}.{name}.weight", part
+                yield f"model.layers.{number}.{name}.{kind}", part

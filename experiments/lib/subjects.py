@@ -32,7 +32,9 @@ from spec_jax.model import (
     eagle3_params,
     gguf_file,
     hub,
+    llama,
     params as params_lib,
+    qwen2,
     row_model,
 )
 from spec_jax.ops import dispatch, weights
@@ -63,10 +65,42 @@ _TENTH |= {"num_heads": 8, "num_kv_heads": 4}
 _TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}
 _TINY |= {"num_layers": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
-PRESETS = {
+_LLAMA = llama.LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-5,
+    rope_theta=5e5,
+    scaling=config_lib.Llama3Scaling(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    ),
+)
+_QWEN2 = qwen2.Qwen2Config(
+    vocab_size=152_064,
+    hidden_size=3584,
+    intermediate_size=18_944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    max_position_embeddings=32_768,
+    rope_theta=1e6,
+)
+
+PRESETS: dict[str, config_lib.ModelConfig] = {
     "qwen3-0.6b": _SMALL,
     "qwen3-1.7b": dataclasses.replace(_SMALL, hidden_size=2048, intermediate_size=6144),
     "qwen3-8b": dataclasses.replace(_SMALL, **_LARGE),
+    "llama-3.1-8b": _LLAMA,
+    "qwen2.5-7b": _QWEN2,
     "draft-60m": dataclasses.replace(_SMALL, **_TENTH),
     "tiny": dataclasses.replace(_SMALL, dtype="float32", **_TINY),
 }
@@ -155,7 +189,7 @@ _GIB = 2**30
 _MOST_ROWS = protocols.MAX_TREE_ROWS
 
 
-def read_config(shapes: str, *, dtype: str | None) -> config_lib.Qwen3Config:
+def read_config(shapes: str, *, dtype: str | None) -> config_lib.ModelConfig:
     """The config that a preset, `EMBEDDED` or a folder names, in its dtype or another.
 
     Raises:
@@ -322,7 +356,7 @@ def preset_lm(
         row_model.RowModel(config=config, impl=impl, slab=slab)
         for config, slab in zip(configs, slabs, strict=False)
     ]
-    make = params_lib.shapes if as_shapes else functools.partial(_weights, impl=impl)
+    make = params_lib.shapes if as_shapes else functools.partial(_kept, impl=impl)
     params = [make(config) for config in configs]
     drafter = draft_params = None
     if head:
@@ -345,8 +379,17 @@ def preset_lm(
     )
 
 
+def _kept(config: config_lib.ModelConfig, *, impl: str) -> params_lib.Params:
+    """As `_weights`; those of earlier calls are dropped where there is no room."""
+    try:
+        return _weights(config, impl=impl)
+    except MemoryError:
+        _weights.cache_clear()
+        return _weights(config, impl=impl)
+
+
 @functools.lru_cache(maxsize=4)
-def _weights(config: config_lib.Qwen3Config, *, impl: str) -> params_lib.Params:
+def _weights(config: config_lib.ModelConfig, *, impl: str) -> params_lib.Params:
     """Random weights, of one seed a width."""
     shapes = params_lib.shapes(config)
     _check_noise(shapes, config.dtype)

@@ -5,7 +5,9 @@ All families share slabs of rows, prompts and caches (`decoder`), whole sequence
 each, which is imported when a model of the family is asked for.
 """
 
+import functools
 import importlib
+import logging
 import reprlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -20,6 +22,7 @@ if TYPE_CHECKING:  # They look families up.
 MODULES: Mapping[str, tuple[str, str]] = {
     "gpt_neox": ("GPTNeoXForCausalLM", "spec_jax.model.gpt_neox"),
     "llama": ("LlamaForCausalLM", "spec_jax.model.llama"),
+    "qwen2": ("Qwen2ForCausalLM", "spec_jax.model.qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "spec_jax.model.qwen3"),
 }
 """By the `model_type` of `config.json`: its entry in `architectures`, and a module."""
@@ -121,10 +124,22 @@ def runnable(
     if resolved in (known if is_named else of(config).AUTO):
         return resolved
     if not is_named:
+        _say_xla_runs(config.model_type, resolved)
         return "xla"
     raise NotImplementedError(
         f"impl={resolved!r} has no kernels for {config.model_type} models; take "
         f"{' or '.join(repr(name) for name in known)}, or 'auto', which chooses"
+    )
+
+
+@functools.cache
+def _say_xla_runs(model_type: str, resolved: str) -> None:
+    """Warns, once in a process, that "auto" gives up kernels whose rows are exact."""
+    logging.getLogger(__name__).warning(
+        "impl='auto' takes 'xla' and not %r for %s models here: rows of a verification "
+        "may have other bits than decoding; check_lossless compares them",
+        resolved,
+        model_type,
     )
 
 

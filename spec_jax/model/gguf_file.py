@@ -23,7 +23,11 @@ from spec_jax.model import checkpoint_files as files, gguf_header, gguf_tokenize
 SUFFIX = ".gguf"
 INSTALL = "pip install 'spec_jax[gguf]'"
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 """Those that are read: llama.cpp's name of a family, and Hugging Face's."""
 
 _NAMES = {
@@ -44,7 +48,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_OF_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
+_OF_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _FREQUENCIES = "rope_freqs.weight"
 
 # Metadata of an architecture, after its name, and the keys of a `config.json`.
@@ -115,13 +119,13 @@ def find(path: pathlib.Path) -> dict[str, files.Entry]:
     for name, tensor in header.tensors.items():
         if name == _FREQUENCIES:  # In the config.
             continue
-        renamed, part = _NAMES.get(name, name), ""
-        if match := _OF_LAYER.fullmatch(name):
-            part = match[2]
-            if part in _LAYER_NAMES:
-                renamed = f"model.layers.{match[1]}.{_LAYER_NAMES[part]}.weight"
-        rotated = is_llama and part in ("attn_q", "attn_k")
-        entries[renamed] = _entry(path, renamed, tensor, head_dim if rotated else 1)
+        renamed = _NAMES.get(name, name)
+        match = _OF_LAYER.fullmatch(name)
+        if match and match[2] in _LAYER_NAMES:
+            renamed = f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+        is_turned = name.endswith((".attn_q.weight", ".attn_k.weight"))
+        rows = head_dim if is_llama and is_turned else 1
+        entries[renamed] = _entry(path, renamed, tensor, rows)
     return entries
 
 

@@ -17,6 +17,7 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 PATTERNS: Mapping[str, str | None] = {
+    "deepseek-r1-qwen": _CONTRACTIONS + r"\p{N}" + _REST,
     "gpt-2": None,
     "llama-bpe": _CONTRACTIONS + r"\p{N}{1,3}" + _REST,
     "qwen2": _CONTRACTIONS + r"\p{N}" + _REST,

@@ -361,9 +361,7 @@ def sequence_layer(layer, config, x, positions):
     N, H = config.num_heads, config.head_dim
 
     def linear(x, linear):
-        product = sequence.product(x, weights.matrix(linear.weight))
-        bias = jnp.broadcast_to(linear.bias.astype(jnp.float32), product.shape)
-        return (product + bias).astype(x.dtype)
+        return sequence.matmul(x, linear.weight, linear.bias)
 
     heads = linear(_norm(x, layer.input_norm, config=config), layer.qkv)
     q, k, v = jnp.split(heads.reshape(*x.shape[:-1], 3 * N, H), 3, axis=-2)

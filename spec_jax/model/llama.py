@@ -5,13 +5,13 @@ Touvron et al. (2023), https://arxiv.org/abs/2302.13971.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from spec_jax.model import config as config_lib, decoder, params as params_lib, qwen3
 
 
-IMPLS = ("native", "xla")
-AUTO = IMPLS
+IMPLS = qwen3.IMPLS
+AUTO = qwen3.AUTO
 CHAIN_IMPLS: tuple[str, ...] = ()
 LM_HEAD = qwen3.LM_HEAD
 IGNORED = r"\.rotary_emb\.inv_freq$"
@@ -36,17 +36,30 @@ class LlamaConfig(config_lib.ModelConfig):
         return self
 
 
+_Config = TypeVar("_Config", bound=LlamaConfig)
+
+
 def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> LlamaConfig:
-    """See `families.Family`. Old configs leave the two sizes of heads out."""
-    config_lib.check_features(
-        raw,
-        {
-            "attention_bias": (False, None),
-            "mlp_bias": (False, None),
-            "hidden_act": ("silu",),
-            "partial_rotary_factor": (1, None),
-        },
-    )
+    """See `families.Family`."""
+    no_biases = {"attention_bias": (False, None), "mlp_bias": (False, None)}
+    return read_as(LlamaConfig, raw, no_biases, dtype=dtype)
+
+
+def read_as(
+    kind: type[_Config],
+    raw: Mapping[str, Any],
+    allowed: Mapping[str, tuple],
+    *,
+    dtype: str | None,
+) -> _Config:
+    """Reads a config of this kind. Old configs leave the two sizes of heads out.
+
+    Args:
+      allowed: values of keys, as `config.check_features` takes them, beside those of
+        every Llama.
+    """
+    every = {"hidden_act": ("silu",), "partial_rotary_factor": (1, None)}
+    config_lib.check_features(raw, {**allowed, **every})
     raw = dict(raw)
     for key in ("hidden_size", "num_attention_heads"):
         config_lib.check_size(key, raw.get(key))
@@ -56,7 +69,7 @@ def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> LlamaConfig:
     if raw.get("num_key_value_heads") is None:
         raw["num_key_value_heads"] = heads
     theta, scaling = config_lib.read_scaled_rope(raw)
-    return LlamaConfig(
+    return kind(
         **config_lib.read_sizes(raw, config_lib.SIZES),
         rms_norm_eps=config_lib.positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,

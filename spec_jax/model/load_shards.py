@@ -28,6 +28,7 @@ from spec_jax.parallel import shard
 
 CUTS: Mapping[str, weights.Cut] = {
     "qkv": "outputs",
+    "qkv_bias": "outputs",
     "attention_out": "inputs",
     "gate_up": "outputs",
     "up": "outputs",
@@ -37,7 +38,7 @@ CUTS: Mapping[str, weights.Cut] = {
 """How each weight is cut, and its bias where outputs are; all others are on every
 device."""
 
-FAMILIES = ("qwen3", "llama", "gpt_neox")
+FAMILIES = ("qwen3", "llama", "qwen2", "gpt_neox")
 """Whose layers are made of these weights."""
 
 

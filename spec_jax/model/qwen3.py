@@ -319,7 +319,7 @@ def run_layer(
     cos, sin = angles
     shared = {"num_active": rows.num_active, "eps": config.rms_norm_eps, "impl": impl}
     x, norm = residual.before(layer.input_norm)
-    heads = projection.project(x, layer.qkv, norm=norm, **shared)
+    heads = projection.project(x, layer.qkv, norm=norm, bias=layer.qkv_bias, **shared)
     if observe is not None:
         heads = decoder.observe_heads(heads, config, observe)
     attended, k, v = row_attention.row_attention(
@@ -368,7 +368,7 @@ def run_layer(
 def sequence_layer(layer, config, x, positions):
     """See `families.Family`."""
     normed = sequence.norm(x, layer.input_norm, config.rms_norm_eps)
-    q, k, v = sequence.heads(layer, config, normed, positions)
+    q, k, v = sequence.heads(layer, config, normed, positions, bias=layer.qkv_bias)
     attended = causal_attention.causal_attention(q, k, v, scale=config.head_dim**-0.5)
     x = x + sequence.matmul(attended.reshape(*x.shape[:2], -1), layer.attention_out)
     return sequence.gated_mlp(layer, x, eps=config.rms_norm_eps), k, v

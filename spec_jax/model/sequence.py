@@ -29,12 +29,16 @@ einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 """Sums of products, accumulated in float32 and left in it."""
 
 
-def matmul(x: jax.Array, w: weights.Weight) -> jax.Array:
+def matmul(x: jax.Array, w: weights.Weight, bias: jax.Array | None = None) -> jax.Array:
     """Returns `x w^T`, accumulated in float32 and rounded to the dtype of `x`.
 
-    `x` is `[..., K]` and `w` is `[N, K]`. So are its gradients: see `product`.
+    `x` is `[..., K]` and `w` is `[N, K]`. So are its gradients: see `product`. A
+    `bias [N]` is added to the sums before they are rounded.
     """
-    return product(x, weights.matrix(w)).astype(x.dtype)
+    sums = product(x, weights.matrix(w))
+    if bias is not None:
+        sums += jnp.broadcast_to(bias.astype(jnp.float32), sums.shape)
+    return sums.astype(x.dtype)
 
 
 @jax.custom_vjp
@@ -96,14 +100,15 @@ def _norm_backward(eps, operands, gradient):
 norm.defvjp(_norm_forward, _norm_backward)
 
 
-def heads(layer, config, x, positions):
+def heads(layer, config, x, positions, *, bias=None):
     """Returns queries `[..., N, H]`, keys and values `[..., K, H]` of `x [..., D]`.
 
     Of a layer with one projection for all: normed, where it has such weights, and
-    rotated.
+    rotated. A `bias [(N + 2K) * H]` is added to the products.
     """
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
-    made = matmul(x, layer.qkv).reshape(*x.shape[:-1], N + 2 * K, H)
+    made = matmul(x, layer.qkv, bias)
+    made = made.reshape(*x.shape[:-1], N + 2 * K, H)
     q, k, v = jnp.split(made, (N, N + K), axis=-2)
     table, scale = rotary.rope_table(config)
     frequencies = jnp.asarray(table)

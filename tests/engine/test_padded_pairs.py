@@ -1,6 +1,7 @@
 """Pairs of a family beside Qwen3, whose vocabularies are padded differently."""
 
 import gc
+import re
 
 import jax
 import jax.numpy as jnp
@@ -100,15 +101,20 @@ def test_entries_that_a_tokenizer_asks_for_and_a_model_lacks(tmp_path):
         sj.load(folder, drafter="ngram")
 
 
-def test_an_implementation_without_kernels_is_refused(pair, monkeypatch):
-    """By name; where none is named, "auto" takes one that has been run."""
+def test_an_implementation_without_kernels_is_refused(pair, monkeypatch, caplog):
+    """By name; where none is named, "auto" takes one that has been run, and says what
+    that costs, once."""
     config, _ = load_lib.load(pair[0])
     with monkeypatch.context() as patch:
         patch.setattr(gpt_neox, "IMPLS", ("native", "xla"))
         with pytest.raises(NotImplementedError, match="'triton' has no kernels for gp"):
             families.runnable(config, "triton")
     assert families.runnable(config, "triton") == "triton"
-    assert families.runnable(config, "triton", is_named=False) == "xla"
+    families._say_xla_runs.cache_clear()
+    for resolved in ("xla", "triton", "triton"):
+        assert families.runnable(config, resolved, is_named=False) == "xla"
+    (line,) = caplog.messages
+    assert re.search("'xla' and not 'triton' for gpt_neox .* may have other bits", line)
 
 
 @pytest.mark.slow

@@ -26,7 +26,13 @@ from experiments.lib import (
 )
 from spec_jax import loading
 from spec_jax.analysis import metrics
-from spec_jax.model import config as config_lib, load, params as params_lib, sequence
+from spec_jax.model import (
+    config as config_lib,
+    load,
+    params as params_lib,
+    qwen2,
+    sequence,
+)
 
 
 GEN_TOKENS = 8
@@ -304,12 +310,20 @@ def test_the_margin_is_that_of_the_logits(sides):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_weights_of_torch_are_ours(oracle, tied):
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    [
+        (config_lib.Qwen3Config, True),
+        (config_lib.Qwen3Config, False),
+        (qwen2.Qwen2Config, False),
+    ],
+)
+def test_the_weights_of_torch_are_ours(oracle, kind, tied):
     """Fails if a matrix is under another's name, or the halves are exchanged."""
     import torch
 
     config = tiny_pair.config(num_layers=2, tie_word_embeddings=tied)
+    config = kind(**dataclasses.asdict(config))
     params = noise.weights(config, seed=0)
     baseline = hf.from_arrays((config_lib.to_dict(config), params), None, backend="cpu")
     tokens = np.asarray(noise.tokens(9, config.vocab_size))[None]

@@ -217,8 +217,11 @@ def test_slabs_are_those_of_the_model():
     assert [kernels.slab_of("xla", n) for n in (1, 5)] == [2, 5]
 
 
-# `draft-60m` is for processors: its products leave few plans.
-@pytest.mark.parametrize("model", sorted(subjects.PRESETS.keys() - {"draft-60m"}))
+# These are for processors: their products leave few plans.
+SMALL = {"draft-60m", "tiny"}
+
+
+@pytest.mark.parametrize("model", sorted(subjects.PRESETS.keys() - SMALL))
 def test_plans_of_the_real_shapes_can_be_launched(model):
     """Fails if the kernel's own plan is not first, or one is there twice."""
     config = subjects.PRESETS[model]

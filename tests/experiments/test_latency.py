@@ -343,6 +343,8 @@ def test_a_dry_run_of_the_real_shapes(tmp_path):
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-1.7b", 1_720_574_976),
         ("qwen3-8b", 8_190_735_360),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("qwen2.5-7b", 7_615_616_512),
         ("draft-60m", 59_684_416),
     ],
 )
@@ -391,6 +393,23 @@ def test_a_preset_that_does_not_fit(monkeypatch, capsys):
     assert_fails_with(
         latency.main, capsys, command((), "--preset", "qwen3-0.6b"), "GiB", "free"
     )
+
+
+def test_weights_of_earlier_presets_make_room(monkeypatch):
+    """Fails if a process that has measured one model has no room for the next."""
+    kept = subjects._weights
+
+    def check_fits(what, required):
+        if kept.cache_info().currsize:
+            raise MemoryError(what)
+
+    kept.cache_clear()
+    monkeypatch.setattr(subjects, "check_fits", check_fits)
+    sizes = {"gamma_max": 1, "slab": 2, "impl": "xla"}
+    for dtype in ("float32", "bfloat16"):
+        lm = subjects.preset_lm("tiny", None, dtype=dtype, **sizes)
+        assert lm.params.final_norm.dtype == dtype
+    assert kept.cache_info().currsize == 1
 
 
 def test_an_interrupted_run_leaves_whole_rows(folders, tmp_path, monkeypatch, capsys):

@@ -21,6 +21,7 @@ from spec_jax.model import (
     llama,
     load as load_lib,
     params as params_lib,
+    qwen2,
     row_model,
     sequence,
 )
@@ -51,6 +52,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = LLAMA3 | {"rope_type": "yarn", "factor": 4.0}
+for key in ("low_freq_factor", "high_freq_factor"):
+    YARN.pop(key)
 CASES = {
     "parallel": ("GPTNeoX", NEOX),
     "sequential": ("GPTNeoX", NEOX | {"use_parallel_residual": False}),
@@ -70,6 +74,13 @@ CASES = {
     "odd-rotated": ("GPTNeoX", NEOX | {"hidden_size": 80, "rotary_pct": 0.75}),
     "llama3": ("Llama", LLAMA | {"rope_parameters": LLAMA3}),
     "llama": ("Llama", LLAMA),
+    "qwen2": ("Qwen2", LLAMA | {"rms_norm_eps": 1e-6, "use_sliding_window": False}),
+    "qwen2-yarn-tied": (
+        "Qwen2",
+        {key: LLAMA[key] for key in LLAMA if key != "head_dim"}
+        | {"num_attention_heads": 6, "tie_word_embeddings": True}
+        | {"rope_parameters": YARN},
+    ),
 }
 
 
@@ -142,6 +153,10 @@ def test_logits_and_greedy_tokens_are_hugging_faces(case):
         wrong.append(dataclasses.replace(config, scaling=None))
     for other in wrong:
         assert error(params, other, tokens, theirs) > 1.5, other
+    if config.model_type == "qwen2":
+        layers = [x.replace(qkv_bias=0.9 * x.qkv_bias) for x in params.layers]
+        params = params.replace(layers=tuple(layers))
+        assert error(params, config, tokens, theirs) > 1.5
 
 
 @pytest.mark.oracle
@@ -178,9 +193,12 @@ SIZES = {
 PREFIX, WINDOW, SLAB = 21, 4, 8
 
 
+GATED = {"llama": llama.LlamaConfig, "qwen2": qwen2.Qwen2Config}
+
+
 def make_config(family: str, dtype: str, **changes) -> config_lib.ModelConfig:
-    if family == "llama":
-        return llama.LlamaConfig(**SIZES | {"dtype": dtype} | changes)
+    if family in GATED:
+        return GATED[family](**SIZES | {"dtype": dtype} | changes)
     sizes = SIZES | {"rotary_size": 4, "dtype": dtype} | changes
     return gpt_neox.GPTNeoXConfig(**sizes)
 
@@ -258,14 +276,19 @@ CONTRACT = [
     ("gpt_neox", "float32", "native"),
     ("gpt_neox", "bfloat16", "interpret"),
     ("llama", "bfloat16", "native"),
+    ("llama", "bfloat16", "interpret"),
+    ("qwen2", "bfloat16", "native"),
+    ("qwen2", "bfloat16", "xla"),
+    ("qwen2", "bfloat16", "interpret"),
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("family", "dtype", "impl"), CONTRACT)
 def test_rows_are_what_each_is_alone(family, dtype, impl):
     """Fails if a row's bits depend on its place, its neighbours or padding rows."""
-    run = Rows(make_config(family, dtype), impl)
+    heads = {"head_dim": 64, "num_kv_heads": 1} if family in GATED else {}
+    run = Rows(make_config(family, dtype, **heads), impl)
     alone, alone_kv = run.one_by_one(1)
     assert np.isfinite(alone.logits).all()
     mine, other = rows_of(1), rows_of(0)
@@ -332,10 +355,22 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), REFUSED)
-def test_configs_that_are_refused(change, message):
+RAW2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+REFUSED_OF_QWEN2 = [
+    ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+    ({"attention_bias": False}, "attention_bias=False is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+    ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0 must be a positive number"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not"),
+]
+ALL_REFUSED = [(RAW, *case) for case in REFUSED]
+ALL_REFUSED += [(RAW2, *case) for case in REFUSED_OF_QWEN2]
+
+
+@pytest.mark.parametrize(("raw", "change", "message"), ALL_REFUSED)
+def test_configs_that_are_refused(raw, change, message):
     with pytest.raises(ValueError, match=message):
-        config_lib.from_dict(RAW | change)
+        config_lib.from_dict(raw | change)
 
 
 def test_old_and_new_spellings_agree():
@@ -348,17 +383,23 @@ def test_old_and_new_spellings_agree():
     assert config_lib.from_dict(config_lib.to_dict(config)) == config
 
 
-def test_a_missing_bias_is_named(tmp_path):
+MISSING = {
+    "gpt_neox": "gpt_neox.layers.1.attention.dense.bias",
+    "qwen2": "model.layers.1.self_attn.k_proj.bias",
+}
+
+
+@pytest.mark.parametrize("family", MISSING)
+def test_a_missing_bias_is_named(family, tmp_path):
     import safetensors.numpy
 
-    config = make_config("gpt_neox", "float32")
+    config, name = make_config(family, "float32"), MISSING[family]
     load_lib.save(tmp_path, config, make_params(config))
     path = tmp_path / "model.safetensors"
     tensors = safetensors.numpy.load_file(path)
-    name = "gpt_neox.layers.1.attention.dense.bias"
     del tensors[name]
-    # Old checkpoints hold masks, which nothing reads.
-    tensors["gpt_neox.layers.0.attention.masked_bias"] = np.zeros((), np.float32)
+    if family == "gpt_neox":  # Old checkpoints hold masks, which nothing reads.
+        tensors["gpt_neox.layers.0.attention.masked_bias"] = np.zeros((), np.float32)
     safetensors.numpy.save_file(tensors, path)
     with pytest.raises(load_lib.CheckpointError, match=f"missing tensors: {name}"):
         load_lib.load(tmp_path)

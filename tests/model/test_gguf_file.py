@@ -25,6 +25,7 @@ from spec_jax.model import (
     llama,
     load,
     params as params_lib,
+    qwen2,
     sequence,
     tensor_values,
     tokenizer,
@@ -47,7 +48,7 @@ SIZES = {
     "tie_word_embeddings": True,
     "dtype": "float32",
 }
-KINDS_OF_MODELS = (llama.LlamaConfig, config_lib.Qwen3Config)
+KINDS_OF_MODELS = (llama.LlamaConfig, qwen2.Qwen2Config, config_lib.Qwen3Config)
 CONFIGS = {kind.model_type: kind(**SIZES) for kind in KINDS_OF_MODELS}
 # transformers does not read the size of Qwen3's heads, and takes this one.
 CONFIGS["qwen3"] = dataclasses.replace(CONFIGS["qwen3"], head_dim=128)
@@ -76,7 +77,7 @@ def write(path, config, params, *, kind="F32", change=lambda writer: None):
     writer.add_chat_template(TEMPLATE)
     writer.add_bos_token_id(1)
     change(writer)
-    number = gguf.MODEL_ARCH.LLAMA if arch == "llama" else gguf.MODEL_ARCH.QWEN3
+    number = gguf.MODEL_ARCH[arch.upper()]
     names = gguf.get_tensor_name_map(number, config.num_layers)
     rng = np.random.default_rng(0)
     for tensor in load.pending(params, families.of(config).tensors(config)):
@@ -86,7 +87,7 @@ def write(path, config, params, *, kind="F32", change=lambda writer: None):
             if part in tensor.name and arch == "llama":  # As llama.cpp rotates pairs.
                 halves = array.reshape(count, 2, -1, array.shape[1])
                 array = halves.swapaxes(1, 2).reshape(array.shape)
-        name = names.get_name(tensor.name, try_suffixes=(".weight",))
+        name = names.get_name(tensor.name, try_suffixes=(".weight", ".bias"))
         if array.ndim == 1 or kind == "F32":
             writer.add_tensor(name, array)
             continue
@@ -107,7 +108,12 @@ def write(path, config, params, *, kind="F32", change=lambda writer: None):
 def model(request):
     """A config, and random weights."""
     config = CONFIGS[request.param]
-    return config, params_lib.init(jax.random.key(0), config, stddev=0.1)
+    params = params_lib.init(jax.random.key(0), config, stddev=0.1)
+    if request.param == "qwen2":
+        bias = 0.1 * jax.random.normal(jax.random.key(1), (config.qkv_size,))
+        layers = (layer.replace(qkv_bias=bias) for layer in params.layers)
+        params = params.replace(layers=tuple(layers))
+    return config, params
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +198,10 @@ def test_a_text_begins_with_what_the_file_says(tmp_path):
             "llama-bpe",
             ["It", "'s", "\u0120year", "\u0120", "202", "4", "\u010a\u010a", "x"],
         ),
-        ("qwen2", ["It", "'s", "\u0120year", "\u0120", *"2024", "\u010a\u010a", "x"]),
+        *(
+            (name, ["It", "'s", "\u0120year", "\u0120", *"2024", "\u010a\u010a", "x"])
+            for name in ("qwen2", "deepseek-r1-qwen")
+        ),
     ],
 )
 def test_how_a_text_is_cut(name, pieces, plain):
@@ -236,12 +245,10 @@ def test_scalings_of_rope(tmp_path):
         writer.add_rope_scaling_factor(4.0)
         writer.add_rope_scaling_orig_ctx_len(32)
 
-    found = scaled(tmp_path / "a.gguf", CONFIGS["qwen3"], yarn)
     expected = config_lib.YarnScaling(factor=4.0, original_max_position_embeddings=32)
-    assert found.yarn == expected
-    with pytest.raises(ValueError, match=r"b.gguf.*'yarn'"):
-        scaled(tmp_path / "b.gguf", CONFIGS["llama"], yarn)
-    wanted = llama.Llama3Scaling(
+    for name, config in CONFIGS.items():
+        assert scaled(tmp_path / f"{name}.gguf", config, yarn).scaling == expected
+    wanted = config_lib.Llama3Scaling(
         factor=8.0,
         low_freq_factor=1.0,
         high_freq_factor=4.0,
@@ -306,8 +313,8 @@ HOSTILE = {
     "a field twice": (header(field("a", 1), field("a", 2)), "states a twice"),
     "an alignment of 0": (header(field("general.alignment", 0)), "general.alignment=0"),
     "another family": (
-        header(field(ARCH, "qwen2")),
-        "general.architecture='qwen2', and llama, qwen3 are read; take a model",
+        header(field(ARCH, "phi3")),
+        "general.architecture='phi3', and llama, qwen2, qwen3 are read; take a model",
     ),
     "no sizes": (header(field(ARCH, "llama")), "has no llama.context_length"),
     "a tensor of no kind": (
@@ -380,7 +387,7 @@ CHANGES = {
     "more layers than weights": (state("llama.block_count", 3), "weights .* 2 layers"),
     "a tensor more": (
         lambda writer: writer.add_tensor("blk.0.attn_q.bias", np.ones(4, np.float32)),
-        "unexpected tensors: blk.0.attn_q.bias",
+        "unexpected tensors: model.layers.0.self_attn.q_proj.bias",
     ),
     "another width": (state("llama.feed_forward_length", 128), "has shape"),
 }

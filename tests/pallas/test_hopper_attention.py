@@ -19,7 +19,16 @@ KERNELS = ("row_jobs", "paged_attention")
 
 
 def layers(
-    N, K, H, *, count=1, page_size=PAGE, context=CONTEXT, dtype="bfloat16", branch=0
+    N,
+    K,
+    H,
+    *,
+    count=1,
+    page_size=PAGE,
+    context=CONTEXT,
+    dtype="bfloat16",
+    branch=0,
+    has_norms=True,
 ) -> hopper.Program:
     """The row attention of `count` layers, one slot, pools donated."""
     shape, R = jax.ShapeDtypeStruct, 16
@@ -27,8 +36,8 @@ def layers(
     pool = shape((width + 8, page_size, K, H), dtype)
     inputs = {
         "heads": shape((R, (N + 2 * K) * H), dtype),
-        "q_norm": shape((H,), dtype),
-        "k_norm": shape((H,), dtype),
+        "q_norm": shape((H,), dtype) if has_norms else None,
+        "k_norm": shape((H,), dtype) if has_norms else None,
         "cos": shape((R, H // 2), dtype),
         "sin": shape((R, H // 2), dtype),
         "page_table": shape((1, width), jnp.int32),
@@ -99,6 +108,7 @@ def test_qwen3(qwen3, model):
         ((14, 2, 80), {"page_size": 64}),
         ((16, 8, 256), {"page_size": 8}),
         ((8, 4, 256), {"dtype": "float32", "context": 4096}),
+        ((14, 2, 64), {"has_norms": False}),
     ],
 )
 def test_other_heads(compiler, heads, changes):

@@ -73,6 +73,33 @@ def test_a_plain_step(compiled, name, depth):
     assert whole <= checks.MOST_OF_A_STEP[name]
 
 
+BIAS = (
+    "f32[4608]{0} convert()",
+    "f32[16,4608]{1,0} add(, )",
+    "bf16[16,4608]{1,0} convert()",
+)
+"""What XLA does with the bias of queries, keys and values: each sum is rounded once."""
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("name", "of_xla"),
+    [("llama-3.1-8b", []), ("qwen2.5-7b", [BIAS])],
+)
+def test_a_plain_step_of_another_family(compiled, name, of_xla):
+    """Fails if a step without head norms, or with biases, has other kernels, or XLA
+    computes more for it than to add a bias to each sum."""
+    report = compiled(models.plain_step, name, layers=2)
+    # Of seven heads to a key/value head, without norms, six registers.
+    report.assert_fits(most_spilt=24 if of_xla else 0)
+    checks.assert_in_place(report, models.model(name, layers=2))
+    assert_in_graphs(report)
+    assert ours(report.launches) == [*LAYER * 2, *END]
+    assert list(xla_fusions.float_kernels(report)) == of_xla
+    rest = checks.launches(report) - (len(LAYER) + len(of_xla)) * 2
+    checks.assert_near(rest, 11, f"a step of {name} outside of its layers")
+
+
 def test_the_function_of_a_layer_is_compiled_away(compiled):
     """Fails if layers that are lowered once launch other kernels, or in other order."""
     reports = [

@@ -5,6 +5,7 @@ cache that the earlier slab filled. And whole generations of two layers. All dev
 meshes and faults see the same files.
 """
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -19,7 +20,14 @@ import tiny_pair
 import spec_jax as sj
 from spec_jax import lossless, testing, tree
 from spec_jax.debug import recorder
-from spec_jax.model import decoder, gpt_neox, load, params as params_lib, row_model
+from spec_jax.model import (
+    decoder,
+    gpt_neox,
+    load,
+    params as params_lib,
+    qwen2,
+    row_model,
+)
 from spec_jax.ops import projection
 from spec_jax.paging import allocator
 from spec_jax.parallel import collectives, shard
@@ -47,6 +55,16 @@ def write_neox(folder: pathlib.Path, seed: int = 0, **changes) -> pathlib.Path:
         **{"num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "hidden_size": 64},
         **({"rotary_size": 4, "dtype": "float32"} | changes),
     )
+    return write_biased(folder, config, seed)
+
+
+def write_qwen2(folder: pathlib.Path) -> pathlib.Path:
+    """A Qwen2 model of the same sizes, whose biases and norms are random too."""
+    sizes = dataclasses.asdict(CONFIG)
+    return write_biased(folder, qwen2.Qwen2Config(**sizes), 0)
+
+
+def write_biased(folder: pathlib.Path, config, seed: int) -> pathlib.Path:
     params = params_lib.init(jax.random.key(seed), config, stddev=0.3)
     noise = lambda x: random_weights.normal(jax.random.key(x.size), x.shape, x.dtype)
     params = jax.tree.map(lambda x: x + noise(x) if x.ndim == 1 else x, params)
@@ -120,6 +138,8 @@ def close(a, b) -> bool:
 def _shifted(layer):
     """A layer with another bias of a sum over devices, or another norm."""
     if isinstance(layer, params_lib.LayerParams):
+        if layer.qkv_bias is not None:
+            return layer.replace(qkv_bias=layer.qkv_bias * 1.1)
         return layer.replace(mlp_norm=layer.mlp_norm * 1.1)
     down = layer.down
     return layer.replace(down=down.replace(bias=down.bias * 1.1))
@@ -269,8 +289,9 @@ def main() -> None:
         kind, *more = sys.argv[1:]
         if kind == "generations":
             row = check_generations(pathlib.Path(name), *more)
-        elif kind == "gpt_neox":
-            row = check(write_neox(folder), *more)
+        elif kind in ("gpt_neox", "qwen2"):
+            write = write_neox if kind == "gpt_neox" else write_qwen2
+            row = check(write(folder), *more)
         else:
             tiny_pair.write_model(folder, CONFIG, seed=0)
             row = check_faults(folder) if kind == "faults" else check(folder, *more)

@@ -38,7 +38,12 @@ def run(*arguments: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", pytest.param("gpt_neox", marks=pytest.mark.slow)]
+    "family",
+    [
+        "qwen3",
+        pytest.param("qwen2", marks=pytest.mark.slow),
+        pytest.param("gpt_neox", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(
     "impl", [pytest.param("xla", marks=pytest.mark.slow), "native"]
@@ -155,7 +160,7 @@ def test_what_a_mesh_refuses(monkeypatch):
     with pytest.raises(ValueError, match="num_kv_heads=6 cannot be cut for 4 .* 2 at"):
         four.check_divides(num_kv_heads=6)
     assert on_mesh().layout.describe() == {"devices": 1, "segments": 8}
-    monkeypatch.setattr(load_shards, "FAMILIES", ("llama", "gpt_neox"))
+    monkeypatch.setattr(load_shards, "FAMILIES", ("llama", "qwen2"))
     with pytest.raises(NotImplementedError, match="of qwen3 models: only those of"):
         on_mesh()
 
