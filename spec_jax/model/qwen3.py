@@ -41,7 +41,6 @@ IGNORED = r"(?!)"  # Nothing.
 KEEPS_PADDING = True
 
 Rows = decoder.Rows
-RowOutputs = decoder.RowOutputs
 bucket, row_angles = decoder.bucket, decoder.row_angles
 prefill, prefill_rows = decoder.prefill, decoder.prefill_rows
 
