@@ -13,7 +13,7 @@ from spec_jax.drafters import draft_slots, tree_search, tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.model import params as params_lib
 from spec_jax.native import children as children_lib, draws as draws_lib
-from spec_jax.ops import dispatch, draw as draw_op
+from spec_jax.ops import draw as draw_op
 from spec_jax.paging import cache as paged
 from spec_jax.rules import sampling as sampling_lib
 
@@ -341,7 +341,7 @@ class Draw(pytree.Node):
           vocab_size: of the target.
           hot: the target's token of each of the drafter's own; None: the same.
         """
-        is_native, width = dispatch.is_fused(self.impl), tree.width
+        is_native, width = self.impl == "native", tree.width
         if hot is not None and tree.top_k > hot.size:
             logits, hot = draft_slots.widened(hot, vocab_size)(logits), None
         if not is_native:
