@@ -44,7 +44,7 @@ FEWER = {
     "analysis/speeds": {"analysis"},
     "analysis/conventions": {"analysis"},
     "drafters/ngram": {"drafters", "engine"},
-    "drafters/suffix": {"drafters", "engine", "ops"},
+    "drafters/suffix": {"drafters", "engine", "native"},
     "drafters/oracle": {"engine"},
     **{
         f"engine/{name}": ABSTRACT

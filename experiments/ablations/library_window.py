@@ -76,7 +76,6 @@ def forward(
                 kv.v[number],
                 page_table=kv.page_table,
                 scale=config.head_dim**-0.5,
-                impl="xla",
                 **where,
             )
         x = _after_attention(layer, x, attended.reshape(R, -1), see, eps=eps)

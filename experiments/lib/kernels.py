@@ -150,7 +150,7 @@ class Projection(Subject):
     def call(self, impl, plan, number, x, pages, fixed, inputs):
         w = fixed["weights"][number]
         if impl == "xla":
-            return skinny_gemm.skinny_gemm(x, w, impl=impl), pages
+            return skinny_gemm.skinny_gemm(x, w), pages
         shared = {"num_active": inputs["num_active"], "norm": fixed["norm"]}
         shared["eps"] = self.eps
         if self.kernel == "gate":

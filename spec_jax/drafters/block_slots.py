@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from spec_jax.drafters import draft_slots, draft_trees, features as features_lib
 from spec_jax.engine import protocols, rows as rows_lib, windows
 from spec_jax.model import block_draft, block_heads, block_params
-from spec_jax.ops import dispatch, step
+from spec_jax.ops import dispatch
 from spec_jax.paging import allocator, index
 
 
@@ -226,7 +226,7 @@ class SlotBlock(features_lib.SlotReader):
         draw = draft_trees.Draw.of(drafter, sampling, length, num_slots=self.num_slots)
         params = block_params.prepare(params, drafter.model.impl)
         used = slice(head.first_slot, head.first_slot + count)
-        if step.is_fused(drafter.model.impl):
+        if dispatch.is_fused(drafter.model.impl):
             tokens, confidence, log_weights = block_heads.run_slots(
                 params,
                 head,
@@ -235,7 +235,6 @@ class SlotBlock(features_lib.SlotReader):
                 logits[:, used],
                 counts=wanted,
                 draws=draw.native(self.vocab_size),
-                impl=drafter.model.impl,
             )
             probs = self._probs(params, log_weights, wanted)
         else:

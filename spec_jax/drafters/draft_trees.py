@@ -12,7 +12,8 @@ from spec_jax import pytree
 from spec_jax.drafters import draft_slots, tree_search, tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.model import params as params_lib
-from spec_jax.ops import children as children_op, draw as draw_op, step
+from spec_jax.native import children as children_lib, draws as draws_lib
+from spec_jax.ops import draw as draw_op
 from spec_jax.paging import cache as paged
 from spec_jax.rules import sampling as sampling_lib
 
@@ -340,7 +341,7 @@ class Draw(pytree.Node):
           vocab_size: of the target.
           hot: the target's token of each of the drafter's own; None: the same.
         """
-        is_native, width = children_op.has_kernels(self.impl), tree.width
+        is_native, width = self.impl == "native", tree.width
         if hot is not None and tree.top_k > hot.size:
             logits, hot = draft_slots.widened(hot, vocab_size)(logits), None
         if not is_native:
@@ -355,7 +356,7 @@ class Draw(pytree.Node):
         numbers = jnp.broadcast_to(level, (count,))
         if self.has_probs:
             numbers = _columns(level, count, width)
-        return children_op.children(
+        return children_lib.children(
             logits,
             counts,
             numbers,
@@ -363,14 +364,13 @@ class Draw(pytree.Node):
             tau=tree.tau,
             names=hot,
             draws=self.native(vocab_size),
-            impl=self.impl,
         )
 
-    def native(self, vocab_size: int) -> step.Draws | None:
+    def native(self, vocab_size: int) -> draws_lib.Draws | None:
         """Returns how a native call draws; None: by the logits alone."""
         if self.sampling is None:
             return None
-        return step.Draws(
+        return draws_lib.Draws(
             settings=self.sampling,
             positions=self.length,
             vocab_size=vocab_size,

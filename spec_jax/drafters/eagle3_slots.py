@@ -166,7 +166,6 @@ class SlotEagle3(features_lib.SlotReader):
             counts=counts,
             most=self.gamma_max,
             draws=draw.native(self.vocab_size),
-            impl=self.drafter.model.impl,
         )
         kv = allocator.extend_each(kv, end, asked=drafts)
         kv = allocator.truncate_each(kv, end, asked=drafts)

@@ -35,7 +35,7 @@ from jaxtyping import Array, Bool, Int
 from spec_jax import pytree
 from spec_jax.drafters import suffix_match, text_tree
 from spec_jax.engine import protocols
-from spec_jax.ops import look_up as look_up_op
+from spec_jax.native import look_ups
 
 
 class Corpus(pytree.Node):
@@ -162,7 +162,7 @@ class SuffixDecoding(text_tree.TextDrafter):
 
         Nothing is counted, and nothing found, where `gamma` is 0.
         """
-        if look_up_op.has_kernels(self.impl):
+        if self.impl == "native":
             return self._by_kernels(corpus, tokens, length, gamma)
 
         def search() -> Lookup:
@@ -184,7 +184,7 @@ class SuffixDecoding(text_tree.TextDrafter):
         return most.astype(np.int32)
 
     def _by_kernels(self, corpus, tokens, length, gamma) -> Lookup:
-        drafts, num_drafted, survival, score = look_up_op.look_up(
+        drafts, num_drafted, survival, score = look_ups.look_up(
             tokens,
             length,
             gamma,
@@ -192,7 +192,6 @@ class SuffixDecoding(text_tree.TextDrafter):
             budgets=self._budgets,
             gamma_max=self.gamma_max,
             min_probability=self.min_probability,
-            impl=self.impl,
         )
         proposal = protocols.Proposal(
             tokens=drafts, num_drafted=num_drafted, survival=survival

@@ -180,7 +180,6 @@ class SlotRows:
             pending=pending,
             counts=counts,
             most=most,
-            impl=self.model.impl,
         )
         kv = allocator.extend_each(kv, length + counts - 1, asked=counts > 0)
         return kv, drafts, counts

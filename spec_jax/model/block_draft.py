@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax.model import block_params, decoder, rotary, sequence
+from spec_jax.native import block_steps
 from spec_jax.ops import (
     dispatch,
     embedding,
@@ -30,7 +31,6 @@ from spec_jax.ops import (
     rms_norm,
     rope,
     row_attention,
-    step,
     weights,
 )
 from spec_jax.paging import cache
@@ -64,8 +64,8 @@ def append_context(
             f"{config.features_size} (taps={config.taps} of the target)"
         )
     params = block_params.prepare(params, impl)
-    if step.is_fused(impl):
-        pages = step.append_context(
+    if dispatch.is_fused(impl):
+        pages = block_steps.append_context(
             features.astype(params.final_norm.dtype),
             _model(params, config, kv),
             fc=params.fc,
@@ -119,8 +119,8 @@ def forward_block(
     params = block_params.prepare(params, impl)
     layer = config.layer
     dtype, eps = params.final_norm.dtype, layer.rms_norm_eps
-    if step.is_fused(impl):
-        hidden, logits, pages = step.blocks(
+    if dispatch.is_fused(impl):
+        hidden, logits, pages = block_steps.blocks(
             rows.tokens,
             _model(params, config, kv),
             block_size=config.block_size,
@@ -173,13 +173,13 @@ def _padded(rows: decoder.Rows, count: int) -> decoder.Rows:
     )
 
 
-def _model(params, config, kv) -> step.BlockModel:
+def _model(params, config, kv) -> block_steps.BlockModel:
     """The layers for native kernels."""
-    fields = step.BlockLayer._fields
-    return step.BlockModel(
+    fields = block_steps.LayerWeights._fields
+    return block_steps.BlockModel(
         embed=params.embed,
         layers=[
-            step.BlockLayer(**{name: getattr(weight, name) for name in fields})
+            block_steps.LayerWeights(**{name: getattr(weight, name) for name in fields})
             for weight in params.layers
         ],
         final_norm=params.final_norm,
@@ -192,15 +192,14 @@ def _model(params, config, kv) -> step.BlockModel:
 
 def _where(config, rows, kv, dtype) -> dict[str, Any]:
     """Where rows are, for native kernels."""
+    angles = decoder.row_angles(
+        config.layer, rows.positions, dtype=dtype, impl="native"
+    )
     return {
-        "angles": decoder.row_angles(
-            config.layer, rows.positions, dtype=dtype, impl="native"
-        ),
-        "page_table": kv.page_table,
+        "at": (kv.page_table, *angles),
         "slots": rows.slots,
         "positions": rows.positions,
         "num_active": rows.num_active,
-        "impl": "native",
     }
 
 

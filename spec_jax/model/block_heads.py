@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax.model import block_params
-from spec_jax.ops import dispatch, projection, skinny_gemm, step, weights
+from spec_jax.native import block_steps, draws as draws_lib
+from spec_jax.ops import dispatch, projection, skinny_gemm, weights
 from spec_jax.typing import typed
 
 
@@ -107,19 +108,18 @@ def run_slots(
     logits: Float[Array, "B W Vd"],
     *,
     counts: Int[Array, " B"],
-    draws: step.Draws | None,
-    impl: str,
+    draws: draws_lib.Draws | None,
 ) -> tuple[
     Int[Array, "B W"], Float[Array, "B W"] | None, Float[Array, "B W Vd"] | None
 ]:
-    """Chooses the token of each slot after the one before it, in one call.
+    """Chooses the token of each slot after the one before it, by native kernels.
 
     Args:
       anchor: the token before the first slot.
       hidden: from the first row of blocks on; the last `W` are of the slots.
       logits: of slots that predict.
       counts: slots of each block to go over.
-      draws: see `ops.step.slot_chains`.
+      draws: see `native.block_steps.slot_chains`.
 
     Returns:
       Tokens of the target, 0 from `counts` on; the logits of their confidences, as
@@ -130,8 +130,8 @@ def run_slots(
     mix = None
     if markov is not None and markov.mix is not None and markov.mix_bias is not None:
         read = hidden if config.head == "rnn" else used
-        mix = step.Mix(weight=markov.mix, bias=markov.mix_bias, hidden=read)
-    tokens, log_weights = step.slot_chains(
+        mix = block_steps.Mix(weight=markov.mix, bias=markov.mix_bias, hidden=read)
+    tokens, log_weights = block_steps.slot_chains(
         logits,
         anchor,
         counts,
@@ -140,7 +140,6 @@ def run_slots(
         out=None if markov is None else markov.out,
         mix=mix,
         draws=draws,
-        impl=impl,
     )
     known = [used]
     if markov is not None and config.confidence_with_markov:

@@ -22,14 +22,15 @@ from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
 from spec_jax.model import eagle3_params, qwen3, sequence
+from spec_jax.native import draws as draws_lib, head_steps, steps
 from spec_jax.ops import (
     causal_attention,
+    dispatch,
     embedding,
     gated_projection,
     projection,
     rms_norm,
     row_attention,
-    step,
     weights,
 )
 from spec_jax.paging import cache
@@ -69,7 +70,7 @@ def forward_rows(
     _check_width(config, features)
     params = eagle3_params.prepare(params, impl)
     g = _fuse(params, config, features, num_active=rows.num_active, impl=impl)
-    if step.is_fused(impl):
+    if dispatch.is_fused(impl):
         return _fused_step(params, config, rows, g, kv)
     return _run_operations(params, config, rows, g, kv, impl)
 
@@ -134,19 +135,16 @@ def _run_operations(params, config, rows, g, kv, impl):
 
 def _fused_step(params, config, rows, g, kv):
     """`forward_rows` in one call of native kernels."""
-    logits, hidden, pages = step.head_step(
+    logits, hidden, pages = head_steps.step(
         rows.tokens,
         g,
         _model(params, config, kv),
-        angles=qwen3.row_angles(
-            config.layer, rows.positions, dtype=g.dtype, impl="native"
-        ),
+        *qwen3.row_angles(config.layer, rows.positions, dtype=g.dtype, impl="native"),
         page_table=kv.page_table,
         slots=rows.slots,
         positions=rows.positions,
         num_active=rows.num_active,
         branch=rows.branch,
-        impl="native",
     )
     return cache.with_pages(kv, pages), hidden, logits
 
@@ -162,10 +160,9 @@ def run_chains(
     pending: Int[Array, " S"],
     counts: Int[Array, " S"],
     most: int,
-    draws: step.Draws | None,
-    impl: str,
+    draws: draws_lib.Draws | None,
 ) -> tuple[cache.PagedKV, Int[Array, "S most"], Float[Array, "S most Vd"] | None]:
-    """Takes in pairs and drafts after them; see `ops.step.head_chains`.
+    """Takes in pairs and drafts after them; see `native.head_steps.chains`.
 
     The same tokens and K/V as by `forward_rows`, a row after the other. The pages must
     have been reserved; lengths do not change.
@@ -177,35 +174,36 @@ def run_chains(
       The cache; drafts: tokens of the target; and of independent draws the log weights
       of draft tokens that they were drawn from, otherwise None.
     """
-    params = eagle3_params.prepare(params, impl)
+    params = eagle3_params.prepare(params, "native")
     (S, W), flat = tokens.shape, features.reshape(tokens.size, -1)
     # Of one slot the first rows are the pending ones; else none is packed for so few.
     num_active = pending[0] if S == 1 else jnp.int32(S * W)
-    g = _fuse(params, config, flat, num_active=num_active, impl=impl)
+    g = _fuse(params, config, flat, num_active=num_active, impl="native")
     positions = starts[:, None] + jnp.arange(W + most - 1, dtype=jnp.int32)[None, :]
     cos, sin = qwen3.row_angles(
-        config.layer, positions.reshape(-1), dtype=g.dtype, impl=impl
+        config.layer, positions.reshape(-1), dtype=g.dtype, impl="native"
     )
-    drafts, log_weights, pages = step.head_chains(
+    drafts, log_weights, pages = head_steps.chains(
         tokens,
         g.reshape(S, W, -1),
         _model(params, config, kv),
+        cos.reshape(*positions.shape, -1),
+        sin.reshape(*positions.shape, -1),
         names=params.hot,
-        angles=(cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1)),
         page_table=kv.page_table,
         starts=starts,
         pending=pending,
         counts=counts,
         most=most,
         draws=draws,
-        impl=impl,
     )
     return cache.with_pages(kv, pages), drafts, log_weights
 
 
-def _model(params, config, kv) -> step.HeadModel:
-    layer = step.Layer(**{name: getattr(params, name) for name in step.Layer._fields})
-    return step.HeadModel(
+def _model(params, config, kv) -> head_steps.HeadModel:
+    names = steps.LayerWeights._fields
+    layer = steps.LayerWeights(**{name: getattr(params, name) for name in names})
+    return head_steps.HeadModel(
         embed=params.embed,
         layers=[layer],
         final_norm=params.final_norm,

@@ -19,13 +19,14 @@ from spec_jax.model import (
     params as params_lib,
     sequence,
 )
+from spec_jax.native import steps
 from spec_jax.ops import (
     causal_attention,
+    dispatch,
     gated_projection,
     projection,
     rope,
     row_attention,
-    step,
     weights,
 )
 from spec_jax.paging import cache
@@ -40,7 +41,6 @@ IGNORED = r"(?!)"  # Nothing.
 KEEPS_PADDING = True
 
 Rows = decoder.Rows
-RowOutputs = decoder.RowOutputs
 bucket, row_angles = decoder.bucket, decoder.row_angles
 prefill, prefill_rows = decoder.prefill, decoder.prefill_rows
 
@@ -195,7 +195,7 @@ def forward_rows(
     """
     params = params_lib.prepare(params, impl)
     is_split = isinstance(params.layers[0].qkv, weights.Split)
-    if step.is_fused(impl) and observe is None and not is_split:
+    if dispatch.is_fused(impl) and observe is None and not is_split:
         return _fused_step(params, config, rows, kv, taps, with_logits)
     return decoder.run_rows(
         params,
@@ -213,10 +213,10 @@ def forward_rows(
 
 def _fused_step(params, config, rows, kv, taps, with_logits):
     """`forward_rows` in one call of native kernels."""
-    logits, features, pages = step.step(
+    logits, features, pages = steps.step(
         rows.tokens,
         _model(params, config, kv),
-        angles=decoder.row_angles(
+        *decoder.row_angles(
             config, rows.positions, dtype=params.final_norm.dtype, impl="native"
         ),
         page_table=kv.page_table,
@@ -226,7 +226,6 @@ def _fused_step(params, config, rows, kv, taps, with_logits):
         branch=rows.branch,
         taps=taps,
         with_logits=with_logits,
-        impl="native",
     )
     outputs = decoder.RowOutputs(logits=logits, features=features)
     return cache.with_pages(kv, pages), outputs
@@ -242,39 +241,38 @@ def run_chains(
     pending: Int[Array, " S"],
     counts: Int[Array, " S"],
     most: int,
-    impl: str,
 ) -> tuple[cache.PagedKV, Int[Array, "S most"]]:
-    """Continues texts greedily, in one call; see `ops.step.chains`.
+    """Continues texts greedily, in one call of native kernels; see `steps.chains`.
 
     The same tokens and K/V as by `forward_rows`, a row after the other. The pages must
     have been reserved; lengths do not change.
     """
-    params = params_lib.prepare(params, impl)
+    params = params_lib.prepare(params, "native")
     places = tokens.shape[1] + most - 1
     positions = starts[:, None] + jnp.arange(places, dtype=jnp.int32)[None, :]
     cos, sin = decoder.row_angles(
-        config, positions.reshape(-1), dtype=params.final_norm.dtype, impl=impl
+        config, positions.reshape(-1), dtype=params.final_norm.dtype, impl="native"
     )
-    drafts, pages = step.chains(
+    drafts, _, pages = steps.chains(
         tokens,
         _model(params, config, kv),
-        angles=(cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1)),
+        cos.reshape(*positions.shape, -1),
+        sin.reshape(*positions.shape, -1),
         page_table=kv.page_table,
         starts=starts,
         pending=pending,
         counts=counts,
         most=most,
-        impl=impl,
     )
     return cache.with_pages(kv, pages), drafts
 
 
-def _model(params, config, kv) -> step.Model:
-    names = step.Layer._fields
-    return step.Model(
+def _model(params, config, kv) -> steps.Model:
+    names = steps.LayerWeights._fields
+    return steps.Model(
         embed=params.embed,
         layers=[
-            step.Layer(**{name: getattr(layer, name) for name in names})
+            steps.LayerWeights(**{name: getattr(layer, name) for name in names})
             for layer in params.layers
         ],
         final_norm=params.final_norm,

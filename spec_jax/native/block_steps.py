@@ -85,7 +85,10 @@ def append_context(
     num_active: jax.Array,  # [] int32
     isa: str | None = None,
 ) -> steps.Pages:
-    """Writes the keys and values of context in one call; see `ops.step.append_context`.
+    """Writes the keys and values of the active rows' context in one call.
+
+    Args:
+      at: as `steps.Model.call` takes it.
 
     Returns:
       The pages, which are updated in place.
@@ -119,11 +122,14 @@ def blocks(
     num_active: jax.Array,  # [] int32
     isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array, steps.Pages]:
-    """Runs whole blocks in one call; see `ops.step.blocks`.
+    """Runs whole blocks, whose rows see their context and each other, in one call.
+
+    Args:
+      at: as `steps.Model.call` takes it.
 
     Returns:
-      Hidden states `[R, D]`, logits `[R, Vd]` float32, and the pages, which are updated
-      in place.
+      Hidden states `[R, D]` after the final norm, logits `[R, Vd]` float32, and the
+      pages, which are updated in place.
     """
     (R,) = tokens.shape
     if R % block_size:
@@ -154,10 +160,18 @@ def slot_chains(
     draws: draws_lib.Draws | None = None,
     isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Goes over the slots of blocks in one call; see `ops.step.slot_chains`.
+    """Goes over the slots of blocks in one call: the token before corrects the logits.
 
     Args:
-      mix: of a head that has an `embed` and an `out`, too.
+      anchors: the token before the first slot of each block.
+      counts: slots of each block to go over.
+      names: the token that each of the drafter's own stands for; None: the same.
+      embed, out: of the token before, and what its product with the embedding adds to
+        the logits; None: nothing.
+      mix: what a gated or a recurrent head, which has an `embed` and an `out` too,
+        makes of the embedding first, by the hidden state of the slot, as
+        `model.block_heads.correct` does, though not to the bit; None: nothing.
+      draws: None: the highest logits are taken.
 
     Returns:
       Tokens `[S, most]` int32, 0 from `counts` on; and of independent draws log weights

@@ -1,4 +1,14 @@
-"""The best children of a tree's rows as a JAX function, one foreign call."""
+"""The best children of a tree's rows as a JAX function, one foreign call.
+
+Its meaning is `drafters.draft_trees.Draw.children`, which finds them by XLA too:
+
+    scores  log_softmax(what the target's draw takes the highest of, / tau)
+    tokens  the best of these, equal ones by their numbers
+
+What is drawn from has the noise of `rules.sampling.noise`. Ranks are those of what is
+drawn from, so that two children whose scores round to the same need not be in the order
+of their numbers.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +28,27 @@ def children(
     draws: draws_lib.Draws | None,
     isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Finds the best children of rows; see `ops.children.children`."""
+    """Finds the best children of the rows of a level of each slot's tree.
+
+    Args:
+      counts: rows of each slot that are looked at, the first ones; the others have
+        no draft, a score of -inf and token 0.
+      numbers: which draft of its slot a row gives, from that of `draws.positions` on;
+        of independent draws, which of the round.
+      most: children of a row.
+      tau: divides what is drawn from.
+      names: the token that each of the drafter's own stands for; None: the same.
+      draws: None: by the logits alone.
+
+    Returns:
+      Scores `[S, K, most]` float32, best first, -inf where there is no draft: where a
+      token has no weight, and in rows without any weight or with a weight that is no
+      number, or infinite; and tokens `[S, K, most]` int32.
+
+    Raises:
+      ValueError: more children than tokens, or shapes that do not fit each other.
+      NotImplementedError: logits that are not float32.
+    """
     S, K, N = logits.shape
     if not 1 <= most <= N:
         raise ValueError(f"{most} children of {N} tokens: take from 1 to as many")

@@ -75,11 +75,13 @@ def step(
     branch: jax.Array | None = None,  # [R, A] int32
     isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array, steps.Pages]:
-    """A whole step in one call: the same bits as the operations one by one.
+    """Runs the active pairs through a head in one call; padding is unspecified.
+
+    The bits are those of the operations one by one.
 
     Returns:
-      Logits `[R, N]` float32, the features `[R, D]` of the pairs that come next, and
-      the pages, which are updated in place.
+      Logits `[R, N]` float32 of the head's own tokens, the features `[R, D]` of the
+      pairs that come next, and the pages, which are updated in place.
     """
     calls.check_shapes(features=(features, (*tokens.shape, model.size)))
     calls.check_dtypes(features, model.final_norm)
@@ -108,9 +110,12 @@ def chains(
     names: jax.Array | None,  # [N] int32
     **how: Any,
 ) -> tuple[jax.Array, jax.Array | None, steps.Pages]:
-    """Continues texts in one call; see `ops.step.head_chains`.
+    """Continues texts in one call, as `steps.chains` does with a model.
 
     Args:
+      tokens: of the pairs whose K/V is not stored yet.
+      features: of these pairs; that of a draft is what the pair before leaves behind.
+      names: the token that each of the head's own stands for; None: the same.
       how: as `steps.chains` takes it.
 
     Returns:

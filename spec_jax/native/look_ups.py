@@ -1,4 +1,7 @@
-"""The search of suffix decoding as a JAX function, one foreign call."""
+"""The search of suffix decoding as a JAX function, one foreign call.
+
+Its meaning is `drafters.suffix.SuffixDecoding.look_up`, whose bits it has.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +21,20 @@ def look_up(
     min_probability: float,
     isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Finds the most frequent continuation; see `ops.look_up.look_up`."""
+    """Finds the continuation of the highest score.
+
+    Args:
+      tokens: of which the first `length` are the sequence.
+      gamma: tokens, at most; at most `gamma_max`.
+      corpus: `suffix_match.NONE` between texts.
+      budgets: tokens by the length of the match, from 1 on; none less than the one
+        before.
+      min_probability: no token has less.
+
+    Returns:
+      Tokens `[gamma_max]` int32; how many are drafted, int32; their probabilities
+      `[gamma_max]` float32, zeros after them; and the sum of these.
+    """
     calls.check_shapes(length=(length, ()), gamma=(gamma, ()))
     drafts, num_drafted, survival, score = calls.call(
         "spec_jax_look_up",

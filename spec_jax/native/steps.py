@@ -219,7 +219,9 @@ def step(
     with_logits: bool,
     isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array, Pages]:
-    """A whole step in one call: the same bits as the operations one by one.
+    """Runs the active rows through all layers in one call.
+
+    The bits are those of the operations one by one.
 
     Args:
       taps: the layers before which the residual is a feature; their number is the
@@ -227,8 +229,8 @@ def step(
       with_logits: without them `[0, V]` is returned, and the head is not read.
 
     Returns:
-      Logits `[R, V]` float32, features `[R, taps, D]`, whose padding rows are zeros,
-      and the pages, which are updated in place.
+      Logits `[R, V]` float32, whose padding rows are unspecified; features
+      `[R, taps, D]`, whose padding rows are zeros; and the pages, updated in place.
     """
     (R,), (V, D) = tokens.shape, model.embed.shape
     if not all(0 <= tap <= len(model.layers) for tap in taps):
@@ -264,15 +266,22 @@ def chains(
     own: tuple[jax.Array, ...] = (),
     isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None, Pages]:
-    """Continues texts in one call; see `ops.step.chains`.
+    """Continues texts in one call: as many steps as the longest of them takes.
 
     Args:
+      tokens: the last tokens of each slot's text, whose K/V is not stored yet.
+      cos, sin: of the positions from `starts` on.
+      starts: the position of each slot's first token.
+      pending: how many of the tokens there are, at least one.
+      counts: tokens to draft, `most` at most; 0: the slot sits out.
+      draws: None: greedily.
       target: the kernel of the kind of model, and `own` what it takes more of the rows.
 
     Returns:
       Drafts `[S, most]` int32, 0 from `counts` on; of independent draws log weights
-      `[S, most, N]`, unspecified from there on, otherwise None; and the pages, which
-      are updated in place.
+      `[S, most, N]` float32 that they were drawn from, unspecified from there on,
+      otherwise None; and the pages, updated in place, in which all but the last draft
+      of each slot are written.
     """
     S, W = tokens.shape
     shape = S, W + most - 1, model.pages[0][0].shape[3] // 2

@@ -75,6 +75,15 @@ def resolve(impl: Impl) -> str:
     return impl
 
 
+def is_fused(impl: str) -> bool:
+    """Whether a resolved implementation runs a step of a model in one call.
+
+    The calls are those of `native.steps` and its neighbours. They have the bits of the
+    operations one by one.
+    """
+    return impl == "native"
+
+
 def kernels(name: str, impl: str) -> tuple[types.ModuleType, bool]:
     """The module of kernels of a name, of an implementation in `PALLAS`.
 

@@ -37,11 +37,14 @@ def paged_attention(
     positions: Int[Array, " R"],
     num_active: Int[Array, ""],
     scale: float,
-    impl: str,
     branch: Int[Array, "R A"] | None = None,
     by_head: bool = False,
 ) -> Float[Array, "R N H"]:
     """Attends each active row to positions `0 .. positions[r]` of its slot.
+
+    Online softmax (Milakov and Gimelshein 2018), float32 throughout. The blocks of keys
+    that all rows of a slot find at their own positions are walked for all of them; the
+    blocks after these for each branch apart.
 
     Padding rows return unspecified values. Bytes of unowned pages, and of owned pages
     past the slot's longest active row, are never used, NaN included.
@@ -59,31 +62,7 @@ def paged_attention(
         raise ValueError(
             f"{page_size=} must divide {KEY_BLOCK}, the key block, or be a multiple"
         )
-    if impl == "xla":
-        return _xla(
-            q,
-            k_pages,
-            v_pages,
-            page_table=page_table,
-            slots=slots,
-            positions=positions,
-            num_active=num_active,
-            scale=scale,
-            branch=branch,
-            accumulate=_accumulate_each if by_head else _accumulate,
-        )
-    raise NotImplementedError(f"paged_attention has no {impl!r} implementation")
-
-
-def _xla(
-    q, k_pages, v_pages, *, page_table, slots, positions, num_active, scale, branch,
-    accumulate,
-):  # fmt: skip
-    """Online softmax (Milakov and Gimelshein 2018), float32 throughout.
-
-    The blocks of keys that all rows of a slot find at their own positions are walked
-    for all of them; the blocks after these for each branch apart.
-    """
+    accumulate = _accumulate_each if by_head else _accumulate
     R, N, H = q.shape
     K = k_pages.shape[2]
     G = N // K

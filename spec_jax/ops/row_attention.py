@@ -89,9 +89,8 @@ def row_attention(
     if block is not None:
         branch = None  # All keys of a run lie at their positions: one walk for all.
     out = paged_attention.paged_attention(
-        q, k_pages, v_pages, **where, scale=scale, impl=impl, branch=branch,
-        by_head=by_head,
-    )  # fmt: skip
+        q, k_pages, v_pages, **where, scale=scale, branch=branch, by_head=by_head
+    )
     return out.reshape(out.shape[0], -1), k_pages, v_pages
 
 

@@ -18,9 +18,7 @@ MIN_ROWS = 2
 
 
 @typed
-def skinny_gemm(
-    x: Float[Array, "R K"], w: Float[Array, "N K"], *, impl: str
-) -> Float[Array, "R N"]:
+def skinny_gemm(x: Float[Array, "R K"], w: Float[Array, "N K"]) -> Float[Array, "R N"]:
     """Multiplies, and returns float32.
 
     Raises:
@@ -30,12 +28,6 @@ def skinny_gemm(
         raise ValueError(f"a slab needs at least {MIN_ROWS} rows, got {x.shape[0]}")
     if x.dtype != w.dtype:
         raise ValueError(f"rows are {x.dtype} but weights are {w.dtype}")
-    if impl == "xla":
-        return _xla(x, w)
-    raise NotImplementedError(f"skinny_gemm has no {impl!r} implementation")
-
-
-def _xla(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.dot_general(
         x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )

@@ -11,13 +11,10 @@ The price is memory for `T` positions of every slot, used or not.
 
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 from spec_jax.paging import cache
-from spec_jax.typing import typed
 
 
 class StaticKV(cache.PagedKV):
@@ -68,18 +65,6 @@ def init(
         out_of_pages=empty.out_of_pages,
         refused=empty.refused,
     )
-
-
-@typed
-def contiguous(
-    kv: StaticKV, layer: int
-) -> tuple[Float[Array, "S T K H"], Float[Array, "S T K H"]]:
-    """One layer's keys and values by slot and position: the pools, seen otherwise."""
-
-    def by_position(pool: jax.Array) -> jax.Array:
-        return pool.reshape(kv.num_slots, kv.slot_capacity, *pool.shape[2:])
-
-    return by_position(kv.k[layer]), by_position(kv.v[layer])
 
 
 def check_integrity(kv: StaticKV) -> None:

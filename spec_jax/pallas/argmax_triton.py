@@ -14,11 +14,32 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import argmax_order as order, early_launch
+from spec_jax.pallas import early_launch
 
 
 CHUNK = 4096  # logits of one program of the first kernel
 MAX_CHUNKS = 1024  # of one row: a block of the second kernel
+
+NAN = 0x7FFFFFFF  # above every number: infinity is 0x7F800000
+NOTHING = -0x80000000  # below every number; as a float's bits, minus zero
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """Returns integers that compare as the floats of `x` do, NaN above all."""
+    x = x.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    # Minus zero equals zero. Not by a comparison of floats: XLA on a CPU takes
+    # denormals for zeros.
+    bits = jnp.where(bits == NOTHING, 0, bits)
+    ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return jnp.where(x != x, NAN, ordered)
+
+
+def _first_of_largest(keys: jax.Array, indices: jax.Array):
+    """Returns the largest of `keys [1, n]`, and the least index that has it."""
+    largest = jnp.max(keys, axis=-1, keepdims=True)
+    candidates = jnp.where(keys == largest, indices, NAN)
+    return largest, jnp.min(candidates, axis=-1, keepdims=True)
 
 
 def _chunk_kernel(
@@ -36,9 +57,9 @@ def _chunk_kernel(
 
     @pl.when(pl.program_id(0) < num_active_ref[0])
     def _():
-        keys = order.ordered(plt.load(x_ref.at[...], mask=inside, other=0))
-        keys = jnp.where(inside, keys, order.NOTHING)
-        key_ref[...], index_ref[...] = order.first_of_largest(keys, indices)
+        keys = _ordered(plt.load(x_ref.at[...], mask=inside, other=0))
+        keys = jnp.where(inside, keys, NOTHING)
+        key_ref[...], index_ref[...] = _first_of_largest(keys, indices)
 
 
 def _row_kernel(
@@ -53,9 +74,9 @@ def _row_kernel(
     row = early_launch.released(pl.program_id(0), interpret=interpret)[:, None]
     is_active = row < num_active_ref[0]
     inside = (jnp.arange(key_ref.shape[1])[None, :] < num_chunks) & is_active
-    keys = plt.load(key_ref.at[...], mask=inside, other=order.NOTHING)
-    indices = plt.load(index_ref.at[...], mask=inside, other=order.NAN)
-    _, index = order.first_of_largest(keys, indices)
+    keys = plt.load(key_ref.at[...], mask=inside, other=NOTHING)
+    indices = plt.load(index_ref.at[...], mask=inside, other=NAN)
+    _, index = _first_of_largest(keys, indices)
     out_ref[...] = jnp.where(is_active, index, 0)
 
 
@@ -75,7 +96,8 @@ def argmax(
       NotImplementedError: logits that are neither float32 nor bfloat16.
     """
     R, V = logits.shape
-    order.check(logits)
+    if logits.dtype not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(f"logits are float32 or bfloat16, not {logits.dtype}")
     if not 0 < V <= CHUNK * MAX_CHUNKS:
         raise ValueError(f"rows of {V} logits are not in 1..{CHUNK * MAX_CHUNKS}")
     if R == 0:

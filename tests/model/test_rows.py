@@ -16,7 +16,8 @@ import pytest
 
 from spec_jax import testing
 from spec_jax.model import config as config_lib, params as params_lib, qwen3, row_model
-from spec_jax.ops import dispatch, row_attention, skinny_gemm, step
+from spec_jax.native import steps
+from spec_jax.ops import dispatch, row_attention, skinny_gemm
 from spec_jax.paging import allocator, cache
 
 
@@ -280,7 +281,7 @@ def test_a_neighbours_fault_is_caught(impl, monkeypatch):
         kv = model.fill(kv, slot=slot)
     _, alone = model.run(kv, window(1, 1))
     module, name = (
-        (step, "step") if impl == "native" else (row_attention, "row_attention")
+        (steps, "step") if impl == "native" else (row_attention, "row_attention")
     )
     real = getattr(module, name)
 

@@ -6,7 +6,7 @@ Not those that a test plants itself, as its negative control.
 from mutant import Mutant
 
 
-_ATTENTION = "ops.paged_attention:_xla"
+_ATTENTION = "ops.paged_attention:paged_attention"
 _PAGE_SIZE = "ops/test_paged_attention.py::test_page_sizes[16]"
 _CONTRACT = "model/test_rows.py::test_verifying_equals_decoding_one_by_one"
 
@@ -35,9 +35,9 @@ KERNELS = (
     Mutant(
         "a product is summed backwards where one row is live",
         "ops.projection:project",
-        "y = skinny_gemm.skinny_gemm(x, w, impl=impl).astype(dtype)",
-        "alone = skinny_gemm.skinny_gemm(x[:, ::-1], w[:, ::-1], impl=impl)\n"
-        "    y = skinny_gemm.skinny_gemm(x, w, impl=impl)\n"
+        "y = skinny_gemm.skinny_gemm(x, w).astype(dtype)",
+        "alone = skinny_gemm.skinny_gemm(x[:, ::-1], w[:, ::-1])\n"
+        "    y = skinny_gemm.skinny_gemm(x, w)\n"
         "    y = jnp.where(num_active == 1, alone, y).astype(dtype)",
         "model/test_rows.py::test_head_sizes_and_groups[64-2-2-xla]",
     ),

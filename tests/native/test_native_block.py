@@ -12,7 +12,7 @@ import pytest
 from spec_jax import testing
 from spec_jax.model import block_draft, decoder, row_model
 from spec_jax.native import block_steps
-from spec_jax.ops import projection, rms_norm, row_attention, step
+from spec_jax.ops import dispatch, projection, rms_norm, row_attention
 from spec_jax.paging import allocator, cache
 
 
@@ -102,7 +102,7 @@ def append_by_operations(weights, config, rows, features, kv, *, impl):
 
 def by_operations(patch, config, weights, live, norm=native_norm):
     """The same by operations one by one, with the kernels' norms."""
-    patch.setattr(step, "is_fused", lambda impl: False)
+    patch.setattr(dispatch, "is_fused", lambda impl: False)
     patch.setattr(rms_norm, "rms_norm", norm)
     return run(config, weights, live, append_by_operations)
 

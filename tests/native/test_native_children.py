@@ -1,4 +1,4 @@
-"""`ops.children`: the children that XLA finds, by the very noise of the target."""
+"""`native.children`: the children that XLA finds, by the very noise of the target."""
 
 import dataclasses
 
@@ -11,7 +11,6 @@ import pytest
 from spec_jax import testing
 from spec_jax.drafters import draft_trees, tree_shapes
 from spec_jax.native import children as native
-from spec_jax.ops import children as op
 from spec_jax.rules import sampling
 
 
@@ -230,5 +229,3 @@ def test_what_the_kernels_cannot_take_is_refused():
         native.children(
             logits.astype(jnp.bfloat16), COUNTS, numbers, most=2, names=None, **told
         )
-    with pytest.raises(NotImplementedError, match="no kernels that find children"):
-        op.children(logits, COUNTS, numbers, most=2, names=None, impl="xla", **told)

@@ -185,7 +185,7 @@ def by_chains(params, config, *, shift=0):
         tokens[slot, : PENDING[slot]] = found[STARTS[slot] :]
         last = np.roll(features, shift, axis=0)[STARTS[slot] :]
         read[slot, : PENDING[slot]] = last
-    chains = jax.jit(eagle3.run_chains, static_argnames=("config", "most", "impl"))
+    chains = jax.jit(eagle3.run_chains, static_argnames=("config", "most"))
     kv, drafts, _ = chains(
         params,
         config,
@@ -197,7 +197,6 @@ def by_chains(params, config, *, shift=0):
         counts=jnp.asarray(COUNTS, jnp.int32),
         most=MOST,
         draws=None,
-        impl="native",
     )
     return kv, np.asarray(drafts)
 

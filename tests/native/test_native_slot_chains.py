@@ -26,9 +26,8 @@ def go_over(config, weights, counts, *, draws=None, seed=0, change=lambda x: x):
     logits = draw(models.SLOTS, most, config.draft_vocab_size)
     anchor = jnp.asarray(rng.integers(0, 96, models.SLOTS), jnp.int32)
     found = block_heads.run_slots(
-        weights, config, anchor, hidden, logits,
-        counts=counts, draws=draws, impl="native",
-    )  # fmt: skip
+        weights, config, anchor, hidden, logits, counts=counts, draws=draws
+    )
     widen = draft_slots.widened(weights.hot, 96)
     state, before = block_heads.first_state(config, (models.SLOTS,)), anchor
     correct = functools.partial(

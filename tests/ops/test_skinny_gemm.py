@@ -12,7 +12,7 @@ from spec_jax.ops import skinny_gemm
 ROWS, OUT = 8, 40
 REDUCTION = 384  # long enough that bfloat16 sums would be far off
 
-_gemm = jax.jit(skinny_gemm.skinny_gemm, static_argnames=("impl",))
+_gemm = jax.jit(skinny_gemm.skinny_gemm)
 
 
 def inputs(rng, dtype):
@@ -29,7 +29,7 @@ def oracle(x, w):
 def test_product_is_that_of_float64(rng, dtype):
     """Fails if sums are kept in bfloat16, or the weight is not transposed."""
     x, w = inputs(rng, jnp.dtype(dtype))
-    y = _gemm(x, w, impl="xla")
+    y = _gemm(x, w)
     assert y.shape == (ROWS, OUT) and y.dtype == jnp.float32
     # Also for bfloat16 inputs: their products are exact in float32.
     near = {"dtype": "float32", "reduction": REDUCTION}
@@ -62,23 +62,20 @@ def test_planted_faults_are_caught(rng, fault):
 def test_a_row_does_not_see_the_others(rng, dtype):
     """Fails if a row's bits depend on its place, or on NaN in other rows."""
     x, w = inputs(rng, jnp.dtype(dtype))
-    y = _gemm(x, w, impl="xla")
+    y = _gemm(x, w)
     alone = jnp.full_like(x, jnp.nan).at[5].set(x[2])
-    testing.assert_same_bits(_gemm(alone, w, impl="xla")[5], y[2])
+    testing.assert_same_bits(_gemm(alone, w)[5], y[2])
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "impl", "error", "message"),
+    ("rows", "dtype", "message"),
     [
-        (1, "float32", "xla", ValueError, "at least 2 rows, got 1"),
-        (2, "bfloat16", "xla", ValueError, "rows are bfloat16 but weights are float32"),
-        (2, "float32", "auto", NotImplementedError, "no 'auto' implementation"),
+        (1, "float32", "at least 2 rows, got 1"),
+        (2, "bfloat16", "rows are bfloat16 but weights are float32"),
     ],
 )
-def test_refusals(rows, dtype, impl, error, message):
-    """Fails if the one-row path, a mixed product or an unknown kernel runs."""
+def test_refusals(rows, dtype, message):
+    """Fails if the one-row path or a mixed product runs."""
     x = np.zeros((rows, 4), np.float32).astype(dtype)
-    with pytest.raises(error, match=message):
-        skinny_gemm.skinny_gemm(
-            jnp.asarray(x), jnp.zeros((3, 4), jnp.float32), impl=impl
-        )
+    with pytest.raises(ValueError, match=message):
+        skinny_gemm.skinny_gemm(jnp.asarray(x), jnp.zeros((3, 4), jnp.float32))
