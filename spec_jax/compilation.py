@@ -117,7 +117,7 @@ def jit(function: Callable, **how: Any) -> Jitted:
     return Jitted(function, **how)
 
 
-# What the compiler of `one_kernel` is known to take. It has no scatters, sorts or calls
+# Operations that the compiler of `one_kernel` takes. It has no scatters, sorts or calls
 # of other kernels; loops and branches that leave a value unread end the process.
 _TAKEN = frozenset(
     """
@@ -128,7 +128,7 @@ _TAKEN = frozenset(
     sub transpose xor
     """.split()
 )
-# Of floats it moves bits alone: it may contract what other compilers round twice.
+# Floats are only moved: it may contract operations that other compilers round twice.
 _MOVES = frozenset(
     """
     broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather jit pad pjit
@@ -221,7 +221,7 @@ def _run(closed: core.ClosedJaxpr, arrays: list[jax.Array]) -> list[Any]:
 
 
 def _is_in(variable: Any, variables: Any) -> bool:
-    """Whether a variable is one of these; a literal, which has no hash, is none."""
+    """Returns whether a variable is in a set; literals, unhashable, never are."""
     return not isinstance(variable, core.Literal) and variable in variables
 
 

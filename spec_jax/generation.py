@@ -76,7 +76,7 @@ _REMEDIES = {
     "tree": "gamma=sj.Tree(...), or sj.load(TARGET, tree=...)",
     "batch_size": "num_slots=...",
 }
-"""What to write for names that other libraries have, or other calls of this one."""
+"""Remedies for names that other libraries have, or other calls of this one."""
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 

@@ -39,7 +39,7 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What `check_lossless` found: true if all is equal; as text, a table."""
+    """The result of `check_lossless`: true if all is equal; as text, a table."""
 
     comparisons: tuple[Comparison, ...]
 

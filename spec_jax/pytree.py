@@ -38,7 +38,7 @@ class Node:
         cls._kind = static(default=cls, repr=False, compare=False)  # type: ignore[attr-defined]
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         jax.tree_util.register_dataclass(cls)
-        # Known to jax and the constructor alone: no field to whoever lists fields.
+        # Known to jax and the constructor alone: it is not listed as a field.
         del cls.__dataclass_fields__["_kind"]  # type: ignore[attr-defined]
 
     def replace(self, **changes: Any) -> Self:

@@ -1,4 +1,4 @@
-"""What a generation leaves: tokens with their text, origins, metrics, provenance."""
+"""Results of a generation: tokens with their text, origins, metrics, provenance."""
 
 import dataclasses
 import html
@@ -15,7 +15,7 @@ Status = states.Status
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What was generated for one prompt.
+    """The generation for one prompt.
 
     Attributes:
       tokens: generated, without the prompt.

@@ -32,7 +32,7 @@ REMOVED_IMPLS = {
     "mosaic": "impl='mosaic' was removed: a step of Qwen3-0.6B on an H100 took 1.60 ms "
     "with it and 1.09 ms with 'triton'; commit 9b82177 has it"
 }
-"""What is said of implementations that were there once."""
+"""Remarks on implementations that were removed."""
 
 
 def check_impl(impl: object) -> None:

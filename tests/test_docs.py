@@ -9,6 +9,12 @@ import test_readme
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
+RIDDLE = re.compile(
+    r'^\s*(?:#|""") ?(?:Of|What|Who|Whoever|Those|Also) '
+    r"|\b(?:or is none|whoever|for want of|goes on in|says nothing of|is none\b)",
+    re.MULTILINE,
+)
+"""Beginnings of docstrings and comments, and words, that leave the subject out."""
 FILE = re.compile(r"(?:docs|experiments|spec_jax|tests|\.ci)/[\w./*-]*\.(?:\w+)")
 
 
@@ -53,3 +59,15 @@ def test_every_page_is_linked_from_the_index_of_the_site():
     """Fails if a page is written and cannot be found."""
     listed = re.findall(r"^  - (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(listed) == sorted(PAGES)
+
+
+def test_docstrings_and_comments_begin_with_what_they_are_about():
+    """Fails if one begins with "Of" or "What", or leaves its subject out."""
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0].strip()}"
+        for path in sorted(ROOT.glob("spec_jax/**/*.py"))
+        for match in RIDDLE.finditer(path.read_text())
+    ]
+    assert not found
+    assert RIDDLE.search("    # Of equal ones the first.")  # Negative controls.
+    assert RIDDLE.search('    """Whether it is one; a literal is none."""')

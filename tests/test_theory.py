@@ -231,7 +231,7 @@ def test_ceilings_bound_what_either_side_can_bring():
     assert found["verification"] == pytest.approx(3.196 / 2.5)
     assert found["both"] == pytest.approx(3.2536 / 1.75)
     assert theory.plan(conditional, COSTS).speedup < min(found.values())
-    with pytest.raises(ValueError, match="'all' is none of"):
+    with pytest.raises(ValueError, match="'all' is not"):
         theory.ceiling(conditional, COSTS, free="all")
 
 

@@ -102,15 +102,6 @@ class _LibraryWindow(_OnModel):
 
     attention: ClassVar[library_window.Attention]
 
-    def __post_init__(self) -> None:
-        """Raises `ValueError` for a family whose layers `library_window` lacks."""
-        if not isinstance(self.config, config_lib.Qwen3Config):
-            raise ValueError(
-                "the verify paths flash and library-rows know Qwen3's layers, and the "
-                f"target is a {self.config.model_type} model: take row-loop or "
-                "paged-decode, or a Qwen3 target"
-            )
-
     def forward(
         self,
         params: params_lib.Params,

@@ -27,7 +27,7 @@ from spec_jax.typing import typed
 
 
 TAUS = tuple(np.geomspace(0.1, 4.0, 75).round(4).tolist())
-"""What is tried: steps of 5 %."""
+"""Exponents that are tried: steps of 5 %."""
 
 
 @typed
@@ -144,12 +144,12 @@ TEMPERATURES = tuple(np.geomspace(0.25, 4.0, 65).tolist())
 """Temperatures of confidences that are tried; 1 is one of them."""
 
 BINS = 20
-"""Of equal width, of chances, for errors of calibration."""
+"""Bins of equal width over chances, for errors of calibration."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """What makes confidences chances: `sigmoid(logit / temperature + shift)`."""
+    """Maps confidences to chances: `sigmoid(logit / temperature + shift)`."""
 
     temperatures: np.ndarray  # [W] float32, above 0
     shifts: np.ndarray  # [W] float32
@@ -241,7 +241,7 @@ def _platt(logits: np.ndarray, is_kept: np.ndarray) -> tuple[float, float]:
     kept, lost = (num_kept + 1) / (num_kept + 2), 1 / (count - num_kept + 2)
     targets = np.where(is_kept, kept, lost)
     best, highest = (1.0, 0.0), -np.inf
-    # Of equal ones the temperature nearest to 1.
+    # The temperature nearest to 1 wins a tie.
     for temperature in sorted(TEMPERATURES, key=lambda each: abs(np.log(each))):
         scaled = logits / temperature
         shift = _shift(scaled, float(targets.mean()))

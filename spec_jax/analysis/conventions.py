@@ -61,7 +61,7 @@ class Vllm:
 
 
 def to_vllm(counters: metrics.Counters) -> Vllm:
-    """What vLLM would have counted; rounds that drafted nothing are left out."""
+    """Returns vLLM's counts; rounds that drafted nothing are left out."""
     metrics.identities(counters)
     return Vllm(
         num_spec_tokens=len(counters.accepted_at),
@@ -146,7 +146,7 @@ class Sglang:
 
 
 def to_sglang(counters: metrics.Counters, *, window: int | None = None) -> Sglang:
-    """What SGLang would have counted, where every round has a full window.
+    """Returns SGLang's counts, where every round has a full window.
 
     Args:
       window: drafts of a full window; of a tree, its nodes. None: one for each entry of
@@ -274,7 +274,7 @@ class Eagle:
 
 
 def to_eagle(counters: metrics.Counters) -> Eagle:
-    """What EAGLE's scripts would have counted.
+    """Returns the counts of EAGLE's scripts.
 
     Raises:
       ValueError: no position: EAGLE counts its rounds at the first one.

@@ -37,7 +37,7 @@ class IdentityError(AssertionError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What was counted in one speculative run, or in several.
+    """Counts of one speculative run, or of several.
 
     Attributes:
       tokens: tokens generated after the prompt, cut after the first stop token and
@@ -113,7 +113,7 @@ class Counters:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextCounts:
-    """What was counted of one prompt's generated text.
+    """Counts of one prompt's generated text.
 
     Attributes:
       tokens: of the text, cut as `Counters.tokens` are.

@@ -42,7 +42,7 @@ class Trace(pytree.Node):
 
 
 class TraceCache(pytree.Node):
-    """What caches of K/V would decide and count, and the slots' traces."""
+    """Decisions and counts in the place of K/V caches, and the slots' traces."""
 
     tokens: jax.Array  # [B, size] int32
     length: jax.Array  # [B] int32

@@ -18,7 +18,7 @@ from spec_jax.paging import cache as paged, index
 
 
 WHATS = ("tokens", "log_probs", "logits", "kv")
-"""What is compared: generated tokens; the log-probability of each, or of the most
+"""Compared: generated tokens; the log-probability of each, or of the most
 probable one where it was drawn; a hash of all logits that it was chosen by; committed
 keys and values of all layers."""
 
@@ -28,7 +28,7 @@ NOT_COMPARED = "not compared"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """What a recorder saw of the rows that decided the `T` generated tokens.
+    """A recorder's view of the rows that decided the `T` generated tokens.
 
     Attributes:
       log_probs: `[T]` uint32, the bits of the log-probability of `highest`.
@@ -51,7 +51,7 @@ class Decisions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What one run left behind, of a text of `n` tokens, `T` of them generated.
+    """Results of one run: a text of `n` tokens, `T` of them generated.
 
     Attributes:
       num_prompt: tokens before the first generated one.

@@ -26,7 +26,7 @@ NONE = -1
 
 
 class Recording(pytree.Node):
-    """What the rows at each position saw, and the cache of the target that ran them.
+    """Decisions of the row at each position, and the cache of the target that ran it.
 
     Entry `[b, p]` is of slot `b`'s row that was fed at position `p` and so decides the
     token of `p + 1`; entries of positions that were never run are zero, or `NONE`. A

@@ -84,7 +84,7 @@ def load(
       gamma_max: the most tokens of a proposal; those of a block, if that has fewer.
 
     Raises:
-      ValueError: a folder that is none of a block drafter for this target.
+      ValueError: the folder is not of a block drafter for this target.
     """
     head, params = block_files.load(
         folder, target.config, target_params, dtype=dtype, impl=target.impl

@@ -246,7 +246,7 @@ class SlotBlock(features_lib.SlotReader):
             survival = block_heads.survival(head, confidence)
             if drafter.min_confidence:
                 num_drafted = _until(survival, drafter.min_confidence)
-            # What is not asked for may not have been drafted.
+            # Drafts that were not asked for may not exist.
             is_asked = jnp.arange(count, dtype=jnp.int32)[None] < wanted[:, None]
             survival = jnp.where(is_asked, survival, 0.0)
         return protocols.Proposal(

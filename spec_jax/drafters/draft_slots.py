@@ -86,7 +86,7 @@ def new_cache(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfSlots:
-    """What `drafter` says of itself, for `num_slots` sequences of it.
+    """The properties of `drafter`, for `num_slots` sequences of it.
 
     A drafter for slots is one of these, and drafts.
     """
@@ -121,7 +121,7 @@ class OfSlots:
 
 
 class _Drafting(pytree.Node):
-    """What the loop of one proposal carries."""
+    """State of the loop of one proposal."""
 
     kv: paged.PagedKV
     text: jax.Array  # [B, padded] int32, committed tokens and drafts
@@ -183,7 +183,7 @@ class SlotDraftModel(OfSlots):
         """Drafts `gamma[b]` tokens; fewer where the cache has no room, or where the
         draft is not confident. None in a slot whose sequence the cache cannot hold."""
         slab, gamma_max = self._slab, self.gamma_max
-        # What an earlier round found says nothing of this one.
+        # Flags of an earlier round do not hold in this one.
         memory = memory.replace(out_of_pages=jnp.zeros_like(memory.out_of_pages))
         goal = goal_of(memory, length, gamma)
         memory = self._catch_up(params, memory, tokens, length, asked=goal > length)
@@ -260,7 +260,7 @@ class SlotDraftModel(OfSlots):
             num_active=num_active,
         )
         kv, verified = self._rows.verify(params, carry.kv, window)
-        # A slot that stands still, for want of pages or because it is none, is done.
+        # A slot that does not advance has no page, or no sequence: it is done.
         has_room = ~wanted | (kv.length > starts)
         drafts = wanted & has_room & (starts + num_active == carry.known)
         last = verified.at[is_each, jnp.maximum(num_active - 1, 0)]
@@ -275,7 +275,7 @@ class SlotDraftModel(OfSlots):
         token, probs = self._draw(verified, last, drafts, carry, length, sampling)
         chances = carry.chances
         if chances is not None:
-            # Of the distribution alone: no schedule may look at the token drawn.
+            # Computed from the distribution: no schedule may look at the token drawn.
             chance = confidence.highest(
                 verified.logits.at[last].get(mode="fill", fill_value=0)
             )
@@ -384,7 +384,7 @@ def windows(
     """Returns `size` tokens of each text, from its start on; past its end, zeros."""
     rows = jnp.arange(text.shape[0], dtype=jnp.int32)[:, None]
     columns = starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    # What `mode="fill"` asks of each index is a launch of its own on a GPU.
+    # `mode="fill"` checks each index, which is a launch of its own on a GPU.
     found = text.at[rows, columns].get(mode="clip")
     return jnp.where(columns < text.shape[1], found, 0)
 

@@ -51,7 +51,7 @@ def load(
     """Reads a head, which drafts for this target with kernels as the target's.
 
     Raises:
-      ValueError: a folder that is none of a head for this target.
+      ValueError: the folder is not of a head for this target.
     """
     head, params = eagle3_files.load(
         folder, target.config, target_params, dtype=dtype, impl=target.impl

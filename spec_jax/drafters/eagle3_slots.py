@@ -138,7 +138,7 @@ class SlotEagle3(features_lib.SlotReader):
         ring, size = memory.ring, self._rows_most
         kv, reached = _reserve(memory.kv, ring.first, goal, size=size)
         drafts = asked & (reached == ring.end)
-        # Of what is pending the last row drafts; more than a round's goes before.
+        # The last pending row drafts; more than a round's rows go before.
         first = jnp.where(ring.end - ring.first > size, ring.end - 1, ring.first)
         memory, _, _ = self._take_in(
             params,
@@ -148,7 +148,7 @@ class SlotEagle3(features_lib.SlotReader):
             goal=jnp.where(drafts, first, reached),
             num_rows=size,
         )
-        # What went before found its pages; others may not have.
+        # Earlier rows found their pages; others may not have.
         kv = memory.kv.replace(out_of_pages=kv.out_of_pages)
         starts, end = kv.length, ring.end
         after = end + jnp.minimum(gamma, self.gamma_max) - 1  # The last has no row.

@@ -224,7 +224,7 @@ class SlotReader(draft_slots.OfSlots):
         must take in what waits, so that the next round's features find room."""
         kv, ring = memory.kv, memory.ring
         kv = kv.replace(out_of_pages=jnp.zeros((self.num_slots,), bool))
-        # A ring that overflowed, for want of pages, has lost rows: it stays silent.
+        # A ring that overflowed, because no page was free, has lost rows: no drafts.
         is_whole = ring.end - ring.first <= ring.size
         asked = is_whole & (gamma > 0) & (ring.end == length - 1)
         is_full = is_whole & overflows(ring, most=self._rows_most)

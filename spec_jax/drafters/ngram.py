@@ -91,7 +91,7 @@ class PromptLookup(text_tree.TextDrafter):
         else:
             start = jnp.max(jnp.where(matched == jnp.max(matched), at, 0))
             offsets %= jnp.maximum(length - start, 1)
-        # What an index past the text reads is not drafted.
+        # Tokens that an index past the text reads are not drafted.
         drafts = tokens.at[start + offsets].get(mode="clip")
         if self.stop_ids:
             is_stop = jnp.isin(drafts, jnp.array(self.stop_ids, jnp.int32))

@@ -18,7 +18,7 @@ from spec_jax.typing import typed
 
 
 class Trace(pytree.Node):
-    """What the oracle knows of a request."""
+    """The answer of a request, for the oracle."""
 
     tokens: jax.Array  # [size] int32, prompt and plain output
     is_right: jax.Array  # [size] bool, whether a draft for the position is to be right

@@ -39,7 +39,7 @@ Built = tuple[Any, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What drafters are made of.
+    """The inputs from which drafters are built.
 
     Attributes:
       gamma_max: the most tokens of a proposal.
@@ -64,7 +64,7 @@ class Parts:
 
     @property
     def impl(self) -> str:
-        """What looks up texts: as the target runs, on a mesh XLA; else what is best."""
+        """Implementation of look-ups: the target's; on a mesh XLA; else the best."""
         if self.target is None:
             return dispatch.resolve("auto")
         return self.target.cache_impl
@@ -75,7 +75,7 @@ def _ngram(parts: Parts) -> Built:
 
 
 def _suffix(parts: Parts) -> Built:
-    """Of the sequence itself: a prompt that is repeated must not find its answer."""
+    """Starts without a corpus: a prompt that is repeated must not find its answer."""
     statistics = suffix.SuffixDecoding(gamma_max=parts.gamma_max, impl=parts.impl)
     return statistics, suffix.empty_corpus(1)
 
@@ -97,7 +97,7 @@ def _oracle(parts: Parts) -> Built:
 
 
 def _reader(name: str, load: Callable[..., Built], parts: Parts) -> Built:
-    """Of a folder, with the target whose features it reads."""
+    """Loads a head from a folder, with the target whose features it reads."""
     if parts.target is None or parts.target_params is None:
         raise ValueError(
             f"drafter {name!r} reads the features of a target, and none runs here: "
@@ -154,7 +154,7 @@ NEED_NOTHING = ("ngram", "suffix", "oracle")
 """Drafters without weights."""
 
 ARCHITECTURES = (*eagle3_dialects.ARCHITECTURES, *block_dialects.ARCHITECTURES)
-"""What folders of drafters state as `architectures` in their `config.json`."""
+"""Values of `architectures` in the `config.json` of drafters."""
 
 
 def is_folder(name: str) -> bool:

@@ -22,12 +22,12 @@ from spec_jax.typing import typed
 
 
 MATCH_WEIGHT = 8.0
-"""What a place counts for each token more that it matches: longer matches decide."""
+"""Weight of each further token that a place matches: longer matches decide."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextDrafter:
-    """What drafters share that have no memory but the text.
+    """The base of drafters that have no memory but the text.
 
     Attributes:
       gamma_max: the most tokens of a proposal; with a tree the number of its nodes.

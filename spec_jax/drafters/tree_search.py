@@ -54,7 +54,7 @@ def level_of(tree: tree_shapes.AnyTree, first: Int[Array, ""]) -> Int[Array, ""]
 
 
 class _Search(pytree.Node):
-    """What the loop over levels carries."""
+    """State of the loop over levels."""
 
     level: jax.Array  # [] int32, levels that have candidates
     memory: Any

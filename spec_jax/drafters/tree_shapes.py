@@ -27,7 +27,7 @@ target's token is the draft's most probable one more often than its probability 
 
 
 _MAX_BYTES = 2**20
-"""Of a file of paths: those of 64 nodes take a few thousand."""
+"""Most bytes of a file of paths: paths of 64 nodes take a few thousand."""
 
 GREEDY = "greedy"
 """In the text of a tree, after a slash: `Tree.greedy`."""
@@ -114,7 +114,7 @@ class Tree:
         best, _ = jax.lax.top_k(score, self.nodes)
         last = jnp.maximum(wanted, 1)[:, None] - 1
         worst = jnp.take_along_axis(best, last, axis=1)[:, 0]
-        # Of equal scores the lower number is better, and children have higher ones.
+        # The lower number wins a tie of scores, and children have higher numbers.
         highest = jnp.take_along_axis(score, frontier, axis=1)[:, 0]
         return highest > worst
 
@@ -284,7 +284,7 @@ class FixedTree:
     def columns(self) -> np.ndarray:
         """The row that each node's children are drafted from, `[nodes + 1] int32`.
 
-        Entry 0 is the root's. A leaf has the number of rows, which is none of them.
+        Entry 0 is the root's. A leaf has the number of rows, which is no row's.
         """
         found = np.full(self.nodes + 1, self.num_columns, np.int32)
         found[0] = 0

@@ -252,7 +252,7 @@ def check(state: DecodeState, *, vocab_size: int) -> None:
 
     Raises:
       FloatingPointError: tokens were chosen from logits that are not finite.
-      MemoryError: the sequence ended for want of pages; what was committed until then
+      MemoryError: no page was free for the sequence; what was committed until then
         is in `state.tokens[: state.length]`.
       RuntimeError: a cache refused an operation, or the text is not one that the loop
         may write: a fault of the program.

@@ -155,7 +155,7 @@ def _check_taps(target: Any, drafter: Any) -> None:
             raise ValueError(
                 f"{name} has taps={taps}, and {tap!r} is not in 0 .. {most}: features "
                 "are hidden_states of the target, 0 the embedding and k the output of "
-                f"layer k - 1; the last, {most + 1}, is none, as others norm it"
+                f"layer k - 1; the last, {most + 1}, is not one, as others norm it"
             )
     size = getattr(drafter, "feature_size", config.hidden_size)
     if size != config.hidden_size:

@@ -21,7 +21,7 @@ Status = state_lib.Status
 
 
 class RoundInfo(pytree.Node):
-    """What happened in a round; of slots that sat out it means nothing."""
+    """Counts of a round; undefined for slots that sat out."""
 
     gamma: jax.Array  # [B] int32, tokens that the drafter was asked for
     proposal: protocols.Proposal

@@ -1,4 +1,4 @@
-"""What a round asks of a target and of a drafter, and what they hand to each other.
+"""Protocols of a target and of a drafter, and the data that they exchange.
 
 The engine runs `B` sequences at once, each in a slot; one sequence is a batch of one.
 A `Target` and a `SlotDrafter` know all slots. A `Drafter` is written for one sequence,
@@ -48,7 +48,7 @@ class Proposal(pytree.Node):
 
 
 class Window(pytree.Node):
-    """What a round asks of the target: of each slot, tokens to be verified.
+    """Tokens of each slot that the target is to verify in a round.
 
     Column 0 is the pending token, column `i + 1` is draft `i`. The K/V of column `c` is
     stored at place `start + c`; of a chain that is its position, too.
@@ -77,7 +77,7 @@ def positions(window: Window) -> Int[Array, "B R"]:
 
 
 class Verified(pytree.Node):
-    """What the target makes of a window: the rows of all slots, packed.
+    """The target's outputs for a window: the rows of all slots, packed.
 
     The first `num_active` rows are active, those of one slot together and in order; the
     others are padding.
@@ -178,7 +178,7 @@ def draw_of(target: Any) -> Callable[..., Int[Array, " P"]]:
 
 
 class Sums(NamedTuple):
-    """What the rules that compare distributions sum over a vocabulary with."""
+    """Sums over a vocabulary, for the rules that compare distributions."""
 
     distribution: Callable[..., jax.Array]  # as `sampling.distribution`
     row_sums: Callable[[jax.Array], jax.Array]  # `[*rows, V]` to `[*rows]`

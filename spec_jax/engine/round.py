@@ -51,7 +51,7 @@ RoundInfo = commit_lib.RoundInfo
 
 
 class Speculator(pytree.Node):
-    """What all rounds of a generation share.
+    """The parts that all rounds of a generation share.
 
     Attributes:
       params: of the target and of the drafter.
@@ -247,7 +247,7 @@ def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:
     """Returns what each slot asks for: nothing where it does not generate."""
     wanted = slots.limit - slots.length - 1
     if protocols.is_tree(speculator.drafter):
-        # Of a tree one path is committed, which acceptance ends at the limit. The room
+        # One path of a tree is committed, which acceptance ends at the limit. The room
         # in the cache bounds its nodes: one token less than the buffer of tokens.
         room = slots.tokens.shape[1] - 1 - slots.length
         wanted = jnp.where(wanted > 0, room, 0)

@@ -225,12 +225,12 @@ class SlotRows:
 
     @property
     def draw(self) -> Callable[..., Int[Array, " P"]] | None:
-        """What draws with kernels of the model's own; see `protocols.draw_of`."""
+        """Draws with kernels of the model's own; see `protocols.draw_of`."""
         return self.model.draw
 
     @property
     def sums(self) -> draw_op.Sums | None:
-        """What computes distributions likewise; see `protocols.sums_of`."""
+        """Computes distributions likewise; see `protocols.sums_of`."""
         return self.model.sums
 
     def keep_path(

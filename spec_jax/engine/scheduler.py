@@ -72,7 +72,7 @@ class Finished:
 
     @property
     def tokens(self) -> list[int]:
-        """What was generated, without the prompt.
+        """Returns the generated tokens, without the prompt.
 
         Raises:
           FloatingPointError, RuntimeError: as `checks.check_slot`; `slot` has the
@@ -95,7 +95,7 @@ def _check_policy(policy: Any, drafter: protocols.SlotDrafter) -> None:
         if protocols.is_tree(drafter):
             raise ValueError(
                 f"{name} chooses the length of a chain from how many of its drafts "
-                "stay, which says nothing of a tree's nodes: give gamma as a number of "
+                "stay, which is not known of a tree's nodes: give gamma as a number of "
                 "nodes, take gamma.goodput.RankGoodput, or draft chains"
             )
     elif policy.gamma_max != drafter.gamma_max:

@@ -1,4 +1,4 @@
-"""What the rounds carry: the state of each slot, and what all slots share."""
+"""State of the rounds: of each slot, and shared by all slots."""
 
 import enum
 import functools
@@ -50,13 +50,13 @@ class Slots(pytree.Node):
     status: jax.Array  # [B] int32, `Status`
     policy: policy_lib.State  # what a gamma policy has counted; None without one
     #
-    # Of the request
+    # Request
     #
     limit: jax.Array  # [B] int32, the length at which generation ends
     capped: jax.Array  # [B] bool, the limit is the cache's, below what was asked for
     gamma: jax.Array  # [B] int32, tokens drafted a round, at most
     stop_ids: jax.Array  # [B, num_stop] int32, `NO_STOP` where there are fewer
-    # Of the target's own tokens; None: greedy, in a program that cannot draw.
+    # How the target draws; None: greedy, in a program that cannot draw.
     sampling: sampling_lib.SamplingSettings | None
     #
     # Reported statistics

@@ -1,4 +1,4 @@
-"""What a drafter's confidence says: when to stop, and what chance a draft has."""
+"""A drafter's confidence: when to stop drafting, and each draft's chance."""
 
 import jax
 import jax.numpy as jnp

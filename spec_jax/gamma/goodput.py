@@ -59,7 +59,7 @@ class Goodput:
     probing: policy.Probing = policy.Probing()
 
     hands_on = True
-    """What was kept of one text is the best guess for the next."""
+    """Counts of one text are the best guess for the next."""
 
     def __post_init__(self):
         if self.gamma_max < 1:

@@ -1,4 +1,4 @@
-"""What a policy of gamma does, the constant one, and probing for those that adapt.
+"""Policies of gamma: the protocol, the constant one, and probing for adaptive ones.
 
 Modules of this folder know what rounds drafted, kept and cost, and nothing of tokens or
 models. A policy's state is a pytree of small arrays that the loop carries; `choose` and
@@ -40,8 +40,8 @@ class GammaPolicy(Protocol):
 
     A policy that has `schedules = True` decides after drafting, too: see `schedule`.
 
-    One that has `hands_on = True` goes on in a slot, where another request begins, with
-    what it learned there; else it begins with its first state.
+    One that has `hands_on = True` keeps its state in a slot when another request begins
+    there; else it begins with its first state.
     """
 
     @property

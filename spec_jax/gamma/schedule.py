@@ -178,7 +178,7 @@ class Schedule:
     round of all slots brought."""
 
     hands_on = True
-    """What is known of drafting is of all slots, and outlives their requests."""
+    """The counts of drafting are of all slots, and outlive their requests."""
 
     def __post_init__(self):
         if self.gamma_max < 1:
@@ -215,7 +215,7 @@ class Schedule:
           asks: the first state of the policy `asks`.
 
         Raises:
-          ValueError: as `times`; a time of drafting that is none; temperatures that are
+          ValueError: as `times`; an unusable time of drafting; temperatures that are
             not one above 0 for each draft, or shifts that are not one for each; or a
             policy without its state.
         """

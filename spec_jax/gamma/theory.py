@@ -29,7 +29,7 @@ AnyArray = jax.Array | np.ndarray | np.floating
 """Arrays of the device or of the host: the formulas are the same for both."""
 
 Free = Literal["drafting", "verification", "both"]
-"""What a ceiling takes to cost nothing."""
+"""The part that is free in a ceiling."""
 
 
 @typed
@@ -123,7 +123,7 @@ def improves(acceptance: float, cost: float) -> bool:
 
 
 def guaranteed_improvement(acceptance: float, cost: float) -> float:
-    """What the best gamma reaches at least: `(1 + a) / (1 + c)`, that of gamma 1.
+    """Returns a lower bound of the best gamma: `(1 + a) / (1 + c)`, that of gamma 1.
 
     Corollary 3.9 of the paper.
 
@@ -276,7 +276,7 @@ class CostCurve:
         """The curve if drafting, or all rows of a window but the first, were free."""
         draft_s, verify_s = self.draft_s, self.verify_s
         if free not in ("drafting", "verification", "both"):
-            raise ValueError(f'{free=} is none of "drafting", "verification", "both"')
+            raise ValueError(f'{free=} is not "drafting", "verification" or "both"')
         if free in ("drafting", "both"):
             draft_s = 0.0
         if free in ("verification", "both"):
@@ -319,7 +319,7 @@ def goodput(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the best gamma is expected to bring.
+    """The best gamma, and its expected speed-up.
 
     Attributes:
       gamma: the best of `0 .. len(conditional)`; of equals the smallest.

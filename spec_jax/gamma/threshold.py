@@ -50,7 +50,7 @@ class Threshold:
     probing: policy.Probing = policy.Probing()
 
     hands_on = True
-    """What was kept of one text is the best guess for the next."""
+    """Counts of one text are the best guess for the next."""
 
     def __post_init__(self):
         rises = all(a < b for a, b in zip(self.ladder, self.ladder[1:], strict=False))

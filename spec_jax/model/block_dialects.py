@@ -44,7 +44,7 @@ SLOTS: Mapping[str, block_params.Slots] = {
     "deepspec": "anchor-first",
     "specforge": "anchor-first",
 }
-"""What slots predict where no flag says it; speculators' files have one."""
+"""Default of the slots' predictions; files of speculators have a flag."""
 
 _ANCHOR_FLAGS = ("sample_from_anchor", "query_zero_predicts_next")
 _SCALINGS = ("confidence_temperatures", "confidence_shifts")
@@ -62,7 +62,7 @@ _OWN = (
     "projector_type",
     "target_layer_ids",
 )
-# Of training alone, or what every drafter has.
+# Keys of training alone, or of every drafter.
 _IGNORED = (
     "num_anchors",
     "loss_decay_gamma",
@@ -161,7 +161,7 @@ def _dialect_of(raw: Mapping[str, Any]) -> Dialect:
 
 
 def _own_keys(raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """What a config says of the drafter itself, wherever the layout has it."""
+    """Returns a config's keys of the drafter itself, wherever the layout has them."""
     said = {key: raw[key] for key in _OWN if raw.get(key) is not None}
     # Each place for itself: one must not hide what another says.
     stated = [(key, raw[key]) for key in _ACCEPTED if key in raw]
@@ -271,7 +271,7 @@ def _has_confidence(said: Mapping[str, Any]) -> bool:
 def _slots(
     raw: Mapping[str, Any], said: Mapping[str, Any], dialect: Dialect
 ) -> block_params.Slots:
-    """What the slots predict, by a flag or by the layout."""
+    """Returns the slots' predictions, by a flag or by the layout."""
     flags = {_flag(said, key) for key in _ANCHOR_FLAGS if key in said}
     if len(flags) > 1:
         raise ValueError(f"{' and '.join(_ANCHOR_FLAGS)} contradict each other")
@@ -407,7 +407,7 @@ _KEYS: Mapping[str, head_dialects.Keys] = {
     "DFlashSpeculator": _speculators("dflash", {}),
     "DSparkSpeculator": _speculators("dspark", _HEADS),
 }
-"""What each layout's own code writes beside the keys of layers, by architecture."""
+"""Keys that each layout's own code writes beside those of layers, by architecture."""
 
 
 def to_dict(

@@ -22,13 +22,13 @@ from spec_jax.ops import weights
 
 
 Slots = Literal["fill-in", "anchor-first"]
-"""What slot `k` of a block predicts: the token of its own position, so that slot 0,
+"""Predictions of slot `k` of a block: the token of its own position, so that slot 0,
 which holds the anchor, predicts nothing; or the token of the next position."""
 
 SLOTS: tuple[str, ...] = get_args(Slots)
 
 Head = Literal["none", "vanilla", "gated", "rnn"]
-"""What corrects the logits of a slot by the token before: nothing, a product of low
+"""Corrections of a slot's logits by the token before: none, a product of low
 rank, the same behind a gate, or a recurrent state."""
 
 HEADS: tuple[str, ...] = get_args(Head)

@@ -91,7 +91,7 @@ def check_options(source: str, options: Collection[str], *, own: set[str]) -> No
 
 
 def _one_line(error: Exception) -> str:
-    """What an exception says, with its type where that does not go without saying."""
+    """Returns an exception's message, with its type where that is not implied."""
     text = " ".join(str(error).split())
     if len(text) > _MAX_MESSAGE:
         text = text[:_MAX_MESSAGE] + " ..."
@@ -350,7 +350,7 @@ def _size(value: Any) -> int:
 
 
 def _items(value: Any) -> Iterator:
-    """What a container holds; nothing for everything else, such as a generator."""
+    """Returns a container's items; no items of anything else, such as a generator."""
     if isinstance(value, Mapping):
         return (part for item in value.items() for part in item)
     return iter(value if isinstance(value, Collection) else ())

@@ -38,7 +38,7 @@ WHOLE_DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-"""Of tables of numbers, which are no weights."""
+"""Dtypes of tables of numbers, which are not weights."""
 _DTYPE_NAMES = {dtype: name for name, dtype in (DTYPES | WHOLE_DTYPES).items()}
 AGAIN = "download it again"
 

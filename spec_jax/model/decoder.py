@@ -1,4 +1,4 @@
-"""What all families share on pages: slabs of rows, and prompts.
+"""Forwards that all families share on pages: slabs of rows, and prompts.
 
 Functions here know pages and the order of a decoder, embeddings, layers, head; what a
 layer computes is in its family's module. They do not know speculation.
@@ -44,7 +44,7 @@ class Rows(pytree.Node):
 
 
 class RowOutputs(pytree.Node):
-    """What a row leaves behind, beside its keys and values."""
+    """Outputs of a slab, beside its keys and values."""
 
     logits: jax.Array  # [R, V] float32; [0, V] where they are not asked for
     features: jax.Array  # [R, taps, D]

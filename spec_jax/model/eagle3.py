@@ -176,7 +176,7 @@ def run_chains(
     """
     params = eagle3_params.prepare(params, "native")
     (S, W), flat = tokens.shape, features.reshape(tokens.size, -1)
-    # Of one slot the first rows are the pending ones; else none is packed for so few.
+    # One slot's first rows are the pending ones; of several slots, rows are not packed.
     num_active = pending[0] if S == 1 else jnp.int32(S * W)
     g = _fuse(params, config, flat, num_active=num_active, impl="native")
     positions = starts[:, None] + jnp.arange(W + most - 1, dtype=jnp.int32)[None, :]
@@ -248,7 +248,7 @@ def _check_width(config: eagle3_params.Eagle3Config, features: jax.Array) -> Non
 
 
 class StepOutputs(pytree.Node):
-    """What a step of `forward_sequence` leaves behind."""
+    """Outputs of a step of `forward_sequence`."""
 
     hidden: jax.Array  # [B, T, D], the features of the next step
     logits: jax.Array  # [B, T, Vd] float32

@@ -194,7 +194,7 @@ _KEYS: Mapping[str, head_dialects.Keys] = {
         "tie_word_embeddings": False,
     },
 }
-"""What each dialect's own code writes beside the keys of a layer."""
+"""Keys that each dialect's own code writes beside those of a layer."""
 
 
 def to_dict(

@@ -29,13 +29,13 @@ MODULES: Mapping[str, tuple[str, str]] = {
 
 
 class Family(Protocol):
-    """What a module of `MODULES` has."""
+    """The contents of a module of `MODULES`."""
 
     IMPLS: tuple[str, ...]
     """Implementations that run it (`ops.dispatch`), other than "auto"."""
 
     AUTO: tuple[str, ...]
-    """Those of `IMPLS` that "auto" may choose."""
+    """The subset of `IMPLS` that "auto" may choose."""
 
     LM_HEAD: str
     """The tensor of the head."""
@@ -48,7 +48,7 @@ class Family(Protocol):
     many. They are not, if not stated otherwise: they could be drawn."""
 
     CHAIN_IMPLS: tuple[str, ...]
-    """Those of `IMPLS` that have `run_chains`."""
+    """The subset of `IMPLS` that has `run_chains`."""
 
     def read_config(
         self, raw: Mapping[str, Any], *, dtype: str | None

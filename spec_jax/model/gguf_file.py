@@ -28,7 +28,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""Those that are read: llama.cpp's name of a family, and Hugging Face's."""
+"""Architectures that are read: llama.cpp's name, and Hugging Face's."""
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -95,7 +95,7 @@ class GPTNeoXConfig(config_lib.ModelConfig):
 
 
 class Norm(pytree.Node):
-    """Of a LayerNorm."""
+    """Parameters of a LayerNorm."""
 
     weight: jax.Array  # [D]
     bias: jax.Array  # [D]

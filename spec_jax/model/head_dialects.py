@@ -1,4 +1,4 @@
-"""What the `config.json` of all heads that read a target's features have in common.
+"""Keys that the `config.json` of all heads that read features have in common.
 
 Knows files and layers; how each family spells what is its own is in `eagle3_dialects`
 and `block_dialects`.

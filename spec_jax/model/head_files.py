@@ -1,4 +1,4 @@
-"""What the files of all heads that read a target's features have in common.
+"""Files of heads that read a target's features: what they have in common.
 
 Their tensors are found in safetensors or in `pytorch_model.bin`; they may have copies
 of the target's embedding and output projection, and tables of a draft vocabulary.

@@ -142,7 +142,7 @@ def assemble(
     start = 0
     for name, shape in sources.parts:
         part = buffer[start : start + shape[0]]
-        # Of a vocabulary that is cut, the first rows.
+        # The first rows, if the vocabulary is cut.
         tensor_values.read_into(dataclasses.replace(entries[name], shape=shape), part)
         tensor_values.check_finite(entries[name], part)
         start += shape[0]

@@ -73,7 +73,7 @@ LEAVES_ROWS = (
     "mlp_residual",
     "logits",
 )
-"""What `qwen3.forward_rows` calls the hook for: nothing else leaves its kernels."""
+"""Values that `qwen3.forward_rows` shows the hook: no others leave its kernels."""
 
 Observe = Callable[[int | None, str, jax.Array], jax.Array]
 """`(layer, operation, value) -> value`: sees a value, and says what goes on."""

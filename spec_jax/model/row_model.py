@@ -59,7 +59,7 @@ def slab_for(impl: str, rows: int) -> int:
 
 
 def _resolved(impl: str) -> str:
-    """What "auto" stands for here; another implementation is that, runnable or not."""
+    """Resolves "auto"; returns another implementation as it is, runnable or not."""
     check_impl(impl)
     return dispatch.resolve("auto") if impl == "auto" else impl
 
@@ -296,8 +296,8 @@ class RowModel:
 
     @property
     def draw(self) -> Callable[..., Int[Array, " R"]] | None:
-        """Draws a token from each row, as `sampling.sample_each` does; None where that
-        function draws, for want of kernels."""
+        """Draws a token from each row, as `sampling.sample_each` does; None where there
+        are no kernels, and that function draws."""
         if not draw_op.can_draw(self.impl):
             return None
         return functools.partial(draw_op.draw, impl=self.impl)

@@ -17,7 +17,7 @@ from spec_jax.typing import typed
 
 
 class SequenceOutputs(pytree.Node):
-    """What a forward pass over `[B, T]` tokens leaves behind."""
+    """Outputs of a forward pass over `[B, T]` tokens."""
 
     hidden: jax.Array  # [B, T, D], after the final norm
     k: tuple[jax.Array, ...]  # per layer [B, T, K, H], normed and rotated

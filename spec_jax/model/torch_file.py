@@ -33,7 +33,7 @@ _AGAIN = "download it again, or take the head's safetensors"
 
 
 class _Tensor(NamedTuple):
-    """What the pickle says of one tensor."""
+    """The pickle's description of one tensor."""
 
     storage: Any  # as `persistent_load` returns it
     offset: Any  # elements

@@ -1,4 +1,4 @@
-"""What a block drafter does in a round as JAX functions, three foreign calls.
+"""A block drafter's part of a round as JAX functions, three foreign calls.
 
 See `steps`, and `model.block_draft` for what a drafter computes.
 """
@@ -62,7 +62,7 @@ class BlockModel(steps.Model):
 
 
 class Mix(typing.NamedTuple):
-    """What a gated or a recurrent head makes of the token before, by the hidden state.
+    """Weights by which a gated or recurrent head mixes the token before in.
 
     Of hidden states there are as many more than of logits as slots are passed through,
     with the anchor, before the first one that predicts.
@@ -206,7 +206,7 @@ def slot_chains(
 
 
 def _mix_arguments(mix: Mix | None, shape: tuple[int, int, int], dtype, isa) -> tuple:
-    """Returns the arrays of a mix, empty where there is none.
+    """Returns the arrays of a mix, empty without a mix.
 
     Args:
       shape: blocks, slots of each that predict, and the rank of the head.

@@ -102,7 +102,7 @@ _PROBES = {
     "portable": "",
 }
 
-# What a compiler says of a full disk and of a quota that is used up, where LC_ALL=C.
+# Compilers' messages about a full disk and an exhausted quota, where LC_ALL=C.
 _FULL = {
     errno.ENOSPC: "No space left on device",
     errno.EDQUOT: "Disk quota exceeded",
@@ -221,7 +221,7 @@ def find_compiler() -> tuple[str, ...]:
       The path of a program, and its first arguments.
 
     Raises:
-      BuildError: there is none.
+      BuildError: no compiler is found.
     """
     asked = os.environ.get("CXX")
     for words in _asked_commands(asked) if asked else (["g++"], ["clang++"], ["c++"]):
@@ -233,7 +233,7 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def _asked_commands(asked: str) -> list[list[str]]:
-    """What `$CXX` may mean: a program whose path has spaces, or several words."""
+    """Returns the meanings of `$CXX`: a path with spaces, or several words."""
     try:
         words = shlex.split(asked)
     except ValueError as error:
@@ -318,7 +318,7 @@ def _missing(library: ctypes.CDLL) -> list[str]:
 def _cache_folders() -> Iterator[pathlib.Path]:
     """Where libraries are kept, in order of preference.
 
-    The last is looked for when it is its turn: `FileNotFoundError` if there is none.
+    The last is looked for when it is its turn: `FileNotFoundError` if it is missing.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # Relative ones are to be ignored, says the standard.

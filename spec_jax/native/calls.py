@@ -3,7 +3,7 @@
 The instruction set is part of a call's target, so that one process can compare
 several: `isa` is one of `build.ISA_FLAGS`, that of `build.load` if None.
 
-Weights come as `Panels`. A matrix that is none is turned into them by the call itself,
+Weights come as `Panels`. Another matrix is turned into them by the call itself,
 which costs more than the call: for single products, and not for models.
 
 What padding rows of a result hold is unspecified unless it is said: nothing is written.

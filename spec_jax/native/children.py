@@ -59,7 +59,7 @@ def children(
         names = jnp.zeros((0,), jnp.int32)
     else:
         calls.check_shapes(names=(names, (N,)))
-    # What was drawn from is not asked for: no slot gives it.
+    # No slot returns the distribution that was drawn from: it is left out.
     how, _, attributes = draws_lib.arguments(draws, (S, K, N))
     scores, tokens, _ = calls.call(
         "spec_jax_children",

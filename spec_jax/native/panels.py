@@ -31,7 +31,7 @@ class Panels(pytree.Node):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the matrix's elements."""
+        """The dtype of the matrix's elements."""
         return self.data.dtype
 
 

@@ -36,7 +36,7 @@ class LayerWeights(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """What a step reads, but for its rows, and the pages that it updates.
+    """A step's weights, and the pages that it updates.
 
     Raises:
       ValueError: shapes that do not fit each other.

@@ -67,7 +67,7 @@ def _attend_forward(queries, keys, values, scale):
 def _attend_backward(scale, saved, gradient):
     queries, keys, values, outputs, kept = saved
     wide = jnp.float32
-    # Of the softmax: `sum_j probs_j dprobs_j`, which is `dot(output, gradient)`.
+    # The softmax's `sum_j probs_j dprobs_j` is `dot(output, gradient)`.
     means = jnp.sum(outputs.astype(wide) * gradient.astype(wide), axis=-1)
     dq, dk, dv = [], jnp.zeros(keys.shape, wide), jnp.zeros(values.shape, wide)
     for (start, stop), probs in zip(_ranges(queries.shape[2]), kept, strict=True):

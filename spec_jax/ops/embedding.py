@@ -18,7 +18,7 @@ def embed(
     """The table's row of each active token; padding rows are unspecified.
 
     Active tokens are entries of the table, which is checked where text comes in
-    (`engine.checks.check_prompt`). One that is none has NaN with native kernels, and
+    (`engine.checks.check_prompt`). Another token has NaN with native kernels, and
     another entry's row with XLA.
     """
     if impl == "native":

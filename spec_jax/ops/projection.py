@@ -28,7 +28,7 @@ class Residual(pytree.Node):
     normed: jax.Array | None = None  # [R, D]
 
     def before(self, norm: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """What the next product multiplies, and the norm that is to come before it."""
+        """Returns the rows of the next product, and the norm still to be applied."""
         return (self.x, norm) if self.normed is None else (self.normed, None)
 
 

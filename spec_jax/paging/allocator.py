@@ -1,4 +1,4 @@
-"""Who owns which page: register, reserve, extend, truncate, release.
+"""Allocation of pages: register, reserve, extend, truncate, release.
 
 Every operation takes a state value and returns a new one, works inside `jit` and
 `while_loop`, and touches the page table only, never the pages: its cost is one pass

@@ -31,7 +31,7 @@ def pages_for(length: _Count, page_size: int) -> _Count:
     # Not `(length + page_size - 1) // page_size`: that overflows near 2**31.
     if not isinstance(length, jax.Array):
         return -(-length // page_size)
-    # Of whole numbers, without the sign that `//` looks after in a dozen operations.
+    # Without the sign of integers, for which `//` takes a dozen operations.
     size = jnp.asarray(page_size, length.dtype)
     size = jnp.broadcast_to(size, length.shape)
     is_partial = jax.lax.rem(length, size) > 0

@@ -1,4 +1,4 @@
-"""Who owns which page, on a GPU (Pallas Triton): one launch.
+"""Allocation of pages on a GPU (Pallas Triton): one launch.
 
 What `paging.allocator` does with all slots, number by number: slot after slot and page
 after page, of which a step moves one at most. All threads of the one program do the
@@ -32,7 +32,7 @@ class Tables(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """What is static of pages, and how the threads of the program meet."""
+    """Static sizes of pages, and how the threads of the program meet."""
 
     number: int  # of pages, which is that of no page
     size: int
@@ -82,7 +82,7 @@ def run(
     ]
 
     def kernel(*refs):
-        # What is changed has a reference as an output too, to the same.
+        # A field that changes has a second reference, as an output.
         given, made = refs[fields : -len(outputs)], refs[-len(outputs) :]
         how = pages._replace(
             meet=(lambda: None) if interpret else plt.debug_barrier,

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plt
 
 
 VARIABLE = "SPEC_JAX_EARLY_LAUNCH"
-"""Of the environment: 0 leaves all of this out, to measure what it is worth."""
+"""Environment variable: 0 leaves all of this out, to measure its worth."""
 
 IS_EARLY = os.environ.get(VARIABLE, "1") != "0"
 

@@ -56,7 +56,7 @@ class Search(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a launch reads of each row, and never changes."""
+    """Inputs of a launch for each row; constant."""
 
     logits: Any  # [R, V] float32 or bfloat16
     highest: Any  # [R], the largest of each row
@@ -246,14 +246,14 @@ def thresholds(way, number, last, cut, *, width: int):
 
 
 def begun(number, last, cut):
-    """What is known where launch `number` is the last that has weighed; -1: nothing."""
-    # Of a number of Python Triton's lowering may make a bit.
+    """Returns the bounds after launch `number` has weighed; -1: none has."""
+    # Triton's lowering may turn a Python number into one bit.
     lowest, zero = jnp.int32(_LOWEST), jnp.int32(0)
     return jnp.where(number < 0, lowest, last), jnp.where(number < 0, zero, cut)
 
 
 def settled(number, last, cut, way, *, width: int):
-    """What is known since `way` is the last that weighs enough in launch `number`."""
+    """Returns the bounds where `way` is the last that weighs enough in `number`."""
     zero = jnp.int32(0)
     steps, is_rank = way * step(number, width), number < _RANK_PASSES
     last += jnp.where((number >= 0) & is_rank, steps, zero)
@@ -261,12 +261,12 @@ def settled(number, last, cut, way, *, width: int):
 
 
 def wanted_of(target, total, *, is_mass: bool):
-    """What the tokens kept must weigh, float32, where all of them weigh `total`."""
+    """Returns the weight that the kept tokens must have, float32, of `total`."""
     return target * total if is_mass else target.astype(jnp.float32)
 
 
 def weights_of(logits, highest, temperature, *, is_mass: bool):
-    """What each token weighs: one, or its share, unnormed."""
+    """Returns the weight of each token: one, or its share, unnormed."""
     if not is_mass:
         return jnp.ones_like(logits)
     return jnp.exp((logits - highest) / temperature)

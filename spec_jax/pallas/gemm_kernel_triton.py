@@ -20,7 +20,7 @@ from spec_jax.pallas import early_launch, slab
 
 
 class Refs(NamedTuple):
-    """What a program reads and writes; K goes to the end of a block."""
+    """Inputs and outputs of a program; K goes to the end of a block."""
 
     num_active: Any  # [1]
     x: Any  # [16 tiles, K]

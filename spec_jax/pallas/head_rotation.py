@@ -88,7 +88,7 @@ def write_rows(
         lay=lay,
         eps=eps,
     )
-    # What is not stored points past the pool: no two rows to one place.
+    # Rows that are not stored point past the pool: no two rows to one place.
     at = jnp.where(is_stored, tokens, k_ref.shape[0])[:, None]
     half, stored = lay.head_dim // 2, is_stored[:, None]
     lane = jnp.arange(lay.half_width, dtype=jnp.int32)[None, :]

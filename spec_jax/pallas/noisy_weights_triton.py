@@ -1,4 +1,4 @@
-"""What a draw takes the highest of, for rows on a GPU (Pallas Triton): one launch.
+"""Noisy log weights, of which a draw takes the highest (Pallas Triton): one launch.
 
     log weights of the tokens that the filters keep + Gumbel noise;  -inf of the others
 
@@ -33,7 +33,7 @@ _ONE = 0x3F800000  # the bits of 1.0
 
 
 class Rows(NamedTuple):
-    """What a kernel reads of each row: arrays, or references to them."""
+    """Inputs of a kernel for each row: arrays, or references to them."""
 
     logits: Any  # [R, V] float32 or bfloat16
     highest: Any  # [R], the largest of each row

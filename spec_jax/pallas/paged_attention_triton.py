@@ -20,8 +20,8 @@ each query that the job is for.
 No program waits for another:
 
 - The rows' keys and values are written to their pages by every program that has a job
-  of their head, before it reads any: the same bytes to the same places, so that what a
-  program reads is what it wrote itself, whoever else did.
+  of their head, before it reads any: the same bytes to the same places, so that a
+  program reads what it wrote itself, whether or not others wrote it too.
 - Whichever program finishes the last job of a tile adds the splits of the tile's rows.
   It counts jobs (`RowJobs.done`): who adds depends on who is last, the order of the sum
   does not. What a tile's only job gives is stored at once, to the same bits.
@@ -117,7 +117,7 @@ def attend(
 
 
 class _Refs(NamedTuple):
-    """What the kernel reads and writes, the pages but once: as they are written."""
+    """Inputs and outputs of the kernel, the pages but once: as they are written."""
 
     heads: head_rotation.Heads
     table: Any  # [S, M]
@@ -168,7 +168,7 @@ def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
             refs.heads.q_norm,
             rows=rows,
             heads=kv_head * lay.group + heads,
-            # Also those that the job is not for: no load waits for who they are.
+            # Queries outside the job too: no load waits to know which these are.
             mask=is_query,
             lay=lay,
             eps=eps,
@@ -267,7 +267,7 @@ def _finish_tile(refs, *, kv_head, rows, heads, is_query, lay, split):
 
 def _store_tile(refs, out, *, kv_head, rows, heads, mask, lay):
     """Stores what the queries of a tile have attended, where `mask` is true."""
-    # What is not stored points past the heads: no two queries to one place.
+    # Queries that are not stored point past the heads: no two to one place.
     past = refs.out.shape[1]
     head = jnp.where(mask, kv_head * lay.group + heads, past)[:, None]
     column = jnp.arange(lay.width, dtype=jnp.int32)[None, :]
@@ -329,7 +329,7 @@ def _locate(job, table_ref, branch_ref, page_size, keys):
 
 def _accumulate(sums, queries, keys, values, seen, scale):
     """One block of keys into the running softmax of a tile, in float32."""
-    # The highest precision is IEEE float32, and says nothing of bfloat16.
+    # The highest precision is IEEE float32, and does not change bfloat16.
     dot = functools.partial(
         jax.lax.dot,
         precision=jax.lax.Precision.HIGHEST,

@@ -38,7 +38,7 @@ div, rem = jax.lax.div, jax.lax.rem
 
 
 class RowJobs(NamedTuple):
-    """What each row of a slab attends to and where it is stored, int32, `[R]` each."""
+    """The keys and the place of each row of a slab, int32, `[R]` each."""
 
     slots: jax.Array  # of the row; 0 where it has none
     lengths: jax.Array  # keys that the row sees; 0: dead; `LOST`: has no pages

@@ -1,4 +1,4 @@
-"""What the kernels of the row path share: the slab, its checks, and the epilogues.
+"""Parts that the kernels of the row path share: slab, checks and epilogues.
 
 A slab is a tile of `ROWS` rows, the height of one tensor-core instruction. It is
 computed whole, whatever is live: a row's bits cannot depend on how many rows are.

@@ -1,4 +1,4 @@
-"""What the splits of a row's keys give, and their sum within a kernel, in their order.
+"""Partial sums over the splits of a row's keys, and their ordered sum in a kernel.
 
     out[r, n] = sum_s w[s] sums[s] / sum_s w[s] totals[s],   w[s] = 2 ** (max[s] - max)
 
@@ -109,7 +109,7 @@ def alone(
 
 
 def normed(sums: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-    """What a running softmax comes to, `[queries, width]`."""
+    """Returns the result of a running softmax, `[queries, width]`."""
     _, total, weighted = sums
     return weighted / total[:, None]
 
@@ -147,10 +147,10 @@ def with_block(
 
 
 def _shift(maximum):
-    """What scores are shifted by; where all were -inf, -inf - -inf would be NaN."""
+    """Returns the shift of scores; where all were -inf, -inf - -inf would be NaN."""
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
 def _spread(values, shape):
-    """What there is once for each query, over its row."""
+    """Broadcasts one value for each query over its row."""
     return jax.lax.broadcast_in_dim(values, shape, (0,))

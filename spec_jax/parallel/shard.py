@@ -13,7 +13,7 @@ from spec_jax.parallel import collectives
 
 
 SEGMENTS = 8
-"""Of a sum, unless stated otherwise: the same bits on 1, 2, 4 and 8 devices."""
+"""Segments of a sum, by default: the same bits on 1, 2, 4 and 8 devices."""
 
 REPLICATED = sharding.PartitionSpec()
 CUT = sharding.PartitionSpec(collectives.AXIS)

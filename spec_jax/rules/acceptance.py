@@ -88,7 +88,7 @@ RowSums = Callable[[jax.Array], jax.Array]
 
 
 class AcceptanceProbabilities(pytree.Node):
-    """What a rule makes of one chain or tree, before any uniform is drawn.
+    """A rule's probabilities for one chain or tree, before any uniform is drawn.
 
     Rows past the number drafted are not used.
     """
@@ -251,7 +251,7 @@ def ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
 
 
 def residual(target: jax.Array, draft: jax.Array) -> jax.Array:
-    """What of `target` the `draft` leaves; all of it where that is no probability."""
+    """Returns `target` less `draft`, at least 0; `target` where `draft` is not > 0."""
     return jnp.where(draft > 0, jnp.maximum(target - draft, 0.0), target)
 
 

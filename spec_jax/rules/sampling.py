@@ -16,7 +16,7 @@ The first token always stays. Temperature 0 is greedy exactly: all mass on the a
 A token is drawn by Gumbel argmax: `argmax(log_weights + noise)`. The noise is a
 function of the seed, the position that the token will have, and a `Stream`, and of
 nothing else. So a token that a target draws with it depends on its row's logits, the
-settings and its position, bit for bit, whoever computes the row and in which round:
+settings and its position, bit for bit, in whatever round the row is computed:
 rounds that keep a draft where it equals the target's own draw (`acceptance`) write the
 stream that plain decoding writes.
 
@@ -48,7 +48,7 @@ SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)
 
 
 class Stream(enum.IntEnum):
-    """What noise is for. No two purposes ever share any.
+    """Purposes of noise. No two purposes ever share any.
 
     `SAMPLE` is keyed by the token's position alone. The others are keyed by the first
     position of a round, which no two rounds share, and by an offset into it: what

@@ -106,7 +106,7 @@ def tree_probabilities(
 
 
 class _Left(pytree.Node):
-    """What the children tried so far have left of each column's row."""
+    """The rest of each column's row after the children tried so far."""
 
     weights: jax.Array  # [W + 1, V] float32
     totals: jax.Array  # [W + 1] float32; 1 before a child is tried, to keep the bits

@@ -1,4 +1,4 @@
-"""What tests need: bits compared, values against an oracle, and the drafter kit."""
+"""Helpers of tests: bits compared, values against an oracle, and the drafter kit."""
 
 from spec_jax.testing.bench import TINY, Bench, tiny
 from spec_jax.testing.compare import (

@@ -64,7 +64,7 @@ class Bench:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Of the target's cache and of the drafter's memory."""
+        """The sizes of the target's cache and of the drafter's memory."""
         return {"capacity": self.capacity, "page_size": self.page_size}
 
     def request(

@@ -75,8 +75,8 @@ def _begin(drafter, params, bench, text) -> protocols.Memory:
 
 
 def _committed(drafter, table, start: int = 0, end: int = 0, rest=0) -> dict:
-    """What `commit` is handed beside the length: of a drafter that reads the target the
-    features of positions `[start, end)`, which `table` has, and `rest` after them."""
+    """Returns `commit`'s inputs beside the length: for a drafter that reads the target,
+    the features of positions `[start, end)` in `table`, and `rest` after them."""
     if table is None:
         return {}
     most = 1 + protocols.depth_max(drafter)
@@ -428,7 +428,7 @@ def check_slots(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
 
 
 def _written(clause, bench, slots, params, requests) -> list[list[int]]:
-    """What rounds write for requests, or a failure of `clause`."""
+    """Returns the tokens that rounds write for requests, or fails `clause`."""
     try:
         return bench.rounds(slots, params, requests)
     except (MemoryError, RuntimeError) as error:
@@ -445,4 +445,4 @@ CLAUSES: dict[str, Callable[[protocols.Drafter, Any, Bench], None]] = {
     "lossless": check_lossless,
     "slots": check_slots,
 }
-"""What `check_drafter` checks, cheapest first."""
+"""The checks of `check_drafter`, cheapest first."""

@@ -32,7 +32,7 @@ Batch = Any
 """A pytree of arrays `[B, ..]`; where it is one array, tokens `[B, T + 1]`."""
 
 Data = Any
-"""What has a length and gives a `Batch` for an array of indices, such as an array."""
+"""Data with a length, indexed by an array to give a `Batch`: an array, say."""
 
 Loss = Callable[[Params, Batch, Any], jax.Array]
 """`(params, batch, teacher) -> mean loss, nats`."""
@@ -320,7 +320,7 @@ def run(
 
 
 def _resumed(manager, state, teacher, mesh):
-    """Returns the newest checkpoint, or `state` where there is none, and the teacher,
+    """Returns the newest checkpoint, or `state` if there are none, and the teacher,
     both on all devices of a mesh."""
     step = manager.latest_step()
     if step is not None:
@@ -423,7 +423,7 @@ def _open_log(folder: pathlib.Path, first_step: int):
 def log_of(folder: pathlib.Path, num_steps: int | None = None) -> list[dict[str, Any]]:
     """Returns the rows of a run's log.
 
-    A line that a kill cut in half is none.
+    Half a line, which a kill leaves, is skipped.
 
     Args:
       num_steps: of the first steps alone, as of a checkpoint; None: of all.

@@ -1,4 +1,4 @@
-"""What the target says of its texts, for training drafters: made as needed, or cached.
+"""The target's outputs for its texts, to train drafters: made as needed, or cached.
 
 Both are data of `loop.run`: `data[rows]` is a batch of `tokens`, `mask`, `greedy`,
 `final` and, where there are taps, `features`. One program makes them, for one sequence
@@ -33,7 +33,7 @@ _INDEX = "cache.json"
 
 
 class Teacher(pytree.Node):
-    """What a drafter's loss needs of the target besides a batch; not trained."""
+    """The target's part of a drafter's loss, besides a batch; not trained."""
 
     embed: jax.Array  # [V, D]
     head: jax.Array  # [V, D]
@@ -182,7 +182,7 @@ def draft_vocabulary(texts: Texts, *, size: int, vocab_size: int) -> np.ndarray 
         return None
     written = texts.tokens[:, 1:][texts.mask[:, :-1]]
     counts = np.bincount(written, minlength=vocab_size)
-    # Of equally frequent ones the smaller id: the same on every machine.
+    # The smaller id wins a tie: the same on every machine.
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
@@ -277,7 +277,7 @@ def _open(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _describe(online: Online) -> dict:
-    """What decides every bit of a cache."""
+    """Returns a description that decides every bit of a cache."""
     digest = hashlib.sha256(np.ascontiguousarray(online.texts.tokens).tobytes())
     for part in (online.texts.mask, online.texts.is_greedy):
         digest.update(np.ascontiguousarray(part).tobytes())

@@ -60,7 +60,7 @@ class Growth:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What one row would choose.
+    """The choice of one row.
 
     Attributes:
       top: tokens and logits in descending order, the lower token first of equal ones.

@@ -20,7 +20,7 @@ OF_TREES = ("by-place", "parent", "swapped-keys")
 """Faults of a tree's rows alone; `KINDS` says what they are."""
 
 KINDS = ("ulp", "zero-head", "swap-rows", "stale", *OF_TREES)
-"""What can be wrong, in the last active row:
+"""Faults that can be planted in the last active row:
 
     ulp         one element is a unit in the last place too large; of a weight or of
                 angles, all elements are
@@ -241,7 +241,7 @@ def _spoil(weight, fault, config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """What a wrong rotation inside the fused attention of `forward_rows` needs.
+    """Inputs of a wrong rotation inside the fused attention of `forward_rows`.
 
     Attributes:
       kv: the cache as it is before the forward pass, with pages reserved.
@@ -304,7 +304,7 @@ class Injector:
         if (operation, self._fault.operation) == ("attention", "q_rope"):
             return self._attend_wrongly()
         if (operation, self._fault.operation) == ("attention", "attention"):
-            # Of that row alone: jobs of kernels are shared along branches.
+            # That row alone: jobs of kernels are shared along branches.
             last = self._num_active - 1
             return value.at[last].set(self._attend_wrongly()[last])
         if (operation, self._fault.operation) == ("k_cache", "k_rope"):
@@ -312,7 +312,7 @@ class Injector:
         return value
 
     def _known(self) -> tuple[Rotation, int]:
-        """What a fault of a fused rotation needs: that, and the number of its layer."""
+        """Returns the inputs of a fault of a fused rotation, and its layer's number."""
         if self._rotation is None or self._fault.layer is None:
             raise ValueError(f"{self._fault} needs a layer and a fused rotation")
         return self._rotation, self._fault.layer
@@ -336,7 +336,7 @@ class Injector:
         return known.params.layers[number], angles, shared
 
     def _attend_wrongly(self):
-        """What the layer's heads attend to, `[R, N * H]`, with a fault."""
+        """Returns the layer's attended heads, `[R, N * H]`, with a fault."""
         known, number = self._known()
         layer, (cos, sin), shared = self._shared()
         branch = known.branch

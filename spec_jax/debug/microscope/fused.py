@@ -100,7 +100,7 @@ def layer_values(
     num_active: jax.Array,
     impl: str,
 ) -> dict[str, jax.Array]:
-    """What the kernels of a layer of `qwen3.forward_rows` keep to themselves.
+    """Computes what stays inside the kernels of a layer of `qwen3.forward_rows`.
 
     Args:
       seen: the layer's values that did leave its kernels, `[R, ...]` by operation.
@@ -144,7 +144,7 @@ def unexplained(
     num_active: jax.Array,
     impl: str,
 ) -> dict[str, jax.Array]:
-    """Of what left a layer's kernels, where what was read inside does not lead there.
+    """Finds outputs of a layer's kernels that the values inside do not lead to.
 
     Args:
       values: all of the layer's operations, without a fault; `x` as in `layer_values`.

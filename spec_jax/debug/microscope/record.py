@@ -104,7 +104,7 @@ class Path:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """What every operation of a path made of each row of a window.
+    """Results of every operation of a path for each row of a window.
 
     Attributes:
       values: by `observe.key`, `[rows, width]`, a row for each token of the window.

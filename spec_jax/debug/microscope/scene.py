@@ -15,7 +15,7 @@ from spec_jax.paging import allocator, cache
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What both paths run.
+    """The inputs of both paths.
 
     Attributes:
       prefix: the tokens of positions `[0, start)`.
