@@ -30,7 +30,7 @@ class LayerParams(pytree.Node):
     mlp_norm: jax.Array  # [D]
     gate_up: weights.Weight  # [2F, D], gate first
     down: weights.Weight  # [D, F]
-    qkv_bias: Any = None  # [(N + 2K) * H]; None: there is none
+    qkv_bias: Any = None  # [(N + 2K) * H], of Qwen2
 
 
 class Params(pytree.Node):
