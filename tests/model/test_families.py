@@ -152,11 +152,11 @@ def test_logits_and_greedy_tokens_are_hugging_faces(case):
     elif config.scaling is not None:
         wrong.append(dataclasses.replace(config, scaling=None))
     for other in wrong:
-        assert error(params, other, tokens, theirs) > 1.5, other
+        assert error(params, other, tokens, theirs) > 1, other
     if config.model_type == "qwen2":
         layers = [x.replace(qkv_bias=0.9 * x.qkv_bias) for x in params.layers]
         params = params.replace(layers=tuple(layers))
-        assert error(params, config, tokens, theirs) > 1.5
+        assert error(params, config, tokens, theirs) > 1
 
 
 @pytest.mark.oracle
