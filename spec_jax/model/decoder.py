@@ -20,7 +20,16 @@ from spec_jax.model import (
     rotary,
     sequence,
 )
-from spec_jax.ops import bits, embedding, page_write, projection, rope
+from spec_jax.ops import (
+    bits,
+    dispatch,
+    embedding,
+    page_write,
+    projection,
+    rms_norm,
+    rope,
+    weights,
+)
 from spec_jax.paging import allocator, cache
 from spec_jax.typing import typed
 
@@ -83,6 +92,13 @@ def run_rows(
     # is told the number of the layer, and so each is traced.
     run_layer = jax.jit(run) if observe is None else run
     boundaries, residual = [x], projection.Residual(x=x)
+    if impl in dispatch.PALLAS and observe is None:
+        # As a layer leaves it: all layers are one function.
+        first, eps = params.layers[0], getattr(config, "rms_norm_eps")  # noqa: B009
+        if not isinstance(first.qkv, weights.Split):
+            how = {"num_active": rows.num_active, "eps": eps, "impl": impl}
+            normed = rms_norm.row_norm(x, first.input_norm, **how)
+            residual = residual.replace(normed=normed)
     norms = [*(layer.input_norm for layer in params.layers), params.final_norm]
     for number, layer in enumerate(params.layers):
         hook = {"observe": functools.partial(observe, number)} if observe else {}
