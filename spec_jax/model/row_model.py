@@ -29,6 +29,9 @@ from spec_jax.parallel import shard
 from spec_jax.typing import check_impl
 
 
+SHORT = 1024
+"""Positions of a model that do not bound the size of its pages."""
+
 CacheKind = Literal["paged", "static"]
 """Pages that sequences hand on to each other, or a stretch for each slot."""
 
@@ -135,8 +138,8 @@ class RowModel:
         """
         if capacity < 1:
             raise ValueError(f"{capacity=} must be at least 1")
-        # A drafter may have fewer positions than the texts of its target.
-        positions = max(self.config.max_position_embeddings, capacity)
+        # A drafter may have fewer positions than its target's pages.
+        positions = max(self.config.max_position_embeddings, SHORT)
         index.check_page_size(page_size, num_positions=positions)
         pages_per_slot = index.pages_for(capacity, page_size)
         if num_pages is None:
