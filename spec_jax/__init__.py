@@ -8,7 +8,7 @@ print(out.text, out.metrics["acceptance_rate"], out.metrics["repetition"])
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 
@@ -71,13 +71,13 @@ if TYPE_CHECKING:
 
 
 def exports(
-    package: str, names: Mapping[str, str], modules: tuple[str, ...]
+    package: str, names: Mapping[str, str], modules: Sequence[str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` of a package that loads what is asked for.
 
     Args:
       names: of the package, and the module that each comes from.
-      modules: of the package, by their own names.
+      modules: of the package, by their own names; those in `names` are left out.
     """
 
     def find(name: str) -> Any:

@@ -19,17 +19,6 @@ _NAMES = {
     "SuffixDecoding": "spec_jax.drafters.suffix",
     "Tree": "spec_jax.drafters.tree_shapes",
 }
-_MODULES = (
-    "block",
-    "draft_model",
-    "eagle3",
-    "hybrid",
-    "ngram",
-    "oracle",
-    "registry",
-    "suffix",
-    "tree_shapes",
-)
 
 __all__ = [
     "BlockDrafter",
@@ -73,4 +62,4 @@ if TYPE_CHECKING:
     from spec_jax.drafters.suffix import SuffixDecoding
     from spec_jax.drafters.tree_shapes import FixedTree, Tree
 
-__getattr__, __dir__ = spec_jax.exports(__name__, _NAMES, _MODULES)
+__getattr__, __dir__ = spec_jax.exports(__name__, _NAMES, __all__)

@@ -14,15 +14,6 @@ _NAMES = {
     "Schedule": "spec_jax.gamma.schedule",
     "Threshold": "spec_jax.gamma.threshold",
 }
-_MODULES = (
-    "confidence",
-    "goodput",
-    "policy",
-    "schedule",
-    "simulation",
-    "theory",
-    "threshold",
-)
 
 __all__ = [
     "CostCurve",
@@ -57,4 +48,4 @@ if TYPE_CHECKING:
     from spec_jax.gamma.theory import CostCurve
     from spec_jax.gamma.threshold import Threshold
 
-__getattr__, __dir__ = spec_jax.exports(__name__, _NAMES, _MODULES)
+__getattr__, __dir__ = spec_jax.exports(__name__, _NAMES, __all__)

@@ -119,6 +119,8 @@ def _search(rows, asked, *, is_mass, interpret):
     once = jax.jit(launch)
 
     def run():
+        """Narrows the bounds of the rows that are asked for, pass by pass."""
+
         def narrow(number, search):
             return once(jnp.full((1,), number, jnp.int32), rows, search)
 

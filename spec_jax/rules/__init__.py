@@ -15,11 +15,6 @@ _NAMES = {
     "accept_tree": "spec_jax.rules.tree_acceptance",
     "make_settings": "spec_jax.rules.sampling",
 }
-_MODULES = (
-    "acceptance",
-    "sampling",
-    "tree_acceptance",
-)
 
 __all__ = [
     "Outcome",
@@ -50,4 +45,4 @@ if TYPE_CHECKING:
     from spec_jax.rules.sampling import SamplingSettings, Stream, make_settings
     from spec_jax.rules.tree_acceptance import accept_tree
 
-__getattr__, __dir__ = spec_jax.exports(__name__, _NAMES, _MODULES)
+__getattr__, __dir__ = spec_jax.exports(__name__, _NAMES, __all__)
