@@ -233,7 +233,7 @@ def test_pairs_that_do_not_fit_together():
         (0, 8, "capacity=0 must be at least 1"),
         (-1, 8, "capacity=-1 must be at least 1"),
         (96, 0, "page_size=0 must be a whole number of at least 1"),
-        (96, 513, "page_size=513 is above 512, the positions of the model"),
+        (96, 1025, "page_size=1025 is above 1024"),
     ],
 )
 def test_impossible_sizes_are_refused(kind, capacity, page_size, message):
