@@ -3,6 +3,8 @@ or on: EAGLE-3, DFlash, or DSpark with one of its heads.
 
 Stages, in this order, each resumable after a kill with the same results:
 
+    prompts   user turns that a chat model writes itself, where no data set is at hand:
+              name them as --prompts of the next stage
     rollouts  the target continues the prompts: what the drafter will meet
     cache     the target's features of these texts, on disk (for --targets cache)
     train     the drafter, towards the target's distributions, several drafts deep
@@ -32,14 +34,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib import fan_out, files, flags, prompts as prompts_lib, terminal
-from experiments.pair import calibrate, export as pair_export, families, rollouts
+from experiments.pair import (
+    calibrate,
+    export as pair_export,
+    families,
+    own_prompts,
+    rollouts,
+)
 from spec_jax import testing
 from spec_jax.model import (
     block_dialects,
     block_params,
     config as config_lib,
     eagle3_dialects,
-    families as families_lib,
     fingerprint,
     head_dialects,
     params as params_lib,
@@ -52,64 +59,83 @@ from spec_jax.typing import IMPLS
 
 DONE = 0
 TARGETS = ("online", "cache")
+SEEDS = 1 << 20  # Of texts, for each --seed: more prompts have the same and others.
 HELD_OUT_SHARE = 16  # One sequence in this many is held out, at least a batch of them.
 
 
-def slabs_of(args: argparse.Namespace) -> rollouts.Slabs:
-    """Returns the prompts, each as often as is asked, ready to be continued.
+def writer_of(args: argparse.Namespace) -> rollouts.Writer:
+    """Returns what continues the prompts, each as often as is asked.
 
-    The last slab is filled with prompts of which nothing is kept.
+    Every second sample of a prompt is greedy.
 
     Raises:
       ValueError: prompts that leave nothing to write.
     """
     tokenizer = prompts_lib.with_options(args, tokenizer_lib.load(args.target))
-    ids = rollouts.prompt_ids(args, tokenizer) * args.samples
-    resolved = dispatch.resolve(args.impl)
-    target = families.target_config(args)
-    impl = families_lib.runnable(target, resolved, is_named=args.impl != "auto")
-    config, params = families.load_target(args, impl=impl)
-    count = -(-len(ids) // rollouts.SLOTS) * rollouts.SLOTS
-    # Every second sample of a prompt is greedy; what fills the last slab is not kept.
-    numbers = np.arange(count) // (len(ids) // args.samples)
-    seeds = np.where(numbers % 2 == 0, -1, args.seed * count + np.arange(count))
-    filled = [ids[i % len(ids)] for i in range(count)]
-    lengths = np.array([len(prompt) for prompt in filled])
-    prefixes = np.zeros((count, lengths.max()), np.int32)
-    for row, prompt in zip(prefixes, filled, strict=True):
-        row[: len(prompt)] = prompt
-    return rollouts.Slabs(
+    prompts = rollouts.prompt_ids(args, tokenizer)
+    ids = [prompt for prompt in prompts for _ in range(args.samples)]
+    numbers = np.arange(len(ids))
+    is_greedy = numbers % args.samples % 2 == 0
+    seeds = np.where(is_greedy, -1, args.seed * SEEDS + numbers)
+    return _writer(args, tokenizer, prompts=ids, seeds=seeds, length=args.length)
+
+
+def author_of(args: argparse.Namespace) -> rollouts.Writer:
+    """Returns what writes `--write` prompts, each drawn after the bare user turn.
+
+    Raises:
+      ValueError: as `own_prompts.bare_turn`.
+    """
+    tokenizer = prompts_lib.with_options(args, tokenizer_lib.load(args.target))
+    begun = own_prompts.bare_turn(tokenizer)
+    return _writer(
+        args,
+        tokenizer,
+        prompts=[begun] * args.write,
+        seeds=args.seed * SEEDS + np.arange(args.write),
+        length=len(begun) + own_prompts.LONGEST,
+    )
+
+
+def _writer(args, tokenizer, **texts: Any) -> rollouts.Writer:
+    config, params = families.load_target(args, impl=dispatch.resolve(args.impl))
+    return rollouts.Writer(
         params=params,
         config=config,
-        prefixes=prefixes,
-        length=args.length,
-        impl=impl,
-        lengths=lengths,
-        seeds=seeds,
-        wanted=len(ids),
+        impl=args.impl,
         stop_ids=tokenizer.stop_ids,
+        **texts,
     )
+
+
+def write_prompts(args: argparse.Namespace) -> None:
+    """Writes `prompts.jsonl`: user turns of the target's own, none like another."""
+    writer = author_of(args)
+    fan = fan_out.of(args, author_of, args)
+    texts = rollouts.write(writer, args.work, fan=fan)
+    tokenizer = tokenizer_lib.load(args.target)
+    kept = own_prompts.choose(tokenizer, texts, args.avoid)
+    path = args.work / "prompts.jsonl"
+    own_prompts.save(kept, path)
+    dropped = ", ".join(f"{count} {why}" for why, count in kept.dropped.most_common())
+    print(f"{path}: {len(kept.texts)} of {len(texts)} prompts; dropped: {dropped}")
 
 
 def roll_out(args: argparse.Namespace) -> None:
     """Writes `texts.npz`: what the target makes of each prompt, greedily and drawn."""
-    slabs = slabs_of(args)
-    fan = fan_out.of(args, slabs_of, args)
-    tokens = rollouts.generate(
-        slabs, kept=args.work / f"texts_{slabs.digest}.part", fan=fan
-    )
-    count = slabs.wanted
-    tokens, mask = rollouts.ended(tokens[:count], slabs.given[:count], slabs.stop_ids)
+    writer = writer_of(args)
+    texts = rollouts.write(writer, args.work, fan=fan_out.of(args, writer_of, args))
+    tokens, mask = rollouts.padded(writer.prompts, texts, writer.length)
     # In another order than the prompts', so that the held-out ones are of all kinds;
     # the samples of a prompt stay together, and none of them tells of another held out.
-    prompts = np.random.default_rng(args.seed).permutation(count // args.samples)
-    order = np.add.outer(prompts, len(prompts) * np.arange(args.samples)).reshape(-1)
+    prompts = np.random.default_rng(args.seed).permutation(len(tokens) // args.samples)
+    order = np.add.outer(prompts * args.samples, np.arange(args.samples)).reshape(-1)
     whole = args.work / "texts_whole.npz"
     np.savez(
         whole,
         tokens=tokens[order],
         mask=mask[order],
-        greedy=slabs.seeds[order] < 0,
+        greedy=np.asarray(writer.seeds)[order] < 0,
         samples=args.samples,
     )
     whole.replace(_texts_path(args))  # Which is never half a file.
@@ -353,6 +379,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
           z-lab of dflash, deepspec of dspark), which decides of the training, too, what
           a block's first row predicts (nothing in z-lab's), and norms of queries and
           keys of eagle3 (in deepspec's)
+        --write N=1000  prompts that the stage of that name writes; those are kept that
+          end, do not repeat themselves and are like no other
         --samples N=2  rollouts of each prompt; every second one is drawn
         --prefix N=48  most tokens of a prompt of raw text: its last ones; a chat is not
           cut
@@ -397,9 +425,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         WHERE=TARGETS,
         DIALECT=sorted({*eagle3_dialects.DIALECTS, *block_dialects.DIALECTS}),
     )
-    fan_out.add_flags(parser.add_argument_group("rollouts on a cluster"))
+    parser.add_argument(
+        "--avoid",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="prompts of an evaluation, which none that the target writes may be like",
+    )
+    fan_out.add_flags(parser.add_argument_group("prompts and rollouts on a cluster"))
     args = parser.parse_args(argv)
-    fan_out.check_stage(parser, args, "rollouts")
+    fan_out.check_stage(parser, args, "prompts", "rollouts")
     names = families.deciding(args.family)
     args.given = {n for n in names if getattr(args, n) != parser.get_default(n)}
     args.dialect = args.dialect or families.FAMILIES[args.family].dialect
@@ -407,6 +442,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 STAGES = {
+    "prompts": write_prompts,
     "rollouts": roll_out,
     "cache": cache,
     "train": train,
@@ -428,7 +464,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stage == "export":
         check_export(args)
         files.check_folder(args.out)
-    elif args.stage != "calibrate":
+    elif args.stage not in ("prompts", "calibrate"):
         families.plan(args, families.target_config(args))
     if args.length <= args.prefix:
         raise ValueError(

@@ -41,7 +41,6 @@ from spec_jax.model import (
     load as load_lib,
     params as params_lib,
 )
-from spec_jax.ops import dispatch
 from spec_jax.training import loop, losses, targets
 from spec_jax.typing import IMPLS
 
@@ -252,8 +251,8 @@ def _own_texts(
     )
 
 
-def slabs_of(args: argparse.Namespace) -> rollouts.Slabs:
-    """Returns pieces of the text, ready to be continued by the target's checkpoint."""
+def writer_of(args: argparse.Namespace) -> rollouts.Writer:
+    """Returns what continues pieces of the text: the target's checkpoint."""
     windows, _, _ = prepare(args)
     params, _ = restore(args, "target")
     random = np.random.default_rng(args.seed)
@@ -262,12 +261,12 @@ def slabs_of(args: argparse.Namespace) -> rollouts.Slabs:
     columns = starts[:, None] + np.arange(ROLLOUT_PREFIX)
     # Every second one is drawn.
     numbers = np.arange(args.rollouts)
-    return rollouts.Slabs(
+    return rollouts.Writer(
         params=params_lib.cast(params, "bfloat16"),
         config=dataclasses.replace(TARGET, dtype="bfloat16"),
-        prefixes=np.take_along_axis(chosen, columns, axis=1),
+        prompts=np.take_along_axis(chosen, columns, axis=1),
         length=ROLLOUT_LENGTH,
-        impl=dispatch.resolve(args.impl),
+        impl=args.impl,
         seeds=np.where(numbers % 2, args.seed * args.rollouts + numbers, -1),
     )
 
@@ -275,16 +274,13 @@ def slabs_of(args: argparse.Namespace) -> rollouts.Slabs:
 def roll_out(args: argparse.Namespace) -> None:
     """Writes `rollouts.npy [--rollouts, ROLLOUT_LENGTH]` of the target in bfloat16.
 
-    A killed run goes on from `rollouts_DIGEST.part`, of these prefixes and weights.
+    A killed run goes on from `texts_DIGEST.jsonl`, of these weights.
     """
-    slabs = slabs_of(args)
-    text = rollouts.generate(
-        slabs,
-        kept=args.work / f"rollouts_{slabs.digest}.part",
-        fan=fan_out.of(args, slabs_of, args),
-    )
+    writer = writer_of(args)
+    texts = rollouts.write(writer, args.work, fan=fan_out.of(args, writer_of, args))
+    tokens, _ = rollouts.padded(writer.prompts, texts, writer.length)
     whole = args.work / "rollouts_whole.npy"
-    np.save(whole, text)
+    np.save(whole, tokens)
     whole.replace(args.work / "rollouts.npy")  # Which is never half a file.
 
 

@@ -51,11 +51,11 @@ def address(text: str) -> str:
 
 
 def check_stage(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, stage: str
+    parser: argparse.ArgumentParser, args: argparse.Namespace, *stages: str
 ) -> None:
     """Exits with a usage error where another stage is to be shared out."""
-    if args.ray is not None and args.stage != stage:
-        parser.error(f"--ray is of --stage {stage}: leave it out")
+    if args.ray is not None and args.stage not in stages:
+        parser.error(f"--ray is of --stage {' and '.join(stages)}: leave it out")
 
 
 def here(worker: Worker, tasks: Sequence[Task]) -> Found:

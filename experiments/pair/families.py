@@ -18,6 +18,7 @@ from spec_jax.model import (
     eagle3_files,
     eagle3_params,
     head_dialects,
+    hub,
     load as load_lib,
     params as params_lib,
     tokenizer,
@@ -213,7 +214,7 @@ def deciding(family: str) -> list[str]:
 
 def target_config(args: argparse.Namespace) -> config_lib.ModelConfig:
     """Returns the config of `--target`, with the vocabulary that `load` loads."""
-    config = config_lib.read(args.target / "config.json")
+    config = config_lib.read(hub.locate(args.target) / "config.json")
     entries = loading.entries(tokenizer.load(args.target), [config])
     return (
         config if entries is None else dataclasses.replace(config, vocab_size=entries)
