@@ -1,4 +1,4 @@
-"""The target's own texts and prompts: that each is its own, and that a killed run goes on."""
+"""The target's own texts and prompts: each is its own, and a killed run goes on."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_with_the_texts_that_are_missing(
     kept.write_bytes(b"".join(lines[:4]) + lines[4][:-3])
     assert rollouts.write(one, tmp_path) == whole
     assert len(asked) == COUNT - 4
-    # More prompts go on from those that are there; other weights have a file of their own.
+    # More prompts go on from those that are there.
     asked.clear()
     more = writer(prompts=[*one.prompts, [1, 2, 3]], seeds=[*one.seeds, 9])
     assert rollouts.write(more, tmp_path)[:COUNT] == whole
@@ -77,8 +77,8 @@ def test_greedy_texts_are_the_targets_choices(tmp_path):
     """Against whole sequences, where the first choice leads by more than rounding."""
     one = writer(seeds=[-1] * COUNT)
     texts = rollouts.write(one, tmp_path)
-    tokens, mask = rollouts.padded(one.prompts, texts, LENGTH)
-    np.testing.assert_array_equal(mask.sum(axis=1), LENGTH - PREFIX)
+    tokens, mask = rollouts.padded(one, texts)
+    np.testing.assert_array_equal(mask.sum(axis=1), LENGTH - PREFIX + 1)
     logits = np.asarray(sequence.logits(one.params, CONFIG, jax.numpy.asarray(tokens)))
     logits = logits[:, PREFIX - 1 : -1]
     second, first = np.sort(logits, axis=-1)[..., -2:].transpose(2, 0, 1)
@@ -99,10 +99,15 @@ def test_texts_end_at_the_stop_token_which_is_kept(tmp_path):
 
 
 def test_texts_are_padded_behind_their_ends():
-    """Fails if a row of the prompt but its last counts, or one behind the end."""
-    tokens, mask = rollouts.padded([[9, 1], [1, 2, 3]], [[2, 9], [8]], 6)
-    np.testing.assert_array_equal(tokens, [[9, 1, 2, 9, 9, 9], [1, 2, 3, 8, 8, 8]])
-    assert [np.flatnonzero(row).tolist() for row in mask] == [[1, 2], [2]]
+    """Fails if a row of the prompt but its last counts, or the row of a stop token; a
+    text that `length` cut off goes on."""
+    prompts = [[9, 1], [1, 2, 3], [1, 2]]
+    one = writer(prompts=prompts, stop_ids=(8, 9), length=6)
+    tokens, mask = rollouts.padded(one, [[2, 9], [8], [3, 4, 5, 6]])
+    expected = [[9, 1, 2, 9, 9, 9], [1, 2, 3, 8, 8, 8], [1, 2, 3, 4, 5, 6]]
+    np.testing.assert_array_equal(tokens, expected)
+    counted = [np.flatnonzero(row).tolist() for row in mask]
+    assert counted == [[1, 2], [2], [1, 2, 3, 4, 5]]
 
 
 def test_a_file_is_named_after_all_that_decides_its_texts():
