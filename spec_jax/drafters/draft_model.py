@@ -12,6 +12,7 @@ import dataclasses
 from typing import Literal, get_args
 
 from spec_jax.drafters import draft_slots, draft_trees, tree_shapes
+from spec_jax.engine import protocols
 from spec_jax.model import row_model
 
 
@@ -23,7 +24,7 @@ DRAWS: tuple[str, ...] = get_args(Draws)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftModel:
+class DraftModel(protocols.Drafter):
     """A draft model; its parameters are the weights of `model`. `for_slots` drafts.
 
     The draft's bits need not be row-invariant: they decide what is proposed, never
@@ -91,9 +92,14 @@ class DraftModel:
         return self.model.config.vocab_size
 
     @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return None if self.tree is None else self.tree.depth_max
+    def max_positions(self) -> int:
+        """Positions that the model was trained for."""
+        return self.model.config.max_position_embeddings
+
+    @property
+    def has_trees(self) -> bool:
+        """True."""
+        return True
 
     def for_rule(self, rule: str) -> "DraftModel":
         """Returns the draft model whose draws a rule of acceptance keeps most of.

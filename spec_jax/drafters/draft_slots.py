@@ -102,12 +102,12 @@ class OfSlots:
     @property
     def depth_max(self) -> int | None:
         """The most drafts on a path of a tree; None: chains."""
-        return getattr(self.drafter, "depth_max", None)
+        return protocols.complete(self.drafter).depth_max
 
     @property
-    def vocab_size(self) -> int:
-        """Entries of the drafter's vocabulary. No attribute where it has none."""
-        return self.drafter.vocab_size
+    def vocab_size(self) -> int | None:
+        """Entries of the drafter's vocabulary, if it has one."""
+        return protocols.complete(self.drafter).vocab_size
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -115,9 +115,9 @@ class OfSlots:
         return protocols.taps_of(self.drafter)
 
     @property
-    def feature_size(self) -> int:
-        """The width of a feature. No attribute where the drafter takes any."""
-        return self.drafter.feature_size
+    def feature_size(self) -> int | None:
+        """The width of a feature, if the drafter takes one width alone."""
+        return protocols.complete(self.drafter).feature_size
 
 
 class _Drafting(pytree.Node):

@@ -7,7 +7,6 @@ mapped over the slots, each with a memory of its own.
 
 import dataclasses
 import functools
-import inspect
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from spec_jax.paging import cache as paged
 
 
 def lift(
-    drafter: protocols.Drafter,
+    drafter: protocols.Drafter | Any,
     num_slots: int,
     *,
     rule: str = "coupled",
@@ -32,20 +31,17 @@ def lift(
     """Returns the drafter for `num_slots` sequences.
 
     Args:
-      rule: of acceptance; a drafter with `for_rule` draws as that wants it.
-      gamma_policy: of the rounds; for a schedule a drafter with `for_schedule` gives
-        the survival of its drafts.
+      rule: of acceptance, see `Drafter.for_rule`.
+      gamma_policy: of the rounds; for a schedule see `Drafter.for_schedule`.
 
     Raises:
       NotImplementedError: a setting of the drafter that has no form for slots.
     """
-    if hasattr(drafter, "for_rule"):
-        drafter = drafter.for_rule(rule)
-    if policy_lib.schedules(gamma_policy) and hasattr(drafter, "for_schedule"):
-        drafter = drafter.for_schedule()
-    if hasattr(drafter, "for_slots"):
-        return drafter.for_slots(num_slots)
-    return Each(drafter=drafter, num_slots=num_slots)
+    drafter = protocols.complete(protocols.complete(drafter).for_rule(rule))
+    if policy_lib.schedules(gamma_policy):
+        drafter = protocols.complete(drafter.for_schedule())
+    slots = drafter.for_slots(num_slots)
+    return Each(drafter=drafter, num_slots=num_slots) if slots is None else slots
 
 
 class EachMemory(pytree.Node):
@@ -74,7 +70,7 @@ class Each(draft_slots.OfSlots):
         parts = jax.tree.leaves(fresh, is_leaf=_is_cache)
         if self.num_slots > 1 and any(map(_is_cache, parts)):
             raise NotImplementedError(
-                f"{type(self.drafter).__name__} keeps a paged cache, and mapping it "
+                f"{protocols.name_of(self)} keeps a paged cache, and mapping it "
                 f"over {self.num_slots} slots would make a pool for each: give it "
                 "`for_slots(num_slots)`, as drafters.draft_model has it"
             )
@@ -106,7 +102,7 @@ class Each(draft_slots.OfSlots):
         sampling: protocols.Sampling,
     ) -> tuple[EachMemory, protocols.Proposal]:
         """Returns what the drafter proposes for each sequence."""
-        draws = takes_sampling(type(self.drafter))
+        draws = protocols.complete(self.drafter).reads_sampling
 
         def one(memory, tokens, length, gamma, sampling):
             extra = {"sampling": sampling} if draws else {}
@@ -142,12 +138,6 @@ class Each(draft_slots.OfSlots):
 
 def _is_cache(part: Any) -> bool:
     return isinstance(part, paged.PagedKV)
-
-
-@functools.cache
-def takes_sampling(kind: type[protocols.Drafter]) -> bool:
-    """Whether a drafter draws: `propose` then has a keyword `sampling`."""
-    return "sampling" in inspect.signature(kind.propose).parameters
 
 
 @functools.partial(jax.jit, static_argnames=("num_slots",))

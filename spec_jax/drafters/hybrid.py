@@ -26,7 +26,7 @@ class HybridParams(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hybrid:
+class Hybrid(protocols.Drafter):
     """Drafts by suffix statistics or by a draft model. The memory is the latter's.
 
     The draft model does not see the rounds that it sits out. Its cache stays behind,
@@ -76,9 +76,14 @@ class Hybrid:
         return protocols.taps_of(self.draft)
 
     @property
-    def feature_size(self) -> int:
-        """The width of a feature. No attribute of a draft model."""
-        return self.draft.feature_size  # type: ignore[attr-defined]
+    def feature_size(self) -> int | None:
+        """The width of a feature, of a head."""
+        return self.draft.feature_size
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that the draft model was trained for."""
+        return self.draft.max_positions
 
     def for_rule(self, rule: str) -> "Hybrid":
         """Returns the hybrid with the draft model for that rule of acceptance."""

@@ -67,7 +67,7 @@ def drafts_at(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Oracle:
+class Oracle(protocols.Drafter):
     """Drafts from a `Trace`, which is its memory: `prefill` takes one as `params`.
 
     Attributes:

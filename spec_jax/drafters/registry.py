@@ -305,10 +305,17 @@ def _from_outside(name: str, found: Any, parts: Parts) -> Built:
 
 def _check(drafter: Any, name: str) -> protocols.Drafter:
     """Returns the drafter, or says what it lacks."""
+
+    def lacks(name: str) -> bool:
+        """Whether there is nothing of that name, or what raises in the base class."""
+        base = getattr(protocols.Drafter, name, None)
+        own = getattr(type(drafter), name, None)
+        return not hasattr(drafter, name) or (own is base is not None)
+
     needed: tuple[str, ...] = ("gamma_max", "init", "prefill", "propose", "commit")
-    if hasattr(drafter, "for_slots"):
+    if not lacks("for_slots"):
         needed = ("gamma_max",)
-    missing = [attribute for attribute in needed if not hasattr(drafter, attribute)]
+    missing = [name for name in needed if lacks(name)]
     if missing:
         raise ValueError(
             f"drafter {name!r} is no drafter: it has no {', '.join(missing)} "

@@ -26,7 +26,7 @@ MATCH_WEIGHT = 8.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextDrafter:
+class TextDrafter(protocols.Drafter):
     """The base of drafters that have no memory but the text.
 
     Attributes:
@@ -41,9 +41,9 @@ class TextDrafter:
         tree_shapes.check_nodes(self.tree, self.gamma_max)
 
     @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return None if self.tree is None else self.tree.depth_max
+    def has_trees(self) -> bool:
+        """True."""
+        return True
 
     def for_tree(self, tree: tree_shapes.AnyTree) -> Self:
         """Returns the drafter of such trees."""

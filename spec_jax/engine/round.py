@@ -172,8 +172,9 @@ def _draft(
         proposal = proposal.replace(num_drafted=num_drafted)
     if proposal.parents is None and protocols.is_tree(drafter):
         raise ValueError(
-            f"{type(drafter).__name__} has depth_max={protocols.depth_max(drafter)}, "
-            "and proposes no parents: name each draft's, or leave depth_max out"
+            f"{protocols.name_of(drafter)} has "
+            f"depth_max={protocols.depth_max(drafter)}, and proposes no parents: name "
+            "each draft's, or leave depth_max out"
         )
     return memory, proposal
 

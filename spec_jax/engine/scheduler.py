@@ -141,7 +141,7 @@ class Scheduler:
         target, drafter = self.target, self.drafter
         slots = target.num_slots
         checks.check_count(capacity=self.capacity)
-        config = getattr(target, "config", None)
+        config = target.config
         positions = None if config is None else config.max_position_embeddings
         index.check_page_size(self.page_size, num_positions=positions)
         if self.num_pages is not None and self.num_pages < slots:
@@ -177,7 +177,7 @@ class Scheduler:
     @property
     def vocab_size(self) -> int | None:
         """Tokens of the target; None where that is no model."""
-        config = getattr(self.target, "config", None)
+        config = self.target.config
         return None if config is None else config.vocab_size
 
     @property

@@ -69,7 +69,7 @@ def target_tokens(
     """
     highest = target.choose(verified.logits, verified.num_active)
     is_finite = finite_rows(verified.logits, highest)
-    if sampling_settings is None or getattr(target, "is_drawn", False):
+    if sampling_settings is None or target.is_drawn:
         return highest, is_finite
     each = jax.tree.map(lambda leaf: leaf[verified.slots], sampling_settings)
     is_active = jnp.arange(highest.shape[0], dtype=jnp.int32) < verified.num_active
@@ -156,7 +156,7 @@ def _along_own_tokens(
 ):
     """Follows trees by the target's own tokens, drawn along the path alone."""
     highest, sample = verified.by_column(highest, fill=0), protocols.draw_of(target)
-    is_greedy = sampling_settings is None or getattr(target, "is_drawn", False)
+    is_greedy = sampling_settings is None or target.is_drawn
 
     def one(slot):
         """Follows one slot's tree."""

@@ -370,7 +370,7 @@ def test_trees_have_the_noise_of_the_draws_they_aim_at(rng, has_probs):
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class Target(protocols.Target):
     """What decides by logits that are given to it."""
 
     sums: draw_op.Sums | None
