@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import loading, pytree
-from spec_jax.drafters import draft_slots, each, tree_shapes
+from spec_jax.drafters import each, slots as slots_lib, tree_shapes
 from spec_jax.engine import protocols
 
 
@@ -112,7 +112,7 @@ class ForcedDrafter(protocols.Drafter):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotForced(draft_slots.OfSlots):
+class SlotForced(slots_lib.OfSlots):
     """A `ForcedDrafter` for several sequences."""
 
     drafter: ForcedDrafter

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import draft_slots
+from spec_jax.drafters import slots as slots_lib
 from spec_jax.engine import protocols, state as states
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.paging import cache as paged
@@ -52,7 +52,7 @@ class EachMemory(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Each(draft_slots.OfSlots):
+class Each(slots_lib.OfSlots):
     """Maps a drafter over slots. One slot costs what the drafter alone costs."""
 
     drafter: protocols.Drafter

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import draft_model, draft_slots, suffix
+from spec_jax.drafters import draft_model, slots as slots_lib, suffix
 from spec_jax.engine import protocols
 
 
@@ -104,7 +104,7 @@ class Hybrid(protocols.Drafter):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotHybrid(draft_slots.OfSlots):
+class SlotHybrid(slots_lib.OfSlots):
     """A `Hybrid` for `num_slots` sequences. The memory is the draft model's."""
 
     drafter: Hybrid

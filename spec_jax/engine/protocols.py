@@ -454,8 +454,7 @@ class SlotDrafter(Protocol):
 
     Hashable: it is a static argument. A slot that is asked for nothing, gamma 0, costs
     nothing where that is possible. It has what `Drafter` says of vocabulary, depth and
-    features; `drafters.draft_slots.OfSlots` takes that of the drafter that it is made
-    of.
+    features; `drafters.slots.OfSlots` takes that of the drafter that it is made of.
     """
 
     @property

@@ -177,14 +177,14 @@ BLOCKS = (
     ),
     Mutant(
         "slots are read by the other convention",
-        "drafters.block_slots:SlotBlock._go_over",
+        "drafters.block:SlotBlock._go_over",
         "slice(head.first_slot,",
         "slice(0,",
         _ORACLE + "[dflash-xla]",
     ),
     Mutant(
         "a confidence knows the token itself",
-        "drafters.block_slots:SlotBlock._go_over",
+        "drafters.block:SlotBlock._go_over",
         "probs), (token, confidence)",
         "probs), (token, correct(state, token, hidden)[2])",
         _ORACLE + "[dspark-xla]",
@@ -199,7 +199,7 @@ BLOCKS = (
     ),
     Mutant(
         "a token is drawn from other probabilities than are stated",
-        "drafters.block_slots:SlotBlock._go_over",
+        "drafters.block:SlotBlock._go_over",
         "draw.put(probs, row, number)",
         "draw.put(probs, logits[:, None] * 0.9, number)",
         "drafters/test_block.py::"
@@ -214,14 +214,14 @@ BLOCKS = (
     ),
     Mutant(
         "a level of a block's tree is of the slot before",
-        "drafters.block_trees:SlotBlockTree._draw",
+        "drafters.block:SlotBlock._grow",
         "head.first_slot + level)",
         "head.first_slot + level - 1)",
         "drafters/test_block_trees.py::test_children_are_the_oracles[dspark]",
     ),
     Mutant(
         "every row of a block's tree has the state of the root",
-        "drafters.block_trees:SlotBlockTree._draw",
+        "drafters.block:SlotBlock._grow",
         "[:, None], above]",
         "[:, None], above * 0]",
         "drafters/test_block_trees.py::test_children_are_the_oracles[rnn]",
@@ -369,21 +369,21 @@ HEADS = (
     ),
     Mutant(
         "drafts of a native call are drawn with the noise of the next position",
-        "drafters.draft_trees:Draw.native",
+        "drafters.draw:Draw.native",
         "positions=self.length",
         "positions=self.length + 1",
         "native/test_native_children.py::test_children_are_those_of_xla[warm-all]",
     ),
     Mutant(
         "a pair has the token of its feature's position",
-        "drafters.eagle3_slots:SlotEagle3._take_in",
-        "kv.length + 1, num_rows",
-        "kv.length, num_rows",
+        "drafters.features:SlotReader._take_in",
+        "start + 1, num_rows",
+        "start, num_rows",
         _PAIRS,
     ),
     Mutant(
         "a row of a tree has the hidden state of its own column",
-        "drafters.eagle3_slots:SlotEagle3._grow",
+        "drafters.eagle3:SlotEagle3._grow",
         "jnp.take_along_axis(hidden, above[:, :, None], axis=1)",
         "jax.lax.dynamic_slice_in_dim(hidden, first, tree.width, axis=1)",
         f"{_EXAMPLE}::test_candidates_and_tree_mask",
@@ -397,7 +397,7 @@ HEADS = (
     ),
     Mutant(
         "children of a native call are drawn with the noise of the level before",
-        "drafters.draft_trees:Draw.children",
+        "drafters.draw:Draw.children",
         "jnp.broadcast_to(level, (count,))",
         "jnp.broadcast_to(level - 1, (count,))",
         "native/test_native_children.py::test_children_are_those_of_xla[warm-all]",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.drafters import draft_trees
+from spec_jax.drafters import draw as draw_lib
 from spec_jax.engine import protocols, verification
 from spec_jax.ops import draw as draw_op
 from spec_jax.pallas import (
@@ -344,7 +344,7 @@ def test_trees_have_the_noise_of_the_draws_they_aim_at(rng, has_probs):
     settings, length = stacked(SETTINGS[-1:] + SETTINGS[:1]), jnp.asarray([40, 9])
 
     def weights(impl, level):
-        draw = draft_trees.Draw(
+        draw = draw_lib.Draw(
             sampling=settings, length=length, impl=impl, has_probs=has_probs
         )
         if has_probs:
