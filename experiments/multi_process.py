@@ -79,7 +79,7 @@ def hashes(args: argparse.Namespace) -> list[dict[str, Any]]:
         ("chain", lm, PROMPTS[:1], {}),
         ("batch", lm, PROMPTS, {"sampling": drawn}),
     ]
-    if protocols.complete(lm.drafter).has_trees:
+    if protocols.has_own(lm.drafter, "for_tree"):
         tree = lm.with_tree(f"2x{args.gamma}:{args.gamma}")
         runs.append(("tree", tree, PROMPTS[:1], {}))
     rows = []

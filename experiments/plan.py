@@ -126,7 +126,7 @@ def load_trees(args: argparse.Namespace, lms: models.Drafters) -> Trees:
         tokens.
     """
     trees = args.tree or ()
-    has_trees = lambda lm: protocols.complete(lm.drafter).has_trees
+    has_trees = lambda lm: protocols.has_own(lm.drafter, "for_tree")
     drafters = {n: lm for n, lm in lms.items() if has_trees(lm)}
     if trees and not drafters:
         raise ValueError(

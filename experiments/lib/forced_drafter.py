@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Int
 from spec_jax import loading, pytree
 from spec_jax.drafters import each, slots as slots_lib, tree_shapes
 from spec_jax.engine import protocols
+from spec_jax.rules import rule as rule_lib
 
 
 class ForcedParams(pytree.Node):
@@ -87,13 +88,13 @@ class ForcedDrafter(protocols.Drafter):
         """The width of a feature, if the real drafter takes one width alone."""
         return protocols.complete(self.inner).feature_size
 
-    def for_rule(self, rule: str) -> "ForcedDrafter":
+    def for_rule(self, rule: rule_lib.Rule) -> "ForcedDrafter":
         """Returns the drafter whose real one draws as that rule of acceptance has it.
 
         Raises:
           ValueError: a rule by which drafts that nobody drew cannot be judged.
         """
-        if rule != "coupled":
+        if not rule.is_exact:
             raise ValueError(
                 f"{rule=} asks what drafts were drawn from, and forced ones were not: "
                 "take the rule 'coupled'"

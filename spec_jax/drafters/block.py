@@ -103,6 +103,7 @@ class SlotBlock(features_lib.SlotReader):
     """
 
     drafter: BlockDrafter
+    reads_tokens = False
 
     def __post_init__(self) -> None:
         size, impl = self.drafter.head.block_size, self.drafter.model.impl
@@ -171,17 +172,11 @@ class SlotBlock(features_lib.SlotReader):
         num_drafted = jnp.where(asked, jnp.minimum(gamma, proposal.num_drafted), 0)
         return memory.replace(kv=kv), proposal.replace(num_drafted=num_drafted)
 
-    def _absorb(self, params, kv, window, features):
+    def _forward(self, params, kv, rows, features):
         """Writes the keys and values of features; there are no outputs."""
         head, impl = self.drafter.head, self.drafter.model.impl
-        window = window.replace(tokens=jnp.zeros_like(window.tokens))  # Not read.
-
-        def forward(kv, rows, features):
-            kv = block_draft.append_context(params, head, rows, features, kv, impl=impl)
-            return kv, ()
-
-        kv, _, _ = self._run(forward, kv, window, features)
-        return kv, None, ()
+        kv = block_draft.append_context(params, head, rows, features, kv, impl=impl)
+        return kv, ()
 
     def _run_block(self, params, kv, anchor, start, asked):
         """Runs the blocks of the slots that are asked.

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 from spec_jax.drafters import draft_slots, draft_trees, tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.model import row_model
+from spec_jax.rules import rule as rule_lib
 
 
 Draws = Literal["greedy", "coupled", "independent"]
@@ -96,12 +97,7 @@ class DraftModel(protocols.Drafter):
         """Positions that the model was trained for."""
         return self.model.config.max_position_embeddings
 
-    @property
-    def has_trees(self) -> bool:
-        """True."""
-        return True
-
-    def for_rule(self, rule: str) -> "DraftModel":
+    def for_rule(self, rule: rule_lib.Rule) -> "DraftModel":
         """Returns the draft model whose draws a rule of acceptance keeps most of.
 
         Rules that draw uniforms need independent draws, and the probabilities of them.
@@ -109,12 +105,12 @@ class DraftModel(protocols.Drafter):
         Raises:
           NotImplementedError: trees that the rule would be biased by.
         """
-        if rule == "coupled":
+        if rule.is_exact:
             return self
-        if self.tree is not None and rule == "block":
+        if self.tree is not None and rule.accept_tree is None:
             raise NotImplementedError(
-                "trees under rule='block': block verification of trees is not "
-                "implemented; use the rule 'coupled' or 'rejection'"
+                f"trees under {rule=}: this verification of trees is not implemented; "
+                "use the rule 'coupled' or 'rejection'"
             )
         is_searched = isinstance(self.tree, tree_shapes.Tree)
         if is_searched and self.draws != "greedy":

@@ -272,18 +272,10 @@ class SlotDraftModel(slots.OfSlots):
         num_rows = self.drafter.catch_up_rows
         if not num_rows:
             return memory
-
-        def run(kv, start, num_active):
-            window = protocols.Window(
-                tokens=slots.windows(text, start, num_rows),
-                start=start,
-                num_active=num_active,
-            )
-            return self._rows.advance(params, kv, window), None, ()
-
         memory, _ = slots.take_in(
-            run,
+            lambda kv, window: (self._rows.advance(params, kv, window), None, ()),
             memory,
+            text,
             goal=length - 1,
             num_rows=num_rows,
             until=length - self._slab,

@@ -160,20 +160,14 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
 
     def _root(self, params, memory, text, length, asked):
         """Returns the memory of the whole text, and the logits `[B, V]` after it."""
-        slab = self._slab
 
-        def run(kv, start, num_active):
-            window = protocols.Window(
-                tokens=slots.windows(text, start, slab),
-                start=start,
-                num_active=num_active,
-            )
+        def run(kv, window):
             kv, verified = self._rows.verify(params, kv, window)
             return kv, verified.at, verified.logits
 
         logits = jnp.zeros((self.num_slots, self.vocab_size), jnp.float32)
         return slots.take_in(
-            run, memory, logits, goal=length, num_rows=slab, asked=asked
+            run, memory, text, logits, goal=length, num_rows=self._slab, asked=asked
         )
 
 

@@ -19,13 +19,14 @@ from spec_jax.drafters import slots as slots_lib
 from spec_jax.engine import protocols, state as states
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.paging import cache as paged
+from spec_jax.rules import rule as rule_lib
 
 
 def lift(
     drafter: protocols.Drafter | Any,
     num_slots: int,
     *,
-    rule: str = "coupled",
+    rule: rule_lib.Rule | str = "coupled",
     gamma_policy: policy_lib.GammaPolicy | None = None,
 ) -> protocols.SlotDrafter:
     """Returns the drafter for `num_slots` sequences.
@@ -37,7 +38,8 @@ def lift(
     Raises:
       NotImplementedError: a setting of the drafter that has no form for slots.
     """
-    drafter = protocols.complete(protocols.complete(drafter).for_rule(rule))
+    drafter = protocols.complete(drafter).for_rule(rule_lib.of(rule))
+    drafter = protocols.complete(drafter)
     if policy_lib.schedules(gamma_policy):
         drafter = protocols.complete(drafter.for_schedule())
     slots = drafter.for_slots(num_slots)

@@ -119,7 +119,6 @@ class SlotEagle3(features_lib.SlotReader):
             memory,
             tokens,
             functools.partial(features_lib.read, ring, count=self._rows_most),
-            self._empty(self.num_slots),
             goal=goal,
             num_rows=self._rows_most,
         )
@@ -161,7 +160,6 @@ class SlotEagle3(features_lib.SlotReader):
             memory.replace(kv=kv),
             tokens,
             functools.partial(features_lib.read, ring, count=size),
-            self._empty(self.num_slots),
             goal=jnp.where(drafts, first, reached),
             num_rows=size,
         )
@@ -214,7 +212,7 @@ class SlotEagle3(features_lib.SlotReader):
                     parents=parents, first=first, depth_max=tree.depth - 1
                 )
             states = jnp.take_along_axis(hidden, above[:, :, None], axis=1)
-            kv, at, (new, logits) = self._absorb(params, kv, window, states)
+            kv, at, (new, logits) = self._run(params, kv, window, states)
             by_column = lambda rows: rows.at[at].get(mode="fill", fill_value=0)
             hidden = jax.lax.dynamic_update_slice_in_dim(
                 hidden, by_column(new), first, axis=1
@@ -242,17 +240,11 @@ class SlotEagle3(features_lib.SlotReader):
             proposal = proposal.replace(parents=None, num_drafted=num_drafted)
         return memory.replace(kv=kv), proposal
 
-    def _absorb(self, params, kv, window, features):
+    def _forward(self, params, kv, rows, features):
         """Runs pairs; the outputs are hidden states and logits."""
         head, impl = self.drafter.head, self.drafter.model.impl
-
-        def forward(kv, rows, features):
-            kv, *outputs = eagle3.forward_rows(
-                params, head, rows, features, kv, impl=impl
-            )
-            return kv, tuple(outputs)
-
-        return self._run(forward, kv, window, features)
+        kv, *outputs = eagle3.forward_rows(params, head, rows, features, kv, impl=impl)
+        return kv, tuple(outputs)
 
     def _empty(self, height):
         """Returns hidden states and logits of rows that were not run."""

@@ -155,13 +155,15 @@ class SlotReader(slots_lib.OfSlots):
     """A drafter of features for `num_slots` sequences: all but what it proposes.
 
     Its `head` says `features_size` and has a `layer`, whose config is `model`'s.
-    A subclass has `_absorb`, which runs rows.
+    A subclass has `_forward` and `_empty`.
 
     Attributes:
       num_waiting: features at the end of a prompt that the first proposal takes in.
+      reads_tokens: whether features go with the tokens after their positions.
     """
 
     num_waiting: ClassVar[int] = 0
+    reads_tokens: ClassVar[bool] = True
 
     @property
     def _rows_most(self) -> int:
@@ -209,27 +211,20 @@ class SlotReader(slots_lib.OfSlots):
         )
         return memory.replace(kv=kv, ring=ring)
 
-    def _absorb(
-        self,
-        params: Any,
-        kv: paged.PagedKV,
-        window: protocols.Window,
-        features: Float[Array, "B R width"],
-    ) -> tuple[paged.PagedKV, Int[Array, "B R"] | None, Any]:
-        """Runs a window's rows with their features: `slots.Run`, whose outputs are as
-        `_empty` has them. The tokens are those after the features' positions."""
+    def _forward(self, params: Any, kv: paged.PagedKV, rows: Any, features: Any) -> Any:
+        """Runs features, and the tokens after their positions; see `windows.run`."""
         raise NotImplementedError
 
     def _empty(self, height: int) -> Any:
-        """Returns outputs of `height` rows that were not run."""
+        """Returns the outputs of `_forward` for `height` rows that were not run."""
         del height
         return ()
 
-    def _run(self, forward, kv, window, features):
-        """Runs a window in tiles, see `windows.run`; returns as `slots.Run`."""
+    def _run(self, params, kv, window, features):
+        """Runs a window with features `[B, R, width]`, as `slots.Run` does."""
         model = self.drafter.model
         _, at, kv, outputs = windows.run(
-            forward,
+            functools.partial(self._forward, params),
             kv,
             window,
             tile=rows_lib.tile_of(model.impl, model.slab, window.tokens.size),
@@ -245,31 +240,23 @@ class SlotReader(slots_lib.OfSlots):
         memory: ReaderMemory,
         tokens: Int[Array, "B max_len"],
         read: Callable[[Int[Array, " B"]], Float[Array, "B R width"]],
-        outputs: Any = (),
         *,
         goal: Int[Array, " B"],
         num_rows: int,
     ) -> tuple[ReaderMemory, Any]:
-        """Takes in features up to `goal`, as far as there is room for them.
+        """Takes in features up to `goal`, as far as there is room; see `slots.take_in`.
 
         Args:
           read: returns `num_rows` features of each slot from a position on.
-          outputs: as `slots.take_in` has them.
-          num_rows: features that a slot takes in with a forward.
         """
-        text = jnp.pad(tokens, ((0, 0), (0, num_rows + 1)))
-
-        def run(kv, start, num_active):
-            """Runs so many rows; see `slots.Run`."""
-            window = protocols.Window(
-                tokens=slots_lib.windows(text, start + 1, num_rows),
-                start=start,
-                num_active=num_active,
-            )
-            return self._absorb(params, kv, window, read(start))
-
         kv, outputs = slots_lib.take_in(
-            run, memory.kv, outputs, goal=goal, num_rows=num_rows
+            lambda kv, window: self._run(params, kv, window, read(window.start)),
+            memory.kv,
+            jnp.pad(tokens, ((0, 0), (0, num_rows + 1))) if self.reads_tokens else None,
+            self._empty(self.num_slots),
+            goal=goal,
+            num_rows=num_rows,
+            ahead=1,
         )
         ring = memory.ring.replace(first=kv.length)
         return memory.replace(kv=kv, ring=ring), outputs
@@ -293,30 +280,6 @@ class SlotReader(slots_lib.OfSlots):
     def _prefill(self, params, memory, tokens, features, end, slot):
         """Takes the features `[0, end)` of a prompt into a slot, the last ones into its
         ring."""
-        num_rows, read = self._prompt_rows(features, slot)
-        is_slot = jnp.arange(self.num_slots, dtype=jnp.int32) == slot
-        first = jnp.maximum(end - self.num_waiting, 0)
-        memory, _ = self._take_in(
-            params,
-            memory,
-            jnp.broadcast_to(tokens, (self.num_slots, *tokens.shape)),
-            read,
-            self._empty(self.num_slots),
-            goal=jnp.where(is_slot, first, memory.ring.first),
-            num_rows=num_rows,
-        )
-        ring = memory.ring
-        if self.num_waiting:
-            last = features[first].reshape(-1).astype(ring.features.dtype)
-            kept = ring.features.at[slot, first % ring.size].set(last)
-            ring = ring.replace(features=kept)
-        return memory.replace(ring=ring.replace(end=ring.end.at[slot].set(end)))
-
-    def _prompt_rows(
-        self, features: Float[Array, "T taps D"], slot: Int[Array, ""]
-    ) -> tuple[int, Callable[[Int[Array, " B"]], Float[Array, "B R width"]]]:
-        """Returns how many features of a prompt are taken in at once, and what reads so
-        many from the slot's position on."""
         num_rows = max(self.drafter.catch_up_rows, self._rows_most)
         flat = features.reshape(features.shape[0], -1)
         padded = jnp.pad(flat, ((0, num_rows), (0, 0)))
@@ -326,7 +289,22 @@ class SlotReader(slots_lib.OfSlots):
             rows = jax.lax.dynamic_slice_in_dim(padded, start[slot], num_rows)
             return jnp.broadcast_to(rows, (self.num_slots, *rows.shape))
 
-        return num_rows, read
+        is_slot = jnp.arange(self.num_slots, dtype=jnp.int32) == slot
+        first = jnp.maximum(end - self.num_waiting, 0)
+        memory, _ = self._take_in(
+            params,
+            memory,
+            jnp.broadcast_to(tokens, (self.num_slots, *tokens.shape)),
+            read,
+            goal=jnp.where(is_slot, first, memory.ring.first),
+            num_rows=num_rows,
+        )
+        ring = memory.ring
+        if self.num_waiting:
+            last = features[first].reshape(-1).astype(ring.features.dtype)
+            kept = ring.features.at[slot, first % ring.size].set(last)
+            ring = ring.replace(features=kept)
+        return memory.replace(ring=ring.replace(end=ring.end.at[slot].set(end)))
 
     def _begin(
         self, memory: ReaderMemory, length: Int[Array, " B"], gamma: Int[Array, " B"]

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int
 from spec_jax import pytree
 from spec_jax.drafters import draft_model, slots as slots_lib, suffix
 from spec_jax.engine import protocols
+from spec_jax.rules import rule as rule_lib
 
 
 class HybridParams(pytree.Node):
@@ -85,7 +86,7 @@ class Hybrid(protocols.Drafter):
         """Positions that the draft model was trained for."""
         return self.draft.max_positions
 
-    def for_rule(self, rule: str) -> "Hybrid":
+    def for_rule(self, rule: rule_lib.Rule) -> "Hybrid":
         """Returns the hybrid with the draft model for that rule of acceptance."""
         return dataclasses.replace(self, draft=self.draft.for_rule(rule))
 

@@ -142,10 +142,3 @@ class Oracle(protocols.Drafter):
             ),
             num_drafted=jnp.clip(memory.length - length, 0, gamma),
         )
-
-    def commit(
-        self, params: protocols.Params, memory: Trace, length: Int[Array, ""]
-    ) -> Trace:
-        """Does nothing."""
-        del params, length
-        return memory

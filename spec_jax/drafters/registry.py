@@ -305,17 +305,12 @@ def _from_outside(name: str, found: Any, parts: Parts) -> Built:
 
 def _check(drafter: Any, name: str) -> protocols.Drafter:
     """Returns the drafter, or says what it lacks."""
-
-    def lacks(name: str) -> bool:
-        """Whether there is nothing of that name, or what raises in the base class."""
-        base = getattr(protocols.Drafter, name, None)
-        own = getattr(type(drafter), name, None)
-        return not hasattr(drafter, name) or (own is base is not None)
-
     needed: tuple[str, ...] = ("gamma_max", "init", "prefill", "propose", "commit")
-    if not lacks("for_slots"):
+    if isinstance(drafter, protocols.Drafter):
+        needed = ("gamma_max", "propose")
+    if protocols.has_own(drafter, "for_slots"):
         needed = ("gamma_max",)
-    missing = [name for name in needed if lacks(name)]
+    missing = [name for name in needed if not protocols.has_own(drafter, name)]
     if missing:
         raise ValueError(
             f"drafter {name!r} is no drafter: it has no {', '.join(missing)} "

@@ -38,8 +38,8 @@ class OfSlots:
         return protocols.complete(self.drafter).depth_max
 
     @property
-    def vocab_size(self) -> int | None:
-        """Entries of the drafter's vocabulary, if it has one."""
+    def vocab_size(self) -> Any:
+        """Entries of the drafter's vocabulary; None: it has none."""
         return protocols.complete(self.drafter).vocab_size
 
     @property
@@ -74,31 +74,32 @@ def windows(
     return jnp.where(columns < text.shape[1], found, 0)
 
 
-Run = Callable[
-    [paged.PagedKV, jax.Array, jax.Array],
-    tuple[paged.PagedKV, jax.Array | None, Any],
-]
-"""`run(kv, start [B], num_active [B])` runs so many rows of each slot, from its `start`
-on. Returns the cache, where each column went (`[B, R]`), and outputs by row."""
+Run = Callable[[paged.PagedKV, protocols.Window], tuple[paged.PagedKV, Any, Any]]
+"""Runs a window. Returns the cache, where each column went (`[B, R]`), and outputs by
+row."""
 
 
 def take_in(
     run: Run,
     kv: paged.PagedKV,
+    text: Int[Array, "B max_len"] | None,
     outputs: Any = (),
     *,
     goal: Int[Array, " B"],
     num_rows: int,
     until: Int[Array, " B"] | None = None,
     asked: Bool[Array, " B"] | None = None,
+    ahead: int = 0,
 ) -> tuple[paged.PagedKV, Any]:
     """Takes in rows of each slot up to `goal`, as far as there is room for them.
 
     Args:
+      text: the tokens; None: `run` reads none.
       outputs: leaves `[B, ..]`, of slots that take in nothing.
       num_rows: rows that a slot takes in with a forward, at most.
       until: a slot whose K/V is that long is done; `goal` if None.
       asked: the slots that take in anything; all if None.
+      ahead: how far a row's token is after the row's place.
 
     Returns:
       The cache, and the outputs of each slot's last row.
@@ -111,9 +112,13 @@ def take_in(
         kv, outputs, wanted = carry
         start = kv.length
         num_active = jnp.where(wanted, jnp.minimum(goal - start, num_rows), 0)
-        kv, at, found = run(kv, start, num_active)
+        tokens = jnp.zeros((*goal.shape, num_rows), jnp.int32)
+        if text is not None:
+            tokens = windows(text, start + ahead if ahead else start, num_rows)
+        window = protocols.Window(tokens=tokens, start=start, num_active=num_active)
+        kv, at, found = run(kv, window)
         wanted &= kv.length > start  # Else there is no room, or no slot.
-        if at is not None:
+        if jax.tree.leaves(outputs):
             last = at[is_each, jnp.maximum(num_active - 1, 0)]
 
         def keep(new, old):

@@ -10,7 +10,7 @@ The vocabulary of the search is the body's own places: token `i` is the one at p
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -40,31 +40,9 @@ class TextDrafter(protocols.Drafter):
     def __post_init__(self):
         tree_shapes.check_nodes(self.tree, self.gamma_max)
 
-    @property
-    def has_trees(self) -> bool:
-        """True."""
-        return True
-
     def for_tree(self, tree: tree_shapes.AnyTree) -> Self:
         """Returns the drafter of such trees."""
         return dataclasses.replace(self, tree=tree, gamma_max=tree.nodes)
-
-    def init(self, *, capacity: int, page_size: int) -> tuple[()]:
-        """Nothing."""
-        del capacity, page_size
-        return ()
-
-    def prefill(self, params: Any, memory: tuple[()], prompt: list[int]) -> tuple[()]:
-        """Nothing: the prompt is in the text."""
-        del params, prompt
-        return memory
-
-    def commit(
-        self, params: Any, memory: tuple[()], length: Int[Array, ""]
-    ) -> tuple[()]:
-        """Nothing."""
-        del params, length
-        return memory
 
 
 @typed

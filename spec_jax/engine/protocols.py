@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree, tree
-from spec_jax.rules import sampling
+from spec_jax.rules import rule as rule_lib, sampling
 
 
 MAX_TREE_ROWS = 64
@@ -295,14 +295,15 @@ class Drafter:
     drawn from them, and that no shape of a tree depends on the tokens drawn.
     `testing.check_drafter` checks what is promised here.
 
-    `gamma_max` and the four functions are required, and the rest has defaults. A class
-    that has them, and does not inherit, is a drafter too: see `complete`.
-
-    Attributes:
-      gamma_max: the most tokens of a proposal.
+    `gamma_max` and `propose`, or `for_slots`, are required. The rest has defaults: no
+    memory but the text, chains, no features. A class that does not inherit is a drafter
+    too if it has `gamma_max` and the four functions: see `complete`.
     """
 
-    gamma_max: int
+    @optional
+    def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
+        raise AttributeError("gamma_max")
 
     @optional
     def vocab_size(self) -> int | None:
@@ -348,12 +349,7 @@ class Drafter:
         draws, or None where it is greedy."""
         return False
 
-    @optional
-    def has_trees(self) -> bool:
-        """Whether `for_tree` makes a drafter of trees."""
-        return False
-
-    def for_rule(self, rule: str) -> Any:
+    def for_rule(self, rule: rule_lib.Rule) -> Any:
         """Returns the drafter that draws as a rule of acceptance wants it."""
         del rule
         return self
@@ -386,14 +382,16 @@ class Drafter:
             at most.
           page_size: positions per page, for a memory that has pages.
         """
-        raise NotImplementedError(f"{name_of(self)} has no `init`")
+        del capacity, page_size
+        return ()
 
     def prefill(self, params: Params, memory: Memory, prompt: list[int]) -> Memory:
         """Takes in the prompt, whose last token is pending: part of what is timed.
 
         The memory is as `init` made it, and donated. The prompt is not empty.
         """
-        raise NotImplementedError(f"{name_of(self)} has no `prefill`")
+        del params, prompt
+        return memory
 
     def propose(
         self,
@@ -416,7 +414,8 @@ class Drafter:
 
         At most the accepted prefix of the last proposal is among them.
         """
-        raise NotImplementedError(f"{name_of(self)} has no `commit`")
+        del params, length
+        return memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -437,10 +436,11 @@ class _Completed(Drafter):
         propose = inspect.signature(self.drafter.propose)
         return "sampling" in propose.parameters
 
-    @property
-    def has_trees(self) -> bool:
-        """Whether there is a `for_tree`."""
-        return hasattr(self.drafter, "for_tree")
+
+def has_own(drafter: Any, name: str) -> bool:
+    """Returns whether a drafter has something of that name beside `Drafter`'s."""
+    own, base = getattr(type(drafter), name, None), getattr(Drafter, name, None)
+    return hasattr(drafter, name) and (base is None or own is not base)
 
 
 def complete(drafter: Any) -> Any:

@@ -207,7 +207,7 @@ BLOCKS = (
     ),
     Mutant(
         "the context of a prompt is one position late",
-        "drafters.features:SlotReader._prompt_rows",
+        "drafters.features:SlotReader._prefill",
         "start[slot]",
         "start[slot] + 1",
         _ORACLE + "[dspark-xla]",
@@ -377,8 +377,8 @@ HEADS = (
     Mutant(
         "a pair has the token of its feature's position",
         "drafters.features:SlotReader._take_in",
-        "start + 1, num_rows",
-        "start, num_rows",
+        "ahead=1",
+        "ahead=0",
         _PAIRS,
     ),
     Mutant(
