@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -103,28 +103,6 @@ class Verified(pytree.Node):
         return rows.at[self.at].get(mode="fill", fill_value=fill)
 
 
-class Optional:
-    """A property that a subclass may leave out, or have as a property or a field.
-
-    Dataclasses take the value of a base class for a field's default; this has none.
-    """
-
-    def __init__(self, function: Callable[[Any], Any]):
-        self._function, self.__doc__ = function, function.__doc__
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Returns the default."""
-        if instance is None:
-            raise AttributeError(f"{self._function.__name__} is of instances")
-        return self._function(instance)
-
-
-if TYPE_CHECKING:
-    optional = property
-else:
-    optional = Optional
-
-
 class Target(Protocol):
     """A model whose verification rows equal its decoding rows, bit for bit.
 
@@ -132,38 +110,38 @@ class Target(Protocol):
     all slots share. A class that inherits has the properties with a body as they are.
     """
 
-    @optional
+    @pytree.optional
     def config(self) -> Any:
         """The model's config, with `vocab_size`, which bounds tokens, `num_layers`, ..;
         None: no model."""
         return None
 
-    @optional
+    @pytree.optional
     def is_drawn(self) -> bool:
         """Whether its choices are its tokens, whatever a request samples by."""
         return False
 
-    @optional
+    @pytree.optional
     def draw(self) -> Callable[..., Int[Array, " P"]] | None:
         """Draws tokens with kernels, as `sampling.sample_each`; None: that does."""
         return None
 
-    @optional
+    @pytree.optional
     def sums(self) -> Any:
         """The fields of `Sums`, by kernels; None: XLA's."""
         return None
 
-    @optional
+    @pytree.optional
     def taps(self) -> tuple[int, ...] | None:
         """The features that were recorded; None: whichever a drafter asks for."""
         return None
 
-    @optional
+    @pytree.optional
     def num_slots(self) -> int:
         """The sequences that run at once."""
         ...
 
-    @optional
+    @pytree.optional
     def max_rows(self) -> int:
         """The most columns of a window of a chain."""
         ...
@@ -300,34 +278,34 @@ class Drafter:
     too if it has `gamma_max` and the four functions: see `complete`.
     """
 
-    @optional
+    @pytree.optional
     def gamma_max(self) -> int:
         """The most tokens of a proposal."""
         raise AttributeError("gamma_max")
 
-    @optional
+    @pytree.optional
     def vocab_size(self) -> int | None:
         """Entries of the drafter's vocabulary, which must be the target's; None: it
         repeats tokens that it was shown, and fits any."""
         return None
 
-    @optional
+    @pytree.optional
     def tree(self) -> Any:
         """The tree that is proposed, see `drafters.tree_shapes`; None: chains, or trees
         of which `depth_max` alone is known."""
         return None
 
-    @optional
+    @pytree.optional
     def depth_max(self) -> int | None:
         """The most drafts on a path of a tree; None: it proposes chains."""
         return None if self.tree is None else self.tree.depth_max
 
-    @optional
+    @pytree.optional
     def max_positions(self) -> int | None:
         """Positions that the drafter's model was trained for; None: no such bound."""
         return None
 
-    @optional
+    @pytree.optional
     def taps(self) -> tuple[int, ...]:
         """The target's features that the drafter reads; () for none.
 
@@ -338,12 +316,12 @@ class Drafter:
         """
         return ()
 
-    @optional
+    @pytree.optional
     def feature_size(self) -> int | None:
         """The width of a feature; None: the drafter takes any."""
         return None
 
-    @optional
+    @pytree.optional
     def reads_sampling(self) -> bool:
         """Whether `propose` has a keyword `sampling`: the settings of the target's
         draws, or None where it is greedy."""

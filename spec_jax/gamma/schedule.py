@@ -130,7 +130,7 @@ class ScheduleState(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(policy_lib.GammaPolicy):
     """Verifies those drafts of a batch that pay, and drafts while that pays.
 
     A policy of gamma for drafters that give `Proposal.survival`; gamma, the number of
