@@ -19,13 +19,18 @@ Any tree is lossless under the rule "coupled", and one of a fixed shape under
 import dataclasses
 import functools
 import pathlib
-from typing import Literal
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax.drafters import draw as draw_lib, features as features_lib, tree_search
+from spec_jax.drafters import (
+    draw as draw_lib,
+    features as features_lib,
+    tree_search,
+    tree_shapes,
+)
 from spec_jax.engine import protocols, rows as rows_lib, windows
 from spec_jax.model import (
     block_draft,
@@ -324,7 +329,8 @@ class SlotBlock(features_lib.SlotReader):
 
         Without a head all nodes of a level have the same children.
         """
-        head, tree, slots = self.drafter.head, self.drafter.tree, self.num_slots
+        head, slots = self.drafter.head, self.num_slots
+        tree = cast(tree_shapes.AnyTree, self.drafter.tree)
         correct, state = self._begin_head(params, anchor, hidden)
 
         def after(states, before, slot):

@@ -5,7 +5,8 @@ neither rounds nor caches.
 """
 
 import functools
-from typing import Literal
+from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from spec_jax.engine import protocols, state as state_lib
 from spec_jax.rules import acceptance, rule as rule_lib, sampling
 
 
-Rule = rule_lib.Rule | Literal["coupled", "rejection", "block"]
+Rule = rule_lib.Rule | rule_lib.Name
 """A rule of acceptance, or its name."""
 
 
@@ -101,8 +102,9 @@ def decide(
         return _along_chains(rule, own, is_finite, verified, proposal)
     highest = target.choose(verified.logits, verified.num_active)
     is_finite = finite_rows(verified.logits, highest)
+    accept_tree = cast(Callable[..., acceptance.Outcome], rule.accept_tree)
     if rule.is_exact:
-        accept = functools.partial(rule.accept_tree, depth_max=depth_max)
+        accept = functools.partial(accept_tree, depth_max=depth_max)
         outcome = _along_own_tokens(
             accept, target, verified, proposal, sampling_settings, highest, wanted
         )
@@ -111,7 +113,7 @@ def decide(
         if proposal.parents is None:
             decide_one = functools.partial(_chain_by_uniforms, rule.accept_chain)
         else:
-            accept = functools.partial(rule.accept_tree, depth_max=depth_max)
+            accept = functools.partial(accept_tree, depth_max=depth_max)
             decide_one = functools.partial(_tree_by_uniforms, accept)
         outcome = _by_uniforms(
             functools.partial(decide_one, row_sums=sums.row_sums),

@@ -2,8 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 from spec_jax.rules import acceptance, tree_acceptance
+
+
+Name = Literal["coupled", "rejection", "block"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
