@@ -20,7 +20,7 @@ from spec_jax.pallas import (
     noisy_weights_triton,
     row_sums_triton,
 )
-from spec_jax.rules import sampling
+from spec_jax.rules import rule as rule_lib, sampling
 
 
 ROWS = 6
@@ -414,7 +414,7 @@ def test_rules_decide_as_they_do_by_xla(rng, rule, parents):
             proposal,
             jax.tree.map(lambda leaf: leaf[None], settings),
             first_position=jnp.asarray([7], jnp.int32),
-            rule=rule,
+            rule=rule_lib.of(rule),
             depth_max=2,
             wanted=jnp.asarray([3], jnp.int32),
         )[0]
