@@ -105,20 +105,21 @@ def take_in(
       The cache, and the outputs of each slot's last row.
     """
     until = goal if until is None else until
-    is_each = jnp.arange(goal.shape[0], dtype=jnp.int32)
 
     def step(carry):
         """Takes in up to `num_rows` rows of each slot."""
         kv, outputs, wanted = carry
         start = kv.length
         num_active = jnp.where(wanted, jnp.minimum(goal - start, num_rows), 0)
-        tokens = jnp.zeros((*goal.shape, num_rows), jnp.int32)
-        if text is not None:
+        if text is None:
+            tokens = jnp.zeros((*goal.shape, num_rows), jnp.int32)
+        else:
             tokens = windows(text, start + ahead if ahead else start, num_rows)
         window = protocols.Window(tokens=tokens, start=start, num_active=num_active)
         kv, at, found = run(kv, window)
         wanted &= kv.length > start  # Else there is no room, or no slot.
         if jax.tree.leaves(outputs):
+            is_each = jnp.arange(goal.shape[0], dtype=jnp.int32)
             last = at[is_each, jnp.maximum(num_active - 1, 0)]
 
         def keep(new, old):
