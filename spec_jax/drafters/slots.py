@@ -1,4 +1,4 @@
-"""What drafters for slots share: a form of slots, and rows taken in until all is seen.
+"""Drafters for slots share a form of slots, and the loop that takes in rows.
 
 A slot's K/V covers a beginning of its text. `take_in` runs what is missing, the rows of
 all slots in each forward.
