@@ -29,6 +29,7 @@ import jax
 
 from experiments.lib import flags, models, processes, records, terminal
 from spec_jax import generation, loading, lossless
+from spec_jax.engine import protocols
 from spec_jax.parallel import shard
 
 
@@ -78,7 +79,7 @@ def hashes(args: argparse.Namespace) -> list[dict[str, Any]]:
         ("chain", lm, PROMPTS[:1], {}),
         ("batch", lm, PROMPTS, {"sampling": drawn}),
     ]
-    if hasattr(lm.drafter, "for_tree"):
+    if protocols.has_own(lm.drafter, "for_tree"):
         tree = lm.with_tree(f"2x{args.gamma}:{args.gamma}")
         runs.append(("tree", tree, PROMPTS[:1], {}))
     rows = []

@@ -38,6 +38,7 @@ from experiments.lib import (
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import tree_shapes
+from spec_jax.engine import protocols
 from spec_jax.gamma import theory
 
 
@@ -125,7 +126,8 @@ def load_trees(args: argparse.Namespace, lms: models.Drafters) -> Trees:
         tokens.
     """
     trees = args.tree or ()
-    drafters = {n: lm for n, lm in lms.items() if hasattr(lm.drafter, "for_tree")}
+    has_trees = lambda lm: protocols.has_own(lm.drafter, "for_tree")
+    drafters = {n: lm for n, lm in lms.items() if has_trees(lm)}
     if trees and not drafters:
         raise ValueError(
             f"--tree: {', '.join(lms)} drafts chains alone; add a drafter that has "

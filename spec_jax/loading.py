@@ -119,13 +119,8 @@ class LanguageModel:
         """
         if isinstance(tree, str):
             tree = tree_shapes.parse(tree)
-        for_tree = getattr(self.drafter, "for_tree", None)
-        if for_tree is None:
-            raise ValueError(
-                f"{type(self.drafter).__name__} drafts chains alone: leave the tree "
-                "out, or take a drafter that has `for_tree`, such as 'draft-model'"
-            )
-        return self.with_drafter(for_tree(tree), self.drafter_params)
+        drafter = protocols.complete(self.drafter).for_tree(tree)
+        return self.with_drafter(drafter, self.drafter_params)
 
     def card(self) -> str:
         """Returns what it is in five lines: `print` shows it."""

@@ -11,6 +11,7 @@ from spec_jax import generation, run as run_lib
 from spec_jax.debug import evidence, recorder
 from spec_jax.engine import baseline, round as round_lib, state as states
 from spec_jax.loading import LanguageModel
+from spec_jax.rules import rule as rule_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ def check_lossless(
     Raises:
       ValueError, TypeError: as `generate`, and for another rule.
     """
-    if settings.get("rule", "coupled") != "coupled":
+    if not rule_lib.of(settings.get("rule", "coupled")).is_exact:
         raise ValueError(
             f"rule={settings['rule']!r} keeps the distribution, not the stream: only "
             "'coupled' can be compared with decoding"

@@ -1,7 +1,8 @@
-"""The base class of the package's pytrees: frozen dataclasses of arrays."""
+"""The base class of the package's pytrees, frozen dataclasses of arrays, and fields."""
 
 import dataclasses
-from typing import Any, Self, dataclass_transform
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self, dataclass_transform
 
 import jax
 
@@ -13,6 +14,28 @@ def static(**options: Any) -> Any:
       **options: of `dataclasses.field`, such as `default`.
     """
     return dataclasses.field(metadata={"static": True}, **options)
+
+
+class _Optional:
+    """A property that a dataclass below may leave out, or have as a field.
+
+    Dataclasses take the value of a base class for a field's default; this has none.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]):
+        self._function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Returns the default."""
+        if instance is None:
+            raise AttributeError(f"{self._function.__name__} is of instances")
+        return self._function(instance)
+
+
+if TYPE_CHECKING:
+    optional = property
+else:
+    optional = _Optional
 
 
 @dataclass_transform(

@@ -31,7 +31,7 @@ from spec_jax.engine import (
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.loading import LanguageModel
 from spec_jax.ops import dispatch
-from spec_jax.rules import sampling as sampling_lib
+from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
 
 
 PAGE_SIZE = 16
@@ -104,7 +104,7 @@ class Run:
         page_size: int = PAGE_SIZE,
     ) -> "Run":
         """Checks everything, and raises before anything is allocated."""
-        verification.check_rule(rule)
+        rule = rule_lib.of(rule)
         checks.check_max_tokens(max_tokens)
         if isinstance(gamma, tree_shapes.AnyTree):
             lm, gamma = lm.with_tree(gamma), gamma.nodes
@@ -225,7 +225,7 @@ class Run:
             prompt_tokens=self.prompts[number],
             status=results.Status(int(status)),
             metrics=summary | {"e2e_s": seconds},
-            provenance=provenance(lm) | {"rule": self.scheduler.speculator.rule},
+            provenance=provenance(lm) | {"rule": self.scheduler.rule.name},
         )
 
     def _pieces(self, tokens: list[int]) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 
 from spec_jax import testing
 from spec_jax.gamma import confidence, schedule as schedule_lib
+from spec_jax.rules import rule as rule_lib
 
 
 B, W = 3, 4
@@ -137,12 +138,12 @@ def test_a_profile_of_too_few_rows_is_refused():
         run(np.ones((B, W)), [W] * B, [True] * B, stops_early=True, step_s=STEP_S[:-1])
     made = schedule_lib.Schedule(gamma_max=W)
     state = made.init(STEP_S)
-    made.check(state, num_slots=3, rule="coupled")
+    made.check(state, num_slots=3, rule=rule_lib.coupled)
     with pytest.raises(ValueError, match="1 .. 15 rows, and 4 slots of 4 drafts .* 20"):
-        made.check(state, num_slots=4, rule="coupled")
+        made.check(state, num_slots=4, rule=rule_lib.coupled)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", [rule_lib.rejection, rule_lib.block], ids=repr)
 def test_the_global_maximum_is_refused_where_it_would_bias(rule):
     state = schedule_lib.Schedule(gamma_max=W).init(STEP_S)
     with pytest.raises(ValueError, match="biased under rule=.*stops_early=True"):

@@ -7,6 +7,7 @@ import numpy as np
 
 from experiments.lib import models, profiles, runs
 from spec_jax.analysis import calibration
+from spec_jax.engine import protocols
 from spec_jax.rules import sampling
 
 
@@ -39,9 +40,7 @@ def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, 
     Raises:
       ValueError: a drafter without confidences, or texts too short for a whole round.
     """
-    drafter = subject.lm.drafter
-    if hasattr(drafter, "for_schedule"):
-        drafter = drafter.for_schedule()
+    drafter = protocols.complete(subject.lm.drafter).for_schedule()
     lm, draws = dataclasses.replace(subject.lm, drafter=drafter), None
     if temperature:
         draws = sampling.make_settings(temperature=temperature, seed=seed)

@@ -8,11 +8,10 @@ from typing import Any
 
 from experiments.lib import cli
 from spec_jax.drafters import registry, tree_shapes
-from spec_jax.engine import verification
 from spec_jax.model import config as config_lib
 from spec_jax.native import build
 from spec_jax.parallel import shard
-from spec_jax.rules import sampling
+from spec_jax.rules import rule, sampling
 from spec_jax.typing import IMPLS
 
 
@@ -172,7 +171,7 @@ def add_rule(group: argparse._ActionsContainer) -> None:
             itself (coupled), or by rejection sampling, draft by draft or as a block,
             which keep the distribution and, above temperature 0, not the stream
         """,
-        RULE=verification.RULES,
+        RULE=tuple(rule.RULES),
     )
 
 

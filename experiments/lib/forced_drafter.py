@@ -18,8 +18,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import loading, pytree
-from spec_jax.drafters import draft_slots, each, tree_shapes
+from spec_jax.drafters import each, slots as slots_lib, tree_shapes
 from spec_jax.engine import protocols
+from spec_jax.rules import rule as rule_lib
 
 
 class ForcedParams(pytree.Node):
@@ -40,7 +41,7 @@ class ForcedMemory(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ForcedDrafter:
+class ForcedDrafter(protocols.Drafter):
     """Runs `inner`, and proposes what `ForcedParams` say; its parameters are `inner`'s.
 
     The K/V that the real draft keeps is that of its own tokens, not of the forced
@@ -58,7 +59,7 @@ class ForcedDrafter:
     @property
     def depth_max(self) -> int | None:
         """The most drafts on a path of a tree; None: chains."""
-        return getattr(self.inner, "depth_max", None)
+        return protocols.complete(self.inner).depth_max
 
     @functools.cached_property
     def right(self) -> np.ndarray:
@@ -67,7 +68,7 @@ class ForcedDrafter:
         Raises:
           ValueError: a tree of a search, whose nodes are not known beforehand.
         """
-        tree = getattr(self.inner, "tree", None)
+        tree = protocols.complete(self.inner).tree
         if tree is None:
             return np.arange(1, self.gamma_max + 1, dtype=np.int32)
         if not isinstance(tree, tree_shapes.FixedTree):
@@ -83,31 +84,28 @@ class ForcedDrafter:
         return protocols.taps_of(self.inner)
 
     @property
-    def feature_size(self) -> int:
-        """The width of a feature. No attribute where the real drafter takes any."""
-        return self.inner.feature_size  # type: ignore[attr-defined]
+    def feature_size(self) -> int | None:
+        """The width of a feature, if the real drafter takes one width alone."""
+        return protocols.complete(self.inner).feature_size
 
-    def for_rule(self, rule: str) -> "ForcedDrafter":
+    def for_rule(self, rule: rule_lib.Rule) -> "ForcedDrafter":
         """Returns the drafter whose real one draws as that rule of acceptance has it.
 
         Raises:
           ValueError: a rule by which drafts that nobody drew cannot be judged.
         """
-        if rule != "coupled":
+        if not rule.is_exact:
             raise ValueError(
                 f"{rule=} asks what drafts were drawn from, and forced ones were not: "
                 "take the rule 'coupled'"
             )
-        return self._of_inner("for_rule", rule)
+        inner = protocols.complete(self.inner).for_rule(rule)
+        return dataclasses.replace(self, inner=inner)
 
     def for_schedule(self) -> "ForcedDrafter":
         """Returns the drafter that also says how sure the real one is of its drafts."""
-        return self._of_inner("for_schedule")
-
-    def _of_inner(self, name: str, *args: Any) -> "ForcedDrafter":
-        """Returns the drafter with that method of the real one called, if it is one."""
-        make = getattr(self.inner, name, None)
-        return self if make is None else dataclasses.replace(self, inner=make(*args))
+        inner = protocols.complete(self.inner).for_schedule()
+        return dataclasses.replace(self, inner=inner)
 
     def for_slots(self, num_slots: int) -> "SlotForced":
         """Returns the drafter for `num_slots` sequences."""
@@ -115,7 +113,7 @@ class ForcedDrafter:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotForced(draft_slots.OfSlots):
+class SlotForced(slots_lib.OfSlots):
     """A `ForcedDrafter` for several sequences."""
 
     drafter: ForcedDrafter

@@ -16,7 +16,7 @@ from scipy import optimize
 
 from experiments.lib import files, noise, runs, timing, works
 from spec_jax import loading
-from spec_jax.engine import round as round_lib, state as states
+from spec_jax.engine import protocols, round as round_lib, state as states
 from spec_jax.gamma import schedule
 from spec_jax.paging import index
 
@@ -53,8 +53,8 @@ def measure(
       all rows takes longer than its step.
     """
     gamma, drafter = lm.gamma_max, lm.drafter
-    if hasattr(drafter, "for_schedule"):
-        lm = dataclasses.replace(lm, drafter=drafter.for_schedule())
+    drafter = protocols.complete(drafter).for_schedule()
+    lm = dataclasses.replace(lm, drafter=drafter)
     most = num_slots * (gamma + 1)
     new = (steps + 1) * (gamma + 1)
     settings = runs.Settings(

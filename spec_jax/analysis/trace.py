@@ -126,7 +126,7 @@ def _verify(target, params, kv, window, taps):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TraceTarget:
+class TraceTarget(protocols.Target):
     """A `protocols.Target` that reads its own tokens from a `Trace` a slot.
 
     Its parameters are the trace that the next `prefill` puts into a slot. It draws

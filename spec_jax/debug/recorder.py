@@ -49,7 +49,7 @@ class Recording(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recorder:
+class Recorder(protocols.Target):
     """A target that runs `target` and records every active row of it.
 
     It is a `protocols.Target` where it wraps one, and a `baseline.RowTarget` where it

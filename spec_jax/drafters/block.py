@@ -2,23 +2,53 @@
 features (https://arxiv.org/abs/2602.06036, https://arxiv.org/abs/2607.05147).
 
 They differ in their heads: DFlash has none, and takes each token of a block for itself;
-DSpark has a sequential head, a confidence head, or both. `block_slots` runs them, and
-`block_trees` their trees.
+DSpark has a sequential head, a confidence head, or both. For a slot with committed
+tokens `x[0, n)` the context is the features of `[0, n - 1)`; its keys and values are at
+these places of the drafter's own cache:
+
+    propose   takes in what the ring holds, then runs the block of the anchor `x[n - 1]`
+              and its masks from place n - 1 on, which is forgotten; the sequential head
+              goes over its slots, and each slot's token is drawn; or a search of
+              `tree_search` goes over them
+    commit    puts the features of what was committed into the ring
+
+Any tree is lossless under the rule "coupled", and one of a fixed shape under
+"rejection" too.
 """
 
 import dataclasses
+import functools
 import pathlib
-from typing import Literal
+from typing import Literal, cast
 
-from spec_jax.drafters import block_slots, block_trees, features
-from spec_jax.model import block_files, block_params, params as params_lib, row_model
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from spec_jax.drafters import (
+    draw as draw_lib,
+    features as features_lib,
+    tree_search,
+    tree_shapes,
+)
+from spec_jax.engine import protocols, rows as rows_lib, windows
+from spec_jax.model import (
+    block_draft,
+    block_files,
+    block_heads,
+    block_params,
+    params as params_lib,
+    row_model,
+)
+from spec_jax.ops import dispatch
+from spec_jax.paging import allocator, index
 
 
 Kind = Literal["dflash", "dspark"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockDrafter(features.FeatureDrafter):
+class BlockDrafter(features_lib.FeatureDrafter):
     """A block drafter; its parameters are a `BlockParams`. `for_slots` drafts.
 
     All rows of a block are always run: fewer are another input, and predict worse.
@@ -63,11 +93,289 @@ class BlockDrafter(features.FeatureDrafter):
         """The width of a feature."""
         return self.head.hidden_size
 
-    def for_slots(self, num_slots: int) -> block_slots.SlotBlock:  # type: ignore[override]
+    def for_slots(self, num_slots: int) -> "SlotBlock":  # type: ignore[override]
         """Returns the drafter for `num_slots` sequences; raises as `SlotBlock`."""
-        chains, trees = block_slots.SlotBlock, block_trees.SlotBlockTree
-        kind = chains if self.tree is None else trees
-        return kind(drafter=self, num_slots=num_slots)
+        return SlotBlock(drafter=self, num_slots=num_slots)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotBlock(features_lib.SlotReader):
+    """A `BlockDrafter` for `num_slots` sequences: their blocks are one forward, or as
+    few as have room for them.
+
+    Raises:
+      NotImplementedError: a block of more rows than the implementation runs at once.
+    """
+
+    drafter: BlockDrafter
+    reads_tokens = False
+
+    def __post_init__(self) -> None:
+        size, impl = self.drafter.head.block_size, self.drafter.model.impl
+        most = dispatch.most_rows(impl)
+        if most and size > most:
+            raise NotImplementedError(
+                f"a block of {size} rows does not fit the {most} that {impl=} runs at "
+                "once: take a drafter with smaller blocks, or 'xla' or 'native'"
+            )
+
+    def init(
+        self, *, capacity: int, page_size: int, num_pages: int | None = None
+    ) -> features_lib.ReaderMemory:
+        """Allocates an empty cache with room for a block after each text, and rings."""
+        size = self.drafter.head.block_size
+        if num_pages is not None:
+            num_pages += self.num_slots * index.pages_for(size, page_size)
+        return super().init(
+            capacity=capacity + size, page_size=page_size, num_pages=num_pages
+        )
+
+    def propose(
+        self,
+        params: block_params.BlockParams,
+        memory: features_lib.ReaderMemory,
+        *,
+        tokens: Int[Array, "B max_len"],
+        length: Int[Array, " B"],
+        gamma: Int[Array, " B"],
+        sampling: protocols.Sampling,
+    ) -> tuple[features_lib.ReaderMemory, protocols.Proposal]:
+        """Drafts `gamma[b]` tokens, or none where the cache has no room for a block."""
+        memory, asked, is_full = self._begin(memory, length, gamma)
+        ring = memory.ring
+        memory, _ = self._take_in(
+            params,
+            memory,
+            tokens,
+            functools.partial(features_lib.read, ring, count=self._rows_most),
+            goal=jnp.where(asked | is_full, ring.end, ring.first),
+            num_rows=self._rows_most,
+        )
+        asked &= memory.ring.first == memory.ring.end
+        anchor = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
+        draw = functools.partial(
+            self._draw, params, anchor[:, 0], length=length, sampling=sampling
+        )
+
+        def run(carry):
+            kv, _, _ = carry
+            kv, hidden, logits = self._run_block(params, kv, anchor, length - 1, asked)
+            wanted = jnp.where(asked & ~kv.out_of_pages, gamma, 0)
+            return kv, draw(hidden, logits, wanted=wanted), jnp.bool_(False)
+
+        sizes = self.num_slots, self.drafter.head.block_size
+        shapes = jax.eval_shape(lambda: draw(*self._no_rows(*sizes), wanted=gamma))
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        # One turn, or none where no slot is asked: a branch would copy the cache.
+        kv, proposal, _ = jax.lax.while_loop(
+            lambda carry: carry[2], run, (memory.kv, nothing, jnp.any(asked))
+        )
+        asked &= ~kv.out_of_pages
+        kv = allocator.truncate_each(
+            kv, memory.ring.first, asked=asked, impl=self.drafter.model.cache_impl
+        )
+        num_drafted = jnp.where(asked, jnp.minimum(gamma, proposal.num_drafted), 0)
+        return memory.replace(kv=kv), proposal.replace(num_drafted=num_drafted)
+
+    def _forward(self, params, kv, rows, features):
+        """Writes the keys and values of features; there are no outputs."""
+        head, impl = self.drafter.head, self.drafter.model.impl
+        kv = block_draft.append_context(params, head, rows, features, kv, impl=impl)
+        return kv, ()
+
+    def _run_block(self, params, kv, anchor, start, asked):
+        """Runs the blocks of the slots that are asked.
+
+        Returns:
+          The cache, and hidden states `[B, block, D]` and logits `[B, block, Vd]`.
+        """
+        head, model, slots = self.drafter.head, self.drafter.model, self.num_slots
+        size = head.block_size
+        masks = jnp.full((slots, size - 1), head.mask_token_id, jnp.int32)
+        window = protocols.Window(
+            tokens=jnp.concatenate([anchor, masks], axis=1),
+            start=start,
+            num_active=jnp.where(asked, size, 0),
+        )
+        # Whole blocks: the rows of one see each other.
+        tile, most = slots * size, dispatch.most_rows(model.impl)
+        if model.impl == "native":
+            most = rows_lib.NATIVE_TILE
+        if most:
+            tile = min(tile, max(most // size, 1) * size)
+
+        def forward(kv, rows, inputs):
+            del inputs
+            kv, *outputs = block_draft.forward_block(
+                params, head, rows, kv, impl=model.impl
+            )
+            return kv, tuple(outputs)
+
+        _, at, kv, outputs = windows.run(
+            forward,
+            kv,
+            window,
+            tile=tile,
+            empty=self._no_rows,
+            impl=model.cache_impl,
+        )
+        by_column = lambda rows: rows.at[at].get(mode="fill", fill_value=0)
+        hidden, logits = (by_column(rows).reshape(slots, size, -1) for rows in outputs)
+        return kv, hidden, logits
+
+    def _no_rows(self, *sizes: int) -> tuple[jax.Array, jax.Array]:
+        """Returns hidden states and logits of no rows yet."""
+        head = self.drafter.head
+        return (
+            jnp.zeros((*sizes, head.hidden_size), head.layer.dtype),
+            jnp.zeros((*sizes, head.draft_vocab_size), jnp.float32),
+        )
+
+    def _draw(self, params, anchor, hidden, logits, *, length, sampling, wanted):
+        """Returns the proposal of whole blocks, of `wanted[b]` drafts at least."""
+        drafter, head, count = self.drafter, self.drafter.head, self.gamma_max
+        draw = draw_lib.Draw.of(drafter, sampling, length)
+        params = block_params.prepare(params, drafter.model.impl)
+        if drafter.tree is not None:
+            return self._grow(params, anchor, hidden, logits, draw, wanted=wanted)
+        used = slice(head.first_slot, head.first_slot + count)
+        if dispatch.is_fused(drafter.model.impl):
+            tokens, confidence, log_weights = block_heads.run_slots(
+                params,
+                head,
+                anchor,
+                hidden[:, : used.stop],
+                logits[:, used],
+                counts=wanted,
+                draws=draw.native(self.vocab_size),
+            )
+            probs = self._probs(params, log_weights, wanted)
+        else:
+            tokens, confidence, probs = self._go_over(
+                params, anchor, hidden, logits, draw
+            )
+        survival, num_drafted = None, jnp.full((self.num_slots,), count, jnp.int32)
+        if confidence is not None:
+            survival = block_heads.survival(head, confidence)
+            if drafter.min_confidence:
+                num_drafted = _until(survival, drafter.min_confidence)
+            # Drafts that were not asked for may not exist.
+            is_asked = jnp.arange(count, dtype=jnp.int32)[None] < wanted[:, None]
+            survival = jnp.where(is_asked, survival, 0.0)
+        return protocols.Proposal(
+            tokens=tokens, num_drafted=num_drafted, probs=probs, survival=survival
+        )
+
+    def _go_over(self, params, anchor, hidden, logits, draw):
+        """Goes over the slots of blocks, one after the other.
+
+        Returns:
+          Tokens `[B, W]`, the logits of their confidences, and their distributions;
+          None where there are no such.
+        """
+        head, count = self.drafter.head, self.gamma_max
+        widen = draw_lib.widened(params.hot, self.vocab_size)
+        correct, state = self._begin_head(params, anchor, hidden)
+
+        def step(carry, slot):
+            state, before, probs = carry
+            number, hidden, logits = slot
+            state, bias, confidence = correct(state, before, hidden)
+            if bias is not None:
+                logits += bias
+            row = widen(logits)[:, None]
+            scores = draw.weights(row, level=number, width=1)[:, 0]
+            token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+            probs = draw.put(probs, row, number)
+            return (state, token, probs), (token, confidence)
+
+        probs = None
+        if draw.has_probs:
+            shape = self.num_slots, count, self.vocab_size
+            probs = jnp.zeros(shape, jnp.float32)
+        used = slice(head.first_slot, head.first_slot + count)
+        by_slot = lambda rows: jnp.moveaxis(rows[:, used], 1, 0)
+        numbers = jnp.arange(count, dtype=jnp.int32)
+        (_, _, probs), (tokens, confidence) = jax.lax.scan(
+            step, (state, anchor, probs), (numbers, by_slot(hidden), by_slot(logits))
+        )
+        return tokens.T, None if confidence is None else confidence.T, probs
+
+    def _begin_head(self, params, anchor, hidden):
+        """Returns what corrects a slot's logits (`block_heads.correct`), and the state
+        before the first slot that predicts."""
+        head = self.drafter.head
+        correct = functools.partial(
+            block_heads.correct,
+            params,
+            head,
+            product=block_heads.row_product(self.drafter.model.impl),
+        )
+        state = block_heads.first_state(head, (self.num_slots,))
+        if head.first_slot:  # Predicts nothing, but a recurrent state passes through.
+            state, _, _ = correct(state, anchor, hidden[:, 0])
+        return correct, state
+
+    def _grow(self, params, anchor, hidden, logits, draw, *, wanted):
+        """Returns the proposal of trees, level after level.
+
+        A slot's logits are the same whatever is drafted before it, but for what the
+        sequential head adds by the token before. So the children of a node at depth `d`
+        are the best tokens of slot `d` as the head corrects it after that node, and a
+        level costs its rows of the head alone, none of the backbone:
+
+            state, bias = correct(state of the parent, token of the node, hidden of d)
+            children    the best of U_d + bias, with the noise of the target's draw
+
+        Without a head all nodes of a level have the same children.
+        """
+        head, slots = self.drafter.head, self.num_slots
+        tree = cast(tree_shapes.AnyTree, self.drafter.tree)
+        correct, state = self._begin_head(params, anchor, hidden)
+
+        def after(states, before, slot):
+            """Returns the states after rows `[B, K]` of a slot, and their logits."""
+            count = before.shape[1]
+            of_rows = lambda x: jnp.repeat(x[:, slot], count, axis=0)
+            flat = states.reshape(slots * count, -1), before.reshape(-1)
+            states, bias, _ = correct(*flat, of_rows(hidden))
+            rows = of_rows(logits)
+            if bias is not None:
+                rows += bias
+            by_slot = lambda x: x.reshape(slots, count, -1)
+            return by_slot(states), by_slot(rows)
+
+        def run(states, tokens, parents, first, num_rows):
+            """Runs the rows of a level; see `draw.Run`."""
+            level = tree_search.level_of(tree, first)
+            above = jax.lax.dynamic_slice_in_dim(parents, first, tree.width, axis=1)
+            before = states[jnp.arange(slots, dtype=jnp.int32)[:, None], above]
+            new, rows = after(before, tokens, head.first_slot + level)
+            states = jax.lax.dynamic_update_slice_in_dim(states, new, first, axis=1)
+            return states, rows, num_rows > 0
+
+        new, root = after(state[:, None], anchor[:, None], head.first_slot)
+        states = jnp.zeros((slots, tree.num_columns, state.shape[1]), state.dtype)
+        _, proposal = draw_lib.grow(
+            draw,
+            run,
+            root[:, 0],
+            states.at[:, :1].set(new),
+            tree=tree,
+            wanted=wanted,
+            vocab_size=self.vocab_size,
+            hot=params.hot,
+        )
+        return proposal
+
+
+def _until(survival: Float[Array, "B W"], threshold: float) -> Int[Array, " B"]:
+    """Returns the leading drafts of which each is expected to be kept, if those before
+    it are, with a chance of at least `threshold`."""
+    before = jnp.pad(survival[:, :-1], ((0, 0), (1, 0)), constant_values=1.0)
+    goes_on: Bool[Array, "B W"] = survival >= threshold * before
+    kept = jnp.cumprod(goes_on.astype(jnp.int32), axis=1)
+    return jnp.sum(kept, axis=1, dtype=jnp.int32)
 
 
 def load(
@@ -92,6 +400,6 @@ def load(
     drafter = BlockDrafter(
         head=head,
         gamma_max=min(gamma_max, head.num_drafts),
-        **features.parts_of(head, target, slab=head.block_size),  # type: ignore[arg-type]
+        **features_lib.parts_of(head, target, slab=head.block_size),  # type: ignore[arg-type]
     )
     return drafter, params

@@ -12,7 +12,9 @@ import dataclasses
 from typing import Literal, get_args
 
 from spec_jax.drafters import draft_slots, draft_trees, tree_shapes
+from spec_jax.engine import protocols
 from spec_jax.model import row_model
+from spec_jax.rules import rule as rule_lib
 
 
 Draws = Literal["greedy", "coupled", "independent"]
@@ -23,7 +25,7 @@ DRAWS: tuple[str, ...] = get_args(Draws)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftModel:
+class DraftModel(protocols.Drafter):
     """A draft model; its parameters are the weights of `model`. `for_slots` drafts.
 
     The draft's bits need not be row-invariant: they decide what is proposed, never
@@ -91,11 +93,11 @@ class DraftModel:
         return self.model.config.vocab_size
 
     @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return None if self.tree is None else self.tree.depth_max
+    def max_positions(self) -> int:
+        """Positions that the model was trained for."""
+        return self.model.config.max_position_embeddings
 
-    def for_rule(self, rule: str) -> "DraftModel":
+    def for_rule(self, rule: rule_lib.Rule) -> "DraftModel":
         """Returns the draft model whose draws a rule of acceptance keeps most of.
 
         Rules that draw uniforms need independent draws, and the probabilities of them.
@@ -103,12 +105,12 @@ class DraftModel:
         Raises:
           NotImplementedError: trees that the rule would be biased by.
         """
-        if rule == "coupled":
+        if rule.is_exact:
             return self
-        if self.tree is not None and rule == "block":
+        if self.tree is not None and rule.accept_tree is None:
             raise NotImplementedError(
-                "trees under rule='block': block verification of trees is not "
-                "implemented; use the rule 'coupled' or 'rejection'"
+                f"trees under {rule=}: this verification of trees is not implemented; "
+                "use the rule 'coupled' or 'rejection'"
             )
         is_searched = isinstance(self.tree, tree_shapes.Tree)
         if is_searched and self.draws != "greedy":

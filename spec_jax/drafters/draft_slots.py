@@ -13,46 +13,20 @@ asks for something.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, UInt32
+from jaxtyping import Array, Bool, Int
 
 from spec_jax import compilation, pytree
+from spec_jax.drafters import draw, slots
 from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.gamma import confidence
 from spec_jax.model import params as params_lib
 from spec_jax.ops import draw as draw_op
 from spec_jax.paging import cache as paged
 from spec_jax.rules import sampling as sampling_lib
-
-
-if TYPE_CHECKING:
-    from spec_jax.drafters import draft_model
-
-
-def own_noise(
-    seeds: UInt32[Array, " R"],
-    positions: Int[Array, " R"],
-    offsets: Int[Array, " R"],
-    *,
-    vocab_size: int,
-) -> Float32[Array, "R {vocab_size}"]:
-    """Returns the noise of independent drafts: of the first position of a round, and an
-    offset into it."""
-
-    def one(seed, position, offset):
-        return sampling_lib.noise(
-            seed,
-            position,
-            vocab_size=vocab_size,
-            stream=sampling_lib.Stream.DRAFT,
-            offset=offset,
-        )
-
-    return jax.vmap(one)(seeds, positions, offsets)
 
 
 @compilation.one_kernel
@@ -75,51 +49,6 @@ def _pending(
     return length - kv.length, goal_of(kv, length, gamma) - length
 
 
-def new_cache(
-    slots: rows_lib.SlotRows, *, capacity: int, page_size: int, num_pages: int | None
-) -> paged.PagedKV:
-    """Returns a drafter's own empty cache; raises as `SlotRows.new_cache`."""
-    if slots.model.cache == "static":
-        num_pages = None  # The number of the target's pages, which this one lacks.
-    return slots.new_cache(capacity=capacity, page_size=page_size, num_pages=num_pages)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OfSlots:
-    """The properties of `drafter`, for `num_slots` sequences of it.
-
-    A drafter for slots is one of these, and drafts.
-    """
-
-    drafter: Any
-    num_slots: int
-
-    @property
-    def gamma_max(self) -> int:
-        """The most tokens of a proposal."""
-        return self.drafter.gamma_max
-
-    @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return getattr(self.drafter, "depth_max", None)
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the drafter's vocabulary. No attribute where it has none."""
-        return self.drafter.vocab_size
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's features that the drafter reads."""
-        return protocols.taps_of(self.drafter)
-
-    @property
-    def feature_size(self) -> int:
-        """The width of a feature. No attribute where the drafter takes any."""
-        return self.drafter.feature_size
-
-
 class _Drafting(pytree.Node):
     """State of the loop of one proposal."""
 
@@ -133,7 +62,7 @@ class _Drafting(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotDraftModel(OfSlots):
+class SlotDraftModel(slots.OfSlots):
     """A `DraftModel` for `num_slots` sequences. The memory is one cache.
 
     Each forward takes in what slots are behind by, up to `model.slab` rows of each, and
@@ -141,7 +70,7 @@ class SlotDraftModel(OfSlots):
     these, slots that are behind by more are caught up `catch_up_rows` at a time.
     """
 
-    drafter: "draft_model.DraftModel"
+    drafter: Any
 
     @property
     def _slab(self) -> int:
@@ -155,7 +84,7 @@ class SlotDraftModel(OfSlots):
         self, *, capacity: int, page_size: int, num_pages: int | None = None
     ) -> protocols.Memory:
         """Allocates an empty cache; raises as `SlotRows.new_cache`."""
-        return new_cache(
+        return slots.new_cache(
             self._rows, capacity=capacity, page_size=page_size, num_pages=num_pages
         )
 
@@ -192,7 +121,7 @@ class SlotDraftModel(OfSlots):
             memory, drafts, num_drafted = self._rows.run_chains(
                 params,
                 memory,
-                tokens=windows(tokens, memory.length, slab),
+                tokens=slots.windows(tokens, memory.length, slab),
                 pending=pending,
                 counts=counts,
                 most=gamma_max,
@@ -225,7 +154,7 @@ class SlotDraftModel(OfSlots):
         if drafting.chances is not None:
             survival = jnp.cumprod(drafting.chances, axis=1)
         return drafting.kv, protocols.Proposal(
-            tokens=windows(drafting.text, length, gamma_max),
+            tokens=slots.windows(drafting.text, length, gamma_max),
             num_drafted=drafting.known - length,
             probs=drafting.probs,
             survival=survival,
@@ -255,7 +184,7 @@ class SlotDraftModel(OfSlots):
         wanted = (carry.known < goal) & carry.goes_on
         num_active = jnp.where(wanted, jnp.minimum(carry.known - starts, slab), 0)
         window = protocols.Window(
-            tokens=windows(carry.text, starts, slab),
+            tokens=slots.windows(carry.text, starts, slab),
             start=starts,
             num_active=num_active,
         )
@@ -315,16 +244,18 @@ class SlotDraftModel(OfSlots):
 
         offset = carry.known - length
         at = jnp.where(drafts, offset, self.gamma_max)
-        slots = jnp.arange(self.num_slots, dtype=jnp.int32)
-        keep = lambda rows: carry.probs.at[slots, at].set(rows, mode="drop")
+        is_each = jnp.arange(self.num_slots, dtype=jnp.int32)
+        keep = lambda rows: carry.probs.at[is_each, at].set(rows, mode="drop")
         impl = self.drafter.model.impl
         if draw_op.has_kernels(impl):
             weights = draw_op.log_weights(logits, sampling, impl=impl)
-            noise = own_noise(sampling.seed, length, offset, vocab_size=self.vocab_size)
+            noise = draw.own_noise(
+                sampling.seed, length, offset, vocab_size=self.vocab_size
+            )
             token = self._rows.choose(weights + noise, jnp.int32(self.num_slots))
             return token, keep(draw_op.distribution(logits, sampling, impl=impl))
 
-        def draw(slot):
+        def draw_one(slot):
             logits, settings, position, offset = slot
             stream = sampling_lib.Stream.DRAFT
             token = sampling_lib.sample(
@@ -332,35 +263,23 @@ class SlotDraftModel(OfSlots):
             )
             return token, sampling_lib.distribution(logits, settings)
 
-        token, rows = jax.lax.map(draw, (logits, sampling, length, offset))
+        token, rows = jax.lax.map(draw_one, (logits, sampling, length, offset))
         return token, keep(rows)
 
     def _catch_up(self, params, memory, text, length, *, asked) -> paged.PagedKV:
         """Takes in, of the slots that are asked, what is left by more than a slab of
         rows, but not all: the last of the rows is the one that drafts."""
-        rows_ahead, slab = self.drafter.catch_up_rows, self._slab
-        if not rows_ahead:
+        num_rows = self.drafter.catch_up_rows
+        if not num_rows:
             return memory
-
-        def is_behind(carry) -> Bool[Array, " B"]:
-            kv, has_room = carry
-            return asked & has_room & (length - kv.length > slab)
-
-        def step(carry):
-            kv, has_room = carry
-            wanted = is_behind(carry)
-            missing = length - 1 - kv.length
-            window = protocols.Window(
-                tokens=windows(text, kv.length, rows_ahead),
-                start=kv.length,
-                num_active=jnp.where(wanted, jnp.minimum(missing, rows_ahead), 0),
-            )
-            kv = self._rows.advance(params, kv, window)
-            return kv, has_room & (~wanted | (kv.length > window.start))
-
-        has_room = jnp.ones((self.num_slots,), bool)
-        memory, _ = jax.lax.while_loop(
-            lambda carry: jnp.any(is_behind(carry)), step, (memory, has_room)
+        memory, _ = slots.take_in(
+            lambda kv, window: (self._rows.advance(params, kv, window), None, ()),
+            memory,
+            text,
+            goal=length - 1,
+            num_rows=num_rows,
+            until=length - self._slab,
+            asked=asked,
         )
         return memory
 
@@ -375,34 +294,3 @@ class SlotDraftModel(OfSlots):
         """Forgets drafts that were not committed."""
         kept = jnp.minimum(memory.length, length - 1)
         return self._rows.truncate(memory, kept, asked=asked)
-
-
-@compilation.one_kernel
-def windows(
-    text: Int[Array, "B max_len"], starts: Int[Array, " B"], size: int
-) -> Int[Array, "B size"]:
-    """Returns `size` tokens of each text, from its start on; past its end, zeros."""
-    rows = jnp.arange(text.shape[0], dtype=jnp.int32)[:, None]
-    columns = starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    # `mode="fill"` checks each index, which is a launch of its own on a GPU.
-    found = text.at[rows, columns].get(mode="clip")
-    return jnp.where(columns < text.shape[1], found, 0)
-
-
-def widened(
-    hot: Int[Array, " Vd"] | None, vocab_size: int
-) -> Callable[[jax.Array], jax.Array]:
-    """Returns what makes logits `[.., V]` of logits of draft tokens `[.., Vd]`.
-
-    Tokens that are never drafted have -inf. In the target's vocabulary, since its noise
-    is by token.
-
-    Args:
-      hot: the target's token of each draft token; None: the same.
-    """
-    if hot is None:
-        return lambda logits: logits
-    (size,) = hot.shape
-    draft_of = jnp.full((vocab_size,), size, jnp.int32)
-    draft_of = draft_of.at[hot].set(jnp.arange(size, dtype=jnp.int32))
-    return lambda logits: logits.at[..., draft_of].get(mode="fill", fill_value=-jnp.inf)

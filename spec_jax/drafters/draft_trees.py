@@ -6,16 +6,13 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import draft_slots, tree_search, tree_shapes
+from spec_jax.drafters import draft_slots, draw, slots, tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.model import params as params_lib
-from spec_jax.native import children as children_lib, draws as draws_lib
-from spec_jax.ops import draw as draw_op
 from spec_jax.paging import cache as paged
-from spec_jax.rules import sampling as sampling_lib
 
 
 class Memory(pytree.Node):
@@ -85,7 +82,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         """
         depth_max = self._tree.depth - 1
         start, is_run = memory.start, memory.is_run
-        committed = draft_slots.windows(text, start + 1, depth_max)
+        committed = slots.windows(text, start + 1, depth_max)
         most = jnp.maximum(length - 2 - start, 0)
         path, num_kept = jax.vmap(_follow)(
             memory.tokens, memory.parents, is_run, committed, most
@@ -134,14 +131,9 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         memory = memory.replace(
             kv=kv, start=length - 1, is_run=jnp.zeros_like(memory.is_run)
         )
-        draw = Draw.of(self.drafter, sampling, length, num_slots=self.num_slots)
-        children = functools.partial(
-            draw.children, tree=tree, vocab_size=self.vocab_size
-        )
 
-        def expand(carry, tokens, parents, first, num_rows):
-            """Runs the rows of a level; see `tree_search.Expand`."""
-            memory, probs = carry
+        def run(memory, tokens, parents, first, num_rows):
+            """Runs the rows of a level; see `draw.Run`."""
             window = protocols.Window(
                 tokens=tokens,
                 start=length - 1,
@@ -154,49 +146,29 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
             has_run = (num_rows > 0) & ~self._rows.out_of_pages(kv)
             num_rows = jnp.where(has_run, num_rows, 0)
             memory = _remember(memory, kv, window, first, num_rows)
-            level = tree_search.level_of(tree, first)
-            rows = verified.by_column(verified.logits, fill=0.0)
-            probs = draw.put(probs, rows, first)
-            found = children(rows, level=level, counts=num_rows)
-            return (memory, probs), found, has_run
+            return memory, verified.by_column(verified.logits, fill=0.0), has_run
 
-        first, root = jnp.int32(0), logits[:, None]
-        (memory, probs), proposal = tree_search.grow(
-            expand,
-            children(root, level=first, counts=asked.astype(jnp.int32)),
-            (memory, draw.begin(root, tree)),
+        return draw.grow(
+            draw.Draw.of(self.drafter, sampling, length),
+            run,
+            logits,
+            memory,
             tree=tree,
             wanted=jnp.where(asked, gamma, 0),
+            vocab_size=self.vocab_size,
         )
-        return memory, with_probs(proposal, probs, tree)
 
     def _root(self, params, memory, text, length, asked):
         """Returns the memory of the whole text, and the logits `[B, V]` after it."""
-        slab = self._slab
-        is_each = jnp.arange(self.num_slots, dtype=jnp.int32)
 
-        def step(carry):
-            """Takes in a slab of rows of every slot that is behind."""
-            kv, logits, wanted = carry
-            num_active = jnp.where(wanted, jnp.minimum(length - kv.length, slab), 0)
-            window = protocols.Window(
-                tokens=draft_slots.windows(text, kv.length, slab),
-                start=kv.length,
-                num_active=num_active,
-            )
+        def run(kv, window):
             kv, verified = self._rows.verify(params, kv, window)
-            wanted &= kv.length > window.start  # Else there is no room, or no slot.
-            last = verified.at[is_each, jnp.maximum(num_active - 1, 0)]
-            found = verified.logits.at[last].get(mode="fill", fill_value=0)
-            logits = jnp.where((num_active > 0)[:, None], found, logits)
-            return kv, logits, wanted & (kv.length < length)
+            return kv, verified.at, verified.logits
 
         logits = jnp.zeros((self.num_slots, self.vocab_size), jnp.float32)
-        carry = memory, logits, asked & (memory.length < length)
-        memory, logits, _ = jax.lax.while_loop(
-            lambda carry: jnp.any(carry[2]), step, carry
+        return slots.take_in(
+            run, memory, text, logits, goal=length, num_rows=self._slab, asked=asked
         )
-        return memory, logits
 
 
 def _remember(memory, kv, window, first, num_rows) -> Memory:
@@ -236,189 +208,3 @@ def _follow(
     begin = jnp.int32(0), jnp.int32(0)
     (_, num_kept), path = jax.lax.scan(step, begin, committed)
     return path, num_kept
-
-
-class Draw(pytree.Node):
-    """By which weights the children of a tree's nodes are chosen.
-
-    Attributes:
-      sampling: of the target's draws; None: by the logits alone.
-      length: of the text of each slot.
-      impl: of the drafter, whose kernels add the noise of the target's draws.
-      has_probs: whether children are drawn with noise of the round's own, another for
-        each node, rather than with that of the target's draw for their position.
-    """
-
-    sampling: protocols.Sampling
-    length: jax.Array  # [B] int32
-    impl: str = pytree.static()
-    has_probs: bool = pytree.static()
-
-    @classmethod
-    def of(cls, drafter, sampling, length, *, num_slots: int) -> "Draw":
-        """Returns how a drafter's `draws` says it, as of `DraftModel`."""
-        draws, impl = drafter.draws, drafter.model.impl
-        if draws == "independent" and sampling is None:
-            sampling = sampling_lib.greedy(num_slots)
-        if draws == "greedy":
-            sampling = None
-        has_probs = draws == "independent"
-        return cls(sampling=sampling, length=length, impl=impl, has_probs=has_probs)
-
-    def weights(
-        self, logits: Float[Array, "B K V"], *, level: jax.Array, width: int
-    ) -> Float[Array, "B K V"]:
-        """Returns what the best children of a level's rows have the highest of.
-
-        Args:
-          level: of the rows; that of the root is 0.
-          width: rows of a level, at most.
-        """
-        if self.sampling is None:
-            return logits
-        columns = _columns(level, logits.shape[1], width)
-        if draw_op.has_kernels(self.impl):
-            return self._by_kernels(logits, level, columns)
-
-        def one(slot):
-            """Adds noise to the rows of a slot, one by one."""
-            rows, settings, length = slot
-
-            def noisy(row):
-                logits, column = row
-                if self.has_probs:
-                    stream = sampling_lib.Stream.DRAFT
-                    return sampling_lib.noisy_weights(
-                        logits, settings, length, stream=stream, offset=column
-                    )
-                return sampling_lib.noisy_weights(logits, settings, length + level)
-
-            return jax.lax.map(noisy, (rows, columns))
-
-        return jax.lax.map(one, (logits, self.sampling, self.length))
-
-    def _by_kernels(self, logits, level, columns):
-        """As `weights`, of all rows at once."""
-        B, K, V = logits.shape
-        rows, each, lengths = self._flat(logits)
-        draws = each.temperature != 0
-        if self.has_probs:
-            noisy = draw_op.log_weights(rows, each, impl=self.impl)
-            noisy += draft_slots.own_noise(
-                each.seed, lengths, jnp.tile(columns, B), vocab_size=V
-            )
-        else:
-            noisy = draw_op.noisy_weights(
-                rows, each, positions=lengths + level, draws=draws, impl=self.impl
-            )
-        return jnp.where(draws[:, None], noisy, rows.astype(jnp.float32)).reshape(
-            logits.shape
-        )
-
-    def _flat(self, logits):
-        """Returns rows `[B * K, V]`, and the settings and the length of each."""
-        B, K, V = logits.shape
-        each = jax.tree.map(
-            lambda leaf: jnp.repeat(leaf, K), (self.sampling, self.length)
-        )
-        return logits.reshape(B * K, V), *each
-
-    def children(
-        self,
-        logits: Float[Array, "B K Vd"],
-        *,
-        level: jax.Array,
-        counts: Int[Array, " B"],
-        tree: tree_shapes.AnyTree,
-        vocab_size: int,
-        hot: Int[Array, " Vd"] | None = None,
-    ) -> tree_search.Children:
-        """Returns the best children of a level's rows.
-
-        Args:
-          level: of the rows; that of the root is 0.
-          counts: rows of each slot that count, the first ones.
-          vocab_size: of the target.
-          hot: the target's token of each of the drafter's own; None: the same.
-        """
-        is_native, width = self.impl == "native", tree.width
-        if hot is not None and tree.top_k > hot.size:
-            logits, hot = draft_slots.widened(hot, vocab_size)(logits), None
-        if not is_native:
-            if hot is not None and self.sampling is not None:  # By the target's tokens.
-                logits, hot = draft_slots.widened(hot, vocab_size)(logits), None
-            weights = self.weights(logits, level=level, width=width)
-            log_softmax = jax.nn.log_softmax
-            if draw_op.has_kernels(self.impl):
-                log_softmax = functools.partial(draw_op.log_softmax, impl=self.impl)
-            return tree_search.children(weights, tree, hot, log_softmax=log_softmax)
-        count = logits.shape[1]
-        numbers = jnp.broadcast_to(level, (count,))
-        if self.has_probs:
-            numbers = _columns(level, count, width)
-        return children_lib.children(
-            logits,
-            counts,
-            numbers,
-            most=tree.top_k,
-            tau=tree.tau,
-            names=hot,
-            draws=self.native(vocab_size),
-        )
-
-    def native(self, vocab_size: int) -> draws_lib.Draws | None:
-        """Returns how a native call draws; None: by the logits alone."""
-        if self.sampling is None:
-            return None
-        return draws_lib.Draws(
-            settings=self.sampling,
-            positions=self.length,
-            vocab_size=vocab_size,
-            independent=self.has_probs,
-        )
-
-    def begin(
-        self, root: Float[Array, "B 1 V"], tree: tree_shapes.AnyTree
-    ) -> Array | None:
-        """Returns the array that `put` fills, with the root's distribution in it; None
-        where no distributions are kept."""
-        if not self.has_probs:
-            return None
-        num_slots, _, vocab_size = root.shape
-        # One row more, which is no node's: that of leaves.
-        shape = num_slots, tree.num_columns + 1, vocab_size
-        return self.put(jnp.zeros(shape, jnp.float32), root, jnp.int32(0))
-
-    def put(
-        self, probs: Array | None, logits: Float[Array, "B K V"], first: jax.Array
-    ) -> Array | None:
-        """Returns `probs` with the distributions of rows from column `first` on."""
-        if probs is None:
-            return None
-        if draw_op.has_kernels(self.impl):
-            flat, each, _ = self._flat(logits)
-            rows = draw_op.distribution(flat, each, impl=self.impl)
-            rows = rows.reshape(logits.shape)
-        else:
-            rows = jax.lax.map(
-                lambda slot: sampling_lib.distribution(*slot), (logits, self.sampling)
-            )
-        zero = jnp.zeros((), first.dtype)
-        return jax.lax.dynamic_update_slice(probs, rows, (zero, first, zero))
-
-
-def with_probs(
-    proposal: protocols.Proposal, probs: Array | None, tree: tree_shapes.AnyTree
-) -> protocols.Proposal:
-    """Returns the proposal with what the children of each column were drawn from."""
-    if probs is None:
-        return proposal
-    columns = cast(tree_shapes.FixedTree, tree).columns
-    return proposal.replace(probs=probs[:, columns[:-1]])
-
-
-def _columns(level: jax.Array, count: int, width: int) -> Int[Array, " K"]:
-    """Returns the columns of a level's rows, `width` at most: by their level and their
-    places there, however many rows other levels have."""
-    first = jnp.maximum(1 + (level - 1) * width, 0)
-    return first + jnp.arange(count, dtype=jnp.int32)

@@ -7,7 +7,6 @@ mapped over the slots, each with a memory of its own.
 
 import dataclasses
 import functools
-import inspect
 from typing import Any
 
 import jax
@@ -16,36 +15,35 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import draft_slots
+from spec_jax.drafters import slots as slots_lib
 from spec_jax.engine import protocols, state as states
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.paging import cache as paged
+from spec_jax.rules import rule as rule_lib
 
 
 def lift(
-    drafter: protocols.Drafter,
+    drafter: protocols.Drafter | Any,
     num_slots: int,
     *,
-    rule: str = "coupled",
+    rule: rule_lib.Rule | str = "coupled",
     gamma_policy: policy_lib.GammaPolicy | None = None,
 ) -> protocols.SlotDrafter:
     """Returns the drafter for `num_slots` sequences.
 
     Args:
-      rule: of acceptance; a drafter with `for_rule` draws as that wants it.
-      gamma_policy: of the rounds; for a schedule a drafter with `for_schedule` gives
-        the survival of its drafts.
+      rule: of acceptance, see `Drafter.for_rule`.
+      gamma_policy: of the rounds; for a schedule see `Drafter.for_schedule`.
 
     Raises:
       NotImplementedError: a setting of the drafter that has no form for slots.
     """
-    if hasattr(drafter, "for_rule"):
-        drafter = drafter.for_rule(rule)
-    if policy_lib.schedules(gamma_policy) and hasattr(drafter, "for_schedule"):
-        drafter = drafter.for_schedule()
-    if hasattr(drafter, "for_slots"):
-        return drafter.for_slots(num_slots)
-    return Each(drafter=drafter, num_slots=num_slots)
+    drafter = protocols.complete(drafter).for_rule(rule_lib.of(rule))
+    drafter = protocols.complete(drafter)
+    if policy_lib.schedules(gamma_policy):
+        drafter = protocols.complete(drafter.for_schedule())
+    slots = drafter.for_slots(num_slots)
+    return Each(drafter=drafter, num_slots=num_slots) if slots is None else slots
 
 
 class EachMemory(pytree.Node):
@@ -56,7 +54,7 @@ class EachMemory(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Each(draft_slots.OfSlots):
+class Each(slots_lib.OfSlots):
     """Maps a drafter over slots. One slot costs what the drafter alone costs."""
 
     drafter: protocols.Drafter
@@ -74,7 +72,7 @@ class Each(draft_slots.OfSlots):
         parts = jax.tree.leaves(fresh, is_leaf=_is_cache)
         if self.num_slots > 1 and any(map(_is_cache, parts)):
             raise NotImplementedError(
-                f"{type(self.drafter).__name__} keeps a paged cache, and mapping it "
+                f"{protocols.name_of(self)} keeps a paged cache, and mapping it "
                 f"over {self.num_slots} slots would make a pool for each: give it "
                 "`for_slots(num_slots)`, as drafters.draft_model has it"
             )
@@ -106,7 +104,7 @@ class Each(draft_slots.OfSlots):
         sampling: protocols.Sampling,
     ) -> tuple[EachMemory, protocols.Proposal]:
         """Returns what the drafter proposes for each sequence."""
-        draws = takes_sampling(type(self.drafter))
+        draws = protocols.complete(self.drafter).reads_sampling
 
         def one(memory, tokens, length, gamma, sampling):
             extra = {"sampling": sampling} if draws else {}
@@ -142,12 +140,6 @@ class Each(draft_slots.OfSlots):
 
 def _is_cache(part: Any) -> bool:
     return isinstance(part, paged.PagedKV)
-
-
-@functools.cache
-def takes_sampling(kind: type[protocols.Drafter]) -> bool:
-    """Whether a drafter draws: `propose` then has a keyword `sampling`."""
-    return "sampling" in inspect.signature(kind.propose).parameters
 
 
 @functools.partial(jax.jit, static_argnames=("num_slots",))

@@ -1,16 +1,46 @@
 """EAGLE-3: one layer drafts from the target's features (Li et al. 2025,
-https://arxiv.org/abs/2503.01840). `eagle3_slots` runs it.
+https://arxiv.org/abs/2503.01840).
+
+For a slot with committed tokens `x[0, n)`, pair `i` is the feature of position `i` and
+token `x[i + 1]`; it is at place `i` of the head's own cache, and predicts `x[i + 2]`:
+
+    propose   takes in the pairs of the ring, up to n - 2, whose last row drafts;
+              then the rows of drafts, level by level: token and the hidden state of the
+              row before it. They are stored after the pairs, and forgotten at the end
+    commit    puts the features of what was committed into the ring
+
+The first round of a text of one token drafts nothing, as no position has features yet.
+What is proposed, chain or tree, is grown by `tree_search`; chains are one call of the
+head where an implementation has that.
 """
 
 import dataclasses
+import functools
 import pathlib
 
-from spec_jax.drafters import eagle3_slots, features
-from spec_jax.model import eagle3_files, eagle3_params, params as params_lib, row_model
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from spec_jax.drafters import (
+    draw as draw_lib,
+    features as features_lib,
+    slots as slots_lib,
+    tree_shapes,
+)
+from spec_jax.engine import protocols
+from spec_jax.model import (
+    eagle3,
+    eagle3_files,
+    eagle3_params,
+    params as params_lib,
+    row_model,
+)
+from spec_jax.paging import allocator, cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3(features.FeatureDrafter):
+class Eagle3(features_lib.FeatureDrafter):
     """An EAGLE-3 head; its parameters are an `Eagle3Params`. `for_slots` drafts.
 
     Attributes:
@@ -35,9 +65,194 @@ class Eagle3(features.FeatureDrafter):
         """The width of a feature."""
         return self.head.target_hidden_size
 
-    def for_slots(self, num_slots: int) -> eagle3_slots.SlotEagle3:  # type: ignore[override]
+    def for_slots(self, num_slots: int) -> "SlotEagle3":  # type: ignore[override]
         """Returns the head for `num_slots` sequences."""
-        return eagle3_slots.SlotEagle3(drafter=self, num_slots=num_slots)
+        return SlotEagle3(drafter=self, num_slots=num_slots)
+
+
+class _Chain(tree_shapes.FixedTree):
+    """A tree without branches, that grows no deeper than is asked."""
+
+    def may_grow(
+        self,
+        score: Float[Array, "B C"],
+        frontier: Int[Array, "B K"],
+        wanted: Int[Array, " B"],
+    ) -> Bool[Array, " B"]:
+        """Returns where the frontier's node, which is also its number, has a child."""
+        return frontier[:, 0] + 1 < wanted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotEagle3(features_lib.SlotReader):
+    """An `Eagle3` for `num_slots` sequences: the rows of a level are one forward."""
+
+    drafter: Eagle3
+    num_waiting = 1  # The last pair of a prompt drafts.
+
+    @property
+    def _tree(self) -> tree_shapes.AnyTree:
+        chain = _Chain.of_branching((1,) * self.gamma_max)
+        return self.drafter.tree or chain
+
+    def propose(
+        self,
+        params: eagle3_params.Eagle3Params,
+        memory: features_lib.ReaderMemory,
+        *,
+        tokens: Int[Array, "B max_len"],
+        length: Int[Array, " B"],
+        gamma: Int[Array, " B"],
+        sampling: protocols.Sampling,
+    ) -> tuple[features_lib.ReaderMemory, protocols.Proposal]:
+        """Drafts `gamma[b]` tokens; fewer where the cache has no room."""
+        memory, asked, is_full = self._begin(memory, length, gamma)
+        ring = memory.ring
+        asked &= ring.end > ring.first
+        spared = jnp.where(is_full, ring.end - 1, ring.first)
+        goal = jnp.where(asked, ring.end, spared)
+        draw = draw_lib.Draw.of(self.drafter, sampling, length)
+        if self._is_one_call:
+            return self._run_chains(params, memory, tokens, asked, goal, gamma, draw)
+        memory, root = self._take_in(
+            params,
+            memory,
+            tokens,
+            functools.partial(features_lib.read, ring, count=self._rows_most),
+            goal=goal,
+            num_rows=self._rows_most,
+        )
+        asked &= memory.ring.first == memory.ring.end
+        memory, proposal = self._grow(
+            params,
+            memory,
+            root,
+            wanted=jnp.where(asked, gamma, 0),
+            draw=draw,
+        )
+        kv = allocator.truncate_each(
+            memory.kv,
+            memory.ring.first,
+            asked=asked,
+            impl=self.drafter.model.cache_impl,
+        )
+        return memory.replace(kv=kv), proposal
+
+    @property
+    def _is_one_call(self) -> bool:
+        """Whether a round's features and all drafts after them are one call."""
+        drafter = self.drafter
+        return drafter.tree is None and drafter.model.impl in eagle3.CHAIN_IMPLS
+
+    def _run_chains(self, params, memory, tokens, asked, goal, gamma, draw):
+        """Returns the memory and the proposal of `propose`.
+
+        Pages are handed out as if all slots took in a round's features at a time, and
+        then drafted token by token.
+        """
+        ring, size = memory.ring, self._rows_most
+        kv, reached = _reserve(memory.kv, ring.first, goal, size=size)
+        drafts = asked & (reached == ring.end)
+        # The last pending row drafts; more than a round's rows go before.
+        first = jnp.where(ring.end - ring.first > size, ring.end - 1, ring.first)
+        memory, _ = self._take_in(
+            params,
+            memory.replace(kv=kv),
+            tokens,
+            functools.partial(features_lib.read, ring, count=size),
+            goal=jnp.where(drafts, first, reached),
+            num_rows=size,
+        )
+        # Earlier rows found their pages; others may not have.
+        kv = memory.kv.replace(out_of_pages=kv.out_of_pages)
+        starts, end = kv.length, ring.end
+        after = end + jnp.minimum(gamma, self.gamma_max) - 1  # The last has no row.
+        kv, reached = _reserve(kv, end, jnp.where(drafts, after, end), size=1)
+        counts = jnp.where(drafts, reached + 1 - end, 0)
+        text = jnp.pad(tokens, ((0, 0), (0, size + 1)))
+        kv, found, log_weights = eagle3.run_chains(
+            params,
+            self.drafter.head,
+            kv,
+            tokens=slots_lib.windows(text, starts + 1, size),
+            features=features_lib.read(ring, starts, count=size),
+            starts=starts,
+            pending=jnp.where(drafts, end - starts, 0),
+            counts=counts,
+            most=self.gamma_max,
+            draws=draw.native(self.vocab_size),
+        )
+        kv = allocator.extend_each(kv, end, asked=drafts)
+        kv = allocator.truncate_each(kv, end, asked=drafts)
+        memory = memory.replace(kv=kv, ring=ring.replace(first=kv.length))
+        return memory, protocols.Proposal(
+            tokens=found,
+            num_drafted=counts,
+            probs=self._probs(params, log_weights, counts),
+        )
+
+    def _grow(self, params, memory, root, *, wanted, draw):
+        """Returns the memory with the rows of drafts, and the proposal after `root`:
+        hidden state `[B, D]` and logits `[B, Vd]` of the last pair."""
+        tree, length = self._tree, draw.length
+        is_chain = self.drafter.tree is None
+
+        def run(carry, tokens, parents, first, num_rows):
+            """Runs the rows of a level; see `draw.Run`."""
+            kv, hidden = carry
+            # Column 0 is the last pair.
+            window = protocols.Window(
+                tokens=tokens, start=length - 2, num_active=num_rows
+            )
+            above = jax.lax.dynamic_slice_in_dim(parents, first, tree.width, axis=1)
+            if is_chain:
+                window = window.replace(start=length - 2 + first)
+            else:
+                window = window.replace(
+                    parents=parents, first=first, depth_max=tree.depth - 1
+                )
+            states = jnp.take_along_axis(hidden, above[:, :, None], axis=1)
+            kv, at, (new, logits) = self._run(params, kv, window, states)
+            by_column = lambda rows: rows.at[at].get(mode="fill", fill_value=0)
+            hidden = jax.lax.dynamic_update_slice_in_dim(
+                hidden, by_column(new), first, axis=1
+            )
+            has_run = (num_rows > 0) & ~kv.out_of_pages
+            return (kv, hidden), by_column(logits), has_run
+
+        states, logits = root
+        hidden = jnp.zeros((self.num_slots, tree.num_columns, states.shape[1]))
+        hidden = hidden.astype(states.dtype).at[:, 0].set(states)
+        (kv, _), proposal = draw_lib.grow(
+            draw,
+            run,
+            logits,
+            (memory.kv, hidden),
+            tree=tree,
+            wanted=wanted,
+            vocab_size=self.vocab_size,
+            hot=params.hot,
+        )
+        if is_chain:
+            # Without room the chain ends where the last row was run.
+            num_run = jnp.maximum(kv.length - memory.kv.length + 1, 0)
+            num_drafted = jnp.minimum(proposal.num_drafted, num_run)
+            proposal = proposal.replace(parents=None, num_drafted=num_drafted)
+        return memory.replace(kv=kv), proposal
+
+    def _forward(self, params, kv, rows, features):
+        """Runs pairs; the outputs are hidden states and logits."""
+        head, impl = self.drafter.head, self.drafter.model.impl
+        kv, *outputs = eagle3.forward_rows(params, head, rows, features, kv, impl=impl)
+        return kv, tuple(outputs)
+
+    def _empty(self, height):
+        """Returns hidden states and logits of rows that were not run."""
+        head = self.drafter.head
+        return (
+            jnp.zeros((height, head.hidden_size), head.layer.dtype),
+            jnp.zeros((height, head.draft_vocab_size), jnp.float32),
+        )
 
 
 def load(
@@ -59,6 +274,42 @@ def load(
     drafter = Eagle3(
         head=head,
         gamma_max=gamma_max,
-        **features.parts_of(head, target, slab=gamma_max + 1),  # type: ignore[arg-type]
+        **features_lib.parts_of(head, target, slab=gamma_max + 1),  # type: ignore[arg-type]
     )
     return drafter, params
+
+
+def _reserve(
+    kv: cache.PagedKV, start: Int[Array, " B"], goal: Int[Array, " B"], *, size: int
+) -> tuple[cache.PagedKV, Int[Array, " B"]]:
+    """Reserves pages for the positions from `start` to `goal` of each slot, as if all
+    slots ran `size` rows at a time: a slot that finds too few pages in a turn stops.
+
+    Returns:
+      The cache, and how far each slot can go.
+    """
+    is_none = (start < goal) & ~kv.registered
+    kv = kv.replace(refused=kv.refused | is_none)
+    goal = jnp.where(is_none, start, goal)
+
+    def waits(carry):
+        """Returns the slots that lack a page, and the turns that they lack it in."""
+        kv, stopped = carry
+        room = kv.num_owned * kv.page_size
+        return (start < goal) & (room < goal) & ~stopped, (room - start) // size
+
+    def turn(carry):
+        """Serves the slots that lack a page first."""
+        kv, stopped = carry
+        waiting, number = waits(carry)
+        number = jnp.where(waiting, number, jnp.iinfo(jnp.int32).max)
+        asked = waiting & (number == jnp.min(number))
+        up_to = jnp.minimum(start + (jnp.min(number) + 1) * size, goal)
+        kv = allocator.reserve_each(kv, up_to, asked=asked)
+        return kv, stopped | (asked & kv.out_of_pages)
+
+    kv, stopped = jax.lax.while_loop(
+        lambda carry: jnp.any(waits(carry)[0]), turn, (kv, jnp.zeros(start.shape, bool))
+    )
+    number = (kv.num_owned * kv.page_size - start) // size
+    return kv, jnp.where(stopped, start + number * size, goal)

@@ -10,16 +10,18 @@ that drafts nothing waits until the ring would overflow.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import draft_model, draft_slots
-from spec_jax.engine import protocols, rows as rows_lib
+from spec_jax.drafters import draft_model, draw, slots as slots_lib
+from spec_jax.engine import protocols, rows as rows_lib, windows
 from spec_jax.model import row_model
 from spec_jax.ops import bits
 from spec_jax.paging import allocator, cache as paged
@@ -149,11 +151,19 @@ class ReaderMemory(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotReader(draft_slots.OfSlots):
-    """A drafter of features for `num_slots` sequences: its memory, and its commit.
+class SlotReader(slots_lib.OfSlots):
+    """A drafter of features for `num_slots` sequences: all but what it proposes.
 
     Its `head` says `features_size` and has a `layer`, whose config is `model`'s.
+    A subclass has `_forward` and `_empty`.
+
+    Attributes:
+      num_waiting: features at the end of a prompt that the first proposal takes in.
+      reads_tokens: whether features go with the tokens after their positions.
     """
+
+    num_waiting: ClassVar[int] = 0
+    reads_tokens: ClassVar[bool] = True
 
     @property
     def _rows_most(self) -> int:
@@ -172,7 +182,7 @@ class SlotReader(draft_slots.OfSlots):
             width=head.features_size,
             dtype=head.layer.dtype,
         )
-        kv = draft_slots.new_cache(
+        kv = slots_lib.new_cache(
             slots, capacity=capacity, page_size=page_size, num_pages=num_pages
         )
         return ReaderMemory(kv=kv, ring=ring)
@@ -201,11 +211,75 @@ class SlotReader(draft_slots.OfSlots):
         )
         return memory.replace(kv=kv, ring=ring)
 
-    def _prompt_rows(
-        self, features: Float[Array, "T taps D"], slot: Int[Array, ""]
-    ) -> tuple[int, Callable[[Int[Array, " B"]], Float[Array, "B R width"]]]:
-        """Returns how many features of a prompt are taken in at once, and what reads so
-        many from the slot's position on."""
+    def _forward(self, params: Any, kv: paged.PagedKV, rows: Any, features: Any) -> Any:
+        """Runs features, and the tokens after their positions; see `windows.run`."""
+        raise NotImplementedError
+
+    def _empty(self, height: int) -> Any:
+        """Returns the outputs of `_forward` for `height` rows that were not run."""
+        del height
+        return ()
+
+    def _run(self, params, kv, window, features):
+        """Runs a window with features `[B, R, width]`, as `slots.Run` does."""
+        model = self.drafter.model
+        _, at, kv, outputs = windows.run(
+            functools.partial(self._forward, params),
+            kv,
+            window,
+            tile=rows_lib.tile_of(model.impl, model.slab, window.tokens.size),
+            empty=self._empty,
+            impl=model.cache_impl,
+            inputs=features,
+        )
+        return kv, at, outputs
+
+    def _take_in(
+        self,
+        params: Any,
+        memory: ReaderMemory,
+        tokens: Int[Array, "B max_len"],
+        read: Callable[[Int[Array, " B"]], Float[Array, "B R width"]],
+        *,
+        goal: Int[Array, " B"],
+        num_rows: int,
+    ) -> tuple[ReaderMemory, Any]:
+        """Takes in features up to `goal`, as far as there is room; see `slots.take_in`.
+
+        Args:
+          read: returns `num_rows` features of each slot from a position on.
+        """
+        kv, outputs = slots_lib.take_in(
+            lambda kv, window: self._run(params, kv, window, read(window.start)),
+            memory.kv,
+            jnp.pad(tokens, ((0, 0), (0, num_rows + 1))) if self.reads_tokens else None,
+            self._empty(self.num_slots),
+            goal=goal,
+            num_rows=num_rows,
+            ahead=1,
+        )
+        ring = memory.ring.replace(first=kv.length)
+        return memory.replace(kv=kv, ring=ring), outputs
+
+    def prefill(
+        self,
+        params: Any,
+        memory: ReaderMemory,
+        prompt: list[int],
+        *,
+        slot: int,
+        features: Float[Array, "T taps D"],
+    ) -> ReaderMemory:
+        """Takes in the features of the prompt, but for those that wait."""
+        tokens = np.zeros((features.shape[0] + 1,), np.int32)
+        tokens[: len(prompt)] = prompt
+        end, slot_ = np.int32(len(prompt) - 1), np.int32(slot)
+        return self._prefill(params, memory, tokens, features, end, slot_)
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+    def _prefill(self, params, memory, tokens, features, end, slot):
+        """Takes the features `[0, end)` of a prompt into a slot, the last ones into its
+        ring."""
         num_rows = max(self.drafter.catch_up_rows, self._rows_most)
         flat = features.reshape(features.shape[0], -1)
         padded = jnp.pad(flat, ((0, num_rows), (0, 0)))
@@ -215,7 +289,22 @@ class SlotReader(draft_slots.OfSlots):
             rows = jax.lax.dynamic_slice_in_dim(padded, start[slot], num_rows)
             return jnp.broadcast_to(rows, (self.num_slots, *rows.shape))
 
-        return num_rows, read
+        is_slot = jnp.arange(self.num_slots, dtype=jnp.int32) == slot
+        first = jnp.maximum(end - self.num_waiting, 0)
+        memory, _ = self._take_in(
+            params,
+            memory,
+            jnp.broadcast_to(tokens, (self.num_slots, *tokens.shape)),
+            read,
+            goal=jnp.where(is_slot, first, memory.ring.first),
+            num_rows=num_rows,
+        )
+        ring = memory.ring
+        if self.num_waiting:
+            last = features[first].reshape(-1).astype(ring.features.dtype)
+            kept = ring.features.at[slot, first % ring.size].set(last)
+            ring = ring.replace(features=kept)
+        return memory.replace(ring=ring.replace(end=ring.end.at[slot].set(end)))
 
     def _begin(
         self, memory: ReaderMemory, length: Int[Array, " B"], gamma: Int[Array, " B"]
@@ -240,7 +329,7 @@ class SlotReader(draft_slots.OfSlots):
         `sampling.distribution`; None of drafts that have none."""
         if log_weights is None:
             return None
-        rows = draft_slots.widened(params.hot, self.vocab_size)(log_weights)
+        rows = draw.widened(params.hot, self.vocab_size)(log_weights)
         # Row by row: the bits of one depend on no other.
         flat = jax.lax.map(jax.nn.softmax, rows.reshape(-1, self.vocab_size))
         columns = jnp.arange(rows.shape[1], dtype=jnp.int32)

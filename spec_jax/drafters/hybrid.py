@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import draft_model, draft_slots, suffix
+from spec_jax.drafters import draft_model, slots as slots_lib, suffix
 from spec_jax.engine import protocols
+from spec_jax.rules import rule as rule_lib
 
 
 class HybridParams(pytree.Node):
@@ -26,7 +27,7 @@ class HybridParams(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hybrid:
+class Hybrid(protocols.Drafter):
     """Drafts by suffix statistics or by a draft model. The memory is the latter's.
 
     The draft model does not see the rounds that it sits out. Its cache stays behind,
@@ -76,11 +77,16 @@ class Hybrid:
         return protocols.taps_of(self.draft)
 
     @property
-    def feature_size(self) -> int:
-        """The width of a feature. No attribute of a draft model."""
-        return self.draft.feature_size  # type: ignore[attr-defined]
+    def feature_size(self) -> int | None:
+        """The width of a feature, of a head."""
+        return self.draft.feature_size
 
-    def for_rule(self, rule: str) -> "Hybrid":
+    @property
+    def max_positions(self) -> int:
+        """Positions that the draft model was trained for."""
+        return self.draft.max_positions
+
+    def for_rule(self, rule: rule_lib.Rule) -> "Hybrid":
         """Returns the hybrid with the draft model for that rule of acceptance."""
         return dataclasses.replace(self, draft=self.draft.for_rule(rule))
 
@@ -99,7 +105,7 @@ class Hybrid:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotHybrid(draft_slots.OfSlots):
+class SlotHybrid(slots_lib.OfSlots):
     """A `Hybrid` for `num_slots` sequences. The memory is the draft model's."""
 
     drafter: Hybrid

@@ -67,7 +67,7 @@ def drafts_at(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Oracle:
+class Oracle(protocols.Drafter):
     """Drafts from a `Trace`, which is its memory: `prefill` takes one as `params`.
 
     Attributes:
@@ -142,10 +142,3 @@ class Oracle:
             ),
             num_drafted=jnp.clip(memory.length - length, 0, gamma),
         )
-
-    def commit(
-        self, params: protocols.Params, memory: Trace, length: Int[Array, ""]
-    ) -> Trace:
-        """Does nothing."""
-        del params, length
-        return memory

@@ -306,9 +306,11 @@ def _from_outside(name: str, found: Any, parts: Parts) -> Built:
 def _check(drafter: Any, name: str) -> protocols.Drafter:
     """Returns the drafter, or says what it lacks."""
     needed: tuple[str, ...] = ("gamma_max", "init", "prefill", "propose", "commit")
-    if hasattr(drafter, "for_slots"):
+    if isinstance(drafter, protocols.Drafter):
+        needed = ("gamma_max", "propose")
+    if protocols.has_own(drafter, "for_slots"):
         needed = ("gamma_max",)
-    missing = [attribute for attribute in needed if not hasattr(drafter, attribute)]
+    missing = [name for name in needed if not protocols.has_own(drafter, name)]
     if missing:
         raise ValueError(
             f"drafter {name!r} is no drafter: it has no {', '.join(missing)} "

@@ -10,7 +10,7 @@ The vocabulary of the search is the body's own places: token `i` is the one at p
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ MATCH_WEIGHT = 8.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextDrafter:
+class TextDrafter(protocols.Drafter):
     """The base of drafters that have no memory but the text.
 
     Attributes:
@@ -40,31 +40,9 @@ class TextDrafter:
     def __post_init__(self):
         tree_shapes.check_nodes(self.tree, self.gamma_max)
 
-    @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return None if self.tree is None else self.tree.depth_max
-
     def for_tree(self, tree: tree_shapes.AnyTree) -> Self:
         """Returns the drafter of such trees."""
         return dataclasses.replace(self, tree=tree, gamma_max=tree.nodes)
-
-    def init(self, *, capacity: int, page_size: int) -> tuple[()]:
-        """Nothing."""
-        del capacity, page_size
-        return ()
-
-    def prefill(self, params: Any, memory: tuple[()], prompt: list[int]) -> tuple[()]:
-        """Nothing: the prompt is in the text."""
-        del params, prompt
-        return memory
-
-    def commit(
-        self, params: Any, memory: tuple[()], length: Int[Array, ""]
-    ) -> tuple[()]:
-        """Nothing."""
-        del params, length
-        return memory
 
 
 @typed

@@ -6,6 +6,7 @@ other.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -25,6 +26,11 @@ Status = states.Status
 
 class RowTarget(Protocol):
     """A model that runs rows of one sequence; `row_model.RowModel` is one."""
+
+    @property
+    def draw(self) -> Callable[..., Int[Array, " R"]] | None:
+        """Draws tokens with kernels, see `protocols.Target`."""
+        ...
 
     def forward(
         self,

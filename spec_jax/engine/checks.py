@@ -80,13 +80,12 @@ def check_count(**counts: int) -> None:
 
 def warn_positions(drafter: Any, length: int) -> None:
     """Warns where a text of `length` has positions that a drafter's model lacks."""
-    model = getattr(getattr(drafter, "draft", drafter), "model", None)
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", length)
-    if length > most:
+    most = protocols.complete(drafter).max_positions
+    if most is not None and length > most:
         warnings.warn(
-            f"{type(drafter).__name__} has {most} positions (max_position_embeddings), "
-            f"and texts here are longer: its drafts past them extrapolate, and few may "
-            "be accepted; the text stays the target's",
+            f"{protocols.name_of(drafter)} has {most} positions "
+            "(max_position_embeddings), and texts here are longer: its drafts past "
+            "them extrapolate, and few may be accepted; the text stays the target's",
             stacklevel=2,
         )
 
@@ -109,8 +108,9 @@ def check_pair(target: Any, drafter: Any) -> None:
       target: with `max_rows`, and `config.vocab_size` where it is a model.
       drafter: of one sequence or of slots.
     """
-    draft_size = getattr(drafter, "vocab_size", None)
-    target_size = getattr(getattr(target, "config", None), "vocab_size", draft_size)
+    drafter, config = protocols.complete(drafter), target.config
+    draft_size = drafter.vocab_size
+    target_size = draft_size if config is None else config.vocab_size
     if draft_size is not None and draft_size != target_size:
         raise ValueError(
             f"draft and target have different vocabularies: {draft_size} and "
@@ -125,7 +125,7 @@ def check_pair(target: Any, drafter: Any) -> None:
             f"gamma_max={drafter.gamma_max} needs {drafter.gamma_max + 1} rows a "
             f"window, the target has {most}"
         )
-    top_k = getattr(getattr(drafter, "tree", None), "top_k", 0)
+    top_k = 0 if drafter.tree is None else drafter.tree.top_k
     if target_size is not None and top_k > target_size:
         raise ValueError(
             f"tree={drafter.tree} has {top_k} children of a node, and the vocabulary "
@@ -136,13 +136,13 @@ def check_pair(target: Any, drafter: Any) -> None:
 
 def _check_taps(target: Any, drafter: Any) -> None:
     """Raises `ValueError` unless the target has the features that a drafter reads."""
-    taps, config = protocols.taps_of(drafter), getattr(target, "config", None)
-    name = type(drafter).__name__
+    taps, config = protocols.taps_of(drafter), target.config
+    name = protocols.name_of(drafter)
     if not taps:
         return
     if config is None:
         # A trace has the features that were recorded with it.
-        if (recorded := getattr(target, "taps", taps)) != taps:
+        if (recorded := target.taps) not in (None, taps):
             raise ValueError(
                 f"{name} reads the target's features at taps={taps}, and the traces "
                 f"have taps={recorded}: record features with them, or take a drafter "
@@ -157,8 +157,8 @@ def _check_taps(target: Any, drafter: Any) -> None:
                 "are hidden_states of the target, 0 the embedding and k the output of "
                 f"layer k - 1; the last, {most + 1}, is not one, as others norm it"
             )
-    size = getattr(drafter, "feature_size", config.hidden_size)
-    if size != config.hidden_size:
+    size = drafter.feature_size
+    if size not in (None, config.hidden_size):
         raise ValueError(
             f"{name} reads features of width {size}, and those of the target have "
             f"{config.hidden_size}: take the drafter that was trained for this target"

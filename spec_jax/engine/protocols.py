@@ -5,7 +5,9 @@ A `Target` and a `SlotDrafter` know all slots. A `Drafter` is written for one se
 and `drafters.each.lift` makes a `SlotDrafter` of it.
 """
 
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree, tree
-from spec_jax.rules import sampling
+from spec_jax.rules import rule as rule_lib, sampling
 
 
 MAX_TREE_ROWS = 64
@@ -105,15 +107,41 @@ class Target(Protocol):
     """A model whose verification rows equal its decoding rows, bit for bit.
 
     Hashable: it is a static argument. Everything that changes is in the cache, which
-    all slots share.
+    all slots share. A class that inherits has the properties with a body as they are.
     """
 
-    @property
+    @pytree.optional
+    def config(self) -> Any:
+        """The model's config, with `vocab_size`, which bounds tokens, `num_layers`, ..;
+        None: no model."""
+        return None
+
+    @pytree.optional
+    def is_drawn(self) -> bool:
+        """Whether its choices are its tokens, whatever a request samples by."""
+        return False
+
+    @pytree.optional
+    def draw(self) -> Callable[..., Int[Array, " P"]] | None:
+        """Draws tokens with kernels, as `sampling.sample_each`; None: that does."""
+        return None
+
+    @pytree.optional
+    def sums(self) -> Any:
+        """The fields of `Sums`, by kernels; None: XLA's."""
+        return None
+
+    @pytree.optional
+    def taps(self) -> tuple[int, ...] | None:
+        """The features that were recorded; None: whichever a drafter asks for."""
+        return None
+
+    @pytree.optional
     def num_slots(self) -> int:
         """The sequences that run at once."""
         ...
 
-    @property
+    @pytree.optional
     def max_rows(self) -> int:
         """The most columns of a window of a chain."""
         ...
@@ -132,7 +160,7 @@ class Target(Protocol):
         run, and `out_of_pages` says so; the others go on.
 
         Args:
-          taps: of the features that a drafter asks for, see `taps_of`. Without them
+          taps: of the features that a drafter asks for, see `Drafter`. Without them
             the argument is left out, and the program holds nothing of features.
         """
         ...
@@ -170,11 +198,8 @@ class Target(Protocol):
 
 
 def draw_of(target: Any) -> Callable[..., Int[Array, " P"]]:
-    """Returns what draws a target's tokens: its own `draw`, or `sampling.sample_each`.
-
-    A target with kernels that draw has a `draw`, of the same arguments.
-    """
-    return getattr(target, "draw", None) or sampling.sample_each
+    """Returns a target's own `draw`, or `sampling.sample_each`."""
+    return target.draw or sampling.sample_each
 
 
 class Sums(NamedTuple):
@@ -186,27 +211,31 @@ class Sums(NamedTuple):
 
 def sums_of(target: Any) -> Sums:
     """Returns a target's own `sums`, a pair of such functions; else XLA's."""
-    own = getattr(target, "sums", None)
+    own = target.sums
     return Sums(*own or (sampling.distribution, functools.partial(jnp.sum, axis=-1)))
 
 
 def is_tree(drafter: Any) -> bool:
-    """Returns whether a drafter proposes trees: it then has a `depth_max`."""
-    return getattr(drafter, "depth_max", None) is not None
+    """Returns whether a drafter proposes trees."""
+    return complete(drafter).depth_max is not None
 
 
 def depth_max(drafter: Any) -> int:
     """Returns the most drafts on one path of a drafter's proposals."""
-    return drafter.depth_max if is_tree(drafter) else drafter.gamma_max
+    most = complete(drafter).depth_max
+    return drafter.gamma_max if most is None else most
 
 
 def taps_of(drafter: Any) -> tuple[int, ...]:
-    """Returns which of the target's features a drafter reads; () for none.
+    """Returns which of the target's features a drafter reads; () for none."""
+    return tuple(complete(drafter).taps)
 
-    Features are residual streams, un-normed, by Hugging Face's `hidden_states` index: 0
-    is the embedding, `k` the output of layer `k - 1`. The last layer's is not one.
-    """
-    return tuple(getattr(drafter, "taps", ()))
+
+def name_of(drafter: Any) -> str:
+    """Returns the name of a drafter's class; of one for slots, that of its drafter."""
+    while hasattr(drafter, "drafter"):
+        drafter = drafter.drafter
+    return type(drafter).__name__
 
 
 def survival_of(drafter: Any, proposal: Proposal) -> Float[Array, "B W"]:
@@ -215,8 +244,7 @@ def survival_of(drafter: Any, proposal: Proposal) -> Float[Array, "B W"]:
     Raises:
       ValueError: the drafter gives none, or not a chance for each draft.
     """
-    name = type(getattr(drafter, "drafter", drafter)).__name__
-    survival = proposal.survival
+    name, survival = name_of(drafter), proposal.survival
     if survival is None:
         raise ValueError(
             f"{name} gives no `Proposal.survival`, the chances that its drafts are "
@@ -230,7 +258,7 @@ def survival_of(drafter: Any, proposal: Proposal) -> Float[Array, "B W"]:
     return survival.astype(jnp.float32)
 
 
-class Drafter(Protocol):
+class Drafter:
     """Proposes continuations, by functions of a memory that the loop carries.
 
     Written for ONE sequence; `drafters.each.lift` maps it over slots. Hashable: it is a
@@ -243,20 +271,86 @@ class Drafter(Protocol):
     number of drafts, and no rule keeps a draft outside the vocabulary. The rules
     "rejection" and "block" trust what `Proposal` says of `probs`: that drafts were
     drawn from them, and that no shape of a tree depends on the tokens drawn.
+    `testing.check_drafter` checks what is promised here.
 
-    A drafter with a vocabulary of its own says so by an attribute `vocab_size`, which
-    `checks.check_pair` compares with the target's. `testing.check_drafter` checks
-    what is promised here.
-
-    A drafter that reads the target has an attribute `taps` (`taps_of`) and, in
-    `prefill` and `commit`, a keyword `features`: see `SlotDrafter`, there without the
-    axis of slots. One that takes them at one width says it by `feature_size`.
+    `gamma_max` and `propose`, or `for_slots`, are required. The rest has defaults: no
+    memory but the text, chains, no features. A class that does not inherit is a drafter
+    too if it has `gamma_max` and the four functions: see `complete`.
     """
 
-    @property
+    @pytree.optional
     def gamma_max(self) -> int:
         """The most tokens of a proposal."""
-        ...
+        raise AttributeError("gamma_max")
+
+    @pytree.optional
+    def vocab_size(self) -> int | None:
+        """Entries of the drafter's vocabulary, which must be the target's; None: it
+        repeats tokens that it was shown, and fits any."""
+        return None
+
+    @pytree.optional
+    def tree(self) -> Any:
+        """The tree that is proposed, see `drafters.tree_shapes`; None: chains, or trees
+        of which `depth_max` alone is known."""
+        return None
+
+    @pytree.optional
+    def depth_max(self) -> int | None:
+        """The most drafts on a path of a tree; None: it proposes chains."""
+        return None if self.tree is None else self.tree.depth_max
+
+    @pytree.optional
+    def max_positions(self) -> int | None:
+        """Positions that the drafter's model was trained for; None: no such bound."""
+        return None
+
+    @pytree.optional
+    def taps(self) -> tuple[int, ...]:
+        """The target's features that the drafter reads; () for none.
+
+        Features are residual streams, un-normed, by Hugging Face's `hidden_states`
+        index: 0 is the embedding, `k` the output of layer `k - 1`. The last layer's is
+        not one. With taps, `prefill` and `commit` have a keyword `features`: see
+        `SlotDrafter`, there without the axis of slots.
+        """
+        return ()
+
+    @pytree.optional
+    def feature_size(self) -> int | None:
+        """The width of a feature; None: the drafter takes any."""
+        return None
+
+    @pytree.optional
+    def reads_sampling(self) -> bool:
+        """Whether `propose` has a keyword `sampling`: the settings of the target's
+        draws, or None where it is greedy."""
+        return False
+
+    def for_rule(self, rule: rule_lib.Rule) -> Any:
+        """Returns the drafter that draws as a rule of acceptance wants it."""
+        del rule
+        return self
+
+    def for_schedule(self) -> Any:
+        """Returns the drafter that gives the survival of its drafts, if it can."""
+        return self
+
+    def for_tree(self, tree: Any) -> Any:
+        """Returns the drafter of such trees.
+
+        Raises:
+          ValueError: it drafts chains alone.
+        """
+        raise ValueError(
+            f"{name_of(self)} drafts chains alone: leave the tree {tree} out, or take "
+            "a drafter that has `for_tree`, such as 'draft-model'"
+        )
+
+    def for_slots(self, num_slots: int) -> Any:
+        """Returns a `SlotDrafter`, which shares work between slots; None: the four
+        functions are mapped over them."""
+        del num_slots
 
     def init(self, *, capacity: int, page_size: int) -> Memory:
         """Allocates the empty memory of a text, outside of whatever is timed.
@@ -266,14 +360,16 @@ class Drafter(Protocol):
             at most.
           page_size: positions per page, for a memory that has pages.
         """
-        ...
+        del capacity, page_size
+        return ()
 
     def prefill(self, params: Params, memory: Memory, prompt: list[int]) -> Memory:
         """Takes in the prompt, whose last token is pending: part of what is timed.
 
         The memory is as `init` made it, and donated. The prompt is not empty.
         """
-        ...
+        del params, prompt
+        return memory
 
     def propose(
         self,
@@ -287,25 +383,56 @@ class Drafter(Protocol):
         """Drafts at most `gamma` tokens to follow `tokens[:length]`.
 
         What is after `length` means nothing. `gamma` may be 0, and never asks for more
-        than the target's capacity, less `length`. A drafter that draws has one keyword
-        more, `sampling`: the settings of the target's draws, or None where it is
-        greedy.
+        than the target's capacity, less `length`.
         """
-        ...
+        raise NotImplementedError(f"{name_of(self)} has no `propose`")
 
     def commit(self, params: Params, memory: Memory, length: Int[Array, ""]) -> Memory:
         """Keeps `tokens[:length]`, which are committed, and nothing after them.
 
         At most the accepted prefix of the last proposal is among them.
         """
-        ...
+        del params, length
+        return memory
+
+
+@dataclasses.dataclass(frozen=True)
+class _Completed(Drafter):
+    """A drafter whose class is no `Drafter`, with the defaults for what it lacks."""
+
+    drafter: Any
+
+    def __getattribute__(self, name: str) -> Any:
+        drafter = object.__getattribute__(self, "drafter")
+        if name == "drafter" or name.startswith("__") or not hasattr(drafter, name):
+            return object.__getattribute__(self, name)
+        return getattr(drafter, name)
+
+    @property
+    def reads_sampling(self) -> bool:
+        """Whether `propose` has such a keyword."""
+        propose = inspect.signature(self.drafter.propose)
+        return "sampling" in propose.parameters
+
+
+def has_own(drafter: Any, name: str) -> bool:
+    """Returns whether a drafter has something of that name beside `Drafter`'s."""
+    own, base = getattr(type(drafter), name, None), getattr(Drafter, name, None)
+    return hasattr(drafter, name) and (base is None or own is not base)
+
+
+def complete(drafter: Any) -> Any:
+    """Returns a drafter, of one sequence or of slots, that has all of `Drafter`: itself
+    where it is one, else with the defaults for what its class leaves out."""
+    return drafter if isinstance(drafter, Drafter) else _Completed(drafter)
 
 
 class SlotDrafter(Protocol):
     """Proposes continuations of all slots, by functions of a memory that is carried.
 
     Hashable: it is a static argument. A slot that is asked for nothing, gamma 0, costs
-    nothing where that is possible.
+    nothing where that is possible. It has what `Drafter` says of vocabulary, depth and
+    features; `drafters.slots.OfSlots` takes that of the drafter that it is made of.
     """
 
     @property

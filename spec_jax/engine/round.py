@@ -41,7 +41,7 @@ from spec_jax.engine import (
     verification,
 )
 from spec_jax.gamma import policy as policy_lib
-from spec_jax.rules import acceptance
+from spec_jax.rules import acceptance, rule as rule_lib
 
 
 State = state_lib.State
@@ -55,7 +55,7 @@ class Speculator(pytree.Node):
 
     Attributes:
       params: of the target and of the drafter.
-      rule: how drafts are accepted, one of `verification.RULES`.
+      rule: how drafts are accepted, of `rules.rule`; or its name.
       gamma_policy: chooses each slot's gamma, at most the slot's own; None always asks
         for that. What it learns is in `Slots.policy`.
     """
@@ -76,7 +76,6 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
       ValueError: no rule of that name, a gamma policy without its state, or a drafter
         of trees whose drafts have no parents.
     """
-    verification.check_rule(speculator.rule)
     target, drafter = speculator.target, speculator.drafter
     target_params, draft_params = speculator.params
     slots, running = state.slots, state.slots.running
@@ -94,7 +93,7 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
         proposal,
         slots.sampling,
         first_position=slots.length,
-        rule=speculator.rule,
+        rule=rule_lib.of(speculator.rule),
         depth_max=depth_max,
         wanted=slots.limit - slots.length - 1,
     )
@@ -172,8 +171,9 @@ def _draft(
         proposal = proposal.replace(num_drafted=num_drafted)
     if proposal.parents is None and protocols.is_tree(drafter):
         raise ValueError(
-            f"{type(drafter).__name__} has depth_max={protocols.depth_max(drafter)}, "
-            "and proposes no parents: name each draft's, or leave depth_max out"
+            f"{protocols.name_of(drafter)} has "
+            f"depth_max={protocols.depth_max(drafter)}, and proposes no parents: name "
+            "each draft's, or leave depth_max out"
         )
     return memory, proposal
 

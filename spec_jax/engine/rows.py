@@ -33,7 +33,7 @@ NATIVE_TILE = 80
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotRows:
+class SlotRows(protocols.Target):
     """Runs a `RowModel` for `num_slots` sequences, which share one cache.
 
     Rows go through the model in tiles of `model.slab` rows, or of up to `NATIVE_TILE`

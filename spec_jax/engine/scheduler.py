@@ -24,7 +24,7 @@ from spec_jax.engine import (
 )
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.paging import index
-from spec_jax.rules import sampling as sampling_lib
+from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class Scheduler:
         target, drafter = self.target, self.drafter
         slots = target.num_slots
         checks.check_count(capacity=self.capacity)
-        config = getattr(target, "config", None)
+        config = target.config
         positions = None if config is None else config.max_position_embeddings
         index.check_page_size(self.page_size, num_positions=positions)
         if self.num_pages is not None and self.num_pages < slots:
@@ -161,8 +161,7 @@ class Scheduler:
         if (policy is None) != (self.policy_state is None):
             raise ValueError("a gamma policy and its first state go together")
         if policy_lib.schedules(policy):
-            rule = self.speculator.rule
-            cast(Any, policy).check(self.policy_state, num_slots=slots, rule=rule)
+            cast(Any, policy).check(self.policy_state, num_slots=slots, rule=self.rule)
 
     @property
     def target(self) -> rows.SlotRows:
@@ -175,9 +174,14 @@ class Scheduler:
         return self.speculator.drafter
 
     @property
+    def rule(self) -> rule_lib.Rule:
+        """The speculator's rule of acceptance."""
+        return rule_lib.of(self.speculator.rule)
+
+    @property
     def vocab_size(self) -> int | None:
         """Tokens of the target; None where that is no model."""
-        config = getattr(self.target, "config", None)
+        config = self.target.config
         return None if config is None else config.vocab_size
 
     @property

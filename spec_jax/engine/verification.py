@@ -1,11 +1,12 @@
 """Verification: the target's token after each row, and what a rule accepts.
 
-Functions here know a target by its logits and acceptance by its three rules; they know
+Functions here know a target by its logits and a rule by what it accepts; they know
 neither rounds nor caches.
 """
 
 import functools
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import compilation
 from spec_jax.engine import protocols, state as state_lib
-from spec_jax.rules import acceptance, sampling, tree_acceptance
+from spec_jax.rules import acceptance, rule as rule_lib, sampling
 
 
-Rule = Literal["coupled", "rejection", "block"]
-"""How drafts are accepted. "coupled": a draft stays if it is what the target draws
-itself with the noise of seed and position (at temperature 0, its argmax), so that the
-stream is that of autoregressive decoding, bit for bit. "rejection" and "block" keep the
-target's distribution, not the stream; see `acceptance`."""
-
-RULES: tuple[str, ...] = get_args(Rule)
-
-
-def check_rule(rule: str) -> None:
-    """Raises `ValueError` unless `rule` is one of `RULES`."""
-    if rule not in RULES:
-        raise ValueError(f"{rule=} is not one of {', '.join(RULES)}")
+Rule = rule_lib.Rule | rule_lib.Name
+"""A rule of acceptance, or its name."""
 
 
 def finite_rows(
@@ -69,7 +59,7 @@ def target_tokens(
     """
     highest = target.choose(verified.logits, verified.num_active)
     is_finite = finite_rows(verified.logits, highest)
-    if sampling_settings is None or getattr(target, "is_drawn", False):
+    if sampling_settings is None or target.is_drawn:
         return highest, is_finite
     each = jax.tree.map(lambda leaf: leaf[verified.slots], sampling_settings)
     is_active = jnp.arange(highest.shape[0], dtype=jnp.int32) < verified.num_active
@@ -87,7 +77,7 @@ def decide(
     sampling_settings: protocols.Sampling,
     *,
     first_position: Int[Array, " B"],
-    rule: Rule,
+    rule: rule_lib.Rule,
     depth_max: int,
     wanted: Int[Array, " B"],
 ) -> tuple[acceptance.Outcome, Bool[Array, "B R"]]:
@@ -99,36 +89,34 @@ def decide(
       wanted: drafts that each slot may commit, at most. A chain has no more.
 
     Raises:
-      NotImplementedError: a tree under the rule "block".
+      NotImplementedError: a tree under a rule that decides on chains alone.
     """
-    if rule == "block" and proposal.parents is not None:
+    if rule.accept_tree is None and proposal.parents is not None:
         raise NotImplementedError(
-            "rule='block' decides on chains alone: block verification of trees is not "
+            f"{rule=} decides on chains alone: this verification of trees is not "
             "implemented; use the rule 'coupled', under which every tree is lossless, "
             "or 'rejection'"
         )
-    if rule == "coupled" and proposal.parents is None:
+    if rule.is_exact and proposal.parents is None:
         own, is_finite = target_tokens(target, verified, sampling_settings)
-        return _along_chains(own, is_finite, verified, proposal)
+        return _along_chains(rule, own, is_finite, verified, proposal)
     highest = target.choose(verified.logits, verified.num_active)
     is_finite = finite_rows(verified.logits, highest)
-    if rule == "coupled":
+    accept_tree = cast(Callable[..., acceptance.Outcome], rule.accept_tree)
+    if rule.is_exact:
+        accept = functools.partial(accept_tree, depth_max=depth_max)
         outcome = _along_own_tokens(
-            target, verified, proposal, sampling_settings, highest, depth_max, wanted
+            accept, target, verified, proposal, sampling_settings, highest, wanted
         )
     else:
         sums = protocols.sums_of(target)
-        by_rule = {
-            "rejection": acceptance.accept_rejection,
-            "block": functools.partial(acceptance.accept_block, row_sums=sums.row_sums),
-        }
-        decide_one = functools.partial(_chain_by_uniforms, by_rule[rule])
-        if proposal.parents is not None:
-            decide_one = functools.partial(
-                _tree_by_uniforms, depth_max, row_sums=sums.row_sums
-            )
+        if proposal.parents is None:
+            decide_one = functools.partial(_chain_by_uniforms, rule.accept_chain)
+        else:
+            accept = functools.partial(accept_tree, depth_max=depth_max)
+            decide_one = functools.partial(_tree_by_uniforms, accept)
         outcome = _by_uniforms(
-            decide_one,
+            functools.partial(decide_one, row_sums=sums.row_sums),
             verified,
             proposal,
             sampling_settings,
@@ -140,10 +128,10 @@ def decide(
 
 
 @compilation.one_kernel
-def _along_chains(own, is_finite, verified, proposal):
+def _along_chains(rule, own, is_finite, verified, proposal):
     """Follows chains by the target's own tokens."""
     outcome = state_lib.map_slots(
-        acceptance.accept_exact,
+        rule.accept_chain,
         proposal.tokens,
         verified.by_column(own, fill=0),
         proposal.num_drafted,
@@ -152,11 +140,11 @@ def _along_chains(own, is_finite, verified, proposal):
 
 
 def _along_own_tokens(
-    target, verified, proposal, sampling_settings, highest, depth_max, wanted
+    accept, target, verified, proposal, sampling_settings, highest, wanted
 ):
     """Follows trees by the target's own tokens, drawn along the path alone."""
     highest, sample = verified.by_column(highest, fill=0), protocols.draw_of(target)
-    is_greedy = sampling_settings is None or getattr(target, "is_drawn", False)
+    is_greedy = sampling_settings is None or target.is_drawn
 
     def one(slot):
         """Follows one slot's tree."""
@@ -171,13 +159,12 @@ def _along_own_tokens(
             drawn = sample(logits, each, positions=positions, draws=draws)
             return jnp.where(draws, drawn, highest[column])[0]
 
-        return tree_acceptance.follow(
+        return accept(
             proposal.tokens,
             (lambda column: highest[column]) if is_greedy else draw,
             proposal.parents,
             proposal.num_drafted,
             wanted,
-            depth_max=depth_max,
         )
 
     slots = (proposal, highest, wanted, verified.at)
@@ -235,15 +222,14 @@ def _chain_by_uniforms(accept, proposal, target_probs, wanted, **noise):
     )
 
 
-def _tree_by_uniforms(depth_max, proposal, target_probs, wanted, **noise):
+def _tree_by_uniforms(accept, proposal, target_probs, wanted, **noise):
     """Decides on a tree."""
-    return tree_acceptance.accept_tree(
+    return accept(
         proposal.tokens,
         proposal.parents,
         proposal.probs,
         target_probs,
         proposal.num_drafted,
         wanted,
-        depth_max=depth_max,
         **noise,
     )

@@ -26,7 +26,7 @@ class GoodputState(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Goodput:
+class Goodput(policy.GammaPolicy):
     """Chooses the gamma of most expected tokens per second.
 
     `theory.goodput` of measured times and of the running conditional acceptance (Liu

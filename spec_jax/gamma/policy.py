@@ -34,17 +34,27 @@ class GammaPolicy(Protocol):
     it takes as data: a gamma, nothing, measured times. It may be handed on from one
     text to the next.
 
-    A policy for trees has `reads_ranks = True`: its gamma is a number of nodes, and
-    `update` has one keyword more, `kept [gamma_max] bool`: which nodes were on the path
-    that was kept.
-
-    A policy that has `schedules = True` decides after drafting, too: see `schedule`.
-
-    One that has `hands_on = True` keeps its state in a slot when another request begins
-    there; else it begins with its first state.
+    A class that does not inherit is a policy too; what it leaves out is False.
     """
 
-    @property
+    @pytree.optional
+    def reads_ranks(self) -> bool:
+        """Whether it is for trees too: its gamma is a number of nodes, and `update` has
+        one keyword more, `kept [gamma_max] bool`: which nodes were on the path kept."""
+        return False
+
+    @pytree.optional
+    def schedules(self) -> bool:
+        """Whether it decides after drafting, too: see `schedule`."""
+        return False
+
+    @pytree.optional
+    def hands_on(self) -> bool:
+        """Whether it keeps its state in a slot when another request begins there; else
+        it begins with its first state."""
+        return False
+
+    @pytree.optional
     def gamma_max(self) -> int:
         """The largest gamma that is ever chosen."""
         ...
@@ -74,7 +84,7 @@ class GammaPolicy(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fixed:
+class Fixed(GammaPolicy):
     """Always the same gamma, which is data in the state."""
 
     gamma_max: int

@@ -20,6 +20,7 @@ without a rise, and whether a draft is verified is settled before its token coun
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +130,7 @@ class ScheduleState(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(policy_lib.GammaPolicy):
     """Verifies those drafts of a batch that pay, and drafts while that pays.
 
     A policy of gamma for drafters that give `Proposal.survival`; gamma, the number of
@@ -252,9 +253,10 @@ class Schedule:
             )
         return jnp.array(found)
 
-    def check(self, state: ScheduleState, *, num_slots: int, rule: str) -> None:
-        """Raises `ValueError` unless so many slots can be scheduled under the rule."""
-        if rule != "coupled" and not self.stops_early:
+    def check(self, state: ScheduleState, *, num_slots: int, rule: Any) -> None:
+        """Raises `ValueError` unless so many slots can be scheduled under the rule,
+        of `rules.rule`."""
+        if not rule.is_exact and not self.stops_early:
             raise ValueError(
                 f"a schedule by the global maximum is biased under rule={rule!r}: "
                 "whether a draft is verified may depend on its own token; give "

@@ -19,7 +19,7 @@ class ThresholdState(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Threshold:
+class Threshold(policy.GammaPolicy):
     """Climbs and descends a ladder of gammas, by the share of drafts that are kept.
 
     The share is an exponential moving average of `num_accepted / num_drafted`, over

@@ -1,6 +1,6 @@
 """The best children of a tree's rows as a JAX function, one foreign call.
 
-Its meaning is `drafters.draft_trees.Draw.children`, which finds them by XLA too:
+Its meaning is `drafters.draw.Draw.children`, which finds them by XLA too:
 
     scores  log_softmax(what the target's draw takes the highest of, / tau)
     tokens  the best of these, equal ones by their numbers

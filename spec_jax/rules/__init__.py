@@ -7,17 +7,22 @@ import spec_jax
 
 _NAMES = {
     "Outcome": "spec_jax.rules.acceptance",
+    "Rule": "spec_jax.rules.rule",
     "SamplingSettings": "spec_jax.rules.sampling",
     "Stream": "spec_jax.rules.sampling",
     "accept_block": "spec_jax.rules.acceptance",
     "accept_exact": "spec_jax.rules.acceptance",
     "accept_rejection": "spec_jax.rules.acceptance",
     "accept_tree": "spec_jax.rules.tree_acceptance",
+    "block": "spec_jax.rules.rule",
+    "coupled": "spec_jax.rules.rule",
     "make_settings": "spec_jax.rules.sampling",
+    "rejection": "spec_jax.rules.rule",
 }
 
 __all__ = [
     "Outcome",
+    "Rule",
     "SamplingSettings",
     "Stream",
     "accept_block",
@@ -25,7 +30,11 @@ __all__ = [
     "accept_rejection",
     "accept_tree",
     "acceptance",
+    "block",
+    "coupled",
     "make_settings",
+    "rejection",
+    "rule",
     "sampling",
     "tree_acceptance",
 ]
@@ -33,6 +42,7 @@ __all__ = [
 if TYPE_CHECKING:
     from spec_jax.rules import (
         acceptance,
+        rule,
         sampling,
         tree_acceptance,
     )
@@ -42,6 +52,7 @@ if TYPE_CHECKING:
         accept_exact,
         accept_rejection,
     )
+    from spec_jax.rules.rule import Rule, block, coupled, rejection
     from spec_jax.rules.sampling import SamplingSettings, Stream, make_settings
     from spec_jax.rules.tree_acceptance import accept_tree
 

@@ -141,7 +141,8 @@ def check_static(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
 def _check_parents(drafter: protocols.Drafter, proposal: Any) -> None:
     """A drafter that says how deep its trees are names parents, and no other does."""
     clause, parents = "static shapes", proposal.parents
-    why = f"depth_max={getattr(drafter, 'depth_max', None)} and parents {parents}"
+    known = protocols.complete(drafter)
+    why = f"depth_max={known.depth_max} and parents {parents}"
     _fail_if((parents is None) == protocols.is_tree(drafter), clause, why)
     if parents is not None:
         is_right = parents.shape == (drafter.gamma_max,) and parents.dtype == jnp.int32

@@ -1,6 +1,7 @@
 """A drafter as the contract kit looks at it: called by hand, or watched in rounds."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,8 @@ class OneSlot:
 
     @property
     def _slots(self) -> protocols.SlotDrafter | None:
-        return (
-            each.lift(self.drafter, 1) if hasattr(self.drafter, "for_slots") else None
-        )
+        slots = each.lift(self.drafter, 1)
+        return None if isinstance(slots, each.Each) else slots
 
     def init(self, bench) -> protocols.Memory:
         return (self._slots or self.drafter).init(**bench.sizes)
@@ -43,7 +43,7 @@ class OneSlot:
         """Drafts after one text, by whichever form the drafter has."""
         slots = self._slots
         if slots is None:
-            draws = each.takes_sampling(type(self.drafter))
+            draws = protocols.complete(self.drafter).reads_sampling
             extra = {"sampling": None} if draws else {}
             return self.drafter.propose(
                 params, memory, tokens=tokens, length=length, gamma=gamma, **extra
@@ -81,13 +81,10 @@ class Watched:
     def num_slots(self) -> int:
         return self.inner.num_slots
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return protocols.taps_of(self.inner)
-
-    @property
-    def depth_max(self) -> int | None:
-        return getattr(self.inner, "depth_max", None)
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
     def init(self, **sizes):
         return self.inner.init(**sizes)

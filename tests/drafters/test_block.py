@@ -22,7 +22,6 @@ import spec_jax as sj
 from spec_jax import loading, testing
 from spec_jax.drafters import (
     block,
-    block_slots,
     each,
     features as features_lib,
     tree_shapes,
@@ -222,13 +221,13 @@ def test_drafts_are_the_oracles(tmp_path, name, impl):
 
 def test_a_proposal_is_one_pass_of_the_backbone(monkeypatch):
     """Fails if the backbone runs for each draft; of no drafts it does not run."""
-    passes, real = [], block_slots.SlotBlock._run_block
+    passes, real = [], block.SlotBlock._run_block
 
     def counted(self, *inputs):
         jax.debug.callback(lambda: passes.append(1))
         return real(self, *inputs)
 
-    monkeypatch.setattr(block_slots.SlotBlock, "_run_block", counted)
+    monkeypatch.setattr(block.SlotBlock, "_run_block", counted)
     for gamma, expected in ((3, len(LENGTHS)), (0, 0)):
         passes.clear()
         asked = {"gammas": (gamma,) * len(LENGTHS)}

@@ -15,7 +15,7 @@ import test_eagle3 as eagle
 
 from spec_jax.drafters import each, hybrid, suffix, tree_shapes
 from spec_jax.gamma import goodput
-from spec_jax.rules import sampling as sampling_lib
+from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
 
 
 SEARCHED, FIXED = "3x3:6@1", "2-2-1"
@@ -176,4 +176,4 @@ def test_nodes_are_drawn_from_the_probabilities_they_state(tmp_path):
     with pytest.raises(NotImplementedError, match="trees of a search under rule"):
         each.lift(make("dspark", SEARCHED), 2, rule="rejection")
     independent = dataclasses.replace(make("dspark", FIXED), draws="independent")
-    assert independent.for_rule("rejection") == independent
+    assert independent.for_rule(rule_lib.rejection) == independent

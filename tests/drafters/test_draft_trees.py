@@ -14,7 +14,7 @@ from spec_jax import testing
 from spec_jax.drafters import draft_trees, each, tree_shapes
 from spec_jax.engine import rows as rows_lib
 from spec_jax.model import prompt as prompt_lib
-from spec_jax.rules import sampling
+from spec_jax.rules import rule as rule_lib, sampling
 
 
 FIXED = tree_shapes.parse("3-2")
@@ -229,9 +229,9 @@ def test_trees_and_rules():
     with pytest.raises(ValueError, match="draws='independent' of a search 2x2:4"):
         as_drafter(draws="independent").for_tree(searched)
     with pytest.raises(NotImplementedError, match="fixed shape such as '4-2-1'"):
-        as_drafter().for_tree(searched).for_rule("rejection")
+        as_drafter().for_tree(searched).for_rule(rule_lib.rejection)
     with pytest.raises(NotImplementedError, match="of trees is not implemented"):
-        as_drafter().for_tree(fixed).for_rule("block")
+        as_drafter().for_tree(fixed).for_rule(rule_lib.block)
     eagle = tree_shapes.parse("2x2:4@1/greedy")
     assert eagle.greedy and tree_shapes.parse(str(eagle)) == eagle != searched
     assert as_drafter().for_tree(eagle).draws == "greedy"
@@ -241,5 +241,7 @@ def test_trees_and_rules():
         with pytest.raises(ValueError, match="and /greedy for children"):
             tree_shapes.parse(wrong)
     greedy = as_drafter(draws="greedy").for_tree(searched)
-    assert greedy.for_rule("rejection") == greedy
-    assert as_drafter().for_tree(fixed).for_rule("rejection").draws == "independent"
+    assert greedy.for_rule(rule_lib.rejection) == greedy
+    assert (
+        as_drafter().for_tree(fixed).for_rule(rule_lib.rejection).draws == "independent"
+    )

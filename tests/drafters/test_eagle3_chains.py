@@ -10,7 +10,7 @@ import pytest
 import test_eagle3 as eagle
 
 from spec_jax import testing
-from spec_jax.drafters import each, eagle3_slots, features as features_lib
+from spec_jax.drafters import each, eagle3 as eagle3_lib, features as features_lib
 from spec_jax.model import eagle3, eagle3_params
 from spec_jax.rules import sampling as sampling_lib
 
@@ -264,7 +264,7 @@ def test_noise_of_another_seed_is_caught():
 
 def test_what_is_one_call():
     """Fails if a tree, or a head of another implementation, is taken for chains."""
-    of = lambda drafter: eagle3_slots.SlotEagle3(drafter=drafter, num_slots=1)
+    of = lambda drafter: eagle3_lib.SlotEagle3(drafter=drafter, num_slots=1)
     drafter, _ = make()
     assert of(drafter)._is_one_call
     assert not of(eagle.make("xla"))._is_one_call

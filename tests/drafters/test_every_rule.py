@@ -15,7 +15,8 @@ import readme_blocks
 from decoding import GAMMA_MAX, SMALL, Ask
 
 from spec_jax.drafters import hybrid, ngram, oracle, suffix
-from spec_jax.engine import checks, verification
+from spec_jax.engine import checks
+from spec_jax.rules import rule as rule_lib
 
 
 CORPUS = suffix.remember(
@@ -55,7 +56,7 @@ and in programs that cannot draw."""
 
 PRODUCT = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-    for case in itertools.product(verification.RULES, DRAFTERS, (1, 3))
+    for case in itertools.product(rule_lib.RULES, DRAFTERS, (1, 3))
 ]
 
 

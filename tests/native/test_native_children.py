@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.drafters import draft_trees, tree_shapes
+from spec_jax.drafters import draw as draw_lib, tree_shapes
 from spec_jax.native import children as native
 from spec_jax.rules import sampling
 
@@ -33,7 +33,7 @@ KINDS = {
 }
 
 
-def draw_of(kinds, *, has_probs=False, length=50) -> draft_trees.Draw:
+def draw_of(kinds, *, has_probs=False, length=50) -> draw_lib.Draw:
     settings = None
     if kinds is not None:
         made = [sampling.make_settings(seed=i, **kind) for i, kind in enumerate(kinds)]
@@ -41,7 +41,7 @@ def draw_of(kinds, *, has_probs=False, length=50) -> draft_trees.Draw:
     if has_probs and settings is None:
         settings = sampling.greedy(SLOTS)
     lengths = length + 10 * jnp.arange(SLOTS, dtype=jnp.int32)
-    return draft_trees.Draw(
+    return draw_lib.Draw(
         sampling=settings, length=lengths, impl="xla", has_probs=has_probs
     )
 

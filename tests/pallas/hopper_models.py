@@ -36,7 +36,7 @@ from spec_jax.model import (
     row_model,
 )
 from spec_jax.ops import dispatch, draw
-from spec_jax.rules import sampling as sampling_lib
+from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
 
 
 CAPACITY, PAGE_SIZE = 4096, 16
@@ -332,7 +332,9 @@ def spec_round(
     target, drafter, params = _pair(name, **options)
     if tree:
         drafter = drafter.for_tree(tree_shapes.parse(tree))
-    return _round(target, drafter.for_rule(rule), params, draws=draws, rule=rule)
+    return _round(
+        target, drafter.for_rule(rule_lib.of(rule)), params, draws=draws, rule=rule
+    )
 
 
 def spec_generate(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.drafters import draft_trees
+from spec_jax.drafters import draw as draw_lib
 from spec_jax.engine import protocols, verification
 from spec_jax.ops import draw as draw_op
 from spec_jax.pallas import (
@@ -20,7 +20,7 @@ from spec_jax.pallas import (
     noisy_weights_triton,
     row_sums_triton,
 )
-from spec_jax.rules import sampling
+from spec_jax.rules import rule as rule_lib, sampling
 
 
 ROWS = 6
@@ -344,7 +344,7 @@ def test_trees_have_the_noise_of_the_draws_they_aim_at(rng, has_probs):
     settings, length = stacked(SETTINGS[-1:] + SETTINGS[:1]), jnp.asarray([40, 9])
 
     def weights(impl, level):
-        draw = draft_trees.Draw(
+        draw = draw_lib.Draw(
             sampling=settings, length=length, impl=impl, has_probs=has_probs
         )
         if has_probs:
@@ -370,7 +370,7 @@ def test_trees_have_the_noise_of_the_draws_they_aim_at(rng, has_probs):
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class Target(protocols.Target):
     """What decides by logits that are given to it."""
 
     sums: draw_op.Sums | None
@@ -414,7 +414,7 @@ def test_rules_decide_as_they_do_by_xla(rng, rule, parents):
             proposal,
             jax.tree.map(lambda leaf: leaf[None], settings),
             first_position=jnp.asarray([7], jnp.int32),
-            rule=rule,
+            rule=rule_lib.of(rule),
             depth_max=2,
             wanted=jnp.asarray([3], jnp.int32),
         )[0]

@@ -179,7 +179,7 @@ def run_rounds(pair, draft_params, gamma, sampling, rule="coupled"):
     speculator = round_lib.Speculator(
         params=(params, draft_params),
         target=rows.SlotRows(model=target, num_slots=1),
-        drafter=each.lift(drafter.for_rule(rule), 1),
+        drafter=each.lift(drafter, 1, rule=rule),
         rule=rule,
     )
     slots = scheduler.Scheduler(speculator=speculator, **SIZES_OF_CACHES)

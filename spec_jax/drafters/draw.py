@@ -1,0 +1,292 @@
+"""By which weights drafts are chosen: greedily, or with the noise of a draw.
+
+One `Draw` serves chains and trees of all drafters that have logits; `grow` is the
+search of `tree_search` by it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, UInt32
+
+from spec_jax import pytree
+from spec_jax.drafters import tree_search, tree_shapes
+from spec_jax.engine import protocols
+from spec_jax.native import children as children_lib, draws as draws_lib
+from spec_jax.ops import draw as draw_op
+from spec_jax.rules import sampling as sampling_lib
+
+
+def own_noise(
+    seeds: UInt32[Array, " R"],
+    positions: Int[Array, " R"],
+    offsets: Int[Array, " R"],
+    *,
+    vocab_size: int,
+) -> Float32[Array, "R {vocab_size}"]:
+    """Returns the noise of independent drafts: of the first position of a round, and an
+    offset into it."""
+
+    def one(seed, position, offset):
+        return sampling_lib.noise(
+            seed,
+            position,
+            vocab_size=vocab_size,
+            stream=sampling_lib.Stream.DRAFT,
+            offset=offset,
+        )
+
+    return jax.vmap(one)(seeds, positions, offsets)
+
+
+def widened(
+    hot: Int[Array, " Vd"] | None, vocab_size: int
+) -> Callable[[jax.Array], jax.Array]:
+    """Returns what makes logits `[.., V]` of logits of draft tokens `[.., Vd]`.
+
+    Tokens that are never drafted have -inf. In the target's vocabulary, since its noise
+    is by token.
+
+    Args:
+      hot: the target's token of each draft token; None: the same.
+    """
+    if hot is None:
+        return lambda logits: logits
+    (size,) = hot.shape
+    draft_of = jnp.full((vocab_size,), size, jnp.int32)
+    draft_of = draft_of.at[hot].set(jnp.arange(size, dtype=jnp.int32))
+    return lambda logits: logits.at[..., draft_of].get(mode="fill", fill_value=-jnp.inf)
+
+
+class Draw(pytree.Node):
+    """By which weights the children of a tree's nodes are chosen.
+
+    Attributes:
+      sampling: of the target's draws; None: by the logits alone.
+      length: of the text of each slot.
+      impl: of the drafter, whose kernels add the noise of the target's draws.
+      has_probs: whether children are drawn with noise of the round's own, another for
+        each node, rather than with that of the target's draw for their position.
+    """
+
+    sampling: protocols.Sampling
+    length: jax.Array  # [B] int32
+    impl: str = pytree.static()
+    has_probs: bool = pytree.static()
+
+    @classmethod
+    def of(
+        cls, drafter: Any, sampling: protocols.Sampling, length: Int[Array, " B"]
+    ) -> "Draw":
+        """Returns how a drafter's `draws` says it, as of `DraftModel`."""
+        draws, impl = drafter.draws, drafter.model.impl
+        if draws == "independent" and sampling is None:
+            sampling = sampling_lib.greedy(length.shape[0])
+        if draws == "greedy":
+            sampling = None
+        has_probs = draws == "independent"
+        return cls(sampling=sampling, length=length, impl=impl, has_probs=has_probs)
+
+    def weights(
+        self, logits: Float[Array, "B K V"], *, level: jax.Array, width: int
+    ) -> Float[Array, "B K V"]:
+        """Returns what the best children of a level's rows have the highest of.
+
+        Args:
+          level: of the rows; that of the root is 0.
+          width: rows of a level, at most.
+        """
+        if self.sampling is None:
+            return logits
+        columns = _columns(level, logits.shape[1], width)
+        if draw_op.has_kernels(self.impl):
+            return self._by_kernels(logits, level, columns)
+
+        def one(slot):
+            """Adds noise to the rows of a slot, one by one."""
+            rows, settings, length = slot
+
+            def noisy(row):
+                logits, column = row
+                if self.has_probs:
+                    stream = sampling_lib.Stream.DRAFT
+                    return sampling_lib.noisy_weights(
+                        logits, settings, length, stream=stream, offset=column
+                    )
+                return sampling_lib.noisy_weights(logits, settings, length + level)
+
+            return jax.lax.map(noisy, (rows, columns))
+
+        return jax.lax.map(one, (logits, self.sampling, self.length))
+
+    def _by_kernels(self, logits, level, columns):
+        """As `weights`, of all rows at once."""
+        B, K, V = logits.shape
+        rows, each, lengths = self._flat(logits)
+        draws = each.temperature != 0
+        if self.has_probs:
+            noisy = draw_op.log_weights(rows, each, impl=self.impl)
+            noisy += own_noise(each.seed, lengths, jnp.tile(columns, B), vocab_size=V)
+        else:
+            noisy = draw_op.noisy_weights(
+                rows, each, positions=lengths + level, draws=draws, impl=self.impl
+            )
+        return jnp.where(draws[:, None], noisy, rows.astype(jnp.float32)).reshape(
+            logits.shape
+        )
+
+    def _flat(self, logits):
+        """Returns rows `[B * K, V]`, and the settings and the length of each."""
+        B, K, V = logits.shape
+        each = jax.tree.map(
+            lambda leaf: jnp.repeat(leaf, K), (self.sampling, self.length)
+        )
+        return logits.reshape(B * K, V), *each
+
+    def children(
+        self,
+        logits: Float[Array, "B K Vd"],
+        *,
+        level: jax.Array,
+        counts: Int[Array, " B"],
+        tree: tree_shapes.AnyTree,
+        vocab_size: int,
+        hot: Int[Array, " Vd"] | None = None,
+    ) -> tree_search.Children:
+        """Returns the best children of a level's rows.
+
+        Args:
+          level: of the rows; that of the root is 0.
+          counts: rows of each slot that count, the first ones.
+          vocab_size: of the target.
+          hot: the target's token of each of the drafter's own; None: the same.
+        """
+        is_native, width = self.impl == "native", tree.width
+        if hot is not None and tree.top_k > hot.size:
+            logits, hot = widened(hot, vocab_size)(logits), None
+        if not is_native:
+            if hot is not None and self.sampling is not None:  # By the target's tokens.
+                logits, hot = widened(hot, vocab_size)(logits), None
+            weights = self.weights(logits, level=level, width=width)
+            log_softmax = jax.nn.log_softmax
+            if draw_op.has_kernels(self.impl):
+                log_softmax = functools.partial(draw_op.log_softmax, impl=self.impl)
+            return tree_search.children(weights, tree, hot, log_softmax=log_softmax)
+        count = logits.shape[1]
+        numbers = jnp.broadcast_to(level, (count,))
+        if self.has_probs:
+            numbers = _columns(level, count, width)
+        return children_lib.children(
+            logits,
+            counts,
+            numbers,
+            most=tree.top_k,
+            tau=tree.tau,
+            names=hot,
+            draws=self.native(vocab_size),
+        )
+
+    def native(self, vocab_size: int) -> draws_lib.Draws | None:
+        """Returns how a native call draws; None: by the logits alone."""
+        if self.sampling is None:
+            return None
+        return draws_lib.Draws(
+            settings=self.sampling,
+            positions=self.length,
+            vocab_size=vocab_size,
+            independent=self.has_probs,
+        )
+
+    def begin(
+        self, root: Float[Array, "B 1 V"], tree: tree_shapes.AnyTree
+    ) -> Array | None:
+        """Returns the array that `put` fills, with the root's distribution in it; None
+        where no distributions are kept."""
+        if not self.has_probs:
+            return None
+        num_slots, _, vocab_size = root.shape
+        # One row more, which is no node's: that of leaves.
+        shape = num_slots, tree.num_columns + 1, vocab_size
+        return self.put(jnp.zeros(shape, jnp.float32), root, jnp.int32(0))
+
+    def put(
+        self, probs: Array | None, logits: Float[Array, "B K V"], first: jax.Array
+    ) -> Array | None:
+        """Returns `probs` with the distributions of rows from column `first` on."""
+        if probs is None:
+            return None
+        if draw_op.has_kernels(self.impl):
+            flat, each, _ = self._flat(logits)
+            rows = draw_op.distribution(flat, each, impl=self.impl)
+            rows = rows.reshape(logits.shape)
+        else:
+            rows = jax.lax.map(
+                lambda slot: sampling_lib.distribution(*slot), (logits, self.sampling)
+            )
+        zero = jnp.zeros((), first.dtype)
+        return jax.lax.dynamic_update_slice(probs, rows, (zero, first, zero))
+
+
+Run = Callable[
+    [Any, jax.Array, jax.Array, jax.Array, jax.Array],
+    tuple[Any, jax.Array, jax.Array],
+]
+"""`run(memory, tokens [B, K], parents [B, num_columns], first, num_rows [B])` runs the
+rows of a level, as `tree_search.Expand` has it. Returns the memory, the logits of each
+row `[B, K, Vd]`, and which slots were run."""
+
+
+def grow(
+    draw: Draw,
+    run: Run,
+    root: Float[Array, "B Vd"],
+    memory: Any,
+    *,
+    tree: tree_shapes.AnyTree,
+    wanted: Int[Array, " B"],
+    vocab_size: int,
+    hot: Int[Array, " Vd"] | None = None,
+) -> tuple[Any, protocols.Proposal]:
+    """Returns the memory, and the tree of at most `wanted` nodes after each text.
+
+    Args:
+      root: logits after the pending token.
+      wanted: nodes; 0: the slot sits out.
+      vocab_size, hot: as in `Draw.children`.
+    """
+    widen = widened(hot, vocab_size)
+    children = functools.partial(
+        draw.children, tree=tree, vocab_size=vocab_size, hot=hot
+    )
+
+    def expand(carry, tokens, parents, first, num_rows):
+        """Runs the rows of a level, and finds their children."""
+        memory, probs = carry
+        level = tree_search.level_of(tree, first)
+        memory, rows, has_run = run(memory, tokens, parents, first, num_rows)
+        probs = draw.put(probs, widen(rows), first)
+        found = children(rows, level=level, counts=num_rows)
+        return (memory, probs), found, has_run
+
+    logits = root[:, None]
+    (memory, probs), proposal = tree_search.grow(
+        expand,
+        children(logits, level=jnp.int32(0), counts=jnp.minimum(wanted, 1)),
+        (memory, draw.begin(widen(logits), tree)),
+        tree=tree,
+        wanted=wanted,
+    )
+    if probs is not None:
+        columns = cast(tree_shapes.FixedTree, tree).columns
+        proposal = proposal.replace(probs=probs[:, columns[:-1]])
+    return memory, proposal
+
+
+def _columns(level: jax.Array, count: int, width: int) -> Int[Array, " K"]:
+    """Returns the columns of a level's rows, `width` at most: by their level and their
+    places there, however many rows other levels have."""
+    first = jnp.maximum(1 + (level - 1) * width, 0)
+    return first + jnp.arange(count, dtype=jnp.int32)

@@ -1,0 +1,138 @@
+"""Drafters for slots share a form of slots, and the loop that takes in rows.
+
+A slot's K/V covers a beginning of its text. `take_in` runs what is missing, the rows of
+all slots in each forward.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from spec_jax import compilation
+from spec_jax.engine import protocols, rows as rows_lib
+from spec_jax.paging import cache as paged
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfSlots:
+    """The properties of `drafter`, for `num_slots` sequences of it.
+
+    A drafter for slots is one of these, and drafts.
+    """
+
+    drafter: Any
+    num_slots: int
+
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
+        return self.drafter.gamma_max
+
+    @property
+    def depth_max(self) -> int | None:
+        """The most drafts on a path of a tree; None: chains."""
+        return protocols.complete(self.drafter).depth_max
+
+    @property
+    def vocab_size(self) -> Any:
+        """Entries of the drafter's vocabulary; None: it has none."""
+        return protocols.complete(self.drafter).vocab_size
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's features that the drafter reads."""
+        return protocols.taps_of(self.drafter)
+
+    @property
+    def feature_size(self) -> int | None:
+        """The width of a feature, if the drafter takes one width alone."""
+        return protocols.complete(self.drafter).feature_size
+
+
+def new_cache(
+    slots: rows_lib.SlotRows, *, capacity: int, page_size: int, num_pages: int | None
+) -> paged.PagedKV:
+    """Returns a drafter's own empty cache; raises as `SlotRows.new_cache`."""
+    if slots.model.cache == "static":
+        num_pages = None  # The number of the target's pages, which this one lacks.
+    return slots.new_cache(capacity=capacity, page_size=page_size, num_pages=num_pages)
+
+
+@compilation.one_kernel
+def windows(
+    text: Int[Array, "B max_len"], starts: Int[Array, " B"], size: int
+) -> Int[Array, "B size"]:
+    """Returns `size` tokens of each text, from its start on; past its end, zeros."""
+    rows = jnp.arange(text.shape[0], dtype=jnp.int32)[:, None]
+    columns = starts[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    # `mode="fill"` checks each index, which is a launch of its own on a GPU.
+    found = text.at[rows, columns].get(mode="clip")
+    return jnp.where(columns < text.shape[1], found, 0)
+
+
+Run = Callable[[paged.PagedKV, protocols.Window], tuple[paged.PagedKV, Any, Any]]
+"""Runs a window. Returns the cache, where each column went (`[B, R]`), and outputs by
+row."""
+
+
+def take_in(
+    run: Run,
+    kv: paged.PagedKV,
+    text: Int[Array, "B max_len"] | None,
+    outputs: Any = (),
+    *,
+    goal: Int[Array, " B"],
+    num_rows: int,
+    until: Int[Array, " B"] | None = None,
+    asked: Bool[Array, " B"] | None = None,
+    ahead: int = 0,
+) -> tuple[paged.PagedKV, Any]:
+    """Takes in rows of each slot up to `goal`, as far as there is room for them.
+
+    Args:
+      text: the tokens; None: `run` reads none.
+      outputs: leaves `[B, ..]`, of slots that take in nothing.
+      num_rows: rows that a slot takes in with a forward, at most.
+      until: a slot whose K/V is that long is done; `goal` if None.
+      asked: the slots that take in anything; all if None.
+      ahead: how far a row's token is after the row's place.
+
+    Returns:
+      The cache, and the outputs of each slot's last row.
+    """
+    until = goal if until is None else until
+
+    def step(carry):
+        """Takes in up to `num_rows` rows of each slot."""
+        kv, outputs, wanted = carry
+        start = kv.length
+        num_active = jnp.where(wanted, jnp.minimum(goal - start, num_rows), 0)
+        if text is None:
+            tokens = jnp.zeros((*goal.shape, num_rows), jnp.int32)
+        else:
+            tokens = windows(text, start + ahead if ahead else start, num_rows)
+        window = protocols.Window(tokens=tokens, start=start, num_active=num_active)
+        kv, at, found = run(kv, window)
+        wanted &= kv.length > start  # Else there is no room, or no slot.
+        if jax.tree.leaves(outputs):
+            is_each = jnp.arange(goal.shape[0], dtype=jnp.int32)
+            last = at[is_each, jnp.maximum(num_active - 1, 0)]
+
+        def keep(new, old):
+            new = new.at[last].get(mode="fill", fill_value=0)
+            return jnp.where((num_active > 0)[:, None], new, old)
+
+        outputs = jax.tree.map(keep, found, outputs)
+        return kv, outputs, wanted & (kv.length < until)
+
+    wanted = kv.length < until
+    if asked is not None:
+        wanted &= asked
+    kv, outputs, _ = jax.lax.while_loop(
+        lambda carry: jnp.any(carry[2]), step, (kv, outputs, wanted)
+    )
+    return kv, outputs

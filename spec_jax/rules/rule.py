@@ -1,0 +1,77 @@
+"""The rules of acceptance, as objects. A new one is an entry of `RULES`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from spec_jax.rules import acceptance, tree_acceptance
+
+
+Name = Literal["coupled", "rejection", "block"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Rule:
+    """How drafts are accepted.
+
+    Attributes:
+      name: by which calls and flags know it.
+      is_exact: whether a draft stays if it is what the target draws itself with the
+        noise of seed and position (at temperature 0, its argmax), so that the stream is
+        that of autoregressive decoding, bit for bit. Else the rule keeps the target's
+        distribution, and compares it with `Proposal.probs`.
+      accept_chain: decides on ONE chain: as `acceptance.accept_exact` if `is_exact`,
+        else as `acceptance.accept_block`.
+      accept_tree: decides on ONE tree: as `tree_acceptance.follow` if `is_exact`, else
+        as `tree_acceptance.accept_tree`; None: the rule decides on chains alone.
+    """
+
+    name: str
+    is_exact: bool
+    accept_chain: Callable[..., acceptance.Outcome]
+    accept_tree: Callable[..., acceptance.Outcome] | None
+
+    def __repr__(self) -> str:
+        return repr(self.name)
+
+
+def _accept_rejection(*drafts, row_sums, **random) -> acceptance.Outcome:
+    """Decides as `acceptance.accept_rejection`, which sums no rows."""
+    del row_sums
+    return acceptance.accept_rejection(*drafts, **random)
+
+
+# Looked up when they are called: tests put faults in their places.
+coupled = Rule(
+    name="coupled",
+    is_exact=True,
+    accept_chain=lambda *drafts: acceptance.accept_exact(*drafts),
+    accept_tree=lambda *drafts, **more: tree_acceptance.follow(*drafts, **more),
+)
+rejection = Rule(
+    name="rejection",
+    is_exact=False,
+    accept_chain=_accept_rejection,
+    accept_tree=lambda *drafts, **more: tree_acceptance.accept_tree(*drafts, **more),
+)
+block = Rule(
+    name="block",
+    is_exact=False,
+    accept_chain=lambda *drafts, **more: acceptance.accept_block(*drafts, **more),
+    accept_tree=None,
+)
+
+RULES = {rule.name: rule for rule in (coupled, rejection, block)}
+"""All rules, by name."""
+
+
+def of(rule: Rule | str) -> Rule:
+    """Returns the rule of that name, or the rule itself.
+
+    Raises:
+      ValueError: no rule of that name.
+    """
+    found = rule if isinstance(rule, Rule) else RULES.get(rule)
+    if found is None:
+        raise ValueError(f"{rule=} is not one of {', '.join(RULES)}")
+    return found
