@@ -1,9 +1,18 @@
 """Which drafted tokens stay, and how tokens are drawn: pure functions of arrays."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import spec_jax
 
+
+coupled: Final = "coupled"
+"""A draft stays if it is what the target draws itself: `acceptance.accept_exact`."""
+
+rejection: Final = "rejection"
+"""The rule of `acceptance.accept_rejection`, which keeps the distribution."""
+
+block: Final = "block"
+"""The rule of `acceptance.accept_block`, which keeps the distribution."""
 
 _NAMES = {
     "Outcome": "spec_jax.rules.acceptance",
@@ -25,7 +34,10 @@ __all__ = [
     "accept_rejection",
     "accept_tree",
     "acceptance",
+    "block",
+    "coupled",
     "make_settings",
+    "rejection",
     "sampling",
     "tree_acceptance",
 ]
