@@ -47,7 +47,7 @@ Params = tuple[protocols.Params, protocols.Params]
 
 
 class Info(pytree.Node):
-    """What a step did, by slot; zeros where a slot does not generate."""
+    """Counts of a step, by slot; zeros where a slot does not generate."""
 
     drafted: jax.Array  # [B] int32, drafts that were verified
     accepted: jax.Array  # [B] int32, drafts that the target kept
