@@ -67,14 +67,13 @@ class NnxDrafter:
         return memory
 
 
-def written_by(target, params, *, num_texts=8, num_tokens, seed=0):
+def written_by(parts, *, num_texts=8, num_tokens, seed=0):
     """Returns texts that the target writes of itself, `[num_texts, num_tokens + 1]`."""
-    algo = sj.speculative(target, sj.drafters.NGram(gamma_max=4))
-    firsts = np.random.default_rng(seed).integers(
-        target.config.vocab_size, size=(num_texts, 1)
-    )
+    drafter = sj.drafters.NGram(gamma_max=parts.gamma_max)
+    algo, params = sj.speculative(parts.target, drafter), (parts.target_params, None)
+    rng = np.random.default_rng(seed)
+    firsts = rng.integers(parts.vocab_size, size=(num_texts, 1))
     draws = [sj.Sampling(temperature=0.7, seed=seed + n) for n in range(num_texts)]
-    params = params, None
     state = algo.init(params, firsts.tolist(), max_tokens=num_tokens, sampling=draws)
     state = algo.run(params, state)
     return np.asarray(state.tokens)[:, : num_tokens + 1]
@@ -108,7 +107,7 @@ def train(model, texts, *, steps, batch=256, learning_rate=3e-3, seed=0):
 
 def build(parts, *, num_tokens, steps):
     """Returns a drafter for a target, and its parameters, trained for so many steps."""
-    texts = written_by(parts.target, parts.target_params, num_tokens=num_tokens)
+    texts = written_by(parts, num_tokens=num_tokens)
     model = NextToken(parts.vocab_size, rngs=nnx.Rngs(0))
     loss = train(model, texts, steps=steps)
     print(f"nnx drafter: trained on {texts.size} tokens, loss {loss:.2f}")

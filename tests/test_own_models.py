@@ -1,6 +1,7 @@
 """Targets and drafters of a user's own: the examples, and what a check catches."""
 
 import dataclasses
+import pathlib
 
 import decoding
 import jax
@@ -117,7 +118,7 @@ def test_the_target_of_the_example():
     drafter = sj.drafters.NGram(gamma_max=3)
     state = assert_lossless(target, weights, drafter, max_tokens=32)
     assert state.slots.num_accepted.sum() > 0
-    lines = open(own_target.__file__).read().splitlines()
+    lines = pathlib.Path(own_target.__file__).read_text().splitlines()
     first = lines.index("def init_cache(config, num_slots, capacity):")
     assert lines.index("def main():") - first < 60
 
