@@ -19,18 +19,21 @@ __version__ = "0.2.0"
 _NAMES = {
     "Drafter": "spec_jax.engine.protocols",
     "FixedTree": "spec_jax.drafters.tree_shapes",
+    "ForwardTarget": "spec_jax.engine.forward",
     "Generation": "spec_jax.results",
     "LanguageModel": "spec_jax.loading",
     "Origin": "spec_jax.engine.state",
     "Piece": "spec_jax.results",
     "Proposal": "spec_jax.engine.protocols",
-    "Sampling": "spec_jax.run",
+    "Sampling": "spec_jax.engine.requests",
     "Status": "spec_jax.engine.state",
     "Tree": "spec_jax.drafters.tree_shapes",
+    "autoregressive": "spec_jax.algorithms",
     "check_lossless": "spec_jax.lossless",
     "decode": "spec_jax.generation",
     "generate": "spec_jax.generation",
     "load": "spec_jax.loading",
+    "speculative": "spec_jax.algorithms",
     "stream": "spec_jax.generation",
 }
 _MODULES = ("drafters", "gamma", "rules", "testing")
@@ -38,6 +41,7 @@ _MODULES = ("drafters", "gamma", "rules", "testing")
 __all__ = [
     "Drafter",
     "FixedTree",
+    "ForwardTarget",
     "Generation",
     "LanguageModel",
     "Origin",
@@ -47,6 +51,7 @@ __all__ = [
     "Status",
     "Tree",
     "__version__",
+    "autoregressive",
     "check_lossless",
     "decode",
     "drafters",
@@ -54,20 +59,23 @@ __all__ = [
     "generate",
     "load",
     "rules",
+    "speculative",
     "stream",
     "testing",
 ]
 
 if TYPE_CHECKING:
     from spec_jax import drafters, gamma, rules, testing
+    from spec_jax.algorithms import autoregressive, speculative
     from spec_jax.drafters.tree_shapes import FixedTree, Tree
+    from spec_jax.engine.forward import ForwardTarget
     from spec_jax.engine.protocols import Drafter, Proposal
+    from spec_jax.engine.requests import Sampling
     from spec_jax.engine.state import Origin, Status
     from spec_jax.generation import decode, generate, stream
     from spec_jax.loading import LanguageModel, load
     from spec_jax.lossless import check_lossless
     from spec_jax.results import Generation, Piece
-    from spec_jax.run import Sampling
 
 
 def exports(

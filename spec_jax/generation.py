@@ -13,18 +13,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any, TypedDict, TypeVar, Unpack, cast, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import results, run as run_lib
 from spec_jax.drafters import tree_shapes
-from spec_jax.engine import (
-    baseline,
-    checks,
-    round as round_lib,
-    scheduler as scheduler_lib,
-    verification,
-)
+from spec_jax.engine import checks, scheduler as scheduler_lib, verification
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.loading import LanguageModel
 from spec_jax.model import tokenizer as tokenizer_lib
@@ -274,9 +267,7 @@ def _pieces(
     )
     state, seen = run.scheduler.begin(run.requests[0]), len(run.prompts[0])
     while bool(state.slots.running[0]):
-        state = round_lib.generate(
-            run.scheduler.speculator, state, max_rounds=jnp.int32(1)
-        )
+        state = run.algo.run(run.params, state, max_rounds=1)
         checks.check_pages(state.slots.status, state.slots.length, state.cache)
         length = int(state.slots.length[0])
         tokens = np.asarray(state.slots.tokens[0])[seen:length].tolist()
@@ -349,10 +340,10 @@ def decode(
     outs = []
     for number in range(len(run.prompts)):
         started = time.perf_counter()
-        state = run.decode(number)
-        baseline.check(state, vocab_size=lm.target.config.vocab_size)
+        state = run.base.run(lm.params, run.begin_decoding(number))
+        run.base.generated(state)  # Raises what the loop could only flag.
         seconds = time.perf_counter() - started
-        outs.append(run.decoded(state, number, seconds))
+        outs.append(run.decoded(state.sequences[0], number, seconds))
     return outs[0] if alone else outs
 
 

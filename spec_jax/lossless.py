@@ -5,11 +5,9 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
-from spec_jax import generation, run as run_lib
+from spec_jax import algorithms, generation, run as run_lib
 from spec_jax.debug import evidence, recorder
-from spec_jax.engine import baseline, round as round_lib, state as states
+from spec_jax.engine import state as states
 from spec_jax.loading import LanguageModel
 from spec_jax.rules import rule as rule_lib
 
@@ -130,18 +128,11 @@ def evidence_of(
 
 def _generate(run: run_lib.Run, numbers: range) -> states.State:
     """Generates the requests of one filling of the slots, recorded."""
-    scheduler, window = run.scheduler, run.lm.gamma_max + 1
-    watched = recorder.Recorder(target=scheduler.target, window=window)
-    state = scheduler.empty(
-        draws=any(run.requests[number].sampling is not None for number in numbers)
-    )
-    for slot, number in enumerate(numbers):
-        state = scheduler.admit(state, slot, run.requests[number])
-    return round_lib.generate(
-        scheduler.speculator.replace(target=watched),
-        watched.attach(state),
-        max_rounds=jnp.int32(max(run.requests[n].max_tokens for n in numbers)),
-    )
+    window = run.lm.gamma_max + 1
+    watched = recorder.Recorder(target=run.scheduler.target, window=window)
+    state = run.scheduler.begin(*(run.requests[number] for number in numbers))
+    algo = dataclasses.replace(run.algo, target=watched)
+    return algo.run(run.params, watched.attach(state))
 
 
 def _compare(run: run_lib.Run, numbers: range) -> list[Comparison]:
@@ -156,14 +147,10 @@ def _compare_slot(
     """Compares one slot with decoding of its request alone, on other pages."""
     lm, num_prompt = run.lm, len(run.prompts[number])
     watched = recorder.Recorder(target=lm.target, window=lm.gamma_max + 1)
-    begun = watched.attach(run.begin_decoding(number))
-    plain = baseline.generate(
-        watched,
-        lm.params,
-        begun,
-        max_steps=jnp.int32(run.requests[number].max_tokens),
-    )
-    expected = evidence.of_decode(plain, num_prompt=num_prompt)
+    begun = run.begin_decoding(number)
+    begun = begun.replace(sequences=tuple(map(watched.attach, begun.sequences)))
+    plain = algorithms.autoregressive(watched).run(lm.params, begun)
+    expected = evidence.of_decode(plain.sequences[0], num_prompt=num_prompt)
     found = evidence.of_slot(state, num_prompt=num_prompt, slot=slot)
     return Comparison(
         prompt_tokens=num_prompt,

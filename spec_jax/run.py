@@ -4,26 +4,21 @@ Everything that a user can get wrong is found here, before anything is allocated
 """
 
 import dataclasses
-import inspect
-import math
 import numbers
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import compilation, results
+from spec_jax import algorithms, compilation, results
 from spec_jax.analysis import metrics as metrics_lib
-from spec_jax.drafters import each, tree_shapes
+from spec_jax.drafters import tree_shapes
 from spec_jax.engine import (
     baseline,
     checks,
     protocols,
-    round as round_lib,
-    rows,
+    requests as requests_lib,
     scheduler as scheduler_lib,
     state as states,
     verification,
@@ -31,11 +26,11 @@ from spec_jax.engine import (
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.loading import LanguageModel
 from spec_jax.ops import dispatch
-from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
+from spec_jax.rules import rule as rule_lib
 
 
-PAGE_SIZE = 16
-"""Positions a page, unless another number is given."""
+PAGE_SIZE = algorithms.PAGE_SIZE
+Sampling = requests_lib.Sampling
 
 DEFAULT_GAMMA = 4
 """Tokens drafted a round where no number is given, or `lm.gamma_max` if fewer."""
@@ -48,39 +43,11 @@ Stop = int | str | Sequence[int | str] | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How tokens are drawn; see `sampling.make_settings` for the order of filters.
-
-    Attributes:
-      temperature: divides the logits; 0 is greedy, and takes no filter.
-      top_k: how many tokens stay; None keeps all.
-      top_p: the mass that stays, in `(0, 1]`.
-      min_p: the least probability that stays, as a share of the highest, in `[0, 1]`.
-      seed: of all noise, in `[0, 2**32)`: with it a stream is drawn again, bit for bit.
-
-    Raises:
-      ValueError: a value outside its range, or a filter at temperature 0.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        self.settings()
-
-    def settings(self) -> sampling_lib.SamplingSettings:
-        """Returns the settings as arrays."""
-        return sampling_lib.make_settings(**dataclasses.asdict(self))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """Everything that a call settles before it runs."""
 
     lm: LanguageModel
+    algo: algorithms.Speculative
     prompts: list[list[int]]
     requests: list[scheduler_lib.Request]
     scheduler: scheduler_lib.Scheduler
@@ -110,8 +77,6 @@ class Run:
             lm, gamma = lm.with_tree(gamma), gamma.nodes
         policy: Any = gamma if _is_policy(gamma) else None
         number = None if _is_policy(gamma) else cast(int | None, gamma)
-        if policy is not None and policy_state is None:
-            policy_state = _first_state(policy)
         if policy is None and number is None:
             number = lm.gamma_max
             if not protocols.is_tree(lm.drafter):
@@ -120,67 +85,56 @@ class Run:
             num_slots = min(len(prompts), 8)
         checks.check_count(num_slots=num_slots)
         num_slots = min(num_slots, len(prompts))
-        speculator = round_lib.Speculator(
-            params=(lm.params, lm.drafter_params),
-            target=rows.SlotRows(model=lm.target, num_slots=num_slots),
-            drafter=each.lift(lm.drafter, num_slots, rule=rule, gamma_policy=policy),
-            rule=rule,
-            gamma_policy=policy,
-        )
+        algo = algorithms.speculative(lm.target, lm.drafter, rule=rule, policy=policy)
         own = () if ignore_eos else lm.stop_ids
-        scheduler = scheduler_lib.Scheduler(
-            speculator=speculator,
-            capacity=_capacity(lm, prompts, max_tokens),
+        scheduler = algo.scheduler(
+            (lm.params, lm.drafter_params),
+            num_slots=num_slots,
+            capacity=requests_lib.capacity_for(lm.target, prompts, max_tokens),
             page_size=page_size,
             stop_ids=tuple(dict.fromkeys((*own, *_stop_ids(lm, stop)))),
             policy_state=policy_state,
         )
-        requests = [
-            scheduler_lib.Request(
-                prompt=prompt, max_tokens=max_tokens, gamma=number, sampling=settings
-            )
-            for prompt, settings in zip(
-                prompts, _settings(sampling, prompts), strict=True
-            )
-        ]
+        requests = requests_lib.make(
+            prompts, max_tokens=max_tokens, gamma=number, sampling=sampling
+        )
         for request in requests:
             scheduler.check(request)
         return cls(
             lm=lm,
+            algo=algo,
             prompts=prompts,
             requests=requests,
             scheduler=scheduler,
             skip_special_tokens=skip_special_tokens,
         )
 
+    @property
+    def base(self) -> algorithms.Autoregressive:
+        """The baseline."""
+        return algorithms.autoregressive(self.lm.target)
+
+    @property
+    def params(self) -> algorithms.Params:
+        """The parameters of `algo`."""
+        return self.lm.params, self.lm.drafter_params
+
     def warn(self) -> None:
         """Warns of drafts past the positions that the drafter was trained for."""
         longest = max(map(len, self.prompts)) + self.requests[0].max_tokens
         checks.warn_positions(self.lm.drafter, longest)
 
-    def decode(self, number: int) -> baseline.DecodeState:
-        """Decodes one prompt without drafts; the state as the loop leaves it."""
-        return baseline.generate(
-            self.lm.target,
-            self.lm.params,
-            self.begin_decoding(number),
-            max_steps=jnp.int32(self.requests[number].max_tokens),
-        )
-
-    def begin_decoding(self, number: int) -> baseline.DecodeState:
+    def begin_decoding(self, number: int) -> algorithms.Decoding:
         """Prefills one prompt into a cache of its own."""
-        request, target = self.requests[number], self.lm.target
-        kv = target.new_cache(
-            capacity=self.scheduler.capacity, page_size=self.scheduler.page_size
-        )
-        return baseline.begin(
-            target,
+        request = self.requests[number]
+        return self.base.init(
             self.lm.params,
-            kv,
-            request.prompt,
+            [request.prompt],
             max_tokens=request.max_tokens,
             sampling=request.sampling,
             stop_ids=self.scheduler.stop_ids,
+            capacity=self.scheduler.capacity,
+            page_size=self.scheduler.page_size,
         )
 
     def generation(
@@ -257,28 +211,6 @@ def _is_policy(gamma: Any) -> bool:
     return hasattr(gamma, "choose") and hasattr(gamma, "update")
 
 
-def _first_state(policy: policy_lib.GammaPolicy) -> policy_lib.State:
-    """Returns what the policy's `init` makes of nothing.
-
-    Raises:
-      ValueError: it wants to be told something.
-    """
-    init: Any = getattr(policy, "init", None)
-    if init is None:
-        raise ValueError(
-            f"{type(policy).__name__} has no `init` that makes its first state: give "
-            "it as policy_state"
-        )
-    wanted = inspect.signature(init).parameters.values()
-    names = [one.name for one in wanted if one.default is one.empty]
-    if names:
-        raise ValueError(
-            f"{type(policy).__name__} makes no first state of nothing: give "
-            f"policy_state=policy.init({', '.join(names)})"
-        )
-    return init()
-
-
 def encode(
     lm: LanguageModel, prompt: Any, chat: Mapping[str, Any] | None = None
 ) -> tuple[list[list[int]], bool]:
@@ -350,40 +282,6 @@ def _encode(lm: LanguageModel, prompt: Any, chat: Mapping[str, Any]) -> list[int
     return lm.tokenizer.encode(text, begins=not is_chat)
 
 
-def _settings(
-    sampling: Sampling | Sequence[Sampling] | None, prompts: list[list[int]]
-) -> list[sampling_lib.SamplingSettings | None]:
-    """Returns the settings of each prompt; warns where two draw the same noise."""
-    if sampling is None:
-        return [None] * len(prompts)
-    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
-    if not isinstance(each, Sequence):
-        raise ValueError(f"{sampling=}: give a Sampling, or a list with one a prompt")
-    if len(each) != len(prompts):
-        raise ValueError(
-            f"{len(each)} settings of sampling for {len(prompts)} prompts: give one "
-            "for all, or one for each"
-        )
-    for number, one in enumerate(each):
-        if not isinstance(one, Sampling):
-            raise ValueError(
-                f"sampling[{number}]={one!r}: give a Sampling for each prompt; "
-                "Sampling(temperature=0) is greedy"
-            )
-    drawn = [
-        (tuple(prompt), one)
-        for prompt, one in zip(prompts, each, strict=True)
-        if one.temperature > 0
-    ]
-    if len(set(drawn)) < len(drawn):
-        warnings.warn(
-            "equal prompts with one seed give equal samples: give each its own, as in "
-            "sampling=[sj.Sampling(seed=n) for n in range(8)]",
-            stacklevel=2,
-        )
-    return [one.settings() for one in each]
-
-
 def _stop_ids(lm: LanguageModel, stop: Stop | None) -> list[int]:
     """Returns the ids of the tokens that a caller names."""
     if stop is None:
@@ -404,20 +302,3 @@ def _stop_ids(lm: LanguageModel, stop: Stop | None) -> list[int]:
     if outside:
         raise ValueError(f"stop has token {outside[0]}, outside [0, {size})")
     return ids
-
-
-def _capacity(lm: LanguageModel, prompts: list[list[int]], max_tokens: int) -> int:
-    """Returns positions of a slot: enough for the longest prompt and its answer.
-
-    Rounded up, to within a quarter, so that prompts of about one length share their
-    programs.
-    """
-    longest = max(map(len, prompts))
-    needed, most = longest + max_tokens, lm.target.config.max_position_embeddings
-    if needed > most:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {max_tokens=} make {needed} positions, "
-            f"and the model has {most} (max_position_embeddings): shorten one of them"
-        )
-    step = max(64, 1 << max(int(math.log2(needed)) - 2, 0))
-    return min(-(-needed // step) * step, most)

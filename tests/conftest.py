@@ -79,7 +79,8 @@ BITS = (
     *("engine/test_round.py", "engine/test_trees.py", "engine/test_memory.py"),
     *("engine/test_features.py", "engine/test_slot_rows.py"),
     *("experiments/test_embedded_pair.py", "experiments/test_parity_script.py"),
-    *("test_examples.py", "test_microscope.py", "test_recorder.py"),
+    *("test_algorithms.py", "test_examples.py", "test_microscope.py"),
+    *("test_own_models.py", "test_recorder.py"),
 )
 """Files and folders whose tests compare bits of compiled programs, or look at these:
 they are marked `bits`, and CI compiles them as users do."""
@@ -111,6 +112,7 @@ def pytest_collection_modifyitems(items) -> None:
             item.add_marker(pytest.mark.bits)
     items.sort(key=lambda item: item.path.name not in LONGEST)
     if os.environ.get("SPEC_JAX_REQUIRE_ORACLE") == "1":
+        import flax  # noqa: F401
         import torch  # noqa: F401
         import transformers  # noqa: F401
 

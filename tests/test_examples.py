@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("module", ["generation", "loading", "lossless"])
+@pytest.mark.parametrize("module", ["algorithms", "generation", "loading", "lossless"])
 def test_examples_of_the_docstrings_run(module):
     """As they stand there, on the embedded pair."""
     module = importlib.import_module(f"spec_jax.{module}")

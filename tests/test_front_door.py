@@ -13,8 +13,9 @@ import tokenizers
 
 import spec_jax as sj
 from experiments.lib import prompt_files, prompts
-from spec_jax import generation, lossless, testing
+from spec_jax import generation, testing
 from spec_jax.drafters import ngram
+from spec_jax.engine import round as round_lib
 from spec_jax.gamma import goodput, threshold
 from spec_jax.model import params as params_lib
 
@@ -359,13 +360,13 @@ FAULTS = {
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_planted_fault_makes_check_lossless_false(lm, what, monkeypatch):
     """Negative control: one bit is another, of one prompt, and the table says which."""
-    real = lossless.round_lib.generate
+    real = round_lib.generate
 
     def generate(*arguments, **settings):
         state = real(*arguments, **settings)
         return state.replace(cache=FAULTS[what](state.cache, state.cache.cache))
 
-    monkeypatch.setattr(lossless.round_lib, "generate", generate)
+    monkeypatch.setattr(round_lib, "generate", generate)
     report = sj.check_lossless(lm, PROMPTS[:2], max_tokens=8, num_slots=2, gamma=3)
     assert not report and not report.equal
     first, second = (one.differences for one in report.comparisons)

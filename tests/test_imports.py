@@ -24,6 +24,7 @@ LAYERS = (
     {"rules", "gamma"},
     {"engine"},
     {"drafters"},
+    {"algorithms"},
     {"testing"},
     {"analysis", "debug"},
     {"results"},

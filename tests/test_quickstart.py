@@ -1,6 +1,7 @@
-"""The notebook runs as it is, and shows what it promises."""
+"""The notebooks run as they are, and show what they promise."""
 
 import pathlib
+import re
 
 import nbclient
 import nbformat
@@ -32,6 +33,16 @@ def test_quickstart(monkeypatch):
     assert any("image/png" in d for d in data)
     assert "tokens per target step" in printed
     assert printed.count("equal") >= 3 * 4 and "differ" not in printed
+
+
+@pytest.mark.filterwarnings("default")
+def test_own_loop(monkeypatch):
+    """Fails if a cell raises, tokens are not the oracle's, or seeds are one sample."""
+    found = outputs(EXAMPLES / "own_loop.ipynb", monkeypatch)
+    printed = "".join(output.get("text", "") for output in found)
+    assert "committed [24 24]" in printed and "equal: True" in printed
+    first, second = re.findall(r"^seed \d: (.*)$", printed, re.MULTILINE)
+    assert first != second
 
 
 def test_a_failing_cell_is_an_error(tmp_path, monkeypatch):

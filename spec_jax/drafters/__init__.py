@@ -14,6 +14,7 @@ _NAMES = {
     "Eagle3": "spec_jax.drafters.eagle3",
     "FixedTree": "spec_jax.drafters.tree_shapes",
     "Hybrid": "spec_jax.drafters.hybrid",
+    "NGram": "spec_jax.drafters.ngram",
     "Oracle": "spec_jax.drafters.oracle",
     "PromptLookup": "spec_jax.drafters.ngram",
     "SuffixDecoding": "spec_jax.drafters.suffix",
@@ -26,6 +27,7 @@ __all__ = [
     "Eagle3",
     "FixedTree",
     "Hybrid",
+    "NGram",
     "Oracle",
     "PromptLookup",
     "SuffixDecoding",
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     from spec_jax.drafters.draft_model import DraftModel
     from spec_jax.drafters.eagle3 import Eagle3
     from spec_jax.drafters.hybrid import Hybrid
-    from spec_jax.drafters.ngram import PromptLookup
+    from spec_jax.drafters.ngram import NGram, PromptLookup
     from spec_jax.drafters.oracle import Oracle
     from spec_jax.drafters.suffix import SuffixDecoding
     from spec_jax.drafters.tree_shapes import FixedTree, Tree

@@ -102,6 +102,10 @@ class PromptLookup(text_tree.TextDrafter):
         )
 
 
+NGram = PromptLookup
+"""The drafter by its name in the registry."""
+
+
 def hugging_face(
     *, gamma_max: int, n_max: int = 2, stop_ids: tuple[int, ...] = ()
 ) -> PromptLookup:

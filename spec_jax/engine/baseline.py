@@ -7,7 +7,7 @@ other.
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import compilation, pytree
-from spec_jax.engine import checks, loop, protocols, state as states
-from spec_jax.model import params as params_lib, prompt as prompt_lib, row_model
-from spec_jax.paging import cache as paged
+from spec_jax.engine import checks, loop, protocols, rows, state as states
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -105,9 +103,9 @@ def init_state(
 
 
 def begin(
-    target: row_model.RowModel,
-    params: params_lib.Params,
-    kv: paged.PagedKV,
+    target: Any,
+    params: protocols.Params,
+    kv: Any,
     prompt: checks.Tokens,
     *,
     max_tokens: int,
@@ -120,7 +118,8 @@ def begin(
     Generation ends after `max_tokens`, or earlier where the cache is full.
 
     Args:
-      kv: empty, and donated.
+      target: a `row_model.RowModel`, or a `forward.ForwardTarget` of one slot.
+      kv: empty, of its `new_cache`, and donated.
       sampling: settings by `sampling.make_settings`; None is greedy.
 
     Raises:
@@ -132,7 +131,7 @@ def begin(
         prompt, vocab_size=target.config.vocab_size, capacity=capacity
     )
     limit, capped = checks.limit_of(len(prompt), max_tokens, capacity)
-    kv = prompt_lib.prefill(target, params, kv, prompt[:-1], by_rows=prefill_by_rows)
+    kv = rows.of(target, 1).prefill(params, kv, prompt, slot=0, by_rows=prefill_by_rows)
     return init_state(
         checks.text_buffer(prompt, capacity),
         length=np.int32(len(prompt)),

@@ -140,14 +140,14 @@ def _check_taps(target: Any, drafter: Any) -> None:
     name = protocols.name_of(drafter)
     if not taps:
         return
+    # A trace has the features that were recorded with it, a forward function none.
+    if (given := target.taps) not in (None, taps):
+        raise ValueError(
+            f"{name} reads the target's features at taps={taps}, and "
+            f"{type(target).__name__} has taps={given}: record features with a trace, "
+            "or take a drafter that reads tokens alone"
+        )
     if config is None:
-        # A trace has the features that were recorded with it.
-        if (recorded := target.taps) not in (None, taps):
-            raise ValueError(
-                f"{name} reads the target's features at taps={taps}, and the traces "
-                f"have taps={recorded}: record features with them, or take a drafter "
-                "that reads tokens alone"
-            )
         return
     most = config.num_layers - 1
     for tap in taps:

@@ -10,6 +10,7 @@ each slot gets the logits and the K/V that it would get alone.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -269,6 +270,28 @@ class SlotRows(protocols.Target):
     def pages_needed(self, num_positions: int, page_size: int) -> int:
         """Returns the pages of a sequence of so many positions; a slot keeps one."""
         return max(1, index.pages_for(num_positions, page_size))
+
+
+def of(target: Any, num_slots: int) -> Any:
+    """Returns a target of so many slots.
+
+    Args:
+      target: a `RowModel`; a `protocols.Target` of that many slots; or one that is a
+        dataclass with the field `num_slots`, which is changed.
+
+    Raises:
+      ValueError: a target that has another number of slots.
+    """
+    if isinstance(target, row_model.RowModel):
+        return SlotRows(model=target, num_slots=num_slots)
+    if target.num_slots == num_slots:
+        return target
+    if "num_slots" not in {field.name for field in dataclasses.fields(target)}:
+        raise ValueError(
+            f"{type(target).__name__} has {target.num_slots} slots, and {num_slots} "
+            "are asked for: make it with as many"
+        )
+    return dataclasses.replace(target, num_slots=num_slots)
 
 
 def tile_of(impl: str, slab: int, num_rows: int) -> int:

@@ -317,15 +317,23 @@ class Scheduler:
         memory = self.drafter.prefill(draft_params, state.memory, prompt, **to_drafter)
         return state.replace(cache=cache, memory=memory)
 
-    def begin(self, request: Request) -> states.State:
-        """Returns the state of one request in the first slot, the others empty.
+    def begin(self, *requests: Request) -> states.State:
+        """Returns the state of requests in the first slots, the others empty.
 
         Raises:
-          ValueError: as `check`.
+          ValueError: as `check`, or more requests than slots.
         """
-        self.check(request)
-        state = self.empty(draws=request.sampling is not None)
-        return self.admit(state, 0, request, refills=False)
+        if len(requests) > self.target.num_slots:
+            raise ValueError(
+                f"{len(requests)} requests for {self.target.num_slots} slots: make as "
+                "many slots, or `run` them"
+            )
+        for request in requests:
+            self.check(request)
+        state = self.empty(draws=any(one.sampling is not None for one in requests))
+        for slot, request in enumerate(requests):
+            state = self.admit(state, slot, request, refills=False)
+        return state
 
     def run(
         self,

@@ -93,6 +93,21 @@ class State(pytree.Node):
         """Sequences at once, `B`."""
         return self.slots.length.shape[0]
 
+    @property
+    def tokens(self) -> Int[Array, "B max_len"]:
+        """Committed tokens of each slot, its prompt first, then padding."""
+        return self.slots.tokens
+
+    @property
+    def length(self) -> Int[Array, " B"]:
+        """How many tokens each slot has committed, its prompt included."""
+        return self.slots.length
+
+    @property
+    def done(self) -> Bool[Array, " B"]:
+        """Which slots do not generate."""
+        return ~self.slots.running
+
 
 def begin_slot(
     tokens: Int[Array, " max_len"],

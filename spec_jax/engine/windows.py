@@ -46,7 +46,29 @@ def run(
     """
     kv, window, rows, at = _append(kv, window, tile, impl)
     (height,) = rows.tokens.shape
-    inputs = jax.tree.map(functools.partial(_packed, window, height), inputs)
+    inputs = jax.tree.map(functools.partial(packed, window, height), inputs)
+    if height == tile:
+        kv, outputs = forward(kv, rows, inputs)
+    else:
+        kv, outputs = over_tiles(forward, kv, rows, inputs, empty(height), tile=tile)
+    return rows, at, kv, outputs
+
+
+def over_tiles(
+    forward: Callable,
+    kv: Any,
+    rows: decoder.Rows,
+    inputs: Any,
+    empty: Any,
+    *,
+    tile: int,
+) -> tuple[Any, Any]:
+    """Runs the tiles with active rows, in a loop; the cache, and outputs in `empty`.
+
+    Args:
+      forward: as `Forward`, with a cache of any kind.
+      inputs: of the rows, leaves `[P, ..]`.
+    """
 
     def step(number, carry):
         kv, outputs = carry
@@ -60,13 +82,8 @@ def run(
 
         return kv, jax.tree.map(keep, outputs, parts)
 
-    if height == tile:
-        kv, outputs = forward(kv, rows, inputs)
-    else:
-        outputs = empty(height)
-        num_tiles = -(-rows.num_active // tile)
-        kv, outputs = jax.lax.fori_loop(0, num_tiles, step, (kv, outputs))
-    return rows, at, kv, outputs
+    num_tiles = -(-rows.num_active // tile)
+    return jax.lax.fori_loop(0, num_tiles, step, (kv, empty))
 
 
 @compilation.one_kernel
@@ -86,25 +103,33 @@ def _append(
         kv, first + window.num_active, window.num_active, num_rows=height, impl=impl
     )
     window = window.replace(num_active=num_active)
-    ends = jnp.cumsum(num_active, dtype=jnp.int32)
-    columns = jnp.arange(R, dtype=jnp.int32)[None, :]
-    at = (ends - num_active)[:, None] + columns
-    at = jnp.where(columns < num_active[:, None], at, height)
+    total, at = places(window, height)
     branch = None
-    pack = functools.partial(_packed, window, height)
+    pack = functools.partial(packed, window, height)
     if window.parents is not None:
         positions, branch = map(pack, _layout(window, num_rows=R))
     rows = decoder.Rows(
         tokens=pack(window.tokens),
         slots=slots,
         positions=positions,
-        num_active=ends[-1],
+        num_active=total,
         branch=branch,
     )
     return kv, window, rows, at
 
 
-def _packed(window: protocols.Window, height: int, values: jax.Array) -> jax.Array:
+def places(
+    window: protocols.Window, height: int
+) -> tuple[Int[Array, ""], Int[Array, "B R"]]:
+    """Returns how many columns are run, and the row of each, slot after slot; `height`
+    where it is not run."""
+    ends = jnp.cumsum(window.num_active, dtype=jnp.int32)
+    columns = jnp.arange(window.tokens.shape[1], dtype=jnp.int32)[None, :]
+    at = (ends - window.num_active)[:, None] + columns
+    return ends[-1], jnp.where(columns < window.num_active[:, None], at, height)
+
+
+def packed(window: protocols.Window, height: int, values: jax.Array) -> jax.Array:
     """Returns the values of active columns as rows, and zeros after them."""
     B, R = window.tokens.shape
     values = jnp.broadcast_to(values, (B, R, *values.shape[2:]))

@@ -1,4 +1,5 @@
-"""Helpers of tests: bits compared, values against an oracle, and the drafter kit."""
+"""Helpers of tests: bits compared, values against an oracle, and the kits of drafters
+and targets."""
 
 from spec_jax.testing.bench import TINY, Bench, tiny
 from spec_jax.testing.compare import (
@@ -8,6 +9,7 @@ from spec_jax.testing.compare import (
     tolerance,
 )
 from spec_jax.testing.drafter_kit import CLAUSES, check_drafter
+from spec_jax.testing.target_kit import check_target
 
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "assert_same_bits",
     "bits",
     "check_drafter",
+    "check_target",
     "tiny",
     "tolerance",
 ]

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from spec_jax.engine import baseline, protocols, round as round_lib, rows, scheduler
+from spec_jax import algorithms
+from spec_jax.engine import protocols, scheduler
 from spec_jax.model import (
     config as config_lib,
     params as params_lib,
@@ -89,21 +89,18 @@ class Bench:
     ) -> list[int]:
         """Returns the prompt and what autoregressive decoding writes after it.
 
-        Raises as `baseline.begin` and `baseline.check`.
+        Raises as `Autoregressive.init` and `Autoregressive.generated`.
         """
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
-        state = baseline.begin(
-            self.target,
+        base = algorithms.autoregressive(self.target)
+        state = base.init(
             self.params,
-            self.target.new_cache(**self.sizes),
-            list(prompt),
+            [list(prompt)],
             max_tokens=max_tokens,
             stop_ids=stop_ids,
+            **self.sizes,
         )
-        state = baseline.generate(
-            self.target, self.params, state, max_steps=jnp.int32(max_tokens)
-        )
-        return baseline.committed(state, vocab_size=self.target.config.vocab_size)
+        return [*prompt, *base.generated(base.run(self.params, state))[0]]
 
     def features(self, text: Sequence[int], taps: tuple[int, ...]) -> jax.Array:
         """Returns the features `[T, taps, D]` that decoding computes of a text.
@@ -133,12 +130,12 @@ class Bench:
 
         Raises as `Scheduler.run`.
         """
-        speculator = round_lib.Speculator(
-            params=(self.params, params),
-            target=rows.SlotRows(model=self.target, num_slots=drafter.num_slots),
-            drafter=drafter,
+        queue = algorithms.speculative(self.target, drafter).scheduler(
+            (self.params, params),
+            num_slots=drafter.num_slots,
+            num_stop=1,
+            **self.sizes,
         )
-        queue = scheduler.Scheduler(speculator=speculator, num_stop=1, **self.sizes)
         finished = {one.number: one for one in queue.run(requests)}
         return [
             list(request.prompt) + finished[number].tokens

@@ -340,5 +340,5 @@ def test_replay_without_the_target():
     with pytest.raises(ValueError, match="takes traces with features"):
         scheduler.begin(ask.request(target_params=trace.make_trace(text, size=size)))
     silent = trace.TraceTarget(max_rows=5, size=size)
-    with pytest.raises(ValueError, match=r"and the traces have taps=\(\)"):
+    with pytest.raises(ValueError, match=r"and TraceTarget has taps=\(\)"):
         SMALL.scheduler(CHAIN, target=silent, draft_params=PARAMS)

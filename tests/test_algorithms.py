@@ -1,0 +1,195 @@
+"""`init`, `step`, `run`: what they write is what decoding and the front door write."""
+
+import dataclasses
+import functools
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import wrong_targets
+from decoding import GAMMA_MAX, SMALL
+
+import spec_jax as sj
+from spec_jax import algorithms
+from spec_jax.debug import evidence, recorder
+from spec_jax.engine import rows, verification
+from spec_jax.rules import sampling as sampling_lib
+
+
+PROMPTS = [[7, 3, 90, 7, 3, 41, 7, 3], [5], [1, 2, 3, 4] * 3]
+DRAWS = [sj.Sampling(temperature=0.0), sj.Sampling(seed=4), sj.Sampling(top_k=9)]
+HOW = {"max_tokens": 16, "sampling": DRAWS}
+
+DRAFTER = decoding.draft_drafter(impl=SMALL.target.impl)
+PARAMS = SMALL.weights, decoding.NEARLY_TARGET
+ALGO = sj.speculative(SMALL.target, DRAFTER, rule=sj.rules.coupled)
+BASE = sj.autoregressive(SMALL.target)
+
+
+@functools.cache
+def left_behind(wrong=None) -> tuple[list[evidence.Evidence], list[list[int]]]:
+    """The recorded rounds of `run`, and the tokens; `wrong` is around the target."""
+    slots = rows.SlotRows(model=SMALL.target, num_slots=len(PROMPTS))
+    watched = recorder.Recorder(
+        target=slots if wrong is None else wrong(target=slots), window=GAMMA_MAX + 1
+    )
+    algo = dataclasses.replace(ALGO, target=watched)
+    state = algo.run(PARAMS, watched.attach(ALGO.init(PARAMS, PROMPTS, **HOW)))
+    found = [
+        evidence.of_slot(state, num_prompt=len(prompt), slot=slot)
+        for slot, prompt in enumerate(PROMPTS)
+    ]
+    return found, algo.generated(state)
+
+
+@functools.cache
+def decoded() -> tuple[list[evidence.Evidence], list[list[int]]]:
+    """The same of the oracle."""
+    watched = recorder.Recorder(target=SMALL.target, window=GAMMA_MAX + 1)
+    base = sj.autoregressive(watched)
+    state = BASE.init(PARAMS[0], PROMPTS, **HOW)
+    sequences = tuple(map(watched.attach, state.sequences))
+    state = base.run(PARAMS[0], state.replace(sequences=sequences))
+    found = [
+        evidence.of_decode(one, num_prompt=len(prompt))
+        for one, prompt in zip(state.sequences, PROMPTS, strict=True)
+    ]
+    return found, base.generated(state)
+
+
+def test_run_is_the_oracle_and_the_front_door():
+    """Fails if a token, a log-probability, a logit or a K/V is another integer."""
+    (found, tokens), (expected, plain) = left_behind(), decoded()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert evidence.compare(theirs, ours) == []
+        assert ours.hashes() == theirs.hashes()
+        assert evidence.NOT_COMPARED not in ours.hashes().values()
+    lm = sj.LanguageModel(
+        target=SMALL.target,
+        params=PARAMS[0],
+        drafter=DRAFTER,
+        drafter_params=PARAMS[1],
+        tokenizer=None,
+    )
+    outs = sj.generate(lm, PROMPTS, **HOW)
+    assert tokens == plain == [out.tokens for out in outs]
+    assert [len(one) for one in tokens] == [16] * 3
+    assert len({tuple(one) for one in tokens}) == 3
+
+
+def test_a_target_that_is_one_bit_off_is_seen():
+    """Negative control: one logit of the columns after the first is one ULP off."""
+    found, _ = left_behind(wrong_targets.OneUlpOff)
+    differ = [
+        {difference.what for difference in evidence.compare(theirs, ours)}
+        for theirs, ours in zip(decoded()[0], found, strict=True)
+    ]
+    assert all("logits" in whats for whats in differ)
+
+
+def test_steps_are_a_run_and_say_what_they_did():
+    """A jitted, donated step; compiled once; its counts are those of the slots."""
+    step = jax.jit(ALGO.step, donate_argnums=1)
+    state, infos = ALGO.init(PARAMS, PROMPTS, **HOW), []
+    for _ in range(16):
+        before = state
+        state, info = step(PARAMS, state)
+        infos.append(info)
+        assert before.slots.tokens.is_deleted()
+        if bool(state.done.all()):
+            break
+    assert step._cache_size() == 1
+    assert ALGO.generated(state) == left_behind()[1]
+    total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *infos)
+    slots = state.slots
+    assert total.drafted.tolist() == slots.num_proposed.tolist()
+    assert total.accepted.tolist() == slots.num_accepted.tolist()
+    assert total.committed.tolist() == [16] * 3
+    assert 0 < total.accepted.sum() < total.drafted.sum()
+    assert total.finite.tolist() == [len(infos)] * 3
+
+
+def test_steps_of_the_oracle_are_its_run():
+    """One token a step and slot; a slot that has ended stays as it is."""
+    how = HOW | {"max_tokens": 3}
+    step = jax.jit(BASE.step, donate_argnums=1)
+    state = BASE.init(PARAMS[0], PROMPTS[:2], **how | {"sampling": DRAWS[:2]})
+    for turn in range(4):
+        state, info = step(PARAMS[0], state)
+        assert info.committed.tolist() == [int(turn < 3)] * 2
+        assert not info.drafted.any() and info.finite.all()
+    assert state.done.all() and state.length.tolist() == [11, 4]
+    expected = [text[:3] for text in decoded()[1][:2]]
+    assert BASE.generated(state) == expected
+
+
+def test_a_run_goes_on_where_it_was():
+    """Fails if `max_rounds` compiles again, or a pause changes a token."""
+    state = ALGO.init(PARAMS, PROMPTS, **HOW)
+    before = algorithms.round_lib.generate._cache_size()
+    while not bool(state.done.all()):
+        state = ALGO.run(PARAMS, state, max_rounds=3)
+    assert algorithms.round_lib.generate._cache_size() <= before + 1
+    assert ALGO.generated(state) == left_behind()[1]
+
+
+def test_settings_and_samplings_are_the_same_draws():
+    """Arrays of settings, as `make_settings` gives them, draw as `Sampling` does."""
+    settings = [draw.settings() for draw in DRAWS]
+    assert isinstance(settings[0], sampling_lib.SamplingSettings)
+    state = ALGO.init(PARAMS, PROMPTS, max_tokens=16, sampling=settings)
+    assert ALGO.generated(ALGO.run(PARAMS, state)) == left_behind()[1]
+
+
+def test_a_policy_begins_with_its_own_state():
+    """And says what it wants to be told, if it does."""
+    ladder = sj.gamma.Threshold(ladder=(0, 1, 2, 4))
+    algo = sj.speculative(SMALL.target, DRAFTER, policy=ladder)
+    state = algo.init(PARAMS, PROMPTS[:1], max_tokens=4)
+    assert jax.tree.leaves(state.slots.policy)
+    algo = sj.speculative(
+        SMALL.target, DRAFTER, policy=sj.gamma.Goodput(gamma_max=GAMMA_MAX)
+    )
+    with pytest.raises(ValueError, match=r"policy_state=policy.init\(round_s\)"):
+        algo.init(PARAMS, PROMPTS[:1], max_tokens=4)
+
+
+def test_what_cannot_be_used_is_said():
+    """Before anything runs, with what to write."""
+    with pytest.raises(ValueError, match="rule='luck' is not one of coupled, rej"):
+        sj.speculative(SMALL.target, DRAFTER, rule="luck")
+    with pytest.raises(ValueError, match="params of type dict: give the target's and"):
+        ALGO.init({}, PROMPTS, max_tokens=4)
+    with pytest.raises(ValueError, match="the list of prompts is empty"):
+        ALGO.init(PARAMS, [], max_tokens=4)
+    with pytest.raises(ValueError, match="512 .max_position_embeddings.: shorten"):
+        ALGO.init(PARAMS, PROMPTS, max_tokens=600)
+    slots = rows.SlotRows(model=SMALL.target, num_slots=2)
+    with pytest.raises(ValueError, match="SlotRows has no `forward` of one sequence"):
+        sj.autoregressive(slots)
+    fixed = recorder.Recorder(target=slots, window=GAMMA_MAX + 1)
+    algo = sj.speculative(fixed, DRAFTER)
+    with pytest.raises(ValueError, match="Recorder has 2 slots, and 3 are asked for"):
+        algo.init(PARAMS, PROMPTS, max_tokens=4)
+    scheduler = ALGO.scheduler(PARAMS, num_slots=1, **SMALL.sizes)
+    requests = [decoding.Ask().request()] * 2
+    with pytest.raises(ValueError, match="2 requests for 1 slots"):
+        scheduler.begin(*requests)
+
+
+def test_short_names_are_the_rules():
+    """`rules.coupled` and the others are what `rule=` takes, and no more."""
+    names = sj.rules.coupled, sj.rules.rejection, sj.rules.block
+    assert names == verification.RULES
+
+
+def test_logits_that_are_not_finite_are_told():
+    """In the step's `finite`, and by `generated`."""
+    bad = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), PARAMS[0])
+    state = BASE.init(bad, PROMPTS[1:2], max_tokens=2)
+    state, info = jax.jit(BASE.step)(bad, state)
+    assert info.finite.tolist() == [False] and info.committed.tolist() == [1]
+    with pytest.raises(FloatingPointError, match="1 tokens were chosen from logits"):
+        BASE.generated(state)
