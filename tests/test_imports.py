@@ -28,6 +28,7 @@ LAYERS = (
     {"analysis", "debug"},
     {"results"},
     {"loading"},
+    {"default_gamma"},
     {"run"},
     {"generation"},
     {"lossless"},

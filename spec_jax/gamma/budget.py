@@ -5,7 +5,6 @@ may be worse than a known one is taken only while what was gained before pays fo
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
