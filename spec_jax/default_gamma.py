@@ -90,7 +90,8 @@ def adapted(
     but "coupled", whose tokens depend on gamma, and with several processes, whose
     programs may not differ; the costs are then None.
     """
-    if scheduler.speculator.rule != "coupled" or jax.process_count() > 1:
+    is_exact = scheduler.speculator.rule == "coupled" and jax.process_count() == 1
+    if not is_exact or not lm.gamma_max:
         return scheduler, list(requests), None
     key = scheduler.target.num_slots, any(one.sampling is not None for one in requests)
     known = _known.setdefault(lm, {})
@@ -180,7 +181,7 @@ class _Rounds:
         self._scheduler, self.gamma_max = scheduler, scheduler.drafter.gamma_max
         self._size = scheduler.slot_capacity
         request = max(requests, key=lambda one: one.sampling is not None)
-        prompt = list(request.prompt)[: max(1, self._size // 4)]
+        prompt = list(request.prompt)[: max(1, min(128, self._size // 4))]
         self._request = dataclasses.replace(
             request, prompt=prompt, max_tokens=self._size
         )
@@ -212,7 +213,10 @@ class _Rounds:
         started = time.perf_counter()
         state = jax.block_until_ready(
             round_lib.generate(
-                self._scheduler.speculator, state, max_rounds=jnp.int32(num_rounds)
+                self._scheduler.speculator,
+                state,
+                max_rounds=jnp.int32(num_rounds),
+                until_one_ends=jnp.bool_(False),  # As a run has it: one program.
             )
         )
         seconds = time.perf_counter() - started

@@ -281,7 +281,10 @@ def _pieces(
     state, seen = run.scheduler.begin(run.requests[0]), len(run.prompts[0])
     while bool(state.slots.running[0]):
         state = round_lib.generate(
-            run.scheduler.speculator, state, max_rounds=jnp.int32(1)
+            run.scheduler.speculator,
+            state,
+            max_rounds=jnp.int32(1),
+            until_one_ends=jnp.bool_(False),
         )
         checks.check_pages(state.slots.status, state.slots.length, state.cache)
         length = int(state.slots.length[0])

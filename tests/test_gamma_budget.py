@@ -70,7 +70,7 @@ def test_no_text_is_slower_by_more_than_the_bound(chances, draft):
     found = losses(made, first, draw(CHANCES[chances]), costs)
     assert found.size >= NUM_TEXTS and found.max() <= made.bound + 1e-6
     if CHANCES[chances][0] >= 0.6 and draft <= 0.2:
-        assert found.max() < 0  # And drafts are made where they pay.
+        assert found.mean() < -0.1  # And drafts are made where they pay.
 
 
 def test_the_bound_catches_a_policy_without_a_budget():

@@ -142,8 +142,8 @@ class Budget:
         drafts = jnp.max(asked).astype(jnp.float32)
         if self.silence_is_free:
             drafts = num_verified.astype(jnp.float32) / slots
-        late = jnp.where(asked > 0, state.late * state.num_behind, 0.0)
-        lost = _between(state.lost[0], drafts) + jnp.max(late)
+        behind = jnp.where(asked > 0, state.num_behind, 0).astype(jnp.float32)
+        lost = _between(state.lost[0], drafts) + jnp.max(state.late * behind)
         gain = kept - lost + self.bound / 2 * (1.0 + kept)
         # A slot that began anew has less than the others, who all follow.
         balance = jnp.min(state.balance) + jnp.where(num_active > 0, gain, 0.0)
