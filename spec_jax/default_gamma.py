@@ -22,8 +22,8 @@ from spec_jax.loading import LanguageModel
 
 
 TURNS, SECONDS = (5, 20), 0.2
-"""Of every measurement: so many at least, and up to so many within these seconds. The
-fastest of them counts, since what disturbs one adds to it."""
+"""Each time is measured so often at least, and up to so often within these seconds. The
+fastest counts, since a disturbance only adds to it."""
 
 SAT_OUT = 8
 """Tokens that a drafter sits out where its catching up is timed."""
@@ -38,8 +38,8 @@ def policy_for(
 ) -> tuple[budget.Budget, budget.BudgetState]:
     """Returns the default policy of a model, and its first state.
 
-    Of chains, of as many drafts as the drafter and the costs have; of trees, of all
-    their nodes.
+    It chooses up to as many drafts of a chain as the drafter and the costs have, and up
+    to all nodes of a tree.
 
     Raises:
       ValueError: costs of fewer nodes than a tree has.
@@ -96,7 +96,7 @@ def adapted(
     key = scheduler.target.num_slots, any(one.sampling is not None for one in requests)
     known = _known.setdefault(lm, {})
     if key not in known:
-        # Of the same program as the run.
+        # The policy of any costs has the program of the run.
         some = costs_lib.RoundCosts(round_s=(1.0,) * (lm.gamma_max + 1))
         known[key] = measure(_with(scheduler, *policy_for(lm, some)), requests)
     scheduler = _with(scheduler, *policy_for(lm, known[key]))
@@ -123,10 +123,10 @@ def measure(
 ) -> costs_lib.RoundCosts:
     """Times rounds of all slots, each by itself, in the program that is to run.
 
-    Of 0, 1, 3, 7 .. drafts, and along a line between them: of a text that repeats
-    itself, which lookups find, after the first tokens of the requests. A round of more
-    drafts than any that the drafter made there takes as much longer a draft; of one
-    that made none a draft takes as long as a step, which is the most that a row takes.
+    Rounds of 0, 1, 3, 7 .. drafts are timed, and times between them lie on a line. The
+    text repeats itself, so that lookups find something, after the first tokens of a
+    request. More drafts than a drafter made there take as much longer each; if it made
+    none, a draft counts as a step, since no row takes longer.
 
     Args:
       scheduler: with the policy that `policy_for` makes, of any costs.
@@ -229,7 +229,7 @@ class _Rounds:
         and a policy that chooses all drafts, so that `gamma` alone decides."""
         num_slots, max_len = slots.tokens.shape
         text = np.arange(max_len) % 4
-        if protocols.is_tree(self._scheduler.drafter):  # Of which there are many.
+        if protocols.is_tree(self._scheduler.drafter):  # It can go on in many ways.
             text = np.random.default_rng(0).integers(4, size=max_len)
         text += (self._scheduler.vocab_size or 4) // 2 - 2
         first: Any = self._scheduler.policy_state
