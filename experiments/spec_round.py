@@ -4,9 +4,9 @@ Runs every prompt by autoregressive decoding and speculatively, interleaved in o
 process, and compares all tokens; then replays the committed text through autoregressive
 decoding and counts the verified positions whose argmax differs. Without --temperature
 these runs are greedy, and the text that is shown is drawn separately (temperature 0.7,
-top-p 0.8, top-k 20). With a --target and without --gamma, a policy drafts up to 7 tokens
-where that pays (--gamma-policy budget); else always --gamma, or 4. Exit status: 0
-matched, 2 not matched, or with logits that are not finite, 1 the input was unusable.
+top-p 0.8, top-k 20). With a --target and without --gamma, a policy drafts up to 7
+tokens where that pays (--gamma-policy budget); else always --gamma, or 4. Exit status:
+0 matched, 2 not matched, or with logits that are not finite, 1 the input was unusable.
 """
 
 from experiments.lib import cli
