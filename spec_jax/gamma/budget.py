@@ -86,7 +86,7 @@ class Budget:
 
     @property
     def credit(self) -> float:
-        """What the account holds at first."""
+        """Rounds that the account holds at first."""
         return self.shortest * self.bound / 2
 
     def init(self, costs: costs_lib.RoundCosts, *, asks: policy.State) -> BudgetState:

@@ -1,4 +1,4 @@
-"""What rounds cost: the times that a policy weighs drafts against."""
+"""Costs of rounds: the times that a policy weighs drafts against."""
 
 import dataclasses
 import math
