@@ -47,7 +47,7 @@ class Budget:
       bound: share of the time of plain decoding that trying may cost.
       shortest: tokens of a text from which on that holds.
       savings: rounds that the account holds at most: what a text that turns hard can
-        lose of its gains. The next text in a slot begins with what the first had.
+        lose of its gains. The next text begins with what the first had, at most.
       silence_is_free: a round costs by the drafts that are verified, and not by those
         that are asked for: of drafters that look up.
 
