@@ -4,8 +4,9 @@ Runs every prompt by autoregressive decoding and speculatively, interleaved in o
 process, and compares all tokens; then replays the committed text through autoregressive
 decoding and counts the verified positions whose argmax differs. Without --temperature
 these runs are greedy, and the text that is shown is drawn separately (temperature 0.7,
-top-p 0.8, top-k 20). Exit status: 0 matched, 2 not matched, or with logits that are not
-finite, 1 the input was unusable.
+top-p 0.8, top-k 20). With a --target and without --gamma, a policy drafts up to 7
+tokens where that pays (--gamma-policy budget); else always --gamma, or 4. Exit status:
+0 matched, 2 not matched, or with logits that are not finite, 1 the input was unusable.
 """
 
 from experiments.lib import cli
@@ -63,7 +64,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     policies.add_policy(parser.add_argument_group("adaptive gamma"))
     flags.add_sampling(parser.add_argument_group("sampling"))
-    parser.set_defaults(temperature=None)  # To tell 0 from no temperature at all.
+    # To tell 0 from no temperature at all, and a number that is named from none.
+    parser.set_defaults(temperature=None, gamma=None, gamma_policy=None)
     design = parser.add_argument_group("verification and caches")
     designs.add_flags(design)
     cli.add(
@@ -88,7 +90,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "draft_cache",
         "dump_verify_mismatches",
     )
-    if args.gamma_policy != "goodput":  # Which counts the ranks of a tree's nodes.
+    _choose_gamma(args)
+    # Those count the ranks of a tree's nodes.
+    if args.gamma_policy not in ("fixed", "goodput", policies.BUDGET):
         of_chains += ("gamma_policy",)
     flags.check_tree(parser, args, *of_chains)
     for name in ("verify_path", "acceptance", "dump_verify_mismatches"):
@@ -97,6 +101,22 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                 f"--batch does not go together with {cli.flag_of(name)}: leave one out"
             )
     return args
+
+
+def _choose_gamma(args: argparse.Namespace) -> None:
+    """Fills in what was not named: a budget's policy where that is the front door's
+    default, else always 4.
+
+    Not of the embedded pair, whose counts are to be the same in every run; nor where
+    another choice was made of what is drafted and how it is verified.
+    """
+    if args.gamma_policy is None:
+        chosen = (args.gamma, args.tree, args.schedule, args.verify_path)
+        is_default = chosen == (None, None, None, designs.OURS)
+        is_default &= args.target is not None and args.rule == "coupled"
+        args.gamma_policy = policies.BUDGET if is_default else "fixed"
+    if args.gamma is None:
+        args.gamma = 7 if args.gamma_policy == policies.BUDGET else 4
 
 
 def load(args: argparse.Namespace) -> models.Subject:

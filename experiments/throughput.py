@@ -156,6 +156,9 @@ def settings_of(
     if way.batch is None:
         return settings
     settings = dataclasses.replace(settings, gamma=way.gamma, num_slots=way.batch)
+    if args.gamma_policy == policies.BUDGET and not way.scheduled:
+        prompt = models.typical(subject.ids)  # By the costs of so many slots.
+        return policies.with_policy(policies.BUDGET, subject.lm, settings, prompt)
     if not way.scheduled:
         return settings
     return policies.of_run(args, subject, settings, name=args.gamma_policy)

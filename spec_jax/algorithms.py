@@ -169,7 +169,13 @@ class Speculative:
         Compiled once for a state's shapes, whatever `max_rounds`; `state` is donated.
         """
         speculator = self.speculator(params, state.num_slots)
-        return round_lib.generate(speculator, state, max_rounds=jnp.int32(max_rounds))
+        # As the scheduler calls it, so that both are one program.
+        return round_lib.generate(
+            speculator,
+            state,
+            max_rounds=jnp.int32(max_rounds),
+            until_one_ends=jnp.bool_(False),
+        )
 
     def generated(self, state: states.State) -> list[list[int]]:
         """Returns what each slot generated, without its prompt, on the host.

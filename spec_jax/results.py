@@ -27,7 +27,8 @@ class Generation:
       status: why the generation ended.
       metrics: names and numbers, see `metrics.summarise`; `e2e_s` is the seconds that
         the whole call took, compilation included where it was the first of its kind.
-      provenance: what decides bits: versions, device, implementation, dtype, slab.
+      provenance: what decides bits: versions, device, implementation, dtype, slab; and,
+        where gamma was chosen by them, `round_costs`, which decide counts of rounds.
     """
 
     tokens: list[int]

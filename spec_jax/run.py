@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from spec_jax import algorithms, compilation, results
+from spec_jax import algorithms, compilation, default_gamma, results
 from spec_jax.analysis import metrics as metrics_lib
 from spec_jax.drafters import tree_shapes
 from spec_jax.engine import (
@@ -23,7 +23,7 @@ from spec_jax.engine import (
     state as states,
     verification,
 )
-from spec_jax.gamma import policy as policy_lib
+from spec_jax.gamma import costs as costs_lib, policy as policy_lib
 from spec_jax.loading import LanguageModel
 from spec_jax.ops import dispatch
 from spec_jax.rules import rule as rule_lib
@@ -37,6 +37,9 @@ DEFAULT_GAMMA = 4
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array | Sequence[Mapping[str, Any]]
 """Text, token ids, or the messages of a chat."""
+
+Gamma = int | policy_lib.GammaPolicy | tree_shapes.AnyTree | costs_lib.RoundCosts | None
+"""How many tokens to draft, or what decides it."""
 
 Stop = int | str | Sequence[int | str] | np.ndarray
 """Token ids and names of added tokens that end a generation."""
@@ -52,6 +55,7 @@ class Run:
     requests: list[scheduler_lib.Request]
     scheduler: scheduler_lib.Scheduler
     skip_special_tokens: bool
+    costs: costs_lib.RoundCosts | None = None  # by which the default policy goes
 
     @classmethod
     def make(
@@ -60,7 +64,7 @@ class Run:
         prompts: list[list[int]],
         *,
         max_tokens: int = 64,
-        gamma: int | policy_lib.GammaPolicy | tree_shapes.AnyTree | None = None,
+        gamma: Gamma = None,
         policy_state: policy_lib.State = None,
         sampling: Sampling | Sequence[Sampling] | None = None,
         stop: Stop | None = None,
@@ -75,6 +79,9 @@ class Run:
         checks.check_max_tokens(max_tokens)
         if isinstance(gamma, tree_shapes.AnyTree):
             lm, gamma = lm.with_tree(gamma), gamma.nodes
+        costs = gamma if isinstance(gamma, costs_lib.RoundCosts) else None
+        if costs is not None:
+            gamma, policy_state = default_gamma.policy_for(lm, costs)
         policy: Any = gamma if _is_policy(gamma) else None
         number = None if _is_policy(gamma) else cast(int | None, gamma)
         if policy is None and number is None:
@@ -107,6 +114,24 @@ class Run:
             requests=requests,
             scheduler=scheduler,
             skip_special_tokens=skip_special_tokens,
+            costs=costs,
+        )
+
+    def adapted(self) -> "Run":
+        """Returns the run with the default policy in place of its fixed gamma.
+
+        As it is where `default_gamma.adapted` leaves it. Costs are measured here, once.
+        """
+        scheduler, requests, costs = default_gamma.adapted(
+            self.lm, self.scheduler, self.requests
+        )
+        policy = scheduler.speculator.gamma_policy
+        return dataclasses.replace(
+            self,
+            algo=dataclasses.replace(self.algo, policy=policy),
+            scheduler=scheduler,
+            requests=requests,
+            costs=costs,
         )
 
     @property
@@ -179,8 +204,15 @@ class Run:
             prompt_tokens=self.prompts[number],
             status=results.Status(int(status)),
             metrics=summary | {"e2e_s": seconds},
-            provenance=provenance(lm) | {"rule": self.scheduler.rule.name},
+            provenance=provenance(lm) | self._of_rounds(),
         )
+
+    def _of_rounds(self) -> dict[str, Any]:
+        """Returns the rule, and the costs that gamma was chosen by, if any."""
+        found: dict[str, Any] = {"rule": self.scheduler.rule.name}
+        if self.costs is not None:
+            found["round_costs"] = dataclasses.asdict(self.costs)
+        return found
 
     def _pieces(self, tokens: list[int]) -> list[str]:
         """Returns the text of each token; nothing without a tokenizer."""

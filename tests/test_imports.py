@@ -29,6 +29,7 @@ LAYERS = (
     {"analysis", "debug"},
     {"results"},
     {"loading"},
+    {"default_gamma"},
     {"run"},
     {"generation"},
     {"lossless"},

@@ -181,7 +181,7 @@ def played(made, kept, *, rounds, num_active=B, verified=B):
         accepted = kept(number) if asked else 0
         state = settle(
             state,
-            asked=jnp.bool_(asked),
+            asked=jnp.int32(asked),
             num_active=jnp.int32(num_active),
             num_verified=jnp.int32(verifies),
             num_accepted=jnp.int32(accepted),
@@ -231,7 +231,7 @@ def test_a_round_without_slots_books_nothing():
         lambda leaf: jnp.stack([leaf] * B), ACCOUNT.init(STEP_S, draft_s=DRAFT_S)
     )
     none = dict.fromkeys(("num_active", "num_verified", "num_accepted"), jnp.int32(0))
-    found = ACCOUNT.settle(state, asked=jnp.bool_(False), **none)
+    found = ACCOUNT.settle(state, asked=jnp.int32(0), **none)
     testing.assert_same_bits(found.balance, state.balance)
 
 

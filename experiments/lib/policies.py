@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib import cli, costs, models, profiles, runs
-from spec_jax import loading
+from spec_jax import default_gamma, loading
 from spec_jax.drafters import draft_model, hybrid
 from spec_jax.engine import protocols
 from spec_jax.gamma import goodput, policy, schedule, threshold
@@ -19,6 +19,12 @@ from spec_jax.gamma import goodput, policy, schedule, threshold
 POLICIES = ("fixed", "threshold", "goodput")
 """Always the same gamma; by the share of kept drafts; by expected tokens per second,
 from times that are measured first."""
+
+BUDGET = "budget"
+"""The front door's default: goodput, and as much as its budget pays for."""
+
+MEASURED = (*POLICIES, BUDGET)
+"""All names, of scripts that measure what a policy needs where it runs."""
 
 TURNS = 5  # of the measurement that goodput needs
 
@@ -30,10 +36,11 @@ def add_policy(group: argparse._ActionsContainer) -> None:
         """
         --gamma-policy NAME=fixed  what chooses each round's gamma, up to --gamma:
             nothing (fixed), the share of drafts that were kept (threshold), or expected
-            tokens per second by step costs that are measured before (goodput); of a
-            tree goodput chooses the number of nodes
+            tokens per second by step costs that are measured before (goodput), with a
+            bound on what trying may cost (budget); of a tree goodput and budget choose
+            the number of nodes
         """,
-        NAME=POLICIES,
+        NAME=MEASURED,
     )
     add_schedule(group)
     add_confidence(group)
@@ -197,7 +204,12 @@ def with_policy(
     Args:
       prompt: a prompt of typical length, on which costs are measured where the policy
         needs them.
+
+    Raises:
+      ValueError: a budget under a rule whose tokens would depend on measured times.
     """
+    if name == BUDGET:
+        return _with_budget(lm, settings, prompt)
     chosen = make(
         name,
         lm.drafter,
@@ -206,6 +218,25 @@ def with_policy(
     )
     return dataclasses.replace(
         settings, gamma_policy=chosen.gamma_policy, policy_state=chosen.state
+    )
+
+
+def _with_budget(lm, settings, prompt) -> runs.Settings:
+    """Returns the settings with the default policy of the front door."""
+    if settings.rule != "coupled":
+        raise ValueError(
+            f"policy {BUDGET!r} chooses gamma by measured times, on which tokens would "
+            f"depend under rule {settings.rule!r}: take the rule 'coupled', or a fixed "
+            "gamma"
+        )
+    fixed = dataclasses.replace(settings, gamma_policy=None, policy_state=None)
+    scheduler = runs.make_scheduler(lm, fixed)
+    request = runs.make_request(lm, fixed, prompt)
+    scheduler, _, _ = default_gamma.adapted(lm, scheduler, [request])
+    return dataclasses.replace(
+        settings,
+        gamma_policy=scheduler.speculator.gamma_policy,
+        policy_state=scheduler.policy_state,
     )
 
 

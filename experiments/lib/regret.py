@@ -25,7 +25,7 @@ from spec_jax.gamma import policy, simulation
 
 PLAIN = "plain"
 
-ADAPTIVE = tuple(name for name in policies.POLICIES if name != "fixed")
+ADAPTIVE = tuple(name for name in policies.MEASURED if name != "fixed")
 """Policies that adapt; they are compared with every constant gamma."""
 
 
@@ -122,7 +122,8 @@ def seconds_of(
             max_rounds=jnp.int32(len(text.tokens)),
         )
         total += run.seconds(round_s, catch_up_s=catch_up_s)
-        state = run.state if hand_on else candidate.state
+        learnt = policy.renewed(candidate.gamma_policy, run.state)
+        state = learnt if hand_on else candidate.state
     return total
 
 
@@ -228,7 +229,8 @@ def run_set(
                 seconds[candidate.name][repeat] += done.timing.decode_s
                 matched[candidate.name] &= runs.matches(done, plain)
                 if hand_on:
-                    states[candidate.name] = done.policy_state
+                    learnt = policy.renewed(candidate.gamma_policy, done.policy_state)
+                    states[candidate.name] = learnt
             after_text()
     return LiveSet(seconds=seconds, matched=matched)
 

@@ -288,6 +288,7 @@ def _comparisons() -> Iterator[Step]:
         yield from _schedules()
     command = "regret --prompts 6 --gen-tokens 96 --live --repeats 2"
     yield Step(file="regret.jsonl", runs=(command,))
+    yield Step(file="regret_drawn.jsonl", runs=("regret_drawn",))
     yield from _plans()
     # Recordings of other settings do not go into one file.
     record = "replay --record {{scratch}}_{} --prompts 50 --gamma 7{}"

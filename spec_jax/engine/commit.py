@@ -129,13 +129,13 @@ def update_policy(
     )
 
 
-def settle(schedule: Any, slots: Slots, info: RoundInfo) -> Slots:
-    """Returns the slots with what a schedule learned from the round of all of them."""
+def settle(gamma_policy: Any, slots: Slots, info: RoundInfo) -> Slots:
+    """Returns the slots with what a policy learned from the round of all of them."""
     counts = _counts(slots, info)
     total = lambda numbers: jnp.sum(jnp.where(counts, numbers, 0), dtype=jnp.int32)
-    policy = schedule.settle(
+    policy = gamma_policy.settle(
         slots.policy,
-        asked=total(info.gamma) > 0,
+        asked=jnp.where(counts, info.gamma, 0),
         num_active=total(1),
         num_verified=total(info.proposal.num_drafted),
         num_accepted=total(info.outcome.num_accepted),

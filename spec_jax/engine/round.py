@@ -105,7 +105,7 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
         is_finite=is_finite,
         out_of_pages=running & target.out_of_pages(cache),
     )
-    if policy_lib.schedules(speculator.gamma_policy):
+    if policy_lib.settles(speculator.gamma_policy):
         slots = commit_lib.settle(speculator.gamma_policy, slots, info)
         state = state.replace(slots=slots)
     return _end(speculator, state, cache, memory, verified, info), info

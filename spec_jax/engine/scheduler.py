@@ -289,7 +289,7 @@ class Scheduler:
             state,
             np.int32(slot),
             refills=refills,
-            goes_on=policy_lib.hands_on(self.speculator.gamma_policy),
+            gamma_policy=self.speculator.gamma_policy,
             request={
                 "tokens": checks.text_buffer(prompt, self.slot_capacity),
                 "length": np.int32(len(prompt)),
@@ -410,8 +410,10 @@ def _ended(slots: states.Slots, running: dict[int, int]):
             yield running.pop(slot), slot_of(slots, slot)
 
 
-@loop.donates(static_argnames=("target", "drafter", "refills", "goes_on"))
-def _occupy(target, drafter, draft_params, state, slot, *, refills, goes_on, request):
+@loop.donates(static_argnames=("target", "drafter", "refills", "gamma_policy"))
+def _occupy(
+    target, drafter, draft_params, state, slot, *, refills, gamma_policy, request
+):
     """Initialises a slot and frees the pages of all finished slots.
 
     Admission counts those pages as free, and so they are freed here at the latest. A
@@ -426,8 +428,10 @@ def _occupy(target, drafter, draft_params, state, slot, *, refills, goes_on, req
     occupied = jax.tree.map(lambda all_, x: all_.at[slot].set(x), slots, one)
     if not refills:
         return state.replace(slots=occupied)
-    if goes_on:
-        occupied = occupied.replace(policy=slots.policy)
+    if policy_lib.hands_on(gamma_policy):
+        learnt = policy_lib.renewed(gamma_policy, slot_of(slots, slot).policy)
+        put = lambda all_, x: all_.at[slot].set(x)
+        occupied = occupied.replace(policy=jax.tree.map(put, slots.policy, learnt))
     is_slot = jnp.arange(state.num_slots, dtype=jnp.int32) == slot
     asked = ~slots.running | is_slot
     zeros = jnp.zeros_like(slots.length)

@@ -6,24 +6,30 @@ import spec_jax
 
 
 _NAMES = {
+    "Budget": "spec_jax.gamma.budget",
     "CostCurve": "spec_jax.gamma.theory",
     "Fixed": "spec_jax.gamma.policy",
     "GammaPolicy": "spec_jax.gamma.policy",
     "Goodput": "spec_jax.gamma.goodput",
     "RankGoodput": "spec_jax.gamma.goodput",
+    "RoundCosts": "spec_jax.gamma.costs",
     "Schedule": "spec_jax.gamma.schedule",
     "Threshold": "spec_jax.gamma.threshold",
 }
 
 __all__ = [
+    "Budget",
     "CostCurve",
     "Fixed",
     "GammaPolicy",
     "Goodput",
     "RankGoodput",
+    "RoundCosts",
     "Schedule",
     "Threshold",
+    "budget",
     "confidence",
+    "costs",
     "goodput",
     "policy",
     "schedule",
@@ -34,7 +40,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from spec_jax.gamma import (
+        budget,
         confidence,
+        costs,
         goodput,
         policy,
         schedule,
@@ -42,6 +50,8 @@ if TYPE_CHECKING:
         theory,
         threshold,
     )
+    from spec_jax.gamma.budget import Budget
+    from spec_jax.gamma.costs import RoundCosts
     from spec_jax.gamma.goodput import Goodput, RankGoodput
     from spec_jax.gamma.policy import Fixed, GammaPolicy
     from spec_jax.gamma.schedule import Schedule

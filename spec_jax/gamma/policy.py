@@ -49,9 +49,15 @@ class GammaPolicy(Protocol):
         return False
 
     @pytree.optional
+    def settles(self) -> bool:
+        """Whether it is told of the rounds of all slots: see `settles`."""
+        return False
+
+    @pytree.optional
     def hands_on(self) -> bool:
-        """Whether it keeps its state in a slot when another request begins there; else
-        it begins with its first state."""
+        """Whether it keeps its state in a slot when another request begins there, but
+        for what its `renew` changes, if it has one; else it begins with its first
+        state."""
         return False
 
     @pytree.optional
@@ -118,9 +124,26 @@ def schedules(policy: Any) -> bool:
     return getattr(policy, "schedules", False)
 
 
+def settles(policy: Any) -> bool:
+    """Returns whether a policy's `settle` is told what the round of all slots brought.
+
+    Before `update`, with the states of all slots, leaves `[B, ..]`, and of the slots
+    that the round committed to: `asked [B]`, the tokens that each was to draft, 0 of
+    the others; `num_active`, how many they are; `num_verified`, their drafts together;
+    `num_accepted`, how many of those were kept. It returns the states.
+    """
+    return getattr(policy, "settles", False)
+
+
 def hands_on(policy: Any) -> bool:
     """Returns whether a policy goes on where a slot's next request begins."""
     return getattr(policy, "hands_on", False)
+
+
+def renewed(policy: Any, state: State) -> State:
+    """Returns a state that goes on, of ONE slot, where another text begins."""
+    renew = getattr(policy, "renew", None)
+    return state if renew is None else renew(state)
 
 
 class ProbeState(pytree.Node):

@@ -175,8 +175,10 @@ class Schedule(policy_lib.GammaPolicy):
     allowance: float = 0.01
 
     schedules = True
-    """`trim` is asked how many of the drafts are verified, and `settle` told what the
-    round of all slots brought."""
+    """`trim` is asked how many of the drafts are verified."""
+
+    settles = True
+    """`settle` is told what the round of all slots brought."""
 
     hands_on = True
     """The counts of drafting are of all slots, and outlive their requests."""
@@ -289,26 +291,20 @@ class Schedule(policy_lib.GammaPolicy):
         self,
         state: ScheduleState,
         *,
-        asked: Bool[Array, ""],
+        asked: Int[Array, " B"],
         num_active: Int[Array, ""],
         num_verified: Int[Array, ""],
         num_accepted: Int[Array, ""],
     ) -> ScheduleState:
         """Returns the state with a round of all slots in the account.
 
-        Args:
-          state: of all slots, leaves `[B, ..]`.
-          asked: whether any slot was to draft.
-          num_active: slots that the round committed to, of which a round without any
-            changes nothing.
-          num_verified: drafts, of these slots together.
-          num_accepted: of these drafts.
+        Args: as `policy.settles` says; a round without active slots changes nothing.
         """
         step_s, slots = state.step_s[0], num_active.astype(jnp.float32)
         round_s = step_s[num_active + num_verified] + state.draft_s[0]
         committed = slots + num_accepted.astype(jnp.float32)
         gain = committed - slots * round_s / step_s[num_active]
-        gain = jnp.where(asked, gain, self.allowance * slots)
+        gain = jnp.where(jnp.any(asked > 0), gain, self.allowance * slots)
         balance = state.balance + jnp.where(num_active > 0, gain, 0.0)
         return state.replace(balance=jnp.minimum(balance, self.most))
 

@@ -83,9 +83,12 @@ def simulate(
         kept = is_kept[at, drafts] & (drafts < gamma)
         num_accepted = jnp.sum(jnp.cumprod(kept.astype(jnp.int32)), dtype=jnp.int32)
         caught_up = jnp.where(gamma > 0, run.num_behind, 0)
+        state = run.state
+        if policy.settles(gamma_policy):
+            state = _settle(gamma_policy, state, gamma, num_accepted)
         return step + 1, Simulation(
             state=gamma_policy.update(
-                run.state, gamma=gamma, num_drafted=gamma, num_accepted=num_accepted
+                state, gamma=gamma, num_drafted=gamma, num_accepted=num_accepted
             ),
             position=run.position + num_accepted + 1,
             rounds_at=run.rounds_at.at[gamma].add(1),
@@ -95,6 +98,18 @@ def simulate(
 
     _, run = jax.lax.while_loop(keep_going, body, (jnp.int32(0), run))
     return run
+
+
+def _settle(gamma_policy, state, gamma, num_accepted):
+    """Settles a round of one slot."""
+    settled = gamma_policy.settle(
+        jax.tree.map(lambda leaf: leaf[None], state),
+        asked=gamma[None],
+        num_active=jnp.int32(1),
+        num_verified=gamma,
+        num_accepted=num_accepted,
+    )
+    return jax.tree.map(lambda leaf: leaf[0], settled)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

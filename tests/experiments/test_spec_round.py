@@ -35,7 +35,7 @@ from experiments.lib import (
 )
 from spec_jax import loading
 from spec_jax.analysis import metrics
-from spec_jax.gamma import goodput, threshold
+from spec_jax.gamma import budget, goodput, threshold
 from spec_jax.model import load, tokenizer
 from spec_jax.ops import dispatch
 
@@ -478,5 +478,28 @@ def test_policies_by_name(folders):
     by_speed = made("goodput")
     assert isinstance(by_speed.gamma_policy, goodput.Goodput)
     assert by_speed.policy_state.round_s.shape == (3,)
+    within = made("budget").gamma_policy
+    assert isinstance(within, budget.Budget) and within.silence_is_free
     with pytest.raises(ValueError, match="'none' is not one of fixed, threshold"):
         made("none")
+    settings = dataclasses.replace(settings, rule="block")
+    with pytest.raises(ValueError, match="'budget' chooses gamma by measured times"):
+        made("budget")
+
+
+def test_a_target_without_gamma_adapts(folders):
+    """And the embedded pair does not, so that its counts are the same in every run."""
+    chosen = lambda *more: vars(spec_round.parse_args(more))
+    target = models_of(folders)
+    for more, name, gamma in (
+        ((), "fixed", 4),
+        (("--gamma-policy", "budget"), "budget", 7),
+        (("--gamma-policy", "goodput"), "goodput", 4),
+        (target, "budget", 7),
+        ((*target, "--gamma", "2"), "fixed", 2),
+        ((*target, "--rule", "block"), "fixed", 4),
+        ((*target, "--tree", "2x3:5"), "fixed", 4),
+        ((*target, "--gamma-policy", "budget", "--gamma", "3"), "budget", 3),
+    ):
+        found = chosen(*more)
+        assert (found["gamma_policy"], found["gamma"]) == (name, gamma), more

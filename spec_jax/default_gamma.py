@@ -1,0 +1,248 @@
+"""The default gamma: it adapts, within a budget, by what rounds cost here."""
+
+import dataclasses
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.drafters import text_tree
+from spec_jax.engine import (
+    protocols,
+    round as round_lib,
+    scheduler as scheduler_lib,
+    state as states,
+)
+from spec_jax.gamma import budget, costs as costs_lib, goodput, policy as policy_lib
+from spec_jax.loading import LanguageModel
+
+
+TURNS, SECONDS = (5, 20), 0.2
+"""Each time is measured so often at least, and up to so often within these seconds. The
+fastest counts, since a disturbance only adds to it."""
+
+SAT_OUT = 8
+"""Tokens that a drafter sits out where its catching up is timed."""
+
+_known: weakref.WeakKeyDictionary[
+    LanguageModel, dict[tuple[int, bool], costs_lib.RoundCosts]
+] = weakref.WeakKeyDictionary()
+
+
+def policy_for(
+    lm: LanguageModel, costs: costs_lib.RoundCosts
+) -> tuple[budget.Budget, budget.BudgetState]:
+    """Returns the default policy of a model, and its first state.
+
+    It chooses up to as many drafts of a chain as the drafter and the costs have, and up
+    to all nodes of a tree.
+
+    Raises:
+      ValueError: costs of fewer nodes than a tree has.
+    """
+    is_tree = protocols.is_tree(lm.drafter)
+    return make(
+        costs.upto(lm.gamma_max if is_tree else min(lm.gamma_max, costs.gamma_max)),
+        is_tree=is_tree,
+        looks_up=_looks_up(lm.drafter),
+    )
+
+
+def make(
+    costs: costs_lib.RoundCosts, *, is_tree: bool = False, looks_up: bool = False
+) -> tuple[budget.Budget, budget.BudgetState]:
+    """Returns goodput within a budget, of all drafts that have a time.
+
+    It begins hopeful, since the budget pays: a drafter of no use costs no more than
+    that.
+
+    Args:
+      looks_up: of a drafter that loses nothing where it drafts nothing.
+    """
+    kind = goodput.RankGoodput if is_tree else goodput.Goodput
+    asks = kind(
+        gamma_max=costs.gamma_max,
+        prior=0.7,
+        prior_weight=4.0,
+        probing=policy_lib.Probing(
+            every=1, longest=64, silence_is_free=looks_up, bound=1.0
+        ),
+    )
+    made = budget.Budget(asks=asks, silence_is_free=looks_up)
+    return made, made.init(costs, asks=asks.init(costs.rising_s()))
+
+
+def adapted(
+    lm: LanguageModel,
+    scheduler: scheduler_lib.Scheduler,
+    requests: Sequence[scheduler_lib.Request],
+) -> tuple[
+    scheduler_lib.Scheduler, list[scheduler_lib.Request], costs_lib.RoundCosts | None
+]:
+    """Returns a scheduler and requests of a fixed gamma with the default policy.
+
+    Costs are measured where they are not known of this model, so many slots, and greedy
+    or not. A fixed gamma stays where times would decide more than speed: under rules
+    but "coupled", whose tokens depend on gamma, and with several processes, whose
+    programs may not differ; the costs are then None.
+    """
+    is_exact = scheduler.rule.is_exact and jax.process_count() == 1
+    if not is_exact or not lm.gamma_max:
+        return scheduler, list(requests), None
+    key = scheduler.target.num_slots, any(one.sampling is not None for one in requests)
+    known = _known.setdefault(lm, {})
+    if key not in known:
+        # The policy of any costs has the program of the run.
+        some = costs_lib.RoundCosts(round_s=(1.0,) * (lm.gamma_max + 1))
+        known[key] = measure(_with(scheduler, *policy_for(lm, some)), requests)
+    scheduler = _with(scheduler, *policy_for(lm, known[key]))
+    asked = [dataclasses.replace(one, gamma=lm.gamma_max) for one in requests]
+    return scheduler, asked, known[key]
+
+
+def _looks_up(drafter: protocols.Drafter | protocols.SlotDrafter) -> bool:
+    """Whether a drafter reads the text alone: where it finds nothing, nothing is lost,
+    and it has nothing to catch up with."""
+    return isinstance(getattr(drafter, "drafter", drafter), text_tree.TextDrafter)
+
+
+def _with(
+    scheduler: scheduler_lib.Scheduler, made: budget.Budget, first: budget.BudgetState
+) -> scheduler_lib.Scheduler:
+    """Returns the scheduler with a policy."""
+    speculator = scheduler.speculator.replace(gamma_policy=made)
+    return dataclasses.replace(scheduler, speculator=speculator, policy_state=first)
+
+
+def measure(
+    scheduler: scheduler_lib.Scheduler, requests: Sequence[scheduler_lib.Request]
+) -> costs_lib.RoundCosts:
+    """Times rounds of all slots, each by itself, in the program that is to run.
+
+    Rounds of 0, 1, 3, 7 .. drafts are timed, and times between them lie on a line. The
+    text repeats itself, so that lookups find something, after the first tokens of a
+    request. More drafts than a drafter made there take as much longer each; if it made
+    none, a draft counts as a step, since no row takes longer.
+
+    Args:
+      scheduler: with the policy that `policy_for` makes, of any costs.
+    """
+    rounds = _Rounds(scheduler, requests)
+    sizes = sorted({2**n - 1 for n in range(rounds.gamma_max.bit_length())})
+    sizes = sorted({*sizes, rounds.gamma_max})
+    catches_up = not _looks_up(scheduler.drafter)
+    rounds.run(0, 0)  # Compiles.
+    found: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
+    calls, late = [], []
+    began = time.perf_counter()
+    for turn in range(max(TURNS)):
+        if turn >= min(TURNS) and time.perf_counter() - began > SECONDS:
+            break
+        calls.append(rounds.run(0, 0)[1])
+        for size in sizes:
+            if rounds.make_room(size + 1):
+                found[size].append(rounds.run(size, 1))
+        if catches_up and rounds.make_room(SAT_OUT + 2):
+            rounds.run(0, SAT_OUT)
+            late.append(rounds.run(1, 1)[1])
+    timed = [size for size in sizes if found[size]]
+    drafted = np.array([np.mean([drafts for drafts, _ in found[n]]) for n in timed])
+    seconds = np.array([min(seconds for _, seconds in found[n]) for n in timed])
+    # Without the call itself; a part stays, whatever disturbed calls of tiny models.
+    seconds = np.maximum.accumulate(np.maximum(seconds - min(calls), seconds / 10))
+    round_s = _by_drafts(drafted, seconds, rounds.gamma_max)
+    late_s = 0.0
+    if late:  # A round that is not late has one token to catch up with, too.
+        late_s = max(0.0, min(late) - min(calls) - float(round_s[1])) / (SAT_OUT - 1)
+    return costs_lib.RoundCosts(round_s=tuple(round_s.tolist()), catch_up_s=late_s)
+
+
+def _by_drafts(drafted: np.ndarray, seconds: np.ndarray, gamma_max: int) -> np.ndarray:
+    """Returns the seconds of a round by the drafts that it verifies.
+
+    Args:
+      drafted: how many there were on average, first 0.
+      seconds: of these rounds; they never fall.
+    """
+    drafts, most = np.arange(gamma_max + 1), drafted.max()
+    a_draft_s = (seconds[-1] - seconds[0]) / most if most > 0 else seconds[0]
+    order = np.argsort(drafted, kind="stable")
+    within = np.interp(drafts, drafted[order], seconds[order])
+    return within + np.maximum(drafts - most, 0) * a_draft_s
+
+
+class _Rounds:
+    """Rounds of all slots that draft as many tokens as they are told to."""
+
+    def __init__(self, scheduler, requests):
+        self._scheduler, self.gamma_max = scheduler, scheduler.drafter.gamma_max
+        self._size = scheduler.slot_capacity
+        request = max(requests, key=lambda one: one.sampling is not None)
+        prompt = list(request.prompt)[: max(1, min(128, self._size // 4))]
+        self._request = dataclasses.replace(
+            request, prompt=prompt, max_tokens=self._size
+        )
+        self._state = scheduler.empty(draws=request.sampling is not None)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begins the request in every slot."""
+        for slot in range(self._scheduler.target.num_slots):
+            self._state = self._scheduler.admit(self._state, slot, self._request)
+        self._length = len(self._request.prompt)
+
+    def make_room(self, num_tokens: int) -> bool:
+        """Begins anew if a slot has no room for so many tokens, or a tree's path of
+        them; returns whether it has."""
+        longest = protocols.depth_max(self._scheduler.drafter) + 1
+        most = min(num_tokens, max(longest, SAT_OUT + 2))
+        if self._length + most > self._size:
+            self._begin()
+        return self._length + most <= self._size
+
+    def run(self, gamma: int, num_rounds: int) -> tuple[float, float]:
+        """Returns the drafts of a slot, and the seconds of the call."""
+        slots = self._state.slots
+        before = np.asarray(slots.num_proposed)
+        state = jax.block_until_ready(
+            self._state.replace(slots=self._prepared(slots, gamma))
+        )
+        started = time.perf_counter()
+        state = jax.block_until_ready(
+            round_lib.generate(
+                self._scheduler.speculator,
+                state,
+                max_rounds=jnp.int32(num_rounds),
+                until_one_ends=jnp.bool_(False),  # As a run has it: one program.
+            )
+        )
+        seconds = time.perf_counter() - started
+        self._state, self._length = state, int(np.max(state.slots.length))
+        drafted = np.asarray(state.slots.num_proposed) - before
+        return float(drafted.mean()), seconds
+
+    def _prepared(self, slots: states.Slots, gamma: int) -> states.Slots:
+        """Returns the slots with a text that repeats itself, whatever was committed,
+        and a policy that chooses all drafts, so that `gamma` alone decides."""
+        num_slots, max_len = slots.tokens.shape
+        text = np.arange(max_len) % 4
+        if protocols.is_tree(self._scheduler.drafter):  # It can go on in many ways.
+            text = np.random.default_rng(0).integers(4, size=max_len)
+        text += (self._scheduler.vocab_size or 4) // 2 - 2
+        first: Any = self._scheduler.policy_state
+        pinned = first.replace(
+            balance=jnp.float32(np.inf),
+            asks=first.asks.replace(gamma=jnp.int32(first.asks.reached.shape[0])),
+        )
+        of_all = lambda leaf: jnp.stack([leaf] * num_slots)
+        return slots.replace(
+            tokens=jnp.asarray(np.tile(text.astype(np.int32), (num_slots, 1))),
+            status=jnp.full_like(slots.status, int(states.Status.RUNNING)),
+            gamma=jnp.full_like(slots.gamma, gamma),
+            limit=jnp.full_like(slots.limit, self._size + 1),
+            policy=jax.tree.map(of_all, pinned),
+        )

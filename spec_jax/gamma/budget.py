@@ -1,0 +1,169 @@
+"""Gamma within a budget: whatever drafts bring, trying them costs a bounded share.
+
+Wu et al. (2016), Conservative Bandits, https://arxiv.org/abs/1602.04282: an action that
+may be worse than a known one is taken only while what was gained before pays for it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from spec_jax import pytree
+from spec_jax.gamma import costs as costs_lib, policy
+
+
+class BudgetState(pytree.Node):
+    """The state of `Budget`; times are in rounds without drafts."""
+
+    asks: policy.State  # of the policy that is bounded
+    lost: jax.Array  # [gamma_max + 1] float32, by a round of which no draft is kept
+    late: jax.Array  # [] float32, by each token that the drafter sat out
+    num_behind: jax.Array  # [] int32, such tokens
+    balance: jax.Array  # [] float32, what may be lost now; alike in all slots
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Bounds what a policy may lose against plain decoding.
+
+    All slots share an account of time, in rounds without drafts. A round that drafted
+    puts in the tokens that it committed, by slot, less the time that it took by
+    measured costs; each token puts in `bound / 2` beside that, and at first there is
+    `shortest * bound / 2`. A slot asks for what the policy `asks` chooses, but for no
+    more than the account could pay if no draft of any slot were kept.
+
+    So by these costs a text of `shortest` tokens or more, whatever is kept of it, takes
+    at most `1 + bound` times as long as with gamma 0; in the long run half of that. A
+    drafter of which nothing is kept is tried once in `lost[1] / (bound / 2)` rounds, or
+    more rarely if `asks` waits longer; one whose catching up alone takes more than
+    `bound / 2` of the time is, once it is off, not tried again in that text. With
+    several slots that is true of the batch; there one that has to catch up may
+    overdraw the account, once, by what the others ask for.
+
+    Attributes:
+      asks: chooses gamma, and learns; of chains or of trees.
+      bound: share of the time of plain decoding that trying may cost.
+      shortest: tokens of a text from which on that holds.
+      savings: rounds that the account holds at most: what a text that turns hard can
+        lose of its gains. The next text begins with what the first had, at most.
+      silence_is_free: a round costs by the drafts that are verified, and not by those
+        that are asked for: of drafters that look up.
+
+    Raises:
+      ValueError: a number that is not above 0, or a bound above 1.
+    """
+
+    asks: policy.GammaPolicy
+    bound: float = 0.02
+    shortest: int = 64
+    savings: float = 4.0
+    silence_is_free: bool = False
+
+    settles = True
+    """`settle` is told what the round of all slots brought."""
+
+    hands_on = True
+    """Counts of one text are the best guess for the next."""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.bound <= 1 and self.shortest > 0 and self.savings > 0):
+            raise ValueError(
+                f"bound={self.bound} must lie in (0, 1], shortest={self.shortest} and "
+                f"savings={self.savings} above 0: drafting would never be tried"
+            )
+
+    @property
+    def gamma_max(self) -> int:
+        """That of `asks`."""
+        return self.asks.gamma_max
+
+    @property
+    def reads_ranks(self) -> bool:
+        """Whether `asks` is for trees."""
+        return policy.reads_ranks(self.asks)
+
+    @property
+    def credit(self) -> float:
+        """Rounds that the account holds at first."""
+        return self.shortest * self.bound / 2
+
+    def init(self, costs: costs_lib.RoundCosts, *, asks: policy.State) -> BudgetState:
+        """Returns the state.
+
+        Args:
+          asks: the first state of the policy `asks`.
+
+        Raises:
+          ValueError: times of fewer drafts than may be asked for.
+        """
+        costs = costs.upto(self.gamma_max)
+        round_s = costs.rising_s()
+        return BudgetState(
+            asks=asks,
+            lost=jnp.asarray(round_s / round_s[0] - 1, jnp.float32),
+            late=jnp.float32(costs.catch_up_s / round_s[0]),
+            num_behind=jnp.int32(0),
+            balance=jnp.float32(self.credit),
+        )
+
+    def choose(self, state: BudgetState) -> Int[Array, ""]:
+        """Returns what `asks` chooses, or as much as the account could pay for."""
+        most = state.balance - state.late * state.num_behind.astype(jnp.float32)
+        paid = jnp.sum(state.lost[1:] <= most, dtype=jnp.int32)
+        return jnp.minimum(self.asks.choose(state.asks), paid)
+
+    def update(
+        self, state: BudgetState, *, gamma: Int[Array, ""], **numbers: jax.Array
+    ) -> BudgetState:
+        """Tells `asks` of a round, and counts the tokens that the drafter sat out."""
+        return state.replace(
+            asks=self.asks.update(state.asks, gamma=gamma, **numbers),
+            num_behind=jnp.where(gamma > 0, 0, state.num_behind + 1),
+        )
+
+    def settle(
+        self,
+        state: BudgetState,
+        *,
+        asked: Int[Array, " B"],
+        num_active: Int[Array, ""],
+        num_verified: Int[Array, ""],
+        num_accepted: Int[Array, ""],
+    ) -> BudgetState:
+        """Returns the state with a round of all slots in the account.
+
+        Args: as `policy.settles` says; leaves of the state are `[B, ..]`.
+        """
+        slots = jnp.maximum(num_active, 1).astype(jnp.float32)
+        kept = num_accepted.astype(jnp.float32) / slots
+        # Rows take time by their number, passes of a drafter by the longest of them.
+        drafts = jnp.max(asked).astype(jnp.float32)
+        if self.silence_is_free:
+            drafts = num_verified.astype(jnp.float32) / slots
+        behind = jnp.where(asked > 0, state.num_behind, 0).astype(jnp.float32)
+        lost = _between(state.lost[0], drafts) + jnp.max(state.late * behind)
+        gain = kept - lost + self.bound / 2 * (1.0 + kept)
+        # A slot that began anew has less than the others, who all follow.
+        balance = jnp.min(state.balance) + jnp.where(num_active > 0, gain, 0.0)
+        balance = jnp.minimum(balance, max(self.savings, self.credit))
+        return state.replace(balance=jnp.full_like(state.balance, balance))
+
+    def renew(self, state: BudgetState) -> BudgetState:
+        """Returns the state of ONE slot where another text begins.
+
+        Its prompt is taken in with nothing sat out, and it is not to lose what another
+        text gained.
+        """
+        return state.replace(
+            num_behind=jnp.zeros_like(state.num_behind),
+            balance=jnp.minimum(state.balance, self.credit),
+        )
+
+
+def _between(table: jax.Array, at: jax.Array) -> jax.Array:
+    """Returns a table's value at a place that may lie between two entries."""
+    low = jnp.clip(at.astype(jnp.int32), 0, table.shape[0] - 2)
+    share = at - low.astype(jnp.float32)
+    return table[low] + share * (table[low + 1] - table[low])

@@ -1,0 +1,109 @@
+"""The front door's default gamma: measured once, in provenance, and in no token."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tiny_pair
+
+import spec_jax as sj
+from spec_jax import default_gamma
+from spec_jax.drafters import ngram
+
+
+TEXT = "añ日🙂"
+CHEAP = sj.gamma.RoundCosts(round_s=(1.0, 1.01, 1.02, 1.03, 1.04))
+DEAR = sj.gamma.RoundCosts(round_s=(1.0, 4.0, 7.0, 10.0, 13.0))
+
+
+@pytest.fixture(scope="module")
+def cycle(tmp_path_factory):
+    """A model that writes `TEXT` again and again, and a drafter that finds out."""
+    folder = tiny_pair.write_cycle(tmp_path_factory.mktemp("cycle"), TEXT)
+    return sj.load(folder, drafter="ngram", gamma_max=4)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often costs were measured; they are planted, as `CHEAP` if not told."""
+    calls = []
+
+    def measure(scheduler, requests):
+        calls.append((scheduler.target.num_slots, requests[0].sampling is not None))
+        return measure.planted
+
+    measure.planted = CHEAP
+    monkeypatch.setattr(default_gamma, "measure", measure)
+    monkeypatch.setattr(default_gamma, "_known", type(default_gamma._known)())
+    return measure, calls
+
+
+def test_costs_are_measured_once_for_slots_and_draws(cycle, counted):
+    """And not at all where gamma is given, or nothing is drafted."""
+    _, calls = counted
+    for settings in ({"gamma": 2}, {"gamma": DEAR}, {"rule": "block"}):
+        out = sj.generate(cycle, "a", max_tokens=6, **settings)
+        assert ("round_costs" in out.provenance) == (settings == {"gamma": DEAR})
+    assert sj.check_lossless(cycle, "a", max_tokens=6)
+    sj.decode(cycle, "a", max_tokens=6)
+    assert calls == []
+    for _ in range(2):
+        out = sj.generate(cycle, "a", max_tokens=6)
+        assert out.provenance["round_costs"] == dataclasses.asdict(CHEAP)
+        stream = sj.stream(cycle, "a", max_tokens=6)
+        assert calls == [(1, False)]
+        assert [token for piece in stream for token in piece.tokens] == out.tokens
+    sj.generate(cycle, ["a", TEXT], max_tokens=6)
+    sj.generate(cycle, "a", max_tokens=6, sampling=sj.Sampling(seed=1))
+    assert calls == [(1, False), (2, False), (1, True)]
+    other = cycle.with_drafter(ngram.PromptLookup(gamma_max=4, n_max=2))
+    sj.generate(other, "a", max_tokens=6)
+    assert len(calls) == 4
+
+
+def test_tokens_do_not_depend_on_what_was_measured(cycle, counted, monkeypatch):
+    """Fails if a time decides a token; the counts of rounds are the negative control:
+    they do depend on it, and not where costs are given."""
+    measure, _ = counted
+    settings = {"max_tokens": 40, "sampling": sj.Sampling(temperature=0.5, seed=3)}
+    expected = sj.decode(cycle, TEXT, **settings).tokens
+    rounds = []
+    for measure.planted in (CHEAP, DEAR):
+        monkeypatch.setattr(default_gamma, "_known", type(default_gamma._known)())
+        out = sj.generate(cycle, TEXT, **settings)
+        given = sj.generate(cycle, TEXT, gamma=measure.planted, **settings)
+        assert out.tokens == given.tokens == expected
+        assert out.metrics["rounds"] == given.metrics["rounds"]
+        rounds.append(out.metrics["rounds"])
+    assert rounds[0] < rounds[1] == 40
+
+
+def test_fewer_costs_are_fewer_drafts(cycle):
+    """And a tree needs them of all its nodes."""
+    few = sj.gamma.RoundCosts(round_s=(1.0, 1.01))
+    out = sj.generate(cycle, TEXT * 3, max_tokens=20, gamma=few)
+    assert out.metrics["rounds"] >= 10 and out.metrics["accepted"] > 5
+    trees = cycle.with_tree("2x2:3")
+    with pytest.raises(ValueError, match=r"0 \.\. 1 drafts, and up to 3 are drafted"):
+        sj.generate(trees, TEXT, gamma=few)
+    out = sj.generate(trees, TEXT, max_tokens=12, gamma=CHEAP)
+    assert out.tokens == sj.decode(cycle, TEXT, max_tokens=12).tokens
+
+
+def test_what_is_measured_are_times(cycle):
+    """One a number of drafts; of lookups nothing is caught up with."""
+    run, _ = sj.generation.prepare(cycle, [TEXT, "a"], max_tokens=6)
+    adapted = run.adapted()
+    assert adapted.costs.gamma_max == 4 and adapted.costs.catch_up_s == 0.0
+    assert (np.diff(adapted.costs.round_s) >= 0).all()
+    assert adapted.scheduler.speculator.gamma_policy.silence_is_free
+    assert run.costs is None and run.scheduler.speculator.gamma_policy is None
+
+
+def test_times_between_and_beyond_what_was_drafted():
+    """Along lines; a draft that was never made takes a step."""
+    seconds = np.array([2.0, 3.0, 5.0])
+    found = default_gamma._by_drafts(np.array([0.0, 1.0, 2.0]), seconds, 4)
+    np.testing.assert_allclose(found, [2, 3, 5, 6.5, 8])
+    found = default_gamma._by_drafts(np.zeros(3), np.full(3, 2.0), 3)
+    np.testing.assert_allclose(found, [2, 4, 6, 8])

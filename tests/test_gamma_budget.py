@@ -1,0 +1,157 @@
+"""A budget bounds what trying costs, whatever drafts are worth and rounds take."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import default_gamma, testing
+from spec_jax.gamma import budget, costs as costs_lib, policy, simulation
+
+
+GAMMA_MAX, NUM_TOKENS, NUM_TEXTS = 7, 256, 8
+ROW = 0.03
+DRAFTS = (0.0, 0.05, 0.2, 0.6)
+CHANCES = {
+    "0": (0.0,),
+    "0.1": (0.1,),
+    "0.3": (0.3,),
+    "0.6": (0.6,),
+    "0.9": (0.9,),
+    "turns hard": (0.9, 0.0),
+    "turns easy": (0.0, 0.9),
+}
+AFTER = (16, 40, 64, 120, NUM_TOKENS)
+"""Rounds after which the time is looked at: texts of as many tokens or more."""
+
+
+def costs_of(draft, catch_up_s=0.0):
+    round_s = 1.0 + (draft + ROW) * np.arange(GAMMA_MAX + 1)
+    return costs_lib.RoundCosts(round_s=(*round_s,), catch_up_s=catch_up_s)
+
+
+def draw(chances):
+    """Texts of stretches of equal length, each with one chance for all its drafts."""
+    chance = np.repeat(chances, NUM_TOKENS // len(chances))[:, None]
+    luck = np.random.default_rng(0).random((NUM_TEXTS, NUM_TOKENS, GAMMA_MAX))
+    return jnp.asarray(luck < chance)
+
+
+@functools.partial(jax.jit, static_argnames="made")
+def simulate(made, state, texts):
+    """Runs `[AFTER, texts]`, each of so many rounds."""
+
+    def one(most, text):
+        begun = simulation.begin(made, state)
+        return simulation.simulate(made, begun, text, max_rounds=most)
+
+    each = jax.vmap(jax.vmap(one, in_axes=(None, 0)), in_axes=(0, None))
+    return each(jnp.asarray(AFTER, jnp.int32), texts)
+
+
+def losses(made, state, texts, costs):
+    """Shares by which texts of 64 tokens or more are slower than plain decoding."""
+    runs = simulate(made, state, texts)
+    seconds = np.asarray(runs.rounds_at) @ np.asarray(costs.round_s)
+    seconds += np.asarray(runs.num_caught_up) * costs.catch_up_s
+    tokens = np.asarray(runs.position)
+    return (seconds / tokens - 1)[tokens >= 64]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("chances", CHANCES)
+def test_no_text_is_slower_by_more_than_the_bound(chances, draft):
+    """From a first state that knows nothing, and wherever the text is looked at."""
+    costs = costs_of(draft)
+    made, first = default_gamma.make(costs)
+    found = losses(made, first, draw(CHANCES[chances]), costs)
+    assert found.size >= NUM_TEXTS and found.max() <= made.bound + 1e-6
+    if CHANCES[chances][0] >= 0.6 and draft <= 0.2:
+        assert found.mean() < -0.1  # And drafts are made where they pay.
+
+
+def test_the_bound_catches_a_policy_without_a_budget():
+    """Negative control: the same policy, the same texts, an account that is full."""
+    costs = costs_of(0.6)
+    made, first = default_gamma.make(costs)
+    full = first.replace(balance=jnp.float32(jnp.inf))
+    free = dataclasses.replace(made, savings=float("inf"))
+    assert losses(free, full, draw((0.0,)), costs).max() > 2 * made.bound
+
+
+@pytest.mark.parametrize("catch_up_s", [0.005, 0.03])
+def test_catching_up_is_paid_for(catch_up_s):
+    """Fails if what a probe costs a drafter that sat out is not in the account.
+
+    Negative control: a state that was told of no such cost.
+    """
+    costs = costs_of(0.05, catch_up_s)
+    made, first = default_gamma.make(costs)
+    texts = draw((0.0,))
+    assert losses(made, first, texts, costs).max() <= made.bound + 1e-6
+    if catch_up_s > made.bound:
+        free = first.replace(late=jnp.float32(0))
+        assert losses(made, free, texts, costs).max() > made.bound
+
+
+def test_probes_are_as_rare_as_they_are_dear():
+    """By costs and bound alone: `lost[1] / (bound / 2)` rounds apart, in the end."""
+    texts = jnp.zeros((1, NUM_TOKENS, GAMMA_MAX), bool)
+    for draft in DRAFTS[1:]:
+        made, first = default_gamma.make(costs_of(draft))
+        drafted = np.asarray(simulate(made, first, texts).rounds_at)[-1, 0, 1:]
+        lost = np.arange(1, GAMMA_MAX + 1) * (draft + ROW)
+        paid = made.credit + made.bound / 2 * NUM_TOKENS
+        assert paid - 1.1 * lost[0] < drafted @ lost <= paid
+
+
+def test_a_budget_of_a_batch_is_shared():
+    """By hand: tokens that were kept less what the round took, a slot."""
+    costs = costs_lib.RoundCosts(round_s=(2.0, 2.5, 3.5), catch_up_s=0.2)
+    made, first = default_gamma.make(costs)
+    np.testing.assert_allclose(first.lost, [0, 0.25, 0.75])
+    slots = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), first)
+    slots = slots.replace(num_behind=jnp.array([4, 0, 9], jnp.int32))
+    numbers = {"num_active": 2, "num_verified": 3, "num_accepted": 1}
+    numbers = {name: jnp.int32(number) for name, number in numbers.items()}
+    asked = jnp.array([2, 1, 0], jnp.int32)
+    settled = made.settle(slots, asked=asked, **numbers)
+    gain = 0.5 - (0.75 + 4 * 0.1) + made.bound / 2 * 1.5
+    np.testing.assert_allclose(settled.balance, [made.credit + gain] * 3, rtol=1e-5)
+    lookup, _ = default_gamma.make(costs, looks_up=True)
+    slots = slots.replace(late=slots.late * 0)
+    settled = lookup.settle(slots, asked=asked, **numbers)
+    gain = 0.5 - 0.5 + made.bound / 2 * 1.5  # 1.5 rows a slot: between 0.25 and 0.75.
+    np.testing.assert_allclose(settled.balance, [made.credit + gain] * 3, rtol=1e-5)
+    none = dict.fromkeys(numbers, jnp.int32(0))
+    testing.assert_same_bits(made.settle(slots, asked=asked * 0, **none), slots)
+
+
+def test_a_text_does_not_lose_what_another_gained():
+    """And has nothing to catch up with; what was learnt stays."""
+    made, first = default_gamma.make(costs_of(0.2))
+    rich = first.replace(balance=jnp.float32(3), num_behind=jnp.int32(9))
+    testing.assert_same_bits(policy.renewed(made, rich), first)
+    poor = first.replace(balance=jnp.float32(-1))
+    testing.assert_same_bits(policy.renewed(made, poor), poor)
+    ladder = object()  # A policy that changes nothing there.
+    assert policy.renewed(ladder, rich) is rich
+
+
+def test_costs_and_budgets_that_are_none_are_refused():
+    for bad in ((1.0,), (1.0, 0.0), (1.0, float("nan"))):
+        with pytest.raises(ValueError, match="round_s="):
+            costs_lib.RoundCosts(round_s=bad)
+    with pytest.raises(ValueError, match="catch_up_s=-1"):
+        costs_lib.RoundCosts(round_s=(1.0, 1.0), catch_up_s=-1)
+    with pytest.raises(ValueError, match=r"0 \.\. 7 drafts, and up to 9"):
+        costs_of(0.1).upto(9)
+    asks = policy.Fixed(gamma_max=2)
+    for bad in ({"bound": 0.0}, {"bound": 2.0}, {"shortest": 0}, {"savings": 0.0}):
+        with pytest.raises(ValueError, match="drafting would never be tried"):
+            budget.Budget(asks=asks, **bad)
+    noisy = costs_lib.RoundCosts(round_s=(1.0, 1.2, 1.1))
+    np.testing.assert_array_equal(noisy.rising_s(), [1.0, 1.2, 1.2])
