@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import exact_cells, files, paths, runs
+from experiments.lib import exact_cells, files, runs, superseded
 from spec_jax import compilation, loading
 from spec_jax.debug import recorder
 from spec_jax.engine import (
@@ -29,8 +29,6 @@ from spec_jax.model import fingerprint
 
 
 TOP = 5
-ACCEPTANCES = ("verify", "decode")
-"""What decided tokens: verification, or decoding (`ablations.decode_rounds`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,6 @@ class Mismatch:
     position: int  # of the row that differs
     verify_argmax: int  # what verification chose there
     decode_argmax: int  # what decoding chose there
-    acceptance: str  # of `ACCEPTANCES`
     prefill: str  # of `exact_cells.PREFILLS`
     verify_path: str
     impl: str
@@ -93,16 +90,15 @@ def read(spec: str) -> Mismatch:
     if row.get("kind") != "mismatch":
         raise ValueError(
             f"{where}: a line of kind {row.get('kind')!r}, not 'mismatch'; "
-            "spec_round.py writes them with --dump-verify-mismatches, and exactness.py "
+            "history.py writes them with --dump-verify-mismatches, and exactness.py "
             "with --out"
         )
     made = files.checked(row, Mismatch, where)
-    choices = {"acceptance": ACCEPTANCES, "prefill": exact_cells.PREFILLS}
-    for key, allowed in choices.items():
-        if row[key] not in allowed:
-            raise ValueError(
-                f"{where}: {key}={row[key]!r} is not one of {', '.join(allowed)}"
-            )
+    if row["prefill"] not in exact_cells.PREFILLS:
+        raise ValueError(
+            f"{where}: prefill={row['prefill']!r} is not one of "
+            f"{', '.join(exact_cells.PREFILLS)}"
+        )
     _check_windows(row, where)
     return made
 
@@ -153,15 +149,14 @@ def find(
     prompt: list[int],
     *,
     name: str,
-    verify_path: str = paths.ROWS,
-    acceptance: str = "verify",
+    verify_path: str,
     scheduler: scheduler_lib.Scheduler | None = None,
 ) -> list[dict[str, Any]]:
     """Returns the mismatches of one prompt, as JSON rows.
 
     Args:
       name: of the prompt.
-      verify_path: of `paths.VERIFY`.
+      verify_path: of `superseded.PATHS`.
       scheduler: of one slot; None: what `settings` say.
 
     Returns:
@@ -177,7 +172,7 @@ def find(
     """
     scheduler = scheduler or runs.make_scheduler(lm, settings)
     request = runs.make_request(lm, settings, prompt)
-    path = paths.slot_target(verify_path, lm.target)
+    path = superseded.target(verify_path, lm.target)
     text, seen = _windows(scheduler, path, request)
     decoded = _decoded(lm, settings, text, len(prompt))
     by_rows = settings.prefill_by_rows
@@ -185,7 +180,6 @@ def find(
         by_rows = lm.target.prefills_by_rows
     description = {
         "verify_path": verify_path,
-        "acceptance": acceptance,
         "impl": lm.target.impl,
         "dtype": lm.target.config.dtype,
         "slab": lm.target.slab,
@@ -228,9 +222,7 @@ def _windows(
     seen = []
     while bool(state.slots.running[0]):
         window = _next_window(speculator, state)
-        # Where decoding decides, windows run on a cache of their own.
-        cache = getattr(state.cache, "mirror", state.cache)
-        logits, chosen = _verify(path, speculator.params[0], cache, window)
+        logits, chosen = _verify(path, speculator.params[0], state.cache, window)
         window, logits, chosen = jax.device_get((window, logits, chosen))
         state = round_lib.generate(speculator, state, max_rounds=jnp.int32(1))
         start = int(window.start[0])

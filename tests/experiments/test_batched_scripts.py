@@ -18,7 +18,7 @@ def command(folders, *more: str) -> list[str]:
     "more",
     [
         ("--gamma-policy", "threshold", "--confidence", "0.1"),
-        ("--drafter", "hybrid", "--draft-cache", "round"),
+        ("--drafter", "hybrid"),
     ],
 )
 def test_a_batch_of_any_drafter(folders, tmp_path, more):

@@ -151,7 +151,7 @@ def test_cache_lengths_drafts_and_prompts(folder, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def mismatch(folder) -> dict:
-    """A line as `spec_round.py --dump-verify-mismatches` writes it."""
+    """A line as `history.py --dump-verify-mismatches` writes it."""
     _, params = load.load(folder)
     return {
         "kind": "mismatch",
@@ -167,7 +167,6 @@ def mismatch(folder) -> dict:
         "decode_argmax": 15,
         "verify_top5": [],
         "verify_path": "row-loop",
-        "acceptance": "verify",
         "prefill": "rows",
         "impl": "native",
         "dtype": "float32",
@@ -235,7 +234,6 @@ def test_a_choice_that_is_met_again(folder, tmp_path, mismatch, capsys):
         ({"start": 9}, "start=9 is not where a window can begin: .* at position 6"),
         ({"window_rows": 2}, "window_rows=2, but a window has 3 tokens"),
         ({"starts": [3, 6], "window": [1], "window_rows": 2, "position": 6}, "3 tok"),
-        ({"acceptance": "both"}, "acceptance='both' is not one of verify, decode"),
         ({"prefill": "slow"}, "prefill='slow' is not one of rows, batched"),
         ({"slab": "4"}, "slab='4' is no int"),
         ({"verify_path": "sideways"}, "path='sideways' is not one of"),
@@ -420,5 +418,3 @@ def test_paths_by_name():
     """Fails if a name that nothing has is taken, or a batch of what has none."""
     with pytest.raises(ValueError, match="path='sideways' is not one of decode"):
         paths.check("sideways")
-    with pytest.raises(ValueError, match="'flash' runs one sequence, and 2 slots"):
-        paths.slot_target("flash", None, 2)

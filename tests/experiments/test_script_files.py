@@ -14,7 +14,6 @@ OUTPUTS = {
     "compare_llama_cpp": ("--out",),
     "exactness": ("--out", "--certificate"),
     "fit_scores": ("--out",),
-    "history": ("--out",),
     "kernels": ("--out",),
     "latency": ("--out",),
     "multi_process": ("--out",),
@@ -23,7 +22,7 @@ OUTPUTS = {
     "profile_steps": ("--out",),
     "regret": ("--out",),
     "replay": ("--out", "--record"),
-    "spec_round": ("--out", "--dump-verify-mismatches"),
+    "history": ("--out", "--dump-verify-mismatches"),
     "sweep": ("--out",),
     "throughput": ("--out",),
 }

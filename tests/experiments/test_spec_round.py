@@ -6,7 +6,6 @@ import json
 import pathlib
 import re
 import shutil
-import types
 
 import pytest
 import tiny_pair
@@ -24,10 +23,7 @@ from script_runs import (
 from experiments import spec_round
 from experiments.lib import (
     cli,
-    mismatches,
     policies,
-    prompt_files,
-    records,
     results,
     runs,
     samples,
@@ -168,24 +164,16 @@ def test_a_drafter_from_outside(folders, tmp_path, monkeypatch):
 
 
 def test_designs_and_settings_that_change_no_token(folders, tmp_path):
-    """Superseded designs that keep the bits, and other caches, prefills and pages."""
+    """Other caches, prefills and pages."""
     out = tmp_path / "out.jsonl"
     rows = {}
     for name, more in {
         "ours": (),
-        "loop": ("--verify-path", "row-loop", "--cache", "static"),
-        "decode": ("--acceptance", "decode", "--verify-path", "flash"),
-        "round": ("--draft-cache", "round", "--prefill", "rows"),
+        "static": ("--cache", "static", "--prefill", "rows"),
     }.items():
         more = (*more, "--prompts", "1", "--out", str(out))
         assert spec_round.main(command(folders, *more)) == 0, name
         rows[name] = rows_of(out)[-1]
-    assert rows["loop"]["verify_steps"] == (
-        rows["ours"]["rounds"] + rows["ours"]["proposed"]
-    )
-    assert rows["decode"]["commit_decode_steps"] == (
-        rows["ours"]["rounds"] + rows["ours"]["accepted"]
-    )
     for name in ("rounds", "proposed", "accepted", "tokens"):
         assert len({row[name] for row in rows.values()}) == 1, name
     more = ("--prefill", "batched", "--page-size", "8", "--dtype", "bfloat16")
@@ -255,26 +243,6 @@ def test_interrupts_leave_what_is_finished(folders, tmp_path, monkeypatch, capsy
     assert spec_round.main(command(folders, "--out", str(out))) == cli.INTERRUPTED
     assert [row["id"] for row in rows_of(out)] == ["py-01"]
     assert f"finished rows are in {out}" in capsys.readouterr().err
-
-
-def test_mismatches_name_their_commit(tmp_path, monkeypatch):
-    """Fails if a published row cannot be said to be of any code."""
-    monkeypatch.setattr(mismatches, "find", lambda *_, **__: [{"kind": "mismatch"}])
-    path = tmp_path / "lines.jsonl"
-    args = spec_round.parse_args(["--dump-verify-mismatches", str(path)])
-    prompt = prompt_files.Prompt(id="py-01", text="", category=None)
-    result = results.PromptResult(
-        prompt=prompt, prompt_ids=[1], plain=[], spec=[], mismatches=1
-    )
-    subject = types.SimpleNamespace(lm=None, settings=None)
-    with records.open_rows(path, allow_dirty=True) as lines:
-        said = spec_round.dump_mismatches(args, subject, [result], lines)
-    assert said.startswith("1 of 1 mismatches reproduced")
-    (row,) = rows_of(path)
-    assert row["kind"] == "mismatch"
-    provenance = records.provenance()
-    assert {name: row[name] for name in provenance} == provenance
-    assert {"git_commit", "git_dirty"} <= set(row)
 
 
 def test_conversations_and_categories(folders, tmp_path, capsys):
@@ -351,17 +319,13 @@ def test_wide_defaults_change_nothing(folders, tmp_path):
         (("--out", "/"), ("directory",)),
         (("--frobnicate",), ("--frobnicate",)),
         (("--batch", "0"), ("--batch", "0 must be at least 1")),
-        (("--batch", "2", "--verify-path", "flash"), ("together", "--verify-path")),
-        (("--batch", "2", "--acceptance", "decode"), ("together", "--acceptance")),
         (("--gamma-policy", "random"), ("invalid choice: 'random'",)),
         (("--confidence", "1.5"), ("is no probability",)),
         (("--confidence", "nan"), ("is no probability",)),
         (("--confidence", "0.5", "--drafter", "ngram"), ("PromptLookup has none",)),
-        (("--draft-cache", "round", "--drafter", "ngram"), ("no draft cache",)),
         (("--tree", "4x12"), ("--tree", "'4x12' is no tree", "4x12:15")),
         (("--tree", "2x2:7"), ("--tree", "nodes=7 exceed the 6 candidates")),
         (("--tree", "2x2:4", "--drafter", "hybrid"), ("Hybrid drafts chains alone",)),
-        (("--tree", "2x2:4", "--verify-path", "flash"), ("together", "--verify-path")),
         (("--tree", "2x2:4", "--gamma-policy", "threshold"), ("together", "chains")),
         (("--tree", "2x2:4", "--confidence", "0.5"), ("min_confidence=0.5",)),
         (
