@@ -207,12 +207,6 @@ def run(args: argparse.Namespace) -> int:
             f"no rows for {' or '.join(names)}; the rows there are of kind {found}"
         )
     check_folder(args.out)
-    for path in args.files:
-        if any(files.is_same(path, figure) for figure in args.out.glob("*.svg")):
-            raise ValueError(
-                f"--out {args.out} holds {path}, which a figure could replace: name "
-                "another folder"
-            )
     status = DRAWN
     for name in names:
         is_fine, line = draw_rows(name, rows, args.out)

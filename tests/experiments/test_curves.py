@@ -42,15 +42,6 @@ def test_the_largest_gamma_is_drawn_and_equal_curves_are_one():
     assert {curve.rows[0]["gamma"] for curve in curves} == {4}
 
 
-def test_more_curves_than_colours_are_refused():
-    many = [made.summary(2, accepted_hist=[i, 1, 1], gen_tokens=i) for i in range(9)]
-    with pytest.raises(
-        ValueError, match="9 curves, .* gen_tokens: choose with --where"
-    ):
-        curves_lib.of_largest_gamma(many, "accepted_hist")
-    assert len(curves_lib.of_largest_gamma(many[:8], "accepted_hist")) == 8
-
-
 def test_curves_of_a_sweep():
     """All categories together; a file of prompts is called by its name."""
     rows = [made.cell("ngram", gamma, name) for gamma in (4, 2) for name in ("a", "b")]

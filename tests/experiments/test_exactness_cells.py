@@ -183,52 +183,6 @@ def test_a_fault_of_trees_is_caught(
 #
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (("--gamma", "0"), ("--gamma", "0 must be at least 1")),
-        (("--gamma", "2,x"), ("--gamma", "2,x")),
-        (("--gamma", "4"), ("--gamma 4", "slab of 5", "one of 4")),
-        (("--impl", "native,cuda"), ("--impl", "cuda", "triton")),
-        (("--impl", "triton"), ("triton",)),
-        (("--dtype", "float16"), ("--dtype", "float16")),
-        (("--drafter", "medusa"), ("--drafter", "medusa", "always-right")),
-        (("--drafter", "nowhere:Medusa"), ("nowhere:Medusa", "No module")),
-        (("--cache", "x"), ("--cache", "x")),
-        (("--prefill", "x"), ("--prefill", "x")),
-        (("--sampling", "warm"), ("--sampling", "'warm'", "greedy, sampled")),
-        (("--gamma-policy", "random"), ("--gamma-policy", "'random'", "threshold")),
-        (("--batch", "0"), ("--batch", "0 must be at least 1")),
-        (("--batch", "4"), ("--batch 4 needs 4 prompts", "3 are to be run")),
-        (("--rule", "block"), ("--rule block", "distribution", "coupled")),
-        (("--prompts", "0"), ("--prompts 0",)),
-        (("--prompts", "1000"), ("1000 prompts", "at most")),
-        (("--prompts", "nowhere.jsonl"), ("nowhere.jsonl",)),
-        (("--gen-tokens", "2048"), ("py-01", "holds 0")),
-        (("--page-size", "1000000000"), ("--page-size 1000000000 is above 2048",)),
-        (("--out", "/nowhere/out.jsonl"), ("/nowhere",)),
-        (("--certificate", "/nowhere/c.json"), ("/nowhere",)),
-        (("--certificate", "."), ("directory",)),
-        (("--isa", "sse"), ("--isa", "sse", "portable")),
-        (("--tree", "4x12"), ("--tree", "'4x12' is no tree", "4x12:15")),
-        (("--tree", "[[0],[0,0]]"), ("--tree", "commas", "NAME.json")),
-        (("--tree", "nowhere.json"), ("nowhere.json", "No such file")),
-        (("--tree", "2x2:4"), ("2x2:4", "gamma_policy=threshold", "run them apart")),
-        (
-            ("--tree", "2x2:4", "--gamma-policy", "fixed", "--drafter", "oracle"),
-            ("Oracle drafts chains alone",),
-        ),
-        (("--drafter", "eagle3"), ("needs a head", "none is given")),
-        (("--head", "."), ("--drafter: config.json", "No such file")),
-        (("--limit", "1"), ("--limit", "--verify")),
-        (("--verify", "c.json"), ("--verify", "certificate alone")),
-    ],
-)
-def test_unusable_flags(folders, capsys, more, words):
-    arguments = commands.several_cells(folders, *more)
-    commands.assert_fails_with(capsys, arguments, *words)
-
-
 class FromOutside:
     """A drafter of another package: it repeats the last token."""
 

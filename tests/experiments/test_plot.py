@@ -6,11 +6,11 @@ import math
 from xml.etree import ElementTree
 
 import pytest
-from figure_rows import FIGURES, PROVENANCE, parity, summary
-from script_runs import assert_fails_with, write_rows
+from figure_rows import FIGURES, PROVENANCE, parity
+from script_runs import write_rows
 
 from experiments import plot
-from experiments.lib import cli, curves as curves_lib
+from experiments.lib import curves as curves_lib
 
 
 needs_matplotlib = pytest.mark.skipif(
@@ -72,17 +72,6 @@ def test_every_figure_says_what_it_is_of(name, tmp_path):
     for words in said:
         assert words in texts, words
     assert figures.read_source(path) == curves_lib.digests(rows)
-
-
-@needs_matplotlib
-@pytest.mark.parametrize("name", ["acceptance", "sweep_positions", "ablations"])
-def test_markers_at_the_upper_edge_are_whole(name):
-    """Fails if half of a marker at a rate of 1 is cut off."""
-    from experiments.lib import figures
-
-    drawn = getattr(figures, name)(FIGURES[name].rows)
-    lines = [line for axes in drawn.axes for line in axes.lines]
-    assert lines and not any(line.get_clip_on() for line in lines)
 
 
 @needs_matplotlib
@@ -154,16 +143,6 @@ def test_a_row_of_parity_is_a_figure_of_its_own(tmp_path):
 
 
 @needs_matplotlib
-def test_one_figure_that_fails_takes_no_other_with_it(tmp_path, capsys):
-    rows = write_rows(tmp_path / "rows.jsonl", [summary(4)])
-    assert plot.main([str(rows), "--out", str(tmp_path)]) == cli.UNUSABLE == 1
-    assert (
-        "speedup is not drawn: no settings were run with two" in capsys.readouterr().err
-    )
-    assert (tmp_path / "acceptance.svg").exists()
-
-
-@needs_matplotlib
 def test_the_theory_needs_no_rows(tmp_path):
     """Given pairs are drawn in the place of those that it has."""
     out = tmp_path / "out"
@@ -173,77 +152,3 @@ def test_the_theory_needs_no_rows(tmp_path):
     assert plot.main(["--theory", "0.75,0.1", "--out", str(out)]) == 0
     given = (out / "improvement.svg").read_text()
     assert "a = 0.75" in given and "a = 0.75" not in default
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        *(
-            (["--theory", v], "is not A,C")
-            for v in ("0.8", "a,b", "1.2,0.1", "0.8,nan")
-        ),
-        ([], "--theory"),
-        (["rows.jsonl", "--where", "gamma"], "NAME=VALUE"),
-        (["rows.jsonl", "--figure", "pie"], "'pie'"),
-    ],
-)
-def test_bad_flags(tmp_path, capsys, more, said):
-    assert_fails_with(plot.main, capsys, [*more, "--out", str(tmp_path)], said)
-
-
-def test_conditions():
-    rows = [summary(2), summary(4), {"kind": "prompt"}]
-    assert plot.chosen(rows, [("gamma", "4")]) == rows[1:]
-    with pytest.raises(ValueError, match="no row has 'gama'"):
-        plot.chosen(rows, [("gama", "4")])
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("{", ["line 1", "no JSON"]),
-        ('{"kind": "step"}\n[1]\n', ["line 2", "not a JSON object"]),
-        ('{"kind": "weather"}\n', ["no rows for", "weather"]),
-        ("", ["none"]),
-        (None, ["cannot be read"]),
-    ],
-)
-@needs_matplotlib
-def test_bad_files(tmp_path, capsys, content, words):
-    path = tmp_path / "rows.jsonl"
-    if content is not None:
-        path.write_text(content)
-    assert plot.main([str(path), "--out", str(tmp_path / "out")]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    for word in words:
-        assert word in line
-
-
-@needs_matplotlib
-def test_no_figure_replaces_what_it_is_drawn_from(tmp_path, capsys):
-    """Rows may have any name; that of a figure too."""
-    rows = tmp_path / "improvement.svg"
-    rows.write_text(json.dumps({"kind": "theory"}) + "\n")
-    before = rows.read_bytes()
-    other = tmp_path / "link.jsonl"
-    other.hardlink_to(rows)
-    for path in (rows, other):
-        arguments = [str(path), "--theory", "0.8,0.1", "--out", str(tmp_path)]
-        assert plot.main(arguments) == 1
-        assert f"holds {path}, which a figure could replace" in capsys.readouterr().err
-    assert rows.read_bytes() == before
-
-
-def test_bad_folder(tmp_path, capsys):
-    rows = write_rows(tmp_path / "rows.jsonl", FIGURES["step_cost"].rows)
-    assert plot.main([str(rows), "--out", str(rows)]) == 1
-    assert "no folder that can be written to" in capsys.readouterr().err
-
-
-def test_without_matplotlib_one_line_says_how_to_get_it(tmp_path, monkeypatch, capsys):
-    real = importlib.util.find_spec
-    found = lambda name: None if name == "matplotlib" else real(name)
-    monkeypatch.setattr(plot.importlib.util, "find_spec", found)
-    assert plot.main(["rows.jsonl", "--out", str(tmp_path)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "matplotlib is not installed" in line and "'.[plot]'" in line

@@ -336,15 +336,6 @@ def test_a_recording_is_taken_up(greedy, folders, tmp_path, capsys, monkeypatch)
     assert rows_of(path)[1:] == rows_of(greedy)[1:]
 
 
-def test_texts_of_nan_are_not_recorded(overflowing, tmp_path, capsys):
-    """Exit status 2, and no trace that could be evaluated."""
-    path = tmp_path / "traces.jsonl"
-    assert replay.main(recording(overflowing, path)) == cli.NOT_FINITE == 2
-    assert "hold NaN or infinity" in capsys.readouterr().err
-    assert [row["kind"] for row in rows_of(path)] == ["traces"]
-    assert replay.main(evaluation(path)) == cli.UNUSABLE
-
-
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -373,22 +364,6 @@ def test_texts_of_nan_are_not_recorded(overflowing, tmp_path, capsys):
 def test_unusable_flags(greedy, folders, assert_refused, more, words):
     draft = ("--draft", str(folders[1]))
     assert_refused(evaluation(greedy, *draft, *more), *words)
-
-
-def test_rows_do_not_replace_the_traces(greedy, assert_refused):
-    before = greedy.read_text()
-    out = greedy.parent / "." / greedy.name
-    assert_refused(evaluation(greedy, "--out", str(out)), "replace")
-    assert greedy.read_text() == before
-
-
-def test_flags_that_repeat_the_recording(sampled, assert_refused):
-    """What is given again is no error where it agrees: also where it is a default."""
-    more = (*SAMPLED, "--prompts", "3", "--gen-tokens", "12", "--page-size", "16")
-    assert replay.main(evaluation(sampled, *more, "--gamma", "1")) == 0
-    # Fails if `--temperature 0` passes for greedy traces, since it is the default.
-    arguments = evaluation(sampled, "--temperature", "0")
-    assert_refused(arguments, "temperature 0.7 and 0.0")
 
 
 @pytest.mark.parametrize(
@@ -420,25 +395,6 @@ def test_files_that_are_no_traces(greedy, tmp_path, assert_refused, change, word
     assert_refused(evaluation(path), "changed.jsonl", *words)
 
 
-def test_a_damaged_line_is_named(greedy, tmp_path, assert_refused):
-    path = tmp_path / "damaged.jsonl"
-    path.write_text(greedy.read_text()[:-20])
-    assert_refused(evaluation(path), "damaged.jsonl, line 4", "no JSON")
-    assert_refused(evaluation(tmp_path / "none"), "none", "--record")
-
-
-def test_traces_of_another_vocabulary(greedy, tmp_path, assert_refused):
-    """A draft that reads other tokens, by its config or by its tokenizer."""
-    wider = tiny_pair.config(vocab_size=280)
-    larger = tiny_pair.write_model(tmp_path / "larger", wider, seed=1)
-    other = tiny_pair.write_model(tmp_path / "other", tiny_pair.config(), seed=1)
-    tiny_pair.byte_tokenizer("extra").save(str(other / "tokenizer.json"))
-    for draft, word in ((larger, "vocab_size 264 and 280"), (other, "vocabulary '")):
-        more = ("--drafter", "ngram,draft-model", "--draft", str(draft))
-        arguments = evaluation(greedy, *more)
-        assert_refused(arguments, "another vocabulary", word, "--draft")
-
-
 def test_traces_of_another_model(
     greedy, folders, tmp_path, assert_refused, monkeypatch
 ):
@@ -449,48 +405,3 @@ def test_traces_of_another_model(
     monkeypatch.setattr(replays.Evaluation, "__call__", None)
     arguments = check(greedy, (other, folders[1]))
     assert_refused(arguments, "not the target", "fingerprint '", "record again")
-
-
-def test_a_file_of_another_recording_is_kept(greedy, folders, tmp_path, assert_refused):
-    path = rewritten(greedy, tmp_path, lambda rows: rows[:3])
-    before = path.read_text()
-    arguments = recording(folders, path, "--temperature", "0.5")
-    assert_refused(arguments, "another recording", "temperature 0.0 and 0.5")
-    arguments = recording(folders, path)
-    path.write_text(before.replace("py-02", "py-20"))
-    assert_refused(arguments, "prompts of another file")
-    header, *rows = before.splitlines(keepends=True)
-    header = json.loads(header) | {"git_commit": "0" * 40}
-    path.write_text("".join([json.dumps(header) + "\n", *rows]))
-    assert_refused(arguments, "another recording", "git_commit 0000")
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (("--drafter", "ngram"), ("--drafter is of evaluation",)),
-        (("--check",), ("--check is of evaluation",)),
-        (("--draft", "x"), ("--draft is of evaluation",)),
-        (("--temperature", "-1"), ("--temperature -1.0 is negative",)),
-        (("--top-p", "0"), ("--top-p",)),
-        (("--target", "nowhere"), ("nowhere",)),
-        (("--prompts", "51"), ("51", "50")),
-        (("--gen-tokens", "2047"), ("py-01", "Shorten the prompt to 1, or")),
-    ],
-)
-def test_recordings_that_cannot_be(folders, tmp_path, assert_refused, more, words):
-    path = tmp_path / "traces.jsonl"
-    assert_refused(recording(folders, path, *more), *words)
-    assert not path.exists() or not path.read_text()
-
-
-@pytest.mark.parametrize(
-    ("verify_s", "words"),
-    [({"2": 1.0}, ("must rise from 1",)), ({"1": 1.0, "3": 2.0}, ("4", "3"))],
-)
-def test_costs_that_do_not_fit(greedy, tmp_path, assert_refused, verify_s, words):
-    """No curve; and one that ends before the windows."""
-    path = tmp_path / "costs.json"
-    path.write_text(json.dumps(COSTS | {"verify_s": verify_s}))
-    arguments = evaluation(greedy, "--costs", str(path))
-    assert_refused(arguments, *words)

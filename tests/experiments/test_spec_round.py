@@ -1,42 +1,28 @@
 """The main job from its command line: exit status, lines written, bad input."""
 
 import dataclasses
-import io
-import json
-import pathlib
 import re
-import shutil
 
 import pytest
 import tiny_pair
-from rich import console as rich_console
 from script_runs import (
-    assert_fails_with,
-    interrupted,
     models_of,
     rows_of,
-    run_python,
     with_another_token,
     write_rows,
 )
 
 from experiments import spec_round
 from experiments.lib import (
-    cli,
     policies,
     results,
     runs,
-    samples,
     tables,
 )
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.gamma import goodput, threshold
-from spec_jax.model import load, tokenizer
 from spec_jax.ops import dispatch
-
-
-DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
 
 
 def command(folders, *more: str, draws: bool = False) -> list[str]:
@@ -70,39 +56,6 @@ def test_a_matched_run(folders, tmp_path, capsys):
     assert "acceptance_rate" in printed and "speedup_e2e" in printed
 
 
-def test_the_sample_is_drawn_beside_greedy_runs(folders, tmp_path, capsys):
-    """Fails if the text is greedy, its settings are unsaid, or it enters a number."""
-    out = tmp_path / "out.jsonl"
-    more = ("--gen-tokens", "24", "--ignore-stop", "--out", str(out))
-    assert spec_round.main(command(folders, *more, draws=True)) == 0
-    heading, text = sample_of(capsys)
-    assert heading == (
-        "Prompt py-01: temperature 0.7, top-p 0.8, top-k 20, seed 0; equal to "
-        "autoregressive decoding (the numbers below are of the measured, greedy runs)"
-    )
-    first, _, summary = rows_of(out)
-    assert summary["temperature"] == 0 and summary["tokens"] == 48
-    pieces = tokenizer.load(folders[0]).decode_pieces(first["spec_ids"])
-    greedy = "".join(map(samples._without_controls, pieces))
-    assert text.endswith(greedy) is False
-    # Named, even as 0, a temperature is that of the measured runs and of the text.
-    assert spec_round.main(command(folders, *more)) == 0
-    heading, text = sample_of(capsys)
-    assert heading == "Prompt py-01: greedy; equal to autoregressive decoding"
-    assert text.endswith(greedy)
-
-
-def sample_of(capsys) -> tuple[str, str]:
-    """The heading and the text of what a run printed, without marks."""
-    printed = capsys.readouterr().out
-    start = printed.index("Prompt py-01")
-    heading, _, text = printed[start:].partition("\n")
-    _, _, text = text.partition("\n")  # the legend
-    marks = "".join(samples.MARKS[0].all())
-    text = text[: text.rindex("\n\nmetric")]
-    return heading, "".join(c for c in text if c not in marks)
-
-
 def corrupt(monkeypatch, *, only_drawn: bool) -> None:
     """Plants a wrong last token in speculative runs of whole texts."""
     real = runs.run_speculative
@@ -126,15 +79,6 @@ def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
     *prompts, summary = rows_of(out)
     assert summary["matched"] is False
     assert summary["verify_decode_mismatches"] == len(prompts) == 2
-
-
-def test_a_sample_that_differs_is_said(folders, monkeypatch, capsys):
-    """Exit status 2, though every measured run matched."""
-    corrupt(monkeypatch, only_drawn=True)
-    assert spec_round.main(command(folders, "--ignore-stop", draws=True)) == 2
-    printed = capsys.readouterr().out
-    assert "NOT EQUAL to autoregressive decoding at token 5 (the" in printed
-    assert re.search(r"matched +true", printed)
 
 
 def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(
@@ -224,27 +168,6 @@ def test_logits_that_are_not_finite_match_nothing(tmp_path, capsys, more):
     assert "nonfinite_logits" in capsys.readouterr().out
 
 
-def test_interrupts_leave_what_is_finished(folders, tmp_path, monkeypatch, capsys):
-    """Whole lines after the first prompt, and the numbers within the sample."""
-    with monkeypatch.context() as patch:
-        patch.setattr(samples, "draw", interrupted)
-        assert spec_round.main(command(folders, draws=True)) == cli.INTERRUPTED == 130
-        assert "acceptance_rate" in capsys.readouterr().out
-    real, seen = results.run_designs, []
-
-    def interrupted_later(designs, prompt, ids, **keywords):
-        seen.append(prompt.id)
-        if prompt.id == "py-02":
-            raise KeyboardInterrupt
-        return real(designs, prompt, ids, **keywords)
-
-    monkeypatch.setattr(results, "run_designs", interrupted_later)
-    out = tmp_path / "out.jsonl"
-    assert spec_round.main(command(folders, "--out", str(out))) == cli.INTERRUPTED
-    assert [row["id"] for row in rows_of(out)] == ["py-01"]
-    assert f"finished rows are in {out}" in capsys.readouterr().err
-
-
 def test_conversations_and_categories(folders, tmp_path, capsys):
     """Every turn is run; counts stand by category, in the table and in the summary."""
     path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
@@ -269,117 +192,6 @@ def test_conversations_and_categories(folders, tmp_path, capsys):
     assert re.search(r"chat +2 ", table) and re.search(r"math +1 ", table)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("file", ["gsm8k/test.jsonl", "spec_bench/question.jsonl"])
-def test_prompts_of_real_benchmarks(folders, file):
-    if not (DATA / file).exists():
-        pytest.skip(f"{file} is not beside the checkout")
-    assert spec_round.main(command(folders, "--prompts", f"{DATA / file}:1")) == 0
-
-
-@pytest.mark.slow
-def test_wide_defaults_change_nothing(folders, tmp_path):
-    """Fails if `JAX_ENABLE_X64` stops a script, or moves a token."""
-    narrow, wide = tmp_path / "0.jsonl", tmp_path / "1.jsonl"
-    assert spec_round.main(command(folders, "--out", str(narrow))) == 0
-    arguments = command(folders, "--out", str(wide))
-    done = run_python(spec_round.__file__, *arguments, JAX_ENABLE_X64="1")
-    assert done.returncode == spec_round.MATCHED, done.stderr
-    for one, other in zip(rows_of(narrow)[:-1], rows_of(wide)[:-1], strict=True):
-        assert (one["plain_ids"], one["rounds"]) == (
-            other["plain_ids"],
-            other["rounds"],
-        )
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (("--gamma", "-3"), ("--gamma", "-3 must be at least 1")),
-        (("--gamma", "four"), ("--gamma", "four")),
-        (("--gen-tokens", "0"), ("--gen-tokens", "at least 1")),
-        (("--page-size", "12", "--impl", "xla"), ("--page-size 12", "128")),
-        (("--impl", "cuda"), ("--impl", "cuda", "triton")),
-        (("--impl", "triton"), ("triton", "xla")),
-        (("--dtype", "float16"), ("--dtype", "float16")),
-        (("--drafter", "medusa"), ("'medusa'", "hybrid", "package.module:Name")),
-        (("--drafter", "nowhere:Mine"), ("nowhere",)),
-        (("--rule", "typical"), ("--rule", "typical", "block")),
-        (("--repeats", "0"), ("--repeats", "at least 1")),
-        (("--prompts", "51"), ("51", "50")),
-        (("--gen-tokens", "2047"), ("py-01", "Shorten the prompt to 1, or")),
-        (
-            ("--gen-tokens", "1000000000"),
-            ("--gen-tokens 1000000000 is above 2047", "2048"),
-        ),
-        (("--page-size", "1000000000"), ("--page-size 1000000000 is above 2048",)),
-        (("--top-k", "5"), ("--top-k", "give a temperature")),
-        (("--min-p", "2", "--temperature", "1"), ("--min-p 2.0 is outside",)),
-        (("--seed", "-1"), ("--seed -1 is outside",)),
-        (("--out", "/"), ("directory",)),
-        (("--frobnicate",), ("--frobnicate",)),
-        (("--batch", "0"), ("--batch", "0 must be at least 1")),
-        (("--gamma-policy", "random"), ("invalid choice: 'random'",)),
-        (("--confidence", "1.5"), ("is no probability",)),
-        (("--confidence", "nan"), ("is no probability",)),
-        (("--confidence", "0.5", "--drafter", "ngram"), ("PromptLookup has none",)),
-        (("--tree", "4x12"), ("--tree", "'4x12' is no tree", "4x12:15")),
-        (("--tree", "2x2:7"), ("--tree", "nodes=7 exceed the 6 candidates")),
-        (("--tree", "2x2:4", "--drafter", "hybrid"), ("Hybrid drafts chains alone",)),
-        (("--tree", "2x2:4", "--gamma-policy", "threshold"), ("together", "chains")),
-        (("--tree", "2x2:4", "--confidence", "0.5"), ("min_confidence=0.5",)),
-        (
-            ("--tree", "2x2:4", "--rule", "block", "--temperature", "1"),
-            ("--rule block", "chains alone"),
-        ),
-    ],
-)
-def test_unusable_flags(folders, capsys, more, words):
-    assert_fails_with(spec_round.main, capsys, command(folders, *more), *words)
-
-
-def test_unusable_prompts(folders, tmp_path, capsys):
-    path = tmp_path / "prompts.jsonl"
-    for content, words in {
-        '{"prompt": "a"}\n{"prompt": \n': ("prompts.jsonl", "2"),
-        '{"prompt": "a"}\n{"prompt": ""}\n': ("empty", "2"),
-        json.dumps({"prompt": "x" * 3000}): ("3000", "2042"),
-    }.items():
-        path.write_text(content)
-        arguments = command(folders, "--prompts", str(path))
-        assert_fails_with(spec_round.main, capsys, arguments, *words)
-
-
-def test_unusable_models(folders, tmp_path, capsys, monkeypatch):
-    fails_with = lambda arguments, *words: assert_fails_with(
-        spec_round.main, capsys, arguments, *words
-    )
-    fails_with(["--target", str(folders[0])], "--draft")
-    fails_with(["--target", "nowhere", "--draft", str(folders[1])], "nowhere")
-    small = tiny_pair.config(vocab_size=250)
-    other = tiny_pair.write_model(tmp_path / "other", small, seed=1)
-    fails_with(command((folders[0], other)), "vocab_size=250", "ids up to 256")
-    target, draft = tmp_path / "target", tmp_path / "draft"
-    for folder, copy in zip(folders, (target, draft), strict=True):
-        shutil.copytree(folder, copy)
-    tiny_pair.byte_tokenizer("extra").save(str(draft / "tokenizer.json"))
-    fails_with(command((target, draft)), "extra")
-    path = target / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-100])
-    fails_with(command((target, folders[1])), "model.safetensors", "again")
-    path.write_bytes(whole)
-    config = json.loads((target / "config.json").read_text())
-    config["architectures"] = ["MistralForCausalLM"]
-    (target / "config.json").write_text(json.dumps(config))
-    fails_with(command((target, folders[1])), "MistralForCausalLM", "Qwen3ForCausalLM")
-    # Refused before a weight is read, with both numbers.
-    memory = dataclasses.make_dataclass("Memory", [("available", int)])
-    monkeypatch.setattr(load.psutil, "virtual_memory", lambda: memory(1000))
-    monkeypatch.setattr(load.tensor_values, "read_into", None)
-    fails_with(command(folders), "GiB", "free")
-
-
 def test_tokens_are_compared_and_not_assumed():
     """Negative control of `matched`: one differing token is enough."""
     plain = runs.Plain(tokens=[1, 2, 3], timing=None)
@@ -397,30 +209,6 @@ def test_tokens_are_compared_and_not_assumed():
     of_nan = dataclasses.replace(plain, nonfinite=1)
     assert not dataclasses.replace(result, plain=[of_nan], spec=[same]).matched
     assert results.all_matched([True, None]) is None
-
-
-def test_a_sample_of_nan_is_equal_to_nothing(folders):
-    """Neither where tokens are to be equal nor where their distribution is."""
-    plain = runs.Plain(tokens=[1, 2], timing=None)
-    run = runs.Speculative(
-        tokens=[1, 2], origins=[1, 1], timing=None, counters=metrics.Counters()
-    )
-    sample = samples.Sample(
-        **{"prompt_id": "py-01", "prompt_ids": [1], "how": "greedy"},
-        **{"run": run, "plain": plain, "is_measured": True},
-    )
-    assert sample.matched
-    assert dataclasses.replace(sample, is_exact=False).matched is None
-    wrong_plain = {"plain": dataclasses.replace(plain, nonfinite=1)}
-    of_nan = dataclasses.replace(run, counters=metrics.Counters(nonfinite=1))
-    lm = loading.load(folders[0], drafter="ngram")
-    for changes in (wrong_plain, {"run": of_nan}):
-        for is_exact in (True, False):
-            wrong = dataclasses.replace(sample, is_exact=is_exact, **changes)
-            assert wrong.matched is False
-            console = rich_console.Console(file=io.StringIO(), width=200)
-            samples.show(wrong, lm, console)
-            assert "1 tokens of NaN or infinity" in console.file.getvalue()
 
 
 def test_summaries_of_matches():
