@@ -235,10 +235,10 @@ def _bundle_of(
 
 def _draw(row: dict[str, Any], path: pathlib.Path) -> None:
     # Needs matplotlib, an extra; the flags have checked that it is there.
-    from experiments.lib import divergence, figures
+    from experiments.lib import figures, row_figures
 
     row = records.to_json(row, "row")  # As it stands in the file.
-    figures.save(divergence.draw(row), path, rows=[row])
+    figures.save(row_figures.divergence(row), path, rows=[row])
 
 
 def _agrees(

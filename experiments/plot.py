@@ -54,7 +54,8 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
     "tree": _of_kind("tree"),
     "reliability": _of_kind("confidences"),
 }
-"""Which rows belong to a figure, by the name of its function in `lib/figures.py`."""
+"""Which rows belong to a figure, by the name of its function in `lib/figures.py` or,
+of one row each, in `lib/row_figures.py`."""
 
 EACH = ("divergence", "tree", "reliability")
 """Figures of one row each."""
@@ -147,9 +148,9 @@ def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.P
     Raises:
       ValueError: rows that make no such figure.
     """
-    from experiments.lib import figures
+    from experiments.lib import figures, row_figures
 
-    function = getattr(figures, name)
+    function = getattr(row_figures if name in EACH else figures, name)
     if name not in EACH:
         path = folder / f"{name}.svg"
         figures.save(function(rows), path, rows=rows)

@@ -77,13 +77,13 @@ def test_every_figure_says_what_it_is_of(name, tmp_path):
 @needs_matplotlib
 def test_differences_near_zero_do_not_drown_the_others(tmp_path):
     """Colours are relative differences: fails if they are ULPs, which saturate."""
-    from experiments.lib import divergence
+    from experiments.lib import row_figures
 
     cells = [
         {"differing": 1, "elements": 64, "max_ulp": ulp, "relative": relative}
         for ulp, relative in ((2**30, 1e-6), (2, 1e-2), (2**30, None), (9, 0.0))
     ]
-    scale = divergence._Scale(cells)
+    scale = row_figures._Scale(cells)
     assert (scale.lowest, scale.highest) == (-6, -2)
     levels = [scale.level(cell) for cell in cells]
     assert levels == pytest.approx([-6, -2, -1, -6])
