@@ -38,6 +38,12 @@ def one_line_error(spec) -> str:
 def test_number_takes_the_first_bundled_prompts():
     assert parse(3) == parse(50)[:3]
     assert parse(1)[0].text == "def split_header(line):\n"
+    assert [p.id for p in parse(50)] == [f"py-{i:02d}" for i in range(1, 51)]
+    kinds = collections.Counter(p.category for p in parse(50))
+    assert kinds == {"function": 22, "class": 18, "module": 10}
+    # A prompt that ends in a space would ask for a token that text rarely has.
+    lines = [line for p in parse(50) for line in p.text.split("\n")]
+    assert all(line == line.rstrip() and "\t" not in line for line in lines)
 
 
 def test_keys_in_order_of_preference(tmp_path):

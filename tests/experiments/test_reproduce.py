@@ -11,7 +11,7 @@ import shlex
 import numpy as np
 import pytest
 
-from experiments import plot, reproduce
+from experiments import reproduce
 from experiments.lib import (
     curves,
     files,
@@ -21,7 +21,6 @@ from experiments.lib import (
     reproduction,
 )
 from spec_jax import loading, testing
-from spec_jax.gamma import theory
 from spec_jax.native import build
 
 
@@ -65,20 +64,6 @@ def test_every_table_is_on_a_page():
     found = re.findall(r"<!-- rows: (\w+) -->", pages)
     assert set(found) == set(published.TABLES)
     assert len(found) == pages.count("<!-- end of rows -->")
-
-
-@needs_matplotlib
-@pytest.mark.parametrize("path", FIGURES, ids=lambda path: pathlib.Path(path).stem)
-def test_figures_are_of_these_rows(path):
-    """Fails if rows were measured again and the figure was not drawn again."""
-    from experiments.lib import figures
-
-    drawn = figures.read_source(ROOT / path)
-    assert drawn, "names no rows"
-    paths = published.RESULTS.glob("*.jsonl")
-    rows = [row for path in paths for row in files.read_rows(path).values()]
-    rows += theory.improvement_rows(plot.THEORY, gamma_max=plot.GAMMA_MAX)
-    assert set(drawn) <= set(curves.digests(rows))
 
 
 @needs_matplotlib
