@@ -99,7 +99,17 @@ def design_of(rung: Rung, subject: models.Subject) -> results_lib.Design:
 
 
 def row_of(rung: Rung, results: Sequence[results_lib.PromptResult]) -> dict[str, Any]:
-    """Returns the JSON row of a design: what it is, and its metrics."""
+    """Returns the JSON row of a design: what it is, and its metrics.
+
+    Of its forwards too: those of rows one by one, and those of decoding that decided
+    tokens, on a cache of its own and again on that of the verify path.
+    """
+    summary = tables.to_row(results_lib.summarise(results))
+    rounds, decoded = summary["rounds"], 0
+    one_by_one = summary["proposed"] if rung.verify_path == "row-loop" else 0
+    if rung.acceptance == "decode":
+        decoded = rounds + summary["accepted"]
+    forwards = rounds + one_by_one + 2 * decoded
     return {
         "kind": "history",
         "rung": rung.name,
@@ -107,7 +117,11 @@ def row_of(rung: Rung, results: Sequence[results_lib.PromptResult]) -> dict[str,
         "acceptance": rung.acceptance,
         "published": rung.published,
         "matched_prompts": sum(bool(result.matched) for result in results),
-        **tables.to_row(results_lib.summarise(results)),
+        **summary,
+        "verify_steps": rounds + one_by_one,
+        "decode_steps": 2 * decoded,
+        "target_steps": forwards,
+        "tokens_per_target_step": summary["tokens"] / forwards,
     }
 
 

@@ -261,13 +261,6 @@ class OneSlot(rows.SlotRows):
         """As the path does."""
         return self.path.choose(logits, num_active)
 
-    def recount(self, run: Any, kv: paged.PagedKV) -> Any:
-        """Returns the run with a forward for each row, where it goes by rows."""
-        if not isinstance(self.path, RowLoop):
-            return run
-        counters = dataclasses.replace(run.counters, row_steps=run.counters.proposed)
-        return dataclasses.replace(run, counters=counters)
-
 
 def _of_slot(window: protocols.Window) -> dict[str, Array]:
     """Returns the rows of a window of one slot, for `RowTarget.forward`."""
@@ -291,16 +284,13 @@ def in_one_slot(
 
 
 class Caches(pytree.Node):
-    """Both caches of `DecodeRounds`, and what is known and counted between windows."""
+    """Both caches of `DecodeRounds`, and what is known between windows."""
 
     mirror: paged.PagedKV
     commit: paged.PagedKV
     start: jax.Array  # [] int32, position of the last window
     differs: jax.Array  # [R] bool, rows of it with another verify token
     failed: jax.Array  # [1] bool, it found no page
-    follows_correction: jax.Array  # [] bool, the pending token replaced a draft
-    commit_steps: jax.Array  # [] int32, forwards on each of the caches
-    correction_steps: jax.Array  # [] int32, those that fed a correction
     mismatches: jax.Array  # [] int32, committed rows with another verify token
 
 
@@ -323,17 +313,13 @@ class DecodeRounds(rows.SlotRows):
 
     def new_cache(self, **sizes) -> Caches:
         """Allocates both caches; see `rows.SlotRows.new_cache`."""
-        zero = lambda: jnp.zeros((), jnp.int32)
         return Caches(
             mirror=super().new_cache(**sizes),
             commit=super().new_cache(**sizes),
-            start=zero(),
+            start=jnp.zeros((), jnp.int32),
             differs=jnp.zeros((self.width,), bool),
             failed=jnp.zeros((1,), bool),
-            follows_correction=jnp.zeros((), bool),
-            commit_steps=zero(),
-            correction_steps=zero(),
-            mismatches=zero(),
+            mismatches=jnp.zeros((), jnp.int32),
         )
 
     def prefill(self, params, kv: Caches, prompt: list[int], **keywords) -> Caches:
@@ -355,17 +341,12 @@ class DecodeRounds(rows.SlotRows):
         mirror, *_ = self._decode(params, mirror, **again, is_given=True)
         for one in (commit, mirror):
             failed |= self.model.is_out_of_pages(one)
-        counted = (~failed).astype(jnp.int32)
-        corrects = counted * kv.follows_correction.astype(jnp.int32)
         kv = kv.replace(
             mirror=mirror,
             commit=commit,
             start=given["start"],
             differs=(seen[: self.width] != own) & ~failed,
             failed=failed[None],
-            follows_correction=fed < given["num_active"],
-            commit_steps=kv.commit_steps + counted * fed,
-            correction_steps=kv.correction_steps + corrects,
         )
         return kv, in_one_slot(logits, window)
 
@@ -421,16 +402,8 @@ class DecodeRounds(rows.SlotRows):
         return kv.failed
 
     def recount(self, run: Any, kv: Caches) -> Any:
-        """Returns the run with the forwards and the mismatches that were counted."""
-        counters = dataclasses.replace(
-            run.counters,
-            commit_decode_steps=int(kv.commit_steps),
-            mirror_decode_steps=int(kv.commit_steps),
-            correction_steps=int(kv.correction_steps),
-        )
-        return dataclasses.replace(
-            run, counters=counters, mismatches=int(kv.mismatches)
-        )
+        """Returns the run with the mismatches that were counted."""
+        return dataclasses.replace(run, mismatches=int(kv.mismatches))
 
 
 def target(

@@ -43,9 +43,6 @@ FIELDS: tuple[Field, ...] = (
         ("rounds", ",d", "", "propose, verify, commit"),
         ("target_steps", ",d", "forwards", "of the target, prefill not counted"),
         ("verify_steps", ",d", "forwards", "of the target that verified a window"),
-        ("commit_decode_steps", ",d", "forwards", "of decoding that decided tokens"),
-        ("mirror_decode_steps", ",d", "forwards", "of decoding for the verify cache"),
-        ("correction_steps", ",d", "forwards", "of commit that fed a correction"),
         ("proposed", ",d", "tokens", "drafted and sent to verification"),
         ("accepted", ",d", "tokens", "drafted and kept"),
     ),
@@ -100,8 +97,8 @@ FIELDS: tuple[Field, ...] = (
 """The dictionary of `analysis.metrics`, in the order in which it is shown; and
 what `results.mark_disturbed` adds."""
 
-_RARE = ("commit_decode_steps", "mirror_decode_steps", "correction_steps", "disturbed")
-"""What is shown where it is not 0: counts of designs that are compared, and a fault."""
+_RARE = ("disturbed",)
+"""Numbers that are shown where they are not 0."""
 
 
 def to_row(

@@ -16,7 +16,6 @@ from script_runs import assert_fails_with, models_of, rows_of
 from experiments import history
 from experiments.lib import superseded
 from spec_jax import testing
-from spec_jax.engine.state import Origin
 from spec_jax.model import llama, params as params_lib, prompt as prompt_lib
 from spec_jax.paging import allocator, cache
 
@@ -135,16 +134,9 @@ def decide(path, ask: Ask):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("path", [FLASH, Wrong(target=FLASH)], ids=["flash", "wrong"])
 def test_tokens_and_both_caches_are_those_of_decoding(path):
-    """Fails if a bit of verification gets into what is committed; and the counters,
-    by hand: an always right drafter never corrects, an always wrong one always."""
+    """Fails if a bit of verification gets into what is committed."""
     for run in (0, 1, 3, ALWAYS):
-        one, kv = decide(path, Ask(run=run))
-        assert int(kv.commit_steps) == one.num_accepted + one.num_rounds
-        origins = one.origins[len(PROMPT) : one.length - 1]
-        corrections = int((origins == int(Origin.CORRECTION)).sum())
-        # With one token to go nothing is drafted: that token corrects nothing.
-        expected = {0: 39, ALWAYS: 0}.get(run, corrections)
-        assert int(kv.correction_steps) == corrections == expected
+        decide(path, Ask(run=run))
 
 
 def test_mismatches_are_committed_rows_that_verification_saw_otherwise():
@@ -176,10 +168,10 @@ def test_every_rung_is_run_and_written(folders, tmp_path):
     assert [row["rung"] for row in prompts] == [row["rung"] for row in rows] == rungs
     assert {row["kind"] for row in prompts} == {"history_prompt"}
     decided, flash, loop, library, contract = rows
-    assert decided["commit_decode_steps"] == decided["mirror_decode_steps"] > 0
+    assert decided["decode_steps"] == 2 * (decided["rounds"] + decided["accepted"])
     assert decided["matched"] and loop["matched"] and contract["matched"]
     assert contract["verify_decode_mismatches"] == loop["verify_decode_mismatches"] == 0
-    assert flash["commit_decode_steps"] == contract["commit_decode_steps"] == 0
+    assert flash["decode_steps"] == contract["decode_steps"] == 0
     assert loop["verify_steps"] == loop["rounds"] + loop["proposed"]
     assert contract["target_steps"] == contract["rounds"]
     assert len(rows_of(dump)) == flash["verify_decode_mismatches"]

@@ -76,7 +76,7 @@ def test_the_table_has_every_number():
             if line.strip()
         }
         assert rows["tokens"][:2] == ["1,234", "tokens"] and rows["matched"][0] == "-"
-        assert set(SUMMARY) - set(rows) == set(tables._RARE) - {"disturbed"}
+        assert set(SUMMARY) <= set(rows)
 
 
 def test_a_speed_up_above_the_tokens_per_step_means_nothing():
