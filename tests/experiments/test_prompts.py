@@ -93,6 +93,12 @@ def test_an_answer_ends_at_a_stop_token(pair):
     assert words.decode(prepared.ids[1]) == "one\n\n\n\ntwo"
 
 
+def test_a_later_turn_that_is_too_long_is_named(pair):
+    asked = [prompt_of("9", "one", "x" * 3000)]
+    with pytest.raises(ValueError, match="prompt '9 turn 2'"):
+        prompts.prepare(pair, asked, raw=True, **SIZES)
+
+
 def test_prompts_of_stated_lengths(pair):
     tokenizer = pair.tokenizer
     made_of = [
@@ -159,3 +165,15 @@ def test_options_of_the_chat_template(pair, text):
     with pytest.raises(ValueError, match="is of the chat template, and --raw leaves"):
         prompts.with_options(args, words)
     assert prompts.with_options(parser.parse_args([]), words) is words
+
+
+@pytest.mark.parametrize("text", ["thinking", "a=b", "=1", "{1}"])
+def test_options_that_are_none(text, capsys):
+    """In one line, before anything is loaded."""
+    parser = cli.Parser("A script.")
+    flags.add_raw(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--chat-option", text])
+    assert (
+        "is no list of options, such as enable_thinking=true" in capsys.readouterr().err
+    )
