@@ -1,10 +1,8 @@
 """The main job from its command line: exit status, lines written, bad input."""
 
 import dataclasses
-import re
 
 import pytest
-import tiny_pair
 from script_runs import (
     models_of,
     rows_of,
@@ -25,14 +23,22 @@ from spec_jax.gamma import goodput, threshold
 from spec_jax.ops import dispatch
 
 
-def command(folders, *more: str, draws: bool = False) -> list[str]:
-    """A short run; `draws` a text beside it, which takes programs of its own."""
-    sizes = ["--gen-tokens", "6", "--gamma", "2", "--prompts", "2"]
-    sizes += [] if draws else ["--temperature", "0"]
+def command(folders, *more: str) -> list[str]:
+    """A short run, without a text beside it, which takes programs of its own."""
+    sizes = [
+        "--gen-tokens",
+        "6",
+        "--gamma",
+        "2",
+        "--prompts",
+        "2",
+        "--temperature",
+        "0",
+    ]
     return [*models_of(folders), *sizes, *more]
 
 
-def test_a_matched_run(folders, tmp_path, capsys):
+def test_a_matched_run(folders, tmp_path):
     """Fails if a line is missing, or the summary is not that of the lines."""
     out = tmp_path / "out.jsonl"
     status = spec_round.main(command(folders, "--out", str(out), "--repeats", "2"))
@@ -52,27 +58,17 @@ def test_a_matched_run(folders, tmp_path, capsys):
     assert summary["tercile_prompts"] == [1, 1]
     assert summary["impl"] == dispatch.resolve("auto") and summary["gamma"] == 2
     assert {field.name for field in tables.FIELDS} <= set(summary)
-    printed = capsys.readouterr().out
-    assert "acceptance_rate" in printed and "speedup_e2e" in printed
-
-
-def corrupt(monkeypatch, *, only_drawn: bool) -> None:
-    """Plants a wrong last token in speculative runs of whole texts."""
-    real = runs.run_speculative
-
-    def corrupted(lm, settings, prompt):
-        run = real(lm, settings, prompt)
-        is_left_alone = settings.sampling is None and only_drawn
-        if settings.gen_tokens == 1 or is_left_alone:
-            return run
-        return with_another_token(run)
-
-    monkeypatch.setattr(runs, "run_speculative", corrupted)
 
 
 def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
     """Exit status 2, and the replay counts the planted token."""
-    corrupt(monkeypatch, only_drawn=False)
+    real = runs.run_speculative
+
+    def corrupted(lm, settings, prompt):
+        run = real(lm, settings, prompt)
+        return run if settings.gen_tokens == 1 else with_another_token(run)
+
+    monkeypatch.setattr(runs, "run_speculative", corrupted)
     out = tmp_path / "out.jsonl"
     more = ("--ignore-stop", "--out", str(out))
     assert spec_round.main(command(folders, *more)) == spec_round.NOT_MATCHED == 2
@@ -81,9 +77,7 @@ def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
     assert summary["verify_decode_mismatches"] == len(prompts) == 2
 
 
-def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(
-    folders, tmp_path, capsys
-):
+def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(folders, tmp_path):
     """Above temperature 0; greedily it commits the target's tokens, and is."""
     out = tmp_path / "out.jsonl"
     more = ("--rule", "rejection", "--batch", "2", "--out", str(out))
@@ -91,7 +85,6 @@ def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(
     summary = rows_of(out)[-1]
     assert summary["rule"] == "rejection" and summary["matched"] is None
     assert summary["verify_decode_mismatches"] is None
-    assert "of the distribution of autoregressive decoding" in capsys.readouterr().out
     assert spec_round.main(command(folders, *more, "--temperature", "0")) == 0
     assert rows_of(out)[-1]["matched"] is True
 
@@ -125,7 +118,7 @@ def test_designs_and_settings_that_change_no_token(folders, tmp_path):
 
 
 @pytest.mark.slow
-def test_trees_change_no_token(folders, tmp_path, capsys):
+def test_trees_change_no_token(folders, tmp_path):
     """Of a draft model and of lookup, one prompt after the other and in slots."""
     out = tmp_path / "out.jsonl"
     for more in (
@@ -147,28 +140,22 @@ def test_trees_change_no_token(folders, tmp_path, capsys):
             path.insert(0, column)
             column = drawn["parents"][column]
         assert path == drawn["kept"]
-        words = f"{len(drawn['tokens']) - 1} drafts, {len(path)} kept"
-        assert words in capsys.readouterr().out
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("more", [("--batch", "2"), ("--acceptance", "decode")])
-def test_logits_that_are_not_finite_match_nothing(tmp_path, capsys, more):
+def test_logits_that_are_not_finite_match_nothing(overflowing, tmp_path):
     """Finite weights that overflow at run time: equal tokens, and exit status 2."""
-    folders = tiny_pair.write_scaled(tmp_path, final_norm=3e38)
     out = tmp_path / "out.jsonl"
-    more = (*more, "--ignore-stop", "--out", str(out))
-    assert spec_round.main(command(folders, *more)) == spec_round.NOT_MATCHED == 2
+    more = ("--batch", "2", "--ignore-stop", "--out", str(out))
+    assert spec_round.main(command(overflowing, *more)) == spec_round.NOT_MATCHED == 2
     *prompts, summary = rows_of(out)
     for row in prompts:
         assert row["plain_ids"] == row["spec_ids"] and not row["matched"]
         assert 0 < row["nonfinite_logits"] <= row["tokens"]
     assert summary["matched"] is False
     assert summary["nonfinite_logits"] == sum(p["nonfinite_logits"] for p in prompts)
-    assert "nonfinite_logits" in capsys.readouterr().out
 
 
-def test_conversations_and_categories(folders, tmp_path, capsys):
+def test_conversations_and_categories(folders, tmp_path):
     """Every turn is run; counts stand by category, in the table and in the summary."""
     path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lines = [
@@ -188,8 +175,6 @@ def test_conversations_and_categories(folders, tmp_path, capsys):
     }
     for name in ("tokens", "proposed", "accepted"):
         assert sum(part[name] for part in parts.values()) == summary[name]
-    table = capsys.readouterr().out.partition("by category")[2]
-    assert re.search(r"chat +2 ", table) and re.search(r"math +1 ", table)
 
 
 def test_tokens_are_compared_and_not_assumed():
@@ -209,9 +194,6 @@ def test_tokens_are_compared_and_not_assumed():
     of_nan = dataclasses.replace(plain, nonfinite=1)
     assert not dataclasses.replace(result, plain=[of_nan], spec=[same]).matched
     assert results.all_matched([True, None]) is None
-
-
-def test_summaries_of_matches():
     assert results.all_matched([None, False]) is False
 
 
