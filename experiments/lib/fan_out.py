@@ -8,10 +8,13 @@ imports Ray where it is asked for.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import os
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -149,23 +152,25 @@ def _on_ray(
     """Does the tasks on a cluster; `worker`, of this process, does none.
 
     Raises:
-      ValueError: no cluster there.
+      ValueError: no cluster there, or none with so many cores.
       RuntimeError: a task whose processes died again and again.
       Exception: what a worker raised.
     """
     del worker
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    where: dict[str, Any] = {"address": args.ray}
-    if args.ray.isdecimal():  # A cluster of its own, which ends with it.
-        where = {"num_cpus": int(args.ray), "include_dashboard": False}
-    try:
-        ray.init(**where, **quiet, runtime_env={"env_vars": _variables()})
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"--ray {args.ray}: no cluster there ({error})") from None
-    try:
+    with _cluster(args.ray) as address, contextlib.ExitStack() as stack:
+        how = {"log_to_driver": False, "logging_level": "ERROR"}
+        try:
+            ray.init(address=address, runtime_env={"env_vars": _variables()}, **how)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ValueError(f"--ray {args.ray}: no cluster there ({error})") from None
+        stack.callback(ray.shutdown)
+        most = max(node["Resources"].get("CPU", 0) for node in ray.nodes())
+        if (args.ray_cpus or 1) > most:  # Its tasks would wait for ever.
+            raise ValueError(
+                f"--ray-cpus {args.ray_cpus}: machines have {most:g} cores"
+            )
         on_gpu = jax.default_backend() == "gpu"
         remote = ray.remote(call).options(
             num_cpus=args.ray_cpus or 1,
@@ -186,8 +191,40 @@ def _on_ray(
                     f"--ray: no worker finished {task} ({type(error).__name__}); the "
                     "same command goes on from there"
                 ) from None
-    finally:
-        ray.shutdown()
+
+
+_HEAD = """
+import sys, ray
+ray.init(address="local", num_cpus=int(sys.argv[1]), include_dashboard=False)
+print("at", ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+"""Starts a cluster, which ends when standard input does."""
+
+
+@contextlib.contextmanager
+def _cluster(where: str) -> Iterator[str]:
+    """Yields the address of a cluster: of one of its own, where that is a number.
+
+    Another process starts it: Ray forks, which a process with JAX's threads must not.
+    """
+    if not where.isdecimal():
+        yield where
+        return
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(
+        [sys.executable, "-c", _HEAD, where],
+        env=os.environ | _variables() | {"RAY_USAGE_STATS_ENABLED": "0"},
+        stderr=subprocess.DEVNULL,
+        text=True,
+        **pipes,
+    ) as head:
+        assert head.stdout is not None
+        lines = (line for line in head.stdout if line.startswith("at "))
+        address = next(lines, "").removeprefix("at ").strip()
+        if not address:
+            raise RuntimeError(f"--ray {where}: Ray did not start here")
+        yield address
 
 
 def _variables() -> dict[str, str]:
