@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import secrets
 import subprocess
 import sys
 import uuid
@@ -157,9 +158,9 @@ def _on_ray(
       Exception: what a worker raised.
     """
     del worker
-    import ray
-
     with _cluster(args.ray) as address, contextlib.ExitStack() as stack:
+        import ray  # Here: it reads the variables that `_cluster` sets.
+
         how = {"log_to_driver": False, "logging_level": "ERROR"}
         try:
             ray.init(address=address, runtime_env={"env_vars": _variables()}, **how)
@@ -211,6 +212,9 @@ def _cluster(where: str) -> Iterator[str]:
     if not where.isdecimal():
         yield where
         return
+    # None but this process may have tasks done by its cluster.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(
         [sys.executable, "-c", _HEAD, where],
