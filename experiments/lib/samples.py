@@ -159,7 +159,6 @@ _STYLES = {
     Origin.CORRECTION: "bold red",
     Origin.BONUS: "blue",
 }
-_TARGETS_OWN = (Origin.CORRECTION, Origin.BONUS)
 
 
 def _coloured(
