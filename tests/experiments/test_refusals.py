@@ -61,7 +61,7 @@ CASES = (
     ("sweep", "--tree [[0],[1]]", "NAME.json"),
     ("sweep", "--tree none,2x2:4 --drafter ngram,hybrid", "Hybrid drafts chains alone"),
     ("sweep", "--tree none,2x2:4 --gamma-policy fixed,threshold", "run them apart"),
-    ("sweep", "--figures /dev/null/x", "no folder that can be written to"),
+    ("plot", "--theory --out /dev/null/x", "no folder that can be written to"),
     ("throughput", "--tree 2x2:4 --gamma 1,2", "leave the list --gamma out"),
     ("compare_hf", "--gammas 3,x", "no list of whole numbers"),
     ("compare_hf", "--lengths 4 9 900", "larger file"),
