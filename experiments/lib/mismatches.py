@@ -112,34 +112,21 @@ def _split_line(spec: str) -> tuple[pathlib.Path, int]:
 
 
 def _check_windows(row: Mapping[str, Any], where: str) -> None:
-    """Raises `ValueError` unless windows tile the text from the prompt's last token."""
-    prompt, window, starts = row["prompt_ids"], row["window"], row["starts"]
-    start, rows = row["start"], row["window_rows"]
-    if not prompt or not window:
-        raise ValueError(f"{where}: an empty prompt or an empty window")
-    # The prompt's last token is pending in the first window.
-    first, known = len(prompt) - 1, len(prompt) + len(row["tokens"])
-    if start != known and (start, known) != (first, len(prompt)):
+    """Raises `ValueError` unless windows go on from the prompt's last token."""
+    starts, start, window = row["starts"], row["start"], row["window"]
+    first, known = len(row["prompt_ids"]) - 1, len(row["prompt_ids"] + row["tokens"])
+    ends = [starts[0], starts[-1]] if starts else []
+    steps = [len(window), *(b - a for a, b in itertools.pairwise(starts))]
+    if (
+        ends != [first, start]
+        or start not in (first, known)
+        or not 0 < min(steps) <= max(steps) <= row["window_rows"]
+        or not start <= row["position"] < start + len(window)
+    ):
         raise ValueError(
-            f"{where}: {start=} is not where a window can begin: the text before it, "
-            f"prompt_ids and tokens, ends at position {known}"
-        )
-    if starts != sorted(set(starts)):
-        raise ValueError(f"{where}: {starts=} do not increase")
-    if not starts or (starts[0], starts[-1]) != (first, start):
-        raise ValueError(
-            f"{where}: {starts=} do not go from {first}, the position of the prompt's "
-            f"last token, to {start=}"
-        )
-    tallest = max([len(window), *(b - a for a, b in itertools.pairwise(starts))])
-    if tallest > rows:
-        raise ValueError(
-            f"{where}: window_rows={rows}, but a window has {tallest} tokens"
-        )
-    if not start <= row["position"] < start + len(window):
-        raise ValueError(
-            f"{where}: no row at position {row['position']} is in the window of "
-            f"{len(window)} tokens from position {start}"
+            f"{where}: windows that begin at {starts}, and the row of position "
+            f"{row['position']}, are not those of a text of {known} tokens: write the "
+            "line again"
         )
 
 

@@ -6,6 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 import tiny_pair
+from script_runs import assert_fails_with
 
 from experiments import parity
 from experiments.lib import records
@@ -192,6 +193,27 @@ def test_a_mismatch_is_taken_up(folder, tmp_path, mismatch):
         # By rows, whose windows write what decoding writes.
         assert row["history"] == "decode" and row["prefix"]["differing"] == 0
         assert row["met_again"] is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "summary"}, "of kind 'summary', not 'mismatch'"),
+        ({"weights_sha256": "0" * 64}, "is of another model than"),
+        ({"slab": "4"}, "slab='4' is no int"),
+        ({"prefill": "slow"}, "prefill='slow' is not one of rows, batched"),
+        ({"verify_path": "sideways"}, "path='sideways' is not one of"),
+        ({"position": 9}, "and the row of position 9, are not those"),
+        ({"starts": [3, 5, 4, 6]}, "begin at [3, 5, 4, 6]"),
+        ({"starts": [4, 6]}, "begin at [4, 6]"),
+        ({"starts": []}, "begin at []"),
+        ({"window_rows": 2}, "write the line again"),
+    ],
+)
+def test_lines_that_cannot_be_used(folder, tmp_path, mismatch, changes, words, capsys):
+    lines = write(tmp_path / "lines.jsonl", mismatch | changes)
+    arguments = ["--target", str(folder), "--mismatch", lines]
+    assert_fails_with(parity.main, capsys, arguments, words)
 
 
 def test_a_choice_that_is_met_again(folder, tmp_path, mismatch, capsys):
