@@ -4,10 +4,10 @@ The sequential head (none, vanilla, gated, rnn), total variation in the loss, an
 confidence head, each left out by itself; and DFlash, of equal blocks. All on the texts
 of one `train_drafter.py --stage rollouts`, in `--work`. Each variant is trained as
 `train_drafter.py` trains it, and exported to `--work`/NAME/head; `sweep.py` then runs
-them all: rows, tables of the accepted length and of acceptance by position, a figure.
-`--work`/ablations.jsonl has both in short, a row for each variant and temperature. The
-same command goes on where it was interrupted, in training and in evaluation. What
-stands after `--` are flags of `train_drafter.py`, for all variants:
+them all: rows, tables of the accepted length and of acceptance by position.
+`--work`/ablations.jsonl has both in short, a row for each variant and temperature, for
+`plot.py` to draw. The same command goes on where it was interrupted, in training and in
+evaluation. What stands after `--` are flags of `train_drafter.py`, for all variants:
 
     ablate_heads.py --work drafter --out rows.jsonl -- --steps 500 --prompts my.jsonl
 
@@ -27,9 +27,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import console as rich_console
-
-from experiments import plot, sweep, train_drafter
+from experiments import sweep, train_drafter
 from experiments.lib import files, flags, records, sweep_cells, tables, terminal
 from spec_jax.training import loop
 
@@ -60,12 +58,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --variants NAME,...={",".join(VARIANTS)}  what is trained and evaluated
         --work FOLDER=drafter  has the rollouts, and gets a folder for each variant
         --temperature T,...=0,1  of the evaluation; 0 is greedy
-        --figures DIR  folder of the figures, in a folder for each temperature; made
-            if it is not there
         """,
         **{"NAME,...": cli.names(cli.one_of(VARIANTS)), "T,...": flags.temperatures},
         FOLDER=pathlib.Path,
-        DIR=pathlib.Path,
     )
     flags.add_prompts(parser, default="50")
     flags.add_gen_tokens(parser, default=64)
@@ -150,21 +145,6 @@ def rows_by_variant(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]
     return found
 
 
-def draw(args: argparse.Namespace, console: rich_console.Console) -> None:
-    """Draws what is kept by position, a curve for each variant."""
-    rows = [
-        row | {"drafter": variant}
-        for variant, own in rows_by_variant(args).items()
-        for row in own
-    ]
-    for temperature in args.temperature:
-        folder = args.figures / f"temperature_{temperature:g}"
-        plot.check_folder(folder)
-        own = [row for row in rows if row["temperature"] == temperature]
-        _, line = plot.draw_rows("sweep_positions", own, folder)
-        console.print(line, soft_wrap=True)
-
-
 def in_short(
     args: argparse.Namespace, trained: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
@@ -191,8 +171,6 @@ COLUMNS = {
 
 def run(args: argparse.Namespace) -> int:
     """Trains what is not trained, evaluates, shows; returns the exit status."""
-    if args.figures is not None:
-        plot.check_folder(args.figures)
     for variant in args.variants:
         trained = training_of(args, variant, "train")
         train_drafter.families.check_flags(trained)
@@ -202,10 +180,7 @@ def run(args: argparse.Namespace) -> int:
     rows = in_short(args, measured)
     with records.open_rows(args.work / "ablations.jsonl", allow_dirty=True) as out:
         out.write_all(rows)
-    console = terminal.console()
-    tables.print_rows(rows, COLUMNS, console)
-    if args.figures is not None:
-        draw(args, console)
+    tables.print_rows(rows, COLUMNS, terminal.console())
     return status
 
 

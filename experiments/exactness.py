@@ -1,7 +1,7 @@
 """Are rounds exact: in tokens, log-probabilities, logits, and committed K/V pages?
 
 Runs prompts x cells (gamma and its policy, tree, sampling, batch, page size, slab,
-dtype, implementation, cache, drafter, verify path, prefill), and autoregressive
+dtype, implementation, cache, drafter, prefill), and autoregressive
 decoding of each prompt alone, on other pages, and compares everything as integers. One
 row for each prompt and cell; a second run with the same settings and --out goes on
 where the first one ended. A certificate holds the hashes of every result, and --verify
@@ -31,7 +31,6 @@ from experiments.lib import (
     exact_cells as cells_lib,
     fan_out,
     flags,
-    paths,
     records,
     suite,
     suite_plan as plans,
@@ -150,8 +149,6 @@ def _add_axis_flags(group: argparse._ActionsContainer) -> None:
         ("page-size", None, "positions per page"),
         ("cache", row_model.CACHE_KINDS, "kind of cache"),
         ("prefill", cells_lib.PREFILLS, "how prompts enter the cache"),
-        ("verify-path", paths.VERIFY, "what verifies a window"),
-        ("draft-cache", cells_lib.DRAFT_CACHES, "life of the draft's K/V"),
         ("drafter", drafters, "what proposes tokens, a head, or package.module:Name"),
         ("gamma", None, "tokens drafted per round, or the most of them"),
         ("sampling", cells_lib.SAMPLINGS, "of tokens; how is in the certificate"),
@@ -238,6 +235,9 @@ def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
         planned = plans.from_certificate(args, certificate)
         plan = planned.plan
         tables.print_plan(plan, [], console)
+        left_out = len(certificate["cells"]) - len(plan.cells)
+        if left_out:
+            console.print(f"{left_out} cells of superseded designs are left out")
         rows = _run_rows(args, plan, [], out)
     agreement = certificates.agreement(certificate, suite.of_prompts(rows))
     changes = certificates.changes(certificate, planned.header["environment"])

@@ -4,6 +4,7 @@ Runs the designs that led to the row contract, on the same prompts, in turn in o
 process: what decides is whether the verified rows have the bits of decoding, and how
 many target forwards a round takes. Each design is compared with the autoregressive
 decoding that belongs to it, and timed against the fastest one there is.
+The designs are in `lib/superseded.py`, and nothing else runs them.
 
 Exit status: 0 the story holds (the last design matches, and is the fastest of those
 that match); 2 it does not; 1 the input was unusable.
@@ -17,15 +18,15 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.ablations import designs, verify_paths
 from experiments.lib import (
     flags,
     models,
     records,
     results as results_lib,
+    superseded,
     tables,
     terminal,
 )
@@ -70,38 +71,61 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_repeats(runs)
     rows = "one per prompt and design as it finishes, then one per design"
     flags.add_out(parser, rows=rows)
+    cli.add(
+        parser,
+        """
+        --dump-verify-mismatches FILE  JSON lines: every position that the batched path
+            verified and at which decoding chooses another token, with both top 5
+            logits; parity.py takes one
+        """,
+    )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     return args
 
 
 def design_of(rung: Rung, subject: models.Subject) -> results_lib.Design:
-    """The models and the settings of a design."""
+    """Returns the models and the settings of a design."""
     lm = subject.lm
-    verifier = designs.verifier(lm, path=rung.verify_path, acceptance=rung.acceptance)
+    decodes = lm.gamma_max + 1 if rung.acceptance == "decode" else None
+    verifier = superseded.target(rung.verify_path, lm.target, decodes=decodes)
     if rung.verify_path == "library-rows":
         # Without the contract, decoding is a window of one row through the same
         # products.
-        target = verify_paths.make(rung.verify_path, lm.target)
-        lm = dataclasses.replace(lm, target=target)
+        path = superseded.make_path(rung.verify_path, lm.target)
+        lm = dataclasses.replace(lm, target=path)
     settings = dataclasses.replace(subject.settings, verifier=verifier)
     return results_lib.Design(lm=lm, settings=settings)
 
 
 def row_of(rung: Rung, results: Sequence[results_lib.PromptResult]) -> dict[str, Any]:
-    """The JSON row of a design: what it is, and its metrics."""
+    """Returns the JSON row of a design: what it is, and its metrics.
+
+    Of its forwards too: those of rows one by one, and those of decoding that decided
+    tokens, on a cache of its own and again on that of the verify path.
+    """
+    summary = tables.to_row(results_lib.summarise(results))
+    rounds, decoded = summary["rounds"], 0
+    one_by_one = summary["proposed"] if rung.verify_path == "row-loop" else 0
+    if rung.acceptance == "decode":
+        decoded = rounds + summary["accepted"]
+    forwards = rounds + one_by_one + 2 * decoded
     return {
         "kind": "history",
         "rung": rung.name,
         "verify_path": rung.verify_path,
         "acceptance": rung.acceptance,
         "published": rung.published,
-        "matched_prompts": sum(result.matched for result in results),
-        **tables.to_row(results_lib.summarise(results)),
+        "matched_prompts": sum(bool(result.matched) for result in results),
+        **summary,
+        "verify_steps": rounds + one_by_one,
+        "decode_steps": 2 * decoded,
+        "target_steps": forwards,
+        "tokens_per_target_step": summary["tokens"] / forwards,
     }
 
 
-COLUMNS = {
+COLUMNS: Mapping[str, tables.Column] = {
     "design": ("rung", ""),
     "matched": lambda row: tables.wrong(
         f"{row['matched_prompts']}/{row['prompts']}", not row["matched"]
@@ -113,20 +137,40 @@ COLUMNS = {
 }
 NOTE = (
     "matched: prompts with all tokens of the design's own autoregressive decoding; "
-    "tokens/step: per "
-    "forward of the target, of any kind; speed-up: over our autoregressive decoding, "
-    "prefill included; published: Qwen3-8B and 0.6B on an RTX 5090"
+    "tokens/step: per forward of the target, of any kind; speed-up: over our "
+    "autoregressive decoding, prefill included; published: Qwen3-8B and 0.6B on an RTX "
+    "5090"
 )
 """Of the table, for `tables.print_rows`."""
 
 
 def story_holds(rows: Sequence[dict]) -> bool:
-    """Whether the last design matches, and is the fastest of those that match."""
+    """Returns whether the last design matches, and is the fastest that matches."""
     matched = [row for row in rows if row["matched"]]
     last = rows[-1]
     return last in matched and last["speedup_e2e"] == max(
         row["speedup_e2e"] for row in matched
     )
+
+
+def dump_mismatches(
+    path: Any,
+    design: results_lib.Design,
+    results: Sequence[results_lib.PromptResult],
+    *,
+    allow_dirty: bool,
+) -> None:
+    """Writes a line for each mismatch of the prompts of a design that had any."""
+    from experiments.lib import mismatches
+
+    with records.open_rows(path, allow_dirty=allow_dirty) as lines:
+        lines.common = records.provenance()
+        for result in results:
+            if result.mismatches:
+                about = {"name": result.prompt.id, "verify_path": "flash"}
+                ids = result.prompt_ids
+                found = mismatches.find(design.lm, design.settings, ids, **about)
+                lines.write_all(found)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -155,6 +199,14 @@ def run(args: argparse.Namespace) -> int:
         )
         rows = [row_of(rung, found[rung.name]) for rung in LADDER]
         out.write_all(rows)
+        if args.dump_verify_mismatches:
+            name = "flash decides"
+            dump_mismatches(
+                args.dump_verify_mismatches,
+                ladder[name],
+                found[name],
+                allow_dirty=args.allow_dirty,
+            )
     tables.print_rows(rows, COLUMNS, console)
     tables.print_disturbed(rows, console)
     tables.print_note(NOTE, console)

@@ -15,6 +15,7 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
+import contextlib
 import json
 import pathlib
 import socket
@@ -117,45 +118,36 @@ def start(args: argparse.Namespace, count: int, devices: int) -> list[dict[str, 
     ]
     command = [sys.executable, "-m", "experiments.multi_process", *given]
     command += ["--processes", str(count), "--devices", str(devices)]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ended:
         outputs = [pathlib.Path(folder) / f"{number}.out" for number in range(count)]
         started = []
-        try:
-            for number, output in enumerate(outputs):
-                own = ["--worker", str(number), "--coordinator", address]
-                with output.open("wb") as file:
-                    started.append(
-                        subprocess.Popen(
-                            [*command, *own],
-                            cwd=processes.ROOT,
-                            env=processes.environment(compiled=None),
-                            stdout=file,
-                            stderr=subprocess.STDOUT,
-                        )
-                    )
-            _wait(started, outputs, limit_s=args.limit_s)
-        finally:
-            for one in started:
-                processes.end(one)
+        for number, output in enumerate(outputs):
+            own = ["--worker", str(number), "--coordinator", address]
+            with output.open("wb") as file:
+                one = subprocess.Popen(
+                    [*command, *own],
+                    cwd=processes.ROOT,
+                    env=processes.environment(compiled=None),
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            ended.callback(processes.end, one)
+            started.append(one)
+        until = time.monotonic() + args.limit_s
+        # All would wait for one that failed.
+        while None in (codes := [one.poll() for one in started]) and not any(codes):
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"processes took longer than --limit-s {args.limit_s}"
+                )
+            time.sleep(0.2)
+        for number, (code, output) in enumerate(zip(codes, outputs, strict=True)):
+            if code:
+                raise RuntimeError(
+                    f"process {number} ended with status {code}: "
+                    f"{output.read_text()[-1000:]}"
+                )
         return json.loads(outputs[0].read_text().splitlines()[-1])
-
-
-def _wait(started, outputs, *, limit_s) -> None:
-    """Waits until all have ended; the others would wait for one that failed."""
-    until = time.monotonic() + limit_s
-    while any(one.poll() is None for one in started):
-        time.sleep(0.2)
-        failed = [number for number, one in enumerate(started) if one.returncode]
-        if failed or time.monotonic() > until:
-            break
-    for number, (one, output) in enumerate(zip(started, outputs, strict=True)):
-        if one.returncode:
-            raise RuntimeError(
-                f"process {number} ended with status {one.returncode}: "
-                f"{output.read_text()[-1000:]}"
-            )
-    if any(one.poll() is None for one in started):
-        raise RuntimeError(f"the processes took longer than --limit-s {limit_s}")
 
 
 def run(args: argparse.Namespace) -> int:

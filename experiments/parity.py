@@ -94,7 +94,7 @@ def _add_text_flags(group: argparse._ActionsContainer) -> None:
         --draft-tokens T,T,...  the drafted tokens of the window
         --gamma I  or how many of decoding's own to draft (default: {questions.GAMMA})
         --wrong-draft N  make the N-th draft, from 1, another token
-        --mismatch FILE[:LINE]  a window that spec_round.py --dump-verify-mismatches
+        --mismatch FILE[:LINE]  a window that history.py --dump-verify-mismatches
             wrote, and how it was run; lines count from 1
         --bundle FILE  run a saved bundle again, and say whether the outcome is the same
         """,
@@ -154,8 +154,8 @@ def _add_run_flags(group: argparse._ActionsContainer) -> None:
             (default: the mismatch's, or the faster, as in spec_round.py)
         --history WHO  who wrote the K/V between the prompt and the window of the second
             run: decoding, as that of the first, or windows of its own path, as in the
-            rounds (default: own for a mismatch of a path that is not by rows, where
-            verification decided tokens; otherwise decode)
+            rounds (default: own for a mismatch of a path that is not by rows,
+            otherwise decode)
         --tree SHAPE  the second run verifies the window as a path of a tree, the one to
             its last node, among other tokens: a fixed tree, as 4-2-1 or NAME.json; as
             many drafts as that path has (default: a chain)
@@ -235,10 +235,10 @@ def _bundle_of(
 
 def _draw(row: dict[str, Any], path: pathlib.Path) -> None:
     # Needs matplotlib, an extra; the flags have checked that it is there.
-    from experiments.lib import divergence, figures
+    from experiments.lib import figures, row_figures
 
     row = records.to_json(row, "row")  # As it stands in the file.
-    figures.save(divergence.draw(row), path, rows=[row])
+    figures.save(row_figures.divergence(row), path, rows=[row])
 
 
 def _agrees(

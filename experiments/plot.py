@@ -54,7 +54,8 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
     "tree": _of_kind("tree"),
     "reliability": _of_kind("confidences"),
 }
-"""Which rows belong to a figure, by the name of its function in `lib/figures.py`."""
+"""Which rows belong to a figure, by the name of its function in `lib/figures.py` or,
+of one row each, in `lib/row_figures.py`."""
 
 EACH = ("divergence", "tree", "reliability")
 """Figures of one row each."""
@@ -147,9 +148,9 @@ def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.P
     Raises:
       ValueError: rows that make no such figure.
     """
-    from experiments.lib import figures
+    from experiments.lib import figures, row_figures
 
-    function = getattr(figures, name)
+    function = getattr(row_figures if name in EACH else figures, name)
     if name not in EACH:
         path = folder / f"{name}.svg"
         figures.save(function(rows), path, rows=rows)
@@ -162,33 +163,10 @@ def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.P
     return paths
 
 
-def draw_rows(name: str, rows: Sequence[Row], folder: pathlib.Path) -> tuple[bool, str]:
-    """Draws a figure from those of the rows that belong to it, if there are any.
-
-    Returns:
-      Whether nothing went wrong; and the files, a line each, or what did.
-    """
-    of_figure = [row for row in rows if FIGURES[name](row)]
-    if not of_figure:
-        return True, ""
-    try:
-        return True, "\n".join(map(str, draw(name, of_figure, folder)))
-    except ValueError as error:
-        # One figure that cannot be drawn takes no other with it.
-        return False, f"{name} is not drawn: {error}"
-
-
-def check_folder(folder: pathlib.Path | None = None) -> None:
-    """Raises `ValueError` where figures could not be drawn, or not into the folder."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"matplotlib is not installed; {cli.PLOT} brings it")
-    if folder is not None:
-        files.check_folder(folder)
-
-
 def run(args: argparse.Namespace) -> int:
     """Reads, draws, and says which files it wrote and which rows it left alone."""
-    check_folder()
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"matplotlib is not installed; {cli.PLOT} brings it")
     rows = [row for path in args.files for row in files.read_rows(path).values()]
     if args.theory is not None:
         pairs = list(itertools.chain.from_iterable(args.theory)) or THEORY
@@ -206,21 +184,18 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"no rows for {' or '.join(names)}; the rows there are of kind {found}"
         )
-    check_folder(args.out)
-    for path in args.files:
-        if any(files.is_same(path, figure) for figure in args.out.glob("*.svg")):
-            raise ValueError(
-                f"--out {args.out} holds {path}, which a figure could replace: name "
-                "another folder"
-            )
+    files.check_folder(args.out)
     status = DRAWN
     for name in names:
-        is_fine, line = draw_rows(name, rows, args.out)
-        if not is_fine:
-            print(f"plot.py: error: {line}", file=sys.stderr)
+        of_figure = [row for row in rows if FIGURES[name](row)]
+        if not of_figure:
+            continue
+        try:
+            print(*draw(name, of_figure, args.out), sep="\n")
+        except ValueError as error:
+            # One figure that cannot be drawn takes no other with it.
+            print(f"plot.py: error: {name} is not drawn: {error}", file=sys.stderr)
             status = cli.UNUSABLE
-        elif line:
-            print(line)
     if unused:
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(unused.items()))
         print(f"plot.py: rows in no figure, by kind: {listed}", file=sys.stderr)

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 
 from rich import console as rich_console
 
-from experiments.ablations import designs, round_local
 from experiments.lib import (
     flags,
     models,
@@ -33,6 +32,7 @@ from experiments.lib import (
     tables,
     terminal,
 )
+from spec_jax.model import row_model
 
 
 MATCHED, NOT_MATCHED = 0, 2
@@ -59,47 +59,27 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             else batched)
         --batch N  run so many prompts at once, refilled as they end, and compare each
             with autoregressive decoding alone (default: one after the other)
+        --cache KIND=paged  pages, or one contiguous block per sequence
         """,
         HOW=("batched", "rows"),
+        KIND=row_model.CACHE_KINDS,
     )
     policies.add_policy(parser.add_argument_group("adaptive gamma"))
     flags.add_sampling(parser.add_argument_group("sampling"))
     # To tell 0 from no temperature at all, and a number that is named from none.
     parser.set_defaults(temperature=None, gamma=None, gamma_policy=None)
-    design = parser.add_argument_group("verification and caches")
-    designs.add_flags(design)
-    cli.add(
-        design,
-        """
-        --dump-verify-mismatches FILE  JSON lines: every verified position at which
-            decoding chooses another token, with both top 5 logits; parity.py takes one
-        """,
-    )
     flags.add_out(parser, rows="one per prompt as it finishes, then one summary")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)
     args.draws_sample = args.temperature is None
     args.temperature = args.temperature or 0.0
-    if args.dump_verify_mismatches and args.temperature:
-        parser.error("--dump-verify-mismatches compares argmaxes: use --temperature 0")
-    of_chains = (
-        "schedule",
-        "verify_path",
-        "acceptance",
-        "draft_cache",
-        "dump_verify_mismatches",
-    )
+    of_chains: tuple[str, ...] = ("schedule",)
     _choose_gamma(args)
     # Those count the ranks of a tree's nodes.
     if args.gamma_policy not in ("fixed", "goodput", policies.BUDGET):
         of_chains += ("gamma_policy",)
     flags.check_tree(parser, args, *of_chains)
-    for name in ("verify_path", "acceptance", "dump_verify_mismatches"):
-        if args.batch and getattr(args, name) != parser.get_default(name):
-            parser.error(
-                f"--batch does not go together with {cli.flag_of(name)}: leave one out"
-            )
     return args
 
 
@@ -108,11 +88,10 @@ def _choose_gamma(args: argparse.Namespace) -> None:
     default, else always 4.
 
     Not of the embedded pair, whose counts are to be the same in every run; nor where
-    another choice was made of what is drafted and how it is verified.
+    another choice was made of what is drafted.
     """
     if args.gamma_policy is None:
-        chosen = (args.gamma, args.tree, args.schedule, args.verify_path)
-        is_default = chosen == (None, None, None, designs.OURS)
+        is_default = (args.gamma, args.tree, args.schedule) == (None, None, None)
         is_default &= args.target is not None and args.rule == "coupled"
         args.gamma_policy = policies.BUDGET if is_default else "fixed"
     if args.gamma is None:
@@ -129,8 +108,6 @@ def load(args: argparse.Namespace) -> models.Subject:
         confidence=args.confidence,
         cache=args.cache,
     )
-    if args.draft_cache == "round":
-        lm = dataclasses.replace(lm, drafter=round_local.of(lm.drafter))
     by_rows = lm.target.prefills_by_rows
     subject = models.prepare(
         args,
@@ -144,12 +121,6 @@ def load(args: argparse.Namespace) -> models.Subject:
     num_slots = min(args.batch or 1, len(subject.prompts))
     settings = dataclasses.replace(subject.settings, num_slots=num_slots)
     settings = policies.of_run(args, subject, settings, name=args.gamma_policy)
-    settings = dataclasses.replace(
-        settings,
-        verifier=designs.verifier(
-            lm, path=args.verify_path, acceptance=args.acceptance, sampling=sampling
-        ),
-    )
     return dataclasses.replace(subject, settings=settings)
 
 
@@ -207,8 +178,7 @@ def summarise(
 
 def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     """Returns what was run, for the summary line."""
-    names = ("drafter", "verify_path", "acceptance", "cache", "draft_cache")
-    names += ("batch", "gamma_policy", "confidence")
+    names = ("drafter", "cache", "batch", "gamma_policy", "confidence")
     chosen = {name: getattr(args, name) for name in names}
     if args.schedule:
         chosen["schedule"] = args.schedule.name
@@ -221,35 +191,6 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
         "capacity": subject.settings.capacity,
         "prefill": "rows" if subject.settings.prefill_by_rows else "batched",
     }
-
-
-def dump_mismatches(
-    args: argparse.Namespace,
-    subject: models.Subject,
-    results: Sequence[results_lib.PromptResult],
-    lines: records.JsonLines,
-) -> str:
-    """Runs the prompts that mismatched again, and writes a line for each mismatch."""
-    from experiments.lib import mismatches
-
-    counted, written = sum(result.mismatches for result in results), 0
-    design = {"verify_path": args.verify_path, "acceptance": args.acceptance}
-    lines.common = records.provenance()
-    for result in results:
-        if result.mismatches:
-            found = mismatches.find(
-                subject.lm,
-                subject.settings,
-                result.prompt_ids,
-                name=result.prompt.id,
-                **design,
-            )
-            lines.write_all(found)
-            written += len(found)
-    return (
-        f"{written} of {counted} mismatches reproduced and written to "
-        f"{args.dump_verify_mismatches}"
-    )
 
 
 def make_sample(
@@ -279,14 +220,9 @@ def show_tree(
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console, dump = terminal.console(), args.dump_verify_mismatches
-    with (
-        records.open_out(args) as out,
-        records.open_rows(dump, allow_dirty=args.allow_dirty) as lines,
-    ):
+    console = terminal.console()
+    with records.open_out(args) as out:
         subject, results = measure(args, out, console)
-        if dump:
-            console.print(dump_mismatches(args, subject, results, lines))
     summary, by_category = summarise(args, results)
     try:
         sample = make_sample(args, subject, results[0])

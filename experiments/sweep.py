@@ -4,7 +4,7 @@ Runs a grid of cells, each prompt by autoregressive decoding and speculatively i
 compares all tokens, and replays the committed text. A cell that the file of results
 holds already is not run again: the same command goes on where it was interrupted, and a
 larger grid adds to it. Ends with tables of the requested cells, by category where
-prompts have one, and by the position of a draft, and with figures. Drafters are
+prompts have one, and by the position of a draft; `plot.py` draws them. Drafters are
 evaluated so: --prompts names a folder of data sets, and --temperature is 0,1. Exit
 status: 0 all matched, 2 not all matched, 1 the input was unusable.
 """
@@ -26,7 +26,6 @@ from typing import Any
 
 from rich import console as rich_console
 
-from experiments import plot
 from experiments.lib import (
     fan_out,
     files,
@@ -46,9 +45,6 @@ from spec_jax.model import fingerprint
 
 
 MATCHED, NOT_MATCHED = 0, 2
-
-FIGURES = ("sweep_speedup", "sweep_categories", "sweep_positions")
-"""Those of `plot.py` that are drawn at the end."""
 
 Cell = cells_lib.Cell
 Sets = dict[str, models.Subject]
@@ -72,10 +68,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --gamma-max N  the largest gamma that the models are built for; give it where
             larger ones are to be added to the same file later (default: the largest
             --gamma)
-        --figures FOLDER  folder of the figures that are drawn at the end; made if it is
-            not there
         """,
-        FOLDER=pathlib.Path,
     )
     noise = parser.add_argument_group("sampling, where the temperature is above 0")
     flags.add_noise(noise)
@@ -375,8 +368,6 @@ def print_sets(rows: Sequence[dict], console: rich_console.Console) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs what is missing and shows all; returns the exit status."""
     console = terminal.console()
-    if args.figures is not None:
-        plot.check_folder(args.figures)
     for temperature in args.temperature:
         flags.sampling_settings(args, temperature)  # Before any cell is run.
     bench = Bench(args)
@@ -404,11 +395,6 @@ def run(args: argparse.Namespace) -> int:
     rows.sort(key=lambda row: place[cells_lib.cell_of(row)])
     console.print()
     print_sets(rows, console)
-    if args.figures is not None:
-        for name in FIGURES:
-            _, line = plot.draw_rows(name, rows, args.figures)
-            if line:
-                console.print(line, soft_wrap=True)
     return NOT_MATCHED if any(row["matched"] is False for row in rows) else MATCHED
 
 

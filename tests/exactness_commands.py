@@ -34,8 +34,7 @@ def one_cell(folders, *more: str) -> list[str]:
         *("--gen-tokens", str(GEN_TOKENS), "--prompts", str(NUM_PROMPTS)),
         *("--impl", "native", "--dtype", "float32", "--slab", "4"),
         *("--gamma", "2", "--page-size", "8", "--cache", "paged"),
-        *("--prefill", "rows", "--verify-path", "paged-decode"),
-        *("--draft-cache", "persistent", "--drafter", "oracle"),
+        *("--prefill", "rows", "--drafter", "oracle"),
         *("--sampling", "greedy", "--gamma-policy", "fixed", "--batch", "1"),
         *more,
     ]

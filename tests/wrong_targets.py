@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.lib import paths
+from experiments.lib import runs
 from spec_jax import pytree
 from spec_jax.engine import protocols
 
@@ -97,6 +97,12 @@ def _spoil(params: Spoilt, logits: jax.Array, positions: jax.Array) -> jax.Array
 
 def plant(monkeypatch, wrong) -> None:
     """Plants a fault in what verifies."""
-    real = paths.slot_target
-    planted = lambda *arguments: wrong(target=real(*arguments))
-    monkeypatch.setattr(paths, "slot_target", planted)
+    real = runs.make_scheduler
+
+    def planted(lm, settings):
+        made = real(lm, settings)
+        target = wrong(target=made.speculator.target)
+        speculator = made.speculator.replace(target=target)
+        return dataclasses.replace(made, speculator=speculator)
+
+    monkeypatch.setattr(runs, "make_scheduler", planted)

@@ -111,26 +111,17 @@ def load(path: pathlib.Path) -> Bundle:
         # With pickle a file could run what it likes.
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (ValueError, EOFError, AttributeError, zipfile.BadZipFile):
-        raise ValueError(
-            f"{path}: not a replay bundle; --save-bundle writes them"
-        ) from None
-    if _META not in arrays:
-        raise ValueError(f"{path}: not a replay bundle; --save-bundle writes them")
-    try:
         meta = json.loads(str(arrays[_META]))
-        found = meta["format"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"{path}: a bundle without a readable {_META}") from None
-    if found != FORMAT:
-        raise ValueError(
-            f"{path}: a bundle of format {found!r}, and this version reads format "
-            f"{FORMAT}: run it with the version that wrote it, or write it again"
-        )
-    try:
+        if meta["format"] != FORMAT:
+            raise ValueError(f"of format {meta['format']}, and {FORMAT} is read")
         return _bundle_of(meta, arrays)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: a damaged bundle: {error}") from None
+    except (
+        *(ValueError, KeyError, TypeError, EOFError, AttributeError),
+        zipfile.BadZipFile,
+    ) as error:
+        raise ValueError(
+            f"{path}: no replay bundle ({error}); --save-bundle writes them"
+        ) from None
 
 
 def _bundle_of(meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Bundle:

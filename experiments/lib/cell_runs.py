@@ -16,8 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.ablations import round_local
-from experiments.lib import exact_cells as cells, paths, runs
+from experiments.lib import exact_cells as cells, runs
 from spec_jax import loading
 from spec_jax.debug import evidence, recorder
 from spec_jax.drafters import draft_model, oracle, registry
@@ -33,9 +32,6 @@ from spec_jax.paging import cache as paged, index
 FORCED = {"always-right": 1.0, "always-wrong": 0.0}
 """Drafters that know the text: every draft is right, so that all rows of a window are
 kept, or every one wrong."""
-
-WITH_MODEL = ("draft-model", "hybrid")
-"""Drafters whose K/V the draft cache is about."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,9 +133,6 @@ def with_drafter(
         dtype=cell.dtype,
     )
     drafter, params = registry.build(name, parts)
-    has_cache = name in WITH_MODEL or name in registry.NEED_TARGET
-    if cell.draft_cache == "round" and has_cache:
-        drafter = round_local.of(drafter)  # Refuses a head.
     lm = lm.with_drafter(drafter, params)
     return lm if cell.tree == cells.NO_TREE else lm.with_tree(cell.tree)
 
@@ -208,7 +201,6 @@ class Slots:
             settings,
             gamma_policy=policy.gamma_policy,
             policy_state=policy.state,
-            verifier=paths.slot_target(cell.verify_path, lm.target, cell.batch),
         )
         self._scheduler = runs.make_scheduler(lm, run)
         # A tree may be taller than a slab.

@@ -1,23 +1,21 @@
-"""The command line of a script: its flags, exit status, interrupts, errors in a line.
+"""The command line of a script: its flags, its exit status, errors in a line.
 
 Imports nothing that takes time: `start` is called before whatever does. Flags that
 several scripts share are in `flags`.
 """
 
 import argparse
-import contextlib
 import importlib.util
 import math
 import os
 import pathlib
 import re
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from experiments.lib import files, interrupts as interrupts_lib
+from experiments.lib import files
 
 
 UNUSABLE, NOT_FINITE, INTERRUPTED = 1, 2, 130
@@ -31,25 +29,15 @@ PLOT = "pip install -e '.[plot]'"
 EXTRAS = {"experiments": ("rich", "scipy"), "train": ("optax", "orbax")}
 """What scripts import that is not installed with the package, by what installs it."""
 
-PIPE_CLOSED = 141
-"""What a shell reports of a program that SIGPIPE ended, as in `script.py | head -1`."""
-
 
 def start(*extras: str) -> None:
-    """Lets Ctrl-C end the process with a line, until `run` is called.
+    """Ends the process with a line where something of `EXTRAS` is not installed.
 
-    Ends it with a line where something of `EXTRAS` is not installed.
+    The first call of a script, before the imports.
 
     Args:
       extras: that the script needs besides `experiments`.
-
-    The first call of a script, before the imports: jax takes seconds. Standard streams
-    that are closed, as by the shell's `>&-`, print nothing from here on.
     """
-    _open_closed_streams()
-    # A script that a shell runs in the background ignores interrupts.
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _end_at_once)
     lacking = [
         (extra, module)
         for extra in ("experiments", *extras)
@@ -58,36 +46,14 @@ def start(*extras: str) -> None:
     ]
     if lacking:
         names = [",".join(dict.fromkeys(each)) for each in zip(*lacking, strict=True)]
-        script = pathlib.Path(sys.argv[0]).name
-        print(
-            f"{script}: error: {names[1]} is not installed: pip install -e "
-            f"'.[{names[0]}]'",
-            file=sys.stderr,
+        sys.exit(
+            f"{pathlib.Path(sys.argv[0]).name}: error: {names[1]} is not installed: "
+            f"pip install -e '.[{names[0]}]'"
         )
-        sys.exit(UNUSABLE)
-
-
-def _open_closed_streams() -> None:
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            # The lowest number that is free, which else the next file would get, and
-            # with it what libraries and processes print.
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-        if getattr(sys, name) is None:
-            stream = open(number, "w" if number else "r", closefd=False)
-            setattr(sys, name, stream)
-
-
-def _end_at_once(*_) -> NoReturn:
-    name = pathlib.Path(sys.argv[0]).name
-    os.write(2, f"{name}: interrupted\n".encode(errors="replace"))
-    os._exit(INTERRUPTED)
 
 
 def rows_in_out(args: argparse.Namespace) -> str:
-    """What an interrupted script leaves behind that writes rows as they come."""
+    """Says where an interrupted script leaves the rows that it has written."""
     return f"finished rows are in {args.out}" if args.out else ""
 
 
@@ -102,50 +68,33 @@ def run(
     """Returns the exit status of `work(parse())`.
 
     Unusable input, an interrupt, a full disk and the like become one line on standard
-    error, and so do logits of NaN, of which nothing is to be concluded (`NOT_FINITE`);
-    a reader that closes the pipe of standard output ends the script in silence
-    (`PIPE_CLOSED`). Characters that standard output cannot encode are replaced.
+    error, and so do logits of NaN, of which nothing is to be concluded (`NOT_FINITE`).
 
     Args:
       name: of the script, for the line.
       kept: what an interrupt leaves behind, to be said.
       uses_jax: check first that there is a device to run on.
     """
-    args = None
-    with interrupts_lib.Interrupts() as interrupts, _replaced_characters():
-        try:
-            args = parse()
-            if uses_jax:
-                from spec_jax.ops import dispatch  # The scripts have it by now.
+    args, status = None, UNUSABLE
+    try:
+        args = parse()
+        if uses_jax:
+            from spec_jax.ops import dispatch  # The scripts have it by now.
 
-                dispatch.backend()  # Says why, where jax cannot start.
-            status = work(args)
-            sys.stdout.flush()
-            if interrupts.came:  # A library has caught it.
-                raise KeyboardInterrupt
-            return status
-        except SystemExit:
+            dispatch.backend()  # Says why, where jax cannot start.
+        return work(args)
+    except KeyboardInterrupt:
+        left = kept(args) if args else ""
+        line, status = "; ".join(filter(None, ["interrupted", left])), INTERRUPTED
+    except Exception as error:
+        said = _line_of(error)
+        if said is None:
             raise
-        except BaseException as error:
-            interrupts.ignore()
-            # A library may have made something else of it.
-            if interrupts.came or isinstance(error, KeyboardInterrupt):
-                left = kept(args) if args else ""
-                line = f"interrupted{'; ' if left else ''}{left}"
-                status = INTERRUPTED
-            elif isinstance(error, BrokenPipeError):
-                return PIPE_CLOSED
-            else:
-                line, status = _line_of(error), UNUSABLE
-                if line is None:
-                    raise
-                if isinstance(error, MemoryError) and not _one_line(error):
-                    line += f" (it ran with {_sizes(args)})" if _sizes(args) else ""
-                line = f"error: {_with_flags(line, args)}"
-                if isinstance(error, FloatingPointError):
-                    status = NOT_FINITE
-            print(f"{name}: {line}", file=sys.stderr)
-            return status
+        line = f"error: {_with_flags(said, args)}"
+        if isinstance(error, FloatingPointError):
+            status = NOT_FINITE
+    print(f"{name}: {line}", file=sys.stderr)
+    return status
 
 
 def script(
@@ -164,91 +113,39 @@ def script(
 
 def end(main: Callable[[], int]) -> NoReturn:
     """Ends the process with the exit status of `main()`."""
-    try:
-        status = main()
-    except SystemExit as exit_:
-        status = exit_.code
-    try:
+    status = main()
+    if status == INTERRUPTED:
+        # Without the clean-up of the interpreter: jax's crashes in a computation.
         sys.stdout.flush()
-        can_print = True
-    except OSError as error:
-        can_print = False
-        if not status:  # A usage message, `run` has said all else.
-            is_pipe = isinstance(error, BrokenPipeError)
-            status = PIPE_CLOSED if is_pipe else UNUSABLE
-    if status == INTERRUPTED or not can_print:
-        # Without the clean-up of the interpreter: that of jax crashes where a
-        # computation was interrupted, and that of a stream fails again.
-        sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
 
 
-@contextlib.contextmanager
-def _replaced_characters() -> Iterator[None]:
-    """Standard output prints `?` for what its encoding lacks."""
-    stream = sys.stdout
-    if not hasattr(stream, "reconfigure"):
-        yield
-        return
-    errors = stream.errors
-    stream.reconfigure(errors="replace")
-    try:
-        yield
-    finally:
-        # Changing it writes out what is buffered, which can fail again.
-        with contextlib.suppress(OSError):
-            stream.reconfigure(errors=errors)
-
-
-def _line_of(error: BaseException) -> str | None:
-    """The line for an error that is not a fault of the program; None for others."""
+def _line_of(error: Exception) -> str | None:
+    """Returns the line of an error that is no fault of the program; None for others."""
+    line = " ".join(str(error).split())
     if isinstance(error, MemoryError):
-        return _one_line(error) or "no memory left; ask for less, or free some"
+        return line or "no memory left; ask for less, or free some"
     if isinstance(error, OSError):
-        return _of_system(error)
-    if isinstance(error, ValueError | NotImplementedError | FloatingPointError):
-        return _one_line(error)
-    # Not of its subclasses: jax raises those for faults of a program.
-    if type(error) is RuntimeError:
-        return _one_line(error)
-    if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
-        return f"{_one_line(error)} Ask for shorter texts, or fewer prompts at once"
+        reason = error.strerror or line
+        return reason if error.filename is None else f"{error.filename}: {reason}"
+    # Not subclasses of RuntimeError: jax raises those for faults of a program.
+    known = ValueError | NotImplementedError | FloatingPointError
+    if isinstance(error, known) or type(error) is RuntimeError:
+        return line
+    if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in line:
+        return f"{line} Ask for shorter texts, or fewer prompts at once"
     return None
 
 
-_SIZES = ("prompts", "gen_tokens", "batch", "gamma", "contexts", "rows", "repeats")
-
-
-def _sizes(args: argparse.Namespace | None) -> str:
-    """The flags that say how much is asked for, as they were given or by default."""
-    given = {name: getattr(args, name, None) for name in _SIZES}
-    return " ".join(f"{flag_of(n)} {x}" for n, x in given.items() if x is not None)
-
-
 def _with_flags(line: str, args: argparse.Namespace | None) -> str:
-    """What the library calls `page_size=12` is `--page-size 12`, if that was given."""
+    """Writes `--page-size 12` for the library's `page_size=12`, if that was given."""
     for name, value in vars(args).items() if args else ():
         for given in value if isinstance(value, tuple | list) else (value,):
-            # What a file says under the same name has another value.
+            # A file may say another value under the same name.
             text = rf"(?<![\w.]){name}={re.escape(repr(given))}(?![\w.]*\w)"
             line = re.sub(text, lambda _, n=name, v=given: f"{flag_of(n)} {v}", line)
     return line
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
-def _of_system(error: OSError) -> str:
-    reason = error.strerror or _one_line(error)
-    if error.filename is not None:
-        return f"{error.filename}: {reason}"
-    try:
-        print(flush=True)  # Files are named in their errors; is it this one?
-    except OSError:
-        return f"standard output: cannot be written ({reason})"
-    return reason
 
 
 class Parser(argparse.ArgumentParser):
@@ -274,37 +171,21 @@ class Parser(argparse.ArgumentParser):
 
     def _check_outputs(self, args: argparse.Namespace) -> None:
         """Exits with a usage error where an output would replace something needed."""
-        outputs, inputs = {}, {"the script": _bundled()}
-        for action in self._actions:
-            name = action.option_strings[0] if action.option_strings else action.dest
-            value = getattr(args, action.dest, None)
-            if value is None:
-                continue
-            if action.type in (output, figure):
-                outputs[name] = value
-            elif action.type in (source, text_source):
-                inputs[name] = value
-        # Rows may go to a terminal or to /dev/null, and all of them to one.
-        outputs = {
-            name: path
-            for name, path in outputs.items()
-            if path.is_file() or not path.exists()
-        }
-        for name, path in outputs.items():
-            for reader, value in inputs.items():
-                if any(files.is_same(path, file) for file in _files_of(value)):
-                    self.error(
-                        f"{name} {path} would replace what {reader} reads: name "
-                        "another file"
-                    )
-        names = list(outputs)
-        for i, name in enumerate(names):
-            for other in names[:i]:
-                if files.is_same(outputs[name], outputs[other]):
-                    self.error(
-                        f"{other} and {name} write to one file, {outputs[name]}: name "
-                        "two"
-                    )
+        taken: dict[pathlib.Path, str] = {}
+        for kinds in ((source, text_source), (output, figure)):
+            for action in self._actions:
+                name = (*action.option_strings, action.dest)[0]
+                value = getattr(args, action.dest, None)
+                if action.type not in kinds or value is None:
+                    continue
+                for path in _files_of(value):
+                    is_file = path.is_file() or not path.exists()
+                    if kinds[0] is output and path in taken and is_file:
+                        self.error(
+                            f"{name} {value} would replace the file of {taken[path]}: "
+                            "name another file"
+                        )
+                    taken[path] = name
 
 
 def output(text: str) -> pathlib.Path:
@@ -337,19 +218,12 @@ def text_source(text: str) -> str:
 
 
 def _files_of(value: object) -> Iterator[pathlib.Path]:
-    """The files that a flag of type `source` or `text_source` may name."""
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _files_of(each)
-        return
-    text = "/dev/stdin" if value == "-" else str(value)
-    # FILE:N and the like; whichever is there is it.
-    for path in (pathlib.Path(text), pathlib.Path(text.rpartition(":")[0] or text)):
-        try:
-            found = path.iterdir() if path.is_dir() else [path]
-            yield from (file for file in found if file.is_file())
-        except OSError:
-            continue  # Whoever reads it says why it cannot be read.
+    """Yields the files that a flag may name, as FILE or as FILE:N."""
+    for each in value if isinstance(value, list | tuple) else [value]:
+        path = pathlib.Path(str(each))
+        if not path.is_file():
+            path = pathlib.Path(str(each).rpartition(":")[0] or path)
+        yield path.resolve()
 
 
 def flag_of(name: str) -> str:
@@ -477,11 +351,3 @@ def _choice(text: str) -> str:
     if text in REMOVED_IMPLS:
         raise argparse.ArgumentTypeError(REMOVED_IMPLS[text])
     return text
-
-
-def _bundled() -> list[pathlib.Path]:
-    """What comes with the package: prompts, the embedded models, and heads."""
-    package = pathlib.Path(importlib.util.find_spec("spec_jax").origin).parent
-    prompts = pathlib.Path(__file__).parents[1] / "prompts"
-    models = (package / "assets").iterdir()
-    return [prompts, *sorted(folder for folder in models if folder.is_dir())]

@@ -21,7 +21,7 @@ MAX_CURVES = 8
 
 _SETTINGS = (
     *("target", "draft", "drafter", "impl", "dtype", "prompt_source", "gen_tokens"),
-    *("page_size", "prefill", "acceptance", "verify_path", "cache", "draft_cache"),
+    *("page_size", "prefill", "cache"),
     *("temperature", "rule", "gamma_policy", "schedule", "confidence", "batch"),
     "repeats",
 )
@@ -33,9 +33,6 @@ _LABELS = {
     "prefill": "{} prefill",
     "repeats": "{} repeats",
     "cache": "{} cache",
-    "draft_cache": "draft cache by {}",
-    "verify_path": "{} verification",
-    "acceptance": "accepted by {}",
     "batch": "batches of {}",
     "confidence": "confidence {}",
     "schedule": "scheduled by {}",

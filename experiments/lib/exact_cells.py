@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import flags, paths, policies
+from experiments.lib import flags, policies
 from spec_jax.drafters import tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.gamma import schedule
@@ -37,7 +37,6 @@ GAMMA_POLICIES = (*policies.POLICIES, "schedule")
 other scripts, with stated times in the place of a profile."""
 NO_TREE = flags.NO_TREE
 PREFILLS = ("rows", "batched")
-DRAFT_CACHES = ("persistent", "round")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,8 +52,6 @@ class Cell:
     page_size: int
     cache: str
     prefill: str  # of `PREFILLS`
-    verify_path: str  # of `paths.VERIFY`
-    draft_cache: str  # of `DRAFT_CACHES`: whether the draft's K/V outlives its round
     drafter: str  # a name of `cell_runs.drafter_names`, or package.module:Name
     # Tokens drafted a round, or the most where a policy chooses; data to an executable,
     # and so the cheapest axis
@@ -83,8 +80,7 @@ class Cell:
         name = (
             f"{self.dtype} {self.impl} slab {self.slab} pages of {self.page_size} "
             f"{self.cache} prefill {self.prefill} {self.sampling} | "
-            f"{self.verify_path} {self.drafter} {self.draft_cache} "
-            f"gamma {self.gamma} {self.gamma_policy} batch {self.batch}"
+            f"{self.drafter} gamma {self.gamma} {self.gamma_policy} batch {self.batch}"
         )
         return name if self.tree == NO_TREE else f"{name} tree {self.tree}"
 
@@ -157,12 +153,6 @@ def _in_order(choices: Sequence[Mapping[str, Any]]) -> list[Cell]:
                 f"and one of {choice['slab']} is among those to run; leave one of "
                 "them out"
             )
-        if choice["batch"] > 1 and choice["verify_path"] != paths.ROWS:
-            raise ValueError(
-                f"batch={choice['batch']} and verify_path={choice['verify_path']} do "
-                "not go together, for that path runs one sequence, and both are among "
-                "those to run; leave one of them out, or run them apart"
-            )
         slab = row_model.slab_for(choice["impl"], choice["slab"])
         cell = Cell(**{**choice, "slab": slab})
         of_weights = together.setdefault(cell.dtype, {})
@@ -171,29 +161,20 @@ def _in_order(choices: Sequence[Mapping[str, Any]]) -> list[Cell]:
     return [cell for group in groups for cell in group]
 
 
-OF_CHAINS = {
-    "verify_path": paths.ROWS,
-    "draft_cache": "persistent",
-    "gamma_policy": "fixed",
-}
-"""Axes of which trees have one value alone."""
-
-
 def _of_tree(choice: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the choice with as many drafts as its tree has nodes, if it has one.
 
     Raises:
-      ValueError: a tree, and a value that is of chains alone.
+      ValueError: a tree, and a policy, which is of chains.
     """
     if choice["tree"] == NO_TREE:
         return choice
-    for axis, only in OF_CHAINS.items():
-        if choice[axis] != only:
-            raise ValueError(
-                f"tree={choice['tree']} and {axis}={choice[axis]} do not go together, "
-                "for that is of chains, and both are among those to run; leave one of "
-                "them out, or run them apart"
-            )
+    if choice["gamma_policy"] != "fixed":
+        raise ValueError(
+            f"tree={choice['tree']} and gamma_policy={choice['gamma_policy']} do not "
+            "go together, for that is of chains, and both are among those to run; "
+            "leave one of them out, or run them apart"
+        )
     return {**choice, "gamma": tree_shapes.parse(choice["tree"]).nodes}
 
 

@@ -31,9 +31,8 @@ Found = Iterator[tuple[Task, Iterable[Any]]]
 Fan = Callable[[Worker, Sequence[Task]], Found]
 """Yields each task with its results, in the order in which they come."""
 
-INSTALL = "pip install -e '.[cluster]'"
 RETRIES = 3
-"""How often a task is begun anew whose process has died."""
+"""How often Ray begins a task anew whose process has died."""
 
 _SENT = ("JAX_", "XLA_", "SPEC_JAX_", "TF_CPP_")
 """Beginnings of variables that decide what a process computes."""
@@ -46,7 +45,7 @@ def address(text: str) -> str:
             f"{text!r} is no number of workers, nor auto, nor HOST:PORT"
         )
     if importlib.util.find_spec("ray") is None:
-        raise argparse.ArgumentTypeError(f"needs Ray; {INSTALL}")
+        raise argparse.ArgumentTypeError("needs Ray; pip install -e '.[cluster]'")
     return text
 
 
@@ -79,12 +78,10 @@ def of(args: argparse.Namespace, make: Callable[..., Worker], *values: Any) -> F
             raise ValueError("--ray-cpus is of --ray: give both, or neither")
         return here
     named = getattr(args, "prompts", None)
-    for source in named if isinstance(named, list) else [named]:
-        if str(source).startswith("-"):
-            raise ValueError(
-                f"--prompts {source}: workers of --ray have another standard input; "
-                "name a file"
-            )
+    if any(
+        str(s).startswith("-") for s in (named if isinstance(named, list) else [named])
+    ):
+        raise ValueError("--prompts -: workers of --ray cannot read it; name a file")
     return functools.partial(_on_ray, args, Job(make=make, values=values))
 
 
@@ -127,13 +124,7 @@ class Job:
         Raises:
           ValueError: a process whose results would be of another code or machine.
         """
-        try:
-            os.chdir(self.folder)  # Flags may name files from there.
-        except OSError as error:
-            raise ValueError(
-                f"--ray: a worker has no folder {self.folder} ({error.strerror}); "
-                "have the checkout and all files at the same paths on all machines"
-            ) from None
+        os.chdir(self.folder)  # Flags may name files from there.
         own = records.provenance()
         for name, value in self.place.items():
             if own[name] != value:
@@ -145,7 +136,7 @@ class Job:
 
 
 _workers: dict[str, Worker] = {}
-"""That of the job which this process had last, by its name."""
+"""The worker of the job which this process had last, by its name."""
 
 
 def call(job: Job, task: Task) -> list[Any]:
@@ -167,16 +158,25 @@ def _on_ray(
       Exception: what a worker raised.
     """
     del worker
-    if not tasks:
-        return
-    with _joined(args.ray) as ray:
-        _check_cores(ray, args)
+    with _cluster(args.ray) as address, contextlib.ExitStack() as stack:
+        import ray  # Here: it reads the variables that `_cluster` sets.
+
+        how = {"log_to_driver": False, "logging_level": "ERROR"}
+        try:
+            ray.init(address=address, runtime_env={"env_vars": _variables()}, **how)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ValueError(f"--ray {args.ray}: no cluster there ({error})") from None
+        stack.callback(ray.shutdown)
+        most = max(node["Resources"].get("CPU", 0) for node in ray.nodes())
+        if (args.ray_cpus or 1) > most:  # Its tasks would wait for ever.
+            raise ValueError(
+                f"--ray-cpus {args.ray_cpus}: machines have {most:g} cores"
+            )
         on_gpu = jax.default_backend() == "gpu"
         remote = ray.remote(call).options(
             num_cpus=args.ray_cpus or 1,
             num_gpus=(getattr(args, "devices", None) or 1) if on_gpu else 0,
             max_retries=RETRIES,
-            runtime_env={"env_vars": _variables()},
         )
         sent = ray.put(job)
         waiting = {remote.remote(sent, task): task for task in tasks}
@@ -184,99 +184,51 @@ def _on_ray(
             (done, *_), _ = ray.wait(list(waiting), num_returns=1)
             task = waiting.pop(done)
             try:
-                results = ray.get(done)
+                yield task, ray.get(done)
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
             except ray.exceptions.RayError as error:
                 raise RuntimeError(
-                    f"--ray: no worker finished {task}, begun {RETRIES + 1} times "
-                    f"({type(error).__name__}); the same command goes on from there"
+                    f"--ray: no worker finished {task} ({type(error).__name__}); the "
+                    "same command goes on from there"
                 ) from None
-            yield task, results
-
-
-@contextlib.contextmanager
-def _joined(where: str) -> Iterator[Any]:
-    """Joins a cluster, or starts one of so many workers here, which ends with it.
-
-    Yields:
-      The module `ray`, which reads the variables that are for it when it is imported.
-    """
-    with contextlib.ExitStack() as stack:
-        if where.isdecimal():
-            # None but this process may have tasks done by its cluster.
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            where = stack.enter_context(_started(int(where)))
-        import ray
-
-        try:
-            ray.init(address=where, log_to_driver=False, logging_level="ERROR")
-        except (OSError, RuntimeError, ValueError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"--ray {where}: no cluster there ({reason})") from None
-        stack.callback(ray.shutdown)
-        yield ray
 
 
 _HEAD = """
 import sys, ray
-how = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
-ray.init(address="local", num_cpus=int(sys.argv[1]), **how)
+ray.init(address="local", num_cpus=int(sys.argv[1]), include_dashboard=False)
 print("at", ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
-"""Of the process that has a cluster started, until its standard input ends."""
-
-_END_S = 20.0
+"""Starts a cluster, which ends when standard input does."""
 
 
 @contextlib.contextmanager
-def _started(count: int) -> Iterator[str]:
-    """Starts a cluster here, and yields its address.
+def _cluster(where: str) -> Iterator[str]:
+    """Yields the address of a cluster: of one of its own, where that is a number.
 
-    By a process of its own: Ray forks, and this process runs jax, whose threads a fork
-    would leave behind in the middle of what they do.
-
-    Raises:
-      RuntimeError: it did not start; with the last line of what it says.
+    Another process starts it: Ray forks, which a process with JAX's threads must not.
     """
-    variables = os.environ | _variables() | {"RAY_USAGE_STATS_ENABLED": "0"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", _HEAD, str(count)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+    if not where.isdecimal():
+        yield where
+        return
+    # None but this process may have tasks done by its cluster.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(
+        [sys.executable, "-c", _HEAD, where],
+        env=os.environ | _variables() | {"RAY_USAGE_STATS_ENABLED": "0"},
+        stderr=subprocess.DEVNULL,
         text=True,
-        env=variables,
-        process_group=0,  # Ctrl-C is for this process, which then ends that one.
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        last = ""
-        for line in process.stdout:
-            if line.startswith("at "):
-                yield line.split()[1]
-                break
-            last = line.strip() or last
-        else:
-            raise RuntimeError(f"--ray {count}: Ray did not start here ({last})")
-    finally:
-        process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=_END_S)
-        processes.end(process)
-        process.stdout.close()
-
-
-def _check_cores(ray: Any, args: argparse.Namespace) -> None:
-    """Raises where no machine has the cores of a task, which would wait for ever."""
-    most = max(int(node["Resources"].get("CPU", 0)) for node in ray.nodes())
-    if (args.ray_cpus or 1) > most:
-        raise ValueError(
-            f"--ray-cpus {args.ray_cpus or 1}: no machine of the cluster has more than "
-            f"{most}"
-        )
+        **pipes,
+    ) as head:
+        assert head.stdout is not None
+        lines = (line for line in head.stdout if line.startswith("at "))
+        address = next(lines, "").removeprefix("at ").strip()
+        if not address:
+            raise RuntimeError(f"--ray {where}: Ray did not start here")
+        yield address
 
 
 def _variables() -> dict[str, str]:

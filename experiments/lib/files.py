@@ -1,15 +1,11 @@
 """Files that scripts read and write; what cannot be used is refused in one line."""
 
 import dataclasses
-import errno
-import fcntl
 import hashlib
 import io
 import json
 import os
 import pathlib
-import stat
-import sys
 import tempfile
 import types
 import typing
@@ -95,43 +91,28 @@ def _is_a(value: Any, wanted: Any) -> bool:
 
 
 def open_output(path: pathlib.Path) -> io.FileIO:
-    """Opens for appending, without a buffer that could hold half a line.
-
-    A regular file is locked until it is closed: a second process that writes to it is
-    refused.
-    """
-    _check_name(path, "written")
+    """Opens a file for appending, without a buffer."""
+    if path.is_dir():
+        raise ValueError(
+            f"{path}: is a directory; name a file, such as {path / 'results.jsonl'}"
+        )
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"{path}: the directory {path.parent} does not exist; make it first"
+        )
     try:
-        if path.is_dir():
-            raise ValueError(
-                f"{path}: is a directory; name a file, such as {path / 'results.jsonl'}"
-            )
-        if not path.parent.is_dir():
-            raise ValueError(
-                f"{path}: the directory {path.parent} does not exist; make it first"
-            )
-        file = path.open("ab", buffering=0)
+        return path.open("ab", buffering=0)
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be written ({error.strerror}); name another file"
         ) from None
-    try:
-        _lock(file, path)
-    except BaseException:
-        file.close()
-        raise
-    return file
 
 
 def check_output(path: pathlib.Path) -> None:
     """Raises `ValueError` unless the file can be written; leaves it as it is."""
-    _check_name(path, "written")
-    if os.path.lexists(path) and not path.is_dir() and not path.is_file():
-        # The reader of a pipe would take its closing for the end.
-        if not os.access(path, os.W_OK):
-            raise ValueError(f"{path}: cannot be written; name another file")
-        return
     is_new = not os.path.lexists(path)
+    if not is_new and not path.is_dir() and not path.is_file():
+        return  # A pipe or a device.
     open_output(path).close()
     if is_new:
         path.unlink()
@@ -139,7 +120,6 @@ def check_output(path: pathlib.Path) -> None:
 
 def check_folder(path: pathlib.Path) -> None:
     """Makes the folder if it is missing; raises `ValueError` if it is not writable."""
-    _check_name(path, "written")
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -160,53 +140,8 @@ def check_apart(
       others: folders that are read, by their flags.
     """
     for reader, other in others.items():
-        if other is None:
-            continue
-        if is_same(folder, other) or _identities(folder) & _identities(other):
+        if other is not None and folder.resolve() == other.resolve():
             raise ValueError(
                 f"{flag} {folder} would replace what {reader} reads: name another "
                 "folder"
             )
-
-
-def _identities(folder: pathlib.Path) -> set[tuple[int, int]]:
-    """What stands for each file and folder in a folder, whatever it is called."""
-    if not folder.is_dir():
-        return set()
-    found = [path.stat() for path in folder.iterdir() if path.exists()]
-    return {(status.st_dev, status.st_ino) for status in found}
-
-
-def is_same(one: pathlib.Path, other: pathlib.Path) -> bool:
-    """Whether both name one file, through links too, or would once it is written."""
-    try:
-        return os.path.samefile(one, other)
-    except OSError:  # One of them is not there yet.
-        return os.path.realpath(one) == os.path.realpath(other)
-
-
-def _check_name(path: pathlib.Path, what: str) -> None:
-    if "\0" in str(path):
-        raise ValueError(f"{path}: cannot be {what} (null character in its name)")
-
-
-def _lock(file: io.FileIO, path: pathlib.Path) -> None:
-    """Locks a regular file until it is closed; the end of the process does that too."""
-    status = os.fstat(file.fileno())
-    if not stat.S_ISREG(status.st_mode):
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(
-            f"{path}: another process is writing to it; wait until that ends, or "
-            "name another file"
-        ) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-        print(
-            f"{path}: its file system has no locks ({error.strerror}); no other "
-            "process may write to it",
-            file=sys.stderr,
-        )

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from experiments.lib import cli
@@ -392,17 +391,7 @@ def sampling_settings(
     if not values["temperature"]:
         sampling_settings(args, 1.0)
         return None
-    try:
-        return sampling.make_settings(**values)
-    except ValueError as error:
-        raise ValueError(_with_flags(str(error), values)) from None
-
-
-def _with_flags(message: str, names: Iterable[str]) -> str:
-    """The message, with `--top-p 2` where it says `top_p=2`."""
-    for name in names:
-        message = message.replace(f"{name}=", f"{cli.flag_of(name)} ")
-    return message
+    return sampling.make_settings(**values)
 
 
 def add_out(parser: argparse._ActionsContainer, *, rows: str) -> None:

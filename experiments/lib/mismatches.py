@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import exact_cells, files, paths, runs
+from experiments.lib import exact_cells, files, runs, superseded
 from spec_jax import compilation, loading
 from spec_jax.debug import recorder
 from spec_jax.engine import (
@@ -29,8 +29,6 @@ from spec_jax.model import fingerprint
 
 
 TOP = 5
-ACCEPTANCES = ("verify", "decode")
-"""What decided tokens: verification, or decoding (`ablations.decode_rounds`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,6 @@ class Mismatch:
     position: int  # of the row that differs
     verify_argmax: int  # what verification chose there
     decode_argmax: int  # what decoding chose there
-    acceptance: str  # of `ACCEPTANCES`
     prefill: str  # of `exact_cells.PREFILLS`
     verify_path: str
     impl: str
@@ -93,16 +90,15 @@ def read(spec: str) -> Mismatch:
     if row.get("kind") != "mismatch":
         raise ValueError(
             f"{where}: a line of kind {row.get('kind')!r}, not 'mismatch'; "
-            "spec_round.py writes them with --dump-verify-mismatches, and exactness.py "
+            "history.py writes them with --dump-verify-mismatches, and exactness.py "
             "with --out"
         )
     made = files.checked(row, Mismatch, where)
-    choices = {"acceptance": ACCEPTANCES, "prefill": exact_cells.PREFILLS}
-    for key, allowed in choices.items():
-        if row[key] not in allowed:
-            raise ValueError(
-                f"{where}: {key}={row[key]!r} is not one of {', '.join(allowed)}"
-            )
+    if row["prefill"] not in exact_cells.PREFILLS:
+        raise ValueError(
+            f"{where}: prefill={row['prefill']!r} is not one of "
+            f"{', '.join(exact_cells.PREFILLS)}"
+        )
     _check_windows(row, where)
     return made
 
@@ -116,34 +112,21 @@ def _split_line(spec: str) -> tuple[pathlib.Path, int]:
 
 
 def _check_windows(row: Mapping[str, Any], where: str) -> None:
-    """Raises `ValueError` unless windows tile the text from the prompt's last token."""
-    prompt, window, starts = row["prompt_ids"], row["window"], row["starts"]
-    start, rows = row["start"], row["window_rows"]
-    if not prompt or not window:
-        raise ValueError(f"{where}: an empty prompt or an empty window")
-    # The prompt's last token is pending in the first window.
-    first, known = len(prompt) - 1, len(prompt) + len(row["tokens"])
-    if start != known and (start, known) != (first, len(prompt)):
+    """Raises `ValueError` unless windows go on from the prompt's last token."""
+    starts, start, window = row["starts"], row["start"], row["window"]
+    first, known = len(row["prompt_ids"]) - 1, len(row["prompt_ids"] + row["tokens"])
+    ends = [starts[0], starts[-1]] if starts else []
+    steps = [len(window), *(b - a for a, b in itertools.pairwise(starts))]
+    if (
+        ends != [first, start]
+        or start not in (first, known)
+        or not 0 < min(steps) <= max(steps) <= row["window_rows"]
+        or not start <= row["position"] < start + len(window)
+    ):
         raise ValueError(
-            f"{where}: {start=} is not where a window can begin: the text before it, "
-            f"prompt_ids and tokens, ends at position {known}"
-        )
-    if starts != sorted(set(starts)):
-        raise ValueError(f"{where}: {starts=} do not increase")
-    if not starts or (starts[0], starts[-1]) != (first, start):
-        raise ValueError(
-            f"{where}: {starts=} do not go from {first}, the position of the prompt's "
-            f"last token, to {start=}"
-        )
-    tallest = max([len(window), *(b - a for a, b in itertools.pairwise(starts))])
-    if tallest > rows:
-        raise ValueError(
-            f"{where}: window_rows={rows}, but a window has {tallest} tokens"
-        )
-    if not start <= row["position"] < start + len(window):
-        raise ValueError(
-            f"{where}: no row at position {row['position']} is in the window of "
-            f"{len(window)} tokens from position {start}"
+            f"{where}: windows that begin at {starts}, and the row of position "
+            f"{row['position']}, are not those of a text of {known} tokens: write the "
+            "line again"
         )
 
 
@@ -153,15 +136,14 @@ def find(
     prompt: list[int],
     *,
     name: str,
-    verify_path: str = paths.ROWS,
-    acceptance: str = "verify",
+    verify_path: str,
     scheduler: scheduler_lib.Scheduler | None = None,
 ) -> list[dict[str, Any]]:
     """Returns the mismatches of one prompt, as JSON rows.
 
     Args:
       name: of the prompt.
-      verify_path: of `paths.VERIFY`.
+      verify_path: of `superseded.PATHS`.
       scheduler: of one slot; None: what `settings` say.
 
     Returns:
@@ -177,7 +159,7 @@ def find(
     """
     scheduler = scheduler or runs.make_scheduler(lm, settings)
     request = runs.make_request(lm, settings, prompt)
-    path = paths.slot_target(verify_path, lm.target)
+    path = superseded.target(verify_path, lm.target)
     text, seen = _windows(scheduler, path, request)
     decoded = _decoded(lm, settings, text, len(prompt))
     by_rows = settings.prefill_by_rows
@@ -185,7 +167,6 @@ def find(
         by_rows = lm.target.prefills_by_rows
     description = {
         "verify_path": verify_path,
-        "acceptance": acceptance,
         "impl": lm.target.impl,
         "dtype": lm.target.config.dtype,
         "slab": lm.target.slab,
@@ -228,9 +209,7 @@ def _windows(
     seen = []
     while bool(state.slots.running[0]):
         window = _next_window(speculator, state)
-        # Where decoding decides, windows run on a cache of their own.
-        cache = getattr(state.cache, "mirror", state.cache)
-        logits, chosen = _verify(path, speculator.params[0], cache, window)
+        logits, chosen = _verify(path, speculator.params[0], state.cache, window)
         window, logits, chosen = jax.device_get((window, logits, chosen))
         state = round_lib.generate(speculator, state, max_rounds=jnp.int32(1))
         start = int(window.start[0])

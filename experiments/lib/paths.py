@@ -1,12 +1,10 @@
 """Ways to run a window by name: decoding, the engine's rows, and what came before.
 
-The names are those of the command line. `record_path` makes what the microscope looks
-at, `slot_target` what the engine runs.
+The names are those of the command line of `parity.py`.
 """
 
-from experiments.ablations import verify_paths
+from experiments.lib import superseded
 from spec_jax.debug.microscope import record as record_lib
-from spec_jax.engine import rows
 from spec_jax.model import row_model
 
 
@@ -16,7 +14,7 @@ DECODE = "decode"
 ROWS = "paged-decode"
 """What the engine runs: the window's rows in one slab."""
 
-VERIFY = tuple(verify_paths.PATHS)
+VERIFY = tuple(superseded.PATHS)
 """What can verify a window; `ROWS` is one of them."""
 
 NAMES = (DECODE, *VERIFY)
@@ -48,21 +46,7 @@ def record_path(
         page_size=page_size,
         window_rows=window_rows,
         one_by_one=name in ONE_BY_ONE,
-        target=None if is_models else verify_paths.make(name, model),
+        target=None if is_models else superseded.make_path(name, model),
         is_rows=name in OF_ROWS,
         tree=tree,
     )
-
-
-def slot_target(
-    name: str, model: row_model.RowModel, num_slots: int = 1
-) -> rows.SlotRows:
-    """Returns the engine's target that verifies by the path of that name."""
-    if name == ROWS:
-        return rows.SlotRows(model=model, num_slots=num_slots)
-    if num_slots > 1:
-        raise ValueError(
-            f"verify path {name!r} runs one sequence, and {num_slots} slots are asked "
-            f"for: give one, or take {ROWS!r}"
-        )
-    return verify_paths.OneSlot(model=model, path=verify_paths.make(name, model))

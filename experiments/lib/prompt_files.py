@@ -6,6 +6,7 @@ templates or models. docs/prompts.md is for the reader.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import pathlib
 import re
@@ -14,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.lib import files
-from spec_jax import regular_files
 from spec_jax.model import hub
 
 
@@ -22,9 +22,9 @@ JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 STANDARD_INPUT = "-"
 DATA_SETS = "docs/prompts.md says where common data sets come from"
 
-_COUNT = r"(?P<limit>[0-9]+)(@(?P<seed>[0-9]+))?"
-_NUMBER = re.compile(r"(?P<sign>[+-]?)" + _COUNT)
-_LIMIT = re.compile(r"(?P<path>.+):" + _COUNT, re.DOTALL)
+_SPEC = re.compile(
+    r"((?P<path>.+):)?[+]?(?P<limit>-?[0-9]+)(@(?P<seed>[0-9]+))?", re.DOTALL
+)
 
 BUNDLED = pathlib.Path(__file__).parents[1] / "prompts" / "python_50.jsonl"
 """Fifty beginnings of Python functions, classes and modules."""
@@ -132,39 +132,24 @@ def sample(prompts: Sequence[Prompt], size: int, *, seed: int) -> list[Prompt]:
 
 def _source(spec: str, default_file: pathlib.Path) -> _Source:
     """Splits a spec; a file whose name really ends in `:N` is taken whole."""
-    number = _NUMBER.fullmatch(spec)
-    if number is not None:
-        if number["sign"] == "-" or int(number["limit"]) < 1:
-            available = len(list(_prompts(default_file)))
-            raise ValueError(
-                f"--prompts {spec}: the number of prompts must lie in 1..{available}"
-            )
-        return _Source(path=default_file, **_counts(number))
-    match = _LIMIT.fullmatch(spec)
-    if match is None or pathlib.Path(spec).is_file():
+    match = _SPEC.fullmatch(spec)
+    if match is None or (match["path"] and pathlib.Path(spec).is_file()):
         return _Source(path=pathlib.Path(spec))
-    if int(match["limit"]) < 1:
-        raise ValueError(
-            f"--prompts {spec}: the limit {match['limit']} must be at least 1; "
-            f"leave out ':{match['limit']}' to use the whole file"
-        )
-    return _Source(path=pathlib.Path(match["path"]), **_counts(match))
-
-
-def _counts(match: re.Match) -> dict[str, int | None]:
-    seed = match["seed"]
-    return {"limit": int(match["limit"]), "seed": None if seed is None else int(seed)}
+    limit, seed = int(match["limit"]), match["seed"]
+    if limit < 1:
+        raise ValueError(f"--prompts {spec}: the number of prompts must be at least 1")
+    return _Source(
+        path=pathlib.Path(match["path"] or default_file),
+        limit=limit,
+        seed=None if seed is None else int(seed),
+    )
 
 
 def _take(
     prompts: Iterator[Prompt], limit: int | None, path: pathlib.Path
 ) -> list[Prompt]:
-    """The first `limit` prompts; fewer than asked for is an error, not a shrug."""
-    taken = []
-    for prompt in prompts:
-        taken.append(prompt)
-        if len(taken) == limit:
-            break
+    """Returns the first `limit` prompts; fewer than asked for is an error."""
+    taken = list(itertools.islice(prompts, limit))
     if not taken:
         raise ValueError(f"{path}: no prompts in this file; write one prompt a line")
     if limit is not None and len(taken) < limit:
@@ -215,58 +200,35 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _loaded(text: str, where: str) -> Any:
-    """The JSON value of a text."""
-    advice = "write one JSON object a line, or one JSON array"
+    """Returns the JSON value of a text."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        at = f"line {error.lineno}, column {error.colno}"
-        at = at.removeprefix("line 1, ")
+    except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{where}: invalid JSON ({error.msg} at {at}); {advice}"
+            f"{where}: invalid JSON ({error}); write one JSON object a line, or one "
+            "JSON array"
         ) from None
-    except (ValueError, RecursionError) as error:  # Huge integers, deep nesting.
-        raise ValueError(f"{where}: unreadable JSON ({error}); {advice}") from None
 
 
 def _read(path: pathlib.Path) -> str:
-    """The text of a UTF-8 file, without a byte order mark."""
+    """Returns the text of a UTF-8 file, without a byte order mark."""
     try:
-        data = _bytes(path)
+        is_input = str(path) == STANDARD_INPUT
+        data = sys.stdin.buffer.read() if is_input else files.read(path)
+        return data.decode("utf-8-sig")
     except FileNotFoundError:
+        hint = DATA_SETS
+        if path.suffix.lower() not in JSON_SUFFIXES:
+            hint = hub.hint(path, kind="dataset") or hint
         raise ValueError(
             f"{path}: no such file; --prompts takes a number or the path of a prompt "
-            f"file, with an optional limit as in 'file.jsonl:50' ({_hint(path)})"
+            f"file, with an optional limit as in 'file.jsonl:50' ({hint})"
         ) from None
-    try:
-        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line_number = data.count(b"\n", 0, error.start) + 1
         raise ValueError(
-            f"{path}, line {line_number}: not UTF-8 (byte 0x{data[error.start]:02x} "
-            f"at offset {error.start}); convert the file to UTF-8"
+            f"{path}, line {line_number}: not UTF-8; convert the file to UTF-8"
         ) from None
-
-
-def _bytes(path: pathlib.Path) -> bytes:
-    if str(path) != STANDARD_INPUT:
-        if "\0" in str(path):
-            raise ValueError(f"{path!r}: cannot be read (a null byte in the name)")
-        return files.read(path)
-    data = sys.stdin.buffer.read(regular_files.MAX_BYTES + 1)
-    if len(data) > regular_files.MAX_BYTES:
-        raise ValueError(
-            f"standard input has more than {regular_files.MAX_BYTES:,} bytes, the most "
-            "that are read; give fewer prompts"
-        )
-    return data
-
-
-def _hint(path: pathlib.Path) -> str:
-    """Where a file that is not there may come from."""
-    if path.suffix.lower() in JSON_SUFFIXES:
-        return DATA_SETS
-    return hub.hint(path, kind="dataset") or DATA_SETS
 
 
 def _of_row(row: Any, *, number: int) -> Prompt:
@@ -285,47 +247,30 @@ def _of_row(row: Any, *, number: int) -> Prompt:
             'write one object a line, such as {"prompt": "..."}'
         )
     turns, history = _turns(row)
-    for turn, text in enumerate(turns, start=1):
-        _check_text(text, what="prompt" if len(turns) == 1 else f"turn {turn}")
+    for text in turns:
+        if not text.strip():
+            raise ValueError("the prompt is empty; remove the line or fill it")
+    for text in (*turns, *(message["content"] for message in history)):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"character {error.start} of the prompt is half of a surrogate pair; "
+                "write the character itself, or both halves"
+            ) from None
+    ids = [row[k] for k in ID_KEYS if type(row.get(k)) in (str, int)]
+    categories = [row[k] for k in CATEGORY_KEYS if isinstance(row.get(k), str)]
     return Prompt(
-        id=_id(row) or str(number),
+        id=str((*ids, number)[0]),
         text=turns[0],
-        category=next(
-            (row[key] for key in CATEGORY_KEYS if isinstance(row.get(key), str)), None
-        ),
+        category=(*categories, None)[0],
         history=history,
         next_turns=tuple(turns[1:]),
     )
 
 
-def _check_text(text: str, *, what: str = "prompt") -> None:
-    """Raises `ValueError` for a text that is empty, or that UTF-8 cannot hold."""
-    if not text.strip():
-        raise ValueError(f"the {what} is empty; remove the line or fill it")
-    _check_encodable(text, what)
-
-
-def _check_encodable(text: str, what: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"character {error.start} of the {what} is half of a surrogate pair; "
-            "write the character itself, or both halves"
-        ) from None
-
-
-def _id(row: dict[str, Any]) -> str | None:
-    """The first id of the row that is a text or a whole number."""
-    for key in ID_KEYS:
-        value = row.get(key)
-        if isinstance(value, str | int) and not isinstance(value, bool):
-            return str(value)
-    return None
-
-
 def _turns(row: dict[str, Any]) -> tuple[list[str], tuple[Message, ...]]:
-    """What the user says, turn by turn, and the messages before that."""
+    """Returns what the user says, turn by turn, and the messages before that."""
     for key in TEXT_KEYS:
         value = row.get(key)
         if isinstance(value, str) and key != "turns":
@@ -344,7 +289,8 @@ def _turns(row: dict[str, Any]) -> tuple[list[str], tuple[Message, ...]]:
 
 
 def _of_messages(messages: Any) -> tuple[list[str], tuple[Message, ...]]:
-    """The last message of the user, and those before; an answer to it is left out."""
+    """Returns the user's last message, and those before; an answer to it is left
+    out."""
     if not isinstance(messages, list):
         raise ValueError(f"'messages' is a JSON {type(messages).__name__}, not a list")
     read = [_message(message, i) for i, message in enumerate(messages, start=1)]
@@ -360,27 +306,20 @@ def _of_messages(messages: Any) -> tuple[list[str], tuple[Message, ...]]:
 
 
 def _message(message: Any, number: int) -> Message:
-    """A message with its content as one text."""
+    """Returns a message with its content as one text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} is no object with 'role' and 'content'")
     content = message.get("content")
     if isinstance(content, list):
-        content = _joined(content)
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        is_text = all(isinstance(text, str) for text in texts)
+        content = "".join(texts) if is_text and len(texts) == len(content) else None
     if not isinstance(content, str):
         raise ValueError(
             f"message {number} ({message['role']}): 'content' is no text, nor a list "
             "of parts of type 'text'"
         )
-    _check_encodable(content, f"message {number}")
     return {"role": message["role"], "content": content}
-
-
-def _joined(parts: list) -> str | None:
-    """The text of a content in parts; None where a part is no text."""
-    texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        return None
-    return "".join(texts)
 
 
 def without_folders(source: str) -> str:

@@ -7,27 +7,26 @@ from experiments.lib import published_rows
 from spec_jax.drafters import tree_shapes
 
 
+COMMAND = "`python experiments/spec_round.py --prompts 50`"
+
+
 def trees() -> published_rows.Lines:
     """Chains and trees of the embedded pair: tokens, rows and speed."""
-    yield (
-        "`python experiments/spec_round.py --prompts 50`",
-        *("tokens a round", "rows of the target a round", "speed-up"),
+    chains = published_rows.rows_of("spec_round_native_gamma*.jsonl", "summary")
+    rows = [row for row in chains if row["gamma"] in (4, 7)]
+    rows += published_rows.rows_of("trees_native.jsonl", "summary")
+    shape = lambda row: (
+        f"--tree {tree_shapes.parse(row['tree'])}"
+        if row["tree"]
+        else f"--gamma {row['gamma']}"
     )
-    rows = [
-        row
-        for row in published_rows.rows_of("spec_round_native_gamma*.jsonl", "summary")
-        if row["gamma"] in (4, 7)
-    ]
-    for row in (*rows, *published_rows.rows_of("trees_native.jsonl", "summary")):
-        flags = f"--gamma {row['gamma']}"
-        if row["tree"]:
-            flags = f"--tree {tree_shapes.parse(row['tree'])}"
-        yield (
-            f"`{flags}{published_rows.drawn(row)}`",
-            f"{row['mean_accepted_length']:.2f}",
-            f"{row['rows_per_round']:.1f}",
-            f"{row['speedup_e2e']:.2f}",
-        )
+    columns: dict[str, published_rows.Cell] = {
+        COMMAND: lambda row: f"`{shape(row)}{published_rows.drawn(row)}`",
+        "tokens a round": "{mean_accepted_length:.2f}",
+        "rows of the target a round": "{rows_per_round:.1f}",
+        "speed-up": "{speedup_e2e:.2f}",
+    }
+    return published_rows.table(columns, rows)
 
 
 def tree_rows() -> published_rows.Lines:
@@ -53,42 +52,32 @@ def tree_rows() -> published_rows.Lines:
 
 def taus() -> published_rows.Lines:
     """The tau of a tree's scores that makes them chances, and how good children are."""
-    children = (1, 2, 4, 8)
-    yield (
-        "`python experiments/fit_scores.py`",
-        *("tau", "nats a token", "at tau 1"),
-        *(f"among the first {count}" for count in children),
-    )
-    for row in published_rows.rows_of("fit_scores.jsonl", "fitted_scores"):
-        yield (
-            f"T = {row['temperature']:g}",
-            f"{row['tau']:.2f}",
-            *(f"{row[name]:.3f}" for name in ("nats", "nats_at_tau_1")),
-            *(f"{row[f'first_{count}']:.0%}" for count in children),
-        )
+    columns: dict[str, published_rows.Cell] = {
+        "`python experiments/fit_scores.py`": "T = {temperature:g}",
+        "tau": "{tau:.2f}",
+        "nats a token": "{nats:.3f}",
+        "at tau 1": "{nats_at_tau_1:.3f}",
+    }
+    for count in (1, 2, 4, 8):
+        columns[f"among the first {count}"] = f"{{first_{count}:.0%}}"
+    rows = published_rows.rows_of("fit_scores.jsonl", "fitted_scores")
+    return published_rows.table(columns, rows)
 
 
 def heads() -> published_rows.Lines:
     """Rounds of heads, the shipped ones first: tokens a round, what is kept, speed."""
-    yield (
-        "`python experiments/spec_round.py --prompts 50`",
-        *("tokens a round", "drafts kept, by position", "repeated 4-grams"),
-        *("speed-up", "matched"),
-    )
     every = ("eagle3", "dspark", "dflash")
     names = [f"{head}_{impl}.jsonl" for impl in ("native", "xla") for head in every]
-    for row in (
-        row for name in names for row in published_rows.rows_of(name, "summary")
-    ):
-        kept = ", ".join(f"{x:.2f}" for x in row["conditional_acceptance"][:4])
-        yield (
-            f"`{_flags_of(row)}`",
-            f"{row['mean_accepted_length']:.2f}",
-            "" if row["tree"] else kept,
-            published_rows.repeated(row),
-            _speedup(row),
-            _matched(row),
-        )
+    kept = lambda row: ", ".join(f"{x:.2f}" for x in row["conditional_acceptance"][:4])
+    columns: dict[str, published_rows.Cell] = {
+        COMMAND: lambda row: f"`{_flags_of(row)}`",
+        "tokens a round": "{mean_accepted_length:.2f}",
+        "drafts kept, by position": lambda row: "" if row["tree"] else kept(row),
+        "repeated 4-grams": published_rows.repeated,
+        "speed-up": _speedup,
+        "matched": published_rows.matched,
+    }
+    return published_rows.table(columns, published_rows.of_files(names))
 
 
 def _flags_of(row: published_rows.Row) -> str:
@@ -115,29 +104,18 @@ def _speedup(row: published_rows.Row) -> str:
     return "-" if row["impl"] == "xla" else f"{row['speedup_e2e']:.2f}"
 
 
-def _matched(row: published_rows.Row) -> str:
-    """A rule that keeps the distribution has texts of its own."""
-    return "-" if row["matched"] is None else "yes" if row["matched"] else "no"
-
-
 def beyond_dspark() -> published_rows.Lines:
     """DSpark scheduled, in a hybrid, and as trees whose nodes goodput chooses."""
-    yield (
-        "`python experiments/spec_round.py --prompts 50`",
-        *("tokens a round", "rows of the target a round", "speed-up", "matched"),
-    )
     scheduled = [f"dspark_scheduled_{impl}.jsonl" for impl in ("native", "xla")]
     names = (*scheduled, "hybrid_dspark_native.jsonl", "rank_goodput_dspark.jsonl")
-    for row in (
-        row for name in names for row in published_rows.rows_of(name, "summary")
-    ):
-        yield (
-            f"`{_flags_of(row)}`",
-            f"{row['mean_accepted_length']:.2f}",
-            f"{row['rows_per_round']:.1f}",
-            _speedup(row),
-            _matched(row),
-        )
+    columns: dict[str, published_rows.Cell] = {
+        COMMAND: lambda row: f"`{_flags_of(row)}`",
+        "tokens a round": "{mean_accepted_length:.2f}",
+        "rows of the target a round": "{rows_per_round:.1f}",
+        "speed-up": _speedup,
+        "matched": published_rows.matched,
+    }
+    return published_rows.table(columns, published_rows.of_files(names))
 
 
 def llama_cpp_heads() -> published_rows.Lines:

@@ -1,7 +1,7 @@
 """The rows of `experiments/results`, from which tables of README and docs are made."""
 
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.lib import files, terminal
@@ -25,6 +25,32 @@ def rows_of(pattern: str, kind: str) -> list[Row]:
     ]
 
 
+Cell = str | Callable[[Row], str]
+"""A format of a row's values by their names, or what makes the text of a row."""
+
+
+def table(columns: Mapping[str, Cell], rows: Iterable[Row]) -> Lines:
+    """Yields the lines of a table of one line a row.
+
+    Args:
+      columns: what stands under each heading.
+    """
+    yield [*columns]
+    for row in rows:
+        yield [
+            cell.format_map(row) if isinstance(cell, str) else cell(row)
+            for cell in columns.values()
+        ]
+
+
+SPREAD = "{speedup_e2e:.2f} ({speedup_e2e_p10:.2f} to {speedup_e2e_p90:.2f})"
+
+
+def of_files(names: Iterable[str], kind: str = "summary") -> list[Row]:
+    """Returns the rows of a kind of several files, in their order."""
+    return [row for name in names for row in rows_of(name, kind)]
+
+
 def repeated(row: Row) -> str:
     """How far a row's texts repeat themselves; rows of earlier versions do not say."""
     return terminal.format_value(row.get("repetition"), ".0%")
@@ -34,3 +60,8 @@ def drawn(row: Row) -> str:
     """The flags by which tokens are drawn, and kept."""
     flags = f" --temperature {row['temperature']:g}" if row["temperature"] else ""
     return flags if row["rule"] == "coupled" else f"{flags} --rule {row['rule']}"
+
+
+def matched(row: Row) -> str:
+    """Returns "-" where a rule that keeps the distribution has texts of its own."""
+    return "-" if row["matched"] is None else "yes" if row["matched"] else "no"

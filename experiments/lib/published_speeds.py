@@ -8,35 +8,25 @@ from experiments.lib import files, published_rows
 
 def rounds() -> published_rows.Lines:
     """Speculative rounds of the embedded pair at gamma 4, with XLA and native."""
-    yield (
-        "`python experiments/spec_round.py --prompts 50 --repeats 3`",
-        "acceptance (of texts that repeat least, more, most)",
-        *("repeated 4-grams", "tokens per target step", "plain", "speculative"),
-        *("speed-up (p10 to p90)", "without prefill"),
-    )
-    names = {
-        "xla": "with `--impl xla --repeats 2`",
-        "native": "native kernels, the default",
+    found = published_rows.rows_of("spec_round*.jsonl", "summary")
+    found = [row for row in found if row["gamma"] == 4]
+    thirds = lambda row: ", ".join(f"{x:.2f}" for x in row["tercile_acceptance_rate"])
+    names = {"xla": "with `--impl xla --repeats 2`"}
+    columns: dict[str, published_rows.Cell] = {
+        "`python experiments/spec_round.py --prompts 50 --repeats 3`": lambda row: (
+            names.get(row["impl"], "native kernels, the default")
+        ),
+        "acceptance (of texts that repeat least, more, most)": lambda row: (
+            f"{row['acceptance_rate']:.3f} ({thirds(row)})"
+        ),
+        "repeated 4-grams": published_rows.repeated,
+        "tokens per target step": "{tokens_per_target_step:.2f}",
+        "plain": "{baseline_e2e_tpot_ms:.2f} ms/token",
+        "speculative": "{spec_e2e_tpot_ms:.2f} ms/token",
+        "speed-up (p10 to p90)": published_rows.SPREAD,
+        "without prefill": "{speedup_decode:.2f}",
     }
-    found = {
-        row["impl"]: row
-        for row in published_rows.rows_of("spec_round*.jsonl", "summary")
-        if row["gamma"] == 4
-    }
-    for impl, name in names.items():
-        row = found[impl]
-        low, high = row["speedup_e2e_p10"], row["speedup_e2e_p90"]
-        thirds = ", ".join(f"{rate:.2f}" for rate in row["tercile_acceptance_rate"])
-        yield (
-            name,
-            f"{row['acceptance_rate']:.3f} ({thirds})",
-            published_rows.repeated(row),
-            f"{row['tokens_per_target_step']:.2f}",
-            f"{row['baseline_e2e_tpot_ms']:.2f} ms/token",
-            f"{row['spec_e2e_tpot_ms']:.2f} ms/token",
-            f"{row['speedup_e2e']:.2f} ({low:.2f} to {high:.2f})",
-            f"{row['speedup_decode']:.2f}",
-        )
+    return published_rows.table(columns, sorted(found, key=lambda r: r["impl"])[::-1])
 
 
 def hugging_face() -> published_rows.Lines:
@@ -70,19 +60,18 @@ def memory() -> published_rows.Lines:
 
 def llama_cpp() -> published_rows.Lines:
     """The embedded pair beside llama.cpp, and the shape of Qwen3-0.6B."""
-    command = "`python experiments/compare_llama_cpp.py --llama-bin DIR`"
-    yield command, "llama.cpp", "spec_jax", "times faster (p10 to p90)"
-    for name in ("", "_qwen3_0.6b"):
-        for row in published_rows.rows_of(
-            f"compare_llama_cpp{name}.jsonl", "comparison"
-        ):
-            shape = f"{row['target']}: " if name else ""
-            low, high = row["ratio_p10"], row["ratio_p90"]
-            yield (
-                f"{shape}{row['figure']}, {row['unit']}",
-                *(f"{row[side]:.3f}" for side in ("theirs", "ours")),
-                f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})",
-            )
+    files = ("compare_llama_cpp.jsonl", "compare_llama_cpp_qwen3_0.6b.jsonl")
+    shape = lambda row: "" if row["target"] == "embedded" else f"{row['target']}: "
+    columns: dict[str, published_rows.Cell] = {
+        "`python experiments/compare_llama_cpp.py --llama-bin DIR`": lambda row: (
+            f"{shape(row)}{row['figure']}, {row['unit']}"
+        ),
+        "llama.cpp": "{theirs:.3f}",
+        "spec_jax": "{ours:.3f}",
+        "times faster (p10 to p90)": "{ratio:.2f} ({ratio_p10:.2f} to {ratio_p90:.2f})",
+    }
+    rows = published_rows.of_files(files, "comparison")
+    return published_rows.table(columns, rows)
 
 
 def kernels() -> published_rows.Lines:
@@ -144,11 +133,6 @@ def _times(row: published_rows.Row, ratio: float, *ends: float) -> Sequence[str]
 
 def designs() -> published_rows.Lines:
     """The designs that came before, and what was published of them."""
-    yield (
-        "`python experiments/history.py --prompts 20`",
-        *("matched", "mismatches", "tokens per target forward", "speed-up"),
-        "published, 8B + 0.6B on an RTX 5090",
-    )
     names = {
         "decoding decides": "decoding decides, the batched path is compared",
         "flash decides": "the batched path decides",
@@ -156,16 +140,19 @@ def designs() -> published_rows.Lines:
         "library rows": "rows together, library products",
         "row contract": "rows together, batch-invariant",
     }
-    for row in published_rows.rows_of("history.jsonl", "history"):
-        words = row["published"].replace("x,", ",").replace("unmatched", "not matched")
-        yield (
-            names[row["rung"]],
-            f"{row['matched_prompts']}/{row['prompts']}",
-            str(row["verify_decode_mismatches"]),
-            f"{row['tokens_per_target_step']:.2f}",
-            f"{row['speedup_e2e']:.2f}",
-            words.removeprefix("-"),
-        )
+    words = lambda row: row["published"].replace("x,", ",").removeprefix("-")
+    columns: dict[str, published_rows.Cell] = {
+        "`python experiments/history.py --prompts 20`": lambda row: names[row["rung"]],
+        "matched": "{matched_prompts}/{prompts}",
+        "mismatches": "{verify_decode_mismatches}",
+        "tokens per target forward": "{tokens_per_target_step:.2f}",
+        "speed-up": "{speedup_e2e:.2f}",
+        "published, 8B + 0.6B on an RTX 5090": lambda row: words(row).replace(
+            "unmatched", "not matched"
+        ),
+    }
+    rows = published_rows.rows_of("history.jsonl", "history")
+    return published_rows.table(columns, rows)
 
 
 def certificates() -> published_rows.Lines:
@@ -259,20 +246,15 @@ def instruction_sets() -> published_rows.Lines:
 def adaptive() -> published_rows.Lines:
     """Drafters whose gamma is chosen by goodput."""
     command = "spec_round.py --prompts 50 --repeats 3 --gamma 7 --gamma-policy goodput"
-    yield (
-        f"`python experiments/{command}`",
-        *("tokens a round", "rows of the target a round", "speed-up (p10 to p90)"),
-        "matched",
-    )
-    for row in published_rows.rows_of("adaptive_native.jsonl", "summary"):
-        low, high = row["speedup_e2e_p10"], row["speedup_e2e_p90"]
-        yield (
-            f"`--drafter {row['drafter']}`",
-            f"{row['mean_accepted_length']:.2f}",
-            f"{row['rows_per_round']:.1f}",
-            f"{row['speedup_e2e']:.2f} ({low:.2f} to {high:.2f})",
-            "yes" if row["matched"] else "no",
-        )
+    columns: dict[str, published_rows.Cell] = {
+        f"`python experiments/{command}`": "`--drafter {drafter}`",
+        "tokens a round": "{mean_accepted_length:.2f}",
+        "rows of the target a round": "{rows_per_round:.1f}",
+        "speed-up (p10 to p90)": published_rows.SPREAD,
+        "matched": published_rows.matched,
+    }
+    rows = published_rows.rows_of("adaptive_native.jsonl", "summary")
+    return published_rows.table(columns, rows)
 
 
 def regret() -> published_rows.Lines:

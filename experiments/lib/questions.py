@@ -166,11 +166,11 @@ def _cast(params, config, dtype: str) -> params_lib.Params:
 def _history(args, line: mismatches.Mismatch | None) -> str:
     """Returns who wrote the second run's prefix: what the flag says, or who did.
 
-    Rows write what decoding writes, and where decoding decided tokens it wrote them.
+    Rows write what decoding writes.
     """
     if args.history is not None:
         return args.history
-    if line is None or line.acceptance == "decode":
+    if line is None:
         return "decode"
     is_rows = (args.verify_path or line.verify_path) in paths.OF_ROWS
     return "decode" if is_rows else "own"

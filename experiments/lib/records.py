@@ -9,7 +9,6 @@ import math
 import os
 import pathlib
 import platform
-import stat
 import subprocess
 import traceback
 import types
@@ -60,9 +59,7 @@ def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, A
         return []
     lines = files.read(path).splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
-        half = lines.pop()
-        if not half.startswith(b'{"'):  # Nothing that a script was writing.
-            raise ValueError(f"{path}: not of this script; name another file")
+        lines.pop()
     wanted, rows = to_json(description, "description"), []
     for number, line in enumerate(lines, 1):
         try:
@@ -87,12 +84,11 @@ def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, A
 
 
 class JsonLines:
-    """A file of JSON rows, each written whole: an interrupted run leaves whole lines.
+    """A file of JSON rows, each written at once: an interrupted run leaves its rows.
 
-    The file is opened and locked at once, so that a path that cannot be written, or
-    that another process writes to, is found before the work. What it held is replaced
-    when the first row comes, so that a run that fails before its first result destroys
-    none.
+    The file is opened at once, so that a path that cannot be written is found before
+    the work. What it held is replaced when the first row comes, so that a run that
+    fails before its first result destroys none.
     """
 
     # What every row that follows has besides its own
@@ -101,9 +97,8 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike | None):
         """Opens the file; without a path, rows go nowhere."""
         self.path = None if path is None else pathlib.Path(path)
-        self._is_first = True
-        self._kept = 0
-        self._file = None if path is None else files.open_output(self.path)
+        self._is_first, self._kept = True, 0
+        self._file = None if self.path is None else files.open_output(self.path)
 
     def __enter__(self) -> "JsonLines":
         return self
@@ -115,23 +110,15 @@ class JsonLines:
         """Appends one row, and `common`; it is with the operating system on return.
 
         Raises:
-          ValueError: a value that JSON lacks (the file is left as it was), or a file
-            that takes no more.
+          ValueError: a value that JSON lacks; the file is left as it was.
         """
-        line = (
-            json.dumps(to_json({**row, **self.common}, "row"), allow_nan=False) + "\n"
-        )
-        if self.path is None:
+        line = json.dumps(to_json({**row, **self.common}, "row"), allow_nan=False)
+        if self.path is None or self._file is None:
             return
-        if self._file is None:
-            raise ValueError(f"{self.path}: a row came after the file was closed")
-        try:
-            self._append(line.encode())
-        except OSError as error:
-            raise ValueError(
-                f"{self.path}: cannot be written ({error.strerror}); the rows "
-                "before this one are kept"
-            ) from None
+        if self._is_first and self.path.is_file():  # Not of a pipe or a device.
+            self._file.truncate(self._kept)
+        self._is_first = False
+        self._file.write(f"{line}\n".encode())
 
     def write_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Appends rows."""
@@ -139,33 +126,13 @@ class JsonLines:
             self.write(row)
 
     def keep(self, num_bytes: int) -> None:
-        """Keeps so many bytes of what the file held, for a run that goes on.
-
-        They are never written again: an interruption cannot lose them.
-        """
+        """Keeps so many bytes of what the file held, for a run that goes on."""
         self._kept = num_bytes
 
     def close(self) -> None:
         """Closes the file; may be called twice."""
         if self._file is not None:
             self._file.close()
-            self._file = None
-
-    def _append(self, line: bytes) -> None:
-        # Pipes and devices have neither old contents nor an end to go back to.
-        is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
-        if self._is_first and is_regular:
-            self._file.truncate(self._kept)
-        self._is_first = False
-        end = os.fstat(self._file.fileno()).st_size
-        try:
-            written = 0
-            while written < len(line):
-                written += self._file.write(line[written:])
-        except BaseException:  # An interrupt too: half a line is worse than none.
-            if is_regular:
-                self._file.truncate(end)
-            raise
 
 
 def guarded(

@@ -93,7 +93,6 @@ _TREES_OF_HEADS = {
 _TREES_OF_HEADS["dflash"] = _TREES_OF_HEADS["dspark"]
 _TEMPERATURES = (0, 0.7, 1)
 _SCHEDULED_BATCHES = {"native": (1, 4, 16), "xla": (16,)}
-_FLASH = "--verify-path flash --prompts 20 --gen-tokens 256"
 
 
 def steps() -> Iterator[Step]:
@@ -309,7 +308,7 @@ def _comparisons() -> Iterator[Step]:
     )
     yield Step(
         file="mismatches_flash.jsonl",
-        runs=(f"spec_round --impl native {_FLASH} --temperature 0",),
+        runs=("history --impl native --prompts 20",),
         flag="--dump-verify-mismatches",
         mismatches=True,
     )

@@ -136,28 +136,21 @@ def print_text(
 ) -> None:
     """Prints a text whose tokens are told apart by where they came from.
 
-    By colour or, where the console shows none, by marks that cannot be taken for the
-    text: without them, what is printed is the text. (Tabs are shown as spaces, and
-    control characters are spelled out.)
+    By colour or, where the console shows none, by marks. Tabs are shown as spaces, and
+    control characters are spelled out.
 
     Args:
       pieces: the text of each token.
       origins: the `Origin` of each token.
       console: where to print.
     """
-    if len(pieces) != len(origins):
-        raise ValueError(f"{len(pieces)} pieces but {len(origins)} origins")
-    origins = [Origin(origin) for origin in origins]
     is_coloured = console.is_terminal and console.color_system and not console.no_color
-    if is_coloured:
-        line_end = "\u21b5" if _can_print("\u21b5", console) else "\\n"
-        legend, text = _coloured(pieces, origins, line_end)
-    else:
-        legend, text = _marked_clearly(pieces, origins, console)
+    can_print = "utf" in console.encoding
+    made = _coloured if is_coloured else _marked
     # `Text`, because brackets in source code are no markup; and soft-wrapped, because
     # a line of source code is one line.
-    console.print(legend, soft_wrap=True, highlight=False)
-    console.print(text, soft_wrap=True, highlight=False)
+    for text in made(pieces, [Origin(origin) for origin in origins], can_print):
+        console.print(text, soft_wrap=True, highlight=False)
 
 
 _STYLES = {
@@ -166,13 +159,13 @@ _STYLES = {
     Origin.CORRECTION: "bold red",
     Origin.BONUS: "blue",
 }
-_TARGETS_OWN = (Origin.CORRECTION, Origin.BONUS)
 
 
 def _coloured(
-    pieces: Sequence[str], origins: Sequence[Origin], line_end: str
+    pieces: Sequence[str], origins: Sequence[Origin], can_print: bool
 ) -> tuple[rich_text.Text, rich_text.Text]:
     """Legend and text in colours; white space of the target's own is made visible."""
+    line_end = "\u21b5" if can_print else "\\n"
     legend = rich_text.Text()
     for origin, style in _STYLES.items():
         legend.append(origin.name.lower(), style=style).append("  ")
@@ -180,7 +173,7 @@ def _coloured(
     text = rich_text.Text()
     for piece, origin in zip(pieces, origins, strict=True):
         style, piece = _STYLES[origin], _without_controls(piece)
-        if origin in _TARGETS_OWN:
+        if origin in (Origin.CORRECTION, Origin.BONUS):
             piece = piece.replace("\n", line_end + "\n")
             if piece.isspace():
                 style += " reverse"
@@ -188,66 +181,27 @@ def _coloured(
     return legend, text
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Marks:
-    """Plain marks: what stands around corrections and bonus tokens."""
-
-    start: str  # stands where the prompt ends
-    correction: tuple[str, str]  # before and after the token
-    bonus: tuple[str, str]  # before and after the token
-
-    def all(self) -> tuple[str, ...]:
-        """Every mark."""
-        return (self.start, *self.correction, *self.bonus)
-
-
-MARKS = (
-    # White brackets and triangles, which no programming language uses.
-    Marks(start="\u25b6", correction=("\u27e6", "\u27e7"), bonus=("\u27ea", "\u27eb")),
-    Marks(start="[|]", correction=("[-", "-]"), bonus=("{+", "+}")),
-    Marks(start="<#|#>", correction=("<#!", "!#>"), bonus=("<#+", "+#>")),
-)
-"""In order of preference: the first that can be printed and cannot be mistaken."""
-
-
-def _marked_clearly(
-    pieces: Sequence[str], origins: Sequence[Origin], console: rich_console.Console
-) -> tuple[rich_text.Text, rich_text.Text]:
-    """Legend and text, with the first marks that occur where they were put only."""
-    num_corrections = origins.count(Origin.CORRECTION)
-    num_bonus = origins.count(Origin.BONUS)
-    has_start = any(origin != Origin.PROMPT for origin in origins)
-    times = (has_start, *[num_corrections] * 2, *[num_bonus] * 2)
-    for marks in MARKS:
-        legend, text = _marked(pieces, origins, marks)
-        # Counted with the marks in place: a mark can also arise where the text meets
-        # another one.
-        found = tuple(text.plain.count(mark) for mark in marks.all())
-        if found == times and _can_print("".join(marks.all()), console):
-            break
-    return legend, text
+MARKS = ("\u25b6", "\u27e6\u27e7", "\u27ea\u27eb"), ("[|]", ("[-", "-]"), ("{+", "+}"))
+"""Where the prompt ends, around a correction, and around a bonus token: white brackets
+and a triangle, which no programming language uses; and in ASCII."""
 
 
 def _marked(
-    pieces: Sequence[str], origins: Sequence[Origin], marks: Marks
+    pieces: Sequence[str], origins: Sequence[Origin], can_print: bool
 ) -> tuple[rich_text.Text, rich_text.Text]:
     """Legend and text with plain marks."""
-    around = {
-        Origin.PROMPT: ("", ""),
-        Origin.ACCEPTED: ("", ""),
-        Origin.CORRECTION: marks.correction,
-        Origin.BONUS: marks.bonus,
-    }
+    start, correction, bonus = MARKS[0 if can_print else 1]
+    around = {Origin.CORRECTION: correction, Origin.BONUS: bonus}
     legend = (
-        f"prompt {marks.start} accepted  {'correction'.join(marks.correction)}  "
-        f"{'bonus'.join(marks.bonus)}"
+        f"prompt {start} accepted  {'correction'.join(correction)}  "
+        f"{'bonus'.join(bonus)}"
     )
     text, has_started = rich_text.Text(), False
     for piece, origin in zip(pieces, origins, strict=True):
         if origin != Origin.PROMPT and not has_started:
-            text.append(marks.start)
+            text.append(start)
             has_started = True
-        text.append(_without_controls(piece).join(around[origin]))
+        text.append(_without_controls(piece).join(around.get(origin, ("", ""))))
     return rich_text.Text(legend), text
 
 
@@ -259,14 +213,6 @@ def _without_controls(piece: str) -> str:
         else char
         for char in piece
     )
-
-
-def _can_print(text: str, console: rich_console.Console) -> bool:
-    try:
-        text.encode(console.encoding)
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 MOST_ROUNDS = 32

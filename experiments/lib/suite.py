@@ -233,12 +233,12 @@ def _rows(
         return
     window = evidence.window_row(plain.evidence, spec.evidence, differences)
     if window is not None:
-        sides = ("dtype", "impl", "slab", "page_size", "verify_path", "prefill")
+        sides = ("dtype", "impl", "slab", "page_size", "prefill")
         yield {
             **window,
             "id": name,
             "prompt_ids": prompt,
-            "acceptance": "verify",
+            "verify_path": "paged-decode",
             **{axis: getattr(cell, axis) for axis in sides},
             "weights_sha256": plan.weights[cell.dtype]["target"],
         }

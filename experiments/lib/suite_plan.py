@@ -47,8 +47,6 @@ _EVERY = {
     "page_size": (16, 64),
     "cache": ("paged", "static"),
     "prefill": cells_lib.PREFILLS,
-    "verify_path": ("paged-decode", "row-loop"),
-    "draft_cache": cells_lib.DRAFT_CACHES,
     "drafter": (
         "draft-model",
         "always-right",
@@ -75,8 +73,6 @@ BRIEF = Defaults(
         "impl": ("auto", "xla"),
         # Both runs of a cell fill their caches in the same way.
         "prefill": ("rows",),
-        "verify_path": ("paged-decode",),
-        "draft_cache": ("persistent",),
         "drafter": ("draft-model", "oracle", "ngram"),
         "gamma_policy": ("fixed", "threshold"),
     },
@@ -248,7 +244,7 @@ def _plan(
             with_head = cell_runs.with_drafter(lm, named, head=args.head)
             found = fingerprint.of_params(with_head.drafter_params)
             weights[cell.dtype]["head"] = found
-    kinds = {(c.slab, c.drafter, c.tree, c.draft_cache): c for c in cells}
+    kinds = {(c.slab, c.drafter, c.tree): c for c in cells}
     for cell in kinds.values():
         is_tree = cell.tree != cells_lib.NO_TREE
         if is_tree or cell.slab == lm.gamma_max + 1:  # Says now what a drafter lacks.

@@ -5,7 +5,7 @@ and in the JSON row. Functions here know names and values; they compute none of 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import (
@@ -43,9 +43,6 @@ FIELDS: tuple[Field, ...] = (
         ("rounds", ",d", "", "propose, verify, commit"),
         ("target_steps", ",d", "forwards", "of the target, prefill not counted"),
         ("verify_steps", ",d", "forwards", "of the target that verified a window"),
-        ("commit_decode_steps", ",d", "forwards", "of decoding that decided tokens"),
-        ("mirror_decode_steps", ",d", "forwards", "of decoding for the verify cache"),
-        ("correction_steps", ",d", "forwards", "of commit that fed a correction"),
         ("proposed", ",d", "tokens", "drafted and sent to verification"),
         ("accepted", ",d", "tokens", "drafted and kept"),
     ),
@@ -100,8 +97,8 @@ FIELDS: tuple[Field, ...] = (
 """The dictionary of `analysis.metrics`, in the order in which it is shown; and
 what `results.mark_disturbed` adds."""
 
-_RARE = ("commit_decode_steps", "mirror_decode_steps", "correction_steps", "disturbed")
-"""What is shown where it is not 0: counts of designs that are compared, and a fault."""
+_RARE = ("disturbed",)
+"""Numbers that are shown where they are not 0."""
 
 
 def to_row(
@@ -128,57 +125,34 @@ def print_table(
 ) -> None:
     """Prints the metrics in groups, with units; what was not measured shows as `-`.
 
-    On a narrow console meanings are left out, and units follow the values; no name and
-    no value is cut.
+    On a narrow console meanings are left out.
     """
-    row = to_row(metrics, fields=fields)
-    shown = [
-        field
-        for field in fields
-        if field.name in row and (row[field.name] or field.name not in _RARE)
-    ]
-    texts = {f.name: terminal.format_value(row[f.name], f.form) for f in shown}
-    longest = _longest(texts.values())
-    names = 2 + max((len(f.name) for f in shown), default=0)
-    units = 2 + max((len(f.unit) for f in shown), default=0)
-    # As wide as the lists of a short draft, where there are any.
-    values = max(longest, min(_LISTS, max(map(len, texts.values()), default=0)))
-    room = console.width - names - values - 2
-    has_units, has_meanings = room >= units, room >= units + _MEANING
-    if not has_units:
-        texts = {f.name: f"{texts[f.name]} {f.unit}".rstrip() for f in shown}
-        longest = _longest(texts.values())
+    row, group = to_row(metrics, fields=fields), None
+    has_meanings = console.width >= _WIDE
     table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
-    fits = names + 2 + longest < console.width
-    table.add_column("metric", overflow="fold", min_width=names if fits else None)
-    table.add_column("value", justify="right", min_width=longest)
-    if has_units:
-        table.add_column("unit", no_wrap=True)
+    table.add_column("metric", no_wrap=True)
+    table.add_column("value", justify="right")
+    table.add_column("unit", no_wrap=True)
     if has_meanings:
         table.add_column("meaning", style="dim")
-    group = None
-    for field in shown:
+    for field in fields:
+        value = row.get(field.name)
+        if field.name not in row or (field.name in _RARE and not value):
+            continue
         if field.group != group:
             if group is not None:
                 table.add_row()
             group = field.group
             table.add_row(rich_text.Text(group, style="bold"))
-        cells = [field.unit] * has_units + [field.meaning] * has_meanings
-        text = wrong(texts[field.name], _is_wrong(field.name, row[field.name]))
-        table.add_row(f"  {field.name}", text, *cells)
+        text = terminal.format_value(value, field.form)
+        cells = [wrong(text, _is_wrong(field.name, value)), field.unit]
+        table.add_row(f"  {field.name}", *cells, *[field.meaning] * has_meanings)
     console.print(table)
     print_disturbed([row], console)
 
 
-def _longest(texts: Iterable[str]) -> int:
-    return max((len(word) for text in texts for word in text.split()), default=0)
-
-
-_LISTS = 24
-"""Characters of a value in one line, where units and meanings ask for room."""
-
-_MEANING = 30
-"""Characters in which a meaning can be read."""
+_WIDE = 110
+"""Characters of a console that has room for meanings."""
 
 
 def print_disturbed(rows: Sequence[Row], console: rich_console.Console) -> None:

@@ -3,9 +3,7 @@
 Knows nothing of what is shown.
 """
 
-import collections
 import contextlib
-import datetime
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,16 +17,9 @@ from rich import (
 )
 
 
-class _Console(rich_console.Console):
-    """Leaves it to `script.run` how to end where the reader has closed the pipe."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
 def console() -> rich_console.Console:
-    """Standard output."""
-    return _Console()
+    """Returns standard output."""
+    return rich_console.Console()
 
 
 def print_whole(table: rich_table.Table, console: rich_console.Console) -> None:
@@ -64,33 +55,24 @@ INTERVAL_S = 10.0
 """Between two lines of progress where there is no terminal for a bar."""
 
 
-class _Progress(rich_progress.Progress):
+class _Lines(rich_progress.Progress):
     """Redraws when it advances, and has no thread that redraws in between.
 
     Such a thread would take processor time from whatever is being measured. Where
     there is no terminal, `advance` prints a line now and then.
     """
 
-    def __init__(self, *columns, **keywords):
-        super().__init__(*columns, **keywords)
-        self._last_line_s = time.monotonic()
-        self._advanced = collections.Counter()
+    _last_line_s = time.monotonic()
 
     def advance(self, task_id: rich_progress.TaskID, advance: float = 1) -> None:
         super().advance(task_id, advance)
-        self._advanced[task_id] += advance
         if not self.disable:
             self.refresh()
         elif time.monotonic() - self._last_line_s >= INTERVAL_S:
             self._last_line_s = time.monotonic()
-            line = self._line(next(task for task in self.tasks if task.id == task_id))
+            task = next(task for task in self.tasks if task.id == task_id)
+            line = f"{task.description}: {task.completed:g} of {task.total:g}"
             self.console.print(line, soft_wrap=True, highlight=False)
-
-    def _line(self, task: rich_progress.Task) -> str:
-        """How far a task is, and how long the rest will take at that pace."""
-        pace_s = task.elapsed / self._advanced[task.id]
-        left = datetime.timedelta(seconds=round(pace_s * task.remaining))
-        return f"{task.description}: {task.completed:g} of {task.total:g}, {left} left"
 
 
 def progress(console: rich_console.Console | None = None) -> rich_progress.Progress:
@@ -99,7 +81,7 @@ def progress(console: rich_console.Console | None = None) -> rich_progress.Progr
     It is redrawn by `advance`, or by `update(..., refresh=True)`.
     """
     console = console or rich_console.Console(stderr=True)
-    return _Progress(
+    return _Lines(
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),
         rich_progress.MofNCompleteColumn(),
@@ -108,7 +90,7 @@ def progress(console: rich_console.Console | None = None) -> rich_progress.Progr
         console=console,
         auto_refresh=False,
         transient=True,
-        # What is printed on standard output stays there: it may be a pipe.
+        # Standard output may be a pipe: what is printed there stays there.
         redirect_stdout=False,
         disable=not console.is_terminal,
     )

@@ -11,8 +11,7 @@ an "acceptance rate", and hardly two count the same. Three questions tell them a
 Each class and function names the file that it follows. What a convention does not hold
 is lost on the way there: the way back asks for it by keyword, or raises `ValueError`,
 as it does for numbers that contradict each other. Counters of ours that do are a fault,
-and raise `metrics.IdentityError` on the way there. All conventions lose `row_steps` and
-the forwards of `decode_rounds`, which no other tool has; they come back as 0.
+and raise `metrics.IdentityError` on the way there.
 """
 
 import collections

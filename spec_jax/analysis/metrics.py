@@ -42,8 +42,7 @@ class Counters:
     Attributes:
       tokens: tokens generated after the prompt, cut after the first stop token and
         at the token limit.
-      rounds: windows drafted, verified and committed; one target forward each, where
-        nothing below adds to them.
+      rounds: windows drafted, verified and committed; one target forward each.
       proposed: drafted tokens sent to verification.
       accepted: drafted tokens kept, before the cut.
       cut: tokens that a round committed and that the stop token or the token limit
@@ -56,13 +55,6 @@ class Counters:
         the positions are depths, in all three.
       kept_by_rank: entry `i` counts the rounds that kept the `i`-th of their drafts, of
         a tree in the order of its nodes; empty where that was not counted.
-      row_steps: forwards that verification took beyond one a round, because it goes
-        row by row.
-      commit_decode_steps: forwards of decoding that decided tokens, where
-        verification does not (`decode_rounds`).
-      mirror_decode_steps: forwards of decoding that repeat those on the cache of the
-        verify path.
-      correction_steps: those of `commit_decode_steps` that fed a correction.
       nonfinite: those of `tokens` that were chosen from logits that are not finite.
     """
 
@@ -75,21 +67,12 @@ class Counters:
     proposed_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
     kept_by_rank: tuple[int, ...] = ()
-    row_steps: int = 0
-    commit_decode_steps: int = 0
-    mirror_decode_steps: int = 0
-    correction_steps: int = 0
     nonfinite: int = 0
-
-    @property
-    def verify_steps(self) -> int:
-        """Target forwards that verified a window, or a row of it."""
-        return self.rounds + self.row_steps
 
     @property
     def target_steps(self) -> int:
         """All forwards of the target, prefill not counted."""
-        return self.verify_steps + self.commit_decode_steps + self.mirror_decode_steps
+        return self.rounds
 
     def __add__(self, other: "Counters") -> "Counters":
         """The counters of both; positions that one of them lacks count as zero."""
@@ -103,10 +86,6 @@ class Counters:
             proposed_at=_add_padded(self.proposed_at, other.proposed_at),
             accepted_at=_add_padded(self.accepted_at, other.accepted_at),
             kept_by_rank=_add_padded(self.kept_by_rank, other.kept_by_rank),
-            row_steps=self.row_steps + other.row_steps,
-            commit_decode_steps=self.commit_decode_steps + other.commit_decode_steps,
-            mirror_decode_steps=self.mirror_decode_steps + other.mirror_decode_steps,
-            correction_steps=self.correction_steps + other.correction_steps,
             nonfinite=self.nonfinite + other.nonfinite,
         )
 
@@ -196,9 +175,7 @@ def identities(counters: Counters) -> None:
     c = counters
     sizes = [len(c.accepted_hist) - 1, len(c.proposed_at), len(c.accepted_at)]
     _require("len(hist) - 1 == len(proposed_at) == len(accepted_at)", sizes)
-    scalars = [c.tokens, c.rounds, c.proposed, c.accepted, c.cut, c.row_steps]
-    scalars += [c.commit_decode_steps, c.mirror_decode_steps, c.correction_steps]
-    scalars += [c.nonfinite]
+    scalars = [c.tokens, c.rounds, c.proposed, c.accepted, c.cut, c.nonfinite]
     by_place = *c.accepted_hist, *c.proposed_at, *c.accepted_at, *c.kept_by_rank
     smallest = min(*scalars, *by_place)
     _require("0 <= every counter", [0, smallest], ordered=True)
@@ -217,14 +194,6 @@ def identities(counters: Counters) -> None:
     _require("accepted <= sum(proposed_at) <= proposed", numbers, ordered=True)
 
     _require("nonfinite <= tokens", [c.nonfinite, c.tokens], ordered=True)
-    _require("row_steps <= proposed", [c.row_steps, c.proposed], ordered=True)
-    decoded = [c.commit_decode_steps, c.mirror_decode_steps]
-    _require("commit_decode_steps == mirror_decode_steps", decoded)
-    if c.commit_decode_steps:
-        numbers = [c.commit_decode_steps, c.accepted + c.rounds]
-        _require("commit_decode_steps == accepted + rounds", numbers)
-    numbers = [c.correction_steps, c.commit_decode_steps]
-    _require("correction_steps <= commit_decode_steps", numbers, ordered=True)
 
     # A position is reached only where the one before it was kept.
     reachable = (c.rounds, *c.accepted_at)
@@ -298,10 +267,7 @@ def _counted(c: Counters) -> Metrics:
         "tokens": c.tokens,
         "rounds": c.rounds,
         "target_steps": c.target_steps,
-        "verify_steps": c.verify_steps,
-        "commit_decode_steps": c.commit_decode_steps,
-        "mirror_decode_steps": c.mirror_decode_steps,
-        "correction_steps": c.correction_steps,
+        "verify_steps": c.rounds,
         "proposed": c.proposed,
         "accepted": c.accepted,
         "acceptance_rate": speeds.ratio(c.accepted, c.proposed),

@@ -1,10 +1,4 @@
-"""Rows of results, written by hand, and the figures that they make: shared by tests."""
-
-import dataclasses
-from collections.abc import Callable
-
-from experiments import plot
-from spec_jax.gamma import theory
+"""Rows of results, written by hand: shared by tests of figures."""
 
 
 def summary(gamma: int, **changes) -> dict:
@@ -46,26 +40,6 @@ def comparison() -> list[dict]:
     ]
 
 
-def parity(num_layers: int = 28) -> dict:
-    def cell(layer: int, operation: int) -> dict | None:
-        if (layer, operation) == (1, 1):
-            return None
-        ulp = 0 if layer < 3 else 2 ** (layer % 20)
-        return {
-            **{"differing": ulp, "elements": 64, "max_ulp": ulp},
-            "relative": 10.0 ** (layer % 20 - 20) if ulp else 0.0,
-        }
-
-    return {
-        "kind": "parity",
-        "operations": [f"operation_{i}" for i in range(14)],
-        "layers": list(range(num_layers)),
-        "cells": [[cell(i, j) for j in range(14)] for i in range(num_layers)],
-        "outside": {name: cell(4, 0) for name in ("embed", "final_norm", "logits")},
-        "first": {"layer": 3, "operation": "operation_0", "position": 41},
-    }
-
-
 def cell(drafter: str, gamma: int, category: str | None, **changes) -> dict:
     """Two rounds of a sweep's cell, timed once."""
     kept = (1, *[0] * (gamma - 1), 1)
@@ -94,121 +68,12 @@ def cells() -> list[dict]:
     ]
 
 
-def ablation(variant: str, temperature: float) -> dict:
-    kept = {"conditional_acceptance": [0.8, 0.5, None]}
-    of_cell = {"temperature": temperature, "gamma": 3, "mean_accepted_length": 2.2}
-    return {"kind": "ablation", "variant": variant} | of_cell | kept
-
-
 def tree() -> dict:
     return {
         **{"kind": "tree", "id": "py-01", "round": 2, "target": "embedded"},
         **{"tokens": [5, 6, 7, 8], "parents": [0, 0, 0, 2], "kept": [2, 3], "own": 9},
         **{"pieces": ["def", "a$", "\n", "<b>"], "own_piece": "c"},
     }
-
-
-def confidences() -> dict:
-    bins = {"rounds": [6, 0, 4], "chance": [0.2, 0.0, 0.9], "kept": [0.5, 0.0, 0.75]}
-    found = {"ece": [0.04, 0.02], "ece_before": [0.3, 0.1]}
-    for name, values in bins.items():
-        found |= {f"bin_{name}": values, f"bin_{name}_before": values[::-1]}
-    return {"kind": "confidences", "gamma": 2, "temperature": 0.7} | found
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A figure of these tests."""
-
-    rows: list[dict]
-    says: tuple[str, ...]  # units and labels that are in it
-    change: Callable[[list[dict]], None]  # to rows of which it is another figure
-
-
-def of_first(**values) -> Callable[[list[dict]], None]:
-    """Other values in the first row."""
-    return lambda rows: rows[0].update(values)
-
-
-def nothing_kept(rows: list[dict]) -> None:
-    """In the last row, of the largest gamma."""
-    none, last = [0] * 7, rows[-1]
-    last["counters"] |= {"tokens": 2, "accepted": 0, "accepted_hist": [2, *none]}
-    last["counters"] |= {"accepted_at": none, "proposed_at": [2, *none[1:]]}
-    for timings in ("plain_timings", "spec_timings"):
-        last[timings] = [[[0.1, 0.9, 2]]]
-
-
-FIGURES = {
-    "speedup": Figure(
-        rows=[summary(1), summary(4), summary(2), summary(2, impl="native")]
-        + [summary(4, impl="native", speedup_e2e_p10=None)],
-        says=("times", "gamma (tokens drafted per round)", "native"),
-        change=of_first(speedup_e2e=1.7),
-    ),
-    "acceptance": Figure(
-        rows=[summary(4), summary(2)],
-        says=("P(kept", "position in the draft (token)", "n = 13 to 7 rounds"),
-        change=of_first(conditional_acceptance=[0.1, 0.2, 0.3, 0.4]),
-    ),
-    "accepted_lengths": Figure(
-        rows=[summary(4), summary(4, impl="native")],
-        says=("rounds (%)", "2.50 tokens a round"),
-        change=of_first(accepted_hist=[9, 0, 0, 0, 4]),
-    ),
-    "step_cost": Figure(
-        rows=[step(i, impl=impl) for impl in ("xla", "native") for i in (2, 1)],
-        says=("(ms)", "active rows"),
-        change=of_first(ms=2.2),
-    ),
-    "hugging_face": Figure(
-        rows=comparison(),
-        says=("tokens/s", "long: 512 tokens", "transformers prompt lookup"),
-        change=of_first(tok_s=91.0),
-    ),
-    "divergence": Figure(
-        rows=[parity()],
-        says=("(ULP)", "layer 3, operation_0, position 41", "logits")
-        + ("relative difference", "5e5", "128"),
-        change=lambda rows: rows[0]["cells"][5][3].update(max_ulp=1),
-    ),
-    "sweep_speedup": Figure(
-        rows=cells(),
-        says=("(times)", "tokens a round", "hybrid, goodput"),
-        change=of_first(plain_timings=[[[0.1, 1.9, 3]]]),
-    ),
-    "sweep_categories": Figure(
-        rows=cells(),
-        says=("accepted / proposed", "category_12", "gamma 7"),
-        change=lambda rows: rows[-1].update(acceptance_rate=0.6),
-    ),
-    "sweep_positions": Figure(
-        rows=cells(),
-        says=("P(kept", "position (token)", "gamma 7", "n = 26 to 13 rounds"),
-        change=nothing_kept,
-    ),
-    "ablations": Figure(
-        rows=[ablation(name, t) for name in ("vanilla", "no-tv") for t in (0.0, 1.0)],
-        says=("P(kept", "position (token)", "gamma 3", "T = 1", "no-tv"),
-        change=of_first(conditional_acceptance=[0.5, 0.4, 0.2]),
-    ),
-    "improvement": Figure(
-        rows=theory.improvement_rows(plot.THEORY, gamma_max=plot.GAMMA_MAX),
-        says=("expected speed-up (times)", "a = 0.3", "c = 0.05"),
-        change=of_first(improvement=1.1),
-    ),
-    "tree": Figure(
-        rows=[tree()],
-        says=("depth (drafts", "def", "a$", "\\n", "<b>", "target's own token"),
-        change=of_first(kept=[1]),
-    ),
-    "reliability": Figure(
-        rows=[confidences()],
-        says=("before: calibration error 0.200", "share of rounds")
-        + ("fitted: calibration error 0.030", "gamma 2, temperature 0.7"),
-        change=of_first(bin_kept=[0.4, 0.0, 0.75]),
-    ),
-}
 
 
 PROVENANCE = {

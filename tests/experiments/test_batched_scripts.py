@@ -1,11 +1,10 @@
 """Batches from the command line: equal texts, rows, exit statuses."""
 
 import pytest
-from script_runs import assert_fails_with, models_of, rows_of, with_another_token
+from script_runs import models_of, rows_of, with_another_token
 
 from experiments import spec_round, throughput
-from experiments.lib import cli, runs, terminal, timing
-from spec_jax.analysis import metrics
+from experiments.lib import runs, terminal, timing
 
 
 def command(folders, *more: str) -> list[str]:
@@ -18,7 +17,7 @@ def command(folders, *more: str) -> list[str]:
     "more",
     [
         ("--gamma-policy", "threshold", "--confidence", "0.1"),
-        ("--drafter", "hybrid", "--draft-cache", "round"),
+        ("--drafter", "hybrid"),
     ],
 )
 def test_a_batch_of_any_drafter(folders, tmp_path, more):
@@ -58,35 +57,6 @@ def test_throughput(folders, tmp_path, capsys, monkeypatch):
     assert "gamma 2, batch 2" in printed.out and "runs: 1 of 12" in printed.err
 
 
-def test_an_interrupted_throughput_leaves_what_was_run(folders, tmp_path, monkeypatch):
-    """Fails if rows are written at the end only. Nothing is run or compiled."""
-    timing = metrics.Timing(prefill_s=1.0, decode_s=1.0, tokens=1)
-    calls, done = [], [runs.Plain(tokens=[5], timing=timing)] * 3
-
-    def interrupted(lm, settings, ids, way):
-        calls.append(way)
-        if len(calls) == 6:  # Three ways briefly, and two of the first repeat.
-            raise KeyboardInterrupt
-        return done, 1.0
-
-    monkeypatch.setattr(throughput, "_once", interrupted)
-    out = tmp_path / "out.jsonl"
-    more = ("--batch", "2", "--repeats", "2", "--gamma", "2", "--out", str(out))
-    assert throughput.main(command(folders, *more)) == cli.INTERRUPTED
-    assert [row["batch"] for row in rows_of(out)] == [None, 2]
-
-
-def test_throughput_of_logits_that_are_not_finite(overflowing, tmp_path, capsys):
-    """All texts are equal, and the exit status is 2; under a rule without equal texts,
-    too."""
-    out = tmp_path / "out.jsonl"
-    more = ("--batch", "2", "--repeats", "1", "--out", str(out))
-    assert throughput.main(command(overflowing, *more)) == throughput.NOT_MATCHED == 2
-    for row in rows_of(out, "throughput"):
-        assert row["prompts_equal"] == 0 < row["nonfinite_logits"] <= row["tokens"]
-    assert "hold NaN or infinity" in capsys.readouterr().out
-
-
 def test_throughput_of_a_tree(folders, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     more = ("--batch", "2", "--repeats", "1", "--tree", "2x3:5", "--out", str(out))
@@ -95,30 +65,6 @@ def test_throughput_of_a_tree(folders, tmp_path, capsys):
     assert (tree["tree"], tree["gamma"], tree["batch"]) == ("2x3:5@0.4", 5, 2)
     assert tree["prompts_equal"] == 3 and "tree" not in {*plain, *slots}
     assert "tree 2x3:5@0.4, batch 2" in capsys.readouterr().out
-
-
-def test_trees_that_cannot_run(folders, capsys):
-    """What else cannot is refused where `spec_round.py` refuses it."""
-    more = ("--tree", "2-1", "--gamma-policy", "goodput")
-    words = ("--gamma-policy", "chains")
-    assert_fails_with(throughput.main, capsys, command(folders, *more), *words)
-    more = ("--tree", "2-1", "--gamma", "1,2")
-    words = ("--tree", "list --gamma")
-    assert_fails_with(throughput.main, capsys, command(folders, *more), *words)
-
-
-def test_settings_have_no_more_slots_than_prompts(folders):
-    """Before anything is compiled; the test below runs them."""
-    more = ("--prompts", "1", "--drafter", "ngram")
-    args = spec_round.parse_args(command(folders, *more, "--batch", "1000"))
-    subject = spec_round.load(args)
-    assert subject.settings.num_slots == 1
-    args = throughput.parse_args(command(folders, *more, "--batch", "1,500,1000"))
-    ways = throughput.ways_of(args, subject.settings, num_prompts=1)
-    assert [way.batch for way in ways] == [None, 1, 1]
-    ways = throughput.ways_of(args, subject.settings, num_prompts=600)
-    sizes = [(batch, gamma) for batch in (1, 500, 600) for gamma in (0, 2)]
-    assert [(way.batch, way.gamma) for way in ways] == [(None, 0), *sizes]
 
 
 @pytest.mark.slow

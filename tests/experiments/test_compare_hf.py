@@ -1,16 +1,14 @@
 """The comparison with Hugging Face: what is counted, what is the same, bad input."""
 
-import argparse
 import dataclasses
 import json
-import types
 
 import jax
 import numpy as np
 import pytest
 import tiny_pair
 from model.test_families import NEOX, write_oracle
-from script_runs import assert_fails_with, models_of, rows_of, run_python
+from script_runs import models_of, rows_of, run_python
 
 from experiments import compare_hf
 from experiments.lib import (
@@ -21,7 +19,6 @@ from experiments.lib import (
     prompts as prompts_lib,
     runs,
     subjects,
-    terminal,
     timing,
 )
 from spec_jax import loading
@@ -219,15 +216,6 @@ def test_a_perfect_draft_is_kept_whole(oracle, folders):
 
 
 @pytest.mark.oracle
-def test_the_models_count_nothing_afterwards(sides):
-    """Fails if the hook stays on a model, where it would count other runs."""
-    run = compare.Run(side="transformers", method="prompt lookup", gamma=2)
-    _, done = sides.generate(run, [5, 6, 5, 6, 5])
-    assert done.counters.proposed > 0
-    assert hf._HOOK not in vars(sides.hf.target)
-
-
-@pytest.mark.oracle
 def test_a_stop_token_stops_both_sides(sides):
     """At the same token, which both of them keep."""
     prompt = [5, 6, 7]
@@ -288,15 +276,6 @@ def test_equal_tokens_of_nan_do_not_match(overflowing):
 
 
 @pytest.mark.oracle
-def test_bfloat16_is_compared_in_float32(oracle, folders, tmp_path):
-    out = tmp_path / "out.jsonl"
-    more = ("--gammas", "3", "--ignore-stop", "--dtype", "bfloat16")
-    assert compare_hf.main(command(folders, *more, "--out", str(out))) == 0
-    assert {row["dtype"] for row in rows_of(out, "comparison")} == {"bfloat16"}
-    assert {row["compared_dtype"] for row in rows_of(out, "greedy")} == {"float32"}
-
-
-@pytest.mark.oracle
 def test_the_margin_is_that_of_the_logits(sides):
     """A tie would be near zero; and our logits are those of Hugging Face."""
     prompt = prompts_lib.LengthPrompt(length="short", id="1", tokens=[5, 6, 7])
@@ -354,20 +333,6 @@ def test_presets(oracle, tmp_path, monkeypatch):
 
 
 @pytest.mark.oracle
-def test_a_miscount_of_ours_is_no_unusable_input(oracle, folders, monkeypatch):
-    """Fails if a fault of the hook ends in one line that blames the user."""
-
-    def miscounted(*_, **__):
-        raise ValueError("3 rounds for 9 tokens")
-
-    monkeypatch.setattr(hf.conventions, "from_hugging_face", miscounted)
-    baseline = hf.load(*folders, dtype="float32")
-    how = {"method": hf.DRAFT_MODEL, "gamma": 2, "max_tokens": 4, "stop_ids": ()}
-    with pytest.raises(metrics.IdentityError, match="rounds counted.*3 rounds for 9"):
-        hf.generate(baseline, [5, 6, 7], **how)
-
-
-@pytest.mark.oracle
 def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
     """With settings beside the weights that would make it do both."""
     import transformers
@@ -388,21 +353,6 @@ def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
     settings = transformers.GenerationConfig.from_pretrained(target, do_sample=False)
     baseline.target.generation_config = settings
     assert settings.eos_token_id == expected[2]
-
-
-def test_what_measures_memory_says_how_far_it_is(monkeypatch, capsys):
-    """Fails if a process for each side is waited for in silence."""
-    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
-    peaks = {"weights": {"host_bytes": 1}}
-    monkeypatch.setattr(peak_memory, "measure", lambda side, request: peaks)
-    args = argparse.Namespace(target=None, draft=None, dtype="float32", gammas=[1])
-    args.gen_tokens, args.page_size = 1, 8
-    named = types.SimpleNamespace
-    lm, prompts = named(target=named(impl="xla")), [named(tokens=[5])]
-    rows = compare_hf.memory_rows(args, lm, named(stop_ids=()), prompts)
-    assert [row["side"] for row in rows] == [*peak_memory.SIDES]
-    said = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]
-    assert said == ["memory: 1 of 2", "memory: 2 of 2"]
 
 
 def memory_request(target, draft, **sizes: int) -> peak_memory.Request:
@@ -440,69 +390,9 @@ def test_hugging_faces_side_never_loads_jax(oracle):
     assert run_python("-c", code).returncode == 0
 
 
-def test_a_measurement_that_fails_says_how(monkeypatch):
-    request = memory_request("nowhere", "nowhere", gamma=1, gen_tokens=1)
-    with pytest.raises(RuntimeError, match="spec_jax failed: .*nowhere"):
-        peak_memory.measure("spec_jax", request)
-    # A process that a signal ends, as the system ends one for want of memory.
-    killer = ["-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
-    real = peak_memory.subprocess.run
-    monkeypatch.setattr(
-        peak_memory.subprocess,
-        "run",
-        lambda command, **keywords: real([command[0], *killer], **keywords),
-    )
-    with pytest.raises(MemoryError, match="signal 9"):
-        peak_memory.measure("spec_jax", request)
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "place"),
     [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0)],
 )
 def test_first_difference(ours, theirs, place):
     assert compare.first_difference(ours, theirs) == place
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--gammas", "0"], ["at least 1"]),
-        (["--gammas", "3,x"], ["no list of whole numbers"]),
-        (["--lengths", "4", "9"], ["--lengths"]),
-        (["--lengths", "4", "9", "900"], ["900 tokens", "larger file"]),
-        (["--per-length", "9"], ["9 prompts", "4"]),
-        (["--gen-tokens", "4000"], ["--gen-tokens 4000 is above 2047"]),
-        (["--dtype", "int8"], ["int8"]),
-        (["--prompts", "missing.jsonl"], ["missing.jsonl"]),
-        (["--target", "missing"], ["missing"]),
-        (["--impl", "mosaic"], ["--impl", "mosaic", "removed", "9b82177"]),
-    ],
-)
-def test_bad_input(oracle, folders, capsys, more, words):
-    assert_fails_with(compare_hf.main, capsys, command(folders, *more), *words)
-
-
-def test_one_folder_alone(folders, capsys):
-    assert_fails_with(compare_hf.main, capsys, ["--target", str(folders[0])], "--draft")
-
-
-def test_without_the_oracle_one_line_says_how_to_get_it(folders, monkeypatch, capsys):
-    monkeypatch.setattr(hf, "missing", lambda: ["torch", "transformers"])
-    words = ("torch and transformers", hf.INSTALL)
-    assert_fails_with(compare_hf.main, capsys, command(folders), *words)
-
-
-def test_a_transformers_without_the_hook_is_refused():
-    baseline = hf.Baseline(
-        target=object(), draft=None, description={"transformers_version": "9.9"}
-    )
-    with pytest.raises(ValueError, match="transformers 9.9 has no"):
-        hf.check_supported(baseline)
-
-
-@pytest.mark.oracle
-def test_a_device_that_torch_lacks(oracle, folders):
-    with pytest.raises(ValueError, match="JAX_PLATFORMS=cpu"):
-        hf.load(*folders, dtype="float32", backend="tpu")

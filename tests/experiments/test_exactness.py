@@ -1,8 +1,6 @@
 """The exactness suite from its command line: rows, resumption, certificates, faults."""
 
 import itertools
-import json
-import os
 
 import exactness_commands as commands
 import pytest
@@ -124,80 +122,6 @@ def test_an_interrupted_run_goes_on(
     assert certificate.read_text() == finished.certificate.read_text()
 
 
-def test_going_on_cannot_lose_rows(folders, finished, tmp_path, monkeypatch):
-    """Whatever interrupts it, and whatever half a line a power cut has left."""
-    out = tmp_path / "rows.jsonl"
-    lines = finished.out.read_bytes().splitlines(keepends=True)
-    out.write_bytes(b"".join(lines[:5]) + lines[5][:20])
-    more = ("--out", str(out))
-    real, calls = records.JsonLines.write, []
-
-    def write_once(self, row):
-        calls.append(row)
-        if len(calls) > 1:
-            raise KeyboardInterrupt
-        real(self, row)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(records.JsonLines, "write", write_once)
-        assert exactness.main(commands.several_cells(folders, *more)) == cli.INTERRUPTED
-    assert out.read_bytes() == b"".join(lines[:6])
-
-
-@pytest.mark.parametrize("differs", [False, True])
-def test_the_window_of_a_difference_is_not_lost(tmp_path, differs):
-    """Fails if a prompt that differs is kept without what came after it."""
-    rows = [{"kind": "header"}, {"kind": "prompt"}, {"kind": "prompt"}]
-    rows[2]["differences"] = ["logits"] if differs else []
-    path, lines = tmp_path / "rows.jsonl", [json.dumps(row) + "\n" for row in rows]
-    path.write_text("".join(lines))
-    kept, num_bytes = certificates.read_rows(path, rows[0])
-    assert kept == rows[1 : 2 if differs else 3]
-    assert num_bytes == sum(map(len, lines[: 2 if differs else 3]))
-    path.write_text("".join([*lines, '{"kind": "mismatch"}\n']))
-    assert len(certificates.read_rows(path, rows[0])[0]) == 3
-
-
-def test_half_a_header_is_no_row(tmp_path):
-    """Of a machine that stopped while it wrote the first line."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"kind": "header", "gen_to')
-    assert certificates.read_rows(path, {"kind": "header"}) == ([], 0)
-    path.write_text('{"kind": "other", "gen_to')
-    with pytest.raises(ValueError, match="no JSON"):
-        certificates.read_rows(path, {"kind": "header"})
-
-
-def other_commit(content: str) -> str:
-    header, *rows = content.splitlines(keepends=True)
-    header = json.loads(header)
-    header["environment"]["git_commit"] = "0" * 40
-    return "".join([json.dumps(header) + "\n", *rows[:3]])
-
-
-@pytest.mark.parametrize(
-    ("content", "more", "words"),
-    [
-        (None, ("--gen-tokens", "13"), ("gen_tokens 12, now 13",)),
-        (other_commit, (), ("another run", "environment.git_commit")),
-        ('{"kind": "summary"}\n', (), ("something else", "another file")),
-        ("{\n", (), ("line 1", "no JSON")),
-        ("[1]\n", (), ("line 1", "list")),
-    ],
-)
-def test_rows_of_something_else_are_kept(
-    folders, finished, tmp_path, capsys, content, more, words
-):
-    out, ours = tmp_path / "rows.jsonl", finished.out.read_text()
-    if callable(content):
-        content = content(ours)
-    out.write_text(ours if content is None else content)
-    before = out.read_bytes()
-    arguments = commands.several_cells(folders, "--out", str(out), *more)
-    commands.assert_fails_with(capsys, arguments, "rows.jsonl", *words)
-    assert out.read_bytes() == before
-
-
 #
 # Certificates
 #
@@ -289,65 +213,6 @@ def test_certificates_that_mean_something_else(
     path = commands.edited(finished.certificate, tmp_path / "c.json", edit)
     arguments = [*models_of(folders), "--verify", str(path)]
     commands.assert_fails_with(capsys, arguments, *words)
-
-
-def test_files_that_are_no_certificates(folders, finished, tmp_path, capsys):
-    arguments = [*models_of(folders), "--verify"]
-    nowhere, text = tmp_path / "nowhere", tmp_path / "text"
-    commands.assert_fails_with(capsys, [*arguments, str(nowhere)], "nowhere")
-    text.write_text("text")
-    commands.assert_fails_with(capsys, [*arguments, str(text)], "no JSON")
-    text.write_text("[" * 100_000)
-    commands.assert_fails_with(capsys, [*arguments, str(text)], "no JSON", "depth")
-    endless = tmp_path / "pipe"
-    os.mkfifo(endless)
-    for path in ("/dev/zero", str(endless)):
-        words = (f"{path}: is a device or a pipe", "regular file")
-        commands.assert_fails_with(capsys, [*arguments, path], *words)
-    path = commands.edited(
-        finished.certificate, tmp_path / "c.json", forge_first_tokens, signed=False
-    )
-    commands.assert_fails_with(capsys, [*arguments, str(path)], "c.json", "edited")
-    commands.assert_fails_with(
-        capsys, ["--verify", str(finished.certificate)], "target", "--target"
-    )
-
-
-def test_a_certificate_of_kernels_that_this_machine_lacks(
-    folders, finished, tmp_path, monkeypatch, capsys
-):
-    """Nor are others taken in their place, unless a flag says so."""
-
-    def other(certificate):
-        certificate["environment"]["instruction_set"]["native"] = "avx512bf16"
-
-    path = commands.edited(finished.certificate, tmp_path / "c.json", other)
-    monkeypatch.setattr(build, "available_isas", lambda: ("avx2", "portable"))
-    arguments = [*models_of(folders), "--verify", str(path)]
-    commands.assert_fails_with(
-        capsys, arguments, "c.json", "avx512bf16", "it has avx2, portable", "--isa"
-    )
-    commands.assert_fails_with(
-        capsys, [*arguments, "--isa", "avx512"], "--isa avx512", "it has avx2, portable"
-    )
-
-
-@pytest.mark.parametrize("more", [(), ("--isa", "portable")])
-def test_a_certificate_chooses_its_kernels(more, folders, tmp_path, monkeypatch):
-    """Fails if it is verified with the widest, or against what `--isa` says. Nothing is
-    run; the slow test below runs both."""
-    path, chosen = tmp_path / "c.json", []
-    made_with = {"environment": {"instruction_set": {"native": "avx2"}}}
-    monkeypatch.setattr(certificates, "read", lambda path: made_with)
-    monkeypatch.setattr(build, "choose", chosen.append)
-
-    def planned(args, certificate):
-        raise ValueError("nothing is run")
-
-    monkeypatch.setattr(plans, "from_certificate", planned)
-    arguments = [*models_of(folders), "--verify", str(path), *more]
-    assert exactness.main(arguments) == 1
-    assert chosen == [more[-1] if more else "avx2"]
 
 
 @pytest.mark.slow

@@ -89,15 +89,6 @@ def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch, cap
     )
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
-def test_a_head_has_its_own_cache(folders, tmp_path, capsys, kind):
-    """Fails if a cell says of its draft cache what is not so."""
-    head = tiny_pair.WRITE_HEAD[kind](tmp_path / kind, folders[0])
-    more = ("--drafter", str(head), "--draft-cache", "round")
-    arguments = commands.one_cell(folders, *more)
-    commands.assert_fails_with(capsys, arguments, "no draft cache to build again")
-
-
 @pytest.mark.slow
 def test_a_head_is_exact(folders, tmp_path, capsys):
     """Chains and a tree of a head, which a certificate names and knows again."""
@@ -192,59 +183,6 @@ def test_a_fault_of_trees_is_caught(
 #
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (("--gamma", "0"), ("--gamma", "0 must be at least 1")),
-        (("--gamma", "2,x"), ("--gamma", "2,x")),
-        (("--gamma", "4"), ("--gamma 4", "slab of 5", "one of 4")),
-        (("--impl", "native,cuda"), ("--impl", "cuda", "triton")),
-        (("--impl", "triton"), ("triton",)),
-        (("--dtype", "float16"), ("--dtype", "float16")),
-        (("--drafter", "medusa"), ("--drafter", "medusa", "always-right")),
-        (("--drafter", "nowhere:Medusa"), ("nowhere:Medusa", "No module")),
-        (("--verify-path", "x"), ("--verify-path", "x")),
-        (("--cache", "x"), ("--cache", "x")),
-        (("--prefill", "x"), ("--prefill", "x")),
-        (("--sampling", "warm"), ("--sampling", "'warm'", "greedy, sampled")),
-        (("--gamma-policy", "random"), ("--gamma-policy", "'random'", "threshold")),
-        (("--batch", "0"), ("--batch", "0 must be at least 1")),
-        (("--batch", "4"), ("--batch 4 needs 4 prompts", "3 are to be run")),
-        (("--verify-path", "flash"), ("--batch 2", "verify_path=flash")),
-        (("--rule", "block"), ("--rule block", "distribution", "coupled")),
-        (("--prompts", "0"), ("--prompts 0",)),
-        (("--prompts", "1000"), ("1000 prompts", "at most")),
-        (("--prompts", "nowhere.jsonl"), ("nowhere.jsonl",)),
-        (("--gen-tokens", "2048"), ("py-01", "holds 0")),
-        (("--page-size", "1000000000"), ("--page-size 1000000000 is above 2048",)),
-        (("--out", "/nowhere/out.jsonl"), ("/nowhere",)),
-        (("--certificate", "/nowhere/c.json"), ("/nowhere",)),
-        (("--certificate", "."), ("directory",)),
-        (("--isa", "sse"), ("--isa", "sse", "portable")),
-        (("--tree", "4x12"), ("--tree", "'4x12' is no tree", "4x12:15")),
-        (("--tree", "[[0],[0,0]]"), ("--tree", "commas", "NAME.json")),
-        (("--tree", "nowhere.json"), ("nowhere.json", "No such file")),
-        (("--tree", "2x2:4"), ("2x2:4", "gamma_policy=threshold", "run them apart")),
-        (
-            ("--tree", "2x2:4", "--gamma-policy", "fixed", "--drafter", "oracle"),
-            ("Oracle drafts chains alone",),
-        ),
-        (
-            ("--tree", "2-1", "--verify-path", "row-loop", "--batch", "1"),
-            ("verify_path=row-loop", "of chains"),
-        ),
-        (("--tree", "2-1", "--draft-cache", "round"), ("draft_cache=round",)),
-        (("--drafter", "eagle3"), ("needs a head", "none is given")),
-        (("--head", "."), ("--drafter: config.json", "No such file")),
-        (("--limit", "1"), ("--limit", "--verify")),
-        (("--verify", "c.json"), ("--verify", "certificate alone")),
-    ],
-)
-def test_unusable_flags(folders, capsys, more, words):
-    arguments = commands.several_cells(folders, *more)
-    commands.assert_fails_with(capsys, arguments, *words)
-
-
 class FromOutside:
     """A drafter of another package: it repeats the last token."""
 
@@ -277,9 +215,9 @@ class FromOutside:
 
 @pytest.mark.slow
 def test_every_kind_of_drafter_has_batches(folders, tmp_path):
-    """One from outside, and a draft cache of one round; what came before, alone."""
+    """One from outside beside a draft model."""
     outside = f"{__name__}:FromOutside"
-    cells = ("--drafter", f"{outside},draft-model", "--draft-cache", "round")
+    cells = ("--drafter", f"{outside},draft-model")
     status, rows = commands.run_one_cell(folders, tmp_path, *cells, "--batch", "2")
     assert status == exactness.EXACT and len(rows) == 2 * commands.NUM_PROMPTS
     assert sum(row["proposed"] for row in rows[: commands.NUM_PROMPTS]) > 0
@@ -295,12 +233,3 @@ def test_a_schedule_is_exact(folders, tmp_path):
     assert sum(row["proposed"] for row in rows) > 0
     stated = certificates.read(certificate)["constants"]["schedule"]
     assert stated == exact_cells.CONSTANTS["schedule"]
-
-
-@pytest.mark.parametrize("path", ["row-loop", "library-rows"])
-def test_verify_paths(folders, tmp_path, path):
-    """By rows bits are equal; negative control: the library's rows are not."""
-    status, rows = commands.run_one_cell(folders, tmp_path, "--verify-path", path)
-    is_rows = path == "row-loop"
-    assert status == (exactness.EXACT if is_rows else exactness.NOT_EXACT)
-    assert any(row["differences"] for row in rows) != is_rows

@@ -74,7 +74,7 @@ def test_one_ulp_in_one_row_is_caught(folders, tmp_path, monkeypatch, capsys, ba
     spec = re.search(r"experiments/parity.py --mismatch (\S+:3)", printed)[1]
     found = mismatches.read(spec)
     assert found.position == rows[0]["prompt_tokens"] and len(found.text.window) == 3
-    assert (found.acceptance, found.prefill) == ("verify", "rows")
+    assert found.prefill == "rows"
     assert found.starts == (found.position - 1,) and found.window_rows == 4
     # Rows and windows are taken up again as they are.
     first = (tmp_path / "wrong.jsonl").read_bytes()

@@ -137,15 +137,6 @@ def test_a_product_has_every_combination():
     assert len(found) == len(set(found)) == np.prod([len(v) for v in axes.values()])
 
 
-def test_a_path_of_one_sequence_has_no_batch():
-    """Alone it runs; with a batch among the values it is refused before anything."""
-    axes = {axis: values[:1] for axis, values in AXES.items()}
-    axes |= {"verify_path": ("row-loop",)}
-    assert len(cells_lib.product(axes)) == 1
-    with pytest.raises(ValueError, match="batch=4 and verify_path=row-loop do not go"):
-        cells_lib.product(axes | {"batch": (1, 4)})
-
-
 def test_names_of_axes_stand_for_what_the_certificate_says():
     greedy, *others = cells_lib.star(AXES)
     sampled = next(cell for cell in others if cell.sampling == "sampled")

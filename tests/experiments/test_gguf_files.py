@@ -14,7 +14,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from experiments.lib import gguf_files
 from spec_jax import loading
 from spec_jax.model import (
-    config as config_lib,
     gguf_tokenizer,
     load,
     params as params_lib,
@@ -202,18 +201,3 @@ def test_other_tokenizers_are_refused(tmp_path, folders, change, message):
     other = dataclasses.replace(ours, path=path)
     with pytest.raises(ValueError, match=message):
         gguf_files.write(tmp_path / "x.gguf", config, params, other)
-
-
-def test_what_else_is_refused(tmp_path, folders, monkeypatch):
-    config, params = load.load(folders[0])
-    ours, path = tokenizer.load(folders[0]), tmp_path / "x.gguf"
-    endless = dataclasses.replace(ours, stop_ids=())
-    with pytest.raises(ValueError, match="names no stop token"):
-        gguf_files.write(path, config, params, endless)
-    yarn = config_lib.YarnScaling(factor=2.0, original_max_position_embeddings=1024)
-    longer = dataclasses.replace(config, scaling=yarn)
-    with pytest.raises(ValueError, match="only Qwen3 without scaled RoPE"):
-        gguf_files.write(path, longer, params, ours)
-    monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="gguf not installed; pip install"):
-        gguf_files.write(path, config, params, ours)

@@ -1,16 +1,154 @@
-"""The ladder of designs from its command line: rows, exit status, what it judges by."""
+"""Superseded designs of verification: which keep the bits of decoding; the ladder."""
 
 import dataclasses
+import functools
 
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny_pair
+import wrong_targets
+from decoding import ALWAYS, GAMMA_MAX, PROMPT, SMALL, Ask
 from script_runs import assert_fails_with, models_of, rows_of
 
-from experiments import history, spec_round
-from experiments.ablations import verify_paths
-from experiments.lib import cli, results, runs, terminal
-from spec_jax.analysis import metrics
-from spec_jax.model import llama
+from experiments import history
+from experiments.lib import superseded
+from spec_jax import testing
+from spec_jax.model import llama, params as params_lib, prompt as prompt_lib
+from spec_jax.paging import allocator, cache
+
+
+TARGET, PARAMS = decoding.TARGET, decoding.TARGET_PARAMS
+START = len(PROMPT) - 1
+WINDOW = [PROMPT[-1], 4, 9, 33, 60]
+
+
+@functools.partial(jax.jit, static_argnames=("path",))
+def forward(path, params, kv, *, tokens, start, num_active):
+    """Compiled once for each path: how many rows are active is data."""
+    return path.forward(params, kv, tokens=tokens, start=start, num_active=num_active)
+
+
+def verify(path, params=PARAMS, *, num_active=5, poison=False, window=()):
+    """Logits of the active rows, and K/V of the text with the window, all layers."""
+    model = getattr(path, "model", path)
+    kv = model.new_cache(capacity=decoding.CAPACITY, page_size=decoding.PAGE_SIZE)
+    if poison:  # NaN where nothing is held.
+        spoil = lambda pools: tuple(jnp.full_like(pool, jnp.nan) for pool in pools)
+        kv = kv.replace(k=spoil(kv.k), v=spoil(kv.v))
+    kv = prompt_lib.prefill(model, params, kv, PROMPT[:-1])
+    kv, logits = forward(
+        path,
+        params,
+        kv,
+        tokens=jnp.asarray(window or WINDOW),
+        start=jnp.int32(START),
+        num_active=jnp.int32(num_active),
+    )
+    allocator.check(kv)
+    layers = range(path.config.num_layers)
+    held = [cache.gather(kv, layer, 0, START + num_active) for layer in layers]
+    return np.asarray(logits)[:num_active], held
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("num_active", [1, 3, 5])
+def test_the_row_loop_has_the_bits_of_rows(num_active):
+    """Fails if decoding row by row is other arithmetic than a window of rows."""
+    path = superseded.make_path("row-loop", TARGET)
+    expected = verify(TARGET, num_active=num_active)
+    testing.assert_same_bits(verify(path, num_active=num_active), expected)
+
+
+@pytest.mark.parametrize("name", ["flash", "library-rows"])
+def test_library_windows_have_the_values_of_rows(name):
+    """Fails if a window forgets its prefix, a mask, a norm or a rotation."""
+    path = superseded.make_path(name, TARGET)
+    # Two layers, and each sums at most 96 terms: an error of a sum is passed on.
+    close = {"dtype": "float32", "reduction": 96 * 8}
+    for num_active in (1, 5):
+        logits, held = verify(path, num_active=num_active, poison=True)
+        expected_logits, expected_held = verify(TARGET, num_active=num_active)
+        testing.assert_rows_close(logits, expected_logits, **close)
+        for actual, expected in zip(held, expected_held, strict=True):
+            for one, other in zip(actual, expected, strict=True):
+                testing.assert_rows_close(one, other, **close)
+    # And a later row changes no earlier one.
+    others, _ = verify(path, window=[*WINDOW[:3], 1, 2])
+    testing.assert_same_bits(others[:3], logits[:3])
+    assert (testing.bits(others[3:]) != testing.bits(logits[3:])).any(axis=1).all()
+
+
+def test_flash_has_other_bits_than_decoding():
+    """What the row contract forbids, in the dtype where it shows."""
+    config = dataclasses.replace(TARGET.config, dtype="bfloat16")
+    model = dataclasses.replace(TARGET, config=config)
+    params = params_lib.init(jax.random.key(0), config, stddev=0.3)
+    rows, _ = verify(model, params)
+    flash, _ = verify(superseded.make_path("flash", model), params)
+    assert (testing.bits(rows) != testing.bits(flash)).any()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["row-loop", "flash", "library-rows"])
+def test_no_room_is_flagged_and_forgotten(name):
+    """A window that does not fit commits nothing; one that fits then runs."""
+    path = superseded.make_path(name, TARGET)
+    kv = TARGET.new_cache(capacity=16, page_size=decoding.PAGE_SIZE)
+    kv = prompt_lib.prefill(TARGET, PARAMS, kv, [*PROMPT, 1])
+    start = jnp.int32(len(PROMPT) + 1)
+    given = {"tokens": jnp.asarray(WINDOW), "start": start}
+    for num_active, is_out_of_pages in ((5, True), (4, False)):
+        kv, _ = forward(path, PARAMS, kv, **given, num_active=jnp.int32(num_active))
+        assert bool(path.is_out_of_pages(kv)) is is_out_of_pages
+        kv = path.truncate(kv, start)
+    cache.check_integrity(kv)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wrong(wrong_targets.Around):
+    """A verify path that always chooses the token after the right one."""
+
+    def choose(self, logits, num_active):
+        return (self.target.choose(logits, num_active) + 1) % 96
+
+
+FLASH = superseded.make_path("flash", SMALL.target)
+
+
+def decide(path, ask: Ask):
+    """Rounds that decoding decides, compared with decoding on both caches.
+
+    Returns the slot and the caches.
+    """
+    target = superseded.DecodeRounds(model=SMALL.target, path=path, width=GAMMA_MAX + 1)
+    scheduler = SMALL.scheduler(target=target)
+    state = decoding.run(SMALL, [ask], scheduler=scheduler)
+    for kv in (state.cache.mirror, state.cache.commit):
+        decoding.assert_as_decoded(SMALL, state.replace(cache=kv), [ask])
+    return decoding.slot_of(state), state.cache
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("path", [FLASH, Wrong(target=FLASH)], ids=["flash", "wrong"])
+def test_tokens_and_both_caches_are_those_of_decoding(path):
+    """Fails if a bit of verification gets into what is committed."""
+    for run in (0, 1, 3, ALWAYS):
+        decide(path, Ask(run=run))
+
+
+def test_mismatches_are_committed_rows_that_verification_saw_otherwise():
+    """Negative control of the counter: a verify path that is always wrong."""
+    one, kv = decide(SMALL.target, Ask(run=3))
+    assert int(kv.mismatches) == 0
+    wrong = Wrong(target=SMALL.target)
+    one, kv = decide(wrong, Ask(run=3))
+    assert int(kv.mismatches) == 40
+    text = decoding.text(decoding.decoded(SMALL, Ask()))
+    one, kv = decide(wrong, Ask(stop_ids=(text[len(PROMPT) + 2],)))
+    assert int(kv.mismatches) == one.length - len(PROMPT)
 
 
 def command(folders, *more: str) -> list[str]:
@@ -19,75 +157,25 @@ def command(folders, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_rung_is_run_and_written(folders, tmp_path, capsys, monkeypatch):
-    """Fails if a rung runs another design than its own, or is compared with another."""
-    decoded, real = [], runs.run_plain
-
-    def watched(lm, settings, prompt):
-        decoded.append(type(lm.target))
-        return real(lm, settings, prompt)
-
-    monkeypatch.setattr(runs, "run_plain", watched)
-    out = tmp_path / "out.jsonl"
-    status = history.main(command(folders, "--out", str(out)))
+def test_every_rung_is_run_and_written(folders, tmp_path):
+    """Fails if a rung runs another design than its own."""
+    out, dump = tmp_path / "out.jsonl", tmp_path / "dump.jsonl"
+    more = ("--out", str(out), "--dump-verify-mismatches", str(dump))
+    status = history.main(command(folders, *more))
     rows = rows_of(out)
     rungs = [rung.name for rung in history.LADDER]
     prompts, rows = rows[: len(rungs)], rows[len(rungs) :]
     assert [row["rung"] for row in prompts] == [row["rung"] for row in rows] == rungs
-    assert {(row["kind"], row["id"]) for row in prompts} == {
-        ("history_prompt", "py-01")
-    }
+    assert {row["kind"] for row in prompts} == {"history_prompt"}
     decided, flash, loop, library, contract = rows
-    assert decided["commit_decode_steps"] == decided["mirror_decode_steps"] > 0
+    assert decided["decode_steps"] == 2 * (decided["rounds"] + decided["accepted"])
     assert decided["matched"] and loop["matched"] and contract["matched"]
     assert contract["verify_decode_mismatches"] == loop["verify_decode_mismatches"] == 0
-    assert flash["commit_decode_steps"] == contract["commit_decode_steps"] == 0
+    assert flash["decode_steps"] == contract["decode_steps"] == 0
     assert loop["verify_steps"] == loop["rounds"] + loop["proposed"]
     assert contract["target_steps"] == contract["rounds"]
-    # Library products are compared with decoding through library products.
-    assert decoded.count(verify_paths.LibraryRows) == 2  # one of them warms up
-    printed = capsys.readouterr().out
-    assert "0.68x, unmatched" in printed and "row contract" in printed
+    assert len(rows_of(dump)) == flash["verify_decode_mismatches"]
     assert status == (0 if history.story_holds(rows) else history.DOES_NOT_HOLD)
-
-
-def test_a_family_without_the_paths_is_refused(tmp_path, capsys):
-    """Fails if a model that norms no queries and keys ends in a traceback."""
-    qwen3 = dataclasses.asdict(tiny_pair.config())
-    config = llama.LlamaConfig(**{k: v for k, v in qwen3.items() if k != "yarn"})
-    folder = str(tiny_pair.write_model(tmp_path, config, seed=0))
-    words = ("runs models of qwen3, and this is one of llama: take 'paged-decode'",)
-    pair = (folder, folder)
-    assert_fails_with(history.main, capsys, command(pair), "'flash'", *words)
-    arguments = command(pair, "--verify-path", "library-rows")
-    assert_fails_with(spec_round.main, capsys, arguments, "'library-rows'", *words)
-
-
-def test_an_interrupted_ladder_leaves_the_prompts_before(
-    folders, tmp_path, monkeypatch, capsys
-):
-    """Fails if rows are written at the end only. Nothing is run or compiled."""
-    timing = metrics.Timing(prefill_s=1.0, decode_s=1.0, tokens=1)
-    plain = runs.Plain(tokens=[5], timing=timing)
-    counters = metrics.Counters(tokens=1, rounds=1, accepted_hist=(1,))
-    spec = runs.Speculative(tokens=[5], origins=[], counters=counters, timing=timing)
-
-    def interrupted(designs, prompt, ids, **keywords):
-        if prompt.id == "py-02":
-            raise KeyboardInterrupt
-        about = {"prompt": prompt, "prompt_ids": ids, "mismatches": 0}
-        done = results.PromptResult(**about, plain=[plain], spec=[spec])
-        return dict.fromkeys(designs, done)
-
-    monkeypatch.setattr(results, "warm_up", lambda designs, prompts: 0.0)
-    monkeypatch.setattr(results, "run_designs", interrupted)
-    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
-    out = tmp_path / "out.jsonl"
-    more = ("--prompts", "2", "--out", str(out))
-    assert history.main(command(folders, *more)) == cli.INTERRUPTED
-    assert [row["id"] for row in rows_of(out)] == ["py-01"] * len(history.LADDER)
-    printed = capsys.readouterr().err
-    assert f"finished rows are in {out}" in printed and "prompts: 1 of 2" in printed
 
 
 def row(name: str, *, matched: bool, speedup: float) -> dict:
@@ -103,6 +191,10 @@ def test_the_story_holds_only_if_the_last_rung_matches_and_wins():
     assert not history.story_holds([safe | {"speedup_e2e": 1.6}, unsafe, last])
 
 
-def test_bad_input(folders, capsys):
-    for more in (("--target", "nowhere"), ("--prompts", "nowhere.txt")):
-        assert_fails_with(history.main, capsys, command(folders, *more), more[1])
+def test_a_family_without_the_paths_is_refused(tmp_path, capsys):
+    """Fails if a model that norms no queries and keys ends in a traceback."""
+    qwen3 = dataclasses.asdict(tiny_pair.config())
+    config = llama.LlamaConfig(**{k: v for k, v in qwen3.items() if k != "yarn"})
+    folder = str(tiny_pair.write_model(tmp_path, config, seed=0))
+    words = ("'flash' runs models of qwen3, and this is one of llama",)
+    assert_fails_with(history.main, capsys, command((folder, folder)), *words)

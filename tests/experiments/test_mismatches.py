@@ -9,7 +9,15 @@ import pytest
 import wrong_targets
 
 from experiments import parity
-from experiments.lib import mismatches, paths, prompt_files, prompts, runs, scenes
+from experiments.lib import (
+    mismatches,
+    paths,
+    prompt_files,
+    prompts,
+    runs,
+    scenes,
+    superseded,
+)
 from spec_jax import loading, testing
 from spec_jax.debug.microscope import compare, scene as scene_lib
 from spec_jax.engine import round as round_lib, rows
@@ -54,17 +62,18 @@ class WrongAt(wrong_targets.Around):
 def test_a_planted_mismatch_is_found_with_both_sides(folders, monkeypatch):
     """Fails if a line is of another position, text or side."""
     prompt, lm, run = [5, 9, 60, 31], load(folders), settings(8)
-    assert mismatches.find(lm, run, prompt, name="p") == []
+    about = {"name": "p", "verify_path": "paged-decode"}
+    assert mismatches.find(lm, run, prompt, **about) == []
     position = len(prompt) + 3
     real = rows.SlotRows(model=lm.target, num_slots=1)
     wrong = WrongAt(target=real, position=position)
-    monkeypatch.setattr(paths, "slot_target", lambda *_: wrong)
+    monkeypatch.setattr(superseded, "target", lambda *_: wrong)
     scheduler = scheduler_of(lm, run, wrong)
-    (line,) = mismatches.find(lm, run, prompt, name="p", scheduler=scheduler)
+    (line,) = mismatches.find(lm, run, prompt, **about, scheduler=scheduler)
     state = scheduler.begin(runs.make_request(lm, run, prompt))
     state = round_lib.generate(scheduler.speculator, state, max_rounds=jnp.int32(8))
     text = np.asarray(state.slots.tokens)[0, : int(state.slots.length[0])].tolist()
-    assert line["position"] == position and line["acceptance"] == "verify"
+    assert line["position"] == position
     start = len(prompt) + len(line["tokens"])
     assert line["prompt_ids"] + line["tokens"] == text[:start]
     assert line["window"][0] == text[start]
@@ -87,7 +96,7 @@ def lines(folders) -> list[dict]:
         prompt_files.Prompt(id=str(n), text=f"def f{n}(x):", category=None)
         for n in range(12)
     ]
-    scheduler = scheduler_of(lm, run, paths.slot_target("flash", lm.target))
+    scheduler = scheduler_of(lm, run, superseded.target("flash", lm.target))
     found = []
     for prompt, ids in zip(named, prompts.encode(lm, named, raw=True), strict=True):
         shared = {"verify_path": "flash", "scheduler": scheduler}
@@ -136,7 +145,7 @@ def test_the_history_is_that_of_the_rounds(folders, latest):
         settings(40),
         latest["prompt_ids"],
     )
-    scheduler = scheduler_of(lm, run, paths.slot_target("flash", lm.target))
+    scheduler = scheduler_of(lm, run, superseded.target("flash", lm.target))
     state, starts = scheduler.begin(runs.make_request(lm, run, prompt)), []
     while bool(state.slots.running[0]):
         starts.append(int(state.slots.length[0]) - 1)

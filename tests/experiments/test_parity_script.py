@@ -1,15 +1,15 @@
 """The microscope from its command line: status, row, heat map, bundles, bad input."""
 
-import io
 import json
 import pathlib
 
 import numpy as np
 import pytest
 import tiny_pair
+from script_runs import assert_fails_with
 
 from experiments import parity
-from experiments.lib import bundles, cli, paths, records
+from experiments.lib import records
 from spec_jax.model import fingerprint, load, observe, tokenizer
 
 
@@ -32,12 +32,6 @@ def row_of(path: pathlib.Path) -> dict:
     """The only row of a file."""
     (line,) = path.read_text().splitlines()
     return json.loads(line)
-
-
-def pattern_found(pattern: str, text: str) -> None:
-    """Fails unless a message holds the pattern, wherever its lines were broken."""
-    with pytest.raises(ValueError, match=pattern):
-        raise ValueError(" ".join(text.split()))
 
 
 def test_an_equal_run(folder, tmp_path, capsys):
@@ -151,7 +145,7 @@ def test_cache_lengths_drafts_and_prompts(folder, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def mismatch(folder) -> dict:
-    """A line as `spec_round.py --dump-verify-mismatches` writes it."""
+    """A line as `history.py --dump-verify-mismatches` writes it."""
     _, params = load.load(folder)
     return {
         "kind": "mismatch",
@@ -167,7 +161,6 @@ def mismatch(folder) -> dict:
         "decode_argmax": 15,
         "verify_top5": [],
         "verify_path": "row-loop",
-        "acceptance": "verify",
         "prefill": "rows",
         "impl": "native",
         "dtype": "float32",
@@ -202,6 +195,27 @@ def test_a_mismatch_is_taken_up(folder, tmp_path, mismatch):
         assert row["met_again"] is False
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "summary"}, "of kind 'summary', not 'mismatch'"),
+        ({"weights_sha256": "0" * 64}, "is of another model than"),
+        ({"slab": "4"}, "slab='4' is no int"),
+        ({"prefill": "slow"}, "prefill='slow' is not one of rows, batched"),
+        ({"verify_path": "sideways"}, "path='sideways' is not one of"),
+        ({"position": 9}, "and the row of position 9, are not those"),
+        ({"starts": [3, 5, 4, 6]}, "begin at [3, 5, 4, 6]"),
+        ({"starts": [4, 6]}, "begin at [4, 6]"),
+        ({"starts": []}, "begin at []"),
+        ({"window_rows": 2}, "write the line again"),
+    ],
+)
+def test_lines_that_cannot_be_used(folder, tmp_path, mismatch, changes, words, capsys):
+    lines = write(tmp_path / "lines.jsonl", mismatch | changes)
+    arguments = ["--target", str(folder), "--mismatch", lines]
+    assert_fails_with(parity.main, capsys, arguments, words)
+
+
 def test_a_choice_that_is_met_again(folder, tmp_path, mismatch, capsys):
     """Negative control: the same line, and one other token in it."""
     out, lines = tmp_path / "out.jsonl", write(tmp_path / "lines.jsonl", mismatch)
@@ -218,40 +232,6 @@ def test_a_choice_that_is_met_again(folder, tmp_path, mismatch, capsys):
         assert row_of(out)["met_again"] is met
     said = f"NOT met again: {chosen} against {chosen}, and in the run {chosen} against"
     assert said in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"weights_sha256": "0" * 64}, "is of another model than .*--target"),
-        ({"kind": "summary"}, "of kind 'summary', not 'mismatch'"),
-        ({"position": 9}, "no row at position 9"),
-        ({"window": []}, "empty window"),
-        ({"window": [1, "x"]}, "window=.* is no tuple"),
-        ({"starts": [3, 5, 4, 6]}, r"starts=\[3, 5, 4, 6\] do not increase"),
-        ({"starts": [3, 3, 6]}, r"starts=\[3, 3, 6\] do not increase"),
-        ({"starts": [4, 6]}, r"do not go from 3, .* to start=6"),
-        ({"starts": []}, "do not go from 3"),
-        ({"start": 9}, "start=9 is not where a window can begin: .* at position 6"),
-        ({"window_rows": 2}, "window_rows=2, but a window has 3 tokens"),
-        ({"starts": [3, 6], "window": [1], "window_rows": 2, "position": 6}, "3 tok"),
-        ({"acceptance": "both"}, "acceptance='both' is not one of verify, decode"),
-        ({"prefill": "slow"}, "prefill='slow' is not one of rows, batched"),
-        ({"slab": "4"}, "slab='4' is no int"),
-        ({"verify_path": "sideways"}, "path='sideways' is not one of"),
-        ({"dtype": "float16"}, "float16"),
-        ({"window": [11, 12, 999]}, "999, outside"),
-        # Of an earlier version: the windows before it are not guessed.
-        ({"starts": None}, "line 1: lacks 'starts'; write it again"),
-    ],
-)
-def test_mismatches_that_cannot_be_used(
-    folder, tmp_path, mismatch, changes, message, capsys
-):
-    row = {k: v for k, v in (mismatch | changes).items() if v is not None}
-    lines = write(tmp_path / "lines.jsonl", row)
-    assert run(folder, "--mismatch", lines, prompt=False) == cli.UNUSABLE
-    pattern_found(message, capsys.readouterr().err)
 
 
 #
@@ -340,85 +320,6 @@ def test_a_bundle_has_its_fault(folder, tmp_path, capsys):
     assert row_of(out)["first"]["operation"] == "v"
 
 
-BAD_BUNDLES = {
-    "another format": (
-        lambda meta, arrays: meta.update(format=bundles.FORMAT + 1),
-        "of format 3, and this version reads format 2",
-    ),
-    "other weights": (
-        lambda meta, arrays: meta.update(weights_sha256=["0" * 64] * 2),
-        "of other weights: .* 000000000000",
-    ),
-    "another model": (
-        lambda meta, arrays: meta["config"].update(hidden_size=64),
-        "of another model: this one has hidden_size 32 and not 64",
-    ),
-    "an array less": (lambda meta, arrays: arrays.pop("k_1"), "damaged bundle"),
-    "an unknown path": (
-        lambda meta, arrays: meta["sides"][0].update(path="up"),
-        "damaged bundle: path='up'",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", BAD_BUNDLES)
-def test_bundles_that_cannot_be_used(folder, own, tmp_path, fault, capsys):
-    change, message = BAD_BUNDLES[fault]
-    bad = rewritten(own["save-bundle"], tmp_path / "bad.npz", change)
-    assert run(folder, "--bundle", bad, prompt=False) == cli.UNUSABLE
-    pattern_found(message, capsys.readouterr().err)
-
-
-def test_files_that_are_no_bundles(folder, tmp_path, capsys):
-    other = io.BytesIO()
-    np.savez(other, x=np.zeros(3))
-    path = tmp_path / "bad.npz"
-    for content in (b"text", b"", other.getvalue()):
-        path.write_bytes(content)
-        assert run(folder, "--bundle", str(path), prompt=False) == cli.UNUSABLE
-        assert "not a replay bundle" in capsys.readouterr().err
-    assert run(folder, "--bundle", str(tmp_path / "no"), prompt=False) == 1
-    assert "No such file" in capsys.readouterr().err
-
-
 #
 # Flags
 #
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("--layers", "0,2"), "no layer 2; the model has layers 0 to 1"),
-        (("--layers", "x"), "'x' is no layer"),
-        (("--inject", "2:v"), "no layer 2 to plant a fault in"),
-        (("--inject", "0:v", "--layers", "1"), "--layers 1 leaves out the layer"),
-        (("--inject", "1:w"), "operation 'w' is not one of"),
-        (("--wrong-draft", "4"), "no draft 4 to make wrong: 3"),
-        (("--cache-length", "9000"), "do not fit the model's 2048 positions"),
-        (("--verify-slab", "2"), "4 rows does not fit a slab of 2"),
-        (("--prompts", "3"), "--prompt and --prompts exclude each other"),
-        (("--draft-tokens", "1,2"), "--draft-tokens and --gamma exclude each other"),
-        (("--draft-tokens", "1,x"), "no list of tokens"),
-        (("--mismatch", "lines.jsonl"), "--mismatch says already what --prompt would"),
-        (("--bundle", "b.npz"), "--bundle says already what --prompt would"),
-        (("--heatmap", "map.txt"), "not a .png or .svg"),
-        (("--cache-length", "-1"), "-1 must be at least 0"),
-        (("--page-size", "1000000000"), "--page-size 1000000000 is above 2048"),
-    ],
-)
-def test_flags_that_cannot_be_used(folder, more, message, capsys):
-    try:
-        status = run(folder, *more)
-    except SystemExit as exit_:
-        status = exit_.code
-    assert status == cli.UNUSABLE
-    pattern_found(message, capsys.readouterr().err)
-
-
-def test_paths_by_name():
-    """Fails if a name that nothing has is taken, or a batch of what has none."""
-    with pytest.raises(ValueError, match="path='sideways' is not one of decode"):
-        paths.check("sideways")
-    with pytest.raises(ValueError, match="'flash' runs one sequence, and 2 slots"):
-        paths.slot_target("flash", None, 2)

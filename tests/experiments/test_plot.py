@@ -1,249 +1,142 @@
-"""Figures: what is in them, that their bytes are fixed, bad input."""
+"""Figures: the published ones from the stored rows, and that their bytes are fixed."""
 
 import importlib.util
 import json
 import math
 from xml.etree import ElementTree
 
+import figure_rows as made
 import pytest
-from figure_rows import FIGURES, PROVENANCE, parity, summary
-from script_runs import assert_fails_with, write_rows
+from script_runs import write_rows
 
 from experiments import plot
-from experiments.lib import cli, curves as curves_lib
+from experiments.lib import curves as curves_lib, files, published
+from spec_jax.gamma import theory
 
 
-needs_matplotlib = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is missing"
 )
-MAX_BYTES = 60_000
-MAX_BYTES_OF_MAP = 180_000  # a number in each of 400 cells
+FOLDER = published.RESULTS / "figures"
+NUMBERS = {
+    "speedup": "speedup_e2e",
+    "acceptance": "conditional_acceptance",
+    "accepted_lengths": "mean_accepted_length",
+    "step_cost": "ms",
+    "hugging_face": "tok_s",
+    "divergence": "cells",
+    "sweep_positions": "conditional_acceptance",
+    "ablations": "conditional_acceptance",
+    "improvement": "improvement",
+    "reliability": "bin_kept",
+}
+"""A number of each published figure."""
 
 
-def test_every_figure_is_tested():
-    assert list(FIGURES) == list(plot.FIGURES)
+def texts(path) -> str:
+    return "\n".join(ElementTree.fromstring(path.read_bytes()).itertext())
 
 
-@pytest.mark.few(2)
-@needs_matplotlib
-@pytest.mark.parametrize("name", FIGURES)
-def test_the_same_rows_give_the_same_bytes(name, tmp_path):
-    """Fails if a date, a random name or an unlabelled axis is in the file."""
-    rows = write_rows(tmp_path / "rows.jsonl", FIGURES[name].rows)
-    contents = []
-    for folder in ("first", "second"):
-        out = tmp_path / folder
-        arguments = [str(rows), "--out", str(out), "--figure", name]
-        assert plot.main(arguments) == plot.DRAWN == 0
-        assert [path.name for path in out.iterdir()] == [f"{name}.svg"]
-        contents.append((out / f"{name}.svg").read_bytes())
-    assert contents[0] == contents[1]
-    most = MAX_BYTES_OF_MAP if name == "divergence" else MAX_BYTES
-    assert len(contents[0]) < most
-    assert b"date" not in contents[0]
-    texts = "".join(ElementTree.fromstring(contents[0]).itertext())
-    for words in FIGURES[name].says:
-        assert words in texts, words
+@pytest.fixture(scope="module")
+def stored() -> dict[str, dict]:
+    """The rows of results by their digests."""
+    paths = published.RESULTS.glob("*.jsonl")
+    rows = [row for path in paths for row in files.read_rows(path).values()]
+    rows += theory.improvement_rows(plot.THEORY, gamma_max=plot.GAMMA_MAX)
+    return dict(zip(curves_lib.digests(rows), rows, strict=True))
 
 
-@needs_matplotlib
-@pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_says_what_it_is_of(name, tmp_path):
-    """Model, machine and prompts, from the rows; and which rows it was drawn from."""
+def with_another(value):
+    """Half of all numbers in a JSON value."""
+    if isinstance(value, dict):
+        return {name: with_another(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [with_another(one) for one in value]
+    return value if value is None or isinstance(value, str) else value / 2
+
+
+def test_every_published_figure_is_here():
+    assert {path.stem for path in FOLDER.glob("*.svg")} == set(NUMBERS)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_published_figures_are_of_the_stored_rows(name, stored, tmp_path):
+    """Fails if rows were measured again and the figure was not, or if it says or draws
+    something else; the bytes of the same rows are the same."""
     from experiments.lib import figures
 
-    is_sweep = name.startswith("sweep")
-    # The cells of the sweep are of one prompt in each of thirteen categories.
-    known = PROVENANCE | ({"prompts": 1} if is_sweep else {})
-    rows = [row | known for row in FIGURES[name].rows]
-    if name in ("speedup", "step_cost"):
-        rows = rows[: len(rows) // 2]  # Of one implementation, as they are now all.
-    elif name == "improvement":
-        rows = FIGURES[name].rows
-    (path,) = plot.draw(name, rows, tmp_path)
-    texts = "\n".join(ElementTree.fromstring(path.read_bytes()).itertext())
-    said = ["model: target Qwen3-8B, draft Qwen3-0.6B, bfloat16, native"]
-    said += ["machine: Some CPU, instruction set avx2, jax 0.10.2"]
-    total = 13 if is_sweep else 25
-    number = f"{total} prompts" + ", prompt py-01" * (name == "tree")
-    said += [f"prompts: gsm8k/test.jsonl:50, {number}, 64 tokens each"]
-    if name == "improvement":
-        said = ["computed by a formula"]
-    for words in said:
-        assert words in texts, words
-    assert figures.read_source(path) == curves_lib.digests(rows)
+    path = FOLDER / f"{name}.svg"
+    rows = [stored[digest] for digest in figures.read_source(path)]
+    assert all(plot.FIGURES[name](row) for row in rows)
+    (again,) = plot.draw(name, rows, tmp_path)
+    assert texts(again) == texts(path) and b"date" not in again.read_bytes()
+    before = again.read_bytes()
+    plot.draw(name, rows, tmp_path)
+    assert again.read_bytes() == before
+    # Negative control.
+    first, *others = rows
+    number = NUMBERS[name]
+    plot.draw(name, [first | {number: with_another(first[number])}, *others], tmp_path)
+    assert again.read_bytes() != before
 
 
-@needs_matplotlib
-@pytest.mark.parametrize("name", ["acceptance", "sweep_positions", "ablations"])
-def test_markers_at_the_upper_edge_are_whole(name):
-    """Fails if half of a marker at a rate of 1 is cut off."""
-    from experiments.lib import figures
-
-    drawn = getattr(figures, name)(FIGURES[name].rows)
-    lines = [line for axes in drawn.axes for line in axes.lines]
-    assert lines and not any(line.get_clip_on() for line in lines)
+CELLS = [
+    made.cell(drafter, gamma, category)
+    for drafter in ("ngram", "suffix")
+    for gamma in (1, 4)
+    for category in ("code", "prose")
+]
 
 
-@needs_matplotlib
-def test_differences_near_zero_do_not_drown_the_others(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "rows", "words"),
+    [
+        ("sweep_speedup", CELLS, ("(times)", "tokens a round", "suffix")),
+        ("sweep_categories", CELLS, ("accepted / proposed", "prose", "gamma 4")),
+        ("tree", [made.tree()], ("depth (drafts", "def", "a$", "\\n", "<b>")),
+    ],
+)
+def test_other_figures(name, rows, words, tmp_path):
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    assert plot.main([str(source), "--out", str(tmp_path), "--figure", name]) == 0
+    said = texts(tmp_path / f"{name}.svg")
+    for word in words:
+        assert word in said
+
+
+def test_differences_near_zero_do_not_drown_the_others():
     """Colours are relative differences: fails if they are ULPs, which saturate."""
-    from experiments.lib import divergence
+    from experiments.lib import row_figures
 
     cells = [
         {"differing": 1, "elements": 64, "max_ulp": ulp, "relative": relative}
         for ulp, relative in ((2**30, 1e-6), (2, 1e-2), (2**30, None), (9, 0.0))
     ]
-    scale = divergence._Scale(cells)
+    scale = row_figures._Scale(cells)
     assert (scale.lowest, scale.highest) == (-6, -2)
     levels = [scale.level(cell) for cell in cells]
     assert levels == pytest.approx([-6, -2, -1, -6])
     equal = {"differing": 0, "elements": 64, "max_ulp": 0, "relative": None}
     assert scale.level(equal) == -7 and math.isnan(scale.level(None))
-    old = parity(2)
-    for row in old["cells"]:
-        for cell in row:
-            if cell is not None:
-                del cell["relative"]
-    with pytest.raises(ValueError, match="earlier parity.py did not write"):
-        plot.draw("divergence", [old], tmp_path)
 
 
-@pytest.mark.few(3)
-@needs_matplotlib
-@pytest.mark.parametrize("name", FIGURES)
-def test_another_number_gives_another_figure(name, tmp_path):
-    """Negative control: fails if a figure is not drawn from its rows."""
-    changed = json.loads(json.dumps(FIGURES[name].rows))
-    FIGURES[name].change(changed)
-    contents = []
-    for rows in (FIGURES[name].rows, changed):
-        (path,) = plot.draw(name, rows, tmp_path)
-        contents.append(path.read_bytes())
-    assert contents[0] != contents[1]
-
-
-@needs_matplotlib
 def test_all_figures_of_a_mixture(tmp_path, capsys):
     """And rows that are in none are named, with their number, in one line."""
-    mixture = [
-        *FIGURES["speedup"].rows,
-        *FIGURES["step_cost"].rows,
-        *FIGURES["divergence"].rows,
-    ]
+    (parity,) = files.read_rows(published.RESULTS / "parity_flash.jsonl").values()
+    one = tmp_path / "parity.json"
+    one.write_text(json.dumps(parity | {"first": None}, indent=1))
+    mixture = [made.summary(1), made.summary(4), made.step(1), made.step(2), parity]
     mixture += [{"kind": "prompt"}, {"kind": "prompt"}, {"kind": "weather"}, {"a": 1}]
-    mixture += [{"kind": "step", "step": "plain step"}]
-    rows = write_rows(tmp_path / "rows.jsonl", mixture)
-    assert plot.main([str(rows), "--out", str(tmp_path / "out")]) == 0
-    names = {path.stem for path in (tmp_path / "out").iterdir()}
-    kinds = ("speedup", "acceptance", "accepted_lengths", "step_cost", "divergence")
-    assert names == set(kinds)
+    rows, out = write_rows(tmp_path / "rows.jsonl", mixture), tmp_path / "out"
+    assert plot.main([str(rows), str(one), "--out", str(out)]) == 0
+    names = {path.stem for path in out.iterdir()}
+    kinds = ("speedup", "acceptance", "accepted_lengths", "step_cost")
+    assert names == {*kinds, "divergence_1", "divergence_2"}
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("by kind: 1 None, 2 prompt, 1 step, 1 weather")
+    assert line.endswith("by kind: 1 None, 2 prompt, 1 weather")
 
 
-@needs_matplotlib
-def test_a_row_of_parity_is_a_figure_of_its_own(tmp_path):
-    path = tmp_path / "parity.json"
-    path.write_text(json.dumps(parity(2) | {"first": None}, indent=1))
-    both = [str(path), str(path), "--out", str(tmp_path / "out")]
-    assert plot.main(both) == 0
-    names = sorted(file.name for file in (tmp_path / "out").iterdir())
-    assert names == ["divergence_1.svg", "divergence_2.svg"]
-    assert "nothing differs" in (tmp_path / "out" / names[0]).read_text()
-
-
-@needs_matplotlib
-def test_one_figure_that_fails_takes_no_other_with_it(tmp_path, capsys):
-    rows = write_rows(tmp_path / "rows.jsonl", [summary(4)])
-    assert plot.main([str(rows), "--out", str(tmp_path)]) == cli.UNUSABLE == 1
-    assert (
-        "speedup is not drawn: no settings were run with two" in capsys.readouterr().err
-    )
-    assert (tmp_path / "acceptance.svg").exists()
-
-
-@needs_matplotlib
 def test_the_theory_needs_no_rows(tmp_path):
     """Given pairs are drawn in the place of those that it has."""
-    out = tmp_path / "out"
-    assert plot.main(["--theory", "--out", str(out)]) == 0
-    assert [path.name for path in out.iterdir()] == ["improvement.svg"]
-    default = (out / "improvement.svg").read_text()
-    assert plot.main(["--theory", "0.75,0.1", "--out", str(out)]) == 0
-    given = (out / "improvement.svg").read_text()
-    assert "a = 0.75" in given and "a = 0.75" not in default
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        *(
-            (["--theory", v], "is not A,C")
-            for v in ("0.8", "a,b", "1.2,0.1", "0.8,nan")
-        ),
-        ([], "--theory"),
-        (["rows.jsonl", "--where", "gamma"], "NAME=VALUE"),
-        (["rows.jsonl", "--figure", "pie"], "'pie'"),
-    ],
-)
-def test_bad_flags(tmp_path, capsys, more, said):
-    assert_fails_with(plot.main, capsys, [*more, "--out", str(tmp_path)], said)
-
-
-def test_conditions():
-    rows = [summary(2), summary(4), {"kind": "prompt"}]
-    assert plot.chosen(rows, [("gamma", "4")]) == rows[1:]
-    with pytest.raises(ValueError, match="no row has 'gama'"):
-        plot.chosen(rows, [("gama", "4")])
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("{", ["line 1", "no JSON"]),
-        ('{"kind": "step"}\n[1]\n', ["line 2", "not a JSON object"]),
-        ('{"kind": "weather"}\n', ["no rows for", "weather"]),
-        ("", ["none"]),
-        (None, ["cannot be read"]),
-    ],
-)
-@needs_matplotlib
-def test_bad_files(tmp_path, capsys, content, words):
-    path = tmp_path / "rows.jsonl"
-    if content is not None:
-        path.write_text(content)
-    assert plot.main([str(path), "--out", str(tmp_path / "out")]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    for word in words:
-        assert word in line
-
-
-@needs_matplotlib
-def test_no_figure_replaces_what_it_is_drawn_from(tmp_path, capsys):
-    """Rows may have any name; that of a figure too."""
-    rows = tmp_path / "improvement.svg"
-    rows.write_text(json.dumps({"kind": "theory"}) + "\n")
-    before = rows.read_bytes()
-    other = tmp_path / "link.jsonl"
-    other.hardlink_to(rows)
-    for path in (rows, other):
-        arguments = [str(path), "--theory", "0.8,0.1", "--out", str(tmp_path)]
-        assert plot.main(arguments) == 1
-        assert f"holds {path}, which a figure could replace" in capsys.readouterr().err
-    assert rows.read_bytes() == before
-
-
-def test_bad_folder(tmp_path, capsys):
-    rows = write_rows(tmp_path / "rows.jsonl", FIGURES["step_cost"].rows)
-    assert plot.main([str(rows), "--out", str(rows)]) == 1
-    assert "no folder that can be written to" in capsys.readouterr().err
-
-
-def test_without_matplotlib_one_line_says_how_to_get_it(tmp_path, monkeypatch, capsys):
-    real = importlib.util.find_spec
-    found = lambda name: None if name == "matplotlib" else real(name)
-    monkeypatch.setattr(plot.importlib.util, "find_spec", found)
-    assert plot.main(["rows.jsonl", "--out", str(tmp_path)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "matplotlib is not installed" in line and "'.[plot]'" in line
+    assert plot.main(["--theory", "0.75,0.1", "--out", str(tmp_path)]) == 0
+    assert "a = 0.75" in texts(tmp_path / "improvement.svg")

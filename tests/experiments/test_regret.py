@@ -1,25 +1,19 @@
 """Regret: outcomes of drafts as integers against live rounds, sets, the script."""
 
 import dataclasses
-import io
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
 from gamma_cases import measure_regret
-from rich import console as rich_console
 from script_runs import (
-    assert_fails_with,
-    interrupted,
     models_of,
     rows_of,
-    with_another_token,
 )
 
 from experiments import regret as script
 from experiments.lib import (
-    cli,
     costs,
     forced_drafter,
     outcomes,
@@ -289,64 +283,3 @@ def test_the_rows_of_a_run(folders, tmp_path, capsys):
     assert "simulated" in printed and "in real rounds" in printed
     assert "adversarial" in printed and "threshold" in printed
     assert "speed-up over autoregressive decoding" in " ".join(printed.split())
-
-
-def test_the_table_of_regret_fits_a_terminal():
-    """However slow a policy was; and fails if the second number of a set is no
-    speed-up."""
-    rows = [
-        {"policy": policy, "set": name, "regret": share, "speedup": 1 / (1 + share)}
-        for policy, share in (("fixed 0", 0.25), ("threshold", 123.4))
-        for name in outcomes.SETS
-    ]
-    file = io.StringIO()
-    console = rich_console.Console(file=file, width=80)
-    script.print_regret(rows, console, title="simulated")
-    _, _, first, second, *_ = file.getvalue().splitlines()
-    assert first.split() == ["fixed", "0", *["+25.0%", "0.80x"] * 4]
-    assert second.split() == ["threshold", *["+12340%", "0.01x"] * 4]
-
-
-def test_runs_that_differ_or_are_interrupted(folders, tmp_path, monkeypatch, capsys):
-    """Exit status 2 where seconds are of another text; whole rows are left."""
-    real = runs.run_speculative
-
-    corrupted = lambda *args, **keywords: with_another_token(real(*args, **keywords))
-    more = ("--live", "--drafter", "ngram", "--policy", "threshold")
-    with monkeypatch.context() as patch:
-        patch.setattr(runs, "run_speculative", corrupted)
-        assert script.main(command(folders, *more)) == script.NOT_MATCHED == 2
-    monkeypatch.setattr(regret, "run_set", interrupted)
-    out = tmp_path / "out.jsonl"
-    arguments = command(folders, *more, "--out", str(out))
-    assert script.main(arguments) == cli.INTERRUPTED == 130
-    assert len(rows_of(out, "regret")) == 4 * 4
-    assert str(out) in capsys.readouterr().err
-
-
-def test_texts_of_nan_match_nothing(overflowing, folders, texts, capsys):
-    """Neither what is simulated nor live rounds: equal tokens, and exit status 2."""
-    arguments = [*command(folders), *models_of(overflowing), "--drafter", "ngram"]
-    assert script.main(arguments) == script.NOT_MATCHED == 2
-    assert "hold NaN or infinity" in capsys.readouterr().err
-    lm = loading.load(overflowing[0], drafter="ngram", gamma_max=GAMMA, slab=GAMMA + 1)
-    candidates = regret.candidates([], lm, SETTINGS, texts[0].prompt_ids)
-    how = {"repeats": 1, "hand_on": False}
-    live = regret.run_set(lm, SETTINGS, texts[:1], candidates, **how)
-    assert live.matched == {"fixed 0": False, "fixed 1": False, "fixed 2": False}
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--policy", "threshold,greedy"], ["'greedy'", "goodput"]),
-        (["--drafter", "oracle"], ["oracle", "name one that drafts"]),
-        (["--gen-tokens", "2"], ["--gen-tokens 2", "up to 3 tokens"]),
-        (["--prompts", "1"], ["1 prompts", "two"]),
-        (["--confidence", "0.5"], ["--confidence", "--live"]),
-        (["--confidence", "0.5", "--live", "--drafter", "ngram"], ["has none"]),
-        (["--confidence", "2", "--live"], ["min_confidence=2"]),
-    ],
-)
-def test_bad_input(folders, capsys, more, words):
-    assert_fails_with(script.main, capsys, command(folders, *more), *words)

@@ -10,11 +10,9 @@ import shlex
 
 import numpy as np
 import pytest
-from script_runs import assert_fails_with
 
-from experiments import plot, reproduce
+from experiments import reproduce
 from experiments.lib import (
-    cli,
     curves,
     files,
     published,
@@ -23,7 +21,6 @@ from experiments.lib import (
     reproduction,
 )
 from spec_jax import loading, testing
-from spec_jax.gamma import theory
 from spec_jax.native import build
 
 
@@ -62,59 +59,11 @@ def test_a_table_takes_its_own_place_alone():
     assert new.count("Words.") == 2 and published.update(new) == new
 
 
-@pytest.mark.parametrize("value", [0.5, None])
-def test_tables_of_acceptance_say_how_texts_repeat(monkeypatch, value):
-    """And `-` where the rows are of a version that did not count it."""
-    real, share = published_rows.rows_of, {} if value is None else {"repetition": value}
-
-    def changed(pattern, kind):
-        for row in real(pattern, kind):
-            row = {k: v for k, v in row.items() if k != "repetition"} | share
-            if "drafts" in row:
-                row["drafts"] = {side: {**x} for side, x in row["drafts"].items()}
-                row["drafts"]["ours"].pop("repetition", None)
-                row["drafts"]["ours"] |= share
-            yield row
-
-    monkeypatch.setattr(published_rows, "rows_of", changed)
-    for name in ("rounds", "heads", "llama_cpp_heads"):
-        heading, *lines = published.TABLES[name]()
-        (column,) = (i for i, cell in enumerate(heading) if "repeated" in cell)
-        assert lines
-        assert {line[column] for line in lines} == {"-" if value is None else "50%"}
-
-
-def test_printed_acceptance_has_repetition_beside_it():
-    """Fails if an example prints the one without the other."""
-    shown = [
-        line
-        for page in (*PAGES, ROOT / "spec_jax" / "__init__.py")
-        for line in page.read_text().splitlines()
-        if "print(" in line and "acceptance_rate" in line
-    ]
-    assert len(shown) >= 3
-    assert all("repetition" in line for line in shown), shown
-
-
 def test_every_table_is_on_a_page():
     pages = "".join(page.read_text() for page in PAGES)
     found = re.findall(r"<!-- rows: (\w+) -->", pages)
     assert set(found) == set(published.TABLES)
     assert len(found) == pages.count("<!-- end of rows -->")
-
-
-@needs_matplotlib
-@pytest.mark.parametrize("path", FIGURES, ids=lambda path: pathlib.Path(path).stem)
-def test_figures_are_of_these_rows(path):
-    """Fails if rows were measured again and the figure was not drawn again."""
-    from experiments.lib import figures
-
-    drawn = figures.read_source(ROOT / path)
-    assert drawn, "names no rows"
-    paths = published.RESULTS.glob("*.jsonl")
-    rows = [row for path in paths for row in files.read_rows(path).values()]
-    rows += theory.improvement_rows(plot.THEORY, gamma_max=plot.GAMMA_MAX)
-    assert set(drawn) <= set(curves.digests(rows))
 
 
 @needs_matplotlib
@@ -284,55 +233,6 @@ def test_finished_steps_are_skipped(place, capsys):
     assert len(rows_of(folder / reproduce.LOG)) == 4
 
 
-def test_a_sweep_goes_on_with_rows_of_its_commit_alone(place, monkeypatch):
-    """Fails if it adds to totals of another commit, or forgets what was interrupted."""
-    state, folder = place
-    path = folder / "swept.jsonl"
-    step = reproduction.Step(file=path.name, runs=("sweep",), totals=True)
-    monkeypatch.setattr(reproduction, "steps", lambda: iter([step]))
-    monkeypatch.setattr(reproduce, "shorten", lambda *_, **__: None)
-    seen = []
-
-    def call(script, arguments):
-        before = path.read_text() if path.exists() else ""
-        seen.append(before)
-        path.write_text(before + json.dumps({"commit": state["commit"][0]}) + "\n")
-        return state["status"].get(script, 0)
-
-    monkeypatch.setattr(reproduce, "call", call)
-    assert reproduce.main([]) == 0
-    state["commit"], state["status"] = "1" * 40, {"sweep": 1}
-    assert reproduce.main([]) == reproduce.FAILED
-    state["status"] = {}
-    assert reproduce.main([]) == 0
-    assert seen == ["", "", '{"commit": "1"}\n']
-
-
-def test_what_a_training_leaves_is_published(place, monkeypatch, capsys):
-    """Fails if it is asked for without its folder, or its file is not taken."""
-    _, folder = place
-    step = reproduction.Step(
-        file="trained.jsonl",
-        runs=("train --work {work} -- {work}/swept.jsonl",),
-        flag=None,
-        made="{work}/own.jsonl",
-    )
-    monkeypatch.setattr(reproduction, "steps", lambda: iter([step]))
-    assert reproduce.main([]) == 0
-    shown = capsys.readouterr().out
-    assert "trained.jsonl: left out, for want of --work" in shown
-    work = folder / "work"
-    work.mkdir()
-    row = {"kind": "ablation", "s": 1 / 3, "by_category": {}, "steps": 160}
-    (work / "own.jsonl").write_text(json.dumps(row) + "\n")
-    monkeypatch.setattr(reproduce, "call", lambda *_: 0)
-    assert reproduce.main(["--work", str(work)]) == 0
-    assert rows_of(folder / "trained.jsonl") == [
-        {"kind": "ablation", "s": 0.333333333, "steps": 160}
-    ]
-    assert rows_of(work / "own.jsonl") == [row]
-
-
 @pytest.mark.skipif("dspark" not in loading.shipped_heads(), reason="no such head")
 def test_the_shipped_calibration_is_the_published_one():
     """Fails if the figure is of another head than the one that is shipped."""
@@ -365,56 +265,3 @@ def test_published_rows_are_short(tmp_path):
     assert found["s"] == [0.433333333, {"x": 3.33333333e-301}]
     assert found["n"] == row["n"] and found["exact"] != exact
     testing.assert_same_bits(np.float32(found["exact"]), np.float32(exact))
-
-
-def test_steps_that_fail_are_run_again(place, capsys):
-    """What did not match is told by the status; what broke down leaves no row."""
-    state, folder = place
-    state["status"] = {"first": 2, "third": 1}
-    assert reproduce.main([]) == reproduce.FAILED == 2
-    assert "one.jsonl: status 2" in capsys.readouterr().out
-    assert [row["status"] for row in rows_of(folder / reproduce.LOG)] == [2]
-    assert not (folder / "two.jsonl").exists()
-    state["status"] = {}
-    # What is not run again did not match, still.
-    assert reproduce.main([]) == 2
-    assert state["called"][3:] == [("second",), ("third",)]
-
-
-def test_changed_code_is_refused_or_marked(place, capsys):
-    state, folder = place
-    state["changes"] = " M a.py"
-    assert_fails_with(reproduce.main, capsys, [], "(a.py)", "--allow-dirty")
-    assert not state["called"]
-    assert reproduce.main(["--allow-dirty", "--only", "one"]) == 0
-    assert rows_of(folder / reproduce.LOG)[0]["git_dirty"] is True
-
-
-def test_code_that_changes_while_a_step_runs_is_refused(place, monkeypatch, capsys):
-    state, folder = place
-    real = reproduce.call
-
-    def call(*arguments):
-        state["commit"] = "2" * 40
-        return real(*arguments)
-
-    monkeypatch.setattr(reproduce, "call", call)
-    assert_fails_with(reproduce.main, capsys, [], "changed while a step ran")
-    assert not (folder / reproduce.LOG).exists()
-
-
-def test_bad_input(place, capsys):
-    assert_fails_with(reproduce.main, capsys, ["--only", "nine"], "--only nine")
-    with pytest.raises(SystemExit) as error:
-        reproduce.main(["--only", "("])
-    assert error.value.code == cli.UNUSABLE
-
-
-def test_tables_are_written_where_rows_are_others(tmp_path, monkeypatch, capsys):
-    page = tmp_path / "README.md"
-    page.write_text("<!-- rows: designs -->\n\nold\n\n<!-- end of rows -->\n")
-    monkeypatch.setattr(published, "ROOT", tmp_path)
-    monkeypatch.setattr(published, "PAGES", ("README.md",))
-    assert reproduce.main(["--tables"]) == 0
-    assert str(page) in capsys.readouterr().out and "| rows, one" in page.read_text()
-    assert reproduce.main(["--tables"]) == 0 and not capsys.readouterr().out

@@ -77,33 +77,6 @@ def test_a_certificate_of_a_target_alone(folders, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "words"),
-    [
-        (
-            "spec_round",
-            (),
-            ("draft-model of --target", "with --draft, or --drafter ng"),
-        ),
-        ("spec_round", ("--drafter", "hybrid"), ("hybrid of --target", "--draft")),
-        ("spec_round", ("--drafter", "eagle3"), ("needs a head", "none is given")),
-        ("plan", ("--drafter", "ngram,hybrid"), ("hybrid of --target",)),
-        ("exactness", ("--drafter", "draft-model"), ("draft-model of --target",)),
-        ("history", (), ("draft-model of --target", "one with --draft (flags")),
-        ("compare_hf", (), ("draft-model of --target",)),
-        ("latency", ("--forced", "0.5"), ("--forced needs a draft", "with --draft (")),
-    ],
-)
-def test_what_needs_a_draft_says_so(script, arguments, words, folders, capsys):
-    arguments = ("--target", str(folders[0]), *arguments)
-    assert_fails_with(main_of(script), capsys, arguments, *words)
-
-
-def test_a_draft_without_its_target_is_refused(folders, capsys):
-    arguments = ("--draft", str(folders[1]))
-    assert_fails_with(main_of("spec_round"), capsys, arguments, "needs a --target")
-
-
-@pytest.mark.parametrize(
     ("drafter", "target", "draft", "named"),
     [
         ("draft-model", None, None, "embedded"),

@@ -1,1 +1,0 @@
-"""Designs that came before, for `history.py`: none is part of the library."""

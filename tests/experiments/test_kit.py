@@ -1,0 +1,329 @@
+"""The kit of scripts: errors in one line, rows that are taken up again, tasks."""
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import subprocess
+
+import exactness_commands as commands
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_pair
+from rich import console as rich_console
+from script_runs import (
+    REQUIRED,
+    ROOT,
+    assert_fails_with,
+    last_line,
+    main_of,
+    models_of,
+    rows_of,
+    run_python,
+)
+
+from experiments import exactness
+from experiments.lib import cli, fan_out, files, records, terminal
+from spec_jax.engine import state
+
+
+SCRIPTS = sorted(path.stem for path in (ROOT / "experiments").glob("[!_]*.py"))
+
+
+def raising(error: BaseException):
+    def work(args):
+        raise error
+
+    return work
+
+
+def run(work, **given) -> int:
+    kept = lambda args: "rows are kept"
+    args = argparse.Namespace(**given)
+    return cli.run("x.py", lambda: args, work, kept=kept, uses_jax=False)
+
+
+def jax_out_of_memory(args):
+    return jax.block_until_ready(jax.numpy.zeros((2**45,), "int8"))
+
+
+@pytest.mark.parametrize(
+    ("work", "line", "status"),
+    [
+        (raising(ValueError("two\nlines")), "error: two lines", 1),
+        (raising(NotImplementedError("not here")), "error: not here", 1),
+        (raising(RuntimeError("it failed")), "error: it failed", 1),
+        (raising(FloatingPointError("NaN")), "error: NaN", cli.NOT_FINITE),
+        (
+            raising(MemoryError()),
+            "error: no memory left; ask for less, or free some",
+            1,
+        ),
+        (jax_out_of_memory, "Ask for shorter texts, or fewer prompts at once", 1),
+        (raising(PermissionError(13, "Denied", "a.txt")), "error: a.txt: Denied", 1),
+        (raising(KeyboardInterrupt()), "interrupted; rows are kept", cli.INTERRUPTED),
+        (raising(ValueError("page_size=12 is odd")), "error: --page-size 12 is odd", 1),
+        (raising(ValueError("x.page_size=12")), "error: x.page_size=12", 1),
+    ],
+)
+def test_an_error_is_one_line(work, line, status, capsys):
+    assert run(work, page_size=12) == status
+    said = last_line(capsys)
+    assert said.startswith("x.py: ") and said.endswith(line)
+
+
+@pytest.mark.parametrize("error", [TypeError("x"), AssertionError("x"), KeyError("x")])
+def test_a_fault_of_the_program_keeps_its_traceback(error):
+    with pytest.raises(type(error)):
+        run(raising(error))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_usage_error_is_one_line(name, capsys):
+    """Fails if the flags are listed before it."""
+    with pytest.raises(SystemExit) as error:
+        main_of(name)([*REQUIRED.get(name, ()), "--nonsense"])
+    assert error.value.code == cli.UNUSABLE == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("error: unrecognized arguments: --nonsense (flags: --help)")
+
+
+def test_an_extra_that_is_not_installed():
+    """Fails if a script ends in a traceback where rich is missing."""
+    missing = "import runpy, sys\nsys.modules['rich'] = None\n"
+    missing += "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], None, '__main__')"
+    done = run_python("-c", missing, ROOT / "experiments" / "spec_round.py")
+    said = "error: rich is not installed: pip install -e '.[experiments]'"
+    assert (done.returncode, done.stderr) == (1, f"spec_round.py: {said}\n")
+
+
+def test_a_platform_that_is_not_there(monkeypatch, capsys):
+    """One line, before anything runs."""
+
+    def no_devices():
+        raise RuntimeError("Unable to initialize backend 'x'")
+
+    monkeypatch.setattr(jax, "default_backend", no_devices)
+    assert main_of("spec_round")([]) == cli.UNUSABLE
+    assert "error: JAX_PLATFORMS=" in last_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("spec_round", ["--out", "{prompts}"], "would replace the file of --prompts"),
+        ("sweep", ["--out", "{prompts}"], "would replace the file of --prompts"),
+        ("exactness", ["--out", "new", "--certificate", "new"], "the file of --out"),
+        ("spec_round", ["--out", "/no/x.jsonl"], "does not exist; make it first"),
+        ("spec_round", ["--out", "/"], "is a directory"),
+        ("parity", ["--heatmap", "x.txt"], "x.txt: not a .png or .svg file"),
+        ("spec_round", ["--top-k", "5"], "--temperature 0 decodes greedily"),
+        ("throughput", ["--top-p", "0.5"], "--temperature 0 decodes greedily"),
+        ("sweep", ["--ray", "soon"], "'soon' is no number of workers"),
+    ],
+)
+def test_flags_that_cannot_be_used(name, arguments, words, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    given = ["--prompts", str(prompts)] * (arguments[-1] == "{prompts}")
+    given += [each.format(prompts=prompts) for each in arguments]
+    assert_fails_with(main_of(name), capsys, given, words)
+    assert prompts.read_text() == '{"prompt": "x"}\n'
+    assert not pathlib.Path("new").exists()
+
+
+def test_rows_are_in_the_file_when_write_returns(tmp_path):
+    """And old rows stay until the first new one; a value that JSON lacks is no row."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"old": 1}\n')
+    with records.JsonLines(path) as out:
+        with pytest.raises(ValueError, match="no JSON number"):
+            out.write({"x": float("nan")})
+        assert rows_of(path) == [{"old": 1}]
+        for i in range(3):
+            out.write({"i": i, "text": "a\nb"})
+            assert [row["i"] for row in rows_of(path)] == list(range(i + 1))
+    with records.JsonLines(None) as out:
+        out.write({"i": 0})
+
+
+def test_a_run_goes_on_with_its_own_rows(tmp_path):
+    """Fails if half a row is kept, or rows that were measured otherwise."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1, "x": 1}\n{"a": 1, "x": 2}\n{"a": 1, "x"')
+    with records.JsonLines(path) as out:
+        assert [row["x"] for row in records.resume(out, {"a": 1})] == [1, 2]
+        out.write({"a": 1, "x": 3})
+    assert [row["x"] for row in rows_of(path)] == [1, 2, 3]
+    with records.JsonLines(path) as out:
+        with pytest.raises(ValueError, match="line 1: a is 1 there and 2 here"):
+            records.resume(out, {"a": 2})
+        with pytest.raises(ValueError, match="line 1: no row of this script"):
+            records.resume(out, {"b": 2})
+
+
+def test_values_become_plain_json():
+    row = {
+        "np": [np.float32(0.5), np.True_, np.int64(3), np.arange(4).reshape(2, 2)],
+        "jax": (jnp.int32(4), jnp.bfloat16(1.5)),
+        "enum": state.Origin.BONUS,
+        "path": pathlib.Path("a/b"),
+        "nested": {1: {"x": jnp.ones(2)}},
+    }
+    converted = records.to_json(row, "row")
+    assert json.loads(json.dumps(converted, allow_nan=False)) == {
+        "np": [0.5, True, 3, [[0, 1], [2, 3]]],
+        "jax": [4, 1.5],
+        "enum": 3,
+        "path": "a/b",
+        "nested": {"1": {"x": [1.0, 1.0]}},
+    }
+    with pytest.raises(ValueError, match=r"tpot\[1\]=.* is no JSON number"):
+        records.to_json({"a": {"tpot": jnp.array([0.0, jnp.nan])}}, "row")
+
+
+def test_provenance(monkeypatch):
+    found = records.provenance()
+    assert json.loads(json.dumps(found)) == found
+    assert found["jax_version"] == jax.__version__
+    assert found["platform"] == jax.devices()[0].platform
+    assert found["device_kind"] and found["jaxlib_version"] and found["num_cpus"] >= 1
+    monkeypatch.setattr(records, "_git", lambda *arguments: None)
+    found = records.provenance()
+    assert found["git_commit"] is None and found["git_dirty"] is None
+
+
+def test_git_finds_changes_but_those_of_results(monkeypatch, tmp_path):
+    """In a checkout of its own: only rows of a commit may be published unmarked."""
+
+    def git(*arguments):
+        done = subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments],
+            **{"cwd": tmp_path, "capture_output": True, "text": True, "check": True},
+        )
+        return done.stdout.rstrip()
+
+    results = tmp_path / "experiments" / "results"
+    code, row = tmp_path / "code.py", results / "row.jsonl"
+    row.parent.mkdir(parents=True)
+    for file in (code, row):
+        file.write_text("1")
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-q", "-m", "one")
+    monkeypatch.setattr(records, "_git", git)
+    monkeypatch.setattr(records, "RESULTS", results)
+    row.write_text("2")
+    records.open_rows(row).close()
+    code.write_text("2")
+    with pytest.raises(ValueError, match=r"without a commit \(code.py\); --allow"):
+        records.open_rows(row)
+    records.open_rows(row, allow_dirty=True).close()
+    records.open_rows(tmp_path / "a.jsonl").close()
+
+
+def test_a_failure_is_a_row():
+    """Fails if what comes after is not done, or a full disk is passed over."""
+
+    def fail(error: Exception):
+        raise error
+
+    (row,) = records.guarded("b", lambda: fail(ValueError("no such shape\nand more")))
+    assert row["kind"] == "error" and row["error"] == "ValueError: no such shape"
+    assert "ValueError" in "".join(row["traceback"]) and records.is_failure(row)
+    with pytest.raises(OSError):
+        records.guarded("b", lambda: fail(OSError(28, "No space left")))
+    assert records.is_failure({"kind": "x", "equal": False})
+    assert not records.is_failure({"kind": "x", "equal": True})
+
+
+def test_folders_that_are_read_are_not_written(tmp_path):
+    files.check_apart("--out", tmp_path / "a", {"--target": tmp_path, "--base": None})
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="would replace what --target reads"):
+        files.check_apart("--out", link, {"--target": tmp_path})
+
+
+def test_progress_is_lines_where_no_terminal_is(monkeypatch, capsys):
+    """Fails if a script under nohup says nothing."""
+    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
+    with terminal.counted("prompts", total=2) as advance:
+        advance()
+    said = capsys.readouterr()
+    assert said.err == "prompts: 1 of 2\n" and said.out == ""
+
+
+def test_a_whole_table_goes_on_where_the_console_ends(capsys):
+    from rich import table as rich_table
+
+    table = rich_table.Table("a" * 30, "b" * 30)
+    table.add_row("c" * 30, "d" * 30)
+    terminal.print_whole(table, rich_console.Console(width=20))
+    said = capsys.readouterr().out
+    assert all(letter * 30 in said for letter in "abcd")
+
+
+class Doubled:
+    """Twice each task."""
+
+    def __init__(self, factor: int):
+        self._factor = factor
+
+    def __call__(self, task: int):
+        yield self._factor * task
+
+
+def flags(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    fan_out.add_flags(parser)
+    return parser.parse_args(given)
+
+
+def test_tasks(monkeypatch):
+    """Here; in order of what comes; and a worker of another machine is refused."""
+    fan = fan_out.of(flags(), Doubled, 2)
+    assert {task: list(found) for task, found in fan(Doubled(2), [3, 1])} == {
+        3: [6],
+        1: [2],
+    }
+    assert [*fan_out.in_order(iter([(2, "b"), (1, "a")]), [1, 2])] == ["a", "b"]
+    with pytest.raises(ValueError, match="--ray-cpus is of --ray"):
+        fan_out.of(flags("--ray-cpus", "3"), Doubled, 2)
+    job = fan_out.Job(make=Doubled, values=(2,))
+    assert fan_out.call(job, 3) == [6]
+    other = fan_out.Job(make=Doubled, values=(2,), place={"jax_version": "0.0"})
+    with pytest.raises(ValueError, match="jax_version of a worker is .* '0.0', which"):
+        fan_out.call(other, 3)
+    monkeypatch.setenv("SPEC_JAX_ISA", "avx2")
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    sent = fan_out._variables()
+    assert sent["SPEC_JAX_ISA"] == "avx2" and "SECRET_TOKEN" not in sent
+
+
+@pytest.mark.slow
+def test_workers_of_ray_write_the_same_certificate(tmp_path):
+    """Fails if a cell is lost or run twice; needs the extra `cluster`."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("no Ray: pip install -e '.[cluster]'")
+    folders = tiny_pair.write(tmp_path)
+    grid = commands.one_cell(folders, "--gamma", "2,1", "--sampling", "greedy,sampled")
+    out, alone, shared = (tmp_path / name for name in ("rows", "alone", "shared"))
+    assert exactness.main([*grid, *commands.certifying(alone)]) == 0
+    more = ["--out", str(out), "--ray", "2", *commands.certifying(shared)]
+    assert exactness.main([*grid, *more]) == 0
+    assert shared.read_bytes() == alone.read_bytes()
+    prompts = [(row["cell"], row["index"]) for row in rows_of(out, "prompt")]
+    assert len(prompts) == len(set(prompts)) == 3 * commands.NUM_PROMPTS
+
+
+def test_unusable_models(folders, capsys):
+    target, draft = models_of(folders)[1::2]
+    for arguments, words in (
+        (["--target", target], "needs a draft"),
+        (["--draft", draft], "needs a --target"),
+        (["--target", "nowhere", "--draft", draft], "nowhere"),
+    ):
+        assert_fails_with(main_of("spec_round"), capsys, arguments, words)

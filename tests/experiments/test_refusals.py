@@ -1,0 +1,148 @@
+"""What a user may get wrong: each ends with status 1 and one clear line."""
+
+import json
+import shlex
+import shutil
+
+import exactness_commands as commands
+import pytest
+import tiny_pair
+from script_runs import assert_fails_with, main_of, models_of
+
+from spec_jax.model import load
+
+
+SIZES = {
+    "spec_round": "--gen-tokens 6 --gamma 2 --prompts 2",
+    "sweep": "--gen-tokens 6 --gamma 1,2 --drafter ngram --out sweep.jsonl",
+    "throughput": "--gen-tokens 6 --gamma 2 --prompts 2",
+    "compare_hf": "--gen-tokens 6 --prompts 4",
+    "regret": "--gen-tokens 6 --prompts 2",
+    "parity": "",
+    "plot": "",
+    "reproduce": "",
+    "multi_process": "",
+}
+CASES = (
+    ("spec_round", "--gamma -3", "--gamma: -3 must be at least 1"),
+    ("spec_round", "--gamma four", "--gamma"),
+    ("spec_round", "--page-size 12 --impl xla", "--page-size 12"),
+    ("spec_round", "--page-size 1000000000", "--page-size 1000000000 is above 2048"),
+    ("spec_round", "--impl cuda", "--impl"),
+    ("spec_round", "--impl mosaic", "removed"),
+    ("spec_round", "--impl triton", "triton"),
+    ("spec_round", "--dtype float16", "--dtype"),
+    ("spec_round", "--isa sse", "--isa"),
+    ("spec_round", "--drafter medusa", "package.module:Name"),
+    ("spec_round", "--drafter nowhere:Mine", "nowhere"),
+    ("spec_round", "--rule typical", "--rule"),
+    ("spec_round", "--prompts 51", "51"),
+    ("spec_round", "--prompts nowhere.jsonl", "nowhere.jsonl: no such file"),
+    ("spec_round", "--gen-tokens 2047", "Shorten the prompt to 1, or"),
+    ("spec_round", "--gen-tokens 1000000000", "--gen-tokens 1000000000 is above 2047"),
+    ("spec_round", "--min-p 2 --temperature 1", "--min-p 2.0 is outside"),
+    ("spec_round", "--seed -1", "--seed -1 is outside"),
+    ("spec_round", "--batch 0", "0 must be at least 1"),
+    ("spec_round", "--confidence nan", "is no probability"),
+    ("spec_round", "--confidence 0.5 --drafter ngram", "PromptLookup has none"),
+    ("spec_round", "--tree 4x12", "'4x12' is no tree"),
+    ("spec_round", "--tree 2x2:7", "nodes=7 exceed the 6 candidates"),
+    ("spec_round", "--tree 2x2:4 --drafter hybrid", "Hybrid drafts chains alone"),
+    ("spec_round", "--tree 2x2:4 --gamma-policy threshold", "of chains"),
+    ("spec_round", "--tree 2x2:4 --confidence 0.5", "min_confidence=0.5"),
+    ("spec_round", "--tree 2x2:4 --rule block --temperature 1", "chains alone"),
+    ("spec_round", "--segments 4", "--segments is of --devices"),
+    ("spec_round", "--chat-option x", "is no list of options"),
+    ("sweep", "--gamma 4 --gamma-max 2", "--gamma 4 is above --gamma-max 2"),
+    ("sweep", "--gamma-policy greedy", "'greedy'"),
+    ("sweep", "--temperature 0,nan", "no list of finite numbers"),
+    ("sweep", "--temperature=-1", "negative"),
+    ("sweep", "--temperature 0,1 --top-p 0", "--top-p 0.0 is outside"),
+    ("sweep", "--tree [[0],[1]]", "NAME.json"),
+    ("sweep", "--tree none,2x2:4 --drafter ngram,hybrid", "Hybrid drafts chains alone"),
+    ("sweep", "--tree none,2x2:4 --gamma-policy fixed,threshold", "run them apart"),
+    ("plot", "--theory --out /dev/null/x", "no folder that can be written to"),
+    ("throughput", "--tree 2x2:4 --gamma 1,2", "leave the list --gamma out"),
+    ("compare_hf", "--gammas 3,x", "no list of whole numbers"),
+    ("compare_hf", "--lengths 4 9 900", "larger file"),
+    ("compare_hf", "--per-length 9", "9 prompts"),
+    ("parity", "--prompt x --prompts 1", "--prompt and --prompts exclude each other"),
+    ("parity", "--mismatch nowhere.jsonl", "nowhere.jsonl: cannot be read"),
+    ("parity", "--bundle nowhere.npz", "nowhere.npz: cannot be read"),
+    ("parity", "--layers 9", "there is no layer 9"),
+    ("parity", "--inject 0:nothing", "nothing"),
+    ("plot", "--out x", "nothing to draw"),
+    ("plot", "--theory 2,1 --out x", "is not A,C"),
+    ("plot", "nowhere.jsonl --out x", "nowhere.jsonl: cannot be read"),
+    ("reproduce", "--list --only nothing", "no step is named so: --only nothing"),
+    ("multi_process", "--worker 1", "--worker and --coordinator go together"),
+    ("multi_process", "--devices 3", "take a multiple"),
+)
+
+
+@pytest.mark.parametrize(("script", "flags", "words"), CASES)
+def test_one_line(folders, tmp_path, monkeypatch, capsys, script, flags, words):
+    monkeypatch.chdir(tmp_path)
+    given = shlex.split(f"{SIZES[script]} {flags}")
+    pair = models_of(folders)
+    if script == "parity":
+        pair = pair[:2]
+    if script not in ("plot", "reproduce"):
+        given = [*pair, *given]
+    assert_fails_with(main_of(script), capsys, given, words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--gamma 4", "--gamma 4 needs a slab of 5 rows"),
+        ("--drafter medusa", "always-right"),
+        ("--sampling warm", "greedy, sampled"),
+        ("--batch 4", "--batch 4 needs 4 prompts"),
+        ("--rule block", "bits can only be compared under coupled"),
+        ("--prompts 1000", "at most"),
+        ("--certificate .", "directory"),
+        ("--tree 2x2:4", "run them apart"),
+        ("--drafter eagle3", "none is given"),
+        ("--limit 1", "--limit goes with --verify"),
+        ("--verify c.json", "from the certificate alone"),
+    ],
+)
+def test_exactness(folders, capsys, flags, words):
+    arguments = commands.several_cells(folders, *shlex.split(flags))
+    commands.assert_fails_with(capsys, arguments, words)
+
+
+def test_models_that_cannot_be_used(folders, tmp_path, capsys, monkeypatch):
+    """Of another vocabulary or tokenizer, damaged, of another family, and too large."""
+
+    def refused(pair, *words):
+        given = [*models_of(pair), *shlex.split(SIZES["spec_round"])]
+        assert_fails_with(main_of("spec_round"), capsys, given, *words)
+
+    small = tiny_pair.config(vocab_size=250)
+    other = tiny_pair.write_model(tmp_path / "other", small, seed=1)
+    refused((folders[0], other), "vocab_size=250", "ids up to 256")
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    for folder, copy in zip(folders, (target, draft), strict=True):
+        shutil.copytree(folder, copy)
+    tiny_pair.byte_tokenizer("extra").save(str(draft / "tokenizer.json"))
+    refused((target, draft), "extra")
+    path = target / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    refused((target, folders[1]), "model.safetensors", "again")
+    path.write_bytes(whole)
+    config = json.loads((target / "config.json").read_text())
+    config["architectures"] = ["MistralForCausalLM"]
+    (target / "config.json").write_text(json.dumps(config))
+    refused((target, folders[1]), "MistralForCausalLM", "Qwen3ForCausalLM")
+    # Refused before a weight is read, with both numbers.
+    monkeypatch.setattr(load.psutil, "virtual_memory", lambda: _Memory)
+    refused(folders, "GiB", "free")
+
+
+class _Memory:
+    """A machine without memory."""
+
+    available = 1000
