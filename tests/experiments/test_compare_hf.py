@@ -14,6 +14,7 @@ from script_runs import assert_fails_with, models_of, rows_of, run_python
 
 from experiments import compare_hf
 from experiments.lib import (
+    bench,
     compare,
     hf,
     noise,
@@ -22,7 +23,6 @@ from experiments.lib import (
     runs,
     subjects,
     terminal,
-    timing,
 )
 from spec_jax import loading
 from spec_jax.analysis import metrics
@@ -274,7 +274,7 @@ def test_equal_tokens_of_nan_do_not_match(overflowing):
         run: ours.generate(run, [5, 6, 7])[1] for run in (compare.OUR_PLAIN, drafted)
     }
     assert all(one.nonfinite for one in done.values())
-    timings = timing.Timings(warm_up={}, seconds={})
+    timings = bench.Timings(warm_up={}, seconds={})
     finite = hf.Generated(tokens=[1, 2], counters=None)
     prompt_runs = lambda every: compare.PromptRuns(
         prompt=None, timings=timings, every=every
