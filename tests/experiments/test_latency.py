@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
-from script_runs import assert_fails_with, rows_of
+from script_runs import assert_fails_with, assert_has_fields_of, rows_of
 
 from experiments import latency
 from experiments.lib import (
@@ -120,6 +120,13 @@ def test_a_run(folders, tmp_path):
     assert forced["matched"] and forced["equal"] and forced["differing_kv"] == 0
     assert forced["tokens"] == 6 and forced["speedup"] > 0
     assert forced["acceptance_rate"] == 0.5
+    published = {
+        "latency_qwen3_0.6b_native.jsonl": (rows["plain step"], summary),
+        "gpu/h-dspark.jsonl": (rows["draft step"], summary, forced),
+    }
+    for file, made in published.items():
+        for row in made:
+            assert_has_fields_of(row, file, "compiler_options")  # Of a GPU.
 
 
 def test_a_head(head, folders, tmp_path):

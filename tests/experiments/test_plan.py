@@ -6,11 +6,10 @@ import json
 import numpy as np
 import pytest
 import tiny_pair
-from script_runs import assert_fails_with, models_of, rows_of
+from script_runs import assert_fails_with, assert_has_fields_of, models_of, rows_of
 
 from experiments import plan
 from experiments.lib import (
-    bench,
     costs,
     kernel_checks,
     planning,
@@ -62,6 +61,8 @@ def test_the_rows_of_a_plan(planned):
         assert row["matched"] and row["verify_decode_mismatches"] == 0
         assert row["prompts"] == 2 and row["tokens"] == 2 * GEN_TOKENS
         assert row["measured_speedup"] == row["speedup_decode"] > 0
+        removed = ("is_best_predicted", "is_best_measured")
+        assert_has_fields_of(row, "plan_native.jsonl", *removed)
         if row["predicted_speedup"] is not None:
             expected = row["predicted_speedup"] / row["measured_speedup"] - 1
             assert row["relative_error"] == pytest.approx(expected)
@@ -179,7 +180,6 @@ def test_costs_of_rows_that_cannot_be_used(folders, tmp_path, capsys, contents, 
 @pytest.fixture
 def presets(monkeypatch):
     """Two presets of tiny random weights, and their flags."""
-    monkeypatch.setattr(bench, "LARGE_READ_BYTES", 2**20)
     for name in ("qwen3-8b", "qwen3-0.6b"):
         monkeypatch.setitem(subjects.PRESETS, name, tiny_pair.config())
     sizes = ("--gen-tokens", "12", "--repeats", "2", "--cost-repeats", "2")
@@ -200,6 +200,7 @@ def test_presets_are_planned_at_forced_acceptance(presets, tmp_path):
     assert [(row["gamma"], row["forced_rate"]) for row in rows] == cells
     for row in rows:
         assert row["acceptance"] == "forced" and row["equal"] and row["matched"]
+        assert_has_fields_of(row, "plan_qwen3_0.6b.jsonl")
         assert row["target"] == "qwen3-8b" and row["draft"] == "qwen3-0.6b"
         assert row["acceptance_rate"] == pytest.approx(row["forced_rate"], abs=0.15)
         gamma = row["gamma"]
