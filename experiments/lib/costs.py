@@ -200,8 +200,13 @@ def costs_of(
     Args:
       drafted: what rounds that ask for so many drafts verify on average.
     """
-    seconds = functools.partial(_seconds, timings)
-    catch_up_s = None
+    plain, catch_up_s = timings.seconds[PLAIN], None
+    plain_s = statistics.median(plain)
+
+    def seconds(part: str) -> float:
+        ratios = bench.ratios(timings.seconds[part], plain)
+        return plain_s * statistics.median(ratios)
+
     if _late(name) in timings.seconds:
         delay_s = seconds(_late(name)) - seconds(_prompt(name))
         catch_up_s = max(0.0, delay_s) / (STRIDE - 1)
@@ -212,18 +217,12 @@ def costs_of(
         for n, verified in drafted.items()
     ]
     return RoundCosts(
-        plain_s=statistics.median(timings.seconds[PLAIN]),
+        plain_s=plain_s,
         drafts=asked,
         verify_s=tuple(windows.tolist()),
         beyond_s=tuple(np.maximum(beyond_s, 0.0).tolist()),
         catch_up_s=catch_up_s,
     )
-
-
-def _seconds(timings: bench.Timings, thunk: str) -> float:
-    plain = timings.seconds[PLAIN]
-    ratios = bench.ratios(timings.seconds[thunk], plain)
-    return statistics.median(plain) * statistics.median(ratios)
 
 
 def rows(timings: bench.Timings) -> list[dict[str, Any]]:
@@ -238,16 +237,9 @@ def _window(num_active: int) -> str:
     return f"{num_active} active row{'s' * (num_active > 1)}"
 
 
-def _round(drafter: str, gamma: int) -> str:
-    return f"{drafter}: round, gamma {gamma}"
-
-
-def _prompt(drafter: str) -> str:
-    return f"{drafter}: proposal, nothing to catch up"
-
-
-def _late(drafter: str) -> str:
-    return f"{drafter}: proposal, {STRIDE - 1} tokens to catch up"
+_round = "{}: round, gamma {}".format
+_prompt = "{}: proposal, nothing to catch up".format
+_late = f"{{}}: proposal, {STRIDE - 1} tokens to catch up".format
 
 
 class _Walk:
@@ -301,23 +293,19 @@ class _Walk:
         """Returns proposals with nothing to catch up, and with tokens sat out."""
         # Equally many proposals a call, so that the call itself costs the same.
         longest = self._gen_tokens - self._speculator.drafter.gamma_max
-        few = max(1, longest // STRIDE)
-        return {
-            _prompt(name): self._proposals(steps=few, stride=1),
-            _late(name): self._proposals(steps=few, stride=STRIDE),
-        }
-
-    def _proposals(self, *, steps: int, stride: int) -> bench.Case:
-        run = functools.partial(
-            works.propose_along,
-            self._speculator.drafter,
-            self._speculator.params[1],
-            tokens=self._tokens,
-            features=self._features,
-            sampling=self._state.slots.sampling,
-            start=jnp.int32(self._num_prompt),
-            gamma=jnp.int32(1),
-            steps=jnp.int32(steps),
-            stride=jnp.int32(stride),
-        )
-        return _case(run, self._state.memory, calls=steps)
+        few, cases = max(1, longest // STRIDE), {}
+        for part, stride in ((_prompt(name), 1), (_late(name), STRIDE)):
+            run = functools.partial(
+                works.propose_along,
+                self._speculator.drafter,
+                self._speculator.params[1],
+                tokens=self._tokens,
+                features=self._features,
+                sampling=self._state.slots.sampling,
+                start=jnp.int32(self._num_prompt),
+                gamma=jnp.int32(1),
+                steps=jnp.int32(few),
+                stride=jnp.int32(stride),
+            )
+            cases[part] = _case(run, self._state.memory, calls=few)
+        return cases

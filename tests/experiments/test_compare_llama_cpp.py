@@ -348,8 +348,8 @@ def test_heads_that_cannot_be_converted(folders, head, fake, mode, words, capsys
 def test_rows_of_steps(folders, fake, tmp_path, monkeypatch):
     """Ours and llama-bench's names of the same step, and what is in turns."""
     pytest.importorskip("gguf")
-    monkeypatch.setattr(steps.Cost, "thunk", lambda cost: lambda: 2e-3)
-    monkeypatch.setattr(steps, "_traffic", lambda lm, sizes: [])
+    timed = property(lambda cost: lambda: lambda: 2e-3)
+    monkeypatch.setattr(steps.Cost, "case", timed)
     out = tmp_path / "out.jsonl"
     more = ("--repeats", "2", "--out", str(out))
     assert compare_llama_cpp.main(command(folders, fake, *more)) == 0
