@@ -14,6 +14,7 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
+import dataclasses
 import pathlib
 import tempfile
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from experiments.lib import (
     llama_cpp,
     models,
     processes,
+    prompts as prompts_lib,
     records,
     results,
     subjects,
@@ -65,7 +67,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_prompts(runs, default="50")
     flags.add_gen_tokens(runs, default=64)
     flags.add_repeats(runs, default=3)
-    flags.add_raw(runs, has_options=False)
+    flags.add_raw(runs)
     cli.add(runs, "--no-steps  leave llama-bench and our steps out")
     flags.add_out(parser, rows="one per prompt as it finishes, then figures")
     args = parser.parse_args(argv)
@@ -94,6 +96,8 @@ def load(args: argparse.Namespace) -> models.Drafters:
         names = args.preset, args.draft_preset
         return {first: subjects.preset_lm(*names, slab=slab, **sizes)}
     lm = loading.load(args.target, draft=args.draft, drafter=first, **sizes)
+    words = prompts_lib.with_options(args, lm.tokenizer)
+    lm = dataclasses.replace(lm, tokenizer=words)
     return {first: lm} | {name: models.with_drafter(args, lm, name) for name in others}
 
 
@@ -209,6 +213,7 @@ def describe(
         "page_size": args.page_size,
         "prompt_source": None if args.preset else args.prompts,
         "gen_tokens": args.gen_tokens,
+        **({"chat_option": args.chat_option} if args.chat_option else {}),
         "repeats": args.repeats,
         "llama_cpp": {"threads": threads},
         **records.provenance(),

@@ -80,7 +80,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--limit goes with --verify; --prompts N runs N prompts")
     if args.verify and args.certificate:
         parser.error("--verify and --certificate: a certificate is of a run; give one")
-    own = (*cells_lib.AXES, "gen_tokens", "full", "product", "stop", "raw")
+    own = (*cells_lib.AXES, "gen_tokens", "full", "product", "stop")
+    own += ("raw", "chat_option")
     if args.verify and any(getattr(args, name) for name in own):
         parser.error("--verify takes cells and lengths from the certificate alone")
     return args
@@ -129,7 +130,7 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
         """,
         **{"N|FILE[:N]": cli.text_source},
     )
-    flags.add_raw(group, has_options=False)
+    flags.add_raw(group)
     flags.add_isa(group)
 
 

@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ from spec_jax.ops import dispatch
 DONE, DIFFERS = 0, 2
 
 RECORDED = (
-    *("dtype", "impl", "prompts", "raw", "gen_tokens", "page_size"),
+    *("dtype", "impl", "prompts", "raw", "chat_option", "gen_tokens", "page_size"),
     *traces.SAMPLING,
 )
 """Flags that decide what is recorded. Evaluation takes them from the traces: they may
@@ -146,7 +147,7 @@ def _parser() -> cli.Parser:
     flags.add_prompts(group, default="10")
     flags.add_gen_tokens(group, default=64)
     flags.add_page_size(group)
-    flags.add_raw(group, has_options=False)
+    flags.add_raw(group)
     flags.add_sampling(parser.add_argument_group("sampling of what is recorded"))
     group = parser.add_argument_group("evaluation")
     replayed = [n for n in registry.names() if n not in registry.NEED_TARGET]
@@ -255,6 +256,8 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
     wanted = {name: getattr(args, name) for name in args.given}
     if "impl" in wanted:
         wanted["impl"] = dispatch.resolve(args.impl)
+    if "chat_option" in wanted:
+        wanted["chat_option"] = json.dumps(args.chat_option, sort_keys=True)
     if "prompts" in wanted:
         wanted["prompt_source"] = wanted.pop("prompts")
     return wanted

@@ -125,7 +125,7 @@ def roll_out(args: argparse.Namespace) -> None:
     """Writes `texts.npz`: what the target makes of each prompt, greedily and drawn."""
     writer = writer_of(args)
     texts = rollouts.write(writer, args.work, fan=fan_out.of(args, writer_of, args))
-    tokens, mask = rollouts.padded(writer.prompts, texts, writer.length)
+    tokens, mask = rollouts.padded(writer, texts)
     # In another order than the prompts', so that the held-out ones are of all kinds;
     # the samples of a prompt stay together, and none of them tells of another held out.
     prompts = np.random.default_rng(args.seed).permutation(len(tokens) // args.samples)

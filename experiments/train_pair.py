@@ -278,7 +278,7 @@ def roll_out(args: argparse.Namespace) -> None:
     """
     writer = writer_of(args)
     texts = rollouts.write(writer, args.work, fan=fan_out.of(args, writer_of, args))
-    tokens, _ = rollouts.padded(writer.prompts, texts, writer.length)
+    tokens, _ = rollouts.padded(writer, texts)
     whole = args.work / "rollouts_whole.npy"
     np.save(whole, tokens)
     whole.replace(args.work / "rollouts.npy")  # Which is never half a file.

@@ -181,18 +181,17 @@ def add_cost_repeats(group: argparse._ActionsContainer) -> None:
     cli.add(group, "--cost-repeats N=10  timed calls of each part of a round")
 
 
-def add_raw(group: argparse._ActionsContainer, *, has_options: bool = True) -> None:
+def add_raw(group: argparse._ActionsContainer) -> None:
     """`--raw`, and `--chat-option` for `prompts.with_options`."""
-    cli.add(group, "--raw  do not apply the model's chat template")
-    if has_options:
-        cli.add(
-            group,
-            """
-            --chat-option NAMES  options of the chat template as NAME=VALUE,... with
-                values as in JSON, such as enable_thinking=true; or as a JSON object
-            """,
-            NAMES=chat_options,
-        )
+    cli.add(
+        group,
+        """
+        --raw  do not apply the model's chat template
+        --chat-option NAMES  options of the chat template as NAME=VALUE,... with values
+            as in JSON, such as enable_thinking=true; or as a JSON object
+        """,
+        NAMES=chat_options,
+    )
 
 
 def chat_options(text: str) -> dict[str, Any]:

@@ -129,6 +129,8 @@ def from_flags(args: argparse.Namespace) -> Planned:
         "stop": args.stop,
         "raw": args.raw,
     }
+    if args.chat_option:
+        settings["chat_option"] = args.chat_option
     if args.head is not None:
         settings["head"] = _head_name(args.head)
     planned = _plan(args, cells, settings, source=args.prompts or defaults.prompts)
@@ -251,6 +253,9 @@ def _plan(
         is_tree = cell.tree != cells_lib.NO_TREE
         if is_tree or cell.slab == lm.gamma_max + 1:  # Says now what a drafter lacks.
             cell_runs.with_drafter(lm, cell, head=args.head)
+    options = {name: settings.get(name) for name in ("raw", "chat_option")}
+    words = prompts_lib.with_options(argparse.Namespace(**options), lm.tokenizer)
+    lm = dataclasses.replace(lm, tokenizer=words)
     prompts = _prompts(lm, source, raw=settings["raw"])
     gen_tokens = settings["gen_tokens"]
     longest = max(len(ids) for _, ids in prompts) + gen_tokens

@@ -7,6 +7,7 @@ file, and takes up one that was interrupted; `read` checks and reads one.
 
 import argparse
 import dataclasses
+import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from spec_jax.ops import dispatch
 from spec_jax.rules import sampling
 
 
-FORMAT = 1
+FORMAT = 2
 """Version of the file; files of another are refused."""
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -60,6 +61,7 @@ class Header:
     page_size: int  # positions per page of live caches
     prompt_source: str  # what `--prompts` said
     raw: bool  # what `--raw` said
+    chat_option: str  # what `--chat-option` said, as JSON
     num_prompts: int  # lines that follow
 
     def to_row(self) -> dict[str, Any]:
@@ -161,6 +163,8 @@ def prepare(args: argparse.Namespace) -> Recording:
     gamma_max, settings = max(args.gamma), flags.sampling_settings(args)
     named = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
     lm = load_target(args.target, dtype=args.dtype, impl=args.impl, gamma_max=gamma_max)
+    words = prompts_lib.with_options(args, lm.tokenizer)
+    lm = dataclasses.replace(lm, tokenizer=words)
     sizes = {"gen_tokens": args.gen_tokens, "page_size": args.page_size}
     prepared = prompts_lib.prepare(lm, named, raw=args.raw, sampling=settings, **sizes)
     header = Header(
@@ -172,6 +176,7 @@ def prepare(args: argparse.Namespace) -> Recording:
         stop_ids=tuple(lm.stop_ids),
         prompt_source=args.prompts,
         raw=args.raw,
+        chat_option=json.dumps(args.chat_option, sort_keys=True),
         num_prompts=len(prepared.prompts),
         **facts(lm),
         **sizes,

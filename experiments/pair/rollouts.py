@@ -190,17 +190,18 @@ def prompt_ids(
 
 
 def padded(
-    prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], length: int
+    writer: Writer, texts: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Joins prompts and texts, as `targets.Texts` has them.
+    """Joins prompts and their texts, as `targets.Texts` has them.
 
     Returns:
       The tokens `[n, length] int32`, each text's last one again behind its end, and the
-      rows after which a token was written, `[n, length] bool`.
+      rows after which the target goes on, `[n, length] bool`: those from a prompt's
+      last token to a text's last but a stop token.
     """
-    joined = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
-    tokens = np.array([x + x[-1:] * (length - len(x)) for x in joined], np.int32)
-    places = np.arange(length)
-    given = np.array([len(prompt) for prompt in prompts])[:, None]
-    ends = np.array([len(x) for x in joined])[:, None]
-    return tokens, (places >= given - 1) & (places < ends - 1)
+    joined = [[*x, *text] for x, text in zip(writer.prompts, texts, strict=True)]
+    tokens = np.array([x + x[-1:] * (writer.length - len(x)) for x in joined], np.int32)
+    given = np.array([len(prompt) for prompt in writer.prompts])[:, None]
+    ends = np.array([len(x) - (x[-1] in writer.stop_ids) for x in joined])[:, None]
+    places = np.arange(writer.length)
+    return tokens, (places >= given - 1) & (places < ends)

@@ -5,7 +5,16 @@ import dataclasses
 import pytest
 import tiny_pair
 
-from experiments.lib import cli, flags, prompt_files, prompts, runs
+from experiments import exactness, replay
+from experiments.lib import (
+    cli,
+    flags,
+    prompt_files,
+    prompts,
+    runs,
+    suite_plan,
+    traces,
+)
 from spec_jax import loading
 
 
@@ -165,6 +174,34 @@ def test_options_of_the_chat_template(pair, text):
     with pytest.raises(ValueError, match="is of the chat template, and --raw leaves"):
         prompts.with_options(args, words)
     assert prompts.with_options(parser.parse_args([]), words) is words
+
+
+def test_options_are_told_where_bits_are_published(tmp_path):
+    """Fails if a certificate or traces are of prompts whose template had options that
+    neither names, or if a certificate's options are not taken up."""
+    folder, _ = tiny_pair.write(tmp_path)
+    template = "{{ messages[0].content }}{% if loud is defined %}!{{ loud }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    common = ["--target", str(folder), "--prompts", "4", "--gen-tokens", "4"]
+    loud = ["--chat-option", "loud=true"]
+    plans = {}
+    for name, options in (("plain", []), ("loud", loud)):
+        cell = ["--drafter", "ngram", "--impl", "xla", "--dtype", "float32"]
+        args = exactness.parse_args([*common, *cell, *options])
+        plans[name] = suite_plan.from_flags(args).header
+    assert "chat_option" not in plans["plain"]["settings"]
+    assert plans["loud"]["settings"]["chat_option"] == {"loud": True}
+    told = [plans[name]["prompts"] for name in ("plain", "loud")]
+    assert told[0] != told[1]
+    record = ["--record", str(tmp_path / "traces.jsonl"), "--impl", "xla"]
+    made = {
+        name: traces.prepare(replay.parse_args([*common, *record, *options]))
+        for name, options in (("plain", []), ("loud", loud))
+    }
+    assert made["plain"].header.changes(dataclasses.asdict(made["loud"].header)) == [
+        "chat_option 'null' and '{\"loud\": true}'"
+    ]
+    assert made["plain"].prepared.ids != made["loud"].prepared.ids
 
 
 @pytest.mark.parametrize("text", ["thinking", "a=b", "=1", "{1}"])

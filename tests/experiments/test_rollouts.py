@@ -1,6 +1,7 @@
-"""The target's own text: that it is greedy, and that a killed run goes on."""
+"""The target's own texts and prompts: each is its own, and a killed run goes on."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -8,11 +9,11 @@ import pytest
 import tiny_pair
 
 from experiments.lib import terminal
-from experiments.pair import rollouts
-from spec_jax.model import params as params_lib, sequence
+from experiments.pair import own_prompts, rollouts
+from spec_jax.model import params as params_lib, sequence, tokenizer as tokenizer_lib
 
 
-LENGTH, PREFIX = 12, 5
+LENGTH, PREFIX, COUNT = 12, 5, 6
 CONFIG = tiny_pair.config(
     vocab_size=32,
     hidden_size=16,
@@ -22,117 +23,161 @@ CONFIG = tiny_pair.config(
 )
 
 
-def prefixes(seed: int = 0) -> np.ndarray:
-    """Three slabs."""
-    random = np.random.default_rng(seed)
-    shape = (3 * rollouts.SLOTS, PREFIX)
-    return random.integers(0, CONFIG.vocab_size, shape, np.uint16)
-
-
-def generate(kept, given=None, length=LENGTH) -> np.ndarray:
-    slabs = rollouts.Slabs(
+def writer(**changes) -> rollouts.Writer:
+    """Six prompts, every second one drawn."""
+    random = np.random.default_rng(0)
+    made = rollouts.Writer(
         params=params_lib.init(jax.random.key(0), CONFIG, stddev=0.3),
         config=CONFIG,
-        prefixes=prefixes() if given is None else given,
-        length=length,
+        prompts=random.integers(0, CONFIG.vocab_size, (COUNT, PREFIX)).tolist(),
+        seeds=[-1, 3] * (COUNT // 2),
+        length=LENGTH,
         impl="xla",
     )
-    return rollouts.generate(slabs, kept=kept)
+    return dataclasses.replace(made, **changes)
 
 
-@pytest.mark.slow
-def test_a_killed_run_goes_on_after_its_last_whole_slab(tmp_path, monkeypatch):
-    """Fails if slabs are lost, made twice, or the one cut short is kept."""
-    whole = generate(tmp_path / "whole")
-    np.testing.assert_array_equal(whole[:, :PREFIX], prefixes())
-    killed = tmp_path / "killed"
-    slab = rollouts.SLOTS * LENGTH
-    killed.write_bytes(whole.tobytes()[: 4 * slab + 2 * slab + 3])
-    calls = []
-    inner = rollouts._continue
-
-    def counted(params, batch, *more, **options):
-        calls.append(np.asarray(batch))
-        return inner(params, batch, *more, **options)
-
-    monkeypatch.setattr(rollouts, "_continue", counted)
-    np.testing.assert_array_equal(generate(killed), whole)
-    np.testing.assert_array_equal(np.concatenate(calls), prefixes()[rollouts.SLOTS :])
-    # Nothing is left to do, and the file stays as it is.
-    calls.clear()
-    np.testing.assert_array_equal(generate(killed), whole)
-    assert not calls and killed.stat().st_size == whole.nbytes
-    # Negative control: what was kept is not made anew.
-    changed = whole.copy()
-    changed[0, -1] = (changed[0, -1] + 1) % CONFIG.vocab_size
-    killed.write_bytes(changed.tobytes()[: 4 * slab])
-    np.testing.assert_array_equal(generate(killed), changed)
-
-
-def test_text_of_other_prefixes_is_refused(tmp_path, monkeypatch, capsys):
-    """And fails if rollouts say nothing where no terminal is."""
-    kept = tmp_path / "kept"
+def test_a_killed_run_goes_on_with_the_texts_that_are_missing(
+    tmp_path, monkeypatch, capsys
+):
+    """Fails if texts are lost or written twice, if half a line is read, or if nothing
+    is said of how far it is."""
     monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
-    generate(kept)
+    one = writer()
+    whole = rollouts.write(one, tmp_path)
     said = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]
-    assert said == [f"rollouts: {done} of 3" for done in (1, 2, 3)]
-    with pytest.raises(ValueError, match="kept: text of other prefixes"):
-        generate(kept, prefixes(1))
-    with pytest.raises(ValueError, match="another length; delete it"):
-        generate(kept, length=LENGTH - 1)
-    with pytest.raises(ValueError, match=r"40 rollouts are not of whole slabs of 16"):
-        generate(kept, prefixes()[:40])
+    assert said == [f"texts: {done} of {COUNT}" for done in range(1, COUNT + 1)]
+    assert all(len(text) == LENGTH - PREFIX for text in whole)
+    (kept,) = tmp_path.iterdir()
+    lines = kept.read_bytes().splitlines(keepends=True)
+    asked = []
+    inner = rollouts.Writer.__call__
+
+    def counted(self, numbers):
+        asked.extend(numbers)
+        return inner(self, numbers)
+
+    monkeypatch.setattr(rollouts.Writer, "__call__", counted)
+    kept.write_bytes(b"".join(lines[:4]) + lines[4][:-3])
+    assert rollouts.write(one, tmp_path) == whole
+    assert len(asked) == COUNT - 4
+    # More prompts go on from those that are there.
+    asked.clear()
+    more = writer(prompts=[*one.prompts, [1, 2, 3]], seeds=[*one.seeds, 9])
+    assert rollouts.write(more, tmp_path)[:COUNT] == whole
+    assert asked == [COUNT]
+    # Negative control: what was kept is not written anew.
+    key, tokens = json.loads(lines[0])
+    changed = [key, [(token + 1) % CONFIG.vocab_size for token in tokens]]
+    kept.write_text(json.dumps(changed) + "\n")
+    assert changed[1] in rollouts.write(one, tmp_path)
 
 
-@pytest.mark.slow
-def test_the_text_is_greedy(tmp_path):
+def test_greedy_texts_are_the_targets_choices(tmp_path):
     """Against whole sequences, where the first choice leads by more than rounding."""
-    text = generate(tmp_path / "kept")
-    params = params_lib.init(jax.random.key(0), CONFIG, stddev=0.3)
-    logits = np.asarray(sequence.logits(params, CONFIG, jax.numpy.asarray(text)))
+    one = writer(seeds=[-1] * COUNT)
+    texts = rollouts.write(one, tmp_path)
+    tokens, mask = rollouts.padded(one, texts)
+    np.testing.assert_array_equal(mask.sum(axis=1), LENGTH - PREFIX + 1)
+    logits = np.asarray(sequence.logits(one.params, CONFIG, jax.numpy.asarray(tokens)))
     logits = logits[:, PREFIX - 1 : -1]
     second, first = np.sort(logits, axis=-1)[..., -2:].transpose(2, 0, 1)
     is_clear = first - second > 1e-3
     assert is_clear.mean() > 0.9
     chosen = logits.argmax(axis=-1)
-    np.testing.assert_array_equal(chosen[is_clear], text[:, PREFIX:][is_clear])
+    np.testing.assert_array_equal(chosen[is_clear], tokens[:, PREFIX:][is_clear])
+    # Negative control: drawn texts are others.
+    drawn = rollouts.write(writer(seeds=[5] * COUNT), tmp_path)
+    assert drawn != texts
 
 
-def test_texts_end_at_the_first_stop_token_that_was_written():
-    """Fails if one of the prompt ends a text, the stop token itself is not learned, or
-    what is behind it is kept or counted."""
-    tokens = np.array([[9, 1, 2, 9, 5, 6], [1, 2, 3, 8, 9, 7], [1, 2, 3, 4, 5, 6]])
-    ends, mask = rollouts.ended(tokens, np.array([2, 3, 4]), (9, 8))
-    np.testing.assert_array_equal(
-        ends, [[9, 1, 2, 9, 9, 9], [1, 2, 3, 8, 8, 8], [1, 2, 3, 4, 5, 6]]
-    )
+def test_texts_end_at_the_stop_token_which_is_kept(tmp_path):
+    (first, *_) = rollouts.write(writer(), tmp_path)
+    stop = first[3]
+    (ended, *_) = rollouts.write(writer(stop_ids=(stop,)), tmp_path)
+    assert ended == first[: first.index(stop) + 1]
+
+
+def test_texts_are_padded_behind_their_ends():
+    """Fails if a row of the prompt but its last counts, or the row of a stop token; a
+    text that `length` cut off goes on."""
+    prompts = [[9, 1], [1, 2, 3], [1, 2]]
+    one = writer(prompts=prompts, stop_ids=(8, 9), length=6)
+    tokens, mask = rollouts.padded(one, [[2, 9], [8], [3, 4, 5, 6]])
+    expected = [[9, 1, 2, 9, 9, 9], [1, 2, 3, 8, 8, 8], [1, 2, 3, 4, 5, 6]]
+    np.testing.assert_array_equal(tokens, expected)
     counted = [np.flatnonzero(row).tolist() for row in mask]
-    assert counted == [[1, 2], [2], [3, 4, 5]]
-    ends, mask = rollouts.ended(tokens, np.array([2, 3, 4]), ())
-    np.testing.assert_array_equal(ends, tokens)
-    assert [row.sum() for row in mask] == [5, 4, 3]
+    assert counted == [[1, 2], [2], [1, 2, 3, 4, 5]]
 
 
-def test_a_kept_file_is_named_after_all_that_decides_its_texts():
-    """Fails if another target, seed or kernel goes on with the texts of one before."""
-    slabs = rollouts.Slabs(
-        params=params_lib.init(jax.random.key(0), CONFIG),
-        config=CONFIG,
-        prefixes=prefixes(),
-        length=LENGTH,
-        impl="xla",
-        seeds=np.full(len(prefixes()), -1),
-    )
+def test_a_file_is_named_after_all_that_decides_its_texts():
+    """Fails if another target, length or kernel goes on with the texts of one before,
+    or if prompts or seeds share a key."""
+    one = writer()
     others = {
         "params": params_lib.init(jax.random.key(1), CONFIG),
         "config": dataclasses.replace(CONFIG, rms_norm_eps=1e-4),
-        "prefixes": prefixes(1),
         "length": LENGTH + 1,
         "impl": "interpret",
-        "lengths": np.full(len(prefixes()), PREFIX - 1),
-        "seeds": np.arange(len(prefixes())),
         "stop_ids": (3,),
     }
-    found = [dataclasses.replace(slabs, **{k: v}).digest for k, v in others.items()]
-    assert len({slabs.digest, *found}) == 1 + len(others)
-    assert dataclasses.replace(slabs).digest == slabs.digest
+    found = [writer(**{name: value}).digest for name, value in others.items()]
+    assert len({one.digest, *found}) == 1 + len(others)
+    assert writer().digest == one.digest
+    same = writer(prompts=[[1, 2]] * 2 + [[1, 3]], seeds=[-1, 4, -1])
+    assert len({same.key(number) for number in range(3)}) == 3
+
+
+def chat(tmp_path, template: str) -> tokenizer_lib.Tokenizer:
+    folder = tiny_pair.write_model(tmp_path / "target", CONFIG, seed=0)
+    return dataclasses.replace(tokenizer_lib.load(folder), chat_template=template)
+
+
+def test_the_bare_turn_ends_where_the_user_begins(tmp_path):
+    """Fails if what follows the user's words is given, or a template without them is
+    accepted."""
+    template = "A:{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}B:"
+    words = chat(tmp_path, template)
+    assert words.decode(own_prompts.bare_turn(words)) == "A:<user>"
+    for wrong in ("{{ messages[0].content }}", "nothing"):
+        other = dataclasses.replace(words, chat_template=wrong)
+        with pytest.raises(ValueError, match="name --prompts of your own"):
+            own_prompts.bare_turn(other)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("How do birds find their way home in winter?", None),
+        ("How do birds find their way home in summer?", "like another"),
+        ("why do cats purr so loudly when they sleep", "like another"),  # Avoided.
+        ("Hello there", "short"),
+        ("1 2 3 4 5", "short"),
+        ("tell me more and " * 6, "repeats itself"),
+        ("How do fish sleep?", None),
+        ("How do fish sleep!", "like another"),
+    ],
+)
+def test_prompts_are_kept_if_they_are_none_before(text, why):
+    kept = own_prompts.Kept(["Why do cats purr so loudly when they sleep?"])
+    for before in ("How do birds find their way home in winter?", "How do fish sleep?"):
+        if before != text:
+            assert kept.add(before)
+    assert kept.add(text) == (why is None)
+    assert dict(kept.dropped) == ({} if why is None else {why: 1})
+
+
+def test_what_is_chosen_ends_and_is_none_of_an_evaluation(tmp_path):
+    words = chat(tmp_path, "<{{ messages[0].content }}>")
+    (stop, *_) = words.stop_ids or (0,)
+    words = dataclasses.replace(words, stop_ids=(stop,))
+    texts = ["Where does the wind come from today", "A poem about the sea, please"]
+    ids = [[*words.encode(text), stop] for text in texts]
+    avoided = tmp_path / "evaluation.jsonl"
+    avoided.write_text(json.dumps({"prompt": texts[1]}) + "\n", encoding="utf-8")
+    kept = own_prompts.choose(words, [*ids, ids[0][:-1]], [str(avoided)])
+    assert kept.texts == texts[:1]
+    assert dict(kept.dropped) == {"like another": 1, "does not end": 1}
+    own_prompts.save(kept, tmp_path / "prompts.jsonl")
+    (row,) = (tmp_path / "prompts.jsonl").read_text().splitlines()
+    assert json.loads(row) == {"prompt": texts[0]}

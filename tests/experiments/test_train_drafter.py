@@ -27,6 +27,7 @@ from spec_jax.model import (
     head_dialects,
     llama,
     load,
+    qwen2,
     sequence,
     tokenizer,
 )
@@ -425,7 +426,9 @@ def write_target(folder, model_type):
         field.name: getattr(TARGET, field.name)
         for field in dataclasses.fields(config_lib.ModelConfig)
     }
-    if model_type == "llama":
+    if model_type == "qwen2":
+        config = qwen2.Qwen2Config(**sizes)
+    elif model_type == "llama":
         scaling = config_lib.Llama3Scaling(
             factor=8.0,
             low_freq_factor=1.0,
@@ -446,23 +449,14 @@ def write_target(folder, model_type):
     [
         ("llama", ("--family", "dspark", "--block", "3", "--layers", "1")),
         ("gpt_neox", ("--family", "eagle3", "--ttt-steps", "2")),
+        ("qwen2", ("--family", "eagle3", "--ttt-steps", "2")),
     ],
 )
 def test_targets_of_other_families(tmp_path, model_type, flags):
     """Fails if a family is refused, a default does not work, or an export is not read
     back: of a Llama target it was written as a block drafter of Llama's layers."""
     target = write_target(tmp_path / "target", model_type)
-    flags = [
-        *flags,
-        "--taps",
-        "0,2",
-        "--prompts",
-        "4",
-        "--prefix",
-        "5",
-        "--impl",
-        "xla",
-    ]
+    flags = [*flags, *"--taps 0,2 --prompts 4 --prefix 5 --impl xla".split()]
     flags += ["--length", "16", "--batch", "2", "--steps", "2", "--mlp", "24"]
     flags += ["--target", str(target), "--work", str(tmp_path), "--anchors", "3"]
     for stage in ("rollouts", "train"):
