@@ -396,7 +396,7 @@ def test_flags_that_repeat_the_recording(sampled, assert_refused):
     [
         (lambda rows: [], ("is empty", "--record")),
         (lambda rows: rows[1:], ("header",)),
-        (header_with(format=2), ("of format 2",)),
+        (header_with(format=1), ("of format 1",)),
         (header_with(slab=1), ("line 1", "too small")),
         (header_with(top_p=0.0), ("top_p=0.0",)),
         (header_with(gen_tokens=13), ("line 2", "12 generated", "13")),
