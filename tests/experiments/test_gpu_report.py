@@ -91,9 +91,10 @@ def test_all_programs_are_lowered(tmp_path, no_gpu):
 
 
 @pytest.mark.slow
-def test_a_rehearsal(tmp_path, no_gpu):
+def test_a_rehearsal(tmp_path, no_gpu, monkeypatch):
     """Fails if a call does not run where all others do, or what is compiled ahead of
     them is another program."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)  # That of the tests.
     out = str(tmp_path)
     only = ("--only", "^(steps 0.6b|eagle3$)", "--budget", "36000")
     arguments = ["--rehearse", "--impl", "xla", "--out", out, *only]
