@@ -10,13 +10,13 @@
 Each call is one of the other scripts. One process runs them all, the most telling
 first, so that jax is started once and weights are made once; what is called next is
 compiled meanwhile by another. A process that ends, or takes too long for a call, is
-followed by a new one for the calls that remain. Rows are written as they are known;
-those of compile-*.jsonl say how long programs took to compile, and how many launches
-they have; what a call prints is in report.md. Weights are random and made on the
-device. Compiled programs are kept below --out. Start it from the root of the
-repository, where nothing needs to be installed but its dependencies:
-`python -m experiments.gpu_report`. Without a GPU only --dry-run works, which traces and
-lowers all programs, and --rehearse.
+followed by a new one for the calls that remain. Rows are written as they are known,
+and what a call prints beside them; those of compile-*.jsonl say how long programs took
+to compile, and how many launches they have; calls.jsonl says how each call went.
+Weights are random and made on the device. Compiled programs are kept below --out. Start
+it from the root of the repository, where nothing needs to be installed but its
+dependencies: `python -m experiments.gpu_report`. Without a GPU only --dry-run works,
+which traces and lowers all programs, and --rehearse.
 Exit status: 0 all done and equal, 2 something failed or differs, 1 unusable input.
 """
 
@@ -32,7 +32,7 @@ import json
 import pathlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from experiments.lib import gpu_calls, processes
@@ -40,7 +40,7 @@ from experiments.lib import gpu_calls, processes
 
 DONE, FAILED = 0, 2
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu"
-REPORT, COMPILED = "report.md", "compiled"
+COMPILED = "compiled"
 _START_S = 30.0  # of a process, and for the programs of its first call
 
 
@@ -59,27 +59,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --rehearse  the same calls with a tiny model and few repeats, on any device
         --list  say what could be called, in order, and call nothing
         --dry-run  run nothing, and need no GPU: trace and lower all programs
-        --out FOLDER  rows of each call, what it printed, report.md and compiled
-            programs (default: experiments/results/gpu)
+        --out FOLDER  rows of each call, what it printed, and compiled programs
+            (default: experiments/results/gpu)
         """,
-        LETTERS=_sections,
+        LETTERS=cli.names(cli.one_of(gpu_calls.SECTIONS)),
         NAME=("triton", "xla"),
         FOLDER=pathlib.Path,
     )
     return parser.parse_args(argv)
 
 
-def _sections(text: str) -> tuple[str, ...]:
-    """The type of `--sections`."""
-    letters = tuple(sorted(set(text.replace(",", ""))))
-    if not letters or not set(letters) <= set(gpu_calls.SECTIONS):
-        known = ",".join(gpu_calls.SECTIONS)
-        raise argparse.ArgumentTypeError(f"{text!r}: sections are {known}, such as c,h")
-    return letters
-
-
 def chosen(args: argparse.Namespace) -> list[gpu_calls.Call]:
-    """The calls that are asked for, in order.
+    """Returns the calls that are asked for, in order.
 
     Raises:
       ValueError: there are none.
@@ -129,7 +120,7 @@ class Runner:
                 ),
                 niceness=10 if self._is_ahead else 0,
             )
-        request = call.request(out, device=self._device, dry_run=self._is_ahead)
+        request = call.request(out, device=self._device, is_ahead=self._is_ahead)
         return self._worker.ask(request, limit_s=limit_s)
 
     def compile_all(self, calls: Sequence[gpu_calls.Call], begun: set[str]) -> None:
@@ -147,29 +138,13 @@ class Runner:
             self._worker.end()
 
 
-def row_of(
-    out: pathlib.Path, call: gpu_calls.Call, outcome: processes.Outcome | None
-) -> dict[str, Any]:
-    """The row that says how a call went; None: no time was left for it."""
-    row = {"kind": "call", "section": call.section, "name": call.name}
-    command = f"python -m experiments.{call.script} {' '.join(call.arguments)}"
-    row |= {"command": command, "expected_s": call.seconds, "rows": 0, "errors": []}
-    if outcome is None:
-        return row | {"status": "left out", "exit_status": None, "seconds": 0.0}
-    rows = processes.read_rows(out / f"{call.file}.jsonl")
-    errors = [each["error"] for each in rows if each["kind"] == "error"]
-    found = {"rows": len(rows), "errors": errors}
-    return row | dataclasses.asdict(outcome) | found
-
-
 def run_all(args: argparse.Namespace) -> int:
-    """The calls, in turn; writes the report after each of them."""
+    """Runs the calls in turn; writes after each of them how they went."""
     calls, started = chosen(args), time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = [{"kind": "versions", **processes.versions()}]
-    begun: set[str] = {calls[0].name}
     # The first call would wait for what it compiles itself.
-    ahead = Runner(args, is_ahead=True)
+    begun, ahead = {calls[0].name}, Runner(args, is_ahead=True)
     compiling = threading.Thread(
         target=ahead.compile_all, args=(calls, begun), daemon=True
     )
@@ -180,9 +155,10 @@ def run_all(args: argparse.Namespace) -> int:
         for call in calls:
             begun.add(call.name)
             left_s = args.budget - (time.monotonic() - started)
-            how = {"left_s": left_s, "is_first": call is calls[0]}
-            rows.append(_run_call(args, runner, call, **how))
-            write_report(args.out, rows, calls)
+            is_first = call is calls[0]
+            rows.append(run_call(args, runner, call, left_s=left_s, is_first=is_first))
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (args.out / "calls.jsonl").write_text(text)
             row = rows[-1]
             print(f"{time.monotonic() - started:5.0f} s ({call.section}) {call.name}: "
                   f"{row['status']} after {row['seconds']} s, of {call.seconds:.0f} "
@@ -192,17 +168,12 @@ def run_all(args: argparse.Namespace) -> int:
     finally:
         runner.end()
         ahead.end()
-    left_out = [row["name"] for row in rows if row.get("status") == "left out"]
-    if left_out:
-        print(f"left out, for want of time: {', '.join(left_out)}", flush=True)
-    path = write_report(args.out, rows, calls)
-    print(f"report: {path}", flush=True)
+    print(f"rows: {args.out}", flush=True)
     known = ("done", "left out")
-    is_done = all(row.get("status", "done") in known for row in rows)
-    return DONE if is_done else FAILED
+    return DONE if all(row["status"] in known for row in rows[1:]) else FAILED
 
 
-def _run_call(
+def run_call(
     args: argparse.Namespace,
     runner: Runner,
     call: gpu_calls.Call,
@@ -211,51 +182,30 @@ def _run_call(
     is_first: bool,
 ) -> dict[str, Any]:
     """Runs a call in the time that is left, or leaves it out; returns its row."""
+    path = args.out / f"{call.file}.jsonl"
     if args.dry_run:
         request = call.request(args.out, device="gpu")
         request["arguments"] += ["--dry-run"]
         request["output"] = pathlib.Path(request["output"])
-        return row_of(args.out, call, processes.run_here(**request))
-    if not is_first and left_s < call.seconds:
-        (args.out / f"{call.file}.jsonl").unlink(missing_ok=True)
-        return row_of(args.out, call, None)
-    # However long a small machine takes for a rehearsal.
-    limit_s = left_s if args.rehearse else min(left_s, 3 * call.seconds)
-    return row_of(args.out, call, runner.run(call, limit_s=limit_s))
-
-
-def write_report(
-    folder: pathlib.Path, rows: Sequence[dict], calls: Sequence[gpu_calls.Call]
-) -> pathlib.Path:
-    """Writes the rows, and `report.md` with what each call printed."""
-    lines = [json.dumps(row) for row in rows]
-    (folder / "calls.jsonl").write_text("\n".join(lines) + "\n")
-    path = folder / REPORT
-    path.write_text("\n".join(_markdown(folder, rows, calls)) + "\n")
-    return path
-
-
-def _markdown(
-    folder: pathlib.Path, rows: Sequence[dict], calls: Sequence[gpu_calls.Call]
-) -> Iterator[str]:
-    files = {call.name: call.file for call in calls}
-    yield "# Measured on a device"
-    for row in rows:
-        if row["kind"] != "call":
-            yield from ("", *(f"- {k}: {v}" for k, v in row.items() if k != "kind"))
-            continue
-        section = gpu_calls.SECTIONS[row["section"]]
-        yield from (
-            "",
-            f"## ({row['section']}, {section}) {row['name']}: {row['status']}",
-            "",
-            f"`{row['command']}`",
-        )
-        yield from (f"\n**Failed**: `{error}`" for error in row["errors"])
-        text = folder / f"{files[row['name']]}.txt"
-        if text.exists() and row["status"] != "left out":
-            printed = text.read_text(errors="replace").rstrip()
-            yield from ("", "```", printed.replace("```", "'''"), "```")
+        outcome = processes.run_here(**request)
+    elif not is_first and left_s < call.seconds:
+        path.unlink(missing_ok=True)
+        outcome = processes.Outcome(status="left out", exit_status=None, seconds=0.0)
+    else:
+        # However long a small machine takes for a rehearsal.
+        limit_s = left_s if args.rehearse else min(left_s, 3 * call.seconds)
+        outcome = runner.run(call, limit_s=limit_s)
+    rows = processes.read_rows(path)
+    return {
+        "kind": "call",
+        "section": call.section,
+        "name": call.name,
+        "command": f"python -m experiments.{call.script} {' '.join(call.arguments)}",
+        "expected_s": call.seconds,
+        "rows": len(rows),
+        "errors": [row["error"] for row in rows if row["kind"] == "error"],
+        **dataclasses.asdict(outcome),
+    }
 
 
 def run(args: argparse.Namespace) -> int:

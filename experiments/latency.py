@@ -15,12 +15,13 @@ if __name__ == "__main__":
 import argparse
 import itertools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich import console as rich_console
 
 from experiments.lib import (
+    bench,
     flags,
     forced_rounds,
     programs,
@@ -29,7 +30,6 @@ from experiments.lib import (
     subjects,
     tables,
     terminal,
-    timing,
 )
 from spec_jax import loading
 from spec_jax.engine import protocols
@@ -104,39 +104,33 @@ def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
     flags.check_models(parser, args, needs_draft=False)
     flags.check_sampling(parser, args)
     subjects.check_presets(parser, args)
-    if args.forced and (args.preset or args.target):
-        if not (args.draft_preset or args.draft or args.head):
-            flag = "--draft-preset" if args.preset else "--draft"
-            parser.error(f"--forced needs a draft: name one with {flag}")
-    if args.forced and not args.head and any(isinstance(r, str) for r in args.forced):
-        parser.error("--forced with the name of a data set is of a --head")
-    if args.head and args.gammas:
-        parser.error("--gammas: a --head drafts as many tokens as its published one")
-    if args.dry_run and not args.preset:
-        parser.error("--dry-run needs a --preset: folders bring weights")
-    if args.forced and args.temperature:
-        parser.error("--forced decodes greedily: leave --temperature out")
-    if args.gammas and not args.forced:
-        parser.error("--gammas is of --forced: add that, or leave --gammas out")
-    if args.trace and args.no_steps:
-        parser.error("--trace is of steps: leave --no-steps out")
-    for rows in args.tree_rows or ():
-        if not 2 <= rows <= protocols.MAX_TREE_ROWS:
-            parser.error(
-                f"--tree-rows {rows}: a window of a tree has 2 to "
-                f"{protocols.MAX_TREE_ROWS} rows"
-            )
-
-
-def _gamma_of(args: argparse.Namespace, lm: loading.LanguageModel) -> None:
-    """A head says itself how many tokens it drafts."""
-    if args.head:
-        args.gamma = lm.gamma_max
-        args.gammas = (args.gamma,)
+    has_draft = args.draft_preset or args.draft or args.head
+    is_alone = not has_draft and (args.preset or args.target)
+    of_data = any(isinstance(rate, str) for rate in args.forced or ())
+    most = protocols.MAX_TREE_ROWS
+    too_tall = [n for n in args.tree_rows or () if not 2 <= n <= most]
+    for is_so, words in (
+        (args.forced and is_alone, "--forced needs a draft: name one with "
+         f"{'--draft-preset' if args.preset else '--draft'}"),
+        (of_data and not args.head,
+         "--forced with the name of a data set is of a --head"),
+        (args.head and args.gammas,
+         "--gammas: a --head drafts as many tokens as its published one"),
+        (args.dry_run and not args.preset,
+         "--dry-run needs a --preset: folders bring weights"),
+        (args.forced and args.temperature,
+         "--forced decodes greedily: leave --temperature out"),
+        (args.gammas and not args.forced,
+         "--gammas is of --forced: add that, or leave --gammas out"),
+        (args.trace and args.no_steps, "--trace is of steps: leave --no-steps out"),
+        (too_tall, f"--tree-rows {too_tall}: a window of a tree has 2 to {most} rows"),
+    ):  # fmt: skip
+        if is_so:
+            parser.error(words)
 
 
 def load(args: argparse.Namespace) -> loading.LanguageModel:
-    """The models; for a GPU that need not be here with `--dry-run`."""
+    """Loads the models; for a GPU that need not be here with `--dry-run`."""
     device = "auto" if args.dry_run else args.device
     is_gpu = subjects.check_device(device) == "gpu" or args.device == "gpu"
     if args.dry_run and is_gpu and args.impl == "auto":
@@ -152,28 +146,28 @@ class Report:
         self._out, self._console = out, console
         self.failed = False
 
-    def write(
-        self, rows: Sequence[dict[str, Any]], columns: dict[str, tables.Column]
-    ) -> None:
-        """Writes rows, and prints those that have the columns as a table."""
+    def add(self, name: str, work: Callable[[], list[dict]], **how: Any) -> None:
+        """Writes the rows of `work`, and prints them; `how` as of `records.guarded`."""
+        rows = records.guarded(name, work, **how)
         self._out.write_all(rows)
         self.failed |= any(map(records.is_failure, rows))
-        shown = [row for row in rows if set(columns) <= set(row)]
-        if shown:
-            tables.print_rows(shown, columns, self._console)
-        for row in rows:
-            if row not in shown:
+        for kind, group in itertools.groupby(rows, key=lambda row: row["kind"]):
+            group = list(group)
+            if kind in COLUMNS:
+                tables.print_rows(group, COLUMNS[kind], self._console)
+                continue
+            for row in group:
                 line = records.line(row)
                 self._console.print(line, highlight=False, soft_wrap=True)
         self._console.print()
 
 
-def run_all(
-    args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
-) -> int:
+def run_all(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Loads, measures, writes each row when it is known, and prints the tables."""
     lm = load(args)
-    _gamma_of(args, lm)
+    if args.head:  # It says itself how many tokens it drafts.
+        args.gamma = lm.gamma_max
+        args.gammas = (args.gamma,)
     plan = steps.Plan(
         contexts=args.contexts,
         page_size=args.page_size,
@@ -188,34 +182,33 @@ def run_all(
     # What cannot be run is found before anything has been.
     groups = [] if args.no_steps else steps.all_costs(lm, plan)
     out.common = describe(args, lm)
-    shown = Report(out, console)
+    shown = Report(out, terminal.console())
     if args.dry_run:
         works = [cost.work for group in groups for cost in group if cost.work]
         if args.forced:
             runs = forced_runs(args, lm)
             works += [w for gamma in args.gammas for w in runs.programs(gamma)]
+        here = {"here": True} if args.device == "cpu" else {}
         for name, work in {work.program: work for work in works}.items():
-            row = {"kind": "compile", "program": name}
-            here = {"here": True} if args.device == "cpu" else {}
-            lower = lambda w=work, r=row, h=here: [r | programs.lower(w.trace, **h)]
-            shown.write(records.guarded(name, lower), COMPILE_COLUMNS)
+            about = {"kind": "compile", "program": name}
+            lower = lambda w=work, a=about: [a | programs.lower(w.trace, **here)]
+            shown.add(name, lower)
         return FAILED if shown.failed else MEASURED
     for group in groups:
-        work = lambda g=group: measure_steps(args, lm, g)
         # Flags that do not fit the kernels are found when they are traced.
-        rows = records.guarded(group[0].name, work, raises=(ValueError,))
-        is_step = lambda row: row["kind"] != "summary"
-        shown.write([*filter(is_step, rows)], STEP_COLUMNS)
-        for row in itertools.filterfalse(is_step, rows):
-            shown.write([row], SUMMARY_COLUMNS)
+        measure = lambda g=group: measure_steps(args, lm, g)
+        shown.add(group[0].name, measure, raises=(ValueError,))
     traced = (steps.PLAIN, f"round, gamma {args.gamma}")
     for cost in groups[0] if args.trace and groups else ():
         if cost.name in traced:
-            call = lambda c=cost: programs.profile(args.trace, c.name, c.thunk())
-            shown.write(records.guarded(cost.name, call), TRACE_COLUMNS)
+            call = lambda c=cost: programs.profile(args.trace, c.name, c.case())
+            shown.add(cost.name, call)
+    how = {"repeats": args.repeats, "head": args.head}
     for gamma in args.gammas if args.forced else ():
-        work = lambda g=gamma: measure_forced(args, lm, g)
-        shown.write(records.guarded(f"gamma {gamma}", work), ROUND_COLUMNS)
+        measure = lambda g=gamma: forced_rounds.measure(
+            forced_runs(args, lm), g, args.forced, **how
+        )
+        shown.add(f"gamma {gamma}", measure)
     return FAILED if shown.failed else MEASURED
 
 
@@ -224,17 +217,14 @@ def measure_steps(
     lm: loading.LanguageModel,
     group: Sequence[steps.Cost],
 ) -> list[dict[str, Any]]:
-    """Rows of costs in turns; of the first group, with plain reads, a summary too.
+    """Times costs in turns; of the first group, with plain reads, adds a summary.
 
     Backwards: reading a lot of memory empties the caches, and the steps that follow
     should not be the plain ones, which all others are compared with.
     """
+    cases = {cost.name: cost.case for cost in reversed(group)}
     with terminal.counted("steps", total=args.repeats + 1) as advance:
-        timings = timing.interleave(
-            {cost.name: cost.thunk() for cost in reversed(group)},
-            repeats=args.repeats,
-            after_turn=advance,
-        )
+        timings = bench.run(cases, repeats=args.repeats, after_turn=advance)
     rows, is_first = steps.rows(group, timings), steps.READ in timings.seconds
     if not is_first:  # The plain step is there to be compared with.
         return rows[1:]
@@ -246,23 +236,15 @@ def measure_steps(
 def forced_runs(
     args: argparse.Namespace, lm: loading.LanguageModel
 ) -> forced_rounds.Runs:
-    """Generations after the first context."""
+    """Returns generations after the first context."""
     sizes = {"generated": args.gen_tokens, "page_size": args.page_size}
     return forced_rounds.make_runs(
         lm, start=args.contexts[0], as_shapes=args.dry_run, **sizes
     )
 
 
-def measure_forced(
-    args: argparse.Namespace, lm: loading.LanguageModel, gamma: int
-) -> list[dict[str, Any]]:
-    """Rounds at each forced acceptance, and autoregressive decoding."""
-    how = {"repeats": args.repeats, "head": args.head}
-    return forced_rounds.measure(forced_runs(args, lm), gamma, args.forced, **how)
-
-
 def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, Any]:
-    """What is measured and where, for every row."""
+    """Says what is measured and where, for every row."""
     return {
         **subjects.names(args),
         "dtype": lm.target.config.dtype,
@@ -278,42 +260,45 @@ def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, A
     }
 
 
-STEP_COLUMNS = {
-    "step": "",
-    "context": ",d",
-    **dict.fromkeys(("ms", "ms_p10", "ms_p90"), ".3f"),
-    "ratio": ".2f",
-    "ratio_to": "",
+COLUMNS = {
+    "step": {
+        "step": "",
+        "context": ",d",
+        **dict.fromkeys(("ms", "ms_p10", "ms_p90"), ".3f"),
+        "ratio": ".2f",
+        "ratio_to": "",
+    },
+    "summary": {
+        "step_bytes": ",d",
+        "fits_in_cache": "",
+        **dict.fromkeys(("read_gb_s", "memory_gb_s", "achieved_gb_s"), ".1f"),
+        "bandwidth_share": ".2f",
+        "steps_warm_up_s": ".1f",
+    },
+    "rounds": {
+        "gamma": "d",
+        "forced_rate": "",
+        "acceptance_rate": ".2f",
+        "tokens_per_target_step": ".2f",
+        **dict.fromkeys(("plain_ms", "spec_ms", "round_ms"), ".3f"),
+        "speedup": ".2f",
+        "matched": "",
+        "differing_kv": ",d",
+    },
+    "compile": {
+        "program": "",
+        **dict.fromkeys(("trace_s", "lower_s", "compile_s"), ".2f"),
+        **dict.fromkeys(("kernels", "launches", "temp_bytes"), ",d"),
+    },
+    "trace": {"event": "", "calls": ",d", "own_us": ",.1f", "share": ".3f"},
 }
-SUMMARY_COLUMNS = {
-    "step_bytes": ",d",
-    "fits_in_cache": "",
-    **dict.fromkeys(("read_gb_s", "memory_gb_s", "achieved_gb_s"), ".1f"),
-    "bandwidth_share": ".2f",
-    "steps_warm_up_s": ".1f",
-}
-ROUND_COLUMNS = {
-    "gamma": "d",
-    "forced_rate": "",
-    "acceptance_rate": ".2f",
-    "tokens_per_target_step": ".2f",
-    **dict.fromkeys(("plain_ms", "spec_ms", "round_ms"), ".3f"),
-    "speedup": ".2f",
-    "matched": "",
-    "differing_kv": ",d",
-}
-COMPILE_COLUMNS = {
-    "program": "",
-    **dict.fromkeys(("trace_s", "lower_s", "compile_s"), ".2f"),
-    **dict.fromkeys(("kernels", "launches", "temp_bytes"), ",d"),
-}
-TRACE_COLUMNS = {"event": "", "calls": ",d", "own_us": ",.1f", "share": ".3f"}
+"""Of the table of each kind of rows."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     with records.open_out(args) as out:
-        return run_all(args, out, terminal.console())
+        return run_all(args, out)
 
 
 main = cli.script("latency.py", parse_args, run)

@@ -87,35 +87,34 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def plan_rows(
     results: dict[Drafted, list[results_lib.PromptResult]],
-    predictions: dict[Drafted, Any],
+    predictions: dict[Drafted, tuple[float, float]],
 ) -> list[dict[str, Any]]:
-    """A row of each drafter and gamma or tree: predicted, measured, and the error."""
+    """A row of each drafter and gamma or tree: predicted, measured, and the error.
+
+    Args:
+      predictions: the speed-up and the tokens of a round.
+    """
     rows = []
     for (drafter, drafted), prompts in results.items():
         summary = tables.to_row(results_lib.summarise(prompts))
-        predicted = predictions.get((drafter, drafted))
-        speedup = None if predicted is None else predicted.speedup
-        tokens = None if predicted is None else predicted.tokens_per_round
+        speedup, tokens = predictions.get((drafter, drafted), (None, None))
         measured = summary["speedup_decode"]
+        about: dict[str, Any] = {"gamma": drafted}
+        if isinstance(drafted, str):
+            about = {"gamma": tree_shapes.parse(drafted).nodes, "tree": drafted}
         row = {
             "kind": "plan",
             "drafter": drafter,
-            **_drafted_of(drafted),
+            **about,
             "predicted_speedup": speedup,
             "measured_speedup": measured,
             "measured_speedup_p10": summary["speedup_decode_p10"],
             "measured_speedup_p90": summary["speedup_decode_p90"],
-            "relative_error": relative_error(speedup, measured),
+            "relative_error": speedup and measured and speedup / measured - 1,
             "predicted_tokens_per_round": tokens,
         }
         rows.append(row | summary)
-    return mark_best(rows)
-
-
-def _drafted_of(drafted: int | str) -> dict[str, Any]:
-    if isinstance(drafted, int):
-        return {"gamma": drafted}
-    return {"gamma": tree_shapes.parse(drafted).nodes, "tree": drafted}
+    return rows
 
 
 def load_trees(args: argparse.Namespace, lms: models.Drafters) -> Trees:
@@ -167,36 +166,42 @@ def predict_trees(
     subject: models.Subject,
     out: records.JsonLines,
     console: rich_console.Console,
-) -> dict[Drafted, planning.TreePrediction]:
+) -> dict[Drafted, tuple[float, float]]:
     """Measures costs and kept nodes; says from how many nodes on rows cost too much."""
-    typical, found = models.typical(subject.ids), {}
-    rows_of = read_row_costs(args, trees)
+    found, rows_of = {}, read_row_costs(args, trees)
     for (drafter, tree), lm in trees.items():
         name = f"{drafter}, tree {tree}"
         settings = dataclasses.replace(subject.settings, gamma=lm.gamma_max)
-        with terminal.counted("costs", total=args.cost_repeats + 1) as advance:
-            costs, rows = costs_lib.measure(
-                {name: lm},
-                settings,
-                typical,
-                repeats=args.cost_repeats,
-                after_turn=advance,
-            )
-        out.write_all(rows)
+        costs = measure_costs(args, {name: lm}, settings, subject, out)[0][name]
         done = [runs.run_speculative(lm, settings, ids) for ids in subject.ids]
         counters = metrics.total(run.counters for run in done)
-        predictions = planning.predict_tree(counters, costs[name], rows_of=rows_of)
+        about = {"kind": "plan_tree", "drafter": drafter, "tree": tree}
         rows = [
-            {"kind": "plan_tree", "drafter": drafter, "tree": tree}
-            | dataclasses.asdict(prediction)
-            for prediction in predictions
+            about | row
+            for row in planning.predict_tree(counters, costs, rows_of=rows_of)
         ]
         out.write_all(rows)
         tables.print_rows(rows, CURVE, console, title=name)
-        console.print(planning.words_of_tree(name, predictions))
+        console.print(planning.words_of_tree(name, rows))
         console.print()
-        found[drafter, tree] = predictions[-1]
+        found[drafter, tree] = rows[-1]["speedup"], rows[-1]["tokens_per_round"]
     return found
+
+
+def measure_costs(
+    args: argparse.Namespace,
+    lms: models.Drafters,
+    settings: runs.Settings,
+    subject: models.Subject,
+    out: records.JsonLines,
+) -> tuple[dict[str, costs_lib.RoundCosts], list[dict[str, Any]]]:
+    """Measures, and writes, what rounds of these drafters cost."""
+    with terminal.counted("costs", total=args.cost_repeats + 1) as advance:
+        typical = models.typical(subject.ids)
+        how = {"repeats": args.cost_repeats, "after_turn": advance}
+        costs, rows = costs_lib.measure(lms, settings, typical, **how)
+    out.write_all(rows)
+    return costs, rows
 
 
 def predict(
@@ -205,29 +210,20 @@ def predict(
     subject: models.Subject,
     out: records.JsonLines,
     console: rich_console.Console,
-) -> dict[Drafted, Any]:
+) -> dict[Drafted, tuple[float, float]]:
     """Measures costs and acceptance; says what they lead one to expect, and who wins.
 
-    Returns the predictions by `(drafter, gamma)`.
+    Returns the speed-up and the tokens of a round by `(drafter, gamma)`.
     """
-    typical = models.typical(subject.ids)
-    with terminal.counted("costs", total=args.cost_repeats + 1) as advance:
-        costs, rows = costs_lib.measure(
-            lms,
-            subject.settings,
-            typical,
-            repeats=args.cost_repeats,
-            after_turn=advance,
-        )
-    out.write_all(rows)
+    costs, rows = measure_costs(args, lms, subject.settings, subject, out)
     tables.print_rows(rows, preset_plans.COSTS, console)
-    acceptance = {}
-    total = len(lms) * len(subject.ids)
-    with terminal.counted("acceptance", total=total) as advance:
-        for name, lm in lms.items():
-            acceptance[name] = planning.measure_drafter(
+    with terminal.counted("acceptance", total=len(lms) * len(subject.ids)) as advance:
+        acceptance = {
+            name: planning.measure_drafter(
                 lm, subject.settings, subject.ids, after_prompt=advance
             )
+            for name, lm in lms.items()
+        }
     shares = [
         {"kind": "plan_acceptance", "drafter": name, **dataclasses.asdict(measured)}
         for name, measured in acceptance.items()
@@ -238,37 +234,13 @@ def predict(
     console.print()
     predictions = {}
     for name, measured in acceptance.items():
-        for prediction in planning.predict(measured, costs[name]):
-            predictions[name, prediction.gamma] = prediction
-        recommendation = planning.recommend(measured, costs[name])
-        out.write(recommendation.row(name))
-        console.print(recommendation.words(name))
+        for one in planning.predict(measured, costs[name]):
+            predictions[name, one.gamma] = one.speedup, one.tokens_per_round
+        row = planning.recommend(name, measured, costs[name])
+        out.write(row)
+        console.print(row["words"])
     console.print()
     return predictions
-
-
-def mark_best(rows: Sequence[tables.Row]) -> list[dict[str, Any]]:
-    """The rows, with the best gamma of each drafter marked, predicted and measured.
-
-    Of equals the smallest gamma is the best.
-    """
-    marked = [dict(row) for row in rows]
-    for kind in ("predicted", "measured"):
-        name = f"{kind}_speedup"
-        for drafter in {row["drafter"] for row in marked}:
-            of_one = [row for row in marked if row["drafter"] == drafter]
-            known = [row for row in of_one if row[name] is not None]
-            best = min(known, key=lambda r: (-r[name], r["gamma"]), default=None)
-            for row in of_one:
-                row[f"is_best_{kind}"] = row is best
-    return marked
-
-
-def relative_error(predicted: float | None, measured: float | None) -> float | None:
-    """How far the prediction lies above what was measured, as a share of that."""
-    if predicted is None or not measured:
-        return None
-    return predicted / measured - 1
 
 
 CURVE = {
@@ -289,34 +261,20 @@ ACCEPTANCE = {
 PLAN = {
     "drafter": "",
     "gamma": lambda row: row.get("tree", str(row["gamma"])),
-    "predicted": lambda row: _speedup(row, "predicted"),
-    "measured": lambda row: _speedup(row, "measured"),
-    "p10-p90": lambda row: _both(
-        row["measured_speedup_p10"], row["measured_speedup_p90"], "-"
-    ),
-    "error": lambda row: terminal.format_value(row["relative_error"], "+.0%"),
-    "tokens": lambda row: _both(
-        row["predicted_tokens_per_round"], row["mean_accepted_length"], "/"
-    ),
-    "matched": lambda row: tables.wrong(
-        str(row["matched"]).lower(), not row["matched"]
-    ),
+    "predicted": ("predicted_speedup", ".2f"),
+    "measured": ("measured_speedup", ".2f"),
+    "p10": ("measured_speedup_p10", ".2f"),
+    "p90": ("measured_speedup_p90", ".2f"),
+    "error": ("relative_error", "+.0%"),
+    "tokens": ("predicted_tokens_per_round", ".2f"),
+    "run": ("mean_accepted_length", ".2f"),
+    "matched": "",
 }
 NOTE = (
-    "speed-up of decoding over autoregressive decoding, prefill excluded; * the best "
-    "gamma or tree of its drafter; error: predicted / measured - 1; tokens: per round, "
-    "predicted/measured"
+    "speed-up of decoding over autoregressive decoding, prefill excluded; error: "
+    "predicted / measured - 1; tokens: of a round, predicted and as run"
 )
 """Of the tables that are shown, for `tables.print_rows`."""
-
-
-def _speedup(row: tables.Row, kind: str) -> str:
-    value = terminal.format_value(row[f"{kind}_speedup"], ".2f")
-    return f"{value}x{'*' if row[f'is_best_{kind}'] else ' '}"
-
-
-def _both(one: float | None, other: float | None, between: str) -> str:
-    return between.join(terminal.format_value(value, ".2f") for value in (one, other))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -340,27 +298,20 @@ def run(args: argparse.Namespace) -> int:
         )
         gammas = ", ".join(map(str, args.gamma))
         models.announce(args, subject, console, ", ".join(lms), f"gamma {gammas}")
-        of_tree = {
-            at: results_lib.Design(
-                lm=lm,
-                settings=dataclasses.replace(subject.settings, gamma=lm.gamma_max),
-            )
-            for at, lm in trees.items()
-        }
-        of_chain = [
-            results_lib.Design(lm=lm, settings=subject.settings) for lm in lms.values()
-        ]
+        design = lambda lm, gamma: results_lib.Design(
+            lm=lm, settings=dataclasses.replace(subject.settings, gamma=gamma)
+        )
+        of_tree = {at: design(lm, lm.gamma_max) for at, lm in trees.items()}
+        of_chain = [design(lm, lm.gamma_max) for lm in lms.values()]
         results_lib.warm_up([*of_chain, *of_tree.values()], subject.ids)
         predictions = predict(args, lms, subject, out, console)
         predictions |= predict_trees(args, trees, subject, out, console)
         grid: dict[Drafted, results_lib.Design] = {
-            (name, gamma): results_lib.Design(
-                lm=lm, settings=dataclasses.replace(subject.settings, gamma=gamma)
-            )
+            (name, gamma): design(lm, gamma)
             for name, lm in lms.items()
             for gamma in args.gamma
         }
-        grid |= {at: of_tree[at] for at in trees}
+        grid |= of_tree
         found = results_lib.run_grid(
             grid, subject.prompts, subject.ids, repeats=args.repeats
         )

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments.lib import (
+    bench,
     flags,
     forced_drafter,
     models,
@@ -33,7 +34,6 @@ from experiments.lib import (
     runs,
     tables,
     terminal,
-    timing,
 )
 
 
@@ -140,8 +140,8 @@ def row_of(way: Way, result: Result, alone: Result) -> dict[str, Any]:
         "prompts_equal": min(result.equal),
         "nonfinite_logits": max(result.nonfinite),
         "tokens": num_tokens,
-        **timing.spread_fields("tok_s", [num_tokens / s for s in result.seconds]),
-        **timing.spread_fields("ratio", timing.ratios(alone.seconds, result.seconds)),
+        **bench.spread_fields("tok_s", [num_tokens / s for s in result.seconds]),
+        **bench.spread_fields("ratio", bench.ratios(alone.seconds, result.seconds)),
         "n": len(result.seconds),
     }
 

@@ -33,6 +33,14 @@ def rows_of(path: pathlib.Path, kind: str | None = None) -> list[dict]:
     return [row for row in rows if kind is None or row["kind"] == kind]
 
 
+def assert_has_fields_of(row: Mapping, file: str, *less: str) -> None:
+    """Asserts that a fresh row has what the published ones have, of which tables are
+    made; `less` are fields that no table reads any more."""
+    path = ROOT / "experiments" / "results" / file
+    stored = next(one for one in rows_of(path) if one["kind"] == row["kind"])
+    assert set(stored) - set(row) <= set(less)
+
+
 def write_rows(path: pathlib.Path, rows: Iterable[Mapping]) -> pathlib.Path:
     """Writes JSON lines; returns the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

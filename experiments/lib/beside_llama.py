@@ -13,6 +13,7 @@ from typing import Any
 from rich import console as rich_console
 
 from experiments.lib import (
+    bench,
     compare,
     llama_cpp,
     models,
@@ -22,7 +23,6 @@ from experiments.lib import (
     steps,
     tables,
     terminal,
-    timing,
 )
 from spec_jax import loading
 from spec_jax.analysis import metrics
@@ -236,13 +236,13 @@ def measure_steps(
     theirs: dict[str, list[float]] = {}
     described: dict[str, Any] = {}
 
-    def bench() -> float:
+    def of_theirs() -> float:
         for path, names, prompts in tests.values():
             found = llama_cpp.bench(
                 build, path, prompts=prompts, tokens=TOKENS, repeats=BENCH_REPEATS
             )
             for name, (_, test) in names.items():
-                median = timing.spread(found[test].seconds).median
+                median = bench.spread(found[test].seconds).median
                 theirs.setdefault(name, []).append(median)
                 described.update(build=found[test].build, cpu=found[test].cpu)
         return 0.0
@@ -250,9 +250,9 @@ def measure_steps(
     named = {
         name: cost for _, of, _ in tests.values() for name, (cost, _) in of.items()
     }
-    thunks = {name: costs[cost].thunk() for name, cost in named.items()}
-    ours = timing.interleave(
-        {**thunks, THEIRS: bench}, repeats=repeats, after_turn=after_turn
+    cases = {name: costs[cost].case for name, cost in named.items()}
+    ours = bench.run(
+        {**cases, THEIRS: lambda: of_theirs}, repeats=repeats, after_turn=after_turn
     )
     # What came first warmed up, as ours did.
     return [
@@ -272,9 +272,9 @@ def compared(
         "kind": "comparison",
         "figure": name,
         "unit": unit,
-        **timing.spread_fields("ours", [1e3 * s for s in ours]),
-        **timing.spread_fields("theirs", [1e3 * s for s in theirs]),
-        **timing.spread_fields("ratio", timing.ratios(theirs, ours)),
+        **bench.spread_fields("ours", [1e3 * s for s in ours]),
+        **bench.spread_fields("theirs", [1e3 * s for s in theirs]),
+        **bench.spread_fields("ratio", bench.ratios(theirs, ours)),
         "n": len(ours),
         **more,
     }

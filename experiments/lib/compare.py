@@ -6,6 +6,7 @@ it, and Hugging Face's grow while it generates.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,12 @@ import numpy as np
 from rich import console as rich_console
 
 from experiments.lib import (
+    bench,
     hf,
     peak_memory,
     runs as runs_lib,
     tables,
     terminal,
-    timing,
 )
 from spec_jax import loading
 from spec_jax.analysis import metrics
@@ -97,7 +98,7 @@ class Sides:
             )
             made.append(generated)
 
-        return timing.stopwatch(generate)(), made[0]
+        return bench.stopwatch(generate)(), made[0]
 
 
 def _with_prompt_lookup(
@@ -117,7 +118,7 @@ class PromptRuns:
     """One prompt: times, tokens and counters of every run."""
 
     prompt: Any  # has `length`, `id` and `tokens`
-    timings: timing.Timings
+    timings: bench.Timings
     every: Mapping[Run, Sequence[hf.Generated]]  # of the warm-up and of each repeat
 
     @property
@@ -166,7 +167,7 @@ def run_prompt(
     """Every run once to warm up, then all of them in turns, `repeats` times."""
     every: dict[Run, list[hf.Generated]] = {run: [] for run in runs}
 
-    def thunk(run: Run) -> timing.Thunk:
+    def thunk(run: Run) -> bench.Thunk:
         def timed() -> float:
             seconds, done = sides.generate(run, prompt.tokens)
             every[run].append(done)
@@ -174,9 +175,8 @@ def run_prompt(
 
         return timed
 
-    timings = timing.interleave(
-        {run: thunk(run) for run in runs}, repeats=repeats, after_turn=after_turn
-    )
+    cases = {run: functools.partial(thunk, run) for run in runs}
+    timings = bench.run(cases, repeats=repeats, after_turn=after_turn)
     return PromptRuns(prompt=prompt, timings=timings, every=every)
 
 
@@ -252,15 +252,15 @@ def _row(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
     for name, plain in bases.items():
         ratios |= dict.fromkeys((name, f"{name}_p10", f"{name}_p90"))
         if plain in prompts[0].generated:
-            found = timing.ratios(own, speeds(prompts, plain))
-            ratios |= timing.spread_fields(name, found)
+            found = bench.ratios(own, speeds(prompts, plain))
+            ratios |= bench.spread_fields(name, found)
     differences = [prompt.first_difference(run) for prompt in prompts]
     return {
         "kind": "comparison",
         "length": prompts[0].prompt.length,
         "prompt_tokens": [len(prompt.prompt.tokens) for prompt in prompts],
         **dataclasses.asdict(run),
-        **timing.spread_fields("tok_s", own),
+        **bench.spread_fields("tok_s", own),
         **ratios,
         **counted(prompts, run),
         "identical": differences.count(None),

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import runs, timing, works
+from experiments.lib import bench, runs, works
 from spec_jax import loading
 from spec_jax.analysis import trace
 from spec_jax.engine import (
@@ -124,15 +124,15 @@ def measure(
     """
     first = next(iter(lms.values()))
     sizes = _sizes(first.gamma_max)
-    made, text = _of_target(first, settings, prompt, sizes)
+    cases, text = _of_target(first, settings, prompt, sizes)
     drafted: dict[str, dict[int, float]] = {name: {} for name in lms}
     for name, lm in lms.items():
         walk = _Walk(lm, settings, text, num_prompt=len(prompt))
         for asked in sizes:
-            made[_round(name, asked)], drafted[name][asked] = walk.rounds(asked)
+            cases[_round(name, asked)], drafted[name][asked] = walk.rounds(asked)
         if catch_up:
-            made |= walk.late(name)
-    timings = timing.interleave(made, repeats=repeats, after_turn=after_turn)
+            cases |= walk.late(name)
+    timings = bench.run(cases, repeats=repeats, after_turn=after_turn)
     found = {name: costs_of(name, timings, drafted[name]) for name in lms}
     return found, rows(timings)
 
@@ -147,47 +147,49 @@ def _of_target(
     settings: runs.Settings,
     prompt: list[int],
     drafts: Sequence[int],
-) -> tuple[dict[str, timing.Thunk], list[int]]:
-    """Returns thunks of plain steps and of windows of so many drafts, and the text."""
+) -> tuple[dict[str, bench.Case], list[int]]:
+    """Returns cases of plain steps, and of windows of so many drafts; and the text."""
     # As far as the last proposal has room for all of its drafts.
     steps = settings.gen_tokens - lm.gamma_max
     text = [*prompt, *runs.run_plain(lm, settings, prompt).tokens]
-    made = {PLAIN: _plain_steps(lm, settings, prompt, steps)}
+    # As the settings choose tokens.
+    endless = dataclasses.replace(settings, stop_ids=())
+    run = functools.partial(
+        baseline.generate, lm.target, lm.params, max_steps=jnp.int32(steps)
+    )
+    begun = runs.begin_plain(lm, endless, prompt)
+    made = {PLAIN: _case(run, begun, calls=steps)}
     middle = text[: len(prompt) + steps // 2]
     kv = runs.begin_plain(lm, settings, middle).cache
+    is_tree = protocols.is_tree(lm.drafter)
+    how = {"num_columns": lm.gamma_max + 1 if is_tree else None, "is_tree": is_tree}
     for count in drafts:
-        made[_window(1 + count)] = _windows(lm, kv, 1 + count, steps)
+        made[_window(1 + count)] = windows(lm, kv, 1 + count, steps=steps, **how)
     return made, text
 
 
-def _plain_steps(lm, settings, prompt, steps) -> timing.Thunk:
-    """Times decoding after the prompt, as the settings choose tokens."""
-    endless = dataclasses.replace(settings, stop_ids=())
-    begun, most = runs.begin_plain(lm, endless, prompt), jnp.int32(steps)
-    return timing.on_copies(
-        lambda state: baseline.generate(lm.target, lm.params, state, max_steps=most),
-        begun,
-        calls=steps,
-    )
+def _case(run: Callable, state: Any, *, calls: int) -> bench.Case:
+    """The case of a run on copies of what it donates."""
+    return functools.partial(bench.on_copies, run, state, calls=calls)
 
 
-def _windows(lm, kv, num_active, steps) -> timing.Thunk:
-    """Times the target's forward over a window after a text, and what undoes it."""
-    is_tree = protocols.is_tree(lm.drafter)
+def windows(
+    lm: loading.LanguageModel, kv: Any, num_active: Any, **how: Any
+) -> bench.Case:
+    """Times the target's forward over a window after a text, and what undoes it.
+
+    Args:
+      how: `steps` of a call, and the other arguments of `works.repeat_forward`.
+    """
+    live = jnp.asarray(num_active, jnp.int32)
     run = functools.partial(
-        works.repeat_forward,
-        lm.target,
-        lm.params,
-        num_active=jnp.int32(num_active),
-        steps=steps,
-        num_columns=lm.gamma_max + 1 if is_tree else None,
-        is_tree=is_tree,
+        works.repeat_forward, lm.target, lm.params, num_active=live, **how
     )
-    return timing.on_copies(lambda kv: run(kv=kv), kv, calls=steps)
+    return _case(lambda kv: run(kv=kv), kv, calls=how["steps"])
 
 
 def costs_of(
-    name: str, timings: timing.Timings, drafted: Mapping[int, float]
+    name: str, timings: bench.Timings, drafted: Mapping[int, float]
 ) -> RoundCosts:
     """The costs of the drafter `name`: medians of ratios to a plain step.
 
@@ -198,8 +200,13 @@ def costs_of(
     Args:
       drafted: what rounds that ask for so many drafts verify on average.
     """
-    seconds = functools.partial(_seconds, timings)
-    catch_up_s = None
+    plain, catch_up_s = timings.seconds[PLAIN], None
+    plain_s = statistics.median(plain)
+
+    def seconds(part: str) -> float:
+        ratios = bench.ratios(timings.seconds[part], plain)
+        return plain_s * statistics.median(ratios)
+
     if _late(name) in timings.seconds:
         delay_s = seconds(_late(name)) - seconds(_prompt(name))
         catch_up_s = max(0.0, delay_s) / (STRIDE - 1)
@@ -210,7 +217,7 @@ def costs_of(
         for n, verified in drafted.items()
     ]
     return RoundCosts(
-        plain_s=statistics.median(timings.seconds[PLAIN]),
+        plain_s=plain_s,
         drafts=asked,
         verify_s=tuple(windows.tolist()),
         beyond_s=tuple(np.maximum(beyond_s, 0.0).tolist()),
@@ -218,22 +225,11 @@ def costs_of(
     )
 
 
-def _seconds(timings: timing.Timings, thunk: str) -> float:
-    plain = timings.seconds[PLAIN]
-    ratios = timing.ratios(timings.seconds[thunk], plain)
-    return statistics.median(plain) * statistics.median(ratios)
-
-
-def rows(timings: timing.Timings) -> list[dict[str, Any]]:
+def rows(timings: bench.Timings) -> list[dict[str, Any]]:
     """A JSON row of each part; ratios to a plain step are medians over the turns."""
-    plain = timings.seconds[PLAIN]
     return [
-        {
-            **{"kind": "plan_cost", "cost": name, "n": len(seconds)},
-            **timing.spread_fields("ms", [1e3 * s for s in seconds]),
-            **timing.spread_fields("ratio", timing.ratios(seconds, plain)),
-        }
-        for name, seconds in timings.seconds.items()
+        {"kind": "plan_cost", "cost": name} | timings.row(name, ratio_to=PLAIN)
+        for name in timings.seconds
     ]
 
 
@@ -241,16 +237,9 @@ def _window(num_active: int) -> str:
     return f"{num_active} active row{'s' * (num_active > 1)}"
 
 
-def _round(drafter: str, gamma: int) -> str:
-    return f"{drafter}: round, gamma {gamma}"
-
-
-def _prompt(drafter: str) -> str:
-    return f"{drafter}: proposal, nothing to catch up"
-
-
-def _late(drafter: str) -> str:
-    return f"{drafter}: proposal, {STRIDE - 1} tokens to catch up"
+_round = "{}: round, gamma {}".format
+_prompt = "{}: proposal, nothing to catch up".format
+_late = f"{{}}: proposal, {STRIDE - 1} tokens to catch up".format
 
 
 class _Walk:
@@ -288,7 +277,7 @@ class _Walk:
                 taps=taps,
             )
 
-    def rounds(self, gamma: int) -> tuple[timing.Thunk, float]:
+    def rounds(self, gamma: int) -> tuple[bench.Case, float]:
         """Returns rounds that ask for so many drafts, to the text's end; and how many
         they verify on average."""
         slots, most = self._state.slots, jnp.int32(self._gen_tokens)
@@ -298,29 +287,25 @@ class _Walk:
         done = run(jax.tree.map(jnp.copy, begun)).slots
         count = int(done.num_rounds[0])
         drafted = int(done.num_proposed[0]) / count
-        return timing.on_copies(run, begun, calls=count), drafted
+        return _case(run, begun, calls=count), drafted
 
-    def late(self, name: str) -> dict[str, timing.Thunk]:
+    def late(self, name: str) -> dict[str, bench.Case]:
         """Returns proposals with nothing to catch up, and with tokens sat out."""
         # Equally many proposals a call, so that the call itself costs the same.
         longest = self._gen_tokens - self._speculator.drafter.gamma_max
-        few = max(1, longest // STRIDE)
-        return {
-            _prompt(name): self._proposals(steps=few, stride=1),
-            _late(name): self._proposals(steps=few, stride=STRIDE),
-        }
-
-    def _proposals(self, *, steps: int, stride: int) -> timing.Thunk:
-        run = functools.partial(
-            works.propose_along,
-            self._speculator.drafter,
-            self._speculator.params[1],
-            tokens=self._tokens,
-            features=self._features,
-            sampling=self._state.slots.sampling,
-            start=jnp.int32(self._num_prompt),
-            gamma=jnp.int32(1),
-            steps=jnp.int32(steps),
-            stride=jnp.int32(stride),
-        )
-        return timing.on_copies(run, self._state.memory, calls=steps)
+        few, cases = max(1, longest // STRIDE), {}
+        for part, stride in ((_prompt(name), 1), (_late(name), STRIDE)):
+            run = functools.partial(
+                works.propose_along,
+                self._speculator.drafter,
+                self._speculator.params[1],
+                tokens=self._tokens,
+                features=self._features,
+                sampling=self._state.slots.sampling,
+                start=jnp.int32(self._num_prompt),
+                gamma=jnp.int32(1),
+                steps=jnp.int32(few),
+                stride=jnp.int32(stride),
+            )
+            cases[part] = _case(run, self._state.memory, calls=few)
+        return cases

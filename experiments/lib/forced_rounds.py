@@ -9,35 +9,24 @@ the same for all runs, and no prefill is timed.
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import (
-    forced_drafter,
-    kernel_checks,
-    noise,
-    timing,
-    works,
-)
+from experiments.lib import bench, forced_drafter, kernel_checks, noise, works
 from spec_jax import loading
-from spec_jax.drafters import each
-from spec_jax.engine import (
-    baseline,
-    protocols,
-    round as round_lib,
-    rows,
-    scheduler,
-    state as states,
-)
+from spec_jax.engine import protocols, scheduler, state as states
 from spec_jax.model import row_model
 from spec_jax.paging import index
 
 
 PLAIN = "plain"
+
+Rate = float | str
+"""A share of drafts, or the name of a data set."""
 
 
 def rates(text: str) -> tuple[float | str, ...]:
@@ -62,94 +51,62 @@ class Runs:
 
     Attributes:
       start, limit: lengths before and after a generation.
-      target_kv, draft_memory: caches of noise, of which runs take copies.
+      tokens: a random text `[max_len]`, of which `start` tokens count.
+      caches: of the target, and the draft's memory, of which runs take copies.
     """
 
     lm: loading.LanguageModel
     start: int
     limit: int
-    tokens: jax.Array  # `[max_len]`, a random text of which `start` tokens count
-    target_kv: Any
-    draft_memory: Any
+    tokens: jax.Array
+    caches: tuple[Any, Any]
 
     def plain(self) -> works.Work:
         """Decodes the text."""
-
-        def prepare(kv: Any) -> baseline.DecodeState:
-            return baseline.init_state(
-                jnp.copy(self.tokens),
-                length=jnp.int32(self.start),
-                limit=jnp.int32(self.limit),
-                cache=noise.at_length(kv, self.start - 1),
-                stop_ids=works.no_stop(),
-            )
-
-        most, target = jnp.int32(self.limit), self.lm.target
-        return works.Work(
+        work = works.plain_steps(
+            self.lm.target,
+            self.lm.params,
+            self.tokens,
+            self.start,
+            steps=self.limit - self.start,
+            cache=self.caches[0],
             program="forced: plain",
-            function=baseline.generate,
-            params=self.lm.params,
-            caches=self.target_kv,
-            prepare=prepare,
-            apply=lambda f, params, state: f(target, params, state, max_steps=most),
-            calls=1,
         )
+        return dataclasses.replace(work, calls=1)
 
-    def rounds(self, known: forced_drafter.ForcedParams, gamma: int) -> works.Work:
-        """Generates the text by rounds."""
-        inner = self.lm.drafter
+    def rounds(self, trace: Any, kept: Any, gamma: int) -> works.Work:
+        """Generates the text `trace` by rounds that keep `kept`, see `ForcedParams`."""
+
+        def memory_at(memory: Any, length: int) -> forced_drafter.ForcedMemory:
+            inner = noise.memory_at(memory, length)
+            text, right = jnp.asarray(trace)[None], jnp.asarray(kept)[None]
+            return forced_drafter.ForcedMemory(inner=inner, trace=text, kept=right)
+
+        vocab_size = self.lm.target.config.vocab_size
         drafter = forced_drafter.ForcedDrafter(
-            inner=inner, vocab_size=self.lm.target.config.vocab_size
+            inner=self.lm.drafter, vocab_size=vocab_size
         )
-
-        def prepare(caches: Any) -> states.State:
-            kv, memory = caches
-            memory = forced_drafter.ForcedMemory(
-                inner=noise.memory_at(memory, self.start),
-                trace=known.trace[None],
-                kept=known.kept[None],
-            )
-            slots = works.one_slot(
-                self.tokens,
-                length=jnp.int32(self.start),
-                limit=jnp.int32(self.limit),
-                gamma=jnp.int32(gamma),
-                gamma_max=inner.gamma_max,
-                depth_max=protocols.depth_max(inner),
-            )
-            kv = noise.at_length(kv, self.start - 1)
-            return states.State(slots=slots, cache=kv, memory=memory)
-
-        def apply(function, params, state):
-            speculator = round_lib.Speculator(
-                params=params,
-                target=rows.SlotRows(model=self.lm.target, num_slots=1),
-                drafter=each.lift(drafter, 1),
-            )
-            return function(speculator, state, max_rounds=jnp.int32(self.limit))
-
-        return works.Work(
+        work = works.rounds(
+            dataclasses.replace(self.lm, drafter=drafter),
+            self.tokens,
+            self.start,
+            gamma,
+            limit=self.limit,
+            caches=self.caches,
+            max_rounds=self.limit,
+            memory_at=memory_at,
             program="forced: rounds",
-            function=round_lib.generate,
-            params=(self.lm.params, known.draft),
-            caches=(self.target_kv, self.draft_memory),
-            prepare=prepare,
-            apply=apply,
-            calls=1,
         )
+        return dataclasses.replace(work, calls=1)
 
     def programs(self, gamma: int) -> list[works.Work]:
-        """What `measure` calls, to be traced and not run."""
+        """Returns what `measure` calls, to be traced and not run."""
         size = self.tokens.shape[0]
-        empty = forced_drafter.ForcedParams(
-            draft=self.lm.drafter_params,
-            trace=jnp.zeros((size,), jnp.int32),
-            kept=jnp.zeros((size + self.lm.gamma_max,), jnp.int32),
-        )
-        return [self.plain(), self.rounds(empty, gamma)]
+        kept = np.zeros((size + self.lm.gamma_max,), np.int32)
+        return [self.plain(), self.rounds(np.zeros((size,), np.int32), kept, gamma)]
 
     def written(self, kv: Any) -> Any:
-        """Keys and values of what was generated, `[L, T, K, H]` each.
+        """Returns keys and values of what was generated, `[L, T, K, H]` each.
 
         Less the last token, which has none.
         """
@@ -172,25 +129,15 @@ def make_runs(
     page_size: int,
     as_shapes: bool = False,
 ) -> Runs:
-    """Caches for generations after `start` tokens of noise, or their shapes."""
+    """Makes caches for generations after `start` tokens of noise, or their shapes."""
     limit = start + generated
-    capacity = limit + lm.gamma_max + 1
-    capacity = index.pages_for(capacity, page_size) * page_size
+    capacity = index.pages_for(limit + lm.gamma_max + 1, page_size) * page_size
     sizes = {"capacity": capacity, "page_size": page_size}
-    make_kv = functools.partial(noise.noisy_cache, lm.target, **sizes)
-    make_memory = functools.partial(noise.noisy_memory, lm.drafter, **sizes)
-    return Runs(
-        lm=lm,
-        start=start,
-        limit=limit,
-        tokens=noise.tokens(capacity + 1, lm.target.config.vocab_size, seed=3),
-        target_kv=jax.eval_shape(make_kv) if as_shapes else make_kv(),
-        draft_memory=jax.eval_shape(make_memory) if as_shapes else make_memory(),
-    )
-
-
-Rate = float | str
-"""A share of drafts, or the name of a data set."""
+    make = jax.eval_shape if as_shapes else lambda call: call()
+    kv = make(functools.partial(noise.noisy_cache, lm.target, **sizes))
+    memory = make(functools.partial(noise.noisy_memory, lm.drafter, **sizes))
+    tokens = works.text_of(lm.target, capacity)
+    return Runs(lm=lm, start=start, limit=limit, tokens=tokens, caches=(kv, memory))
 
 
 def measure(
@@ -201,7 +148,7 @@ def measure(
     repeats: int,
     head: str | None = None,
 ) -> list[dict[str, Any]]:
-    """A row of each rate, all of them and autoregressive decoding in turns.
+    """Returns a row of each rate, timed in turns with autoregressive decoding.
 
     Args:
       head: whose published acceptance a data set's name stands for.
@@ -209,26 +156,17 @@ def measure(
     Raises:
       RuntimeError: two plain runs of one text differ.
     """
-    plain_work = runs.plain()
-    plain = [plain_work.once() for _ in range(2)]
-    trace, again = (np.asarray(state.tokens) for state in plain)
-    if not np.array_equal(trace, again):
+    first, again = (runs.plain().once() for _ in range(2))
+    trace = np.asarray(first.tokens)
+    if not np.array_equal(trace, again.tokens):
         raise RuntimeError("two plain runs of one text differ")
-    expected = runs.written(plain[0].cache)
-    del plain  # And its cache.
+    expected = runs.written(first.cache)
+    del first, again  # And their caches.
     drafter = runs.lm.drafter
     depth = drafter.depth_max if protocols.is_tree(drafter) else gamma
-    last: dict[Rate, Any] = {}
-    done: dict[Rate, list[tuple[states.Slots, int]]] = {rate: [] for rate in rates}
+    done: dict[Rate, list[dict[str, Any]]] = {rate: [] for rate in rates}
 
-    def timed(work: works.Work, keep: Callable[[Any], Any]) -> timing.Thunk:
-        """Without a call before it, of which there are many steps already."""
-        return timing.stopwatch(
-            lambda state: keep(work.run(work.params, state)),
-            lambda: work.prepare(work.caches),
-        )
-
-    def thunk(rate: Rate) -> timing.Thunk:
+    def case(rate: Rate) -> bench.Thunk:
         kept = forced_drafter.choose_kept(
             forced_drafter.chances(rate, depth, head=head),
             start=runs.start,
@@ -236,74 +174,54 @@ def measure(
             # A window may reach past the text.
             size=trace.size + drafter.gamma_max,
         )
-        params = forced_drafter.ForcedParams(
-            draft=runs.lm.drafter_params,
-            trace=jnp.asarray(trace),
-            kept=jnp.asarray(kept),
-        )
-        run = timed(
-            runs.rounds(params, gamma),
-            lambda state: last.update({rate: state}) or state,
+        work, last = runs.rounds(trace, kept, gamma), []
+        # Without a call before it, of which there are many steps already.
+        timed = bench.stopwatch(
+            lambda state: last.append(work.apply(work.function, state)) or last[0],
+            lambda: work.prepare(work.caches),
         )
 
         def checked() -> float:
-            seconds = run()
-            state = last.pop(rate)
+            seconds, state = timed(), last.pop()
             wrong = kernel_checks.differing(runs.written(state.cache), expected)
             # Without the cache, which is large.
-            done[rate].append((scheduler.slot_of(state.slots, 0), wrong))
+            slot = scheduler.slot_of(state.slots, 0)
+            done[rate].append(counts(runs, trace, slot, wrong))
             return seconds
 
         return checked
 
-    thunks: dict[Any, timing.Thunk] = {PLAIN: timed(plain_work, lambda state: state)}
-    thunks |= {rate: thunk(rate) for rate in rates}
-    timings = timing.interleave(thunks, repeats=repeats)
-
-    def worst(rate: Rate) -> tuple[states.Slots, int]:
-        """The run that differs most from decoding, or has most logits of NaN."""
-        differs = lambda one: (
-            int(one[0].length) != runs.limit,
-            int(one[0].num_nonfinite),
-            _differing_tokens(runs, trace, one[0]),
-            one[1],
-        )
-        return max(done[rate], key=differs)
-
-    return [row(runs, trace, gamma, rate, *worst(rate), timings) for rate in rates]
+    cases = {PLAIN: functools.partial(runs.plain().thunk, warms=False)}
+    cases |= {rate: functools.partial(case, rate) for rate in rates}
+    timings = bench.run(cases, repeats=repeats)
+    return [
+        {"kind": "rounds", "acceptance": "forced", "gamma": gamma, "forced_rate": rate}
+        # The run that differs most from decoding, or has most logits of NaN.
+        | max(done[rate], key=lambda run: [run[name] for name in FAULTS])
+        | times(timings, rate, done[rate][0]["rounds"], runs.limit - runs.start)
+        for rate in rates
+    ]
 
 
-def _differing_tokens(runs: Runs, trace: np.ndarray, slot: states.Slots) -> int:
-    new = slice(runs.start, runs.limit)
-    return int(np.sum(np.asarray(slot.tokens)[new] != trace[new]))
+FAULTS = ("nonfinite_logits", "differing_tokens", "differing_kv")
 
 
-def row(
-    runs: Runs,
-    trace: np.ndarray,
-    gamma: int,
-    rate: Rate,
-    slot: states.Slots,
-    kv_differing: int,
-    timings: timing.Timings,
+def counts(
+    runs: Runs, trace: np.ndarray, slot: states.Slots, differing_kv: int
 ) -> dict[str, Any]:
-    """The row of one forced rate; `equal` is false where a token or a bit differs, and
+    """Returns what a run did; `equal` is false where a token or a bit differs, and
     where logits are not finite: equal texts of NaN show nothing.
 
     Args:
-      slot: of the run that differs most, leaves without the axis of slots.
+      slot: leaves without the axis of slots.
     """
-    differing = _differing_tokens(runs, trace, slot)
+    new = slice(runs.start, runs.limit)
+    differing = int(np.sum(np.asarray(slot.tokens)[new] != trace[new]))
+    differing += abs(runs.limit - int(slot.length))
     nonfinite = int(slot.num_nonfinite)
-    matched = int(slot.length) == runs.limit and differing == nonfinite == 0
     proposed, accepted = int(slot.num_proposed), int(slot.num_accepted)
     num_rounds, generated = int(slot.num_rounds), runs.limit - runs.start
-    seconds, plain_s = timings.seconds[rate], timings.seconds[PLAIN]
     return {
-        "kind": "rounds",
-        "acceptance": "forced",
-        "gamma": gamma,
-        "forced_rate": rate,
         "acceptance_rate": accepted / max(proposed, 1),
         "accepted_hist": slot.accepted_hist,
         "rounds": num_rounds,
@@ -311,14 +229,25 @@ def row(
         "tokens_per_target_step": generated / num_rounds,
         "context": runs.start,
         "nonfinite_logits": nonfinite,
-        "matched": matched,
+        "matched": differing == nonfinite == 0,
         "differing_tokens": differing,
-        "differing_kv": kv_differing,
-        "equal": matched and kv_differing == 0,
-        "n": len(seconds),
-        **timing.quartile_fields("plain_ms", [1e3 * s / generated for s in plain_s]),
-        **timing.quartile_fields("spec_ms", [1e3 * s / generated for s in seconds]),
-        **timing.quartile_fields("round_ms", [1e3 * s / num_rounds for s in seconds]),
-        **timing.quartile_fields("speedup", timing.ratios(plain_s, seconds)),
-        "warm_up_s": timings.warm_up[rate],
+        "differing_kv": differing_kv,
+        "equal": differing == nonfinite == differing_kv == 0,
     }
+
+
+def times(
+    timings: bench.Timings, rate: Rate, num_rounds: int, num_tokens: int
+) -> Mapping[str, Any]:
+    """Returns a rate's times: a token's, a round's, and the speed-up."""
+    seconds, plain_s = timings.seconds[rate], timings.seconds[PLAIN]
+    each = {
+        "plain_ms": [1e3 * s / num_tokens for s in plain_s],
+        "spec_ms": [1e3 * s / num_tokens for s in seconds],
+        "round_ms": [1e3 * s / num_rounds for s in seconds],
+        "speedup": bench.ratios(plain_s, seconds),
+    }
+    made = {"n": len(seconds), "warm_up_s": timings.warm_up[rate]}
+    for name, values in each.items():
+        made |= bench.quartile_fields(name, values)
+    return made

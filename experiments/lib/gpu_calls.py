@@ -80,7 +80,7 @@ _WORDS = {
     "traced": "--steps 16 --contexts 128 --rows 1 --trace {out}/trace",
     "cells": "--prompts 4 --gen-tokens 32 --gamma 4 --impl {impl}",
     "one": "--page-size 16 --cache paged --gamma-policy fixed",
-    "checked": "--check rows --contexts 300,4096 --impls {impl}",
+    "checked": "--check --contexts 300,4096 --impls {impl}",
 }
 
 # For a model of two thousandths of the size: all contexts and repeats are less, too.
@@ -100,7 +100,7 @@ _REHEARSED = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Call:
     """A script with its flags."""
 
@@ -121,14 +121,14 @@ class Call:
         return self.script == "latency"
 
     def request(
-        self, out: pathlib.Path, *, device: str, dry_run: bool = False
+        self, out: pathlib.Path, *, device: str, is_ahead: bool = False
     ) -> dict[str, Any]:
-        """What the process that runs it is told; of a dry run, with files of its own.
+        """What the process that runs it is told; earlier files of it are removed.
 
-        What an earlier report left in them is removed.
+        Args:
+          is_ahead: only compile its programs, with files of its own.
         """
-        name = f"compile-{self.file}" if dry_run else self.file
-        path = out / f"{name}.jsonl"
+        path = out / f"{'compile-' * is_ahead}{self.file}.jsonl"
         path.unlink(missing_ok=True)
         arguments = [word.replace("{out}", str(out)) for word in self.arguments]
         # Rows say whether there were changes; a refusal would waste the machine.
@@ -137,7 +137,7 @@ class Call:
             arguments += ["--device", device]
         return {
             "module": f"experiments.{self.script}",
-            "arguments": arguments + (["--dry-run"] if dry_run else []),
+            "arguments": arguments + ["--dry-run"] * is_ahead,
             "output": str(path.with_suffix(".txt")),
         }
 
@@ -150,21 +150,14 @@ def all_calls(*, impl: str, rehearse: bool = False) -> list[Call]:
       rehearse: the same calls of a tiny model, with few repeats.
     """
     words = _WORDS | {"impl": impl} | (_REHEARSED if rehearse else {})
+    text = _CALLS.strip()
+    for _ in range(4):  # Words that hold words.
+        text = re.sub(r"{([\w.]+)}", lambda m: words.get(m[1], m[0]), text)
     calls = []
-    for line in _CALLS.strip().splitlines():
-        for _ in range(4):  # Words that hold words.
-            line = re.sub(r"{([\w.]+)}", lambda m: words.get(m[1], m[0]), line)
+    for line in text.splitlines():
         section, seconds, name, command = map(str.strip, line.split(" | "))
         script, *arguments = shlex.split(command)
-        calls.append(
-            Call(
-                section=section,
-                name=name,
-                script=script,
-                arguments=tuple(arguments),
-                seconds=float(seconds),
-            )
-        )
+        calls.append(Call(section, name, script, tuple(arguments), float(seconds)))
     return calls
 
 

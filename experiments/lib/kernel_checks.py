@@ -7,8 +7,7 @@ hold (NaN here), which pages hold its prefix and how wide the page table is.
 
 import dataclasses
 import hashlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 
 from experiments.lib import kernels
 from spec_jax.pallas import skinny_gemm_triton as triton
+from spec_jax.testing import compare
 
 
 HEIGHT = 16
@@ -33,27 +33,32 @@ class Case:
     name: str
     run: Any  # `(inputs, pages) -> rows, pages`, compiled; inputs as in `kernels`
     inputs: dict[str, Any]
-    pages: Any
+    pages: Any = ()
     # `(inputs, pages) -> ` what the rows wrote, pytree of `[R, ...]`
     written: Any = lambda inputs, pages: ()
-    # What must not matter, by name: `(run, pages, written)` of each
-    others: tuple[tuple[str, Any, Any, Any], ...] = ()
+    # What must not matter, by name: the case with it
+    others: Mapping[str, "Case"] = dataclasses.field(default_factory=dict)
+
+    def results(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
+        """Returns the rows of the kernel, and what they wrote."""
+        y, pages = self.run(inputs, self.pages)
+        return y, self.written(inputs, pages)
 
 
 def case_of(subject: kernels.Subject, impl: str) -> Case:
-    """The kernel as `impl` computes it, with `HEIGHT` rows."""
+    """Returns the kernel as `impl` computes it, with `HEIGHT` rows."""
     if subject.kernel == "attend":
         return _attention(subject, impl)
     subject = dataclasses.replace(subject, copies=1).for_impl(impl)
-    fixed, pages = subject.allocate()
-    inputs = dict(subject.inputs(impl, None, HEIGHT, HEIGHT))
+    fixed, _ = subject.allocate()
+    inputs = dict(subject.inputs(impl, fixed, HEIGHT, HEIGHT))
 
     @jax.jit
     def call(inputs, fixed):
-        return subject.call(impl, None, 0, inputs["x"], (), fixed, inputs)[0]
+        return subject.call(impl, inputs["x"], (), fixed, inputs)[0]
 
     run = lambda inputs, pages: (call(inputs, fixed), pages)
-    return Case(name=subject.name, run=run, inputs=inputs, pages=pages)
+    return Case(name=subject.name, run=run, inputs=inputs)
 
 
 def _attention(subject: kernels.Attention, impl: str) -> Case:
@@ -64,7 +69,7 @@ def _attention(subject: kernels.Attention, impl: str) -> Case:
     inputs = subject.rows_at(jnp.asarray(slots), jnp.asarray(positions))
     inputs["num_active"] = jnp.int32(HEIGHT)
 
-    def layout(name: str, *, seed: int, wider: int):
+    def layout(*, seed: int, wider: int) -> Case:
         own = dataclasses.replace(subject, copies=2, spread=3, seed=seed)
         fixed, pages = own.allocate()
         table = jnp.concatenate(fixed["tables"])
@@ -75,29 +80,25 @@ def _attention(subject: kernels.Attention, impl: str) -> Case:
 
         @jax.jit
         def call(inputs, pages, fixed):
-            return own.call(impl, None, 0, inputs["x"], pages, fixed, inputs)
+            return own.call(impl, inputs["x"], pages, fixed, inputs)
 
         def written(inputs, pages):
             at = table[inputs["slots"], inputs["positions"] // kernels.PAGE_SIZE]
             offset = inputs["positions"] % kernels.PAGE_SIZE
             return tuple(pool[at, offset] for pool in pages)
 
-        return name, lambda inputs, pages: call(inputs, pages, fixed), pages, written
+        return Case(
+            name=subject.name,
+            run=lambda inputs, pages: call(inputs, pages, fixed),
+            inputs=inputs,
+            pages=pages,
+            written=written,
+        )
 
-    _, run, pages, written = layout("", seed=0, wider=0)
-    width = pages[0].shape[0]
-    others = (
-        layout("other pages", seed=1, wider=0),
-        layout("a wider table", seed=2, wider=width),
-    )
-    return Case(
-        name=subject.name,
-        run=run,
-        inputs=inputs,
-        pages=pages,
-        written=written,
-        others=others,
-    )
+    case = layout(seed=0, wider=0)
+    wider = layout(seed=2, wider=case.pages[0].shape[0])
+    others = {"other pages": layout(seed=1, wider=0), "a wider table": wider}
+    return dataclasses.replace(case, others=others)
 
 
 @jax.jit
@@ -107,102 +108,66 @@ def _laid_out(pool, table):
     return jnp.full_like(pool, jnp.nan).at[table.reshape(-1)].set(owned)
 
 
-def reference(case: Case) -> tuple[Any, Row]:
-    """All rows at once, twice; the result, and a row with its hash.
+def check(case: Case) -> Iterator[Row]:
+    """Yields the hash of all rows at once, then a row for what must not matter.
 
     Raises:
       ValueError: two calls differ, or a result is not finite.
     """
-    found = _results(case.run, case.inputs, case.pages, case.written)
-    again = _results(case.run, case.inputs, case.pages, case.written)
-    if differing(found, again):
+    expected = jax.device_get(case.results(case.inputs))
+    if differing(expected, case.results(case.inputs)):
         raise ValueError(f"{case.name}: two calls give other bits")
-    if not all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(found)):
-        raise ValueError(f"{case.name} gives numbers that are not finite")
     digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(found):
-        digest.update(np.ascontiguousarray(np.asarray(leaf)).tobytes())
-    return found, {"kind": "hash", "check": case.name, "sha256": digest.hexdigest()}
+    for leaf in jax.tree.leaves(expected):
+        if not np.isfinite(leaf.astype(np.float32)).all():
+            raise ValueError(f"{case.name} gives numbers that are not finite")
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    yield {"kind": "hash", "check": case.name, "sha256": digest.hexdigest()}
+    found: dict[str, list[tuple[int, int]]] = {}
+    for grid, actual, at, live in _grids(case):
+        counts = compare_rows(actual, expected, at=at, live=live)
+        found.setdefault(grid, []).append(counts)
+    for grid, counts in found.items():
+        wrong, elements = map(sum, zip(*counts, strict=True))
+        yield {
+            "kind": "bitwise",
+            "check": f"{case.name}: {grid}",
+            "cases": len(counts),
+            "elements": elements,
+            "differing": wrong,
+            "equal": wrong == 0 and elements > 0,  # What compared nothing is not equal.
+        }
 
 
-def check(case: Case, expected: Any) -> Iterator[Row]:
-    """A row of results for each thing that must not matter."""
-    grids = {
-        "active rows": _among_active(case),
-        "alone": _alone(case),
-        "other places": _moved(case),
-        "other heights": _heights(case),
-    }
-    for name, run, pages, written in case.others:
-        found = _results(run, case.inputs, pages, written)
-        grids[name] = [(found, range(HEIGHT), HEIGHT)]
-    for grid, results in grids.items():
-        cases = wrong = elements = 0
-        for actual, at, live in results:
-            cases += 1
-            counts = compare_rows(actual, expected, at=at, live=live)
-            wrong, elements = wrong + counts[0], elements + counts[1]
-        yield result(f"{case.name}: {grid}", cases, elements, wrong)
-
-
-def result(check: str, cases: int, elements: int, wrong: int) -> Row:
-    """The row of a check that has been made; what compared nothing is not equal."""
-    equal = wrong == 0 and elements > 0
-    counts = {"cases": cases, "elements": elements, "differing": wrong}
-    return {"kind": "bitwise", "check": check, **counts, "equal": equal}
-
-
-Results = Iterator[tuple[Any, Sequence[int], int]]
-"""Rows, the rows of the reference that they should equal, and how many of them."""
-
-
-def _results(run: Any, inputs: Any, pages: Any, written: Any) -> tuple[Any, Any]:
-    y, pages = run(inputs, pages)
-    return y, written(inputs, pages)
-
-
-def _among_active(case: Case) -> Results:
+def _grids(case: Case) -> Iterator[tuple[str, Any, np.ndarray, int]]:
+    """Yields what is varied, rows, the rows of the reference that they should equal,
+    and how many of them."""
+    rows = np.arange(HEIGHT, dtype=np.int32)
     for live in range(1, HEIGHT + 1):
-        inputs = _poisoned(case.inputs, jnp.int32(live))
-        y, pages = case.run(inputs, case.pages)
-        yield (y, case.written(case.inputs, pages)), range(HEIGHT), live
-
-
-def _alone(case: Case) -> Results:
-    """Row after row, as decoding writes them."""
+        y, pages = case.run(_poisoned(case.inputs, jnp.int32(live)), case.pages)
+        yield "active rows", (y, case.written(case.inputs, pages)), rows, live
     pages = case.pages
-    for row in range(HEIGHT):
-        at = _turned(row)
-        turned = _taken(case.inputs, jnp.asarray(at))
+    for row in rows:  # One after the other, as decoding writes them.
+        at = (rows + row) % HEIGHT
+        turned = _taken(case.inputs, at)
         y, pages = case.run(_poisoned(turned, jnp.int32(1)), pages)
-        yield (y, case.written(turned, pages)), at, 1
-
-
-def _moved(case: Case) -> Results:
+        yield "alone", (y, case.written(turned, pages)), at, 1
     for shift in _SHIFTS:
-        at = _turned(shift)
-        inputs = _taken(case.inputs, jnp.asarray(at))
-        yield _results(case.run, inputs, case.pages, case.written), at, HEIGHT
-
-
-def _heights(case: Case) -> Results:
-    """Each height is another executable; past `HEIGHT` the rows come again."""
-    for height in HEIGHTS:
+        at = (rows + shift) % HEIGHT
+        yield "other places", case.results(_taken(case.inputs, at)), at, HEIGHT
+    for height in HEIGHTS:  # Past `HEIGHT` the rows come again.
         at = np.arange(height, dtype=np.int32) % HEIGHT
-        inputs = _taken(case.inputs, jnp.asarray(at))
-        inputs["num_active"] = jnp.int32(height)
-        found = _results(case.run, inputs, case.pages, case.written)
-        yield found, at, height
+        inputs = _taken(case.inputs, at) | {"num_active": jnp.int32(height)}
+        yield "other heights", case.results(inputs), at, height
+    for name, other in case.others.items():
+        yield name, other.results(case.inputs), rows, HEIGHT
 
 
-def _turned(shift: int) -> np.ndarray:
-    return (np.arange(HEIGHT, dtype=np.int32) + shift) % HEIGHT
-
-
-def _taken(inputs: dict[str, Any], at: jax.Array) -> dict[str, Any]:
+def _taken(inputs: dict[str, Any], at: np.ndarray) -> dict[str, Any]:
     """The inputs with the rows `at`."""
+    rows = jnp.asarray(at)
     return {
-        name: value[at] if name in kernels.BY_ROW and value is not None else value
+        name: value[rows] if name in kernels.BY_ROW and value is not None else value
         for name, value in inputs.items()
     }
 
@@ -226,20 +191,22 @@ def _poisoned(inputs, live):
 
 def control(impl: str) -> Row:
     """Negative control: a plan that depends on the number of rows is seen."""
-    terms = 128 if impl == "interpret" else 2048
+    interpret = impl == "interpret"
+    terms = 128 if interpret else 2048
     subject = kernels.Projection(
-        name="control", kernel="project", shape=(64, terms), dtype="bfloat16",
-        out_dtype="float32",
-    )  # fmt: skip
+        name="control", kernel="project", shape=(64, terms), dtype="bfloat16"
+    )
     fixed, _ = subject.allocate()
-    inputs = subject.inputs(impl, None, HEIGHT, HEIGHT)
+    x = subject.inputs(impl, fixed, HEIGHT, HEIGHT)["x"]
     plans = (
         triton.Plan(block_n=16, block_k=64),
         triton.Plan(block_n=16, block_k=32, splits=terms // 64),
     )
-    call = jax.jit(subject.call, static_argnums=(0, 1, 2))
+    how = {"num_active": jnp.int32(HEIGHT), "norm": None, "eps": 1e-6}
+    how |= {"residual": None, "out_dtype": jnp.dtype("float32")}
     one, two = (
-        call(impl, plan, 0, inputs["x"], (), fixed, inputs)[0] for plan in plans
+        triton.project(x, fixed["weights"][0], plan=plan, interpret=interpret, **how)
+        for plan in plans
     )
     wrong = differing(one, two)
     check = "a plan by the number of rows"
@@ -247,22 +214,17 @@ def control(impl: str) -> Row:
 
 
 def differing(actual: Any, expected: Any) -> int:
-    """How many elements of two pytrees differ as integers, counted on the device."""
+    """Counts the elements of two pytrees that differ as integers."""
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    return sum(int(_differing(left, right)) for left, right in pairs)
-
-
-@jax.jit
-def _differing(left, right):
-    return jnp.sum(_bits(left) != _bits(right), dtype=jnp.int32)
+    return sum(
+        int(np.sum(compare.bits(left) != compare.bits(right))) for left, right in pairs
+    )
 
 
 def compare_rows(
     actual: Any, expected: Any, *, at: Sequence[int], live: int
 ) -> tuple[int, int]:
-    """Row `r` of `actual` against row `at[r]` of `expected`, for `r` below `live`.
-
-    Which rows are compared is data: nothing is compiled for it.
+    """Compares row `r` of `actual` with row `at[r]` of `expected`, of the first `live`.
 
     Args:
       actual, expected: pytrees of arrays whose first axis is rows.
@@ -270,23 +232,9 @@ def compare_rows(
     Returns:
       How many elements differ as integers, and how many were compared.
     """
-    wrong = elements = 0
-    at = jnp.asarray(np.asarray(at, np.int32))
+    rows = np.asarray(at)[:live]
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    for left, right in pairs:
-        wrong += int(_differing_rows(left, right, at, jnp.int32(live)))
-        elements += live * math.prod(left.shape[1:])
-    return wrong, elements
-
-
-@jax.jit
-def _differing_rows(left, right, at, live):
-    unequal = _bits(left) != _bits(right)[at]
-    rows = jnp.arange(left.shape[0]).reshape(-1, *[1] * (left.ndim - 1))
-    return jnp.sum(unequal & (rows < live), dtype=jnp.int32)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        return x
-    return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    unequal = [
+        compare.bits(left)[:live] != compare.bits(right)[rows] for left, right in pairs
+    ]
+    return sum(int(x.sum()) for x in unequal), sum(x.size for x in unequal)

@@ -12,7 +12,6 @@ import pathlib
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 
 from experiments.lib import processes
 
@@ -86,6 +85,10 @@ def peak_host_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def _note(peaks: Peaks, stage: str, device_bytes: int | None) -> None:
+    peaks[stage] = {"host_bytes": peak_host_bytes(), "device_bytes": device_bytes}
+
+
 def _measure_ours(request: Request) -> Peaks:
     """Plain decoding, then rounds."""
     import jax
@@ -97,10 +100,8 @@ def _measure_ours(request: Request) -> Peaks:
     peaks: Peaks = {}
 
     def note(stage: str) -> None:
-        stats = None
-        if request.backend != "cpu":
-            stats = jax.devices()[0].memory_stats()
-        peaks[stage] = _peak(stats["peak_bytes_in_use"] if stats else None)
+        stats = jax.devices()[0].memory_stats() if request.backend != "cpu" else None
+        _note(peaks, stage, stats["peak_bytes_in_use"] if stats else None)
 
     note("libraries")
     lm = loading.load(
@@ -134,48 +135,24 @@ def _measure_theirs(request: Request) -> Peaks:
 
     from experiments.lib import hf
 
-    on_gpu = request.backend != "cpu"
     peaks: Peaks = {}
 
     def note(stage: str) -> None:
-        peaks[stage] = _peak(torch.cuda.max_memory_allocated() if on_gpu else None)
+        on_gpu = request.backend != "cpu"
+        _note(peaks, stage, torch.cuda.max_memory_allocated() if on_gpu else None)
 
     note("libraries")
-    baseline = hf.load(
-        pathlib.Path(request.target),
-        pathlib.Path(request.draft),
-        dtype=request.dtype,
-        backend=request.backend,
-    )
+    folders = pathlib.Path(request.target), pathlib.Path(request.draft)
+    baseline = hf.load(*folders, dtype=request.dtype, backend=request.backend)
     note("weights")
     for method in (hf.PLAIN, *hf.METHODS):
-        hf.generate(
-            baseline,
-            request.prompt,
-            method=method,
-            gamma=request.gamma,
-            max_tokens=request.gen_tokens,
-            stop_ids=request.stop_ids,
-        )
+        sizes = {"max_tokens": request.gen_tokens, "stop_ids": request.stop_ids}
+        how = {"method": method, "gamma": request.gamma} | sizes
+        hf.generate(baseline, request.prompt, **how)
         note(method)
     return peaks
 
 
-def _peak(device_bytes: int | None) -> dict[str, int | None]:
-    return {"host_bytes": peak_host_bytes(), "device_bytes": device_bytes}
-
-
-_MEASURES: dict[str, Callable[[Request], Peaks]] = {
-    OURS: _measure_ours,
-    THEIRS: _measure_theirs,
-}
-
-
-def main() -> None:
-    """The process: one side, named by the only argument."""
-    request = Request(**json.load(sys.stdin))
-    print(json.dumps(_MEASURES[sys.argv[1]](request)))
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # The process: one side, named by the only argument.
+    _measures = {OURS: _measure_ours, THEIRS: _measure_theirs}
+    print(json.dumps(_measures[sys.argv[1]](Request(**json.load(sys.stdin)))))

@@ -144,20 +144,65 @@ class Prediction:
     speedup: float  # over autoregressive decoding
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TreePrediction:
-    """What some of a tree's nodes, the best, are expected to bring."""
+def predict(acceptance: Acceptance, costs: costs_lib.RoundCosts) -> list[Prediction]:
+    """Returns a prediction for each gamma from 1 that acceptance is known for."""
+    chances = np.array(acceptance.known, np.float64)
+    tokens = theory.tokens_by_gamma(chances)
+    # Windows that end early cost less.
+    drafted = np.cumsum([0.0, *acceptance.drafted[: len(chances)]])
+    round_s = np.array([costs.seconds(n, drafted=d) for n, d in enumerate(drafted)])
+    speedup = theory.goodput(chances, round_s) * costs.plain_s
+    return [
+        Prediction(
+            gamma=gamma,
+            tokens_per_round=float(tokens[gamma]),
+            round_s=float(round_s[gamma]),
+            speedup=float(speedup[gamma]),
+        )
+        for gamma in range(1, len(chances) + 1)
+    ]
 
-    nodes: int
-    rows_per_round: float  # of the target's forward, the root's counted
-    tokens_per_round: float
-    # Of a round: the tokens that it must commit to be as fast as decoding
-    plain_steps: float
-    speedup: float  # over autoregressive decoding
-    # And where rows cost nothing (`RoundCosts.without`); drafting costs the same
-    free_rows_speedup: float
-    # And where they cost what a curve says, by `RoundCosts.with_rows_of`, or None
-    other_rows_speedup: float | None = None
+
+def recommend(
+    drafter: str, acceptance: Acceptance, costs: costs_lib.RoundCosts
+) -> dict[str, Any]:
+    """Returns the row that says whether a drafter can win, and what is in its way.
+
+    Of the gammas that acceptance is known for: `best` is the prediction of the best,
+    `ceilings` its speed-up if something cost nothing, `acceptance` the chance that a
+    first draft is kept, `cost` what a draft adds and `break_even` what a whole round
+    with one draft adds, in plain steps.
+    """
+
+    def best_of(costs: costs_lib.RoundCosts) -> Prediction:
+        return max(predict(acceptance, costs), key=lambda one: one.speedup)
+
+    best = best_of(costs)
+    names: tuple[theory.Free, ...] = ("verification", "drafting", "both")
+    free = {name: best_of(costs.without(name)).speedup for name in names}
+    kept, cost = acceptance.known[0], costs.draft_s / costs.plain_s
+    break_even = float(costs.round_s()[1] / costs.plain_s - 1)
+    words = f"{drafter}: can win, {best.speedup:.2f}x with gamma {best.gamma} expected"
+    if best.speedup <= 1:
+        ceilings = ", ".join(f"{free[n]:.2f}x with free {n}" for n in names)
+        words = (
+            f"{drafter}: cannot win, {best.speedup:.2f}x with gamma {best.gamma} "
+            f"expected at best; {ceilings}. A first draft is kept with a = {kept:.3f} "
+            f"and costs c = {cost:.3f} plain steps: were verification free, it would "
+            "pay where a > c (Leviathan et al., Corollary 3.9); here a must exceed "
+            f"{break_even:.3f}, by which a round with one draft is longer than a step"
+        )
+    return {
+        "kind": "plan_recommendation",
+        "drafter": drafter,
+        "can_win": best.speedup > 1,
+        "words": words,
+        "best": dataclasses.asdict(best),
+        "ceilings": free,
+        "acceptance": kept,
+        "cost": cost,
+        "break_even": break_even,
+    }
 
 
 def predict_tree(
@@ -165,8 +210,8 @@ def predict_tree(
     costs: costs_lib.RoundCosts,
     *,
     rows_of: theory.CostCurve | None = None,
-) -> list[TreePrediction]:
-    """Returns a prediction for each number of nodes that was timed, from 1 on.
+) -> list[dict[str, Any]]:
+    """Returns what the best nodes of a tree bring, for each number that was timed.
 
     A path that leaves the best `n` nodes does not come back to them, so that rounds of
     `n` keep what rounds of all nodes keep among these.
@@ -174,59 +219,50 @@ def predict_tree(
     Args:
       counters: of rounds that asked for all nodes.
       rows_of: what rows cost elsewhere, to predict that too.
+
+    Returns:
+      Fields of rows: the nodes, rows and tokens of a round; `plain_steps`, the tokens
+      that it must commit to be as fast as decoding; and speed-ups, also where rows cost
+      nothing (`RoundCosts.without`), and where they cost what `rows_of` says.
     """
-    drafted = counters.proposed / counters.rounds
-    made, all_costs = [], [costs, costs.without("verification")]
-    if rows_of is not None:
-        all_costs.append(costs.with_rows_of(rows_of))
+    drafted, made = counters.proposed / counters.rounds, []
+    free = costs.without("verification")
+    other = None if rows_of is None else costs.with_rows_of(rows_of)
     for nodes in costs.drafts[1:]:
         tokens = 1 + sum(counters.kept_by_rank[:nodes]) / counters.rounds
         num_rows = min(drafted, nodes)
-        steps, *elsewhere = (
-            each.seconds(nodes, drafted=num_rows) / costs.plain_s for each in all_costs
+        steps_of = lambda own, n=nodes, rows=num_rows: (
+            own.seconds(n, drafted=rows) / costs.plain_s
         )
-        speedups = [tokens / each for each in elsewhere]
         made.append(
-            TreePrediction(
-                nodes=nodes,
-                rows_per_round=1 + num_rows,
-                tokens_per_round=tokens,
-                plain_steps=steps,
-                speedup=tokens / steps,
-                free_rows_speedup=speedups[0],
-                other_rows_speedup=speedups[1] if rows_of is not None else None,
-            )
+            {
+                "nodes": nodes,
+                "rows_per_round": 1 + num_rows,
+                "tokens_per_round": tokens,
+                "plain_steps": steps_of(costs),
+                "speedup": tokens / steps_of(costs),
+                "free_rows_speedup": tokens / steps_of(free),
+                "other_rows_speedup": other and tokens / steps_of(other),
+            }
         )
     return made
 
 
-def words_of_tree(name: str, predictions: Sequence[TreePrediction]) -> str:
+def words_of_tree(name: str, rows: Sequence[dict[str, Any]]) -> str:
     """Returns where a tree pays, in words: here, and where rows cost nothing."""
-    best = max(predictions, key=lambda prediction: prediction.speedup)
-    free = [(one.nodes, one.free_rows_speedup) for one in predictions]
-    words = (
-        f"{name}: {_pays([(one.nodes, one.speedup) for one in predictions])}; "
-        f"{best.speedup:.2f}x with {best.nodes} nodes expected to be "
-        f"the best, {best.tokens_per_round:.2f} tokens in rounds of "
-        f"{best.plain_steps:.2f} plain steps. If rows cost nothing, as on a GPU, it "
-        f"{_pays(free)}; {_highest(free)}"
-    )
-    other = [(one.nodes, one.other_rows_speedup or 0.0) for one in predictions]
-    if best.other_rows_speedup is None:
-        return words
-    return f"{words}. With rows as --row-costs has them it {_pays(other)}; " + (
-        _highest(other)
-    )
-
-
-def _pays(speedups: Sequence[tuple[int, float]]) -> str:
-    faster = [str(nodes) for nodes, speedup in speedups if speedup > 1]
-    return f"pays with {', '.join(faster)} nodes" if faster else "does not pay"
-
-
-def _highest(speedups: Sequence[tuple[int, float]]) -> str:
-    nodes, speedup = max(speedups, key=lambda one: one[1])
-    return f"{speedup:.2f}x with {nodes}"
+    words = []
+    for field, where in {
+        "speedup": "here it",
+        "free_rows_speedup": "if rows cost nothing, as on a GPU, it",
+        "other_rows_speedup": "with rows as --row-costs has them it",
+    }.items():
+        if rows[0][field] is None:
+            continue
+        faster = [str(row["nodes"]) for row in rows if row[field] > 1]
+        pays = f"pays with {', '.join(faster)} nodes" if faster else "does not pay"
+        best = max(rows, key=lambda row, field=field: row[field])
+        words.append(f"{where} {pays}; {best[field]:.2f}x with {best['nodes']}")
+    return f"{name}: {'; '.join(words)}"
 
 
 ERROR_BAR = 0.15
@@ -247,104 +283,3 @@ def words_of_errors(errors: Sequence[float | None]) -> str | None:
         f"{within} of {len(known)} predictions are within {ERROR_BAR:.0%} of what was "
         f"measured; they are off by {max(known):.0%} at most"
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recommendation:
-    """Whether a drafter can win, and what stands in its way."""
-
-    best: Prediction  # the prediction of the best gamma
-    # The best speed-up if something cost nothing, by `theory.Free`; what a round has
-    # besides drafts and rows stays
-    ceilings: dict[theory.Free, float]
-    acceptance: float  # the chance that a first draft is kept
-    cost: float  # seconds that a draft adds, over those of a plain step: the paper's c
-    # Seconds that the whole of a round with gamma 1 takes longer than a plain step,
-    # over those of a plain step: what acceptance must exceed there
-    break_even: float
-
-    @property
-    def can_win(self) -> bool:
-        """Whether any gamma is expected to be faster than autoregressive decoding."""
-        return self.best.speedup > 1
-
-    def row(self, drafter: str) -> dict[str, Any]:
-        """The JSON row."""
-        return {
-            "kind": "plan_recommendation",
-            "drafter": drafter,
-            "can_win": self.can_win,
-            "words": self.words(drafter),
-            **dataclasses.asdict(self),
-        }
-
-    def words(self, drafter: str) -> str:
-        """The recommendation in words."""
-        best = f"{self.best.speedup:.2f}x with gamma {self.best.gamma}"
-        if self.can_win:
-            return f"{drafter}: can win, {best} expected to be the best"
-        free = self.ceilings
-        a, c = f"a = {self.acceptance:.3f}", f"c = {self.cost:.3f}"
-        if not theory.improves(self.acceptance, self.cost):
-            why = (
-                f"A first draft is kept with {a}, which is not above the cost of a "
-                f"draft, {c} plain steps: no gamma pays, even if verification were "
-                "free (Leviathan et al., Corollary 3.9)"
-            )
-        else:
-            why = (
-                f"A first draft is kept with {a}, which is above the cost of a draft, "
-                f"{c} plain steps, as Corollary 3.9 of Leviathan et al. asks. But that "
-                "takes verification to be free: here a whole round with one draft is "
-                f"{self.break_even:.3f} plain steps longer than a plain step, and a "
-                "would have to exceed that"
-            )
-        return (
-            f"{drafter}: cannot win, {best} expected at best. Even with free "
-            f"verification at most {free['verification']:.2f}x, with free drafting "
-            f"{free['drafting']:.2f}x, with both {free['both']:.2f}x. {why}."
-        )
-
-
-def predict(acceptance: Acceptance, costs: costs_lib.RoundCosts) -> list[Prediction]:
-    """A prediction for each gamma from 1 that acceptance is known for."""
-    chances = np.array(acceptance.known, np.float64)
-    tokens = theory.tokens_by_gamma(chances)
-    round_s = _round_s(acceptance, costs)
-    speedup = theory.goodput(chances, round_s) * costs.plain_s
-    return [
-        Prediction(
-            gamma=gamma,
-            tokens_per_round=float(tokens[gamma]),
-            round_s=float(round_s[gamma]),
-            speedup=float(speedup[gamma]),
-        )
-        for gamma in range(1, len(chances) + 1)
-    ]
-
-
-def recommend(acceptance: Acceptance, costs: costs_lib.RoundCosts) -> Recommendation:
-    """The recommendation, over the gammas that acceptance is known for."""
-    best = _best(predict(acceptance, costs))
-    names: tuple[theory.Free, ...] = ("drafting", "verification", "both")
-    free = {
-        name: _best(predict(acceptance, costs.without(name))).speedup for name in names
-    }
-    one = costs.round_s()[1]
-    return Recommendation(
-        best=best,
-        ceilings=free,
-        acceptance=acceptance.known[0],
-        cost=costs.draft_s / costs.plain_s,
-        break_even=float(one / costs.plain_s - 1),
-    )
-
-
-def _best(predictions: list[Prediction]) -> Prediction:
-    return max(predictions, key=lambda prediction: prediction.speedup)
-
-
-def _round_s(acceptance: Acceptance, costs: costs_lib.RoundCosts) -> np.ndarray:
-    """Seconds of a round by gamma, on average; windows that end early cost less."""
-    drafted = np.cumsum([0.0, *acceptance.drafted[: len(acceptance.known)]])
-    return np.array([costs.seconds(n, drafted=d) for n, d in enumerate(drafted)])

@@ -14,17 +14,16 @@ from typing import Any
 from rich import console as rich_console
 
 from experiments.lib import (
+    bench,
     cli,
     costs as costs_lib,
     forced_drafter,
     forced_rounds,
-    planning,
     records,
     steps,
     subjects,
     tables,
     terminal,
-    timing,
 )
 from spec_jax import loading
 from spec_jax.gamma import theory
@@ -85,8 +84,9 @@ def measure_costs(
     )
     costs = {cost.name: cost for cost in steps.all_costs(lm, plan)[0]}
     windows = [steps.ONE_ROW, *(f"{n} active rows" for n in num_rows[1:])]
-    timings = timing.interleave(
-        {name: costs[name].thunk() for name in (steps.PLAIN, *windows, DRAFT_STEP)},
+    names = (steps.PLAIN, *windows, DRAFT_STEP)
+    timings = bench.run(
+        {name: costs[name].case for name in names},
         repeats=repeats,
         after_turn=after_turn,
     )
@@ -102,22 +102,21 @@ def measure_costs(
     return curve, rows
 
 
-def predict(
-    costs: theory.CostCurve, gamma: int, acceptance: float
-) -> planning.Prediction:
-    """What rounds bring that keep this share of their drafts.
-
-    Each draft is kept with one chance, whatever came before it, as the forced ones are.
-    """
-    chance = forced_drafter.conditional(acceptance, gamma)
+def plan_row(costs: theory.CostCurve, measured: dict[str, Any]) -> dict[str, Any]:
+    """Adds to a row of `forced_rounds` what was predicted: each draft is kept with one
+    chance, whatever came before it, as the forced ones are."""
+    gamma = measured["gamma"]
+    chance = forced_drafter.conditional(measured["forced_rate"], gamma)
     tokens = theory.expected_tokens(chance, gamma)
     round_s = float(costs.round_s(gamma)[gamma])
-    return planning.Prediction(
-        gamma=gamma,
-        tokens_per_round=tokens,
-        round_s=round_s,
-        speedup=tokens * costs.plain_s / round_s,
-    )
+    speedup = tokens * costs.plain_s / round_s
+    return measured | {
+        "kind": "plan_forced",
+        "predicted_speedup": speedup,
+        "predicted_tokens_per_round": tokens,
+        "predicted_round_ms": 1e3 * round_s,
+        "relative_error": speedup / measured["speedup"] - 1,
+    }
 
 
 def run(
@@ -139,43 +138,23 @@ def run(
         **records.provenance(),
     }
     with terminal.counted("costs", total=args.cost_repeats + 1) as advance:
-        costs, rows = measure_costs(
-            lm,
-            args.gamma,
-            page_size=args.page_size,
-            repeats=args.cost_repeats,
-            after_turn=advance,
-        )
+        sizes = {"page_size": args.page_size, "repeats": args.cost_repeats}
+        costs, rows = measure_costs(lm, args.gamma, **sizes, after_turn=advance)
     out.write_all(rows)
     tables.print_rows(rows, COSTS, console)
     console.print()
     sizes = {"generated": args.gen_tokens, "page_size": args.page_size}
     runs, found = forced_rounds.make_runs(lm, start=CONTEXT, **sizes), []
-    with terminal.counted("gammas", total=len(args.gamma)) as advance:
-        for gamma in args.gamma:
-            measured = forced_rounds.measure(
-                runs, gamma, args.acceptance, repeats=args.repeats
-            )
-            made = [plan_row(costs, row) for row in measured]
-            out.write_all(made)
-            found += made
-            advance()
+    for gamma in args.gamma:
+        measured = forced_rounds.measure(
+            runs, gamma, args.acceptance, repeats=args.repeats
+        )
+        made = [plan_row(costs, row) for row in measured]
+        out.write_all(made)
+        found += made
     tables.print_rows(found, PLAN, console)
     console.print(NOTE, highlight=False, soft_wrap=True)
     return all(row["equal"] for row in found)
-
-
-def plan_row(costs: theory.CostCurve, measured: dict[str, Any]) -> dict[str, Any]:
-    """The row of a gamma and an acceptance: a row of `forced_rounds`, and what was
-    predicted for its `forced_rate`."""
-    predicted = predict(costs, measured["gamma"], measured["forced_rate"])
-    return measured | {
-        "kind": "plan_forced",
-        "predicted_speedup": predicted.speedup,
-        "predicted_tokens_per_round": predicted.tokens_per_round,
-        "predicted_round_ms": 1e3 * predicted.round_s,
-        "relative_error": predicted.speedup / measured["speedup"] - 1,
-    }
 
 
 COSTS = {

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import optimize
 
-from experiments.lib import files, noise, runs, timing, works
+from experiments.lib import bench, costs, files, noise, runs
 from spec_jax import loading
-from spec_jax.engine import protocols, round as round_lib, state as states
+from spec_jax.engine import protocols, round as round_lib
 from spec_jax.gamma import schedule
 from spec_jax.paging import index
 
@@ -70,22 +70,20 @@ def measure(
         prompt = noise.tokens(context, lm.target.config.vocab_size, seed=slot).tolist()
         request = runs.make_request(lm, settings, prompt)
         state = scheduler.admit(state, slot, request)
-    made: dict[Any, timing.Thunk] = {
-        rows: _step(lm, state, rows=rows, steps=steps) for rows in range(1, most + 1)
-    }
-    most_rounds = jnp.int32(steps)
-    made[_ROUND] = timing.on_copies(
-        lambda state: round_lib.generate(
-            scheduler.speculator, state, max_rounds=most_rounds
-        ),
-        state,
-        calls=steps,
-    )
-    timings = timing.interleave(made, repeats=repeats, after_turn=after_turn)
-    spreads = [timing.spread(timings.seconds[rows]) for rows in range(1, most + 1)]
+    cases: dict[Any, bench.Case] = {}
+    number, how = np.arange(num_slots), {"steps": steps, "num_columns": gamma + 1}
+    for rows in range(1, most + 1):
+        # As evenly over the slots as they go.
+        num_active = rows // num_slots + (number < rows % num_slots)
+        cases[rows] = costs.windows(lm, state.cache, num_active, **how)
+    most_rounds, speculator = jnp.int32(steps), scheduler.speculator
+    run = lambda state: round_lib.generate(speculator, state, max_rounds=most_rounds)
+    cases[_ROUND] = functools.partial(bench.on_copies, run, state, calls=steps)
+    timings = bench.run(cases, repeats=repeats, after_turn=after_turn)
+    spreads = [bench.spread(timings.seconds[rows]) for rows in range(1, most + 1)]
     medians = [each.median for each in spreads]
     step_s = never_falling(medians)
-    round_s = timing.spread(timings.seconds[_ROUND]).median
+    round_s = bench.spread(timings.seconds[_ROUND]).median
     return {
         "kind": KIND,
         "num_slots": num_slots,
@@ -121,23 +119,6 @@ def _capacity(lm, needed: int, page_size: int) -> int:
             f"has {positions}: give fewer --steps or shorter --contexts"
         )
     return capacity
-
-
-def _step(
-    lm: loading.LanguageModel, state: states.State, *, rows: int, steps: int
-) -> timing.Thunk:
-    """Times verification of so many rows, as evenly over the slots as they go."""
-    number = np.arange(state.num_slots)
-    num_active = rows // state.num_slots + (number < rows % state.num_slots)
-    run = functools.partial(
-        works.repeat_forward,
-        lm.target,
-        lm.params,
-        num_active=jnp.asarray(num_active, jnp.int32),
-        num_columns=lm.gamma_max + 1,
-        steps=steps,
-    )
-    return timing.on_copies(lambda kv: run(kv=kv), state.cache, calls=steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,11 +165,14 @@ def read(
     of_run = [
         row for row in rows if all(row.get(key) == described.get(key) for key in SAME)
     ]
-    found = [row for row in of_run if row.get("kind") == KIND]
+    # Of more drafts than are asked for, drafting would seem to take longer.
     fits = [
-        row
-        for row in found
-        if row.get("num_slots") == num_slots and _whole(row, "gamma") >= gamma
+        (row["gamma"], abs(row["context"] - context), number)
+        for number, row in enumerate(of_run)
+        if row.get("kind") == KIND
+        and row.get("num_slots") == num_slots
+        and all(isinstance(row.get(key), int) for key in ("gamma", "context"))
+        and row["gamma"] >= gamma
     ]
     if not fits:
         there = [{key: row.get(key) for key in (*SAME, "num_slots", "gamma")}
@@ -199,10 +183,8 @@ def read(
             f"or more, but of {there or 'nothing'}: measure it by profile_steps.py "
             f"--batch {num_slots} --gamma {gamma}"
         )
+    row = of_run[min(fits)[-1]]
     try:
-        # Of more drafts than are asked for, drafting would seem to take longer.
-        nearest = lambda row: (row["gamma"], abs(row["context"] - context))
-        row = min(fits, key=nearest)
         step_s = schedule.times([row["step_s"][0], *row["step_s"]])
         draft_s = float(row["draft_s"])
         if not 0 <= draft_s < np.inf:
@@ -223,30 +205,23 @@ def read(
     return Profile(step_s=step_s, draft_s=draft_s, **scaling)
 
 
-def _whole(row: Mapping[str, Any], name: str) -> int:
-    """A number of the row; -1 where it has none under the name."""
-    return row[name] if isinstance(row.get(name), int) else -1
-
-
 def _scaling(fitted, *, gamma, temperature) -> dict[str, np.ndarray | None]:
     """A file's calibration of the drafter; None of what it does not have."""
     if not fitted:
         return {"temperatures": None, "shifts": None}
     for row in fitted:
         is_same = np.float32(row["temperature"]) == np.float32(temperature)
-        if is_same and len(row["temperatures"]) >= gamma:
-            row = {"shifts": [0.0] * gamma} | row
-            temperatures, shifts = (
-                np.asarray(row[name][:gamma], np.float32)
-                for name in ("temperatures", "shifts")
-            )
-            is_usable = np.isfinite([temperatures, shifts]).all()
-            if not (is_usable and temperatures.min() > 0):
-                raise ValueError(
-                    f"temperatures {temperatures} and shifts {shifts} of confidences "
-                    "must be finite, and temperatures above 0"
-                )
-            return {"temperatures": temperatures, "shifts": shifts}
+        if not (is_same and len(row["temperatures"]) >= gamma):
+            continue
+        row = {"shifts": [0.0] * gamma} | row
+        found = {
+            name: np.asarray(row[name][:gamma], np.float32)
+            for name in ("temperatures", "shifts")
+        }
+        is_finite = np.isfinite(list(found.values())).all()
+        if not (is_finite and found["temperatures"].min() > 0):
+            raise ValueError(f"{found}: they must be finite, and temperatures above 0")
+        return found
     there = [(row["temperature"], len(row["temperatures"])) for row in fitted]
     raise ValueError(
         f"they are calibrated at (temperature, drafts) {there}, and not at temperature "

@@ -72,24 +72,6 @@ def lower(
     return row
 
 
-def abstract(arguments: Any) -> Any:
-    """Returns the shapes of `arguments`, for tracing within `lower`.
-
-    Without a GPU and from jax 0.11 on, types carry the mesh that Pallas asks. What a
-    trace computes has it; arguments of equal types keep inner functions from being
-    lowered once for arguments and once more for results.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    is_pretended = mesh.abstract_device is not None
-
-    def struct(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-        own = sharding if is_pretended else None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
-
-    return jax.tree.map(struct, arguments)
-
-
 @contextlib.contextmanager
 def _without_gpu() -> Iterator[None]:
     """From jax 0.11 on, Pallas asks the mesh for the GPU, tracing and lowering."""
@@ -133,16 +115,15 @@ def profile(folder: pathlib.Path, name: str, call: Callable[[], Any]) -> list[di
     with jax.profiler.trace(str(folder / name)):
         call()
     path = sorted((folder / name).rglob("*.xplane.pb"))[-1]
+    is_gpu = jax.default_backend() == "gpu"
     took, counts = collections.Counter(), collections.Counter()
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        if "GPU" not in plane.name and jax.default_backend() == "gpu":
-            continue
         for line in plane.lines:
-            if jax.default_backend() == "gpu" and "Stream" not in line.name:
+            if is_gpu and not ("GPU" in plane.name and "Stream" in line.name):
                 continue
             events = list(line.events)
             times = [event.duration_ns for event in events]
-            if jax.default_backend() == "gpu":
+            if is_gpu:
                 times = own_times([(e.start_ns, e.duration_ns) for e in events])
             for event, time_ns in zip(events, times, strict=True):
                 took[event.name] += time_ns

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib import (
+    bench,
     costs as costs_lib,
     forced_drafter,
     outcomes,
     policies,
     runs,
-    timing,
 )
 from spec_jax import loading
 from spec_jax.gamma import policy, simulation
@@ -266,7 +266,7 @@ def live_rows(
             "best_gamma": [row["best_gamma"] for row in found],
         }
         for key in ("seconds", "plain_s", "regret", "speedup"):
-            about |= timing.spread_fields(key, [row[key] for row in found])
+            about |= bench.spread_fields(key, [row[key] for row in found])
         made.append(about)
     return made
 

@@ -13,7 +13,6 @@ than the traces, or of another pair: the speed is then what such acceptance woul
 there. A draft that its confidence ended is charged for the tokens that it has.
 """
 
-import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -32,38 +31,8 @@ charged one for every token, also for those that it looked up; a block drafter a
 share of its pass, which short drafts do not make shorter."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Costs:
-    """The contents of a file of costs."""
-
-    plain_s: float
-    verify_s: Mapping[int, float]
-    # By name of the drafter, 0 of those not named; or one number for all
-    draft_s: Mapping[str, float] | float
-    overhead_s: float = 0.0
-
-    def curve(self, drafter: str) -> theory.CostCurve:
-        """The curve of a drafter.
-
-        Raises:
-          ValueError: times that make no curve.
-        """
-        rows, draft_s = sorted(self.verify_s), self.draft_s
-        if isinstance(draft_s, Mapping):
-            if registry.is_folder(drafter):
-                drafter = registry.kind_of(drafter)
-            draft_s = draft_s.get(drafter, 0.0)
-        return theory.CostCurve(
-            plain_s=self.plain_s,
-            rows=tuple(rows),
-            verify_s=tuple(self.verify_s[n] for n in rows),
-            draft_s=draft_s,
-            overhead_s=self.overhead_s,
-        )
-
-
 def expected_seconds(curve: theory.CostCurve, num_forwards: Sequence[int]) -> float:
-    """Seconds of rounds with so many active rows each: `num_forwards[n]` had `n`.
+    """Returns the seconds of rounds of which `num_forwards[n]` had `n` active rows.
 
     Raises:
       ValueError: a window that is higher than the table of costs.
@@ -75,14 +44,17 @@ def expected_seconds(curve: theory.CostCurve, num_forwards: Sequence[int]) -> fl
 
 
 def read(path: pathlib.Path, drafters: Sequence[str]) -> dict[str, theory.CostCurve]:
-    """The curve of each drafter."""
+    """Reads the curve of each drafter."""
     try:
         text = files.read(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
     try:
-        costs = _parse(text)
-        return {name: costs.curve(name) for name in drafters}
+        try:
+            table = json.loads(text)
+        except json.JSONDecodeError:
+            table = _of_steps([json.loads(line) for line in text.splitlines()])
+        return {name: _curve(table, name) for name in drafters}
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
         raise ValueError(
@@ -91,33 +63,36 @@ def read(path: pathlib.Path, drafters: Sequence[str]) -> dict[str, theory.CostCu
         ) from None
 
 
-def _parse(text: str) -> Costs:
-    """Of either kind of file; raises whatever is the matter."""
-    try:
-        table = json.loads(text)
-    except json.JSONDecodeError:
-        return _of_steps([json.loads(line) for line in text.splitlines()])
-    return Costs(
-        draft_s=table["draft_s"],
+def _curve(table: Mapping[str, Any], drafter: str) -> theory.CostCurve:
+    """Returns the curve of a drafter; raises whatever is the matter."""
+    draft_s = table["draft_s"]
+    if isinstance(draft_s, Mapping):
+        kind = registry.kind_of(drafter) if registry.is_folder(drafter) else drafter
+        draft_s = draft_s.get(kind, 0.0)
+    windows = sorted((int(rows), s) for rows, s in table["verify_s"].items())
+    rows, verify_s = zip(*windows, strict=True)
+    return theory.CostCurve(
         plain_s=table["plain_s"],
-        verify_s={int(rows): seconds for rows, seconds in table["verify_s"].items()},
+        rows=rows,
+        verify_s=verify_s,
+        draft_s=draft_s,
         overhead_s=table.get("overhead_s", 0.0),
     )
 
 
-def _of_steps(rows: Sequence[Any]) -> Costs:
-    """Of the rows of `latency.py`."""
+def _of_steps(rows: Sequence[Any]) -> dict[str, Any]:
+    """Makes a table of the rows of `latency.py`."""
     steps = [row for row in rows if row["kind"] == "step"]
     seconds = {row["step"]: row["ms"] / 1e3 for row in steps}
     if len(seconds) < len(steps):
         raise ValueError("the rows of several runs")
-    plain_s, draft_s = seconds["plain step"], seconds["draft step"]
     windows = {
-        "1 active row" if n == 1 else f"{n} active rows": n
-        for n in {row["num_active"] for row in steps} - {None}
+        row["num_active"]: seconds[row["step"]]
+        for row in steps
+        if row["step"] in ("1 active row", f"{row['num_active']} active rows")
     }
-    return Costs(
-        plain_s=plain_s,
-        verify_s={n: seconds[name] for name, n in windows.items() if name in seconds},
-        draft_s=dict.fromkeys(WITH_DRAFT_STEPS, draft_s),
-    )
+    return {
+        "plain_s": seconds["plain step"],
+        "verify_s": windows,
+        "draft_s": dict.fromkeys(WITH_DRAFT_STEPS, seconds["draft step"]),
+    }

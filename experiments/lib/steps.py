@@ -1,21 +1,18 @@
 """Step costs: a plain step, a slab with several active rows, a draft step, a round.
 
-Many steps are one compiled call, so that the cost of dispatching a call is not
-measured; on a GPU the loop around them is, as it is in a generation. A context of `n`
-means that the first step attends to `n` positions. Caches are full of noise, and any
-length can be declared valid: what a step costs depends on lengths, not on what the
-cache holds.
+Caches are full of noise, and any length can be declared valid: what a step costs
+depends on lengths, not on what the cache holds. Calls and contexts are as in `works`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from experiments.lib import noise, subjects, timing, works
+from experiments.lib import bench, noise, subjects, works
 from spec_jax import loading
 from spec_jax.engine import protocols
 from spec_jax.model import (
@@ -33,7 +30,6 @@ PLAIN = "plain step"
 ONE_ROW = "1 active row"
 READ = "read of its bytes"
 LARGE_READ = "read of 256 MiB"
-NEW_CACHE = "new cache"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,9 +37,9 @@ class Cost:
     """Something whose cost is measured."""
 
     name: str  # unique; as the table shows it
-    ratio_to: str  # name of the cost that it is compared with
+    ratio_to: str = PLAIN  # name of the cost that it is compared with
     work: works.Work | None = None  # a compiled call, or
-    timed: timing.Thunk | None = None  # a thunk, where it is something else
+    timed: bench.Case | None = None  # where it is something else
     # Positions that the first step attends to, where that matters
     context: int | None = None
     num_active: int | None = None  # active rows, where that matters
@@ -51,8 +47,10 @@ class Cost:
     num_bytes: int | None = None  # that one must read, where that is known
     drafts: int | None = None  # of a proposal, one of which is timed
 
-    def thunk(self) -> timing.Thunk:
-        return self.timed or self.work.thunk()
+    @property
+    def case(self) -> bench.Case:
+        """Makes its thunk, for `bench.run`."""
+        return self.timed or self.work.thunk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +60,7 @@ class Plan:
     # Of a plain step; everything else is measured at the first of them
     contexts: Sequence[int]
     page_size: int
-    steps: int
+    steps: int  # of one timed call
     # Active rows at the first context; the most of them at all others too. None: up to
     # the drafter's longest window, at the first context only.
     rows: Sequence[int] | None = None
@@ -94,47 +92,47 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
             f"{plan.steps} steps in a context of {longest} need {capacity} "
             f"positions, the model has {positions}"
         )
-    sizes = works.Sizes(capacity=capacity, page_size=plan.page_size, steps=plan.steps)
-    cache = _cache(lm.target, sizes, plan.as_shapes)
-    shared = lm.target, lm.params, sizes
-    first = plan.contexts[0]
-
-    def plain(context: int) -> Cost:
-        return Cost(
-            name=PLAIN if context == first else f"{PLAIN} at {context}",
-            work=works.plain_steps(
-                *shared, context, cache=cache, settings=plan.sampling
-            ),
-            ratio_to=PLAIN,
-            context=context,
-            num_bytes=_bytes(*shared[:2], context),
-        )
-
-    def window(n: int, context: int) -> Cost:
-        suffix = "" if context == first else f" at {context}"
-        return Cost(
-            name=(ONE_ROW if n == 1 else f"{n} active rows") + suffix,
-            work=works.windows(*shared, context, num_active=n, cache=cache),
-            ratio_to=(ONE_ROW if ones else PLAIN) if not suffix else PLAIN,
-            context=context,
-            num_active=n,
-            num_bytes=_bytes(*shared[:2], context),
-        )
-
-    rows = plan.rows
+    sizes = {"capacity": capacity, "page_size": plan.page_size}
+    make = jax.eval_shape if plan.as_shapes else lambda call: call()
+    cache = make(functools.partial(noise.noisy_cache, lm.target, **sizes))
+    model, first, rows = (lm.target, lm.params), plan.contexts[0], plan.rows
+    text, steps = works.text_of(lm.target, capacity), plan.steps
+    own = functools.partial(works.windows, *model, steps=steps, cache=cache)
     if rows is None:
         rows = range(1, gamma_max + 2) if gamma_max else ()
     if plan.tree_rows and 1 not in rows:  # What a tall slab is compared with.
         rows = (1, *rows)
-    ones = 1 in rows
+
+    def plain(context: int) -> Cost:
+        how = {"steps": steps, "cache": cache, "settings": plan.sampling}
+        return Cost(
+            name=PLAIN if context == first else f"{PLAIN} at {context}",
+            work=works.plain_steps(*model, text, context, **how),
+            context=context,
+            num_bytes=_bytes(*model, context),
+        )
+
+    def window(n: int, context: int) -> Cost:
+        is_first = context == first
+        name = ONE_ROW if n == 1 else f"{n} active rows"
+        return Cost(
+            name=name if is_first else f"{name} at {context}",
+            work=own(context, num_active=n),
+            ratio_to=ONE_ROW if 1 in rows and is_first else PLAIN,
+            context=context,
+            num_active=n,
+            num_bytes=_bytes(*model, context),
+        )
+
     group = [plain(first), *(window(n, first) for n in rows)]
     for n in plan.tree_rows:
-        group += _tree_costs(*shared, first, num_rows=n, cache=cache)
+        move = works.moves(lm.target, first, steps=steps, num_rows=n, cache=cache)
+        group += _tree_costs(own, move, first, num_rows=n)
     if lm.drafter is not None:
-        group += _drafter_costs(lm, sizes, first, cache, plan)
-    group += [_prefill(*shared, n) for n in plan.prefills if not plan.as_shapes]
+        memory = make(functools.partial(noise.noisy_memory, lm.drafter, **sizes))
+        group += _drafter_costs(lm, text, (cache, memory), plan)
     if not plan.as_shapes:
-        group += _traffic(lm, sizes)
+        group += _others(lm, plan, sizes)
     others = [
         [plain(first), plain(c), *([window(max(plan.rows), c)] if plan.rows else [])]
         for c in plan.contexts[1:]
@@ -142,76 +140,60 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
     return [group, *others]
 
 
-def _traffic(lm: loading.LanguageModel, sizes: works.Sizes) -> list[Cost]:
-    """Plain reads, and a new cache."""
+def _others(lm: loading.LanguageModel, plan: Plan, sizes: dict) -> Iterator[Cost]:
+    """Yields prefills, by whatever prefill the model has, and plain reads."""
+    for count in plan.prefills:
+        prompt = noise.tokens(count, lm.target.config.vocab_size).tolist()
+        prefill = lambda kv, p=prompt: prompt_lib.prefill(lm.target, lm.params, kv, p)
+        new_cache = functools.partial(lm.target.new_cache, **sizes)
+        timed = functools.partial(bench.stopwatch, prefill, new_cache)
+        yield Cost(name=f"prefill of {count}", timed=timed, context=count)
     num_bytes = subjects.step_bytes(lm.params)
-    read = timing.read(num_bytes)
-    made = [Cost(name=READ, timed=read, ratio_to=PLAIN, num_bytes=num_bytes)]
-    if num_bytes < timing.LARGE_READ_BYTES:
-        large = timing.read(timing.LARGE_READ_BYTES)
-        made.append(Cost(name=LARGE_READ, timed=large, ratio_to=PLAIN))
-    new_cache = functools.partial(
-        lm.target.new_cache, capacity=sizes.capacity, page_size=sizes.page_size
-    )
-    allocate = timing.stopwatch(lambda _: new_cache())
-    return [*made, Cost(name=NEW_CACHE, timed=allocate, ratio_to=PLAIN)]
+    read = functools.partial(bench.read, num_bytes)
+    yield Cost(name=READ, timed=read, num_bytes=num_bytes)
+    if num_bytes < bench.LARGE_READ_BYTES:
+        large = functools.partial(bench.read, bench.LARGE_READ_BYTES)
+        yield Cost(name=LARGE_READ, timed=large)
 
 
 def _drafter_costs(
-    lm: loading.LanguageModel, sizes: works.Sizes, context: int, cache: Any, plan: Plan
-) -> list[Cost]:
-    """A draft step, and rounds of each gamma."""
-    make = functools.partial(
-        noise.noisy_memory,
-        lm.drafter,
-        capacity=sizes.capacity,
-        page_size=sizes.page_size,
+    lm: loading.LanguageModel, text: jax.Array, caches: Any, plan: Plan
+) -> Iterator[Cost]:
+    """Yields a draft step, and rounds of each gamma."""
+    context, steps, most = plan.contexts[0], plan.steps, lm.gamma_max
+    yield Cost(
+        name="draft step",
+        work=works.proposals(lm, text, context, steps=steps, memory=caches[1]),
+        context=context,
+        num_active=1,
+        num_bytes=_pass_bytes(lm, context) // most,
+        drafts=most,
     )
-    own = jax.eval_shape(make) if plan.as_shapes else make()
-    pass_bytes = _pass_bytes(lm, context)
-    made = [
-        Cost(
-            name="draft step",
-            work=works.proposals(lm, sizes, context, memory=own),
-            ratio_to=PLAIN,
-            context=context,
-            num_active=1,
-            num_bytes=pass_bytes // lm.gamma_max,
-            drafts=lm.gamma_max,
-        )
-    ]
-    both = cache, own
-    gammas = range(1, lm.gamma_max + 1) if plan.gammas is None else plan.gammas
-    for gamma in gammas:
+    for gamma in range(1, most + 1) if plan.gammas is None else plan.gammas:
         work = works.rounds(
-            lm, sizes, context, gamma, caches=both, settings=plan.sampling
+            lm,
+            text,
+            context,
+            gamma,
+            # Far enough that no round is cut short.
+            limit=context + steps * (gamma + 1),
+            caches=caches,
+            max_rounds=steps,
+            settings=plan.sampling,
         )
-        made.append(
-            Cost(
-                name=f"round, gamma {gamma}",
-                work=work,
-                ratio_to=PLAIN,
-                context=context,
-                gamma=gamma,
-            )
-        )
-    return made
+        about = {"context": context, "gamma": gamma}
+        yield Cost(name=f"round, gamma {gamma}", work=work, **about)
 
 
-def _tree_costs(model, params, sizes, context, *, num_rows, cache) -> list[Cost]:
-    """What trees of so many rows cost: all rows, one of them, and the kept path."""
-    window = functools.partial(
-        works.windows, model, params, sizes, context, cache=cache, num_columns=num_rows
-    )
+def _tree_costs(window, move, context, *, num_rows) -> list[Cost]:
+    """Returns costs of a tree of so many rows: all, one of them, and the kept path."""
+    window = functools.partial(window, context, num_columns=num_rows)
     chain, path = f"{num_rows} chain rows", num_rows.bit_length() - 1
     parts = {
         chain: (window(num_active=num_rows), PLAIN),
         f"{num_rows} tree rows": (window(num_active=num_rows, is_tree=True), chain),
         f"1 of {num_rows} tree rows": (window(num_active=1, is_tree=True), ONE_ROW),
-        f"moving {path} of {num_rows} tree rows": (
-            works.moves(model, sizes, context, num_rows=num_rows, cache=cache),
-            PLAIN,
-        ),
+        f"moving {path} of {num_rows} tree rows": (move, PLAIN),
     }
     return [
         Cost(name=name, work=work, ratio_to=ratio_to, context=context)
@@ -219,26 +201,8 @@ def _tree_costs(model, params, sizes, context, *, num_rows, cache) -> list[Cost]
     ]
 
 
-def _prefill(model, params, sizes, num_tokens) -> Cost:
-    """A prompt's K/V, by whatever prefill the model has; seconds of a prompt."""
-    prompt = noise.tokens(num_tokens, model.config.vocab_size).tolist()
-    timed = timing.stopwatch(
-        lambda kv: prompt_lib.prefill(model, params, kv, prompt),
-        lambda: model.new_cache(capacity=sizes.capacity, page_size=sizes.page_size),
-    )
-    name = f"prefill of {num_tokens}"
-    return Cost(name=name, timed=timed, ratio_to=PLAIN, context=num_tokens)
-
-
-def _cache(model: row_model.RowModel, sizes: works.Sizes, as_shapes: bool) -> Any:
-    """A cache of noise, or its shape."""
-    sizes = {"capacity": sizes.capacity, "page_size": sizes.page_size}
-    make = functools.partial(noise.noisy_cache, model, **sizes)
-    return jax.eval_shape(make) if as_shapes else make()
-
-
 def _bytes(model: row_model.RowModel, params: params_lib.Params, context: int) -> int:
-    """Bytes of weights, and of keys and values, that a step reads."""
+    """Returns the bytes of weights, and of keys and values, that a step reads."""
     return subjects.step_bytes(params) + context * cache_bytes(model.config)
 
 
@@ -255,32 +219,26 @@ def _pass_bytes(lm: loading.LanguageModel, context: int) -> int:
 
 
 def cache_bytes(config: config_lib.Qwen3Config) -> int:
-    """Keys and values of one position, all layers."""
+    """Returns the bytes of keys and values of one position, all layers."""
     itemsize = jnp.dtype(config.dtype).itemsize
     heads = config.num_kv_heads * config.head_dim
     return 2 * config.num_layers * heads * itemsize
 
 
-def rows(costs: Sequence[Cost], timings: timing.Timings) -> list[dict[str, Any]]:
-    """A JSON row of each cost; ratios are medians over the turns."""
+def rows(costs: Sequence[Cost], timings: bench.Timings) -> list[dict[str, Any]]:
+    """Returns a JSON row of each cost; ratios are medians over the turns."""
     made = []
     for cost in costs:
-        seconds = timings.seconds[cost.name]
-        ratio = timing.ratios(seconds, timings.seconds[cost.ratio_to])
-        median = timing.spread(seconds).median
         row = {
             "kind": "step",
             "step": cost.name,
             "context": cost.context,
             "num_active": cost.num_active,
             "gamma": cost.gamma,
-            **timing.spread_fields("ms", [1e3 * s for s in seconds]),
-            **timing.spread_fields("ratio", ratio),
+            **timings.row(cost.name, "ms", ratio_to=cost.ratio_to),
             "ratio_to": cost.ratio_to,
-            "gb_s": cost.num_bytes and cost.num_bytes / median / 1e9,
-            "n": len(seconds),
-            "warm_up_s": timings.warm_up[cost.name],
         }
+        row["gb_s"] = cost.num_bytes and cost.num_bytes / row["ms"] / 1e6
         if cost.drafts:
             row |= {"drafts": cost.drafts, "pass_bytes": cost.drafts * cost.num_bytes}
         made.append(row)
@@ -290,23 +248,23 @@ def rows(costs: Sequence[Cost], timings: timing.Timings) -> list[dict[str, Any]]
 def bandwidth(
     params: params_lib.Params, seconds: dict[str, Sequence[float]]
 ) -> dict[str, float | int | bool | None]:
-    """What a plain step achieves of what a plain read of as many bytes does.
+    """Compares a plain step with plain reads, in bytes a second.
 
     Args:
       seconds: of `PLAIN`, `READ` and `LARGE_READ` in each turn; weights that are large
         enough themselves are not read a second time.
     """
-    num_bytes, cache = subjects.step_bytes(params), timing.cache_bytes()
+    num_bytes, cache = subjects.step_bytes(params), bench.cache_bytes()
     step_s, read_s = seconds[PLAIN], seconds[READ]
-    large_bytes = max(num_bytes, timing.LARGE_READ_BYTES)
+    large_bytes = max(num_bytes, bench.LARGE_READ_BYTES)
     large_read_s = seconds.get(LARGE_READ, read_s)
     return {
         "step_bytes": num_bytes,
         "last_level_cache_bytes": cache,
         "fits_in_cache": None if cache is None else num_bytes <= cache,
-        "read_gb_s": num_bytes / timing.spread(read_s).median / 1e9,
+        "read_gb_s": num_bytes / bench.spread(read_s).median / 1e9,
         "read_best_gb_s": num_bytes / min(read_s) / 1e9,
-        "memory_gb_s": large_bytes / timing.spread(large_read_s).median / 1e9,
-        "achieved_gb_s": num_bytes / timing.spread(step_s).median / 1e9,
-        "bandwidth_share": timing.spread(timing.ratios(read_s, step_s)).median,
+        "memory_gb_s": large_bytes / bench.spread(large_read_s).median / 1e9,
+        "achieved_gb_s": num_bytes / bench.spread(step_s).median / 1e9,
+        "bandwidth_share": bench.spread(bench.ratios(read_s, step_s)).median,
     }

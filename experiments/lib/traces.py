@@ -264,10 +264,6 @@ def _taken_up(path, header, prepared) -> tuple[list[PromptTrace], int]:
     return known, len(held)
 
 
-_LEAST = {"slab": 2, "gen_tokens": 1, "page_size": 1, "num_prompts": 1}
-"""Of fields that count something."""
-
-
 def read(
     path: pathlib.Path, *, is_complete: bool = True
 ) -> tuple[Header, list[PromptTrace]]:
@@ -280,18 +276,35 @@ def read(
       ValueError: a file that cannot be read, is empty, damaged, of another format or
         of something else; one line says where, and how to mend it.
     """
-    again = "; write traces with replay.py --record"
-    rows = files.read_rows(path, hint=again)
+    again = "write traces with replay.py --record"
+    rows = files.read_rows(path, hint=f"; {again}")
     if not rows:
-        raise ValueError(f"{path}: is empty{again}")
-    first, *others = rows.items()
-    header = _header(path, *first)
-    traces = [
-        _prompt_trace(f"{path}, line {number}", row, header) for number, row in others
-    ]
-    if len(traces) > header.num_prompts or (
-        is_complete and len(traces) < header.num_prompts
-    ):
+        raise ValueError(f"{path}: is empty; {again}")
+    (number, first), *others = rows.items()
+    kind, form = first.get("kind"), first.get("format")
+    if (kind, form) != ("traces", FORMAT):
+        raise ValueError(
+            f"{path}: has no header of traces of format {FORMAT}, but {kind!r} of "
+            f"format {form!r}; {again}"
+        )
+    header = _checked(first, Header, f"{path}, line {number}")
+    traces = []
+    for number, row in others:
+        where = f"{path}, line {number}"
+        if row.get("kind") != "trace":
+            raise ValueError(f"{where}: is no trace; remove the line, or record again")
+        trace = _checked(row, PromptTrace, where)
+        count, size = len(trace.generated_ids), header.vocab_size
+        outside = [token for token in trace.text if not 0 <= token < size]
+        if count != header.gen_tokens or outside or not trace.prompt_ids:
+            raise ValueError(
+                f"{where}: has {len(trace.prompt_ids)} and {count} generated tokens, "
+                f"{outside[:1]} of them outside the vocabulary [0, {size}); the header "
+                f"says {header.gen_tokens} generated; record again"
+            )
+        traces.append(trace)
+    lacking = header.num_prompts - len(traces)
+    if lacking < 0 or (is_complete and lacking):
         raise ValueError(
             f"{path}: has traces of {len(traces)} prompts, and its header says "
             f"{header.num_prompts}; run replay.py --record again, which takes up an "
@@ -300,50 +313,21 @@ def read(
     return header, traces
 
 
-def _header(path: pathlib.Path, number: int, row: Mapping[str, Any]) -> Header:
-    if row.get("kind") != "traces":
-        raise ValueError(
-            f"{path}: does not begin with a header of traces; name a file that "
-            "replay.py --record wrote"
-        )
-    if row.get("format") != FORMAT:
-        raise ValueError(
-            f"{path}: traces of format {row.get('format')!r}, and this is {FORMAT}; "
-            "record them again"
-        )
-    where = f"{path}, line {number}"
-    header = files.checked(row, Header, where)
-    for name, least in _LEAST.items():
-        if getattr(header, name) < least:
-            raise ValueError(
-                f"{where}: {name}={getattr(header, name)} must be at least {least}; "
-                "record again"
-            )
-    try:
-        header.settings  # noqa: B018
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}; record again") from None
-    return header
-
-
-def _prompt_trace(where: str, row: Mapping[str, Any], header: Header) -> PromptTrace:
-    if row.get("kind") != "trace":
-        raise ValueError(f"{where}: is no trace; remove the line, or record again")
-    trace = files.checked(row, PromptTrace, where)
-    if not trace.prompt_ids:
-        raise ValueError(f"{where}: the prompt is empty; record again")
-    if len(trace.generated_ids) != header.gen_tokens:
-        raise ValueError(
-            f"{where}: has {len(trace.generated_ids)} generated tokens, and the header "
-            f"says {header.gen_tokens}; record again"
-        )
-    worst = max(trace.text) if min(trace.text) >= 0 else min(trace.text)
-    if not 0 <= worst < header.vocab_size:
-        raise ValueError(
-            f"{where}: has token {worst}, outside the vocabulary [0, "
-            f"{header.vocab_size}); record again"
-        )
-    return trace
+def _checked(row: Mapping[str, Any], kind: type, where: str) -> Any:
+    """The row as a dataclass; a header that no run can have had is refused."""
+    made = files.checked(row, kind, where)
+    if kind is Header:
+        sizes = {"slab": made.slab - 1} | {
+            name: getattr(made, name)
+            for name in ("gen_tokens", "page_size", "num_prompts")
+        }
+        try:
+            made.settings  # noqa: B018
+            if min(sizes.values()) < 1:
+                raise ValueError(f"sizes are too small: {sizes}, of the slab less 1")
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}; record again") from None
+    return made
 
 
 def _shown(value: Any) -> str:

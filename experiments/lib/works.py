@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from experiments.lib import noise, timing
-from spec_jax import compilation, tree as tree_lib
+from experiments.lib import bench, noise
+from spec_jax import compilation, loading, tree as tree_lib
 from spec_jax.drafters import each
 from spec_jax.engine import (
     baseline,
@@ -26,8 +26,6 @@ from spec_jax.engine import (
     state as states,
 )
 from spec_jax.model import row_model
-from spec_jax.paging import cache as paged
-from spec_jax.rules import sampling as sampling_lib
 
 
 MOVES = 20
@@ -36,115 +34,149 @@ there are steps the call would take most of the time that is measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes that all thunks share, so that contexts share executables."""
-
-    capacity: int  # positions of each cache
-    page_size: int
-    steps: int  # steps of one call
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """A compiled call, in two parts that can be traced without running."""
+    """A compiled call that can be run, and traced without running."""
 
     program: str  # what is compiled; contexts, rows and gammas are data, and share it
     function: Callable  # of jit, by which it is compiled
-    params: Any  # second argument of `apply`
     caches: Any  # or their shapes; they stay as they are
     prepare: Callable[[Any], Any]  # `caches -> state`, of copies; not timed
-    # `(function, params, state) -> outputs`: calls `function` once, which donates the
-    # state. It is given `function.trace` too, and so what is compiled ahead is found.
-    apply: Callable[[Callable, Any, Any], Any]
+    # `(function, state) -> outputs`: calls `function` once, which donates the state. It
+    # is given `function.trace` too, and so what is compiled ahead is found.
+    apply: Callable[[Callable, Any], Any]
     calls: int  # how often `function` does what is to be timed
-
-    def run(self, params: Any, state: Any) -> Any:
-        """Calls it; donates the state."""
-        return self.apply(self.function, params, state)
 
     def once(self) -> Any:
         """Prepares and calls it."""
-        return self.run(self.params, self.prepare(self.caches))
+        return self.apply(self.function, self.prepare(self.caches))
 
-    def thunk(self) -> timing.Thunk:
-        """Seconds of one."""
-        run = functools.partial(self.run, self.params)
+    def thunk(self, *, warms: bool = True) -> bench.Thunk:
+        """Returns what times one; `warms` as of `bench.stopwatch`."""
+        run = functools.partial(self.apply, self.function)
         prepare = functools.partial(self.prepare, self.caches)
-        return timing.stopwatch(
-            run, lambda: timing.warmed(run, prepare), calls=self.calls
-        )
+        return bench.stopwatch(run, prepare, calls=self.calls, warms=warms)
 
     def trace(self) -> jax.stages.Traced:
-        """The timed call as a program; arrays may be shapes."""
+        """Traces the timed call; arrays may be shapes."""
         state = jax.eval_shape(self.prepare, self.caches)
-        return self.apply(self.function.trace, self.params, state)
+        return self.apply(self.function.trace, state)
 
 
-def proposals(lm, sizes, context, *, memory) -> Work:
-    """Proposals of `gamma_max` drafts as rounds ask for them, each a token further."""
-    drafter, gamma = each.lift(lm.drafter, 1), lm.gamma_max
-    config, text = lm.target.config, text_of(lm.target, sizes)
-    num_taps = len(protocols.taps_of(drafter))
-    shape = sizes.capacity, num_taps, config.hidden_size
+def plain_steps(
+    model, params, tokens, context, *, steps, cache, settings=None, program=None
+) -> Work:
+    """Decodes `steps` tokens after the first `context` of a text `[max_len]`."""
+    most = jnp.int32(steps)
 
-    def apply(function, params, memory):
-        return function(
-            drafter,
-            params,
-            memory,
-            tokens=text[None],
-            features=jnp.ones(shape, config.dtype) if num_taps else None,
-            sampling=None,
-            start=jnp.int32(context),
-            gamma=jnp.int32(gamma),
-            steps=jnp.int32(sizes.steps),
-            stride=jnp.int32(1),
-        )
-
-    return Work(
-        program="draft: proposals",
-        function=propose_along,
-        params=lm.drafter_params,
-        caches=memory,
-        prepare=lambda memory: noise.memory_at(memory, context),
-        apply=apply,
-        calls=sizes.steps * gamma,
-    )
-
-
-def plain_steps(model, params, sizes, context, *, cache, settings=None) -> Work:
-    most = jnp.int32(sizes.steps)
-
-    def prepare(kv: paged.PagedKV) -> baseline.DecodeState:
+    def prepare(kv):
         return baseline.init_state(
-            text_of(model, sizes),
+            jnp.copy(tokens),
             length=jnp.int32(context),
-            limit=jnp.int32(context + sizes.steps),
+            limit=jnp.int32(context + steps),
             cache=noise.at_length(kv, context - 1),
             stop_ids=no_stop(),
             sampling=settings,
         )
 
     return Work(
-        program="target: plain steps",
+        program=program or "target: plain steps",
         function=baseline.generate,
-        params=params,
         caches=cache,
         prepare=prepare,
-        apply=lambda f, params, state: f(model, params, state, max_steps=most),
-        calls=sizes.steps,
+        apply=lambda f, state: f(model, params, state, max_steps=most),
+        calls=steps,
     )
 
 
-def moves(model, sizes, context, *, num_rows, cache) -> Work:
+def rounds(
+    lm: loading.LanguageModel,
+    tokens: jax.Array,
+    context: int,
+    gamma: int,
+    *,
+    limit: int,
+    caches: Any,
+    max_rounds: int,
+    settings: Any = None,
+    memory_at: Callable[[Any, int], Any] = noise.memory_at,
+    program: str = "rounds",
+) -> Work:
+    """Runs whole rounds of `gamma` drafts: draft, verify, commit, truncate.
+
+    Args:
+      tokens: a text `[max_len]`; rounds follow its first `context` tokens, up to
+        `limit` tokens or `max_rounds`.
+      caches: of the target, and the drafter's memory.
+      memory_at: the memory as a round finds it after so many tokens.
+    """
+    target = rows_lib.SlotRows(model=lm.target, num_slots=1)
+    drafter, most = each.lift(lm.drafter, 1), jnp.int32(max_rounds)
+
+    def prepare(caches) -> states.State:
+        kv, memory = caches
+        slots = one_slot(
+            tokens,
+            length=jnp.int32(context),
+            limit=jnp.int32(limit),
+            gamma=jnp.int32(gamma),
+            gamma_max=lm.gamma_max,
+            depth_max=protocols.depth_max(lm.drafter),
+            sampling=settings,
+        )
+        kv = noise.at_length(kv, context - 1)
+        return states.State(slots=slots, cache=kv, memory=memory_at(memory, context))
+
+    def apply(function, state):
+        params = lm.params, lm.drafter_params
+        speculator = round_lib.Speculator(params=params, target=target, drafter=drafter)
+        return function(speculator, state, max_rounds=most)
+
+    return Work(
+        program=program,
+        function=round_lib.generate,
+        caches=caches,
+        prepare=prepare,
+        apply=apply,
+        calls=max_rounds,
+    )
+
+
+def proposals(lm, tokens, context, *, steps, memory) -> Work:
+    """Proposes `gamma_max` drafts as rounds ask for them, each time a token further."""
+    drafter, gamma = each.lift(lm.drafter, 1), lm.gamma_max
+    config, num_taps = lm.target.config, len(protocols.taps_of(lm.drafter))
+    shape = tokens.shape[0] - 1, num_taps, config.hidden_size
+
+    def apply(function, memory):
+        return function(
+            drafter,
+            lm.drafter_params,
+            memory,
+            tokens=tokens[None],
+            features=jnp.ones(shape, config.dtype) if num_taps else None,
+            sampling=None,
+            start=jnp.int32(context),
+            gamma=jnp.int32(gamma),
+            steps=jnp.int32(steps),
+            stride=jnp.int32(1),
+        )
+
+    return Work(
+        program="draft: proposals",
+        function=propose_along,
+        caches=memory,
+        prepare=lambda memory: noise.memory_at(memory, context),
+        apply=apply,
+        calls=steps * gamma,
+    )
+
+
+def moves(model, context, *, steps, num_rows, cache) -> Work:
     """Moves the path to the last column of a tree, `MOVES` times a step."""
     target = rows_lib.SlotRows(model=model, num_slots=1)
     path = tree_lib.path_to(_two_children(num_rows), num_rows - 1)[1:]
     columns, start = jnp.asarray(path, jnp.int32)[None], context - 1
-    calls = MOVES * sizes.steps
-
-    def prepare(kv: paged.PagedKV) -> paged.PagedKV:
-        return noise.at_length(kv, start + num_rows)
+    calls = MOVES * steps
 
     @functools.partial(compilation.jit, donate_argnums=0)
     def run(kv):
@@ -159,55 +191,32 @@ def moves(model, sizes, context, *, num_rows, cache) -> Work:
     return Work(
         program=f"target: moves of {num_rows}",
         function=run,
-        params=None,
         caches=cache,
-        prepare=prepare,
-        apply=lambda f, params, kv: f(kv),
+        prepare=lambda kv: noise.at_length(kv, start + num_rows),
+        apply=lambda f, kv: f(kv),
         calls=calls,
     )
 
 
 def _two_children(num_rows: int) -> np.ndarray:
-    """The parents of a tree in which each node has two children, level by level."""
+    """Returns the parents of a tree of two children a node, level by level."""
     return np.maximum(np.arange(num_rows, dtype=np.int32) - 1, 0) // 2
 
 
 def windows(
-    model,
-    params,
-    sizes,
-    context,
-    *,
-    num_active,
-    cache,
-    num_columns=None,
-    is_tree=False,
+    model, params, context, *, steps, num_active, cache, num_columns=None, is_tree=False
 ) -> Work:
+    """Verifies the same window `steps` times, as `repeat_forward`."""
     live = jnp.int32(num_active)
-
-    def prepare(kv: paged.PagedKV) -> paged.PagedKV:
-        return noise.at_length(kv, context - 1)
-
-    def apply(function, params, kv):
-        return function(
-            model,
-            params,
-            kv,
-            num_active=live,
-            steps=sizes.steps,
-            num_columns=num_columns,
-            is_tree=is_tree,
-        )
-
+    how = {"steps": steps, "num_columns": num_columns, "is_tree": is_tree}
     kind = f" of {num_columns} {'tree' if is_tree else 'chain'} rows"
     return Work(
         program="target: windows" + (kind if num_columns else ""),
         function=repeat_forward,
-        params=params,
         caches=cache,
-        prepare=prepare,
-        apply=apply,
-        calls=sizes.steps,
+        prepare=lambda kv: noise.at_length(kv, context - 1),
+        apply=lambda f, kv: f(model, params, kv, num_active=live, **how),
+        calls=steps,
     )
 
 
@@ -238,13 +247,10 @@ def repeat_forward(
 
     def step(carry, _):
         kv, tokens = carry
-        kv, verified = target.verify(
-            params,
-            kv,
-            protocols.Window(
-                tokens=tokens, start=start, num_active=num_active, **shape
-            ),
+        window = protocols.Window(
+            tokens=tokens, start=start, num_active=num_active, **shape
         )
+        kv, verified = target.verify(params, kv, window)
         chosen = target.choose(verified.logits, verified.num_active)
         # Each step's tokens come from the step before it, as in decoding. With fixed
         # ones XLA could move the first layer out of the loop.
@@ -258,22 +264,13 @@ def repeat_forward(
 
 @functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
 def propose_along(
-    drafter: protocols.SlotDrafter,
-    params: protocols.Params,
-    memory: protocols.Memory,
-    *,
-    tokens: Int[Array, "1 max_len"],
-    features: Float[Array, "T taps D"] | None,
-    sampling: protocols.Sampling,
-    start: Int[Array, ""],
-    gamma: Int[Array, ""],
-    steps: Int[Array, ""],
-    stride: Int[Array, ""],
+    drafter, params, memory, *, tokens, features, sampling, start, gamma, steps, stride
 ) -> tuple[protocols.Memory, Int[Array, ""]]:
     """Proposes `steps` times, each time `stride` committed tokens further.
 
     Args:
-      features: of the text, for a drafter that reads the target.
+      tokens: a text `[1, max_len]`, of which `start` tokens are committed.
+      features: of the text `[T, taps, D]`, for a drafter that reads the target.
     """
     asked = jnp.ones((1,), bool)
 
@@ -296,13 +293,9 @@ def propose_along(
         """One proposal, none of which is kept."""
         memory, seen = carry
         length = (start + i * stride)[None]
+        text = {"tokens": tokens, "length": length}
         memory, proposal = drafter.propose(
-            params,
-            memory,
-            tokens=tokens,
-            length=length,
-            gamma=gamma[None],
-            sampling=sampling,
+            params, memory, **text, gamma=gamma[None], sampling=sampling
         )
         # A proposal that nobody looks at would not be computed.
         seen += jnp.sum(proposal.tokens) + proposal.num_drafted[0]
@@ -311,75 +304,26 @@ def propose_along(
     return jax.lax.fori_loop(0, steps, step, (memory, jnp.int32(0)))
 
 
-def rounds(lm, sizes, context, gamma, *, caches, settings=None) -> Work:
-    """`gamma` drafts, verification, commit, truncation of both caches."""
-    target = rows_lib.SlotRows(model=lm.target, num_slots=1)
-    drafter, most = each.lift(lm.drafter, 1), jnp.int32(sizes.steps)
-
-    def prepare(caches) -> states.State:
-        kv = noise.at_length(caches[0], context - 1)
-        memory = noise.memory_at(caches[1], context)
-        slots = one_slot(
-            text_of(lm.target, sizes),
-            length=jnp.int32(context),
-            # Far enough that no round is cut short.
-            limit=jnp.int32(context + sizes.steps * (gamma + 1)),
-            gamma=jnp.int32(gamma),
-            gamma_max=lm.gamma_max,
-            depth_max=protocols.depth_max(lm.drafter),
-            sampling=settings,
-        )
-        return states.State(slots=slots, cache=kv, memory=memory)
-
-    def apply(function, params, state):
-        speculator = round_lib.Speculator(params=params, target=target, drafter=drafter)
-        return function(speculator, state, max_rounds=most)
-
-    return Work(
-        program="rounds",
-        function=round_lib.generate,
-        params=(lm.params, lm.drafter_params),
-        caches=caches,
-        prepare=prepare,
-        apply=apply,
-        calls=sizes.steps,
-    )
-
-
 def no_stop() -> jax.Array:
     """Returns stop tokens that end nothing, in an array to be donated."""
     return jnp.full((1,), states.NO_STOP, jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("gamma_max", "depth_max"))
-def one_slot(
-    tokens: jax.Array,
-    *,
-    length: jax.Array,
-    limit: jax.Array,
-    gamma: jax.Array,
-    gamma_max: int,
-    depth_max: int,
-    sampling: sampling_lib.SamplingSettings | None = None,
-) -> states.Slots:
+def one_slot(tokens, *, gamma_max, depth_max, **numbers) -> states.Slots:
     """Returns one slot that generates after `tokens[:length]`; leaves are `[1, ...]`.
 
     There is no stop token; all arrays are new ones.
+
+    Args:
+      numbers: length, limit, gamma and sampling, as of `states.begin_slot`.
     """
-    slot = states.begin_slot(
-        tokens,
-        length=length,
-        limit=limit,
-        capped=False,
-        gamma=gamma,
-        stop_ids=no_stop(),
-        gamma_max=gamma_max,
-        depth_max=depth_max,
-        sampling=sampling,
-        policy=None,
-    )
+    sizes = {"gamma_max": gamma_max, "depth_max": depth_max}
+    fixed = {"capped": False, "stop_ids": no_stop(), "policy": None}
+    slot = states.begin_slot(tokens, **numbers, **sizes, **fixed)
     return jax.tree.map(lambda leaf: leaf[None], slot)
 
 
-def text_of(model: row_model.RowModel, sizes: Sizes) -> jax.Array:
-    return noise.tokens(sizes.capacity + 1, model.config.vocab_size, seed=3)
+def text_of(model: row_model.RowModel, capacity: int) -> jax.Array:
+    """Returns a random text that fills a cache of `capacity` positions."""
+    return noise.tokens(capacity + 1, model.config.vocab_size, seed=3)

@@ -4,7 +4,7 @@ import pytest
 from script_runs import models_of, rows_of, with_another_token
 
 from experiments import spec_round, throughput
-from experiments.lib import runs, terminal, timing
+from experiments.lib import bench, runs, terminal
 
 
 def command(folders, *more: str) -> list[str]:
@@ -48,7 +48,7 @@ def test_throughput(folders, tmp_path, capsys, monkeypatch):
     }
     for row in rows:
         seconds = [run["seconds"] for run in of_runs if run["way"] == row["way"]]
-        speed = timing.spread([row["tokens"] / each for each in seconds])
+        speed = bench.spread([row["tokens"] / each for each in seconds])
         assert (row["tok_s"], row["tok_s_p10"], row["tok_s_p90"]) == speed
         assert row["prompts_equal"] == row["prompts"] == 3
         assert row["n"] == 2 and row["tok_s"] > 0

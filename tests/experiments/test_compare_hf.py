@@ -12,6 +12,7 @@ from script_runs import models_of, rows_of, run_python
 
 from experiments import compare_hf
 from experiments.lib import (
+    bench,
     compare,
     hf,
     noise,
@@ -19,7 +20,6 @@ from experiments.lib import (
     prompts as prompts_lib,
     runs,
     subjects,
-    timing,
 )
 from spec_jax import loading
 from spec_jax.analysis import metrics
@@ -262,7 +262,7 @@ def test_equal_tokens_of_nan_do_not_match(overflowing):
         run: ours.generate(run, [5, 6, 7])[1] for run in (compare.OUR_PLAIN, drafted)
     }
     assert all(one.nonfinite for one in done.values())
-    timings = timing.Timings(warm_up={}, seconds={})
+    timings = bench.Timings(warm_up={}, seconds={})
     finite = hf.Generated(tokens=[1, 2], counters=None)
     prompt_runs = lambda every: compare.PromptRuns(
         prompt=None, timings=timings, every=every

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from experiments.lib import costs, noise, timing, works
+from experiments.lib import bench, costs, noise, works
 from spec_jax import loading
 from spec_jax.drafters import each
 from spec_jax.engine import protocols
@@ -49,7 +49,7 @@ def test_costs_are_compared_within_a_turn():
     }
     slow = (1.0, 1.0, 7.0)
     seconds = {name: [factor * s for factor in slow] for name, s in per_step.items()}
-    timings = timing.Timings(warm_up={}, seconds=seconds)
+    timings = bench.Timings(warm_up={}, seconds=seconds)
     found = costs.costs_of("d", timings, {0: 0.0, 1: 0.5})
     assert found.verify_s == (1.0, 1.0)  # two rows cannot take less than one
     assert found.beyond_s == pytest.approx((0.1, 0.3))

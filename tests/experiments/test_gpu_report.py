@@ -3,18 +3,14 @@
 import dataclasses
 import importlib
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
-from script_runs import rows_of
+from script_runs import assert_fails_with, rows_of
 
 from experiments import exactness, gpu_report
-from experiments.lib import cli, gpu_calls, processes, subjects, suite_plan
+from experiments.lib import gpu_calls, processes, subjects, suite_plan
 
 
-ROOT = processes.ROOT
 MOST_CPU_S = 300
 """Of tracing and lowering every program of the report."""
 
@@ -73,7 +69,7 @@ def dry_run(tmp_path, *arguments: str) -> list[dict]:
     return [row for path in paths for row in rows_of(path)]
 
 
-def test_programs_are_lowered_without_a_gpu(tmp_path, no_gpu, few_layers, capfd):
+def test_programs_are_lowered_without_a_gpu(tmp_path, no_gpu, few_layers):
     """Fails if a program needs a GPU to be traced and lowered for one."""
     out = tmp_path / "new"
     only = ("--only", "^(steps 0.6b|dspark$|eagle3 tree of 32)")
@@ -84,9 +80,6 @@ def test_programs_are_lowered_without_a_gpu(tmp_path, no_gpu, few_layers, capfd)
     versions, *calls = rows_of(out / "calls.jsonl")
     assert versions["kind"] == "versions" and {"jax", "ptxas", "gpu"} <= set(versions)
     assert [row["status"] for row in calls] == ["done"] * 3
-    report = (out / gpu_report.REPORT).read_text()
-    assert "## (h, heads) dspark: done" in report and "forced: rounds" in report
-    assert "(h) dspark: done" in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -98,9 +91,10 @@ def test_all_programs_are_lowered(tmp_path, no_gpu):
 
 
 @pytest.mark.slow
-def test_a_rehearsal(tmp_path, no_gpu):
+def test_a_rehearsal(tmp_path, no_gpu, monkeypatch):
     """Fails if a call does not run where all others do, or what is compiled ahead of
     them is another program."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)  # That of the tests.
     out = str(tmp_path)
     only = ("--only", "^(steps 0.6b|eagle3$)", "--budget", "36000")
     arguments = ["--rehearse", "--impl", "xla", "--out", out, *only]
@@ -123,79 +117,43 @@ import json, os, pathlib, time
 def main(argv):
     out = argv[argv.index("--out") + 1]
     pathlib.Path(out).write_text(json.dumps({"kind": "pid", "pid": os.getpid()}))
-    print(f"here is {argv[0]}", flush=True)
-    actions = {
-        "die": os.abort, "fail": lambda: 2, "raise": lambda: 1 / 0,
-        "leave": lambda: os._exit(0), "sleep": lambda: time.sleep(36_000),
-    }
-    return actions.get(argv[0], int)()
+    ways = {"die": os.abort, "raise": lambda: 1 / 0, "sleep": lambda: time.sleep(1e5)}
+    return ways.get(argv[0], int)()
 """
 
 
-def call(what: str, seconds: float = 3600.0) -> gpu_calls.Call:
-    own = {"section": "c", "script": "a_script", "arguments": (what.split()[0],)}
-    return gpu_calls.Call(name=what, seconds=seconds, **own)
-
-
-@pytest.fixture
-def ways_to_end(tmp_path, monkeypatch):
-    """Calls of a script that ends in another way each; a GPU is found."""
-    package = tmp_path / "experiments_of_test"
-    package.mkdir()
-    (package / "a_script.py").write_text(SCRIPT)
-    monkeypatch.setenv("PYTHONPATH", str(package))
+def test_what_ends_is_followed_by_another_process(tmp_path, monkeypatch):
+    """Fails if one call takes those after it along, its rows are lost, or one that
+    hangs takes the time of others; one that does not fit is left out."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "a_script.py").write_text(SCRIPT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "package"))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(processes, "nvidia_smi", lambda query: "a GPU")
-    request = gpu_calls.Call.request
-
-    def of_test(self, *arguments, **keywords):
-        return request(self, *arguments, **keywords) | {"module": "a_script"}
-
-    monkeypatch.setattr(gpu_calls.Call, "request", of_test)
-
-    def run(*calls: gpu_calls.Call, budget: str = "36000") -> tuple[int, list[dict]]:
-        monkeypatch.setattr(gpu_calls, "all_calls", lambda **unused: list(calls))
-        status = gpu_report.main(["--out", str(tmp_path), "--budget", budget])
-        return status, rows_of(tmp_path / "calls.jsonl")[1:]
-
-    return run
-
-
-def test_what_ends_is_followed_by_another_process(tmp_path, ways_to_end):
-    """Fails if one call takes those after it along, or its rows are lost."""
-    names = ("fine", "again", "fail", "raise", "die", "then", "leave", "last")
-    status, rows = ways_to_end(*map(call, names))
-    assert status == gpu_report.FAILED
-    assert [(row["name"], row["status"]) for row in rows] == [
-        *(("fine", "done"), ("again", "done"), ("fail", "failed")),
-        *(("raise", "failed"), ("die", "died"), ("then", "done")),
-        *(("leave", "died"), ("last", "done")),
-    ]
-    pids = [rows_of(tmp_path / f"c-{name}.jsonl")[0]["pid"] for name in names]
-    assert all(row["rows"] == 1 for row in rows)
-    # One process until it dies, and so on.
-    assert len({*pids[:5]}) == len({*pids[5:7]}) == 1 and len({*pids}) == 3
-    report = (tmp_path / gpu_report.REPORT).read_text()
-    assert "die: died" in report and "here is die" in report
-    assert "ZeroDivisionError" in report
-
-
-def test_what_takes_too_long_is_ended(tmp_path, ways_to_end, monkeypatch, capfd):
-    """Fails if a call that hangs takes the time of others, or of the machine."""
     monkeypatch.setattr(gpu_report, "_START_S", 6.0)
-    calls = call("sleep", 0.1), call("fine", 0.1), call("too long", 3600)
-    status, rows = ways_to_end(*calls, call("last", 0.1), budget="600")
+    request = gpu_calls.Call.request
+    monkeypatch.setattr(
+        gpu_calls.Call,
+        "request",
+        lambda *args, **how: request(*args, **how) | {"module": "a_script"},
+    )
+    expected = {"fine": 60, "raise": 60, "die": 60, "then": 60, "sleep": 0.1}
+    expected |= {"last": 60, "too long": 3600}
+    calls = [
+        gpu_calls.Call("c", name, "a_script", (name,), seconds)
+        for name, seconds in expected.items()
+    ]
+    monkeypatch.setattr(gpu_calls, "all_calls", lambda **unused: calls)
+    status = gpu_report.main(["--out", str(tmp_path), "--budget", "600"])
     assert status == gpu_report.FAILED
-    found = [(row["name"], row["status"]) for row in rows]
-    assert found[:2] == [("sleep", "ended"), ("fine", "done")]
-    assert found[2:] == [("too long", "left out"), ("last", "done")]
-    assert "left out, for want of time: too long" in capfd.readouterr().out
-
-
-def test_the_first_call_is_made_however_short_the_time_is(ways_to_end):
-    status, rows = ways_to_end(call("fine"), call("other"), budget="60")
-    assert status == gpu_report.DONE
-    assert [row["status"] for row in rows] == ["done", "left out"]
+    rows = rows_of(tmp_path / "calls.jsonl")[1:]
+    assert {row["name"]: row["status"] for row in rows} == {
+        **{"fine": "done", "raise": "failed", "die": "died", "then": "done"},
+        **{"sleep": "ended", "last": "done", "too long": "left out"},
+    }
+    pids = [rows_of(tmp_path / f"c-{name}.jsonl")[0]["pid"] for name in [*expected][:6]]
+    # One process until it ends, and so on.
+    assert len({*pids[:3]}) == len({*pids[3:5]}) == 1 and len({*pids}) == 3
 
 
 def test_the_most_telling_calls_fit():
@@ -231,36 +189,15 @@ def test_variables_of_a_process(monkeypatch, tmp_path):
     assert made["JAX_COMPILATION_CACHE_DIR"] == "mine"
 
 
-def test_it_starts_from_a_bare_tree():
-    """Fails if `python -m` from the root needs the packages to be installed."""
-    variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.gpu_report", "--list", "--only", "dspark$"],
-        **{"cwd": ROOT, "env": variables, "capture_output": True, "text": True},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("(h) dspark, 35 s: latency --preset qwen3-8b")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--sections", "a,z"], ["--sections", "a,z"]),
-        (["--sections", ""], ["--sections"]),
-        (["--budget", "0"], ["--budget", "at least 1"]),
-        (["--only", "draft ("], ["--only", "no regular expression"]),
+        (["--sections", "a,z"], ["--sections", "'z'"]),
         (["--dry-run", "--only", "gama 4", "--out", "x"], ["--only gama 4", "--list"]),
         (["--rehearse"], ["--out FOLDER is needed"]),
-        (["--dry-run"], ["--out FOLDER is needed"]),
         ([], ["no GPU is found", "--dry-run"]),
         (["--dry-run", "--out", "/dev/null/new"], ["/dev/null"]),
     ],
 )
 def test_unusable_flags(capsys, no_gpu, arguments, words):
-    try:
-        status = gpu_report.main(arguments)
-    except SystemExit as exit_:
-        status = exit_.code
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert status == cli.UNUSABLE
-    assert all(word in last for word in words), last
+    assert_fails_with(gpu_report.main, capsys, arguments, *words)

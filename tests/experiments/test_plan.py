@@ -1,27 +1,20 @@
 """Plans: rows and exit status of the script, and the parts of a prediction."""
 
 import dataclasses
-import io
 import json
 
 import numpy as np
 import pytest
 import tiny_pair
-from rich import console as rich_console
-from script_runs import assert_fails_with, models_of, rows_of
+from script_runs import assert_fails_with, assert_has_fields_of, models_of, rows_of
 
 from experiments import plan
 from experiments.lib import (
-    cli,
     costs,
     kernel_checks,
     planning,
-    preset_plans,
-    results,
     runs,
     subjects,
-    tables,
-    timing,
 )
 from spec_jax.analysis import metrics
 from spec_jax.gamma import theory
@@ -68,6 +61,8 @@ def test_the_rows_of_a_plan(planned):
         assert row["matched"] and row["verify_decode_mismatches"] == 0
         assert row["prompts"] == 2 and row["tokens"] == 2 * GEN_TOKENS
         assert row["measured_speedup"] == row["speedup_decode"] > 0
+        removed = ("is_best_predicted", "is_best_measured")
+        assert_has_fields_of(row, "plan_native.jsonl", *removed)
         if row["predicted_speedup"] is not None:
             expected = row["predicted_speedup"] / row["measured_speedup"] - 1
             assert row["relative_error"] == pytest.approx(expected)
@@ -100,44 +95,28 @@ def test_predictions_are_those_of_costs_and_acceptance(planned):
     assert quickest * (1 - 1e-9) <= tokens_in_plain_steps <= slowest * (1 + 1e-9)
 
 
-def test_runs_that_differ_or_are_interrupted(folders, tmp_path, monkeypatch, capsys):
-    """Exit status 2 where predictions are of another text; whole rows are left."""
+def test_runs_that_differ_are_told(folders, monkeypatch):
+    """Exit status 2 where predictions are of another text."""
     real = runs.run_speculative
 
     def corrupted(lm, settings, prompt):
         run = real(lm, settings, prompt)
         return dataclasses.replace(run, tokens=[(t + 1) % 250 for t in run.tokens])
 
-    more = ("--drafter", "ngram", "--gamma", "2")
-    with monkeypatch.context() as patch:
-        patch.setattr(runs, "run_speculative", corrupted)
-        assert plan.main(command(folders, *more)) == plan.NOT_MATCHED == 2
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(results, "run_grid", interrupted)
-    out = tmp_path / "out.jsonl"
-    assert plan.main(command(folders, *more, "--out", str(out))) == cli.INTERRUPTED
-    assert len(rows_of(out, "plan_recommendation")) == 1
-    assert str(out) in capsys.readouterr().err
+    more = ("--drafter", "ngram", "--gamma", "2", "--repeats", "1")
+    monkeypatch.setattr(runs, "run_speculative", corrupted)
+    assert plan.main(command(folders, *more)) == plan.NOT_MATCHED == 2
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--drafter", "ngram,medusa"], ["'medusa'", "suffix"]),
-        (["--gamma", "0,2"], ["--gamma"]),
-        (["--gamma", "two"], ["'two'", "1,2,4"]),
         (["--gen-tokens", "2"], ["--gen-tokens 2", "up to 3 tokens"]),
         (["--gen-tokens", "4000"], ["--gen-tokens 4000 is above 2047"]),
-        (["--cost-repeats", "0"], ["--cost-repeats", "at least 1"]),
         (["--tree", "4x12"], ["--tree", "'4x12' is no tree"]),
-        (["--tree", "none"], ["--tree", "'none' is no tree"]),
         (["--tree", "4x12:15"], ["--gen-tokens 8", "4x12:15@0.4", "its 15 nodes"]),
         (["--tree", "2-1", "--drafter", "hybrid"], ["hybrid drafts chains alone"]),
         (["--row-costs", "no.json"], ["--row-costs is of trees"]),
-        (["--top-k", "5"], ["--top-k", "give a temperature"]),
     ],
 )
 def test_bad_input(folders, capsys, more, words):
@@ -154,7 +133,7 @@ def test_a_block_drafts_no_more_than_it_has(folders, tmp_path, capsys, is_first)
     assert_fails_with(plan.main, capsys, arguments, words)
 
 
-def test_trees_are_planned_next_to_chains(folders, tmp_path, capsys):
+def test_trees_are_planned_next_to_chains(folders, tmp_path):
     """By the drafters that have them: rows say enough to compute them again."""
     out, tree = tmp_path / "out.jsonl", "2x3:5@0.4"
     curve_of = {"plain_s": 1.0, "verify_s": {"1": 1.0, "6": 1.0}, "draft_s": 0}
@@ -181,8 +160,6 @@ def test_trees_are_planned_next_to_chains(folders, tmp_path, capsys):
     name = f"draft-model, tree {tree}"
     assert {f"{name}: round, gamma {n}" for n in (0, 1, 3, 5)} <= names
     assert "6 active rows" in names
-    printed = " ".join(capsys.readouterr().out.split())
-    assert f"{name}: " in printed and "of 3 predictions are within 15% of" in printed
 
 
 @pytest.mark.parametrize(
@@ -203,7 +180,6 @@ def test_costs_of_rows_that_cannot_be_used(folders, tmp_path, capsys, contents, 
 @pytest.fixture
 def presets(monkeypatch):
     """Two presets of tiny random weights, and their flags."""
-    monkeypatch.setattr(timing, "LARGE_READ_BYTES", 2**20)
     for name in ("qwen3-8b", "qwen3-0.6b"):
         monkeypatch.setitem(subjects.PRESETS, name, tiny_pair.config())
     sizes = ("--gen-tokens", "12", "--repeats", "2", "--cost-repeats", "2")
@@ -211,7 +187,7 @@ def presets(monkeypatch):
     return ["--preset", "qwen3-8b", "--draft-preset", "qwen3-0.6b", *sizes]
 
 
-def test_presets_are_planned_at_forced_acceptance(presets, tmp_path, capsys):
+def test_presets_are_planned_at_forced_acceptance(presets, tmp_path):
     """Fails if a prediction is not that of the costs, or a run is of another gamma."""
     out = tmp_path / "out.jsonl"
     assert plan.main([*presets, "--out", str(out)]) == plan.MATCHED == 0
@@ -224,6 +200,7 @@ def test_presets_are_planned_at_forced_acceptance(presets, tmp_path, capsys):
     assert [(row["gamma"], row["forced_rate"]) for row in rows] == cells
     for row in rows:
         assert row["acceptance"] == "forced" and row["equal"] and row["matched"]
+        assert_has_fields_of(row, "plan_qwen3_0.6b.jsonl")
         assert row["target"] == "qwen3-8b" and row["draft"] == "qwen3-0.6b"
         assert row["acceptance_rate"] == pytest.approx(row["forced_rate"], abs=0.15)
         gamma = row["gamma"]
@@ -236,7 +213,6 @@ def test_presets_are_planned_at_forced_acceptance(presets, tmp_path, capsys):
         assert row["predicted_speedup"] == pytest.approx(tokens / parts)
         error = row["predicted_speedup"] / row["speedup"] - 1
         assert row["relative_error"] == pytest.approx(error)
-    assert "FORCED acceptance: the weights are random" in capsys.readouterr().out
 
 
 def test_a_preset_that_differs_is_told(presets, monkeypatch):
@@ -251,13 +227,8 @@ def test_a_preset_that_differs_is_told(presets, monkeypatch):
     [
         (["--acceptance", "0.5"], ["--acceptance is forced with --preset"]),
         (["--preset", "qwen3-0.6b"], ["needs a draft", "--draft-preset"]),
-        (["--draft-preset", "qwen3-0.6b"], ["--draft-preset goes with --preset"]),
-        (["--preset", "qwen3-9b"], ["qwen3-9b"]),
         ([*PRESET, "--acceptance", "0.5,1"], ["--acceptance", "between 0 and 1"]),
         ([*PRESET, "--prompts", "3"], ["--prompts", "random weights know no text"]),
-        ([*PRESET, "--drafter", "ngram"], ["--drafter", "know no text"]),
-        ([*PRESET, "--temperature", "1"], ["--temperature", "know no text"]),
-        ([*PRESET, "--target", "x", "--draft", "y"], ["leave out --target"]),
         ([*PRESET, "--gamma", "70"], ["--gen-tokens 64", "gamma 70"]),
     ],
 )
@@ -280,17 +251,18 @@ def test_where_a_tree_pays():
         tokens=20, rounds=10, proposed=20, kept_by_rank=(6, 2, 2)
     )
     one, three = planning.predict_tree(counters, parts)
-    assert (one.tokens_per_round, three.tokens_per_round) == (1.6, 2.0)
-    assert (one.rows_per_round, three.rows_per_round) == (2, 3)
-    assert one.speedup == pytest.approx(1.6 / 1.4)
-    words = planning.words_of_tree("d", [one, three])
-    assert "d: pays with 1, 3 nodes; 1.14x with 1 nodes" in words
+    assert (one["tokens_per_round"], three["tokens_per_round"]) == (1.6, 2.0)
+    assert (one["rows_per_round"], three["rows_per_round"]) == (2, 3)
+    assert one["speedup"] == pytest.approx(1.6 / 1.4)
     # Rows that cost nothing: more nodes pay, as far as their drafting lets them.
-    assert one.free_rows_speedup == pytest.approx(1.6 / 1.2)
-    assert three.free_rows_speedup == pytest.approx(2.0 / 1.3)
-    assert "rows cost nothing, as on a GPU, it pays with 1, 3 nodes; 1.54x" in words
+    assert one["free_rows_speedup"] == pytest.approx(1.6 / 1.2)
+    assert three["free_rows_speedup"] == pytest.approx(2.0 / 1.3)
+    assert planning.words_of_tree("d", [one, three]) == (
+        "d: here it pays with 1, 3 nodes; 1.14x with 1; if rows cost nothing, as on a "
+        "GPU, it pays with 1, 3 nodes; 1.54x with 3"
+    )
     # And rows as in another curve, where plain steps are twice as fast.
-    assert "--row-costs" not in words
+    assert one["other_rows_speedup"] is None
     elsewhere = theory.CostCurve(
         plain_s=5.0, rows=(1, 2, 4), verify_s=(5.5, 7.0, 7.5), draft_s=0.0
     )
@@ -298,14 +270,11 @@ def test_where_a_tree_pays():
     assert moved.verify_s == (11.0, 14.0, 15.0)
     assert moved.seconds(1, drafted=1) == 2 + 14
     found = planning.predict_tree(counters, parts, rows_of=elsewhere)
-    assert found[1].other_rows_speedup == pytest.approx(2.0 / 1.75)
-    words = planning.words_of_tree("d", found)
-    assert "as --row-costs has them it pays with 3 nodes; 1.14x with 3" in words
+    assert found[1]["other_rows_speedup"] == pytest.approx(2.0 / 1.75)
     # Negative control: dear rows.
     dear = dataclasses.replace(parts, verify_s=(10.0, 30.0, 40.0))
     found = planning.predict_tree(counters, dear)
-    words = planning.words_of_tree("d", found)
-    assert "d: does not pay" in words and "it pays with 1, 3 nodes; 1.54x" in words
+    assert "here it does not pay" in planning.words_of_tree("d", found)
 
 
 def test_errors_are_held_against_their_bar():
@@ -315,7 +284,6 @@ def test_errors_are_held_against_their_bar():
         "2 of 3 predictions are within 15% of what was measured; they are off by 20% "
         "at most"
     )
-    assert planning.words_of_errors([]) is planning.words_of_errors([None]) is None
 
 
 @pytest.mark.slow
@@ -333,44 +301,3 @@ def test_a_head_is_planned_for(kind, folders, tmp_path):
     shares = {row["drafter"]: row for row in rows_of(out, "plan_acceptance")}
     assert shares[str(head)]["drafted"] == [1.0] * GAMMA
     assert [row["matched"] for row in rows_of(out, "plan")] == [True, True]
-
-
-WIDE = {
-    "drafter": "draft-model",
-    "tree": "4x16:31@0.6",
-    "gamma": 16,
-    "repetition": 0.5,
-    "windows": 12345,
-    "drafted": [1.0] * 3,
-    "kept": [0.75] * 3,
-    "relative_error": -0.125,
-    "mean_accepted_length": 12.25,
-    "predicted_tokens_per_round": 12.25,
-    "matched": True,
-    "equal": True,
-} | {
-    f"{name}{end}": 12.25
-    for name in ("predicted_speedup", "measured_speedup", "speedup")
-    for end in ("", "_p10", "_p90", "_q1", "_q3")
-}
-WIDE |= {name: 0.25 for name in ("forced_rate", "acceptance_rate")}
-WIDE |= {name: 12.25 for name in ("tokens_per_target_step", "tokens_per_round")}
-WIDE |= {"nodes": 31, "rows_per_round": 32.0, "plain_steps": 2.5}
-WIDE |= {"free_rows_speedup": 3.5, "speedup": 2.5}
-WIDE |= {"is_best_predicted": True, "is_best_measured": False}
-
-
-@pytest.mark.parametrize(
-    "columns",
-    [plan.PLAN, plan.CURVE, plan.ACCEPTANCE, preset_plans.PLAN],
-    ids=["plan", "curve", "acceptance", "preset"],
-)
-def test_headings_fit_a_terminal(columns):
-    """Fails if a heading is wider than 80 columns, or is cut."""
-    file = io.StringIO()
-    console = rich_console.Console(file=file, width=80)
-    tables.print_rows([WIDE], columns, console)
-    lines = [line.rstrip() for line in file.getvalue().splitlines() if line.strip()]
-    assert max(map(len, lines)) <= 80
-    assert all(any(name in line for line in lines) for name in columns)
-    assert len(lines) == 2, lines  # A heading and a row, neither of them in two.

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from script_runs import assert_fails_with, models_of, rows_of
+from script_runs import assert_fails_with, assert_has_fields_of, models_of, rows_of
 
 from experiments import profile_steps, spec_round, throughput
 from experiments.lib import profiles, runs, works
@@ -41,7 +41,7 @@ def test_every_number_of_rows_is_measured(measured):
         assert (np.diff(row["step_s"]) >= 0).all() and min(row["median_s"]) > 0
         assert profiles.never_falling(row["median_s"]).tolist() == row["step_s"]
         assert row["draft_s"] >= 0 and row["drafter"] == "draft-model"
-        assert {"jax_version", "git_commit", "device_kind"} <= set(row)
+        assert_has_fields_of(row, "profile_dspark_native.jsonl")
     assert {(call.sum(), call.max() - call.min() <= 1) for call in calls} == {
         (rows, True) for rows in range(1, 7)
     }
@@ -136,14 +136,10 @@ def changed(path, out, **changes):
     ("changes", "words"),
     [
         ({"num_slots": 4}, ("no profile of", "with 2 slots", "--batch 2 --gamma 2")),
-        ({"gamma": 1}, ("with 2 slots and gamma 2 or more",)),
         ({"gamma": "7"}, ("with 2 slots and gamma 2 or more",)),
         ({"dtype": "bfloat16"}, ("'dtype': 'float32'", "'dtype': 'bfloat16'")),
-        ({"kind": "step"}, ("but of nothing", "profile_steps.py")),
-        ({"step_s": [0.1, None, 0.3]}, ("no times of steps",)),
         ({"step_s": [0.1, 0.3, 0.2]}, ("no times of steps", "falls from 0.3 s at 2")),
         ({"draft_s": -0.5}, ("no times of steps", "draft_s=-0.5 is no time")),
-        ({"draft_s": float("nan")}, ("no times of steps", "draft_s=nan is no time")),
         ({"step_s": [0.1, 0.2, 0.3]}, ("times of 1 .. 3 rows", "verify up to 6")),
     ],
 )
@@ -204,13 +200,9 @@ def test_calibrations_are_of_the_drafter(tmp_path):
     [
         ({"drafter_sha256": "b2"}, "of a x with other weights"),
         ({"temperature": 0.7}, "not at temperature 0.5 of 2 drafts"),
-        ({"temperatures": [1.0]}, "not at temperature 0.5 of 2 drafts"),
-        ({"temperatures": None}, "no calibration of confidences"),
         ({"temperatures": [1.0, float("nan")]}, "must be finite"),
         ({"temperatures": [1.0, 0.0]}, "temperatures above 0"),
-        ({"temperatures": [1.0, "hot"]}, "no calibration of confidences"),
         ({"shifts": [0.0, float("-inf")]}, "must be finite"),
-        ({"shifts": [0.0]}, "no calibration of confidences"),
         ({"temperature": ...}, "no calibration of confidences"),
     ],
 )

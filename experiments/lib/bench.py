@@ -1,9 +1,9 @@
-"""Timing on any device: thunks run in turns, their spread, and plain memory traffic.
+"""Benchmarks: cases timed in turns, their spread, and plain reads of memory.
 
-Knows clocks and numbers; knows nothing of models. What is compared runs in one
-process and in turns, so that whatever slows the machine down slows all of it down.
-What takes microseconds is called many times in one executable, so that neither Python
-nor the dispatch of an executable is measured.
+Knows clocks and numbers; knows nothing of models. What is compared runs in one process
+and in turns, so that whatever slows the machine down slows all of it down. What takes
+microseconds is called many times in one executable, so that neither Python nor the
+dispatch of an executable is measured.
 """
 
 import dataclasses
@@ -49,6 +49,10 @@ _PIECE_WORDS = 2**20 // 8
 _GPU_CACHE_BYTES = 64 * 2**20
 
 
+Case = Callable[[], Thunk]
+"""Makes, and compiles, what is timed."""
+
+
 class Spread(NamedTuple):
     """A median, and the 10th and 90th percentile."""
 
@@ -59,13 +63,68 @@ class Spread(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Seconds by name."""
+    """Seconds by the name of the case."""
 
-    # Of the whole first call, with preparation and compilation
+    # Of making a case and its first call, with preparation and compilation
     warm_up: Mapping[Hashable, float]
-    # Of the `repeats` calls after it; entries at the same place were taken in the same
-    # turn
+    # Of the `repeats` calls after it; entries at one place were taken in one turn
     seconds: Mapping[Hashable, Sequence[float]]
+
+    def row(
+        self, name: Hashable, unit: str = "ms", *, ratio_to: Hashable | None = None
+    ) -> dict[str, Any]:
+        """Returns the fields of a case's row: n, warm-up, times, ratios.
+
+        Args:
+          unit: "ms" or "us".
+          ratio_to: the case that it is compared with, if any.
+        """
+        seconds, scale = self.seconds[name], {"ms": 1e3, "us": 1e6}[unit]
+        fields = {"n": len(seconds), "warm_up_s": self.warm_up[name]}
+        fields |= spread_fields(unit, [scale * s for s in seconds])
+        if ratio_to is not None:
+            found = ratios(seconds, self.seconds[ratio_to])
+            fields |= spread_fields("ratio", found)
+        return fields
+
+
+def run(
+    cases: Mapping[Hashable, Case],
+    *,
+    repeats: int,
+    after_turn: Callable[[], None] = lambda: None,
+    failed: Callable[[Hashable, Exception], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timings:
+    """Makes each case and calls it once, then times all of them in turns.
+
+    Args:
+      cases: by their names.
+      repeats: turns after the warm-up.
+      after_turn: called after the warm-up and after each turn.
+      failed: told of a case that cannot be made or called, which is left out; None
+        raises what it raised.
+    """
+    thunks: dict[Hashable, Thunk] = {}
+    warm_up = {}
+    for name, make in cases.items():
+        started = clock()
+        try:
+            thunk = make()
+            thunk()
+        except Exception as error:
+            if failed is None:
+                raise
+            failed(name, error)
+            continue
+        thunks[name], warm_up[name] = thunk, clock() - started
+    after_turn()
+    seconds: dict[Hashable, list[float]] = {name: [] for name in thunks}
+    for _ in range(repeats):
+        for name, thunk in thunks.items():
+            seconds[name].append(thunk())
+        after_turn()
+    return Timings(warm_up=warm_up, seconds=seconds)
 
 
 def stopwatch(
@@ -73,17 +132,22 @@ def stopwatch(
     prepare: Callable[[], Any] = lambda: None,
     *,
     calls: int = 1,
+    warms: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Thunk:
     """Returns a thunk that times `run(prepare())` until its last array is there.
 
     Args:
-      run: the timed region.
+      run: the timed region; may donate what it is given.
       prepare: not timed; what it returns is complete before the clock starts.
       calls: how often `run` does what is to be timed: the seconds are divided by it.
+      warms: run once before the clock, each time: what ran before has filled the
+        processor's caches with its own bytes, and put other threads to sleep.
     """
 
     def thunk() -> float:
+        if warms:
+            jax.block_until_ready(run(prepare()))
         prepared = jax.block_until_ready(prepare())
         started = clock()
         jax.block_until_ready(run(prepared))
@@ -93,45 +157,9 @@ def stopwatch(
 
 
 def on_copies(run: Callable[[Any], Any], state: Any, *, calls: int = 1) -> Thunk:
-    """As `stopwatch` of warm caches, of copies of arrays that `run` donates."""
+    """Returns a `stopwatch` of warm caches, of copies of what `run` donates."""
     copies = lambda: jax.tree.map(jnp.copy, state)
-    return stopwatch(run, lambda: warmed(run, copies), calls=calls)
-
-
-def warmed(run: Callable[[Any], Any], prepare: Callable[[], Any]) -> Any:
-    """Runs once, untimed, on what `prepare` returns; then prepares anew.
-
-    What ran before has filled the processor's caches with its own bytes, and put other
-    threads to sleep: the first of a few steps would be several times as long.
-    """
-    jax.block_until_ready(run(prepare()))
-    return prepare()
-
-
-def interleave(
-    thunks: Mapping[Hashable, Thunk],
-    *,
-    repeats: int,
-    after_turn: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Timings:
-    """Calls each thunk once to warm it up, then all of them in turn, `repeats` times.
-
-    Args:
-      after_turn: called after the warm-up and after each turn.
-    """
-    warm_up = {}
-    for name, thunk in thunks.items():
-        started = clock()
-        thunk()
-        warm_up[name] = clock() - started
-    after_turn()
-    seconds = {name: [] for name in thunks}
-    for _ in range(repeats):
-        for name, thunk in thunks.items():
-            seconds[name].append(thunk())
-        after_turn()
-    return Timings(warm_up=warm_up, seconds=seconds)
+    return stopwatch(run, copies, calls=calls, warms=True)
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -151,7 +179,7 @@ def quartile_fields(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """The quotient of each turn: their median is not the quotient of the medians."""
+    """Returns each turn's quotient: their median is not the quotient of medians."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
@@ -161,11 +189,11 @@ class Loop:
 
     run: Callable[[], Any]  # dispatches it once, and returns arrays to wait for
     calls: int
-    num_bytes: int  # that one call must read, and write where that counts
+    num_bytes: int  # that one call must read
 
 
 def passes_for(num_bytes: int, platform: str | None = None) -> int:
-    """How often a scan repeats calls that move `num_bytes`, to take `DISPATCH_S`.
+    """Returns how often a scan repeats calls that move `num_bytes`, for `DISPATCH_S`.
 
     Known before the program is compiled: of a scan whose length is data, a GPU asks
     the host after each pass.
@@ -186,20 +214,15 @@ def loop_thunk(
 ) -> Thunk:
     """Returns the seconds of one call; finds out first how many dispatches to time.
 
-    A quarter as many go before the clock: what ran before has filled the caches with
-    its own bytes, and put other threads to sleep.
+    A quarter as many go before the clock, as with `warms` of `stopwatch`.
     """
     dispatches = 0
 
     def seconds_of(number: int) -> float:
-        def run(count: int) -> Any:
-            for _ in range(count - 1):
-                loop.run()
-            return loop.run()
-
-        before = math.ceil(number / 4)
-        timed = stopwatch(lambda _: run(number), lambda: run(before), clock=clock)
-        return timed() / (number * loop.calls)
+        several = lambda count: [loop.run() for _ in range(count)][-1]
+        before = lambda: several(math.ceil(number / 4))
+        calls = number * loop.calls
+        return stopwatch(lambda _: several(number), before, calls=calls, clock=clock)()
 
     def thunk() -> float:
         nonlocal dispatches
@@ -223,7 +246,7 @@ def read(num_bytes: int) -> Thunk:
     columns = max(1, num_bytes // (4 * _PARTS))
     array = jnp.ones((_PARTS, columns), jnp.float32)
     total = jax.jit(jnp.sum)
-    return stopwatch(lambda _: total(array), lambda: total(array))
+    return stopwatch(lambda _: total(array), warms=True)
 
 
 def device_read(num_bytes: int) -> Loop:
@@ -245,22 +268,6 @@ def _sums(array, *, passes):
         return jnp.sum(array ^ total, dtype=jnp.uint32), None
 
     return jax.lax.scan(one, jnp.uint32(0), None, length=passes)[0]
-
-
-def device_copy(num_bytes: int) -> Loop:
-    """Moves `num_bytes` of noise: half of them are read and half are written."""
-    array = noise.words(max(1, num_bytes // 8))
-    passes = passes_for(num_bytes)
-    run = functools.partial(_increments, array, passes=passes)
-    return Loop(run=run, calls=passes, num_bytes=8 * array.size)
-
-
-@functools.partial(jax.jit, static_argnames=("passes",))
-def _increments(array, *, passes):
-    def one(array, _):
-        return array + jnp.uint32(1), None
-
-    return jax.lax.scan(one, array, None, length=passes)[0]
 
 
 def host_read(num_bytes: int) -> Loop:
@@ -293,7 +300,7 @@ def host_read(num_bytes: int) -> Loop:
 
 
 def cache_bytes() -> int | None:
-    """Size of the cache that JAX's device has before its memory, where it is known."""
+    """Returns the size of the last cache of JAX's device, where it is known."""
     if jax.default_backend() == "gpu":
         return _GPU_CACHE_BYTES
     sizes = []

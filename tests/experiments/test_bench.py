@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.lib import timing
+from experiments.lib import bench
 
 
 class FakeClock:
@@ -20,11 +20,12 @@ class FakeClock:
         return self.now
 
 
-def test_thunks_run_in_turns_after_one_warm_up_each():
-    """Fails if one thunk's calls stand together, or the warm-up is counted."""
-    clock, calls, turns = FakeClock(), [], []
+def test_cases_run_in_turns_after_one_warm_up_each():
+    """Fails if one case's calls stand together, the warm-up is counted, or a case that
+    cannot be run takes the others along."""
+    clock, calls, turns, failed = FakeClock(), [], [], []
 
-    def thunk(name: str, seconds: list[float]):
+    def case(name: str, seconds: list[float]):
         remaining = iter(seconds)
 
         def run() -> float:
@@ -33,18 +34,30 @@ def test_thunks_run_in_turns_after_one_warm_up_each():
             clock.now += took + 0.5  # half a second of preparation
             return took
 
-        return run
+        def make():
+            clock.now += 10  # of compilation
+            return run
 
-    timings = timing.interleave(
-        {"a": thunk("a", [90, 1, 2, 3]), "b": thunk("b", [80, 4, 5, 6])},
+        return make
+
+    cases = {"a": case("a", [90, 1, 2, 3]), "bad": case("bad", [])}
+    cases["b"] = case("b", [80, 4, 8, 6])
+    timings = bench.run(
+        cases,
         repeats=3,
         after_turn=lambda: turns.append(len(calls)),
+        failed=lambda name, error: failed.append((name, type(error))),
         clock=clock,
     )
-    assert calls == ["a", "b"] * 4
-    assert turns == [2, 4, 6, 8]
-    assert timings.seconds == {"a": [1, 2, 3], "b": [4, 5, 6]}
-    assert timings.warm_up == {"a": 90.5, "b": 80.5}
+    assert calls == ["a", "bad", "b"] + ["a", "b"] * 3 and turns == [3, 5, 7, 9]
+    assert failed == [("bad", StopIteration)]
+    assert timings.seconds == {"a": [1, 2, 3], "b": [4, 8, 6]}
+    assert timings.warm_up == {"a": 100.5, "b": 90.5}
+    row = timings.row("b", "us", ratio_to="a")
+    assert row["n"] == 3 and row["warm_up_s"] == 90.5 and row["us"] == 6e6
+    assert (row["ratio"], row["ratio_p10"]) == (4, 2.4)  # Of the turns: 4, 4 and 2.
+    with pytest.raises(StopIteration):
+        bench.run({"bad": case("bad", [])}, repeats=1)
 
 
 def test_a_stopwatch_times_the_run_and_not_its_preparation():
@@ -58,7 +71,7 @@ def test_a_stopwatch_times_the_run_and_not_its_preparation():
         seen.append(prepared)
         clock.now += 6
 
-    thunk = timing.stopwatch(run, prepare, calls=3, clock=clock)
+    thunk = bench.stopwatch(run, prepare, calls=3, clock=clock)
     assert thunk() == 2.0 and thunk() == 2.0
     assert seen == ["prepared"] * 2
 
@@ -72,26 +85,24 @@ def test_the_first_of_what_runs_is_not_timed():
         clock.now += 6 if len(seen) % 2 == 0 else 100
 
     ready = iter(range(4))
-    prepare = lambda: timing.warmed(run, lambda: next(ready))
-    thunk = timing.stopwatch(run, prepare, calls=3, clock=clock)
+    thunk = bench.stopwatch(run, lambda: next(ready), calls=3, warms=True, clock=clock)
     assert thunk() == 2.0 and thunk() == 2.0 and seen == [0, 1, 2, 3]
 
 
 def test_medians_have_their_spread():
     values = list(np.random.default_rng(0).permutation(101))
-    assert timing.spread(values) == timing.Spread(median=50, p10=10, p90=90)
-    assert timing.quartile_fields("x", values) == {"x": 50, "x_q1": 25, "x_q3": 75}
-    assert timing.spread([7.0]) == (7.0, 7.0, 7.0)
-    assert timing.spread_fields("x", values) == {"x": 50, "x_p10": 10, "x_p90": 90}
-    assert timing.quartile_fields("x", values) == {"x": 50, "x_q1": 25, "x_q3": 75}
+    assert bench.spread(values) == bench.Spread(median=50, p10=10, p90=90)
+    assert bench.quartile_fields("x", values) == {"x": 50, "x_q1": 25, "x_q3": 75}
+    assert bench.spread([7.0]) == (7.0, 7.0, 7.0)
+    assert bench.spread_fields("x", values) == {"x": 50, "x_p10": 10, "x_p90": 90}
 
 
 def test_ratios_are_taken_turn_by_turn():
     """Fails if the medians are divided: of these they are 2 and 2."""
     slow, fast = [1.0, 2.0, 30.0], [0.1, 2.0, 3.0]
-    assert timing.ratios(slow, fast) == pytest.approx([10, 1, 10])
+    assert bench.ratios(slow, fast) == pytest.approx([10, 1, 10])
     with pytest.raises(ValueError):
-        timing.ratios(slow, fast[:2])
+        bench.ratios(slow, fast[:2])
 
 
 def test_a_loop_is_timed_for_as_long_as_it_should_be():
@@ -103,8 +114,8 @@ def test_a_loop_is_timed_for_as_long_as_it_should_be():
         clock.now += 2 if made else 102
         made.append(clock.now)
 
-    loop = timing.Loop(run=run, calls=4, num_bytes=8)
-    thunk = timing.loop_thunk(loop, timed_s=8.0, clock=clock)
+    loop = bench.Loop(run=run, calls=4, num_bytes=8)
+    thunk = bench.loop_thunk(loop, timed_s=8.0, clock=clock)
     # One before each timing, and the first timing says that it takes four.
     assert thunk() == 0.5 and len(made) == 2 + 5
     assert thunk() == 0.5 and len(made) == 2 + 2 * 5
@@ -112,23 +123,21 @@ def test_a_loop_is_timed_for_as_long_as_it_should_be():
 
 def test_a_scan_is_as_long_as_bytes_and_device_say():
     """Fails if little is called once, or much again and again."""
-    assert timing.passes_for(10**12, "gpu") == timing.passes_for(10**12, "cpu") == 1
-    assert timing.passes_for(1, "cpu") == timing.passes_for(0, "gpu") == 4096
-    few, many = (timing.passes_for(10**7, platform) for platform in ("cpu", "gpu"))
+    assert bench.passes_for(10**12, "gpu") == bench.passes_for(10**12, "cpu") == 1
+    assert bench.passes_for(1, "cpu") == bench.passes_for(0, "gpu") == 4096
+    few, many = (bench.passes_for(10**7, platform) for platform in ("cpu", "gpu"))
     assert 1 < few < many < 4096
 
 
-def test_plain_traffic_moves_what_it_says(monkeypatch):
-    """Fails if half as much is moved, or a pass is left out."""
-    monkeypatch.setattr(timing, "passes_for", lambda *unused: 3)
-    copy, read = timing.device_copy(8000), timing.device_read(8000)
-    assert copy.num_bytes == read.num_bytes == 8000 and copy.calls == read.calls == 3
-    noise = timing.noise.words(1000)
-    assert np.array_equal(copy.run(), noise + jnp.uint32(3))
+def test_a_plain_read_reads_what_it_says(monkeypatch):
+    """Fails if half as much is read, or a pass is left out."""
+    monkeypatch.setattr(bench, "passes_for", lambda *unused: 3)
+    read = bench.device_read(8000)
+    assert read.num_bytes == 8000 and read.calls == 3
     total = np.uint32(0)
     with np.errstate(over="ignore"):
         for _ in range(3):
-            total = np.sum(np.asarray(timing.noise.words(2000)) ^ total, dtype="uint32")
+            total = np.sum(np.asarray(bench.noise.words(2000)) ^ total, dtype="uint32")
     assert int(read.run()) == int(total)
 
 
@@ -136,13 +145,13 @@ def test_plain_traffic_moves_what_it_says(monkeypatch):
 def test_a_read_leaves_room_for_the_weights(num_bytes, monkeypatch):
     """Fails if a read of 8B's 15 GB holds as many, or reads fewer."""
     shapes = lambda count: jax.ShapeDtypeStruct((count,), jnp.uint32)
-    monkeypatch.setattr(timing.noise, "words", shapes)
-    monkeypatch.setattr(timing, "passes_for", lambda *unused: 3)
-    loop = timing.device_read(num_bytes)
-    memory = timing._sums.lower(*loop.run.args, **loop.run.keywords).compile()
+    monkeypatch.setattr(bench.noise, "words", shapes)
+    monkeypatch.setattr(bench, "passes_for", lambda *unused: 3)
+    loop = bench.device_read(num_bytes)
+    memory = bench._sums.lower(*loop.run.args, **loop.run.keywords).compile()
     memory = memory.memory_analysis()
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    assert held < 2.1 * timing.MOST_READ_BYTES  # With a copy, and sums of parts.
+    assert held < 2.1 * bench.MOST_READ_BYTES  # With a copy, and sums of parts.
     (array,), passes = loop.run.args, loop.run.keywords["passes"]
     assert 4 * array.size * passes == loop.calls * loop.num_bytes and loop.calls == 3
     assert max(num_bytes, 4) - loop.num_bytes < 64
@@ -157,10 +166,10 @@ def test_a_read_of_the_host_reads_everything(monkeypatch):
             reduce=lambda piece: read.append((piece.ctypes.data, piece.size))
         ),
     )
-    monkeypatch.setattr(timing, "np", counting)
-    monkeypatch.setattr(timing, "_PIECE_WORDS", 100)
-    monkeypatch.setattr(timing, "passes_for", lambda *unused: 5)
-    timing.host_read(8 * 1234 - 3).run()
+    monkeypatch.setattr(bench, "np", counting)
+    monkeypatch.setattr(bench, "_PIECE_WORDS", 100)
+    monkeypatch.setattr(bench, "passes_for", lambda *unused: 5)
+    bench.host_read(8 * 1234 - 3).run()
     pieces = dict(read)
     assert all(read.count(piece) == 5 for piece in read)
     assert sum(pieces.values()) == 1234
