@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.drafters import draw
+from spec_jax.drafters import draw as draw_lib
 from spec_jax.model import block_heads
 from spec_jax.native import block_steps, build, draws as draws_lib
 from spec_jax.rules import sampling
@@ -28,7 +28,7 @@ def go_over(config, weights, counts, *, draws=None, seed=0, change=lambda x: x):
     found = block_heads.run_slots(
         weights, config, anchor, hidden, logits, counts=counts, draws=draws
     )
-    widen = draw.widened(weights.hot, 96)
+    widen = draw_lib.widened(weights.hot, 96)
     state, before = block_heads.first_state(config, (models.SLOTS,)), anchor
     correct = functools.partial(
         block_heads.correct, weights, config, product=block_heads.row_product("native")
@@ -212,7 +212,7 @@ def test_slots_are_drawn_as_one_by_one(config, kinds, independent):
     np.testing.assert_array_equal(tokens, np.where(is_asked, expected, 0))
     assert (given is None) == (not independent)
     if given is not None:
-        wide = np.asarray(draw.widened(weights.hot, 96)(given))
+        wide = np.asarray(draw_lib.widened(weights.hot, 96)(given))
         # Gates are within a few units of the last place of XLA's.
         own, expected = wide[is_asked], log_weights[is_asked]
         np.testing.assert_allclose(own, expected, rtol=1e-6, atol=1e-5)
