@@ -25,7 +25,7 @@ class BudgetState(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Budget:
+class Budget(policy.GammaPolicy):
     """Bounds what a policy may lose against plain decoding.
 
     All slots share an account of time, in rounds without drafts. A round that drafted
