@@ -93,7 +93,8 @@ def drawing(rows: int, *, impl: str = "triton") -> hopper.Program:
 def distribution(rows: int, *, impl: str | None) -> hopper.Program:
     """The probabilities of a slab of rows, and what is left of their sums; None: by
     XLA."""
-    sums = protocols.sums_of(impl and model("qwen3-0.6b", impl=impl))
+    target = model("qwen3-0.6b", impl=impl or "xla")
+    sums = protocols.sums_of(target)
 
     def fn(logits, settings):
         probs = sums.distribution(logits, settings)
