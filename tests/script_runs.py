@@ -33,12 +33,16 @@ def rows_of(path: pathlib.Path, kind: str | None = None) -> list[dict]:
     return [row for row in rows if kind is None or row["kind"] == kind]
 
 
+SUPERSEDED = ("commit_decode_steps", "correction_steps", "mirror_decode_steps")
+"""Forwards of designs that `history.py` alone runs, which older rows count as 0."""
+
+
 def assert_has_fields_of(row: Mapping, file: str, *less: str) -> None:
     """Asserts that a fresh row has what the published ones have, of which tables are
     made; `less` are fields that no table reads any more."""
     path = ROOT / "experiments" / "results" / file
     stored = next(one for one in rows_of(path) if one["kind"] == row["kind"])
-    assert set(stored) - set(row) <= set(less)
+    assert set(stored) - set(row) <= {*less, *SUPERSEDED}
 
 
 def write_rows(path: pathlib.Path, rows: Iterable[Mapping]) -> pathlib.Path:

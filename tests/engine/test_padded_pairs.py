@@ -73,7 +73,7 @@ def test_drafts_change_no_token(pair, drafter):
     expected = DRAFTERS[drafter].get("impl", dispatch.resolve("auto"))
     assert (lm.target.impl, lm.target.config.vocab_size) == (expected, 257)
     settings = {"max_tokens": 24, "sampling": SAMPLINGS, "stop": ()}
-    outs = sj.generate(lm, ["abcabcab", "def f(x):"], **settings)
+    outs = sj.generate(lm, ["abcabcab", "def f(x):"], gamma=4, **settings)
     plain = sj.decode(lm, ["abcabcab", "def f(x):"], **settings)
     assert [out.tokens for out in outs] == [out.tokens for out in plain]
     assert max(max(out.tokens) for out in plain) < 257

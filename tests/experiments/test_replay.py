@@ -358,7 +358,7 @@ def test_unusable_flags(greedy, folders, assert_refused, more, words):
     [
         (lambda rows: [], ("is empty", "--record")),
         (lambda rows: rows[1:], ("header",)),
-        (header_with(format=1), ("format 1", "this is 2")),
+        (header_with(format=1), ("format 2", "of format 1")),
         (header_with(slab="5"), ("line 1", "slab='5' is no int")),
         (header_with(gen_tokens=13), ("line 2", "12 generated", "13")),
         (header_with(vocab_size=40), ("line 2", "outside the vocabulary [0, 40)")),

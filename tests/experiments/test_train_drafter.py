@@ -265,7 +265,7 @@ def test_a_narrower_head_has_an_embedding_of_its_own(target, work, tmp_path):
     with pytest.raises(AssertionError):
         testing.assert_same_bits(head.embed, first.embed)
     lm = sj.load(target, drafter=str(out), impl="native")
-    made = sj.generate(lm, "import os", max_tokens=8)
+    made = sj.generate(lm, "import os", max_tokens=8, gamma=2)
     assert made.tokens == sj.decode(lm, "import os", max_tokens=8).tokens
     assert made.metrics["proposed"] > 0
     assert_begins_as(head, target, work, "--base", str(out))
@@ -335,7 +335,7 @@ def test_blocks_are_trained_resumed_exported_and_drafted(
         assert fact in card
     lm = sj.load(target, drafter=str(out), impl="xla")
     assert lm.drafter.head == train_drafter.prepare(whole).config
-    made = sj.generate(lm, "import os", max_tokens=8)
+    made = sj.generate(lm, "import os", max_tokens=8, gamma=2)
     assert made.tokens == sj.decode(lm, "import os", max_tokens=8).tokens
     assert made.metrics["proposed"] > 0
     assert calibrated(target, tmp_path / "killed", out, lm) in capsys.readouterr().out
@@ -473,7 +473,7 @@ def test_targets_of_other_families(tmp_path, model_type, flags):
         assert raw["model_type"] == "qwen3" and raw["num_anchors"] == 3
         assert raw["rope_scaling"]["rope_type"] == "llama3"
     lm = sj.load(target, drafter=str(out), impl="xla")
-    made = sj.generate(lm, "import os", max_tokens=8)
+    made = sj.generate(lm, "import os", max_tokens=8, gamma=2)
     assert made.tokens == sj.decode(lm, "import os", max_tokens=8).tokens
     assert made.metrics["proposed"] > 0
 
