@@ -6,7 +6,8 @@ Stages, in this order, each resumable after a kill with the same results:
     prompts   user turns that a chat model writes itself, where no data set is at hand:
               name them as --prompts of the next stage
     rollouts  the target continues the prompts: what the drafter will meet
-    cache     the target's features of these texts, on disk (for --targets cache)
+    cache     the target's features of these texts, on disk (for --targets cache), as
+              far as the rollouts have not left them there
     train     the drafter, towards the target's distributions, several drafts deep
     export    the newest checkpoint, as a folder in a published format, with a card
     calibrate of DSpark: the scaling that makes the export's confidences chances,
@@ -53,7 +54,7 @@ from spec_jax.model import (
     tokenizer as tokenizer_lib,
 )
 from spec_jax.ops import dispatch
-from spec_jax.training import eagle3, loop, targets
+from spec_jax.training import eagle3, loop, store as store_lib, targets
 from spec_jax.typing import IMPLS
 
 
@@ -77,7 +78,12 @@ def writer_of(args: argparse.Namespace) -> rollouts.Writer:
     numbers = np.arange(len(ids))
     is_greedy = numbers % args.samples % 2 == 0
     seeds = np.where(is_greedy, -1, args.seed * SEEDS + numbers)
-    return _writer(args, tokenizer, prompts=ids, seeds=seeds, length=args.length)
+    taps = None
+    if args.targets == "cache":
+        taps = families.plan(args, families.target_config(args)).taps
+    return _writer(
+        args, tokenizer, prompts=ids, seeds=seeds, length=args.length, taps=taps
+    )
 
 
 def author_of(args: argparse.Namespace) -> rollouts.Writer:
@@ -122,9 +128,24 @@ def write_prompts(args: argparse.Namespace) -> None:
 
 
 def roll_out(args: argparse.Namespace) -> None:
-    """Writes `texts.npz`: what the target makes of each prompt, greedily and drawn."""
+    """Writes `texts.npz`: what the target makes of each prompt, greedily and drawn.
+
+    With `--targets cache` the features of what is written are cached at once.
+    """
     writer = writer_of(args)
-    texts = rollouts.write(writer, args.work, fan=fan_out.of(args, writer_of, args))
+    take = None
+    if writer.taps is not None:
+        store = targets.store_of(
+            args.work / "cache", writer.params, writer.config, writer.taps
+        )
+
+        def take(text: list[int], features: np.ndarray) -> None:
+            """Caches the rows after which the target wrote a token."""
+            rows = targets.stored(writer.params, writer.config, features)
+            store.add(np.asarray(text[:-1]), np.asarray(rows))
+
+    fan = fan_out.of(args, writer_of, args)
+    texts = rollouts.write(writer, args.work, fan=fan, take=take)
     tokens, mask = rollouts.padded(writer, texts)
     # In another order than the prompts', so that the held-out ones are of all kinds;
     # the samples of a prompt stay together, and none of them tells of another held out.
@@ -211,10 +232,18 @@ def prepare(args: argparse.Namespace) -> Job:
 
 
 def cache(args: argparse.Namespace) -> None:
-    """Writes the target's features of all texts to `--work`/cache."""
+    """Writes the target's features of the texts that `--work`/cache lacks."""
     online = prepare(args).online
-    with terminal.counted("cache", total=targets.num_shards(online)) as advance:
-        targets.write(args.work / "cache", online, after_shard=advance)
+    store = _store(args, online)
+    lacking = len(targets.missing(store, online.texts))
+    with terminal.counted("cache", total=lacking) as advance:
+        targets.write(store, online, after_text=advance)
+
+
+def _store(args: argparse.Namespace, online: targets.Online) -> store_lib.Store:
+    return targets.store_of(
+        args.work / "cache", online.params, online.config, online.taps
+    )
 
 
 def _recipe(args: argparse.Namespace) -> loop.Recipe:
@@ -248,7 +277,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     family, config = job.family, job.config
     data: loop.Data = job.online
     if args.targets == "cache":
-        data = targets.Cached(args.work / "cache", job.online)
+        data = targets.Cached(_store(args, job.online), job.online)
     samples = job.online.texts.samples
     held_out = max(args.batch, len(data) // HELD_OUT_SHARE)
     held_out = -(-held_out // samples) * samples  # Of whole prompts.
@@ -392,6 +421,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
           the target's)
         --mlp N  width of the drafter's MLP (default: the target's)
         --targets WHERE=online  the target's features: computed in each step, or read
+          from the cache, which the rollouts then write, too
         --steps N=1000  optimiser steps
         --ttt-steps N=7  drafting steps that are trained, of eagle3
         --block N=7  rows of a block, of dflash and dspark, and so the following

@@ -241,8 +241,9 @@ def _own_texts(
     if not path.exists():
         raise ValueError(f"{path}: no such file; run the stage rollouts first")
     online = _taught(np.load(path), target)
-    targets.write(work / "taught", online)
-    data = targets.Cached(work / "taught", online)
+    store = targets.store_of(work / "taught", online.params, online.config, online.taps)
+    targets.write(store, online)
+    data = targets.Cached(store, online)
     count = 4 * ROLLOUT_BATCH
     first = len(data) - count
     return (

@@ -11,12 +11,11 @@ import hashlib
 import json
 import pathlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from experiments.lib import fan_out, prompt_files, terminal
-from spec_jax.drafters import each, ngram
 from spec_jax.engine import round as round_lib, rows, scheduler
 from spec_jax.model import (
     config as config_lib,
@@ -28,12 +27,16 @@ from spec_jax.model import (
 )
 from spec_jax.ops import dispatch
 from spec_jax.rules import sampling
+from spec_jax.training import record
 
 
-SLOTS = 32
+SLOTS = 80  # As many rows as a native forward takes at once.
 PAGE_SIZE = 16
 TASK = 1024
 """Texts that a process of a cluster writes before it asks for others."""
+
+
+Written = tuple[int, list[int], np.ndarray | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,8 @@ class Writer:
       length: tokens of a text at most, its prompt included.
       impl: kernels; "auto" is resolved at once.
       stop_ids: tokens that end a text; the stop token is kept.
+      taps: features of the target that come with each text, and after them those of
+        the last layer; None: no features do.
 
     Raises:
       NotImplementedError: an implementation without kernels for the model's family.
@@ -59,6 +64,7 @@ class Writer:
     length: int
     impl: str
     stop_ids: tuple[int, ...] = ()
+    taps: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         named = self.impl != "auto"
@@ -77,14 +83,20 @@ class Writer:
         """Returns twelve digits of the SHA-256 of a prompt and its seed."""
         return _digest([int(x) for x in self.prompts[number]], int(self.seeds[number]))
 
-    def __call__(self, numbers: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-        """Yields the number of a prompt and the tokens that follow it, as texts end."""
+    def __call__(self, numbers: Sequence[int]) -> Iterator[Written]:
+        """Yields the number of a prompt, the tokens that follow it and the features of
+        all rows but the last, `[T - 1, taps + 1, D]` or None, as texts end."""
         requests = [self._request(number) for number in numbers]
         slots = min(SLOTS, len(requests))
-        # Without drafts no drafter is asked for more than what it remembers.
-        drafter = each.lift(ngram.PromptLookup(gamma_max=1), slots)
         model = row_model.RowModel(
             config=self.config, impl=self.impl, slab=row_model.slab_for(self.impl, 8)
+        )
+        taps = () if self.taps is None else (*self.taps, self.config.num_layers)
+        drafter = record.Recorder(
+            taps=taps,
+            feature_size=self.config.hidden_size,
+            dtype=self.config.dtype,
+            num_slots=slots,
         )
         plain = scheduler.Scheduler(
             speculator=round_lib.Speculator(
@@ -96,8 +108,9 @@ class Writer:
             page_size=PAGE_SIZE,
             stop_ids=self.stop_ids,
         )
-        for ended in plain.run(requests):
-            yield numbers[ended.number], ended.tokens
+        keep = drafter.rows if taps else (lambda state, slot: None)
+        for ended in plain.run(requests, keep=keep):
+            yield numbers[ended.number], ended.tokens, ended.kept
 
     def _request(self, number: int) -> scheduler.Request:
         prompt, seed = list(map(int, self.prompts[number])), int(self.seeds[number])
@@ -116,11 +129,16 @@ def _digest(*values: object) -> str:
 
 
 def write(
-    writer: Writer, folder: pathlib.Path, *, fan: fan_out.Fan = fan_out.here
+    writer: Writer,
+    folder: pathlib.Path,
+    *,
+    fan: fan_out.Fan = fan_out.here,
+    take: Callable[[list[int], np.ndarray], None] | None = None,
 ) -> list[list[int]]:
     """Returns the tokens that follow each prompt, in the prompts' order.
 
     Args:
+      take: is given each text, prompt and all, that the writer has features of.
       folder: has a file of JSON lines, named after the writer, to which each text is
         added when it has ended; texts that it has are not written again.
       fan: what has tasks done; see `fan_out.of`.
@@ -137,7 +155,9 @@ def write(
         sizes = {"total": len(keys), "completed": len(keys) - len(missing)}
         task = bar.add_task("texts", **sizes)
         for _, texts in fan(writer, tasks):
-            for number, tokens in texts:
+            for number, tokens, features in texts:
+                if take is not None and features is not None:
+                    take([*map(int, writer.prompts[number]), *tokens], features)
                 done[keys[number]] = tokens
                 print(json.dumps([keys[number], tokens]), file=file, flush=True)
                 written += len(tokens)
@@ -196,12 +216,12 @@ def padded(
 
     Returns:
       The tokens `[n, length] int32`, each text's last one again behind its end, and the
-      rows after which the target goes on, `[n, length] bool`: those from a prompt's
-      last token to a text's last but a stop token.
+      rows after which the target wrote a token, `[n, length] bool`: those from a
+      prompt's last token to a text's last but one.
     """
     joined = [[*x, *text] for x, text in zip(writer.prompts, texts, strict=True)]
     tokens = np.array([x + x[-1:] * (writer.length - len(x)) for x in joined], np.int32)
     given = np.array([len(prompt) for prompt in writer.prompts])[:, None]
-    ends = np.array([len(x) - (x[-1] in writer.stop_ids) for x in joined])[:, None]
+    ends = np.array([len(x) for x in joined])[:, None]
     places = np.arange(writer.length)
-    return tokens, (places >= given - 1) & (places < ends)
+    return tokens, (places >= given - 1) & (places < ends - 1)

@@ -149,13 +149,13 @@ def _check_taps(target: Any, drafter: Any) -> None:
         )
     if config is None:
         return
-    most = config.num_layers - 1
+    most = config.num_layers
     for tap in taps:
         if not isinstance(tap, numbers.Integral) or not 0 <= tap <= most:
             raise ValueError(
                 f"{name} has taps={taps}, and {tap!r} is not in 0 .. {most}: features "
                 "are hidden_states of the target, 0 the embedding and k the output of "
-                f"layer k - 1; the last, {most + 1}, is not one, as others norm it"
+                "layer k - 1, un-normed"
             )
     size = drafter.feature_size
     if size not in (None, config.hidden_size):

@@ -310,9 +310,9 @@ class Drafter:
         """The target's features that the drafter reads; () for none.
 
         Features are residual streams, un-normed, by Hugging Face's `hidden_states`
-        index: 0 is the embedding, `k` the output of layer `k - 1`. The last layer's is
-        not one. With taps, `prefill` and `commit` have a keyword `features`: see
-        `SlotDrafter`, there without the axis of slots.
+        index: 0 is the embedding, `k` the output of layer `k - 1`; unlike those of
+        Hugging Face the last layer's is not normed. With taps, `prefill` and `commit`
+        have a keyword `features`: see `SlotDrafter`, there without the axis of slots.
         """
         return ()
 

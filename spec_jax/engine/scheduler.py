@@ -7,7 +7,7 @@ gamma, seed, stop tokens or sampling settings. One sequence is a scheduler of on
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -59,11 +59,13 @@ class Finished:
       number: of the request, in the order of the queue.
       slot: the slot's last state on the host, leaves without the axis of slots.
       vocab_size: of the target; None where that is no model.
+      kept: what `Scheduler.run` was told to keep of it.
     """
 
     number: int
     slot: states.Slots
     vocab_size: int | None = None
+    kept: Any = None
 
     @property
     def status(self) -> states.Status:
@@ -341,10 +343,13 @@ class Scheduler:
         *,
         state: states.State | None = None,
         rounds_per_call: int = 1 << 30,
+        keep: Callable[[states.State, int], Any] = lambda state, slot: None,
     ) -> Iterator[Finished]:
         """Generates all requests, and yields each when it ends.
 
         Args:
+          keep: `keep(state, slot)` is called when the request of a slot has ended, for
+            what of target or drafter is wanted: see `Finished.kept`.
           state: what `empty` made, and used up; None makes it here. One that draws
             takes greedy requests too, not the other way round.
           rounds_per_call: how often the host looks at least, whatever happens.
@@ -384,7 +389,12 @@ class Scheduler:
             checks.check_refused([state.cache, state.memory])
             slots = jax.device_get(state.slots)
             for number, slot in _ended(slots, running):
-                yield Finished(number=number, slot=slot, vocab_size=self.vocab_size)
+                yield Finished(
+                    number=number,
+                    slot=slot_of(slots, slot),
+                    vocab_size=self.vocab_size,
+                    kept=keep(state, slot),
+                )
             refills = True
             checks.check_pages(slots.status, slots.length, state.cache)
 
@@ -403,11 +413,12 @@ def slot_of(slots: states.Slots, slot: int) -> states.Slots:
 
 
 def _ended(slots: states.Slots, running: dict[int, int]):
-    """Yields, and takes from `running`, what ended as it should."""
+    """Yields the numbers and the slots of what ended as it should, which it takes from
+    `running`."""
     waits = (int(states.Status.RUNNING), int(states.Status.OUT_OF_PAGES))
     for slot in list(running):
         if int(slots.status[slot]) not in waits:
-            yield running.pop(slot), slot_of(slots, slot)
+            yield running.pop(slot), slot
 
 
 @loop.donates(static_argnames=("target", "drafter", "refills", "gamma_policy"))

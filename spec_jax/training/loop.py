@@ -135,16 +135,35 @@ def batch(
     """The sequences of optimiser step `step`, in an order of its epoch's own.
 
     An epoch has each sequence at most once; those at its end that fill no batch are
-    left out. A pure function of its arguments, so that a resumed run sees the same
+    left out. Data with `lengths`, of which not all are the same, comes in batches of
+    like ones. A pure function of its arguments, so that a resumed run sees the same
     batches.
     """
     per_epoch = len(data) // size
     if per_epoch == 0:
         raise ValueError(f"batch size {size} exceeds the {len(data)} windows of data")
     epoch, index = divmod(step, per_epoch)
-    order = np.random.default_rng((seed, epoch)).permutation(len(data))
+    random = np.random.default_rng((seed, epoch))
+    order = random.permutation(len(data))[: per_epoch * size]
+    lengths = getattr(data, "lengths", None)
+    if lengths is not None and np.ptp(lengths):
+        order = _of_like_lengths(order, lengths, size, random)
     rows = order[index * size : (index + 1) * size]
     return data[rows] if draw is None else draw(data[rows], rows, step)
+
+
+GROUP = 16
+"""Batches whose sequences are sorted by length, so that those of a batch are alike."""
+
+
+def _of_like_lengths(order, lengths, size, random):
+    """Returns an epoch's order with batches of like lengths, in a random order."""
+    batches = []
+    for start in range(0, len(order), GROUP * size):
+        group = order[start : start + GROUP * size]
+        by_length = group[np.argsort(lengths[group], kind="stable")]
+        batches += np.split(by_length, len(group) // size)
+    return np.concatenate([batches[x] for x in random.permutation(len(batches))])
 
 
 def held_out_loss(loss: Loss, params: Params, data: Data, *, batch_size: int) -> float:
@@ -349,8 +368,10 @@ def _timed_step(recipe, state, tokens, teacher, loss, mesh):
 
 
 def _num_tokens(batch: Batch) -> int:
-    tokens = batch["tokens"] if isinstance(batch, dict) else batch
-    return tokens[:, 1:].size
+    """Returns how many tokens of a batch count."""
+    if isinstance(batch, dict):
+        return int(np.count_nonzero(batch["mask"]))
+    return batch[:, 1:].size
 
 
 INTERVAL_S = 10.0

@@ -7,8 +7,6 @@ at a time, so that a cache holds the bits of what would be made.
 
 import dataclasses
 import functools
-import hashlib
-import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -19,17 +17,18 @@ import numpy as np
 
 from spec_jax import pytree
 from spec_jax.model import (
-    checkpoint_files as files,
     config as config_lib,
+    families,
     fingerprint,
     params as params_lib,
     sequence,
 )
 from spec_jax.ops import weights
+from spec_jax.training import store as stores
 
 
-SHARD = 512  # sequences
-_INDEX = "cache.json"
+BUCKET = 128
+"""A batch has a multiple of so many columns, or all: few shapes, and little padding."""
 
 
 class Teacher(pytree.Node):
@@ -76,8 +75,33 @@ class Texts:
         """Which texts were written greedily, `[n] bool`."""
         return np.ones(len(self), bool) if self.greedy is None else self.greedy
 
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        """Rows of each text up to the last that counts, `[n] int`."""
+        is_last = self.mask[:, ::-1].argmax(axis=1)
+        return np.where(self.mask.any(axis=1), self.mask.shape[1] - is_last, 0)
+
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def batch(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns `tokens`, `mask` and `greedy` of some texts, without the columns that
+        none of them needs."""
+        size = _columns(self, int(self.lengths[rows].max(initial=0)))
+        return {
+            "tokens": self.tokens[rows, :size],
+            "mask": self.mask[rows, :size],
+            "greedy": self.is_greedy[rows],
+        }
+
+    def read(self, row: int) -> np.ndarray:
+        """Returns the tokens that the rows up to the last that counts are of."""
+        return self.tokens[row, : self.lengths[row]]
+
+
+def _columns(texts: Texts, length: int) -> int:
+    """Returns how many columns show `length` rows, and the token after them."""
+    return min(-(-(length + 1) // BUCKET) * BUCKET, texts.tokens.shape[1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,24 +116,59 @@ class Online:
     def __len__(self) -> int:
         return len(self.texts)
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Rows of each text, `[n] int`."""
+        return self.texts.lengths
+
+    def rows_of(self, row: int) -> np.ndarray:
+        """Returns what the target makes of a text up to the last row that counts: see
+        `stored`."""
+        length = int(self.lengths[row])
+        tokens = self.texts.tokens[row, : _columns(self.texts, length)]
+        made = _one(self.params, tokens[None], self.config, self.taps)
+        return np.asarray(made)[:length]
+
     def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        tokens = self.texts.tokens[rows]
-        made = [
-            jax.tree.map(np.asarray, _one(self.params, x[None], self.config, self.taps))
-            for x in tokens
-        ]
-        features, final = (np.concatenate(part) for part in zip(*made, strict=True))
-        batch = {"tokens": tokens, "mask": self.texts.mask[rows], "final": final}
-        batch["greedy"] = self.texts.is_greedy[rows]
-        return batch | ({"features": features} if self.taps else {})
+        return _joined(self, rows, self.rows_of)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "taps"))
 def _one(params, tokens, config, taps):
-    """Features `[1, T, taps * D]` and final hidden states of one sequence."""
+    """Features and final hidden states `[T, (taps + 1) * D]` of one sequence."""
     made = sequence.forward(params, config, tokens, taps=taps)
-    width = len(taps) * config.hidden_size
-    return made.features.reshape(*tokens.shape, width), made.hidden
+    return jnp.concatenate(
+        [made.features[0].reshape(tokens.shape[1], -1), made.hidden[0]], axis=-1
+    )
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def stored(
+    params: params_lib.Params, config: config_lib.ModelConfig, features: jax.Array
+) -> jax.Array:
+    """Returns rows as a cache has them, `[T, (taps + 1) * D]`.
+
+    Args:
+      features: `[T, taps + 1, D]`; the last is the last layer's output, which is
+        normed here.
+    """
+    last = families.of(config).sequence_norm(params, config, features[:, -1])
+    rows = jnp.concatenate([features[:, :-1], last[:, None]], axis=1)
+    return rows.reshape(len(rows), -1)
+
+
+def _joined(data: Online, rows: np.ndarray, of_text: Any) -> dict[str, np.ndarray]:
+    """Returns a batch, whose texts have zeros past the last row that counts."""
+    rows = np.asarray(rows)
+    batch = data.texts.batch(rows)
+    size, width = batch["tokens"].shape[1], data.config.hidden_size
+    dtype = jnp.dtype(data.config.dtype)
+    made = np.zeros((len(rows), size, (len(data.taps) + 1) * width), dtype)
+    for into, row in zip(made, rows, strict=True):
+        found = of_text(int(row))
+        into[: len(found)] = found
+    batch["final"] = made[..., -width:]
+    return batch | ({"features": made[..., :-width]} if data.taps else {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +181,11 @@ class Part:
 
     def __len__(self) -> int:
         return self.count
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Rows of each text, `[n] int`."""
+        return self.data.lengths[self.first : self.first + self.count]
 
     def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         return self.data[np.asarray(rows) + self.first]
@@ -186,115 +250,77 @@ def draft_vocabulary(texts: Texts, *, size: int, vocab_size: int) -> np.ndarray 
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
-def num_shards(online: Online) -> int:
-    """Returns how many files `write` makes."""
-    return -(-len(online) // SHARD)
+def store_of(
+    folder: pathlib.Path,
+    params: params_lib.Params,
+    config: config_lib.ModelConfig,
+    taps: tuple[int, ...],
+) -> stores.Store:
+    """Opens a cache of this target's outputs, or begins one.
+
+    Raises:
+      ValueError: `folder` holds another target's, or of other taps.
+    """
+    return stores.Store(
+        folder,
+        described={
+            "target_sha256": fingerprint.of_params(params),
+            "target_config": config_lib.to_dict(config),
+            "taps": list(taps),
+        },
+        width=(len(taps) + 1) * config.hidden_size,
+        dtype=jnp.dtype(config.dtype),
+    )
+
+
+def missing(store: stores.Store, texts: Texts) -> list[int]:
+    """Returns the texts that a cache lacks."""
+    return [row for row in range(len(texts)) if texts.read(row) not in store]
 
 
 def write(
-    folder: pathlib.Path,
+    store: stores.Store,
     online: Online,
     *,
-    after_shard: Callable[[], None] = lambda: None,
+    after_text: Callable[[], None] = lambda: None,
 ) -> None:
-    """Caches all that `online` gives; a killed run goes on after its last whole shard.
+    """Caches what `online` gives of texts that the cache lacks; a killed run goes on.
 
     Args:
-      after_shard: called after each of `num_shards`.
+      after_text: called after each of the texts that are `missing`.
+    """
+    for row in missing(store, online.texts):
+        store.add(online.texts.read(row), online.rows_of(row))
+        after_text()
+
+
+@dataclasses.dataclass(frozen=True)
+class Cached:
+    """The batches of an `Online` from a cache, by memory map.
 
     Raises:
-      ValueError: `folder` holds another target's, or of other texts.
+      ValueError: the cache lacks texts.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    index, described = folder / _INDEX, _describe(online)
-    if index.exists():
-        _check(index, described)
-    else:
-        whole = index.with_name(index.name + ".partial")
-        whole.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        whole.replace(index)  # Which is never half a file.
-    for number, start in enumerate(range(0, len(online), SHARD)):
-        path = folder / _shard(number)
-        if path.exists():
-            after_shard()
-            continue
-        batch = online[np.arange(start, min(start + SHARD, len(online)))]
-        pending = [
-            files.Pending(
-                name=name,
-                dtype=array.dtype,
-                shape=array.shape,
-                fetch=functools.partial(np.asarray, array),
+
+    store: stores.Store
+    online: Online
+
+    def __post_init__(self) -> None:
+        lacking, count = len(missing(self.store, self.online.texts)), len(self.online)
+        if lacking:
+            raise ValueError(
+                f"{self.store.folder}: lacks {lacking} of {count} texts; run the stage "
+                "cache first"
             )
-            for name, array in batch.items()
-        ]
-        partial = path.with_name(path.name + ".partial")
-        files.write(partial, pending, metadata={"taps": str(list(online.taps))})
-        partial.replace(path)  # Which is never half a file.
-        after_shard()
-
-
-class Cached:
-    """The batches of an `Online` from files that `write` made, by memory map."""
-
-    def __init__(self, folder: pathlib.Path, online: Online):
-        """Opens a cache.
-
-        Raises:
-          ValueError: none is there, or another target's, or of other texts.
-        """
-        if not (folder / _INDEX).exists():
-            raise ValueError(f"{folder}: holds no cache; run the stage cache first")
-        _check(folder / _INDEX, _describe(online))
-        self._length = len(online)
-        self._shards = [
-            _open(folder / _shard(number)) for number in range(-(-len(online) // SHARD))
-        ]
 
     def __len__(self) -> int:
-        return self._length
+        return len(self.online)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Rows of each text, `[n] int`."""
+        return self.online.lengths
 
     def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        places = [divmod(int(row), SHARD) for row in np.asarray(rows)]
-        return {
-            name: np.stack([self._shards[shard][name][at] for shard, at in places])
-            for name in self._shards[0]
-        }
-
-
-def _shard(number: int) -> str:
-    return f"targets-{number:05}.safetensors"
-
-
-def _open(path: pathlib.Path) -> dict[str, np.ndarray]:
-    entries = files.read_header(path, dtypes=files.DTYPES | files.WHOLE_DTYPES)
-    return {
-        name: np.memmap(
-            path, dtype=entry.dtype, mode="r", offset=entry.offset, shape=entry.shape
-        )
-        for name, entry in entries.items()
-    }
-
-
-def _describe(online: Online) -> dict:
-    """Returns a description that decides every bit of a cache."""
-    digest = hashlib.sha256(np.ascontiguousarray(online.texts.tokens).tobytes())
-    for part in (online.texts.mask, online.texts.is_greedy):
-        digest.update(np.ascontiguousarray(part).tobytes())
-    return {
-        "target_sha256": fingerprint.of_params(online.params),
-        "target_config": config_lib.to_dict(online.config),
-        "texts_sha256": digest.hexdigest(),
-        "taps": list(online.taps),
-        "sequences": len(online),
-    }
-
-
-def _check(index: pathlib.Path, described: dict) -> None:
-    held = json.loads(index.read_text(encoding="utf-8"))
-    differing = [key for key, value in described.items() if held.get(key) != value]
-    if differing:
-        raise ValueError(
-            f"{index}: of another {', '.join(differing)}; delete the folder, or name "
-            "another"
-        )
+        texts = self.online.texts
+        return _joined(self.online, rows, lambda row: self.store[texts.read(row)])

@@ -17,6 +17,8 @@ import spec_jax as sj
 from experiments import ablate_heads, sweep, train_drafter
 from experiments.pair import export as pair_export, rollouts
 from spec_jax import testing
+from spec_jax.analysis import trace
+from spec_jax.engine import rows as rows_lib
 from spec_jax.model import (
     block_files,
     checkpoint_files as files,
@@ -28,6 +30,7 @@ from spec_jax.model import (
     llama,
     load,
     qwen2,
+    row_model,
     sequence,
     tokenizer,
 )
@@ -90,23 +93,74 @@ def test_rollouts_are_half_greedy(target, work):
     assert sum(share < 0.9 for share in shares) >= 8
 
 
+def store_of(folder, online):
+    return targets.store_of(folder, online.params, online.config, online.taps)
+
+
 def test_a_cache_has_the_bits_of_the_target(target, work):
     job = job_of(target, work)
-    cached = targets.Cached(work / "cache", job.online)
-    shards: list[None] = []  # All are there, and are counted.
-    count = lambda: shards.append(None)
-    targets.write(work / "cache", job.online, after_shard=count)
-    assert len(shards) == targets.num_shards(job.online) > 0
+    online, store = job.online, store_of(work / "cache", job.online)
+    cached = targets.Cached(store, online)
+    assert targets.missing(store, online.texts) == []
     rows = np.array([7, 0, 19])
-    for name, array in job.online[rows].items():
+    for name, array in online[rows].items():
         testing.assert_same_bits(cached[rows][name], array, what=name)
-    with pytest.raises(ValueError, match="cache.json: of another taps; delete"):
-        targets.Cached(work / "cache", job_of(target, work, "--taps", "0,2,1").online)
-    turned = dataclasses.replace(job.online.config, rope_theta=5e5)  # The same weights.
-    with pytest.raises(ValueError, match="cache.json: of another target_config; del"):
-        targets.Cached(work / "cache", dataclasses.replace(job.online, config=turned))
-    with pytest.raises(ValueError, match="holds no cache; run the stage cache first"):
-        targets.Cached(work / "nothing", job.online)
+    turned = dataclasses.replace(online.config, rope_theta=5e5)  # The same weights.
+    other_taps = job_of(target, work, "--taps", "0,2,1").online
+    for what, other in (
+        ("taps", other_taps),
+        ("target_config", dataclasses.replace(online, config=turned)),
+    ):
+        with pytest.raises(ValueError, match=f"cache.json: of another {what}; delete"):
+            store_of(work / "cache", other)
+
+
+def test_a_cache_goes_on_where_it_was_killed(target, work, tmp_path):
+    """Half a line, rows without a line, and texts that are added later."""
+    online = job_of(target, work).online
+    store, first = store_of(tmp_path, online), online.texts.read(0)
+    with pytest.raises(ValueError, match=r"rows float32\[3, 4\] of a text of "):
+        store.add(first, np.zeros((3, 4), np.float32))
+    store.add(first, online.rows_of(0))
+    with (tmp_path / "rows.bin").open("ab") as rows:
+        rows.write(b"half a row")
+    with (tmp_path / "index.jsonl").open("a") as index:
+        index.write('["0123')
+    store, made = store_of(tmp_path, online), []
+    with pytest.raises(ValueError, match="lacks 19 of 20 texts; run the stage cache"):
+        targets.Cached(store, online)
+    targets.write(store, online, after_text=lambda: made.append(None))
+    assert len(made) == 19
+    for again in (store, store_of(tmp_path, online)):
+        every = np.arange(20)
+        for name, array in online[every].items():
+            cached = targets.Cached(again, online)[every]
+            testing.assert_same_bits(cached[name], array, what=name)
+
+
+def test_rollouts_record_what_decoding_computes(target, work, tmp_path):
+    """The same texts with `--targets cache`: rows of the target, bit for bit."""
+    flags_ = "--targets", "cache"
+    assert train_drafter.main(command(target, tmp_path, "rollouts", *flags_)) == 0
+    online = job_of(target, tmp_path).online
+    testing.assert_same_bits(
+        online.texts.tokens, job_of(target, work).online.texts.tokens
+    )
+    store = store_of(tmp_path / "cache", online)
+    assert targets.missing(store, online.texts) == []
+    model = row_model.RowModel(config=online.config, impl="xla", slab=8)
+    taps = *online.taps, online.config.num_layers
+    for row in range(0, 20, 5):
+        text = online.texts.read(row)
+        recorded = trace.record_features(
+            rows_lib.SlotRows(model=model, num_slots=1),
+            online.params,
+            [*map(int, text), 0],
+            num_prompt=9,
+            taps=taps,
+        )
+        made = targets.stored(online.params, online.config, recorded)
+        testing.assert_same_bits(store[text], np.asarray(made), what=f"text {row}: ")
 
 
 def test_the_loss_is_that_of_drafting(target, work, tmp_path):
@@ -144,7 +198,7 @@ def test_the_loss_is_that_of_drafting(target, work, tmp_path):
     for b in range(2):
         counted = np.flatnonzero(batch["mask"][b, 1:])
         tokens, at = tokens + len(counted), counted[0]
-        while at < 15:  # Each round follows from what the one before kept.
+        while at <= counted[-1]:  # Each round follows from what the one before kept.
             row_agrees = agrees[15 * b + at]
             rounds += 1
             at += 1 + int(np.cumprod(row_agrees).sum())

@@ -139,6 +139,31 @@ def test_every_window_comes_once_an_epoch():
         loop.batch(windows, size=7, step=0, seed=0)
 
 
+class _OfLengths:
+    """Sequences that are their own numbers."""
+
+    def __init__(self, lengths):
+        self.lengths = np.asarray(lengths)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, rows):
+        return np.asarray(rows)
+
+
+def test_sequences_of_a_batch_are_of_like_lengths():
+    """Each still comes once, and long batches do not come one after the other."""
+    lengths = np.random.default_rng(0).permutation(np.repeat([5, 50, 500], 32))
+    step = functools.partial(loop.batch, _OfLengths(lengths), size=4, seed=0)
+    found = np.array([step(step=number) for number in range(24)])
+    assert sorted(found.ravel().tolist()) == list(range(96))
+    of_batches = lengths[found]
+    assert (np.ptp(of_batches, axis=1) > 0).sum() <= 4  # Two borders in each group.
+    assert not (np.diff(of_batches[:, 0]) >= 0).all()
+    np.testing.assert_array_equal(step(step=5), found[5])
+
+
 def test_the_tokenizer_keeps_every_byte():
     texts = ("def f(x):\n\treturn x  # é\n",) * 3
     trained = corpus.train_tokenizer(texts)
