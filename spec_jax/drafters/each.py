@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
 from spec_jax.drafters import slots as slots_lib
-from spec_jax.engine import protocols, state as states
+from spec_jax.engine import checks, protocols, state as states
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.paging import cache as paged
 from spec_jax.rules import rule as rule_lib
@@ -36,8 +36,10 @@ def lift(
       gamma_policy: of the rounds; for a schedule see `Drafter.for_schedule`.
 
     Raises:
+      ValueError: a drafter that drafts nothing.
       NotImplementedError: a setting of the drafter that has no form for slots.
     """
+    checks.check_count(gamma_max=drafter.gamma_max)
     drafter = protocols.complete(drafter).for_rule(rule_lib.of(rule))
     drafter = protocols.complete(drafter)
     if policy_lib.schedules(gamma_policy):

@@ -116,8 +116,8 @@ def check_pair(target: Any, drafter: Any) -> None:
             f"draft and target have different vocabularies: {draft_size} and "
             f"{target_size} entries"
         )
-    if drafter.gamma_max < 1:
-        raise ValueError(f"gamma_max={drafter.gamma_max} must be at least 1")
+    if drafter.gamma_max < 0:  # One for slots may keep features, and draft nothing.
+        raise ValueError(f"gamma_max={drafter.gamma_max} must be at least 0")
     is_tree = protocols.is_tree(drafter)
     most = protocols.MAX_TREE_ROWS if is_tree else target.max_rows
     if drafter.gamma_max + 1 > most:

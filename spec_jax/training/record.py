@@ -27,7 +27,7 @@ class Recorder(protocols.Drafter):
     feature_size: int
     dtype: str
     num_slots: int
-    gamma_max: int = 1
+    gamma_max: int = 0
 
     def init(
         self, *, capacity: int, page_size: int, num_pages: int | None = None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from decoding import PROMPT, SMALL, Ask
 
-from spec_jax.drafters import ngram, tree_shapes
+from spec_jax.drafters import each, ngram, tree_shapes
 from spec_jax.engine import baseline, checks
 from spec_jax.model import row_model
 
@@ -212,10 +212,12 @@ def test_pairs_that_do_not_fit_together():
         checks.check_pair(slots, other)
     for gamma_max, message in (
         (5, "gamma_max=5 needs 6 rows a window, the target has 5"),
-        (0, "gamma_max=0 must be at least 1"),
+        (-1, "gamma_max=-1 must be at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
             checks.check_pair(slots, dataclasses.replace(draft, gamma_max=gamma_max))
+    with pytest.raises(ValueError, match="gamma_max=0 must be a whole number of"):
+        each.lift(dataclasses.replace(draft, gamma_max=0), 1)
     for drafter in (draft, ngram.PromptLookup(gamma_max=6)):
         checks.check_pair(slots, drafter.for_tree(tree_shapes.parse("96x2:6")))
         wide = drafter.for_tree(tree_shapes.parse("97x2:6"))
