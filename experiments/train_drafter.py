@@ -142,7 +142,7 @@ def roll_out(args: argparse.Namespace) -> None:
         def take(text: list[int], features: np.ndarray) -> None:
             """Caches the rows after which the target wrote a token."""
             rows = targets.stored(writer.params, writer.config, features)
-            store.add(np.asarray(text[:-1]), np.asarray(rows))
+            store.add(np.asarray(text[:-1]), rows)
 
     fan = fan_out.of(args, writer_of, args)
     texts = rollouts.write(writer, args.work, fan=fan, take=take)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax.drafters import features as features_lib
 from spec_jax.engine import protocols, state as states
+from spec_jax.ops import bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,11 +33,12 @@ class Recorder(protocols.Drafter):
     def init(
         self, *, capacity: int, page_size: int, num_pages: int | None = None
     ) -> features_lib.FeatureRing:
-        """Allocates room for the features of full slots."""
+        """Allocates room for the features of full slots, which are held as bits."""
         del page_size, num_pages
         width = len(self.taps) * self.feature_size
+        held = bits.to_bits(jnp.zeros((), self.dtype)).dtype
         return features_lib.empty(
-            self.num_slots, size=capacity, width=width, dtype=self.dtype
+            self.num_slots, size=capacity, width=width, dtype=held.name
         )
 
     def prefill(  # type: ignore[override]
@@ -84,16 +86,22 @@ class Recorder(protocols.Drafter):
         """Keeps the features of what was committed, or forgets a slot."""
         del params
         if features is not None:
-            flat = features.reshape(*features.shape[:2], -1)
+            # As bits: of a float the whole memory would be converted for each row.
+            flat = bits.to_bits(features.reshape(*features.shape[:2], -1))
             memory = features_lib.append(memory, flat, length - 1, asked=asked)
         return features_lib.truncate(memory, length - 1, asked=asked)
 
     def rows(self, state: states.State, slot: int) -> np.ndarray:
         """Returns the features of a slot's text but for its last token, `[T - 1, taps,
         D]`."""
-        end = int(state.memory.end[slot])
-        flat = np.asarray(state.memory.features[slot, :end])
+        flat, end = jax.device_get(_of_slot(state.memory, np.int32(slot)))
+        flat = flat[:end].view(jnp.dtype(self.dtype))
         return flat.reshape(end, len(self.taps), self.feature_size)
+
+
+@jax.jit
+def _of_slot(memory: features_lib.FeatureRing, slot: Any) -> Any:
+    return memory.features[slot], memory.end[slot]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -101,7 +109,7 @@ def _filled(
     memory: features_lib.FeatureRing, features: Any, slot: Any, end: Any
 ) -> Any:
     size = memory.size
-    flat = features.reshape(len(features), -1).astype(memory.features.dtype)[:size]
+    flat = bits.to_bits(features.reshape(len(features), -1)[:size])
     held = jax.lax.dynamic_update_slice(
         memory.features, flat[None], (slot, jnp.int32(0), jnp.int32(0))
     )

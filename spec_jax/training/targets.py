@@ -142,16 +142,22 @@ def _one(params, tokens, config, taps):
     )
 
 
-@functools.partial(jax.jit, static_argnames="config")
 def stored(
-    params: params_lib.Params, config: config_lib.ModelConfig, features: jax.Array
-) -> jax.Array:
+    params: params_lib.Params, config: config_lib.ModelConfig, features: np.ndarray
+) -> np.ndarray:
     """Returns rows as a cache has them, `[T, (taps + 1) * D]`.
 
     Args:
       features: `[T, taps + 1, D]`; the last is the last layer's output, which is
         normed here.
     """
+    padding = -len(features) % BUCKET  # Few shapes.
+    padded = np.pad(features, ((0, padding), (0, 0), (0, 0)))
+    return np.asarray(_normed(params, config, padded))[: len(features)]
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _normed(params, config, features):
     last = families.of(config).sequence_norm(params, config, features[:, -1])
     rows = jnp.concatenate([features[:, :-1], last[:, None]], axis=1)
     return rows.reshape(len(rows), -1)

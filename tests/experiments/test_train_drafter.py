@@ -160,7 +160,7 @@ def test_rollouts_record_what_decoding_computes(target, work, tmp_path):
             taps=taps,
         )
         made = targets.stored(online.params, online.config, recorded)
-        testing.assert_same_bits(store[text], np.asarray(made), what=f"text {row}: ")
+        testing.assert_same_bits(store[text], made, what=f"text {row}: ")
 
 
 def test_the_loss_is_that_of_drafting(target, work, tmp_path):
