@@ -267,14 +267,34 @@ def _init(args: argparse.Namespace, job: Job) -> loop.Params:
 
 
 @functools.cache  # A static argument of the step: one object, one compilation.
-def _bound(function: loop.Loss, config: Any, told: tuple) -> loop.Loss:
-    return functools.partial(function, config, **dict(told))
+def _bound(function: Any, config: Any, told: tuple) -> Any:
+    """Returns a loss, or a measure, that computes in the dtype of the config."""
+    bound = functools.partial(function, config, **dict(told))
+    return lambda params, batch, teacher: bound(
+        params, _cast(batch, config.layer.dtype), teacher
+    )
+
+
+def _cast(tree: Any, dtype: str) -> Any:
+    """Returns a tree whose floating-point leaves have a dtype."""
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
+
+
+def _computing(config: Any, dtype: str | None) -> Any:
+    """Returns the drafter's config with the dtype that its training computes in."""
+    if dtype is None:
+        return config
+    return dataclasses.replace(
+        config, layer=dataclasses.replace(config.layer, dtype=dtype)
+    )
 
 
 def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     """Trains the drafter, or goes on with it; returns the last held-out numbers."""
     job = prepare(args)
-    family, config = job.family, job.config
+    family, config = job.family, _computing(job.config, args.compute)
     data: loop.Data = job.online
     if args.targets == "cache":
         data = targets.Cached(_store(args, job.online), job.online)
@@ -296,9 +316,9 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
         targets.Part(data=data, first=0, count=first),
         targets.Part(data=data, first=first, count=held_out),
         args.work,
-        teacher=job.teacher,
-        measure=functools.partial(
-            family.training.measure, config, **family.of_measure(args)
+        teacher=_cast(job.teacher, config.layer.dtype),
+        measure=_bound(
+            family.training.measure, config, tuple(family.of_measure(args).items())
         ),
         draw=family.draw(args, config, job.hot),
         mesh=loop.data_mesh(args.devices),
@@ -436,6 +456,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --no-confidence  leave out the confidence head
         --no-copies  export no copies of the target's embedding and output projection,
           which deepspec has; spec_jax reads them from the target
+        --compute DTYPE  of the training's products (default: the target's); float32 is
+          the faster one on a CPU without instructions for bfloat16
         --batch N=16  sequences of an optimiser step
         --part N=2  of them, how many have their gradients at a time
         --devices N=1  over which a batch is spread, --part sequences of it on each
@@ -453,6 +475,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         HEAD=block_params.HEADS,
         IMPL=IMPLS,
         WHERE=TARGETS,
+        DTYPE=("bfloat16", "float32"),
         DIALECT=sorted({*eagle3_dialects.DIALECTS, *block_dialects.DIALECTS}),
     )
     parser.add_argument(

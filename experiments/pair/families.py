@@ -203,7 +203,9 @@ FAMILIES = {
 }
 
 
-_DECIDING = "taps length draft_vocab mlp steps batch part learning_rate seed".split()
+_DECIDING = (
+    "taps length draft_vocab mlp steps compute batch part learning_rate seed".split()
+)
 
 
 def deciding(family: str) -> list[str]:

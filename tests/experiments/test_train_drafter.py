@@ -513,6 +513,8 @@ def test_targets_of_other_families(tmp_path, model_type, flags):
     flags = [*flags, *"--taps 0,2 --prompts 4 --prefix 5 --impl xla".split()]
     flags += ["--length", "16", "--batch", "2", "--steps", "2", "--mlp", "24"]
     flags += ["--target", str(target), "--work", str(tmp_path), "--anchors", "3"]
+    other = "float32" if TARGET.dtype == "bfloat16" else "bfloat16"
+    flags += ["--compute", other]
     for stage in ("rollouts", "train"):
         assert train_drafter.main([*flags, "--stage", stage]) == 0
     out = tmp_path / "head"
@@ -521,7 +523,8 @@ def test_targets_of_other_families(tmp_path, model_type, flags):
     exported += ["--target", str(target), "--work", str(tmp_path)]
     assert train_drafter.main(exported) == 0
     card = (out / "README.md").read_text()
-    assert "--length 16" in card and "--batch 2" in card and "--mlp 24" in card
+    for flag in ("--length 16", "--batch 2", "--mlp 24", f"--compute {other}"):
+        assert flag in card
     raw = json.loads((out / "config.json").read_text())
     if model_type == "llama":
         assert raw["model_type"] == "qwen3" and raw["num_anchors"] == 3
