@@ -77,7 +77,7 @@ class Decoding(pytree.Node):
 
     @property
     def done(self) -> Bool[Array, " B"]:
-        """Which slots do not generate."""
+        """The slots that do not generate, bool."""
         return self._stacked("status") != int(states.Status.RUNNING)
 
 

@@ -343,7 +343,7 @@ def entries(
 ) -> int | None:
     """Returns the entries that are loaded of a pair's vocabularies; None: all of both.
 
-    Those that have a token, where the models have different padding, or would draw it.
+    Entries with a token, where the models have different padding, or would draw it.
     """
     is_kept = all(families.of(config).KEEPS_PADDING for config in configs)
     if is_kept and len({config.vocab_size for config in configs}) == 1:

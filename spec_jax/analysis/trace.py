@@ -8,7 +8,7 @@ are those of a live run, for any drafter, gamma, policy of gamma and stop tokens
 without one weight of the target.
 
 A trace goes on after stop tokens: it is written with them ignored. A live round decides
-on its drafts before a stop token cuts, and counts those that the target would have
+on its drafts before a stop token cuts, and counts drafts that the target would have
 chosen after it.
 
 The rules that draw uniforms commit texts of their own, which no trace foretells.
@@ -226,7 +226,7 @@ class TraceTarget(protocols.Target):
         taps: tuple[int, ...],
         by_rows: bool | None = None,
     ) -> tuple[TraceCache, jax.Array | None]:
-        """As `prefill`, and the recorded features; those past the prompt are padding.
+        """Does as `prefill`, and returns features; those past the prompt are padding.
 
         Raises:
           ValueError: as `prefill`.

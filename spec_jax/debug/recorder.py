@@ -53,9 +53,9 @@ class Recorder(protocols.Target):
     """A target that runs `target` and records every active row of it.
 
     It is a `protocols.Target` where it wraps one, and a `baseline.RowTarget` where it
-    wraps that. What is recorded is computed from the logits after the target is done
-    with them, one row at a time in a loop of its own: its bits do not depend on how
-    many rows there are, and no bit of the target's depends on it.
+    wraps that. The recorded values are computed from the logits after the target is
+    done with them, one row at a time in a loop of its own: its bits do not depend on
+    how many rows there are, and no bit of the target's depends on it.
 
     Attributes:
       target: any target; hashable, as all targets are.
@@ -142,7 +142,7 @@ class Recorder(protocols.Target):
         start: Int[Array, ""],
         num_active: Int[Array, ""],
     ) -> tuple[Recording, Float[Array, "R V"]]:
-        """Runs rows as the target does, and records those that were run."""
+        """Runs rows as the target does, and records the active ones."""
         inner, logits = self.target.forward(
             params, cache.cache, tokens=tokens, start=start, num_active=num_active
         )

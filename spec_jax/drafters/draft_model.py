@@ -18,8 +18,8 @@ from spec_jax.rules import rule as rule_lib
 
 
 Draws = Literal["greedy", "coupled", "independent"]
-"""Which token is drafted: the most probable; one drawn with the noise of the target's
-draw for that position, where the target draws; or one with noise of the round's own."""
+"""The drafted token: the most probable; one drawn with the noise of the target's draw
+for that position, where the target draws; or one with noise of the round's own."""
 
 DRAWS: tuple[str, ...] = get_args(Draws)
 

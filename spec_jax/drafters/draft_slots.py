@@ -7,7 +7,7 @@ committed tokens `x[0, n)` and draft K/V of `[0, m)`:
               afterwards the draft K/V covers [0, n+g-1)
     commit    the draft K/V is cut to [0, min(m', n'-1))
 
-The rows of all slots share the model's forwards. What is kept over a commit is caught
+The rows of all slots share the model's forwards. Tokens that a commit kept are caught
 up in one or two rows. Rounds that ask for nothing are caught up in the next one that
 asks for something.
 """
@@ -161,7 +161,7 @@ class SlotDraftModel(slots.OfSlots):
         )
 
     def _is_one_call(self, sampling: protocols.Sampling) -> bool:
-        """Whether all drafts of a proposal are one call of the model.
+        """Returns whether all drafts of a proposal are one call of the model.
 
         The tokens of highest logit, as many as are asked for, after what `_catch_up`
         leaves.
@@ -175,7 +175,7 @@ class SlotDraftModel(slots.OfSlots):
         return is_greedy and all_wanted and self._rows.runs_chains
 
     def _step(self, params, carry, length, goal, sampling) -> _Drafting:
-        """One forward of every slot that wants one.
+        """Runs one forward of every slot that wants one.
 
         It catches up by at most a slab of rows; at the end of the text, it drafts.
         """

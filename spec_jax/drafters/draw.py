@@ -123,7 +123,7 @@ class Draw(pytree.Node):
         return jax.lax.map(one, (logits, self.sampling, self.length))
 
     def _by_kernels(self, logits, level, columns):
-        """As `weights`, of all rows at once."""
+        """Computes `weights` of all rows at once."""
         B, K, V = logits.shape
         rows, each, lengths = self._flat(logits)
         draws = each.temperature != 0

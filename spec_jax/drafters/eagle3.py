@@ -10,8 +10,8 @@ token `x[i + 1]`; it is at place `i` of the head's own cache, and predicts `x[i 
     commit    puts the features of what was committed into the ring
 
 The first round of a text of one token drafts nothing, as no position has features yet.
-What is proposed, chain or tree, is grown by `tree_search`; chains are one call of the
-head where an implementation has that.
+`tree_search` grows proposals, chains and trees; chains are one call of the head where
+an implementation has that.
 """
 
 import dataclasses

@@ -270,7 +270,7 @@ class SlotReader(slots_lib.OfSlots):
         slot: int,
         features: Float[Array, "T taps D"],
     ) -> ReaderMemory:
-        """Takes in the features of the prompt, but for those that wait."""
+        """Takes in the features of the prompt, except for the waiting ones."""
         tokens = np.zeros((features.shape[0] + 1,), np.int32)
         tokens[: len(prompt)] = prompt
         end, slot_ = np.int32(len(prompt) - 1), np.int32(slot)

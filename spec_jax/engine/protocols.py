@@ -501,7 +501,7 @@ class SlotDrafter(Protocol):
 
         A drafter with `taps` has a keyword more, `features`: None where a slot is
         released, otherwise `[B, A, taps, D]`, with `A` one more than the drafts on a
-        path. Of a slot that commits `k` tokens after `x[0, n)` the first `k` are those
+        path. The first `k` of a slot that commits `k` tokens after `x[0, n)` are those
         of positions `n - 1 .. n + k - 2`, in order: bit for bit what decoding computes
         there. The others are zero.
         """

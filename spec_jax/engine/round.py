@@ -57,7 +57,7 @@ class Speculator(pytree.Node):
       params: of the target and of the drafter.
       rule: how drafts are accepted, of `rules.rule`; or its name.
       gamma_policy: chooses each slot's gamma, at most the slot's own; None always asks
-        for that. What it learns is in `Slots.policy`.
+        for that. `Slots.policy` is its state.
     """
 
     params: tuple[protocols.Params, protocols.Params]

@@ -110,7 +110,7 @@ class SlotRows(protocols.Target):
         taps: tuple[int, ...],
         by_rows: bool | None = None,
     ) -> tuple[paged.PagedKV, Float[Array, "T taps D"]]:
-        """As `prefill`, and the features of these tokens; see `protocols.Target`."""
+        """Does as `prefill`, and returns features; see `protocols.Target`."""
         return prompt_lib.prefill_features(
             self.model, params, kv, prompt[:-1], taps=taps, by_rows=by_rows, slot=slot
         )

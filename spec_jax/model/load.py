@@ -234,7 +234,7 @@ def write_folder(
 def required_bytes(
     config: config_lib.ModelConfig, layout: shard.Layout | None = None
 ) -> tuple[int, int]:
-    """Bytes of the weights, and most that loading them takes besides.
+    """Returns the bytes of the weights, and the most that loading takes besides.
 
     Of a model on a mesh those of one device.
     """
@@ -254,7 +254,7 @@ def required_bytes(
 def _with_entries(
     folder: pathlib.Path, config: config_lib.ModelConfig, vocab_size: int
 ) -> config_lib.ModelConfig:
-    """The config of the first `vocab_size` entries."""
+    """Returns the config of the first `vocab_size` entries."""
     if vocab_size > config.vocab_size:
         raise ValueError(
             f"{folder}: vocab_size={config.vocab_size} in config.json, but its "
@@ -282,7 +282,7 @@ def _check_tied(
 
 
 def _embedding(names: Any) -> str:
-    """The embedding's tensor."""
+    """Returns the embedding's tensor."""
     ((name, _),) = names.embed.parts
     return name
 
@@ -308,7 +308,7 @@ def _check_entries(
     entries: Mapping[str, files.Entry],
     names: params_lib.Params,
 ) -> None:
-    """Every tensor of the model is there, in its shape, and no other."""
+    """Checks that every tensor of the model is there, in its shape, and no other."""
     expected = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
     required = list(expected)
     if config.tie_word_embeddings:
@@ -370,7 +370,7 @@ def _shape_of(leaf: weights.Weight) -> jax.ShapeDtypeStruct:
 
 
 def pending(params: Any, names: Any) -> list[files.Pending]:
-    """The tensors to write, in the order of `params`; no weight is copied yet.
+    """Lists the tensors to write, in the order of `params`; copies no weight yet.
 
     Args:
       names: a tree like `params` that holds `params.Parts`.
@@ -402,7 +402,7 @@ def pending(params: Any, names: Any) -> list[files.Pending]:
 def _shards(
     tensors: list[files.Pending], max_shard_bytes: int | None
 ) -> dict[str, list[files.Pending]]:
-    """File names and what goes there: consecutive tensors, as many as fit."""
+    """Groups consecutive tensors into files, as many as fit, and names the files."""
     if max_shard_bytes is None:
         return {files.SINGLE_FILE: tensors}
     shards: list[list[files.Pending]] = []
@@ -420,7 +420,7 @@ def _shards(
 
 
 def _partial(path: pathlib.Path) -> pathlib.Path:
-    """Where a file is written before it takes its name."""
+    """Returns the path of a file that is being written."""
     return path.with_name(path.name + ".partial")
 
 

@@ -164,6 +164,6 @@ def forward(
 def logits(
     params: params_lib.Params, config: config_lib.ModelConfig, tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
-    """Float32 logits of every position."""
+    """Computes float32 logits of every position."""
     hidden = forward(params, config, tokens).hidden
     return product(hidden, weights.matrix(params.head))

@@ -50,14 +50,14 @@ class BlockModel(steps.Model):
         return self.head.shape[0]
 
     def _heads(self, layer, queries: int, keys_values: int) -> dict[str, tuple]:
-        """See `steps.Model._heads`."""
+        """Implements `steps.Model._heads`."""
         return {
             "q": (layer.q, (queries, self.size)),
             "kv": (layer.kv, (keys_values, self.size)),
         }
 
     def _weights(self, layer) -> tuple[calls.Weight | None, ...]:
-        """See `steps.Model._weights`."""
+        """Implements `steps.Model._weights`."""
         return layer
 
 

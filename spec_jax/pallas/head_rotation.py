@@ -38,7 +38,7 @@ def turned(
     lay: plan.Layout,
     eps: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Both halves `[n, half_width]` of heads, normed and turned; 0 where masked."""
+    """Norms and turns both halves `[n, half_width]` of heads; 0 where masked."""
     half = lay.head_dim // 2
     lane = jnp.arange(lay.half_width, dtype=jnp.int32)[None, :]
     inside = lane < half
@@ -99,7 +99,7 @@ def write_rows(
 
 
 def _norm_and_rotate(x, weights, turn, head_dim, eps, dtype):
-    """Halves of heads, normed and rotated, in `dtype`; all that comes in is float32.
+    """Norms and rotates halves of heads, float32; returns them in `dtype`.
 
     Of each two are taken: of the heads, of the weights, and cosines and sines. Without
     `weights` the heads are rotated only.

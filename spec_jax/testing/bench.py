@@ -144,7 +144,7 @@ class Bench:
 
 
 def tiny(gamma_max: int) -> Bench:
-    """A random target of one layer, and prompts that repeat themselves."""
+    """Makes a random target of one layer, and prompts that repeat themselves."""
     return Bench(
         target=row_model.RowModel(config=TINY, impl="xla", slab=gamma_max + 1),
         params=params_lib.init(jax.random.key(0), TINY, stddev=0.3),

@@ -135,7 +135,7 @@ def read(
     """Returns the logits `[T, V]` of the first text's rows after its prompt.
 
     Args:
-      texts: `[3, L]`; the text, and those that others read.
+      texts: `[3, L]`; the text, and the texts of others.
       width: columns of the widest window.
     """
     others = [slot for slot in range(reading.beside + 1) if slot != reading.place]
