@@ -165,8 +165,8 @@ def unscaled(width: int) -> Scaling:
 def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
     """Returns the temperature and the shift of the confidence of each draft.
 
-    Those of highest likelihood over the rounds that kept all drafts before, which is
-    that of all counts together (Platt, Probabilistic Outputs for Support Vector
+    They have the highest likelihood over the rounds that kept all drafts before, which
+    is that of all counts together (Platt, Probabilistic Outputs for Support Vector
     Machines, 1999; with his targets, a round of each kind more, no chance becomes 0 or
     1). Temperatures are above 0: no ranking within a draft changes. A draft that no
     round reached keeps its confidence.
@@ -270,7 +270,7 @@ def reliability(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns of each bin of chances its count, mean chance and share kept; 0 if empty.
 
-    What a reliability diagram shows.
+    A reliability diagram shows these.
     """
     at = np.minimum((np.asarray(chances) * bins).astype(int), bins - 1)
     counts = np.bincount(at, minlength=bins)

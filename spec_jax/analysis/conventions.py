@@ -256,8 +256,8 @@ class Eagle:
     def n_alpha(self) -> list[float | None]:
         """The paper's n-alpha: conditional acceptance after `n` drafted tokens.
 
-        Of full windows it is our `conditional_acceptance`, of others less. The paper
-        (https://arxiv.org/abs/2401.15077) measures it on chains, not on trees.
+        It is our `conditional_acceptance` of full windows, and less of others. The
+        paper (https://arxiv.org/abs/2401.15077) measures it on chains, not on trees.
         """
         return [_ratio(k, n) for k, n in zip(self.alpha, self.alpha_num, strict=True)]
 

@@ -134,9 +134,9 @@ def of_slot(slot: Any, *, num_tokens: int) -> Counters:
 def repetition(tokens: Sequence[int]) -> float:
     """Measures how far a text repeats itself: the share of repeated 4-grams.
 
-    Of the `len(tokens) - 3` runs of four consecutive tokens, overlapping ones
-    included, the share that equal a run that starts earlier: one minus distinct runs
-    over runs. Texts of fewer than 5 tokens, which have no second run, give 0.0.
+    A text has `len(tokens) - 3` runs of four consecutive tokens, overlapping ones
+    included; the share is that of runs that equal an earlier one: one minus distinct
+    runs over runs. Texts of fewer than 5 tokens, which have no second run, give 0.0.
 
     Args:
       tokens: generated tokens of one text, without its prompt.

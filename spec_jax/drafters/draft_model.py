@@ -131,7 +131,7 @@ class DraftModel(protocols.Drafter):
     def for_tree(self, tree: tree_shapes.AnyTree) -> "DraftModel":
         """Returns the draft model that drafts such trees, as many rows a forward.
 
-        Of a `Tree` that is `greedy`, by draws="greedy".
+        It draws "greedy" for a `Tree` that is `greedy`.
         """
         model, draws = self.model, self.draws
         if isinstance(tree, tree_shapes.Tree) and tree.greedy:

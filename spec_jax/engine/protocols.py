@@ -382,7 +382,7 @@ class Drafter:
     ) -> tuple[Memory, Proposal]:
         """Drafts at most `gamma` tokens to follow `tokens[:length]`.
 
-        What is after `length` means nothing. `gamma` may be 0, and never asks for more
+        Tokens after `length` mean nothing. `gamma` may be 0, and never asks for more
         than the target's capacity, less `length`.
         """
         raise NotImplementedError(f"{name_of(self)} has no `propose`")

@@ -20,7 +20,7 @@ A proposal may be a tree (`tree`): its rows are stored one after the other, and 
 positions of their depths. Then 3 walks from the root to the children that hold t, and
 before 5 the K/V of the accepted path move to their positions.
 
-What concerns one sequence is written for one and mapped over the slots; only drafter
+Functions of one sequence are mapped over the slots; only drafter
 and target see all of them. gamma is data: the same executable with gamma 0 is
 autoregressive decoding. Rules other than "coupled" keep the distribution alone.
 """

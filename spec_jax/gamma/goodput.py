@@ -1,6 +1,6 @@
 """Gamma by expected tokens per second, from measured times and running acceptance.
 
-Of chains (`Goodput`), and of trees, whose gamma is a number of nodes (`RankGoodput`).
+`Goodput` is for chains, and `RankGoodput` for trees: their gamma is a number of nodes.
 """
 
 import dataclasses

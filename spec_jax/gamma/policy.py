@@ -162,7 +162,7 @@ class Probing:
     The first probe is the `every`-th round. One that is rejected doubles the interval,
     up to `longest`; one that is kept sets it back to `every`.
 
-    What it costs: a rejected probe commits one token, as a round with gamma 0 does, and
+    Its cost: a rejected probe commits one token, as a round with gamma 0 does, and
     takes `round_s[1] - round_s[0]` longer. There is at most one in `every` rounds, so a
     text on which nothing is ever kept becomes slower than with gamma 0 by at most
 
@@ -176,7 +176,7 @@ class Probing:
     In the end that is the whole text, so that its cost is a share of the text's time
     that rarer probes do not lower (`Simulation.num_caught_up`).
 
-    What it brings: a text that becomes easy is probed within `longest` rounds, and a
+    Its gain: a text that becomes easy is probed within `longest` rounds, and a
     probe that is kept is followed at once.
 
     Attributes:

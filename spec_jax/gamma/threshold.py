@@ -27,7 +27,7 @@ class Threshold(policy.GammaPolicy):
     it is kept), so the average begins anew at every change of gamma, halfway between
     the thresholds. It needs no bias correction: it starts undecided.
 
-    What a text costs on which nothing is kept: each rung takes
+    The cost of a text on which nothing is kept: each rung takes
     `1 + floor(log(2 lower / (lower + upper)) / log(1 - weight))` rounds, 5 with the
     defaults; after that, what `policy.Probing` says.
 

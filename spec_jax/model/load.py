@@ -236,7 +236,7 @@ def required_bytes(
 ) -> tuple[int, int]:
     """Returns the bytes of the weights, and the most that loading takes besides.
 
-    Of a model on a mesh those of one device.
+    A model on a mesh counts those of one device.
     """
     shapes = params_lib.shapes(config)
     if layout is not None:

@@ -64,8 +64,8 @@ class BlockModel(steps.Model):
 class Mix(typing.NamedTuple):
     """Weights by which a gated or recurrent head mixes the token before in.
 
-    Of hidden states there are as many more than of logits as slots are passed through,
-    with the anchor, before the first one that predicts.
+    There are more hidden states than logits: those of the anchor and of the slots that
+    are passed through before the first one that predicts.
     """
 
     weight: calls.Weight  # gated [r, D + r], recurrent [3r, 2r + D]

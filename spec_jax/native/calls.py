@@ -6,7 +6,7 @@ several: `isa` is one of `build.ISA_FLAGS`, that of `build.load` if None.
 Weights come as `Panels`. Another matrix is turned into them by the call itself,
 which costs more than the call: for single products, and not for models.
 
-What padding rows of a result hold is unspecified unless it is said: nothing is written.
+Padding rows of a result are not written, and unspecified, unless it is said.
 """
 
 import functools

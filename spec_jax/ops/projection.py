@@ -44,8 +44,8 @@ def add(
 ) -> Residual:
     """Adds `project(y, w)` to the residual `x`, and norms it where kernels do so here.
 
-    Those on a GPU norm rows in a launch of their own, which also adds up the pieces of
-    a product whose K is split.
+    GPU kernels norm rows in a launch of their own, which also adds up the pieces of a
+    product whose K is split.
 
     Args:
       norm: weight of the RMSNorm that follows, with `eps`.

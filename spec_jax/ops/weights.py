@@ -3,7 +3,7 @@
 The native kernels read panels (`native/panels.py`). Ops take either form of a weight;
 other operations take a matrix, which is unpacked on demand.
 
-Of a model on a mesh (`parallel`) a device has a part of a weight, `Split`.
+A device of a mesh (`parallel`) has a part of a weight, `Split`.
 """
 
 from typing import Literal

@@ -27,7 +27,7 @@ _RELEASE = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
 def released(number: jax.Array | int, *, interpret: bool) -> jax.Array:
     """Returns `number`, int32 `[1]`, after it lets the next kernel start.
 
-    What is not used is not compiled: the kernel must go on with what is returned.
+    An unused result is not compiled: the kernel must go on with this one.
     """
     number = jnp.full((1,), number, jnp.int32)
     if interpret or not IS_EARLY:

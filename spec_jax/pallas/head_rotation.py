@@ -101,7 +101,7 @@ def write_rows(
 def _norm_and_rotate(x, weights, turn, head_dim, eps, dtype):
     """Norms and rotates halves of heads, float32; returns them in `dtype`.
 
-    Of each two are taken: of the heads, of the weights, and cosines and sines. Without
+    Heads and weights come as two halves each, and turns as cosines and sines. Without
     `weights` the heads are rotated only.
     """
     rounded = lambda value: value.astype(dtype).astype(jnp.float32)

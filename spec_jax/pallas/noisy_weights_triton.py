@@ -51,8 +51,8 @@ def noisy_weights(
 ) -> jax.Array:
     """Returns the noisy log weights `[R, V]` float32 of the rows that draw.
 
-    Those of the others are uninitialised. The logits as they are where a temperature
-    is 0. Takes what `_rows_of` takes.
+    Other rows are uninitialised. Rows of temperature 0 have their logits as they
+    are. Takes what `_rows_of` takes.
     """
     inputs = _rows_of(*rows, **settings)
     out = jax.ShapeDtypeStruct(inputs.logits.shape, jnp.float32)

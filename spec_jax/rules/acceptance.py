@@ -213,8 +213,8 @@ def accept_block(
     as any rule that has the target's distribution for every prefix,
     `accept_rejection` among them.
 
-    What stays depends on all drafts and all uniforms of the round, also on those past
-    the last kept draft: the next round must use noise of its own.
+    The kept drafts depend on all drafts and uniforms of the round, also on those past
+    the last kept one: the next round must use noise of its own.
 
     Args: as in `accept_rejection`, and `row_sums`.
     """

@@ -314,8 +314,8 @@ def noise(
 ) -> Float32[Array, " vocab_size"]:
     """Draws Gumbel noise. `position` is that of the token to be drawn.
 
-    Of high resolution: from 24 random bits no value exceeds 17, so that thousands of
-    unlikely tokens would together be drawn too seldom.
+    Its resolution is high: from 24 random bits no value exceeds 17, so that thousands
+    of unlikely tokens would together be drawn too seldom.
     """
     key = noise_key(seed, stream, position, offset)
     with jax.threefry_partitionable(True):  # The flag of the process makes other bits.

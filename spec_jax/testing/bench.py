@@ -105,7 +105,7 @@ class Bench:
     def features(self, text: Sequence[int], taps: tuple[int, ...]) -> jax.Array:
         """Returns the features `[T, taps, D]` that decoding computes of a text.
 
-        Those of its positions, in a bucket of a prefill by rows.
+        It has one row for each position, and padding to a bucket of a prefill by rows.
         """
         _, features = prompt_lib.prefill_features(
             self.target,

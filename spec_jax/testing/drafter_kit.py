@@ -313,11 +313,10 @@ def check_truncation(drafter: protocols.Drafter, params: Any, bench: Bench) -> N
 
 
 def check_features(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
-    """Drafts depend on the features of committed rows, each at its position, alone.
+    """Checks that drafts depend on features of committed rows alone, each in its place.
 
-    Those of one position early or late, and those of rows that were rejected, must make
-    a difference somewhere: a drafter on which they make none reads no features, or
-    others than it is handed.
+    Features of one position early or late, or of rejected rows, must make a difference
+    somewhere: otherwise a drafter reads no features, or others than it is handed.
     """
     taps = protocols.taps_of(drafter)
     if not taps:

@@ -1,6 +1,6 @@
 """A record: every operation of one path over a scene, and whether that moved a bit.
 
-What is recorded is what ran: the path's own forward pass, seen through its hook. The
+The recorded pass is the one that ran: the path's own, seen through its hook. The
 values that its fused kernels keep to themselves are read afterwards, `fused`.
 """
 
@@ -95,7 +95,7 @@ class Path:
     def rows_of_a_call(self, window: int) -> int:
         """Returns the active rows of each forward pass over a window of that many.
 
-        Of a tree in several passes, those of the last one.
+        A tree in several passes gives the rows of the last one.
         """
         if self.tree is not None:
             return (len(self.tree) - 1) % self.height + 1
