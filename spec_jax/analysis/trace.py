@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
 from spec_jax import pytree
-from spec_jax.engine import checks, protocols, rows
+from spec_jax.engine import checks, protocols, rows, target as target_lib
 from spec_jax.rules import acceptance
 
 
@@ -126,8 +126,8 @@ def _verify(target, params, kv, window, taps):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TraceTarget(protocols.Target):
-    """A `protocols.Target` that reads its own tokens from a `Trace` a slot.
+class TraceTarget(target_lib.Target):
+    """A `target.Target` that reads its own tokens from a `Trace` a slot.
 
     Its parameters are the trace that the next `prefill` puts into a slot. It draws
     nothing: the tokens of a trace that was sampled are drawn already. A request's

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int
 
 from spec_jax import compilation, pytree
 from spec_jax.drafters import draw, slots
-from spec_jax.engine import protocols, rows as rows_lib
+from spec_jax.engine import protocols, rows as rows_lib, target as target_lib
 from spec_jax.gamma import confidence
 from spec_jax.model import params as params_lib
 from spec_jax.ops import draw as draw_op
@@ -237,7 +237,7 @@ class SlotDraftModel(slots.OfSlots):
         logits = verified.logits.at[last].get(mode="fill", fill_value=0)
         if draws == "coupled":
             samples = drafts & (sampling.temperature != 0)
-            drawn = protocols.draw_of(self._rows)(
+            drawn = target_lib.draw_of(self._rows)(
                 logits, sampling, positions=carry.known, draws=samples
             )
             return jnp.where(samples, drawn, token), carry.probs

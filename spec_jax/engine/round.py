@@ -38,6 +38,7 @@ from spec_jax.engine import (
     loop,
     protocols,
     state as state_lib,
+    target as target_lib,
     verification,
 )
 from spec_jax.gamma import policy as policy_lib
@@ -61,7 +62,7 @@ class Speculator(pytree.Node):
     """
 
     params: tuple[protocols.Params, protocols.Params]
-    target: protocols.Target = pytree.static()
+    target: target_lib.Target = pytree.static()
     drafter: protocols.SlotDrafter = pytree.static()
     rule: verification.Rule = pytree.static(default="coupled")
     gamma_policy: policy_lib.GammaPolicy | None = pytree.static(default=None)

@@ -82,7 +82,7 @@ def check_target(target: Any, params: protocols.Params, *, seed: int = 0) -> lis
 
     Args:
       target: a `RowModel`, such as `lm.target`; a `ForwardTarget`; or a dataclass that
-        keeps `protocols.Target`, with the field `num_slots`.
+        keeps `target.Target`, with the field `num_slots`.
       params: the target's.
       seed: of the texts.
 
