@@ -30,7 +30,7 @@ EMBEDDED_TARGET = ASSETS / "target"
 EMBEDDED_DRAFT = ASSETS / "draft"
 """The embedded pair. Heads for its target are beside them, by their drafters' names."""
 
-# Two rows are the least that XLA multiplies fast, and all that catching up needs.
+# XLA is slow for one row, and catching up never needs more than two.
 DRAFT_SLAB = 2
 TARGET_SLAB = 8
 """Rows of every call of the target at least: XLA multiplies as many at one speed."""

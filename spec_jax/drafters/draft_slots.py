@@ -145,7 +145,7 @@ class SlotDraftModel(slots.OfSlots):
             chances=chances,
         )
         drafting = jax.lax.while_loop(
-            # Found out in the step, which has a kernel for it: no launch of its own.
+            # The step's kernel computes this, so that it is no extra launch.
             lambda carry: carry.any_left,
             lambda carry: self._step(params, carry, length, goal, sampling),
             drafting,

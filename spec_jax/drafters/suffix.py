@@ -263,7 +263,7 @@ class SuffixDecoding(text_tree.TextDrafter):
             first = jnp.argmax(votes)
             share = votes[first] / jnp.maximum(jnp.sum(places, dtype=jnp.int32), 1)
             probability *= share.astype(jnp.float32)
-            # No vote, no share: a path that nothing continues ends here too.
+            # If no place votes, the share is 0 and the path ends here.
             goes_on &= (offset < budget) & (probability >= self.min_probability)
             places &= token == token[first]
             survival = jnp.where(goes_on, probability, 0.0)

@@ -282,7 +282,7 @@ class Schedule(policy_lib.GammaPolicy):
         return jnp.where(state.balance > 0, asked, 0)
 
     def update(self, state: ScheduleState, **numbers: jax.Array) -> ScheduleState:
-        """Tells `asks` of a round. Drafts that were not verified are none to it."""
+        """Updates `asks` after a round; unverified drafts do not count."""
         if self.asks is None:
             return state
         return state.replace(asks=self.asks.update(state.asks, **numbers))

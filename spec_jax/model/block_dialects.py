@@ -292,7 +292,7 @@ def _taps(raw, said, dialect, target, num_layers: int) -> tuple[int, ...]:
     if dialect == "speculators":
         key = "aux_hidden_state_layer_ids"
         return head_dialects.layer_ids(key, raw.get(key), shift=0)
-    key = "target_layer_ids"  # Whose outputs are the features.
+    key = "target_layer_ids"  # The features are these layers' outputs.
     ids = said.get(key)
     if ids is None and dialect == "z-lab":
         ids = default_layer_ids(target.num_layers, num_layers)

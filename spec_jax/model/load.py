@@ -85,24 +85,10 @@ def load(
     """
     folder = hub.locate(folder)
     config = config_lib.read(folder / "config.json", dtype=dtype)
-    family = families.of(config)
-    is_gguf = gguf_file.is_file(folder)
-    if is_gguf and layout is not None:
-        raise ValueError(
-            f"{folder}: a GGUF file is not read on a mesh; load it without `mesh`, "
-            "save it as a folder, and load that"
-        )
-    found = (gguf_file if is_gguf else files).find(folder).items()
-    ignored = re.compile(family.IGNORED)
-    entries = {name: entry for name, entry in found if not ignored.search(name)}
-    _check_num_layers(folder, config, entries)
-    names = family.tensors(config)
-    _check_entries(folder, config, entries, names)
-    if config.tie_word_embeddings:
-        _check_tied(folder, entries, names, family.LM_HEAD)
+    entries = _find(folder, config, on_mesh=layout is not None)
     if vocab_size is not None:
         config = _with_entries(folder, config, vocab_size)
-        names = family.tensors(config)
+    names = families.of(config).tensors(config)
     if layout is not None:
         load_shards.check(config, layout)
     _check_memory(folder, config, available_bytes, layout)
@@ -126,6 +112,28 @@ def load(
         return jax.block_until_ready(weight)
 
     return config, jax.tree.map(read, params_lib.shapes(config), names)
+
+
+def _find(
+    folder: pathlib.Path, config: config_lib.ModelConfig, *, on_mesh: bool
+) -> dict[str, files.Entry]:
+    """Finds the model's tensors by name, all of them checked but for their values."""
+    is_gguf = gguf_file.is_file(folder)
+    if is_gguf and on_mesh:
+        raise ValueError(
+            f"{folder}: a GGUF file is not read on a mesh; load it without `mesh`, "
+            "save it as a folder, and load that"
+        )
+    family = families.of(config)
+    ignored = re.compile(family.IGNORED)
+    found = (gguf_file if is_gguf else files).find(folder).items()
+    entries = {name: entry for name, entry in found if not ignored.search(name)}
+    _check_num_layers(folder, config, entries)
+    names = family.tensors(config)
+    _check_entries(folder, config, entries, names)
+    if config.tie_word_embeddings:
+        _check_tied(folder, entries, names, family.LM_HEAD)
+    return entries
 
 
 def assemble(

@@ -39,7 +39,7 @@ CUTS: Mapping[str, weights.Cut] = {
 device."""
 
 FAMILIES = ("qwen3", "llama", "qwen2", "gpt_neox")
-"""Whose layers are made of these weights."""
+"""The families whose layers are made of these weights."""
 
 
 def check(config: config_lib.ModelConfig, layout: shard.Layout) -> None:

@@ -33,7 +33,7 @@ SHORT = 1024
 """Positions of a model that do not bound the size of its pages."""
 
 CacheKind = Literal["paged", "static"]
-"""Pages that sequences hand on to each other, or a stretch for each slot."""
+"""Layouts of pages: a pool that all slots share, or a fixed range for each slot."""
 
 CACHE_KINDS: tuple[str, ...] = get_args(CacheKind)
 

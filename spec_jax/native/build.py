@@ -193,7 +193,7 @@ def _default() -> str:
 
 
 def _check_choice(what: str, isa: str) -> None:
-    """Refuses a set that cannot be that of all kernels; `what` is who names it."""
+    """Raises unless `isa` is known and available; `what` names it in the message."""
     if isa not in ISA_FLAGS:
         raise ValueError(f"{what} is not one of {', '.join(ISA_FLAGS)}")
     if isa not in available_isas():

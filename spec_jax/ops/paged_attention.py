@@ -218,8 +218,8 @@ def _accumulate(carry, queries, keys, values, visible, group):
     """Adds one block to the running softmax; rows that see nothing keep their sums."""
     maximum, total, weighted = carry
     seen = jnp.repeat(visible, group, axis=0)  # [R * G, KEY_BLOCK]
-    # A row has probability 0 for a key it may not see, but 0 * NaN is NaN: values
-    # that are not finite are kept out of the product, and spoil who sees them.
+    # A row has probability 0 for a key it may not see, but 0 * NaN is NaN: replace
+    # non-finite values by 0, then set rows that may see them to NaN.
     is_finite = jnp.isfinite(values)
     values = jnp.where(is_finite, values, 0.0)
     spoiled = jax.lax.cond(

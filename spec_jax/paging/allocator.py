@@ -349,7 +349,7 @@ def _with_tables(kv: cache.PagedKV, tables: tuple[jax.Array, ...]) -> cache.Page
     )
 
 
-# Compiled once for calls outside a trace; within one they dissolve into it. One pass
+# `inline`: compiled once for calls outside a trace, inlined within one. One pass
 # over the page table, however many pages move: a loop would take as many turns,
 # and on a GPU ask the host at each.
 @functools.partial(jax.jit, inline=True)
@@ -369,7 +369,7 @@ def _take(tables, slot, count):
 def _give(tables, slot, count):
     table, owned, stack, num_free = tables
     nowhere, row = stack.shape[0], table[slot]
-    # The slot's last page goes first, and so ends deepest.
+    # Pages are pushed in reverse order, so that the last one lies deepest.
     turn = jnp.arange(nowhere, dtype=jnp.int32) - num_free
     moves = (turn >= 0) & (turn < count)
     stack = jnp.where(moves, row.at[owned[slot] - 1 - turn].get(mode="clip"), stack)

@@ -71,7 +71,7 @@ def write_rows(
 ) -> None:
     """Puts the keys, turned, and the values of one head to the tokens of the pool.
 
-    All rows that there are are read, so that no load waits for `is_stored`.
+    It reads all rows that exist, so that no load waits for `is_stored`.
     """
     num_kv, is_row = k_ref.shape[1], rows < refs.heads.shape[0]
     key_head = num_kv * lay.group + kv_head

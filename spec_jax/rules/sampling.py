@@ -128,7 +128,7 @@ def make_settings(
                 f"{top_k=} keeps no token: use at least 1, or None for all"
             )
     _check_number("top_p", top_p)
-    # Rounded to float32 it must not be 0 either, which is no mass to reach.
+    # A value that float32 rounds to 0 is refused too: it would select nothing.
     if not 0 < top_p <= 1 or top_p < SMALLEST_TEMPERATURE:
         raise ValueError(f"{top_p=} is outside (0, 1]: use 1 to keep all tokens")
     _check_number("min_p", min_p)
@@ -243,7 +243,7 @@ def _filtered(
         lambda x: x,
         scores,
     )
-    # At 1 nothing may be cut, also where the sum of all rounds to more than its parts.
+    # 1 must keep every token, even if the sum of all is rounded above their total.
     scores = jax.lax.cond(
         settings.top_p < 1, lambda x: _top_p(x, settings.top_p), lambda x: x, scores
     )

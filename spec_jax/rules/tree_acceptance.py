@@ -255,7 +255,7 @@ def _walk(
         at = jnp.where(goes_on, columns[jnp.argmax(found)], at)
         return (at, own, goes_on), (at, goes_on, jnp.any(is_child))
 
-    # A step more than there are depths: the last node's own token.
+    # depth_max + 1 steps: the last one adds the last node's own token.
     start = jnp.int32(0), jnp.int32(0), jnp.bool_(True)
     depths = jnp.arange(depth_max + 1, dtype=jnp.int32)
     (last, own, _), steps = jax.lax.scan(descend, start, depths)
