@@ -255,7 +255,7 @@ def _row_at(seen: Decisions, number: int) -> int | None:
 def _compare_decisions(
     plain: Decisions, spec: Decisions, *, decided: int, num_prompt: int
 ) -> list[Difference]:
-    """Compares log-probabilities and logits of `decided` tokens, up to a difference."""
+    """Finds the first differences of `decided` tokens' log-probabilities and logits."""
     found = []
     for what in ("log_probs", "logits"):
         ours, theirs = getattr(spec, what)[:decided], getattr(plain, what)[:decided]
