@@ -77,7 +77,7 @@ class Decoding(pytree.Node):
 
     @property
     def done(self) -> Bool[Array, " B"]:
-        """Which slots do not generate."""
+        """The slots that do not generate, bool."""
         return self._stacked("status") != int(states.Status.RUNNING)
 
 
@@ -367,7 +367,7 @@ def speculative(
 
     Args:
       target: a model, such as `lm.target`; a `ForwardTarget`; or an object that keeps
-        `engine.protocols.Target`.
+        `engine.target.Target`.
       drafter: an object that keeps `engine.protocols.Drafter`, such as `lm.drafter`.
       rule: how drafts are accepted, one of `rules.coupled`, `rules.rejection` and
         `rules.block`. The first writes the stream of autoregressive decoding, bit for

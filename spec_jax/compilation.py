@@ -59,7 +59,7 @@ def check_flags() -> None:
 
 
 def _captured(flags: str) -> list[str]:
-    """Which of `UNSAFE_COMMANDS` the flags ask for, read as XLA reads them.
+    """Returns which of `UNSAFE_COMMANDS` the flags name, read as XLA reads them.
 
     A list of names replaces what was asked for before; one of +NAME and -NAME changes
     it. Flags without a dash are the name of a file of flags.
@@ -144,9 +144,9 @@ def one_kernel(function: Callable) -> Callable:
     """Has XLA make one kernel of a function on a CPU: bookkeeping of a few integers.
 
     No value changes, and nothing does on other platforms, outside of a trace, and where
-    the function does what such a kernel cannot, as scattering or adding floats. What it
-    passes on or never reads takes no part, as the pages of a cache. A function within
-    it that is decorated too is a part of its kernel.
+    the function does what such a kernel cannot, as scattering or adding floats. Arrays
+    that it passes on or never reads take no part, as the pages of a cache. A function
+    within it that is decorated too is a part of its kernel.
 
     Args:
       function: of pytrees; leaves that are no arrays of jax are static. Where it reads

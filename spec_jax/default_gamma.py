@@ -69,10 +69,10 @@ def make(
         prior=0.7,
         prior_weight=4.0,
         probing=policy_lib.Probing(
-            every=1, longest=64, silence_is_free=looks_up, bound=1.0
+            every=1, longest=64, empty_is_free=looks_up, bound=1.0
         ),
     )
-    made = budget.Budget(asks=asks, silence_is_free=looks_up)
+    made = budget.Budget(asks=asks, empty_is_free=looks_up)
     return made, made.init(costs, asks=asks.init(costs.rising_s()))
 
 
@@ -105,8 +105,7 @@ def adapted(
 
 
 def _looks_up(drafter: protocols.Drafter | protocols.SlotDrafter) -> bool:
-    """Whether a drafter reads the text alone: where it finds nothing, nothing is lost,
-    and it has nothing to catch up with."""
+    """Returns whether a drafter reads only the text, and so never has to catch up."""
     return isinstance(getattr(drafter, "drafter", drafter), text_tree.TextDrafter)
 
 

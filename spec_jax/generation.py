@@ -10,7 +10,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Any, TypedDict, TypeVar, Unpack, cast, get_type_hints, overload
 
 import jax
 import numpy as np
@@ -40,13 +40,18 @@ class Settings(TypedDict, total=False):
     page_size: int
 
 
-class SpeculativeSettings(Settings, total=False):
-    """Keywords of `generate`."""
+class StreamSettings(Settings, total=False):
+    """Keywords of `stream`."""
 
     gamma: run_lib.Gamma
     policy_state: policy_lib.State
-    num_slots: int | None
     rule: verification.Rule
+
+
+class SpeculativeSettings(StreamSettings, total=False):
+    """Keywords of `generate`."""
+
+    num_slots: int | None
 
 
 _DRAWS = "sampling=sj.Sampling({name}=...)"
@@ -73,16 +78,47 @@ _REMEDIES = {
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
-def _knows_its_names(call: Call) -> Call:
-    """Makes an unknown keyword of `call` a TypeError that names the right one."""
-    known = list(inspect.signature(call).parameters)
+def prepare(
+    lm: LanguageModel,
+    prompt: Prompt | Sequence[Prompt],
+    *,
+    chat: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> tuple[run_lib.Run, bool]:
+    """Settles a call of `generate` without running it.
 
-    @functools.wraps(call)
-    def checked(*args: Any, **settings: Any) -> Any:
-        check_names(call.__name__, known, settings)
-        return call(*args, **settings)
+    Returns:
+      The run, and whether there was one prompt and no list.
+    """
+    prompts, alone = run_lib.encode(lm, prompt, chat)
+    return run_lib.Run.make(lm, prompts, **settings), alone
 
-    return cast(Call, checked)
+
+def _takes(names: type) -> Callable[[Call], Call]:
+    """Decorates a call that has the keywords `names`, with the defaults of `Run.make`.
+
+    An unknown keyword is a TypeError that names the right one.
+    """
+    given = {
+        **inspect.signature(prepare).parameters,
+        **inspect.signature(run_lib.Run.make).parameters,
+    }
+
+    def decorate(call: Call) -> Call:
+        signature = inspect.signature(call)
+        leading = list(signature.parameters.values())[:-1]
+        keywords = [given[name] for name in get_type_hints(names)]
+        signature = signature.replace(parameters=leading + keywords)
+
+        @functools.wraps(call)
+        def checked(*args: Any, **settings: Any) -> Any:
+            check_names(call.__name__, list(signature.parameters), settings)
+            return call(*args, **settings)
+
+        vars(checked)["__signature__"] = signature
+        return cast(Call, checked)
+
+    return decorate
 
 
 def check_names(call: str, known: list[str], names: Iterable[str]) -> None:
@@ -103,22 +139,9 @@ def generate(  # type: ignore[overload-overlap]
 def generate(
     lm: LanguageModel, prompt: Sequence[Prompt], **settings: Unpack[SpeculativeSettings]
 ) -> list[Generation]: ...
-@_knows_its_names
+@_takes(SpeculativeSettings)
 def generate(
-    lm: LanguageModel,
-    prompt: Any,
-    *,
-    max_tokens: int = 64,
-    gamma: run_lib.Gamma = None,
-    policy_state: policy_lib.State = None,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    stop: run_lib.Stop | None = None,
-    ignore_eos: bool = False,
-    chat: Mapping[str, Any] | None = None,
-    skip_special_tokens: bool = True,
-    num_slots: int | None = None,
-    rule: verification.Rule = "coupled",
-    page_size: int = run_lib.PAGE_SIZE,
+    lm: LanguageModel, prompt: Any, **settings: Unpack[SpeculativeSettings]
 ) -> Generation | list[Generation]:
     """Generates text speculatively; by default every token is what `decode` writes.
 
@@ -170,24 +193,10 @@ def generate(
       FloatingPointError: tokens were chosen from logits that are not finite.
       MemoryError: the cache has no page left.
     """
-    run, alone = prepare(
-        lm,
-        prompt,
-        max_tokens=max_tokens,
-        gamma=gamma,
-        policy_state=policy_state,
-        sampling=sampling,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        chat=chat,
-        skip_special_tokens=skip_special_tokens,
-        num_slots=num_slots,
-        rule=rule,
-        page_size=page_size,
-    )
+    run, alone = prepare(lm, prompt, **settings)
     run.warn()
     started = time.perf_counter()
-    run = run.adapted() if gamma is None else run
+    run = run.adapted() if settings.get("gamma") is None else run
     finished = {one.number: one for one in run.scheduler.run(run.requests)}
     seconds = time.perf_counter() - started
     outs = [
@@ -197,21 +206,9 @@ def generate(
     return outs[0] if alone else outs
 
 
-@_knows_its_names
+@_takes(StreamSettings)
 def stream(
-    lm: LanguageModel,
-    prompt: Prompt,
-    *,
-    max_tokens: int = 64,
-    gamma: run_lib.Gamma = None,
-    policy_state: policy_lib.State = None,
-    sampling: Sampling | None = None,
-    stop: run_lib.Stop | None = None,
-    ignore_eos: bool = False,
-    chat: Mapping[str, Any] | None = None,
-    skip_special_tokens: bool = True,
-    rule: verification.Rule = "coupled",
-    page_size: int = run_lib.PAGE_SIZE,
+    lm: LanguageModel, prompt: Prompt, **settings: Unpack[StreamSettings]
 ) -> Generator[Piece, None, Generation]:
     """Generates as `generate` does, and yields pieces as rounds commit them.
 
@@ -236,21 +233,7 @@ def stream(
       ValueError: as `generate`, and for several prompts; before anything is generated.
       TypeError: an argument of another name.
     """
-    run, alone = prepare(
-        lm,
-        prompt,
-        max_tokens=max_tokens,
-        gamma=gamma,
-        policy_state=policy_state,
-        sampling=sampling,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        chat=chat,
-        skip_special_tokens=skip_special_tokens,
-        num_slots=1,
-        rule=rule,
-        page_size=page_size,
-    )
+    run, alone = prepare(lm, prompt, num_slots=1, **settings)
     if not alone:
         raise ValueError(
             f"stream takes one prompt, not {len(run.prompts)}: call it for each, or "
@@ -259,7 +242,7 @@ def stream(
     if lm.tokenizer is None:
         raise ValueError("stream yields text, and the model has no tokenizer")
     run.warn()
-    return _pieces(run, lm.tokenizer, adapts=gamma is None)
+    return _pieces(run, lm.tokenizer, adapts=settings.get("gamma") is None)
 
 
 def _pieces(
@@ -306,18 +289,9 @@ def decode(  # type: ignore[overload-overlap]
 def decode(
     lm: LanguageModel, prompt: Sequence[Prompt], **settings: Unpack[Settings]
 ) -> list[Generation]: ...
-@_knows_its_names
+@_takes(Settings)
 def decode(
-    lm: LanguageModel,
-    prompt: Any,
-    *,
-    max_tokens: int = 64,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    stop: run_lib.Stop | None = None,
-    ignore_eos: bool = False,
-    chat: Mapping[str, Any] | None = None,
-    skip_special_tokens: bool = True,
-    page_size: int = run_lib.PAGE_SIZE,
+    lm: LanguageModel, prompt: Any, **settings: Unpack[Settings]
 ) -> Generation | list[Generation]:
     """Generates text by autoregressive decoding: one token a step, nothing drafted.
 
@@ -332,17 +306,7 @@ def decode(
       A `Generation` for one prompt, a list of them for a list; every token is the
       target's own (`Origin.BONUS`), in a round of its own.
     """
-    run, alone = prepare(
-        lm,
-        prompt,
-        max_tokens=max_tokens,
-        sampling=sampling,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        chat=chat,
-        skip_special_tokens=skip_special_tokens,
-        page_size=page_size,
-    )
+    run, alone = prepare(lm, prompt, **settings)
     outs = []
     for number in range(len(run.prompts)):
         started = time.perf_counter()
@@ -351,19 +315,3 @@ def decode(
         seconds = time.perf_counter() - started
         outs.append(run.decoded(state.sequences[0], number, seconds))
     return outs[0] if alone else outs
-
-
-def prepare(
-    lm: LanguageModel,
-    prompt: Prompt | Sequence[Prompt],
-    *,
-    chat: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> tuple[run_lib.Run, bool]:
-    """Settles a call of `generate` without running it.
-
-    Returns:
-      The run, and whether there was one prompt and no list.
-    """
-    prompts, alone = run_lib.encode(lm, prompt, chat)
-    return run_lib.Run.make(lm, prompts, **settings), alone

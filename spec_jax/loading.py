@@ -30,7 +30,7 @@ EMBEDDED_TARGET = ASSETS / "target"
 EMBEDDED_DRAFT = ASSETS / "draft"
 """The embedded pair. Heads for its target are beside them, by their drafters' names."""
 
-# Two rows are the least that XLA multiplies fast, and all that catching up needs.
+# XLA is slow for one row, and catching up never needs more than two.
 DRAFT_SLAB = 2
 TARGET_SLAB = 8
 """Rows of every call of the target at least: XLA multiplies as many at one speed."""
@@ -343,7 +343,7 @@ def entries(
 ) -> int | None:
     """Returns the entries that are loaded of a pair's vocabularies; None: all of both.
 
-    Those that have a token, where the models have different padding, or would draw it.
+    Entries with a token, where the models have different padding, or would draw it.
     """
     is_kept = all(families.of(config).KEEPS_PADDING for config in configs)
     if is_kept and len({config.vocab_size for config in configs}) == 1:

@@ -118,7 +118,7 @@ def evidence_of(
     """
     run, _ = generation.prepare(lm, prompts, num_slots=len(prompts), **settings)
     state = _generate(run, range(len(prompts)))
-    if lm.target.layout is not None:  # Of all devices, of other processes, too.
+    if lm.target.layout is not None:  # Other processes have some.
         state = lm.target.layout.gather(state)
     return [
         evidence.of_slot(state, num_prompt=len(ids), slot=slot)

@@ -261,7 +261,7 @@ def encode(
 
 
 def _is_one(prompt: Any) -> bool:
-    """Whether this is one prompt: text, a row of ids, or a chat's messages."""
+    """Returns whether this is one prompt: text, a row of ids, or a chat's messages."""
     if isinstance(prompt, str | np.ndarray | jax.Array):
         return True
     _check_kind(prompt)

@@ -96,7 +96,7 @@ def test_what_is_measured_are_times(cycle):
     adapted = run.adapted()
     assert adapted.costs.gamma_max == 4 and adapted.costs.catch_up_s == 0.0
     assert (np.diff(adapted.costs.round_s) >= 0).all()
-    assert adapted.scheduler.speculator.gamma_policy.silence_is_free
+    assert adapted.scheduler.speculator.gamma_policy.empty_is_free
     assert run.costs is None and run.scheduler.speculator.gamma_policy is None
 
 

@@ -170,7 +170,7 @@ def test_silence_is_a_rejection_unless_it_is_free(name):
     for _ in range(20):
         game.tell(0, num_drafted=0)
     assert game.gamma == 0 or int(game.state.probe.interval) > BRIEF.every
-    free = dataclasses.replace(BRIEF, silence_is_free=True)
+    free = dataclasses.replace(BRIEF, empty_is_free=True)
     game = Played(*make(name, probing=free))
     before = game.state
     for _ in range(20):

@@ -50,7 +50,7 @@ FEWER = {
     "drafters/oracle": {"engine"},
     **{
         f"engine/{name}": ABSTRACT
-        for name in ("loop", "protocols", "state", "verification", "round")
+        for name in ("loop", "protocols", "target", "state", "verification", "round")
     },
 }
 """What some may import of all that is below them, besides what every part may."""

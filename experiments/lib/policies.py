@@ -95,7 +95,7 @@ def make(
     # A lookup that finds nothing cost nothing, and is no evidence.
     real = getattr(drafter, "inner", drafter)  # Of one that is forced.
     asks_a_model = isinstance(real, draft_model.DraftModel | hybrid.Hybrid)
-    probing = policy.Probing(silence_is_free=not asks_a_model)
+    probing = policy.Probing(empty_is_free=not asks_a_model)
     if name == "fixed":
         return Chosen()
     if name == "threshold":

@@ -24,11 +24,11 @@ from spec_jax.drafters import each, oracle
 from spec_jax.engine import (
     baseline,
     checks,
-    protocols,
     round as round_lib,
     rows,
     scheduler as scheduler_lib,
     state as states,
+    target as target_lib,
     verification,
 )
 from spec_jax.gamma import policy
@@ -53,7 +53,7 @@ class Settings:
     num_slots: int = 1
     # Verifies windows in the place of the target's rows, for one slot: a superseded
     # design. It may count on the way, see `_recounted`.
-    verifier: protocols.Target | None = None
+    verifier: target_lib.Target | None = None
 
     @property
     def is_exact(self) -> bool:

@@ -251,7 +251,7 @@ class OneSlot(rows.SlotRows):
     path: Any  # a `baseline.RowTarget` on the caches of `model`
 
     def verify(self, params, kv, window):
-        """Runs the active columns by the path; see `protocols.Target`."""
+        """Runs the active columns by the path; see `target.Target`."""
         kv, logits = self.path.forward(params, kv, **_of_slot(window))
         failed = self.path.is_out_of_pages(kv)
         num_active = jnp.where(failed, 0, window.num_active)

@@ -65,7 +65,7 @@ class Fit:
     """The tau of highest likelihood.
 
     Attributes:
-      tau: one of those that were tried.
+      tau: one of the values that were tried.
       is_inside: whether a smaller and a larger tau were tried, and were worse.
     """
 
@@ -127,7 +127,7 @@ def record_rounds(
 
 @functools.partial(jax.jit, static_argnames=("max_rounds",))
 def _run_rounds(speculator, state, *, max_rounds):
-    """The survival, the drafts accepted and whether all were verified, by round."""
+    """Returns survival, drafts accepted and whether all were verified, by round."""
 
     def step(state, _):
         running = state.slots.running
@@ -165,8 +165,8 @@ def unscaled(width: int) -> Scaling:
 def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
     """Returns the temperature and the shift of the confidence of each draft.
 
-    Those of highest likelihood over the rounds that kept all drafts before, which is
-    that of all counts together (Platt, Probabilistic Outputs for Support Vector
+    They have the highest likelihood over the rounds that kept all drafts before, which
+    is that of all counts together (Platt, Probabilistic Outputs for Support Vector
     Machines, 1999; with his targets, a round of each kind more, no chance becomes 0 or
     1). Temperatures are above 0: no ranking within a draft changes. A draft that no
     round reached keeps its confidence.
@@ -193,8 +193,8 @@ def fit_sts(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
 
     Sequential temperature scaling (DSpark, https://arxiv.org/abs/2607.05147): draft by
     draft, of `TEMPERATURES` the one with which the product of all chances so far has
-    the least error of calibration; those before it stay as they were found. Of equal
-    ones the nearest to 1.
+    the least error of calibration; those before it stay as they were found. The
+    nearest to 1 wins a tie.
 
     Args, Raises: as `fit_platt`, whose scaling has shifts, too.
     """
@@ -214,7 +214,7 @@ def fit_sts(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
 def _checked(
     logits: np.ndarray, num_accepted: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rounds of a fit, which raises what these cannot be."""
+    """Returns the rounds of a fit; raises where their values are impossible."""
     logits = np.asarray(logits, np.float64)
     num_accepted = np.asarray(num_accepted)
     if logits.ndim != 2 or not logits.size or num_accepted.shape != logits.shape[:1]:
@@ -234,7 +234,7 @@ def _checked(
 
 
 def _platt(logits: np.ndarray, is_kept: np.ndarray) -> tuple[float, float]:
-    """The temperature and the shift of one draft, of the rounds that reached it."""
+    """Fits temperature and shift of one draft to the rounds that reached it."""
     num_kept, count = int(is_kept.sum()), len(logits)
     if not count:
         return 1.0, 0.0
@@ -253,7 +253,7 @@ def _platt(logits: np.ndarray, is_kept: np.ndarray) -> tuple[float, float]:
 
 
 def _shift(logits: np.ndarray, mean: float) -> float:
-    """The shift of highest likelihood: with it chances have this mean."""
+    """Finds the shift of highest likelihood: with it chances have this mean."""
     middle = np.log(mean) - np.log1p(-mean)
     low, high = middle - logits.max(), middle - logits.min()
     for _ in range(40):
@@ -270,7 +270,7 @@ def reliability(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns of each bin of chances its count, mean chance and share kept; 0 if empty.
 
-    What a reliability diagram shows.
+    A reliability diagram shows these.
     """
     at = np.minimum((np.asarray(chances) * bins).astype(int), bins - 1)
     counts = np.bincount(at, minlength=bins)

@@ -8,10 +8,10 @@ an "acceptance rate", and hardly two count the same. Three questions tell them a
                                          that reached position `i`; vLLM by all drafts
     before or after the stop token cut?  `Counters.accepted` is before the cut
 
-Each class and function names the file that it follows. What a convention does not hold
-is lost on the way there: the way back asks for it by keyword, or raises `ValueError`,
-as it does for numbers that contradict each other. Counters of ours that do are a fault,
-and raise `metrics.IdentityError` on the way there.
+Each class and function names the file that it follows. Numbers that a convention does
+not hold are lost on the way there: the way back asks for them by keyword, or raises
+`ValueError`, as it does for numbers that contradict each other. Counters of ours that
+do are a fault, and raise `metrics.IdentityError` on the way there.
 """
 
 import collections
@@ -72,10 +72,10 @@ def to_vllm(counters: metrics.Counters) -> Vllm:
 
 
 def from_vllm(vllm: Vllm, *, rounds: int, tokens: int) -> metrics.Counters:
-    """The counters behind vLLM's.
+    """Reads our counters from vLLM's.
 
     Args:
-      rounds: all rounds; vLLM does not count those that drafted nothing.
+      rounds: all rounds; vLLM leaves out rounds without drafts.
       tokens: tokens generated in those rounds, after the cut, which vLLM does not
         count here. Its prefill samples each request's first token: leave that out.
 
@@ -166,7 +166,7 @@ def to_sglang(counters: metrics.Counters, *, window: int | None = None) -> Sglan
 def from_sglang(
     sglang: Sglang, *, gamma_max: int, proposed: int, prefill_tokens: int
 ) -> metrics.Counters:
-    """The counters behind SGLang's.
+    """Reads our counters from SGLang's.
 
     Args:
       gamma_max: the full window: SGLang's `speculative_num_draft_tokens` less one.
@@ -192,7 +192,7 @@ def from_sglang(
 
 
 def to_spec_bench(counters: metrics.Counters) -> tuple[int, ...]:
-    """Spec-Bench's `accept_lengths`: tokens committed by each round, before the cut.
+    """Returns Spec-Bench's `accept_lengths`: tokens of each round, before the cut.
 
     `evaluation/inference_eagle.py` appends the growth of the text: kept drafts and one
     token of the target's own. The order of the rounds is lost; these rise.
@@ -203,7 +203,7 @@ def to_spec_bench(counters: metrics.Counters) -> tuple[int, ...]:
 
 
 def mean_accepted_tokens(accept_lengths: Sequence[int]) -> float | None:
-    """Spec-Bench's `#Mean accepted tokens` (MAT): the bonus token counted.
+    """Returns Spec-Bench's `#Mean accepted tokens` (MAT), bonus tokens counted.
 
     The mean over the rounds of all questions together (`evaluation/speed.py`), so that
     a long answer weighs more; our `mean_accepted_length`.
@@ -214,7 +214,7 @@ def mean_accepted_tokens(accept_lengths: Sequence[int]) -> float | None:
 def from_spec_bench(
     accept_lengths: Sequence[int], *, gamma_max: int, proposed: int, tokens: int
 ) -> metrics.Counters:
-    """The counters behind `accept_lengths`.
+    """Reads our counters from `accept_lengths`.
 
     Args:
       gamma_max: the largest window, which Spec-Bench does not record.
@@ -256,8 +256,8 @@ class Eagle:
     def n_alpha(self) -> list[float | None]:
         """The paper's n-alpha: conditional acceptance after `n` drafted tokens.
 
-        Of full windows it is our `conditional_acceptance`, of others less. The paper
-        (https://arxiv.org/abs/2401.15077) measures it on chains, not on trees.
+        It is our `conditional_acceptance` of full windows, and less of others. The
+        paper (https://arxiv.org/abs/2401.15077) measures it on chains, not on trees.
         """
         return [_ratio(k, n) for k, n in zip(self.alpha, self.alpha_num, strict=True)]
 
@@ -289,7 +289,7 @@ def to_eagle(counters: metrics.Counters) -> Eagle:
 
 
 def from_eagle(eagle: Eagle, *, proposed: int, tokens: int) -> metrics.Counters:
-    """The counters behind EAGLE's.
+    """Reads our counters from EAGLE's.
 
     Args:
       proposed: tokens that were drafted, which EAGLE does not count.
@@ -310,7 +310,7 @@ def from_eagle(eagle: Eagle, *, proposed: int, tokens: int) -> metrics.Counters:
 
 
 def hugging_face_matches(counters: metrics.Counters) -> int:
-    """The sum of `num_matches` in assisted generation: no bonus token, after the cut.
+    """Sums `num_matches` of assisted generation: no bonus token, after the cut.
 
     `_assisted_decoding` in `transformers/generation/utils.py` of release 5.23 hands
     `num_matches` to the candidate generator: the committed tokens of a round less one.
@@ -323,7 +323,7 @@ def hugging_face_matches(counters: metrics.Counters) -> int:
 def from_hugging_face(
     rounds: Sequence[tuple[int, int]], *, gamma_max: int, tokens: int | None = None
 ) -> metrics.Counters:
-    """The counters of rounds of assisted generation; totals alone do not suffice.
+    """Reads our counters from rounds of assisted generation; totals do not suffice.
 
     Args:
       rounds: of each round, the tokens drafted and `num_matches`.
@@ -359,7 +359,7 @@ def from_hugging_face(
 
 
 def _from_histogram(hist: tuple[int, ...], *, tokens: int) -> metrics.Counters:
-    """The counters of full windows, which the histogram decides."""
+    """Computes the counters of full windows from the histogram."""
     rounds, gamma_max = sum(hist), len(hist) - 1
     at = tuple(sum(hist[i + 1 :]) for i in range(gamma_max))
     return _checked(
@@ -376,7 +376,7 @@ def _from_histogram(hist: tuple[int, ...], *, tokens: int) -> metrics.Counters:
 def _checked(
     *, tokens: int, rounds: int, accepted: int, **rest: Any
 ) -> metrics.Counters:
-    """The counters, what was cut being the rest; foreign numbers must fit together."""
+    """Returns the counters, the rest as cut; raises if foreign numbers disagree."""
     cut = accepted + rounds - tokens
     counters = metrics.Counters(
         tokens=tokens, rounds=rounds, accepted=accepted, cut=cut, **rest
@@ -389,7 +389,7 @@ def _checked(
 
 
 def _histogram(rounds: int, accepted_at: Sequence[int]) -> tuple[int, ...]:
-    """Rounds by drafts kept, from the rounds that kept more than `i`."""
+    """Counts rounds by drafts kept, from the rounds that kept more than `i`."""
     return tuple(a - b for a, b in itertools.pairwise((rounds, *accepted_at, 0)))
 
 
@@ -402,5 +402,5 @@ def _require_full(proposed: int, rounds: int, gamma_max: int) -> None:
 
 
 def _ratio(numerator: int, denominator: int) -> float | None:
-    """The quotient; `None` where nothing was counted, as in `metrics`."""
+    """Divides; returns `None` where nothing was counted, as `metrics` does."""
     return numerator / denominator if denominator else None

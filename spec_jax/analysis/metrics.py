@@ -51,8 +51,8 @@ class Counters:
         before the cut; `gamma_max + 1` entries.
       proposed_at: entry `i` counts the rounds that drafted a token at position `i`
         and kept all before it; `gamma_max` entries.
-      accepted_at: entry `i` counts those of `proposed_at[i]` that kept it too. Of trees
-        the positions are depths, in all three.
+      accepted_at: entry `i` counts those of `proposed_at[i]` that kept it too. The
+        positions of trees are depths, in all three.
       kept_by_rank: entry `i` counts the rounds that kept the `i`-th of their drafts, of
         a tree in the order of its nodes; empty where that was not counted.
       nonfinite: those of `tokens` that were chosen from logits that are not finite.
@@ -75,7 +75,7 @@ class Counters:
         return self.rounds
 
     def __add__(self, other: "Counters") -> "Counters":
-        """The counters of both; positions that one of them lacks count as zero."""
+        """Adds both; positions that one of them lacks count as zero."""
         return Counters(
             tokens=self.tokens + other.tokens,
             rounds=self.rounds + other.rounds,
@@ -134,9 +134,9 @@ def of_slot(slot: Any, *, num_tokens: int) -> Counters:
 def repetition(tokens: Sequence[int]) -> float:
     """Measures how far a text repeats itself: the share of repeated 4-grams.
 
-    Of the `len(tokens) - 3` runs of four consecutive tokens, overlapping ones
-    included, the share that equal a run that starts earlier: one minus distinct runs
-    over runs. Texts of fewer than 5 tokens, which have no second run, give 0.0.
+    A text has `len(tokens) - 3` runs of four consecutive tokens, overlapping ones
+    included; the share is that of runs that equal an earlier one: one minus distinct
+    runs over runs. Texts of fewer than 5 tokens, which have no second run, give 0.0.
 
     Args:
       tokens: generated tokens of one text, without its prompt.
@@ -162,7 +162,7 @@ def mean_repetition(texts: Sequence[TextCounts]) -> float | None:
 
 
 def total(counters: Iterable[Counters]) -> Counters:
-    """The sum over prompts; of none, the counters of nothing."""
+    """Sums the counters of prompts; without any, all counters are zero."""
     return sum(counters, start=Counters())
 
 
@@ -216,7 +216,7 @@ def summarise(
     matched: bool | None,
     verify_decode_mismatches: int | None,
 ) -> Metrics:
-    """The metric dictionary, after every identity was checked.
+    """Returns the metric dictionary, after checking every identity.
 
     Args:
       counters: of the speculative run, summed over the prompts; of one repeat only.
@@ -262,7 +262,7 @@ def summarise(
 
 
 def _counted(c: Counters) -> Metrics:
-    """The numbers that need no clock."""
+    """Returns the numbers that need no clock."""
     return {
         "tokens": c.tokens,
         "rounds": c.rounds,
@@ -284,7 +284,7 @@ def _counted(c: Counters) -> Metrics:
 
 
 def _by_repetition(texts: Sequence[TextCounts]) -> Metrics:
-    """How far texts repeat themselves, and how acceptance goes with that."""
+    """Measures how far texts repeat themselves, and how acceptance follows."""
     ordered = sorted(texts, key=lambda text: text.repetition)
     ends = [third * len(ordered) // _THIRDS for third in range(_THIRDS + 1)]
     thirds = [ordered[start:end] for start, end in itertools.pairwise(ends)]
@@ -350,5 +350,5 @@ def _require(
 
 
 def _add_padded(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    """The sum by position; the shorter one is continued with zeros."""
+    """Adds by position; the shorter one is continued with zeros."""
     return tuple(x + y for x, y in itertools.zip_longest(a, b, fillvalue=0))

@@ -36,7 +36,7 @@ class Timing:
 
 
 def of_runs(name: str, runs: Sequence[Sequence[Timing]]) -> Metrics:
-    """Time per token and tokens per second, with prefill and without it."""
+    """Computes time per token and tokens per second, with prefill and without it."""
     metrics: Metrics = {}
     for kind, seconds in (("e2e", "e2e_s"), ("decode", "decode_s")):
         per_token = [_seconds_per_token(timings, seconds) for timings in runs]
@@ -52,7 +52,7 @@ def speedup(
     baseline: Sequence[Sequence[Timing]],
     spec: Sequence[Sequence[Timing]],
 ) -> Metrics:
-    """Baseline over spec: the median over repeats, and the 10th and 90th percentile."""
+    """Returns baseline over spec: the median of repeats, and their 10-90 %."""
     repeats = _ratios(seconds, baseline, spec)
     spread = repeats
     if len(baseline) == 1:
@@ -71,7 +71,7 @@ def _ratios(
     baseline: Sequence[Sequence[Timing]],
     spec: Sequence[Sequence[Timing]],
 ) -> list[float | None]:
-    """Baseline over spec in seconds per token, one ratio per run."""
+    """Divides baseline by spec in seconds per token, one ratio per run."""
     return [
         ratio(_seconds_per_token(plain, seconds), _seconds_per_token(fast, seconds))
         for plain, fast in zip(baseline, spec, strict=True)
@@ -79,26 +79,26 @@ def _ratios(
 
 
 def _seconds_per_token(timings: Sequence[Timing], seconds: str) -> float | None:
-    """The seconds of all prompts over the tokens of all prompts."""
+    """Divides the seconds of all prompts by the tokens of all prompts."""
     spent = sum(getattr(timing, seconds) for timing in timings)
     return ratio(spent, sum(timing.tokens for timing in timings))
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """The quotient; `None` where it does not exist."""
+    """Divides; returns `None` where no quotient exists."""
     if numerator is None or not denominator:
         return None
     return numerator / denominator
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    """The median of the values that exist."""
+    """Returns the median of the values that exist."""
     present = [value for value in values if value is not None]
     return statistics.median(present) if present else None
 
 
 def _quantile(values: Sequence[float | None], fraction: float) -> float | None:
-    """The quantile, linear between neighbours; of fewer than two values, `None`."""
+    """Interpolates the quantile linearly; fewer than two values give `None`."""
     present = sorted(value for value in values if value is not None)
     if len(present) < 2:
         return None

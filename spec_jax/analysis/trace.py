@@ -8,7 +8,7 @@ are those of a live run, for any drafter, gamma, policy of gamma and stop tokens
 without one weight of the target.
 
 A trace goes on after stop tokens: it is written with them ignored. A live round decides
-on its drafts before a stop token cuts, and counts those that the target would have
+on its drafts before a stop token cuts, and counts drafts that the target would have
 chosen after it.
 
 The rules that draw uniforms commit texts of their own, which no trace foretells.
@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
 from spec_jax import pytree
-from spec_jax.engine import checks, protocols, rows
+from spec_jax.engine import checks, protocols, rows, target as target_lib
 from spec_jax.rules import acceptance
 
 
@@ -126,8 +126,8 @@ def _verify(target, params, kv, window, taps):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TraceTarget(protocols.Target):
-    """A `protocols.Target` that reads its own tokens from a `Trace` a slot.
+class TraceTarget(target_lib.Target):
+    """A `target.Target` that reads its own tokens from a `Trace` a slot.
 
     Its parameters are the trace that the next `prefill` puts into a slot. It draws
     nothing: the tokens of a trace that was sampled are drawn already. A request's
@@ -226,7 +226,7 @@ class TraceTarget(protocols.Target):
         taps: tuple[int, ...],
         by_rows: bool | None = None,
     ) -> tuple[TraceCache, jax.Array | None]:
-        """As `prefill`, and the recorded features; those past the prompt are padding.
+        """Does as `prefill`, and returns features; those past the prompt are padding.
 
         Raises:
           ValueError: as `prefill`.

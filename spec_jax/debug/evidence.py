@@ -70,7 +70,7 @@ class Evidence:
     nonfinite: int = 0
 
     def hashes(self) -> dict[str, str]:
-        """SHA-256 of each of `WHATS`, over little-endian bytes, or `NOT_COMPARED`."""
+        """Hashes each of `WHATS` (SHA-256, little-endian), or says `NOT_COMPARED`."""
         found = {"tokens": _sha256([self.tokens]), "kv": _sha256(self.kv)}
         for what in ("log_probs", "logits"):
             found[what] = NOT_COMPARED
@@ -126,7 +126,7 @@ def _of_slot(slots, cache, *, num_prompt, slot):
 
 
 def committed_kv(kv: paged.PagedKV, length: int, *, slot: int = 0) -> list[np.ndarray]:
-    """Keys and values of `[0, length)` through the page table, as `Evidence.kv`.
+    """Reads K/V of `[0, length)` through the page table, as in `Evidence.kv`.
 
     On the host: a gather on the device would be compiled for every length.
     """
@@ -150,7 +150,7 @@ class Difference:
         where no recorder was there.
       layer: None but for keys and values.
       part: "k" or "v" of that layer.
-      count, total: elements that differ among those that could be compared.
+      count, total: elements that differ, and that could be compared.
     """
 
     what: str
@@ -162,14 +162,14 @@ class Difference:
     part: str | None = None
 
     def to_row(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Returns the JSON form."""
         return dataclasses.asdict(self)
 
 
 def window_row(
     plain: Evidence, spec: Evidence, differences: Sequence[Difference]
 ) -> dict[str, Any] | None:
-    """The window in which two runs first differ, as `experiments/parity.py` takes it.
+    """Returns the window in which two runs first differ, for `experiments/parity.py`.
 
     The row of `position` is the first whose logits or keys and values differ; other
     names as `mismatches.find` has them. Tokens that were drawn are left out of the
@@ -204,7 +204,7 @@ def window_row(
 
 
 def describe(difference: Mapping[str, Any]) -> str:
-    """A `Difference.to_row` in words."""
+    """Puts a `Difference.to_row` in words."""
     where = f"position {difference['position']}"
     if difference["layer"] is not None:
         where += f", layer {difference['layer']}, {difference['part']}"
@@ -217,7 +217,7 @@ def describe(difference: Mapping[str, Any]) -> str:
 
 
 def compare(plain: Evidence, spec: Evidence) -> list[Difference]:
-    """Where two runs of one prompt differ: one `Difference` for each of `WHATS`.
+    """Finds where two runs of one prompt differ: one `Difference` for each of `WHATS`.
 
     Past the first token that differs the texts are different ones: what was decided
     after it, and keys and values from it on, are not compared. Nor is what only one
@@ -248,14 +248,14 @@ def compare(plain: Evidence, spec: Evidence) -> list[Difference]:
 
 
 def _row_at(seen: Decisions, number: int) -> int | None:
-    """The row that decided a token; None for one that was not generated."""
+    """Returns the row that decided a token; None for one that was not generated."""
     return int(seen.row[number]) if number < len(seen.row) else None
 
 
 def _compare_decisions(
     plain: Decisions, spec: Decisions, *, decided: int, num_prompt: int
 ) -> list[Difference]:
-    """The first difference of log-probabilities and of logits, of `decided` tokens."""
+    """Finds the first differences of `decided` tokens' log-probabilities and logits."""
     found = []
     for what in ("log_probs", "logits"):
         ours, theirs = getattr(spec, what)[:decided], getattr(plain, what)[:decided]
@@ -275,7 +275,7 @@ def _compare_decisions(
 
 
 def _compare_kv(plain: Evidence, spec: Evidence, *, length: int) -> list[Difference]:
-    """The first difference of keys and values of `[0, length)`: by position, layer."""
+    """Finds the first difference of K/V at `[0, length)`: by position, then layer."""
     differs = [
         ours[:, :length] != theirs[:, :length]
         for ours, theirs in zip(spec.kv, plain.kv, strict=True)

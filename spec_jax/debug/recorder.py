@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from spec_jax import pytree
-from spec_jax.engine import baseline, protocols
+from spec_jax.engine import baseline, protocols, target as target_lib
 from spec_jax.typing import typed
 
 
@@ -49,13 +49,13 @@ class Recording(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recorder(protocols.Target):
+class Recorder(target_lib.Target):
     """A target that runs `target` and records every active row of it.
 
-    It is a `protocols.Target` where it wraps one, and a `baseline.RowTarget` where it
-    wraps that. What is recorded is computed from the logits after the target is done
-    with them, one row at a time in a loop of its own: its bits do not depend on how
-    many rows there are, and no bit of the target's depends on it.
+    It is a `target.Target` where it wraps one, and a `baseline.RowTarget` where it
+    wraps that. The recorded values are computed from the logits after the target is
+    done with them, one row at a time in a loop of its own: its bits do not depend on
+    how many rows there are, and no bit of the target's depends on it.
 
     Attributes:
       target: any target; hashable, as all targets are.
@@ -142,7 +142,7 @@ class Recorder(protocols.Target):
         start: Int[Array, ""],
         num_active: Int[Array, ""],
     ) -> tuple[Recording, Float[Array, "R V"]]:
-        """Runs rows as the target does, and records those that were run."""
+        """Runs rows as the target does, and records the active ones."""
         inner, logits = self.target.forward(
             params, cache.cache, tokens=tokens, start=start, num_active=num_active
         )
@@ -171,12 +171,12 @@ class Recorder(protocols.Target):
     @property
     def draw(self) -> Callable[..., Int[Array, " P"]]:
         """Draws as the target does."""
-        return protocols.draw_of(self.target)
+        return target_lib.draw_of(self.target)
 
     @property
-    def sums(self) -> protocols.Sums:
-        """As the target's; see `protocols.sums_of`."""
-        return protocols.sums_of(self.target)
+    def sums(self) -> target_lib.Sums:
+        """As the target's; see `target.sums_of`."""
+        return target_lib.sums_of(self.target)
 
     def keep_path(
         self,

@@ -143,14 +143,8 @@ class SlotBlock(features_lib.SlotReader):
         """Drafts `gamma[b]` tokens, or none where the cache has no room for a block."""
         memory, asked, is_full = self._begin(memory, length, gamma)
         ring = memory.ring
-        memory, _ = self._take_in(
-            params,
-            memory,
-            tokens,
-            functools.partial(features_lib.read, ring, count=self._rows_most),
-            goal=jnp.where(asked | is_full, ring.end, ring.first),
-            num_rows=self._rows_most,
-        )
+        goal = jnp.where(asked | is_full, ring.end, ring.first)
+        memory, _ = self._take_in_ring(params, memory, tokens, goal=goal)
         asked &= memory.ring.first == memory.ring.end
         anchor = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
         draw = functools.partial(

@@ -18,8 +18,8 @@ from spec_jax.rules import rule as rule_lib
 
 
 Draws = Literal["greedy", "coupled", "independent"]
-"""Which token is drafted: the most probable; one drawn with the noise of the target's
-draw for that position, where the target draws; or one with noise of the round's own."""
+"""The drafted token: the most probable; one drawn with the noise of the target's draw
+for that position, where the target draws; or one with noise of the round's own."""
 
 DRAWS: tuple[str, ...] = get_args(Draws)
 
@@ -131,7 +131,7 @@ class DraftModel(protocols.Drafter):
     def for_tree(self, tree: tree_shapes.AnyTree) -> "DraftModel":
         """Returns the draft model that drafts such trees, as many rows a forward.
 
-        Of a `Tree` that is `greedy`, by draws="greedy".
+        It draws "greedy" for a `Tree` that is `greedy`.
         """
         model, draws = self.model, self.draws
         if isinstance(tree, tree_shapes.Tree) and tree.greedy:

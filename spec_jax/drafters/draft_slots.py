@@ -7,7 +7,7 @@ committed tokens `x[0, n)` and draft K/V of `[0, m)`:
               afterwards the draft K/V covers [0, n+g-1)
     commit    the draft K/V is cut to [0, min(m', n'-1))
 
-The rows of all slots share the model's forwards. What is kept over a commit is caught
+The rows of all slots share the model's forwards. Tokens that a commit kept are caught
 up in one or two rows. Rounds that ask for nothing are caught up in the next one that
 asks for something.
 """
@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int
 
 from spec_jax import compilation, pytree
 from spec_jax.drafters import draw, slots
-from spec_jax.engine import protocols, rows as rows_lib
+from spec_jax.engine import protocols, rows as rows_lib, target as target_lib
 from spec_jax.gamma import confidence
 from spec_jax.model import params as params_lib
 from spec_jax.ops import draw as draw_op
@@ -145,7 +145,7 @@ class SlotDraftModel(slots.OfSlots):
             chances=chances,
         )
         drafting = jax.lax.while_loop(
-            # Found out in the step, which has a kernel for it: no launch of its own.
+            # The step's kernel computes this, so that it is no extra launch.
             lambda carry: carry.any_left,
             lambda carry: self._step(params, carry, length, goal, sampling),
             drafting,
@@ -161,7 +161,7 @@ class SlotDraftModel(slots.OfSlots):
         )
 
     def _is_one_call(self, sampling: protocols.Sampling) -> bool:
-        """Whether all drafts of a proposal are one call of the model.
+        """Returns whether all drafts of a proposal are one call of the model.
 
         The tokens of highest logit, as many as are asked for, after what `_catch_up`
         leaves.
@@ -175,7 +175,7 @@ class SlotDraftModel(slots.OfSlots):
         return is_greedy and all_wanted and self._rows.runs_chains
 
     def _step(self, params, carry, length, goal, sampling) -> _Drafting:
-        """One forward of every slot that wants one.
+        """Runs one forward of every slot that wants one.
 
         It catches up by at most a slab of rows; at the end of the text, it drafts.
         """
@@ -237,7 +237,7 @@ class SlotDraftModel(slots.OfSlots):
         logits = verified.logits.at[last].get(mode="fill", fill_value=0)
         if draws == "coupled":
             samples = drafts & (sampling.temperature != 0)
-            drawn = protocols.draw_of(self._rows)(
+            drawn = target_lib.draw_of(self._rows)(
                 logits, sampling, positions=carry.known, draws=samples
             )
             return jnp.where(samples, drawn, token), carry.probs

@@ -33,7 +33,7 @@ class Memory(pytree.Node):
 class SlotDraftTree(draft_slots.SlotDraftModel):
     """A `DraftModel` with a tree, for `num_slots` sequences.
 
-    The rows of a tree are stored after the text. Of those that were committed the K/V
+    The rows of a tree are stored after the text. The K/V of committed ones
     is moved to their positions when the next tree is drafted, as the target's is: only
     what the draft has not seen is caught up, in one forward. All others are forgotten
     then, or before that where a prompt needs their pages.
@@ -172,7 +172,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
 
 
 def _remember(memory, kv, window, first, num_rows) -> Memory:
-    """The memory with the rows of a level that were run, from column `first` on."""
+    """Stores the rows of a level that were run, from column `first` on."""
     columns = jnp.arange(window.tokens.shape[1], dtype=jnp.int32)[None]
     put = lambda all_, new: jax.lax.dynamic_update_slice(
         all_, new, (jnp.int32(0), first)

@@ -123,7 +123,7 @@ class Draw(pytree.Node):
         return jax.lax.map(one, (logits, self.sampling, self.length))
 
     def _by_kernels(self, logits, level, columns):
-        """As `weights`, of all rows at once."""
+        """Computes `weights` of all rows at once."""
         B, K, V = logits.shape
         rows, each, lengths = self._flat(logits)
         draws = each.temperature != 0
@@ -208,7 +208,7 @@ class Draw(pytree.Node):
         if not self.has_probs:
             return None
         num_slots, _, vocab_size = root.shape
-        # One row more, which is no node's: that of leaves.
+        # One extra row, which leaves write to.
         shape = num_slots, tree.num_columns + 1, vocab_size
         return self.put(jnp.zeros(shape, jnp.float32), root, jnp.int32(0))
 

@@ -10,12 +10,11 @@ token `x[i + 1]`; it is at place `i` of the head's own cache, and predicts `x[i 
     commit    puts the features of what was committed into the ring
 
 The first round of a text of one token drafts nothing, as no position has features yet.
-What is proposed, chain or tree, is grown by `tree_search`; chains are one call of the
-head where an implementation has that.
+`tree_search` grows proposals, chains and trees; chains are one call of the head where
+an implementation has that.
 """
 
 import dataclasses
-import functools
 import pathlib
 
 import jax
@@ -114,14 +113,7 @@ class SlotEagle3(features_lib.SlotReader):
         draw = draw_lib.Draw.of(self.drafter, sampling, length)
         if self._is_one_call:
             return self._run_chains(params, memory, tokens, asked, goal, gamma, draw)
-        memory, root = self._take_in(
-            params,
-            memory,
-            tokens,
-            functools.partial(features_lib.read, ring, count=self._rows_most),
-            goal=goal,
-            num_rows=self._rows_most,
-        )
+        memory, root = self._take_in_ring(params, memory, tokens, goal=goal)
         asked &= memory.ring.first == memory.ring.end
         memory, proposal = self._grow(
             params,
@@ -155,14 +147,9 @@ class SlotEagle3(features_lib.SlotReader):
         drafts = asked & (reached == ring.end)
         # The last pending row drafts; more than a round's rows go before.
         first = jnp.where(ring.end - ring.first > size, ring.end - 1, ring.first)
-        memory, _ = self._take_in(
-            params,
-            memory.replace(kv=kv),
-            tokens,
-            functools.partial(features_lib.read, ring, count=size),
-            goal=jnp.where(drafts, first, reached),
-            num_rows=size,
-        )
+        goal = jnp.where(drafts, first, reached)
+        memory = memory.replace(kv=kv)
+        memory, _ = self._take_in_ring(params, memory, tokens, goal=goal)
         # Earlier rows found their pages; others may not have.
         kv = memory.kv.replace(out_of_pages=kv.out_of_pages)
         starts, end = kv.length, ring.end

@@ -261,6 +261,16 @@ class SlotReader(slots_lib.OfSlots):
         ring = memory.ring.replace(first=kv.length)
         return memory.replace(kv=kv, ring=ring), outputs
 
+    def _take_in_ring(
+        self, params, memory, tokens, *, goal
+    ) -> tuple[ReaderMemory, Any]:
+        """Takes in the ring's features up to `goal`, a round's at a time."""
+        size = self._rows_most
+        read_ring = functools.partial(read, memory.ring, count=size)
+        return self._take_in(
+            params, memory, tokens, read_ring, goal=goal, num_rows=size
+        )
+
     def prefill(
         self,
         params: Any,
@@ -270,7 +280,7 @@ class SlotReader(slots_lib.OfSlots):
         slot: int,
         features: Float[Array, "T taps D"],
     ) -> ReaderMemory:
-        """Takes in the features of the prompt, but for those that wait."""
+        """Takes in the features of the prompt, except for the waiting ones."""
         tokens = np.zeros((features.shape[0] + 1,), np.int32)
         tokens[: len(prompt)] = prompt
         end, slot_ = np.int32(len(prompt) - 1), np.int32(slot)

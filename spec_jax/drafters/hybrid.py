@@ -93,7 +93,7 @@ class Hybrid(protocols.Drafter):
     def for_schedule(self) -> "Hybrid":
         """Returns the hybrid that says what chance each of its drafts has.
 
-        Of a lookup that is the share of the places found that go on so, as counted: a
+        A lookup's chance is the share of the places found that go on so: a
         continuation that was seen once is certain. It is a function of the committed
         text, as the draft is. `fit_scores.py` calibrates both kinds together.
         """

@@ -26,7 +26,7 @@ from spec_jax.engine import protocols
 
 
 Match = Literal["last", "first"]
-"""Which occurrence of the longest match is continued."""
+"""The occurrence of the longest match that is continued."""
 
 MATCHES: tuple[str, ...] = get_args(Match)
 
@@ -109,13 +109,13 @@ NGram = PromptLookup
 def hugging_face(
     *, gamma_max: int, n_max: int = 2, stop_ids: tuple[int, ...] = ()
 ) -> PromptLookup:
-    """The drafter whose drafts are those of Hugging Face's prompt lookup.
+    """Returns the drafter that drafts as Hugging Face's prompt lookup does.
 
     It differs from the default one in four ways: it continues the earliest occurrence
     of the longest match, and not the latest; it drafts no further than the text goes;
     it matches at most 2 tokens, Hugging Face's default, and not 3; and a draft ends
-    before a stop token, which the default one drafts like any other. What it drafts is
-    bounded by `gamma`, so that no draft is past the limit of the generation. Hugging
+    before a stop token, which the default one drafts like any other. `gamma`
+    bounds the drafts, so that no draft is past the limit of the generation. Hugging
     Face drafts past that limit and cuts what was accepted there.
 
     Args:

@@ -26,7 +26,7 @@ class Trace(pytree.Node):
 
 
 def make_trace(text: list[int], *, rate: float = 1.0, seed: int = 0) -> Trace:
-    """The trace of a text, with drafts that are right at `rate` of its positions.
+    """Makes the trace of a text, with right drafts at `rate` of its positions.
 
     Each position is right or wrong by a draw of its own, which `seed` decides alone: a
     draft is kept with probability `rate` if all before it were, wherever rounds begin.
@@ -57,7 +57,7 @@ def drafts_at(
     *,
     vocab_size: int,
 ) -> Int[Array, " gamma"]:
-    """The text's tokens at `positions`, and one token further where not `is_right`.
+    """Returns the text's tokens at `positions`, or others where not `is_right`.
 
     A position past the end has the last token of the text, or of the mask.
     """

@@ -92,7 +92,7 @@ def _hybrid(parts: Parts) -> Built:
 
 
 def _oracle(parts: Parts) -> Built:
-    """Without a trace: each request brings its own."""
+    """Makes an oracle without a trace: each request brings its own."""
     return oracle.Oracle(gamma_max=parts.gamma_max, vocab_size=parts.vocab_size), None
 
 
@@ -182,7 +182,7 @@ def shipped_head(drafter: str, heads: pathlib.Path | None) -> pathlib.Path:
     """
     missing = "no such head is shipped"
     if heads is None:
-        missing = "those that are shipped are for the embedded target"
+        missing = "heads that are shipped are for the embedded target"
     elif is_folder(str(heads / drafter)):
         return heads / drafter
     raise ValueError(

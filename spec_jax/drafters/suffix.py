@@ -53,7 +53,7 @@ class Lookup(pytree.Node):
 
 
 def empty_corpus(size: int) -> Corpus:
-    """A corpus with room for `size` tokens, separators included.
+    """Makes a corpus with room for `size` tokens, separators included.
 
     Raises:
       ValueError: a size below one.
@@ -64,10 +64,10 @@ def empty_corpus(size: int) -> Corpus:
 
 
 def remember(corpus: Corpus, generation: list[int]) -> Corpus:
-    """The corpus with a finished generation; what is oldest makes room. On the host.
+    """Adds a finished generation; the oldest make room. On the host.
 
-    The shapes stay, so that nothing is compiled again. Of a generation that is longer
-    than the corpus its end is kept.
+    The shapes stay, so that nothing is compiled again. The corpus keeps the end
+    of a generation that is longer than it.
 
     Raises:
       ValueError: a negative token.
@@ -206,7 +206,7 @@ class SuffixDecoding(text_tree.TextDrafter):
         length: Int[Array, ""],
         gamma: Int[Array, ""],
     ) -> Lookup:
-        """`look_up`, of at least one token."""
+        """Does as `look_up`, of at least one token."""
         suffix = suffix_match.suffix_of(tokens, length, self.match_max)
         is_known = jnp.arange(tokens.shape[0], dtype=jnp.int32) < length
         own = jnp.where(is_known, tokens, suffix_match.NONE)
@@ -220,7 +220,7 @@ class SuffixDecoding(text_tree.TextDrafter):
     def _best_path(
         self, body: Corpus, suffix: Int[Array, " match_max"], gamma: Int[Array, ""]
     ) -> Lookup:
-        """The best over the lengths of match, in one body of text."""
+        """Returns the best path over all lengths of match in one body of text."""
         matched = suffix_match.match_lengths(body.tokens, suffix)
         sizes = np.arange(1, self.match_max + 1, dtype=np.int32)
         # A path may reach past the end, where nothing follows.
@@ -244,7 +244,7 @@ class SuffixDecoding(text_tree.TextDrafter):
         places: Bool[Array, " size"],
         budget: Int[Array, ""],
     ) -> Lookup:
-        """The most frequent continuation of the marked places.
+        """Follows the most frequent continuation of the marked places.
 
         Args:
           text, groups: a body and `gamma_max` places more.
@@ -263,7 +263,7 @@ class SuffixDecoding(text_tree.TextDrafter):
             first = jnp.argmax(votes)
             share = votes[first] / jnp.maximum(jnp.sum(places, dtype=jnp.int32), 1)
             probability *= share.astype(jnp.float32)
-            # No vote, no share: a path that nothing continues ends here too.
+            # If no place votes, the share is 0 and the path ends here.
             goes_on &= (offset < budget) & (probability >= self.min_probability)
             places &= token == token[first]
             survival = jnp.where(goes_on, probability, 0.0)

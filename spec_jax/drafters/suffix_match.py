@@ -18,7 +18,7 @@ NONE = -1
 def suffix_of(
     tokens: Int[Array, " max_len"], length: Int[Array, ""], size: int
 ) -> Int[Array, " size"]:
-    """The last `size` tokens of `tokens[:length]`, after `NONE` if there are fewer."""
+    """Returns the last `size` of `tokens[:length]`, after `NONE` if there are fewer."""
     padded = jnp.pad(tokens, (size, 0), constant_values=NONE)
     return jax.lax.dynamic_slice_in_dim(padded, length, size)
 
@@ -27,7 +27,7 @@ def suffix_of(
 def match_lengths(
     text: Int[Array, " size"], suffix: Int[Array, " n_max"]
 ) -> Int[Array, " size"]:
-    """How many tokens in front of each position equal the last ones of `suffix`.
+    """Counts the tokens in front of each position that equal the end of `suffix`.
 
     Position `j` has the largest `n <= n_max` with `text[j-n:j] == suffix[n_max-n:]`:
     `text[j:]` is what followed the last time that the text ended so.

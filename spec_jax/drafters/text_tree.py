@@ -79,7 +79,7 @@ def propose(
         return jnp.log(counts)
 
     def expand(places, tokens, parents, start, num_rows):
-        """Marks the places after those that hold each frontier token."""
+        """Marks the places that follow each frontier token."""
         columns = start + jnp.arange(tree.width, dtype=jnp.int32)
         above = places[parents[0][columns]]
         holds = first[None, :] == tokens[0][:, None]

@@ -1,4 +1,4 @@
-"""Which trees are drafted: found by a search, or given beforehand.
+"""The trees that are drafted: found by a search, or given beforehand.
 
 `Tree` says how far a best-first search looks; which nodes it returns depends on the
 draft's probabilities. The nodes of a `FixedTree` are ranks among their siblings, the
@@ -43,7 +43,7 @@ class Tree:
       nodes: drafts of a proposal, at most; `W`.
       tau: divides log weights; 1 scores by probability, as EAGLE-2 does.
       greedy: whether children are a draft model's most probable tokens also where the
-        target samples, as EAGLE-2's are, rather than those that the target is most
+        target samples, as EAGLE-2's are, rather than drafts that the target is most
         likely to draw. Lossless under the rule "coupled", as any tree is.
 
     Raises:
@@ -345,7 +345,7 @@ class FixedTree:
         return table(self.candidates), table(self.parents), num_real
 
     def __str__(self) -> str:
-        """Its branching, where that says all of it; otherwise its paths as JSON."""
+        """Writes the branching if it determines the tree, else its paths as JSON."""
         counts = [
             1 + max(path[-1] for path in self.paths if len(path) == depth)
             for depth in range(1, self.depth + 1)

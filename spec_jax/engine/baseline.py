@@ -15,7 +15,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import compilation, pytree
-from spec_jax.engine import checks, loop, protocols, rows, state as states
+from spec_jax.engine import (
+    checks,
+    loop,
+    protocols,
+    rows,
+    state as states,
+    target as target_lib,
+)
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -27,7 +34,7 @@ class RowTarget(Protocol):
 
     @property
     def draw(self) -> Callable[..., Int[Array, " R"]] | None:
-        """Draws tokens with kernels, see `protocols.Target`."""
+        """Draws tokens with kernels, see `target.Target`."""
         ...
 
     def forward(
@@ -187,7 +194,7 @@ def _next_token(target, params, cache, token, position, sampling):
         sampling,
         first_position=position,
         num_active=one,
-        sample=protocols.draw_of(target),
+        sample=target_lib.draw_of(target),
     )[0]
     return cache, jnp.where(sampling.temperature == 0, highest, drawn), is_finite
 

@@ -1,7 +1,7 @@
 """Checks of what enters the compiled loops, and of what leaves them as a flag.
 
-What enters is checked here, once, on the host, with the values; what the loops could
-only flag is raised here, with what was already committed.
+Functions here check input once, on the host, and name its values; they raise what the
+loops could only flag, with what was already committed.
 """
 
 import numbers

@@ -1,7 +1,7 @@
 """Commit: what a round leaves of each slot, and what is counted of it.
 
-Functions here know what was decided, and neither targets nor drafters. What concerns
-one sequence is written for one and mapped over the slots.
+Functions here know what was decided, and neither targets nor drafters. Functions of
+one sequence are mapped over the slots.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def commit(slots: Slots, info: RoundInfo) -> Slots:
 
 
 def commit_slot(slot: Slots, info: RoundInfo) -> Slots:
-    """As `commit`, of ONE slot: leaves are without the axis of slots."""
+    """Does as `commit`, for ONE slot: leaves lack the axis of slots."""
     outcome = info.outcome
     counts = _counts(slot, info)
     offsets = jnp.arange(outcome.tokens.shape[0], dtype=jnp.int32)

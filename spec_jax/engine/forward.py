@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import compilation, pytree
-from spec_jax.engine import checks, protocols, windows
+from spec_jax.engine import checks, protocols, target as target_lib, windows
 from spec_jax.model import decoder
 from spec_jax.paging import index
 
@@ -29,7 +29,7 @@ class ForwardCache(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ForwardTarget(protocols.Target):
+class ForwardTarget(target_lib.Target):
     """Makes a target of a forward function. It verifies chains, and no trees.
 
     Attributes:
@@ -105,7 +105,7 @@ class ForwardTarget(protocols.Target):
         *,
         taps: tuple[int, ...] = (),
     ) -> tuple[ForwardCache, protocols.Verified]:
-        """Runs each slot's active columns; see `protocols.Target`.
+        """Runs each slot's active columns; see `target.Target`.
 
         Raises:
           NotImplementedError: trees.
@@ -114,7 +114,7 @@ class ForwardTarget(protocols.Target):
         if window.parents is not None:
             raise NotImplementedError(
                 "a forward function over rows sees each slot's keys by position, and "
-                "the drafter drafts trees: draft chains, or write a protocols.Target"
+                "the drafter drafts trees: draft chains, or write a target.Target"
             )
         height = -(-window.tokens.size // self.slab) * self.slab
         num_active, at = windows.places(window, height)

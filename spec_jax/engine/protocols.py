@@ -1,15 +1,13 @@
-"""Protocols of a target and of a drafter, and the data that they exchange.
+"""The protocol of a drafter, and the data that it exchanges with a target (`target`).
 
 The engine runs `B` sequences at once, each in a slot; one sequence is a batch of one.
-A `Target` and a `SlotDrafter` know all slots. A `Drafter` is written for one sequence,
-and `drafters.each.lift` makes a `SlotDrafter` of it.
+A `target.Target` and a `SlotDrafter` know all slots. A `Drafter` is written for one
+sequence, and `drafters.each.lift` makes a `SlotDrafter` of it.
 """
 
 import dataclasses
-import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -101,118 +99,6 @@ class Verified(pytree.Node):
             )
             return jnp.where(is_run, rows[None, :width], fill)
         return rows.at[self.at].get(mode="fill", fill_value=fill)
-
-
-class Target(Protocol):
-    """A model whose verification rows equal its decoding rows, bit for bit.
-
-    Hashable: it is a static argument. Everything that changes is in the cache, which
-    all slots share. A class that inherits has the properties with a body as they are.
-    """
-
-    @pytree.optional
-    def config(self) -> Any:
-        """The model's config, with `vocab_size`, which bounds tokens, `num_layers`, ..;
-        None: no model."""
-        return None
-
-    @pytree.optional
-    def is_drawn(self) -> bool:
-        """Whether its choices are its tokens, whatever a request samples by."""
-        return False
-
-    @pytree.optional
-    def draw(self) -> Callable[..., Int[Array, " P"]] | None:
-        """Draws tokens with kernels, as `sampling.sample_each`; None: that does."""
-        return None
-
-    @pytree.optional
-    def sums(self) -> Any:
-        """The fields of `Sums`, by kernels; None: XLA's."""
-        return None
-
-    @pytree.optional
-    def taps(self) -> tuple[int, ...] | None:
-        """The features that were recorded; None: whichever a drafter asks for."""
-        return None
-
-    @pytree.optional
-    def num_slots(self) -> int:
-        """The sequences that run at once."""
-        ...
-
-    @pytree.optional
-    def max_rows(self) -> int:
-        """The most columns of a window of a chain."""
-        ...
-
-    def verify(
-        self,
-        params: Params,
-        cache: Cache,
-        window: Window,
-        *,
-        taps: tuple[int, ...] = (),
-    ) -> tuple[Cache, Verified]:
-        """Runs each slot's active columns, and keeps their K/V.
-
-        A slot that sits out is not touched. Where a slot finds no page nothing of it is
-        run, and `out_of_pages` says so; the others go on.
-
-        Args:
-          taps: of the features that a drafter asks for, see `Drafter`. Without them
-            the argument is left out, and the program holds nothing of features.
-        """
-        ...
-
-    def choose(
-        self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
-    ) -> Int[Array, " P"]:
-        """Returns the token of highest logit of each active row, int32."""
-        ...
-
-    def keep_path(
-        self,
-        cache: Cache,
-        path: Int[Array, "B D"],
-        num_kept: Int[Array, " B"],
-        *,
-        start: Int[Array, " B"],
-    ) -> Cache:
-        """Moves the K/V of a tree's columns `path[:num_kept]` to their positions.
-
-        Column `path[i]`, at place `start + path[i]`, comes to `start + i + 1`. Asked
-        after a `verify` of trees only, and before `truncate`.
-        """
-        ...
-
-    def truncate(
-        self, cache: Cache, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]
-    ) -> Cache:
-        """Forgets the K/V from position `new_len` on, in the slots that are asked."""
-        ...
-
-    def out_of_pages(self, cache: Cache) -> Bool[Array, " B"]:
-        """Returns for each slot whether its last window found no page."""
-        ...
-
-
-def draw_of(target: Any) -> Callable[..., Int[Array, " P"]]:
-    """Returns a target's own `draw`, or `sampling.sample_each`."""
-    return target.draw or sampling.sample_each
-
-
-class Sums(NamedTuple):
-    """Sums over a vocabulary, for the rules that compare distributions."""
-
-    distribution: Callable[..., jax.Array]  # as `sampling.distribution`
-    row_sums: Callable[[jax.Array], jax.Array]  # `[*rows, V]` to `[*rows]`
-
-
-def sums_of(target: Any) -> Sums:
-    """Returns a target's own `sums`, a pair of such functions; else XLA's."""
-    own = target.sums
-    return Sums(*own or (sampling.distribution, functools.partial(jnp.sum, axis=-1)))
 
 
 def is_tree(drafter: Any) -> bool:
@@ -382,7 +268,7 @@ class Drafter:
     ) -> tuple[Memory, Proposal]:
         """Drafts at most `gamma` tokens to follow `tokens[:length]`.
 
-        What is after `length` means nothing. `gamma` may be 0, and never asks for more
+        Tokens after `length` mean nothing. `gamma` may be 0, and never asks for more
         than the target's capacity, less `length`.
         """
         raise NotImplementedError(f"{name_of(self)} has no `propose`")
@@ -501,7 +387,7 @@ class SlotDrafter(Protocol):
 
         A drafter with `taps` has a keyword more, `features`: None where a slot is
         released, otherwise `[B, A, taps, D]`, with `A` one more than the drafts on a
-        path. Of a slot that commits `k` tokens after `x[0, n)` the first `k` are those
+        path. The first `k` of a slot that commits `k` tokens after `x[0, n)` are those
         of positions `n - 1 .. n + k - 2`, in order: bit for bit what decoding computes
         there. The others are zero.
         """

@@ -20,7 +20,7 @@ A proposal may be a tree (`tree`): its rows are stored one after the other, and 
 positions of their depths. Then 3 walks from the root to the children that hold t, and
 before 5 the K/V of the accepted path move to their positions.
 
-What concerns one sequence is written for one and mapped over the slots; only drafter
+Functions of one sequence are mapped over the slots; only drafter
 and target see all of them. gamma is data: the same executable with gamma 0 is
 autoregressive decoding. Rules other than "coupled" keep the distribution alone.
 """
@@ -38,6 +38,7 @@ from spec_jax.engine import (
     loop,
     protocols,
     state as state_lib,
+    target as target_lib,
     verification,
 )
 from spec_jax.gamma import policy as policy_lib
@@ -57,11 +58,11 @@ class Speculator(pytree.Node):
       params: of the target and of the drafter.
       rule: how drafts are accepted, of `rules.rule`; or its name.
       gamma_policy: chooses each slot's gamma, at most the slot's own; None always asks
-        for that. What it learns is in `Slots.policy`.
+        for that. `Slots.policy` is its state.
     """
 
     params: tuple[protocols.Params, protocols.Params]
-    target: protocols.Target = pytree.static()
+    target: target_lib.Target = pytree.static()
     drafter: protocols.SlotDrafter = pytree.static()
     rule: verification.Rule = pytree.static(default="coupled")
     gamma_policy: policy_lib.GammaPolicy | None = pytree.static(default=None)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import compilation
-from spec_jax.engine import checks, protocols, windows
+from spec_jax.engine import checks, protocols, target as target_lib, windows
 from spec_jax.model import (
     config as config_lib,
     families,
@@ -34,7 +34,7 @@ NATIVE_TILE = 80
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotRows(protocols.Target):
+class SlotRows(target_lib.Target):
     """Runs a `RowModel` for `num_slots` sequences, which share one cache.
 
     Rows go through the model in tiles of `model.slab` rows, or of up to `NATIVE_TILE`
@@ -110,7 +110,7 @@ class SlotRows(protocols.Target):
         taps: tuple[int, ...],
         by_rows: bool | None = None,
     ) -> tuple[paged.PagedKV, Float[Array, "T taps D"]]:
-        """As `prefill`, and the features of these tokens; see `protocols.Target`."""
+        """Does as `prefill`, and returns features; see `target.Target`."""
         return prompt_lib.prefill_features(
             self.model, params, kv, prompt[:-1], taps=taps, by_rows=by_rows, slot=slot
         )
@@ -123,7 +123,7 @@ class SlotRows(protocols.Target):
         *,
         taps: tuple[int, ...] = (),
     ) -> tuple[paged.PagedKV, protocols.Verified]:
-        """Runs each slot's active columns; see `protocols.Target`."""
+        """Runs each slot's active columns; see `target.Target`."""
         rows, at, kv, (logits, features) = self._run(params, kv, window, taps=taps)
         return kv, protocols.Verified(
             logits=logits,
@@ -226,12 +226,12 @@ class SlotRows(protocols.Target):
 
     @property
     def draw(self) -> Callable[..., Int[Array, " P"]] | None:
-        """Draws with kernels of the model's own; see `protocols.draw_of`."""
+        """Draws with kernels of the model's own; see `target.draw_of`."""
         return self.model.draw
 
     @property
     def sums(self) -> draw_op.Sums | None:
-        """Computes distributions likewise; see `protocols.sums_of`."""
+        """Computes distributions likewise; see `target.sums_of`."""
         return self.model.sums
 
     def keep_path(
@@ -242,7 +242,7 @@ class SlotRows(protocols.Target):
         *,
         start: Int[Array, " B"],
     ) -> paged.PagedKV:
-        """Moves the K/V of accepted columns; see `protocols.Target`."""
+        """Moves the K/V of accepted columns; see `target.Target`."""
         num_slots, depth_max = path.shape
         steps = jnp.broadcast_to(jnp.arange(depth_max, dtype=jnp.int32), path.shape)
         slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
@@ -276,7 +276,7 @@ def of(target: Any, num_slots: int) -> Any:
     """Returns a target of so many slots.
 
     Args:
-      target: a `RowModel`; a `protocols.Target` of that many slots; or one that is a
+      target: a `RowModel`; a `target.Target` of that many slots; or one that is a
         dataclass with the field `num_slots`, which is changed.
 
     Raises:

@@ -121,7 +121,7 @@ class Scheduler:
         again.
       prefill_by_rows: of the target, see `row_model.RowModel.prefill`.
       policy_state: the first state of the gamma policy, for every request; or for the
-        first of each slot, where the policy goes on: `policy.hands_on`.
+        first of each slot, where the policy goes on: `policy.keeps_state`.
 
     Raises:
       ValueError: a size below one, a page of more positions than the model has, fewer
@@ -357,7 +357,7 @@ class Scheduler:
         Raises:
           ValueError: a request that no slot can take, a greedy state for a request
             that samples, or less than a round a call; before anything runs.
-          MemoryError: a slot found no page. What was finished was yielded.
+          MemoryError: a slot found no page. Finished requests were yielded.
           RuntimeError: a cache refused an operation: a fault of the program.
         """
         for request in requests:
@@ -399,7 +399,7 @@ class Scheduler:
             checks.check_pages(slots.status, slots.length, state.cache)
 
     def _fits(self, request, requests, running) -> bool:
-        """Whether its pages are there even if all others come to need all of theirs."""
+        """Returns whether its pages suffice even if all others come to need theirs."""
         if self.num_pages is None:
             return True
         held = sum(self._pages(requests[number]) for number in running.values())
@@ -439,7 +439,7 @@ def _occupy(
     occupied = jax.tree.map(lambda all_, x: all_.at[slot].set(x), slots, one)
     if not refills:
         return state.replace(slots=occupied)
-    if policy_lib.hands_on(gamma_policy):
+    if policy_lib.keeps_state(gamma_policy):
         learnt = policy_lib.renewed(gamma_policy, slot_of(slots, slot).policy)
         put = lambda all_, x: all_.at[slot].set(x)
         occupied = occupied.replace(policy=jax.tree.map(put, slots.policy, learnt))

@@ -77,7 +77,7 @@ class Slots(pytree.Node):
 
     @property
     def running(self) -> Bool[Array, " B"]:
-        """Which slots generate."""
+        """The slots that generate, `[B]` bool."""
         return self.status == int(Status.RUNNING)
 
 
@@ -105,7 +105,7 @@ class State(pytree.Node):
 
     @property
     def done(self) -> Bool[Array, " B"]:
-        """Which slots do not generate."""
+        """The slots that do not generate, `[B]` bool."""
         return ~self.slots.running
 
 

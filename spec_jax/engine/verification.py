@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import compilation
-from spec_jax.engine import protocols, state as state_lib
+from spec_jax.engine import protocols, state as state_lib, target as target_lib
 from spec_jax.rules import acceptance, rule as rule_lib, sampling
 
 
@@ -46,7 +46,7 @@ def is_stop(
 
 
 def target_tokens(
-    target: protocols.Target,
+    target: target_lib.Target,
     verified: protocols.Verified,
     sampling_settings: protocols.Sampling,
 ) -> tuple[Int[Array, " P"], Bool[Array, " P"]]:
@@ -64,14 +64,14 @@ def target_tokens(
     each = jax.tree.map(lambda leaf: leaf[verified.slots], sampling_settings)
     is_active = jnp.arange(highest.shape[0], dtype=jnp.int32) < verified.num_active
     draws = is_active & (each.temperature != 0)
-    drawn = protocols.draw_of(target)(
+    drawn = target_lib.draw_of(target)(
         verified.logits, each, positions=verified.positions + 1, draws=draws
     )
     return jnp.where(draws, drawn, highest), is_finite
 
 
 def decide(
-    target: protocols.Target,
+    target: target_lib.Target,
     verified: protocols.Verified,
     proposal: protocols.Proposal,
     sampling_settings: protocols.Sampling,
@@ -109,7 +109,7 @@ def decide(
             accept, target, verified, proposal, sampling_settings, highest, wanted
         )
     else:
-        sums = protocols.sums_of(target)
+        sums = target_lib.sums_of(target)
         if proposal.parents is None:
             decide_one = functools.partial(_chain_by_uniforms, rule.accept_chain)
         else:
@@ -143,7 +143,7 @@ def _along_own_tokens(
     accept, target, verified, proposal, sampling_settings, highest, wanted
 ):
     """Follows trees by the target's own tokens, drawn along the path alone."""
-    highest, sample = verified.by_column(highest, fill=0), protocols.draw_of(target)
+    highest, sample = verified.by_column(highest, fill=0), target_lib.draw_of(target)
     is_greedy = sampling_settings is None or target.is_drawn
 
     def one(slot):

@@ -48,8 +48,8 @@ class Budget(policy.GammaPolicy):
       shortest: tokens of a text from which on that holds.
       savings: rounds that the account holds at most: what a text that turns hard can
         lose of its gains. The next text begins with what the first had, at most.
-      silence_is_free: a round costs by the drafts that are verified, and not by those
-        that are asked for: of drafters that look up.
+      empty_is_free: a round costs by its verified drafts, not by the requested ones:
+        true of drafters that look up.
 
     Raises:
       ValueError: a number that is not above 0, or a bound above 1.
@@ -59,12 +59,12 @@ class Budget(policy.GammaPolicy):
     bound: float = 0.02
     shortest: int = 64
     savings: float = 4.0
-    silence_is_free: bool = False
+    empty_is_free: bool = False
 
     settles = True
     """`settle` is told what the round of all slots brought."""
 
-    hands_on = True
+    keeps_state = True
     """Counts of one text are the best guess for the next."""
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class Budget(policy.GammaPolicy):
         kept = num_accepted.astype(jnp.float32) / slots
         # Rows take time by their number, passes of a drafter by the longest of them.
         drafts = jnp.max(asked).astype(jnp.float32)
-        if self.silence_is_free:
+        if self.empty_is_free:
             drafts = num_verified.astype(jnp.float32) / slots
         behind = jnp.where(asked > 0, state.num_behind, 0).astype(jnp.float32)
         lost = _between(state.lost[0], drafts) + jnp.max(state.late * behind)

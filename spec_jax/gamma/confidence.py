@@ -11,7 +11,7 @@ from spec_jax.typing import typed
 def confident(
     logits: Float[Array, "*rows V"], *, threshold: Float[Array, ""]
 ) -> Bool[Array, "*rows"]:
-    """Whether the most probable token has at least the probability `threshold`.
+    """Returns whether the likeliest token is at least as probable as `threshold`.
 
     A drafter ends its proposal before the first token that it is not confident of: a
     draft that is likely to be rejected is neither verified nor followed. It asks

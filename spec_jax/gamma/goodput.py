@@ -1,6 +1,6 @@
 """Gamma by expected tokens per second, from measured times and running acceptance.
 
-Of chains (`Goodput`), and of trees, whose gamma is a number of nodes (`RankGoodput`).
+`Goodput` is for chains, and `RankGoodput` for trees: their gamma is a number of nodes.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ class Goodput(policy.GammaPolicy):
     prior_weight: float = 2.0
     probing: policy.Probing = policy.Probing()
 
-    hands_on = True
+    keeps_state = True
     """Counts of one text are the best guess for the next."""
 
     def __post_init__(self):
@@ -72,7 +72,7 @@ class Goodput(policy.GammaPolicy):
             raise ValueError(f"prior_weight={self.prior_weight} must be above 0")
 
     def init(self, round_s: np.ndarray) -> GoodputState:
-        """Nothing known but the times, as `theory.CostCurve.round_s` gives them.
+        """Returns a state that knows only times, those of `theory.CostCurve.round_s`.
 
         Raises:
           ValueError: not one time for each gamma, or one that is not above 0.
@@ -95,7 +95,7 @@ class Goodput(policy.GammaPolicy):
         return state.replace(gamma=self._best(state))
 
     def chances(self, state: GoodputState) -> Float[Array, " gamma_max"]:
-        """The chance that draft `i` is kept, given that those before it were."""
+        """Returns the chance that draft `i` is kept, given that all before it were."""
 
         def step(before, counts):
             reached, kept = counts
@@ -125,7 +125,7 @@ class Goodput(policy.GammaPolicy):
         return is_reached, drafts < num_accepted
 
     def choose(self, state: GoodputState) -> Int[Array, ""]:
-        """The best gamma; where that is 0, 1 if a probe is due."""
+        """Returns the best gamma; where that is 0, 1 if a probe is due."""
         return policy.or_probe(state.gamma, state.probe)
 
     def update(
@@ -169,7 +169,7 @@ class RankGoodput(Goodput):
     is on the path that is kept is counted by its rank in every round that verified it,
     as `Goodput` counts a position's; so `w` nodes commit `1 + chance[0] + .. +
     chance[w-1]` tokens. A smaller budget also looks less deep: the search ends where no
-    deeper node can be among the best. Of a chain the ranks are positions.
+    deeper node can be among the best. A chain's ranks are positions.
     """
 
     reads_ranks = True

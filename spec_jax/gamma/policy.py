@@ -54,7 +54,7 @@ class GammaPolicy(Protocol):
         return False
 
     @pytree.optional
-    def hands_on(self) -> bool:
+    def keeps_state(self) -> bool:
         """Whether it keeps its state in a slot when another request begins there, but
         for what its `renew` changes, if it has one; else it begins with its first
         state."""
@@ -66,7 +66,7 @@ class GammaPolicy(Protocol):
         ...
 
     def choose(self, state: State) -> Int[Array, ""]:
-        """Tokens to ask for in the next round, in `0 .. gamma_max`, int32."""
+        """Returns the tokens to draft in the next round, `0 .. gamma_max`, int32."""
         ...
 
     def update(
@@ -96,7 +96,7 @@ class Fixed(GammaPolicy):
     gamma_max: int
 
     def init(self, gamma: int) -> jax.Array:
-        """The state, `[] int32`.
+        """Returns the state, `[] int32`.
 
         Raises:
           ValueError: gamma outside `0 .. gamma_max`.
@@ -106,11 +106,11 @@ class Fixed(GammaPolicy):
         return jnp.int32(gamma)
 
     def choose(self, state: jax.Array) -> jax.Array:
-        """The gamma of the state."""
+        """Returns the gamma of the state."""
         return state
 
     def update(self, state: jax.Array, **_: jax.Array) -> jax.Array:
-        """The state, unchanged."""
+        """Returns the state, unchanged."""
         return state
 
 
@@ -135,9 +135,9 @@ def settles(policy: Any) -> bool:
     return getattr(policy, "settles", False)
 
 
-def hands_on(policy: Any) -> bool:
+def keeps_state(policy: Any) -> bool:
     """Returns whether a policy goes on where a slot's next request begins."""
-    return getattr(policy, "hands_on", False)
+    return getattr(policy, "keeps_state", False)
 
 
 def renewed(policy: Any, state: State) -> State:
@@ -162,7 +162,7 @@ class Probing:
     The first probe is the `every`-th round. One that is rejected doubles the interval,
     up to `longest`; one that is kept sets it back to `every`.
 
-    What it costs: a rejected probe commits one token, as a round with gamma 0 does, and
+    Its cost: a rejected probe commits one token, as a round with gamma 0 does, and
     takes `round_s[1] - round_s[0]` longer. There is at most one in `every` rounds, so a
     text on which nothing is ever kept becomes slower than with gamma 0 by at most
 
@@ -173,17 +173,17 @@ class Probing:
     are as much longer as it takes; else it holds wherever the first draft makes a round
     longer by at most 0.32 of itself. Two things come on top: the rounds before a policy
     is off; and, at each probe, a drafter that takes in the tokens that it sat out.
-    Those are the whole text in the end, so that what they cost is a share of its time
+    In the end that is the whole text, so that its cost is a share of the text's time
     that rarer probes do not lower (`Simulation.num_caught_up`).
 
-    What it brings: a text that becomes easy is probed within `longest` rounds, and a
+    Its gain: a text that becomes easy is probed within `longest` rounds, and a
     probe that is kept is followed at once.
 
     Attributes:
       every, longest: intervals, in rounds, at least.
-      silence_is_free: how to take a round that was asked for drafts and got none. It
-        counts as one rejected draft, unless it costs nothing, as with drafters that
-        look up: then it is no evidence, and no probe either.
+      empty_is_free: whether a round costs nothing if it was asked for drafts and
+        got none, as with drafters that look up. It is no evidence then, and no probe;
+        otherwise it counts as one rejected draft.
       bound: share of the time of gamma 0 that probes may take, where times are known.
 
     Raises:
@@ -192,7 +192,7 @@ class Probing:
 
     every: int = 16
     longest: int = 128
-    silence_is_free: bool = False
+    empty_is_free: bool = False
     bound: float = 0.02
 
     def __post_init__(self):
@@ -205,7 +205,7 @@ class Probing:
             raise ValueError(f"bound={self.bound} of probing must lie in (0, 1]")
 
     def init(self, *, added: float = 0.0) -> ProbeState:
-        """The first probe is `every` rounds away, or more.
+        """Puts the first probe `every` rounds away, or more.
 
         Args:
           added: by how much of itself a first draft makes a round longer, if known.
@@ -225,7 +225,7 @@ class Probing:
     ) -> Int[Array, ""]:
         """Drafts that a round is evidence of: 0 if of none."""
         is_silent = (gamma > 0) & (num_drafted == 0)
-        silent = jnp.int32(0 if self.silence_is_free else 1)
+        silent = jnp.int32(0 if self.empty_is_free else 1)
         return jnp.where(is_silent, silent, num_drafted)
 
     def update(
@@ -252,6 +252,6 @@ class Probing:
 
 
 def or_probe(gamma: jax.Array, probe: ProbeState) -> jax.Array:
-    """The gamma of a policy; where it is off, 1 if a probe is due."""
+    """Returns the gamma of a policy; where it is off, 1 if a probe is due."""
     is_due = (probe.wait == 0).astype(jnp.int32)
     return jnp.where(gamma == 0, is_due, gamma)

@@ -1,4 +1,4 @@
-"""Which drafts of a batch to verify: Algorithm 1 of DSpark, from measured step times.
+"""The drafts of a batch to verify: Algorithm 1 of DSpark, from measured step times.
 
 DSpark (2026), https://arxiv.org/abs/2607.05147. A drafter says of each draft the chance
 that it is kept with all before it, its survival, before the draft's token is drawn. A
@@ -180,7 +180,7 @@ class Schedule(policy_lib.GammaPolicy):
     settles = True
     """`settle` is told what the round of all slots brought."""
 
-    hands_on = True
+    keeps_state = True
     """The counts of drafting are of all slots, and outlive their requests."""
 
     def __post_init__(self):
@@ -243,7 +243,7 @@ class Schedule(policy_lib.GammaPolicy):
         )
 
     def _of_each(self, name: str, given: np.ndarray | None, *, neutral: float):
-        """The numbers of all drafts, checked."""
+        """Returns the numbers of all drafts, checked."""
         if given is None:
             return jnp.full(self.gamma_max, neutral, jnp.float32)
         found = np.asarray(given, np.float32)
@@ -282,7 +282,7 @@ class Schedule(policy_lib.GammaPolicy):
         return jnp.where(state.balance > 0, asked, 0)
 
     def update(self, state: ScheduleState, **numbers: jax.Array) -> ScheduleState:
-        """Tells `asks` of a round. Drafts that were not verified are none to it."""
+        """Updates `asks` after a round; unverified drafts do not count."""
         if self.asks is None:
             return state
         return state.replace(asks=self.asks.update(state.asks, **numbers))

@@ -27,7 +27,7 @@ class Simulation(pytree.Node):
     num_caught_up: jax.Array  # [] int32, tokens that it took in after gamma 0
 
     def seconds(self, round_s: np.ndarray, *, catch_up_s: float = 0.0) -> float:
-        """The time of the run, in float64.
+        """Returns the time of the run, in float64.
 
         Args:
           round_s: seconds of a round, `[gamma_max + 1]`, by gamma.
@@ -39,7 +39,7 @@ class Simulation(pytree.Node):
 
 
 def begin(gamma_policy: policy.GammaPolicy, state: policy.State) -> Simulation:
-    """The run before its first round."""
+    """Returns the run before its first round."""
     zero = functools.partial(jnp.zeros, dtype=jnp.int32)
     return Simulation(
         state=state,
@@ -74,7 +74,7 @@ def simulate(
         return (run.position < num_tokens) & (step < max_rounds)
 
     def body(carry):
-        """One round: what the policy asks for, what is kept, what it costs."""
+        """Runs one round: what the policy asks for, what is kept, what it costs."""
         step, run = carry
         # At most `gamma + 1` tokens are committed, so the end is met exactly.
         left = num_tokens - run.position - 1

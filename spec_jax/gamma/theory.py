@@ -36,7 +36,7 @@ Free = Literal["drafting", "verification", "both"]
 def kept_probability(
     target_probs: Float[AnyArray, "*rows V"], draft_probs: Float[AnyArray, "*rows V"]
 ) -> Float[AnyArray, "*rows"]:
-    """The chance that a token drawn from the draft is kept: `sum min(target, draft)`.
+    """Returns the chance that a drafted token is kept: `sum min(target, draft)`.
 
     The paper's beta (Definition 3.1), by Theorem 3.5. Its alpha is the mean over
     prefixes (Corollary 3.6). Values are not looked at, so it may be traced; rows are
@@ -50,7 +50,7 @@ def kept_probability(
 def divergence(
     target_probs: Float[AnyArray, "*rows V"], draft_probs: Float[AnyArray, "*rows V"]
 ) -> Float[AnyArray, "*rows"]:
-    """How far target and draft lie apart, in `0 .. 1`; symmetric.
+    """Measures how far apart target and draft are, in `0 .. 1`; symmetric.
 
     The paper's D_LK (Definition 3.2): the sum over the vocabulary of the distance
     between the target and the mean of both. `kept_probability` is one minus it.
@@ -60,7 +60,7 @@ def divergence(
 
 
 def expected_tokens(acceptance: float, gamma: int) -> float:
-    """Tokens that a round commits on average: `(1 - a^(gamma+1)) / (1 - a)`.
+    """Predicts the tokens a round commits: `(1 - a^(gamma+1)) / (1 - a)`.
 
     Equation (1) of the paper, the target's own token counted; `gamma + 1` in the limit
     of `a = 1`. Supposes that drafts are kept independently, with one chance for all.
@@ -78,7 +78,7 @@ def expected_tokens(acceptance: float, gamma: int) -> float:
 
 
 def walltime_improvement(acceptance: float, cost: float, gamma: int) -> float:
-    """The expected speed-up: `(1 - a^(gamma+1)) / ((1 - a) (gamma c + 1))`.
+    """Predicts the speed-up, `(1 - a^(gamma+1)) / ((1 - a) (gamma c + 1))`.
 
     Theorem 3.8 of the paper.
 
@@ -95,7 +95,7 @@ def walltime_improvement(acceptance: float, cost: float, gamma: int) -> float:
 
 
 def operations_factor(acceptance: float, operations: float, gamma: int) -> float:
-    """How many times the arithmetic of plain decoding a token takes.
+    """Predicts the arithmetic of a token, over that of autoregressive decoding.
 
     Theorem 3.11 of the paper: `(1 - a) (gamma c-hat + gamma + 1) / (1 - a^(gamma+1))`.
 
@@ -111,7 +111,7 @@ def operations_factor(acceptance: float, operations: float, gamma: int) -> float
 
 
 def improves(acceptance: float, cost: float) -> bool:
-    """Whether any gamma is faster than plain decoding: `acceptance > cost`.
+    """Returns whether any gamma beats autoregressive decoding: `acceptance > cost`.
 
     Corollary 3.9 of the paper, which proves that the condition suffices. It is also
     necessary: a round gains `sum_{i=1..gamma} a^i <= gamma a` tokens for `gamma c`.
@@ -139,7 +139,7 @@ def guaranteed_improvement(acceptance: float, cost: float) -> float:
 
 
 def best_gamma(acceptance: float, cost: float, *, gamma_max: int | None = None) -> int:
-    """The gamma with the largest `walltime_improvement`.
+    """Returns the gamma with the largest `walltime_improvement`.
 
     Section 3.5 of the paper, where it is found numerically. Here no candidate is left
     out: gamma + 1 beats gamma exactly where `a^(gamma+1) (1 + gamma c)` exceeds
@@ -151,7 +151,7 @@ def best_gamma(acceptance: float, cost: float, *, gamma_max: int | None = None) 
       gamma_max: the largest gamma that may be chosen; `None` for no limit.
 
     Returns:
-      The gamma; 0 where none improves. Of two that are equal up to rounding, either.
+      The gamma; 0 where none improves. Either, if two are equal up to rounding.
 
     Raises:
       ValueError: as `walltime_improvement`; or no limit where every further draft
@@ -184,7 +184,7 @@ def best_gamma(acceptance: float, cost: float, *, gamma_max: int | None = None) 
 def improvement_rows(
     pairs: Sequence[tuple[float, float]], *, gamma_max: int
 ) -> list[dict[str, str | float | int]]:
-    """The rows of a figure: improvement over gamma, for each (acceptance, cost).
+    """Returns a figure's rows: improvement over gamma, for each (acceptance, cost).
 
     Returns:
       For each pair, in order, one row for each gamma in `0 .. gamma_max`: `kind`
@@ -220,8 +220,8 @@ class CostCurve:
       rows: heights of windows that were timed, rising, the first one 1.
       verify_s: seconds of the target's forward over so many active rows; between two
         entries the time is linear, past the last one unknown.
-      draft_s: seconds that each drafted token adds. Of a drafter that drafts a whole
-        block at once it is 0, and the block's time is part of `overhead_s`.
+      draft_s: seconds that each drafted token adds. It is 0 for a drafter of whole
+        blocks: a block's time is part of `overhead_s`.
       overhead_s: seconds of a round that depend on neither: acceptance, commit.
 
     Raises:
@@ -258,7 +258,7 @@ class CostCurve:
         return self.rows[-1] - 1
 
     def round_s(self, gamma_max: int) -> np.ndarray:
-        """Seconds of a round, `[gamma_max + 1]` float64: entry `gamma` drafts so many.
+        """Predicts a round's seconds, `[gamma_max + 1]` float64, by tokens drafted.
 
         Raises:
           ValueError: a window that is higher than the table, or a bad `gamma_max`.
@@ -273,7 +273,7 @@ class CostCurve:
         return self.overhead_s + gammas * self.draft_s + verify_s
 
     def without(self, free: Free) -> "CostCurve":
-        """The curve if drafting, or all rows of a window but the first, were free."""
+        """Returns the curve if drafts, or all rows of a window but one, were free."""
         draft_s, verify_s = self.draft_s, self.verify_s
         if free not in ("drafting", "verification", "both"):
             raise ValueError(f'{free=} is not "drafting", "verification" or "both"')
@@ -288,7 +288,7 @@ class CostCurve:
 def tokens_by_gamma(
     conditional: Float[AnyArray, " gamma_max"],
 ) -> Float[AnyArray, " gamma_max+1"]:
-    """Tokens that a round commits on average; entry `gamma` drafts so many.
+    """Predicts the tokens a round commits; entry `gamma` drafts `gamma` tokens.
 
     `1 + sum_{i=1..gamma} prod_{j=1..i} conditional[j-1]`: equation (1) of the paper
     where each position has its own chance. Values are not looked at, so it may be
@@ -304,7 +304,7 @@ def goodput(
     conditional: Float[AnyArray, " gamma_max"],
     round_s: Float[AnyArray, " gamma_max+1"],
 ) -> Float[AnyArray, " gamma_max+1"]:
-    """Expected tokens per second, by gamma; its argmax is the gamma to draft next.
+    """Predicts tokens per second, by gamma; its argmax is the gamma to draft next.
 
     The goodput of Liu et al. (2024), https://arxiv.org/abs/2406.14066, for one
     sequence. Pure arithmetic on arrays of the host or of the device: a policy that
@@ -335,7 +335,7 @@ class Plan:
 
 
 def plan(conditional: Sequence[float], costs: CostCurve) -> Plan:
-    """The gamma with the largest expected goodput, by measured acceptance and costs.
+    """Chooses the gamma of most expected goodput, by measured acceptance and costs.
 
     Long generations are supposed, as in Theorem 3.8: no round is cut at its end.
 
@@ -363,7 +363,7 @@ def plan(conditional: Sequence[float], costs: CostCurve) -> Plan:
 
 
 def ceiling(conditional: Sequence[float], costs: CostCurve, *, free: Free) -> float:
-    """The speed-up that no improvement of `free` alone can pass.
+    """Returns the speed-up that no improvement of `free` alone can pass.
 
     The best over gamma in `0 .. len(conditional)`, where drafting, or the further rows
     of a window, cost nothing: "even with free verification at most 1.02x".

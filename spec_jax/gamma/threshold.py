@@ -27,7 +27,7 @@ class Threshold(policy.GammaPolicy):
     it is kept), so the average begins anew at every change of gamma, halfway between
     the thresholds. It needs no bias correction: it starts undecided.
 
-    What a text costs on which nothing is kept: each rung takes
+    The cost of a text on which nothing is kept: each rung takes
     `1 + floor(log(2 lower / (lower + upper)) / log(1 - weight))` rounds, 5 with the
     defaults; after that, what `policy.Probing` says.
 
@@ -49,7 +49,7 @@ class Threshold(policy.GammaPolicy):
     weight: float = 0.0625
     probing: policy.Probing = policy.Probing()
 
-    hands_on = True
+    keeps_state = True
     """Counts of one text are the best guess for the next."""
 
     def __post_init__(self):
@@ -76,7 +76,7 @@ class Threshold(policy.GammaPolicy):
         return (self.lower + self.upper) / 2
 
     def init(self, gamma: int | None = None) -> ThresholdState:
-        """Undecided on the rung of `gamma`, or on the first one that drafts.
+        """Starts undecided on the rung of `gamma`, or on the first one that drafts.
 
         The descent from high rungs is what a short adversarial text cannot make up for.
 
@@ -93,7 +93,7 @@ class Threshold(policy.GammaPolicy):
         )
 
     def choose(self, state: ThresholdState) -> Int[Array, ""]:
-        """The gamma of the rung; where that is 0, 1 if a probe is due."""
+        """Returns the gamma of the rung; where that is 0, 1 if a probe is due."""
         gamma = jnp.asarray(self.ladder, jnp.int32)[state.level]
         return policy.or_probe(gamma, state.probe)
 

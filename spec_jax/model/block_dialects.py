@@ -146,7 +146,7 @@ def kind_of(raw: Mapping[str, Any]) -> str:
 
 
 def _dialect_of(raw: Mapping[str, Any]) -> Dialect:
-    """The layout of a config."""
+    """Finds the layout of a config."""
     what = "layout of DFlash or DSpark"
     name = head_dialects.architecture(raw, ARCHITECTURES, what)
     kind = raw.get(_TYPE)
@@ -193,7 +193,7 @@ def _own_keys(raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
 def _from_dict(
     raw: dict[str, Any], target: config_lib.ModelConfig, dtype: str
 ) -> tuple[Dialect, block_params.BlockConfig]:
-    """`read_config` of what the file holds."""
+    """Does as `read_config`, of the file's contents."""
     dialect = _dialect_of(raw)
     said = _own_keys(raw, dialect)
     stated = head_dialects.stated_layers(raw, is_nested=dialect == "speculators")
@@ -253,7 +253,7 @@ def _numbers(said: Mapping[str, Any], key: str) -> tuple[float, ...]:
 
 
 def _head(said: Mapping[str, Any]) -> tuple[block_params.Head, int]:
-    """The sequential head, and its rank."""
+    """Returns the sequential head, and its rank."""
     rank = _whole("markov_rank", said.get("markov_rank", 0))
     head = said.get("markov_head_type", "vanilla") if rank else "none"
     if rank and head not in block_params.HEADS[1:]:
@@ -288,11 +288,11 @@ def _slots(
 
 
 def _taps(raw, said, dialect, target, num_layers: int) -> tuple[int, ...]:
-    """The `hidden_states` indices that a config names."""
+    """Returns the `hidden_states` indices that a config names."""
     if dialect == "speculators":
         key = "aux_hidden_state_layer_ids"
         return head_dialects.layer_ids(key, raw.get(key), shift=0)
-    key = "target_layer_ids"  # Whose outputs are the features.
+    key = "target_layer_ids"  # The features are these layers' outputs.
     ids = said.get(key)
     if ids is None and dialect == "z-lab":
         ids = default_layer_ids(target.num_layers, num_layers)
@@ -326,13 +326,13 @@ def check_config(config: block_params.BlockConfig, dialect: Dialect) -> None:
 
 
 def _layer(head: block_params.BlockConfig) -> dict[str, Any]:
-    """The config of a model of the drafter's layers."""
+    """Returns the config of a model of the drafter's layers."""
     kinds = ["full_attention"] * head.layer.num_layers
     return config_lib.to_dict(head.layer) | {"layer_types": kinds}
 
 
 def _unusual(dialect: Dialect) -> Any:
-    """Whether slots are anchor-first, where they are not the layout's own."""
+    """Makes a function that says whether slots are anchor-first, if unusual."""
     return lambda head, _: (
         None if head.slots == SLOTS[dialect] else head.slots == "anchor-first"
     )
@@ -362,7 +362,7 @@ _HEADS: head_dialects.Keys = {
 
 
 def _nested(dialect: Dialect, keys: head_dialects.Keys) -> head_dialects.Keys:
-    """A layout of `dflash_config`; llama.cpp looks for the flag beside it."""
+    """Returns a layout of `dflash_config`; llama.cpp looks for the flag beside it."""
     flag: head_dialects.Keys = {"sample_from_anchor": _unusual(dialect)}
     inner = keys | _INNER | flag
     return (
@@ -416,7 +416,7 @@ def to_dict(
     """Returns the `config.json` that `read_config` reads back."""
     has_heads = config.head != "none" or config.has_confidence
     names = [name for name, known in ARCHITECTURES.items() if known == dialect]
-    name = names[-1] if has_heads else names[0]  # Of speculators there are two.
+    name = names[-1] if has_heads else names[0]  # Speculators has two.
     layer = {} if dialect == "speculators" else _layer(config)
     scalings = {key: list(getattr(config, key)) or None for key in _SCALINGS}
     keys = {"architectures": [name], **_KEYS[name], **scalings}

@@ -174,7 +174,7 @@ def _padded(rows: decoder.Rows, count: int) -> decoder.Rows:
 
 
 def _model(params, config, kv) -> block_steps.BlockModel:
-    """The layers for native kernels."""
+    """Returns the layers for native kernels."""
     fields = block_steps.LayerWeights._fields
     return block_steps.BlockModel(
         embed=params.embed,
@@ -191,7 +191,7 @@ def _model(params, config, kv) -> block_steps.BlockModel:
 
 
 def _where(config, rows, kv, dtype) -> dict[str, Any]:
-    """Where rows are, for native kernels."""
+    """Returns where rows are, for native kernels."""
     angles = decoder.row_angles(
         config.layer, rows.positions, dtype=dtype, impl="native"
     )

@@ -25,7 +25,7 @@ from spec_jax.ops import weights
 
 CheckpointError = files.CheckpointError
 
-_PREFIX = "logit_head."  # Of heads, in early files of SpecForge.
+_PREFIX = "logit_head."  # Early files of SpecForge have it.
 _MASK = "mask_embedding.pt"
 _BIAS = "confidence_head.proj.bias"
 
@@ -91,7 +91,7 @@ def load(
 
 
 def _find(folder: pathlib.Path, dialect: str) -> dict[str, files.Entry]:
-    """The tensors of a folder, by the names that all layouts share."""
+    """Finds a folder's tensors by the names that all layouts share."""
     if (folder / _MASK).exists():
         raise CheckpointError(
             f"{folder / _MASK}: drafters whose mask has an embedding of its own are "
@@ -161,7 +161,7 @@ def save(
 def _names(
     config: block_params.BlockConfig, *, with_embed: bool, with_lm_head: bool
 ) -> block_params.BlockParams:
-    """A tree like `BlockParams` that holds `params.Parts`: what arrays are made of."""
+    """Returns a tree like `BlockParams` of `params.Parts`: what arrays are made of."""
     layer, r = config.layer, config.markov_rank
     D, F, H = layer.hidden_size, layer.intermediate_size, layer.head_dim
     N, K, V = layer.num_heads, layer.num_kv_heads, layer.vocab_size
@@ -173,7 +173,7 @@ def _names(
         return parts((f"{name}.weight", shape))
 
     def of_layer(number: int) -> block_params.BlockLayer:
-        """Names and shapes of one layer."""
+        """Returns names and shapes of one layer."""
 
         def part(name: str, *shape: int) -> tuple[str, tuple[int, ...]]:
             return f"layers.{number}.{name}.weight", shape

@@ -1,8 +1,8 @@
 """A block drafter's config and weights: shapes, checks, random initialisation.
 
 DFlash and DSpark are one drafter: a backbone that runs a block of rows, and on it no
-sequential head (DFlash) or one of three (DSpark). What the weights compute is
-`block_draft`'s and `block_heads`' matter, and the files are `block_files`'.
+sequential head (DFlash) or one of three (DSpark). `block_draft` and
+`block_heads` compute with the weights, and `block_files` reads the files.
 """
 
 import dataclasses

@@ -45,7 +45,7 @@ _WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)")
 
 
 def render(source: str, messages: Sequence[Any], **variables: Any) -> str:
-    """The text that a template makes of `messages`.
+    """Renders `messages` by a template.
 
     Args:
       source: the template.
@@ -102,7 +102,7 @@ def _one_line(error: Exception) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> types.CodeType:
-    """A template's code, in which loops and macros count their steps."""
+    """Compiles a template so that loops and macros count their steps."""
     if len(source) > MAX_SOURCE:
         raise _BoundError(
             f"has {len(source)} characters, more than the {MAX_SOURCE} that are "
@@ -113,7 +113,7 @@ def _compile(source: str) -> types.CodeType:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of what JSON can hold; a template can reach nothing of the caller's."""
+    """Copies what JSON can hold: a template cannot reach the caller's objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -140,7 +140,7 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}
 
     def parse(self, parser: Any) -> jinja2.nodes.Node:
-        """The block's contents, with variables of its own."""
+        """Parses the block's contents, with variables of its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body).set_lineno(line)
@@ -173,7 +173,7 @@ class _Counting(jinja2.visitor.NodeTransformer):
 
 
 def _call(name: str, arguments: list) -> jinja2.nodes.Call:
-    """A call of a method of `_Environment`, in a template's code."""
+    """Builds a call of a method of `_Environment` for a template's code."""
     function = jinja2.nodes.EnvironmentAttribute(name)
     return jinja2.nodes.Call(function, arguments, [], None, None)
 
@@ -216,12 +216,12 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return ""
 
     def join_texts(self, *parts: Any) -> str:
-        """`a ~ b ~ ..` of a template."""
+        """Evaluates `a ~ b ~ ..` of a template."""
         self._check_length(sum(_size(part) for part in parts))
         return "".join(str(part) for part in parts)
 
     def call(__self, __context, __obj, *args, **kwargs):  # noqa: B902
-        """A call in a template; named as in Jinja, for the sake of `kwargs`."""
+        """Calls a template's function; named as in Jinja, for the sake of `kwargs`."""
         __self.step()
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", "")
         name = getattr(__obj, "__name__", "")
@@ -232,7 +232,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return __self._checked(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context, operator: str, left: Any, right: Any) -> Any:
-        """An operator whose result may be larger than what it is made of."""
+        """Applies an operator whose result may be larger than its operands."""
         self.step()
         if isinstance(left, int) and isinstance(right, int):
             bits = {
@@ -252,12 +252,12 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return self._checked(super().call_binop(context, operator, left, right))
 
     def _strftime_now(self, form: str) -> str:
-        """The local time, as a template asks for it."""
+        """Formats the local time for a template."""
         self._check_format(_WIDE_PERCENT.search(form), form)
         return datetime.datetime.now().strftime(form)
 
     def _bounded_filter(self, name: str, function: Callable) -> Callable:
-        """A filter that counts; what Jinja has noted on the function stays noted."""
+        """Makes a filter count; attributes that Jinja set on the function are kept."""
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @functools.wraps(function)
@@ -316,14 +316,14 @@ def _seen(name: str, args: tuple) -> tuple:
 
 
 def _has_wide_braces(text: str) -> bool:
-    """Whether a field of a format states a great width, or takes it from a value."""
+    """Returns whether a format's field has a great width, or takes it from a value."""
     fields = string.Formatter().parse(text)
     specs = (spec for _, _, spec, _ in fields if spec)
     return any("{" in spec or _DIGITS.search(spec) for spec in specs)
 
 
 def _size(value: Any) -> int:
-    """Characters, about as many as `value` has when it is text.
+    """Estimates the number of characters of `value` as text.
 
     Stops counting at `_MAX_WORK`, and there are more than that in `_MAX_CONTAINERS`:
     lists that hold each other may have any number.
@@ -363,7 +363,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As Hugging Face's: Jinja's own filter escapes HTML."""
+    """Encodes as Hugging Face does: Jinja's own filter escapes HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

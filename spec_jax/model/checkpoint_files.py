@@ -90,7 +90,7 @@ class Pending:
 def find(
     folder: pathlib.Path, *, dtypes: Mapping[str, np.dtype] = DTYPES
 ) -> dict[str, Entry]:
-    """The tensors of a folder, by name, from one file or from an index and its shards.
+    """Finds a folder's tensors by name, in one file or in an index and its shards.
 
     Reads every header and no tensor.
 
@@ -136,7 +136,7 @@ def find(
 
 
 def _exists(path: pathlib.Path) -> bool:
-    """Whether there is such a file; raises where that cannot be found out."""
+    """Returns whether a file exists; raises where that cannot be found out."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -147,7 +147,7 @@ def _exists(path: pathlib.Path) -> bool:
 
 
 def _read_weight_map(index: pathlib.Path) -> dict[str, str]:
-    """The `weight_map` of an index: tensor name to the name of a file beside it."""
+    """Reads an index's `weight_map`: from a tensor's name to a file's beside it."""
     try:
         data = regular_files.read(index)
     except FileNotFoundError as error:
@@ -175,7 +175,7 @@ def _read_weight_map(index: pathlib.Path) -> dict[str, str]:
 def read_header(
     path: pathlib.Path, *, dtypes: Mapping[str, np.dtype] = DTYPES
 ) -> dict[str, Entry]:
-    """The tensors of one file, by name; checks that they fill it exactly."""
+    """Reads the tensors of one file by name; checks that they fill it exactly."""
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -210,7 +210,7 @@ def _entry(
     start: int,
     dtypes: Mapping[str, np.dtype],
 ) -> Entry:
-    """One item of a header, with its types and its size checked."""
+    """Reads one item of a header; checks its types and its size."""
     try:
         dtype_name, shape, (begin, end) = (
             raw["dtype"],
@@ -331,7 +331,7 @@ def check_names(
 
 
 def some(names: Iterable[str]) -> str:
-    """The first few of many names, and how many there are."""
+    """Lists the first few of many names, and how many there are."""
     names = list(names)
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -159,7 +159,7 @@ class Qwen3Config(ModelConfig):
     scaling: Scaling | None = None
 
     def validate(self) -> Self:
-        """See `ModelConfig.validate`."""
+        """Implements `ModelConfig.validate`."""
         super().validate()
         positive("rms_norm_eps", self.rms_norm_eps)
         if self.scaling is not None:
@@ -180,7 +180,7 @@ SIZES = {
 
 
 def positive(key: str, value: Any) -> float:
-    """`value` as a float.
+    """Returns `value` as a float.
 
     Raises:
       ValueError: not a number, or not one that float32 holds as a positive number.
@@ -247,14 +247,14 @@ def from_dict(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelConfi
 
 
 def to_dict(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` that `from_dict` reads back, in the older (4.51) spelling."""
+    """Writes the `config.json` that `from_dict` reads, in the older (4.51) spelling."""
     architecture, _ = families.MODULES[config.model_type]
     names = {"architectures": [architecture], "model_type": config.model_type}
     return names | families.of(config).write_config(config)
 
 
 def read_sizes(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """The values of `keys`, by the names of `ModelConfig`'s fields.
+    """Reads the values of `keys`, by the names of `ModelConfig`'s fields.
 
     Raises:
       ValueError: keys that are missing.
@@ -266,7 +266,7 @@ def read_sizes(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any
 
 
 def read_dtype(raw: Mapping[str, Any], dtype: str | None) -> Any:
-    """`dtype`, else what either spelling of the key says, else float32."""
+    """Returns `dtype`, else what either spelling of the key says, else float32."""
     return dtype or raw.get("dtype") or raw.get("torch_dtype") or "float32"
 
 
@@ -282,7 +282,7 @@ def check_features(raw: Mapping[str, Any], allowed: Mapping[str, tuple]) -> None
 def read_rope(
     raw: Mapping[str, Any], *, kinds: tuple[str, ...], default_theta: float = 10_000.0
 ) -> tuple[float, str, dict[str, Any]]:
-    """The base, the type and what else both spellings of RoPE state.
+    """Reads the base, the type and the other constants of both spellings of RoPE.
 
     As in Hugging Face 5, `rope_scaling` wins where it is stated, and then the base of
     `rope_parameters` is not used either.
@@ -320,7 +320,7 @@ def read_rope(
 
 
 def read_scaled_rope(raw: Mapping[str, Any]) -> tuple[float, Scaling | None]:
-    """The base of RoPE and, of one that is scaled, its constants.
+    """Reads the base of RoPE and the constants of a scaled one.
 
     Raises:
       ValueError: as `read_rope`; a key that is no constant, or none that is needed.

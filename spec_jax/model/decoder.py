@@ -129,7 +129,7 @@ def row_angles(
     dtype: jnp.dtype,
     impl: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[R, H/2]` of the rows at `positions`, see `rope.angles`."""
+    """Returns cosines and sines `[R, H/2]` at `positions`, see `rope.angles`."""
     frequencies, scale = rotary.rope_table(config)
     return rope.row_angles(
         # The angles are compiled for themselves too, however positions are made.
@@ -142,7 +142,7 @@ def row_angles(
 
 
 def observe_heads(heads, config, observe):
-    """The fused projection, after the hook saw queries, keys and values apart."""
+    """Shows queries, keys and values to the hook; returns the fused projection."""
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     parts = jnp.split(heads, (N * H, (N + K) * H), axis=1)
     seen = [observe(name, part) for name, part in zip("qkv", parts, strict=True)]
@@ -150,7 +150,7 @@ def observe_heads(heads, config, observe):
 
 
 def observe_written(pool, name, observe, *, page_table, slots, positions, num_active):
-    """The pages, after the hook saw what they hold where the rows are stored."""
+    """Shows the hook what pages hold where the rows are stored; returns the pages."""
     pages, offsets = page_write.locate(page_table, pool.shape[1], slots, positions)
     read = bits.to_bits(pool).at[pages, offsets].get(mode="fill", fill_value=0)
     return page_write.page_write(
@@ -164,7 +164,7 @@ def observe_written(pool, name, observe, *, page_table, slots, positions, num_ac
 
 
 def bucket(length: int) -> int:
-    """The padded length of a prompt of `length` tokens: the next power of two.
+    """Returns the padded length of a prompt of `length` tokens: a power of two.
 
     Prompts of different lengths in one bucket share one executable.
     """
@@ -221,7 +221,7 @@ def prefill_rows(
     forward: Callable | None = None,
     taps: tuple[int, ...] = (),
 ) -> tuple[cache.PagedKV, Float[Array, "T taps D"] | None]:
-    """As `prefill`, through `forward_rows`: K/V and features are those of decoding.
+    """Does as `prefill` by `forward_rows`: K/V and features are those of decoding.
 
     Args:
       forward: `RowModel.forward_rows`, of a model on a mesh; None: the family's.
@@ -230,7 +230,7 @@ def prefill_rows(
       The cache, and the features of the prompt; None without `taps`.
     """
     padded = jnp.pad(tokens, (0, slab))
-    if forward is None:  # Of a mesh the weights are pieces, which are prepared.
+    if forward is None:  # On a mesh weights are prepared already.
         params = params_lib.prepare(params, impl)
 
         def forward(params, rows, kv, **how):

@@ -85,7 +85,7 @@ def _fuse(params, config, features, *, num_active, impl):
 
 
 def _run_operations(params, config, rows, g, kv, impl):
-    """`forward_rows` operation by operation, of `g [R, D]`."""
+    """Does as `forward_rows` operation by operation, of `g [R, D]`."""
     layer = config.layer
     shared: dict[str, Any] = {
         "num_active": rows.num_active,
@@ -134,7 +134,7 @@ def _run_operations(params, config, rows, g, kv, impl):
 
 
 def _fused_step(params, config, rows, g, kv):
-    """`forward_rows` in one call of native kernels."""
+    """Does as `forward_rows` in one call of native kernels."""
     logits, hidden, pages = head_steps.step(
         rows.tokens,
         g,

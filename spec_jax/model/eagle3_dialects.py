@@ -55,7 +55,7 @@ def read_config(
 def _from_dict(
     raw: dict[str, Any], target: config_lib.ModelConfig, dtype: str
 ) -> tuple[Dialect, eagle3_params.Eagle3Config]:
-    """`read_config` of what the file holds."""
+    """Does as `read_config`, of the file's contents."""
     name = head_dialects.architecture(raw, ARCHITECTURES, "dialect of EAGLE-3")
     dialect = ARCHITECTURES[name]
     stated = head_dialects.stated_layers(raw, is_nested=dialect == "speculators")
@@ -93,7 +93,7 @@ def _from_dict(
 def _taps(
     raw: Mapping[str, Any], dialect: Dialect, target: config_lib.ModelConfig
 ) -> tuple[int, ...]:
-    """The `hidden_states` indices that a config names, in any of its spellings."""
+    """Reads the `hidden_states` indices that a config names, in any spelling."""
     if dialect == "deepspec":
         # Numbers of layers, whose outputs are the features; -1 is the embedding.
         key, ids, shift = "target_layer_ids", raw.get("target_layer_ids"), 1
@@ -143,7 +143,7 @@ def check_config(config: eagle3_params.Eagle3Config, dialect: Dialect) -> None:
 
 
 def _layer(head: eagle3_params.Eagle3Config) -> dict[str, Any]:
-    """The config of a model of the head's layer."""
+    """Returns the config of a model of the head's layer."""
     layer = config_lib.to_dict(head.layer)
     if head.has_head_norms:
         return layer

@@ -120,7 +120,7 @@ def save(
 def _names(
     config: eagle3_params.Eagle3Config, dialect: dialects.Dialect, *, has_embed: bool
 ) -> eagle3_params.Eagle3Params:
-    """A tree like `Eagle3Params` that holds `params.Parts`: what arrays are made of."""
+    """Returns a tree like `Eagle3Params` of `params.Parts`: what arrays are made of."""
     prefix = "midlayer." if dialect == "midlayer" else "layers.0."
 
     def parts(*found: tuple[str, tuple[int, ...]]) -> Any:  # in an array's place

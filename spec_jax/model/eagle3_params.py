@@ -1,6 +1,6 @@
 """An EAGLE-3 head's config and weights: shapes, checks, random initialisation.
 
-What the weights compute is `eagle3`'s matter, and the files are `eagle3_files`'.
+`eagle3` computes with the weights, and `eagle3_files` reads the files.
 """
 
 import dataclasses

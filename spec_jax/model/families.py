@@ -1,8 +1,8 @@
 """The families of models that can be loaded: ONE table, and what a family must have.
 
 All families share slabs of rows, prompts and caches (`decoder`), whole sequences
-(`sequence`), files (`load`) and everything above them. What differs is in a module
-each, which is imported when a model of the family is asked for.
+(`sequence`), files (`load`) and everything above them. Each family has a module
+for what differs, which is imported when a model of the family is loaded.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Which weights these are: one hash over the names and bytes of all parameters."""
+"""A fingerprint of weights: one hash over the names and bytes of all parameters."""
 
 import hashlib
 
@@ -10,7 +10,7 @@ from spec_jax.ops import weights
 
 
 def of_params(params: params_lib.Params) -> str:
-    """SHA-256 of the parameters, 64 hexadecimal digits. Outside jit only.
+    """Hashes parameters (SHA-256, 64 hexadecimal digits). Outside jit only.
 
     Over each array's path in the pytree, dtype, shape and bytes, in the order of the
     pytree: the same weights in another dtype have another fingerprint, and so do

@@ -76,7 +76,7 @@ class GPTNeoXConfig(config_lib.ModelConfig):
     hidden_act: str = "gelu"
 
     def validate(self) -> Self:
-        """See `ModelConfig.validate`."""
+        """Implements `ModelConfig.validate`."""
         super().validate()
         config_lib.positive("layer_norm_eps", self.layer_norm_eps)
         config_lib.check_flag("use_parallel_residual", self.has_parallel_residual)
@@ -120,7 +120,7 @@ class Layer(pytree.Node):
 
 
 def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> GPTNeoXConfig:
-    """See `families.Family`. Float16 is read as float32, which holds its values."""
+    """Implements `families.Family.read_config`; float16 is read as float32."""
     allowed = {"attention_bias": (True, None), "is_decoder": (False, True, None)}
     config_lib.check_features(raw, allowed)
     sizes = config_lib.read_sizes(raw, _SIZES)
@@ -155,7 +155,7 @@ def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> GPTNeoXConfig:
 
 
 def write_config(config: GPTNeoXConfig) -> dict[str, Any]:
-    """See `families.Family`."""
+    """Implements `families.Family.write_config`."""
     return {
         **{key: getattr(config, name) for key, name in _SIZES.items()},
         "attention_bias": True,
@@ -170,7 +170,7 @@ def write_config(config: GPTNeoXConfig) -> dict[str, Any]:
 
 
 def shapes(config: GPTNeoXConfig) -> params_lib.Params:
-    """See `families.Family`."""
+    """Implements `families.Family.shapes`."""
     dtype = jnp.dtype(config.dtype)
 
     def made(sources: params_lib.Parts) -> Any:
@@ -181,7 +181,7 @@ def shapes(config: GPTNeoXConfig) -> params_lib.Params:
 
 
 def tensors(config: GPTNeoXConfig) -> params_lib.Params:
-    """See `families.Family`."""
+    """Implements `families.Family.tensors`."""
     D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
     order = _qkv_order(config)
 
@@ -193,7 +193,7 @@ def tensors(config: GPTNeoXConfig) -> params_lib.Params:
         return Norm(weight=part(f"{name}.weight", D), bias=part(f"{name}.bias", D))
 
     def layer(number: int) -> Layer:
-        """Names and shapes of one decoder layer."""
+        """Returns names and shapes of one decoder layer."""
 
         def linear(name: str, N: int, K: int, order=None) -> Linear:
             name = f"gpt_neox.layers.{number}.{name}"
@@ -220,7 +220,7 @@ def tensors(config: GPTNeoXConfig) -> params_lib.Params:
 
 
 def _qkv_order(config: GPTNeoXConfig) -> np.ndarray:
-    """The row of a checkpoint's fused projection that each of our rows is, `[3, D]`.
+    """Maps each of our rows to one of a checkpoint's fused projection, `[3, D]`.
 
     There queries, keys and values alternate from head to head.
     """
@@ -234,7 +234,7 @@ def _qkv_order(config: GPTNeoXConfig) -> np.ndarray:
 
 
 def rope_table(config: GPTNeoXConfig) -> tuple[np.ndarray, float]:
-    """See `families.Family`. Pairs that are not rotated have frequency zero."""
+    """Implements `families.Family.rope_table`: 0 for pairs that do not rotate."""
     table = np.zeros((config.head_dim // 2,), np.float32)
     turned = rope.inverse_frequencies(config.rotary_size, config.rope_theta)
     table[: len(turned)] = turned
@@ -269,7 +269,7 @@ def forward_rows(
 
 
 def _run_layer(layer, next_norm, residual, rows, pages, angles, *, config, impl):
-    """One decoder layer; see `decoder.run_rows`. Returns residual, keys and values."""
+    """Runs a decoder layer, see `decoder.run_rows`; returns residual, keys, values."""
     del next_norm
     x = residual.x
     k, v, page_table = pages
@@ -357,7 +357,7 @@ def _add(x, y):
 
 
 def sequence_layer(layer, config, x, positions):
-    """See `families.Family`."""
+    """Implements `families.Family.sequence_layer`."""
     N, H = config.num_heads, config.head_dim
 
     def linear(x, linear):
@@ -381,5 +381,5 @@ def sequence_layer(layer, config, x, positions):
 
 
 def sequence_norm(params, config, x):
-    """See `families.Family`."""
+    """Implements `families.Family.sequence_norm`."""
     return _norm(x, params.final_norm, config=config)

@@ -166,7 +166,7 @@ def write(
 
 
 def _pending_hot(hot: np.ndarray, vocab_size: int) -> list[files.Pending]:
-    """The two tables of a draft vocabulary, to be written."""
+    """Returns the two tables of a draft vocabulary, to be written."""
     is_kept = np.zeros((vocab_size,), np.bool_)
     is_kept[hot] = True
     offsets = hot.astype(np.int64) - np.arange(len(hot))

@@ -28,7 +28,7 @@ class LlamaConfig(config_lib.ModelConfig):
     scaling: config_lib.Scaling | None = None
 
     def validate(self) -> Self:
-        """See `ModelConfig.validate`."""
+        """Implements `ModelConfig.validate`."""
         super().validate()
         config_lib.positive("rms_norm_eps", self.rms_norm_eps)
         if self.scaling is not None:
@@ -40,7 +40,7 @@ _Config = TypeVar("_Config", bound=LlamaConfig)
 
 
 def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> LlamaConfig:
-    """See `families.Family`."""
+    """Implements `families.Family.read_config`."""
     no_biases = {"attention_bias": (False, None), "mlp_bias": (False, None)}
     return read_as(LlamaConfig, raw, no_biases, dtype=dtype)
 
@@ -80,7 +80,7 @@ def read_as(
 
 
 def write_config(config: LlamaConfig) -> dict[str, Any]:
-    """See `families.Family`."""
+    """Implements `families.Family.write_config`."""
     return {
         **{key: getattr(config, name) for key, name in config_lib.SIZES.items()},
         "hidden_act": "silu",
@@ -98,12 +98,12 @@ def _without_norms(params: params_lib.Params) -> params_lib.Params:
 
 
 def shapes(config: LlamaConfig) -> params_lib.Params:
-    """See `families.Family`."""
+    """Implements `families.Family.shapes`."""
     return _without_norms(qwen3.shapes(config))
 
 
 def tensors(config: LlamaConfig) -> params_lib.Params:
-    """See `families.Family`."""
+    """Implements `families.Family.tensors`."""
     return _without_norms(qwen3.tensors(config))
 
 

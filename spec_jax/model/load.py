@@ -85,24 +85,10 @@ def load(
     """
     folder = hub.locate(folder)
     config = config_lib.read(folder / "config.json", dtype=dtype)
-    family = families.of(config)
-    is_gguf = gguf_file.is_file(folder)
-    if is_gguf and layout is not None:
-        raise ValueError(
-            f"{folder}: a GGUF file is not read on a mesh; load it without `mesh`, "
-            "save it as a folder, and load that"
-        )
-    found = (gguf_file if is_gguf else files).find(folder).items()
-    ignored = re.compile(family.IGNORED)
-    entries = {name: entry for name, entry in found if not ignored.search(name)}
-    _check_num_layers(folder, config, entries)
-    names = family.tensors(config)
-    _check_entries(folder, config, entries, names)
-    if config.tie_word_embeddings:
-        _check_tied(folder, entries, names, family.LM_HEAD)
+    entries = _find(folder, config, on_mesh=layout is not None)
     if vocab_size is not None:
         config = _with_entries(folder, config, vocab_size)
-        names = family.tensors(config)
+    names = families.of(config).tensors(config)
     if layout is not None:
         load_shards.check(config, layout)
     _check_memory(folder, config, available_bytes, layout)
@@ -126,6 +112,28 @@ def load(
         return jax.block_until_ready(weight)
 
     return config, jax.tree.map(read, params_lib.shapes(config), names)
+
+
+def _find(
+    folder: pathlib.Path, config: config_lib.ModelConfig, *, on_mesh: bool
+) -> dict[str, files.Entry]:
+    """Finds the model's tensors by name, all of them checked but for their values."""
+    is_gguf = gguf_file.is_file(folder)
+    if is_gguf and on_mesh:
+        raise ValueError(
+            f"{folder}: a GGUF file is not read on a mesh; load it without `mesh`, "
+            "save it as a folder, and load that"
+        )
+    family = families.of(config)
+    ignored = re.compile(family.IGNORED)
+    found = (gguf_file if is_gguf else files).find(folder).items()
+    entries = {name: entry for name, entry in found if not ignored.search(name)}
+    _check_num_layers(folder, config, entries)
+    names = family.tensors(config)
+    _check_entries(folder, config, entries, names)
+    if config.tie_word_embeddings:
+        _check_tied(folder, entries, names, family.LM_HEAD)
+    return entries
 
 
 def assemble(
@@ -234,9 +242,9 @@ def write_folder(
 def required_bytes(
     config: config_lib.ModelConfig, layout: shard.Layout | None = None
 ) -> tuple[int, int]:
-    """Bytes of the weights, and most that loading them takes besides.
+    """Returns the bytes of the weights, and the most that loading takes besides.
 
-    Of a model on a mesh those of one device.
+    A model on a mesh counts those of one device.
     """
     shapes = params_lib.shapes(config)
     if layout is not None:
@@ -254,7 +262,7 @@ def required_bytes(
 def _with_entries(
     folder: pathlib.Path, config: config_lib.ModelConfig, vocab_size: int
 ) -> config_lib.ModelConfig:
-    """The config of the first `vocab_size` entries."""
+    """Returns the config of the first `vocab_size` entries."""
     if vocab_size > config.vocab_size:
         raise ValueError(
             f"{folder}: vocab_size={config.vocab_size} in config.json, but its "
@@ -282,7 +290,7 @@ def _check_tied(
 
 
 def _embedding(names: Any) -> str:
-    """The embedding's tensor."""
+    """Returns the embedding's tensor."""
     ((name, _),) = names.embed.parts
     return name
 
@@ -308,7 +316,7 @@ def _check_entries(
     entries: Mapping[str, files.Entry],
     names: params_lib.Params,
 ) -> None:
-    """Every tensor of the model is there, in its shape, and no other."""
+    """Checks that every tensor of the model is there, in its shape, and no other."""
     expected = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
     required = list(expected)
     if config.tie_word_embeddings:
@@ -370,7 +378,7 @@ def _shape_of(leaf: weights.Weight) -> jax.ShapeDtypeStruct:
 
 
 def pending(params: Any, names: Any) -> list[files.Pending]:
-    """The tensors to write, in the order of `params`; no weight is copied yet.
+    """Lists the tensors to write, in the order of `params`; copies no weight yet.
 
     Args:
       names: a tree like `params` that holds `params.Parts`.
@@ -402,7 +410,7 @@ def pending(params: Any, names: Any) -> list[files.Pending]:
 def _shards(
     tensors: list[files.Pending], max_shard_bytes: int | None
 ) -> dict[str, list[files.Pending]]:
-    """File names and what goes there: consecutive tensors, as many as fit."""
+    """Groups consecutive tensors into files, as many as fit, and names the files."""
     if max_shard_bytes is None:
         return {files.SINGLE_FILE: tensors}
     shards: list[list[files.Pending]] = []
@@ -420,7 +428,7 @@ def _shards(
 
 
 def _partial(path: pathlib.Path) -> pathlib.Path:
-    """Where a file is written before it takes its name."""
+    """Returns the path of a file that is being written."""
     return path.with_name(path.name + ".partial")
 
 

@@ -39,7 +39,7 @@ CUTS: Mapping[str, weights.Cut] = {
 device."""
 
 FAMILIES = ("qwen3", "llama", "qwen2", "gpt_neox")
-"""Whose layers are made of these weights."""
+"""The families whose layers are made of these weights."""
 
 
 def check(config: config_lib.ModelConfig, layout: shard.Layout) -> None:
@@ -105,8 +105,8 @@ def with_whole_head(
 
 
 def required_bytes(shapes: params_lib.Params, layout: shard.Layout) -> tuple[int, int]:
-    """Bytes of one device's weights, and most that loading one of them takes besides:
-    a piece of the host's, the same on the device, and a copy of it in its place."""
+    """Returns the bytes of one device's weights, and the most that loading one of them
+    takes besides: a piece on the host, the same on the device, and a copy of it."""
     total = largest = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(whole(shapes)):
         count = 1 if cut_of(path, leaf) is None else layout.devices
@@ -147,7 +147,7 @@ def read(
 
 
 def _outputs(leaf, sources, entries, layout, impl, *, gathers):
-    """A weight of which each device has rows: in each piece some of every tensor."""
+    """Splits a weight by rows: each piece has some rows of every tensor."""
     # The native kernels compute each output for itself, and so does a sum with a bias:
     # one piece is enough.
     is_one = impl == "native" or len(leaf.shape) == 1
@@ -169,7 +169,7 @@ def _outputs(leaf, sources, entries, layout, impl, *, gathers):
 
 
 def _inputs(leaf, sources, entries, layout, impl, *, gathers):
-    """A weight of which each device has columns: a piece for each of its segments."""
+    """Splits a weight by columns: a piece for each of its segments."""
     del gathers
     ((name, _),) = sources.parts
     width = leaf.shape[1] // layout.segments
@@ -187,7 +187,7 @@ def _inputs(leaf, sources, entries, layout, impl, *, gathers):
 
 
 def _rows(sources, entries, ends, tail, dtype):
-    """The rows `[start, stop)` of each matrix, stacked; past a tensor's end zeros."""
+    """Stacks rows `[start, stop)` of each matrix, with zeros past a tensor's end."""
     if sources.order is not None:
         parts = zip(sources.order, ends, strict=True)
         wanted = np.concatenate([order[start:stop] for order, (start, stop) in parts])

@@ -80,12 +80,12 @@ Observe = Callable[[int | None, str, jax.Array], jax.Array]
 
 
 def key(layer: int | None, operation: str) -> str:
-    """One name for an operation of a layer: "3:q", or "embed" outside of layers."""
+    """Names an operation of a layer: "3:q", or "embed" outside of layers."""
     return operation if layer is None else f"{layer}:{operation}"
 
 
 def keys(num_layers: int) -> tuple[str, ...]:
-    """The `key` of every operation of a model, in an order of computation."""
+    """Lists the `key` of every operation of a model, in an order of computation."""
     layers = (
         key(layer, name) for layer in range(num_layers) for name in LAYER_OPERATIONS
     )
@@ -93,6 +93,6 @@ def keys(num_layers: int) -> tuple[str, ...]:
 
 
 def pass_on(layer: int | None, operation: str, value: jax.Array) -> jax.Array:
-    """The hook that changes nothing and leaves no trace in the traced program."""
+    """Returns the value unchanged: a hook that leaves no trace in the program."""
     del layer, operation
     return value

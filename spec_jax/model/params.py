@@ -70,12 +70,12 @@ class Parts:
 
 
 def shapes(config: config_lib.ModelConfig) -> Params:
-    """The `Params` of `config` as `jax.ShapeDtypeStruct`s: no memory is taken."""
+    """Returns `config`'s `Params` as `jax.ShapeDtypeStruct`s: no memory is taken."""
     return families.of(config).shapes(config)
 
 
 def num_bytes(tree) -> int:
-    """Bytes of all arrays (or shapes) of a pytree."""
+    """Sums the bytes of all arrays (or shapes) of a pytree."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
@@ -83,13 +83,13 @@ def num_bytes(tree) -> int:
 def init(
     key: jax.Array, config: config_lib.ModelConfig, *, stddev: float = 0.02
 ) -> Params:
-    """Random weights, see `draw`. Consumes `key`."""
+    """Draws random weights, see `draw`. Consumes `key`."""
     return draw(key, shapes(config), stddev=stddev)
 
 
 def draw(key: jax.Array, tree: Any, *, stddev: float) -> Any:
-    """Random arrays of the shapes of a tree, normal with `stddev`; norm weights are
-    one, biases of a field named so are zero. Consumes `key`."""
+    """Draws arrays of a tree's shapes, normal with `stddev`; norm weights are one,
+    biases of a field named so are zero. Consumes `key`."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     keys = jax.random.split(key, len(leaves))
 
@@ -106,7 +106,7 @@ def draw(key: jax.Array, tree: Any, *, stddev: float) -> Any:
 
 
 def cast(params: Params, dtype: str) -> Params:
-    """The same weights in another dtype, as arrays, one at a time."""
+    """Casts the weights to another dtype, as arrays, one at a time."""
     return map_matrices(lambda leaf: weights.matrix(leaf).astype(dtype), params)
 
 
@@ -127,7 +127,7 @@ def prepare_matrices(params: Any, impl: str) -> Any:
 
 
 def prepare(params: Params, impl: str) -> Params:
-    """The same weights as the kernels of a resolved `impl` read them.
+    """Lays the weights out as the kernels of a resolved `impl` read them.
 
     Where that is another form than theirs, every projection is copied: to be done once,
     where the weights are loaded (`load.load` does), and the given ones dropped. Inside

@@ -17,7 +17,7 @@ def prefill(
     by_rows: bool | None = None,
     slot: int = row_model.SLOT,
 ) -> paged.PagedKV:
-    """The K/V of all `tokens`, of which there may be none. Donates `kv`.
+    """Computes the K/V of all `tokens`, possibly none. Donates `kv`.
 
     `by_rows` and `slot` as in `RowModel.prefill`; the slot is empty.
     """
@@ -37,7 +37,7 @@ def prefill_features(
     by_rows: bool | None = None,
     slot: int = row_model.SLOT,
 ) -> tuple[paged.PagedKV, jax.Array]:
-    """As `prefill`, and the features `[T, taps, D]`; past the tokens they mean nothing.
+    """Does as `prefill`; returns features `[T, taps, D]` too, undefined past tokens.
 
     `T` is a `decoder.bucket`, for no tokens that of one.
     """

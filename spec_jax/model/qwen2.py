@@ -28,18 +28,18 @@ class Qwen2Config(llama.LlamaConfig):
 
 
 def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> Qwen2Config:
-    """See `families.Family`. The biases are not stated: every Qwen2 has them."""
+    """Implements `families.Family.read_config`: every Qwen2 has biases, unstated."""
     allowed = {"attention_bias": (True, None), "use_sliding_window": (False, None)}
     return llama.read_as(Qwen2Config, raw, allowed, dtype=dtype)
 
 
 def write_config(config: Qwen2Config) -> dict[str, Any]:
-    """See `families.Family`."""
+    """Implements `families.Family.write_config`."""
     return llama.write_config(config) | {"use_sliding_window": False}
 
 
 def shapes(config: Qwen2Config) -> params_lib.Params:
-    """See `families.Family`."""
+    """Implements `families.Family.shapes`."""
     params = llama.shapes(config)
 
     def with_bias(layer: Any) -> Any:
@@ -50,7 +50,7 @@ def shapes(config: Qwen2Config) -> params_lib.Params:
 
 
 def tensors(config: Qwen2Config) -> params_lib.Params:
-    """See `families.Family`."""
+    """Implements `families.Family.tensors`."""
     params = llama.tensors(config)
 
     def with_bias(layer: Any) -> Any:

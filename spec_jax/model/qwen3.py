@@ -46,7 +46,7 @@ prefill, prefill_rows = decoder.prefill, decoder.prefill_rows
 
 
 def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> config_lib.Qwen3Config:
-    """See `families.Family`."""
+    """Implements `families.Family.read_config`."""
     config_lib.check_features(
         raw,
         {
@@ -69,7 +69,7 @@ def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> config_lib.Qwen
 
 
 def write_config(config: config_lib.Qwen3Config) -> dict[str, Any]:
-    """See `families.Family`."""
+    """Implements `families.Family.write_config`."""
     return {
         **{key: getattr(config, name) for key, name in config_lib.SIZES.items()},
         "attention_bias": False,
@@ -84,7 +84,7 @@ def write_config(config: config_lib.Qwen3Config) -> dict[str, Any]:
 
 
 def shapes(config: config_lib.ModelConfig) -> params_lib.Params:
-    """See `families.Family`."""
+    """Implements `families.Family.shapes`."""
     dtype = jnp.dtype(config.dtype)
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
 
@@ -111,7 +111,7 @@ def shapes(config: config_lib.ModelConfig) -> params_lib.Params:
 
 
 def tensors(config: config_lib.ModelConfig) -> params_lib.Params:
-    """See `families.Family`."""
+    """Implements `families.Family.tensors`."""
 
     def made_of(*parts: tuple[str, tuple[int, ...]]) -> Any:  # in an array's place
         return params_lib.Parts(parts)
@@ -120,7 +120,7 @@ def tensors(config: config_lib.ModelConfig) -> params_lib.Params:
     N, K = config.num_heads, config.num_kv_heads
 
     def layer(index: int) -> params_lib.LayerParams:
-        """Names and shapes of one decoder layer."""
+        """Returns names and shapes of one decoder layer."""
 
         def one(name: str, *shape: int) -> tuple[str, tuple[int, ...]]:
             return f"model.layers.{index}.{name}.weight", shape
@@ -151,7 +151,7 @@ def tensors(config: config_lib.ModelConfig) -> params_lib.Params:
 
 
 def rope_table(config: Any) -> tuple[np.ndarray, float]:
-    """See `families.Family`. Of Llama's configs too."""
+    """Implements `families.Family.rope_table`, for Llama's configs too."""
     scaling, theta = config.scaling, config.rope_theta
     if scaling is None:
         return rope.inverse_frequencies(config.head_dim, theta), 1.0
@@ -212,7 +212,7 @@ def forward_rows(
 
 
 def _fused_step(params, config, rows, kv, taps, with_logits):
-    """`forward_rows` in one call of native kernels."""
+    """Does as `forward_rows` in one call of native kernels."""
     logits, features, pages = steps.step(
         rows.tokens,
         _model(params, config, kv),
@@ -284,7 +284,7 @@ def _model(params, config, kv) -> steps.Model:
 
 
 def run_head(params, residual, rows, *, config, impl):
-    """Logits `[R, V]` of the residual after the last layer."""
+    """Returns logits `[R, V]` of the residual after the last layer."""
     x, norm = residual.before(params.final_norm)
     return projection.project(
         x,
@@ -300,7 +300,7 @@ def run_head(params, residual, rows, *, config, impl):
 def run_layer(
     layer, next_norm, residual, rows, pages, angles, *, config, impl, observe=None
 ):
-    """One decoder layer: five operations, each of which reads its weights once.
+    """Runs a decoder layer: five operations, each of which reads its weights once.
 
     Args:
       next_norm: weight of the norm after the layer.
@@ -344,7 +344,7 @@ def run_layer(
         v = decoder.observe_written(v, "v_cache", observe, **where)
 
     def add(name, y, w, norm):
-        """The residual with `y w^T` added; a hook may change it before it is normed."""
+        """Adds `y w^T` to the residual; a hook may change it before it is normed."""
         if observe is None:
             return projection.add(y, w, residual.x, norm=norm, **shared)
         x = see(name, projection.project(y, w, residual=residual.x, **shared))
@@ -364,7 +364,7 @@ def run_layer(
 
 
 def sequence_layer(layer, config, x, positions):
-    """See `families.Family`."""
+    """Implements `families.Family.sequence_layer`."""
     normed = sequence.norm(x, layer.input_norm, config.rms_norm_eps)
     q, k, v = sequence.heads(layer, config, normed, positions, bias=layer.qkv_bias)
     attended = causal_attention.causal_attention(q, k, v, scale=config.head_dim**-0.5)
@@ -373,5 +373,5 @@ def sequence_layer(layer, config, x, positions):
 
 
 def sequence_norm(params, config, x):
-    """See `families.Family`."""
+    """Implements `families.Family.sequence_norm`."""
     return sequence.norm(x, params.final_norm, config.rms_norm_eps)

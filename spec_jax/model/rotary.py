@@ -6,5 +6,5 @@ from spec_jax.model import config as config_lib, families
 
 
 def rope_table(config: config_lib.ModelConfig) -> tuple[np.ndarray, float]:
-    """Inverse frequencies `[H/2]` and the scale of cos and sin for `config`."""
+    """Returns inverse frequencies `[H/2]` and the scale of cos and sin for `config`."""
     return families.of(config).rope_table(config)

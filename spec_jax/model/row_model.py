@@ -33,7 +33,7 @@ SHORT = 1024
 """Positions of a model that do not bound the size of its pages."""
 
 CacheKind = Literal["paged", "static"]
-"""Pages that sequences hand on to each other, or a stretch for each slot."""
+"""Layouts of pages: a pool that all slots share, or a fixed range for each slot."""
 
 CACHE_KINDS: tuple[str, ...] = get_args(CacheKind)
 
@@ -44,7 +44,7 @@ NATIVE_PREFILL_SLAB = 64
 
 
 def slab_for(impl: str, rows: int) -> int:
-    """The height of slabs for windows of `rows` rows: `rows`, or what `impl` has.
+    """Returns the height of slabs for windows of `rows`: `rows`, or fixed by `impl`.
 
     Raises:
       ValueError: no such implementation, or more rows than it runs at once.
@@ -110,7 +110,7 @@ class RowModel:
             load_shards.check(self.config, self.layout)
 
     def new_cache(self, *, capacity: int, page_size: int) -> paged.PagedKV:
-        """An empty cache of `capacity` positions or a little more, slot 0 open.
+        """Makes a cache of `capacity` positions or a little more, slot 0 open.
 
         Raises:
           ValueError: as `new_slots`.
@@ -125,7 +125,7 @@ class RowModel:
         page_size: int,
         num_pages: int | None = None,
     ) -> paged.PagedKV:
-        """An empty cache for several sequences, all slots open.
+        """Makes an empty cache for several sequences, all slots open.
 
         Args:
           capacity: positions of each slot, or a little more.
@@ -226,7 +226,7 @@ class RowModel:
         by_rows: bool | None = None,
         slot: int = SLOT,
     ) -> tuple[paged.PagedKV, Float[Array, "T taps D"]]:
-        """As `prefill`, and returns the features of the tokens too."""
+        """Does as `prefill`, and returns the features of the tokens too."""
         if by_rows is None:
             by_rows = self.prefills_by_rows
         return _prefill(
@@ -286,7 +286,7 @@ class RowModel:
     def choose(
         self, logits: Float[Array, "slab V"], num_active: Int[Array, ""]
     ) -> Int[Array, " slab"]:
-        """The token of highest logit of each active row."""
+        """Returns the token of highest logit of each active row."""
         return argmax.argmax(logits, num_active=num_active, impl=self.impl)
 
     @property
@@ -315,7 +315,7 @@ class RowModel:
         return allocator.truncate(kv, SLOT, new_len)
 
     def is_out_of_pages(self, kv: paged.PagedKV) -> Bool[Array, ""]:
-        """Whether the last reservation found no page."""
+        """Returns whether the last reservation found no page."""
         return kv.out_of_pages[SLOT]
 
 
@@ -335,7 +335,7 @@ class RowModel:
     ),
 )
 def _new_slots(kind, *, num_pages, layout, **sizes):
-    """One call of one program: a call for each array would cost more than a prompt."""
+    """Makes slots by one program: calls for each array cost more than a prompt."""
     kv: paged.PagedKV
     if kind == "static":
         kv = static.init(**sizes)
@@ -351,7 +351,7 @@ def _new_slots(kind, *, num_pages, layout, **sizes):
 
 
 def _cache_specs(kv: paged.PagedKV) -> paged.PagedKV:
-    """How a cache lies on a mesh: pages by heads, all else on every device."""
+    """Lays a cache out on a mesh: pages by heads, all else on every device."""
     specs = jax.tree.map(lambda _: shard.REPLICATED, kv)
     pages = (shard.PAGES,) * len(kv.k)
     return specs.replace(k=pages, v=pages)

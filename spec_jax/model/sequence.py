@@ -103,8 +103,8 @@ norm.defvjp(_norm_forward, _norm_backward)
 def heads(layer, config, x, positions, *, bias=None):
     """Returns queries `[..., N, H]`, keys and values `[..., K, H]` of `x [..., D]`.
 
-    Of a layer with one projection for all: normed, where it has such weights, and
-    rotated. A `bias [(N + 2K) * H]` is added to the products.
+    The layer has one projection for all. Queries and keys are normed, where it has
+    such weights, and rotated. A `bias [(N + 2K) * H]` is added to the products.
     """
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     made = matmul(x, layer.qkv, bias)
@@ -164,6 +164,6 @@ def forward(
 def logits(
     params: params_lib.Params, config: config_lib.ModelConfig, tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
-    """Float32 logits of every position."""
+    """Computes float32 logits of every position."""
     hidden = forward(params, config, tokens).hidden
     return product(hidden, weights.matrix(params.head))

@@ -77,7 +77,7 @@ def check_finite(entry: files.Entry, values: np.ndarray) -> None:
 
 
 def first_non_finite(array: np.ndarray) -> tuple[int, ...] | None:
-    """The index of the first infinity or NaN of a contiguous array, if it has one.
+    """Finds the first infinity or NaN of a contiguous array; None if all are finite.
 
     Takes less than a block, whatever the size of the array.
     """
@@ -97,7 +97,7 @@ def first_non_finite(array: np.ndarray) -> tuple[int, ...] | None:
 
 
 def same_values(left: files.Entry, right: files.Entry) -> bool:
-    """Whether two tensors hold the same values, in whatever dtypes; takes two blocks.
+    """Compares two tensors' values, whatever their dtypes; takes two blocks of memory.
 
     Float32 holds the values of all of them. Zeros of another sign differ, and so does
     NaN with other bits.
@@ -128,7 +128,7 @@ def same_values(left: files.Entry, right: files.Entry) -> bool:
 def _blocks(
     file: io.BufferedReader, entry: files.Entry, values_per_block: int
 ) -> Iterable[tuple[int, np.ndarray]]:
-    """Consecutive parts of a flat tensor and where they start; one buffer, reused."""
+    """Yields parts of a flat tensor, in order, and their starts; reuses one buffer."""
     num_values = math.prod(entry.shape)
     if isinstance(entry, files.PackedEntry):
         yield from _unpacked(file, entry, values_per_block)
@@ -143,7 +143,7 @@ def _blocks(
 def _unpacked(
     file: io.BufferedReader, entry: files.PackedEntry, values_per_block: int
 ) -> Iterable[tuple[int, np.ndarray]]:
-    """As `_blocks`, of whole units, the last of which may be more than is asked for."""
+    """Does as `_blocks`, in whole units; the last may hold more than is wanted."""
     num_values, unit = math.prod(entry.shape), entry.unit_values
     step = max(1, values_per_block // unit) * unit
     for start in range(0, num_values, step):

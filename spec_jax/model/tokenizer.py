@@ -56,7 +56,7 @@ class Tokenizer:
     chat_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def encode(self, text: str, *, begins: bool = False) -> list[int]:
-        """Token ids of `text`, in which special tokens are recognised.
+        """Returns the ids of `text`, in which special tokens are recognised.
 
         Args:
           begins: whether a text begins here, before which the file may want a token,
@@ -70,7 +70,7 @@ class Tokenizer:
         return plain if plain[:1] == whole[:1] else whole
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens included.
+        """Returns the text of `ids`, special tokens included.
 
         Bytes that are not UTF-8 become U+FFFD. Ids without a token, such as the
         unused rows of an embedding, have no text.
@@ -80,7 +80,7 @@ class Tokenizer:
     def decode_pieces(
         self, ids: Sequence[int], *, skip_special_tokens: bool = False
     ) -> list[str]:
-        """One string per token; together they are `decode(ids)`.
+        """Returns one string per token; together they are `decode(ids)`.
 
         A character that spans tokens belongs to the token that completes it.
 
@@ -94,7 +94,7 @@ class Tokenizer:
         return pieces
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token stands for."""
+        """Returns the bytes that a token stands for."""
         if token_id < 0:
             raise ValueError(f"{token_id=} is negative")
         added = self._added.get(token_id)
@@ -204,7 +204,7 @@ class Tokenizer:
         return self.chat_template is not None
 
     def apply_chat(self, messages: str | Sequence[Message], /, **options: Any) -> str:
-        """The prompt of a chat, up to where the assistant's answer begins.
+        """Returns the prompt of a chat, up to where the assistant's answer begins.
 
         Args:
           messages: the turns, or the text of a single user turn. They are copied: a
@@ -351,7 +351,7 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
 
 @functools.cache
 def _byte_alphabet() -> Mapping[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for.
+    """Maps each character of a byte-level vocabulary to its byte.
 
     Printable bytes stand for themselves, the others for U+0100 and on, in order: the
     convention of GPT-2.
@@ -363,7 +363,7 @@ def _byte_alphabet() -> Mapping[str, int]:
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
-    """A file's JSON object, or None where there is no such file."""
+    """Reads a file's JSON object; None where there is no such file."""
     try:
         return config_lib.read_object(path)
     except FileNotFoundError:
@@ -371,7 +371,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens; each stands as a string or as `{"content": ...}`."""
+    """Reads special tokens by name, from strings or from `{"content": ...}`."""
     named = {}
     for name in _SPECIAL_TOKENS:
         token = settings.get(name)
@@ -383,7 +383,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
-    """The source of the folder's template, if it has one."""
+    """Reads the source of the folder's template, if it has one."""
     path = folder / "chat_template.jinja"
     try:
         return regular_files.read(path).decode()
@@ -404,7 +404,7 @@ def _chat_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | N
 def _stop_ids(
     folder: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: str | None
 ) -> tuple[int, ...]:
-    """The first answer of those that `load` lists."""
+    """Returns the stop ids of the first source, in the order that `load` lists."""
     config = _read_json(folder / "config.json") or {}
     # A model may have more entries than its tokenizer, and its config says how many.
     size = config.get("vocab_size")

@@ -46,7 +46,7 @@ class _Names(dict):
 
 
 def _rebuild(storage, offset, shape, strides, *_ignored) -> _Tensor:
-    """In the place of `torch._utils._rebuild_tensor_v2`."""
+    """Takes the place of `torch._utils._rebuild_tensor_v2`."""
     return _Tensor(storage, offset, shape, strides)
 
 
@@ -116,7 +116,7 @@ def _entries(path, archive, file) -> dict[str, files.Entry]:
 
 
 def _entry(path, archive, file, prefix, name, tensor) -> files.Entry:
-    """One tensor of the pickle, with everything that it says checked."""
+    """Reads one tensor of the pickle, with everything that it says checked."""
     where = f"{path}: malformed at {name!r}"
     if not isinstance(name, str) or not isinstance(tensor, _Tensor):
         raise files.CheckpointError(f"{where}: not a tensor by name; {_AGAIN}")

@@ -50,22 +50,22 @@ class BlockModel(steps.Model):
         return self.head.shape[0]
 
     def _heads(self, layer, queries: int, keys_values: int) -> dict[str, tuple]:
-        """See `steps.Model._heads`."""
+        """Implements `steps.Model._heads`."""
         return {
             "q": (layer.q, (queries, self.size)),
             "kv": (layer.kv, (keys_values, self.size)),
         }
 
     def _weights(self, layer) -> tuple[calls.Weight | None, ...]:
-        """See `steps.Model._weights`."""
+        """Implements `steps.Model._weights`."""
         return layer
 
 
 class Mix(typing.NamedTuple):
     """Weights by which a gated or recurrent head mixes the token before in.
 
-    Of hidden states there are as many more than of logits as slots are passed through,
-    with the anchor, before the first one that predicts.
+    There are more hidden states than logits: those of the anchor and of the slots that
+    are passed through before the first one that predicts.
     """
 
     weight: calls.Weight  # gated [r, D + r], recurrent [3r, 2r + D]

@@ -121,7 +121,7 @@ class BuildError(NotImplementedError):
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """Instruction-set extensions of this processor, as Linux names them."""
+    """Lists this processor's instruction-set extensions, as Linux names them."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -133,7 +133,7 @@ def cpu_features() -> frozenset[str]:
 
 
 def available_isas() -> tuple[str, ...]:
-    """Instruction sets that this machine can run, the widest first."""
+    """Lists the instruction sets that this machine can run, the widest first."""
     return tuple(isa for isa in ISA_FLAGS if _ISA_NEEDS[isa] <= cpu_features())
 
 
@@ -185,7 +185,7 @@ def choose(isa: str) -> None:
 
 
 def _default() -> str:
-    """The set of kernels that are loaded without a name: the same ever after."""
+    """Returns the set of kernels loaded without a name: the same ever after."""
     chosen = os.environ.get(ISA_VARIABLE)
     if chosen:
         _check_choice(f"{ISA_VARIABLE}={chosen}", chosen)
@@ -193,7 +193,7 @@ def _default() -> str:
 
 
 def _check_choice(what: str, isa: str) -> None:
-    """Refuses a set that cannot be that of all kernels; `what` is who names it."""
+    """Raises unless `isa` is known and available; `what` names it in the message."""
     if isa not in ISA_FLAGS:
         raise ValueError(f"{what} is not one of {', '.join(ISA_FLAGS)}")
     if isa not in available_isas():
@@ -208,12 +208,12 @@ def _check_choice(what: str, isa: str) -> None:
 
 
 def target_name(target: str, isa: str) -> str:
-    """The registered name: each instruction set has targets of its own."""
+    """Returns the registered name: each instruction set has its own targets."""
     return f"{target}_{isa}"
 
 
 def find_compiler() -> tuple[str, ...]:
-    """The command of a C++ compiler: `$CXX` where it is set, else g++, clang++ or c++.
+    """Finds the C++ compiler: `$CXX` where it is set, else g++, clang++ or c++.
 
     `$CXX` is a program, or words as in a shell: "ccache g++".
 
@@ -243,14 +243,14 @@ def _asked_commands(asked: str) -> list[list[str]]:
 
 @functools.cache
 def _widest(compiler: tuple[str, ...]) -> str:
-    """The first available set that the compiler and its assembler know."""
+    """Returns the first available set that the compiler and its assembler know."""
     for isa in available_isas():
         # -pipe: g++ would write to the temporary folder, and where that is full no set
         # would seem to be known.
         flags = [*ISA_FLAGS[isa], "-pipe", "-x", "c++", "-c", "-", "-o", os.devnull]
         if _run([*compiler, *flags], source=f'asm("{_PROBES[isa]}");').returncode == 0:
             return isa
-    return "portable"  # What the compiler has to say is said when it builds.
+    return "portable"  # Its build raises the compiler's message.
 
 
 @functools.cache
@@ -267,7 +267,7 @@ def _load(isa: str) -> None:
 
 
 def open_library(compiler: Sequence[str], isa: str) -> ctypes.CDLL:
-    """The library for `isa`, from the first cache folder that works.
+    """Opens the library for `isa`, from the first cache folder that works.
 
     A folder does not work if it cannot be written, is full, is not safe, or is on a
     disk from which nothing may be executed.
@@ -294,7 +294,7 @@ def open_library(compiler: Sequence[str], isa: str) -> ctypes.CDLL:
 def _open_from(
     folder: pathlib.Path, compiler: Sequence[str], isa: str, prefix: str
 ) -> ctypes.CDLL:
-    """The library that a cache folder holds, or one that is built there."""
+    """Opens a cache folder's library; builds it there if it is missing."""
     _make_private(folder)
     path = _find(folder, prefix)
     if path:
@@ -316,7 +316,7 @@ def _missing(library: ctypes.CDLL) -> list[str]:
 
 
 def _cache_folders() -> Iterator[pathlib.Path]:
-    """Where libraries are kept, in order of preference.
+    """Lists the folders for libraries, in order of preference.
 
     The last is looked for when it is its turn: `FileNotFoundError` if it is missing.
     """
@@ -349,7 +349,7 @@ def _digest(path: pathlib.Path) -> str:
 
 
 def _find(folder: pathlib.Path, prefix: str) -> pathlib.Path | None:
-    """A whole library in `folder`, or None. Damaged ones are removed."""
+    """Finds a whole library in `folder`, or None. Damaged ones are removed."""
     for path in sorted(folder.glob(f"{prefix}*.so")):
         try:
             digest = _digest(path)
@@ -401,7 +401,7 @@ def _compile(
 
 
 def _key(compiler: Sequence[str], isa: str) -> str:
-    """Hash of what decides the bits of a library."""
+    """Hashes what decides the bits of a library."""
     digest = hashlib.sha256()
     facts = (
         *compiler,

@@ -6,7 +6,7 @@ several: `isa` is one of `build.ISA_FLAGS`, that of `build.load` if None.
 Weights come as `Panels`. Another matrix is turned into them by the call itself,
 which costs more than the call: for single products, and not for models.
 
-What padding rows of a result hold is unspecified unless it is said: nothing is written.
+Padding rows of a result are not written, and unspecified, unless it is said.
 """
 
 import functools
@@ -62,7 +62,7 @@ def check_shapes(**pairs: tuple[Weight, tuple[int, ...]]) -> None:
 
 @functools.partial(jax.jit, static_argnames="isa")
 def pack(w: jax.Array, *, isa: str | None = None) -> panels.Panels:
-    """The panels of `w [N, K]`, in memory of their own."""
+    """Copies `w [N, K]` into panels."""
     check_dtypes(w)
     N, K = w.shape
     shape = panels.packed_shape((N, K), w.dtype)
@@ -85,7 +85,7 @@ def project(
     out_dtype: jnp.dtype,
     isa: str | None = None,
 ) -> jax.Array:
-    """See `ops.projection.project`."""
+    """Implements `ops.projection.project`."""
     (R, K), N = x.shape, w.shape[0]
     check_shapes(w=(w, (N, K)), num_active=(num_active, ()))
     if norm is None:
@@ -122,7 +122,7 @@ def project_segments(
     num_active: jax.Array,  # [] int32
     isa: str | None = None,
 ) -> jax.Array:
-    """The products of `S` segments of rows, added in a balanced tree, `[R, N]` float32.
+    """Adds the products of `S` segments in a balanced tree, float32 `[R, N]`.
 
     In one call the bits of `project` for each and `parallel.collectives.tree_sum`.
     """
@@ -151,7 +151,7 @@ def gate(
     eps: float,
     isa: str | None = None,
 ) -> jax.Array:
-    """See `ops.gated_projection.gated_projection`."""
+    """Implements `ops.gated_projection.gated_projection`."""
     (R, K), F = x.shape, w.shape[0] // 2
     check_shapes(w=(w, (2 * F, K)), norm=(norm, (K,)), num_active=(num_active, ()))
     check_dtypes(x, w, norm)
@@ -180,7 +180,7 @@ def attend(
     scale: float,
     isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `ops.row_attention.row_attention`. The pages are updated in place.
+    """Implements `ops.row_attention.row_attention`. The pages are updated in place.
 
     An active row whose slot, position or pages do not exist writes nothing, and its
     result is NaN.
@@ -249,7 +249,7 @@ def argmax(
     num_active: jax.Array,  # [] int32
     isa: str | None = None,
 ) -> jax.Array:
-    """See `ops.argmax.argmax`; 0 for padding rows."""
+    """Implements `ops.argmax.argmax`; 0 for padding rows."""
     R, N = x.shape
     if N < 1:
         raise ValueError("the largest of no values")
@@ -267,7 +267,7 @@ def take_rows(
     num_active: jax.Array,  # [] int32
     isa: str | None = None,
 ) -> jax.Array:
-    """See `ops.embedding.embed`; NaN where there is no such entry."""
+    """Implements `ops.embedding.embed`; NaN where there is no such entry."""
     (V, D), (R,) = table.shape, index.shape
     check_shapes(num_active=(num_active, ()))
     check_dtypes(table)
@@ -293,7 +293,7 @@ def move(
     moves: jax.Array,  # [Q] bool
     isa: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """See `ops.page_move.page_move`. The pools are updated in place."""
+    """Implements `ops.page_move.page_move`. The pools are updated in place."""
     shape = (slots.shape[0],)
     check_shapes(
         page_table=(page_table, (page_table.shape[0], page_table.shape[-1])),
@@ -313,5 +313,5 @@ def move(
 
 
 def data_of(weight: Weight) -> jax.Array:
-    """The one array that a weight is made of."""
+    """Returns the one array that a weight is made of."""
     return weight.data if isinstance(weight, panels.Panels) else weight

@@ -49,7 +49,7 @@ class HeadModel(steps.Model):
         return self.head.shape[0]
 
     def call(self, target: str, outputs: list, *own: jax.Array, **how: Any):
-        """See `steps.Model.call`: a kernel of heads."""
+        """Implements `steps.Model.call` by a kernel of heads."""
         return super().call(
             target,
             outputs,

@@ -36,13 +36,13 @@ class Panels(pytree.Node):
 
 
 def packed_shape(shape: tuple[int, int], dtype: jnp.dtype) -> tuple[int, ...]:
-    """Shape of `Panels.data` for a matrix of `shape`."""
+    """Returns shape of `Panels.data` for a matrix of `shape`."""
     (N, K), word = shape, word_of(dtype)
     return -(-N // PANEL), -(-K // word), PANEL, word
 
 
 def word_of(dtype: jnp.dtype) -> int:
-    """Elements of `k` in a word.
+    """Returns how many elements of `k` a word has.
 
     Raises:
       NotImplementedError: neither float32 nor bfloat16.
@@ -57,7 +57,7 @@ def word_of(dtype: jnp.dtype) -> int:
 
 @jax.jit
 def unpack(panels: Panels) -> jax.Array:
-    """The matrix `[N, K]`, in memory of its own."""
+    """Copies the panels to a matrix `[N, K]`."""
     blocks, words, _, word = panels.data.shape
     data = _bits(panels.data).transpose(0, 2, 1, 3)
     w = data.reshape(blocks * PANEL, words * word)
@@ -65,14 +65,14 @@ def unpack(panels: Panels) -> jax.Array:
 
 
 def take_rows(panels: Panels, index: jax.Array) -> jax.Array:
-    """Rows `index [...]` of the matrix, `[..., K]`."""
+    """Returns rows `index [...]` of the matrix, `[..., K]`."""
     data = _bits(panels.data)[index // PANEL, :, index % PANEL]
     rows = data.reshape(*index.shape, -1)[..., : panels.shape[1]]
     return _values(rows, panels.dtype)
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """As integers: XLA on CPU moves bfloat16 by way of float32."""
+    """Views elements as integers: XLA on CPU moves bfloat16 by way of float32."""
     return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
 

@@ -112,7 +112,7 @@ class Model:
         return (*layer, None)
 
     def _sizes(self) -> tuple[int, int]:
-        """Query heads, and the width of the MLP."""
+        """Returns query heads, and the width of the MLP."""
         first, H = self.layers[0], self.pages[0][0].shape[3]
         return first.attention_out.shape[1] // H, first.down.shape[1]
 
@@ -184,8 +184,8 @@ class Model:
 
         Args:
           own: what it takes before the rows.
-          rows: tokens, slots and positions `[R]`, the number of those that are active,
-            and of rows of trees branches `[R, A]`.
+          rows: tokens, slots and positions `[R]`, the number of active ones, and
+            branches `[R, A]` if they are rows of trees.
 
         Raises:
           ValueError: shapes that do not fit each other.

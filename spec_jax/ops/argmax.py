@@ -12,7 +12,7 @@ from spec_jax.typing import typed
 def argmax(
     logits: Float[Array, "R V"], *, num_active: Int[Array, ""], impl: str
 ) -> Int[Array, " R"]:
-    """The index of the largest logit of each active row; padding rows are unspecified.
+    """Returns the index of each active row's largest logit; padding is unspecified.
 
     The first of several equal ones, and the first NaN before any number: every
     implementation gives the same.

@@ -11,7 +11,7 @@ from jax.experimental import layout
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """The elements of a bfloat16 array as uint16; any other array as it is."""
+    """Views a bfloat16 array as uint16; returns any other array as it is."""
     if x.dtype == jnp.bfloat16:
         return jax.lax.bitcast_convert_type(x, jnp.uint16)
     return x
@@ -25,7 +25,7 @@ def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def take_rows(table: jax.Array, index: jax.Array) -> jax.Array:
-    """`table[index]`, whole rows of a matrix."""
+    """Returns `table[index]`, whole rows of a matrix."""
     return from_bits(to_bits(table)[index], table.dtype)
 
 

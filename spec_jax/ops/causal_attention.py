@@ -90,19 +90,19 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _ranges(num_positions):
-    """Positions `(start, stop)` of each block of queries, in order."""
+    """Returns positions `(start, stop)` of each block of queries, in order."""
     block = max(MIN_BLOCK, -(-num_positions // MAX_BLOCKS))
     starts = range(0, num_positions, block)
     return [(start, min(start + block, num_positions)) for start in starts]
 
 
 def _rows(x, start, stop):
-    """A block of `x [B, G, T, ...]`, as `[B, G * block, ...]`."""
+    """Returns a block of `x [B, G, T, ...]`, as `[B, G * block, ...]`."""
     return x[:, :, start:stop].reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def _probs(queries, keys, scale, start, stop):
-    """Float32 probabilities `[B, G * block, stop]` of one block of queries."""
+    """Returns float32 probabilities `[B, G * block, stop]` of one block of queries."""
     B, G, _, _ = queries.shape
     scores = _product("bqh,bth->bqt", _rows(queries, start, stop), keys[:, :stop])
     scores = scores.reshape(B, G, stop - start, stop)

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs.
+"""The choice of the implementation of an op.
 
     xla        the reference form of each op, compiled by XLA; anywhere
     native     C++ kernels; on a CPU
@@ -29,7 +29,7 @@ PALLAS = ("triton", "interpret")
 
 
 def backend() -> str:
-    """The platform that jax runs on, such as "cpu" or "gpu".
+    """Returns the platform that jax runs on, such as "cpu" or "gpu".
 
     Raises:
       ValueError: jax cannot start it; JAX_PLATFORMS names one that is not here.
@@ -47,7 +47,7 @@ def backend() -> str:
 
 
 def resolve(impl: Impl) -> str:
-    """The implementation that `impl` stands for on this machine.
+    """Resolves `impl` to an implementation on this machine.
 
     Raises:
       ValueError: not the name of an implementation, jax cannot start, or it has flags
@@ -76,7 +76,7 @@ def resolve(impl: Impl) -> str:
 
 
 def is_fused(impl: str) -> bool:
-    """Whether a resolved implementation runs a step of a model in one call.
+    """Returns whether a resolved implementation runs a model's step in one call.
 
     The calls are those of `native.steps` and its neighbours. They have the bits of the
     operations one by one.
@@ -85,7 +85,7 @@ def is_fused(impl: str) -> bool:
 
 
 def kernels(name: str, impl: str) -> tuple[types.ModuleType, bool]:
-    """The module of kernels of a name, of an implementation in `PALLAS`.
+    """Returns the module of an implementation in `PALLAS` that has kernels of a name.
 
     And whether they are to be interpreted.
     """
@@ -94,7 +94,7 @@ def kernels(name: str, impl: str) -> tuple[types.ModuleType, bool]:
 
 
 def slab_rows(impl: str) -> int | None:
-    """Rows that each slab of a resolved implementation has; None if that is free.
+    """Returns the rows in a slab of a resolved implementation; None if any number.
 
     One height for plain decoding and for verification of a short chain. The kernels
     have the same bits for any number of slabs, see `most_rows`.
@@ -107,7 +107,7 @@ def slab_rows(impl: str) -> int | None:
 
 
 def most_rows(impl: str) -> int | None:
-    """Rows, in whole slabs, that share one read of the weights; None if that is free.
+    """Returns the rows, in whole slabs, that share a read of weights; None if any.
 
     With a resolved implementation: the most rows of a window, and of a block.
     """
@@ -119,13 +119,13 @@ def most_rows(impl: str) -> int | None:
 
 
 def whole_slabs(impl: str, num_rows: int) -> int:
-    """`num_rows`, and those that fill their slabs up where there are slabs."""
+    """Rounds `num_rows` up to whole slabs where there are slabs."""
     slab = slab_rows(impl) or 1
     return -(-num_rows // slab) * slab
 
 
 def instruction_set(impl: str) -> str | None:
-    """The instruction set that a resolved implementation's own kernels use.
+    """Returns the instruction set that a resolved implementation's own kernels use.
 
     Part of what decides bits, and so of what results report. None where the kernels
     are a compiler's.
@@ -135,7 +135,7 @@ def instruction_set(impl: str) -> str | None:
 
 @functools.cache
 def _choose() -> str:
-    """The native kernels where they can be had; else XLA, with a line that says so."""
+    """Chooses native kernels if available; else XLA, and prints a line that says so."""
     try:
         build.load()
     except build.BuildError as error:

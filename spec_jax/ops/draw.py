@@ -28,17 +28,17 @@ Sums = tuple[Callable[..., jax.Array], Callable[[jax.Array], jax.Array]]
 
 
 def has_kernels(impl: str) -> bool:
-    """Whether an implementation has kernels for all of it."""
+    """Returns whether an implementation has kernels for all of it."""
     return impl in dispatch.PALLAS
 
 
 def can_draw(impl: str) -> bool:
-    """Whether an implementation has kernels that draw tokens."""
+    """Returns whether an implementation has kernels that draw tokens."""
     return impl == "native" or has_kernels(impl)
 
 
 def sums(impl: str) -> Sums | None:
-    """How an implementation's kernels compute; None where it has none."""
+    """Returns how an implementation's kernels compute; None where it has none."""
     if not has_kernels(impl):
         return None
     return (
@@ -140,7 +140,7 @@ def row_sums(x: Float32[Array, "*rows V"], *, impl: str) -> Float32[Array, "*row
 
 
 def _weights(logits, at, settings, positions, draws, impl, *, with_noise):
-    """The log weights of rows that draw, whose highest logits are `at [R]`."""
+    """Computes log weights of rows that draw, whose highest logits are `at [R]`."""
     if not has_kernels(impl):
         raise NotImplementedError(
             f"impl={impl!r} has no kernels that draw: use rules.sampling.sample_each"
@@ -169,6 +169,6 @@ def _weights(logits, at, settings, positions, draws, impl, *, with_noise):
 
 
 def _highest(logits, impl):
-    """The argmax of each row."""
+    """Returns the argmax of each row."""
     num_active = jnp.int32(logits.shape[0])
     return argmax.argmax(logits, num_active=num_active, impl=impl)

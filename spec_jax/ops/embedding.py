@@ -15,7 +15,7 @@ def embed(
     num_active: Int[Array, ""],
     impl: str,
 ) -> Float[Array, "R D"]:
-    """The table's row of each active token; padding rows are unspecified.
+    """Returns the table's row of each active token; padding rows are unspecified.
 
     Active tokens are entries of the table, which is checked where text comes in
     (`engine.checks.check_prompt`). Another token has NaN with native kernels, and

@@ -17,7 +17,7 @@ def page_write(
     positions: Int[Array, " R"],
     num_active: Int[Array, ""],
 ) -> Float[Array, "P C K H"]:
-    """`pages` with the active rows stored at their slots' positions.
+    """Stores the active rows in `pages`, at their slots' positions.
 
     Padding rows, and positions whose page the table does not name, write nowhere.
     """
@@ -39,7 +39,7 @@ def locate(
     slots: Int[Array, " R"],
     positions: Int[Array, " R"],
 ) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
-    """Page and offset of each `(slot, position)`.
+    """Returns page and offset of each `(slot, position)`.
 
     A slot or position outside the table gives a page number that is out of range of
     every pool: a write there is dropped, a read there is filled.

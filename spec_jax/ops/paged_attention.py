@@ -115,7 +115,7 @@ def paged_attention(
 
 
 def _walk_branches(carry, queries, pools, page_table, rows, accumulate):
-    """Adds the keys after those that all rows of a slot find at their positions.
+    """Adds the keys of a branch, which follow the keys that all rows of a slot see.
 
     Branch by branch: the rows that lie on one share its reads.
     """
@@ -187,7 +187,7 @@ def _places(branch, position, key_positions):
 
 
 def _read_places(pages, table, places, is_key):
-    """Float32 keys or values `[K, KEY_BLOCK, H]` at places of a slot, or 0."""
+    """Reads float32 keys or values `[K, KEY_BLOCK, H]` at places of a slot, or 0."""
     num_pages, C = pages.shape[:2]
     page_ids = table.at[places // C].get(
         mode="fill", fill_value=num_pages, wrap_negative_indices=False
@@ -198,7 +198,7 @@ def _read_places(pages, table, places, is_key):
 
 
 def _read_block(pages, table, start):
-    """Float32 keys or values `[K, KEY_BLOCK, H]` at absolute positions from `start`."""
+    """Reads float32 keys or values `[K, KEY_BLOCK, H]` at positions from `start`."""
     _, C, K, H = pages.shape
     span = min(C, KEY_BLOCK)  # positions taken from one page
     firsts = start + span * jnp.arange(KEY_BLOCK // span, dtype=jnp.int32)
@@ -215,11 +215,11 @@ def _read_block(pages, table, start):
 
 
 def _accumulate(carry, queries, keys, values, visible, group):
-    """One block into the running softmax; rows that see nothing keep their sums."""
+    """Adds one block to the running softmax; rows that see nothing keep their sums."""
     maximum, total, weighted = carry
     seen = jnp.repeat(visible, group, axis=0)  # [R * G, KEY_BLOCK]
-    # A row has probability 0 for a key it may not see, but 0 * NaN is NaN: values
-    # that are not finite are kept out of the product, and spoil who sees them.
+    # A row has probability 0 for a key it may not see, but 0 * NaN is NaN: replace
+    # non-finite values by 0, then set rows that may see them to NaN.
     is_finite = jnp.isfinite(values)
     values = jnp.where(is_finite, values, 0.0)
     spoiled = jax.lax.cond(
@@ -255,7 +255,7 @@ def _accumulate(carry, queries, keys, values, visible, group):
 
 
 def _accumulate_each(carry, queries, keys, values, visible, group):
-    """As `_accumulate`, each key/value head for itself."""
+    """Does as `_accumulate`, each key/value head for itself."""
 
     def one(carry, queries, keys, values):
         return _accumulate(carry, queries, keys, values, visible, group)

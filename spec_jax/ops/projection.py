@@ -44,8 +44,8 @@ def add(
 ) -> Residual:
     """Adds `project(y, w)` to the residual `x`, and norms it where kernels do so here.
 
-    Those on a GPU norm rows in a launch of their own, which also adds up the pieces of
-    a product whose K is split.
+    GPU kernels norm rows in a launch of their own, which also adds up the pieces of a
+    product whose K is split.
 
     Args:
       norm: weight of the RMSNorm that follows, with `eps`.
@@ -149,7 +149,7 @@ def products(x: jax.Array, w: weights.Split, **how: Any) -> list[jax.Array]:
 
 
 def _project_outputs(x, w, *, residual, dtype, norm, eps, impl, num_active):
-    """Each device computes its own outputs; gathered where all are wanted."""
+    """Computes outputs on the device that has them; gathers them if all are wanted."""
     if residual is not None:
         raise ValueError("outputs that are cut take no residual")
     if norm is not None and impl == "xla":
@@ -160,7 +160,7 @@ def _project_outputs(x, w, *, residual, dtype, norm, eps, impl, num_active):
 
 
 def _project_inputs(x, w, *, residual, dtype, norm, eps, impl, num_active):
-    """Each device sums over its own inputs; then sums are added, and rounded once."""
+    """Sums inputs on the device that has them; adds the sums, and rounds once."""
     if norm is not None:
         raise ValueError("inputs that are cut are normed before they are: no norm here")
     del eps

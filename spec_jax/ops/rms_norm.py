@@ -32,9 +32,9 @@ def row_norm(
     eps: float,
     impl: str,
 ) -> Float[Array, "R D"]:
-    """`rms_norm` of a slab of rows, by the kernels of `impl` if they have one for it.
+    """Does as `rms_norm` for a slab, by the kernels of `impl` if it has them.
 
-    Padding rows are unspecified. Those kernels sum a row in one order, whatever the
+    Padding rows are unspecified. Kernels sum a row in one order, whatever the
     number of rows; XLA's order may depend on it.
     """
     if impl not in dispatch.PALLAS:

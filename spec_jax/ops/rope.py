@@ -16,7 +16,7 @@ from spec_jax.typing import typed
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """`theta ** (-2i / H)` for `i < H/2`, float32 `[H/2]`; the same on every machine.
+    """Returns `theta ** (-2i / H)` for `i < H/2`, float32, equal on every machine.
 
     The exponent, the power and its reciprocal are each rounded to float32, as Hugging
     Face does. The power is computed in float64: NumPy's float32 power has other bits
@@ -37,10 +37,10 @@ def yarn_inverse_frequencies(
     beta_slow: float,
     truncate: bool,
 ) -> np.ndarray:
-    """NTK-by-parts interpolation of YaRN (https://arxiv.org/abs/2309.00071, 3.2).
+    """Interpolates by parts as YaRN does (https://arxiv.org/abs/2309.00071, 3.2).
 
     Dimensions that turn more than `beta_fast` times over the original length keep
-    their frequency, those that turn less than `beta_slow` times are slowed down by
+    their frequency, pairs that turn less than `beta_slow` times are slowed down by
     `factor`, and a linear ramp joins the two.
     """
 
@@ -69,7 +69,7 @@ def llama3_inverse_frequencies(
     high_freq_factor: float,
     original_length: int,
 ) -> np.ndarray:
-    """Llama 3.1's frequencies, float32 `[H/2]`: low ones are divided by `factor`.
+    """Returns Llama 3.1's frequencies, float32 `[H/2]`: low ones divided by `factor`.
 
     Between the two wavelengths a linear ramp joins them.
     """
@@ -84,7 +84,7 @@ def llama3_inverse_frequencies(
 def yarn_attention_factor(
     factor: float, mscale: float | None, mscale_all_dim: float | None
 ) -> float:
-    """The scale of cosines and sines, `0.1 ln(factor) + 1` by default."""
+    """Returns the scale of cosines and sines, `0.1 ln(factor) + 1` by default."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -102,7 +102,7 @@ def angles(
     scale: float,
     dtype: str | jnp.dtype,
 ) -> tuple[Float[Array, "*rows half"], Float[Array, "*rows half"]]:
-    """Cosines and sines of each position, times `scale`, in the activation's dtype."""
+    """Returns cosines and sines of positions, times `scale`, in activations' dtype."""
     turns = jnp.broadcast_to(inv_freq, (*positions.shape, *inv_freq.shape))
     radians = positions[..., None].astype(jnp.float32) * turns
     return (
@@ -120,7 +120,7 @@ def row_angles(
     dtype: str | jnp.dtype,
     impl: str,
 ) -> tuple[Float[Array, "R half"], Float[Array, "R half"]]:
-    """`angles` of a slab of rows, by the kernels of `impl` if they have one for it."""
+    """Does as `angles` for a slab, by the kernels of `impl` if it has them."""
     if impl not in dispatch.PALLAS:
         return angles(positions, inv_freq, scale=scale, dtype=dtype)
     kernels, interpret = dispatch.kernels("angles", impl)

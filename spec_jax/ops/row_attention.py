@@ -95,7 +95,7 @@ def row_attention(
 
 
 def _each_turned(turn, parts, x, norm):
-    """As `turn` of all heads, in so many parts, each by itself."""
+    """Turns heads as `turn` does, in so many parts, each by itself."""
     R, heads, H = x.shape
     split = x.reshape(R, parts, -1, H).transpose(1, 0, 2, 3)
     done = paged_attention.each_head(

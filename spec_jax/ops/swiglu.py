@@ -9,7 +9,7 @@ from spec_jax.typing import typed
 
 @typed
 def swiglu(gate_up: Float[Array, "*rows F2"]) -> Float[Array, "*rows F"]:
-    """`silu(gate) * up`, where gate is the first half of the last axis.
+    """Returns `silu(gate) * up`; gate is the first half of the last axis.
 
     The activation is float32 and rounded to the input's dtype before the product, as
     in Hugging Face.

@@ -1,9 +1,9 @@
 """A weight matrix `[N, K]`: an array, or what an implementation's kernels made of it.
 
 The native kernels read panels (`native/panels.py`). Ops take either form of a weight;
-those that are not the kernels' own take a matrix, which is made where it is asked for.
+other operations take a matrix, which is unpacked on demand.
 
-Of a model on a mesh (`parallel`) a device has a part of a weight, `Split`.
+A device of a mesh (`parallel`) has a part of a weight, `Split`.
 """
 
 from typing import Literal
@@ -20,7 +20,7 @@ Panels = panels.Panels
 Weight = calls.Weight
 
 Cut = Literal["outputs", "inputs"]
-"""Which axis of a weight is shared out."""
+"""The axis of a weight that is shared out."""
 
 
 class Split(pytree.Node):
@@ -59,7 +59,7 @@ class Split(pytree.Node):
 
 
 def prepare(w: Weight, impl: str) -> Weight:
-    """The weight as the kernels of a resolved `impl` read it, in memory of its own.
+    """Copies the weight to the layout that kernels of a resolved `impl` read.
 
     A weight that is in that form already is returned as it is.
     """
@@ -69,12 +69,12 @@ def prepare(w: Weight, impl: str) -> Weight:
 
 
 def matrix(w: Weight) -> jax.Array:
-    """The weight as an array `[N, K]`."""
+    """Returns the weight as an array `[N, K]`."""
     return panels.unpack(w) if isinstance(w, panels.Panels) else w
 
 
 def take_rows(w: Weight, index: jax.Array) -> jax.Array:
-    """Rows `index [...]` of the weight, `[..., K]`."""
+    """Returns rows `index [...]` of the weight, `[..., K]`."""
     if isinstance(w, panels.Panels):
         return panels.take_rows(w, index)
     return bits.take_rows(w, index)

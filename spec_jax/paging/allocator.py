@@ -34,7 +34,7 @@ def register(kv: cache.PagedKV, slot: Scalar) -> cache.PagedKV:
     kv, valid = _refuse_unless(
         kv, slot, valid, lambda: f"slot {int(slot)} is already registered"
     )
-    opens = valid & ((kv.num_free > 0) | (not kv.pages_change_hands))
+    opens = valid & ((kv.num_free > 0) | (not kv.has_shared_pool))
     kv = _take_pages(kv, slot, opens.astype(jnp.int32))
     out_of_pages = jnp.where(valid, ~opens, kv.out_of_pages[slot])
     return kv.replace(
@@ -134,7 +134,7 @@ def release(kv: cache.PagedKV, slot: Scalar) -> cache.PagedKV:
 def reserve_each(
     kv: cache.PagedKV, up_to: jax.Array, *, asked: jax.Array
 ) -> cache.PagedKV:
-    """`reserve` of every slot that is asked, in the order of slots; all arrays `[S]`.
+    """Does as `reserve` for slots that are asked, in their order; all arrays `[S]`.
 
     A slot that finds too few pages takes none, and leaves them to those behind it.
     Costs the slots that need pages, not the slots there are.
@@ -170,7 +170,7 @@ def reserve_each(
 def extend_each(
     kv: cache.PagedKV, new_len: jax.Array, *, asked: jax.Array
 ) -> cache.PagedKV:
-    """`extend` of every slot that is asked; all arrays `[S]`."""
+    """Does as `extend` for slots that are asked; all arrays `[S]`."""
     fits = new_len <= kv.num_owned * kv.page_size
     valid = kv.registered & (new_len >= kv.length) & fits
     return kv.replace(
@@ -201,7 +201,7 @@ def append_each(
 
     Returns:
       The cache; how many rows there is room for `[S]`; and the slot and the position of
-      each `[num_rows]`, slot after slot. What follows them is unspecified.
+      each `[num_rows]`, slot after slot. Later entries are unspecified.
     """
     if impl in dispatch.PALLAS:
         shapes = counts.shape, (num_rows,), (num_rows,)
@@ -228,7 +228,7 @@ def append_each(
 def truncate_each(
     kv: cache.PagedKV, new_len: jax.Array, *, asked: jax.Array, impl: str = "xla"
 ) -> cache.PagedKV:
-    """`truncate` of every slot that is asked; all arrays `[S]`.
+    """Does as `truncate` for slots that are asked; all arrays `[S]`.
 
     Costs the slots that give pages back, not the slots there are.
 
@@ -243,7 +243,7 @@ def truncate_each(
         length=jnp.where(valid, new_len, kv.length),
         refused=kv.refused | (asked & ~valid),
     )
-    if not kv.pages_change_hands:
+    if not kv.has_shared_pool:
         return kv
     surplus = jnp.where(valid, jnp.maximum(kv.num_owned - kept, 0), 0)
     if kv.num_slots == 1:
@@ -302,14 +302,14 @@ def _refuse_unless(
 
 def _take_pages(kv: cache.PagedKV, slot: jax.Array, count: jax.Array) -> cache.PagedKV:
     """Moves `count` pages from the top of the free stack to the slot's table."""
-    if not kv.pages_change_hands:
+    if not kv.has_shared_pool:
         return kv
     return _with_tables(kv, _take(_tables(kv), slot, count))
 
 
 def _give_back(kv: cache.PagedKV, slot: jax.Array, kept: jax.Array) -> cache.PagedKV:
     """Moves the slot's pages past the first `kept` to the free stack."""
-    if not kv.pages_change_hands:
+    if not kv.has_shared_pool:
         return kv
     count = jnp.maximum(kv.num_owned[slot] - kept, 0)
     return _with_tables(kv, _give(_tables(kv), slot, count))
@@ -323,7 +323,7 @@ def _by_kernel(
     kernels, interpret = dispatch.kernels("allocation", impl)
     fields = {name: getattr(kv, name) for name in kernels.Tables._fields}
     fields["num_free"] = kv.num_free.reshape(1)
-    pages = kernels.Pages(kv.num_pages, kv.page_size, kv.pages_change_hands)
+    pages = kernels.Pages(kv.num_pages, kv.page_size, kv.has_shared_pool)
     # Not of weak types, between which and a constant Triton's lowering cannot choose.
     strong = [jax.lax.convert_element_type(x, x.dtype) for x in inputs]
     tables, made = kernels.run(
@@ -349,7 +349,7 @@ def _with_tables(kv: cache.PagedKV, tables: tuple[jax.Array, ...]) -> cache.Page
     )
 
 
-# Compiled once for calls outside a trace; within one they dissolve into it. One pass
+# `inline`: compiled once for calls outside a trace, inlined within one. One pass
 # over the page table, however many pages move: a loop would take as many turns,
 # and on a GPU ask the host at each.
 @functools.partial(jax.jit, inline=True)
@@ -369,7 +369,7 @@ def _take(tables, slot, count):
 def _give(tables, slot, count):
     table, owned, stack, num_free = tables
     nowhere, row = stack.shape[0], table[slot]
-    # The slot's last page goes first, and so ends deepest.
+    # Pages are pushed in reverse order, so that the last one lies deepest.
     turn = jnp.arange(nowhere, dtype=jnp.int32) - num_free
     moves = (turn >= 0) & (turn < count)
     stack = jnp.where(moves, row.at[owned[slot] - 1 - turn].get(mode="clip"), stack)

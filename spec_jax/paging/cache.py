@@ -47,7 +47,7 @@ class PagedKV(pytree.Node):
     out_of_pages: jax.Array  # [S] bool, a reservation found no page
     refused: jax.Array  # [S] bool, an operation was invalid and changed nothing
 
-    pages_change_hands: ClassVar[bool] = True
+    has_shared_pool: ClassVar[bool] = True
     """Whether `allocator` moves pages between slots and the free stack."""
 
     @property
@@ -79,7 +79,7 @@ def init(
     head_dim: int,
     dtype: str,
 ) -> PagedKV:
-    """An empty cache: every page free, no slot registered.
+    """Makes an empty cache: every page free, no slot registered.
 
     Raises:
       ValueError: a size below one, or a page table wider than the pool.
@@ -172,13 +172,13 @@ def move(
 
 
 def with_pages(kv: PagedKV, pages: list[tuple[jax.Array, jax.Array]]) -> PagedKV:
-    """The cache with other pages: keys and values of every layer."""
+    """Returns the cache with other pages: keys and values of every layer."""
     k, v = zip(*pages, strict=True)
     return kv.replace(k=k, v=v)
 
 
 def replace_layer(kv: PagedKV, layer: int, *, k: jax.Array, v: jax.Array) -> PagedKV:
-    """The cache with other pages for one layer."""
+    """Returns the cache with other pages for one layer."""
 
     def put(pools: tuple, pool: jax.Array) -> tuple:
         return (*pools[:layer], pool, *pools[layer + 1 :])
@@ -190,7 +190,7 @@ def replace_layer(kv: PagedKV, layer: int, *, k: jax.Array, v: jax.Array) -> Pag
 def gather(
     kv: PagedKV, layer: int, slot: int, length: int
 ) -> tuple[Float[Array, "length K H"], Float[Array, "length K H"]]:
-    """Keys and values `[0, length)` of a slot in order: for tests and inspection.
+    """Reads K/V `[0, length)` of a slot in order: for tests and inspection.
 
     Positions on pages that the slot does not own read as NaN.
     """
@@ -223,7 +223,7 @@ def check_integrity(kv: PagedKV) -> None:
         holders.append(list(table[slot, :count]))
         if (table[slot, count:] != P).any():
             raise ValueError(f"slot {slot}: stale entries past its {count} pages")
-        may_hold = registered[slot] or not kv.pages_change_hands
+        may_hold = registered[slot] or not kv.has_shared_pool
         if count and not may_hold:
             raise ValueError(f"slot {slot} is not registered but holds {count} pages")
         if length[slot] and not registered[slot]:

@@ -24,7 +24,7 @@ class StaticKV(cache.PagedKV):
     holds valid keys and values, `[n, T)` bytes that mean nothing.
     """
 
-    pages_change_hands: ClassVar[bool] = False
+    has_shared_pool: ClassVar[bool] = False
 
 
 def init(
@@ -37,7 +37,7 @@ def init(
     head_dim: int,
     dtype: str,
 ) -> StaticKV:
-    """An empty cache of `pages_per_slot * page_size` positions a slot, none registered.
+    """Makes an empty cache of `pages_per_slot * page_size` positions a slot.
 
     Raises:
       ValueError: a size below one.

@@ -41,7 +41,7 @@ class Pages(NamedTuple):
     first: Any = 0  # slot: what stands for 0 there
 
     def covering(self, length):
-        """`index.pages_for` of a length, which is not negative."""
+        """Does as `index.pages_for` of a length that is not negative."""
         # Not with a sum before the division: that overflows near 2**31.
         is_partial = jax.lax.rem(length, self.size) > 0
         return jax.lax.div(length, self.size) + is_partial.astype(jnp.int32)
@@ -114,11 +114,11 @@ def append_each(
     positions,  # [R]
     pages: Pages,
 ) -> None:
-    """`allocator.append_each`: of each slot its rows, and of each row its place."""
+    """Implements `allocator.append_each`: each slot gets rows, and each row a place."""
     (S, M), (R,) = tables.page_table.shape, slots.shape
 
     def serve(slot, carry):
-        """One slot. `carry`: free pages, and rows before."""
+        """Serves one slot. `carry`: free pages, and rows before."""
         num_free, num_rows = carry
         end, count, length = up_to[slot], counts[slot], tables.length[slot]
         owned, registered = tables.num_owned[slot], tables.registered[slot]
@@ -164,10 +164,10 @@ def append_each(
 
 
 def truncate_each(tables: Tables, new_lens, asked, pages: Pages) -> None:
-    """`allocator.truncate_each`, to `new_lens` `[S]` where `asked` `[S]`."""
+    """Implements `allocator.truncate_each`, to `new_lens` `[S]` where `asked` `[S]`."""
 
     def cut(slot, num_free):
-        """One slot. Returns the free pages, with those that it gives back."""
+        """Cuts one slot. Returns the free pages, including the slot's freed ones."""
         new_len, is_asked = new_lens[slot], asked[slot]
         length, owned = tables.length[slot], tables.num_owned[slot]
         registered, refused = tables.registered[slot], tables.refused[slot]

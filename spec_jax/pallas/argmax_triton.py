@@ -86,7 +86,7 @@ def argmax(
     num_active: jax.Array,  # [] int32
     interpret: bool = False,
 ) -> jax.Array:  # [R] int32
-    """The index of each active row's largest logit: the first of equals, or of NaN.
+    """Returns each active row's index of the largest logit: the first equal, or NaN.
 
     As `jnp.argmax`. A row's result depends on that row alone; that of a padding row is
     0.

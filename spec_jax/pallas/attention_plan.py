@@ -26,7 +26,7 @@ class Config:
 
 
 def default_config(head_dim: int, dtype: jnp.dtype, *, interpret: bool) -> Config:
-    """The plan for heads of a size: nothing else may choose it."""
+    """Returns the plan for heads of a size: nothing else may choose it."""
     config = Config()
     head_bytes = head_dim * jnp.dtype(dtype).itemsize
     if head_bytes > 256:  # Two blocks of keys and values wait in shared memory.
@@ -90,7 +90,7 @@ def check_pools(x: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
 def check_heads(
     heads, k_pages, q_norm, k_norm, cos, sin, slots, positions, num_active
 ) -> int:
-    """The number of query heads; raises `ValueError` where shapes do not fit."""
+    """Returns the number of query heads; raises `ValueError` if shapes do not fit."""
     _, _, K, H = k_pages.shape
     R = heads.shape[0]
     N = heads.shape[1] // H - 2 * K
@@ -111,5 +111,5 @@ def check_heads(
 
 
 def whole(array: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-    """The array as it is, to every program: a pointer."""
+    """Passes the whole array to every program, as a pointer."""
     return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)

@@ -2,8 +2,8 @@
 
 XLA launches our kernels so that the next one may begin before the one before has ended,
 and puts a wait before each kernel's first instruction: nothing is read before all that
-was written is seen. What a kernel can do is to say early that the next one may be set
-up. All do, first of all, and so hide the time that a launch takes.
+was written is seen. A kernel can say early that the next one may be set up. All
+do, first of all, and so hide the time that a launch takes.
 
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
 """
@@ -25,9 +25,9 @@ _RELEASE = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
 
 
 def released(number: jax.Array | int, *, interpret: bool) -> jax.Array:
-    """`number`, a scalar int32, as `[1]`, after the next kernel was let go.
+    """Returns `number`, int32 `[1]`, after it lets the next kernel start.
 
-    What is not used is not compiled: the kernel must go on with what is returned.
+    An unused result is not compiled: the kernel must go on with this one.
     """
     number = jnp.full((1,), number, jnp.int32)
     if interpret or not IS_EARLY:
@@ -43,5 +43,5 @@ def released(number: jax.Array | int, *, interpret: bool) -> jax.Array:
 
 
 def program(axis: int, *, interpret: bool) -> jax.Array:
-    """The number of the program, a scalar, after the next kernel was let go."""
+    """Returns the program's number, a scalar, after it lets the next kernel start."""
     return jnp.sum(released(pl.program_id(axis), interpret=interpret))

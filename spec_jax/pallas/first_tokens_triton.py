@@ -1,4 +1,4 @@
-"""Which tokens top-k and top-p keep, for rows on a GPU (Pallas Triton).
+"""The tokens that top-k and top-p keep, for rows on a GPU (Pallas Triton).
 
 Tokens are ordered by logit, highest first, and equal ones by index, lowest first, as in
 `rules.sampling`, which orders scores: here two logits whose scores round to one value
@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton as plt
 from spec_jax.pallas import attention_plan as plan, early_launch, slab
 
 
-CHUNK, LANES = 2048, 256  # tokens of a program, and those that it holds at once
+CHUNK, LANES = 2048, 256  # tokens of a program, and of one of its loads
 BITS = 4  # of the boundary that a launch finds
 WAYS = 2**BITS  # thresholds of a launch
 MAX_VOCABULARY = 2**22  # counts of tokens are exact in float32
@@ -99,7 +99,7 @@ def first_tokens(
 
 
 def _search(rows, asked, *, is_mass, interpret):
-    """`Kept`, or less of it: the shortest run of its first tokens that weighs enough.
+    """Searches for `Kept`, or its part: the fewest first tokens that weigh enough.
 
     Args:
       asked: the rows that ask for it, `[R]` bool.
@@ -138,7 +138,7 @@ def _search(rows, asked, *, is_mass, interpret):
 
 
 def _launch(number, rows: Rows, search: Search, *, is_mass, interpret):
-    """The search after launch `number [1]` int32, from 0."""
+    """Returns the search after launch `number [1]` int32, from 0."""
     call = pl.pallas_call(
         functools.partial(_kernel, is_mass=is_mass, interpret=interpret),
         grid=(*rows.asked.shape, search.sums.shape[2]),
@@ -203,7 +203,7 @@ def _kernel(
 
 
 def _settle(before, row, way, target, *, is_mass, number, width):
-    """`Search` of a row by what launch `number` weighed; its start if that is -1."""
+    """Returns a row's `Search` by the weights of launch `number`; its start at -1."""
     last, cut = begun(number, before.last[row], before.cut[row])
     num_chunks = before.sums.shape[2]
     column = jnp.arange(pl.next_power_of_2(num_chunks), dtype=jnp.int32)[None, :]
@@ -218,7 +218,7 @@ def _settle(before, row, way, target, *, is_mass, number, width):
 
 
 def programs_that_draw(draws: jax.Array) -> jax.Array:  # [R] bool
-    """Whether each program draws: one for each row, and at least two, int32.
+    """Returns which programs draw: one for each row, and at least two, int32.
 
     The only program of a grid is compiled to other code, and a row alone must have the
     code of a row among others.
@@ -228,19 +228,19 @@ def programs_that_draw(draws: jax.Array) -> jax.Array:  # [R] bool
 
 
 def rank(logits: jax.Array) -> jax.Array:
-    """Integers that compare as float32 logits do, both zeros one value."""
+    """Maps float32 logits to integers in the same order, both zeros to one."""
     as_int = jax.lax.bitcast_convert_type(logits, jnp.int32)
     as_int = jnp.where(as_int == _LOWEST, 0, as_int)  # minus zero
     return jnp.where(as_int < 0, as_int ^ jnp.int32(2**31 - 1), as_int)
 
 
 def is_kept(ranks: jax.Array, index: jax.Array, last: jax.Array, end: jax.Array):
-    """Whether each token is one of `Kept`."""
+    """Returns whether each token is one of `Kept`."""
     return (ranks > last) | ((ranks == last) & (index < end))
 
 
 def thresholds(way, number, last, cut, *, width: int):
-    """`Kept` of each `way`, from what is known when launch `number` weighs."""
+    """Returns `Kept` of each `way`, from what is known when launch `number` weighs."""
     is_rank = number < _RANK_PASSES
     steps = way * step(number, width)
     lasts = jnp.where(is_rank, last + steps, last)
@@ -275,14 +275,14 @@ def weights_of(logits, highest, temperature, *, is_mass: bool):
 
 
 def step(number: jax.Array, width: int) -> jax.Array:
-    """How far apart the thresholds of a launch are."""
+    """Returns how far apart the thresholds of a launch are."""
     ends = jnp.int32(_RANK_PASSES), jnp.int32(_RANK_PASSES + _index_passes(width))
     after = jnp.where(number < _RANK_PASSES, *ends)
     return jnp.int32(1) << (BITS * jnp.maximum(after - 1 - number, 0))
 
 
 def span(width: int) -> int:
-    """An end that cuts no token."""
+    """Returns an end that cuts no token."""
     return 2 ** (BITS * _index_passes(width))
 
 

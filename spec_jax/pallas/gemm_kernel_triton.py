@@ -74,7 +74,7 @@ def multiply(*refs: Any, walk: Walk) -> None:
 
 
 def _sums(refs, walk, rows, in_columns):
-    """For each of `rows` the sums of each weight, float32 `[16, block_n]`."""
+    """Returns the sums of each weight for each of `rows`, float32 `[16, block_n]`."""
     plan, num_terms = walk.plan, walk.num_terms
     num_blocks = num_terms // plan.block_k // plan.splits
     first_block = pl.program_id(2) * num_blocks if plan.splits > 1 else 0
@@ -115,7 +115,7 @@ def _add_block(refs, walk, rows, in_columns, sums, start, is_ragged):
 
 
 def _load_weights(ref, walk, terms, in_terms, in_columns):
-    """A block of weights, `[terms, columns]`."""
+    """Loads a block of weights, `[terms, columns]`."""
     if walk.transposed:
         return slab.load(ref.at[terms, :], in_terms, in_columns, last_use=True)
     return slab.load(ref.at[:, terms], in_columns, in_terms, last_use=True).T

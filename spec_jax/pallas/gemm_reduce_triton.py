@@ -29,7 +29,7 @@ def reduce(
     name: str,
     interpret: bool,
 ) -> jax.Array:
-    """The sums as `slab.finish` leaves them; `R` is whole slabs."""
+    """Sums the parts, and finishes as `slab.finish` does; `R` is whole slabs."""
     (splits, R, N), rows = partials[0].shape, slab.ROWS
     tile = pl.BlockSpec((rows, COLUMNS), lambda r, n: (r, n))
     partial = pl.BlockSpec((splits, rows, COLUMNS), lambda r, n: (0, r, n))

@@ -38,7 +38,7 @@ def turned(
     lay: plan.Layout,
     eps: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Both halves `[n, half_width]` of heads, normed and turned; 0 where masked."""
+    """Norms and turns both halves `[n, half_width]` of heads; 0 where masked."""
     half = lay.head_dim // 2
     lane = jnp.arange(lay.half_width, dtype=jnp.int32)[None, :]
     inside = lane < half
@@ -71,7 +71,7 @@ def write_rows(
 ) -> None:
     """Puts the keys, turned, and the values of one head to the tokens of the pool.
 
-    All rows that there are are read, so that no load waits for `is_stored`.
+    It reads all rows that exist, so that no load waits for `is_stored`.
     """
     num_kv, is_row = k_ref.shape[1], rows < refs.heads.shape[0]
     key_head = num_kv * lay.group + kv_head
@@ -99,9 +99,9 @@ def write_rows(
 
 
 def _norm_and_rotate(x, weights, turn, head_dim, eps, dtype):
-    """Halves of heads, normed and rotated, in `dtype`; all that comes in is float32.
+    """Norms and rotates halves of heads, float32; returns them in `dtype`.
 
-    Of each two are taken: of the heads, of the weights, and cosines and sines. Without
+    Heads and weights come as two halves each, and turns as cosines and sines. Without
     `weights` the heads are rotated only.
     """
     rounded = lambda value: value.astype(dtype).astype(jnp.float32)

@@ -51,8 +51,8 @@ def noisy_weights(
 ) -> jax.Array:
     """Returns the noisy log weights `[R, V]` float32 of the rows that draw.
 
-    Those of the others are uninitialised. The logits as they are where a temperature
-    is 0. Takes what `_rows_of` takes.
+    Other rows are uninitialised. Rows of temperature 0 have their logits as they
+    are. Takes what `_rows_of` takes.
     """
     inputs = _rows_of(*rows, **settings)
     out = jax.ShapeDtypeStruct(inputs.logits.shape, jnp.float32)
@@ -111,7 +111,7 @@ def _noisy(
     *,
     with_noise: bool,
 ) -> jax.Array:
-    """Log weights of a row's tokens; its logits as they are at temperature 0."""
+    """Returns log weights of a row's tokens; at temperature 0 its logits."""
     temperature, width = refs.temperature[row], refs.logits.shape[1]
     is_greedy = temperature == 0
     scores = logits - refs.highest[row].astype(jnp.float32)
@@ -126,7 +126,7 @@ def _noisy(
 
 
 def _key(seed: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The key of `rules.sampling.noise_key` for `Stream.SAMPLE`, without an offset."""
+    """Returns the `rules.sampling.noise_key` of `Stream.SAMPLE`, without an offset."""
     zero = jnp.zeros_like(seed)
     key = zero, seed
     for part in (zero, position.astype(jnp.uint32), zero):
@@ -135,7 +135,7 @@ def _key(seed: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _gumbel(key, index: jax.Array, vocab_size: int) -> jax.Array:
-    """As `jax.random.gumbel` of `vocab_size` numbers, mode "high": number `index`."""
+    """Does as `jax.random.gumbel`, mode "high": number `index` of `vocab_size`."""
 
     def uniform(number):
         number = number.astype(jnp.uint32)
@@ -149,7 +149,7 @@ def _gumbel(key, index: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def threefry(key, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 of the counters `(high, low)`, all of them uint32."""
+    """Computes Threefry-2x32 of the counters `(high, low)`, all of them uint32."""
     keys = [*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)]
     x, y = high + keys[0], low + keys[1]
     for turn in range(5):

@@ -24,7 +24,7 @@ No program waits for another:
   program reads what it wrote itself, whether or not others wrote it too.
 - Whichever program finishes the last job of a tile adds the splits of the tile's rows.
   It counts jobs (`RowJobs.done`): who adds depends on who is last, the order of the sum
-  does not. What a tile's only job gives is stored at once, to the same bits.
+  does not. The result of a tile's only job is stored at once, to the same bits.
 
 At short contexts a layer's attention is a chain of loads that wait for one another,
 half a microsecond each: what can be asked for before it is known to be needed, is.
@@ -72,7 +72,7 @@ def attend(
     branch: jax.Array | None,  # [R, A] int32
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attended heads `[R, N, H]`, and the pages with the rows written, in place.
+    """Returns attended heads `[R, N, H]` and the pages with rows written, in place.
 
     Rows are written to `jobs.stored_at`, and nowhere if that is `LOST`; lost rows are
     NaN, padding rows uninitialised. `jobs.done` is counted in, and left as it was.
@@ -143,7 +143,7 @@ def _refs(heads, k, v, table, branch, jobs, out, splits) -> _Refs:
 
 
 def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
-    """One worker of one key/value head: `refs` are those of `attend`, in order."""
+    """Runs one worker of a key/value head: `refs` are those of `attend`, in order."""
     heads, (_, _, table, branch), refs = refs[:5], refs[5:9], refs[9:]
     jobs, (out, k, v), splits = refs[:7], refs[7:10], refs[10:]
     refs = _refs(heads, k, v, table, branch, jobs, out, splits)
@@ -226,7 +226,7 @@ def _write(refs, kv_head, has_jobs, lay, eps, interpret):
 
 
 def _attend_split(refs, queries, kv_head, job, page_size, scale, lay, block):
-    """The running softmax of a tile's queries over the keys of a job."""
+    """Computes the running softmax of a tile's queries over the keys of a job."""
     locate = functools.partial(_locate, job, refs.table, refs.branch, page_size)
     keys_of = lambda i: job.first + i * block + jnp.arange(block, dtype=jnp.int32)
     half = lay.head_dim // 2
@@ -295,7 +295,7 @@ def _lose(refs, kv_head, is_last, lay):
 
 
 def _find_job(number, jobs, split) -> row_jobs.Job:
-    """The job of a number below the last of `jobs.job_ends`; references."""
+    """Finds the job of a number below the last of `jobs.job_ends`; references."""
     (R,) = jobs.slots.shape
     every = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
     ends = plt.load(jobs.job_ends.at[every], mask=every < R, other=NO_JOBS)
@@ -306,7 +306,7 @@ def _find_job(number, jobs, split) -> row_jobs.Job:
 
 
 def _takes_part(rows, job, jobs):
-    """Which rows the job is for: those that see all of a shared split, or its own."""
+    """Returns which rows the job is for: all that see a shared split, or its own."""
     inside = rows < jobs.slots.shape[0]
     slots = plt.load(jobs.slots.at[rows], mask=inside, other=0)
     full = plt.load(jobs.full_splits.at[rows], mask=inside, other=0)
@@ -315,7 +315,7 @@ def _takes_part(rows, job, jobs):
 
 
 def _locate(job, table_ref, branch_ref, page_size, keys):
-    """Where the job's keys lie in the pool; any token of it for those past the end."""
+    """Returns where a job's keys lie in the pool; past the end, any token of it."""
     seen = keys < job.end
     if branch_ref is not None:
         start = job.length - branch_ref.shape[1]
@@ -328,7 +328,7 @@ def _locate(job, table_ref, branch_ref, page_size, keys):
 
 
 def _accumulate(sums, queries, keys, values, seen, scale):
-    """One block of keys into the running softmax of a tile, in float32."""
+    """Adds one block of keys to the running softmax of a tile, in float32."""
     # The highest precision is IEEE float32, and does not change bfloat16.
     dot = functools.partial(
         jax.lax.dot,

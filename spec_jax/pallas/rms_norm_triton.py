@@ -32,7 +32,7 @@ def _kernel(
     eps: float,
     interpret: bool,
 ):
-    """One row; elements past `width` are zeros that are not read."""
+    """Norms one row; elements past `width` are zeros that are not read."""
     block = x_ref.shape[1]
     mask = jnp.arange(block)[None, :] < width if width % block else None
     load = functools.partial(plt.load, mask=mask, other=None if mask is None else 0)
@@ -61,7 +61,7 @@ def rms_norm(
     eps: float,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `ops.rms_norm.rms_norm`, for rows of at most `MAX_WIDTH` elements.
+    """Implements `ops.rms_norm.rms_norm`, for rows of at most `MAX_WIDTH` elements.
 
     Padding rows are uninitialised.
 
@@ -81,14 +81,14 @@ def add_norm(
     eps: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`x` with the rounded total of `sums`, and its `rms_norm`; raises as that does."""
+    """Adds the rounded total of `sums` to `x`, and norms that; raises as `rms_norm`."""
     how = {"num_active": num_active, "eps": eps, "interpret": interpret}
     normed, added = _call(x, sums, weight, **how)
     return added, normed
 
 
 def _call(x, sums, weight, *, num_active, eps, interpret):
-    """Normed rows, and their sums where there are partial ones, in whole slabs."""
+    """Returns normed rows, and their sums if there are partial ones, in whole slabs."""
     D = x.shape[1]
     slab.check_shapes(weight=(weight, (D,)), num_active=(num_active, ()))
     if x.dtype != weight.dtype:

@@ -35,7 +35,7 @@ def attend(
     config: plan.Config | None = None,
     jobs: row_jobs.RowJobs | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `ops.row_attention.row_attention`. The pages are updated in place.
+    """Implements `ops.row_attention.row_attention`. The pages are updated in place.
 
     An active row whose slot, position or pages do not exist writes nothing, and its
     result is NaN; padding rows write nothing, and their result is uninitialised.

@@ -1,8 +1,8 @@
-"""Which splits of which rows there are to attend, on a GPU: one launch.
+"""The splits of rows that there are to attend, on a GPU: one launch.
 
 The keys of a slot are cut into splits of a fixed size at absolute positions. A split
 that a row sees in full is *shared*: the rows of a tile that are of one slot and see
-all of it are attended together, and the keys are read once. What is left of a row,
+all of it are attended together, and the keys are read once. The rest of a row,
 the split that it sees in part (and in a tree the splits of its own branch), is
 *private* to it. Which of the two a split is follows from the row's own position, so
 that no row ever meets a key that it may not see, and none needs a mask for the sake
@@ -64,7 +64,7 @@ class Job(NamedTuple):
 
 
 def job_of(row: jax.Array, step: jax.Array, jobs: RowJobs, split: int) -> Job:
-    """The job of a number among those of a row; `jobs` are references."""
+    """Returns the job of a number among those of a row; `jobs` are references."""
     length, led = jobs.lengths[row], jobs.led_splits[row]
     shared = step < led
     full = jobs.full_splits[row]
@@ -77,13 +77,13 @@ def job_of(row: jax.Array, step: jax.Array, jobs: RowJobs, split: int) -> Job:
         shared=shared,
         split=index,
         first=first,
-        # A split that the row does not see is seen in full by those that share it.
+        # A split that the row does not see is seen in full by the rows that share it.
         end=jnp.where(shared & (index >= full), end, jnp.minimum(end, length)),
     )
 
 
 def jobs_of_tile(tile: jax.Array, jobs: RowJobs, tile_rows: int) -> jax.Array:
-    """How many jobs the rows of a tile have; `jobs` are references."""
+    """Counts the jobs of a tile's rows; `jobs` are references."""
     first, (R,) = tile * tile_rows, jobs.job_ends.shape
     last = jnp.minimum(first + tile_rows, R) - 1
     before = jnp.where(first > 0, jobs.job_ends[jnp.maximum(first - 1, 0)], 0)
@@ -106,7 +106,7 @@ def row_jobs(
     branch: Int[Array, "R A"] | None = None,
     places: Int[Array, " R"] | None = None,
 ) -> RowJobs:
-    """The jobs of a slab whose tiles are `tile_rows` consecutive rows.
+    """Lists the jobs of a slab whose tiles are `tile_rows` consecutive rows.
 
     An active row is lost if its slot or position does not exist, or a page that it sees
     is not one of `num_pages`: it has no jobs and is stored nowhere.
@@ -211,13 +211,13 @@ def _store(out_refs, rows, results, is_row):
 
 
 def _pages(table_ref, num_pages, slots, columns, mask):
-    """Entries of the table, 0 outside of the mask, and which in it are no page."""
+    """Returns entries of the table, 0 outside of the mask, and which are no page."""
     pages = plt.load(table_ref.at[slots, columns], mask=mask, other=0)
     return pages, mask & ((pages < 0) | (pages >= num_pages))
 
 
 def _missing_before(look, slots, lengths, page_size, num_columns):
-    """How many pages of each row's positions `0 .. lengths` are none."""
+    """Counts the missing pages of each row's positions `0 .. lengths`."""
     needed = div(lengths + page_size - 1, page_size)
     width = max(TABLE_ENTRIES // slots.shape[0], 1)
     width = min(width, pl.next_power_of_2(num_columns))
@@ -232,7 +232,7 @@ def _missing_before(look, slots, lengths, page_size, num_columns):
 
 
 def _branch(look, branch_ref, rows, slots, lengths, page_size, capacity):
-    """How many places of each row's branch have no page, and the last of them."""
+    """Counts the places of each row's branch without a page, and finds the last."""
     R, A = branch_ref.shape
     steps = jnp.arange(pl.next_power_of_2(A), dtype=jnp.int32)[None, :]
     # Entries before position 0 are of no row, nor is any of a row that sees no key.
@@ -250,7 +250,7 @@ def _branch(look, branch_ref, rows, slots, lengths, page_size, capacity):
 
 
 def _led_splits(rows, slots, full_splits, tile_rows):
-    """The most full splits of a slot's rows in a tile, at the first of them; else 0."""
+    """Returns, at a slot's first row in a tile, its rows' most full splits; else 0."""
     pairs = lambda compare, x: compare(x[:, None], x[None, :])
     together = pairs(jnp.equal, slots) & pairs(jnp.equal, div(rows, tile_rows))
     together &= pairs(jnp.logical_and, full_splits > 0)

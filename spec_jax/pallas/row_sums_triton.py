@@ -19,7 +19,7 @@ CHUNK = 2048  # elements of a program
 
 
 def row_sums(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """The sums `[R]` of rows `[R, V]`, float32.
+    """Sums rows `[R, V]`, float32; returns `[R]`.
 
     Raises:
       ValueError: rows of nothing, or of another dtype.
@@ -33,7 +33,7 @@ def row_sums(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def _sum_chunks(x, interpret):
-    """The sums of chunks of each row, `[R, chunks]`."""
+    """Sums chunks of each row, `[R, chunks]`."""
     R, V = x.shape
     out = jax.ShapeDtypeStruct((R, pl.cdiv(V, CHUNK)), jnp.float32)
     return pl.pallas_call(

@@ -83,7 +83,7 @@ these by more than two such timings differed: 5 microseconds a layer."""
 
 
 def plan_for(num_columns: int, num_terms: int, *, parts: int = 1) -> Plan:
-    """The plan of weights `[N, K]`, `parts` of which are walked by one program.
+    """Plans weights `[N, K]`, `parts` of which are walked by one program.
 
     The rule keeps 16 KiB in a stage: of weights, or where a program has few columns, of
     which the rows take as much again, of both. Wide programs read less of `x` for their
@@ -134,7 +134,7 @@ def project(
     plan: Plan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `ops.projection.project`. Padding rows are uninitialised.
+    """Implements `ops.projection.project`. Padding rows are uninitialised.
 
     Raises:
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
@@ -177,7 +177,7 @@ def add(
     plan: Plan | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`project` with a residual, and the RMSNorm of that: see `ops.projection.add`.
+    """Does as `project` with a residual and the next RMSNorm: `ops.projection.add`.
 
     Raises as `project` does.
     """
@@ -212,7 +212,7 @@ def gate(
     plan: Plan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `ops.gated_projection.gated_projection`. Padding rows are uninitialised.
+    """Implements `ops.gated_projection.gated_projection`; padding is uninitialised.
 
     Raises:
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
@@ -241,7 +241,7 @@ def gate(
 
 
 def _finished(sums, residual, *, out_dtype, num_active, name, interpret):
-    """The result of `_multiply`, where that has left partial sums."""
+    """Returns the result of `_multiply`, summed where it left partial sums."""
     if not isinstance(sums, list):
         return sums
     result = jax.ShapeDtypeStruct(sums[0].shape[1:], out_dtype)
@@ -252,7 +252,7 @@ def _finished(sums, residual, *, out_dtype, num_active, name, interpret):
 
 
 def _rows(x, norm, *, num_active, eps, interpret):
-    """`x` in whole slabs, normed by `norm` unless that is None."""
+    """Returns `x` in whole slabs, normed by `norm` unless that is None."""
     x = slab.padded(x)
     if norm is None:
         return x
@@ -272,7 +272,7 @@ def _multiply(
     name,
     interpret,
 ):
-    """`[16 n, N]` of `w`, `[parts, N, K]` or `[K, parts, N]`: each part a product.
+    """Multiplies by `w`, `[parts, N, K]` or `[K, parts, N]`, part by part: `[16 n, N]`.
 
     A list of the partial sums `[splits, 16 n, N]` of each part where K is split.
     """
@@ -321,7 +321,7 @@ def _multiply(
 
 
 def _num_stages(plan: Plan, height: int, parts: int) -> int:
-    """As many of the plan's stages as there is room for: no bit depends on it."""
+    """Returns how many of the plan's stages fit; no bit depends on it."""
     room = slab.MAX_SHARED_BYTES - SPARE_SHARED_BYTES
     return min(plan.num_stages, room // _stage_bytes(plan, height, parts) + 1)
 
@@ -331,7 +331,7 @@ def _stage_bytes(plan: Plan, height: int, parts: int) -> int:
 
 
 def _part_spec(part: int, terms: int, block_n: int, transposed: bool) -> pl.BlockSpec:
-    """The columns of one program in one part of the weights, whole sums."""
+    """Returns the columns of one program in one part of the weights, whole sums."""
     if transposed:
         return pl.BlockSpec((terms, None, block_n), lambda r, n, s: (0, part, n))
     return pl.BlockSpec((None, block_n, terms), lambda r, n, s: (part, n, 0))

@@ -19,13 +19,13 @@ MAX_SHARED_BYTES = 232_448  # of one program on an H100
 
 
 def padded(x: jax.Array) -> jax.Array:
-    """`x` with rows of zeros up to a multiple of `ROWS`, and at least one slab."""
+    """Pads `x` with zeros to a multiple of `ROWS`, and to at least one slab."""
     missing = -x.shape[0] % ROWS if x.shape[0] else ROWS
     return jnp.pad(x, ((0, missing), (0, 0))) if missing else x
 
 
 def height(num_rows: int) -> int:
-    """The rows of one program of a product: slabs that share a read of the weights."""
+    """Returns the rows of a product's program: slabs that share a read of weights."""
     slabs, most = num_rows // ROWS, MOST_ROWS // ROWS
     return ROWS * max(n for n in range(1, most + 1) if slabs % n == 0)
 
@@ -77,7 +77,7 @@ def added(
     *,
     out_dtype: jnp.dtype,
 ) -> jax.Array:
-    """`round(total)`, or `residual + round(total)` in the residual's dtype."""
+    """Returns `round(total)`, or `residual + round(total)` in the residual's dtype."""
     if residual is None:
         return total.astype(out_dtype)
     return residual + total.astype(residual.dtype)
@@ -89,7 +89,7 @@ def gated(
     *,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """`silu(gate) * up` with the roundings of `ops.swiglu`: of both, and of silu."""
+    """Returns `silu(gate) * up`, rounded as `ops.swiglu` does: both, and silu."""
     gate, up = gate.astype(dtype).astype(jnp.float32), up.astype(dtype)
     return jax.nn.silu(gate).astype(dtype) * up
 
@@ -115,12 +115,12 @@ def finish(sums, residual_view, out_view, is_active, in_columns) -> None:
 
 
 def each_added(sums, others):
-    """The sums of two tuples, element by element."""
+    """Adds two tuples, element by element."""
     return tuple(a + b for a, b in zip(sums, others, strict=True))
 
 
 def load(view, first_mask=None, last_mask=None, *, last_use=False) -> jax.Array:
-    """A block of two axes; zero, and not read, where the mask of an axis is false.
+    """Loads a block of two axes; where a mask is false it reads nothing, and is zero.
 
     `last_use` lets it leave the cache first: weights are read by one program only.
     """
@@ -139,7 +139,7 @@ def store(view, block, first_mask=None, last_mask=None) -> None:
 
 
 def _mask(shape, first_mask, last_mask):
-    """Both masks as one of `shape`; None where there is nothing to mask."""
+    """Combines both masks to one of `shape`; None where there is nothing to mask."""
     masks = []
     if first_mask is not None:
         masks.append(jnp.broadcast_to(first_mask[:, None], shape))

@@ -25,7 +25,7 @@ div, rem = jax.lax.div, jax.lax.rem
 class Splits(NamedTuple):
     """References to each query's maximum, total and unnormed sum over each split.
 
-    Float32, maxima to base 2. What no job writes is uninitialised.
+    Float32, maxima to base 2. Entries that no job writes are uninitialised.
     """
 
     maxima: Any  # [K, rows, heads, splits]
@@ -34,7 +34,7 @@ class Splits(NamedTuple):
 
 
 def shapes(num_kv_heads: int, lay: plan.Layout, splits: int) -> Splits:
-    """The arrays for so many splits of each row."""
+    """Returns the arrays for so many splits of each row."""
     shape = (num_kv_heads, lay.rows, lay.heads, splits)
     each = jax.ShapeDtypeStruct(shape, jnp.float32)
     wide = jax.ShapeDtypeStruct((*shape, lay.width), jnp.float32)
@@ -42,7 +42,7 @@ def shapes(num_kv_heads: int, lay: plan.Layout, splits: int) -> Splits:
 
 
 def nothing(queries: int, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The running softmax of queries before their first key."""
+    """Returns the running softmax of queries before their first key."""
     return (
         jnp.full((queries,), -jnp.inf, jnp.float32),
         jnp.zeros((queries,), jnp.float32),
@@ -68,7 +68,7 @@ def combine(
     heads: jax.Array,  # [queries] int32
     counts: jax.Array,  # [queries] int32: splits; 0: not to be combined
 ) -> jax.Array:
-    """The normed sums `[queries, width]` of each query over its own splits."""
+    """Combines each query's own splits to normed sums `[queries, width]`."""
     splits, width = refs.sums.shape[3:]
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
 
@@ -103,7 +103,7 @@ def combine(
 def alone(
     sums: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The only split of a query, as it adds to nothing, to the last bit: no -0."""
+    """Returns a query's only split as if added to nothing, to the last bit: no -0."""
     maximum, total, weighted = sums
     return maximum, total + 0.0, weighted + 0.0
 
@@ -115,7 +115,7 @@ def normed(sums: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
 
 
 def _added(one, other):
-    """Two running softmaxes as one, of which `other` comes later."""
+    """Adds two running softmaxes, of which `other` comes later."""
     maximum = jnp.maximum(one[0], other[0])
     shift = _shift(maximum)
     scales = [jnp.exp2(each[0] - shift) for each in (one, other)]
@@ -129,7 +129,7 @@ def with_block(
     scores: jax.Array,  # [queries, keys], -inf where a key is not seen
     weigh: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A running softmax and one block of keys more.
+    """Adds one block of keys to a running softmax.
 
     Args:
       weigh: from the keys' weights `[queries, keys]`, their values' sum.

@@ -1,4 +1,4 @@
-"""Which drafted tokens stay, and how tokens are drawn: pure functions of arrays."""
+"""Acceptance of drafted tokens, and how tokens are drawn: pure functions of arrays."""
 
 from typing import TYPE_CHECKING
 

@@ -65,7 +65,7 @@ def accept_exact(
 ) -> Outcome:
     """Keeps the leading run of drafts that equal the target's own choice.
 
-    The committed tokens are those that the target alone would have chosen, one after
+    The committed tokens are what the target alone would have chosen, one after
     the other: `target_tokens[i]` is its choice after the prefix and the first `i`
     drafts, and it is used only where those drafts were its own choices too.
 
@@ -106,7 +106,7 @@ def rejection_probabilities(
     target_probs: Float32[Array, "gamma+1 V"],
     num_drafted: Int[Array, ""],
 ) -> AcceptanceProbabilities:
-    """A draft is kept with `min(1, target / draft)`; the own token is what then lacks.
+    """Keeps a draft with `min(1, target / draft)`; the own token has the rest.
 
     As `accept_rejection`, which decides by them.
     """
@@ -213,8 +213,8 @@ def accept_block(
     as any rule that has the target's distribution for every prefix,
     `accept_rejection` among them.
 
-    What stays depends on all drafts and all uniforms of the round, also on those past
-    the last kept draft: the next round must use noise of its own.
+    The kept drafts depend on all drafts and uniforms of the round, also on those past
+    the last kept one: the next round must use noise of its own.
 
     Args: as in `accept_rejection`, and `row_sums`.
     """
@@ -228,7 +228,7 @@ def accept_block(
 
 
 def _without_padding(draft_probs: jax.Array, num_drafted: jax.Array) -> jax.Array:
-    """`draft_probs`, with rows that were not drafted, and one more, all zero.
+    """Returns `draft_probs` and one more row; rows that were not drafted are zero.
 
     Where there is no draft there is nothing to subtract. `[gamma + 1, V]`.
     """
@@ -238,14 +238,14 @@ def _without_padding(draft_probs: jax.Array, num_drafted: jax.Array) -> jax.Arra
 
 
 def _of_drafts(probs: jax.Array, draft_tokens: jax.Array) -> jax.Array:
-    """Each draft's probability in its row; 0 of a token outside the vocabulary."""
+    """Returns each draft's probability in its row; 0 outside the vocabulary."""
     return probs.at[
         jnp.arange(draft_tokens.shape[0], dtype=jnp.int32), draft_tokens
     ].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def ratio(part: jax.Array, whole: jax.Array) -> jax.Array:
-    """`min(1, part / whole)`; 0 where either is 0, negative or NaN."""
+    """Returns `min(1, part / whole)`; 0 where either is 0, negative or NaN."""
     is_ratio = (part > 0) & (whole > 0)
     return jnp.where(is_ratio, part / jnp.maximum(part, whole), 0.0)
 
@@ -271,7 +271,7 @@ def _outcome(
     probabilities: AcceptanceProbabilities,
     noise: jax.Array,
 ) -> Outcome:
-    """The accepted drafts and one own token, by Gumbel argmax of its weights."""
+    """Returns the accepted drafts and an own token, Gumbel argmax of its weights."""
     weights = or_else(probabilities.own[num_accepted], target_probs[num_accepted])
     own = jnp.argmax(jnp.log(weights) + noise).astype(draft_tokens.dtype)
     offsets = jnp.arange(draft_tokens.shape[0] + 1, dtype=jnp.int32)

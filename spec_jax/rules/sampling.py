@@ -7,7 +7,7 @@ first, and equal ones by index, lowest first, as in argmax. In that order
 
     top-k   keeps the first k tokens, never more: ties at the boundary are cut by index
             (Hugging Face keeps all of them);
-    top-p   keeps the shortest run of first tokens whose mass, among those that top-k
+    top-p   keeps the shortest run of first tokens whose mass, among tokens that top-k
             kept, is at least p: the token that reaches p stays;
     min-p   keeps the tokens at least `min_p` times as likely as the first.
 
@@ -22,7 +22,7 @@ stream that plain decoding writes.
 
 Cost, for a row of V entries: drawing is one pass of noise; top-k and top-p are about
 50 passes each, a bisection on the bits of the logits in place of a sort, which is many
-times slower on a CPU. What is switched off is skipped, by `lax.cond` on the data: it
+times slower on a CPU. A filter that is off is skipped, by `lax.cond` on the data: it
 costs nothing, and one executable serves all settings. Greedy is an argmax. Under
 `vmap` over settings both branches run.
 """
@@ -128,7 +128,7 @@ def make_settings(
                 f"{top_k=} keeps no token: use at least 1, or None for all"
             )
     _check_number("top_p", top_p)
-    # Rounded to float32 it must not be 0 either, which is no mass to reach.
+    # A value that float32 rounds to 0 is refused too: it would select nothing.
     if not 0 < top_p <= 1 or top_p < SMALLEST_TEMPERATURE:
         raise ValueError(f"{top_p=} is outside (0, 1]: use 1 to keep all tokens")
     _check_number("min_p", min_p)
@@ -154,18 +154,18 @@ def make_settings(
 
 
 def greedy(num_slots: int) -> SamplingSettings:
-    """Settings of slots that all take the highest logit, leaves `[num_slots]`."""
+    """Returns settings, `[num_slots]`, by which slots take the highest logit."""
     one = make_settings(temperature=0.0)
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), one)
 
 
 def copied(settings: SamplingSettings | None) -> SamplingSettings | None:
-    """The settings in arrays of their own; None, which is greedy, stays None."""
+    """Copies the settings to arrays of their own; None, which is greedy, stays None."""
     return jax.tree.map(jnp.array, settings)
 
 
 def _last_true(holds, low: int, high: int, num_steps: int) -> Int[Array, ""]:
-    """The largest `t` in `[low, high)` with `holds(t)`, which is true up to there.
+    """Finds the largest `t` in `[low, high)` with `holds(t)`, true up to there.
 
     `holds(low)` is taken as true. `2**num_steps` is at least `high - low`.
     """
@@ -186,7 +186,7 @@ def _first_tokens(
     weights: Float32[Array, " V"],
     wanted: Float32[Array, ""],
 ) -> Bool[Array, " V"]:
-    """The shortest run of tokens, highest score first, that weighs `wanted`.
+    """Finds the shortest run of tokens, highest score first, that weighs `wanted`.
 
     Equal scores go by index, lowest first. All tokens where all weigh less. A sum of
     fewer of the same terms in the same order never rounds to more, so both searches
@@ -206,7 +206,7 @@ def _first_tokens(
     )
 
     def without_last(num_cut):
-        """All above the boundary, and those on it of index below V - num_cut."""
+        """Keeps all above the boundary, and those on it of index below V - num_cut."""
         is_early = index < vocab_size - num_cut
         return (rank > boundary) | ((rank == boundary) & is_early)
 
@@ -243,7 +243,7 @@ def _filtered(
         lambda x: x,
         scores,
     )
-    # At 1 nothing may be cut, also where the sum of all rounds to more than its parts.
+    # 1 must keep every token, even if the sum of all is rounded above their total.
     scores = jax.lax.cond(
         settings.top_p < 1, lambda x: _top_p(x, settings.top_p), lambda x: x, scores
     )
@@ -255,9 +255,9 @@ def _filtered(
 def log_weights(
     logits: Float[Array, " V"], settings: SamplingSettings
 ) -> Float32[Array, " V"]:
-    """Logarithms of what each token of ONE row weighs, after all filters.
+    """Returns the log weight of each token of ONE row, after all filters.
 
-    0 for the most likely token, -inf for those that are filtered out; not normalised.
+    0 for the most likely token, -inf for filtered tokens; not normalised.
 
     Args:
       logits: finite or -inf, and not all -inf; cast to float32 first.
@@ -277,7 +277,7 @@ def log_weights(
 def distribution(
     logits: Float[Array, "*rows V"], settings: SamplingSettings
 ) -> Float32[Array, "*rows V"]:
-    """The probabilities that `sample` draws from, for each row.
+    """Returns the probabilities that `sample` draws from, for each row.
 
     Row by row, in a loop: a row's bits depend on no other row.
     """
@@ -293,7 +293,7 @@ def noise_key(
     position: Int[Array, ""],
     offset: Int[Array, ""] | int = 0,
 ) -> PRNGKeyArray:
-    """The key of all noise of one stream at one position, and offset into a round.
+    """Returns the key of one stream's noise at a position, and offset into a round.
 
     Threefry by name: the configured default would make other streams.
     """
@@ -312,10 +312,10 @@ def noise(
     stream: Stream = Stream.SAMPLE,
     offset: Int[Array, ""] | int = 0,
 ) -> Float32[Array, " vocab_size"]:
-    """Gumbel noise for one draw. `position` is that of the token to be drawn.
+    """Draws Gumbel noise. `position` is that of the token to be drawn.
 
-    Of high resolution: from 24 random bits no value exceeds 17, so that thousands of
-    unlikely tokens would together be drawn too seldom.
+    Its resolution is high: from 24 random bits no value exceeds 17, so that thousands
+    of unlikely tokens would together be drawn too seldom.
     """
     key = noise_key(seed, stream, position, offset)
     with jax.threefry_partitionable(True):  # The flag of the process makes other bits.
@@ -326,7 +326,7 @@ def noise(
 def uniforms(
     seed: UInt32[Array, ""], position: Int[Array, ""], *, gamma: int
 ) -> Float32[Array, " gamma"]:
-    """One uniform number in `[0, 1)` for each draft of the round from `position`.
+    """Draws a uniform number in `[0, 1)` for each draft of the round from `position`.
 
     Of 64 random bits, cut to the 24 significant ones that float32 holds: a number is
     less than a float32 probability of at least 2**-32 exactly as often as that says,
@@ -339,7 +339,7 @@ def uniforms(
 
 
 def _unit_interval(bits: UInt32[Array, "n 2"]) -> Float32[Array, " n"]:
-    """The binary fraction of each row of bits, cut to float32 and never rounded up."""
+    """Turns rows of bits to binary fractions, cut to float32, never rounded up."""
     high, low = bits[:, 0], bits[:, 1]
     num_zeros = jax.lax.clz(high)
     # The 32 bits behind the zeros; a shift by 32 gives 0.
@@ -432,7 +432,7 @@ def sample_each(
     positions: Int[Array, " R"],
     draws: Bool[Array, " R"],
 ) -> Int[Array, " R"]:
-    """As `sample_rows`, each row by settings and for a position of its own.
+    """Does as `sample_rows`, each row by its own settings and position.
 
     Row by row, in a loop.
 

@@ -32,9 +32,9 @@ def follow(
 ) -> acceptance.Outcome:
     """Walks a tree from its root to the children that hold the target's own tokens.
 
-    As `accept_exact`, which it is on a chain. All children of a node stand for one
-    position of the text, which has one target token: of those that hold it the first
-    is kept, so that the committed tokens do not depend on the tree.
+    On a chain it is `accept_exact`. All children of a node stand for one position of
+    the text, which has one target token: the first child that holds it is kept, so
+    that the committed tokens do not depend on the tree.
 
     Args:
       own_token: the target's token after a column: 0 is the root, `i + 1` draft `i`.
@@ -63,7 +63,7 @@ def tree_probabilities(
     *,
     row_sums: acceptance.RowSums | None = None,
 ) -> acceptance.AcceptanceProbabilities:
-    """Siblings are tried in turn, each against what those before it have left.
+    """Tries siblings in turn, each against what those before it have left.
 
     As `accept_tree`, which decides by them. A node's rows begin as the target's and the
     draft's; a child that is not kept takes the draft's row away from the target's, and
@@ -255,7 +255,7 @@ def _walk(
         at = jnp.where(goes_on, columns[jnp.argmax(found)], at)
         return (at, own, goes_on), (at, goes_on, jnp.any(is_child))
 
-    # A step more than there are depths: the last node's own token.
+    # depth_max + 1 steps: the last one adds the last node's own token.
     start = jnp.int32(0), jnp.int32(0), jnp.bool_(True)
     depths = jnp.arange(depth_max + 1, dtype=jnp.int32)
     (last, own, _), steps = jax.lax.scan(descend, start, depths)

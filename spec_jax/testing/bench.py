@@ -105,7 +105,7 @@ class Bench:
     def features(self, text: Sequence[int], taps: tuple[int, ...]) -> jax.Array:
         """Returns the features `[T, taps, D]` that decoding computes of a text.
 
-        Those of its positions, in a bucket of a prefill by rows.
+        It has one row for each position, and padding to a bucket of a prefill by rows.
         """
         _, features = prompt_lib.prefill_features(
             self.target,
@@ -144,7 +144,7 @@ class Bench:
 
 
 def tiny(gamma_max: int) -> Bench:
-    """A random target of one layer, and prompts that repeat themselves."""
+    """Makes a random target of one layer, and prompts that repeat themselves."""
     return Bench(
         target=row_model.RowModel(config=TINY, impl="xla", slab=gamma_max + 1),
         params=params_lib.init(jax.random.key(0), TINY, stddev=0.3),

@@ -7,7 +7,7 @@ import numpy as np
 
 
 def bits(x: jax.Array | np.ndarray) -> np.ndarray:
-    """The array's bytes as unsigned integers of the item's size: NaNs compare too."""
+    """Views the bytes as unsigned integers of the item's size: NaNs compare too."""
     x = np.asarray(x)
     return x.view(f"u{x.dtype.itemsize}")
 
@@ -46,7 +46,7 @@ UNIT_ROUNDOFF = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
 
 
 def tolerance(dtype, reduction: int) -> float:
-    """Relative error, in norm over a row, allowed to sums rounded to `dtype`.
+    """Returns the relative error, in norm over a row, allowed to sums in `dtype`.
 
     The sums have `reduction` zero-mean terms and are taken in float32: their error
     grows with the square root. A rounding to `dtype`, of what is summed or of the

@@ -65,7 +65,7 @@ def _fail_if(is_broken: bool, clause: str, why: str) -> None:
 
 
 def _shapes(tree) -> Any:
-    """Shape, dtype and weakness of each leaf, and the structure."""
+    """Returns shape, dtype and weakness of each leaf, and the structure."""
     leaves, structure = jax.tree.flatten(jax.eval_shape(lambda x: x, tree))
     return [(x.shape, x.dtype.name, x.weak_type) for x in leaves], structure
 
@@ -97,7 +97,7 @@ def _buffer(bench: Bench, text: list[int], *, behind: int = 0) -> jax.Array:
 
 
 def check_static(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
-    """Hashable; memory and proposal have the same shapes and dtypes in every round."""
+    """Checks that it is hashable; memory and proposal keep their shapes and dtypes."""
     clause = "static shapes"
     try:
         hash(drafter)
@@ -139,7 +139,7 @@ def check_static(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
 
 
 def _check_parents(drafter: protocols.Drafter, proposal: Any) -> None:
-    """A drafter that says how deep its trees are names parents, and no other does."""
+    """Checks that a drafter names parents exactly if it says how deep its trees are."""
     clause, parents = "static shapes", proposal.parents
     known = protocols.complete(drafter)
     why = f"depth_max={known.depth_max} and parents {parents}"
@@ -151,7 +151,7 @@ def _check_parents(drafter: protocols.Drafter, proposal: Any) -> None:
 
 
 def check_pure(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
-    """Nothing but the arguments matters, and nothing calls back to the host."""
+    """Checks that only arguments matter, and nothing calls back to the host."""
     one = one_slot.OneSlot(drafter=drafter)
     memory = one.begin(params, bench, bench.prompts[0])
     number, tokens = jnp.int32(1), _buffer(bench, list(bench.prompts[0]))
@@ -173,7 +173,7 @@ def check_pure(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
 
 
 def _same_program(first: Any, second: Any) -> bool:
-    """Whether two traces have the same operations and the same constants."""
+    """Returns whether two traces have the same operations and the same constants."""
     # Addresses of functions are printed too, and mean nothing.
     texts = [re.sub("0x[0-9a-f]+", "", str(x.jaxpr)) for x in (first, second)]
     try:
@@ -188,7 +188,7 @@ def _drafts(proposal: protocols.Proposal) -> list[int]:
 
 
 def _gamma(bench: Bench, text: list[int], gamma: int) -> jax.Array:
-    """`gamma`, or as much of it as there is room for: all that rounds ask for."""
+    """Returns `gamma`, or as much of it as there is room for, as rounds do."""
     return jnp.int32(min(gamma, bench.capacity - len(text)))
 
 
@@ -199,7 +199,7 @@ def _jitted(drafter, params, memory, tokens, length, gamma):
 
 
 def _propose(drafter, params, memory, bench, text, *, gamma, behind=0):
-    """A proposal after `text`; a copy of the memory is donated to it."""
+    """Proposes after `text`; a copy of the memory is donated."""
     return _jitted(
         drafter,
         params,
@@ -211,7 +211,7 @@ def _propose(drafter, params, memory, bench, text, *, gamma, behind=0):
 
 
 def check_proposals(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
-    """At most gamma tokens, of the vocabulary, from the committed text alone.
+    """Checks for at most gamma tokens, of the vocabulary, from committed text alone.
 
     And, where it has them, probabilities that these can have been drawn with.
     """
@@ -238,7 +238,7 @@ def check_proposals(drafter: protocols.Drafter, params: Any, bench: Bench) -> No
 
 
 def _check_tree(drafter: protocols.Drafter, proposal: protocols.Proposal) -> None:
-    """Every draft has a parent before it, and none is too deep."""
+    """Checks that every draft has a parent before it, and none is too deep."""
     if proposal.parents is None:
         return
     parents = np.asarray(proposal.parents)[: int(proposal.num_drafted)]
@@ -249,7 +249,7 @@ def _check_tree(drafter: protocols.Drafter, proposal: protocols.Proposal) -> Non
 
 
 def _check_probs(proposal: protocols.Proposal) -> None:
-    """Rows that a draft can be drawn from: probabilities that sum to one."""
+    """Checks rows that a draft can be drawn from: probabilities that sum to one."""
     if proposal.probs is None:
         return
     for row, token in enumerate(_drafts(proposal)):
@@ -265,7 +265,7 @@ def _check_probs(proposal: protocols.Proposal) -> None:
 
 
 def check_memory(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
-    """The memory is its leaves, no more, and all of them can be donated."""
+    """Checks that the memory is only its leaves, and all of them can be donated."""
     clause, number = "memory round trip", jnp.int32(1)
     one = one_slot.OneSlot(drafter=drafter)
     for prompt in bench.prompts:
@@ -286,7 +286,7 @@ def check_memory(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
 
 
 def check_truncation(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
-    """After a commit, drafts are those of a memory that never saw any other text."""
+    """Checks that a commit leaves no trace of any text but what was committed."""
     commit = jax.jit(one_slot.OneSlot(drafter=drafter).commit)
     for prompt in bench.prompts:
         text, length = bench.plain(prompt), len(prompt)
@@ -313,11 +313,10 @@ def check_truncation(drafter: protocols.Drafter, params: Any, bench: Bench) -> N
 
 
 def check_features(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
-    """Drafts depend on the features of committed rows, each at its position, alone.
+    """Checks that drafts depend on features of committed rows alone, each in its place.
 
-    Those of one position early or late, and those of rows that were rejected, must make
-    a difference somewhere: a drafter on which they make none reads no features, or
-    others than it is handed.
+    Features of one position early or late, or of rejected rows, must make a difference
+    somewhere: otherwise a drafter reads no features, or others than it is handed.
     """
     taps = protocols.taps_of(drafter)
     if not taps:
@@ -373,7 +372,7 @@ def _drafts_by_features(drafter, params, bench, texts, tables, *, rest=0, anew=F
 
 
 def check_lossless(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
-    """Rounds commit the tokens of decoding, by one executable for all of them.
+    """Checks that rounds commit the tokens of decoding, all by one executable.
 
     Every prompt with every gamma; limits of one and two tokens, a stop token, and a
     cache that is full before the limit.
@@ -404,8 +403,8 @@ def check_lossless(drafter: protocols.Drafter, params: Any, bench: Bench) -> Non
 
 
 def check_slots(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
-    """In slots beside others, each with its own gamma and stop token, and in a slot
-    that another sequence left, a sequence is what it is alone."""
+    """Checks that a sequence in a slot is what it is alone: beside others, with its own
+    gamma and stop token, and in a slot that another sequence left."""
     requests, expected = [], []
     for number, prompt in enumerate(bench.prompts * 2):
         text = bench.plain(prompt)

@@ -82,7 +82,7 @@ def check_target(target: Any, params: protocols.Params, *, seed: int = 0) -> lis
 
     Args:
       target: a `RowModel`, such as `lm.target`; a `ForwardTarget`; or a dataclass that
-        keeps `protocols.Target`, with the field `num_slots`.
+        keeps `target.Target`, with the field `num_slots`.
       params: the target's.
       seed: of the texts.
 
@@ -135,7 +135,7 @@ def read(
     """Returns the logits `[T, V]` of the first text's rows after its prompt.
 
     Args:
-      texts: `[3, L]`; the text, and those that others read.
+      texts: `[3, L]`; the text, and the texts of others.
       width: columns of the widest window.
     """
     others = [slot for slot in range(reading.beside + 1) if slot != reading.place]

@@ -122,7 +122,7 @@ def test_a_policy_may_say_how_much_is_drafted():
 class Forgets(schedule_lib.Schedule):
     """Planted: what one request taught is not known to the next one in its slot."""
 
-    hands_on = False
+    keeps_state = False
 
 
 def refilled(kind, **changes):

@@ -106,7 +106,7 @@ def poisoned(kv: paged.PagedKV) -> paged.PagedKV:
 
 def shuffled(kv: paged.PagedKV, rng) -> paged.PagedKV:
     """Free pages in no order."""
-    if not kv.pages_change_hands:
+    if not kv.has_shared_pool:
         return kv
     order = rng.permutation(int(kv.num_free)).astype(np.int32)
     stack = kv.free_pages.at[: len(order)].set(kv.free_pages[: len(order)][order])

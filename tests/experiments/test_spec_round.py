@@ -207,13 +207,13 @@ def test_policies_by_name(folders):
     assert made("fixed") == settings
     by_share = made("threshold").gamma_policy
     # What ngram does not find costs nothing, and is no evidence.
-    assert by_share.probing.silence_is_free
+    assert by_share.probing.empty_is_free
     assert isinstance(by_share, threshold.Threshold) and by_share.ladder == (0, 1, 2)
     by_speed = made("goodput")
     assert isinstance(by_speed.gamma_policy, goodput.Goodput)
     assert by_speed.policy_state.round_s.shape == (3,)
     within = made("budget").gamma_policy
-    assert isinstance(within, budget.Budget) and within.silence_is_free
+    assert isinstance(within, budget.Budget) and within.empty_is_free
     with pytest.raises(ValueError, match="'none' is not one of fixed, threshold"):
         made("none")
     settings = dataclasses.replace(settings, rule="block")

@@ -174,7 +174,7 @@ def clears_the_first_page(kv, slot, new_len, *, real=allocator.truncate):
     return kv.replace(k=tuple(k.at[slot * WIDTH].set(0) for k in kv.k))
 
 
-MOVES_PAGES = static.StaticKV, "pages_change_hands", True
+MOVES_PAGES = static.StaticKV, "has_shared_pool", True
 ROWS_OF_EITHER = {
     "padding rows written to page -1": (
         "append",

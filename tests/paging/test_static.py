@@ -98,7 +98,7 @@ def test_costs_are_noticed(monkeypatch):
     """Negative control: clearing bytes, giving pages back, and a loop."""
     with pytest.raises(AssertionError, match="bytes"):
         assert_constant_cost(clearing)
-    monkeypatch.setattr(static.StaticKV, "pages_change_hands", True)
+    monkeypatch.setattr(static.StaticKV, "has_shared_pool", True)
     with pytest.raises(AssertionError, match="bytes"):
         assert_constant_cost(lambda *arguments: allocator.truncate(*arguments))
 

@@ -23,6 +23,7 @@ from spec_jax.engine import (
     round as round_lib,
     rows,
     scheduler,
+    target as target_lib,
     verification,
 )
 from spec_jax.gamma import schedule
@@ -94,7 +95,7 @@ def distribution(rows: int, *, impl: str | None) -> hopper.Program:
     """The probabilities of a slab of rows, and what is left of their sums; None: by
     XLA."""
     target = model("qwen3-0.6b", impl=impl or "xla")
-    sums = protocols.sums_of(target)
+    sums = target_lib.sums_of(target)
 
     def fn(logits, settings):
         probs = sums.distribution(logits, settings)

@@ -13,7 +13,7 @@ import pytest
 
 from spec_jax import testing
 from spec_jax.drafters import draw as draw_lib
-from spec_jax.engine import protocols, verification
+from spec_jax.engine import protocols, target as target_lib, verification
 from spec_jax.ops import draw as draw_op
 from spec_jax.pallas import (
     first_tokens_triton as first,
@@ -370,7 +370,7 @@ def test_trees_have_the_noise_of_the_draws_they_aim_at(rng, has_probs):
 
 
 @dataclasses.dataclass(frozen=True)
-class Target(protocols.Target):
+class Target(target_lib.Target):
     """What decides by logits that are given to it."""
 
     sums: draw_op.Sums | None

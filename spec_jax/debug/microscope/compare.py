@@ -1,8 +1,8 @@
 """Two records of one scene, operation by operation: where they part, and by how much.
 
 Knows arrays and the names of operations. Distances are in units in the last place
-(ULPs): how many numbers of the dtype lie between two values. Of two dtypes the values
-are compared in the wider one, and the distance is that of both in the narrower one.
+(ULPs): how many numbers of the dtype lie between two values. Values of
+two dtypes are compared in the wider one, at their distance in the narrower one.
 """
 
 import dataclasses
@@ -223,19 +223,19 @@ def cell_of(one: np.ndarray, other: np.ndarray) -> Cell:
 
 
 def ulps(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Distances of elements of one dtype, int64; both zeros are the same number."""
+    """Counts the floats between elements of one dtype, int64; both zeros are equal."""
     return np.abs(_ordinal(one) - _ordinal(other))
 
 
 def _ordinal(x: np.ndarray) -> np.ndarray:
-    """Whole numbers in the order of the floats, neighbours one apart."""
+    """Maps floats to whole numbers in the same order, neighbours one apart."""
     raw = testing.bits(x).astype(np.int64)
     sign = np.int64(1) << (8 * x.dtype.itemsize - 1)
     return np.where(raw & sign, sign - raw, raw)
 
 
 def _relative(one: np.ndarray, other: np.ndarray) -> float | None:
-    """How far `other` is from `one`, over how large that is, in float64."""
+    """Returns the distance of `other` from `one` over the size of `one`, in float64."""
     ours, theirs = one.astype(np.float64), other.astype(np.float64)
     with np.errstate(invalid="ignore"):  # Infinity less infinity.
         gap, size = np.linalg.norm(ours - theirs), np.linalg.norm(ours)
@@ -244,7 +244,7 @@ def _relative(one: np.ndarray, other: np.ndarray) -> float | None:
 
 
 def choice_of(logits: np.ndarray, dtype: str) -> Choice:
-    """The highest of one row's logits `[V]`. NaN counts as higher than any number."""
+    """Describes the choice by a row's logits `[V]`. NaN counts as the highest."""
     keyed = np.where(np.isnan(logits), np.inf, logits)
     highest = np.argsort(-keyed, kind="stable")[:TOP]
     values = logits[highest].astype(np.float64)

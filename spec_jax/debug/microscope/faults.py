@@ -150,14 +150,14 @@ def _check_of_tree(fault: Fault, depth: int | None) -> None:
 
 
 def next_up(x: jax.Array) -> jax.Array:
-    """Each element one unit in the last place further from zero."""
+    """Moves each element one unit in the last place further from zero."""
     unsigned = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     raised = jax.lax.bitcast_convert_type(x, unsigned) + unsigned(1)
     return jax.lax.bitcast_convert_type(raised, x.dtype)
 
 
 def of_rows(value: jax.Array, kind: str, *, num_active: jax.Array, H: int) -> jax.Array:
-    """`value` `[R, ...]` with the fault in its last active row."""
+    """Plants the fault in the last active row of `value` `[R, ...]`."""
     flat = value.reshape(value.shape[0], -1)
     last, middle = num_active - 1, flat.shape[1] // 2
     if kind == "ulp":
@@ -186,7 +186,7 @@ def of_angles(
     num_active: jax.Array,
     by_place: fused.Angles,
 ) -> fused.Angles:
-    """Cosines and sines with the fault in the last active row.
+    """Plants the fault in cosines and sines of the last active row.
 
     Args:
       by_place: angles of the places where the rows are stored.
@@ -211,7 +211,7 @@ def of_angles(
 def of_params(
     params: params_lib.Params, config: config_lib.ModelConfig, fault: Fault
 ) -> params_lib.Params:
-    """The parameters with the fault in the weight of a fused operation.
+    """Plants the fault in the weight of a fused operation.
 
     Operations that read no weight of their own leave them as they are.
     """
@@ -298,7 +298,7 @@ class Injector:
         return self._then(layer, operation, value)
 
     def _rotate(self, operation, value):
-        """The value with a fault of the rotation that is fused with what made it."""
+        """Plants a fault of the rotation that is fused with the value's operation."""
         if operation in ("q", "k", "v"):
             self._heads[operation] = value
         if (operation, self._fault.operation) == ("attention", "q_rope"):
@@ -318,7 +318,7 @@ class Injector:
         return self._rotation, self._fault.layer
 
     def _shared(self):
-        """The layer's parameters, wrong angles, and what both kernels take."""
+        """Returns the layer's parameters, wrong angles, and what both kernels take."""
         known, number = self._known()
         # Behind a barrier, as the taps have them: nothing is fused with their making.
         angles = jax.lax.optimization_barrier(
@@ -361,7 +361,7 @@ class Injector:
         return attended
 
     def _rotate_wrongly(self):
-        """The layer's keys `[R, K * H]`, rotated by wrong angles."""
+        """Rotates the layer's keys `[R, K * H]` by wrong angles."""
         layer, angles, shared = self._shared()
         keys = jax.lax.optimization_barrier(self._heads["k"])
         return fused.rotated(keys, layer.k_norm, angles=angles, **shared)

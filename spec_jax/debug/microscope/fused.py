@@ -33,7 +33,7 @@ def normed(
     eps: float,
     impl: str,
 ) -> Float[Array, "R D"]:
-    """The normed rows as `projection.project` has them inside.
+    """Norms the rows as `projection.project` does inside.
 
     On a GPU the norm is a kernel before the product's. Elsewhere they are its product
     with the identity: each sum has one term that is not zero, so that the product is

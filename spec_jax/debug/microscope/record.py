@@ -1,6 +1,6 @@
 """A record: every operation of one path over a scene, and whether that moved a bit.
 
-What is recorded is what ran: the path's own forward pass, seen through its hook. The
+The recorded pass is the one that ran: the path's own, seen through its hook. The
 values that its fused kernels keep to themselves are read afterwards, `fused`.
 """
 
@@ -95,7 +95,7 @@ class Path:
     def rows_of_a_call(self, window: int) -> int:
         """Returns the active rows of each forward pass over a window of that many.
 
-        Of a tree in several passes, those of the last one.
+        A tree in several passes gives the rows of the last one.
         """
         if self.tree is not None:
             return (len(self.tree) - 1) % self.height + 1
@@ -144,7 +144,7 @@ def take(path: Path, params: params_lib.Params, scene: scene_lib.Scene) -> Recor
 def take_with_fault(
     path: Path, params: params_lib.Params, scene: scene_lib.Scene, fault: faults.Fault
 ) -> Record:
-    """As `take`, with a fault planted; what `take` checks is of the path without it.
+    """Does as `take`, with a fault planted; its checks are of the path without it.
 
     Raises:
       ValueError: as `take`, or a fault that cannot be planted on this path.
@@ -168,7 +168,7 @@ def take_with_fault(
 def calls(
     path: Path, tokens: Sequence[int], start: int
 ) -> Iterator[dict[str, np.ndarray | jax.Array]]:
-    """The arguments of each `run` over tokens at positions from `start`.
+    """Returns the arguments of each `run` over tokens at positions from `start`.
 
     Raises:
       ValueError: more tokens than the rows they come in, or more rows than the slab.
@@ -193,7 +193,7 @@ def calls(
 
 
 def _run_unseen(path, params, scene):
-    """The cache and the logits of the window's rows, uninstrumented."""
+    """Returns the cache and the logits of the window's rows, uninstrumented."""
     kv, found = _filled(path, scene), []
     if path.tree is not None:
         kv, logits = trees.verify(path.model, params, kv, scene, path.tree)
@@ -212,7 +212,7 @@ def _filled(path: Path, scene: scene_lib.Scene) -> cache.PagedKV:
 
 
 def _record(path, params, scene, *, fault):
-    """The cache after the window, all values by key, and those not explained."""
+    """Returns the cache after the window, values by key, and unexplained ones."""
     kv = _filled(path, scene)
     # One that is inside a kernel is in the weights; the program is as without it.
     is_weight = fault is not None and fault.operation in faults.WEIGHTS
@@ -259,7 +259,7 @@ def run(
 
 @functools.partial(compilation.jit, static_argnames=("path", "fault"))
 def _run_seen(path, params, kv, *, tokens, start, num_active, fault, layout=None):
-    """The cache, and the values that leave the kernels, `[R, width]` by key.
+    """Returns the cache, and the values that leave kernels, `[R, width]` by key.
 
     Args:
       layout: positions and branches of a tree's rows, which are stored from `start` on.
@@ -281,14 +281,14 @@ def _run_seen(path, params, kv, *, tokens, start, num_active, fault, layout=None
 
 
 def _layout(path, start, layout):
-    """Positions and branches of a call's rows; of chains the latter is None."""
+    """Returns positions of a call's rows, and their branches, None for chains."""
     if layout is not None:
         return layout
     return start + jnp.arange(path.height, dtype=jnp.int32), None
 
 
 def _forward(path, params, kv, hook, *, tokens, start, num_active, layout):
-    """The cache after the path's forward pass with a hook in it."""
+    """Runs the path's forward pass with a hook in it; returns the cache."""
     if not path.is_rows:
         where = {"tokens": tokens, "start": start, "num_active": num_active}
         return path.target.forward(params, kv, observe=hook, **where)[0]
@@ -308,7 +308,7 @@ def _forward(path, params, kv, hook, *, tokens, start, num_active, layout):
 
 
 def _injector(path, params, kv, fault, then, start, num_active, layout):
-    """The hook that plants a fault in a value that leaves its kernel, or a rotation."""
+    """Returns the hook that plants a fault in a kernel's result, or in a rotation."""
     config, rotation = path.model.config, None
     if path.fused:
         positions, branch = _layout(path, start, layout)
@@ -330,7 +330,7 @@ def _injector(path, params, kv, fault, then, start, num_active, layout):
 
 
 def _read_fused(path, params, values, *, tokens, start, num_active, fault, layout=None):
-    """The values that the kernels of a pass kept to themselves, by key."""
+    """Recomputes the values that a pass's kernels kept to themselves, by key."""
     del tokens
     model = path.model
     good, by_place = _angles(path, start, layout)
@@ -384,7 +384,7 @@ def _angles(path, start, layout):
 
 
 def _all_angles(model, positions, branch):
-    """The rows' angles, and those of trees if places were positions."""
+    """Returns the rows' angles, and those of trees if places were positions."""
     angles = functools.partial(
         qwen3.row_angles,
         model.config,
@@ -396,7 +396,7 @@ def _all_angles(model, positions, branch):
 
 
 def _unexplained(path, params, values, num_rows) -> dict[str, int]:
-    """Elements of active rows by operation, over all layers and the logits."""
+    """Counts differing elements of active rows by operation, logits included."""
     total: collections.Counter[str] = collections.Counter()
     model, x = path.model, values["embed"]
     shared = {"num_active": jnp.int32(num_rows), "impl": model.impl}
@@ -419,6 +419,6 @@ def _count(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def _count_kv(one: cache.PagedKV, other: cache.PagedKV) -> int:
-    """Elements of all pages that differ, in two caches whose tables are the same."""
+    """Counts differing elements of all pages of two caches with equal tables."""
     pools = zip((*one.k, *one.v), (*other.k, *other.v), strict=True)
     return sum(_count(np.asarray(x), np.asarray(y)) for x, y in pools)

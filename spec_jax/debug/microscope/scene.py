@@ -37,7 +37,7 @@ class Scene:
 def capture(
     kv: cache.PagedKV, prefix: tuple[int, ...], window: tuple[int, ...]
 ) -> Scene:
-    """The scene of a cache that holds `prefix`, and a window to come.
+    """Captures a cache that holds `prefix`, and a window to come.
 
     Raises:
       ValueError: no token in the window, or a cache of another length.
@@ -57,7 +57,7 @@ def capture(
 
 
 def _places(kv: cache.PagedKV, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pages and offsets of the positions `[0, length)`."""
+    """Returns pages and offsets of the positions `[0, length)`."""
     positions = np.arange(length)
     table = np.asarray(kv.page_table)[row_model.SLOT]
     return table[positions // kv.page_size], positions % kv.page_size
@@ -66,7 +66,7 @@ def _places(kv: cache.PagedKV, length: int) -> tuple[np.ndarray, np.ndarray]:
 def fill(
     scene: Scene, model: row_model.RowModel, *, page_size: int, num_rows: int
 ) -> cache.PagedKV:
-    """A cache of the model with the prefix on it, and pages for `num_rows` rows more.
+    """Returns a cache of the model with the prefix, and pages for `num_rows` rows.
 
     The values are cast if the model has another dtype.
     """

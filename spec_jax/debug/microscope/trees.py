@@ -71,7 +71,7 @@ def calls(
 ) -> Iterator[dict[str, Any]]:
     """Yields the columns in slabs of `height`, and where their rows are.
 
-    Of each: the tokens, `start`, the place of the first one, `num_active`, and
+    A slab has the tokens, `start`, the place of the first one, `num_active`, and
     `layout`, positions and branches of the rows.
     """
     all_tokens = tokens(scene, parents, model.config.vocab_size)
