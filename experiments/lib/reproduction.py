@@ -91,8 +91,8 @@ spec_round_{impl}_gamma7.jsonl | summary
   spec_round --impl {impl} --prompts 50 --repeats {repeats} --gamma 7
 matched_{impl}.jsonl | summary
   spec_round --impl {impl} --prompts {count} <--gamma 1; --gamma 2; --gamma 3;
-    --gamma 7; --page-size 8; --page-size 64 --dtype float32; --gen-tokens 256; --prefill batched;
-    --prefill rows>
+    --gamma 7; --page-size 8; --page-size 64 --dtype float32; --gen-tokens 256;
+    --prefill batched; --prefill rows>
 matched_gsm8k_{impl}.jsonl | summary
   spec_round --impl {impl} --prompts {set}:{count} --gen-tokens {tokens}
 latency_embedded_{impl}.jsonl
@@ -127,9 +127,10 @@ trees_native.jsonl | summary
   spec_round --impl native --prompts 50 --gamma 7 --temperature 1 --rule block
 matched_trees_native.jsonl | summary
   spec_round --impl native --tree 4x12:15@0.6 --prompts <50;
-    50 --batch 4 --temperature 1; {set}:50; 50 --temperature 0.7; 50 --temperature 1; 50 --batch 4;
-    {set}:50 --temperature 1 --batch 4; {data}/humaneval/HumanEval.jsonl:50;
-    {data}/mbpp/mbpp.jsonl:50; {data}/mt_bench/question.jsonl:50>
+    50 --batch 4 --temperature 1; {set}:50; 50 --temperature 0.7; 50 --temperature 1;
+    50 --batch 4; {set}:50 --temperature 1 --batch 4;
+    {data}/humaneval/HumanEval.jsonl:50; {data}/mbpp/mbpp.jsonl:50;
+    {data}/mt_bench/question.jsonl:50>
 matched_trees_xla.jsonl | summary
   spec_round --impl xla --tree 4x12:15@0.6
     --prompts <5; 5 --batch 4 --temperature 1; {set}:5>
@@ -149,7 +150,7 @@ throughput.jsonl | throughput
 
 # Confidences of XLA are as the head says them: of its steps only tokens are looked at.
 # Prompts are short, for prefill, which no gamma changes, is most of a run of long ones;
-# and there are more turns where little is drafted, and steps differ less than a machine.
+# and turns are more where little is drafted, and steps differ less than a machine.
 SCHEDULES = """
 profile_dspark_native.jsonl | step_profile, confidences
   profile_steps --impl native --drafter dspark --gamma 7 {profile}
