@@ -43,8 +43,6 @@ class Side:
     tree: tuple[int, ...] | None = None  # see `record.Path`
 
     def __post_init__(self):
-        if self.tree is not None:  # A list, where it comes from a bundle.
-            object.__setattr__(self, "tree", tuple(self.tree))
         paths.check(self.path)
         check_impl(self.impl)
         if self.dtype not in config_lib.DTYPES:
@@ -78,8 +76,7 @@ def text_of_prompt(
     *,
     page_size: int,
     cache_length: int | None,
-    drafts: Sequence[int] | int,
-    wrong_draft: int | None,
+    drafts: int,
     by_rows: bool | None,
 ) -> mismatches.Text:
     """Returns a window after `cache_length` tokens of the prompt and its continuation.
@@ -87,27 +84,20 @@ def text_of_prompt(
     Args:
       cache_length: positions before the window; all of the prompt but its last token
         if None.
-      drafts: the drafted tokens; or how many, of decoding's own.
-      wrong_draft: which of them, from 1, to replace by a token that differs.
+      drafts: how many tokens are drafted, of decoding's own.
       by_rows: see `RowModel.prefill`.
     """
     start = len(prompt) - 1 if cache_length is None else cache_length
-    num_drafts = drafts if isinstance(drafts, int) else len(drafts)
-    decoded = drafts if isinstance(drafts, int) else 0
     positions = model.config.max_position_embeddings
-    if start + 1 + num_drafts > positions:
+    if start + 1 + drafts > positions:
         raise ValueError(
-            f"{start} cached tokens and a window of {num_drafts + 1} do not fit the "
+            f"{start} cached tokens and a window of {drafts + 1} do not fit the "
             f"model's {positions} positions"
-        )
-    if wrong_draft is not None and wrong_draft > num_drafts:
-        raise ValueError(
-            f"there is no draft {wrong_draft} to make wrong: {num_drafts} are drafted"
         )
     prompt = checks.check_prompt(
         prompt, vocab_size=model.config.vocab_size, capacity=positions
     )[: start + 1]
-    length = start + 1 + decoded
+    length = start + 1 + drafts
     tokens = prompt
     if len(prompt) < length:
         kv = model.new_cache(capacity=qwen3.bucket(length), page_size=page_size)
@@ -122,12 +112,8 @@ def text_of_prompt(
         # Without stop tokens: the window may lie past the end of a text.
         state = baseline.generate(model, params, state, max_steps=jnp.int32(FOREVER))
         tokens = baseline.committed(state, vocab_size=model.config.vocab_size)
-    window = tokens[start:] if isinstance(drafts, int) else [tokens[start], *drafts]
-    if wrong_draft is not None:
-        window[wrong_draft] = (window[wrong_draft] + 1) % model.config.vocab_size
-    return mismatches.Text(
-        prompt_len=len(prompt), prefix=tuple(tokens[:start]), window=tuple(window)
-    )
+    prefix, window = tuple(tokens[:start]), tuple(tokens[start:])
+    return mismatches.Text(prompt_len=len(prompt), prefix=prefix, window=window)
 
 
 def decoded(

@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from script_runs import assert_fails_with, models_of, rows_of
+from script_runs import models_of, rows_of
 
 from experiments import compare_llama_cpp
 from experiments.lib import beside_llama as beside, compare, llama_cpp
@@ -101,17 +101,6 @@ def test_bench(build, printing):
     assert found["tg64"].build == "0c1"
 
 
-def test_an_output_that_is_not_understood(build, printing):
-    """Controls: no number comes of an output that is another, or of a failure."""
-    printing(b"a newer version")
-    for call in (complete, speculate):
-        with pytest.raises(ValueError, match="an output that is not understood"):
-            call(build)
-    printing(b"", b"main: error: unable to load model", 1)
-    with pytest.raises(ValueError, match="status 1: main: error: unable to load model"):
-        complete(build)
-
-
 def test_rows(folders, build, tmp_path, monkeypatch):
     """Fails if texts are not compared, or a ratio is upside down."""
     pytest.importorskip("gguf")
@@ -175,15 +164,3 @@ def test_text_beyond_ours_is_not_compared():
         generated = {plain: [made(b"ab", 2)], drafted: [made(text, tokens)]}
         runs = beside.PromptRuns(prompt=None, generated=generated)
         assert runs.first_difference(drafted) == first
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ((), "--llama-bin is missing: name the folder `bin`"),
-        (("--llama-bin", "none"), "no llama-bench, llama-completion"),
-        (("--llama-bin", "none", "--drafter", "ngram"), "--drafter ngram"),
-    ],
-)
-def test_unusable_input(capsys, more, words):
-    assert_fails_with(compare_llama_cpp.main, capsys, more, words)

@@ -8,15 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_pair
 import wrong_targets
 from decoding import ALWAYS, GAMMA_MAX, PROMPT, SMALL, Ask
-from script_runs import assert_fails_with, models_of, rows_of
+from script_runs import models_of, rows_of
 
 from experiments import history
 from experiments.lib import superseded
 from spec_jax import testing
-from spec_jax.model import llama, params as params_lib, prompt as prompt_lib
+from spec_jax.model import prompt as prompt_lib
 from spec_jax.paging import allocator, cache
 
 
@@ -79,32 +78,6 @@ def test_library_windows_have_the_values_of_rows(name):
     others, _ = verify(path, window=[*WINDOW[:3], 1, 2])
     testing.assert_same_bits(others[:3], logits[:3])
     assert (testing.bits(others[3:]) != testing.bits(logits[3:])).any(axis=1).all()
-
-
-def test_flash_has_other_bits_than_decoding():
-    """What the row contract forbids, in the dtype where it shows."""
-    config = dataclasses.replace(TARGET.config, dtype="bfloat16")
-    model = dataclasses.replace(TARGET, config=config)
-    params = params_lib.init(jax.random.key(0), config, stddev=0.3)
-    rows, _ = verify(model, params)
-    flash, _ = verify(superseded.make_path("flash", model), params)
-    assert (testing.bits(rows) != testing.bits(flash)).any()
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["row-loop", "flash", "library-rows"])
-def test_no_room_is_flagged_and_forgotten(name):
-    """A window that does not fit commits nothing; one that fits then runs."""
-    path = superseded.make_path(name, TARGET)
-    kv = TARGET.new_cache(capacity=16, page_size=decoding.PAGE_SIZE)
-    kv = prompt_lib.prefill(TARGET, PARAMS, kv, [*PROMPT, 1])
-    start = jnp.int32(len(PROMPT) + 1)
-    given = {"tokens": jnp.asarray(WINDOW), "start": start}
-    for num_active, is_out_of_pages in ((5, True), (4, False)):
-        kv, _ = forward(path, PARAMS, kv, **given, num_active=jnp.int32(num_active))
-        assert bool(path.is_out_of_pages(kv)) is is_out_of_pages
-        kv = path.truncate(kv, start)
-    cache.check_integrity(kv)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,12 +162,3 @@ def test_the_story_holds_only_if_the_last_rung_matches_and_wins():
     assert history.story_holds([safe, unsafe, last])
     assert not history.story_holds([safe, unsafe, last | {"matched": False}])
     assert not history.story_holds([safe | {"speedup_e2e": 1.6}, unsafe, last])
-
-
-def test_a_family_without_the_paths_is_refused(tmp_path, capsys):
-    """Fails if a model that norms no queries and keys ends in a traceback."""
-    qwen3 = dataclasses.asdict(tiny_pair.config())
-    config = llama.LlamaConfig(**{k: v for k, v in qwen3.items() if k != "yarn"})
-    folder = str(tiny_pair.write_model(tmp_path, config, seed=0))
-    words = ("'flash' runs models of qwen3, and this is one of llama",)
-    assert_fails_with(history.main, capsys, command((folder, folder)), *words)

@@ -1,0 +1,106 @@
+"""Evidence of runs: differences are located, and nothing else is called equal."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from spec_jax.debug import evidence
+
+
+def make_evidence(**changes) -> evidence.Evidence:
+    """Three prompt tokens, five generated; two layers."""
+    rng = np.random.default_rng(3)
+    kv = [rng.integers(0, 99, (2, 7, 1, 4), np.uint16) for _ in range(2)]
+    decisions = evidence.Decisions(
+        log_probs=np.arange(5, dtype=np.uint32),
+        logits=np.arange(10, dtype=np.uint32).reshape(5, 2),
+        highest=np.arange(10, 15, dtype=np.int32),
+        row=np.array([0, 1, 2, 0, 1], np.int32),
+        window=np.array([[2, 0, 9], [2, 0, 9], [2, 0, 9], [2, 3, -1], [2, 3, -1]]),
+        constant=np.zeros(5, bool),
+    )
+    fields = {
+        "num_prompt": 3,
+        "tokens": np.arange(5, dtype=np.int32),
+        "kv": kv,
+        "decisions": decisions,
+    }
+    return evidence.Evidence(**(fields | changes))
+
+
+def with_change(name: str, at, value) -> evidence.Evidence:
+    made = make_evidence()
+    if name == "kv":
+        made.kv[at[0]][at[1:]] = value
+    else:
+        getattr(made if name == "tokens" else made.decisions, name)[at] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    "wrong, expected",
+    [
+        (make_evidence(), []),
+        (with_change("tokens", 2, 77), [("tokens", 5, 2, None)]),
+        (make_evidence(tokens=np.arange(4, dtype=np.int32)), [("tokens", 7, 1, None)]),
+        (with_change("log_probs", 3, 77), [("log_probs", 6, 0, None)]),
+        (with_change("logits", (4, 1), 77), [("logits", 7, 1, None)]),
+        (with_change("kv", (1, 0, 5, 0, 2), 777), [("kv", 5, None, 1)]),
+        (with_change("kv", (0, 1, 0, 0, 0), 777), [("kv", 0, None, 0)]),
+    ],
+)
+def test_differences_are_located(wrong, expected):
+    found = evidence.compare(make_evidence(), wrong)
+    assert [(d.what, d.position, d.row, d.layer) for d in found] == expected
+    hashes = wrong.hashes(), make_evidence().hashes()
+    differing = {what for what in evidence.WHATS if hashes[0][what] != hashes[1][what]}
+    assert differing == {d.what for d in found}
+
+
+def test_the_window_of_the_first_difference():
+    """Row 2 of the window from position 2, which decides the third token."""
+    plain, wrong = make_evidence(), with_change("logits", (2, 0), 77)
+    found = evidence.window_row(plain, wrong, evidence.compare(plain, wrong))
+    assert (found["position"], found["tokens"]) == (4, [])
+    assert (found["start"], found["starts"], found["window_rows"]) == (2, [2], 3)
+    assert (found["verify_argmax"], found["decode_argmax"]) == (12, 12)
+    assert found["window"] == [2, 0, 9] and found["drafted_token"] is None
+    late = with_change("kv", (1, 1, 6, 0, 0), 777)
+    found = evidence.window_row(plain, late, evidence.compare(plain, late))
+    assert (found["position"], found["tokens"]) == (6, [0, 1])
+    assert (found["start"], found["starts"]) == (5, [2, 5])
+    assert (found["window"], found["drafted_token"]) == ([2, 3], None)
+    early = with_change("kv", (1, 1, 0, 0, 0), 777)
+    assert evidence.window_row(plain, early, evidence.compare(plain, early)) is None
+    short = make_evidence(tokens=np.arange(4, dtype=np.int32))
+    found = evidence.window_row(plain, short, evidence.compare(plain, short))
+    assert found["position"] == 5
+
+
+def test_nothing_is_compared_past_another_token():
+    """Another text has other logits and K/V: they would hide where it began."""
+    wrong = with_change("tokens", 1, 77)
+    wrong.decisions.log_probs[2:] += 1
+    wrong.decisions.logits[2:] += 1
+    for layer in wrong.kv:
+        layer[:, 4:] += 1
+    (found,) = evidence.compare(make_evidence(), wrong)
+    assert (found.what, found.position) == ("tokens", 4)
+    wrong.kv[0][0, 3] += 1  # of the row that chose it
+    assert [d.what for d in evidence.compare(make_evidence(), wrong)] == [
+        "tokens",
+        "kv",
+    ]
+
+
+def test_what_was_not_recorded_is_not_compared():
+    """Fails if it is called equal, or if tokens and K/V are left out with it."""
+    wrong = with_change("kv", (1, 0, 5, 0, 2), 777)
+    wrong = dataclasses.replace(wrong, decisions=None)
+    wrong.tokens[4] = 77
+    found = evidence.compare(make_evidence(), wrong)
+    assert [(d.what, d.row) for d in found] == [("tokens", None), ("kv", None)]
+    assert evidence.window_row(make_evidence(), wrong, found) is None
+    hashes = wrong.hashes()
+    assert hashes["log_probs"] == hashes["logits"] == evidence.NOT_COMPARED
