@@ -25,7 +25,6 @@ from typing import Any
 from experiments.lib import (
     exact_cells,
     flags,
-    paths,
     questions,
     records,
     scenes,
@@ -112,7 +111,7 @@ def _add_run_flags(group: argparse._ActionsContainer) -> None:
             --{prefix}slab ROWS  slab height of {what} (default: {same})
             --{prefix}page-size TOKENS  positions per page of {what} (default: {same})
             """,
-            PATH=paths.NAMES,
+            PATH=scenes.PATHS,
             IMPL=IMPLS,
             TYPE=config_lib.DTYPES,
         )

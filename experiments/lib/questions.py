@@ -9,7 +9,6 @@ import pathlib
 
 from experiments.lib import (
     mismatches,
-    paths,
     prompt_files,
     prompts as prompts_lib,
     scenes,
@@ -143,7 +142,7 @@ def _history(args, line: mismatches.Mismatch | None) -> str:
         return args.history
     if line is None:
         return "decode"
-    is_rows = (args.verify_path or line.verify_path) in paths.OF_ROWS
+    is_rows = (args.verify_path or line.verify_path) in scenes.OF_ROWS
     return "decode" if is_rows else "own"
 
 
@@ -229,12 +228,12 @@ def _sides(args, line, config, history: str) -> tuple[scenes.Side, scenes.Side]:
     def window_rows(path: str, slab: int) -> int | None:
         # With `history` the window is one more of those that tile the text.
         tiles = slab if history == "own" else None
-        return None if path in paths.ONE_BY_ONE else stated("window_rows", tiles)
+        return None if path in scenes.ONE_BY_ONE else stated("window_rows", tiles)
 
     impl = dispatch.resolve(args.impl or stated("impl", "auto"))
     rows = max(_window_len(args, line), skinny_gemm.MIN_ROWS)
     first = scenes.Side(
-        path=args.reference_path or paths.DECODE,
+        path=args.reference_path or scenes.DECODE,
         impl=impl,
         dtype=config.dtype,
         slab=args.slab or stated("slab", row_model.slab_for(impl, rows)),
@@ -243,7 +242,7 @@ def _sides(args, line, config, history: str) -> tuple[scenes.Side, scenes.Side]:
     second_impl = dispatch.resolve(args.verify_impl or impl)
     own_slab = row_model.slab_for(second_impl, first.slab)
     second = scenes.Side(
-        path=args.verify_path or stated("verify_path", paths.ROWS),
+        path=args.verify_path or stated("verify_path", scenes.ROWS),
         impl=second_impl,
         dtype=args.verify_dtype or first.dtype,
         slab=args.verify_slab or own_slab,

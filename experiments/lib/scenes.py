@@ -6,11 +6,12 @@ of a path left behind.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import mismatches, paths
+from experiments.lib import mismatches, superseded
 from spec_jax.debug.microscope import history, record as record_lib, scene as scene_lib
 from spec_jax.engine import baseline, checks
 from spec_jax.model import (
@@ -23,6 +24,19 @@ from spec_jax.model import (
 from spec_jax.typing import check_impl
 
 
+DECODE = "decode"
+"""Autoregressive decoding of the window, one active row at a time: the oracle."""
+
+ROWS = "paged-decode"
+"""What the engine runs: the window's rows in one slab."""
+
+PATHS = (DECODE, *superseded.PATHS)
+"""Ways to run a window by name, as on the command line; `ROWS` is one of them."""
+
+# Paths of `qwen3.forward_rows`; the kernels of the others fuse nothing.
+OF_ROWS = (DECODE, "row-loop", ROWS)
+ONE_BY_ONE = (DECODE, "row-loop")
+
 HISTORIES = ("decode", "own")
 """Who wrote the keys and values before the window, of the second run: decoding, as of
 the first, or its own path, window by window."""
@@ -30,11 +44,23 @@ the first, or its own path, window by window."""
 FOREVER = 1 << 30
 
 
+def record_path(name: str, model: row_model.RowModel, **how: Any) -> record_lib.Path:
+    """Returns the path of that name; `how` has the other fields of `record.Path`."""
+    is_models = name in (DECODE, ROWS)
+    return record_lib.Path(
+        model=model,
+        one_by_one=name in ONE_BY_ONE,
+        target=None if is_models else superseded.make_path(name, model),
+        is_rows=name in OF_ROWS,
+        **how,
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Side:
     """One of the two ways to run the window."""
 
-    path: str  # of `paths.NAMES`
+    path: str  # of `PATHS`
     impl: str
     dtype: str
     slab: int
@@ -43,7 +69,8 @@ class Side:
     tree: tuple[int, ...] | None = None  # see `record.Path`
 
     def __post_init__(self):
-        paths.check(self.path)
+        if self.path not in PATHS:
+            raise ValueError(f"path={self.path!r} is not one of {', '.join(PATHS)}")
         check_impl(self.impl)
         if self.dtype not in config_lib.DTYPES:
             names = ", ".join(config_lib.DTYPES)
@@ -60,7 +87,7 @@ class Side:
             impl=self.impl,
             slab=self.slab,
         )
-        return paths.record_path(
+        return record_path(
             self.path,
             model,
             page_size=self.page_size,
