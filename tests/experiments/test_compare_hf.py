@@ -10,14 +10,7 @@ import tiny_pair
 from script_runs import models_of, rows_of, run_python
 
 from experiments import compare_hf
-from experiments.lib import (
-    bench,
-    compare,
-    hf,
-    noise,
-    prompts as prompts_lib,
-    runs,
-)
+from experiments.lib import bench, compare, hf, noise, prompts as prompts_lib, runs
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.model import (

@@ -26,12 +26,6 @@ OF_SPECULATIVE = b"""
 0.00.1 I n_drafted = 9
 0.00.1 I n_accept  = 3
 """
-OF_BENCH = (
-    b'{"build_commit": "0c1", "cpu_info": "A", "n_prompt": 5, "n_gen": 0, '
-    b'"samples_ns": [5000000, 15000000]}\n'
-    b'{"build_commit": "0c1", "cpu_info": "A", "n_prompt": 0, "n_gen": 64, '
-    b'"samples_ns": [64000000, 192000000]}\n'
-)
 
 
 @pytest.fixture
@@ -91,14 +85,6 @@ def test_speculative_decoding(build, printing):
     # It stops once it has more tokens than it is asked for.
     assert " -n 7 " in joined and "--spec-type draft-eagle3" in joined
     assert "--spec-draft-n-max 2 " in joined and "--spec-draft-p-min 0 " in joined
-
-
-def test_bench(build, printing):
-    printing(OF_BENCH)
-    found = llama_cpp.bench(build, "m", prompts=(5,), tokens=64, repeats=2)
-    assert found["pp5"].seconds == [0.005, 0.015]
-    assert found["tg64"].seconds == pytest.approx([0.001, 0.003])
-    assert found["tg64"].build == "0c1"
 
 
 def test_rows(folders, build, tmp_path, monkeypatch):

@@ -7,13 +7,7 @@ import pytest
 from script_runs import models_of, rows_of
 
 from experiments import exactness
-from experiments.lib import (
-    certificates,
-    cli,
-    records,
-    suite,
-    suite_plan as plans,
-)
+from experiments.lib import certificates, cli, records, suite, suite_plan as plans
 from spec_jax.debug import evidence
 
 

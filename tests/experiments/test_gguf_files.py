@@ -10,11 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from experiments.lib import gguf_files
 from spec_jax import loading
-from spec_jax.model import (
-    gguf_tokenizer,
-    load,
-    tokenizer,
-)
+from spec_jax.model import gguf_tokenizer, load, tokenizer
 
 
 gguf = pytest.importorskip("gguf")

@@ -9,13 +9,7 @@ import tiny_pair
 from script_runs import assert_has_fields_of, models_of, rows_of
 
 from experiments import plan
-from experiments.lib import (
-    costs,
-    kernel_checks,
-    planning,
-    runs,
-    subjects,
-)
+from experiments.lib import costs, kernel_checks, planning, runs, subjects
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.gamma import theory

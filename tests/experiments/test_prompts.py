@@ -6,15 +6,7 @@ import pytest
 import tiny_pair
 
 from experiments import exactness, replay
-from experiments.lib import (
-    cli,
-    flags,
-    prompt_files,
-    prompts,
-    runs,
-    suite_plan,
-    traces,
-)
+from experiments.lib import cli, flags, prompt_files, prompts, runs, suite_plan, traces
 from spec_jax import loading
 
 

@@ -7,17 +7,9 @@ import numpy as np
 import pytest
 import tiny_pair
 from gamma_cases import measure_regret
-from script_runs import (
-    models_of,
-)
+from script_runs import models_of
 
-from experiments.lib import (
-    costs,
-    outcomes,
-    prompt_files,
-    regret,
-    runs,
-)
+from experiments.lib import costs, outcomes, prompt_files, regret, runs
 from spec_jax import loading
 from spec_jax.gamma import policy, simulation, threshold
 

@@ -12,13 +12,7 @@ import numpy as np
 import pytest
 
 from experiments import reproduce
-from experiments.lib import (
-    curves,
-    files,
-    published,
-    published_rows,
-    reproduction,
-)
+from experiments.lib import curves, files, published, published_rows, reproduction
 from spec_jax import loading, testing
 from spec_jax.native import build
 

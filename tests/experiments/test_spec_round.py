@@ -2,21 +2,10 @@
 
 import dataclasses
 
-from script_runs import (
-    models_of,
-    rows_of,
-    with_another_token,
-    write_rows,
-)
+from script_runs import models_of, rows_of, with_another_token, write_rows
 
 from experiments import spec_round, throughput
-from experiments.lib import (
-    bench,
-    results,
-    runs,
-    tables,
-    terminal,
-)
+from experiments.lib import bench, results, runs, tables, terminal
 from spec_jax.analysis import metrics
 from spec_jax.ops import dispatch
 

@@ -5,20 +5,10 @@ import pathlib
 
 import pytest
 import tiny_pair
-from script_runs import (
-    assert_fails_with,
-    interrupted,
-    models_of,
-    rows_of,
-    write_rows,
-)
+from script_runs import assert_fails_with, interrupted, models_of, rows_of, write_rows
 
 from experiments import reproduce, sweep
-from experiments.lib import (
-    results,
-    sweep_cells as cells_lib,
-    tables,
-)
+from experiments.lib import results, sweep_cells as cells_lib, tables
 from spec_jax.analysis import conventions, metrics
 
 
