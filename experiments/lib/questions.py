@@ -7,12 +7,7 @@ import argparse
 import dataclasses
 import pathlib
 
-from experiments.lib import (
-    mismatches,
-    prompt_files,
-    prompts as prompts_lib,
-    scenes,
-)
+from experiments.lib import mismatches, prompt_files, prompts as prompts_lib, scenes
 from spec_jax import loading
 from spec_jax.debug.microscope import faults, scene as scene_lib, trees
 from spec_jax.model import (
