@@ -46,6 +46,8 @@ FOREVER = 1 << 30
 
 def record_path(name: str, model: row_model.RowModel, **how: Any) -> record_lib.Path:
     """Returns the path of that name; `how` has the other fields of `record.Path`."""
+    if name not in PATHS:
+        raise ValueError(f"path={name!r} is not one of {', '.join(PATHS)}")
     is_models = name in (DECODE, ROWS)
     return record_lib.Path(
         model=model,
@@ -69,8 +71,6 @@ class Side:
     tree: tuple[int, ...] | None = None  # see `record.Path`
 
     def __post_init__(self):
-        if self.path not in PATHS:
-            raise ValueError(f"path={self.path!r} is not one of {', '.join(PATHS)}")
         check_impl(self.impl)
         if self.dtype not in config_lib.DTYPES:
             names = ", ".join(config_lib.DTYPES)
