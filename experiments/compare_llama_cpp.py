@@ -37,7 +37,6 @@ from experiments.lib import (
 )
 from spec_jax import loading
 from spec_jax.drafters import registry
-from spec_jax.ops import dispatch
 
 
 MATCHED, NOT_MATCHED = 0, 2
@@ -203,18 +202,11 @@ def describe(
 ) -> dict[str, Any]:
     """What is measured and where, for every row."""
     return {
+        **models.describe(args, lm),
         **subjects.names(args),
         "drafter": args.drafter,
-        "dtype": lm.target.config.dtype,
-        "impl": lm.target.impl,
-        "native_isa": dispatch.instruction_set(lm.target.impl),
-        "slab": lm.target.slab,
         "gamma": args.gamma,
-        "page_size": args.page_size,
         "prompt_source": None if args.preset else args.prompts,
-        "gen_tokens": args.gen_tokens,
-        **({"chat_option": args.chat_option} if args.chat_option else {}),
-        "repeats": args.repeats,
         "llama_cpp": {"threads": threads},
         **records.provenance(),
     }

@@ -179,10 +179,14 @@ def run(args: argparse.Namespace, console: rich_console.Console) -> int:
         records.check_clean(what="a certificate", allow="--allow-dirty")
     with records.open_out(args) as out:
         planned = plans.from_flags(args)
-        kept, num_bytes = certificates.read_rows(args.out, planned.header)
-        out.keep(num_bytes)
-        if not num_bytes:
-            out.write(certificates.header_row(planned.header))
+        # The row of a window follows a prompt that differs; where an interrupt came
+        # between the two, the prompt runs again.
+        kept = records.resume_behind(
+            out,
+            {"kind": "header", **planned.header},
+            ("prompt", "mismatch"),
+            ends=lambda row: not row.get("differences"),
+        )
         tables.print_plan(planned.plan, kept, console)
         rows = _run_rows(args, planned.plan, kept, out)
         cells, of_prompts = planned.plan.cells, suite.of_prompts(rows)

@@ -24,6 +24,7 @@ from experiments.lib import (
     bench,
     flags,
     forced_rounds,
+    models as models_lib,
     programs,
     records,
     steps,
@@ -33,7 +34,6 @@ from experiments.lib import (
 )
 from spec_jax import loading
 from spec_jax.engine import protocols
-from spec_jax.ops import dispatch
 
 
 MEASURED, FAILED = 0, 2
@@ -246,16 +246,10 @@ def forced_runs(
 def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, Any]:
     """Says what is measured and where, for every row."""
     return {
+        **models_lib.describe(args, lm),
         **subjects.names(args),
-        "dtype": lm.target.config.dtype,
-        "impl": lm.target.impl,
-        "native_isa": dispatch.instruction_set(lm.target.impl),
-        "slab": lm.target.slab,
-        "page_size": args.page_size,
         "gamma_max": None if lm.drafter is None else args.gamma,
-        "temperature": args.temperature,
         "steps_per_call": args.steps,
-        "repeats": args.repeats,
         **records.provenance(),
     }
 

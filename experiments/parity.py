@@ -6,9 +6,8 @@ bits.
 The K/V of that text is what decoding wrote, or (`--history own`) what windows of
 the second path wrote before this one: then it is compared first.
 Exit status: 0 no value differs, 2 one does, 1 the input was unusable. With `--inject`:
-0 if the first difference is where the fault was planted. With `--bundle`: 0 if every
-value of both runs is the one that the bundle was written with. Whether a mismatch is
-met again is said, and does not change it.
+0 if the first difference is where the fault was planted. Whether a mismatch is met
+again is said, and does not change it.
 """
 
 from experiments.lib import cli
@@ -23,13 +22,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich import console as rich_console
-
 from experiments.lib import (
-    bundles,
     exact_cells,
     flags,
-    paths,
     questions,
     records,
     scenes,
@@ -46,16 +41,8 @@ from spec_jax.typing import IMPLS
 AS_EXPECTED, NOT_AS_EXPECTED = 0, 2
 
 
-# What a mismatch line or a bundle says, and so no flag may.
-_OF_TEXT = (
-    *("prompt", "prompts", "index", "cache_length"),
-    *("draft_tokens", "gamma", "wrong_draft"),
-)
-_OF_RUNS = (
-    *("prefill", "reference_path", "impl", "dtype", "slab", "page_size"),
-    *("verify_path", "verify_impl", "verify_dtype", "verify_slab", "verify_page_size"),
-    *("history", "inject", "layers", "tree"),
-)
+OF_TEXT = ("prompt", "prompts", "cache_length", "gamma")
+"""Flags of what a line of a mismatch says."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -67,14 +54,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     _add_run_flags(parser.add_argument_group("the two runs"))
     group = parser.add_argument_group("results")
     flags.add_out(group, rows="one, what was seen")
-    cli.add(
-        group,
-        f"""
-        --heatmap FIGURE  layers by operations, as a {" or ".join(cli.FIGURES)} file
-        --save-bundle FILE  a .npz file with all but the weights, for --bundle elsewhere
-        """,
-        FIGURE=cli.figure,
-    )
+    text = f"--heatmap FIGURE  layers by operations, as {' or '.join(cli.FIGURES)}"
+    cli.add(group, text, FIGURE=cli.figure)
     args = parser.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
     _check_together(parser, args)
@@ -86,31 +67,18 @@ def _add_text_flags(group: argparse._ActionsContainer) -> None:
         group,
         f"""
         --prompt TEXT  a prompt
-        --prompts N|FILE[:N]  prompts, as of spec_round.py, of which --index chooses one
-            (default: the bundled ones)
-        --index I  which of the prompts, from 0 (default: 0)
+        --prompts N|FILE[:N]  prompts, as of spec_round.py, of which the last is taken
+            (default: 1)
         --cache-length I  positions before the window: the prompt is cut, or continued
             by decoding (default: all of the prompt but its last token)
-        --draft-tokens T,T,...  the drafted tokens of the window
-        --gamma I  or how many of decoding's own to draft (default: {questions.GAMMA})
-        --wrong-draft N  make the N-th draft, from 1, another token
+        --gamma I  how many of decoding's own tokens to draft (default:
+            {questions.GAMMA})
         --mismatch FILE[:LINE]  a window that history.py --dump-verify-mismatches
             wrote, and how it was run; lines count from 1
-        --bundle FILE  run a saved bundle again, and say whether the outcome is the same
         """,
         **{"N|FILE[:N]": cli.text_source, "FILE[:LINE]": cli.text_source},
-        **{"T,T,...": _tokens, "FILE": cli.source},
     )
     flags.add_raw(group)
-
-
-def _tokens(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of tokens, such as 1,2,3"
-        ) from None
 
 
 def _parents(text: str) -> tuple[int, ...]:
@@ -143,7 +111,7 @@ def _add_run_flags(group: argparse._ActionsContainer) -> None:
             --{prefix}slab ROWS  slab height of {what} (default: {same})
             --{prefix}page-size TOKENS  positions per page of {what} (default: {same})
             """,
-            PATH=paths.NAMES,
+            PATH=scenes.PATHS,
             IMPL=IMPLS,
             TYPE=config_lib.DTYPES,
         )
@@ -172,24 +140,12 @@ def _add_run_flags(group: argparse._ActionsContainer) -> None:
 
 def _check_together(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Exits with a usage error where flags contradict each other."""
-    fixed = {"mismatch": _OF_TEXT, "bundle": (*_OF_TEXT, *_OF_RUNS, "mismatch")}
-    for source, names in fixed.items():
-        given = [name for name in names if getattr(args, name) is not None]
-        if getattr(args, source) is not None and given:
-            flag = given[0].replace("_", "-")
-            parser.error(f"--{source} says already what --{flag} would")
-    for one, other in (("prompt", "prompts"), ("draft_tokens", "gamma")):
-        if None not in (getattr(args, one), getattr(args, other)):
-            flag = one.replace("_", "-")
-            parser.error(f"--{flag} and --{other} exclude each other")
-    if args.prompt is not None:
-        try:
-            args.prompt.encode()
-        except UnicodeEncodeError as error:
-            parser.error(
-                f"--prompt: character {error.start} is half of a surrogate pair, or a "
-                "byte that is not UTF-8; write the character itself"
-            )
+    given = [name for name in OF_TEXT if getattr(args, name) is not None]
+    if args.mismatch is not None and given:
+        flag = cli.flag_of(given[0])
+        parser.error(f"--mismatch says already what {flag} would")
+    if None not in (args.prompt, args.prompts):
+        parser.error("--prompt and --prompts exclude each other")
 
 
 def look(question: questions.Question) -> sight_lib.Sight:
@@ -215,24 +171,6 @@ def look(question: questions.Question) -> sight_lib.Sight:
     )
 
 
-def _bundle_of(
-    question: questions.Question,
-    sight: sight_lib.Sight,
-    provenance: dict[str, Any],
-) -> bundles.Bundle:
-    return bundles.Bundle(
-        scenes=question.scenes,
-        history=question.history,
-        sides=question.sides,
-        fault=question.fault,
-        layers=question.layers,
-        config=config_lib.to_dict(question.config),
-        weights_sha256=question.weights_sha256,
-        digests=tuple(map(bundles.digest_of, sight.records)),
-        provenance=provenance,
-    )
-
-
 def _draw(row: dict[str, Any], path: pathlib.Path) -> None:
     # Needs matplotlib, an extra; the flags have checked that it is there.
     from experiments.lib import figures, row_figures
@@ -241,36 +179,11 @@ def _draw(row: dict[str, Any], path: pathlib.Path) -> None:
     figures.save(row_figures.divergence(row), path, rows=[row])
 
 
-def _agrees(
-    bundle: bundles.Bundle,
-    sight: sight_lib.Sight,
-    provenance: dict[str, Any],
-    console: rich_console.Console,
-) -> bool:
-    """Whether both runs came out as in the bundle; says so, and what else differs."""
-    same = [
-        bundles.digest_of(record) == digest
-        for record, digest in zip(sight.records, bundle.digests, strict=True)
-    ]
-    for name, is_same in zip(("reference", "verify"), same, strict=True):
-        outcome = "every value is the bundle's" if is_same else "other values"
-        console.print(f"{name}: {outcome}", style=None if is_same else "bold red")
-    for key, here in provenance.items():
-        there = bundle.provenance.get(key)
-        if there != here and key != "argv":
-            console.print(f"{key}: {there} in the bundle, {here} here", highlight=False)
-    return all(same)
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console, bundle = terminal.console(), None
+    console = terminal.console()
     with records.open_out(args) as out:
-        if args.bundle is not None:
-            bundle = bundles.load(args.bundle)
-            question = questions.from_bundle(args, bundle)
-        else:
-            question = questions.from_flags(args)
+        question = questions.from_flags(args)
         sight = look(question)
         provenance = records.provenance() | {
             "native_isa": dispatch.instruction_set(question.sides[0].impl),
@@ -281,16 +194,11 @@ def run(args: argparse.Namespace) -> int:
             "weights_sha256": question.weights_sha256,
         }
         out.write(row | provenance)
-    if args.save_bundle is not None:
-        bundles.save(args.save_bundle, _bundle_of(question, sight, provenance))
     if args.heatmap is not None:
         _draw(row | provenance, args.heatmap)
     sight_lib.print_sight(sight, row, console)
-    expected = sight.is_equal
-    if bundle is not None:
-        expected = _agrees(bundle, sight, provenance, console)
-    elif question.fault is not None:
-        expected = sight.names_the_fault
+    is_planted = question.fault is not None
+    expected = sight.names_the_fault if is_planted else sight.is_equal
     return AS_EXPECTED if expected else NOT_AS_EXPECTED
 
 

@@ -46,18 +46,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_rounds(group)
     flags.add_prompts(group, default="12")
     flags.add_gen_tokens(group, default=128)
-    names = ",".join(regret.ADAPTIVE)
     cli.add(
         group,
-        f"""
-        --policy NAME,...={names}  policies that adapt gamma
-        --fresh  begin every text anew (default: a policy's state is handed on from text
-            to text)
+        """
         --live  run every policy in real rounds as well
         --confidence P  with --live, also the largest gamma with a draft model that ends
             its draft before a token that it gives less than this probability
         """,
-        **{"NAME,...": cli.names(cli.one_of(regret.ADAPTIVE))},
     )
     flags.add_repeats(group, default=3)
     flags.add_cost_repeats(group)
@@ -110,7 +105,7 @@ def run_live(
                 texts,
                 candidates,
                 repeats=args.repeats,
-                hand_on=not args.fresh,
+                hand_on=True,
                 after_text=advance,
             )
             rows += regret.live_rows(name, live, candidates, num_texts=len(texts))
@@ -134,7 +129,6 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict[str, Any
         "drafter": args.drafter,
         "gamma_max": args.gamma,
         "prompt_source": args.prompts,
-        "fresh": args.fresh,
         "repeats": args.repeats if args.live else None,
         "cost_repeats": args.cost_repeats,
         **records.provenance(),
@@ -191,10 +185,9 @@ def run(args: argparse.Namespace) -> int:
                 after_turn=advance,
             )
         out.write_all(cost_rows)
-        candidates = regret.candidates(args.policy, lm, settings, typical)
-        rows = regret.simulated_rows(
-            candidates, sets, costs[args.drafter], hand_on=not args.fresh
-        )
+        candidates = regret.candidates(regret.ADAPTIVE, lm, settings, typical)
+        own = costs[args.drafter]
+        rows = regret.simulated_rows(candidates, sets, own, hand_on=True)
         out.write_all(rows)
         console.print(describe_sets(sets, args.gamma))
         print_regret(rows, console, title="simulated")

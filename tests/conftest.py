@@ -78,8 +78,9 @@ BITS = (
     "parallel/test_mesh.py",
     *("engine/test_round.py", "engine/test_trees.py", "engine/test_memory.py"),
     *("engine/test_features.py", "engine/test_slot_rows.py"),
-    *("experiments/test_embedded_pair.py", "experiments/test_parity_script.py"),
-    *("test_algorithms.py", "test_examples.py", "test_microscope.py"),
+    "experiments/test_parity_script.py",
+    *("test_algorithms.py", "test_embedded_pair.py", "test_examples.py"),
+    "test_microscope.py",
     *("test_own_models.py", "test_recorder.py"),
 )
 """Files and folders whose tests compare bits of compiled programs, or look at these:

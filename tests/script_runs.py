@@ -13,18 +13,6 @@ from experiments.lib import cli
 
 
 ROOT = pathlib.Path(__file__).parents[1]
-REQUIRED = {
-    "ablate_heads": ("--out", "rows.jsonl"),
-    "compare_llama_cpp": ("--llama-bin", "bin"),
-    "fetch_model": ("smollm2",),
-    "plot": ("--out", "figures", "--theory"),
-    "reproduce": ("--list",),
-    "replay": ("--record", "traces.jsonl"),
-    "sweep": ("--out", "sweep.jsonl"),
-    "train_drafter": ("--family", "eagle3", "--stage", "export"),
-    "train_pair": ("--stage", "export"),
-}
-"""The least that a command line must have."""
 
 
 def rows_of(path: pathlib.Path, kind: str | None = None) -> list[dict]:

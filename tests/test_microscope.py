@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.lib import paths
+from experiments.lib import scenes
 from spec_jax import testing
 from spec_jax.debug.microscope import (
     compare,
@@ -55,7 +55,7 @@ def path(
 ):
     config = dataclasses.replace(CONFIG, dtype=dtype)
     model = row_model.RowModel(config=config, impl="native", slab=slab)
-    return paths.record_path(
+    return scenes.record_path(
         name, model, page_size=page_size, window_rows=window_rows, tree=tree
     )
 
@@ -114,7 +114,7 @@ def test_equal_runs_of_xla_have_no_difference():
     model = row_model.RowModel(config=config, impl="xla", slab=5)
     one, *others = (
         record_lib.take(
-            paths.record_path(name, model, page_size=8, tree=tree), params, alone
+            scenes.record_path(name, model, page_size=8, tree=tree), params, alone
         )
         for name, tree in (
             ("decode", None),

@@ -1,9 +1,8 @@
-"""Files of the exactness suite: its rows, taken up again, and its certificates.
+"""Certificates of the exactness suite: what was run, on what, and what came out.
 
-The first row says what was run, with what, and where; rows of something else are not
-taken for rows of this. A certificate holds what was run, on what, and SHA-256 of every
-result of every prompt. Lists of these hashes stand once, under their own hash: cells
-with equal bits name the same list. Knows rows and JSON; runs nothing.
+A certificate holds the SHA-256 of every result of every prompt. Lists of these hashes
+stand once, under their own hash: cells with equal bits name the same list. Knows rows
+and JSON; runs nothing.
 """
 
 import hashlib
@@ -25,71 +24,6 @@ def sha256_of(value: Any) -> str:
     """Returns the SHA-256 of a JSON value, whatever the order of its keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def header_row(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the first row of a file."""
-    return {"kind": "header", **header}
-
-
-def read_rows(
-    path: pathlib.Path | None, header: Mapping[str, Any]
-) -> tuple[list[dict[str, Any]], int]:
-    """Reads rows of prompts and windows of an earlier run of the same, in order.
-
-    Half a line at the end, of a machine that stopped while it was written, is none.
-
-    Returns:
-      The rows, and how many bytes they and the header have: the beginning of the
-      file. Summaries behind them are to be written anew.
-
-    Raises:
-      ValueError: a file of something else, or of a run with another header; one line
-        says what differs.
-    """
-    if path is None or not path.is_file() or not path.stat().st_size:
-        return [], 0
-    lines = files.read(path).splitlines(keepends=True)
-    if not lines[-1].endswith(b"\n"):
-        lines.pop()
-    try:
-        first, *rows = map(json.loads, lines)
-        is_ours = first["kind"] == "header"
-    except (ValueError, TypeError, KeyError):
-        is_ours = False
-    if not is_ours:
-        raise ValueError(
-            f"{path}: holds something else than rows of this script; name another file"
-        )
-    changes = _header_changes(first, header)
-    if changes:
-        raise ValueError(
-            f"{path}: holds rows of another run ({'; '.join(changes)}); name another "
-            "file, or remove this one"
-        )
-    is_kept = [row.get("kind") in ("prompt", "mismatch") for row in rows]
-    count = [*is_kept, False].index(False)
-    # A row of the window follows a prompt that differs, unless its cell drafts trees.
-    # An interrupt may have come between the two: such a prompt at the end runs again.
-    if 0 < count == len(rows) and rows[count - 1].get("differences"):
-        count -= 1
-    return rows[:count], sum(map(len, lines[: 1 + count]))
-
-
-def _header_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs, by name; values where they are short."""
-    found = []
-    for name, value in new.items():
-        was = old.get(name)
-        if was == value:
-            continue
-        if isinstance(was, Mapping) and isinstance(value, Mapping):
-            found += [f"{name}.{change}" for change in _header_changes(was, value)]
-        else:
-            texts = [json.dumps(part) for part in (was, value)]
-            short = all(len(text) < 70 for text in texts)
-            found.append(f"{name} {texts[0]}, now {texts[1]}" if short else name)
-    return found
 
 
 def make(

@@ -14,14 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich import console as rich_console
 
-from experiments.lib import (
-    bench,
-    hf,
-    peak_memory,
-    runs as runs_lib,
-    tables,
-    terminal,
-)
+from experiments.lib import bench, hf, peak_memory, runs as runs_lib, tables, terminal
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import ngram

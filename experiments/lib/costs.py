@@ -20,12 +20,7 @@ import numpy as np
 from experiments.lib import bench, runs, works
 from spec_jax import loading
 from spec_jax.analysis import trace
-from spec_jax.engine import (
-    baseline,
-    protocols,
-    round as round_lib,
-    rows as rows_lib,
-)
+from spec_jax.engine import baseline, protocols, round as round_lib, rows as rows_lib
 from spec_jax.gamma import theory
 
 

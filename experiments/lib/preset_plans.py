@@ -19,6 +19,7 @@ from experiments.lib import (
     costs as costs_lib,
     forced_drafter,
     forced_rounds,
+    models,
     records,
     steps,
     subjects,
@@ -27,7 +28,6 @@ from experiments.lib import (
 )
 from spec_jax import loading
 from spec_jax.gamma import theory
-from spec_jax.ops import dispatch
 
 
 CONTEXT = 64
@@ -128,12 +128,8 @@ def run(
     gamma_max = max(args.gamma)
     lm = subjects.load(args, gamma_max=gamma_max, slab=gamma_max + 1, dtype=args.dtype)
     out.common = {
+        **models.describe(args, lm),
         **subjects.names(args),
-        "dtype": lm.target.config.dtype,
-        "impl": lm.target.impl,
-        "native_isa": dispatch.instruction_set(lm.target.impl),
-        "page_size": args.page_size,
-        "repeats": args.repeats,
         "cost_repeats": args.cost_repeats,
         **records.provenance(),
     }

@@ -1,21 +1,13 @@
 """A question for the microscope: the model, the scenes, and the two ways to run them.
 
-Made of the flags of `experiments/parity.py`: from a prompt, from a mismatch, or from a
-bundle.
+Made of the flags of `experiments/parity.py`: from a prompt, or from a mismatch.
 """
 
 import argparse
 import dataclasses
 import pathlib
 
-from experiments.lib import (
-    bundles,
-    mismatches,
-    paths,
-    prompt_files,
-    prompts as prompts_lib,
-    scenes,
-)
+from experiments.lib import mismatches, prompt_files, prompts as prompts_lib, scenes
 from spec_jax import loading
 from spec_jax.debug.microscope import faults, scene as scene_lib, trees
 from spec_jax.model import (
@@ -40,7 +32,7 @@ class Question:
       config, params: of the model, in the dtype of the first side.
     """
 
-    name: str  # of the prompt, or of the file that the scene comes from
+    name: str  # of the prompt, or of the line that the scene comes from
     config: config_lib.Qwen3Config
     params: params_lib.Params
     # What each side starts from: the same text and window, and the same keys and values
@@ -102,7 +94,6 @@ def from_flags(args: argparse.Namespace) -> Question:
             prompt,
             cache_length=args.cache_length,
             drafts=_drafts(args),
-            wrong_draft=args.wrong_draft,
             page_size=first.page_size,
             **sizes,
         )
@@ -127,32 +118,6 @@ def from_flags(args: argparse.Namespace) -> Question:
     )
 
 
-def from_bundle(args: argparse.Namespace, bundle: bundles.Bundle) -> Question:
-    """Returns the question that a bundle was written on.
-
-    Raises:
-      ValueError: a model that is not the bundle's.
-    """
-    folder = args.target or loading.EMBEDDED_TARGET
-    config, params = load.load(folder, dtype=bundle.sides[0].dtype)
-    for side in bundle.sides:
-        dispatch.resolve(side.impl)
-    question = Question(
-        name=str(args.bundle),
-        config=config,
-        params=params,
-        scenes=bundle.scenes,
-        history=bundle.history,
-        sides=bundle.sides,
-        layers=bundle.layers,
-        fault=bundle.fault,
-        mismatch=None,
-        tokenizer=_tokenizer(folder),
-    )
-    bundles.check_model(bundle, config, question.weights_sha256)
-    return question
-
-
 def _tokenizer(folder: pathlib.Path) -> tokenizer_lib.Tokenizer | None:
     """Returns what gives tokens a text; a question of token ids can do without."""
     has_one = (pathlib.Path(folder) / "tokenizer.json").exists()
@@ -172,7 +137,7 @@ def _history(args, line: mismatches.Mismatch | None) -> str:
         return args.history
     if line is None:
         return "decode"
-    is_rows = (args.verify_path or line.verify_path) in paths.OF_ROWS
+    is_rows = (args.verify_path or line.verify_path) in scenes.OF_ROWS
     return "decode" if is_rows else "own"
 
 
@@ -194,9 +159,7 @@ def _load(folder, args, line: mismatches.Mismatch | None):
     return config, params
 
 
-def _drafts(args: argparse.Namespace) -> tuple[int, ...] | int:
-    if args.draft_tokens is not None:
-        return args.draft_tokens
+def _drafts(args: argparse.Namespace) -> int:
     if args.gamma is None and args.tree is not None:
         return len(trees.columns(args.tree)) - 1
     return GAMMA if args.gamma is None else args.gamma
@@ -205,24 +168,16 @@ def _drafts(args: argparse.Namespace) -> tuple[int, ...] | int:
 def _window_len(args, line: mismatches.Mismatch | None) -> int:
     if line is not None:
         return len(line.text.window)
-    drafts = _drafts(args)
-    return 1 + (drafts if isinstance(drafts, int) else len(drafts))
+    return 1 + _drafts(args)
 
 
 def _prompt(args, folder, model: row_model.RowModel, params) -> tuple[str, list[int]]:
     """Returns the name and the tokens of the prompt."""
     if args.prompt is not None:
-        prompts = [prompt_files.Prompt(id="--prompt", text=args.prompt, category=None)]
+        prompt = prompt_files.Prompt(id="--prompt", text=args.prompt, category=None)
     else:
-        index = args.index or 0
-        spec = args.prompts or str(index + 1)
-        prompts = prompt_files.parse(spec, default_file=prompt_files.BUNDLED)
-        if not index < len(prompts):
-            raise ValueError(
-                f"--index {index}: {spec} names {len(prompts)} prompts, 0 to "
-                f"{len(prompts) - 1}"
-            )
-        prompts = prompts[index : index + 1]
+        named = args.prompts or "1"
+        *_, prompt = prompt_files.parse(named, default_file=prompt_files.BUNDLED)
     alone = loading.LanguageModel(
         target=model,
         params=params,
@@ -230,8 +185,8 @@ def _prompt(args, folder, model: row_model.RowModel, params) -> tuple[str, list[
         drafter_params=None,
         tokenizer=prompts_lib.with_options(args, tokenizer_lib.load(folder)),
     )
-    (tokens,) = prompts_lib.encode(alone, prompts, raw=args.raw)
-    return prompts[0].id, tokens
+    (tokens,) = prompts_lib.encode(alone, [prompt], raw=args.raw)
+    return prompt.id, tokens
 
 
 def _layers(text: str | None, num_layers: int) -> tuple[int, ...]:
@@ -268,12 +223,12 @@ def _sides(args, line, config, history: str) -> tuple[scenes.Side, scenes.Side]:
     def window_rows(path: str, slab: int) -> int | None:
         # With `history` the window is one more of those that tile the text.
         tiles = slab if history == "own" else None
-        return None if path in paths.ONE_BY_ONE else stated("window_rows", tiles)
+        return None if path in scenes.ONE_BY_ONE else stated("window_rows", tiles)
 
     impl = dispatch.resolve(args.impl or stated("impl", "auto"))
     rows = max(_window_len(args, line), skinny_gemm.MIN_ROWS)
     first = scenes.Side(
-        path=args.reference_path or paths.DECODE,
+        path=args.reference_path or scenes.DECODE,
         impl=impl,
         dtype=config.dtype,
         slab=args.slab or stated("slab", row_model.slab_for(impl, rows)),
@@ -282,7 +237,7 @@ def _sides(args, line, config, history: str) -> tuple[scenes.Side, scenes.Side]:
     second_impl = dispatch.resolve(args.verify_impl or impl)
     own_slab = row_model.slab_for(second_impl, first.slab)
     second = scenes.Side(
-        path=args.verify_path or stated("verify_path", paths.ROWS),
+        path=args.verify_path or stated("verify_path", scenes.ROWS),
         impl=second_impl,
         dtype=args.verify_dtype or first.dtype,
         slab=args.verify_slab or own_slab,

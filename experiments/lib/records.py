@@ -12,7 +12,7 @@ import platform
 import subprocess
 import traceback
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -54,33 +54,70 @@ def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, A
     Raises:
       ValueError: rows of something else, or measured otherwise; one line says how.
     """
-    path = out.path
-    if path is None or not path.exists():
-        return []
-    lines = files.read(path).splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
     wanted, rows = to_json(description, "description"), []
+    lines = _whole_lines(out)
     for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            other = [name for name in wanted if row[name] != wanted[name]]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{path}, line {number}: no row of this script; name another file"
-            ) from None
-        if other:
-            differences = "; ".join(
-                f"{name} is {row[name]!r} there and {wanted[name]!r} here"
-                for name in other
-            )
-            raise ValueError(
-                f"{path}, line {number}: {differences}. Give the same settings, or "
-                "name another file"
-            )
-        rows.append(row)
+        rows.append(_same(line, wanted, f"{out.path}, line {number}"))
     out.keep(sum(map(len, lines)))
     return rows
+
+
+def resume_behind(
+    out: "JsonLines",
+    header: Mapping[str, Any],
+    kinds: Collection[str],
+    *,
+    ends: Callable[[Mapping[str, Any]], bool] = lambda row: True,
+    **more: Any,
+) -> list[dict[str, Any]]:
+    """As `resume`, of a file whose first row says what all others are of.
+
+    Returns the rows of these kinds behind it; others are written anew. A new file gets
+    the header.
+
+    Args:
+      ends: whether a row may be the last; otherwise it is made again.
+      more: what a new header says besides, and may differ.
+    """
+    wanted, lines = to_json(header, "header"), _whole_lines(out)
+    if not lines:
+        out.write({**header, **more})
+        return []
+    _same(lines[0], wanted, str(out.path))
+    rows = [json.loads(line) for line in lines[1:]]
+    count = [*(row.get("kind") in kinds for row in rows), False].index(False)
+    if 0 < count == len(rows) and not ends(rows[-1]):
+        count -= 1
+    out.keep(sum(map(len, lines[: 1 + count])))
+    return rows[:count]
+
+
+def _whole_lines(out: "JsonLines") -> list[bytes]:
+    """The lines that a file has, but for half a one at its end."""
+    if out.path is None or not out.path.exists():
+        return []
+    lines = files.read(out.path).splitlines(keepends=True)
+    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
+
+
+def _same(line: bytes, wanted: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The row of a line, which says what is wanted.
+
+    Raises:
+      ValueError: no row of this script, or one that says otherwise, and what.
+    """
+    try:
+        row = json.loads(line)
+        other = [name for name in wanted if row[name] != wanted[name]]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{where}: no row of this script; name another file") from None
+    if other:
+        words = (f"{name} is {row[name]!r} there and {wanted[name]!r} here"
+                 for name in other)  # fmt: skip
+        raise ValueError(
+            f"{where}: {'; '.join(words)}. Give the same settings, or name another file"
+        )
+    return row
 
 
 class JsonLines:

@@ -10,17 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib import models, policies, runs, step_costs, traces
-from spec_jax import loading
+from spec_jax import algorithms, loading
 from spec_jax.analysis import metrics, trace as trace_lib
-from spec_jax.drafters import each, oracle, registry
+from spec_jax.drafters import oracle, registry
 from spec_jax.engine import (
     checks,
     protocols,
-    round as round_lib,
     rows as rows_lib,
     scheduler as scheduler_lib,
 )
@@ -122,16 +120,13 @@ class Replayer:
         """
         drafter, params = self.built
         size, max_tokens = self.capacity + 1, len(prompt.generated_ids)
-        speculator = round_lib.Speculator(
-            params=(None, params),
-            target=trace_lib.TraceTarget(
-                max_rows=self.header.slab, size=size, **_features_of(drafter, features)
-            ),
-            drafter=each.lift(drafter, 1, gamma_policy=chosen.gamma_policy),
-            gamma_policy=chosen.gamma_policy,
+        target = trace_lib.TraceTarget(
+            max_rows=self.header.slab, size=size, **_features_of(drafter, features)
         )
-        scheduler = scheduler_lib.Scheduler(
-            speculator=speculator,
+        algo = algorithms.speculative(target, drafter, policy=chosen.gamma_policy)
+        scheduler = algo.scheduler(
+            (None, params),
+            num_slots=1,
             capacity=self.capacity,
             page_size=self.header.page_size,
             stop_ids=self.stop_ids,
@@ -152,9 +147,7 @@ class Replayer:
             target_params=trace,
             draft_params=known,
         )
-        state = round_lib.generate(
-            speculator, scheduler.begin(request), max_rounds=jnp.int32(max_tokens)
-        )
+        state = algo.run((None, params), scheduler.begin(request))
         checks.check_pages(state.slots.status, state.slots.length, state.cache)
         slot = scheduler_lib.slot_of(jax.device_get(state.slots), 0)
         num_tokens = int(slot.length) - len(prompt.prompt_ids)

@@ -18,14 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib import forced_drafter
-from spec_jax import loading
+from spec_jax import algorithms, loading
 from spec_jax.analysis import metrics
-from spec_jax.drafters import each, oracle
+from spec_jax.drafters import oracle
 from spec_jax.engine import (
     baseline,
     checks,
     round as round_lib,
-    rows,
     scheduler as scheduler_lib,
     state as states,
     target as target_lib,
@@ -165,21 +164,15 @@ def make_scheduler(
     lm: loading.LanguageModel, settings: Settings
 ) -> scheduler_lib.Scheduler:
     """Returns the scheduler of `settings.num_slots` slots."""
-    speculator = round_lib.Speculator(
-        params=(lm.params, lm.drafter_params),
-        target=settings.verifier
-        or rows.SlotRows(model=lm.target, num_slots=settings.num_slots),
-        drafter=each.lift(
-            lm.drafter,
-            settings.num_slots,
-            rule=settings.rule,
-            gamma_policy=settings.gamma_policy,
-        ),
+    algo = algorithms.speculative(
+        settings.verifier or lm.target,
+        lm.drafter,
         rule=settings.rule,
-        gamma_policy=settings.gamma_policy,
+        policy=settings.gamma_policy,
     )
-    return scheduler_lib.Scheduler(
-        speculator=speculator,
+    return algo.scheduler(
+        (lm.params, lm.drafter_params),
+        num_slots=settings.num_slots,
         capacity=settings.capacity,
         page_size=settings.page_size,
         stop_ids=settings.stop_ids,

@@ -6,11 +6,12 @@ of a path left behind.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import mismatches, paths
+from experiments.lib import mismatches, superseded
 from spec_jax.debug.microscope import history, record as record_lib, scene as scene_lib
 from spec_jax.engine import baseline, checks
 from spec_jax.model import (
@@ -23,6 +24,19 @@ from spec_jax.model import (
 from spec_jax.typing import check_impl
 
 
+DECODE = "decode"
+"""Autoregressive decoding of the window, one active row at a time: the oracle."""
+
+ROWS = "paged-decode"
+"""What the engine runs: the window's rows in one slab."""
+
+PATHS = (DECODE, *superseded.PATHS)
+"""Ways to run a window by name, as on the command line; `ROWS` is one of them."""
+
+# Paths of `qwen3.forward_rows`; the kernels of the others fuse nothing.
+OF_ROWS = (DECODE, "row-loop", ROWS)
+ONE_BY_ONE = (DECODE, "row-loop")
+
 HISTORIES = ("decode", "own")
 """Who wrote the keys and values before the window, of the second run: decoding, as of
 the first, or its own path, window by window."""
@@ -30,11 +44,25 @@ the first, or its own path, window by window."""
 FOREVER = 1 << 30
 
 
+def record_path(name: str, model: row_model.RowModel, **how: Any) -> record_lib.Path:
+    """Returns the path of that name; `how` has the other fields of `record.Path`."""
+    if name not in PATHS:
+        raise ValueError(f"path={name!r} is not one of {', '.join(PATHS)}")
+    is_models = name in (DECODE, ROWS)
+    return record_lib.Path(
+        model=model,
+        one_by_one=name in ONE_BY_ONE,
+        target=None if is_models else superseded.make_path(name, model),
+        is_rows=name in OF_ROWS,
+        **how,
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Side:
     """One of the two ways to run the window."""
 
-    path: str  # of `paths.NAMES`
+    path: str  # of `PATHS`
     impl: str
     dtype: str
     slab: int
@@ -43,9 +71,6 @@ class Side:
     tree: tuple[int, ...] | None = None  # see `record.Path`
 
     def __post_init__(self):
-        if self.tree is not None:  # A list, where it comes from a bundle.
-            object.__setattr__(self, "tree", tuple(self.tree))
-        paths.check(self.path)
         check_impl(self.impl)
         if self.dtype not in config_lib.DTYPES:
             names = ", ".join(config_lib.DTYPES)
@@ -62,7 +87,7 @@ class Side:
             impl=self.impl,
             slab=self.slab,
         )
-        return paths.record_path(
+        return record_path(
             self.path,
             model,
             page_size=self.page_size,
@@ -78,8 +103,7 @@ def text_of_prompt(
     *,
     page_size: int,
     cache_length: int | None,
-    drafts: Sequence[int] | int,
-    wrong_draft: int | None,
+    drafts: int,
     by_rows: bool | None,
 ) -> mismatches.Text:
     """Returns a window after `cache_length` tokens of the prompt and its continuation.
@@ -87,27 +111,20 @@ def text_of_prompt(
     Args:
       cache_length: positions before the window; all of the prompt but its last token
         if None.
-      drafts: the drafted tokens; or how many, of decoding's own.
-      wrong_draft: which of them, from 1, to replace by a token that differs.
+      drafts: how many tokens are drafted, of decoding's own.
       by_rows: see `RowModel.prefill`.
     """
     start = len(prompt) - 1 if cache_length is None else cache_length
-    num_drafts = drafts if isinstance(drafts, int) else len(drafts)
-    decoded = drafts if isinstance(drafts, int) else 0
     positions = model.config.max_position_embeddings
-    if start + 1 + num_drafts > positions:
+    if start + 1 + drafts > positions:
         raise ValueError(
-            f"{start} cached tokens and a window of {num_drafts + 1} do not fit the "
+            f"{start} cached tokens and a window of {drafts + 1} do not fit the "
             f"model's {positions} positions"
-        )
-    if wrong_draft is not None and wrong_draft > num_drafts:
-        raise ValueError(
-            f"there is no draft {wrong_draft} to make wrong: {num_drafts} are drafted"
         )
     prompt = checks.check_prompt(
         prompt, vocab_size=model.config.vocab_size, capacity=positions
     )[: start + 1]
-    length = start + 1 + decoded
+    length = start + 1 + drafts
     tokens = prompt
     if len(prompt) < length:
         kv = model.new_cache(capacity=qwen3.bucket(length), page_size=page_size)
@@ -122,12 +139,8 @@ def text_of_prompt(
         # Without stop tokens: the window may lie past the end of a text.
         state = baseline.generate(model, params, state, max_steps=jnp.int32(FOREVER))
         tokens = baseline.committed(state, vocab_size=model.config.vocab_size)
-    window = tokens[start:] if isinstance(drafts, int) else [tokens[start], *drafts]
-    if wrong_draft is not None:
-        window[wrong_draft] = (window[wrong_draft] + 1) % model.config.vocab_size
-    return mismatches.Text(
-        prompt_len=len(prompt), prefix=tuple(tokens[:start]), window=tuple(window)
-    )
+    prefix, window = tuple(tokens[:start]), tuple(tokens[start:])
+    return mismatches.Text(prompt_len=len(prompt), prefix=prefix, window=window)
 
 
 def decoded(

@@ -8,11 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich import (
-    console as rich_console,
-    table as rich_table,
-    text as rich_text,
-)
+from rich import console as rich_console, table as rich_table, text as rich_text
 
 from experiments.lib import records, terminal
 

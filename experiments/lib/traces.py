@@ -6,6 +6,7 @@ file, and takes up one that was interrupted; `read` checks and reads one.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -222,55 +223,25 @@ def record(args: argparse.Namespace) -> tuple[Header, int]:
     """
     recording = prepare(args)
     header, path = recording.header, args.record
-    known, num_bytes = _taken_up(path, header, recording.prepared)
-    missing = range(len(known), header.num_prompts)
     fan = fan_out.of(args, prepare_like, args, header)
-    with (
-        records.open_rows(path, allow_dirty=args.allow_dirty) as out,
-        terminal.counted("prompts", total=len(missing)) as advance,
-    ):
-        out.keep(num_bytes)
-        if not num_bytes:
-            out.write(header.to_row() | records.provenance())
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(records.open_rows(path, allow_dirty=args.allow_dirty))
+        here = records.provenance()
+        about = header.to_row() | {"git_commit": here["git_commit"]}
+        known = records.resume_behind(out, about, ("trace",), **here)
+        ids = recording.prepared.ids[: len(known)]
+        if [row["prompt_ids"] for row in known] != ids:
+            raise ValueError(f"{path}: has traces of other prompts: name another")
+        missing = range(len(known), header.num_prompts)
+        advance = stack.enter_context(terminal.counted("prompts", total=len(missing)))
         for traces in fan_out.in_order(fan(recording, missing), missing):
             out.write_all(one.to_row() for one in traces)
             advance()
     return header, len(known)
 
 
-def _taken_up(path, header, prepared) -> tuple[list[PromptTrace], int]:
-    """Returns the traces that an interrupted recording of the same left behind, and
-    how many bytes they and the header have."""
-    if not path.is_file() or not path.stat().st_size:
-        return [], 0
-    theirs, known = read(path, is_complete=False)
-    changes = theirs.changes(dataclasses.asdict(header))
-    pairs = zip(prepared.prompts, prepared.ids, strict=True)
-    named = [(prompt.id, ids) for prompt, ids in pairs]
-    if not changes and [(k.id, k.prompt_ids) for k in known] != named[: len(known)]:
-        changes = ["prompts of another file"]
-    there = next(iter(files.read_rows(path).values())).get("git_commit")
-    here = records.provenance()["git_commit"]
-    if there != here:
-        changes.append(f"git_commit {there} and {here}")
-    if changes:
-        raise ValueError(
-            f"{path}: holds traces of another recording ({'; '.join(changes)}); name "
-            "another file, or remove this one"
-        )
-    held = files.read(path)
-    if not held.endswith(b"\n"):  # The next row would be glued to the last one.
-        known, held = known[:-1], held[: held.rfind(b"\n") + 1]
-    return known, len(held)
-
-
-def read(
-    path: pathlib.Path, *, is_complete: bool = True
-) -> tuple[Header, list[PromptTrace]]:
+def read(path: pathlib.Path) -> tuple[Header, list[PromptTrace]]:
     """Reads and checks a file of traces.
-
-    Args:
-      is_complete: refuse a file that lacks prompts, as an interrupted recording does.
 
     Raises:
       ValueError: a file that cannot be read, is empty, damaged, of another format or
@@ -287,47 +258,28 @@ def read(
             f"{path}: has no header of traces of format {FORMAT}, but {kind!r} of "
             f"format {form!r}; {again}"
         )
-    header = _checked(first, Header, f"{path}, line {number}")
+    header = files.checked(first, Header, f"{path}, line {number}")
     traces = []
     for number, row in others:
         where = f"{path}, line {number}"
         if row.get("kind") != "trace":
             raise ValueError(f"{where}: is no trace; remove the line, or record again")
-        trace = _checked(row, PromptTrace, where)
-        count, size = len(trace.generated_ids), header.vocab_size
-        outside = [token for token in trace.text if not 0 <= token < size]
-        if count != header.gen_tokens or outside or not trace.prompt_ids:
+        trace = files.checked(row, PromptTrace, where)
+        count = len(trace.generated_ids)
+        if count != header.gen_tokens:
             raise ValueError(
-                f"{where}: has {len(trace.prompt_ids)} and {count} generated tokens, "
-                f"{outside[:1]} of them outside the vocabulary [0, {size}); the header "
-                f"says {header.gen_tokens} generated; record again"
+                f"{where}: has {count} generated tokens, and the header says "
+                f"{header.gen_tokens}; record again"
             )
         traces.append(trace)
     lacking = header.num_prompts - len(traces)
-    if lacking < 0 or (is_complete and lacking):
+    if lacking:
         raise ValueError(
             f"{path}: has traces of {len(traces)} prompts, and its header says "
             f"{header.num_prompts}; run replay.py --record again, which takes up an "
             "interrupted file"
         )
     return header, traces
-
-
-def _checked(row: Mapping[str, Any], kind: type, where: str) -> Any:
-    """The row as a dataclass; a header that no run can have had is refused."""
-    made = files.checked(row, kind, where)
-    if kind is Header:
-        sizes = {"slab": made.slab - 1} | {
-            name: getattr(made, name)
-            for name in ("gen_tokens", "page_size", "num_prompts")
-        }
-        try:
-            made.settings  # noqa: B018
-            if min(sizes.values()) < 1:
-                raise ValueError(f"sizes are too small: {sizes}, of the slab less 1")
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}; record again") from None
-    return made
 
 
 def _shown(value: Any) -> str:

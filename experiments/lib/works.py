@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from experiments.lib import bench, noise
-from spec_jax import compilation, loading, tree as tree_lib
+from spec_jax import algorithms, compilation, loading, tree as tree_lib
 from spec_jax.drafters import each
 from spec_jax.engine import (
     baseline,
@@ -109,8 +109,8 @@ def rounds(
       caches: of the target, and the drafter's memory.
       memory_at: the memory as a round finds it after so many tokens.
     """
-    target = rows_lib.SlotRows(model=lm.target, num_slots=1)
-    drafter, most = each.lift(lm.drafter, 1), jnp.int32(max_rounds)
+    algo, most = algorithms.speculative(lm.target, lm.drafter), jnp.int32(max_rounds)
+    speculator = algo.speculator((lm.params, lm.drafter_params), 1)
 
     def prepare(caches) -> states.State:
         kv, memory = caches
@@ -126,17 +126,12 @@ def rounds(
         kv = noise.at_length(kv, context - 1)
         return states.State(slots=slots, cache=kv, memory=memory_at(memory, context))
 
-    def apply(function, state):
-        params = lm.params, lm.drafter_params
-        speculator = round_lib.Speculator(params=params, target=target, drafter=drafter)
-        return function(speculator, state, max_rounds=most)
-
     return Work(
         program=program,
         function=round_lib.generate,
         caches=caches,
         prepare=prepare,
-        apply=apply,
+        apply=lambda f, state: f(speculator, state, max_rounds=most),
         calls=max_rounds,
     )
 

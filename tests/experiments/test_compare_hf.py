@@ -7,20 +7,10 @@ import jax
 import numpy as np
 import pytest
 import tiny_pair
-from model.test_families import NEOX, write_oracle
 from script_runs import models_of, rows_of, run_python
 
 from experiments import compare_hf
-from experiments.lib import (
-    bench,
-    compare,
-    hf,
-    noise,
-    peak_memory,
-    prompts as prompts_lib,
-    runs,
-    subjects,
-)
+from experiments.lib import bench, compare, hf, noise, prompts as prompts_lib, runs
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.model import (
@@ -125,31 +115,6 @@ def test_rows_of_runs(measured):
     assert summary["matched"] is True
 
 
-@pytest.mark.slow
-@pytest.mark.oracle
-@pytest.mark.few(1)
-@pytest.mark.parametrize("is_parallel", [False, True])
-def test_gpt_neox_beside_hugging_face(oracle, is_parallel, tmp_path):
-    """64 greedy tokens, at each K of the published runs; the draft is often right."""
-    folders = tmp_path / "target", tmp_path / "draft"
-    sizes = NEOX | {"vocab_size": 257, "use_parallel_residual": is_parallel}
-    for seed, folder in enumerate(folders):
-        write_oracle("GPTNeoX", sizes, folder)
-        tiny_pair.byte_tokenizer().save(str(folder / "tokenizer.json"))
-        config, params = load.load(folder)
-        noise = params_lib.init(jax.random.key(1), config, stddev=0.01 * seed)
-        load.save(folder, config, jax.tree.map(lambda a, b: a + b, params, noise))
-    (tmp_path / "prompts.txt").write_text("def first(x):\nimport second, third")
-    out = tmp_path / "out.jsonl"
-    more = ("--gammas", "3,5,7,10", "--gen-tokens", "64", "--ignore-stop")
-    assert compare_hf.main(command(folders, *more, "--out", str(out))) == 0
-    (summary,) = rows_of(out, "summary")
-    assert summary["greedy_identical"] == summary["prompts"] == 3
-    assert summary["matched"] and summary["same_drafts"] == summary["drafted_runs"]
-    assert summary["drafted_runs"] == 3 * 4 * len(hf.METHODS)
-    assert sum(row["accepted"] or 0 for row in rows_of(out, "comparison")) > 0
-
-
 @pytest.mark.oracle
 @pytest.mark.parametrize("method", hf.METHODS)
 def test_both_sides_accept_the_same_drafts(measured, method):
@@ -216,19 +181,6 @@ def test_a_perfect_draft_is_kept_whole(oracle, folders):
 
 
 @pytest.mark.oracle
-def test_a_stop_token_stops_both_sides(sides):
-    """At the same token, which both of them keep."""
-    prompt = [5, 6, 7]
-    _, whole = sides.generate(compare.OUR_PLAIN, prompt)
-    stop = whole.tokens[3]
-    expected = whole.tokens[: whole.tokens.index(stop) + 1]
-    settings = dataclasses.replace(sides.settings, stop_ids=(stop,))
-    stopped = dataclasses.replace(sides, settings=settings)
-    for run in compare.all_runs(sides, GAMMAS):
-        assert stopped.generate(run, prompt)[1].tokens == expected, run
-
-
-@pytest.mark.oracle
 def test_another_target_is_told(oracle, folders, tmp_path, monkeypatch, capsys):
     """Negative control: other weights on Hugging Face's side give status 2."""
     target, draft = folders
@@ -251,17 +203,9 @@ def test_another_target_is_told(oracle, folders, tmp_path, monkeypatch, capsys):
     assert "Other tokens than Hugging Face's" in capsys.readouterr().out
 
 
-def test_equal_tokens_of_nan_do_not_match(overflowing):
+def test_equal_tokens_of_nan_do_not_match():
     """Fails if a run of either kind is taken for finite; and equal tokens that are."""
-    target, draft = overflowing
-    lm = loading.load(target, draft=draft, gamma_max=3, slab=4)
-    settings = runs.Settings(gamma=3, gen_tokens=GEN_TOKENS, capacity=48, page_size=16)
-    ours = compare.Sides(lm=lm, hf=None, settings=settings)
     drafted = compare.Run(side=compare.OURS, method="draft model", gamma=3)
-    done = {
-        run: ours.generate(run, [5, 6, 7])[1] for run in (compare.OUR_PLAIN, drafted)
-    }
-    assert all(one.nonfinite for one in done.values())
     timings = bench.Timings(warm_up={}, seconds={})
     finite = hf.Generated(tokens=[1, 2], counters=None)
     prompt_runs = lambda every: compare.PromptRuns(
@@ -313,26 +257,6 @@ def test_the_weights_of_torch_are_ours(oracle, kind, tied):
 
 
 @pytest.mark.oracle
-def test_presets(oracle, tmp_path, monkeypatch):
-    """Random weights in both libraries' hands, with the draft and without."""
-    config = tiny_pair.config(num_layers=2)
-    for name in subjects.PRESETS:
-        monkeypatch.setitem(subjects.PRESETS, name, config)
-    out = tmp_path / "out.jsonl"
-    more = ["--lengths", "4", "9", "20", "--gammas", "3", "--repeats", "1"]
-    more += ["--gen-tokens", "6", "--per-length", "1", "--out", str(out)]
-    preset = ["--preset", "qwen3-8b", "--draft-preset", "qwen3-0.6b"]
-    assert compare_hf.main([*preset, *more]) == 0
-    rows = rows_of(out, "comparison")
-    assert len(rows) == 3 * 6 and {row["target"] for row in rows} == {"qwen3-8b"}
-    assert not rows_of(out, "memory")
-    assert compare_hf.main([*preset[:2], *more, "--no-hf"]) == 0
-    rows = rows_of(out, "comparison")
-    assert [row["method"] for row in rows] == ["plain"] * 3
-    assert rows[0]["vs_hf"] is None and rows[0]["vs_plain"] == 1
-
-
-@pytest.mark.oracle
 def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
     """With settings beside the weights that would make it do both."""
     import transformers
@@ -355,31 +279,6 @@ def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
     assert settings.eos_token_id == expected[2]
 
 
-def memory_request(target, draft, **sizes: int) -> peak_memory.Request:
-    how = {"dtype": "float32", "impl": "auto", "backend": "cpu", "page_size": 16}
-    text = {"prompt": [5, 6, 7], "stop_ids": []}
-    return peak_memory.Request(
-        target=str(target), draft=str(draft), **how, **text, **sizes
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.oracle
-def test_each_side_is_measured_alone(oracle, folders):
-    """Fails if a peak is that of this process, or one side loads the other."""
-    request = memory_request(*folders, gamma=2, gen_tokens=4)
-    ballast = np.ones(2**30, np.uint8)  # 1 GiB, more than either side has
-    for side, stages in (
-        ("spec_jax", ["libraries", "weights", "plain", "draft model"]),
-        ("transformers", ["libraries", "weights", "plain", *hf.METHODS]),
-    ):
-        peaks = peak_memory.measure(side, request)
-        assert list(peaks) == stages
-        values = [peak["host_bytes"] for peak in peaks.values()]
-        assert values == sorted(values) and 50 * 2**20 < values[0]
-        assert values[-1] < ballast.nbytes < peak_memory.peak_host_bytes()
-
-
 @pytest.mark.oracle
 def test_hugging_faces_side_never_loads_jax(oracle):
     """What its process imports: JAX there would count as Hugging Face's memory."""
@@ -388,11 +287,3 @@ def test_hugging_faces_side_never_loads_jax(oracle):
         "import torch, transformers; sys.exit('jax' in sys.modules)"
     )
     assert run_python("-c", code).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "place"),
-    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0)],
-)
-def test_first_difference(ours, theirs, place):
-    assert compare.first_difference(ours, theirs) == place

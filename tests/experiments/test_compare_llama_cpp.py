@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from script_runs import assert_fails_with, models_of, rows_of
+from script_runs import models_of, rows_of
 
 from experiments import compare_llama_cpp
 from experiments.lib import beside_llama as beside, compare, llama_cpp
@@ -26,12 +26,6 @@ OF_SPECULATIVE = b"""
 0.00.1 I n_drafted = 9
 0.00.1 I n_accept  = 3
 """
-OF_BENCH = (
-    b'{"build_commit": "0c1", "cpu_info": "A", "n_prompt": 5, "n_gen": 0, '
-    b'"samples_ns": [5000000, 15000000]}\n'
-    b'{"build_commit": "0c1", "cpu_info": "A", "n_prompt": 0, "n_gen": 64, '
-    b'"samples_ns": [64000000, 192000000]}\n'
-)
 
 
 @pytest.fixture
@@ -91,25 +85,6 @@ def test_speculative_decoding(build, printing):
     # It stops once it has more tokens than it is asked for.
     assert " -n 7 " in joined and "--spec-type draft-eagle3" in joined
     assert "--spec-draft-n-max 2 " in joined and "--spec-draft-p-min 0 " in joined
-
-
-def test_bench(build, printing):
-    printing(OF_BENCH)
-    found = llama_cpp.bench(build, "m", prompts=(5,), tokens=64, repeats=2)
-    assert found["pp5"].seconds == [0.005, 0.015]
-    assert found["tg64"].seconds == pytest.approx([0.001, 0.003])
-    assert found["tg64"].build == "0c1"
-
-
-def test_an_output_that_is_not_understood(build, printing):
-    """Controls: no number comes of an output that is another, or of a failure."""
-    printing(b"a newer version")
-    for call in (complete, speculate):
-        with pytest.raises(ValueError, match="an output that is not understood"):
-            call(build)
-    printing(b"", b"main: error: unable to load model", 1)
-    with pytest.raises(ValueError, match="status 1: main: error: unable to load model"):
-        complete(build)
 
 
 def test_rows(folders, build, tmp_path, monkeypatch):
@@ -175,15 +150,3 @@ def test_text_beyond_ours_is_not_compared():
         generated = {plain: [made(b"ab", 2)], drafted: [made(text, tokens)]}
         runs = beside.PromptRuns(prompt=None, generated=generated)
         assert runs.first_difference(drafted) == first
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ((), "--llama-bin is missing: name the folder `bin`"),
-        (("--llama-bin", "none"), "no llama-bench, llama-completion"),
-        (("--llama-bin", "none", "--drafter", "ngram"), "--drafter ngram"),
-    ],
-)
-def test_unusable_input(capsys, more, words):
-    assert_fails_with(compare_llama_cpp.main, capsys, more, words)

@@ -1,17 +1,17 @@
 """Costs of rounds: their parts, and proposals along a text that are timed for them."""
 
 import dataclasses
+import json
 import typing
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import tiny_pair
+from script_runs import write_rows
 
-from experiments.lib import bench, costs, noise, works
+from experiments.lib import bench, costs, noise, step_costs, works
 from spec_jax import loading
 from spec_jax.drafters import each
-from spec_jax.engine import protocols
 from spec_jax.gamma import theory
 
 
@@ -60,50 +60,6 @@ def test_costs_are_compared_within_a_turn():
     assert found.beyond_s == pytest.approx((0.1, 0.2))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Listing:
-    """Writes down where it is asked, for how much, and what is committed."""
-
-    gamma_max: int = GAMMA
-
-    def init(self, *, capacity, page_size):
-        return jnp.zeros((capacity,), jnp.int32), jnp.zeros((capacity,), jnp.int32)
-
-    def propose(self, params, memory, *, tokens, length, gamma):
-        asked, committed = memory
-        drafts = jnp.full((self.gamma_max,), 5, jnp.int32)
-        return (asked.at[length].set(gamma), committed), protocols.Proposal(
-            tokens=drafts, num_drafted=gamma
-        )
-
-    def commit(self, params, memory, length):
-        asked, committed = memory
-        return asked, committed.at[length].add(1)
-
-
-@pytest.mark.parametrize("stride", [1, 3])
-def test_proposals_are_made_along_the_text(stride):
-    """Fails if a proposal is left out, or the text is not committed between two."""
-    drafter = each.lift(Listing(), 1)
-    memory, seen = works.propose_along(
-        drafter,
-        None,
-        drafter.init(capacity=12, page_size=1),
-        tokens=jnp.zeros((1, 12), jnp.int32),
-        features=None,
-        sampling=None,
-        start=jnp.int32(2),
-        gamma=jnp.int32(2),
-        steps=jnp.int32(3),
-        stride=jnp.int32(stride),
-    )
-    asked, committed = memory.slots
-    places = [2 + i * stride for i in range(3)]
-    assert np.flatnonzero(asked[0]).tolist() == places
-    assert np.flatnonzero(committed[0]).tolist() == [n + stride for n in places]
-    assert int(seen) == 3 * (2 * 5 + 2)  # every draft was looked at
-
-
 @pytest.mark.parametrize("stride", [1, 3])
 def test_a_head_proposes_along_the_text(tmp_path, stride):
     """Fails if features do not come with what is committed: it would draft nothing."""
@@ -127,3 +83,37 @@ def test_a_head_proposes_along_the_text(tmp_path, stride):
     assert int(memory.ring.first[0]) == last - 1  # The last proposal took all in.
     assert int(memory.ring.end[0]) == last + stride - 1
     assert int(seen) >= 3 * GAMMA
+
+
+TABLE = {"plain_s": 1.0, "verify_s": {"1": 1.0, "5": 2.0}, "draft_s": {"oracle": 0.5}}
+
+
+def test_costs_as_latency_writes_them(tmp_path):
+    path = tmp_path / "latency.jsonl"
+    steps = {
+        "plain step": (None, 2.0),
+        "1 active row": (1, 2.0),
+        "2 active rows": (2, 3.0),
+        "draft step": (1, 0.5),
+    }
+    rows = [
+        {"kind": "step", "step": name, "num_active": num_active, "ms": ms}
+        for name, (num_active, ms) in steps.items()
+    ]
+    write_rows(path, [*rows, {"kind": "x"}])
+    curves = step_costs.read(path, ("draft-model", "ngram", "hybrid"))
+    curve = theory.CostCurve(
+        plain_s=0.002, rows=(1, 2), verify_s=(0.002, 0.003), draft_s=0.0005
+    )
+    assert curves["draft-model"] == curves["hybrid"] == curve
+    assert curves["ngram"].draft_s == 0.0
+    path.write_text(path.read_text() * 2)
+    with pytest.raises(ValueError, match="rows of several runs"):
+        step_costs.read(path, ("ngram",))
+    # One number for all drafters.
+    path.write_text(
+        json.dumps(TABLE | {"draft_s": 0.25, "overhead_s": 0.125}, indent=1)
+    )
+    curve = step_costs.read(path, ("suffix",))["suffix"]
+    assert curve.draft_s == 0.25 and curve.overhead_s == 0.125
+    assert step_costs.expected_seconds(curve, [0, 0, 0]) == 0.0

@@ -1,20 +1,29 @@
-"""The exactness suite over trees, heads, drafters of others, and bad flags."""
+"""The exactness suite over trees, heads and a target alone; its cells and prompts."""
+
+import dataclasses
+import json
 
 import exactness_commands as commands
-import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny_pair
 import wrong_targets
-from script_runs import models_of, rows_of
+from script_runs import assert_fails_with, main_of, models_of, rows_of
 
 from experiments import exactness
 from experiments.lib import (
     certificates,
     exact_cells,
+    exact_cells as cells_lib,
+    flags,
+    models,
+    policies,
+    suite,
     suite_plan as plans,
 )
 from spec_jax import loading
-from spec_jax.engine import round as round_lib
+from spec_jax.debug import evidence
+from spec_jax.drafters import ngram
 
 
 @pytest.fixture(scope="module")
@@ -89,35 +98,6 @@ def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch, cap
     )
 
 
-@pytest.mark.slow
-def test_a_head_is_exact(folders, tmp_path, capsys):
-    """Chains and a tree of a head, which a certificate names and knows again."""
-    head = tiny_pair.write_head(tmp_path / "head", folders[0])
-    out, certificate = tmp_path / "rows.jsonl", tmp_path / "run.json"
-    more = ("--drafter", str(head), "--tree", "none,2x3:5", "--batch", "2")
-    more += ("--sampling", "sampled", "--out", str(out))
-    arguments = commands.one_cell(folders, *more, *commands.certifying(certificate))
-    assert exactness.main(arguments) == exactness.EXACT
-    chain, tree = rows_of(out, "cell")
-    for summary in (chain, tree):
-        assert summary["cell"]["drafter"] == "eagle3" and summary["proposed"] > 0
-        assert set(summary["equal"].values()) == {commands.NUM_PROMPTS}
-    assert str(head) not in certificate.read_text()
-    assert certificates.read(certificate)["settings"]["head"] == "head"
-    again = ("--limit", "2", "--head", str(head))
-    assert commands.verify(folders, certificate, *again) == exactness.EXACT
-    other = tiny_pair.write_head(tmp_path / "other", folders[0], seed=3)
-    for words, named in (
-        ("a certificate of head head; give its folder with --head", ()),
-        ("was written with other weights", ("--head", str(other))),
-    ):
-        arguments = [*models_of(folders), "--verify", str(certificate), *named]
-        commands.assert_fails_with(capsys, arguments, words)
-    arguments = commands.one_cell(folders, "--head", str(head))
-    words = "--head is the drafter eagle3's: add that"
-    commands.assert_fails_with(capsys, arguments, words)
-
-
 def test_a_gpu_runs_what_another_process_repeats(folders, monkeypatch, tmp_path):
     """Fails if a certificate made on a GPU depends on what was fastest there."""
     monkeypatch.setattr(plans.dispatch, "backend", lambda: "gpu")
@@ -143,21 +123,6 @@ def test_a_gpu_runs_what_another_process_repeats(folders, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("axes", "trees"),
-    [
-        ((), ["none", "2x4:7@0.4"]),
-        (("--gamma", "2,1,3", "--product"), ["none"] * 3 + ["2x4:7@0.4"]),
-    ],
-)
-def test_a_tree_has_its_own_gamma(folders, axes, trees):
-    """Fails if one tree is run once for each gamma of the chains."""
-    more = ("--drafter", "draft-model", "--tree", "none,2x4:7,2x4:7@0.4", *axes)
-    args = exactness.parse_args(commands.one_cell(folders, *more))
-    cells = plans.from_flags(args).plan.cells
-    assert sorted((cell.tree for cell in cells), reverse=True) == trees
-
-
-@pytest.mark.parametrize(
     ("wrong", "what"),
     [(wrong_targets.OneUlpOff, "logits"), (wrong_targets.ForgetsPaths, "kv")],
 )
@@ -178,51 +143,6 @@ def test_a_fault_of_trees_is_caught(
     assert "parity.py looks into chains alone" in capsys.readouterr().out
 
 
-#
-# Flags
-#
-
-
-class FromOutside:
-    """A drafter of another package: it repeats the last token."""
-
-    def __init__(self, gamma_max: int):
-        self.gamma_max = gamma_max
-
-    def __hash__(self):
-        return hash(self.gamma_max)
-
-    def __eq__(self, other):
-        return isinstance(other, FromOutside) and other.gamma_max == self.gamma_max
-
-    def init(self, *, capacity, page_size):
-        del capacity, page_size
-        return ()
-
-    def prefill(self, params, memory, prompt):
-        del params, prompt
-        return memory
-
-    def propose(self, params, memory, *, tokens, length, gamma):
-        del params
-        drafts = jnp.broadcast_to(tokens[length - 1], (self.gamma_max,))
-        return memory, round_lib.protocols.Proposal(tokens=drafts, num_drafted=gamma)
-
-    def commit(self, params, memory, length):
-        del params, length
-        return memory
-
-
-@pytest.mark.slow
-def test_every_kind_of_drafter_has_batches(folders, tmp_path):
-    """One from outside beside a draft model."""
-    outside = f"{__name__}:FromOutside"
-    cells = ("--drafter", f"{outside},draft-model")
-    status, rows = commands.run_one_cell(folders, tmp_path, *cells, "--batch", "2")
-    assert status == exactness.EXACT and len(rows) == 2 * commands.NUM_PROMPTS
-    assert sum(row["proposed"] for row in rows[: commands.NUM_PROMPTS]) > 0
-
-
 def test_a_schedule_is_exact(folders, tmp_path):
     """With stated times, that a certificate names: the same drafts anywhere."""
     cells = ("--drafter", "draft-model", "--gamma-policy", "schedule", "--batch", "2")
@@ -233,3 +153,120 @@ def test_a_schedule_is_exact(folders, tmp_path):
     assert sum(row["proposed"] for row in rows) > 0
     stated = certificates.read(certificate)["constants"]["schedule"]
     assert stated == exact_cells.CONSTANTS["schedule"]
+
+
+OURS = "spec_jax.drafters.ngram:PromptLookup"
+
+
+def test_a_certificate_of_a_target_alone(folders, tmp_path, monkeypatch, capsys):
+    """Fails if a draft is loaded, or the certificate cannot be verified without one, by
+    the same command from the same folder."""
+    certificate, main = tmp_path / "run.json", main_of("exactness")
+    monkeypatch.chdir(tmp_path)
+    prompts = tmp_path / "some/folder/below/prompts.txt"
+    prompts.parent.mkdir(parents=True)
+    prompts.write_text("def f(x):\nimport os\n")
+    arguments = ["--target", str(folders[0])]
+    more = (
+        "--impl xla --dtype float32 --cache paged --batch 1 --sampling greedy --gamma "
+    )
+    more += "2 --gamma-policy fixed --gen-tokens 6 --page-size 128 --slab 4"
+    more = [*more.split(), "--prompts", str(prompts), *commands.certifying(certificate)]
+    assert main([*arguments, *more]) == 0
+    written = json.loads(certificate.read_text())
+    assert written["settings"]["draft"] is None
+    assert [*written["weights"]["float32"]] == ["target"]
+    drafters = [cell["cell"]["drafter"] for cell in written["cells"]]
+    assert drafters == ["oracle", "ngram"]
+    arguments += ["--verify", str(certificate)]
+    assert main(arguments) == 0
+    prompts.rename(tmp_path / "elsewhere.txt")
+    words = ("prompts some/folder/below/prompts.txt", "not found", "--prompts")
+    assert_fails_with(main, capsys, arguments, *words)
+    assert main([*arguments, "--prompts", "elsewhere.txt"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("drafter", "target", "draft", "named"),
+    [
+        ("draft-model", None, None, "embedded"),
+        ("ngram", None, None, None),
+        ("ngram", "t", "d", None),
+        ("draft-model", "t", "d", "d"),
+        ("eagle3", None, "d", "d"),
+        (OURS, "t", None, None),
+        (OURS, "t", "d", "d"),
+        (("ngram", "hybrid"), "t", "d", "d"),
+        (("ngram", "suffix"), "t", None, None),
+    ],
+)
+def test_rows_name_a_draft_where_there_is_one(drafter, target, draft, named):
+    parser = flags.cli.Parser("")
+    flags.add_folders(parser)
+    args = parser.parse_args([])
+    args.drafter, args.target, args.draft = drafter, target, draft
+    assert models.draft_of(args) == named
+
+
+AXES = {axis: values for axis, values in plans.BRIEF.axes.items()} | {
+    "impl": ("native", "xla")
+}
+
+
+def test_a_star_varies_one_axis_at_a_time():
+    found = cells_lib.star(AXES)
+    assert len(found) == len(set(found)) == 1 + sum(len(v) - 1 for v in AXES.values())
+    base = found[0]
+    assert all(getattr(base, axis) == values[0] for axis, values in AXES.items())
+    for cell in found[1:]:
+        changed = [a for a in AXES if getattr(cell, a) != getattr(base, a)]
+        assert len(changed) == 1
+    groups = cells_lib.by_plain(found)
+    assert len(groups) == len({tuple(cell.plain.items()) for cell in found})
+
+
+def test_names_of_axes_stand_for_what_the_certificate_says():
+    greedy, *others = cells_lib.star(AXES)
+    sampled = next(cell for cell in others if cell.sampling == "sampled")
+    settings = dataclasses.asdict(sampled.settings)
+    found = {name: value.item() for name, value in settings.items()}
+    assert found.pop("min_p") == 0
+    assert found == pytest.approx(cells_lib.CONSTANTS["sampled"])
+    assert greedy.settings is None
+    drafter = ngram.PromptLookup(gamma_max=3)
+    fixed, by_share, by_speed = (
+        dataclasses.replace(greedy, gamma_policy=name).policy(drafter)
+        for name in policies.POLICIES
+    )
+    assert fixed.gamma_policy is None and fixed.state is None
+    assert by_share.gamma_policy.ladder == (0, 1, 2, 3)
+    np.testing.assert_array_equal(by_speed.state.round_s, [1, 1.25, 1.5, 1.75])
+    assert cells_lib.constants_of([greedy]) == {}
+    assert [*cells_lib.constants_of([sampled])] == ["sampled"]
+    with pytest.raises(ValueError, match="'mood' is not one of fixed"):
+        dataclasses.replace(greedy, gamma_policy="mood").policy(drafter)
+
+
+def test_plain_bits_may_not_depend_on_pages():
+    """Negative control of the comparison over cells."""
+    axes = {axis: values[:1] for axis, values in AXES.items()} | {"page_size": (8, 64)}
+    small, large = cells_lib.star(axes)
+    hashes = dict.fromkeys(evidence.WHATS, "1")
+    rows = [
+        {"cell": cell.name, "index": number, "plain_sha256": hashes}
+        for cell in (small, large)
+        for number in range(3)
+    ]
+    assert suite.across_pages([small, large], rows) == []
+    rows[4] = rows[4] | {"plain_sha256": hashes | {"kv": "0"}}
+    assert suite.across_pages([small, large], rows) == [(small.bits, 1)]
+
+
+def test_more_prompts_than_are_bundled():
+    """Beginnings of them: as many as asked for, all different."""
+    pairs = [(str(i), list(range(i, i + 24))) for i in range(10)]
+    found = suite.beginnings(pairs, 35)
+    assert found[:10] == pairs and len(found) == 35
+    assert len({tuple(ids) for _, ids in found}) == 35
+    with pytest.raises(ValueError, match="99 prompts asked for.*at most 80"):
+        suite.beginnings(pairs, 99)

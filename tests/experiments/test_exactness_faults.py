@@ -12,10 +12,7 @@ import wrong_targets
 from script_runs import rows_of
 
 from experiments import exactness
-from experiments.lib import (
-    cell_runs,
-    mismatches,
-)
+from experiments.lib import cell_runs, mismatches
 from spec_jax.debug import evidence
 from spec_jax.engine import scheduler
 

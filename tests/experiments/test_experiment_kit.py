@@ -12,24 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
-from rich import console as rich_console
-from script_runs import (
-    REQUIRED,
-    ROOT,
-    assert_fails_with,
-    last_line,
-    main_of,
-    models_of,
-    rows_of,
-    run_python,
-)
+from script_runs import last_line, rows_of
 
 from experiments import exactness
-from experiments.lib import cli, fan_out, files, records, terminal
+from experiments.lib import cli, fan_out, records, results, tables
+from spec_jax.analysis import metrics
 from spec_jax.engine import state
-
-
-SCRIPTS = sorted(path.stem for path in (ROOT / "experiments").glob("[!_]*.py"))
 
 
 def raising(error: BaseException):
@@ -78,60 +66,6 @@ def test_an_error_is_one_line(work, line, status, capsys):
 def test_a_fault_of_the_program_keeps_its_traceback(error):
     with pytest.raises(type(error)):
         run(raising(error))
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_usage_error_is_one_line(name, capsys):
-    """Fails if the flags are listed before it."""
-    with pytest.raises(SystemExit) as error:
-        main_of(name)([*REQUIRED.get(name, ()), "--nonsense"])
-    assert error.value.code == cli.UNUSABLE == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("error: unrecognized arguments: --nonsense (flags: --help)")
-
-
-def test_an_extra_that_is_not_installed():
-    """Fails if a script ends in a traceback where rich is missing."""
-    missing = "import runpy, sys\nsys.modules['rich'] = None\n"
-    missing += "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], None, '__main__')"
-    done = run_python("-c", missing, ROOT / "experiments" / "spec_round.py")
-    said = "error: rich is not installed: pip install -e '.[experiments]'"
-    assert (done.returncode, done.stderr) == (1, f"spec_round.py: {said}\n")
-
-
-def test_a_platform_that_is_not_there(monkeypatch, capsys):
-    """One line, before anything runs."""
-
-    def no_devices():
-        raise RuntimeError("Unable to initialize backend 'x'")
-
-    monkeypatch.setattr(jax, "default_backend", no_devices)
-    assert main_of("spec_round")([]) == cli.UNUSABLE
-    assert "error: JAX_PLATFORMS=" in last_line(capsys)
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "words"),
-    [
-        ("spec_round", ["--out", "{prompts}"], "would replace the file of --prompts"),
-        ("sweep", ["--out", "{prompts}"], "would replace the file of --prompts"),
-        ("exactness", ["--out", "new", "--certificate", "new"], "the file of --out"),
-        ("spec_round", ["--out", "/no/x.jsonl"], "does not exist; make it first"),
-        ("spec_round", ["--out", "/"], "is a directory"),
-        ("parity", ["--heatmap", "x.txt"], "x.txt: not a .png or .svg file"),
-        ("spec_round", ["--top-k", "5"], "--temperature 0 decodes greedily"),
-        ("throughput", ["--top-p", "0.5"], "--temperature 0 decodes greedily"),
-        ("sweep", ["--ray", "soon"], "'soon' is no number of workers"),
-    ],
-)
-def test_flags_that_cannot_be_used(name, arguments, words, tmp_path, capsys):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "x"}\n')
-    given = ["--prompts", str(prompts)] * (arguments[-1] == "{prompts}")
-    given += [each.format(prompts=prompts) for each in arguments]
-    assert_fails_with(main_of(name), capsys, given, words)
-    assert prompts.read_text() == '{"prompt": "x"}\n'
-    assert not pathlib.Path("new").exists()
 
 
 def test_rows_are_in_the_file_when_write_returns(tmp_path):
@@ -184,17 +118,6 @@ def test_values_become_plain_json():
         records.to_json({"a": {"tpot": jnp.array([0.0, jnp.nan])}}, "row")
 
 
-def test_provenance(monkeypatch):
-    found = records.provenance()
-    assert json.loads(json.dumps(found)) == found
-    assert found["jax_version"] == jax.__version__
-    assert found["platform"] == jax.devices()[0].platform
-    assert found["device_kind"] and found["jaxlib_version"] and found["num_cpus"] >= 1
-    monkeypatch.setattr(records, "_git", lambda *arguments: None)
-    found = records.provenance()
-    assert found["git_commit"] is None and found["git_dirty"] is None
-
-
 def test_git_finds_changes_but_those_of_results(monkeypatch, tmp_path):
     """In a checkout of its own: only rows of a commit may be published unmarked."""
 
@@ -237,33 +160,6 @@ def test_a_failure_is_a_row():
         records.guarded("b", lambda: fail(OSError(28, "No space left")))
     assert records.is_failure({"kind": "x", "equal": False})
     assert not records.is_failure({"kind": "x", "equal": True})
-
-
-def test_folders_that_are_read_are_not_written(tmp_path):
-    files.check_apart("--out", tmp_path / "a", {"--target": tmp_path, "--base": None})
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path)
-    with pytest.raises(ValueError, match="would replace what --target reads"):
-        files.check_apart("--out", link, {"--target": tmp_path})
-
-
-def test_progress_is_lines_where_no_terminal_is(monkeypatch, capsys):
-    """Fails if a script under nohup says nothing."""
-    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
-    with terminal.counted("prompts", total=2) as advance:
-        advance()
-    said = capsys.readouterr()
-    assert said.err == "prompts: 1 of 2\n" and said.out == ""
-
-
-def test_a_whole_table_goes_on_where_the_console_ends(capsys):
-    from rich import table as rich_table
-
-    table = rich_table.Table("a" * 30, "b" * 30)
-    table.add_row("c" * 30, "d" * 30)
-    terminal.print_whole(table, rich_console.Console(width=20))
-    said = capsys.readouterr().out
-    assert all(letter * 30 in said for letter in "abcd")
 
 
 class Doubled:
@@ -319,11 +215,40 @@ def test_workers_of_ray_write_the_same_certificate(tmp_path):
     assert len(prompts) == len(set(prompts)) == 3 * commands.NUM_PROMPTS
 
 
-def test_unusable_models(folders, capsys):
-    target, draft = models_of(folders)[1::2]
-    for arguments, words in (
-        (["--target", target], "needs a draft"),
-        (["--draft", draft], "needs a --target"),
-        (["--target", "nowhere", "--draft", draft], "nowhere"),
-    ):
-        assert_fails_with(main_of("spec_round"), capsys, arguments, words)
+COUNTERS = metrics.Counters(
+    tokens=1234,
+    rounds=600,
+    proposed=1200,
+    accepted=635,
+    cut=1,
+    accepted_hist=(165, 235, 200),
+    proposed_at=(600, 600 - 165),
+    accepted_at=(435, 200),
+)
+TIMES = [[metrics.Timing(prefill_s=0.5, decode_s=2.0, tokens=1234)]] * 3
+SUMMARY = metrics.summarise(
+    COUNTERS,
+    prompts=1,
+    texts=[
+        metrics.TextCounts(tokens=1234, repetition=0.25, proposed=1200, accepted=635)
+    ],
+    baseline=TIMES,
+    spec=TIMES,
+    matched=True,
+    verify_decode_mismatches=0,
+)
+
+
+def test_fields_are_the_names_of_the_metrics():
+    assert [field.name for field in tables.FIELDS] == [*SUMMARY, "disturbed"]
+    assert list(tables.to_row(SUMMARY)) == list(SUMMARY)
+
+
+def test_a_speed_up_above_the_tokens_per_step_means_nothing():
+    """Fails if what a busy machine shows is printed as any other."""
+    tokens = SUMMARY["tokens_per_target_step"]
+    for name in tables.SPEEDUPS:
+        busy = results.mark_disturbed(SUMMARY | {name: 1.01 * tokens})
+        assert tables.to_row(busy)["disturbed"] is True
+    for summary in (SUMMARY, SUMMARY | dict.fromkeys(tables.SPEEDUPS)):
+        assert results.mark_disturbed(summary) == summary | {"disturbed": False}

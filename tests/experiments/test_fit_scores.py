@@ -5,190 +5,29 @@ import itertools
 import types
 from typing import Any
 
-import decoding
-import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
-from script_runs import assert_fails_with, models_of, rows_of
+from script_runs import models_of, rows_of
 
 from experiments import fit_scores
 from experiments.lib import confidences, runs
 from spec_jax.analysis import calibration
 
 
-def drawn(rng, tau, *, size=4000, vocab_size=12):
-    """Log weights, and tokens drawn from `softmax(log_weights / tau)`."""
-    weights = rng.normal(size=(size, vocab_size)).astype(np.float32)
-    noise = rng.gumbel(size=weights.shape)
-    return jnp.asarray(weights), jnp.asarray(np.argmax(weights / tau + noise, axis=1))
-
-
-@pytest.mark.parametrize("tau", [0.3, 0.6, 1.0])
-def test_the_tau_of_the_tokens_is_found(tau, rng):
-    weights, tokens = drawn(rng, tau)
-    taus = jnp.asarray(calibration.TAUS, jnp.float32)
-    sums = calibration.negative_log_likelihood(weights, tokens, taus)
-    found = calibration.fit(np.asarray(sums), np.asarray(taus), num_tokens=len(tokens))
-    assert found.tau == pytest.approx(tau, rel=0.12) and found.is_inside
-    # Negative control: tokens of another row say nothing of a row.
-    sums = calibration.negative_log_likelihood(weights, jnp.roll(tokens, 1), taus)
-    other = calibration.fit(np.asarray(sums), np.asarray(taus), num_tokens=len(tokens))
-    assert other.tau > 2 * tau
-
-
-def test_likelihoods_are_those_of_log_softmax(rng):
-    weights, tokens = drawn(rng, 0.7, size=50)
-    taus = jnp.array([0.2, 0.7, 3.0], jnp.float32)
-    found = calibration.negative_log_likelihood(weights, tokens, taus)
-    for tau, total in zip(taus, found, strict=True):
-        scores = jax.nn.log_softmax(weights / tau)
-        expected = -jnp.take_along_axis(scores, tokens[:, None], axis=1).sum()
-        np.testing.assert_allclose(total, expected, rtol=1e-5)
-
-
-def test_ranks_of_equal_weights_go_by_number():
-    weights = jnp.array([[1.0, 3.0, 3.0, 2.0]] * 4)
-    assert calibration.ranks(weights, jnp.arange(4)).tolist() == [3, 0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("sums", "count"), [([np.inf, 1.0], 3), ([np.nan, 1.0], 3), ([0.0, 0.0], 0)]
-)
-def test_nothing_to_fit_is_refused(sums, count):
-    with pytest.raises(ValueError, match="some weight"):
-        calibration.fit(np.array(sums), np.array([0.5, 2.0]), num_tokens=count)
-
-
-TRUE = calibration.Scaling(
-    temperatures=np.array([3.0, 1.5, 0.6]), shifts=np.array([-0.7, 0.0, 0.4])
-)
-"""What makes the logits of each draft those of chances."""
-
-
-def judged(rng, *, size=12_000):
-    """Rounds whose drafts are kept with chances that their logits exaggerate."""
-    logits = rng.normal(0.8, 1.2, size=(size, len(TRUE.shifts)))
-    is_kept = rng.random(logits.shape) < 1 / (1 + np.exp(-logits))
-    accepted = np.sum(np.cumprod(is_kept, axis=1), axis=1)
-    logits = (logits - TRUE.shifts) * TRUE.temperatures
-    return calibration.Rounds(logits=logits, num_accepted=accepted)
-
-
-def test_the_scaling_of_confidences_is_found(rng):
-    """On one half; on the other errors fall by far, and no ranking changes.
-
-    Negative controls: the scaling of other drafts makes them worse, and so does a
-    temperature, or a shift, alone.
-    """
-    found = calibration.fit_platt(*vars(judged(rng)).values())
-    np.testing.assert_allclose(found.temperatures, TRUE.temperatures, rtol=0.1)
-    np.testing.assert_allclose(found.shifts, TRUE.shifts, atol=0.1)
-    other, none = judged(rng), calibration.unscaled(3)
-    before = calibration.report(other, none)
-    after = calibration.report(other, found)
-    assert sum(after["ece"]) < 0.15 * sum(before["ece"]) and max(after["ece"]) < 0.02
-    assert after["roc_auc"] == before["roc_auc"] and min(after["roc_auc"]) > 0.7
-    assert sum(after["bin_rounds"]) == other.logits.size
-    for wrong in (
-        calibration.Scaling(**{name: x[::-1] for name, x in vars(found).items()}),
-        dataclasses.replace(found, shifts=none.shifts),
-        dataclasses.replace(found, temperatures=none.temperatures),
-    ):
-        made = calibration.report(other, wrong)
-        assert sum(made["ece"]) > 5 * sum(after["ece"])
-        assert made["roc_auc"] == before["roc_auc"]
-
-
-def test_the_papers_scaling_finds_temperatures(rng):
-    """Where no shift is planted, as far as its errors can tell; and changes no ranking.
-    Where one is, it leaves more than `fit_platt`."""
-    one, other = judged(rng), judged(rng)
-    unshifted = lambda rounds: dataclasses.replace(
-        rounds, logits=rounds.logits + TRUE.shifts * TRUE.temperatures
-    )
-    found = calibration.fit_sts(*vars(unshifted(one)).values())
-    np.testing.assert_allclose(found.temperatures, TRUE.temperatures, rtol=0.15)
-    assert not found.shifts.any()
-    before = calibration.report(unshifted(other), calibration.unscaled(3))
-    after = calibration.report(unshifted(other), found)
-    assert sum(after["ece"]) < 0.3 * sum(before["ece"])
-    assert after["roc_auc"] == before["roc_auc"]
-    errors = [
-        sum(calibration.report(other, fit(*vars(one).values()))["ece"])
-        for fit in (calibration.fit_platt, calibration.fit_sts)
-    ]
-    assert errors[0] < 0.5 * errors[1]
-
-
-def test_a_scaling_of_few_rounds_is_finite(rng):
-    """Fails if chances become 0 or 1 where all drafts were kept or none, or a draft
-    that no round reached is scaled."""
-    all_kept = calibration.fit_platt(rng.normal(size=(5, 1)), np.full(5, 1))
-    assert 0 < all_kept.shifts[0] < 5 and np.isfinite(all_kept.temperatures).all()
-    none = calibration.fit_platt(rng.normal(size=(5, 2)), np.zeros(5))
-    assert -5 < none.shifts[0] < 0
-    assert (none.temperatures[1], none.shifts[1]) == (1, 0)
-    # Confidences that say nothing have the mean of all, whatever their logits.
-    same = calibration.fit_platt(np.full((99, 1), 3.0), np.repeat([0, 1], [66, 33]))
-    chance = 1 / (1 + np.exp(-3.0 / same.temperatures - same.shifts))
-    np.testing.assert_allclose(chance, 1 / 3, atol=0.01)
-
-
-def test_errors_of_calibration_and_rankings_by_hand(rng):
-    chances, kept = np.array([0.1, 0.1, 0.9, 1.0]), np.array([0, 1, 1, 1])
-    error = calibration.calibration_error(chances, kept, bins=2)
-    assert error == pytest.approx((2 * 0.4 + 2 * 0.05) / 4)
-    scores, kept = rng.integers(0, 9, 60), rng.random(60) < 0.4
-    gaps = scores[kept][:, None] - scores[~kept]
-    expected = np.mean((gaps > 0) + 0.5 * (gaps == 0))
-    assert calibration.roc_auc(scores, kept) == pytest.approx(expected)
-    assert calibration.roc_auc(scores, np.ones(60)) is None
-
-
-@pytest.mark.parametrize(
-    ("logits", "accepted", "reason"),
-    [
-        (np.ones((3, 2)), np.ones(2), r"shape \[3, 2\] and num_accepted \[2\]"),
-        (np.ones(3), np.ones(3), "give .n, W. and .n."),
-        (np.ones((0, 2)), np.ones(0), "of a round at least"),
-        (np.array([[np.nan]]), np.ones(1), "NaN or infinity"),
-        (np.ones((2, 2)), np.array([0, 3]), "is 0 .. 3, and 2 drafts can be kept"),
-        (np.ones((2, 2)), np.array([-1, 2]), "is -1 .. 2"),
-    ],
-)
-@pytest.mark.parametrize("fit", [calibration.fit_platt, calibration.fit_sts])
-def test_rounds_that_cannot_be_fitted_are_refused(fit, logits, accepted, reason):
-    with pytest.raises(ValueError, match=reason):
-        fit(logits, accepted)
-
-
-def test_the_script_fits_each_temperature(folders, tmp_path, capsys):
+def test_the_script_fits_and_calibrates(folders, tmp_path):
     out = tmp_path / "fits.jsonl"
     sizes = ("--prompts", "2", "--gen-tokens", "6", "--temperature", "0,1")
-    assert fit_scores.main([*models_of(folders), *sizes, "--out", str(out)]) == 0
-    rows = rows_of(out)
-    assert [row["temperature"] for row in rows] == [0, 1]
-    for row in rows:
-        assert 0.1 <= row["tau"] <= 4 and row["tokens"] <= 12
-        assert 0 <= row["first_1"] <= row["first_8"] <= 1
-    assert "at tau 1" in capsys.readouterr().out
-    one = [*models_of(folders), "--prompts", "1", "--gen-tokens", "6"]
-    assert_fails_with(fit_scores.main, capsys, one, "give --prompts 2")
-
-
-def test_the_script_calibrates_confidences(folders, tmp_path, capsys):
-    out = tmp_path / "fits.jsonl"
-    sizes = ("--prompts", "2", "--gen-tokens", "6", "--temperature", "0")
     sizes = (*models_of(folders), *sizes, "--gamma", "2")
     assert fit_scores.main([*sizes, "--out", str(out)]) == 0
-    (row,) = rows_of(out, "confidences")
-    assert row["temperature"] == 0 and row["drafter"] == "draft-model"
+    for row in rows_of(out, "fitted_scores"):
+        assert 0.1 <= row["tau"] <= 4 and row["tokens"] <= 12
+        assert 0 <= row["first_1"] <= row["first_8"] <= 1
+    row, drawn = rows_of(out, "confidences")
+    assert (row["temperature"], drawn["temperature"]) == (0, 1)
+    assert row["drafter"] == "draft-model"
     for name in ("temperatures", "shifts", "ece", "ece_before", "ece_sts", "roc_auc"):
         assert len(row[name]) == row["gamma"] == 2
     # Of six tokens a round each, but for the last that have no room for drafts.
     assert 2 <= row["rounds"] <= 6 and 2 <= row["fitted_rounds"] <= 6
-    assert "ECE before" in capsys.readouterr().out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,60 +72,3 @@ def test_calibration_is_judged_by_what_it_was_not_fitted_to(monkeypatch):
     assert seen["fitted"] == seen["of the paper"] == {0.0, 2.0}
     assert seen["reported"] == {1.0, 3.0}
     assert row["fitted_rounds"] == row["rounds"] == 4
-
-
-class Marked(decoding.Scripted):
-    """Its first chance says where a round begins; at each fifth place it drafts two."""
-
-    def propose(self, params, memory, *, tokens, length, gamma):
-        memory, proposal = super().propose(
-            params, memory, tokens=tokens, length=length, gamma=gamma
-        )
-        halves = jnp.exp2(-jnp.arange(self.gamma_max, dtype=jnp.float32))
-        survival = (length + 1).astype(jnp.float32) / 128 * halves
-        fewer = jnp.minimum(gamma, jnp.where(length % 5 == 0, 2, self.gamma_max))
-        return memory, proposal.replace(survival=survival, num_drafted=fewer)
-
-
-def rounds_of(ask):
-    """Where the rounds of a scripted text begin that draft four, and what they keep."""
-    at, end, found = len(ask.prompt), len(ask.prompt) + ask.max_tokens, []
-    while at < end:
-        drafted = min(4 if at % 5 else 2, end - at)
-        right = [(at + i) % (ask.run + 1) != ask.run for i in range(drafted)]
-        kept = (right + [False]).index(False)
-        if at % 5 and end - at > 5:  # Near the end fewer are asked for.
-            found.append((at, kept))
-        at += kept + 1
-    return found
-
-
-def test_recorded_rounds_have_the_verdicts_of_their_own_drafts():
-    """Fails if chances stand beside another round's drafts, or another slot's, or
-    rounds count that verified fewer."""
-    asks = [decoding.Ask(run=2), decoding.Ask(prompt=(60, 2, 60), run=3)]
-    scheduler = decoding.SMALL.scheduler(Marked(), num_slots=2)
-    requests = [decoding.scripted(decoding.SMALL, ask) for ask in asks]
-    state = decoding.admit(scheduler, requests)
-    found = calibration.record_rounds(scheduler.speculator, state, max_rounds=40)
-    first = 1 / (1 + np.exp(-found.logits[:, 0].astype(np.float64)))
-    begins = np.rint(128 * first - 1).astype(int)
-    np.testing.assert_allclose(found.logits[:, 1:], 0, atol=1e-5)  # Of a half each.
-    pairs = list(zip(begins.tolist(), found.num_accepted.tolist(), strict=True))
-    ends = [len(ask.prompt) + ask.max_tokens for ask in asks]
-    expected = [rounds_of(ask) for ask in asks]
-    split = int(np.argmax(np.diff(begins) < 0)) + 1  # The second slot begins anew.
-    slots = (pairs[:split], pairs[split:])
-    for own, right, end in zip(slots, expected, ends, strict=True):
-        assert [pair for pair in own if end - pair[0] > 5] == right
-        assert len(right) > 4 and len({kept for _, kept in right}) > 1
-        assert all(end - at >= 4 for at, _ in own)
-
-
-def test_what_has_no_confidences_is_not_calibrated(folders, capsys):
-    sizes = ("--prompts", "2", "--gen-tokens", "6", "--temperature", "0")
-    sizes = (*models_of(folders), *sizes, "--gamma", "2")
-    ngram = [*sizes, "--drafter", "ngram"]
-    assert_fails_with(fit_scores.main, capsys, ngram, "no `Proposal.survival`")
-    ngram = [*models_of(folders), "--drafter", "ngram"]
-    assert_fails_with(fit_scores.main, capsys, ngram, "ngram has no tau: give --gamma")

@@ -5,14 +5,10 @@ import importlib
 import itertools
 
 import pytest
-from script_runs import assert_fails_with, rows_of
+from script_runs import rows_of
 
 from experiments import exactness, gpu_report
 from experiments.lib import gpu_calls, processes, subjects, suite_plan
-
-
-MOST_CPU_S = 300
-"""Of tracing and lowering every program of the report."""
 
 
 @pytest.fixture
@@ -83,14 +79,6 @@ def test_programs_are_lowered_without_a_gpu(tmp_path, no_gpu, few_layers):
 
 
 @pytest.mark.slow
-def test_all_programs_are_lowered(tmp_path, no_gpu):
-    """Fails if Python takes most of the eight minutes that a GPU may have."""
-    rows = dry_run(tmp_path)
-    assert len(rows) > 50 and {row["kind"] for row in rows} == {"compile"}
-    assert sum(row["cpu_s"] for row in rows) < MOST_CPU_S
-
-
-@pytest.mark.slow
 def test_a_rehearsal(tmp_path, no_gpu, monkeypatch):
     """Fails if a call does not run where all others do, or what is compiled ahead of
     them is another program."""
@@ -109,95 +97,3 @@ def test_a_rehearsal(tmp_path, no_gpu, monkeypatch):
     # Plain decoding, which both calls share, and rounds: of either process.
     made = (tmp_path / gpu_report.COMPILED).glob("jit_generate-*-cache")
     assert len(list(made)) == 2
-
-
-SCRIPT = """
-import json, os, pathlib, time
-
-def main(argv):
-    out = argv[argv.index("--out") + 1]
-    pathlib.Path(out).write_text(json.dumps({"kind": "pid", "pid": os.getpid()}))
-    ways = {"die": os.abort, "raise": lambda: 1 / 0, "sleep": lambda: time.sleep(1e5)}
-    return ways.get(argv[0], int)()
-"""
-
-
-def test_what_ends_is_followed_by_another_process(tmp_path, monkeypatch):
-    """Fails if one call takes those after it along, its rows are lost, or one that
-    hangs takes the time of others; one that does not fit is left out."""
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "a_script.py").write_text(SCRIPT)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "package"))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setattr(processes, "nvidia_smi", lambda query: "a GPU")
-    monkeypatch.setattr(gpu_report, "_START_S", 6.0)
-    request = gpu_calls.Call.request
-    monkeypatch.setattr(
-        gpu_calls.Call,
-        "request",
-        lambda *args, **how: request(*args, **how) | {"module": "a_script"},
-    )
-    expected = {"fine": 60, "raise": 60, "die": 60, "then": 60, "sleep": 0.1}
-    expected |= {"last": 60, "too long": 3600}
-    calls = [
-        gpu_calls.Call("c", name, "a_script", (name,), seconds)
-        for name, seconds in expected.items()
-    ]
-    monkeypatch.setattr(gpu_calls, "all_calls", lambda **unused: calls)
-    status = gpu_report.main(["--out", str(tmp_path), "--budget", "600"])
-    assert status == gpu_report.FAILED
-    rows = rows_of(tmp_path / "calls.jsonl")[1:]
-    assert {row["name"]: row["status"] for row in rows} == {
-        **{"fine": "done", "raise": "failed", "die": "died", "then": "done"},
-        **{"sleep": "ended", "last": "done", "too long": "left out"},
-    }
-    pids = [rows_of(tmp_path / f"c-{name}.jsonl")[0]["pid"] for name in [*expected][:6]]
-    # One process until it ends, and so on.
-    assert len({*pids[:3]}) == len({*pids[3:5]}) == 1 and len({*pids}) == 3
-
-
-def test_the_most_telling_calls_fit():
-    """Fails if the default leaves out a head, or bits."""
-    args, spent_s, made = gpu_report.parse_args([]), 0.0, []
-    for each in gpu_calls.all_calls(impl="triton"):
-        if each.seconds <= args.budget - spent_s:
-            made.append(each)
-            spent_s += each.seconds
-    assert {"dspark", "eagle3 tree of 32", "exactness", "trace 8b"} <= {
-        each.name for each in made
-    }
-    assert len(made) >= 12
-
-
-def test_variables_of_a_process(monkeypatch, tmp_path):
-    """Fails if calls have a cache each, or jaxlib would refuse both names."""
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    monkeypatch.setenv("XLA_FLAGS", "--mine")
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    made = processes.environment(compiled=tmp_path, xla_flags="--b", memory_share=0.88)
-    assert made["XLA_CLIENT_MEM_FRACTION"] == "0.88"
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in made
-    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in made
-    assert made["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path)
-    assert made["XLA_FLAGS"] == "--mine --b"
-    ahead = processes.environment(compiled=tmp_path, memory_share=0.04)
-    assert ahead["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
-    anew = processes.environment(compiled=None)
-    assert anew["JAX_ENABLE_COMPILATION_CACHE"] == "false"
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "mine")
-    made = processes.environment(compiled=tmp_path)
-    assert made["JAX_COMPILATION_CACHE_DIR"] == "mine"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--sections", "a,z"], ["--sections", "'z'"]),
-        (["--dry-run", "--only", "gama 4", "--out", "x"], ["--only gama 4", "--list"]),
-        (["--rehearse"], ["--out FOLDER is needed"]),
-        ([], ["no GPU is found", "--dry-run"]),
-        (["--dry-run", "--out", "/dev/null/new"], ["/dev/null"]),
-    ],
-)
-def test_unusable_flags(capsys, no_gpu, arguments, words):
-    assert_fails_with(gpu_report.main, capsys, arguments, *words)

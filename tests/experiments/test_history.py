@@ -1,4 +1,4 @@
-"""Superseded designs of verification: which keep the bits of decoding; the ladder."""
+"""Superseded designs: which keep the bits of decoding; the ladder; mismatches."""
 
 import dataclasses
 import functools
@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_pair
 import wrong_targets
 from decoding import ALWAYS, GAMMA_MAX, PROMPT, SMALL, Ask
-from script_runs import assert_fails_with, models_of, rows_of
+from script_runs import models_of, rows_of
 
 from experiments import history
-from experiments.lib import superseded
-from spec_jax import testing
-from spec_jax.model import llama, params as params_lib, prompt as prompt_lib
+from experiments.lib import mismatches, runs, superseded
+from spec_jax import loading, testing
+from spec_jax.engine import round as round_lib, rows
+from spec_jax.model import prompt as prompt_lib
 from spec_jax.paging import allocator, cache
 
 
@@ -79,32 +79,6 @@ def test_library_windows_have_the_values_of_rows(name):
     others, _ = verify(path, window=[*WINDOW[:3], 1, 2])
     testing.assert_same_bits(others[:3], logits[:3])
     assert (testing.bits(others[3:]) != testing.bits(logits[3:])).any(axis=1).all()
-
-
-def test_flash_has_other_bits_than_decoding():
-    """What the row contract forbids, in the dtype where it shows."""
-    config = dataclasses.replace(TARGET.config, dtype="bfloat16")
-    model = dataclasses.replace(TARGET, config=config)
-    params = params_lib.init(jax.random.key(0), config, stddev=0.3)
-    rows, _ = verify(model, params)
-    flash, _ = verify(superseded.make_path("flash", model), params)
-    assert (testing.bits(rows) != testing.bits(flash)).any()
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["row-loop", "flash", "library-rows"])
-def test_no_room_is_flagged_and_forgotten(name):
-    """A window that does not fit commits nothing; one that fits then runs."""
-    path = superseded.make_path(name, TARGET)
-    kv = TARGET.new_cache(capacity=16, page_size=decoding.PAGE_SIZE)
-    kv = prompt_lib.prefill(TARGET, PARAMS, kv, [*PROMPT, 1])
-    start = jnp.int32(len(PROMPT) + 1)
-    given = {"tokens": jnp.asarray(WINDOW), "start": start}
-    for num_active, is_out_of_pages in ((5, True), (4, False)):
-        kv, _ = forward(path, PARAMS, kv, **given, num_active=jnp.int32(num_active))
-        assert bool(path.is_out_of_pages(kv)) is is_out_of_pages
-        kv = path.truncate(kv, start)
-    cache.check_integrity(kv)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,23 +152,51 @@ def test_every_rung_is_run_and_written(folders, tmp_path):
     assert status == (0 if history.story_holds(rows) else history.DOES_NOT_HOLD)
 
 
-def row(name: str, *, matched: bool, speedup: float) -> dict:
-    return {"rung": name, "matched": matched, "speedup_e2e": speedup}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WrongAt(wrong_targets.Around):
+    """Verification that chooses the runner-up at one position."""
+
+    position: int
+
+    def verify(self, params, cache, window):
+        cache, verified = self.target.verify(params, cache, window)
+        logits = verified.logits
+        highest = jnp.argmax(logits, axis=-1)
+        lowered = logits.at[jnp.arange(logits.shape[0]), highest].add(-1e6)
+        wrong = (verified.positions == self.position)[:, None]
+        logits = jnp.where(jnp.broadcast_to(wrong, logits.shape), lowered, logits)
+        return cache, verified.replace(logits=logits)
 
 
-def test_the_story_holds_only_if_the_last_rung_matches_and_wins():
-    safe = row("safe", matched=True, speedup=0.4)
-    unsafe = row("unsafe", matched=False, speedup=2.0)
-    last = row("last", matched=True, speedup=1.5)
-    assert history.story_holds([safe, unsafe, last])
-    assert not history.story_holds([safe, unsafe, last | {"matched": False}])
-    assert not history.story_holds([safe | {"speedup_e2e": 1.6}, unsafe, last])
-
-
-def test_a_family_without_the_paths_is_refused(tmp_path, capsys):
-    """Fails if a model that norms no queries and keys ends in a traceback."""
-    qwen3 = dataclasses.asdict(tiny_pair.config())
-    config = llama.LlamaConfig(**{k: v for k, v in qwen3.items() if k != "yarn"})
-    folder = str(tiny_pair.write_model(tmp_path, config, seed=0))
-    words = ("'flash' runs models of qwen3, and this is one of llama",)
-    assert_fails_with(history.main, capsys, command((folder, folder)), *words)
+def test_a_planted_mismatch_is_found_with_both_sides(folders, monkeypatch):
+    """Fails if a line is of another position, text or side."""
+    sizes = {"gamma_max": 2, "slab": 3, "impl": "native"}
+    lm = loading.load(folders[0], draft=folders[1], drafter="ngram", **sizes)
+    run = runs.Settings(gamma=2, gen_tokens=8, capacity=64, page_size=16)
+    prompt = [5, 9, 60, 31]
+    about = {"name": "p", "verify_path": "paged-decode"}
+    assert mismatches.find(lm, run, prompt, **about) == []
+    position = len(prompt) + 3
+    real = rows.SlotRows(model=lm.target, num_slots=1)
+    wrong = WrongAt(target=real, position=position)
+    monkeypatch.setattr(superseded, "target", lambda *_: wrong)
+    made = runs.make_scheduler(lm, run)
+    speculator = made.speculator.replace(target=wrong)
+    scheduler = dataclasses.replace(made, speculator=speculator)
+    (line,) = mismatches.find(lm, run, prompt, **about, scheduler=scheduler)
+    state = scheduler.begin(runs.make_request(lm, run, prompt))
+    state = round_lib.generate(scheduler.speculator, state, max_rounds=jnp.int32(8))
+    text = np.asarray(state.slots.tokens)[0, : int(state.slots.length[0])].tolist()
+    assert line["position"] == position
+    start = len(prompt) + len(line["tokens"])
+    assert line["prompt_ids"] + line["tokens"] == text[:start]
+    assert line["window"][0] == text[start]
+    assert start <= position < start + len(line["window"])
+    assert line["verify_argmax"] == text[position + 1]
+    # The runner-up of decoding is what this verification chose.
+    assert line["decode_top5"][0][0] == line["decode_argmax"]
+    assert line["decode_top5"][1][0] == line["verify_argmax"]
+    assert line["verify_top5"][0][0] == line["verify_argmax"]
+    texts = [lm.tokenizer.decode([token]) for token, _ in line["verify_top5"]]
+    assert line["verify_top5_texts"] == texts and len(line["decode_top5_texts"]) == 5
+    assert line["decode_margin_ulp"] > 0 and line["margin_ulp"] > 0

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
-from script_runs import assert_fails_with, assert_has_fields_of, rows_of
+from script_runs import assert_has_fields_of, rows_of
 
 from experiments import kernels as script
 from experiments.lib import bench, kernel_checks, kernels, subjects
@@ -69,23 +69,6 @@ def test_a_run(folder, tmp_path):
         assert row["rows"] != 1 or row["time_ratio_q1"] == row["time_ratio_q3"] == 1
         removed = ("plan", "job", "asked")
         assert_has_fields_of(row, "kernels_qwen3_0.6b.jsonl", *removed)
-
-
-def test_a_kernel_that_fails_takes_no_other_with_it(folder, tmp_path, monkeypatch):
-    """Fails if a fault ends the run, or is not counted."""
-    real = kernels.Projection.call
-
-    def call(self, impl, *arguments):
-        assert impl != "native", "no warps\nand more"
-        return real(self, impl, *arguments)
-
-    monkeypatch.setattr(kernels.Projection, "call", call)
-    out = tmp_path / "out.jsonl"
-    more = ("--only", "^qkv", "--rows", "2", "--out", str(out))
-    assert script.main(command(folder, *more)) == script.FAILED == 2
-    *rows, error = rows_of(out)
-    assert [row["impl"] for row in rows] == ["read", "xla"]
-    assert error["error"] == "AssertionError: no warps" and "native" in error["item"]
 
 
 def test_shapes_are_those_of_the_model(monkeypatch):
@@ -151,19 +134,6 @@ def test_pages_that_are_not_donated_are_seen_to_be_copied():
     inputs = own.inputs("native", fixed, 1, 1)
     call = jax.jit(lambda pages: own.call("native", inputs["x"], pages, fixed, inputs))
     assert copied(call.lower(pages).compile(), pages)
-
-
-def test_calls_of_a_pass_may_be_fed_together():
-    """As on a GPU: fails if one of the calls is left out."""
-    own = dataclasses.replace(all_subjects()["qkv"], copies=3)
-    fixed, pages = own.allocate()
-    inputs = own.inputs("native", fixed, 1, 1)
-    x, _ = kernels.repeat(own, "native", 1, False, pages, fixed, inputs)
-    ys = []
-    for weights in fixed["weights"]:
-        copy = fixed | {"weights": (weights,)}
-        ys.append(own.call("native", inputs["x"], (), copy, inputs)[0][0, 0])
-    np.testing.assert_array_equal(x[0, :3], jnp.stack(ys))
 
 
 def depends_on(what: str):
@@ -232,26 +202,3 @@ def test_bits_from_the_command_line(folder, tmp_path, impl, only, grids):
         assert control["kind"] == "control" and control["seen"]
     assert [row["kind"] for row in rows] == ["hash"] + ["bitwise"] * grids
     assert all(row["equal"] and row["impl"] == impl for row in rows[1:])
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--device", "gpu"], ["--device gpu", "no GPU"]),
-        (["--shapes", "qwen3-0.7b"], ["qwen3-0.7b", "embedded", "qwen3-8b", "folder"]),
-        (["--impls", "native,mosaic"], ["mosaic", "removed", "9b82177"]),
-        (["--impls", "native,triton"], ["--impls native,triton", "native,xla"]),
-        (["--rows", "9"], ["--rows", "9 rows", "context of 8"]),
-        (["--only", "nothing"], ["--only nothing", "none of qkv"]),
-    ],
-)
-def test_unusable_flags(folder, capsys, more, words):
-    assert_fails_with(script.main, capsys, command(folder, *more), *words)
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_run(capsys, monkeypatch):
-    """With both numbers."""
-    huge = tiny_pair.config(vocab_size=2**40)
-    monkeypatch.setitem(subjects.PRESETS, "qwen3-0.6b", huge)
-    arguments = ["--shapes", "qwen3-0.6b", "--rows", "1"]
-    assert_fails_with(script.main, capsys, arguments, "GiB", "free")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
-from script_runs import assert_fails_with, assert_has_fields_of, rows_of
+from script_runs import assert_has_fields_of, rows_of
 
 from experiments import latency
 from experiments.lib import (
@@ -25,7 +25,6 @@ from experiments.lib import (
 )
 from spec_jax import loading
 from spec_jax.debug import evidence
-from spec_jax.drafters import tree_shapes
 from spec_jax.engine import baseline, round as round_lib, scheduler, state as states
 from spec_jax.model import params as params_lib, row_model
 
@@ -222,40 +221,6 @@ def test_heads_are_forced_to_what_is_published(head, name):
     assert longer[:7] == chances and longer[14] == chances[6]
 
 
-def test_acceptance_that_cannot_be_is_told(lm):
-    with pytest.raises(ValueError, match="1.5"):
-        forced_drafter.chances(1.5, 4, head=None)
-    with pytest.raises(ValueError, match="gsm8k.*--head"):
-        forced_drafter.chances("gsm8k", 4, head=None)
-    tree = lm.drafter.for_tree(tree_shapes.parse("2x2:4"))
-    drafter = forced_drafter.ForcedDrafter(inner=tree, vocab_size=256)
-    with pytest.raises(ValueError, match="2x2:4.*fixed shape"):
-        assert drafter.right is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [("dspark",), ("eagle3", "--head-tree", "9"),
-                                  ("dflash",)])  # fmt: skip
-def test_heads_of_random_weights(more, tmp_path, monkeypatch):
-    """Fails if a head at the shapes of a preset keeps other tokens than are forced, or
-    its rounds differ from decoding."""
-    out = tmp_path / "out.jsonl"
-    forced = ("--forced", "0.5,gsm8k", "--gen-tokens", "12", "--out", str(out))
-    arguments = ["--preset", "tiny", "--impl", "xla", "--head", *more, *forced]
-    sizes = ["--contexts", "16", "--steps", "1", "--repeats", "1"]
-    assert latency.main([*arguments, *sizes]) == 0
-    rows = rows_of(out, "rounds")
-    assert [row["forced_rate"] for row in rows] == [0.5, "gsm8k"]
-    for row in rows:
-        assert row["matched"] and row["differing_kv"] == 0
-        # Drafts of trees were kept to some depth, too.
-        assert row["tokens_per_target_step"] > 1.9
-    (head,) = (row for row in rows_of(out, "step") if row["step"] == "draft step")
-    assert head["pass_bytes"] > 0
-    drafts = {"dspark": 7, "eagle3": 8, "dflash": 15}
-    assert head["drafts"] == rows[0]["gamma"] == drafts[more[0]]
-
-
 def test_tokens_and_keys_that_differ_are_told(lm):
     """Negative control: a text that is another one, one bit of a key, and a NaN."""
     runs = forced_rounds.make_runs(lm, start=8, generated=4, page_size=16)
@@ -285,19 +250,6 @@ def test_times_of_forced_rounds_are_of_tokens_and_rounds():
     assert row["round_ms"] == row["round_ms_q1"] == 500 and row["warm_up_s"] == 3
 
 
-@pytest.mark.slow
-def test_a_dry_run_of_the_real_shapes(tmp_path):
-    """No weights are made, and every layer has the kernels of the first."""
-    out = tmp_path / "out.jsonl"
-    both = ("--preset", "qwen3-8b", "--draft-preset", "qwen3-0.6b")
-    more = (*both, "--dry-run", "--device", "gpu", "--out", str(out))
-    assert latency.main(command((), *more)) == 0
-    found = {row["program"]: row["kernels"] for row in rows_of(out, "compile")}
-    a_model = 9 + 4  # of a layer; after the last norm, head and two of the argmax
-    names = ("target: plain steps", "target: windows", "draft: proposals")
-    assert found == dict.fromkeys(names, a_model) | {"rounds": 2 * a_model}
-
-
 def test_the_real_presets_are_the_released_shapes():
     def count(preset: str) -> int:
         leaves = jax.tree.leaves(params_lib.shapes(subjects.PRESETS[preset].validate()))
@@ -314,46 +266,6 @@ def test_the_real_presets_are_the_released_shapes():
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--contexts", "3000"], ["3000", "positions"]),
-        (["--slab", "2"], ["needs 3 rows", "has 2"]),
-        (["--page-size", "48", "--impl", "xla"], ["--page-size 48 must"]),
-        (["--impl", "mosaic"], ["--impl", "mosaic", "removed", "9b82177"]),
-        (["--forced", "39"], ["--forced", "between 0 and 1"]),
-        (["--device", "gpu"], ["--device gpu", "no GPU"]),
-        (["--dry-run"], ["--dry-run needs a --preset"]),
-        (["--head", "dspark"], ["--head", "--preset"]),
-        (["--head-tree", "16"], ["--head-tree 16 is of --head"]),
-        (["--forced", "gsm8k"], ["--forced", "--head"]),
-        (["--preset", "qwen3-0.6b"], ["leave out"]),
-        (["--forced", "0.5", "--temperature", "0.7"], ["--forced decodes greedily"]),
-        (["--gammas", "2"], ["--gammas is of --forced"]),
-        (["--trace", "x", "--no-steps"], ["--trace is of steps"]),
-    ],
-)
-def test_bad_input(folders, capsys, more, words):
-    assert_fails_with(latency.main, capsys, command(folders, *more), *words)
-
-
-def test_weights_of_earlier_presets_make_room(monkeypatch):
-    """Fails if a process that has measured one model has no room for the next."""
-    kept = subjects._weights
-
-    def check_fits(what, required):
-        if kept.cache_info().currsize:
-            raise MemoryError(what)
-
-    kept.cache_clear()
-    monkeypatch.setattr(subjects, "check_fits", check_fits)
-    sizes = {"gamma_max": 1, "slab": 2, "impl": "xla"}
-    for dtype in ("float32", "bfloat16"):
-        lm = subjects.preset_lm("tiny", None, dtype=dtype, **sizes)
-        assert lm.params.final_norm.dtype == dtype
-    assert kept.cache_info().currsize == 1
-
-
-@pytest.mark.parametrize(
     ("events", "own"),
     [
         # One that waits for the one before began within it; then one after a gap.
@@ -365,20 +277,3 @@ def test_weights_of_earlier_presets_make_room(monkeypatch):
 def test_own_times_of_kernels(events, own):
     """Fails if time that two kernels share counts twice, as in their durations."""
     assert programs.own_times(events) == own
-
-
-def test_launches_are_counted_outside_of_fusions():
-    hlo = """
-%fused (p: f32[4]) -> f32[4] {
-  %a = f32[4]{0} dynamic-slice(p), x
-}
-%body (s: f32[4]) -> f32[4] {
-  %b = f32[4]{0} fusion(s), kind=kLoop, calls=%fused
-  %c = f32[4]{0} custom-call(b), custom_call_target="triton"
-}
-ENTRY %main (s: f32[4]) -> f32[4] {
-  %w = f32[4]{0} while(s), condition=%cond, body=%body
-  ROOT %d = f32[4]{0} copy(w)
-}
-"""
-    assert programs.count_launches(hlo) == 3

@@ -3,13 +3,10 @@
 import json
 import pathlib
 
-import numpy as np
 import pytest
 import tiny_pair
-from script_runs import assert_fails_with
 
 from experiments import parity
-from experiments.lib import records
 from spec_jax.model import fingerprint, load, observe, tokenizer
 
 
@@ -54,17 +51,15 @@ def test_an_equal_run(folder, tmp_path, capsys):
 
 
 def test_a_path_of_a_tree(folder, tmp_path, capsys):
-    """Fails if siblings are not run, or if a bundle forgets the tree."""
-    out, bundle = tmp_path / "out.jsonl", tmp_path / "tree.npz"
+    """Fails if siblings are not run."""
+    out = tmp_path / "out.jsonl"
     text = ("--prompt", PROMPT, *NATIVE, "--tree", "2-2")
-    more = ("--out", str(out), "--save-bundle", str(bundle))
-    assert run(folder, *text, *more, prompt=False) == 0
+    assert run(folder, *text, "--out", str(out), prompt=False) == 0
     row = row_of(out)
     assert row["equal"] and row["verify"]["tree"] == [0, 0, 0, 1, 1, 2, 2]
     assert row["reference"]["tree"] is None and len(row["window"]) == 3
     printed = " ".join(capsys.readouterr().out.split())
     assert "a path of a tree of 7 rows" in printed
-    assert run(folder, "--bundle", str(bundle), prompt=False) == 0
     inject = ("--inject", "1:attention:parent")
     assert run(folder, *text, *inject, prompt=False) == 0
 
@@ -111,31 +106,16 @@ def test_what_differs_is_told_by_the_status(folder, tmp_path, capsys):
     assert run(folder, *other, "--inject", "logits") == 2
 
 
-def test_cache_lengths_drafts_and_prompts(folder, tmp_path, capsys):
-    """Fails if the prompt is not cut or continued, or a draft is not the one given."""
+def test_cache_lengths_and_prompts(folder, tmp_path):
+    """Fails if the prompt is not cut or continued, or is not the one that is named."""
     out = tmp_path / "out.jsonl"
-    windows = []
-    for more in (
-        ("--cache-length", "20"),
-        ("--cache-length", "20", "--wrong-draft", "2"),
-        ("--cache-length", "4"),
-    ):
-        assert run(folder, *more, "--out", str(out)) == 0
-        assert row_of(out)["start"] == int(more[1])
-        windows.append(row_of(out)["window"])
-    right, wrong, cut = windows
-    assert [a != b for a, b in zip(right, wrong, strict=True)] == [0, 0, 1, 0]
-    tokens = tiny_pair.byte_tokenizer().encode(PROMPT).ids
-    assert cut[0] == tokens[4]
-    given = ("--draft-tokens", "7,8,9", *NATIVE, "--prompt", PROMPT, "--out", str(out))
-    assert run(folder, *given, prompt=False) == 0
-    assert row_of(out)["window"] == [tokens[-1], 7, 8, 9]
-    more = (*NATIVE, "--gamma", "3", "--cache-length", "3")
-    assert run(folder, *more, "--index", "4", "--out", str(out), prompt=False) == 0
+    for length in ("20", "4"):
+        assert run(folder, "--cache-length", length, "--out", str(out)) == 0
+        assert row_of(out)["start"] == int(length)
+    assert row_of(out)["window"][0] == tiny_pair.byte_tokenizer().encode(PROMPT).ids[4]
+    more = (*NATIVE, "--gamma", "3", "--cache-length", "3", "--prompts", "5")
+    assert run(folder, *more, "--out", str(out), prompt=False) == 0
     assert row_of(out)["id"] == "py-05"
-    more = (*more, "--prompts", "2", "--index", "2")
-    assert run(folder, *more, prompt=False) == 1
-    assert "--index 2: 2 names 2 prompts, 0 to 1" in capsys.readouterr().err
 
 
 #
@@ -195,27 +175,6 @@ def test_a_mismatch_is_taken_up(folder, tmp_path, mismatch):
         assert row["met_again"] is False
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"kind": "summary"}, "of kind 'summary', not 'mismatch'"),
-        ({"weights_sha256": "0" * 64}, "is of another model than"),
-        ({"slab": "4"}, "slab='4' is no int"),
-        ({"prefill": "slow"}, "prefill='slow' is not one of rows, batched"),
-        ({"verify_path": "sideways"}, "path='sideways' is not one of"),
-        ({"position": 9}, "and the row of position 9, are not those"),
-        ({"starts": [3, 5, 4, 6]}, "begin at [3, 5, 4, 6]"),
-        ({"starts": [4, 6]}, "begin at [4, 6]"),
-        ({"starts": []}, "begin at []"),
-        ({"window_rows": 2}, "write the line again"),
-    ],
-)
-def test_lines_that_cannot_be_used(folder, tmp_path, mismatch, changes, words, capsys):
-    lines = write(tmp_path / "lines.jsonl", mismatch | changes)
-    arguments = ["--target", str(folder), "--mismatch", lines]
-    assert_fails_with(parity.main, capsys, arguments, words)
-
-
 def test_a_choice_that_is_met_again(folder, tmp_path, mismatch, capsys):
     """Negative control: the same line, and one other token in it."""
     out, lines = tmp_path / "out.jsonl", write(tmp_path / "lines.jsonl", mismatch)
@@ -239,33 +198,12 @@ def test_a_choice_that_is_met_again(folder, tmp_path, mismatch, capsys):
 #
 
 
-def test_rows_have_no_history_of_their_own(folder, tmp_path, capsys):
-    """Their windows write what decoding writes, wherever one begins."""
-    out = tmp_path / "out.jsonl"
-    more = ("--cache-length", "20", "--history", "own", "--out", str(out))
-    assert run(folder, *more) == 0
-    row = row_of(out)
-    assert row["history"] == "own" and row["verify"]["window_rows"] == 4
-    # Keys and values of two layers with one head of 16.
-    assert row["prefix"] == {"differing": 0, "elements": 20 * 64, "first": None}
-    said = "written by windows of its own path: no difference in 1,280 values"
-    assert said in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.fixture(scope="module")
-def own(folder, tmp_path_factory) -> dict[str, pathlib.Path]:
-    """What comes out of a look at windows of a path that is not by rows."""
-    place = tmp_path_factory.mktemp("own")
-    files = {"out": place / "out.jsonl", "save-bundle": place / "run.npz"}
-    more = [part for name, path in files.items() for part in (f"--{name}", str(path))]
-    path = ("--verify-path", "flash", "--history", "own", "--cache-length", "20")
-    assert run(folder, *path, *more) == 2
-    return files
-
-
-def test_another_path_has_a_history_of_its_own(own):
+def test_another_path_has_a_history_of_its_own(folder, tmp_path):
     """Its negative control is `test_what_differs_is_told_by_the_status`."""
-    row = row_of(own["out"])
+    out = tmp_path / "out.jsonl"
+    path = ("--verify-path", "flash", "--history", "own", "--cache-length", "20")
+    assert run(folder, *path, "--out", str(out)) == 2
+    row = row_of(out)
     assert row["history"] == "own" and row["met_again"] is None
     first = row["prefix"]["first"]
     # From the first window on, which begins with the last token of the prompt.
@@ -273,53 +211,3 @@ def test_another_path_has_a_history_of_its_own(own):
     assert {key: first[key] for key in where} == where
     assert 0 < first["differing"] <= first["elements"] == 16 and first["max_ulp"] > 0
     assert first["differing"] < row["prefix"]["differing"] < row["prefix"]["elements"]
-
-
-#
-# Bundles
-#
-
-
-def rewritten(bundle: pathlib.Path, path: pathlib.Path, change) -> str:
-    """A copy of the bundle after `change(meta, arrays)`."""
-    with np.load(bundle) as file:
-        arrays = {name: file[name] for name in file.files}
-    meta = json.loads(str(arrays["meta"]))
-    change(meta, arrays)
-    arrays["meta"] = np.asarray(json.dumps(records.to_json(meta, "meta")))
-    np.savez(path, **arrays)
-    return str(path)
-
-
-def test_a_bundle_has_both_histories(folder, own, tmp_path, capsys):
-    """Fails if the second run starts from the first one's K/V, or a bit less."""
-    out = tmp_path / "out.jsonl"
-    more = ("--bundle", str(own["save-bundle"]), "--out", str(out))
-    assert run(folder, *more, prompt=False) == 0
-    first, again = row_of(own["out"]), row_of(out)
-    keys = ("prefix", "history", "first", "rows", "cells")
-    assert [again[key] for key in keys] == [first[key] for key in keys]
-
-    def spoil(meta, arrays):
-        del meta
-        arrays["own_v_1"].reshape(-1)[2] ^= 1
-
-    other = rewritten(own["save-bundle"], tmp_path / "other.npz", spoil)
-    assert run(folder, "--bundle", other, prompt=False) == 2
-    printed = capsys.readouterr().out
-    assert printed.count("every value is the bundle's") == 3
-    assert "verify: other values" in printed
-
-
-def test_a_bundle_has_its_fault(folder, tmp_path, capsys):
-    """Fails if the sides or the fault are not those of the first run."""
-    path, out = tmp_path / "run.npz", tmp_path / "out.jsonl"
-    assert run(folder, "--inject", "0:v", "--save-bundle", str(path)) == 0
-    assert run(folder, "--bundle", str(path), "--out", str(out), prompt=False) == 0
-    assert capsys.readouterr().out.count("every value is the bundle's") == 2
-    assert row_of(out)["first"]["operation"] == "v"
-
-
-#
-# Flags
-#

@@ -6,15 +6,7 @@ import pytest
 import tiny_pair
 
 from experiments import exactness, replay
-from experiments.lib import (
-    cli,
-    flags,
-    prompt_files,
-    prompts,
-    runs,
-    suite_plan,
-    traces,
-)
+from experiments.lib import cli, flags, prompt_files, prompts, runs, suite_plan, traces
 from spec_jax import loading
 
 
@@ -80,17 +72,6 @@ def test_later_turns_hold_the_answers_of_plain_decoding(pair, template):
     assert longest <= prepared.capacity < longest + PAGE_SIZE
 
 
-def test_a_committed_turn_is_the_same_with_speculation(pair):
-    """Both designs answer the same text: the answer is what either commits."""
-    prepared = prompts.prepare(pair, PROMPTS[2:], raw=True, **SIZES)
-    settings = runs.Settings(
-        gamma=2, capacity=prepared.capacity, stop_ids=(0,), **SIZES
-    )
-    run = runs.run_speculative(pair, settings, prepared.ids[0])
-    answer = pair.tokenizer.decode([token for token in run.tokens if token != 0])
-    assert prepared.prompts[1].history[-1] == {"role": "assistant", "content": answer}
-
-
 def test_an_answer_ends_at_a_stop_token(pair):
     """Without the stop token itself, which is no part of the text."""
     (ids,) = prompts.encode(pair, [PROMPTS[0]], raw=True)
@@ -100,12 +81,6 @@ def test_an_answer_ends_at_a_stop_token(pair):
     asked = [prompt_of("1", "one", "two")]
     prepared = prompts.prepare(stopping, asked, raw=True, **SIZES)
     assert words.decode(prepared.ids[1]) == "one\n\n\n\ntwo"
-
-
-def test_a_later_turn_that_is_too_long_is_named(pair):
-    asked = [prompt_of("9", "one", "x" * 3000)]
-    with pytest.raises(ValueError, match="prompt '9 turn 2'"):
-        prompts.prepare(pair, asked, raw=True, **SIZES)
 
 
 def test_prompts_of_stated_lengths(pair):
@@ -131,21 +106,6 @@ def test_prompts_of_stated_lengths(pair):
         asked = {"lengths": lengths, "per_length": 1, "raw": True} | changes
         with pytest.raises(ValueError, match=message):
             prompts.of_lengths(made_of, tokenizer, **asked)
-
-
-def test_a_chat_template_is_applied_to_what_is_cut(pair):
-    chat = dataclasses.replace(
-        pair.tokenizer, chat_template="<{{ messages[0].content }}>"
-    )
-    for raw, text in ((False, "<def>"), (True, "def")):
-        (made,) = prompts.of_lengths(
-            [prompt_of("1", "abcdef")],
-            chat,
-            lengths={"short": 3},
-            per_length=1,
-            raw=raw,
-        )
-        assert chat.decode(made.tokens) == text
 
 
 OPTIONS = {
@@ -202,15 +162,3 @@ def test_options_are_told_where_bits_are_published(tmp_path):
         "chat_option 'null' and '{\"loud\": true}'"
     ]
     assert made["plain"].prepared.ids != made["loud"].prepared.ids
-
-
-@pytest.mark.parametrize("text", ["thinking", "a=b", "=1", "{1}"])
-def test_options_that_are_none(text, capsys):
-    """In one line, before anything is loaded."""
-    parser = cli.Parser("A script.")
-    flags.add_raw(parser)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--chat-option", text])
-    assert (
-        "is no list of options, such as enable_thinking=true" in capsys.readouterr().err
-    )

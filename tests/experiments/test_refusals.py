@@ -22,7 +22,14 @@ SIZES = {
     "plot": "",
     "reproduce": "",
     "multi_process": "",
+    "plan": "--gen-tokens 8 --gamma 1,2 --prompts 2",
+    "latency": "--contexts 8 --steps 1 --gamma 2",
+    "kernels": "--contexts 8 --rows 1",
+    "fit_scores": "--gen-tokens 6 --temperature 0",
 }
+ALONE = ("plot", "reproduce", "kernels", "gpu_report", "compare_llama_cpp")
+ALONE += ("regret_drawn",)
+"""Scripts of no pair."""
 CASES = (
     ("spec_round", "--gamma -3", "--gamma: -3 must be at least 1"),
     ("spec_round", "--gamma four", "--gamma"),
@@ -68,7 +75,6 @@ CASES = (
     ("compare_hf", "--per-length 9", "9 prompts"),
     ("parity", "--prompt x --prompts 1", "--prompt and --prompts exclude each other"),
     ("parity", "--mismatch nowhere.jsonl", "nowhere.jsonl: cannot be read"),
-    ("parity", "--bundle nowhere.npz", "nowhere.npz: cannot be read"),
     ("parity", "--layers 9", "there is no layer 9"),
     ("parity", "--inject 0:nothing", "nothing"),
     ("plot", "--out x", "nothing to draw"),
@@ -77,17 +83,49 @@ CASES = (
     ("reproduce", "--list --only nothing", "no step is named so: --only nothing"),
     ("multi_process", "--worker 1", "--worker and --coordinator go together"),
     ("multi_process", "--devices 3", "take a multiple"),
+    ("spec_round", "--schedule nothing.jsonl", "profile_steps.py writes one"),
+    ("spec_round", "--schedule nothing.jsonl --tree 2x2:4", "of chains"),
+    ("spec_round", "--top-k 5", "--temperature 0 decodes greedily"),
+    ("spec_round", "--out /", "is a directory"),
+    ("sweep", "--ray soon", "'soon' is no number of workers"),
+    ("parity", "--heatmap x.txt", "x.txt: not a .png or .svg file"),
+    ("profile_steps", "--contexts 2040 --batch 1", "fewer --steps or shorter"),
+    ("plan", "--gen-tokens 2", "up to 3 tokens"),
+    ("plan", "--tree 4x12:15", "its 15 nodes"),
+    ("plan", "--tree 2-1 --drafter hybrid", "hybrid drafts chains alone"),
+    ("plan", "--row-costs no.json", "--row-costs is of trees"),
+    ("plan", "--acceptance 0.5", "--acceptance is forced with --preset"),
+    ("plan", "--preset tiny --draft-preset tiny", "random weights know no text"),
+    ("latency", "--contexts 3000", "positions"),
+    ("latency", "--slab 2", "needs 3 rows"),
+    ("latency", "--page-size 48 --impl xla", "--page-size 48 must"),
+    ("latency", "--forced 39", "between 0 and 1"),
+    ("latency", "--forced gsm8k", "--head"),
+    ("latency", "--forced 0.5 --temperature 0.7", "--forced decodes greedily"),
+    ("latency", "--dry-run", "--dry-run needs a --preset"),
+    ("latency", "--device gpu", "no GPU"),
+    ("kernels", "--shapes qwen3-0.7b", "no folder either"),
+    ("kernels", "--impls native,mosaic", "removed"),
+    ("kernels", "--impls native,triton", "native,xla"),
+    ("kernels", "--rows 9", "9 rows do not fit a context of 8"),
+    ("kernels", "--only nothing", "none of qkv"),
+    ("fit_scores", "--drafter ngram", "ngram has no tau: give --gamma"),
+    ("fit_scores", "--drafter ngram --gamma 2 --prompts 2", "no `Proposal.survival`"),
+    ("fit_scores", "--prompts 1", "give --prompts 2"),
+    ("compare_llama_cpp", "", "--llama-bin is missing: name the folder `bin`"),
+    ("compare_llama_cpp", "--llama-bin none", "no llama-bench, llama-completion"),
+    ("gpu_report", "--dry-run --only gama --out x", "--list"),
+    ("gpu_report", "--rehearse", "--out FOLDER is needed"),
+    ("regret_drawn", "--acceptance=1.5", "1.5"),
 )
 
 
 @pytest.mark.parametrize(("script", "flags", "words"), CASES)
 def test_one_line(folders, tmp_path, monkeypatch, capsys, script, flags, words):
     monkeypatch.chdir(tmp_path)
-    given = shlex.split(f"{SIZES[script]} {flags}")
-    pair = models_of(folders)
-    if script == "parity":
-        pair = pair[:2]
-    if script not in ("plot", "reproduce"):
+    given = shlex.split(f"{SIZES.get(script, '')} {flags}")
+    pair = models_of(folders)[: 2 if script == "parity" else None]
+    if script not in ALONE and "--preset" not in flags:
         given = [*pair, *given]
     assert_fails_with(main_of(script), capsys, given, words)
 
@@ -106,6 +144,7 @@ def test_one_line(folders, tmp_path, monkeypatch, capsys, script, flags, words):
         ("--drafter eagle3", "none is given"),
         ("--limit 1", "--limit goes with --verify"),
         ("--verify c.json", "from the certificate alone"),
+        ("--out new --certificate new", "the file of --out"),
     ],
 )
 def test_exactness(folders, capsys, flags, words):
@@ -121,6 +160,8 @@ def test_models_that_cannot_be_used(folders, tmp_path, capsys, monkeypatch):
         assert_fails_with(main_of("spec_round"), capsys, given, *words)
 
     small = tiny_pair.config(vocab_size=250)
+    alone = [*models_of(folders)[:2], *shlex.split(SIZES["spec_round"])]
+    assert_fails_with(main_of("spec_round"), capsys, alone, "needs a draft")
     other = tiny_pair.write_model(tmp_path / "other", small, seed=1)
     refused((folders[0], other), "vocab_size=250", "ids up to 256")
     target, draft = tmp_path / "target", tmp_path / "draft"

@@ -7,20 +7,9 @@ import numpy as np
 import pytest
 import tiny_pair
 from gamma_cases import measure_regret
-from script_runs import (
-    models_of,
-    rows_of,
-)
+from script_runs import models_of
 
-from experiments import regret as script
-from experiments.lib import (
-    costs,
-    forced_drafter,
-    outcomes,
-    prompt_files,
-    regret,
-    runs,
-)
+from experiments.lib import costs, outcomes, prompt_files, regret, runs
 from spec_jax import loading
 from spec_jax.gamma import policy, simulation, threshold
 
@@ -193,45 +182,6 @@ def test_simulated_rows_are_those_of_the_simulator(texts):
     assert min(row["regret"] for row in rows if row["is_fixed"]) == 0
 
 
-def test_what_was_learnt_is_handed_on(texts):
-    """On adversarial texts the second one has no descent to pay for."""
-    adversarial = outcomes.make_sets(texts)["adversarial"]
-    of_rounds = {"round_s": COSTS.round_s(), "catch_up_s": 0.0}
-
-    def seconds(*, hand_on: bool) -> float:
-        return regret.seconds_of(
-            ladder_candidate(), adversarial, hand_on=hand_on, **of_rounds
-        )
-
-    assert seconds(hand_on=True) < seconds(hand_on=False)
-
-
-def test_adversarial_rounds_accept_nothing(pairs, texts):
-    """And draft as always, at the cost of the real drafter; tokens stay the same."""
-    pair = pairs["itself"]
-    text, adversarial = texts[0], forced_drafter.adversarial(pair)
-    run = runs.run_speculative(adversarial, SETTINGS, text.prompt_ids)
-    assert run.tokens == text.tokens
-    assert run.counters.accepted == 0 < run.counters.proposed
-    # Negative control: the drafter as it is.
-    run = runs.run_speculative(pair, SETTINGS, text.prompt_ids)
-    assert run.counters.accepted == run.counters.proposed
-
-
-def test_a_candidate_may_have_a_drafter_of_its_own(pairs, texts):
-    """A draft model that is never confident: its rounds are those of gamma 0."""
-    pair = pairs["itself"]
-    silent = dataclasses.replace(pair.drafter, min_confidence=1.0)
-    never = regret.confident(1.0, dataclasses.replace(pair, drafter=silent), SETTINGS)
-    assert never.name == "confidence 1" and not never.is_fixed
-    settings = regret._asked(SETTINGS, never, never.state)
-    run = runs.run_speculative(never.lm, settings, texts[0].prompt_ids)
-    assert run.counters.proposed == 0 and run.tokens == texts[0].tokens
-    live = regret.run_set(pair, SETTINGS, texts[:1], [never], repeats=1, hand_on=True)
-    assert live.matched == {"confidence 1": True}
-    assert min(live.seconds["plain"] + live.seconds["confidence 1"]) > 0
-
-
 def test_rows_of_live_runs():
     """Regret is of each repeat, against the best gamma of that repeat."""
     live = regret.LiveSet(
@@ -265,21 +215,3 @@ def command(folders, *more: str) -> list[str]:
         *("--repeats", "1", "--cost-repeats", "1"),
         *more,
     ]
-
-
-@pytest.mark.slow
-def test_the_rows_of_a_run(folders, tmp_path, capsys):
-    """A row for each policy and set, simulated and live."""
-    out = tmp_path / "out.jsonl"
-    more = ("--live", "--drafter", "ngram", "--out", str(out))
-    assert script.main(command(folders, *more)) == script.MATCHED == 0
-    names = ["fixed 0", "fixed 1", "fixed 2", "threshold", "goodput"]
-    for kind in ("regret", "regret_live"):
-        places = [(row["set"], row["policy"]) for row in rows_of(out, kind)]
-        assert places == [(s, name) for s in outcomes.SETS for name in names]
-    for row in rows_of(out, "regret_live"):
-        assert row["matched"] and row["seconds"] > 0 and row["plain_s"] > 0
-    printed = capsys.readouterr().out
-    assert "simulated" in printed and "in real rounds" in printed
-    assert "adversarial" in printed and "threshold" in printed
-    assert "speed-up over autoregressive decoding" in " ".join(printed.split())

@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 
 from experiments import reproduce
-from experiments.lib import (
-    curves,
-    files,
-    published,
-    published_rows,
-    records,
-    reproduction,
-)
+from experiments.lib import curves, files, published, published_rows, reproduction
 from spec_jax import loading, testing
 from spec_jax.native import build
 
@@ -48,15 +41,6 @@ def test_tables_are_of_the_rows(name):
     digit = re.search(r"(?s)<!-- rows: .*?\| [^|]*([0-9]) ", text).start(1)
     other = str((int(text[digit]) + 1) % 10)
     assert published.update(text[:digit] + other + text[digit + 1 :]) == text
-
-
-def test_a_table_takes_its_own_place_alone():
-    """Fails if what stands behind an empty one is replaced with it."""
-    empty = "<!-- rows: rounds -->\n\n<!-- end of rows -->\n\nWords.\n\n"
-    text = f"{empty}{empty.replace('rounds', 'batches')}"
-    new = published.update(text)
-    assert published.table("rounds") in new and published.table("batches") in new
-    assert new.count("Words.") == 2 and published.update(new) == new
 
 
 def test_every_table_is_on_a_page():
@@ -169,68 +153,8 @@ def test_every_step_can_be_parsed(shipped, tmp_path, monkeypatch):
     assert files_of_today <= made
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """Results of a commit of its own; scripts write what their name says."""
-    monkeypatch.setattr(records, "RESULTS", tmp_path)
-    state = {"commit": "0" * 40, "changes": "", "status": {}, "called": []}
-
-    def git(*arguments):
-        return state["changes"] if arguments[0] == "status" else state["commit"]
-
-    def call(script, arguments):
-        state["called"].append((script, *arguments[:-2]))
-        path = pathlib.Path(arguments[-1])
-        rows = [{"kind": "prompt", "by": script}, {"kind": "summary", "by": script}]
-        rows[0]["s"] = 1 / 3
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return state["status"].get(script, 0)
-
-    monkeypatch.setattr(records, "_git", git)
-    monkeypatch.setattr(reproduce, "call", call)
-    Step = reproduction.Step
-    steps = [
-        Step(file="one.jsonl", runs=("first --gamma 1",)),
-        Step(file="two.jsonl", runs=("second", "third"), keep=("summary",)),
-        Step(file="more.jsonl", runs=("fourth --prompts {data}/x:5",)),
-        Step(file="peer.jsonl", runs=("fifth --bin {llama}",)),
-    ]
-    monkeypatch.setattr(reproduction, "steps", lambda: iter(steps))
-    return state, tmp_path
-
-
 def rows_of(path: pathlib.Path) -> list[dict]:
     return [*files.read_rows(path).values()]
-
-
-def test_finished_steps_are_skipped(place, capsys):
-    """And those of another commit, or whose file is gone, are run again."""
-    state, folder = place
-    assert reproduce.main([]) == reproduce.DONE == 0
-    assert state["called"] == [("first", "--gamma", "1"), ("second",), ("third",)]
-    shown = capsys.readouterr().out.splitlines()
-    assert "more.jsonl: left out, for want of --data" in shown
-    assert "peer.jsonl: left out, for want of --llama-bin" in shown
-    found = [row.get("s") for row in rows_of(folder / "one.jsonl")]
-    assert found == [0.333333333, None]
-    assert [row["by"] for row in rows_of(folder / "two.jsonl")] == ["second", "third"]
-    log = rows_of(folder / reproduce.LOG)
-    assert [row["step"] for row in log] == ["one.jsonl", "two.jsonl"]
-    assert all(row["seconds"] >= 0 and row["status"] == 0 for row in log)
-    assert reproduce.main(["--list"]) == 0
-    assert "two.jsonl: finished" in capsys.readouterr().out
-    assert reproduce.main([]) == 0 and len(state["called"]) == 3
-    (folder / "two.jsonl").unlink()
-    assert reproduce.main(["--data", "data"]) == 0
-    assert state["called"][3:] == [
-        *(("second",), ("third",), ("fourth", "--prompts", "data/x:5"))
-    ]
-    assert reproduce.main(["--llama-bin", "a", "--only", "peer"]) == 0
-    assert state["called"].pop() == ("fifth", "--bin", "a")
-    state["commit"] = "1" * 40
-    assert reproduce.main(["--only", "^one"]) == 0
-    assert state["called"][6:] == [("first", "--gamma", "1")]
-    assert len(rows_of(folder / reproduce.LOG)) == 4
 
 
 @pytest.mark.skipif("dspark" not in loading.shipped_heads(), reason="no such head")

@@ -2,39 +2,17 @@
 
 import dataclasses
 
-import pytest
-from script_runs import (
-    models_of,
-    rows_of,
-    with_another_token,
-    write_rows,
-)
+from script_runs import models_of, rows_of, with_another_token, write_rows
 
-from experiments import spec_round
-from experiments.lib import (
-    policies,
-    results,
-    runs,
-    tables,
-)
-from spec_jax import loading
+from experiments import spec_round, throughput
+from experiments.lib import bench, results, runs, tables, terminal
 from spec_jax.analysis import metrics
-from spec_jax.gamma import budget, goodput, threshold
 from spec_jax.ops import dispatch
 
 
 def command(folders, *more: str) -> list[str]:
     """A short run, without a text beside it, which takes programs of its own."""
-    sizes = [
-        "--gen-tokens",
-        "6",
-        "--gamma",
-        "2",
-        "--prompts",
-        "2",
-        "--temperature",
-        "0",
-    ]
+    sizes = "--gen-tokens 6 --gamma 2 --prompts 2 --temperature 0".split()
     return [*models_of(folders), *sizes, *more]
 
 
@@ -87,59 +65,6 @@ def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(folders, tmp_p
     assert summary["verify_decode_mismatches"] is None
     assert spec_round.main(command(folders, *more, "--temperature", "0")) == 0
     assert rows_of(out)[-1]["matched"] is True
-
-
-def test_a_drafter_from_outside(folders, tmp_path, monkeypatch):
-    """By its module, in a batch."""
-    (tmp_path / "outside.py").write_text(
-        "from spec_jax.drafters import ngram\n"
-        "class Mine(ngram.PromptLookup):\n    pass\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    more = ("--drafter", "outside:Mine", "--batch", "2")
-    assert spec_round.main(command(folders, *more)) == 0
-
-
-def test_designs_and_settings_that_change_no_token(folders, tmp_path):
-    """Other caches, prefills and pages."""
-    out = tmp_path / "out.jsonl"
-    rows = {}
-    for name, more in {
-        "ours": (),
-        "static": ("--cache", "static", "--prefill", "rows"),
-    }.items():
-        more = (*more, "--prompts", "1", "--out", str(out))
-        assert spec_round.main(command(folders, *more)) == 0, name
-        rows[name] = rows_of(out)[-1]
-    for name in ("rounds", "proposed", "accepted", "tokens"):
-        assert len({row[name] for row in rows.values()}) == 1, name
-    more = ("--prefill", "batched", "--page-size", "8", "--dtype", "bfloat16")
-    assert spec_round.main(command(folders, *more, "--prompts", "1")) == 0
-
-
-@pytest.mark.slow
-def test_trees_change_no_token(folders, tmp_path):
-    """Of a draft model and of lookup, one prompt after the other and in slots."""
-    out = tmp_path / "out.jsonl"
-    for more in (
-        ("--tree", "2x3:5", "--drafter", "ngram", "--batch", "2"),
-        ("--tree", "[[0],[1],[0,0],[0,1],[0,0,0]]"),
-        ("--tree", "2x3:5", "--gamma-policy", "goodput"),
-    ):
-        assert spec_round.main(command(folders, *more, "--out", str(out))) == 0
-        row = rows_of(out)[-1]
-        assert row["matched"] and row["tree"].startswith(("2x3:5@", "[[0],[1]"))
-        assert len(row["accepted_hist"]) == 4 and len(row["kept_by_rank"]) == 5
-        # By what rounds are measured to cost, none may be worth a draft.
-        assert "goodput" in more or row["rows_per_round"] > 1
-        assert 1 <= row["rows_per_round"] <= 6
-        drawn = rows_of(out)[-2]
-        assert drawn["kind"] == "tree" and drawn["parents"][0] == 0
-        path, column = [], drawn["kept"][-1] if drawn["kept"] else 0
-        while column:
-            path.insert(0, column)
-            column = drawn["parents"][column]
-        assert path == drawn["kept"]
 
 
 def test_logits_that_are_not_finite_match_nothing(overflowing, tmp_path):
@@ -197,30 +122,6 @@ def test_tokens_are_compared_and_not_assumed():
     assert results.all_matched([None, False]) is False
 
 
-@pytest.mark.slow
-@pytest.mark.few(1)
-def test_policies_by_name(folders):
-    """The costs that goodput goes by are measured, one for each gamma."""
-    lm = loading.load(folders[0], drafter="ngram", gamma_max=2)
-    settings = runs.Settings(gamma=2, gen_tokens=6, capacity=64, page_size=16)
-    made = lambda name: policies.with_policy(name, lm, settings, [5, 9, 31, 7, 5, 9])
-    assert made("fixed") == settings
-    by_share = made("threshold").gamma_policy
-    # What ngram does not find costs nothing, and is no evidence.
-    assert by_share.probing.empty_is_free
-    assert isinstance(by_share, threshold.Threshold) and by_share.ladder == (0, 1, 2)
-    by_speed = made("goodput")
-    assert isinstance(by_speed.gamma_policy, goodput.Goodput)
-    assert by_speed.policy_state.round_s.shape == (3,)
-    within = made("budget").gamma_policy
-    assert isinstance(within, budget.Budget) and within.empty_is_free
-    with pytest.raises(ValueError, match="'none' is not one of fixed, threshold"):
-        made("none")
-    settings = dataclasses.replace(settings, rule="block")
-    with pytest.raises(ValueError, match="'budget' chooses gamma by measured times"):
-        made("budget")
-
-
 def test_a_target_without_gamma_adapts(folders):
     """And the embedded pair does not, so that its counts are the same in every run."""
     chosen = lambda *more: vars(spec_round.parse_args(more))
@@ -237,3 +138,50 @@ def test_a_target_without_gamma_adapts(folders):
     ):
         found = chosen(*more)
         assert (found["gamma_policy"], found["gamma"]) == (name, gamma), more
+
+
+def test_throughput(folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
+    out = tmp_path / "out.jsonl"
+    more = ("--batch", "2", "--gamma", "1,2", "--repeats", "2", "--out", str(out))
+    more += ("--prompts", "3")
+    assert throughput.main(command(folders, *more)) == throughput.MATCHED
+    rows = rows_of(out)
+    ways = [(None, 0), *((2, gamma) for gamma in (0, 1, 2))]
+    assert [(row["batch"], row["gamma"]) for row in rows] == 3 * ways
+    of_runs, rows = rows[: 2 * len(ways)], rows[2 * len(ways) :]
+    assert [row["repeat"] for row in of_runs] == [0] * len(ways) + [1] * len(ways)
+    assert {(run["kind"], run["prompts_equal"]) for run in of_runs} == {
+        ("throughput_run", 3)
+    }
+    for row in rows:
+        seconds = [run["seconds"] for run in of_runs if run["way"] == row["way"]]
+        speed = bench.spread([row["tokens"] / each for each in seconds])
+        assert (row["tok_s"], row["tok_s_p10"], row["tok_s_p90"]) == speed
+        assert row["prompts_equal"] == row["prompts"] == 3
+        assert row["n"] == 2 and row["tok_s"] > 0
+    assert rows[0]["ratio"] == 1
+    printed = capsys.readouterr()
+    assert "gamma 2, batch 2" in printed.out and "runs: 1 of 12" in printed.err
+
+
+def test_throughput_that_differed_once(folders, tmp_path, monkeypatch):
+    """Fails if the last repeat alone decides what rows and the exit status say."""
+    real, calls = throughput._once, []
+
+    def corrupted(lm, settings, ids, way):
+        calls.append(way)
+        done, seconds = real(lm, settings, ids, way)
+        if way.gamma and calls.count(way) == 2:  # The first repeat, after a brief run.
+            done = [with_another_token(done[0]), *done[1:]]
+        return done, seconds
+
+    monkeypatch.setattr(throughput, "_once", corrupted)
+    out = tmp_path / "out.jsonl"
+    more = ("--batch", "2", "--repeats", "2", "--prompts", "3", "--out", str(out))
+    assert throughput.main(command(folders, *more)) == throughput.NOT_MATCHED == 2
+    *_, row = rows_of(out, "throughput")
+    assert row["gamma"] and (row["prompts_equal"], row["prompts"]) == (2, 3)
+    repeats = [x for x in rows_of(out, "throughput_run") if x["way"] == row["way"]]
+    assert [one["prompts_equal"] for one in repeats] == [2, 3]
+    assert (row["confidence"], row["schedule"]) == (0.0, None)

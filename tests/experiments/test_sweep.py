@@ -5,23 +5,10 @@ import pathlib
 
 import pytest
 import tiny_pair
-from script_runs import (
-    assert_fails_with,
-    interrupted,
-    models_of,
-    rows_of,
-    write_rows,
-)
+from script_runs import assert_fails_with, interrupted, models_of, rows_of, write_rows
 
 from experiments import reproduce, sweep
-from experiments.lib import (
-    curves,
-    profiles,
-    results,
-    runs,
-    sweep_cells as cells_lib,
-    tables,
-)
+from experiments.lib import results, sweep_cells as cells_lib, tables
 from spec_jax.analysis import conventions, metrics
 
 
@@ -202,94 +189,6 @@ def test_a_larger_grid_adds_to_the_file(folders, copied, monkeypatch):
     assert [name for name in ran if name != "warm-up"] == ["1", "3", "2"] * 3
 
 
-def test_trees_add_to_the_file(folders, copied, monkeypatch, capsys):
-    """Each tree is one cell, and cells of chains are those of before."""
-    before = copied.read_bytes()
-    more = ("--tree", "none,2x3:5,2-1")
-    assert sweep.main(command(folders, copied, *more)) == 0
-    assert copied.read_bytes().startswith(before) and b'"tree"' not in before
-    new = rows_of(copied)[4:]
-    places = [(row["tree"], row["gamma"], row["category"]) for row in new]
-    trees = (("2x3:5@0.4", 5), ("2-1", 4))
-    assert places == [(*tree, kind) for tree in trees for kind in ("code", "prose")]
-    for row in new:
-        assert row["matched"] and row["rows_per_round"] <= row["gamma"] + 1
-        assert len(row["counters"]["kept_by_rank"]) == row["gamma"]
-    printed = capsys.readouterr().out
-    assert "tree 2x3:5@0.4" in printed
-    # Figures are over the gammas of chains.
-    assert [curves.is_cell(row) for row in rows_of(copied)] == [True] * 4 + [False] * 4
-    monkeypatch.setattr(sweep, "run_cell", interrupted)
-    assert sweep.main(command(folders, copied, *more)) == 0
-    assert "8 cells, 8 of them in" in " ".join(capsys.readouterr().out.split())
-
-
-def test_scheduled_cells_add_to_the_file(folders, copied, tmp_path, capsys):
-    """By the profile of one slot and of the cell's own drafter."""
-    before = copied.read_bytes()
-    facts = rows_of(copied)[0]
-    profile = {name: facts.get(name) for name in profiles.SAME} | {
-        "kind": profiles.KIND
-    }
-    profile |= {"drafter": "draft-model", "num_slots": 1, "context": 9, "gamma": 2}
-    profile |= {"step_s": [1.0, 1.5, 3.0], "draft_s": 0.1}
-    path = write_rows(tmp_path / "profile.jsonl", [profile])
-    more = ("--drafter", "draft-model", "--gamma", "2", "--schedule", str(path))
-    assert sweep.main(command(folders, copied, *more)) == 0
-    assert copied.read_bytes().startswith(before) and b'"schedule"' not in before
-    new = rows_of(copied)[4:]
-    assert [row["schedule"] for row in new] == ["profile.jsonl"] * 2
-    assert all(row["matched"] for row in new)
-    assert "gamma 2, scheduled" in capsys.readouterr().out
-    arguments = command(folders, copied, "--schedule", str(path))
-    assert_fails_with(sweep.main, capsys, arguments, "no profile of", "'ngram'")
-    # Of the same name, measured again.
-    write_rows(path, [profile | {"step_s": [1.0, 1.5, 3.5]}])
-    again = command(folders, copied, *more)
-    assert_fails_with(sweep.main, capsys, again, "the profile profile.jsonl is another")
-
-
-def test_equal_texts_of_nan_do_not_match(folders, tmp_path, monkeypatch):
-    """Exit status 2, and the cell counts them: logits that are not finite show
-    nothing."""
-    real = runs.run_speculative
-
-    def overflowing(lm, settings, prompt):
-        run = real(lm, settings, prompt)
-        counters = dataclasses.replace(run.counters, nonfinite=1)
-        return dataclasses.replace(run, counters=counters)
-
-    monkeypatch.setattr(runs, "run_speculative", overflowing)
-    out = tmp_path / "sweep.jsonl"
-    assert sweep.main(command(folders, out, "--gamma", "2")) == sweep.NOT_MATCHED
-    rows = rows_of(out)
-    assert rows and not any(row["matched"] for row in rows)
-    assert all(row["nonfinite_logits"] > 0 for row in rows)
-
-
-def test_a_folder_is_all_its_prompt_sets(tmp_path):
-    """Its own files and those of its folders, each with the limit; or none."""
-    for name in ("b.jsonl", "a/question.jsonl", "c/question.jsonl", "a/deep/x.jsonl"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("")
-    (tmp_path / "a/LICENSE").write_text("")
-    names = ("a/question.jsonl", "b.jsonl", "c/question.jsonl")
-
-    def sets_of(*prompts):
-        return sweep.parse_args(["--prompts", *prompts, "--out", "x.jsonl"]).prompts
-
-    assert sets_of("3", str(tmp_path)) == ["3", *(str(tmp_path / n) for n in names)]
-    for part in ("4", "4@7"):
-        expected = [f"{tmp_path / name}:{part}" for name in names]
-        assert sets_of(f"{tmp_path}:{part}") == expected
-    empty = str(tmp_path / "a/deep/none")
-    assert sets_of(empty) == [empty]
-    # In figures two files of one name have their folders' names, too.
-    rows = [{"prompt_source": f"{tmp_path / name}:4"} for name in names]
-    short = [row["prompt_source"] for row in curves._shortened(rows)]
-    assert short == ["a/question.jsonl:4", "b.jsonl:4", "c/question.jsonl:4"]
-
-
 def test_other_settings_and_models_are_refused(folders, copied, tmp_path, capsys):
     """With all that differs, and the file as it was."""
     before = copied.read_bytes()
@@ -299,12 +198,6 @@ def test_other_settings_and_models_are_refused(folders, copied, tmp_path, capsys
         command(folders, copied, "--gen-tokens", "7", "--seed", "3"),
         *("gen_tokens is 6 there and 7 here", "seed is 0 there and 3 here"),
     )
-    assert_fails_with(
-        sweep.main,
-        capsys,
-        command(folders, copied, "--gamma", "4"),
-        "gamma_max is 2 there and 4",
-    )
     other = tiny_pair.write_model(
         tmp_path / "target", tiny_pair.config(num_layers=2), seed=5
     )
@@ -312,17 +205,3 @@ def test_other_settings_and_models_are_refused(folders, copied, tmp_path, capsys
     arguments += ["--prompts", str(prompts_of(folders))]
     assert_fails_with(sweep.main, capsys, arguments, "target_sha256")
     assert copied.read_bytes() == before
-
-
-def test_prompts_that_have_changed_are_refused(folders, tmp_path, swept, capsys):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(prompts_of(folders).read_text())
-    out = tmp_path / "sweep.jsonl"
-    text = swept.read_text().replace(str(prompts_of(folders)), str(path))
-    out.write_text(text)
-    arguments = command(folders, out, "--prompts", str(path))
-    assert sweep.main(arguments) == 0
-    path.write_text(path.read_text().replace("import second", "import third"))
-    assert_fails_with(
-        sweep.main, capsys, arguments, "category code", "others than those"
-    )

@@ -1,6 +1,5 @@
 """The pair that ships with the package: whole, small, trained, and lossless."""
 
-import dataclasses
 import functools
 import json
 
@@ -69,9 +68,8 @@ def accepted(lm, texts, **shifted):
     return float(tokens / rounds) - 1
 
 
-def measured(lm, texts, *, steps, layers=0, positions=0, order=0):
-    """What a training measures, of features from other layers or positions, or of
-    layers in another order."""
+def measured(lm, texts, *, steps, layers=0, positions=0):
+    """What a training measures, of features from other layers or positions."""
     head = lm.drafter.head
     taps = tuple(tap + layers for tap in head.taps)
     online = targets.Online(
@@ -79,8 +77,7 @@ def measured(lm, texts, *, steps, layers=0, positions=0, order=0):
     )
     rows = np.arange(len(texts))
     batch = online[rows]
-    shift = (positions, order * lm.target.config.hidden_size)
-    batch["features"] = np.roll(batch["features"], shift, axis=(1, 2))
+    batch["features"] = np.roll(batch["features"], positions, axis=1)
     if not hasattr(head, "has_head_norms"):
         batch = block.anchors_of(head, seed=0, hot=None)(batch, rows, None)
     batch = jax.tree.map(jnp.asarray, batch)
@@ -141,70 +138,3 @@ def test_a_shipped_eagle3_drafts_less_from_shifted_features():
     assert right > 0.5
     assert accepted(lm, texts, layers=1) < right
     assert max(accepted(lm, texts, positions=shift) for shift in (1, -1)) < right / 2
-
-
-def with_slots_of_others(lm):
-    """Each draft is of the slot after its own, or before it."""
-    head = lm.drafter.head
-    other = "fill-in" if head.slots == "anchor-first" else "anchor-first"
-    changed = dataclasses.replace(head, slots=other)
-    drafter = dataclasses.replace(
-        lm.drafter, head=changed, gamma_max=min(changed.num_drafts, head.num_drafts)
-    )
-    return dataclasses.replace(lm, drafter=drafter)
-
-
-def with_norm(lm, name, change):
-    """The weights of a norm are read with another convention."""
-    params = lm.drafter_params
-    if hasattr(params, name):
-        params = params.replace(**{name: change(getattr(params, name))})
-    else:
-        layers = [x.replace(**{name: change(getattr(x, name))}) for x in params.layers]
-        params = params.replace(layers=tuple(layers))
-    return dataclasses.replace(lm, drafter_params=params)
-
-
-FAULTS = {
-    # What is planted, and the most of its drafts that a head may keep: what was
-    # measured (see the test), and a third of the way to all of them.
-    "norm of features": (
-        lambda lm: (with_norm(lm, "hidden_norm", lambda w: w - 1), {}),
-        0.5,
-    ),
-    "norm of the MLP": (
-        lambda lm: (with_norm(lm, "mlp_norm", lambda w: w + 1), {}),
-        0.5,
-    ),
-    "slot convention": (lambda lm: (with_slots_of_others(lm), {}), 0.7),
-    "position, later": (lambda lm: (lm, {"positions": 1}), 0.8),
-    "position, earlier": (lambda lm: (lm, {"positions": -1}), 0.9),
-    "layer index": (lambda lm: (lm, {"layers": 1}), 0.95),
-    "layer index, below": (lambda lm: (lm, {"layers": -1}), 0.97),
-    "order of layers": (lambda lm: (lm, {"order": 1}), 0.5),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_shipped_dspark_drafts_less_with_what_is_off_by_one(fault):
-    """Alarms. Of 32 texts, the share of drafts that is left of the shipped DSpark's,
-    and of those of a DFlash that has the same backbone and no head after it:
-
-        norm of features   0.31  0.27        position, later      0.67  0.64
-        norm of the MLP    0.17  0.19        position, earlier    0.87  0.80
-        slot convention    0.59  0.06        layer index          0.91  0.88
-        order of layers    0.36  0.32        layer index, below   0.86  0.86
-
-    A neighbouring position or layer does not halve what is kept, of either: a block
-    sees the whole context, of which neighbours say much the same. The Markov head
-    drafts half of it from the token before alone, which hides a wrong slot. All are
-    caught because a draft is no longer the one of the files:
-    `tests/drafters/test_block.py` plants them.
-    """
-    lm, texts = sj.load(drafter="dspark", impl="xla"), texts_of(6)
-    plant, most = FAULTS[fault]
-    planted, shifted = plant(lm)
-    right = accepted(lm, texts)
-    assert right > 1.9
-    assert accepted(planted, texts, **shifted) < most * right

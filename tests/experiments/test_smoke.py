@@ -1,0 +1,96 @@
+"""Scripts at their smallest sizes: the exit status, and what the last row says."""
+
+import shlex
+
+import pytest
+import tiny_pair
+from script_runs import main_of, rows_of
+
+from experiments.lib import bench
+
+
+OURS = "spec_jax.drafters.ngram:PromptLookup"
+PAIR = "--target {target} --draft {draft}"
+SIZES = {
+    "spec_round": "--gen-tokens 6 --gamma 2 --prompts 2 --temperature 0",
+    "throughput": "--gen-tokens 6 --gamma 2 --prompts 3 --repeats 1",
+    "sweep": f"{PAIR} --gen-tokens 6 --prompts 2",
+    "plan": "--gen-tokens 6 --gamma 1 --prompts 2 --repeats 1 --cost-repeats 1",
+    "latency": "--contexts 8 --steps 1 --repeats 1",
+    "regret": f"{PAIR} --prompts 3 --gen-tokens 12 --gamma 2 --repeats 1",
+    "regret_drawn": "--texts 2 --gen-tokens 64 --gamma 2 --draft-cost 0.05",
+    "multi_process": "--target {wide} --draft {draft} --gen-tokens 4 --gamma 2",
+    "compare_hf": "--lengths 4 9 20 --gammas 3 --repeats 1 --gen-tokens 6",
+}
+slow, oracle = pytest.mark.slow, pytest.mark.oracle
+MATCHED = {"matched": True}
+HEAD = "--preset tiny --impl xla --no-steps --forced 0.5 --gen-tokens 12 --head"
+RUNS = (
+    # A target alone, with drafters that need no draft.
+    ("spec_round", "--target {target} --drafter ngram", MATCHED | {"draft": None}),
+    ("spec_round", f"--target {{target}} --drafter {OURS} --batch 2", MATCHED),
+    ("plan", "--target {target}", {"kind": "plan", "draft": None} | MATCHED),
+    ("latency", "--target {target}", {"kind": "summary", "draft": None}),
+    # Settings that change no token.
+    ("spec_round", f"{PAIR} --cache static --prefill rows", MATCHED),
+    ("spec_round", f"{PAIR} --gamma-policy threshold --confidence 0.1 --batch 2 "
+     "--temperature 0.7", MATCHED | {"batch": 2}),
+    ("spec_round", f"{PAIR} --drafter hybrid --batch 2", MATCHED, slow),
+    ("spec_round", f"{PAIR} --drafter ngram --gamma-policy budget", MATCHED, slow),
+    ("spec_round", f"{PAIR} --tree 2x3:5 --drafter ngram --batch 2",
+     MATCHED | {"tree": "2x3:5@0.4"}, slow),
+    ("spec_round", f"{PAIR} --tree [[0],[1],[0,0],[0,1],[0,0,0]]", MATCHED, slow),
+    ("spec_round", f"{PAIR} --tree 2x3:5 --gamma-policy goodput", MATCHED, slow),
+    ("throughput", f"{PAIR} --batch 500,1000 --drafter ngram",
+     {"batch": 3, "gamma": 2, "prompts_equal": 3}),
+    ("throughput", f"{PAIR} --batch 2 --tree 2x3:5",
+     {"way": "tree 2x3:5@0.4, batch 2", "gamma": 5, "prompts_equal": 3}, slow),
+    ("sweep", "--drafter ngram --gamma 1,2 --tree none,2-1",
+     MATCHED | {"tree": "2-1", "gamma": 4}),
+    # Heads and presets of random weights, at an acceptance that is forced.
+    ("plan", "--target {target} --draft {head} --drafter {head},hybrid", MATCHED, slow),
+    *(("latency", f"{HEAD} {head}",
+       {"matched": True, "differing_kv": 0, "gamma": gamma}, slow)
+      for head, gamma in (("dspark", 7), ("eagle3 --head-tree 9", 8), ("dflash", 15))),
+    ("latency", "--preset qwen3-8b --draft-preset qwen3-0.6b --dry-run --device gpu",
+     {"kind": "compile", "program": "rounds"}, slow),
+    ("compare_hf", "--preset tiny --draft-preset tiny",
+     MATCHED | {"greedy_identical": 6}, oracle),
+    ("compare_hf", "--preset tiny --no-hf", MATCHED | {"drafted_runs": 0}),
+    # Policies, and several processes.
+    ("regret", "--live --drafter ngram --cost-repeats 1",
+     MATCHED | {"set": "adversarial", "policy": "budget"}, slow),
+    ("regret_drawn", "--acceptance 0,0.9-0", {"acceptance": "0.9-0"}),
+    ("multi_process", "--impl native", {"run": "tree", "equal": True}, slow),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "last"),
+    [pytest.param(*run[:3], marks=run[3:], id=f"{run[0]} {run[1]}") for run in RUNS],
+)
+def test_a_run(script, flags, last, folders, head, tmp_path, monkeypatch):
+    """Fails if a flag does nothing, or a script ends in an error or without its row."""
+    monkeypatch.setattr(bench, "LARGE_READ_BYTES", 2**20)
+    target, draft = folders
+    words = {"target": target, "draft": draft, "head": head, "wide": tmp_path / "wide"}
+    if script == "multi_process":  # One that is shared out over two devices.
+        config = tiny_pair.config(num_heads=4, num_kv_heads=2)
+        tiny_pair.write_model(words["wide"], config, seed=0)
+    given = shlex.split(f"{SIZES[script]} {flags}".format(**words))
+    out = tmp_path / "rows.jsonl"
+    assert main_of(script)([*given, "--out", str(out)]) == 0
+    row = rows_of(out)[-1]
+    assert last.items() <= row.items(), {name: row.get(name) for name in last}
+
+
+def test_a_bound_that_is_passed_is_told(tmp_path):
+    """Negative control of the exit status: a bound that trying passes."""
+    flags = [*shlex.split(SIZES["regret_drawn"]), "--acceptance", "0.1"]
+    assert main_of("regret_drawn")([*flags, "--bound", "0.001"]) == 2
+
+
+@pytest.mark.parametrize("script", ["reproduce", "gpu_report"])
+def test_what_would_be_run_is_listed(script, capsys):
+    assert main_of(script)(["--list"]) == 0
+    assert "spec_round" in capsys.readouterr().out or script == "gpu_report"
