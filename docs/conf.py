@@ -12,8 +12,8 @@ html_theme_options = {
 }
 
 nb_execution_mode = "off"
+nb_merge_streams = True
 myst_heading_anchors = 3
-myst_enable_extensions = ["colon_fence"]
 
 default_role = "code"  # docstrings write names in single backquotes
 napoleon_numpy_docstring = False
