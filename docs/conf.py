@@ -26,13 +26,20 @@ python_use_unqualified_type_names = True
 add_module_names = False
 
 
-def _prepare(app, what, name, obj, options, lines):
+def _docstring(app, what, name, obj, options, lines):
     """Keeps napoleon from reading "summary: rest" of an attribute as its type, and
     docutils from reading "<|" as a substitution."""
     lines[:] = [line.replace("<|", r"<\|") for line in lines]
     if what in ("attribute", "property"):
-        lines.insert(0, "")
+        lines.insert(0, "\\")  # An escaped end of line, which shows nothing.
+
+
+def _signature(app, what, name, obj, options, signature, returned):
+    """Shortens names of arrays."""
+    short = lambda text: text and text.replace("jaxlib._jax.Array", "Array")
+    return short(signature), short(returned)
 
 
 def setup(app):
-    app.connect("autodoc-process-docstring", _prepare, priority=100)  # before napoleon
+    app.connect("autodoc-process-docstring", _docstring, priority=100)  # first
+    app.connect("autodoc-process-signature", _signature)
