@@ -63,7 +63,7 @@ LONGEST = (
     "test_front_door.py",
     "test_microscope.py",
     "test_recorder.py",
-    "test_quickstart.py",
+    "test_notebooks.py",
     "test_x64.py",
     "test_mesh.py",
     "test_tree_rows.py",

@@ -1,11 +1,13 @@
 """The pages in `docs/`: what they show, what they name, and what links to them."""
 
 import ast
+import inspect
 import pathlib
 import re
 
 import pytest
-import test_readme
+
+import spec_jax as sj
 
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -21,6 +23,8 @@ NOUNS = set(
     "Seconds Sequences Settings Siblings Terms This Tokens".split()
 )
 """Beginnings in "s" that are no verbs."""
+NOT_ALONE = {"CLAUSES", "TINY", "__version__"}
+"""Public names that no page of the reference describes."""
 FILE = re.compile(r"(?:docs|experiments|spec_jax|tests|\.ci)/[\w./*-]*\.(?:\w+)")
 
 
@@ -49,22 +53,28 @@ def test_every_figure_is_on_a_page():
     assert shown == {path.name for path in figures}
 
 
-def test_the_drafter_of_the_docs_is_that_of_the_readme():
-    """Fails if one of the two was changed; `test_readme.py` runs it."""
-    readme = test_readme.python_blocks(
-        test_readme.README.read_text(), test_readme.HEADING
-    )
-    shown = re.findall(
-        r"^```python\n(.*?)^```$", PAGES["drafters.md"], re.DOTALL | re.MULTILINE
-    )
-    for block in readme:
-        assert block in shown
+def includes(text: str) -> set[str]:
+    """Returns what a page's tables of contents list."""
+    listed = re.findall(r"^```{toctree}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return {line for part in listed for line in part.split("\n") if line[:1].isalpha()}
 
 
 def test_every_page_is_linked_from_the_index_of_the_site():
-    """Fails if a page is written and cannot be found."""
-    listed = re.findall(r"^  - (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
-    assert sorted(listed) == sorted(PAGES)
+    """Fails if a page or a notebook is written and cannot be found."""
+    there = {path.stem for path in ROOT.glob("docs/*.md")} - {"index"}
+    there |= {f"notebooks/{path.stem}" for path in ROOT.glob("docs/notebooks/*.ipynb")}
+    assert includes(PAGES["index.md"]) == there | {"reference/index"}
+
+
+def test_the_reference_lists_every_public_name():
+    """Fails if a name is exported and on no page; modules are not names."""
+    pages = "".join(path.read_text() for path in ROOT.glob("docs/reference/*.md"))
+    entries = re.findall(r"^\.\. (?:auto|py:)\w+:: ([\w.]+)$", pages, re.MULTILINE)
+    listed = {name.rpartition(".")[2] for name in entries}
+    for package in (sj, sj.drafters, sj.gamma, sj.rules, sj.testing):
+        public = {name for name in package.__all__ if name not in NOT_ALONE}
+        modules = {n for n in public if inspect.ismodule(getattr(package, n))}
+        assert sorted(public - modules - listed) == []
 
 
 def riddles(text: str) -> list[str]:

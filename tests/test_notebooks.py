@@ -1,0 +1,107 @@
+"""The notebooks of the docs run as they are, and print what is stored in them.
+
+`python tests/test_notebooks.py [NAME ..]` runs them and stores their outputs.
+"""
+
+import pathlib
+import re
+import sys
+
+import nbclient
+import nbformat
+import pytest
+
+from spec_jax import testing
+from spec_jax.native import build
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+ISA = "avx2"
+"""What the stored outputs were computed with: texts are those of an instruction set."""
+NOTEBOOKS = {
+    # What must be printed, or shown as HTML or as a picture.
+    "quickstart": ("tokens per target step", "background:#b7e4c7", "image/png"),
+    "own_drafter": ("number drafted", "tokens per target step"),
+    "own_loop": ("committed [24 24]", "equal: True"),
+    "tree": ("equal: True", "image/png"),
+}
+
+
+def read(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(ROOT / f"docs/notebooks/{name}.ipynb", as_version=4)
+
+
+def run(notebook: nbformat.NotebookNode, monkeypatch) -> nbformat.NotebookNode:
+    """Runs a notebook, and leaves nothing in it that another run would not."""
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("SPEC_JAX_ISA", ISA)
+    nbclient.NotebookClient(notebook, timeout=600, record_timing=False).execute()
+    drop_progress(notebook)
+    notebook.metadata.language_info = {"name": "python"}
+    return notebook
+
+
+def outputs(notebook: nbformat.NotebookNode) -> list:
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+def printed(notebook: nbformat.NotebookNode) -> str:
+    return "".join(output.get("text", "") for output in outputs(notebook))
+
+
+def drop_progress(notebook: nbformat.NotebookNode) -> None:
+    """Drops what was written to standard error, which depends on time."""
+    for cell in notebook.cells:
+        if "outputs" in cell:
+            kept = [one for one in cell.outputs if one.get("name") != "stderr"]
+            cell.outputs = kept
+
+
+# The kernel's own machinery warns of sockets and loops that are left open.
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_prints_what_is_stored(name, monkeypatch):
+    """Fails if a cell raises, a text or a figure is missing, or outputs are stale."""
+    if ISA not in build.available_isas():
+        pytest.skip(f"this processor lacks the instruction set {ISA}")
+    stored = printed(read(name))
+    found = run(read(name), monkeypatch)
+    assert printed(found) == stored and "differ" not in stored
+    shown = printed(found) + str([output.get("data") for output in outputs(found)])
+    assert [part for part in NOTEBOOKS[name] if part not in shown] == []
+
+
+def test_every_notebook_is_run():
+    """Fails if a notebook is added to the docs and not to the table."""
+    there = {path.stem for path in ROOT.glob("docs/notebooks/*.ipynb")}
+    assert there == set(NOTEBOOKS)
+
+
+def test_seeds_are_other_samples():
+    """Fails if two slots of one prompt drew the same."""
+    text = printed(read("own_loop"))
+    first, second = re.findall(r"^seed \d: (.*)$", text, re.MULTILINE)
+    assert first != second
+
+
+@pytest.mark.slow
+def test_the_drafter_of_the_notebook_keeps_the_contract():
+    """Fails if the notebook says that it passes, and it does not."""
+    names: dict = {}
+    exec(read("own_drafter").cells[1].source, names)
+    testing.check_drafter(names["LastTime"](), params=None)
+
+
+def test_a_failing_cell_is_an_error(monkeypatch):
+    """Negative control."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="ZeroDivision"):
+        run(notebook, monkeypatch)
+
+
+if __name__ == "__main__":
+    for made in sys.argv[1:] or NOTEBOOKS:
+        with pytest.MonkeyPatch.context() as patch:
+            ran = run(read(made), patch)
+        nbformat.write(ran, ROOT / f"docs/notebooks/{made}.ipynb")
