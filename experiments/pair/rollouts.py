@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from experiments.lib import fan_out, prompt_files, terminal
+from spec_jax.drafters import record
 from spec_jax.engine import round as round_lib, rows, scheduler
 from spec_jax.model import (
     config as config_lib,
@@ -27,7 +28,6 @@ from spec_jax.model import (
 )
 from spec_jax.ops import dispatch
 from spec_jax.rules import sampling
-from spec_jax.training import record
 
 
 SLOTS = 80  # As many rows as a native forward takes at once.

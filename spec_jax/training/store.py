@@ -18,7 +18,7 @@ class Store:
     a time writes.
 
     Attributes:
-      folder: made where there is none.
+      folder: created if it does not exist.
 
     Raises:
       ValueError: `folder` holds rows that are described otherwise.
