@@ -12,7 +12,6 @@ html_theme_options = {
 }
 
 nb_execution_mode = "off"
-nb_merge_streams = True
 myst_heading_anchors = 3
 
 default_role = "code"  # docstrings write names in single backquotes

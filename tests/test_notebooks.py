@@ -37,7 +37,7 @@ def run(notebook: nbformat.NotebookNode, monkeypatch) -> nbformat.NotebookNode:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("SPEC_JAX_ISA", ISA)
     nbclient.NotebookClient(notebook, timeout=600, record_timing=False).execute()
-    drop_progress(notebook)
+    tidy(notebook)
     notebook.metadata.language_info = {"name": "python"}
     return notebook
 
@@ -50,11 +50,20 @@ def printed(notebook: nbformat.NotebookNode) -> str:
     return "".join(output.get("text", "") for output in outputs(notebook))
 
 
-def drop_progress(notebook: nbformat.NotebookNode) -> None:
-    """Drops what was written to standard error, which depends on time."""
+def tidy(notebook: nbformat.NotebookNode) -> None:
+    """Leaves what another run prints too: no standard error, and no pieces by time."""
     for cell in notebook.cells:
+        kept: list = []
+        for one in cell.get("outputs", []):
+            if (
+                one.get("name") == "stdout"
+                and kept
+                and kept[-1].get("name") == "stdout"
+            ):
+                kept[-1].text += one.text
+            elif one.get("name") != "stderr":
+                kept.append(one)
         if "outputs" in cell:
-            kept = [one for one in cell.outputs if one.get("name") != "stderr"]
             cell.outputs = kept
 
 
