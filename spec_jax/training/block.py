@@ -62,8 +62,8 @@ class Anchors:
     ) -> dict[str, np.ndarray]:
         """Returns the batch with the anchors of (seed, step, sequence).
 
-        Those of held-out texts (`step` of None) follow each other from the first token
-        that the target wrote, so that rounds can, too.
+        The anchors of held-out texts (`step` of None) follow each other from the first
+        token that the target wrote, so that rounds can, too.
         """
         # Whether the token after each position counts in the loss.
         is_label = batch["mask"][:, :-1].copy()
@@ -178,7 +178,7 @@ def loss(
         probs = jax.nn.softmax(_teacher_logits(config, batch, teacher), axis=-1)
         probs = probs if teacher.hot is None else probs[..., teacher.hot]
         l1 = jnp.sum(jnp.abs(jax.nn.softmax(logits, axis=-1) - probs), axis=-1)
-        if teacher.hot is not None:  # What it lacks is never drafted.
+        if teacher.hot is not None:  # A token that it lacks is never drafted.
             l1 += 1.0 - jnp.sum(probs, axis=-1)
         total += total_variation * l1
         if confidence is not None:
@@ -267,14 +267,14 @@ def drafts(
 
 
 def _teacher_logits(config, batch, teacher):
-    """The target's logits `[B, A, W, V]` of the drafts' positions."""
+    """Returns the target's logits `[B, A, W, V]` of the drafts' positions."""
     final = _at_drafts(config, batch["final"], batch["anchors"])
     return sequence.product(final, teacher.head)
 
 
 def _at_drafts(config, x, anchors):
-    """Rows `a + i` of `x [B, T, ..]` for each draft, `[B, A, W, ..]`; past its end, the
-    last one."""
+    """Returns rows `a + i` of `x [B, T, ..]` for each draft, `[B, A, W, ..]`; past the
+    end, the last one."""
     drafts = jnp.arange(config.num_drafts, dtype=jnp.int32)
     places = jnp.minimum(anchors[..., None] + drafts[None, None], x.shape[1] - 1)
     flat = places.reshape(len(x), -1, 1)

@@ -90,7 +90,7 @@ def loss(
     """Returns `sum_j decay^j loss_j`, each step's the mean over all columns, nats.
 
     Positions whose most likely token the draft vocabulary lacks count 0, and so do
-    those that `batch["mask"]` leaves out: the mean of a batch's parts is the batch's.
+    positions outside `batch["mask"]`: the mean of a batch's parts is the batch's.
     """
     logits, best = _teacher_rows(batch, teacher)
     counted = _counted(batch) & _is_kept(teacher, logits.shape[-1])[best]
@@ -139,7 +139,7 @@ def measure(
 
 
 def _unroll(config, params, batch, teacher, steps):
-    """The steps' outputs; column `i` of step `j` is pair `i + j`."""
+    """Returns the steps' outputs; column `i` of step `j` is pair `i + j`."""
     dtype = config.layer.dtype
     whole = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     whole = complete(whole, teacher)
@@ -156,13 +156,13 @@ def _unroll(config, params, batch, teacher, steps):
 
 
 def _teacher_rows(batch, teacher):
-    """The target's logits after each pair `[B, T - 1, V]`, and their argmax."""
+    """Returns the target's logits after each pair `[B, T - 1, V]`, and their argmax."""
     logits = sequence.product(batch["final"][:, 1:], teacher.head)
     return logits, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def _counted(batch):
-    """Pairs whose teacher's row counts, `[B, T - 1]`."""
+    """Returns whether the teacher's row of each pair counts, `[B, T - 1]`."""
     return batch["mask"][:, 1:]
 
 
@@ -173,6 +173,6 @@ def _is_kept(teacher, vocab_size):
 
 
 def _shift(x: jax.Array, steps: int) -> jax.Array:
-    """Moves columns left; those that come in are zero, or false."""
+    """Moves columns left, and fills the last ones with zeros, or false."""
     widths = [(0, 0), (0, steps)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x[:, steps:], widths)

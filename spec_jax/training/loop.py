@@ -100,7 +100,7 @@ def learning_rate(recipe: Recipe, peak: float) -> optax.Schedule:
 
 @functools.cache  # A static argument of the step: one object, one compilation.
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Muon for the layers' matrices, Adam for the rest, both by `learning_rate`."""
+    """Returns Muon for the layers' matrices, Adam for the rest, by `learning_rate`."""
     adam = optax.adamw(
         learning_rate(recipe, recipe.adam_learning_rate),
         b2=0.98,
@@ -120,7 +120,7 @@ _NOT_MUON = ("embed", "lm_head", "out", "confidence")
 
 
 def labels(params: Params) -> Params:
-    """Which optimiser a leaf is for: Muon's are matrices, not of words or one row."""
+    """Returns each leaf's optimiser: Muon for matrices, but not tables or single rows."""
 
     def label(path, leaf) -> str:
         is_table = jax.tree_util.keystr(path[-1:]).lstrip(".") in _NOT_MUON
@@ -132,7 +132,7 @@ def labels(params: Params) -> Params:
 def batch(
     data: Data, *, size: int, step: int, seed: int, draw: Draw | None = None
 ) -> Batch:
-    """The sequences of optimiser step `step`, in an order of its epoch's own.
+    """Returns the sequences of optimiser step `step`, in an order of its epoch's own.
 
     An epoch has each sequence at most once; those at its end that fill no batch are
     left out. Data with `lengths`, of which not all are the same, comes in batches of
@@ -167,7 +167,7 @@ def _of_like_lengths(order, lengths, size, random):
 
 
 def held_out_loss(loss: Loss, params: Params, data: Data, *, batch_size: int) -> float:
-    """Mean loss over `data`, whole batches only."""
+    """Returns the mean loss over `data`, whole batches only."""
     measure = lambda *inputs: {"loss": jnp.stack([loss(*inputs), jnp.float32(1)])}
     found = held_out(measure, params, data, batch_size=batch_size, teacher=None)
     return found["loss"]
@@ -182,7 +182,7 @@ def held_out(
     teacher: Any,
     draw: Draw | None = None,
 ) -> dict[str, float]:
-    """Each number over the whole batches of `data`, on the host; NaN where none is."""
+    """Returns each number over whole batches of `data`; NaN where there are none."""
     parts = []
     for start in range(0, len(data) - batch_size + 1, batch_size):
         rows = np.arange(start, start + batch_size)
@@ -204,7 +204,7 @@ def value_and_grad(
     part_size: int,
     mesh: sharding.Mesh | None = None,
 ) -> tuple[jax.Array, Params]:
-    """Loss and gradients of a batch, the means of those of its parts.
+    """Returns loss and gradients of a batch: the means over its parts.
 
     A part is `part_size` sequences, of each device of a mesh. On a CPU with 32 MiB of
     cache, gradients of two at a time take a third less than those of sixteen at once:
@@ -405,7 +405,7 @@ class _Progress(progress.Progress):
 
 
 def restore(recipe: Recipe, init: Params, folder: pathlib.Path):
-    """The parameters of the newest checkpoint in `folder`, and its step.
+    """Returns the parameters of the newest checkpoint in `folder`, and its step.
 
     Raises:
       ValueError: no checkpoint there.

@@ -51,7 +51,7 @@ def distillation_loss(
 
 
 def _logits(config, params, tokens):
-    """Float32 logits of all but the last of `tokens [B, T + 1]`."""
+    """Returns float32 logits of all but the last of `tokens [B, T + 1]`."""
     return sequence.logits(
         params_lib.cast(params, config.dtype), config, tokens[:, :-1]
     )

@@ -18,7 +18,7 @@ EPS = 1e-8
 
 
 def muon(learning_rate: optax.Schedule) -> optax.GradientTransformation:
-    """Nesterov momentum, orthogonalised and scaled by shape, for `[out, in]` matrices.
+    """Returns Nesterov momentum, orthogonalised and scaled, for `[out, in]` matrices.
 
     The update of a matrix is `-learning_rate * sqrt(max(1, out / in)) * UV^T`, where
     `USV^T` is its momentum, up to the errors of the iteration (see `orthogonalize`).

@@ -72,7 +72,7 @@ class Texts:
 
     @property
     def is_greedy(self) -> np.ndarray:
-        """Which texts were written greedily, `[n] bool`."""
+        """Whether each text was written greedily, `[n] bool`."""
         return np.ones(len(self), bool) if self.greedy is None else self.greedy
 
     @functools.cached_property
@@ -135,7 +135,7 @@ class Online:
 
 @functools.partial(jax.jit, static_argnames=("config", "taps"))
 def _one(params, tokens, config, taps):
-    """Features and final hidden states `[T, (taps + 1) * D]` of one sequence."""
+    """Returns features and final hidden states of a text, `[T, (taps + 1) * D]`."""
     made = sequence.forward(params, config, tokens, taps=taps)
     return jnp.concatenate(
         [made.features[0].reshape(tokens.shape[1], -1), made.hidden[0]], axis=-1
@@ -179,7 +179,7 @@ def _joined(data: Online, rows: np.ndarray, of_text: Any) -> dict[str, np.ndarra
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """Rows `first ..` of some data, such as those that are held out."""
+    """Rows `first ..` of some data, such as the held-out ones."""
 
     data: "Online | Cached"
     first: int
