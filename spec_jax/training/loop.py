@@ -120,7 +120,7 @@ _NOT_MUON = ("embed", "lm_head", "out", "confidence")
 
 
 def labels(params: Params) -> Params:
-    """Returns each leaf's optimiser: Muon for matrices, but not tables or single rows."""
+    """Returns each leaf's optimiser: Muon for matrices but tables and single rows."""
 
     def label(path, leaf) -> str:
         is_table = jax.tree_util.keystr(path[-1:]).lstrip(".") in _NOT_MUON
