@@ -132,15 +132,32 @@ def _rates(row: Row) -> list[float]:
     return [float("nan") if rate is None else rate for rate in found]
 
 
-def _counts(found: Sequence[curves.Curve]) -> str:
-    """Says the most and the fewest rounds that a share is of, if rows have them."""
-    ends = []
-    for row in (curve.rows[0] for curve in found):
-        rates = [rate for rate in row["conditional_acceptance"] if rate is not None]
-        last = max(0, len(rates) - 1)
-        if "accepted_hist" in row:
-            ends += [sum(row["accepted_hist"][place:]) for place in (0, last)]
-    return f"n = {max(ends):,} to {min(ends):,} rounds" if ends else ""
+def _reached(row: Row) -> list[int]:
+    """Returns the rounds that kept all drafts before each position, if rows say so."""
+    histogram = row.get("accepted_hist", ())
+    drafted = [rate is not None for rate in row["conditional_acceptance"]]
+    return [sum(histogram[at:]) for at in range(min(len(histogram), sum(drafted)))]
+
+
+def _number_positions(
+    axes: matplotlib.axes.Axes, found: Sequence[curves.Curve]
+) -> None:
+    """Numbers the positions, each with the fewest rounds that a share there is of."""
+    whole_numbers(axes.xaxis)
+    axes.set(xlabel="position (token)")
+    counts = [_reached(curve.rows[0]) for curve in found]
+    if all(counts):
+        most = max(map(len, counts))
+        fewest = [min(c[at] for c in counts if at < len(c)) for at in range(most)]
+        shown = range(0, most, -(-most // 8))
+        labels = [f"{at + 1}\n{_short(fewest[at])}" for at in shown]
+        axes.set_xticks([at + 1 for at in shown], labels, fontsize=8)
+        axes.set(xlabel="position, fewest rounds")
+
+
+def _short(count: int) -> str:
+    """Writes 12,345 as 12k."""
+    return f"{count:,}" if count < 10_000 else f"{count // 1000:,}k"
 
 
 def _level_one(axes: matplotlib.axes.Axes) -> None:
@@ -192,11 +209,9 @@ def acceptance(summaries: Sequence[Row]) -> Figure:
     for place, curve in enumerate(found):
         kept = _rates(curve.rows[0])
         axes.plot(range(1, len(kept) + 1), kept, label=curve.label, **looks_of(place))
-    axes.set(ylim=(0, 1), xlabel="position in the draft (token)")
-    axes.set(ylabel="P(kept, if all before were)")
-    title = f"gamma {found[0].rows[0]['gamma']}, {_counts(found)}"
-    axes.legend(title=title.removesuffix(", "), loc="lower right")
-    whole_numbers(axes.xaxis)
+    axes.set(ylim=(0, 1), ylabel="P(kept, if all before were)")
+    axes.legend(title=f"gamma {found[0].rows[0]['gamma']}", loc="lower right")
+    _number_positions(axes, found)
     return figure
 
 
@@ -329,9 +344,9 @@ def _by_position(panels: Mapping[str, Sequence[curves.Curve]], gamma: int) -> Fi
             axes.plot(
                 range(1, len(kept) + 1), kept, label=curve.label, **looks_of(place)
             )
-        axes.set_title(f"{title}\n{_counts(found)}".rstrip(), fontsize=9)
-        axes.set(xlabel="position (token)", ylim=(0, 1))
-        whole_numbers(axes.xaxis)
+        axes.set_title(title, fontsize=9)
+        axes.set(ylim=(0, 1))
+        _number_positions(axes, found)
     for axes in every[::columns]:
         axes.set_ylabel("P(kept, if all before were)")
     _legend_above(figure, every, f"gamma {gamma}", 3)
