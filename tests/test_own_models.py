@@ -129,7 +129,9 @@ def test_a_forward_function_has_chains_and_tokens_alone():
     tree = sj.drafters.NGram(gamma_max=3, tree=sj.Tree(top_k=2, depth=2, nodes=3))
     algo, params = sj.speculative(target, tree), (weights, None)
     state = algo.init(params, [[1, 2, 1]], max_tokens=4)
-    with pytest.raises(NotImplementedError, match="draft chains, or write a protocols"):
+    with pytest.raises(
+        NotImplementedError, match="draft chains, or write an engine.target"
+    ):
         algo.run(params, state)
     with pytest.raises(ValueError, match="num_pages=3, and slots share no pages"):
         target.new_cache(capacity=8, num_pages=3)

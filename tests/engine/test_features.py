@@ -229,12 +229,12 @@ def test_without_taps_nothing_of_features_is_traced():
     assert verified != with_features and len(read) > len(whole)
 
 
-@pytest.mark.parametrize("taps", [(2,), (-1,), (0, 2), (0.5,)])
+@pytest.mark.parametrize("taps", [(3,), (-1,), (0, 3), (0.5,)])
 def test_taps_that_the_target_has_not(taps):
     drafter = dataclasses.replace(CHAIN, taps=taps)
     target = rows.SlotRows(model=SMALL.target, num_slots=1)
     for one in (drafter, each.lift(drafter, 1)):
-        with pytest.raises(ValueError, match="is not in 0 .. 1"):
+        with pytest.raises(ValueError, match="is not in 0 .. 2"):
             checks.check_pair(target, one)
     wide = type("Wide", (NotedChain,), {"feature_size": 64})
     with pytest.raises(ValueError, match="width 64, and those of the target have 48"):
