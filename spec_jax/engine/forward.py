@@ -114,7 +114,8 @@ class ForwardTarget(target_lib.Target):
         if window.parents is not None:
             raise NotImplementedError(
                 "a forward function over rows sees each slot's keys by position, and "
-                "the drafter drafts trees: draft chains, or write an engine.target.Target"
+                "the drafter drafts trees: draft chains, or write an "
+                "engine.target.Target"
             )
         height = -(-window.tokens.size // self.slab) * self.slab
         num_active, at = windows.places(window, height)
