@@ -8,7 +8,7 @@ import functools
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -90,10 +90,12 @@ def _table(drafter, bench, text) -> np.ndarray | None:
     return np.asarray(bench.features(text[:-1], taps)) if taps else None
 
 
-def _buffer(bench: Bench, text: list[int], *, behind: int = 0) -> jax.Array:
-    tokens = np.full((bench.capacity + 1,), behind, np.int32)
-    tokens[: len(text)] = text
-    return jnp.asarray(tokens)
+def _buffer(
+    bench: Bench, text: list[int], *, behind: Sequence[int] = (0,)
+) -> jax.Array:
+    """Returns a text's tokens, and `behind` again and again after them."""
+    rest = np.resize(np.array(behind, np.int32), bench.capacity + 1 - len(text))
+    return jnp.asarray(np.concatenate([np.array(text, np.int32), rest]))
 
 
 def check_static(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
@@ -198,7 +200,7 @@ def _jitted(drafter, params, memory, tokens, length, gamma):
     return one.propose(params, memory, tokens, length, gamma)
 
 
-def _propose(drafter, params, memory, bench, text, *, gamma, behind=0):
+def _propose(drafter, params, memory, bench, text, *, gamma, behind=(0,)):
     """Proposes after `text`; a copy of the memory is donated."""
     return _jitted(
         drafter,
@@ -231,9 +233,11 @@ def check_proposals(drafter: protocols.Drafter, params: Any, bench: Bench) -> No
             _fail_if(not is_known, "vocabulary", why)
             _check_probs(proposal)
             _check_tree(drafter, proposal)
-            for behind in (1, vocab_size - 1):
+            # The text again: a drafter that looks tokens up finds these, too.
+            for behind in ([1], [vocab_size - 1], text):
                 changed = _drafts(after_text(gamma=gamma, behind=behind))
-                why = f"{behind} behind the text turns {drafts} into {changed}"
+                what = behind[0] if len(behind) == 1 else "the text again"
+                why = f"{what} behind the text turns {drafts} into {changed}"
                 _fail_if(changed != drafts, "reads past the end", why)
 
 

@@ -175,6 +175,20 @@ class ReadsAhead(Echo):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LooksUpAhead(Echo):
+    """Drafts what followed where the two tokens behind the text stood before."""
+
+    def drafts(self, memory, tokens, length, gamma):
+        after = jnp.roll(tokens, -1)
+        places = jnp.arange(len(tokens))
+        is_match = (tokens == tokens[length]) & (after == tokens[length + 1])
+        at = jnp.argmax(is_match & (places < length - 1))
+        return jnp.full((self.gamma_max,), tokens[at + 2]), jnp.where(
+            jnp.any(is_match & (places < length - 1)), gamma, 0
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OneBufferTwice(Echo):
     def prefill(self, params, memory, prompt):
         return memory.replace(spare=(memory.spare[0], memory.spare[0]))
@@ -263,6 +277,7 @@ FAULTS = {
     PastTheVocabulary: r"vocabulary: .* are not all in \[0, 96\)",
     BelowTheVocabulary: r"vocabulary: .* are not all in \[0, 96\)",
     ReadsAhead: "reads past the end: 1 behind the text turns",
+    LooksUpAhead: "reads past the end: the text again behind the text turns",
     OneBufferTwice: "memory round trip: two leaves share a buffer",
     LosesAField: "memory round trip: a memory that is put together from its leaves",
     CountsItsRounds: "truncation: .* after 1 rounds, .* from a fresh memory",
