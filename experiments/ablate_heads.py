@@ -131,7 +131,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
 EVALUATED = (
     *("temperature", "gamma", "prompts", "prompt_source", "gen_tokens", "impl"),
-    *("mean_accepted_length", "conditional_acceptance", "matched"),
+    *("mean_accepted_length", "conditional_acceptance", "accepted_hist", "matched"),
 )
 """What a row in short has of those of `sweep.py`, besides where they come from."""
 

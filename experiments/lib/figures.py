@@ -132,11 +132,19 @@ def _rates(row: Row) -> list[float]:
     return [float("nan") if rate is None else rate for rate in found]
 
 
-def _reached(row: Row) -> list[int]:
-    """Returns the rounds that kept all drafts before each position, if rows say so."""
-    histogram = row.get("accepted_hist", ())
-    drafted = [rate is not None for rate in row["conditional_acceptance"]]
-    return [sum(histogram[at:]) for at in range(min(len(histogram), sum(drafted)))]
+def _rounds_at(row: Row) -> list[tuple[int, str]]:
+    """Returns of how many rounds each position's share is, if the row says so.
+
+    A round that drafted fewer tokens is no part of it: the share itself tells. Where
+    nothing was kept that is unknown, and it is at most the rounds that came so far.
+    """
+    kept, found = row.get("accepted_hist", ()), []
+    for at, rate in enumerate(row["conditional_acceptance"][: len(kept)]):
+        if rate is None:
+            break
+        rounds = round(sum(kept[at + 1 :]) / rate) if rate else sum(kept[at:])
+        found.append((rounds, "" if rate else "\u2264"))
+    return found
 
 
 def _number_positions(
@@ -145,12 +153,12 @@ def _number_positions(
     """Numbers the positions, each with the fewest rounds that a share there is of."""
     whole_numbers(axes.xaxis)
     axes.set(xlabel="position (token)")
-    counts = [_reached(curve.rows[0]) for curve in found]
+    counts = [_rounds_at(curve.rows[0]) for curve in found]
     if all(counts):
         most = max(map(len, counts))
         fewest = [min(c[at] for c in counts if at < len(c)) for at in range(most)]
         shown = range(0, most, -(-most // 8))
-        labels = [f"{at + 1}\n{_short(fewest[at])}" for at in shown]
+        labels = [f"{at + 1}\n{fewest[at][1]}{_short(fewest[at][0])}" for at in shown]
         axes.set_xticks([at + 1 for at in shown], labels, fontsize=8)
         axes.set(xlabel="position, fewest rounds")
 

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import io
 import json
 import pathlib
 import subprocess
@@ -12,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
-from script_runs import last_line, rows_of
+from rich import console as rich_console
+from script_runs import ROOT, last_line, rows_of, run_python
 
 from experiments import exactness
-from experiments.lib import cli, fan_out, records, results, tables
+from experiments.lib import cli, fan_out, records, results, tables, terminal
 from spec_jax.analysis import metrics
 from spec_jax.engine import state
 
@@ -66,6 +68,32 @@ def test_an_error_is_one_line(work, line, status, capsys):
 def test_a_fault_of_the_program_keeps_its_traceback(error):
     with pytest.raises(type(error)):
         run(raising(error))
+
+
+def test_a_usage_error_is_one_line(capsys):
+    """Fails if flags that nobody asked for stand before what is wrong."""
+    with pytest.raises(SystemExit) as ended:
+        exactness.main(["--impl", "cuda"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--impl" in line and line.endswith("(flags: --help)")
+    assert ended.value.code == cli.UNUSABLE
+
+
+@pytest.mark.parametrize(
+    ("script", "lacking", "extra"),
+    [("spec_round", "rich", "experiments"), ("train_drafter", "optax", "train")],
+)
+def test_an_extra_that_is_not_installed_is_named(script, lacking, extra):
+    """Fails if an import comes before the line that says what to install."""
+    path = ROOT / f"experiments/{script}.py"
+    code = (
+        f"import runpy, sys; sys.modules['{lacking}'] = None; sys.argv = ['{path}']; "
+    )
+    ended = run_python("-c", f"{code}runpy.run_path('{path}', run_name='__main__')")
+    assert ended.returncode == cli.UNUSABLE
+    command = f"pip install -e '.[{extra}]'"
+    words = f"{script}.py: error: {lacking} is not installed: {command}"
+    assert ended.stderr.splitlines() == [words]
 
 
 def test_rows_are_in_the_file_when_write_returns(tmp_path):
@@ -252,3 +280,24 @@ def test_a_speed_up_above_the_tokens_per_step_means_nothing():
         assert tables.to_row(busy)["disturbed"] is True
     for summary in (SUMMARY, SUMMARY | dict.fromkeys(tables.SPEEDUPS)):
         assert results.mark_disturbed(summary) == summary | {"disturbed": False}
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_narrow_table_has_whole_names(width):
+    """Fails if a name is broken, or a number that is always 0 has a line."""
+    console = rich_console.Console(width=width, record=True, file=io.StringIO())
+    tables.print_table(results.mark_disturbed(SUMMARY), console)
+    said = console.export_text()
+    lines = {line.split()[0]: line for line in said.splitlines() if line.strip()}
+    assert lines.keys() >= SUMMARY.keys() and "disturbed" not in lines
+    assert all(len(line) <= width for line in said.splitlines())
+    assert ("every token equals" in lines["matched"]) == (width == 200)
+
+
+def test_progress_is_told_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
+    with terminal.counted("texts", total=2) as advance:
+        advance()
+        advance()
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["texts: 1 of 2", "texts: 2 of 2"] and not said.out

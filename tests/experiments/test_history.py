@@ -16,7 +16,11 @@ from experiments import history
 from experiments.lib import mismatches, runs, superseded
 from spec_jax import loading, testing
 from spec_jax.engine import round as round_lib, rows
-from spec_jax.model import prompt as prompt_lib
+from spec_jax.model import (
+    config as config_lib,
+    llama,
+    prompt as prompt_lib,
+)
 from spec_jax.paging import allocator, cache
 
 
@@ -123,6 +127,16 @@ def test_mismatches_are_committed_rows_that_verification_saw_otherwise():
     text = decoding.text(decoding.decoded(SMALL, Ask()))
     one, kv = decide(wrong, Ask(stop_ids=(text[len(PROMPT) + 2],)))
     assert int(kv.mismatches) == one.length - len(PROMPT)
+
+
+def test_the_librarys_products_are_of_qwen3():
+    """Fails if a model without norms of queries and keys ends in a traceback."""
+    sizes = dataclasses.fields(config_lib.ModelConfig)
+    sizes = {field.name: getattr(TARGET.config, field.name) for field in sizes}
+    model = dataclasses.replace(TARGET, config=llama.LlamaConfig(**sizes))
+    for name in ("flash", "library-rows"):
+        with pytest.raises(ValueError, match=f"{name}.* of qwen3, .* of llama: take"):
+            superseded.make_path(name, model)
 
 
 def command(folders, *more: str) -> list[str]:

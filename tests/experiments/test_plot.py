@@ -104,6 +104,25 @@ def test_other_figures(name, rows, words, tmp_path):
         assert word in said
 
 
+def test_each_position_has_the_rounds_of_its_share():
+    """Fails if a round counts where it drafted nothing, or the count of a curve that
+    has more of them is shown."""
+    from experiments.lib import figures
+
+    # 60 of 100 rounds drafted, and then 20 of the 30 that kept it; 5, and then none.
+    names = ("accepted_hist", "conditional_acceptance")
+    lookup = dict(zip(names, ([70, 25, 5, 0], [0.5, 0.25, 0]), strict=True))
+    model = dict(zip(names, ([90_000, 9, 9, 9], [3e-4, 0.2, 1]), strict=True))
+    rows = [made.summary(3, **lookup), made.summary(3, impl="native", **model)]
+    for shown, drawn in (("60 20 \u22645", rows), ("90k 90 9", rows[1:])):
+        (axes,) = figures.acceptance(drawn).axes
+        labels = [label.get_text() for label in axes.get_xticklabels()]
+        counted = enumerate(shown.split(), start=1)
+        assert labels == [f"{at}\n{count}" for at, count in counted]
+        assert axes.get_xlabel() == "position, fewest rounds"
+        assert not any(line.get_clip_on() for line in axes.lines[: len(drawn)])
+
+
 def test_differences_near_zero_do_not_drown_the_others():
     """Colours are relative differences: fails if they are ULPs, which saturate."""
     from experiments.lib import row_figures

@@ -623,6 +623,7 @@ def test_variants_are_trained_and_evaluated(target, work, tmp_path, capsys):
     for row, whole in zip(short, rows, strict=True):
         assert (row["kind"], row["variant"], row["steps"]) == ("ablation", "none", 2)
         assert row["tokens_seen"] > 0 and row["held_out_accepted_length"] >= 1
+        assert sum(row["accepted_hist"]) > 0
         same = ("temperature", "mean_accepted_length", "git_commit", "jax_version")
         assert [row[name] for name in same] == [whole[name] for name in same]
     assert not sj.load(target, drafter=str(head), impl="xla").drafter.head.markov_rank
