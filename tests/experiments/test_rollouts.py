@@ -78,7 +78,7 @@ def test_greedy_texts_are_the_targets_choices(tmp_path):
     one = writer(seeds=[-1] * COUNT)
     texts = rollouts.write(one, tmp_path)
     tokens, mask = rollouts.padded(one, texts)
-    np.testing.assert_array_equal(mask.sum(axis=1), LENGTH - PREFIX + 1)
+    np.testing.assert_array_equal(mask.sum(axis=1), LENGTH - PREFIX)
     logits = np.asarray(sequence.logits(one.params, CONFIG, jax.numpy.asarray(tokens)))
     logits = logits[:, PREFIX - 1 : -1]
     second, first = np.sort(logits, axis=-1)[..., -2:].transpose(2, 0, 1)
@@ -99,15 +99,14 @@ def test_texts_end_at_the_stop_token_which_is_kept(tmp_path):
 
 
 def test_texts_are_padded_behind_their_ends():
-    """Fails if a row of the prompt but its last counts, or the row of a stop token; a
-    text that `length` cut off goes on."""
+    """Fails if a row of the prompt but its last counts, or the row of a last token."""
     prompts = [[9, 1], [1, 2, 3], [1, 2]]
     one = writer(prompts=prompts, stop_ids=(8, 9), length=6)
     tokens, mask = rollouts.padded(one, [[2, 9], [8], [3, 4, 5, 6]])
     expected = [[9, 1, 2, 9, 9, 9], [1, 2, 3, 8, 8, 8], [1, 2, 3, 4, 5, 6]]
     np.testing.assert_array_equal(tokens, expected)
     counted = [np.flatnonzero(row).tolist() for row in mask]
-    assert counted == [[1, 2], [2], [1, 2, 3, 4, 5]]
+    assert counted == [[1, 2], [2], [1, 2, 3, 4]]
 
 
 def test_a_file_is_named_after_all_that_decides_its_texts():
