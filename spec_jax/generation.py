@@ -105,6 +105,7 @@ def _takes(names: type) -> Callable[[Call], Call]:
     }
 
     def decorate(call: Call) -> Call:
+        """Gives a call the signature with all keywords, and checks their names."""
         signature = inspect.signature(call)
         leading = list(signature.parameters.values())[:-1]
         keywords = [given[name] for name in get_type_hints(names)]

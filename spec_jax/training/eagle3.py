@@ -91,6 +91,7 @@ def loss(
 
     Positions whose most likely token the draft vocabulary lacks count 0, and so do
     positions outside `batch["mask"]`: the mean of a batch's parts is the batch's.
+    Batches of shorter texts have fewer columns, and a token of theirs counts more.
     """
     logits, best = _teacher_rows(batch, teacher)
     counted = _counted(batch) & _is_kept(teacher, logits.shape[-1])[best]
