@@ -28,7 +28,8 @@ from spec_jax.typing import Impl
 ASSETS = pathlib.Path(__file__).parent / "assets"
 EMBEDDED_TARGET = ASSETS / "target"
 EMBEDDED_DRAFT = ASSETS / "draft"
-"""The embedded pair. Heads for its target are beside them, by their drafters' names."""
+"""The embedded pair. Heads for its target are beside them, by their drafters' names;
+those for a model of `hub.FETCHED` are in a folder of its name."""
 
 # XLA is slow for one row, and catching up never needs more than two.
 DRAFT_SLAB = 2
@@ -154,7 +155,7 @@ def load(
     target: str | pathlib.Path | None = None,
     *,
     draft: str | pathlib.Path | None = None,
-    drafter: str | protocols.Drafter = "draft-model",
+    drafter: str | protocols.Drafter = "auto",
     gamma_max: int = 7,
     tree: tree_shapes.AnyTree | str | None = None,
     dtype: str | None = None,
@@ -181,7 +182,8 @@ def load(
         head that reads the target; None: what comes with the embedded target.
       drafter: a name (`drafters.registry.names`), `package.module:Name`, the folder of
         a head that was trained for the target, or an object that keeps
-        `protocols.Drafter` and has no parameters.
+        `protocols.Drafter` and has no parameters; "auto": what `draft` is, or else a
+        head that is shipped for the target, or else prompt lookup.
       gamma_max: the most tokens that are drafted in a round.
       tree: of drafts, in place of chains: such as "4x12:15", for 4 children of a node,
         12 drafts on a path and 15 in all.
@@ -199,6 +201,8 @@ def load(
       ValueError: what cannot be used, or models that do not fit together.
       NotImplementedError: an implementation, or a mesh, that cannot run the models.
     """
+    if drafter == "auto":
+        drafter = default_drafter(target, draft)
     folders = _folders_of(target, draft, drafter)
     words = tokenizer.load(folders[0])
     impls, entries = _agreed(folders, words, dtype=dtype, impl=impl)
@@ -325,10 +329,21 @@ def heads_for(target: str | pathlib.Path | None) -> pathlib.Path | None:
     """Returns where the heads are that are shipped for a target; None: there are none.
 
     Args:
-      target: a folder; None: the embedded target.
+      target: as in `load`.
     """
-    target = EMBEDDED_TARGET if target is None else pathlib.Path(target)
-    return ASSETS if target.resolve() == EMBEDDED_TARGET.resolve() else None
+    homes = {hub.cache() / file: ASSETS / name for name, file in hub.FETCHED.items()}
+    path = hub.locate(target or EMBEDDED_TARGET).resolve()
+    for model, heads in {EMBEDDED_TARGET: ASSETS, **homes}.items():
+        if path == model.resolve() and heads.is_dir():
+            return heads
+    return None
+
+
+def default_drafter(
+    target: str | pathlib.Path | None, draft: str | pathlib.Path | None
+) -> str:
+    """Returns the drafter that "auto" stands for in `load`."""
+    return registry.default_name(_draft_folder(target, draft), heads_for(target))
 
 
 def shipped_heads() -> tuple[str, ...]:

@@ -386,7 +386,7 @@ def test_models_and_drafters_that_do_not_fit_are_refused(lm, tmp_path):
     with pytest.raises(
         ValueError, match="needs a draft model, and none is given: name"
     ):
-        sj.load(folder)
+        sj.load(folder, drafter="draft-model")
     with pytest.raises(ValueError, match="no such file"):
         sj.load(tmp_path / "nowhere", drafter="ngram")
     with pytest.raises(ValueError, match="impl='magic' is not one of"):

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from experiments.lib import cli
+from spec_jax import loading
 from spec_jax.drafters import registry, tree_shapes
 from spec_jax.model import config as config_lib
 from spec_jax.native import build
@@ -89,6 +90,8 @@ def check_models(
       needs_draft: of a script without `--drafter`, which drafts with a draft model.
     """
     chosen = getattr(args, "drafter", "draft-model" if needs_draft else ())
+    if chosen == "auto":
+        chosen = args.drafter = _default_drafter(parser, args)
     names = (chosen,) if isinstance(chosen, str) else chosen or ()
     if args.target is None and args.draft is not None:
         # A head may be one for the embedded target.
@@ -114,6 +117,16 @@ def check_models(
         parser.error("--segments is of --devices: give both, or neither")
 
 
+def _default_drafter(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> str:
+    """Returns what `--drafter auto` stands for, or exits with a usage error."""
+    try:
+        return loading.default_drafter(args.target, args.draft)
+    except ValueError as error:
+        parser.error(str(error))
+
+
 def check_isa(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Chooses what `--isa` names, or exits with a usage error."""
     if args.isa is not None:
@@ -126,7 +139,7 @@ def check_isa(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
 def drafter(text: str) -> str:
     """The type of a flag that names a drafter: ours, one of another package, or the
     folder of a head."""
-    if registry.is_folder(text):
+    if text == "auto" or registry.is_folder(text):
         return text
     return cli.one_of(registry.names(), can_import=True)(text)
 
@@ -136,13 +149,14 @@ def add_drafter(group: argparse._ActionsContainer) -> None:
     cli.add(
         group,
         """
-        --drafter NAME=draft-model  what proposes tokens: a draft model (draft-model);
-            prompt lookup (ngram); what mostly followed in the text (suffix); that where
-            its score is high, otherwise the draft model (hybrid); a head that reads the
+        --drafter NAME=auto  what proposes tokens: a draft model (draft-model); prompt
+            lookup (ngram); what mostly followed in the text (suffix); that where its
+            score is high, otherwise the draft model (hybrid); a head that reads the
             target's features (eagle3, dflash, dspark), whose folder is --draft, or the
-            shipped one of the embedded target; or that folder; the text of
+            one that is shipped for the target; or that folder; the text of
             autoregressive decoding, for a ceiling (oracle); one that a package
-            registers, or package.module:Name
+            registers, or package.module:Name; auto: what --draft is, else a shipped
+            head, else ngram
         """,
         NAME=drafter,
     )

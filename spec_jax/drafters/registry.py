@@ -178,17 +178,32 @@ def shipped_head(drafter: str, heads: pathlib.Path | None) -> pathlib.Path:
       heads: as in `Parts`.
 
     Raises:
-      ValueError: no such head is shipped, or none for this target.
+      ValueError: no such head is shipped for this target.
     """
-    missing = "no such head is shipped"
-    if heads is None:
-        missing = "heads that are shipped are for the embedded target"
-    elif is_folder(str(heads / drafter)):
+    if heads is not None and is_folder(str(heads / drafter)):
         return heads / drafter
     raise ValueError(
-        f"drafter {drafter!r} needs a head, and none is given: {missing}; name a "
-        "folder as `draft`, or in place of the drafter"
+        f"drafter {drafter!r} needs a head, and none is given nor shipped for this "
+        "target: name a folder as `draft`, or in place of the drafter"
     )
+
+
+def default_name(
+    draft: str | pathlib.Path | None, heads: pathlib.Path | None
+) -> str:
+    """Returns the drafter that "auto" stands for.
+
+    The one whose weights `draft` has; otherwise a head that is shipped for the target;
+    otherwise prompt lookup, which needs nothing.
+
+    Args:
+      draft: the folder that was named for the drafter's weights, if one was.
+      heads: as in `Parts`.
+    """
+    if draft is not None:
+        return kind_of(draft) if is_head(draft) else "draft-model"
+    shipped = (n for n in NEED_TARGET if heads and is_folder(str(heads / n)))
+    return next(shipped, "ngram")
 
 
 def reads_target(drafter: str, draft: str | pathlib.Path | None) -> bool:

@@ -145,8 +145,9 @@ def complete(
     params: block_params.BlockParams, teacher: targets.Teacher
 ) -> block_params.BlockParams:
     """Returns the drafter of trained weights, with what is the target's."""
-    head = teacher.head if teacher.hot is None else teacher.head[teacher.hot]
-    return params.replace(embed=teacher.embed, lm_head=head, hot=teacher.hot)
+    return params.replace(
+        embed=teacher.embed, lm_head=teacher.draft_head, hot=teacher.hot
+    )
 
 
 def loss(
@@ -205,7 +206,7 @@ def measure(
     counted = _at_drafts(config, is_label, batch["anchors"])[..., 0]
     found = jnp.argmax(logits, axis=-1)
     found = found if teacher.hot is None else teacher.hot[found]
-    best = jnp.argmax(_teacher_logits(config, batch, teacher), axis=-1)
+    best = _at_drafts(config, batch["best"][..., None], batch["anchors"])[..., 0]
     agrees, whole = (found == best) & counted, counted[..., -1]
     shares = {
         f"agreement_{i}": targets.share(agrees[..., i], whole)

@@ -93,10 +93,8 @@ def loss(
     positions outside `batch["mask"]`: the mean of a batch's parts is the batch's.
     Batches of shorter texts have fewer columns, and a token of theirs counts more.
     """
-    logits, best = _teacher_rows(batch, teacher)
-    counted = _counted(batch) & _is_kept(teacher, logits.shape[-1])[best]
-    if teacher.hot is not None:
-        logits = logits[..., teacher.hot]
+    counted = _counted(batch) & _is_kept(teacher)[batch["best"][:, 1:]]
+    logits = sequence.product(batch["final"][:, 1:], teacher.draft_head)
     targets = jax.nn.softmax(logits, axis=-1)
     total = jnp.float32(0)
     for j, made in enumerate(_unroll(config, params, batch, teacher, steps)):
@@ -121,8 +119,7 @@ def measure(
     tokens a round of `steps` drafts, as greedy decoding of the greedy texts commits
     them: `targets.tokens_and_rounds`.
     """
-    _, best = _teacher_rows(batch, teacher)
-    counted = _counted(batch)
+    best, counted = batch["best"][:, 1:], _counted(batch)
     # Columns of which every step has a counted row of the teacher.
     whole = counted & _shift(counted, steps - 1)
     agrees = []
@@ -156,21 +153,16 @@ def _unroll(config, params, batch, teacher, steps):
     return made
 
 
-def _teacher_rows(batch, teacher):
-    """Returns the target's logits after each pair `[B, T - 1, V]`, and their argmax."""
-    logits = sequence.product(batch["final"][:, 1:], teacher.head)
-    return logits, jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
 def _counted(batch):
     """Returns whether the teacher's row of each pair counts, `[B, T - 1]`."""
     return batch["mask"][:, 1:]
 
 
-def _is_kept(teacher, vocab_size):
+def _is_kept(teacher):
+    """Returns which of the target's tokens can be drafted, `[V] bool`."""
     if teacher.hot is None:
-        return jnp.ones((vocab_size,), bool)
-    return jnp.zeros((vocab_size,), bool).at[teacher.hot].set(True)
+        return jnp.ones(len(teacher.head), bool)
+    return jnp.zeros(len(teacher.head), bool).at[teacher.hot].set(True)
 
 
 def _shift(x: jax.Array, steps: int) -> jax.Array:

@@ -1,8 +1,8 @@
 """The target's outputs for its texts, to train drafters: made as needed, or cached.
 
 Both are data of `loop.run`: `data[rows]` is a batch of `tokens`, `mask`, `greedy`,
-`final` and, where there are taps, `features`. One program makes them, for one sequence
-at a time, so that a cache holds the bits of what would be made.
+`final`, `best` and, where there are taps, `features`. One program makes them, for one
+sequence at a time, so that a cache holds the bits of what would be made.
 """
 
 import dataclasses
@@ -37,6 +37,11 @@ class Teacher(pytree.Node):
     embed: jax.Array  # [V, D]
     head: jax.Array  # [V, D]
     hot: jax.Array | None  # [Vd] int32, the target's token of each draft token
+
+    @property
+    def draft_head(self) -> jax.Array:
+        """The rows of `head` that are of draft tokens, `[Vd, D]`."""
+        return self.head if self.hot is None else self.head[self.hot]
 
 
 def final_norm(params: params_lib.Params) -> jax.Array:
@@ -112,6 +117,9 @@ class Online:
     params: params_lib.Params
     config: config_lib.ModelConfig
     taps: tuple[int, ...]
+    _best: dict[int, np.ndarray] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -129,8 +137,28 @@ class Online:
         made = _one(self.params, tokens[None], self.config, self.taps)
         return np.asarray(made)[:length]
 
+    def best_of(self, row: int, final: np.ndarray) -> np.ndarray:
+        """Returns the target's most likely token after each row of a text, `[T] int32`.
+
+        Kept from the first time that it is asked for: a product with the whole
+        vocabulary costs as much as a step of a small drafter.
+
+        Args:
+          final: the text's final hidden states `[T, D]`.
+        """
+        if row not in self._best:
+            padded = np.pad(final, ((0, -len(final) % BUCKET), (0, 0)))
+            found = np.asarray(_most_likely(weights.matrix(self.params.head), padded))
+            self._best[row] = found[: len(final)]
+        return self._best[row]
+
     def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         return _joined(self, rows, self.rows_of)
+
+
+@jax.jit
+def _most_likely(head, final):
+    return jnp.argmax(sequence.product(final, head), axis=-1).astype(jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "taps"))
@@ -170,9 +198,11 @@ def _joined(data: Online, rows: np.ndarray, of_text: Any) -> dict[str, np.ndarra
     size, width = batch["tokens"].shape[1], data.config.hidden_size
     dtype = jnp.dtype(data.config.dtype)
     made = np.zeros((len(rows), size, (len(data.taps) + 1) * width), dtype)
-    for into, row in zip(made, rows, strict=True):
-        found = of_text(int(row))
+    batch["best"] = np.zeros((len(rows), size), np.int32)
+    for into, best, row in zip(made, batch["best"], rows.tolist(), strict=True):
+        found = of_text(row)
         into[: len(found)] = found
+        best[: len(found)] = data.best_of(row, found[:, -width:])
     batch["final"] = made[..., -width:]
     return batch | ({"features": made[..., :-width]} if data.taps else {})
 

@@ -453,7 +453,7 @@ def test_loads_by_name_and_by_folder(tmp_path, monkeypatch):
         sj.load(drafter="dflash", draft=tmp_path / "dspark")
     with monkeypatch.context() as patch:
         patch.setattr(loading, "ASSETS", tmp_path / "nothing")
-        with pytest.raises(ValueError, match="needs a head, and none is given"):
+        with pytest.raises(ValueError, match="needs a head, and none is given nor"):
             sj.load(drafter="dspark")
     with pytest.raises(ValueError, match="no layout of DFlash or DSpark"):
         sj.load(drafter="dspark", draft=loading.EMBEDDED_DRAFT)

@@ -135,6 +135,7 @@ def batch_with_anchors(name, *, count=4, step=3):
         "greedy": np.ones(2, bool),
         "features": np.asarray(made.features).reshape(2, 13, -1),
         "final": np.asarray(made.hidden),
+        "best": np.asarray(made.hidden @ teacher.head.T).argmax(-1),
     }
     draw = block.anchors_of(config, seed=7, count=count, hot=teacher.hot)
     return jax.tree.map(jnp.asarray, draw(batch, np.arange(2), step))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import shutil
 import sys
 
 import pytest
@@ -10,8 +11,8 @@ import tiny_pair
 
 import spec_jax as sj
 from spec_jax import loading, testing
-from spec_jax.drafters import hybrid, registry
-from spec_jax.model import load, row_model
+from spec_jax.drafters import hybrid, ngram, registry
+from spec_jax.model import hub, load, row_model
 from spec_jax.testing import bench
 
 
@@ -181,6 +182,43 @@ def test_a_draft_is_read_only_where_it_drafts(folders, monkeypatch):
     found = load_with(folders, "hybrid")
     assert isinstance(found.drafter, hybrid.Hybrid)
     assert read == [folders[0], *folders]
+
+
+@pytest.mark.parametrize(
+    ("draft", "shipped", "expected"),
+    [
+        ("draft", ("eagle3",), "draft-model"),  # what is named comes first
+        ("head", (), "eagle3"),
+        (None, ("dspark", "eagle3"), "eagle3"),
+        (None, ("dspark",), "dspark"),
+        (None, (), "ngram"),
+        (None, None, "ngram"),
+    ],
+)
+def test_a_drafter_that_is_not_named(folders, tmp_path, draft, shipped, expected):
+    """Fails if another is taken than `load` says, or none is where none was trained."""
+    target, draft_model = folders
+    head = tiny_pair.write_head(tmp_path / "head", target)
+    named = {"draft": draft_model, "head": head, None: None}[draft]
+    heads = None if shipped is None else tmp_path / "shipped"
+    for name in shipped or ():
+        shutil.copytree(head, heads / name)
+    assert registry.default_name(named, heads) == expected
+
+
+def test_shipped_heads_are_of_one_target(folders, tmp_path, monkeypatch):
+    """Fails if a fetched model's head is not found by its name, or another's is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(loading, "ASSETS", tmp_path / "assets")
+    assert loading.heads_for(folders[0]) is None
+    file = hub.cache() / hub.FETCHED["smollm2"]
+    file.parent.mkdir()
+    file.touch()
+    (tmp_path / "assets" / "smollm2").mkdir(parents=True)
+    assert loading.heads_for("smollm2") == tmp_path / "assets" / "smollm2"
+    assert loading.heads_for(None) == tmp_path / "assets"
+    assert loading.heads_for(folders[0]) is None
+    assert isinstance(sj.load(folders[0]).drafter, ngram.PromptLookup)
 
 
 def test_a_draft_model_catches_up_in_taller_slabs(folders):

@@ -161,6 +161,7 @@ def test_models_that_cannot_be_used(folders, tmp_path, capsys, monkeypatch):
 
     small = tiny_pair.config(vocab_size=250)
     alone = [*models_of(folders)[:2], *shlex.split(SIZES["spec_round"])]
+    alone += ["--drafter", "draft-model"]
     assert_fails_with(main_of("spec_round"), capsys, alone, "needs a draft")
     other = tiny_pair.write_model(tmp_path / "other", small, seed=1)
     refused((folders[0], other), "vocab_size=250", "ids up to 256")

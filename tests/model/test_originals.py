@@ -248,6 +248,11 @@ def speculators_losses(*names_and_weights):
     }
 
 
+def best_of(target, final):
+    """The target's most likely token after each row."""
+    return (final @ np.asarray(target.head).T).argmax(-1).astype(np.int32)
+
+
 def last_states(config, target):
     """Random outputs of the last layer, and the same after the target's norm."""
     raw = np.random.default_rng(5).normal(size=(1, T, config.hidden_size))
@@ -270,8 +275,8 @@ def test_speculators_losses_of_blocks(tmp_path, case, monkeypatch):
     is_dspark = config.head != "none"
     target = target_of(block_cases.TARGET)
     raw, final = last_states(block_cases.TARGET, target)
-    choices = (final @ np.asarray(target.head).T).argmax(-1)
-    tokens = np.concatenate([TOKENS[:, :1], choices[:, :-1]], axis=1).astype(np.int32)
+    choices = best_of(target, final)
+    tokens = np.concatenate([TOKENS[:, :1], choices[:, :-1]], axis=1)
     places = np.arange(T)[None]
     mask = (places >= 3) & (places < T - config.block_size)
     batch = {"tokens": tokens, "mask": mask, "features": features, "final": final}
@@ -396,7 +401,7 @@ def test_specforge_loss_of_eagle3(tmp_path, monkeypatch):
     final = np.random.default_rng(5).normal(size=(1, T, 48)).astype(np.float32)
     mask = np.arange(T)[None] >= 3
     batch = {"tokens": TOKENS, "mask": mask, "features": features, "final": final}
-    batch["greedy"] = np.ones(1, bool)
+    batch |= {"greedy": np.ones(1, bool), "best": best_of(target, final)}
     teacher = targets.teacher_of(target, params.hot)
     trained = eagle3_training.trained(config, params)
     ours = eagle3_training.loss(
@@ -428,7 +433,7 @@ def test_speculators_loss_of_eagle3(tmp_path):
     raw, final = last_states(eagles.TARGET, target)
     mask = np.arange(T)[None] >= 3
     batch = {"tokens": TOKENS, "mask": mask, "features": features, "final": final}
-    batch["greedy"] = np.ones(1, bool)
+    batch |= {"greedy": np.ones(1, bool), "best": best_of(target, final)}
     batch = jax.tree.map(jnp.asarray, batch)
     teacher = targets.teacher_of(target, params.hot)
     trained = eagle3_training.trained(config, params)
