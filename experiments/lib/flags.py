@@ -117,9 +117,7 @@ def check_models(
         parser.error("--segments is of --devices: give both, or neither")
 
 
-def _default_drafter(
-    parser: argparse.ArgumentParser, args: argparse.Namespace
-) -> str:
+def _default_drafter(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
     """Returns what `--drafter auto` stands for, or exits with a usage error."""
     try:
         return loading.default_drafter(args.target, args.draft)

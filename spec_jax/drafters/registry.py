@@ -188,9 +188,7 @@ def shipped_head(drafter: str, heads: pathlib.Path | None) -> pathlib.Path:
     )
 
 
-def default_name(
-    draft: str | pathlib.Path | None, heads: pathlib.Path | None
-) -> str:
+def default_name(draft: str | pathlib.Path | None, heads: pathlib.Path | None) -> str:
     """Returns the drafter that "auto" stands for.
 
     The one whose weights `draft` has; otherwise a head that is shipped for the target;

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import pathlib
+import time
 import tomllib
 
 import jinja2
@@ -96,7 +97,7 @@ def theirs():
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("chat", sorted(set(CHATS) - {"thoughts"}))  # Renamed there.
 def test_text_is_that_of_hugging_face(theirs, feature, chat):
-    """Fails if counting changes what is counted, or an argument is not known."""
+    """Fails if a filter, a global or a setting is another."""
     source, messages = FEATURES[feature], CHATS[chat]
     text = chat_template.render(source, messages)
     assert text == theirs(source, messages)
@@ -157,53 +158,6 @@ def test_time_is_bounded(monkeypatch, name):
             ended.result()
 
 
-HUGE = {
-    "repeated": "{{ 'x' * 10**9 }}",
-    "listed": "{{ [1] * 10**9 }}",
-    "doubled": "{% set ns = namespace(s='x') %}{% for i in range(99) %}"
-    "{% set ns.s = ns.s + ns.s %}{% endfor %}",
-    "joined": "{% set ns = namespace(s='x') %}{% for i in range(99) %}"
-    "{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-    "replaced": "{% set s = 'x' * 10**6 %}{{ s | replace('x', s) }}",
-    "method": "{% set s = 'x' * 10**6 %}{{ s.replace('x', s) }}",
-    "padded": "{{ 'x'.ljust(10**9) }}",
-    "centred": "{{ 'x' | center(10**9) }}",
-    "percent": "{{ '%1000000000d' % 1 }}",
-    "repeated on the right": "{{ 10**9 * 'x' }}",
-    "range": "{{ range(99999) | join('x' * 10**6) }}",
-    "view": "{{ dict.fromkeys(range(9999), 'x' * 10**6).values() | join }}",
-    "star": "{{ '%*d' % (10**9, 1) }}",
-    "braces": "{{ '{:1000000000}'.format(1) }}",
-    "nested braces": "{{ '{:{}}'.format(1, 10**9) }}",
-    "format filter": "{{ '%1000000000d' | format(1) }}",
-    "many fields": "{{ ('%s' * 10**6) % ((('x' * 10**6),) * 10**6) }}",
-    "time": "{{ strftime_now('%1000000000Y') }}",
-    "number": "{% set ns = namespace(n=9) %}{% for i in range(99) %}"
-    "{% set ns.n = ns.n * ns.n %}{% endfor %}",
-    "power": "{{ 10 ** (10 ** 9) }}",
-    "iterator": "{% set s = 'x' * 10**6 %}{{ ([s] * 9999) | map('trim') | join }}",
-    "rounded": "{{ 1.5 | round(10**9, 'ceil') }}",
-    "shared": "{% set ns = namespace(l=[1]) %}{% for i in range(40) %}"
-    "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
-    "shared json": "{% set ns = namespace(l=[1]) %}{% for i in range(40) %}"
-    "{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l | tojson | length }}",
-    "written": "{% for i in range(99999) %}" + "x" * 999 + "{% endfor %}",
-    "captured": "{% set s %}{% for i in range(99999) %}" + "x" * 999 + "{% endfor %}"
-    "{% endset %}",
-    "constant": "{% for i in range(99999) %}{{ '" + "x" * 999 + "' }}{% endfor %}",
-    "folded": "{% for i in range(99999) %}{{ 'x' | center(999) }}{% endfor %}",
-    "source": "x" * 10**6,
-}
-
-
-@pytest.mark.parametrize("name", HUGE)
-def test_size_is_bounded(name):
-    """Fails if a template fills the memory, or its text is of any length."""
-    with pytest.raises(ValueError, match="more than|of \\d+ bits") as caught:
-        chat_template.render(HUGE[name], [])
-    assert len(str(caught.value)) < 300
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -219,7 +173,6 @@ def test_size_is_bounded(name):
         ("{% include 'x' %}", "^TypeError: no loader"),
         ("{{ 'a'.encode('utf-9') }}", "^LookupError: unknown encoding"),
         ("{% generation %}", "^Unexpected end of template.*endgeneration"),
-        ("{{ lipsum() }}", "^'lipsum' is undefined$"),
         ("{{ messages.append(1) }}", "unsafe"),
     ],
 )
@@ -247,11 +200,12 @@ def test_messages_that_hold_themselves():
         chat_template.render("x", messages)
 
 
-def test_a_long_chat_is_within_the_bounds():
-    """A megabyte in a thousand turns. Fails if the bounds are met by real chats."""
-    messages = [{"role": "user", "content": "x" * 1000}] * 1000
-    source = FEATURES["filters"] + FEATURES["tojson"] + FEATURES["macros"]
-    assert len(chat_template.render(source, messages)) > 5_000_000
+def test_a_late_interruption_is_lost(monkeypatch):
+    """Fails if what ends in time is interrupted afterwards, in the caller's code."""
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.02)
+    for _ in range(20):
+        assert chat_template.render("{{ messages | length }}", [1, 2]) == "2"
+    time.sleep(0.1)
 
 
 def test_jinja_has_a_sandbox_without_known_holes():
