@@ -399,13 +399,95 @@ def _taps(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
+FLAGS = {
+    "model, and where things go": """
+        --target FOLDER=spec_jax/assets/target  a model in Hugging Face's layout
+        --work FOLDER=drafter  rollouts, cache, checkpoints and log
+        --out FOLDER=drafter/export  where the export goes
+        --impl IMPL=auto  kernels of the rollouts, and of rounds that calibrate
+        --seed SEED=0  of weights, batches and drawn rollouts
+        """,
+    "prompts and rollouts": """
+        --write N=1000  prompts that the stage of that name writes; those are kept that
+          end, do not repeat themselves and are like no other
+        --prompts FILE=50  texts to continue: a file, or so many of the bundled ones
+        --samples N=2  rollouts of each prompt; every second one is drawn
+        --prefix N=48  most tokens of a prompt of raw text: its last ones; a chat is not
+          cut
+        --length N=177  most tokens of a rollout, its prompt included: it ends at a stop
+          token
+        --targets WHERE=online  the target's features: computed in each step, or read
+          from the cache, which the rollouts then write, too
+        """,
+    "drafter": """
+        --base FOLDER  a drafter of this family to go on from; its shape stands for the
+          flags that would give one, and no calibration of it is kept
+        --dialect DIALECT  published format of the export (default: midlayer of eagle3,
+          z-lab of dflash, deepspec of dspark), which decides of the training, too, what
+          a block's first row predicts (nothing in z-lab's), and norms of queries and
+          keys of eagle3 (in deepspec's)
+        --draft-vocab N  draft tokens: the most frequent of the rollouts (default: 32000
+          in dialects with a draft vocabulary, midlayer and speculators, otherwise all)
+        --width N  of an EAGLE-3 head, which then has an embedding of its own (default:
+          the target's)
+        --mlp N  width of the drafter's MLP (default: the target's)
+        --block N=7  rows of a block, of dflash and dspark, and so the following
+        --layers N=2  of the drafter
+        --mask-token ID=0  what a block's rows read but the first
+        --head HEAD  sequential head (default: vanilla), of dspark, and so the following
+        --rank N=64  of the head
+        --no-confidence  leave out the confidence head
+        --no-copies  export no copies of the target's embedding and output projection,
+          which deepspec has; spec_jax reads them from the target
+        """,
+    "training": """
+        --steps N=1000  optimiser steps
+        --batch N=16  sequences of an optimiser step
+        --part N=2  of them, how many have their gradients at a time
+        --devices N=1  over which a batch is spread, --part sequences of it on each
+        --learning-rate RATE=0.02  of the matrices, by Muon; all others have 0.15 of it
+        --compute DTYPE  of the products (default: the target's); float32 is the faster
+          one on a CPU without instructions for bfloat16
+        --ttt-steps N=7  drafting steps that are trained, of eagle3
+        --anchors N=32  blocks of a sequence that a step trains
+        --decay RATE=4.0  drafts after which one counts 1/e of the first in the loss: 4
+            is for a block of 7; 5 and 7 were published for 10 and 16
+        --no-tv  train by cross-entropy in the place of total variation
+        --eval-every N=50  steps between measurements of the held-out texts
+        --save-every N=25  steps between checkpoints
+        --temperature T=1  of the target's draws in the rounds that calibrate
+        """,
+}
+TYPES: dict[str, Any] = {
+    "FOLDER": pathlib.Path,
+    "FILE": str,
+    "SEED": int,
+    "ID": int,
+    "HEAD": block_params.HEADS,
+    "IMPL": IMPLS,
+    "WHERE": TARGETS,
+    "DTYPE": ("bfloat16", "float32"),
+    "DIALECT": sorted({*eagle3_dialects.DIALECTS, *block_dialects.DIALECTS}),
+}
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
     parser.add_argument("--family", choices=families.FAMILIES, required=True)
     parser.add_argument("--stage", choices=tuple(STAGES), required=True)
-    flags.add_raw(parser)
-    parser.add_argument(
+    groups = {title: parser.add_argument_group(title) for title in FLAGS}
+    for title, text in FLAGS.items():
+        cli.add(groups[title], text, **TYPES)
+    flags.add_raw(groups["prompts and rollouts"])
+    groups["prompts and rollouts"].add_argument(
+        "--avoid",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="prompts of an evaluation, which none that the target writes may be like",
+    )
+    groups["drafter"].add_argument(
         "--taps",
         type=_taps,
         metavar="K,K,..",
@@ -414,76 +496,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--note", action="append", default=[], help="a sentence for the drafter's card"
-    )
-    cli.add(
-        parser,
-        """
-        --target FOLDER=spec_jax/assets/target  a model in Hugging Face's layout
-        --prompts FILE=50  texts to continue: a file, or so many of the bundled ones
-        --work FOLDER=drafter  rollouts, cache, checkpoints and log
-        --out FOLDER=drafter/export  where the export goes
-        --base FOLDER  a drafter of this family to go on from; its shape stands for the
-          flags that would give one, and no calibration of it is kept
-        --dialect DIALECT  published format of the export (default: midlayer of eagle3,
-          z-lab of dflash, deepspec of dspark), which decides of the training, too, what
-          a block's first row predicts (nothing in z-lab's), and norms of queries and
-          keys of eagle3 (in deepspec's)
-        --write N=1000  prompts that the stage of that name writes; those are kept that
-          end, do not repeat themselves and are like no other
-        --samples N=2  rollouts of each prompt; every second one is drawn
-        --prefix N=48  most tokens of a prompt of raw text: its last ones; a chat is not
-          cut
-        --length N=177  most tokens of a rollout, its prompt included: it ends at a stop
-          token
-        --draft-vocab N  draft tokens: the most frequent of the rollouts (default: 32000
-          in dialects with a draft vocabulary, midlayer and speculators, otherwise all)
-        --width N  of an EAGLE-3 head, which then has an embedding of its own (default:
-          the target's)
-        --mlp N  width of the drafter's MLP (default: the target's)
-        --targets WHERE=online  the target's features: computed in each step, or read
-          from the cache, which the rollouts then write, too
-        --steps N=1000  optimiser steps
-        --ttt-steps N=7  drafting steps that are trained, of eagle3
-        --block N=7  rows of a block, of dflash and dspark, and so the following
-        --layers N=2  of the drafter
-        --mask-token ID=0  what a block's rows read but the first
-        --anchors N=32  blocks of a sequence that a step trains
-        --decay RATE=4.0  drafts after which one counts 1/e of the first in the loss: 4
-            is for a block of 7; 5 and 7 were published for 10 and 16
-        --head HEAD  sequential head (default: vanilla), of dspark, and so the following
-        --rank N=64  of the head
-        --no-tv  train by cross-entropy in the place of total variation
-        --no-confidence  leave out the confidence head
-        --no-copies  export no copies of the target's embedding and output projection,
-          which deepspec has; spec_jax reads them from the target
-        --compute DTYPE  of the training's products (default: the target's); float32 is
-          the faster one on a CPU without instructions for bfloat16
-        --batch N=16  sequences of an optimiser step
-        --part N=2  of them, how many have their gradients at a time
-        --devices N=1  over which a batch is spread, --part sequences of it on each
-        --learning-rate RATE=0.02  of the matrices, by Muon; all others have 0.15 of it
-        --eval-every N=50  steps between measurements of the held-out texts
-        --save-every N=25  steps between checkpoints
-        --temperature T=1  of the target's draws in the rounds that calibrate
-        --seed SEED=0  of weights, batches and drawn rollouts
-        --impl IMPL=auto  kernels of the rollouts, and of rounds that calibrate
-        """,
-        FOLDER=pathlib.Path,
-        FILE=str,
-        SEED=int,
-        ID=int,
-        HEAD=block_params.HEADS,
-        IMPL=IMPLS,
-        WHERE=TARGETS,
-        DTYPE=("bfloat16", "float32"),
-        DIALECT=sorted({*eagle3_dialects.DIALECTS, *block_dialects.DIALECTS}),
-    )
-    parser.add_argument(
-        "--avoid",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="prompts of an evaluation, which none that the target writes may be like",
     )
     fan_out.add_flags(parser.add_argument_group("prompts and rollouts on a cluster"))
     args = parser.parse_args(argv)
