@@ -140,12 +140,15 @@ class Online:
     def best_of(self, row: int, final: np.ndarray) -> np.ndarray:
         """Returns the target's most likely token after each row of a text, `[T] int32`.
 
-        Kept from the first time that it is asked for: a product with the whole
-        vocabulary costs as much as a step of a small drafter.
+        What it wrote greedily says it. Otherwise it is kept from the first time that it
+        is asked for: a product with the whole vocabulary costs as much as a step of a
+        small drafter.
 
         Args:
           final: the text's final hidden states `[T, D]`.
         """
+        if self.texts.is_greedy[row]:
+            return self.texts.tokens[row, 1 : len(final) + 1]
         if row not in self._best:
             padded = np.pad(final, ((0, -len(final) % BUCKET), (0, 0)))
             found = np.asarray(_most_likely(weights.matrix(self.params.head), padded))
@@ -158,6 +161,7 @@ class Online:
 
 @jax.jit
 def _most_likely(head, final):
+    head, final = head.astype(jnp.float32), final.astype(jnp.float32)
     return jnp.argmax(sequence.product(final, head), axis=-1).astype(jnp.int32)
 
 
