@@ -108,6 +108,8 @@ def _add_grid(group: argparse._ActionsContainer) -> None:
     cli.add(
         group,
         f"""
+        --context TOKENS,...  bring every prompt to so many tokens, by those before it
+            in the file: each number is a cell, in the place of the categories
         --temperature T,...=0  divides the logits; 0 is greedy
         --gamma-policy NAME,...={cells_lib.FIXED}  of {", ".join(policies.POLICIES)};
             for those that adapt, --gamma is the most that they may choose
@@ -133,7 +135,14 @@ def load_sets(args: argparse.Namespace, lm: loading.LanguageModel) -> Sets:
     """The prompt sets; their answers are greedy, so that all cells have the same."""
     stop_ids = () if args.ignore_stop else lm.stop_ids
     return {
-        source: models.prepare(args, lm, source, stop_ids=stop_ids, rule=args.rule)
+        source: models.prepare(
+            args,
+            lm,
+            source,
+            stop_ids=stop_ids,
+            contexts=args.context or (),
+            rule=args.rule,
+        )
         for source in dict.fromkeys(args.prompts)
     }
 

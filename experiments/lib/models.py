@@ -189,23 +189,29 @@ def prepare(
     prompts: str,
     *,
     stop_ids: tuple[int, ...] = (),
+    contexts: Sequence[int] = (),
     **settings: Any,
 ) -> Subject:
     """Reads and encodes the prompts that a flag names, and makes the settings of runs.
 
     Args:
       prompts: the value of `--prompts`.
+      contexts: tokens that each of them is brought to, as `prompts.at_contexts`.
       settings: of `runs.Settings`, besides the sizes; what `args` lacks of it is as
         that has it.
     """
-    prepared = prompts_lib.prepare(
-        lm,
-        prompt_files.parse(prompts, default_file=prompt_files.BUNDLED),
-        raw=getattr(args, "raw", False),
-        gen_tokens=args.gen_tokens,
-        page_size=args.page_size,
-        sampling=settings.get("sampling"),
-    )
+    read = prompt_files.parse(prompts, default_file=prompt_files.BUNDLED)
+    how = {
+        "raw": getattr(args, "raw", False),
+        "gen_tokens": args.gen_tokens,
+        "page_size": args.page_size,
+    }
+    if contexts:
+        prepared = prompts_lib.at_contexts(lm, read, contexts, **how)
+    else:
+        prepared = prompts_lib.prepare(
+            lm, read, sampling=settings.get("sampling"), **how
+        )
     return Subject(
         lm=lm,
         prompts=prepared.prompts,

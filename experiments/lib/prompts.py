@@ -237,6 +237,35 @@ def of_lengths(
     return made
 
 
+def at_contexts(
+    lm: loading.LanguageModel,
+    prompts: Sequence[prompt_files.Prompt],
+    contexts: Sequence[int],
+    *,
+    raw: bool,
+    gen_tokens: int,
+    page_size: int,
+) -> Prepared:
+    """Brings every prompt to each number of tokens, as `of_lengths`; that is its
+    category. Later turns of conversations are left out."""
+    made = of_lengths(
+        prompts,
+        lm.tokenizer,
+        lengths={str(context): context for context in contexts},
+        per_length=len(prompts),
+        raw=raw,
+    )
+    ids = [one.tokens for one in made]
+    at = [
+        prompt_files.Prompt(
+            id=one.id, text=lm.tokenizer.decode(one.tokens), category=one.length
+        )
+        for one in made
+    ]
+    sizes = {"gen_tokens": gen_tokens, "page_size": page_size}
+    return Prepared(prompts=at, ids=ids, capacity=capacity_for(lm, at, ids, **sizes))
+
+
 def _last_tokens(
     prompts: Sequence[prompt_files.Prompt],
     tokenizer: tokenizer_lib.Tokenizer,

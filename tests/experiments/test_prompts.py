@@ -99,6 +99,10 @@ def test_prompts_of_stated_lengths(pair):
         ("long", "1", "cd\n\n\nefgh"),
         ("long", "3", "kl\n\n\nmnop"),
     ]
+    prepared = prompts.at_contexts(pair, made_of, (3, 9), raw=True, **SIZES)
+    assert [len(ids) for ids in prepared.ids] == [3] * 4 + [9] * 4
+    assert [p.category for p in prepared.prompts] == ["3"] * 4 + ["9"] * 4
+    assert prepared.prompts[5].text == "cd\n\n\nefgh" and prepared.capacity >= 9
     for changes, message in (
         ({"per_length": 5}, "5 prompts .* there are 4"),
         ({"lengths": {"long": 99}}, "99 tokens .* have 25"),

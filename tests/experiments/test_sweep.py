@@ -57,6 +57,15 @@ def copied(swept, tmp_path):
     return path
 
 
+def test_contexts_are_cells(folders, tmp_path):
+    """Fails if a prompt has another length than its cell says."""
+    out = tmp_path / "sweep.jsonl"
+    more = ("--context", "12,40", "--gamma", "2", "--repeats", "1")
+    assert sweep.main(command(folders, out, *more)) == 0
+    found = [(row["category"], row["prompts"], row["matched"]) for row in rows_of(out)]
+    assert found == [("12", 3, True), ("40", 3, True)]
+
+
 def test_every_cell_has_a_row(swept, folders):
     rows = rows_of(swept)
     places = [(row["drafter"], row["gamma"], row["category"]) for row in rows]
