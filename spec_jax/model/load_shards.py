@@ -38,22 +38,13 @@ CUTS: Mapping[str, weights.Cut] = {
 """How each weight is cut, and its bias where outputs are; all others are on every
 device."""
 
-FAMILIES = ("qwen3", "llama", "qwen2", "gpt_neox")
-"""The families whose layers are made of these weights."""
-
 
 def check(config: config_lib.ModelConfig, layout: shard.Layout) -> None:
     """Refuses a model that cannot be cut so.
 
     Raises:
-      NotImplementedError: a family whose layers are made of other weights.
       ValueError: heads or sizes that the devices, or the segments, do not divide.
     """
-    if config.model_type not in FAMILIES:
-        raise NotImplementedError(
-            f"a mesh of {config.model_type} models: only those of "
-            f"{', '.join(FAMILIES)} can be cut; leave the mesh out"
-        )
     layout.check_divides(
         num_kv_heads=config.num_kv_heads, intermediate_size=config.intermediate_size
     )

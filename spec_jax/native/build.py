@@ -17,6 +17,7 @@ import logging
 import os
 import pathlib
 import platform
+import re
 import shlex
 import shutil
 import stat
@@ -30,52 +31,17 @@ import jax
 import jaxlib.version
 
 
+_FOLDER = pathlib.Path(__file__).parent
 SOURCES = (
-    "argmax.h",
-    "attention.h",
-    "block_calls.h",
-    "block_step.h",
-    "buffers.h",
-    "children.h",
-    "draw.h",
-    "gemm.h",
-    "head_step.h",
-    "interleave.h",
-    "kernels.cc",
-    "look_up.h",
-    "move.h",
-    "noise.h",
-    "panels.h",
-    "projection.h",
-    "row_attention.h",
-    "scratch.h",
-    "side_by_side.h",
-    "simd.h",
-    "step.h",
-    "step_calls.h",
-    "take_rows.h",
-    "team.h",
+    *sorted(path.name for path in _FOLDER.iterdir() if path.suffix in (".h", ".cc")),
 )
 TARGETS = (
-    "spec_jax_pack",
-    "spec_jax_project",
-    "spec_jax_project_segments",
-    "spec_jax_gate",
-    "spec_jax_attend",
-    "spec_jax_argmax",
-    "spec_jax_draw",
-    "spec_jax_children",
-    "spec_jax_look_up",
-    "spec_jax_take_rows",
-    "spec_jax_move",
-    "spec_jax_step",
-    "spec_jax_chains",
-    "spec_jax_head_step",
-    "spec_jax_head_chains",
-    "spec_jax_append_context",
-    "spec_jax_blocks",
-    "spec_jax_slots",
+    *re.findall(
+        r"XLA_FFI_DEFINE_HANDLER_SYMBOL\((\w+),",
+        (_FOLDER / "kernels.cc").read_text(encoding="utf-8"),
+    ),
 )
+"""The symbols of `kernels.cc` that XLA calls."""
 
 # Contraction off: a product and a sum are one rounding only where the source says so.
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w")
