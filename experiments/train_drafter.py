@@ -195,11 +195,12 @@ class Job:
     hot: jax.Array | None
     online: targets.Online
     base: Any  # the drafter of `--base`, or None
+    scale: np.ndarray | None  # of the features, see `targets.scale_of`
 
     @property
     def teacher(self) -> targets.Teacher:
         """What the drafter has of the target."""
-        return targets.teacher_of(self.params, self.hot)
+        return targets.teacher_of(self.params, self.hot, self.scale)
 
 
 def prepare(args: argparse.Namespace) -> Job:
@@ -228,7 +229,12 @@ def prepare(args: argparse.Namespace) -> Job:
             texts=texts, params=params, config=target, taps=config.taps
         ),
         base=base,
+        scale=np.load(_scale_path(args)) if _scale_path(args).exists() else None,
     )
+
+
+def _scale_path(args: argparse.Namespace) -> pathlib.Path:
+    return args.work / "feature_scale.npy"
 
 
 def cache(args: argparse.Namespace) -> None:
@@ -261,7 +267,8 @@ def _recipe(args: argparse.Namespace) -> loop.Recipe:
 
 def _init(args: argparse.Namespace, job: Job) -> loop.Params:
     if job.base is not None:
-        return job.family.training.trained(job.config, job.base)
+        found = job.family.training.trained(job.config, job.base)
+        return found if job.scale is None else _rescaled(found, 1 / job.scale)
     key = jax.random.key(args.seed)
     return job.family.training.init(key, job.config, job.target, job.params, job.hot)
 
@@ -271,8 +278,13 @@ def _bound(function: Any, config: Any, told: tuple) -> Any:
     """Returns a loss, or a measure, that computes in the dtype of the config."""
     bound = functools.partial(function, config, **dict(told))
     return lambda params, batch, teacher: bound(
-        params, _cast(batch, config.layer.dtype), teacher
+        _rescaled(params, teacher.scale), _cast(batch, config.layer.dtype), teacher
     )
+
+
+def _rescaled(params: Any, scale: Any) -> Any:
+    """Returns the weights for features divided by `scale`, if there is one."""
+    return params if scale is None else params.replace(fc=params.fc * scale)
 
 
 def _cast(tree: Any, dtype: str) -> Any:
@@ -308,12 +320,16 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
         )
     first = len(data) - held_out
     pair_export.keep_flags(args)
+    train_data = targets.Part(data=data, first=0, count=first)
+    if job.scale is None and not loop.has_begun(args.work):
+        np.save(_scale_path(args), targets.scale_of(train_data))
+        job = dataclasses.replace(job, scale=np.load(_scale_path(args)))
     loop.run(
         args.family,
         _recipe(args),
         _init(args, job),
         _bound(family.training.loss, config, tuple(family.of_loss(args).items())),
-        targets.Part(data=data, first=0, count=first),
+        train_data,
         targets.Part(data=data, first=first, count=held_out),
         args.work,
         teacher=_cast(job.teacher, config.layer.dtype),
@@ -346,6 +362,7 @@ def export(args: argparse.Namespace) -> None:
     check_export(args)
     job = prepare(args)
     trained, step = loop.restore(_recipe(args), _init(args, job), args.work)
+    trained = _rescaled(trained, job.scale)
     measured = loop.last_held_out(args.work, step)
     narrow = jax.tree.map(lambda leaf: leaf.astype(job.target.dtype), trained)
     drafter = job.family.training.complete(narrow, job.teacher)

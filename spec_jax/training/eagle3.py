@@ -34,7 +34,9 @@ def init(
 
     The output projection begins as the target's rows of the draft vocabulary, and the
     norm before it as the target's; in a head of another width as what a narrower one
-    can hold of them, and so its own embedding. Consumes `key`.
+    can hold of them, and so its own embedding. The norm is divided so that logits of
+    random hidden states have a spread of one: drafts begin without an opinion, in the
+    place of a wrong one that takes a hundred steps to lose. Consumes `key`.
     """
     config.check_target(target)
     embed, head = weights.matrix(params.embed), weights.matrix(params.head)
@@ -44,7 +46,9 @@ def init(
     made = made.replace(lm_head=head if hot is None else head[hot])
     if not config.has_own_embed:
         made = made.replace(final_norm=targets_lib.final_norm(params))
-    return trained(config, made)
+    made = trained(config, made)
+    spread = jnp.linalg.norm(made.lm_head * made.final_norm, axis=-1)
+    return made.replace(final_norm=made.final_norm / jnp.sqrt(jnp.mean(spread**2)))
 
 
 def _resized(x: jax.Array, width: int) -> jax.Array:

@@ -404,6 +404,11 @@ class _Progress(progress.Progress):
             self.console.print(line, soft_wrap=True, highlight=False)
 
 
+def has_begun(folder: pathlib.Path) -> bool:
+    """Returns whether `folder` has a checkpoint."""
+    return any((folder / "checkpoints").glob("[0-9]*"))
+
+
 def restore(recipe: Recipe, init: Params, folder: pathlib.Path):
     """Returns the parameters of the newest checkpoint in `folder`, and its step.
 

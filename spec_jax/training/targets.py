@@ -37,6 +37,7 @@ class Teacher(pytree.Node):
     embed: jax.Array  # [V, D]
     head: jax.Array  # [V, D]
     hot: jax.Array | None  # [Vd] int32, the target's token of each draft token
+    scale: jax.Array | None = None  # [taps * D] of the features, see `scale_of`
 
     @property
     def draft_head(self) -> jax.Array:
@@ -50,10 +51,15 @@ def final_norm(params: params_lib.Params) -> jax.Array:
     return getattr(norm, "weight", norm)
 
 
-def teacher_of(params: params_lib.Params, hot: jax.Array | None) -> Teacher:
+def teacher_of(
+    params: params_lib.Params, hot: jax.Array | None, scale: Any = None
+) -> Teacher:
     """Returns the parts of a target that its drafter is trained with."""
     return Teacher(
-        embed=weights.matrix(params.embed), head=weights.matrix(params.head), hot=hot
+        embed=weights.matrix(params.embed),
+        head=weights.matrix(params.head),
+        hot=hot,
+        scale=None if scale is None else jnp.asarray(scale),
     )
 
 
@@ -229,6 +235,27 @@ class Part:
 
     def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         return self.data[np.asarray(rows) + self.first]
+
+
+def scale_of(data: "Online | Cached | Part", *, texts: int = 32) -> np.ndarray:
+    """Returns factors that bring each feature's root mean square to about one.
+
+    A few features of a model are a thousand times as large as others. A projection
+    that is trained on features of one size learns from all of them: its product with
+    these factors reads the features as they are. They are powers of two, and so the
+    product is exact in any dtype.
+
+    Args:
+      data: with features; the rows that count of its first texts decide.
+
+    Returns:
+      `[taps * D] float32`.
+    """
+    batch = data[np.arange(min(texts, len(data)))]
+    rows = batch["features"][batch["mask"]].astype(np.float32)
+    size = np.sqrt(np.mean(rows * rows, axis=0))
+    powers = np.round(np.log2(np.maximum(size, np.finfo(np.float32).tiny)))
+    return np.exp2(-np.clip(powers, -16, 16)).astype(np.float32)
 
 
 def share(found: jax.Array, of: jax.Array) -> jax.Array:

@@ -273,6 +273,14 @@ def test_a_killed_run_on_a_cache_is_the_run_without(target, work, tmp_path, caps
             assert fact in card
     assert made[0][0] == job_of(target, work).config
     testing.assert_same_bits(made[0][1], made[1][1])
+    # What was trained reads features of one size, and the export as they are.
+    job = job_of(target, work)
+    args = train_drafter.parse_args(command(target, work, "export"))
+    recipe, first = train_drafter._recipe(args), train_drafter._init(args, job)
+    weights, _ = loop.restore(recipe, first, work)
+    assert np.ptp(job.scale) > 0
+    expected = np.asarray(weights.fc) * job.scale
+    np.testing.assert_array_equal(made[0][1].fc, expected.astype(job.target.dtype))
     # A run that goes on from it begins with its weights, and its card says so.
     flags = ["--base", str(out), *("--draft-vocab", "7", "--mlp", "8")]
     assert_begins_as(made[0][1], target, work, *flags)
@@ -286,11 +294,50 @@ def test_a_killed_run_on_a_cache_is_the_run_without(target, work, tmp_path, caps
     assert "| went on from, SHA-256 of its weights | " in card and "--mlp 24" in card
 
 
+class Features:
+    """Features of four texts, of which the rows that do not count are large."""
+
+    def __init__(self, factors):
+        drawn = np.random.default_rng(0).normal(size=(4, 9, len(factors)))
+        self._mask = np.arange(9) > np.arange(4)[:, None]
+        self._rows = np.where(self._mask[..., None], drawn, 1e6) * factors
+
+    def __len__(self):
+        return len(self._rows)
+
+    def __getitem__(self, rows):
+        return {"features": self._rows[rows], "mask": self._mask[rows]}
+
+
+def test_scales_even_features_out():
+    """Fails if a large feature stays large, a product is rounded, or a row counts that
+    must not."""
+    factors = np.array([1e-3, 1.0, 37.0, 900.0, 0.0])
+    scale = targets.scale_of(Features(factors))
+    assert scale.dtype == np.float32 and scale.shape == (5,)
+    assert np.all(np.frexp(scale)[0] == 0.5)  # powers of two
+    assert np.all((0.5 < scale[:4] * factors[:4]) & (scale[:4] * factors[:4] < 2))
+    assert np.isfinite(scale[4])
+    np.testing.assert_array_equal(
+        targets.scale_of(Features(8 * factors))[:4] * 8, scale[:4]
+    )
+
+
+def test_a_head_begins_without_an_opinion(target, work):
+    """Fails if first logits are those of a target that was handed noise."""
+    job = job_of(target, work)
+    made = eagle3.init(jax.random.key(0), job.config, job.target, job.params, job.hot)
+    hidden = np.random.default_rng(0).normal(size=(500, job.config.hidden_size))
+    logits = (hidden * np.asarray(made.final_norm)) @ np.asarray(made.lm_head).T
+    assert 0.8 < logits.std() < 1.25
+
+
 def assert_begins_as(head, target, work, *flags):
     """Of the drafter of `--base` all that is trained, whatever shape the flags ask."""
     args = train_drafter.parse_args(command(target, work, "train", *flags))
     job = train_drafter.prepare(args)
     first = train_drafter._init(args, job)
+    first = train_drafter._rescaled(first, job.scale)
     testing.assert_same_bits(first, job.family.training.trained(job.config, head))
     anew = job.family.training.init(
         jax.random.key(0), job.config, job.target, job.params, job.hot
