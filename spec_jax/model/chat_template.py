@@ -122,7 +122,7 @@ def _plain(value: Any) -> Any:
 
 
 class _RefusedError(ValueError):
-    """What a template is given is nothing that it may have."""
+    """Messages or options hold what a template may not have."""
 
 
 class _TooLongError(Exception):
