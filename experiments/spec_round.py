@@ -231,7 +231,11 @@ def run(args: argparse.Namespace) -> int:
     finally:  # The measured numbers, also where the text is interrupted.
         console.print()
         tables.print_table(summary, console)
-        tables.print_categories(by_category, console)
+        if by_category:
+            rows = [{"category": name} | row for name, row in by_category.items()]
+            console.print()
+            tables.print_cells(rows, console, title="by category")
+            tables.print_note(tables.CELLS_NOTE, console)
     is_wrong = False in (summary["matched"], sample.matched)
     return NOT_MATCHED if is_wrong else MATCHED
 
