@@ -259,17 +259,11 @@ def _by_position(panels: Mapping[str, Curves]) -> Figure:
 
 def _plot_positions(axes: Axes, found: Curves) -> None:
     """Draws shares over positions, each with the fewest rounds that one is of."""
-    shares = [
-        curves.Curve(
-            label,
-            tuple(
-                {"at": at, "kept": rate}
-                for at, rate in enumerate(rows[0]["conditional_acceptance"], 1)
-            ),
-        )
-        for label, rows in found
-    ]
-    _plot(axes, shares, "at", "kept")
+    for place, (label, (row, *_)) in enumerate(found):
+        shares = np.array(row["conditional_acceptance"], float)  # NaN: none drafted
+        at = range(1, len(shares) + 1)
+        axes.plot(at, shares, label=label, **_looks(place))
+    whole_numbers(axes)
     axes.set(xlabel="position (token)", ylim=(0, 1))
     counts = [_rounds_at(curve.rows[0]) for curve in found]
     if all(counts):

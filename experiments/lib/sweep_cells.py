@@ -107,7 +107,7 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
       ValueError: rows of different cells, of another number of repeats, or several of
         which one is a total already.
     """
-    made_of = ("counters", "plain_timings", "spec_timings")
+    made_of = ("counters", "texts", "plain_timings", "spec_timings")
     if any(name not in row for row in rows for name in made_of):
         if len(rows) == 1 and rows[0]["category"] == ALL:
             return dict(rows[0])
@@ -123,7 +123,7 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
     summary = metrics.summarise(
         counters,
         prompts=sum(row["prompts"] for row in rows),
-        texts=_texts(rows),
+        texts=[metrics.TextCounts(**text) for row in rows for text in row["texts"]],
         baseline=_joined([row["plain_timings"] for row in rows]),
         spec=_joined([row["spec_timings"] for row in rows]),
         matched=results_lib.all_matched([row["matched"] for row in rows]),
@@ -153,13 +153,6 @@ def _counters(row: Row) -> metrics.Counters:
             for name, value in row["counters"].items()
         }
     )
-
-
-def _texts(rows: Sequence[Row]) -> list[metrics.TextCounts]:
-    """The texts of several lines; none where a line is older than they are."""
-    if not all("texts" in row for row in rows):
-        return []
-    return [metrics.TextCounts(**text) for row in rows for text in row["texts"]]
 
 
 def _timings(runs: Sequence[Sequence[Any]]) -> list[list[list[float]]]:

@@ -99,9 +99,6 @@ FIELDS: tuple[Field, ...] = (
 """The dictionary of `analysis.metrics`, in the order in which it is shown; and
 what `results.mark_disturbed` adds."""
 
-_RARE = ("disturbed",)
-"""Numbers that are shown where they are not 0."""
-
 _FAULTS = ("verify_decode_mismatches", "nonfinite_logits", "disturbed")
 """Numbers that are to be 0."""
 
@@ -119,14 +116,11 @@ def to_row(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def print_table(metrics: Mapping[str, Any], console: rich_console.Console) -> None:
     """Prints the metrics in groups, with units; what was not measured shows as `-`.
 
-    On a narrow console meanings are left out.
+    On a narrow console meanings are left out; `disturbed` is told where it is so.
     """
     row, has_meanings = to_row(metrics), console.width >= _WIDE
-    shown = [
-        field
-        for field in FIELDS
-        if field.name in row and (row[field.name] or field.name not in _RARE)
-    ]
+    told = [name for name in row if row[name] or name != "disturbed"]
+    shown = [field for field in FIELDS if field.name in told]
     table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("metric", no_wrap=True)
     table.add_column("value", justify="right")
@@ -167,7 +161,6 @@ def print_disturbed(rows: Sequence[Row], console: rich_console.Console) -> None:
 
 
 SPEEDUPS = ("speedup_e2e", "speedup_decode")
-
 
 Cell = str | rich_text.Text
 Column = str | tuple[str, str] | Callable[[Row], Cell]

@@ -1,4 +1,4 @@
-"""The terminal, or what stands in its place: tables, and how far a script is.
+"""The terminal, or what stands in its place: values as text, how far a script is.
 
 Knows nothing of what is shown.
 """
@@ -8,10 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rich import (
-    console as rich_console,
-    progress as rich_progress,
-)
+from rich import console as rich_console, progress as rich_progress
 
 
 def console() -> rich_console.Console:
