@@ -90,7 +90,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_device(parser)
     rows = "one per prompt as it finishes, one per way to generate, a summary"
     flags.add_out(parser, rows=rows)
-    cli.add(parser, "--plot FILE  the speeds, drawn", FILE=cli.figure)
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     subjects.check_presets(parser, args)
@@ -279,11 +278,6 @@ def run_all(
     }
     out.write({"kind": "summary"} | summary)
     compare.print_all(console, compared, greedy, memory, summary)
-    if args.plot:
-        from experiments.lib import figures
-
-        rows = [row | out.common for row in compared]
-        figures.save(figures.hugging_face(rows), args.plot, rows=rows)
     is_compared = summary["compared_dtype"] == COMPARED_DTYPE
     same = summary["greedy_identical"] == len(prompts) or not is_compared
     return summary["matched"] and same

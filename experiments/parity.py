@@ -17,10 +17,8 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
-import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from experiments.lib import (
     exact_cells,
@@ -54,8 +52,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     _add_run_flags(parser.add_argument_group("the two runs"))
     group = parser.add_argument_group("results")
     flags.add_out(group, rows="one, what was seen")
-    text = f"--heatmap FIGURE  layers by operations, as {' or '.join(cli.FIGURES)}"
-    cli.add(group, text, FIGURE=cli.figure)
     args = parser.parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
     _check_together(parser, args)
@@ -171,14 +167,6 @@ def look(question: questions.Question) -> sight_lib.Sight:
     )
 
 
-def _draw(row: dict[str, Any], path: pathlib.Path) -> None:
-    # Needs matplotlib, an extra; the flags have checked that it is there.
-    from experiments.lib import figures, row_figures
-
-    row = records.to_json(row, "row")  # As it stands in the file.
-    figures.save(row_figures.divergence(row), path, rows=[row])
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     console = terminal.console()
@@ -194,8 +182,6 @@ def run(args: argparse.Namespace) -> int:
             "weights_sha256": question.weights_sha256,
         }
         out.write(row | provenance)
-    if args.heatmap is not None:
-        _draw(row | provenance, args.heatmap)
     sight_lib.print_sight(sight, row, console)
     is_planted = question.fault is not None
     expected = sight.names_the_fault if is_planted else sight.is_equal

@@ -14,7 +14,6 @@ if __name__ == "__main__":
 import argparse
 import collections
 import importlib.util
-import itertools
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -46,16 +45,14 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
     "step_cost": curves.is_window_cost,
     "hugging_face": lambda row: row.get("kind") == "comparison" and "length" in row,
     "divergence": _of_kind("parity"),
-    "sweep_speedup": curves.is_cell,
-    "sweep_categories": curves.has_category,
     "sweep_positions": curves.is_cell,
     "ablations": _of_kind("ablation"),
     "improvement": _of_kind("theory"),
     "tree": _of_kind("tree"),
     "reliability": _of_kind("confidences"),
 }
-"""Which rows belong to a figure, by the name of its function in `lib/figures.py` or,
-of one row each, in `lib/row_figures.py`."""
+"""Which rows belong to a figure, by the name of its function in `lib/figures.py` or
+`lib/row_figures.py`."""
 
 EACH = ("divergence", "tree", "reliability")
 """Figures of one row each."""
@@ -74,13 +71,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--theory",
-        type=_acceptance_and_cost,
-        action="append",
-        nargs="*",
-        metavar="A,C",
+        action="store_true",
         help="add the expected speed-up over gamma, by theory, for drafts that are "
-        "kept with chance A and cost C target steps each; without values, for "
-        f"{len(THEORY)} such pairs",
+        f"kept with chance a and cost c target steps each: {len(THEORY)} such pairs",
     )
     parser.add_argument(
         "--out",
@@ -103,20 +96,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="leave out rows that have NAME with another value; may be given often",
     )
     args = parser.parse_args(argv)
-    if not args.files and args.theory is None:
+    if not args.files and not args.theory:
         parser.error("nothing to draw: name a file of rows, or give --theory")
     return args
-
-
-def _acceptance_and_cost(text: str) -> tuple[float, float]:
-    try:
-        acceptance, cost = map(float, text.split(","))
-        theory.walltime_improvement(acceptance, cost, 1)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not A,C, a chance and a cost, as in 0.8,0.05 ({error})"
-        ) from None
-    return acceptance, cost
 
 
 def _condition(text: str) -> tuple[str, str]:
@@ -150,17 +132,13 @@ def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.P
     """
     from experiments.lib import figures, row_figures
 
-    function = getattr(row_figures if name in EACH else figures, name)
-    if name not in EACH:
-        path = folder / f"{name}.svg"
-        figures.save(function(rows), path, rows=rows)
-        return [path]
-    paths = []
-    for number, row in enumerate(rows, 1):
-        suffix = f"_{number}" if len(rows) > 1 else ""
-        paths.append(folder / f"{name}{suffix}.svg")
-        figures.save(function(row), paths[-1], rows=[row])
-    return paths
+    make = getattr(figures, name, None) or getattr(row_figures, name)
+    drawn = {folder / f"{name}.svg": rows}
+    if name in EACH and len(rows) > 1:
+        drawn = {folder / f"{name}_{n}.svg": [row] for n, row in enumerate(rows, 1)}
+    for path, of_one in drawn.items():
+        figures.draw(make, of_one, path)
+    return [*drawn]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -168,36 +146,31 @@ def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"matplotlib is not installed; {cli.PLOT} brings it")
     rows = [row for path in args.files for row in files.read_rows(path).values()]
-    if args.theory is not None:
-        pairs = list(itertools.chain.from_iterable(args.theory)) or THEORY
-        rows += theory.improvement_rows(list(dict.fromkeys(pairs)), gamma_max=GAMMA_MAX)
+    if args.theory:
+        rows += theory.improvement_rows(THEORY, gamma_max=GAMMA_MAX)
     rows = chosen(rows, args.where)
     names = [args.figure] if args.figure else list(FIGURES)
-    kinds = collections.Counter(str(row.get("kind")) for row in rows)
-    unused = collections.Counter(
-        str(row.get("kind"))
-        for row in rows
-        if not any(FIGURES[name](row) for name in names)
-    )
-    if unused == kinds:
-        found = ", ".join(sorted(kinds)) or "none"
+    found = {name: [row for row in rows if FIGURES[name](row)] for name in names}
+    kind = lambda row: str(row.get("kind"))
+    if not any(found.values()):
+        kinds = ", ".join(sorted({kind(row) for row in rows})) or "none"
         raise ValueError(
-            f"no rows for {' or '.join(names)}; the rows there are of kind {found}"
+            f"no rows for {' or '.join(names)}; the rows there are of kind {kinds}"
         )
     files.check_folder(args.out)
     status = DRAWN
-    for name in names:
-        of_figure = [row for row in rows if FIGURES[name](row)]
-        if not of_figure:
-            continue
+    for name, of_figure in found.items():
         try:
-            print(*draw(name, of_figure, args.out), sep="\n")
+            if of_figure:
+                print(*draw(name, of_figure, args.out), sep="\n")
         except ValueError as error:
             # One figure that cannot be drawn takes no other with it.
             print(f"plot.py: error: {name} is not drawn: {error}", file=sys.stderr)
             status = cli.UNUSABLE
+    unused = [row for row in rows if not any(FIGURES[name](row) for name in names)]
     if unused:
-        listed = ", ".join(f"{count} {kind}" for kind, count in sorted(unused.items()))
+        count = sorted(collections.Counter(map(kind, unused)).items())
+        listed = ", ".join(f"{number} {kind}" for kind, number in count)
         print(f"plot.py: rows in no figure, by kind: {listed}", file=sys.stderr)
     return status
 

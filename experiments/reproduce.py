@@ -230,8 +230,6 @@ def shorten(
         # What all rows say, such as the commit, is said of their totals too.
         shared = {k: v for k, v in rows[0].items() if all(r.get(k) == v for r in rows)}
         rows = [shared | total for total in sweep_cells.totals(rows)]
-        for row in rows:
-            del row["conventions"]  # Other tools' names of the same counts.
     for row in (rows := shortened(rows)):
         if isinstance(row.get("prompt_source"), str):
             row["prompt_source"] = prompt_files.without_folders(row["prompt_source"])

@@ -195,13 +195,15 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
 
 def make_sample(
     args: argparse.Namespace, subject: models.Subject, first: results_lib.PromptResult
-) -> samples.Sample:
-    """Returns the text to show: that of the requested settings, or one drawn apart."""
+) -> tuple[results_lib.PromptResult, str]:
+    """Returns the text to show, and its settings in words: those that were requested,
+    or a text that is drawn apart."""
     if args.draws_sample:
-        return samples.draw(subject.lm, subject.settings, first, seed=args.seed)
+        sample = samples.draw(subject.lm, subject.settings, first, seed=args.seed)
+        how = samples.describe(**samples.SETTINGS, seed=args.seed)
+        return sample, f"{how}, apart from the greedy runs of the numbers below"
     names = ("temperature", "top_p", "top_k", "min_p", "seed")
-    how = samples.describe(**{name: getattr(args, name) for name in names})
-    return samples.of_measured(first, how=how)
+    return first, samples.describe(**{name: getattr(args, name) for name in names})
 
 
 def show_tree(
@@ -225,13 +227,17 @@ def run(args: argparse.Namespace) -> int:
         subject, results = measure(args, out, console)
     summary, by_category = summarise(args, results)
     try:
-        sample = make_sample(args, subject, results[0])
+        sample, how = make_sample(args, subject, results[0])
         console.print()
-        samples.show(sample, subject.lm, console)
+        samples.show(sample, subject.lm, console, how=how)
     finally:  # The measured numbers, also where the text is interrupted.
         console.print()
         tables.print_table(summary, console)
-        tables.print_categories(by_category, console)
+        if by_category:
+            rows = [{"category": name} | row for name, row in by_category.items()]
+            console.print()
+            tables.print_cells(rows, console, title="by category")
+            tables.print_note(tables.CELLS_NOTE, console)
     is_wrong = False in (summary["matched"], sample.matched)
     return NOT_MATCHED if is_wrong else MATCHED
 

@@ -20,11 +20,8 @@ from experiments.lib import files
 
 UNUSABLE, NOT_FINITE, INTERRUPTED = 1, 2, 130
 
-FIGURES = (".png", ".svg")
-"""What figures can be written as."""
-
 PLOT = "pip install -e '.[plot]'"
-"""What installs what draws them."""
+"""What installs what draws figures."""
 
 EXTRAS = {"experiments": ("rich", "scipy"), "train": ("optax", "orbax")}
 """What scripts import that is not installed with the package, by what installs it."""
@@ -152,7 +149,7 @@ class Parser(argparse.ArgumentParser):
     """Exits with status 1 on a usage error, as on all unusable input.
 
     (`argparse` takes 2, which is "tokens differ" here.) So it does where a flag of
-    type `output` or `figure` names a file that another flag reads or writes.
+    type `output` names a file that another flag reads or writes.
     """
 
     def __init__(self, description: str):
@@ -172,7 +169,7 @@ class Parser(argparse.ArgumentParser):
     def _check_outputs(self, args: argparse.Namespace) -> None:
         """Exits with a usage error where an output would replace something needed."""
         taken: dict[pathlib.Path, str] = {}
-        for kinds in ((source, text_source), (output, figure)):
+        for kinds in ((source, text_source), (output,)):
             for action in self._actions:
                 name = (*action.option_strings, action.dest)[0]
                 value = getattr(args, action.dest, None)
@@ -196,15 +193,6 @@ def output(text: str) -> pathlib.Path:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return path
-
-
-def figure(text: str) -> pathlib.Path:
-    """The type of a flag that names a figure to be drawn: as `output`, in `FIGURES`."""
-    if pathlib.Path(text).suffix not in FIGURES:
-        raise argparse.ArgumentTypeError(f"{text}: not a {' or '.join(FIGURES)} file")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError(f"{text}: needs matplotlib; {PLOT}")
-    return output(text)
 
 
 def source(text: str) -> pathlib.Path:

@@ -3,13 +3,13 @@
 Knows rows; draws nothing.
 """
 
-import dataclasses
+import collections
 import hashlib
 import json
 import pathlib
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.lib import sweep_cells as cells
 
@@ -41,8 +41,7 @@ _LABELS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Curve:
+class Curve(NamedTuple):
     """Rows that share their settings."""
 
     label: str  # the settings in which it differs from the other curves
@@ -61,34 +60,25 @@ def is_window_cost(row: Row) -> bool:
     return row.get("kind") == "step" and name.endswith((" active row", " active rows"))
 
 
+def is_cell(row: Row) -> bool:
+    """Whether the row is a finished cell of `sweep.py`, of chains of one length."""
+    is_of_chains = "tree" not in row and "schedule" not in row
+    return row.get("kind") == "sweep" and is_of_chains
+
+
 def by_gamma(summaries: Sequence[Row]) -> list[Curve]:
     """Curves over gamma: settings that were run with two values of it, or more.
 
     Raises:
       ValueError: there are none, or one setting was run twice with one gamma.
     """
-    grouped = group_by(summaries, _SETTINGS)
-    kept = {key: rows for key, rows in grouped.items() if len(rows) > 1}
-    for rows in kept.values():
-        _check_axis(rows, "gamma", _SETTINGS)
-    if not kept:
+    grouped = group_by(summaries, _SETTINGS).values()
+    if not (kept := [rows for rows in grouped if len(rows) > 1]):
         raise ValueError(
             "no settings were run with two values of gamma; run spec_round.py with "
             "another --gamma"
         )
-    return labelled(kept, _SETTINGS, sort_by="gamma")
-
-
-def _check_axis(rows: Sequence[Row], axis: str, names: Sequence[str]) -> None:
-    """Raises `ValueError` where a curve has two rows of one value on its axis."""
-    values = [row[axis] for row in rows]
-    twice = sorted({value for value in values if values.count(value) > 1})
-    if twice:
-        raise ValueError(
-            f"{axis} {twice[0]} of {_describe(rows[0], names)} is there "
-            f"{values.count(twice[0])} times; name one file of them, or tell them "
-            "apart with --where"
-        )
+    return labelled(kept, _SETTINGS, axis="gamma")
 
 
 def of_largest_gamma(summaries: Sequence[Row], name: str) -> list[Curve]:
@@ -97,13 +87,9 @@ def of_largest_gamma(summaries: Sequence[Row], name: str) -> list[Curve]:
     Args:
       name: of the list that is to be drawn.
     """
-    largest = max(row["gamma"] for row in summaries)
-    chosen: dict[tuple, list[Row]] = {}
-    for row in summaries:
-        if row["gamma"] == largest:
-            same = (row["impl"], tuple(row[name]))
-            chosen.setdefault(same, [row])
-    return labelled(chosen, _SETTINGS)
+    rows = _of_largest_gamma(summaries)
+    different = {(row["impl"], tuple(row[name])): row for row in reversed(rows)}
+    return labelled([[row] for row in different.values()], _SETTINGS)
 
 
 def by_active_rows(steps: Sequence[Row]) -> list[Curve]:
@@ -113,39 +99,44 @@ def by_active_rows(steps: Sequence[Row]) -> list[Curve]:
       ValueError: one of them was timed twice with as many rows.
     """
     names = ("target", "dtype", "impl", "slab", "context")
-    grouped = group_by(steps, names)
-    for rows in grouped.values():
-        _check_axis(rows, "num_active", names)
-    return labelled(grouped, names, sort_by="num_active")
+    return labelled(group_by(steps, names).values(), names, axis="num_active")
 
 
-def comparison(rows: Sequence[Row]) -> dict[str, list[Curve]]:
-    """By class of lengths: a curve over gamma of each side and method.
+def by_method(comparison: Sequence[Row]) -> list[Curve]:
+    """Curves over gamma of each side and method of a comparison, in its order.
 
     Raises:
       ValueError: rows of more than one run of `compare_hf.py`.
     """
-    panels = {}
-    for length in dict.fromkeys(row["length"] for row in rows):
-        of_length = [row for row in rows if row["length"] == length]
-        runs = [(row["side"], row["method"], row["gamma"]) for row in of_length]
-        if len(set(runs)) < len(runs):
-            raise ValueError(
-                f"{length} prompts of one run are there twice: name the file of one "
-                "comparison, or tell them apart with --where"
-            )
-        # Plain decoding drafts nothing, and is a curve of one row.
-        panels[length] = [
-            Curve(
-                label=" ".join(names),
-                rows=tuple(sorted(of_curve, key=lambda row: row["gamma"] or 0)),
-            )
-            for names, of_curve in group_by(of_length, ("side", "method")).items()
-        ]
-    return panels
+    names = ("side", "method")
+    grouped = group_by(comparison, names)
+    # Plain decoding drafts nothing, and is a curve of one row.
+    return [
+        Curve(" ".join(name), _sorted(rows, "gamma", names))
+        for name, rows in grouped.items()
+    ]
 
 
-def group_by(rows: Sequence[Row], names: Sequence[str]) -> dict[tuple, list[Row]]:
+def cells_by_position(rows: Sequence[Row]) -> dict[str, list[Curve]]:
+    """By prompt set: a curve over the drafts of a round at the largest gamma, of each
+    drafter, temperature and policy; all categories together.
+
+    Raises:
+      ValueError: a cell that is there twice, or more curves than can be told apart.
+    """
+    cell, count = collections.Counter(map(cells.cell_of, rows)).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{cell} is there {count} times; name the file of one sweep")
+    names, totals = ("temperature", "drafter", "gamma_policy"), cells.totals(rows)
+    sets = group_by(_of_largest_gamma(totals), ("prompt_source",))
+    titles = _short(source for (source,) in sets)
+    return {
+        title: labelled(group_by(of_set, names).values(), names, otherwise="drafter")
+        for title, of_set in zip(titles, sets.values(), strict=True)
+    }
+
+
+def group_by(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple, list[Row]]:
     """The rows that share the values of these names, in their order."""
     grouped: dict[tuple, list[Row]] = {}
     for row in rows:
@@ -154,39 +145,51 @@ def group_by(rows: Sequence[Row], names: Sequence[str]) -> dict[tuple, list[Row]
 
 
 def labelled(
-    grouped: Mapping[tuple, Sequence[Row]],
+    grouped: Iterable[Sequence[Row]],
     names: Sequence[str],
     *,
-    sort_by: str | None = None,
+    axis: str | None = None,
     otherwise: str = "impl",
 ) -> list[Curve]:
     """Curves that say in which settings they differ.
 
     Args:
-      grouped: the rows of each curve, by `names`.
-      sort_by: the name whose values order the rows of a curve.
+      grouped: the rows of each curve, which agree in `names`.
+      axis: the name whose values order the rows of a curve.
       otherwise: the setting that a curve says where all agree.
 
     Raises:
-      ValueError: more of them than can be told apart.
+      ValueError: more of them than can be told apart, or two rows of one value.
     """
-    firsts = [rows[0] for rows in grouped.values()]
-    varying = [
-        name for name in names if len({str(row.get(name)) for row in firsts}) > 1
-    ]
-    if len(firsts) > MAX_CURVES:
+    grouped = list(grouped)
+    values = {name: {str(rows[0].get(name)) for rows in grouped} for name in names}
+    varying = [name for name in names if len(values[name]) > 1]
+    if len(grouped) > MAX_CURVES:
         raise ValueError(
-            f"{len(firsts)} curves, of which {MAX_CURVES} can be told apart; they "
+            f"{len(grouped)} curves, of which {MAX_CURVES} can be told apart; they "
             f"differ in {', '.join(varying)}: choose with --where NAME=VALUE"
         )
-    curves = [
-        Curve(
-            label=_describe(rows[0], varying or (otherwise,)),
-            rows=tuple(sorted(rows, key=lambda row: row[sort_by]) if sort_by else rows),
+    return sorted(
+        (
+            Curve(
+                _describe(rows[0], varying or (otherwise,)),
+                _sorted(rows, axis, names) if axis else tuple(rows),
+            )
+            for rows in grouped
+        ),
+        key=lambda curve: curve.label,
+    )
+
+
+def _sorted(rows: Sequence[Row], axis: str, names: Sequence[str]) -> tuple[Row, ...]:
+    """The rows in the order of `axis`; raises `ValueError` where two have one value."""
+    value, count = collections.Counter(row[axis] for row in rows).most_common(1)[0]
+    if count > 1:
+        raise ValueError(
+            f"{axis} {value} of {_describe(rows[0], names)} is there {count} times; "
+            "name one file of them, or tell them apart with --where"
         )
-        for rows in grouped.values()
-    ]
-    return sorted(curves, key=lambda curve: curve.label)
+    return tuple(sorted(rows, key=lambda row: row[axis]))
 
 
 def _describe(row: Row, names: Sequence[str]) -> str:
@@ -195,98 +198,16 @@ def _describe(row: Row, names: Sequence[str]) -> str:
     return ", ".join(_LABELS.get(name, "{}").format(row[name]) for name in present)
 
 
-_CELL_AXES = ("prompt_source", "temperature", "drafter", "gamma_policy")
-"""What sets one curve of a sweep apart from another, besides gamma."""
-
-
-def is_cell(row: Row) -> bool:
-    """Whether the row is a finished cell of `sweep.py`, of chains of one length."""
-    is_of_chains = "tree" not in row and "schedule" not in row
-    return row.get("kind") == "sweep" and is_of_chains
-
-
-def has_category(row: Row) -> bool:
-    """Whether it is one of prompts of a category."""
-    return is_cell(row) and row.get("category") is not None
-
-
-def cells_by_gamma(rows: Sequence[Row]) -> list[Curve]:
-    """Curves over gamma, of all categories together.
-
-    Raises:
-      ValueError: a cell that is there twice, more curves than can be told apart, or
-        no two gammas.
-    """
-    _check_once(rows)
-    totals = _shortened(cells.totals(rows))
-    if len({row["gamma"] for row in totals}) < 2:
-        raise ValueError(
-            "no cells of two gammas; run sweep.py with another --gamma on the same file"
-        )
-    return labelled(
-        group_by(totals, _CELL_AXES), _CELL_AXES, sort_by="gamma", otherwise="drafter"
-    )
-
-
-def cells_by_category(rows: Sequence[Row]) -> tuple[list[str], list[Curve]]:
-    """The names of the categories, and curves over them at the largest gamma."""
-    _check_once(rows)
+def _of_largest_gamma(rows: Sequence[Row]) -> list[Row]:
     largest = max(row["gamma"] for row in rows)
-    chosen = _shortened([row for row in rows if row["gamma"] == largest])
-    curves = labelled(group_by(chosen, _CELL_AXES), _CELL_AXES, otherwise="drafter")
-    return list(dict.fromkeys(row["category"] for row in chosen)), curves
+    return [row for row in rows if row["gamma"] == largest]
 
 
-def cells_by_position(rows: Sequence[Row]) -> dict[str, list[Curve]]:
-    """By prompt set: a curve over the drafts of a round at the largest gamma, of each
-    drafter, temperature and policy; all categories together.
-
-    Raises:
-      ValueError: as `cells_by_gamma`.
-    """
-    _check_once(rows)
-    largest = max(row["gamma"] for row in rows)
-    chosen = [row for row in rows if row["gamma"] == largest]
-    totals, names = _shortened(cells.totals(chosen)), _CELL_AXES[1:]
-    return {
-        source: labelled(group_by(of_set, names), names, otherwise="drafter")
-        for (source,), of_set in group_by(totals, ("prompt_source",)).items()
-    }
-
-
-def improvements(rows: Sequence[Row]) -> list[Curve]:
-    """A curve over gamma for each acceptance and cost, of `theory.improvement_rows`."""
-    names = ("acceptance", "cost")
-    return [
-        Curve(label="", rows=tuple(sorted(of_pair, key=lambda row: row["gamma"])))
-        for of_pair in group_by(rows, names).values()
-    ]
-
-
-def _shortened(rows: Sequence[Row]) -> list[Row]:
-    """The rows, with the name of a file of prompts in the place of its path.
-
-    And with its folder's, where two files have one name.
-    """
-    paths = {
-        row["prompt_source"]: pathlib.PurePath(row["prompt_source"]) for row in rows
-    }
-    names = [path.name for path in paths.values()]
-    short = {
-        source: path.name if names.count(path.name) == 1 else "/".join(path.parts[-2:])
-        for source, path in paths.items()
-    }
-    return [{**row, "prompt_source": short[row["prompt_source"]]} for row in rows]
-
-
-def _check_once(rows: Sequence[Row]) -> None:
-    found = [cells.cell_of(row) for row in rows]
-    twice = {cell for cell in found if found.count(cell) > 1}
-    if twice:
-        cell = min(twice, key=str)
-        raise ValueError(
-            f"{cell} is there {found.count(cell)} times; name the file of one sweep"
-        )
+def _short(sources: Iterable[str]) -> list[str]:
+    """Files of prompts without folders, but for one where two files have one name."""
+    paths = [pathlib.PurePath(source) for source in sources]
+    count = collections.Counter(path.name for path in paths)
+    return ["/".join(path.parts[-1 - (count[path.name] > 1) :]) for path in paths]
 
 
 WIDTH = 120
@@ -303,83 +224,69 @@ def caption(rows: Sequence[Row]) -> str:
     """
     if all(row.get("kind") == "theory" for row in rows):
         return "computed by a formula: no model, no machine, no prompts"
-    parts = {
-        "model": _model(rows),
-        "machine": _machine(rows),
-        "prompts": _prompts(rows),
-    }
-    words = [f"{name}: {', '.join(found)}" for name, found in parts.items() if found]
-    return "\n".join(line for part in words for line in textwrap.wrap(part, WIDTH))
-
-
-def digests(rows: Iterable[Row]) -> list[str]:
-    """Identifies each row: twelve digits of the SHA-256 of its JSON, keys sorted."""
-    lines = (json.dumps(row, sort_keys=True) for row in rows)
-    return [hashlib.sha256(line.encode()).hexdigest()[:12] for line in lines]
-
-
-def _model(rows: Sequence[Row]) -> list[str]:
     sides = [
-        row[name] for row in rows for name in ("reference", "verify") if name in row
+        row[side] for row in rows for side in ("reference", "verify") if side in row
     ]
-    names = {name: _each(rows, name) for name in ("target", "draft")}
-    found = [f"{role} {_listed(map(_name, of))}" for role, of in names.items() if of]
-    for name in ("dtype", "impl"):
-        values = [*_each(rows, name), *_each(sides, name)]
-        found += [_listed(values)] if values else []
-    return found
-
-
-def _machine(rows: Sequence[Row]) -> list[str]:
-    found = []
+    each = lambda name, of=rows: [row[name] for row in of if row.get(name) is not None]
+    names = lambda name: [pathlib.PurePath(path).name for path in each(name)]
     is_cpu = all(row.get("platform", "cpu") == "cpu" for row in rows)
-    devices = _each(rows, "cpu" if is_cpu else "device_kind")
-    found += [_listed(devices)] if devices else []
-    if is_cpu and any("native_isa" in row for row in rows):
-        sets = [row.get("native_isa") or "chosen by XLA" for row in rows]
-        found.append(f"instruction set {_listed(sets)}")
-    versions = _each(rows, "jax_version")
-    return found + ([f"jax {_listed(versions)}"] if versions else [])
+    has_isa = is_cpu and any("native_isa" in row for row in rows)
+    isa = [row.get("native_isa") or "chosen by XLA" for row in rows if has_isa]
+    parts = {
+        "model": (
+            ("target {}", names("target")),
+            ("draft {}", names("draft")),
+            ("{}", each("dtype") + each("dtype", sides)),
+            ("{}", each("impl") + each("impl", sides)),
+        ),
+        "machine": (
+            ("{}", each("cpu" if is_cpu else "device_kind")),
+            ("instruction set {}", isa),
+            ("jax {}", each("jax_version")),
+        ),
+        "prompts": (
+            ("{}", map(_set_name, each("prompt_source"))),
+            ("{} prompts", _num_prompts(rows)),
+            ("prompt {}", names("id")),
+            ("{} tokens each", each("gen_tokens")),
+            ("after {} tokens", each("context")),
+            (
+                "a window of {}",
+                [
+                    f"{len(r['window'])} tokens from {r['start']}"
+                    for r in rows
+                    if "window" in r
+                ],
+            ),
+        ),
+    }
+    lines = []
+    for part, fields in parts.items():
+        listed = ((form, _listed(values)) for form, values in fields)
+        words = ", ".join(form.format(values) for form, values in listed if values)
+        lines += textwrap.wrap(f"{part}: {words}", WIDTH) if words else []
+    return "\n".join(lines)
 
 
-def _prompts(rows: Sequence[Row]) -> list[str]:
-    found = [_listed(map(_set_name, _each(rows, "prompt_source")))]
-    # The cells of a sweep are of one category each: together they have all prompts.
+def _num_prompts(rows: Sequence[Row]) -> list[int]:
+    """The prompts of each set: the cells of a sweep are of one category each, and have
+    all prompts together."""
     counts: dict[Any, dict[Any, int]] = {}
     for row in rows:
         if isinstance(row.get("prompts"), int):
             of_set = counts.setdefault(row.get("prompt_source"), {})
             of_set[row.get("category")] = row["prompts"]
-    if counts:
-        totals = [sum(by_category.values()) for by_category in counts.values()]
-        found.append(f"{_listed(totals)} prompts")
-    found += [f"prompt {_listed(map(_name, _each(rows, 'id')))}"] * ("id" in rows[0])
-    if _each(rows, "gen_tokens"):
-        found.append(f"{_listed(_each(rows, 'gen_tokens'))} tokens each")
-    if _each(rows, "context"):
-        found.append(f"after {_listed(_each(rows, 'context'))} tokens")
-    if all("window" in row for row in rows):
-        lengths = [f"{len(row['window'])} tokens from {row['start']}" for row in rows]
-        found.append(f"a window of {_listed(lengths)}")
-    return [words for words in found if words]
-
-
-def _each(rows: Iterable[Row], name: str) -> list[Any]:
-    """The values of a name, those that are None left out."""
-    return [row[name] for row in rows if row.get(name) is not None]
+    return [sum(by_category.values()) for by_category in counts.values()]
 
 
 def _listed(values: Iterable[Any]) -> str:
     """The different values, in their order."""
     different = list(dict.fromkeys(map(str, values)))
-    if len(different) > SHOWN:
-        return f"{len(different)} different"
-    return " / ".join(different)
-
-
-def _name(path: str) -> str:
-    """A model or a file without the folders around it."""
-    return pathlib.PurePath(path).name
+    return (
+        " / ".join(different)
+        if len(different) <= SHOWN
+        else f"{len(different)} different"
+    )
 
 
 def _set_name(source: str) -> str:
@@ -387,3 +294,9 @@ def _set_name(source: str) -> str:
     if source.partition("@")[0].isdecimal():
         return f"bundled ({source})"
     return "/".join(pathlib.PurePath(source).parts[-2:])
+
+
+def digests(rows: Iterable[Row]) -> list[str]:
+    """Identifies each row: twelve digits of the SHA-256 of its JSON, keys sorted."""
+    lines = (json.dumps(row, sort_keys=True) for row in rows)
+    return [hashlib.sha256(line.encode()).hexdigest()[:12] for line in lines]

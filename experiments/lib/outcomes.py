@@ -110,24 +110,21 @@ def outcomes(
       drafts: row `n` was drafted to follow the first `n` generated tokens.
       num_drafted: how many of each row are real.
     """
+    # Draft `i` behind `n` tokens stands where token `n + i` does.
     num_tokens, gamma_max = drafts.shape
-    is_kept = np.zeros((num_tokens, gamma_max), bool)
-    for i in range(gamma_max):
-        # Draft `i` behind `n` tokens stands where token `n + i` does.
-        guesses = drafts[: num_tokens - i, i]
-        is_real = num_drafted[: num_tokens - i] > i
-        is_kept[i:, i] = is_real & (guesses == np.asarray(generated[i:], np.int32))
-    return is_kept
+    i = np.arange(gamma_max)
+    asked = np.arange(num_tokens)[:, None] - i
+    is_real = (asked >= 0) & (num_drafted[asked] > i)
+    return is_real & (drafts[asked, i] == np.asarray(generated, np.int32)[:, None])
 
 
 def mean_kept(is_kept: Bool[np.ndarray, "num_tokens gamma_max"]) -> float:
     """Drafts that a window keeps on average, over windows that begin at every token."""
     num_tokens, gamma_max = is_kept.shape
-    total, runs = 0, np.ones((num_tokens,), bool)
-    for i in range(min(gamma_max, num_tokens)):
-        runs = runs[: num_tokens - i] & is_kept[i:, i]
-        total += int(runs.sum())
-    return total / num_tokens
+    i = np.arange(gamma_max)
+    at = np.arange(num_tokens)[:, None] + i
+    windows = (at < num_tokens) & is_kept[np.minimum(at, num_tokens - 1), i]
+    return int(np.logical_and.accumulate(windows, axis=1).sum()) / num_tokens
 
 
 def make_sets(texts: Sequence[Text]) -> dict[str, list[Text]]:

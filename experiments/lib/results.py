@@ -1,12 +1,13 @@
 """Results: prompts run plain and by designs in turn, compared, and summed up."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from experiments.lib import prompt_files, runs as runs_lib, tables, terminal
 from spec_jax import loading
-from spec_jax.analysis import metrics
+from spec_jax.analysis import metrics, speeds
 from spec_jax.model import qwen3
 
 
@@ -59,13 +60,6 @@ class PromptResult:
     def row(self) -> dict:
         """Returns the JSON line."""
         counters = self.spec[0].counters
-        summary = metrics.summarise(
-            counters,
-            prompts=1,
-            texts=[self.text],
-            matched=None,
-            verify_decode_mismatches=None,
-        )
         return {
             "kind": "prompt",
             "id": self.prompt.id,
@@ -78,8 +72,8 @@ class PromptResult:
             "rounds": counters.rounds,
             "proposed": counters.proposed,
             "accepted": counters.accepted,
-            "acceptance_rate": summary["acceptance_rate"],
-            "repetition": summary["repetition"],
+            "acceptance_rate": speeds.ratio(counters.accepted, counters.proposed),
+            "repetition": metrics.mean_repetition([self.text]),
             "accepted_hist": counters.accepted_hist,
             "baseline_e2e_s": [run.timing.e2e_s for run in self.plain],
             "spec_e2e_s": [run.timing.e2e_s for run in self.spec],
@@ -200,21 +194,21 @@ def run_prompts(
 
 
 def _run_batches(lm, settings, prompts, ids, repeats, after_prompt):
-    plain: list[list[Plain]] = []
-    spec: list[list[Speculative]] = []
-    for _ in range(repeats):
-        plain.append([runs_lib.run_plain(lm, settings, one) for one in ids])
-        spec.append(runs_lib.run_batch(lm, settings, ids, after_prompt=after_prompt))
-    by_prompt = zip(
-        prompts, ids, zip(*plain, strict=True), zip(*spec, strict=True), strict=True
-    )
-    for prompt, prompt_ids, plain_runs, spec_runs in by_prompt:
+    turns = [
+        (
+            [runs_lib.run_plain(lm, settings, one) for one in ids],
+            runs_lib.run_batch(lm, settings, ids, after_prompt=after_prompt),
+        )
+        for _ in range(repeats)
+    ]
+    for place, (prompt, one) in enumerate(zip(prompts, ids, strict=True)):
+        plain, spec = zip(*((p[place], s[place]) for p, s in turns), strict=True)
         yield PromptResult(
             prompt=prompt,
-            prompt_ids=list(prompt_ids),
-            plain=list(plain_runs),
-            spec=list(spec_runs),
-            mismatches=mismatches_of(lm, settings, prompt_ids, spec_runs[0]),
+            prompt_ids=list(one),
+            plain=list(plain),
+            spec=list(spec),
+            mismatches=mismatches_of(lm, settings, one, spec[0]),
         )
 
 
@@ -300,12 +294,10 @@ NO_CATEGORY = "none"
 
 def by_category(results: Sequence[PromptResult]) -> dict[str, metrics.Metrics]:
     """Summarises each category apart; empty unless there are several."""
-    grouped: dict[str, list[PromptResult]] = {}
-    for result in results:
-        grouped.setdefault(result.prompt.category or NO_CATEGORY, []).append(result)
-    if len(grouped) < 2:
-        return {}
-    return {name: summarise(of_one) for name, of_one in sorted(grouped.items())}
+    name_of = lambda result: result.prompt.category or NO_CATEGORY
+    grouped = itertools.groupby(sorted(results, key=name_of), name_of)
+    found = {name: summarise([*of_one]) for name, of_one in grouped}
+    return found if len(found) > 1 else {}
 
 
 def _by_repeat(runs: list[list]) -> list[list[metrics.Timing]]:

@@ -1,8 +1,7 @@
 """What a run shows: a text, its tokens told apart by origin; the tree of a round."""
 
 import dataclasses
-import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,41 +21,13 @@ SETTINGS = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
 greedy texts of small models repeat themselves."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One generated text."""
-
-    prompt_id: str
-    prompt_ids: list[int]
-    how: str  # the settings that drew it, in words
-    run: runs.Speculative  # the speculative run
-    plain: runs.Plain  # autoregressive decoding under the same settings
-    is_measured: bool  # whether the metrics count this run
-    is_exact: bool = True  # whether the text is to be that of autoregressive decoding
-
-    @property
-    def matched(self) -> bool | None:
-        """Whether the text is that of decoding alone; None where it need not be.
-
-        One of logits that are not finite is wrong, whatever it is compared with.
-        """
-        if self.nonfinite or self.is_exact:
-            return runs.matches(self.run, self.plain)
-        return None
-
-    @property
-    def nonfinite(self) -> int:
-        """The most tokens of either run of logits that are not finite."""
-        return max(self.run.nonfinite, self.plain.nonfinite)
-
-
 def draw(
     lm: loading.LanguageModel,
     settings: runs.Settings,
     first: results.PromptResult,
     *,
     seed: int,
-) -> Sample:
+) -> results.PromptResult:
     """Draws a text for a prompt, by `SETTINGS`, once speculatively and once plainly.
 
     Args:
@@ -65,27 +36,11 @@ def draw(
     """
     drawn = sampling.make_settings(**SETTINGS, min_p=0.0, seed=seed)
     settings = dataclasses.replace(settings, sampling=drawn, num_slots=1)
-    return Sample(
-        prompt_id=first.prompt.id,
-        prompt_ids=first.prompt_ids,
-        how=describe(**SETTINGS, seed=seed),
-        run=runs.run_speculative(lm, settings, first.prompt_ids),
-        plain=runs.run_plain(lm, settings, first.prompt_ids),
-        is_measured=False,
-        is_exact=settings.is_exact,
-    )
-
-
-def of_measured(first: results.PromptResult, *, how: str) -> Sample:
-    """Returns the text of a measured run; its settings in words are the caller's."""
-    return Sample(
-        prompt_id=first.prompt.id,
-        prompt_ids=first.prompt_ids,
-        how=how,
-        run=first.spec[0],
-        plain=first.plain[0],
-        is_measured=True,
-        is_exact=first.mismatches is not None,
+    return dataclasses.replace(
+        first,
+        spec=[runs.run_speculative(lm, settings, first.prompt_ids)],
+        plain=[runs.run_plain(lm, settings, first.prompt_ids)],
+        mismatches=0 if settings.is_exact else None,
     )
 
 
@@ -108,110 +63,63 @@ def describe(
 
 
 def show(
-    sample: Sample, lm: loading.LanguageModel, console: rich_console.Console
+    sample: results.PromptResult,
+    lm: loading.LanguageModel,
+    console: rich_console.Console,
+    *,
+    how: str,
 ) -> None:
-    """Prints a heading, and the text, its tokens told apart by where they came from."""
-    heading = rich_text.Text(f"Prompt {sample.prompt_id}: {sample.how}; ", style="bold")
+    """Prints a heading, and the first text, its tokens told apart by their origin.
+
+    Args:
+      how: the settings that drew it, in words.
+    """
+    (run, *_), (plain, *_) = sample.spec, sample.plain
+    heading = rich_text.Text(f"Prompt {sample.prompt.id}: {how}; ", style="bold")
     if sample.nonfinite:
         heading.append(f"{sample.nonfinite} tokens of NaN or infinity", "bold red")
     elif sample.matched is None:
         heading.append("of the distribution of autoregressive decoding")
-    elif sample.matched:
+    elif (place := runs.first_difference(run.tokens, plain.tokens)) is None:
         heading.append("equal to autoregressive decoding")
     else:
-        place = runs.first_difference(sample.run.tokens, sample.plain.tokens)
-        heading.append(
-            f"NOT EQUAL to autoregressive decoding at token {place}", "bold red"
-        )
-    if not sample.is_measured:
-        heading.append(" (the numbers below are of the measured, greedy runs)")
-    console.print(heading, soft_wrap=True, highlight=False)
-    origins = [Origin.PROMPT] * len(sample.prompt_ids)
-    pieces = lm.tokenizer.decode_pieces([*sample.prompt_ids, *sample.run.tokens])
-    print_text(pieces, [*origins, *sample.run.origins], console)
-
-
-def print_text(
-    pieces: Sequence[str], origins: Sequence[int], console: rich_console.Console
-) -> None:
-    """Prints a text whose tokens are told apart by where they came from.
-
-    By colour or, where the console shows none, by marks. Tabs are shown as spaces, and
-    control characters are spelled out.
-
-    Args:
-      pieces: the text of each token.
-      origins: the `Origin` of each token.
-      console: where to print.
-    """
-    is_coloured = console.is_terminal and console.color_system and not console.no_color
-    can_print = "utf" in console.encoding
-    made = _coloured if is_coloured else _marked
+        words = f"NOT EQUAL to autoregressive decoding at token {place}"
+        heading.append(words, "bold red")
+    pieces = lm.tokenizer.decode_pieces([*sample.prompt_ids, *run.tokens])
+    shown = len(sample.prompt_ids)
+    text = _marked("".join(pieces[:shown]), Origin.PROMPT)
+    for piece, origin in zip(pieces[shown:], run.origins, strict=True):
+        text.append_text(_marked(piece, Origin(origin)))
+    legend = [_marked(origin.name.lower(), origin) for origin in _LOOKS]
     # `Text`, because brackets in source code are no markup; and soft-wrapped, because
     # a line of source code is one line.
-    for text in made(pieces, [Origin(origin) for origin in origins], can_print):
-        console.print(text, soft_wrap=True, highlight=False)
+    for line in (heading, rich_text.Text("  ").join(legend), text):
+        console.print(line, soft_wrap=True, highlight=False)
 
 
-_STYLES = {
-    Origin.PROMPT: "dim",
-    Origin.ACCEPTED: "green",
-    Origin.CORRECTION: "bold red",
-    Origin.BONUS: "blue",
+_LOOKS = {
+    Origin.PROMPT: ("dim", "", "\u25b6"),
+    Origin.ACCEPTED: ("green", "", ""),
+    Origin.CORRECTION: ("bold red", "\u27e6", "\u27e7"),
+    Origin.BONUS: ("blue", "\u27ea", "\u27eb"),
 }
+"""Style, and what stands around the prompt and the target's own tokens: these are told
+apart without colours too, and where they are white space. No programming language uses
+these brackets."""
+
+_CONTROLS = {
+    code: f"\\x{code:02x}"
+    for code in (*range(32), *range(127, 160))
+    if code not in (9, 10)
+}
+"""Control characters, which would act on the terminal, spelled out; not those of white
+space."""
 
 
-def _coloured(
-    pieces: Sequence[str], origins: Sequence[Origin], can_print: bool
-) -> tuple[rich_text.Text, rich_text.Text]:
-    """Legend and text in colours; white space of the target's own is made visible."""
-    line_end = "\u21b5" if can_print else "\\n"
-    legend = rich_text.Text()
-    for origin, style in _STYLES.items():
-        legend.append(origin.name.lower(), style=style).append("  ")
-    legend.append(f"({line_end} a line end in that colour)", style="dim")
-    text = rich_text.Text()
-    for piece, origin in zip(pieces, origins, strict=True):
-        style, piece = _STYLES[origin], _without_controls(piece)
-        if origin in (Origin.CORRECTION, Origin.BONUS):
-            piece = piece.replace("\n", line_end + "\n")
-            if piece.isspace():
-                style += " reverse"
-        text.append(piece, style=style)
-    return legend, text
-
-
-MARKS = ("\u25b6", "\u27e6\u27e7", "\u27ea\u27eb"), ("[|]", ("[-", "-]"), ("{+", "+}"))
-"""Where the prompt ends, around a correction, and around a bonus token: white brackets
-and a triangle, which no programming language uses; and in ASCII."""
-
-
-def _marked(
-    pieces: Sequence[str], origins: Sequence[Origin], can_print: bool
-) -> tuple[rich_text.Text, rich_text.Text]:
-    """Legend and text with plain marks."""
-    start, correction, bonus = MARKS[0 if can_print else 1]
-    around = {Origin.CORRECTION: correction, Origin.BONUS: bonus}
-    legend = (
-        f"prompt {start} accepted  {'correction'.join(correction)}  "
-        f"{'bonus'.join(bonus)}"
-    )
-    text, has_started = rich_text.Text(), False
-    for piece, origin in zip(pieces, origins, strict=True):
-        if origin != Origin.PROMPT and not has_started:
-            text.append(start)
-            has_started = True
-        text.append(_without_controls(piece).join(around.get(origin, ("", ""))))
-    return rich_text.Text(legend), text
-
-
-def _without_controls(piece: str) -> str:
-    """Spells out control characters, which would act on the terminal."""
-    return "".join(
-        f"\\x{ord(char):02x}"
-        if unicodedata.category(char) == "Cc" and char not in "\n\t"
-        else char
-        for char in piece
+def _marked(piece: str, origin: Origin) -> rich_text.Text:
+    style, before, after = _LOOKS[origin]
+    return rich_text.Text.assemble(
+        (f"{before}{piece.translate(_CONTROLS)}{after}", style)
     )
 
 
@@ -234,26 +142,25 @@ def find_tree(
     scheduler = runs.make_scheduler(lm, settings)
     state = scheduler.begin(runs.make_request(lm, settings, prompt))
     run_round = compilation.jit(round_lib.run_round)
-    best: tuple[int, round_lib.RoundInfo] | None = None
-    for number in range(MOST_ROUNDS):
-        if not bool(state.slots.running[0]):
-            break
+    found: list[round_lib.RoundInfo] = []
+    while len(found) < MOST_ROUNDS and bool(state.slots.running[0]):
         state, info = run_round(scheduler.speculator, state)
-        info = jax.device_get(info)
-        if best is None or _kept(info) > _kept(best[1]):
-            best = number, info
-    if best is None:
+        found.append(jax.device_get(info))
+    if not found:
         raise ValueError(f"prompt {name}: no round is left to draw a tree of")
-    return {"kind": "tree", "id": name, "round": best[0], **_tree_of(lm, best[1])}
+    kept = [int(info.outcome.num_accepted[0]) for info in found]
+    best = int(np.argmax(kept))
+    return {
+        **{"kind": "tree", "id": name, "round": best},
+        **_tree_of(lm, found[best], kept[best]),
+    }
 
 
-def _kept(info: round_lib.RoundInfo) -> int:
-    return int(info.outcome.num_accepted[0])
-
-
-def _tree_of(lm: loading.LanguageModel, info: round_lib.RoundInfo) -> dict[str, Any]:
+def _tree_of(
+    lm: loading.LanguageModel, info: round_lib.RoundInfo, kept: int
+) -> dict[str, Any]:
     """Returns what a row says of a round."""
-    count, kept = int(info.proposal.num_drafted[0]), _kept(info)
+    count = int(info.proposal.num_drafted[0])
     tokens = np.asarray(info.window.tokens[0, : count + 1]).tolist()
     own = int(info.outcome.tokens[0, kept])
     piece = lambda token: lm.tokenizer.decode([token])
@@ -269,30 +176,24 @@ def _tree_of(lm: loading.LanguageModel, info: round_lib.RoundInfo) -> dict[str, 
 
 def show_tree(row: Mapping[str, Any], console: rich_console.Console) -> None:
     """Prints the tree of a row, the kept path marked and the target's own token."""
-    drafts, kept = len(row["tokens"]) - 1, {0, *row["kept"]}
-    last = row["kept"][-1] if row["kept"] else 0
+    path = [0, *row["kept"]]
     console.print(
-        f"Round {row['round']} of prompt {row['id']}: {drafts} drafts, "
+        f"Round {row['round']} of prompt {row['id']}: {len(row['tokens']) - 1} drafts, "
         f"{len(row['kept'])} kept (+), then the target's own token (=)",
         style="bold",
         highlight=False,
     )
-    branches = {}
+    nodes: list[rich_tree.Tree] = []
     for column, parent in enumerate(row["parents"]):
-        label = _label(row["pieces"][column], "+" if column in kept else " ")
-        if column == 0:
-            branches[0] = root = rich_tree.Tree(label, guide_style="dim")
-        else:
-            branches[column] = branches[parent].add(label)
-        if column == last:
-            own = branches[column].add(_label(row["own_piece"], "="))
-            # First of the children: what was kept reads from top to bottom.
-            branches[column].children.remove(own)
-            branches[column].children.insert(0, own)
-    console.print(root)
+        mark, style = ("+", "bold green") if column in path else (" ", "dim")
+        label = _label(row["pieces"][column], mark, style)
+        nodes.append(nodes[parent].add(label) if nodes else rich_tree.Tree(label))
+    # First of the children: what was kept reads from top to bottom.
+    own = rich_tree.Tree(_label(row["own_piece"], "=", "bold blue"))
+    nodes[path[-1]].children.insert(0, own)
+    console.print(nodes[0])
 
 
-def _label(piece: str, mark: str) -> rich_text.Text:
+def _label(piece: str, mark: str, style: str) -> rich_text.Text:
     """A token as Python writes it: white space and control characters are seen."""
-    style = {"+": "bold green", "=": "bold blue", " ": "dim"}[mark]
     return rich_text.Text(f"{mark} {ascii(piece)[1:-1]}".strip(), style=style)

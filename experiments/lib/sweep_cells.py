@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments.lib import flags, results as results_lib, tables
-from spec_jax.analysis import conventions, metrics
+from spec_jax.analysis import metrics
 
 
 Row = Mapping[str, Any]
@@ -90,7 +90,6 @@ def row_of(cell: Cell, results: Sequence[results_lib.PromptResult]) -> dict[str,
         "kind": "sweep",
         **cell.to_row(),
         **tables.to_row(results_lib.summarise(results)),
-        "conventions": by_convention(counters, cell),
         "counters": dataclasses.asdict(counters),
         "texts": [dataclasses.asdict(result.text) for result in results],
         "plain_timings": _timings([result.plain for result in results]),
@@ -108,7 +107,7 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
       ValueError: rows of different cells, of another number of repeats, or several of
         which one is a total already.
     """
-    made_of = ("counters", "plain_timings", "spec_timings")
+    made_of = ("counters", "texts", "plain_timings", "spec_timings")
     if any(name not in row for row in rows for name in made_of):
         if len(rows) == 1 and rows[0]["category"] == ALL:
             return dict(rows[0])
@@ -124,7 +123,7 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
     summary = metrics.summarise(
         counters,
         prompts=sum(row["prompts"] for row in rows),
-        texts=_texts(rows),
+        texts=[metrics.TextCounts(**text) for row in rows for text in row["texts"]],
         baseline=_joined([row["plain_timings"] for row in rows]),
         spec=_joined([row["spec_timings"] for row in rows]),
         matched=results_lib.all_matched([row["matched"] for row in rows]),
@@ -134,7 +133,6 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
         "kind": "sweep",
         **cell.to_row(),
         **tables.to_row(results_lib.mark_disturbed(summary)),
-        "conventions": by_convention(counters, cell),
     }
 
 
@@ -147,45 +145,6 @@ def totals(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return [total(of_cell) for of_cell in grouped.values()]
 
 
-def by_convention(counters: metrics.Counters, cell: Cell) -> dict[str, dict[str, Any]]:
-    """The numbers that other tools would print for these counters, by their names.
-
-    Models are made for the largest gamma of a grid; windows are the cell's own. EAGLE's
-    are left out where nothing can be drafted: it counts at the first position.
-    """
-    width = len(counters.accepted_at)
-    if cell.tree == NO_TREE:
-        width = min(width, cell.gamma)
-    counters = dataclasses.replace(
-        counters,
-        accepted_hist=counters.accepted_hist[: width + 1],
-        proposed_at=counters.proposed_at[:width],
-        accepted_at=counters.accepted_at[:width],
-    )
-    vllm = conventions.to_vllm(counters)
-    sglang = conventions.to_sglang(counters, window=cell.gamma)
-    lengths = conventions.to_spec_bench(counters)
-    found: dict[str, dict[str, Any]] = {
-        "vllm": {
-            "mean_acceptance_length": vllm.mean_acceptance_length,
-            "draft_acceptance_rate": vllm.draft_acceptance_rate,
-            "acceptance_rate_per_position": vllm.acceptance_rate_per_position,
-        },
-        "sglang": {
-            "spec_accept_length": sglang.spec_accept_length,
-            "spec_accept_rate": sglang.spec_accept_rate,
-            "scheduler_accept_rate": sglang.scheduler_accept_rate,
-        },
-        "spec_bench": {
-            "mean_accepted_tokens": conventions.mean_accepted_tokens(lengths)
-        },
-    }
-    if counters.accepted_at:
-        eagle = conventions.to_eagle(counters)
-        found["eagle"] = {"tau": eagle.tau, "n_alpha": eagle.n_alpha}
-    return found
-
-
 def _counters(row: Row) -> metrics.Counters:
     """The counters of a line; lists are tuples again."""
     return metrics.Counters(
@@ -194,13 +153,6 @@ def _counters(row: Row) -> metrics.Counters:
             for name, value in row["counters"].items()
         }
     )
-
-
-def _texts(rows: Sequence[Row]) -> list[metrics.TextCounts]:
-    """The texts of several lines; none where a line is older than they are."""
-    if not all("texts" in row for row in rows):
-        return []
-    return [metrics.TextCounts(**text) for row in rows for text in row["texts"]]
 
 
 def _timings(runs: Sequence[Sequence[Any]]) -> list[list[list[float]]]:

@@ -5,10 +5,16 @@ and in the JSON row. Functions here know names and values; they compute none of 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich import console as rich_console, table as rich_table, text as rich_text
+from rich import (
+    console as rich_console,
+    measure as rich_measure,
+    table as rich_table,
+    text as rich_text,
+)
 
 from experiments.lib import records, terminal
 
@@ -93,56 +99,45 @@ FIELDS: tuple[Field, ...] = (
 """The dictionary of `analysis.metrics`, in the order in which it is shown; and
 what `results.mark_disturbed` adds."""
 
-_RARE = ("disturbed",)
-"""Numbers that are shown where they are not 0."""
+_FAULTS = ("verify_decode_mismatches", "nonfinite_logits", "disturbed")
+"""Numbers that are to be 0."""
 
 
-def to_row(
-    metrics: Mapping[str, Any], *, fields: Sequence[Field] = FIELDS
-) -> dict[str, Any]:
-    """The metrics as a JSON row: plain values, in the order of `fields`.
+def to_row(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics as a JSON row: plain values, in the order of `FIELDS`.
 
     Raises:
-      ValueError: a name that `fields` lacks, or a number that JSON lacks.
+      ValueError: a number that JSON lacks.
     """
-    _check_names(metrics, fields)
-    return {
-        field.name: records.to_json(metrics[field.name], field.name)
-        for field in fields
-        if field.name in metrics
-    }
+    names = [field.name for field in FIELDS if field.name in metrics]
+    return {name: records.to_json(metrics[name], name) for name in names}
 
 
-def print_table(
-    metrics: Mapping[str, Any],
-    console: rich_console.Console,
-    *,
-    fields: Sequence[Field] = FIELDS,
-) -> None:
+def print_table(metrics: Mapping[str, Any], console: rich_console.Console) -> None:
     """Prints the metrics in groups, with units; what was not measured shows as `-`.
 
-    On a narrow console meanings are left out.
+    On a narrow console meanings are left out; `disturbed` is told where it is so.
     """
-    row, group = to_row(metrics, fields=fields), None
-    has_meanings = console.width >= _WIDE
+    row, has_meanings = to_row(metrics), console.width >= _WIDE
+    told = [name for name in row if row[name] or name != "disturbed"]
+    shown = [field for field in FIELDS if field.name in told]
     table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("metric", no_wrap=True)
     table.add_column("value", justify="right")
     table.add_column("unit", no_wrap=True)
     if has_meanings:
         table.add_column("meaning", style="dim")
-    for field in fields:
-        value = row.get(field.name)
-        if field.name not in row or (field.name in _RARE and not value):
-            continue
-        if field.group != group:
-            if group is not None:
-                table.add_row()
-            group = field.group
-            table.add_row(rich_text.Text(group, style="bold"))
-        text = terminal.format_value(value, field.form)
-        cells = [wrong(text, _is_wrong(field.name, value)), field.unit]
-        table.add_row(f"  {field.name}", *cells, *[field.meaning] * has_meanings)
+    for group, fields in itertools.groupby(shown, lambda field: field.group):
+        if table.rows:
+            table.add_row()
+        table.add_row(rich_text.Text(group, style="bold"))
+        for field in fields:
+            value = row[field.name]
+            is_wrong = value is False if field.name == "matched" else bool(value)
+            is_wrong &= field.name in ("matched", *_FAULTS)
+            cell = wrong(terminal.format_value(value, field.form), is_wrong)
+            meaning = [field.meaning] * has_meanings
+            table.add_row(f"  {field.name}", cell, field.unit, *meaning)
     console.print(table)
     print_disturbed([row], console)
 
@@ -167,27 +162,10 @@ def print_disturbed(rows: Sequence[Row], console: rich_console.Console) -> None:
 
 SPEEDUPS = ("speedup_e2e", "speedup_decode")
 
-
-def _is_wrong(name: str, value: Any) -> bool:
-    if name == "matched":
-        return value is False
-    return name in _FAULTS and bool(value)
-
-
-_FAULTS = ("verify_decode_mismatches", "nonfinite_logits", "disturbed")
-"""Numbers that are to be 0."""
-
-
-def _check_names(metrics: Mapping[str, Any], fields: Sequence[Field]) -> None:
-    unknown = sorted(set(metrics) - {field.name for field in fields})
-    if unknown:
-        raise ValueError(f"no field says how to show {', '.join(unknown)}")
-
-
 Cell = str | rich_text.Text
 Column = str | tuple[str, str] | Callable[[Row], Cell]
 """The format of what a row has under the heading; or its name and format; or what makes
-the cell of a row. An empty format is that of a text."""
+the cell of a row. An empty format is that of a text; None is shown as a dash."""
 
 
 def print_rows(
@@ -199,11 +177,15 @@ def print_rows(
 ) -> None:
     """Prints one line a row, of which nothing is cut; texts left, all else right.
 
+    On a narrow console lines go on.
+
     Args:
       columns: by their headings.
     """
     # As narrow as it gets: a terminal has eighty columns.
-    table = rich_table.Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    table = rich_table.Table(
+        box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold"
+    )
     for i, (heading, column) in enumerate(columns.items()):
         form = column[1] if isinstance(column, tuple) else column
         is_text = not i or form == ""
@@ -212,7 +194,10 @@ def print_rows(
         table.add_row(*(_cell(row, *both) for both in columns.items()))
     if title is not None:
         console.print(title, style="italic", highlight=False)
-    terminal.print_whole(table, console)
+    # What it takes where there is room for any table.
+    endless = console.options.update(width=1000)
+    table.width = rich_measure.Measurement.get(console, endless, table).maximum
+    console.print(table, crop=False)
 
 
 def _cell(row: Row, heading: str, column: Column) -> Cell:
@@ -245,56 +230,17 @@ AXES = {
 """Columns that tell the cells of a prompt set apart; an axis of one value is left out,
 but for the drafter, its tree and its gamma."""
 
+
 NUMBERS = {
-    "prompts": ("n", "d"),
-    "acceptance_rate": ("kept", ".3f"),
-    "repetition": ("rep", ".3f"),
-    "mean_accepted_length": ("len", ".2f"),
-    "speedup_e2e": ("e2e", ".2f"),
-    "speedup_e2e_p10": ("p10", ".2f"),
-    "speedup_e2e_p90": ("p90", ".2f"),
-    "speedup_decode": ("decode", ".2f"),
+    "n": ("prompts", "d"),
+    "kept": ("acceptance_rate", ".3f"),
+    "rep": ("repetition", ".3f"),
+    "len": ("mean_accepted_length", ".2f"),
+    "e2e": ("speedup_e2e", ".2f"),
+    "p10": ("speedup_e2e_p10", ".2f"),
+    "p90": ("speedup_e2e_p90", ".2f"),
+    "decode": ("speedup_decode", ".2f"),
 }
-
-
-def print_cells(
-    rows: Sequence[Row], console: rich_console.Console, *, title: str
-) -> None:
-    """Prints one line a cell: of a sweep, or of a category."""
-    columns: dict[str, Column] = {}
-    for name, heading in AXES.items():
-        values = {row.get(name) for row in rows}
-        is_shown = name in ("drafter", "tree", "gamma") or len(values) > 1
-        if values != {None} and is_shown:
-            columns[heading] = (name, "")
-    rows = [dict.fromkeys((*AXES, *NUMBERS)) | row for row in rows]
-    numbers = {heading: (name, form) for name, (heading, form) in NUMBERS.items()}
-    print_rows(rows, columns | numbers | {"match": _match}, console, title=title)
-    print_disturbed(rows, console)
-    console.print()
-
-
-def print_positions(
-    rows: Sequence[Row], console: rich_console.Console, *, title: str
-) -> None:
-    """Prints of each cell how often a draft was kept, if all before it were."""
-    columns: dict[str, Column] = {}
-    for name, heading in AXES.items():
-        values = {row.get(name) for row in rows}
-        if name in ("drafter", "gamma") or len(values) > 1:
-            columns[heading] = (name, "")
-    columns |= {"len": ("mean_accepted_length", ".2f")}
-    name = "conditional_acceptance"
-    most = max(len(row[name] or ()) for row in rows)
-    for place in range(most):
-        columns[str(place + 1)] = (f"at {place}", ".2f")
-    lines = []
-    for row in rows:
-        rates = [*(row[name] or ()), *[None] * most][:most]
-        at = {f"at {place}": rate for place, rate in enumerate(rates)}
-        lines.append(dict.fromkeys(AXES) | row | at)
-    print_rows(lines, columns, console, title=title)
-    console.print()
 
 
 def _match(row: Row) -> Cell:
@@ -315,13 +261,44 @@ CELLS_NOTE = (
 """What the columns of `print_cells` are."""
 
 
-def print_categories(
-    summaries: Mapping[str, Row], console: rich_console.Console
+def print_cells(
+    rows: Sequence[Row], console: rich_console.Console, *, title: str
 ) -> None:
-    """Prints one line a category, for `results.by_category`; none without any."""
-    if not summaries:
-        return
+    """Prints one line a cell: of a sweep, or of a category."""
+    _print_cells(rows, NUMBERS | {"match": _match}, console, title=title)
+    print_disturbed(rows, console)
     console.print()
-    rows = [{"category": name, **row} for name, row in summaries.items()]
-    print_cells(rows, console, title="by category")
-    print_note(CELLS_NOTE, console)
+
+
+def print_positions(
+    rows: Sequence[Row], console: rich_console.Console, *, title: str
+) -> None:
+    """Prints of each cell how often a draft was kept, if all before it were."""
+    rates = [row["conditional_acceptance"] or () for row in rows]
+    columns = {"len": NUMBERS["len"]}
+    columns |= {str(at + 1): (f"at {at}", ".2f") for at in range(max(map(len, rates)))}
+    absent = dict.fromkeys(name for name, _ in columns.values())
+    at = [{f"at {place}": rate for place, rate in enumerate(of)} for of in rates]
+    lines = [absent | row | kept for row, kept in zip(rows, at, strict=True)]
+    _print_cells(lines, columns, console, title=title)
+    console.print()
+
+
+def _print_cells(
+    rows: Sequence[Row],
+    numbers: Mapping[str, Column],
+    console: rich_console.Console,
+    *,
+    title: str,
+) -> None:
+    """Prints one line a cell, with the axes that tell it from others."""
+    columns: dict[str, Column] = {}
+    for name, heading in AXES.items():
+        values = {row.get(name) for row in rows}
+        is_shown = name in ("drafter", "tree", "gamma") or len(values) > 1
+        if values != {None} and is_shown:
+            columns[heading] = (name, "")
+    # Not every cell has a tree, and no batch has a speed-up of decoding alone.
+    absent = dict.fromkeys((*AXES, "speedup_decode"))
+    rows = [absent | row for row in rows]
+    print_rows(rows, columns | numbers, console, title=title)

@@ -1,4 +1,4 @@
-"""The terminal, or what stands in its place: tables, and how far a script is.
+"""The terminal, or what stands in its place: values as text, how far a script is.
 
 Knows nothing of what is shown.
 """
@@ -8,36 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rich import (
-    console as rich_console,
-    measure as rich_measure,
-    progress as rich_progress,
-    table as rich_table,
-    text as rich_text,
-)
+from rich import console as rich_console, progress as rich_progress
 
 
 def console() -> rich_console.Console:
     """Returns standard output."""
     return rich_console.Console()
-
-
-def print_whole(table: rich_table.Table, console: rich_console.Console) -> None:
-    """Prints a table of which nothing is cut: on a narrow console its lines go on."""
-    wide = console.options.update(width=_WIDE)
-    width = rich_measure.Measurement.get(console, wide, table).maximum
-    if width <= console.width:
-        console.print(table)
-        return
-    for line in console.render_lines(table, wide.update(width=width)):
-        parts = [(segment.text, segment.style or "") for segment in line]
-        text = rich_text.Text.assemble(*parts)
-        text.rstrip()
-        console.print(text, soft_wrap=True)
-
-
-_WIDE = 1000
-"""More than any table takes."""
 
 
 def format_value(value: Any, form: str) -> str:

@@ -70,15 +70,6 @@ def test_a_fault_of_the_program_keeps_its_traceback(error):
         run(raising(error))
 
 
-def test_a_usage_error_is_one_line(capsys):
-    """Fails if flags that nobody asked for stand before what is wrong."""
-    with pytest.raises(SystemExit) as ended:
-        exactness.main(["--impl", "cuda"])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "--impl" in line and line.endswith("(flags: --help)")
-    assert ended.value.code == cli.UNUSABLE
-
-
 @pytest.mark.parametrize(
     ("script", "lacking", "extra"),
     [("spec_round", "rich", "experiments"), ("train_drafter", "optax", "train")],

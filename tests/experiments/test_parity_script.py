@@ -1,4 +1,4 @@
-"""The microscope from its command line: status, row, heat map, bundles, bad input."""
+"""The microscope from its command line: status, row, heat map, bad input."""
 
 import json
 import pathlib
@@ -6,7 +6,7 @@ import pathlib
 import pytest
 import tiny_pair
 
-from experiments import parity
+from experiments import parity, plot
 from spec_jax.model import fingerprint, load, observe, tokenizer
 
 
@@ -65,10 +65,8 @@ def test_a_path_of_a_tree(folder, tmp_path, capsys):
 
 
 def test_a_planted_fault_is_named_and_drawn(folder, tmp_path, capsys):
-    out, drawn = tmp_path / "out.jsonl", tmp_path / "map.svg"
-    pytest.importorskip("matplotlib")
-    more = ("--inject", "1:gate:zero-head", "--heatmap", str(drawn))
-    assert run(folder, *more, "--out", str(out)) == 0
+    out = tmp_path / "out.jsonl"
+    assert run(folder, "--inject", "1:gate:zero-head", "--out", str(out)) == 0
     row = row_of(out)
     first = row["first"]
     assert (first["layer"], first["operation"]) == (1, "gate")
@@ -77,7 +75,9 @@ def test_a_planted_fault_is_named_and_drawn(folder, tmp_path, capsys):
     assert row["fault"] == {"layer": 1, "operation": "gate", "kind": "zero-head"}
     printed = capsys.readouterr().out
     assert "first: layer 1, gate, position 13" in printed
-    assert "relative difference" in drawn.read_text()
+    pytest.importorskip("matplotlib")
+    assert plot.main([str(out), "--out", str(tmp_path)]) == 0
+    assert "first: layer 1, gate" in (tmp_path / "divergence.svg").read_text()
     assert cell["relative"] > 0 and row["cells"][0][0]["relative"] == 0.0
     # What was chosen stands as text beside its ids: here single bytes.
     words = tokenizer.load(folder)

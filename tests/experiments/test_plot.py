@@ -1,11 +1,11 @@
-"""Figures: the published ones from the stored rows, and that their bytes are fixed."""
+"""Figures: the published ones from the stored rows; curves, captions, the script."""
 
 import importlib.util
+import itertools
 import json
 import math
 from xml.etree import ElementTree
 
-import figure_rows as made
 import pytest
 from script_runs import write_rows
 
@@ -14,7 +14,7 @@ from experiments.lib import curves as curves_lib, files, published
 from spec_jax.gamma import theory
 
 
-pytestmark = pytest.mark.skipif(
+needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is missing"
 )
 FOLDER = published.RESULTS / "figures"
@@ -31,6 +31,45 @@ NUMBERS = {
     "reliability": "bin_kept",
 }
 """A number of each published figure."""
+
+PROVENANCE = {
+    **{"target": "models/Qwen3-8B", "draft": "models/Qwen3-0.6B", "dtype": "bfloat16"},
+    **{"impl": "native", "native_isa": "avx2", "cpu": "Some CPU", "platform": "cpu"},
+    **{"jax_version": "0.10.2", "prompt_source": "somewhere/gsm8k/test.jsonl:50"},
+    **{"prompts": 25, "gen_tokens": 64},
+}
+TREE = {
+    **{"kind": "tree", "tokens": [5, 6, 7, 8], "parents": [0, 0, 0, 2], "own": 9},
+    **{"kept": [2, 3], "pieces": ["def", "a$", "\n", "<b>"], "own_piece": "c"},
+}
+
+
+def summary(gamma: int, **changes) -> dict:
+    """A row of rounds, as `spec_round.py` writes it."""
+    rounds = [3 - (i > 2) for i in range(gamma + 1)]
+    return {
+        **{"kind": "summary", "impl": "xla", "dtype": "float32", "gamma": gamma},
+        **{"speedup_e2e": 1.5, "speedup_e2e_p10": 1.2, "speedup_e2e_p90": None},
+        "conditional_acceptance": [0.9 - 0.01 * gamma] * (gamma - 1) + [None],
+        **{"accepted_hist": rounds, "rounds": sum(rounds), "mean_accepted_length": 2.5},
+        **{"prompt_source": "50", "acceptance_rate": 0.5, **changes},
+    }
+
+
+def step(num_active: int) -> dict:
+    """A row of a step's time, as `latency.py` writes it."""
+    times = dict(zip(("", "_p10", "_p90"), (2.0, 1.5, 2.5), strict=True))
+    row = {f"{name}{end}": ms for name in ("ms", "ratio") for end, ms in times.items()}
+    name = f"{num_active} active row{'s' * (num_active > 1)}"
+    return row | {"kind": "step", "step": name, "num_active": num_active, "impl": "xla"}
+
+
+def total(drafter: str, gamma: int, source: str) -> dict:
+    """A row of all categories of a sweep, as it is published."""
+    place = {"temperature": 0.0, "gamma_policy": "fixed", "category": "all"}
+    return summary(gamma) | {
+        **{"kind": "sweep", "drafter": drafter, "prompt_source": source, **place}
+    }
 
 
 def texts(path) -> str:
@@ -59,6 +98,7 @@ def test_every_published_figure_is_here():
     assert {path.stem for path in FOLDER.glob("*.svg")} == set(NUMBERS)
 
 
+@needs_matplotlib
 @pytest.mark.parametrize("name", NUMBERS)
 def test_published_figures_are_of_the_stored_rows(name, stored, tmp_path):
     """Fails if rows were measured again and the figure was not, or if it says or draws
@@ -80,30 +120,7 @@ def test_published_figures_are_of_the_stored_rows(name, stored, tmp_path):
     assert again.read_bytes() != before
 
 
-CELLS = [
-    made.cell(drafter, gamma, category)
-    for drafter in ("ngram", "suffix")
-    for gamma in (1, 4)
-    for category in ("code", "prose")
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "words"),
-    [
-        ("sweep_speedup", CELLS, ("(times)", "tokens a round", "suffix")),
-        ("sweep_categories", CELLS, ("accepted / proposed", "prose", "gamma 4")),
-        ("tree", [made.tree()], ("depth (drafts", "def", "a$", "\\n", "<b>")),
-    ],
-)
-def test_other_figures(name, rows, words, tmp_path):
-    source = write_rows(tmp_path / "rows.jsonl", rows)
-    assert plot.main([str(source), "--out", str(tmp_path), "--figure", name]) == 0
-    said = texts(tmp_path / f"{name}.svg")
-    for word in words:
-        assert word in said
-
-
+@needs_matplotlib
 def test_each_position_has_the_rounds_of_its_share():
     """Fails if a round counts where it drafted nothing, or the count of a curve that
     has more of them is shown."""
@@ -113,7 +130,7 @@ def test_each_position_has_the_rounds_of_its_share():
     names = ("accepted_hist", "conditional_acceptance")
     lookup = dict(zip(names, ([70, 25, 5, 0], [0.5, 0.25, 0]), strict=True))
     model = dict(zip(names, ([90_000, 9, 9, 9], [3e-4, 0.2, 1]), strict=True))
-    rows = [made.summary(3, **lookup), made.summary(3, impl="native", **model)]
+    rows = [summary(3, **lookup), summary(3, impl="native", **model)]
     for shown, drawn in (("60 20 \u22645", rows), ("90k 90 9", rows[1:])):
         (axes,) = figures.acceptance(drawn).axes
         labels = [label.get_text() for label in axes.get_xticklabels()]
@@ -123,39 +140,94 @@ def test_each_position_has_the_rounds_of_its_share():
         assert not any(line.get_clip_on() for line in axes.lines[: len(drawn)])
 
 
+@needs_matplotlib
 def test_differences_near_zero_do_not_drown_the_others():
     """Colours are relative differences: fails if they are ULPs, which saturate."""
     from experiments.lib import row_figures
 
     cells = [
-        {"differing": 1, "elements": 64, "max_ulp": ulp, "relative": relative}
-        for ulp, relative in ((2**30, 1e-6), (2, 1e-2), (2**30, None), (9, 0.0))
+        {"differing": count, "max_ulp": 2**30, "relative": relative}
+        for count, relative in ((1, 1e-6), (1, 1e-2), (1, None), (1, 0.0), (0, None))
     ]
-    scale = row_figures._Scale(cells)
-    assert (scale.lowest, scale.highest) == (-6, -2)
-    levels = [scale.level(cell) for cell in cells]
-    assert levels == pytest.approx([-6, -2, -1, -6])
-    equal = {"differing": 0, "elements": 64, "max_ulp": 0, "relative": None}
-    assert scale.level(equal) == -7 and math.isnan(scale.level(None))
+    (found,), lowest, highest = row_figures.levels([[*cells, None]])
+    assert (lowest, highest) == (-6, -2)
+    assert found == pytest.approx([-6, -2, -1, -6, -7, math.nan], nan_ok=True)
+    assert row_figures.levels([cells[4:]])[1:] == (-8, 0)
 
 
+@needs_matplotlib
 def test_all_figures_of_a_mixture(tmp_path, capsys):
     """And rows that are in none are named, with their number, in one line."""
     (parity,) = files.read_rows(published.RESULTS / "parity_flash.jsonl").values()
     one = tmp_path / "parity.json"
     one.write_text(json.dumps(parity | {"first": None}, indent=1))
-    mixture = [made.summary(1), made.summary(4), made.step(1), made.step(2), parity]
+    mixture = [summary(1), summary(4), step(1), step(2), parity, TREE]
     mixture += [{"kind": "prompt"}, {"kind": "prompt"}, {"kind": "weather"}, {"a": 1}]
     rows, out = write_rows(tmp_path / "rows.jsonl", mixture), tmp_path / "out"
-    assert plot.main([str(rows), str(one), "--out", str(out)]) == 0
+    assert plot.main([str(rows), str(one), "--out", str(out), "--theory"]) == 0
     names = {path.stem for path in out.iterdir()}
-    kinds = ("speedup", "acceptance", "accepted_lengths", "step_cost")
-    assert names == {*kinds, "divergence_1", "divergence_2"}
+    kinds = ("speedup", "acceptance", "accepted_lengths", "step_cost", "improvement")
+    assert names == {*kinds, "divergence_1", "divergence_2", "tree"}
+    assert {"def", "a$", "\\n", "<b>"} <= set(texts(out / "tree.svg").splitlines())
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("by kind: 1 None, 2 prompt, 1 weather")
 
 
-def test_the_theory_needs_no_rows(tmp_path):
-    """Given pairs are drawn in the place of those that it has."""
-    assert plot.main(["--theory", "0.75,0.1", "--out", str(tmp_path)]) == 0
-    assert "a = 0.75" in texts(tmp_path / "improvement.svg")
+def test_curves_over_gamma():
+    """Sorted by gamma; settings with a single one are no curve."""
+    xla = [summary(gamma) for gamma in (1, 4, 2)]
+    native = [summary(gamma, impl="native") for gamma in (2, 4)]
+    rows = [*xla, *native, summary(3, dtype="bfloat16")]
+    curves = curves_lib.by_gamma(rows)
+    assert [curve.label for curve in curves] == ["native", "xla"]
+    assert [row["gamma"] for row in curves[1].rows] == [1, 2, 4]
+    labelled = curves_lib.by_gamma([*rows, summary(7, dtype="bfloat16")])
+    labels = [curve.label for curve in labelled]
+    assert labels == ["native, float32", "xla, bfloat16", "xla, float32"]
+
+
+def test_values_that_are_there_twice_are_refused():
+    """Its two values would be joined by an upright line."""
+    with pytest.raises(ValueError, match="gamma 2 of xla, .* 2 times"):
+        curves_lib.by_gamma([summary(2), summary(2), summary(3)])
+    with pytest.raises(ValueError, match="num_active 1 of xla is there 2 times"):
+        curves_lib.by_active_rows([step(2), step(1), step(1)])
+    with pytest.raises(ValueError, match="2 times; name the file of one sweep"):
+        curves_lib.cells_by_position([total("ngram", 4, "a")] * 2)
+    many = [summary(gamma, batch=n) for gamma in (1, 2) for n in range(9)]
+    with pytest.raises(ValueError, match="9 curves, .* differ in batch"):
+        curves_lib.by_gamma(many)
+
+
+def test_the_largest_gamma_is_drawn_and_equal_curves_are_one():
+    rows = [summary(4), summary(4, page_size=64), summary(2), summary(4, impl="native")]
+    curves = curves_lib.of_largest_gamma(rows, "accepted_hist")
+    assert [curve.label for curve in curves] == ["native", "xla"]
+    assert {curve.rows[0]["gamma"] for curve in curves} == {4}
+
+
+def test_curves_of_a_sweep():
+    """By prompt set, which is called by the name of its file where that is enough."""
+    sources = ("data/some.jsonl", "a/b/questions.jsonl", "a/c/questions.jsonl")
+    grid = itertools.product(("suffix", "ngram"), (2, 4), sources)
+    panels = curves_lib.cells_by_position([total(*place) for place in grid])
+    assert list(panels) == ["some.jsonl", "b/questions.jsonl", "c/questions.jsonl"]
+    for curves in panels.values():
+        assert [curve.label for curve in curves] == ["ngram", "suffix"]
+        assert [row["gamma"] for curve in curves for row in curve.rows] == [4, 4]
+
+
+def test_captions():
+    """Several values are listed, many are counted, and GPUs go by their own name."""
+    xla = PROVENANCE | {"impl": "xla", "native_isa": None, "prompt_source": "50@7"}
+    words = curves_lib.caption([PROVENANCE, xla])
+    assert "native / xla" in words and "avx2 / chosen by XLA" in words
+    assert "gsm8k/test.jsonl:50 / bundled (50@7)" in words
+    lengths = [PROVENANCE | {"gen_tokens": n} for n in range(4)]
+    assert "4 different tokens each" in curves_lib.caption(lengths)
+    gpu = PROVENANCE | {"platform": "gpu", "device_kind": "NVIDIA H100"}
+    assert "machine: NVIDIA H100, jax 0.10.2" in curves_lib.caption([gpu])
+    alone = curves_lib.caption([PROVENANCE | {"draft": None}])
+    assert "model: target Qwen3-8B, bfloat16" in alone and "draft" not in alone
+    one, other = curves_lib.digests([{"a": 1, "b": 2}, {"b": 2, "a": 1}])
+    assert one == other
