@@ -135,7 +135,7 @@ def architecture(raw: Mapping[str, Any], known: Collection[str], what: str) -> s
 def value(
     raw: Mapping[str, Any], key: str, kind: type[_Value], *, default: _Value | None
 ) -> _Value:
-    """Returns a value of its type, or the default where there is none, or null."""
+    """Returns a value of its type, or the default where it is missing or null."""
     found = default if raw.get(key) is None else raw[key]
     if type(found) is not kind:
         what = {int: "a whole number", bool: "true or false"}[kind]

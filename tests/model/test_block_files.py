@@ -312,10 +312,12 @@ def test_another_dtype_and_a_mask_of_its_own_are_refused(tmp_path, target_params
 def test_variants_of_files_are_read(tmp_path, target_params):
     """SpecForge's early prefix, and a confidence head without bias."""
     _, params = saved(tmp_path, "specforge", target_params)
-    early = lambda t: (
-        {name: None for name in t if "_head." in name}
-        | {f"logit_head.{name}": x for name, x in t.items() if "_head." in name}
-    )
+
+    def early(tensors):
+        found = [name for name in tensors if "_head." in name]
+        renamed = {f"logit_head.{name}": tensors[name] for name in found}
+        return dict.fromkeys(found) | renamed
+
     eagles.rewrite(tmp_path, lambda t: {"confidence_head.proj.bias": None})
     eagles.rewrite(tmp_path, early)
     loaded = block_files.load(tmp_path, TARGET, target_params)[1]
