@@ -1,7 +1,9 @@
 """Files that are read whole: regular ones, of a bounded size."""
 
+import json
 import pathlib
 import stat
+from typing import Any
 
 
 MAX_BYTES = 2**28
@@ -46,3 +48,20 @@ def read(path: pathlib.Path, *, max_bytes: int = MAX_BYTES) -> bytes:
             "read; make the file smaller"
         )
     return data
+
+
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+    """Reads the JSON object that a regular file holds.
+
+    Raises:
+      FileNotFoundError, ValueError, MemoryError: as `read`; or a file that holds
+        something else, which is a ValueError.
+    """
+    data = read(path)
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return raw

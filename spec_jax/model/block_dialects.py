@@ -10,6 +10,7 @@ Which token a slot predicts is never guessed: it follows from the layout, and wh
 has both kinds, from `sample_from_anchor`.
 """
 
+import functools
 import json
 import pathlib
 import reprlib
@@ -94,16 +95,7 @@ def read_config(
     *,
     dtype: str | None = None,
 ) -> tuple[Dialect, block_params.BlockConfig]:
-    """Reads a block drafter's `config.json`.
-
-    Args:
-      target: the model that the drafter is for.
-      dtype: of the weights; the target's if None.
-
-    Raises:
-      CheckpointError: the file cannot be read, is of an unknown layout, asks for what
-        is not supported, or is of a drafter for another target.
-    """
+    """Reads a block drafter's `config.json`, as `head_dialects.read_config`."""
     return head_dialects.read_config(path, target, _from_dict, dtype=dtype)
 
 
@@ -142,7 +134,8 @@ def kind_of(raw: Mapping[str, Any]) -> str:
       ValueError: as `read_config`.
     """
     said = _own_keys(raw, _dialect_of(raw))
-    return "dspark" if _head(said)[0] != "none" or _has_confidence(said) else "dflash"
+    has_heads = _head(said)[0] != "none" or _flag(said, "enable_confidence_head")
+    return "dspark" if has_heads else "dflash"
 
 
 def _dialect_of(raw: Mapping[str, Any]) -> Dialect:
@@ -196,32 +189,28 @@ def _from_dict(
     """Does as `read_config`, of the file's contents."""
     dialect = _dialect_of(raw)
     said = _own_keys(raw, dialect)
-    stated = head_dialects.stated_layers(raw, is_nested=dialect == "speculators")
+    stated, layer, draft_vocab_size, width = head_dialects.sizes(
+        raw, dialect, target, dtype, is_whole=dialect in WHOLE
+    )
     if stated.get("model_type") not in ("qwen3", "dspark"):
         raise ValueError(
             f"model_type={reprlib.repr(stated.get('model_type'))}: layers are Qwen3's"
         )
-    head_dialects.check_num_layers(raw, target)
-    layer = head_dialects.layer_config(stated, dtype)
-    width = raw.get("target_hidden_size")
-    if width not in (None, layer.hidden_size):
+    if width != layer.hidden_size:
         raise ValueError(
-            f"target_hidden_size={reprlib.repr(width)} is not the drafter's "
+            f"target_hidden_size={width} is not the drafter's "
             f"hidden_size={layer.hidden_size}, and it has the target's embedding"
         )
-    draft_vocab_size = layer.vocab_size
-    if dialect == "speculators" and raw.get("draft_vocab_size") is not None:
-        draft_vocab_size = _whole("draft_vocab_size", raw["draft_vocab_size"])
     head, rank = _head(said)
-    has_confidence = _has_confidence(said)
+    has_confidence = _flag(said, "enable_confidence_head")
     with_markov = _flag(said, "confidence_head_with_markov", default=rank > 0)
     config = block_params.BlockConfig(
         layer=layer,
         draft_vocab_size=draft_vocab_size,
         taps=_taps(raw, said, dialect, target, layer.num_layers),
-        block_size=_whole("block_size", said.get("block_size")),
+        block_size=_whole(said, "block_size"),
         slots=_slots(raw, said, dialect),
-        mask_token_id=_whole("mask_token_id", said.get("mask_token_id")),
+        mask_token_id=_whole(said, "mask_token_id"),
         head=head,
         markov_rank=rank,
         has_confidence=has_confidence,
@@ -232,17 +221,8 @@ def _from_dict(
     return dialect, config
 
 
-def _whole(key: str, value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{key}={reprlib.repr(value)} must be a whole number")
-    return value
-
-
-def _flag(said: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
-    value = said.get(key, default)
-    if type(value) is not bool:
-        raise ValueError(f"{key}={reprlib.repr(value)} must be true or false")
-    return value
+_whole = functools.partial(head_dialects.value, kind=int, default=None)
+_flag = functools.partial(head_dialects.value, kind=bool, default=False)
 
 
 def _numbers(said: Mapping[str, Any], key: str) -> tuple[float, ...]:
@@ -254,7 +234,7 @@ def _numbers(said: Mapping[str, Any], key: str) -> tuple[float, ...]:
 
 def _head(said: Mapping[str, Any]) -> tuple[block_params.Head, int]:
     """Returns the sequential head, and its rank."""
-    rank = _whole("markov_rank", said.get("markov_rank", 0))
+    rank = _whole(said, "markov_rank", default=0)
     head = said.get("markov_head_type", "vanilla") if rank else "none"
     if rank and head not in block_params.HEADS[1:]:
         raise ValueError(
@@ -262,10 +242,6 @@ def _head(said: Mapping[str, Any]) -> tuple[block_params.Head, int]:
             f"{', '.join(block_params.HEADS[1:])}"
         )
     return cast(block_params.Head, head), rank
-
-
-def _has_confidence(said: Mapping[str, Any]) -> bool:
-    return _flag(said, "enable_confidence_head")
 
 
 def _slots(

@@ -1,9 +1,8 @@
 """Safetensors files: which tensors a folder holds, and writing them.
 
-Knows headers and shards, not models; `tensor_values` reads the values. The format is an
-8-byte little-endian header length, a JSON header `{name: {dtype, shape, data_offsets}}`
-and the tensors, back to back. It is read here, and not by the `safetensors` package, so
-that a tensor goes straight into a slice of the caller's buffer.
+Knows headers and shards, not models; `tensor_values` reads the values. The
+`safetensors` package checks that a file is whole; the tensors are read from here, so
+that each goes straight into a slice of the caller's buffer, and written one by one.
 
 Every failure is a `CheckpointError` that names the file.
 """
@@ -17,15 +16,13 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import safetensors
 
 from spec_jax import regular_files
 
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-# Longest accepted header, as in the reference implementation of the format.
-MAX_HEADER_BYTES = 100_000_000
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -48,43 +45,39 @@ class CheckpointError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One tensor of a file: where its bytes are. Nothing has been read yet."""
+class Tensor:
+    """One tensor of a file."""
 
     name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry(Tensor):
+    """A tensor that is there: where its bytes are. Nothing has been read yet.
+
+    With `unpack`, they are units, each of so many bytes and values, which it makes into
+    a flat array of `dtype`.
+    """
+
     path: pathlib.Path
-    dtype: np.dtype
-    shape: tuple[int, ...]
     offset: int  # of the first byte, from the start of the file
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    unit_values: int = 1
+    unit_bytes: int = 0
+    unpack: Callable[[np.ndarray], np.ndarray] | None = None  # of uint8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedEntry(Entry):
-    """A tensor whose values are unpacked where they are read, in whole units."""
+class Pending(Tensor):
+    """A tensor to be written; `fetch` is called once, when its turn comes."""
 
-    unit_values: int
-    unit_bytes: int
-    unpack: Callable[[np.ndarray], np.ndarray]  # uint8 of units -> flat, of `dtype`
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pending:
-    """One tensor to be written; `fetch` is called once, when its turn comes."""
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
     fetch: Callable[[], np.ndarray]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def find(
@@ -116,22 +109,14 @@ def find(
     weight_map = _read_weight_map(index)
     entries: dict[str, Entry] = {}
     for file_name in sorted(set(weight_map.values())):
-        path = folder / file_name
-        if not _exists(path):
-            raise CheckpointError(f"{path}: no such shard; {AGAIN}")
-        for name, entry in read_header(path, dtypes=dtypes).items():
-            if weight_map.get(name) != file_name:
-                raise CheckpointError(
-                    f"{path}: holds {name}, which {INDEX_FILE} places in "
-                    f"{weight_map.get(name, 'no file')}; {AGAIN}"
-                )
-            entries[name] = entry
-    missing = [name for name in weight_map if name not in entries]
-    if missing:
-        raise CheckpointError(
-            f"{folder / weight_map[missing[0]]}: does not hold {some(missing)}, as "
-            f"{INDEX_FILE} says; {AGAIN}"
-        )
+        held = read_header(folder / file_name, dtypes=dtypes)
+        told = {name for name, file in weight_map.items() if file == file_name}
+        if other := told ^ held.keys():
+            raise CheckpointError(
+                f"{folder / file_name}: holds other tensors than {INDEX_FILE} says: "
+                f"{some(sorted(other))}; {AGAIN}"
+            )
+        entries |= held
     return entries
 
 
@@ -149,16 +134,11 @@ def _exists(path: pathlib.Path) -> bool:
 def _read_weight_map(index: pathlib.Path) -> dict[str, str]:
     """Reads an index's `weight_map`: from a tensor's name to a file's beside it."""
     try:
-        data = regular_files.read(index)
-    except FileNotFoundError as error:
+        weight_map = regular_files.read_object(index).get("weight_map")
+    except OSError as error:
         raise CheckpointError(f"{index}: {error.strerror}") from None
     except ValueError as error:
-        raise CheckpointError(str(error)) from None
-    try:
-        raw = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index}: not valid JSON ({error}); {AGAIN}") from None
-    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+        raise CheckpointError(f"{error}; {AGAIN}") from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map; {AGAIN}")
     for name, file_name in weight_map.items():
@@ -175,96 +155,38 @@ def _read_weight_map(index: pathlib.Path) -> dict[str, str]:
 def read_header(
     path: pathlib.Path, *, dtypes: Mapping[str, np.dtype] = DTYPES
 ) -> dict[str, Entry]:
-    """Reads the tensors of one file by name; checks that they fill it exactly."""
+    """Reads the tensors of one file by name; refuses a file that is not whole."""
     try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise CheckpointError(
-                    f"{path}: truncated or not a safetensors file ({size} bytes, "
-                    f"of which the header would take {length}); {AGAIN}"
-                )
-            header = file.read(length)
+        with path.open("rb") as file, safetensors.safe_open(path, "numpy") as opened:
+            position = 8 + int.from_bytes(file.read(8), "little")
+            # By their offsets, between which the package lets no byte be.
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    try:
-        raw = json.loads(header)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: malformed header ({error}); {AGAIN}") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: malformed header (not an object); {AGAIN}")
-    raw.pop("__metadata__", None)
-    start = 8 + length
-    entries = {
-        name: _entry(path, name, item, start, dtypes) for name, item in raw.items()
-    }
-    _check_layout(path, entries.values(), start, size)
-    return entries
-
-
-def _entry(
-    path: pathlib.Path,
-    name: str,
-    raw: Any,
-    start: int,
-    dtypes: Mapping[str, np.dtype],
-) -> Entry:
-    """Reads one item of a header; checks its types and its size."""
-    try:
-        dtype_name, shape, (begin, end) = (
-            raw["dtype"],
-            raw["shape"],
-            raw["data_offsets"],
-        )
-        well_formed = isinstance(dtype_name, str) and all(
-            type(number) is int and number >= 0 for number in (*shape, begin, end)
-        )
-    except (KeyError, TypeError, ValueError):
-        well_formed = False
-    if not well_formed:
-        raise CheckpointError(f"{path}: malformed header at {name}; {AGAIN}")
-    if dtype_name not in dtypes:
         raise CheckpointError(
-            f"{path}: {name} is {dtype_name}, not one of {', '.join(dtypes)} "
-            "(quantised checkpoints are not supported)"
-        )
-    entry = Entry(
-        name=name,
-        path=path,
-        dtype=dtypes[dtype_name],
-        shape=tuple(shape),
-        offset=start + begin,
-    )
-    if end - begin != entry.num_bytes:
+            f"{path}: {error.strerror or error}; make it readable, or {AGAIN}"
+        ) from None
+    except safetensors.SafetensorError as error:
+        reason = " ".join(str(error).split())  # It may hold the name of a tensor.
         raise CheckpointError(
-            f"{path}: malformed header at {name}: {dtype_name} {list(shape)} takes "
-            f"{entry.num_bytes} bytes, not {end - begin}; {AGAIN}"
-        )
-    return entry
-
-
-def _check_layout(
-    path: pathlib.Path, entries: Iterable[Entry], start: int, size: int
-) -> None:
-    """Refuses holes, overlaps, bytes that are missing and bytes too many."""
-    position = start
-    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
-        if entry.offset != position:
+            f"{path}: not a whole safetensors file ({reason}); {AGAIN}"
+        ) from None
+    entries = {}
+    for name, tensor in slices.items():
+        dtype = tensor.get_dtype()
+        if dtype not in dtypes:
             raise CheckpointError(
-                f"{path}: malformed header: {entry.name} does not start where the "
-                f"tensor before it ends; {AGAIN}"
+                f"{path}: {name} is {dtype}, not one of {', '.join(dtypes)} "
+                "(quantised checkpoints are not supported)"
             )
-        position += entry.num_bytes
-    if position > size:
-        raise CheckpointError(
-            f"{path}: truncated: the header tells of {position} bytes, the file has "
-            f"{size}; {AGAIN}"
+        entries[name] = Entry(
+            name=name,
+            path=path,
+            dtype=dtypes[dtype],
+            shape=tuple(tensor.get_shape()),
+            offset=position,
         )
-    if position < size:
-        raise CheckpointError(
-            f"{path}: {size - position} bytes more than its header tells of; {AGAIN}"
-        )
+        position += entries[name].num_bytes
+    return entries
 
 
 def write(

@@ -7,7 +7,6 @@ family's module, but for Qwen3's fields, which are here.
 """
 
 import dataclasses
-import json
 import pathlib
 import reprlib
 from collections.abc import Mapping
@@ -384,11 +383,4 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
     """
     if gguf_file.is_file(path.parent):
         return gguf_file.document(path)
-    data = regular_files.read(path)
-    try:
-        raw = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return raw
+    return regular_files.read_object(path)

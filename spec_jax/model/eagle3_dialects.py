@@ -38,17 +38,7 @@ def read_config(
     *,
     dtype: str | None = None,
 ) -> tuple[Dialect, eagle3_params.Eagle3Config]:
-    """Reads a head's `config.json`.
-
-    Args:
-      target: the model that the head is for: which features are read follows from its
-        layers, unless the file says so.
-      dtype: of the weights; the target's if None.
-
-    Raises:
-      CheckpointError: the file cannot be read, is of an unknown dialect, asks for what
-        is not supported, or is of a head for another target.
-    """
+    """Reads a head's `config.json`, as `head_dialects.read_config`."""
     return head_dialects.read_config(path, target, _from_dict, dtype=dtype)
 
 
@@ -58,34 +48,21 @@ def _from_dict(
     """Does as `read_config`, of the file's contents."""
     name = head_dialects.architecture(raw, ARCHITECTURES, "dialect of EAGLE-3")
     dialect = ARCHITECTURES[name]
-    stated = head_dialects.stated_layers(raw, is_nested=dialect == "speculators")
-    layer = head_dialects.layer_config(stated, dtype)
-    head_dialects.check_num_layers(raw, target)
-    has_head_norms = dialect == "deepspec"
-    if dialect == "speculators":
-        has_head_norms = stated.get("model_type") == "qwen3"
-    flags = {key: raw.get(key) or False for key in _FLAGS}
-    for key, flag in flags.items():
-        if type(flag) is not bool:
-            raise ValueError(f"{key}={reprlib.repr(flag)} must be true or false")
-    if dialect == "deepspec":
-        if any(flags.values()):
-            set_ = ", ".join(key for key, flag in flags.items() if flag)
-            raise ValueError(f"{set_} is true: heads of deepspec have no such norms")
-        draft_vocab_size = layer.vocab_size
-    else:
-        draft_vocab_size = raw.get("draft_vocab_size") or layer.vocab_size
-    width = raw.get("target_hidden_size") or layer.hidden_size
-    sizes = {"draft_vocab_size": draft_vocab_size, "target_hidden_size": width}
-    for key, size in sizes.items():
-        if type(size) is not int:
-            raise ValueError(f"{key}={reprlib.repr(size)} must be a whole number")
+    is_whole = dialect in WHOLE
+    stated, layer, draft_vocab_size, width = head_dialects.sizes(
+        raw, dialect, target, dtype, is_whole=is_whole
+    )
+    flags = {key: head_dialects.value(raw, key, bool, default=False) for key in _FLAGS}
+    if is_whole and any(flags.values()):
+        set_ = ", ".join(key for key, flag in flags.items() if flag)
+        raise ValueError(f"{set_} is true: heads of deepspec have no such norms")
+    is_qwen = dialect == "speculators" and stated.get("model_type") == "qwen3"
     return dialect, eagle3_params.Eagle3Config(
         layer=layer,
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=width,
         taps=_taps(raw, dialect, target),
-        has_head_norms=has_head_norms,
+        has_head_norms=is_whole or is_qwen,
         **flags,
     )
 

@@ -1,7 +1,7 @@
 """EAGLE-3 heads as they are published: folders in, folders out.
 
 Knows the names of the tensors; the three dialects of `config.json` are
-`eagle3_dialects`'. Tensors are `[out, in]`, as in `load`, whose parts this module uses.
+`eagle3_dialects`'.
 """
 
 import pathlib
@@ -15,14 +15,14 @@ from spec_jax.model import (
     eagle3_params,
     head_dialects,
     head_files,
-    load as load_lib,
     params as params_lib,
 )
 
 
-CheckpointError = files.CheckpointError
-
-_EMBED, _LM_HEAD = head_files.EMBED, head_files.LM_HEAD
+_NAMES = head_files.NAMES | {
+    "features_norm": "input_norm",
+    "fc_norms": "fc_norm.{0}",
+}
 
 
 def load(
@@ -49,34 +49,22 @@ def load(
     folder = pathlib.Path(folder)
     dialect, config = dialects.read_config(folder / "config.json", target, dtype=dtype)
     entries = head_files.find(folder)
-    has_embed = config.has_own_embed or _EMBED in entries
-    names = _names(config, dialect, has_embed=has_embed)
-    head_files.check_entries(
-        folder,
-        entries,
-        names,
-        vocab_sizes=(config.layer.vocab_size, config.draft_vocab_size),
-    )
-    given: dict[str, Any] = {}
-    if _EMBED not in entries or head_files.is_copy(
-        entries[_EMBED], target_params.embed
-    ):
-        given["embed"] = target_params.embed
+    has_embed = head_files.EMBED in entries
+    names = _names(config, dialect, has_embed=config.has_own_embed or has_embed)
+    head_files.check_entries(folder, entries, names, config)
+    given: dict[str, Any] = {"hot": head_files.read_hot(folder, entries, config)}
+    embed, lm_head = target_params.embed, target_params.head
+    if not has_embed or head_files.is_copy(entries, head_files.EMBED, embed):
+        given["embed"] = embed
     elif dialect == "deepspec":
-        raise CheckpointError(
-            f"{folder}: {_EMBED} is not the target's: it is a head for another target"
+        raise files.CheckpointError(
+            f"{folder}: {head_files.EMBED} is not the target's: it is a head for "
+            "another target"
         )
     if config.layer.dtype == target.dtype:
-        if head_files.is_copy(entries[_LM_HEAD], target_params.head):
-            given["lm_head"] = target_params.head
-    hot = head_files.read_hot(
-        folder, entries, vocab_sizes=(config.layer.vocab_size, config.draft_vocab_size)
-    )
-    nothing = dict.fromkeys([*given, "hot"])
-    shapes = eagle3_params.shapes(config).replace(**nothing)
-
-    params = head_files.read(shapes, names.replace(**nothing), entries)
-    params = params.replace(hot=hot, **given)
+        if head_files.is_copy(entries, head_files.LM_HEAD, lm_head):
+            given["lm_head"] = lm_head
+    params = head_files.read(eagle3_params.shapes(config), names, entries, given)
     return config, params if impl is None else eagle3_params.prepare(params, impl)
 
 
@@ -105,13 +93,11 @@ def save(
     dialects.check_config(config, dialect)
     if with_embed is None:
         with_embed = config.has_own_embed or dialect != "midlayer"
-    names = _names(config, dialect, has_embed=with_embed)
-    written = params.replace(hot=None, embed=params.embed if with_embed else None)
     head_files.write(
         folder,
-        load_lib.pending(written, names),
+        params,
+        _names(config, dialect, has_embed=with_embed),
         dialects.to_dict(config, dialect, origin),
-        hot=params.hot,
         vocab_size=config.layer.vocab_size,
         metadata=metadata,
     )
@@ -122,42 +108,10 @@ def _names(
 ) -> eagle3_params.Eagle3Params:
     """Returns a tree like `Eagle3Params` of `params.Parts`: what arrays are made of."""
     prefix = "midlayer." if dialect == "midlayer" else "layers.0."
-
-    def parts(*found: tuple[str, tuple[int, ...]]) -> Any:  # in an array's place
-        return params_lib.Parts(
-            tuple((f"{name}.weight", shape) for name, shape in found)
-        )
-
-    def of_layer(*found: tuple[str, tuple[int, ...]]) -> Any:
-        return parts(*((prefix + name, shape) for name, shape in found))
-
-    layer, n = config.layer, len(config.taps)
-    D, F, H = layer.hidden_size, layer.intermediate_size, layer.head_dim
-    N, K, Dt = layer.num_heads, layer.num_kv_heads, config.target_hidden_size
-    fc_norms = tuple(parts((f"fc_norm.{i}", (Dt,))) for i in range(n))
-    norm = lambda name: of_layer((f"self_attn.{name}", (H,)))
-    return eagle3_params.Eagle3Params(
-        fc=parts(("fc", (D, n * Dt))),
-        features_norm=parts(("input_norm", (n * Dt,)))
-        if config.norm_before_fc
-        else None,
-        fc_norms=fc_norms if config.fc_norm else None,
-        input_norm=of_layer(("input_layernorm", (D,))),
-        hidden_norm=of_layer(("hidden_norm", (D,))),
-        qkv=of_layer(
-            ("self_attn.q_proj", (N * H, 2 * D)),
-            ("self_attn.k_proj", (K * H, 2 * D)),
-            ("self_attn.v_proj", (K * H, 2 * D)),
-        ),
-        q_norm=norm("q_norm") if config.has_head_norms else None,
-        k_norm=norm("k_norm") if config.has_head_norms else None,
-        attention_out=of_layer(("self_attn.o_proj", (D, N * H))),
-        mlp_norm=of_layer(("post_attention_layernorm", (D,))),
-        gate_up=of_layer(("mlp.gate_proj", (F, D)), ("mlp.up_proj", (F, D))),
-        down=of_layer(("mlp.down_proj", (D, F))),
-        final_norm=parts(("norm", (D,))),
-        lm_head=parts(("lm_head", (config.draft_vocab_size, D))),
-        hot=None,
-        # As no array: a head mostly has the target's.
-        embed=parts(("embed_tokens", (layer.vocab_size, D))) if has_embed else None,  # type: ignore[arg-type]
+    shapes = eagle3_params.shapes(config).replace(hot=None)
+    if not has_embed:
+        shapes = shapes.replace(embed=None)
+    names = _NAMES | params_lib.layer_names(prefix, path="")
+    return params_lib.parts(
+        shapes, names | {"hidden_norm": f"{prefix}hidden_norm"}, config.layer
     )

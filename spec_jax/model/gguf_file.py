@@ -131,7 +131,7 @@ def find(path: pathlib.Path) -> dict[str, files.Entry]:
 
 def _entry(
     path: pathlib.Path, name: str, tensor: gguf_header.Tensor, rows: int
-) -> files.Entry | files.PackedEntry:
+) -> files.Entry:
     """Returns where a tensor's values are.
 
     Args:
@@ -158,7 +158,7 @@ def _entry(
     unpack = functools.partial(
         _unpack, kind=tensor.kind, row_bytes=row_bytes, columns=columns, rows=rows
     )
-    return files.PackedEntry(
+    return files.Entry(
         dtype=np.dtype(np.float32),
         unit_values=rows * columns,
         unit_bytes=rows * row_bytes,

@@ -8,19 +8,20 @@ import dataclasses
 import pathlib
 import reprlib
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from spec_jax.model import checkpoint_files as files, config as config_lib, families
+from spec_jax.model import (
+    block_params,
+    checkpoint_files as files,
+    config as config_lib,
+    eagle3_params,
+    families,
+)
 
 
-class _HeadConfig(Protocol):
-    def validate(self) -> Self: ...
-
-    def check_target(self, target: config_lib.ModelConfig) -> None: ...
-
-
-_Config = TypeVar("_Config", bound=_HeadConfig)
+_Config = TypeVar("_Config", eagle3_params.Eagle3Config, block_params.BlockConfig)
 _Dialect = TypeVar("_Dialect")
+_Value = TypeVar("_Value", int, bool)
 _BIASES = ("bias", "qkv_bias", "attention_bias", "mlp_bias")
 
 
@@ -84,11 +85,14 @@ def read_config(
     """Reads a head's config and checks that it is of a head for `target`.
 
     Args:
+      target: the model that the head is for: which features are read may follow from
+        its layers.
       from_dict: of the family: takes what the file holds, the target and the dtype.
       dtype: of the weights; the target's if None.
 
     Raises:
-      CheckpointError: the file cannot be read, or a `ValueError` of its contents.
+      CheckpointError: the file cannot be read, is of an unknown dialect, asks for what
+        is not supported, or is of a head for another target.
     """
     raw = read_object(path)
     try:
@@ -128,35 +132,55 @@ def architecture(raw: Mapping[str, Any], known: Collection[str], what: str) -> s
     return name
 
 
-def stated_layers(raw: Mapping[str, Any], *, is_nested: bool) -> dict[str, Any]:
-    """Returns what a config says of the head's layers, which have no biases.
+def value(
+    raw: Mapping[str, Any], key: str, kind: type[_Value], *, default: _Value | None
+) -> _Value:
+    """Returns a value of its type, or the default where it is missing or null."""
+    found = default if raw.get(key) is None else raw[key]
+    if type(found) is not kind:
+        what = {int: "a whole number", bool: "true or false"}[kind]
+        raise ValueError(f"{key}={reprlib.repr(found)} must be {what}")
+    return found
+
+
+def sizes(
+    raw: Mapping[str, Any],
+    dialect: str,
+    target: config_lib.ModelConfig,
+    dtype: str,
+    *,
+    is_whole: bool,
+) -> tuple[Mapping[str, Any], config_lib.Qwen3Config, int, int]:
+    """Returns what a config states of the layers, their config, Vd and Dt.
 
     Args:
-      is_nested: whether that is under `transformer_layer_config`.
+      is_whole: whether heads of the dialect draft every token of the target's.
 
     Raises:
-      ValueError: it is not there, or there are biases.
+      ValueError: something is missing, not supported, or of another target.
     """
+    is_nested = dialect == "speculators"
     stated = raw.get("transformer_layer_config") if is_nested else raw
     if not isinstance(stated, dict):
         raise ValueError("transformer_layer_config is not an object")
     for key in _BIASES:
         if raw.get(key) or stated.get(key):
             raise ValueError(f"{key} is true: heads with biases are not supported")
-    return stated
-
-
-def check_num_layers(raw: Mapping[str, Any], target: config_lib.ModelConfig) -> None:
-    """Raises `ValueError` where a config states a target of other layers."""
     layers = raw.get("num_target_layers")
     if layers not in (None, target.num_layers):
         raise ValueError(
             f"num_target_layers={reprlib.repr(layers)}, the target has "
             f"{target.num_layers}: it is a drafter for another target"
         )
+    layer = _layer_config(stated, dtype)
+    Vd = value(
+        {} if is_whole else raw, "draft_vocab_size", int, default=layer.vocab_size
+    )
+    Dt = value(raw, "target_hidden_size", int, default=layer.hidden_size)
+    return stated, layer, Vd, Dt
 
 
-def layer_config(stated: Mapping[str, Any], dtype: str) -> config_lib.Qwen3Config:
+def _layer_config(stated: Mapping[str, Any], dtype: str) -> config_lib.Qwen3Config:
     """Returns what the layers of a head have in common with a Qwen3 model.
 
     `tie_word_embeddings` is not used: heads with an output projection of their own

@@ -1,12 +1,13 @@
-"""Files of heads that read a target's features: what they have in common.
+"""Files of heads that read a target's features: what all families have in common.
 
 Their tensors are found in safetensors or in `pytorch_model.bin`; they may have copies
 of the target's embedding and output projection, and tables of a draft vocabulary.
+Tensors are `[out, in]`, as in `load`, whose parts this module uses.
 """
 
 import functools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -23,10 +24,16 @@ from spec_jax.model import (
 from spec_jax.ops import weights
 
 
-CheckpointError = files.CheckpointError
-
 EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _TO_TARGET, _IS_KEPT = "d2t", "t2d"
+
+NAMES = {
+    "fc": "fc",
+    "final_norm": "norm",
+    "lm_head": "lm_head",
+    "embed": "embed_tokens",
+}
+"""The tensors of fields that all heads have, for `params.parts`."""
 
 
 def find(folder: pathlib.Path) -> dict[str, files.Entry]:
@@ -44,29 +51,28 @@ def check_entries(
     folder: pathlib.Path,
     entries: Mapping[str, files.Entry],
     names: Any,
+    config: Any,
     *,
-    vocab_sizes: tuple[int, int],
-    optional: Mapping[str, tuple[int, ...]] | None = None,
+    optional: Collection[str] = (),
 ) -> None:
     """Passes if every tensor of a head is there, in its shape and kind, and no other.
 
     Args:
       names: a tree of `params.Parts`.
-      vocab_sizes: of the target, and of drafts.
-      optional: tensors that may be missing, and their shapes.
+      optional: copies of the target's matrices that may be there, too.
 
     Raises:
       CheckpointError: otherwise.
     """
     expected = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
-    V, Vd = vocab_sizes
+    V, Vd = config.layer.vocab_size, config.draft_vocab_size
     tables = {_TO_TARGET: (Vd,), _IS_KEPT: (V,)}
     required = [*expected, *(tables if Vd < V else ())]
-    known = expected | dict(optional or {}) | tables
+    known = dict.fromkeys(optional, (V, config.hidden_size)) | expected | tables
     biases = sorted(set(entries) - set(known))
     biases = [name for name in biases if name.endswith(".bias")]
     if biases:
-        raise CheckpointError(
+        raise files.CheckpointError(
             f"{folder}: {files.some(biases)}: heads with biases are not supported"
         )
     files.check_names(
@@ -79,28 +85,22 @@ def check_entries(
     for name, entry in entries.items():
         is_table = entry.dtype in files.WHOLE_DTYPES.values()
         if is_table != (name in tables):
-            raise CheckpointError(f"{entry.path}: {name} is {entry.dtype}")
+            raise files.CheckpointError(f"{entry.path}: {name} is {entry.dtype}")
 
 
 def read_hot(
-    folder: pathlib.Path,
-    entries: Mapping[str, files.Entry],
-    *,
-    vocab_sizes: tuple[int, int],
+    folder: pathlib.Path, entries: Mapping[str, files.Entry], config: Any
 ) -> jax.Array | None:
     """Returns the target's token of each draft token, from the offsets that files hold.
 
     None where they are the same.
-
-    Args:
-      vocab_sizes: of the target, and of drafts.
 
     Raises:
       CheckpointError: tables that contradict themselves.
     """
     if _TO_TARGET not in entries:
         return None
-    V, Vd = vocab_sizes
+    V, Vd = config.layer.vocab_size, config.draft_vocab_size
     offsets = np.empty((Vd,), entries[_TO_TARGET].dtype)
     tensor_values.read_into(entries[_TO_TARGET], offsets)
     hot = np.arange(Vd) + offsets.astype(np.int64)
@@ -108,17 +108,17 @@ def read_hot(
     outside = np.flatnonzero((hot < 0) | (hot >= V))
     if outside.size:
         draft = int(outside[0])
-        raise CheckpointError(
+        raise files.CheckpointError(
             f"{where}[{draft}]={int(offsets[draft])} makes draft token {draft} the "
             f"token {int(hot[draft])}, of a vocabulary of {V}; download it again"
         )
     if len(np.unique(hot)) < Vd:
-        raise CheckpointError(f"{where} has a token twice; download it again")
+        raise files.CheckpointError(f"{where} has a token twice; download it again")
     if _IS_KEPT in entries:
         is_kept = np.empty((V,), entries[_IS_KEPT].dtype)
         tensor_values.read_into(entries[_IS_KEPT], is_kept)
         if np.count_nonzero(is_kept) != Vd or not is_kept[hot].all():
-            raise CheckpointError(
+            raise files.CheckpointError(
                 f"{folder}: {_IS_KEPT} marks {np.count_nonzero(is_kept)} tokens, "
                 f"{_TO_TARGET} names {Vd}, and they are not the same; download it again"
             )
@@ -127,36 +127,51 @@ def read_hot(
     return jnp.asarray(hot, jnp.int32)
 
 
-def read(shapes: Any, names: Any, entries: Mapping[str, files.Entry]) -> Any:
-    """Returns arrays of these shapes, made of the tensors that `names` names."""
+def read(
+    shapes: Any,
+    names: Any,
+    entries: Mapping[str, files.Entry],
+    given: Mapping[str, Any],
+) -> Any:
+    """Returns arrays of these shapes, made of the tensors that `names` names.
+
+    Args:
+      given: fields that are there already.
+    """
+    nothing = dict.fromkeys(given)
 
     def one(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> jax.Array:
         return jnp.array(load_lib.assemble(leaf, sources, entries), copy=True)
 
-    return jax.tree.map(one, shapes, names)
+    own = shapes.replace(**nothing), names.replace(**nothing)
+    return jax.tree.map(one, *own).replace(**given)
 
 
 def write(
     folder: str | pathlib.Path,
-    tensors: list[files.Pending],
+    params: Any,
+    names: Any,
     config: Mapping[str, Any],
     *,
-    hot: jax.Array | None,
     vocab_size: int,
     metadata: Mapping[str, str] | None,
 ) -> None:
     """Writes a head's folder: its tensors, the tables of its vocabulary, its config.
 
     Args:
-      hot: the target's token of each draft token; None: they are the same.
+      names: a tree like `params` of `params.Parts`; what the target may have is left
+        out where it is None.
       vocab_size: of the target.
       metadata: further entries of the file's `__metadata__`.
 
     Raises:
       CheckpointError: the files cannot be written.
     """
-    if hot is not None:
-        tensors = tensors + _pending_hot(np.asarray(hot), vocab_size)
+    shared = ("hot", "embed", "lm_head")
+    absent = [name for name in shared if getattr(names, name) is None]
+    tensors = load_lib.pending(params.replace(**dict.fromkeys(absent)), names)
+    if params.hot is not None:
+        tensors += _pending_hot(np.asarray(params.hot), vocab_size)
     load_lib.write_folder(
         pathlib.Path(folder),
         {files.SINGLE_FILE: tensors},
@@ -181,12 +196,14 @@ def _pending_hot(hot: np.ndarray, vocab_size: int) -> list[files.Pending]:
     ]
 
 
-def is_copy(entry: files.Entry, ours: weights.Weight) -> bool:
-    """Returns whether a tensor is one of the target's, in the target's dtype."""
-    if entry.shape != tuple(ours.shape):
+def is_copy(
+    entries: Mapping[str, files.Entry], name: str, ours: weights.Weight
+) -> bool:
+    """Returns whether a tensor is there, and the target's own in its dtype."""
+    if name not in entries or entries[name].shape != tuple(ours.shape):
         return False
-    buffer = np.empty(entry.shape, ours.dtype)
-    tensor_values.read_into(entry, buffer)
+    buffer = np.empty(ours.shape, ours.dtype)
+    tensor_values.read_into(entries[name], buffer)
     bits = f"u{buffer.dtype.itemsize}"
     known = np.asarray(weights.matrix(ours))
     return np.array_equal(buffer.view(bits), known.view(bits))

@@ -92,19 +92,16 @@ def write_config(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def _without_norms(params: params_lib.Params) -> params_lib.Params:
+def shapes(config: LlamaConfig) -> params_lib.Params:
+    """Implements `families.Family.shapes`: those of Qwen3, but two norms."""
+    params = qwen3.shapes(config)
     layers = (layer.replace(q_norm=None, k_norm=None) for layer in params.layers)
     return params.replace(layers=tuple(layers))
 
 
-def shapes(config: LlamaConfig) -> params_lib.Params:
-    """Implements `families.Family.shapes`."""
-    return _without_norms(qwen3.shapes(config))
-
-
 def tensors(config: LlamaConfig) -> params_lib.Params:
     """Implements `families.Family.tensors`."""
-    return _without_norms(qwen3.tensors(config))
+    return params_lib.parts(shapes(config), qwen3.NAMES, config)
 
 
 def forward_rows(

@@ -275,11 +275,11 @@ def _with_entries(
 def _check_tied(
     folder: pathlib.Path,
     entries: Mapping[str, files.Entry],
-    names: params_lib.Params,
+    names: Any,
     lm_head: str,
 ) -> None:
     """Refuses a head of its own beside the embedding that it is said to be."""
-    embed = _embedding(names)
+    embed, _ = names.embed.parts[0]
     if lm_head in entries and not tensor_values.same_values(
         entries[lm_head], entries[embed]
     ):
@@ -287,12 +287,6 @@ def _check_tied(
             f"{folder}: tie_word_embeddings is true, but {lm_head} differs from "
             f"{embed}; set it to false in config.json, or remove the tensor"
         )
-
-
-def _embedding(names: Any) -> str:
-    """Returns the embedding's tensor."""
-    ((name, _),) = names.embed.parts
-    return name
 
 
 def _check_num_layers(
@@ -314,14 +308,15 @@ def _check_entries(
     folder: pathlib.Path,
     config: config_lib.ModelConfig,
     entries: Mapping[str, files.Entry],
-    names: params_lib.Params,
+    names: Any,
 ) -> None:
     """Checks that every tensor of the model is there, in its shape, and no other."""
     expected = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
     required = list(expected)
     if config.tie_word_embeddings:
         # May be there, as a copy.
-        expected[families.of(config).LM_HEAD] = expected[_embedding(names)]
+        _, shape = names.embed.parts[0]
+        expected[families.of(config).LM_HEAD] = shape
     files.check_names(folder, entries, required=required, known=expected)
 
 

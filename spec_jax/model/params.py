@@ -7,7 +7,7 @@ implementation read instead (`ops.weights`): `prepare` makes the one into the ot
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -67,6 +67,56 @@ class Parts:
         if self.order is not None:
             return (self.order.shape[1],) * len(self.order)
         return tuple(shape[0] for _, shape in self.parts)
+
+
+def layer_names(prefix: str, *, path: str = "layers.") -> dict[str, str]:
+    """Returns the tensors of a layer's fields, for `parts`, as most families have them.
+
+    Args:
+      prefix: of the tensors, with `{0}` in the place of the layer's number.
+      path: of the fields.
+    """
+    names = {
+        "input_norm": ["input_layernorm"],
+        "qkv": [f"self_attn.{x}_proj" for x in "qkv"],
+        "qkv_bias": [f"self_attn.{x}_proj.bias" for x in "qkv"],
+        "q": ["self_attn.q_proj"],
+        "kv": [f"self_attn.{x}_proj" for x in "kv"],
+        "q_norm": ["self_attn.q_norm"],
+        "k_norm": ["self_attn.k_norm"],
+        "attention_out": ["self_attn.o_proj"],
+        "mlp_norm": ["post_attention_layernorm"],
+        "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+        "down": ["mlp.down_proj"],
+    }
+    return {path + k: " ".join(prefix + x for x in names[k]) for k in names}
+
+
+def parts(shapes: Any, names: Mapping[str, str], config: config_lib.ModelConfig) -> Any:
+    """Returns a tree like `shapes` of `Parts`: the tensors that arrays are made of.
+
+    Args:
+      names: the tensors of each field, by its path without indices; with spaces
+        between queries, keys and values, or other matrices of one height, that are
+        fused. ".weight" is added, and the layer's number takes the place of `{0}`.
+      config: of the layers.
+    """
+    key_size = config.num_kv_heads * config.head_dim
+
+    def one(path: Any, leaf: jax.ShapeDtypeStruct) -> Parts:
+        field = ".".join(key.name for key in path if hasattr(key, "name"))
+        index = [key.idx for key in path if hasattr(key, "idx")]
+        found = names[field].format(*index).split()
+        rows, *rest = leaf.shape
+        heights = [rows // len(found)] * len(found)
+        if len(found) == 3:
+            heights = [rows - 2 * key_size, key_size, key_size]
+        full = [x if x.endswith(".bias") else f"{x}.weight" for x in found]
+        return Parts(
+            tuple((x, (height, *rest)) for x, height in zip(full, heights, strict=True))
+        )
+
+    return jax.tree_util.tree_map_with_path(one, shapes)
 
 
 def shapes(config: config_lib.ModelConfig) -> Params:

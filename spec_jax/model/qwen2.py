@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from spec_jax.model import llama, params as params_lib
+from spec_jax.model import llama, params as params_lib, qwen3
 
 
 IMPLS, AUTO = llama.IMPLS, llama.AUTO
@@ -51,16 +51,7 @@ def shapes(config: Qwen2Config) -> params_lib.Params:
 
 def tensors(config: Qwen2Config) -> params_lib.Params:
     """Implements `families.Family.tensors`."""
-    params = llama.tensors(config)
-
-    def with_bias(layer: Any) -> Any:
-        parts = (
-            (name.removesuffix("weight") + "bias", shape[:1])
-            for name, shape in layer.qkv.parts
-        )
-        return layer.replace(qkv_bias=params_lib.Parts(tuple(parts)))
-
-    return params.replace(layers=tuple(map(with_bias, params.layers)))
+    return params_lib.parts(shapes(config), qwen3.NAMES, config)
 
 
 forward_rows = llama.forward_rows

@@ -36,7 +36,12 @@ from spec_jax.typing import IMPLS as ALL_IMPLS, typed
 IMPLS = ALL_IMPLS[1:]  # All but "auto".
 AUTO = IMPLS
 CHAIN_IMPLS: tuple[str, ...] = ("native",)
-EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LM_HEAD = "lm_head.weight"
+NAMES = {
+    "embed": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "lm_head": "lm_head",
+} | params_lib.layer_names("model.layers.{0}.")
 IGNORED = r"(?!)"  # Nothing.
 KEEPS_PADDING = True
 
@@ -112,42 +117,7 @@ def shapes(config: config_lib.ModelConfig) -> params_lib.Params:
 
 def tensors(config: config_lib.ModelConfig) -> params_lib.Params:
     """Implements `families.Family.tensors`."""
-
-    def made_of(*parts: tuple[str, tuple[int, ...]]) -> Any:  # in an array's place
-        return params_lib.Parts(parts)
-
-    D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
-    N, K = config.num_heads, config.num_kv_heads
-
-    def layer(index: int) -> params_lib.LayerParams:
-        """Returns names and shapes of one decoder layer."""
-
-        def one(name: str, *shape: int) -> tuple[str, tuple[int, ...]]:
-            return f"model.layers.{index}.{name}.weight", shape
-
-        return params_lib.LayerParams(
-            input_norm=made_of(one("input_layernorm", D)),
-            qkv=made_of(
-                one("self_attn.q_proj", N * H, D),
-                one("self_attn.k_proj", K * H, D),
-                one("self_attn.v_proj", K * H, D),
-            ),
-            q_norm=made_of(one("self_attn.q_norm", H)),
-            k_norm=made_of(one("self_attn.k_norm", H)),
-            attention_out=made_of(one("self_attn.o_proj", D, N * H)),
-            mlp_norm=made_of(one("post_attention_layernorm", D)),
-            gate_up=made_of(one("mlp.gate_proj", F, D), one("mlp.up_proj", F, D)),
-            down=made_of(one("mlp.down_proj", D, F)),
-        )
-
-    V = config.vocab_size
-    lm_head = None if config.tie_word_embeddings else made_of((LM_HEAD, (V, D)))
-    return params_lib.Params(
-        embed=made_of((EMBED, (V, D))),
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=made_of(("model.norm.weight", (D,))),
-        lm_head=lm_head,
-    )
+    return params_lib.parts(shapes(config), NAMES, config)
 
 
 def rope_table(config: Any) -> tuple[np.ndarray, float]:

@@ -4,9 +4,11 @@ Takes a block of memory at a time, whatever the size of a tensor. Every failure 
 `CheckpointError` that names the file.
 """
 
+import contextlib
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -29,18 +31,13 @@ def read_into(entry: files.Entry, out: np.ndarray) -> None:
     flat = out.reshape(-1)
     if not np.shares_memory(flat, out) and out.size:
         raise ValueError(f"the buffer for {entry.name} is not contiguous")
-    try:
-        with entry.path.open("rb") as file:
-            file.seek(entry.offset)
-            is_packed = isinstance(entry, files.PackedEntry)
-            if entry.dtype == out.dtype and not is_packed:
-                _read_exactly(file, entry, flat)
-                return
-            length = max(1, BLOCK_BYTES // entry.dtype.itemsize)
-            for start, block in _blocks(file, entry, length):
-                flat[start : start + block.size] = block
-    except OSError as error:
-        raise files.CheckpointError(f"{entry.path}: {error.strerror}") from None
+    with _opened(entry) as file:
+        if entry.dtype == out.dtype and entry.unpack is None:
+            _read_exactly(file, entry, flat)
+            return
+        length = max(1, BLOCK_BYTES // entry.dtype.itemsize)
+        for start, block in _blocks(file, entry, length):
+            flat[start : start + block.size] = block
 
 
 def read_columns(entry: files.Entry, out: np.ndarray, *, first: int) -> None:
@@ -54,15 +51,12 @@ def read_columns(entry: files.Entry, out: np.ndarray, *, first: int) -> None:
             f"{entry.name} is {entry.shape}, the buffer from {first=} is {out.shape}"
         )
     row = np.empty(out.shape[1:], entry.dtype)
-    try:
-        with entry.path.open("rb", buffering=0) as file:
-            for number in range(rows):
-                at = number * columns + first
-                file.seek(entry.offset + at * entry.dtype.itemsize)
-                _read_exactly(file, entry, row)
-                out[number] = row
-    except OSError as error:
-        raise files.CheckpointError(f"{entry.path}: {error.strerror}") from None
+    with _opened(entry, buffering=0) as file:
+        for number in range(rows):
+            at = number * columns + first
+            file.seek(entry.offset + at * entry.dtype.itemsize)
+            _read_exactly(file, entry, row)
+            out[number] = row
 
 
 def check_finite(entry: files.Entry, values: np.ndarray) -> None:
@@ -105,52 +99,42 @@ def same_values(left: files.Entry, right: files.Entry) -> bool:
     if left.shape != right.shape:
         return False
     length = max(1, BLOCK_BYTES // 8)  # A block and its float32 copy, on either side.
+    with _opened(left) as left_file, _opened(right) as right_file:
+        pairs = zip(
+            _blocks(left_file, left, length),
+            _blocks(right_file, right, length),
+            strict=True,
+        )
+        bits = lambda block: block.astype(np.float32, copy=False).view(np.uint32)
+        return all(np.array_equal(bits(a), bits(b)) for (_, a), (_, b) in pairs)
+
+
+@contextlib.contextmanager
+def _opened(entry: files.Entry, *, buffering: int = -1) -> Iterator[Any]:
+    """Opens a file at a tensor's first byte; says in one line what cannot be read."""
     try:
-        with left.path.open("rb") as left_file, right.path.open("rb") as right_file:
-            left_file.seek(left.offset)
-            right_file.seek(right.offset)
-            pairs = zip(
-                _blocks(left_file, left, length),
-                _blocks(right_file, right, length),
-                strict=True,
-            )
-            return all(
-                np.array_equal(
-                    a.astype(np.float32, copy=False).view(np.uint32),
-                    b.astype(np.float32, copy=False).view(np.uint32),
-                )
-                for (_, a), (_, b) in pairs
-            )
+        with entry.path.open("rb", buffering=buffering) as file:
+            file.seek(entry.offset)
+            yield file
     except OSError as error:
-        raise files.CheckpointError(f"{left.path}: {error.strerror}") from None
+        raise files.CheckpointError(f"{entry.path}: {error.strerror}") from None
 
 
 def _blocks(
     file: io.BufferedReader, entry: files.Entry, values_per_block: int
 ) -> Iterable[tuple[int, np.ndarray]]:
     """Yields parts of a flat tensor, in order, and their starts; reuses one buffer."""
-    num_values = math.prod(entry.shape)
-    if isinstance(entry, files.PackedEntry):
-        yield from _unpacked(file, entry, values_per_block)
-        return
-    buffer = np.empty(min(values_per_block, num_values), entry.dtype)
-    for start in range(0, num_values, values_per_block):
-        block = buffer[: num_values - start]
-        _read_exactly(file, entry, block)
-        yield start, block
-
-
-def _unpacked(
-    file: io.BufferedReader, entry: files.PackedEntry, values_per_block: int
-) -> Iterable[tuple[int, np.ndarray]]:
-    """Does as `_blocks`, in whole units; the last may hold more than is wanted."""
     num_values, unit = math.prod(entry.shape), entry.unit_values
-    step = max(1, values_per_block // unit) * unit
-    for start in range(0, num_values, step):
-        units = -(-min(step, num_values - start) // unit)
-        raw = np.empty(units * entry.unit_bytes, np.uint8)
+    unit_bytes = entry.unit_bytes or entry.dtype.itemsize
+    num_units = -(-num_values // unit)
+    step = max(1, values_per_block // unit)
+    buffer = np.empty(min(step, num_units) * unit_bytes, np.uint8)
+    for start in range(0, num_units, step):
+        raw = buffer[: (num_units - start) * unit_bytes]
         _read_exactly(file, entry, raw)
-        yield start, entry.unpack(raw)[: num_values - start]
+        values = raw.view(entry.dtype) if entry.unpack is None else entry.unpack(raw)
+        # The last unit may hold more than is wanted.
+        yield start * unit, values[: num_values - start * unit]
 
 
 def _read_exactly(

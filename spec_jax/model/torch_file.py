@@ -19,6 +19,7 @@ from spec_jax.model import checkpoint_files as files
 
 
 FILE = "pytorch_model.bin"
+_MAX_PICKLE_BYTES = 100_000_000
 
 _STORAGES = {
     "FloatStorage": np.dtype(np.float32),
@@ -98,7 +99,7 @@ def _entries(path, archive, file) -> dict[str, files.Entry]:
     order = prefix + "byteorder"
     if order in archive.namelist() and archive.read(order) != b"little":
         raise files.CheckpointError(f"{path}: not little-endian; {_AGAIN}")
-    if archive.getinfo(pickles[0]).file_size > files.MAX_HEADER_BYTES:
+    if archive.getinfo(pickles[0]).file_size > _MAX_PICKLE_BYTES:
         raise files.CheckpointError(f"{path}: its data.pkl is too large; {_AGAIN}")
     try:
         held = _Unpickler(io.BytesIO(archive.read(pickles[0]))).load()

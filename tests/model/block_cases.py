@@ -5,10 +5,7 @@ import pathlib
 
 import decoding
 
-from spec_jax.model import (
-    block_params,
-    head_dialects,
-)
+from spec_jax.model import block_params, head_dialects
 
 
 CONFIGS = pathlib.Path(__file__).parents[2].parent / "shared" / "data" / "configs"
@@ -23,6 +20,23 @@ DFLASH = block_params.BlockConfig(
     slots="fill-in",
     mask_token_id=95,
 ).validate()
+
+
+def speculators(algorithm, num_drafts):
+    """What speculators' own code writes of a drafter for "a target"."""
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_drafts,
+        "accept_tolerance": 0.0,
+        "verifier_accept_k": 1,
+    }
+    verifier = {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "a target"}
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [method],
+        "verifier": verifier,
+    }
 
 
 def with_heads(head, **changes):

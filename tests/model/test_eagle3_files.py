@@ -2,10 +2,10 @@
 
 import dataclasses
 import json
-import pathlib
 import pickle
 import zipfile
 
+import block_cases
 import eagle3_oracle as oracle
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from spec_jax.model import (
 
 TARGET = heads.TARGET
 ORIGIN = head_dialects.Origin(target=TARGET, target_name="a target")
-CONFIGS = pathlib.Path(__file__).parents[2].parent / "shared" / "data" / "configs"
+CONFIGS = block_cases.CONFIGS
 SMALL = heads.HEAD
 WHOLE = dataclasses.replace(
     SMALL, draft_vocab_size=96, has_head_norms=True, taps=(1, 2, 4, 5, 7)
@@ -109,26 +109,19 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
         )
 
 
-SPECULATORS = {
-    "algorithm": "eagle3",
-    "default_proposal_method": "greedy",
-    "proposal_methods": [
-        {
-            "proposal_type": "greedy",
-            "speculative_tokens": 5,
-            "accept_tolerance": 0.0,
-            "verifier_accept_k": 1,
-        }
-    ],
-    "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "a target"},
-}
 OWNERS = {
     "midlayer": ({}, dialects._FLAGS),
     "midlayer 3.1": (
         {"fc_norm": True, "norm_output": True},
         ("norm_before_fc", "norm_before_residual"),
     ),
-    "speculators": ({"speculators_config": SPECULATORS, "norm_output": False}, ()),
+    "speculators": (
+        {
+            "speculators_config": block_cases.speculators("eagle3", 5),
+            "norm_output": False,
+        },
+        (),
+    ),
     "deepspec": (
         {
             "num_target_layers": 8,
@@ -274,38 +267,29 @@ def test_a_pickle_by_hand_is_read(tmp_path):
 
 
 BAD_PICKLES = {
-    "a call of the system": (
-        pickle.dumps({"x": Evil(print, "executed")}),
-        r"asks for (builtins|__builtin__)\.print, which is no part of a tensor",
+    r"asks for (builtins|__builtin__)\.print, which is no part of a tensor": (
+        pickle.dumps({"x": Evil(print, "executed")})
     ),
-    "a call by a dotted name": (
-        b"\x80\x04\x8c\x0bcollections\x8c\x18OrderedDict.__init__.__x\x93.",
-        "asks for collections.OrderedDict.__init__",
+    "asks for collections.OrderedDict.__init__": (
+        b"\x80\x04\x8c\x0bcollections\x8c\x18OrderedDict.__init__.__x\x93."
     ),
-    "a storage that is called": (
-        b"\x80\x02ctorch\nFloatStorage\n)R.",
-        "not callable",
-    ),
-    "a number": (pickle.dumps(3), "holds no tensors by name"),
-    "a number by name": (pickle.dumps({"x": 3}), "not a tensor by name"),
-    "no pickle": (b"nonsense", "refused"),
-    "a missing storage": (pickled_tensor(key="1"), "data/1 is missing"),
-    "a storage out of bounds": (pickled_tensor(at=1), "takes 16 bytes from 4 on"),
-    "negative sizes": (pickled_tensor(shape=(-4,)), "not a tensor's sizes"),
-    "a transposed tensor": (
-        pickled_tensor(shape=(2, 2), strides=(1, 2)),
-        "not contiguous",
-    ),
-    "complex numbers": (pickled_tensor(dtype="ComplexFloatStorage"), "asks for torch"),
+    "not callable": b"\x80\x02ctorch\nFloatStorage\n)R.",
+    "holds no tensors by name": pickle.dumps(3),
+    "not a tensor by name": pickle.dumps({"x": 3}),
+    "refused": b"nonsense",
+    "data/1 is missing": pickled_tensor(key="1"),
+    "takes 16 bytes from 4 on": pickled_tensor(at=1),
+    "not a tensor's sizes": pickled_tensor(shape=(-4,)),
+    "not contiguous": pickled_tensor(shape=(2, 2), strides=(1, 2)),  # Transposed.
+    "asks for torch": pickled_tensor(dtype="ComplexFloatStorage"),
 }
 
 
-@pytest.mark.parametrize("fault", BAD_PICKLES)
-def test_bad_pickles_are_refused(tmp_path, capsys, fault):
+@pytest.mark.parametrize("message", BAD_PICKLES)
+def test_bad_pickles_are_refused(tmp_path, capsys, message):
     """Fails if anything that a file names is called."""
-    data, message = BAD_PICKLES[fault]
     path = tmp_path / torch_file.FILE
-    write_bin(path, data)
+    write_bin(path, BAD_PICKLES[message])
     with pytest.raises(files.CheckpointError, match=message) as raised:
         torch_file.read_header(path)
     assert str(path) in str(raised.value)
@@ -334,132 +318,95 @@ def folder(tmp_path, target_params):
     return tmp_path
 
 
-def changed(tensors, **changes):
-    """Tensors with some replaced, or left out where the change is None."""
-    merged = tensors | {name.replace("__", "."): x for name, x in changes.items()}
-    return {name: x for name, x in merged.items() if x is not None}
+def rewrite(folder, change) -> None:
+    """Replaces tensors of a file by those of `change(tensors)`, or leaves out None."""
+    path = folder / files.SINGLE_FILE
+    held = safetensors.numpy.load_file(path)
+    held |= change(held)
+    held = {name: x for name, x in held.items() if x is not None}
+    safetensors.numpy.save_file(held, path)
+
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
 
 
 def moved(table, at, by):
     table = table.copy()
     table[at] += by
-    return table
+    return {"d2t": table}
 
 
 BAD_TENSORS = {
-    "missing": (lambda t: changed(t, fc__weight=None), "missing tensors: fc.weight"),
-    "no d2t": (lambda t: changed(t, d2t=None), "missing tensors: d2t"),
-    "bias": (
-        lambda t: changed(t, fc__bias=np.zeros(48, np.float32)),
-        "fc.bias: heads with biases are not supported",
+    "missing tensors: fc.weight": lambda t: {"fc.weight": None},
+    "missing tensors: d2t": lambda t: {"d2t": None},
+    "fc.bias: heads with biases are not supported": lambda t: {"fc.bias": zeros(48)},
+    "unexpected tensors: other": lambda t: {"other": zeros(3)},
+    r"fc.weight has shape \[48, 96\], config.json for this target asks for \[48, 1": (
+        lambda t: {"fc.weight": zeros(48, 96)}
     ),
-    "unknown": (
-        lambda t: changed(t, other=np.zeros(3, np.float32)),
-        "unexpected tensors: other",
+    "norm.weight is int64": lambda t: {"norm.weight": np.ones(48, np.int64)},
+    "norm.weight.* is nan": lambda t: {"norm.weight": zeros(48) + np.nan},
+    r"d2t\[31\]=\d+ makes draft token 31 the token \d+, of a vocabulary of 96": (
+        lambda t: moved(t["d2t"], 31, 90)
     ),
-    "shape": (
-        lambda t: changed(t, fc__weight=np.zeros((48, 96), np.float32)),
-        r"fc.weight has shape \[48, 96\], config.json for this target asks for \[48, 1",
+    r"d2t\[0\]=-\d+ makes draft token 0 the token -\d+": (
+        lambda t: moved(t["d2t"], 0, -90)
     ),
-    "whole numbers": (
-        lambda t: changed(t, norm__weight=np.ones(48, np.int64)),
-        "norm.weight is int64",
-    ),
-    "not finite": (
-        lambda t: changed(t, norm__weight=np.full(48, np.nan, np.float32)),
-        "norm.weight.* is nan",
-    ),
-    "d2t too large": (
-        lambda t: changed(t, d2t=moved(t["d2t"], 31, 90)),
-        r"d2t\[31\]=\d+ makes draft token 31 the token \d+, of a vocabulary of 96",
-    ),
-    "d2t below zero": (
-        lambda t: changed(t, d2t=moved(t["d2t"], 0, -90)),
-        r"d2t\[0\]=-\d+ makes draft token 0 the token -\d+",
-    ),
-    "a token twice": (
-        lambda t: changed(t, d2t=moved(t["d2t"], 1, t["d2t"][0] - t["d2t"][1] - 1)),
-        "has a token twice",
-    ),
-    "t2d of others": (
-        lambda t: changed(t, t2d=~t["t2d"]),
-        "t2d marks 64 tokens, d2t names 32",
-    ),
-    "t2d shifted": (
-        lambda t: changed(t, t2d=np.roll(t["t2d"], 1)),
-        "t2d marks 32 tokens, d2t names 32, and they are not the same",
+    "has a token twice": lambda t: moved(t["d2t"], 1, t["d2t"][0] - t["d2t"][1] - 1),
+    "t2d marks 64 tokens, d2t names 32": lambda t: {"t2d": ~t["t2d"]},
+    "t2d marks 32 tokens, d2t names 32, and they are not the same": (
+        lambda t: {"t2d": np.roll(t["t2d"], 1)}
     ),
 }
 
 
-@pytest.mark.parametrize("fault", BAD_TENSORS)
-def test_bad_tensors_are_refused(folder, target_params, fault):
-    change, message = BAD_TENSORS[fault]
-    path = folder / files.SINGLE_FILE
-    tensors = safetensors.numpy.load_file(path)
-    safetensors.numpy.save_file(change(tensors), path)
+@pytest.mark.parametrize("message", BAD_TENSORS)
+def test_bad_tensors_are_refused(folder, target_params, message):
+    rewrite(folder, BAD_TENSORS[message])
     with pytest.raises(files.CheckpointError, match=message):
         eagle3_files.load(folder, TARGET, target_params)
 
 
-def test_truncated_files_are_refused(folder, target_params):
-    path = folder / files.SINGLE_FILE
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(files.CheckpointError, match="truncated"):
-        eagle3_files.load(folder, TARGET, target_params)
-
-
+AUX = "eagle_aux_hidden_state_layer_ids"
 BAD_CONFIGS = {
-    "another architecture": (
-        {"architectures": ["PEagleDraftModel"]},
-        r"PEagleDraftModel.* no dialect of .*LlamaForCausalLMEagle3.*Qwen3Eagle3",
-    ),
-    "bias": ({"bias": True}, "bias is true: heads with biases"),
-    "window": ({"layer_types": ["sliding_attention"]}, "only full_attention"),
-    "kinds": ({"layer_types": "full_attention"}, "only full_attention"),
-    "interleaved": ({"rope_is_neox_style": False}, "rope_is_neox_style=False is not"),
-    "no object": ({"eagle_config": "x"}, "eagle_config='x' must be an object or null"),
-    "width in words": (
-        {"target_hidden_size": "x"},
-        "target_hidden_size='x' must be a whole",
-    ),
-    "layers": ({"num_hidden_layers": 2}, "num_hidden_layers=2: only"),
-    "flag": ({"fc_norm": "yes"}, "fc_norm='yes' must be true or false"),
-    "taps": (
-        {"eagle_aux_hidden_state_layer_ids": "2", "eagle_config": {}},
-        "must be a list of layers",
-    ),
-    "taps apart": (
-        {"eagle_aux_hidden_state_layer_ids": [2, 4, 3]},
-        r"\[2, 4, 3\], and in eagle_config \[.*\]: remove the wrong one",
-    ),
-    "last tap": (
-        {"eagle_aux_hidden_state_layer_ids": [2, 4, 8], "eagle_config": {}},
-        r"taps=\(2, 4, 8\) of a target with 8 layers",
-    ),
-    "vocabulary": ({"vocab_size": 97}, "a head for another target"),
-    "width": ({"target_hidden_size": 50}, "a head for another target"),
-    "draft vocabulary": ({"draft_vocab_size": 97}, "draft_vocab_size=97"),
-    "both norms": (
-        {"fc_norm": True, "norm_before_fc": True},
-        "norm_before_fc and fc_norm are both true",
-    ),
-    "layers of another": (
-        {"num_target_layers": 9},
-        "num_target_layers=9, the target has 8: it is a drafter for another",
-    ),
-    "head_dim": (
-        {"head_dim": None, "num_attention_heads": 7},
-        "no head_dim, and hidden_size=48 is no multiple of num_attention_heads=7",
-    ),
+    r"PEagleDraftModel.* no dialect of .*LlamaForCausalLMEagle3.*Qwen3Eagle3": {
+        "architectures": ["PEagleDraftModel"]
+    },
+    "bias is true: heads with biases": {"bias": True},
+    r"\['sliding_attention'\]: only full_attention": {
+        "layer_types": ["sliding_attention"]
+    },
+    "'full_attention': only full_attention": {"layer_types": "full_attention"},
+    "rope_is_neox_style=False is not": {"rope_is_neox_style": False},
+    "eagle_config='x' must be an object or null": {"eagle_config": "x"},
+    "target_hidden_size='x' must be a whole": {"target_hidden_size": "x"},
+    "num_hidden_layers=2: only": {"num_hidden_layers": 2},
+    "fc_norm='yes' must be true or false": {"fc_norm": "yes"},
+    "must be a list of layers": {AUX: "2", "eagle_config": {}},
+    r"\[2, 4, 3\], and in eagle_config \[.*\]: remove the wrong one": {AUX: [2, 4, 3]},
+    r"taps=\(2, 4, 8\) of a target with 8 layers": {AUX: [2, 4, 8], "eagle_config": {}},
+    "a vocabulary of 97, .* a head for another target": {"vocab_size": 97},
+    "width 50 .* a head for another target": {"target_hidden_size": 50},
+    "draft_vocab_size=97": {"draft_vocab_size": 97},
+    "norm_before_fc and fc_norm are both true": {
+        "fc_norm": True,
+        "norm_before_fc": True,
+    },
+    "num_target_layers=9, the target has 8: it is a drafter for another": {
+        "num_target_layers": 9
+    },
+    "no head_dim, and hidden_size=48 is no multiple of num_attention_heads=7": {
+        "head_dim": None,
+        "num_attention_heads": 7,
+    },
 }
 
 
-@pytest.mark.parametrize("fault", BAD_CONFIGS)
-def test_bad_configs_are_refused(folder, fault):
-    change, message = BAD_CONFIGS[fault]
+@pytest.mark.parametrize("message", BAD_CONFIGS)
+def test_bad_configs_are_refused(folder, message):
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path.write_text(json.dumps(json.loads(path.read_text()) | BAD_CONFIGS[message]))
     with pytest.raises(files.CheckpointError, match=message):
         dialects.read_config(path, TARGET)
 
