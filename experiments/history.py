@@ -99,10 +99,10 @@ def design_of(rung: Rung, subject: models.Subject) -> results_lib.Design:
 
 
 def row_of(rung: Rung, results: Sequence[results_lib.PromptResult]) -> dict[str, Any]:
-    """Returns the JSON row of a design: what it is, and its metrics.
+    """Returns the JSON row of a design: its names, its metrics and its forwards.
 
-    Of its forwards too: those of rows one by one, and those of decoding that decided
-    tokens, on a cache of its own and again on that of the verify path.
+    Rows one by one are forwards too, and so is decoding that decided tokens, on a cache
+    of its own and again on that of the verify path.
     """
     summary = tables.to_row(results_lib.summarise(results))
     rounds, decoded = summary["rounds"], 0
@@ -141,7 +141,7 @@ NOTE = (
     "autoregressive decoding, prefill included; published: Qwen3-8B and 0.6B on an RTX "
     "5090"
 )
-"""Of the table, for `tables.print_rows`."""
+"""The columns of the table, and the line under it."""
 
 
 def story_holds(rows: Sequence[dict]) -> bool:

@@ -300,7 +300,7 @@ def test_windows_of_another_path_write_something_else():
     flash = path("flash", dtype="float32")
     found = compare.compare_prefixes(written(flash, (10,)), written(flash, (2, 6, 10)))
     first = found.first
-    assert (first.position, first.layer, first.part) == (2, 0, "k")
+    assert (first.row, first.layer, first.operation) == (2, 0, "k")
     assert 0 < first.cell.differing < found.differing < found.elements
 
 
@@ -322,7 +322,7 @@ def test_prefixes_are_compared_by_position_then_by_layer():
     found = compare.compare_prefixes(scene(), other)
     first = found.first
     assert (found.differing, first.cell.differing, first.cell.max_ulp) == (3, 1, 1)
-    assert (first.layer, first.part, first.position) == (1, "v", 3)
+    assert (first.layer, first.operation, first.row) == (1, "v", 3)
     shorter = dataclasses.replace(scene(), k=tuple(x[:-1] for x in scene().k))
     with pytest.raises(ValueError, match="shape"):
         compare.compare_prefixes(scene(), shorter)

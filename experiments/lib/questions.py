@@ -39,7 +39,7 @@ PATHS = (DECODE, ROWS, *superseded.LIBRARY)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is run.
+    """A model, two ways to run it, and the scenes they start from.
 
     Attributes:
       name: of the prompt, or of the line that the scene comes from.
@@ -61,7 +61,7 @@ class Question:
 
     @property
     def history(self) -> str:
-        """Who wrote the second scene's K/V: "decode", or its path's "own" windows."""
+        """Returns "decode" or "own": the windows that wrote the second scene's K/V."""
         return "decode" if self.scenes[0] is self.scenes[1] else "own"
 
     def params_of(self, path: record_lib.Path) -> params_lib.Params:

@@ -62,7 +62,7 @@ def look(question: questions.Question) -> dict[str, Any]:
             for row, choices in enumerate(found.choices)
         ],
         "argmax_flips": [scene.start + row for row in found.flips],
-        "met_again": None if line is None else _is_met_again(line, scene.start, found),
+        "met_again": None if line is None else is_met_again(line, scene.start, found),
         "moved_by_recording": [record.moved for record in taken],
         "unexplained": [record.unexplained for record in taken],
         "weights_sha256": question.weights_sha256,
@@ -77,7 +77,7 @@ def names_the_fault(row: Row) -> bool:
     return all(first[name] == fault[name] for name in ("layer", "operation"))
 
 
-def _is_met_again(line, start: int, found: compare.Comparison) -> bool | None:
+def is_met_again(line, start: int, found: compare.Comparison) -> bool | None:
     """Returns whether both choices are the line's; None where it tells of one."""
     if line.verify_argmax == line.decode_argmax:
         return None

@@ -201,7 +201,12 @@ def window_at(spec: Evidence, number: int, *, decode_argmax: int) -> dict[str, A
       positions of all windows up to this one: with verification that is not by rows,
       the K/V before it is theirs. `drafted_token` is what the row decides on, None for
       the last.
+
+    Raises:
+      ValueError: no recorder was there.
     """
+    if spec.decisions is None:
+        raise ValueError("the run was not recorded: its windows are not known")
     seen, first = spec.decisions, spec.num_prompt - 1
     row = int(seen.row[number])
     window = [int(token) for token in seen.window[number] if token != recorder.NONE]

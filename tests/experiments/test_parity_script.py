@@ -6,6 +6,8 @@ import pytest
 from script_runs import rows_of, write_rows
 
 from experiments import parity
+from experiments.lib import files, mismatches, sight
+from experiments.lib.microscope import compare
 from spec_jax.model import fingerprint, load, observe, tokenizer
 
 
@@ -156,3 +158,15 @@ def test_a_choice_that_is_met_again(look, tmp_path, mismatch):
     assert met("none", verify_argmax=chosen, decode_argmax=chosen)["met_again"] is None
     one = {"decode_argmax": chosen, "verify_argmax": chosen + 1}
     assert met("another", **one)["met_again"] is False
+
+
+def test_a_flip_that_is_met_again(mismatch):
+    """Fails if it is sought in another row, or the two sides are exchanged."""
+    line = files.checked(mismatch, mismatches.Mismatch, "here")
+    same, one, other = (
+        compare.Choice(top=((token, 1.0),), margin_ulp=None) for token in (3, 15, 14)
+    )
+    for pair, met in (((one, other), True), ((other, one), False)):
+        rows = ((same, same), pair)
+        found = compare.Comparison(cells={}, first=None, choices=rows)
+        assert sight.is_met_again(line, 6, found) is met

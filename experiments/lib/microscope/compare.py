@@ -40,8 +40,8 @@ class Cell:
 class First:
     """The first operation that differs, in order of computation, and its first row.
 
-    Everything that it was computed from is the same in both records. Of prefixes: "k"
-    or "v" at the first position, and there in the first layer, that differs.
+    Everything that it was computed from is the same in both records. In prefixes it is
+    "k" or "v" at the first position, and there in the first layer, that differs.
     """
 
     layer: int | None
