@@ -23,6 +23,7 @@ from typing import Any
 
 from experiments.lib import (
     flags,
+    mismatches,
     models,
     records,
     results as results_lib,
@@ -47,9 +48,10 @@ class Rung:
     published: str
 
 
+FLASH = "flash decides"
 LADDER = (
     Rung("decoding decides", "flash", "decode", "0.29x, matched"),
-    Rung("flash decides", "flash", "verify", "unmatched"),
+    Rung(FLASH, "flash", "verify", "unmatched"),
     Rung("row loop", "row-loop", "verify", "0.44x, matched"),
     Rung("library rows", "library-rows", "verify", "0.68x, unmatched"),
     Rung("row contract", "paged-decode", "verify", "-"),
@@ -75,8 +77,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser,
         """
         --dump-verify-mismatches FILE  JSON lines: every position that the batched path
-            verified and at which decoding chooses another token, with both top 5
-            logits; parity.py takes one
+            verified and at which decoding chooses another token; parity.py takes one
         """,
     )
     args = parser.parse_args(argv)
@@ -92,17 +93,16 @@ def design_of(rung: Rung, subject: models.Subject) -> results_lib.Design:
     if rung.verify_path == "library-rows":
         # Without the contract, decoding is a window of one row through the same
         # products.
-        path = superseded.make_path(rung.verify_path, lm.target)
-        lm = dataclasses.replace(lm, target=path)
+        lm = dataclasses.replace(lm, target=verifier)
     settings = dataclasses.replace(subject.settings, verifier=verifier)
     return results_lib.Design(lm=lm, settings=settings)
 
 
 def row_of(rung: Rung, results: Sequence[results_lib.PromptResult]) -> dict[str, Any]:
-    """Returns the JSON row of a design: what it is, and its metrics.
+    """Returns the JSON row of a design: its names, its metrics and its forwards.
 
-    Of its forwards too: those of rows one by one, and those of decoding that decided
-    tokens, on a cache of its own and again on that of the verify path.
+    Rows one by one are forwards too, and so is decoding that decided tokens, on a cache
+    of its own and again on that of the verify path.
     """
     summary = tables.to_row(results_lib.summarise(results))
     rounds, decoded = summary["rounds"], 0
@@ -141,7 +141,7 @@ NOTE = (
     "autoregressive decoding, prefill included; published: Qwen3-8B and 0.6B on an RTX "
     "5090"
 )
-"""Of the table, for `tables.print_rows`."""
+"""The columns of the table, and the line under it."""
 
 
 def story_holds(rows: Sequence[dict]) -> bool:
@@ -151,26 +151,6 @@ def story_holds(rows: Sequence[dict]) -> bool:
     return last in matched and last["speedup_e2e"] == max(
         row["speedup_e2e"] for row in matched
     )
-
-
-def dump_mismatches(
-    path: Any,
-    design: results_lib.Design,
-    results: Sequence[results_lib.PromptResult],
-    *,
-    allow_dirty: bool,
-) -> None:
-    """Writes a line for each mismatch of the prompts of a design that had any."""
-    from experiments.lib import mismatches
-
-    with records.open_rows(path, allow_dirty=allow_dirty) as lines:
-        lines.common = records.provenance()
-        for result in results:
-            if result.mismatches:
-                about = {"name": result.prompt.id, "verify_path": "flash"}
-                ids = result.prompt_ids
-                found = mismatches.find(design.lm, design.settings, ids, **about)
-                lines.write_all(found)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -200,17 +180,25 @@ def run(args: argparse.Namespace) -> int:
         rows = [row_of(rung, found[rung.name]) for rung in LADDER]
         out.write_all(rows)
         if args.dump_verify_mismatches:
-            name = "flash decides"
-            dump_mismatches(
-                args.dump_verify_mismatches,
-                ladder[name],
-                found[name],
-                allow_dirty=args.allow_dirty,
-            )
+            _dump_mismatches(args, ladder[FLASH], found[FLASH])
     tables.print_rows(rows, COLUMNS, console)
     tables.print_disturbed(rows, console)
     tables.print_note(NOTE, console)
     return HOLDS if story_holds(rows) else DOES_NOT_HOLD
+
+
+def _dump_mismatches(
+    args: argparse.Namespace,
+    design: results_lib.Design,
+    results: Sequence[results_lib.PromptResult],
+) -> None:
+    """Writes a line for each mismatch of the prompts of a design that had any."""
+    path, lm, settings = args.dump_verify_mismatches, design.lm, design.settings
+    with records.open_rows(path, allow_dirty=args.allow_dirty) as lines:
+        lines.common = records.provenance() | {"verify_path": "flash"}
+        for one in (result for result in results if result.mismatches):
+            found = mismatches.find(lm, settings, one.prompt_ids, name=one.prompt.id)
+            lines.write_all(found)
 
 
 main = cli.script("history.py", parse_args, run)

@@ -4,21 +4,24 @@ import dataclasses
 import functools
 
 import decoding
+import hypothesis
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
-from experiments.lib import scenes
-from spec_jax import testing
-from spec_jax.debug.microscope import (
+from experiments.lib import questions
+from experiments.lib.microscope import (
     compare,
     faults,
     fused,
-    history,
     record as record_lib,
     scene as scene_lib,
+    texts,
 )
+from spec_jax import testing
 from spec_jax.model import (
     observe,
     params as params_lib,
@@ -36,6 +39,9 @@ LAYERS = tuple(range(CONFIG.num_layers))
 TREE = (0, 0, 0, 2, 2, 3, 4)  # the window is its columns 0, 2, 4, 6
 
 
+ROWS = questions.ROWS
+
+
 @functools.cache
 def scene() -> scene_lib.Scene:
     model = path().model
@@ -45,39 +51,25 @@ def scene() -> scene_lib.Scene:
 
 
 def path(
-    name="paged-decode",
-    *,
-    dtype="bfloat16",
-    slab=5,
-    page_size=8,
-    window_rows=None,
-    tree=None,
+    name="paged-decode", *, dtype="bfloat16", impl="native", slab=5, page_size=8, **how
 ):
     config = dataclasses.replace(CONFIG, dtype=dtype)
-    model = row_model.RowModel(config=config, impl="native", slab=slab)
-    return scenes.record_path(
-        name, model, page_size=page_size, window_rows=window_rows, tree=tree
-    )
+    model = row_model.RowModel(config=config, impl=impl, slab=slab)
+    return questions.path_of(name, model, page_size=page_size, **how)
 
 
 def params_of(path) -> params_lib.Params:
-    return params_lib.cast(PARAMS, path.model.config.dtype)
+    return params_lib.cast(PARAMS, path.dtype)
 
 
 @functools.cache
-def record(path) -> record_lib.Record:
-    return record_lib.take(path, params_of(path), scene())
+def record(path, fault=None) -> record_lib.Record:
+    return record_lib.take(path, params_of(path), scene(), fault)
 
 
-@functools.cache
-def first_fault(fault, path) -> compare.First | None:
-    """Where the same path with a fault is the first to differ."""
-    wrong = record_lib.take_with_fault(path, params_of(path), scene(), fault)
-    return compared(record(path), wrong).first
-
-
-def compared(one, other, dtypes=("bfloat16", "bfloat16"), layers=LAYERS):
-    return compare.compare(one, other, dtypes=dtypes, layers=layers)
+def place(first: compare.First) -> tuple[int | None, str]:
+    """The layer and the operation of a first difference."""
+    return first.layer, first.operation
 
 
 #
@@ -89,15 +81,14 @@ def compared(one, other, dtypes=("bfloat16", "bfloat16"), layers=LAYERS):
 @pytest.mark.parametrize(
     "other",
     [
-        path(),
-        path("row-loop", page_size=16),
+        path(page_size=16),
         path("decode", slab=8),  # Rows of our own kernels know no slab.
         path(tree=TREE),
     ],
 )
 def test_equal_runs_have_no_difference(other):
     """Fails if recording moves a bit, or a tap depends on who is live beside it."""
-    found = compared(record(path("decode")), record(other))
+    found = compare.compare(record(path("decode")), record(other))
     assert found.first is None and found.flips == ()
     assert all(cell.differing == cell.max_ulp == 0 for cell in found.cells.values())
     sizes = [value.size for value in record(path("decode")).values.values()]
@@ -114,16 +105,12 @@ def test_equal_runs_of_xla_have_no_difference():
     model = row_model.RowModel(config=config, impl="xla", slab=5)
     one, *others = (
         record_lib.take(
-            scenes.record_path(name, model, page_size=8, tree=tree), params, alone
+            questions.path_of(name, model, page_size=8, tree=tree), params, alone
         )
-        for name, tree in (
-            ("decode", None),
-            ("paged-decode", None),
-            ("paged-decode", TREE),
-        )
+        for name, tree in (("decode", None), (ROWS, None), (ROWS, TREE))
     )
     for other in others:
-        assert compared(one, other, layers=(0,)).first is None
+        assert compare.compare(one, other).first is None
         assert one.moved == other.moved == 0
         assert one.unexplained == other.unexplained == {}
 
@@ -183,87 +170,55 @@ def test_a_wrong_reading_is_not_explained(spoiled, caught):
 #
 
 
-def sites() -> list[faults.Fault]:
-    """Every operation once, over the first, the middle and the last layer."""
-    planted = [
-        faults.Fault(layer=number % CONFIG.num_layers, operation=name)
-        for number, name in enumerate(observe.LAYER_OPERATIONS)
-    ]
-    return planted + [faults.Fault(layer=None, operation=n) for n in observe.OUTSIDE]
+SITES = [
+    # Every operation once, over the first, the middle and the last layer.
+    *(f"{n % CONFIG.num_layers}:{x}" for n, x in enumerate(observe.LAYER_OPERATIONS)),
+    *observe.OUTSIDE,
+]
 
 
 @pytest.mark.few(6)
-@pytest.mark.parametrize("fault", sites(), ids=lambda fault: fault.key)
-def test_every_planted_fault_is_named(fault):
+@pytest.mark.parametrize("spec", SITES)
+def test_every_planted_fault_is_named(spec):
     """Fails if any operation of a layer is not seen, or is taken for another."""
-    first = first_fault(fault, path())
-    assert (first.layer, first.operation) == (fault.layer, fault.operation)
+    fault = faults.parse(spec)
+    first = compare.compare(record(path()), record(path(), fault)).first
+    assert place(first) == (fault.layer, fault.operation)
     assert first.cell.differing and first.cell.max_ulp
     if fault.operation in observe.LEAVES_ROWS:
         # One element of the last active row.
         assert first.row == len(WINDOW) - 1 and first.cell.differing == 1
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
-    "spec",
-    ["1:swiglu:stale", "0:q_rope:swap-rows"]
-    # Weights know no rows; they need no program of their own.
-    + [f"{layer}:gate:zero-head" for layer in LAYERS]
-    + ["2:q_norm:zero-head", "0:mlp_norm:zero-head", "final_norm:zero-head"],
-)
-def test_other_kinds_of_faults_are_named(spec):
-    fault = faults.parse(spec)
-    first = first_fault(fault, path())
-    assert (first.layer, first.operation) == (fault.layer, fault.operation)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    ["1:q_rope:by-place", "0:k_rope:by-place", "1:attention:parent"]
-    + ["0:attention:swapped-keys", "2:v", "1:k:swap-rows"],
+    "spec", ["1:q_rope", "0:k_rope", "1:attention:parent", "2:v", "1:gate"]
 )
 def test_faults_of_trees_are_named(spec):
     """Fails if what a row sees of its tree is not seen, or taken for another fault."""
-    fault = faults.parse(spec)
-    of_tree, window = path(dtype="float32", tree=TREE), len(WINDOW)
-    wrong = record_lib.take_with_fault(of_tree, params_of(of_tree), scene(), fault)
-    found = compared(record(path("decode", dtype="float32")), wrong)
-    assert (found.first.layer, found.first.operation) == (fault.layer, fault.operation)
-    assert found.first.row == window - 1, "its siblings are decoys"
+    fault, one = faults.parse(spec), path("decode", dtype="float32")
+    wrong = record(path(dtype="float32", tree=TREE), fault)
+    first = compare.compare(record(one), wrong).first
+    assert place(first) == (fault.layer, fault.operation)
+    if fault.operation not in faults.WEIGHTS:
+        assert first.row == len(WINDOW) - 1, "its siblings are decoys"
 
 
-def test_a_fault_in_a_path_that_fuses_nothing_is_named():
-    """Fails if a path of the library is read by the tricks of the rows."""
-    flash = path("flash", dtype="float32")
-    first = first_fault(faults.parse("1:q_rope:swap-rows"), flash)
-    assert (first.layer, first.operation) == (1, "q_rope")
+def test_a_path_of_the_library():
+    """Fails if it is read by the tricks of the rows: it fuses nothing. Its numerics
+    differ from the first layer on."""
+    flash, decode = path("flash", dtype="float32"), path("decode", dtype="float32")
+    wrong = record(flash, faults.parse("1:q_rope"))
+    first = compare.compare(record(flash), wrong).first
+    assert place(first) == (1, "q_rope") and first.cell.differing == 1
     assert record(flash).moved == 0
-
-
-def test_a_path_with_other_numerics_differs_from_the_first_layer_on():
-    one, other = (
-        record(path("decode", dtype="float32")),
-        record(path("flash", dtype="float32")),
-    )
-    found = compared(one, other, dtypes=("float32", "float32"))
+    found = compare.compare(record(decode), record(flash))
     assert found.cells["embed"].differing == 0
     # Products that add in the order of k may have the same bits at these sizes.
     assert found.first.layer == 0
     assert found.first.operation in ("input_norm", "q", "q_norm")
-    assert all(step.cell.differing for step in found.growth)
-    assert all(0 < step.cell.relative < 1e-4 for step in found.growth)
-
-
-def test_layers_that_are_not_looked_at_are_left_out():
-    wrong = record_lib.take_with_fault(
-        path(), PARAMS, scene(), faults.parse("0:gate:zero-head")
-    )
-    found = compared(record(path()), wrong, layers=(1, 2))
-    assert set(found.cells) == {
-        key for key in observe.keys(3) if not key.startswith("0:")
-    }
-    assert (found.first.layer, found.first.operation) == (1, "input_norm")
+    for layer in range(CONFIG.num_layers):
+        cell = found.cells[observe.key(layer, "mlp_residual")]
+        assert cell.differing and 0 < cell.relative < 1e-4
 
 
 #
@@ -279,6 +234,7 @@ def test_layers_that_are_not_looked_at_are_left_out():
         ("v", "v takes a layer"),
         ("2:logits", "logits takes no layer"),
         ("1:v:ulp:1", "not of the form"),
+        ("1:v:parent", "a fault of attention alone"),
         ("", "operation '' is not one of"),
     ],
 )
@@ -288,37 +244,25 @@ def test_faults_that_do_not_exist(text, message):
 
 
 @pytest.mark.parametrize(
-    ("spec", "name", "message"),
+    ("spec", "how", "message"),
     [
-        ("3:v", "paged-decode", "no layer 3 .* layers 0 to 2"),
-        ("1:gate:stale", "paged-decode", "only its weight"),
-        ("1:v:stale", "decode", "needs two active rows"),
-        ("1:q_rope:by-place", "paged-decode", "these are a chain: give the path a"),
-        ("1:v:parent", TREE, "a fault of attention, not of v"),
-        ("1:attention:swapped-keys", (0, 0, 0), "row of depth 2, and the last one"),
-        ("1:attention:parent", (0, 0, 0), "window of 4 tokens, and the path .* has 2"),
-        ("1:v", (0, 0, 2), "column 2 has parent 2"),
+        ("3:v", {}, "no layer 3 .* layers 0 to 2"),
+        ("1:attention:parent", {}, "these are a chain: give the path a tree"),
+        ("1:v", {"tree": (0, 0, 0)}, "window of 4 tokens, and the path .* has 2"),
+        ("1:v", {"tree": (0, 0, 2)}, "column 2 has parent 2"),
+        (None, {"name": "sideways"}, "path='sideways' is not one of decode"),
+        (None, {"name": "decode", "tree": TREE}, "not by decode: leave the tree out"),
+        (None, {"slab": 3}, "4 rows does not fit a slab of 3"),
+        (None, {"window_rows": 6}, "6 rows does not fit a slab of 5"),
+        (None, {"window_rows": 3}, "4 tokens does not fit window_rows=3"),
     ],
 )
-def test_faults_that_cannot_be_planted(spec, name, message):
-    where = path(name) if isinstance(name, str) else path(tree=name)
+def test_what_cannot_be_run(spec, how, message):
     with pytest.raises(ValueError, match=message):
-        record_lib.take_with_fault(where, PARAMS, scene(), faults.parse(spec))
+        record(path(**how), None if spec is None else faults.parse(spec))
 
 
-def test_scenes_and_paths_that_cannot_be_used():
-    with pytest.raises(ValueError, match="path='sideways' is not one of decode"):
-        path("sideways")
-    with pytest.raises(ValueError, match="not of rows needs a target"):
-        record_lib.Path(model=path().model, page_size=8, is_rows=False)
-    with pytest.raises(ValueError, match="leave one_by_one and target out"):
-        path("decode", tree=TREE)
-    with pytest.raises(ValueError, match="4 rows does not fit a slab of 3"):
-        record_lib.take(path(slab=3), PARAMS, scene())
-    with pytest.raises(ValueError, match="6 rows does not fit a slab of 5"):
-        record_lib.take(path(window_rows=6), PARAMS, scene())
-    with pytest.raises(ValueError, match="4 tokens does not fit window_rows=3"):
-        record_lib.take(path(window_rows=3), PARAMS, scene())
+def test_scenes_that_cannot_be_used():
     kv = path().model.new_cache(capacity=8, page_size=8)
     with pytest.raises(ValueError, match="holds 0 positions, not 2"):
         scene_lib.capture(kv, (1, 2), (3,))
@@ -340,7 +284,7 @@ def written(path, starts) -> scene_lib.Scene:
     kv = model.new_cache(**sizes)
     known = decoding.PROMPT[: starts[0]]
     kv = prompt_lib.prefill(model, params, kv, known, by_rows=True)
-    kv = history.write(path, params, kv, tokens=PREFIX, starts=starts)
+    kv = texts.write(path, params, kv, tokens=PREFIX, starts=starts)
     return scene_lib.capture(kv, PREFIX, WINDOW)
 
 
@@ -356,14 +300,14 @@ def test_windows_of_another_path_write_something_else():
     flash = path("flash", dtype="float32")
     found = compare.compare_prefixes(written(flash, (10,)), written(flash, (2, 6, 10)))
     first = found.first
-    assert (first.position, first.layer, first.part) == (2, 0, "k")
+    assert (first.row, first.layer, first.operation) == (2, 0, "k")
     assert 0 < first.cell.differing < found.differing < found.elements
 
 
 def test_windows_that_do_not_follow_the_cache():
     with pytest.raises(ValueError, match="invalid and refused"):
         kv = path().model.new_cache(capacity=16, page_size=8)
-        history.write(path(), PARAMS, kv, tokens=PREFIX, starts=(2, 6, 10))
+        texts.write(path(), PARAMS, kv, tokens=PREFIX, starts=(2, 6, 10))
 
 
 def test_prefixes_are_compared_by_position_then_by_layer():
@@ -378,10 +322,18 @@ def test_prefixes_are_compared_by_position_then_by_layer():
     found = compare.compare_prefixes(scene(), other)
     first = found.first
     assert (found.differing, first.cell.differing, first.cell.max_ulp) == (3, 1, 1)
-    assert (first.layer, first.part, first.position) == (1, "v", 3)
+    assert (first.layer, first.operation, first.row) == (1, "v", 3)
     shorter = dataclasses.replace(scene(), k=tuple(x[:-1] for x in scene().k))
     with pytest.raises(ValueError, match="shape"):
         compare.compare_prefixes(scene(), shorter)
+
+
+#
+# Distances
+#
+
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def test_a_flipped_argmax_is_found():
@@ -389,6 +341,54 @@ def test_a_flipped_argmax_is_found():
     logits = one.logits.copy()
     logits[2, np.argmin(logits[2])] = logits[2].max() + 1
     other = dataclasses.replace(one, values=one.values | {"logits": logits})
-    found = compared(one, other)
+    found = compare.compare(one, other)
     assert found.flips == (2,) and found.first.operation == "logits"
     assert found.first.row == 2 and found.cells["logits"].rows == (2,)
+
+
+@hypothesis.given(st.lists(FLOATS, min_size=2, max_size=2))
+def test_ulps_count_the_numbers_between(pair):
+    one, other = (np.float32([x]) for x in pair)
+    far = int(compare.ulps(one, other)[0])
+    assert far == int(compare.ulps(other, one)[0])
+    assert (far == 0) == bool(one[0] == other[0])
+    towards = np.nextafter(one, other)
+    assert int(compare.ulps(towards, other)[0]) == max(far - 1, 0)
+
+
+def test_two_dtypes_are_compared_in_the_wider_one():
+    exact = np.float32([[1.0, 2.5, 3.0]])
+    rounded = exact.astype(ml_dtypes.bfloat16)
+    assert compare.cell_of(exact, rounded).differing == 0
+    near = exact + np.float32(2.0**-16)
+    cell = compare.cell_of(near, rounded)
+    assert cell.differing == 3 and cell.max_ulp == 0  # nothing, in bfloat16
+    assert compare.cell_of(exact * 2, rounded).max_ulp == 128
+
+
+def test_relative_differences():
+    """Of norms, and None where there is no number: what ULPs near zero do not say."""
+    ones = np.ones((2, 2), np.float32)
+    tiny = np.float32([[1, 1], [1, 1.5]])
+    cell = compare.cell_of(ones, tiny)
+    assert cell.relative == pytest.approx(0.5 / 2)
+    assert compare.cell_of(ones, ones).relative == 0.0
+    # A step over zero is nothing beside the rest, and two thousand million ULPs.
+    large = np.float32([[1e3, 1e-3]])
+    over = compare.cell_of(large, np.float32([[1e3, -1e-3]]))
+    assert over.max_ulp > 2**30 and over.relative == pytest.approx(2e-6)
+    for one, other in ((ones * 0, ones), (ones, ones * np.nan), (ones * np.inf, ones)):
+        assert compare.cell_of(one, other).relative is None
+    zeros = compare.cell_of(np.float32([[0.0, 1.0]]), np.float32([[-0.0, 1.0]]))
+    assert zeros.differing == 1 and zeros.relative == 0.0
+
+
+def test_margins_are_in_ulps_of_the_models_dtype():
+    logits = np.float32([3.0, 3.125, -1.0, 3.125])
+    choice = compare.choice_of(logits, "bfloat16")
+    assert choice.token == 1 and [token for token, _ in choice.top] == [1, 3, 0, 2]
+    assert choice.margin_ulp == 0
+    assert compare.choice_of(logits[:3], "bfloat16").margin_ulp == 0.125 / 2**-6
+    assert compare.choice_of(logits[:3], "float32").margin_ulp == 0.125 / 2**-22
+    spoiled = compare.choice_of(np.float32([1.0, np.nan, 2.0]), "float32")
+    assert spoiled.token == 1 and spoiled.margin_ulp is None

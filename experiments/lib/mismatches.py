@@ -1,45 +1,25 @@
 """Mismatches: verified positions at which decoding chooses another token.
 
-A run only counts them. `find` runs a prompt again, round by round, with the logits of
-every window kept, and replays its committed text through decoding with a recorder: one
-line a mismatch, which `experiments/parity.py` takes up by `read`.
+A run only counts them. `find` runs a prompt again with a recorder, and replays its
+committed text through decoding: one line a mismatch, which `experiments/parity.py`
+takes up by `read`.
 """
 
 import dataclasses
-import functools
 import itertools
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import exact_cells, files, runs, superseded
-from spec_jax import compilation, loading
-from spec_jax.debug import recorder
-from spec_jax.engine import (
-    baseline,
-    checks,
-    round as round_lib,
-    scheduler as scheduler_lib,
-)
+from experiments.lib import exact_cells, files, runs
+from experiments.lib.microscope import texts
+from spec_jax import loading
+from spec_jax.debug import evidence, recorder
+from spec_jax.engine import checks, round as round_lib
 from spec_jax.model import fingerprint
-
-
-TOP = 5
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Text:
-    """Tokens before a window, and the window."""
-
-    # Of the text's first tokens, that are prefilled; the others were decoded. The last
-    # one of the prompt is never prefilled.
-    prompt_len: int
-    prefix: tuple[int, ...]  # the tokens of positions `[0, start)`
-    window: tuple[int, ...]  # the pending token, then the drafted ones
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,9 +44,9 @@ class Mismatch:
     weights_sha256: str
 
     @property
-    def text(self) -> Text:
+    def text(self) -> texts.Text:
         """The tokens before the window, and the window."""
-        return Text(
+        return texts.Text(
             prompt_len=len(self.prompt_ids),
             prefix=(*self.prompt_ids, *self.tokens)[: self.start],
             window=self.window,
@@ -136,37 +116,37 @@ def find(
     prompt: list[int],
     *,
     name: str,
-    verify_path: str,
-    scheduler: scheduler_lib.Scheduler | None = None,
 ) -> list[dict[str, Any]]:
     """Returns the mismatches of one prompt, as JSON rows.
 
     Args:
+      settings: with the verifier that is compared.
       name: of the prompt.
-      verify_path: of `superseded.PATHS`.
-      scheduler: of one slot; None: what `settings` say.
 
     Returns:
-      Rows of `kind` "mismatch". `position` is that of the row whose argmax differs:
-      it decides the token after it. `window` is the pending token and the drafts,
-      `window_rows` the height of the array they came in, `start` the position of the
-      first, `tokens` what was generated before it, and `starts` the positions of all
-      windows up to this one: with verification that is not by rows, the K/V before it
-      is theirs. `margin_ulp` is how far the verify argmax lies above decoding's, in
-      the logits of verification; `decode_margin_ulp` the other way round in those of
-      decoding, None where they are not both among its highest. Both in units of the
-      last place of the models' dtype, at the higher logit.
+      Rows of `kind` "mismatch", see `evidence.window_at`; `verify_path`, which
+      `Mismatch` has besides, is for the caller to say.
     """
-    scheduler = scheduler or runs.make_scheduler(lm, settings)
-    request = runs.make_request(lm, settings, prompt)
-    path = superseded.target(verify_path, lm.target)
-    text, seen = _windows(scheduler, path, request)
-    decoded = _decoded(lm, settings, text, len(prompt))
+    scheduler = runs.make_scheduler(lm, settings)
+    speculator, window = scheduler.speculator, lm.gamma_max + 1
+    watched = recorder.Recorder(target=speculator.target, window=window)
+    state = watched.attach(scheduler.begin(runs.make_request(lm, settings, prompt)))
+    state = round_lib.generate(
+        speculator.replace(target=watched),
+        state,
+        max_rounds=jnp.int32(settings.gen_tokens),
+    )
+    cache, slots = state.cache.cache, state.slots
+    checks.check_refused([cache, state.memory])
+    checks.check_pages(slots.status, slots.length, cache)
+    seen = evidence.of_slot(state, num_prompt=len(prompt), slot=0)
+    decoded = runs.decode_choices(lm, settings, prompt, seen.tokens)
     by_rows = settings.prefill_by_rows
     if by_rows is None:
         by_rows = lm.target.prefills_by_rows
     description = {
-        "verify_path": verify_path,
+        "id": name,
+        "prompt_ids": prompt,
         "impl": lm.target.impl,
         "dtype": lm.target.config.dtype,
         "slab": lm.target.slab,
@@ -174,117 +154,7 @@ def find(
         "prefill": "rows" if by_rows else "batched",
         "weights_sha256": fingerprint.of_params(lm.params),
     }
-    starts = sorted({entry["start"] for entry in seen})
-    rows = []
-    for entry in seen:
-        start, row, window = entry["start"], entry["row"], entry["window"]
-        position, following = start + row, window[row + 1 : row + 2]
-        if entry["chosen"] == int(decoded.chosen[0, position]):
-            continue
-        rows.append(
-            {
-                "kind": "mismatch",
-                "id": name,
-                "prompt_ids": prompt,
-                "tokens": text[len(prompt) : start],
-                "start": start,
-                "starts": [other for other in starts if other <= start],
-                "window": window,
-                "window_rows": entry["window_rows"],
-                "position": position,
-                # The draft that the row decides on; the last row has none.
-                "drafted_token": following[0] if following else None,
-                **_compare(lm, entry, decoded, position),
-                **description,
-            }
-        )
-    return rows
-
-
-def _windows(
-    scheduler: scheduler_lib.Scheduler, path: Any, request: scheduler_lib.Request
-) -> tuple[list[int], list[dict[str, Any]]]:
-    """Returns the text of a run, and for each of its committed rows what it saw."""
-    speculator, state = scheduler.speculator, scheduler.begin(request)
-    seen = []
-    while bool(state.slots.running[0]):
-        window = _next_window(speculator, state)
-        logits, chosen = _verify(path, speculator.params[0], state.cache, window)
-        window, logits, chosen = jax.device_get((window, logits, chosen))
-        state = round_lib.generate(speculator, state, max_rounds=jnp.int32(1))
-        start = int(window.start[0])
-        seen += [
-            {
-                "start": start,
-                "row": row,
-                "window": window.tokens[0, : window.num_active[0]].tolist(),
-                "window_rows": window.tokens.shape[1],
-                "logits": logits[row],
-                "chosen": int(chosen[row]),
-            }
-            for row in range(int(state.slots.length[0]) - 1 - start)
-        ]
-    slots = jax.device_get(state.slots)
-    checks.check_refused([state.cache, state.memory])
-    checks.check_pages(slots.status, slots.length, state.cache)
-    return slots.tokens[0, : slots.length[0]].tolist(), seen
-
-
-@compilation.jit
-def _next_window(speculator, state):
-    """Returns the window of the next round; nothing of the round is kept."""
-    return round_lib.run_round(speculator, state)[1].window
-
-
-@functools.partial(compilation.jit, static_argnames=("path",))
-def _verify(path, params, cache, window):
-    """Returns the logits and the choices of a window's rows; nothing is kept."""
-    _, verified = path.verify(params, cache, window)
-    return verified.logits, path.choose(verified.logits, verified.num_active)
-
-
-def _decoded(lm, settings, text: list[int], num_prompt: int) -> recorder.Recording:
-    """Returns what decoding sees at each position of a given text."""
-    state = runs.begin_plain(lm, settings, text[:num_prompt])
-    watched = recorder.Recorder(target=lm.target, window=1, top=TOP)
-    tokens = np.array(state.tokens)
-    tokens[: len(text)] = text
-    recording, _ = baseline.replay(
-        watched,
-        lm.params,
-        watched.attach(state).cache,
-        tokens=jnp.asarray(tokens),
-        start=jnp.int32(num_prompt),
-        stop=jnp.int32(len(text)),
-    )
-    return jax.device_get(recording.replace(cache=None))
-
-
-def _compare(lm, entry, decoded, position) -> dict[str, Any]:
-    """Returns both choices, both highest logits with their texts, and the margins."""
-    dtype, decode = lm.target.config.dtype, lm.tokenizer.decode
-    logits, ours = entry["logits"], entry["chosen"]
-    theirs = int(decoded.chosen[0, position])
-    ids, values = decoded.top_ids[0, position], decoded.top_logits[0, position]
-    by_token = dict(zip(ids.tolist(), values.tolist(), strict=True))
-    by_token.pop(recorder.NONE, None)  # A vocabulary of fewer than `TOP` tokens.
-    highest = np.argsort(-logits, kind="stable")[:TOP].tolist()
-    margin = None
-    if ours in by_token:
-        margin = (by_token[theirs] - by_token[ours]) / ulp(by_token[theirs], dtype)
-    return {
-        "verify_argmax": ours,
-        "decode_argmax": theirs,
-        "verify_top5": [[token, float(logits[token])] for token in highest],
-        "decode_top5": [list(pair) for pair in by_token.items()],
-        "verify_top5_texts": [decode([token]) for token in highest],
-        "decode_top5_texts": [decode([token]) for token in by_token],
-        "margin_ulp": float(logits[ours] - logits[theirs])
-        / ulp(float(logits[ours]), dtype),
-        "decode_margin_ulp": margin,
-    }
-
-
-def ulp(value: float, dtype: str) -> float:
-    """Returns the distance of neighbouring numbers of `dtype` at a finite `value`."""
-    return float(np.spacing(np.abs(np.float64(value)).astype(np.dtype(dtype))))
+    return [
+        evidence.window_at(seen, number, decode_argmax=decoded[number]) | description
+        for number in np.flatnonzero(seen.decisions.highest != decoded).tolist()
+    ]

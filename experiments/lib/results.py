@@ -5,6 +5,8 @@ import itertools
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from experiments.lib import prompt_files, runs as runs_lib, tables, terminal
 from spec_jax import loading
 from spec_jax.analysis import metrics, speeds
@@ -226,7 +228,8 @@ def mismatches_of(
         return None
     if run.mismatches is not None:
         return run.mismatches
-    return runs_lib.count_mismatches(lm, settings, prompt_ids, run.tokens)
+    chosen = runs_lib.decode_choices(lm, settings, prompt_ids, run.tokens)
+    return int(np.sum(chosen != np.asarray(run.tokens)))
 
 
 def warm_up(designs: Sequence[Design], prompts: Sequence[list[int]]) -> float:

@@ -306,10 +306,13 @@ def run_batch(
     ]
 
 
-def count_mismatches(
-    lm: loading.LanguageModel, settings: Settings, prompt: list[int], tokens: list[int]
-) -> int:
-    """Returns the positions of a generated text at which decoding chooses otherwise.
+def decode_choices(
+    lm: loading.LanguageModel,
+    settings: Settings,
+    prompt: list[int],
+    tokens: Sequence[int],
+) -> np.ndarray:
+    """Returns what decoding chooses at each position of a generated text, int32.
 
     Replays the text through decoding: every position is decided after the prefix that
     was really committed, whatever came before it.
@@ -327,7 +330,7 @@ def count_mismatches(
         stop=jnp.int32(new.stop),
         sampling=settings.sampling,
     )
-    return int(np.sum(np.asarray(chosen)[new] != np.asarray(tokens)))
+    return np.asarray(chosen)[new]
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:

@@ -140,59 +140,117 @@ def _attend_at_once(q, kv, number, end, positions):
 
 
 #
-# Verify paths: `baseline.RowTarget`s on the caches of a `RowModel`.
+# Verify paths: targets of one slot, for rounds and for decoding
 #
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _OnModel:
-    """A `RowTarget` that shares everything but `forward` with a `RowModel`."""
+class OneSlot(rows.SlotRows):
+    """A target of one slot that verifies by `forward`; `model` allocates and prefills.
 
-    model: row_model.RowModel
+    It is a `baseline.RowTarget` too.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        """Returns what the model has."""
-        if name.startswith("_") or name == "model":
-            raise AttributeError(name)
-        return getattr(self.model, name)
+    num_slots: int = 1
+
+    def verify(self, params, kv, window):
+        """Runs the active columns; see `target.Target`."""
+        kv, logits = self.forward(params, kv, **_of_slot(window))
+        num_active = jnp.where(self.is_out_of_pages(kv), 0, window.num_active)
+        return kv, in_one_slot(logits, window.replace(num_active=num_active))
+
+    def is_out_of_pages(self, kv):
+        """Returns whether the last reservation found no page."""
+        return self.model.is_out_of_pages(kv)
 
 
-class RowLoop(_OnModel):
+def _of_slot(window: protocols.Window) -> dict[str, Array]:
+    """Returns the rows of a window of one slot, for `forward`."""
+    names = ("tokens", "start", "num_active")
+    return {name: getattr(window, name)[0] for name in names}
+
+
+def in_one_slot(
+    logits: Float[Array, "P V"], window: protocols.Window
+) -> protocols.Verified:
+    """Returns the rows of a window of one slot, row `i` of column `i`."""
+    height, (_, width) = logits.shape[0], window.tokens.shape
+    columns = jnp.arange(width, dtype=jnp.int32)[None]
+    return protocols.Verified(
+        logits=logits,
+        slots=jnp.zeros((height,), jnp.int32),
+        positions=window.start[0] + jnp.arange(height, dtype=jnp.int32),
+        num_active=window.num_active[0],
+        at=jnp.where(columns < window.num_active[:, None], columns, height),
+    )
+
+
+def decode_rows(
+    model: row_model.RowModel,
+    params: params_lib.Params,
+    kv: paged.PagedKV,
+    *,
+    tokens: Int[Array, " R"],
+    start: Int[Array, ""],
+    num_active: Int[Array, ""],
+    height: int,
+    is_given: bool = True,
+) -> tuple[paged.PagedKV, Array, Array, Array]:
+    """Decodes rows of a window one at a time, each a forward of its own.
+
+    Args:
+      num_active: the most that are decoded.
+      height: of the results, no less than the rows.
+      is_given: decode all of them; otherwise stop after the first whose token is not
+        the next of the window.
+
+    Returns:
+      The cache, the logits `[height, V]`, the token that each row chose (-1 where none
+      was decoded), and how many rows were decoded.
+    """
+
+    def keep_going(carry):
+        row, goes_on, *_ = carry
+        return goes_on & (row < num_active)
+
+    def step(carry):
+        row, _, kv, logits, own = carry
+        one = {"tokens": tokens[row][None], "num_active": jnp.int32(1)}
+        kv, part = model.forward(params, kv, start=start + row, **one)
+        chosen = model.choose(part, jnp.int32(1))[0]
+        follows = tokens.at[row + 1].get(mode="fill", fill_value=-1)
+        goes_on = (is_given | (chosen == follows)) & ~model.is_out_of_pages(kv)
+        logits, own = logits.at[row].set(part[0]), own.at[row].set(chosen)
+        return row + 1, goes_on, kv, logits, own
+
+    logits = jnp.zeros((height, model.config.vocab_size), jnp.float32)
+    # A row that is not decoded must not look like a draft that was right.
+    own = jnp.full((height,), -1, jnp.int32)
+    row, _, kv, logits, own = jax.lax.while_loop(
+        keep_going, step, (jnp.int32(0), jnp.bool_(True), kv, logits, own)
+    )
+    return kv, logits, own, row
+
+
+class RowLoop(OneSlot):
     """Verifies by decoding: each active row is a forward of its own."""
 
     def forward(self, params, kv, *, tokens, start, num_active):
         """As `RowModel.forward`, in `num_active` forwards of one row."""
-
-        def keep_going(carry):
-            row, kv, _ = carry
-            return (row < num_active) & ~self.is_out_of_pages(kv)
-
-        def step(carry):
-            row, kv, logits = carry
-            one = {"tokens": tokens[row][None], "num_active": jnp.int32(1)}
-            kv, found = self.model.forward(params, kv, start=start + row, **one)
-            return row + 1, kv, logits.at[row].set(found[0])
-
-        logits = jnp.zeros((self.slab, self.config.vocab_size), jnp.float32)
         # An earlier failure is not this call's.
         kv = allocator.reserve(kv, row_model.SLOT, start)
-        _, kv, logits = jax.lax.while_loop(keep_going, step, (jnp.int32(0), kv, logits))
-        return kv, logits
+        given = {"tokens": tokens, "start": start, "num_active": num_active}
+        return decode_rows(self.model, params, kv, height=self.model.slab, **given)[:2]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LibraryWindow(_OnModel):
+class LibraryWindow(OneSlot):
     """Verifies a window as tall as it is: a row's bits depend on the height.
 
     A window of one row is autoregressive decoding as this path would do it.
     """
 
     is_one_shot: bool
-
-    @property
-    def impl(self) -> str:
-        """The name that results report."""
-        return "library"
 
     def forward(
         self, params, kv, *, tokens, start, num_active, observe=observe_lib.pass_on
@@ -212,75 +270,6 @@ class LibraryWindow(_OnModel):
         """Returns the first token of highest logit."""
         del num_active
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-PATHS = {
-    "paged-decode": lambda *, model: model,
-    "row-loop": RowLoop,
-    "flash": functools.partial(LibraryWindow, is_one_shot=True),
-    "library-rows": functools.partial(LibraryWindow, is_one_shot=False),
-}
-"""Verify paths by name: what makes each from a `RowModel`."""
-
-
-def make_path(name: str, model: row_model.RowModel):
-    """Returns the `RowTarget` of a verify path, on the model's caches.
-
-    Raises:
-      ValueError: a path that does not run models of this family.
-    """
-    is_library = name in ("flash", "library-rows")
-    if is_library and not isinstance(model.config, config_lib.Qwen3Config):
-        raise ValueError(
-            f"verify path {name!r} runs models of qwen3, and this is one of "
-            f"{model.config.model_type}: take 'paged-decode' or 'row-loop'"
-        )
-    return PATHS[name](model=model)
-
-
-#
-# Targets of the engine, of one slot
-#
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OneSlot(rows.SlotRows):
-    """A target whose windows a verify path verifies; `model` allocates and prefills."""
-
-    num_slots: int = 1
-    path: Any  # a `baseline.RowTarget` on the caches of `model`
-
-    def verify(self, params, kv, window):
-        """Runs the active columns by the path; see `target.Target`."""
-        kv, logits = self.path.forward(params, kv, **_of_slot(window))
-        failed = self.path.is_out_of_pages(kv)
-        num_active = jnp.where(failed, 0, window.num_active)
-        return kv, in_one_slot(logits, window.replace(num_active=num_active))
-
-    def choose(self, logits, num_active):
-        """As the path does."""
-        return self.path.choose(logits, num_active)
-
-
-def _of_slot(window: protocols.Window) -> dict[str, Array]:
-    """Returns the rows of a window of one slot, for `RowTarget.forward`."""
-    names = ("tokens", "start", "num_active")
-    return {name: getattr(window, name)[0] for name in names}
-
-
-def in_one_slot(
-    logits: Float[Array, "P V"], window: protocols.Window
-) -> protocols.Verified:
-    """Returns the rows of a window of one slot, row `i` of column `i`."""
-    height, (_, width) = logits.shape[0], window.tokens.shape
-    columns = jnp.arange(width, dtype=jnp.int32)[None]
-    return protocols.Verified(
-        logits=logits,
-        slots=jnp.zeros((height,), jnp.int32),
-        positions=window.start[0] + jnp.arange(height, dtype=jnp.int32),
-        num_active=window.num_active[0],
-        at=jnp.where(columns < window.num_active[:, None], columns, height),
-    )
 
 
 class Caches(pytree.Node):
@@ -308,7 +297,7 @@ class DecodeRounds(rows.SlotRows):
     """
 
     num_slots: int = 1
-    path: Any  # a `baseline.RowTarget`
+    path: Any  # a `baseline.RowTarget` on the caches of `model`
     width: int  # columns of a window, `gamma_max + 1`
 
     def new_cache(self, **sizes) -> Caches:
@@ -335,10 +324,10 @@ class DecodeRounds(rows.SlotRows):
         mirror, logits = self.path.forward(params, kv.mirror, **given)
         failed = self.path.is_out_of_pages(mirror)
         seen = self.path.choose(logits, given["num_active"])
-        mirror = self.path.truncate(mirror, given["start"])
-        commit, logits, own, fed = self._decode(params, kv.commit, **given)
-        again = given | {"num_active": fed}
-        mirror, *_ = self._decode(params, mirror, **again, is_given=True)
+        mirror = self.model.truncate(mirror, given["start"])
+        decode = functools.partial(decode_rows, self.model, params, height=self.width)
+        commit, logits, own, fed = decode(kv.commit, **given, is_given=False)
+        mirror, *_ = decode(mirror, **(given | {"num_active": fed}))
         for one in (commit, mirror):
             failed |= self.model.is_out_of_pages(one)
         kv = kv.replace(
@@ -349,42 +338,6 @@ class DecodeRounds(rows.SlotRows):
             failed=failed[None],
         )
         return kv, in_one_slot(logits, window)
-
-    def _decode(self, params, cache, *, tokens, start, num_active, is_given=False):
-        """Decodes rows of the window one at a time.
-
-        Args:
-          num_active: the most that are decoded.
-          is_given: decode all of them; otherwise stop after the first whose token is
-            not the next of the window.
-
-        Returns:
-          The cache, the logits of each row, the token that each chose (-1 where none
-          was decoded), and how many rows were decoded.
-        """
-
-        def keep_going(carry):
-            row, goes_on, *_ = carry
-            return goes_on & (row < num_active)
-
-        def step(carry):
-            row, _, cache, logits, own = carry
-            one = {"tokens": tokens[row][None], "num_active": jnp.int32(1)}
-            cache, part = self.model.forward(params, cache, start=start + row, **one)
-            chosen = self.model.choose(part, jnp.int32(1))[0]
-            follows = tokens.at[row + 1].get(mode="fill", fill_value=-1)
-            goes_on = is_given | (chosen == follows)
-            goes_on &= ~self.model.is_out_of_pages(cache)
-            logits, own = logits.at[row].set(part[0]), own.at[row].set(chosen)
-            return row + 1, goes_on, cache, logits, own
-
-        logits = jnp.zeros((self.width, self.config.vocab_size), jnp.float32)
-        # A row that is not decoded must not look like a draft that was right.
-        own = jnp.full((self.width,), -1, jnp.int32)
-        row, _, cache, logits, own = jax.lax.while_loop(
-            keep_going, step, (jnp.int32(0), jnp.bool_(True), cache, logits, own)
-        )
-        return cache, logits, own, row
 
     def truncate(self, kv: Caches, new_len: Int[Array, " B"], *, asked) -> Caches:
         """Truncates both caches, and counts the mismatches among what is kept."""
@@ -406,6 +359,10 @@ class DecodeRounds(rows.SlotRows):
         return dataclasses.replace(run, mismatches=int(kv.mismatches))
 
 
+LIBRARY = ("flash", "library-rows")
+"""Paths of the library's products, which fuse nothing and take `observe`."""
+
+
 def target(
     name: str, model: row_model.RowModel, *, decodes: int | None = None
 ) -> rows.SlotRows:
@@ -413,10 +370,19 @@ def target(
 
     Args:
       decodes: columns of a window, where decoding decides in its place.
+
+    Raises:
+      ValueError: a path that does not run models of this family.
     """
-    path = make_path(name, model)
-    if decodes is not None:
-        return DecodeRounds(model=model, path=path, width=decodes)
-    if path is model:
-        return rows.SlotRows(model=model, num_slots=1)
-    return OneSlot(model=model, path=path)
+    if name not in LIBRARY:
+        of_rows = {"paged-decode": rows.of(model, 1), "row-loop": RowLoop(model=model)}
+        return of_rows[name]
+    if not isinstance(model.config, config_lib.Qwen3Config):
+        raise ValueError(
+            f"verify path {name!r} runs models of qwen3, and this is one of "
+            f"{model.config.model_type}: take 'paged-decode' or 'row-loop'"
+        )
+    path = LibraryWindow(model=model, is_one_shot=name == "flash")
+    if decodes is None:
+        return path
+    return DecodeRounds(model=model, path=path, width=decodes)

@@ -1,1 +1,1 @@
-"""Instruments: what every row of a run saw, and which operation differs."""
+"""Instruments: what every row of a run saw, and what is equal of two runs."""

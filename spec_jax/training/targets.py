@@ -146,7 +146,7 @@ class Online:
     def best_of(self, row: int, final: np.ndarray) -> np.ndarray:
         """Returns the target's most likely token after each row of a text, `[T] int32`.
 
-        What it wrote greedily says it. Otherwise it is kept from the first time that it
+        Texts that it wrote greedily say it. Otherwise it is kept from the first time that it
         is asked for: a product with the whole vocabulary costs as much as a step of a
         small drafter.
 

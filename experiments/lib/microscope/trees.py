@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.lib.microscope import scene as scene_lib
 from spec_jax import compilation, tree as tree_lib
-from spec_jax.debug.microscope import scene as scene_lib
 from spec_jax.engine import protocols, rows as rows_lib
 from spec_jax.model import params as params_lib, row_model
 from spec_jax.paging import cache

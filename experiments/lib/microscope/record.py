@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from experiments.lib.microscope import faults, fused, scene as scene_lib, trees
 from spec_jax import compilation, testing
-from spec_jax.debug.microscope import faults, fused, scene as scene_lib, trees
 from spec_jax.model import observe, params as params_lib, qwen3, row_model
 from spec_jax.ops import projection
 from spec_jax.paging import allocator, cache
@@ -27,30 +27,29 @@ class Path:
     """A way to run a window, static and hashable.
 
     Attributes:
-      model: what runs it, unless `target` does; says config, implementation and slab.
+      name: of the way, for tables and rows.
+      model: a model of Qwen3; says config, implementation and slab.
       page_size: of the cache that it runs on.
       window_rows: the height of the array that a window comes in, active or not, for
         which the library's products are compiled; that of its tokens if None.
       one_by_one: each row of the window is a call of its own.
-      target: a `baseline.RowTarget` that runs it uninstrumented; None: `model`.
-      is_rows: it is a run of `qwen3.forward_rows`, which is what is recorded then, and
-        its kernels fuse operations. Otherwise `target.forward` fuses none, and takes
-        `observe`, see `model.observe`.
+      target: None: the window is a run of `qwen3.forward_rows`, whose kernels fuse
+        operations. Otherwise a `baseline.RowTarget` that runs it and fuses none; its
+        `forward` takes `observe`, see `model.observe`.
       tree: parents of the columns of the tree in which the window is verified, see
         `trees`; None: the window is a chain.
 
     Raises:
-      ValueError: neither rows nor a target to observe; or a tree for what is not one
-        forward of the model's rows.
+      ValueError: a tree for what is not one forward of the model's rows.
       NotImplementedError: a model of another family than Qwen3.
     """
 
+    name: str
     model: row_model.RowModel
     page_size: int
     window_rows: int | None = None
     one_by_one: bool = False
     target: Any = None
-    is_rows: bool = True
     tree: tuple[int, ...] | None = None
 
     def __post_init__(self):
@@ -59,17 +58,22 @@ class Path:
                 f"the microscope knows the operations of qwen3 models, and this is a "
                 f"{self.model.config.model_type} model"
             )
-        if self.target is None and not self.is_rows:
+        if self.tree is not None and (self.one_by_one or self.target is not None):
             raise ValueError(
-                "a path that is not of rows needs a target, whose `forward` takes "
-                "`observe`: give it one, or is_rows=True"
+                f"a tree is verified by the model's rows, all of them at once, and not "
+                f"by {self.name}: leave the tree out"
             )
-        is_model = self.target is None and not self.one_by_one
-        if self.tree is not None and not is_model:
-            raise ValueError(
-                "a tree is verified by the model's rows, all of them at once: leave "
-                "one_by_one and target out"
-            )
+
+    @property
+    def dtype(self) -> str:
+        """The model's."""
+        return self.model.config.dtype
+
+    def to_row(self) -> dict[str, Any]:
+        """Returns the JSON form."""
+        sizes = {name: getattr(self, name) for name in ("page_size", "window_rows")}
+        model = {"impl": self.model.impl, "dtype": self.dtype, "slab": self.model.slab}
+        return {"path": self.name, **model, **sizes, "tree": self.tree}
 
     @property
     def height(self) -> int:
@@ -79,27 +83,13 @@ class Path:
         return trees.target(self.model).tile_rows(len(self.tree))
 
     @property
-    def runner(self) -> Any:
-        """The `baseline.RowTarget` that runs it uninstrumented."""
-        return self.model if self.target is None else self.target
-
-    @property
     def fused(self) -> tuple[str, ...]:
         """The operations whose values never leave a kernel."""
-        if not self.is_rows:
+        if self.target is not None:
             return ()
         return tuple(
             name for name in observe.OPERATIONS if name not in observe.LEAVES_ROWS
         )
-
-    def rows_of_a_call(self, window: int) -> int:
-        """Returns the active rows of each forward pass over a window of that many.
-
-        A tree in several passes gives the rows of the last one.
-        """
-        if self.tree is not None:
-            return (len(self.tree) - 1) % self.height + 1
-        return 1 if self.one_by_one else window
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,44 +115,36 @@ class Record:
         """`[rows, V]` float32."""
         return self.values["logits"]
 
+    @property
+    def dtype(self) -> np.dtype:
+        """The model's."""
+        return self.values["embed"].dtype
 
-def take(path: Path, params: params_lib.Params, scene: scene_lib.Scene) -> Record:
+
+def take(
+    path: Path,
+    params: params_lib.Params,
+    scene: scene_lib.Scene,
+    fault: faults.Fault | None = None,
+) -> Record:
     """Runs a scene on a path, uninstrumented and recorded.
+
+    Args:
+      fault: planted in what is recorded; the checks are of the path without it.
 
     Raises:
       ValueError: a window that does not fit the slab, or is not as long as the tree's
-        path.
+        path; or a fault that cannot be planted on this path.
     """
+    if fault is not None:
+        is_tree, num_layers = path.tree is not None, path.model.config.num_layers
+        faults.check(fault, num_layers=num_layers, is_tree=is_tree)
     real_kv, logits = _run_unseen(path, params, scene)
     kv, values, wrong = _record(path, params, scene, fault=None)
-    moved = _count(values["logits"], logits)
-    return Record(
-        values=values, moved=moved + _count_kv(kv, real_kv), unexplained=wrong
-    )
-
-
-def take_with_fault(
-    path: Path, params: params_lib.Params, scene: scene_lib.Scene, fault: faults.Fault
-) -> Record:
-    """Does as `take`, with a fault planted; its checks are of the path without it.
-
-    Raises:
-      ValueError: as `take`, or a fault that cannot be planted on this path.
-    """
-    is_fused = fault.operation in path.fused
-    num_rows = path.rows_of_a_call(len(scene.window))
-    faults.check(
-        fault,
-        path.model.config,
-        is_fused=is_fused,
-        num_rows=num_rows,
-        depth=None if path.tree is None else len(trees.columns(path.tree)) - 1,
-    )
-    good = take(path, params, scene)
-    if is_fused:
-        params = faults.of_params(params, path.model.config, fault)
-    _, values, _ = _record(path, params, scene, fault=fault)
-    return dataclasses.replace(good, values=values)
+    moved = _count(values["logits"], logits) + _count_kv(kv, real_kv)
+    if fault is not None:
+        _, values, _ = _record(path, params, scene, fault=fault)
+    return Record(values=values, moved=moved, unexplained=wrong)
 
 
 def calls(
@@ -173,7 +155,7 @@ def calls(
     Raises:
       ValueError: more tokens than the rows they come in, or more rows than the slab.
     """
-    num_rows = path.rows_of_a_call(len(tokens))
+    num_rows = 1 if path.one_by_one else len(tokens)
     height = num_rows if path.window_rows is None else path.window_rows
     if num_rows > height:
         raise ValueError(
@@ -213,10 +195,10 @@ def _filled(path: Path, scene: scene_lib.Scene) -> cache.PagedKV:
 
 def _record(path, params, scene, *, fault):
     """Returns the cache after the window, values by key, and unexplained ones."""
-    kv = _filled(path, scene)
-    # One that is inside a kernel is in the weights; the program is as without it.
-    is_weight = fault is not None and fault.operation in faults.WEIGHTS
-    planted = None if is_weight and path.fused else fault
+    kv, planted = _filled(path, scene), fault
+    if fault is not None and path.fused and fault.operation in faults.WEIGHTS:
+        # The program is as without it.
+        params, planted = faults.of_params(params, fault), None
     records: list[dict[str, np.ndarray]] = []
     wrong: collections.Counter[str] = collections.Counter()
     passes = calls(path, scene.window, scene.start)
@@ -252,7 +234,7 @@ def run(
     num_active: Int[Array, ""],
 ) -> tuple[cache.PagedKV, Float[Array, "rows V"]]:
     """Runs the path uninstrumented, see `baseline.RowTarget.forward`."""
-    return path.runner.forward(
+    return (path.target or path.model).forward(
         params, kv, tokens=tokens, start=start, num_active=num_active
     )
 
@@ -275,7 +257,12 @@ def _run_seen(path, params, kv, *, tokens, start, num_active, fault, layout=None
 
     hook = record
     if fault is not None:
-        hook = _injector(path, params, kv, fault, record, start, num_active, layout)
+        hook = faults.hook(
+            fault,
+            record,
+            num_active=num_active,
+            attention=_attention(path, params, kv, start, layout),
+        )
     kv = _forward(path, params, kv, hook, layout=layout, **where)
     return kv, values
 
@@ -289,7 +276,7 @@ def _layout(path, start, layout):
 
 def _forward(path, params, kv, hook, *, tokens, start, num_active, layout):
     """Runs the path's forward pass with a hook in it; returns the cache."""
-    if not path.is_rows:
+    if path.target is not None:
         where = {"tokens": tokens, "start": start, "num_active": num_active}
         return path.target.forward(params, kv, observe=hook, **where)[0]
     height, slot = path.height, row_model.SLOT
@@ -307,25 +294,18 @@ def _forward(path, params, kv, hook, *, tokens, start, num_active, layout):
     return allocator.extend(kv, slot, start + num_active)
 
 
-def _injector(path, params, kv, fault, then, start, num_active, layout):
-    """Returns the hook that plants a fault in a kernel's result, or in a rotation."""
-    config, rotation = path.model.config, None
-    if path.fused:
-        positions, branch = _layout(path, start, layout)
-        angles, by_place = _all_angles(path.model, positions, branch)
-        rotation = faults.Rotation(
-            params=params,
-            config=config,
-            impl=path.model.impl,
-            kv=kv,
-            positions=positions,
-            branch=branch,
-            slot=row_model.SLOT,
-            angles=angles,
-            by_place=by_place,
-        )
-    return faults.Injector(
-        fault, config=config, num_active=num_active, then=then, rotation=rotation
+def _attention(path, params, kv, start, layout):
+    """Returns what a fault inside the fused attention needs; None for other paths."""
+    if not path.fused:
+        return None
+    positions, branch = _layout(path, start, layout)
+    return faults.Attention(
+        model=path.model,
+        params=params,
+        kv=kv,
+        positions=positions,
+        branch=branch,
+        angles=_all_angles(path.model, positions),
     )
 
 
@@ -333,15 +313,13 @@ def _read_fused(path, params, values, *, tokens, start, num_active, fault, layou
     """Recomputes the values that a pass's kernels kept to themselves, by key."""
     del tokens
     model = path.model
-    good, by_place = _angles(path, start, layout)
+    good = _angles(path, start, layout)
     read: dict[str, jax.Array] = {}
     x = values["embed"]
     for number, layer in enumerate(params.layers):
         angles = {"q_rope": good, "k_rope": good}
         if fault is not None and fault.layer == number and fault.operation in angles:
-            angles[fault.operation] = faults.of_angles(
-                good, fault.kind, num_active=num_active, by_place=by_place
-            )
+            angles[fault.operation] = faults.of_angles(good, num_active)
         seen = {
             name: values[observe.key(number, name)]
             for name in observe.LAYER_OPERATIONS
@@ -380,19 +358,13 @@ _project = compilation.jit(projection.project, static_argnames=("out_dtype", "im
 
 @functools.partial(compilation.jit, static_argnames=("path",))
 def _angles(path, start, layout):
-    return _all_angles(path.model, *_layout(path, start, layout))
+    """Returns the angles of a call's rows."""
+    return _all_angles(path.model, _layout(path, start, layout)[0])
 
 
-def _all_angles(model, positions, branch):
-    """Returns the rows' angles, and those of trees if places were positions."""
-    angles = functools.partial(
-        qwen3.row_angles,
-        model.config,
-        dtype=jnp.dtype(model.config.dtype),
-        impl=model.impl,
-    )
-    places = positions if branch is None else branch[:, -1]
-    return angles(positions), angles(places)
+def _all_angles(model, positions):
+    dtype = jnp.dtype(model.config.dtype)
+    return qwen3.row_angles(model.config, positions, dtype=dtype, impl=model.impl)
 
 
 def _unexplained(path, params, values, num_rows) -> dict[str, int]:

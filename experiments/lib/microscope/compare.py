@@ -10,9 +10,8 @@ import math
 
 import numpy as np
 
+from experiments.lib.microscope import record as record_lib, scene as scene_lib
 from spec_jax import testing
-from spec_jax.debug.microscope import record as record_lib, scene as scene_lib
-from spec_jax.model import observe
 
 
 TOP = 5
@@ -41,21 +40,14 @@ class Cell:
 class First:
     """The first operation that differs, in order of computation, and its first row.
 
-    Everything that it was computed from is the same in both records.
+    Everything that it was computed from is the same in both records. In prefixes it is
+    "k" or "v" at the first position, and there in the first layer, that differs.
     """
 
     layer: int | None
     operation: str
     row: int
     cell: Cell  # of that row alone
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Growth:
-    """How far the residual has parted after a layer."""
-
-    layer: int
-    cell: Cell
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +80,6 @@ class Comparison:
 
     cells: dict[str, Cell]
     first: First | None
-    growth: tuple[Growth, ...]
     choices: tuple[tuple[Choice, Choice], ...]
 
     @property
@@ -107,25 +98,12 @@ class Comparison:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FirstOfPrefix:
-    """The first keys or values of a prefix that differ: by position, then by layer.
-
-    No earlier position differs in any layer, and at this one no layer before.
-    """
-
-    layer: int
-    part: str  # "k" or "v"
-    position: int
-    cell: Cell  # of that position alone
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefix:
     """How far the keys and values of two prefixes are the same, over all layers."""
 
     differing: int
     elements: int
-    first: FirstOfPrefix | None
+    first: First | None  # its row is a position
 
 
 def compare_prefixes(one: scene_lib.Scene, other: scene_lib.Scene) -> Prefix:
@@ -147,9 +125,7 @@ def compare_prefixes(one: scene_lib.Scene, other: scene_lib.Scene) -> Prefix:
     if parted:
         position, layer, part = min(parted)
         alone = (x[position : position + 1] for x in pairs[layer, part])
-        first = FirstOfPrefix(
-            layer=layer, part=part, position=position, cell=cell_of(*alone)
-        )
+        first = First(layer=layer, operation=part, row=position, cell=cell_of(*alone))
     return Prefix(
         differing=sum(cell.differing for cell in cells.values()),
         elements=sum(cell.elements for cell in cells.values()),
@@ -157,43 +133,23 @@ def compare_prefixes(one: scene_lib.Scene, other: scene_lib.Scene) -> Prefix:
     )
 
 
-def compare(
-    one: record_lib.Record,
-    other: record_lib.Record,
-    *,
-    dtypes: tuple[str, str],
-    layers: tuple[int, ...],
-) -> Comparison:
-    """Compares two records of the same scene.
-
-    Args:
-      dtypes: of the two models, for the margins.
-      layers: those to look at, in order; what lies outside of layers is looked at too.
-    """
-    names = [
-        ("embed", None),
-        *((name, layer) for layer in layers for name in observe.LAYER_OPERATIONS),
-        ("final_norm", None),
-        ("logits", None),
-    ]
+def compare(one: record_lib.Record, other: record_lib.Record) -> Comparison:
+    """Compares two records of the same scene."""
     cells, first = {}, None
-    for name, layer in names:
-        key = observe.key(layer, name)
+    for key in one.values:  # In order of computation.
         values = one.values[key], other.values[key]
         cells[key] = cell_of(*values)
         if first is None and cells[key].differing:
             row = cells[key].rows[0]
             alone = cell_of(*(value[row : row + 1] for value in values))
-            first = First(layer=layer, operation=name, row=row, cell=alone)
+            layer, _, name = key.rpartition(":")
+            number = int(layer) if layer else None
+            first = First(layer=number, operation=name, row=row, cell=alone)
     return Comparison(
         cells=cells,
         first=first,
-        growth=tuple(
-            Growth(layer=layer, cell=cells[observe.key(layer, "mlp_residual")])
-            for layer in layers
-        ),
         choices=tuple(
-            (choice_of(a, dtypes[0]), choice_of(b, dtypes[1]))
+            (choice_of(a, one.dtype), choice_of(b, other.dtype))
             for a, b in zip(one.logits, other.logits, strict=True)
         ),
     )
