@@ -146,9 +146,9 @@ class Online:
     def best_of(self, row: int, final: np.ndarray) -> np.ndarray:
         """Returns the target's most likely token after each row of a text, `[T] int32`.
 
-        Texts that it wrote greedily say it. Otherwise it is kept from the first time that it
-        is asked for: a product with the whole vocabulary costs as much as a step of a
-        small drafter.
+        Texts that it wrote greedily say it. Of others it is kept from the first time
+        that it is asked for: a product with the whole vocabulary costs as much as a
+        step of a small drafter.
 
         Args:
           final: the text's final hidden states `[T, D]`.
