@@ -47,8 +47,9 @@ def init(
     if not config.has_own_embed:
         made = made.replace(final_norm=targets_lib.final_norm(params))
     made = trained(config, made)
-    spread = jnp.linalg.norm(made.lm_head * made.final_norm, axis=-1)
-    return made.replace(final_norm=made.final_norm / jnp.sqrt(jnp.mean(spread**2)))
+    rows = weights.matrix(made.lm_head) * made.final_norm
+    spread = jnp.sqrt(jnp.mean(jnp.sum(rows**2, axis=-1)))
+    return made.replace(final_norm=made.final_norm / spread)
 
 
 def _resized(x: jax.Array, width: int) -> jax.Array:
