@@ -146,7 +146,7 @@ class Online:
     def best_of(self, row: int, final: np.ndarray) -> np.ndarray:
         """Returns the target's most likely token after each row of a text, `[T] int32`.
 
-        Texts that it wrote greedily say it. Of others it is kept from the first time
+        Texts that it wrote greedily say it. For others it is kept from the first time
         that it is asked for: a product with the whole vocabulary costs as much as a
         step of a small drafter.
 
