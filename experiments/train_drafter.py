@@ -321,25 +321,34 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     first = len(data) - held_out
     pair_export.keep_flags(args)
     train_data = targets.Part(data=data, first=0, count=first)
-    if job.scale is None and not loop.has_begun(args.work):
+    if job.scale is None and not loop.num_steps(args.work):
         np.save(_scale_path(args), targets.scale_of(train_data))
         job = dataclasses.replace(job, scale=np.load(_scale_path(args)))
-    loop.run(
-        args.family,
-        _recipe(args),
-        _init(args, job),
-        _bound(family.training.loss, config, tuple(family.of_loss(args).items())),
-        train_data,
-        targets.Part(data=data, first=first, count=held_out),
-        args.work,
-        teacher=_cast(job.teacher, config.layer.dtype),
-        measure=_bound(
-            family.training.measure, config, tuple(family.of_measure(args).items())
-        ),
-        draw=family.draw(args, config, job.hot),
-        mesh=loop.data_mesh(args.devices),
-        stop_after=stop_after,
-    )
+    told, end = family.of_loss(args), stop_after or args.steps
+    phases = [(told, end)]
+    if args.first_alone:
+        phases = [(told | {"steps": 1}, min(args.first_alone, end)), *phases]
+    for of_loss, last in phases:
+        if loop.num_steps(args.work) >= last and last < end:
+            continue
+        loop.run(
+            args.family,
+            _recipe(args),
+            _init(args, job),
+            _bound(family.training.loss, config, tuple(of_loss.items())),
+            train_data,
+            targets.Part(data=data, first=first, count=held_out),
+            args.work,
+            teacher=_cast(job.teacher, config.layer.dtype),
+            measure=_bound(
+                family.training.measure, config, tuple(family.of_measure(args).items())
+            ),
+            draw=family.draw(args, config, job.hot),
+            mesh=loop.data_mesh(args.devices),
+            stop_after=last if last < args.steps else None,
+        )
+        if last == end:
+            break
     return loop.last_held_out(args.work)
 
 
@@ -466,6 +475,8 @@ FLAGS = {
         --compute DTYPE  of the products (default: the target's); float32 is the faster
           one on a CPU without instructions for bfloat16
         --ttt-steps N=7  drafting steps that are trained, of eagle3
+        --first-alone N  optimiser steps, at the beginning, that train the first draft
+          alone, each in a third of the time
         --anchors N=32  blocks of a sequence that a step trains
         --decay RATE=4.0  drafts after which one counts 1/e of the first in the loss: 4
             is for a block of 7; 5 and 7 were published for 10 and 16

@@ -15,6 +15,7 @@ import jax
 from experiments.lib import cli, samples
 from experiments.pair import corpus, families, quality
 from spec_jax.model import config as config_lib, load, params as params_lib
+from spec_jax.training import loop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,7 @@ def keep_flags(args: argparse.Namespace) -> None:
     flags = {"family": args.family} | {name: getattr(args, name) for name in names}
     flags = json.loads(json.dumps(flags, default=str))
     path = _flags_path(args)
-    if path.exists() and any((args.work / "checkpoints").glob("[0-9]*")):
+    if path.exists() and loop.num_steps(args.work):
         held = json.loads(path.read_text(encoding="utf-8"))
         _check_same(path, held, {n: x for n, x in flags.items() if n != "steps"})
     whole = path.with_name(f"{path.name}.part")

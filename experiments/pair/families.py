@@ -26,7 +26,7 @@ from spec_jax.model import (
 from spec_jax.training import block, eagle3, loop
 
 
-OF_EAGLE3 = ("width",)
+OF_EAGLE3 = ("width", "first_alone")
 """Flags of that family alone."""
 
 OF_DSPARK = ("head", "no_tv", "no_confidence", "no_copies")
@@ -188,7 +188,7 @@ FAMILIES = {
         dialects=eagle3_dialects,
         dialect="midlayer",
         depth="ttt_steps",
-        flags=("width", "ttt_steps"),
+        flags=("width", "ttt_steps", "first_alone"),
         config=_eagle3,
         shape=_eagle3_shape,
         of_loss=_steps,
@@ -273,7 +273,8 @@ def check_flags(args: argparse.Namespace) -> None:
     """Passes if the flags go together.
 
     Raises:
-      ValueError: a flag of one family's with another, or of one layout's.
+      ValueError: a flag of one family's with another, or of one layout's; or steps
+        that end at no checkpoint.
     """
     for family, names in (("dspark", OF_DSPARK), ("eagle3", OF_EAGLE3)):
         given = [name for name in names if getattr(args, name)]
@@ -281,6 +282,13 @@ def check_flags(args: argparse.Namespace) -> None:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             raise ValueError(f"{flags} with --family {args.family}: of {family} alone")
     check_copies(args.no_copies, args.dialect)
+    alone = args.first_alone or 0
+    if alone % args.save_every or alone >= args.steps:
+        raise ValueError(
+            f"--first-alone {alone} must be a multiple of --save-every "
+            f"{args.save_every}, since it ends at a checkpoint, and below --steps "
+            f"{args.steps}"
+        )
 
 
 def check_copies(no_copies: bool, dialect: str) -> None:

@@ -404,9 +404,10 @@ class _Progress(progress.Progress):
             self.console.print(line, soft_wrap=True, highlight=False)
 
 
-def has_begun(folder: pathlib.Path) -> bool:
-    """Returns whether `folder` has a checkpoint."""
-    return any((folder / "checkpoints").glob("[0-9]*"))
+def num_steps(folder: pathlib.Path) -> int:
+    """Returns the step of the newest checkpoint in `folder`; 0 without one."""
+    names = [path.name for path in (folder / "checkpoints").glob("*")]
+    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def restore(recipe: Recipe, init: Params, folder: pathlib.Path):

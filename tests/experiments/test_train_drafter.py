@@ -332,6 +332,32 @@ def test_a_head_begins_without_an_opinion(target, work):
     assert 0.8 < logits.std() < 1.25
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_first_draft_is_trained_alone_at_first(target, work, tmp_path):
+    """Fails if the loss changes at another step, or resuming changes a bit."""
+    texts = (work / "texts.npz").read_bytes()
+    found = {}
+    for name, flags, stops in (
+        ("alone", ("--ttt-steps", "1"), (None,)),
+        ("deep", (), (None,)),
+        ("both", ("--first-alone", "2"), (None,)),
+        ("killed", ("--first-alone", "2", "--eval-every", "1"), (1, 3, None)),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "texts.npz").write_bytes(texts)
+        for stop in stops:
+            args = train_drafter.parse_args(command(target, folder, "train", *flags))
+            train_drafter.train(args, stop_after=stop)
+        found[name] = [loss for _, loss, _ in losses(folder)]
+    assert found["both"] == found["killed"]
+    assert found["both"][:2] == found["alone"][:2]
+    # Deeper steps count, too, from the third on.
+    assert found["deep"][0] > found["alone"][0] and found["both"][2] > found["both"][1]
+    assert found["both"][2:] != found["alone"][2:]
+
+
 def assert_begins_as(head, target, work, *flags):
     """Of the drafter of `--base` all that is trained, whatever shape the flags ask."""
     args = train_drafter.parse_args(command(target, work, "train", *flags))
@@ -734,6 +760,8 @@ SPECULATORS = ("--dialect", "speculators", "--family")
         ("train", ["--batch", "16"], "20 texts are too few for batches of 16"),
         ("train", ["--ttt-steps", "15"], "--length 17 or more"),
         ("train", ["--taps", "0,1,3"], "each must be below 3"),
+        ("train", ["--first-alone", "3"], "a multiple of --save-every 2"),
+        ("train", ["--first-alone", "4"], "and below --steps 4"),
         ("train", ["--dialect", "deepspec"], "--draft-vocab 40 with --dialect deepsp"),
         ("rollouts", ["--prefix", "16"], "leaves nothing to write after --prefix 16"),
     ],
