@@ -46,6 +46,7 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
     "hugging_face": lambda row: row.get("kind") == "comparison" and "length" in row,
     "divergence": _of_kind("parity"),
     "sweep_positions": curves.is_cell,
+    "sweep_contexts": curves.is_at_context,
     "ablations": _of_kind("ablation"),
     "improvement": _of_kind("theory"),
     "tree": _of_kind("tree"),

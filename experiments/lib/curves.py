@@ -66,6 +66,23 @@ def is_cell(row: Row) -> bool:
     return row.get("kind") == "sweep" and is_of_chains
 
 
+def is_at_context(row: Row) -> bool:
+    """Whether the row is a cell whose prompts were brought to so many tokens."""
+    return is_cell(row) and str(row.get("category")).isdecimal()
+
+
+def by_context(rows: Sequence[Row]) -> list[Curve]:
+    """Curves over the tokens of a prompt, one for each drafter and its settings.
+
+    Raises:
+      ValueError: a cell that is there twice, or more curves than can be told apart.
+    """
+    names = ("prompt_source", "temperature", "drafter", "gamma_policy", "gamma")
+    at = [row | {"prompt_tokens": int(row["category"])} for row in rows]
+    grouped = group_by(at, names).values()
+    return labelled(grouped, names, axis="prompt_tokens", otherwise="drafter")
+
+
 def by_gamma(summaries: Sequence[Row]) -> list[Curve]:
     """Curves over gamma: settings that were run with two values of it, or more.
 

@@ -234,6 +234,18 @@ def sweep_positions(rows: Sequence[Row]) -> Figure:
     return _by_position(curves.cells_by_position(rows))
 
 
+def sweep_contexts(rows: Sequence[Row]) -> Figure:
+    """Tokens a round over the tokens of a prompt, of `sweep.py --context`."""
+    figure, (axes,) = new(3.4, 1, 1)
+    _plot(axes, curves.by_context(rows), "prompt_tokens", "mean_accepted_length")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({int(row["category"]) for row in rows}))
+    axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.set(xlabel="tokens of the prompt", ylabel="tokens a round", ylim=(1, None))
+    _legend(figure, None)
+    return figure
+
+
 def ablations(rows: Sequence[Row]) -> Figure:
     """P(draft kept at a position, if all before it were) of each variant of DSpark."""
     panels = curves.group_by(rows, ("temperature",))
