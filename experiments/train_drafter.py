@@ -229,8 +229,13 @@ def prepare(args: argparse.Namespace) -> Job:
             texts=texts, params=params, config=target, taps=config.taps
         ),
         base=base,
-        scale=np.load(_scale_path(args)) if _scale_path(args).exists() else None,
+        scale=_scale(args) if loop.num_steps(args.work) else None,
     )
+
+
+def _scale(args: argparse.Namespace) -> np.ndarray | None:
+    """Returns the features' scale of a training that has begun, if it has one."""
+    return np.load(_scale_path(args)) if _scale_path(args).exists() else None
 
 
 def _scale_path(args: argparse.Namespace) -> pathlib.Path:
@@ -321,9 +326,9 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     first = len(data) - held_out
     pair_export.keep_flags(args)
     train_data = targets.Part(data=data, first=0, count=first)
-    if job.scale is None and not loop.num_steps(args.work):
+    if not loop.num_steps(args.work):
         np.save(_scale_path(args), targets.scale_of(train_data))
-        job = dataclasses.replace(job, scale=np.load(_scale_path(args)))
+        job = dataclasses.replace(job, scale=_scale(args))
     told, end = family.of_loss(args), stop_after or args.steps
     phases = [(told, end)]
     if args.first_alone:

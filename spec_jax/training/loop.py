@@ -130,40 +130,51 @@ def labels(params: Params) -> Params:
 
 
 def batch(
-    data: Data, *, size: int, step: int, seed: int, draw: Draw | None = None
+    data: Data,
+    *,
+    size: int,
+    step: int,
+    seed: int,
+    unit: int = 1,
+    draw: Draw | None = None,
 ) -> Batch:
     """Returns the sequences of optimiser step `step`, in an order of its epoch's own.
 
     An epoch has each sequence at most once; those at its end that fill no batch are
-    left out. Data with `lengths`, of which not all are the same, comes in batches of
-    like ones. A pure function of its arguments, so that a resumed run sees the same
-    batches.
+    left out. Data with `columns`, of which not all are the same, comes in batches of
+    one number of columns: of the longest `size`, and of shorter ones so many more that
+    a batch holds about as much. A pure function of its arguments, so that a resumed
+    run sees the same batches.
+
+    Args:
+      unit: divides the sequences of a batch.
+      draw: where it is given, `size` sequences are a batch whatever their columns:
+        what it draws of each decides how much that is.
     """
-    per_epoch = len(data) // size
+    columns = _columns_of(data)
+    counts = {}
+    for width, there in zip(*np.unique(columns, return_counts=True), strict=True):
+        count = size if draw else int(size * columns.max() // width)
+        if width < columns.max():
+            count = max(min(count, there) // unit * unit, unit)
+        counts[width] = count, there // count
+    per_epoch = sum(number for _, number in counts.values())
     if per_epoch == 0:
         raise ValueError(f"batch size {size} exceeds the {len(data)} windows of data")
     epoch, index = divmod(step, per_epoch)
     random = np.random.default_rng((seed, epoch))
-    order = random.permutation(len(data))[: per_epoch * size]
-    lengths = getattr(data, "lengths", None)
-    if lengths is not None and np.ptp(lengths):
-        order = _of_like_lengths(order, lengths, size, random)
-    rows = order[index * size : (index + 1) * size]
+    batches = []
+    for width, (count, number) in counts.items():
+        rows = random.permutation(np.flatnonzero(columns == width))
+        batches += [*rows[: number * count].reshape(number, count)]
+    order = random.permutation(per_epoch) if len(counts) > 1 else range(per_epoch)
+    rows = batches[order[index]]
     return data[rows] if draw is None else draw(data[rows], rows, step)
 
 
-GROUP = 16
-"""Batches whose sequences are sorted by length, so that those of a batch are alike."""
-
-
-def _of_like_lengths(order, lengths, size, random):
-    """Returns an epoch's order with batches of like lengths, in a random order."""
-    batches = []
-    for start in range(0, len(order), GROUP * size):
-        group = order[start : start + GROUP * size]
-        by_length = group[np.argsort(lengths[group], kind="stable")]
-        batches += np.split(by_length, len(group) // size)
-    return np.concatenate([batches[x] for x in random.permutation(len(batches))])
+def _columns_of(data: Data) -> np.ndarray:
+    """Returns the columns of each sequence, where they have several numbers."""
+    return np.asarray(getattr(data, "columns", np.ones(len(data), int)))
 
 
 def held_out_loss(loss: Loss, params: Params, data: Data, *, batch_size: int) -> float:
@@ -184,8 +195,9 @@ def held_out(
 ) -> dict[str, float]:
     """Returns each number over whole batches of `data`; NaN where there are none."""
     parts = []
+    order = np.argsort(-_columns_of(data), kind="stable")  # Little padding.
     for start in range(0, len(data) - batch_size + 1, batch_size):
-        rows = np.arange(start, start + batch_size)
+        rows = order[start : start + batch_size]
         inputs = data[rows] if draw is None else draw(data[rows], rows, None)
         parts.append(jax.device_get(measure(params, inputs, teacher)))
     sums = {name: np.sum([x[name] for x in parts], 0, float) for name in parts[0]}
@@ -315,6 +327,7 @@ def run(
                     draw=draw,
                     size=recipe.batch_size,
                     seed=recipe.seed,
+                    unit=recipe.part_size * (1 if mesh is None else mesh.size),
                 )
                 state, row = _timed_step(recipe, state, tokens, teacher, loss, mesh)
                 done = step + 1

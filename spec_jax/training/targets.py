@@ -92,13 +92,20 @@ class Texts:
         is_last = self.mask[:, ::-1].argmax(axis=1)
         return np.where(self.mask.any(axis=1), self.mask.shape[1] - is_last, 0)
 
+    @functools.cached_property
+    def columns(self) -> np.ndarray:
+        """Columns that show a text's rows and the token after them, `[n] int`: few
+        different numbers, and little padding."""
+        whole = -(-(self.lengths + 1) // BUCKET) * BUCKET
+        return np.minimum(whole, self.tokens.shape[1])
+
     def __len__(self) -> int:
         return len(self.tokens)
 
     def batch(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns `tokens`, `mask` and `greedy` of some texts, without the columns that
         none of them needs."""
-        size = _columns(self, int(self.lengths[rows].max(initial=0)))
+        size = self.columns[rows].max()
         return {
             "tokens": self.tokens[rows, :size],
             "mask": self.mask[rows, :size],
@@ -108,11 +115,6 @@ class Texts:
     def read(self, row: int) -> np.ndarray:
         """Returns the tokens that the rows up to the last that counts are of."""
         return self.tokens[row, : self.lengths[row]]
-
-
-def _columns(texts: Texts, length: int) -> int:
-    """Returns how many columns show `length` rows, and the token after them."""
-    return min(-(-(length + 1) // BUCKET) * BUCKET, texts.tokens.shape[1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,15 +133,15 @@ class Online:
         return len(self.texts)
 
     @property
-    def lengths(self) -> np.ndarray:
-        """Rows of each text, `[n] int`."""
-        return self.texts.lengths
+    def columns(self) -> np.ndarray:
+        """As `Texts.columns`."""
+        return self.texts.columns
 
     def rows_of(self, row: int) -> np.ndarray:
         """Returns what the target makes of a text up to the last row that counts: see
         `stored`."""
-        length = int(self.lengths[row])
-        tokens = self.texts.tokens[row, : _columns(self.texts, length)]
+        length = int(self.texts.lengths[row])
+        tokens = self.texts.tokens[row, : self.columns[row]]
         made = _one(self.params, tokens[None], self.config, self.taps)
         return np.asarray(made)[:length]
 
@@ -229,9 +231,9 @@ class Part:
         return self.count
 
     @property
-    def lengths(self) -> np.ndarray:
-        """Rows of each text, `[n] int`."""
-        return self.data.lengths[self.first : self.first + self.count]
+    def columns(self) -> np.ndarray:
+        """As `Texts.columns`."""
+        return self.data.columns[self.first : self.first + self.count]
 
     def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         return self.data[np.asarray(rows) + self.first]
@@ -384,9 +386,9 @@ class Cached:
         return len(self.online)
 
     @property
-    def lengths(self) -> np.ndarray:
-        """Rows of each text, `[n] int`."""
-        return self.online.lengths
+    def columns(self) -> np.ndarray:
+        """As `Texts.columns`."""
+        return self.online.columns
 
     def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         texts = self.online.texts

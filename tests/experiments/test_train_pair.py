@@ -139,29 +139,49 @@ def test_every_window_comes_once_an_epoch():
         loop.batch(windows, size=7, step=0, seed=0)
 
 
-class _OfLengths:
+class _OfColumns:
     """Sequences that are their own numbers."""
 
-    def __init__(self, lengths):
-        self.lengths = np.asarray(lengths)
+    def __init__(self, columns):
+        self.columns = np.asarray(columns)
 
     def __len__(self):
-        return len(self.lengths)
+        return len(self.columns)
 
     def __getitem__(self, rows):
         return np.asarray(rows)
 
 
-def test_sequences_of_a_batch_are_of_like_lengths():
-    """Each still comes once, and long batches do not come one after the other."""
-    lengths = np.random.default_rng(0).permutation(np.repeat([5, 50, 500], 32))
-    step = functools.partial(loop.batch, _OfLengths(lengths), size=4, seed=0)
-    found = np.array([step(step=number) for number in range(24)])
-    assert sorted(found.ravel().tolist()) == list(range(96))
-    of_batches = lengths[found]
-    assert (np.ptp(of_batches, axis=1) > 0).sum() <= 4  # Two borders in each group.
-    assert not (np.diff(of_batches[:, 0]) >= 0).all()
+COLUMNS = np.random.default_rng(0).permutation(
+    np.repeat([128, 256, 640, 384], [63, 33, 32, 4])
+)
+
+
+@pytest.mark.parametrize(
+    ("draw", "counts"),
+    [(None, {128: 20, 256: 10, 384: 4, 640: 4}), (lambda batch, rows, step: batch, {})],
+)
+def test_batches_hold_about_as_much(draw, counts):
+    """Fails if one mixes lengths, has more than its longest, or a text comes twice; or
+    if long ones come one after the other."""
+    step = functools.partial(
+        loop.batch, _OfColumns(COLUMNS), size=4, seed=0, unit=2, draw=draw
+    )
+    per_epoch = sum(
+        np.count_nonzero(COLUMNS == width) // counts.get(width, 4)
+        for width in (128, 256, 384, 640)
+    )
+    found = [step(step=number) for number in range(per_epoch)]
+    rows = np.concatenate(found)
+    assert len(set(rows.tolist())) == len(rows)
+    widths = [set(COLUMNS[of].tolist()) for of in found]
+    assert all(len(width) == 1 for width in widths)
+    widths = [width.pop() for width in widths]
+    assert [len(of) for of in found] == [counts.get(width, 4) for width in widths]
+    assert not (np.diff(widths) >= 0).all()
     np.testing.assert_array_equal(step(step=5), found[5])
+    again = np.concatenate([step(step=per_epoch + n) for n in range(per_epoch)])
+    assert not np.array_equal(again, rows)
 
 
 def test_the_tokenizer_keeps_every_byte():
