@@ -89,7 +89,7 @@ def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch, cap
     again = ["--verify", str(certificate), "--limit", "2"]
     assert exactness.main(again) == exactness.EXACT
     commands.assert_fails_with(
-        capsys, [*arguments, "--drafter", "dflash"], "no such head is shipped"
+        capsys, [*arguments, "--drafter", "dflash"], "none is given nor shipped"
     )
     heads = [*arguments, "--drafter", f"dspark,{tmp_path / 'dspark'}", "--head"]
     tiny_pair.write_block(tmp_path / "other", folders[0])
