@@ -54,7 +54,7 @@ from spec_jax.model import (
     tokenizer as tokenizer_lib,
 )
 from spec_jax.ops import dispatch
-from spec_jax.training import eagle3, loop, store as store_lib, targets
+from spec_jax.training import batches, eagle3, loop, store as store_lib, targets
 from spec_jax.typing import IMPLS
 
 
@@ -312,7 +312,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     """Trains the drafter, or goes on with it; returns the last held-out numbers."""
     job = prepare(args)
     family, config = job.family, _computing(job.config, args.compute)
-    data: loop.Data = job.online
+    data: batches.Data = job.online
     if args.targets == "cache":
         data = targets.Cached(_store(args, job.online), job.online)
     samples = job.online.texts.samples
@@ -481,7 +481,7 @@ FLAGS = {
           one on a CPU without instructions for bfloat16
         --ttt-steps N=7  drafting steps that are trained, of eagle3
         --first-alone N  optimiser steps, at the beginning, that train the first draft
-          alone, each in a third of the time
+          alone, and take less time
         --anchors N=32  blocks of a sequence that a step trains
         --decay RATE=4.0  drafts after which one counts 1/e of the first in the loss: 4
             is for a block of 7; 5 and 7 were published for 10 and 16

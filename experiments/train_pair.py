@@ -41,7 +41,7 @@ from spec_jax.model import (
     load as load_lib,
     params as params_lib,
 )
-from spec_jax.training import loop, losses, targets
+from spec_jax.training import batches, loop, losses, targets
 from spec_jax.typing import IMPLS
 
 
@@ -318,7 +318,7 @@ def export_pair(args: argparse.Namespace) -> None:
 
 
 def _stored_loss(
-    args: argparse.Namespace, held_out: loop.Data, pair: pathlib.Path
+    args: argparse.Namespace, held_out: batches.Data, pair: pathlib.Path
 ) -> float | None:
     """Returns the held-out loss of a pair's target; None of another tokenizer's."""
     own, other = args.work / "tokenizer.json", pair / "target" / "tokenizer.json"

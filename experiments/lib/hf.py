@@ -326,34 +326,13 @@ def _to_torch(raw: dict[str, Any], params: Any, *, device: str) -> Any:
 
 def _named(raw: dict[str, Any], params: Any, convert: Any) -> Iterator[tuple[str, Any]]:
     """Names and tensors; of fused matrices, views of their parts."""
-    queries, keys = (
-        raw[name] * raw["head_dim"]
-        for name in ("num_attention_heads", "num_key_value_heads")
-    )
-    names = {
-        "input_norm": ["input_layernorm"],
-        "qkv": [f"self_attn.{part}_proj" for part in "qkv"],
-        "qkv_bias": [f"self_attn.{part}_proj" for part in "qkv"],
-        "q_norm": ["self_attn.q_norm"],
-        "k_norm": ["self_attn.k_norm"],
-        "attention_out": ["self_attn.o_proj"],
-        "mlp_norm": ["post_attention_layernorm"],
-        "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
-        "down": ["mlp.down_proj"],
-    }
-    heads = (queries, keys, keys)
-    sizes = {"qkv": heads, "qkv_bias": heads}
-    sizes["gate_up"] = (raw["intermediate_size"],) * 2
-    yield "model.embed_tokens.weight", convert(params.embed)
-    yield "model.norm.weight", convert(params.final_norm)
-    if params.lm_head is not None:
-        yield "lm_head.weight", convert(params.lm_head)
-    for number, layer in enumerate(params.layers):
-        for field in dataclasses.fields(layer):
-            if getattr(layer, field.name) is None:
-                continue
-            tensor = convert(getattr(layer, field.name))
-            kind = "bias" if field.name.endswith("bias") else "weight"
-            parts = tensor.split(sizes.get(field.name, tensor.shape[:1]))
-            for name, part in zip(names[field.name], parts, strict=True):
-                yield f"model.layers.{number}.{name}.{kind}", part
+    import jax  # Hugging Face's own weights are loaded without.
+
+    from spec_jax.model import config as config_lib, families
+
+    config = config_lib.from_dict(raw)
+    sources = jax.tree.leaves(families.of(config).tensors(config))
+    for leaf, found in zip(jax.tree.leaves(params), sources, strict=True):
+        pieces = convert(leaf).split(found.heights)
+        for (name, _), piece in zip(found.parts, pieces, strict=True):
+            yield name, piece

@@ -23,7 +23,7 @@ from spec_jax.model import (
     params as params_lib,
     tokenizer,
 )
-from spec_jax.training import block, eagle3, loop
+from spec_jax.training import batches, block, eagle3
 
 
 OF_EAGLE3 = ("width", "first_alone")
@@ -51,7 +51,7 @@ class Family:
     of_loss: Callable[[argparse.Namespace], dict[str, Any]]
     of_measure: Callable[[argparse.Namespace], dict[str, Any]] = lambda args: {}
     # `(args, config, draft vocabulary) -> what each step draws`.
-    draw: Callable[[argparse.Namespace, Any, jax.Array | None], loop.Draw | None] = (
+    draw: Callable[[argparse.Namespace, Any, jax.Array | None], batches.Draw | None] = (
         lambda args, config, hot: None
     )
 

@@ -29,7 +29,7 @@ from spec_jax.model import (
     sequence,
 )
 from spec_jax.ops import weights as weights_lib
-from spec_jax.training import loop, targets
+from spec_jax.training import batches, targets
 
 
 ANCHORS, DECAY = 32, 4.0
@@ -43,7 +43,7 @@ DFLASH: Terms = (1.0, 0.0, 0.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Anchors:
-    """Adds the blocks of a step to a batch: the loop's `Draw`.
+    """Adds the blocks of a step to a batch: a `batches.Draw`.
 
     They are `anchors [B, A] int32`, ascending, and `weights [B, A, W] float32` of their
     drafts, whose sum is `B`: a mean of the batch's parts is the batch's. A draft
@@ -58,7 +58,7 @@ class Anchors:
     draftable: np.ndarray | None = None
 
     def __call__(
-        self, batch: loop.Batch, rows: np.ndarray, step: int | None
+        self, batch: batches.Batch, rows: np.ndarray, step: int | None
     ) -> dict[str, np.ndarray]:
         """Returns the batch with the anchors of (seed, step, sequence).
 

@@ -22,28 +22,18 @@ import orbax.checkpoint as ocp
 from jax import sharding
 from rich import console, progress
 
-from spec_jax.training import muon
+from spec_jax.training import batches, muon
 
 
 Params = Any
 """A pytree of float32 arrays, all of which are trained."""
 
-Batch = Any
-"""A pytree of arrays `[B, ..]`; where it is one array, tokens `[B, T + 1]`."""
-
-Data = Any
-"""Data with a length, indexed by an array to give a `Batch`: an array, say."""
-
-Loss = Callable[[Params, Batch, Any], jax.Array]
+Loss = Callable[[Params, batches.Batch, Any], jax.Array]
 """`(params, batch, teacher) -> mean loss, nats`."""
 
-Measure = Callable[[Params, Batch, Any], dict[str, jax.Array]]
+Measure = Callable[[Params, batches.Batch, Any], dict[str, jax.Array]]
 """`(params, batch, teacher) -> a sum and a count [2]` of a held-out batch, by name: the
 number of the name is the quotient over all batches."""
-
-Draw = Callable[[Batch, np.ndarray, int | None], Batch]
-"""`(batch, rows, step) -> batch`, with what is drawn anew in each step: a pure function
-of the indices of its sequences and of the step, None where they are held out."""
 
 DATA_AXIS = "data"
 """The axis of a mesh over which the sequences of a batch are spread."""
@@ -129,55 +119,9 @@ def labels(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(label, params)
 
 
-def batch(
-    data: Data,
-    *,
-    size: int,
-    step: int,
-    seed: int,
-    unit: int = 1,
-    draw: Draw | None = None,
-) -> Batch:
-    """Returns the sequences of optimiser step `step`, in an order of its epoch's own.
-
-    An epoch has each sequence at most once; those at its end that fill no batch are
-    left out. Data with `columns`, of which not all are the same, comes in batches of
-    one number of columns: of the longest `size`, and of shorter ones so many more that
-    a batch holds about as much. A pure function of its arguments, so that a resumed
-    run sees the same batches.
-
-    Args:
-      unit: divides the sequences of a batch.
-      draw: where it is given, `size` sequences are a batch whatever their columns:
-        what it draws of each decides how much that is.
-    """
-    columns = _columns_of(data)
-    counts = {}
-    for width, there in zip(*np.unique(columns, return_counts=True), strict=True):
-        count = size if draw else int(size * columns.max() // width)
-        if width < columns.max():
-            count = max(min(count, there) // unit * unit, unit)
-        counts[width] = count, there // count
-    per_epoch = sum(number for _, number in counts.values())
-    if per_epoch == 0:
-        raise ValueError(f"batch size {size} exceeds the {len(data)} windows of data")
-    epoch, index = divmod(step, per_epoch)
-    random = np.random.default_rng((seed, epoch))
-    batches = []
-    for width, (count, number) in counts.items():
-        rows = random.permutation(np.flatnonzero(columns == width))
-        batches += [*rows[: number * count].reshape(number, count)]
-    order = random.permutation(per_epoch) if len(counts) > 1 else range(per_epoch)
-    rows = batches[order[index]]
-    return data[rows] if draw is None else draw(data[rows], rows, step)
-
-
-def _columns_of(data: Data) -> np.ndarray:
-    """Returns the columns of each sequence, where they have several numbers."""
-    return np.asarray(getattr(data, "columns", np.ones(len(data), int)))
-
-
-def held_out_loss(loss: Loss, params: Params, data: Data, *, batch_size: int) -> float:
+def held_out_loss(
+    loss: Loss, params: Params, data: batches.Data, *, batch_size: int
+) -> float:
     """Returns the mean loss over `data`, whole batches only."""
     measure = lambda *inputs: {"loss": jnp.stack([loss(*inputs), jnp.float32(1)])}
     found = held_out(measure, params, data, batch_size=batch_size, teacher=None)
@@ -187,15 +131,15 @@ def held_out_loss(loss: Loss, params: Params, data: Data, *, batch_size: int) ->
 def held_out(
     measure: Measure,
     params: Params,
-    data: Data,
+    data: batches.Data,
     *,
     batch_size: int,
     teacher: Any,
-    draw: Draw | None = None,
+    draw: batches.Draw | None = None,
 ) -> dict[str, float]:
     """Returns each number over whole batches of `data`; NaN where there are none."""
     parts = []
-    order = np.argsort(-_columns_of(data), kind="stable")  # Little padding.
+    order = np.argsort(-batches.columns_of(data), kind="stable")  # Little padding.
     for start in range(0, len(data) - batch_size + 1, batch_size):
         rows = order[start : start + batch_size]
         inputs = data[rows] if draw is None else draw(data[rows], rows, None)
@@ -210,7 +154,7 @@ def held_out(
 def value_and_grad(
     loss: Loss,
     params: Params,
-    batch: Batch,
+    batch: batches.Batch,
     teacher: Any,
     *,
     part_size: int,
@@ -277,13 +221,13 @@ def run(
     recipe: Recipe,
     init: Params,
     loss: Loss,
-    data: Data,
-    held_out_data: Data,
+    data: batches.Data,
+    held_out_data: batches.Data,
     folder: pathlib.Path,
     *,
     teacher: Any = None,
     measure: Measure | None = None,
-    draw: Draw | None = None,
+    draw: batches.Draw | None = None,
     mesh: sharding.Mesh | None = None,
     stop_after: int | None = None,
 ) -> Params:
@@ -321,7 +265,7 @@ def run(
         with _open_log(folder, first) as log, _Progress(name) as bar:
             task = bar.add_task("", total=recipe.steps, completed=first)
             for step in range(first, recipe.steps):
-                tokens = batch(
+                tokens = batches.of_step(
                     data,
                     step=step,
                     draw=draw,
@@ -380,7 +324,7 @@ def _timed_step(recipe, state, tokens, teacher, loss, mesh):
     return state, row
 
 
-def _num_tokens(batch: Batch) -> int:
+def _num_tokens(batch: batches.Batch) -> int:
     """Returns how many tokens of a batch count."""
     if isinstance(batch, dict):
         return int(np.count_nonzero(batch["mask"]))

@@ -13,7 +13,7 @@ from experiments import train_pair
 from experiments.pair import corpus, export, quality
 from spec_jax import loading, testing
 from spec_jax.model import load, params as params_lib, tokenizer
-from spec_jax.training import loop, losses, targets
+from spec_jax.training import batches, loop, losses, targets
 
 
 CONFIG = tiny_pair.config(
@@ -129,14 +129,14 @@ def test_windows_overlap_by_the_label():
 def test_every_window_comes_once_an_epoch():
     windows = np.arange(6)[:, None]
     epochs = [
-        [loop.batch(windows, size=2, step=3 * epoch + i, seed=0) for i in range(3)]
+        [batches.of_step(windows, size=2, step=3 * epoch + i, seed=0) for i in range(3)]
         for epoch in range(2)
     ]
     for epoch in epochs:
         assert sorted(np.concatenate(epoch).ravel().tolist()) == list(range(6))
     assert not np.array_equal(epochs[0], epochs[1])
     with pytest.raises(ValueError, match="batch size 7 exceeds the 6 windows"):
-        loop.batch(windows, size=7, step=0, seed=0)
+        batches.of_step(windows, size=7, step=0, seed=0)
 
 
 class _OfColumns:
@@ -165,7 +165,7 @@ def test_batches_hold_about_as_much(draw, counts):
     """Fails if one mixes lengths, has more than its longest, or a text comes twice; or
     if long ones come one after the other."""
     step = functools.partial(
-        loop.batch, _OfColumns(COLUMNS), size=4, seed=0, unit=2, draw=draw
+        batches.of_step, _OfColumns(COLUMNS), size=4, seed=0, unit=2, draw=draw
     )
     per_epoch = sum(
         np.count_nonzero(COLUMNS == width) // counts.get(width, 4)
