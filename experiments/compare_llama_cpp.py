@@ -37,6 +37,7 @@ from experiments.lib import (
 )
 from spec_jax import loading
 from spec_jax.drafters import registry
+from spec_jax.model import hub
 
 
 MATCHED, NOT_MATCHED = 0, 2
@@ -56,10 +57,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --llama-bin DIR  of a build: the folder of llama-bench, llama-completion and
             llama-speculative-simple (docs/measurements.md says how to build them);
             heads are converted by the script in the sources that it is of
+        --gguf FILE,...  the target as llama.cpp is to read it, in the place of a file
+            that is written here; of the second and later ones, quantised otherwise, it
+            decodes plainly, too
         --threads N  of llama.cpp (default: as many as there are cores)
         --limit-s SECONDS=600  the longest that one of its programs may take
         """,
-        SECONDS=float,
+        **{"SECONDS": float, "FILE,...": cli.names(cli.source)},
     )
     runs = parser.add_argument_group("runs")
     flags.add_rounds(runs, gammas="4")
@@ -81,6 +85,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in args.drafter:
         if name not in llama_cpp.SPEC_TYPES:
             parser.error(f"--drafter {name}: llama.cpp is compared on {known}")
+    args.gguf = args.gguf or ()
+    if args.gguf and args.preset:
+        parser.error("--gguf is of a --target: a preset has random weights")
     if args.preset and (args.no_steps or args.drafter != ("draft-model",)):
         parser.error("--preset has steps alone, of models")
     return args
@@ -108,10 +115,13 @@ def write_gguf(
 ) -> tuple[pathlib.Path, dict[str, pathlib.Path]]:
     """The target, and each drafter, for the other side: heads by its own converter."""
     lm, drafts = next(iter(lms.values())), {}
-    target = folder / "target.gguf"
-    gguf_files.write(target, lm.target.config, lm.params, lm.tokenizer)
+    target = args.gguf[0] if args.gguf else folder / "target.gguf"
+    if not args.gguf:
+        gguf_files.write(target, lm.target.config, lm.params, lm.tokenizer)
     for name, one in lms.items():
         path = folder / f"{name}.gguf"
+        if name in registry.NEED_NOTHING:
+            continue
         if name not in registry.NEED_TARGET:
             if one.drafter is None:  # Of a preset alone.
                 continue
@@ -119,10 +129,14 @@ def write_gguf(
             gguf_files.write(path, config, one.drafter_params, lm.tokenizer)
         else:
             heads = loading.heads_for(args.target)
+            model = hub.locate(args.target or loading.EMBEDDED_TARGET)
+            if not model.is_dir():  # Its converter reads folders.
+                model = folder / "target"
+                lm.save(model)
             llama_cpp.convert(
                 build,
                 args.draft or registry.shipped_head(name, heads),
-                args.target or loading.EMBEDDED_TARGET,
+                model,
                 path,
                 pre_tokenizer=gguf_files.pre_tokenizer_of(lm.tokenizer),
                 dtype=lm.target.config.dtype,
@@ -189,6 +203,7 @@ def run_all(
             build=build,
             target=target,
             drafts=drafts,
+            others={path.stem: path for path in args.gguf[1:]},
         )
         of_prompts = run_prompts(args, sides, subject, out)
         out.write_all(of_prompts)

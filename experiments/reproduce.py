@@ -40,6 +40,7 @@ from experiments.lib import (
     sweep_cells,
 )
 from spec_jax import loading
+from spec_jax.model import hub
 
 
 DONE, FAILED = 0, 2
@@ -99,6 +100,10 @@ def state_of(
     for word, flag in needed.items():
         if getattr(args, flag) is None and any(word in run for run in step.runs):
             return f"left out, for want of {cli.flag_of(flag)}"
+    if any(reproduction.FETCHED in run for run in step.runs):
+        name = reproduction.FETCHED.split()[-1]
+        if not (hub.cache() / hub.FETCHED[name]).is_file():
+            return f"left out, for want of `fetch_model.py {name}`"
     wanted = {"step": step.file, "commands": list(step.runs)}
     wanted |= {name: here[name] for name in ("git_commit", "git_dirty")}
     is_logged = any(wanted.items() <= row.items() for row in log)

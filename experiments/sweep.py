@@ -111,12 +111,12 @@ def _add_grid(group: argparse._ActionsContainer) -> None:
         --context TOKENS,...  bring every prompt to so many tokens, by those before it
             in the file: each number is a cell, in the place of the categories
         --temperature T,...=0  divides the logits; 0 is greedy
-        --gamma-policy NAME,...={cells_lib.FIXED}  of {", ".join(policies.POLICIES)};
+        --gamma-policy NAME,...={cells_lib.FIXED}  of {", ".join(policies.MEASURED)};
             for those that adapt, --gamma is the most that they may choose
         """,
         **{
             "T,...": flags.temperatures,
-            "NAME,...": cli.names(cli.one_of(policies.POLICIES)),
+            "NAME,...": cli.names(cli.one_of(policies.MEASURED)),
         },
     )
 

@@ -62,6 +62,7 @@ class Sides:
     build: llama_cpp.Build
     target: pathlib.Path  # GGUF files
     drafts: Mapping[str, pathlib.Path]
+    others: Mapping[str, pathlib.Path]  # the target, quantised otherwise, by its name
 
     @property
     def lm(self) -> loading.LanguageModel:
@@ -69,13 +70,16 @@ class Sides:
         return next(iter(self.lms.values()))
 
     def runs(self) -> list[compare.Run]:
-        """Plain on either side, then speculative by each drafter and gamma."""
+        """Plain on either side, speculative by each drafter and gamma, and llama.cpp's
+        of its other files."""
         drafted = [(name, gamma) for name in self.lms for gamma in self.gammas]
-        return [
+        both = [
             compare.Run(side=side, method=method, gamma=gamma)
             for method, gamma in [(PLAIN, None), *drafted]
             for side in (OURS, THEIRS)
         ]
+        of_others = [compare.Run(side=THEIRS, method=name) for name in self.others]
+        return [*both, *of_others]
 
     def designs(self) -> list[results.Design]:
         """All that our side runs, to be warmed up."""
@@ -99,12 +103,13 @@ class Sides:
         text, settings = text_of(self.lm.tokenizer, prompt), self.settings
         sizes = {"max_tokens": settings.gen_tokens, "capacity": settings.capacity}
         if run.gamma is None:
-            done = llama_cpp.complete(self.build, self.target, text, **sizes)
+            model = self.others.get(run.method, self.target)
+            done = llama_cpp.complete(self.build, model, text, **sizes)
         else:
             done = llama_cpp.speculate(
                 self.build,
                 self.target,
-                self.drafts[run.method],
+                self.drafts.get(run.method),
                 text,
                 drafter=run.method,
                 gamma=run.gamma,
@@ -289,10 +294,15 @@ def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     every = list(prompts[0].generated)
     drafted, their_e2e = [], []
-    for ours, theirs in zip(every[::2], every[1::2], strict=True):
-        kind = PLAIN
-        if ours.gamma is not None:
-            kind = f"{NAMES.get(ours.method, ours.method)}, {ours.gamma} drafted"
+    for theirs in (run for run in every if run.side == THEIRS):
+        # A file of llama.cpp's alone is compared with our plain decoding.
+        ours = dataclasses.replace(theirs, side=OURS)
+        ours = ours if ours in every else every[0]
+        kind = NAMES.get(theirs.method, theirs.method)
+        if theirs.gamma is not None:
+            kind += f", {theirs.gamma} drafted"
+        elif theirs.method != PLAIN:
+            kind = f"{PLAIN}, {kind} there"
         decode = [_per_token(prompts, run, whole=False) for run in (ours, theirs)]
         e2e = [_per_token(prompts, run, whole=True) for run in (ours, theirs)]
         their_e2e.append(e2e[1])

@@ -173,7 +173,8 @@ def pre_tokenizer(raw: Mapping[str, Any], path: pathlib.Path) -> str:
     """
     steps = raw.get("pre_tokenizer") or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
-    *splits, last = steps
+    has_digits = steps[0].get("type") == "Digits" and steps[0].get("individual_digits")
+    *splits, last = (steps[1:] if has_digits else steps) or [{}]
     is_known = last.get("type") == "ByteLevel" and not last.get("add_prefix_space")
     is_known &= bool(last.get("use_regex", True)) != bool(splits) and len(splits) <= 1
     pattern = None
@@ -183,9 +184,10 @@ def pre_tokenizer(raw: Mapping[str, Any], path: pathlib.Path) -> str:
         is_known &= split.get("behavior") == "Isolated"
     # NFC changes no text that is in this form already.
     normalizer = (raw.get("normalizer") or {}).get("type", "NFC")
-    if not is_known or pattern not in PRE_TOKENIZERS or normalizer != "NFC":
+    is_known &= pattern in PRE_TOKENIZERS and not (has_digits and splits)
+    if not is_known or normalizer != "NFC":
         raise ValueError(
             f"{path}: a pre-tokenizer that is not known as GGUF: "
             f"{', '.join(PRE_TOKENIZERS.values())}"
         )
-    return PRE_TOKENIZERS[pattern]
+    return "smollm" if has_digits else PRE_TOKENIZERS[pattern]

@@ -43,7 +43,6 @@ h | 35 | eagle3 tree of 32 | {large} --head eagle3 --head-tree 32 {published}
 a | 60 | exactness | exactness {cells}
 h | 30 | eagle3 | {large} --head eagle3 {published}
 h | 35 | dflash | {large} --head dflash {published}
-a | 30 | exactness eagle3 | exactness --drafter eagle3 {one} {cells}
 a | 30 | exactness dspark | exactness --drafter dspark {one} {cells}
 t | 20 | trace 0.6b | {small} {traced}
 t | 20 | trace 8b | {large} {traced}

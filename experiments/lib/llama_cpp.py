@@ -24,11 +24,15 @@ BENCH, PLAIN, SPECULATIVE = PROGRAMS = (
 
 SPEC_TYPES = {
     "draft-model": "draft-simple",
+    "ngram": "ngram-simple",
     "eagle3": "draft-eagle3",
     "dflash": "draft-dflash",
     "dspark": "draft-dspark",
 }
 """llama.cpp's name of where drafts come from, by ours."""
+
+LOOKED_UP = 2
+"""Tokens whose last occurrence its prompt lookup goes on from."""
 
 _END = b" [end of text]\n"
 # Greedy, by the shortest chain of samplers that it has.
@@ -242,7 +246,7 @@ def complete(
 def speculate(
     build: Build,
     model: pathlib.Path,
-    draft: pathlib.Path,
+    draft: pathlib.Path | None,
     prompt: bytes,
     *,
     drafter: str,
@@ -253,12 +257,18 @@ def speculate(
     """Decodes greedily in rounds of at most `gamma` drafts, never fewer by confidence.
 
     Args:
+      draft: None: prompt lookup, by `LOOKED_UP` tokens.
       drafter: ours, of `SPEC_TYPES`.
     """
     # It goes on until it has more than it was asked for; its last rounds draft less.
-    flags = ["-m", str(model), "-md", str(draft), "-n", str(max_tokens - 1)]
-    flags += ["--spec-type", SPEC_TYPES[drafter], "--spec-draft-n-max", str(gamma)]
-    flags += ["--spec-draft-p-min", "0", "-td", str(build.threads)]
+    flags = ["-m", str(model), "-n", str(max_tokens - 1)]
+    flags += ["--spec-type", SPEC_TYPES[drafter]]
+    if draft is None:
+        sizes = "--spec-ngram-simple-size"
+        flags += [f"{sizes}-n", str(LOOKED_UP), f"{sizes}-m", str(gamma)]
+    else:
+        flags += ["-md", str(draft), "-td", str(build.threads)]
+        flags += ["--spec-draft-n-max", str(gamma), "--spec-draft-p-min", "0"]
 
     def read(done: subprocess.CompletedProcess) -> Generated:
         found = _read(build, SPECULATIVE, done.stderr, _OF_SPECULATIVE)

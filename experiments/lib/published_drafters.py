@@ -66,7 +66,7 @@ def taus() -> published_rows.Lines:
 
 def heads() -> published_rows.Lines:
     """Rounds of heads, the shipped ones first: tokens a round, what is kept, speed."""
-    every = ("eagle3", "dspark", "dflash")
+    every = ("dspark", "dflash")
     names = [f"{head}_{impl}.jsonl" for impl in ("native", "xla") for head in every]
     kept = lambda row: ", ".join(f"{x:.2f}" for x in row["conditional_acceptance"][:4])
     columns: dict[str, published_rows.Cell] = {
@@ -120,7 +120,7 @@ def beyond_dspark() -> published_rows.Lines:
 
 def llama_cpp_heads() -> published_rows.Lines:
     """What either side keeps of the drafts of shipped heads."""
-    command = "`--drafter eagle3,dspark --gamma 4,7 --no-steps --repeats 1`"
+    command = "`--drafter dspark --gamma 4,7 --no-steps --repeats 1`"
     yield (
         *(command, "llama.cpp", "spec_jax", "repeated 4-grams here"),
         *("same text", "there", "here"),

@@ -22,6 +22,9 @@ from spec_jax.drafters import registry
 DATA, LLAMA, WORK, DFLASH = "{data}", "{llama}", "{work}", "{dflash}"
 """In a command: the folders of `--data`, `--llama-bin`, `--work` and `--dflash`."""
 
+FETCHED = "--target smollm2"
+"""In a command that needs the model that `fetch_model.py` brings."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
@@ -58,6 +61,8 @@ WORDS = {
     "drawn": "--sampling greedy,sampled --batch 1,4",
     "short": "--prompts 8 --gen-tokens 64",
     "set": f"{DATA}/gsm8k/test.jsonl",
+    "turns": f"{DATA}/mt_bench/question.jsonl",
+    "real": f"{FETCHED} --impl native",
 }
 
 # XLA's steps take six times as long as the native ones, and it compiles many programs,
@@ -222,12 +227,29 @@ certificates/{name}_native_bfloat16.json
   exactness --drafter {head} --product --tree none,4x6:15 --gamma 4,7 {drawn}
     --gamma-policy fixed {kind} {short}
 """
-TREES = {"eagle3": ("4x12:15@0.6", "4x16:31@0.6")}
-OF_BLOCKS = ("4x7:15@0.6", "4x7:31@0.6")
-"""Trees of heads; those of blocks are no deeper than a block."""
 
-# The evaluation samples data sets, for the first prompts of Spec-Bench are those of
-# MT-bench, and repeats, for of one run a disturbed prompt is the speed-up.
+# The real model with its head, and prompt lookup beside it. Data sets are sampled, for
+# the first prompts of Spec-Bench are those of MT-bench. `fetch_model.py` brings the
+# model, and llama.cpp's llama-quantize writes it otherwise.
+REAL = """
+evaluation.jsonl | | totals
+  sweep {real} --drafter eagle3,ngram --gamma 7 --gamma-policy budget
+    --temperature 0,0.7,1 --gen-tokens 256 --prompts {data}:6@0
+smollm2.jsonl | summary
+  spec_round {real} --drafter eagle3 --gen-tokens 256 --repeats 2 --prompts <{set}:12;
+    {turns}:12; {turns}:12 --tree 4x6:15@0.6>
+contexts.jsonl
+  sweep {real} --drafter eagle3,ngram --gamma 4 --context 128,512,2048,6144
+    --gen-tokens 64 --prompts {turns}:4
+certificates/smollm2_native_bfloat16.json
+  exactness --target smollm2 --drafter eagle3 --product --tree none,4x6:15 --gamma 4
+    {drawn} --gamma-policy fixed {kind} --isa avx2 {short}
+compare_llama_cpp_smollm2.jsonl | comparison
+  compare_llama_cpp --target smollm2 --llama-bin {llama} --drafter eagle3,ngram
+    --gguf {llama}/smollm2-BF16.gguf,{llama}/smollm2-Q8_0.gguf,{llama}/smollm2-Q4_1.gguf
+    --gen-tokens 256 --prompts {turns}:6
+"""
+
 TRAINED = """
 hybrid_dspark_native.jsonl | summary | of dspark
   spec_round --impl native --prompts 50 --drafter hybrid --draft {dspark} --gamma 7
@@ -236,9 +258,6 @@ rank_goodput_dspark.jsonl | summary | of dspark
   spec_round --impl native --prompts 50 --drafter dspark --gamma-policy goodput
     --tree <4x7:15@0.6; 4x7:31@0.6; 4x6:15@0.7 --temperature 0.7;
     4x6:15@0.7 --temperature 1>
-evaluation.jsonl | | of heads, totals
-  sweep --impl native --drafter {heads},draft-model,ngram,suffix --gamma 7
-    --temperature 0,1 --repeats 3 --prompts {data}:20@0
 calibration.jsonl | | made {work}/calibration.jsonl
   train_drafter --family dspark --stage calibrate --work {work} --raw --out {work}/head
     --prompts {work}/pieces.jsonl
@@ -260,9 +279,11 @@ certificates/gsm8k_native_bfloat16.json
   exactness --prompts {set}:50 --gen-tokens 64 --impl native --dtype bfloat16
 figures/speedup.svg | | flag
   plot {drawings} --out {results}/figures --theory
-figures/sweep_positions.svg | | of heads, flag
+figures/sweep_positions.svg | | flag
   plot {results}/evaluation.jsonl --figure sweep_positions --where temperature=0.0 --out
     {results}/figures
+figures/sweep_contexts.svg | | flag
+  plot {results}/contexts.jsonl --figure sweep_contexts --out {results}/figures
 figures/ablations.svg | | of heads, flag
   plot {results}/ablations.jsonl --out {results}/figures
 """
@@ -294,9 +315,10 @@ def steps() -> Iterator[Step]:
         yield from _read(SCHEDULED, xla)
     yield from _read(POLICIES, words)
     for name, head in {**{name: name for name in heads}, "dflash": DFLASH}.items():
-        tree, taller = TREES.get(name, OF_BLOCKS)
-        of_head = {"name": name, "head": head, "tree": tree, "taller": taller}
+        of_head = {"name": name, "head": head}
+        of_head |= {"tree": "4x7:15@0.6", "taller": "4x7:31@0.6"}
         yield from _read(HEAD, words | of_head)
+    yield from _read(REAL, words)
     yield from _read(TRAINED, words)
 
 

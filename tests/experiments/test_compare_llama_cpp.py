@@ -85,6 +85,11 @@ def test_speculative_decoding(build, printing):
     # It stops once it has more tokens than it is asked for.
     assert " -n 7 " in joined and "--spec-type draft-eagle3" in joined
     assert "--spec-draft-n-max 2 " in joined and "--spec-draft-p-min 0 " in joined
+    sizes = {"gamma": 2, "max_tokens": 8, "capacity": 64}
+    llama_cpp.speculate(build, "m", None, b"prompt\n", drafter="ngram", **sizes)
+    joined = " ".join(commands[1])
+    assert "--spec-type ngram-simple --spec-ngram-simple-size-n 2" in joined
+    assert "--spec-ngram-simple-size-m 2 " in joined and " -md " not in joined
 
 
 def test_rows(folders, build, tmp_path, monkeypatch):

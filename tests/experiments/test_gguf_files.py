@@ -143,10 +143,16 @@ def of_qwen(pattern=gguf_tokenizer.PATTERNS["qwen2"], **changes):
     return {"normalizer": {"type": "NFC"}, "pre_tokenizer": steps}
 
 
+def with_digits(*others) -> dict:
+    digits = {"type": "Digits", "individual_digits": True}
+    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits, *others]}}
+
+
 def test_pre_tokenizers():
     assert gguf_files.pre_tokenizer(of_qwen(), "x") == "qwen2"
     plain = {"pre_tokenizer": {"type": "ByteLevel", "use_regex": True}}
     assert gguf_files.pre_tokenizer(plain, "x") == "gpt-2"
+    assert gguf_files.pre_tokenizer(with_digits(plain["pre_tokenizer"]), "x") == "smollm"
 
 
 @pytest.mark.parametrize(
@@ -155,6 +161,8 @@ def test_pre_tokenizers():
         of_qwen(pattern=r"\w+"),
         of_qwen() | {"normalizer": {"type": "Lowercase"}},
         {"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}},
+        with_digits(),
+        with_digits(*of_qwen()["pre_tokenizer"]["pretokenizers"]),
     ],
 )
 def test_other_pre_tokenizers_are_refused(raw):

@@ -55,7 +55,7 @@ def test_exactness_can_be_planned_on_a_gpu(monkeypatch):
         assert {cell.impl for cell in planned.plan.cells} == {"triton"}
         assert len({cell.batch for cell in planned.plan.cells}) > 1
         drafters |= {cell.drafter for cell in planned.plan.cells}
-    assert {"draft-model", "eagle3", "dspark"} <= drafters
+    assert {"draft-model", "dspark"} <= drafters
 
 
 def dry_run(tmp_path, *arguments: str) -> list[dict]:
