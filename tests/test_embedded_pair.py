@@ -1,6 +1,5 @@
 """The pair that ships with the package: whole, small, trained, and lossless."""
 
-import functools
 import json
 
 import jax
@@ -13,7 +12,7 @@ from experiments import spec_round
 from experiments.lib import prompt_files
 from spec_jax import loading
 from spec_jax.drafters import registry
-from spec_jax.model import config as config_lib, tokenizer
+from spec_jax.model import config as config_lib, hub, tokenizer
 from spec_jax.training import block, eagle3, targets
 
 
@@ -36,7 +35,7 @@ def test_the_folders_are_complete_and_small():
     files = [path for path in loading.ASSETS.rglob("*") if path.is_file()]
     in_heads = [path for path in files if path.parent.name in registry.NEED_TARGET]
     assert sum(path.stat().st_size for path in files) < 42e6
-    assert sum(path.stat().st_size for path in in_heads) < 12e6
+    assert max(path.stat().st_size for path in in_heads) < 12e6
     assert [path.parent for path in files if path.name == "tokenizer.json"] == [target]
     card = (loading.ASSETS / "README.md").read_text(encoding="utf-8")
     for fact in ("held-out loss", "tokens seen", "sha256", "LICENSE-PSF.txt"):
@@ -88,16 +87,9 @@ def measured(lm, texts, *, steps, layers=0, positions=0):
     return block.measure(head, params, batch, teacher)
 
 
-@functools.cache
-def texts_of(count):
-    """What the embedded target writes behind prompts."""
-    prompts = prompt_files.parse(str(count), default_file=prompt_files.BUNDLED)
-    written = sj.decode(
-        sj.load(),
-        [one.messages[0]["content"] for one in prompts],
-        max_tokens=48,
-        ignore_eos=True,
-    )
+def texts_of(lm, prompts):
+    """What a target writes behind prompts."""
+    written = sj.decode(lm, prompts, max_tokens=48, ignore_eos=True)
     tokens = np.array([one.tokens for one in written], np.int32)
     return targets.Texts(tokens=tokens, mask=np.ones(tokens.shape, bool))
 
@@ -129,11 +121,42 @@ def test_the_held_out_measure_is_that_of_rounds(name):
     assert found[0] == live[0] and abs(found[1] - live[1]) <= 2, (found, live)
 
 
+SMOLLM2 = hub.cache() / hub.FETCHED["smollm2"]
+fetched = pytest.mark.skipif(
+    not SMOLLM2.is_file(), reason="python experiments/fetch_model.py smollm2"
+)
+QUESTIONS = ("What is the capital of France?", "Count from one to ten in words.")
+
+
+def test_the_real_models_head_has_a_card():
+    card = (loading.ASSETS / "smollm2" / "eagle3" / "README.md").read_text("utf-8")
+    for fact in ("held-out", "SHA-256", "licence", "tokens seen"):
+        assert fact in card
+
+
+@pytest.mark.bits
+@fetched
+def test_the_real_model_answers_with_its_head():
+    """Fails if its template, its stop tokens or its head are of another model."""
+    lm = sj.load("smollm2")
+    assert type(lm.drafter).__name__ == "Eagle3"
+    chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
+    outs = sj.generate(lm, chats, max_tokens=48, gamma=4)
+    assert outs[0].text == "The capital of France is Paris."
+    assert [out.tokens for out in outs] == [
+        out.tokens for out in sj.decode(lm, chats, max_tokens=48)
+    ]
+    assert min(out.metrics["acceptance_rate"] for out in outs) > 0.2
+
+
 @pytest.mark.slow
-def test_a_shipped_eagle3_drafts_less_from_shifted_features():
+@fetched
+def test_the_shipped_eagle3_drafts_less_from_shifted_features():
     """Alarms: a layer further on costs it something. It reads the feature beside each
     token, and a neighbouring position halves what is accepted."""
-    lm, texts = sj.load(drafter="eagle3", impl="xla"), texts_of(6)
+    lm = sj.load("smollm2", impl="xla")
+    chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
+    texts = texts_of(lm, chats)
     right = accepted(lm, texts)
     assert right > 0.5
     assert accepted(lm, texts, layers=1) < right

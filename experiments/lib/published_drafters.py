@@ -68,9 +68,19 @@ def heads() -> published_rows.Lines:
     """Rounds of heads, the shipped ones first: tokens a round, what is kept, speed."""
     every = ("dspark", "dflash")
     names = [f"{head}_{impl}.jsonl" for impl in ("native", "xla") for head in every]
+    return _rounds_of(names, COMMAND)
+
+
+def real() -> published_rows.Lines:
+    """Rounds of fixed drafts of the head of SmolLM2, as `heads`."""
+    command = "`python experiments/spec_round.py --target smollm2 --gen-tokens 256`"
+    return _rounds_of(["smollm2.jsonl"], command)
+
+
+def _rounds_of(names: list[str], command: str) -> published_rows.Lines:
     kept = lambda row: ", ".join(f"{x:.2f}" for x in row["conditional_acceptance"][:4])
     columns: dict[str, published_rows.Cell] = {
-        COMMAND: lambda row: f"`{_flags_of(row)}`",
+        command: lambda row: f"`{_flags_of(row)}`",
         "tokens a round": "{mean_accepted_length:.2f}",
         "drafts kept, by position": lambda row: "" if row["tree"] else kept(row),
         "repeated 4-grams": published_rows.repeated,
@@ -258,6 +268,6 @@ def schedule() -> published_rows.Lines:
 
 
 TABLES = (
-    *(trees, tree_rows, taus, heads, llama_cpp_heads, evaluation, positions),
+    *(trees, tree_rows, taus, heads, real, llama_cpp_heads, evaluation, positions),
     *(ablations, calibration, step_profile, schedule, beyond_dspark),
 )

@@ -59,8 +59,9 @@ def memory() -> published_rows.Lines:
 
 
 def llama_cpp() -> published_rows.Lines:
-    """The embedded pair beside llama.cpp, and the shape of Qwen3-0.6B."""
-    files = ("compare_llama_cpp.jsonl", "compare_llama_cpp_qwen3_0.6b.jsonl")
+    """SmolLM2, the embedded pair and the shape of Qwen3-0.6B beside llama.cpp."""
+    ends = ("_smollm2", "", "_qwen3_0.6b")
+    files = [f"compare_llama_cpp{end}.jsonl" for end in ends]
     shape = lambda row: "" if row["target"] == "embedded" else f"{row['target']}: "
     columns: dict[str, published_rows.Cell] = {
         "`python experiments/compare_llama_cpp.py --llama-bin DIR`": lambda row: (
@@ -167,9 +168,10 @@ def certificates() -> published_rows.Lines:
         "--sampling greedy,sampled --batch 1,4",
         "full_native_bfloat16": "... --full --prompts 12 --gen-tokens 256",
         "gsm8k_native_bfloat16": "... --prompts gsm8k/test.jsonl:50 --gen-tokens 64",
-        "eagle3_native_bfloat16": "... --drafter eagle3 --product --tree none,4x6:15 "
+        "smollm2_native_bfloat16": "... --target smollm2 --isa avx2 --drafter eagle3 "
+        "--product --tree none,4x6:15 --gamma 4 --sampling greedy,sampled --batch 1,4",
+        "dspark_native_bfloat16": "... --drafter dspark --product --tree none,4x6:15 "
         "--gamma 4,7 --sampling greedy,sampled --batch 1,4",
-        "dspark_native_bfloat16": "... --drafter dspark, and so the others",
         "dflash_native_bfloat16": "... --drafter FOLDER, a DFlash",
         "dspark_scheduled_native_bfloat16": "... --drafter dspark --product "
         "--gamma-policy schedule --gamma 4,7 --sampling greedy,sampled --batch 1,4",
