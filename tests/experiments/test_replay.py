@@ -58,7 +58,7 @@ def test_replayed_counters_are_live_counters(kind, name, folders, recorded):
     settings = runs.Settings(
         gamma=4,
         gen_tokens=header.gen_tokens,
-        capacity=128,
+        capacity=256,
         page_size=header.page_size,
         stop_ids=header.stop_ids,
         sampling=header.settings,
@@ -66,7 +66,7 @@ def test_replayed_counters_are_live_counters(kind, name, folders, recorded):
     total = metrics.Counters()
     for trace in traces:
         live = runs.run_speculative(lm, settings, trace.prompt_ids)
-        found, forwards = replay.replay(header, built, trace, gamma=4, capacity=128)
+        found, forwards = replay.replay(header, built, trace, gamma=4, capacity=256)
         assert found == live.counters and forwards.sum() == live.counters.target_steps
         assert live.tokens == trace.until_stop(header.stop_ids)
         total += found
