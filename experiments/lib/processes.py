@@ -10,9 +10,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import shutil
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -20,9 +18,6 @@ from typing import Any
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_TOOLS = ("ptxas", "nvcc", "nvidia-smi")
-_PACKAGES = ("jax", "jaxlib", "torch", "transformers", "numpy")
-_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _END_S = 10.0
 
 
@@ -128,26 +123,7 @@ def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
 
 def nvidia_smi(query: str) -> str | None:
     """One line of `nvidia-smi --query-gpu`; None where there is no such program."""
-    return _line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
-
-
-def versions() -> dict[str, Any]:
-    """Where the programs are that XLA may call, their versions, and the packages'."""
-    found: dict[str, Any] = {
-        "gpu": nvidia_smi("name,driver_version,memory.total,clocks.max.sm"),
-        "python": sys.version.split()[0],
-    }
-    for name in _TOOLS:
-        path = shutil.which(name)
-        found[name] = path and f"{path}: {_line(path, '--version')}"
-    for name in (*_PACKAGES, *_PLUGINS):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def _line(*command: str) -> str | None:
-    """The last line that a program writes."""
+    command = ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=20, check=True

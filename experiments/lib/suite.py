@@ -99,6 +99,7 @@ class Suite:
         """Returns the target and the draft model, which all cells of a group share."""
         if self._models is None:
             known = self._weights.get(cell.dtype)
+            self._weights = {}  # Of one dtype at a time.
             folders = {"target": self._plan.target, "draft": self._plan.draft}
             lm = cell_runs.load_models(cell, **folders, weights=known)
             both = lm.params, lm.drafter_params

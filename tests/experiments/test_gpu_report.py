@@ -73,8 +73,7 @@ def test_programs_are_lowered_without_a_gpu(tmp_path, no_gpu, few_layers):
     assert {row["kind"] for row in rows} == {"compile"}
     names = {"target: plain steps", "target: windows", "draft: proposals"}
     assert names | {"forced: plain", "forced: rounds"} == {r["program"] for r in rows}
-    versions, *calls = rows_of(out / "calls.jsonl")
-    assert versions["kind"] == "versions" and {"jax", "ptxas", "gpu"} <= set(versions)
+    calls = rows_of(out / "calls.jsonl")
     assert [row["status"] for row in calls] == ["done"] * 3
 
 
