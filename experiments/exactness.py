@@ -19,6 +19,7 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
+import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ from experiments.lib import (
     records,
     suite,
     suite_plan as plans,
-    suite_tables as tables,
+    tables,
     terminal,
 )
 from spec_jax import loading
@@ -46,6 +47,7 @@ from spec_jax.typing import IMPLS
 
 
 EXACT, NOT_EXACT = 0, 2
+MOST_SHOWN = 10
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -117,9 +119,8 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
         f"""
         --head DIR  folder of the head that the drafter eagle3, dflash or dspark is
             (default: the shipped one of the embedded target)
-        --prompts N|FILE[:N]  the first N bundled prompts, and beginnings of them where
-            N is more than there are, or a file as in spec_round.py (default:
-            {brief.prompts}; {full.prompts} with --full)
+        --prompts N|FILE[:N]  prompts, as in spec_round.py (default: {brief.prompts};
+            {full.prompts} with --full)
         --gen-tokens TOKENS  tokens to generate per prompt (default:
             {brief.gen_tokens}; {full.gen_tokens} with --full)
         --stop  end at stop tokens (default: every prompt yields --gen-tokens)
@@ -179,26 +180,35 @@ def run(args: argparse.Namespace, console: rich_console.Console) -> int:
         records.check_clean(what="a certificate", allow="--allow-dirty")
     with records.open_out(args) as out:
         planned = plans.from_flags(args)
-        # The row of a window follows a prompt that differs; where an interrupt came
-        # between the two, the prompt runs again.
-        kept = records.resume_behind(
-            out,
-            {"kind": "header", **planned.header},
-            ("prompt", "mismatch"),
-            ends=lambda row: not row.get("differences"),
-        )
-        tables.print_plan(planned.plan, kept, console)
-        rows = _run_rows(args, planned.plan, kept, out)
-        cells, of_prompts = planned.plan.cells, suite.of_prompts(rows)
-        summaries = [suite.summarise(cell, of_prompts) for cell in cells]
+        header = {"kind": "header", **planned.header}
+        kept = records.resume_behind(out, header, ("prompt",))
+        rows = _run_rows(args, planned.plan, kept, out, console)
+        cells = planned.plan.cells
+        summaries = [suite.summarise(cell, rows) for cell in cells]
         for summary in summaries:
             out.write({"kind": "cell", **summary.to_row()})
-    across = suite.across_pages(cells, of_prompts)
-    tables.print_cells(summaries, console)
-    tables.print_differences(rows, args.out, num_before=1, console=console)
-    tables.print_across(across, console)
+    print_cells(
+        [
+            {
+                **{"cell": one.cell, "prompts": one.prompts, "texts": one.texts},
+                **{"accepted": one.accepted / max(one.proposed, 1), **one.equal},
+            }
+            for one in summaries
+        ],
+        {"prompts": ",d", "texts": ",d", "accepted": ".3f"},
+        console,
+    )
+    _print_wrong(suite.warnings(summaries), console)
+    _print_differences(rows, console)
+    across = suite.across_pages(cells, rows)
+    for bits, count in across:
+        where = ", ".join(f"{axis} {value}" for axis, value in bits.items())
+        _print_wrong(
+            [f"{count} prompts of decoding ({where}) have other bits on other pages"],
+            console,
+        )
     if args.certificate:
-        certificate = certificates.make(planned.header, cells, of_prompts)
+        certificate = certificates.make(planned.header, cells, rows)
         certificates.write(args.certificate, certificate)
         digest = certificate["sha256"][:12]
         console.print(f"certificate {digest}: {args.certificate}", soft_wrap=True)
@@ -211,22 +221,29 @@ def _run_rows(
     plan: suite.Plan,
     kept: Sequence[suite.Row],
     out: records.JsonLines,
+    console: rich_console.Console,
 ) -> list[suite.Row]:
     """All rows: those that were there, and the others as they finish."""
-    rows = list(kept)
-    done = {suite.key(row) for row in suite.of_prompts(rows)}
-    total = len(plan.cells) * len(plan.prompts) - len(done)
+    console.print(
+        f"{len(plan.cells)} cells x {len(plan.prompts)} prompts x "
+        f"{plan.settings.gen_tokens} tokens"
+        + (f"; {len(kept)} are there already" if kept else "")
+    )
+    console.print(f"base: {plan.cells[0].name}", soft_wrap=True, highlight=False)
+    rows, count = [*kept], len(plan.prompts)
+    plan = dataclasses.replace(plan, done=frozenset(map(suite.key, kept)))
     fan = fan_out.of(args, suite.Suite, plan, True)
     # Here, cells that share decoding share its runs; on a cluster a task is a cell.
-    parts = [plan.cells] if args.ray is None else [[cell] for cell in plan.cells]
-    tasks = [suite.Task.of(plan, cells, done) for cells in parts]
+    parts = [tuple(plan.cells)] if args.ray is None else [(c,) for c in plan.cells]
+    wanted = lambda part: {(cell.name, n) for cell in part for n in range(count)}
+    tasks = [part for part in parts if not wanted(part) <= plan.done]
+    total = len(plan.cells) * count - len(kept)
     with terminal.counted("prompts", total=total) as advance:
-        for _, found in fan(suite.Suite(plan), [task for task in tasks if task]):
+        for _, found in fan(suite.Suite(plan), tasks):
             for row in found:
                 out.write(row)
                 rows.append(row)
-                if row["kind"] == "prompt":
-                    advance()
+                advance()
     return rows
 
 
@@ -238,30 +255,89 @@ def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
     with records.open_out(args) as out:
         planned = plans.from_certificate(args, certificate)
         plan = planned.plan
-        tables.print_plan(plan, [], console)
-        left_out = len(certificate["cells"]) - len(plan.cells)
-        if left_out:
-            console.print(f"{left_out} cells of superseded designs are left out")
-        rows = _run_rows(args, plan, [], out)
-    agreement = certificates.agreement(certificate, suite.of_prompts(rows))
+        rows = _run_rows(args, plan, [], out, console)
+    agreement = certificates.agreement(certificate, rows)
+    counts = [agreement[cell.name] for cell in plan.cells]
+    total = {"prompts": len(plan.prompts)}
+    found = [
+        {"cell": cell, **total, **of_cell}
+        for cell, of_cell in zip(plan.cells, counts, strict=True)
+    ]
+    print_cells(found, {"prompts": ",d"}, console)
+    left_out = len(certificate["cells"]) - len(plan.cells)
+    lines = {
+        f"{left_out} cells of superseded designs are left out": left_out,
+        "-: not in the certificate, made before batches were recorded": any(
+            evidence.NOT_COMPARED in of_cell.values() for of_cell in counts
+        ),
+        "made of changed code: its commit does not say which code it was": (
+            certificate["environment"].get("git_dirty")
+        ),
+    }
     changes = certificates.changes(certificate, planned.header["environment"])
-    tables.print_agreement(
-        plan,
-        agreement,
-        changes,
-        is_dirty=bool(certificate["environment"].get("git_dirty")),
-        console=console,
-    )
-    tables.print_differences(rows, args.out, num_before=0, console=console)
-    agrees = all(
-        count in (len(plan.prompts), evidence.NOT_COMPARED)
-        for counts in agreement.values()
-        for count in counts.values()
-    )
-    summaries = [suite.summarise(cell, suite.of_prompts(rows)) for cell in plan.cells]
-    tables.print_warnings(suite.warnings(summaries), console)
+    lines |= {f"{name}: {then}, now {now}": True for name, then, now in changes}
+    lines["the environment is that of the certificate"] = not changes
+    for line, is_told in lines.items():
+        if is_told:
+            console.print(line, soft_wrap=True, highlight=False)
+    _print_differences(rows, console)
+    agrees = {n for of_cell in counts for n in of_cell.values()} <= {
+        *(len(plan.prompts), evidence.NOT_COMPARED)
+    }
+    summaries = [suite.summarise(cell, rows) for cell in plan.cells]
+    _print_wrong(suite.warnings(summaries), console)
     is_finite = not any(summary.nonfinite_logits for summary in summaries)
     return EXACT if agrees and is_finite else NOT_EXACT
+
+
+def print_cells(
+    rows: Sequence[dict[str, Any]],
+    columns: Mapping[str, tables.Column],
+    console: rich_console.Console,
+) -> None:
+    """Prints one row for each cell: what of it is not the first's, the columns, and how
+    many prompts are equal in each of `evidence.WHATS`; red where not all are."""
+
+    def equal(row: tables.Row, what: str) -> tables.Cell:
+        if row[what] == evidence.NOT_COMPARED:
+            return "-"
+        different = row["prompts"] - row[what]
+        words = f"{different} differ" if different else "equal"
+        return tables.wrong(words, different > 0)
+
+    base = rows[0]["cell"]
+    shown = [row | {"cell": cells_lib.label(row["cell"], base)} for row in rows]
+    names = {"log_probs": "log-probs", "kv": "K/V"}
+    compared = {
+        names.get(what, what): lambda row, what=what: equal(row, what)
+        for what in evidence.WHATS
+    }
+    tables.print_rows(shown, {"cell": "", **columns, **compared}, console)
+
+
+def _print_wrong(lines: Sequence[str], console: rich_console.Console) -> None:
+    for line in lines:
+        console.print(line, style="bold red", soft_wrap=True, highlight=False)
+
+
+def _print_differences(
+    rows: Sequence[suite.Row], console: rich_console.Console
+) -> None:
+    """Prints the first differences, one by one, and what looks closer."""
+    found = [row for row in rows if row["differences"]]
+    for row in found[:MOST_SHOWN]:
+        lines = [f"{row['cell']}, prompt {row['id']!r}:"]
+        lines += [f"  {evidence.describe(one)}" for one in row["differences"]]
+        console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+    if len(found) > MOST_SHOWN:
+        console.print(f"and {len(found) - MOST_SHOWN} prompts more")
+    if found:
+        console.print(
+            "look closer: experiments/parity.py runs windows of a text with these "
+            "--impl, --dtype, --slab and --gamma, and names the operation that differs",
+            soft_wrap=True,
+            highlight=False,
+        )
 
 
 def _choose_isa_of(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:

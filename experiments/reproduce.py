@@ -135,8 +135,7 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
         for number, command in enumerate(step.runs):
             script, *arguments = shlex.split(command.format(**words))
             path = parts / f"{number}.jsonl" if step.keep else step.path
-            is_recorded = "--record" in arguments
-            if step.flag and not is_recorded:
+            if step.flag:
                 arguments += [step.flag, str(path)]
             if args.allow_dirty and script not in ("plot", "train_drafter"):
                 arguments.insert(0, "--allow-dirty")
@@ -144,7 +143,7 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
             worst = max(worst, 0 if status == FAILED and step.mismatches else status)
             if status not in (DONE, FAILED):
                 return status
-            if step.keep and not is_recorded:
+            if step.keep:
                 rows += files.read_rows(path).values()
         if step.keep:
             with records.open_rows(step.path, allow_dirty=args.allow_dirty) as out:

@@ -61,7 +61,6 @@ LONGEST = (
     "test_triton_model.py",
     "test_row_attention.py",
     "test_front_door.py",
-    "test_microscope.py",
     "test_recorder.py",
     "test_notebooks.py",
     "test_x64.py",
@@ -80,7 +79,6 @@ BITS = (
     *("engine/test_features.py", "engine/test_slot_rows.py"),
     "experiments/test_parity_script.py",
     *("test_algorithms.py", "test_embedded_pair.py", "test_examples.py"),
-    "test_microscope.py",
     *("test_own_models.py", "test_recorder.py"),
 )
 """Files and folders whose tests compare bits of compiled programs, or look at these:

@@ -66,7 +66,7 @@ def shown_output(text: str) -> tuple[str, str]:
 
 def printed_output(text: str) -> str:
     """What the first block prints with the instruction set that the README names."""
-    (block,), (isa, _) = python_blocks(text, FIRST), shown_output(text)
+    (block, *_), (isa, _) = python_blocks(text, FIRST), shown_output(text)
     ran = subprocess.run(
         [sys.executable, "-c", block],
         capture_output=True,

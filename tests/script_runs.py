@@ -22,7 +22,7 @@ def rows_of(path: pathlib.Path, kind: str | None = None) -> list[dict]:
 
 
 SUPERSEDED = ("commit_decode_steps", "correction_steps", "mirror_decode_steps")
-"""Forwards of designs that `history.py` alone runs, which older rows count as 0."""
+"""Forwards of designs that are no more, which older rows count as 0."""
 
 
 def assert_has_fields_of(row: Mapping, file: str, *less: str) -> None:

@@ -58,26 +58,6 @@ def test_differences_are_located(wrong, expected):
     assert differing == {d.what for d in found}
 
 
-def test_the_window_of_the_first_difference():
-    """Row 2 of the window from position 2, which decides the third token."""
-    plain, wrong = make_evidence(), with_change("logits", (2, 0), 77)
-    found = evidence.window_row(plain, wrong, evidence.compare(plain, wrong))
-    assert (found["position"], found["tokens"]) == (4, [])
-    assert (found["start"], found["starts"], found["window_rows"]) == (2, [2], 3)
-    assert (found["verify_argmax"], found["decode_argmax"]) == (12, 12)
-    assert found["window"] == [2, 0, 9] and found["drafted_token"] is None
-    late = with_change("kv", (1, 1, 6, 0, 0), 777)
-    found = evidence.window_row(plain, late, evidence.compare(plain, late))
-    assert (found["position"], found["tokens"]) == (6, [0, 1])
-    assert (found["start"], found["starts"]) == (5, [2, 5])
-    assert (found["window"], found["drafted_token"]) == ([2, 3], None)
-    early = with_change("kv", (1, 1, 0, 0, 0), 777)
-    assert evidence.window_row(plain, early, evidence.compare(plain, early)) is None
-    short = make_evidence(tokens=np.arange(4, dtype=np.int32))
-    found = evidence.window_row(plain, short, evidence.compare(plain, short))
-    assert found["position"] == 5
-
-
 def test_nothing_is_compared_past_another_token():
     """Another text has other logits and K/V: they would hide where it began."""
     wrong = with_change("tokens", 1, 77)
@@ -101,6 +81,5 @@ def test_what_was_not_recorded_is_not_compared():
     wrong.tokens[4] = 77
     found = evidence.compare(make_evidence(), wrong)
     assert [(d.what, d.row) for d in found] == [("tokens", None), ("kv", None)]
-    assert evidence.window_row(make_evidence(), wrong, found) is None
     hashes = wrong.hashes()
     assert hashes["log_probs"] == hashes["logits"] == evidence.NOT_COMPARED

@@ -17,7 +17,7 @@ import secrets
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -90,18 +90,6 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
     if args.ray is None:
         return {}
     return {"ray": args.ray, "ray_cpus": args.ray_cpus or 1}
-
-
-def in_order(found: Found, tasks: Sequence[Task]) -> Iterator[Iterable[Any]]:
-    """Yields the results of the tasks in their order, each as soon as it can be."""
-    early: dict[Hashable, Iterable[Any]] = {}
-    waiting = iter(tasks)
-    following = next(waiting, None)
-    for task, results in found:
-        early[task] = results
-        while following in early:
-            yield early.pop(following)
-            following = next(waiting, None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

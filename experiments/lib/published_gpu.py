@@ -111,14 +111,6 @@ def gpu_heads() -> published_rows.Lines:
         )
 
 
-def gpu_batches() -> published_rows.Lines:
-    """Tokens a second of the embedded pair, of several prompts at once."""
-    yield f"{COMMAND}, the embedded pair", "tokens/s", "times one by one", "equal texts"
-    for row in published_rows.rows_of("gpu/b-batches.jsonl", "throughput"):
-        equal = f"{row['prompts_equal']} of {row['prompts']}"
-        yield row["way"], f"{row['tok_s']:,.0f}", f"{row['ratio']:.2f}", equal
-
-
 def gpu_rows() -> published_rows.Lines:
     """How many bits were compared, of kernels and of rounds, and how many differed."""
     yield COMMAND, "cases", "elements", "differing", "planted fault"
@@ -171,6 +163,6 @@ def gpu_transformers() -> published_rows.Lines:
 
 
 TABLES = (
-    *(gpu_steps, gpu_kernels, gpu_rounds, gpu_heads, gpu_batches, gpu_rows),
+    *(gpu_steps, gpu_kernels, gpu_rounds, gpu_heads, gpu_rows),
     gpu_transformers,
 )

@@ -133,26 +133,19 @@ def _times(row: published_rows.Row, ratio: float, *ends: float) -> Sequence[str]
 
 
 def designs() -> published_rows.Lines:
-    """The designs that came before, and what was published of them."""
-    names = {
-        "decoding decides": "decoding decides, the batched path is compared",
-        "flash decides": "the batched path decides",
-        "row loop": "rows, one at a time",
-        "library rows": "rows together, library products",
-        "row contract": "rows together, batch-invariant",
-    }
-    words = lambda row: row["published"].replace("x,", ",").removeprefix("-")
+    """Ways to verify a window: choices that are not decoding's, and the operation."""
+    first = lambda row: (
+        row["first"] and (f"{row['first']['operation']}, layer {row['first']['layer']}")
+    )
     columns: dict[str, published_rows.Cell] = {
-        "`python experiments/history.py --prompts 20`": lambda row: names[row["rung"]],
-        "matched": "{matched_prompts}/{prompts}",
-        "mismatches": "{verify_decode_mismatches}",
-        "tokens per target forward": "{tokens_per_target_step:.2f}",
-        "speed-up": "{speedup_e2e:.2f}",
-        "published, 8B + 0.6B on an RTX 5090": lambda row: words(row).replace(
-            "unmatched", "not matched"
+        "`python experiments/parity.py --prompts 20 --gen-tokens 256`": (
+            "`--verify-path {verify[path]}`"
         ),
+        "texts that match": "{matched_prompts}/{prompts}",
+        "choices that differ": "{mismatches} of {choices:,}",
+        "first operation that differs": lambda row: first(row) or "none",
     }
-    rows = published_rows.rows_of("history.jsonl", "history")
+    rows = published_rows.rows_of("parity_*.jsonl", "parity")
     return published_rows.table(columns, rows)
 
 

@@ -66,8 +66,6 @@ def resume_behind(
     out: "JsonLines",
     header: Mapping[str, Any],
     kinds: Collection[str],
-    *,
-    ends: Callable[[Mapping[str, Any]], bool] = lambda row: True,
     **more: Any,
 ) -> list[dict[str, Any]]:
     """As `resume`, of a file whose first row says what all others are of.
@@ -76,7 +74,6 @@ def resume_behind(
     the header.
 
     Args:
-      ends: whether a row may be the last; otherwise it is made again.
       more: what a new header says besides, and may differ.
     """
     wanted, lines = to_json(header, "header"), _whole_lines(out)
@@ -86,8 +83,6 @@ def resume_behind(
     _same(lines[0], wanted, str(out.path))
     rows = [json.loads(line) for line in lines[1:]]
     count = [*(row.get("kind") in kinds for row in rows), False].index(False)
-    if 0 < count == len(rows) and not ends(rows[-1]):
-        count -= 1
     out.keep(sum(map(len, lines[: 1 + count])))
     return rows[:count]
 

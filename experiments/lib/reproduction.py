@@ -63,6 +63,7 @@ WORDS = {
     "set": f"{DATA}/gsm8k/test.jsonl",
     "turns": f"{DATA}/mt_bench/question.jsonl",
     "real": f"{FETCHED} --impl native",
+    "texts": "--prompts 20 --gen-tokens 256",
 }
 
 # XLA's steps take six times as long as the native ones, and it compiles many programs,
@@ -146,8 +147,6 @@ compare_llama_cpp_qwen3_0.6b.jsonl | comparison
 compare_llama_cpp_heads.jsonl | comparison | of heads
   compare_llama_cpp --llama-bin {llama} --drafter {heads} --gamma 4,7 --no-steps
     --repeats 1
-history.jsonl | history
-  history --prompts 20
 throughput.jsonl | throughput
   throughput --repeats 5
   throughput --repeats 5 --drafter ngram
@@ -182,7 +181,6 @@ dspark_scheduled_{impl}.jsonl | summary
     --temperature <0; 0.7; 1>
 """
 
-# Recordings of other settings do not go into one file.
 POLICIES = """
 regret.jsonl
   regret --prompts 6 --gen-tokens 96 --live --repeats 2
@@ -193,16 +191,12 @@ plan_native.jsonl | plan
     --tree 4x8:7@0.6,4x12:15@0.6,4x16:31@0.6 --prompts 10
 plan_qwen3_0.6b.jsonl | plan_forced
   plan --impl native --preset qwen3-0.6b --draft-preset draft-60m --gamma 2,4
-replay_check.jsonl | replay
-  replay --record {scratch}_greedy --prompts 50 --gamma 7
-  replay {scratch}_greedy --check --drafter {drafters}
-  replay --record {scratch}_drawn --prompts 50 --gamma 7 --temperature 0.7 --top-k 20
-    --top-p 0.8
-  replay {scratch}_drawn --check --drafter {drafters}
-mismatches_flash.jsonl | | mismatches, flag --dump-verify-mismatches
-  history --impl native --prompts 20
 parity_flash.jsonl | | mismatches
-  parity --mismatch {results}/mismatches_flash.jsonl:1
+  parity --impl native {texts} --verify-path flash
+parity_library_rows.jsonl | | mismatches
+  parity --impl native {texts} --verify-path library-rows
+parity_paged_decode.jsonl
+  parity --impl native {texts} --verify-path paged-decode
 """
 
 # Rounds of a head; with XLA the least that has each temperature, each batch and a tree.

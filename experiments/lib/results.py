@@ -28,9 +28,6 @@ class PromptResult:
     # Verified positions with another token than decoding's; None where only the
     # distribution is decoding's
     mismatches: int | None
-    # The tokens to match where they are not those of `plain`: a design that is timed
-    # against our decoding, and compared with a decoding of its own
-    reference: list[int] | None = None
 
     @property
     def matched(self) -> bool | None:
@@ -43,8 +40,6 @@ class PromptResult:
             return False
         if self.mismatches is None:
             return None
-        if self.reference is not None:
-            return all(run.tokens == self.reference for run in self.spec)
         reference = self.plain[0].tokens
         return all(run.tokens == reference for run in (*self.plain, *self.spec))
 
@@ -86,7 +81,7 @@ class PromptResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Design:
-    """A way to speculate, and the decoding that its texts are compared with."""
+    """A way to speculate."""
 
     lm: loading.LanguageModel
     settings: Settings
@@ -106,8 +101,7 @@ def run_designs(
 ) -> dict[Hashable, PromptResult]:
     """Decodes a prompt plainly and by every design in turn, `repeats` times.
 
-    Plain decoding is that of the first design. A design with another target is compared
-    with the decoding of that, and timed against the first's.
+    All designs are of one target: plain decoding is that of the first.
     """
     first = next(iter(designs.values()))
     plain: list[Plain] = []
@@ -123,19 +117,15 @@ def run_designs(
     results = {}
     for name, design in designs.items():
         lm, settings, runs = design.lm, design.settings, spec[name]
-        text = lm.target, tuple(runs[0].tokens), settings.is_exact, settings.verifier
+        text = tuple(runs[0].tokens), settings.is_exact
         if text not in replays:
             replays[text] = mismatches_of(lm, settings, prompt_ids, runs[0])
-        reference = None
-        if lm.target != first.lm.target:
-            reference = runs_lib.run_plain(lm, settings, prompt_ids).tokens
         results[name] = PromptResult(
             prompt=prompt,
             prompt_ids=prompt_ids,
             plain=plain,
             spec=runs,
             mismatches=replays[text],
-            reference=reference,
         )
     return results
 
@@ -220,14 +210,10 @@ def mismatches_of(
     prompt_ids: list[int],
     run: Speculative,
 ) -> int | None:
-    """Returns what the run counted on its way, or what a replay of its text finds.
-
-    None where only the distribution is decoding's.
-    """
+    """Returns how many tokens a replay of the text through decoding finds wrong; None
+    where only the distribution is decoding's."""
     if not settings.is_exact:
         return None
-    if run.mismatches is not None:
-        return run.mismatches
     chosen = runs_lib.decode_choices(lm, settings, prompt_ids, run.tokens)
     return int(np.sum(chosen != np.asarray(run.tokens)))
 

@@ -27,7 +27,6 @@ from spec_jax.engine import (
     round as round_lib,
     scheduler as scheduler_lib,
     state as states,
-    target as target_lib,
     verification,
 )
 from spec_jax.gamma import policy
@@ -50,9 +49,6 @@ class Settings:
     policy_state: policy.State = None  # before each prompt's first round
     rule: verification.Rule = "coupled"
     num_slots: int = 1
-    # Verifies windows in the place of the target's rows, for one slot: a superseded
-    # design. It may count on the way, see `_recounted`.
-    verifier: target_lib.Target | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -77,8 +73,6 @@ class Speculative:
     origins: list[states.Origin]
     counters: metrics.Counters
     timing: metrics.Timing
-    # Counted on the way, by designs that decode too; None where only a replay can tell
-    mismatches: int | None = None
     policy_state: policy.State = None  # of the gamma policy, after the last round
 
     @property
@@ -165,7 +159,7 @@ def make_scheduler(
 ) -> scheduler_lib.Scheduler:
     """Returns the scheduler of `settings.num_slots` slots."""
     algo = algorithms.speculative(
-        settings.verifier or lm.target,
+        lm.target,
         lm.drafter,
         rule=settings.rule,
         policy=settings.gamma_policy,
@@ -235,19 +229,12 @@ def run_speculative(
     checks.check_refused([state.cache, state.memory])
     checks.check_pages(state.slots.status, state.slots.length, state.cache)
     slot = scheduler_lib.slot_of(jax.device_get(state.slots), 0)
-    run = as_run(
+    return as_run(
         slot,
         vocab_size=lm.target.config.vocab_size,
         prefill_s=prefilled - started,
         decode_s=finished - prefilled,
     )
-    return _recounted(run, settings.verifier, state.cache)
-
-
-def _recounted(run: Speculative, verifier: Any, cache: Any) -> Speculative:
-    """Returns the run with what a verifier counted by itself, in its cache."""
-    recount = getattr(verifier, "recount", None)
-    return run if recount is None else recount(run, cache)
 
 
 def as_run(

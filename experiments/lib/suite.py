@@ -1,7 +1,7 @@
 """The exactness suite: every cell, every prompt, one row each, and what they say."""
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,36 +33,14 @@ class Plan:
     weights: Mapping[str, Mapping[str, str]]
     settings: cell_runs.Settings
     head: Any = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-    """Some of a plan's cells, with what is there of them already."""
-
-    cells: tuple[cells_lib.Cell, ...]
-    done: frozenset[tuple[str, int]]  # `key` of rows
-
-    @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        cells: Sequence[cells_lib.Cell],
-        done: Collection[tuple[str, int]],
-    ) -> "Task | None":
-        """Returns the task, or none where all of its rows are there."""
-        names = {cell.name for cell in cells}
-        own = frozenset(key for key in done if key[0] in names)
-        if len(own) == len(cells) * len(plan.prompts):
-            return None
-        return cls(cells=tuple(cells), done=own)
-
-    def __str__(self) -> str:
-        """The names of its cells."""
-        return "; ".join(cell.name for cell in self.cells)
+    done: frozenset[tuple[str, int]] = frozenset()  # `key` of rows that are there
 
 
 class Suite:
-    """Runs cells of a plan, task after task, and keeps the weights between them.
+    """Runs cells of a plan, and keeps the weights of a dtype between them.
+
+    Cells that share decoding go through prompts together, so many at once that each is
+    decoded once and batches refill their slots.
 
     Args:
       is_away: in another process than the plan was made in, whose folders may hold
@@ -72,84 +50,32 @@ class Suite:
     def __init__(self, plan: Plan, is_away: bool = False):
         self._plan, self._is_away = plan, is_away
         self._weights: dict[str, cell_runs.Weights] = {}
+        self._forget()
 
-    def __call__(self, task: Task) -> Iterator[dict[str, Any]]:
-        """Returns the rows of a task; raises `ValueError` for other weights."""
-        if self._is_away:
-            for cell in task.cells:
-                self._check_weights(cell)
-        plan = dataclasses.replace(self._plan, cells=task.cells)
-        return run(plan, done=task.done, weights=self._weights)
-
-    def _check_weights(self, cell: cells_lib.Cell) -> None:
-        if cell.dtype in self._weights:
-            return
-        lm = cell_runs.load_models(
-            cell, target=self._plan.target, draft=self._plan.draft
-        )
-        both = lm.params, lm.drafter_params
-        wanted = self._plan.weights[cell.dtype]
-        for name, params in zip(("target", "draft"), both, strict=True):
-            if name in wanted and fingerprint.of_params(params) != wanted[name]:
-                raise ValueError(
-                    f"{getattr(self._plan, name)}: a worker has other weights of the "
-                    f"{name}; have all machines read the same files"
-                )
-        self._weights.clear()  # Of one dtype at a time.
-        self._weights[cell.dtype] = both
-
-
-def run(
-    plan: Plan,
-    *,
-    done: Collection[tuple[str, int]],
-    weights: dict[str, cell_runs.Weights] | None = None,
-) -> Iterator[dict[str, Any]]:
-    """Yields the row of every cell and prompt that is not among `done`.
-
-    Cells that share decoding go through prompts together, so many at once that each is
-    decoded once and batches refill their slots. Weights are held of one dtype at a
-    time. After a prompt's row with differences comes one of the window in which they
-    begin.
-
-    Args:
-      done: `key` of rows that are there.
-      weights: by dtype, which are not loaded again; left as they are needed last.
-    """
-    weights = {} if weights is None else weights
-    for cells in cells_lib.by_plain(plan.cells):
-        for dtype in {*weights} - {cells[0].dtype}:
-            del weights[dtype]
-        group = _Group(plan, weights)
-        largest = max(cell.batch for cell in cells)
-        size = 2 * largest if largest > 1 else 1
-        for first in range(0, len(plan.prompts), size):
-            part = range(first, min(first + size, len(plan.prompts)))
-            for cell in cells:
-                missing = [n for n in part if (cell.name, n) not in done]
-                yield from group.run(cell, missing)
-            group.forget_texts()
-
-
-class _Group:
-    """Cells that share decoding: their models, their slots, and what was decoded.
-
-    Attributes:
-      weights: by dtype; those that are loaded are added.
-    """
-
-    def __init__(self, plan: Plan, weights: dict[str, cell_runs.Weights]):
-        self.weights = weights
-        self._plan = plan
+    def _forget(self) -> None:
         self._models: loading.LanguageModel | None = None
         self._slots: dict[cells_lib.Cell, cell_runs.Slots] = {}
         self._plain: dict[int, cell_runs.Plain] = {}
 
-    def forget_texts(self) -> None:
-        """Drops what was decoded, with its keys and values."""
-        self._plain.clear()
+    def __call__(self, cells: Sequence[cells_lib.Cell]) -> Iterator[dict[str, Any]]:
+        """Yields the row of every cell and prompt that is not there.
 
-    def run(
+        Raises:
+          ValueError: other weights than the plan's.
+        """
+        prompts, done = self._plan.prompts, self._plan.done
+        for group in cells_lib.by_plain(cells):
+            self._forget()
+            largest = max(cell.batch for cell in group)
+            size = 2 * largest if largest > 1 else 1
+            for first in range(0, len(prompts), size):
+                part = range(first, min(first + size, len(prompts)))
+                for cell in group:
+                    missing = [n for n in part if (cell.name, n) not in done]
+                    yield from self._rows(cell, missing)
+                self._plain.clear()  # With its keys and values.
+
+    def _rows(
         self, cell: cells_lib.Cell, numbers: Sequence[int]
     ) -> Iterator[dict[str, Any]]:
         """Yields the rows of some prompts.
@@ -158,30 +84,37 @@ class _Group:
         """
         if not numbers:
             return
-        total = len(self._plan.prompts)
-        following = [(numbers[-1] + 1 + step) % total for step in range(total)]
+        prompts = self._plan.prompts
+        following = [(numbers[-1] + 1 + n) % len(prompts) for n in range(len(prompts))]
         others = [number for number in following if number not in numbers]
         seated = [*numbers, *others[: max(cell.batch - len(numbers), 0)]]
         plain = [self._plain_of(cell, number) for number in seated]
         found = self._slots_of(cell).run(
-            [self._plan.prompts[number][1] for number in seated], plain
+            [prompts[number][1] for number in seated], plain
         )
         for at, number in enumerate(numbers):
-            yield from _rows(self._plan, cell, number, plain[at], found[at])
+            yield _row(cell, number, *prompts[number], plain[at], found[at])
 
     def _models_of(self, cell: cells_lib.Cell) -> loading.LanguageModel:
         """Returns the target and the draft model, which all cells of a group share."""
         if self._models is None:
-            plan = self._plan
-            self._models = cell_runs.load_models(
-                cell,
-                target=plan.target,
-                draft=plan.draft,
-                weights=self.weights.get(cell.dtype),
-            )
-            lm = self._models
-            self.weights[cell.dtype] = lm.params, lm.drafter_params
+            known = self._weights.get(cell.dtype)
+            self._weights = {}  # Of one dtype at a time.
+            folders = {"target": self._plan.target, "draft": self._plan.draft}
+            lm = cell_runs.load_models(cell, **folders, weights=known)
+            both = lm.params, lm.drafter_params
+            if known is None and self._is_away:
+                self._check(both, self._plan.weights[cell.dtype])
+            self._models, self._weights = lm, {cell.dtype: both}
         return self._models
+
+    def _check(self, both: cell_runs.Weights, wanted: Mapping[str, str]) -> None:
+        for name, params in zip(("target", "draft"), both, strict=True):
+            if name in wanted and fingerprint.of_params(params) != wanted[name]:
+                raise ValueError(
+                    f"{getattr(self._plan, name)}: a worker has other weights of the "
+                    f"{name}; have all machines read the same files"
+                )
 
     def _slots_of(self, cell: cells_lib.Cell) -> cell_runs.Slots:
         if cell not in self._slots:
@@ -193,26 +126,23 @@ class _Group:
 
     def _plain_of(self, cell: cells_lib.Cell, number: int) -> cell_runs.Plain:
         if number not in self._plain:
-            self._plain[number] = cell_runs.run_plain(
-                self._models_of(cell),
-                cell,
-                self._plan.settings,
-                self._plan.prompts[number][1],
-            )
+            settings, (_, prompt) = self._plan.settings, self._plan.prompts[number]
+            lm = self._models_of(cell)
+            self._plain[number] = cell_runs.run_plain(lm, cell, settings, prompt)
         return self._plain[number]
 
 
-def _rows(
-    plan: Plan,
+def _row(
     cell: cells_lib.Cell,
     number: int,
+    name: str,
+    prompt: list[int],
     plain: cell_runs.Plain,
     spec: cell_runs.Rounds,
-) -> Iterator[dict[str, Any]]:
-    """Yields one prompt in one cell as a row, and the window in which it differs."""
-    name, prompt = plan.prompts[number]
+) -> dict[str, Any]:
+    """Returns one prompt in one cell as a row."""
     differences = evidence.compare(plain.evidence, spec.evidence)
-    yield {
+    return {
         "kind": "prompt",
         "cell": cell.name,
         "index": number,
@@ -228,30 +158,11 @@ def _rows(
         "plain_sha256": plain.evidence.hashes(),
         "spec_sha256": spec.evidence.hashes(),
     }
-    # The microscope runs windows of chains.
-    if not differences or cell.tree != cells_lib.NO_TREE:
-        return
-    window = evidence.window_row(plain.evidence, spec.evidence, differences)
-    if window is not None:
-        sides = ("dtype", "impl", "slab", "page_size", "prefill")
-        yield {
-            **window,
-            "id": name,
-            "prompt_ids": prompt,
-            "verify_path": "paged-decode",
-            **{axis: getattr(cell, axis) for axis in sides},
-            "weights_sha256": plan.weights[cell.dtype]["target"],
-        }
 
 
 def key(row: Row) -> tuple[str, int]:
     """Returns what a prompt's row is the row of."""
     return row["cell"], row["index"]
-
-
-def of_prompts(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows of prompts alone."""
-    return [row for row in rows if row["kind"] == "prompt"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -337,25 +248,3 @@ def across_pages(
         for bits, by_prompt in seen.items()
     }
     return [(dict(bits), count) for bits, count in counts.items() if count]
-
-
-def beginnings(
-    prompts: Sequence[tuple[str, list[int]]], count: int
-) -> list[tuple[str, list[int]]]:
-    """Returns the prompts, then their first seven eighths, and so on; each text once.
-
-    Raises:
-      ValueError: fewer than `count` different ones.
-    """
-    found: dict[tuple[int, ...], str] = {}
-    for eighths in range(8, 0, -1):
-        for name, ids in prompts:
-            length = -(-len(ids) * eighths // 8)
-            label = name if length == len(ids) else f"{name}[:{length}]"
-            found.setdefault(tuple(ids[:length]), label)
-    if len(found) < count:
-        raise ValueError(
-            f"{count} prompts asked for, but the {len(prompts)} bundled ones have "
-            f"{len(found)} different beginnings; ask for at most {len(found)}"
-        )
-    return [(name, list(ids)) for ids, name in list(found.items())[:count]]

@@ -77,7 +77,7 @@ BRIEF = Defaults(
         "gamma_policy": ("fixed", "threshold"),
     },
 )
-FULL = Defaults(prompts="300", gen_tokens=512, axes=_EVERY)
+FULL = Defaults(prompts="50", gen_tokens=512, axes=_EVERY)
 ON_GPU = {"dtype": ("bfloat16",), "impl": ("auto",), "prefill": ("rows",)}
 """In the place of those axes on a GPU: what its kernels compute, and nothing else.
 
@@ -252,7 +252,9 @@ def _plan(
     options = {name: settings.get(name) for name in ("raw", "chat_option")}
     words = prompts_lib.with_options(argparse.Namespace(**options), lm.tokenizer)
     lm = dataclasses.replace(lm, tokenizer=words)
-    prompts = _prompts(lm, source, raw=settings["raw"])
+    named = prompt_files.parse(source, default_file=prompt_files.BUNDLED)
+    encoded = prompts_lib.encode(lm, named, raw=settings["raw"])
+    prompts = [(one.id, ids) for one, ids in zip(named, encoded, strict=True)]
     gen_tokens = settings["gen_tokens"]
     longest = max(len(ids) for _, ids in prompts) + gen_tokens
     plan = suite.Plan(
@@ -281,26 +283,6 @@ def _plan(
         "cells": [cell.to_row() for cell in cells],
     }
     return Planned(plan=plan, header=header)
-
-
-def _prompts(
-    lm: loading.LanguageModel, source: str, *, raw: bool
-) -> list[tuple[str, list[int]]]:
-    """Returns ids and tokens of what `--prompts` names.
-
-    Of more than are bundled, beginnings of those too.
-    """
-    bundled = prompt_files.parse(
-        str(prompt_files.BUNDLED), default_file=prompt_files.BUNDLED
-    )
-    count = int(source) if source.isdecimal() else 0
-    is_more = count > len(bundled)
-    named = bundled
-    if not is_more:
-        named = prompt_files.parse(source, default_file=prompt_files.BUNDLED)
-    encoded = prompts_lib.encode(lm, named, raw=raw)
-    pairs = [(prompt.id, ids) for prompt, ids in zip(named, encoded, strict=True)]
-    return suite.beginnings(pairs, count) if is_more else pairs
 
 
 def _check_lengths(lm: loading.LanguageModel, plan: suite.Plan) -> None:

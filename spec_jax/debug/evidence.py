@@ -166,66 +166,6 @@ class Difference:
         return dataclasses.asdict(self)
 
 
-def window_row(
-    plain: Evidence, spec: Evidence, differences: Sequence[Difference]
-) -> dict[str, Any] | None:
-    """Returns `window_at` of the first row whose logits or keys and values differ.
-
-    None where that row is one of the prompt's, which no window ran, and where no
-    recorder was there.
-    """
-    if spec.decisions is None or plain.decisions is None:
-        return None
-    positions = [d.position - (d.what != "kv") for d in differences]
-    number = min(positions) - (plain.num_prompt - 1)
-    if number < 0:
-        return None
-    # A text that only ends earlier ends after a row that both have.
-    number = min(number, len(spec.tokens) - 1, len(plain.tokens) - 1)
-    decided = int(plain.decisions.highest[number])
-    return window_at(spec, number, decode_argmax=decided)
-
-
-def window_at(spec: Evidence, number: int, *, decode_argmax: int) -> dict[str, Any]:
-    """Returns the window that decided a generated token, for `experiments/parity.py`.
-
-    Args:
-      spec: recorded.
-      number: of the token, among the generated ones.
-      decode_argmax: the token of highest logit by decoding, drawn or not.
-
-    Returns:
-      A JSON row: `window` is the pending token and the drafts, `window_rows` the most
-      of them, `start` the position of the first; `position` is the row's, which decides
-      the token after it; `tokens` what was generated before the window; `starts` the
-      positions of all windows up to this one: with verification that is not by rows,
-      the K/V before it is theirs. `drafted_token` is what the row decides on, None for
-      the last.
-
-    Raises:
-      ValueError: no recorder was there.
-    """
-    if spec.decisions is None:
-        raise ValueError("the run was not recorded: its windows are not known")
-    seen, first = spec.decisions, spec.num_prompt - 1
-    row = int(seen.row[number])
-    window = [int(token) for token in seen.window[number] if token != recorder.NONE]
-    # Each committed row is of one window, which began so many rows before it.
-    starts = first + np.arange(number + 1) - seen.row[: number + 1]
-    return {
-        "kind": "mismatch",
-        "tokens": spec.tokens[: max(number - row - 1, 0)].tolist(),
-        "start": first + number - row,
-        "starts": sorted(set(starts.tolist())),
-        "window": window,
-        "window_rows": seen.window.shape[1],
-        "position": first + number,
-        "drafted_token": window[row + 1] if row + 1 < len(window) else None,
-        "verify_argmax": int(seen.highest[number]),
-        "decode_argmax": int(decode_argmax),
-    }
-
-
 def describe(difference: Mapping[str, Any]) -> str:
     """Puts a `Difference.to_row` in words."""
     where = f"position {difference['position']}"

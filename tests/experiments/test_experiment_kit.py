@@ -198,13 +198,12 @@ def flags(*given: str) -> argparse.Namespace:
 
 
 def test_tasks(monkeypatch):
-    """Here; in order of what comes; and a worker of another machine is refused."""
+    """Here; and a worker of another machine is refused."""
     fan = fan_out.of(flags(), Doubled, 2)
     assert {task: list(found) for task, found in fan(Doubled(2), [3, 1])} == {
         3: [6],
         1: [2],
     }
-    assert [*fan_out.in_order(iter([(2, "b"), (1, "a")]), [1, 2])] == ["a", "b"]
     with pytest.raises(ValueError, match="--ray-cpus is of --ray"):
         fan_out.of(flags("--ray-cpus", "3"), Doubled, 2)
     job = fan_out.Job(make=Doubled, values=(2,))

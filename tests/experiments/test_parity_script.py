@@ -1,173 +1,291 @@
-"""The microscope from its command line: status, row, heat map, mismatches."""
+"""The microscope: it names every planted fault, and finds nothing where none is."""
 
+import dataclasses
+import functools
 import shlex
 
+import decoding
+import hypothesis
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
+from hypothesis import strategies as st
 from script_runs import rows_of, write_rows
 
 from experiments import parity, plot
-from experiments.lib import files, mismatches, sight
-from experiments.lib.microscope import compare
-from spec_jax.model import fingerprint, load, observe, tokenizer
+from experiments.lib import microscope, superseded
+from spec_jax import testing
+from spec_jax.model import (
+    llama,
+    observe,
+    params as params_lib,
+    prompt as prompt_lib,
+    qwen3,
+    row_model,
+)
 
 
-PROMPT = "def double(x):"
-START = len(PROMPT) - 1
+START = len(decoding.PROMPT) - 1
+WINDOW = (decoding.PROMPT[-1], 4, 9, 33)
+CONFIG = decoding.make_config(num_layers=3, dtype="bfloat16")
+PARAMS = params_lib.init(jax.random.key(0), CONFIG, stddev=0.3)
+
+
+def path(name=microscope.ROWS, *, dtype="bfloat16", impl="native", slab=5):
+    config = dataclasses.replace(CONFIG, dtype=dtype)
+    model = row_model.RowModel(config=config, impl=impl, slab=slab)
+    return microscope.Path(name=name, model=model)
+
+
+@functools.cache
+def prefix(dtype="bfloat16"):
+    """The prompt's K/V; NaN where nothing is held."""
+    model = path(dtype=dtype).model
+    kv = model.new_cache(capacity=32, page_size=decoding.PAGE_SIZE)
+    spoil = lambda pools: tuple(jnp.full_like(pool, jnp.nan) for pool in pools)
+    kv = kv.replace(k=spoil(kv.k), v=spoil(kv.v))
+    params = params_lib.cast(PARAMS, dtype)
+    known = decoding.PROMPT[:START]
+    return prompt_lib.prefill(model, params, kv, known, by_rows=True)
+
+
+@functools.cache
+def record(one, fault=None, window=WINDOW) -> microscope.Record:
+    kv = prefix(one.model.config.dtype)
+    return microscope.record(one, one.weights(PARAMS), kv, window, START, fault)
+
+
+def first_of(one, other) -> tuple[int | None, str] | None:
+    """The layer and the operation of a first difference."""
+    found = microscope.compare(one, other).first
+    return found and (found["layer"], found["operation"])
+
+
+#
+# Windows
+#
+
+
+@pytest.mark.parametrize("other", [path(), path(microscope.DECODE, slab=8)])
+def test_equal_runs_have_no_difference(other):
+    """Fails if recording moves a bit, or a value depends on who is beside it.
+
+    Rows of our own kernels know no slab.
+    """
+    one = record(path(microscope.DECODE))
+    found = microscope.compare(one, record(other))
+    assert found.first is None and record(other).moved == one.moved == 0
+    assert all(cell["differing"] == 0 for cell in found.cells.values())
+    names = {key.rpartition(":")[2] for key in found.cells}
+    assert names == {*observe.LEAVES_ROWS}
+    assert len(found.cells) == 2 + 3 * (len(names) - 2)
+
+
+def test_a_recording_that_moves_bits_says_so(monkeypatch):
+    """Negative control: a forward pass that is another one when it is looked at."""
+    real = qwen3.forward_rows
+
+    def shy(params, config, rows, kv, *, observe=None, **keywords):
+        if observe is not None:
+            params = params.replace(final_norm=params.final_norm * 2)
+        return real(params, config, rows, kv, observe=observe, **keywords)
+
+    monkeypatch.setattr(qwen3, "forward_rows", shy)
+    unseen = path(slab=6)  # one that nothing was compiled for
+    assert record(unseen).moved > 0
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("number", "name"), [*enumerate(observe.OPERATIONS, 1)], ids=observe.OPERATIONS
+)
+def test_every_planted_fault_is_named(number, name):
+    """Fails if an operation is not seen, or is taken for another: of rows, and of what
+    alone shows those that the kernels of rows fuse."""
+    layer = None if name in observe.OUTSIDE else number % CONFIG.num_layers
+    fault = microscope.Fault(layer=layer, operation=name)
+    key = observe.key(layer, name)
+    assert microscope.parse(key) == fault
+    is_seen = name in observe.LEAVES_ROWS
+    one = path() if is_seen else path("library-rows", dtype="float32")
+    found = microscope.compare(record(one), record(one, fault))
+    assert (found.first["layer"], found.first["operation"]) == (layer, name)
+    # One element of the last row.
+    assert found.first["row"] == len(WINDOW) - 1
+    assert found.cells[key]["differing"] == found.cells[key]["max_ulp"] == 1
+
+
+@pytest.mark.parametrize("name", superseded.NAMES)
+def test_superseded_windows_have_the_values_of_rows(name):
+    """Fails if a window forgets its prefix, a mask, a norm or a rotation; its bits
+    differ from the first layer on."""
+    design, decode = path(name, dtype="float32"), path("decode", dtype="float32")
+    ours, theirs = record(design), record(decode)
+    assert ours.moved == 0 and {*ours.values} > {*theirs.values}
+    assert first_of(theirs, ours)[0] == 0
+    # Each sums at most 96 terms, and three layers pass an error on.
+    close = {"dtype": "float32", "reduction": 96 * 12}
+    for key, value in theirs.values.items():
+        testing.assert_rows_close(ours.values[key], value, **close)
+    # And a later row changes no earlier one.
+    others = record(design, None, (*WINDOW[:2], 1, 2)).values["logits"]
+    testing.assert_same_bits(others[:2], ours.values["logits"][:2])
+    assert (others[2:] != ours.values["logits"][2:]).any(axis=1).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("3:nothing", "operation 'nothing' is not one of"),
+        ("v", "v takes a layer"),
+        ("2:logits", "logits takes no layer"),
+        ("a:v", "not of the form"),
+        ("", "operation '' is not one of"),
+    ],
+)
+def test_faults_that_do_not_exist(text, message):
+    with pytest.raises(ValueError, match=message):
+        microscope.parse(text)
+
+
+def test_what_cannot_be_run():
+    with pytest.raises(ValueError, match="path='sideways' is not one of decode"):
+        path("sideways")
+    with pytest.raises(ValueError, match="4 rows does not fit a slab of 3"):
+        record(path(slab=3))
+    with pytest.raises(ValueError, match=r"no layer 3 .* layers 0 to 2"):
+        microscope.check(microscope.parse("3:v"), path())
+    with pytest.raises(ValueError, match="q_rope never leaves a kernel of paged-dec"):
+        microscope.check(microscope.parse("1:q_rope"), path())
+    with pytest.raises(ValueError, match="shape"):
+        microscope.cell_of(np.zeros((2, 3)), np.zeros((2, 4)))
+    sizes = {one.name: getattr(CONFIG, one.name) for one in dataclasses.fields(CONFIG)}
+    own = {one.name for one in dataclasses.fields(llama.LlamaConfig)}
+    config = llama.LlamaConfig(**{k: v for k, v in sizes.items() if k in own})
+    model = dataclasses.replace(path().model, config=config)
+    with pytest.raises(NotImplementedError, match="this is a llama model"):
+        microscope.Path(name="flash", model=model)
+
+
+#
+# Distances
+#
+
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@hypothesis.given(st.lists(FLOATS, min_size=2, max_size=2))
+def test_ulps_count_the_numbers_between(pair):
+    one, other = (np.float32([x]) for x in pair)
+    far = int(microscope.ulps(one, other)[0])
+    assert far == int(microscope.ulps(other, one)[0])
+    assert (far == 0) == bool(one[0] == other[0])
+    towards = np.nextafter(one, other)
+    assert int(microscope.ulps(towards, other)[0]) == max(far - 1, 0)
+
+
+def test_two_dtypes_are_compared_in_the_wider_one():
+    exact = np.float32([[1.0, 2.5, 3.0]])
+    rounded = exact.astype(ml_dtypes.bfloat16)
+    assert microscope.cell_of(exact, rounded)["differing"] == 0
+    near = microscope.cell_of(exact + np.float32(2.0**-16), rounded)
+    assert near["differing"] == 3 and near["max_ulp"] == 0  # nothing, in bfloat16
+    assert microscope.cell_of(exact * 2, rounded)["max_ulp"] == 128
+
+
+def test_relative_differences():
+    """Of norms, and None where there is no number: what ULPs near zero do not say."""
+    ones = np.ones((2, 2), np.float32)
+    relative = lambda one, other: microscope.cell_of(one, other)["relative"]
+    assert relative(ones, np.float32([[1, 1], [1, 1.5]])) == pytest.approx(0.5 / 2)
+    assert relative(ones, ones) == 0.0
+    # A step over zero is nothing beside the rest, and two thousand million ULPs.
+    over = np.float32([[1e3, 1e-3]]), np.float32([[1e3, -1e-3]])
+    assert microscope.cell_of(*over)["max_ulp"] > 2**30
+    assert relative(*over) == pytest.approx(2e-6)
+    for one, other in ((ones * 0, ones), (ones, ones * np.nan), (ones * np.inf, ones)):
+        assert relative(one, other) is None
+    zeros = microscope.cell_of(np.float32([0.0, 1.0]), np.float32([-0.0, 1.0]))
+    assert zeros["differing"] == 1 and zeros["relative"] == 0.0
+
+
+def test_margins_are_in_ulps_of_the_models_dtype():
+    logits = np.float32([3.0, 3.125, -1.0, 3.125])
+    top, margin = microscope.choice_of(logits, "bfloat16")
+    assert [token for token, _ in top] == [1, 3, 0, 2] and margin == 0
+    assert microscope.choice_of(logits[:3], "bfloat16")[1] == 0.125 / 2**-6
+    assert microscope.choice_of(logits[:3], "float32")[1] == 0.125 / 2**-22
+    spoiled, margin = microscope.choice_of(np.float32([1.0, np.nan, 2.0]), "float32")
+    assert spoiled[0] == [1, None] and margin is None
+
+
+#
+# The command line
+#
 
 
 @pytest.fixture(scope="module")
 def look(folders, tmp_path_factory):
-    """Runs flags: the exit status and the row; each is run once."""
-    folder, found = tmp_path_factory.mktemp("parity"), {}
-    (folder / "prompts.txt").write_text(PROMPT)
+    """Runs flags: the exit status and the row."""
+    folder = tmp_path_factory.mktemp("parity")
 
     def run(flags: str) -> tuple[int, dict]:
-        if flags not in found:
-            out = folder / f"{len(found)}.jsonl"
-            given = f"--target {folders[0]} --impl native {flags} --out {out}"
-            if "--mismatch" not in flags:
-                given += f" --prompts {folder / 'prompts.txt'}"
-            status = parity.main(shlex.split(given))
-            (row,) = rows_of(out)
-            found[flags] = status, row
-        return found[flags]
+        out = folder / "out.jsonl"
+        given = f"--target {folders[0]} --impl native --gen-tokens 9 --gamma 3 {flags}"
+        status = parity.main(shlex.split(f"{given} --prompts 2 --out {out}"))
+        (row,) = rows_of(out)
+        return status, row
 
     return run
 
 
-OTHER = "--gamma 3 --verify-path flash --verify-dtype bfloat16"
-
-
-@pytest.mark.parametrize(
-    ("flags", "status", "first"),
-    [
-        ("--gamma 3", 0, None),
-        ("--tree 2-2", 0, None),
-        ("--gamma 3 --inject 1:gate", 0, (1, "gate")),
-        ("--tree 2-2 --inject 1:attention:parent", 0, (1, "attention")),
-        # The paths part long before the fault.
-        (f"{OTHER} --inject logits", 2, ...),
-        (OTHER, 2, ...),
-    ],
-)
-def test_the_first_difference_is_named(look, flags, status, first):
-    """Fails if equal runs differ, or a fault is named elsewhere or not at all."""
-    found, row = look(flags)
-    assert found == status and row["kind"] == "parity"
-    assert row["equal"] == (row["first"] is None) == (first is None)
-    if first is not None:
-        where = row["first"]["layer"], row["first"]["operation"]
-        assert where == first or (first is ... and where[1] in observe.OPERATIONS)
-        assert 0 < row["first"]["differing"] <= row["first"]["elements"]
-    # Both start from what decoding wrote.
-    assert row["history"] == "decode" and row["prefix"]["differing"] == 0
-
-
-def test_a_row_holds_every_value(look):
-    _, row = look("--gamma 3")
-    assert row["operations"] == list(observe.LAYER_OPERATIONS)
-    assert row["layers"] == [0, 1] and len(row["cells"]) == 2
-    assert set(row["outside"]) == set(observe.OUTSIDE)
+def test_equal_runs_and_a_planted_fault(look, tmp_path):
+    """Fails if equal runs differ, or a fault is named elsewhere, or is not drawn."""
+    status, row = look("")
+    assert status == parity.AS_EXPECTED == 0 and row["equal"] and row["first"] is None
+    # Two whole windows of each text, from the prompt's last token on.
+    assert (row["choices"], row["mismatches"], row["matched_prompts"]) == (16, 0, 2)
     cells = [*row["cells"][0], *row["cells"][1], *row["outside"].values()]
+    assert row["layers"] == [0, 1] and len(row["window"]) == 4
     assert sum(cell["elements"] for cell in cells) == row["num_values"]
-    assert {cell["differing"] for cell in cells} == {0}
-    assert row["start"] == START and len(row["window"]) == 4
     # Decoding drafted, and so it agrees with itself.
-    assert [one["verify_argmax"] for one in row["rows"]][:3] == row["window"][1:]
-    assert row["argmax_flips"] == [] and row["moved_by_recording"] == [0, 0]
-    assert look(OTHER)[1]["verify"]["dtype"] == "bfloat16"
-
-
-def test_a_path_of_a_tree(look):
-    """Fails if siblings are not run."""
-    _, row = look("--tree 2-2")
-    assert row["verify"]["tree"] == [0, 0, 0, 1, 1, 2, 2]
-    assert row["reference"]["tree"] is None and len(row["window"]) == 3
-
-
-def test_a_difference_is_drawn_with_its_texts(look, folders, tmp_path):
+    chosen = [one["verify_top"][0][0] for one in row["rows"]]
+    assert chosen[:3] == row["window"][1:] and row["moved_by_recording"] == [0, 0]
+    status, row = look("--inject 1:swiglu")
+    assert status == 0 and row["first"]["operation"] == "swiglu"
+    assert row["first"]["position"] == row["start"] + 3
     pytest.importorskip("matplotlib")
-    _, row = look("--gamma 3 --inject 1:gate")
     write_rows(tmp_path / "row.jsonl", [row])
     assert plot.main([str(tmp_path / "row.jsonl"), "--out", str(tmp_path)]) == 0
-    assert "first: layer 1, gate" in (tmp_path / "divergence.svg").read_text()
-    assert row["fault"] == {"layer": 1, "operation": "gate", "kind": "ulp"}
-    cell = row["cells"][1][row["operations"].index("gate")]
-    assert row["first"]["differing"] <= cell["differing"] and cell["relative"] > 0
-    assert row["cells"][0][0]["relative"] == 0.0
-    words = tokenizer.load(folders[0])  # Of single bytes.
-    for choice in row["rows"]:
-        for side in ("reference", "verify"):
-            texts = [words.decode([token]) for token, _ in choice[f"{side}_top"]]
-            assert choice[f"{side}_texts"] == texts and len(texts) == 5
+    assert "layer 1, swiglu" in (tmp_path / "divergence.svg").read_text()
 
 
-#
-# Mismatches
-#
+def test_a_fault_behind_a_difference_is_not_named(look):
+    """Negative control: paths that part before it."""
+    flags = "--verify-path library-rows --verify-dtype bfloat16"
+    status, row = look(f"{flags} --inject logits")
+    assert status == parity.NOT_AS_EXPECTED == 2
+    assert row["first"]["operation"] != "logits" and row["growth"][0]["differing"]
+    assert row["verify"]["dtype"] == "bfloat16"
 
 
-@pytest.fixture(scope="module")
-def mismatch(folders) -> dict:
-    """A line as `history.py --dump-verify-mismatches` writes it."""
-    _, params = load.load(folders[0])
-    return {
-        "kind": "mismatch",
-        **{"prompt_ids": [5, 6, 7, 8], "tokens": [9, 10], "starts": [3, 4, 6]},
-        **{"start": 6, "window": [11, 12, 13], "window_rows": 4, "position": 7},
-        **{"verify_argmax": 14, "decode_argmax": 15, "verify_path": "paged-decode"},
-        **{"prefill": "rows", "impl": "native", "dtype": "float32", "slab": 4},
-        **{"page_size": 16, "weights_sha256": fingerprint.of_params(params)},
-    }
-
-
-FIRST = {"tokens": [], "window": [8, 12, 13], "position": 4, "start": 3, "starts": [3]}
-"""The first window begins with the prompt's last token."""
-
-
-@pytest.mark.parametrize("changes", [{}, FIRST, {"verify_path": "flash"}])
-def test_a_mismatch_is_taken_up(look, tmp_path, mismatch, changes):
-    """Fails if it is not run as the line says, on its own text and K/V."""
-    line = mismatch | changes
-    is_own = line["verify_path"] == "flash"
-    path = write_rows(tmp_path / "lines.jsonl", [{"kind": "other"}, line])
-    status, row = look(f"--mismatch {path}:2")
-    assert status == (2 if is_own else 0)
-    assert (row["start"], row["window"]) == (line["start"], line["window"])
-    assert row["verify"]["path"] == line["verify_path"] and row["verify"]["slab"] == 4
-    assert row["met_again"] is False
-    assert row["history"] == ("own" if is_own else "decode")
-    first = row["prefix"]["first"]
-    if is_own:
-        # From the first window on, which begins with the last token of the prompt.
-        assert (first["layer"], first["part"], first["position"]) == (0, "k", 3)
-        assert 0 < first["differing"] <= first["elements"] == 16
-        assert first["differing"] < row["prefix"]["differing"]
-    else:
-        assert first is None
-
-
-def test_a_choice_that_is_met_again(look, tmp_path, mismatch):
-    """Negative control: the same line, and one other token in it."""
-
-    def met(name: str, **choices) -> dict:
-        path = write_rows(tmp_path / f"{name}.jsonl", [mismatch | choices])
-        return look(f"--mismatch {path}")[1]
-
-    chosen = met("as_it_is")["rows"][1]["reference_argmax"]
-    # No rows differ here: a line that says so tells of no flip.
-    assert met("none", verify_argmax=chosen, decode_argmax=chosen)["met_again"] is None
-    one = {"decode_argmax": chosen, "verify_argmax": chosen + 1}
-    assert met("another", **one)["met_again"] is False
-
-
-def test_a_flip_that_is_met_again(mismatch):
-    """Fails if it is sought in another row, or the two sides are exchanged."""
-    line = files.checked(mismatch, mismatches.Mismatch, "here")
-    same, one, other = (
-        compare.Choice(top=((token, 1.0),), margin_ulp=None) for token in (3, 15, 14)
-    )
-    for pair, met in (((one, other), True), ((other, one), False)):
-        rows = ((same, same), pair)
-        found = compare.Comparison(cells={}, first=None, choices=rows)
-        assert sight.is_met_again(line, 6, found) is met
+def test_choices_that_differ_are_found(look):
+    """Negative control of the count: a text in which one token is another."""
+    model, params = path().model, params_lib.prepare(PARAMS, "native")
+    tokens, kv = [*decoding.PROMPT], prefix()
+    for position in range(START, START + 9):
+        kv, logits = model.forward(
+            *(params, kv),
+            tokens=jnp.asarray(tokens[position : position + 1]),
+            start=jnp.int32(position),
+            num_active=jnp.int32(1),
+        )
+        tokens.append(int(logits[0].argmax()))
+    text = parity.Text(name="t", num_prompt=START + 1, tokens=tokens, kv=kv)
+    assert text.windows(4) == [START, START + 4]
+    assert parity.differing(path(), params, text, 4) == []
+    tokens[START + 7] = (tokens[START + 7] + 1) % CONFIG.vocab_size
+    assert START + 6 in parity.differing(path(), params, text, 4)

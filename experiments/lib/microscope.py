@@ -1,0 +1,370 @@
+"""The microscope: the first operation in which two runs of a window differ.
+
+A `Path` is a way to run a window of tokens after the K/V of a text. `record` runs it
+and keeps every value that the forward pass shows its hook (`model.observe`), a row for
+each token; `compare` says where two records part, and by how much. Kernels that fuse
+operations show what leaves them: there the operation that is named is the last one of
+its kernel. Distances are in units in the last place (ULPs): how many numbers of the
+dtype lie between two values. Values of two dtypes are compared in the wider one, at
+their distance in the narrower one.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from experiments.lib import superseded
+from spec_jax import compilation, testing
+from spec_jax.model import decoder, observe, params as params_lib, row_model
+from spec_jax.paging import allocator, cache
+
+
+DECODE, ROWS = "decode", "paged-decode"
+"""Autoregressive decoding of the window, one active row at a time, which is the oracle;
+and what the engine runs, the window's rows in one slab."""
+
+PATHS = (DECODE, ROWS, *superseded.NAMES)
+"""Ways to run a window by name."""
+
+TOP = 5
+"""Tokens of highest logit that are told of a row."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Path:
+    """A way of `PATHS` to run a window, static and hashable.
+
+    Raises:
+      ValueError: no such way.
+      NotImplementedError: a model of another family than Qwen3.
+    """
+
+    name: str
+    model: row_model.RowModel  # says config, implementation and slab
+
+    def __post_init__(self):
+        if self.name not in PATHS:
+            raise ValueError(f"path={self.name!r} is not one of {', '.join(PATHS)}")
+        if self.model.config.model_type != "qwen3":
+            raise NotImplementedError(
+                f"the microscope knows the operations of qwen3 models, and this is a "
+                f"{self.model.config.model_type} model"
+            )
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The operations whose values can be seen, in order."""
+        if self.name in superseded.NAMES:
+            return observe.OPERATIONS
+        return observe.LEAVES_ROWS
+
+    def weights(self, params: params_lib.Params) -> params_lib.Params:
+        """Returns the weights as the path reads them, in the dtype of its model."""
+        params = params_lib.cast(params, self.model.config.dtype)
+        if self.name in superseded.NAMES:
+            return params
+        return params_lib.prepare(params, self.model.impl)
+
+    def to_row(self) -> dict[str, Any]:
+        """Returns the JSON form."""
+        model = self.model
+        sizes = {"impl": model.impl, "dtype": model.config.dtype, "slab": model.slab}
+        return {"path": self.name, **sizes}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One element of an operation's last row, a unit in the last place too large.
+
+    `layer` is None for an operation outside of the layers.
+    """
+
+    layer: int | None
+    operation: str
+
+
+def parse(text: str) -> Fault:
+    """Reads `LAYER:OPERATION`, or `OPERATION` outside of the layers.
+
+    Raises:
+      ValueError: another form, or an operation that does not exist.
+    """
+    number, _, name = text.rpartition(":")
+    if number and not (number.isascii() and number.isdigit()):
+        raise ValueError(f"fault {text!r} is not of the form LAYER:OPERATION")
+    if name not in observe.OPERATIONS:
+        raise ValueError(
+            f"fault {text!r}: operation {name!r} is not one of "
+            f"{', '.join(observe.OPERATIONS)}"
+        )
+    if bool(number) == (name in observe.OUTSIDE):
+        where = "no layer" if number else "a layer, as in 0:q"
+        raise ValueError(f"fault {text!r}: {name} takes {where}")
+    return Fault(layer=int(number) if number else None, operation=name)
+
+
+def check(fault: Fault, path: Path) -> None:
+    """Raises `ValueError` where the fault cannot be planted in a path."""
+    num_layers = path.model.config.num_layers
+    if fault.layer is not None and fault.layer >= num_layers:
+        raise ValueError(
+            f"there is no layer {fault.layer} to plant a fault in: the model has "
+            f"layers 0 to {num_layers - 1}"
+        )
+    if fault.operation not in path.operations:
+        raise ValueError(
+            f"{fault.operation} never leaves a kernel of {path.name}: plant the fault "
+            f"in one of {', '.join(path.operations)}"
+        )
+
+
+#
+# Runs of a window
+#
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """Values of a window's rows, and what recording them did.
+
+    Attributes:
+      values: by `observe.key`, `[rows, width]`, in an order of computation.
+      moved: elements of the logits and of the K/V that were written which differ from
+        those of the same run unrecorded. Not 0: the record is of another program than
+        the one that runs.
+    """
+
+    values: dict[str, np.ndarray]
+    moved: int
+
+
+def logits_of(
+    path: Path,
+    params: params_lib.Params,
+    kv: cache.PagedKV,
+    window: tuple[int, ...],
+    start: int,
+) -> tuple[cache.PagedKV, np.ndarray]:
+    """Runs a window unrecorded; returns the cache after it, and logits `[rows, V]`.
+
+    Args:
+      params: as `Path.weights` returns them.
+      kv: with a text of which the positions `[0, start)` are kept.
+
+    Raises:
+      ValueError: a window that does not fit the slab.
+    """
+    return _run(path, params, kv, window, start, None)[:2]
+
+
+def record(
+    path: Path,
+    params: params_lib.Params,
+    kv: cache.PagedKV,
+    window: tuple[int, ...],
+    start: int,
+    fault: Fault | None = None,
+) -> Record:
+    """Runs a window as `logits_of`, and again with every value recorded.
+
+    Args:
+      fault: planted in what is recorded; what recording moved is told without it.
+    """
+    real_kv, logits = logits_of(path, params, kv, window, start)
+    seen_kv, _, values = _run(path, params, kv, window, start, ())
+    moved = _count(values["logits"], logits)
+    pools = zip((*real_kv.k, *real_kv.v), (*seen_kv.k, *seen_kv.v), strict=True)
+    moved += sum(_count(np.asarray(one), np.asarray(other)) for one, other in pools)
+    if fault is not None:
+        check(fault, path)
+        _, _, values = _run(path, params, kv, window, start, (fault,))
+    keys = observe.keys(path.model.config.num_layers)
+    return Record(values={k: values[k] for k in keys if k in values}, moved=moved)
+
+
+def _run(path, params, kv, window, start, faults):
+    """Returns the cache, logits and values; of `faults` None nothing is recorded."""
+    if len(window) > path.model.slab:
+        raise ValueError(
+            f"a window of {len(window)} rows does not fit a slab of {path.model.slab}"
+        )
+    rows, found = 1 if path.name == DECODE else len(window), []
+    for first in range(0, len(window), rows):
+        tokens = jnp.asarray(window[first : first + rows], jnp.int32)
+        at = jnp.int32(start + first)
+        kv, logits, values = _call(path, params, kv, tokens, at, faults)
+        found.append({"": logits[:rows]} | {k: x[:rows] for k, x in values.items()})
+    allocator.check(kv)
+    values = {k: np.concatenate([one[k] for one in found]) for k in found[0]}
+    return kv, values.pop(""), values
+
+
+@functools.partial(compilation.jit, static_argnames=("path", "faults"))
+def _call(
+    path: Path,
+    params: params_lib.Params,
+    kv: cache.PagedKV,
+    tokens: Int[Array, " R"],
+    start: Int[Array, ""],
+    faults: tuple[Fault, ...] | None,
+):
+    """Runs rows after `[0, start)`; values are `[R, width]`, and padding follows."""
+    (R,), slot, values = tokens.shape, row_model.SLOT, {}
+    is_library = path.name in superseded.NAMES
+    kv = allocator.truncate(kv, slot, start)
+    if faults is None and not is_library:
+        kv, logits = path.model.forward(
+            params, kv, tokens=tokens, start=start, num_active=jnp.int32(R)
+        )
+        return kv, logits, values
+
+    def see(layer: int | None, operation: str, value: jax.Array) -> jax.Array:
+        flat = value.reshape(value.shape[0], -1)
+        if Fault(layer=layer, operation=operation) in (faults or ()):
+            middle = flat.shape[1] // 2
+            flat = flat.at[R - 1, middle].set(_next_up(flat[R - 1, middle]))
+            value = flat.reshape(value.shape)
+        if faults is not None:
+            # Behind a barrier, so that nothing is fused with the recording of it.
+            kept = jax.lax.optimization_barrier(flat)
+            values[observe.key(layer, operation)] = kept
+        return value
+
+    kv = allocator.reserve(kv, slot, start + R)
+    if is_library:
+        rows = {"tokens": tokens, "start": start, "observe": see}
+        kv, logits = superseded.forward(
+            path.name, params, path.model.config, kv, **rows
+        )
+    else:
+        height = path.model.slab
+        rows = decoder.Rows(
+            tokens=jnp.pad(tokens, (0, height - R)),
+            slots=jnp.full((height,), slot, jnp.int32),
+            positions=start + jnp.arange(height, dtype=jnp.int32),
+            num_active=jnp.int32(R),
+        )
+        kv, outputs = path.model.forward_rows(params, rows, kv, observe=see)
+        logits = outputs.logits
+    return allocator.extend(kv, slot, start + R), logits, values
+
+
+def _next_up(x: jax.Array) -> jax.Array:
+    """Moves a value one unit in the last place further from zero."""
+    unsigned = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    raised = jax.lax.bitcast_convert_type(x, unsigned) + unsigned(1)
+    return jax.lax.bitcast_convert_type(raised, x.dtype)
+
+
+def _count(one: np.ndarray, other: np.ndarray) -> int:
+    return int((testing.bits(one) != testing.bits(other)).sum())
+
+
+#
+# Comparisons
+#
+
+Cell = dict[str, int | float | None]
+"""How far two arrays are the same: `differing` of `elements`, where the sign of a zero
+is a difference; `max_ulp`, the largest distance, 0 between zeros; and `relative`, the
+norm of the difference over that of the first, None where that is not finite."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Everything that two records differ in.
+
+    Attributes:
+      cells: by `observe.key`, the operations that both have, in order.
+      first: the first operation that differs: layer, operation, row, and the cell of
+        that row; all that it was computed from is the same in both records.
+    """
+
+    cells: dict[str, Cell]
+    first: dict[str, Any] | None
+
+
+def compare(one: Record, other: Record) -> Comparison:
+    """Compares two records of one window."""
+    cells, first = {}, None
+    for key in (key for key in one.values if key in other.values):
+        values = one.values[key], other.values[key]
+        cells[key] = cell_of(*values)
+        if first is None and cells[key]["differing"]:
+            rows = [cell_of(a[None], b[None]) for a, b in zip(*values, strict=True)]
+            row = next(n for n, cell in enumerate(rows) if cell["differing"])
+            layer, _, name = key.rpartition(":")
+            where = {"layer": int(layer) if layer else None, "operation": name}
+            first = {**where, "row": row, **rows[row]}
+    return Comparison(cells=cells, first=first)
+
+
+def cell_of(one: np.ndarray, other: np.ndarray) -> Cell:
+    """Compares two arrays of one shape.
+
+    Raises:
+      ValueError: other shapes.
+    """
+    if one.shape != other.shape:
+        raise ValueError(f"values of shape {one.shape} and {other.shape}")
+    wide = np.promote_types(one.dtype, other.dtype)
+    narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    # A value beyond the narrower dtype is infinite there, and that is its distance.
+    with np.errstate(over="ignore"):
+        apart = ulps(one.astype(narrow), other.astype(narrow))
+    return {
+        "differing": _count(one.astype(wide), other.astype(wide)),
+        "elements": one.size,
+        "max_ulp": int(apart.max(initial=0)),
+        "relative": _relative(one, other),
+    }
+
+
+def ulps(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Counts the floats between elements of one dtype, int64; both zeros are equal."""
+    return np.abs(_ordinal(one) - _ordinal(other))
+
+
+def _ordinal(x: np.ndarray) -> np.ndarray:
+    """Maps floats to whole numbers in the same order, neighbours one apart."""
+    raw = testing.bits(x).astype(np.int64)
+    sign = np.int64(1) << (8 * x.dtype.itemsize - 1)
+    return np.where(raw & sign, sign - raw, raw)
+
+
+def _relative(one: np.ndarray, other: np.ndarray) -> float | None:
+    """Returns the distance of `other` from `one` over the size of `one`, in float64."""
+    ours, theirs = one.astype(np.float64), other.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # Infinity less infinity.
+        gap, size = np.linalg.norm(ours - theirs), np.linalg.norm(ours)
+    is_number = np.isfinite(gap) and np.isfinite(size) and size > 0
+    return float(gap / size) if is_number else None
+
+
+def choice_of(logits: np.ndarray, dtype: str) -> tuple[list[list], float | None]:
+    """Describes the choice by a row's logits `[V]`; NaN counts as the highest.
+
+    Returns:
+      The `TOP` tokens with their logits in descending order, the lower token first of
+      equal ones, None for a logit that is not finite; and the margin of the two highest
+      in ULPs of a model's dtype at the highest one, None where they are not finite.
+    """
+    keyed = np.where(np.isnan(logits), np.inf, logits)
+    highest = np.argsort(-keyed, kind="stable")[:TOP]
+    values = logits[highest].astype(np.float64)
+    margin = None
+    if len(values) > 1 and np.isfinite(values[:2]).all():
+        # `np.dtype` knows bfloat16 by name, since jax registers it.
+        unit = np.spacing(np.abs(logits[highest[0]]).astype(np.dtype(dtype)))
+        margin = float((values[0] - values[1]) / np.float64(unit))
+    top = [
+        [int(token), float(value) if math.isfinite(value) else None]
+        for token, value in zip(highest, values, strict=True)
+    ]
+    return top, margin
