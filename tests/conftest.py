@@ -81,7 +81,7 @@ BITS = (
     "experiments/test_parity_script.py",
     *("test_algorithms.py", "test_embedded_pair.py", "test_examples.py"),
     "test_microscope.py",
-    *("test_own_models.py", "test_recorder.py"),
+    *("test_own_models.py", "test_recorder.py", "test_scoring.py"),
 )
 """Files and folders whose tests compare bits of compiled programs, or look at these:
 they are marked `bits`, and CI compiles them as users do."""
