@@ -188,8 +188,8 @@ def generate(
       chat: options of the chat template, such as `{"enable_thinking": True}`.
       skip_special_tokens: whether special tokens are left out of `text`, and of pieces;
         `tokens` has them always.
-      log_probs: whether the result has those of its tokens, as `score` gives them: a
-        second pass over the text, of a slab of rows at a time.
+      log_probs: whether the result has those of its tokens, as `score` gives them, by
+        a second pass over the text, a slab of rows at a time (of `decode` a row).
       num_slots: prompts at once; None: all of them, up to 8.
       rule: how drafts are accepted: "coupled" writes the stream of autoregressive
         decoding; "rejection" and "block" keep its distribution.

@@ -189,9 +189,13 @@ class Run:
             nonfinite=int(state.num_nonfinite),
         )
         origins = [results.Origin.BONUS] * len(tokens)
-        return self._result(tokens, origins, counters, state.status, number, seconds)
+        return self._result(
+            tokens, origins, counters, state.status, number, seconds, height=1
+        )
 
-    def _result(self, tokens, origins, counters, status, number, seconds):
+    def _result(
+        self, tokens, origins, counters, status, number, seconds, *, height=None
+    ):
         lm = self.lm
         summary = metrics_lib.summarise(
             counters,
@@ -203,7 +207,9 @@ class Run:
         scores = None
         if self.log_probs:
             sampling = self.requests[number].sampling
-            scores = scoring.of_tokens(lm, self.prompts[number], tokens, sampling)
+            scores = scoring.of_tokens(
+                lm, self.prompts[number], tokens, sampling, height=height
+            )
         return results.Generation(
             tokens=tokens,
             pieces=self._pieces(tokens),

@@ -44,8 +44,13 @@ def of_tokens(
     prompt: Sequence[int],
     tokens: Sequence[int],
     sampling: sampling_lib.SamplingSettings | None,
+    *,
+    height: int | None = None,
 ) -> Scores:
     """Returns the scores of valid tokens after a prompt.
+
+    Args:
+      height: active rows of a call: 1 as in decoding; None: a slab's.
 
     Raises:
       ValueError: a prompt that cannot be used, or more tokens than the model's
@@ -58,12 +63,14 @@ def of_tokens(
     prompt = checks.check_prompt(prompt, vocab_size=size, capacity=capacity)
     kv = target.new_cache(capacity=capacity, page_size=algorithms.PAGE_SIZE)
     kv = rows.of(target, 1).prefill(lm.params, kv, prompt, slot=0)
+    height = target.slab if height is None else height
     _, scored = _scored(
         target,
+        height,
         lm.params,
         kv,
         # Room for a slab that begins at the last token.
-        checks.text_buffer([*prompt, *tokens], capacity + target.slab),
+        checks.text_buffer([*prompt, *tokens], capacity + height),
         np.int32(num_prompt),
         np.int32(end),
         sampling,
@@ -77,10 +84,11 @@ def of_tokens(
 
 
 @functools.partial(
-    compilation.jit, static_argnames=("target",), donate_argnames=("kv",)
+    compilation.jit, static_argnames=("target", "height"), donate_argnames=("kv",)
 )
 def _scored(
     target: row_model.RowModel,
+    height: int,
     params: Any,
     kv: Any,
     tokens: Int[Array, " max_len"],
@@ -97,8 +105,8 @@ def _scored(
 
     def of_slab(carry):
         first, kv, found = carry
-        num_active = jnp.minimum(stop - first, target.slab)
-        fed = jax.lax.dynamic_slice(tokens, (first - 1,), (target.slab,))
+        num_active = jnp.minimum(stop - first, height)
+        fed = jax.lax.dynamic_slice(tokens, (first - 1,), (height,))
         kv, logits = target.forward(
             params, kv, tokens=fed, start=first - 1, num_active=num_active
         )

@@ -79,7 +79,9 @@ def test_they_are_of_distributions(lm):
     drawn = [one.drawn_log_probs[0] for one in kept]
     np.testing.assert_allclose(drawn, expected, atol=1e-5)
     # Greedily there is one token.
-    greedy = [one.drawn_log_probs[0] for one in sj.score(lm, [PROMPTS[0]] * size, every)]
+    greedy = [
+        one.drawn_log_probs[0] for one in sj.score(lm, [PROMPTS[0]] * size, every)
+    ]
     best = int(np.argmax([one.log_probs[0] for one in found]))
     assert greedy[best] == 0 and np.sum(np.isneginf(greedy)) == size - 1
 
