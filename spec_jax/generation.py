@@ -357,8 +357,8 @@ def score(
 ) -> scoring.Scores | list[scoring.Scores]:
     """Returns the log-probabilities of completions, given their prompts.
 
-    Their bits are those that generating the tokens has, and so the importance ratio of
-    a text and its own score is exactly one.
+    Their bits are those that generating the tokens after the prompt has, and so the
+    importance ratio of a text and its own score is exactly one.
 
     Examples:
       >>> import spec_jax as sj
