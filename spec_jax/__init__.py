@@ -33,6 +33,7 @@ _NAMES = {
     "decode": "spec_jax.generation",
     "generate": "spec_jax.generation",
     "load": "spec_jax.loading",
+    "score": "spec_jax.generation",
     "speculative": "spec_jax.algorithms",
     "stream": "spec_jax.generation",
 }
@@ -59,6 +60,7 @@ __all__ = [
     "generate",
     "load",
     "rules",
+    "score",
     "speculative",
     "stream",
     "testing",
@@ -72,7 +74,7 @@ if TYPE_CHECKING:
     from spec_jax.engine.protocols import Drafter, Proposal
     from spec_jax.engine.requests import Sampling
     from spec_jax.engine.state import Origin, Status
-    from spec_jax.generation import decode, generate, stream
+    from spec_jax.generation import decode, generate, score, stream
     from spec_jax.loading import LanguageModel, load
     from spec_jax.lossless import check_lossless
     from spec_jax.results import Generation, Piece

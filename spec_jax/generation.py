@@ -3,6 +3,7 @@
 generate        speculative decoding of one prompt, or of many in slots
 stream          the same of one prompt, in pieces as rounds commit them
 decode          autoregressive decoding: the baseline, and the oracle
+score           log-probabilities of given texts
 """
 
 import difflib
@@ -15,8 +16,13 @@ from typing import Any, TypedDict, TypeVar, Unpack, cast, get_type_hints, overlo
 import jax
 import numpy as np
 
-from spec_jax import results, run as run_lib
-from spec_jax.engine import checks, scheduler as scheduler_lib, verification
+from spec_jax import results, run as run_lib, scoring
+from spec_jax.engine import (
+    checks,
+    requests as requests_lib,
+    scheduler as scheduler_lib,
+    verification,
+)
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.loading import LanguageModel
 from spec_jax.model import tokenizer as tokenizer_lib
@@ -24,6 +30,7 @@ from spec_jax.model import tokenizer as tokenizer_lib
 
 Piece = results.Piece
 Prompt = run_lib.Prompt
+Completion = str | Sequence[int] | np.ndarray
 Sampling = run_lib.Sampling
 Generation = results.Generation
 
@@ -37,6 +44,7 @@ class Settings(TypedDict, total=False):
     ignore_eos: bool
     chat: Mapping[str, Any] | None
     skip_special_tokens: bool
+    log_probs: bool
     page_size: int
 
 
@@ -180,6 +188,8 @@ def generate(
       chat: options of the chat template, such as `{"enable_thinking": True}`.
       skip_special_tokens: whether special tokens are left out of `text`, and of pieces;
         `tokens` has them always.
+      log_probs: whether the result has those of its tokens, as `score` gives them, by
+        a second pass over the text, a slab of rows at a time (of `decode` a row).
       num_slots: prompts at once; None: all of them, up to 8.
       rule: how drafts are accepted: "coupled" writes the stream of autoregressive
         decoding; "rejection" and "block" keep its distribution.
@@ -316,3 +326,80 @@ def decode(
         seconds = time.perf_counter() - started
         outs.append(run.decoded(state.sequences[0], number, seconds))
     return outs[0] if alone else outs
+
+
+# A str is a sequence of str too: that one is not a list of prompts.
+@overload
+def score(  # type: ignore[overload-overlap]
+    lm: LanguageModel,
+    prompt: Prompt,
+    completion: Completion,
+    *,
+    sampling: Sampling | None = None,
+    chat: Any = None,
+) -> scoring.Scores: ...
+@overload
+def score(
+    lm: LanguageModel,
+    prompt: Sequence[Prompt],
+    completion: Sequence[Completion],
+    *,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    chat: Any = None,
+) -> list[scoring.Scores]: ...
+def score(
+    lm: LanguageModel,
+    prompt: Any,
+    completion: Any,
+    *,
+    sampling: Any = None,
+    chat: Any = None,
+) -> scoring.Scores | list[scoring.Scores]:
+    """Returns the log-probabilities of completions, given their prompts.
+
+    Their bits are those that generating the tokens after the prompt has, and so the
+    importance ratio of a text and its own score is exactly one.
+
+    Examples:
+      >>> import spec_jax as sj
+      >>> lm = sj.load()
+      >>> out = sj.generate(lm, "import os", max_tokens=4, log_probs=True)
+      >>> found = sj.score(lm, "import os", out.tokens)
+      >>> found.log_probs.tobytes() == out.log_probs.tobytes()
+      True
+
+    Args:
+      prompt: as `generate` takes it; or a list of prompts.
+      completion: token ids, or a text, which is encoded by itself; of a list a list.
+      sampling: how the tokens were drawn, one for all or one for each; None: greedily.
+      chat: options of the chat template.
+
+    Raises:
+      ValueError: a prompt, a completion or settings that cannot be used.
+      FloatingPointError: logits that are not finite.
+    """
+    prompts, alone = run_lib.encode(lm, prompt, chat)
+    completions = [completion] if alone else list(completion)
+    if len(completions) != len(prompts):
+        raise ValueError(
+            f"{len(completions)} completions of {len(prompts)} prompts: give each "
+            "prompt one"
+        )
+    texts = [_ids(lm, one) for one in completions]
+    each = requests_lib.settings_of(sampling, len(prompts))
+    found = [
+        scoring.of_tokens(lm, *one) for one in zip(prompts, texts, each, strict=True)
+    ]
+    return found[0] if alone else found
+
+
+def _ids(lm: LanguageModel, completion: Any) -> list[int]:
+    """Returns the token ids of a completion; raises `ValueError`."""
+    if isinstance(completion, str):
+        if lm.tokenizer is None:
+            raise ValueError("the model has no tokenizer: give token ids")
+        completion = lm.tokenizer.encode(completion, begins=False)
+    size, most = lm.target.config.vocab_size, lm.target.config.max_position_embeddings
+    return checks.check_prompt(
+        completion, vocab_size=size, capacity=most, what="completion"
+    )

@@ -5,6 +5,8 @@ import html
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from spec_jax.analysis import metrics as metrics_lib
 from spec_jax.engine import state as states
 
@@ -29,6 +31,8 @@ class Generation:
         the whole call took, compilation included where it was the first of its kind.
       provenance: what decides bits: versions, device, implementation, dtype, slab; and,
         where gamma was chosen by them, `round_costs`, which decide counts of rounds.
+      log_probs, drawn_log_probs: `[tokens]` float32, nats, as `scoring.Scores` has
+        them; None unless `log_probs=True` was asked for.
     """
 
     tokens: list[int]
@@ -38,6 +42,8 @@ class Generation:
     status: Status
     metrics: metrics_lib.Metrics
     provenance: Mapping[str, Any]
+    log_probs: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    drawn_log_probs: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
     @property
     def text(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from spec_jax import algorithms, compilation, default_gamma, results
+from spec_jax import algorithms, compilation, default_gamma, results, scoring
 from spec_jax.analysis import metrics as metrics_lib
 from spec_jax.drafters import tree_shapes
 from spec_jax.engine import (
@@ -55,6 +55,7 @@ class Run:
     requests: list[scheduler_lib.Request]
     scheduler: scheduler_lib.Scheduler
     skip_special_tokens: bool
+    log_probs: bool
     costs: costs_lib.RoundCosts | None = None  # by which the default policy goes
 
     @classmethod
@@ -70,6 +71,7 @@ class Run:
         stop: Stop | None = None,
         ignore_eos: bool = False,
         skip_special_tokens: bool = True,
+        log_probs: bool = False,
         num_slots: int | None = None,
         rule: verification.Rule = "coupled",
         page_size: int = PAGE_SIZE,
@@ -114,6 +116,7 @@ class Run:
             requests=requests,
             scheduler=scheduler,
             skip_special_tokens=skip_special_tokens,
+            log_probs=log_probs,
             costs=costs,
         )
 
@@ -186,9 +189,13 @@ class Run:
             nonfinite=int(state.num_nonfinite),
         )
         origins = [results.Origin.BONUS] * len(tokens)
-        return self._result(tokens, origins, counters, state.status, number, seconds)
+        return self._result(
+            tokens, origins, counters, state.status, number, seconds, height=1
+        )
 
-    def _result(self, tokens, origins, counters, status, number, seconds):
+    def _result(
+        self, tokens, origins, counters, status, number, seconds, *, height=None
+    ):
         lm = self.lm
         summary = metrics_lib.summarise(
             counters,
@@ -197,6 +204,12 @@ class Run:
             matched=None,
             verify_decode_mismatches=None,
         )
+        scores = None
+        if self.log_probs:
+            sampling = self.requests[number].sampling
+            scores = scoring.of_tokens(
+                lm, self.prompts[number], tokens, sampling, height=height
+            )
         return results.Generation(
             tokens=tokens,
             pieces=self._pieces(tokens),
@@ -205,6 +218,8 @@ class Run:
             status=results.Status(int(status)),
             metrics=summary | {"e2e_s": seconds},
             provenance=provenance(lm) | self._of_rounds(),
+            log_probs=scores and scores.log_probs,
+            drawn_log_probs=scores and scores.drawn_log_probs,
         )
 
     def _of_rounds(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ BITS = (
     *("engine/test_features.py", "engine/test_slot_rows.py"),
     "experiments/test_parity_script.py",
     *("test_algorithms.py", "test_embedded_pair.py", "test_examples.py"),
-    *("test_own_models.py", "test_recorder.py"),
+    *("test_own_models.py", "test_recorder.py", "test_scoring.py"),
 )
 """Files and folders whose tests compare bits of compiled programs, or look at these:
 they are marked `bits`, and CI compiles them as users do."""

@@ -44,7 +44,6 @@ FEWER = {
     **{name: set() for name in ("native", "pallas", "parallel", "rules", "gamma")},
     "analysis/metrics": {"analysis"},
     "analysis/speeds": {"analysis"},
-    "analysis/conventions": {"analysis"},
     "drafters/ngram": {"drafters", "engine"},
     "drafters/suffix": {"drafters", "engine", "native"},
     "drafters/oracle": {"engine"},

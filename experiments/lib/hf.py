@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments.lib import processes
-from spec_jax.analysis import conventions, metrics
+from spec_jax.analysis import metrics
 
 
 INSTALL = "pip install -e '.[oracle]'"
@@ -233,15 +233,42 @@ def generate(
     tokens = output[0, len(prompt) :].tolist()
     if method == PLAIN:
         return Generated(tokens=tokens, counters=None)
-    try:
-        counters = conventions.from_hugging_face(
-            drafts, gamma_max=gamma, tokens=len(tokens)
-        )
-    except ValueError as error:  # Of our own count: a fault, and no unusable input.
-        raise metrics.IdentityError("rounds counted", str(error)) from error
-    # A chain's drafts are kept in their order.
-    counters = dataclasses.replace(counters, kept_by_rank=counters.accepted_at)
+    counters = counters_of(drafts, gamma_max=gamma, tokens=len(tokens))
     return Generated(tokens=tokens, counters=counters)
+
+
+def counters_of(
+    rounds: Sequence[tuple[int, int]], *, gamma_max: int, tokens: int
+) -> metrics.Counters:
+    """Returns our counters of rounds of assisted generation.
+
+    Args:
+      rounds: of each round, the tokens drafted and those kept, before a stop token
+        cuts.
+      gamma_max: the most that a round may draft.
+      tokens: generated in all rounds, after the cut.
+
+    Raises:
+      metrics.IdentityError: numbers that contradict each other.
+    """
+    kept = [matches for _, matches in rounds]
+    at = tuple(sum(n > i for n in kept) for i in range(gamma_max))
+    counters = metrics.Counters(
+        tokens=tokens,
+        rounds=len(rounds),
+        proposed=sum(drafted for drafted, _ in rounds),
+        accepted=sum(kept),
+        cut=sum(kept) + len(rounds) - tokens,
+        accepted_hist=tuple(kept.count(n) for n in range(gamma_max + 1)),
+        proposed_at=tuple(
+            sum(drafted > i and matches >= i for drafted, matches in rounds)
+            for i in range(gamma_max)
+        ),
+        accepted_at=at,
+        kept_by_rank=at,  # A chain's drafts are kept in their order.
+    )
+    metrics.identities(counters)
+    return counters
 
 
 def next_logits(baseline: Baseline, tokens: Sequence[int]) -> list[float]:

@@ -66,27 +66,33 @@ def make(
     if not len(prompts):
         raise ValueError("the list of prompts is empty: give at least one")
     tokens = [checks.token_list(prompt) for prompt in prompts]
+    each = settings_of(sampling, len(tokens))
+    _warn_of_equal(tokens, sampling)
     return [
         scheduler.Request(
             prompt=prompt, max_tokens=max_tokens, gamma=gamma, sampling=settings
         )
-        for prompt, settings in zip(tokens, _settings(sampling, tokens), strict=True)
+        for prompt, settings in zip(tokens, each, strict=True)
     ]
 
 
-def _settings(
-    sampling: Draws, prompts: list[list[int]]
-) -> Sequence[sampling_lib.SamplingSettings | None]:
-    """Returns the settings of each prompt; warns where two draw the same noise."""
+def settings_of(
+    sampling: Draws, num_prompts: int
+) -> list[sampling_lib.SamplingSettings | None]:
+    """Returns the settings of each prompt, as arrays.
+
+    Raises:
+      ValueError: settings that are not one for each.
+    """
     if sampling is None:
-        return [None] * len(prompts)
+        return [None] * num_prompts
     kinds = Sampling | sampling_lib.SamplingSettings
-    each = [sampling] * len(prompts) if isinstance(sampling, kinds) else sampling
+    each = [sampling] * num_prompts if isinstance(sampling, kinds) else sampling
     if not isinstance(each, Sequence):
         raise ValueError(f"{sampling=}: give a Sampling, or a list with one a prompt")
-    if len(each) != len(prompts):
+    if len(each) != num_prompts:
         raise ValueError(
-            f"{len(each)} settings of sampling for {len(prompts)} prompts: give one "
+            f"{len(each)} settings of sampling for {num_prompts} prompts: give one "
             "for all, or one for each"
         )
     for number, one in enumerate(each):
@@ -95,6 +101,12 @@ def _settings(
                 f"sampling[{number}]={one!r}: give a Sampling for each prompt; "
                 "Sampling(temperature=0) is greedy"
             )
+    return [one.settings() if isinstance(one, Sampling) else one for one in each]
+
+
+def _warn_of_equal(prompts: list[list[int]], sampling: Draws) -> None:
+    """Warns where two prompts draw the same noise."""
+    each = sampling if isinstance(sampling, Sequence) else [sampling] * len(prompts)
     drawn = [
         (tuple(prompt), one)
         for prompt, one in zip(prompts, each, strict=True)
@@ -106,7 +118,6 @@ def _settings(
             "sampling=[sj.Sampling(seed=n) for n in range(8)]",
             stacklevel=2,
         )
-    return [one.settings() if isinstance(one, Sampling) else one for one in each]
 
 
 def capacity_for(target: Any, prompts: Sequence[checks.Tokens], max_tokens: int) -> int:

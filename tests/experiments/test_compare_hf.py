@@ -115,6 +115,17 @@ def test_rows_of_runs(measured):
     assert summary["matched"] is True
 
 
+def test_counters_by_hand():
+    """Three full windows of 3 and one of 1; the limit cut one of nine tokens."""
+    rounds = [(3, 3), (3, 0), (3, 1), (1, 1)]
+    counters = hf.counters_of(rounds, gamma_max=3, tokens=8)
+    assert (counters.rounds, counters.proposed, counters.accepted) == (4, 10, 5)
+    assert (counters.accepted_hist, counters.cut) == ((1, 2, 0, 1), 1)
+    assert (counters.proposed_at, counters.accepted_at) == ((4, 2, 1), (3, 1, 1))
+    with pytest.raises(metrics.IdentityError):
+        hf.counters_of([(2, 3)], gamma_max=3, tokens=4)
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("method", hf.METHODS)
 def test_both_sides_accept_the_same_drafts(measured, method):

@@ -14,6 +14,7 @@ PAIR = "--target {target} --draft {draft}"
 SIZES = {
     "spec_round": "--gen-tokens 6 --gamma 2 --prompts 2 --temperature 0",
     "throughput": "--gen-tokens 6 --gamma 2 --prompts 3 --repeats 1",
+    "rollouts": f"{PAIR} --gen-tokens 6 --gamma 2 --prompts 2 --repeats 1 --samples 2",
     "sweep": f"{PAIR} --gen-tokens 6 --prompts 2",
     "plan": "--gen-tokens 6 --gamma 1 --prompts 2 --repeats 1 --cost-repeats 1",
     "latency": "--contexts 8 --steps 1 --repeats 1",
@@ -45,6 +46,7 @@ RUNS = (
      {"batch": 3, "gamma": 2, "prompts_equal": 3}),
     ("throughput", f"{PAIR} --batch 2 --tree 2x3:5",
      {"way": "tree 2x3:5@0.4, batch 2", "gamma": 5, "prompts_equal": 3}, slow),
+    ("rollouts", "", {"way": "speculative", "rollouts": 4, "equal": 4}),
     ("sweep", "--drafter ngram --gamma 1,2 --tree none,2-1",
      MATCHED | {"tree": "2-1", "gamma": 4}),
     # Heads and presets of random weights, at an acceptance that is forced.

@@ -1,0 +1,139 @@
+"""Log-probabilities of given texts, with the bits of the rows that decode them.
+
+A row's logits do not depend on how many rows run beside it, and so a text that was
+generated is scored a slab of rows at a time, not a token a step: the numbers are the
+same integers, whether it was written with or without speculation, as a chain or a tree.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int
+
+from spec_jax import algorithms, compilation
+from spec_jax.engine import checks, requests as requests_lib, rows
+from spec_jax.loading import LanguageModel
+from spec_jax.model import row_model
+from spec_jax.rules import sampling as sampling_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Scores:
+    """What a target gives the tokens of a text.
+
+    Attributes:
+      tokens: that are scored.
+      log_probs: `[tokens]` float32, nats, by the model's own distribution.
+      drawn_log_probs: the same by the distribution that `sampling` draws from, after
+        temperature and filters; 0 or -inf where it is greedy, and -inf of a token that
+        a filter leaves out.
+    """
+
+    tokens: list[int]
+    log_probs: np.ndarray
+    drawn_log_probs: np.ndarray
+
+
+def of_tokens(
+    lm: LanguageModel,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    sampling: sampling_lib.SamplingSettings | None,
+    *,
+    height: int | None = None,
+) -> Scores:
+    """Returns the scores of valid tokens after a prompt.
+
+    Args:
+      height: active rows of a call: 1 as in decoding; None: a slab's.
+
+    Raises:
+      ValueError: a prompt that cannot be used, or more tokens than the model's
+        positions.
+      FloatingPointError: as `score`.
+    """
+    target, num_prompt, end = lm.target, len(prompt), len(prompt) + len(tokens)
+    capacity = requests_lib.capacity_for(target, [prompt], len(tokens))
+    size = target.config.vocab_size
+    prompt = checks.check_prompt(prompt, vocab_size=size, capacity=capacity)
+    kv = target.new_cache(capacity=capacity, page_size=algorithms.PAGE_SIZE)
+    kv = rows.of(target, 1).prefill(lm.params, kv, prompt, slot=0)
+    height = target.slab if height is None else height
+    _, scored = _scored(
+        target,
+        height,
+        lm.params,
+        kv,
+        # Room for a slab that begins at the last token.
+        checks.text_buffer([*prompt, *tokens], capacity + height),
+        np.int32(num_prompt),
+        np.int32(end),
+        sampling,
+    )
+    found = [np.asarray(x)[num_prompt:end] for x in scored]
+    if any(np.isnan(x).any() for x in found):
+        raise FloatingPointError(
+            "the logits are not finite: the weights or the prompt hold NaN or infinity"
+        )
+    return Scores(tokens=list(tokens), log_probs=found[0], drawn_log_probs=found[1])
+
+
+@functools.partial(
+    compilation.jit, static_argnames=("target", "height"), donate_argnames=("kv",)
+)
+def _scored(
+    target: row_model.RowModel,
+    height: int,
+    params: Any,
+    kv: Any,
+    tokens: Int[Array, " max_len"],
+    start: Int[Array, ""],
+    stop: Int[Array, ""],
+    sampling: sampling_lib.SamplingSettings | None,
+) -> tuple[Any, tuple[Float32[Array, " max_len"], Float32[Array, " max_len"]]]:
+    """Returns the cache, and both log-probabilities of `tokens[start:stop]` at their
+    positions.
+
+    `kv` holds the K/V of `[0, start - 1)` and is donated.
+    """
+    empty = jnp.zeros(tokens.shape, jnp.float32)
+
+    def of_slab(carry):
+        first, kv, found = carry
+        num_active = jnp.minimum(stop - first, height)
+        fed = jax.lax.dynamic_slice(tokens, (first - 1,), (height,))
+        kv, logits = target.forward(
+            params, kv, tokens=fed, start=first - 1, num_active=num_active
+        )
+
+        def of_row(i, found):
+            both = log_probs(logits[i], tokens[first + i], sampling)
+            return tuple(
+                x.at[first + i].set(y) for x, y in zip(found, both, strict=True)
+            )
+
+        found = jax.lax.fori_loop(0, num_active, of_row, found)
+        return first + num_active, kv, found
+
+    carry = (start, kv, (empty, empty))
+    return jax.lax.while_loop(lambda carry: carry[0] < stop, of_slab, carry)[1:]
+
+
+def log_probs(
+    logits: Float[Array, " V"],
+    token: Int[Array, ""],
+    sampling: sampling_lib.SamplingSettings | None,
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    """Returns both log-probabilities of a token, by ONE row of logits."""
+    # Without the barrier they are fused with what made the row, and round otherwise.
+    row = jax.lax.optimization_barrier(logits.astype(jnp.float32))
+    settings = sampling
+    if settings is None:
+        settings = jax.tree.map(lambda leaf: leaf[0], sampling_lib.greedy(1))
+    drawn = jax.nn.log_softmax(sampling_lib.log_weights(row, settings))
+    return jax.nn.log_softmax(row)[token], drawn[token]

@@ -1,0 +1,112 @@
+"""Log-probabilities: those of scoring and of generating are the same integers."""
+
+import numpy as np
+import pytest
+import tiny_pair
+
+import spec_jax as sj
+from spec_jax import lossless, testing
+
+
+PROMPTS = ["def f(x):", "import os", "x = [1, 2]"]
+DRAWN = sj.Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=5)
+SHORT = {"max_tokens": 11, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", params=["native", "xla"])
+def lm(request, tmp_path_factory):
+    """A tiny pair of random weights; a token is a byte."""
+    target, draft = tiny_pair.write(tmp_path_factory.mktemp(request.param))
+    return sj.load(target, draft=draft, gamma_max=4, impl=request.param)
+
+
+def same(found, expected) -> None:
+    for name in ("log_probs", "drawn_log_probs"):
+        testing.assert_same_bits(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("sampling", [None, DRAWN], ids=["greedy", "drawn"])
+def test_they_are_those_of_decoding(lm, sampling):
+    """Fails if a number depends on drafts, on a tree, on a batch, or on the rows that
+    it is computed among."""
+    settings = SHORT | {"sampling": sampling, "log_probs": True}
+    plain = [sj.decode(lm, prompt, **settings) for prompt in PROMPTS]
+    for made in (
+        sj.generate(lm, PROMPTS, num_slots=2, gamma=4, **settings),
+        sj.generate(lm, PROMPTS, gamma=sj.Tree.parse("2x2:5"), **settings),
+        sj.score(lm, PROMPTS, [one.tokens for one in plain], sampling=sampling),
+        [
+            sj.score(lm, one.prompt_tokens, one.tokens, sampling=sampling)
+            for one in plain
+        ],
+    ):
+        for found, expected in zip(made, plain, strict=True):
+            assert found.tokens == expected.tokens
+            same(found, expected)
+    one = plain[0]
+    if lm.target.prefills_by_rows:  # Then a prompt has the K/V of decoding, too.
+        for count, token in enumerate(one.tokens):
+            prompt = [*one.prompt_tokens, *one.tokens[:count]]
+            alone = sj.score(lm, prompt, [token], sampling=sampling)
+            testing.assert_same_bits(alone.log_probs[0], one.log_probs[count])
+    # Negative control: another prompt's.
+    other = sj.score(lm, PROMPTS[1], one.tokens, sampling=sampling)
+    assert np.all(other.log_probs[1:] != one.log_probs[1:])
+
+
+def test_they_are_those_of_the_rows_that_decided(lm):
+    """Fails if they are of other logits than those of the rounds."""
+    settings = SHORT | {"gamma": 4}
+    (seen,) = lossless.evidence_of(lm, [PROMPTS[0]], **settings)
+    (found,) = sj.generate(lm, [PROMPTS[0]], log_probs=True, **settings)
+    assert found.tokens == list(seen.tokens)
+    testing.assert_same_bits(found.log_probs.view(np.uint32), seen.decisions.log_probs)
+
+
+def test_they_are_of_distributions(lm):
+    """Fails if a mass is not one, or a filter leaves out another number of tokens."""
+    size = lm.target.config.vocab_size
+    every = [[token] for token in range(size)]
+    found = sj.score(lm, [PROMPTS[0]] * size, every, sampling=DRAWN)
+    for name in ("log_probs", "drawn_log_probs"):
+        mass = np.exp([getattr(one, name)[0].astype(float) for one in found])
+        assert mass.sum() == pytest.approx(1, abs=1e-5)
+    kept = [one for one in found if np.isfinite(one.drawn_log_probs[0])]
+    assert 1 < len(kept) <= DRAWN.top_k
+    # By definition: the kept logits over the temperature, normalised.
+    raw = np.array([one.log_probs[0] for one in kept], float) / DRAWN.temperature
+    expected = raw - np.log(np.sum(np.exp(raw)))
+    drawn = [one.drawn_log_probs[0] for one in kept]
+    np.testing.assert_allclose(drawn, expected, atol=1e-5)
+    # Greedily there is one token.
+    greedy = [
+        one.drawn_log_probs[0] for one in sj.score(lm, [PROMPTS[0]] * size, every)
+    ]
+    best = int(np.argmax([one.log_probs[0] for one in found]))
+    assert greedy[best] == 0 and np.sum(np.isneginf(greedy)) == size - 1
+
+
+def test_nobody_asks_and_nothing_is_computed(lm):
+    out = sj.generate(lm, PROMPTS[0], gamma=2, **SHORT)
+    assert out.log_probs is None and out.drawn_log_probs is None
+
+
+REFUSED = {
+    "no completion": ((PROMPTS[0], []), "completion is empty"),
+    "a token of another model": ((PROMPTS[0], [10**6]), "completion has token 1000000"),
+    "no row of ids": ((PROMPTS[0], [0.5]), "give one row of token ids"),
+    "too few": ((PROMPTS, [[1]]), "1 completions of 3 prompts: give each"),
+    "too long": ((PROMPTS[0], [1] * 10**5), "shorten it"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(lm, case):
+    arguments, words = REFUSED[case]
+    with pytest.raises(ValueError, match=words):
+        sj.score(lm, *arguments)
+
+
+def test_settings_of_too_many(lm):
+    with pytest.raises(ValueError, match="2 settings of sampling for 1 prompts"):
+        sj.score(lm, [PROMPTS[0]], [[1]], sampling=[DRAWN, DRAWN])
