@@ -90,7 +90,9 @@ def test_planted_faults_are_caught(fault):
         sj.testing.check_target(toy(fault), toy_params())
 
 
-@pytest.mark.parametrize("impl", ["xla", "native"])
+@pytest.mark.parametrize(
+    "impl", [pytest.param("xla", marks=pytest.mark.slow), "native"]
+)
 def test_our_own_targets_pass(impl):
     """Rows of a model that comes along."""
     decoding.needs(impl)
@@ -156,7 +158,7 @@ def small(parts):
 def test_the_flax_drafter_of_the_example(capsys, lenient):
     """It is built by name, learns something, and keeps the output."""
     pytest.importorskip("flax")
-    target = bench.tiny(3)
+    target = decoding.quickest_bench(3)
     parts = registry.Parts(
         gamma_max=3,
         vocab_size=96,
@@ -177,4 +179,3 @@ def test_the_flax_target_of_the_example(lenient):
     model = nnx_target.CausalModel(24, 16, num_positions=64, rngs=nnx.Rngs(0))
     target, weights = nnx_target.wrap(model, vocab_size=24, num_positions=64)
     sj.testing.check_target(target, weights)
-    assert_lossless(target, weights, sj.drafters.NGram(gamma_max=3))

@@ -306,6 +306,7 @@ def right():
     return [proposal.tokens[:3].tolist() for proposal in made]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_a_planted_shift_changes_the_drafts(right, shift):
     """What alarms have to notice: each shift drafts something else."""

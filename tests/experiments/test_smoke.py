@@ -29,7 +29,7 @@ RUNS = (
     # A target alone, with drafters that need no draft.
     ("spec_round", "--target {target} --drafter ngram", MATCHED | {"draft": None}),
     ("spec_round", f"--target {{target}} --drafter {OURS} --batch 2", MATCHED),
-    ("plan", "--target {target}", {"kind": "plan", "draft": None} | MATCHED),
+    ("plan", "--target {target}", {"kind": "plan", "draft": None} | MATCHED, slow),
     ("latency", "--target {target}", {"kind": "summary", "draft": None}),
     # Settings that change no token.
     ("spec_round", f"{PAIR} --cache static --prefill rows", MATCHED),
@@ -55,7 +55,7 @@ RUNS = (
     ("latency", "--preset qwen3-8b --draft-preset qwen3-0.6b --dry-run --device gpu",
      {"kind": "compile", "program": "rounds"}, slow),
     ("compare_hf", "--preset tiny --draft-preset tiny",
-     MATCHED | {"greedy_identical": 6}, oracle),
+     MATCHED | {"greedy_identical": 6}, oracle, slow),
     ("compare_hf", "--preset tiny --no-hf", MATCHED | {"drafted_runs": 0}),
     # Policies, and several processes.
     ("regret", "--live --drafter ngram --cost-repeats 1",
