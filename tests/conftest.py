@@ -66,6 +66,7 @@ LONGEST = (
     "test_notebooks.py",
     "test_x64.py",
     "test_mesh.py",
+    "test_mesh_models.py",
     "test_tree_rows.py",
 )
 """Files that one process would be left with at the end, while the other waits."""

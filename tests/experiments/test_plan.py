@@ -102,6 +102,7 @@ def test_runs_that_differ_are_told(folders, monkeypatch):
     assert plan.main(command(folders, *more)) == plan.NOT_MATCHED == 2
 
 
+@pytest.mark.slow
 def test_trees_are_planned_next_to_chains(folders, tmp_path):
     """By the drafters that have them: rows say enough to compute them again."""
     out, tree = tmp_path / "out.jsonl", "2x3:5@0.4"
