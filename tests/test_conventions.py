@@ -188,73 +188,35 @@ VLLM, SGLANG = conventions.to_vllm(FULL), conventions.to_sglang(FULL)
 EAGLE = conventions.to_eagle(FULL)
 
 
-@pytest.mark.parametrize(
-    ("convert", "known", "message"),
-    [
-        (
-            conventions.from_vllm,
-            dict(vllm=conventions.to_vllm(HAND), rounds=4, tokens=8),
-            "10 drafted tokens are not 4 full windows of 3: which positions",
-        ),
-        (
-            conventions.from_vllm,
-            dict(vllm=VLLM, rounds=2, tokens=9),
-            "contradict each other: .*0 <= every counter",
-        ),
-        (
-            conventions.from_sglang,
-            dict(sglang=SGLANG, gamma_max=2, proposed=3, prefill_tokens=0),
-            "3 drafted tokens are not 2 full windows of 2",
-        ),
-        (
-            conventions.from_sglang,
-            dict(sglang=SGLANG, gamma_max=1, proposed=2, prefill_tokens=0),
-            r"\(2, 2, 2\), and by the histogram .*gamma_max=1 they are \(2, 2, 4\)",
-        ),
-        (
-            conventions.from_sglang,
-            dict(
-                sglang=dataclasses.replace(SGLANG, spec_num_correct_drafts=1),
-                gamma_max=2,
-                proposed=4,
-                prefill_tokens=0,
-            ),
-            r"\(2, 1, 4\), and by the histogram .* they are \(2, 2, 4\)",
-        ),
-        (
-            conventions.from_spec_bench,
-            dict(accept_lengths=(1, 4), gamma_max=2, proposed=4, tokens=5),
-            "holds 4: with gamma_max=2 a round commits 1 to 3 tokens",
-        ),
-        (
-            conventions.from_spec_bench,
-            dict(accept_lengths=(1, 3), gamma_max=2, proposed=3, tokens=4),
-            "not 2 full windows of 2",
-        ),
-        (
-            conventions.from_eagle,
-            dict(
-                eagle=dataclasses.replace(EAGLE, alpha_num=(2, 2)), proposed=4, tokens=4
-            ),
-            r"alpha_num=\(2, 2\) must count",
-        ),
-        (
-            conventions.from_eagle,
-            dict(eagle=conventions.Eagle(alpha=(), alpha_num=()), proposed=0, tokens=0),
-            "must count at each position",
-        ),
-        (
-            conventions.from_hugging_face,
-            dict(rounds=[(5, 3)], gamma_max=4),
-            "drafted 5 tokens and matched 3, with gamma_max=4",
-        ),
-        (
-            conventions.from_hugging_face,
-            dict(rounds=[(3, 3)], gamma_max=3, tokens=5),
-            "the numbers contradict each other",
-        ),
-    ],
-)
-def test_what_cannot_come_back_is_named(convert, known, message):
+HALF = dataclasses.replace(SGLANG, spec_num_correct_drafts=1)
+OF_SGLANG = {"gamma_max": 2, "proposed": 4, "prefill_tokens": 0}
+REFUSED = (
+    ("vllm", [conventions.to_vllm(HAND)], {"rounds": 4, "tokens": 8},
+     "10 drafted tokens are not 4 full windows of 3: which positions"),
+    ("vllm", [VLLM], {"rounds": 2, "tokens": 9},
+     "contradict each other: .*0 <= every counter"),
+    ("sglang", [SGLANG], OF_SGLANG | {"proposed": 3},
+     "3 drafted tokens are not 2 full windows of 2"),
+    ("sglang", [SGLANG], OF_SGLANG | {"gamma_max": 1, "proposed": 2},
+     r"\(2, 2, 2\), and by the histogram .*gamma_max=1 they are \(2, 2, 4\)"),
+    ("sglang", [HALF], OF_SGLANG,
+     r"\(2, 1, 4\), and by the histogram .* they are \(2, 2, 4\)"),
+    ("spec_bench", [(1, 4)], {"gamma_max": 2, "proposed": 4, "tokens": 5},
+     "holds 4: with gamma_max=2 a round commits 1 to 3 tokens"),
+    ("spec_bench", [(1, 3)], {"gamma_max": 2, "proposed": 3, "tokens": 4},
+     "not 2 full windows of 2"),
+    ("eagle", [dataclasses.replace(EAGLE, alpha_num=(2, 2))],
+     {"proposed": 4, "tokens": 4}, r"alpha_num=\(2, 2\) must count"),
+    ("eagle", [conventions.Eagle(alpha=(), alpha_num=())],
+     {"proposed": 0, "tokens": 0}, "must count at each position"),
+    ("hugging_face", [[(5, 3)]], {"gamma_max": 4},
+     "drafted 5 tokens and matched 3, with gamma_max=4"),
+    ("hugging_face", [[(3, 3)]], {"gamma_max": 3, "tokens": 5},
+     "the numbers contradict each other"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given", "known", "message"), REFUSED)
+def test_what_cannot_come_back_is_named(name, given, known, message):
     with pytest.raises(ValueError, match=message):
-        convert(**known)
+        getattr(conventions, f"from_{name}")(*given, **known)

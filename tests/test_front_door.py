@@ -325,6 +325,7 @@ def test_a_vocabulary_below_what_is_recorded():
     assert sj.check_lossless(bare, [0, 1, 2, 0, 1], max_tokens=6)
 
 
+@pytest.mark.slow
 def test_without_jit_the_tokens_are_the_same(lm):
     """Fails if what a compiled program is given of NumPy's ends a plain call."""
     expected = sj.generate(lm, PROMPTS[0], max_tokens=2).tokens
