@@ -74,6 +74,7 @@ def test_scheduled_rounds_match(folders, measured, tmp_path, capsys):
     assert_fails_with(spec_round.main, capsys, greedy, words)
 
 
+@pytest.mark.slow
 def test_an_adversarial_drafter_is_never_right(
     folders, measured, tmp_path, monkeypatch
 ):
