@@ -339,7 +339,7 @@ def test_the_first_draft_is_trained_alone_at_first(target, work, tmp_path):
     for name, flags, stops in (
         ("alone", ("--ttt-steps", "1"), (None,)),
         ("both", ("--first-alone", "2"), (None,)),
-        ("killed", ("--first-alone", "2", "--eval-every", "1"), (1, 3, None)),
+        ("killed", ("--first-alone", "2", "--eval-every", "1"), (3, None)),
     ):
         folder = tmp_path / name
         folder.mkdir()
