@@ -49,6 +49,8 @@ RUNS = (
      MATCHED | {"tree": "2-1", "gamma": 4}),
     # Heads and presets of random weights, at an acceptance that is forced.
     ("plan", "--target {target} --draft {head} --drafter {head},hybrid", MATCHED, slow),
+    ("plan", f"{PAIR} --tree 2x3:5 --temperature 0.7", {}, slow),
+    ("latency", f"{PAIR} --tree-rows 6 --rows 3", {}, slow),
     *(("latency", f"{HEAD} {head}",
        {"matched": True, "differing_kv": 0, "gamma": gamma}, slow)
       for head, gamma in (("dspark", 7), ("eagle3 --head-tree 9", 8), ("dflash", 15))),
