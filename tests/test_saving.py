@@ -72,7 +72,6 @@ def test_a_saved_model_is_loaded_bit_for_bit(pair):
     assert saved.apply_chat("hi") == words.apply_chat("hi") != "hi"
 
 
-@pytest.mark.oracle
 def test_a_saved_model_is_hugging_faces_too(pair):
     """Fails if transformers reads another model, other ids or other stop tokens."""
     transformers = pytest.importorskip("transformers")

@@ -22,7 +22,7 @@ SIZES = {
     "multi_process": "--target {wide} --draft {draft} --gen-tokens 4 --gamma 2",
     "compare_hf": "--lengths 4 9 20 --gammas 3 --repeats 1 --gen-tokens 6",
 }
-slow, oracle = pytest.mark.slow, pytest.mark.oracle
+slow = pytest.mark.slow
 MATCHED = {"matched": True}
 HEAD = "--preset tiny --impl xla --no-steps --forced 0.5 --gen-tokens 12 --head"
 RUNS = (
@@ -57,7 +57,7 @@ RUNS = (
     ("latency", "--preset qwen3-8b --draft-preset qwen3-0.6b --dry-run --device gpu",
      {"kind": "compile", "program": "rounds"}, slow),
     ("compare_hf", "--preset tiny --draft-preset tiny",
-     MATCHED | {"greedy_identical": 6}, oracle, slow),
+     MATCHED | {"greedy_identical": 6}, slow),
     ("compare_hf", "--preset tiny --no-hf", MATCHED | {"drafted_runs": 0}),
     # Policies, and several processes.
     ("regret", "--live --drafter ngram --cost-repeats 1",
