@@ -41,7 +41,7 @@ FLAGS = [
     *("--family", "eagle3", "--taps", "0,1,2", "--ttt-steps", "2"),
     *("--prompts", "10", "--prefix", "9", "--length", "16", "--draft-vocab", "40"),
     *("--batch", "4", "--steps", "4", "--save-every", "2", "--eval-every", "2"),
-    *("--impl", "xla", "--mlp", "24"),
+    *("--impl", "native", "--mlp", "24"),
 ]
 
 
@@ -146,7 +146,7 @@ def test_rollouts_record_what_decoding_computes(target, work, tmp_path):
     )
     store = store_of(tmp_path / "cache", online)
     assert targets.missing(store, online.texts) == []
-    model = row_model.RowModel(config=online.config, impl="xla", slab=8)
+    model = row_model.RowModel(config=online.config, impl="native", slab=8)
     taps = *online.taps, online.config.num_layers
     for row in range(0, 20, 5):
         text = online.texts.read(row)
