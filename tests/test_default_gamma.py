@@ -53,12 +53,16 @@ def test_costs_are_measured_once_for_slots_and_draws(cycle, counted):
         stream = sj.stream(cycle, "a", max_tokens=6)
         assert calls == [(1, False)]
         assert [token for piece in stream for token in piece.tokens] == out.tokens
-    sj.generate(cycle, ["a", TEXT], max_tokens=6)
-    sj.generate(cycle, "a", max_tokens=6, sampling=sj.Sampling(seed=1))
-    assert calls == [(1, False), (2, False), (1, True)]
     other = cycle.with_drafter(ngram.PromptLookup(gamma_max=4, n_max=2))
-    sj.generate(other, "a", max_tokens=6)
-    assert len(calls) == 4
+    drawn = {"sampling": sj.Sampling(seed=1)}
+    for lm, prompt, how in (
+        (cycle, ["a", TEXT], {}),
+        (cycle, "a", drawn),
+        (other, "a", {}),
+    ):
+        run, _ = sj.generation.prepare(lm, prompt, max_tokens=6, **how)
+        assert run.adapted().costs == CHEAP
+    assert calls == [(1, False), (2, False), (1, True), (1, False)]
 
 
 def test_tokens_do_not_depend_on_what_was_measured(cycle, counted, monkeypatch):

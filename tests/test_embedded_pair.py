@@ -134,7 +134,6 @@ def test_the_real_models_head_has_a_card():
         assert fact in card
 
 
-@pytest.mark.bits
 @fetched
 def test_the_real_model_answers_with_its_head():
     """Fails if its template, its stop tokens or its head are of another model."""

@@ -69,12 +69,9 @@ def test_a_saved_model_is_loaded_bit_for_bit(pair):
     for name in ("stop_ids", "special_tokens", "special_ids", "chat_template"):
         assert getattr(saved, name) == getattr(words, name), name
     assert saved.encode(TEXT) == words.encode(TEXT)
-    outs = [sj.generate(one, [TEXT, CHAT], max_tokens=12) for one in (lm, again)]
-    for old, new in zip(*outs, strict=True):
-        assert (new.tokens, new.prompt_tokens) == (old.tokens, old.prompt_tokens)
+    assert saved.apply_chat("hi") == words.apply_chat("hi") != "hi"
 
 
-@pytest.mark.oracle
 def test_a_saved_model_is_hugging_faces_too(pair):
     """Fails if transformers reads another model, other ids or other stop tokens."""
     transformers = pytest.importorskip("transformers")

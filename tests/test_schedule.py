@@ -174,9 +174,10 @@ def played(made, kept, *, rounds, num_active=B, verified=B):
     state = made.init(STEP_S, draft_s=DRAFT_S)
     state = jax.tree.map(lambda leaf: jnp.stack([leaf] * B), state)
     settle = jax.jit(made.settle)
+    choose = jax.jit(lambda state: made.choose(jax.tree.map(lambda x: x[0], state)))
     seconds, tokens, drafted = 0.0, 0, 0
     for number in range(rounds):
-        asked = int(made.choose(jax.tree.map(lambda leaf: leaf[0], state))) > 0
+        asked = int(choose(state)) > 0
         verifies = verified if asked else 0
         accepted = kept(number) if asked else 0
         state = settle(

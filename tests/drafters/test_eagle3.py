@@ -178,10 +178,6 @@ def rounds_of(
     memory = slots.prefill(
         params, memory, TEXT[: lengths[0]], slot=slot, features=features
     )
-    propose = jax.jit(
-        lambda params, memory, asked: slots.propose(params, memory, **asked)
-    )
-    commit = jax.jit(slots.commit)
     is_slot = jnp.arange(num_slots) == slot
     tokens = jnp.zeros((num_slots, 33), jnp.int32).at[:, : len(TEXT)].set(TEXT)
     most = 1 + slots.gamma_max
@@ -193,13 +189,14 @@ def rounds_of(
             "gamma": jnp.where(is_slot, gamma, 0),
             "sampling": sampling,
         }
-        memory, proposal = propose(params, memory, asked)
+        memory, proposal = decoding.propose(slots, params, memory, **asked)
         yield length, jax.tree.map(lambda leaf: np.asarray(leaf[slot]), proposal)
         if number + 1 < len(lengths):
             after = lengths[number + 1]
             handed = np.zeros((num_slots, most, *features.shape[1:]), np.float32)
             handed[slot, : after - length] = features[length - 1 : after - 1]
-            memory = commit(
+            memory = decoding.commit(
+                slots,
                 params,
                 memory,
                 jnp.where(is_slot, after, 1),

@@ -1,6 +1,7 @@
 """A head's drafts in one call: those of the path row by row, and its memory."""
 
 import dataclasses
+import functools
 
 import decoding
 import jax
@@ -61,15 +62,20 @@ def settings_of(*slots):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
 
-def compiled(slots, params, memory, tokens, sampling):
-    """`propose(memory, tokens, length, gamma, sampling)` in one call and row by row."""
+def compiled(slots, *given):
+    """`propose(params, memory, asked)` in one call and row by row."""
+    leaves, structure = jax.tree.flatten(given)
+    shapes = (jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+    return _compiled(slots, structure, *shapes)
+
+
+@functools.cache
+def _compiled(slots, structure, *shapes):
+    """Compiles both for arrays of these shapes: once, whatever they hold."""
 
     def compile_now():
-        propose = lambda memory, tokens, length, gamma, sampling: slots.propose(
-            params, memory, tokens=tokens, length=length, gamma=gamma, sampling=sampling
-        )
-        number = jnp.zeros(tokens.shape[:1], jnp.int32)
-        given = memory, jnp.asarray(tokens), number, number, sampling
+        propose = lambda params, memory, asked: slots.propose(params, memory, **asked)
+        given = jax.tree.unflatten(structure, shapes)
         return jax.jit(propose).lower(*given).compile()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -111,16 +117,19 @@ def rounds(
         memory = slots.prefill(
             params, memory, prompt, slot=slot, features=jnp.asarray(features[slot])
         )
-    whole, by_rows = compiled(slots, params, memory, tokens, sampling)
-    commit, everyone = jax.jit(slots.commit), jnp.ones((num_slots,), bool)
-    made = []
+    everyone, made = jnp.ones((num_slots,), bool), []
     for number, (length, gamma) in enumerate(planned):
-        given = jnp.asarray(tokens), jnp.asarray(length, jnp.int32)
-        gamma = jnp.asarray(gamma, jnp.int32)
-        expected_memory, expected = by_rows(memory, *given, gamma, sampling)
+        asked = {
+            "tokens": jnp.asarray(tokens),
+            "length": jnp.asarray(length, jnp.int32),
+            "gamma": jnp.asarray(gamma, jnp.int32),
+            "sampling": sampling,
+        }
+        whole, by_rows = compiled(slots, params, memory, asked)
+        expected_memory, expected = by_rows(params, memory, asked)
         planted, drawn = fault(memory, sampling)
         is_planted = planted is not memory
-        memory, found = whole(planted, *given, gamma, drawn)
+        memory, found = whole(params, planted, asked | {"sampling": drawn})
         if is_planted:  # What is made of the fault is to differ, not the fault itself.
             ring = memory.ring.replace(features=expected_memory.ring.features)
             memory = memory.replace(ring=ring)
@@ -142,7 +151,8 @@ def rounds(
             handed = np.zeros((num_slots, 1 + slots.gamma_max, *shape[2:]), np.float32)
             for slot, (old, new) in enumerate(zip(length, after, strict=True)):
                 handed[slot, : new - old] = features[slot, old - 1 : new - 1]
-            memory = commit(
+            memory = decoding.commit(
+                slots,
                 params,
                 memory,
                 jnp.asarray(after, jnp.int32),

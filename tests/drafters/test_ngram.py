@@ -71,7 +71,6 @@ def test_drafts_are_those_of_a_search(match, stop_ids, text, sizes, gamma, behin
     assert drafts(drafter, text, gamma=gamma, behind=behind) == expected
 
 
-@pytest.mark.oracle
 def test_drafts_are_those_of_hugging_face():
     """Of texts of any length, with and without a stop token in them."""
     torch = pytest.importorskip("torch")

@@ -89,10 +89,16 @@ def prompt(lm):
     return min(candidates, key=doubt)
 
 
+@functools.partial(jax.jit, static_argnames="model")
+def _forward(model, params, kv, **row):
+    return model.forward(params, kv, **row)
+
+
 def law_of(model, params, ids) -> np.ndarray:
     """The distribution of the token after a prompt, float64."""
     kv = prompt_lib.prefill(model, params, model.new_cache(**SIZES), ids[:-1])
-    _, logits = model.forward(
+    _, logits = _forward(
+        model,
         params,
         kv,
         tokens=jnp.asarray(ids[-1:], jnp.int32),

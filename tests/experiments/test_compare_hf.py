@@ -80,7 +80,6 @@ def sides(oracle, folders):
     )
 
 
-@pytest.mark.oracle
 def test_rows_of_runs(measured):
     """Fails if a run is missing, or a speed is not that of the prompts' seconds."""
     rows = rows_of(measured, "comparison")
@@ -126,7 +125,6 @@ def test_counters_by_hand():
         hf.counters_of([(2, 3)], gamma_max=3, tokens=4)
 
 
-@pytest.mark.oracle
 @pytest.mark.parametrize("method", hf.METHODS)
 def test_both_sides_accept_the_same_drafts(measured, method):
     """The same drafter for the same target: every counter agrees."""
@@ -145,7 +143,6 @@ def test_both_sides_accept_the_same_drafts(measured, method):
                 assert ours[name] == theirs[name], (length, gamma, name)
 
 
-@pytest.mark.oracle
 @pytest.mark.parametrize("prompt", [[5, 6, 7], [5, 9, 5, 6, 5, 9]])
 def test_prompt_lookup_is_theirs_to_the_last_draft(sides, prompt):
     """Round for round: to the limit, and to a stop token that is drafted too."""
@@ -173,7 +170,6 @@ def test_prompt_lookup_is_theirs_to_the_last_draft(sides, prompt):
     assert len(both(stop).tokens) == tokens.index(stop) + 1 < len(tokens)
 
 
-@pytest.mark.oracle
 def test_a_perfect_draft_is_kept_whole(oracle, folders):
     """And counted whole where a stop token cuts it, as our rounds count it."""
     target, _ = folders
@@ -191,7 +187,6 @@ def test_a_perfect_draft_is_kept_whole(oracle, folders):
     assert cut.counters.cut == 1
 
 
-@pytest.mark.oracle
 def test_another_target_is_told(oracle, folders, tmp_path, monkeypatch, capsys):
     """Negative control: other weights on Hugging Face's side give status 2."""
     target, draft = folders
@@ -230,7 +225,6 @@ def test_equal_tokens_of_nan_do_not_match():
         assert one.nonfinite == 2 and not one.matched
 
 
-@pytest.mark.oracle
 def test_the_margin_is_that_of_the_logits(sides):
     """A tie would be near zero; and our logits are those of Hugging Face."""
     prompt = prompts_lib.LengthPrompt(length="short", id="1", tokens=[5, 6, 7])
@@ -243,7 +237,6 @@ def test_the_margin_is_that_of_the_logits(sides):
     assert row["our_margin"] == pytest.approx(-row["their_margin"], abs=1e-4)
 
 
-@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("kind", "tied"),
     [
@@ -267,7 +260,6 @@ def test_the_weights_of_torch_are_ours(oracle, kind, tied):
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.oracle
 def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
     """With settings beside the weights that would make it do both."""
     import transformers
@@ -290,7 +282,6 @@ def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
     assert settings.eos_token_id == expected[2]
 
 
-@pytest.mark.oracle
 def test_hugging_faces_side_never_loads_jax(oracle):
     """What its process imports: JAX there would count as Hugging Face's memory."""
     code = (

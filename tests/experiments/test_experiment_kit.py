@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import io
 import json
 import pathlib
 import subprocess
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
-from rich import console as rich_console
 from script_runs import ROOT, last_line, rows_of, run_python
 
 from experiments import exactness
@@ -257,11 +255,6 @@ SUMMARY = metrics.summarise(
 )
 
 
-def test_fields_are_the_names_of_the_metrics():
-    assert [field.name for field in tables.FIELDS] == [*SUMMARY, "disturbed"]
-    assert list(tables.to_row(SUMMARY)) == list(SUMMARY)
-
-
 def test_a_speed_up_above_the_tokens_per_step_means_nothing():
     """Fails if what a busy machine shows is printed as any other."""
     tokens = SUMMARY["tokens_per_target_step"]
@@ -270,18 +263,6 @@ def test_a_speed_up_above_the_tokens_per_step_means_nothing():
         assert tables.to_row(busy)["disturbed"] is True
     for summary in (SUMMARY, SUMMARY | dict.fromkeys(tables.SPEEDUPS)):
         assert results.mark_disturbed(summary) == summary | {"disturbed": False}
-
-
-@pytest.mark.parametrize("width", [80, 200])
-def test_a_narrow_table_has_whole_names(width):
-    """Fails if a name is broken, or a number that is always 0 has a line."""
-    console = rich_console.Console(width=width, record=True, file=io.StringIO())
-    tables.print_table(results.mark_disturbed(SUMMARY), console)
-    said = console.export_text()
-    lines = {line.split()[0]: line for line in said.splitlines() if line.strip()}
-    assert lines.keys() >= SUMMARY.keys() and "disturbed" not in lines
-    assert all(len(line) <= width for line in said.splitlines())
-    assert ("every token equals" in lines["matched"]) == (width == 200)
 
 
 def test_progress_is_told_where_there_is_no_terminal(monkeypatch, capsys):

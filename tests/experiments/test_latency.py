@@ -56,21 +56,6 @@ def command(folders, *more: str) -> list[str]:
     ]
 
 
-def test_rows_of_trees(folders, tmp_path):
-    """Fails if a tree is compared with a slab of another height than it says."""
-    out = tmp_path / "out.jsonl"
-    more = ("--tree-rows", "6", "--rows", "3", "--contexts", "8", "--out", str(out))
-    assert latency.main(command(folders, *more)) == 0
-    rows = {row["step"]: row["ratio_to"] for row in rows_of(out, "step")}
-    assert list(rows)[:7] == [
-        *("plain step", "1 active row", "3 active rows", "6 chain rows"),
-        *("6 tree rows", "1 of 6 tree rows", "moving 2 of 6 tree rows"),
-    ]
-    assert rows["6 tree rows"] == "6 chain rows"
-    assert rows["1 of 6 tree rows"] == "1 active row"
-    assert rows["moving 2 of 6 tree rows"] == rows["6 chain rows"] == "plain step"
-
-
 def test_a_path_is_moved(lm, monkeypatch):
     """Fails if what is timed moves nothing, or something else than a round."""
     monkeypatch.setattr(works, "MOVES", 1)

@@ -1,7 +1,6 @@
 """Plans: rows and exit status of the script, and the parts of a prediction."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -87,48 +86,6 @@ def test_predictions_are_those_of_costs_and_acceptance(planned):
     quickest, slowest = max(0, whole - two) + one, max(0, whole - one) + two
     tokens_in_plain_steps = (1 + kept[0]) / first["predicted_speedup"]
     assert quickest * (1 - 1e-9) <= tokens_in_plain_steps <= slowest * (1 + 1e-9)
-
-
-def test_runs_that_differ_are_told(folders, monkeypatch):
-    """Exit status 2 where predictions are of another text."""
-    real = runs.run_speculative
-
-    def corrupted(lm, settings, prompt):
-        run = real(lm, settings, prompt)
-        return dataclasses.replace(run, tokens=[(t + 1) % 250 for t in run.tokens])
-
-    more = ("--drafter", "ngram", "--gamma", "2", "--repeats", "1")
-    monkeypatch.setattr(runs, "run_speculative", corrupted)
-    assert plan.main(command(folders, *more)) == plan.NOT_MATCHED == 2
-
-
-def test_trees_are_planned_next_to_chains(folders, tmp_path):
-    """By the drafters that have them: rows say enough to compute them again."""
-    out, tree = tmp_path / "out.jsonl", "2x3:5@0.4"
-    curve_of = {"plain_s": 1.0, "verify_s": {"1": 1.0, "6": 1.0}, "draft_s": 0}
-    flat = tmp_path / "flat.json"
-    flat.write_text(json.dumps(curve_of))
-    more = ("--tree", tree, "--drafter", "draft-model,hybrid", "--gamma", "2")
-    more += ("--row-costs", str(flat), "--temperature", "0.7")
-    assert plan.main(command(folders, *more, "--out", str(out))) == plan.MATCHED
-    chain, hybrid, measured = rows_of(out, "plan")
-    assert "tree" not in {*chain, *hybrid}
-    assert (measured["tree"], measured["gamma"]) == (tree, 5) and measured["matched"]
-    curve = rows_of(out, "plan_tree")
-    assert [row["nodes"] for row in curve] == [1, 3, 5]
-    assert measured["predicted_speedup"] == curve[-1]["speedup"]
-    for row in curve:
-        assert row["drafter"] == "draft-model" and row["tree"] == tree
-        ratio = row["tokens_per_round"] / row["plain_steps"]
-        assert row["speedup"] == pytest.approx(ratio)
-        assert row["other_rows_speedup"] > 0 and row["temperature"] == 0.7
-    found = measured["kept_by_rank"]
-    rounds = measured["rounds"]
-    assert curve[1]["tokens_per_round"] == pytest.approx(1 + sum(found[:3]) / rounds)
-    names = {row["cost"] for row in rows_of(out, "plan_cost")}
-    name = f"draft-model, tree {tree}"
-    assert {f"{name}: round, gamma {n}" for n in (0, 1, 3, 5)} <= names
-    assert "6 active rows" in names
 
 
 @pytest.fixture
@@ -293,19 +250,3 @@ def test_windows_that_end_early_cost_less():
     assert [p.round_s for p in found] == pytest.approx([0.1 + 1.25, 0.2 + 1.375])
     full = planning.predict(full_windows(*kept), parts)
     assert [p.round_s for p in full] == pytest.approx([1.6, 2.2])
-
-
-def test_a_pair_that_cannot_win_is_told_so():
-    """By numbers: what free verification would bring, and the condition of Leviathan
-    et al., which fails, or holds where verification is what costs."""
-    dear = planning.recommend("d", full_windows(0.2, 0.1), of_rounds(0.3, 1, 1.2, 1.4))
-    assert not dear["can_win"] and "cannot win, 0.80x with gamma 1" in dear["words"]
-    assert dear["ceilings"]["verification"] == pytest.approx(1.2 / 1.3)
-    assert dear["ceilings"]["both"] == pytest.approx(1.22)
-    assert dear["acceptance"] == 0.2 and dear["cost"] == pytest.approx(0.3)
-    rows_cost = planning.recommend("d", full_windows(0.4), of_rounds(0.1, 1, 1.9))
-    assert rows_cost["ceilings"]["verification"] == pytest.approx(1.4 / 1.1)
-    assert rows_cost["break_even"] == pytest.approx(1)
-    # Negative control: the same drafts, kept more often.
-    wins = planning.recommend("d", full_windows(0.95), of_rounds(0.1, 1, 1.5))
-    assert wins["can_win"] and "can win" in wins["words"]

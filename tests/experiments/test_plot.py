@@ -1,7 +1,6 @@
 """Figures: the published ones from the stored rows; curves, captions, the script."""
 
 import importlib.util
-import itertools
 import json
 import math
 from xml.etree import ElementTree
@@ -32,12 +31,6 @@ NUMBERS = {
 }
 """A number of each published figure."""
 
-PROVENANCE = {
-    **{"target": "models/Qwen3-8B", "draft": "models/Qwen3-0.6B", "dtype": "bfloat16"},
-    **{"impl": "native", "native_isa": "avx2", "cpu": "Some CPU", "platform": "cpu"},
-    **{"jax_version": "0.10.2", "prompt_source": "somewhere/gsm8k/test.jsonl:50"},
-    **{"prompts": 25, "gen_tokens": 64},
-}
 TREE = {
     **{"kind": "tree", "tokens": [5, 6, 7, 8], "parents": [0, 0, 0, 2], "own": 9},
     **{"kept": [2, 3], "pieces": ["def", "a$", "\n", "<b>"], "own_piece": "c"},
@@ -191,19 +184,6 @@ def test_all_figures_of_a_mixture(tmp_path, capsys):
     assert line.endswith("by kind: 1 None, 2 prompt, 1 weather")
 
 
-def test_curves_over_gamma():
-    """Sorted by gamma; settings with a single one are no curve."""
-    xla = [summary(gamma) for gamma in (1, 4, 2)]
-    native = [summary(gamma, impl="native") for gamma in (2, 4)]
-    rows = [*xla, *native, summary(3, dtype="bfloat16")]
-    curves = curves_lib.by_gamma(rows)
-    assert [curve.label for curve in curves] == ["native", "xla"]
-    assert [row["gamma"] for row in curves[1].rows] == [1, 2, 4]
-    labelled = curves_lib.by_gamma([*rows, summary(7, dtype="bfloat16")])
-    labels = [curve.label for curve in labelled]
-    assert labels == ["native, float32", "xla, bfloat16", "xla, float32"]
-
-
 def test_values_that_are_there_twice_are_refused():
     """Its two values would be joined by an upright line."""
     with pytest.raises(ValueError, match="gamma 2 of xla, .* 2 times"):
@@ -215,37 +195,3 @@ def test_values_that_are_there_twice_are_refused():
     many = [summary(gamma, batch=n) for gamma in (1, 2) for n in range(9)]
     with pytest.raises(ValueError, match="9 curves, .* differ in batch"):
         curves_lib.by_gamma(many)
-
-
-def test_the_largest_gamma_is_drawn_and_equal_curves_are_one():
-    rows = [summary(4), summary(4, page_size=64), summary(2), summary(4, impl="native")]
-    curves = curves_lib.of_largest_gamma(rows, "accepted_hist")
-    assert [curve.label for curve in curves] == ["native", "xla"]
-    assert {curve.rows[0]["gamma"] for curve in curves} == {4}
-
-
-def test_curves_of_a_sweep():
-    """By prompt set, which is called by the name of its file where that is enough."""
-    sources = ("data/some.jsonl", "a/b/questions.jsonl", "a/c/questions.jsonl")
-    grid = itertools.product(("suffix", "ngram"), (2, 4), sources)
-    panels = curves_lib.cells_by_position([total(*place) for place in grid])
-    assert list(panels) == ["some.jsonl", "b/questions.jsonl", "c/questions.jsonl"]
-    for curves in panels.values():
-        assert [curve.label for curve in curves] == ["ngram", "suffix"]
-        assert [row["gamma"] for curve in curves for row in curve.rows] == [4, 4]
-
-
-def test_captions():
-    """Several values are listed, many are counted, and GPUs go by their own name."""
-    xla = PROVENANCE | {"impl": "xla", "native_isa": None, "prompt_source": "50@7"}
-    words = curves_lib.caption([PROVENANCE, xla])
-    assert "native / xla" in words and "avx2 / chosen by XLA" in words
-    assert "gsm8k/test.jsonl:50 / bundled (50@7)" in words
-    lengths = [PROVENANCE | {"gen_tokens": n} for n in range(4)]
-    assert "4 different tokens each" in curves_lib.caption(lengths)
-    gpu = PROVENANCE | {"platform": "gpu", "device_kind": "NVIDIA H100"}
-    assert "machine: NVIDIA H100, jax 0.10.2" in curves_lib.caption([gpu])
-    alone = curves_lib.caption([PROVENANCE | {"draft": None}])
-    assert "model: target Qwen3-8B, bfloat16" in alone and "draft" not in alone
-    one, other = curves_lib.digests([{"a": 1, "b": 2}, {"b": 2, "a": 1}])
-    assert one == other

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from script_runs import assert_fails_with, assert_has_fields_of, models_of, rows_of
 
-from experiments import profile_steps, spec_round, throughput
-from experiments.lib import profiles, runs, works
+from experiments import profile_steps, spec_round
+from experiments.lib import profiles, works
 
 
 GAMMA = ("--gamma", "2")
@@ -72,35 +72,6 @@ def test_scheduled_rounds_match(folders, measured, tmp_path, capsys):
     greedy = command(folders, profile)
     words = "calibrated at (temperature, drafts) [(0.7, 2)], and not at temperature 0"
     assert_fails_with(spec_round.main, capsys, greedy, words)
-
-
-def test_an_adversarial_drafter_is_never_right(
-    folders, measured, tmp_path, monkeypatch
-):
-    """And works all the same. Negative control: without the flag it sometimes is."""
-    counted, real = [], runs.run_batch
-
-    def watched(*args, **kwargs):
-        found = real(*args, **kwargs)
-        counted.extend(run.counters for run in found)
-        return found
-
-    monkeypatch.setattr(runs, "run_batch", watched)
-    sizes = ("--repeats", "1", "--gamma", "2", "--gen-tokens", "12")
-    kept = {}
-    for flag in ("--adversarial", None):
-        out = tmp_path / f"{flag}.jsonl"
-        more = [*sizes, "--out", str(out), *filter(None, [flag])]
-        arguments = command(folders, measured[0], *more)
-        assert throughput.main(arguments) == throughput.MATCHED
-        rows = rows_of(out, "throughput")
-        assert all(row["adversarial"] is bool(flag) for row in rows)
-        assert any(row.get("scheduled") for row in rows)
-        proposed = sum(counters.proposed for counters in counted)
-        kept[flag] = sum(counters.accepted for counters in counted)
-        assert proposed > 0
-        counted.clear()
-    assert kept["--adversarial"] == 0 < kept[None]
 
 
 def test_costs_of_a_batch_are_the_profiles():

@@ -76,7 +76,9 @@ def simulated_rounds(text: outcomes.Text, gamma: int) -> int:
     return int(run.rounds_at.sum())
 
 
-@pytest.mark.parametrize("name", ["ngram", "itself", "dspark"])
+@pytest.mark.parametrize(
+    "name", ["ngram", "itself", pytest.param("dspark", marks=pytest.mark.slow)]
+)
 def test_simulated_rounds_are_those_of_live_runs(pairs, name):
     """As integers, for every constant gamma; fails if an outcome is a place off, or a
     head is not told what it reads."""

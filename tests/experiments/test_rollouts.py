@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import decoding
 import jax
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def writer(**changes) -> rollouts.Writer:
         prompts=random.integers(0, CONFIG.vocab_size, (COUNT, PREFIX)).tolist(),
         seeds=[-1, 3] * (COUNT // 2),
         length=LENGTH,
-        impl="xla",
+        impl=decoding.quickest().impl,
     )
     return dataclasses.replace(made, **changes)
 

@@ -23,14 +23,14 @@ SIZES = {
     "multi_process": "--target {wide} --draft {draft} --gen-tokens 4 --gamma 2",
     "compare_hf": "--lengths 4 9 20 --gammas 3 --repeats 1 --gen-tokens 6",
 }
-slow, oracle = pytest.mark.slow, pytest.mark.oracle
+slow = pytest.mark.slow
 MATCHED = {"matched": True}
 HEAD = "--preset tiny --impl xla --no-steps --forced 0.5 --gen-tokens 12 --head"
 RUNS = (
     # A target alone, with drafters that need no draft.
     ("spec_round", "--target {target} --drafter ngram", MATCHED | {"draft": None}),
     ("spec_round", f"--target {{target}} --drafter {OURS} --batch 2", MATCHED),
-    ("plan", "--target {target}", {"kind": "plan", "draft": None} | MATCHED),
+    ("plan", "--target {target}", {"kind": "plan", "draft": None} | MATCHED, slow),
     ("latency", "--target {target}", {"kind": "summary", "draft": None}),
     # Settings that change no token.
     ("spec_round", f"{PAIR} --cache static --prefill rows", MATCHED),
@@ -51,13 +51,15 @@ RUNS = (
      MATCHED | {"tree": "2-1", "gamma": 4}),
     # Heads and presets of random weights, at an acceptance that is forced.
     ("plan", "--target {target} --draft {head} --drafter {head},hybrid", MATCHED, slow),
+    ("plan", f"{PAIR} --tree 2x3:5 --temperature 0.7", {}, slow),
+    ("latency", f"{PAIR} --tree-rows 6 --rows 3", {}, slow),
     *(("latency", f"{HEAD} {head}",
        {"matched": True, "differing_kv": 0, "gamma": gamma}, slow)
       for head, gamma in (("dspark", 7), ("eagle3 --head-tree 9", 8), ("dflash", 15))),
     ("latency", "--preset qwen3-8b --draft-preset qwen3-0.6b --dry-run --device gpu",
      {"kind": "compile", "program": "rounds"}, slow),
     ("compare_hf", "--preset tiny --draft-preset tiny",
-     MATCHED | {"greedy_identical": 6}, oracle),
+     MATCHED | {"greedy_identical": 6}, slow),
     ("compare_hf", "--preset tiny --no-hf", MATCHED | {"drafted_runs": 0}),
     # Policies, and several processes.
     ("regret", "--live --drafter ngram --cost-repeats 1",

@@ -7,7 +7,7 @@ import tiny_pair
 from script_runs import assert_fails_with, interrupted, models_of, rows_of, write_rows
 
 from experiments import reproduce, sweep
-from experiments.lib import results, sweep_cells as cells_lib, tables
+from experiments.lib import sweep_cells as cells_lib, tables
 
 
 GEN_TOKENS = 6
@@ -147,26 +147,6 @@ def test_finished_cells_are_not_run_again(folders, copied, monkeypatch, capsys):
     assert "by category" in printed and "prose" in printed
     # Negative control: a cell that is not there is run.
     assert sweep.main(command(folders, copied, "--temperature", "0,0.7")) == 130
-
-
-def test_a_larger_grid_adds_to_the_file(folders, copied, monkeypatch):
-    """Sampled cells, another drafter and an adaptive policy: only they are run."""
-    before, real, ran = copied.read_bytes(), results.run_designs, []
-
-    def counted(designs, prompt, *arguments, **keywords):
-        ran.append(prompt.id)
-        return real(designs, prompt, *arguments, **keywords)
-
-    monkeypatch.setattr(results, "run_designs", counted)
-    more = ("--temperature", "0,0.7", "--gamma-policy", "fixed,threshold")
-    more += ("--gamma", "2", "--gamma-max", "2")
-    assert sweep.main(command(folders, copied, *more)) == 0
-    assert copied.read_bytes().startswith(before)
-    new = rows_of(copied)[4:]
-    places = {(row["temperature"], row["gamma_policy"]) for row in new}
-    assert places == {(0.7, "fixed"), (0.7, "threshold"), (0, "threshold")}
-    assert all(row["matched"] for row in new)
-    assert [name for name in ran if name != "warm-up"] == ["1", "3", "2"] * 3
 
 
 def test_other_settings_and_models_are_refused(folders, copied, tmp_path, capsys):

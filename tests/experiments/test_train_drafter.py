@@ -24,12 +24,10 @@ from spec_jax.model import (
     checkpoint_files as files,
     config as config_lib,
     eagle3_files,
-    eagle3_params,
     gpt_neox,
     head_dialects,
     llama,
     load,
-    qwen2,
     row_model,
     sequence,
     tokenizer,
@@ -43,7 +41,7 @@ FLAGS = [
     *("--family", "eagle3", "--taps", "0,1,2", "--ttt-steps", "2"),
     *("--prompts", "10", "--prefix", "9", "--length", "16", "--draft-vocab", "40"),
     *("--batch", "4", "--steps", "4", "--save-every", "2", "--eval-every", "2"),
-    *("--impl", "xla", "--mlp", "24"),
+    *("--impl", "native", "--mlp", "24"),
 ]
 
 
@@ -148,7 +146,7 @@ def test_rollouts_record_what_decoding_computes(target, work, tmp_path):
     )
     store = store_of(tmp_path / "cache", online)
     assert targets.missing(store, online.texts) == []
-    model = row_model.RowModel(config=online.config, impl="xla", slab=8)
+    model = row_model.RowModel(config=online.config, impl="native", slab=8)
     taps = *online.taps, online.config.num_layers
     for row in range(0, 20, 5):
         text = online.texts.read(row)
@@ -340,9 +338,8 @@ def test_the_first_draft_is_trained_alone_at_first(target, work, tmp_path):
     found = {}
     for name, flags, stops in (
         ("alone", ("--ttt-steps", "1"), (None,)),
-        ("deep", (), (None,)),
         ("both", ("--first-alone", "2"), (None,)),
-        ("killed", ("--first-alone", "2", "--eval-every", "1"), (1, 3, None)),
+        ("killed", ("--first-alone", "2", "--eval-every", "1"), (3, None)),
     ):
         folder = tmp_path / name
         folder.mkdir()
@@ -354,7 +351,7 @@ def test_the_first_draft_is_trained_alone_at_first(target, work, tmp_path):
     assert found["both"] == found["killed"]
     assert found["both"][:2] == found["alone"][:2]
     # Deeper steps count, too, from the third on.
-    assert found["deep"][0] > found["alone"][0] and found["both"][2] > found["both"][1]
+    assert found["both"][2] > found["both"][1]
     assert found["both"][2:] != found["alone"][2:]
 
 
@@ -371,6 +368,12 @@ def assert_begins_as(head, target, work, *flags):
     assert jax.tree.structure(anew) == jax.tree.structure(first)
     with pytest.raises(AssertionError):
         testing.assert_same_bits(first, anew)
+
+
+def assert_drafts(lm):
+    """Asserts that an export drafts; what it cannot change: `tests/drafters`."""
+    made = sj.generate(lm, "import os", max_tokens=8, gamma=2)
+    assert made.metrics["proposed"] > 0
 
 
 # As above.
@@ -391,10 +394,7 @@ def test_a_narrower_head_has_an_embedding_of_its_own(target, work, tmp_path):
     first = eagle3.init(jax.random.key(0), config, job.target, job.params, job.hot)
     with pytest.raises(AssertionError):
         testing.assert_same_bits(head.embed, first.embed)
-    lm = sj.load(target, drafter=str(out), impl="native")
-    made = sj.generate(lm, "import os", max_tokens=8, gamma=2)
-    assert made.tokens == sj.decode(lm, "import os", max_tokens=8).tokens
-    assert made.metrics["proposed"] > 0
+    assert_drafts(sj.load(target, drafter=str(out), impl="native"))
     assert_begins_as(head, target, work, "--base", str(out))
 
 
@@ -460,11 +460,9 @@ def test_blocks_are_trained_resumed_exported_and_drafted(
     card = (out / "README.md").read_text()
     for fact in ("SHA-256", "| steps | 4 |", "held-out texts", "- Of the tests."):
         assert fact in card
-    lm = sj.load(target, drafter=str(out), impl="xla")
+    lm = sj.load(target, drafter=str(out), impl="native")
     assert lm.drafter.head == train_drafter.prepare(whole).config
-    made = sj.generate(lm, "import os", max_tokens=8, gamma=2)
-    assert made.tokens == sj.decode(lm, "import os", max_tokens=8).tokens
-    assert made.metrics["proposed"] > 0
+    assert_drafts(lm)
     assert calibrated(target, tmp_path / "killed", out, lm) in capsys.readouterr().out
     # Of what was calibrated, weights alone are gone on from.
     flags = [*BLOCKS, "--base", str(out), "--block", "5"]
@@ -554,9 +552,7 @@ def write_target(folder, model_type):
         field.name: getattr(TARGET, field.name)
         for field in dataclasses.fields(config_lib.ModelConfig)
     }
-    if model_type == "qwen2":
-        config = qwen2.Qwen2Config(**sizes)
-    elif model_type == "llama":
+    if model_type == "llama":
         scaling = config_lib.Llama3Scaling(
             factor=8.0,
             low_freq_factor=1.0,
@@ -577,14 +573,13 @@ def write_target(folder, model_type):
     [
         ("llama", ("--family", "dspark", "--block", "3", "--layers", "1")),
         ("gpt_neox", ("--family", "eagle3", "--ttt-steps", "2")),
-        ("qwen2", ("--family", "eagle3", "--ttt-steps", "2")),
     ],
 )
 def test_targets_of_other_families(tmp_path, model_type, flags):
     """Fails if a family is refused, a default does not work, or an export is not read
     back: of a Llama target it was written as a block drafter of Llama's layers."""
     target = write_target(tmp_path / "target", model_type)
-    flags = [*flags, *"--taps 0,2 --prompts 4 --prefix 5 --impl xla".split()]
+    flags = [*flags, *"--taps 0,2 --prompts 4 --prefix 5 --impl native".split()]
     flags += ["--length", "16", "--batch", "2", "--steps", "2", "--mlp", "24"]
     flags += ["--target", str(target), "--work", str(tmp_path), "--anchors", "3"]
     other = "float32" if TARGET.dtype == "bfloat16" else "bfloat16"
@@ -603,10 +598,7 @@ def test_targets_of_other_families(tmp_path, model_type, flags):
     if model_type == "llama":
         assert raw["model_type"] == "qwen3" and raw["num_anchors"] == 3
         assert raw["rope_scaling"]["rope_type"] == "llama3"
-    lm = sj.load(target, drafter=str(out), impl="xla")
-    made = sj.generate(lm, "import os", max_tokens=8, gamma=2)
-    assert made.tokens == sj.decode(lm, "import os", max_tokens=8).tokens
-    assert made.metrics["proposed"] > 0
+    assert_drafts(sj.load(target, drafter=str(out), impl="native"))
 
 
 def test_flags_that_are_not_those_of_the_training(target, tmp_path, capsys):
@@ -640,27 +632,6 @@ def test_a_chat_is_not_cut(target, tmp_path, capsys):
     assert max(map(len, rollouts.prompt_ids(args, tokenizer.load(folder)))) == 9
     assert train_drafter.main(command(folder, tmp_path, "rollouts")) == 1
     assert "10 of 10 prompts have up to" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("heads", "has_norms", "dialect", "warned"),
-    [
-        (2, False, "midlayer", False),
-        (3, False, "midlayer", True),
-        (3, True, "speculators", False),
-    ],
-)
-def test_what_other_programs_refuse_is_said(capsys, heads, has_norms, dialect, warned):
-    layer = dataclasses.replace(TARGET, num_layers=1, num_heads=heads)
-    config = eagle3_params.Eagle3Config(
-        layer=layer,
-        draft_vocab_size=40,
-        target_hidden_size=32,
-        taps=(0, 1),
-        has_head_norms=has_norms,
-    )
-    pair_export.warn(config, dialect)
-    assert ("32 with 3 attention heads" in capsys.readouterr().err) == warned
 
 
 OF_ALL = [
@@ -713,65 +684,39 @@ def test_variants_are_trained_and_evaluated(target, work, tmp_path, capsys):
     assert "head are others than those of the cells" in capsys.readouterr().err
 
 
-SPECULATORS = ("--dialect", "speculators", "--family")
+REFUSED = (
+    ("train", "--head rnn --no-tv", "--head, --no-tv with --family eagle3"),
+    ("train", "--family dspark --width 9", "--width with --family dspark"),
+    ("train", "--dialect speculators --family dspark --block 15", "--length 17 or mor"),
+    ("export", "--family dspark --dialect z-lab --no-copies", "are of deepspec alone"),
+    ("train", "--dialect speculators --family dspark --mask-token 999999",
+     "mask_token_id"),
+    ("train", "--family dflash --draft-vocab 264 --block 1", "drafts no token"),
+    ("train", "--devices 99", "99"),
+    ("calibrate", "--family dspark --out nowhere", "nowhere/config.json: No such file"),
+    ("train", "--family dflash --dialect midlayer", "one of z-lab"),
+    ("rollouts", "--family dflash", "--draft-vocab 40 with --dialect z-lab, which has "
+     "the target's whole vocabulary of 264: leave --draft-vocab out"),
+    ("rollouts", "--family dflash --dialect midlayer", "one of z-lab"),
+    ("rollouts", "--taps 0,1,3", "each must be below 3"),
+    ("rollouts", "--ttt-steps 15", "--length 17 or more"),
+    ("export", "--work nowhere", "flags.json: no such file; run the stage tr"),
+    ("train", "--batch 16", "20 texts are too few for batches of 16"),
+    ("train", "--ttt-steps 15", "--length 17 or more"),
+    ("train", "--taps 0,1,3", "each must be below 3"),
+    ("train", "--first-alone 3", "a multiple of --save-every 2"),
+    ("train", "--first-alone 4", "and below --steps 4"),
+    ("train", "--dialect deepspec", "--draft-vocab 40 with --dialect deepsp"),
+    ("rollouts", "--prefix 16", "leaves nothing to write after --prefix 16"),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("stage", "flags", "message"),
-    [
-        ("train", ["--head", "rnn", "--no-tv"], "--head, --no-tv with --family eagle3"),
-        (
-            "train",
-            ["--family", "dspark", "--width", "9"],
-            "--width with --family dspark",
-        ),
-        ("train", [*SPECULATORS, "dspark", "--block", "15"], "--length 17 or more"),
-        (
-            "export",
-            ["--family", "dspark", "--dialect", "z-lab", "--no-copies"],
-            "copies are of deepspec alone",
-        ),
-        (
-            "train",
-            [*SPECULATORS, "dspark", "--mask-token", "999999"],
-            "mask_token_id",
-        ),
-        (
-            "train",
-            ["--family", "dflash", "--draft-vocab", "264", "--block", "1"],
-            "drafts no token",
-        ),
-        ("train", ["--devices", "99"], "99"),
-        (
-            "calibrate",
-            ["--family", "dspark", "--out", "nowhere"],
-            "nowhere/config.json: No such file",
-        ),
-        ("train", ["--family", "dflash", "--dialect", "midlayer"], "one of z-lab"),
-        (
-            "rollouts",
-            ["--family", "dflash"],
-            "--draft-vocab 40 with --dialect z-lab, which has the target's whole "
-            "vocabulary of 264: leave --draft-vocab out",
-        ),
-        ("rollouts", ["--family", "dflash", "--dialect", "midlayer"], "one of z-lab"),
-        ("rollouts", ["--taps", "0,1,3"], "each must be below 3"),
-        ("rollouts", ["--ttt-steps", "15"], "--length 17 or more"),
-        ("export", ["--work", "nowhere"], "flags.json: no such file; run the stage tr"),
-        ("train", ["--batch", "16"], "20 texts are too few for batches of 16"),
-        ("train", ["--ttt-steps", "15"], "--length 17 or more"),
-        ("train", ["--taps", "0,1,3"], "each must be below 3"),
-        ("train", ["--first-alone", "3"], "a multiple of --save-every 2"),
-        ("train", ["--first-alone", "4"], "and below --steps 4"),
-        ("train", ["--dialect", "deepspec"], "--draft-vocab 40 with --dialect deepsp"),
-        ("rollouts", ["--prefix", "16"], "leaves nothing to write after --prefix 16"),
-    ],
-)
+@pytest.mark.parametrize(("stage", "flags", "message"), REFUSED)
 def test_bad_flags_are_refused(
     target, work, tmp_path, monkeypatch, capsys, stage, flags, message
 ):
     monkeypatch.chdir(tmp_path)  # Folders are made of relative paths.
-    assert train_drafter.main(command(target, work, stage, *flags)) != 0
+    assert train_drafter.main(command(target, work, stage, *flags.split())) != 0
     assert message in capsys.readouterr().err
 
 

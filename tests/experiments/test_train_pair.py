@@ -59,15 +59,6 @@ def test_a_log_is_read_to_the_checkpoint(tmp_path):
     assert loop.log_of(tmp_path / "nowhere") == []
 
 
-def test_steps_are_lines_where_no_terminal_is(monkeypatch, capsys):
-    """Fails if a training says nothing under nohup, or a line a step."""
-    for interval_s, said in ((0.0, "pair: 2 of 3 steps, loss 1.5\n"), (1e6, "")):
-        monkeypatch.setattr(loop, "INTERVAL_S", interval_s)
-        with loop._Progress("pair") as bar:
-            bar.step(bar.add_task("", total=3, completed=1), "loss 1.5")
-        assert capsys.readouterr() == ("", said)
-
-
 # Orbax leaves its event loops to the garbage collector.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

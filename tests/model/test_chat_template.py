@@ -93,7 +93,6 @@ def theirs():
     return render
 
 
-@pytest.mark.oracle
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("chat", sorted(set(CHATS) - {"thoughts"}))  # Renamed there.
 def test_text_is_that_of_hugging_face(theirs, feature, chat):
@@ -103,7 +102,6 @@ def test_text_is_that_of_hugging_face(theirs, feature, chat):
     assert text == theirs(source, messages)
 
 
-@pytest.mark.oracle
 @needs_qwen3
 @pytest.mark.parametrize("enable_thinking", [True, False])
 @pytest.mark.parametrize("tools", [None, [TOOL, TOOL]])

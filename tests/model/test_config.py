@@ -195,7 +195,6 @@ def transformers():
     return pytest.importorskip("transformers")
 
 
-@pytest.mark.oracle
 @pytest.mark.parametrize(
     "stated",
     [
@@ -234,7 +233,6 @@ def test_rope_is_that_of_hugging_face(transformers, tmp_path, stated):
     np.testing.assert_allclose(frequencies, theirs.inv_freq.numpy(), rtol=1e-6)
 
 
-@pytest.mark.oracle
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_rope_of_each_type_of_layer(transformers, tmp_path, key):
     """Hugging Face makes no Qwen3 model of it. Fails if the frequencies are those of

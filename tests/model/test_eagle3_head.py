@@ -204,7 +204,9 @@ def test_the_loss_of_a_later_step_reaches_every_weight():
         )
         return jnp.mean(jax.nn.logsumexp(second.logits, axis=-1))
 
-    grads = jax.jit(jax.grad(loss))(params.replace(embed=None))
+    less_effort = {"xla_backend_optimization_level": 0}  # No bits are compared.
+    gradient = jax.jit(jax.grad(loss), compiler_options=less_effort)
+    grads = gradient(params.replace(embed=None))
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(grads))
 
 

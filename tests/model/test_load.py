@@ -328,7 +328,6 @@ def test_a_tied_lm_head_in_the_file(folder, source, equal):
     assert config.tie_word_embeddings and params.lm_head is None
 
 
-@pytest.mark.oracle
 def test_tied_lm_head_in_another_dtype_is_hugging_faces_embedding(tmp_path):
     """Fails if what is accepted is another model than Hugging Face's."""
     pytest.importorskip("torch")

@@ -33,7 +33,6 @@ from spec_jax.training import block, eagle3 as eagle3_training, targets
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.oracle,
     pytest.mark.filterwarnings("ignore"),  # Theirs.
 ]
 

@@ -20,7 +20,6 @@ from spec_jax.ops import rope as rope_lib
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.oracle
 torch.set_num_threads(1)  # The models are too small for more.
 
 BATCH = 2

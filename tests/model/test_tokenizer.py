@@ -169,37 +169,20 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
     ("others", "expected"),
     [
         ({"generation_config_json": {"eos_token_id": [7, 5, 7]}}, (7, 5)),
-        ({"generation_config_json": {"eos_token_id": 7}}, (7,)),
-        (
-            {
-                "generation_config_json": {"eos_token_id": 7},
-                "config_json": {"eos_token_id": 9},
-            },
-            (7,),
-        ),
-        (
-            {
-                "generation_config_json": {"temperature": 0.6},
-                "config_json": {"eos_token_id": 9},
-                "tokenizer_config_json": {"eos_token": "<|im_end|>"},
-            },
-            (9,),
-        ),
-        (
-            {
-                "config_json": {"eos_token_id": None},
-                "tokenizer_config_json": {"eos_token": "<|im_end|>"},
-            },
-            ("<|im_end|>",),
-        ),
-        (
-            {"tokenizer_config_json": {"eos_token": {"content": "<|im_end|>"}}},
-            ("<|im_end|>",),
-        ),
-        ({"tokenizer_config_json": {"eos_token": "<|gone|>"}}, ("<|endoftext|>",)),
-        ({}, ("<|endoftext|>",)),
+        ({"generation_config_json": {"eos_token_id": 7}}, (7, )),
+        ({"generation_config_json": {"eos_token_id": 7},
+         "config_json": {"eos_token_id": 9}, }, (7, )),
+        ({"generation_config_json": {"temperature": 0.6},
+         "config_json": {"eos_token_id": 9},
+         "tokenizer_config_json": {"eos_token": "<|im_end|>"}, }, (9, )),
+        ({"config_json": {"eos_token_id": None},
+         "tokenizer_config_json": {"eos_token": "<|im_end|>"}, }, ("<|im_end|>", )),
+        ({"tokenizer_config_json": {"eos_token": {"content": "<|im_end|>"}}},
+         ("<|im_end|>", )),
+        ({"tokenizer_config_json": {"eos_token": "<|gone|>"}}, ("<|endoftext|>", )),
+        ({}, ("<|endoftext|>", )),
     ],
-)
+)  # fmt: skip
 def test_stop_ids(tmp_path, others, expected):
     tokenizer = tokenizer_lib.load(
         save(tmp_path, "<|endoftext|>", "<|im_end|>", **others)

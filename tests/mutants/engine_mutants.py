@@ -7,250 +7,138 @@ _COMMIT = "engine.commit:commit_slot"
 _STREAM = "engine/test_sampled.py::test_the_stream_is_that_of_decoding"
 
 ROUNDS = (
-    Mutant(
-        "a window runs past the limit",
-        "engine.round:_gamma",
-        "slots.limit - slots.length - 1",
-        "slots.limit - slots.length",
-        "engine/test_round.py::test_max_tokens_is_met_exactly[1]",
-    ),
-    Mutant(
-        "a stop token is ignored inside a window",
-        _COMMIT,
-        "jnp.argmax(is_stop) + 1",
-        "outcome.num_accepted + 1",
-        "engine/test_round.py::test_stop_tokens_anywhere_in_the_window[1]",
-    ),
-    Mutant(
-        "a round that is out of pages commits a token",
-        _COMMIT,
-        "jnp.where(counts, num_kept, 0)",
-        "jnp.where(counts, num_kept, slot.running.astype(jnp.int32))",
-        "engine/test_round.py::"
-        "test_a_slot_that_finds_no_page_ends_and_the_others_go_on[1]",
-    ),
-    Mutant(
-        "a target's own token is drawn with the noise of the token before",
-        "engine.verification:target_tokens",
-        "positions=verified.positions + 1",
-        "positions=verified.positions",
-        _STREAM + "[native-1]",
-    ),
-    Mutant(
-        "decoding draws with the noise of the token before",
-        "engine.baseline:_next_token",
-        "first_position=position",
-        "first_position=position - 1",
-        _STREAM + "[native-1]",
-    ),
-    Mutant(
-        "decoding that is out of room commits a token",
-        "engine.baseline:run_step",
-        "jnp.where(failed, n, n + 1)",
-        "n + 1",
-        "engine/test_baseline.py::test_a_full_static_cache_keeps_what_is_committed",
-    ),
-)
+    Mutant("a window runs past the limit", "engine.round:_gamma",
+           "slots.limit - slots.length - 1", "slots.limit - slots.length",
+           "engine/test_round.py::test_max_tokens_is_met_exactly[1]"),
+    Mutant("a stop token is ignored inside a window", _COMMIT,
+           "jnp.argmax(is_stop) + 1", "outcome.num_accepted + 1",
+           "engine/test_round.py::test_stop_tokens_anywhere_in_the_window[1]"),
+    Mutant("a round that is out of pages commits a token", _COMMIT,
+           "jnp.where(counts, num_kept, 0)",
+           "jnp.where(counts, num_kept, slot.running.astype(jnp.int32))",
+           "engine/test_round.py::"
+           "test_a_slot_that_finds_no_page_ends_and_the_others_go_on[1]"),
+    Mutant("a target's own token is drawn with the noise of the token before",
+           "engine.verification:target_tokens", "positions=verified.positions + 1",
+           "positions=verified.positions", _STREAM + "[native-1]"),
+    Mutant("decoding draws with the noise of the token before",
+           "engine.baseline:_next_token", "first_position=position",
+           "first_position=position - 1", _STREAM + "[native-1]"),
+    Mutant("decoding that is out of room commits a token", "engine.baseline:run_step",
+           "jnp.where(failed, n, n + 1)", "n + 1",
+           "engine/test_baseline.py::test_a_full_static_cache_keeps_what_is_committed"),
+)  # fmt: skip
 
 _LAW = "rules/test_schedule_law.py::"
 
 SCHEDULES = (
-    Mutant(
-        "a schedule looks past the first fall",
-        "gamma.schedule:schedule",
-        "jnp.sum(jnp.cumprod(rises))",
-        "jnp.argmax(theta)",
-        _LAW + "test_the_papers_example_is_exact_with_the_stop_alone[rejection]",
-    ),
-    Mutant(
-        "survival is that of the draft before",
-        "drafters.draft_slots:SlotDraftModel._step",
-        "carry.known - length, self.gamma_max)",
-        "carry.known - length + 1, self.gamma_max)",
-        "engine/test_scheduled_rounds.py::"
-        "test_survival_is_the_product_of_what_was_most_probable",
-    ),
-    Mutant(
-        "all drafts are verified, whatever the schedule says",
-        "engine.round:_draft",
-        "proposal.replace(num_drafted=num_drafted)",
-        "proposal",
-        "engine/test_scheduled_rounds.py::test_a_scheduled_batch_is_as_decoded[True]",
-    ),
-    Mutant(
-        "a schedule is not told what a round brought",
-        "engine.round:run_round",
-        "commit_lib.settle(speculator.gamma_policy, slots, info)",
-        "slots",
-        "engine/test_scheduled_rounds.py::"
-        "test_slots_that_are_refilled_know_that_drafting_does_not_pay",
-    ),
-    Mutant(
-        "drafting costs a schedule nothing",
-        "gamma.schedule:Schedule.settle",
-        "step_s[num_active + num_verified] + state.draft_s[0]",
-        "step_s[num_active + num_verified]",
-        "test_schedule.py::"
-        "test_drafts_that_pay_are_always_made_and_again_where_they_come_to_pay",
-    ),
-)
+    Mutant("a schedule looks past the first fall", "gamma.schedule:schedule",
+           "jnp.sum(jnp.cumprod(rises))", "jnp.argmax(theta)",
+           _LAW + "test_the_papers_example_is_exact_with_the_stop_alone[rejection]"),
+    Mutant("survival is that of the draft before",
+           "drafters.draft_slots:SlotDraftModel._step",
+           "carry.known - length, self.gamma_max)",
+           "carry.known - length + 1, self.gamma_max)",
+           "engine/test_scheduled_rounds.py::"
+           "test_survival_is_the_product_of_what_was_most_probable"),
+    Mutant("all drafts are verified, whatever the schedule says", "engine.round:_draft",
+           "proposal.replace(num_drafted=num_drafted)", "proposal",
+           "engine/test_scheduled_rounds.py::test_a_scheduled_batch_is_as_decoded[True]"),
+    Mutant("a schedule is not told what a round brought", "engine.round:run_round",
+           "commit_lib.settle(speculator.gamma_policy, slots, info)", "slots",
+           "engine/test_scheduled_rounds.py::"
+           "test_slots_that_are_refilled_know_that_drafting_does_not_pay"),
+    Mutant("drafting costs a schedule nothing", "gamma.schedule:Schedule.settle",
+           "step_s[num_active + num_verified] + state.draft_s[0]",
+           "step_s[num_active + num_verified]", "test_schedule.py::"
+           "test_drafts_that_pay_are_always_made_and_again_where_they_come_to_pay"),
+)  # fmt: skip
 
 SLOTS = (
-    Mutant(
-        "a slot that ended commits",
-        "engine.commit:_counts",
-        "slot.running & ~info.out_of_pages",
-        "~info.out_of_pages",
-        "engine/test_round.py::test_a_slot_that_ended_stays_as_it_is",
-    ),
-    Mutant(
-        "slots draw by the settings of the first",
-        "engine.verification:target_tokens",
-        "leaf[verified.slots]",
-        "leaf[verified.slots * 0]",
-        _STREAM + "[native-3]",
-    ),
-    Mutant(
-        "a slot that is refilled keeps its pages",
-        "engine.scheduler:_occupy",
-        "target.truncate(state.cache, zeros, asked=asked)",
-        "state.cache",
-        "engine/test_scheduler.py::test_requests_wait_for_pages",
-    ),
-    Mutant(
-        "pages that others will need are promised",
-        "engine.scheduler:Scheduler._fits",
-        "held + idle + self._pages(request)",
-        "idle + self._pages(request)",
-        "engine/test_scheduler.py::test_requests_wait_for_pages",
-    ),
-)
+    Mutant("a slot that ended commits", "engine.commit:_counts",
+           "slot.running & ~info.out_of_pages", "~info.out_of_pages",
+           "engine/test_round.py::test_a_slot_that_ended_stays_as_it_is"),
+    Mutant("slots draw by the settings of the first",
+           "engine.verification:target_tokens", "leaf[verified.slots]",
+           "leaf[verified.slots * 0]", _STREAM + "[native-3]"),
+    Mutant("a slot that is refilled keeps its pages", "engine.scheduler:_occupy",
+           "target.truncate(state.cache, zeros, asked=asked)", "state.cache",
+           "engine/test_scheduler.py::test_requests_wait_for_pages"),
+    Mutant("pages that others will need are promised",
+           "engine.scheduler:Scheduler._fits", "held + idle + self._pages(request)",
+           "idle + self._pages(request)",
+           "engine/test_scheduler.py::test_requests_wait_for_pages"),
+)  # fmt: skip
 
 DRAFTERS = (
-    Mutant(
-        "rejected drafts stay in a slot's draft cache",
-        "drafters.draft_slots:SlotDraftModel.commit",
-        "jnp.minimum(memory.length, length - 1)",
-        "memory.length",
-        "drafters/test_draft_model.py::test_a_commit_of_length_one_forgets_a_slot",
-    ),
-    Mutant(
-        "a hybrid asks the draft model where statistics are sure",
-        "drafters.hybrid:SlotHybrid.propose",
-        "jnp.where(is_sure, 0, gamma)",
-        "gamma",
-        "drafters/test_hybrid.py::"
-        "test_the_draft_model_is_asked_only_where_statistics_are_not_sure[texts0]",
-    ),
-    Mutant(
-        "every prompt is taken into the first slot's memory",
-        "drafters.each:Each.prefill",
-        "_put(memory.slots, one, np.int32(slot))",
-        "_put(memory.slots, one, np.int32(0))",
-        "drafters/test_each.py::test_slots_have_memories_and_settings_of_their_own[3]",
-    ),
-    Mutant(
-        "an oracle drafts past the end of its trace",
-        "drafters.oracle:Oracle.propose",
-        "jnp.clip(memory.length - length, 0, gamma)",
-        "gamma",
-        "drafters/test_oracle.py::test_it_proposes_the_trace",
-    ),
-)
+    Mutant("rejected drafts stay in a slot's draft cache",
+           "drafters.draft_slots:SlotDraftModel.commit",
+           "jnp.minimum(memory.length, length - 1)", "memory.length",
+           "drafters/test_draft_model.py::test_a_commit_of_length_one_forgets_a_slot"),
+    Mutant("a hybrid asks the draft model where statistics are sure",
+           "drafters.hybrid:SlotHybrid.propose", "jnp.where(is_sure, 0, gamma)",
+           "gamma", "drafters/test_hybrid.py::"
+           "test_the_draft_model_is_asked_only_where_statistics_are_not_sure[texts0]"),
+    Mutant("every prompt is taken into the first slot's memory",
+           "drafters.each:Each.prefill", "_put(memory.slots, one, np.int32(slot))",
+           "_put(memory.slots, one, np.int32(0))",
+           "drafters/test_each.py::test_slots_have_memories_and_settings_of_their_own[3]"),
+    Mutant("an oracle drafts past the end of its trace",
+           "drafters.oracle:Oracle.propose",
+           "jnp.clip(memory.length - length, 0, gamma)", "gamma",
+           "drafters/test_oracle.py::test_it_proposes_the_trace"),
+)  # fmt: skip
 
 _ORACLE = "drafters/test_block.py::test_drafts_are_the_oracles"
 
 BLOCKS = (
-    Mutant(
-        "context goes through the norm of a block's rows",
-        "model.block_draft:append_context",
-        "weight.kv, norm=params.hidden_norm",
-        "weight.kv, norm=weight.input_norm",
-        "model/test_block_files.py::test_parity_with_float64[z-lab-xla]",
-    ),
-    Mutant(
-        "rows of a block do not see those after them",
-        "model.block_draft:forward_block",
-        "block=config.block_size",
-        "block=None",
-        _ORACLE + "[dspark-xla]",
-    ),
-    Mutant(
-        "slots are read by the other convention",
-        "drafters.block:SlotBlock._go_over",
-        "slice(head.first_slot,",
-        "slice(0,",
-        _ORACLE + "[dflash-xla]",
-    ),
-    Mutant(
-        "a confidence knows the token itself",
-        "drafters.block:SlotBlock._go_over",
-        "probs), (token, confidence)",
-        "probs), (token, correct(state, token, hidden)[2])",
-        _ORACLE + "[dspark-xla]",
-    ),
-    Mutant(
-        "a confidence of native kernels knows the token itself",
-        "model.block_heads:run_slots",
-        "[anchor[:, None], tokens[:, :-1]]",
-        "[tokens]",
-        "native/test_native_slot_chains.py::"
-        "test_slots_are_gone_over_as_one_by_one[all-float32]",
-    ),
-    Mutant(
-        "a token is drawn from other probabilities than are stated",
-        "drafters.block:SlotBlock._go_over",
-        "draw.put(probs, row, number)",
-        "draw.put(probs, logits[:, None] * 0.9, number)",
-        "drafters/test_block.py::"
-        "test_independent_draws_are_from_the_probabilities_they_state[xla]",
-    ),
-    Mutant(
-        "the context of a prompt is one position late",
-        "drafters.features:SlotReader._prefill",
-        "start[slot]",
-        "start[slot] + 1",
-        _ORACLE + "[dspark-xla]",
-    ),
-    Mutant(
-        "a level of a block's tree is of the slot before",
-        "drafters.block:SlotBlock._grow",
-        "head.first_slot + level)",
-        "head.first_slot + level - 1)",
-        "drafters/test_block_trees.py::test_children_are_the_oracles[dspark]",
-    ),
-    Mutant(
-        "every row of a block's tree has the state of the root",
-        "drafters.block:SlotBlock._grow",
-        "[:, None], above]",
-        "[:, None], above * 0]",
-        "drafters/test_block_trees.py::test_children_are_the_oracles[rnn]",
-    ),
-    Mutant(
-        "in training a block sees its anchor's feature",
-        "model.block_draft:forward_sequence",
-        "places[:, None] < anchors",
-        "places[:, None] <= anchors",
-        "drafters/test_block_training.py::test_training_computes_what_is_drafted[dspark]",
-    ),
-    Mutant(
-        "confidence trains the drafts that it judges",
-        "training.block:loss",
-        "jax.lax.stop_gradient(1.0 - l1 / 2)",
-        "1.0 - l1 / 2",
-        "drafters/test_block_training.py::test_what_a_term_trains",
-    ),
-)
+    Mutant("context goes through the norm of a block's rows",
+           "model.block_draft:append_context", "weight.kv, norm=params.hidden_norm",
+           "weight.kv, norm=weight.input_norm",
+           "model/test_block_files.py::test_parity_with_float64[z-lab-xla]"),
+    Mutant("rows of a block do not see those after them",
+           "model.block_draft:forward_block", "block=config.block_size", "block=None",
+           _ORACLE + "[dspark-xla]"),
+    Mutant("slots are read by the other convention",
+           "drafters.block:SlotBlock._go_over", "slice(head.first_slot,", "slice(0,",
+           _ORACLE + "[dflash-xla]"),
+    Mutant("a confidence knows the token itself", "drafters.block:SlotBlock._go_over",
+           "probs), (token, confidence)",
+           "probs), (token, correct(state, token, hidden)[2])",
+           _ORACLE + "[dspark-xla]"),
+    Mutant("a confidence of native kernels knows the token itself",
+           "model.block_heads:run_slots", "[anchor[:, None], tokens[:, :-1]]",
+           "[tokens]", "native/test_native_slot_chains.py::"
+           "test_slots_are_gone_over_as_one_by_one[all-float32]"),
+    Mutant("a token is drawn from other probabilities than are stated",
+           "drafters.block:SlotBlock._go_over", "draw.put(probs, row, number)",
+           "draw.put(probs, logits[:, None] * 0.9, number)", "drafters/test_block.py::"
+           "test_independent_draws_are_from_the_probabilities_they_state[xla]"),
+    Mutant("the context of a prompt is one position late",
+           "drafters.features:SlotReader._prefill", "start[slot]", "start[slot] + 1",
+           _ORACLE + "[dspark-xla]"),
+    Mutant("a level of a block's tree is of the slot before",
+           "drafters.block:SlotBlock._grow", "head.first_slot + level)",
+           "head.first_slot + level - 1)",
+           "drafters/test_block_trees.py::test_children_are_the_oracles[dspark]"),
+    Mutant("every row of a block's tree has the state of the root",
+           "drafters.block:SlotBlock._grow", "[:, None], above]",
+           "[:, None], above * 0]",
+           "drafters/test_block_trees.py::test_children_are_the_oracles[rnn]"),
+    Mutant("in training a block sees its anchor's feature",
+           "model.block_draft:forward_sequence", "places[:, None] < anchors",
+           "places[:, None] <= anchors",
+           "drafters/test_block_training.py::test_training_computes_what_is_drafted[dspark]"),
+    Mutant("confidence trains the drafts that it judges", "training.block:loss",
+           "jax.lax.stop_gradient(1.0 - l1 / 2)", "1.0 - l1 / 2",
+           "drafters/test_block_training.py::test_what_a_term_trains"),
+)  # fmt: skip
 
 RECORDS = (
-    Mutant(
-        "a draft is recorded one position early",
-        "debug.recorder:Recorder._record",
-        "recording.drafted.at[slot, place + 1]",
-        "recording.drafted.at[slot, place]",
-        "test_recorder.py::test_drafts_and_windows_are_those_of_the_last_round",
-    ),
-)
+    Mutant("a draft is recorded one position early", "debug.recorder:Recorder._record",
+           "recording.drafted.at[slot, place + 1]", "recording.drafted.at[slot, place]",
+           "test_recorder.py::test_drafts_and_windows_are_those_of_the_last_round"),
+)  # fmt: skip
 
 _TREES = "engine/test_trees.py"
 _TREE_ROUNDS = (
@@ -259,158 +147,79 @@ _TREE_ROUNDS = (
 _COUNTERS = f"{_TREES}::test_counters_by_depth_and_rank[1]"
 
 TREES = (
-    Mutant(
-        "a child of another node is kept",
-        "rules.tree_acceptance:_walk",
-        "is_real & (parents == at) & goes_on",
-        "is_real & goes_on",
-        _TREE_ROUNDS,
-    ),
-    Mutant(
-        "a path goes on past the limit",
-        "rules.tree_acceptance:_walk",
-        "jnp.minimum(wanted, depth_max)",
-        "jnp.int32(depth_max)",
-        f"{_TREES}::test_max_tokens_is_met_exactly[1]",
-    ),
-    Mutant(
-        "the K/V of a path are moved one position early",
-        "engine.rows:SlotRows.keep_path",
-        "start[:, None] + steps + 1",
-        "start[:, None] + steps",
-        _TREE_ROUNDS,
-    ),
-    Mutant(
-        "a slot's nodes have no pages of their own",
-        "engine.scheduler:Scheduler._pages",
-        "num_positions = max(num_positions, min(most, self.slot_capacity))",
-        "pass",
-        f"{_TREES}::test_a_small_pool_is_shared",
-    ),
-    Mutant(
-        "nodes are positions",
-        "tree:layout",
-        "return start + depth,",
-        "return start + above[:, 0],",
-        _TREE_ROUNDS,
-    ),
-    Mutant(
-        "ranks are counted by depth",
-        "engine.commit:_kept_ranks",
-        "outcome.path - 1",
-        "depths",
-        _COUNTERS,
-    ),
-    Mutant(
-        "a child's score is its own alone",
-        "drafters.tree_search:_expand_level",
-        "_at(search.score, search.frontier)[:, :, None] + own",
-        "own",
-        "drafters/test_tree_search.py::test_nodes_are_those_of_eagle[6]",
-    ),
-    Mutant(
-        "entries of a tree's rows are moved from the row before",
-        "debug.recorder:Recorder.keep_path",
-        "source = start[:, None] + path",
-        "source = start[:, None] + path - 1",
-        f"{_TREES}::test_what_was_recorded_is_what_decoding_saw",
-    ),
-)
+    Mutant("a child of another node is kept", "rules.tree_acceptance:_walk",
+           "is_real & (parents == at) & goes_on", "is_real & goes_on", _TREE_ROUNDS),
+    Mutant("a path goes on past the limit", "rules.tree_acceptance:_walk",
+           "jnp.minimum(wanted, depth_max)", "jnp.int32(depth_max)",
+           f"{_TREES}::test_max_tokens_is_met_exactly[1]"),
+    Mutant("the K/V of a path are moved one position early",
+           "engine.rows:SlotRows.keep_path", "start[:, None] + steps + 1",
+           "start[:, None] + steps", _TREE_ROUNDS),
+    Mutant("a slot's nodes have no pages of their own",
+           "engine.scheduler:Scheduler._pages",
+           "num_positions = max(num_positions, min(most, self.slot_capacity))", "pass",
+           f"{_TREES}::test_a_small_pool_is_shared"),
+    Mutant("nodes are positions", "tree:layout", "return start + depth,",
+           "return start + above[:, 0],", _TREE_ROUNDS),
+    Mutant("ranks are counted by depth", "engine.commit:_kept_ranks",
+           "outcome.path - 1", "depths", _COUNTERS),
+    Mutant("a child's score is its own alone", "drafters.tree_search:_expand_level",
+           "_at(search.score, search.frontier)[:, :, None] + own", "own",
+           "drafters/test_tree_search.py::test_nodes_are_those_of_eagle[6]"),
+    Mutant("entries of a tree's rows are moved from the row before",
+           "debug.recorder:Recorder.keep_path", "source = start[:, None] + path",
+           "source = start[:, None] + path - 1",
+           f"{_TREES}::test_what_was_recorded_is_what_decoding_saw"),
+)  # fmt: skip
 
 _PAIRS = "drafters/test_eagle3.py::test_drafts_are_those_of_whole_sequences"
 _EXAMPLE = "drafters/test_eagle3_example.py"
 
 FEATURES = (
-    Mutant(
-        "a feature is handed out one position early",
-        "engine.round:_features",
-        "verified.at[:, : depth_max + 1]",
-        "jnp.roll(verified.at, 1, axis=1)[:, : depth_max + 1]",
-        "engine/test_features.py::test_features_are_those_of_decoding[native-4-chain]",
-    ),
-    Mutant(
-        "a feature is read one position late",
-        "drafters.features:read",
-        "start[:, None] +",
-        "start[:, None] + 1 +",
-        _PAIRS,
-    ),
-    Mutant(
-        "features of rejected rows are handed out",
-        "engine.round:_features",
-        "if outcome.path is not None:",
-        "if False:",
-        f"{_EXAMPLE}::test_a_round",
-    ),
-    Mutant(
-        "features are those of the next layer",
-        "model.decoder:run_rows",
-        "boundaries[tap]",
-        "boundaries[tap + 1]",
-        "engine/test_features.py::test_rows_have_the_features_of_the_sequence[xla]",
-    ),
-)
+    Mutant("a feature is handed out one position early", "engine.round:_features",
+           "verified.at[:, : depth_max + 1]",
+           "jnp.roll(verified.at, 1, axis=1)[:, : depth_max + 1]",
+           "engine/test_features.py::test_features_are_those_of_decoding[native-4-chain]"),
+    Mutant("a feature is read one position late", "drafters.features:read",
+           "start[:, None] +", "start[:, None] + 1 +", _PAIRS),
+    Mutant("features of rejected rows are handed out", "engine.round:_features",
+           "if outcome.path is not None:", "if False:", f"{_EXAMPLE}::test_a_round"),
+    Mutant("features are those of the next layer", "model.decoder:run_rows",
+           "boundaries[tap]", "boundaries[tap + 1]",
+           "engine/test_features.py::test_rows_have_the_features_of_the_sequence[xla]"),
+)  # fmt: skip
 
 HEADS = (
-    Mutant(
-        "a head's normed feature comes before its normed token",
-        "model.eagle3:_run_operations",
-        "jnp.concatenate(x, axis=1)",
-        "jnp.concatenate(x[::-1], axis=1)",
-        "model/test_eagle3_head.py::test_rows_are_the_sequence[xla-plain]",
-    ),
-    Mutant(
-        "drafted rows of a head are turned one position further",
-        "model.eagle3:run_chains",
-        "positions.reshape(-1), dtype",
-        "jnp.where(positions < (starts + pending)[:, None], positions, positions + 1)"
-        ".reshape(-1), dtype",
-        _PAIRS,
-    ),
-    Mutant(
-        "drafts of a native call are drawn with the noise of the next position",
-        "drafters.draw:Draw.native",
-        "positions=self.length",
-        "positions=self.length + 1",
-        "native/test_native_children.py::test_children_are_those_of_xla[warm-all]",
-    ),
-    Mutant(
-        "a pair has the token of its feature's position",
-        "drafters.features:SlotReader._take_in",
-        "ahead=1",
-        "ahead=0",
-        _PAIRS,
-    ),
-    Mutant(
-        "a row of a tree has the hidden state of its own column",
-        "drafters.eagle3:SlotEagle3._grow",
-        "jnp.take_along_axis(hidden, above[:, :, None], axis=1)",
-        "jax.lax.dynamic_slice_in_dim(hidden, first, tree.width, axis=1)",
-        f"{_EXAMPLE}::test_candidates_and_tree_mask",
-    ),
-    Mutant(
-        "offsets of a draft vocabulary are added twice",
-        "model.head_files:read_hot",
-        "np.arange(Vd) + offsets",
-        "np.arange(Vd) + 2 * offsets",
-        "model/test_eagle3_files.py::test_saved_and_loaded_is_the_same[midlayer]",
-    ),
-    Mutant(
-        "children of a native call are drawn with the noise of the level before",
-        "drafters.draw:Draw.children",
-        "jnp.broadcast_to(level, (count,))",
-        "jnp.broadcast_to(level - 1, (count,))",
-        "native/test_native_children.py::test_children_are_those_of_xla[warm-all]",
-    ),
-    Mutant(
-        "drafted tokens are named twice",
-        "drafters.tree_search:children",
-        "hot[tokens]",
-        "hot[hot[tokens]]",
-        "drafters/test_tree_search.py::"
-        "test_a_vocabulary_of_its_own_drafts_the_same[3x4:15@0.5]",
-    ),
-)
+    Mutant("a head's normed feature comes before its normed token",
+           "model.eagle3:_run_operations", "jnp.concatenate(x, axis=1)",
+           "jnp.concatenate(x[::-1], axis=1)",
+           "model/test_eagle3_head.py::test_rows_are_the_sequence[xla-plain]"),
+    Mutant("drafted rows of a head are turned one position further",
+           "model.eagle3:run_chains", "positions.reshape(-1), dtype",
+           "jnp.where(positions < (starts + pending)[:, None], positions, "
+           "positions + 1).reshape(-1), dtype", _PAIRS),
+    Mutant("drafts of a native call are drawn with the noise of the next position",
+           "drafters.draw:Draw.native", "positions=self.length",
+           "positions=self.length + 1",
+           "native/test_native_children.py::test_children_are_those_of_xla[warm-all]"),
+    Mutant("a pair has the token of its feature's position",
+           "drafters.features:SlotReader._take_in", "ahead=1", "ahead=0", _PAIRS),
+    Mutant("a row of a tree has the hidden state of its own column",
+           "drafters.eagle3:SlotEagle3._grow",
+           "jnp.take_along_axis(hidden, above[:, :, None], axis=1)",
+           "jax.lax.dynamic_slice_in_dim(hidden, first, tree.width, axis=1)",
+           f"{_EXAMPLE}::test_candidates_and_tree_mask"),
+    Mutant("offsets of a draft vocabulary are added twice", "model.head_files:read_hot",
+           "np.arange(Vd) + offsets", "np.arange(Vd) + 2 * offsets",
+           "model/test_eagle3_files.py::test_saved_and_loaded_is_the_same[midlayer]"),
+    Mutant("children of a native call are drawn with the noise of the level before",
+           "drafters.draw:Draw.children", "jnp.broadcast_to(level, (count,))",
+           "jnp.broadcast_to(level - 1, (count,))",
+           "native/test_native_children.py::test_children_are_those_of_xla[warm-all]"),
+    Mutant("drafted tokens are named twice", "drafters.tree_search:children",
+           "hot[tokens]", "hot[hot[tokens]]", "drafters/test_tree_search.py::"
+           "test_a_vocabulary_of_its_own_drafts_the_same[3x4:15@0.5]"),
+)  # fmt: skip
 
 MUTANTS = (
     *ROUNDS,

@@ -66,6 +66,7 @@ def test_mutants_are_up_to_date():
         mutant.check()
 
 
+@pytest.mark.slow
 def test_whoever_holds_the_function_has_the_fault():
     """Fails if an executable, what a test has cached, or a function held elsewhere,
     escapes the fault or keeps it."""
@@ -77,6 +78,7 @@ def test_whoever_holds_the_function_has_the_fault():
     assert int(_pages_for(eight, page_size=4)) == held(8, 4) == _kept(8) == 2
 
 
+@pytest.mark.slow
 def test_what_a_fault_gives():
     """A fault fails its test; a harmless change does not, and a crash tells nothing."""
     with FAULTY.planted():

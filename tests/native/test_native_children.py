@@ -1,6 +1,7 @@
 """`native.children`: the children that XLA finds, by the very noise of the target."""
 
 import dataclasses
+import functools
 
 import decoding
 import jax
@@ -52,22 +53,18 @@ def logits_of(seed=0, size=V, rows=ROWS):
     return jnp.asarray(made, jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnames=("tree",))
+def _children(draw, logits, *, tree, **told):
+    return draw.children(logits, tree=tree, vocab_size=V, **told)
+
+
 def found(impl, draw, logits, *, tree=TREE, hot=None, level=2, counts=COUNTS):
     """The scores and tokens of children; those of rows that do not count are cut."""
-    run = jax.jit(
-        lambda draw, logits, level, counts: draw.children(
-            logits,
-            level=level,
-            counts=counts,
-            tree=tree,
-            vocab_size=V,
-            hot=hot,
-        )
-    )
     if impl == "native":
         decoding.needs("native")
     draw = dataclasses.replace(draw, impl=impl)
-    scores, tokens = run(draw, logits, jnp.int32(level), counts)
+    told = {"level": jnp.int32(level), "counts": counts, "hot": hot}
+    scores, tokens = _children(draw, logits, tree=tree, **told)
     is_row = np.arange(logits.shape[1])[None] < np.asarray(counts)[:, None]
     return np.asarray(scores)[is_row], np.asarray(tokens)[is_row]
 

@@ -155,6 +155,7 @@ def test_pairs_compile_to_their_instruction(tmp_path):
     assert "vdpbf16ps" in text and "%zmm" in text
 
 
+@pytest.mark.slow
 def test_avx512_compiles():
     """Fails if AVX-512 alone lacks what its code uses."""
     assert not compile_kernels("avx512", "-fsyntax-only")

@@ -292,35 +292,20 @@ def test_plans_fit(shape, parts):
         ({"num_active": np.ones(1, np.int32)}, ValueError, "num_active has shape"),
         ({"w": np.ones((5, 7), np.float32)}, NotImplementedError, "and w is float32"),
         ({"out_dtype": jnp.float16}, NotImplementedError, "cannot give float16"),
-        (
-            {"out_dtype": jnp.float32, "residual": np.ones((3, 5), "bfloat16")},
-            ValueError,
-            "a residual of bfloat16 cannot give float32",
-        ),
+        ({"out_dtype": jnp.float32, "residual": np.ones((3, 5), "bfloat16")},
+         ValueError, "a residual of bfloat16 cannot give float32"),
         ({"plan": SPLIT}, ValueError, "7 terms are not 2 splits of whole 32s"),
-        (
-            {"plan": dataclasses.replace(SMALL, block_n=48)},
-            ValueError,
-            "block_n=48 is not a power of two",
-        ),
-        (
-            {"plan": dataclasses.replace(SMALL, num_warps=3)},
-            ValueError,
-            "num_warps=3 is not a power of two",
-        ),
-        (
-            {"plan": gemm.Plan(block_n=64, block_k=512)},
-            ValueError,
-            "needs 245760 of 232448 bytes of shared memory",
-        ),
-        (
-            {"plan": dataclasses.replace(SMALL, chains=4)},
-            ValueError,
-            "a block below 16",
-        ),
+        ({"plan": dataclasses.replace(SMALL, block_n=48)}, ValueError,
+         "block_n=48 is not a power of two"),
+        ({"plan": dataclasses.replace(SMALL, num_warps=3)}, ValueError,
+         "num_warps=3 is not a power of two"),
+        ({"plan": gemm.Plan(block_n=64, block_k=512)}, ValueError,
+         "needs 245760 of 232448 bytes of shared memory"),
+        ({"plan": dataclasses.replace(SMALL, chains=4)}, ValueError,
+         "a block below 16"),
         ({"plan": gemm.Plan(block_n=8, block_k=64)}, ValueError, "a block below 16"),
     ],
-)
+)  # fmt: skip
 def test_refusals(change, error, message):
     """Fails if the kernel is let loose on what it would read or add wrongly."""
     options = {

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model import test_rows as rows_lib
+from model import test_families as families_lib, test_rows as rows_lib
 
 from spec_jax import testing
 from spec_jax.drafters import draft_model, each
@@ -158,6 +158,13 @@ def test_a_plan_by_active_rows_is_caught(monkeypatch):
     _, together = model.run(kv, rows, forward=forward)
     with pytest.raises(AssertionError, match="elements differ"):
         testing.assert_same_bits(together, alone)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gpt_neox"])
+def test_rows_of_other_families(family):
+    """Fails if a row depends on others where there are biases, or half a rotation."""
+    families_lib.test_rows_are_what_each_is_alone(family, "bfloat16", "interpret")
 
 
 GAMMAS, MAX_TOKENS = (4, 18), 24  # windows of one slab, and of two

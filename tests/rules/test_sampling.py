@@ -90,7 +90,6 @@ def test_greedy_and_its_neighbours():
     assert filtered(logits, temperature=tiny) == [0, 0.5, 0.5, 0]
 
 
-@pytest.mark.oracle
 @pytest.mark.parametrize(
     "values",
     (

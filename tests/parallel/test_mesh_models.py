@@ -1,0 +1,169 @@
+"""A model on a mesh: from the front door, what a process reads, and what is refused."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import mesh_program
+import pytest
+import tiny_pair
+
+import spec_jax as sj
+from experiments import spec_round
+from experiments.lib import models
+from spec_jax import run as run_lib, testing
+from spec_jax.model import load, load_shards, row_model
+from spec_jax.parallel import collectives, shard
+
+
+TESTS = pathlib.Path(__file__).parents[1]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["qwen3", "gpt_neox"])
+def test_a_mesh_from_the_front_door(family, tmp_path):
+    """A generation and decoding on a mesh of one device: the slow test has more.
+
+    Fails if a bias, which is in pieces too, is prepared as a matrix is.
+    """
+    target, draft = tiny_pair.write(tmp_path)
+    if family == "gpt_neox":
+        mesh_program.write_neox(target)
+        mesh_program.write_neox(draft, seed=1)
+    else:
+        config = tiny_pair.config(num_heads=8, num_kv_heads=8, head_dim=8)
+        tiny_pair.write_model(target, config, seed=0)
+    lm = sj.load(target, draft=draft, mesh=shard.mesh(1), gamma_max=2, impl="native")
+    settings = {"max_tokens": 6, "stop": ()}
+    found = sj.generate(lm, "import os", **settings)
+    assert found.tokens == sj.decode(lm, "import os", **settings).tokens
+    assert found.provenance["segments"] == 8 and found.metrics["rounds"] > 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_in_pieces_is_joined(tied, tmp_path):
+    """Fails if what multiplies by the head finds padding, or rows out of order."""
+    changes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 8}
+    config = tiny_pair.config(tie_word_embeddings=tied, **changes)
+    tiny_pair.write_model(tmp_path, config, seed=0)
+    _, alone = load.load(tmp_path, impl="xla")
+    layout = shard.Layout(mesh=shard.mesh(1))
+    _, pieces = load.load(tmp_path, impl="xla", layout=layout)
+    assert tree_shapes(pieces.lm_head) != tree_shapes(alone.head)
+    joined = load_shards.with_whole_head(pieces, config, layout)
+    testing.assert_same_bits(joined.head, alone.head)
+
+
+def tree_shapes(tree):
+    return [leaf.shape for leaf in jax.tree.leaves(tree)]
+
+
+def on_mesh(**changes):
+    config = tiny_pair.config(**({"num_heads": 8, "num_kv_heads": 8} | changes))
+    layout = shard.Layout(mesh=shard.mesh(1))
+    return row_model.RowModel(config=config, impl="xla", slab=4, layout=layout)
+
+
+def test_what_a_mesh_refuses():
+    """Says the values, and what to take instead."""
+    one = shard.mesh(1)
+    with pytest.raises(ValueError, match="segments=6 on 1 devices: take a power of"):
+        shard.Layout(mesh=one, segments=6)
+    with pytest.raises(ValueError, match=r"a mesh with the axes \('data',\)"):
+        shard.Layout(mesh=jax.sharding.Mesh(jax.devices()[:1], ("data",)))
+    with pytest.raises(ValueError, match="99 devices: jax has .* here; for more on a"):
+        shard.mesh(99)
+    with pytest.raises(ValueError, match="intermediate_size=44 cannot be cut into"):
+        on_mesh(intermediate_size=44)
+    for devices, fewer in ((3, 2), (12, 8)):
+        several = jax.sharding.AbstractMesh((devices,), (collectives.AXIS,))
+        words = f"{devices} devices: the order of a sum .*; take {fewer} of them"
+        with pytest.raises(ValueError, match=words):
+            shard.Layout(mesh=several)
+    several = jax.sharding.AbstractMesh((16,), (collectives.AXIS,))
+    with pytest.raises(ValueError, match="segments=8 on 16 devices: .* such as 16"):
+        shard.Layout(mesh=several)
+    four = shard.Layout(mesh=jax.sharding.AbstractMesh((4,), (collectives.AXIS,)))
+    with pytest.raises(ValueError, match="num_kv_heads=6 cannot be cut for 4 .* 2 at"):
+        four.check_divides(num_kv_heads=6)
+    assert on_mesh().layout.describe() == {"devices": 1, "segments": 8}
+
+
+def test_heads_that_do_not_divide():
+    """A mesh of abstract devices: nothing runs."""
+
+    class Three:
+        axis_names, size = shard.mesh(1).axis_names, 2
+
+    layout = shard.Layout(mesh=Three())
+    layout.check_divides(num_kv_heads=2)
+    with pytest.raises(ValueError, match="num_kv_heads=3 cannot be cut for 2 devices"):
+        layout.check_divides(num_kv_heads=3)
+
+
+LOADS = """
+import pathlib, re, sys
+import jax
+from spec_jax.model import load
+from spec_jax.parallel import shard
+
+folder, address, number = sys.argv[1:]
+devices = None
+if number != "alone":
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(address, 2, int(number))
+    devices = shard.Layout(mesh=shard.mesh(), segments=2)
+jax.block_until_ready(jax.numpy.zeros(8))
+status = pathlib.Path("/proc/self/status")
+peak = lambda: 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", status.read_text())[1])
+before = peak()
+_, params = load.load(folder, impl="xla", layout=devices)
+print(peak() - before)
+"""
+
+
+def test_a_process_reads_its_own_slices(tmp_path):
+    """Fails if a process ever holds a whole checkpoint."""
+    config = tiny_pair.config(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        num_layers=8,
+    )
+    tiny_pair.write_model(tmp_path, config, seed=0)
+    total = (tmp_path / "model.safetensors").stat().st_size
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-c", LOADS, str(tmp_path), address]
+    env = os.environ | {"PYTHONPATH": str(TESTS.parent), "JAX_PLATFORMS": "cpu"}
+    started = [
+        subprocess.Popen([*command, number], env=env, stdout=subprocess.PIPE, text=True)
+        for number in ("0", "1", "alone")
+    ]
+    first, second, alone = (int(one.communicate(timeout=300)[0]) for one in started)
+    largest = 4 * 2 * config.intermediate_size * config.hidden_size
+    # Its half, weights on their way, and a block: less than the checkpoint. Two of
+    # them, and one that JAX has not let go of yet, whose copy another thread made.
+    most = total / 2 + 3 * largest + 16 * 2**20
+    assert most < 0.9 * total
+    assert max(first, second) < most < 0.9 * alone, (first, second, alone, total)
+
+
+def test_results_say_the_mesh(tmp_path):
+    """And rows of scripts; those without a mesh say what they said."""
+    target, draft = tiny_pair.write(tmp_path)
+    folders = ["--target", str(target), "--draft", str(draft), "--impl", "xla"]
+    wanted = {"devices": 1, "segments": 8}
+    for more, said in ((["--devices", "1"], wanted), ([], {})):
+        args = spec_round.parse_args([*folders, *more])
+        lm = models.load(args, drafter="draft-model", gamma_max=2)
+        for found in (run_lib.provenance(lm), models.describe(args, lm)):
+            assert {name: found[name] for name in wanted if name in found} == said
+    with pytest.raises(SystemExit):
+        spec_round.parse_args([*folders, "--segments", "4"])

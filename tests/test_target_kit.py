@@ -1,0 +1,144 @@
+"""What `check_target` catches, and what a target of one forward function can do."""
+
+import dataclasses
+
+import decoding
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spec_jax as sj
+from spec_jax.drafters import registry
+from spec_jax.testing import target_kit
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    vocab_size: int = 24
+    max_position_embeddings: int = 64
+    width: int = 48
+
+
+def toy_params():
+    """Random weights of the toys below."""
+    first, second = jax.random.split(jax.random.key(0))
+    shape = Sizes.vocab_size, Sizes.width
+    return {
+        "embed": jax.random.normal(first, shape),
+        "out": jax.random.normal(second, shape[::-1]),
+    }
+
+
+def toy(mix):
+    """A target that adds up what its slot was fed; `mix` says how. No attention."""
+
+    def forward_rows(params, config, rows, cache):
+        at = rows.slots, rows.positions
+        cache = cache.at[at].set(params["embed"][rows.tokens], mode="drop")
+        seen = jnp.arange(cache.shape[1])[None] <= rows.positions[:, None]
+        return cache, mix(params["out"], rows, seen[..., None], cache[rows.slots])
+
+    return sj.ForwardTarget(
+        forward_rows=forward_rows,
+        init_cache=lambda config, slots, size: jnp.zeros((slots, size, config.width)),
+        config=Sizes(),
+    )
+
+
+def right(out, rows, seen, values):
+    return jnp.where(seen, values, 0).sum(1) @ out
+
+
+def k_split(out, rows, seen, values):
+    """The sum over K in two halves where more than one row is active."""
+    x, half = jnp.where(seen, values, 0).sum(1), Sizes.width // 2
+    parts = x[:, :half] @ out[:half] + x[:, half:] @ out[half:]
+    return jnp.where(rows.num_active > 1, parts, x @ out)
+
+
+def reads_ahead(out, rows, seen, values):
+    """Multiplies what is past a row by 0: NaN times 0 is NaN."""
+    return (seen.astype(values.dtype) * values).sum(1) @ out
+
+
+def sees_neighbours(out, rows, seen, values):
+    """A row's sum has a little of the slab's."""
+    x = jnp.where(seen, values, 0).sum(1)
+    return (x + 1e-7 * x.mean(0, keepdims=True)) @ out
+
+
+FAULTS = {
+    k_split: "read in windows of many columns",
+    reads_ahead: "read among rows of NaN",
+    sees_neighbours: "read in windows of many columns",
+}
+
+
+def test_a_right_toy_passes():
+    """And the names of all readings are given."""
+    found = sj.testing.check_target(toy(right), toy_params())
+    assert found == [one.clause for one in target_kit.readings(8)]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_planted_faults_are_caught(fault):
+    """Negative control: each is the right toy with one thing wrong."""
+    with pytest.raises(AssertionError, match=f"batch-invariant: {FAULTS[fault]}, the"):
+        sj.testing.check_target(toy(fault), toy_params())
+
+
+def assert_lossless(target, weights, drafter, draft_params=None, max_tokens=12):
+    """Rounds of two slots write what decoding writes."""
+    algo, base = sj.speculative(target, drafter), sj.autoregressive(target)
+    prompts, params = [[7, 3, 9, 7, 3], [1]], (weights, draft_params)
+    state = algo.run(params, algo.init(params, prompts, max_tokens=max_tokens))
+    plain = base.run(weights, base.init(weights, prompts, max_tokens=max_tokens))
+    assert algo.generated(state) == base.generated(plain)
+    assert state.length.tolist() == [5 + max_tokens, 1 + max_tokens]
+    return state
+
+
+def test_a_forward_function_has_chains_and_tokens_alone():
+    """Trees, features and shared pages are refused, in a line."""
+    target, weights = toy(right), toy_params()
+    tree = sj.drafters.NGram(gamma_max=3, tree=sj.Tree(top_k=2, depth=2, nodes=3))
+    algo, params = sj.speculative(target, tree), (weights, None)
+    state = algo.init(params, [[1, 2, 1]], max_tokens=4)
+    with pytest.raises(
+        NotImplementedError, match="draft chains, or write an engine.target"
+    ):
+        algo.run(params, state)
+    with pytest.raises(ValueError, match="num_pages=3, and slots share no pages"):
+        target.new_cache(capacity=8, num_pages=3)
+    with pytest.raises(ValueError, match="max_rows=1: a window has the pending"):
+        sj.testing.check_target(dataclasses.replace(target, slab=1), weights)
+
+
+@pytest.fixture
+def lenient():
+    """Promotion as jax has it by default, on which Flax counts."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def small(parts):
+    """The drafter of the example, trained for a moment: `module:Name` names this."""
+    from examples import nnx_drafter
+
+    return nnx_drafter.build(parts, num_tokens=12, steps=12)
+
+
+def test_the_flax_drafter_of_the_example(capsys, lenient):
+    """It is built by name, learns something, and keeps the output."""
+    pytest.importorskip("flax")
+    target = decoding.quickest_bench(3)
+    parts = registry.Parts(
+        gamma_max=3,
+        vocab_size=96,
+        load_draft=lambda: None,
+        target=target.target,
+        target_params=target.params,
+    )
+    drafter, params = registry.build(f"{__name__}:small", parts)
+    assert "loss" in capsys.readouterr().out
+    assert_lossless(target.target, target.params, drafter, params)
