@@ -204,12 +204,13 @@ class Run:
             matched=None,
             verify_decode_mismatches=None,
         )
-        scores = None
+        scores: dict[str, Any] = {}
         if self.log_probs:
             sampling = self.requests[number].sampling
-            scores = scoring.of_tokens(
+            made = scoring.of_tokens(
                 lm, self.prompts[number], tokens, sampling, height=height
             )
+            scores = {name: getattr(made, name) for name in scoring.NAMES}
         return results.Generation(
             tokens=tokens,
             pieces=self._pieces(tokens),
@@ -218,8 +219,7 @@ class Run:
             status=results.Status(int(status)),
             metrics=summary | {"e2e_s": seconds},
             provenance=provenance(lm) | self._of_rounds(),
-            log_probs=scores and scores.log_probs,
-            drawn_log_probs=scores and scores.drawn_log_probs,
+            **scores,
         )
 
     def _of_rounds(self) -> dict[str, Any]:

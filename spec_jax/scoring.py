@@ -22,6 +22,10 @@ from spec_jax.model import row_model
 from spec_jax.rules import sampling as sampling_lib
 
 
+NAMES = ("log_probs", "drawn_log_probs")
+"""Of the numbers of `Scores`, and of a generation."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
     """What a target gives the tokens of a text.
