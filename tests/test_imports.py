@@ -29,7 +29,7 @@ LAYERS = (
     {"analysis", "debug"},
     {"results"},
     {"loading"},
-    {"default_gamma"},
+    {"default_gamma", "scoring"},
     {"run"},
     {"generation"},
     {"lossless"},
