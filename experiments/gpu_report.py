@@ -7,16 +7,16 @@
     (b) batches    tokens a second of several sequences, with and without drafts
     (t) traces     how long each kernel of a step takes
 
-Each call is one of the other scripts, in this process and one after the other, the most
-telling first: jax is started once. Another process compiles ahead what is called next.
-A call that ended without an error is not made again by the same command, which so goes
-on after a fault of the GPU. Rows are written as they are known, and what a call prints
-beside them; those of compile-*.jsonl say how long programs took to compile, and how
-many launches they have; calls.jsonl says how each call went. Weights are random and
-made on the device. Compiled programs are kept below --out. Start it from the root of
-the repository, where nothing needs to be installed but its dependencies:
-`python -m experiments.gpu_report`. Without a GPU only --dry-run works, which traces and
-lowers all programs, and --rehearse.
+Each call is one of the other scripts. One process runs them all, the most telling
+first, so that jax is started once and weights are made once; what is called next is
+compiled meanwhile by another. A process that ends, or takes too long for a call, is
+followed by a new one for the calls that remain. Rows are written as they are known,
+and what a call prints beside them; those of compile-*.jsonl say how long programs took
+to compile, and how many launches they have; calls.jsonl says how each call went.
+Weights are random and made on the device. Compiled programs are kept below --out. Start
+it from the root of the repository, where nothing needs to be installed but its
+dependencies: `python -m experiments.gpu_report`. Without a GPU only --dry-run works,
+which traces and lowers all programs, and --rehearse.
 Exit status: 0 all done and equal, 2 something failed or differs, 1 unusable input.
 """
 
@@ -27,172 +27,21 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
-import contextlib
 import dataclasses
-import gc
 import json
-import os
 import pathlib
-import re
-import shlex
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from experiments.lib import processes
+from experiments.lib import gpu_calls, processes
 
 
 DONE, FAILED = 0, 2
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu"
 COMPILED = "compiled"
-
-SECTIONS = {
-    "c": "steps",
-    "d": "rounds",
-    "h": "heads",
-    "a": "exactness",
-    "b": "batches",
-    "t": "traces",
-}
-
-ON_EITHER_DEVICE = ("kernels", "latency")
-"""Scripts that take `--device`."""
-
-XLA_FLAGS = "--xla_enable_command_buffers_during_profiling=true"
-"""A trace is to show the launches that are timed."""
-
-# Section, seconds, name, command.
-_CALLS = """
-c | 45 | steps 0.6b | {small} --steps 128 {all}
-d | 40 | rounds of 8b with 0.6b | {pair} {forced} --forced 0.39,0.6,0.8 --gammas 4,2
-c | 60 | steps 8b | {pair} --steps 32 {all}
-h | 35 | dspark | {large} --head dspark {published}
-h | 35 | eagle3 tree of 32 | {large} --head eagle3 --head-tree 32 {published}
-a | 60 | exactness | exactness {cells}
-h | 30 | eagle3 | {large} --head eagle3 {published}
-h | 35 | dflash | {large} --head dflash {published}
-a | 30 | exactness dspark | exactness --drafter dspark {one} {cells}
-t | 20 | trace 0.6b | {small} {traced}
-t | 20 | trace 8b | {large} {traced}
-c | 25 | sampling 8b | {large} {sampled} --steps 32 --contexts 128 --rows 1
-c | 35 | long contexts 8b | {large} --steps 32 --contexts 16384 32768 --rows 5
-c | 30 | steps llama 8b | latency --preset {llama} {turns} {few}
-c | 30 | steps qwen2.5 7b | latency --preset {qwen2} {turns} {few}
-c | 30 | trees 8b | {large} --steps 32 --contexts 128 --rows 1 --tree-rows 32,64
-h | 30 | eagle3 tree of 16 | {large} --head eagle3 --head-tree 16 {published}
-h | 30 | eagle3 tree of 64 | {large} --head eagle3 --head-tree 64 {published}
-h | 30 | dspark tree of 32 | {large} --head dspark --head-tree 32 {published}
-b | 50 | batches | throughput --prompts 16 --batch 1,4,16 --repeats 2 --impl {impl}
-a | 60 | rows of kernels 8b | kernels --shapes {8b} {checked}
-a | 50 | rows of kernels 0.6b | kernels --shapes {0.6b} {checked}
-c | 25 | prompts 8b | {large} --steps 8 --contexts 128 --rows 1 --prefill 128,1024
-h | 30 | dspark tree of 16 | {large} --head dspark --head-tree 16 {published}
-h | 30 | dspark tree of 64 | {large} --head dspark --head-tree 64 {published}
-"""
-
-_WORDS = {
-    "0.6b": "qwen3-0.6b",
-    "8b": "qwen3-8b",
-    "llama": "llama-3.1-8b",
-    "qwen2": "qwen2.5-7b",
-    "small": "latency --preset {0.6b} {turns}",
-    "large": "latency --preset {8b} {turns}",
-    "pair": "latency --preset {8b} --draft-preset {0.6b} {turns}",
-    "turns": "--impl {impl} --repeats 5",
-    "all": "--contexts 128 4096 --rows 1,5,8,16",
-    "few": "--steps 32 --contexts 128 --rows 1,5",
-    "forced": "--no-steps --contexts 128 --gen-tokens 128",
-    "published": "--steps 32 --contexts 128 --forced mt-bench,gsm8k --gen-tokens 128",
-    "sampled": "--temperature 0.7 --top-k 20 --top-p 0.8",
-    "traced": "--steps 16 --contexts 128 --rows 1 --trace {out}/trace",
-    "cells": "--prompts 4 --gen-tokens 32 --gamma 4 --impl {impl}",
-    "one": "--page-size 16 --cache paged --gamma-policy fixed",
-    "checked": "--check --contexts 300,4096 --impls {impl}",
-}
-
-# For a model of two thousandths of the size: all contexts and repeats are less, too.
-_REHEARSED = {
-    "0.6b": "tiny",
-    "8b": "tiny",
-    "llama": "tiny",
-    "qwen2": "tiny",
-    "turns": "--impl {impl} --repeats 1",
-    "all": "--steps 2 --contexts 16 32 --rows 1,5",
-    "forced": "--no-steps --contexts 16 --gen-tokens 12",
-    "published": "--steps 2 --contexts 16 --forced mt-bench,gsm8k --gen-tokens 12",
-    "traced": "--steps 2 --contexts 16 --rows 1 --trace {out}/trace",
-    "cells": "--prompts 4 --gen-tokens 4 --gamma 4 --impl {impl} --gamma-policy fixed "
-    "--sampling greedy --dtype bfloat16",
-    "checked": "--rows 1 --contexts 32 --repeats 1 --only '^qkv' --impls {impl}",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A script with its flags."""
-
-    section: str
-    name: str  # unique
-    script: str
-    arguments: tuple[str, ...]  # `{out}` in them is the folder of the report
-    seconds: float  # that it is expected to take
-
-    @property
-    def file(self) -> str:
-        """The name of its files, without a suffix."""
-        return f"{self.section}-{re.sub('[^a-z0-9.]+', '-', self.name)}"
-
-    @property
-    def command(self) -> str:
-        """What a user would type."""
-        return f"python -m experiments.{self.script} {' '.join(self.arguments)}"
-
-    @property
-    def can_dry_run(self) -> bool:
-        """Whether its programs can be compiled without weights."""
-        return self.script == "latency"
-
-    def request(
-        self, out: pathlib.Path, *, device: str, is_dry: bool = False, prefix: str = ""
-    ) -> dict[str, Any]:
-        """The arguments of `processes.run_here`.
-
-        Args:
-          is_dry: only compile its programs.
-          prefix: of the names of its files.
-        """
-        path = out / f"{prefix}{self.file}.jsonl"
-        arguments = [word.replace("{out}", str(out)) for word in self.arguments]
-        # Rows say whether there were changes; a refusal would waste the machine.
-        arguments += ["--out", str(path), "--allow-dirty"]
-        if self.script in ON_EITHER_DEVICE:
-            arguments += ["--device", device]
-        return {
-            "module": f"experiments.{self.script}",
-            "arguments": arguments + ["--dry-run"] * is_dry,
-            "output": path.with_suffix(".txt"),
-        }
-
-
-def all_calls(*, impl: str, rehearse: bool = False) -> list[Call]:
-    """Every call of the report, in order.
-
-    Args:
-      impl: of steps and rounds.
-      rehearse: the same calls of a tiny model, with few repeats.
-    """
-    words = _WORDS | {"impl": impl} | (_REHEARSED if rehearse else {})
-    text = _CALLS.strip()
-    for _ in range(4):  # Words that hold words.
-        text = re.sub(r"{([\w.]+)}", lambda m: words.get(m[1], m[0]), text)
-    calls = []
-    for line in text.splitlines():
-        section, seconds, name, command = map(str.strip, line.split(" | "))
-        script, *arguments = shlex.split(command)
-        calls.append(Call(section, name, script, tuple(arguments), float(seconds)))
-    return calls
+_START_S = 30.0  # of a process, and for the programs of its first call
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -201,7 +50,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     cli.add(
         parser,
         f"""
-        --sections LETTERS={",".join(SECTIONS)}  sections to run
+        --sections LETTERS={",".join(gpu_calls.SECTIONS)}  sections to run
         --only PATTERN  the calls in whose names this regular expression is found, such
             as '0.6b' or 'tree of 32'; --list names them (default: all)
         --budget N=490  seconds for all calls together; a call that is expected to take
@@ -210,20 +59,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --rehearse  the same calls with a tiny model and few repeats, on any device
         --list  say what could be called, in order, and call nothing
         --dry-run  run nothing, and need no GPU: trace and lower all programs
-        --ahead  compile alone, as the process beside a report does
         --out FOLDER  rows of each call, what it printed, and compiled programs
             (default: experiments/results/gpu)
         """,
-        LETTERS=cli.names(cli.one_of(SECTIONS)),
+        LETTERS=cli.names(cli.one_of(gpu_calls.SECTIONS)),
         NAME=("triton", "xla"),
         FOLDER=pathlib.Path,
     )
-    args = parser.parse_args(argv)
-    args.argv = sys.argv[1:] if argv is None else list(argv)
-    return args
+    return parser.parse_args(argv)
 
 
-def chosen(args: argparse.Namespace) -> list[Call]:
+def chosen(args: argparse.Namespace) -> list[gpu_calls.Call]:
     """Returns the calls that are asked for, in order.
 
     Raises:
@@ -231,10 +77,10 @@ def chosen(args: argparse.Namespace) -> list[Call]:
     """
     calls = [
         call
-        for call in all_calls(impl=args.impl, rehearse=args.rehearse)
+        for call in gpu_calls.all_calls(impl=args.impl, rehearse=args.rehearse)
         if call.section in args.sections
         and (args.only is None or args.only.search(call.name))
-        and (call.can_dry_run or not (args.dry_run or args.ahead))
+        and (call.can_dry_run or not args.dry_run)
     ]
     if not calls:
         what = f" --only {args.only.pattern}" if args.only else ""
@@ -245,103 +91,116 @@ def chosen(args: argparse.Namespace) -> list[Call]:
     return calls
 
 
-def run_all(args: argparse.Namespace, device: str) -> int:
-    """Runs the calls in turn; writes after each of them how they went."""
-    calls, started, log = chosen(args), time.monotonic(), args.out / "calls.jsonl"
-    args.out.mkdir(parents=True, exist_ok=True)
-    known = {row["name"]: row for row in processes.read_rows(log) if "name" in row}
-    rows: list[dict[str, Any]] = []
-    how = {"compiled": args.out / COMPILED, "xla_flags": XLA_FLAGS}
-    # Before anything imports jax.
-    os.environ.update(processes.environment(**how, memory_share=0.88))
-    with _compiling_ahead(args, how):
-        for call in calls:
-            before = known.get(call.name, {})
-            if before.get("status") == "done" and before["command"] == call.command:
-                rows.append(before)
-                continue
-            left_s = args.budget - (time.monotonic() - started)
-            rows.append(run_call(args, call, device, left_s=left_s))
-            log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            row = rows[-1]
-            print(
-                f"{time.monotonic() - started:5.0f} s ({call.section}) {call.name}: "
-                f"{row['status']} after {row['seconds']} s, of {call.seconds:.0f} "
-                f"expected; {row['rows']} rows",
-                flush=True,
+class Runner:
+    """Runs calls in a process, and in a new one after that ended.
+
+    Args:
+      is_ahead: only compiles, beside another process that has most of the memory.
+    """
+
+    def __init__(self, args: argparse.Namespace, *, is_ahead: bool):
+        self._args, self._is_ahead = args, is_ahead
+        has_gpu = processes.nvidia_smi("name") is not None
+        self._device = "gpu" if has_gpu else "cpu"
+        self._worker: processes.Worker | None = None
+        self._is_over = False
+
+    def run(self, call: gpu_calls.Call, *, limit_s: float) -> processes.Outcome:
+        """Runs a call; ends the process if it takes longer."""
+        out = self._args.out
+        if self._worker is None or not self._worker.is_alive:
+            limit_s += _START_S
+            self._worker = processes.Worker(
+                "experiments.lib.gpu_calls",
+                output=out / ("ahead.txt" if self._is_ahead else "worker.txt"),
+                variables=processes.environment(
+                    compiled=out / COMPILED,
+                    xla_flags=gpu_calls.XLA_FLAGS,
+                    memory_share=0.04 if self._is_ahead else 0.88,
+                ),
+                niceness=10 if self._is_ahead else 0,
             )
-            if row["status"] == "failed" and not args.dry_run:
-                _check_device()
-    print(f"rows: {args.out}", flush=True)
-    is_well = all(row["status"] in ("done", "left out") for row in rows)
-    return DONE if is_well else FAILED
+        request = call.request(out, device=self._device, is_ahead=self._is_ahead)
+        return self._worker.ask(request, limit_s=limit_s)
+
+    def compile_all(self, calls: Sequence[gpu_calls.Call], begun: set[str]) -> None:
+        """Compiles for each call, those first that have not begun; until `end`."""
+        left = [call for call in calls if call.can_dry_run]
+        while left and not self._is_over:
+            call = next((each for each in left if each.name not in begun), left[0])
+            left.remove(call)
+            self.run(call, limit_s=self._args.budget)
+
+    def end(self) -> None:
+        """Ends the process, if there is one."""
+        self._is_over = True
+        if self._worker is not None:
+            self._worker.end()
 
 
-@contextlib.contextmanager
-def _compiling_ahead(args: argparse.Namespace, how: dict[str, Any]) -> Iterator[None]:
-    """Runs another process that compiles for the calls, beside most of the memory."""
-    if args.dry_run:
-        yield
-        return
-    command = [sys.executable, "-m", "experiments.gpu_report", *args.argv]
-    command += ["--out", str(args.out), "--ahead"]
-    with (
-        (args.out / "ahead.txt").open("w") as output,
-        subprocess.Popen(
-            ["nice", "-n", "10", *command],
-            env=processes.environment(**how, memory_share=0.04),
-            cwd=processes.ROOT,
-            stdout=output,
-            stderr=output,
-        ) as ahead,
-    ):
-        try:
-            yield
-            if args.rehearse:
-                ahead.wait()  # Its rows are a part of what is rehearsed.
-        finally:
-            processes.end(ahead)
-
-
-def _compile_all(args: argparse.Namespace, device: str) -> int:
-    """Compiles for each call that can be compiled without weights."""
-    for call in chosen(args):
-        request = call.request(args.out, device=device, is_dry=True, prefix="compile-")
-        processes.run_here(**request)
-    return DONE
-
-
-def _check_device() -> None:
-    """Raises `RuntimeError` where a fault of a kernel spoilt the hold on the GPU."""
-    import jax
-    import jax.numpy as jnp
-
+def run_all(args: argparse.Namespace) -> int:
+    """Runs the calls in turn; writes after each of them how they went."""
+    calls, started = chosen(args), time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = [{"kind": "versions", **processes.versions()}]
+    # The first call would wait for what it compiles itself.
+    begun, ahead = {calls[0].name}, Runner(args, is_ahead=True)
+    compiling = threading.Thread(
+        target=ahead.compile_all, args=(calls, begun), daemon=True
+    )
+    runner = Runner(args, is_ahead=False)
     try:
-        jnp.ones((8,)).sum().block_until_ready()
-    except jax.errors.JaxRuntimeError as error:
-        raise RuntimeError(
-            f"the device no longer answers ({str(error).splitlines()[0]}): the same "
-            "command goes on with the calls that are left"
-        ) from None
+        if not args.dry_run:
+            compiling.start()
+        for call in calls:
+            begun.add(call.name)
+            left_s = args.budget - (time.monotonic() - started)
+            is_first = call is calls[0]
+            rows.append(run_call(args, runner, call, left_s=left_s, is_first=is_first))
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (args.out / "calls.jsonl").write_text(text)
+            row = rows[-1]
+            print(f"{time.monotonic() - started:5.0f} s ({call.section}) {call.name}: "
+                  f"{row['status']} after {row['seconds']} s, of {call.seconds:.0f} "
+                  f"expected; {row['rows']} rows", flush=True)  # fmt: skip
+        if args.rehearse and not args.dry_run:
+            compiling.join()  # Its rows are a part of what is rehearsed.
+    finally:
+        runner.end()
+        ahead.end()
+    print(f"rows: {args.out}", flush=True)
+    known = ("done", "left out")
+    return DONE if all(row["status"] in known for row in rows[1:]) else FAILED
 
 
 def run_call(
-    args: argparse.Namespace, call: Call, device: str, *, left_s: float
+    args: argparse.Namespace,
+    runner: Runner,
+    call: gpu_calls.Call,
+    *,
+    left_s: float,
+    is_first: bool,
 ) -> dict[str, Any]:
     """Runs a call in the time that is left, or leaves it out; returns its row."""
     path = args.out / f"{call.file}.jsonl"
-    path.unlink(missing_ok=True)
-    outcome = processes.Outcome(status="left out", exit_status=None, seconds=0.0)
-    if args.dry_run or left_s >= call.seconds:
-        request = call.request(args.out, device=device, is_dry=args.dry_run)
+    if args.dry_run:
+        request = call.request(args.out, device="gpu")
+        request["arguments"] += ["--dry-run"]
+        request["output"] = pathlib.Path(request["output"])
         outcome = processes.run_here(**request)
-        gc.collect()
+    elif not is_first and left_s < call.seconds:
+        path.unlink(missing_ok=True)
+        outcome = processes.Outcome(status="left out", exit_status=None, seconds=0.0)
+    else:
+        # However long a small machine takes for a rehearsal.
+        limit_s = left_s if args.rehearse else min(left_s, 3 * call.seconds)
+        outcome = runner.run(call, limit_s=limit_s)
     rows = processes.read_rows(path)
     return {
         "kind": "call",
         "section": call.section,
         "name": call.name,
-        "command": call.command,
+        "command": f"python -m experiments.{call.script} {' '.join(call.arguments)}",
         "expected_s": call.seconds,
         "rows": len(rows),
         "errors": [row["error"] for row in rows if row["kind"] == "error"],
@@ -354,17 +213,16 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
       ValueError: there is no GPU here.
-      RuntimeError: it no longer answers.
     """
     own_out = args.out is not None
     args.out = (args.out or RESULTS).resolve()
     if args.list:
         for call in chosen(args):
-            print(f"({call.section}) {call.name}, {call.seconds:.0f} s: {call.command}")
+            words = " ".join((call.script, *call.arguments))
+            print(f"({call.section}) {call.name}, {call.seconds:.0f} s: {words}")
         return DONE
-    has_gpu = processes.nvidia_smi("name") is not None
     needs_gpu = not (args.dry_run or args.rehearse)
-    if needs_gpu and not has_gpu:
+    if needs_gpu and processes.nvidia_smi("name") is None:
         raise ValueError(
             "no GPU is found (nvidia-smi does not name one); --dry-run --out FOLDER "
             "traces and lowers all programs without one"
@@ -374,8 +232,7 @@ def run(args: argparse.Namespace) -> int:
             "--out FOLDER is needed with --dry-run and --rehearse: "
             "experiments/results/gpu is for what is measured on a GPU"
         )
-    device = "gpu" if has_gpu or args.dry_run else "cpu"
-    return (_compile_all if args.ahead else run_all)(args, device)
+    return run_all(args)
 
 
 main = cli.script(
@@ -383,7 +240,7 @@ main = cli.script(
     parse_args,
     run,
     kept=lambda args: f"rows are in {args.out}" if args.out else "",
-    uses_jax=False,  # Each call does.
+    uses_jax=False,  # Each call does, in a process of its own.
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Scripts as parts of another, and the processes that run JAX.
+"""Scripts in processes that are watched by one that holds no GPU.
 
-Knows processes and files; knows no scripts, and never imports JAX.
+A fault of a kernel can spoil its process's GPU context, and a fault of a compiler can
+end it: a process of its own gives back all memory when it ends, and is ended when its
+time is over. Knows processes and files; knows no scripts, and never imports JAX.
 """
 
 import contextlib
@@ -10,22 +12,31 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import queue
+import shutil
 import subprocess
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+_TOOLS = ("ptxas", "nvcc", "nvidia-smi")
+_PACKAGES = ("jax", "jaxlib", "torch", "transformers", "numpy")
+_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _END_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a script ended."""
+    """How a process ended."""
 
-    status: str  # "done" or "failed"; "left out" if it was not run
+    # "done", "failed" (it says so), "died" (by a signal, or without a word) or "ended"
+    # (its time was over)
+    status: str
     exit_status: int | None
     seconds: float  # that it ran
 
@@ -72,6 +83,77 @@ def environment(
     if memory_share < 0.5:
         variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     return variables
+
+
+class Worker:
+    """A process that answers requests: each a line of JSON, and so is its answer."""
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        output: pathlib.Path,
+        variables: Mapping[str, str],
+        niceness: int = 0,
+    ):
+        """Starts `python -m module`.
+
+        Args:
+          output: what it prints besides its answers is added to this file.
+          niceness: how much the process gives way to others.
+        """
+        nice = ["nice", "-n", str(niceness)] if niceness else []
+        with output.open("ab") as file:
+            self.process = subprocess.Popen(
+                [*nice, sys.executable, "-m", module],
+                cwd=ROOT,
+                env=variables,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+        self._answers: queue.Queue[str] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self._answers.put(line)
+        self._answers.put("")  # It ended.
+
+    def ask(self, request: Mapping[str, Any], *, limit_s: float) -> Outcome:
+        """Returns how the request went; a process that ended has ended for good."""
+        started = time.monotonic()
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            answer = self._answers.get(timeout=max(limit_s, 0.1))
+            if answer:
+                return Outcome(**json.loads(answer))
+            status = "died"
+        except OSError:
+            status = "died"
+        except queue.Empty:
+            status = "ended"
+        self.end()
+        seconds = round(time.monotonic() - started, 1)
+        exit_status = self.process.returncode
+        return Outcome(status=status, exit_status=exit_status, seconds=seconds)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked."""
+        return self.process.poll() is None
+
+    def end(self) -> None:
+        """Ends the process, which has nothing to tidy up."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        self.process.stdout.close()
+        with contextlib.suppress(OSError):  # What it did not read.
+            self.process.stdin.close()
 
 
 def end(process: subprocess.Popen) -> None:
@@ -123,7 +205,26 @@ def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
 
 def nvidia_smi(query: str) -> str | None:
     """One line of `nvidia-smi --query-gpu`; None where there is no such program."""
-    command = ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+    return _line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+
+
+def versions() -> dict[str, Any]:
+    """Where the programs are that XLA may call, their versions, and the packages'."""
+    found: dict[str, Any] = {
+        "gpu": nvidia_smi("name,driver_version,memory.total,clocks.max.sm"),
+        "python": sys.version.split()[0],
+    }
+    for name in _TOOLS:
+        path = shutil.which(name)
+        found[name] = path and f"{path}: {_line(path, '--version')}"
+    for name in (*_PACKAGES, *_PLUGINS):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _line(*command: str) -> str | None:
+    """The last line that a program writes."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=20, check=True

@@ -8,7 +8,7 @@ import pytest
 from script_runs import rows_of
 
 from experiments import exactness, gpu_report
-from experiments.lib import processes, subjects, suite_plan
+from experiments.lib import gpu_calls, processes, subjects, suite_plan
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_every_call_can_be_parsed(tmp_path, monkeypatch):
     """Fails if a script loses a flag, or two calls write to one file."""
     monkeypatch.chdir(tmp_path)
     for impl, rehearse in itertools.product(("triton", "xla"), (False, True)):
-        calls = gpu_report.all_calls(impl=impl, rehearse=rehearse)
+        calls = gpu_calls.all_calls(impl=impl, rehearse=rehearse)
         for each in calls:
             request = each.request(tmp_path, device="gpu")
             assert not any("{" in word for word in request["arguments"]), request
@@ -39,7 +39,7 @@ def test_every_call_can_be_parsed(tmp_path, monkeypatch):
             module.parse_args(request["arguments"])
         for names in ([each.name for each in calls], [each.file for each in calls]):
             assert len(set(names)) == len(names)
-        assert {each.section for each in calls} == set(gpu_report.SECTIONS)
+        assert {each.section for each in calls} == set(gpu_calls.SECTIONS)
     words = [" ".join(each.arguments) for each in calls]
     for head in subjects.HEADS:
         assert any(f"--head {head} --steps" in each for each in words), head
@@ -48,7 +48,7 @@ def test_every_call_can_be_parsed(tmp_path, monkeypatch):
 def test_exactness_can_be_planned_on_a_gpu(monkeypatch):
     """Fails if its cells are more than its prompts, or than the kernels, can do."""
     monkeypatch.setattr(suite_plan.dispatch, "backend", lambda: "gpu")
-    calls = gpu_report.all_calls(impl="triton")
+    calls = gpu_calls.all_calls(impl="triton")
     drafters = set()
     for found in (each for each in calls if each.script == "exactness"):
         planned = suite_plan.from_flags(exactness.parse_args(found.arguments))
@@ -73,7 +73,8 @@ def test_programs_are_lowered_without_a_gpu(tmp_path, no_gpu, few_layers):
     assert {row["kind"] for row in rows} == {"compile"}
     names = {"target: plain steps", "target: windows", "draft: proposals"}
     assert names | {"forced: plain", "forced: rounds"} == {r["program"] for r in rows}
-    calls = rows_of(out / "calls.jsonl")
+    versions, *calls = rows_of(out / "calls.jsonl")
+    assert versions["kind"] == "versions" and {"jax", "ptxas", "gpu"} <= set(versions)
     assert [row["status"] for row in calls] == ["done"] * 3
 
 
