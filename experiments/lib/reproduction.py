@@ -228,20 +228,20 @@ certificates/{name}_native_bfloat16.json
 REAL = """
 evaluation.jsonl | | totals
   sweep {real} --drafter eagle3,ngram --gamma 7 --gamma-policy budget
-    --temperature 0,0.7,1 --gen-tokens 256 --prompts {data}:6@0
+    --temperature 0,1 --gen-tokens 256 --prompts {data}:4@0
 smollm2.jsonl | summary
-  spec_round {real} --drafter eagle3 --gen-tokens 256 --repeats 2 --prompts <{set}:12;
-    {turns}:12; {turns}:12 --tree 4x6:15@0.6>
+  spec_round {real} --drafter eagle3 --gen-tokens 256 --prompts <{set}:6 --gamma 4;
+    {turns}:4 --gamma 4; {turns}:4 --tree 4x6:15@0.6>
 contexts.jsonl
   sweep {real} --drafter eagle3,ngram --gamma 4 --context 128,512,2048,6144
-    --gen-tokens 64 --prompts {turns}:4
+    --gen-tokens 64 --prompts {turns}:3
 certificates/smollm2_native_bfloat16.json
   exactness --target smollm2 --drafter eagle3 --product --tree none,4x6:15 --gamma 4
     {drawn} --gamma-policy fixed {kind} --isa avx2 {short}
 compare_llama_cpp_smollm2.jsonl | comparison
   compare_llama_cpp --target smollm2 --llama-bin {llama} --drafter eagle3,ngram
     --gguf {llama}/smollm2-BF16.gguf,{llama}/smollm2-Q8_0.gguf,{llama}/smollm2-Q4_1.gguf
-    --gen-tokens 256 --prompts {turns}:6
+    --gen-tokens 128 --prompts {set}:6 --repeats 1
 """
 
 TRAINED = """
