@@ -357,7 +357,7 @@ def score(
 ) -> scoring.Scores | list[scoring.Scores]:
     """Returns the log-probabilities of completions, given their prompts.
 
-    Their bits are those that generating the tokens after the prompt has, and so the
+    The bits are the same as of generating the tokens after the prompt, and so the
     importance ratio of a text and its own score is exactly one.
 
     Examples:

@@ -23,12 +23,12 @@ from spec_jax.rules import sampling as sampling_lib
 
 
 NAMES = ("log_probs", "drawn_log_probs")
-"""Of the numbers of `Scores`, and of a generation."""
+"""Names of the numbers, here and in a generation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
-    """What a target gives the tokens of a text.
+    """The log-probabilities that a target gives the tokens of a text.
 
     Attributes:
       tokens: that are scored.

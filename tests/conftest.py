@@ -75,8 +75,7 @@ _OF_MODELS = "eagle3_head families fingerprint observe qwen3 row_model rows"
 BITS = (
     *(f"model/test_{name}.py" for name in (*_OF_MODELS.split(), "tree_rows")),
     *("ops/", "paging/test_pool_copies.py", "parallel/test_mesh.py"),
-    *("engine/test_round.py", "engine/test_memory.py"),
-    # Rounds of trees too: what a drafter of theirs is handed, and their K/V.
+    *("engine/test_round.py", "engine/test_trees.py", "engine/test_memory.py"),
     *("engine/test_features.py", "engine/test_slot_rows.py"),
     "experiments/test_parity_script.py",
     *("test_own_models.py", "test_recorder.py", "test_scoring.py"),

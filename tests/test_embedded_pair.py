@@ -145,7 +145,7 @@ def test_the_real_model_answers_with_its_head():
     assert [out.tokens for out in outs] == [
         out.tokens for out in sj.decode(lm, chats, max_tokens=48)
     ]
-    assert min(out.metrics["acceptance_rate"] for out in outs) > 0.2
+    assert min(out.metrics["acceptance_rate"] for out in outs) > 0.1
 
 
 @pytest.mark.slow
