@@ -181,6 +181,9 @@ def run_all(
     console: rich_console.Console,
 ) -> bool:
     """Loads, measures, writes, prints; returns whether our texts are the same."""
+    for path in args.gguf:
+        if not path.is_file():
+            raise ValueError(f"--gguf {path}: no such file; llama-quantize writes one")
     threads = args.threads or processes.usable_cores()
     build = llama_cpp.find(args.llama_bin, threads=threads, limit_s=args.limit_s)
     subjects.check_device("cpu")

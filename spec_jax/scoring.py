@@ -108,6 +108,7 @@ def _scored(
     empty = jnp.zeros(tokens.shape, jnp.float32)
 
     def of_slab(carry):
+        """Scores the tokens from `first` on that one slab decides."""
         first, kv, found = carry
         num_active = jnp.minimum(stop - first, height)
         fed = jax.lax.dynamic_slice(tokens, (first - 1,), (height,))
@@ -116,6 +117,7 @@ def _scored(
         )
 
         def of_row(i, found):
+            """Scores the token that row `i` decides."""
             both = log_probs(logits[i], tokens[first + i], sampling)
             return tuple(
                 x.at[first + i].set(y) for x, y in zip(found, both, strict=True)
