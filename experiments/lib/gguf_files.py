@@ -128,7 +128,8 @@ def _add_tokenizer(
     """Tokens, their kinds, the merges in their order, stop tokens."""
     import gguf
 
-    raw = json.loads(tokenizer.path.read_text(encoding="utf-8"))
+    # A tokenizer from a GGUF file has no `tokenizer.json`, and its path is that file.
+    raw = json.loads(tokenizer.backend.to_str())
     model = raw.get("model") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise ValueError(f"{tokenizer.path}: no byte-level BPE, which GGUF is to have")
@@ -161,8 +162,7 @@ def _add_tokenizer(
 
 def pre_tokenizer_of(tokenizer: tokenizer_lib.Tokenizer) -> str:
     """llama.cpp's name of a tokenizer's pre-tokenizer; raises as `pre_tokenizer`."""
-    raw = json.loads(tokenizer.path.read_text(encoding="utf-8"))
-    return pre_tokenizer(raw, tokenizer.path)
+    return pre_tokenizer(json.loads(tokenizer.backend.to_str()), tokenizer.path)
 
 
 def pre_tokenizer(raw: Mapping[str, Any], path: pathlib.Path) -> str:
