@@ -235,7 +235,7 @@ smollm2.jsonl | summary
     {turns}:4 --gamma 4; {turns}:4 --tree 4x6:15@0.6>
 contexts.jsonl
   sweep {real} --drafter eagle3,ngram --gamma 4 --context 128,512,2048,6144
-    --gen-tokens 64 --prompts {long}:20@0
+    --gen-tokens 64 --prompts {long}:24@0
 certificates/smollm2_native_bfloat16.json
   exactness --target smollm2 --drafter eagle3 --product --tree none,4x6:15 --gamma 4
     {drawn} --gamma-policy fixed {kind} --isa avx2 {short}
