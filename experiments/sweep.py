@@ -33,6 +33,7 @@ from experiments.lib import (
     models,
     policies,
     prompt_files,
+    prompts as prompts_lib,
     records,
     results as results_lib,
     sweep_cells as cells_lib,
@@ -108,8 +109,9 @@ def _add_grid(group: argparse._ActionsContainer) -> None:
     cli.add(
         group,
         f"""
-        --context TOKENS,...  bring every prompt to so many tokens, by those before it
-            in the file: each number is a cell, in the place of the categories
+        --context TOKENS,...  bring at most {prompts_lib.PER_CONTEXT} prompts to so many
+            tokens, by those before them in the file: each number is a cell, in the
+            place of the categories
         --temperature T,...=0  divides the logits; 0 is greedy
         --gamma-policy NAME,...={cells_lib.FIXED}  of {", ".join(policies.MEASURED)};
             for those that adapt, --gamma is the most that they may choose

@@ -183,7 +183,8 @@ def load(
       drafter: a name (`drafters.registry.names`), `package.module:Name`, the folder of
         a head that was trained for the target, or an object that keeps
         `protocols.Drafter` and has no parameters; "auto": what `draft` is, or else a
-        head that is shipped for the target, or else prompt lookup.
+        head that is shipped for the target, of chains in a hybrid with suffix lookup,
+        or else prompt lookup.
       gamma_max: the most tokens that are drafted in a round.
       tree: of drafts, in place of chains: such as "4x12:15", for 4 children of a node,
         12 drafts on a path and 15 in all.
@@ -202,7 +203,7 @@ def load(
       NotImplementedError: an implementation, or a mesh, that cannot run the models.
     """
     if drafter == "auto":
-        drafter = default_drafter(target, draft)
+        drafter = default_drafter(target, draft, is_tree=tree is not None)
     folders = _folders_of(target, draft, drafter)
     words = tokenizer.load(folders[0])
     impls, entries = _agreed(folders, words, dtype=dtype, impl=impl)
@@ -276,6 +277,7 @@ def drafter_parts(
         target=target,
         target_params=params,
         draft=None if draft is None else pathlib.Path(draft),
+        has_draft=_draft_folder(folder, draft) is not None,
         heads=heads_for(folder),
         dtype=dtype,
     )
@@ -340,17 +342,29 @@ def heads_for(target: str | pathlib.Path | None) -> pathlib.Path | None:
 
 
 def default_drafter(
-    target: str | pathlib.Path | None, draft: str | pathlib.Path | None
+    target: str | pathlib.Path | None,
+    draft: str | pathlib.Path | None,
+    *,
+    is_tree: bool = False,
 ) -> str:
-    """Returns the drafter that "auto" stands for in `load`."""
-    return registry.default_name(_draft_folder(target, draft), heads_for(target))
+    """Returns the drafter that "auto" stands for in `load`, of chains or of trees."""
+    return registry.default_name(
+        _draft_folder(target, draft), heads_for(target), is_tree=is_tree
+    )
 
 
 def shipped_heads() -> tuple[str, ...]:
     """Returns the drafters whose heads are shipped for the embedded target."""
-    return tuple(
-        name for name in registry.NEED_TARGET if registry.is_folder(str(ASSETS / name))
-    )
+    return registry.shipped(ASSETS)
+
+
+def lacks_draft(
+    drafter: str, target: str | pathlib.Path | None, draft: str | pathlib.Path | None
+) -> bool:
+    """Returns whether a drafter needs a draft model, and none is named nor shipped."""
+    if drafter not in registry.NEED_DRAFT or _draft_folder(target, draft) is not None:
+        return False
+    return drafter != "hybrid" or not registry.shipped(heads_for(target))
 
 
 def entries(

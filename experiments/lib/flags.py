@@ -99,7 +99,7 @@ def check_models(
         if not (reads or registry.is_head(args.draft)):
             parser.error(f"--draft {args.draft} needs a --target: give both, or none")
     elif args.draft is None and args.target is not None:
-        lacking = [name for name in names if name in registry.NEED_DRAFT]
+        lacking = [n for n in names if loading.lacks_draft(n, args.target, args.draft)]
         others = tuple(name for name in names if name not in lacking)
         if lacking and others and chosen == parser.get_default("drafter"):
             args.drafter = others
@@ -120,7 +120,8 @@ def check_models(
 def _default_drafter(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
     """Returns what `--drafter auto` stands for, or exits with a usage error."""
     try:
-        return loading.default_drafter(args.target, args.draft)
+        is_tree = getattr(args, "tree", None) is not None
+        return loading.default_drafter(args.target, args.draft, is_tree=is_tree)
     except ValueError as error:
         parser.error(str(error))
 

@@ -186,6 +186,9 @@ def capacity_for(
 LENGTHS = ("short", "medium", "long")
 """Classes of prompts."""
 
+PER_CONTEXT = 6
+"""Prompts of each length in a sweep over contexts, most of whose time is prefill."""
+
 _SEPARATOR = "\n\n\n"
 
 
@@ -246,13 +249,16 @@ def at_contexts(
     gen_tokens: int,
     page_size: int,
 ) -> Prepared:
-    """Brings every prompt to each number of tokens, as `of_lengths`; that is its
-    category. Later turns of conversations are left out."""
+    """Brings prompts to each number of tokens, as `of_lengths`; that is their category.
+
+    At most `PER_CONTEXT` of each, evenly through the file; the others are what stands
+    before them. Later turns of conversations are left out.
+    """
     made = of_lengths(
         prompts,
         lm.tokenizer,
         lengths={str(context): context for context in contexts},
-        per_length=len(prompts),
+        per_length=min(len(prompts), PER_CONTEXT),
         raw=raw,
     )
     ids = [one.tokens for one in made]

@@ -228,7 +228,7 @@ certificates/{name}_native_bfloat16.json
 # model, and llama.cpp's llama-quantize writes it otherwise.
 REAL = """
 evaluation.jsonl | | totals
-  sweep {real} --drafter eagle3,ngram --gamma 7 --gamma-policy budget
+  sweep {real} --drafter hybrid,eagle3,ngram --gamma 7 --gamma-policy budget
     --temperature 0,1 --gen-tokens 256 --prompts {data}:4@0
 smollm2.jsonl | summary
   spec_round {real} --drafter eagle3 --gen-tokens 256 --prompts <{set}:6 --gamma 4;

@@ -48,6 +48,7 @@ class Parts:
       target, target_params: of a drafter that reads the target's features; None where
         there is no target, as in a replay.
       draft: the folder that was named for the drafter's weights, if one was.
+      has_draft: whether `load_draft` has a draft model, named or shipped.
       heads: where the heads are that are shipped for the target, each in a folder of
         its drafter's name; None: none are, for this target.
       dtype: that was asked for; None: the one of each folder.
@@ -59,6 +60,7 @@ class Parts:
     target: row_model.RowModel | None = None
     target_params: params_lib.Params | None = None
     draft: pathlib.Path | None = None
+    has_draft: bool = True
     heads: pathlib.Path | None = None
     dtype: str | None = None
 
@@ -84,6 +86,8 @@ def _hybrid(parts: Parts) -> Built:
     kind = "draft-model"
     if parts.draft is not None and is_head(parts.draft):
         kind = kind_of(parts.draft)
+    elif not parts.has_draft:
+        kind = next(iter(shipped(parts.heads)), kind)
     draft, draft_params = BUILDERS[kind](parts)
     statistics = suffix.SuffixDecoding(gamma_max=draft.gamma_max, impl=parts.impl)
     drafter = hybrid.Hybrid(suffix=statistics, draft=draft)
@@ -147,8 +151,8 @@ NEED_TARGET = ("eagle3", "dflash", "dspark")
 """Drafters that read a target while it runs, and cannot be replayed without it."""
 
 NEED_DRAFT = ("draft-model", "hybrid")
-"""Drafters that load a draft model, or as a hybrid a head, which comes along for the
-embedded target alone."""
+"""Drafters that load a draft model, which comes along for the embedded target alone; a
+hybrid takes a head in its place, named or shipped."""
 
 NEED_NOTHING = ("ngram", "suffix", "oracle")
 """Drafters without weights."""
@@ -180,7 +184,7 @@ def shipped_head(drafter: str, heads: pathlib.Path | None) -> pathlib.Path:
     Raises:
       ValueError: no such head is shipped for this target.
     """
-    if heads is not None and is_folder(str(heads / drafter)):
+    if heads is not None and drafter in shipped(heads):
         return heads / drafter
     raise ValueError(
         f"drafter {drafter!r} needs a head, and none is given nor shipped for this "
@@ -188,20 +192,38 @@ def shipped_head(drafter: str, heads: pathlib.Path | None) -> pathlib.Path:
     )
 
 
-def default_name(draft: str | pathlib.Path | None, heads: pathlib.Path | None) -> str:
+def shipped(heads: pathlib.Path | None) -> tuple[str, ...]:
+    """Returns the drafters whose heads are shipped for a target.
+
+    Args:
+      heads: as in `Parts`.
+    """
+    return tuple(n for n in NEED_TARGET if heads and is_folder(str(heads / n)))
+
+
+def default_name(
+    draft: str | pathlib.Path | None,
+    heads: pathlib.Path | None,
+    *,
+    is_tree: bool = False,
+) -> str:
     """Returns the drafter that "auto" stands for.
 
-    The one whose weights `draft` has; otherwise a head that is shipped for the target;
+    The one whose weights `draft` has; otherwise a head that is shipped for the target,
+    of chains in a hybrid with suffix lookup, which costs nothing and keeps more;
     otherwise prompt lookup, which needs nothing.
 
     Args:
       draft: the folder that was named for the drafter's weights, if one was.
       heads: as in `Parts`.
+      is_tree: whether it is to draft trees.
     """
     if draft is not None:
         return kind_of(draft) if is_head(draft) else "draft-model"
-    shipped = (n for n in NEED_TARGET if heads and is_folder(str(heads / n)))
-    return next(shipped, "ngram")
+    found = shipped(heads)
+    if found and not is_tree:
+        return "hybrid"
+    return found[0] if found else "ngram"
 
 
 def reads_target(drafter: str, draft: str | pathlib.Path | None) -> bool:

@@ -11,7 +11,7 @@ import tiny_pair
 
 import spec_jax as sj
 from spec_jax import loading
-from spec_jax.drafters import hybrid, ngram, registry
+from spec_jax.drafters import eagle3, hybrid, ngram, registry
 from spec_jax.model import hub, load, row_model
 
 
@@ -181,17 +181,20 @@ def test_a_draft_is_read_only_where_it_drafts(folders, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("draft", "shipped", "expected"),
+    ("draft", "shipped", "is_tree", "expected"),
     [
-        ("draft", ("eagle3",), "draft-model"),  # what is named comes first
-        ("head", (), "eagle3"),
-        (None, ("dspark", "eagle3"), "eagle3"),
-        (None, ("dspark",), "dspark"),
-        (None, (), "ngram"),
-        (None, None, "ngram"),
+        ("draft", ("eagle3",), False, "draft-model"),  # what is named comes first
+        ("head", (), False, "eagle3"),
+        (None, ("dspark", "eagle3"), True, "eagle3"),
+        (None, ("dspark",), True, "dspark"),
+        (None, ("dspark",), False, "hybrid"),
+        (None, (), False, "ngram"),
+        (None, None, True, "ngram"),
     ],
 )
-def test_a_drafter_that_is_not_named(folders, tmp_path, draft, shipped, expected):
+def test_a_drafter_that_is_not_named(
+    folders, tmp_path, draft, shipped, is_tree, expected
+):
     """Fails if another is taken than `load` says, or none is where none was trained."""
     target, draft_model = folders
     head = tiny_pair.write_head(tmp_path / "head", target)
@@ -199,7 +202,23 @@ def test_a_drafter_that_is_not_named(folders, tmp_path, draft, shipped, expected
     heads = None if shipped is None else tmp_path / "shipped"
     for name in shipped or ():
         shutil.copytree(head, heads / name)
-    assert registry.default_name(named, heads) == expected
+    assert registry.default_name(named, heads, is_tree=is_tree) == expected
+
+
+def test_a_hybrid_takes_the_head_that_is_shipped(folders, tmp_path, monkeypatch):
+    """Fails if a shipped head is not found, or a draft model is asked for beside it."""
+    tiny_pair.write_head(tmp_path / "eagle3", folders[0])
+    monkeypatch.setattr(loading, "heads_for", lambda target: tmp_path)
+    found = sj.load(folders[0]).drafter
+    assert isinstance(found, hybrid.Hybrid)
+    assert isinstance(found.draft, eagle3.Eagle3)
+    assert isinstance(sj.load(folders[0], tree="2x3:5").drafter, eagle3.Eagle3)
+    assert not loading.lacks_draft("hybrid", folders[0], None)
+    assert loading.lacks_draft("draft-model", folders[0], None)
+    monkeypatch.setattr(loading, "heads_for", lambda target: None)
+    assert loading.lacks_draft("hybrid", folders[0], None)
+    with pytest.raises(ValueError, match="needs a draft model, and none is given"):
+        sj.load(folders[0], drafter="hybrid")
 
 
 def test_shipped_heads_are_of_one_target(folders, tmp_path, monkeypatch):
