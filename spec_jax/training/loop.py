@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from jax import sharding
 from rich import console, progress
 
-from spec_jax.training import batches, muon
+from spec_jax.training import batches
 
 
 Params = Any
@@ -91,18 +91,21 @@ def learning_rate(recipe: Recipe, peak: float) -> optax.Schedule:
 @functools.cache  # A static argument of the step: one object, one compilation.
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """Returns Muon for the layers' matrices, Adam for the rest, by `learning_rate`."""
-    adam = optax.adamw(
-        learning_rate(recipe, recipe.adam_learning_rate),
-        b2=0.98,
-        weight_decay=0.0,
-        nesterov=True,
-    )
-    transforms = {
-        "adam": adam,
-        "muon": muon.muon(learning_rate(recipe, recipe.learning_rate)),
-    }
+
+    def matrices(params: Params) -> Any:
+        matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+        return jax.tree.map(
+            lambda label: matrix if label == "muon" else None, labels(params)
+        )
+
     return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.partition(transforms, labels)
+        optax.clip_by_global_norm(1.0),
+        optax.contrib.muon(
+            learning_rate(recipe, recipe.learning_rate),
+            adam_learning_rate=learning_rate(recipe, recipe.adam_learning_rate),
+            adam_b2=0.98,
+            muon_weight_dimension_numbers=matrices,
+        ),
     )
 
 
