@@ -50,20 +50,6 @@ def tree_rows() -> published_rows.Lines:
         )
 
 
-def taus() -> published_rows.Lines:
-    """The tau of a tree's scores that makes them chances, and how good children are."""
-    columns: dict[str, published_rows.Cell] = {
-        "`python experiments/fit_scores.py`": "T = {temperature:g}",
-        "tau": "{tau:.2f}",
-        "nats a token": "{nats:.3f}",
-        "at tau 1": "{nats_at_tau_1:.3f}",
-    }
-    for count in (1, 2, 4, 8):
-        columns[f"among the first {count}"] = f"{{first_{count}:.0%}}"
-    rows = published_rows.rows_of("fit_scores.jsonl", "fitted_scores")
-    return published_rows.table(columns, rows)
-
-
 def heads() -> published_rows.Lines:
     """Rounds of heads, the shipped ones first: tokens a round, what is kept, speed."""
     every = ("dspark", "dflash")
@@ -268,6 +254,6 @@ def schedule() -> published_rows.Lines:
 
 
 TABLES = (
-    *(trees, tree_rows, taus, heads, real, llama_cpp_heads, evaluation, positions),
+    *(trees, tree_rows, heads, real, llama_cpp_heads, evaluation, positions),
     *(ablations, calibration, step_profile, schedule, beyond_dspark),
 )

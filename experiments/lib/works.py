@@ -149,11 +149,9 @@ def proposals(lm, tokens, context, *, steps, memory) -> Work:
             memory,
             tokens=tokens[None],
             features=jnp.ones(shape, config.dtype) if num_taps else None,
-            sampling=None,
             start=jnp.int32(context),
             gamma=jnp.int32(gamma),
             steps=jnp.int32(steps),
-            stride=jnp.int32(1),
         )
 
     return Work(
@@ -259,42 +257,33 @@ def repeat_forward(
 
 @functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
 def propose_along(
-    drafter, params, memory, *, tokens, features, sampling, start, gamma, steps, stride
+    drafter, params, memory, *, tokens, features, start, gamma, steps
 ) -> tuple[protocols.Memory, Int[Array, ""]]:
-    """Proposes `steps` times, each time `stride` committed tokens further.
+    """Proposes `steps` times, each time a committed token further.
 
     Args:
       tokens: a text `[1, max_len]`, of which `start` tokens are committed.
       features: of the text `[T, taps, D]`, for a drafter that reads the target.
     """
-    asked = jnp.ones((1,), bool)
-
-    def commit(memory, length):
-        """Commits `stride` tokens; with features one after the other, as rounds that
-        draft nothing do."""
-        if features is None:
-            return drafter.commit(params, memory, length + stride, asked=asked)
-        shape = 1, 1 + protocols.depth_max(drafter), *features.shape[1:]
-
-        def one(j, memory):
-            row = features[length[0] + j - 1]
-            handed = jnp.zeros(shape, features.dtype).at[0, 0].set(row)
-            new_len = length + j + 1
-            return drafter.commit(params, memory, new_len, asked=asked, features=handed)
-
-        return jax.lax.fori_loop(0, stride, one, memory)
 
     def step(i, carry):
         """One proposal, none of which is kept."""
         memory, seen = carry
-        length = (start + i * stride)[None]
+        length = (start + i)[None]
         text = {"tokens": tokens, "length": length}
         memory, proposal = drafter.propose(
-            params, memory, **text, gamma=gamma[None], sampling=sampling
+            params, memory, **text, gamma=gamma[None], sampling=None
         )
         # A proposal that nobody looks at would not be computed.
         seen += jnp.sum(proposal.tokens) + proposal.num_drafted[0]
-        return commit(memory, length), seen
+        handed = {}
+        if features is not None:
+            shape = 1, 1 + protocols.depth_max(drafter), *features.shape[1:]
+            row = features[length[0] - 1]
+            handed["features"] = jnp.zeros(shape, row.dtype).at[0, 0].set(row)
+        asked = jnp.ones((1,), bool)
+        memory = drafter.commit(params, memory, length + 1, asked=asked, **handed)
+        return memory, seen
 
     return jax.lax.fori_loop(0, steps, step, (memory, jnp.int32(0)))
 

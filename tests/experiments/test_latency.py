@@ -18,7 +18,6 @@ from experiments.lib import (
     kernel_checks,
     noise,
     programs,
-    step_costs,
     steps,
     subjects,
     works,
@@ -121,10 +120,7 @@ def test_a_head(head, folders, tmp_path):
     assert latency.main(command(both, *more, "--out", str(out))) == 0
     rows = {row["step"]: row for row in rows_of(out, "step")}
     assert {"draft step", "round, gamma 1", "round, gamma 2"} <= set(rows)
-    costs = step_costs.read(out, [str(head), "eagle3", "ngram"])
-    draft_s = rows["draft step"]["ms"] / 1e3
-    assert costs[str(head)].draft_s == costs["eagle3"].draft_s == draft_s > 0
-    assert costs["ngram"].draft_s == 0
+    assert rows["draft step"]["ms"] > 0
     (forced,) = rows_of(out, "rounds")
     assert forced["matched"] and forced["differing_kv"] == 0
     assert forced["acceptance_rate"] == 0.5
