@@ -242,19 +242,6 @@ def adaptive() -> published_rows.Lines:
     return published_rows.table(columns, rows)
 
 
-def drawn_regret() -> published_rows.Lines:
-    """The default policy on drawn texts, by acceptance and what drafts cost."""
-    found: dict[str, dict[str, str]] = {}
-    for row in published_rows.rows_of("regret_drawn.jsonl", "drawn_regret"):
-        shares = (100 * row[name] for name in ("loss", "worst_loss", "regret"))
-        cell = "{:+.1f}% ({:+.1f}%), {:+.1f}%".format(*shares)
-        cost = f"a draft takes {row['draft_cost']:g} steps"
-        found.setdefault(row["acceptance"], {})[cost] = cell
-    yield "`python experiments/regret_drawn.py`", *next(iter(found.values()))
-    for name, cells in found.items():
-        yield f"{name.replace('-', ', then ')} of drafts kept", *cells.values()
-
-
 def plans() -> published_rows.Lines:
     """Predicted and measured speed-ups of the embedded pair."""
     yield (
@@ -277,6 +264,5 @@ def plans() -> published_rows.Lines:
 
 TABLES = (
     *(rounds, hugging_face, llama_cpp, kernels, preset_steps, designs),
-    *(certificates, batches, instruction_sets, adaptive, drawn_regret),
-    plans,
+    *(certificates, batches, instruction_sets, adaptive, plans),
 )

@@ -179,8 +179,6 @@ dspark_scheduled_{impl}.jsonl | summary
 """
 
 POLICIES = """
-regret_drawn.jsonl
-  regret_drawn
 plan_native.jsonl | plan
   plan --impl native --drafter draft-model --gamma 1,4,7
     --tree 4x8:7@0.6,4x12:15@0.6,4x16:31@0.6 --prompts 10

@@ -25,7 +25,6 @@ SIZES = {
     "kernels": "--contexts 8 --rows 1",
 }
 ALONE = ("plot", "reproduce", "kernels", "gpu_report", "compare_llama_cpp")
-ALONE += ("regret_drawn",)
 """Scripts of no pair."""
 CASES = (
     ("spec_round", "--gamma -3", "--gamma: -3 must be at least 1"),
@@ -109,7 +108,6 @@ CASES = (
     ("rollouts", "--temperature 0 --top-k 3", "--top-k"),
     ("gpu_report", "--dry-run --only gama --out x", "--list"),
     ("gpu_report", "--rehearse", "--out FOLDER is needed"),
-    ("regret_drawn", "--acceptance=1.5", "1.5"),
 )
 
 
