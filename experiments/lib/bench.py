@@ -31,9 +31,6 @@ DISPATCH_S = 2.5e-3
 TIMED_S = 10e-3
 """What one timing of such executables takes, at least."""
 
-LARGE_READ_BYTES = 256 * 2**20
-"""Far more than any last-level cache: what is read comes from memory."""
-
 MOST_READ_BYTES = 2 * 2**30
 """Of one array that is read: XLA holds a copy of it beside it, in a loop on a GPU."""
 

@@ -121,8 +121,6 @@ kernels_embedded.jsonl
 kernels_qwen3_0.6b.jsonl
   kernels --shapes qwen3-0.6b --rows 1,5,8 --repeats 8
     --contexts 256,1024,4096,16384,32768
-latency_trees_native.jsonl
-  latency --impl native --tree-rows 8,16,32,64 --repeats 20
 trees_native.jsonl | summary
   spec_round --impl native --prompts 50 --tree <{greedy}; 4x6:15@1>
   spec_round --impl native --prompts 50 --tree <4x6:15@0.7; 4x6:15@1/greedy; 4-2-1>

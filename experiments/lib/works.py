@@ -28,11 +28,6 @@ from spec_jax.engine import (
 from spec_jax.model import row_model
 
 
-MOVES = 20
-"""Moves of a path in the place of a step: one takes microseconds, and of as few as
-there are steps the call would take most of the time that is measured."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
     """A compiled call that can be run, and traced without running."""
@@ -164,51 +159,20 @@ def proposals(lm, tokens, context, *, steps, memory) -> Work:
     )
 
 
-def moves(model, context, *, steps, num_rows, cache) -> Work:
-    """Moves the path to the last column of a tree, `MOVES` times a step."""
-    target = rows_lib.SlotRows(model=model, num_slots=1)
-    path = tree_lib.path_to(_two_children(num_rows), num_rows - 1)[1:]
-    columns, start = jnp.asarray(path, jnp.int32)[None], context - 1
-    calls = MOVES * steps
-
-    @functools.partial(compilation.jit, donate_argnums=0)
-    def run(kv):
-        def step(number, kv):
-            # 0, as XLA does not know: places are computed each time, as in rounds.
-            none = jnp.minimum(number, 0)
-            kept, first = (jnp.full((1,), n) + none for n in (len(path), start))
-            return target.keep_path(kv, columns, kept, start=first)
-
-        return jax.lax.fori_loop(0, calls, step, kv)
-
-    return Work(
-        program=f"target: moves of {num_rows}",
-        function=run,
-        caches=cache,
-        prepare=lambda kv: noise.at_length(kv, start + num_rows),
-        apply=lambda f, kv: f(kv),
-        calls=calls,
-    )
-
-
 def _two_children(num_rows: int) -> np.ndarray:
     """Returns the parents of a tree of two children a node, level by level."""
     return np.maximum(np.arange(num_rows, dtype=np.int32) - 1, 0) // 2
 
 
-def windows(
-    model, params, context, *, steps, num_active, cache, num_columns=None, is_tree=False
-) -> Work:
+def windows(model, params, context, *, steps, num_active, cache) -> Work:
     """Verifies the same window `steps` times, as `repeat_forward`."""
     live = jnp.int32(num_active)
-    how = {"steps": steps, "num_columns": num_columns, "is_tree": is_tree}
-    kind = f" of {num_columns} {'tree' if is_tree else 'chain'} rows"
     return Work(
-        program="target: windows" + (kind if num_columns else ""),
+        program="target: windows",
         function=repeat_forward,
         caches=cache,
         prepare=lambda kv: noise.at_length(kv, context - 1),
-        apply=lambda f, kv: f(model, params, kv, num_active=live, **how),
+        apply=lambda f, kv: f(model, params, kv, num_active=live, steps=steps),
         calls=steps,
     )
 

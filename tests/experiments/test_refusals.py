@@ -86,7 +86,6 @@ CASES = (
     ("plan", "--tree 4x12:15", "rounds of 15 drafts"),
     ("plan", "--tree 2-1 --drafter hybrid", "hybrid drafts chains alone"),
     ("latency", "--contexts 3000", "positions"),
-    ("latency", "--slab 2", "needs 3 rows"),
     ("latency", "--page-size 48 --impl xla", "--page-size 48 must"),
     ("latency", "--forced 39", "between 0 and 1"),
     ("latency", "--forced gsm8k", "--head"),

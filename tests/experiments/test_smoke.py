@@ -5,7 +5,6 @@ import shlex
 import pytest
 from script_runs import main_of, rows_of
 
-from experiments.lib import bench
 
 
 OURS = "spec_jax.drafters.ngram:PromptLookup"
@@ -48,7 +47,6 @@ RUNS = (
     # Heads and presets of random weights, at an acceptance that is forced.
     ("plan", "--target {target} --draft {head} --drafter {head},hybrid", MATCHED, slow),
     ("plan", f"{PAIR} --tree 2x3:5 --temperature 0.7", {}, slow),
-    ("latency", f"{PAIR} --tree-rows 6 --rows 3", {}, slow),
     *(("latency", f"{HEAD} {head}",
        {"matched": True, "differing_kv": 0, "gamma": gamma}, slow)
       for head, gamma in (("dspark", 7), ("eagle3 --head-tree 9", 8), ("dflash", 15))),
@@ -64,9 +62,8 @@ RUNS = (
     ("script", "flags", "last"),
     [pytest.param(*run[:3], marks=run[3:], id=f"{run[0]} {run[1]}") for run in RUNS],
 )
-def test_a_run(script, flags, last, folders, head, tmp_path, monkeypatch):
+def test_a_run(script, flags, last, folders, head, tmp_path):
     """Fails if a flag does nothing, or a script ends in an error or without its row."""
-    monkeypatch.setattr(bench, "LARGE_READ_BYTES", 2**20)
     target, draft = folders
     words = {"target": target, "draft": draft, "head": head}
     given = shlex.split(f"{SIZES[script]} {flags}".format(**words))
