@@ -65,35 +65,6 @@ def llama_cpp() -> published_rows.Lines:
     return published_rows.table(columns, rows)
 
 
-def kernels() -> published_rows.Lines:
-    """Products and attention at the shapes of Qwen3-0.6B: bandwidth, and the time of
-    more rows."""
-    yield (
-        "`python experiments/kernels.py --shapes qwen3-0.6b`",
-        *("native, 1 row", "5 rows", "8 rows", "XLA's, 1 row"),
-    )
-    found = {
-        (row["subject"], row["impl"], row["rows"]): row
-        for row in published_rows.rows_of("kernels_qwen3_0.6b.jsonl", "kernel")
-        if row.get("plan") is None
-    }
-    for name in ("qkv", "attention out", "gate and up", "down", "head"):
-        shape = " x ".join(f"{size:,}" for size in found[name, "native", 1]["shape"])
-        yield f"{name}, {shape}", *_of_kernel(found, name)
-    for context in (256, 1024, 4096, 16_384, 32_768):
-        name = f"context {context}"
-        yield f"attention, {context:,} keys", *_of_kernel(found, name)
-
-
-def _of_kernel(found: Mapping[tuple, published_rows.Row], name: str) -> Sequence[str]:
-    one, *more = (found[name, "native", count] for count in (1, 5, 8))
-    return (
-        f"{one['read_share']:.0%}",
-        *(f"{row['time_ratio']:.2f}x" for row in more),
-        f"{found[name, 'xla', 1]['read_share']:.0%}",
-    )
-
-
 def preset_steps() -> published_rows.Lines:
     """Steps of the shape of Qwen3-0.6B: of more rows, and of longer contexts."""
     command = "`latency.py --preset qwen3-0.6b --rows 1,5,8 --contexts 64 1024 4096`"
@@ -263,6 +234,6 @@ def plans() -> published_rows.Lines:
 
 
 TABLES = (
-    *(rounds, hugging_face, llama_cpp, kernels, preset_steps, designs),
+    *(rounds, hugging_face, llama_cpp, preset_steps, designs),
     *(certificates, batches, instruction_sets, adaptive, plans),
 )

@@ -116,11 +116,6 @@ adaptive_native.jsonl | summary
     --drafter <ngram; suffix; hybrid; draft-model{;heads}>
 compare_hf.jsonl
   compare_hf
-kernels_embedded.jsonl
-  kernels
-kernels_qwen3_0.6b.jsonl
-  kernels --shapes qwen3-0.6b --rows 1,5,8 --repeats 8
-    --contexts 256,1024,4096,16384,32768
 trees_native.jsonl | summary
   spec_round --impl native --prompts 50 --tree <{greedy}; 4x6:15@1>
   spec_round --impl native --prompts 50 --tree <4x6:15@0.7; 4x6:15@1/greedy; 4-2-1>

@@ -86,19 +86,6 @@ def matches(run: Plain | Speculative, plain: Plain) -> bool:
     return run.tokens == plain.tokens and not run.nonfinite and not plain.nonfinite
 
 
-def write(
-    lm: loading.LanguageModel, settings: Settings, prompt: list[int]
-) -> list[int]:
-    """Returns the tokens of decoding, for what is to be concluded from them alone.
-
-    Raises:
-      FloatingPointError: some were chosen from logits that are not finite.
-    """
-    done = run_plain(lm, settings, prompt)
-    checks.check_finite(done.nonfinite)
-    return done.tokens
-
-
 def run_plain(
     lm: loading.LanguageModel, settings: Settings, prompt: list[int]
 ) -> Plain:

@@ -209,7 +209,7 @@ def rows(costs: Sequence[Cost], timings: bench.Timings) -> list[dict[str, Any]]:
             "context": cost.context,
             "num_active": cost.num_active,
             "gamma": cost.gamma,
-            **timings.row(cost.name, "ms", ratio_to=cost.ratio_to),
+            **timings.row(cost.name, ratio_to=cost.ratio_to),
             "ratio_to": cost.ratio_to,
         }
         row["gb_s"] = cost.num_bytes and cost.num_bytes / row["ms"] / 1e6

@@ -22,7 +22,7 @@ SIZES = {
     "reproduce": "",
     "plan": "--gen-tokens 8 --gamma 1,2 --prompts 2",
     "latency": "--contexts 8 --steps 1 --gamma 2",
-    "kernels": "--contexts 8 --rows 1",
+    "kernels": "--contexts 16",
 }
 ALONE = ("plot", "reproduce", "kernels", "gpu_report", "compare_llama_cpp")
 """Scripts of no pair."""
@@ -93,9 +93,9 @@ CASES = (
     ("latency", "--dry-run", "--dry-run needs a --preset"),
     ("latency", "--device gpu", "no GPU"),
     ("kernels", "--shapes qwen3-0.7b", "no folder either"),
-    ("kernels", "--impls native,mosaic", "removed"),
-    ("kernels", "--impls native,triton", "native,xla"),
-    ("kernels", "--rows 9", "9 rows do not fit a context of 8"),
+    ("kernels", "--impl mosaic", "removed"),
+    ("kernels", "--impl triton", "not one of native"),
+    ("kernels", "--contexts 8", "16 positions or more"),
     ("kernels", "--only nothing", "none of qkv"),
     ("profile_steps", "--drafter ngram --calibrate 0 --prompts 2", "no `Proposal.survival`"),
     ("profile_steps", "--calibrate 0 --prompts 1", "give --prompts 2"),
