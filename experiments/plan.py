@@ -83,7 +83,9 @@ def load(args: argparse.Namespace) -> dict[Pair, loading.LanguageModel]:
         tokens.
     """
     lms = models.load_drafters(args, args.drafter, gamma_max=max(args.gamma))
-    has_trees = [n for n, lm in lms.items() if protocols.has_own(lm.drafter, "for_tree")]
+    has_trees = [
+        n for n, lm in lms.items() if protocols.has_own(lm.drafter, "for_tree")
+    ]
     if args.tree and not has_trees:
         raise ValueError(
             f"--tree: {', '.join(lms)} drafts chains alone; add a drafter that has "
@@ -204,7 +206,8 @@ def run(args: argparse.Namespace) -> int:
             | records.provenance()
         )
         gammas = ", ".join(map(str, args.gamma))
-        models.announce(args, subject, console, ", ".join(args.drafter), f"gamma {gammas}")
+        words = ", ".join(args.drafter), f"gamma {gammas}"
+        models.announce(args, subject, console, *words)
         design = lambda lm, gamma: results_lib.Design(
             lm=lm, settings=dataclasses.replace(subject.settings, gamma=gamma)
         )

@@ -185,9 +185,7 @@ def _rounds_of(
 ) -> Callable[[int], tuple[bench.Case, float]]:
     """Returns what times rounds that ask for so many drafts, to the text's end, and
     tells how many they verify on average."""
-    fixed = dataclasses.replace(
-        settings, gamma=0, gamma_policy=None, policy_state=None
-    )
+    fixed = dataclasses.replace(settings, gamma=0, gamma_policy=None, policy_state=None)
     scheduler = runs.make_scheduler(lm, fixed)
     state = scheduler.begin(runs.make_request(lm, fixed, prompt))
     most = jnp.int32(settings.gen_tokens)

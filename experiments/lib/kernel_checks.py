@@ -106,8 +106,7 @@ def _taken(inputs: dict[str, Any], at: np.ndarray) -> dict[str, Any]:
     """The inputs with the rows `at`."""
     rows = jnp.asarray(at)
     return {
-        name: value[rows] if name in BY_ROW else value
-        for name, value in inputs.items()
+        name: value[rows] if name in BY_ROW else value for name, value in inputs.items()
     }
 
 

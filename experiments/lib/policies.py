@@ -26,6 +26,7 @@ BUDGET = "budget"
 MEASURED = (*POLICIES, BUDGET)
 """All names, of scripts that measure what a policy needs where it runs."""
 
+
 def add_policy(group: argparse._ActionsContainer) -> None:
     """`--gamma-policy`, `--schedule` and `--confidence`."""
     cli.add(

@@ -1,7 +1,7 @@
 """Tables of speeds and certificates, each a function of the published rows."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from experiments.lib import files, published_rows
 

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -190,18 +189,10 @@ def run_speculative(
     lm: loading.LanguageModel,
     settings: Settings,
     prompt: list[int],
-    *,
-    draft_params: Any = None,
 ) -> Speculative:
-    """Generates one prompt by rounds; raises as `run_plain`.
-
-    Args:
-      draft_params: what the drafter takes from the request, if it takes anything.
-    """
+    """Generates one prompt by rounds."""
     scheduler = make_scheduler(lm, dataclasses.replace(settings, num_slots=1))
     request = make_request(lm, settings, prompt)
-    if draft_params is not None:
-        request = dataclasses.replace(request, draft_params=draft_params)
     scheduler.check(request)
     state = scheduler.empty(draws=settings.sampling is not None)
     max_rounds = jnp.int32(settings.gen_tokens)

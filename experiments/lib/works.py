@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from experiments.lib import bench, noise
-from spec_jax import algorithms, compilation, loading, tree as tree_lib
+from spec_jax import algorithms, compilation, loading
 from spec_jax.drafters import each
 from spec_jax.engine import (
     baseline,

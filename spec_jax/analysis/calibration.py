@@ -14,11 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
 
 from spec_jax.engine import protocols, round as round_lib, state as states
 from spec_jax.gamma import confidence
-from spec_jax.typing import typed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -150,9 +150,7 @@ def test_where_drafts_pay():
 def test_predictions_are_those_of_the_paper():
     """One acceptance for all positions, verification free: Theorem 3.8."""
     kept = tuple(round(1000 * 0.8**n) for n in (1, 2, 3))
-    counters = metrics.Counters(
-        tokens=1, rounds=1000, proposed=3000, kept_by_rank=kept
-    )
+    counters = metrics.Counters(tokens=1, rounds=1000, proposed=3000, kept_by_rank=kept)
     parts = costs.RoundCosts(
         plain_s=1.0,
         drafts=(0, 1, 2, 3),

@@ -97,7 +97,11 @@ CASES = (
     ("kernels", "--impl triton", "not one of native"),
     ("kernels", "--contexts 8", "16 positions or more"),
     ("kernels", "--only nothing", "none of qkv"),
-    ("profile_steps", "--drafter ngram --calibrate 0 --prompts 2", "no `Proposal.survival`"),
+    (
+        "profile_steps",
+        "--drafter ngram --calibrate 0 --prompts 2",
+        "no `Proposal.survival`",
+    ),
     ("profile_steps", "--calibrate 0 --prompts 1", "give --prompts 2"),
     ("compare_llama_cpp", "", "--llama-bin is missing: name the folder `bin`"),
     ("compare_llama_cpp", "--llama-bin none", "no llama-bench, llama-completion"),

@@ -99,9 +99,7 @@ def test_drafters_are_evaluated_without_the_target(written, folders, tmp_path, c
     ],
 )
 def test_files_that_are_no_texts(written, tmp_path, capsys, change):
-    path = write_rows(
-        tmp_path / "changed.jsonl", change(rows_of(written["greedy"]))
-    )
+    path = write_rows(tmp_path / "changed.jsonl", change(rows_of(written["greedy"])))
     given = [str(path), "--drafter", "ngram", "--gamma", "4"]
     assert_fails_with(replay.main, capsys, given, "changed.jsonl: no texts of one run")
 

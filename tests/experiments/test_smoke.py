@@ -6,7 +6,6 @@ import pytest
 from script_runs import main_of, rows_of
 
 
-
 OURS = "spec_jax.drafters.ngram:PromptLookup"
 PAIR = "--target {target} --draft {draft}"
 SIZES = {
