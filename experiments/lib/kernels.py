@@ -74,7 +74,7 @@ def _product(
     is_gate: bool = False,
     out_dtype: str | None = None,
 ) -> Case:
-    """A weight matrix, with the norm, residual or gate that the model gives it."""
+    """Makes the case of a matrix, with the norm, residual or gate that the model gives it."""
     (num_out, num_in), dtype = matrix.shape, config.dtype
     w = noise.normal(0, matrix.shape, dtype, stddev=num_in**-0.5)
     w = weights.prepare(w, impl)
@@ -97,7 +97,7 @@ def _product(
 
 
 def _norm(config: config_lib.Qwen3Config, impl: str) -> Case:
-    """The norm of a layer's rows."""
+    """Makes the case of a layer's norm."""
     weight = jnp.ones((config.hidden_size,), config.dtype)
     inputs = {"x": noise.normal(1, (HEIGHT, config.hidden_size), config.dtype)}
     inputs["num_active"] = jnp.int32(HEIGHT)
@@ -111,7 +111,7 @@ def _norm(config: config_lib.Qwen3Config, impl: str) -> Case:
 
 
 def _of_logits(config: config_lib.Qwen3Config, impl: str, choose: Callable) -> Case:
-    """What chooses a token of each row."""
+    """Makes the case of what chooses a token of each row."""
     inputs = {
         "x": noise.normal(1, (HEIGHT, config.vocab_size), "float32"),
         "positions": jnp.arange(HEIGHT, dtype=jnp.int32),
@@ -135,8 +135,7 @@ def _draw(inputs: dict[str, Any], impl: str) -> jax.Array:
 
 
 def _attention(config: config_lib.Qwen3Config, impl: str, context: int) -> Case:
-    """The attention of a layer over pages that lie in no order: of rows of two slots in
-    turn, one of them after a third of the context."""
+    X    turn, one of them after a third of the context."""
     rows = np.arange(HEIGHT, dtype=np.int32)
     slots, ends = rows % 2, np.asarray([context, context // 3 + 1])
     positions = np.maximum(ends - HEIGHT // 2, 0).astype(np.int32)[slots] + rows // 2
@@ -158,7 +157,7 @@ def _attention(config: config_lib.Qwen3Config, impl: str, context: int) -> Case:
     keys = [noise.normal(seed, shape, config.dtype) for seed in (1, 2)]
 
     def layout(*, seed: int, wider: int = 0) -> Case:
-        """The same keys at each position elsewhere: pages that nobody owns hold NaN."""
+        """Puts the same keys elsewhere; pages that nobody owns hold NaN."""
         num_pages = 3 * 2 * width
         order = np.random.default_rng(seed).permutation(num_pages)[: 2 * width]
         owned = jnp.asarray(order, jnp.int32)
