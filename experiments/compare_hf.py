@@ -27,7 +27,6 @@ from experiments.lib import (
     flags,
     hf,
     models as models_lib,
-    peak_memory,
     prompt_files,
     prompts as prompts_lib,
     records,
@@ -79,7 +78,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --gammas K,K,...=3,5,7,10  tokens drafted per round, K
         --per-length N=2  prompts of each class
         --ignore-stop  do not end at stop tokens, on either side
-        --no-memory  leave the peaks of memory out, which take a process for each side
         """,
     )
     flags.add_raw(runs)
@@ -170,38 +168,6 @@ def make_settings(
     )
 
 
-def memory_rows(
-    args: argparse.Namespace,
-    lm: loading.LanguageModel,
-    settings: runs_lib.Settings,
-    prompts: Sequence[prompts_lib.LengthPrompt],
-) -> list[dict[str, Any]]:
-    """Peaks of each side after the longest prompt, in a process of its own each."""
-    target, draft = subjects.folders(args)
-    request = peak_memory.Request(
-        target=str(target),
-        draft=str(draft),
-        dtype=args.dtype,
-        impl=lm.target.impl,
-        backend=jax.default_backend(),
-        prompt=max((prompt.tokens for prompt in prompts), key=len),
-        gamma=max(args.gammas),
-        gen_tokens=args.gen_tokens,
-        page_size=args.page_size,
-        stop_ids=list(settings.stop_ids),
-    )
-    rows = []
-    with terminal.counted("memory", total=len(peak_memory.SIDES)) as advance:
-        for side in peak_memory.SIDES:
-            found = peak_memory.measure(side, request)
-            rows += [
-                {"kind": "memory", "side": side, "stage": stage, **peak}
-                for stage, peak in found.items()
-            ]
-            advance()
-    return rows
-
-
 def greedy_rows(
     args: argparse.Namespace,
     sides: compare.Sides,
@@ -239,14 +205,10 @@ def run_all(
     lm = load_lm(args, dtype=args.dtype)
     prompts = make_prompts(args, lm)
     settings = make_settings(args, lm, prompts)
-    memory = []
-    if not (args.no_memory or args.preset or args.no_hf):
-        memory = memory_rows(args, lm, settings, prompts)
     sides = load_sides(args, lm, settings)
     out.common = describe(args, sides)
     loaded_s = time.perf_counter() - started
 
-    out.write_all(memory)
     runs, total = [], len(prompts) * (args.repeats + 1)
     with terminal.counted("runs", total=total) as advance:
         for prompt in prompts:
@@ -277,7 +239,7 @@ def run_all(
         "total_s": time.perf_counter() - started,
     }
     out.write({"kind": "summary"} | summary)
-    compare.print_all(console, compared, greedy, memory, summary)
+    compare.print_all(console, compared, greedy, summary)
     is_compared = summary["compared_dtype"] == COMPARED_DTYPE
     same = summary["greedy_identical"] == len(prompts) or not is_compared
     return summary["matched"] and same

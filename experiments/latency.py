@@ -33,7 +33,6 @@ from experiments.lib import (
     terminal,
 )
 from spec_jax import loading
-from spec_jax.engine import protocols
 
 
 MEASURED, FAILED = 0, 2
@@ -46,9 +45,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_models(models, has_mesh=False)
     subjects.add_presets(models)
     subjects.add_heads(models)
-    cli.add(
-        models, "--slab ROWS  rows of every call of the target (default: gamma + 1)"
-    )
     group = parser.add_argument_group("steps")
     flags.add_rounds(group)
     group.add_argument(
@@ -66,10 +62,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --rows N,N,...  active rows of a window, the most of them at every context
             (default: 1 to gamma + 1 where there is a draft, at the first context; none
             with --head)
-        --tree-rows N,N,...  rows of trees, two children a node, compared with chains of
-            as many; one row alone in a slab as tall, compared with one in the slab of
-            --rows; and moving the path that is kept, compared with a plain step
-            (default: none)
         --prefill N,N,...  prompt lengths to be prefilled (default: none)
         --steps N  steps of one timed call (default: 20; with --preset 4)
         --no-steps  leave the costs of steps out
@@ -94,8 +86,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     # Steps of a large model are slow, and few of them are enough.
     args.steps = args.steps or (4 if args.preset else 20)
     args.gammas, args.prefill = args.gammas or (args.gamma,), args.prefill or ()
-    args.gamma, args.tree_rows = max(args.gamma, *args.gammas), args.tree_rows or ()
-    args.slab = args.slab or max((args.gamma + 1, *(args.rows or ())))
+    args.gamma = max(args.gamma, *args.gammas)
+    args.slab = max((args.gamma + 1, *(args.rows or ())))
     return args
 
 
@@ -107,8 +99,6 @@ def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
     has_draft = args.draft_preset or args.draft or args.head
     is_alone = not has_draft and (args.preset or args.target)
     of_data = any(isinstance(rate, str) for rate in args.forced or ())
-    most = protocols.MAX_TREE_ROWS
-    too_tall = [n for n in args.tree_rows or () if not 2 <= n <= most]
     for is_so, words in (
         (args.forced and is_alone, "--forced needs a draft: name one with "
          f"{'--draft-preset' if args.preset else '--draft'}"),
@@ -123,7 +113,6 @@ def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
         (args.gammas and not args.forced,
          "--gammas is of --forced: add that, or leave --gammas out"),
         (args.trace and args.no_steps, "--trace is of steps: leave --no-steps out"),
-        (too_tall, f"--tree-rows {too_tall}: a window of a tree has 2 to {most} rows"),
     ):  # fmt: skip
         if is_so:
             parser.error(words)
@@ -174,7 +163,6 @@ def run_all(args: argparse.Namespace, out: records.JsonLines) -> int:
         steps=args.steps,
         rows=args.rows or (() if args.head else None),
         prefills=args.prefill,
-        tree_rows=args.tree_rows,
         sampling=flags.sampling_settings(args),
         as_shapes=args.dry_run,
         gammas=() if args.head else None,  # Rounds of a head are forced.
@@ -228,9 +216,7 @@ def measure_steps(
     rows, is_first = steps.rows(group, timings), steps.READ in timings.seconds
     if not is_first:  # The plain step is there to be compared with.
         return rows[1:]
-    found = steps.bandwidth(lm.params, timings.seconds)
-    warm_up_s = sum(timings.warm_up.values())
-    return [*rows, {"kind": "summary", "steps_warm_up_s": warm_up_s, **found}]
+    return [*rows, steps.bandwidth(lm.params, timings.seconds)]
 
 
 def forced_runs(
@@ -264,10 +250,8 @@ COLUMNS = {
     },
     "summary": {
         "step_bytes": ",d",
-        "fits_in_cache": "",
-        **dict.fromkeys(("read_gb_s", "memory_gb_s", "achieved_gb_s"), ".1f"),
+        "read_gb_s": ".1f",
         "bandwidth_share": ".2f",
-        "steps_warm_up_s": ".1f",
     },
     "rounds": {
         "gamma": "d",

@@ -1,9 +1,12 @@
-"""How long does a step of so many rows take, by batch and context?
+"""How long does a step of so many rows take, and how sure is a drafter rightly?
 
 What spec_round.py --schedule FILE weighs drafts against: for each --batch and context
 the measured seconds of a step of 1 to batch x (gamma + 1) rows, of all slots together,
 and what drafting adds to a round. Steps are timed inside compiled calls, in turns, in
-one process. Exit status: 0 measured, 1 the input was unusable.
+one process. With --calibrate rounds are run, too, and a temperature and a shift are
+fitted for the confidence of each draft, so that their products are the chances that a
+prefix is kept: half of the prompts fit, and errors are of the other half. Exit status:
+0 measured, 2 logits are not finite, 1 the input was unusable.
 """
 
 from experiments.lib import cli
@@ -15,7 +18,17 @@ if __name__ == "__main__":
 import argparse
 from collections.abc import Sequence
 
-from experiments.lib import flags, models, profiles, records, tables, terminal
+from experiments.lib import (
+    confidences,
+    flags,
+    models,
+    profiles,
+    prompt_files,
+    records,
+    tables,
+    terminal,
+)
+from spec_jax import loading
 
 
 MEASURED = 0
@@ -37,7 +50,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_rounds(group)
     flags.add_drafter(group)
     flags.add_repeats(group, default=20)
-    flags.add_out(parser, rows="one profile a batch and context")
+    group = parser.add_argument_group("confidences")
+    cli.add(
+        group,
+        """
+        --calibrate T,...  temperatures of the target's draws, 0 is greedy, for each of
+            which confidences are calibrated (default: none)
+        --seed I=0  of the draws
+        """,
+        **{"T,...": flags.temperatures},
+    )
+    flags.add_prompts(group, default="50")
+    flags.add_gen_tokens(group, default=64)
+    flags.add_raw(group)
+    flags.add_out(parser, rows="one profile a batch and context, then calibrations")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     return args
@@ -47,25 +73,56 @@ def run(args: argparse.Namespace) -> int:
     """Measures, writes and shows each profile; returns the exit status."""
     console = terminal.console()
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
+    subject = models.prepare(args, lm, args.prompts) if args.calibrate else None
+    if subject is not None:
+        confidences.check_prompts(subject)
     with records.open_out(args) as out:
         about = models.describe(args, lm) | {"drafter": args.drafter}
         out.common = about | records.provenance()
         for num_slots in args.batch:
             for context in args.contexts:
-                with terminal.counted("turns", total=args.repeats + 1) as advance:
-                    row = profiles.measure(
-                        lm,
-                        num_slots=num_slots,
-                        context=context,
-                        longest=max(args.contexts),
-                        page_size=args.page_size,
-                        steps=args.steps,
-                        repeats=args.repeats,
-                        after_turn=advance,
-                    )
+                row = profile(args, lm, num_slots=num_slots, context=context)
                 out.write(row)
                 show(row, console)
+        if subject is not None:
+            calibrate(args, subject, out, console)
     return MEASURED
+
+
+def profile(
+    args: argparse.Namespace,
+    lm: loading.LanguageModel,
+    *,
+    num_slots: int,
+    context: int,
+) -> dict:
+    """Returns the row of so many slots, each with so many tokens."""
+    with terminal.counted("turns", total=args.repeats + 1) as advance:
+        return profiles.measure(
+            lm,
+            num_slots=num_slots,
+            context=context,
+            longest=max(args.contexts),
+            page_size=args.page_size,
+            steps=args.steps,
+            repeats=args.repeats,
+            after_turn=advance,
+        )
+
+
+def calibrate(
+    args: argparse.Namespace, subject: models.Subject, out: records.JsonLines, console
+) -> None:
+    """Fits and shows the confidences at each temperature."""
+    about = {
+        "prompts": len(subject.ids),
+        "prompt_source": prompt_files.without_folders(args.prompts),
+        "drafter_sha256": models.drafter_sha256(subject.lm),
+    }
+    for temperature in args.calibrate:
+        row = confidences.fit(subject, temperature, seed=args.seed)
+        out.write(about | row)
+        tables.print_rows(confidences.by_draft(row), confidences.COLUMNS, console)
 
 
 def show(row: dict, console) -> None:

@@ -1,15 +1,16 @@
-"""Which drafter and which gamma pay, evaluated without running the target?
+"""Which drafter, gamma and policy pay on recorded texts, without running the target?
 
 A lossless round keeps the drafts that autoregressive decoding would have written, so
-its text decides which. `--record` writes that text down once; every drafter is then
-evaluated on these traces, in the very loop that runs live. Heads read the target while
-it runs: `sweep.py` evaluates them.
+its text decides which. Drafters are evaluated on texts that `spec_round.py` wrote, past
+stop tokens, in the very loop that runs live. Heads read the target while it runs:
+`sweep.py` evaluates them.
 
-    python experiments/replay.py --record traces.jsonl --prompts 50
-    python experiments/replay.py traces.jsonl --drafter ngram,suffix --gamma 2,4
+    python experiments/spec_round.py --ignore-stop --prompts 50 --out texts.jsonl
+    python experiments/replay.py texts.jsonl --drafter ngram,suffix --gamma 2,4
 
-Exit status: 0 recorded, or evaluated; 2 a text to be recorded is of logits that are not
-finite; 1 the input was unusable.
+With --round-costs rows also have the expected speed-up, and the regret: how much slower
+that is than the best constant gamma in hindsight. Exit status: 0 evaluated, 1 the input
+was unusable.
 """
 
 from experiments.lib import cli
@@ -20,376 +21,296 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
-import itertools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from rich import console as rich_console
 
 from experiments.lib import (
     files,
     flags,
     models,
+    policies,
     records,
-    runs,
-    step_costs,
     tables,
     terminal,
 )
-from spec_jax import algorithms, loading
+from spec_jax import algorithms, default_gamma, loading
 from spec_jax.analysis import metrics, trace as trace_lib
-from spec_jax.drafters import oracle, registry
+from spec_jax.drafters import oracle, registry, text_tree
 from spec_jax.engine import checks, scheduler as scheduler_lib
-from spec_jax.gamma import theory
-from spec_jax.model import fingerprint, tokenizer
+from spec_jax.gamma import costs as costs_lib
+from spec_jax.model import tokenizer
 from spec_jax.paging import index
 from spec_jax.rules import sampling
 
 
 DONE = 0
-FORMAT = 3
-"""Version of the file of traces; files of another are refused."""
-
 SAMPLING = ("temperature", *flags.NOISE, "seed")
-RECORDING = ("target", "dtype", "impl", "prompts", "gen_tokens", "page_size", "raw")
-RECORDING += ("chat_option", *SAMPLING)
-EVALUATING = ("draft", "drafter", "costs", "out")
-"""Flags that are of one of the two alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Header:
-    """What decides the tokens of the traces: the first line of their file."""
+class Texts:
+    """Prompts with what decoding wrote after them, and how it drew."""
 
-    target: str  # the folder, or "embedded"
-    weights_sha256: str
-    vocabulary: str  # fingerprint of the tokenizer
-    vocab_size: int
-    dtype: str
-    impl: str  # a resolved implementation
-    slab: int  # rows of every call, which bounds the gammas of rounds
-    temperature: float
-    top_k: int | None
-    top_p: float
-    min_p: float
-    seed: int
-    stop_ids: tuple[int, ...]  # at which rounds end; the traces go on after them
-    gen_tokens: int  # of every trace
-    page_size: int
-    prompt_source: str  # what `--prompts` said
-    num_prompts: int  # lines that follow
+    prompts: list[list[int]]
+    generated: list[list[int]]
+    about: Mapping[str, Any]  # the row of the run
 
     @property
     def settings(self) -> sampling.SamplingSettings | None:
         """How the target drew; None is greedy."""
-        made = {name: getattr(self, name) for name in SAMPLING}
-        return sampling.make_settings(**made) if self.temperature else None
+        made = {name: self.about[name] for name in SAMPLING}
+        return sampling.make_settings(**made) if made["temperature"] else None
+
+    @property
+    def capacity(self) -> int:
+        """Positions that the longest text needs, whole pages."""
+        longest = max(map(len, self.prompts)) + self.about["gen_tokens"]
+        page_size = self.about["page_size"]
+        return index.pages_for(longest, page_size) * page_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trace:
-    """One prompt, and what decoding wrote after it, past stop tokens."""
+class Way:
+    """A gamma, or a policy that chooses it up to that."""
 
-    id: str
-    prompt_ids: list[int]
-    generated_ids: list[int]
-
-    @property
-    def text(self) -> list[int]:
-        """Prompt and output."""
-        return [*self.prompt_ids, *self.generated_ids]
-
-    def until_stop(self, stop_ids: Sequence[int]) -> list[int]:
-        """The output up to its first stop token, which is kept: that of decoding."""
-        ends = [n for n, token in enumerate(self.generated_ids, 1) if token in stop_ids]
-        return self.generated_ids[: ends[0] if ends else None]
+    gamma: int
+    name: str = "fixed"
+    policy: policies.Chosen = policies.Chosen()
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
     parser.add_argument(
-        "traces",
-        nargs="?",
+        "texts",
         type=cli.source,
         metavar="FILE",
-        help="traces to evaluate drafters on, written by --record",
+        help="rows of spec_round.py --ignore-stop --out",
     )
-    flags.add_models(parser.add_argument_group("models"), has_mesh=False)
-    group = parser.add_argument_group("recording")
-    cli.add(group, "--record FILE  decode the prompts, once, and write their traces")
-    flags.add_prompts(group, default="10")
-    flags.add_gen_tokens(group, default=64)
-    flags.add_page_size(group)
-    flags.add_raw(group)
-    flags.add_sampling(parser.add_argument_group("sampling of what is recorded"))
-    group = parser.add_argument_group("evaluation")
     replayed = [n for n in registry.names() if n not in registry.NEED_TARGET]
-    flags.add_drafters(group, default=",".join(replayed))
+    flags.add_drafters(parser, default=",".join(replayed))
     cli.add(
-        group,
+        parser,
         """
-        --gamma TOKENS,...=1,2,4,7  tokens drafted per round: a row for each; none may
-            be above the largest of the recording
-        --costs FILE  step costs to expect speeds from: rows of latency.py --out, or a
-            JSON object with plain_s, verify_s by rows, and draft_s
+        --draft DIR  folder of the draft model (default: that of the embedded pair)
+        --gamma TOKENS,...=1,2,4,7  tokens drafted per round: a row for each
+        --round-costs T,T,...  what rounds of 0, 1, 2 .. drafts take, in any unit, up to
+            the largest gamma
+        --gamma-policy NAME,...  policies that go by these costs, a row for each
         """,
-        FILE=cli.source,
+        **{
+            "T,T,...": round_costs,
+            "NAME,...": cli.names(cli.one_of(policies.MEASURED[1:])),
+        },
     )
-    flags.add_out(group, rows="one per drafter and gamma, as the table shows them")
+    flags.add_out(parser, rows="one per drafter and gamma, as the table shows them")
     args = parser.parse_args(argv)
-    if (args.traces is None) == (args.record is None):
-        parser.error("name one file: FILE to evaluate drafters on, or --record FILE")
-    names, why = EVALUATING, "is of evaluation: leave it out of --record"
-    if args.record is None:
-        names, why = RECORDING, "is what the traces say: record again, or leave it out"
-    for name in names:
-        if getattr(args, name) != parser.get_default(name):
-            parser.error(f"{cli.flag_of(name)} {why}")
-    flags.check_isa(parser, args)
-    flags.check_sampling(parser, args)
+    if args.gamma_policy and not args.round_costs:
+        parser.error("--gamma-policy goes by costs: give --round-costs, too")
     return args
 
 
-#
-# Traces
-#
+def round_costs(text: str) -> costs_lib.RoundCosts:
+    """The type of a list of the times of rounds."""
+    try:
+        return costs_lib.RoundCosts(round_s=tuple(map(float, text.split(","))))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
-def record(args: argparse.Namespace, console: rich_console.Console) -> int:
-    """Decodes the prompts and writes their traces; returns the exit status."""
-    drawn = flags.sampling_settings(args)
-    lm = models.load(args, drafter="ngram", gamma_max=max(args.gamma))
-    # Rounds verify drafts after a stop token, too, before it cuts.
-    subject = models.prepare(args, lm, args.prompts, sampling=drawn, stop_ids=())
-    header = Header(
-        target=str(args.target or "embedded"),
-        weights_sha256=fingerprint.of_params(lm.params),
-        vocabulary=lm.tokenizer.fingerprint,
-        vocab_size=lm.target.config.vocab_size,
-        dtype=lm.target.config.dtype,
-        impl=lm.target.impl,
-        slab=lm.target.slab,
-        stop_ids=tuple(lm.stop_ids),
-        prompt_source=args.prompts,
-        num_prompts=len(subject.prompts),
-        **{name: getattr(args, name) for name in SAMPLING},
-        **{name: getattr(args, name) for name in ("gen_tokens", "page_size")},
-    )
-    with records.open_rows(args.record, allow_dirty=args.allow_dirty) as out:
-        about = {"kind": "traces", "format": FORMAT, **dataclasses.asdict(header)}
-        about |= {"raw": args.raw, "chat_option": args.chat_option}
-        out.write(about | records.provenance())
-        pairs = zip(subject.prompts, subject.ids, strict=True)
-        with terminal.counted("prompts", total=len(subject.prompts)) as advance:
-            for prompt, ids in pairs:
-                new = runs.write(lm, subject.settings, ids)
-                one = Trace(id=prompt.id, prompt_ids=ids, generated_ids=new)
-                out.write({"kind": "trace", **dataclasses.asdict(one)})
-                advance()
-    console.print(
-        f"{header.num_prompts} prompts x {header.gen_tokens} tokens of decoding, "
-        f"{header.dtype}, impl {header.impl}: {args.record}",
-        soft_wrap=True,
-    )
-    return DONE
-
-
-def read(path: pathlib.Path) -> tuple[Header, list[Trace]]:
-    """Reads and checks a file of traces.
+def read(path: pathlib.Path) -> Texts:
+    """Reads the texts of one run.
 
     Raises:
-      ValueError: a file that cannot be read, is damaged, unfinished, of another format
-        or of something else.
+      ValueError: a file that is not the rows of one, or of texts that a stop token cut.
     """
-    again = "write traces with replay.py --record"
-    found = files.read_rows(path, hint=f"; {again}")
-    if not found:
-        raise ValueError(f"{path}: is empty; {again}")
-    (_, first), *others = found.items()
-    if (first.get("kind"), first.get("format")) != ("traces", FORMAT):
-        raise ValueError(f"{path}: has no header of traces of format {FORMAT}; {again}")
-    header = files.checked(first, Header, f"{path}, line 1")
-    traces = [files.checked(row, Trace, f"{path}, line {n}") for n, row in others]
-    lengths = {len(one.generated_ids) for one in traces}
-    if len(traces) != header.num_prompts or lengths != {header.gen_tokens}:
-        raise ValueError(
-            f"{path}: has {len(traces)} traces of {sorted(lengths)} tokens, and its "
-            f"header says {header.num_prompts} of {header.gen_tokens}; {again}"
-        )
-    return header, traces
-
-
-#
-# Evaluation
-#
+    again = "give the rows of one run of spec_round.py --ignore-stop --out"
+    rows = files.read_rows(path, hint=f"; {again}").values()
+    texts = [row for row in rows if row.get("kind") == "prompt"]
+    about = [row for row in rows if row.get("kind") == "summary"]
+    is_whole = len(about) == 1 and about[0].get("ignore_stop")
+    if not (texts and is_whole and all("prompt_ids" in row for row in texts)):
+        raise ValueError(f"{path}: no texts of one run, past stop tokens; {again}")
+    return Texts(
+        prompts=[row["prompt_ids"] for row in texts],
+        generated=[row["plain_ids"] for row in texts],
+        about=about[0],
+    )
 
 
 def replay(
-    header: Header, built: registry.Built, trace: Trace, *, gamma: int, capacity: int
+    texts: Texts, number: int, built: registry.Built, way: Way
 ) -> tuple[metrics.Counters, np.ndarray]:
     """Replays one prompt by a drafter with its parameters.
 
-    Args:
-      capacity: positions of all caches, whole pages.
-
     Returns:
-      The counters, and verifications by their active rows `[slab + 1]`: what the target
-      would have computed.
+      The counters, and verifications by their active rows `[gamma_max + 2]`: what the
+      target would have computed.
     """
-    (drafter, params), size = built, capacity + 1
-    target = trace_lib.TraceTarget(max_rows=header.slab, size=size)
-    text = trace_lib.make_trace(trace.text, size=size)
-    trace_lib.check_request(text, trace.prompt_ids, header.gen_tokens)
-    algo, known = algorithms.speculative(target, drafter), None
-    if isinstance(drafter, oracle.Oracle):
-        # What a live oracle is told: the text of decoding, to its stop token.
-        decoded = trace.until_stop(header.stop_ids)
-        known = oracle.make_trace([*trace.prompt_ids, *decoded])
+    (drafter, params), prompt = built, texts.prompts[number]
+    page_size, size = texts.about["page_size"], texts.capacity + 1
+    whole = [*prompt, *texts.generated[number]]
+    target = trace_lib.TraceTarget(max_rows=drafter.gamma_max + 1, size=size)
+    algo = algorithms.speculative(target, drafter, policy=way.policy.gamma_policy)
     request = scheduler_lib.Request(
-        prompt=trace.prompt_ids,
-        max_tokens=header.gen_tokens,
-        gamma=gamma,
-        sampling=header.settings,
-        target_params=text,
-        draft_params=known,
+        prompt=prompt,
+        max_tokens=len(texts.generated[number]),
+        gamma=way.gamma,
+        sampling=texts.settings,
+        target_params=trace_lib.make_trace(whole, size=size),
+        draft_params=oracle.make_trace(whole)
+        if isinstance(drafter, oracle.Oracle)
+        else None,
     )
-    sizes = {"capacity": capacity, "page_size": header.page_size}
-    state = algo.scheduler(
-        (None, params), num_slots=1, stop_ids=header.stop_ids, **sizes
-    ).begin(request)
-    state = algo.run((None, params), state)
+    sizes = {"capacity": texts.capacity, "page_size": page_size, "num_slots": 1}
+    scheduler = algo.scheduler(
+        (None, params), stop_ids=(), policy_state=way.policy.state, **sizes
+    )
+    state = algo.run((None, params), scheduler.begin(request))
     checks.check_pages(state.slots.status, state.slots.length, state.cache)
     slot = scheduler_lib.slot_of(jax.device_get(state.slots), 0)
-    num_tokens = int(slot.length) - len(trace.prompt_ids)
-    counters = metrics.of_slot(slot, num_tokens=num_tokens)
+    counters = metrics.of_slot(slot, num_tokens=int(slot.length) - len(prompt))
     return counters, np.asarray(state.cache.num_forwards)
 
 
-def build(args: argparse.Namespace, header: Header) -> dict[str, registry.Built]:
+def ways_of(args: argparse.Namespace, drafter: Any) -> list[Way]:
+    """Returns the gammas and the policies that are asked for."""
+    ways, most = [Way(gamma=gamma) for gamma in args.gamma], max(args.gamma)
+    for name in args.gamma_policy or ():
+        costs = args.round_costs.upto(most)
+        if name == policies.BUDGET:
+            looks_up = isinstance(drafter, text_tree.TextDrafter)
+            made, first = default_gamma.make(costs, looks_up=looks_up)
+            chosen = policies.Chosen(gamma_policy=made, state=first)
+        else:
+            how = {"gamma": most, "round_s": costs.rising_s}
+            chosen = policies.make(name, drafter, **how)
+        ways.append(Way(gamma=most, name=name, policy=chosen))
+    return ways
+
+
+def build(args: argparse.Namespace, texts: Texts) -> dict[str, registry.Built]:
     """Returns the drafters by name, as a live run has them; reads no target.
 
     Raises:
-      ValueError: a drafter that reads its target, a draft of another vocabulary, or a
-        gamma that is not drafted.
+      ValueError: a drafter that reads its target, a draft with fewer tokens than the
+        texts have, or a gamma that is not drafted.
     """
+    gamma_max, about = max(args.gamma), texts.about
+    vocab_size = 1 + max(max(ids) for ids in (*texts.prompts, *texts.generated))
 
     def load_draft():
         folder = args.draft or loading.EMBEDDED_DRAFT
-        how = {"gamma_max": max(args.gamma), "dtype": header.dtype}
-        words = tokenizer.load(folder)
-        drafter, params = loading.load_draft(folder, words, impl=header.impl, **how)
-        ours = words.fingerprint, drafter.vocab_size
-        if ours != (header.vocabulary, header.vocab_size):
+        how = {"gamma_max": gamma_max, "dtype": about["dtype"], "impl": about["impl"]}
+        drafter, params = loading.load_draft(folder, tokenizer.load(folder), **how)
+        if drafter.vocab_size < vocab_size:
             raise ValueError(
-                f"{folder}: a draft of another vocabulary than that of the traces; "
-                f"give the --draft that goes with {header.target}"
+                f"{folder}: a draft of {drafter.vocab_size} tokens, and the texts have "
+                f"token {vocab_size - 1}: give the --draft of {about['target']}"
             )
         return drafter, params
 
     parts = registry.Parts(
-        gamma_max=max(args.gamma),
-        vocab_size=header.vocab_size,
+        gamma_max=gamma_max,
+        vocab_size=vocab_size,
         load_draft=load_draft,
         draft=args.draft,
-        dtype=header.dtype,
+        dtype=about["dtype"],
     )
     built = {}
     for name in args.drafter:
         if registry.reads_target(name, args.draft):
             raise ValueError(
-                f"--drafter {name} reads its target, which a trace does not have: "
+                f"--drafter {name} reads its target, which a text does not have: "
                 "evaluate it by sweep.py"
             )
         built[name] = registry.build(name, parts)
-        models.check_gamma(name, built[name][0], max(args.gamma))
+        models.check_gamma(name, built[name][0], gamma_max)
     return built
 
 
-def evaluate(args: argparse.Namespace, console: rich_console.Console) -> int:
-    """Evaluates the drafters, and shows it; returns the exit status."""
-    header, traces = read(args.traces)
-    if max(args.gamma) + 1 > header.slab:
-        raise ValueError(
-            f"{args.traces}: recorded for windows of at most {header.slab} rows, which "
-            f"is gamma {header.slab - 1}, and --gamma has {max(args.gamma)}; record "
-            "again with it"
-        )
-    curves = {} if args.costs is None else step_costs.read(args.costs, args.drafter)
-    for curve in curves.values():
-        curve.round_s(max(args.gamma))  # Raises where its table is too short.
-    pages = index.pages_for(max(len(t.text) for t in traces), header.page_size)
-    capacity = pages * header.page_size
-    built, found = build(args, header), []
-    with records.open_out(args) as out:
-        out.common = dataclasses.asdict(header) | {
-            "draft": models.draft_of(args),
-            "traces_sha256": files.sha256(args.traces),
-            "costs_sha256": args.costs and files.sha256(args.costs),
-            **records.provenance(),
-        }
-        total = len(built) * len(args.gamma) * len(traces)
-        with terminal.counted("replays", total=total) as advance:
-            for name, gamma in itertools.product(built, args.gamma):
-                how, done = {"gamma": gamma, "capacity": capacity}, []
-                for trace in traces:
-                    done.append(replay(header, built[name], trace, **how))
-                    advance()
-                row = {"kind": "replay", "drafter": name, "gamma": gamma}
-                row |= summarise(header, traces, done, curves.get(name))
-                found.append(row)
-                out.write(row)
-    left_out = () if curves else ("expected speed-up",)
-    columns = {name: c for name, c in COLUMNS.items() if name not in left_out}
-    tables.print_rows(found, columns, console)
-    return DONE
+def expected(
+    costs: costs_lib.RoundCosts, row: Mapping[str, Any]
+) -> dict[str, float | None]:
+    """Returns the time that a row's rounds take, and the speed-up, by these costs."""
+    round_s = costs.rising_s()
+    forwards = np.trim_zeros(row["rounds_by_rows"][1:], "b")
+    seconds = float(forwards @ round_s[: len(forwards)])
+    plain_s = row["tokens"] * float(round_s[0])
+    return {"expected_s": seconds, "expected_speedup": plain_s / seconds}
 
 
 def summarise(
-    header: Header,
-    traces: Sequence[Trace],
-    done: Sequence[tuple[metrics.Counters, np.ndarray]],
-    curve: theory.CostCurve | None,
+    texts: Texts, done: Sequence[tuple[metrics.Counters, np.ndarray]]
 ) -> dict[str, Any]:
-    """Returns the numbers of a row, of all replays of a drafter with one gamma."""
+    """Returns the numbers of a row, of all replays of a drafter in one way."""
     counted, forwards = zip(*done, strict=True)
-    texts = [trace.until_stop(header.stop_ids) for trace in traces]
-    total, num_forwards = metrics.total(counted), np.sum(forwards, axis=0)
     summary = metrics.summarise(
-        total,
-        prompts=len(traces),
-        texts=list(map(metrics.text_counts, texts, counted)),
+        metrics.total(counted),
+        prompts=len(counted),
+        texts=list(map(metrics.text_counts, texts.generated, counted)),
         matched=None,
         verify_decode_mismatches=None,
     )
-    expected = None
-    if curve is not None:
-        seconds = step_costs.expected_seconds(curve, num_forwards)
-        expected = total.tokens * curve.plain_s / seconds
     untold = "baseline_ spec_ speedup_ matched verify_decode_ nonfinite_logits"
     found = {k: v for k, v in summary.items() if not k.startswith((*untold.split(),))}
-    return found | {"rounds_by_rows": num_forwards, "expected_speedup": expected}
+    return found | {"rounds_by_rows": np.sum(forwards, axis=0)}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluates the drafters, and shows it; returns the exit status."""
+    texts, found = read(args.texts), []
+    if args.round_costs:
+        args.round_costs.upto(max(args.gamma))  # Raises where there are too few.
+    numbers = range(len(texts.prompts))
+    with records.open_out(args) as out:
+        names = ("target", "dtype", "impl", "gen_tokens", *SAMPLING)
+        out.common = {name: texts.about[name] for name in names} | {
+            "draft": str(args.draft or "embedded"),
+            "texts_sha256": files.sha256(args.texts),
+            **records.provenance(),
+        }
+        for name, built in build(args, texts).items():
+            rows = []
+            for way in ways_of(args, built[0]):
+                done = []
+                with terminal.counted(f"{name}, {way.name}", total=len(numbers)) as go:
+                    for number in numbers:
+                        done.append(replay(texts, number, built, way))
+                        go()
+                row = {"kind": "replay", "drafter": name, "gamma": way.gamma}
+                row |= {"gamma_policy": way.name} | summarise(texts, done)
+                if args.round_costs:
+                    row |= expected(args.round_costs, row)
+                rows.append(row)
+            if args.round_costs:  # Drafting nothing is one of the constant gammas.
+                plain_s = rows[0]["tokens"] * args.round_costs.rising_s()[0]
+                fixed = [r["expected_s"] for r in rows if r["gamma_policy"] == "fixed"]
+                for row in rows:
+                    row["regret"] = row["expected_s"] / min(plain_s, *fixed) - 1
+            out.write_all(rows)
+            found += rows
+    columns = COLUMNS | (COSTS if args.round_costs else {})
+    tables.print_rows(found, columns, terminal.console())
+    return DONE
 
 
 COLUMNS: dict[str, tables.Column] = {
     "drafter": "",
     "gamma": "d",
+    "gamma_policy": "",
     "acceptance": ("acceptance_rate", ".3f"),
-    "repetition": ".3f",
     "tokens a round": ("mean_accepted_length", ".2f"),
     "rounds": ",d",
-    "tokens a step": ("tokens_per_target_step", ".2f"),
-    "expected speed-up": ("expected_speedup", ".2f"),
 }
-
-
-def run(args: argparse.Namespace) -> int:
-    """Records or evaluates; returns the exit status."""
-    return (evaluate if args.record is None else record)(args, terminal.console())
-
+COSTS: dict[str, tables.Column] = {
+    "expected speed-up": ("expected_speedup", ".2f"),
+    "regret": "+.1%",
+}
 
 main = cli.script("replay.py", parse_args, run)
 

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from rich import console as rich_console
 
-from experiments.lib import bench, hf, peak_memory, runs as runs_lib, tables, terminal
+from experiments.lib import bench, hf, runs as runs_lib, tables
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import ngram
 
 
-OURS, THEIRS = peak_memory.OURS, peak_memory.THEIRS
+OURS, THEIRS = "spec_jax", "transformers"
 first_difference = runs_lib.first_difference
 
 
@@ -347,27 +347,16 @@ GREEDY = {
     "our margin": ("our_margin", ".2e"),
     "their margin": ("their_margin", ".2e"),
 }
-MEMORY = {
-    "side": "",
-    "stage": "",
-    "host_mib": lambda row: _mib(row["host_bytes"]),
-    "device_mib": lambda row: _mib(row["device_bytes"]),
-}
 """Of the tables, for `tables.print_rows`."""
-
-
-def _mib(num_bytes: int | None) -> str:
-    return terminal.format_value(num_bytes and num_bytes / 2**20, ",.0f")
 
 
 def print_all(
     console: rich_console.Console,
     compared: Sequence[tables.Row],
     greedy: Sequence[tables.Row],
-    memory: Sequence[tables.Row],
     summary: tables.Row,
 ) -> None:
-    """Prints everything: how fast, the same, how large."""
+    """Prints everything: how fast, and whether the same."""
     for length in dict.fromkeys(row["length"] for row in compared):
         of_length = [row for row in compared if row["length"] == length]
         tokens = " and ".join(map(str, sorted(set(of_length[0]["prompt_tokens"]))))
@@ -382,8 +371,6 @@ def print_all(
             style="bold red",
         )
         tables.print_rows(different, GREEDY, console)
-    if memory:
-        tables.print_rows(memory, MEMORY, console)
     console.print(
         "tok/s: prefill included, median and percentiles over the turns; vs plain, HF: "
         "times autoregressive decoding of that side, and Hugging Face's; accepted: of "

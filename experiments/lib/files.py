@@ -1,21 +1,16 @@
 """Files that scripts read and write; what cannot be used is refused in one line."""
 
-import dataclasses
 import hashlib
 import io
 import json
 import os
 import pathlib
 import tempfile
-import types
-import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from spec_jax import regular_files
 
-
-T = TypeVar("T")
 
 read = regular_files.read
 
@@ -56,38 +51,6 @@ def read_rows(path: pathlib.Path, *, hint: str = "") -> dict[int, dict[str, Any]
             kind = type(rows[number]).__name__
             raise ValueError(f"{path}, line {number}: not a JSON object but a {kind}")
     return rows
-
-
-def checked(row: Mapping[str, Any], kind: type[T], where: str) -> T:
-    """Makes a dataclass of a JSON row, whose other keys are left alone.
-
-    Args:
-      kind: its fields are of JSON's types, of None, or lists and tuples of integers.
-
-    Raises:
-      ValueError: a field that is missing, or of another type; `where` says whose.
-    """
-    values = {}
-    for field in dataclasses.fields(kind):
-        name, wanted = field.name, field.type
-        if name not in row:
-            raise ValueError(f"{where}: lacks {name!r}; write it again")
-        value = row[name]
-        if not _is_a(value, wanted):
-            named = getattr(wanted, "__name__", wanted)
-            shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:12]}..."
-            raise ValueError(f"{where}: {name}={shown} is no {named}; write it again")
-        values[name] = tuple(value) if typing.get_origin(wanted) is tuple else value
-    return kind(**values)
-
-
-def _is_a(value: Any, wanted: Any) -> bool:
-    """Whether a JSON value is of a field's type; a bool is no number."""
-    if typing.get_origin(wanted) in (list, tuple):
-        return isinstance(value, list) and all(type(entry) is int for entry in value)
-    if isinstance(wanted, types.UnionType):
-        return any(_is_a(value, one) for one in wanted.__args__)
-    return type(value) is wanted or (wanted is float and type(value) is int)
 
 
 def open_output(path: pathlib.Path) -> io.FileIO:

@@ -187,11 +187,6 @@ def add_rule(group: argparse._ActionsContainer) -> None:
     )
 
 
-def add_cost_repeats(group: argparse._ActionsContainer) -> None:
-    """`--cost-repeats`."""
-    cli.add(group, "--cost-repeats N=10  timed calls of each part of a round")
-
-
 def add_raw(group: argparse._ActionsContainer) -> None:
     """`--raw`, and `--chat-option` for `prompts.with_options`."""
     cli.add(

@@ -50,7 +50,6 @@ c | 25 | sampling 8b | {large} {sampled} --steps 32 --contexts 128 --rows 1
 c | 35 | long contexts 8b | {large} --steps 32 --contexts 16384 32768 --rows 5
 c | 30 | steps llama 8b | latency --preset {llama} {turns} {few}
 c | 30 | steps qwen2.5 7b | latency --preset {qwen2} {turns} {few}
-c | 30 | trees 8b | {large} --steps 32 --contexts 128 --rows 1 --tree-rows 32,64
 h | 30 | eagle3 tree of 16 | {large} --head eagle3 --head-tree 16 {published}
 h | 30 | eagle3 tree of 64 | {large} --head eagle3 --head-tree 64 {published}
 h | 30 | dspark tree of 32 | {large} --head dspark --head-tree 32 {published}
@@ -79,7 +78,7 @@ _WORDS = {
     "traced": "--steps 16 --contexts 128 --rows 1 --trace {out}/trace",
     "cells": "--prompts 4 --gen-tokens 32 --gamma 4 --impl {impl}",
     "one": "--page-size 16 --cache paged --gamma-policy fixed",
-    "checked": "--check --contexts 300,4096 --impls {impl}",
+    "checked": "--contexts 300,4096",
 }
 
 # For a model of two thousandths of the size: all contexts and repeats are less, too.
@@ -95,7 +94,7 @@ _REHEARSED = {
     "traced": "--steps 2 --contexts 16 --rows 1 --trace {out}/trace",
     "cells": "--prompts 4 --gen-tokens 4 --gamma 4 --impl {impl} --gamma-policy fixed "
     "--sampling greedy --dtype bfloat16",
-    "checked": "--rows 1 --contexts 32 --repeats 1 --only '^qkv' --impls {impl}",
+    "checked": "--contexts 32 --only '^qkv'",
 }
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import kernels
+from experiments.lib import noise
 from spec_jax.pallas import skinny_gemm_triton as triton
 from spec_jax.testing import compare
 
@@ -23,6 +23,9 @@ HEIGHT = 16
 HEIGHTS = (1, 2, 5, 8, 32, 64)
 _SHIFTS = (1, 5)
 
+BY_ROW = ("x", "residual", "slots", "positions", "cos", "sin")
+"""The inputs that have an entry for each row."""
+
 Row = dict[str, Any]
 
 
@@ -30,8 +33,7 @@ Row = dict[str, Any]
 class Case:
     """A kernel with its rows."""
 
-    name: str
-    run: Any  # `(inputs, pages) -> rows, pages`, compiled; inputs as in `kernels`
+    run: Any  # `(inputs, pages) -> rows, pages`, compiled
     inputs: dict[str, Any]
     pages: Any = ()
     # `(inputs, pages) -> ` what the rows wrote, pytree of `[R, ...]`
@@ -45,70 +47,7 @@ class Case:
         return y, self.written(inputs, pages)
 
 
-def case_of(subject: kernels.Subject, impl: str) -> Case:
-    """Returns the kernel as `impl` computes it, with `HEIGHT` rows."""
-    if subject.kernel == "attend":
-        return _attention(subject, impl)
-    subject = dataclasses.replace(subject, copies=1).for_impl(impl)
-    fixed, _ = subject.allocate()
-    inputs = dict(subject.inputs(impl, fixed, HEIGHT, HEIGHT))
-
-    @jax.jit
-    def call(inputs, fixed):
-        return subject.call(impl, inputs["x"], (), fixed, inputs)[0]
-
-    run = lambda inputs, pages: (call(inputs, fixed), pages)
-    return Case(name=subject.name, run=run, inputs=inputs)
-
-
-def _attention(subject: kernels.Attention, impl: str) -> Case:
-    """Rows of two slots in turn, one of them after a third of the context."""
-    rows = np.arange(HEIGHT, dtype=np.int32)
-    slots, ends = rows % 2, np.asarray([subject.context, subject.context // 3 + 1])
-    positions = np.maximum(ends - HEIGHT // 2, 0).astype(np.int32)[slots] + rows // 2
-    inputs = subject.rows_at(jnp.asarray(slots), jnp.asarray(positions))
-    inputs["num_active"] = jnp.int32(HEIGHT)
-
-    def layout(*, seed: int, wider: int) -> Case:
-        own = dataclasses.replace(subject, copies=2, spread=3, seed=seed)
-        fixed, pages = own.allocate()
-        table = jnp.concatenate(fixed["tables"])
-        # Pages that nobody owns hold NaN; the same keys at each position elsewhere.
-        pages = tuple(_laid_out(pool, table) for pool in pages)
-        pad = jnp.full((2, wider), pages[0].shape[0], jnp.int32)
-        fixed["tables"] = (jnp.concatenate([table, pad], axis=1),)
-
-        @jax.jit
-        def call(inputs, pages, fixed):
-            return own.call(impl, inputs["x"], pages, fixed, inputs)
-
-        def written(inputs, pages):
-            at = table[inputs["slots"], inputs["positions"] // kernels.PAGE_SIZE]
-            offset = inputs["positions"] % kernels.PAGE_SIZE
-            return tuple(pool[at, offset] for pool in pages)
-
-        return Case(
-            name=subject.name,
-            run=lambda inputs, pages: call(inputs, pages, fixed),
-            inputs=inputs,
-            pages=pages,
-            written=written,
-        )
-
-    case = layout(seed=0, wider=0)
-    wider = layout(seed=2, wider=case.pages[0].shape[0])
-    others = {"other pages": layout(seed=1, wider=0), "a wider table": wider}
-    return dataclasses.replace(case, others=others)
-
-
-@jax.jit
-def _laid_out(pool, table):
-    """The first pages' worth of noise at the places of the table, NaN elsewhere."""
-    owned = pool[: table.size]
-    return jnp.full_like(pool, jnp.nan).at[table.reshape(-1)].set(owned)
-
-
-def check(case: Case) -> Iterator[Row]:
+def check(name: str, case: Case) -> Iterator[Row]:
     """Yields the hash of all rows at once, then a row for what must not matter.
 
     Raises:
@@ -116,13 +55,13 @@ def check(case: Case) -> Iterator[Row]:
     """
     expected = jax.device_get(case.results(case.inputs))
     if differing(expected, case.results(case.inputs)):
-        raise ValueError(f"{case.name}: two calls give other bits")
+        raise ValueError(f"{name}: two calls give other bits")
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(expected):
         if not np.isfinite(leaf.astype(np.float32)).all():
-            raise ValueError(f"{case.name} gives numbers that are not finite")
+            raise ValueError(f"{name} gives numbers that are not finite")
         digest.update(np.ascontiguousarray(leaf).tobytes())
-    yield {"kind": "hash", "check": case.name, "sha256": digest.hexdigest()}
+    yield {"kind": "hash", "check": name, "sha256": digest.hexdigest()}
     found: dict[str, list[tuple[int, int]]] = {}
     for grid, actual, at, live in _grids(case):
         counts = compare_rows(actual, expected, at=at, live=live)
@@ -131,7 +70,7 @@ def check(case: Case) -> Iterator[Row]:
         wrong, elements = map(sum, zip(*counts, strict=True))
         yield {
             "kind": "bitwise",
-            "check": f"{case.name}: {grid}",
+            "check": f"{name}: {grid}",
             "cases": len(counts),
             "elements": elements,
             "differing": wrong,
@@ -167,8 +106,7 @@ def _taken(inputs: dict[str, Any], at: np.ndarray) -> dict[str, Any]:
     """The inputs with the rows `at`."""
     rows = jnp.asarray(at)
     return {
-        name: value[rows] if name in kernels.BY_ROW and value is not None else value
-        for name, value in inputs.items()
+        name: value[rows] if name in BY_ROW else value for name, value in inputs.items()
     }
 
 
@@ -183,7 +121,7 @@ def _poisoned(inputs, live):
         return jnp.where(padding, jnp.asarray(jnp.nan if is_float else -1, x.dtype), x)
 
     made = {
-        name: jax.tree.map(poison, value) if name in kernels.BY_ROW else value
+        name: jax.tree.map(poison, value) if name in BY_ROW else value
         for name, value in inputs.items()
     }
     return {**made, "num_active": live}
@@ -193,11 +131,8 @@ def control(impl: str) -> Row:
     """Negative control: a plan that depends on the number of rows is seen."""
     interpret = impl == "interpret"
     terms = 128 if interpret else 2048
-    subject = kernels.Projection(
-        name="control", kernel="project", shape=(64, terms), dtype="bfloat16"
-    )
-    fixed, _ = subject.allocate()
-    x = subject.inputs(impl, fixed, HEIGHT, HEIGHT)["x"]
+    matrix = noise.normal(0, (64, terms), "bfloat16", stddev=terms**-0.5)
+    x = noise.normal(1, (HEIGHT, terms), "bfloat16")
     plans = (
         triton.Plan(block_n=16, block_k=64),
         triton.Plan(block_n=16, block_k=32, splits=terms // 64),
@@ -205,7 +140,7 @@ def control(impl: str) -> Row:
     how = {"num_active": jnp.int32(HEIGHT), "norm": None, "eps": 1e-6}
     how |= {"residual": None, "out_dtype": jnp.dtype("float32")}
     one, two = (
-        triton.project(x, fixed["weights"][0], plan=plan, interpret=interpret, **how)
+        triton.project(x, matrix, plan=plan, interpret=interpret, **how)
         for plan in plans
     )
     wrong = differing(one, two)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import cli, costs, models, profiles, runs
+from experiments.lib import cli, models, profiles, runs
 from spec_jax import default_gamma, loading
 from spec_jax.drafters import draft_model, hybrid
 from spec_jax.engine import protocols
@@ -25,8 +25,6 @@ BUDGET = "budget"
 
 MEASURED = (*POLICIES, BUDGET)
 """All names, of scripts that measure what a policy needs where it runs."""
-
-TURNS = 5  # of the measurement that goodput needs
 
 
 def add_policy(group: argparse._ActionsContainer) -> None:
@@ -53,8 +51,8 @@ def add_schedule(group: argparse._ActionsContainer) -> None:
         """
         --schedule PROFILE  of what is drafted, verify those tokens of the whole batch
             that pay, by the chance that each is kept and the step times of this file of
-            profile_steps.py, and draft while that pays; rows of fit_scores.py --gamma
-            in it calibrate the chances
+            profile_steps.py, and draft while that pays; its rows of
+            --calibrate make confidences chances
         """,
         PROFILE=cli.source,
     )
@@ -202,55 +200,33 @@ def with_policy(
     """The settings with a policy of that name, for gammas up to `settings.gamma`.
 
     Args:
-      prompt: a prompt of typical length, on which costs are measured where the policy
-        needs them.
+      prompt: a prompt of typical length, with which costs are measured where the policy
+        needs them, as the front door measures them.
 
     Raises:
       ValueError: a budget under a rule whose tokens would depend on measured times.
     """
-    if name == BUDGET:
-        return _with_budget(lm, settings, prompt)
-    chosen = make(
-        name,
-        lm.drafter,
-        gamma=settings.gamma,
-        round_s=lambda: measure_costs(lm, settings, prompt).round_s(),
-    )
-    return dataclasses.replace(
-        settings, gamma_policy=chosen.gamma_policy, policy_state=chosen.state
-    )
-
-
-def _with_budget(lm, settings, prompt) -> runs.Settings:
-    """Returns the settings with the default policy of the front door."""
-    if settings.rule != "coupled":
+    if name == BUDGET and settings.rule != "coupled":
         raise ValueError(
             f"policy {BUDGET!r} chooses gamma by measured times, on which tokens would "
             f"depend under rule {settings.rule!r}: take the rule 'coupled', or a fixed "
             "gamma"
         )
-    fixed = dataclasses.replace(settings, gamma_policy=None, policy_state=None)
-    scheduler = runs.make_scheduler(lm, fixed)
-    request = runs.make_request(lm, fixed, prompt)
-    scheduler, _, _ = default_gamma.adapted(lm, scheduler, [request])
+
+    def adapted() -> tuple[Chosen, Any]:
+        change = {"gamma_policy": None, "policy_state": None, "rule": "coupled"}
+        fixed = dataclasses.replace(settings, **change)
+        scheduler = runs.make_scheduler(lm, fixed)
+        request = runs.make_request(lm, fixed, prompt)
+        scheduler, _, costs = default_gamma.adapted(lm, scheduler, [request])
+        made = scheduler.speculator.gamma_policy
+        return Chosen(gamma_policy=made, state=scheduler.policy_state), costs
+
+    if name == BUDGET:
+        chosen, _ = adapted()
+    else:
+        how = {"gamma": settings.gamma, "round_s": lambda: adapted()[1].rising_s()}
+        chosen = make(name, lm.drafter, **how)
     return dataclasses.replace(
-        settings,
-        gamma_policy=scheduler.speculator.gamma_policy,
-        policy_state=scheduler.policy_state,
+        settings, gamma_policy=chosen.gamma_policy, policy_state=chosen.state
     )
-
-
-def measure_costs(
-    lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
-) -> costs.RoundCosts:
-    """What rounds of each gamma up to the drafter's `gamma_max` cost here."""
-    # Long enough for a window of every height, several times.
-    missing = max(0, 4 * (lm.drafter.gamma_max + 1) - settings.gen_tokens)
-    longer = dataclasses.replace(
-        settings,
-        num_slots=1,
-        gen_tokens=settings.gen_tokens + missing,
-        capacity=settings.capacity + missing,
-    )
-    found, _ = costs.measure({"drafter": lm}, longer, prompt, repeats=TURNS)
-    return found["drafter"]

@@ -24,10 +24,9 @@ from typing import Any
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_TOOLS = ("ptxas", "nvcc", "nvidia-smi")
+_TOOLS = ("ptxas", "nvidia-smi")
 _PACKAGES = ("jax", "jaxlib", "torch", "transformers", "numpy")
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-_END_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,20 +53,17 @@ def usable_cores() -> int:
 
 
 def environment(
-    *, compiled: pathlib.Path | None, xla_flags: str = "", memory_share: float = 0.9
+    *, compiled: pathlib.Path, xla_flags: str = "", memory_share: float = 0.9
 ) -> dict[str, str]:
     """Variables of a process that runs JAX.
 
     Args:
-      compiled: the folder of compiled programs, unless the user has one of their own;
-        None compiles everything anew.
+      compiled: the folder of compiled programs, unless the user has one of their own.
       xla_flags: besides those that are set.
       memory_share: of a GPU's memory that JAX may take; a small one is not taken before
         it is needed.
     """
     variables = {**os.environ, "PYTHONPATH": python_path()}
-    if compiled is None:
-        variables["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     for name, value in {
         "JAX_COMPILATION_CACHE_DIR": compiled,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0,
@@ -154,17 +150,6 @@ class Worker:
         self.process.stdout.close()
         with contextlib.suppress(OSError):  # What it did not read.
             self.process.stdin.close()
-
-
-def end(process: subprocess.Popen) -> None:
-    """Ends a process if it still runs: politely first."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def run_here(module: str, arguments: Sequence[str], *, output: pathlib.Path) -> Outcome:

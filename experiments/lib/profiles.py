@@ -23,7 +23,7 @@ from spec_jax.paging import index
 
 KIND = "step_profile"
 CALIBRATION = "confidences"
-"""Of rows that `fit_scores.py --gamma` writes."""
+"""Of rows that `profile_steps.py --calibrate` writes."""
 
 SAME = ("target", "draft", "dtype", "impl", "native_isa", "drafter", "devices")
 """What a profile is of: times of others would be made up."""
@@ -128,8 +128,8 @@ class Profile:
     step_s: np.ndarray  # [rows + 1]
     draft_s: float  # what drafting adds to a round of all slots
     # [gamma], of confidences; None: the file has no calibration
-    temperatures: np.ndarray | None
-    shifts: np.ndarray | None
+    temperatures: np.ndarray | None = None
+    shifts: np.ndarray | None = None
 
     def round_s(self, num_slots: int, gamma: int) -> np.ndarray:
         """Returns seconds of a round in which each slot verifies 0 to `gamma` drafts;
@@ -150,11 +150,10 @@ def read(
     """Returns the profile of so many slots, of the fewest drafts that suffice; among
     those, the one whose context is nearest.
 
-    And how confidences are scaled, where the file has rows of these too; one without
-    shifts has temperatures alone.
+    And how confidences are scaled, where the file has rows of these too.
 
     Args:
-      path: JSON lines of `profile_steps.py`, and maybe of `fit_scores.py --gamma`.
+      path: JSON lines of `profile_steps.py`.
       described: what is run, by the keys `SAME`, and `drafter_sha256`, which is of
         calibrations alone; one that it lacks, a profile lacks.
 
@@ -162,68 +161,43 @@ def read(
       ValueError: no such profile, or one that cannot be used.
     """
     rows = list(files.read_rows(path, hint="; profile_steps.py writes one").values())
-    of_run = [
-        row for row in rows if all(row.get(key) == described.get(key) for key in SAME)
-    ]
-    # Of more drafts than are asked for, drafting would seem to take longer.
-    fits = [
-        (row["gamma"], abs(row["context"] - context), number)
-        for number, row in enumerate(of_run)
-        if row.get("kind") == KIND
-        and row.get("num_slots") == num_slots
-        and all(isinstance(row.get(key), int) for key in ("gamma", "context"))
-        and row["gamma"] >= gamma
-    ]
+    wanted = {key: described.get(key) for key in SAME}
+    of_run = [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
+    profiles = [row for row in of_run if row.get("kind") == KIND]
+    fits = [r for r in profiles if r["num_slots"] == num_slots and r["gamma"] >= gamma]
     if not fits:
         there = [{key: row.get(key) for key in (*SAME, "num_slots", "gamma")}
                  for row in rows if row.get("kind") == KIND]  # fmt: skip
-        wanted = {key: described.get(key) for key in SAME}
         raise ValueError(
             f"{path}: no profile of {wanted} with {num_slots} slots and gamma {gamma} "
             f"or more, but of {there or 'nothing'}: measure it by profile_steps.py "
             f"--batch {num_slots} --gamma {gamma}"
         )
-    row = of_run[min(fits)[-1]]
+    # Of more drafts than are asked for, drafting would seem to take longer.
+    row = min(fits, key=lambda row: (row["gamma"], abs(row["context"] - context)))
     try:
         step_s = schedule.times([row["step_s"][0], *row["step_s"]])
-        draft_s = float(row["draft_s"])
-        if not 0 <= draft_s < np.inf:
-            raise ValueError(f"draft_s={draft_s} is no time")
-    except (ValueError, TypeError, IndexError, KeyError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: no times of steps ({error})") from None
+    found = Profile(step_s=step_s, draft_s=float(row["draft_s"]))
     fitted = [row for row in of_run if row.get("kind") == CALIBRATION]
+    if not fitted:
+        return found
     ours = described.get("drafter_sha256")
     if any(row.get("drafter_sha256", ours) != ours for row in fitted):
         raise ValueError(
             f"{path}: confidences are calibrated of a {described.get('drafter')} with "
-            "other weights: fit them by fit_scores.py"
+            "other weights: profile_steps.py --calibrate fits them"
         )
-    try:
-        scaling = _scaling(fitted, gamma=gamma, temperature=temperature)
-    except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"{path}: no calibration of confidences ({error})") from None
-    return Profile(step_s=step_s, draft_s=draft_s, **scaling)
-
-
-def _scaling(fitted, *, gamma, temperature) -> dict[str, np.ndarray | None]:
-    """A file's calibration of the drafter; None of what it does not have."""
-    if not fitted:
-        return {"temperatures": None, "shifts": None}
     for row in fitted:
         is_same = np.float32(row["temperature"]) == np.float32(temperature)
-        if not (is_same and len(row["temperatures"]) >= gamma):
-            continue
-        row = {"shifts": [0.0] * gamma} | row
-        found = {
-            name: np.asarray(row[name][:gamma], np.float32)
-            for name in ("temperatures", "shifts")
-        }
-        is_finite = np.isfinite(list(found.values())).all()
-        if not (is_finite and found["temperatures"].min() > 0):
-            raise ValueError(f"{found}: they must be finite, and temperatures above 0")
-        return found
+        if is_same and len(row["temperatures"]) >= gamma:
+            names = ("temperatures", "shifts")
+            scaling = {name: np.float32(row[name][:gamma]) for name in names}
+            return dataclasses.replace(found, **scaling)
     there = [(row["temperature"], len(row["temperatures"])) for row in fitted]
     raise ValueError(
-        f"they are calibrated at (temperature, drafts) {there}, and not at temperature "
-        f"{temperature:g} of {gamma} drafts: fit them by fit_scores.py"
+        f"{path}: confidences are calibrated at (temperature, drafts) {there}, and not "
+        f"at temperature {temperature:g} of {gamma} drafts: profile_steps.py "
+        f"--calibrate {temperature:g} fits them"
     )

@@ -1,7 +1,6 @@
 """Tables of trees, heads and schedules, each a function of the published rows."""
 
 import pathlib
-import re
 
 from experiments.lib import published_rows
 from spec_jax.drafters import tree_shapes
@@ -26,41 +25,6 @@ def trees() -> published_rows.Lines:
         "rows of the target a round": "{rows_per_round:.1f}",
         "speed-up": "{speedup_e2e:.2f}",
     }
-    return published_rows.table(columns, rows)
-
-
-def tree_rows() -> published_rows.Lines:
-    """What rows of trees cost: beside rows of chains, and of one row in a tall slab."""
-    yield (
-        "`python experiments/latency.py --impl native --tree-rows 8,16,32,64`",
-        *("of a chain's rows (p10 to p90)", "one row in such a slab, of one in 5"),
-        "moving the kept path, of a plain step",
-    )
-    rows = published_rows.rows_of("latency_trees_native.jsonl", "step")
-    found = {row["step"]: row for row in rows}
-    for count in (8, 16, 32, 64):
-        row = found[f"{count} tree rows"]
-        path = re.compile(rf"moving \d+ of {count} tree rows")
-        (moving,) = filter(path.fullmatch, found)
-        yield (
-            f"{count} rows",
-            f"{row['ratio']:.2f} ({row['ratio_p10']:.2f} to {row['ratio_p90']:.2f})",
-            f"{found[f'1 of {count} tree rows']['ratio']:.2f}",
-            f"{found[moving]['ratio']:.1%}",
-        )
-
-
-def taus() -> published_rows.Lines:
-    """The tau of a tree's scores that makes them chances, and how good children are."""
-    columns: dict[str, published_rows.Cell] = {
-        "`python experiments/fit_scores.py`": "T = {temperature:g}",
-        "tau": "{tau:.2f}",
-        "nats a token": "{nats:.3f}",
-        "at tau 1": "{nats_at_tau_1:.3f}",
-    }
-    for count in (1, 2, 4, 8):
-        columns[f"among the first {count}"] = f"{{first_{count}:.0%}}"
-    rows = published_rows.rows_of("fit_scores.jsonl", "fitted_scores")
     return published_rows.table(columns, rows)
 
 
@@ -268,6 +232,6 @@ def schedule() -> published_rows.Lines:
 
 
 TABLES = (
-    *(trees, tree_rows, taus, heads, real, llama_cpp_heads, evaluation, positions),
+    *(trees, heads, real, llama_cpp_heads, evaluation, positions),
     *(ablations, calibration, step_profile, schedule, beyond_dspark),
 )

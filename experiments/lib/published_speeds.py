@@ -1,7 +1,7 @@
 """Tables of speeds and certificates, each a function of the published rows."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from experiments.lib import files, published_rows
 
@@ -48,16 +48,6 @@ def hugging_face() -> published_rows.Lines:
         yield f"{method}, K = {gamma}" if gamma else method, *cells
 
 
-def memory() -> published_rows.Lines:
-    """Peak memory of a process that decodes, stage by stage."""
-    stages = ("libraries", "weights", "plain", "draft model")
-    yield "`python experiments/compare_hf.py`, peak memory, MiB", *stages
-    rows = published_rows.rows_of("compare_hf.jsonl", "memory")
-    found = {(row["side"], row["stage"]): row["host_bytes"] / 2**20 for row in rows}
-    for side in ("spec_jax", "transformers"):
-        yield side, *(f"{found[side, stage]:.0f}" for stage in stages)
-
-
 def llama_cpp() -> published_rows.Lines:
     """SmolLM2, the embedded pair and the shape of Qwen3-0.6B beside llama.cpp."""
     ends = ("_smollm2", "", "_qwen3_0.6b")
@@ -73,35 +63,6 @@ def llama_cpp() -> published_rows.Lines:
     }
     rows = published_rows.of_files(files, "comparison")
     return published_rows.table(columns, rows)
-
-
-def kernels() -> published_rows.Lines:
-    """Products and attention at the shapes of Qwen3-0.6B: bandwidth, and the time of
-    more rows."""
-    yield (
-        "`python experiments/kernels.py --shapes qwen3-0.6b`",
-        *("native, 1 row", "5 rows", "8 rows", "XLA's, 1 row"),
-    )
-    found = {
-        (row["subject"], row["impl"], row["rows"]): row
-        for row in published_rows.rows_of("kernels_qwen3_0.6b.jsonl", "kernel")
-        if row.get("plan") is None
-    }
-    for name in ("qkv", "attention out", "gate and up", "down", "head"):
-        shape = " x ".join(f"{size:,}" for size in found[name, "native", 1]["shape"])
-        yield f"{name}, {shape}", *_of_kernel(found, name)
-    for context in (256, 1024, 4096, 16_384, 32_768):
-        name = f"context {context}"
-        yield f"attention, {context:,} keys", *_of_kernel(found, name)
-
-
-def _of_kernel(found: Mapping[tuple, published_rows.Row], name: str) -> Sequence[str]:
-    one, *more = (found[name, "native", count] for count in (1, 5, 8))
-    return (
-        f"{one['read_share']:.0%}",
-        *(f"{row['time_ratio']:.2f}x" for row in more),
-        f"{found[name, 'xla', 1]['read_share']:.0%}",
-    )
 
 
 def preset_steps() -> published_rows.Lines:
@@ -252,46 +213,8 @@ def adaptive() -> published_rows.Lines:
     return published_rows.table(columns, rows)
 
 
-def regret() -> published_rows.Lines:
-    """Regret of policies of gamma, and adversarial prompts in real rounds."""
-    sets = ("easy", "hard", "mixed", "adversarial")
-    yield (
-        "`python experiments/regret.py --prompts 6 --gen-tokens 96 --live --repeats 2`",
-        *sets,
-        "adversarial, real rounds, speed-up",
-    )
-    found = {
-        # Rows of an earlier version call that set hostile.
-        (kind, row["policy"], row["set"].replace("hostile", "adversarial")): row
-        for kind in ("regret", "regret_live")
-        for row in published_rows.rows_of("regret.jsonl", kind)
-    }
-    for policy in ("threshold", "goodput", "fixed 4", "fixed 0"):
-        speedup = found["regret_live", policy, "adversarial"]["speedup"]
-        shares = [100 * found["regret", policy, name]["regret"] for name in sets]
-        yield (
-            policy.replace("fixed", "always"),
-            *(f"{share:.1f}%" if share else "0%" for share in shares),
-            f"{speedup:.2f}x",
-        )
-
-
-def drawn_regret() -> published_rows.Lines:
-    """The default policy on drawn texts, by acceptance and what drafts cost."""
-    found: dict[str, dict[str, str]] = {}
-    for row in published_rows.rows_of("regret_drawn.jsonl", "drawn_regret"):
-        shares = (100 * row[name] for name in ("loss", "worst_loss", "regret"))
-        cell = "{:+.1f}% ({:+.1f}%), {:+.1f}%".format(*shares)
-        cost = f"a draft takes {row['draft_cost']:g} steps"
-        found.setdefault(row["acceptance"], {})[cost] = cell
-    yield "`python experiments/regret_drawn.py`", *next(iter(found.values()))
-    for name, cells in found.items():
-        yield f"{name.replace('-', ', then ')} of drafts kept", *cells.values()
-
-
 def plans() -> published_rows.Lines:
-    """Predicted and measured speed-ups: of the embedded pair, and of a preset at forced
-    acceptance."""
+    """Predicted and measured speed-ups of the embedded pair."""
     yield (
         "`python experiments/plan.py --impl native`",
         *("tokens a round, predicted", "speed-up, predicted"),
@@ -301,27 +224,16 @@ def plans() -> published_rows.Lines:
         drafted = (
             f"--tree {row['tree']}" if "tree" in row else f"--gamma {row['gamma']}"
         )
-        yield _plan(f"`{drafted}`", row, "measured_speedup", ("p10", "p90"))
-    for row in published_rows.rows_of("plan_qwen3_0.6b.jsonl", "plan_forced"):
-        name = f"`--preset {row['target']} --draft-preset {row['draft']}`, "
-        name += f"gamma {row['gamma']}, {row['forced_rate']:.0%} of drafts kept"
-        yield _plan(name, row, "speedup", ("q1", "q3"))
-
-
-def _plan(
-    name: str, row: published_rows.Row, measured: str, ends: Sequence[str]
-) -> Sequence[str]:
-    low, high = (row[f"{measured}_{end}"] for end in ends)
-    return (
-        name,
-        f"{row['predicted_tokens_per_round']:.2f}",
-        f"{row['predicted_speedup']:.2f}",
-        f"{row[measured]:.2f} ({low:.2f} to {high:.2f})",
-    )
+        low, high = (row[f"measured_speedup_{end}"] for end in ("p10", "p90"))
+        yield (
+            f"`{drafted}`",
+            f"{row['predicted_tokens_per_round']:.2f}",
+            f"{row['predicted_speedup']:.2f}",
+            f"{row['measured_speedup']:.2f} ({low:.2f} to {high:.2f})",
+        )
 
 
 TABLES = (
-    *(rounds, hugging_face, memory, llama_cpp, kernels, preset_steps, designs),
-    *(certificates, batches, instruction_sets, adaptive, regret, drawn_regret),
-    plans,
+    *(rounds, hugging_face, llama_cpp, preset_steps, designs),
+    *(certificates, batches, instruction_sets, adaptive, plans),
 )

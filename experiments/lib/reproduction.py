@@ -117,15 +117,6 @@ adaptive_native.jsonl | summary
     --drafter <ngram; suffix; hybrid; draft-model{;heads}>
 compare_hf.jsonl
   compare_hf
-kernels_embedded.jsonl
-  kernels
-kernels_qwen3_0.6b.jsonl
-  kernels --shapes qwen3-0.6b --rows 1,5,8 --repeats 8
-    --contexts 256,1024,4096,16384,32768
-latency_trees_native.jsonl
-  latency --impl native --tree-rows 8,16,32,64 --repeats 20
-fit_scores.jsonl
-  fit_scores --impl native
 trees_native.jsonl | summary
   spec_round --impl native --prompts 50 --tree <{greedy}; 4x6:15@1>
   spec_round --impl native --prompts 50 --tree <4x6:15@0.7; 4x6:15@1/greedy; 4-2-1>
@@ -158,8 +149,7 @@ throughput.jsonl | throughput
 # and turns are more where little is drafted, and steps differ less than a machine.
 SCHEDULES = """
 profile_dspark_native.jsonl | step_profile, confidences
-  profile_steps --impl native --drafter dspark --gamma 7 {profile}
-  fit_scores --impl native --drafter dspark --gamma 7 --temperature <0; 0.7; 1>
+  profile_steps --impl native --drafter dspark --gamma 7 {profile} --calibrate 0,0.7,1
     --prompts {data}/humaneval/HumanEval.jsonl:100
 schedule.jsonl | throughput
   throughput --impl native --drafter dspark --batch 16 --repeats 5 --gamma 1,2,4,7
@@ -183,15 +173,9 @@ dspark_scheduled_{impl}.jsonl | summary
 """
 
 POLICIES = """
-regret.jsonl
-  regret --prompts 6 --gen-tokens 96 --live --repeats 2
-regret_drawn.jsonl
-  regret_drawn
 plan_native.jsonl | plan
   plan --impl native --drafter draft-model --gamma 1,4,7
     --tree 4x8:7@0.6,4x12:15@0.6,4x16:31@0.6 --prompts 10
-plan_qwen3_0.6b.jsonl | plan_forced
-  plan --impl native --preset qwen3-0.6b --draft-preset draft-60m --gamma 2,4
 parity_flash.jsonl | | mismatches
   parity --impl native {texts} --verify-path flash
 parity_library_rows.jsonl | | mismatches

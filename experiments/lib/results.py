@@ -61,6 +61,7 @@ class PromptResult:
             "kind": "prompt",
             "id": self.prompt.id,
             "category": self.prompt.category,
+            "prompt_ids": self.prompt_ids,
             "prompt_tokens": len(self.prompt_ids),
             "tokens": counters.tokens,
             "matched": self.matched,

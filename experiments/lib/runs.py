@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,19 +83,6 @@ class Speculative:
 def matches(run: Plain | Speculative, plain: Plain) -> bool:
     """Whether a run's tokens are those of decoding, none of them of NaN or infinity."""
     return run.tokens == plain.tokens and not run.nonfinite and not plain.nonfinite
-
-
-def write(
-    lm: loading.LanguageModel, settings: Settings, prompt: list[int]
-) -> list[int]:
-    """Returns the tokens of decoding, for what is to be concluded from them alone.
-
-    Raises:
-      FloatingPointError: some were chosen from logits that are not finite.
-    """
-    done = run_plain(lm, settings, prompt)
-    checks.check_finite(done.nonfinite)
-    return done.tokens
 
 
 def run_plain(
@@ -203,18 +189,10 @@ def run_speculative(
     lm: loading.LanguageModel,
     settings: Settings,
     prompt: list[int],
-    *,
-    draft_params: Any = None,
 ) -> Speculative:
-    """Generates one prompt by rounds; raises as `run_plain`.
-
-    Args:
-      draft_params: what the drafter takes from the request, if it takes anything.
-    """
+    """Generates one prompt by rounds."""
     scheduler = make_scheduler(lm, dataclasses.replace(settings, num_slots=1))
     request = make_request(lm, settings, prompt)
-    if draft_params is not None:
-        request = dataclasses.replace(request, draft_params=draft_params)
     scheduler.check(request)
     state = scheduler.empty(draws=settings.sampling is not None)
     max_rounds = jnp.int32(settings.gen_tokens)

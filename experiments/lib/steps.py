@@ -29,7 +29,6 @@ from spec_jax.rules import sampling as sampling_lib
 PLAIN = "plain step"
 ONE_ROW = "1 active row"
 READ = "read of its bytes"
-LARGE_READ = "read of 256 MiB"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,6 @@ class Plan:
     # the drafter's longest window, at the first context only.
     rows: Sequence[int] | None = None
     prefills: Sequence[int] = ()  # prompt lengths to be prefilled
-    tree_rows: Sequence[int] = ()  # rows of trees, each compared with a chain's
     # Of plain steps and rounds; None is greedy
     sampling: sampling_lib.SamplingSettings | None = None
     as_shapes: bool = False  # caches are shapes, to be traced and not run
@@ -84,7 +82,7 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
     longest = max((*plan.contexts, *plan.prefills))
     # As far as `steps` rounds can lead, and a window more.
     rows_ahead = (plan.steps + 1) * (gamma_max + 1)
-    capacity = longest + max(rows_ahead, *plan.tree_rows, 0)
+    capacity = longest + rows_ahead
     capacity = index.pages_for(capacity, plan.page_size) * plan.page_size
     positions = lm.target.config.max_position_embeddings
     if capacity > positions:
@@ -100,8 +98,6 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
     own = functools.partial(works.windows, *model, steps=steps, cache=cache)
     if rows is None:
         rows = range(1, gamma_max + 2) if gamma_max else ()
-    if plan.tree_rows and 1 not in rows:  # What a tall slab is compared with.
-        rows = (1, *rows)
 
     def plain(context: int) -> Cost:
         how = {"steps": steps, "cache": cache, "settings": plan.sampling}
@@ -125,9 +121,6 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
         )
 
     group = [plain(first), *(window(n, first) for n in rows)]
-    for n in plan.tree_rows:
-        move = works.moves(lm.target, first, steps=steps, num_rows=n, cache=cache)
-        group += _tree_costs(own, move, first, num_rows=n)
     if lm.drafter is not None:
         memory = make(functools.partial(noise.noisy_memory, lm.drafter, **sizes))
         group += _drafter_costs(lm, text, (cache, memory), plan)
@@ -141,7 +134,7 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
 
 
 def _others(lm: loading.LanguageModel, plan: Plan, sizes: dict) -> Iterator[Cost]:
-    """Yields prefills, by whatever prefill the model has, and plain reads."""
+    """Yields prefills, by whatever prefill the model has, and a plain read."""
     for count in plan.prefills:
         prompt = noise.tokens(count, lm.target.config.vocab_size).tolist()
         prefill = lambda kv, p=prompt: prompt_lib.prefill(lm.target, lm.params, kv, p)
@@ -151,9 +144,6 @@ def _others(lm: loading.LanguageModel, plan: Plan, sizes: dict) -> Iterator[Cost
     num_bytes = subjects.step_bytes(lm.params)
     read = functools.partial(bench.read, num_bytes)
     yield Cost(name=READ, timed=read, num_bytes=num_bytes)
-    if num_bytes < bench.LARGE_READ_BYTES:
-        large = functools.partial(bench.read, bench.LARGE_READ_BYTES)
-        yield Cost(name=LARGE_READ, timed=large)
 
 
 def _drafter_costs(
@@ -183,22 +173,6 @@ def _drafter_costs(
         )
         about = {"context": context, "gamma": gamma}
         yield Cost(name=f"round, gamma {gamma}", work=work, **about)
-
-
-def _tree_costs(window, move, context, *, num_rows) -> list[Cost]:
-    """Returns costs of a tree of so many rows: all, one of them, and the kept path."""
-    window = functools.partial(window, context, num_columns=num_rows)
-    chain, path = f"{num_rows} chain rows", num_rows.bit_length() - 1
-    parts = {
-        chain: (window(num_active=num_rows), PLAIN),
-        f"{num_rows} tree rows": (window(num_active=num_rows, is_tree=True), chain),
-        f"1 of {num_rows} tree rows": (window(num_active=1, is_tree=True), ONE_ROW),
-        f"moving {path} of {num_rows} tree rows": (move, PLAIN),
-    }
-    return [
-        Cost(name=name, work=work, ratio_to=ratio_to, context=context)
-        for name, (work, ratio_to) in parts.items()
-    ]
 
 
 def _bytes(model: row_model.RowModel, params: params_lib.Params, context: int) -> int:
@@ -235,7 +209,7 @@ def rows(costs: Sequence[Cost], timings: bench.Timings) -> list[dict[str, Any]]:
             "context": cost.context,
             "num_active": cost.num_active,
             "gamma": cost.gamma,
-            **timings.row(cost.name, "ms", ratio_to=cost.ratio_to),
+            **timings.row(cost.name, ratio_to=cost.ratio_to),
             "ratio_to": cost.ratio_to,
         }
         row["gb_s"] = cost.num_bytes and cost.num_bytes / row["ms"] / 1e6
@@ -247,24 +221,16 @@ def rows(costs: Sequence[Cost], timings: bench.Timings) -> list[dict[str, Any]]:
 
 def bandwidth(
     params: params_lib.Params, seconds: dict[str, Sequence[float]]
-) -> dict[str, float | int | bool | None]:
-    """Compares a plain step with plain reads, in bytes a second.
+) -> dict[str, Any]:
+    """Returns the row that compares a plain step with a read of as many bytes.
 
     Args:
-      seconds: of `PLAIN`, `READ` and `LARGE_READ` in each turn; weights that are large
-        enough themselves are not read a second time.
+      seconds: of `PLAIN` and `READ` in each turn.
     """
-    num_bytes, cache = subjects.step_bytes(params), bench.cache_bytes()
-    step_s, read_s = seconds[PLAIN], seconds[READ]
-    large_bytes = max(num_bytes, bench.LARGE_READ_BYTES)
-    large_read_s = seconds.get(LARGE_READ, read_s)
+    num_bytes, read_s = subjects.step_bytes(params), seconds[READ]
     return {
+        "kind": "summary",
         "step_bytes": num_bytes,
-        "last_level_cache_bytes": cache,
-        "fits_in_cache": None if cache is None else num_bytes <= cache,
         "read_gb_s": num_bytes / bench.spread(read_s).median / 1e9,
-        "read_best_gb_s": num_bytes / min(read_s) / 1e9,
-        "memory_gb_s": large_bytes / bench.spread(large_read_s).median / 1e9,
-        "achieved_gb_s": num_bytes / bench.spread(step_s).median / 1e9,
-        "bandwidth_share": bench.spread(bench.ratios(read_s, step_s)).median,
+        "bandwidth_share": bench.spread(bench.ratios(read_s, seconds[PLAIN])).median,
     }

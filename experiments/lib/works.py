@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from experiments.lib import bench, noise
-from spec_jax import algorithms, compilation, loading, tree as tree_lib
+from spec_jax import algorithms, compilation, loading
 from spec_jax.drafters import each
 from spec_jax.engine import (
     baseline,
@@ -26,11 +26,6 @@ from spec_jax.engine import (
     state as states,
 )
 from spec_jax.model import row_model
-
-
-MOVES = 20
-"""Moves of a path in the place of a step: one takes microseconds, and of as few as
-there are steps the call would take most of the time that is measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,11 +144,9 @@ def proposals(lm, tokens, context, *, steps, memory) -> Work:
             memory,
             tokens=tokens[None],
             features=jnp.ones(shape, config.dtype) if num_taps else None,
-            sampling=None,
             start=jnp.int32(context),
             gamma=jnp.int32(gamma),
             steps=jnp.int32(steps),
-            stride=jnp.int32(1),
         )
 
     return Work(
@@ -166,51 +159,20 @@ def proposals(lm, tokens, context, *, steps, memory) -> Work:
     )
 
 
-def moves(model, context, *, steps, num_rows, cache) -> Work:
-    """Moves the path to the last column of a tree, `MOVES` times a step."""
-    target = rows_lib.SlotRows(model=model, num_slots=1)
-    path = tree_lib.path_to(_two_children(num_rows), num_rows - 1)[1:]
-    columns, start = jnp.asarray(path, jnp.int32)[None], context - 1
-    calls = MOVES * steps
-
-    @functools.partial(compilation.jit, donate_argnums=0)
-    def run(kv):
-        def step(number, kv):
-            # 0, as XLA does not know: places are computed each time, as in rounds.
-            none = jnp.minimum(number, 0)
-            kept, first = (jnp.full((1,), n) + none for n in (len(path), start))
-            return target.keep_path(kv, columns, kept, start=first)
-
-        return jax.lax.fori_loop(0, calls, step, kv)
-
-    return Work(
-        program=f"target: moves of {num_rows}",
-        function=run,
-        caches=cache,
-        prepare=lambda kv: noise.at_length(kv, start + num_rows),
-        apply=lambda f, kv: f(kv),
-        calls=calls,
-    )
-
-
 def _two_children(num_rows: int) -> np.ndarray:
     """Returns the parents of a tree of two children a node, level by level."""
     return np.maximum(np.arange(num_rows, dtype=np.int32) - 1, 0) // 2
 
 
-def windows(
-    model, params, context, *, steps, num_active, cache, num_columns=None, is_tree=False
-) -> Work:
+def windows(model, params, context, *, steps, num_active, cache) -> Work:
     """Verifies the same window `steps` times, as `repeat_forward`."""
     live = jnp.int32(num_active)
-    how = {"steps": steps, "num_columns": num_columns, "is_tree": is_tree}
-    kind = f" of {num_columns} {'tree' if is_tree else 'chain'} rows"
     return Work(
-        program="target: windows" + (kind if num_columns else ""),
+        program="target: windows",
         function=repeat_forward,
         caches=cache,
         prepare=lambda kv: noise.at_length(kv, context - 1),
-        apply=lambda f, kv: f(model, params, kv, num_active=live, **how),
+        apply=lambda f, kv: f(model, params, kv, num_active=live, steps=steps),
         calls=steps,
     )
 
@@ -259,42 +221,33 @@ def repeat_forward(
 
 @functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
 def propose_along(
-    drafter, params, memory, *, tokens, features, sampling, start, gamma, steps, stride
+    drafter, params, memory, *, tokens, features, start, gamma, steps
 ) -> tuple[protocols.Memory, Int[Array, ""]]:
-    """Proposes `steps` times, each time `stride` committed tokens further.
+    """Proposes `steps` times, each time a committed token further.
 
     Args:
       tokens: a text `[1, max_len]`, of which `start` tokens are committed.
       features: of the text `[T, taps, D]`, for a drafter that reads the target.
     """
-    asked = jnp.ones((1,), bool)
-
-    def commit(memory, length):
-        """Commits `stride` tokens; with features one after the other, as rounds that
-        draft nothing do."""
-        if features is None:
-            return drafter.commit(params, memory, length + stride, asked=asked)
-        shape = 1, 1 + protocols.depth_max(drafter), *features.shape[1:]
-
-        def one(j, memory):
-            row = features[length[0] + j - 1]
-            handed = jnp.zeros(shape, features.dtype).at[0, 0].set(row)
-            new_len = length + j + 1
-            return drafter.commit(params, memory, new_len, asked=asked, features=handed)
-
-        return jax.lax.fori_loop(0, stride, one, memory)
 
     def step(i, carry):
         """One proposal, none of which is kept."""
         memory, seen = carry
-        length = (start + i * stride)[None]
+        length = (start + i)[None]
         text = {"tokens": tokens, "length": length}
         memory, proposal = drafter.propose(
-            params, memory, **text, gamma=gamma[None], sampling=sampling
+            params, memory, **text, gamma=gamma[None], sampling=None
         )
         # A proposal that nobody looks at would not be computed.
         seen += jnp.sum(proposal.tokens) + proposal.num_drafted[0]
-        return commit(memory, length), seen
+        handed = {}
+        if features is not None:
+            shape = 1, 1 + protocols.depth_max(drafter), *features.shape[1:]
+            row = features[length[0] - 1]
+            handed["features"] = jnp.zeros(shape, row.dtype).at[0, 0].set(row)
+        asked = jnp.ones((1,), bool)
+        memory = drafter.commit(params, memory, length + 1, asked=asked, **handed)
+        return memory, seen
 
     return jax.lax.fori_loop(0, steps, step, (memory, jnp.int32(0)))
 

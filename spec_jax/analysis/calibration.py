@@ -1,9 +1,4 @@
-"""Calibration: what makes a drafter's scores and confidences chances.
-
-The score of a tree's node is `log_softmax(log_weights / tau)`, with the noise of the
-target's draw among the log weights where it samples. With the tau that gives the
-target's tokens the highest likelihood, scores are as close to chances as one number can
-make them, and the best nodes by score are those most likely to be kept.
+"""Calibration: what makes the confidences of drafts chances.
 
 The confidence of a chain's draft is `sigmoid(logit / temperature + shift)`, with both
 for each draft, which `fit_platt` finds; their products are the chances that a prefix is
@@ -19,80 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
 
 from spec_jax.engine import protocols, round as round_lib, state as states
 from spec_jax.gamma import confidence
-from spec_jax.typing import typed
-
-
-TAUS = tuple(np.geomspace(0.1, 4.0, 75).round(4).tolist())
-"""Exponents that are tried: steps of 5 %."""
-
-
-@typed
-def negative_log_likelihood(
-    log_weights: Float[Array, "T V"],
-    tokens: Int[Array, " T"],
-    taus: Float32[Array, " G"],
-) -> Float32[Array, " G"]:
-    """Returns for each tau the sum of `-log_softmax(log_weights / tau)` at `tokens`."""
-    rows = log_weights.astype(jnp.float32)
-    rows = rows - jnp.max(rows, axis=-1, keepdims=True)
-    at_token = jnp.take_along_axis(rows, tokens[:, None], axis=-1)[:, 0]
-
-    def one(tau):
-        return jnp.sum(jax.nn.logsumexp(rows / tau, axis=-1) - at_token / tau)
-
-    return jax.lax.map(one, taus)
-
-
-@typed
-def ranks(
-    log_weights: Float[Array, "T V"], tokens: Int[Array, " T"]
-) -> Int[Array, " T"]:
-    """Returns how many tokens come before each of `tokens`; equal ones by number."""
-    at_token = jnp.take_along_axis(log_weights, tokens[:, None], axis=-1)
-    numbers = jnp.arange(log_weights.shape[-1], dtype=tokens.dtype)[None]
-    is_before = (log_weights > at_token) | (
-        (log_weights == at_token) & (numbers < tokens[:, None])
-    )
-    return jnp.sum(is_before, axis=-1, dtype=jnp.int32)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Fit:
-    """The tau of highest likelihood.
-
-    Attributes:
-      tau: one of the values that were tried.
-      is_inside: whether a smaller and a larger tau were tried, and were worse.
-    """
-
-    tau: float
-    is_inside: bool
-
-
-def fit(sums: np.ndarray, taus: np.ndarray, *, num_tokens: int) -> Fit:
-    """Returns the best tau.
-
-    Args:
-      sums: `[G]`, of `negative_log_likelihood` over all tokens.
-      taus: `[G]`, increasing.
-
-    Raises:
-      ValueError: no token, or sums that are not finite: a token without any weight.
-    """
-    if not num_tokens or not np.isfinite(sums).all():
-        raise ValueError(
-            f"{num_tokens} tokens and sums up to {np.max(sums, initial=0)}: scores are "
-            "fitted to tokens that the drafter gives some weight"
-        )
-    best = int(np.argmin(sums))
-    return Fit(
-        tau=float(taus[best]),
-        is_inside=0 < best < len(taus) - 1,
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

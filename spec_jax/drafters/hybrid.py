@@ -95,7 +95,8 @@ class Hybrid(protocols.Drafter):
 
         A lookup's chance is the share of the places found that go on so: a
         continuation that was seen once is certain. It is a function of the committed
-        text, as the draft is. `fit_scores.py` calibrates both kinds together.
+        text, as the draft is. `profile_steps.py --calibrate` fits both kinds
+        together.
         """
         return dataclasses.replace(self, draft=self.draft.for_schedule())
 

@@ -10,7 +10,7 @@
 A child's score is at most its parent's and its number is higher, so any leading nodes
 are a tree: the budget is a number, not a shape. The search is EAGLE-2's (Li et al.
 2024, https://arxiv.org/abs/2406.16858), whose scores have tau 1; with tau fitted to
-what targets keep (`experiments/fit_scores.py`) the same nodes accept more.
+what targets keep (docs/trees.md) the same nodes accept more.
 
 Where the target draws, the log weights include the noise of its own draw for the
 position: the children are then the tokens that it is most likely to draw.

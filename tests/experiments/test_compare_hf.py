@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_pair
-from script_runs import models_of, rows_of, run_python
+from script_runs import models_of, rows_of
 
 from experiments import compare_hf
 from experiments.lib import bench, compare, hf, noise, prompts as prompts_lib, runs
@@ -44,7 +44,7 @@ def command(folders, *more: str) -> list[str]:
         *models_of(folders),
         *("--prompts", str(folders[0].parent / "prompts.txt"), "--per-length", "1"),
         *("--lengths", "4", "9", "20", "--gammas", "1,3", "--repeats", "1"),
-        *("--gen-tokens", str(GEN_TOKENS), "--no-memory"),
+        *("--gen-tokens", str(GEN_TOKENS)),
         *more,
     ]
 
@@ -280,12 +280,3 @@ def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
     settings = transformers.GenerationConfig.from_pretrained(target, do_sample=False)
     baseline.target.generation_config = settings
     assert settings.eos_token_id == expected[2]
-
-
-def test_hugging_faces_side_never_loads_jax(oracle):
-    """What its process imports: JAX there would count as Hugging Face's memory."""
-    code = (
-        "import sys; from experiments.lib import hf, peak_memory;"
-        "import torch, transformers; sys.exit('jax' in sys.modules)"
-    )
-    assert run_python("-c", code).returncode == 0

@@ -15,8 +15,6 @@ from experiments.lib import (
     certificates,
     exact_cells,
     exact_cells as cells_lib,
-    flags,
-    models,
     policies,
     suite,
     suite_plan as plans,
@@ -151,9 +149,6 @@ def test_a_schedule_is_exact(folders, tmp_path):
     assert stated == exact_cells.CONSTANTS["schedule"]
 
 
-OURS = "spec_jax.drafters.ngram:PromptLookup"
-
-
 def test_a_certificate_of_a_target_alone(folders, tmp_path, monkeypatch, capsys):
     """Fails if a draft is loaded, or the certificate cannot be verified without one, by
     the same command from the same folder."""
@@ -180,28 +175,6 @@ def test_a_certificate_of_a_target_alone(folders, tmp_path, monkeypatch, capsys)
     words = ("prompts some/folder/below/prompts.txt", "not found", "--prompts")
     assert_fails_with(main, capsys, arguments, *words)
     assert main([*arguments, "--prompts", "elsewhere.txt"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("drafter", "target", "draft", "named"),
-    [
-        ("draft-model", None, None, "embedded"),
-        ("ngram", None, None, None),
-        ("ngram", "t", "d", None),
-        ("draft-model", "t", "d", "d"),
-        ("eagle3", None, "d", "d"),
-        (OURS, "t", None, None),
-        (OURS, "t", "d", "d"),
-        (("ngram", "hybrid"), "t", "d", "d"),
-        (("ngram", "suffix"), "t", None, None),
-    ],
-)
-def test_rows_name_a_draft_where_there_is_one(drafter, target, draft, named):
-    parser = flags.cli.Parser("")
-    flags.add_folders(parser)
-    args = parser.parse_args([])
-    args.drafter, args.target, args.draft = drafter, target, draft
-    assert models.draft_of(args) == named
 
 
 AXES = {axis: values for axis, values in plans.BRIEF.axes.items()} | {

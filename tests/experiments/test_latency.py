@@ -18,13 +18,11 @@ from experiments.lib import (
     kernel_checks,
     noise,
     programs,
-    step_costs,
     steps,
     subjects,
     works,
 )
 from spec_jax import loading
-from spec_jax.debug import evidence
 from spec_jax.engine import baseline, round as round_lib, scheduler, state as states
 from spec_jax.model import params as params_lib, row_model
 
@@ -32,16 +30,15 @@ from spec_jax.model import params as params_lib, row_model
 # Such that all tests here share their executables.
 GAMMA, CONTEXTS, STEPS, PAGE_SIZE = 2, (8, 20), 2, 16
 
+REMOVED = ("compiler_options", "memory_gb_s", "fits_in_cache", "read_best_gb_s")
+REMOVED += ("achieved_gb_s", "last_level_cache_bytes", "steps_warm_up_s")
+"""Fields of published rows that no table reads."""
+
 
 @pytest.fixture(scope="module")
 def lm(folders):
     target, draft = folders
     return loading.load(target, draft=draft, gamma_max=GAMMA, slab=GAMMA + 1)
-
-
-@pytest.fixture(autouse=True)
-def small_reads(monkeypatch):
-    monkeypatch.setattr(bench, "LARGE_READ_BYTES", 2**20)
 
 
 def command(folders, *more: str) -> list[str]:
@@ -56,21 +53,7 @@ def command(folders, *more: str) -> list[str]:
     ]
 
 
-def test_a_path_is_moved(lm, monkeypatch):
-    """Fails if what is timed moves nothing, or something else than a round."""
-    monkeypatch.setattr(works, "MOVES", 1)
-    kv = noise.noisy_cache(lm.target, capacity=32, page_size=PAGE_SIZE)
-    work = works.moves(lm.target, 8, steps=1, num_rows=7, cache=kv)
-    before = evidence.committed_kv(work.prepare(kv), 14)
-    after = evidence.committed_kv(work.once(), 14)
-    for was, now in zip(before, after, strict=True):
-        # Columns 2 and 6 of a tree from place 7 on.
-        np.testing.assert_array_equal(now[:, 8:10], was[:, [9, 13]])
-        np.testing.assert_array_equal(now[:, :8], was[:, :8])
-        assert (was[:, 8:10] != was[:, [9, 13]]).any()
-
-
-def test_a_run(folders, tmp_path):
+def test_a_run(folders, lm, tmp_path):
     """Fails if a step is missing, or compared with another one than it says."""
     out = tmp_path / "out.jsonl"
     more = ("--prefill", "5", "--forced", "0.5", "--gen-tokens", "6")
@@ -79,7 +62,7 @@ def test_a_run(folders, tmp_path):
     assert list(rows) == [
         *("plain step", "1 active row", "2 active rows", "3 active rows"),
         *("draft step", "round, gamma 1", "round, gamma 2", "prefill of 5"),
-        *("read of its bytes", "read of 256 MiB", "plain step at 20"),
+        *("read of its bytes", "plain step at 20"),
     ]
     for name, row in rows.items():
         assert 0 < row["ms_p10"] <= row["ms"] <= row["ms_p90"], name
@@ -94,11 +77,9 @@ def test_a_run(folders, tmp_path):
         and rows["3 active rows"]["num_active"] == 3
     )
     (summary,) = rows_of(out, "summary")
-    plain_s = rows["plain step"]["ms"] / 1e3
-    achieved = summary["step_bytes"] / plain_s / 1e9
-    assert summary["achieved_gb_s"] == pytest.approx(achieved)
+    assert summary["step_bytes"] == subjects.step_bytes(lm.params)
     assert summary["bandwidth_share"] == rows["read of its bytes"]["ratio"]
-    assert summary["read_best_gb_s"] >= summary["read_gb_s"] > 0
+    assert summary["read_gb_s"] > 0
     (forced,) = rows_of(out, "rounds")
     assert forced["acceptance"] == "forced" and forced["gamma"] == GAMMA
     assert forced["matched"] and forced["equal"] and forced["differing_kv"] == 0
@@ -110,7 +91,7 @@ def test_a_run(folders, tmp_path):
     }
     for file, made in published.items():
         for row in made:
-            assert_has_fields_of(row, file, "compiler_options")  # Of a GPU.
+            assert_has_fields_of(row, file, *REMOVED)
 
 
 def test_a_head(head, folders, tmp_path):
@@ -121,10 +102,7 @@ def test_a_head(head, folders, tmp_path):
     assert latency.main(command(both, *more, "--out", str(out))) == 0
     rows = {row["step"]: row for row in rows_of(out, "step")}
     assert {"draft step", "round, gamma 1", "round, gamma 2"} <= set(rows)
-    costs = step_costs.read(out, [str(head), "eagle3", "ngram"])
-    draft_s = rows["draft step"]["ms"] / 1e3
-    assert costs[str(head)].draft_s == costs["eagle3"].draft_s == draft_s > 0
-    assert costs["ngram"].draft_s == 0
+    assert rows["draft step"]["ms"] > 0
     (forced,) = rows_of(out, "rounds")
     assert forced["matched"] and forced["differing_kv"] == 0
     assert forced["acceptance_rate"] == 0.5

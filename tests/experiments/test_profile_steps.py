@@ -1,13 +1,18 @@
-"""Measured profiles of steps, and rounds that are scheduled by them."""
+"""Measured profiles of steps, calibrations, and rounds that are scheduled by them."""
 
+import dataclasses
+import itertools
 import json
+import types
+from typing import Any
 
 import numpy as np
 import pytest
 from script_runs import assert_fails_with, assert_has_fields_of, models_of, rows_of
 
 from experiments import profile_steps, spec_round
-from experiments.lib import profiles, works
+from experiments.lib import confidences, profiles, runs, works
+from spec_jax.analysis import calibration
 
 
 GAMMA = ("--gamma", "2")
@@ -24,6 +29,7 @@ def measured(folders, tmp_path_factory):
         return real(*args, num_active=num_active, **kwargs)
 
     sizes = ("--batch", "2", "--contexts", "9,5", "--steps", "2", "--repeats", "2")
+    sizes += ("--calibrate", "0,0.7", "--prompts", "2", "--gen-tokens", "6")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(works, "repeat_forward", watched)
         arguments = [*models_of(folders), *GAMMA, *sizes, "--out", str(path)]
@@ -34,7 +40,7 @@ def measured(folders, tmp_path_factory):
 def test_every_number_of_rows_is_measured(measured):
     """Fails if rows are left out, or piled up in one slot."""
     path, calls = measured
-    rows = rows_of(path)
+    rows = rows_of(path, profiles.KIND)
     assert [(row["context"], row["num_slots"]) for row in rows] == [(5, 2), (9, 2)]
     for row in rows:
         assert row["rows"] == [1, 2, 3, 4, 5, 6] and row["n"] == row["steps"] == 2
@@ -59,19 +65,16 @@ def command(folders, profile, *more):
 
 
 def test_scheduled_rounds_match(folders, measured, tmp_path, capsys):
-    """Sampled, in a batch; calibrated by a row of the same file."""
-    profile, out = tmp_path / "both.jsonl", tmp_path / "out.jsonl"
-    row = rows_of(measured[0])[0] | {"kind": profiles.CALIBRATION}
-    row |= {"temperature": 0.7, "temperatures": [0.5, 2.0], "shifts": [-0.5, 1.0]}
-    profile.write_text(measured[0].read_text() + json.dumps(row) + "\n")
+    """Sampled, in a batch; calibrated by rows of the same file."""
+    profile, out = measured[0], tmp_path / "out.jsonl"
     more = ("--temperature", "0.7", "--gamma-policy", "threshold", "--out", str(out))
     assert spec_round.main(command(folders, profile, *more)) == 0
     summary = rows_of(out)[-1]
     assert summary["matched"] and summary["gamma_policy"] == "threshold"
-    assert summary["schedule"] == "both.jsonl"
-    greedy = command(folders, profile)
-    words = "calibrated at (temperature, drafts) [(0.7, 2)], and not at temperature 0"
-    assert_fails_with(spec_round.main, capsys, greedy, words)
+    assert summary["schedule"] == "profile.jsonl"
+    other = command(folders, profile, "--temperature", "1")
+    words = "at (temperature, drafts) [(0.0, 2), (0.7, 2)], and not at temperature 1"
+    assert_fails_with(spec_round.main, capsys, other, words)
 
 
 def test_costs_of_a_batch_are_the_profiles():
@@ -97,7 +100,6 @@ def changed(path, out, **changes):
         ({"num_slots": 4}, ("no profile of", "with 2 slots", "--batch 2 --gamma 2")),
         ({"dtype": "bfloat16"}, ("'dtype': 'float32'", "'dtype': 'bfloat16'")),
         ({"step_s": [0.1, 0.3, 0.2]}, ("no times of steps", "falls from 0.3 s at 2")),
-        ({"step_s": [0.1, 0.2, 0.3]}, ("times of 1 .. 3 rows", "verify up to 6")),
     ],
 )
 def test_files_that_are_no_profile_of_the_run(
@@ -142,14 +144,10 @@ def read_with(calibrated: dict, tmp_path):
 
 
 def test_calibrations_are_of_the_drafter(tmp_path):
-    """Fails if one is not used, or a row from before hashes were written is refused."""
-    older = {k: v for k, v in CALIBRATED.items() if k != "drafter_sha256"}
-    for row in (CALIBRATED, older):
-        found = read_with(row, tmp_path)
-        assert found.temperatures.tolist() == [1.0, 2.0]
-        assert found.shifts.tolist() == [0.0, -1.0]
-    del older["shifts"]
-    assert read_with(older, tmp_path).shifts.tolist() == [0.0, 0.0]
+    """Fails if one is not used."""
+    found = read_with(CALIBRATED, tmp_path)
+    assert found.temperatures.tolist() == [1.0, 2.0]
+    assert found.shifts.tolist() == [0.0, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -157,9 +155,64 @@ def test_calibrations_are_of_the_drafter(tmp_path):
     [
         ({"drafter_sha256": "b2"}, "of a x with other weights"),
         ({"temperature": 0.7}, "not at temperature 0.5 of 2 drafts"),
-        ({"temperatures": [1.0, float("nan")]}, "must be finite"),
     ],
 )
 def test_calibrations_that_cannot_be_used(tmp_path, changes, words):
     with pytest.raises(ValueError, match=f"profile.jsonl: .*{words}"):
         read_with(CALIBRATED | changes, tmp_path)
+
+
+def test_confidences_are_calibrated(measured):
+    """Fails if a row lacks a draft, or rounds are left out."""
+    rows = rows_of(measured[0], profiles.CALIBRATION)
+    assert [row["temperature"] for row in rows] == [0, 0.7]
+    for row in rows:
+        assert row["drafter"] == "draft-model" and row["prompts"] == 2
+        for name in ("temperatures", "shifts", "ece", "ece_before", "ece_sts"):
+            assert len(row[name]) == row["gamma"] == 2
+        # Of six tokens a round each, but for the last that have no room for drafts.
+        assert 2 <= row["rounds"] <= 6 and 2 <= row["fitted_rounds"] <= 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """What `confidences.fit` asks of a `LanguageModel`."""
+
+    drafter: Any
+    gamma_max: int
+
+
+def test_calibration_is_judged_by_what_it_was_not_fitted_to(monkeypatch):
+    """Fails if a prompt is of both halves. Nothing is drafted: each prompt's rounds are
+    its number."""
+    calls, seen = itertools.count(), {}
+
+    def recorded(speculator, state, *, max_rounds):
+        number = next(calls)
+        return calibration.Rounds(
+            logits=np.full((2, 3), number, np.float32),
+            num_accepted=np.full((2,), number % 4, np.int32),
+        )
+
+    def noted(name, result):
+        def call(rounds, *more):
+            seen[name] = set(np.ravel(getattr(rounds, "logits", rounds)).tolist())
+            return result
+
+        return call
+
+    scheduler = types.SimpleNamespace(speculator=None, begin=lambda request: None)
+    monkeypatch.setattr(confidences.runs, "make_scheduler", lambda lm, s: scheduler)
+    monkeypatch.setattr(confidences.runs, "make_request", lambda lm, s, prompt: None)
+    monkeypatch.setattr(calibration, "record_rounds", recorded)
+    scaling = calibration.unscaled(3)
+    monkeypatch.setattr(calibration, "fit_platt", noted("fitted", scaling))
+    monkeypatch.setattr(calibration, "fit_sts", noted("of the paper", scaling))
+    monkeypatch.setattr(calibration, "report", noted("reported", {"ece": []}))
+    lm = Drafting(drafter=types.SimpleNamespace(), gamma_max=3)
+    settings = runs.Settings(gamma=3, gen_tokens=8, capacity=32, page_size=16)
+    subject = types.SimpleNamespace(lm=lm, settings=settings, ids=[[1], [2], [3], [4]])
+    row = confidences.fit(subject, 0.0, seed=0)
+    assert seen["fitted"] == seen["of the paper"] == {0.0, 2.0}
+    assert seen["reported"] == {1.0, 3.0}
+    assert row["fitted_rounds"] == row["rounds"] == 4

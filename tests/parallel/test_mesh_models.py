@@ -125,6 +125,20 @@ print(peak() - before)
 """
 
 
+def outputs(program: str, *arguments: object) -> list[str]:
+    """What processes 0 and 1 of a cluster print, and one alone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-c", program, *map(str, arguments), address]
+    env = os.environ | {"PYTHONPATH": str(TESTS.parent), "JAX_PLATFORMS": "cpu"}
+    started = [
+        subprocess.Popen([*command, number], env=env, stdout=subprocess.PIPE, text=True)
+        for number in ("0", "1", "alone")
+    ]
+    return [one.communicate(timeout=600)[0] for one in started]
+
+
 def test_a_process_reads_its_own_slices(tmp_path):
     """Fails if a process ever holds a whole checkpoint."""
     config = tiny_pair.config(
@@ -137,22 +151,45 @@ def test_a_process_reads_its_own_slices(tmp_path):
     )
     tiny_pair.write_model(tmp_path, config, seed=0)
     total = (tmp_path / "model.safetensors").stat().st_size
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", LOADS, str(tmp_path), address]
-    env = os.environ | {"PYTHONPATH": str(TESTS.parent), "JAX_PLATFORMS": "cpu"}
-    started = [
-        subprocess.Popen([*command, number], env=env, stdout=subprocess.PIPE, text=True)
-        for number in ("0", "1", "alone")
-    ]
-    first, second, alone = (int(one.communicate(timeout=300)[0]) for one in started)
+    first, second, alone = map(int, outputs(LOADS, tmp_path))
     largest = 4 * 2 * config.intermediate_size * config.hidden_size
     # Its half, weights on their way, and a block: less than the checkpoint. Two of
     # them, and one that JAX has not let go of yet, whose copy another thread made.
     most = total / 2 + 3 * largest + 16 * 2**20
     assert most < 0.9 * total
     assert max(first, second) < most < 0.9 * alone, (first, second, alone, total)
+
+
+HASHES = """
+import json, sys
+import jax
+import spec_jax as sj
+from spec_jax import lossless
+from spec_jax.parallel import shard
+
+target, draft, address, number = sys.argv[1:]
+if number != "alone":
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(address, 2, int(number))
+sizes = {"gamma_max": 2, "slab": 3, "impl": "native"}
+lm = sj.load(target, draft=draft, mesh=shard.mesh(), segments=2, **sizes)
+prompts, drawn = ["import os", "def f(x):"], sj.Sampling(temperature=0.7, seed=1)
+runs = [(lm, prompts[:1], {"gamma": 0}), (lm, prompts, {"sampling": drawn})]
+runs.append((lm.with_tree("2x2:2"), prompts[:1], {}))
+for model, texts, how in runs:
+    found = lossless.evidence_of(model, texts, max_tokens=4, stop=(), **how)
+    print(json.dumps([one.hashes() for one in found]))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_does(tmp_path):
+    """Plain decoding, a batch that is drawn, and trees; fails if a bit differs."""
+    target, draft = tiny_pair.write(tmp_path)
+    config = tiny_pair.config(num_heads=4, num_kv_heads=2)
+    tiny_pair.write_model(target, config, seed=0)
+    first, _, alone = outputs(HASHES, target, draft)
+    assert first == alone and len(alone.splitlines()) == 3
 
 
 def test_results_say_the_mesh(tmp_path):
