@@ -8,14 +8,10 @@ imports Ray where it is asked for.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import importlib.util
 import os
-import secrets
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,21 +36,11 @@ _SENT = ("JAX_", "XLA_", "SPEC_JAX_", "TF_CPP_")
 
 def address(text: str) -> str:
     """The type of a flag that says where a cluster is: see `add_flags`."""
-    if not (text == "auto" or ":" in text or (text.isdecimal() and int(text))):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of workers, nor auto, nor HOST:PORT"
-        )
+    if text != "auto" and ":" not in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor HOST:PORT")
     if importlib.util.find_spec("ray") is None:
         raise argparse.ArgumentTypeError("needs Ray; pip install -e '.[cluster]'")
     return text
-
-
-def check_stage(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, *stages: str
-) -> None:
-    """Exits with a usage error where another stage is to be shared out."""
-    if args.ray is not None and args.stage not in stages:
-        parser.error(f"--ray is of --stage {' and '.join(stages)}: leave it out")
 
 
 def here(worker: Worker, tasks: Sequence[Task]) -> Found:
@@ -69,27 +55,15 @@ def of(args: argparse.Namespace, make: Callable[..., Worker], *values: Any) -> F
     Args:
       make: a function of a module, which makes a worker in a process of a cluster.
       values: its arguments, which can be sent.
-
-    Raises:
-      ValueError: `--ray-cpus` alone, or prompts that another process cannot read.
     """
     if args.ray is None:
-        if args.ray_cpus is not None:
-            raise ValueError("--ray-cpus is of --ray: give both, or neither")
         return here
-    named = getattr(args, "prompts", None)
-    if any(
-        str(s).startswith("-") for s in (named if isinstance(named, list) else [named])
-    ):
-        raise ValueError("--prompts -: workers of --ray cannot read it; name a file")
     return functools.partial(_on_ray, args, Job(make=make, values=values))
 
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what rows with times say of a cluster: nothing of one process."""
-    if args.ray is None:
-        return {}
-    return {"ray": args.ray, "ray_cpus": args.ray_cpus or 1}
+    return {} if args.ray is None else {"ray": args.ray, "ray_cpus": args.ray_cpus}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,33 +115,27 @@ def _on_ray(
     """Does the tasks on a cluster; `worker`, of this process, does none.
 
     Raises:
-      ValueError: no cluster there, or none with so many cores.
+      ValueError: no cluster there.
       RuntimeError: a task whose processes died again and again.
       Exception: what a worker raised.
     """
     del worker
-    with _cluster(args.ray) as address, contextlib.ExitStack() as stack:
-        import ray  # Here: it reads the variables that `_cluster` sets.
+    import ray
 
-        how = {"log_to_driver": False, "logging_level": "ERROR"}
-        try:
-            ray.init(address=address, runtime_env={"env_vars": _variables()}, **how)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise ValueError(f"--ray {args.ray}: no cluster there ({error})") from None
-        stack.callback(ray.shutdown)
-        most = max(node["Resources"].get("CPU", 0) for node in ray.nodes())
-        if (args.ray_cpus or 1) > most:  # Its tasks would wait for ever.
-            raise ValueError(
-                f"--ray-cpus {args.ray_cpus}: machines have {most:g} cores"
-            )
-        on_gpu = jax.default_backend() == "gpu"
-        remote = ray.remote(call).options(
-            num_cpus=args.ray_cpus or 1,
-            num_gpus=(getattr(args, "devices", None) or 1) if on_gpu else 0,
-            max_retries=RETRIES,
-        )
-        sent = ray.put(job)
-        waiting = {remote.remote(sent, task): task for task in tasks}
+    # What makes a process compute what this one would.
+    sent = {name: v for name, v in os.environ.items() if name.startswith(_SENT)}
+    sent |= {"PYTHONPATH": processes.python_path()}
+    how = {"log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        ray.init(address=args.ray, runtime_env={"env_vars": sent}, **how)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"--ray {args.ray}: no cluster there ({error})") from None
+    try:
+        num_gpus = int(jax.default_backend() == "gpu")
+        sizes = {"num_cpus": args.ray_cpus, "num_gpus": num_gpus}
+        remote = ray.remote(call).options(max_retries=RETRIES, **sizes)
+        job = ray.put(job)
+        waiting = {remote.remote(job, task): task for task in tasks}
         while waiting:
             (done, *_), _ = ray.wait(list(waiting), num_returns=1)
             task = waiting.pop(done)
@@ -180,69 +148,19 @@ def _on_ray(
                     f"--ray: no worker finished {task} ({type(error).__name__}); the "
                     "same command goes on from there"
                 ) from None
-
-
-_HEAD = """
-import sys, ray
-ray.init(address="local", num_cpus=int(sys.argv[1]), include_dashboard=False)
-print("at", ray.get_runtime_context().gcs_address, flush=True)
-sys.stdin.read()
-"""
-"""Starts a cluster, which ends when standard input does."""
-
-
-@contextlib.contextmanager
-def _cluster(where: str) -> Iterator[str]:
-    """Yields the address of a cluster: of one of its own, where that is a number.
-
-    Another process starts it: Ray forks, which a process with JAX's threads must not.
-    """
-    if not where.isdecimal():
-        yield where
-        return
-    # None but this process may have tasks done by its cluster.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(
-        [sys.executable, "-c", _HEAD, where],
-        env=os.environ | _variables() | {"RAY_USAGE_STATS_ENABLED": "0"},
-        stderr=subprocess.DEVNULL,
-        text=True,
-        **pipes,
-    ) as head:
-        assert head.stdout is not None
-        lines = (line for line in head.stdout if line.startswith("at "))
-        address = next(lines, "").removeprefix("at ").strip()
-        if not address:
-            raise RuntimeError(f"--ray {where}: Ray did not start here")
-        yield address
-
-
-def _variables() -> dict[str, str]:
-    """Returns variables that make a process compute what this one would."""
-    sent = {name: v for name, v in os.environ.items() if name.startswith(_SENT)}
-    if jax.config.jax_num_cpu_devices > 0:
-        sent["JAX_NUM_CPU_DEVICES"] = str(jax.config.jax_num_cpu_devices)
-    return sent | {"PYTHONPATH": processes.python_path()}
+    finally:
+        ray.shutdown()
 
 
 def add_flags(group: argparse._ActionsContainer) -> None:
     """`--ray` and `--ray-cpus`, for `of`."""
-    group.add_argument(
-        "--ray",
-        nargs="?",
-        const=str(os.cpu_count() or 1),
-        type=address,
-        metavar="N|ADDRESS",
-        help="share the work out: over N Ray workers here (without a value: one a "
-        "core), or over the cluster at auto or HOST:PORT; the results are those of "
-        "one process",
-    )
     cli.add(
         group,
         """
-        --ray-cpus N  cores of a machine that a task of --ray has (default: 1); all of
-            them, for times that no other task disturbs
+        --ray ADDRESS  share the work out over a Ray cluster, auto or HOST:PORT, which
+            `ray start` has made; the results are those of one process
+        --ray-cpus N=1  cores that a task of --ray has: those of a machine, for times
+            that no other task disturbs
         """,
+        ADDRESS=address,
     )

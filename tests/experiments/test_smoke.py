@@ -21,7 +21,6 @@ SIZES = {
     "regret": f"{PAIR} --prompts 3 --gen-tokens 12 --gamma 2 --repeats 1",
     "regret_drawn": "--texts 2 --gen-tokens 64 --gamma 2 --draft-cost 0.05",
     "multi_process": "--target {wide} --draft {draft} --gen-tokens 4 --gamma 2",
-    "compare_hf": "--lengths 4 9 20 --gammas 3 --repeats 1 --gen-tokens 6",
 }
 slow = pytest.mark.slow
 MATCHED = {"matched": True}
@@ -58,9 +57,6 @@ RUNS = (
       for head, gamma in (("dspark", 7), ("eagle3 --head-tree 9", 8), ("dflash", 15))),
     ("latency", "--preset qwen3-8b --draft-preset qwen3-0.6b --dry-run --device gpu",
      {"kind": "compile", "program": "rounds"}, slow),
-    ("compare_hf", "--preset tiny --draft-preset tiny",
-     MATCHED | {"greedy_identical": 6}, slow),
-    ("compare_hf", "--preset tiny --no-hf", MATCHED | {"drafted_runs": 0}),
     # Policies, and several processes.
     ("regret", "--live --drafter ngram --cost-repeats 1",
      MATCHED | {"set": "adversarial", "policy": "budget"}, slow),
