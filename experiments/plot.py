@@ -45,7 +45,6 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
     "step_cost": lambda row: str(row.get("step")).endswith(
         (" active row", " active rows")
     ),
-    "hugging_face": lambda row: row.get("kind") == "comparison" and "length" in row,
     "divergence": lambda row: row.get("kind") == "parity",
     "sweep_positions": curves.is_cell,
     "sweep_contexts": lambda row: (
@@ -64,8 +63,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="*",
         type=pathlib.Path,
         metavar="FILE",
-        help="JSON lines of spec_round.py, latency.py, compare_hf.py, parity.py or "
-        "sweep.py",
+        help="JSON lines of spec_round.py, latency.py, parity.py or sweep.py",
     )
     cli.add(
         parser,

@@ -168,11 +168,6 @@ def _texts(args: argparse.Namespace) -> targets.Texts:
     if not path.exists():
         raise ValueError(f"{path}: no such file; run the stage rollouts first")
     with np.load(path) as held:
-        if "greedy" not in held:
-            raise ValueError(
-                f"{path}: of an older version, which wrote past the end of answers; "
-                "delete it and run the stage rollouts again"
-            )
         return targets.Texts(
             tokens=held["tokens"],
             mask=held["mask"],

@@ -100,7 +100,7 @@ def _sorted(rows: Sequence[Row], axis: str, names: Sequence[str]) -> list[Row]:
             f"{axis} {value} of {_describe(rows[0], names)} is there {count} times; "
             "name one file of them, or tell them apart with --where"
         )
-    return sorted(rows, key=lambda row: (row[axis] is not None, row[axis]))
+    return sorted(rows, key=lambda row: row[axis])
 
 
 def _describe(row: Row, names: Sequence[str]) -> str:

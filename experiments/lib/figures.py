@@ -94,8 +94,7 @@ def _looks(place: int) -> dict[str, Any]:
 def _plot(axes: Axes, found: Curves, x: str, y: str, *, aside: float = 0.0) -> None:
     """Draws a number of the rows over another, which is whole.
 
-    Its 10th and 90th percentiles, where rows have them, are bars. A row without `x` is
-    a level, and they are a band.
+    Its 10th and 90th percentiles, where rows have them, are bars.
 
     Args:
       aside: how far curves are moved apart, so that bars do not hide each other.
@@ -111,12 +110,6 @@ def _plot(axes: Axes, found: Curves, x: str, y: str, *, aside: float = 0.0) -> N
         )
         # The median over runs may lie outside of percentiles over prompts.
         spread = np.nan_to_num(np.maximum(0, [middle - low, high - middle]))
-        if rows[0][x] is None:
-            looks = {"color": COLOURS[place]}
-            axes.axhline(middle[0], linestyle="--", label=label, **looks)
-            ends = middle - spread[0], middle + spread[1]
-            axes.axhspan(*np.ravel(ends), alpha=0.15, **looks)
-            continue
         at = [row[x] + aside * (place - (len(found) - 1) / 2) for row in rows]
         axes.errorbar(at, middle, spread, label=label, **_looks(place))
 
@@ -189,28 +182,6 @@ def step_cost(steps: Sequence[Row]) -> Figure:
         _plot(axes, found, "num_active", name)
         axes.set(xlabel="active rows of the slab", ylabel=label, ylim=(0, None))
     _legend(figure, SPREAD)
-    return figure
-
-
-def hugging_face(rows: Sequence[Row]) -> Figure:
-    """Tokens a second over gamma, ours and Hugging Face's; without drafts as a line."""
-    lengths = curves.group_by(rows, ("length",))
-    figure, every = new(4.2, 1, len(lengths), sharey=True)
-    for axes, ((length,), of_length) in zip(every, lengths.items(), strict=True):
-        ways = curves.group_by(of_length, ("side", "method")).items()
-        found = [curves.Curve(" ".join(name), tuple(of_way)) for name, of_way in ways]
-        _plot(axes, found, "gamma", "tok_s")
-        tokens = sorted(set(of_length[0]["prompt_tokens"]))
-        title = f"{length}: {' and '.join(map(str, tokens))} tokens"
-        axes.set_title(title, fontsize=11)
-        axes.set_xlabel("K (drafted per round)")
-        axes.set_xticks(sorted({row["gamma"] for row in of_length} - {None}))
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:g}"))
-        axes.minorticks_off()
-    every[0].set_ylabel("tokens/s, prefill included")
-    _legend(figure, None)
     return figure
 
 

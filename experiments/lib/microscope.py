@@ -53,13 +53,6 @@ class Path:
                 f"{self.model.config.model_type} model"
             )
 
-    @property
-    def operations(self) -> tuple[str, ...]:
-        """The operations whose values can be seen, in order."""
-        if self.name in superseded.NAMES:
-            return observe.OPERATIONS
-        return observe.LEAVES_ROWS
-
     def weights(self, params: params_lib.Params) -> params_lib.Params:
         """Returns the weights as the path reads them, in the dtype of its model."""
         params = params_lib.cast(params, self.model.config.dtype)

@@ -68,7 +68,7 @@ WORDS = {
                 for impl in ("native", "xla")
                 for g in (1, 2, 4, 7)
             ),
-            *("latency_embedded_native", "latency_embedded_xla", "compare_hf"),
+            *("latency_embedded_native", "latency_embedded_xla"),
             "parity_flash",
         )
     ),

@@ -22,7 +22,6 @@ NUMBERS = {
     "speedup": "speedup_e2e",
     "acceptance": "conditional_acceptance",
     "step_cost": "ms",
-    "hugging_face": "tok_s",
     "divergence": "cells",
     "sweep_positions": "conditional_acceptance",
     "improvement": "improvement",
