@@ -41,7 +41,6 @@ def _is_round(row: Row) -> bool:
 
 FIGURES: dict[str, Callable[[Row], bool]] = {
     "speedup": _is_round,
-    "acceptance": _is_round,
     "step_cost": lambda row: str(row.get("step")).endswith(
         (" active row", " active rows")
     ),

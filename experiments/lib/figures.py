@@ -4,7 +4,6 @@ Every function takes the rows of one figure and returns it; `draw` writes it. Th
 what they are given and measure nothing. Needs matplotlib, an extra.
 """
 
-import itertools
 import math
 import pathlib
 import re
@@ -155,20 +154,6 @@ def speedup(summaries: Sequence[Row]) -> Figure:
     return figure
 
 
-def acceptance(summaries: Sequence[Row]) -> Figure:
-    """P(draft kept at a position, if all before it were), at the largest gamma."""
-    rows = curves.of_largest_gamma(summaries)
-    # Settings that change nothing share a curve.
-    different = {
-        (row["impl"], *row["conditional_acceptance"]): row for row in reversed(rows)
-    }
-    figure, (axes,) = new(3.4, 1, 1)
-    _plot_positions(axes, curves.curves_of(different.values(), curves.RUN))
-    axes.set(ylabel=KEPT)
-    axes.legend(title=f"gamma {rows[0]['gamma']}", loc="lower right")
-    return figure
-
-
 def step_cost(steps: Sequence[Row]) -> Figure:
     """What a step costs with several active rows, in time and relative to one row."""
     names = ("target", "dtype", "impl", "slab", "context")
@@ -218,35 +203,13 @@ def sweep_contexts(rows: Sequence[Row]) -> Figure:
 
 
 def _plot_positions(axes: Axes, found: Curves) -> None:
-    """Draws shares over positions, each with the fewest rounds that one is of."""
+    """Draws shares that were kept over positions."""
     for place, (label, (row, *_)) in enumerate(found):
         shares = np.array(row["conditional_acceptance"], float)  # NaN: none drafted
         at = range(1, len(shares) + 1)
         axes.plot(at, shares, label=label, **_looks(place))
     whole_numbers(axes)
     axes.set(xlabel="position (token)", ylim=(0, 1))
-    counts = [_rounds_at(curve.rows[0]) for curve in found]
-    if all(counts):
-        fewest = [min(filter(None, of)) for of in itertools.zip_longest(*counts)]
-        shown = range(0, len(fewest), -(-len(fewest) // 8))
-        short = lambda n: f"{n:,}" if n < 10_000 else f"{n // 1000:,}k"
-        labels = [f"{at + 1}\n{fewest[at][1]}{short(fewest[at][0])}" for at in shown]
-        axes.set_xticks([at + 1 for at in shown], labels, fontsize=8)
-        axes.set(xlabel="position, fewest rounds")
-
-
-def _rounds_at(row: Row) -> list[tuple[int, str]]:
-    """Returns of how many rounds each position's share is, if the row says so.
-
-    A round that drafted fewer tokens is no part of it: the share itself tells. Where
-    nothing was kept that is unknown, and it is at most the rounds that came so far.
-    """
-    kept, rates = row.get("accepted_hist", ()), row["conditional_acceptance"]
-    known = itertools.takewhile(lambda rate: rate is not None, rates[: len(kept)])
-    return [
-        (round(sum(kept[at:]) / rate), "") if rate else (sum(kept[at - 1 :]), "\u2264")
-        for at, rate in enumerate(known, 1)
-    ]
 
 
 def improvement(rows: Sequence[Row]) -> Figure:

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Mapping
 
 from experiments.lib import table_rows
-from experiments.lib.table_rows import QUARTILES, Lines, Table
 
 
 GPU = "`python -m experiments.gpu_report`"
 
 
-def gpu_heads() -> Lines:
+def gpu_heads() -> table_rows.Lines:
     """Rounds of the shape of Qwen3-8B with heads, at the acceptance published of them;
     and what a proposal takes, beside a read of its bytes."""
     yield (
@@ -30,12 +29,12 @@ def gpu_heads() -> Lines:
             f"{row['tokens_per_target_step']:.2f}",
             f"{pass_ms:.2f} ({pass_ms / read_ms:.2f})",
             *(f"{row[name]:.2f}" for name in ("plain_ms", "round_ms")),
-            QUARTILES.format_map(row),
+            table_rows.QUARTILES.format_map(row),
             f"{row['differing_kv']}",
         )
 
 
-def gpu_rows() -> Lines:
+def gpu_rows() -> table_rows.Lines:
     """How many bits were compared, of kernels and of rounds, and how many differed."""
     yield GPU, "cases", "elements", "differing", "planted fault"
     total = lambda rows, key: sum(row[key] for row in rows)
@@ -60,11 +59,11 @@ def gpu_rows() -> Lines:
     )
 
 
-TABLES: Mapping[str, Callable[[], Lines]] = {
+TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
     "gpu_steps": table_rows.steps(
         GPU, "gpu/c-steps-0.6b.jsonl", "gpu/c-steps-8b.jsonl"
     ),
-    "gpu_rounds": Table(
+    "gpu_rounds": table_rows.Table(
         [("gpu/d-rounds-*.jsonl", "rounds")],
         {
             f"{GPU}, Qwen3-8B drafted for by 0.6B": (
@@ -74,7 +73,7 @@ TABLES: Mapping[str, Callable[[], Lines]] = {
             "plain, ms/token": "{plain_ms:.2f}",
             "speculative, ms/token": "{spec_ms:.2f}",
             "a round, ms": "{round_ms:.2f}",
-            "speed-up (quartiles)": QUARTILES,
+            "speed-up (quartiles)": table_rows.QUARTILES,
             "differing K/V": "{differing_kv}",
         },
     ),

@@ -5,7 +5,6 @@ import pathlib
 from collections.abc import Callable, Mapping
 
 from experiments.lib import files, gpu_tables, table_rows, terminal
-from experiments.lib.table_rows import RATIO, Cell, Lines, Pivot, Row, Table
 from spec_jax.drafters import tree_shapes
 
 
@@ -13,28 +12,28 @@ SPREAD = "{speedup_e2e:.2f} ({speedup_e2e_p10:.2f} to {speedup_e2e_p90:.2f})"
 ROUNDS = "`python experiments/spec_round.py --prompts 50`"
 
 
-def _repeated(row: Row) -> str:
+def _repeated(row: table_rows.Row) -> str:
     """How far a row's texts repeat themselves; rows of earlier versions do not say."""
     return terminal.format_value(row.get("repetition"), ".0%")
 
 
-def _matched(row: Row) -> str:
+def _matched(row: table_rows.Row) -> str:
     """Returns "-" where a rule that keeps the distribution has texts of its own."""
     return {None: "-", True: "yes", False: "no"}[row["matched"]]
 
 
-def _drawn(row: Row) -> str:
+def _drawn(row: table_rows.Row) -> str:
     """The flags by which tokens are drawn, and kept."""
     flags = f" --temperature {row['temperature']:g}" if row["temperature"] else ""
     return flags if row["rule"] == "coupled" else f"{flags} --rule {row['rule']}"
 
 
-def _terciles(row: Row) -> str:
+def _terciles(row: table_rows.Row) -> str:
     thirds = ", ".join(f"{x:.2f}" for x in row["tercile_acceptance_rate"])
     return f"{row['acceptance_rate']:.3f} ({thirds})"
 
 
-def _heads(command: str) -> dict[str, Cell]:
+def _heads(command: str) -> dict[str, table_rows.Cell]:
     """Columns of rounds of a head: tokens a round, what is kept, speed."""
     kept = lambda row: ", ".join(f"{x:.2f}" for x in row["conditional_acceptance"][:4])
     return {
@@ -47,7 +46,7 @@ def _heads(command: str) -> dict[str, Cell]:
     }
 
 
-def _flags_of(row: Row) -> str:
+def _flags_of(row: table_rows.Row) -> str:
     """The flags of `spec_round.py` by which a row was made, if not those of others."""
     flags = f"--drafter {pathlib.PurePath(row['drafter']).name} "
     if row["draft"] not in (None, "embedded"):
@@ -63,14 +62,14 @@ def _flags_of(row: Row) -> str:
     return flags
 
 
-def _of_tree(row: Row) -> str:
+def _of_tree(row: table_rows.Row) -> str:
     drafted = f"--gamma {row['gamma']}"
     if row["tree"]:
         drafted = f"--tree {tree_shapes.parse(row['tree'])}"
     return f"`{drafted}{_drawn(row)}`"
 
 
-def _by_place(row: Row) -> str:
+def _by_place(row: table_rows.Row) -> str:
     """The shares that are kept of drafts 1, 2, 4 and 7, each of the rounds that kept
     those before; a dash where none was drafted."""
     kept = row["conditional_acceptance"]
@@ -78,9 +77,11 @@ def _by_place(row: Row) -> str:
     return ", ".join("-" if share is None else f"{share:.2f}" for share in shares)
 
 
-def _evaluation(heading: str, cell: Cell, **ends: Callable) -> Pivot:
+def _evaluation(
+    heading: str, cell: table_rows.Cell, **ends: Callable
+) -> table_rows.Pivot:
     """A line for each drafter and temperature, a column for each data set."""
-    return Pivot(
+    return table_rows.Pivot(
         heading,
         [("evaluation.jsonl", "sweep")],
         line="`{drafter}`, T = {temperature:g}",
@@ -90,7 +91,7 @@ def _evaluation(heading: str, cell: Cell, **ends: Callable) -> Pivot:
     )
 
 
-def _beside_hugging_face(row: Row) -> str:
+def _beside_hugging_face(row: table_rows.Row) -> str:
     """How many times as fast as their decoding; theirs in brackets behind ours."""
     if row["side"] == "spec_jax":
         return f"{row['vs_hf']:.1f}x"
@@ -106,7 +107,7 @@ _OF_KERNELS = {
 }
 
 
-def _kernel(row: Row) -> str:
+def _kernel(row: table_rows.Row) -> str:
     """The name of a product, with its shape, or of attention, with its keys."""
     if row["context"]:
         return f"attention, {row['context']:,} keys"
@@ -122,17 +123,17 @@ _WAYS = {
 }
 
 
-def _loss(row: Row) -> str:
+def _loss(row: table_rows.Row) -> str:
     shares = (100 * row[name] for name in ("loss", "worst_loss", "regret"))
     return "{:+.1f}% ({:+.1f}%), {:+.1f}%".format(*shares)
 
 
-def _planned(row: Row) -> str:
+def _planned(row: table_rows.Row) -> str:
     drafted = f"gamma {row['gamma']}" if "tree" not in row else f"tree {row['tree']}"
     return f"`--{drafted}`"
 
 
-def certificates() -> Lines:
+def certificates() -> table_rows.Lines:
     """Exactness certificates: what was run, and whether all was equal."""
     yield "certificate", "cells", "prompts x tokens", "equal"
     drawn = "--sampling greedy,sampled --batch 1,4"
@@ -159,13 +160,13 @@ def certificates() -> Lines:
         yield f"`{command}` (`{name}.json`)", str(cells), sizes, equal
 
 
-def _first_difference(row: Row) -> str:
+def _first_difference(row: table_rows.Row) -> str:
     first = row["first"]
     return f"{first['operation']}, layer {first['layer']}" if first else "none"
 
 
-TABLES: Mapping[str, Callable[[], Lines]] = {
-    "rounds": Table(
+TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
+    "rounds": table_rows.Table(
         [(f"spec_round_{impl}_gamma4.jsonl", "summary") for impl in ("xla", "native")],
         {
             "`python experiments/spec_round.py --prompts 50 --repeats 3`": lambda row: (
@@ -182,8 +183,8 @@ TABLES: Mapping[str, Callable[[], Lines]] = {
             "without prefill": "{speedup_decode:.2f}",
         },
     ),
-    "heads": Table([("dspark_native.jsonl", "summary")], _heads(ROUNDS)),
-    "real": Table(
+    "heads": table_rows.Table([("dspark_native.jsonl", "summary")], _heads(ROUNDS)),
+    "real": table_rows.Table(
         [("smollm2.jsonl", "summary")],
         _heads("`python experiments/spec_round.py --target smollm2 --gen-tokens 256`"),
     ),
@@ -195,7 +196,7 @@ TABLES: Mapping[str, Callable[[], Lines]] = {
     "positions": _evaluation(
         "drafts 1, 2, 4 and 7 kept, if all before were", _by_place
     ),
-    "trees": Table(
+    "trees": table_rows.Table(
         [
             *((f"spec_round_native_gamma{n}.jsonl", "summary") for n in (4, 7)),
             ("trees_native.jsonl", "summary"),
@@ -212,7 +213,7 @@ TABLES: Mapping[str, Callable[[], Lines]] = {
         "latency_trees_native.jsonl",
         keep="tree rows",
     ),
-    "hugging_face": Pivot(
+    "hugging_face": table_rows.Pivot(
         "`python experiments/compare_hf.py`",
         [("compare_hf.jsonl", "comparison")],
         line=lambda row: (
@@ -228,16 +229,16 @@ TABLES: Mapping[str, Callable[[], Lines]] = {
             row["gamma"] == 5 or (row["side"], row["gamma"]) == ("spec_jax", None)
         ),
     ),
-    "llama_cpp": Table(
+    "llama_cpp": table_rows.Table(
         [("compare_llama_cpp_smollm2.jsonl", "comparison")],
         {
             "`compare_llama_cpp.py --target smollm2`": "{figure}, {unit}",
             "llama.cpp": "{theirs:.3f}",
             "spec_jax": "{ours:.3f}",
-            "times faster (p10 to p90)": RATIO,
+            "times faster (p10 to p90)": table_rows.RATIO,
         },
     ),
-    "kernels": Pivot(
+    "kernels": table_rows.Pivot(
         "`python experiments/kernels.py --shapes qwen3-0.6b`",
         [("kernels_qwen3_0.6b.jsonl", "kernel")],
         line=_kernel,
@@ -257,7 +258,7 @@ TABLES: Mapping[str, Callable[[], Lines]] = {
         "`latency.py --preset qwen3-0.6b --rows 1,5,8 --contexts 64 1024 4096`",
         "latency_qwen3_0.6b_native.jsonl",
     ),
-    "designs": Table(
+    "designs": table_rows.Table(
         [("parity_*.jsonl", "parity")],
         {
             "`python experiments/parity.py --prompts 20 --gen-tokens 256`": (
@@ -269,7 +270,7 @@ TABLES: Mapping[str, Callable[[], Lines]] = {
         },
     ),
     "certificates": certificates,
-    "batches": Pivot(
+    "batches": table_rows.Pivot(
         "`throughput.py --repeats 5`, with `--drafter ngram` too",
         [("throughput.jsonl", "throughput")],
         line=lambda row: _WAYS[row["drafter"], row["gamma"]],
@@ -278,7 +279,7 @@ TABLES: Mapping[str, Callable[[], Lines]] = {
         keep=lambda row: row["batch"] and (row["drafter"], row["gamma"]) in _WAYS,
         order=tuple(_WAYS.values()),
     ),
-    "schedule": Pivot(
+    "schedule": table_rows.Pivot(
         "`python experiments/throughput.py --drafter dspark --batch 16 "
         "--gamma 1,2,4,7`",
         [("schedule*.jsonl", "throughput")],
@@ -289,14 +290,14 @@ TABLES: Mapping[str, Callable[[], Lines]] = {
         cell="{ratio:.2f}x",
         keep=lambda row: row["batch"],
     ),
-    "drawn_regret": Pivot(
+    "drawn_regret": table_rows.Pivot(
         "`python experiments/regret_drawn.py`",
         [("regret_drawn.jsonl", "drawn_regret")],
         line=lambda row: f"{row['acceptance'].replace('-', ', then ')} of drafts kept",
         column="a draft takes {draft_cost:g} steps",
         cell=_loss,
     ),
-    "plans": Table(
+    "plans": table_rows.Table(
         [("plan_native.jsonl", "plan")],
         {
             "`python experiments/plan.py --impl native`": _planned,

@@ -20,7 +20,6 @@ needs_matplotlib = pytest.mark.skipif(
 FOLDER = published.RESULTS / "figures"
 NUMBERS = {
     "speedup": "speedup_e2e",
-    "acceptance": "conditional_acceptance",
     "step_cost": "ms",
     "divergence": "cells",
     "sweep_positions": "conditional_acceptance",
@@ -124,26 +123,6 @@ def test_published_figures_are_of_the_stored_rows(name, stored, tmp_path):
 
 
 @needs_matplotlib
-def test_each_position_has_the_rounds_of_its_share():
-    """Fails if a round counts where it drafted nothing, or the count of a curve that
-    has more of them is shown."""
-    from experiments.lib import figures
-
-    # 60 of 100 rounds drafted, and then 20 of the 30 that kept it; 5, and then none.
-    names = ("accepted_hist", "conditional_acceptance")
-    lookup = dict(zip(names, ([70, 25, 5, 0], [0.5, 0.25, 0]), strict=True))
-    model = dict(zip(names, ([90_000, 9, 9, 9], [3e-4, 0.2, 1]), strict=True))
-    rows = [summary(3, **lookup), summary(3, impl="native", **model)]
-    for shown, drawn in (("60 20 \u22645", rows), ("90k 90 9", rows[1:])):
-        (axes,) = figures.acceptance(drawn).axes
-        labels = [label.get_text() for label in axes.get_xticklabels()]
-        counted = enumerate(shown.split(), start=1)
-        assert labels == [f"{at}\n{count}" for at, count in counted]
-        assert axes.get_xlabel() == "position, fewest rounds"
-        assert not any(line.get_clip_on() for line in axes.lines[: len(drawn)])
-
-
-@needs_matplotlib
 def test_differences_near_zero_do_not_drown_the_others():
     """Colours are relative differences: fails if they are ULPs, which saturate."""
     from experiments.lib import figures
@@ -168,7 +147,7 @@ def test_all_figures_of_a_mixture(tmp_path):
     rows, out = write_rows(tmp_path / "rows.jsonl", mixture), tmp_path / "out"
     assert plot.main([str(rows), str(one), "--out", str(out), "--theory"]) == 0
     names = {path.stem for path in out.iterdir()}
-    kinds = ("speedup", "acceptance", "step_cost", "improvement")
+    kinds = ("speedup", "step_cost", "improvement")
     assert names == {*kinds, "divergence_1", "divergence_2"}
 
 
