@@ -71,12 +71,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
-    _name_heads(parser, args)
-    if args.rule != "coupled":
-        parser.error(
-            f"--rule {args.rule} keeps the distribution of decoding, not its stream: "
-            "bits can only be compared under coupled"
-        )
+    _name_head(parser, args)
     if args.limit and not args.verify:
         parser.error("--limit goes with --verify; --prompts N runs N prompts")
     if args.verify and args.certificate:
@@ -88,27 +83,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _name_heads(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Names a head's folder as `--head`, and its drafter as certificates do."""
-    drafters = args.drafter or ()
+def _name_head(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fills in `--head` where a drafter is one that is shipped for the target."""
+    needed = [name for name in args.drafter or () if name in registry.NEED_TARGET]
     try:
-        kinds = {n: registry.kind_of(n) for n in drafters if registry.is_folder(n)}
-        named = dict.fromkeys(kinds.get(n, n) for n in drafters)
-        found = {*map(pathlib.Path, kinds), *([args.head] if args.head else [])}
-        if not found:
+        if args.head is None and needed:
             heads = loading.heads_for(args.target)
-            needed = [name for name in named if name in registry.NEED_TARGET]
-            found = {registry.shipped_head(name, heads) for name in needed}
-        if len(found) > 1:
-            raise ValueError(f"{len(found)} heads are named: run each apart")
-        if found:
-            (args.head,) = found
+            if len(needed) > 1:
+                raise ValueError(f"{len(needed)} heads are named: run each apart")
+            args.head = registry.shipped_head(needed[0], heads)
+        elif args.head is not None and not args.verify:
             kind = registry.kind_of(args.head)
-            if not args.verify and kind not in named:
-                raise ValueError(f"--head is the drafter {kind}'s: add that")
+            if needed != [kind]:
+                raise ValueError(f"--head is the drafter {kind}'s: add that alone")
     except ValueError as error:
         parser.error(f"--drafter: {error}")
-    args.drafter = tuple(named) or None
 
 
 def _add_input_flags(group: argparse._ActionsContainer) -> None:
@@ -118,7 +107,7 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
         group,
         f"""
         --head DIR  folder of the head that the drafter eagle3, dflash or dspark is
-            (default: the shipped one of the embedded target)
+            ((default: the one that is shipped for the target))
         --prompts N|FILE[:N]  prompts, as in spec_round.py (default: {brief.prompts};
             {full.prompts} with --full)
         --gen-tokens TOKENS  tokens to generate per prompt (default:
@@ -134,13 +123,6 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
     flags.add_isa(group)
 
 
-def _drafter(text: str) -> str:
-    """The type of `--drafter`: as in other scripts, and those that know the text."""
-    if registry.is_folder(text):
-        return text
-    return cli.one_of(cell_runs.drafter_names(), can_import=True)(text)
-
-
 def _add_axis_flags(group: argparse._ActionsContainer) -> None:
     drafters = cell_runs.drafter_names()
     for axis, kinds, what in (
@@ -150,7 +132,7 @@ def _add_axis_flags(group: argparse._ActionsContainer) -> None:
         ("page-size", None, "positions per page"),
         ("cache", row_model.CACHE_KINDS, "kind of cache"),
         ("prefill", cells_lib.PREFILLS, "how prompts enter the cache"),
-        ("drafter", drafters, "what proposes tokens, a head, or package.module:Name"),
+        ("drafter", drafters, "what proposes tokens, or package.module:Name"),
         ("gamma", None, "tokens drafted per round, or the most of them"),
         ("sampling", cells_lib.SAMPLINGS, "of tokens; how is in the certificate"),
         ("gamma-policy", cells_lib.GAMMA_POLICIES, "what chooses each round's gamma"),
@@ -160,13 +142,12 @@ def _add_axis_flags(group: argparse._ActionsContainer) -> None:
         listed = ", ".join(kinds) if kinds else "numbers"
         kind = cli.positive
         if axis == "drafter":
-            kind = _drafter
+            kind = cli.one_of(kinds, can_import=True)
         elif kinds:
             kind = cli.one_of(kinds)
         text = f"--{axis} A,B,..  {what}: {listed} (default: {default})"
         cli.add(group, text, **{"A,B,..": cli.names(kind)})
     flags.add_trees(group, default=None)
-    flags.add_rule(group)
 
 
 def act(args: argparse.Namespace) -> int:
@@ -232,7 +213,7 @@ def _run_rows(
     console.print(f"base: {plan.cells[0].name}", soft_wrap=True, highlight=False)
     rows, count = [*kept], len(plan.prompts)
     plan = dataclasses.replace(plan, done=frozenset(map(suite.key, kept)))
-    fan = fan_out.of(args, suite.Suite, plan, True)
+    fan = fan_out.of(args, suite.Suite, plan)
     # Here, cells that share decoding share its runs; on a cluster a task is a cell.
     parts = [tuple(plan.cells)] if args.ray is None else [(c,) for c in plan.cells]
     wanted = lambda part: {(cell.name, n) for cell in part for n in range(count)}
@@ -267,9 +248,6 @@ def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
     left_out = len(certificate["cells"]) - len(plan.cells)
     lines = {
         f"{left_out} cells of superseded designs are left out": left_out,
-        "-: not in the certificate, made before batches were recorded": any(
-            evidence.NOT_COMPARED in of_cell.values() for of_cell in counts
-        ),
         "made of changed code: its commit does not say which code it was": (
             certificate["environment"].get("git_dirty")
         ),
@@ -281,9 +259,7 @@ def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
         if is_told:
             console.print(line, soft_wrap=True, highlight=False)
     _print_differences(rows, console)
-    agrees = {n for of_cell in counts for n in of_cell.values()} <= {
-        *(len(plan.prompts), evidence.NOT_COMPARED)
-    }
+    agrees = {n for of_cell in counts for n in of_cell.values()} == {len(plan.prompts)}
     summaries = [suite.summarise(cell, rows) for cell in plan.cells]
     _print_wrong(suite.warnings(summaries), console)
     is_finite = not any(summary.nonfinite_logits for summary in summaries)
@@ -299,8 +275,6 @@ def print_cells(
     many prompts are equal in each of `evidence.WHATS`; red where not all are."""
 
     def equal(row: tables.Row, what: str) -> tables.Cell:
-        if row[what] == evidence.NOT_COMPARED:
-            return "-"
         different = row["prompts"] - row[what]
         words = f"{different} differ" if different else "equal"
         return tables.wrong(words, different > 0)

@@ -12,7 +12,6 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
-import collections
 import importlib.util
 import pathlib
 import sys
@@ -34,29 +33,25 @@ GAMMA_MAX = 12
 """Where those curves end."""
 
 
-def _of_kind(kind: str) -> Callable[[Row], bool]:
-    return lambda row: row.get("kind") == kind
+def _is_round(row: Row) -> bool:
+    """Whether the row sums up speculative runs of chains, of `spec_round.py`."""
+    is_summary = row.get("kind") == "summary" and {"gamma", "accepted_hist"} <= set(row)
+    return is_summary and not row.get("tree")
 
 
 FIGURES: dict[str, Callable[[Row], bool]] = {
-    "speedup": curves.is_round_summary,
-    "acceptance": curves.is_round_summary,
-    "accepted_lengths": curves.is_round_summary,
-    "step_cost": curves.is_window_cost,
-    "hugging_face": lambda row: row.get("kind") == "comparison" and "length" in row,
-    "divergence": _of_kind("parity"),
+    "speedup": _is_round,
+    "step_cost": lambda row: str(row.get("step")).endswith(
+        (" active row", " active rows")
+    ),
+    "divergence": lambda row: row.get("kind") == "parity",
     "sweep_positions": curves.is_cell,
-    "sweep_contexts": curves.is_at_context,
-    "ablations": _of_kind("ablation"),
-    "improvement": _of_kind("theory"),
-    "tree": _of_kind("tree"),
-    "reliability": _of_kind("confidences"),
+    "sweep_contexts": lambda row: (
+        curves.is_cell(row) and str(row.get("category")).isdecimal()
+    ),
+    "improvement": lambda row: row.get("kind") == "theory",
 }
-"""Which rows belong to a figure, by the name of its function in `lib/figures.py` or
-`lib/row_figures.py`."""
-
-EACH = ("divergence", "tree", "reliability")
-"""Figures of one row each."""
+"""Which rows belong to a figure, by the name of its function in `lib/figures.py`."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -67,14 +62,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="*",
         type=pathlib.Path,
         metavar="FILE",
-        help="JSON lines of spec_round.py, latency.py, compare_hf.py, parity.py or "
-        "sweep.py",
+        help="JSON lines of spec_round.py, latency.py, parity.py or sweep.py",
     )
-    parser.add_argument(
-        "--theory",
-        action="store_true",
-        help="add the expected speed-up over gamma, by theory, for drafts that are "
-        f"kept with chance a and cost c target steps each: {len(THEORY)} such pairs",
+    cli.add(
+        parser,
+        f"""
+        --theory  add the expected speed-up over gamma, by theory, for drafts that are
+            kept with chance a and cost c target steps each: {len(THEORY)} such pairs
+        --figure NAME  draw this one only (default: all that there are rows for)
+        """,
+        NAME=tuple(FIGURES),
     )
     parser.add_argument(
         "--out",
@@ -82,11 +79,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         required=True,
         metavar="DIR",
         help="folder of the figures; made if it is not there",
-    )
-    parser.add_argument(
-        "--figure",
-        choices=FIGURES,
-        help="draw this one only (default: all that there are rows for)",
     )
     parser.add_argument(
         "--where",
@@ -109,52 +101,35 @@ def _condition(text: str) -> tuple[str, str]:
     return name, value
 
 
-def chosen(rows: Sequence[Row], conditions: Sequence[tuple[str, str]]) -> list[Row]:
-    """The rows that have no other value under any of the names.
-
-    Raises:
-      ValueError: a name that no row has.
-    """
-    for name, _ in conditions:
-        if not any(name in row for row in rows):
-            raise ValueError(f"--where {name}=...: no row has {name!r}")
-    return [
-        row
-        for row in rows
-        if all(str(row.get(name, value)) == value for name, value in conditions)
-    ]
-
-
 def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.Path]:
     """Draws the figure from the rows that it takes; returns the files.
 
     Raises:
       ValueError: rows that make no such figure.
     """
-    from experiments.lib import figures, row_figures
+    from experiments.lib import figures
 
-    make = getattr(figures, name, None) or getattr(row_figures, name)
     drawn = {folder / f"{name}.svg": rows}
-    if name in EACH and len(rows) > 1:
+    if name == "divergence" and len(rows) > 1:  # Which is of one row.
         drawn = {folder / f"{name}_{n}.svg": [row] for n, row in enumerate(rows, 1)}
     for path, of_one in drawn.items():
-        figures.draw(make, of_one, path)
+        figures.draw(getattr(figures, name), of_one, path)
     return [*drawn]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads, draws, and says which files it wrote and which rows it left alone."""
+    """Reads, draws, and says which files it wrote."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"matplotlib is not installed; {cli.PLOT} brings it")
     rows = [row for path in args.files for row in files.read_rows(path).values()]
     if args.theory:
         rows += theory.improvement_rows(THEORY, gamma_max=GAMMA_MAX)
-    rows = chosen(rows, args.where)
+    for name, value in args.where:
+        rows = [row for row in rows if str(row.get(name, value)) == value]
     names = [args.figure] if args.figure else list(FIGURES)
     found = {name: [row for row in rows if FIGURES[name](row)] for name in names}
-    kind = lambda row: str(row.get("kind"))
     if not any(found.values()):
-        kinds = ", ".join(sorted({kind(row) for row in rows})) or "none"
+        kinds = ", ".join(sorted({str(row.get("kind")) for row in rows})) or "none"
         raise ValueError(
             f"no rows for {' or '.join(names)}; the rows there are of kind {kinds}"
         )
@@ -168,11 +143,6 @@ def run(args: argparse.Namespace) -> int:
             # One figure that cannot be drawn takes no other with it.
             print(f"plot.py: error: {name} is not drawn: {error}", file=sys.stderr)
             status = cli.UNUSABLE
-    unused = [row for row in rows if not any(FIGURES[name](row) for name in names)]
-    if unused:
-        count = sorted(collections.Counter(map(kind, unused)).items())
-        listed = ", ".join(f"{number} {kind}" for kind, number in count)
-        print(f"plot.py: rows in no figure, by kind: {listed}", file=sys.stderr)
     return status
 
 

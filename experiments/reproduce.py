@@ -22,7 +22,6 @@ import argparse
 import os
 import pathlib
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,7 +38,6 @@ from experiments.lib import (
     reproduction,
     sweep_cells,
 )
-from spec_jax import loading
 from spec_jax.model import hub
 
 
@@ -62,11 +60,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             left out without it
         --llama-bin DIR  of a build of llama.cpp, as compare_llama_cpp.py has it; steps
             that need one are left out without it
-        --work DIR  of train_drafter.py, with its rollouts, for the step that trains
-            DSpark's variants, which takes hours; and for a calibration DIR/head, a copy
-            of the shipped DSpark, and DIR/pieces.jsonl, prompts; without DIR left out
-        --dflash DIR  a DFlash for the embedded target, which is not shipped, for the
-            steps that look at it; left out without it
         --list  say what would be run and what is finished, and run nothing
         --tables  write the tables of README.md and docs from the rows, and run nothing
         --allow-dirty  from changed code too: rows and certificates say so
@@ -94,8 +87,6 @@ def state_of(
     needed = {
         reproduction.DATA: "data",
         reproduction.LLAMA: "llama_bin",
-        reproduction.WORK: "work",
-        reproduction.DFLASH: "dflash",
     }
     for word, flag in needed.items():
         if getattr(args, flag) is None and any(word in run for run in step.runs):
@@ -110,17 +101,9 @@ def state_of(
     return "finished" if is_logged and step.path.exists() else "to do"
 
 
-def words_of(args: argparse.Namespace, parts: pathlib.Path) -> dict[str, Any]:
-    """What stands in braces in a command; `parts` is the folder of its runs' rows."""
-    return {
-        "results": records.RESULTS,
-        "data": args.data,
-        "llama": args.llama_bin,
-        "work": args.work,
-        "dflash": args.dflash,
-        "dspark": loading.ASSETS / "dspark",
-        "scratch": parts / "scratch",
-    }
+def words_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What stands in braces in a command."""
+    return {"results": records.RESULTS, "data": args.data, "llama": args.llama_bin}
 
 
 def run_step(args: argparse.Namespace, step: Step) -> int:
@@ -131,13 +114,13 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
     worst, rows = 0, []
     with tempfile.TemporaryDirectory() as folder:
         parts = pathlib.Path(folder)
-        words = words_of(args, parts)
+        words = words_of(args)
         for number, command in enumerate(step.runs):
             script, *arguments = shlex.split(command.format(**words))
             path = parts / f"{number}.jsonl" if step.keep else step.path
             if step.flag:
                 arguments += [step.flag, str(path)]
-            if args.allow_dirty and script not in ("plot", "train_drafter"):
+            if args.allow_dirty and script != "plot":
                 arguments.insert(0, "--allow-dirty")
             status = call(script, arguments)
             worst = max(worst, 0 if status == FAILED and step.mismatches else status)
@@ -148,8 +131,6 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
         if step.keep:
             with records.open_rows(step.path, allow_dirty=args.allow_dirty) as out:
                 out.write_all(row for row in rows if row["kind"] in step.keep)
-        if step.made:
-            shutil.copyfile(step.made.format(**words), step.path)
     return worst
 
 

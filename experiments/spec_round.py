@@ -2,11 +2,10 @@
 
 Runs every prompt by autoregressive decoding and speculatively, interleaved in one
 process, and compares all tokens; then replays the committed text through autoregressive
-decoding and counts the verified positions whose argmax differs. Without --temperature
-these runs are greedy, and the text that is shown is drawn separately (temperature 0.7,
-top-p 0.8, top-k 20). With a --target and without --gamma, a policy drafts up to 7
-tokens where that pays (--gamma-policy budget); else always --gamma, or 4. Exit status:
-0 matched, 2 not matched, or with logits that are not finite, 1 the input was unusable.
+decoding and counts the verified positions whose argmax differs. With a --target and
+without --gamma, a policy drafts up to 7 tokens where that pays (--gamma-policy budget);
+else always --gamma, or 4. Exit status: 0 matched, 2 not matched, or with logits that
+are not finite, 1 the input was unusable.
 """
 
 from experiments.lib import cli
@@ -66,14 +65,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     policies.add_policy(parser.add_argument_group("adaptive gamma"))
     flags.add_sampling(parser.add_argument_group("sampling"))
-    # To tell 0 from no temperature at all, and a number that is named from none.
-    parser.set_defaults(temperature=None, gamma=None, gamma_policy=None)
+    # To tell a number that is named from none.
+    parser.set_defaults(gamma=None, gamma_policy=None)
     flags.add_out(parser, rows="one per prompt as it finishes, then one summary")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)
-    args.draws_sample = args.temperature is None
-    args.temperature = args.temperature or 0.0
     of_chains: tuple[str, ...] = ("schedule",)
     _choose_gamma(args)
     # Those count the ranks of a tree's nodes.
@@ -127,10 +124,7 @@ def load(args: argparse.Namespace) -> models.Subject:
 def measure(
     args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
 ) -> tuple[models.Subject, list[results_lib.PromptResult]]:
-    """Loads, runs every prompt, and writes its line, and the summary's.
-
-    Of trees it draws the one of a round, whose line comes before the summary's.
-    """
+    """Loads, runs every prompt, and writes its line, and the summary's."""
     subject = load(args)
     lm, settings, prompts = subject.lm, subject.settings, subject.prompts
     if args.batch is not None and args.batch > len(prompts):
@@ -155,8 +149,6 @@ def measure(
             results.append(result)
     summary, by_category = summarise(args, results)
     out.common = describe(args, subject) | records.provenance()
-    if args.tree:
-        show_tree(subject, results[0], out, console)
     out.write({"kind": "summary", **summary, "by_category": by_category}
               | {"compile_s": compile_s})  # fmt: skip
     return subject, results
@@ -193,53 +185,24 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     }
 
 
-def make_sample(
-    args: argparse.Namespace, subject: models.Subject, first: results_lib.PromptResult
-) -> tuple[results_lib.PromptResult, str]:
-    """Returns the text to show, and its settings in words: those that were requested,
-    or a text that is drawn apart."""
-    if args.draws_sample:
-        sample = samples.draw(subject.lm, subject.settings, first, seed=args.seed)
-        how = samples.describe(**samples.SETTINGS, seed=args.seed)
-        return sample, f"{how}, apart from the greedy runs of the numbers below"
-    names = ("temperature", "top_p", "top_k", "min_p", "seed")
-    return first, samples.describe(**{name: getattr(args, name) for name in names})
-
-
-def show_tree(
-    subject: models.Subject,
-    first: results_lib.PromptResult,
-    out: records.JsonLines,
-    console: rich_console.Console,
-) -> None:
-    """Draws the tree of one round of the first prompt, and writes its row."""
-    settings, name = subject.settings, first.prompt.id
-    row = samples.find_tree(subject.lm, settings, first.prompt_ids, name=name)
-    out.write(row)
-    console.print()
-    samples.show_tree(row, console)
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     console = terminal.console()
     with records.open_out(args) as out:
         subject, results = measure(args, out, console)
     summary, by_category = summarise(args, results)
-    try:
-        sample, how = make_sample(args, subject, results[0])
+    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    how = samples.describe(**{name: getattr(args, name) for name in names})
+    console.print()
+    samples.show(results[0], subject.lm, console, how=how)
+    console.print()
+    tables.print_table(summary, console)
+    if by_category:
+        rows = [{"category": name} | row for name, row in by_category.items()]
         console.print()
-        samples.show(sample, subject.lm, console, how=how)
-    finally:  # The measured numbers, also where the text is interrupted.
-        console.print()
-        tables.print_table(summary, console)
-        if by_category:
-            rows = [{"category": name} | row for name, row in by_category.items()]
-            console.print()
-            tables.print_cells(rows, console, title="by category")
-            tables.print_note(tables.CELLS_NOTE, console)
-    is_wrong = False in (summary["matched"], sample.matched)
-    return NOT_MATCHED if is_wrong else MATCHED
+        tables.print_cells(rows, console, title="by category")
+        tables.print_note(tables.CELLS_NOTE, console)
+    return NOT_MATCHED if summary["matched"] is False else MATCHED
 
 
 main = cli.script("spec_round.py", parse_args, run)

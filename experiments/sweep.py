@@ -28,7 +28,6 @@ from rich import console as rich_console
 
 from experiments.lib import (
     fan_out,
-    files,
     flags,
     models,
     policies,
@@ -62,15 +61,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_gen_tokens(shared, default=64)
     flags.add_repeats(shared)
     flags.add_text(shared)
-    policies.add_schedule(shared)
-    cli.add(
-        shared,
-        """
-        --gamma-max N  the largest gamma that the models are built for; give it where
-            larger ones are to be added to the same file later (default: the largest
-            --gamma)
-        """,
-    )
     noise = parser.add_argument_group("sampling, where the temperature is above 0")
     flags.add_noise(noise)
     fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
@@ -81,14 +71,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--out is required: cells that it holds are not run again")
     flags.check_models(parser, args)
     args.prompts = [source for each in args.prompts for source in _sets_of(each)]
-    args.gamma_max = args.gamma_max or max(args.gamma)
-    if max(args.gamma) > args.gamma_max:
-        parser.error(
-            f"--gamma {max(args.gamma)} is above --gamma-max {args.gamma_max}: raise "
-            "the latter, or leave it out"
-        )
+    args.gamma_max, args.schedule = max(args.gamma), None
     flags.check_sampling(parser, args)
-    flags.check_tree(parser, args, "gamma_policy", "schedule")
+    flags.check_tree(parser, args, "gamma_policy")
     return args
 
 
@@ -189,7 +174,6 @@ def shared_settings(
 def grid(args: argparse.Namespace, sets: Sets) -> list[Cell]:
     """Every cell that was asked for; those that share models follow each other."""
     axes = (args.drafter, args.temperature, sets, args.gamma_policy, _drafts(args))
-    schedule = {"schedule": args.schedule.name} if args.schedule else {}
     return [
         Cell(
             drafter=drafter,
@@ -199,7 +183,6 @@ def grid(args: argparse.Namespace, sets: Sets) -> list[Cell]:
             gamma=gamma,
             category=category,
             tree=tree,
-            **schedule,
         )
         for drafter, temperature, source, policy, (tree, gamma) in itertools.product(
             *axes
@@ -234,16 +217,10 @@ def check_drafts(args: argparse.Namespace, lm: loading.LanguageModel) -> None:
             models.with_tree(args, lm, tree)
 
 
-def schedule_sha256(args: argparse.Namespace) -> str:
-    """Returns a hash of the profile that `--schedule` names."""
-    return files.sha256(args.schedule)
-
-
 def check_weights(
     args: argparse.Namespace, lm: loading.LanguageModel, rows: Sequence[dict]
 ) -> None:
-    """Raises `ValueError` where a drafter has other weights than in its rows, or a
-    profile of their name other times."""
+    """Raises `ValueError` where a drafter has other weights than in its rows."""
     for name in args.drafter:
         found = {row.get("drafter_sha256") for row in rows if row["drafter"] == name}
         found -= {None}
@@ -251,15 +228,6 @@ def check_weights(
             raise ValueError(
                 f"the weights of {name} are others than those of the cells in the "
                 "file: name another file"
-            )
-    if args.schedule:
-        name = args.schedule.name
-        of_profile = [row for row in rows if row.get("schedule") == name]
-        found = {row.get("schedule_sha256") for row in of_profile} - {None}
-        if found - {schedule_sha256(args)}:
-            raise ValueError(
-                f"the profile {name} is another than that of the cells in the file: "
-                "name another file"
             )
 
 
@@ -343,8 +311,6 @@ class Bench:
         row["prompts_sha256"] = prompts_sha256(subject, cell.category)
         row["capacity"] = subject.settings.capacity
         row["drafter_sha256"] = self._drafter_sha256
-        if self._args.schedule:
-            row["schedule_sha256"] = schedule_sha256(self._args)
         yield row
 
 

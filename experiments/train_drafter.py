@@ -10,8 +10,6 @@ Stages, in this order, each resumable after a kill with the same results:
               far as the rollouts have not left them there
     train     the drafter, towards the target's distributions, several drafts deep
     export    the newest checkpoint, as a folder in a published format, with a card
-    calibrate of DSpark: the scaling that makes the export's confidences chances,
-              fitted to rounds that it drafts, and stored with it
 
 Everything but the export goes to `--work`. The log there has the held-out agreement of
 each draft with the target, and the accepted length of rounds of greedy decoding.
@@ -34,14 +32,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import fan_out, files, flags, prompts as prompts_lib, terminal
-from experiments.pair import (
-    calibrate,
-    export as pair_export,
+from experiments.heads import (
+    export as head_export,
     families,
     own_prompts,
     rollouts,
 )
+from experiments.lib import fan_out, files, flags, prompts as prompts_lib, terminal
 from spec_jax import testing
 from spec_jax.model import (
     block_dialects,
@@ -171,11 +168,6 @@ def _texts(args: argparse.Namespace) -> targets.Texts:
     if not path.exists():
         raise ValueError(f"{path}: no such file; run the stage rollouts first")
     with np.load(path) as held:
-        if "greedy" not in held:
-            raise ValueError(
-                f"{path}: of an older version, which wrote past the end of answers; "
-                "delete it and run the stage rollouts again"
-            )
         return targets.Texts(
             tokens=held["tokens"],
             mask=held["mask"],
@@ -324,7 +316,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
             "is held out; name more --prompts or --samples, or a smaller --batch"
         )
     first = len(data) - held_out
-    pair_export.keep_flags(args)
+    head_export.keep_flags(args)
     train_data = targets.Part(data=data, first=0, count=first)
     if not loop.num_steps(args.work):
         np.save(_scale_path(args), targets.scale_of(train_data))
@@ -370,7 +362,7 @@ def export(args: argparse.Namespace) -> None:
     if args.base:
         families.plan(args, families.target_config(args))
     dialect = args.dialect if "dialect" in args.given else None
-    flags = pair_export.as_trained(args)
+    flags = head_export.as_trained(args)
     dialect = dialect or args.dialect
     families.check_copies(args.no_copies, dialect)
     check_export(args)
@@ -380,7 +372,7 @@ def export(args: argparse.Namespace) -> None:
     measured = loop.last_held_out(args.work, step)
     narrow = jax.tree.map(lambda leaf: leaf.astype(job.target.dtype), trained)
     drafter = job.family.training.complete(narrow, job.teacher)
-    pair_export.warn(job.config, dialect)
+    head_export.warn(job.config, dialect)
     job.family.files.save(
         args.out,
         job.config,
@@ -415,11 +407,11 @@ def export(args: argparse.Namespace) -> None:
         described["went on from, SHA-256 of its weights"] = fingerprint.of_params(
             job.base
         )
-    card = pair_export.drafter_card(
+    card = head_export.drafter_card(
         args.family,
         described,
         measured,
-        pair_export.text_of(flags | {"no_copies": args.no_copies}),
+        head_export.text_of(flags | {"no_copies": args.no_copies}),
         args.note,
     )
     (args.out / "README.md").write_text(card, encoding="utf-8")
@@ -435,7 +427,7 @@ FLAGS = {
         --target FOLDER=spec_jax/assets/target  a model in Hugging Face's layout
         --work FOLDER=drafter  rollouts, cache, checkpoints and log
         --out FOLDER=drafter/export  where the export goes
-        --impl IMPL=auto  kernels of the rollouts, and of rounds that calibrate
+        --impl IMPL=auto  kernels of the rollouts
         --seed SEED=0  of weights, batches and drawn rollouts
         """,
     "prompts and rollouts": """
@@ -488,7 +480,6 @@ FLAGS = {
         --no-tv  train by cross-entropy in the place of total variation
         --eval-every N=50  steps between measurements of the held-out texts
         --save-every N=25  steps between checkpoints
-        --temperature T=1  of the target's draws in the rounds that calibrate
         """,
 }
 TYPES: dict[str, Any] = {
@@ -532,7 +523,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     fan_out.add_flags(parser.add_argument_group("prompts and rollouts on a cluster"))
     args = parser.parse_args(argv)
-    fan_out.check_stage(parser, args, "prompts", "rollouts")
+    if args.ray is not None and args.stage not in ("prompts", "rollouts"):
+        parser.error("--ray is of --stage prompts and rollouts: leave it out")
     names = families.deciding(args.family)
     args.given = {n for n in names if getattr(args, n) != parser.get_default(n)}
     args.dialect = args.dialect or families.FAMILIES[args.family].dialect
@@ -545,7 +537,6 @@ STAGES = {
     "cache": cache,
     "train": train,
     "export": export,
-    "calibrate": calibrate.run,
 }
 
 
@@ -562,7 +553,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stage == "export":
         check_export(args)
         files.check_folder(args.out)
-    elif args.stage not in ("prompts", "calibrate"):
+    elif args.stage != "prompts":
         families.plan(args, families.target_config(args))
     if args.length <= args.prefix:
         raise ValueError(

@@ -111,7 +111,7 @@ def test_the_main_script_needs_the_extra_experiments_alone():
     needed = needed_to_start(ROOT / "experiments/spec_round.py")
     assert {"rich", "jax"} <= needed <= declared("experiments")
     # Negative control: the trainer needs more than that.
-    needed = needed_to_start(ROOT / "experiments/train_pair.py")
+    needed = needed_to_start(ROOT / "experiments/train_drafter.py")
     assert not needed <= declared("experiments")
     assert needed <= declared("train")
 

@@ -15,6 +15,7 @@ from rich import console as rich_console
 from experiments.lib import (
     bench,
     compare,
+    hf,
     llama_cpp,
     models,
     prompt_files,
@@ -22,19 +23,14 @@ from experiments.lib import (
     runs as runs_lib,
     steps,
     tables,
-    terminal,
 )
 from spec_jax import loading
-from spec_jax.analysis import metrics
 from spec_jax.engine import checks
-from spec_jax.model import tokenizer as tokenizer_lib
 
 
 OURS, THEIRS = compare.OURS, "llama.cpp"
-PLAIN = "plain"
+PLAIN = hf.PLAIN
 FASTEST = "the fastest that drafts, and the fastest of theirs: end to end"
-NAMES = {"draft-model": "speculative"}
-"""What figures call a drafter; the others by their own names."""
 
 CONTEXT = 32
 """Of our steps: the middle of the contexts that `TOKENS` steps after nothing have."""
@@ -43,12 +39,11 @@ ROWS, PREFILLS = (5, 8), (64, 512)
 BENCH_REPEATS = 3
 """Repetitions of each test in one turn of llama-bench, which starts a process."""
 
-TARGET_TESTS = {
+TESTS = {
     "plain step": (steps.PLAIN, f"tg{TOKENS}"),
     **{f"{n} rows": (f"{n} active rows", f"pp{n}") for n in ROWS},
     **{f"prompt of {n}": (f"prefill of {n}", f"pp{n}") for n in PREFILLS},
 }
-DRAFT_TESTS = {"draft step": ("draft step", f"tg{TOKENS}")}
 """Our name of a step, and llama-bench's, by what the table calls it."""
 
 
@@ -100,7 +95,7 @@ class Sides:
         """
         if run.side == OURS:
             return self._ours(run, prompt)
-        text, settings = text_of(self.lm.tokenizer, prompt), self.settings
+        text, settings = self._bytes(prompt), self.settings
         sizes = {"max_tokens": settings.gen_tokens, "capacity": settings.capacity}
         if run.gamma is None:
             model = self.others.get(run.method, self.target)
@@ -124,33 +119,31 @@ class Sides:
 
     def _ours(self, run: compare.Run, prompt: list[int]) -> llama_cpp.Generated:
         """In the same words."""
-        lm, counters = self.lm, None
+        counts = {}
         if run.gamma is None:
-            done = runs_lib.run_plain(lm, self.settings, prompt)
+            done = runs_lib.run_plain(self.lm, self.settings, prompt)
         else:
             lm = self.lms[run.method]
             done = runs_lib.run_speculative(lm, self._settings(run), prompt)
-            counters = done.counters
+            names = ("rounds", "proposed", "accepted")
+            counts = {name: getattr(done.counters, name) for name in names}
         checks.check_finite(done.nonfinite)
-        stop = self.settings.stop_ids
-        shown = [token for token in done.tokens if token not in stop]
+        shown = [token for token in done.tokens if token not in self.settings.stop_ids]
         return llama_cpp.Generated(
-            text=text_of(lm.tokenizer, shown),
+            text=self._bytes(shown),
             ids=done.tokens,
             prompt_tokens=len(prompt),
             tokens=len(done.tokens),
             prefill_s=done.timing.prefill_s,
             decode_s=done.timing.decode_s,
             steps=len(done.tokens),
-            rounds=counters and counters.rounds,
-            proposed=counters and counters.proposed,
-            accepted=counters and counters.accepted,
+            **counts,
         )
 
-
-def text_of(tokenizer: tokenizer_lib.Tokenizer, ids: Sequence[int]) -> bytes:
-    """The bytes of tokens, whether they are characters or not."""
-    return b"".join(tokenizer.bytes_of(int(token_id)) for token_id in ids)
+    def _bytes(self, ids: Sequence[int]) -> bytes:
+        """The bytes of tokens, whether they are characters or not."""
+        words = self.lm.tokenizer
+        return b"".join(words.bytes_of(int(token_id)) for token_id in ids)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,7 +190,7 @@ class PromptRuns:
 def _difference(
     run: compare.Run, done: llama_cpp.Generated, ours: llama_cpp.Generated
 ) -> int | None:
-    is_ours = run.side == compare.OURS
+    is_ours = run.side == OURS
     goes_beyond = not is_ours and done.tokens > ours.tokens
     end = len(ours.text) if goes_beyond else None
     place = compare.first_difference(done.text[:end], ours.text)
@@ -221,47 +214,32 @@ def measure_steps(
     build: llama_cpp.Build,
     *,
     target: pathlib.Path,
-    draft: pathlib.Path | None,
     page_size: int,
     repeats: int,
     after_turn: Callable[[], None],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows of steps, our time and llama.cpp's in turns; and what its build says.
-
-    Args:
-      draft: None: its steps are left out.
-    """
+    """Rows of steps, our time and llama.cpp's in turns; and what its build says."""
     plan = steps.Plan(
         contexts=(CONTEXT,), page_size=page_size, steps=20, rows=ROWS, prefills=PREFILLS
     )
     costs = {cost.name: cost for cost in steps.all_costs(lm, plan)[0]}
-    tests = {"target": (target, TARGET_TESTS, (*ROWS, *PREFILLS))}
-    if draft is not None:
-        tests["draft"] = (draft, DRAFT_TESTS, ())
-    theirs: dict[str, list[float]] = {}
-    described: dict[str, Any] = {}
+    turns, described = [], {}
 
     def of_theirs() -> float:
-        for path, names, prompts in tests.values():
-            found = llama_cpp.bench(
-                build, path, prompts=prompts, tokens=TOKENS, repeats=BENCH_REPEATS
-            )
-            for name, (_, test) in names.items():
-                median = bench.spread(found[test].seconds).median
-                theirs.setdefault(name, []).append(median)
-                described.update(build=found[test].build, cpu=found[test].cpu)
+        sizes = {"prompts": (*ROWS, *PREFILLS), "tokens": TOKENS}
+        found, told = llama_cpp.bench(build, target, repeats=BENCH_REPEATS, **sizes)
+        turns.append(found)
+        described.update(told)
         return 0.0
 
-    named = {
-        name: cost for _, of, _ in tests.values() for name, (cost, _) in of.items()
-    }
-    cases = {name: costs[cost].case for name, cost in named.items()}
+    cases = {name: costs[cost].case for name, (cost, _) in TESTS.items()}
     ours = bench.run(
         {**cases, THEIRS: lambda: of_theirs}, repeats=repeats, after_turn=after_turn
     )
     # What came first warmed up, as ours did.
     return [
-        compared(name, "ms", ours.seconds[name], theirs[name][1:]) for name in named
+        compared(name, "ms", ours.seconds[name], [turn[test] for turn in turns[1:]])
+        for name, (_, test) in TESTS.items()
     ], described
 
 
@@ -298,7 +276,7 @@ def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
         # A file of llama.cpp's alone is compared with our plain decoding.
         ours = dataclasses.replace(theirs, side=OURS)
         ours = ours if ours in every else every[0]
-        kind = NAMES.get(theirs.method, theirs.method)
+        kind = theirs.method
         if theirs.gamma is not None:
             kind += f", {theirs.gamma} drafted"
         elif theirs.method != PLAIN:
@@ -306,10 +284,13 @@ def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
         decode = [_per_token(prompts, run, whole=False) for run in (ours, theirs)]
         e2e = [_per_token(prompts, run, whole=True) for run in (ours, theirs)]
         their_e2e.append(e2e[1])
-        more = same_texts(prompts, ours, theirs)
+        both, more = {"ours": ours, "theirs": theirs}, {"prompts": len(prompts)}
+        for name, run in both.items():
+            same = [prompt.first_difference(run) is None for prompt in prompts]
+            more[f"same_{name}"] = sum(same)
         if ours.gamma:
             drafted.append(e2e[0])
-            more |= {"drafts": _both_drafts(prompts, ours, theirs)}
+            more["drafts"] = {name: _drafts(prompts, run) for name, run in both.items()}
         made += [
             compared(f"{kind}: decode", "ms/token", *decode),
             compared(f"{kind}: end to end", "ms/token", *e2e, **more),
@@ -329,27 +310,8 @@ def _per_token(
     return found
 
 
-def _both_drafts(
-    prompts: Sequence[PromptRuns], ours: compare.Run, theirs: compare.Run
-) -> dict[str, Any]:
-    """What was drafted and kept on either side, in the first turn.
-
-    Texts that part have other drafts from there on: `same` is of the prompts whose text
-    is one and the same.
-    """
-    same = [p for p in prompts if p.first_difference(theirs) is None]
-    return {
-        "ours": _drafts(prompts, ours),
-        "theirs": _drafts(prompts, theirs),
-        "same": {
-            "prompts": len(same),
-            "ours": _drafts(same, ours)["accepted_per_round"],
-            "theirs": _drafts(same, theirs)["accepted_per_round"],
-        },
-    }
-
-
 def _drafts(prompts: Sequence[PromptRuns], run: compare.Run) -> dict[str, Any]:
+    """What was drafted and kept in the first turn."""
     done = [prompt.generated[run][0] for prompt in prompts]
     rounds, proposed, accepted = (
         sum(getattr(one, name) for one in done)
@@ -359,37 +321,7 @@ def _drafts(prompts: Sequence[PromptRuns], run: compare.Run) -> dict[str, Any]:
         "rounds": rounds,
         "proposed": proposed,
         "accepted": accepted,
-        "acceptance_rate": accepted / proposed if proposed else None,
         "accepted_per_round": accepted / rounds if rounds else None,
-        "repetition": _repetition(done),
-    }
-
-
-def _repetition(done: Sequence[llama_cpp.Generated]) -> float | None:
-    """How far texts repeat themselves; None of those without tokens, llama.cpp's."""
-    counts = [
-        metrics.text_counts(one.ids, metrics.Counters())
-        for one in done
-        if one.ids is not None
-    ]
-    return metrics.mean_repetition(counts) if len(counts) == len(done) else None
-
-
-def same_texts(
-    prompts: Sequence[PromptRuns], ours: compare.Run, theirs: compare.Run
-) -> dict[str, int]:
-    """Of how many prompts each side's text is that of our plain decoding.
-
-    All of ours must be; llama.cpp rounds otherwise, and its texts need not.
-    """
-    same = {
-        run.side: sum(prompt.first_difference(run) is None for prompt in prompts)
-        for run in (ours, theirs)
-    }
-    return {
-        "prompts": len(prompts),
-        "same_ours": same[OURS],
-        "same_theirs": same[THEIRS],
     }
 
 
@@ -413,24 +345,14 @@ NOTE = (
 def print_all(console: rich_console.Console, rows: Sequence[tables.Row]) -> None:
     """Prints the table, what was kept of drafts, and how far the texts agree."""
     tables.print_rows(rows, COLUMNS, console)
-    for row in rows:
-        if "prompts" not in row:
-            continue
-        words = [
+    for row in (row for row in rows if "prompts" in row):
+        words = (
             f"{row['figure'].partition(':')[0]}: our text in {row['same_ours']} of "
             f"{row['prompts']} prompts, llama.cpp's in {row['same_theirs']}"
-        ]
+        )
         if "drafts" in row:
-            drafts, kept = row["drafts"], "accepted_per_round"
-            same = [
-                terminal.format_value(drafts["same"][side], ".3f")
-                for side in ("ours", "theirs")
-            ]
-            words += [
-                f"drafts kept a round {drafts['ours'][kept]:.3f} here and "
-                f"{drafts['theirs'][kept]:.3f} there ({' and '.join(same)} where the "
-                "text is the same)",
-                f"our texts repeat {drafts['ours']['repetition']:.0%} of their 4-grams",
-            ]
-        console.print("; ".join(words), highlight=False, soft_wrap=True)
+            kept = [row["drafts"][side] for side in ("ours", "theirs")]
+            here, there = (one["accepted"] / max(one["rounds"], 1) for one in kept)
+            words += f"; drafts kept a round {here:.3f} here and {there:.3f} there"
+        console.print(words, highlight=False, soft_wrap=True)
     console.print(NOTE, highlight=False, soft_wrap=True)

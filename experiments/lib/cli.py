@@ -12,7 +12,7 @@ import pathlib
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from experiments.lib import files
@@ -148,8 +148,7 @@ def _with_flags(line: str, args: argparse.Namespace | None) -> str:
 class Parser(argparse.ArgumentParser):
     """Exits with status 1 on a usage error, as on all unusable input.
 
-    (`argparse` takes 2, which is "tokens differ" here.) So it does where a flag of
-    type `output` names a file that another flag reads or writes.
+    (`argparse` takes 2, which is "tokens differ" here.)
     """
 
     def __init__(self, description: str):
@@ -157,32 +156,9 @@ class Parser(argparse.ArgumentParser):
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=form)
 
-    def parse_args(self, args=None, namespace=None):
-        parsed = super().parse_args(args, namespace)
-        self._check_outputs(parsed)
-        return parsed
-
     def error(self, message: str):
         message = " ".join(message.split())
         self.exit(UNUSABLE, f"{self.prog}: error: {message} (flags: --help)\n")
-
-    def _check_outputs(self, args: argparse.Namespace) -> None:
-        """Exits with a usage error where an output would replace something needed."""
-        taken: dict[pathlib.Path, str] = {}
-        for kinds in ((source, text_source), (output,)):
-            for action in self._actions:
-                name = (*action.option_strings, action.dest)[0]
-                value = getattr(args, action.dest, None)
-                if action.type not in kinds or value is None:
-                    continue
-                for path in _files_of(value):
-                    is_file = path.is_file() or not path.exists()
-                    if kinds[0] is output and path in taken and is_file:
-                        self.error(
-                            f"{name} {value} would replace the file of {taken[path]}: "
-                            "name another file"
-                        )
-                    taken[path] = name
 
 
 def output(text: str) -> pathlib.Path:
@@ -203,15 +179,6 @@ def source(text: str) -> pathlib.Path:
 def text_source(text: str) -> str:
     """The type of a flag that names a file, and which part of it: FILE:N."""
     return text
-
-
-def _files_of(value: object) -> Iterator[pathlib.Path]:
-    """Yields the files that a flag may name, as FILE or as FILE:N."""
-    for each in value if isinstance(value, list | tuple) else [value]:
-        path = pathlib.Path(str(each))
-        if not path.is_file():
-            path = pathlib.Path(str(each).rpartition(":")[0] or path)
-        yield path.resolve()
 
 
 def flag_of(name: str) -> str:

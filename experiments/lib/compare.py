@@ -10,8 +10,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from rich import console as rich_console
 
 from experiments.lib import bench, hf, runs as runs_lib, tables
@@ -28,7 +26,7 @@ first_difference = runs_lib.first_difference
 class Run:
     """A way to generate."""
 
-    side: str  # `OURS` or `THEIRS`
+    side: str  # `OURS`, or another program
     method: str  # `hf.PLAIN`, or where drafts come from
     gamma: int | None = None  # tokens drafted a round; None for autoregressive decoding
 
@@ -37,27 +35,24 @@ OUR_PLAIN = Run(side=OURS, method=hf.PLAIN)
 THEIR_PLAIN = Run(side=THEIRS, method=hf.PLAIN)
 
 
-def all_runs(sides: "Sides", gammas: Sequence[int]) -> list[Run]:
-    """Every run that the sides have models for, in the order in which it is shown."""
-    made = []
-    for side in (OURS, THEIRS) if sides.hf else (OURS,):
-        made.append(Run(side=side, method=hf.PLAIN))
-        if sides.lm.drafter is not None:
-            made += [
-                Run(side=side, method=method, gamma=gamma)
-                for method in hf.METHODS
-                for gamma in gammas
-            ]
-    return made
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sides:
     """The same weights on both sides, and what both are asked for."""
 
-    lm: loading.LanguageModel
-    hf: hf.Baseline | None
+    lm: loading.LanguageModel  # `drafter` is None where there is no draft model
+    hf: hf.Baseline
     settings: runs_lib.Settings
+
+    def runs(self, gammas: Sequence[int]) -> list[Run]:
+        """Every run that the sides have models for, in the order in which it is
+        shown."""
+        methods = hf.METHODS if self.lm.drafter else (hf.PROMPT_LOOKUP,)
+        return [
+            Run(side=side, method=method, gamma=gamma)
+            for side in (OURS, THEIRS)
+            for method in (hf.PLAIN, *methods)
+            for gamma in ((None,) if method == hf.PLAIN else gammas)
+        ]
 
     def generate(self, run: Run, prompt: list[int]) -> tuple[float, hf.Generated]:
         """Seconds, tokens and counters of one run; raises as `runs.run_plain`."""
@@ -70,7 +65,13 @@ class Sides:
             )
         lm = self.lm
         if run.method == hf.PROMPT_LOOKUP:
-            lm = _with_prompt_lookup(lm, self.settings)
+            # Its drafts are Hugging Face's, draft for draft.
+            looked_up = ngram.hugging_face(
+                gamma_max=self.settings.gamma,
+                n_max=hf.MATCHED_NGRAM,
+                stop_ids=self.settings.stop_ids,
+            )
+            lm = lm.with_drafter(looked_up)
         settings = dataclasses.replace(self.settings, gamma=run.gamma)
         done = runs_lib.run_speculative(lm, settings, prompt)
         return done.timing.e2e_s, hf.Generated(
@@ -94,18 +95,6 @@ class Sides:
         return bench.stopwatch(generate)(), made[0]
 
 
-def _with_prompt_lookup(
-    lm: loading.LanguageModel, settings: runs_lib.Settings
-) -> loading.LanguageModel:
-    """With the drafter whose drafts are Hugging Face's, draft for draft."""
-    drafter = ngram.hugging_face(
-        gamma_max=lm.gamma_max,
-        n_max=hf.MATCHED_NGRAM,
-        stop_ids=settings.stop_ids,
-    )
-    return lm.with_drafter(drafter)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptRuns:
     """One prompt: times, tokens and counters of every run."""
@@ -121,12 +110,8 @@ class PromptRuns:
 
     def first_difference(self, run: Run) -> int | None:
         """Where tokens of `run`, of any repeat, first differ from Hugging Face's greedy
-        ones.
-
-        Without Hugging Face, from those of our own autoregressive decoding.
-        """
-        plain = THEIR_PLAIN if THEIR_PLAIN in self.every else OUR_PLAIN
-        theirs = self.every[plain][0].tokens
+        ones."""
+        theirs = self.every[THEIR_PLAIN][0].tokens
         found = [first_difference(done.tokens, theirs) for done in self.every[run]]
         return min((place for place in found if place is not None), default=None)
 
@@ -147,6 +132,41 @@ class PromptRuns:
             if run.side == OURS
             for one in done
         )
+
+    def row(self) -> dict[str, Any]:
+        """The JSON row."""
+        return {
+            "kind": "prompt",
+            "length": self.prompt.length,
+            "id": self.prompt.id,
+            "prompt_tokens": len(self.prompt.tokens),
+            "matched": self.matched,
+            "nonfinite_logits": self.nonfinite,
+            "hf_ids": self.generated[THEIR_PLAIN].tokens,
+            "runs": [
+                {
+                    **dataclasses.asdict(run),
+                    "tokens": len(done.tokens),
+                    "first_difference": self.first_difference(run),
+                    "seconds": self.timings.seconds[run],
+                }
+                for run, done in self.generated.items()
+            ],
+        }
+
+    def same_drafts(self) -> list[bool]:
+        """Whether both sides drafted and kept as many tokens, of each method and
+        gamma."""
+
+        def counts(run: Run) -> tuple[int, int, int]:
+            counters = self.generated[run].counters
+            return counters.rounds, counters.proposed, counters.accepted
+
+        drafted = [run for run in self.every if run.side == THEIRS and run.gamma]
+        return [
+            counts(run) == counts(dataclasses.replace(run, side=OURS))
+            for run in drafted
+        ]
 
 
 def run_prompt(
@@ -173,57 +193,6 @@ def run_prompt(
     return PromptRuns(prompt=prompt, timings=timings, every=every)
 
 
-def speeds(prompts: Sequence[PromptRuns], run: Run) -> list[float]:
-    """Tokens a second of each repeat, all prompts together."""
-    num_tokens = sum(len(prompt.generated[run].tokens) for prompt in prompts)
-    by_prompt = [prompt.timings.seconds[run] for prompt in prompts]
-    return [num_tokens / sum(seconds) for seconds in zip(*by_prompt, strict=True)]
-
-
-def counted(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
-    """Drafts of a run over its prompts, and how far its texts repeat themselves.
-
-    Drafts are None where nothing was drafted.
-    """
-    names = ("rounds", "proposed", "accepted", "acceptance_rate", "accepted_hist")
-    done = [prompt.generated[run] for prompt in prompts]
-    repetition = {"repetition": metrics.mean_repetition([*map(_counts_of, done)])}
-    counters = [one.counters for one in done]
-    if None in counters:
-        return dict.fromkeys(names) | repetition
-    total = metrics.total(counters)
-    rate = total.accepted / total.proposed if total.proposed else None
-    values = (total.rounds, total.proposed, total.accepted, rate, total.accepted_hist)
-    return dict(zip(names, values, strict=True)) | repetition
-
-
-def _counts_of(done: hf.Generated) -> metrics.TextCounts:
-    return metrics.text_counts(done.tokens, done.counters or metrics.Counters())
-
-
-def prompt_row(prompt: PromptRuns) -> dict[str, Any]:
-    """The JSON row of a prompt of a class of lengths."""
-    theirs = prompt.generated.get(THEIR_PLAIN)
-    return {
-        "kind": "prompt",
-        "length": prompt.prompt.length,
-        "id": prompt.prompt.id,
-        "prompt_tokens": len(prompt.prompt.tokens),
-        "matched": prompt.matched,
-        "nonfinite_logits": prompt.nonfinite,
-        "hf_ids": theirs and theirs.tokens,
-        "runs": [
-            {
-                **dataclasses.asdict(run),
-                "tokens": len(done.tokens),
-                "first_difference": prompt.first_difference(run),
-                "seconds": prompt.timings.seconds[run],
-            }
-            for run, done in prompt.generated.items()
-        ],
-    }
-
-
 def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
     """A row of each class of lengths and each run, over the prompts of the class.
 
@@ -239,14 +208,11 @@ def rows(prompts: Sequence[PromptRuns]) -> list[dict[str, Any]]:
 
 
 def _row(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
-    own = speeds(prompts, run)
-    bases = {"vs_plain": Run(side=run.side, method=hf.PLAIN), "vs_hf": THEIR_PLAIN}
+    own = _speeds(prompts, run)
     ratios = {}
-    for name, plain in bases.items():
-        ratios |= dict.fromkeys((name, f"{name}_p10", f"{name}_p90"))
-        if plain in prompts[0].generated:
-            found = bench.ratios(own, speeds(prompts, plain))
-            ratios |= bench.spread_fields(name, found)
+    for name, side in (("vs_plain", run.side), ("vs_hf", THEIRS)):
+        plain = _speeds(prompts, Run(side=side, method=hf.PLAIN))
+        ratios |= bench.spread_fields(name, bench.ratios(own, plain))
     differences = [prompt.first_difference(run) for prompt in prompts]
     return {
         "kind": "comparison",
@@ -255,7 +221,7 @@ def _row(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
         **dataclasses.asdict(run),
         **bench.spread_fields("tok_s", own),
         **ratios,
-        **counted(prompts, run),
+        **_counted([prompt.generated[run] for prompt in prompts]),
         "identical": differences.count(None),
         "prompts": len(prompts),
         "n": len(own),
@@ -263,67 +229,31 @@ def _row(prompts: Sequence[PromptRuns], run: Run) -> dict[str, Any]:
     }
 
 
-def same_drafts(prompt: PromptRuns) -> list[bool]:
-    """Whether both sides drafted and kept as many tokens, of each method and gamma."""
-
-    def counts(run: Run) -> tuple[int, int, int]:
-        counters = prompt.generated[run].counters
-        return counters.rounds, counters.proposed, counters.accepted
-
-    return [
-        counts(run) == counts(dataclasses.replace(run, side=OURS))
-        for run in prompt.generated
-        if run.side == THEIRS and run.gamma is not None
-    ]
+def _speeds(prompts: Sequence[PromptRuns], run: Run) -> list[float]:
+    """Tokens a second of each repeat, all prompts together."""
+    num_tokens = sum(len(prompt.generated[run].tokens) for prompt in prompts)
+    by_prompt = [prompt.timings.seconds[run] for prompt in prompts]
+    return [num_tokens / sum(seconds) for seconds in zip(*by_prompt, strict=True)]
 
 
-def greedy_row(
-    sides: Sides, prompt: Any, ours: list[int], theirs: list[int]
-) -> dict[str, Any]:
-    """Our greedy tokens and Hugging Face's, and how near a difference is.
+def _counted(done: Sequence[hf.Generated]) -> dict[str, Any]:
+    """Drafts of a run over its prompts, and how far its texts repeat themselves.
 
-    A margin is the logit of a side's own token less that of the other side's, in that
-    side's logits after the text that both generated: near zero where it was a tie.
+    Drafts are None where nothing was drafted.
     """
-    place = first_difference(ours, theirs)
-    row = {
-        "kind": "greedy",
-        "length": prompt.length,
-        "id": prompt.id,
-        "prompt_tokens": len(prompt.tokens),
-        "compared_dtype": sides.lm.target.config.dtype,
-        "tokens": len(theirs),
-        "first_difference": place,
-        **dict.fromkeys(("our_token", "their_token", "our_margin", "their_margin")),
-    }
-    if place is None or place == min(len(ours), len(theirs)):
-        return row
-    text = [*prompt.tokens, *theirs[:place]]
-    ours_here, theirs_here = ours[place], theirs[place]
-    our_logits = next_logits(sides.lm, sides.settings, text)
-    their_logits = hf.next_logits(sides.hf, text)
-    return row | {
-        "our_token": ours_here,
-        "their_token": theirs_here,
-        "our_margin": float(our_logits[ours_here] - our_logits[theirs_here]),
-        "their_margin": their_logits[theirs_here] - their_logits[ours_here],
-    }
-
-
-def next_logits(
-    lm: loading.LanguageModel, settings: runs_lib.Settings, tokens: list[int]
-) -> np.ndarray:
-    """Our target's logits after `tokens`, `[V] float32`: prefill, then one row."""
-    settings = dataclasses.replace(settings, gen_tokens=1)
-    state = runs_lib.begin_plain(lm, settings, tokens)
-    _, logits = lm.target.forward(
-        lm.params,
-        state.cache,
-        tokens=jnp.asarray(tokens[-1:], jnp.int32),
-        start=jnp.int32(len(tokens) - 1),
-        num_active=jnp.int32(1),
-    )
-    return np.asarray(logits[0], np.float32)
+    names = ("rounds", "proposed", "accepted", "acceptance_rate", "accepted_hist")
+    counters = [one.counters for one in done]
+    texts = [
+        metrics.text_counts(one.tokens, one.counters or metrics.Counters())
+        for one in done
+    ]
+    repetition = {"repetition": metrics.mean_repetition(texts)}
+    if None in counters:
+        return dict.fromkeys(names) | repetition
+    total = metrics.total(counters)
+    rate = total.accepted / total.proposed if total.proposed else None
+    values = (total.rounds, total.proposed, total.accepted, rate, total.accepted_hist)
+    return dict(zip(names, values, strict=True)) | repetition
 
 
 COLUMNS = {
@@ -338,25 +268,13 @@ COLUMNS = {
     "rep": ("repetition", ".3f"),
     "same": ("identical", "d"),
 }
-GREEDY = {
-    "length": "",
-    "prompt": ("id", ""),
-    "first at": ("first_difference", "d"),
-    "our token": ("our_token", "d"),
-    "theirs": ("their_token", "d"),
-    "our margin": ("our_margin", ".2e"),
-    "their margin": ("their_margin", ".2e"),
-}
-"""Of the tables, for `tables.print_rows`."""
+"""Of the table, for `tables.print_rows`."""
 
 
 def print_all(
-    console: rich_console.Console,
-    compared: Sequence[tables.Row],
-    greedy: Sequence[tables.Row],
-    summary: tables.Row,
+    console: rich_console.Console, compared: Sequence[tables.Row], summary: tables.Row
 ) -> None:
-    """Prints everything: how fast, and whether the same."""
+    """Prints how fast every run is, and whether its tokens are the same."""
     for length in dict.fromkeys(row["length"] for row in compared):
         of_length = [row for row in compared if row["length"] == length]
         tokens = " and ".join(map(str, sorted(set(of_length[0]["prompt_tokens"]))))
@@ -364,13 +282,6 @@ def print_all(
         console.print(heading, style="bold", highlight=False)
         tables.print_rows(of_length, COLUMNS, console)
         console.print()
-    different = [row for row in greedy if row["first_difference"] is not None]
-    if different:
-        console.print(
-            f"Other tokens than Hugging Face's in {summary['compared_dtype']}:",
-            style="bold red",
-        )
-        tables.print_rows(different, GREEDY, console)
     console.print(
         "tok/s: prefill included, median and percentiles over the turns; vs plain, HF: "
         "times autoregressive decoding of that side, and Hugging Face's; accepted: of "
@@ -380,8 +291,6 @@ def print_all(
         f"{summary['prompts']} prompts as Hugging Face's greedy decoding; drafted as "
         f"without drafts: {str(summary['matched']).lower()}; drafted and accepted as "
         f"many tokens as Hugging Face in {summary['same_drafts']} of "
-        f"{summary['drafted_runs']} drafted runs; loading {summary['load_s']:.0f} s, "
-        f"compiling and warming up {summary['warm_up_s']:.0f} s, all "
-        f"{summary['total_s']:.0f} s.",
+        f"{summary['drafted_runs']} drafted runs.",
         highlight=False,
     )

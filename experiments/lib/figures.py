@@ -4,10 +4,10 @@ Every function takes the rows of one figure and returns it; `draw` writes it. Th
 what they are given and measure nothing. Needs matplotlib, an extra.
 """
 
-import itertools
+import math
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
@@ -93,8 +93,7 @@ def _looks(place: int) -> dict[str, Any]:
 def _plot(axes: Axes, found: Curves, x: str, y: str, *, aside: float = 0.0) -> None:
     """Draws a number of the rows over another, which is whole.
 
-    Its 10th and 90th percentiles, where rows have them, are bars. A row without `x` is
-    a level, and they are a band.
+    Its 10th and 90th percentiles, where rows have them, are bars.
 
     Args:
       aside: how far curves are moved apart, so that bars do not hide each other.
@@ -110,24 +109,8 @@ def _plot(axes: Axes, found: Curves, x: str, y: str, *, aside: float = 0.0) -> N
         )
         # The median over runs may lie outside of percentiles over prompts.
         spread = np.nan_to_num(np.maximum(0, [middle - low, high - middle]))
-        if rows[0][x] is None:
-            looks = {"color": COLOURS[place]}
-            axes.axhline(middle[0], linestyle="--", label=label, **looks)
-            ends = middle - spread[0], middle + spread[1]
-            axes.axhspan(*np.ravel(ends), alpha=0.15, **looks)
-            continue
         at = [row[x] + aside * (place - (len(found) - 1) / 2) for row in rows]
         axes.errorbar(at, middle, spread, label=label, **_looks(place))
-
-
-def _bars(axes: Axes, found: Mapping[str, Sequence[float]]) -> None:
-    """Draws bars of each label beside those of the others, over 0, 1, 2, ..."""
-    width = 0.8 / len(found)
-    for place, (label, heights) in enumerate(found.items()):
-        at = np.arange(len(heights)) + width * (place - (len(found) - 1) / 2)
-        axes.bar(at, heights, width, color=COLOURS[place], label=label)
-    axes.grid(visible=False, axis="x")
-    whole_numbers(axes)
 
 
 def _legend(figure: Figure, title: str | None, columns: int | None = None) -> None:
@@ -153,7 +136,14 @@ def _level_one(axes: Axes) -> None:
 
 def speedup(summaries: Sequence[Row]) -> Figure:
     """Speed-up and acceptance rate over gamma."""
-    found = curves.by_gamma(summaries)
+    runs = curves.group_by(summaries, curves.RUN).values()
+    several = [row for rows in runs if len(rows) > 1 for row in rows]
+    if not several:
+        raise ValueError(
+            "no settings were run with two values of gamma; run spec_round.py with "
+            "another --gamma"
+        )
+    found = curves.curves_of(several, curves.RUN, axis="gamma")
     figure, (top, bottom) = new(5.6, 2, 1, sharex=True, height_ratios=(3, 2))
     _plot(top, found, "gamma", "speedup_e2e", aside=0.06)
     _plot(bottom, found, "gamma", "acceptance_rate")
@@ -164,39 +154,10 @@ def speedup(summaries: Sequence[Row]) -> Figure:
     return figure
 
 
-def acceptance(summaries: Sequence[Row]) -> Figure:
-    """P(draft kept at a position, if all before it were), at the largest gamma."""
-    found = curves.of_largest_gamma(summaries, "conditional_acceptance")
-    figure, (axes,) = new(3.4, 1, 1)
-    _plot_positions(axes, found)
-    axes.set(ylabel=KEPT)
-    axes.legend(title=f"gamma {found[0].rows[0]['gamma']}", loc="lower right")
-    return figure
-
-
-def accepted_lengths(summaries: Sequence[Row]) -> Figure:
-    """Share of the rounds by the drafts that they kept, at the largest gamma."""
-    rows = {
-        c.label: c.rows[0] for c in curves.of_largest_gamma(summaries, "accepted_hist")
-    }
-    figure, (axes,) = new(3.4, 1, 1)
-    _bars(
-        axes,
-        {
-            f"{label}: {row['mean_accepted_length']:.2f} tokens a round": [
-                100 * rounds / row["rounds"] for rounds in row["accepted_hist"]
-            ]
-            for label, row in rows.items()
-        },
-    )
-    axes.set(xlabel="drafted tokens kept in a round", ylabel="rounds (%)")
-    axes.legend(title=f"gamma {max(row['gamma'] for row in summaries)}")
-    return figure
-
-
 def step_cost(steps: Sequence[Row]) -> Figure:
     """What a step costs with several active rows, in time and relative to one row."""
-    found = curves.by_active_rows(steps)
+    names = ("target", "dtype", "impl", "slab", "context")
+    found = curves.curves_of(steps, names, axis="num_active")
     figure, panels = new(3.9, 1, 2)
     labels = {
         "ms": "time of a step (ms)",
@@ -209,52 +170,9 @@ def step_cost(steps: Sequence[Row]) -> Figure:
     return figure
 
 
-def hugging_face(rows: Sequence[Row]) -> Figure:
-    """Tokens a second over gamma, ours and Hugging Face's; without drafts as a line."""
-    lengths = curves.group_by(rows, ("length",))
-    figure, every = new(4.2, 1, len(lengths), sharey=True)
-    for axes, ((length,), of_length) in zip(every, lengths.items(), strict=True):
-        _plot(axes, curves.by_method(of_length), "gamma", "tok_s")
-        tokens = sorted(set(of_length[0]["prompt_tokens"]))
-        title = f"{length}: {' and '.join(map(str, tokens))} tokens"
-        axes.set_title(title, fontsize=11)
-        axes.set_xlabel("K (drafted per round)")
-        axes.set_xticks(sorted({row["gamma"] for row in of_length} - {None}))
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:g}"))
-        axes.minorticks_off()
-    every[0].set_ylabel("tokens/s, prefill included")
-    _legend(figure, None)
-    return figure
-
-
 def sweep_positions(rows: Sequence[Row]) -> Figure:
     """P(draft kept at a position, if all before it were) on each prompt set."""
-    return _by_position(curves.cells_by_position(rows))
-
-
-def sweep_contexts(rows: Sequence[Row]) -> Figure:
-    """Tokens a round over the tokens of a prompt, of `sweep.py --context`."""
-    figure, (axes,) = new(3.4, 1, 1)
-    _plot(axes, curves.by_context(rows), "prompt_tokens", "mean_accepted_length")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted({int(row["category"]) for row in rows}))
-    axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
-    axes.set(xlabel="tokens of the prompt", ylabel="tokens a round", ylim=(1, None))
-    _legend(figure, None)
-    return figure
-
-
-def ablations(rows: Sequence[Row]) -> Figure:
-    """P(draft kept at a position, if all before it were) of each variant of DSpark."""
-    panels = curves.group_by(rows, ("temperature",))
-    one_each = lambda rows: [curves.Curve(row["variant"], (row,)) for row in rows]
-    return _by_position({f"T = {t:g}": one_each(of) for (t,), of in panels.items()})
-
-
-def _by_position(panels: Mapping[str, Curves]) -> Figure:
-    """Draws shares that are kept over positions, a panel under each title."""
+    panels = curves.cells_by_position(rows)
     columns = min(len(panels), 3)
     height = -(-len(panels) // columns)
     figure, every = new(1.2 + 2.4 * height, height, columns, sharey=True)
@@ -269,36 +187,29 @@ def _by_position(panels: Mapping[str, Curves]) -> Figure:
     return figure
 
 
+def sweep_contexts(rows: Sequence[Row]) -> Figure:
+    """Tokens a round over the tokens of a prompt, of `sweep.py --context`."""
+    names = ("prompt_source", "temperature", "drafter", "gamma_policy", "gamma")
+    at = [row | {"prompt_tokens": int(row["category"])} for row in rows]
+    found = curves.curves_of(at, names, axis="prompt_tokens", otherwise="drafter")
+    figure, (axes,) = new(3.4, 1, 1)
+    _plot(axes, found, "prompt_tokens", "mean_accepted_length")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({row["prompt_tokens"] for row in at}))
+    axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.set(xlabel="tokens of the prompt", ylabel="tokens a round", ylim=(1, None))
+    _legend(figure, None)
+    return figure
+
+
 def _plot_positions(axes: Axes, found: Curves) -> None:
-    """Draws shares over positions, each with the fewest rounds that one is of."""
+    """Draws shares that were kept over positions."""
     for place, (label, (row, *_)) in enumerate(found):
         shares = np.array(row["conditional_acceptance"], float)  # NaN: none drafted
         at = range(1, len(shares) + 1)
         axes.plot(at, shares, label=label, **_looks(place))
     whole_numbers(axes)
     axes.set(xlabel="position (token)", ylim=(0, 1))
-    counts = [_rounds_at(curve.rows[0]) for curve in found]
-    if all(counts):
-        fewest = [min(filter(None, of)) for of in itertools.zip_longest(*counts)]
-        shown = range(0, len(fewest), -(-len(fewest) // 8))
-        short = lambda n: f"{n:,}" if n < 10_000 else f"{n // 1000:,}k"
-        labels = [f"{at + 1}\n{fewest[at][1]}{short(fewest[at][0])}" for at in shown]
-        axes.set_xticks([at + 1 for at in shown], labels, fontsize=8)
-        axes.set(xlabel="position, fewest rounds")
-
-
-def _rounds_at(row: Row) -> list[tuple[int, str]]:
-    """Returns of how many rounds each position's share is, if the row says so.
-
-    A round that drafted fewer tokens is no part of it: the share itself tells. Where
-    nothing was kept that is unknown, and it is at most the rounds that came so far.
-    """
-    kept, rates = row.get("accepted_hist", ()), row["conditional_acceptance"]
-    known = itertools.takewhile(lambda rate: rate is not None, rates[: len(kept)])
-    return [
-        (round(sum(kept[at:]) / rate), "") if rate else (sum(kept[at - 1 :]), "\u2264")
-        for at, rate in enumerate(known, 1)
-    ]
 
 
 def improvement(rows: Sequence[Row]) -> Figure:
@@ -321,19 +232,86 @@ def improvement(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def reliability(rows: Sequence[Row]) -> Figure:
-    """Share of drafts kept over the chance that was given, before and after fitting."""
+def divergence(rows: Sequence[Row]) -> Figure:
+    """Layers by operations: relative difference as colour, units in the last place.
+
+    What stands before and after the layers is a band of one cell, in its place.
+    Distances in units in the last place say little about size: between values of both
+    signs near zero they are as large as numbers get. They stand in the cells as text.
+
+    Args:
+      rows: one of kind "parity"; a cell is `{"differing", "elements", "max_ulp",
+        "relative"}`, or None where there was nothing to compare.
+    """
     (row,) = rows
-    figure, (axes,) = new(4.2, 1, 1)
-    axes.plot([0, 1], [0, 1], ":", color="#7F7F7F")
-    for place, (label, suffix) in enumerate((("before", "_before"), ("fitted", ""))):
-        names = ("rounds", "chance", "kept")
-        bins = zip(*(row[f"bin_{name}{suffix}"] for name in names), strict=True)
-        _, chances, kept = zip(*(of_bin for of_bin in bins if of_bin[0]), strict=True)
-        label += f": calibration error {np.mean(row[f'ece{suffix}']):.3f}"
-        axes.plot(chances, kept, label=label, **_looks(place))
-    axes.set(xlabel="chance that the drafts up to one are kept, as given")
-    axes.set(ylabel="share of rounds that kept them")
-    title = f"gamma {row['gamma']}, temperature {row['temperature']:g}"
-    axes.legend(title=title, loc="upper left")
+    operations, outside = row["operations"], row["outside"]
+    bands = {name: [cell] * len(operations) for name, cell in outside.items()}
+    first = {name: bands.pop(name) for name in ("embed",) if name in bands}
+    layers = dict(zip(map(str, row["layers"]), row["cells"], strict=True))
+    lines = first | layers | bands
+    values, lowest, highest = levels([*lines.values()])
+    figure, (axes,) = new(2.4 + 0.24 * len(lines), 1, 1)
+    cmap = matplotlib.colormaps["viridis"].with_extremes(
+        under="#d0d0d0", over="#ff00ff"
+    )
+    norm = matplotlib.colors.Normalize(lowest, highest)
+    looks = {"cmap": cmap, "norm": norm, "interpolation": "none"}
+    image = axes.imshow(values, aspect="auto", **looks)
+    for y, (name, line) in enumerate(lines.items()):
+        # A band is one cell: its number stands once.
+        for x, cell in enumerate(line[:1] if name in outside else line):
+            if cell is not None and cell["max_ulp"]:
+                ulp = cell["max_ulp"]
+                power = f"{ulp:.0e}".replace("e+0", "e").replace("+", "")
+                text = str(ulp) if ulp < 1000 else power
+                looks = {"color": "black" if norm(values[y][x]) > 0.6 else "white"}
+                looks |= {"fontsize": 5, "ha": "center", "va": "center"}
+                # It stands inside the panel, whatever its size.
+                axes.text(x, y, text, **looks, in_layout=False)
+    axes.grid(visible=False)
+    turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(range(len(operations)), operations, **turned)
+    axes.set_yticks(range(len(lines)), lines, fontsize=9)
+    axes.set_ylabel("layer")
+    axes.set_title(_first(row), fontsize=11)
+    ticks = {
+        "ticks": matplotlib.ticker.MaxNLocator(integer=True),
+        "format": lambda x, _: f"{10**x:.0e}",
+    }
+    label = "relative difference (norms)"
+    figure.colorbar(image, ax=axes, pad=0.02, label=label, **ticks)
     return figure
+
+
+def levels(lines: Sequence[Sequence[Row | None]]) -> tuple[np.ndarray, int, int]:
+    """Returns decades of relative differences `[lines, cells]`, lowest and highest.
+
+    Cells of equal bits are below the lowest, those whose difference is no number above
+    the highest; NaN where there was nothing to compare.
+    """
+    # Equal bits have no relative difference; that of the signs of zeros is 0.
+    none = {"differing": 0, "relative": None}
+    of = lambda name: [[(cell or none)[name] for cell in line] for line in lines]
+    relative, differs = np.array(of("relative"), float), np.array(of("differing")) > 0
+    is_sized = differs & (relative > 0)
+    found = np.log10(relative, where=is_sized, out=np.full(relative.shape, np.nan))
+    lowest = math.floor(np.min(found[is_sized], initial=0.0)) if is_sized.any() else -8
+    highest = max(math.ceil(found[is_sized].max()) if is_sized.any() else 0, lowest + 1)
+    found[differs & ~is_sized] = lowest
+    found[differs & np.isnan(relative)] = highest + 1
+    found[~differs & [[cell is not None for cell in line] for line in lines]] = (
+        lowest - 1
+    )
+    return found, lowest, highest
+
+
+def _first(row: Row) -> str:
+    """The first difference in words, and what the colours do not say."""
+    first, where = row.get("first"), "nothing differs"
+    if first is not None:
+        layer = "" if first["layer"] is None else f"layer {first['layer']}, "
+        where = f"first: {layer}{first['operation']}, position {first['position']}"
+    return (
+        f"{where}\nnumbers: largest difference (ULP); grey: equal bits, white: not "
+        "compared, pink: not finite"
+    )

@@ -327,10 +327,9 @@ def add_prompts(group: argparse._ActionsContainer, *, default: str) -> None:
     cli.add(
         group,
         f"""
-        --prompts N|FILE[:N]={default}  the first N bundled prompts, or a file, or - for
-            standard input: JSON lines or a JSON array with prompt, question, text,
-            turns or messages, or plain text, one prompt a line; N@SEED takes a sample
-            of N, by category; see docs/prompts.md
+        --prompts N|FILE[:N]={default}  the first N bundled prompts, or a file: JSON
+            lines with prompt, question, text, turns or messages, or plain text, one
+            prompt a line; N@SEED takes a sample of N, by category; see docs/prompts.md
         """,
         **{"N|FILE[:N]": cli.text_source},
     )

@@ -1,9 +1,7 @@
 """Hugging Face's ways to generate, on torch, with drafts counted as ours are.
 
 The only file of the experiments that imports torch and transformers, and it does so
-when they are needed: they are an extra, and importing them starts thread pools. It
-never imports JAX: a process that measures the memory of one side must not hold the
-other.
+when they are needed: they are an extra, and importing them starts thread pools.
 """
 
 import contextlib
@@ -53,16 +51,12 @@ class Generated:
     nonfinite: int = 0  # tokens chosen from logits that are not finite, on our side
 
 
-def missing() -> list[str]:
-    """The modules that are needed and not installed."""
-    return [name for name in _MODULES if importlib.util.find_spec(name) is None]
-
-
 def check_installed() -> None:
     """Raises `ValueError` if a library that is needed is missing."""
-    if missing():
+    lacking = [name for name in _MODULES if importlib.util.find_spec(name) is None]
+    if lacking:
         raise ValueError(
-            f"{' and '.join(missing())} not installed; {INSTALL} brings them"
+            f"{' and '.join(lacking)} not installed; {INSTALL} brings them"
         )
 
 
@@ -97,25 +91,6 @@ def load(
 
     draft_model = None if draft is None else load_model(draft)
     return _baseline(load_model(target), draft_model, wait_policy)
-
-
-def from_arrays(
-    target: tuple[dict[str, Any], Any],
-    draft: tuple[dict[str, Any], Any] | None,
-    *,
-    backend: str,
-) -> Baseline:
-    """Makes models whose weights are those of JAX, without a copy.
-
-    Args:
-      target, draft: a config as `config.json` has it, with its dtype, and
-        `spec_jax.model.params.Params`.
-    """
-    wait_policy = _import()
-    _check_device(backend)
-    made = None if draft is None else _to_torch(*draft, device=_DEVICES[backend])
-    target_model = _to_torch(*target, device=_DEVICES[backend])
-    return _baseline(target_model, made, wait_policy)
 
 
 def _import() -> str | None:
@@ -164,7 +139,12 @@ def _baseline(target: Any, draft: Any, wait_policy: str | None) -> Baseline:
         settings = draft.generation_config
         settings.num_assistant_tokens_schedule = "constant"
         settings.assistant_confidence_threshold = 0.0
-    made = Baseline(
+    if not hasattr(target, _HOOK):
+        raise ValueError(
+            f"transformers {transformers.__version__} has no {_HOOK}, at which drafts "
+            f"are counted; {INSTALL} brings a version that has it"
+        )
+    return Baseline(
         target=target,
         draft=draft,
         description={
@@ -174,18 +154,6 @@ def _baseline(target: Any, draft: Any, wait_policy: str | None) -> Baseline:
             "omp_wait_policy": wait_policy,
         },
     )
-    check_supported(made)
-    return made
-
-
-def check_supported(baseline: Baseline) -> None:
-    """Raises `ValueError` if the drafts of this transformers cannot be counted."""
-    if not hasattr(baseline.target, _HOOK):
-        version = baseline.description["transformers_version"]
-        raise ValueError(
-            f"transformers {version} has no {_HOOK}, at which drafts are counted; "
-            f"{INSTALL} brings a version that has it"
-        )
 
 
 def generate(
@@ -271,15 +239,6 @@ def counters_of(
     return counters
 
 
-def next_logits(baseline: Baseline, tokens: Sequence[int]) -> list[float]:
-    """The target's logits after `tokens`, from one forward of all of them."""
-    import torch
-
-    ids = torch.tensor([list(tokens)], device=baseline.target.device)
-    with torch.inference_mode():
-        return baseline.target(ids).logits[0, -1].float().tolist()
-
-
 @contextlib.contextmanager
 def _counted(model: Any, *, limit: int) -> Iterator[list[tuple[int, int]]]:
     """Notes each round that `model` drafts: tokens proposed, and accepted.
@@ -327,39 +286,3 @@ class _CountingGenerator:
         is_kept = scores[0, :proposed].argmax(-1) == self._draft
         self._drafts.append((proposed, int(is_kept.long().cumprod(0).sum())))
         self._wrapped.update_candidate_strategy(input_ids, scores, num_matches)
-
-
-def _to_torch(raw: dict[str, Any], params: Any, *, device: str) -> Any:
-    """A model of transformers whose weights are those of `params`, where they lie.
-
-    Raises:
-      RuntimeError: weights that the model of transformers does not know, or lacks.
-    """
-    import torch
-    import transformers
-
-    config = transformers.AutoConfig.for_model(**raw)
-    dtype = getattr(torch, str(params.final_norm.dtype))
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    state = dict(_named(raw, params, torch.from_dlpack))
-    absent, unknown = model.load_state_dict(state, strict=False, assign=True)
-    absent = [name for name in absent if name != "lm_head.weight"]
-    if absent or unknown:
-        raise RuntimeError(f"transformers misses {absent} and knows no {unknown}")
-    model.tie_weights()
-    return model
-
-
-def _named(raw: dict[str, Any], params: Any, convert: Any) -> Iterator[tuple[str, Any]]:
-    """Names and tensors; of fused matrices, views of their parts."""
-    import jax  # Hugging Face's own weights are loaded without.
-
-    from spec_jax.model import config as config_lib, families
-
-    config = config_lib.from_dict(raw)
-    sources = jax.tree.leaves(families.of(config).tensors(config))
-    for leaf, found in zip(jax.tree.leaves(params), sources, strict=True):
-        pieces = convert(leaf).split(found.heights)
-        for (name, _), piece in zip(found.parts, pieces, strict=True):
-            yield name, piece

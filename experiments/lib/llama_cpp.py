@@ -10,6 +10,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,6 @@ BENCH, PLAIN, SPECULATIVE = PROGRAMS = (
 )
 
 SPEC_TYPES = {
-    "draft-model": "draft-simple",
     "ngram": "ngram-simple",
     "eagle3": "draft-eagle3",
     "dflash": "draft-dflash",
@@ -57,7 +57,6 @@ what they make of a text; that of any other is told here."""
 
 _AHEAD = 32
 """Positions that a cache has beside those asked for: the last rounds draft no less."""
-_SHOWN_CHARACTERS = 200
 
 _NUMBER = r"\s*=?\s*([\d.]+)"
 _OF_PLAIN = {
@@ -103,17 +102,15 @@ class Generated:
     accepted: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Speed:
-    """A test of llama-bench: seconds of each repetition."""
-
-    seconds: list[float]  # of the whole prompt, or of one generated token
-    build: str  # the commit, or whatever the build says
-    cpu: str
-
-
 class Unreadable(ValueError):
     """An output that lacks something: cut short, or of another version."""
+
+    def __init__(self, program: str, output: bytes):
+        """Takes what was printed, of which the message shows the end."""
+        shown = " ".join(output.decode(errors="replace").split())[-200:] or "nothing"
+        super().__init__(
+            f"{program}: an output that is not understood; it ends: {shown}"
+        )
 
 
 def find(folder: pathlib.Path, *, threads: int, limit_s: float) -> Build:
@@ -150,25 +147,20 @@ def convert(
     Raises:
       ValueError: no sources, or a head that it does not convert.
     """
-    script = _sources(build) / "convert_hf_to_gguf.py"
-    command = ["-c", _CONVERT, str(script), pre_tokenizer, str(head)]
-    command += ["--target-model-dir", str(target), "--outfile", str(path)]
-    command += ["--outtype", {"bfloat16": "bf16", "float32": "f32"}[dtype]]
-    _call(build, script, [sys.executable, *command])
-    if not path.is_file():
-        raise ValueError(f"{script}: wrote no GGUF file of {head}")
-
-
-def _sources(build: Build) -> pathlib.Path:
-    """The folder that a build is of, as CMake noted it."""
-    cache = build.folder.parent / "CMakeCache.txt"
+    cache = build.folder.parent / "CMakeCache.txt"  # Says what the build is of.
     found = cache.is_file() and _SOURCES.search(cache.read_text(errors="replace"))
-    if not found or not (pathlib.Path(found[1]) / "convert_hf_to_gguf.py").is_file():
+    script = pathlib.Path(found[1] if found else "") / "convert_hf_to_gguf.py"
+    if not script.is_file():
         raise ValueError(
             f"{cache}: names no sources of llama.cpp with convert_hf_to_gguf.py, which "
             "writes heads as GGUF; leave the sources where they were built"
         )
-    return pathlib.Path(found[1])
+    command = [sys.executable, "-c", _CONVERT, str(script), pre_tokenizer, str(head)]
+    command += ["--target-model-dir", str(target), "--outfile", str(path)]
+    command += ["--outtype", {"bfloat16": "bf16", "float32": "f32"}[dtype]]
+    _run(build, command, name=str(script))
+    if not path.is_file():
+        raise ValueError(f"{script}: wrote no GGUF file of {head}")
 
 
 def bench(
@@ -178,36 +170,33 @@ def bench(
     prompts: Sequence[int],
     tokens: int,
     repeats: int,
-) -> dict[str, Speed]:
-    """Speeds by llama-bench's names: `pp64` of a prompt of 64, `tg64` of 64 tokens.
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Median seconds by llama-bench's names, and its build and processor.
+
+    Names are `pp64` of a prompt of 64, whole, and `tg64` of one of 64 tokens.
 
     Args:
-      prompts: lengths of prompts, each a batch of its own; none with ().
+      prompts: lengths of prompts, each a batch of its own.
       tokens: to be generated one by one, after nothing.
       repeats: of each test, after one that does not count.
     """
-    command = ["-m", str(model), "-t", str(build.threads), "-o", "jsonl"]
+    program = str(build.folder / BENCH)
+    command = [program, "-m", str(model), "-t", str(build.threads), "-o", "jsonl"]
     command += ["-r", str(repeats), "-n", str(tokens)]
-    command += ["-p", ",".join(map(str, prompts)) if prompts else "0"]
-    done = _run(build, BENCH, command)
-    wanted = {f"pp{n}" for n in prompts} | {f"tg{tokens}"}
-    found = {}
+    command += ["-p", ",".join(map(str, prompts))]
+    done, found, told = _run(build, command, name=program), {}, {}
     try:
-        for line in done.stdout.decode().splitlines():
-            row = json.loads(line)
-            size = row["n_prompt"] or row["n_gen"]
-            name = f"pp{size}" if row["n_prompt"] else f"tg{size}"
-            per = 1 if row["n_prompt"] else size
-            found[name] = Speed(
-                seconds=[ns / per / 1e9 for ns in row["samples_ns"]],
-                build=str(row["build_commit"]),
-                cpu=str(row["cpu_info"]),
+        for row in map(json.loads, done.stdout.splitlines()):
+            size, seconds = row["n_prompt"], statistics.median(row["samples_ns"]) / 1e9
+            found[f"pp{size}" if size else f"tg{row['n_gen']}"] = (
+                seconds if size else seconds / row["n_gen"]
             )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise _unreadable(build, BENCH, done.stdout) from None
-    if set(found) != wanted or not all(speed.seconds for speed in found.values()):
-        raise _unreadable(build, BENCH, done.stdout)
-    return found
+            told = {"build": str(row["build_commit"]), "cpu": str(row["cpu_info"])}
+    except (ValueError, KeyError, TypeError):
+        raise Unreadable(program, done.stdout) from None
+    if set(found) != {f"pp{n}" for n in prompts} | {f"tg{tokens}"}:
+        raise Unreadable(program, done.stdout)
+    return found, told
 
 
 def complete(
@@ -226,10 +215,10 @@ def complete(
     flags = ["-m", str(model), "-n", str(max_tokens)]
     flags += ["--no-display-prompt", "-no-cnv"]
 
-    def read(done: subprocess.CompletedProcess) -> Generated:
-        found, text = _read(build, PLAIN, done.stderr, _OF_PLAIN), done.stdout
+    def read(program: str, done: subprocess.CompletedProcess) -> Generated:
+        found, text = _numbers(program, done.stderr, _OF_PLAIN), done.stdout
         if not text.endswith(b"\n\n"):
-            raise _unreadable(build, PLAIN, text)
+            raise Unreadable(program, text)
         steps = int(found["steps"])
         return Generated(
             text=text.removesuffix(b"\n\n").removesuffix(_END),
@@ -270,13 +259,13 @@ def speculate(
         flags += ["-md", str(draft), "-td", str(build.threads)]
         flags += ["--spec-draft-n-max", str(gamma), "--spec-draft-p-min", "0"]
 
-    def read(done: subprocess.CompletedProcess) -> Generated:
-        found = _read(build, SPECULATIVE, done.stderr, _OF_SPECULATIVE)
+    def read(program: str, done: subprocess.CompletedProcess) -> Generated:
+        found = _numbers(program, done.stderr, _OF_SPECULATIVE)
         beginning, end = b"\n\n" + prompt, b"\n\n\n\n"
         is_whole = done.stdout.startswith(beginning) and done.stdout.endswith(end)
         speeds = found["prefill_speed"], found["decode_speed"]
         if not (is_whole and all(speeds) and found["tokens"]):
-            raise _unreadable(build, SPECULATIVE, done.stdout)
+            raise Unreadable(program, done.stdout)
         tokens, accepted = int(found["tokens"]), int(found["accepted"])
         return Generated(
             text=done.stdout[len(beginning) : -len(end)],
@@ -299,7 +288,7 @@ def _generate(
     name: str,
     flags: Sequence[str],
     prompt: bytes,
-    read: Callable[[subprocess.CompletedProcess], Generated],
+    read: Callable[[str, subprocess.CompletedProcess], Generated],
     *,
     capacity: int,
 ) -> Generated:
@@ -307,72 +296,42 @@ def _generate(
 
     What is cut short is run again.
     """
+    program = str(build.folder / name)
     with tempfile.NamedTemporaryFile() as file:
         file.write(prompt)
         file.flush()
         threads = ("-t", str(build.threads), "-tb", str(build.threads))
         size = ("-c", str(capacity + _AHEAD), "-bf", file.name, "--no-escape")
-        arguments = [*flags, *threads, *size, *_GREEDY]
+        command = [program, *flags, *threads, *size, *_GREEDY]
         for _ in range(_TRIES - 1):
             with contextlib.suppress(Unreadable):
-                return read(_run(build, name, arguments))
-        return read(_run(build, name, arguments))
+                return read(program, _run(build, command, name=program))
+        return read(program, _run(build, command, name=program))
 
 
 def _run(
-    build: Build, name: str, arguments: Sequence[str]
+    build: Build, command: Sequence[str], *, name: str
 ) -> subprocess.CompletedProcess:
-    """Runs one of the programs to its end."""
-    program = build.folder / name
-    return _call(build, program, [str(program), *arguments])
-
-
-def _call(
-    build: Build, program: pathlib.Path, command: Sequence[str]
-) -> subprocess.CompletedProcess:
-    """Runs a command to its end; `program` is what errors name."""
+    """Runs a command to its end; errors call it `name`."""
+    how = {"stdin": subprocess.DEVNULL, "capture_output": True}
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=build.limit_s,
-        )
+        done = subprocess.run(command, timeout=build.limit_s, **how)
     except subprocess.TimeoutExpired:
         raise ValueError(
-            f"{program}: not done after {build.limit_s:g} s; give --limit-s more"
+            f"{name}: not done after {build.limit_s:g} s; give --limit-s more"
         ) from None
-    except OSError as error:
-        raise ValueError(f"{program}: cannot be run ({error.strerror})") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
-        said = lines[-1][:_SHOWN_CHARACTERS] if lines else "it says nothing"
-        raise ValueError(f"{program}: ended with status {done.returncode}: {said}")
+        said = lines[-1][:200] if lines else "it says nothing"
+        raise ValueError(f"{name}: ended with status {done.returncode}: {said}")
     return done
 
 
-def _read(
-    build: Build, name: str, log: bytes, patterns: dict[str, str]
-) -> dict[str, float]:
+def _numbers(program: str, log: bytes, patterns: dict[str, str]) -> dict[str, float]:
     """The last number that each pattern finds in a log."""
-    text, found = log.decode(errors="replace"), {}
-    for key, pattern in patterns.items():
-        numbers = re.findall(pattern, text)
-        try:
-            found[key] = float(numbers[-1])
-        except (IndexError, ValueError):
-            raise _unreadable(build, name, log, lacks=key) from None
-    return found
-
-
-def _unreadable(
-    build: Build, name: str, output: bytes, *, lacks: str = ""
-) -> Unreadable:
-    """The error of an output that another version prints, perhaps."""
-    text = output.decode(errors="replace").strip()
-    shown = " ".join(text.split())[-_SHOWN_CHARACTERS:] or "nothing"
-    missing = f" ({lacks} is missing)" if lacks else ""
-    return Unreadable(
-        f"{build.folder / name}: an output that is not understood{missing}; it ends: "
-        f"{shown}"
-    )
+    text = log.decode(errors="replace")
+    found = {key: re.findall(pattern, text) for key, pattern in patterns.items()}
+    try:
+        return {key: float(numbers[-1]) for key, numbers in found.items()}
+    except (IndexError, ValueError):
+        raise Unreadable(program, log) from None

@@ -11,7 +11,6 @@ their distance in the narrower one.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -31,9 +30,6 @@ and what the engine runs, the window's rows in one slab."""
 
 PATHS = (DECODE, ROWS, *superseded.NAMES)
 """Ways to run a window by name."""
-
-TOP = 5
-"""Tokens of highest logit that are told of a row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,13 +52,6 @@ class Path:
                 f"the microscope knows the operations of qwen3 models, and this is a "
                 f"{self.model.config.model_type} model"
             )
-
-    @property
-    def operations(self) -> tuple[str, ...]:
-        """The operations whose values can be seen, in order."""
-        if self.name in superseded.NAMES:
-            return observe.OPERATIONS
-        return observe.LEAVES_ROWS
 
     def weights(self, params: params_lib.Params) -> params_lib.Params:
         """Returns the weights as the path reads them, in the dtype of its model."""
@@ -87,41 +76,6 @@ class Fault:
 
     layer: int | None
     operation: str
-
-
-def parse(text: str) -> Fault:
-    """Reads `LAYER:OPERATION`, or `OPERATION` outside of the layers.
-
-    Raises:
-      ValueError: another form, or an operation that does not exist.
-    """
-    number, _, name = text.rpartition(":")
-    if number and not (number.isascii() and number.isdigit()):
-        raise ValueError(f"fault {text!r} is not of the form LAYER:OPERATION")
-    if name not in observe.OPERATIONS:
-        raise ValueError(
-            f"fault {text!r}: operation {name!r} is not one of "
-            f"{', '.join(observe.OPERATIONS)}"
-        )
-    if bool(number) == (name in observe.OUTSIDE):
-        where = "no layer" if number else "a layer, as in 0:q"
-        raise ValueError(f"fault {text!r}: {name} takes {where}")
-    return Fault(layer=int(number) if number else None, operation=name)
-
-
-def check(fault: Fault, path: Path) -> None:
-    """Raises `ValueError` where the fault cannot be planted in a path."""
-    num_layers = path.model.config.num_layers
-    if fault.layer is not None and fault.layer >= num_layers:
-        raise ValueError(
-            f"there is no layer {fault.layer} to plant a fault in: the model has "
-            f"layers 0 to {num_layers - 1}"
-        )
-    if fault.operation not in path.operations:
-        raise ValueError(
-            f"{fault.operation} never leaves a kernel of {path.name}: plant the fault "
-            f"in one of {', '.join(path.operations)}"
-        )
 
 
 #
@@ -182,7 +136,6 @@ def record(
     pools = zip((*real_kv.k, *real_kv.v), (*seen_kv.k, *seen_kv.v), strict=True)
     moved += sum(_count(np.asarray(one), np.asarray(other)) for one, other in pools)
     if fault is not None:
-        check(fault, path)
         _, _, values = _run(path, params, kv, window, start, (fault,))
     keys = observe.keys(path.model.config.num_layers)
     return Record(values={k: values[k] for k in keys if k in values}, moved=moved)
@@ -345,26 +298,3 @@ def _relative(one: np.ndarray, other: np.ndarray) -> float | None:
         gap, size = np.linalg.norm(ours - theirs), np.linalg.norm(ours)
     is_number = np.isfinite(gap) and np.isfinite(size) and size > 0
     return float(gap / size) if is_number else None
-
-
-def choice_of(logits: np.ndarray, dtype: str) -> tuple[list[list], float | None]:
-    """Describes the choice by a row's logits `[V]`; NaN counts as the highest.
-
-    Returns:
-      The `TOP` tokens with their logits in descending order, the lower token first of
-      equal ones, None for a logit that is not finite; and the margin of the two highest
-      in ULPs of a model's dtype at the highest one, None where they are not finite.
-    """
-    keyed = np.where(np.isnan(logits), np.inf, logits)
-    highest = np.argsort(-keyed, kind="stable")[:TOP]
-    values = logits[highest].astype(np.float64)
-    margin = None
-    if len(values) > 1 and np.isfinite(values[:2]).all():
-        # `np.dtype` knows bfloat16 by name, since jax registers it.
-        unit = np.spacing(np.abs(logits[highest[0]]).astype(np.dtype(dtype)))
-        margin = float((values[0] - values[1]) / np.float64(unit))
-    top = [
-        [int(token), float(value) if math.isfinite(value) else None]
-        for token, value in zip(highest, values, strict=True)
-    ]
-    return top, margin

@@ -10,7 +10,6 @@ import itertools
 import json
 import pathlib
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from spec_jax.model import hub
 
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-STANDARD_INPUT = "-"
 DATA_SETS = "docs/prompts.md says where common data sets come from"
 
 _SPEC = re.compile(
@@ -57,42 +55,48 @@ class Prompt:
         return [*self.history, {"role": USER, "content": self.text}]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Source:
-    """What a spec names."""
-
-    path: pathlib.Path
-    limit: int | None = None  # prompts to take; None for all of them
-    seed: int | None = None  # of the sample that is taken; None for the first ones
-
-
 def parse(spec: str, *, default_file: str | pathlib.Path) -> list[Prompt]:
     """Reads the prompts that the value of a `--prompts` flag names.
 
     Args:
       spec: a number N, for the first N prompts of `default_file`; or the path of a
-        file, or `-` for standard input, with an optional limit `:N`. `N@SEED` takes a
-        sample of N instead of the first, in the order of the file and, where rows
-        have a category, from each category in proportion. Files that end in
-        `.jsonl`, `.ndjson` or `.json` hold one JSON object a line, or one JSON array
-        of objects or texts, with the text under `prompt`, `question`, `text`,
+        file, with an optional limit `:N`. `N@SEED` takes a sample of N instead of the
+        first, in the order of the file and, where rows have a category, from each
+        category in proportion. Files that end in `.jsonl`, `.ndjson` or `.json` hold
+        one JSON object a line, with the text under `prompt`, `question`, `text`,
         `turns` (all turns of a conversation) or `messages`, in this order of
-        preference. Other files hold one prompt a line. Standard input is JSON where
-        it begins with `{` or `[`. Blank lines are skipped, and no row is read beyond
-        the limit of the first ones.
+        preference. Other files hold one prompt a line. Blank lines are skipped, and no
+        row is read beyond the limit of the first ones.
       default_file: the bundled prompts.
 
     Raises:
       ValueError: nothing usable is named; one line says what and how to mend it.
       MemoryError: a file for which there is no memory.
     """
-    source = _source(spec, pathlib.Path(default_file))
-    prompts = _prompts(source.path)
-    if source.seed is not None:
+    match = _SPEC.fullmatch(spec)
+    if match is None or (match["path"] and pathlib.Path(spec).is_file()):
+        path, limit, seed = pathlib.Path(spec), None, None  # Whose name ends in `:N`.
+    else:
+        path, limit = pathlib.Path(match["path"] or default_file), int(match["limit"])
+        seed = match["seed"] and int(match["seed"])
+        if limit < 1:
+            raise ValueError(
+                f"--prompts {spec}: the number of prompts must be at least 1"
+            )
+    prompts = _prompts(path)
+    if seed is not None:
         prompts = list(prompts)
-        if source.limit <= len(prompts):
-            prompts = sample(prompts, source.limit, seed=source.seed)
-    return _take(iter(prompts), source.limit, source.path)
+        if limit <= len(prompts):
+            prompts = sample(prompts, limit, seed=seed)
+    taken = list(itertools.islice(prompts, limit))
+    if not taken:
+        raise ValueError(f"{path}: no prompts in this file; write one prompt a line")
+    if limit is not None and len(taken) < limit:
+        raise ValueError(
+            f"{path}: {limit} prompts asked for, but the file has {len(taken)}; "
+            f"ask for at most {len(taken)}"
+        )
+    return taken
 
 
 def sample(prompts: Sequence[Prompt], size: int, *, seed: int) -> list[Prompt]:
@@ -130,91 +134,35 @@ def sample(prompts: Sequence[Prompt], size: int, *, seed: int) -> list[Prompt]:
     return [prompts[place] for place in sorted(chosen)]
 
 
-def _source(spec: str, default_file: pathlib.Path) -> _Source:
-    """Splits a spec; a file whose name really ends in `:N` is taken whole."""
-    match = _SPEC.fullmatch(spec)
-    if match is None or (match["path"] and pathlib.Path(spec).is_file()):
-        return _Source(path=pathlib.Path(spec))
-    limit, seed = int(match["limit"]), match["seed"]
-    if limit < 1:
-        raise ValueError(f"--prompts {spec}: the number of prompts must be at least 1")
-    return _Source(
-        path=pathlib.Path(match["path"] or default_file),
-        limit=limit,
-        seed=None if seed is None else int(seed),
-    )
-
-
-def _take(
-    prompts: Iterator[Prompt], limit: int | None, path: pathlib.Path
-) -> list[Prompt]:
-    """Returns the first `limit` prompts; fewer than asked for is an error."""
-    taken = list(itertools.islice(prompts, limit))
-    if not taken:
-        raise ValueError(f"{path}: no prompts in this file; write one prompt a line")
-    if limit is not None and len(taken) < limit:
-        raise ValueError(
-            f"{path}: {limit} prompts asked for, but the file has {len(taken)}; "
-            f"ask for at most {len(taken)}"
-        )
-    return taken
-
-
 def _prompts(path: pathlib.Path) -> Iterator[Prompt]:
     """The file's prompts in order; a faulty row raises when it is reached."""
-    text = _read(path)
-    first = text.lstrip(" \t\r\n")[:1]
     is_json = path.suffix.lower() in JSON_SUFFIXES
-    if str(path) == STANDARD_INPUT:
-        is_json = first in ("{", "[")
-    if is_json and first == "[":
-        values = _loaded(text, str(path))
-        entries = [(f"entry {n}", n, value) for n, value in enumerate(values, start=1)]
-    elif is_json:
-        # One by one: nothing is read beyond a limit.
-        entries = (
-            (f"line {n}", n, _loaded(line, f"{path}, line {n}"))
-            for n, line in _lines(text)
-        )
-    else:
-        for number, line in _lines(text):
-            yield Prompt(id=str(number), text=line, category=None)
-        return
-    for where, number, row in entries:
-        try:
-            if first == "[" and isinstance(row, str):
-                row = {"prompt": row}
-            yield _of_row(row, number=number)
-        except ValueError as error:
-            raise ValueError(f"{path}, {where}: {error}") from None
-
-
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, with their numbers."""
     # Not `splitlines`: it also splits at U+2028 and form feeds, which may stand
     # inside a prompt.
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(_read(path).split("\n"), start=1):
         line = line.removesuffix("\r")
-        if line.strip():
-            yield number, line
-
-
-def _loaded(text: str, where: str) -> Any:
-    """Returns the JSON value of a text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{where}: invalid JSON ({error}); write one JSON object a line, or one "
-            "JSON array"
-        ) from None
+        if not line.strip():
+            continue
+        if not is_json:
+            yield Prompt(id=str(number), text=line, category=None)
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{where}: invalid JSON ({error}); write one JSON object a line"
+            ) from None
+        try:
+            yield _of_row(row, number=number)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
 
 
 def _read(path: pathlib.Path) -> str:
     """Returns the text of a UTF-8 file, without a byte order mark."""
     try:
-        is_input = str(path) == STANDARD_INPUT
-        data = sys.stdin.buffer.read() if is_input else files.read(path)
+        data = files.read(path)
         return data.decode("utf-8-sig")
     except FileNotFoundError:
         hint = DATA_SETS
@@ -247,17 +195,8 @@ def _of_row(row: Any, *, number: int) -> Prompt:
             'write one object a line, such as {"prompt": "..."}'
         )
     turns, history = _turns(row)
-    for text in turns:
-        if not text.strip():
-            raise ValueError("the prompt is empty; remove the line or fill it")
-    for text in (*turns, *(message["content"] for message in history)):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"character {error.start} of the prompt is half of a surrogate pair; "
-                "write the character itself, or both halves"
-            ) from None
+    if not all(text.strip() for text in turns):
+        raise ValueError("the prompt is empty; remove the line or fill it")
     ids = [row[k] for k in ID_KEYS if type(row.get(k)) in (str, int)]
     categories = [row[k] for k in CATEGORY_KEYS if isinstance(row.get(k), str)]
     return Prompt(
@@ -270,7 +209,8 @@ def _of_row(row: Any, *, number: int) -> Prompt:
 
 
 def _turns(row: dict[str, Any]) -> tuple[list[str], tuple[Message, ...]]:
-    """Returns what the user says, turn by turn, and the messages before that."""
+    """Returns what the user says, turn by turn, and the messages before that; an answer
+    to the last one is left out."""
     for key in TEXT_KEYS:
         value = row.get(key)
         if isinstance(value, str) and key != "turns":
@@ -278,70 +218,34 @@ def _turns(row: dict[str, Any]) -> tuple[list[str], tuple[Message, ...]]:
         if isinstance(value, list) and value:
             if all(isinstance(turn, str) for turn in value):
                 return value, ()
-    if row.get(MESSAGES_KEY):
-        return _of_messages(row[MESSAGES_KEY])
-    found = ", ".join(row) or "none"
-    raise ValueError(
-        f"no usable text (keys found: {found}); give the text as 'prompt', "
-        "'question', 'text', 'turns' (a list of texts) or 'messages' (a list of "
-        "objects with 'role' and 'content')"
-    )
-
-
-def _of_messages(messages: Any) -> tuple[list[str], tuple[Message, ...]]:
-    """Returns the user's last message, and those before; an answer to it is left
-    out."""
-    if not isinstance(messages, list):
-        raise ValueError(f"'messages' is a JSON {type(messages).__name__}, not a list")
-    read = [_message(message, i) for i, message in enumerate(messages, start=1)]
-    while read and read[-1]["role"] == ASSISTANT:
-        read.pop()
-    if not read or read[-1]["role"] != USER:
-        last = f"of {read[-1]['role']!r}" if read else "missing"
+    messages = row.get(MESSAGES_KEY)
+    if not messages:
+        found = ", ".join(row) or "none"
+        raise ValueError(
+            f"no usable text (keys found: {found}); give the text as 'prompt', "
+            "'question', 'text', 'turns' (a list of texts) or 'messages' (a list of "
+            "objects with 'role' and 'content')"
+        )
+    for number, message in enumerate(messages, start=1):
+        is_object = isinstance(message, dict)
+        if not is_object or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise ValueError(
+                f"message {number} is no object with texts as 'role' and 'content'"
+            )
+    given = [{key: one[key] for key in ("role", "content")} for one in messages]
+    while given and given[-1]["role"] == ASSISTANT:
+        given.pop()
+    if not given or given[-1]["role"] != USER:
+        last = f"of {given[-1]['role']!r}" if given else "missing"
         raise ValueError(
             f"'messages': the last one to be answered is {last}; end with one of 'user'"
         )
-    *history, last = read
+    *history, last = given
     return [last["content"]], tuple(history)
-
-
-def _message(message: Any, number: int) -> Message:
-    """Returns a message with its content as one text."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"message {number} is no object with 'role' and 'content'")
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        is_text = all(isinstance(text, str) for text in texts)
-        content = "".join(texts) if is_text and len(texts) == len(content) else None
-    if not isinstance(content, str):
-        raise ValueError(
-            f"message {number} ({message['role']}): 'content' is no text, nor a list "
-            "of parts of type 'text'"
-        )
-    return {"role": message["role"], "content": content}
 
 
 def without_folders(source: str) -> str:
     """Returns a prompt source as file and folder, without where that folder lies."""
     return "/".join(pathlib.PurePath(source).parts[-2:])
-
-
-def from_here(source: str) -> str:
-    """Returns a prompt source that means the same again in this working directory.
-
-    A path is taken from there if it was or can be; one outside of it, of which only
-    this machine knows, is shortened as by `without_folders`.
-    """
-    path, here = pathlib.PurePath(source), pathlib.Path.cwd()
-    if not path.is_absolute():
-        return source
-    return (
-        str(path.relative_to(here)) if here in path.parents else without_folders(source)
-    )
-
-
-def is_there(source: str) -> bool:
-    """Returns whether a prompt source names a file that can be found, or none."""
-    path = _source(source, BUNDLED).path
-    return str(path) == STANDARD_INPUT or path.exists()

@@ -1,33 +1,23 @@
 """Tables of README and docs, generated from the rows of `experiments/results`.
 
 A page has a table between `<!-- rows: NAME -->` and `<!-- end of rows -->`; what stands
-there is replaced by what the function of that name makes of the rows.
+there is replaced by what the entry of `published_tables` makes of the rows.
 """
 
 import pathlib
 import re
-from collections.abc import Callable, Mapping
 
-from experiments.lib import (
-    published_drafters,
-    published_gpu,
-    published_rows,
-    published_speeds,
-)
+from experiments.lib import published_tables, table_rows
 
 
-ROOT, RESULTS = published_rows.ROOT, published_rows.RESULTS
+ROOT, RESULTS = table_rows.ROOT, table_rows.RESULTS
 PAGES = (
     *("README.md", "docs/measurements.md", "docs/batch_invariance.md"),
-    *("docs/trees.md", "docs/training_drafters.md"),
+    "docs/trees.md",
 )
 """Pages with such tables, below `ROOT`."""
 
-TABLES: Mapping[str, Callable[[], published_rows.Lines]] = {
-    made.__name__: made
-    for module in (published_speeds, published_drafters, published_gpu)
-    for made in module.TABLES
-}
+TABLES = published_tables.TABLES
 
 _PLACE = re.compile(
     r"(<!-- rows: (?P<name>\w+) -->\n\n).*?(<!-- end of rows -->)", re.DOTALL

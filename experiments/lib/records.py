@@ -12,7 +12,7 @@ import platform
 import subprocess
 import traceback
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -54,36 +54,31 @@ def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, A
     Raises:
       ValueError: rows of something else, or measured otherwise; one line says how.
     """
-    wanted, rows = to_json(description, "description"), []
-    lines = _whole_lines(out)
-    for number, line in enumerate(lines, 1):
-        rows.append(_same(line, wanted, f"{out.path}, line {number}"))
-    out.keep(sum(map(len, lines)))
+    lines, wanted = _whole_lines(out), to_json(description, "description")
+    rows = [
+        _same(line, wanted, f"{out.path}, line {number}")
+        for number, line in enumerate(lines, 1)
+    ]
+    out.keep(lines)
     return rows
 
 
 def resume_behind(
-    out: "JsonLines",
-    header: Mapping[str, Any],
-    kinds: Collection[str],
-    **more: Any,
+    out: "JsonLines", header: Mapping[str, Any], kinds: Collection[str]
 ) -> list[dict[str, Any]]:
     """As `resume`, of a file whose first row says what all others are of.
 
     Returns the rows of these kinds behind it; others are written anew. A new file gets
     the header.
-
-    Args:
-      more: what a new header says besides, and may differ.
     """
-    wanted, lines = to_json(header, "header"), _whole_lines(out)
+    lines = _whole_lines(out)
     if not lines:
-        out.write({**header, **more})
+        out.write(header)
         return []
-    _same(lines[0], wanted, str(out.path))
+    _same(lines[0], to_json(header, "header"), str(out.path))
     rows = [json.loads(line) for line in lines[1:]]
     count = [*(row.get("kind") in kinds for row in rows), False].index(False)
-    out.keep(sum(map(len, lines[: 1 + count])))
+    out.keep(lines[: 1 + count])
     return rows[:count]
 
 
@@ -157,9 +152,9 @@ class JsonLines:
         for row in rows:
             self.write(row)
 
-    def keep(self, num_bytes: int) -> None:
-        """Keeps so many bytes of what the file held, for a run that goes on."""
-        self._kept = num_bytes
+    def keep(self, lines: Sequence[bytes]) -> None:
+        """Keeps these lines, which the file begins with, for a run that goes on."""
+        self._kept = sum(map(len, lines))
 
     def close(self) -> None:
         """Closes the file; may be called twice."""

@@ -1,12 +1,12 @@
 """Which command makes every published row: the steps of `experiments/reproduce.py`.
 
-Knows the flags of the other scripts, and which heads are shipped. Runs nothing.
+Knows the flags of the other scripts. Runs nothing.
 
 A step is a line with its file and, behind bars, the kinds of rows that it keeps and
 what else `Step` says; the commands under it are indented, and go on where the
 indentation is deeper. A command is run once for each of <one; another>. Words in braces
-are of `WORDS`, of the implementation, or filled in where the step is run: {data},
-{llama}, {work} and {dflash} are folders of flags, {results} is `records.RESULTS`.
+are of `WORDS`, of the implementation, or filled in where the step is run: {data} and
+{llama} are folders of flags, {results} is `records.RESULTS`.
 """
 
 import dataclasses
@@ -15,12 +15,10 @@ import re
 from collections.abc import Iterator, Mapping
 
 from experiments.lib import records
-from spec_jax import loading
-from spec_jax.drafters import registry
 
 
-DATA, LLAMA, WORK, DFLASH = "{data}", "{llama}", "{work}", "{dflash}"
-"""In a command: the folders of `--data`, `--llama-bin`, `--work` and `--dflash`."""
+DATA, LLAMA = "{data}", "{llama}"
+"""In a command: the folders of `--data` and `--llama-bin`."""
 
 FETCHED = "--target smollm2"
 """In a command that needs the model that `fetch_model.py` brings."""
@@ -33,20 +31,18 @@ class Step:
     Attributes:
       file: below `records.RESULTS`; the name of the step.
       runs: commands, each a script and its flags.
-      flag: which names the file; None where the script writes it without being told.
+      flag: which names the file; None where the script is told its folder.
       keep: of several runs whose rows the file holds, the kinds that are kept.
       totals: whether the categories of each set of prompts of a sweep become one row.
       mismatches: whether runs that do not match are expected, and no failure.
-      made: where the script leaves the file, if it cannot be told; a copy is published.
     """
 
     file: str
     runs: tuple[str, ...]
-    flag: str | None = "--out"
+    flag: str | None
     keep: tuple[str, ...] = ()
     totals: bool = False
     mismatches: bool = False
-    made: str | None = None
 
     @property
     def path(self) -> pathlib.Path:
@@ -55,7 +51,6 @@ class Step:
 
 
 WORDS = {
-    "greedy": "4x8:7@0.6; 4x12:15@0.6; 4x16:31@0.6",
     "kind": "--impl native --dtype bfloat16 --page-size 16 --cache paged",
     # Of certificates: both ways to draw, alone and in batches, short texts.
     "drawn": "--sampling greedy,sampled --batch 1,4",
@@ -65,6 +60,19 @@ WORDS = {
     "long": f"{DATA}/spec_bench/question.jsonl",
     "real": f"{FETCHED} --impl native",
     "texts": "--prompts 20 --gen-tokens 256",
+    "profile": "{results}/profile_dspark_native.jsonl",
+    "drawings": " ".join(
+        f"{{results}}/{name}.jsonl"
+        for name in (
+            *(
+                f"spec_round_{impl}_gamma{g}"
+                for impl in ("native", "xla")
+                for g in (1, 2, 4, 7)
+            ),
+            *("latency_embedded_native", "latency_embedded_xla"),
+            "parity_flash",
+        )
+    ),
 }
 
 # XLA's steps take six times as long as the native ones, and it compiles many programs,
@@ -72,21 +80,12 @@ WORDS = {
 OF_IMPL: Mapping[str, Mapping[str, str]] = {
     "native": {
         **{"impl": "native", "count": "50", "repeats": "3", "tokens": "256"},
-        "sizes": "--rows 1,5,8 --contexts 64 1024 4096",
-        "profile": "--batch 1,4,16 --contexts 64,256 --steps 10 --repeats 7",
-        "scheduled": "50 --gamma 7 --schedule {results}/profile_dspark_native.jsonl "
-        "--batch <1; 4; 16>",
     },
     "xla": {
-        **{"impl": "xla", "count": "5", "repeats": "2", "tokens": "64", "sizes": ""},
-        "profile": "--batch 16 --contexts 128 --steps 2 --repeats 2",
-        "scheduled": "16 --gen-tokens 16 --gamma 7 --schedule "
-        "{results}/profile_dspark_xla.jsonl --batch 16",
+        **{"impl": "xla", "count": "5", "repeats": "2", "tokens": "64"},
     },
 }
 
-# The second tree that is drawn is EAGLE-2's: scored by probability, the most probable
-# children. Of fewer steps a call, what a call costs is a tenth of a plain step.
 SPEEDS = """
 spec_round_{impl}_gamma1.jsonl | summary
   spec_round --impl {impl} --prompts 50 --repeats {repeats} --gamma 1
@@ -104,21 +103,19 @@ matched_gsm8k_{impl}.jsonl | summary
   spec_round --impl {impl} --prompts {set}:{count} --gen-tokens {tokens}
 latency_embedded_{impl}.jsonl
   latency --impl {impl} --repeats 15 --steps 60
-latency_qwen3_0.6b_{impl}.jsonl
-  latency --impl {impl} --preset qwen3-0.6b --repeats 7 {sizes}
 """
 
+# The second tree that is drawn is EAGLE-2's: scored by probability, the most probable
+# children.
 COMPARISONS = """
-embedded_native_avx2.jsonl | step, summary
-  latency --impl native --isa avx2 --repeats 15 --steps 60
-  spec_round --impl native --isa avx2 --prompts 50 --repeats 3
-adaptive_native.jsonl | summary
-  spec_round --impl native --prompts 50 --repeats 3 --gamma 7 --gamma-policy goodput
-    --drafter <ngram; suffix; hybrid; draft-model{;heads}>
+latency_qwen3_0.6b_native.jsonl
+  latency --impl native --preset qwen3-0.6b --repeats 7 --rows 1,5,8
+    --contexts 64 1024 4096
 compare_hf.jsonl
   compare_hf
 trees_native.jsonl | summary
-  spec_round --impl native --prompts 50 --tree <{greedy}; 4x6:15@1>
+  spec_round --impl native --prompts 50 --tree <4x8:7@0.6; 4x12:15@0.6; 4x16:31@0.6;
+    4x6:15@1>
   spec_round --impl native --prompts 50 --tree <4x6:15@0.7; 4x6:15@1/greedy; 4-2-1>
     --temperature 1
   spec_round --impl native --prompts 50 --gamma 7 --temperature 1
@@ -132,47 +129,29 @@ matched_trees_native.jsonl | summary
 matched_trees_xla.jsonl | summary
   spec_round --impl xla --tree 4x12:15@0.6
     --prompts <5; 5 --batch 4 --temperature 1; {set}:5>
-compare_llama_cpp.jsonl | comparison
-  compare_llama_cpp --llama-bin {llama} --repeats 5
-compare_llama_cpp_qwen3_0.6b.jsonl | comparison
-  compare_llama_cpp --llama-bin {llama} --preset qwen3-0.6b --repeats 5
-compare_llama_cpp_heads.jsonl | comparison | of heads
-  compare_llama_cpp --llama-bin {llama} --drafter {heads} --gamma 4,7 --no-steps
-    --repeats 1
 throughput.jsonl | throughput
   throughput --repeats 5
   throughput --repeats 5 --drafter ngram
+dspark_native.jsonl | summary
+  spec_round --impl native --drafter dspark --prompts <50 --gamma 4; 50 --gamma 7
+    --temperature 0; 50 --gamma 7 --temperature 0.7; 50 --gamma 7 --temperature 1;
+    50 --tree 4x7:15@0.6; 50 --tree 4x6:15@0.7 --temperature 1; 50 --gamma 7 --batch 4;
+    50 --gamma 7 --batch 16; {set}:50 --gamma 7>
 """
 
-# Confidences of XLA are as the head says them: of its steps only tokens are looked at.
 # Prompts are short, for prefill, which no gamma changes, is most of a run of long ones;
 # and turns are more where little is drafted, and steps differ less than a machine.
-SCHEDULES = """
+POLICIES = """
 profile_dspark_native.jsonl | step_profile, confidences
-  profile_steps --impl native --drafter dspark --gamma 7 {profile} --calibrate 0,0.7,1
+  profile_steps --impl native --drafter dspark --gamma 7 --batch 1,4,16
+    --contexts 64,256 --steps 10 --repeats 7 --calibrate 0,0.7,1
     --prompts {data}/humaneval/HumanEval.jsonl:100
 schedule.jsonl | throughput
   throughput --impl native --drafter dspark --batch 16 --repeats 5 --gamma 1,2,4,7
-    --schedule {results}/profile_dspark_native.jsonl
-    --prompts <32; {data}/mt_bench/question.jsonl:32@0>
+    --schedule {profile} --prompts <32; {data}/mt_bench/question.jsonl:32@0>
 schedule_adversarial.jsonl | throughput
   throughput --impl native --drafter dspark --batch 16 --repeats 11 --gamma 1,2,4,7
-    --schedule {results}/profile_dspark_native.jsonl --prompts 32 --adversarial
-certificates/dspark_scheduled_native_bfloat16.json
-  exactness --drafter dspark --product --gamma 4,7 {drawn} --gamma-policy schedule
-    {kind} {short}
-"""
-PROFILE_OF_XLA = """
-profile_dspark_xla.jsonl | step_profile, confidences
-  profile_steps --impl xla --drafter dspark --gamma 7 {profile}
-"""
-SCHEDULED = """
-dspark_scheduled_{impl}.jsonl | summary
-  spec_round --impl {impl} --drafter dspark --prompts {scheduled}
-    --temperature <0; 0.7; 1>
-"""
-
-POLICIES = """
+    --schedule {profile} --prompts 32 --adversarial
 plan_native.jsonl | plan
   plan --impl native --drafter draft-model --gamma 1,4,7
     --tree 4x8:7@0.6,4x12:15@0.6,4x16:31@0.6 --prompts 10
@@ -182,29 +161,6 @@ parity_library_rows.jsonl | | mismatches
   parity --impl native {texts} --verify-path library-rows
 parity_paged_decode.jsonl
   parity --impl native {texts} --verify-path paged-decode
-"""
-
-# Rounds of a head; with XLA the least that has each temperature, each batch and a tree.
-HEAD = """
-{name}_native.jsonl | summary
-  spec_round --impl native --drafter {head} --prompts <50 --gamma 4; 50 --gamma 7
-    --temperature 0; 50 --gamma 7 --temperature 0.7; 50 --gamma 7 --temperature 1;
-    50 --tree {tree}; 50 --tree {taller}; 50 --tree 4x6:15@0.7 --temperature 1>
-  spec_round --impl native --drafter {head} --prompts 50 --gamma 7 --batch <4; 16>
-    --temperature <0; 0.7; 1>
-  spec_round --impl native --drafter {head} --prompts <{set}:50 --gamma 7; 50 --gamma 7
-    --temperature 1 --rule block; 50 --gamma 4 --temperature 0.7; 50 --gamma 4
-    --temperature 1; 50 --tree {tree} --batch 4; 50 --tree 4x6:15@0.7 --temperature 0.7;
-    50 --tree 4x7:31@0.7 --temperature 1; {set}:50 --gamma 7 --temperature 1>
-{name}_xla.jsonl | summary
-  spec_round --impl xla --drafter {head} --prompts <4 --gen-tokens 32 --gamma 7
-    --temperature 0; 4 --gen-tokens 32 --gamma 7 --temperature 0.7; 4 --gen-tokens 32
-    --gamma 7 --temperature 1; 4 --gen-tokens 32 --gamma 7 --batch 4 --temperature 0.7;
-    16 --gen-tokens 16 --gamma 7 --batch 16 --temperature 1; 4 --gen-tokens 32
-    --tree 4x6:15@0.7 --temperature 1>
-certificates/{name}_native_bfloat16.json
-  exactness --drafter {head} --product --tree none,4x6:15 --gamma 4,7 {drawn}
-    --gamma-policy fixed {kind} {short}
 """
 
 # The real model with its head, and prompt lookup beside it. Data sets are sampled, for
@@ -220,29 +176,22 @@ smollm2.jsonl | summary
 contexts.jsonl
   sweep {real} --drafter eagle3,ngram --gamma 4 --context 128,512,2048,6144
     --gen-tokens 64 --prompts {long}:24@0
-certificates/smollm2_native_bfloat16.json
-  exactness --target smollm2 --drafter eagle3 --product --tree none,4x6:15 --gamma 4
-    {drawn} --gamma-policy fixed {kind} --isa avx2 {short}
 compare_llama_cpp_smollm2.jsonl | comparison
   compare_llama_cpp --target smollm2 --llama-bin {llama} --drafter eagle3,ngram
     --gguf {llama}/smollm2-BF16.gguf,{llama}/smollm2-Q8_0.gguf,{llama}/smollm2-Q4_1.gguf
     --gen-tokens 128 --prompts {set}:6 --repeats 1
 """
 
-TRAINED = """
-hybrid_dspark_native.jsonl | summary | of dspark
-  spec_round --impl native --prompts 50 --drafter hybrid --draft {dspark} --gamma 7
-    --temperature <0; 0 --batch 4; 0.7; 0.7 --batch 4; 1; 1 --batch 4>
-rank_goodput_dspark.jsonl | summary | of dspark
-  spec_round --impl native --prompts 50 --drafter dspark --gamma-policy goodput
-    --tree <4x7:15@0.6; 4x7:31@0.6; 4x6:15@0.7 --temperature 0.7;
-    4x6:15@0.7 --temperature 1>
-calibration.jsonl | | made {work}/calibration.jsonl
-  train_drafter --family dspark --stage calibrate --work {work} --raw --out {work}/head
-    --prompts {work}/pieces.jsonl
-ablations.jsonl | | made {work}/ablations.jsonl
-  ablate_heads --work {work} --prompts 20 --out {scratch}_swept.jsonl --
-    --draft-vocab 4096 --mlp 384 --steps 160 --seed 3
+CERTIFICATES = """
+certificates/smollm2_native_bfloat16.json
+  exactness --target smollm2 --drafter eagle3 --product --tree none,4x6:15 --gamma 4
+    {drawn} --gamma-policy fixed {kind} --isa avx2 {short}
+certificates/dspark_native_bfloat16.json
+  exactness --drafter dspark --product --tree none,4x6:15 --gamma 4,7 {drawn}
+    --gamma-policy fixed {kind} {short}
+certificates/dspark_scheduled_native_bfloat16.json
+  exactness --drafter dspark --product --gamma 4,7 {drawn} --gamma-policy schedule
+    {kind} {short}
 certificates/default.json
   exactness
 certificates/drafters_native_bfloat16.json
@@ -256,72 +205,42 @@ certificates/full_native_bfloat16.json
   exactness --full --prompts 12 --gen-tokens 256
 certificates/gsm8k_native_bfloat16.json
   exactness --prompts {set}:50 --gen-tokens 64 --impl native --dtype bfloat16
-figures/speedup.svg | | flag
+"""
+
+FIGURES = """
+figures/speedup.svg
   plot {drawings} --out {results}/figures --theory
-figures/sweep_positions.svg | | flag
+figures/sweep_positions.svg
   plot {results}/evaluation.jsonl --figure sweep_positions --where temperature=0.0 --out
     {results}/figures
-figures/sweep_contexts.svg | | flag
+figures/sweep_contexts.svg
   plot {results}/contexts.jsonl --figure sweep_contexts --out {results}/figures
-figures/ablations.svg | | of heads, flag
-  plot {results}/ablations.jsonl --out {results}/figures
 """
-DRAWINGS = (
-    *(f"spec_round_{impl}_gamma{g}" for impl in OF_IMPL for g in (1, 2, 4, 7)),
-    *("latency_embedded_native", "latency_embedded_xla", "compare_hf"),
-    *("parity_flash", "calibration"),
-)
 
 
 def steps() -> Iterator[Step]:
     """Every step, in order."""
-    heads = loading.shipped_heads()
-    own = [name for name in registry.BUILDERS if name not in registry.NEED_TARGET]
-    words = WORDS | {
-        "heads": ",".join(heads),
-        ";heads": "".join(f"; {head}" for head in heads),
-        "drafters": ",".join((*own, *heads)),
-        "drawings": " ".join(f"{{results}}/{name}.jsonl" for name in DRAWINGS),
-    }
-    native, xla = (words | of_impl for of_impl in OF_IMPL.values())
-    yield from _read(SPEEDS, native)
-    yield from _read(SPEEDS, xla)
-    yield from _read(COMPARISONS, words)
-    if "dspark" in heads:
-        yield from _read(PROFILE_OF_XLA, xla)
-        yield from _read(SCHEDULES, native)
-        yield from _read(SCHEDULED, native)
-        yield from _read(SCHEDULED, xla)
-    yield from _read(POLICIES, words)
-    for name, head in {**{name: name for name in heads}, "dflash": DFLASH}.items():
-        of_head = {"name": name, "head": head}
-        of_head |= {"tree": "4x7:15@0.6", "taller": "4x7:31@0.6"}
-        yield from _read(HEAD, words | of_head)
-    yield from _read(REAL, words)
-    yield from _read(TRAINED, words)
+    for of_impl in OF_IMPL.values():
+        yield from _read(SPEEDS, WORDS | of_impl)
+    for text in (COMPARISONS, POLICIES, REAL, CERTIFICATES, FIGURES):
+        yield from _read(text, WORDS)
 
 
 def _read(text: str, words: Mapping[str, str]) -> Iterator[Step]:
-    """Yields the steps of a text, but for those of heads that are not shipped."""
+    """Yields the steps of a text."""
     for _ in range(2):  # Words that hold words.
-        text = re.sub(r"{(;?\w+)}", lambda m: words.get(m[1], m[0]), text)
-    heads = loading.shipped_heads()
+        text = re.sub(r"{(\w+)}", lambda m: words.get(m[1], m[0]), text)
+    flags = {".jsonl": "--out", ".json": "--certificate"}
     for block in re.split(r"\n(?=\S)", text.strip()):
         first, *lines = re.sub(r"\n    +", " ", block).splitlines()
-        file, keep, options = (*map(str.strip, first.split("|")), "", "")[:3]
-        told = dict((*one.split(" ", 1), "")[:2] for one in options.split(", ") if one)
-        if told.get("of") not in (None, *heads, "heads" if heads else None):
-            continue
-        flag = "--certificate" if file.endswith(".json") else "--out"
-        flag = told.get("flag", "" if "made" in told else flag)
+        file, keep, option = (*map(str.strip, first.split("|")), "", "")[:3]
         yield Step(
             file=file,
             runs=tuple(run for line in lines for run in _each(line.strip())),
-            flag=flag or None,
+            flag=flags.get(pathlib.PurePath(file).suffix),
             keep=tuple(keep.split(", ")) if keep else (),
-            totals="totals" in told,
-            mismatches="mismatches" in told,
-            made=told.get("made"),
+            totals=option == "totals",
+            mismatches=option == "mismatches",
         )
 
 

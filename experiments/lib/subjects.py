@@ -8,14 +8,13 @@ nothing.
 import argparse
 import dataclasses
 import functools
-import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import psutil
 
-from experiments.lib import cli, hf, noise
+from experiments.lib import cli, noise
 from spec_jax import loading
 from spec_jax.drafters import (
     block,
@@ -37,7 +36,7 @@ from spec_jax.model import (
     qwen2,
     row_model,
 )
-from spec_jax.ops import dispatch, weights
+from spec_jax.ops import dispatch
 
 
 EMBEDDED = "embedded"
@@ -305,14 +304,6 @@ def load(
     return dataclasses.replace(lm, drafter=None) if is_alone else lm
 
 
-def folders(args: argparse.Namespace) -> tuple[pathlib.Path, pathlib.Path]:
-    """The folders of target and draft."""
-    return (
-        args.target or loading.EMBEDDED_TARGET,
-        args.draft or loading.EMBEDDED_DRAFT,
-    )
-
-
 def names(args: argparse.Namespace) -> dict[str, str | None]:
     """What rows call the models."""
     if args.preset:
@@ -424,20 +415,6 @@ def _check_noise(shapes: Any, dtype: str) -> None:
     largest = max(leaf.size for leaf in jax.tree.leaves(shapes))
     required = 2 * params_lib.num_bytes(shapes) + 4 * 4 * largest
     check_fits(f"random weights in {dtype}", required)
-
-
-def preset_hf(lm: loading.LanguageModel) -> hf.Baseline:
-    """The same weights in Hugging Face's hands; arrays are not copied."""
-
-    def described(model, params):
-        matrices = params_lib.map_matrices(weights.matrix, params)
-        return config_lib.to_dict(model.config), matrices
-
-    draft = None
-    if lm.drafter is not None:
-        draft = described(lm.drafter.model, lm.drafter_params)
-    target = described(lm.target, lm.params)
-    return hf.from_arrays(target, draft, backend=jax.default_backend())
 
 
 def free_bytes() -> int:

@@ -9,7 +9,6 @@ import numpy as np
 from experiments.lib import cell_runs, exact_cells as cells_lib
 from spec_jax import loading
 from spec_jax.debug import evidence
-from spec_jax.model import fingerprint
 
 
 Row = Mapping[str, Any]
@@ -29,8 +28,6 @@ class Plan:
     # As `exact_cells.star` and `exact_cells.product` put them in order
     cells: Sequence[cells_lib.Cell]
     prompts: Sequence[tuple[str, list[int]]]  # `(id, token ids)`
-    # Fingerprints of "target", "draft" and, where there is one, "head" of each dtype
-    weights: Mapping[str, Mapping[str, str]]
     settings: cell_runs.Settings
     head: Any = None
     done: frozenset[tuple[str, int]] = frozenset()  # `key` of rows that are there
@@ -41,14 +38,10 @@ class Suite:
 
     Cells that share decoding go through prompts together, so many at once that each is
     decoded once and batches refill their slots.
-
-    Args:
-      is_away: in another process than the plan was made in, whose folders may hold
-        other weights.
     """
 
-    def __init__(self, plan: Plan, is_away: bool = False):
-        self._plan, self._is_away = plan, is_away
+    def __init__(self, plan: Plan):
+        self._plan = plan
         self._weights: dict[str, cell_runs.Weights] = {}
         self._forget()
 
@@ -58,11 +51,7 @@ class Suite:
         self._plain: dict[int, cell_runs.Plain] = {}
 
     def __call__(self, cells: Sequence[cells_lib.Cell]) -> Iterator[dict[str, Any]]:
-        """Yields the row of every cell and prompt that is not there.
-
-        Raises:
-          ValueError: other weights than the plan's.
-        """
+        """Yields the row of every cell and prompt that is not there."""
         prompts, done = self._plan.prompts, self._plan.done
         for group in cells_lib.by_plain(cells):
             self._forget()
@@ -103,18 +92,8 @@ class Suite:
             folders = {"target": self._plan.target, "draft": self._plan.draft}
             lm = cell_runs.load_models(cell, **folders, weights=known)
             both = lm.params, lm.drafter_params
-            if known is None and self._is_away:
-                self._check(both, self._plan.weights[cell.dtype])
             self._models, self._weights = lm, {cell.dtype: both}
         return self._models
-
-    def _check(self, both: cell_runs.Weights, wanted: Mapping[str, str]) -> None:
-        for name, params in zip(("target", "draft"), both, strict=True):
-            if name in wanted and fingerprint.of_params(params) != wanted[name]:
-                raise ValueError(
-                    f"{getattr(self._plan, name)}: a worker has other weights of the "
-                    f"{name}; have all machines read the same files"
-                )
 
     def _slots_of(self, cell: cells_lib.Cell) -> cell_runs.Slots:
         if cell not in self._slots:

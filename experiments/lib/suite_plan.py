@@ -120,7 +120,7 @@ def from_flags(args: argparse.Namespace) -> Planned:
     settings = {
         "target": _folder_name(args.target),
         "draft": _folder_name(args.draft) if _has_draft(args, cells) else None,
-        "prompt_source": prompt_files.from_here(args.prompts or defaults.prompts),
+        "prompt_source": prompt_files.without_folders(args.prompts or defaults.prompts),
         "gen_tokens": args.gen_tokens or defaults.gen_tokens,
         "stop": args.stop,
         "raw": args.raw,
@@ -173,11 +173,6 @@ def from_certificate(
         )
     for impl in {cell.impl for cell in cells}:
         dispatch.resolve(impl)
-    if args.prompts is None and not prompt_files.is_there(settings["prompt_source"]):
-        raise ValueError(
-            f"{args.verify}: a certificate of the prompts {settings['prompt_source']}, "
-            "which are not found from this folder; name their file with --prompts"
-        )
     planned = _plan(
         args, cells, settings, source=args.prompts or settings["prompt_source"]
     )
@@ -262,7 +257,6 @@ def _plan(
         head=args.head,
         cells=cells,
         prompts=prompts,
-        weights=weights,
         settings=cell_runs.Settings(
             gen_tokens=gen_tokens,
             longest=longest,

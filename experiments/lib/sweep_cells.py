@@ -20,8 +20,6 @@ ALL = "all"
 
 NO_TREE = flags.NO_TREE
 
-NO_SCHEDULE = "none"
-
 FIXED = "fixed"
 """The gamma policy that asks for the same gamma in each round."""
 
@@ -38,16 +36,13 @@ class Cell:
     category: str | None  # of the prompts; None of those that have none
     # `NO_TREE`, or what is drafted in place of chains; `gamma` is the number of nodes
     tree: str = NO_TREE
-    # `NO_SCHEDULE`, or the profile by which what is verified of the drafts is scheduled
-    schedule: str = NO_SCHEDULE
 
     def to_row(self) -> dict[str, Any]:
-        """Returns the fields, in a JSON row: without a tree, or a schedule, as before
-        there were any."""
+        """Returns the fields, in a JSON row: without a tree as before there were
+        any."""
         row = dataclasses.asdict(self)
-        for name, none in ABSENT.items():
-            if row[name] == none:
-                del row[name]
+        if self.tree == NO_TREE:
+            del row["tree"]
         return row
 
     def __str__(self) -> str:
@@ -58,14 +53,10 @@ class Cell:
         words = [self.prompt_source, self.category, self.drafter, drafted]
         if self.gamma_policy != FIXED:
             words.append(self.gamma_policy)
-        if self.schedule != NO_SCHEDULE:
-            words.append("scheduled")
         if self.temperature:
             words.append(f"T {self.temperature:g}")
         return ", ".join(word for word in words if word is not None)
 
-
-ABSENT = {"tree": NO_TREE, "schedule": NO_SCHEDULE}
 
 KEYS = tuple(field.name for field in dataclasses.fields(Cell))
 
@@ -76,7 +67,7 @@ def cell_of(row: Row) -> Cell:
     Raises:
       ValueError: a row that is no cell of a sweep.
     """
-    row = {**ABSENT, **row}
+    row = {"tree": NO_TREE, **row}
     missing = [name for name in KEYS if name not in row]
     if missing:
         raise ValueError(f"a row lacks {', '.join(missing)}: it is no cell of a sweep")

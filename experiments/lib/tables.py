@@ -224,7 +224,6 @@ AXES = {
     "drafter": "drafter",
     "gamma_policy": "policy",
     "tree": "tree",
-    "schedule": "schedule",
     "gamma": "gamma",
 }
 """Columns that tell the cells of a prompt set apart; an axis of one value is left out,

@@ -1,5 +1,6 @@
 """Figures: the published ones from the stored rows; curves, captions, the script."""
 
+import functools
 import importlib.util
 import json
 import math
@@ -19,22 +20,12 @@ needs_matplotlib = pytest.mark.skipif(
 FOLDER = published.RESULTS / "figures"
 NUMBERS = {
     "speedup": "speedup_e2e",
-    "acceptance": "conditional_acceptance",
-    "accepted_lengths": "mean_accepted_length",
     "step_cost": "ms",
-    "hugging_face": "tok_s",
     "divergence": "cells",
     "sweep_positions": "conditional_acceptance",
-    "ablations": "conditional_acceptance",
     "improvement": "improvement",
-    "reliability": "bin_kept",
 }
 """A number of each published figure."""
-
-TREE = {
-    **{"kind": "tree", "tokens": [5, 6, 7, 8], "parents": [0, 0, 0, 2], "own": 9},
-    **{"kept": [2, 3], "pieces": ["def", "a$", "\n", "<b>"], "own_piece": "c"},
-}
 
 
 def summary(gamma: int, **changes) -> dict:
@@ -132,66 +123,41 @@ def test_published_figures_are_of_the_stored_rows(name, stored, tmp_path):
 
 
 @needs_matplotlib
-def test_each_position_has_the_rounds_of_its_share():
-    """Fails if a round counts where it drafted nothing, or the count of a curve that
-    has more of them is shown."""
-    from experiments.lib import figures
-
-    # 60 of 100 rounds drafted, and then 20 of the 30 that kept it; 5, and then none.
-    names = ("accepted_hist", "conditional_acceptance")
-    lookup = dict(zip(names, ([70, 25, 5, 0], [0.5, 0.25, 0]), strict=True))
-    model = dict(zip(names, ([90_000, 9, 9, 9], [3e-4, 0.2, 1]), strict=True))
-    rows = [summary(3, **lookup), summary(3, impl="native", **model)]
-    for shown, drawn in (("60 20 \u22645", rows), ("90k 90 9", rows[1:])):
-        (axes,) = figures.acceptance(drawn).axes
-        labels = [label.get_text() for label in axes.get_xticklabels()]
-        counted = enumerate(shown.split(), start=1)
-        assert labels == [f"{at}\n{count}" for at, count in counted]
-        assert axes.get_xlabel() == "position, fewest rounds"
-        assert not any(line.get_clip_on() for line in axes.lines[: len(drawn)])
-
-
-@needs_matplotlib
 def test_differences_near_zero_do_not_drown_the_others():
     """Colours are relative differences: fails if they are ULPs, which saturate."""
-    from experiments.lib import row_figures
+    from experiments.lib import figures
 
     cells = [
         {"differing": count, "max_ulp": 2**30, "relative": relative}
         for count, relative in ((1, 1e-6), (1, 1e-2), (1, None), (1, 0.0), (0, None))
     ]
-    (found,), lowest, highest = row_figures.levels([[*cells, None]])
+    (found,), lowest, highest = figures.levels([[*cells, None]])
     assert (lowest, highest) == (-6, -2)
     assert found == pytest.approx([-6, -2, -1, -6, -7, math.nan], nan_ok=True)
-    assert row_figures.levels([cells[4:]])[1:] == (-8, 0)
+    assert figures.levels([cells[4:]])[1:] == (-8, 0)
 
 
 @needs_matplotlib
-def test_all_figures_of_a_mixture(tmp_path, capsys):
-    """And rows that are in none are named, with their number, in one line."""
+def test_all_figures_of_a_mixture(tmp_path):
+    """Fails if rows of another kind are drawn, or a figure is left out."""
     (parity,) = files.read_rows(published.RESULTS / "parity_flash.jsonl").values()
     one = tmp_path / "parity.json"
     one.write_text(json.dumps(parity | {"first": None}, indent=1))
-    mixture = [summary(1), summary(4), step(1), step(2), parity, TREE]
-    mixture += [{"kind": "prompt"}, {"kind": "prompt"}, {"kind": "weather"}, {"a": 1}]
+    mixture = [summary(1), summary(4), step(1), step(2), parity, {"kind": "prompt"}]
     rows, out = write_rows(tmp_path / "rows.jsonl", mixture), tmp_path / "out"
     assert plot.main([str(rows), str(one), "--out", str(out), "--theory"]) == 0
     names = {path.stem for path in out.iterdir()}
-    kinds = ("speedup", "acceptance", "accepted_lengths", "step_cost", "improvement")
-    assert names == {*kinds, "divergence_1", "divergence_2", "tree"}
-    assert {"def", "a$", "\\n", "<b>"} <= set(texts(out / "tree.svg").splitlines())
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("by kind: 1 None, 2 prompt, 1 weather")
+    kinds = ("speedup", "step_cost", "improvement")
+    assert names == {*kinds, "divergence_1", "divergence_2"}
 
 
 def test_values_that_are_there_twice_are_refused():
     """Its two values would be joined by an upright line."""
-    with pytest.raises(ValueError, match="gamma 2 of xla, .* 2 times"):
-        curves_lib.by_gamma([summary(2), summary(2), summary(3)])
-    with pytest.raises(ValueError, match="num_active 1 of xla is there 2 times"):
-        curves_lib.by_active_rows([step(2), step(1), step(1)])
+    of_gamma = functools.partial(curves_lib.curves_of, names=("impl",), axis="gamma")
+    with pytest.raises(ValueError, match="gamma 2 of xla is there 2 times"):
+        of_gamma([summary(2), summary(2), summary(3)])
     with pytest.raises(ValueError, match="2 times; name the file of one sweep"):
         curves_lib.cells_by_position([total("ngram", 4, "a")] * 2)
     many = [summary(gamma, batch=n) for gamma in (1, 2) for n in range(9)]
     with pytest.raises(ValueError, match="9 curves, .* differ in batch"):
-        curves_lib.by_gamma(many)
+        curves_lib.curves_of(many, curves_lib.RUN, axis="gamma")

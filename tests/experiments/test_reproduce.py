@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from experiments import reproduce
-from experiments.lib import curves, files, published, published_rows, reproduction
-from spec_jax import loading, testing
+from experiments.lib import curves, files, published, reproduction, table_rows
+from spec_jax import testing
 from spec_jax.model import hub
 from spec_jax.native import build
 
@@ -57,7 +57,7 @@ def test_the_table_of_rounds_is_in_the_figure():
     from experiments.lib import figures
 
     (path,) = (path for path in FIGURES if path.endswith("/speedup.svg"))
-    rows = published_rows.rows_of("spec_round*.jsonl", "summary")
+    rows = table_rows.rows_of("spec_round*.jsonl", "summary")
     drawn = set(figures.read_source(ROOT / path))
     assert set(curves.digests(rows)) <= drawn
 
@@ -102,49 +102,19 @@ def test_rows_name_no_folder_of_a_machine():
 #
 
 
-HEADS = {
-    "smollm2/eagle3": {"architectures": ["LlamaForCausalLMEagle3"]},
-    "dspark": {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8},
-}
-DFLASH = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0}
-
-
-@pytest.mark.parametrize("shipped", [(), tuple(HEADS)], ids=["shipped", "heads"])
-def test_every_step_can_be_parsed(shipped, tmp_path, monkeypatch):
-    """Fails if a script loses a flag, or two steps write to one file.
-
-    There are steps of the heads that are shipped, and of the real model's.
-    """
+def test_every_step_can_be_parsed(tmp_path, monkeypatch):
+    """Fails if a script loses a flag, or two steps write to one file."""
     monkeypatch.setattr(hub, "cache", lambda: tmp_path)
     (tmp_path / hub.FETCHED["smollm2"]).touch()
-    if shipped:
-        monkeypatch.setattr(loading, "ASSETS", tmp_path)
-    for name in shipped:
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "config.json").write_text(json.dumps(HEADS[name]))
     # Kernels that other tests have loaded are no others any more.
     monkeypatch.setattr(build, "choose", lambda isa: None)
-    sister = tmp_path / "sister"
-    sister.mkdir()
-    (sister / "config.json").write_text(json.dumps(DFLASH))
     steps = list(reproduction.steps())
-    found = {step.file for step in steps}
-    for impl in ("native", "xla"):
-        assert f"dspark_{impl}.jsonl" in found
-    assert "dflash_native.jsonl" in found
-    has_dspark = "dspark" in loading.shipped_heads()
-    assert ("schedule_adversarial.jsonl" in found) == has_dspark
-    assert "evaluation.jsonl" in found
-    assert ("compare_llama_cpp_heads.jsonl" in found) == bool(loading.shipped_heads())
     names = [step.file for step in steps]
     assert len(set(names)) == len(names)
-    made = {step.path for step in steps}
+    words = reproduce.words_of(argparse.Namespace(data="data", llama_bin="bin"))
     for step in steps:
         assert len(step.runs) == 1 or step.keep
         for command in step.runs:
-            folders = argparse.Namespace(data="data", llama_bin="bin", work=tmp_path)
-            folders.dflash = sister
-            words = reproduce.words_of(folders, tmp_path)
             script, *arguments = shlex.split(command.format(**words))
             if step.flag:
                 arguments += [step.flag, str(tmp_path / "out")]
@@ -153,22 +123,11 @@ def test_every_step_can_be_parsed(shipped, tmp_path, monkeypatch):
     files_of_today = {p for p in published.RESULTS.glob("certificates/*.json")}
     files_of_today |= set(published.RESULTS.glob("*.jsonl"))
     files_of_today -= {published.RESULTS / reproduce.LOG}
-    assert files_of_today <= made
+    assert files_of_today <= {step.path for step in steps}
 
 
 def rows_of(path: pathlib.Path) -> list[dict]:
     return [*files.read_rows(path).values()]
-
-
-@pytest.mark.skipif("dspark" not in loading.shipped_heads(), reason="no such head")
-def test_the_shipped_calibration_is_the_published_one():
-    """Fails if the figure is of another head than the one that is shipped."""
-    (row,) = rows_of(RESULTS / "calibration.jsonl")
-    head = json.loads((loading.ASSETS / "dspark" / "config.json").read_text())
-    shipped = np.asarray(head["confidence_shifts"])
-    assert np.abs(row["shifts"] - shipped).max() < 0.1
-    # Negative control: another draft's.
-    assert np.abs(row["shifts"] - shipped[::-1]).max() > 0.1
 
 
 def test_published_rows_are_short(tmp_path):

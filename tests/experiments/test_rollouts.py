@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tiny_pair
 
+from experiments.heads import own_prompts, rollouts
 from experiments.lib import terminal
-from experiments.pair import own_prompts, rollouts
 from spec_jax.model import params as params_lib, sequence, tokenizer as tokenizer_lib
 
 

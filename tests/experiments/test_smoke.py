@@ -15,7 +15,6 @@ SIZES = {
     "sweep": f"{PAIR} --gen-tokens 6 --prompts 2",
     "plan": "--gen-tokens 6 --gamma 1 --prompts 2 --repeats 1 --cost-repeats 1",
     "latency": "--contexts 8 --steps 1 --repeats 1",
-    "compare_hf": "--lengths 4 9 20 --gammas 3 --repeats 1 --gen-tokens 6",
 }
 slow = pytest.mark.slow
 MATCHED = {"matched": True}
@@ -51,9 +50,6 @@ RUNS = (
       for head, gamma in (("dspark", 7), ("eagle3 --head-tree 9", 8), ("dflash", 15))),
     ("latency", "--preset qwen3-8b --draft-preset qwen3-0.6b --dry-run --device gpu",
      {"kind": "compile", "program": "rounds"}, slow),
-    ("compare_hf", "--preset tiny --draft-preset tiny",
-     MATCHED | {"greedy_identical": 6}, slow),
-    ("compare_hf", "--preset tiny --no-hf", MATCHED | {"drafted_runs": 0}),
 )  # fmt: skip
 
 

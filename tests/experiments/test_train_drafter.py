@@ -14,8 +14,8 @@ import tiny_pair
 from model import eagle3_oracle as oracle
 
 import spec_jax as sj
-from experiments import ablate_heads, sweep, train_drafter
-from experiments.pair import export as pair_export, rollouts
+from experiments import train_drafter
+from experiments.heads import export as head_export, rollouts
 from spec_jax import testing
 from spec_jax.analysis import trace
 from spec_jax.engine import rows as rows_lib
@@ -430,7 +430,7 @@ def test_blocks_are_trained_resumed_exported_and_drafted(
     target, work, tmp_path, capsys
 ):
     """Fails if a resumed run draws other anchors, or has other weights by a bit, or an
-    export drafts otherwise, or is loaded without what it was calibrated by."""
+    export drafts otherwise."""
     texts = (work / "texts.npz").read_bytes()
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
@@ -463,8 +463,7 @@ def test_blocks_are_trained_resumed_exported_and_drafted(
     lm = sj.load(target, drafter=str(out), impl="native")
     assert lm.drafter.head == train_drafter.prepare(whole).config
     assert_drafts(lm)
-    assert calibrated(target, tmp_path / "killed", out, lm) in capsys.readouterr().out
-    # Of what was calibrated, weights alone are gone on from.
+    # Its weights alone are gone on from.
     flags = [*BLOCKS, "--base", str(out), "--block", "5"]
     _, head = block_files.load(out, *load.load(target))
     assert_begins_as(head, target, tmp_path / "killed", *flags)
@@ -479,47 +478,6 @@ def test_a_dspark_without_a_head_is_gone_on_from(target, work, tmp_path):
     _, head = block_files.load(out, *load.load(target))
     (tmp_path / "texts.npz").write_bytes((work / "texts.npz").read_bytes())
     assert_begins_as(head, target, tmp_path, "--family", "dspark", "--base", str(out))
-
-
-def calibrated(target, work, out, lm) -> str:
-    """Calibrates an export, twice; returns a heading of the table that is printed."""
-    flags = command(target, work, "calibrate", *BLOCKS, "--out", str(out))
-    for _ in range(2):  # What the first has stored is nothing to the second.
-        assert train_drafter.main(flags) == 0
-    (row,) = map(json.loads, (work / "calibration.jsonl").open())
-    (again,) = {(out / "README.md").read_text().count("## Calibration")}
-    assert again == 1 and row["temperature"] == 1 and row["roc_auc"]
-    assert row["roc_auc"] == row["roc_auc_before"]
-    found = sj.load(target, drafter=str(out), impl="xla").drafter.head
-    assert found.confidence_temperatures == tuple(row["temperatures"])
-    assert found.confidence_shifts == tuple(row["shifts"])
-    none = {"confidence_temperatures": (), "confidence_shifts": ()}
-    assert dataclasses.replace(found, **none) == lm.drafter.head
-    return "ECE before"
-
-
-def test_what_has_no_confidences_is_not_calibrated(target, tmp_path, capsys):
-    """Of another family, or of no kind that is known; the file stays as it is."""
-    for kind, reason in (
-        ("eagle3", "is no layout of DFlash or DSpark"),
-        ("dflash", "of a drafter without a confidence head"),
-    ):
-        folder = tiny_pair.WRITE_HEAD[kind](tmp_path / kind, target)
-        before = (folder / "config.json").read_bytes()
-        flags = command(target, tmp_path, "calibrate", *BLOCKS, "--out", str(folder))
-        assert train_drafter.main(flags) != 0
-        assert reason in capsys.readouterr().err
-        assert (folder / "config.json").read_bytes() == before
-
-
-def test_a_calibration_needs_two_prompts(target, tmp_path, capsys):
-    """Fails if one fits, and the same is what is reported."""
-    folder = tiny_pair.WRITE_HEAD["dspark"](tmp_path / "head", target)
-    before = (folder / "config.json").read_bytes()
-    flags = ["--out", str(folder), "--prompts", "1", "--family", "dspark"]
-    assert train_drafter.main(command(target, tmp_path, "calibrate", *flags)) == 1
-    assert "give --prompts 2" in capsys.readouterr().err
-    assert (folder / "config.json").read_bytes() == before
 
 
 def test_ablations_of_blocks(target, work):
@@ -605,15 +563,15 @@ def test_flags_that_are_not_those_of_the_training(target, tmp_path, capsys):
     """Fails if a card could state flags that the training did not have."""
     held = train_drafter.parse_args(command(target, tmp_path, "train"))
     (tmp_path / "checkpoints" / "2").mkdir(parents=True)
-    pair_export.keep_flags(held)
+    head_export.keep_flags(held)
     longer = ["--steps", "9"]
     args = command(target, tmp_path, "train", *longer)
-    pair_export.keep_flags(train_drafter.parse_args(args))
+    head_export.keep_flags(train_drafter.parse_args(args))
     for stage in ("train", "export"):
         args = train_drafter.parse_args(
             command(target, tmp_path, stage, *longer, "--batch", "2")
         )
-        check = pair_export.keep_flags if stage == "train" else pair_export.as_trained
+        check = head_export.keep_flags if stage == "train" else head_export.as_trained
         with pytest.raises(ValueError, match="of a training with --batch 4, and this"):
             check(args)
 
@@ -634,79 +592,22 @@ def test_a_chat_is_not_cut(target, tmp_path, capsys):
     assert "10 of 10 prompts have up to" in capsys.readouterr().err
 
 
-OF_ALL = [
-    *("--taps", "0,2", "--block", "3", "--layers", "1", "--anchors", "3", "--mlp", "8"),
-    *("--length", "16", "--prefix", "9", "--batch", "4", "--steps", "2", "--rank", "4"),
-    *("--impl", "xla"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_variants_are_trained_and_evaluated(target, work, tmp_path, capsys):
-    """By one command, which runs nothing again; of other weights there are no rows."""
-    out, head = tmp_path / "rows.jsonl", tmp_path / "none/head"
-    flags = ["--work", str(tmp_path), "--out", str(out), "--variants", "none"]
-    flags += ["--prompts", "2", "--gen-tokens", "8", "--temperature", "0,1"]
-    flags += ["--", "--target", str(target), *OF_ALL]
-    assert ablate_heads.main(flags) == 1
-    assert "texts.npz: no such file" in capsys.readouterr().err
-    (tmp_path / "texts.npz").write_bytes((work / "texts.npz").read_bytes())
-    for missing in (2, 0):
-        assert ablate_heads.main(flags) == 0
-        said = capsys.readouterr().out
-        assert f"2 cells, {2 - missing} of them in" in said
-        assert "by position" in said and "held-out" in said
-    rows = [json.loads(line) for line in out.open()]
-    assert [row["temperature"] for row in rows] == [0, 1]
-    for row in rows:
-        assert row["drafter"] == str(head) and row["matched"] and row["gamma"] == 3
-        assert len(row["conditional_acceptance"]) == 3
-    short = [json.loads(line) for line in (tmp_path / "ablations.jsonl").open()]
-    assert len(short) == 2 and str(tmp_path) not in str(short)
-    for row, whole in zip(short, rows, strict=True):
-        assert (row["kind"], row["variant"], row["steps"]) == ("ablation", "none", 2)
-        assert row["tokens_seen"] > 0 and row["held_out_accepted_length"] >= 1
-        assert sum(row["accepted_hist"]) > 0
-        same = ("temperature", "mean_accepted_length", "git_commit", "jax_version")
-        assert [row[name] for name in same] == [whole[name] for name in same]
-    assert not sj.load(target, drafter=str(head), impl="xla").drafter.head.markov_rank
-    (tmp_path / "texts.npz").write_bytes(b"others")
-    assert ablate_heads.main(flags) == 1
-    assert "none/texts.npz: of other rollouts" in capsys.readouterr().err
-    shutil.rmtree(head)
-    tiny_pair.write_block(head, target, kind="dflash")
-    again = ["--drafter", str(head), "--target", str(target), "--impl", "xla"]
-    again += ["--gamma", "3", "--temperature", "0,1", "--prompts", "2"]
-    again += ["--gen-tokens", "8", "--out", str(out)]
-    assert sweep.main(again) == 1
-    assert "head are others than those of the cells" in capsys.readouterr().err
-
-
 REFUSED = (
     ("train", "--head rnn --no-tv", "--head, --no-tv with --family eagle3"),
     ("train", "--family dspark --width 9", "--width with --family dspark"),
-    ("train", "--dialect speculators --family dspark --block 15", "--length 17 or mor"),
     ("export", "--family dspark --dialect z-lab --no-copies", "are of deepspec alone"),
     ("train", "--dialect speculators --family dspark --mask-token 999999",
      "mask_token_id"),
     ("train", "--family dflash --draft-vocab 264 --block 1", "drafts no token"),
     ("train", "--devices 99", "99"),
-    ("calibrate", "--family dspark --out nowhere", "nowhere/config.json: No such file"),
     ("train", "--family dflash --dialect midlayer", "one of z-lab"),
     ("rollouts", "--family dflash", "--draft-vocab 40 with --dialect z-lab, which has "
      "the target's whole vocabulary of 264: leave --draft-vocab out"),
-    ("rollouts", "--family dflash --dialect midlayer", "one of z-lab"),
-    ("rollouts", "--taps 0,1,3", "each must be below 3"),
-    ("rollouts", "--ttt-steps 15", "--length 17 or more"),
     ("export", "--work nowhere", "flags.json: no such file; run the stage tr"),
     ("train", "--batch 16", "20 texts are too few for batches of 16"),
     ("train", "--ttt-steps 15", "--length 17 or more"),
     ("train", "--taps 0,1,3", "each must be below 3"),
     ("train", "--first-alone 3", "a multiple of --save-every 2"),
-    ("train", "--first-alone 4", "and below --steps 4"),
-    ("train", "--dialect deepspec", "--draft-vocab 40 with --dialect deepsp"),
     ("rollouts", "--prefix 16", "leaves nothing to write after --prefix 16"),
 )  # fmt: skip
 
@@ -718,16 +619,6 @@ def test_bad_flags_are_refused(
     monkeypatch.chdir(tmp_path)  # Folders are made of relative paths.
     assert train_drafter.main(command(target, work, stage, *flags.split())) != 0
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flag", ["--decay", "--learning-rate"])
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
-def test_rates_are_above_zero(flag, value, capsys):
-    with pytest.raises(SystemExit):
-        train_drafter.parse_args(
-            ["--family", "dspark", "--stage", "train", f"{flag}={value}"]
-        )
-    assert f"{value} must be a finite number above 0" in capsys.readouterr().err
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_of_what_was_written():

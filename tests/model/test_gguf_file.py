@@ -12,7 +12,6 @@ import pytest
 import tokenizers
 
 import spec_jax as sj
-from experiments.lib import gguf_files
 from spec_jax import loading, testing
 from spec_jax.drafters import ngram
 from spec_jax.model import (
@@ -33,6 +32,7 @@ from spec_jax.model import (
 
 
 gguf = pytest.importorskip("gguf")
+gguf_writer = pytest.importorskip("gguf_writer")
 
 SIZES = {
     "vocab_size": 4096,
@@ -71,9 +71,9 @@ def write(path, config, params, *, kind="F32", change=lambda writer: None):
     """A file of all that a model is, its matrices of one kind."""
     arch = config.model_type
     writer = gguf.GGUFWriter(path, arch)
-    gguf_files._add_config(writer, config)
+    gguf_writer.add_config(writer, config)
     words = tokenizer.load(loading.EMBEDDED_DRAFT)
-    gguf_files._add_tokenizer(writer, words, config.vocab_size)
+    gguf_writer.add_tokenizer(writer, words, config.vocab_size)
     writer.add_chat_template(TEMPLATE)
     writer.add_bos_token_id(1)
     change(writer)

@@ -1,0 +1,1 @@
+"""Heads: the families that are trained, their rollouts, prompts and cards."""

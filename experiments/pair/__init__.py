@@ -1,1 +1,0 @@
-"""How the embedded pair was trained: corpus, optimiser loop, distillation."""
