@@ -74,7 +74,7 @@ def _product(
     is_gate: bool = False,
     out_dtype: str | None = None,
 ) -> Case:
-    """Makes the case of a matrix, with the norm, residual or gate that the model gives it."""
+    """Makes the case of a matrix, with the norm, residual or gate of the model."""
     (num_out, num_in), dtype = matrix.shape, config.dtype
     w = noise.normal(0, matrix.shape, dtype, stddev=num_in**-0.5)
     w = weights.prepare(w, impl)
@@ -135,7 +135,8 @@ def _draw(inputs: dict[str, Any], impl: str) -> jax.Array:
 
 
 def _attention(config: config_lib.Qwen3Config, impl: str, context: int) -> Case:
-    X    turn, one of them after a third of the context."""
+    """Makes the case of a layer's attention over pages in no order: rows of two slots
+    in turn, one of them after a third of the context."""
     rows = np.arange(HEIGHT, dtype=np.int32)
     slots, ends = rows % 2, np.asarray([context, context // 3 + 1])
     positions = np.maximum(ends - HEIGHT // 2, 0).astype(np.int32)[slots] + rows // 2
