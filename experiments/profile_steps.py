@@ -63,7 +63,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_prompts(group, default="50")
     flags.add_gen_tokens(group, default=64)
     flags.add_raw(group)
-    flags.add_out(parser, rows="one profile a batch and context, then calibrations")
+    flags.add_out(parser, rows="calibrations, then one profile a batch and context")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     return args
@@ -79,13 +79,13 @@ def run(args: argparse.Namespace) -> int:
     with records.open_out(args) as out:
         about = models.describe(args, lm) | {"drafter": args.drafter}
         out.common = about | records.provenance()
+        if subject is not None:  # First, as it says what a drafter lacks.
+            calibrate(args, subject, out, console)
         for num_slots in args.batch:
             for context in args.contexts:
                 row = profile(args, lm, num_slots=num_slots, context=context)
                 out.write(row)
                 show(row, console)
-        if subject is not None:
-            calibrate(args, subject, out, console)
     return MEASURED
 
 

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import noise
-from experiments.lib.kernel_checks import HEIGHT, Case
+from experiments.lib import kernel_checks, noise
 from spec_jax.model import config as config_lib, params as params_lib, rotary
 from spec_jax.ops import (
     argmax,
@@ -27,17 +26,17 @@ from spec_jax.paging import index
 from spec_jax.rules import sampling
 
 
-PAGE_SIZE = 16
+HEIGHT, PAGE_SIZE = kernel_checks.HEIGHT, 16
 
 
 def cases(
     config: config_lib.Qwen3Config, impl: str, *, contexts: Sequence[int]
-) -> dict[str, Callable[[], Case]]:
+) -> dict[str, Callable[[], kernel_checks.Case]]:
     """Returns what a step of the model calls, by name: five products, and attention
     over `contexts`; on a GPU norm, argmax and a draw too, which are kernels there."""
     shapes = params_lib.shapes(config)
     layer, product = shapes.layers[0], functools.partial(_product, config, impl)
-    made: dict[str, Callable[[], Case]] = {
+    made: dict[str, Callable[[], kernel_checks.Case]] = {
         "qkv": functools.partial(product, layer.qkv, has_norm=True),
         "attention out": functools.partial(
             product, layer.attention_out, has_residual=True
@@ -73,8 +72,8 @@ def _product(
     has_residual: bool = False,
     is_gate: bool = False,
     out_dtype: str | None = None,
-) -> Case:
-    """Makes the case of a matrix, with the norm, residual or gate that the model gives it."""
+) -> kernel_checks.Case:
+    """Makes the case of a matrix, with the norm, residual or gate of the model."""
     (num_out, num_in), dtype = matrix.shape, config.dtype
     w = noise.normal(0, matrix.shape, dtype, stddev=num_in**-0.5)
     w = weights.prepare(w, impl)
@@ -93,10 +92,12 @@ def _product(
         how |= {"residual": inputs.get("residual"), "out_dtype": out_dtype}
         return projection.project(inputs["x"], w, **how)
 
-    return Case(run=lambda inputs, pages: (call(w, inputs), pages), inputs=inputs)
+    return kernel_checks.Case(
+        run=lambda inputs, pages: (call(w, inputs), pages), inputs=inputs
+    )
 
 
-def _norm(config: config_lib.Qwen3Config, impl: str) -> Case:
+def _norm(config: config_lib.Qwen3Config, impl: str) -> kernel_checks.Case:
     """Makes the case of a layer's norm."""
     weight = jnp.ones((config.hidden_size,), config.dtype)
     inputs = {"x": noise.normal(1, (HEIGHT, config.hidden_size), config.dtype)}
@@ -107,10 +108,14 @@ def _norm(config: config_lib.Qwen3Config, impl: str) -> Case:
         how = {"num_active": inputs["num_active"], "eps": 1e-6, "impl": impl}
         return rms_norm.row_norm(inputs["x"], weight, **how)
 
-    return Case(run=lambda inputs, pages: (call(inputs), pages), inputs=inputs)
+    return kernel_checks.Case(
+        run=lambda inputs, pages: (call(inputs), pages), inputs=inputs
+    )
 
 
-def _of_logits(config: config_lib.Qwen3Config, impl: str, choose: Callable) -> Case:
+def _of_logits(
+    config: config_lib.Qwen3Config, impl: str, choose: Callable
+) -> kernel_checks.Case:
     """Makes the case of what chooses a token of each row."""
     inputs = {
         "x": noise.normal(1, (HEIGHT, config.vocab_size), "float32"),
@@ -118,7 +123,9 @@ def _of_logits(config: config_lib.Qwen3Config, impl: str, choose: Callable) -> C
         "num_active": jnp.int32(HEIGHT),
     }
     call = jax.jit(lambda inputs: choose(inputs, impl)[:, None])
-    return Case(run=lambda inputs, pages: (call(inputs), pages), inputs=inputs)
+    return kernel_checks.Case(
+        run=lambda inputs, pages: (call(inputs), pages), inputs=inputs
+    )
 
 
 def _argmax(inputs: dict[str, Any], impl: str) -> jax.Array:
@@ -134,8 +141,11 @@ def _draw(inputs: dict[str, Any], impl: str) -> jax.Array:
     return draw.draw(inputs["x"], settings, **where, impl=impl)
 
 
-def _attention(config: config_lib.Qwen3Config, impl: str, context: int) -> Case:
-    X    turn, one of them after a third of the context."""
+def _attention(
+    config: config_lib.Qwen3Config, impl: str, context: int
+) -> kernel_checks.Case:
+    """Makes the case of a layer's attention over pages in no order: rows of two slots
+    in turn, one of them after a third of the context."""
     rows = np.arange(HEIGHT, dtype=np.int32)
     slots, ends = rows % 2, np.asarray([context, context // 3 + 1])
     positions = np.maximum(ends - HEIGHT // 2, 0).astype(np.int32)[slots] + rows // 2
@@ -156,7 +166,7 @@ def _attention(config: config_lib.Qwen3Config, impl: str, context: int) -> Case:
     shape = (2 * width, PAGE_SIZE, config.num_kv_heads, config.head_dim)
     keys = [noise.normal(seed, shape, config.dtype) for seed in (1, 2)]
 
-    def layout(*, seed: int, wider: int = 0) -> Case:
+    def layout(*, seed: int, wider: int = 0) -> kernel_checks.Case:
         """Puts the same keys elsewhere; pages that nobody owns hold NaN."""
         num_pages = 3 * 2 * width
         order = np.random.default_rng(seed).permutation(num_pages)[: 2 * width]
@@ -186,7 +196,7 @@ def _attention(config: config_lib.Qwen3Config, impl: str, context: int) -> Case:
             offset = inputs["positions"] % PAGE_SIZE
             return tuple(pool[at, offset] for pool in pages)
 
-        return Case(run=call, inputs=inputs, pages=pages, written=written)
+        return kernel_checks.Case(run=call, inputs=inputs, pages=pages, written=written)
 
     case = layout(seed=0)
     others = {

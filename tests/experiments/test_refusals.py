@@ -22,6 +22,7 @@ SIZES = {
     "reproduce": "",
     "plan": "--gen-tokens 8 --gamma 1,2 --prompts 2",
     "latency": "--contexts 8 --steps 1 --gamma 2",
+    "profile_steps": "--prompts 2 --gen-tokens 6 --gamma 2",
     "kernels": "--contexts 16",
 }
 ALONE = ("plot", "reproduce", "kernels", "gpu_report", "compare_llama_cpp")
