@@ -222,7 +222,8 @@ def measure_steps(
     plan = steps.Plan(
         contexts=(CONTEXT,), page_size=page_size, steps=20, rows=ROWS, prefills=PREFILLS
     )
-    costs = {cost.name: cost for cost in steps.all_costs(lm, plan)[0]}
+    alone = dataclasses.replace(lm, drafter=None)
+    costs = {cost.name: cost for cost in steps.all_costs(alone, plan)[0]}
     turns, described = [], {}
 
     def of_theirs() -> float:

@@ -120,7 +120,7 @@ def from_flags(args: argparse.Namespace) -> Planned:
     settings = {
         "target": _folder_name(args.target),
         "draft": _folder_name(args.draft) if _has_draft(args, cells) else None,
-        "prompt_source": prompt_files.without_folders(args.prompts or defaults.prompts),
+        "prompt_source": _without_machine(args.prompts or defaults.prompts),
         "gen_tokens": args.gen_tokens or defaults.gen_tokens,
         "stop": args.stop,
         "raw": args.raw,
@@ -137,6 +137,12 @@ def from_flags(args: argparse.Namespace) -> Planned:
             f"and {count} are to be run; name more with --prompts, or take less slots"
         )
     return planned
+
+
+def _without_machine(source: str) -> str:
+    """A prompt source without folders that only this machine has."""
+    is_told = pathlib.PurePath(source).is_absolute()
+    return prompt_files.without_folders(source) if is_told else source
 
 
 def _has_draft(args: argparse.Namespace, cells: Sequence[cells_lib.Cell]) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 
 import exactness_commands as commands
 import numpy as np
@@ -151,7 +152,7 @@ def test_a_certificate_of_a_target_alone(folders, tmp_path, monkeypatch, capsys)
     the same command from the same folder."""
     certificate, main = tmp_path / "run.json", main_of("exactness")
     monkeypatch.chdir(tmp_path)
-    prompts = tmp_path / "some/folder/below/prompts.txt"
+    prompts = pathlib.Path("some/folder/below/prompts.txt")
     prompts.parent.mkdir(parents=True)
     prompts.write_text("def f(x):\nimport os\n")
     arguments = ["--target", str(folders[0])]
@@ -168,8 +169,8 @@ def test_a_certificate_of_a_target_alone(folders, tmp_path, monkeypatch, capsys)
     assert drafters == ["oracle", "ngram"]
     arguments += ["--verify", str(certificate)]
     assert main(arguments) == 0
-    prompts.rename(tmp_path / "elsewhere.txt")
-    words = ("prompts some/folder/below/prompts.txt", "not found", "--prompts")
+    prompts.rename("elsewhere.txt")
+    words = ("some/folder/below/prompts.txt: no such file", "--prompts")
     assert_fails_with(main, capsys, arguments, *words)
     assert main([*arguments, "--prompts", "elsewhere.txt"]) == 0
 
