@@ -47,6 +47,7 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
     "divergence": _of_kind("parity"),
     "sweep_positions": curves.is_cell,
     "sweep_contexts": curves.is_at_context,
+    "drift": _of_kind("reinforce"),
     "ablations": _of_kind("ablation"),
     "improvement": _of_kind("theory"),
     "tree": _of_kind("tree"),
@@ -67,8 +68,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="*",
         type=pathlib.Path,
         metavar="FILE",
-        help="JSON lines of spec_round.py, latency.py, compare_hf.py, parity.py or "
-        "sweep.py",
+        help="JSON lines of spec_round.py, latency.py, compare_hf.py, parity.py, "
+        "sweep.py or rollouts.py --steps",
     )
     parser.add_argument(
         "--theory",

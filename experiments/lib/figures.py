@@ -246,6 +246,17 @@ def sweep_contexts(rows: Sequence[Row]) -> Figure:
     return figure
 
 
+def drift(rows: Sequence[Row]) -> Figure:
+    """Reward and drafts kept over steps of learning, of `rollouts.py --steps`."""
+    figure, (top, bottom) = new(4.4, 2, 1, sharex=True)
+    curve = [curves.Curve("", tuple(sorted(rows, key=lambda row: row["step"])))]
+    _plot(top, curve, "step", "reward")
+    _plot(bottom, curve, "step", "acceptance_rate")
+    top.set(ylabel="mean reward", ylim=(0, 1))
+    bottom.set(xlabel="step", ylabel="accepted / proposed", ylim=(0, 1))
+    return figure
+
+
 def ablations(rows: Sequence[Row]) -> Figure:
     """P(draft kept at a position, if all before it were) of each variant of DSpark."""
     panels = curves.group_by(rows, ("temperature",))

@@ -244,8 +244,6 @@ def check_integrity(kv: PagedKV) -> None:
         holders.append(list(table[slot, :count]))
         if (table[slot, count:] != P).any():
             raise ValueError(f"slot {slot}: stale entries past its {count} pages")
-        if len(set(holders[-1])) < count:
-            raise ValueError(f"slot {slot} holds a page twice: {holders[-1]}")
         may_hold = registered[slot] or not kv.has_shared_pool
         if count and not may_hold:
             raise ValueError(f"slot {slot} is not registered but holds {count} pages")
@@ -288,6 +286,8 @@ def _check_counts(kv: PagedKV, holders: list[list[int]]) -> None:
             f"{counts[wrong].tolist()} are counted"
         )
     for slot, pages in enumerate(holders):
+        if len(set(pages)) < len(pages):
+            raise ValueError(f"slot {slot} holds a page twice")
         for place, page in enumerate(pages):
             if found[int(page)] > 1 and length[slot] < (place + 1) * kv.page_size:
                 raise ValueError(

@@ -180,10 +180,10 @@ def shared_page(tables, slot, count, *, real=allocator._take):
 
 def freed_while_shared(tables, slot, count):
     """A page that others hold goes to the free stack, too."""
-    return *UNCOUNTED_GIVE(tables[:4], slot, count), tables[4]
+    return *GIVE(tables[:4], slot, count), tables[4]
 
 
-def uncounted(tables, slot, count, *, real=allocator._let_go):
+def uncounted(tables, slot, count, *, real=allocator._give):
     """Pages are given back, and their owners counted as before."""
     return *real(tables, slot, count)[:4], tables[4]
 
@@ -218,7 +218,7 @@ def clears_the_first_page(kv, slot, new_len, *, real=allocator.truncate):
     return kv.replace(k=tuple(k.at[slot * WIDTH].set(0) for k in kv.k))
 
 
-UNCOUNTED_GIVE = allocator._give
+GIVE = allocator._give
 MOVES_PAGES = static.StaticKV, "has_shared_pool", True
 ROWS_OF_EITHER = {
     "padding rows written to page -1": (
@@ -240,15 +240,9 @@ FAULTS = {
     },
     "shared": ROWS_OF_EITHER
     | {
-        "freed while shared": (
-            "truncate",
-            (allocator, "_let_go", freed_while_shared),
-        ),
-        "released while shared": (
-            "release",
-            (allocator, "_let_go", freed_while_shared),
-        ),
-        "owners not counted down": ("truncate", (allocator, "_let_go", uncounted)),
+        "freed while shared": ("truncate", (allocator, "_give", freed_while_shared)),
+        "released while shared": ("release", (allocator, "_give", freed_while_shared)),
+        "owners not counted down": ("truncate", (allocator, "_give", uncounted)),
         "owners not counted up": ("share", (paged_walk, "share", shared_uncounted)),
         "written while shared": (
             "truncate",
