@@ -1,15 +1,16 @@
 """Are rollouts exactly on-policy, and how much sooner are they there with speculation?
 
-Draws several samples of each prompt in batches, plainly and speculatively, in chains and
-in trees, in turn in one process. Each prompt is prefilled once, and its samples share its
-pages. Then decoding writes every sample alone, and the texts are scored anew, as a
-learner would. Tokens and log-probabilities are compared as integers: where they are
-equal, the ratio of learner and sampler, by which their losses are weighted, is exactly
-one. Times are from the first prefill to the last token, log-probabilities not included.
+Draws several samples of each prompt in batches, plainly and speculatively, in chains
+and in trees, in turn in one process. Each prompt is prefilled once, and its samples
+share its pages. Then decoding writes every sample alone, and the texts are scored anew,
+as a learner would. Tokens and log-probabilities are compared as integers: where they
+are equal, the ratio of learner and sampler, by which their losses are weighted, is
+exactly one. Times are from the first prefill to the last token, log-probabilities not
+included.
 
 --steps N goes on as a learner does: N steps of REINFORCE on a toy reward, the share of
-tokens that hold a blank, each on new samples of the newest weights. The drafter stays as
-it is, and what of its drafts is kept drifts: plot.py draws it.
+tokens that hold a blank, each on new samples of the newest weights. The drafter stays
+as it is, and what of its drafts is kept drifts: plot.py draws it.
 
 Exit status: 0 all equal; 2 some differ; 1 the input was unusable.
 """
@@ -71,8 +72,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     cli.add(
         group,
         """
-        --steps N=0  steps of REINFORCE after the comparison
-        --learning-rate R=0.0003  of Adam
+        --steps I=0  steps of REINFORCE after the comparison
+        --learning-rate RATE=0.0003  of Adam
         """,
     )
     flags.add_out(parser, rows="one per sample, one per way, then one per step")
@@ -84,6 +85,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--samples {args.samples} of --temperature 0 are one text: give a "
             "temperature above 0, or --samples 1"
         )
+    filters = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p")}
+    if args.steps and filters != {"top_k": None, "top_p": 1, "min_p": 0}:
+        parser.error("--steps are of what the model itself draws: leave filters out")
     if args.steps and importlib.util.find_spec("optax") is None:
         parser.error("--steps needs optax: pip install -e '.[train]'")
     return args
@@ -200,7 +204,9 @@ def run(args: argparse.Namespace) -> int:
             from experiments.lib import reinforce
 
             settings |= {"gamma": min(args.gamma, lm.gamma_max)}
-            recipe = reinforce.Recipe(steps=args.steps, learning_rate=args.learning_rate)
+            recipe = reinforce.Recipe(
+                steps=args.steps, learning_rate=args.learning_rate
+            )
             for row in reinforce.learn(lm, ids, recipe, settings):
                 out.write(row)
                 steps.append(row)

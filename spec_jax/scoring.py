@@ -86,9 +86,7 @@ def of_tokens(
     size = target.config.vocab_size
     prompt = checks.check_prompt(prompt, vocab_size=size, capacity=capacity)
     kv = target.new_cache(capacity=capacity, page_size=algorithms.PAGE_SIZE)
-    kv = rows.of(target, 1).prefill(
-        lm.params, kv, prompt, slot=0, by_rows=by_rows
-    )
+    kv = rows.of(target, 1).prefill(lm.params, kv, prompt, slot=0, by_rows=by_rows)
     height = target.slab if height is None else height
     _, scored = _scored(
         target,
@@ -112,7 +110,9 @@ def of_tokens(
 
 
 @functools.partial(
-    compilation.jit, static_argnames=("target", "height", "top"), donate_argnames=("kv",)
+    compilation.jit,
+    static_argnames=("target", "height", "top"),
+    donate_argnames=("kv",),
 )
 def _scored(
     target: row_model.RowModel,

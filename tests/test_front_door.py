@@ -13,7 +13,7 @@ import tokenizers
 
 import spec_jax as sj
 from experiments.lib import prompt_files, prompts
-from spec_jax import generation, testing
+from spec_jax import testing
 from spec_jax.drafters import ngram
 from spec_jax.engine import round as round_lib
 from spec_jax.gamma import goodput, threshold

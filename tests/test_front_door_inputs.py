@@ -146,9 +146,15 @@ BAD = {
         {"top_logprobs": 265},
         "top_logprobs=265 is above 264, the vocabulary",
     ),
-    "an empty prefix": ({"prefix": ""}, "prefix='': give one text, row of token ids or"),
+    "an empty prefix": (
+        {"prefix": ""},
+        "prefix='': give one text, row of token",
+    ),
     "several prefixes": ({"prefix": ["a", "b"]}, "give one text, row of token ids or"),
-    "a prefix of no kind": ({"prefix": 7}, "a prompt of type int: give text, token ids"),
+    "a prefix of no kind": (
+        {"prefix": 7},
+        "a prompt of type int: give text, token ids",
+    ),
     "a chat after a text": (
         {"prompt": [{"role": "user", "content": "hi"}], "prefix": "a"},
         "prefix= and the prompts are both of messages, or neither",

@@ -6,6 +6,7 @@ its own that it prefilled itself.
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 import tiny_pair
@@ -43,11 +44,14 @@ def with_head(folders):
     return sj.load(folders[0], gamma_max=3, impl="native", **head)
 
 
-def alone(lm, out, **settings):
+def drawn_of(out) -> sj.Sampling:
+    """The settings that draw one sample alone."""
+    return dataclasses.replace(DRAWN, seed=out.provenance["seed"])
+
+
+def alone(lm, out):
     """What decoding writes of a sample's prompt with its seed, alone."""
-    drawn = dataclasses.replace(DRAWN, seed=out.provenance["seed"])
-    settings = SHORT | settings | {"sampling": drawn}
-    return sj.decode(lm, out.prompt_tokens, **settings)
+    return sj.decode(lm, out.prompt_tokens, **SHORT | {"sampling": drawn_of(out)})
 
 
 def shared(outs) -> list[int]:
@@ -170,7 +174,8 @@ def test_a_head_has_the_features_of_the_prompt(with_head, case):
             with_head,
             one.prompt_tokens,
             gamma=3,
-            **SHORT | {"sampling": dataclasses.replace(DRAWN, seed=one.provenance["seed"])},
+            **SHORT
+            | {"sampling": dataclasses.replace(DRAWN, seed=one.provenance["seed"])},
         )
         assert one.tokens == apart.tokens
         assert one.metrics["rounds"] == apart.metrics["rounds"]
@@ -193,7 +198,9 @@ def test_keys_and_values_are_those_of_decoding(lm, case):
 def spoilt_share(kv, source, slot, length, *, real=allocator.share):
     """The copy of the last page is of another one."""
     kv = real(kv, source, slot, length)
-    return kv.replace(k=tuple(k.at[kv.page_table[slot, length // 4]].set(0) for k in kv.k))
+    return kv.replace(
+        k=tuple(k.at[kv.page_table[slot, length // 4]].set(0) for k in kv.k)
+    )
 
 
 FAULTS = {
@@ -209,8 +216,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(lm, fault, monkeypatch):
     """Negative control of the comparison with decoding."""
-    import jax
-
     monkeypatch.setattr(*FAULTS[fault])
     jax.clear_caches()
     report = sj.check_lossless(lm, PROMPTS, gamma=3, prefix=PREFIX, **SHORT)
@@ -264,7 +269,11 @@ def test_prefixes(folders):
     lm = sj.load(folders[0], drafter="ngram")
     ids = lm.tokenizer.encode(PREFIX)
     whole = [*ids, *lm.tokenizer.encode("x")]
-    for prefix, prompt in ((PREFIX, "x"), (ids, "x"), (np.array(ids), whole[len(ids) :])):
+    for prefix, prompt in (
+        (PREFIX, "x"),
+        (ids, "x"),
+        (np.array(ids), whole[len(ids) :]),
+    ):
         run, _ = generation.prepare(lm, prompt, prefix=prefix)
         assert run.prompts == [whole] and run.scheduler.prefill_by_rows
     template = "{% for m in messages %}{{ m.content }};{% endfor %}"

@@ -36,10 +36,7 @@ def test_they_are_those_of_decoding(lm, sampling):
         sj.generate(lm, PROMPTS, num_slots=2, gamma=4, **settings),
         sj.generate(lm, PROMPTS, gamma=sj.Tree.parse("2x2:5"), **settings),
         sj.score(lm, PROMPTS, [one.tokens for one in plain], **top),
-        [
-            sj.score(lm, one.prompt_tokens, one.tokens, **top)
-            for one in plain
-        ],
+        [sj.score(lm, one.prompt_tokens, one.tokens, **top) for one in plain],
     ):
         for found, expected in zip(made, plain, strict=True):
             assert found.tokens == expected.tokens

@@ -45,11 +45,9 @@ def learn(
       settings: of `generate`: n samples of each prompt, drawn without filters.
 
     Raises:
-      ValueError: a model without a tokenizer, or samples that are filtered.
+      ValueError: a model without a tokenizer.
     """
     first: sj.Sampling = settings["sampling"]
-    if first != sj.Sampling(temperature=first.temperature, seed=first.seed):
-        raise ValueError("REINFORCE is of what the model draws: leave filters out")
     if lm.tokenizer is None:
         raise ValueError("the reward is of texts, and the model has no tokenizer")
     # In float32, or steps would be rounded away.

@@ -112,7 +112,6 @@ class SlotRows(target_lib.Target):
         params: params_lib.Params,
         kv: paged.PagedKV,
         prompt: list[int],
-        *,
         **how: Any,
     ) -> paged.PagedKV:
         """Writes the K/V of all of the prompt but its last token. Donates `kv`.

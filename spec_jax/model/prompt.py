@@ -15,7 +15,6 @@ def prefill(
     params: params_lib.Params,
     kv: paged.PagedKV,
     tokens: list[int],
-    *,
     **how: Any,
 ) -> paged.PagedKV:
     """Computes the K/V of all `tokens`, possibly none. Donates `kv`.

@@ -381,7 +381,17 @@ def _cache_specs(kv: paged.PagedKV) -> paged.PagedKV:
     donate_argnames=("kv",),
 )
 def _prefill(
-    model, params, kv, tokens, length, slot, begun=None, before=None, *, by_rows, taps=()
+    model,
+    params,
+    kv,
+    tokens,
+    length,
+    slot,
+    begun=None,
+    before=None,
+    *,
+    by_rows,
+    taps=(),
 ):
     # NumPy's where `jax.disable_jit` makes this a plain call.
     tokens, length, slot = map(jnp.asarray, (tokens, length, slot))

@@ -2,8 +2,9 @@
 
 Every operation takes a state value and returns a new one, works inside `jit` and
 `while_loop`, and touches the page table only, never the pages (but for `share`, which
-copies one): its cost is one pass over a few integers a page. On a `static.StaticKV` none does: a slot has its
-pages for good, every operation is O(1), and only lengths and flags move.
+copies one): its cost is one pass over a few integers a page. On a `static.StaticKV`
+none does: a slot has its pages for good, every operation is O(1), and only lengths and
+flags move.
 
 An invalid request raises `ValueError` where its arguments are concrete. Under a
 trace it sets `refused[slot]` (of a slot that does not exist: every slot's) and
@@ -273,7 +274,7 @@ def truncate_each(
 def share(
     kv: cache.PagedKV, source: Scalar, slot: Scalar, length: Scalar
 ) -> cache.PagedKV:
-    """Begins an empty slot with `[0, length)` of another, of a cache that counts owners.
+    """Begins an empty slot with `[0, length)` of another, if the cache counts owners.
 
     Both hold the full pages. Of a last one that is not, the slot gets a copy: without a
     free page for it `out_of_pages[slot]` is set, and the slot stays empty.
@@ -409,9 +410,7 @@ def _kept(kv: cache.PagedKV, new_len: jax.Array) -> jax.Array:
     return jnp.maximum(index.pages_for(new_len, kv.page_size), least)
 
 
-def _cuts_shared(
-    kv: cache.PagedKV, row: jax.Array, new_len: jax.Array
-) -> jax.Array:
+def _cuts_shared(kv: cache.PagedKV, row: jax.Array, new_len: jax.Array) -> jax.Array:
     """Returns whether a text would end within a page of `row` that others hold, too."""
     place = jax.lax.div(new_len, jnp.int32(kv.page_size))
     page = row.at[place].get(mode="fill", fill_value=kv.num_pages)

@@ -184,7 +184,7 @@ def copy_page(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
     def copied(pool: jax.Array) -> jax.Array:
         elements = bits.to_bits(pool)
         read = elements.at[source].get(mode="fill", fill_value=0)
-        # As in `page_move`: a GPU would copy the pool to read in the kernel that writes.
+        # As in `page_move`: a GPU would read in the kernel that writes.
         read = jax.lax.optimization_barrier(read)
         return bits.from_bits(elements.at[target].set(read, mode="drop"), pool.dtype)
 
@@ -227,8 +227,9 @@ def gather(
 def check_integrity(kv: PagedKV) -> None:
     """Raises `ValueError` unless every page is free or owned by exactly one slot.
 
-    In a cache that counts owners by as many as it counts, of which each has all of its
-    positions, if it is not alone. Outside jit only; a debug aid and the invariant of the tests.
+    In a cache that counts owners by as many as it counts, each of which has all of its
+    positions, if it is not alone. Outside jit only; a debug aid and the invariant of
+    the tests.
     """
     table, owned = np.asarray(kv.page_table), np.asarray(kv.num_owned)
     length, registered = np.asarray(kv.length), np.asarray(kv.registered)
@@ -291,6 +292,6 @@ def _check_counts(kv: PagedKV, holders: list[list[int]]) -> None:
         for place, page in enumerate(pages):
             if found[int(page)] > 1 and length[slot] < (place + 1) * kv.page_size:
                 raise ValueError(
-                    f"slot {slot} of length {length[slot]} would write into page {page}, "
-                    f"which {found[int(page)]} slots hold"
+                    f"slot {slot} of length {length[slot]} would write into page "
+                    f"{page}, which {found[int(page)]} slots hold"
                 )

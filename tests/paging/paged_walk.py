@@ -270,8 +270,8 @@ class Walk:
         )
 
     def _check_pool(self, before, slot, start, count, shared=()):
-        """Nothing changed but the `count` tokens written from `start`, and one page that
-        was copied: the last of `shared`, a source and a length, unless it is full."""
+        """Nothing changed but the `count` tokens written from `start`, and one page
+        that was copied: the last of `shared`, a source and a length, if it is cut."""
         expected = pool_of(before).copy()
         if shared and shared[1] % PAGE_SIZE:
             place = shared[1] // PAGE_SIZE

@@ -15,6 +15,10 @@ PAGE_SIZE, NUM_PAGES, WIDTH, SLOTS = 4, 8, 4, 4
 NOWHERE = NUM_PAGES
 share = jax.jit(allocator.share)
 truncate = jax.jit(allocator.truncate)
+END = {
+    "truncate": lambda kv, slot: truncate(kv, slot, 0),
+    "release": jax.jit(allocator.release),
+}
 
 
 def make_cache(*, length: int, num_pages: int = NUM_PAGES) -> cache.PagedKV:
@@ -77,7 +81,7 @@ def test_the_last_owner_frees(order, ends):
         kv = share(kv, slot - 1, slot, 10)  # Of a slot that shares them itself.
     assert np.asarray(kv.counts)[np.asarray(kv.page_table[0, :2])].tolist() == [3, 3]
     for gone, slot in enumerate(order, start=1):
-        kv = truncate(kv, slot, 0) if ends == "truncate" else allocator.release(kv, slot)
+        kv = END[ends](kv, slot)
         cache.check_integrity(kv)
         assert int(kv.length[slot]) == int(kv.num_owned[slot]) == 0
         held = 2 * (gone < 3) + (3 - gone) + 1  # Slot 3 has its first page.
