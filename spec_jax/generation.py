@@ -119,9 +119,12 @@ def _takes(names: type) -> Callable[[Call], Call]:
     def decorate(call: Call) -> Call:
         """Gives a call the signature with all keywords, and checks their names."""
         signature = inspect.signature(call)
-        leading = list(signature.parameters.values())[:-1]
+        own = list(signature.parameters.values())[:-1]
+        leading = [one for one in own if one.kind is not one.KEYWORD_ONLY]
         keywords = [given[name] for name in get_type_hints(names)]
-        signature = signature.replace(parameters=leading + keywords)
+        signature = signature.replace(
+            parameters=leading + keywords + own[len(leading) :]
+        )
 
         @functools.wraps(call)
         def checked(*args: Any, **settings: Any) -> Any:

@@ -108,9 +108,8 @@ def settings_of(
     made = []
     for number, one in enumerate(each):
         settings = one.settings() if isinstance(one, Sampling) else one
-        _check_noise(
-            samples, is_greedy=samples > 1 and float(settings.temperature) == 0
-        )
+        if samples > 1:
+            _check_noise(samples, is_greedy=not float(settings.temperature))
         for sample in range(samples):
             made.append(_folded(settings, number if is_one else 0, sample))
     return made

@@ -72,7 +72,7 @@ def test_what_is_shared(length):
     testing.assert_same_bits(allocator.share(kv, 0, 1, length), after)
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
 @pytest.mark.parametrize("ends", ["truncate", "release"])
 def test_the_last_owner_frees(order, ends):
     """Fails if a page is free before its last owner went, or is not afterwards."""
@@ -112,8 +112,7 @@ def test_no_page_for_the_copy():
     kv = make_cache(length=16)
     kv = truncate(kv, 1, 0)  # Without a page of its own.
     kv = allocator.reserve(kv, 2, 12)
-    assert int(kv.num_free) == 1
-    kv = allocator.reserve(kv, 2, 16)
+    assert int(kv.num_free) == 0
     after = share(kv, 0, 1, 5)
     with pytest.raises(MemoryError, match=r"out of pages in slots \[1\]: 0 of 8"):
         allocator.check(after)
