@@ -18,7 +18,7 @@ from spec_jax.paging import allocator, cache
 from spec_jax.rules import sampling as sampling_lib
 
 
-PREFIX = "import os\n\n\n"
+PREFIX = "import os\n\n"  # Ends within a page, as what the prompts have in common.
 PROMPTS = ["def f(x):", "def g(x, y):", "x"]
 DRAWN = sj.Sampling(temperature=0.9, top_k=40, seed=5)
 SHORT = {"max_tokens": 9, "ignore_eos": True, "page_size": 4, "sampling": DRAWN}
@@ -32,7 +32,9 @@ def folders(tmp_path_factory):
     return target, draft, tiny_pair.write_head(folder / "head", target)
 
 
-@pytest.fixture(scope="module", params=["native", "xla"])
+@pytest.fixture(
+    scope="module", params=["native", pytest.param("xla", marks=pytest.mark.slow)]
+)
 def lm(request, folders):
     return sj.load(folders[0], draft=folders[1], gamma_max=4, impl=request.param)
 
