@@ -209,7 +209,7 @@ def generate(
         if that is fewer; of a drafter of trees, all nodes.
       policy_state: the policy's first state; None: what its `init()` makes.
       sampling: how tokens are drawn, one for all prompts or one for each; None: greedy.
-        Noise depends on seed and position alone. Of one seed for all, that of a prompt
+        Noise depends on seed and position alone. Where one seed is for all, a prompt's
         is `sampling.folded_seed` of its number in the list; so is that of each of `n`
         samples; the first of the first prompt has the seed as it is. A seed that is
         given for each prompt is that prompt's, wherever in the list it is.

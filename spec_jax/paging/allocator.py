@@ -276,8 +276,8 @@ def share(
 ) -> cache.PagedKV:
     """Begins an empty slot with `[0, length)` of another, if the cache counts owners.
 
-    Both hold the full pages. Of a last one that is not, the slot gets a copy: without a
-    free page for it `out_of_pages[slot]` is set, and the slot stays empty.
+    Both hold the full pages. If the last one is not full, the slot gets a copy: without
+    a free page for it `out_of_pages[slot]` is set, and the slot stays empty.
 
     Raises:
       ValueError: a cache that counts no owners; or as any operation.
