@@ -49,6 +49,7 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
     "sweep_contexts": lambda row: (
         curves.is_cell(row) and str(row.get("category")).isdecimal()
     ),
+    "drift": lambda row: row.get("kind") == "reinforce",
     "improvement": lambda row: row.get("kind") == "theory",
 }
 """Which rows belong to a figure, by the name of its function in `lib/figures.py`."""
@@ -62,7 +63,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="*",
         type=pathlib.Path,
         metavar="FILE",
-        help="JSON lines of spec_round.py, latency.py, parity.py or sweep.py",
+        help="JSON lines of spec_round.py, latency.py, parity.py, sweep.py "
+        "or rollouts.py --steps",
     )
     cli.add(
         parser,

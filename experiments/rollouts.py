@@ -1,10 +1,16 @@
 """Are rollouts exactly on-policy, and how much sooner are they there with speculation?
 
-Draws several samples of each prompt in batches, plainly and speculatively, in turn in
-one process, and scores the speculative texts anew, as a learner would. Tokens and
-log-probabilities of all three are compared as integers: where they are equal, the ratio
-of learner and sampler, by which their losses are weighted, is exactly one. Times are
-from the first prefill to the last token, log-probabilities not included.
+Draws several samples of each prompt in batches, plainly and speculatively, in chains
+and in trees, in turn in one process. Each prompt is prefilled once, and its samples
+share its pages. Then decoding writes every sample alone, and the texts are scored anew,
+as a learner would. Tokens and log-probabilities are compared as integers: where they
+are equal, the ratio of learner and sampler, by which their losses are weighted, is
+exactly one. Times are from the first prefill to the last token, log-probabilities not
+included.
+
+--steps N goes on as a learner does: N steps of REINFORCE on a toy reward, the share of
+tokens that hold a blank, each on new samples of the newest weights. The drafter stays
+as it is, and what of its drafts is kept drifts: plot.py draws it.
 
 Exit status: 0 all equal; 2 some differ; 1 the input was unusable.
 """
@@ -16,9 +22,11 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
+import dataclasses
+import importlib.util
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,12 +42,10 @@ from experiments.lib import (
     terminal,
 )
 from spec_jax import testing
+from spec_jax.engine import protocols
 
 
 EQUAL, NOT_EQUAL = 0, 2
-
-WAYS = {"plain": 0, "speculative": None}
-"""What `generate` takes as gamma: none; what its default policy chooses."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -55,30 +61,51 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     cli.add(
         group,
         """
-        --samples N=4  of each prompt, a seed each
+        --samples N=4  of each prompt, all from one seed
         --batch N=8  samples at once
         --gamma N=7  drafts of a round, at most
         --temperature T=1.0  divides the logits; 0 is greedy
         """,
     )
     flags.add_noise(parser.add_argument_group("sampling"))
-    flags.add_out(parser, rows="one per sample, then one per way")
+    group = parser.add_argument_group("learning")
+    cli.add(
+        group,
+        """
+        --steps I=0  steps of REINFORCE after the comparison
+        --learning-rate RATE=0.0003  of Adam
+        """,
+    )
+    flags.add_out(parser, rows="one per sample, one per way, then one per step")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)
+    if args.samples > 1 and not args.temperature:
+        parser.error(
+            f"--samples {args.samples} of --temperature 0 are one text: give a "
+            "temperature above 0, or --samples 1"
+        )
+    filters = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p")}
+    if args.steps and filters != {"top_k": None, "top_p": 1, "min_p": 0}:
+        parser.error("--steps are of what the model itself draws: leave filters out")
+    if args.steps and importlib.util.find_spec("optax") is None:
+        parser.error("--steps needs optax: pip install -e '.[train]'")
     return args
 
 
-def samplings(args: argparse.Namespace) -> list[sj.Sampling]:
-    """Returns the settings of one prompt's samples: they differ in the seed."""
-    names = ("temperature", "top_k", "top_p", "min_p")
-    given = {name: getattr(args, name) for name in names}
-    return [sj.Sampling(**given, seed=args.seed + n) for n in range(args.samples)]
+def ways(args: argparse.Namespace, lm: sj.LanguageModel) -> dict[str, Any]:
+    """Returns what `generate` takes as gamma, by way: none; what its default policy
+    chooses; and a tree of pairs, if the drafter drafts any."""
+    found: dict[str, Any] = {"plain": 0, "speculative": None}
+    if protocols.has_own(lm.drafter, "for_tree"):
+        found["tree"] = sj.Tree.parse(f"2x{args.gamma}:{args.gamma}")
+    return found
 
 
 def roll_out(
     lm: sj.LanguageModel,
     ids: Sequence[list[int]],
+    gammas: Mapping[str, Any],
     settings: Mapping[str, Any],
     *,
     repeats: int,
@@ -87,14 +114,15 @@ def roll_out(
 
     A run that does not count compiles, and measures what rounds cost.
     """
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    seconds: dict[str, list[float]] = {way: [] for way in gammas}
     texts: dict[str, list[sj.Generation]] = {}
-    with terminal.counted("runs", total=(repeats + 1) * len(WAYS)) as advance:
-        for repeat, way in itertools.product(range(repeats + 1), WAYS):
+    with terminal.counted("runs", total=(repeats + 1) * len(gammas)) as advance:
+        for repeat, way in itertools.product(range(repeats + 1), gammas):
             started = time.perf_counter()
-            texts[way] = sj.generate(lm, ids, gamma=WAYS[way], **settings)
+            found = sj.generate(lm, ids, gamma=gammas[way], **settings)
             if repeat:
                 seconds[way].append(time.perf_counter() - started)
+            texts[way] = list(itertools.chain.from_iterable(found))
             advance()
     return texts, seconds
 
@@ -102,81 +130,110 @@ def roll_out(
 def compare(
     lm: sj.LanguageModel,
     texts: Mapping[str, Sequence[sj.Generation]],
-    sampling: Sequence[sj.Sampling],
-) -> list[dict[str, Any]]:
-    """Returns a row of each sample: what is equal, and the ratio furthest from one.
+    sampling: sj.Sampling,
+) -> Iterator[dict[str, Any]]:
+    """Yields a row of each sample: what is equal, and the ratio furthest from one.
 
-    The learner scores the speculative text a slab of rows at a time, the sampler is
-    plain decoding, a row at a time.
+    The sampler is plain decoding of the sample alone, a row at a time, of a prompt that
+    it prefills itself; the learner scores the text a slab of rows at a time.
     """
-    rows = []
-    for plain, drafted, drawn in zip(*texts.values(), sampling, strict=True):
-        learner = sj.score(lm, drafted.prompt_tokens, drafted.tokens, sampling=drawn)
+    for each in zip(*texts.values(), strict=True):
+        first = each[0]
+        seed = first.provenance.get("seed", sampling.seed)
+        drawn = dataclasses.replace(sampling, seed=seed)
+        learner = sj.score(lm, first.prompt_tokens, each[-1].tokens, sampling=drawn)
         sampler = sj.decode(
             lm,
-            plain.prompt_tokens,
-            max_tokens=len(plain.tokens),
+            first.prompt_tokens,
+            max_tokens=len(first.tokens),
             sampling=drawn,
             ignore_eos=True,
             log_probs=True,
         )
         same = {
-            name: np.array_equal(
+            f"{name}_equal": np.array_equal(
                 testing.bits(getattr(learner, name)),
                 testing.bits(getattr(sampler, name)),
             )
             for name in ("log_probs", "drawn_log_probs")
         }
-        is_text = plain.tokens == drafted.tokens == sampler.tokens
-        ratio = [1.0]
-        if is_text:
-            apart = learner.drawn_log_probs - sampler.drawn_log_probs
-            ratio = np.exp(apart.astype(np.float64)).tolist()
-        rows.append(
-            {"kind": "rollout", "tokens": len(drafted.tokens), "seed": drawn.seed}
-            | {"tokens_equal": is_text}
-            | {f"{name}_equal": found for name, found in same.items()}
-            | {"ratio": max(ratio, key=lambda x: abs(x - 1))}
-        )
-    return rows
+        is_text = all(one.tokens == sampler.tokens for one in each)
+        yield {
+            **{"kind": "rollout", "tokens": len(first.tokens), "seed": seed},
+            **{"tokens_equal": is_text, **same},
+            "ratio": worst_ratio(learner, sampler) if is_text else None,
+            "prompt_tokens": len(first.prompt_tokens),
+            "shared_prompt_tokens": first.metrics.get("shared_prompt_tokens", 0),
+        }
+
+
+def worst_ratio(learner: Any, sampler: Any) -> float:
+    """Returns the importance ratio of a token that is furthest from one."""
+    apart = learner.drawn_log_probs - sampler.drawn_log_probs
+    ratios = np.exp(apart.astype(np.float64)).tolist()
+    return max(ratios, key=lambda x: abs(x - 1), default=1.0)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draws, scores and compares; returns the exit status."""
+    """Draws, scores and compares, then learns; returns the exit status."""
     console = terminal.console()
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    sampling = sj.Sampling(**{name: getattr(args, name) for name in names})
     with records.open_out(args) as out:
         lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
-        read = models.prepare(args, lm, args.prompts).ids
-        each = samplings(args)
-        ids = [prompt for prompt in read for _ in each]
-        drawn = each * len(read)
+        ids = models.prepare(args, lm, args.prompts).ids
+        gammas = ways(args, lm)
         settings = {"max_tokens": args.gen_tokens, "num_slots": args.batch}
-        settings |= {"sampling": drawn, "page_size": args.page_size}
+        settings |= {"sampling": sampling, "page_size": args.page_size}
+        settings |= {"n": args.samples}
         out.common = (
             models.describe(args, lm)
             | {"drafter": args.drafter, "samples": args.samples, "batch": args.batch}
             | {"prompt_source": prompt_files.without_folders(args.prompts)}
+            | {"prompts": len(ids)}
             | records.provenance()
         )
-        texts, seconds = roll_out(lm, ids, settings, repeats=args.repeats)
-        samples = compare(lm, texts, drawn)
+        texts, seconds = roll_out(lm, ids, gammas, settings, repeats=args.repeats)
+        samples = list(compare(lm, texts, sampling))
         out.write_all(samples)
-        tokens = sum(row["tokens"] for row in samples)
-        equal = [
-            row
-            for row in samples
-            if row["tokens_equal"] and row["log_probs_equal"] and row["ratio"] == 1
-        ]
-        rows = [
-            {"kind": "rollouts", "way": way, "rollouts": len(samples), "tokens": tokens}
-            | {"equal": len(equal)}
-            | bench.spread_fields("tok_s", [tokens / s for s in seconds[way]])
-            | bench.spread_fields("ratio", bench.ratios(seconds["plain"], seconds[way]))
-            for way in WAYS
-        ]
+        rows = summaries(samples, seconds)
         out.write_all(rows)
-    tables.print_rows([row | out.common for row in rows], COLUMNS, console)
-    return EQUAL if len(equal) == len(samples) else NOT_EQUAL
+        tables.print_rows([row | out.common for row in rows], COLUMNS, console)
+        steps: list[dict[str, Any]] = []
+        if args.steps:
+            from experiments.lib import reinforce
+
+            settings |= {"gamma": min(args.gamma, lm.gamma_max)}
+            recipe = reinforce.Recipe(
+                steps=args.steps, learning_rate=args.learning_rate
+            )
+            for row in reinforce.learn(lm, ids, recipe, settings):
+                out.write(row)
+                steps.append(row)
+            tables.print_rows([row | out.common for row in steps], STEPS, console)
+    is_equal = rows[0]["equal"] == len(samples)
+    is_equal &= all(row["ratio"] == 1 for row in steps)
+    return EQUAL if is_equal else NOT_EQUAL
+
+
+def summaries(
+    samples: Sequence[Mapping[str, Any]], seconds: Mapping[str, Sequence[float]]
+) -> list[dict[str, Any]]:
+    """Returns a row of each way: its speed, and what all samples have in common."""
+    tokens, prompt_tokens, shared = (
+        sum(row[name] for row in samples)
+        for name in ("tokens", "prompt_tokens", "shared_prompt_tokens")
+    )
+    names = ("tokens_equal", "log_probs_equal", "drawn_log_probs_equal")
+    equal = [row for row in samples if all(map(row.get, names)) and row["ratio"] == 1]
+    return [
+        {"kind": "rollouts", "way": way, "rollouts": len(samples), "tokens": tokens}
+        | {"equal": len(equal)}
+        | {"prompt_tokens": prompt_tokens, "shared_prompt_tokens": shared}
+        | bench.spread_fields("tok_s", [tokens / s for s in seconds[way]])
+        | bench.spread_fields("ratio", bench.ratios(seconds["plain"], seconds[way]))
+        for way in seconds
+    ]
 
 
 COLUMNS = {
@@ -185,8 +242,19 @@ COLUMNS = {
     "x plain": ("ratio", ".2f"),
     "p10-p90": lambda row: f"{row['ratio_p10']:.2f}-{row['ratio_p90']:.2f}",
     "ratio exactly one": lambda row: f"{row['equal']}/{row['rollouts']}",
+    "prefill saved": lambda row: (
+        f"{row['shared_prompt_tokens']:,} of {row['prompt_tokens']:,} tokens"
+    ),
 }
 """Of the table, for `tables.print_rows`."""
+
+STEPS = {
+    "step": "",
+    "reward": ("reward", ".3f"),
+    "drafts kept": ("acceptance_rate", ".3f"),
+    "tokens a round": ("mean_accepted_length", ".2f"),
+    "ratio": ("ratio", ""),
+}
 
 main = cli.script("rollouts.py", parse_args, run)
 

@@ -45,6 +45,8 @@ class Settings(TypedDict, total=False):
     chat: Mapping[str, Any] | None
     skip_special_tokens: bool
     log_probs: bool
+    top_logprobs: int
+    prefix: Prompt | None
     page_size: int
 
 
@@ -69,10 +71,10 @@ _REMEDIES = {
     **dict.fromkeys(("max_new_tokens", "max_length"), "max_tokens=..., without prompt"),
     **dict.fromkeys(("stop_token_ids", "eos_token_id"), "stop=[ID, ...]"),
     **dict.fromkeys(("stop_strings", "stop_sequences"), "stop=[ID, ...]"),
-    **dict.fromkeys(
-        ("num_return_sequences", "n"),
-        "a list of the prompt and sampling=[sj.Sampling(seed=0), sj.Sampling(seed=1)]",
-    ),
+    **dict.fromkeys(("num_return_sequences", "num_samples", "best_of"), "n=..."),
+    "n": "generate(..., n=...) or decode(..., n=...)",
+    **dict.fromkeys(("logprobs", "top_log_probs"), "log_probs=True or top_logprobs=K"),
+    **dict.fromkeys(("system", "system_prompt"), "prefix=..."),
     **dict.fromkeys(("enable_thinking", "tools"), "chat={{'{name}': ...}}"),
     **dict.fromkeys(("prompts", "messages", "inputs", "input_ids"), "prompt=..."),
     **dict.fromkeys(("num_speculative_tokens", "num_assistant_tokens"), "gamma=..."),
@@ -91,6 +93,7 @@ def prepare(
     prompt: Prompt | Sequence[Prompt],
     *,
     chat: Mapping[str, Any] | None = None,
+    prefix: Prompt | None = None,
     **settings: Any,
 ) -> tuple[run_lib.Run, bool]:
     """Settles a call of `generate` without running it.
@@ -98,8 +101,9 @@ def prepare(
     Returns:
       The run, and whether there was one prompt and no list.
     """
-    prompts, alone = run_lib.encode(lm, prompt, chat)
-    return run_lib.Run.make(lm, prompts, **settings), alone
+    prompts, alone = run_lib.encode(lm, prompt, chat, prefix)
+    made = run_lib.Run.make(lm, prompts, has_prefix=prefix is not None, **settings)
+    return made, alone
 
 
 def _takes(names: type) -> Callable[[Call], Call]:
@@ -115,9 +119,12 @@ def _takes(names: type) -> Callable[[Call], Call]:
     def decorate(call: Call) -> Call:
         """Gives a call the signature with all keywords, and checks their names."""
         signature = inspect.signature(call)
-        leading = list(signature.parameters.values())[:-1]
+        own = list(signature.parameters.values())[:-1]
+        leading = [one for one in own if one.kind is not one.KEYWORD_ONLY]
         keywords = [given[name] for name in get_type_hints(names)]
-        signature = signature.replace(parameters=leading + keywords)
+        signature = signature.replace(
+            parameters=leading + keywords + own[len(leading) :]
+        )
 
         @functools.wraps(call)
         def checked(*args: Any, **settings: Any) -> Any:
@@ -148,10 +155,30 @@ def generate(  # type: ignore[overload-overlap]
 def generate(
     lm: LanguageModel, prompt: Sequence[Prompt], **settings: Unpack[SpeculativeSettings]
 ) -> list[Generation]: ...
+@overload
+def generate(
+    lm: LanguageModel,
+    prompt: Prompt,
+    *,
+    n: int,
+    **settings: Unpack[SpeculativeSettings],
+) -> list[Generation]: ...
+@overload
+def generate(
+    lm: LanguageModel,
+    prompt: Sequence[Prompt],
+    *,
+    n: int,
+    **settings: Unpack[SpeculativeSettings],
+) -> list[list[Generation]]: ...
 @_takes(SpeculativeSettings)
 def generate(
-    lm: LanguageModel, prompt: Any, **settings: Unpack[SpeculativeSettings]
-) -> Generation | list[Generation]:
+    lm: LanguageModel,
+    prompt: Any,
+    *,
+    n: int | None = None,
+    **settings: Unpack[SpeculativeSettings],
+) -> Generation | list[Generation] | list[list[Generation]]:
     """Generates text speculatively; by default every token is what `decode` writes.
 
     Examples:
@@ -163,10 +190,14 @@ def generate(
       >>> outs = sj.generate(lm, ["def f(", "class A"], max_tokens=4, num_slots=2)
       >>> [len(out.tokens) for out in outs]
       [4, 4]
+      >>> outs = sj.generate(lm, "x", max_tokens=4, sampling=sj.Sampling(), n=2)
+      >>> outs[0].tokens == outs[1].tokens
+      False
 
     Args:
       prompt: text, token ids or messages; or a list of these. Messages go through the
         chat template.
+      n: samples of each prompt, which is prefilled once.
       max_tokens: tokens to generate for each prompt, at most.
       gamma: tokens to draft a round, at most `lm.gamma_max`; a policy that chooses it;
         a `Tree` to draft; or what rounds cost (`gamma.RoundCosts`), by which a policy
@@ -178,8 +209,10 @@ def generate(
         if that is fewer; of a drafter of trees, all nodes.
       policy_state: the policy's first state; None: what its `init()` makes.
       sampling: how tokens are drawn, one for all prompts or one for each; None: greedy.
-        Noise depends on seed and position alone: equal prompts with one seed give equal
-        samples, with a warning. For several samples give each its own seed.
+        Noise depends on seed and position alone. Where one seed is for all, a prompt's
+        is `sampling.folded_seed` of its number in the list; so is that of each of `n`
+        samples; the first of the first prompt has the seed as it is. A seed that is
+        given for each prompt is that prompt's, wherever in the list it is.
       stop: tokens that end a generation besides those of the model's folder: an id, the
         name of an added token such as "<|im_end|>", or a list of these. Other text is
         refused unless one token alone can write it. The last of `tokens` is the one
@@ -190,13 +223,19 @@ def generate(
         `tokens` has them always.
       log_probs: whether the result has those of its tokens, as `score` gives them, by
         a second pass over the text, a slab of rows at a time (of `decode` a row).
-      num_slots: prompts at once; None: all of them, up to 8.
+      top_logprobs: how many of the most likely tokens are named at each place, with
+        their log-probabilities by the model's own distribution; gives `log_probs` too.
+      prefix: what every prompt begins with, such as a system prompt: a text or ids,
+        encoded by itself, or the first messages of chats. It is prefilled once, by
+        rows as decoding has them, and all prompts with it; slots then share its pages.
+      num_slots: samples at once; None: all of them, up to 8.
       rule: how drafts are accepted: "coupled" writes the stream of autoregressive
         decoding; "rejection" and "block" keep its distribution.
       page_size: positions a page of the cache.
 
     Returns:
-      A `Generation` for one prompt, a list of them for a list.
+      A `Generation` for one prompt, a list of them for a list; with `n` a list of `n`
+      in the place of each, even if `n` is 1.
 
     Raises:
       ValueError: a prompt or a value that cannot be used.
@@ -204,17 +243,17 @@ def generate(
       FloatingPointError: tokens were chosen from logits that are not finite.
       MemoryError: the cache has no page left.
     """
-    run, alone = prepare(lm, prompt, **settings)
+    run, alone = prepare(lm, prompt, n=n, **settings)
     run.warn()
     started = time.perf_counter()
     run = run.adapted() if settings.get("gamma") is None else run
     finished = {one.number: one for one in run.scheduler.run(run.requests)}
     seconds = time.perf_counter() - started
     outs = [
-        run.generation(finished[number].slot, number, seconds)
-        for number in range(len(run.prompts))
+        run.generation(one.slot, number, seconds, shared=one.shared)
+        for number, one in sorted(finished.items())
     ]
-    return outs[0] if alone else outs
+    return run.shaped(outs, alone=alone)
 
 
 @_takes(StreamSettings)
@@ -236,7 +275,7 @@ def stream(
       True
 
     Args:
-      prompt: one prompt.
+      prompt: one prompt, of which there is one sample.
 
     The others are as `generate` takes them.
 
@@ -300,10 +339,22 @@ def decode(  # type: ignore[overload-overlap]
 def decode(
     lm: LanguageModel, prompt: Sequence[Prompt], **settings: Unpack[Settings]
 ) -> list[Generation]: ...
+@overload
+def decode(
+    lm: LanguageModel, prompt: Prompt, *, n: int, **settings: Unpack[Settings]
+) -> list[Generation]: ...
+@overload
+def decode(
+    lm: LanguageModel, prompt: Sequence[Prompt], *, n: int, **settings: Unpack[Settings]
+) -> list[list[Generation]]: ...
 @_takes(Settings)
 def decode(
-    lm: LanguageModel, prompt: Any, **settings: Unpack[Settings]
-) -> Generation | list[Generation]:
+    lm: LanguageModel,
+    prompt: Any,
+    *,
+    n: int | None = None,
+    **settings: Unpack[Settings],
+) -> Generation | list[Generation] | list[list[Generation]]:
     """Generates text by autoregressive decoding: one token a step, nothing drafted.
 
     Examples:
@@ -311,13 +362,14 @@ def decode(
       >>> sj.decode(sj.load(), "import os", max_tokens=3).metrics["rounds"]
       3
 
-    Args: as `generate` takes them. Raises as it does.
+    Args: as `generate` takes them. Raises as it does. Every sample has a cache of its
+    own, and prefills all of its prompt.
 
     Returns:
-      A `Generation` for one prompt, a list of them for a list; every token is the
+      As `generate`; every token is the
       target's own (`Origin.BONUS`), in a round of its own.
     """
-    run, alone = prepare(lm, prompt, **settings)
+    run, alone = prepare(lm, prompt, n=n, **settings)
     outs = []
     for number in range(len(run.prompts)):
         started = time.perf_counter()
@@ -325,7 +377,7 @@ def decode(
         run.base.generated(state)  # Raises what the loop could only flag.
         seconds = time.perf_counter() - started
         outs.append(run.decoded(state.sequences[0], number, seconds))
-    return outs[0] if alone else outs
+    return run.shaped(outs, alone=alone)
 
 
 # A str is a sequence of str too: that one is not a list of prompts.
@@ -337,6 +389,8 @@ def score(  # type: ignore[overload-overlap]
     *,
     sampling: Sampling | None = None,
     chat: Any = None,
+    prefix: Prompt | None = None,
+    top_logprobs: int = 0,
 ) -> scoring.Scores: ...
 @overload
 def score(
@@ -346,6 +400,8 @@ def score(
     *,
     sampling: Sampling | Sequence[Sampling] | None = None,
     chat: Any = None,
+    prefix: Prompt | None = None,
+    top_logprobs: int = 0,
 ) -> list[scoring.Scores]: ...
 def score(
     lm: LanguageModel,
@@ -354,6 +410,8 @@ def score(
     *,
     sampling: Any = None,
     chat: Any = None,
+    prefix: Prompt | None = None,
+    top_logprobs: int = 0,
 ) -> scoring.Scores | list[scoring.Scores]:
     """Returns the log-probabilities of completions, given their prompts.
 
@@ -373,12 +431,15 @@ def score(
       completion: token ids, or a text, which is encoded by itself; of a list a list.
       sampling: how the tokens were drawn, one for all or one for each; None: greedily.
       chat: options of the chat template.
+      prefix: as `generate` took it, which decides how prompts are prefilled.
+      top_logprobs: how many of the most likely tokens are named at each place.
 
     Raises:
       ValueError: a prompt, a completion or settings that cannot be used.
       FloatingPointError: logits that are not finite.
     """
-    prompts, alone = run_lib.encode(lm, prompt, chat)
+    prompts, alone = run_lib.encode(lm, prompt, chat, prefix)
+    scoring.check_top(top_logprobs, lm.target.config.vocab_size)
     completions = [completion] if alone else list(completion)
     if len(completions) != len(prompts):
         raise ValueError(
@@ -387,8 +448,10 @@ def score(
         )
     texts = [_ids(lm, one) for one in completions]
     each = requests_lib.settings_of(sampling, len(prompts))
+    by_rows = None if prefix is None else True
     found = [
-        scoring.of_tokens(lm, *one) for one in zip(prompts, texts, each, strict=True)
+        scoring.of_tokens(lm, *one, top=top_logprobs, by_rows=by_rows)
+        for one in zip(prompts, texts, each, strict=True)
     ]
     return found[0] if alone else found
 

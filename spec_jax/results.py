@@ -30,9 +30,12 @@ class Generation:
       metrics: names and numbers, see `metrics.summarise`; `e2e_s` is the seconds that
         the whole call took, compilation included where it was the first of its kind.
       provenance: what decides bits: versions, device, implementation, dtype, slab; and,
-        where gamma was chosen by them, `round_costs`, which decide counts of rounds.
+        where gamma was chosen by them, `round_costs`, which decide counts of rounds;
+        and of a drawn text the `seed` that draws this one sample alone.
       log_probs, drawn_log_probs: `[tokens]` float32, nats, as `scoring.Scores` has
         them; None unless `log_probs=True` was asked for.
+      top_tokens, top_log_probs: `[tokens, k]` int32 and float32, likewise; None unless
+        `top_logprobs=k` was asked for, which gives the others, too.
     """
 
     tokens: list[int]
@@ -44,6 +47,8 @@ class Generation:
     provenance: Mapping[str, Any]
     log_probs: np.ndarray | None = dataclasses.field(default=None, compare=False)
     drawn_log_probs: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    top_tokens: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    top_log_probs: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
     @property
     def text(self) -> str:

@@ -56,6 +56,8 @@ class Run:
     scheduler: scheduler_lib.Scheduler
     skip_special_tokens: bool
     log_probs: bool
+    top_logprobs: int
+    n: int | None
     costs: costs_lib.RoundCosts | None = None  # by which the default policy goes
 
     @classmethod
@@ -72,13 +74,24 @@ class Run:
         ignore_eos: bool = False,
         skip_special_tokens: bool = True,
         log_probs: bool = False,
+        top_logprobs: int = 0,
+        n: int | None = None,
+        has_prefix: bool = False,
         num_slots: int | None = None,
         rule: verification.Rule = "coupled",
         page_size: int = PAGE_SIZE,
     ) -> "Run":
-        """Checks everything, and raises before anything is allocated."""
+        """Checks everything, and raises before anything is allocated.
+
+        Args:
+          has_prefix: whether the prompts begin alike: they are prefilled by rows, which
+            can go on from what another slot holds.
+        """
         rule = rule_lib.of(rule)
         checks.check_max_tokens(max_tokens)
+        samples = 1 if n is None else n
+        checks.check_count(n=samples)
+        scoring.check_top(top_logprobs, lm.target.config.vocab_size)
         if isinstance(gamma, tree_shapes.AnyTree):
             lm, gamma = lm.with_tree(gamma), gamma.nodes
         costs = gamma if isinstance(gamma, costs_lib.RoundCosts) else None
@@ -90,10 +103,19 @@ class Run:
             number = lm.gamma_max
             if not protocols.is_tree(lm.drafter):
                 number = min(DEFAULT_GAMMA, number)
+        requests = requests_lib.make(
+            prompts,
+            max_tokens=max_tokens,
+            gamma=number,
+            sampling=sampling,
+            samples=samples,
+        )
         if num_slots is None:
-            num_slots = min(len(prompts), 8)
+            num_slots = min(len(requests), 8)
         checks.check_count(num_slots=num_slots)
-        num_slots = min(num_slots, len(prompts))
+        num_slots = min(num_slots, len(requests))
+        is_paged = lm.target.cache == "paged"
+        shares = is_paged and len(requests) > 1 and (has_prefix or samples > 1)
         algo = algorithms.speculative(lm.target, lm.drafter, rule=rule, policy=policy)
         own = () if ignore_eos else lm.stop_ids
         scheduler = algo.scheduler(
@@ -103,20 +125,21 @@ class Run:
             page_size=page_size,
             stop_ids=tuple(dict.fromkeys((*own, *_stop_ids(lm, stop)))),
             policy_state=policy_state,
-        )
-        requests = requests_lib.make(
-            prompts, max_tokens=max_tokens, gamma=number, sampling=sampling
+            prefill_by_rows=True if has_prefix else None,
+            shares=shares,
         )
         for request in requests:
             scheduler.check(request)
         return cls(
             lm=lm,
             algo=algo,
-            prompts=prompts,
+            prompts=[prompt for prompt in prompts for _ in range(samples)],
             requests=requests,
             scheduler=scheduler,
             skip_special_tokens=skip_special_tokens,
             log_probs=log_probs,
+            top_logprobs=top_logprobs,
+            n=n,
             costs=costs,
         )
 
@@ -163,18 +186,35 @@ class Run:
             stop_ids=self.scheduler.stop_ids,
             capacity=self.scheduler.capacity,
             page_size=self.scheduler.page_size,
+            prefill_by_rows=self.scheduler.prefill_by_rows,
         )
 
+    def shaped(self, outs: list[Any], *, alone: bool) -> Any:
+        """Returns the results in the shape of the prompts: of each a list if `n` is
+        given, and those of the only one if it was `alone`."""
+        if self.n is not None:
+            firsts = range(0, len(outs), self.n)
+            outs = [outs[first : first + self.n] for first in firsts]
+        return outs[0] if alone else outs
+
     def generation(
-        self, slot: states.Slots, number: int, seconds: float
+        self, slot: states.Slots, number: int, seconds: float, *, shared: int = 0
     ) -> results.Generation:
-        """Returns the result of a finished slot; raises as `checks.check_slot`."""
+        """Returns the result of a finished slot; raises as `checks.check_slot`.
+
+        Args:
+          shared: tokens of the prompt that were not prefilled.
+        """
         checks.check_slot(slot, vocab_size=self.lm.target.config.vocab_size)
         tokens = scheduler_lib.generated(slot)
         origins = np.asarray(slot.origins)
         origins = origins[origins != int(results.Origin.PROMPT)].tolist()
         counters = metrics_lib.of_slot(slot, num_tokens=len(tokens))
-        return self._result(tokens, origins, counters, slot.status, number, seconds)
+        made = self._result(tokens, origins, counters, slot.status, number, seconds)
+        if not self.scheduler.shares:
+            return made
+        metrics = dict(made.metrics) | {"shared_prompt_tokens": shared}
+        return dataclasses.replace(made, metrics=metrics)
 
     def decoded(
         self, state: baseline.DecodeState, number: int, seconds: float
@@ -205,10 +245,16 @@ class Run:
             verify_decode_mismatches=None,
         )
         scores: dict[str, Any] = {}
-        if self.log_probs:
-            sampling = self.requests[number].sampling
+        sampling = self.requests[number].sampling
+        if self.log_probs or self.top_logprobs:
             made = scoring.of_tokens(
-                lm, self.prompts[number], tokens, sampling, height=height
+                lm,
+                self.prompts[number],
+                tokens,
+                sampling,
+                top=self.top_logprobs,
+                height=height,
+                by_rows=self.scheduler.prefill_by_rows,
             )
             scores = {name: getattr(made, name) for name in scoring.NAMES}
         return results.Generation(
@@ -218,7 +264,7 @@ class Run:
             prompt_tokens=self.prompts[number],
             status=results.Status(int(status)),
             metrics=summary | {"e2e_s": seconds},
-            provenance=provenance(lm) | self._of_rounds(),
+            provenance=provenance(lm) | self._of_rounds() | _of_noise(sampling),
             **scores,
         )
 
@@ -254,25 +300,44 @@ def provenance(lm: LanguageModel) -> dict[str, Any]:
     return found if layout is None else found | layout.describe()
 
 
+def _of_noise(sampling: Any) -> dict[str, Any]:
+    """Returns the seed that this sample's own noise is keyed by, if it draws."""
+    if sampling is None or not float(sampling.temperature):
+        return {}
+    return {"seed": int(sampling.seed)}
+
+
 def _is_policy(gamma: Any) -> bool:
     return hasattr(gamma, "choose") and hasattr(gamma, "update")
 
 
 def encode(
-    lm: LanguageModel, prompt: Any, chat: Mapping[str, Any] | None = None
+    lm: LanguageModel,
+    prompt: Any,
+    chat: Mapping[str, Any] | None = None,
+    prefix: Any = None,
 ) -> tuple[list[list[int]], bool]:
     """Returns the token ids of each prompt, and whether there was one and no list.
 
     Args:
       chat: options of the chat template, see `tokenizer.Tokenizer.apply_chat`.
+      prefix: of every prompt; a chat's is messages, and anything else is encoded by
+        itself.
     """
     alone = _is_one(prompt)
     prompts = [prompt] if alone else list(prompt)
     if not prompts:
         raise ValueError("the list of prompts is empty: give at least one")
+    if prefix is not None:
+        _check_prefix(prefix, prompts)
+    if _is_chat(prefix):
+        prompts = [[*prefix, *one] for one in prompts]
     if chat is not None:
         _check_chat(chat, prompts)
-    return [_encode(lm, one, chat or {}) for one in prompts], alone
+    if prefix is None or _is_chat(prefix):
+        return [_encode(lm, one, chat or {}) for one in prompts], alone
+    first = _encode(lm, prefix, {})
+    return [[*first, *_encode(lm, one, {}, begins=False)] for one in prompts], alone
 
 
 def _is_one(prompt: Any) -> bool:
@@ -298,6 +363,21 @@ def _check_kind(prompt: Any) -> None:
         )
 
 
+def _check_prefix(prefix: Any, prompts: Sequence[Any]) -> None:
+    """Raises `ValueError` for a prefix that the prompts cannot follow."""
+    if not _is_one(prefix) or not len(prefix):
+        raise ValueError(
+            f"{prefix=}: give one text, row of token ids or list of messages, which is "
+            "not empty"
+        )
+    kinds = {_is_chat(one) for one in (prefix, *prompts)}
+    if len(kinds) > 1:
+        raise ValueError(
+            "prefix= and the prompts are both of messages, or neither: give a chat's "
+            "prefix as [{'role': 'system', 'content': ...}]"
+        )
+
+
 def _is_chat(prompt: Any) -> bool:
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     return is_list and len(prompt) > 0 and isinstance(prompt[0], Mapping)
@@ -317,8 +397,11 @@ def _check_chat(chat: Any, prompts: Sequence[Any]) -> None:
         )
 
 
-def _encode(lm: LanguageModel, prompt: Any, chat: Mapping[str, Any]) -> list[int]:
-    """Returns the token ids of one prompt."""
+def _encode(
+    lm: LanguageModel, prompt: Any, chat: Mapping[str, Any], *, begins: bool = True
+) -> list[int]:
+    """Returns the token ids of one prompt; `begins` as `tokenizer.Tokenizer.encode`
+    takes it, unless it is a chat."""
     _check_kind(prompt)
     is_chat = _is_chat(prompt)
     if not isinstance(prompt, str) and not is_chat:
@@ -326,7 +409,7 @@ def _encode(lm: LanguageModel, prompt: Any, chat: Mapping[str, Any]) -> list[int
     if lm.tokenizer is None:
         raise ValueError("the model has no tokenizer: give token ids")
     text = lm.tokenizer.apply_chat(prompt, **chat) if is_chat else prompt
-    return lm.tokenizer.encode(text, begins=not is_chat)
+    return lm.tokenizer.encode(text, begins=begins and not is_chat)
 
 
 def _stop_ids(lm: LanguageModel, stop: Stop | None) -> list[int]:

@@ -7,13 +7,14 @@ same integers, whether it was written with or without speculation, as a chain or
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from spec_jax import algorithms, compilation
 from spec_jax.engine import checks, requests as requests_lib, rows
@@ -22,7 +23,7 @@ from spec_jax.model import row_model
 from spec_jax.rules import sampling as sampling_lib
 
 
-NAMES = ("log_probs", "drawn_log_probs")
+NAMES = ("log_probs", "drawn_log_probs", "top_tokens", "top_log_probs")
 """Names of the numbers, here and in a generation."""
 
 
@@ -36,11 +37,26 @@ class Scores:
       drawn_log_probs: the same by the distribution that `sampling` draws from, after
         temperature and filters; 0 or -inf where it is greedy, and -inf of a token that
         a filter leaves out.
+      top_tokens: `[tokens, k]` int32, the k most likely at each place by the model's
+        own distribution, first the likeliest, and of equal ones the lowest; None
+        unless they were asked for.
+      top_log_probs: `[tokens, k]` float32, nats, of these, by the same distribution.
     """
 
     tokens: list[int]
     log_probs: np.ndarray
     drawn_log_probs: np.ndarray
+    top_tokens: np.ndarray | None = None
+    top_log_probs: np.ndarray | None = None
+
+
+def check_top(top_logprobs: int, vocab_size: int) -> None:
+    """Raises `ValueError` unless a vocabulary has as many tokens as are asked for."""
+    is_whole = isinstance(top_logprobs, numbers.Integral)
+    if not is_whole or isinstance(top_logprobs, bool) or top_logprobs < 0:
+        raise ValueError(f"{top_logprobs=} must be a whole number of at least 0")
+    if top_logprobs > vocab_size:
+        raise ValueError(f"{top_logprobs=} is above {vocab_size}, the vocabulary")
 
 
 def of_tokens(
@@ -49,12 +65,16 @@ def of_tokens(
     tokens: Sequence[int],
     sampling: sampling_lib.SamplingSettings | None,
     *,
+    top: int = 0,
     height: int | None = None,
+    by_rows: bool | None = None,
 ) -> Scores:
     """Returns the scores of valid tokens after a prompt.
 
     Args:
+      top: how many of the most likely tokens are named at each place.
       height: active rows of a call: 1 as in decoding; None: a slab's.
+      by_rows: how the prompt is prefilled, see `row_model.RowModel.prefill`.
 
     Raises:
       ValueError: a prompt that cannot be used, or more tokens than the model's
@@ -66,7 +86,7 @@ def of_tokens(
     size = target.config.vocab_size
     prompt = checks.check_prompt(prompt, vocab_size=size, capacity=capacity)
     kv = target.new_cache(capacity=capacity, page_size=algorithms.PAGE_SIZE)
-    kv = rows.of(target, 1).prefill(lm.params, kv, prompt, slot=0)
+    kv = rows.of(target, 1).prefill(lm.params, kv, prompt, slot=0, by_rows=by_rows)
     height = target.slab if height is None else height
     _, scored = _scored(
         target,
@@ -78,17 +98,21 @@ def of_tokens(
         np.int32(num_prompt),
         np.int32(end),
         sampling,
+        top=top,
     )
     found = [np.asarray(x)[num_prompt:end] for x in scored]
-    if any(np.isnan(x).any() for x in found):
+    if any(np.isnan(x).any() for x in found[:2]):
         raise FloatingPointError(
             "the logits are not finite: the weights or the prompt hold NaN or infinity"
         )
-    return Scores(tokens=list(tokens), log_probs=found[0], drawn_log_probs=found[1])
+    named = dict(zip(NAMES, found, strict=False))
+    return Scores(tokens=list(tokens), **named)
 
 
 @functools.partial(
-    compilation.jit, static_argnames=("target", "height"), donate_argnames=("kv",)
+    compilation.jit,
+    static_argnames=("target", "height", "top"),
+    donate_argnames=("kv",),
 )
 def _scored(
     target: row_model.RowModel,
@@ -99,13 +123,18 @@ def _scored(
     start: Int[Array, ""],
     stop: Int[Array, ""],
     sampling: sampling_lib.SamplingSettings | None,
-) -> tuple[Any, tuple[Float32[Array, " max_len"], Float32[Array, " max_len"]]]:
+    *,
+    top: int = 0,
+) -> tuple[Any, tuple[Array, ...]]:
     """Returns the cache, and both log-probabilities of `tokens[start:stop]` at their
-    positions.
+    positions, `[max_len]`; then the top tokens and theirs, `[max_len, top]`, if any.
 
     `kv` holds the K/V of `[0, start - 1)` and is donated.
     """
-    empty = jnp.zeros(tokens.shape, jnp.float32)
+    empty: tuple[Array, ...] = (jnp.zeros(tokens.shape, jnp.float32),) * 2
+    if top:
+        shape = *tokens.shape, top
+        empty += jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
     def of_slab(carry):
         """Scores the tokens from `first` on that one slab decides."""
@@ -118,15 +147,15 @@ def _scored(
 
         def of_row(i, found):
             """Scores the token that row `i` decides."""
-            both = log_probs(logits[i], tokens[first + i], sampling)
+            made = log_probs(logits[i], tokens[first + i], sampling, top=top)
             return tuple(
-                x.at[first + i].set(y) for x, y in zip(found, both, strict=True)
+                x.at[first + i].set(y) for x, y in zip(found, made, strict=True)
             )
 
         found = jax.lax.fori_loop(0, num_active, of_row, found)
         return first + num_active, kv, found
 
-    carry = (start, kv, (empty, empty))
+    carry = (start, kv, empty)
     return jax.lax.while_loop(lambda carry: carry[0] < stop, of_slab, carry)[1:]
 
 
@@ -134,12 +163,20 @@ def log_probs(
     logits: Float[Array, " V"],
     token: Int[Array, ""],
     sampling: sampling_lib.SamplingSettings | None,
-) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
-    """Returns both log-probabilities of a token, by ONE row of logits."""
+    *,
+    top: int = 0,
+) -> tuple[Array, ...]:
+    """Returns both log-probabilities of a token, by ONE row of logits; then the `top`
+    most likely tokens and the first of both of these, if there are any."""
     # Without the barrier they are fused with what made the row, and round otherwise.
     row = jax.lax.optimization_barrier(logits.astype(jnp.float32))
     settings = sampling
     if settings is None:
         settings = jax.tree.map(lambda leaf: leaf[0], sampling_lib.greedy(1))
     drawn = jax.nn.log_softmax(sampling_lib.log_weights(row, settings))
-    return jax.nn.log_softmax(row)[token], drawn[token]
+    both = jax.nn.log_softmax(row)[token], drawn[token]
+    if not top:
+        return both
+    # By logits, which do not round to ties; each number as `both` has it.
+    _, likeliest = jax.lax.top_k(row, top)
+    return *both, likeliest.astype(jnp.int32), jax.nn.log_softmax(row)[likeliest]

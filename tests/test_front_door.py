@@ -13,7 +13,7 @@ import tokenizers
 
 import spec_jax as sj
 from experiments.lib import prompt_files, prompts
-from spec_jax import generation, testing
+from spec_jax import testing
 from spec_jax.drafters import ngram
 from spec_jax.engine import round as round_lib
 from spec_jax.gamma import goodput, threshold
@@ -202,21 +202,6 @@ def test_options_reach_the_chat_template(lm):
             assert out.prompt_tokens == lm.tokenizer.encode(text)
     report = sj.check_lossless(other, chat, max_tokens=2, chat={"enable_thinking": 1})
     assert report.comparisons[0].prompt_tokens == 3
-
-
-def test_equal_prompts_of_one_seed_are_told(lm):
-    """They are equal samples; greedy ones, and others, are not told."""
-    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
-    drawn = sj.Sampling(seed=3)
-    for sampling in (drawn, [drawn, sj.Sampling(seed=4), drawn]):
-        with pytest.warns(
-            UserWarning, match="equal prompts with one seed give equal s"
-        ):
-            run, _ = generation.prepare(lm, prompts, sampling=sampling)
-    generation.prepare(lm, prompts[1:], sampling=drawn)
-    generation.prepare(lm, prompts, sampling=sj.Sampling(temperature=0))
-    each = [sj.Sampling(seed=n) for n in range(3)]
-    generation.prepare(lm, prompts, sampling=each)
 
 
 @pytest.mark.few(2)

@@ -23,7 +23,9 @@ NAMES = {
     "seed": r"sampling=sj.Sampling\(seed=...\)",
     "do_sample": r"sampling=sj.Sampling\(\), or nothing",
     "max_new_tokens": "max_tokens=...",
-    "num_return_sequences": "a list of the prompt and sampling=",
+    "num_return_sequences": r"n=...",
+    "system_prompt": r"prefix=...",
+    "logprobs": "log_probs=True or top_logprobs=K",
     "stop_token_ids": r"stop=\[ID, ...\]",
     "enable_thinking": r"chat=\{'enable_thinking': ...\}",
     "maxtokens": "max_tokens",
@@ -125,6 +127,42 @@ BAD = {
         {"prompt": ["a", "b"], "sampling": [sj.Sampling()]},
         "1 settings of sampling for 2 prompts: give one for all, or one for each",
     ),
+    "no sample": ({"n": 0}, "n=0 must be a whole number of at least 1"),
+    "half a sample": ({"n": 1.5}, "n=1.5 must be a whole number of at least 1"),
+    "greedy samples": ({"n": 2}, "n=2 samples drawn greedily are one text: give a tem"),
+    "greedy samples of settings": (
+        {"n": 2, "sampling": sj.Sampling(temperature=0)},
+        "n=2 samples drawn greedily are one text: give a tem",
+    ),
+    "more samples than a seed has": (
+        {"n": 4097, "sampling": sj.Sampling()},
+        "request=0 and sample=4096 of one seed: it has noise for",
+    ),
+    "fewer than no likely tokens": (
+        {"top_logprobs": -1},
+        "top_logprobs=-1 must be a whole number of at least 0",
+    ),
+    "more likely tokens than there are": (
+        {"top_logprobs": 265},
+        "top_logprobs=265 is above 264, the vocabulary",
+    ),
+    "an empty prefix": (
+        {"prefix": ""},
+        "prefix='': give one text, row of token",
+    ),
+    "several prefixes": ({"prefix": ["a", "b"]}, "give one text, row of token ids or"),
+    "a prefix of no kind": (
+        {"prefix": 7},
+        "a prompt of type int: give text, token ids",
+    ),
+    "a chat after a text": (
+        {"prompt": [{"role": "user", "content": "hi"}], "prefix": "a"},
+        "prefix= and the prompts are both of messages, or neither",
+    ),
+    "a text after a chat": (
+        {"prefix": [{"role": "system", "content": "hi"}]},
+        "prefix= and the prompts are both of messages, or neither",
+    ),
 }
 
 
@@ -136,7 +174,8 @@ def test_bad_inputs_are_refused_in_one_line(lm, bad):
     with pytest.raises(ValueError, match=message) as caught:
         sj.generate(lm, **arguments)
     assert "\n" not in str(caught.value)
-    if "num_slots" not in arguments and not isinstance(arguments["prompt"], list):
+    own = arguments.keys() & {"num_slots", "n"}
+    if not own and not isinstance(arguments["prompt"], list):
         with pytest.raises(ValueError, match=message):
             sj.stream(lm, **arguments)
 
@@ -146,6 +185,12 @@ def test_bad_settings_of_sampling_are_refused():
         sj.Sampling(temperature=-1.0)
     with pytest.raises(ValueError, match="top_k=20 would not change"):
         sj.Sampling(temperature=0.0, top_k=20)
+
+
+def test_a_stream_is_of_one_sample(lm):
+    message = r"^stream has no argument 'n': write generate\(..., n=...\) or decode"
+    with pytest.raises(TypeError, match=message):
+        sj.stream(lm, PROMPT, n=2)
 
 
 def test_a_stream_is_of_one_prompt(lm):

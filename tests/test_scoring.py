@@ -5,7 +5,7 @@ import pytest
 import tiny_pair
 
 import spec_jax as sj
-from spec_jax import lossless, testing
+from spec_jax import lossless, scoring, testing
 
 
 PROMPTS = ["def f(x):", "import os", "x = [1, 2]"]
@@ -21,7 +21,7 @@ def lm(request, tmp_path_factory):
 
 
 def same(found, expected) -> None:
-    for name in ("log_probs", "drawn_log_probs"):
+    for name in scoring.NAMES:
         testing.assert_same_bits(getattr(found, name), getattr(expected, name))
 
 
@@ -29,16 +29,14 @@ def same(found, expected) -> None:
 def test_they_are_those_of_decoding(lm, sampling):
     """Fails if a number depends on drafts, on a tree, on a batch, or on the rows that
     it is computed among."""
-    settings = SHORT | {"sampling": sampling, "log_probs": True}
-    plain = [sj.decode(lm, prompt, **settings) for prompt in PROMPTS]
+    settings = SHORT | {"sampling": sampling, "top_logprobs": 3}
+    plain = sj.decode(lm, PROMPTS, **settings)
+    top = {"sampling": sampling, "top_logprobs": 3}
     for made in (
         sj.generate(lm, PROMPTS, num_slots=2, gamma=4, **settings),
         sj.generate(lm, PROMPTS, gamma=sj.Tree.parse("2x2:5"), **settings),
-        sj.score(lm, PROMPTS, [one.tokens for one in plain], sampling=sampling),
-        [
-            sj.score(lm, one.prompt_tokens, one.tokens, sampling=sampling)
-            for one in plain
-        ],
+        sj.score(lm, PROMPTS, [one.tokens for one in plain], **top),
+        [sj.score(lm, one.prompt_tokens, one.tokens, **top) for one in plain],
     ):
         for found, expected in zip(made, plain, strict=True):
             assert found.tokens == expected.tokens
@@ -52,6 +50,35 @@ def test_they_are_those_of_decoding(lm, sampling):
     # Negative control: another prompt's.
     other = sj.score(lm, PROMPTS[1], one.tokens, sampling=sampling)
     assert np.all(other.log_probs[1:] != one.log_probs[1:])
+
+
+def test_the_likeliest_tokens(lm):
+    """Fails if they are not the highest of all log-probabilities, in order, with the
+    bits that these have as those of tokens; or asking for them moves a bit."""
+    size = lm.target.config.vocab_size
+    (one,) = sj.generate(lm, [PROMPTS[0]], gamma=2, top_logprobs=5, **SHORT)
+    (asked,) = sj.generate(lm, [PROMPTS[0]], gamma=2, log_probs=True, **SHORT)
+    for name in ("log_probs", "drawn_log_probs"):
+        testing.assert_same_bits(getattr(one, name), getattr(asked, name))
+    assert asked.top_tokens is None and one.top_tokens.dtype == np.int32
+    every = sj.score(lm, [PROMPTS[0]] * size, [[token] for token in range(size)])
+    first = np.array([each.log_probs[0] for each in every])
+    order = np.argsort(-first, kind="stable")[:5]
+    assert one.top_tokens.shape == one.top_log_probs.shape == (SHORT["max_tokens"], 5)
+    assert one.top_tokens[0].tolist() == order.tolist()
+    testing.assert_same_bits(one.top_log_probs[0], first[order])
+    # Written greedily, the first is the token itself.
+    assert one.top_tokens[:, 0].tolist() == one.tokens
+    testing.assert_same_bits(one.top_log_probs[:, 0].copy(), one.log_probs)
+    *_, end = _streamed(lm, top_logprobs=5)
+    same(end, one)
+
+
+def _streamed(lm, **settings):
+    """Yields the pieces of a stream, then its result."""
+    stream = sj.stream(lm, PROMPTS[0], gamma=2, **SHORT, **settings)
+    result = yield from stream
+    yield result
 
 
 def test_they_are_those_of_the_rows_that_decided(lm):
@@ -88,7 +115,7 @@ def test_they_are_of_distributions(lm):
 
 def test_nobody_asks_and_nothing_is_computed(lm):
     out = sj.generate(lm, PROMPTS[0], gamma=2, **SHORT)
-    assert out.log_probs is None and out.drawn_log_probs is None
+    assert all(getattr(out, name) is None for name in scoring.NAMES)
 
 
 REFUSED = {

@@ -212,6 +212,17 @@ def _plot_positions(axes: Axes, found: Curves) -> None:
     axes.set(xlabel="position (token)", ylim=(0, 1))
 
 
+def drift(rows: Sequence[Row]) -> Figure:
+    """Reward and drafts kept over steps of learning, of `rollouts.py --steps`."""
+    figure, (top, bottom) = new(4.4, 2, 1, sharex=True)
+    curve = [curves.Curve("", tuple(sorted(rows, key=lambda row: row["step"])))]
+    _plot(top, curve, "step", "reward")
+    _plot(bottom, curve, "step", "acceptance_rate")
+    top.set(ylabel="mean reward", ylim=(0, 1))
+    bottom.set(xlabel="step", ylabel="accepted / proposed", ylim=(0, 1))
+    return figure
+
+
 def improvement(rows: Sequence[Row]) -> Figure:
     """The factor of Theorem 3.8 over gamma; a ring marks the best gamma."""
     costs = curves.group_by(rows, ("cost",))

@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
+
+import jax.numpy as jnp
 
 from spec_jax.engine import checks, scheduler
 from spec_jax.rules import sampling as sampling_lib
@@ -55,19 +56,17 @@ def make(
     max_tokens: int,
     gamma: int | None = None,
     sampling: Draws = None,
+    samples: int = 1,
 ) -> list[scheduler.Request]:
-    """Returns a request for each prompt.
-
-    Warns where two would be equal samples.
+    """Returns a request for each sample of each prompt, prompt after prompt.
 
     Raises:
-      ValueError: no prompt, or settings of sampling that are not one for each.
+      ValueError: no prompt, or settings of sampling that cannot be used.
     """
     if not len(prompts):
         raise ValueError("the list of prompts is empty: give at least one")
-    tokens = [checks.token_list(prompt) for prompt in prompts]
-    each = settings_of(sampling, len(tokens))
-    _warn_of_equal(tokens, sampling)
+    tokens = [checks.token_list(prompt) for prompt in prompts for _ in range(samples)]
+    each = settings_of(sampling, len(prompts), samples)
     return [
         scheduler.Request(
             prompt=prompt, max_tokens=max_tokens, gamma=gamma, sampling=settings
@@ -77,17 +76,22 @@ def make(
 
 
 def settings_of(
-    sampling: Draws, num_prompts: int
+    sampling: Draws, num_prompts: int, samples: int = 1
 ) -> list[sampling_lib.SamplingSettings | None]:
-    """Returns the settings of each prompt, as arrays.
+    """Returns the settings of each sample of each prompt, as arrays.
+
+    The seeds of samples are folded, and so are those of prompts where one is given for
+    all: see `sampling.folded_seed`.
 
     Raises:
-      ValueError: settings that are not one for each.
+      ValueError: settings that are not one for each, or several samples without noise.
     """
     if sampling is None:
-        return [None] * num_prompts
+        _check_noise(samples, is_greedy=True)
+        return [None] * num_prompts * samples
     kinds = Sampling | sampling_lib.SamplingSettings
-    each = [sampling] * num_prompts if isinstance(sampling, kinds) else sampling
+    is_one = isinstance(sampling, kinds)
+    each = [sampling] * num_prompts if is_one else sampling
     if not isinstance(each, Sequence):
         raise ValueError(f"{sampling=}: give a Sampling, or a list with one a prompt")
     if len(each) != num_prompts:
@@ -101,23 +105,33 @@ def settings_of(
                 f"sampling[{number}]={one!r}: give a Sampling for each prompt; "
                 "Sampling(temperature=0) is greedy"
             )
-    return [one.settings() if isinstance(one, Sampling) else one for one in each]
+    made = []
+    for number, one in enumerate(each):
+        settings = one.settings() if isinstance(one, Sampling) else one
+        if samples > 1:
+            _check_noise(samples, is_greedy=not float(settings.temperature))
+        for sample in range(samples):
+            made.append(_folded(settings, number if is_one else 0, sample))
+    return made
 
 
-def _warn_of_equal(prompts: list[list[int]], sampling: Draws) -> None:
-    """Warns where two prompts draw the same noise."""
-    each = sampling if isinstance(sampling, Sequence) else [sampling] * len(prompts)
-    drawn = [
-        (tuple(prompt), one)
-        for prompt, one in zip(prompts, each, strict=True)
-        if isinstance(one, Sampling) and one.temperature > 0
-    ]
-    if len(set(drawn)) < len(drawn):
-        warnings.warn(
-            "equal prompts with one seed give equal samples: give each its own, as in "
-            "sampling=[sj.Sampling(seed=n) for n in range(8)]",
-            stacklevel=2,
+def _check_noise(samples: int, *, is_greedy: bool) -> None:
+    """Raises `ValueError` for samples that would all be one text."""
+    if samples > 1 and is_greedy:
+        raise ValueError(
+            f"n={samples} samples drawn greedily are one text: give a temperature, as "
+            "in sampling=sj.Sampling()"
         )
+
+
+def _folded(
+    settings: sampling_lib.SamplingSettings, request: int, sample: int
+) -> sampling_lib.SamplingSettings:
+    """Returns the settings with the seed of one sample."""
+    if not request and not sample:
+        return settings
+    seed = sampling_lib.folded_seed(int(settings.seed), request, sample)
+    return settings.replace(seed=jnp.uint32(seed))
 
 
 def capacity_for(target: Any, prompts: Sequence[checks.Tokens], max_tokens: int) -> int:

@@ -9,10 +9,12 @@ each slot gets the logits and the K/V that it would get alone.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import compilation
@@ -62,7 +64,12 @@ class SlotRows(target_lib.Target):
         return dispatch.most_rows(self.model.impl) or self.model.slab
 
     def new_cache(
-        self, *, capacity: int, page_size: int, num_pages: int | None = None
+        self,
+        *,
+        capacity: int,
+        page_size: int,
+        num_pages: int | None = None,
+        shares: bool = False,
     ) -> paged.PagedKV:
         """Allocates an empty cache with every slot open.
 
@@ -70,6 +77,7 @@ class SlotRows(target_lib.Target):
           capacity: positions of each slot, or a little more.
           num_pages: of all slots together; None is enough for all of them in full. A
             static cache has no other choice.
+          shares: whether slots may begin with pages of others, see `share`.
 
         Raises:
           ValueError: as `RowModel.new_slots`.
@@ -84,21 +92,34 @@ class SlotRows(target_lib.Target):
             capacity=capacity,
             page_size=page_size,
             num_pages=num_pages,
+            shares=shares,
         )
+
+    @property
+    def prefills_by_rows(self) -> bool:
+        """Whether a prompt is prefilled by rows where nobody says how."""
+        return self.model.prefills_by_rows
+
+    def share(
+        self, kv: paged.PagedKV, source: int, slot: int, length: int
+    ) -> paged.PagedKV:
+        """Begins an empty slot with `length` positions of another, whose full pages
+        both then hold; see `allocator.share`. Donates `kv`."""
+        return _share(kv, *map(np.int32, (source, slot, length)))
 
     def prefill(
         self,
         params: params_lib.Params,
         kv: paged.PagedKV,
         prompt: list[int],
-        *,
-        slot: int,
-        by_rows: bool | None = None,
+        **how: Any,
     ) -> paged.PagedKV:
-        """Writes the K/V of all of the prompt but its last token. Donates `kv`."""
-        return prompt_lib.prefill(
-            self.model, params, kv, prompt[:-1], by_rows=by_rows, slot=slot
-        )
+        """Writes the K/V of all of the prompt but its last token. Donates `kv`.
+
+        Args:
+          **how: as `prompt.prefill_features` takes it: slot, by_rows, begun.
+        """
+        return prompt_lib.prefill(self.model, params, kv, prompt[:-1], **how)
 
     def prefill_features(
         self,
@@ -106,13 +127,12 @@ class SlotRows(target_lib.Target):
         kv: paged.PagedKV,
         prompt: list[int],
         *,
-        slot: int,
         taps: tuple[int, ...],
-        by_rows: bool | None = None,
+        **how: Any,
     ) -> tuple[paged.PagedKV, Float[Array, "T taps D"]]:
         """Does as `prefill`, and returns features; see `target.Target`."""
         return prompt_lib.prefill_features(
-            self.model, params, kv, prompt[:-1], taps=taps, by_rows=by_rows, slot=slot
+            self.model, params, kv, prompt[:-1], taps=taps, **how
         )
 
     def verify(
@@ -297,6 +317,11 @@ def of(target: Any, num_slots: int) -> Any:
 def tile_of(impl: str, slab: int, num_rows: int) -> int:
     """Returns how many of `num_rows` rows a model of such slabs runs at once."""
     return min(num_rows, NATIVE_TILE) if impl == "native" else slab
+
+
+@functools.partial(compilation.jit, donate_argnames=("kv",))
+def _share(kv, source, slot, length):
+    return allocator.share(kv, source, slot, length)
 
 
 @compilation.one_kernel

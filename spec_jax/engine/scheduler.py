@@ -16,6 +16,7 @@ import numpy as np
 
 from spec_jax.engine import (
     checks,
+    held as held_lib,
     loop,
     protocols,
     round as round_lib,
@@ -60,12 +61,14 @@ class Finished:
       slot: the slot's last state on the host, leaves without the axis of slots.
       vocab_size: of the target; None where that is no model.
       kept: what `Scheduler.run` was told to keep of it.
+      shared: tokens of the prompt whose K/V were those of another slot.
     """
 
     number: int
     slot: states.Slots
     vocab_size: int | None = None
     kept: Any = None
+    shared: int = 0
 
     @property
     def status(self) -> states.Status:
@@ -122,12 +125,15 @@ class Scheduler:
       prefill_by_rows: of the target, see `row_model.RowModel.prefill`.
       policy_state: the first state of the gamma policy, for every request; or for the
         first of each slot, where the policy goes on: `policy.keeps_state`.
+      shares: whether a request begins with the pages of a slot whose prompt begins
+        alike, in place of a prefill; of a `rows.SlotRows` on a paged cache. Drafters
+        take in every prompt themselves.
 
     Raises:
       ValueError: a size below one, a page of more positions than the model has, fewer
         pages than slots, a target and a drafter of different numbers of slots, a
-        drafter that does not fit, a policy that does not fit the drafter, or a policy
-        without its state.
+        drafter that does not fit, a policy that does not fit the drafter, a policy
+        without its state, or a number of pages for slots that share them.
     """
 
     speculator: round_lib.Speculator
@@ -138,6 +144,7 @@ class Scheduler:
     num_stop: int | None = None
     prefill_by_rows: bool | None = None
     policy_state: policy_lib.State = None
+    shares: bool = False
 
     def __post_init__(self) -> None:
         target, drafter = self.target, self.drafter
@@ -150,6 +157,11 @@ class Scheduler:
             raise ValueError(
                 f"num_pages={self.num_pages} is fewer than {slots} slots, and every "
                 "slot has a page: allow more pages or fewer slots"
+            )
+        if self.shares and self.num_pages is not None:
+            raise ValueError(
+                f"num_pages={self.num_pages} of slots that share pages, which hold "
+                "them longer: leave num_pages out, or shares"
             )
         if drafter.num_slots != slots:
             raise ValueError(
@@ -242,6 +254,7 @@ class Scheduler:
             "page_size": self.page_size,
             "num_pages": self.num_pages,
         }
+        shares = {"shares": True} if self.shares else {}  # Few targets know of it.
         return states.State(
             slots=states.empty_slots(
                 num_slots=self.target.num_slots,
@@ -252,7 +265,7 @@ class Scheduler:
                 sampling=sampling_lib.make_settings(temperature=0.0) if draws else None,
                 policy=self.policy_state,
             ),
-            cache=self.target.new_cache(**sizes),
+            cache=self.target.new_cache(**sizes, **shares),
             memory=self.drafter.init(**sizes),
         )
 
@@ -263,6 +276,7 @@ class Scheduler:
         request: Request,
         *,
         refills: bool = True,
+        held: held_lib.Held | None = None,
     ) -> states.State:
         """Begins a request in a slot that does not generate; `state` is used up.
 
@@ -272,8 +286,13 @@ class Scheduler:
         Args:
           refills: whether a sequence may have ended in some slot, whose pages are then
             freed; False, where all are as `empty` made them, is a smaller program.
+          held: the prompts that slots hold, of a cache that `shares`: the request
+            begins with one of them, and is noted. No slot but this one is freed.
         """
         prompt = checks.token_list(request.prompt)
+        begun = None if held is None else held.beginning(prompt, slot)
+        is_own = begun is not None and begun.source == slot
+        kept = None if held is None else np.int32(begun.length if is_own else 0)
         limit, capped = checks.limit_of(
             len(prompt), request.max_tokens, self.slot_capacity
         )
@@ -292,6 +311,7 @@ class Scheduler:
             np.int32(slot),
             refills=refills,
             gamma_policy=self.speculator.gamma_policy,
+            kept=kept,
             request={
                 "tokens": checks.text_buffer(prompt, self.slot_capacity),
                 "length": np.int32(len(prompt)),
@@ -307,17 +327,44 @@ class Scheduler:
             target_params = request.target_params
         if request.draft_params is not None:
             draft_params = request.draft_params
-        taps = protocols.taps_of(self.drafter)
-        to_target: dict[str, Any] = {"slot": slot, "by_rows": self.prefill_by_rows}
+        cache, features = self._take_in(target_params, state.cache, prompt, slot, begun)
         to_drafter: dict[str, Any] = {"slot": slot}
-        if taps:
-            cache, to_drafter["features"] = self.target.prefill_features(
-                target_params, state.cache, prompt, taps=taps, **to_target
-            )
-        else:
-            cache = self.target.prefill(target_params, state.cache, prompt, **to_target)
+        if protocols.taps_of(self.drafter):
+            to_drafter["features"] = features
         memory = self.drafter.prefill(draft_params, state.memory, prompt, **to_drafter)
+        if held is not None:
+            shared = 0 if begun is None else begun.length
+            held.put(slot, prompt, features=features, shared=shared)
         return state.replace(cache=cache, memory=memory)
+
+    def _take_in(
+        self, params, kv, prompt: list[int], slot: int, begun: held_lib.Begun | None
+    ) -> tuple[Any, Any]:
+        """Returns the target's cache with the prompt, and features for the drafter.
+
+        Args:
+          begun: what a slot holds of the prompt: another one, or this one, which kept
+            it; None: nothing.
+        """
+        how: dict[str, Any] = {"slot": slot, "by_rows": self.prefill_by_rows}
+        if begun is not None:
+            if begun.source != slot:
+                kv = self.target.share(kv, begun.source, slot, begun.length)
+            if begun.length == len(prompt) - 1:
+                return kv, begun.features
+            how |= {"begun": begun.length, "before": begun.features}
+        if taps := protocols.taps_of(self.drafter):
+            return self.target.prefill_features(params, kv, prompt, taps=taps, **how)
+        return self.target.prefill(params, kv, prompt, **how), None
+
+    def _held(self) -> held_lib.Held | None:
+        """Returns an empty record of prompts, if slots share them."""
+        if not self.shares:
+            return None
+        by_rows = self.prefill_by_rows
+        if by_rows is None:
+            by_rows = self.target.prefills_by_rows
+        return held_lib.Held(by_rows=by_rows)
 
     def begin(self, *requests: Request) -> states.State:
         """Returns the state of requests in the first slots, the others empty.
@@ -333,8 +380,9 @@ class Scheduler:
         for request in requests:
             self.check(request)
         state = self.empty(draws=any(one.sampling is not None for one in requests))
+        held = self._held()
         for slot, request in enumerate(requests):
-            state = self.admit(state, slot, request, refills=False)
+            state = self.admit(state, slot, request, refills=False, held=held)
         return state
 
     def run(
@@ -373,13 +421,15 @@ class Scheduler:
             )
         waiting = collections.deque(enumerate(requests))
         running: dict[int, int] = {}  # numbers of requests, by slot
-        refills = False
+        refills, held = False, self._held()
         while waiting or running:
             free = [s for s in range(self.target.num_slots) if s not in running]
             while waiting and free and self._fits(waiting[0][1], requests, running):
                 number, request = waiting.popleft()
                 running[free[0]] = number
-                state = self.admit(state, free.pop(0), request, refills=refills)
+                state = self.admit(
+                    state, free.pop(0), request, refills=refills, held=held
+                )
             state = round_lib.generate(
                 self.speculator,
                 state,
@@ -394,6 +444,7 @@ class Scheduler:
                     slot=slot_of(slots, slot),
                     vocab_size=self.vocab_size,
                     kept=keep(state, slot),
+                    shared=0 if held is None else held.shared[slot],
                 )
             refills = True
             checks.check_pages(slots.status, slots.length, state.cache)
@@ -423,12 +474,25 @@ def _ended(slots: states.Slots, running: dict[int, int]):
 
 @loop.donates(static_argnames=("target", "drafter", "refills", "gamma_policy"))
 def _occupy(
-    target, drafter, draft_params, state, slot, *, refills, gamma_policy, request
+    target,
+    drafter,
+    draft_params,
+    state,
+    slot,
+    *,
+    refills,
+    gamma_policy,
+    request,
+    kept=None,
 ):
     """Initialises a slot and frees the pages of all finished slots.
 
     Admission counts those pages as free, and so they are freed here at the latest. A
     policy that goes on keeps what it knows.
+
+    Args:
+      kept: positions that the slot keeps, while the other slots' prompts may be asked
+        for: those keep their pages; None: nothing is kept.
     """
     slots = state.slots
     one = states.begin_slot(
@@ -446,8 +510,10 @@ def _occupy(
     is_slot = jnp.arange(state.num_slots, dtype=jnp.int32) == slot
     asked = ~slots.running | is_slot
     zeros = jnp.zeros_like(slots.length)
+    keeps = {} if kept is None else {"new_len": zeros + kept, "asked": is_slot}
+    to_target = {"new_len": zeros, "asked": asked} | keeps
     return state.replace(
         slots=occupied,
-        cache=target.truncate(state.cache, zeros, asked=asked),
+        cache=target.truncate(state.cache, **to_target),
         memory=drafter.commit(draft_params, state.memory, zeros + 1, asked=asked),
     )

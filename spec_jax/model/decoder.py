@@ -220,11 +220,15 @@ def prefill_rows(
     impl: str,
     forward: Callable | None = None,
     taps: tuple[int, ...] = (),
+    begun: Int[Array, ""] | int = 0,
+    before: Float[Array, "T0 taps D"] | None = None,
 ) -> tuple[cache.PagedKV, Float[Array, "T taps D"] | None]:
     """Does as `prefill` by `forward_rows`: K/V and features are those of decoding.
 
     Args:
       forward: `RowModel.forward_rows`, of a model on a mesh; None: the family's.
+      begun: positions that the slot has already.
+      before: the features of these, or more; None without `taps`.
 
     Returns:
       The cache, and the features of the prompt; None without `taps`.
@@ -242,11 +246,14 @@ def prefill_rows(
     if taps:
         shape = padded.shape[0], len(taps), config.hidden_size
         features = jnp.zeros(shape, config.dtype)
+        if before is not None:
+            most = min(before.shape[0], tokens.shape[0])
+            features = features.at[:most].set(before[:most])
 
     def tile(number, carry):
         """Runs the slab of that number."""
         kv, features = carry
-        start = number * slab
+        start = begun + number * slab
         rows = Rows(
             tokens=jax.lax.dynamic_slice_in_dim(padded, start, slab),
             slots=jnp.full((slab,), slot, jnp.int32),
@@ -260,7 +267,7 @@ def prefill_rows(
             )
         return kv, features
 
-    num_tiles = (length + slab - 1) // slab
+    num_tiles = (length - begun + slab - 1) // slab
     kv, features = jax.lax.fori_loop(0, num_tiles, tile, (kv, features))
     kv = allocator.extend(kv, slot, length)
     return kv, None if features is None else features[: tokens.shape[0]]

@@ -1,5 +1,7 @@
 """A prompt on its way into a cache: from a list of the host's to a padded bucket."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,18 +15,16 @@ def prefill(
     params: params_lib.Params,
     kv: paged.PagedKV,
     tokens: list[int],
-    *,
-    by_rows: bool | None = None,
-    slot: int = row_model.SLOT,
+    **how: Any,
 ) -> paged.PagedKV:
     """Computes the K/V of all `tokens`, possibly none. Donates `kv`.
 
-    `by_rows` and `slot` as in `RowModel.prefill`; the slot is empty.
+    Args:
+      **how: as `prefill_features` takes it.
     """
     if not tokens:
         return kv
-    padded, length = _padded(tokens)
-    return model.prefill(params, kv, padded, length, by_rows=by_rows, slot=slot)
+    return prefill_features(model, params, kv, tokens, taps=(), **how)[0]
 
 
 def prefill_features(
@@ -36,17 +36,32 @@ def prefill_features(
     taps: tuple[int, ...],
     by_rows: bool | None = None,
     slot: int = row_model.SLOT,
+    begun: int = 0,
+    before: jax.Array | None = None,
 ) -> tuple[paged.PagedKV, jax.Array]:
     """Does as `prefill`; returns features `[T, taps, D]` too, undefined past tokens.
 
     `T` is a `decoder.bucket`, for no tokens that of one.
+
+    Args:
+      by_rows, slot: as in `RowModel.prefill`.
+      begun: how many of the tokens the slot has already.
+      before: the features of these, or of more.
     """
     if not tokens:
         shape = decoder.bucket(1), len(taps), model.config.hidden_size
         return kv, jnp.zeros(shape, model.config.dtype)
     padded, length = _padded(tokens)
     return model.prefill_features(
-        params, kv, padded, length, taps=taps, by_rows=by_rows, slot=slot
+        params,
+        kv,
+        padded,
+        length,
+        taps=taps,
+        by_rows=by_rows,
+        slot=slot,
+        begun=np.int32(begun) if begun else None,
+        before=before,
     )
 
 

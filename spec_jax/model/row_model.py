@@ -124,6 +124,7 @@ class RowModel:
         capacity: int,
         page_size: int,
         num_pages: int | None = None,
+        shares: bool = False,
     ) -> paged.PagedKV:
         """Makes an empty cache for several sequences, all slots open.
 
@@ -131,10 +132,11 @@ class RowModel:
           capacity: positions of each slot, or a little more.
           num_pages: of all slots together, of a paged cache; None is enough for all of
             them in full.
+          shares: whether slots may share pages; see `allocator.share`.
 
         Raises:
-          ValueError: a size below one, pages of more positions than the model has, or
-            fewer of them than slots.
+          ValueError: a size below one, pages of more positions than the model has,
+            fewer of them than slots, or a static cache that shares.
         """
         if capacity < 1:
             raise ValueError(f"{capacity=} must be at least 1")
@@ -148,6 +150,11 @@ class RowModel:
             raise ValueError(
                 f"{num_pages=} is fewer than {num_slots=}, and every slot has a page"
             )
+        if shares and self.cache == "static":
+            raise ValueError(
+                "a static cache has its pages by slot, and shares none: use "
+                "cache='paged'"
+            )
         return _new_slots(
             self.cache,
             num_layers=self.config.num_layers,
@@ -159,6 +166,7 @@ class RowModel:
             head_dim=self.config.head_dim,
             dtype=self.config.dtype,
             layout=self.layout,
+            shares=shares,
         )
 
     def forward_rows(
@@ -225,8 +233,15 @@ class RowModel:
         taps: tuple[int, ...],
         by_rows: bool | None = None,
         slot: int = SLOT,
+        begun: np.int32 | None = None,
+        before: Float[Array, "T0 taps D"] | None = None,
     ) -> tuple[paged.PagedKV, Float[Array, "T taps D"]]:
-        """Does as `prefill`, and returns the features of the tokens too."""
+        """Does as `prefill`, and returns the features of the tokens too.
+
+        Args:
+          begun: positions that the slot has already, of a prefill by rows; None: none.
+          before: the features of these, if any are asked for.
+        """
         if by_rows is None:
             by_rows = self.prefills_by_rows
         return _prefill(
@@ -236,6 +251,8 @@ class RowModel:
             tokens,
             length,
             np.int32(slot),
+            begun,
+            before,
             by_rows=by_rows,
             taps=taps,
         )
@@ -332,15 +349,16 @@ class RowModel:
         "head_dim",
         "dtype",
         "layout",
+        "shares",
     ),
 )
-def _new_slots(kind, *, num_pages, layout, **sizes):
+def _new_slots(kind, *, num_pages, layout, shares, **sizes):
     """Makes slots by one program: calls for each array cost more than a prompt."""
     kv: paged.PagedKV
     if kind == "static":
         kv = static.init(**sizes)
     else:
-        kv = paged.init(num_pages=num_pages, **sizes)
+        kv = paged.init(num_pages=num_pages, shares=shares, **sizes)
     for slot in range(kv.num_slots):
         kv = allocator.register(kv, slot)
     if layout is None:
@@ -362,13 +380,27 @@ def _cache_specs(kv: paged.PagedKV) -> paged.PagedKV:
     static_argnames=("model", "by_rows", "taps"),
     donate_argnames=("kv",),
 )
-def _prefill(model, params, kv, tokens, length, slot, *, by_rows, taps=()):
+def _prefill(
+    model,
+    params,
+    kv,
+    tokens,
+    length,
+    slot,
+    begun=None,
+    before=None,
+    *,
+    by_rows,
+    taps=(),
+):
     # NumPy's where `jax.disable_jit` makes this a plain call.
     tokens, length, slot = map(jnp.asarray, (tokens, length, slot))
     kv = allocator.reserve(kv, slot, length)
     if not by_rows:
         if model.layout is not None:
             raise ValueError("batched prefill of a model on a mesh: prefill by rows")
+        if begun is not None:
+            raise ValueError("batched prefill of a slot that is begun: prefill by rows")
         kv, features = decoder.prefill(
             params, model.config, kv, tokens=tokens, length=length, slot=slot, taps=taps
         )
@@ -384,4 +416,6 @@ def _prefill(model, params, kv, tokens, length, slot, *, by_rows, taps=()):
         slab=NATIVE_PREFILL_SLAB if model.impl == "native" else model.slab,
         impl=model.impl,
         taps=taps,
+        begun=0 if begun is None else begun,
+        before=before,
     )

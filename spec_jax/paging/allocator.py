@@ -1,13 +1,18 @@
-"""Allocation of pages: register, reserve, extend, truncate, release.
+"""Allocation of pages: register, reserve, extend, truncate, release, share.
 
 Every operation takes a state value and returns a new one, works inside `jit` and
-`while_loop`, and touches the page table only, never the pages: its cost is one pass
-over a few integers a page. On a `static.StaticKV` none does: a slot has its
-pages for good, every operation is O(1), and only lengths and flags move.
+`while_loop`, and touches the page table only, never the pages (but for `share`, which
+copies one): its cost is one pass over a few integers a page. On a `static.StaticKV`
+none does: a slot has its pages for good, every operation is O(1), and only lengths and
+flags move.
 
 An invalid request raises `ValueError` where its arguments are concrete. Under a
 trace it sets `refused[slot]` (of a slot that does not exist: every slot's) and
 changes nothing else; `check` raises at the edge.
+
+In a cache that counts owners (`cache.init(shares=True)`) several slots may hold a page,
+all of whose positions are then valid and are never written again. It is free when the
+last of them gives it back. An empty slot need not have a page there.
 """
 
 import functools
@@ -92,23 +97,27 @@ def extend(kv: cache.PagedKV, slot: Scalar, new_len: Scalar) -> cache.PagedKV:
 def truncate(kv: cache.PagedKV, slot: Scalar, new_len: Scalar) -> cache.PagedKV:
     """Keeps `[0, new_len)` and frees the pages to the right of it.
 
-    The slot stays registered and keeps its first page even at `new_len = 0`. No bytes
-    are cleared or moved. Costs a pass over the page table, whatever the length:
+    The slot stays registered and keeps its first page even at `new_len = 0`, unless the
+    cache counts owners. A page of several cannot be cut in two. No bytes are cleared or
+    moved. Costs a pass over the page table, whatever the length:
     where a slot has its pages for good, nothing but the write of one length.
     """
     slot, new_len = _slot(kv, slot), jnp.asarray(new_len, jnp.int32)
     valid = kv.registered[slot] & (new_len >= 0) & (new_len <= kv.length[slot])
+    if kv.counts is not None:
+        valid &= ~_cuts_shared(kv, kv.page_table[slot], new_len)
     kv, valid = _refuse_unless(
         kv,
         slot,
         valid,
         lambda: (
             f"cannot truncate slot {int(slot)} to {int(new_len)}: its length is "
-            f"{int(kv.length[slot])} (registered: {bool(kv.registered[slot])})"
+            f"{int(kv.length[slot])} (registered: {bool(kv.registered[slot])}), or "
+            "others hold the page there"
         ),
     )
     new_len = jnp.where(valid, new_len, kv.length[slot])
-    kept = jnp.maximum(index.pages_for(new_len, kv.page_size), 1)
+    kept = _kept(kv, new_len)
     kv = kv.replace(length=kv.length.at[slot].set(new_len))
     return _give_back(kv, slot, jnp.where(valid, kept, kv.num_owned[slot]))
 
@@ -203,7 +212,7 @@ def append_each(
       The cache; how many rows there is room for `[S]`; and the slot and the position of
       each `[num_rows]`, slot after slot. Later entries are unspecified.
     """
-    if impl in dispatch.PALLAS:
+    if impl in dispatch.PALLAS and kv.counts is None:
         shapes = counts.shape, (num_rows,), (num_rows,)
         inputs = up_to, counts
         kv, made = _by_kernel("append_each", kv, *inputs, impl=impl, shapes=shapes)
@@ -235,10 +244,12 @@ def truncate_each(
     Args:
       impl: of `dispatch`; those with kernels have one for all of this.
     """
-    if impl in dispatch.PALLAS:
+    if impl in dispatch.PALLAS and kv.counts is None:
         return _by_kernel("truncate_each", kv, new_len, asked, impl=impl)[0]
     valid = asked & kv.registered & (new_len >= 0) & (new_len <= kv.length)
-    kept = jnp.maximum(index.pages_for(new_len, kv.page_size), 1)
+    if kv.counts is not None:
+        valid &= ~jax.vmap(_cuts_shared, (None, 0, 0))(kv, kv.page_table, new_len)
+    kept = _kept(kv, new_len)
     kv = kv.replace(
         length=jnp.where(valid, new_len, kv.length),
         refused=kv.refused | (asked & ~valid),
@@ -258,6 +269,61 @@ def truncate_each(
         lambda carry: jnp.any(carry[1] > 0), free, (_tables(kv), surplus)
     )
     return _with_tables(kv, tables)
+
+
+def share(
+    kv: cache.PagedKV, source: Scalar, slot: Scalar, length: Scalar
+) -> cache.PagedKV:
+    """Begins an empty slot with `[0, length)` of another, if the cache counts owners.
+
+    Both hold the full pages. If the last one is not full, the slot gets a copy: without
+    a free page for it `out_of_pages[slot]` is set, and the slot stays empty.
+
+    Raises:
+      ValueError: a cache that counts no owners; or as any operation.
+    """
+    if kv.counts is None:
+        raise ValueError("the cache counts no owners: make it with shares=True")
+    source, slot = _slot(kv, source), _slot(kv, slot)
+    length = jnp.asarray(length, jnp.int32)
+    is_begun = (source == slot) | (kv.length[slot] > 0)
+    valid = kv.registered[source] & kv.registered[slot] & ~is_begun
+    valid &= (source >= 0) & (source < kv.num_slots)
+    valid &= (length >= 0) & (length <= kv.length[source])
+    kv, valid = _refuse_unless(
+        kv,
+        slot,
+        valid,
+        lambda: (
+            f"cannot begin slot {int(slot)} with {int(length)} positions of slot "
+            f"{int(source)}, which has {int(kv.length[source])}: another, empty one can"
+        ),
+    )
+    full = jax.lax.div(length, jnp.int32(kv.page_size))
+    is_cut = jax.lax.rem(length, jnp.int32(kv.page_size)) > 0
+    kv = _give_back(kv, slot, jnp.where(valid, 0, kv.num_owned[slot]))
+    fits = valid & (~is_cut | (kv.num_free > 0))
+    own, theirs, nowhere = kv.page_table[slot], kv.page_table[source], kv.num_pages
+    held = jnp.where(jnp.arange(own.shape[0], dtype=jnp.int32) < full, theirs, nowhere)
+    added = jnp.where(fits, held, nowhere)
+    put = lambda field, value: _put(field, slot, jnp.where(fits, value, field[slot]))
+    kv = kv.replace(
+        page_table=_put(kv.page_table, slot, jnp.where(fits, held, own)),
+        num_owned=put(kv.num_owned, full),
+        length=put(kv.length, length),
+        counts=kv.counts.at[added].add(1, mode="drop"),
+        out_of_pages=_put(
+            kv.out_of_pages, slot, jnp.where(valid, ~fits, kv.out_of_pages[slot])
+        ),
+    )
+    copies = fits & is_cut
+    kv = _take_pages(kv, slot, copies.astype(jnp.int32))
+    copy = kv.page_table[slot].at[full].get(mode="fill", fill_value=nowhere)
+    return cache.copy_page(
+        kv,
+        theirs.at[full].get(mode="fill", fill_value=nowhere),
+        jnp.where(copies, copy, nowhere),
+    )
 
 
 def check(kv: cache.PagedKV) -> None:
@@ -338,15 +404,28 @@ def _by_kernel(
     return kv.replace(**changed), made
 
 
+def _kept(kv: cache.PagedKV, new_len: jax.Array) -> jax.Array:
+    """Returns the pages that a slot of so many positions keeps."""
+    least = 1 if kv.counts is None else 0
+    return jnp.maximum(index.pages_for(new_len, kv.page_size), least)
+
+
+def _cuts_shared(kv: cache.PagedKV, row: jax.Array, new_len: jax.Array) -> jax.Array:
+    """Returns whether a text would end within a page of `row` that others hold, too."""
+    place = jax.lax.div(new_len, jnp.int32(kv.page_size))
+    page = row.at[place].get(mode="fill", fill_value=kv.num_pages)
+    count = kv.counts.at[page].get(mode="fill", fill_value=0)
+    return (jax.lax.rem(new_len, jnp.int32(kv.page_size)) > 0) & (count > 1)
+
+
 def _tables(kv: cache.PagedKV) -> tuple[jax.Array, ...]:
-    return kv.page_table, kv.num_owned, kv.free_pages, kv.num_free
+    counts = () if kv.counts is None else (kv.counts,)
+    return kv.page_table, kv.num_owned, kv.free_pages, kv.num_free, *counts
 
 
 def _with_tables(kv: cache.PagedKV, tables: tuple[jax.Array, ...]) -> cache.PagedKV:
-    table, owned, stack, num_free = tables
-    return kv.replace(
-        page_table=table, num_owned=owned, free_pages=stack, num_free=num_free
-    )
+    names = "page_table", "num_owned", "free_pages", "num_free", "counts"
+    return kv.replace(**dict(zip(names, tables, strict=False)))
 
 
 # `inline`: compiled once for calls outside a trace, inlined within one. One pass
@@ -354,7 +433,7 @@ def _with_tables(kv: cache.PagedKV, tables: tuple[jax.Array, ...]) -> cache.Page
 # and on a GPU ask the host at each.
 @functools.partial(jax.jit, inline=True)
 def _take(tables, slot, count):
-    table, owned, stack, num_free = tables
+    table, owned, stack, num_free, *counts = tables
     nowhere, row = stack.shape[0], table[slot]
     # The page on top of the stack becomes the slot's next.
     turn = jnp.arange(row.shape[0], dtype=jnp.int32) - owned[slot]
@@ -362,11 +441,16 @@ def _take(tables, slot, count):
     row = jnp.where(moves, stack.at[num_free - 1 - turn].get(mode="clip"), row)
     left = num_free - count
     stack = jnp.where(jnp.arange(nowhere, dtype=jnp.int32) < left, stack, nowhere)
-    return _put(table, slot, row), _put(owned, slot, owned[slot] + count), stack, left
+    # Only in a cache that counts owners.
+    counts = [x.at[jnp.where(moves, row, nowhere)].set(1, mode="drop") for x in counts]
+    table, owned = _put(table, slot, row), _put(owned, slot, owned[slot] + count)
+    return table, owned, stack, left, *counts
 
 
 @functools.partial(jax.jit, inline=True)
 def _give(tables, slot, count):
+    if len(tables) > 4:
+        return _let_go(tables, slot, count)
     table, owned, stack, num_free = tables
     nowhere, row = stack.shape[0], table[slot]
     # Pages are pushed in reverse order, so that the last one lies deepest.
@@ -376,6 +460,25 @@ def _give(tables, slot, count):
     left = owned[slot] - count
     row = jnp.where(jnp.arange(row.shape[0], dtype=jnp.int32) < left, row, nowhere)
     return _put(table, slot, row), _put(owned, slot, left), stack, num_free + count
+
+
+@functools.partial(jax.jit, inline=True)
+def _let_go(tables, slot, count):
+    """Does as `_give` in a cache that counts owners: a page of others is not free."""
+    table, owned, stack, num_free, counts = tables
+    nowhere, row = stack.shape[0], table[slot]
+    places = jnp.arange(row.shape[0], dtype=jnp.int32)
+    left = owned[slot] - count
+    leaves = (places >= left) & (places < owned[slot])
+    counts = counts.at[jnp.where(leaves, row, nowhere)].add(-1, mode="drop")
+    is_free = leaves & (counts.at[row].get(mode="fill", fill_value=1) == 0)
+    # In reverse order, too: the last page lies deepest.
+    after = jnp.cumsum(is_free[::-1], dtype=jnp.int32)[::-1]
+    to = jnp.where(is_free, num_free + after - 1, nowhere)
+    stack = stack.at[to].set(row, mode="drop")
+    row = jnp.where(places < left, row, nowhere)
+    num_free = num_free + jnp.sum(is_free, dtype=jnp.int32)
+    return _put(table, slot, row), _put(owned, slot, left), stack, num_free, counts
 
 
 def _put(values: jax.Array, slot: jax.Array, value: jax.Array | int) -> jax.Array:

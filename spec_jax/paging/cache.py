@@ -6,6 +6,7 @@ stored. For a slot of length `n` the interval `[0, n)` holds valid keys and valu
 `[n, num_owned * C)` is owned and holds bytes that mean nothing.
 """
 
+import collections
 from typing import ClassVar
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree
-from spec_jax.ops import page_move, page_write
+from spec_jax.ops import bits, page_move, page_write
 from spec_jax.typing import typed
 
 
@@ -41,6 +42,7 @@ class PagedKV(pytree.Node):
     registered: jax.Array  # [S] bool
     free_pages: jax.Array  # [P] int32, a stack
     num_free: jax.Array  # [] int32
+    counts: jax.Array | None = None  # [P] int32, owners of each page, if they may share
     #
     # Failures inside jit are data
     #
@@ -78,8 +80,12 @@ def init(
     num_kv_heads: int,
     head_dim: int,
     dtype: str,
+    shares: bool = False,
 ) -> PagedKV:
     """Makes an empty cache: every page free, no slot registered.
+
+    Args:
+      shares: whether it counts the owners of pages, which `allocator.share` shares.
 
     Raises:
       ValueError: a size below one, or a page table wider than the pool.
@@ -110,6 +116,7 @@ def init(
         # The top of the stack is its end: pages are handed out from 0 upwards.
         free_pages=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),
         num_free=jnp.int32(num_pages),
+        counts=jnp.zeros((num_pages,), jnp.int32) if shares else None,
         out_of_pages=jnp.zeros((num_slots,), bool),
         refused=jnp.zeros((num_slots,), bool),
     )
@@ -171,6 +178,19 @@ def move(
     return kv.replace(k=pools[: len(kv.k)], v=pools[len(kv.k) :])
 
 
+def copy_page(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
+    """Copies all K/V of one page to another, in all layers; to page `P`, nothing."""
+
+    def copied(pool: jax.Array) -> jax.Array:
+        elements = bits.to_bits(pool)
+        read = elements.at[source].get(mode="fill", fill_value=0)
+        # As in `page_move`: a GPU would read in the kernel that writes.
+        read = jax.lax.optimization_barrier(read)
+        return bits.from_bits(elements.at[target].set(read, mode="drop"), pool.dtype)
+
+    return kv.replace(k=tuple(map(copied, kv.k)), v=tuple(map(copied, kv.v)))
+
+
 def with_pages(kv: PagedKV, pages: list[tuple[jax.Array, jax.Array]]) -> PagedKV:
     """Returns the cache with other pages: keys and values of every layer."""
     k, v = zip(*pages, strict=True)
@@ -207,7 +227,9 @@ def gather(
 def check_integrity(kv: PagedKV) -> None:
     """Raises `ValueError` unless every page is free or owned by exactly one slot.
 
-    Outside jit only; a debug aid and the invariant of the tests.
+    In a cache that counts owners by as many as it counts, each of which has all of its
+    positions, if it is not alone. Outside jit only; a debug aid and the invariant of
+    the tests.
     """
     table, owned = np.asarray(kv.page_table), np.asarray(kv.num_owned)
     length, registered = np.asarray(kv.length), np.asarray(kv.registered)
@@ -230,7 +252,7 @@ def check_integrity(kv: PagedKV) -> None:
             raise ValueError(
                 f"slot {slot} is not registered but holds {length[slot]} positions"
             )
-        if registered[slot] and not count:
+        if registered[slot] and not count and kv.counts is None:
             raise ValueError(f"slot {slot} is registered but holds no page")
         if not 0 <= length[slot] <= count * kv.page_size:
             raise ValueError(
@@ -239,8 +261,37 @@ def check_integrity(kv: PagedKV) -> None:
             )
     if (stack[num_free:] != P).any():
         raise ValueError(f"stale entries past the {num_free} free pages")
+    if kv.counts is not None:
+        _check_counts(kv, holders[1:])
+        holders = [holders[0], sorted(set().union(*map(set, holders[1:])))]
     held = sorted(int(page) for pages in holders for page in pages)
     if held != list(range(P)):
         lost = sorted(set(range(P)) - set(held))
         twice = sorted({page for page in held if held.count(page) > 1})
         raise ValueError(f"pages lost: {lost}; pages held twice: {twice}")
+
+
+def _check_counts(kv: PagedKV, holders: list[list[int]]) -> None:
+    """Raises `ValueError` unless pages have as many owners as are counted, and those of
+    several are valid in full.
+
+    Args:
+      holders: the pages of each slot, in order.
+    """
+    counts, length = np.asarray(kv.counts), np.asarray(kv.length)
+    found = collections.Counter(int(page) for pages in holders for page in pages)
+    wrong = [page for page in range(kv.num_pages) if found[page] != counts[page]]
+    if wrong:
+        raise ValueError(
+            f"pages {wrong} have {[found[page] for page in wrong]} owners, and "
+            f"{counts[wrong].tolist()} are counted"
+        )
+    for slot, pages in enumerate(holders):
+        if len(set(pages)) < len(pages):
+            raise ValueError(f"slot {slot} holds a page twice")
+        for place, page in enumerate(pages):
+            if found[int(page)] > 1 and length[slot] < (place + 1) * kv.page_size:
+                raise ValueError(
+                    f"slot {slot} of length {length[slot]} would write into page "
+                    f"{page}, which {found[int(page)]} slots hold"
+                )

@@ -46,6 +46,9 @@ ALL_TOKENS = 2**31 - 1
 SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)
 """Below it, and above 0, a division in float32 may be a division by zero."""
 
+MOST_REQUESTS, MOST_SAMPLES = 2**20, 2**12
+"""Requests that one seed has noise for, and samples of each."""
+
 
 class Stream(enum.IntEnum):
     """Purposes of noise. No two purposes ever share any.
@@ -301,6 +304,30 @@ def noise_key(
     for part in (int(stream), position, offset):
         key = jax.random.fold_in(key, part)
     return key
+
+
+def folded_seed(seed: int, request: int, sample: int) -> int:
+    """Returns the seed of one sample of one request, of the seed that all share.
+
+    Request 0, sample 0 has the seed itself. No two have the same: their number is
+    hashed by a bijection of 32 bits (the finaliser of MurmurHash3), which keeps 0.
+
+    Args:
+      request: in `[0, MOST_REQUESTS)`.
+      sample: of the request, in `[0, MOST_SAMPLES)`.
+
+    Raises:
+      ValueError: more requests or samples than there are such numbers.
+    """
+    if not (0 <= request < MOST_REQUESTS and 0 <= sample < MOST_SAMPLES):
+        raise ValueError(
+            f"{request=} and {sample=} of one seed: it has noise for {MOST_REQUESTS} "
+            f"requests of {MOST_SAMPLES} samples, so give the others another seed"
+        )
+    mixed = request * MOST_SAMPLES + sample
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
+    return seed ^ mixed ^ (mixed >> 16)
 
 
 @typed

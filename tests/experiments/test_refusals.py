@@ -109,6 +109,8 @@ CASES = (
     ("compare_llama_cpp", "--llama-bin none --gguf x", "--gguf x: no such file"),
     ("rollouts", "--samples 0", "--samples"),
     ("rollouts", "--temperature 0 --top-k 3", "--top-k"),
+    ("rollouts", "--temperature 0 --samples 2", "are one text: give a temperature"),
+    ("rollouts", "--steps 1 --top-k 3 --repeats 1", "leave filters out"),
     ("gpu_report", "--dry-run --only gama --out x", "--list"),
     ("gpu_report", "--rehearse", "--out FOLDER is needed"),
 )

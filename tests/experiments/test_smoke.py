@@ -39,7 +39,9 @@ RUNS = (
      {"batch": 3, "gamma": 2, "prompts_equal": 3}),
     ("throughput", f"{PAIR} --batch 2 --tree 2x3:5",
      {"way": "tree 2x3:5@0.4, batch 2", "gamma": 5, "prompts_equal": 3}, slow),
-    ("rollouts", "", {"way": "speculative", "rollouts": 4, "equal": 4}),
+    ("rollouts", "", {"way": "tree", "rollouts": 4, "equal": 4}),
+    ("rollouts", "--drafter draft-model --steps 2",
+     {"kind": "reinforce", "step": 1, "ratio": 1}, slow),
     ("sweep", "--drafter ngram --gamma 1,2 --tree none,2-1",
      MATCHED | {"tree": "2-1", "gamma": 4}),
     # Heads and presets of random weights, at an acceptance that is forced.

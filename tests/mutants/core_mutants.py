@@ -79,8 +79,8 @@ KERNELS = (
 )  # fmt: skip
 
 PAGES = (
-    Mutant("truncation to nothing gives up the first page", "paging.allocator:truncate",
-           "jnp.maximum(index.pages_for(new_len, kv.page_size), 1)",
+    Mutant("truncation to nothing gives up the first page", "paging.allocator:_kept",
+           "jnp.maximum(index.pages_for(new_len, kv.page_size), least)",
            "index.pages_for(new_len, kv.page_size)",
            "paging/test_allocator.py::test_truncate_at_page_boundaries[0]"),
     Mutant("a slot that is out of pages keeps half of what it asked for",

@@ -62,7 +62,7 @@ SLOTS = (
            "engine.verification:target_tokens", "leaf[verified.slots]",
            "leaf[verified.slots * 0]", _STREAM + "[native-3]"),
     Mutant("a slot that is refilled keeps its pages", "engine.scheduler:_occupy",
-           "target.truncate(state.cache, zeros, asked=asked)", "state.cache",
+           "target.truncate(state.cache, **to_target)", "state.cache",
            "engine/test_scheduler.py::test_requests_wait_for_pages"),
     Mutant("pages that others will need are promised",
            "engine.scheduler:Scheduler._fits", "held + idle + self._pages(request)",

@@ -1,11 +1,13 @@
-"""One walk of operations on a cache of either kind, compared with a dict of lists.
+"""One walk of operations on a cache of any kind, compared with a dict of lists.
 
-After every operation: no page is lost or held twice (`check_integrity`), the tables
+After every operation: no page is lost or held twice, but by as many slots as are
+counted in a cache whose slots share pages (`check_integrity`), the tables
 are the model's, the bytes of each slot are the model's, bit for bit, and no other
 byte of the pool changed. Bytes that belong to no token are NaN throughout.
 """
 
 import collections
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +50,11 @@ def append(kv, slot, count, k, v):
     return allocator.extend(kv, slot, start + num_active)
 
 
+def share(kv, slot, source, length):
+    """Does as `allocator.share`; the slot that changes comes first."""
+    return allocator.share(kv, source, slot, length)
+
+
 FUNCTIONS = {
     "register": allocator.register,
     "reserve": allocator.reserve,
@@ -55,6 +62,7 @@ FUNCTIONS = {
     "truncate": allocator.truncate,
     "release": allocator.release,
     "append": append,
+    "share": share,
 }
 TRACES = collections.Counter()
 
@@ -86,42 +94,52 @@ def wrapping_write(kv, layer, *, slots, positions, num_active, k, v):
 
 
 class Model:
-    """What the cache should be: per slot its tokens' bytes and its number of pages."""
+    """What the cache should be: per slot its tokens' bytes and names of its pages."""
 
     def __init__(self, *, num_pages: int, least: int):
         """`least` pages are an open slot's, however short it is."""
         self.num_pages, self.least = num_pages, least
         self.tokens: dict[int, list[np.ndarray]] = {}  # [L, 2, K, H] per token
-        self.owned: dict[int, int] = {}
+        self.pages: dict[int, list[int]] = {}
+        self.names = itertools.count()
         self.out_of_pages: set[int] = set()
 
     @property
     def num_free(self) -> int:
-        return self.num_pages - sum(self.owned.values())
+        return self.num_pages - len(set().union(*self.pages.values()))
+
+    def owned(self, slot) -> int:
+        return len(self.pages.get(slot, ()))
+
+    def _take(self, slot, count):
+        self.pages[slot] += itertools.islice(self.names, count)
+
+    def _is_shared(self, slot, page) -> bool:
+        return any(page in held for n, held in self.pages.items() if n != slot)
 
     def register(self, slot):
         if slot not in range(SLOTS) or slot in self.tokens:
             return "refused"
         if self._is_out_of_pages(slot, self.num_free < 1):
             return "out_of_pages"
-        self.tokens[slot], self.owned[slot] = [], self.least
+        self.tokens[slot], self.pages[slot] = [], []
+        self._take(slot, max(self.least, 1))
         return "done"
 
     def reserve(self, slot, up_to):
         if slot not in self.tokens or up_to < 0:
             return "refused"
-        wanted = max(-(-up_to // PAGE_SIZE), self.owned[slot])
-        missing = wanted - self.owned[slot]
+        missing = max(-(-up_to // PAGE_SIZE) - self.owned(slot), 0)
         if self._is_out_of_pages(slot, missing > self.num_free or up_to > CAPACITY):
             return "out_of_pages"
-        self.owned[slot] = wanted
+        self._take(slot, missing)
         return "done"
 
     def extend(self, slot, new_len):
         if slot not in self.tokens:
             return "refused"
         tokens = self.tokens[slot]
-        if not len(tokens) <= new_len <= self.owned[slot] * PAGE_SIZE:
+        if not len(tokens) <= new_len <= self.owned(slot) * PAGE_SIZE:
             return "refused"
         unwritten = np.full((LAYERS, 2, HEADS, HEAD_DIM), np.nan, np.float32)
         tokens.extend([unwritten] * (new_len - len(tokens)))
@@ -130,14 +148,31 @@ class Model:
     def truncate(self, slot, new_len):
         if slot not in self.tokens or not 0 <= new_len <= len(self.tokens[slot]):
             return "refused"
+        if new_len % PAGE_SIZE:
+            if self._is_shared(slot, self.pages[slot][new_len // PAGE_SIZE]):
+                return "refused"
         del self.tokens[slot][new_len:]
-        self.owned[slot] = max(-(-new_len // PAGE_SIZE), self.least)
+        del self.pages[slot][max(-(-new_len // PAGE_SIZE), self.least) :]
         return "done"
 
     def release(self, slot):
         if slot not in self.tokens:
             return "refused"
-        del self.tokens[slot], self.owned[slot]
+        del self.tokens[slot], self.pages[slot]
+        return "done"
+
+    def share(self, slot, source, length):
+        if slot not in self.tokens or source not in self.tokens or slot == source:
+            return "refused"
+        if self.tokens[slot] or not 0 <= length <= len(self.tokens[source]):
+            return "refused"
+        full, is_cut = length // PAGE_SIZE, length % PAGE_SIZE > 0
+        free = self.num_free + self.owned(slot)
+        if self._is_out_of_pages(slot, is_cut and free < 1):
+            return "out_of_pages"
+        self.tokens[slot] = self.tokens[source][:length]
+        self.pages[slot] = self.pages[source][:full]
+        self._take(slot, int(is_cut))
         return "done"
 
     def append(self, slot, count, k, v):
@@ -158,12 +193,12 @@ class Walk:
     """One walk. The cache is held as NumPy arrays, so that all of it is compared."""
 
     def __init__(self, operations, kind="paged"):
-        self.is_paged = kind == "paged"
+        self.is_paged, shares = kind != "static", kind == "shared"
         if self.is_paged:
-            kv = cache.init(num_pages=PAGES, **SIZES)
+            kv = cache.init(num_pages=PAGES, shares=shares, **SIZES)
             order = np.random.default_rng(0).permutation(PAGES).astype(np.int32)
             kv = kv.replace(free_pages=order)
-            self.model = Model(num_pages=PAGES, least=1)
+            self.model = Model(num_pages=PAGES, least=int(not shares))
         else:
             kv = static.init(**SIZES)
             self.model = Model(num_pages=SLOTS * WIDTH, least=WIDTH)
@@ -179,6 +214,10 @@ class Walk:
             name, numbers = "truncate", (start - numbers[0],)
         if name == "declare":
             name, numbers = "extend", (start + numbers[0],)
+        if name == "fork":
+            source, length = numbers
+            most = len(self.model.tokens.get(source, ()))
+            name, numbers = "share", (source, min(length, most))
         rows = ()
         if name == "append":
             rows = tuple(self.rng.standard_normal((2, *ROWS_SHAPE), np.float32))
@@ -202,9 +241,12 @@ class Walk:
             flags = {"refused": before.refused, "out_of_pages": before.out_of_pages}
             testing.assert_same_bits(after.replace(**flags), before, what=name)
         written = rows and outcome == "done"
-        self._check_pool(before, slot, start, numbers[0] if written else 0)
+        shared = name == "share" and outcome == "done"
+        self._check_pool(
+            before, slot, start, numbers[0] if written else 0, numbers * shared
+        )
         self._check_tokens()
-        if name in ("truncate", "release"):
+        if name in ("truncate", "release", "share"):
             self._poison()
         # The flag stays until it is cleared; the next step has its own.
         self.kv = self.kv.replace(refused=before.refused)
@@ -224,12 +266,17 @@ class Walk:
             [each in model.tokens for each in slots],
             [is_refused and (each == slot or slot not in slots) for each in slots],
             [each in model.out_of_pages for each in slots],
-            *([[model.owned.get(n, 0) for n in slots], model.num_free] * self.is_paged),
+            *([[model.owned(n) for n in slots], model.num_free] * self.is_paged),
         )
 
-    def _check_pool(self, before, slot, start, count):
-        """Nothing changed but the `count` tokens written from `start`."""
+    def _check_pool(self, before, slot, start, count, shared=()):
+        """Nothing changed but the `count` tokens written from `start`, and one page
+        that was copied: the last of `shared`, a source and a length, if it is cut."""
         expected = pool_of(before).copy()
+        if shared and shared[1] % PAGE_SIZE:
+            place = shared[1] // PAGE_SIZE
+            page = self.kv.page_table[slot, place]
+            expected[:, :, page] = expected[:, :, before.page_table[shared[0], place]]
         for position in range(start, start + count):
             page, offset = self._locate(slot, position)
             expected[:, :, page, offset] = self.model.tokens[slot][position]

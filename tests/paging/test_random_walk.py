@@ -21,7 +21,7 @@ from spec_jax.paging import allocator, cache, static
 NUM_WALKS, WALK_LENGTH = 25, 60
 
 
-def requests_strategy():
+def requests_strategy(kind):
     """Mostly sensible requests; slots and numbers outside the range among them."""
     # Of the numbers `0 .. 23` each request makes one that suits it, or just does not.
     suited = {
@@ -34,6 +34,10 @@ def requests_strategy():
         "release": lambda n: (),
     }
     names = [*suited, *["append"] * 9, *["rollback"] * 3, *["truncate"] * 2, "declare"]
+    if kind == "shared":
+        suited["share"] = lambda n: (n % (SLOTS + 1), n)
+        suited["fork"] = lambda n: (n % SLOTS, n // 2)
+        names += ["share", *["fork"] * 5]
     slots = [*range(SLOTS)] * 6 + [-1, SLOTS]
 
     def request(name, slot, number):
@@ -44,7 +48,8 @@ def requests_strategy():
     )
 
 
-def test_random_walks():
+@pytest.mark.parametrize("kind", ["paged", "shared"])
+def test_random_walks(kind):
     """Fails if any sequence of operations loses a page, or a token's bits."""
     outcomes, traced = collections.Counter(), paged_walk.TRACES.copy()
 
@@ -57,28 +62,34 @@ def test_random_walks():
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(
-        st.lists(requests_strategy(), min_size=WALK_LENGTH, max_size=WALK_LENGTH)
+        st.lists(requests_strategy(kind), min_size=WALK_LENGTH, max_size=WALK_LENGTH)
     )
     def walk_all(requests):
-        walk = paged_walk.Walk(COMPILED)
+        walk = paged_walk.Walk(COMPILED, kind)
         opened = [("register", slot) for slot in range(SLOTS)]
         for name, slot, *numbers in [*opened, *requests]:
+            if name == "fork":  # An empty slot can.
+                walk.step("truncate", slot, 0)
             outcomes[name, walk.step(name, slot, *numbers)] += 1
 
     walk_all()
     assert outcomes.total() >= 1500
     # The walk is not vacuous: every operation was done and refused, often.
     for name in ("append", "rollback", "truncate", "declare", "reserve", "register"):
-        assert outcomes[name, "done"] >= 10, name
-        assert outcomes[name, "refused"] >= 10, name
-    assert outcomes["append", "out_of_pages"] >= 20
-    assert outcomes["reserve", "out_of_pages"] >= 5
+        assert outcomes[name, "done"] >= 5, name
+        assert outcomes[name, "refused"] >= 5, name
+    if kind == "paged":
+        assert outcomes["append", "out_of_pages"] >= 20
+        assert outcomes["reserve", "out_of_pages"] >= 5
+    else:
+        assert outcomes["fork", "done"] >= 20 and outcomes["share", "refused"] >= 10
     traced = paged_walk.TRACES - traced
     assert set(traced.values()) == {1}  # every operation was compiled once
 
 
-def fixed_requests():
-    """A walk that does not depend on Hypothesis: fills, rolls back, closes, reopens."""
+def fixed_requests(kind):
+    """A walk that does not depend on Hypothesis: fills, rolls back, closes, reopens;
+    and, where pages are shared, begins with those of others."""
     rng = np.random.default_rng(2)
     requests = [("register", slot) for slot in range(SLOTS)]
     for _ in range(60):
@@ -87,6 +98,16 @@ def fixed_requests():
         requests.append(("rollback", slot, int(rng.integers(ROWS))))
         if rng.random() < 0.2:
             requests += [("release", slot), ("register", slot)]
+        if kind == "shared" and rng.random() < 0.5:
+            source, length = (slot + 1) % SLOTS, int(rng.integers(CAPACITY))
+            requests += [("truncate", slot, 0), ("fork", slot, source, length)]
+    if kind == "shared":
+        requests += [("share", 1, 1, 0), ("share", 1, 0, CAPACITY + 1)]
+        for source, slot in ((0, 1), (1, 2)):
+            requests += [("append", source, ROWS)] * 2
+            requests += [("truncate", slot, 0), ("fork", slot, source, CAPACITY)]
+            # Cuts a page in two that both hold.
+            requests += [("truncate", slot, 1), ("append", slot, 2)]
     return requests + [
         ("register", 1),
         ("reserve", 1, CAPACITY + 1),
@@ -100,12 +121,12 @@ def fixed_requests():
 
 def run_fixed(operations, kind) -> collections.Counter:
     walk, outcomes = paged_walk.Walk(operations, kind), collections.Counter()
-    for request in fixed_requests():
+    for request in fixed_requests(kind):
         outcomes[walk.step(*request)] += 1
     return outcomes
 
 
-@pytest.mark.parametrize("kind", CACHE_KINDS)
+@pytest.mark.parametrize("kind", [*CACHE_KINDS, "shared"])
 def test_the_fixed_walk_passes(kind):
     """The walk that the planted faults below must break is itself in order."""
     outcomes = run_fixed(COMPILED, kind)
@@ -157,6 +178,29 @@ def shared_page(tables, slot, count, *, real=allocator._take):
     return table, owned, jnp.where(count > 0, tables[2], stack), back
 
 
+def freed_while_shared(tables, slot, count):
+    """A page that others hold goes to the free stack, too."""
+    return *GIVE(tables[:4], slot, count), tables[4]
+
+
+def uncounted(tables, slot, count, *, real=allocator._give):
+    """Pages are given back, and their owners counted as before."""
+    return *real(tables, slot, count)[:4], tables[4]
+
+
+def shared_uncounted(kv, slot, source, length, *, real=paged_walk.share):
+    after = real(kv, slot, source, length)
+    return after.replace(counts=jnp.minimum(after.counts, 1))
+
+
+def shares_the_last_page(kv, slot, source, length, *, real=paged_walk.share):
+    """The page that is not full is shared like the others, and not copied."""
+    after, place = real(kv, slot, source, length), length // paged_walk.PAGE_SIZE
+    is_held = after.page_table[slot, place] < PAGES
+    page = jnp.where(is_held, kv.page_table[source, place], PAGES)
+    return after.replace(page_table=after.page_table.at[slot, place].set(page))
+
+
 def clears_bytes(kv, slot, kept, *, real=allocator._give_back):
     return real(kv.replace(k=tuple(jnp.nan_to_num(k) for k in kv.k)), slot, kept)
 
@@ -174,6 +218,7 @@ def clears_the_first_page(kv, slot, new_len, *, real=allocator.truncate):
     return kv.replace(k=tuple(k.at[slot * WIDTH].set(0) for k in kv.k))
 
 
+GIVE = allocator._give
 MOVES_PAGES = static.StaticKV, "has_shared_pool", True
 ROWS_OF_EITHER = {
     "padding rows written to page -1": (
@@ -192,6 +237,22 @@ FAULTS = {
         "page freed twice": ("release", give(freed_twice)),
         "page handed out twice": ("append", (allocator, "_take", shared_page)),
         "bytes cleared": ("truncate", (allocator, "_give_back", clears_bytes)),
+    },
+    "shared": ROWS_OF_EITHER
+    | {
+        "freed while shared": ("truncate", (allocator, "_give", freed_while_shared)),
+        "released while shared": ("release", (allocator, "_give", freed_while_shared)),
+        "owners not counted down": ("truncate", (allocator, "_give", uncounted)),
+        "owners not counted up": ("share", (paged_walk, "share", shared_uncounted)),
+        "written while shared": (
+            "truncate",
+            (allocator, "_cuts_shared", lambda kv, row, new_len: jnp.bool_(False)),
+        ),
+        "last page not copied": (
+            "share",
+            (cache, "copy_page", lambda kv, source, target: kv),
+        ),
+        "last page shared": ("share", (paged_walk, "share", shares_the_last_page)),
     },
     "static": ROWS_OF_EITHER
     | {
@@ -214,10 +275,12 @@ def test_planted_faults_are_caught(kind, fault, monkeypatch):
         "truncate": (np.int32(0), np.int32(0)),
         "release": (np.int32(0),),
         "append": (np.int32(0), np.int32(0), rows, rows),
+        "share": (np.int32(0), np.int32(0), np.int32(0)),
     }[name]
     with monkeypatch.context() as patch:
         patch.setattr(owner, attribute, spoilt)
-        function = paged_walk.append if name == "append" else getattr(allocator, name)
+        is_walks = name in ("append", "share")
+        function = getattr(paged_walk if is_walks else allocator, name)
         planted = jax.jit(lambda *args: function(*args))
         planted = planted.lower(paged_walk.Walk({}, kind).kv, *arguments).compile()
     with pytest.raises((AssertionError, ValueError)):

@@ -1,0 +1,135 @@
+"""REINFORCE on a toy reward: samples of the newest weights, then a step of Adam.
+
+The sampler's log-probabilities are the learner's own, to the last bit, so that there is
+no importance ratio to correct for. Needs optax, of the extra `train`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+import spec_jax as sj
+from spec_jax import testing
+from spec_jax.model import config as config_lib, params as params_lib, sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How many steps, and how large."""
+
+    steps: int
+    learning_rate: float
+
+
+def reward(out: sj.Generation) -> float:
+    """Returns the share of tokens whose text holds a blank."""
+    return float(np.mean([" " in piece for piece in out.pieces]))
+
+
+def learn(
+    lm: sj.LanguageModel,
+    ids: Sequence[list[int]],
+    recipe: Recipe,
+    settings: Mapping[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """Yields a row of each step: its samples' reward, and what drafts are kept.
+
+    Args:
+      settings: of `generate`: n samples of each prompt, drawn without filters.
+
+    Raises:
+      ValueError: a model without a tokenizer.
+    """
+    first: sj.Sampling = settings["sampling"]
+    if lm.tokenizer is None:
+        raise ValueError("the reward is of texts, and the model has no tokenizer")
+    # In float32, or steps would be rounded away.
+    params = params_lib.cast(lm.params, "float32")
+    optimizer = optax.adam(recipe.learning_rate)
+    state = optimizer.init(params)
+    width = max(map(len, ids)) + settings["max_tokens"]
+    for step in range(recipe.steps):
+        drawn = dataclasses.replace(first, seed=(first.seed + step) % 2**32)
+        how = dict(settings) | {"sampling": drawn, "log_probs": True}
+        outs = sj.generate(lm, ids, **how)
+        rewards = np.array([[reward(one) for one in samples] for samples in outs])
+        # The samples of a prompt are each other's baseline.
+        gains = rewards - rewards.mean(axis=1, keepdims=True)
+        texts = [one for samples in outs for one in samples]
+        yield _row(step, rewards, texts) | {"ratio": ratio(lm, texts[0], drawn)}
+        params, state = _update(
+            optimizer,
+            dataclasses.replace(lm.target.config, dtype="float32"),
+            params,
+            state,
+            *_padded(texts, width),
+            jnp.asarray(gains.ravel(), jnp.float32),
+            jnp.float32(first.temperature or 1.0),
+        )
+        newest = params_lib.cast(params, lm.target.config.dtype)
+        newest = params_lib.prepare(newest, lm.target.impl)
+        lm = dataclasses.replace(lm, params=newest)
+
+
+def ratio(lm: sj.LanguageModel, out: sj.Generation, drawn: sj.Sampling) -> float:
+    """Returns the importance ratio of a sample and its own score that is furthest from
+    one: of the newest weights, which `lm` has."""
+    found = sj.score(lm, out.prompt_tokens, out.tokens, sampling=drawn)
+    testing.assert_same_bits(found.drawn_log_probs, out.drawn_log_probs)
+    apart = found.drawn_log_probs - out.drawn_log_probs
+    return max(np.exp(apart.astype(np.float64)).tolist(), key=lambda x: abs(x - 1))
+
+
+def _row(step: int, rewards: np.ndarray, texts: list[sj.Generation]) -> dict[str, Any]:
+    proposed, accepted, rounds = (
+        sum(one.metrics[name] for one in texts)
+        for name in ("proposed", "accepted", "rounds")
+    )
+    return {
+        **{"kind": "reinforce", "step": step, "reward": float(rewards.mean())},
+        "acceptance_rate": accepted / proposed if proposed else None,
+        "mean_accepted_length": (accepted + rounds) / rounds,
+    }
+
+
+def _padded(texts: list[sj.Generation], width: int) -> tuple[Array, Array]:
+    """Returns tokens `[B, width]` int32, and which of them were drawn, float32."""
+    tokens = np.zeros((len(texts), width), np.int32)
+    is_drawn = np.zeros((len(texts), width), np.float32)
+    for row, one in enumerate(texts):
+        begun, end = len(one.prompt_tokens), len(one.prompt_tokens) + len(one.tokens)
+        tokens[row, :end] = [*one.prompt_tokens, *one.tokens]
+        is_drawn[row, begun:end] = 1
+    return jnp.asarray(tokens), jnp.asarray(is_drawn)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
+def _update(
+    optimizer: optax.GradientTransformation,
+    config: config_lib.ModelConfig,
+    params: Any,
+    state: Any,
+    tokens: Int[Array, "B T"],
+    is_drawn: Float[Array, "B T"],
+    gains: Float[Array, " B"],
+    temperature: Float[Array, ""],
+) -> tuple[Any, Any]:
+    """Returns the weights and the optimizer's state after a step."""
+
+    def loss(params):
+        logits = sequence.logits(params, config, tokens)[:, :-1] / temperature
+        drawn = jnp.take_along_axis(
+            jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1
+        )[..., 0]
+        weight = gains[:, None] * is_drawn[:, 1:]
+        return -jnp.sum(weight * drawn) / jnp.sum(is_drawn)
+
+    updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+    return optax.apply_updates(params, updates), state

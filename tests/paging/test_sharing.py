@@ -1,0 +1,177 @@
+"""Pages of several slots: what is shared, what is copied, and when a page is free."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import testing
+from spec_jax.paging import allocator, cache
+
+
+PAGE_SIZE, NUM_PAGES, WIDTH, SLOTS = 4, 8, 4, 4
+NOWHERE = NUM_PAGES
+share = jax.jit(allocator.share)
+truncate = jax.jit(allocator.truncate)
+END = {
+    "truncate": lambda kv, slot: truncate(kv, slot, 0),
+    "release": jax.jit(allocator.release),
+}
+
+
+def make_cache(*, length: int, num_pages: int = NUM_PAGES) -> cache.PagedKV:
+    """Slot 0 with so many positions of random bytes, the others empty."""
+    kv = cache.init(
+        num_layers=2,
+        num_slots=SLOTS,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        pages_per_slot=WIDTH,
+        num_kv_heads=1,
+        head_dim=2,
+        dtype="float32",
+        shares=True,
+    )
+    for slot in range(SLOTS):
+        kv = allocator.register(kv, slot)
+    kv = allocator.extend(allocator.reserve(kv, 0, length), 0, length)
+    random = np.random.default_rng(0)
+    pools = [
+        tuple(jnp.asarray(random.standard_normal(k.shape, np.float32)) for k in kv.k)
+        for _ in "kv"
+    ]
+    return kv.replace(k=pools[0], v=pools[1])
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 8, 9, 16])
+def test_what_is_shared(length):
+    """Fails if a full page is copied, one that is not is shared, or a byte differs."""
+    kv = make_cache(length=16)
+    after = share(kv, 0, 1, length)
+    cache.check_integrity(after)
+    allocator.check(after)
+    full, is_cut = divmod(length, PAGE_SIZE)
+    assert int(after.length[1]) == length
+    assert int(after.num_owned[1]) == full + bool(is_cut)
+    own, theirs = np.asarray(after.page_table[1]), np.asarray(after.page_table[0])
+    assert own[:full].tolist() == theirs[:full].tolist()
+    assert not is_cut or own[full] not in theirs
+    # Of the page that it had, it keeps one at most.
+    assert int(after.num_free) == int(kv.num_free) + 1 - bool(is_cut)
+    counts = [2] * full + [1] * (WIDTH - full)
+    assert np.asarray(after.counts)[theirs].tolist() == counts
+    for layer in range(2):
+        for found, expected in zip(
+            cache.gather(after, layer, 1, length),
+            cache.gather(kv, layer, 0, length),
+            strict=True,
+        ):
+            testing.assert_same_bits(found, expected)
+    testing.assert_same_bits(allocator.share(kv, 0, 1, length), after)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+@pytest.mark.parametrize("ends", ["truncate", "release"])
+def test_the_last_owner_frees(order, ends):
+    """Fails if a page is free before its last owner went, or is not afterwards."""
+    kv = make_cache(length=10)
+    for slot in (1, 2):
+        kv = share(kv, slot - 1, slot, 10)  # Of a slot that shares them itself.
+    assert np.asarray(kv.counts)[np.asarray(kv.page_table[0, :2])].tolist() == [3, 3]
+    for gone, slot in enumerate(order, start=1):
+        kv = END[ends](kv, slot)
+        cache.check_integrity(kv)
+        assert int(kv.length[slot]) == int(kv.num_owned[slot]) == 0
+        held = 2 * (gone < 3) + (3 - gone) + 1  # Slot 3 has its first page.
+        assert int(kv.num_free) == NUM_PAGES - held
+    allocator.check(kv)
+
+
+@pytest.mark.parametrize("length", range(9))
+def test_truncation_cuts_no_page_of_others(length):
+    """Fails if a slot could write again into what another reads."""
+    kv = share(make_cache(length=10), 0, 1, 10)
+    after = truncate(kv, 1, length)
+    each = allocator.truncate_each(
+        kv, jnp.full(SLOTS, length), asked=jnp.arange(SLOTS) == 1
+    )
+    testing.assert_same_bits(each, after)
+    is_refused = length % PAGE_SIZE > 0
+    assert bool(after.refused[1]) == is_refused
+    assert int(after.length[1]) == (10 if is_refused else length)
+    cache.check_integrity(after)
+    if is_refused:
+        with pytest.raises(ValueError, match="or others hold the page there"):
+            allocator.truncate(kv, 1, length)
+
+
+def test_no_page_for_the_copy():
+    """Fails if anything but a flag changes; full pages need none."""
+    kv = make_cache(length=16)
+    kv = truncate(kv, 1, 0)  # Without a page of its own.
+    kv = allocator.reserve(kv, 2, 12)
+    assert int(kv.num_free) == 0
+    after = share(kv, 0, 1, 5)
+    with pytest.raises(MemoryError, match=r"out of pages in slots \[1\]: 0 of 8"):
+        allocator.check(after)
+    testing.assert_same_bits(after.replace(out_of_pages=kv.out_of_pages), kv)
+    after = share(after, 0, 1, 8)
+    allocator.check(after)
+    assert int(after.length[1]) == 8
+
+
+REFUSED = {  # slot 0 has 10 positions, slots 1 to 3 none
+    "itself": ((0, 0, 4), "cannot begin slot 0 with 4 positions of slot 0"),
+    "more than there is": ((0, 1, 11), "with 11 positions of slot 0, which has 10"),
+    "less than nothing": ((0, 1, -1), "with -1 positions of slot 0"),
+    "a slot that is begun": ((1, 0, 0), "cannot begin slot 0 with 0 positions"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case):
+    numbers, message = REFUSED[case]
+    kv = make_cache(length=10)
+    with pytest.raises(ValueError, match=message):
+        allocator.share(kv, *numbers)
+    after = share(kv, *numbers)
+    assert np.flatnonzero(after.refused).tolist() == [numbers[1]]
+    testing.assert_same_bits(after.replace(refused=kv.refused), kv)
+
+
+def test_a_cache_that_counts_no_owners():
+    kv = make_cache(length=10).replace(counts=None)
+    with pytest.raises(ValueError, match="counts no owners: make it with shares=True"):
+        allocator.share(kv, 0, 1, 4)
+
+
+BROKEN = {
+    "an owner too many": (
+        lambda kv: {"counts": kv.counts.at[kv.page_table[0, 0]].add(1)},
+        r"pages \[\d\] have \[2\] owners, and \[3\] are counted",
+    ),
+    "an owner of a free page": (
+        lambda kv: {"counts": kv.counts.at[kv.free_pages[0]].set(1)},
+        r"pages \[\d\] have \[0\] owners, and \[1\] are counted",
+    ),
+    "a free page that is owned": (
+        lambda kv: {"free_pages": kv.free_pages.at[0].set(kv.page_table[0, 0])},
+        "pages held twice: ",
+    ),
+    "a page of others that is not full": (
+        lambda kv: {"length": kv.length.at[1].set(6)},
+        "slot 1 of length 6 would write into page .* which 2 slots hold",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_counts_are_reported(case):
+    """Fails if the invariant does not notice this fault, or names another."""
+    kv = share(make_cache(length=10), 0, 1, 10)
+    cache.check_integrity(kv)
+    spoil, message = BROKEN[case]
+    with pytest.raises(ValueError, match=message):
+        cache.check_integrity(kv.replace(**spoil(kv)))

@@ -1,0 +1,307 @@
+"""Many samples of a prompt, and prompts that begin alike: one seed, one prefill.
+
+Whatever is shared, every sample is the text that decoding writes alone, from a cache of
+its own that it prefilled itself.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny_pair
+
+import spec_jax as sj
+from spec_jax import generation, testing
+from spec_jax.engine import held, scheduler as scheduler_lib
+from spec_jax.paging import allocator, cache
+from spec_jax.rules import sampling as sampling_lib
+
+
+PREFIX = "import os\n\n"  # Ends within a page, as what the prompts have in common.
+PROMPTS = ["def f(x):", "def g(x, y):", "x"]
+DRAWN = sj.Sampling(temperature=0.9, top_k=40, seed=5)
+SHORT = {"max_tokens": 9, "ignore_eos": True, "page_size": 4, "sampling": DRAWN}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny target of random weights, a draft and a head; a token is a byte."""
+    folder = tmp_path_factory.mktemp("pair")
+    target, draft = tiny_pair.write(folder)
+    return target, draft, tiny_pair.write_head(folder / "head", target)
+
+
+@pytest.fixture(
+    scope="module", params=["native", pytest.param("xla", marks=pytest.mark.slow)]
+)
+def lm(request, folders):
+    return sj.load(folders[0], draft=folders[1], gamma_max=4, impl=request.param)
+
+
+@pytest.fixture(scope="module")
+def with_head(folders):
+    """A drafter that reads the target's features of the whole prompt."""
+    head = {"draft": folders[2], "drafter": "eagle3"}
+    return sj.load(folders[0], gamma_max=3, impl="native", **head)
+
+
+def drawn_of(out) -> sj.Sampling:
+    """The settings that draw one sample alone."""
+    return dataclasses.replace(DRAWN, seed=out.provenance["seed"])
+
+
+def alone(lm, out):
+    """What decoding writes of a sample's prompt with its seed, alone."""
+    return sj.decode(lm, out.prompt_tokens, **SHORT | {"sampling": drawn_of(out)})
+
+
+def shared(outs) -> list[int]:
+    return [one.metrics["shared_prompt_tokens"] for one in outs]
+
+
+def test_seeds_of_samples():
+    """Fails if two are equal, or the first of all is not the seed itself."""
+    grid = [(request, sample) for request in range(70) for sample in range(40)]
+    for seed in (0, 5, 2**32 - 1):
+        found = [sampling_lib.folded_seed(seed, *each) for each in grid]
+        assert found[0] == seed and len(set(found)) == len(grid)
+        assert 0 <= min(found) and max(found) < 2**32
+    last = sampling_lib.MOST_REQUESTS - 1, sampling_lib.MOST_SAMPLES - 1
+    assert 0 <= sampling_lib.folded_seed(3, *last) < 2**32
+    for request, sample in ((-1, 0), (0, -1), (last[0] + 1, 0), (0, last[1] + 1)):
+        with pytest.raises(ValueError, match="give the others another seed"):
+            sampling_lib.folded_seed(3, request, sample)
+
+
+def test_equal_prompts_of_one_seed(lm):
+    """Fails if they are equal samples, or the first is not that of the prompt alone."""
+    outs = sj.generate(lm, [PROMPTS[0]] * 8, gamma=3, **SHORT)
+    assert len({tuple(one.tokens) for one in outs}) == 8
+    assert outs[0].provenance["seed"] == DRAWN.seed
+    assert outs[0].tokens == sj.generate(lm, PROMPTS[0], gamma=3, **SHORT).tokens
+    plain = sj.decode(lm, [PROMPTS[0]] * 8, **SHORT)
+    for one, other in zip(outs, plain, strict=True):
+        assert one.tokens == other.tokens == alone(lm, one).tokens
+        assert one.provenance["seed"] == other.provenance["seed"]
+        assert "shared_prompt_tokens" not in one.metrics
+
+
+def test_a_seed_for_each_is_that_of_its_prompt(lm):
+    """Fails if it depends on the place in the list."""
+    each = [dataclasses.replace(DRAWN, seed=seed) for seed in (7, 5, 7)]
+    runs = [
+        generation.prepare(lm, PROMPTS, **SHORT | {"sampling": each}, n=n)[0]
+        for n in (None, 2)
+    ]
+    seeds = [[int(one.sampling.seed) for one in run.requests] for run in runs]
+    assert seeds[0] == [7, 5, 7]
+    assert seeds[1][::2] == [7, 5, 7] and seeds[1][1] == seeds[1][5] != seeds[1][3]
+
+
+def test_shapes(lm):
+    for call in (sj.generate, sj.decode):
+        one = call(lm, PROMPTS[0], n=1, **SHORT)
+        assert [type(out) for out in one] == [sj.Generation]
+        outs = call(lm, PROMPTS, n=2, **SHORT)
+        assert [len(samples) for samples in outs] == [2, 2, 2]
+        for samples, prompt in zip(outs, PROMPTS, strict=True):
+            ids = lm.tokenizer.encode(prompt)
+            assert [out.prompt_tokens for out in samples] == [ids, ids]
+
+
+CASES = {
+    "more samples than slots": (PROMPTS[0], {"n": 5, "num_slots": 2}),
+    "one slot": (PROMPTS[0], {"n": 3, "num_slots": 1}),
+    "samples of prompts": (PROMPTS, {"n": 3, "num_slots": 4}),
+    "a prefix": (PROMPTS, {"prefix": PREFIX, "num_slots": 2}),
+    "a prefix in one slot": (PROMPTS, {"prefix": PREFIX, "num_slots": 1}),
+    "samples after a prefix": (PROMPTS, {"prefix": PREFIX, "n": 2, "num_slots": 3}),
+    "a tree": (PROMPTS, {"n": 2, "num_slots": 3, "gamma": sj.Tree.parse("2x2:5")}),
+    "rejection": (PROMPTS, {"n": 2, "num_slots": 3, "rule": "rejection"}),
+    "plain": (PROMPTS, {"n": 2, "prefix": PREFIX, "num_slots": 3, "gamma": 0}),
+}
+
+
+def flat(outs, settings):
+    return [one for each in outs for one in each] if "n" in settings else outs
+
+
+def generated(lm, case):
+    """The samples of a case, in order."""
+    prompt, settings = CASES[case]
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    settings = {"gamma": 3} | SHORT | settings
+    return flat(sj.generate(lm, prompts, log_probs=True, **settings), settings)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_samples_are_those_of_decoding(lm, case):
+    """Fails if a token or a log-probability depends on whose pages a prompt has; or
+    more is prefilled than one of each prompt."""
+    settings = CASES[case][1]
+    prefix = {"prefix": settings["prefix"]} if "prefix" in settings else {}
+    prompts = [CASES[case][0]] if isinstance(CASES[case][0], str) else CASES[case][0]
+    outs = generated(lm, case)
+    n = settings.get("n")
+    plain = flat(
+        sj.decode(lm, prompts, n=n, log_probs=True, **SHORT, **prefix), settings
+    )
+    for found, expected in zip(outs, plain, strict=True):
+        assert found.prompt_tokens == expected.prompt_tokens
+        assert found.provenance["seed"] == expected.provenance["seed"]
+        if "rule" in settings:
+            continue
+        assert found.tokens == expected.tokens
+        for name in ("log_probs", "drawn_log_probs"):
+            testing.assert_same_bits(getattr(found, name), getattr(expected, name))
+    assert len({tuple(one.tokens) for one in outs}) == len(outs)
+    lengths = [len(one.prompt_tokens) - 1 for one in outs]
+    firsts = [number for number in range(len(outs)) if number % (n or 1) == 0]
+    for number, length in enumerate(lengths):
+        if number not in firsts:
+            assert shared(outs)[number] == length
+    if prefix:
+        least = len(lm.tokenizer.encode(PREFIX))
+        assert all(shared(outs)[number] >= least for number in firsts[1:])
+    assert shared(outs)[0] == 0
+
+
+@pytest.mark.parametrize("case", ["more samples than slots", "samples after a prefix"])
+def test_a_head_has_the_features_of_the_prompt(with_head, case):
+    """Fails if features of shared rows are others: drafts then are, too."""
+    outs = generated(with_head, case)
+    for one in outs:
+        apart = sj.generate(
+            with_head,
+            one.prompt_tokens,
+            gamma=3,
+            **SHORT
+            | {"sampling": dataclasses.replace(DRAWN, seed=one.provenance["seed"])},
+        )
+        assert one.tokens == apart.tokens
+        assert one.metrics["rounds"] == apart.metrics["rounds"]
+    assert sum(shared(outs)) > 0
+
+
+LOSSLESS = {
+    "samples": {"n": 2},
+    "a prefix": {"prefix": PREFIX},
+    "both": {"n": 2, "prefix": PREFIX},
+}
+
+
+@pytest.mark.parametrize("case", LOSSLESS)
+def test_keys_and_values_are_those_of_decoding(lm, case):
+    """All layers', read through the table, and hashes of all logits."""
+    assert sj.check_lossless(lm, PROMPTS, gamma=3, **SHORT, **LOSSLESS[case])
+
+
+def spoilt_share(kv, source, slot, length, *, real=allocator.share):
+    """The copy of the last page is of another one."""
+    kv = real(kv, source, slot, length)
+    return kv.replace(
+        k=tuple(k.at[kv.page_table[slot, length // 4]].set(0) for k in kv.k)
+    )
+
+
+FAULTS = {
+    "the last page is another": (allocator, "share", spoilt_share),
+    "a token too many is alike": (
+        held.Held,
+        "_alike",
+        lambda self, wanted, other: min(len(wanted), len(other), len(PREFIX) + 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(lm, fault, monkeypatch):
+    """Negative control of the comparison with decoding."""
+    monkeypatch.setattr(*FAULTS[fault])
+    jax.clear_caches()
+    report = sj.check_lossless(lm, PROMPTS, gamma=3, prefix=PREFIX, **SHORT)
+    assert not report
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_owners_are_counted_through_a_queue(lm, num_slots):
+    """Fails if a page is lost, freed early or kept by nobody while slots are refilled;
+    or K/V of a sample that took a used slot are others than in a slot of its own."""
+    settings = {"prefix": PREFIX, "n": 3, "gamma": 2, **SHORT}
+    run, _ = generation.prepare(lm, PROMPTS, num_slots=num_slots, **settings)
+
+    def keep(state, slot):
+        cache.check_integrity(state.cache)
+        length = int(state.cache.length[slot])
+        return [np.asarray(cache.gather(state.cache, n, slot, length)) for n in (0, 1)]
+
+    apart = dataclasses.replace(run.scheduler, shares=False)
+    found, expected = (
+        sorted(one.run(run.requests, keep=keep), key=lambda one: one.number)
+        for one in (run.scheduler, apart)
+    )
+    assert sum(one.shared for one in found) > 0 == sum(one.shared for one in expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        for own, others in zip(one.kept, other.kept, strict=True):
+            testing.assert_same_bits(own, others)
+
+
+def test_a_static_cache_shares_nothing(folders):
+    """It prefills every prompt, and writes the same."""
+    found = [
+        sj.generate(
+            sj.load(folders[0], draft=folders[1], impl="native", cache=kind),
+            PROMPTS,
+            prefix=PREFIX,
+            gamma=3,
+            **SHORT,
+        )
+        for kind in ("static", "paged")
+    ]
+    assert [one.tokens for one in found[0]] == [one.tokens for one in found[1]]
+    assert all("shared_prompt_tokens" not in one.metrics for one in found[0])
+
+
+def test_prefixes(folders):
+    """Fails if what is encoded is not the prefix and then the prompt, whatever kind."""
+    lm = sj.load(folders[0], drafter="ngram")
+    ids = lm.tokenizer.encode(PREFIX)
+    whole = [*ids, *lm.tokenizer.encode("x")]
+    for prefix, prompt in (
+        (PREFIX, "x"),
+        (ids, "x"),
+        (np.array(ids), whole[len(ids) :]),
+    ):
+        run, _ = generation.prepare(lm, prompt, prefix=prefix)
+        assert run.prompts == [whole] and run.scheduler.prefill_by_rows
+    template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    tokenizer = dataclasses.replace(lm.tokenizer, chat_template=template)
+    chats = dataclasses.replace(lm, tokenizer=tokenizer)
+    first = [{"role": "system", "content": "be brief"}]
+    asked = [{"role": "user", "content": "hi"}]
+    run, _ = generation.prepare(chats, asked, prefix=first)
+    assert run.prompts == [lm.tokenizer.encode("be brief;hi;")]
+
+
+def test_scores_after_a_prefix(lm):
+    """Fails if a scorer that is given the same prefix has other numbers."""
+    settings = SHORT | {"prefix": PREFIX, "gamma": 3, "log_probs": True}
+    outs = sj.generate(lm, PROMPTS, **settings)
+    texts = [one.tokens for one in outs]
+    found = sj.score(lm, PROMPTS, texts, sampling=DRAWN, prefix=PREFIX)
+    for one, other in zip(found, outs, strict=True):
+        testing.assert_same_bits(one.drawn_log_probs, other.drawn_log_probs)
+
+
+def test_pages_of_all_slots_are_not_bounded(lm):
+    run, _ = generation.prepare(lm, PROMPTS, n=2, **SHORT)
+    with pytest.raises(ValueError, match="num_pages=99 of slots that share pages"):
+        dataclasses.replace(run.scheduler, num_pages=99)
+    with pytest.raises(ValueError, match="a static cache has its pages by slot"):
+        target = dataclasses.replace(lm.target, cache="static")
+        target.new_slots(2, capacity=8, page_size=4, shares=True)
+    assert isinstance(run.scheduler, scheduler_lib.Scheduler)
