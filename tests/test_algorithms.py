@@ -134,19 +134,6 @@ def test_a_run_goes_on_where_it_was():
     assert ALGO.generated(state) == left_behind()[1]
 
 
-def test_a_policy_begins_with_its_own_state():
-    """And says what it wants to be told, if it does."""
-    ladder = sj.gamma.Threshold(ladder=(0, 1, 2, 4))
-    algo = sj.speculative(SMALL.target, DRAFTER, policy=ladder)
-    state = algo.init(PARAMS, PROMPTS[:1], max_tokens=4)
-    assert jax.tree.leaves(state.slots.policy)
-    algo = sj.speculative(
-        SMALL.target, DRAFTER, policy=sj.gamma.Goodput(gamma_max=GAMMA_MAX)
-    )
-    with pytest.raises(ValueError, match=r"policy_state=policy.init\(round_s\)"):
-        algo.init(PARAMS, PROMPTS[:1], max_tokens=4)
-
-
 def test_what_cannot_be_used_is_said():
     """Before anything runs, with what to write."""
     with pytest.raises(ValueError, match="rule='luck' is not one of coupled, rej"):

@@ -30,14 +30,6 @@ def test_the_tau_of_the_tokens_is_found(tau, rng):
     assert other.tau > 2 * tau
 
 
-@pytest.mark.parametrize(
-    ("sums", "count"), [([np.inf, 1.0], 3), ([np.nan, 1.0], 3), ([0.0, 0.0], 0)]
-)
-def test_nothing_to_fit_is_refused(sums, count):
-    with pytest.raises(ValueError, match="some weight"):
-        calibration.fit(np.array(sums), np.array([0.5, 2.0]), num_tokens=count)
-
-
 TRUE = calibration.Scaling(
     temperatures=np.array([3.0, 1.5, 0.6]), shifts=np.array([-0.7, 0.0, 0.4])
 )

@@ -248,19 +248,6 @@ def test_a_model_without_a_tokenizer_takes_ids(lm):
         sj.stream(bare, ids)
 
 
-def test_check_lossless_is_a_table(lm):
-    """One line a prompt, together in slots; true where all is equal."""
-    report = sj.check_lossless(lm, PROMPTS, max_tokens=8, num_slots=2, gamma=3)
-    assert report and [one.tokens for one in report.comparisons] == [8, 8, 8]
-    head, *lines = str(report).splitlines()
-    assert head.split() == [
-        *("prompt", "tokens", "rounds"),
-        *("tokens", "log_probs", "logits", "kv"),
-    ]
-    assert [line.split()[:2] for line in lines] == [["0", "8"], ["1", "8"], ["2", "8"]]
-    assert all(line.split()[3:] == ["equal"] * 4 for line in lines)
-
-
 def _flip(array, *at):
     """The array with the lowest bit of one element the other way."""
     bits = testing.bits(array).copy()

@@ -84,17 +84,6 @@ def cut(game, asked, drafted):
     return {"gamma": gamma, "num_drafted": min(drafted, gamma)}
 
 
-def test_fixed_is_its_gamma():
-    made, state = make("fixed", gamma=3)
-    numbers = dict(gamma=jnp.int32(3), num_drafted=jnp.int32(2))
-    assert int(made.choose(state)) == 3
-    assert int(made.update(state, **numbers, num_accepted=jnp.int32(0))) == 3
-    assert hash(made) == hash(policy.Fixed(gamma_max=GAMMA_MAX))  # gamma is data
-    for gamma in (-1, GAMMA_MAX + 1):
-        with pytest.raises(ValueError, match=rf"gamma={gamma} is outside \[0, 4\]"):
-            made.init(gamma)
-
-
 @ADAPTIVE
 def test_it_climbs_while_drafts_are_kept_and_stops_when_they_are_not(name):
     game = played(name)

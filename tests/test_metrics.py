@@ -94,15 +94,6 @@ def test_nothing_measured_is_none_and_valid_json():
     assert summarise(baseline=instant, spec=instant)["spec_e2e_tok_s"] is None
 
 
-def test_sum_over_prompts_pads_to_the_larger_gamma():
-    plain = metrics.Counters(tokens=2, rounds=2, accepted_hist=(2,))
-    for summed in (HAND + plain, plain + HAND, metrics.total([plain, HAND])):
-        assert summed.tokens == 10
-        assert summed.accepted_hist == (3, 2, 0, 1)
-        assert summed.accepted_at == (3, 1, 1)
-    assert metrics.total([]) == metrics.Counters()
-
-
 ROUNDS = st.lists(
     st.tuples(st.integers(0, 7), st.integers(0, 7)).map(lambda x: (max(x), min(x))),
     max_size=40,

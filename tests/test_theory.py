@@ -150,20 +150,6 @@ def test_plan_is_the_best_of_all_gammas():
     assert theory.plan([], COSTS).speedup == pytest.approx(1 / 1.75)
 
 
-def test_ceilings_bound_what_either_side_can_bring():
-    conditional = [0.9, 0.8, 0.8, 0.1]
-    found = {
-        free: theory.ceiling(conditional, COSTS, free=free)
-        for free in ("drafting", "verification", "both")
-    }
-    assert found["drafting"] == pytest.approx(max(2.62 / 2.0, 3.196 / 2.5))
-    assert found["verification"] == pytest.approx(3.196 / 2.5)
-    assert found["both"] == pytest.approx(3.2536 / 1.75)
-    assert theory.plan(conditional, COSTS).speedup < min(found.values())
-    with pytest.raises(ValueError, match="'all' is not"):
-        theory.ceiling(conditional, COSTS, free="all")
-
-
 def test_device_and_host_share_the_formulas():
     conditional = np.array([0.9, 0.8, 0.8, 0.1], np.float32)
     round_s = COSTS.round_s(4).astype(np.float32)

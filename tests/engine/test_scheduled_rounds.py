@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spec_jax.drafters import ngram, tree_shapes
-from spec_jax.gamma import schedule as schedule_lib, threshold
+from spec_jax.gamma import schedule as schedule_lib
 from spec_jax.model import sequence
 
 
@@ -31,14 +31,10 @@ def make(
     stops_early=False,
     step_s=STEP_S,
     num_slots=4,
-    asks=None,
     **changes,
 ):
     """A scheduler whose drafts, of a draft model, are scheduled."""
-    made = schedule_lib.Schedule(
-        gamma_max=decoding.GAMMA_MAX, stops_early=stops_early, asks=asks
-    )
-    first = None if asks is None else asks.init()
+    made = schedule_lib.Schedule(gamma_max=decoding.GAMMA_MAX, stops_early=stops_early)
     changes = {
         "drafter": decoding.draft_drafter(impl=IMPL),
         "draft_params": decoding.NEARLY_TARGET,
@@ -48,7 +44,7 @@ def make(
         num_slots=num_slots,
         rule=rule,
         gamma_policy=made,
-        policy_state=made.init(step_s, asks=first, **SCALING),
+        policy_state=made.init(step_s, **SCALING),
     )
 
 
@@ -87,25 +83,6 @@ def test_a_scheduled_batch_is_as_decoded(stops_early):
     assert rounds[0].sum() <= rounds[1].sum() < rounds[2].sum()
     # By slot, and not by as much for each.
     assert len(set((proposed[1] / rounds[1]).tolist())) == len(ASKS)
-
-
-def test_a_policy_may_say_how_much_is_drafted():
-    """Of a draft model that is always wrong a slot soon asks for a probe at most."""
-    asks = threshold.Threshold(ladder=(0, 1, 2, 4), weight=0.5)
-    wrong = decoding.perturbed(decoding.TARGET_PARAMS, 2.0)
-    free = np.ones_like(STEP_S)
-    state = run(make(step_s=free, asks=asks, draft_params=wrong))
-    decoding.assert_as_decoded(decoding.SMALL, state, ASKS)
-    # Where rows are free a schedule alone verifies nearly four a round.
-    proposed, rounds = (
-        int(getattr(state.slots, f"num_{name}").sum())
-        for name in ("proposed", "rounds")
-    )
-    assert 0 < proposed < 0.8 * rounds
-    with pytest.raises(ValueError, match="gamma_max=2 of a schedule .* up to 4"):
-        schedule_lib.Schedule(gamma_max=2, asks=asks)
-    with pytest.raises(ValueError, match="`asks` and its first state go together"):
-        schedule_lib.Schedule(gamma_max=4, asks=asks).init(STEP_S)
 
 
 class Forgets(schedule_lib.Schedule):

@@ -236,23 +236,6 @@ def test_planted_faults_are_caught(fault, monkeypatch):
         jax.clear_caches()
 
 
-@pytest.mark.parametrize(
-    ("parents", "words"),
-    [
-        ([0, 1], "column 1 has parent 1"),
-        ([1], "column 0 has parent 1"),
-        ([0, 0, -1], "column 2 has parent -1"),
-        ([0, 0, 1, 2, 3], "4 deep"),
-        ([0.0, 0.0], "whole numbers"),
-        ([[0]], "shape"),
-    ],
-)
-def test_parents_that_are_none(parents, words):
-    with pytest.raises(ValueError, match=words):
-        tree.check(np.array(parents), depth_max=3)
-    tree.check(np.array([0, 0, 1, 2]), depth_max=3)
-
-
 def test_what_was_recorded_is_what_decoding_saw():
     """Fails if entries stay at the places of nodes, or are moved from others."""
     asks = asks_of(Ask(gamma=WIDTH, run=2), 3)

@@ -209,11 +209,14 @@ EACH = (
     {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "seed": 9},
 )
 
+sample_each = jax.jit(sampling.sample_each)
+sample = jax.jit(sampling.sample)
+
 
 def drawn_each(logits, order, *, positions=(7, 5, 5, 900), draws=(True,) * 4):
     each = [sampling.make_settings(**EACH[row]) for row in order]
     settings = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-    found = jax.jit(sampling.sample_each)(
+    found = sample_each(
         logits,
         settings,
         positions=jnp.array(positions, jnp.int32),
@@ -231,7 +234,7 @@ def test_each_row_draws_as_it_does_alone(rng):
         found = drawn_each(logits, range(4))
         for row, position in enumerate((7, 5, 5, 900)):
             own = sampling.make_settings(**EACH[row])
-            assert sampling.sample(logits[row], own, jnp.int32(position)) == found[row]
+            assert sample(logits[row], own, jnp.int32(position)) == found[row]
         # Negative controls: rolled by a row, and keyed one position late.
         others += (drawn_each(logits, (3, 0, 1, 2)) != found).sum()
         others += (
