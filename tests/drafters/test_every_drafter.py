@@ -107,13 +107,6 @@ def make(name, impl=SMALL.target.impl):
     return made(impl), params
 
 
-def setting_of(impl):
-    decoding.needs(impl)
-    return dataclasses.replace(
-        SMALL, target=dataclasses.replace(SMALL.target, impl=impl)
-    )
-
-
 QUICK = (
     ("native", "coupled", "draft-model, searched", 1),
     ("native", "coupled", "hybrid", 4),
@@ -156,7 +149,7 @@ def request_of(name: str, ask: Ask):
 @pytest.mark.parametrize(("impl", "rule", "name", "num_slots"), [*QUICK, *REST])
 def test_tokens_are_those_of_decoding(impl, rule, name, num_slots):
     """Fails if a pair has no form for slots, or a token or the target's K/V changes."""
-    setting, (drafter, params) = setting_of(impl), make(name, impl)
+    setting, (drafter, params) = eagle.setting_of(impl), make(name, impl)
     scheduler = setting.scheduler(
         drafter, num_slots=num_slots, draft_params=params, rule=rule
     )
@@ -200,7 +193,7 @@ def test_scheduled_tokens_are_those_of_decoding(impl, name, most):
     Some drafts are verified, and not all: rows cost something. By the account it is
     soon none, where they are wrong. Draft models: `engine/test_scheduled_rounds.py`.
     """
-    setting, (drafter, params) = setting_of(impl), make(name, impl)
+    setting, (drafter, params) = eagle.setting_of(impl), make(name, impl)
     asks = [dataclasses.replace(ask, gamma=None) for ask in eagle.drawn(eagle.PLAIN)]
     proposed = {}
     for credit in (np.inf, 8.0):
