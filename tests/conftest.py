@@ -63,7 +63,6 @@ LONGEST = (
     "test_front_door.py",
     "test_recorder.py",
     "test_notebooks.py",
-    "test_x64.py",
     "test_mesh.py",
     "test_mesh_models.py",
     "test_tree_rows.py",
@@ -75,7 +74,7 @@ _OF_MODELS = "eagle3_head families fingerprint observe qwen3 row_model rows"
 BITS = (
     *(f"model/test_{name}.py" for name in (*_OF_MODELS.split(), "tree_rows")),
     *("ops/", "paging/test_pool_copies.py", "parallel/test_mesh.py"),
-    *("engine/test_round.py", "engine/test_trees.py", "engine/test_memory.py"),
+    *("engine/test_round.py", "engine/test_trees.py"),
     *("engine/test_features.py", "engine/test_slot_rows.py"),
     "experiments/test_parity_script.py",
     *("test_own_models.py", "test_recorder.py", "test_scoring.py"),

@@ -434,14 +434,3 @@ def commit(drafter, params, memory, length, **asked):
 def slot_of(state: states.State, slot: int = 0) -> states.Slots:
     """One slot on the host."""
     return scheduler_lib.slot_of(jax.device_get(state.slots), slot)
-
-
-def begin_scripted(
-    truth, prompt=PROMPT, *, run=ALWAYS, max_tokens=40, capacity=CAPACITY, target=TARGET
-) -> tuple[scheduler_lib.Scheduler, states.State]:
-    """A scheduler of one slot, and its state before the first round: see `script`."""
-    setting = Setting(target=target, capacity=capacity)
-    scheduler = setting.scheduler()
-    ask = Ask(prompt=tuple(prompt), max_tokens=max_tokens)
-    request = ask.request(draft_params=script(truth, run=run))
-    return scheduler, scheduler.begin(request)

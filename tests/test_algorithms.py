@@ -15,7 +15,6 @@ import spec_jax as sj
 from spec_jax import algorithms
 from spec_jax.debug import evidence, recorder
 from spec_jax.engine import rows
-from spec_jax.rules import sampling as sampling_lib
 
 
 PROMPTS = [[7, 3, 90, 7, 3, 41, 7, 3], [5], [1, 2, 3, 4] * 3]
@@ -135,27 +134,6 @@ def test_a_run_goes_on_where_it_was():
     assert ALGO.generated(state) == left_behind()[1]
 
 
-def test_settings_and_samplings_are_the_same_draws():
-    """Arrays of settings, as `make_settings` gives them, draw as `Sampling` does."""
-    settings = [draw.settings() for draw in DRAWS]
-    assert isinstance(settings[0], sampling_lib.SamplingSettings)
-    state = ALGO.init(PARAMS, PROMPTS, max_tokens=16, sampling=settings)
-    assert ALGO.generated(ALGO.run(PARAMS, state)) == left_behind()[1]
-
-
-def test_a_policy_begins_with_its_own_state():
-    """And says what it wants to be told, if it does."""
-    ladder = sj.gamma.Threshold(ladder=(0, 1, 2, 4))
-    algo = sj.speculative(SMALL.target, DRAFTER, policy=ladder)
-    state = algo.init(PARAMS, PROMPTS[:1], max_tokens=4)
-    assert jax.tree.leaves(state.slots.policy)
-    algo = sj.speculative(
-        SMALL.target, DRAFTER, policy=sj.gamma.Goodput(gamma_max=GAMMA_MAX)
-    )
-    with pytest.raises(ValueError, match=r"policy_state=policy.init\(round_s\)"):
-        algo.init(PARAMS, PROMPTS[:1], max_tokens=4)
-
-
 def test_what_cannot_be_used_is_said():
     """Before anything runs, with what to write."""
     with pytest.raises(ValueError, match="rule='luck' is not one of coupled, rej"):
@@ -177,13 +155,6 @@ def test_what_cannot_be_used_is_said():
     requests = [decoding.Ask().request()] * 2
     with pytest.raises(ValueError, match="2 requests for 1 slots"):
         scheduler.begin(*requests)
-
-
-def test_short_names_are_the_rules():
-    """`rules.coupled` and the others are what `rule=` takes; three algorithms."""
-    names = sj.rules.coupled, sj.rules.rejection, sj.rules.block
-    algos = {sj.speculative(SMALL.target, DRAFTER, rule=rule) for rule in names}
-    assert ALGO in algos and len(algos) == 3
 
 
 def test_logits_that_are_not_finite_are_told():

@@ -71,31 +71,6 @@ def test_the_papers_scaling_finds_temperatures(rng):
     assert errors[0] < 0.5 * errors[1]
 
 
-def test_a_scaling_of_few_rounds_is_finite(rng):
-    """Fails if chances become 0 or 1 where all drafts were kept or none, or a draft
-    that no round reached is scaled."""
-    all_kept = calibration.fit_platt(rng.normal(size=(5, 1)), np.full(5, 1))
-    assert 0 < all_kept.shifts[0] < 5 and np.isfinite(all_kept.temperatures).all()
-    none = calibration.fit_platt(rng.normal(size=(5, 2)), np.zeros(5))
-    assert -5 < none.shifts[0] < 0
-    assert (none.temperatures[1], none.shifts[1]) == (1, 0)
-    # Confidences that say nothing have the mean of all, whatever their logits.
-    same = calibration.fit_platt(np.full((99, 1), 3.0), np.repeat([0, 1], [66, 33]))
-    chance = 1 / (1 + np.exp(-3.0 / same.temperatures - same.shifts))
-    np.testing.assert_allclose(chance, 1 / 3, atol=0.01)
-
-
-def test_errors_of_calibration_and_rankings_by_hand(rng):
-    chances, kept = np.array([0.1, 0.1, 0.9, 1.0]), np.array([0, 1, 1, 1])
-    error = calibration.calibration_error(chances, kept, bins=2)
-    assert error == pytest.approx((2 * 0.4 + 2 * 0.05) / 4)
-    scores, kept = rng.integers(0, 9, 60), rng.random(60) < 0.4
-    gaps = scores[kept][:, None] - scores[~kept]
-    expected = np.mean((gaps > 0) + 0.5 * (gaps == 0))
-    assert calibration.roc_auc(scores, kept) == pytest.approx(expected)
-    assert calibration.roc_auc(scores, np.ones(60)) is None
-
-
 @pytest.mark.parametrize(
     ("logits", "accepted", "reason"),
     [

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from spec_jax import compilation
-from spec_jax.engine import baseline, loop, round as round_lib
-from spec_jax.model import row_model
+from spec_jax.engine import loop
 from spec_jax.ops import dispatch
 
 
@@ -71,16 +70,6 @@ def test_a_cpu_has_none(monkeypatch):
         assert lowered.compile().as_text() == plain.compile().as_text()
 
 
-@pytest.mark.parametrize(
-    "function",
-    [baseline.generate, baseline.replay, round_lib.generate, row_model._prefill],
-    ids=lambda function: function.__qualname__,
-)
-def test_exact_programs_are_compiled_so(function):
-    """Fails if one of them is a plain `jax.jit`."""
-    assert isinstance(function, compilation.Jitted)
-
-
 FLAG = "--xla_gpu_enable_command_buffer"
 
 
@@ -89,20 +78,13 @@ FLAG = "--xla_gpu_enable_command_buffer"
     [
         ("", ""),
         ("--xla_gpu_graph_min_graph_size=1", ""),
-        (f"{FLAG}=", ""),
         (f"{FLAG}=+WHILE", "WHILE"),
         (f"--a=b {FLAG}=+CONDITIONAL,+WHILE --c", "WHILE and CONDITIONAL"),
-        (f"{FLAG}=+conditional", "CONDITIONAL"),
         (f"{FLAG}=FUSION,CUBLAS,WHILE", "WHILE"),
-        (f"{FLAG}='FUSION,CONDITIONAL'", "CONDITIONAL"),
         (f"{FLAG}=FUSION,CUBLAS", ""),
-        (f"{FLAG}=-WHILE,-CONDITIONAL", ""),
         (f"{FLAG}=+WHILE,+CONDITIONAL {FLAG}=-WHILE", "CONDITIONAL"),
-        (f"{FLAG}=WHILE {FLAG}=+FUSION", "WHILE"),
         (f"{FLAG}=+WHILE {FLAG}=FUSION", ""),
-        (f"{FLAG}=FUSION {FLAG}=+WHILE", "WHILE"),
         (f"{FLAG}=+WHILE {FLAG}=", ""),
-        (f"{FLAG}s=+WHILE", ""),
     ],
 )
 @pytest.mark.parametrize("is_file", [False, True])

@@ -102,12 +102,3 @@ def test_what_is_measured_are_times(cycle):
     assert (np.diff(adapted.costs.round_s) >= 0).all()
     assert adapted.scheduler.speculator.gamma_policy.empty_is_free
     assert run.costs is None and run.scheduler.speculator.gamma_policy is None
-
-
-def test_times_between_and_beyond_what_was_drafted():
-    """Along lines; a draft that was never made takes a step."""
-    seconds = np.array([2.0, 3.0, 5.0])
-    found = default_gamma._by_drafts(np.array([0.0, 1.0, 2.0]), seconds, 4)
-    np.testing.assert_allclose(found, [2, 3, 5, 6.5, 8])
-    found = default_gamma._by_drafts(np.zeros(3), np.full(3, 2.0), 3)
-    np.testing.assert_allclose(found, [2, 4, 6, 8])

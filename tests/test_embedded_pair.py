@@ -2,18 +2,13 @@
 
 import json
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import spec_jax as sj
 from experiments import spec_round
-from experiments.lib import prompt_files
 from spec_jax import loading
 from spec_jax.drafters import registry
 from spec_jax.model import config as config_lib, hub, tokenizer
-from spec_jax.training import block, eagle3, targets
 
 
 def test_the_default_run_matches_and_the_draft_is_of_use(tmp_path):
@@ -61,66 +56,6 @@ def test_a_shipped_head_has_a_card_and_is_of_use(name, tmp_path):
     assert summary["acceptance_rate"] > 0.2
 
 
-def accepted(lm, texts, **shifted):
-    """Drafts that are kept in a round; as `measured`."""
-    tokens, rounds = measured(lm, texts, steps=4, **shifted)["accepted_length"]
-    return float(tokens / rounds) - 1
-
-
-def measured(lm, texts, *, steps, layers=0, positions=0):
-    """What a training measures, of features from other layers or positions."""
-    head = lm.drafter.head
-    taps = tuple(tap + layers for tap in head.taps)
-    online = targets.Online(
-        texts=texts, params=lm.params, config=lm.target.config, taps=taps
-    )
-    rows = np.arange(len(texts))
-    batch = online[rows]
-    batch["features"] = np.roll(batch["features"], positions, axis=1)
-    if not hasattr(head, "has_head_norms"):
-        batch = block.anchors_of(head, seed=0, hot=None)(batch, rows, None)
-    batch = jax.tree.map(jnp.asarray, batch)
-    params = lm.drafter_params
-    teacher = targets.teacher_of(lm.params, params.hot)
-    if hasattr(head, "has_head_norms"):
-        return eagle3.measure(head, params, batch, teacher, steps=steps)
-    return block.measure(head, params, batch, teacher)
-
-
-def texts_of(lm, prompts):
-    """What a target writes behind prompts."""
-    written = sj.decode(lm, prompts, max_tokens=48, ignore_eos=True)
-    tokens = np.array([one.tokens for one in written], np.int32)
-    return targets.Texts(tokens=tokens, mask=np.ones(tokens.shape, bool))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", loading.shipped_heads())
-def test_the_held_out_measure_is_that_of_rounds(name):
-    """Fails if what a training calls the accepted length is another measure than that
-    of decoding: a mean over all positions, or of drafts after the end. Where sums round
-    another way than the rows of decoding, single rounds may differ."""
-    lm = sj.load(drafter=name)
-    prompts = [
-        one.messages[0]["content"]
-        for one in prompt_files.parse("6", default_file=prompt_files.BUNDLED)
-    ]
-    drafts = 7
-    written = [
-        sj.generate(lm, x, max_tokens=32, gamma=drafts, stop=()) for x in prompts
-    ]
-    size = max(len(x.prompt_tokens) for x in written) + 32
-    tokens, mask = np.zeros((6, size), np.int32), np.zeros((6, size), bool)
-    for row, one in enumerate(written):
-        text = [*one.prompt_tokens, *one.tokens]
-        tokens[row, : len(text)] = text
-        mask[row, len(one.prompt_tokens) - 1 : len(text) - 1] = True
-    texts = targets.Texts(tokens=tokens, mask=mask)
-    found = np.asarray(measured(lm, texts, steps=drafts)["accepted_length"])
-    live = np.sum([[32, x.metrics["rounds"]] for x in written], axis=0)
-    assert found[0] == live[0] and abs(found[1] - live[1]) <= 2, (found, live)
-
-
 SMOLLM2 = hub.cache() / hub.FETCHED["smollm2"]
 fetched = pytest.mark.skipif(
     not SMOLLM2.is_file(), reason="python experiments/fetch_model.py smollm2"
@@ -146,17 +81,3 @@ def test_the_real_model_answers_with_its_head():
         out.tokens for out in sj.decode(lm, chats, max_tokens=48)
     ]
     assert min(out.metrics["acceptance_rate"] for out in outs) > 0.1
-
-
-@pytest.mark.slow
-@fetched
-def test_the_shipped_eagle3_drafts_less_from_shifted_features():
-    """Alarms: a layer further on costs it something. It reads the feature beside each
-    token, and a neighbouring position halves what is accepted."""
-    lm = sj.load("smollm2", impl="xla")
-    chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
-    texts = texts_of(lm, chats)
-    right = accepted(lm, texts)
-    assert right > 0.5
-    assert accepted(lm, texts, layers=1) < right
-    assert max(accepted(lm, texts, positions=shift) for shift in (1, -1)) < right / 2

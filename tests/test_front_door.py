@@ -1,10 +1,7 @@
 """`import spec_jax as sj`: text, ids or messages in; text, origins and numbers out."""
 
 import dataclasses
-import json
 
-import decoding
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,10 +11,8 @@ import tokenizers
 import spec_jax as sj
 from experiments.lib import prompt_files, prompts
 from spec_jax import testing
-from spec_jax.drafters import ngram
 from spec_jax.engine import round as round_lib
 from spec_jax.gamma import goodput, threshold
-from spec_jax.model import params as params_lib
 
 
 TEXT = "añ日🙂"
@@ -67,15 +62,6 @@ def test_prompts_of_any_kind(lm, kind):
         (listed,) = call(lm, [prompt], max_tokens=6)
         assert listed.tokens == expected.tokens
     assert expected.text == lm.tokenizer.decode(expected.tokens)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("prompt, max_tokens", [([7], 1), ([7, 8], 1)])
-def test_the_shortest_texts(lm, prompt, max_tokens):
-    """Fails if a capacity of two or three positions cannot be rounded up."""
-    expected = sj.decode(lm, prompt, max_tokens=max_tokens)
-    assert sj.generate(lm, prompt, max_tokens=max_tokens).tokens == expected.tokens
-    assert len(expected.tokens) == max_tokens
 
 
 def test_messages_go_through_the_chat_template(lm):
@@ -234,15 +220,6 @@ def test_streamed_pieces_are_whole_characters(cycle, max_tokens, gamma):
         assert sj.Origin.ACCEPTED in out.origins
 
 
-def test_a_stream_that_samples_and_stops(lm):
-    """What `generate` writes, with the same settings."""
-    settings = {"max_tokens": 30, "sampling": sj.Sampling(seed=3), "stop": [5]}
-    out = sj.generate(lm, PROMPTS[0], **settings)
-    pieces = list(sj.stream(lm, PROMPTS[0], **settings))
-    assert "".join(piece.text for piece in pieces) == out.text
-    assert [token for piece in pieces for token in piece.tokens] == out.tokens
-
-
 def test_gamma_is_a_number_or_a_policy(lm):
     """And the text the same; a policy's first state is its own, or is asked for."""
     expected = sj.decode(lm, PROMPTS[0], max_tokens=12).tokens
@@ -257,17 +234,6 @@ def test_gamma_is_a_number_or_a_policy(lm):
         sj.generate(lm, PROMPTS[0], gamma=times)
 
 
-@pytest.mark.slow
-def test_other_rules_keep_the_distribution_alone(lm):
-    """At temperature 0 that is the text; and they cannot be compared with it."""
-    expected = sj.decode(lm, PROMPTS[0], max_tokens=12)
-    out = sj.generate(lm, PROMPTS[0], max_tokens=12, rule="block")
-    assert out.tokens == expected.tokens and out.provenance["rule"] == "block"
-    for rule in ("rejection", "block"):
-        with pytest.raises(ValueError, match=f"{rule=} keeps the distribution, not th"):
-            sj.check_lossless(lm, PROMPTS[0], rule=rule)
-
-
 def test_a_model_without_a_tokenizer_takes_ids(lm):
     """And gives none but ids back."""
     bare = dataclasses.replace(lm, tokenizer=None)
@@ -280,42 +246,6 @@ def test_a_model_without_a_tokenizer_takes_ids(lm):
         ValueError, match="stream yields text, and the model has no tok"
     ):
         sj.stream(bare, ids)
-
-
-def test_check_lossless_is_a_table(lm):
-    """One line a prompt, together in slots; true where all is equal."""
-    report = sj.check_lossless(lm, PROMPTS, max_tokens=8, num_slots=2, gamma=3)
-    assert report and [one.tokens for one in report.comparisons] == [8, 8, 8]
-    head, *lines = str(report).splitlines()
-    assert head.split() == [
-        *("prompt", "tokens", "rounds"),
-        *("tokens", "log_probs", "logits", "kv"),
-    ]
-    assert [line.split()[:2] for line in lines] == [["0", "8"], ["1", "8"], ["2", "8"]]
-    assert all(line.split()[3:] == ["equal"] * 4 for line in lines)
-
-
-def test_a_vocabulary_below_what_is_recorded():
-    """Fails if the recorder asks for more of the highest logits than there are."""
-    config = decoding.make_config(vocab_size=3)
-    model = dataclasses.replace(decoding.quickest(), config=config)
-    params = params_lib.init(jax.random.key(0), config, stddev=0.3)
-    bare = sj.LanguageModel(
-        target=model,
-        params=params_lib.prepare(params, model.impl),
-        drafter=ngram.PromptLookup(gamma_max=2),
-        drafter_params=None,
-        tokenizer=None,
-    )
-    assert sj.check_lossless(bare, [0, 1, 2, 0, 1], max_tokens=6)
-
-
-@pytest.mark.slow
-def test_without_jit_the_tokens_are_the_same(lm):
-    """Fails if what a compiled program is given of NumPy's ends a plain call."""
-    expected = sj.generate(lm, PROMPTS[0], max_tokens=2).tokens
-    with jax.disable_jit():
-        assert sj.generate(lm, PROMPTS[0], max_tokens=2).tokens == expected
 
 
 def _flip(array, *at):
@@ -352,46 +282,6 @@ def test_a_planted_fault_makes_check_lossless_false(lm, what, monkeypatch):
     lines = str(report).splitlines()
     assert "differ" not in lines[1] and lines[2].count("differ") == 1
     assert len(lines) == 4 and lines[3].strip().startswith(f"{what} from position")
-
-
-def test_models_and_drafters_that_do_not_fit_are_refused(lm, tmp_path):
-    """Unknown names list what there is; a draft model is asked for where one is."""
-    folder = lm.tokenizer.path.parent
-    with pytest.raises(
-        ValueError, match="'medusa' is not one of draft-model, ngram, s"
-    ):
-        sj.load(folder, drafter="medusa")
-    with pytest.raises(
-        ValueError, match="needs a draft model, and none is given: name"
-    ):
-        sj.load(folder, drafter="draft-model")
-    with pytest.raises(ValueError, match="no such file"):
-        sj.load(tmp_path / "nowhere", drafter="ngram")
-    with pytest.raises(ValueError, match="impl='magic' is not one of"):
-        sj.load(folder, drafter="ngram", impl="magic")
-    wide = ngram.PromptLookup(gamma_max=9)
-    with pytest.raises(ValueError, match="gamma_max=9 needs 10 rows a window"):
-        lm.with_drafter(wide)
-    short = sj.load(folder, drafter=ngram.PromptLookup(gamma_max=2))
-    assert short.gamma_max == 2
-
-
-@pytest.mark.parametrize("kind", ["draft-model", "eagle3"])
-def test_drafters_of_few_positions(tmp_path, kind):
-    """Fails if positions that a drafter lacks are told of as a page's size, or are not
-    told of; none of them is where drafts end within them."""
-    target, draft = tiny_pair.write(tmp_path)
-    if kind == "eagle3":
-        draft = tiny_pair.write_head(tmp_path / "head", target)
-    path = draft / "config.json"
-    stated = json.loads(path.read_text()) | {"max_position_embeddings": 12}
-    path.write_text(json.dumps(stated))
-    lm = sj.load(target, draft=draft, drafter=kind, gamma_max=2)
-    words = "has 12 positions .* drafts past them extrapolate, .* stays the target's"
-    with pytest.warns(UserWarning, match=words):
-        out = sj.generate(lm, PROMPTS[0], max_tokens=8)
-    assert out.tokens == sj.decode(lm, PROMPTS[0], max_tokens=8).tokens
-    sj.generate(lm, PROMPTS[0], max_tokens=3)
 
 
 def test_what_the_package_lists_is_there():

@@ -97,17 +97,6 @@ def test_catching_up_is_paid_for(catch_up_s):
         assert losses(made, free, texts, costs).max() > made.bound
 
 
-def test_probes_are_as_rare_as_they_are_dear():
-    """By costs and bound alone: `lost[1] / (bound / 2)` rounds apart, in the end."""
-    texts = jnp.zeros((1, NUM_TOKENS, GAMMA_MAX), bool)
-    for draft in DRAFTS[1:]:
-        made, first = default_gamma.make(costs_of(draft))
-        drafted = np.asarray(simulate(made, first, texts).rounds_at)[-1, 0, 1:]
-        lost = np.arange(1, GAMMA_MAX + 1) * (draft + ROW)
-        paid = made.credit + made.bound / 2 * NUM_TOKENS
-        assert paid - 1.1 * lost[0] < drafted @ lost <= paid
-
-
 def test_a_budget_of_a_batch_is_shared():
     """By hand: tokens that were kept less what the round took, a slot."""
     costs = costs_lib.RoundCosts(round_s=(2.0, 2.5, 3.5), catch_up_s=0.2)
@@ -128,17 +117,6 @@ def test_a_budget_of_a_batch_is_shared():
     np.testing.assert_allclose(settled.balance, [made.credit + gain] * 3, rtol=1e-5)
     none = dict.fromkeys(numbers, jnp.int32(0))
     testing.assert_same_bits(made.settle(slots, asked=asked * 0, **none), slots)
-
-
-def test_a_text_does_not_lose_what_another_gained():
-    """And has nothing to catch up with; what was learnt stays."""
-    made, first = default_gamma.make(costs_of(0.2))
-    rich = first.replace(balance=jnp.float32(3), num_behind=jnp.int32(9))
-    testing.assert_same_bits(policy.renewed(made, rich), first)
-    poor = first.replace(balance=jnp.float32(-1))
-    testing.assert_same_bits(policy.renewed(made, poor), poor)
-    ladder = object()  # A policy that changes nothing there.
-    assert policy.renewed(ladder, rich) is rich
 
 
 def test_costs_and_budgets_that_are_none_are_refused():

@@ -15,7 +15,6 @@ from gamma_cases import (
     simulate,
 )
 
-from spec_jax import testing
 from spec_jax.gamma import policy, simulation, theory
 
 
@@ -87,27 +86,6 @@ def test_adversarial_text_costs_what_the_docstrings_say(name):
 
 
 @ADAPTIVE
-def test_a_short_adversarial_text_is_not_much_slower_either(name):
-    """From the first state on, which knows nothing; 3 % from 128 tokens on."""
-    made, state = make(name)
-    text = np.zeros((NUM_TOKENS, GAMMA_MAX), bool)
-
-    def overhead(state, num_tokens):
-        run = simulate(made, simulation.begin(made, state), text, num_tokens)
-        return run.seconds(ROUND_S) / (num_tokens * ROUND_S[0]) - 1
-
-    assert overhead(state, 64) <= 0.035
-    assert all(overhead(state, n) <= 0.03 for n in (128, 256, 512, 1_024))
-    # A state that is handed on has no descent to pay for.
-    for num_tokens in range(300, 400, 9):
-        run = simulate(made, simulation.begin(made, state), text, num_tokens)
-        assert overhead(run.state, 64) <= 0.005
-    # Negative control: a start on the last rung.
-    if name == "threshold":
-        assert overhead(made.init(GAMMA_MAX), 64) > 0.1
-
-
-@ADAPTIVE
 def test_probing_every_round_breaks_the_bound(name):
     """Negative control of adversarial texts: the same check, the same costs."""
     adversarial = draw_text([0.0])
@@ -119,57 +97,6 @@ def test_probing_every_round_breaks_the_bound(name):
     found = measure(name, adversarial, probing=EVEN)
     until_off_s = 15 * (ROUND_S[4] - ROUND_S[0])
     assert 0.95 * share < found.overhead < share + until_off_s / found.fixed_s[0]
-
-
-@ADAPTIVE
-@pytest.mark.parametrize("probing", [policy.Probing(), EVEN])
-def test_catching_up_costs_a_share_whatever_the_interval(name, probing):
-    """A drafter takes in all that it sat out: rarer probes do not help, tall slabs do.
-
-    A draft step of 0.1 ms: two rows a step break the bound, eight do not.
-    """
-    adversarial = draw_text([0.0])
-    found = measure(name, adversarial, catch_up_s=1e-4 / 2, probing=probing)
-    assert found.overhead > 0.03
-    found = measure(name, adversarial, catch_up_s=1e-4 / 8, probing=probing)
-    assert found.overhead < 0.03
-    made, state = make(name, probing=probing)
-    run = simulate(made, simulation.begin(made, state), adversarial)
-    assert int(run.num_caught_up) + int(run.num_behind) == int(run.rounds_at[0])
-    assert int(run.num_behind) < probing.longest
-
-
-@ADAPTIVE
-def test_it_recovers_after_an_adversarial_stretch(name):
-    """At the largest gamma within `longest` rounds and 24, whenever the text turns."""
-    made, state = make(name)
-    climb = made.probing.longest + 24
-    for turn in (500, 1_000, 1_337, 5_000):
-        text = np.repeat(np.arange(NUM_TOKENS)[:, None] >= turn, GAMMA_MAX, axis=1)
-        run = simulate(made, simulation.begin(made, state), text, turn)
-        assert int(run.position) == turn
-        assert int(made.choose(run.state)) <= 1
-        run = simulate(made, run, text, climb)
-        assert int(made.choose(run.state)) == GAMMA_MAX
-
-    # Negative control: a policy that never probes stays where it is.
-    made, state = make(name, probing=policy.Probing(every=2**31 - 1, longest=2**31 - 1))
-    run = simulate(made, simulation.begin(made, state), text)
-    assert int(made.choose(run.state)) == 0
-
-
-@ADAPTIVE
-def test_it_recovers_from_most_first_probes_of_an_easy_text(name):
-    """A rejected probe delays it by `longest` rounds more: 2 in 20 at chance 0.9."""
-    made, state = make(name)
-    turn = NUM_TOKENS // 2
-    num_recovered = 0
-    for seed in range(20):
-        text = draw_text([0.0, 0.9], seed)
-        run = simulate(made, simulation.begin(made, state), text, turn)
-        run = simulate(made, run, text, made.probing.longest + 24)
-        num_recovered += int(made.choose(run.state)) >= 2
-    assert num_recovered >= 14
 
 
 def rounds_by_hand(text, gamma):
@@ -203,22 +130,3 @@ def test_simulated_rounds_are_those_of_theory(gamma):
     other = theory.tokens_by_gamma(conditional * 0.9)
     if gamma:
         assert NUM_TOKENS / num_rounds != pytest.approx(other[gamma], rel=0.03)
-
-
-@ADAPTIVE
-def test_a_few_rounds_at_a_time_give_the_same_bits(name):
-    """Also the same executable: chunks and texts are data."""
-    made, state = make(name)
-    text = draw_text([0.9, 0.2, 0.0, 0.6], seed=1)
-    whole = simulate(made, simulation.begin(made, state), text)
-    num_executables = simulation.simulate._cache_size()
-    run = simulation.begin(made, state)
-    for max_rounds in (0, 1, 7, 500, 1_001, NUM_TOKENS):
-        run = simulate(made, run, text, max_rounds)
-    testing.assert_same_bits(run, whole)
-    assert simulation.simulate._cache_size() == num_executables
-    # Negative control: a state that is made anew between two chunks.
-    half = simulate(made, simulation.begin(made, state), text, 1_500)
-    run = simulate(made, half.replace(state=state), text)
-    with pytest.raises(AssertionError):
-        testing.assert_same_bits(run, whole)

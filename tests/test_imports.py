@@ -157,14 +157,6 @@ def test_scripts_import_modules():
     assert style_violations(ROOT, "experiments") == []
 
 
-def test_the_rules_see_the_package():
-    """Fails if the walk finds no files, or misses the imports that there are."""
-    assert len(list((ROOT / "spec_jax").rglob("*.py"))) > 20
-    qwen3 = list(imports_of(ROOT / "spec_jax/model/qwen3.py", "model"))
-    reached = set().union(*(targets(module, names) for _, module, names in qwen3))
-    assert {"model", "ops", "paging"} <= reached
-
-
 def test_importing_the_package_is_cheap():
     """Fails if `import spec_jax` loads jax, for which a script's help would wait, or
     a package that lists its names loads them."""
@@ -206,34 +198,18 @@ def test_what_packages_list_is_there():
 
 
 PLANTED = {
-    "kernels know operations": ("native/bad.py", "from spec_jax.ops import rope"),
-    "ops know pages": ("ops/bad.py", "from spec_jax.paging import cache"),
-    "paging knows models": ("paging/bad.py", "import spec_jax.model.qwen3"),
-    "models know the engine": ("model/bad.py", "from spec_jax.engine import round"),
-    "models know drafters": ("model/bad.py", "from spec_jax.drafters import ngram"),
-    "rules know the engine": ("rules/bad.py", "from spec_jax.engine import round"),
-    "rules know models": ("rules/bad.py", "from spec_jax.model import qwen3"),
-    "gamma knows rules": ("gamma/bad.py", "from spec_jax.rules import acceptance"),
-    "rounds know pages": ("engine/round.py", "from spec_jax.paging import cache"),
-    "rounds know models": ("engine/round.py", "from spec_jax.model import qwen3"),
-    "outcomes know pages": (
-        "engine/verification.py",
+    "a layer below knows one above": (
+        "ops/bad.py",
         "from spec_jax.paging import cache",
     ),
-    "the engine knows drafters": (
-        "engine/bad.py",
-        "from spec_jax.drafters import ngram",
-    ),
+    "rules know the engine": ("rules/bad.py", "from spec_jax.engine import round"),
+    "rounds know pages": ("engine/round.py", "from spec_jax.paging import cache"),
+    "rounds know models": ("engine/round.py", "import spec_jax.model.qwen3"),
     "lookup knows models": ("drafters/ngram.py", "from spec_jax.model import qwen3"),
-    "drafters know tests": ("drafters/bad.py", "from spec_jax import testing"),
     "metrics know rules": (
         "analysis/metrics.py",
         "from spec_jax.rules import acceptance",
     ),
-    "testing knows debug": ("testing/bad.py", "from spec_jax.debug import recorder"),
-    "debug knows analysis": ("debug/bad.py", "from spec_jax.analysis import metrics"),
-    "loading knows generation": ("loading.py", "from spec_jax import generation"),
-    "generation knows lossless": ("generation.py", "from spec_jax import lossless"),
     "an import inside a function": (
         "ops/bad.py",
         "def f():\n    from spec_jax import loading\n    return loading",
@@ -242,7 +218,6 @@ PLANTED = {
     "tests": ("loading.py", "import tests"),
     "a module without a layer": ("helpers.py", "import jax"),
     "a relative import": ("ops/bad.py", "from . import rope"),
-    "a relative name": ("ops/bad.py", "from .rope import rope"),
     "a function by name": ("ops/bad.py", "from spec_jax.ops.rope import rope"),
     "a library's function by name": ("ops/bad.py", "from jax.numpy import einsum"),
 }

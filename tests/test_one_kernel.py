@@ -16,8 +16,8 @@ from spec_jax.engine import round as round_lib
 MARK = "inlineable"
 CASES = [
     (name, length)
-    for name in ("all sorts", "folds away", "nested")
-    for length in (1, 5, 64, 300)
+    for name in ("all sorts", "folds away")
+    for length in (1, 64, 300)
     # A large array that is returned depends on what it was.
     if name != "folds away" or length <= 64
 ]
@@ -42,12 +42,7 @@ def _folds_away(state, size, *, start):
     return (row * 0, count + never, flag & False, pages), row.shape[0] + size
 
 
-def _nested(state, size, *, start):
-    state, _ = compilation.one_kernel(_all_sorts)(state, size, start=start)
-    return compilation.one_kernel(_all_sorts)(state, size, start=start + 1)
-
-
-FUNCTIONS = {"all sorts": _all_sorts, "folds away": _folds_away, "nested": _nested}
+FUNCTIONS = {"all sorts": _all_sorts, "folds away": _folds_away}
 
 
 def _arguments(length):
@@ -101,26 +96,6 @@ def test_what_it_cannot_do_stays_as_it_is(function):
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert MARK in _compiled(_all_sorts, state, start).compile().as_text()
-
-
-def test_other_platforms_compile_what_they_did():
-    state, start = _arguments(9)
-    text = _compiled(_all_sorts, state, start, lowering_platforms=("cuda",)).as_text()
-    assert MARK not in text
-    assert MARK in _compiled(_all_sorts, state, start).as_text()
-
-
-def test_nothing_is_traced_outside_of_a_trace():
-    state, start = _arguments(9)
-    seen = []
-
-    def looks(state, size, *, start):
-        seen.append(isinstance(state[0], jax.core.Tracer))
-        return start
-
-    compilation.one_kernel(looks)(state, 2, start=start)
-    jax.jit(lambda s, x: compilation.one_kernel(looks)(s, 2, start=x))(state, start)
-    assert seen == [False, True]
 
 
 def _kernels_of_a_round(lm) -> list[str]:

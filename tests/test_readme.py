@@ -65,8 +65,3 @@ def test_a_fault_in_the_readme_is_caught(clause):
     assert drafter.count(old) == 1
     with pytest.raises(AssertionError, match=clause):
         run_blocks([drafter.replace(old, new), check])
-
-
-def test_a_section_that_is_not_there():
-    with pytest.raises(LookupError, match="0 sections are headed '## Nothing'"):
-        python_blocks("# A\n\n## B\n", "## Nothing")

@@ -9,7 +9,7 @@ import wrong_targets
 from decoding import Ask, Setting
 
 from spec_jax.debug import recorder
-from spec_jax.engine import baseline, protocols, rows, state as states
+from spec_jax.engine import baseline, state as states
 from spec_jax.testing import assert_same_bits, bits
 
 
@@ -119,41 +119,6 @@ def test_entries_are_of_the_logits(plain):
     assert (np.asarray(recording.fed)[: NUM_PROMPT - 1] == recorder.NONE).all()
 
 
-def verify_one(target, state, tokens, num_active):
-    """One window of one slot: the recording, and the logits."""
-    watched = recording_of(rows.SlotRows(model=target, num_slots=1))
-    window = protocols.Window(
-        tokens=jnp.asarray([tokens], jnp.int32),
-        start=state.slots.length - 1,
-        num_active=jnp.asarray([num_active], jnp.int32),
-    )
-    cache = watched.attach(state).cache
-    recording, verified = jax.jit(watched.verify)(decoding.TARGET_PARAMS, cache, window)
-    return recording, verified.logits
-
-
-def test_log_probs_and_hashes_are_those_of_one_forward():
-    target = decoding.quickest()
-    _, state = decoding.begin_scripted(jnp.zeros((97,), jnp.int32), target=target)
-    recording, logits = verify_one(target, state, [77, 5, 9], 2)
-    exact = np.asarray(logits, np.float64)[:2]
-    log_probs = exact - np.log(np.exp(exact).sum(axis=-1, keepdims=True))
-    at = slice(NUM_PROMPT - 1, NUM_PROMPT + 1)
-    np.testing.assert_allclose(
-        np.asarray(recording.log_prob)[0, at], log_probs.max(axis=-1), atol=1e-5
-    )
-    for row in (0, 1):
-        assert_same_bits(
-            recording.logits_hash[0, NUM_PROMPT - 1 + row],
-            recorder.hash_bits(logits[row]),
-        )
-    # The third row is padding: it is nowhere.
-    assert int(recording.fed[0, NUM_PROMPT + 1]) == recorder.NONE
-    assert int(recording.row[0, NUM_PROMPT]) == 1
-    assert recording.windows[0, NUM_PROMPT - 1].tolist() == [77, 5, -1, -1, -1]
-    assert recording.drafted[0, at].tolist() == [-1, 5]
-
-
 def test_drafts_and_windows_are_those_of_the_last_round(rounds):
     """Fails if a position keeps the draft of a round that did not decide it."""
     slots = decoding.slot_of(rounds[0])
@@ -167,31 +132,6 @@ def test_drafts_and_windows_are_those_of_the_last_round(rounds):
             assert (drafted[at] == token) == (origin == Origin.ACCEPTED)
         window = windows[at - 1 - row[at - 1]]
         assert window[row[at - 1]] == slots.tokens[at - 1]
-
-
-def test_a_round_without_room_records_nothing():
-    """A call that finds no page leaves every entry as it was."""
-    target = decoding.quickest()
-    _, state = decoding.begin_scripted(jnp.zeros((97,), jnp.int32), target=target)
-    kv = state.cache.replace(num_free=jnp.int32(0))
-    state = state.replace(cache=kv)
-    recording, _ = verify_one(target, state, [1] * WINDOW, WINDOW)
-    assert int(recording.fed[0, NUM_PROMPT - 1]) != recorder.NONE  # There was room.
-    longer = jnp.full_like(state.slots.length, 2 * decoding.PAGE_SIZE + 1)
-    state = state.replace(slots=state.slots.replace(length=longer))
-    state = state.replace(cache=kv.replace(length=longer - 1))
-    before = recording_of(rows.SlotRows(model=target, num_slots=1)).attach(state).cache
-    after, _ = verify_one(target, state, [1], 1)
-    assert bool(after.cache.out_of_pages[0])
-    assert_same_bits(after.replace(cache=None), before.replace(cache=None))
-
-
-def test_several_calls_record_as_one():
-    """Fails if an entry is lost when the loop is left and entered again."""
-    (state, one), (again, other) = (
-        run_plain(decoding.quickest(), calls=calls) for calls in (1, 4)
-    )
-    assert_same_bits(decided(other, again.length), decided(one, state.length))
 
 
 def test_the_hash_sees_every_bit(rng):
@@ -216,16 +156,6 @@ def test_the_hash_sees_every_bit(rng):
     assert len(np.unique(np.asarray(hashes(flipped.view(np.float32))), axis=0)) == 2048
 
 
-def test_the_hash_tells_nans_and_zeros_apart():
-    """Fails if values and not bits are hashed."""
-    nan = np.array([0x7FC00000, 0x7FC00001, 0xFFC00000], np.uint32).view(np.float32)
-    zeros = np.array([0.0, -0.0], np.float32)
-    hashes = [
-        tuple(np.asarray(recorder.hash_bits(jnp.asarray([x])))) for x in (*nan, *zeros)
-    ]
-    assert len(set(hashes)) == 5
-
-
 def test_one_ulp_in_one_row_is_recorded():
     """Negative control: the hash differs where such a row decided, and only there."""
     target = decoding.quickest()
@@ -236,23 +166,3 @@ def test_one_ulp_in_one_row_is_recorded():
     differs = np.asarray(entries.logits_hash != right.logits_hash)[0].any(axis=-1)
     assert np.array_equal(differs[at], np.asarray(entries.row)[0, at] >= 1)
     assert differs[at].any() and not differs[at].all()
-
-
-@pytest.mark.parametrize("name", ["window", "top"])
-def test_sizes_below_one_are_refused(name):
-    sizes = {"window": 5, "top": 5} | {name: 0}
-    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
-        recorder.Recorder(target=decoding.TARGET, **sizes)
-
-
-def test_a_window_that_does_not_fit_is_refused():
-    slots = rows.SlotRows(model=decoding.TARGET, num_slots=1)
-    watched = recorder.Recorder(target=slots, window=2)
-    _, state = decoding.begin_scripted(jnp.zeros((97,), jnp.int32))
-    window = protocols.Window(
-        tokens=jnp.zeros((1, 3), jnp.int32),
-        start=state.slots.length - 1,
-        num_active=jnp.full((1,), 3, jnp.int32),
-    )
-    with pytest.raises(ValueError, match="3 columns do not fit a recorder of window=2"):
-        watched.verify(decoding.TARGET_PARAMS, watched.attach(state).cache, window)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import testing
 from spec_jax.gamma import confidence, schedule as schedule_lib
 from spec_jax.rules import rule as rule_lib
 
@@ -133,16 +132,6 @@ def test_times_that_were_not_measured_so_are_refused(step_s, reason):
     schedule_lib.times([1.0, 1.0, 1.5])  # Negative control.
 
 
-def test_a_profile_of_too_few_rows_is_refused():
-    with pytest.raises(ValueError, match="up to 14 rows, and 3 slots of 4 drafts"):
-        run(np.ones((B, W)), [W] * B, [True] * B, stops_early=True, step_s=STEP_S[:-1])
-    made = schedule_lib.Schedule(gamma_max=W)
-    state = made.init(STEP_S)
-    made.check(state, num_slots=3, rule=rule_lib.coupled)
-    with pytest.raises(ValueError, match="1 .. 15 rows, and 4 slots of 4 drafts .* 20"):
-        made.check(state, num_slots=4, rule=rule_lib.coupled)
-
-
 @pytest.mark.parametrize("rule", [rule_lib.rejection, rule_lib.block], ids=repr)
 def test_the_global_maximum_is_refused_where_it_would_bias(rule):
     state = schedule_lib.Schedule(gamma_max=W).init(STEP_S)
@@ -150,18 +139,6 @@ def test_the_global_maximum_is_refused_where_it_would_bias(rule):
         schedule_lib.Schedule(gamma_max=W).check(state, num_slots=1, rule=rule)
     stops = schedule_lib.Schedule(gamma_max=W, stops_early=True)
     stops.check(state, num_slots=1, rule=rule)
-
-
-@pytest.mark.parametrize("bad", [[1.0] * 3, [1.0, 1.0, 1.0, 0.0], [np.nan] * 4])
-def test_temperatures_that_are_none_are_refused(bad):
-    made = schedule_lib.Schedule(gamma_max=W)
-    with pytest.raises(ValueError, match="temperatures=.*one for each draft"):
-        made.init(STEP_S, temperatures=bad)
-    made.init(STEP_S, shifts=[-1.0, 0.0, 1.0, 2.0])  # Negative control.
-    with pytest.raises(ValueError, match="shifts=.*one for each draft"):
-        made.init(STEP_S, shifts=[0.0, np.inf, 0.0, 0.0])
-    with pytest.raises(ValueError, match="gamma_max=0"):
-        schedule_lib.Schedule(gamma_max=0)
 
 
 DRAFT_S = 0.25
@@ -227,15 +204,6 @@ def lost_tokens():
     return B * (STEP_S[2 * B] + DRAFT_S) / STEP_S[B] - B
 
 
-def test_a_round_without_slots_books_nothing():
-    state = jax.tree.map(
-        lambda leaf: jnp.stack([leaf] * B), ACCOUNT.init(STEP_S, draft_s=DRAFT_S)
-    )
-    none = dict.fromkeys(("num_active", "num_verified", "num_accepted"), jnp.int32(0))
-    found = ACCOUNT.settle(state, asked=jnp.int32(0), **none)
-    testing.assert_same_bits(found.balance, state.balance)
-
-
 def test_drafting_is_weighed_once_it_is_paid():
     """What it took makes more drafts worth a row: they share it."""
     chances = [[0.75, 0.4, 0.2, 0.1], [0.0] * 4, [0.0] * 4]
@@ -253,14 +221,3 @@ def test_drafting_is_weighed_once_it_is_paid():
         for draft_s in (0.0, 1.0, 10.0)
     ]
     assert counts == [1, 2, 4]
-
-
-@pytest.mark.parametrize(
-    "bad", [{"credit": 0.0}, {"savings": -1.0}, {"allowance": 0.0}, {"allowance": 2.0}]
-)
-def test_accounts_that_are_none_are_refused(bad):
-    with pytest.raises(ValueError, match="drafting would never be tried"):
-        schedule_lib.Schedule(gamma_max=W, **bad)
-    for draft_s in (-1.0, np.nan, np.inf):
-        with pytest.raises(ValueError, match="draft_s=.* finite and not below 0"):
-            ACCOUNT.init(STEP_S, draft_s=draft_s)

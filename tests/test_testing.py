@@ -1,6 +1,5 @@
 """The comparison of bits, on which every exactness test rests, is itself exact."""
 
-import hypothesis
 import numpy as np
 import pytest
 
@@ -43,10 +42,3 @@ def test_other_kinds_of_arrays_are_told():
         testing.assert_same_bits(arrays(1), arrays(1, "float64"))
     with pytest.raises(AssertionError, match=r"\(2,\) .* against \(3,\)"):
         testing.assert_same_bits(arrays(1), {"a": [np.ones(3, np.float32)]})
-
-
-def test_no_example_has_a_deadline():
-    """Fails if an example could fail because the machine is busy with others."""
-    settings = hypothesis.settings()
-    assert settings.deadline is None
-    assert hypothesis.HealthCheck.too_slow in settings.suppress_health_check

@@ -13,12 +13,10 @@ import test_eagle3 as eagle
 from spec_jax.drafters import each
 from spec_jax.model import block_draft, sequence
 from spec_jax.rules import sampling as sampling_lib
-from spec_jax.training import block, loop, targets
+from spec_jax.training import block, targets
 
 
-GATED = dataclasses.replace(blocks.DSPARK, head="gated")
-HEADS = blocks.HEADS | {"gated": GATED}
-PARAMS = blocks.PARAMS | {"gated": blocks.params_of(GATED)}
+HEADS, PARAMS = blocks.HEADS, blocks.PARAMS
 LENGTHS = (1, 4, 7)  # One token has no context.
 
 
@@ -254,13 +252,6 @@ def test_what_a_term_trains():
     assert not moves(confidence.markov.out)
     nothing = gradients(batch | {"weights": 0 * batch["weights"]})
     assert not any(map(moves, jax.tree.leaves(nothing)))
-
-
-def test_tables_of_vocabularies_and_rows_are_not_orthogonalised():
-    labels = loop.labels(inputs_of("rnn")[0])
-    tables = labels.markov.embed, labels.markov.out, labels.confidence
-    assert {*tables, labels.final_norm, labels.markov.mix_bias} == {"adam"}
-    assert {labels.fc, labels.layers[0].kv, labels.markov.mix} == {"muon"}
 
 
 def test_anchors_are_of_the_seed_the_step_and_the_sequence():

@@ -16,8 +16,8 @@ from spec_jax.drafters import (
     each,
     tree_shapes,
 )
+from spec_jax.engine import rows as rows_lib
 from spec_jax.model import prompt as prompt_lib
-from spec_jax.testing import bench
 
 
 SLOTS = pytest.mark.parametrize(
@@ -26,22 +26,10 @@ SLOTS = pytest.mark.parametrize(
 BENCH = decoding.quickest_bench(GAMMA_MAX)
 NEARLY = decoding.NEARLY_TARGET
 
-WARM = (("temperature", 1.5), ("top_k", 40))
-
 
 def as_drafter(**changes) -> draft_model.DraftModel:
     """The target's model as a draft model, in slabs of two rows."""
     return decoding.draft_drafter(impl=SMALL.target.impl, **changes)
-
-
-@pytest.mark.parametrize(
-    "kind", ["paged", pytest.param("static", marks=pytest.mark.slow)]
-)
-def test_a_draft_model_keeps_the_contract(kind):
-    model = dataclasses.replace(BENCH.target, slab=2, cache=kind)
-    drafter = draft_model.DraftModel(model=model, gamma_max=GAMMA_MAX)
-    params = decoding.perturbed(BENCH.params, 0.02)
-    assert testing.check_drafter(drafter, params, BENCH) == tuple(testing.CLAUSES)
 
 
 class Hoarder(draft_slots.SlotDraftModel):
@@ -131,48 +119,6 @@ def test_the_target_as_its_own_draft_is_always_right(num_slots):
         decoding.assert_as_decoded(SMALL, state, asks)
         slots = jax.device_get(state.slots)
         assert (slots.num_accepted == slots.num_proposed).all()
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("draws", draft_model.DRAWS)
-def test_how_drafts_are_drawn(draws):
-    """The stream does not depend on it; the target's noise makes more of them right.
-
-    Close distributions and the same noise: mostly the same token. Without a seed of
-    its own to disagree: `sampling` is the slot's.
-    """
-    rates = {}
-    for kind in {draws, "coupled"}:
-        asks = [
-            Ask(max_tokens=60, sampling=(*WARM, ("seed", seed))) for seed in (1, 2, 3)
-        ]
-        scheduler = scheduler_of(NEARLY, num_slots=3, drafter=as_drafter(draws=kind))
-        state = decoding.admit(scheduler, [ask.request() for ask in asks])
-        state = decoding.generate(scheduler, state)
-        decoding.assert_as_decoded(SMALL, state, asks)
-        slots = jax.device_get(state.slots)
-        rates[kind] = slots.num_accepted.sum() / slots.num_proposed.sum()
-        # At temperature 0 all draws are the highest.
-        cold = [Ask(sampling=decoding.COLD)]
-        state = decoding.admit(scheduler, [cold[0].request()] * 3)
-        state = decoding.generate(scheduler, state)
-        rates[f"{kind}, cold"] = int(state.slots.num_accepted[0])
-    assert rates[f"{draws}, cold"] == rates["coupled, cold"]
-    if draws != "coupled":
-        assert rates["coupled"] > rates[draws] + 0.1, rates
-
-
-def test_what_each_rule_draws():
-    """Fails if a rule by uniforms takes coupled drafts, of unknown probabilities."""
-    drafter = as_drafter()
-    for rule, draws in (
-        ("coupled", "coupled"),
-        ("rejection", "independent"),
-        ("block", "independent"),
-    ):
-        assert each.lift(drafter, 2, rule=rule).drafter.draws == draws
-    chosen = as_drafter(draws="greedy")
-    assert each.lift(chosen, 2, rule="block").drafter.draws == "greedy"
 
 
 # Proposals of four slots, one call at a time.
@@ -277,7 +223,7 @@ def behind(slots, memory):
 
 
 def test_catching_up_in_taller_slabs_drafts_the_same():
-    """What is drafted, and the K/V, do not depend on it; `engine/test_drift.py` counts
+    """What is drafted, and the K/V, do not depend on it; the next test counts
     the forwards."""
     decoding.needs("native")
     slow, memory, tokens = begin()
@@ -292,87 +238,30 @@ def test_catching_up_in_taller_slabs_drafts_the_same():
         )
 
 
-@pytest.mark.slow
-@SLOTS
-def test_a_draft_ends_where_the_model_is_not_confident(num_slots):
-    """Prefixes of the whole drafts, none at a probability that is never reached; at
-    any number of slots, and no token of the output changes."""
-    counts = {}
-    for threshold in (0.0, 0.5, 1.0):
-        drafter = as_drafter(min_confidence=threshold)
-        scheduler = scheduler_of(NEARLY, num_slots=num_slots, drafter=drafter)
-        asks = [Ask(max_tokens=30), MIXED[6], MIXED[5]][:num_slots]
-        asks = [dataclasses.replace(ask, sampling=()) for ask in asks]
-        state = decoding.admit(scheduler, [ask.request() for ask in asks])
-        state = decoding.generate(scheduler, state)
-        decoding.assert_as_decoded(SMALL, state, asks)
-        counts[threshold] = jax.device_get(state.slots).num_proposed
-    assert (0 < counts[0.5][0]) and (counts[0.5] < counts[0.0]).all()
-    assert not counts[1.0].any()
-    slots, memory, tokens = begin()
-    sure = each.lift(as_drafter(min_confidence=0.15), 4)
-    whole = propose(slots, memory, tokens, [4] * 4)[1]
-    some = propose(sure, begin()[1], tokens, [4] * 4)[1]
-    lengths = some.num_drafted.tolist()
-    assert len(set(lengths)) > 1, lengths
-    for slot, count in enumerate(lengths):
-        found, expected = some.tokens[slot, :count], whole.tokens[slot, :count]
-        np.testing.assert_array_equal(found, expected)
+def test_catch_up_rows_count_in_slots(monkeypatch):
+    """Fails if slots catch up two rows a forward, whatever is set."""
+    slots = each.lift(as_drafter(catch_up_rows=40), 3)
+    memory, widths = slots.init(capacity=96, page_size=8), []
+    forward, chains = rows_lib.SlotRows._run, rows_lib.SlotRows.run_chains
 
+    def note(tokens, num_rows):
+        one = lambda most: widths.append((tokens.shape[1], int(most)))
+        jax.debug.callback(one, num_rows.max(), ordered=True)
 
-@pytest.mark.parametrize("catch_up_rows", [0, 8])
-def test_a_cache_that_was_full_drafts_again(catch_up_rows):
-    """Fails if a round without room is remembered, or takes up room that is there."""
-    slots = each.lift(as_drafter(catch_up_rows=catch_up_rows), 1)
-    sizes, asked = {"capacity": 16, "page_size": 8}, jnp.ones((1,), bool)
-    text = [7, 3, 90, 41, 5, 66, 23, 8, 14, 2, 77, 9, 31, 60, 12, 4, 88, 19, 50, 6]
-    tokens = jnp.zeros((1, 41), jnp.int32).at[0, :20].set(jnp.asarray(text))
+    def counted(self, params, kv, window, **asked):
+        note(window.tokens, window.num_active)
+        return forward(self, params, kv, window, **asked)
 
-    def drafts_after(memory, length):
-        """The drafts, none of which is committed, and the memory without them."""
-        n = jnp.array([length], jnp.int32)
-        memory = slots.commit(NEARLY, memory, n, asked=asked)
-        memory, proposal = propose(slots, memory, tokens, [4], length=n)
-        drafts = proposal.tokens[0, : int(proposal.num_drafted[0])].tolist()
-        return slots.commit(NEARLY, memory, n, asked=asked), drafts
+    def counted_chains(self, params, kv, *, tokens, pending, **asked):
+        note(tokens, pending)
+        return chains(self, params, kv, tokens=tokens, pending=pending, **asked)
 
-    def prefilled(length):
-        return slots.prefill(NEARLY, slots.init(**sizes), text[:length], slot=0)
-
-    memory = prefilled(14)
-    # The last draft needs no room: 16 positions hold what the 17th token follows.
-    for length, count in ((14, 3), (17, 0), (20, 0), (16, 1), (10, 4), (5, 4)):
-        memory, drafts = drafts_after(memory, length)
-        assert len(drafts) == count, length
-        fresh = drafts_after(prefilled(length), length)[1] if length <= 16 else []
-        assert drafts == fresh
-    # A pool that others emptied, and gave back.
-    memory = slots.commit(NEARLY, memory, jnp.array([2]), asked=asked)
-    free = {"num_free": memory.num_free, "free_pages": memory.free_pages}
-    free = jax.tree.map(jnp.array, free)
-    memory, drafts = drafts_after(memory.replace(num_free=jnp.int32(0)), 14)
-    assert drafts == []
-    _, drafts = drafts_after(memory.replace(**free), 14)
-    assert drafts == drafts_after(prefilled(14), 14)[1]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"min_confidence": 1.5}, "min_confidence=1.5 is no probability"),
-        ({"min_confidence": float("nan")}, "min_confidence=nan is no probability"),
-        ({"catch_up_rows": -1}, "catch_up_rows=-1 must not be negative"),
-        ({"draws": "lowest"}, "draws='lowest' is not one of greedy"),
-    ],
-)
-def test_bad_fields_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        as_drafter(**changes)
-
-
-def test_the_pool_of_a_draft_model_is_not_copied():
-    """Fails if the loop of a proposal hands the pool through a copy."""
-    slots = each.lift(as_drafter(catch_up_rows=8), 3)
-    memory = slots.init(capacity=8 * 1024, page_size=8)
-    decoding.assert_proposes_in_place(slots, NEARLY, memory, memory)
-    assert bench.TINY.vocab_size == slots.vocab_size
+    monkeypatch.setattr(rows_lib.SlotRows, "_run", counted)
+    monkeypatch.setattr(rows_lib.SlotRows, "run_chains", counted_chains)
+    tokens = jnp.arange(3 * 97, dtype=jnp.int32).reshape(3, 97) % 96
+    asked = {"length": jnp.full(3, 60, jnp.int32), "gamma": jnp.ones(3, jnp.int32)}
+    run = jax.jit(lambda *arguments: slots.propose(*arguments[:2], **arguments[2]))
+    run(SMALL.weights, memory, {"tokens": tokens, "sampling": None, **asked})
+    jax.effects_barrier()
+    # Of 60 tokens, 40 and 19 rows; the last is the one that drafts.
+    assert widths == [(40, 40), (40, 19), (2, 1)]

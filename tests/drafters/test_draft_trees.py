@@ -1,20 +1,18 @@
 """Trees of draft models: what children are drawn from, and which rows are kept."""
 
-import dataclasses
-
 import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import MIXED, PROMPT, SMALL
-from test_draft_model import NEARLY, as_drafter, scheduler_of
+from decoding import PROMPT, SMALL
+from test_draft_model import NEARLY, as_drafter
 
 from spec_jax import testing
 from spec_jax.drafters import draft_trees, each, tree_shapes
 from spec_jax.engine import rows as rows_lib
 from spec_jax.model import prompt as prompt_lib
-from spec_jax.rules import rule as rule_lib, sampling
+from spec_jax.rules import sampling
 
 
 FIXED = tree_shapes.parse("3-2")
@@ -57,36 +55,6 @@ def test_what_the_children_of_a_tree_were_drawn_from():
     assert (
         drawn(independent.for_tree(FIXED), PROMPT, seed=6).tokens != proposal.tokens
     ).any()
-
-
-@pytest.mark.slow
-def test_trees_of_slots_that_are_admitted_one_after_the_other():
-    """Fails if a slot keeps what another committed, or is admitted onto its rows."""
-    drafter = as_drafter().for_tree(tree_shapes.parse("2x3:6"))
-    scheduler = scheduler_of(NEARLY, num_slots=2, drafter=drafter)
-    state = decoding.admit(scheduler, [MIXED[1].request()], draws=True)
-    state = decoding.generate(scheduler, state, max_rounds=2)
-    assert state.memory.is_run.any()
-    state = scheduler.admit(state, 1, MIXED[6].request())
-    state = decoding.generate(scheduler, state)
-    decoding.check_cache(state.memory.kv)
-    decoding.assert_as_decoded(SMALL, state, [MIXED[1], MIXED[6]])
-
-
-@pytest.mark.slow
-def test_greedy_children_where_the_target_samples():
-    """Fails if EAGLE-2's way draws its children; control: ours depend on the seed."""
-    texts = ("2x3:6@1/greedy", "2x3:6@1")
-    trees = [as_drafter().for_tree(tree_shapes.parse(text)) for text in texts]
-    eagle, ours = ([drawn(d, PROMPT, seed=s).tokens for s in (5, 6)] for d in trees)
-    testing.assert_same_bits(*eagle)
-    assert (ours[0] != ours[1]).any()
-    drafter = trees[0]
-    scheduler = scheduler_of(NEARLY, num_slots=1, drafter=drafter)
-    (ask,) = [ask for ask in MIXED if ask.request().sampling is not None][:1]
-    state = decoding.admit(scheduler, [ask.request()], draws=True)
-    state = decoding.generate(scheduler, state)
-    decoding.assert_as_decoded(SMALL, state, [ask])
 
 
 UNEVEN = tree_shapes.parse("[[0],[1],[2],[0,0],[1,0],[2,0],[2,1],[2,1,0]]")
@@ -222,26 +190,3 @@ def test_a_prompt_takes_the_pages_of_rows_that_nothing_was_committed_of():
     # A slot that is released keeps nothing.
     memory = decoding.commit(slots, NEARLY, memory, length * 0 + 1, asked=asked | True)
     assert memory.kv.length.tolist() == [0, 0] and not memory.is_run.any()
-
-
-def test_trees_and_rules():
-    searched, fixed = tree_shapes.Tree(top_k=2, depth=2, nodes=4), FIXED
-    with pytest.raises(ValueError, match="draws='independent' of a search 2x2:4"):
-        as_drafter(draws="independent").for_tree(searched)
-    with pytest.raises(NotImplementedError, match="fixed shape such as '4-2-1'"):
-        as_drafter().for_tree(searched).for_rule(rule_lib.rejection)
-    with pytest.raises(NotImplementedError, match="of trees is not implemented"):
-        as_drafter().for_tree(fixed).for_rule(rule_lib.block)
-    eagle = tree_shapes.parse("2x2:4@1/greedy")
-    assert eagle.greedy and tree_shapes.parse(str(eagle)) == eagle != searched
-    assert as_drafter().for_tree(eagle).draws == "greedy"
-    with pytest.raises(ValueError, match="draws='coupled' of a tree 2x2:4@1/greedy"):
-        dataclasses.replace(as_drafter(), tree=eagle, gamma_max=4)
-    for wrong in ("2x2:4/likely", "2x2:4/", "4-2-1/greedy"):
-        with pytest.raises(ValueError, match="and /greedy for children"):
-            tree_shapes.parse(wrong)
-    greedy = as_drafter(draws="greedy").for_tree(searched)
-    assert greedy.for_rule(rule_lib.rejection) == greedy
-    assert (
-        as_drafter().for_tree(fixed).for_rule(rule_lib.rejection).draws == "independent"
-    )

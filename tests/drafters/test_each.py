@@ -9,28 +9,13 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.drafters import each, hybrid, ngram, oracle, suffix
+from spec_jax.drafters import each, hybrid, oracle, suffix
 from spec_jax.engine import checks, protocols, rows
 
 
 DRAFT = decoding.draft_drafter()
 HYBRID = hybrid.Hybrid(suffix=suffix.SuffixDecoding(gamma_max=4), draft=DRAFT)
 ORACLE = oracle.Oracle(gamma_max=4, vocab_size=96)
-
-
-@pytest.mark.parametrize(
-    "drafter",
-    [DRAFT, HYBRID, ORACLE, ngram.PromptLookup(gamma_max=4), decoding.Scripted()],
-    ids=lambda drafter: type(drafter).__name__,
-)
-def test_each_drafter_has_a_form_for_slots(drafter):
-    """Fails if equal drafters would not share an executable, or a size is lost."""
-    slots = each.lift(drafter, 3)
-    assert (slots.num_slots, slots.gamma_max) == (3, 4)
-    assert slots == each.lift(dataclasses.replace(drafter), 3)
-    assert hash(slots) == hash(each.lift(dataclasses.replace(drafter), 3))
-    own = protocols.complete(drafter).for_slots(3)
-    assert isinstance(slots, each.Each) == (own is None)
 
 
 @pytest.mark.parametrize("drafter", [DRAFT, HYBRID, ORACLE], ids=["draft", "hy", "or"])

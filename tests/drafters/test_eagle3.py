@@ -20,9 +20,7 @@ from spec_jax.drafters import (
     each,
     eagle3 as drafting,
     features as features_lib,
-    hybrid,
     registry,
-    suffix,
     tree_shapes,
 )
 from spec_jax.engine import rows
@@ -57,8 +55,6 @@ def make(impl=SMALL.target.impl, **changes) -> drafting.Eagle3:
 
 
 CHAIN = make()
-TREE = CHAIN.for_tree(tree_shapes.parse("3x3:4@1"))
-FIXED = CHAIN.for_tree(tree_shapes.parse("2-1"))
 WARM = (("temperature", 0.7), ("seed", 3))
 PLAIN = (("temperature", 1.0), ("seed", 5))
 
@@ -93,47 +89,12 @@ def setting_of(impl):
 
 
 SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("sampling", [(), WARM, PLAIN], ids=["greedy", "0.7", "1"])
-@pytest.mark.parametrize("drafter", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("num_asks", [1, 4])
-@pytest.mark.parametrize("impl", ["native", pytest.param("xla", marks=SLOW)])
-@pytest.mark.few(2)
-def test_tokens_are_those_of_decoding(impl, num_asks, drafter, sampling):
-    """Fails if a head can change a token, or the K/V of the target."""
-    setting = setting_of(impl)
-    model = dataclasses.replace(drafter.model, impl=impl)
-    drafter = dataclasses.replace(drafter, model=model)
-    asks = drawn(sampling)[:num_asks] if sampling else ASKS[:num_asks]
-    state = run(setting, drafter, asks)
-    decoding.assert_as_decoded(setting, state, asks)
-    assert int(state.slots.num_proposed[0]) > 0
-    decoding.check_cache(state.memory.kv)
-
-
 BENCH = testing.Bench(
     target=dataclasses.replace(SMALL.target, slab=5),
     params=decoding.TARGET_PARAMS,
     prompts=((7, 3, 90, 7, 3, 41, 7, 3), (5,)),
     max_tokens=16,
 )
-
-
-HYBRID = hybrid.Hybrid(
-    suffix=suffix.SuffixDecoding(gamma_max=4), draft=CHAIN, threshold=2.0
-)
-BOTH = hybrid.HybridParams(draft=PARAMS, corpus=suffix.empty_corpus(8))
-
-
-@pytest.mark.parametrize(
-    "drafter", [CHAIN, *(pytest.param(one, marks=SLOW) for one in (TREE, HYBRID))]
-)
-def test_contract(drafter):
-    """Fails too if a head that sat out, as the hybrid was sure, misses features."""
-    params = BOTH if drafter is HYBRID else PARAMS
-    checked = testing.check_drafter(drafter, params, BENCH)
-    assert checked == tuple(testing.CLAUSES)
 
 
 TEXT = [7, 3, 90, 41, 5, 66, 23, 8, 14, 2, 77, 30, 9, 51, 62, 11, 40, 3, 17, 80]
@@ -218,19 +179,14 @@ def test_drafts_are_those_of_whole_sequences():
     assert right != wrong
 
 
-@pytest.mark.slow
-def test_a_tree_of_one_branch_is_the_chain():
+def test_first_children_are_the_chain():
     """Fails if a branch points elsewhere, or a row gets a cousin's hidden state."""
     features = np.asarray(BENCH.features(TEXT[:-1], HEAD.taps))
-    branch = CHAIN.for_tree(tree_shapes.parse("1-1-1-1"))
     wide = CHAIN.for_tree(tree_shapes.parse("2-2-2"))
-    lengths = (3, 6, 11)
-    chains = rounds_of(CHAIN, features, lengths)
-    alone, among = (rounds_of(d, features, lengths) for d in (branch, wide))
-    for (_, chain), (_, tree), (_, more) in zip(chains, alone, among, strict=True):
-        assert tree.tokens.tolist() == chain.tokens.tolist()
-        # The first children: of the root, of node 0, and of node 2.
-        assert more.tokens[[0, 2, 6]].tolist() == chain.tokens[:3].tolist()
+    chains, trees = (rounds_of(d, features, (3, 6, 11)) for d in (CHAIN, wide))
+    for (_, chain), (_, tree) in zip(chains, trees, strict=True):
+        # Of the root, of node 0, and of node 2.
+        assert tree.tokens[[0, 2, 6]].tolist() == chain.tokens[:3].tolist()
 
 
 def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(monkeypatch):
@@ -249,19 +205,6 @@ def test_one_token_has_no_features_and_no_drafts():
     (_, first), (_, second) = rounds_of(CHAIN, features, (1, 2))
     assert first.num_drafted == 0 and second.num_drafted == 4
     assert second.tokens.tolist() == of_sequences(TEXT[:2], features, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("drafter", [CHAIN, pytest.param(FIXED, marks=SLOW)])
-def test_rejection_draws_from_what_it_says(drafter):
-    """Fails if a draft has no probability, or one that is never drafted has."""
-    ask = Ask(max_tokens=12, sampling=PLAIN)
-    state = run(SMALL, drafter, [ask], rule="rejection")
-    assert int(state.slots.num_proposed[0]) > 0
-    independent = each.lift(drafter, 1, rule="rejection")
-    assert independent.drafter.draws == "independent"
-    if drafter.tree is None:
-        testing.CLAUSES["proposals"](independent.drafter, PARAMS, BENCH)
 
 
 def test_loads_by_name_and_by_folder(tmp_path, monkeypatch):
@@ -307,13 +250,6 @@ def test_loads_by_name_and_by_folder(tmp_path, monkeypatch):
     parts = registry.Parts(gamma_max=3, vocab_size=96, load_draft=lambda: None)
     with pytest.raises(ValueError, match="reads the features of a target"):
         registry.build(str(folder), parts)
-
-
-def test_settings_that_no_head_has():
-    with pytest.raises(ValueError, match="no rule that ends a draft early"):
-        make(min_confidence=0.5)
-    with pytest.raises(ValueError, match="not that of the head's layer"):
-        make(model=SMALL.target)
 
 
 def test_replay_without_the_target():

@@ -9,7 +9,6 @@ import pytest
 
 from spec_jax import testing
 from spec_jax.drafters import draft_model, each, hybrid, suffix, tree_shapes
-from spec_jax.gamma import schedule
 
 
 GAMMA_MAX = 4
@@ -24,11 +23,6 @@ PARAMS = hybrid.HybridParams(
     draft=decoding.perturbed(BENCH.params, 0.02), corpus=suffix.empty_corpus(8)
 )
 SURE, UNSURE = [1, 2, 3, 4] * 3, [1, 2, 3, 4, 5, 6, 7]
-
-
-@pytest.mark.slow
-def test_a_hybrid_keeps_the_contract():
-    assert testing.check_drafter(HYBRID, PARAMS, BENCH) == tuple(testing.CLAUSES)
 
 
 def after(drafter, params, texts):
@@ -75,40 +69,6 @@ def test_the_survival_of_a_draft_is_that_of_whoever_drafted_it():
     assert 0 < float(proposal.survival[1, 0]) < 1
     _, unasked = after(HYBRID, PARAMS, texts)
     assert unasked.survival is None
-
-
-def test_scheduled_hybrids_decode_as_the_target():
-    setting = decoding.SMALL
-    drafter = dataclasses.replace(
-        HYBRID, draft=decoding.draft_drafter(impl=setting.target.impl)
-    )
-    asks = [dataclasses.replace(ask, gamma=None) for ask in decoding.MIXED[1:3]]
-    chosen = schedule.Schedule(gamma_max=GAMMA_MAX)
-    scheduler = setting.scheduler(
-        drafter,
-        num_slots=2,
-        draft_params=PARAMS.replace(draft=decoding.NEARLY_TARGET),
-        gamma_policy=chosen,
-        policy_state=chosen.init(np.ones(2 * (GAMMA_MAX + 1) + 1)),
-    )
-    requests = [ask.request() for ask in asks]
-    state = decoding.generate(scheduler, decoding.admit(scheduler, requests))
-    decoding.assert_as_decoded(setting, state, asks)
-    assert int(state.slots.num_accepted.sum()) > 0
-
-
-def test_a_threshold_is_a_threshold():
-    """Negative control: out of reach, the statistics are never heard."""
-    never = dataclasses.replace(HYBRID, threshold=100.0)
-    memory, _ = after(never, PARAMS, [SURE])
-    assert int(memory.length[0]) == len(SURE) - 1 + GAMMA_MAX
-
-
-def test_the_hybrids_cache_is_not_copied():
-    """Fails if the branch hands the pool through: nothing of its size is temporary."""
-    slots = each.lift(HYBRID, 3)
-    memory = slots.init(capacity=8 * 1024, page_size=8)
-    decoding.assert_proposes_in_place(slots, PARAMS, memory, memory)
 
 
 def test_hybrids_that_do_not_fit_together_are_refused():

@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import decoding
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -11,11 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from experiments.lib import prompt_files
-from spec_jax import loading, testing
 from spec_jax.drafters import ngram
 from spec_jax.engine import protocols
-from spec_jax.model import tokenizer
 from spec_jax.rules import acceptance
 
 
@@ -96,67 +92,6 @@ def test_drafts_are_those_of_hugging_face():
     assert num_drafted > 400
 
 
-@pytest.mark.parametrize(
-    ("text", "latest", "earliest"),
-    [
-        ([1, 2, 7, 1, 2, 8, 1, 2], [8, 1, 2, 8], [7, 1, 2, 8]),  # of equals
-        ([2, 9, 1, 2, 8, 1, 2], [8, 1, 2, 8], [8, 1, 2]),  # the longer match wins
-        ([5, 5], [5, 5, 5, 5], [5]),  # an overlap with the end
-        ([3, 1, 3], [1, 3, 1, 3], [1, 3]),  # the continuation ends with the text
-        ([1, 2, 3], [], []),  # nothing matches
-        ([4], [], []),
-    ],
-)
-def test_ties_and_ends_by_hand(text, latest, earliest):
-    assert drafts(ngram.PromptLookup(gamma_max=4), text, gamma=4) == latest
-    assert drafts(ngram.hugging_face(gamma_max=4), text, gamma=4) == earliest
-
-
-@pytest.mark.parametrize(
-    "drafter",
-    [ngram.PromptLookup, pytest.param(ngram.hugging_face, marks=pytest.mark.slow)],
-)
-def test_it_keeps_the_contract(drafter):
-    bench = decoding.quickest_bench(GAMMA_MAX)
-    checked = testing.check_drafter(drafter(gamma_max=GAMMA_MAX), None, bench)
-    assert checked == tuple(testing.CLAUSES)
-
-
-def bigrams(text, *, gamma) -> list[int]:
-    """What followed each token the last time: the drafter that the README writes."""
-    followed_by, drafts = dict(itertools.pairwise(text)), [text[-1]]
-    while len(drafts) <= gamma and drafts[-1] in followed_by:
-        drafts.append(followed_by[drafts[-1]])
-    return drafts[1:]
-
-
-def num_rounds(draft, text, *, start) -> int:
-    """Rounds that a drafter of 4 tokens needs for `text[start:]`."""
-    n, count = start, 0
-    while n < len(text):
-        gamma = min(GAMMA_MAX, len(text) - n - 1)
-        drafted = draft(text[:n], gamma=gamma)
-        kept = [a == b for a, b in zip(drafted, text[n:], strict=False)]
-        n += [*kept, False].index(False) + 1
-        count += 1
-    return count
-
-
-def test_the_default_is_not_worse_than_bigrams():
-    """On Python: the second half of each prompt, after the first. Fails for "first"."""
-    encode = tokenizer.load(loading.EMBEDDED_TARGET).encode
-    prompts = prompt_files.parse("50", default_file=prompt_files.BUNDLED)
-    texts = [encode(prompt.text) for prompt in prompts]
-    lookups = functools.partial(
-        drafts, ngram.PromptLookup(gamma_max=GAMMA_MAX), max_len=max(map(len, texts))
-    )
-    ours, theirs = (
-        sum(num_rounds(draft, text, start=len(text) // 2) for text in texts)
-        for draft in (lookups, bigrams)
-    )
-    assert ours <= theirs
-
-
 @pytest.mark.parametrize("match", ngram.MATCHES)
 def test_another_occurrence_is_caught(match):
     """Negative control of the search: a rule for ties that is not the oracle's."""
@@ -177,8 +112,3 @@ def test_another_occurrence_is_caught(match):
 def test_impossible_matches_are_refused(sizes):
     with pytest.raises(ValueError, match="n_min=. and n_max=. are not 1 <= n_min"):
         ngram.PromptLookup(gamma_max=4, **sizes)
-
-
-def test_another_rule_for_ties_is_refused():
-    with pytest.raises(ValueError, match="match='best' is not one of last, first"):
-        ngram.PromptLookup(gamma_max=4, match="best")

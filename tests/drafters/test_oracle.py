@@ -1,8 +1,5 @@
 """The oracle proposes its trace, and is wrong where it was told to be."""
 
-import dataclasses
-
-import decoding
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,19 +58,6 @@ def test_positions_are_right_at_the_rate_whatever_came_before(rate):
     assert (np.asarray(other.is_right) != right).any()
 
 
-def test_rates_of_nothing_and_of_everything():
-    assert not np.asarray(oracle.make_trace(TEXT, rate=0.0).is_right).any()
-    assert np.asarray(oracle.make_trace(TEXT, rate=1.0).is_right).all()
-
-
-def test_it_keeps_the_contract():
-    whole = decoding.quickest_bench(GAMMA_MAX)
-    prompt = whole.prompts[0]
-    trace = oracle.make_trace(whole.plain(prompt), rate=0.6)
-    one = dataclasses.replace(whole, prompts=(prompt,))
-    assert testing.check_drafter(DRAFTER, trace, one) == tuple(testing.CLAUSES)
-
-
 @pytest.mark.parametrize(
     ("text", "rate", "message"),
     [
@@ -98,8 +82,3 @@ def test_traces_that_a_slot_does_not_take():
     memory = slots.prefill(oracle.make_trace([3] * 5), memory, [3], slot=1)
     assert memory.slots.length.tolist() == [0, 5, 0]
     assert memory.slots.tokens.sum(axis=1).tolist() == [0, 15, 0]
-
-
-def test_a_vocabulary_without_a_wrong_token_is_refused():
-    with pytest.raises(ValueError, match="vocab_size=1 must be at least 2"):
-        oracle.Oracle(gamma_max=4, vocab_size=1)

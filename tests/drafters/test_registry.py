@@ -1,6 +1,5 @@
 """Drafters by name, and those of other packages: built, drafting, refused."""
 
-import dataclasses
 import importlib
 import shutil
 import sys
@@ -12,7 +11,7 @@ import tiny_pair
 import spec_jax as sj
 from spec_jax import loading
 from spec_jax.drafters import eagle3, hybrid, ngram, registry
-from spec_jax.model import hub, load, row_model
+from spec_jax.model import hub
 
 
 GAMMA_MAX = 3
@@ -40,11 +39,6 @@ class NeedsMore(Bigram):
 
 def make(parts):
     return Bigram(gamma_max=parts.gamma_max, vocab_size=parts.vocab_size), {"made": 1}
-
-
-def make_any(*, gamma_max, vocab_size, **options):
-    assert not options
-    return Bigram(gamma_max=gamma_max, vocab_size=vocab_size)
 
 
 def nothing(parts):
@@ -125,61 +119,6 @@ def test_names_that_are_none_are_refused_in_one_line(folders, installed, name):
     assert UNKNOWN[name] in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_arguments_of_any_number_need_none(folders, installed):
-    """Fails if `**options` is asked for a default, which it cannot have."""
-    made = load_with(folders, f"{installed}:make_any")
-    assert made.drafter == load_with(folders, f"{installed}:Bigram").drafter
-
-
-def test_a_hybrid_is_as_long_as_its_block():
-    """Fails if the statistics draft more than the head, of which one number is told."""
-    lm = sj.load(drafter="hybrid", draft=loading.ASSETS / "dspark", gamma_max=9)
-    assert lm.gamma_max == lm.drafter.suffix.gamma_max == 7
-
-
-def test_an_object_that_is_no_drafter(folders):
-    with pytest.raises(
-        ValueError, match="'dict' is no drafter: it has no gamma_max, i"
-    ):
-        load_with(folders, {})
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param("suffix", marks=pytest.mark.slow), "hybrid"]
-)
-def test_each_name_builds_what_drafts(folders, name):
-    """Fails if a name builds nothing that runs, or its tokens are others.
-
-    The front door has the draft model and lookup in its own tests.
-    """
-    lm = load_with(folders, name)
-    out = sj.generate(lm, PROMPTS[1], max_tokens=8, gamma=2)
-    assert out.tokens == sj.decode(lm, PROMPTS[1], max_tokens=8).tokens
-
-
-def test_an_oracle_takes_the_trace_of_each_request(folders):
-    """By its name it is built without one, and asks for it."""
-    lm = load_with(folders, "oracle")
-    with pytest.raises(ValueError, match="give it as `draft_params`"):
-        sj.generate(lm, PROMPTS[0], max_tokens=4)
-
-
-def test_a_draft_is_read_only_where_it_drafts(folders, monkeypatch):
-    """Fails if lookup pays for the weights of a model that it never runs."""
-    real, read = load.load, []
-
-    def watched(folder, **arguments):
-        read.append(folder)
-        return real(folder, **arguments)
-
-    monkeypatch.setattr(load, "load", watched)
-    load_with(folders, "ngram")
-    assert read == [folders[0]]
-    found = load_with(folders, "hybrid")
-    assert isinstance(found.drafter, hybrid.Hybrid)
-    assert read == [folders[0], *folders]
-
-
 @pytest.mark.parametrize(
     ("draft", "shipped", "is_tree", "expected"),
     [
@@ -234,11 +173,3 @@ def test_shipped_heads_are_of_one_target(folders, tmp_path, monkeypatch):
     assert loading.heads_for(None) == tmp_path / "assets"
     assert loading.heads_for(folders[0]) is None
     assert isinstance(sj.load(folders[0]).drafter, ngram.PromptLookup)
-
-
-def test_a_draft_model_catches_up_in_taller_slabs(folders):
-    """Of native kernels, whose cost follows the active rows."""
-    drafter = load_with(folders, "draft-model").drafter
-    native = drafter.model.impl == "native"
-    assert drafter.catch_up_rows == (row_model.NATIVE_PREFILL_SLAB if native else 0)
-    assert dataclasses.replace(drafter).for_slots(3).drafter == drafter

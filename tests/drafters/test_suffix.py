@@ -5,7 +5,6 @@ import dataclasses
 import fractions
 import functools
 
-import decoding
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from spec_jax import testing
 from spec_jax.drafters import suffix, suffix_match
 from spec_jax.testing import compare
 
@@ -135,44 +133,6 @@ def test_native_kernels_find_the_same(text, earlier, gamma):
         assert look_up(NATIVE, corpus, other, *of_text[2:]).score == 0
 
 
-def test_native_kernels_take_slots():
-    """Fails if a slot is looked up in another's text."""
-    texts = [[1, 2, 5, 1, 2], [3, 3, 3], [7, 8], [5, 6, 7, 5, 6]]
-    tokens = jnp.stack([padded(text, MAX_LEN) for text in texts])
-    lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
-    found = [
-        jax.vmap(functools.partial(look_up, drafter, corpus_of()), (0, 0, None))(
-            tokens, lengths, jnp.int32(GAMMA_MAX)
-        )
-        for drafter in (DRAFTER, NATIVE)
-    ]
-    assert found[1].proposal.num_drafted.tolist() == [3, 1, 0, 3]
-    compare.assert_same_bits(found[1].score, found[0].score)
-    compare.assert_same_bits(found[1].proposal.survival, found[0].proposal.survival)
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
-    ("text", "earlier", "score", "drafts"),
-    [
-        # 2 follows 1 twice and 3 once; one token of match is worth one draft.
-        ([1, 2, 5, 1, 3, 6, 1, 2, 7, 1], [], 2 / 3, [2]),
-        # Of equally frequent tokens the first.
-        ([1, 3, 1, 2, 1], [], 1 / 2, [3]),
-        # Two tokens of match are worth three drafts; the text ends after two of them.
-        ([5, 6, 7, 5, 6], [], 3.0, [7, 5, 6]),
-        # The corpus knows more than the text ...
-        ([9, 4, 4, 9], [[9, 8, 8]], 1.0, [4]),
-        ([9, 9, 9], [[9, 9, 8, 8, 8]], 3.0, [8, 8, 8]),
-        # ... and nothing is made up.
-        ([1, 2, 3], [[4, 5]], 0.0, []),
-    ],
-)
-def test_rules_by_hand(text, earlier, score, drafts):
-    found = run(DRAFTER, text, corpus_of(*earlier), GAMMA_MAX)
-    assert found == (pytest.approx(score), drafts)
-
-
 def test_matches_do_not_reach_over_generations():
     """Fails if the end of one generation is followed by the beginning of the next."""
     assert run(DRAFTER, [7, 1], corpus_of([1], [2, 2]), GAMMA_MAX) == (0.0, [])
@@ -206,32 +166,6 @@ def test_another_count_is_caught():
     assert run(drafter, text, corpus_of(), GAMMA_MAX, behind=3)[1] != expected
 
 
-def test_it_keeps_the_contract():
-    corpus = suffix.remember(suffix.empty_corpus(32), [7, 3, 41, 5, 17, 17, 90])
-    checked = testing.check_drafter(DRAFTER, corpus, decoding.quickest_bench(GAMMA_MAX))
-    assert checked == tuple(testing.CLAUSES)
-
-
-@pytest.mark.parametrize("impl", ["xla", "native"])
-@pytest.mark.parametrize("factor", [float("inf"), 1e300, 2.8e8])
-def test_a_factor_beyond_int32_is_no_bound(factor, impl):
-    """Fails if a budget overflows, so that nothing is drafted."""
-    decoding.needs(impl)
-    drafter = dataclasses.replace(DRAFTER, max_factor=factor, impl=impl)
-    large = dataclasses.replace(drafter, max_factor=100.0)
-    text = [7, 1, 2, 3, 4, 7]
-    found = run(drafter, text, corpus_of(), 4)
-    assert found == run(large, text, corpus_of(), 4) and len(found[1]) == 4
-
-
-def test_a_longer_corpus_is_the_same_program():
-    """Fails if what is remembered is static."""
-    run(DRAFTER, [7, 1], corpus_of(), 2)
-    compiled = look_up._cache_size()
-    assert run(DRAFTER, [7, 1], corpus_of([1, 2], [1, 2, 2]), 2)[1] == [2]
-    assert look_up._cache_size() == compiled
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -244,10 +178,3 @@ def test_a_longer_corpus_is_the_same_program():
 def test_impossible_settings_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         suffix.SuffixDecoding(gamma_max=4, **sizes)
-
-
-def test_impossible_corpora_are_refused():
-    with pytest.raises(ValueError, match="size=0 tokens: it must hold at least 1"):
-        suffix.empty_corpus(0)
-    with pytest.raises(ValueError, match="token -1, below 0"):
-        suffix.remember(suffix.empty_corpus(4), [3, -1])

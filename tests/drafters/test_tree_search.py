@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import os
 
 import decoding
 import jax
@@ -138,16 +137,6 @@ def test_every_prefix_is_a_tree_of_its_own_budget():
         assert grown(head, tree, wanted) == whole[:wanted]
 
 
-def test_a_sharper_tau_goes_deeper():
-    """Fails if tau is not what divides the log weights."""
-    head = head_of(np.random.default_rng(5))
-    depths = []
-    for tau in (2.0, 1.0, 0.3):
-        tree = tree_shapes.Tree(top_k=3, depth=6, nodes=12, tau=tau)
-        depths.append(max(map(len, grown(head, tree))))
-    assert depths == sorted(depths) and depths[0] < depths[-1]
-
-
 def test_weights_that_are_none_are_not_drafted():
     """Fails if NaN, or a row without any weight, is a draft."""
     tree = tree_shapes.Tree(top_k=2, depth=3, nodes=6)
@@ -190,26 +179,6 @@ def test_a_fixed_tree_has_the_same_shape_whatever_the_scores(name):
         assert grown(head, tree, wanted) == expected[:wanted]
 
 
-def test_what_a_fixed_tree_is():
-    tree = FIXED["medusa"]
-    assert tree.paths[:4] == ((0,), (1,), (2,), (0, 0)) and tree.nodes == 9
-    assert (tree.depth, tree.top_k, tree.width) == (3, 3, 3)
-    for each in FIXED.values():
-        assert tree_shapes.parse(str(each)) == each
-    assert str(FIXED["branching"]) == "3-2-1" and str(tree).startswith("[[0],[1],")
-    assert tree == tree_shapes.FixedTree(paths=MEDUSA[::-1])
-    assert tree_shapes.parse("2-2").paths == (
-        (0,),
-        (1,),
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (1, 1),
-    )
-    # The row of a node's children, by column; 6 rows: the root's, then 2, then 3.
-    assert tree.columns.tolist() == [0, 1, 2, 6, 3, 4, 5, 6, 6, 6]
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -218,43 +187,23 @@ def test_what_a_fixed_tree_is():
         ("[[0],[1,0]]", r"path \[1, 0\] has no parent among the paths: add \[1\]"),
         ("[[]]", "leave the root out"),
         ("[[-1]]", "whole numbers from 0 on"),
-        ("[[0.5]]", "whole numbers from 0 on"),
-        ("[0, 1]", "a list of paths"),
         ("[[0]", "is no JSON"),
         ("[" * 100_000, "is no JSON: maximum recursion depth"),
         ("8-8", "more than the 64 rows"),
-        ("64", "more than the 64 rows"),
         ("3-0-1", "children from 1 on"),
         ("none.json", "none.json: No such file"),
-        ("-", "is no tree"),
         ("", "is no tree"),
+        ("4x12", "is no tree"),
+        ("0x12:15", "top_k=0"),
+        ("2x2:7", "exceed the 6 candidates"),
+        ("8x8:64", "more than the 64 rows"),
+        ("4x12:15@0", "tau=0.0 must be above 0"),
+        ("2x2:4/likely", "and /greedy for children"),
     ],
 )
-def test_fixed_trees_that_are_none(text, words):
+def test_trees_that_are_none(text, words):
     with pytest.raises(ValueError, match=words):
         tree_shapes.parse(text)
-
-
-def test_a_file_of_paths(tmp_path):
-    path = tmp_path / "medusa.json"
-    path.write_text("[[0], [0, 0], [1]]")
-    assert tree_shapes.parse(str(path)).paths == ((0,), (1,), (0, 0))
-
-
-@pytest.mark.parametrize("kind", ["a device", "a pipe", "too large"])
-def test_files_without_an_end_are_no_trees(tmp_path, kind):
-    """Fails if a device is read until memory ends, or a pipe waited for."""
-    path = tmp_path / "tree.json"
-    if kind == "a device":
-        path.symlink_to("/dev/zero")
-    elif kind == "a pipe":
-        os.mkfifo(path)
-    else:
-        path.touch()
-        os.truncate(path, 2**20 + 1)
-    words = "1,048,576 are the most" if kind == "too large" else "name a regular file"
-    with pytest.raises(ValueError, match=f"tree.json: .*{words}"):
-        tree_shapes.parse(str(path))
 
 
 TEXT = [5, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 6, 1, 2]
@@ -288,24 +237,6 @@ def test_lookup_drafts_every_continuation():
     assert looked_up(drafter, text=[1, 2, 3]) == []
 
 
-@pytest.mark.parametrize("text", ["50x2:6", "50"])
-@pytest.mark.parametrize("make", [ngram.PromptLookup, suffix.SuffixDecoding])
-def test_more_children_than_places(make, text):
-    """Fails if what the text has no room for ends the trace, or is drafted as -1."""
-    drafter = make(gamma_max=4).for_tree(tree_shapes.parse(text))
-    params = suffix.empty_corpus(3) if make is suffix.SuffixDecoding else None
-    found = looked_up(drafter, params)
-    assert {(3,), (4,)} <= set(found)
-    assert not any(token < 0 for path in found for token in path)
-
-
-def test_longer_matches_decide():
-    """Fails if a match of one token counts as much as one of three."""
-    text = [1, 2, 3, 4, 9, 3, 5, 9, 3, 5, 9, 3, 5, 1, 2, 3]
-    drafter = ngram.PromptLookup(gamma_max=4).for_tree(TREE)
-    assert looked_up(drafter, text=text)[0] == (4,)
-
-
 def test_suffix_trees_know_the_corpus():
     """Fails if the corpus, or a boundary within it, is continued as the text."""
     corpus = suffix.remember(suffix.empty_corpus(20), [1, 2, 6, 6])
@@ -313,18 +244,6 @@ def test_suffix_trees_know_the_corpus():
     found = set(looked_up(drafter, corpus, text=[1, 2, 3, 1, 2]))
     assert {(3,), (6,), (6, 6)} <= found
     assert not any(suffix_match.NONE in path for path in found)
-
-
-def test_trees_and_gamma_max_agree():
-    for make in (ngram.PromptLookup, suffix.SuffixDecoding):
-        with pytest.raises(ValueError, match="gamma_max=4 of a tree of 6 nodes"):
-            make(gamma_max=4, tree=TREE)
-
-
-@pytest.mark.slow
-def test_lookup_trees_keep_the_contract():
-    drafter = ngram.PromptLookup(gamma_max=4).for_tree(TREE)
-    assert testing.check_drafter(drafter, None, BENCH) == tuple(testing.CLAUSES)
 
 
 class Orphans(ngram.PromptLookup):

@@ -1,54 +1,109 @@
-"""Rounds are traced with `JAX_ENABLE_X64`, in seconds; `test_x64` runs some of them."""
+"""With `JAX_ENABLE_X64` rounds are traced, and write what they write without."""
 
+import contextlib
 import dataclasses
 
 import decoding
 import jax
+import numpy as np
 import pytest
 import test_block as blocks
-import x64_texts
-from decoding import SMALL
+from decoding import GAMMA_MAX, SMALL, Ask
 
-from spec_jax.drafters import ngram, suffix, tree_shapes
+from spec_jax.drafters import hybrid, ngram, suffix, tree_shapes
+from spec_jax.engine import round as round_lib
+from spec_jax.gamma import goodput, policy, threshold
 
 
 TREE = tree_shapes.parse("2-2-1")
 BLOCK = blocks.make(blocks.DSPARK)
 DRAFT = decoding.draft_drafter(impl=SMALL.target.impl)
-DRAFTERS = {
-    "lookup": (ngram.PromptLookup(gamma_max=decoding.GAMMA_MAX), None, {}),
+UNSURE = decoding.draft_drafter(impl=SMALL.target.impl, min_confidence=0.01)
+HYBRID = hybrid.Hybrid(
+    suffix=suffix.SuffixDecoding(gamma_max=GAMMA_MAX),
+    draft=dataclasses.replace(DRAFT, catch_up_rows=8),
+)
+PROBING = policy.Probing(every=2, longest=8, bound=1.0)
+GOODPUT = goodput.Goodput(gamma_max=GAMMA_MAX, probing=PROBING)
+LADDER = threshold.Threshold(probing=PROBING)
+
+
+@contextlib.contextmanager
+def wide():
+    """Promotion as users have it: there are sums of both widths."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        assert jax.numpy.asarray(0).dtype == "int64"
+        yield
+
+
+def check_widths(state) -> None:
+    """Raises where a leaf is wider than what the loops were written for."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if leaf.dtype.itemsize > 4:
+            raise TypeError(f"{jax.tree_util.keystr(path)} is {leaf.dtype}")
+
+
+CASES = {
+    "lookup": (ngram.PromptLookup(gamma_max=GAMMA_MAX), None, "coupled"),
     "a tree of lookup": (
         suffix.SuffixDecoding(gamma_max=6).for_tree(tree_shapes.parse("2x3:6")),
         suffix.empty_corpus(4),
-        {},
+        "coupled",
     ),
-    "a tree drawn by a draft model": (
-        DRAFT.for_tree(TREE),
-        SMALL.weights,
-        {"rule": "rejection", "draws": True},
-    ),
+    "a tree drawn by a draft model": (DRAFT.for_tree(TREE), SMALL.weights, "rejection"),
+    "a draft model that is not sure": (UNSURE, SMALL.weights, "block"),
     "a block that ends where it is not sure": (
         dataclasses.replace(BLOCK, min_confidence=0.3),
         blocks.PARAMS["dspark"],
-        {},
+        "coupled",
     ),
     "a drawn tree of a block": (
         BLOCK.for_tree(TREE),
         blocks.PARAMS["dspark"],
-        {"rule": "rejection", "draws": True},
+        "rejection",
     ),
 }
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", CASES)
 def test_rounds_are_traced_with_wide_defaults(name):
     """Fails if a write of the rounds of two slots is wider than what it writes to."""
-    drafter, params, how = DRAFTERS[name]
-    rule, draws = how.get("rule", "coupled"), how.get("draws", False)
-    # Promotion as users have it: there are sums of both widths, whose dtype is said.
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        assert jax.numpy.asarray(0).dtype == "int64"
+    drafter, params, rule = CASES[name]
+    with wide():
         scheduler = SMALL.scheduler(
             drafter, num_slots=2, draft_params=params, rule=rule
         )
-        x64_texts.trace(scheduler, draws=draws)
+        state = scheduler.empty(draws=rule != "coupled")
+        check_widths(state)
+        round_lib.generate.trace(
+            scheduler.speculator, state, max_rounds=decoding.FOREVER
+        )
+
+
+def policies():
+    """Policies and their first states, made where they are used."""
+    round_s = np.array([1.0, 1.3, 1.45, 1.6, 1.75])
+    return (GOODPUT, GOODPUT.init(round_s)), (LADDER, LADDER.init(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [(), decoding.WARM], ids=["greedy", "drawn"])
+def test_wide_defaults_change_nothing(sampling):
+    """Fails if a counter, an index or a sum takes its dtype from JAX's defaults."""
+    ask = Ask(prompt=(7, 3, 90, 7, 3, 41, 7, 3), max_tokens=12, sampling=sampling)
+    expected = decoding.text(decoding.decoded(SMALL, ask))
+    corpus = suffix.remember(suffix.empty_corpus(16), [1, 2, 3, 4, 8, 8, 9])
+    params = hybrid.HybridParams(draft=SMALL.weights, corpus=corpus)
+    with wide():
+        for made, first in policies():
+            scheduler = SMALL.scheduler(
+                HYBRID,
+                num_slots=2,
+                draft_params=params,
+                gamma_policy=made,
+                policy_state=first,
+            )
+            state = decoding.admit(scheduler, [ask.request()] * 2, draws=True)
+            state = decoding.generate(scheduler, state)
+            check_widths(state)
+            assert [decoding.text(state, slot) for slot in range(2)] == [expected] * 2

@@ -6,7 +6,6 @@ import decoding
 import jax
 import numpy as np
 import pytest
-import test_trees
 from decoding import GAMMA_MAX, MIXED, SMALL, Ask
 
 from spec_jax import default_gamma, testing
@@ -39,19 +38,6 @@ def test_tokens_and_kv_do_not_depend_on_costs(num_slots, rise):
     assert one.num_proposed == 0 if rise == "too dear" else one.num_proposed >= 10
     balance = np.asarray(state.slots.policy.balance)
     assert (balance == balance[0]).all()  # One account.
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("rise", ["cheap", "dear", "too dear"])
-@pytest.mark.parametrize("num_slots", [1, 3])
-def test_trees_do_not_depend_on_costs(num_slots, rise):
-    """By nodes; what they cost decides how many are verified."""
-    asks = test_trees.asks_of(Ask(gamma=test_trees.WIDTH), num_slots)
-    chosen = planted(RISES[rise], test_trees.WIDTH, is_tree=True)
-    state = test_trees.run(asks, right="deep", **chosen)
-    decoding.assert_as_decoded(SMALL, state, asks)
-    one = decoding.slot_of(state)
-    assert (one.num_proposed > 0) == (rise != "too dear")
 
 
 def test_rules_that_keep_the_distribution_alone_do_depend_on_costs():

@@ -16,8 +16,7 @@ from decoding import SMALL, Ask
 from test_trees import ScriptedTree, scheduler_of
 
 from spec_jax import testing
-from spec_jax.drafters import each
-from spec_jax.engine import checks, protocols, round as round_lib, rows
+from spec_jax.engine import round as round_lib
 from spec_jax.model import prompt as prompt_lib, qwen3
 from spec_jax.paging import allocator
 
@@ -205,37 +204,3 @@ def test_rows_have_the_features_of_the_sequence(impl):
         np.moveaxis(rows, 1, 0), np.moveaxis(sequence, 1, 0), strict=True
     ):
         testing.assert_rows_close(found, expected, dtype="float32", reduction=200)
-
-
-def test_without_taps_nothing_of_features_is_traced():
-    """Fails if a drafter that reads no features pays for them."""
-
-    def program(drafter, **asked):
-        scheduler = SMALL.scheduler(drafter, num_slots=2)
-        state = scheduler.empty(draws=False)
-        run = lambda state: round_lib.run_round(scheduler.speculator, state)
-        window = protocols.Window(
-            tokens=jnp.zeros((2, 3), jnp.int32),
-            start=jnp.zeros((2,), jnp.int32),
-            num_active=jnp.full((2,), 3, jnp.int32),
-        )
-        verify = lambda kv: scheduler.target.verify(SMALL.weights, kv, window, **asked)
-        return str(jax.make_jaxpr(run)(state)), str(jax.make_jaxpr(verify)(state.cache))
-
-    whole, verified = program(decoding.Scripted())
-    silent = type("Silent", (decoding.Scripted,), {"taps": ()})
-    assert (whole, verified) == program(silent(), taps=())
-    read, with_features = program(CHAIN, taps=TAPS)
-    assert verified != with_features and len(read) > len(whole)
-
-
-@pytest.mark.parametrize("taps", [(3,), (-1,), (0, 3), (0.5,)])
-def test_taps_that_the_target_has_not(taps):
-    drafter = dataclasses.replace(CHAIN, taps=taps)
-    target = rows.SlotRows(model=SMALL.target, num_slots=1)
-    for one in (drafter, each.lift(drafter, 1)):
-        with pytest.raises(ValueError, match="is not in 0 .. 2"):
-            checks.check_pair(target, one)
-    wide = type("Wide", (NotedChain,), {"feature_size": 64})
-    with pytest.raises(ValueError, match="width 64, and those of the target have 48"):
-        checks.check_pair(target, wide())

@@ -7,14 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import MIXED, SMALL, Ask, Status
+from decoding import MIXED, SMALL, Ask
 
 from spec_jax import testing
-from spec_jax.engine import round as round_lib
 from spec_jax.gamma import goodput, policy, threshold
 
 
-SLOTS = pytest.mark.parametrize("num_slots", [1, 3])
 ROUND_S = np.array([1.0, 1.3, 1.45, 1.6, 1.75])
 PROBING = policy.Probing(every=2, longest=8, bound=1.0)
 LONG = Ask(max_tokens=60)
@@ -121,42 +119,6 @@ def test_a_policy_is_told_of_every_round_of_its_slot(name, num_slots):
     ):
         with pytest.raises(AssertionError):
             assert_same_policy(rounds[-1].policy, updated(name, rounds, fault))
-
-
-def test_gamma_bounds_what_a_policy_chooses():
-    """Here by 2, where the policy alone goes on to 4."""
-    one = decoding.slot_of(run("goodput", [dataclasses.replace(LONG, gamma=2)]))
-    assert one.accepted_hist[3:].sum() == 0 and one.accepted_hist[2] > 10
-
-
-@SLOTS
-def test_a_round_without_a_page_updates_nothing(num_slots):
-    """The round that finds no page commits nothing, and the policy stays as it was.
-
-    Negative control: the round before it was told of.
-    """
-    asks = [LONG, *decoding.GREEDY[3:5]][:num_slots]
-    scheduler = scheduler_of("goodput", num_slots=num_slots)
-    requests = [decoding.scripted(SMALL, ask) for ask in asks]
-    state, seen = decoding.admit(scheduler, requests, draws=True), []
-    few = jnp.minimum(state.cache.num_free, 2)  # The rest is held back.
-    state = state.replace(cache=state.cache.replace(num_free=few))
-    while bool(state.slots.running[0]):
-        state = decoding.generate(scheduler, state, max_rounds=1)
-        seen.append(decoding.slot_of(state))
-    assert seen[-1].status == Status.OUT_OF_PAGES
-    testing.assert_same_bits(seen[-1].policy, seen[-2].policy)
-    with pytest.raises(AssertionError):
-        testing.assert_same_bits(seen[-1].policy, seen[-3].policy)
-
-
-def test_a_policy_without_its_state_is_refused():
-    made, _ = make("threshold")
-    scheduler = SMALL.scheduler()
-    state = decoding.admit(scheduler, [decoding.scripted(SMALL, LONG)])
-    speculator = scheduler.speculator.replace(gamma_policy=made)
-    with pytest.raises(ValueError, match="needs its first state"):
-        round_lib.generate(speculator, state, max_rounds=decoding.FOREVER)
 
 
 def exchanged(tree):

@@ -75,29 +75,6 @@ def test_noise_of_another_seed_is_caught(num_slots):
         decoding.assert_as_decoded(SMALL, state, asks)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("rule", "num_slots", "draws"),
-    [
-        pytest.param("rejection", 1, True, marks=pytest.mark.slow),
-        pytest.param("rejection", 3, True, marks=pytest.mark.slow),
-        ("rejection", 3, False),
-        ("block", 1, True),
-        ("block", 3, True),
-    ],
-)
-def test_rules_by_uniforms_are_greedy_at_temperature_zero(rule, num_slots, draws):
-    """A target that is certain keeps what it would say, and says the rest itself."""
-    scheduler = SMALL.scheduler(num_slots=num_slots, rule=rule)
-    for run in (0, 2, ALWAYS):
-        asks = [Ask(run=run), decoding.GREEDY[1], decoding.GREEDY[4]][:num_slots]
-        state = decoding.run(SMALL, asks, scheduler=scheduler, draws=draws)
-        decoding.assert_as_decoded(SMALL, state, asks)
-        if run == ALWAYS:
-            one = decoding.slot_of(state)
-            assert one.num_accepted == one.num_proposed > 0
-
-
 @pytest.mark.parametrize(
     "rule", [pytest.param("rejection", marks=pytest.mark.slow), "block"]
 )
@@ -114,10 +91,3 @@ def test_rules_by_uniforms_write_the_same_in_any_slot(rule):
         )
         kept += int(expected.slots.num_accepted[0])
     assert kept
-
-
-def test_an_unknown_rule():
-    scheduler = SMALL.scheduler()
-    state = decoding.admit(scheduler, [decoding.scripted(SMALL, Ask())])
-    with pytest.raises(ValueError, match="rule='luck' is not one of coupled"):
-        round_lib.run_round(scheduler.speculator.replace(rule="luck"), state)

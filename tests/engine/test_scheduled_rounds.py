@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import spec_jax as sj
-from spec_jax import loading
 from spec_jax.drafters import ngram, tree_shapes
-from spec_jax.gamma import schedule as schedule_lib, threshold
+from spec_jax.gamma import schedule as schedule_lib
 from spec_jax.model import sequence
 
 
@@ -33,14 +31,10 @@ def make(
     stops_early=False,
     step_s=STEP_S,
     num_slots=4,
-    asks=None,
     **changes,
 ):
     """A scheduler whose drafts, of a draft model, are scheduled."""
-    made = schedule_lib.Schedule(
-        gamma_max=decoding.GAMMA_MAX, stops_early=stops_early, asks=asks
-    )
-    first = None if asks is None else asks.init()
+    made = schedule_lib.Schedule(gamma_max=decoding.GAMMA_MAX, stops_early=stops_early)
     changes = {
         "drafter": decoding.draft_drafter(impl=IMPL),
         "draft_params": decoding.NEARLY_TARGET,
@@ -50,7 +44,7 @@ def make(
         num_slots=num_slots,
         rule=rule,
         gamma_policy=made,
-        policy_state=made.init(step_s, asks=first, **SCALING),
+        policy_state=made.init(step_s, **SCALING),
     )
 
 
@@ -89,34 +83,6 @@ def test_a_scheduled_batch_is_as_decoded(stops_early):
     assert rounds[0].sum() <= rounds[1].sum() < rounds[2].sum()
     # By slot, and not by as much for each.
     assert len(set((proposed[1] / rounds[1]).tolist())) == len(ASKS)
-
-
-def test_greedy_slots_are_scheduled_without_draws():
-    asks = [dataclasses.replace(ask, sampling=()) for ask in ASKS]
-    state = run(make(), asks)
-    decoding.assert_as_decoded(decoding.SMALL, state, asks)
-    assert (
-        0 < int(state.slots.num_accepted.sum()) <= int(state.slots.num_proposed.sum())
-    )
-
-
-def test_a_policy_may_say_how_much_is_drafted():
-    """Of a draft model that is always wrong a slot soon asks for a probe at most."""
-    asks = threshold.Threshold(ladder=(0, 1, 2, 4), weight=0.5)
-    wrong = decoding.perturbed(decoding.TARGET_PARAMS, 2.0)
-    free = np.ones_like(STEP_S)
-    state = run(make(step_s=free, asks=asks, draft_params=wrong))
-    decoding.assert_as_decoded(decoding.SMALL, state, ASKS)
-    # Where rows are free a schedule alone verifies nearly four a round.
-    proposed, rounds = (
-        int(getattr(state.slots, f"num_{name}").sum())
-        for name in ("proposed", "rounds")
-    )
-    assert 0 < proposed < 0.8 * rounds
-    with pytest.raises(ValueError, match="gamma_max=2 of a schedule .* up to 4"):
-        schedule_lib.Schedule(gamma_max=2, asks=asks)
-    with pytest.raises(ValueError, match="`asks` and its first state go together"):
-        schedule_lib.Schedule(gamma_max=4, asks=asks).init(STEP_S)
 
 
 class Forgets(schedule_lib.Schedule):
@@ -201,27 +167,3 @@ def test_survival_is_the_product_of_what_was_most_probable():
     np.testing.assert_allclose(survival[:3], np.cumprod(probs.max(axis=1)), rtol=1e-4)
     of_tokens = np.cumprod(probs[np.arange(3), drafts])
     assert np.abs(survival[:3] - of_tokens).max() > 0.01
-
-
-def test_the_front_door_takes_a_schedule():
-    """Also its bad states: without one, and of too few rows for the slots."""
-    lm = loading.LanguageModel(
-        target=decoding.SMALL.target,
-        params=decoding.TARGET_PARAMS,
-        drafter=decoding.draft_drafter(impl=IMPL),
-        drafter_params=decoding.NEARLY_TARGET,
-        tokenizer=None,
-    )
-    prompts = [list(ask.prompt) for ask in ASKS]
-    made = schedule_lib.Schedule(gamma_max=decoding.GAMMA_MAX)
-    settings = {"max_tokens": 12, "stop": (), "sampling": sj.Sampling(seed=3)}
-    outs = sj.generate(
-        lm, prompts, gamma=made, policy_state=made.init(STEP_S), **settings
-    )
-    expected = sj.decode(lm, prompts, **settings)
-    assert [out.tokens for out in outs] == [one.tokens for one in expected]
-    with pytest.raises(ValueError, match="policy_state=policy.init.step_s"):
-        sj.generate(lm, prompts, gamma=made, **settings)
-    with pytest.raises(ValueError, match="1 .. 10 rows, and 4 slots of 4 drafts"):
-        few = made.init(STEP_S[:11])
-        sj.generate(lm, prompts, gamma=made, policy_state=few, **settings)

@@ -27,7 +27,6 @@ from experiments.lib import prompt_files
 from spec_jax import loading
 from spec_jax.drafters import each
 from spec_jax.engine import round as round_lib, rows, scheduler as scheduler_lib
-from spec_jax.gamma import schedule as schedule_lib
 from spec_jax.model import prompt as prompt_lib
 from spec_jax.rules import acceptance, sampling
 
@@ -114,25 +113,20 @@ def laws(lm, ids):
     return target, law_of(lm.drafter.model, lm.drafter_params, ids)
 
 
-def first_tokens(lm, prompt, *, rule, num_slots=1, accept=None, policy=None):
+def first_tokens(lm, prompt, *, rule, num_slots=1, accept=None):
     """The first token of a round, for each of `NUM_SAMPLES` seeds.
 
     Args:
       num_slots: each with seeds of its own.
       accept: in place of the rule's, to plant a bias.
-      policy: of gamma, and its state.
     """
-    gamma_policy, state = policy or (None, None)
     speculator = round_lib.Speculator(
         params=(lm.params, lm.drafter_params),
         target=rows.SlotRows(model=lm.target, num_slots=num_slots),
-        drafter=each.lift(lm.drafter, num_slots, rule=rule, gamma_policy=gamma_policy),
+        drafter=each.lift(lm.drafter, num_slots, rule=rule),
         rule=rule,
-        gamma_policy=gamma_policy,
     )
-    scheduler = scheduler_lib.Scheduler(
-        speculator=speculator, policy_state=state, **SIZES
-    )
+    scheduler = scheduler_lib.Scheduler(speculator=speculator, **SIZES)
     request = scheduler_lib.Request(
         prompt=prompt, max_tokens=8, gamma=lm.gamma_max, sampling=SETTINGS
     )
@@ -194,46 +188,6 @@ def test_rounds_draw_from_the_targets_law(lm, prompt, rule, num_slots):
     assert_law(tokens, laws(lm, prompt)[0])
 
 
-def scheduled(kind=schedule_lib.Schedule):
-    """A schedule that verifies some drafts of a batch of four, and its state."""
-    made = kind(gamma_max=GAMMA, stops_early=True)
-    return made, made.init(1 + 0.02 * np.arange(4 * (GAMMA + 1) + 1))
-
-
-SHIPPED = pytest.mark.parametrize("lm", ["shipped"], indirect=True)
-"""With this schedule, drafts of the small pair are never worth verifying."""
-
-
-@SLOW
-@SHIPPED
-def test_scheduled_rounds_draw_from_the_targets_law(lm, prompt):
-    """With the stop, of drafts whose survival depends on the tokens before them."""
-    tokens = first_tokens(lm, prompt, rule="rejection", num_slots=4, policy=scheduled())
-    assert_law(tokens, laws(lm, prompt)[0])
-
-
-class OfWhatComesAfter(schedule_lib.Schedule):
-    """Planted: no draft is verified whose token makes the next one unlikely."""
-
-    def trim(self, state, *, survival, num_drafted, active):
-        return super().trim(
-            state,
-            survival=jnp.where(survival[:, 1:2] > survival[:, :1] / 3, survival, 0.0),
-            num_drafted=num_drafted,
-            active=active,
-        )
-
-
-@SLOW
-@SHIPPED
-def test_a_schedule_that_looks_at_what_comes_after_is_caught(lm, prompt):
-    """The second draft's survival is known from the first one's token."""
-    policy = scheduled(OfWhatComesAfter)
-    tokens = first_tokens(lm, prompt, rule="rejection", num_slots=4, policy=policy)
-    with pytest.raises(AssertionError, match="betting against the law"):
-        assert_law(tokens, laws(lm, prompt)[0])
-
-
 def own_from_the_target(real, tokens, draft_probs, target_probs, num_drafted, **noise):
     """The residual is not subtracted: the rule is told that nothing was likely."""
     outcome = real(tokens, draft_probs, target_probs, num_drafted, **noise)
@@ -253,20 +207,6 @@ def test_a_residual_that_is_not_subtracted_is_caught(lm, prompt, rule):
     )
     with pytest.raises(AssertionError, match="betting against the law"):
         assert_law(tokens, laws(lm, prompt)[0])
-
-
-@SLOW
-@pytest.mark.parametrize(
-    "changes", [{"temperature": 1.3, "top_k": 12}, {"temperature": 0.9, "top_k": 3}]
-)
-def test_settings_of_another_kind_are_caught(lm, prompt, changes):
-    """The law of another temperature, or of another filter."""
-    tokens = first_tokens(lm, prompt, rule="rejection")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "SETTINGS", sampling.make_settings(**changes))
-        law = laws(lm, prompt)[0]
-    with pytest.raises(AssertionError, match="betting against the law"):
-        assert_law(tokens, law)
 
 
 def test_drafts_taken_as_they_come_are_caught(lm, prompt):

@@ -16,7 +16,7 @@ import pytest
 from spec_jax import testing
 from spec_jax.engine import protocols, rows, windows
 from spec_jax.model import params as params_lib, row_model
-from spec_jax.paging import allocator, cache as paged
+from spec_jax.paging import cache as paged
 
 
 WINDOW = 5
@@ -257,96 +257,3 @@ def test_a_slot_without_a_page_is_not_run_and_the_others_are():
     assert int(verified.num_active) == 2 * WINDOW
     assert (np.asarray(verified.at)[2:] >= verified.logits.shape[0]).all()
     assert not bool(after.k[0][int(after.page_table[2, 0])].any())
-
-
-def test_rows_that_do_not_follow_are_refused():
-    """Of the slot that is wrong, and of no other; not where nothing is asked."""
-    scene = make_scene("native-float32")
-    kv = scene.slots.new_cache(**SIZES)
-    start, num_active = jnp.array([0, 1, 3, 0]), jnp.array([2, 2, 0, 1])
-    window = window_of(jnp.ones((4, WINDOW)), start, num_active)
-    after, *_ = scene.together(kv, window, start + num_active)
-    assert after.refused.tolist() == [False, True, False, False]
-
-
-def test_slots_that_make_no_sense():
-    model = decoding.TARGET
-    with pytest.raises(ValueError, match="num_slots=0 must be a whole number of at"):
-        rows.SlotRows(model=model, num_slots=0)
-    slots = rows.SlotRows(model=model, num_slots=3)
-    with pytest.raises(ValueError, match="num_pages=2 is fewer than num_slots=3"):
-        slots.new_cache(capacity=16, page_size=8, num_pages=2)
-    still = dataclasses.replace(slots, model=dataclasses.replace(model, cache="static"))
-    with pytest.raises(ValueError, match="leave num_pages out, or use cache='paged'"):
-        still.new_cache(capacity=16, page_size=8, num_pages=6)
-
-
-def test_an_empty_cache_has_all_slots_open():
-    """And as many pages as was said, or enough for all of them in full."""
-    slots = rows.SlotRows(model=decoding.TARGET, num_slots=3)
-    kv = slots.new_cache(capacity=17, page_size=8)
-    assert (kv.num_pages, kv.slot_capacity) == (9, 24)
-    assert kv.registered.tolist() == [True] * 3 and kv.num_owned.tolist() == [1] * 3
-    few = slots.new_cache(capacity=64, page_size=8, num_pages=4)
-    assert (few.num_pages, few.slot_capacity) == (4, 32)
-    assert [slots.pages_needed(n, 8) for n in (0, 1, 8, 9)] == [1, 1, 1, 2]
-    allocator.check(few)
-
-
-LONG = 133  # past one key block of the attention, inside a page of any size
-
-
-def run_windows(model, params, page_size, *, by_rows, spoil=lambda kv: kv):
-    """A long prompt, a window of rows, half of it dropped, and another: all bits."""
-    rng = np.random.default_rng(1)
-    text = rng.integers(0, model.config.vocab_size, 256).astype(np.int32)
-    kv = model.new_cache(capacity=192, page_size=page_size)
-    kv = poisoned(shuffled(kv, rng))
-    kv = model.prefill(params, kv, jnp.asarray(text), jnp.int32(LONG), by_rows=by_rows)
-    forward = jax.jit(type(model).forward, static_argnums=0)
-    outputs, kept = [], LONG
-    for _ in range(2):
-        window = jnp.asarray(text[kept : kept + model.slab])
-        where = {"start": jnp.int32(kept), "num_active": jnp.int32(model.slab - 1)}
-        kv, logits = forward(model, params, spoil(kv), tokens=window, **where)
-        outputs.append(logits[: model.slab - 1])
-        kept += 2
-        kv = model.truncate(kv, kept)
-    allocator.check(kv)
-    return outputs, decoding.held(kv, kept)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("impl", "dtype", "page_size", "by_rows"),
-    [
-        ("xla", "float32", 8, False),
-        pytest.param("native", "float32", 16, True, marks=pytest.mark.slow),
-        pytest.param("native", "bfloat16", 8, False, marks=pytest.mark.slow),
-        ("native", "bfloat16", 128, True),
-    ],
-)
-def test_static_rows_are_paged_rows(impl, dtype, page_size, by_rows):
-    """Fails if a logit or a key written depends on the kind of cache.
-
-    Negative control: attention that reads the second page in place of the first.
-    """
-    decoding.needs(impl)
-    config = decoding.make_config(dtype=dtype, num_layers=1)
-    params = params_lib.init(jax.random.key(0), config, stddev=0.3)
-    models = [
-        row_model.RowModel(config=config, impl=impl, slab=WINDOW, cache=kind)
-        for kind in row_model.CACHE_KINDS
-    ]
-    expected, found = (
-        run_windows(model, params, page_size, by_rows=by_rows) for model in models
-    )
-    assert np.isfinite(np.asarray(expected[0][0])).all()
-    testing.assert_same_bits(found, expected)
-
-    def spoil(kv):
-        return kv.replace(page_table=kv.page_table.at[0, 0].set(kv.page_table[0, 1]))
-
-    wrong = run_windows(models[1], params, page_size, by_rows=by_rows, spoil=spoil)
-    with pytest.raises(AssertionError, match="elements differ"):
-        testing.assert_same_bits(wrong, expected)

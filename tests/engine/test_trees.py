@@ -7,7 +7,6 @@ the same comparison fails.
 
 import dataclasses
 
-import chex
 import decoding
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,8 @@ import pytest
 from decoding import ALWAYS, PROMPT, SMALL, Ask, Status
 
 from spec_jax import testing, tree
-from spec_jax.analysis import trace
 from spec_jax.debug import recorder
-from spec_jax.drafters import tree_shapes
-from spec_jax.engine import baseline, protocols, round as round_lib, rows
+from spec_jax.engine import baseline, protocols, rows
 from spec_jax.engine.state import Origin
 from spec_jax.gamma import goodput
 from spec_jax.rules import acceptance, tree_acceptance
@@ -129,26 +126,6 @@ def test_counters_by_depth_and_rank(num_slots):
     assert origins[DEPTH] == Origin.BONUS
 
 
-def test_a_rejection_is_a_correction():
-    """Fails if the target's token after a node with children is called a bonus."""
-    one = decoding.slot_of(run([Ask(gamma=WIDTH)], right="second"))
-    assert one.accepted_hist.tolist() == [1, 0, 13, 0]  # The last asks for nothing.
-    origins = np.asarray(one.origins)[len(PROMPT) : int(one.length)]
-    assert origins[:3].tolist() == [Origin.ACCEPTED, Origin.ACCEPTED, Origin.BONUS]
-    none = decoding.slot_of(run([Ask(gamma=WIDTH)], right="none"))
-    assert np.asarray(none.origins)[len(PROMPT)] == Origin.CORRECTION
-
-
-def test_stop_tokens_anywhere_on_the_path():
-    """Fails if a token after a stop token is kept."""
-    text = decoding.text(decoding.decoded(SMALL, Ask()))
-    for end in range(len(PROMPT), len(PROMPT) + 8):
-        asks = [Ask(gamma=WIDTH, stop_ids=(text[end],))]
-        state = run(asks)
-        decoding.assert_as_decoded(SMALL, state, asks)
-        assert decoding.slot_of(state).status == Status.STOP
-
-
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_max_tokens_is_met_exactly(num_slots):
     """Fails if a path runs past the limit: its nodes may."""
@@ -189,19 +166,6 @@ def test_a_seeded_stream_is_that_of_decoding(settings):
     for right in ("deep", "equal"):
         asks = asks_of(Ask(gamma=WIDTH, sampling=settings), 2)
         decoding.assert_as_decoded(SMALL, run(asks, right=right), asks)
-
-
-def test_budgets_are_data():
-    """Fails if another budget, limit or prompt compiles again."""
-    scheduler = scheduler_of()
-    rounds = jax.jit(chex.assert_max_traces(round_lib.run_round, n=1))
-    for ask in (
-        Ask(gamma=WIDTH),
-        Ask(gamma=3, max_tokens=7),
-        Ask(gamma=0, prompt=(4,)),
-    ):
-        state = scheduler.begin(decoding.scripted(SMALL, ask))
-        rounds(scheduler.speculator, state)
 
 
 def of_own_row(real):
@@ -272,74 +236,6 @@ def test_planted_faults_are_caught(fault, monkeypatch):
         jax.clear_caches()
 
 
-def test_follow_is_accept_exact_on_a_chain(rng):
-    """As integers, over chains that are right by turns."""
-    chain = jnp.arange(5, dtype=jnp.int32)
-
-    @jax.jit
-    def follow(drafts, own, number):
-        token = lambda column: own[column]
-        return tree_acceptance.follow(
-            drafts, token, chain, number, jnp.int32(9), depth_max=5
-        )
-
-    for _ in range(50):
-        drafts, own = rng.integers(0, 2, 5), rng.integers(0, 2, 6)
-        given = jnp.asarray(drafts, jnp.int32), jnp.asarray(own, jnp.int32)
-        number = jnp.int32(rng.integers(0, 6))
-        found = follow(*given, number)
-        expected = acceptance.accept_exact(*given, number)
-        assert found.num_accepted == expected.num_accepted
-        kept = int(expected.num_accepted)
-        np.testing.assert_array_equal(found.tokens, expected.tokens)
-        np.testing.assert_array_equal(found.path[:kept], np.arange(1, kept + 1))
-
-
-def test_ancestors_and_layout():
-    parents = jnp.array([0, *PARENTS], jnp.int32)
-    above = tree.ancestors(parents, count=4)
-    assert above[6].tolist() == [6, 4, 1, 0] and above[5].tolist() == [5, 2, 0, 0]
-    positions, branch = tree.layout(parents, start=jnp.int32(20), width=4)
-    assert positions.tolist() == [20, *(20 + depth for depth in DEPTHS)]
-    assert branch[6].tolist() == [20, 21, 24, 26]
-    assert branch[0].tolist() == [17, 18, 19, 20]
-
-
-@pytest.mark.parametrize(
-    ("parents", "words"),
-    [
-        ([0, 1], "column 1 has parent 1"),
-        ([1], "column 0 has parent 1"),
-        ([0, 0, -1], "column 2 has parent -1"),
-        ([0, 0, 1, 2, 3], "4 deep"),
-        ([0.0, 0.0], "whole numbers"),
-        ([[0]], "shape"),
-    ],
-)
-def test_parents_that_are_none(parents, words):
-    with pytest.raises(ValueError, match=words):
-        tree.check(np.array(parents), depth_max=3)
-    tree.check(np.array([0, 0, 1, 2]), depth_max=3)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("4x12", "is no tree"),
-        ("4:12x15", "is no tree"),
-        ("4x12:fifteen", "is no tree"),
-        ("0x12:15", "top_k=0"),
-        ("2x2:7", "exceed the 6 candidates"),
-        ("8x8:64", "more than the 64 rows"),
-        ("4x12:15@0", "tau=0.0 must be above 0"),
-    ],
-)
-def test_trees_that_are_none(text, words):
-    with pytest.raises(ValueError, match=words):
-        tree_shapes.parse(text)
-    assert str(tree_shapes.parse("4x12:15@0.3")) == "4x12:15@0.3"
-
-
 def test_what_was_recorded_is_what_decoding_saw():
     """Fails if entries stay at the places of nodes, or are moved from others."""
     asks = asks_of(Ask(gamma=WIDTH, run=2), 3)
@@ -370,24 +266,6 @@ def test_what_was_recorded_is_what_decoding_saw():
                     np.asarray(getattr(expected, name))[0, at],
                     what=f"{name} of slot {slot}",
                 )
-
-
-def test_a_replay_has_the_counters_of_the_run():
-    """Without the target: as integers, of trees that are right by turns."""
-    for ask in (Ask(gamma=WIDTH, run=2), Ask(gamma=5), Ask(gamma=WIDTH, run=0)):
-        live = decoding.slot_of(run([ask]))
-        text = decoding.text(decoding.decoded(SMALL, ask))
-        size = decoding.CAPACITY + 1
-        target = trace.TraceTarget(max_rows=WIDTH + 1, size=size)
-        made = scheduler_of(target=target)
-        request = dataclasses.replace(
-            decoding.scripted(SMALL, ask),
-            target_params=trace.make_trace(text, size=size),
-        )
-        replayed = decoding.slot_of(decoding.generate(made, made.begin(request)))
-        for name in ("num_rounds", "num_proposed", "num_accepted", "kept_by_rank"):
-            np.testing.assert_array_equal(getattr(replayed, name), getattr(live, name))
-        np.testing.assert_array_equal(replayed.accepted_hist, live.accepted_hist)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,12 @@
 """Block drafters for a tiny target, one of each layout: shared by tests."""
 
 import dataclasses
-import pathlib
 
 import decoding
 
 from spec_jax.model import block_params, head_dialects
 
 
-CONFIGS = pathlib.Path(__file__).parents[2].parent / "shared" / "data" / "configs"
 TARGET = decoding.make_config(num_layers=4)
 ORIGIN = head_dialects.Origin(target=TARGET, target_name="a target")
 LAYER = decoding.make_config(num_heads=6, tie_word_embeddings=False)  # N * H is not D

@@ -6,14 +6,11 @@ import math
 
 import block_cases
 import pytest
-from block_cases import CASES, CONFIGS, DFLASH, ORIGIN, TARGET, with_heads
+from block_cases import CASES, DFLASH, ORIGIN, TARGET, with_heads
 
 from spec_jax.model import (
     block_dialects as dialects,
-    block_params,
     checkpoint_files as files,
-    config as config_lib,
-    params as params_lib,
 )
 
 
@@ -42,25 +39,16 @@ ABOVE_0 = "must be 3 finite numbers above 0"
 BAD_CONFIGS = [
     ("z-lab", {"architectures": ["DominoDraftModel"]},
      "DominoDraftModel.* no layout of DFlash or DSpark.*DFlashDraftModel.*Qwen3DS"),
-    ("z-lab", {"architectures": []},
-     "architectures=.. is no layout of DFlash or DSpark"),
     ("z-lab", {"dflash_config": None}, "dflash_config is missing"),
-    ("z-lab", nested(rope_is_neox_style=False), "rope_is_neox_style=False is not supp"),
     ("z-lab", {"is_neox_style": False}, "is_neox_style=False is not supported"),
-    ("z-lab", nested(is_neox_style=False), "is_neox_style=False is not supported"),
     ("z-lab", nested(rope_is_neox_style=False) | {"rope_is_neox_style": True},
      "rope_is_neox_style=False is not supported"),
     ("z-lab", nested(mask_token_id=96), "mask_token_id=96 is outside"),
-    ("z-lab", nested(mask_token_id=-1), "mask_token_id=-1 is outside"),
     ("z-lab", nested(mask_token_id=None), "mask_token_id=None must be a whole number"),
     ("z-lab", nested(target_layer_ids=[0, 3]), r"taps=\(1, 4\) of a"),
     ("z-lab", nested(target_layer_ids="1"),
      "target_layer_ids='1' must be a list of lay"),
     ("z-lab", nested(target_layer_ids=[1, 1]), "must be different"),
-    ("z-lab", nested(target_layer_ids=[]), r"taps=\(\) must be different"),
-    ("z-lab", nested(target_layer_ids=[-2, 1]), "taps=.-1, 2. "),
-    ("z-lab", nested(final_logit_softcapping=30.0),
-     "final_logit_softcapping=30.0 is not supported"),
     ("z-lab", nested(output_multiplier=0), "output_multiplier=0 is not supported"),
     ("z-lab", nested(surprise=1), "surprise=1 is not supported"),
     ("z-lab", nested(markov_rank=8, markov_head_type="vanilla"),
@@ -68,10 +56,8 @@ BAD_CONFIGS = [
     ("z-lab", nested(block_size=5), "block_size=4, and in dflash_config 5"),
     ("z-lab", {"layer_types": ["sliding_attention"] * 2}, "only full_attention"),
     ("z-lab", {"model_type": "llama"}, "model_type='llama': layers are Qwen3's"),
-    ("z-lab", {"rms_norm_eps": math.nan}, "rms_norm_eps=nan must be a positive number"),
     ("z-lab", {"quantization_config": {"bits": 4}},
      "quantised weights are not supported"),
-    ("z-lab", {"target_hidden_size": 64}, "target_hidden_size=64 is not the drafter's"),
     ("specforge", nested(attention_mode="mla"),
      "attention_mode='mla' is not supported"),
     ("specforge", nested(projector_type="domino"), "projector_type='domino'"),
@@ -79,13 +65,10 @@ BAD_CONFIGS = [
     ("deepspec", {"num_target_layers": 36},
      "num_target_layers=36, the target has 4: it is a drafter for another"),
     ("deepspec", {"vocab_size": 97}, "a vocabulary of 97, the target has 48 and 96"),
-    ("deepspec", {"hidden_size": 64}, "of width 64 .* head for another target"),
     ("deepspec", {"block_size": 0}, "drafts no token"),
-    ("deepspec", {"block_size": True}, "block_size=True must be a whole number"),
     ("deepspec", {"block_size": ...}, "block_size=None must be a whole number"),
     ("deepspec", {"markov_head_type": "gru"},
      "markov_head_type='gru' is not one of vanilla, gated, rnn"),
-    ("deepspec", {"markov_rank": "8"}, "markov_rank='8' must be a whole number"),
     ("deepspec", {"markov_rank": -1},
      "markov_rank=-1: a head has a rank of at least 1"),
     ("deepspec", {"enable_confidence_head": "yes"},
@@ -96,8 +79,6 @@ BAD_CONFIGS = [
     ("speculators", {"query_zero_predicts_next": True}, "contradict each other"),
     ("speculators", {"speculators_model_type": "dflash"}, "each with its own architec"),
     ("speculators", {"confidence_temperatures": [1.0, 0.0, 1.0]}, ABOVE_0),
-    ("speculators", {"confidence_temperatures": [1.0, math.nan, 1.0]}, ABOVE_0),
-    ("speculators", {"confidence_temperatures": [1.0, math.inf, 1.0]}, ABOVE_0),
     ("speculators", {"confidence_shifts": [1.0, math.inf, 1.0]},
      "must be 3 finite numb"),
 ]  # fmt: skip
@@ -223,32 +204,6 @@ def test_bad_configs_are_refused(tmp_path, case, change, message):
         read(tmp_path, changed(raw, change))
 
 
-def test_files_that_are_no_config_are_refused(tmp_path):
-    with pytest.raises(files.CheckpointError, match="No such file"):
-        dialects.read_config(tmp_path / "config.json", TARGET)
-    for text, message in (("[]", "not a JSON object"), ("{", "not valid JSON")):
-        with pytest.raises(files.CheckpointError, match=message):
-            read(tmp_path, text)
-
-
-@pytest.mark.parametrize(
-    ("dialect", "config", "message"),
-    [
-        ("other", DFLASH, "dialect='other' is not one of z-lab, deepspec, specforge"),
-        ("z-lab", with_heads("vanilla"), "DFlash, which has no heads"),
-        ("deepspec", DFLASH, "deepspec's slots are anchor-first"),
-        (
-            "specforge",
-            with_heads("rnn", draft_vocab_size=32),
-            "specforge has the whole",
-        ),
-    ],
-)
-def test_a_layout_without_words_for_a_drafter(dialect, config, message):
-    with pytest.raises(ValueError, match=message):
-        dialects.check_config(config, dialect)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -262,35 +217,3 @@ def test_a_layout_without_words_for_a_drafter(dialect, config, message):
 def test_configs_of_no_drafter_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(DFLASH, **changes).validate()
-
-
-PUBLISHED = [
-    ("released/z-lab_Qwen3-4B-DFlash-b16.config.json", "4B", 15, 1_074_854_400),
-    ("specforge/qwen3-4b-dflash.json", "4B", 15, 1_074_854_400),
-    ("specforge/qwen3-8b-dflash.json", "8B", 15, 2_097_252_864),
-    ("specforge/qwen3-4b-dspark.json", "4B", 7, None),
-    ("specforge/qwen3-8b-dspark.json", "8B", 7, None),
-    ("derived_deepspec/dspark_qwen3_4b_block7.derived.json", "4B", 7, 2_786_267_138),
-    ("derived_deepspec/dspark_qwen3_8b_block7.derived.json", "8B", 7, 4_742_163_458),
-]
-
-
-@pytest.mark.skipif(not CONFIGS.exists(), reason="no published configs here")
-@pytest.mark.parametrize(("name", "size", "num_drafts", "num_bytes"), PUBLISHED)
-def test_published_configs(name, size, num_drafts, num_bytes):
-    """The bytes are those of the published files: fails on any wrong shape."""
-    target = config_lib.read(CONFIGS / "qwen3" / f"Qwen3-{size}.config.json")
-    dialect, config = dialects.read_config(CONFIGS / name, target)
-    assert config.taps == (2, 10, 18, 26, 34) and config.num_drafts == num_drafts
-    assert dialects.default_layer_ids(36, 5) == [1, 9, 17, 25, 33]
-    shapes = block_params.shapes(config)
-    if dialect != "deepspec":
-        shapes = shapes.replace(embed=None, lm_head=None)
-    assert num_bytes in (None, params_lib.num_bytes(shapes))
-
-
-@pytest.mark.skipif(not CONFIGS.exists(), reason="no published configs here")
-def test_published_configs_of_other_drafters_are_refused():
-    target = config_lib.read(CONFIGS / "qwen3" / "Qwen3-8B.config.json")
-    with pytest.raises(files.CheckpointError, match="no layout of DFlash or DSpark"):
-        dialects.read_config(CONFIGS / "specforge/qwen3-8b-domino.json", target)

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 
-import block_oracle as oracle
-import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,21 +10,16 @@ import pytest
 import random_weights
 import safetensors.numpy
 import test_eagle3_files as eagles
-from block_cases import CASES, DFLASH, LAYER, ORIGIN, TARGET
+from block_cases import CASES, ORIGIN, TARGET
 
 from spec_jax import testing
 from spec_jax.model import (
     block_dialects as dialects,
-    block_draft,
     block_files,
-    block_heads,
     block_params,
     checkpoint_files as files,
-    decoder,
     params as params_lib,
-    row_model,
 )
-from spec_jax.paging import allocator
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +105,6 @@ def test_a_scaling_is_written_into_a_config(case, target_params, tmp_path):
     }
 
 
-def oracle_of(folder, target_params) -> oracle.Head:
-    return oracle.Head(
-        config=json.loads((folder / "config.json").read_text()),
-        tensors=safetensors.numpy.load_file(folder / files.SINGLE_FILE),
-        embed=np.asarray(target_params.embed),
-        lm_head=np.asarray(target_params.head),
-    )
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_saved_and_loaded_is_the_same(tmp_path, target_params, case):
     config, params = saved(tmp_path, case, target_params)
@@ -134,137 +118,6 @@ def test_saved_and_loaded_is_the_same(tmp_path, target_params, case):
     assert dialects.kind_of(raw) == ("dspark" if has_heads else "dflash")
     if case.startswith("speculators"):
         assert raw["sample_from_anchor"] is (config.slots == "anchor-first")
-
-
-_append = jax.jit(block_draft.append_context, static_argnames=("config", "impl"))
-_block = jax.jit(block_draft.forward_block, static_argnames=("config", "impl"))
-
-
-class Slots:
-    """Three slots of a drafter's cache, of which the last is used."""
-
-    def __init__(self, params, config, impl):
-        self.params, self.config, self.impl = params, config, impl
-        slab = row_model.slab_for(impl, 2 * config.block_size)
-        model = row_model.RowModel(config=config.layer, impl=impl, slab=slab)
-        self.slab = slab
-        self.kv = model.new_slots(3, capacity=32, page_size=8)
-
-    def rows(self, tokens, start):
-        pad = self.slab - len(tokens)
-        positions = start + np.arange(len(tokens))
-        self.kv = allocator.reserve(self.kv, 2, int(start + len(tokens)))
-        return decoder.Rows(
-            tokens=jnp.asarray(np.pad(tokens, (0, pad)), jnp.int32),
-            slots=jnp.full((self.slab,), 2, jnp.int32),
-            positions=jnp.asarray(np.pad(positions, (0, pad)), jnp.int32),
-            num_active=jnp.int32(len(tokens)),
-        )
-
-    def append(self, features):
-        start = int(self.kv.length[2])
-        rows = self.rows([0] * len(features), start)
-        padded = np.full((self.slab, features.shape[1]), np.nan, np.float32)
-        padded[: len(features)] = features
-        self.kv = _append(
-            self.params, self.config, rows, jnp.asarray(padded), self.kv, impl=self.impl
-        )
-        self.kv = allocator.extend(self.kv, 2, start + len(features))
-
-    def block(self, anchor):
-        config = self.config
-        tokens = [anchor] + [config.mask_token_id] * (config.block_size - 1)
-        rows = self.rows(tokens, int(self.kv.length[2]))
-        self.kv, hidden, logits = _block(
-            self.params, config, rows, self.kv, impl=self.impl
-        )
-        return hidden[: len(tokens)], logits[: len(tokens)]
-
-
-def inputs(config, count: int = 9):
-    """Features of a target."""
-    rng = np.random.default_rng(3)
-    return rng.normal(size=(count, config.features_size)).astype(np.float32)
-
-
-def drafted(params, config, impl, hidden, logits, anchor):
-    """What the heads make of a block, greedily; as the drafter does, slot by slot."""
-    product = block_heads.row_product(impl)
-    state, before = block_heads.first_state(config, (1,)), jnp.asarray([anchor])
-    tokens, rows, logit = [], [], []
-    for k in range(config.block_size):
-        state, bias, confidence = block_heads.correct(
-            params, config, state, before, hidden[k : k + 1], product=product
-        )
-        if k < config.first_slot:
-            continue
-        rows.append(logits[k] if bias is None else logits[k] + bias[0])
-        token = jnp.argmax(rows[-1]).astype(jnp.int32)
-        before = (token if params.hot is None else params.hot[token])[None]
-        tokens.append(int(before[0]))
-        logit.append(jnp.zeros(()) if confidence is None else confidence[0])
-    return tokens, np.stack(rows), block_heads.survival(config, jnp.stack(logit))
-
-
-@pytest.mark.parametrize("impl", ["xla", "native"])
-@pytest.mark.parametrize("case", CASES)
-def test_parity_with_float64(tmp_path, target_params, case, impl):
-    """Fails if a tensor is taken for another, or a step is left out."""
-    decoding.needs(impl)
-    saved(tmp_path, case, target_params)
-    head = oracle_of(tmp_path, target_params)
-    config, params = block_files.load(tmp_path, TARGET, target_params, impl=impl)
-    features, anchor = inputs(config), 17
-    slots = Slots(params, config, impl)
-    slots.append(features[:6])
-    slots.append(features[6:])
-    hidden, logits = slots.block(anchor)
-    near = {"dtype": "float32", "reduction": 300}
-    expected = oracle.backbone(head, features, anchor)
-    testing.assert_rows_close(hidden, expected[0], **near)
-    testing.assert_rows_close(logits, expected[1], **near)
-    tokens, rows, survival = drafted(params, config, impl, hidden, logits, anchor)
-    expected = oracle.draft(head, features, anchor)
-    assert tokens == expected[0] and len(tokens) == config.num_drafts
-    testing.assert_rows_close(rows, expected[1], **near)
-    if config.has_confidence:
-        np.testing.assert_allclose(survival, expected[2], rtol=1e-4)
-    # Negative control: one slot late is far.
-    with pytest.raises(AssertionError, match="are off"):
-        testing.assert_rows_close(rows[1:], expected[1][:-1], **near)
-
-
-@pytest.mark.slow
-def test_pallas_rows_see_their_block():
-    """By the interpreter: the branches that say it are those of its kernels, too."""
-    config = dataclasses.replace(
-        DFLASH,
-        layer=dataclasses.replace(LAYER, num_layers=1, dtype="bfloat16"),
-    )
-    target = params_lib.init(
-        jax.random.key(9),
-        dataclasses.replace(TARGET, dtype="bfloat16"),
-        stddev=0.3,
-    )
-    params = make_params(config, target)
-
-    def hidden(impl):
-        slots = Slots(params, config, impl)
-        slots.append(inputs(config, 7))
-        return np.asarray(slots.block(17)[0], np.float32)
-
-    ours, theirs = hidden("interpret"), hidden("xla")
-    size = np.linalg.norm(theirs, axis=1)
-    assert (np.linalg.norm(ours - theirs, axis=1) < 0.02 * size).all()
-    assert (np.linalg.norm(ours[1:] - theirs[:-1], axis=1) > 0.2 * size[1:]).all()
-
-
-def test_features_of_another_width_are_refused(target_params):
-    slots = Slots(make_params(DFLASH, target_params), DFLASH, "xla")
-    with pytest.raises(
-        ValueError, match="features of width 143: the drafter reads 144"
-    ):
-        slots.append(inputs(DFLASH, 2)[:, 1:])
 
 
 BAD_TENSORS = {

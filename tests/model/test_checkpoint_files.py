@@ -58,87 +58,6 @@ def test_reads_what_safetensors_wrote(layout, request):
         assert out.tobytes() == array.tobytes(), name
 
 
-def test_writes_what_safetensors_reads(tmp_path):
-    path = tmp_path / "x.safetensors"
-    pending = [
-        files.Pending(
-            name=name,
-            dtype=array.dtype,
-            shape=array.shape,
-            fetch=lambda array=array: array,
-        )
-        for name, array in tensors().items()
-    ]
-    files.write(path, pending, metadata={"format": "pt"})
-    expected = tensors()
-    with safetensors.safe_open(path, framework="numpy") as file:
-        assert file.metadata() == {"format": "pt"}
-        assert set(file.keys()) == set(expected)
-    for name, array in safetensors.numpy.load_file(path).items():
-        assert array.shape == expected[name].shape
-        assert array.tobytes() == expected[name].tobytes(), name
-
-
-def test_reads_into_rows_of_a_buffer(folder):
-    """Only there: fails if the neighbours are touched."""
-    entry = files.find(folder)["matrix"]
-    buffer = np.full((10, 10), 7, np.float32)
-    tensor_values.read_into(entry, buffer[2:8])
-    np.testing.assert_array_equal(buffer[2:8], tensors()["matrix"])
-    assert (buffer[:2] == 7).all() and (buffer[8:] == 7).all()
-
-
-def test_refuses_buffers_that_do_not_fit(folder):
-    entry = files.find(folder)["matrix"]
-    with pytest.raises(ValueError, match=r"matrix is \(6, 10\), the buffer is \(10"):
-        tensor_values.read_into(entry, np.empty((10, 6), np.float32))
-    with pytest.raises(ValueError, match="not contiguous"):
-        tensor_values.read_into(entry, np.empty((10, 6), np.float32).T)
-
-
-@pytest.mark.parametrize("other", [np.float32, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("block_bytes", [1, 8, 100, tensor_values.BLOCK_BYTES])
-def test_same_values(tmp_path, monkeypatch, block_bytes, other):
-    """In two dtypes, or in one."""
-    monkeypatch.setattr(tensor_values, "BLOCK_BYTES", block_bytes)
-    short = tensors()["matrix"].astype(other)
-    last, zero = short.astype(np.float32), np.zeros((2,), np.float32)
-    last[-1, -1] *= 1 + 2**-20
-    held = {
-        "short": short,
-        "long": short.astype(np.float32),
-        "flat": short.reshape(-1),
-        "last": last,
-        "zero": zero,
-        "minus": -zero.astype(other),
-    }
-    safetensors.numpy.save_file(held, tmp_path / files.SINGLE_FILE)
-    entries = files.find(tmp_path)
-    assert tensor_values.same_values(entries["short"], entries["long"])
-    assert tensor_values.same_values(entries["long"], entries["short"])
-    for left, right in (("short", "last"), ("short", "flat"), ("zero", "minus")):
-        assert not tensor_values.same_values(entries[left], entries[right])
-
-
-@pytest.mark.parametrize("dtype", files.DTYPES.values(), ids=str)
-@pytest.mark.parametrize("test_bytes", [4, 28, 2**18])
-def test_first_value_that_is_not_finite(monkeypatch, dtype, test_bytes):
-    """In a view of larger storage, as a part of an array is, and in every place."""
-    monkeypatch.setattr(tensor_values, "_TEST_BYTES", test_bytes)
-    largest = float(np.finfo(dtype).max) if dtype != files.DTYPES["BF16"] else 3.38e38
-    values = np.full((4, 3, 5), largest, dtype)
-    for index in np.ndindex(2, 3, 5):
-        for value in (np.nan, np.inf, -np.inf):
-            spoilt = values.copy()
-            spoilt[1:][index] = value
-            spoilt[3] = np.nan
-            assert tensor_values.first_non_finite(spoilt[1:]) == index
-    assert tensor_values.first_non_finite(values) is None
-    assert tensor_values.first_non_finite(-values) is None
-    assert tensor_values.first_non_finite(np.zeros((0, 4), dtype)) is None
-    assert tensor_values.first_non_finite(np.array(np.nan, dtype)) == ()
-
-
 def index(content) -> Callable:
     """Returns a function that writes an index."""
     text = content if isinstance(content, str) else json.dumps({"weight_map": content})
@@ -172,12 +91,6 @@ def test_a_bad_folder(sharded, message):
     BAD_FOLDERS[message](sharded)
     with pytest.raises(files.CheckpointError, match=message):
         files.find(sharded)
-
-
-def test_a_folder_that_cannot_be_looked_into(tmp_path):
-    """Fails if an `OSError` escapes: such a name is too long for any folder."""
-    with pytest.raises(files.CheckpointError, match="File name too long"):
-        files.find(tmp_path / ("x" * 300))
 
 
 def as_file(header: bytes) -> bytes:
@@ -216,26 +129,6 @@ def test_a_file_that_is_not_whole(folder, fault):
     )
     with pytest.raises(files.CheckpointError, match=message):
         files.find(folder)
-
-
-def test_a_header_in_another_spelling(tmp_path):
-    """Fails if the header is taken for what Python makes of it: the package reads an
-    item that is a list."""
-    header = as_file(b'{"y":["F32",[1],[4,8]],"x":["F32",[1],[0,4]]}')
-    (tmp_path / files.SINGLE_FILE).write_bytes(header[:-4] + np.float32(3).tobytes())
-    entries, out = files.find(tmp_path), np.empty(1, np.float32)
-    for name, value in {"x": 0, "y": 3}.items():
-        tensor_values.read_into(entries[name], out)
-        assert out == value
-
-
-def test_file_shrinks_after_its_header_was_read(folder):
-    entries = files.find(folder)
-    entry = max(entries.values(), key=lambda entry: entry.offset)
-    path = folder / files.SINGLE_FILE
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(files.CheckpointError, match=f"ends inside {entry.name}"):
-        tensor_values.read_into(entry, np.empty(entry.shape, entry.dtype))
 
 
 def test_unsupported_dtype(tmp_path):

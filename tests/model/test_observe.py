@@ -10,7 +10,6 @@ import pytest
 
 from spec_jax import testing
 from spec_jax.model import (
-    decoder,
     observe,
     params as params_lib,
     prompt as prompt_lib,
@@ -107,45 +106,3 @@ def test_what_the_hook_returns_goes_on(key, written_differs):
     ]
     changed = {START + LIVE - 1} if written_differs else set()
     assert set(np.concatenate(differs).tolist()) == changed
-
-
-def test_padding_rows_write_nothing_when_seen():
-    """Fails if the pages are written back for rows that are not live."""
-
-    def spoil_padding(layer, operation, value):
-        return value.at[LIVE:].set(jnp.nan)
-
-    testing.assert_same_bits(forward(spoil_padding), unseen())
-
-
-def test_without_a_hook_nothing_of_it_is_traced(monkeypatch):
-    """Fails if heads are split or pages read back without a hook."""
-
-    def trace(hook):
-        kv = MODEL.new_cache(capacity=32, page_size=decoding.PAGE_SIZE)
-        rows = qwen3.Rows(
-            tokens=jnp.zeros((5,), jnp.int32),
-            slots=jnp.zeros((5,), jnp.int32),
-            positions=jnp.arange(5, dtype=jnp.int32),
-            num_active=jnp.int32(1),
-        )
-        run = lambda *args: qwen3.forward_rows(
-            args[0], CONFIG, args[1], args[2], impl=MODEL.impl, observe=hook
-        )
-        return str(jax.make_jaxpr(run)(PARAMS, rows, kv))
-
-    plain = trace(None)
-    assert len(trace(observe.pass_on)) > len(plain)
-    for name in ("observe_heads", "observe_written"):
-        monkeypatch.delattr(decoder, name)
-    assert trace(None) == plain
-    with pytest.raises(AttributeError, match="observe_heads"):
-        trace(observe.pass_on)
-
-
-def test_keys_are_in_an_order_of_computation():
-    keys = observe.keys(2)
-    assert len(keys) == len(set(keys)) == 2 * len(observe.LAYER_OPERATIONS) + 3
-    assert keys[:3] == ("embed", "0:input_norm", "0:q")
-    assert keys[-3:] == ("1:mlp_residual", "final_norm", "logits")
-    assert set(observe.LEAVES_ROWS) < set(observe.OPERATIONS)

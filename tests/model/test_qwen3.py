@@ -58,35 +58,3 @@ def test_a_native_step_is_one_call(num_layers):
     assert not re.search(r"\[4,8,2,16\]\S* copy\(", text)
     pools = 2 * num_layers * (4 * 8 * 2 * 16) * 2  # bytes of bfloat16
     assert compiled.memory_analysis().alias_size_in_bytes >= pools
-
-
-def instructions(hlo: str) -> list[str]:
-    """Shape and operation of each instruction of a program, sorted.
-
-    Those that do not depend on each other are in any order.
-    """
-    found = re.findall(
-        r"^ +(?:ROOT )?%?[\w.-]+ = ((?:\([^=]*?\)|\S+) [\w-]+)\(.*?"
-        r'(?:custom_call_target="([^"]*)"|$)',
-        hlo,
-        flags=re.MULTILINE,
-    )
-    return sorted(" ".join(words) for words in found)
-
-
-@pytest.mark.slow
-def test_the_compiled_program_is_that_of_unrolled_layers(monkeypatch):
-    """Fails if the function around a layer changes an operation, or copies a pool."""
-    programs = [lower("xla", num_layers=2)]
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "jit", functools.partial(jax.jit, inline=True))
-        programs.append(lower("xla", num_layers=2))
-    calls = ["call @run_layer" in program.as_text() for program in programs]
-    assert calls == [True, False]
-    called, unrolled = (program.compile() for program in programs)
-    expected = instructions(unrolled.as_text())
-    assert len(expected) > 50
-    assert instructions(called.as_text()) == expected
-    sizes = called.memory_analysis(), unrolled.memory_analysis()
-    assert sizes[0].temp_size_in_bytes == sizes[1].temp_size_in_bytes
-    assert sizes[0].alias_size_in_bytes == sizes[1].alias_size_in_bytes > 0

@@ -381,37 +381,6 @@ def test_implementations_agree_but_for_rounding(dtype, tolerance):
 
 
 @pytest.mark.few(1)
-def test_prefill_by_rows_is_decoding(model):
-    """The prompt's K/V equals that of one-row decoding; batched prefill's is near."""
-    by_rows = model.fill(make_cache(model.config), length=40)
-    one_by_one = make_cache(model.config)
-    for position in range(40):
-        row = (int(text()[position]), 0, position)
-        one_by_one, _ = model.run(one_by_one, [row])
-    testing.assert_same_bits(written(by_rows, 0, 40), written(one_by_one, 0, 40))
-
-    padded = np.ones(64, np.int32)
-    padded[:40] = text()[:40]
-    batched = allocator.reserve(make_cache(model.config), 0, 40)
-    batched, _ = jax.jit(qwen3.prefill, static_argnames=("config",))(
-        model.params,
-        model.config,
-        batched,
-        tokens=jnp.asarray(padded),
-        length=jnp.int32(40),
-        slot=jnp.int32(0),
-    )
-    assert int(batched.length[0]) == 40
-    tolerance = {"float32": 1e-4, "bfloat16": 0.06}[model.config.dtype]
-    chex.assert_trees_all_close(
-        jax.tree.map(lambda x: x.astype(jnp.float32), written(batched, 0, 40)),
-        jax.tree.map(lambda x: x.astype(jnp.float32), written(by_rows, 0, 40)),
-        atol=tolerance,
-        rtol=tolerance,
-    )
-
-
-@pytest.mark.few(1)
 @pytest.mark.parametrize("impl", ["native", "xla"])
 def test_the_prefill_of_a_row_model(impl):
     """Fails if the taller slab of a native prefill has other bits than decoding.
@@ -437,9 +406,5 @@ def test_the_prefill_of_a_row_model(impl):
         testing.assert_same_bits(by_rows, written(decoded, 0, 50))
         with pytest.raises(AssertionError):
             testing.assert_same_bits(default, by_rows)
-
-
-def test_prefill_buckets():
-    lengths = [1, 64, 65, 128, 129, 1000, 1024, 1025]
-    buckets = [64, 64, 128, 128, 256, 1024, 1024, 2048]
-    assert [qwen3.bucket(n) for n in lengths] == buckets
+        wide = lambda kv: [np.asarray(x, np.float32) for x in kv]
+        chex.assert_trees_all_close(wide(default), wide(by_rows), atol=0.06, rtol=0.06)

@@ -12,10 +12,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from spec_jax.model import tokenizer as tokenizer_lib
 
 
-QWEN3 = pathlib.Path(__file__).parents[2].parent / "shared" / "data" / "qwen3_tokenizer"
-needs_qwen3 = pytest.mark.skipif(
-    not QWEN3.exists(), reason="the released Qwen3 tokenizer is not here"
-)
 THUMBS_UP = "\N{THUMBS UP SIGN}"
 CORPUS = ["hello world, hello again", "naïve café", f"{THUMBS_UP} fine", "日本語"]
 
@@ -49,11 +45,6 @@ def small(tmp_path_factory) -> tokenizer_lib.Tokenizer:
     """Added tokens that are no byte-level text: with spaces, CJK, letters of bytes."""
     folder = tmp_path_factory.mktemp("small")
     return tokenizer_lib.load(save(folder, "<|end|>", " a b ", "日本", "éé"))
-
-
-@pytest.fixture(scope="module")
-def qwen3() -> tokenizer_lib.Tokenizer:
-    return tokenizer_lib.load(QWEN3)
 
 
 def test_special_tokens_are_recognised_and_none_is_added(small):
@@ -193,35 +184,6 @@ def test_stop_ids(tmp_path, others, expected):
     )
 
 
-def test_no_stop_ids(tmp_path):
-    assert tokenizer_lib.load(save(tmp_path)).stop_ids == ()
-
-
-@pytest.mark.parametrize(
-    "value", ["<|im_end|>", -1, 1.5, [3, None], True, 280, [5, 10**12]]
-)
-def test_stop_ids_must_be_ids(tmp_path, value):
-    """Of the 280 entries. Fails if an id is kept that no model can choose."""
-    save(tmp_path, generation_config_json={"eos_token_id": value})
-    message = r"generation_config.json: eos_token_id=.* token ids from 0 to 279"
-    with pytest.raises(ValueError, match=message):
-        tokenizer_lib.load(tmp_path)
-
-
-def test_stop_ids_of_a_model_with_more_entries(tmp_path):
-    """Fails if a row of the embedding without a token cannot be a stop token."""
-    config = {"vocab_size": 300, "eos_token_id": 299}
-    assert tokenizer_lib.load(save(tmp_path, config_json=config)).stop_ids == (299,)
-    save(tmp_path, config_json=config | {"eos_token_id": 300})
-    with pytest.raises(ValueError, match="config.json: eos_token_id=300 must be"):
-        tokenizer_lib.load(tmp_path)
-
-
-def test_missing_tokenizer(tmp_path):
-    with pytest.raises(ValueError, match="tokenizer.json: no such file"):
-        tokenizer_lib.load(tmp_path)
-
-
 def test_a_tokenizer_that_another_folder_has(tmp_path):
     """Fails if two models cannot share a file, or the wrong one of two is taken."""
     draft = tmp_path / "draft"
@@ -236,72 +198,6 @@ def test_a_tokenizer_that_another_folder_has(tmp_path):
     assert shared.special_tokens and not theirs.special_tokens
     own = tokenizer_lib.load(save(draft, "<|other|>"))
     assert own.fingerprint != theirs.fingerprint
-
-
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        ("../none.json", r"draft/\.\./none\.json: no such file"),
-        (7, "tokenizer_config.json: tokenizer_file=7 is not a path"),
-    ],
-)
-def test_a_shared_tokenizer_that_cannot_be_read(tmp_path, named, message):
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    settings = json.dumps({"tokenizer_file": named})
-    (draft / "tokenizer_config.json").write_text(settings)
-    with pytest.raises(ValueError, match=message):
-        tokenizer_lib.load(draft)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "tokenizer.json: not valid JSON"),
-        ("[]", "tokenizer.json: not a JSON object"),
-        ("{}", "tokenizer.json: only byte-level"),
-        ('{"decoder": {"type": "ByteLevel"}}', "tokenizer.json: not a valid tokenizer"),
-    ],
-)
-def test_invalid_tokenizer(tmp_path, text, message):
-    (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        tokenizer_lib.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name", ["tokenizer_config.json", "generation_config.json", "config.json"]
-)
-def test_invalid_companions(tmp_path, name):
-    (save(tmp_path) / name).write_text("{")
-    with pytest.raises(ValueError, match=f"{name}: not valid JSON"):
-        tokenizer_lib.load(tmp_path)
-
-
-def test_same_vocabulary(tmp_path, small):
-    twin = tokenizer_lib.load(save(tmp_path, "<|end|>", " a b ", "日本", "éé"))
-    assert twin.fingerprint == small.fingerprint
-    assert twin.vocab_size == small.vocab_size == 284
-    tokenizer_lib.check_same_vocabulary(small, twin)
-
-
-def test_other_vocabulary(tmp_path, small):
-    """Same size, two tokens exchanged: fails if only sizes or sets are compared."""
-    other = tokenizer_lib.load(save(tmp_path, " a b ", "<|end|>", "日本", "éé"))
-    assert other.vocab_size == small.vocab_size
-    with pytest.raises(
-        ValueError, match=r"id 280 is '<\|end\|>' and ' a b '; id 281 is ' a b ' and"
-    ):
-        tokenizer_lib.check_same_vocabulary(small, other)
-
-
-def test_shorter_vocabulary_and_how_much_is_shown(tmp_path, small):
-    shorter = tokenizer_lib.load(save(tmp_path))
-    with pytest.raises(
-        ValueError, match="280 entries.*id 280 is .* and None"
-    ) as caught:
-        tokenizer_lib.check_same_vocabulary(small, shorter)
-    assert str(caught.value).count(" is ") == 3
 
 
 TEMPLATE = """{%- for message in messages %}
@@ -349,12 +245,6 @@ def test_options_of_a_template(tmp_path):
             tokenizer.apply_chat("hi", **{name: "x"})
 
 
-def test_named_templates(tmp_path):
-    named = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
-    save(tmp_path, tokenizer_config_json={"chat_template": named})
-    assert tokenizer_lib.load(tmp_path).apply_chat("x") == "d"
-
-
 def test_no_template(tmp_path):
     tokenizer = tokenizer_lib.load(save(tmp_path))
     assert not tokenizer.has_chat_template
@@ -362,58 +252,68 @@ def test_no_template(tmp_path):
         tokenizer.apply_chat("hi")
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% if %}", "chat template: Expected an expression"),
-        ("{{ ''.__class__.__mro__ }}", "chat template: .*unsafe"),
-    ],
-)
-def test_template_that_fails(tmp_path, template, message):
-    save(tmp_path, tokenizer_config_json={"chat_template": template})
-    with pytest.raises(ValueError, match=message) as caught:
-        tokenizer_lib.load(tmp_path).apply_chat("hi")
-    assert str(caught.value).startswith(f"{tmp_path}: chat template: ")
+def unreadable(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
 
 
-def test_template_that_may_not_be_read(tmp_path):
-    (save(tmp_path) / "chat_template.jinja").mkdir()
-    with pytest.raises(ValueError, match="chat_template.jinja: is a directory"):
+def broken(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def stating(name, **values):
+    return broken(name, json.dumps(values))
+
+
+BAD_FOLDERS = {
+    "tokenizer.json: no such file": lambda at: (at / "tokenizer.json").unlink(),
+    "tokenizer.json: not valid JSON": broken("tokenizer.json", "{"),
+    "tokenizer.json: not a JSON object": broken("tokenizer.json", "[]"),
+    "tokenizer.json: only byte-level": broken("tokenizer.json", "{}"),
+    "tokenizer.json: not a valid tokenizer": stating(
+        "tokenizer.json", decoder={"type": "ByteLevel"}
+    ),
+    "generation_config.json: not valid JSON": broken("generation_config.json", "{"),
+    r"generation_config.json: eos_token_id=.* token ids from 0 to 279": stating(
+        "generation_config.json", eos_token_id=[5, 280]
+    ),
+    # A row of the embedding without a token may be one, but no row more.
+    "config.json: eos_token_id=300 must be": stating(
+        "config.json", vocab_size=300, eos_token_id=300
+    ),
+    "tokenizer_config.json: tokenizer_file=7 is not a path": lambda at: (
+        (at / "tokenizer.json").unlink(),
+        stating("tokenizer_config.json", tokenizer_file=7)(at),
+    ),
+    "chat_template.jinja: is a directory": lambda at: unreadable(
+        at, "chat_template.jinja"
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD_FOLDERS)
+def test_bad_folders_are_refused(tmp_path, message):
+    save(tmp_path)
+    BAD_FOLDERS[message](tmp_path)
+    with pytest.raises(ValueError, match=message):
         tokenizer_lib.load(tmp_path)
 
 
-@needs_qwen3
-def test_qwen3_ids(qwen3):
-    assert qwen3.encode("<|im_start|>hello<|im_end|>") == [151644, 14990, 151645]
-    assert qwen3.vocab_size == 151669
-    assert qwen3.stop_ids == (151645,)  # There is no generation_config.json here.
-    assert qwen3.encode("<think>\n\n</think>\n\n") == [151667, 271, 151668, 271]
-
-
-@needs_qwen3
-def test_qwen3_prompts(qwen3):
-    prompt = "<|im_start|>user\nTEXT<|im_end|>\n<|im_start|>assistant\n"
-    assert qwen3.apply_chat("TEXT", enable_thinking=True) == prompt
-    assert qwen3.apply_chat("TEXT") == prompt + "<think>\n\n</think>\n\n"
-
-
-@needs_qwen3
-def test_qwen3_template_of_the_config_is_the_same(qwen3):
-    settings = json.loads((QWEN3 / "tokenizer_config.json").read_text())
-    assert settings["chat_template"] == qwen3.chat_template
-
-
-@needs_qwen3
-@given(ids=st.lists(st.integers(0, 151_935), max_size=12))
-def test_qwen3_decoding_is_that_of_the_library(qwen3, ids):
-    expected = qwen3.backend.decode(ids, skip_special_tokens=False)
-    assert "".join(qwen3.decode_pieces(ids)) == expected
-
-
-@needs_qwen3
-def test_qwen3_pieces(qwen3):
-    text = f"日本語 naïve {THUMBS_UP}\N{EMOJI MODIFIER FITZPATRICK TYPE-4} 1234"
-    pieces = qwen3.decode_pieces(qwen3.encode(text))
-    assert "".join(pieces) == text
-    assert pieces[-4:] == ["1", "2", "3", "4"]
+def test_vocabularies_are_compared_entry_by_entry(tmp_path, small):
+    """Fails if only sizes or sets are: two tokens are exchanged."""
+    same, other, shorter = (tmp_path / name for name in ("same", "other", "shorter"))
+    for folder in (same, other, shorter):
+        folder.mkdir()
+    added = ["<|end|>", " a b ", "日本", "éé"]
+    twin = tokenizer_lib.load(save(same, *added))
+    assert twin.fingerprint == small.fingerprint
+    tokenizer_lib.check_same_vocabulary(small, twin)
+    for wrong, words in (
+        (
+            save(other, " a b ", "<|end|>", *added[2:]),
+            r"id 280 is '<\|end\|>' and ' a b",
+        ),
+        (save(shorter), "280 entries.*id 280 is .* and None"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tokenizer_lib.check_same_vocabulary(small, tokenizer_lib.load(wrong))

@@ -95,7 +95,7 @@ BLOCKS = (
     Mutant("context goes through the norm of a block's rows",
            "model.block_draft:append_context", "weight.kv, norm=params.hidden_norm",
            "weight.kv, norm=weight.input_norm",
-           "model/test_block_files.py::test_parity_with_float64[z-lab-xla]"),
+           _ORACLE + "[dflash-xla]"),
     Mutant("rows of a block do not see those after them",
            "model.block_draft:forward_block", "block=config.block_size", "block=None",
            _ORACLE + "[dspark-xla]"),
@@ -173,7 +173,6 @@ TREES = (
 )  # fmt: skip
 
 _PAIRS = "drafters/test_eagle3.py::test_drafts_are_those_of_whole_sequences"
-_EXAMPLE = "drafters/test_eagle3_example.py"
 
 FEATURES = (
     Mutant("a feature is handed out one position early", "engine.round:_features",
@@ -183,7 +182,8 @@ FEATURES = (
     Mutant("a feature is read one position late", "drafters.features:read",
            "start[:, None] +", "start[:, None] + 1 +", _PAIRS),
     Mutant("features of rejected rows are handed out", "engine.round:_features",
-           "if outcome.path is not None:", "if False:", f"{_EXAMPLE}::test_a_round"),
+           "if outcome.path is not None:", "if False:",
+           "engine/test_features.py::test_features_are_those_of_decoding[native-4-tree]"),
     Mutant("features are those of the next layer", "model.decoder:run_rows",
            "boundaries[tap]", "boundaries[tap + 1]",
            "engine/test_features.py::test_rows_have_the_features_of_the_sequence[xla]"),
@@ -208,7 +208,7 @@ HEADS = (
            "drafters.eagle3:SlotEagle3._grow",
            "jnp.take_along_axis(hidden, above[:, :, None], axis=1)",
            "jax.lax.dynamic_slice_in_dim(hidden, first, tree.width, axis=1)",
-           f"{_EXAMPLE}::test_candidates_and_tree_mask"),
+           "drafters/test_eagle3.py::test_first_children_are_the_chain"),
     Mutant("offsets of a draft vocabulary are added twice", "model.head_files:read_hot",
            "np.arange(Vd) + offsets", "np.arange(Vd) + 2 * offsets",
            "model/test_eagle3_files.py::test_saved_and_loaded_is_the_same[midlayer]"),

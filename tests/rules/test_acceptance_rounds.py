@@ -146,9 +146,3 @@ def test_shared_noise_is_caught(planted):
     """Negative control: the same n and the same bound."""
     rule, plant = PLANTED[planted]
     assert worst_cell(rule, plant(all_noise())) > 2 * SIGMAS
-
-
-@pytest.mark.slow
-def test_rejection_alone_may_meet_the_noise_of_a_position_again():
-    """What it keeps depends on no draft or uniform past the first that it rejects."""
-    assert worst_cell("rejection", by_position_alone(all_noise())) < SIGMAS

@@ -79,17 +79,6 @@ def test_boundaries_are_exact():
     assert filtered([-math.inf, 0.0, -math.inf, 0.0], top_k=4) == [0, 0.5, 0, 0.5]
 
 
-def test_greedy_and_its_neighbours():
-    """Temperature 0, top-k 1 and a tiny top-p are the first argmax, exactly."""
-    logits = [1.0, 5.0, 5.0, -3.0]
-    for values in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        expected = [0, 0.5, 0.5, 0] if "min_p" in values else [0, 1, 0, 0]
-        assert filtered(logits, **values) == expected
-    # The smallest temperature that is allowed makes no NaN.
-    tiny = sampling.SMALLEST_TEMPERATURE
-    assert filtered(logits, temperature=tiny) == [0, 0.5, 0.5, 0]
-
-
 @pytest.mark.parametrize(
     "values",
     (
@@ -193,29 +182,17 @@ def test_wrong_draws_are_caught(planted):
     "values, message",
     (
         ({"temperature": -0.1}, "temperature=-0.1 is negative: use 0 for greedy"),
-        ({"temperature": math.nan}, "temperature=nan is not finite"),
         ({"temperature": math.inf}, "temperature=inf is not finite"),
         ({"temperature": 1e-40}, "temperature=1e-40 is too small to divide by"),
-        ({"temperature": 1e39}, "more than float32 can hold"),
-        ({"temperature": "1"}, "temperature='1' is not a number"),
         ({"temperature": True}, "temperature=True is not a number"),
         ({"top_k": 0}, "top_k=0 keeps no token: use at least 1, or None for all"),
-        ({"top_k": 2.0}, "top_k=2.0 is not a whole number"),
         ({"top_p": 0.0}, r"top_p=0.0 is outside \(0, 1\]: use 1 to keep all tokens"),
-        ({"top_p": 1.1}, r"top_p=1.1 is outside \(0, 1\]"),
-        ({"top_p": math.nan}, "top_p=nan is not finite"),
         ({"min_p": -0.1}, r"min_p=-0.1 is outside \[0, 1\]: use 0 to keep all tokens"),
         (
             {"temperature": 0, "top_k": 20},
             "temperature=0 is greedy decoding, which top_k=20 would not change",
         ),
-        (
-            {"temperature": 0.0, "top_p": 0.9, "min_p": 0.1},
-            "temperature=0.0 .* top_p=0.9 and min_p=0.1 would not change: give",
-        ),
-        ({"seed": -1}, r"seed=-1 is outside \[0, 2\*\*32\)"),
         ({"seed": 2**32}, r"seed=4294967296 is outside \[0, 2\*\*32\)"),
-        ({"seed": 0.5}, "seed=0.5 is not a whole number"),
     ),
     ids=str,
 )
@@ -225,16 +202,46 @@ def test_bad_settings_are_refused(values, message):
         sampling.make_settings(**values)
 
 
-def test_good_settings_at_the_edges():
-    """Extremes that are allowed, and numbers of NumPy."""
-    settings = sampling.make_settings(
-        temperature=np.float32(2.0**-126),
-        top_k=np.int64(2**40),
-        top_p=1,
-        min_p=1,
-        seed=2**32 - 1,
+EACH = (
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "seed": 3},
+    {"temperature": 1.0, "min_p": 0.05, "seed": 2**32 - 1},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "seed": 9},
+)
+
+sample_each = jax.jit(sampling.sample_each)
+sample = jax.jit(sampling.sample)
+
+
+def drawn_each(logits, order, *, positions=(7, 5, 5, 900), draws=(True,) * 4):
+    each = [sampling.make_settings(**EACH[row]) for row in order]
+    settings = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    found = sample_each(
+        logits,
+        settings,
+        positions=jnp.array(positions, jnp.int32),
+        draws=jnp.array(draws),
     )
-    assert int(settings.top_k) == sampling.ALL_TOKENS
-    assert int(settings.seed) == 2**32 - 1 and settings.seed.dtype == jnp.uint32
-    cold = sampling.make_settings(temperature=np.float32(0), top_p=np.float32(1))
-    assert float(cold.temperature) == 0
+    return np.asarray(found)
+
+
+def test_each_row_draws_as_it_does_alone(rng):
+    """Fails if a row takes another row's settings, noise or position, or a row that
+    draws nothing is computed, or spoils those that do."""
+    others = 0
+    for _ in range(4):
+        logits = (2 * rng.standard_normal((4, 311))).astype(np.float32)
+        found = drawn_each(logits, range(4))
+        for row, position in enumerate((7, 5, 5, 900)):
+            own = sampling.make_settings(**EACH[row])
+            assert sample(logits[row], own, jnp.int32(position)) == found[row]
+        # Negative controls: rolled by a row, and keyed one position late.
+        others += (drawn_each(logits, (3, 0, 1, 2)) != found).sum()
+        others += (
+            drawn_each(logits, range(4), positions=(8, 6, 6, 901)) != found
+        ).sum()
+        draws = np.array([True, False, False, True])
+        poisoned = np.where(draws[:, None], logits, np.float32(np.nan))
+        some = drawn_each(poisoned, range(4), draws=draws)
+        np.testing.assert_array_equal(some, np.where(draws, found, 0))
+    assert others > 12

@@ -1,6 +1,5 @@
 """Draws depend on their row, seed and position; noise that nothing shares."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,40 +67,6 @@ def test_a_draw_depends_on_its_row_and_position(rng):
 def test_noise_by_place_in_the_slab_is_caught(rng):
     """Negative control: the same comparison."""
     assert row_differences(noise_of_the_slab, rng) > 10
-
-
-def test_distributions_are_the_same_alone_and_together(rng):
-    """Bit for bit, row by row: probabilities decide acceptance."""
-    logits = (2 * rng.standard_normal((ROWS, WIDE))).astype(np.float32)
-    settings = sampling.make_settings(**EVERYTHING)
-    together = distribution(logits, settings)
-    for row in range(ROWS):
-        alone = distribution(np.roll(logits, -row, axis=0), settings)[0]
-        testing.assert_same_bits(alone, together[row])
-
-
-def test_padding_rows_and_bfloat16(rng):
-    """Padding rows give 0; logits are widened before anything is computed."""
-    logits = jnp.asarray(rng.standard_normal((ROWS, WIDE)), jnp.bfloat16)
-    where = {"first_position": jnp.int32(3), "num_active": jnp.int32(2)}
-    for temperature in (0.0, 1.0):
-        top_k = 5 if temperature else None
-        settings = sampling.make_settings(temperature=temperature, top_k=top_k)
-        found = sample_rows(logits, settings, **where)
-        wide = sample_rows(logits.astype(jnp.float32), settings, **where)
-        testing.assert_same_bits(found, wide)
-        assert found.dtype == jnp.int32 and not np.asarray(found)[2:].any()
-
-
-def test_settings_never_compile_again(rng):
-    """All settings are data."""
-    chex.clear_trace_counter()
-    draw = jax.jit(chex.assert_max_traces(sampling.sample_rows, n=1))
-    logits = rng.standard_normal((ROWS, VOCAB)).astype(np.float32)
-    for seed, values in enumerate([{}, {"temperature": 0.0}, {"top_k": 2}, EVERYTHING]):
-        settings = sampling.make_settings(**values, seed=seed)
-        where = {"first_position": jnp.int32(seed), "num_active": jnp.int32(seed)}
-        draw(logits, settings, **where)
 
 
 def primitives_paid_always(jaxpr) -> set[str]:

@@ -203,23 +203,6 @@ def test_planted_biases_are_caught(fault, rng, monkeypatch):
         _evaluate.cache_clear()
 
 
-def test_a_sibling_is_not_drawn_again():
-    """Fails if the draft's row keeps a child that was tried, or is not normalised."""
-    draft = np.array([[0.5, 0.3, 0.2]] * 2, np.float32)
-    target = np.array([[0.1, 0.2, 0.7]] * 3, np.float32)
-    found = tree_acceptance.tree_probabilities(
-        jnp.array([0, 1]),
-        jnp.array([0, 0]),
-        jnp.asarray(draft),
-        jnp.asarray(target),
-        jnp.int32(2),
-    )
-    # After token 0 the target is left with token 2 alone, the draft with 0, .6, .4.
-    np.testing.assert_allclose(found.keep, [0.2, 0.0], rtol=1e-6)
-    np.testing.assert_allclose(found.own[0], [0.0, 0.0, 0.6], rtol=1e-6)
-    np.testing.assert_array_equal(found.own[1:], target[1:])
-
-
 @pytest.mark.parametrize("is_certain", (False, True), ids=("drawn", "certain"))
 def test_on_a_chain_it_is_rejection(is_certain, rng):
     """As integers: what is kept, and the own token."""
