@@ -70,6 +70,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         **{"A,B,..": cli.names(flags.tree_text), "FILE": cli.source},
     )
     flags.add_prompts(group, default="5")
+    flags.add_raw(group)
     flags.add_gen_tokens(group, default=64)
     flags.add_repeats(group, default=3)
     flags.add_cost_repeats(group)

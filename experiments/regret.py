@@ -45,6 +45,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_drafter(group)
     flags.add_rounds(group)
     flags.add_prompts(group, default="12")
+    flags.add_raw(group)
     flags.add_gen_tokens(group, default=128)
     cli.add(
         group,

@@ -16,6 +16,7 @@ import numpy as np
 
 from spec_jax.engine import (
     checks,
+    ends as ends_lib,
     loop,
     protocols,
     round as round_lib,
@@ -344,6 +345,7 @@ class Scheduler:
         state: states.State | None = None,
         rounds_per_call: int = 1 << 30,
         keep: Callable[[states.State, int], Any] = lambda state, slot: None,
+        ends: ends_lib.Ends | None = None,
     ) -> Iterator[Finished]:
         """Generates all requests, and yields each when it ends.
 
@@ -353,6 +355,8 @@ class Scheduler:
           state: what `empty` made, and used up; None makes it here. One that draws
             takes greedy requests too, not the other way round.
           rounds_per_call: how often the host looks at least, whatever happens.
+          ends: ends requests besides their stop tokens, whenever the host looks: see
+            `ends.apply`. What a call has committed behind an end is cut.
 
         Raises:
           ValueError: a request that no slot can take, a greedy state for a request
@@ -388,6 +392,8 @@ class Scheduler:
             )
             checks.check_refused([state.cache, state.memory])
             slots = jax.device_get(state.slots)
+            if ends is not None:
+                state, slots = ends_lib.apply(state, slots, running, ends)
             for number, slot in _ended(slots, running):
                 yield Finished(
                     number=number,
