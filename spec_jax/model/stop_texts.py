@@ -56,7 +56,9 @@ class Ends:
 
     def __init__(self, bytes_of: Callable[[int], bytes], stops: Sequence[bytes]):
         self._bytes_of = bytes_of
-        self._searches = collections.defaultdict(lambda: Search(stops))
+        self._searches: dict[int, Search] = collections.defaultdict(
+            lambda: Search(stops)
+        )
         self._num_seen: collections.Counter[int] = collections.Counter()
 
     def __call__(self, number: int, tokens: Sequence[int]) -> int | None:
