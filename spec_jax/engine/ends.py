@@ -1,7 +1,7 @@
-"""Ends that the host finds between calls of the rounds, as those by stop texts.
+"""Ends that the host finds between calls of the rounds, such as stop texts.
 
-Functions here know slots and counts of tokens. What a round committed behind the end is
-cut and counted as what stands behind a stop token.
+Functions here know slots and counts of tokens. Tokens that a round committed behind the
+end are cut, and counted as tokens behind a stop token are.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -356,7 +356,7 @@ class Scheduler:
             takes greedy requests too, not the other way round.
           rounds_per_call: how often the host looks at least, whatever happens.
           ends: ends requests besides their stop tokens, whenever the host looks: see
-            `ends.apply`. What a call has committed behind an end is cut.
+            `ends.apply`. Tokens that a call has committed behind an end are cut.
 
         Raises:
           ValueError: a request that no slot can take, a greedy state for a request

@@ -2,7 +2,7 @@
 
 Functions here know bytes, and no tokenizer or model. A stop text may begin and end
 inside tokens, which need not be whole characters. The stop text that is complete first
-ends the text, and of those that are complete at one byte the longest: so the end is a
+ends the text; where several are complete at one byte, the longest one. So the end is a
 matter of the text alone, however it is cut into tokens. No character is cut, since
 UTF-8 has no character's bytes inside others.
 """
@@ -30,7 +30,7 @@ class Search:
         self.open += raw
         if self.is_found:
             return
-        # What was settled before begins no stop text, and so none is missed.
+        # Bytes that were settled before begin no stop text, and so none is missed.
         places = [(self.open.find(stop), len(stop)) for stop in self._stops]
         ends = [(at + size, at) for at, size in places if at >= 0]
         if ends:

@@ -100,8 +100,8 @@ def make_settings(
 
     Args:
       temperature: divides the logits; 0 is greedy, and takes no filter.
-      top_k: how many tokens stay, and those that equal the last of them; None, or more
-        than there are, keeps all.
+      top_k: how many tokens stay, with all equals of the last; None, or more than there
+        are, keeps all.
       top_p: the mass that stays, in `(0, 1]`.
       min_p: the least probability that stays, as a share of the highest, in `[0, 1]`.
       seed: of all noise, in `[0, 2**32)`.
