@@ -372,8 +372,9 @@ def _stops(lm: LanguageModel, stop: Stop | None) -> tuple[list[int], tuple[bytes
         return [], ()
     if isinstance(stop, str | numbers.Number):
         stop = [stop]
-    kinds = Sequence | set | frozenset | np.ndarray | jax.Array
-    if not isinstance(stop, kinds) or isinstance(stop, bytes):
+    if isinstance(stop, bytes) or not isinstance(
+        stop, Sequence | set | frozenset | np.ndarray | jax.Array
+    ):
         raise ValueError(f"{stop=}: give token ids and texts, as in stop=[ID, TEXT]")
     texts = [one for one in stop if isinstance(one, str)]
     if lm.tokenizer is None and texts:
