@@ -76,7 +76,7 @@ SLOTS = (
            "test_stop_texts.py::test_ends_are_one_however_a_text_is_written[stream]"),
     Mutant("the stop text that is complete last counts", "model.stop_texts:Search.push",
            "min(ends)", "max(ends)",
-           "model/test_stop_texts.py::test_ends_by_hand[complete first]"),
+           "model/test_stop_texts.py::test_ends_by_hand[two in a token]"),
 )  # fmt: skip
 
 DRAFTERS = (
