@@ -145,7 +145,7 @@ def test_metrics_and_provenance_hang_on_the_result(cycle):
 
 def test_stop_as_ids_and_as_text(cycle):
     """A token ends all prompts; nothing given, those of the folder alone. A text ends
-    before a stop text, which its tokens have (see `test_stop_texts`)."""
+    before a stop text, which its tokens have (see `test_front_door_stops`)."""
     (stop,) = cycle.tokenizer.encode("a")
     for given in ("a", ["a"], stop, [stop], np.array([stop]), {stop, "a"}):
         shown = "" if "a" in np.ravel(given).tolist() or given == {stop, "a"} else "a"
