@@ -64,6 +64,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         **{"A,B,..": cli.names(flags.tree_text)},
     )
     flags.add_prompts(group, default="5")
+    flags.add_raw(group)
     flags.add_gen_tokens(group, default=64)
     flags.add_repeats(group, default=3)
     flags.add_sampling(parser.add_argument_group("sampling"))

@@ -55,6 +55,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("rollouts")
     flags.add_drafter(group)
     flags.add_prompts(group, default="4")
+    flags.add_raw(group)
     flags.add_gen_tokens(group, default=64)
     flags.add_page_size(group)
     flags.add_repeats(group, default=3)

@@ -95,6 +95,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_drafter(group)
     flags.add_rule(group)
     flags.add_prompts(group, default="32")
+    flags.add_raw(group)
     flags.add_gen_tokens(group, default=64)
     flags.add_repeats(group, default=3)
     cli.add(

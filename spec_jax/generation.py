@@ -19,6 +19,7 @@ import numpy as np
 from spec_jax import results, run as run_lib, scoring
 from spec_jax.engine import (
     checks,
+    ends as ends_lib,
     requests as requests_lib,
     scheduler as scheduler_lib,
     verification,
@@ -70,7 +71,7 @@ _REMEDIES = {
     "do_sample": "sampling=sj.Sampling(), or nothing for greedy decoding",
     **dict.fromkeys(("max_new_tokens", "max_length"), "max_tokens=..., without prompt"),
     **dict.fromkeys(("stop_token_ids", "eos_token_id"), "stop=[ID, ...]"),
-    **dict.fromkeys(("stop_strings", "stop_sequences"), "stop=[ID, ...]"),
+    **dict.fromkeys(("stop_strings", "stop_sequences"), "stop=[TEXT, ...]"),
     **dict.fromkeys(("num_return_sequences", "num_samples", "best_of"), "n=..."),
     "n": "generate(..., n=...) or decode(..., n=...)",
     **dict.fromkeys(("logprobs", "top_log_probs"), "log_probs=True or top_logprobs=K"),
@@ -213,10 +214,12 @@ def generate(
         is `sampling.folded_seed` of its number in the list; so is that of each of `n`
         samples; the first of the first prompt has the seed as it is. A seed that is
         given for each prompt is that prompt's, wherever in the list it is.
-      stop: tokens that end a generation besides those of the model's folder: an id, the
-        name of an added token such as "<|im_end|>", or a list of these. Other text is
-        refused unless one token alone can write it. The last of `tokens` is the one
-        that ended it.
+      stop: what ends a generation besides the stop tokens of the model's folder: an id,
+        a text, or a list of these. A text is found inside a token and across tokens,
+        special ones included. `text` ends before the one that is complete first, and
+        `tokens` with the token that ended the generation: an id of `stop`, or the one
+        in which the text is complete (as vLLM has it). With texts the host looks at
+        each round, and what a round commits behind the end is decoded in vain.
       ignore_eos: whether the folder's own stop tokens are left out.
       chat: options of the chat template, such as `{"enable_thinking": True}`.
       skip_special_tokens: whether special tokens are left out of `text`, and of pieces;
@@ -247,7 +250,7 @@ def generate(
     run.warn()
     started = time.perf_counter()
     run = run.adapted() if settings.get("gamma") is None else run
-    finished = {one.number: one for one in run.scheduler.run(run.requests)}
+    finished = {one.number: one for one in run.finish()}
     seconds = time.perf_counter() - started
     outs = [
         run.generation(one.slot, number, seconds, shared=one.shared)
@@ -263,7 +266,8 @@ def stream(
     """Generates as `generate` does, and yields pieces as rounds commit them.
 
     The pieces' tokens are those of `generate`, bit for bit, and their texts make up its
-    text. The iterator's return value (`StopIteration.value`) is the `Generation`.
+    text: what may turn out to begin a stop text is held back. The iterator's return
+    value (`StopIteration.value`) is the `Generation`.
 
     Examples:
       >>> import spec_jax as sj
@@ -302,20 +306,23 @@ def _pieces(
     started = time.perf_counter()
     run = run.adapted() if adapts else run
     decoder = tokenizer_lib.PieceDecoder(
-        tokenizer, skip_special_tokens=run.skip_special_tokens
+        tokenizer, skip_special_tokens=run.skip_special_tokens, stops=run.stops
     )
+    ends = run.ends()
     state, seen = run.scheduler.begin(run.requests[0]), len(run.prompts[0])
     while bool(state.slots.running[0]):
         state = run.algo.run(run.params, state, max_rounds=1)
-        checks.check_pages(state.slots.status, state.slots.length, state.cache)
-        length = int(state.slots.length[0])
-        tokens = np.asarray(state.slots.tokens[0])[seen:length].tolist()
-        origins = np.asarray(state.slots.origins[0])[seen:length].tolist()
+        slots = jax.device_get(state.slots)
+        checks.check_pages(slots.status, slots.length, state.cache)
+        if ends is not None:
+            state, slots = ends_lib.apply(state, slots, {0: 0}, ends)
+        slot = scheduler_lib.slot_of(slots, 0)
+        length = int(slot.length)
+        tokens = slot.tokens[seen:length].tolist()
+        origins = slot.origins[seen:length].tolist()
         seen = length
-        is_last = not bool(state.slots.running[0])
-        yield from _by_origin(tokens, origins, decoder, is_last=is_last)
+        yield from _by_origin(tokens, origins, decoder, is_last=not slot.running)
     checks.check_refused([state.cache, state.memory])
-    slot = scheduler_lib.slot_of(jax.device_get(state.slots), 0)
     return run.generation(slot, 0, time.perf_counter() - started)
 
 
@@ -373,10 +380,9 @@ def decode(
     outs = []
     for number in range(len(run.prompts)):
         started = time.perf_counter()
-        state = run.base.run(lm.params, run.begin_decoding(number))
-        run.base.generated(state)  # Raises what the loop could only flag.
+        state = run.decode(number)
         seconds = time.perf_counter() - started
-        outs.append(run.decoded(state.sequences[0], number, seconds))
+        outs.append(run.decoded(state, number, seconds))
     return run.shaped(outs, alone=alone)
 
 

@@ -88,7 +88,7 @@ def check_lossless(
 
     Args:
       **settings: as `generate` takes them. The rule is "coupled": no other writes the
-        stream of decoding.
+        stream of decoding. Texts in `stop` end nothing: what follows them is compared.
 
     Raises:
       ValueError, TypeError: as `generate`, and for another rule.

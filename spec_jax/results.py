@@ -20,10 +20,11 @@ class Generation:
     """The generation for one prompt.
 
     Attributes:
-      tokens: generated, without the prompt.
+      tokens: generated, without the prompt; the last is the one that ended them, if
+        any did.
       pieces: the text of each token, "" for a special one unless it was asked for: a
-        character that spans tokens belongs to the one that completes it. Empty without
-        a tokenizer.
+        character that spans tokens belongs to the one that completes it. They end
+        before a stop text. Empty without a tokenizer.
       origins: where each of them came from.
       prompt_tokens: the prompt's token ids.
       status: why the generation ended.
@@ -52,7 +53,7 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """The text of `tokens`; "" without a tokenizer."""
+        """The text of `tokens`, up to a stop text; "" without a tokenizer."""
         return "".join(self.pieces)
 
     def _repr_html_(self) -> str:
@@ -81,7 +82,8 @@ class Piece:
     """A run of tokens of one origin that a round committed.
 
     Attributes:
-      text: whole characters; one that spans tokens is in the piece that completes it.
+      text: whole characters; one that spans tokens is in the piece that completes it,
+        and what may begin a stop text in the one that shows that it does not.
       tokens: token ids.
       origin: where they came from.
     """

@@ -5,7 +5,7 @@ Everything that a user can get wrong is found here, before anything is allocated
 
 import dataclasses
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -17,6 +17,7 @@ from spec_jax.drafters import tree_shapes
 from spec_jax.engine import (
     baseline,
     checks,
+    ends as ends_lib,
     protocols,
     requests as requests_lib,
     scheduler as scheduler_lib,
@@ -25,6 +26,7 @@ from spec_jax.engine import (
 )
 from spec_jax.gamma import costs as costs_lib, policy as policy_lib
 from spec_jax.loading import LanguageModel
+from spec_jax.model import stop_texts
 from spec_jax.ops import dispatch
 from spec_jax.rules import rule as rule_lib
 
@@ -42,7 +44,7 @@ Gamma = int | policy_lib.GammaPolicy | tree_shapes.AnyTree | costs_lib.RoundCost
 """How many tokens to draft, or what decides it."""
 
 Stop = int | str | Sequence[int | str] | np.ndarray
-"""Token ids and names of added tokens that end a generation."""
+"""Token ids and texts that end a generation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,7 @@ class Run:
     log_probs: bool
     top_logprobs: int
     n: int | None
+    stops: tuple[bytes, ...] = ()  # texts
     costs: costs_lib.RoundCosts | None = None  # by which the default policy goes
 
     @classmethod
@@ -118,12 +121,13 @@ class Run:
         shares = is_paged and len(requests) > 1 and (has_prefix or samples > 1)
         algo = algorithms.speculative(lm.target, lm.drafter, rule=rule, policy=policy)
         own = () if ignore_eos else lm.stop_ids
+        ids, stops = _stops(lm, stop)
         scheduler = algo.scheduler(
             (lm.params, lm.drafter_params),
             num_slots=num_slots,
             capacity=requests_lib.capacity_for(lm.target, prompts, max_tokens),
             page_size=page_size,
-            stop_ids=tuple(dict.fromkeys((*own, *_stop_ids(lm, stop)))),
+            stop_ids=tuple(dict.fromkeys((*own, *ids))),
             policy_state=policy_state,
             prefill_by_rows=True if has_prefix else None,
             shares=shares,
@@ -140,6 +144,7 @@ class Run:
             log_probs=log_probs,
             top_logprobs=top_logprobs,
             n=n,
+            stops=stops,
             costs=costs,
         )
 
@@ -174,6 +179,38 @@ class Run:
         """Warns of drafts past the positions that the drafter was trained for."""
         longest = max(map(len, self.prompts)) + self.requests[0].max_tokens
         checks.warn_positions(self.lm.drafter, longest)
+
+    def ends(self) -> ends_lib.Ends | None:
+        """Returns what looks for the stop texts in a run; None where there are none."""
+        if not self.stops:
+            return None
+        words: Any = self.lm.tokenizer
+        return stop_texts.Ends(words.bytes_of, self.stops)
+
+    def finish(self) -> Iterator[scheduler_lib.Finished]:
+        """Generates all requests, and yields each when it ends.
+
+        With stop texts a call of the loop is one round, so that nothing but the rest of
+        a round is decoded in vain.
+        """
+        if not self.stops:
+            return self.scheduler.run(self.requests)
+        return self.scheduler.run(self.requests, rounds_per_call=1, ends=self.ends())
+
+    def decode(self, number: int) -> baseline.DecodeState:
+        """Decodes one prompt: in one call, or with stop texts in one a token.
+
+        Raises as `algorithms.Autoregressive.generated`.
+        """
+        state, ends = self.begin_decoding(number), self.ends()
+        steps = algorithms.UNTIL_DONE if ends is None else 1
+        while not bool(state.done[0]):
+            state = self.base.run(self.lm.params, state, max_rounds=steps)
+            tokens = self.base.generated(state)[0]  # Raises what is only flagged.
+            if ends is not None and ends(number, tokens) is not None:
+                stop = np.int32(states.Status.STOP)
+                return state.sequences[0].replace(status=stop)
+        return state.sequences[0]
 
     def begin_decoding(self, number: int) -> algorithms.Decoding:
         """Prefills one prompt into a cache of its own."""
@@ -280,7 +317,7 @@ class Run:
         if self.lm.tokenizer is None:
             return []
         return self.lm.tokenizer.decode_pieces(
-            tokens, skip_special_tokens=self.skip_special_tokens
+            tokens, skip_special_tokens=self.skip_special_tokens, stops=self.stops
         )
 
 
@@ -412,23 +449,23 @@ def _encode(
     return lm.tokenizer.encode(text, begins=begins and not is_chat)
 
 
-def _stop_ids(lm: LanguageModel, stop: Stop | None) -> list[int]:
-    """Returns the ids of the tokens that a caller names."""
+def _stops(lm: LanguageModel, stop: Stop | None) -> tuple[list[int], tuple[bytes, ...]]:
+    """Returns the tokens and the texts that a caller names."""
     if stop is None:
-        return []
+        return [], ()
     if isinstance(stop, str | numbers.Number):
         stop = [stop]
-    if not isinstance(stop, Sequence | set | frozenset | np.ndarray | jax.Array):
-        raise ValueError(f"{stop=}: give token ids, as in stop=[ID, ...]")
-    if lm.tokenizer is None and any(isinstance(one, str) for one in stop):
+    if isinstance(stop, bytes) or not isinstance(
+        stop, Sequence | set | frozenset | np.ndarray | jax.Array
+    ):
+        raise ValueError(f"{stop=}: give token ids and texts, as in stop=[ID, TEXT]")
+    texts = [one for one in stop if isinstance(one, str)]
+    if lm.tokenizer is None and texts:
         raise ValueError("the model has no tokenizer: give stop as token ids")
-    words: Any = lm.tokenizer
-    ids = checks.token_list(
-        [words.stop_id(one) if isinstance(one, str) else one for one in stop],
-        what="stop",
-    )
+    rest = [one for one in stop if not isinstance(one, str)]
+    ids = checks.token_list(rest, what="stop")
     size = lm.target.config.vocab_size
     outside = [one for one in ids if not 0 <= one < size]
     if outside:
         raise ValueError(f"stop has token {outside[0]}, outside [0, {size})")
-    return ids
+    return ids, tuple(dict.fromkeys(map(stop_texts.encode, texts)))

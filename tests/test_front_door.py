@@ -130,14 +130,17 @@ def test_metrics_and_provenance_hang_on_the_result(cycle):
 
 
 def test_stop_as_ids_and_as_text(cycle):
-    """A token ends all prompts; nothing given, those of the folder alone."""
+    """A token ends all prompts; nothing given, those of the folder alone. A text ends
+    before a stop text, which its tokens have (see `test_front_door_stops`)."""
     (stop,) = cycle.tokenizer.encode("a")
-    for given in ("a", ["a"], stop, [stop], np.array([stop]), (stop, "a")):
+    for given in ("a", ["a"], stop, [stop], np.array([stop]), {stop, "a"}):
+        shown = "" if "a" in np.ravel(given).tolist() or given == {stop, "a"} else "a"
         for call in (sj.generate, sj.decode):
             out = call(cycle, TEXT, max_tokens=25, stop=given)
-            assert out.status is sj.Status.STOP and out.text == "a"
+            assert out.status is sj.Status.STOP and out.text == shown
+            assert out.tokens == [stop]
             out = call(cycle, "a", max_tokens=25, stop=given)
-            assert out.text == TEXT[1:] + "a"
+            assert out.text == TEXT[1:] + shown and out.tokens[-1] == stop
     assert cycle.stop_ids == (0,)  # of the folder: never written here
     for given in ((), None):
         out = sj.generate(cycle, "a", max_tokens=25, stop=given)

@@ -27,6 +27,7 @@ NAMES = {
     "system_prompt": r"prefix=...",
     "logprobs": "log_probs=True or top_logprobs=K",
     "stop_token_ids": r"stop=\[ID, ...\]",
+    "stop_strings": r"stop=\[TEXT, ...\]",
     "enable_thinking": r"chat=\{'enable_thinking': ...\}",
     "maxtokens": "max_tokens",
     "nonsense_of_all_kinds": "lm, prompt, max_tokens",
@@ -100,15 +101,12 @@ BAD = {
         r"page_size=1000000000 is above 2048, the positions of the model \("
         r"max_position_embeddings\): ask for smaller pages",
     ),
-    "stop text": ({"stop": ["ab"]}, "stop text 'ab' is 2 tokens: generation would run"),
-    "stop of letters": (
-        {"stop": "egg"},
-        "stop text 'egg' is 3 tokens: .* give token i",
+    "an empty stop text": ({"stop": ["ab", ""]}, "stop has an empty text, which every"),
+    "half a stop text": (
+        {"stop": "\ud800"},
+        "stop text .* has half a character, which",
     ),
-    "stop in a larger token": (
-        {"stop": "e"},
-        "stop text 'e' .* 1 others, such as '<|e",
-    ),
+    "stop bytes": ({"stop": b"ab"}, "stop=b'ab': give token ids and texts, as in stop"),
     "stop numbers": ({"stop": [1.5]}, "stop has shape .* give one row of token ids"),
     "a stop number": ({"stop": 1.5}, "stop has shape .* give one row of token ids"),
     "a large stop": ({"stop": [2**31]}, r"stop has token 2147483648, outside \[0, 264"),

@@ -41,6 +41,7 @@ def test_counted_numbers_by_hand():
     assert summary["acceptance_rate"] == 0.5
     assert summary["conditional_acceptance"] == [0.75, 0.5, 1.0]
     assert summary["mean_accepted_length"] == 9 / 4
+    assert summary["tokens"] + summary["cut"] == 9
     assert summary["tokens_per_target_step"] == 2.0
     assert summary["accepted_hist"] == [1, 2, 0, 1]
     assert summary["rows_per_round"] == 14 / 4

@@ -56,6 +56,7 @@ FIELDS: tuple[Field, ...] = (
             *("mean_accepted_length", ".3f", "tokens/round"),
             "target's own and those after a stop counted",
         ),
+        ("cut", ",d", "tokens", "after a stop, which the line above counts"),
         ("tokens_per_target_step", ".3f", "tokens", "after stop tokens cut"),
         ("accepted_hist", "d", "rounds", "that kept 0, 1, 2, ... drafted tokens"),
         ("rows_per_round", ".2f", "rows", "of a target forward"),

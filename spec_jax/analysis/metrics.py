@@ -40,13 +40,13 @@ class Counters:
     """Counts of one speculative run, or of several.
 
     Attributes:
-      tokens: tokens generated after the prompt, cut after the first stop token and
-        at the token limit.
+      tokens: tokens generated after the prompt, cut after the first stop token, after
+        the token that completes a stop text, and at the token limit.
       rounds: windows drafted, verified and committed; one target forward each.
       proposed: drafted tokens sent to verification.
       accepted: drafted tokens kept, before the cut.
-      cut: tokens that a round committed and that the stop token or the token limit
-        then cut off.
+      cut: tokens that a round committed and that a stop token, a stop text or the
+        token limit then cut off.
       accepted_hist: entry `a` counts the rounds that kept `a` drafted tokens,
         before the cut; `gamma_max + 1` entries.
       proposed_at: entry `i` counts the rounds that drafted a token at position `i`
@@ -276,6 +276,7 @@ def _counted(c: Counters) -> Metrics:
             for kept, reached in zip(c.accepted_at, c.proposed_at, strict=True)
         ],
         "mean_accepted_length": speeds.ratio(c.accepted + c.rounds, c.rounds),
+        "cut": c.cut,
         "tokens_per_target_step": speeds.ratio(c.tokens, c.target_steps),
         "accepted_hist": list(c.accepted_hist),
         "rows_per_round": speeds.ratio(c.proposed + c.rounds, c.rounds),

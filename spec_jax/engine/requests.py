@@ -17,7 +17,7 @@ class Sampling:
 
     Attributes:
       temperature: divides the logits; 0 is greedy, and takes no filter.
-      top_k: how many tokens stay; None keeps all.
+      top_k: how many tokens stay, with all equals of the last; None keeps all.
       top_p: the mass that stays, in `(0, 1]`.
       min_p: the least probability that stays, as a share of the highest, in `[0, 1]`.
       seed: of all noise, in `[0, 2**32)`: with it a stream is drawn again, bit for bit.

@@ -16,6 +16,7 @@ import numpy as np
 
 from spec_jax.engine import (
     checks,
+    ends as ends_lib,
     held as held_lib,
     loop,
     protocols,
@@ -392,6 +393,7 @@ class Scheduler:
         state: states.State | None = None,
         rounds_per_call: int = 1 << 30,
         keep: Callable[[states.State, int], Any] = lambda state, slot: None,
+        ends: ends_lib.Ends | None = None,
     ) -> Iterator[Finished]:
         """Generates all requests, and yields each when it ends.
 
@@ -401,6 +403,8 @@ class Scheduler:
           state: what `empty` made, and used up; None makes it here. One that draws
             takes greedy requests too, not the other way round.
           rounds_per_call: how often the host looks at least, whatever happens.
+          ends: ends requests besides their stop tokens, whenever the host looks: see
+            `ends.apply`. Tokens that a call has committed behind an end are cut.
 
         Raises:
           ValueError: a request that no slot can take, a greedy state for a request
@@ -438,6 +442,8 @@ class Scheduler:
             )
             checks.check_refused([state.cache, state.memory])
             slots = jax.device_get(state.slots)
+            if ends is not None:
+                state, slots = ends_lib.apply(state, slots, running, ends)
             for number, slot in _ended(slots, running):
                 yield Finished(
                     number=number,

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from spec_jax import regular_files
-from spec_jax.model import chat_template, config as config_lib, hub
+from spec_jax.model import chat_template, config as config_lib, hub, stop_texts
 
 
 _END_OF_TEXT = "<|endoftext|>"
@@ -78,7 +78,11 @@ class Tokenizer:
         return "".join(self.decode_pieces(ids))
 
     def decode_pieces(
-        self, ids: Sequence[int], *, skip_special_tokens: bool = False
+        self,
+        ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        stops: Sequence[bytes] = (),
     ) -> list[str]:
         """Returns one string per token; together they are `decode(ids)`.
 
@@ -86,11 +90,18 @@ class Tokenizer:
 
         Args:
           skip_special_tokens: whether tokens of `special_ids` have no text.
+          stops: stop texts, before the first of which the strings end. It is looked for
+            in the text of all tokens, special ones included.
         """
-        decoder = PieceDecoder(self, skip_special_tokens=skip_special_tokens)
-        pieces = [decoder.decode([token_id]) for token_id in ids]
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        raws = stop_texts.before_stop(map(self.bytes_of, ids), stops)
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        pieces = [
+            decoder.decode(b"" if one in hidden else raw)
+            for one, raw in zip(ids, raws, strict=True)
+        ]
         if pieces:
-            pieces[-1] += decoder.decode([], final=True)
+            pieces[-1] += decoder.decode(b"", final=True)
         return pieces
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -153,35 +164,6 @@ class Tokenizer:
             },
         }
 
-    def stop_id(self, text: str) -> int:
-        """Returns the token that ends a generation exactly where `text` is written.
-
-        That is the added token of that name, or one byte that no other token has. All
-        other texts may be written without their token, inside a larger one or in parts.
-
-        Raises:
-          ValueError: a text that no single token stands for in this sense.
-        """
-        for token_id, token in self._added.items():
-            if token.content == text:
-                return token_id
-        ids, written = self.encode(text), text.encode()
-        if len(ids) != 1:
-            why = f"is {len(ids)} tokens"
-        elif len(written) > 1:
-            why = f"is token {ids[0]}, and can be written as several tokens, too"
-        else:
-            every = set(range(self.num_ids)) - {ids[0]}
-            larger = [one for one in sorted(every) if written in self.bytes_of(one)]
-            if not larger:
-                return ids[0]
-            first = self.bytes_of(larger[0]).decode(errors="replace")
-            why = f"is token {ids[0]}, and in {len(larger)} others, such as {first!r}"
-        raise ValueError(
-            f"stop text {text!r} {why}: generation would run past it; give token ids, "
-            "stop=[ID, ...], or the name of an added token"
-        )
-
     @property
     def vocab_size(self) -> int:
         """Number of entries, added tokens included; embeddings may have more rows."""
@@ -240,16 +222,26 @@ class Tokenizer:
 class PieceDecoder:
     """Decodes a text token by token; never half a character.
 
-    A character that spans tokens comes with the token that completes it.
+    A character that spans tokens comes with the token that completes it, and what may
+    be the beginning of a stop text with the token that shows that it is not.
 
     Args:
       skip_special_tokens: whether tokens of `Tokenizer.special_ids` have no text.
+      stops: stop texts, before the first of which the text ends.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = False,
+        stops: Sequence[bytes] = (),
+    ):
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._search = stop_texts.Search(stops)
+        self._held: list[tuple[int, bool]] = []  # bytes, and whether each is shown
 
     def decode(self, ids: Sequence[int], *, final: bool = False) -> str:
         """Returns the text that `ids` complete.
@@ -257,9 +249,15 @@ class PieceDecoder:
         Args:
           final: whether no token follows: bytes that are left over become U+FFFD.
         """
-        shown = (int(one) for one in ids if int(one) not in self._skipped)
-        raw = b"".join(map(self._tokenizer.bytes_of, shown))
-        return self._decoder.decode(raw, final=final)
+        for one in map(int, ids):
+            raw = self._tokenizer.bytes_of(one)
+            self._held += [(byte, one not in self._skipped) for byte in raw]
+            self._search.push(raw)
+        is_settled = final and not self._search.is_found
+        end = len(self._held) - (0 if is_settled else len(self._search.open))
+        shown = bytes(byte for byte, is_shown in self._held[:end] if is_shown)
+        del self._held[:end]
+        return self._decoder.decode(shown, final=final)
 
 
 def load(folder: str | pathlib.Path) -> Tokenizer:

@@ -88,21 +88,23 @@ struct Weighed {
     return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
   }
 
-  // The shortest run of first tokens that weighs `wanted`; all, where all weigh less.
-  Kept first(float wanted) const {
+  // The shortest distance at which tokens weigh `wanted`; infinity, where all weigh less.
+  float nearest(float wanted) const {
     // Distances are not negative, and so in the order of their bits.
-    auto of_bits = [](uint32_t bits) {
-      float out;
-      std::memcpy(&out, &bits, sizeof out);
-      return out;
-    };
     uint32_t low = 0, high = 0x7f800000u;
     while (low < high) {
       uint32_t middle = low + (high - low) / 2;
       if (mass(of_bits(middle)) >= wanted) high = middle; else low = middle + 1;
     }
-    Kept kept{of_bits(low)};
-    float found = low == 0 ? 0.0f : mass(of_bits(low - 1));
+    return of_bits(low);
+  }
+
+  // The shortest run of first tokens that weighs `wanted`; all, where all weigh less.
+  Kept first(float wanted) const {
+    Kept kept{nearest(wanted)};
+    uint32_t bits;
+    std::memcpy(&bits, &kept.distance, sizeof bits);
+    float found = bits == 0 ? 0.0f : mass(of_bits(bits - 1));
     for (size_t n = 0; n < distance.size(); ++n) {
       if (distance[n] != kept.distance) continue;
       found += weight[n];
@@ -111,6 +113,12 @@ struct Weighed {
       break;
     }
     return kept;
+  }
+
+  static float of_bits(uint32_t bits) {
+    float out;
+    std::memcpy(&out, &bits, sizeof out);
+    return out;
   }
 };
 
@@ -129,7 +137,8 @@ struct DrawnRow {
       tokens.distance[n] = (most - x[n]) * scale;
       tokens.weight[n] = 1.0f;
     }
-    if (top_k < N) kept = tokens.first(static_cast<float>(top_k));
+    // With all that equal the last of them.
+    if (top_k < N) kept.distance = tokens.nearest(static_cast<float>(top_k));
     if (!(top_p < 1)) return;
     for (int64_t n = 0; n < N; n += kLanes) {
       Vec score = subtract(zero(), load(tokens.distance.data() + n));

@@ -3,9 +3,10 @@
 Tokens are ordered by logit, highest first, and equal ones by index, lowest first, as in
 `rules.sampling`, which orders scores: here two logits whose scores round to one value
 still differ. Both filters keep first tokens of that order, and so the last token kept
-says all: its logit, as an integer of the same order, and where its equals end.
+says all: its logit, as an integer of the same order, and where its equals end. Top-k
+keeps all of these.
 
-That integer, and then that end, are searched `BITS` bits a launch: program `(r, c)`
+That integer, and then top-p's end, are searched `BITS` bits a launch: program `(r, c)`
 adds up what the launch before it weighed of row `r`, which settles those bits, and
 weighs the tokens of chunk `c` from `WAYS` thresholds on. A filter that no row asks for
 is not launched, and programs of rows that do not ask for it read nothing.
@@ -125,7 +126,7 @@ def _search(rows, asked, *, is_mass, interpret):
             return once(jnp.full((1,), number, jnp.int32), rows, search)
 
         # The last one settles what the one before it weighed.
-        num_passes = _RANK_PASSES + _index_passes(V) + 1
+        num_passes = _RANK_PASSES + 1 + is_mass * _index_passes(V)
         # On a GPU the host would be asked whether a loop goes on.
         how = {"unroll": not interpret}
         found = jax.lax.fori_loop(0, num_passes, narrow, start, **how)

@@ -5,8 +5,8 @@ order of Hugging Face's `generate`: temperature, top-k, top-p, min-p. (vLLM has 
 first.) Tokens are ordered by `(logit - max logit) / temperature` in float32, highest
 first, and equal ones by index, lowest first, as in argmax. In that order
 
-    top-k   keeps the first k tokens, never more: ties at the boundary are cut by index
-            (Hugging Face keeps all of them);
+    top-k   keeps the first k tokens, and all that equal the last of them, as Hugging
+            Face does;
     top-p   keeps the shortest run of first tokens whose mass, among tokens that top-k
             kept, is at least p: the token that reaches p stays;
     min-p   keeps the tokens at least `min_p` times as likely as the first.
@@ -20,8 +20,8 @@ settings and its position, bit for bit, in whatever round the row is computed:
 rounds that keep a draft where it equals the target's own draw (`acceptance`) write the
 stream that plain decoding writes.
 
-Cost, for a row of V entries: drawing is one pass of noise; top-k and top-p are about
-50 passes each, a bisection on the bits of the logits in place of a sort, which is many
+Cost, for a row of V entries: drawing is one pass of noise; top-k is 32 passes and
+top-p about 50, a bisection on the bits of the logits in place of a sort, which is many
 times slower on a CPU. A filter that is off is skipped, by `lax.cond` on the data: it
 costs nothing, and one executable serves all settings. Greedy is an argmax. Under
 `vmap` over settings both branches run.
@@ -103,7 +103,8 @@ def make_settings(
 
     Args:
       temperature: divides the logits; 0 is greedy, and takes no filter.
-      top_k: how many tokens stay; None, or more than there are, keeps all.
+      top_k: how many tokens stay, with all equals of the last; None, or more than there
+        are, keeps all.
       top_p: the mass that stays, in `(0, 1]`.
       min_p: the least probability that stays, as a share of the highest, in `[0, 1]`.
       seed: of all noise, in `[0, 2**32)`.
@@ -184,6 +185,19 @@ def _last_true(holds, low: int, high: int, num_steps: int) -> Int[Array, ""]:
     return jax.lax.fori_loop(0, num_steps, halve, bounds)[0]
 
 
+def _rank(scores: Float32[Array, " V"]) -> Int[Array, " V"]:
+    """Maps scores to integers in the same order, both zeros to one."""
+    # Floats compare as their bits do, with the bits of negative ones reversed.
+    as_int = jax.lax.bitcast_convert_type(scores, jnp.int32)
+    as_int = jnp.where(as_int == -(2**31), 0, as_int)
+    return jnp.where(as_int < 0, as_int ^ jnp.int32(2**31 - 1), as_int)
+
+
+def _last_rank(holds) -> Int[Array, ""]:
+    """Finds the largest rank with `holds(rank)`, true up to there."""
+    return _last_true(holds, -(2**31), 2**31 - 1, num_steps=32)
+
+
 def _first_tokens(
     scores: Float32[Array, " V"],
     weights: Float32[Array, " V"],
@@ -197,16 +211,12 @@ def _first_tokens(
     """
     (vocab_size,) = scores.shape
     index = jnp.arange(vocab_size, dtype=jnp.int32)
-    # Floats compare as their bits do, with the bits of negative ones reversed.
-    as_int = jax.lax.bitcast_convert_type(scores, jnp.int32)
-    rank = jnp.where(as_int < 0, as_int ^ jnp.int32(2**31 - 1), as_int)
+    rank = _rank(scores)
 
     def weighs_enough(kept):
         return jnp.sum(jnp.where(kept, weights, 0.0)) >= wanted
 
-    boundary = _last_true(
-        lambda t: weighs_enough(rank >= t), -(2**31), 2**31 - 1, num_steps=32
-    )
+    boundary = _last_rank(lambda t: weighs_enough(rank >= t))
 
     def without_last(num_cut):
         """Keeps all above the boundary, and those on it of index below V - num_cut."""
@@ -223,10 +233,9 @@ def _first_tokens(
 
 
 def _top_k(scores: Float32[Array, " V"], top_k: Int[Array, ""]):
-    # Counts are exact in float32 up to 2**24, far above any vocabulary.
-    wanted = jnp.minimum(top_k, scores.shape[0]).astype(jnp.float32)
-    kept = _first_tokens(scores, jnp.ones_like(scores), wanted)
-    return jnp.where(kept, scores, -jnp.inf)
+    rank, wanted = _rank(scores), jnp.minimum(top_k, scores.shape[0])
+    last = _last_rank(lambda t: jnp.sum(rank >= t, dtype=jnp.int32) >= wanted)
+    return jnp.where(rank >= last, scores, -jnp.inf)
 
 
 def _top_p(scores: Float32[Array, " V"], top_p: Float32[Array, ""]):
@@ -251,7 +260,12 @@ def _filtered(
         settings.top_p < 1, lambda x: _top_p(x, settings.top_p), lambda x: x, scores
     )
     # The highest score is 0, and stays.
-    return jnp.where(jnp.exp(scores) >= settings.min_p, scores, -jnp.inf)
+    return jax.lax.cond(
+        settings.min_p > 0,
+        lambda x: jnp.where(jnp.exp(x) >= settings.min_p, x, -jnp.inf),
+        lambda x: x,
+        scores,
+    )
 
 
 @typed

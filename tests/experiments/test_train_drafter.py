@@ -590,6 +590,12 @@ def test_a_chat_is_not_cut(target, tmp_path, capsys):
     assert max(map(len, rollouts.prompt_ids(args, tokenizer.load(folder)))) == 9
     assert train_drafter.main(command(folder, tmp_path, "rollouts")) == 1
     assert "10 of 10 prompts have up to" in capsys.readouterr().err
+    # Options reach the template.
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{{ tools }}")
+    option = ["--length", "4000", "--chat-option", '{"tools": [7]}']
+    args = train_drafter.parse_args(command(folder, tmp_path, "rollouts", *option))
+    shown = tokenizer.load(folder).encode("[7]")
+    assert train_drafter.writer_of(args).prompts[0][-len(shown) :] == shown
 
 
 REFUSED = (

@@ -104,33 +104,6 @@ def test_special_tokens_are_left_out_where_that_is_asked_for(tmp_path):
     assert "<|end|>" in tokenizer.decode(ids)
 
 
-STOPS = {
-    "<|end|>": "<|end|>",
-    "<think>": "<think>",
-    "\0": "Ā",
-    "hello": "is token .*, and can be written as several tokens, too: generation would",
-    "h": "is token .*, and in 4 others, such as 'hel': generation would run past",
-    "hi": "is 2 tokens: generation would run past it; give token ids, stop=.ID",
-    "": "is 0 tokens",
-}
-"""Texts, and the token that alone can write each, or why there is none."""
-
-
-@pytest.mark.parametrize("text", STOPS)
-def test_stop_texts(tmp_path, text):
-    """Fails if a text is taken that can be written without the token."""
-    backend = build("<|end|>")
-    backend.add_tokens(["<think>"])
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = tokenizer_lib.load(tmp_path)
-    token_id = backend.token_to_id(STOPS[text])
-    if token_id is not None:
-        assert tokenizer.stop_id(text) == token_id
-        return
-    with pytest.raises(ValueError, match=f"stop text {text!r} {STOPS[text]}"):
-        tokenizer.stop_id(text)
-
-
 def test_a_character_belongs_to_the_token_that_completes_it(small):
     text = "\N{SNOWMAN}"  # Not in the training text: three tokens of one byte.
     ids = small.encode(f"a{text}b")

@@ -68,6 +68,15 @@ SLOTS = (
            "engine.scheduler:Scheduler._fits", "held + idle + self._pages(request)",
            "idle + self._pages(request)",
            "engine/test_scheduler.py::test_requests_wait_for_pages"),
+    Mutant("what is cut behind a stop text is not counted", "engine.ends:apply",
+           "slots.num_cut + slots.length - length", "slots.num_cut",
+           "test_front_door_stops.py::test_what_is_decoded_in_vain"),
+    Mutant("a slot goes on behind a stop text", "engine.ends:apply",
+           "_stopped(state, is_ended)", "state",
+           "test_front_door_stops.py::test_ends_are_one_however_a_text_is_written[stream]"),
+    Mutant("the stop text that is complete last counts", "model.stop_texts:Search.push",
+           "min(ends)", "max(ends)",
+           "model/test_stop_texts.py::test_ends_by_hand[two in a token]"),
 )  # fmt: skip
 
 DRAFTERS = (

@@ -196,8 +196,9 @@ def test_argmax_is_two_launches(compiler):
 
 
 ARGMAX = ["argmax_chunks", "argmax_rows"]
-# Eight launches for the bits of a logit, five for those of an index, and the last.
-FILTERS = [name for name in ("sampling_top_k", "sampling_top_p") for _ in range(14)]
+# Eight launches for the bits of a logit, of top-p five for those of an index, and the
+# last.
+FILTERS = ["sampling_top_k"] * 9 + ["sampling_top_p"] * 14
 
 
 def test_drawing_is_a_few_launches(compiler):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
+from spec_jax.ops import draw as draw_op
 from spec_jax.rules import sampling
 
 
@@ -24,7 +25,9 @@ def oracle(logits, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
     logits = np.asarray(logits, np.float32)
     scores = (logits - logits.max()) / np.float32(temperature)
     weights = np.exp(scores.astype(np.float64))
-    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:top_k]
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    last = scores[order[min(top_k or len(order), len(order)) - 1]]
+    order = [i for i in order if scores[i] >= last]
     mass, kept = 0.0, []
     wanted = np.float32(top_p) * weights[order].sum()
     for i in order:
@@ -65,18 +68,54 @@ def filtered(logits, **values):
 
 
 def test_boundaries_are_exact():
-    """Ties are cut by index; the token that reaches p stays; min-p keeps equality."""
+    """Top-k keeps what equals the last, and top-p cuts it by index; the token that
+    reaches p stays; min-p keeps equality."""
     even = [0.0, 0.0, 0.0, 0.0]
-    assert filtered(even, top_k=3) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+    assert filtered(even, top_k=3) == [0.25] * 4
+    assert (
+        filtered([1.0, 0.0, -0.0, -1.0], top_k=2)[1:3]
+        == [filtered([1.0, 0.0, 0.0], top_k=2)[1]] * 2
+    )
+    assert filtered([1.0, 1.0, 1.0, -1.0], top_k=2, top_p=0.6) == [0.5, 0.5, 0, 0]
     assert filtered(even, top_p=0.5) == [0.5, 0.5, 0, 0]
     assert filtered(even, top_p=0.500001) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
     assert filtered(even, min_p=1.0) == [0.25] * 4
     assert filtered(even, top_p=1e-6) == [1, 0, 0, 0]
     # Top-p looks at what top-k left: half of the mass is one token then, not two.
-    assert filtered([2.0, 1.0, 1.0, 1.0], top_k=2, top_p=0.7) == [1, 0, 0, 0]
+    assert filtered([2.0, 1.0, 0.9, 0.8], top_k=2, top_p=0.7) == [1, 0, 0, 0]
     assert filtered([2.0, 1.0, 1.0, 1.0], top_p=0.7)[1] > 0
     # Masked tokens never come back, and order among -inf does not matter.
     assert filtered([-math.inf, 0.0, -math.inf, 0.0], top_k=4) == [0, 0.5, 0, 0.5]
+
+
+def test_greedy_and_its_neighbours():
+    """Temperature 0 and a tiny top-p are the first argmax, exactly; top-k 1 and min-p
+    have all that equal it."""
+    logits = [1.0, 5.0, 5.0, -3.0]
+    for values in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        is_all = "min_p" in values or "top_k" in values
+        assert (
+            filtered(logits, **values) == [0, 0.5, 0.5, 0] if is_all else [0, 1, 0, 0]
+        )
+    # The smallest temperature that is allowed makes no NaN.
+    tiny = sampling.SMALLEST_TEMPERATURE
+    assert filtered(logits, temperature=tiny) == [0, 0.5, 0.5, 0]
+
+
+def by_hugging_face(logits, values):
+    """The probabilities that the warpers of `generate` leave."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    scores = torch.from_numpy(logits)
+    for name, warper in (
+        ("temperature", transformers.TemperatureLogitsWarper),
+        ("top_k", transformers.TopKLogitsWarper),
+        ("top_p", transformers.TopPLogitsWarper),
+        ("min_p", transformers.MinPLogitsWarper),
+    ):
+        if name in values:
+            scores = warper(values[name])(None, scores)
+    return scores.softmax(-1).numpy()
 
 
 @pytest.mark.parametrize(
@@ -92,20 +131,46 @@ def test_boundaries_are_exact():
 )
 def test_filters_agree_with_hugging_face(values, rng):
     """The order and the boundaries of `generate`, on logits without ties."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     logits = (3 * rng.standard_normal((8, 50))).astype(np.float32)
-    scores = torch.from_numpy(logits)
-    for name, warper in (
-        ("temperature", transformers.TemperatureLogitsWarper),
-        ("top_k", transformers.TopKLogitsWarper),
-        ("top_p", transformers.TopPLogitsWarper),
-        ("min_p", transformers.MinPLogitsWarper),
-    ):
-        if name in values:
-            scores = warper(values[name])(None, scores)
     found = distribution(logits, sampling.make_settings(**values))
-    np.testing.assert_allclose(found, scores.softmax(-1).numpy(), atol=2e-6)
+    np.testing.assert_allclose(found, by_hugging_face(logits, values), atol=2e-6)
+
+
+KERNELS = ("native", "interpret")
+"""Of CPUs and, interpreted, of GPUs."""
+
+TIED = (
+    {"top_k": 1},
+    {"top_k": 3},
+    {"top_k": 9, "temperature": 0.5},
+    {"top_k": 50},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 4, "min_p": 0.25, "temperature": 2.0},
+)
+NUM_ROWS = 600
+
+
+@pytest.mark.parametrize("values", TIED, ids=str)
+def test_ties_are_those_of_hugging_face(values, rng):
+    """Fails if top-k cuts logits that equal its last one, or min-p its bound, in any
+    implementation: of draws no token shows that it left out, and all that it kept."""
+    logits = rng.permutation(np.repeat(np.arange(5, dtype=np.float32), 10))
+    expected = by_hugging_face(logits[None], values)[0]
+    settings = sampling.make_settings(**values)
+    found = np.asarray(distribution(logits, settings))
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    assert np.sum(expected > 0) % 10 == 0
+    each = jax.tree.map(lambda x: jnp.broadcast_to(x, NUM_ROWS), settings)
+    how = {"positions": jnp.arange(NUM_ROWS), "draws": jnp.ones(NUM_ROWS, bool)}
+    rows = jnp.broadcast_to(jnp.asarray(logits), (NUM_ROWS, 50))
+    for impl in KERNELS:
+        drawn = np.asarray(draw_op.draw(rows, each, **how, impl=impl))
+        shares = np.bincount(drawn, minlength=50) / NUM_ROWS
+        assert not shares[expected == 0].any(), impl
+        assert shares[expected > 0.02].all(), impl
+        error = np.sqrt(expected * (1 - expected) / NUM_ROWS)
+        assert np.all(np.abs(shares - expected) <= SIGMAS * error + 1e-9), impl
 
 
 def test_a_large_vocabulary_is_filtered_as_a_small_one(rng):
@@ -117,8 +182,10 @@ def test_a_large_vocabulary_is_filtered_as_a_small_one(rng):
         # A sum in float32 may round past the boundary: one token more or less.
         assert abs(np.sum(found > 0) - np.sum(expected > 0)) <= ("top_p" in values)
         np.testing.assert_allclose(found, expected, atol=1e-4)
-    even = distribution(np.zeros(20_001, np.float32), sampling.make_settings(top_k=7))
-    assert np.flatnonzero(even).tolist() == list(range(7))
+    even = np.zeros(20_001, np.float32)
+    assert np.all(distribution(even, sampling.make_settings(top_k=7)) > 0)
+    first = distribution(even, sampling.make_settings(top_p=6.5 / 20_001))
+    assert np.flatnonzero(first).tolist() == list(range(7))
 
 
 FILTERS = {

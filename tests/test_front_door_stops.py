@@ -1,0 +1,245 @@
+"""Stop texts from the front door: one end, however a text is written and read."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tiny_pair
+import tokenizers
+from tokenizers import decoders, models
+
+import spec_jax as sj
+from spec_jax.engine import round as round_lib
+from spec_jax.model import stop_texts, tokenizer as tokenizer_lib
+
+
+NAMES = "abcdefghi"
+TOKENS = (b"f(", b"x", b")\n", b"    ", b"re", b"turn", b" \xe6\x97", b"\xa5", b"<eot>")
+"""What the model writes again and again: `f(x)`, a line and a character in two."""
+
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    """A model that writes `TOKENS` again and again, and a drafter that finds out.
+
+    It has learnt bytes, whose tokens are given other names; the last one is special.
+    """
+    folder = tiny_pair.write_cycle(tmp_path_factory.mktemp("cycle"), NAMES)
+    lm = sj.load(folder, drafter="ngram", gamma_max=4)
+    old = lm.tokenizer.backend
+    letters = {byte: letter for letter, byte in tokenizer_lib._byte_alphabet().items()}
+    vocab = dict(old.get_vocab())
+    for name, raw in zip(NAMES, TOKENS, strict=True):
+        vocab["".join(letters[byte] for byte in raw)] = vocab.pop(name)
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = dataclasses.replace(
+        lm.tokenizer, backend=backend, special_tokens={"eos_token": "<eot>"}
+    )
+    return dataclasses.replace(lm, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def prompt(lm):
+    """Ids after which the model begins the cycle; twice, so that a lookup finds it."""
+    ids = {lm.tokenizer.bytes_of(one): one for one in range(lm.tokenizer.num_ids)}
+    return [ids[raw] for raw in TOKENS] * 2
+
+
+def streamed(lm, prompt, **settings):
+    """The end of a stream, whose pieces made up its text and tokens."""
+    stream, pieces = sj.stream(lm, prompt, **settings), []
+    while True:
+        try:
+            pieces.append(next(stream))
+        except StopIteration as end:
+            out = end.value
+            break
+    assert "".join(piece.text for piece in pieces) == out.text
+    assert [token for piece in pieces for token in piece.tokens] == out.tokens
+    shown = ""
+    for piece in pieces:  # Nothing was taken back.
+        shown += piece.text
+        assert out.text.startswith(shown)
+    return out
+
+
+def batched(lm, prompt, **settings):
+    """One of three equal results of two slots."""
+    outs = sj.generate(lm, [prompt] * 3, num_slots=2, **settings)
+    ends = [(out.text, out.tokens, out.status) for out in outs]
+    assert ends[0] == ends[1] == ends[2]
+    return outs[2]
+
+
+WAYS = {
+    "plain": sj.decode,
+    "rounds of one token": lambda *args, **how: sj.generate(*args, gamma=0, **how),
+    "chains": lambda *args, **how: sj.generate(*args, gamma=4, **how),
+    "trees": lambda *args, **how: sj.generate(
+        *args, gamma=sj.Tree(top_k=2, depth=3, nodes=4), **how
+    ),
+    "batch": lambda *args, **how: batched(*args, gamma=3, **how),
+    "stream": lambda *args, **how: streamed(*args, gamma=3, **how),
+}
+
+STOPS = {
+    "inside a token": (["\n"], "f(x)", 3),
+    "as text alone": ("\n", "f(x)", 3),
+    "a whole token": (["x"], "f(", 2),
+    "at once": (["f"], "", 1),
+    "across tokens": (["\n    re"], "f(x)", 5),
+    "a character of two tokens": (["日"], "f(x)\n    return ", 8),
+    "a special token's name": (["<eot>"], "f(x)\n    return 日", 9),
+    "part of a special token": (["日<"], "f(x)\n    return ", 9),
+    "in the second turn": (["日<eot>f"], "f(x)\n    return ", 10),
+    "late": (["turn 日<eot>f(x)\n    r"], "f(x)\n    re", 14),
+    "complete first": (["(x)\n    re", "x)"], "f(", 3),
+    "the longest": (["x)", "(x)"], "f", 3),
+    "begun only": (["\n    rx", "日!"], None, MAX_TOKENS),
+}
+"""Stop texts, the text, and how many tokens stay."""
+
+WHOLE = "f(x)\n    return 日" * 2 + "f(x)\n    return"
+
+
+def expected(name):
+    """The text, the number of tokens and the status."""
+    _, text, count = STOPS[name]
+    if text is None:
+        return WHOLE, count, sj.Status.LENGTH
+    return text, count, sj.Status.STOP
+
+
+def ended(lm, prompt, way, name):
+    out = WAYS[way](lm, prompt, max_tokens=MAX_TOKENS, stop=STOPS[name][0])
+    assert len(out.tokens) == len(out.origins) == out.metrics["tokens"]
+    assert out.tokens == (prompt[:9] * 3)[: len(out.tokens)]
+    return out.text, len(out.tokens), out.status
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ends_are_one_however_a_text_is_written(lm, prompt, way):
+    """Fails if rounds, trees, slots or pieces move an end."""
+    found = {name: ended(lm, prompt, way, name) for name in STOPS}
+    assert found == {name: expected(name) for name in STOPS}
+
+
+def round_alone(self, number, tokens):
+    """Planted: each round's text is looked at alone."""
+    self._searches.pop(number, None)
+    return REAL(self, number, tokens)
+
+
+def a_token_early(self, number, tokens):
+    """Planted: the token that completes a stop text is left out."""
+    kept = REAL(self, number, tokens)
+    return kept if kept is None else max(kept - 1, 1)
+
+
+REAL = stop_texts.Ends.__call__
+
+FAULTS = {
+    "each round alone": (stop_texts.Ends, "__call__", round_alone),
+    "off by one token": (stop_texts.Ends, "__call__", a_token_early),
+    "cut inside a character": (stop_texts, "encode", lambda text: text.encode()[:-1]),
+    "nothing is held back": (stop_texts.Search, "_beginning", lambda self, text: b""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_move_ends(lm, prompt, fault, monkeypatch):
+    """Negative control: the same table, of chains and of streams."""
+    monkeypatch.setattr(*FAULTS[fault])
+    names = ("across tokens", "a character of two tokens", "late")
+    for way in ("chains", "stream"):
+        wrong = 0
+        for name in names:
+            try:
+                wrong += ended(lm, prompt, way, name) != expected(name)
+            except AssertionError:  # The stream took back what it had shown.
+                wrong += 1
+        assert wrong, way
+
+
+def test_what_is_decoded_in_vain(lm, prompt, monkeypatch):
+    """Fails if a slot goes on behind a stop text, or if numbers lose what was cut.
+
+    Four prompts of three tokens, in two slots: as many rounds as if each had ended by
+    itself.
+    """
+    calls, real = [], round_lib.generate
+
+    def generate(*arguments, **settings):
+        calls.append(int(settings["max_rounds"]))
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(round_lib, "generate", generate)
+    settings = {"max_tokens": MAX_TOKENS, "stop": ["\n"], "num_slots": 2}
+    outs = sj.generate(lm, [prompt] * 4, gamma=0, **settings)
+    assert [out.metrics["rounds"] for out in outs] == [3] * 4 and calls == [1] * 6
+    outs = sj.generate(lm, [prompt] * 4, gamma=4, log_probs=True, **settings)
+    for out in outs:
+        numbers = out.metrics
+        assert numbers["cut"] > 0
+        rounds, length = numbers["rounds"], numbers["mean_accepted_length"]
+        assert rounds * length == len(out.tokens) + numbers["cut"]
+        assert rounds * numbers["tokens_per_target_step"] == len(out.tokens) == 3
+        assert out.log_probs.shape == out.drawn_log_probs.shape == (3,)
+        kept = [origin for origin in out.origins if origin is sj.Origin.ACCEPTED]
+        assert len(kept) >= 3 - rounds
+    # Without stop texts the host looks when a slot ends, and no oftener.
+    del calls[:]
+    settings["stop"] = [prompt[2]]
+    outs = sj.generate(lm, [prompt] * 4, gamma=0, **settings)
+    assert [len(out.tokens) for out in outs] == [3] * 4
+    assert len(calls) == 2 and min(calls) > 1
+
+
+def test_ids_and_texts_together(lm, prompt):
+    """Whichever comes first: a stop token is a part of the text, a stop text is not."""
+    (second,) = prompt[1:2]
+    for call in map(WAYS.get, ("plain", "chains", "stream")):
+        out = call(lm, prompt, max_tokens=MAX_TOKENS, stop=[second, "\n"])
+        assert (out.text, out.status) == ("f(x", sj.Status.STOP)
+        out = call(lm, prompt, max_tokens=MAX_TOKENS, stop=["f(", second])
+        assert (out.text, len(out.tokens)) == ("", 1)
+        # Tokens do not depend on what is shown.
+        shown = {
+            is_hidden: call(
+                lm,
+                prompt,
+                max_tokens=MAX_TOKENS,
+                stop=["日<eot>f(x)"],
+                skip_special_tokens=is_hidden,
+            )
+            for is_hidden in (True, False)
+        }
+        assert len({tuple(out.tokens) for out in shown.values()}) == 1
+        assert {out.text for out in shown.values()} == {"f(x)\n    return "}
+
+
+def test_an_end_at_the_limit_is_a_stop(lm, prompt):
+    """As it is of stop tokens."""
+    for call in map(WAYS.get, ("plain", "chains", "stream")):
+        out = call(lm, prompt, max_tokens=3, stop=["\n"])
+        assert (out.text, out.status) == ("f(x)", sj.Status.STOP)
+        out = call(lm, prompt, max_tokens=2, stop=["\n"])
+        assert (out.text, out.status) == ("f(x", sj.Status.LENGTH)
+
+
+def test_the_embedded_pair_ends_at_a_line():
+    """Drawn and greedy, of tokens such as ')\\n' and '\\n    '."""
+    lm = sj.load(drafter="ngram")
+    for sampling in (None, sj.Sampling(temperature=0.7, seed=5)):
+        settings = {"max_tokens": 24, "sampling": sampling}
+        whole = sj.decode(lm, "def f(x):", **settings)
+        stop = "\n" if "\n" in whole.text[1:] else whole.text[5:7]
+        line, _, _ = whole.text.partition(stop)
+        lengths = np.cumsum([len(piece) for piece in whole.pieces])
+        count = int(np.searchsorted(lengths, len(line) + len(stop))) + 1
+        for call in map(WAYS.get, ("plain", "chains", "stream")):
+            out = call(lm, "def f(x):", stop=[stop], **settings)
+            assert out.text == line and out.tokens == whole.tokens[:count]
