@@ -40,6 +40,7 @@ class Settings(TypedDict, total=False):
 
     max_tokens: int
     sampling: Sampling | Sequence[Sampling] | None
+    processors: requests_lib.Processors
     stop: run_lib.Stop | None
     ignore_eos: bool
     chat: Mapping[str, Any] | None
@@ -77,6 +78,23 @@ _REMEDIES = {
     **dict.fromkeys(("prompts", "messages", "inputs", "input_ids"), "prompt=..."),
     **dict.fromkeys(("num_speculative_tokens", "num_assistant_tokens"), "gamma=..."),
     **dict.fromkeys(("assistant_model", "draft"), "sj.load(TARGET, draft=...)"),
+    **dict.fromkeys(
+        ("logits_processor", "logits_processors", "processor"), "processors=..."
+    ),
+    **dict.fromkeys(
+        ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        "processors=sj.processors.penalties(...)",
+    ),
+    **dict.fromkeys(
+        ("bad_words", "bad_words_ids"), "processors=sj.processors.bad_words(...)"
+    ),
+    **dict.fromkeys(
+        ("min_tokens", "min_new_tokens"), "processors=sj.processors.min_tokens(...)"
+    ),
+    "logit_bias": "processors=sj.processors.logit_bias(...)",
+    **dict.fromkeys(
+        ("json_schema", "regex"), "processors=sj.processors.{name}(..., lm)"
+    ),
     "drafter": "sj.load(TARGET, drafter=...)",
     "tree": "gamma=sj.Tree(...), or sj.load(TARGET, tree=...)",
     "batch_size": "num_slots=...",
@@ -180,6 +198,8 @@ def generate(
       sampling: how tokens are drawn, one for all prompts or one for each; None: greedy.
         Noise depends on seed and position alone: equal prompts with one seed give equal
         samples, with a warning. For several samples give each its own seed.
+      processors: of the logits, before a token is drawn, one for all prompts or one for
+        each; `sj.processors` has penalties, biases, bad words and grammars.
       stop: tokens that end a generation besides those of the model's folder: an id, the
         name of an added token such as "<|im_end|>", or a list of these. Other text is
         refused unless one token alone can write it. The last of `tokens` is the one
@@ -336,6 +356,7 @@ def score(  # type: ignore[overload-overlap]
     completion: Completion,
     *,
     sampling: Sampling | None = None,
+    processors: requests_lib.Processors = None,
     chat: Any = None,
 ) -> scoring.Scores: ...
 @overload
@@ -345,6 +366,7 @@ def score(
     completion: Sequence[Completion],
     *,
     sampling: Sampling | Sequence[Sampling] | None = None,
+    processors: requests_lib.Processors = None,
     chat: Any = None,
 ) -> list[scoring.Scores]: ...
 def score(
@@ -353,6 +375,7 @@ def score(
     completion: Any,
     *,
     sampling: Any = None,
+    processors: requests_lib.Processors = None,
     chat: Any = None,
 ) -> scoring.Scores | list[scoring.Scores]:
     """Returns the log-probabilities of completions, given their prompts.
@@ -372,6 +395,7 @@ def score(
       prompt: as `generate` takes it; or a list of prompts.
       completion: token ids, or a text, which is encoded by itself; of a list a list.
       sampling: how the tokens were drawn, one for all or one for each; None: greedily.
+      processors: of the logits that they were drawn from, one for all or one for each.
       chat: options of the chat template.
 
     Raises:
@@ -387,8 +411,10 @@ def score(
         )
     texts = [_ids(lm, one) for one in completions]
     each = requests_lib.settings_of(sampling, len(prompts))
+    parts = requests_lib.processors_of(processors, len(prompts))
     found = [
-        scoring.of_tokens(lm, *one) for one in zip(prompts, texts, each, strict=True)
+        scoring.of_tokens(lm, *one, processor=part)
+        for *one, part in zip(prompts, texts, each, parts, strict=True)
     ]
     return found[0] if alone else found
 

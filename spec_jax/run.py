@@ -68,6 +68,7 @@ class Run:
         gamma: Gamma = None,
         policy_state: policy_lib.State = None,
         sampling: Sampling | Sequence[Sampling] | None = None,
+        processors: requests_lib.Processors = None,
         stop: Stop | None = None,
         ignore_eos: bool = False,
         skip_special_tokens: bool = True,
@@ -105,10 +106,13 @@ class Run:
             policy_state=policy_state,
         )
         requests = requests_lib.make(
-            prompts, max_tokens=max_tokens, gamma=number, sampling=sampling
+            prompts,
+            max_tokens=max_tokens,
+            gamma=number,
+            sampling=sampling,
+            processors=processors,
         )
-        for request in requests:
-            scheduler.check(request)
+        scheduler.check_all(requests)
         return cls(
             lm=lm,
             algo=algo,
@@ -160,6 +164,7 @@ class Run:
             [request.prompt],
             max_tokens=request.max_tokens,
             sampling=request.sampling,
+            processors=request.processor,
             stop_ids=self.scheduler.stop_ids,
             capacity=self.scheduler.capacity,
             page_size=self.scheduler.page_size,
@@ -206,9 +211,14 @@ class Run:
         )
         scores: dict[str, Any] = {}
         if self.log_probs:
-            sampling = self.requests[number].sampling
+            request = self.requests[number]
             made = scoring.of_tokens(
-                lm, self.prompts[number], tokens, sampling, height=height
+                lm,
+                self.prompts[number],
+                tokens,
+                request.sampling,
+                processor=request.processor,
+                height=height,
             )
             scores = {name: getattr(made, name) for name in scoring.NAMES}
         return results.Generation(

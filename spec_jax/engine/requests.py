@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spec_jax.engine import checks, scheduler
+from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -48,6 +49,9 @@ Draws = (
 """One for all prompts or one for each, made by hand or by `make_settings`; None:
 greedily."""
 
+Processors = processor_lib.Processor | Sequence[processor_lib.Processor] | None
+"""One for all prompts or one for each; None: logits as they are."""
+
 
 def make(
     prompts: Sequence[checks.Tokens],
@@ -55,13 +59,15 @@ def make(
     max_tokens: int,
     gamma: int | None = None,
     sampling: Draws = None,
+    processors: Processors = None,
 ) -> list[scheduler.Request]:
     """Returns a request for each prompt.
 
     Warns where two would be equal samples.
 
     Raises:
-      ValueError: no prompt, or settings of sampling that are not one for each.
+      ValueError: no prompt, or settings of sampling or processors that are not one for
+        each.
     """
     if not len(prompts):
         raise ValueError("the list of prompts is empty: give at least one")
@@ -70,9 +76,15 @@ def make(
     _warn_of_equal(tokens, sampling)
     return [
         scheduler.Request(
-            prompt=prompt, max_tokens=max_tokens, gamma=gamma, sampling=settings
+            prompt=prompt,
+            max_tokens=max_tokens,
+            gamma=gamma,
+            sampling=settings,
+            processor=processor,
         )
-        for prompt, settings in zip(tokens, each, strict=True)
+        for prompt, settings, processor in zip(
+            tokens, each, processors_of(processors, len(tokens)), strict=True
+        )
     ]
 
 
@@ -102,6 +114,28 @@ def settings_of(
                 "Sampling(temperature=0) is greedy"
             )
     return [one.settings() if isinstance(one, Sampling) else one for one in each]
+
+
+def processors_of(
+    processors: Processors, num_prompts: int
+) -> list[processor_lib.Processor | None]:
+    """Returns the processor of each prompt.
+
+    Raises:
+      ValueError: processors that are not one for each.
+    """
+    if not isinstance(processors, Sequence) or isinstance(processors, str):
+        if processors is not None:
+            processor_lib.check_kind(processors, "processors")
+        return [processors] * num_prompts
+    if len(processors) != num_prompts:
+        raise ValueError(
+            f"{len(processors)} processors for {num_prompts} prompts: give one for "
+            "each, or one for all; processors.chain(a, b) applies several"
+        )
+    for number, one in enumerate(processors):
+        processor_lib.check_kind(one, f"processors[{number}]")
+    return list(processors)
 
 
 def _warn_of_equal(prompts: list[list[int]], sampling: Draws) -> None:
