@@ -211,10 +211,18 @@ def cut(processing: Processing, proposal: protocols.Proposal) -> protocols.Propo
     """
     if proposal.probs is not None or not processing.processor.forbids():
         return proposal
+    processor, states = _that_forbid(processing.processor, processing.states)
     one = _cut_chain if proposal.parents is None else _cut_tree
-    return _each(
-        functools.partial(one, processing.processor), processing.states, proposal
-    )
+    return _each(functools.partial(one, processor), states, proposal)
+
+
+def _that_forbid(processor, states):
+    """Returns the parts of a chain that forbid tokens, and their states."""
+    if not isinstance(processor, processor_lib.Chain):
+        return processor, states
+    pairs = zip(processor.parts, states, strict=True)
+    parts, states = zip(*(both for both in pairs if both[0].forbids()), strict=True)
+    return processor_lib.Chain(parts=parts), states
 
 
 def _cut_chain(processor, state, proposal):

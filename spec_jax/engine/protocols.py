@@ -216,8 +216,8 @@ class Drafter:
     @pytree.optional
     def reads_processing(self) -> bool:
         """Whether `propose` of slots has a keyword `processing`: the processor of the
-        target's logits, by which drafts are drawn too. Other drafts are cut before
-        the first token that it forbids."""
+        target's logits, by which drafts are drawn too. In any case drafts are cut
+        before the first token that it forbids."""
         return False
 
     def for_rule(self, rule: rule_lib.Rule) -> Any:

@@ -175,7 +175,7 @@ def _draft(
         **asked,
     )
     proposal = _clipped(proposal, gamma)
-    if processing is not None and not knows:
+    if processing is not None:
         proposal = processing_lib.cut(processing, proposal)
     if policy_lib.schedules(speculator.gamma_policy):
         num_drafted = cast(Any, speculator.gamma_policy).trim(

@@ -190,6 +190,15 @@ def test_no_draft_is_proposed_in_vain(tmp_path, name, draw, tree):
     assert sj.check_lossless(lm, PROMPTS[:2], **settings)
 
 
+def test_a_head_whose_tokens_are_all_forbidden_drafts_nothing(tmp_path):
+    """Its own vocabulary is every fourth token."""
+    lm = drafting(tmp_path, "eagle3")
+    made = sj.processors.logit_bias(dict.fromkeys(range(0, 264, 4), -np.inf))
+    settings = settings_of("batch 4", "greedy", processors=made)
+    seen = list(proposals(lm, settings))
+    assert [int(p.num_drafted.sum()) for _, p, _ in seen] == [0] * 4
+
+
 def test_drafts_that_know_no_processor_are_in_vain(tmp_path, monkeypatch):
     """Negative control: nothing is cut."""
     monkeypatch.setattr(processing, "cut", lambda processing, proposal: proposal)

@@ -75,8 +75,8 @@ def test_many_tokens_share_a_class(lm):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"sampling": sj.Sampling(temperature=1.0, seed=4)},
+        {"gamma": 4},
+        {"gamma": 4, "sampling": sj.Sampling(seed=4)},
         {"gamma": sj.Tree.parse("2x2:5"), "sampling": sj.Sampling(seed=5)},
     ],
 )
