@@ -164,7 +164,7 @@ def after(
 def process_rows(
     processing: Processing, verified: protocols.Verified, window: protocols.Window
 ) -> protocols.Verified:
-    """Returns the rows of a window with processed logits, those that are active."""
+    """Returns the rows of a window with processed logits; inactive ones stay."""
     num_slots, width = window.tokens.shape
     parents = window.parents
     if parents is None:

@@ -162,7 +162,7 @@ def _draft(
 ) -> tuple[protocols.Memory, protocols.Proposal]:
     """Returns the drafter's memory, and what it proposes, within `gamma`."""
     drafter, slots, processing = speculator.drafter, state.slots, state.processing
-    # Not passed where there is none: most drafters know no processors.
+    # Passed to drafters that know processors, and only where there is one.
     knows = protocols.complete(drafter).reads_processing
     asked = {} if processing is None or not knows else {"processing": processing}
     memory, proposal = drafter.propose(
