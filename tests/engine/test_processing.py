@@ -254,9 +254,9 @@ def _by_rounds(real):
 
 
 FAULTS = {
-    "a state of the parent's": ("after", _of_parent, 5),
-    "a state of column 0": ("commit", _of_column_0, 6),
-    "penalties by round": ("commit", _by_rounds, 7),
+    "a mask of the parent's": ("grammar", "after", _of_parent, 5),
+    "a state of column 0": ("penalties", "commit", _of_column_0, 6),
+    "penalties by round": ("penalties", "commit", _by_rounds, 7),
 }
 
 
@@ -264,12 +264,12 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(tmp_path, monkeypatch, fault, shape):
     """Of texts that are drafted well, so that several tokens are committed."""
-    name, plant, page_size = FAULTS[fault]
+    processor, name, plant, page_size = FAULTS[fault]
     monkeypatch.setattr(processing, name, plant(getattr(processing, name)))
     target, _ = tiny_pair.write(tmp_path)
     lm = sj.load(target, draft=target, gamma_max=4)
     # Pages of another size are other programs, in which the fault is.
-    settings = settings_of(shape, "1", processors=make("penalties"))
+    settings = settings_of(shape, "1", processors=make(processor))
     report = lossless.check_lossless(
         lm, PROMPTS[:2], **settings | {"page_size": page_size, "max_tokens": 30}
     )
@@ -369,7 +369,7 @@ def test_requests_with_and_without_one_are_refused(lm):
     [
         ("repetition_penalty", r"processors=sj.processors.penalties\(...\)"),
         ("logit_bias", r"processors=sj.processors.logit_bias\(...\)"),
-        ("json_schema", r"processors=sj.processors.json_schema\(...\)"),
+        ("json_schema", r"processors=sj.processors.json_schema\(..., lm\)"),
     ],
 )
 def test_other_names_point_to_the_right_one(lm, name, remedy):
