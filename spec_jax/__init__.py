@@ -37,7 +37,7 @@ _NAMES = {
     "speculative": "spec_jax.algorithms",
     "stream": "spec_jax.generation",
 }
-_MODULES = ("drafters", "gamma", "rules", "testing")
+_MODULES = ("drafters", "gamma", "processors", "rules", "testing")
 
 __all__ = [
     "Drafter",
@@ -59,6 +59,7 @@ __all__ = [
     "gamma",
     "generate",
     "load",
+    "processors",
     "rules",
     "score",
     "speculative",
@@ -67,7 +68,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from spec_jax import drafters, gamma, rules, testing
+    from spec_jax import drafters, gamma, processors, rules, testing
     from spec_jax.algorithms import autoregressive, speculative
     from spec_jax.drafters.tree_shapes import FixedTree, Tree
     from spec_jax.engine.forward import ForwardTarget

@@ -104,6 +104,7 @@ class Speculative:
         *,
         max_tokens: int,
         sampling: requests_lib.Draws = None,
+        processors: requests_lib.Processors = None,
         gamma: int | None = None,
         stop_ids: checks.Tokens = (),
         policy_state: policy_lib.State = None,
@@ -119,6 +120,7 @@ class Speculative:
           max_tokens: tokens to generate in each slot, at most.
           sampling: how tokens are drawn, one for all slots or one for each; None:
             greedily.
+          processors: of the logits, one for all slots or one for each.
           gamma: tokens to draft a round, at most; None: as many as the drafter drafts.
           stop_ids: tokens that end a sequence.
           policy_state: the policy's first state; None: what its `init()` makes.
@@ -133,7 +135,11 @@ class Speculative:
           ValueError: what cannot be used, with the values, before anything runs.
         """
         asked = requests_lib.make(
-            prompts, max_tokens=max_tokens, gamma=gamma, sampling=sampling
+            prompts,
+            max_tokens=max_tokens,
+            gamma=gamma,
+            sampling=sampling,
+            processors=processors,
         )
         return self.scheduler(
             params,
@@ -265,6 +271,7 @@ class Autoregressive:
         *,
         max_tokens: int,
         sampling: requests_lib.Draws = None,
+        processors: requests_lib.Processors = None,
         stop_ids: checks.Tokens = (),
         capacity: int | None = None,
         page_size: int = PAGE_SIZE,
@@ -277,7 +284,9 @@ class Autoregressive:
 
         The others are as `Speculative.init` takes them, and so is what it raises.
         """
-        asked = requests_lib.make(prompts, max_tokens=max_tokens, sampling=sampling)
+        asked = requests_lib.make(
+            prompts, max_tokens=max_tokens, sampling=sampling, processors=processors
+        )
         capacity = capacity or requests_lib.capacity_for(
             self.target, prompts, max_tokens
         )
@@ -292,6 +301,7 @@ class Autoregressive:
                     max_tokens=max_tokens,
                     prefill_by_rows=prefill_by_rows,
                     sampling=one.sampling,
+                    processor=one.processor,
                     stop_ids=stop_ids,
                 )
                 for one in asked

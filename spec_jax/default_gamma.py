@@ -28,9 +28,9 @@ fastest counts, since a disturbance only adds to it."""
 SAT_OUT = 8
 """Tokens that a drafter sits out where its catching up is timed."""
 
-_known: weakref.WeakKeyDictionary[
-    LanguageModel, dict[tuple[int, bool], costs_lib.RoundCosts]
-] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[LanguageModel, dict[Any, costs_lib.RoundCosts]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def policy_for(
@@ -85,15 +85,17 @@ def adapted(
 ]:
     """Returns a scheduler and requests of a fixed gamma with the default policy.
 
-    Costs are measured where they are not known of this model, so many slots, and greedy
-    or not. A fixed gamma stays where times would decide more than speed: under rules
-    but "coupled", whose tokens depend on gamma, and with several processes, whose
-    programs may not differ; the costs are then None.
+    Costs are measured where they are not known of this model, so many slots, greedy or
+    not, and with such a processor or none. A fixed gamma stays where times would decide
+    more than speed: under rules but "coupled", whose tokens depend on gamma, and with
+    several processes, whose programs may not differ; the costs are then None.
     """
     is_exact = scheduler.rule.is_exact and jax.process_count() == 1
     if not is_exact or not lm.gamma_max:
         return scheduler, list(requests), None
-    key = scheduler.target.num_slots, any(one.sampling is not None for one in requests)
+    draws = any(one.sampling is not None for one in requests)
+    kind = jax.tree.structure(requests[0].processor)
+    key = scheduler.target.num_slots, draws, kind
     known = _known.setdefault(lm, {})
     if key not in known:
         # The policy of any costs has the program of the run.
@@ -185,7 +187,9 @@ class _Rounds:
         self._request = dataclasses.replace(
             request, prompt=prompt, max_tokens=self._size
         )
-        self._state = scheduler.empty(draws=request.sampling is not None)
+        self._state = scheduler.empty(
+            draws=request.sampling is not None, processor=request.processor
+        )
         self._begin()
 
     def _begin(self) -> None:

@@ -41,6 +41,7 @@ class Settings(TypedDict, total=False):
 
     max_tokens: int
     sampling: Sampling | Sequence[Sampling] | None
+    processors: requests_lib.Processors
     stop: run_lib.Stop | None
     ignore_eos: bool
     chat: Mapping[str, Any] | None
@@ -80,6 +81,23 @@ _REMEDIES = {
     **dict.fromkeys(("prompts", "messages", "inputs", "input_ids"), "prompt=..."),
     **dict.fromkeys(("num_speculative_tokens", "num_assistant_tokens"), "gamma=..."),
     **dict.fromkeys(("assistant_model", "draft"), "sj.load(TARGET, draft=...)"),
+    **dict.fromkeys(
+        ("logits_processor", "logits_processors", "processor"), "processors=..."
+    ),
+    **dict.fromkeys(
+        ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        "processors=sj.processors.penalties(...)",
+    ),
+    **dict.fromkeys(
+        ("bad_words", "bad_words_ids"), "processors=sj.processors.bad_words(...)"
+    ),
+    **dict.fromkeys(
+        ("min_tokens", "min_new_tokens"), "processors=sj.processors.min_tokens(...)"
+    ),
+    "logit_bias": "processors=sj.processors.logit_bias(...)",
+    **dict.fromkeys(
+        ("json_schema", "regex"), "processors=sj.processors.{name}(..., lm)"
+    ),
     "drafter": "sj.load(TARGET, drafter=...)",
     "tree": "gamma=sj.Tree(...), or sj.load(TARGET, tree=...)",
     "batch_size": "num_slots=...",
@@ -214,6 +232,8 @@ def generate(
         is `sampling.folded_seed` of its number in the list; so is that of each of `n`
         samples; the first of the first prompt has the seed as it is. A seed that is
         given for each prompt is that prompt's, wherever in the list it is.
+      processors: of the logits, before a token is drawn, one for all prompts or one for
+        each; `sj.processors` has penalties, biases, bad words and grammars.
       stop: what ends a generation besides the stop tokens of the model's folder: an id,
         a text, or a list of these. A text is found inside a token and across tokens,
         special ones included. `text` ends before the one that is complete first, and
@@ -394,6 +414,7 @@ def score(  # type: ignore[overload-overlap]
     completion: Completion,
     *,
     sampling: Sampling | None = None,
+    processors: requests_lib.Processors = None,
     chat: Any = None,
     prefix: Prompt | None = None,
     top_logprobs: int = 0,
@@ -405,6 +426,7 @@ def score(
     completion: Sequence[Completion],
     *,
     sampling: Sampling | Sequence[Sampling] | None = None,
+    processors: requests_lib.Processors = None,
     chat: Any = None,
     prefix: Prompt | None = None,
     top_logprobs: int = 0,
@@ -415,6 +437,7 @@ def score(
     completion: Any,
     *,
     sampling: Any = None,
+    processors: requests_lib.Processors = None,
     chat: Any = None,
     prefix: Prompt | None = None,
     top_logprobs: int = 0,
@@ -436,6 +459,7 @@ def score(
       prompt: as `generate` takes it; or a list of prompts.
       completion: token ids, or a text, which is encoded by itself; of a list a list.
       sampling: how the tokens were drawn, one for all or one for each; None: greedily.
+      processors: of the logits that they were drawn from, one for all or one for each.
       chat: options of the chat template.
       prefix: as `generate` took it, which decides how prompts are prefilled.
       top_logprobs: how many of the most likely tokens are named at each place.
@@ -455,9 +479,10 @@ def score(
     texts = [_ids(lm, one) for one in completions]
     each = requests_lib.settings_of(sampling, len(prompts))
     by_rows = None if prefix is None else True
+    parts = requests_lib.processors_of(processors, len(prompts))
     found = [
-        scoring.of_tokens(lm, *one, top=top_logprobs, by_rows=by_rows)
-        for one in zip(prompts, texts, each, strict=True)
+        scoring.of_tokens(lm, *one, processor=part, top=top_logprobs, by_rows=by_rows)
+        for *one, part in zip(prompts, texts, each, parts, strict=True)
     ]
     return found[0] if alone else found
 

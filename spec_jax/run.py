@@ -73,6 +73,7 @@ class Run:
         gamma: Gamma = None,
         policy_state: policy_lib.State = None,
         sampling: Sampling | Sequence[Sampling] | None = None,
+        processors: requests_lib.Processors = None,
         stop: Stop | None = None,
         ignore_eos: bool = False,
         skip_special_tokens: bool = True,
@@ -112,6 +113,7 @@ class Run:
             gamma=number,
             sampling=sampling,
             samples=samples,
+            processors=processors,
         )
         if num_slots is None:
             num_slots = min(len(requests), 8)
@@ -132,8 +134,7 @@ class Run:
             prefill_by_rows=True if has_prefix else None,
             shares=shares,
         )
-        for request in requests:
-            scheduler.check(request)
+        scheduler.check_all(requests)
         return cls(
             lm=lm,
             algo=algo,
@@ -220,6 +221,7 @@ class Run:
             [request.prompt],
             max_tokens=request.max_tokens,
             sampling=request.sampling,
+            processors=request.processor,
             stop_ids=self.scheduler.stop_ids,
             capacity=self.scheduler.capacity,
             page_size=self.scheduler.page_size,
@@ -282,13 +284,14 @@ class Run:
             verify_decode_mismatches=None,
         )
         scores: dict[str, Any] = {}
-        sampling = self.requests[number].sampling
+        request = self.requests[number]
         if self.log_probs or self.top_logprobs:
             made = scoring.of_tokens(
                 lm,
                 self.prompts[number],
                 tokens,
-                sampling,
+                request.sampling,
+                processor=request.processor,
                 top=self.top_logprobs,
                 height=height,
                 by_rows=self.scheduler.prefill_by_rows,
@@ -301,7 +304,7 @@ class Run:
             prompt_tokens=self.prompts[number],
             status=results.Status(int(status)),
             metrics=summary | {"e2e_s": seconds},
-            provenance=provenance(lm) | self._of_rounds() | _of_noise(sampling),
+            provenance=provenance(lm) | self._of_rounds() | _of_noise(request.sampling),
             **scores,
         )
 

@@ -17,9 +17,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from spec_jax import algorithms, compilation
-from spec_jax.engine import checks, requests as requests_lib, rows
+from spec_jax.engine import (
+    checks,
+    processing as processing_lib,
+    requests as requests_lib,
+    rows,
+)
 from spec_jax.loading import LanguageModel
 from spec_jax.model import row_model
+from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -35,8 +41,8 @@ class Scores:
       tokens: that are scored.
       log_probs: `[tokens]` float32, nats, by the model's own distribution.
       drawn_log_probs: the same by the distribution that `sampling` draws from, after
-        temperature and filters; 0 or -inf where it is greedy, and -inf of a token that
-        a filter leaves out.
+        processors, temperature and filters; 0 or -inf where it is greedy, and -inf of a
+        token that one of them leaves out.
       top_tokens: `[tokens, k]` int32, the k most likely at each place by the model's
         own distribution, first the likeliest, and of equal ones the lowest; None
         unless they were asked for.
@@ -65,6 +71,7 @@ def of_tokens(
     tokens: Sequence[int],
     sampling: sampling_lib.SamplingSettings | None,
     *,
+    processor: processor_lib.Processor | None = None,
     top: int = 0,
     height: int | None = None,
     by_rows: bool | None = None,
@@ -72,6 +79,7 @@ def of_tokens(
     """Returns the scores of valid tokens after a prompt.
 
     Args:
+      processor: of the logits that the tokens were drawn from.
       top: how many of the most likely tokens are named at each place.
       height: active rows of a call: 1 as in decoding; None: a slab's.
       by_rows: how the prompt is prefilled, see `row_model.RowModel.prefill`.
@@ -85,6 +93,10 @@ def of_tokens(
     capacity = requests_lib.capacity_for(target, [prompt], len(tokens))
     size = target.config.vocab_size
     prompt = checks.check_prompt(prompt, vocab_size=size, capacity=capacity)
+    text = checks.text_buffer([*prompt, *tokens], capacity)
+    processing = processing_lib.begin(
+        processor, text, np.int32(num_prompt), vocab_size=size
+    )
     kv = target.new_cache(capacity=capacity, page_size=algorithms.PAGE_SIZE)
     kv = rows.of(target, 1).prefill(lm.params, kv, prompt, slot=0, by_rows=by_rows)
     height = target.slab if height is None else height
@@ -98,6 +110,7 @@ def of_tokens(
         np.int32(num_prompt),
         np.int32(end),
         sampling,
+        processing,
         top=top,
     )
     found = [np.asarray(x)[num_prompt:end] for x in scored]
@@ -123,6 +136,7 @@ def _scored(
     start: Int[Array, ""],
     stop: Int[Array, ""],
     sampling: sampling_lib.SamplingSettings | None,
+    processing: processing_lib.Processing | None,
     *,
     top: int = 0,
 ) -> tuple[Any, tuple[Array, ...]]:
@@ -138,31 +152,40 @@ def _scored(
 
     def of_slab(carry):
         """Scores the tokens from `first` on that one slab decides."""
-        first, kv, found = carry
+        first, kv, found, processing = carry
         num_active = jnp.minimum(stop - first, height)
         fed = jax.lax.dynamic_slice(tokens, (first - 1,), (height,))
         kv, logits = target.forward(
             params, kv, tokens=fed, start=first - 1, num_active=num_active
         )
 
-        def of_row(i, found):
+        def of_row(i, carry):
             """Scores the token that row `i` decides."""
-            made = log_probs(logits[i], tokens[first + i], sampling, top=top)
-            return tuple(
+            found, processing = carry
+            token = tokens[first + i]
+            made = log_probs(logits[i], token, sampling, processing, top=top)
+            if processing is not None:
+                after = processing.processor.step(processing.states, token)
+                processing = processing.replace(states=after)
+            found = tuple(
                 x.at[first + i].set(y) for x, y in zip(found, made, strict=True)
             )
+            return found, processing
 
-        found = jax.lax.fori_loop(0, num_active, of_row, found)
-        return first + num_active, kv, found
+        carry = found, processing
+        found, processing = jax.lax.fori_loop(0, num_active, of_row, carry)
+        return first + num_active, kv, found, processing
 
-    carry = (start, kv, empty)
-    return jax.lax.while_loop(lambda carry: carry[0] < stop, of_slab, carry)[1:]
+    carry = (start, kv, empty, processing)
+    done = jax.lax.while_loop(lambda carry: carry[0] < stop, of_slab, carry)
+    return done[1:3]
 
 
 def log_probs(
     logits: Float[Array, " V"],
     token: Int[Array, ""],
     sampling: sampling_lib.SamplingSettings | None,
+    processing: processing_lib.Processing | None = None,
     *,
     top: int = 0,
 ) -> tuple[Array, ...]:
@@ -173,7 +196,10 @@ def log_probs(
     settings = sampling
     if settings is None:
         settings = jax.tree.map(lambda leaf: leaf[0], sampling_lib.greedy(1))
-    drawn = jax.nn.log_softmax(sampling_lib.log_weights(row, settings))
+    given = row
+    if processing is not None:
+        given = processing_lib.process(processing.processor, processing.states, row)
+    drawn = jax.nn.log_softmax(sampling_lib.log_weights(given, settings))
     both = jax.nn.log_softmax(row)[token], drawn[token]
     if not top:
         return both

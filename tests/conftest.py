@@ -76,6 +76,7 @@ BITS = (
     *("ops/", "paging/test_pool_copies.py", "parallel/test_mesh.py"),
     *("engine/test_round.py", "engine/test_trees.py"),
     *("engine/test_features.py", "engine/test_slot_rows.py"),
+    "engine/test_processing.py",
     "experiments/test_parity_script.py",
     *("test_own_models.py", "test_recorder.py", "test_scoring.py"),
 )

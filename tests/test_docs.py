@@ -71,7 +71,7 @@ def test_the_reference_lists_every_public_name():
     pages = "".join(path.read_text() for path in ROOT.glob("docs/reference/*.md"))
     entries = re.findall(r"^\.\. (?:auto|py:)\w+:: ([\w.]+)$", pages, re.MULTILINE)
     listed = {name.rpartition(".")[2] for name in entries}
-    for package in (sj, sj.drafters, sj.gamma, sj.rules, sj.testing):
+    for package in (sj, sj.drafters, sj.gamma, sj.processors, sj.rules, sj.testing):
         public = {name for name in package.__all__ if name not in NOT_ALONE}
         modules = {n for n in public if inspect.ismodule(getattr(package, n))}
         assert sorted(public - modules - listed) == []

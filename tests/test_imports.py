@@ -21,7 +21,7 @@ LAYERS = (
     {"paging"},
     {"model"},
     {"training"},
-    {"rules", "gamma"},
+    {"rules", "gamma", "processors"},
     {"engine"},
     {"drafters"},
     {"algorithms"},
@@ -37,11 +37,12 @@ LAYERS = (
 """Modules and folders of `spec_jax`, from the ground up: each may import what is in a
 layer below its own, and itself."""
 
-ABSTRACT = {"engine", "rules", "gamma", "tree"}
+ABSTRACT = {"engine", "rules", "gamma", "processors", "tree"}
 """All that knows a target and a drafter by what they do: neither pages nor Qwen3."""
 
 FEWER = {
-    **{name: set() for name in ("native", "pallas", "parallel", "rules", "gamma")},
+    **{name: set() for name in ("native", "pallas", "parallel")},
+    **{name: set() for name in ("rules", "gamma", "processors")},
     "analysis/metrics": {"analysis"},
     "analysis/speeds": {"analysis"},
     "drafters/ngram": {"drafters", "engine"},
@@ -49,7 +50,7 @@ FEWER = {
     "drafters/oracle": {"engine"},
     **{
         f"engine/{name}": ABSTRACT
-        for name in ("loop", "protocols", "target", "state", "verification", "round")
+        for name in "loop processing protocols target state verification round".split()
     },
 }
 """What some may import of all that is below them, besides what every part may."""

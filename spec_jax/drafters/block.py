@@ -31,7 +31,12 @@ from spec_jax.drafters import (
     tree_search,
     tree_shapes,
 )
-from spec_jax.engine import protocols, rows as rows_lib, windows
+from spec_jax.engine import (
+    processing as processing_lib,
+    protocols,
+    rows as rows_lib,
+    windows,
+)
 from spec_jax.model import (
     block_draft,
     block_files,
@@ -139,6 +144,7 @@ class SlotBlock(features_lib.SlotReader):
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         sampling: protocols.Sampling,
+        processing: processing_lib.Processing | None = None,
     ) -> tuple[features_lib.ReaderMemory, protocols.Proposal]:
         """Drafts `gamma[b]` tokens, or none where the cache has no room for a block."""
         memory, asked, is_full = self._begin(memory, length, gamma)
@@ -147,9 +153,8 @@ class SlotBlock(features_lib.SlotReader):
         memory, _ = self._take_in_ring(params, memory, tokens, goal=goal)
         asked &= memory.ring.first == memory.ring.end
         anchor = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
-        draw = functools.partial(
-            self._draw, params, anchor[:, 0], length=length, sampling=sampling
-        )
+        how = draw_lib.Draw.of(self.drafter, sampling, length, processing)
+        draw = functools.partial(self._draw, params, anchor[:, 0], how)
 
         def run(carry):
             kv, _, _ = carry
@@ -225,15 +230,14 @@ class SlotBlock(features_lib.SlotReader):
             jnp.zeros((*sizes, head.draft_vocab_size), jnp.float32),
         )
 
-    def _draw(self, params, anchor, hidden, logits, *, length, sampling, wanted):
+    def _draw(self, params, anchor, draw, hidden, logits, *, wanted):
         """Returns the proposal of whole blocks, of `wanted[b]` drafts at least."""
         drafter, head, count = self.drafter, self.drafter.head, self.gamma_max
-        draw = draw_lib.Draw.of(drafter, sampling, length)
         params = block_params.prepare(params, drafter.model.impl)
         if drafter.tree is not None:
             return self._grow(params, anchor, hidden, logits, draw, wanted=wanted)
         used = slice(head.first_slot, head.first_slot + count)
-        if dispatch.is_fused(drafter.model.impl):
+        if draw.processing is None and dispatch.is_fused(drafter.model.impl):
             tokens, confidence, log_weights = block_heads.run_slots(
                 params,
                 head,
@@ -272,16 +276,21 @@ class SlotBlock(features_lib.SlotReader):
         correct, state = self._begin_head(params, anchor, hidden)
 
         def step(carry, slot):
-            state, before, probs = carry
+            state, before, probs, processing = carry
             number, hidden, logits = slot
             state, bias, confidence = correct(state, before, hidden)
             if bias is not None:
                 logits += bias
-            row = widen(logits)[:, None]
+            row = widen(logits)
+            if processing is not None:
+                row = processing.apply_each(row)
+            row = row[:, None]
             scores = draw.weights(row, level=number, width=1)[:, 0]
             token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
             probs = draw.put(probs, row, number)
-            return (state, token, probs), (token, confidence)
+            if processing is not None:
+                processing = processing.step_each(token, jnp.ones(token.shape, bool))
+            return (state, token, probs, processing), (token, confidence)
 
         probs = None
         if draw.has_probs:
@@ -290,8 +299,10 @@ class SlotBlock(features_lib.SlotReader):
         used = slice(head.first_slot, head.first_slot + count)
         by_slot = lambda rows: jnp.moveaxis(rows[:, used], 1, 0)
         numbers = jnp.arange(count, dtype=jnp.int32)
-        (_, _, probs), (tokens, confidence) = jax.lax.scan(
-            step, (state, anchor, probs), (numbers, by_slot(hidden), by_slot(logits))
+        (_, _, probs, _), (tokens, confidence) = jax.lax.scan(
+            step,
+            (state, anchor, probs, draw.processing),
+            (numbers, by_slot(hidden), by_slot(logits)),
         )
         return tokens.T, None if confidence is None else confidence.T, probs
 

@@ -13,7 +13,7 @@ asks for something.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,12 @@ from jaxtyping import Array, Bool, Int
 
 from spec_jax import compilation, pytree
 from spec_jax.drafters import draw, slots
-from spec_jax.engine import protocols, rows as rows_lib, target as target_lib
+from spec_jax.engine import (
+    processing as processing_lib,
+    protocols,
+    rows as rows_lib,
+    target as target_lib,
+)
 from spec_jax.gamma import confidence
 from spec_jax.model import params as params_lib
 from spec_jax.ops import draw as draw_op
@@ -59,6 +64,7 @@ class _Drafting(pytree.Node):
     any_left: jax.Array  # [] bool: a slot that goes on is short of its goal
     probs: jax.Array | None  # [B, gamma_max, V] float32, of independent draws
     chances: jax.Array | None  # [B, gamma_max] float32, of each draft; 1: none yet
+    processing: processing_lib.Processing | None  # after `text[:known]`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +77,7 @@ class SlotDraftModel(slots.OfSlots):
     """
 
     drafter: Any
+    reads_processing: ClassVar[bool] = True
 
     @property
     def _slab(self) -> int:
@@ -108,6 +115,7 @@ class SlotDraftModel(slots.OfSlots):
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         sampling: protocols.Sampling,
+        processing: processing_lib.Processing | None = None,
     ) -> tuple[protocols.Memory, protocols.Proposal]:
         """Drafts `gamma[b]` tokens; fewer where the cache has no room, or where the
         draft is not confident. None in a slot whose sequence the cache cannot hold."""
@@ -116,7 +124,7 @@ class SlotDraftModel(slots.OfSlots):
         memory = memory.replace(out_of_pages=jnp.zeros_like(memory.out_of_pages))
         goal = goal_of(memory, length, gamma)
         memory = self._catch_up(params, memory, tokens, length, asked=goal > length)
-        if self._is_one_call(sampling):
+        if processing is None and self._is_one_call(sampling):
             pending, counts = _pending(memory, length, gamma)
             memory, drafts, num_drafted = self._rows.run_chains(
                 params,
@@ -143,6 +151,7 @@ class SlotDraftModel(slots.OfSlots):
             any_left=jnp.any(length < goal),
             probs=probs,
             chances=chances,
+            processing=processing,
         )
         drafting = jax.lax.while_loop(
             # The step's kernel computes this, so that it is no extra launch.
@@ -193,6 +202,14 @@ class SlotDraftModel(slots.OfSlots):
         has_room = ~wanted | (kv.length > starts)
         drafts = wanted & has_room & (starts + num_active == carry.known)
         last = verified.at[is_each, jnp.maximum(num_active - 1, 0)]
+        if carry.processing is not None:
+            # As if the rows that draft were all that was run.
+            logits = verified.logits.at[last].get(mode="fill", fill_value=0)
+            logits = carry.processing.apply_each(logits)
+            last = is_each
+            verified = verified.replace(
+                logits=logits, num_active=jnp.int32(self.num_slots)
+            )
         goes_on = carry.goes_on & has_room
         if self.drafter.min_confidence:
             confident = confidence.confident(
@@ -215,6 +232,9 @@ class SlotDraftModel(slots.OfSlots):
         columns = jnp.arange(carry.text.shape[1], dtype=jnp.int32)[None, :]
         is_next = drafts[:, None] & (columns == carry.known[:, None])
         known = carry.known + drafts.astype(jnp.int32)
+        processing = carry.processing
+        if processing is not None:
+            processing = processing.step_each(token, drafts)
         return _Drafting(
             kv=kv,
             text=jnp.where(is_next, token[:, None], carry.text),
@@ -223,6 +243,7 @@ class SlotDraftModel(slots.OfSlots):
             any_left=jnp.any((known < goal) & goes_on),
             probs=probs,
             chances=chances,
+            processing=processing,
         )
 
     def _draw(self, verified, last, drafts, carry, length, sampling):

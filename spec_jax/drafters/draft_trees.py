@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
 from spec_jax.drafters import draft_slots, draw, slots, tree_shapes
-from spec_jax.engine import protocols
+from spec_jax.engine import processing as processing_lib, protocols
 from spec_jax.model import params as params_lib
 from spec_jax.paging import cache as paged
 
@@ -117,6 +117,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         sampling: protocols.Sampling,
+        processing: processing_lib.Processing | None = None,
     ) -> tuple[Memory, protocols.Proposal]:
         """Drafts trees of `gamma[b]` nodes; less deep where the cache has no room."""
         tree = self._tree
@@ -149,7 +150,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
             return memory, verified.by_column(verified.logits, fill=0.0), has_run
 
         return draw.grow(
-            draw.Draw.of(self.drafter, sampling, length),
+            draw.Draw.of(self.drafter, sampling, length, processing),
             run,
             logits,
             memory,

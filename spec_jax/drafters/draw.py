@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int, UInt32
 
 from spec_jax import pytree
 from spec_jax.drafters import tree_search, tree_shapes
-from spec_jax.engine import protocols
+from spec_jax.engine import processing as processing_lib, protocols
 from spec_jax.native import children as children_lib, draws as draws_lib
 from spec_jax.ops import draw as draw_op
 from spec_jax.rules import sampling as sampling_lib
@@ -70,16 +70,22 @@ class Draw(pytree.Node):
       impl: of the drafter, whose kernels add the noise of the target's draws.
       has_probs: whether children are drawn with noise of the round's own, another for
         each node, rather than with that of the target's draw for their position.
+      processing: of the target's logits, and so of a drafter's; None: no processor.
     """
 
     sampling: protocols.Sampling
     length: jax.Array  # [B] int32
+    processing: processing_lib.Processing | None = None
     impl: str = pytree.static()
     has_probs: bool = pytree.static()
 
     @classmethod
     def of(
-        cls, drafter: Any, sampling: protocols.Sampling, length: Int[Array, " B"]
+        cls,
+        drafter: Any,
+        sampling: protocols.Sampling,
+        length: Int[Array, " B"],
+        processing: processing_lib.Processing | None = None,
     ) -> "Draw":
         """Returns how a drafter's `draws` says it, as of `DraftModel`."""
         draws, impl = drafter.draws, drafter.model.impl
@@ -88,7 +94,13 @@ class Draw(pytree.Node):
         if draws == "greedy":
             sampling = None
         has_probs = draws == "independent"
-        return cls(sampling=sampling, length=length, impl=impl, has_probs=has_probs)
+        return cls(
+            sampling=sampling,
+            length=length,
+            processing=processing,
+            impl=impl,
+            has_probs=has_probs,
+        )
 
     def weights(
         self, logits: Float[Array, "B K V"], *, level: jax.Array, width: int
@@ -257,25 +269,32 @@ def grow(
       wanted: nodes; 0: the slot sits out.
       vocab_size, hot: as in `Draw.children`.
     """
-    widen = widened(hot, vocab_size)
+    known = widen = widened(hot, vocab_size)
+    logits, text = root[:, None], None
+    if draw.processing is not None:  # Its rows are of the target's tokens.
+        hot, widen = None, lambda logits: logits
+        text = jnp.zeros((root.shape[0], tree.num_columns), jnp.int32)
+        logits = draw.processing.along(known(logits), text, text, jnp.int32(0))
     children = functools.partial(
         draw.children, tree=tree, vocab_size=vocab_size, hot=hot
     )
 
     def expand(carry, tokens, parents, first, num_rows):
         """Runs the rows of a level, and finds their children."""
-        memory, probs = carry
+        memory, probs, text = carry
         level = tree_search.level_of(tree, first)
         memory, rows, has_run = run(memory, tokens, parents, first, num_rows)
+        if draw.processing is not None:
+            text = jax.lax.dynamic_update_slice(text, tokens, (jnp.int32(0), first))
+            rows = draw.processing.along(known(rows), text, parents, first)
         probs = draw.put(probs, widen(rows), first)
         found = children(rows, level=level, counts=num_rows)
-        return (memory, probs), found, has_run
+        return (memory, probs, text), found, has_run
 
-    logits = root[:, None]
-    (memory, probs), proposal = tree_search.grow(
+    (memory, probs, _), proposal = tree_search.grow(
         expand,
         children(logits, level=jnp.int32(0), counts=jnp.minimum(wanted, 1)),
-        (memory, draw.begin(widen(logits), tree)),
+        (memory, draw.begin(widen(logits), tree), text),
         tree=tree,
         wanted=wanted,
     )

@@ -27,7 +27,7 @@ from spec_jax.drafters import (
     slots as slots_lib,
     tree_shapes,
 )
-from spec_jax.engine import protocols
+from spec_jax.engine import processing as processing_lib, protocols
 from spec_jax.model import (
     eagle3,
     eagle3_files,
@@ -103,6 +103,7 @@ class SlotEagle3(features_lib.SlotReader):
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         sampling: protocols.Sampling,
+        processing: processing_lib.Processing | None = None,
     ) -> tuple[features_lib.ReaderMemory, protocols.Proposal]:
         """Drafts `gamma[b]` tokens; fewer where the cache has no room."""
         memory, asked, is_full = self._begin(memory, length, gamma)
@@ -110,8 +111,8 @@ class SlotEagle3(features_lib.SlotReader):
         asked &= ring.end > ring.first
         spared = jnp.where(is_full, ring.end - 1, ring.first)
         goal = jnp.where(asked, ring.end, spared)
-        draw = draw_lib.Draw.of(self.drafter, sampling, length)
-        if self._is_one_call:
+        draw = draw_lib.Draw.of(self.drafter, sampling, length, processing)
+        if processing is None and self._is_one_call:
             return self._run_chains(params, memory, tokens, asked, goal, gamma, draw)
         memory, root = self._take_in_ring(params, memory, tokens, goal=goal)
         asked &= memory.ring.first == memory.ring.end

@@ -164,6 +164,7 @@ class SlotReader(slots_lib.OfSlots):
 
     num_waiting: ClassVar[int] = 0
     reads_tokens: ClassVar[bool] = True
+    reads_processing: ClassVar[bool] = True
 
     @property
     def _rows_most(self) -> int:

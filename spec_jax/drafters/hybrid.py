@@ -7,7 +7,7 @@ A head that reads the target (`eagle3`) stands in a draft model's place as one.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
 from spec_jax.drafters import draft_model, slots as slots_lib, suffix
-from spec_jax.engine import protocols
+from spec_jax.engine import processing as processing_lib, protocols
 from spec_jax.rules import rule as rule_lib
 
 
@@ -110,6 +110,7 @@ class SlotHybrid(slots_lib.OfSlots):
     """A `Hybrid` for `num_slots` sequences. The memory is the draft model's."""
 
     drafter: Hybrid
+    reads_processing: ClassVar[bool] = True
 
     @property
     def _draft(self) -> Any:
@@ -144,6 +145,7 @@ class SlotHybrid(slots_lib.OfSlots):
         length: Int[Array, " B"],
         gamma: Int[Array, " B"],
         sampling: protocols.Sampling,
+        processing: processing_lib.Processing | None = None,
     ) -> tuple[protocols.Memory, protocols.Proposal]:
         """Drafts what one of the two drafts, slot by slot."""
 
@@ -155,6 +157,10 @@ class SlotHybrid(slots_lib.OfSlots):
         # Not `vmap`, which would search the text of slots that ask for nothing.
         found = jax.lax.map(lambda slot: look_up(*slot), (tokens, length, gamma))
         is_sure = found.score >= self.drafter.threshold
+        proposal, more = found.proposal, dict[str, Any]()
+        if processing is not None:
+            proposal = processing_lib.cut(processing, proposal)
+            more["processing"] = processing
         # A slot that asks the draft model for nothing does not start its loop: this is
         # the branch, without a `cond` that would hand the cache through both sides.
         memory, drafted = self._draft.propose(
@@ -164,8 +170,8 @@ class SlotHybrid(slots_lib.OfSlots):
             length=length,
             gamma=jnp.where(is_sure, 0, gamma),
             sampling=sampling,
+            **more,
         )
-        proposal = found.proposal
         return memory, protocols.Proposal(
             tokens=jnp.where(is_sure[:, None], proposal.tokens, drafted.tokens),
             num_drafted=jnp.where(is_sure, proposal.num_drafted, drafted.num_drafted),

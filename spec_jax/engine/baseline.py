@@ -18,11 +18,13 @@ from spec_jax import compilation, pytree
 from spec_jax.engine import (
     checks,
     loop,
+    processing as processing_lib,
     protocols,
     rows,
     state as states,
     target as target_lib,
 )
+from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -78,6 +80,8 @@ class DecodeState(pytree.Node):
     cache: protocols.Cache
     num_steps: jax.Array  # [] int32
     num_nonfinite: jax.Array  # [] int32
+    # The state of the logits' processor after `tokens[:length]`.
+    processing: processing_lib.Processing | None = None
 
 
 @jax.jit
@@ -90,6 +94,7 @@ def init_state(
     stop_ids: Int[Array, " num_stop"],
     sampling: sampling_lib.SamplingSettings | None = None,
     capped: Bool[Array, ""] | bool = False,
+    processing: processing_lib.Processing | None = None,
 ) -> DecodeState:
     """Returns the state before the first step: `tokens[:length]` is the prompt.
 
@@ -106,6 +111,7 @@ def init_state(
         cache=cache,
         num_steps=jnp.int32(0),
         num_nonfinite=jnp.int32(0),
+        processing=jax.tree.map(jnp.array, processing),
     )
 
 
@@ -119,6 +125,7 @@ def begin(
     prefill_by_rows: bool | None = None,
     sampling: sampling_lib.SamplingSettings | None = None,
     stop_ids: checks.Tokens = (),
+    processor: processor_lib.Processor | None = None,
 ) -> DecodeState:
     """Checks the prompt and prefills all of it but the last token.
 
@@ -128,9 +135,11 @@ def begin(
       target: a `row_model.RowModel`, or a `forward.ForwardTarget` of one slot.
       kv: empty, of its `new_cache`, and donated.
       sampling: settings by `sampling.make_settings`; None is greedy.
+      processor: of the logits.
 
     Raises:
-      ValueError: a prompt that cannot be used, or no token to generate.
+      ValueError: a prompt that cannot be used, no token to generate, or a processor
+        of another vocabulary.
     """
     capacity = kv.slot_capacity
     checks.check_max_tokens(max_tokens)
@@ -138,15 +147,20 @@ def begin(
         prompt, vocab_size=target.config.vocab_size, capacity=capacity
     )
     limit, capped = checks.limit_of(len(prompt), max_tokens, capacity)
+    text, length = checks.text_buffer(prompt, capacity), np.int32(len(prompt))
+    processing = processing_lib.begin(
+        processor, text, length, vocab_size=target.config.vocab_size
+    )
     kv = rows.of(target, 1).prefill(params, kv, prompt, slot=0, by_rows=prefill_by_rows)
     return init_state(
-        checks.text_buffer(prompt, capacity),
-        length=np.int32(len(prompt)),
+        text,
+        length=length,
         limit=np.int32(limit),
         capped=np.bool_(capped),
         cache=kv,
         stop_ids=checks.stop_array(stop_ids),
         sampling=sampling,
+        processing=processing,
     )
 
 
@@ -154,9 +168,15 @@ def run_step(
     target: RowTarget, params: protocols.Params, state: DecodeState
 ) -> DecodeState:
     """Decodes one token. A step that finds no page commits nothing."""
-    n = state.length
+    n, processing = state.length, state.processing
     cache, token, is_finite = _next_token(
-        target, params, state.cache, state.tokens[n - 1], n, state.sampling
+        target,
+        params,
+        state.cache,
+        state.tokens[n - 1],
+        n,
+        state.sampling,
+        processing,
     )
     stops = jnp.any(token == state.stop_ids)
     failed = target.is_out_of_pages(cache)
@@ -166,7 +186,11 @@ def run_step(
     status = jnp.where(length >= state.limit, at_limit, int(Status.RUNNING))
     status = jnp.where(stops, int(Status.STOP), status)
     status = jnp.where(failed, int(Status.OUT_OF_PAGES), status)
+    if processing is not None:
+        stepped = processing.processor.step(processing.states, token)
+        processing = processing.replace(states=stepped)
     return state.replace(
+        processing=processing,
         tokens=state.tokens.at[at].set(token, mode="drop"),
         length=length,
         status=status.astype(jnp.int32),
@@ -176,13 +200,16 @@ def run_step(
     )
 
 
-def _next_token(target, params, cache, token, position, sampling):
+def _next_token(target, params, cache, token, position, sampling, processing=None):
     """Feeds the token before `position`; returns the cache, the token of `position`,
     and whether the logits that it was chosen from are finite."""
     one = jnp.int32(1)
     cache, logits = target.forward(
         params, cache, tokens=token[None], start=position - 1, num_active=one
     )
+    if processing is not None:
+        row = processing_lib.process(processing.processor, processing.states, logits[0])
+        logits = logits.astype(jnp.float32).at[0].set(row)
     row, highest = logits[0], target.choose(logits, one)[0]
     # Where there is a NaN the argmax is the first one. "clip": a trace's "logits" are
     # tokens, and one wide.

@@ -213,6 +213,13 @@ class Drafter:
         draws, or None where it is greedy."""
         return False
 
+    @pytree.optional
+    def reads_processing(self) -> bool:
+        """Whether `propose` of slots has a keyword `processing`: the processor of the
+        target's logits, by which drafts are drawn too. In any case drafts are cut
+        before the first token that it forbids."""
+        return False
+
     def for_rule(self, rule: rule_lib.Rule) -> Any:
         """Returns the drafter that draws as a rule of acceptance wants it."""
         del rule

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from spec_jax.engine import checks, scheduler
+from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -49,6 +50,9 @@ Draws = (
 """One for all prompts or one for each, made by hand or by `make_settings`; None:
 greedily."""
 
+Processors = processor_lib.Processor | Sequence[processor_lib.Processor] | None
+"""One for all prompts or one for each; None: logits as they are."""
+
 
 def make(
     prompts: Sequence[checks.Tokens],
@@ -57,22 +61,51 @@ def make(
     gamma: int | None = None,
     sampling: Draws = None,
     samples: int = 1,
+    processors: Processors = None,
 ) -> list[scheduler.Request]:
     """Returns a request for each sample of each prompt, prompt after prompt.
 
     Raises:
-      ValueError: no prompt, or settings of sampling that cannot be used.
+      ValueError: no prompt, or settings of sampling or processors that cannot be used.
     """
     if not len(prompts):
         raise ValueError("the list of prompts is empty: give at least one")
     tokens = [checks.token_list(prompt) for prompt in prompts for _ in range(samples)]
     each = settings_of(sampling, len(prompts), samples)
+    given = processors_of(processors, len(prompts))
+    parts = [one for one in given for _ in range(samples)]
     return [
         scheduler.Request(
-            prompt=prompt, max_tokens=max_tokens, gamma=gamma, sampling=settings
+            prompt=prompt,
+            max_tokens=max_tokens,
+            gamma=gamma,
+            sampling=settings,
+            processor=processor,
         )
-        for prompt, settings in zip(tokens, each, strict=True)
+        for prompt, settings, processor in zip(tokens, each, parts, strict=True)
     ]
+
+
+def processors_of(
+    processors: Processors, num_prompts: int
+) -> list[processor_lib.Processor | None]:
+    """Returns the processor of each prompt.
+
+    Raises:
+      ValueError: processors that are not one for each.
+    """
+    if not isinstance(processors, Sequence) or isinstance(processors, str):
+        if processors is not None:
+            processor_lib.check_kind(processors, "processors")
+        return [processors] * num_prompts
+    if len(processors) != num_prompts:
+        raise ValueError(
+            f"{len(processors)} processors for {num_prompts} prompts: give one for "
+            "each, or one for all; processors.chain(a, b) applies several"
+        )
+    for number, one in enumerate(processors):
+        processor_lib.check_kind(one, f"processors[{number}]")
+    return list(processors)
 
 
 def settings_of(

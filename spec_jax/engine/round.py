@@ -20,6 +20,8 @@ A proposal may be a tree (`tree`): its rows are stored one after the other, and 
 positions of their depths. Then 3 walks from the root to the children that hold t, and
 before 5 the K/V of the accepted path move to their positions.
 
+With a processor (`processing`) logits are what it makes of each row.
+
 Functions of one sequence are mapped over the slots; only drafter
 and target see all of them. gamma is data: the same executable with gamma 0 is
 autoregressive decoding. Rules other than "coupled" keep the distribution alone.
@@ -36,6 +38,7 @@ from spec_jax import compilation, pytree
 from spec_jax.engine import (
     commit as commit_lib,
     loop,
+    processing as processing_lib,
     protocols,
     state as state_lib,
     target as target_lib,
@@ -88,6 +91,9 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
     # Not passed where none are asked for: most targets and drafters know no features.
     asked = {"taps": taps} if taps else {}
     cache, verified = target.verify(target_params, state.cache, window, **asked)
+    processing = state.processing
+    if processing is not None:
+        verified = processing_lib.process_rows(processing, verified, window)
     outcome, is_finite = verification.decide(
         target,
         verified,
@@ -109,7 +115,10 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
     if policy_lib.settles(speculator.gamma_policy):
         slots = commit_lib.settle(speculator.gamma_policy, slots, info)
         state = state.replace(slots=slots)
-    return _end(speculator, state, cache, memory, verified, info), info
+    after = _end(speculator, state, cache, memory, verified, info)
+    if processing is not None:
+        processing = processing_lib.commit(processing, slots.length, after.slots)
+    return after.replace(processing=processing), info
 
 
 @compilation.one_kernel
@@ -152,7 +161,10 @@ def _draft(
     speculator: Speculator, state: State, gamma: Int[Array, " B"]
 ) -> tuple[protocols.Memory, protocols.Proposal]:
     """Returns the drafter's memory, and what it proposes, within `gamma`."""
-    drafter, slots = speculator.drafter, state.slots
+    drafter, slots, processing = speculator.drafter, state.slots, state.processing
+    # Passed to drafters that know processors, and only where there is one.
+    knows = protocols.complete(drafter).reads_processing
+    asked = {} if processing is None or not knows else {"processing": processing}
     memory, proposal = drafter.propose(
         speculator.params[1],
         state.memory,
@@ -160,8 +172,11 @@ def _draft(
         length=slots.length,
         gamma=gamma,
         sampling=slots.sampling,
+        **asked,
     )
     proposal = _clipped(proposal, gamma)
+    if processing is not None:
+        proposal = processing_lib.cut(processing, proposal)
     if policy_lib.schedules(speculator.gamma_policy):
         num_drafted = cast(Any, speculator.gamma_policy).trim(
             slots.policy,

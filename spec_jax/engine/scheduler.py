@@ -19,6 +19,7 @@ from spec_jax.engine import (
     ends as ends_lib,
     held as held_lib,
     loop,
+    processing as processing_lib,
     protocols,
     round as round_lib,
     rows,
@@ -26,6 +27,7 @@ from spec_jax.engine import (
 )
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.paging import index
+from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
 
 
@@ -38,6 +40,7 @@ class Request:
       max_tokens: tokens to generate, at most.
       gamma: tokens to draft a round, at most; None is the drafter's `gamma_max`.
       sampling: settings by `sampling.make_settings`; None is greedy.
+      processor: of the target's logits; None in all requests of a run, or in none.
       stop_ids: tokens that end the sequence; None: those of the scheduler.
       target_params, draft_params: where a target or a drafter takes something from
         each request (the trace of a replay or of an oracle): in place of the
@@ -48,6 +51,7 @@ class Request:
     max_tokens: int
     gamma: int | None = None
     sampling: sampling_lib.SamplingSettings | None = None
+    processor: processor_lib.Processor | None = None
     stop_ids: checks.Tokens | None = None
     target_params: protocols.Params = None
     draft_params: protocols.Params = None
@@ -218,6 +222,8 @@ class Scheduler:
         checks.check_max_tokens(request.max_tokens)
         if request.gamma is not None:
             checks.check_gamma(request.gamma, self.drafter.gamma_max)
+        if request.processor is not None:
+            processing_lib.check(request.processor, vocab_size=self.vocab_size)
         if request.stop_ids is not None:
             num_stop = checks.stop_array(request.stop_ids).size
             if num_stop > self._stop_size:
@@ -248,8 +254,16 @@ class Scheduler:
             num_positions = max(num_positions, min(most, self.slot_capacity))
         return self.target.pages_needed(num_positions, self.page_size)
 
-    def empty(self, *, draws: bool) -> states.State:
-        """Allocates the state of free slots; without `draws` a greedy one."""
+    def empty(
+        self, *, draws: bool, processor: processor_lib.Processor | None = None
+    ) -> states.State:
+        """Allocates the state of free slots; without `draws` a greedy one.
+
+        Args:
+          processor: of the first request, whose tables those of all requests are.
+        """
+        one = self._processing(processor, [0])
+        slots = self.target.num_slots
         sizes: dict[str, Any] = {
             "capacity": self.capacity,
             "page_size": self.page_size,
@@ -268,6 +282,18 @@ class Scheduler:
             ),
             cache=self.target.new_cache(**sizes, **shares),
             memory=self.drafter.init(**sizes),
+            processing=None if one is None else processing_lib.of_slots(one, slots),
+        )
+
+    def _processing(
+        self, processor: processor_lib.Processor | None, prompt: list[int]
+    ) -> processing_lib.Processing | None:
+        """Returns the processing of one request, after its prompt."""
+        return processing_lib.begin(
+            processor,
+            checks.text_buffer(prompt, self.slot_capacity),
+            np.int32(len(prompt)),
+            vocab_size=self.vocab_size,
         )
 
     def admit(
@@ -300,6 +326,8 @@ class Scheduler:
         settings = request.sampling
         if settings is None and state.slots.sampling is not None:
             settings = sampling_lib.make_settings(temperature=0.0)
+        one = self._processing(request.processor, prompt)
+        processing_lib.check_fits(state.processing, one)
         target_params, draft_params = self.speculator.params
         gamma = self.drafter.gamma_max if request.gamma is None else request.gamma
         stop_ids = self.stop_ids if request.stop_ids is None else request.stop_ids
@@ -324,6 +352,9 @@ class Scheduler:
                 "policy": self.policy_state,
             },
         )
+        if one is not None:
+            processing = processing_lib.occupy(state.processing, one, np.int32(slot))
+            state = state.replace(processing=processing)
         if request.target_params is not None:
             target_params = request.target_params
         if request.draft_params is not None:
@@ -367,6 +398,25 @@ class Scheduler:
             by_rows = self.target.prefills_by_rows
         return held_lib.Held(by_rows=by_rows)
 
+    def check_all(self, requests: Sequence[Request]) -> processor_lib.Processor | None:
+        """Returns the processor of the first request, if any.
+
+        Raises:
+          ValueError: as `check`, or processors that are not of one run.
+        """
+        for request in requests:
+            self.check(request)
+        each = [request.processor for request in requests]
+        if len({one is None for one in each}) > 1:
+            raise ValueError(
+                "some requests have a processor and some have none: give all of a run "
+                "one, such as penalties() that change nothing"
+            )
+        for one in each:
+            if one is not None and one is not each[0]:
+                processor_lib.check_same(each[0], one)
+        return each[0] if each else None
+
     def begin(self, *requests: Request) -> states.State:
         """Returns the state of requests in the first slots, the others empty.
 
@@ -378,9 +428,9 @@ class Scheduler:
                 f"{len(requests)} requests for {self.target.num_slots} slots: make as "
                 "many slots, or `run` them"
             )
-        for request in requests:
-            self.check(request)
-        state = self.empty(draws=any(one.sampling is not None for one in requests))
+        first = self.check_all(requests)
+        draws = any(one.sampling is not None for one in requests)
+        state = self.empty(draws=draws, processor=first)
         held = self._held()
         for slot, request in enumerate(requests):
             state = self.admit(state, slot, request, refills=False, held=held)
@@ -412,12 +462,11 @@ class Scheduler:
           MemoryError: a slot found no page. Finished requests were yielded.
           RuntimeError: a cache refused an operation: a fault of the program.
         """
-        for request in requests:
-            self.check(request)
+        first = self.check_all(requests)
         checks.check_count(rounds_per_call=rounds_per_call)
         draws = any(request.sampling is not None for request in requests)
         if state is None:
-            state = self.empty(draws=draws)
+            state = self.empty(draws=draws, processor=first)
         elif draws and state.slots.sampling is None:
             raise ValueError(
                 "a request samples, and the state is of a greedy program: make it by "

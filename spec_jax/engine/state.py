@@ -87,6 +87,7 @@ class State(pytree.Node):
     slots: Slots
     cache: protocols.Cache  # the target's, of all slots
     memory: protocols.Memory  # the drafter's, of all slots
+    processing: Any = None  # a `processing.Processing` of all slots; None: no processor
 
     @property
     def num_slots(self) -> int:

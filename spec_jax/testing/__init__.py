@@ -1,5 +1,5 @@
-"""Helpers of tests: bits compared, values against an oracle, and the kits of drafters
-and targets."""
+"""Helpers of tests: bits compared, values against an oracle, and the kits of drafters,
+processors and targets."""
 
 from spec_jax.testing.bench import TINY, Bench, tiny
 from spec_jax.testing.compare import (
@@ -9,6 +9,7 @@ from spec_jax.testing.compare import (
     tolerance,
 )
 from spec_jax.testing.drafter_kit import CLAUSES, check_drafter
+from spec_jax.testing.processor_kit import check_processor
 from spec_jax.testing.target_kit import check_target
 
 
@@ -20,6 +21,7 @@ __all__ = [
     "assert_same_bits",
     "bits",
     "check_drafter",
+    "check_processor",
     "check_target",
     "tiny",
     "tolerance",

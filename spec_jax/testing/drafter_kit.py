@@ -171,10 +171,10 @@ def check_pure(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
         why = f"{name} calls the host by {call and call[0]}"
         _fail_if(call is not None, "no host", why)
         why = f"two traces of {name} with the same arguments differ"
-        _fail_if(not _same_program(first, second), "pure functions", why)
+        _fail_if(not same_program(first, second), "pure functions", why)
 
 
-def _same_program(first: Any, second: Any) -> bool:
+def same_program(first: Any, second: Any) -> bool:
     """Returns whether two traces have the same operations and the same constants."""
     # Addresses of functions are printed too, and mean nothing.
     texts = [re.sub("0x[0-9a-f]+", "", str(x.jaxpr)) for x in (first, second)]
@@ -286,7 +286,7 @@ def check_memory(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
             for held in (memory, jax.tree.map(jnp.array, memory))
         )
         why = "a memory that is put together from its leaves drafts otherwise"
-        _fail_if(not _same_program(whole, copied), clause, why)
+        _fail_if(not same_program(whole, copied), clause, why)
 
 
 def check_truncation(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:

@@ -26,8 +26,14 @@ import tiny_pair
 from experiments.lib import prompt_files
 from spec_jax import loading
 from spec_jax.drafters import each
-from spec_jax.engine import round as round_lib, rows, scheduler as scheduler_lib
+from spec_jax.engine import (
+    processing,
+    round as round_lib,
+    rows,
+    scheduler as scheduler_lib,
+)
 from spec_jax.model import prompt as prompt_lib
+from spec_jax.processors import built_in
 from spec_jax.rules import acceptance, sampling
 
 
@@ -93,7 +99,7 @@ def _forward(model, params, kv, **row):
     return model.forward(params, kv, **row)
 
 
-def law_of(model, params, ids) -> np.ndarray:
+def law_of(model, params, ids, processor=None) -> np.ndarray:
     """The distribution of the token after a prompt, float64."""
     kv = prompt_lib.prefill(model, params, model.new_cache(**SIZES), ids[:-1])
     _, logits = _forward(
@@ -104,6 +110,15 @@ def law_of(model, params, ids) -> np.ndarray:
         start=jnp.int32(len(ids) - 1),
         num_active=jnp.int32(1),
     )
+    begun = processing.begin(
+        processor,
+        np.asarray(ids, np.int32),
+        np.int32(len(ids)),
+        vocab_size=model.config.vocab_size,
+    )
+    if begun is not None:
+        row = processing.process(begun.processor, begun.states, logits[0])
+        logits = row[None]
     law = np.asarray(sampling.distribution(logits[:1], SETTINGS)[0], np.float64)
     return law / law.sum()
 
@@ -113,12 +128,13 @@ def laws(lm, ids):
     return target, law_of(lm.drafter.model, lm.drafter_params, ids)
 
 
-def first_tokens(lm, prompt, *, rule, num_slots=1, accept=None):
+def first_tokens(lm, prompt, *, rule, num_slots=1, accept=None, processor=None):
     """The first token of a round, for each of `NUM_SAMPLES` seeds.
 
     Args:
       num_slots: each with seeds of its own.
       accept: in place of the rule's, to plant a bias.
+      processor: of the logits.
     """
     speculator = round_lib.Speculator(
         params=(lm.params, lm.drafter_params),
@@ -128,9 +144,13 @@ def first_tokens(lm, prompt, *, rule, num_slots=1, accept=None):
     )
     scheduler = scheduler_lib.Scheduler(speculator=speculator, **SIZES)
     request = scheduler_lib.Request(
-        prompt=prompt, max_tokens=8, gamma=lm.gamma_max, sampling=SETTINGS
+        prompt=prompt,
+        max_tokens=8,
+        gamma=lm.gamma_max,
+        sampling=SETTINGS,
+        processor=processor,
     )
-    state = scheduler.empty(draws=True)
+    state = scheduler.empty(draws=True, processor=processor)
     for slot in range(num_slots):
         state = scheduler.admit(state, slot, request)
 
@@ -186,6 +206,26 @@ def test_trees_draw_from_the_targets_law(lm, prompt, rule, tree):
 def test_rounds_draw_from_the_targets_law(lm, prompt, rule, num_slots):
     tokens = first_tokens(lm, prompt, rule=rule, num_slots=num_slots)
     assert_law(tokens, laws(lm, prompt)[0])
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree"),
+    [
+        ("rejection", None),
+        pytest.param("block", None, marks=SLOW),
+        pytest.param("rejection", "3-2", marks=SLOW),
+    ],
+)
+def test_rounds_draw_from_the_processed_law(lm, prompt, rule, tree):
+    """Fails if a rule is told of rows that the processor has not seen."""
+    plain = laws(lm, prompt)[0]
+    first = int(plain.argmax())
+    made = built_in.logit_bias({first: -2.0, (first + 1) % len(plain): 3.0})
+    other = lm.with_tree(tree) if tree else lm
+    tokens = first_tokens(other, prompt, rule=rule, processor=made)
+    assert_law(tokens, law_of(lm.target, lm.params, prompt, made))
+    with pytest.raises(AssertionError, match="betting against the law"):
+        assert_law(tokens, plain)
 
 
 def own_from_the_target(real, tokens, draft_probs, target_probs, num_drafted, **noise):

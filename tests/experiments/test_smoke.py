@@ -12,6 +12,7 @@ SIZES = {
     "spec_round": "--gen-tokens 6 --gamma 2 --prompts 2 --temperature 0",
     "throughput": "--gen-tokens 6 --gamma 2 --prompts 3 --repeats 1",
     "rollouts": f"{PAIR} --gen-tokens 6 --gamma 2 --prompts 2 --repeats 1 --samples 2",
+    "constrained": f"{PAIR} --gen-tokens 130 --answers 3 --batch 2 --repeats 1",
     "sweep": f"{PAIR} --gen-tokens 6 --prompts 2",
     "plan": "--gen-tokens 6 --gamma 1 --prompts 2 --repeats 1 --cost-repeats 1",
     "latency": "--contexts 8 --steps 1 --repeats 1",
@@ -42,6 +43,7 @@ RUNS = (
     ("rollouts", "", {"way": "tree", "rollouts": 4, "equal": 4}),
     ("rollouts", "--drafter draft-model --steps 2",
      {"kind": "reinforce", "step": 1, "ratio": 1}, slow),
+    ("constrained", "", {"kind": "step", "way": "rounds", "processor": "penalties"}),
     ("sweep", "--drafter ngram --gamma 1,2 --tree none,2-1",
      MATCHED | {"tree": "2-1", "gamma": 4}),
     # Heads and presets of random weights, at an acceptance that is forced.

@@ -1,0 +1,205 @@
+"""Token masks of a grammar: an automaton over tokens, as tables on the device.
+
+    classes  of tokens that lead to the same states from everywhere
+    next     the state after a token of a class; `FORBIDDEN` where it may not follow
+
+The text after the prompt begins in state 0. Where it may end, stop tokens may follow,
+and nothing but these after them. A text that left the grammar, as one may that is given
+to be scored, is no longer masked.
+
+`outlines-core` makes the automaton of a regular expression, or of a JSON schema, on the
+host (`pip install 'spec_jax[grammar]'`). Its tables here are compressed: of a schema a
+few hundred columns, as many as there are classes, in place of all tokens.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spec_jax.processors import processor
+
+
+FORBIDDEN = -1
+MAX_ENTRIES = 2**26
+"""Entries of `Grammar.next`, at most: 256 MiB."""
+
+
+class Grammar(processor.Processor):
+    """Leaves the tokens that an automaton allows; made by `regex` and `json_schema`.
+
+    Its state is the automaton's, int32. The requests of a run share the tables.
+    """
+
+    next: jax.Array  # [S, C] int32
+    classes: jax.Array  # [V] int32
+
+    def init(self, prompt, length, *, vocab_size):
+        """Returns the first state, whatever the prompt."""
+        return jnp.int32(0)
+
+    def step(self, state, token):
+        """Returns the state after a token; `FORBIDDEN` behind one that may not come."""
+        column = self.classes.at[token].get(mode="clip")
+        after = self.next[jnp.maximum(state, 0), column]
+        return jnp.where(state < 0, state, after)
+
+    def apply(self, state, logits):
+        """Forbids all tokens that may not follow."""
+        row = self.next[jnp.maximum(state, 0)]
+        may_follow = (row[self.classes] != FORBIDDEN) | (state < 0)
+        return jnp.where(may_follow, logits, -jnp.inf)
+
+    def allows(self, state, token):
+        """Returns whether the token may follow."""
+        is_token = (token >= 0) & (token < self.classes.shape[0])
+        return (is_token & (self.step(state, token) != FORBIDDEN)) | (state < 0)
+
+    def check(self, vocab_size):
+        """Raises `ValueError` for tables of another vocabulary."""
+        if self.classes.shape[0] != vocab_size:
+            raise ValueError(
+                f"a grammar over {self.classes.shape[0]} tokens, and the model has "
+                f"{vocab_size}: compile it with this model"
+            )
+
+
+def regex(pattern: str, lm: Any) -> Grammar:
+    """Returns the grammar of the texts that a regular expression matches as a whole.
+
+    Args:
+      pattern: as Rust's `regex` has it, without look-around and back-references.
+      lm: a `LanguageModel`, with a tokenizer and a stop token.
+
+    Raises:
+      ValueError: a pattern that cannot be compiled, or that no text of tokens matches;
+        a model without tokenizer or stop token; tables that would be too large; or
+        `outlines-core` is not installed.
+    """
+    if lm.tokenizer is None:
+        raise ValueError("the model has no tokenizer, and a grammar is of texts")
+    stop_ids, words = tuple(lm.stop_ids), lm.tokenizer
+    vocab_size = lm.target.config.vocab_size
+    skipped = {*words.special_ids, *stop_ids}
+    pieces = [
+        b"" if token in skipped else words.bytes_of(token)
+        for token in range(min(vocab_size, words.num_ids))
+    ]
+    return of_pieces(pattern, pieces, stop_ids=stop_ids, vocab_size=vocab_size)
+
+
+def json_schema(schema: str | Mapping[str, Any], lm: Any) -> Grammar:
+    """Returns the grammar of the JSON texts that a schema describes.
+
+    Args:
+      schema: JSON, or what `json.loads` makes of it; what of it is enforced, and which
+        blanks may stand where, is said by `outlines-core`.
+      lm: as `regex` takes it.
+
+    Raises:
+      ValueError: as `regex`, or a schema that cannot be compiled.
+    """
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    try:
+        import outlines_core.json_schema
+    except ImportError:
+        raise ValueError(_MISSING) from None
+    try:
+        pattern = outlines_core.json_schema.build_regex_from_schema(text)
+    except Exception as error:  # The bindings raise several classes.
+        raise ValueError(f"the JSON schema cannot be used: {_line(error)}") from None
+    return regex(pattern, lm)
+
+
+_MISSING = (
+    "grammars are compiled by outlines-core, which is not installed: "
+    "pip install 'spec_jax[grammar]'"
+)
+
+
+def of_pieces(
+    pattern: str, pieces: Sequence[bytes], *, stop_ids: Sequence[int], vocab_size: int
+) -> Grammar:
+    """Returns the grammar of a regular expression over a vocabulary; raises as `regex`.
+
+    Args:
+      pieces: the bytes of each token; none of one that is never part of a text.
+    """
+    if not stop_ids:
+        raise ValueError(
+            "the model has no stop token, and a text of a grammar ends with one"
+        )
+    try:
+        import outlines_core
+    except ImportError:
+        raise ValueError(_MISSING) from None
+    by_bytes: dict[str | bytes, list[int]] = {}
+    for token, piece in enumerate(pieces):
+        if piece:
+            by_bytes.setdefault(piece, []).append(token)
+    try:
+        made = outlines_core.Index(
+            pattern, outlines_core.Vocabulary(stop_ids[0], by_bytes)
+        )
+    except Exception as error:  # The bindings raise several classes.
+        raise ValueError(
+            f"the pattern {pattern[:60]!r} cannot be compiled: {_line(error)}"
+        ) from None
+    return of_transitions(
+        made.get_transitions(),
+        first=made.get_initial_state(),
+        final=set(made.get_final_states()),
+        stop_ids=list(stop_ids),
+        vocab_size=vocab_size,
+    )
+
+
+def of_transitions(
+    transitions: Mapping[int, Mapping[int, int]],
+    *,
+    first: int,
+    final: set[int],
+    stop_ids: Sequence[int],
+    vocab_size: int,
+) -> Grammar:
+    """Returns the tables of an automaton, given as states by token by state.
+
+    Raises:
+      ValueError: tables that would be too large.
+    """
+    states = [first, *sorted({*transitions, *final} - {first})]
+    number_of = {state: number for number, state in enumerate(states)}
+    end = len(states)  # Behind a stop token.
+
+    def row_of(state: int | None) -> np.ndarray:
+        """Returns the state after each token."""
+        row = np.full((vocab_size,), FORBIDDEN, np.int32)
+        found = {} if state is None else transitions.get(state, {})
+        tokens = np.fromiter(found.keys(), np.int64, len(found))
+        row[tokens] = [number_of[after] for after in found.values()]
+        row[list(stop_ids)] = end if state is None or state in final else FORBIDDEN
+        return row
+
+    # The classes of the states so far, made finer by each one more.
+    classes = np.zeros((vocab_size,), np.int64)
+    for state in (*states, None):
+        finer = classes * (end + 2) + row_of(state) + 1
+        _, members, classes = np.unique(finer, return_index=True, return_inverse=True)
+        if (end + 1) * len(members) > MAX_ENTRIES:
+            raise ValueError(
+                f"a grammar of {end + 1} states and {len(members)} classes of tokens "
+                f"or more: its table has more than {MAX_ENTRIES} entries; take a "
+                "simpler one, such as with shorter bounds of lengths"
+            )
+    table = np.stack([row_of(state)[members] for state in (*states, None)])
+    return Grammar(
+        next=jnp.asarray(table), classes=jnp.asarray(classes.astype(np.int32))
+    )
+
+
+def _line(error: Exception) -> str:
+    """Returns the first line of an error's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

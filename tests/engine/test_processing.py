@@ -1,0 +1,382 @@
+"""Processors in rounds: what decoding writes under one, bit for bit, and its faults."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_pair
+
+import spec_jax as sj
+from spec_jax import lossless, run as run_lib, testing
+from spec_jax.drafters import registry
+from spec_jax.engine import processing, round as round_lib
+from spec_jax.processors import grammar, processor as processor_lib
+
+
+PROMPTS = ["def f(x):", "import os", "x = [1, 2]", "a" * 30]
+SHORT = {"max_tokens": 14, "ignore_eos": True}
+LETTERS = {token: token % 2 for token in range(40, 90)}
+"""A grammar of byte tokens: after an even one an odd one, or anything."""
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    """A tiny pair of random weights; a token is a byte."""
+    target, draft = tiny_pair.write(tmp_path_factory.mktemp("random"))
+    return sj.load(target, draft=draft, gamma_max=4)
+
+
+def make(name: str) -> processor_lib.Processor:
+    """A processor that changes much of what the random pair writes."""
+    if name == "grammar":
+        transitions = {0: LETTERS, 1: {token: 0 for token in range(20, 200)}}
+        return grammar.of_transitions(
+            transitions, first=0, final={0}, stop_ids=[0], vocab_size=264
+        )
+    made = {
+        "bias": lambda: sj.processors.logit_bias(
+            {token: -np.inf if token % 3 else 2.0 for token in range(264)}
+        ),
+        "bad words": lambda: sj.processors.bad_words([[n] for n in range(0, 200, 2)]),
+        "min tokens": lambda: sj.processors.min_tokens(9, list(range(0, 264, 2))),
+        "penalties": lambda: sj.processors.penalties(
+            repetition=1.9, presence=0.7, frequency=0.6
+        ),
+    }
+    if name == "all":
+        kinds = ("penalties", "min tokens", "grammar")
+        return sj.processors.chain(*map(make, kinds))
+    return made[name]()
+
+
+NAMES = ("bias", "bad words", "min tokens", "penalties", "grammar", "all")
+SHAPES = {
+    "chain": {"gamma": 4},
+    "tree": {"gamma": sj.Tree.parse("2x2:5")},
+    "batch 4": {"gamma": 3, "num_slots": 4},
+}
+DRAWS = {"greedy": None, "0.7": 0.7, "1": 1.0}
+
+
+def settings_of(shape: str, draw: str, **more) -> dict:
+    temperature = DRAWS[draw]
+    sampling = temperature and sj.Sampling(temperature=temperature, seed=5)
+    return SHORT | SHAPES[shape] | {"sampling": sampling or None} | more
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_rounds_are_decoding(lm, name, shape, draw):
+    """Tokens, log-probabilities, logits and K/V, as integers."""
+    settings = settings_of(shape, draw, processors=make(name))
+    prompts = PROMPTS if shape == "batch 4" else PROMPTS[:1]
+    report = sj.check_lossless(lm, prompts, **settings)
+    assert report, str(report)
+    # Negative control: without the processor another text is written.
+    (first, *_) = sj.generate(lm, prompts, **settings)
+    (other, *_) = sj.generate(lm, prompts, **settings | {"processors": None})
+    assert first.tokens != other.tokens
+
+
+@pytest.mark.parametrize("draw", ["greedy", "0.7"])
+def test_log_probs_are_those_of_decoding_and_of_scoring(lm, draw):
+    """The raw ones of the model, the drawn ones of what the processor made of it."""
+    made = make("all")
+    settings = settings_of("batch 4", draw, processors=made, log_probs=True)
+    found = sj.generate(lm, PROMPTS, **settings)
+    settings.pop("gamma"), settings.pop("num_slots")
+    plain = sj.decode(lm, PROMPTS, **settings)
+    scored = sj.score(
+        lm,
+        PROMPTS,
+        [one.tokens for one in plain],
+        sampling=settings["sampling"],
+        processors=made,
+    )
+    for one, other, third in zip(found, plain, scored, strict=True):
+        assert one.tokens == other.tokens
+        for name in ("log_probs", "drawn_log_probs"):
+            right = getattr(other, name)
+            testing.assert_same_bits(getattr(one, name), right)
+            testing.assert_same_bits(getattr(third, name), right)
+        assert np.isfinite(other.drawn_log_probs).all()
+        raw = sj.score(lm, one.prompt_tokens, one.tokens, sampling=settings["sampling"])
+        testing.assert_same_bits(raw.log_probs, one.log_probs)
+        assert not np.array_equal(raw.drawn_log_probs, one.drawn_log_probs)
+
+
+def test_requests_have_parameters_of_their_own(lm):
+    """Fails if a slot has the state or the parameters of another."""
+    each = [
+        sj.processors.penalties(repetition=1.0 + n / 2, frequency=n / 4)
+        for n in range(4)
+    ]
+    settings = SHORT | {"gamma": 3}
+    found = sj.generate(lm, PROMPTS, num_slots=2, processors=each, **settings)
+    for one, prompt, own in zip(found, PROMPTS, each, strict=True):
+        alone = sj.decode(lm, prompt, processors=own, **SHORT)
+        assert one.tokens == alone.tokens
+    assert found[0].tokens == sj.decode(lm, PROMPTS[0], **SHORT).tokens
+
+
+def test_pieces_of_a_stream_are_the_text(lm):
+    made = make("penalties")
+    pieces = list(sj.stream(lm, PROMPTS[0], gamma=4, processors=made, **SHORT))
+    plain = sj.decode(lm, PROMPTS[0], processors=made, **SHORT)
+    assert [token for piece in pieces for token in piece.tokens] == plain.tokens
+
+
+DRAFTERS = {
+    **dict.fromkeys(("ngram", "suffix", "hybrid", "draft-model"), None),
+    "eagle3": tiny_pair.write_head,
+    **{name: tiny_pair.WRITE_HEAD[name] for name in ("dflash", "dspark")},
+}
+
+
+def drafting(tmp_path, name: str) -> sj.LanguageModel:
+    """The tiny target with a drafter."""
+    target, draft = tiny_pair.write(tmp_path)
+    if DRAFTERS[name] is not None:
+        draft = DRAFTERS[name](tmp_path / "head", target)
+    return sj.load(target, draft=draft, drafter=name, gamma_max=3)
+
+
+def proposals(lm, settings, *, rounds=4):
+    """The processing before each of some rounds, and what is drafted in it."""
+    run = run_lib.Run.make(lm, run_lib.encode(lm, PROMPTS)[0], **settings)
+    state = run.scheduler.begin(*run.requests)
+    step = jax.jit(round_lib.run_round)
+    for _ in range(rounds):
+        before = state.processing
+        state, info = step(run.scheduler.speculator, state)
+        yield before, jax.device_get(info.proposal), jax.device_get(info.gamma)
+
+
+def is_in_vain(before, proposal) -> int:
+    """The drafts that the processor forbids after their parents."""
+    count = 0
+    for slot, number in enumerate(proposal.num_drafted):
+        one = jax.tree.map(lambda leaf, at=slot: leaf[at], before.states)
+        states = [one]
+        for at in range(number):
+            parent = at if proposal.parents is None else proposal.parents[slot, at]
+            token = jnp.int32(proposal.tokens[slot, at])
+            count += not before.processor.allows(states[parent], token)
+            states.append(before.processor.step(states[parent], token))
+    return count
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("tree", [None, "2x2:3"])
+@pytest.mark.parametrize("draw", ["greedy", "1"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_no_draft_is_proposed_in_vain(tmp_path, name, draw, tree):
+    """Fails if a drafter does not know the processor, or is not cut by it."""
+    if tree and name == "hybrid":
+        pytest.skip("it drafts chains alone")
+    lm, gamma = drafting(tmp_path, name), 3
+    lm = lm.with_tree(tree) if tree else lm
+    made = make("grammar")
+    settings = settings_of("batch 4", draw) | {"gamma": gamma, "processors": made}
+    seen = list(proposals(lm, settings))
+    assert sum(int(p.num_drafted.sum()) for _, p, _ in seen) > 0
+    assert [is_in_vain(before, proposal) for before, proposal, _ in seen] == [0] * 4
+    assert sj.check_lossless(lm, PROMPTS[:2], **settings)
+
+
+def test_a_head_whose_tokens_are_all_forbidden_drafts_nothing(tmp_path):
+    """Its own vocabulary is every fourth token."""
+    lm = drafting(tmp_path, "eagle3")
+    made = sj.processors.logit_bias(dict.fromkeys(range(0, 264, 4), -np.inf))
+    settings = settings_of("batch 4", "greedy", processors=made)
+    seen = list(proposals(lm, settings))
+    assert [int(p.num_drafted.sum()) for _, p, _ in seen] == [0] * 4
+
+
+def test_drafts_that_know_no_processor_are_in_vain(tmp_path, monkeypatch):
+    """Negative control: nothing is cut."""
+    monkeypatch.setattr(processing, "cut", lambda processing, proposal: proposal)
+    lm = drafting(tmp_path, "ngram")
+    settings = settings_of("batch 4", "greedy", processors=make("grammar"))
+    seen = list(proposals(lm, settings | {"page_size": 13}))
+    assert sum(is_in_vain(before, proposal) for before, proposal, _ in seen) > 0
+
+
+def test_a_tree_is_cut_with_what_is_below(lm):
+    """Fails if a child stays whose parent does not, or gets another parent."""
+    proposal = sj.Proposal(
+        tokens=jnp.array([[40, 41, 7, 8, 41, 50, 61]], jnp.int32),
+        num_drafted=jnp.array([6], jnp.int32),
+        parents=jnp.array([[0, 0, 1, 3, 1, 2, 0]], jnp.int32),
+        survival=jnp.arange(7, dtype=jnp.float32)[None] / 8,
+    )
+    text = np.zeros((9,), np.int32)
+    one = processing.begin(make("grammar"), text, np.int32(1), vocab_size=264)
+    found = jax.jit(processing.cut)(processing.of_slots(one, 1), proposal)
+    # 7 may not follow 40, and 8 is below it; 41 goes on to state 1.
+    count = int(found.num_drafted[0])
+    assert count == 4
+    assert found.tokens[0, :count].tolist() == [40, 41, 41, 50]
+    assert found.parents[0, :count].tolist() == [0, 0, 1, 2]
+    assert found.survival[0, :count].tolist() == [0, 1 / 8, 4 / 8, 5 / 8]
+    # Drafts with probabilities were drawn: to cut them would bias what is verified.
+    drawn = proposal.replace(probs=jnp.zeros((1, 7, 264)))
+    assert processing.cut(processing.of_slots(one, 1), drawn) is drawn
+
+
+def _of_parent(real):
+    """Planted: a row has the state of its parent."""
+
+    def after(processor, state, tokens, parents, column):
+        return real(processor, state, tokens, parents, parents[column])
+
+    return after
+
+
+def _of_column_0(real):
+    """Planted: what is committed changes no state."""
+    return lambda processing, before, slots: processing
+
+
+def _by_rounds(real):
+    """Planted: a round is a step, however many tokens it commits."""
+
+    def commit(processing, before, slots):
+        return real(processing, jnp.maximum(before, slots.length - 1), slots)
+
+    return commit
+
+
+FAULTS = {
+    "a mask of the parent's": ("grammar", "after", _of_parent, 5),
+    "a state of column 0": ("penalties", "commit", _of_column_0, 6),
+    "penalties by round": ("penalties", "commit", _by_rounds, 7),
+}
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught(tmp_path, monkeypatch, fault, shape):
+    """Of texts that are drafted well, so that several tokens are committed."""
+    processor, name, plant, page_size = FAULTS[fault]
+    monkeypatch.setattr(processing, name, plant(getattr(processing, name)))
+    target, _ = tiny_pair.write(tmp_path)
+    lm = sj.load(target, draft=target, gamma_max=4)
+    # Pages of another size are other programs, in which the fault is.
+    settings = settings_of(shape, "1", processors=make(processor))
+    report = lossless.check_lossless(
+        lm, PROMPTS[:2], **settings | {"page_size": page_size, "max_tokens": 30}
+    )
+    assert "tokens" in {d.what for one in report.comparisons for d in one.differences}
+
+
+def test_without_a_processor_no_program_changes(lm):
+    """Fails if what processors need is a part of rounds without one."""
+    run = run_lib.Run.make(lm, run_lib.encode(lm, PROMPTS)[0], gamma=4)
+    state = run.scheduler.begin(*run.requests)
+    assert state.processing is None
+
+    def trace():
+        # A new function each time: a trace of the same one would be found again.
+        traced = jax.make_jaxpr(functools.partial(round_lib.run_round))
+        found = traced(run.scheduler.speculator, state)
+        return re.sub("0x[0-9a-f]+", "", str(found))
+
+    expected = trace()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("process_rows", "commit", "cut", "process", "after"):
+            patch.setattr(processing, name, None)
+        assert trace() == expected
+
+
+def test_a_full_slot_is_refilled(lm):
+    """Fails if a slot begins a request with the state of the one before."""
+    settings = SHORT | {"gamma": 4, "processors": make("all")}
+    found = sj.generate(lm, PROMPTS, num_slots=1, **settings)
+    for one, prompt in zip(found, PROMPTS, strict=True):
+        plain = sj.decode(lm, prompt, processors=settings["processors"], **SHORT)
+        assert one.tokens == plain.tokens
+
+
+def test_the_default_gamma_has_costs_of_its_own(lm):
+    """Fails if rounds of no processor are timed for those of one."""
+    made = make("penalties")
+    found = sj.generate(lm, PROMPTS[0], processors=made, **SHORT)
+    assert found.tokens == sj.decode(lm, PROMPTS[0], processors=made, **SHORT).tokens
+
+
+PENALTY = sj.processors.penalties(repetition=1.2)
+REFUSED = {
+    "a word": ({"processors": "no"}, "processors is of type str: give a Processor"),
+    "a function": ({"processors": len}, "processors is of type builtin_function_or_m"),
+    "one of two": (
+        {"prompt": ["a", "b"], "processors": [PENALTY, None]},
+        r"processors\[1\] is of type NoneType: give a Processor of sj.processors",
+    ),
+    "too few": (
+        {"prompt": ["a", "b"], "processors": [PENALTY]},
+        r"1 processors for 2 prompts: give one for each, .*chain\(a, b\) applies",
+    ),
+    "two kinds": (
+        {
+            "prompt": ["a", "b"],
+            "processors": [PENALTY, sj.processors.logit_bias({1: 1.0})],
+        },
+        "the processors of two requests differ in kind or in shapes",
+    ),
+    "a token of another model": (
+        {"processors": sj.processors.logit_bias({300: 1.0})},
+        r"logit_bias has token 300, outside \[0, 264\)",
+    ),
+    "a stop of another model": (
+        {"processors": sj.processors.min_tokens(3, [264])},
+        r"min_tokens has token 264, outside \[0, 264\)",
+    ),
+    "a word of another model": (
+        {"processors": sj.processors.bad_words([[3], [4, 900]])},
+        r"bad_words has token 900, outside \[0, 264\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(lm, case):
+    arguments, words = REFUSED[case]
+    with pytest.raises(ValueError, match=words) as caught:
+        sj.generate(lm, **{"prompt": "a"} | arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_requests_with_and_without_one_are_refused(lm):
+    run = run_lib.Run.make(lm, [[1], [2]], processors=PENALTY)
+    first, second = run.requests
+    second = dataclasses.replace(second, processor=None)
+    with pytest.raises(ValueError, match="some requests have a processor and some"):
+        list(run.scheduler.run([first, second]))
+    state = run.scheduler.empty(draws=False)
+    with pytest.raises(ValueError, match="a request that has a processor, and a st"):
+        run.scheduler.admit(state, 0, first)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("repetition_penalty", r"processors=sj.processors.penalties\(...\)"),
+        ("logit_bias", r"processors=sj.processors.logit_bias\(...\)"),
+        ("json_schema", r"processors=sj.processors.json_schema\(..., lm\)"),
+    ],
+)
+def test_other_names_point_to_the_right_one(lm, name, remedy):
+    with pytest.raises(TypeError, match=f"has no argument '{name}': write {remedy}"):
+        sj.generate(lm, "a", **{name: 1})
+
+
+def test_the_registry_has_all_drafters_of_these_tests():
+    """Fails if a drafter is added, and not looked at here."""
+    assert set(DRAFTERS) == set(registry.names()) - {"oracle"}

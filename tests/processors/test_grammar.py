@@ -1,0 +1,153 @@
+"""Grammars: their tables against the automaton, their texts against `re` and `json`."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import tiny_pair
+
+import spec_jax as sj
+from spec_jax.processors import grammar
+
+
+pytest.importorskip("outlines_core")
+
+PATTERN = r"(ab|c)*d{2,3}[x-z]?"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 0},
+        "kind": {"enum": ["a", "bc"]},
+    },
+    "required": ["name", "age", "kind"],
+}
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    """A tiny pair of random weights; a token is a byte."""
+    target, draft = tiny_pair.write(tmp_path_factory.mktemp("random"))
+    return sj.load(target, draft=draft, gamma_max=4)
+
+
+def accepts(made: grammar.Grammar, text: bytes | list[int], lm) -> bool:
+    """Whether the tables lead along a text to where it may end."""
+    ids = text if isinstance(text, list) else lm.tokenizer.encode(text.decode())
+    state, table, classes = 0, np.asarray(made.next), np.asarray(made.classes)
+    for token in [*ids, lm.stop_ids[0]]:
+        state = table[state, classes[token]]
+        if state == grammar.FORBIDDEN:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("text", ["dd", "abcdd", "cabddd", "ddz", "d", "abd", "dddd",
+                                  "bdd", "", "ddzz", "cabdddy"])  # fmt: skip
+def test_a_text_is_accepted_where_the_pattern_matches_it(lm, text):
+    made = grammar.regex(PATTERN, lm)
+    assert accepts(made, text.encode(), lm) == bool(re.fullmatch(PATTERN, text))
+
+
+def test_a_token_of_several_characters_goes_through_several_states():
+    """Fails if tokens are taken by their letters, or several with one text are lost."""
+    pieces = [b"", b"a", b"ab", b"bc", b"c", b"abc", b"ab"]
+    made = grammar.of_pieces("abcc*", pieces, stop_ids=[0], vocab_size=9)
+    table, classes = np.asarray(made.next), np.asarray(made.classes)
+    allowed = lambda state: np.flatnonzero(table[state, classes] >= 0).tolist()
+    assert allowed(0) == [1, 2, 5, 6]
+    after = lambda state, token: table[state, classes[token]]
+    assert allowed(after(0, 1)) == [3]
+    assert after(0, 2) == after(0, 6)
+    done = after(0, 5)
+    assert allowed(done) == [0, 4]
+    end = after(done, 0)
+    assert allowed(end) == [0] and after(end, 0) == end
+
+
+def test_many_tokens_share_a_class(lm):
+    """Fails if the tables have a column for each token."""
+    made = grammar.json_schema(SCHEMA, lm)
+    assert made.next.shape[1] < 60 < made.classes.shape[0] == 264
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gamma": 4},
+        {"gamma": 4, "sampling": sj.Sampling(seed=4)},
+        {"gamma": sj.Tree.parse("2x2:5"), "sampling": sj.Sampling(seed=5)},
+    ],
+)
+def test_what_is_written_is_of_the_grammar(lm, settings):
+    """Fails if a token is written that the pattern or the schema forbids."""
+    found = sj.generate(
+        lm, "x", max_tokens=9, processors=grammar.regex(r"[ab]{2,5}c", lm), **settings
+    )
+    assert found.status is sj.Status.STOP
+    assert re.fullmatch(r"[ab]{2,5}c", found.text)
+    made = sj.processors.chain(
+        grammar.json_schema(SCHEMA, lm),
+        # A random model never ends a number or a run of blanks by itself.
+        sj.processors.penalties(frequency=9.0),
+    )
+    texts = sj.generate(lm, ["a", "b"], max_tokens=90, processors=made, **settings)
+    for one in texts:
+        assert one.status is sj.Status.STOP
+        value = json.loads(one.text)
+        assert set(value) == set(SCHEMA["properties"]) and value["kind"] in ("a", "bc")
+        assert isinstance(value["age"], int) and len(value["name"]) <= 4
+
+
+def test_a_text_that_leaves_the_grammar_is_scored(lm):
+    """Fails if what may not follow is not -inf, or what is behind it is no number."""
+    made = grammar.regex("ab*", lm)
+    ids = [*lm.tokenizer.encode("abxy"), lm.stop_ids[0]]
+    found = sj.score(lm, "q", ids, sampling=sj.Sampling(), processors=made)
+    is_none = np.isneginf(found.drawn_log_probs)
+    assert is_none.tolist() == [False, False, True, False, False]
+    assert np.isfinite(found.log_probs).all()
+
+
+REFUSED = {
+    "a pattern": (lambda lm: grammar.regex("(", lm), r"pattern '\(' cannot be compil"),
+    "a look-ahead": (lambda lm: grammar.regex("(?=a)b", lm), "cannot be compiled"),
+    "a schema": (lambda lm: grammar.json_schema("{", lm), "JSON schema cannot be used"),
+    "a kind of value": (
+        lambda lm: grammar.json_schema({"type": "thing"}, lm),
+        "the JSON schema cannot be used",
+    ),
+    "no stop token": (
+        lambda lm: grammar.of_pieces("a", [b"a"], stop_ids=[], vocab_size=4),
+        "the model has no stop token",
+    ),
+    "a table that is too large": (
+        lambda lm: grammar.regex("[ab]{3}", lm),
+        "a grammar of 5 states and 3 classes of tokens or more: its table has more",
+    ),
+    "another vocabulary": (
+        lambda lm: sj.generate(
+            lm,
+            "a",
+            processors=grammar.of_pieces("a", [b"a"], stop_ids=[1], vocab_size=4),
+        ),
+        "a grammar over 4 tokens, and the model has 264: compile it with this model",
+    ),
+    "two grammars in a batch": (
+        lambda lm: sj.generate(
+            lm, ["a", "b"], processors=[grammar.regex(p, lm) for p in ("ab", "cd")]
+        ),
+        "different tables, as two grammars have",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(lm, case, monkeypatch):
+    made, words = REFUSED[case]
+    if "large" in case:
+        monkeypatch.setattr(grammar, "MAX_ENTRIES", 14)
+    with pytest.raises(ValueError, match=words) as caught:
+        made(lm)
+    assert "\n" not in str(caught.value)
