@@ -113,16 +113,6 @@ def test_the_fixed_walk_passes(kind):
     assert outcomes["refused"] >= 6 and outcomes["out_of_pages"] >= 1
 
 
-def keep(change):
-    """Truncation that keeps `change` pages more than it should."""
-    real = allocator._give_back
-    return "truncate", (
-        allocator,
-        "_give_back",
-        lambda kv, s, n: real(kv, s, n + change),
-    )
-
-
 def give(change):
     """`change(before, after, slot)` spoils the page table after pages were freed."""
     real = allocator._give
@@ -157,10 +147,6 @@ def shared_page(tables, slot, count, *, real=allocator._take):
     return table, owned, jnp.where(count > 0, tables[2], stack), back
 
 
-def clears_bytes(kv, slot, kept, *, real=allocator._give_back):
-    return real(kv.replace(k=tuple(jnp.nan_to_num(k) for k in kv.k)), slot, kept)
-
-
 def late_write(kv, layer, *, positions, real=cache.write, **rows):
     return real(kv, layer, positions=positions + 1, **rows)
 
@@ -186,18 +172,15 @@ ROWS_OF_EITHER = {
 FAULTS = {
     "paged": ROWS_OF_EITHER
     | {
-        "one page too few": keep(-1),
         "stale table entry": ("truncate", give(stale_entry)),
         "lost page": ("truncate", give(lost_page)),
         "page freed twice": ("release", give(freed_twice)),
         "page handed out twice": ("append", (allocator, "_take", shared_page)),
-        "bytes cleared": ("truncate", (allocator, "_give_back", clears_bytes)),
     },
     "static": ROWS_OF_EITHER
     | {
         "bytes cleared": ("truncate", (allocator, "truncate", clears_the_first_page)),
         "pages given back": ("truncate", MOVES_PAGES),
-        "pages given back on release": ("release", MOVES_PAGES),
     },
 }
 
