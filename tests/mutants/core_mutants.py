@@ -9,7 +9,7 @@ from mutant import Mutant
 _ATTENTION = "ops.paged_attention:paged_attention"
 _ROWS = "ops/test_row_attention.py::test_a_row_is_that_row_alone_and_float64s"
 _ALONE = "ops/test_row_contract.py::test_a_row_is_that_row_alone"
-_WALK = "paging/test_random_walk.py::test_random_walks"
+_WALK = "paging/test_random_walk.py::test_the_fixed_walk_passes[paged]"
 _CONTRACT = "model/test_rows.py::test_verifying_equals_decoding_one_by_one"
 
 KERNELS = (

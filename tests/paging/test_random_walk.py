@@ -93,6 +93,7 @@ def fixed_requests():
         ("reserve", 1, -1),
         ("extend", 1, CAPACITY + 1),
         ("truncate", 1, CAPACITY),
+        ("truncate", 1, 0),
         ("release", -1),
         ("reserve", SLOTS, 1),
     ]
