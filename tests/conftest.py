@@ -60,6 +60,7 @@ LONGEST = (
     "test_hopper_model.py",
     "test_triton_model.py",
     "test_row_attention.py",
+    "test_row_contract.py",
     "test_front_door.py",
     "test_recorder.py",
     "test_notebooks.py",
@@ -73,7 +74,11 @@ LONGEST = (
 _OF_MODELS = "eagle3_head families fingerprint observe qwen3 row_model rows"
 BITS = (
     *(f"model/test_{name}.py" for name in (*_OF_MODELS.split(), "tree_rows")),
-    *("ops/", "paging/test_pool_copies.py", "parallel/test_mesh.py"),
+    *(
+        "ops/test_heads_of_a_mesh.py",
+        "paging/test_pool_copies.py",
+        "parallel/test_mesh.py",
+    ),
     *("engine/test_round.py", "engine/test_trees.py"),
     *("engine/test_features.py", "engine/test_slot_rows.py"),
     "engine/test_processing.py",

@@ -7,17 +7,20 @@ from mutant import Mutant
 
 
 _ATTENTION = "ops.paged_attention:paged_attention"
-_PAGE_SIZE = "ops/test_paged_attention.py::test_page_sizes[16]"
+_ROWS = "ops/test_row_attention.py::test_a_row_is_that_row_alone_and_float64s"
+_ALONE = "ops/test_row_contract.py::test_a_row_is_that_row_alone"
+_WALK = "paging/test_random_walk.py::test_the_fixed_walk_passes[paged]"
 _CONTRACT = "model/test_rows.py::test_verifying_equals_decoding_one_by_one"
 
 KERNELS = (
     Mutant("a row sees one key too many", _ATTENTION, "<= positions[:, None]",
-           "<= positions[:, None] + 1", _PAGE_SIZE),
+           "<= positions[:, None] + 1", f"{_ROWS}[xla-float32]"),
     Mutant("a row sees the keys of other slots", _ATTENTION,
-           "visible = mine[:, None] &", "visible = live[:, None] &", _PAGE_SIZE),
+           "visible = mine[:, None] &", "visible = live[:, None] &",
+           f"{_ROWS}[xla-float32]"),
     Mutant("NaN in a value is swallowed", "ops.paged_attention:_accumulate",
            "jnp.where(spoiled, jnp.nan, new_weighted)", "new_weighted",
-           "ops/test_nan_in_values.py::test_nan_spoils_who_sees_it[v_pages-3]"),
+           "ops/test_row_attention.py::test_nan_and_inf_reach_what_sees_them[xla-nan]"),
     Mutant("a product is summed backwards where one row is live",
            "ops.projection:project", "y = skinny_gemm.skinny_gemm(x, w).astype(dtype)",
            "alone = skinny_gemm.skinny_gemm(x[:, ::-1], w[:, ::-1])\n"
@@ -29,15 +32,15 @@ KERNELS = (
            ".astype(x.dtype)\n    return normed * jnp.broadcast_to(weight, x.shape)",
            "\n    wide_weight = jnp.broadcast_to(weight, x.shape).astype(jnp.float32)"
            "\n    return (normed * wide_weight).astype(x.dtype)",
-           "ops/test_rms_norm.py::test_the_weight_meets_the_rounded_value"),
+           "ops/test_rms_norm.py::test_the_weight_meets_the_rounded_value[xla]"),
     Mutant("NaN is swallowed by argmax", "ops.argmax:argmax",
            "jnp.argmax(logits, axis=-1)",
            "jnp.argmax(jnp.nan_to_num(logits, nan=-jnp.inf), axis=-1)",
-           "ops/test_argmax.py::test_the_first_nan_wins[xla]"),
+           "ops/test_argmax.py::test_it_is_numpys[xla-513]"),
     Mutant("the last of equal logits wins", "ops.argmax:argmax",
            "jnp.argmax(logits, axis=-1)",
            "logits.shape[1] - 1 - jnp.argmax(logits[:, ::-1], axis=-1)",
-           "ops/test_argmax.py::test_the_first_of_equals_wins[xla]"),
+           "ops/test_argmax.py::test_it_is_numpys[xla-513]"),
     Mutant("rows are turned by their neighbours' positions", "model.decoder:row_angles",
            "jax.lax.optimization_barrier(positions)",
            "jax.lax.optimization_barrier(jnp.roll(positions, 1))",
@@ -50,12 +53,11 @@ KERNELS = (
            "model/test_row_model.py::test_rows_that_do_not_follow_are_refused"),
     Mutant("the native gate leaves out the last active row", "native.calls:gate",
            "x, norm, w, num_active, isa", "x, norm, w, num_active - 1, isa",
-           "native/test_native_gate.py::"
-           "test_a_row_is_that_row_alone[portable-7-5-float32]"),
+           f"{_ALONE}[portable-gate]"),
     Mutant("native rows are written one position late", "native.calls:attend",
            "positions,\n        num_active,\n        branch_of(branch, R)",
            "positions + 1,\n        num_active,\n        branch_of(branch, R)",
-           "native/test_native_attend.py::test_the_reference_form_agrees[float32]"),
+           f"{_ROWS}[portable-float32]"),
     Mutant("a native step takes values for keys", "native.steps:Model.call",
            "for pool in pools:", "for pool in reversed(pools):",
            "native/test_native_step.py::test_a_step_is_its_operations[float32-6]"),
@@ -72,22 +74,19 @@ KERNELS = (
            "calls.move(\n            pools,",
            "pools[: len(pools) // 2] + calls.move("
            "\n            pools[len(pools) // 2 :],",
-           "native/test_native_move.py::test_implementations_agree[float32]"),
+           "ops/test_page_move.py::test_places_are_copied_in_all_pools[native-float32]"),
     Mutant("the native argmax leaves out the last active row", "native.calls:argmax",
            "output, x, num_active", "output, x, num_active - 1",
-           "native/test_native_argmax.py::test_padding_rows_are_zero_and_unread[portable]"),
+           f"{_ALONE}[portable-argmax]"),
 )  # fmt: skip
 
 PAGES = (
     Mutant("truncation to nothing gives up the first page", "paging.allocator:_kept",
            "jnp.maximum(index.pages_for(new_len, kv.page_size), least)",
-           "index.pages_for(new_len, kv.page_size)",
-           "paging/test_allocator.py::test_truncate_at_page_boundaries[0]"),
+           "index.pages_for(new_len, kv.page_size)", _WALK),
     Mutant("a slot that is out of pages keeps half of what it asked for",
            "paging.allocator:reserve", "jnp.where(valid & fits, missing, 0)",
-           "jnp.where(valid, jnp.minimum(missing, kv.num_free), 0)",
-           "paging/test_allocator.py::"
-           "test_out_of_pages_is_data[lengths1-reserve-numbers1]"),
+           "jnp.where(valid, jnp.minimum(missing, kv.num_free), 0)", _WALK),
     Mutant("a page held twice makes up for a lost one", "paging.cache:check_integrity",
            "held != list(range(P))", "len(held) != P", "paging/test_cache.py::"
            "test_broken_tables_are_reported[a free page that is owned]"),

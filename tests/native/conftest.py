@@ -6,15 +6,10 @@ import pytest
 from spec_jax.native import build
 
 
-@pytest.fixture(params=[*build.available_isas(), *emulation.lacking()])
+@pytest.fixture(params=emulation.every())
 def isa(request, monkeypatch) -> str:
     """Every instruction set of this machine in turn, and those that are emulated."""
-    try:
-        if request.param in emulation.FLAGS:
-            emulation.install(request.param, monkeypatch)
-        return build.load(request.param)
-    except build.BuildError as error:
-        pytest.skip(str(error))
+    return emulation.load(request.param, monkeypatch)
 
 
 @pytest.fixture

@@ -127,8 +127,8 @@ class Slab:
     """
 
     heads: np.ndarray  # [R, (N + 2K) * H]
-    q_norm: np.ndarray  # [H]
-    k_norm: np.ndarray  # [H]
+    q_norm: np.ndarray | None  # [H]
+    k_norm: np.ndarray | None  # [H]
     k_pages: np.ndarray  # [P, C, K, H]
     v_pages: np.ndarray  # [P, C, K, H]
     cos: np.ndarray  # [R, H / 2]
@@ -204,9 +204,10 @@ def attend(slab: Slab, *, eps, scale):
     N = heads.shape[1] - 2 * K
     q, k, v = np.split(heads, (N, N + K), axis=1)
     cos, sin = (x[:, None] for x in wide(slab.cos, slab.sin))
-    q_norm, k_norm = wide(slab.q_norm, slab.k_norm)
-    q = rotate(rms_norm(q, q_norm, eps, dtype), cos, sin, dtype)
-    k = rotate(rms_norm(k, k_norm, eps, dtype), cos, sin, dtype)
+    if slab.q_norm is not None:
+        q_norm, k_norm = wide(slab.q_norm, slab.k_norm)
+        q, k = rms_norm(q, q_norm, eps, dtype), rms_norm(k, k_norm, eps, dtype)
+    q, k = rotate(q, cos, sin, dtype), rotate(k, cos, sin, dtype)
     k_pages, v_pages = (x.copy() for x in wide(slab.k_pages, slab.v_pages))
     for r in range(R):
         at = slab.locate(slab.slots[r], slab.positions[r])

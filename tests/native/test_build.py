@@ -91,12 +91,13 @@ def fallback(home: pathlib.Path) -> pathlib.Path:
 
 
 def test_a_library_is_built_once(home, compiler):
-    """Fails if every process compiles, or the parts of a build are left behind."""
+    """Fails if every process compiles, the parts of a build are left behind, or others
+    may read the folder."""
     path = compiler()
     assert isinstance(build.open_library(path, "portable"), ctypes.CDLL)
     build.open_library(path, "portable")
     assert compiler.runs() == 1
-    assert len(libraries(home)) == 1
+    assert len(libraries(home)) == 1 and home.stat().st_mode & 0o777 == 0o700
     assert not fallback(home).exists()
 
 
@@ -134,235 +135,6 @@ def test_the_key_holds_everything_that_decides_bits(
     assert build._key(path, "portable") == keys[0]
 
 
-def test_no_compiler(monkeypatch, tmp_path):
-    """Fails if the message does not say what was looked for."""
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(build.BuildError, match=r"no C\+\+ compiler.*g\+\+, clang\+\+"):
-        build.find_compiler()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.BuildError, match="CXX=no-such-compiler"):
-        build.find_compiler()
-
-
-def test_the_asked_for_compiler_is_used(monkeypatch, compiler):
-    """Fails if `$CXX` is ignored."""
-    (path,) = compiler(name="mine")
-    monkeypatch.setenv("CXX", path)
-    assert build.find_compiler() == (path,)
-
-
-def test_a_compiler_of_several_words(home, compiler, monkeypatch, tmp_path):
-    """Fails if "ccache g++" is looked for as one program, or a word is lost."""
-    (path,) = compiler(name="mine")
-    monkeypatch.setenv("CXX", f"env WORD='a b' {path}")
-    command = build.find_compiler()
-    assert command == (shutil.which("env"), "WORD=a b", path)
-    build.open_library(command, "portable")
-    assert compiler.runs() == 1
-    assert build._key(command, "portable") != build._key((path,), "portable")
-    (tmp_path / "my tools").mkdir()
-    (spaced,) = compiler(name="my tools/cc")
-    monkeypatch.setenv("CXX", spaced)
-    assert build.find_compiler() == (spaced,)
-    monkeypatch.setenv("CXX", "no-such-launcher g++")
-    with pytest.raises(build.BuildError, match=r"for CXX=no-such-launcher g\+\+$"):
-        build.find_compiler()
-    monkeypatch.setenv("CXX", "ccache 'g++")
-    with pytest.raises(build.BuildError, match="CXX=ccache 'g.. cannot be split into"):
-        build.find_compiler()
-
-
-def test_a_compiler_that_fails(home, compiler):
-    """Fails if its message is lost, or another folder is tried for its sake."""
-    path = compiler('echo "kernels.cc:1: no such thing" >&2; exit 3')
-    with pytest.raises(build.BuildError, match="status 3:\nkernels.cc:1: no such"):
-        build.open_library(path, "portable")
-    assert compiler.runs() == 1
-    assert libraries(home) == []
-
-
-def test_a_compiler_that_cannot_run(home, tmp_path):
-    """Fails if an `OSError` escapes for a file that is no program."""
-    broken = tmp_path / "broken"
-    broken.write_bytes(b"\x7fELF nonsense")
-    broken.chmod(0o755)
-    with pytest.raises(build.BuildError, match="broken cannot be run: "):
-        build.open_library([str(broken)], "portable")
-
-
-FULL = 'echo "fatal error: writing $2: No space left on device" >&2; exit 1'
-
-
-@pytest.mark.parametrize("words", ["No space left on device", "Disk quota exceeded"])
-def test_a_full_disk(home, compiler, library, words):
-    """Fails if a full cache disk is an error while another folder has room."""
-    full = FULL.replace("No space left on device", words)
-    path = compiler(f'case "$2" in {home}*) {full};; *) cp {library} "$2";; esac')
-    build.open_library(path, "portable")
-    assert compiler.runs() == 2
-    assert libraries(home) == []
-    assert len(libraries(fallback(home))) == 1
-
-
-def test_all_disks_full(home, compiler):
-    """Fails if the message does not name both folders and why each was refused."""
-    with pytest.raises(build.BuildError, match="No space left") as caught:
-        build.open_library(compiler(FULL), "portable")
-    assert str(home) in str(caught.value)
-    assert str(fallback(home)) in str(caught.value)
-
-
-def test_the_disk_fills_before_the_compiler_runs(home, compiler, monkeypatch):
-    """Fails if only the compiler is expected to meet a full disk."""
-
-    def refuse(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    with pytest.raises(build.BuildError, match="No space left on device.*; .*No space"):
-        build.open_library(compiler(), "portable")
-
-
-def test_a_cache_that_cannot_be_written(home, compiler):
-    """Fails if a file in the folder's place is an error: the next folder serves."""
-    home.parent.mkdir()
-    home.write_text("a file")
-    build.open_library(compiler(), "portable")
-    assert len(libraries(fallback(home))) == 1
-
-
-def test_a_read_only_cache_that_holds_the_library(home, compiler, monkeypatch):
-    """Fails if a cache is written although nothing is missing."""
-    path = compiler()
-    build.open_library(path, "portable")
-
-    def refuse(*_, **__):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    monkeypatch.setattr(os, "replace", refuse)
-    build.open_library(path, "portable")
-    assert compiler.runs() == 1
-
-
-@pytest.mark.parametrize("damage", ["truncated", "empty", "changed", "text"])
-def test_a_damaged_library(home, compiler, damage):
-    """Fails if a damaged file is mapped, which may crash, or is never replaced."""
-    path = compiler()
-    build.open_library(path, "portable")
-    (stored,) = libraries(home)
-    whole = stored.read_bytes()
-    # Another file in its place: the old one may be mapped by this process.
-    stored.unlink()
-    changed = whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:]
-    stored.write_bytes(
-        {
-            "truncated": whole[: len(whole) // 2],
-            "empty": b"",
-            "changed": changed,
-            "text": b"not a library",
-        }[damage]
-    )
-    build.open_library(path, "portable")
-    assert compiler.runs() == 2
-    assert [p.read_bytes() for p in libraries(home)] == [whole]
-
-
-def test_a_damaged_library_that_another_process_removes(home, compiler, monkeypatch):
-    """Fails if the folder is then taken for one that does not work."""
-    path, real = compiler(), build._digest
-    build.open_library(path, "portable")
-    (stored,) = libraries(home)
-
-    def removed(library):
-        monkeypatch.setattr(build, "_digest", real)
-        stored.unlink()
-        return real(library)
-
-    monkeypatch.setattr(build, "_digest", removed)
-    build.open_library(path, "portable")
-    assert len(libraries(home)) == 1 and not fallback(home).exists()
-
-
-def test_what_a_killed_build_left_is_removed(home, compiler):
-    """After an hour: until then it may be a build that goes on."""
-    home.mkdir(parents=True, mode=0o700)
-    old, new = home / "tmpold.partial", home / "tmpnew.partial"
-    for folder in (old, new):
-        folder.mkdir()
-        (folder / "cc.s").write_text("half")
-    os.utime(old, (1, 1))
-    build.open_library(compiler(), "portable")
-    assert not old.exists() and new.exists()
-
-
-def test_a_library_without_its_functions(home, compiler, tmp_path):
-    """Fails if it ends in an `AttributeError`, or is never built again."""
-    other = tmp_path / "other.so"
-    command = [*build.find_compiler(), "-shared", "-fPIC", "-x", "c++", os.devnull]
-    subprocess.run([*command, "-o", str(other)], check=True)
-    path = compiler()
-    build.open_library(path, "portable")
-    (stored,) = libraries(home)
-    prefix = stored.name[: -len(f"{build._digest(stored)}.so")]
-    stored.unlink()
-    shutil.copy(other, home / f"{prefix}{build._digest(other)}.so")
-    library = build.open_library(path, "portable")
-    assert compiler.runs() == 2 and hasattr(library, build.TARGETS[0])
-    assert libraries(home) == [stored]
-    message = f"wrote a library without {build.TARGETS[0]}, "
-    with pytest.raises(build.BuildError, match=message):
-        build.open_library(compiler(f'cp {other} "$2"', name="other"), "portable")
-
-
-def test_no_folder_for_temporary_files(home, compiler, monkeypatch):
-    """Fails if such a folder is looked for although the library is kept elsewhere."""
-
-    def refuse():
-        raise FileNotFoundError(2, "No usable temporary directory found")
-
-    monkeypatch.setattr(tempfile, "gettempdir", refuse)
-    path = compiler()
-    for _ in range(2):
-        build.open_library(path, "portable")
-    assert compiler.runs() == 1
-    home.chmod(0o777)
-    with pytest.raises(build.BuildError, match="lets others write; .*No usable tempor"):
-        build.open_library(path, "portable")
-
-
-def test_a_build_is_announced(home, compiler, caplog):
-    """Fails if half a minute passes in silence, or a line is said without a build."""
-    path = compiler()
-    for _ in range(2):
-        build.open_library(path, "portable")
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith(f"building the native kernels for portable with {path[0]},")
-    assert said.endswith(f"kept in {home}")
-
-
-def test_a_compiler_that_writes_no_library(home, compiler):
-    """Fails if what cannot be loaded is a crash, or an error without a reason."""
-    with pytest.raises(build.BuildError, match="no folder can hold.*: .*; .*: "):
-        build.open_library(compiler('echo nonsense > "$2"'), "portable")
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
-def test_a_folder_that_others_can_write_is_refused(home, compiler, mode):
-    """Fails if code is run from a folder where anybody may have put it."""
-    path = compiler()
-    build.open_library(path, "portable")
-    home.chmod(mode)
-    build.open_library(path, "portable")
-    assert compiler.runs() == 2
-    assert len(libraries(fallback(home))) == 1
-    fallback(home).chmod(mode)
-    message = f"mode {mode:03o} lets others write; .*mode {mode:03o}"
-    with pytest.raises(build.BuildError, match=message):
-        build.open_library(path, "portable")
-
-
 def test_a_folder_of_somebody_else_is_refused(home, compiler, monkeypatch):
     """Fails if code is run from a folder that another user has prepared."""
     path = compiler()
@@ -383,25 +155,6 @@ def test_a_link_in_the_folders_place_is_refused(home, compiler, tmp_path):
     build.open_library(compiler(), "portable")
     assert libraries(tmp_path / "elsewhere") == []
     assert len(libraries(fallback(home))) == 1
-
-
-def test_new_folders_are_private(home, compiler):
-    """Fails if the folder's mode is left to the umask."""
-    before = os.umask(0)
-    try:
-        build.open_library(compiler(), "portable")
-    finally:
-        os.umask(before)
-    assert home.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_relative_cache_home_is_ignored(home, monkeypatch, tmp_path):
-    """Fails if a library is looked for where the program happens to run."""
-    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    assert next(build._cache_folders()) == tmp_path / "me" / ".cache" / "spec_jax"
-    monkeypatch.setenv("HOME", "")
-    assert all(folder.is_absolute() for folder in build._cache_folders())
 
 
 PROCESS = """
@@ -434,17 +187,82 @@ def test_processes_that_start_at_once(home, compiler, library):
     assert len(libraries(home)) == 1
 
 
-def test_the_named_implementation_says_why(unloaded, monkeypatch, tmp_path):
-    """Fails if `impl="native"` falls through, or raises something else."""
+def test_no_compiler(unloaded, monkeypatch, tmp_path):
+    """Fails if the message does not say what was looked for, or `impl="native"` falls
+    through."""
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NotImplementedError, match=r"no C\+\+ compiler found"):
+    with pytest.raises(
+        NotImplementedError, match=r"no C\+\+ compiler.*g\+\+, clang\+\+"
+    ):
         dispatch.resolve("native")
+    for asked, words in (
+        ("no-such-compiler g++", r"for CXX=no-such-compiler g\+\+$"),
+        ("ccache 'g++", "CXX=ccache 'g.. cannot be split into"),
+    ):
+        monkeypatch.setenv("CXX", asked)
+        with pytest.raises(build.BuildError, match=words):
+            build.find_compiler()
 
 
-def test_a_system_without_users(unloaded, monkeypatch):
-    """Fails if Windows meets an `AttributeError` instead of a reason."""
-    monkeypatch.delattr(os, "getuid")
-    monkeypatch.setattr(platform, "system", lambda: "Windows")
-    with pytest.raises(build.BuildError, match="no native kernels on Windows"):
-        build.load()
+def test_a_compiler_of_several_words(compiler, monkeypatch, tmp_path):
+    """Fails if "ccache g++" is looked for as one program, or a word is lost."""
+    (tmp_path / "my tools").mkdir()
+    (path,) = compiler(name="my tools/cc")
+    monkeypatch.setenv("CXX", path)
+    assert build.find_compiler() == (path,)
+    monkeypatch.setenv("CXX", "env WORD='a b' cc")
+    assert build.find_compiler() == (shutil.which("env"), "WORD=a b", "cc")
+
+
+def test_a_compiler_that_fails(home, compiler):
+    """Fails if its message is lost, or another folder is tried for its sake."""
+    path = compiler('echo "kernels.cc:1: no such thing" >&2; exit 3')
+    with pytest.raises(build.BuildError, match="status 3:\nkernels.cc:1: no such"):
+        build.open_library(path, "portable")
+    assert compiler.runs() == 1
+    assert libraries(home) == []
+
+
+@pytest.mark.parametrize("words", ["No space left on device", "Disk quota exceeded"])
+def test_a_full_disk(home, compiler, library, words):
+    """Fails if a full cache disk is an error while another folder has room, or if the
+    message of two full disks does not name both."""
+    full = f'echo "fatal error: writing $2: {words}" >&2; exit 1'
+    path = compiler(f'case "$2" in {home}*) {full};; *) cp {library} "$2";; esac')
+    build.open_library(path, "portable")
+    assert compiler.runs() == 2
+    assert libraries(home) == [] and len(libraries(fallback(home))) == 1
+    with pytest.raises(build.BuildError, match=f"{home}.*; {fallback(home)}.*{words}"):
+        build.open_library(compiler(full, name="other"), "portable")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed"])
+def test_a_damaged_library(home, compiler, damage):
+    """Fails if a damaged file is mapped, which may crash, or is never replaced."""
+    path = compiler()
+    build.open_library(path, "portable")
+    (stored,) = libraries(home)
+    whole = stored.read_bytes()
+    # Another file in its place: the old one may be mapped by this process.
+    stored.unlink()
+    changed = whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:]
+    stored.write_bytes(whole[: len(whole) // 2] if damage == "truncated" else changed)
+    build.open_library(path, "portable")
+    assert compiler.runs() == 2
+    assert [p.read_bytes() for p in libraries(home)] == [whole]
+
+
+def test_a_folder_that_others_can_write_is_refused(home, compiler):
+    """Fails if code is run from a folder where anybody may have put it."""
+    path = compiler()
+    build.open_library(path, "portable")
+    home.chmod(0o770)
+    build.open_library(path, "portable")
+    assert compiler.runs() == 2
+    assert len(libraries(fallback(home))) == 1
+    fallback(home).chmod(0o1777)
+    with pytest.raises(
+        build.BuildError, match="mode 770 lets others write; .*mode 1777"
+    ):
+        build.open_library(path, "portable")

@@ -1,8 +1,5 @@
 """`block_steps`: a block drafter's calls have the bits of their operations."""
 
-import dataclasses
-import functools
-
 import block_models as models
 import jax
 import jax.numpy as jnp
@@ -131,64 +128,28 @@ def test_a_norm_that_differs_is_caught(monkeypatch):
 
 def test_what_a_call_cannot_take_is_refused():
     """Fails if the kernels are handed what they would read or write outside of."""
-    config, weights = models.make(models.MARKOV)
-    kv = new_slots(config)
-    model = block_draft._model(weights, config, kv)
-    half = config.layer.head_dim // 2
-    where = {
-        "slots": jnp.zeros((models.SIZE + 1,), jnp.int32),
-        "positions": jnp.zeros((models.SIZE + 1,), jnp.int32),
-        "num_active": jnp.int32(1),
-        "at": (kv.page_table, *(jnp.zeros((models.SIZE + 1, half)),) * 2),
-    }
-    tokens = jnp.zeros((models.SIZE + 1,), jnp.int32)
-    run_blocks = functools.partial(
-        block_steps.blocks, model=model, block_size=models.SIZE
-    )
-    with pytest.raises(ValueError, match=f"{models.SIZE + 1} rows are no whole blocks"):
-        run_blocks(tokens, **where)
-    with pytest.raises(ValueError, match="slots has shape"):
-        run_blocks(tokens[1:], **where)
-    with pytest.raises(ValueError, match="fc has shape"):
-        block_steps.append_context(
-            jnp.zeros((models.SIZE + 1, 7)),
-            model,
-            fc=weights.fc,
-            hidden_norm=weights.hidden_norm,
-            **where,
-        )
-    logits = jnp.zeros((2, 3, config.draft_vocab_size))
-    with pytest.raises(ValueError, match="names has shape"):
-        block_steps.slot_chains(
-            logits,
-            jnp.zeros((2,), jnp.int32),
-            jnp.zeros((2,), jnp.int32),
-            names=jnp.zeros((5,), jnp.int32),
-            embed=None,
-            out=None,
-        )
     config, weights = models.make(models.PASSED)
+    model = block_draft._model(weights, config, kv := new_slots(config))
+    rows = jnp.zeros((models.SIZE + 1,), jnp.int32)
+    angles = jnp.zeros((models.SIZE + 1, config.layer.head_dim // 2))
+    where = {"slots": rows, "positions": rows, "num_active": jnp.int32(1)}
+    where |= {"at": (kv.page_table, angles, angles)}
+    with pytest.raises(ValueError, match=f"{models.SIZE + 1} rows are no whole blocks"):
+        block_steps.blocks(rows, model=model, block_size=models.SIZE, **where)
+    with pytest.raises(ValueError, match="fc has shape"):
+        features, norm = jnp.zeros((models.SIZE + 1, 7)), weights.hidden_norm
+        block_steps.append_context(
+            features, model, fc=weights.fc, hidden_norm=norm, **where
+        )
     hidden = jnp.zeros((models.SLOTS, config.block_size, config.hidden_size))
     logits = jnp.zeros((models.SLOTS, config.num_drafts, config.draft_vocab_size))
     counts, markov = jnp.zeros((models.SLOTS,), jnp.int32), weights.markov
     mix = block_steps.Mix(markov.mix, markov.mix_bias, hidden)
-    refused = {
-        "2 hidden states for 3 slots": mix._replace(hidden=hidden[:, :2]),
-        "and 9 gates of a head of rank 8": mix._replace(bias=markov.mix_bias[:9]),
-        "weight has shape": mix._replace(bias=markov.mix_bias[:8]),
-        "hidden has shape": mix._replace(hidden=hidden[:1]),
-    }
-    for message, wrong in refused.items():
-        with pytest.raises(ValueError, match=message):
-            block_steps.slot_chains(
-                logits,
-                counts,
-                counts,
-                names=None,
-                embed=markov.embed,
-                out=markov.out,
-                mix=wrong,
-            )
-    layer = model.layers[0]._replace(q=model.layers[0].kv)
-    with pytest.raises(ValueError, match="q has shape|attention_out has shape"):
-        dataclasses.replace(model, layers=[layer] * len(model.layers))
+    given = {"names": None, "embed": markov.embed, "out": markov.out}
+    for words, wrong in {
+        "names has shape": {"names": rows},
+        "2 hidden states for 3 slots": {"mix": mix._replace(hidden=hidden[:, :2])},
+        "weight has shape": {"mix": mix._replace(bias=markov.mix_bias[:8])},
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            block_steps.slot_chains(logits, counts, counts, **(given | wrong))

@@ -112,14 +112,6 @@ def test_drafts_are_those_of_single_steps(dtype):
     assert other[0].tolist() != drafts[0].tolist()
 
 
-def test_a_head_of_its_own():
-    """Fails if the embedding is taken for the head."""
-    target, params = make(tie_word_embeddings=False)
-    _, expected = step_by_step(target, params, filled(target, params), COUNTS)
-    _, drafts, made = chains(target, params, filled(target, params), COUNTS)
-    assert [row[:n].tolist() for row, n in zip(drafts, made, strict=True)] == expected
-
-
 def test_without_pages_a_slot_goes_as_far_as_it_can():
     """Fails if drafts are made, or written, without a page."""
     target, params = make()

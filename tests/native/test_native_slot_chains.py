@@ -15,14 +15,13 @@ from spec_jax.native import block_steps, build, draws as draws_lib
 from spec_jax.rules import sampling
 
 
-def go_over(config, weights, counts, *, draws=None, seed=0, change=lambda x: x):
+def go_over(config, weights, counts, *, draws=None):
     """What random slots give in one call, and their tokens, confidences and log weights
-    one by one; `change`: of the hidden states of both."""
-    rng = np.random.default_rng(seed)
+    one by one."""
+    rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     most, width, first = config.num_drafts, config.hidden_size, config.first_slot
-    hidden = change(draw(models.SLOTS, first + most, width))
-    hidden = hidden.astype(weights.final_norm.dtype)
+    hidden = draw(models.SLOTS, first + most, width).astype(weights.final_norm.dtype)
     logits = draw(models.SLOTS, most, config.draft_vocab_size)
     anchor = jnp.asarray(rng.integers(0, 96, models.SLOTS), jnp.int32)
     found = block_heads.run_slots(
@@ -111,33 +110,17 @@ FILTERED = (
 
 
 def plant(monkeypatch, change):
-    """Makes the call take what `change(anchors, mix)` gives in the place of these."""
+    """Makes the call take what `change(mix)` gives in the place of that."""
     real = block_steps.slot_chains
 
     def planted(logits, anchors, *given, mix=None, **more):
-        anchors, mix = change(anchors, mix)
-        return real(logits, anchors, *given, mix=mix, **more)
+        return real(logits, anchors, *given, mix=change(mix), **more)
 
     monkeypatch.setattr(block_steps, "slot_chains", planted)
 
 
-@pytest.mark.parametrize(
-    "config", [models.MARKOV, models.GATED, models.RNN], ids=["all", "gated", "rnn"]
-)
-def test_a_slot_that_overlooks_the_token_before_is_caught(monkeypatch, config):
-    """Negative control: each slot is corrected by the token after the anchor's."""
-    config, weights = models.make(config)
-    counts = jnp.full((models.SLOTS,), config.num_drafts, jnp.int32)
-    plant(monkeypatch, lambda anchors, mix: ((anchors + 1) % 96, mix))
-    (tokens, *_), expected, *_ = go_over(config, weights, counts)
-    assert np.any(np.asarray(tokens) != expected)
-
-
 FAULTS = {
     "a bias is left out": lambda mix: mix._replace(bias=0 * mix.bias),
-    "hidden states are of the slot before": lambda mix: mix._replace(
-        hidden=jnp.roll(mix.hidden, 1, axis=1)
-    ),
     "hidden states are of another block": lambda mix: mix._replace(
         hidden=mix.hidden[::-1]
     ),
@@ -150,7 +133,7 @@ def test_a_fault_of_a_mix_is_caught(monkeypatch, fault):
     """Negative control: what a recurrent head reads is not what it should."""
     config, weights = models.make(models.PASSED)
     counts = jnp.full((models.SLOTS,), config.num_drafts, jnp.int32)
-    plant(monkeypatch, lambda anchors, mix: (anchors, FAULTS[fault](mix)))
+    plant(monkeypatch, FAULTS[fault])
     draws = drawing(HOT, HOT, HOT, independent=True)
     (_, _, given), _, _, log_weights = go_over(config, weights, counts, draws=draws)
     assert np.abs(np.asarray(given) - log_weights).max() > 1e-2
@@ -177,24 +160,6 @@ def test_a_block_is_gone_over_alike_beside_others(config, dtype):
         testing.assert_same_bits(together[0], together[2])
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("spoilt", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(
-    "config", [models.GATED, models.PASSED], ids=["gated", "passed"]
-)
-def test_what_is_no_number_stays_in_its_block(config, spoilt):
-    """Fails if a hidden state that is none spoils another block, or names a token that
-    does not exist."""
-    config, weights = models.make(config)
-    counts = jnp.full((models.SLOTS,), config.num_drafts, jnp.int32)
-    (clean, *_), *_ = go_over(config, weights, counts)
-    change = lambda hidden: hidden.at[1].set(spoilt)
-    (tokens, *_), expected, *_ = go_over(config, weights, counts, change=change)
-    np.testing.assert_array_equal(tokens, expected)
-    np.testing.assert_array_equal(tokens[::2], clean[::2])
-    assert np.any(np.asarray(tokens[1]) != np.asarray(clean[1]))
-
-
 @pytest.mark.few(8)
 @pytest.mark.parametrize("independent", [False, True])
 @pytest.mark.parametrize("kinds", [(HOT, COLD, HOT), FILTERED], ids=["hot", "filtered"])
@@ -217,18 +182,6 @@ def test_slots_are_drawn_as_one_by_one(config, kinds, independent):
         own, expected = wide[is_asked], log_weights[is_asked]
         np.testing.assert_allclose(own, expected, rtol=1e-6, atol=1e-5)
         assert (wide[is_asked].max(axis=1) == 0).all()
-
-
-def test_draws_of_another_position_are_caught():
-    """Negative control: a round whose first position is one further."""
-    config, weights = models.make(models.MARKOV)
-    counts = jnp.full((models.SLOTS,), config.num_drafts, jnp.int32)
-    for independent in (False, True):
-        draws = drawing(HOT, HOT, HOT, independent=independent)
-        _, expected, *_ = go_over(config, weights, counts, draws=draws)
-        moved = draws._replace(positions=draws.positions + 1)
-        (tokens, *_), *_ = go_over(config, weights, counts, draws=moved)
-        assert np.any(np.asarray(tokens) != expected)
 
 
 def test_noise_is_the_same_on_every_instruction_set():

@@ -45,14 +45,11 @@ def computations(rng):
         rows = np.float32([[1], [1], [1e-38], [1e-30], [1]])
         x = (oracle.normal(rng, (5, K), "float32") * rows).astype(np.dtype(dtype))
         w = oracle.normal(rng, (N, K), dtype) * np.dtype(dtype).type(0.1)
-        norm = np.ones(K, np.dtype(dtype))
         project = functools.partial(
             calls.project, norm=None, residual=None, num_active=live, eps=0.0,
             out_dtype=np.float32,
         )  # fmt: skip
         yield f"project {dtype}", jax.jit(project), {"x": x, "w": w}
-        gate = functools.partial(calls.gate, norm=norm, num_active=live, eps=1e-30)
-        yield f"gate {dtype}", jax.jit(gate), {"x": x, "w": w}
         slab = oracle.make_slab(
             rng, [(0, 40), (0, 41), (1, 6)], dtype=dtype, N=16, K=8, H=32,
             page_size=8, prefix=(40, 6),

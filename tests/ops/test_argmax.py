@@ -1,61 +1,67 @@
-"""The op `argmax` of every implementation: which index wins, row by row."""
+"""The token of highest logit, by every implementation: which index wins."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from spec_jax.ops import argmax, dispatch
-
-
-WIDTH = 600  # past one block of the native kernel
-
-_argmax = jax.jit(argmax.argmax, static_argnames=("impl",))
+from ops import row_contract
 
 
-def run(impl, logits, live=None) -> np.ndarray:
-    try:
-        dispatch.resolve(impl)
-    except NotImplementedError as error:
-        pytest.skip(str(error))
-    live = np.int32(len(logits) if live is None else live)
-    indices = _argmax(jnp.asarray(logits, jnp.float32), num_active=live, impl=impl)
+# Around pieces of 512 and 16,384 of native kernels and of 4,096 of Triton's; and Qwen3.
+WIDTHS = (1, 7, 513, 4097, 16_385, 151_936)
+
+
+def run(impl, logits):
+    call = row_contract.compiled("argmax", impl)
+    indices = call(logits, num_active=np.int32(len(logits)))
     assert indices.dtype == jnp.int32
-    return np.asarray(indices)[:live]
+    return np.asarray(indices)
 
 
-every_impl = functools.partial(
-    pytest.mark.parametrize, "impl", ["xla", "native", "interpret"]
-)()
+@pytest.mark.parametrize("width", WIDTHS)
+def test_it_is_numpys(rng, impl, width):
+    """Fails if a piece or a tail is missed, a later equal wins, a NaN is passed over
+    for a later one or for infinity, or zeros of both signs differ."""
+    # Most are below the zeros that a block has past the end.
+    x = rng.normal(size=(12, width)).astype(np.float32) - 10
+    x[1] = rng.integers(-3, 3, width)
+    x[2] = -np.inf
+    x[3, rng.integers(width)] = np.inf
+    x[4] = np.where(rng.random(width) < 0.5, 0.0, -0.0)
+    for first, value in ((5, np.nan), (7, -np.nan), (9, np.inf)):
+        x[first : first + 2, width // 3] = value
+        x[first, rng.integers(width)] = np.nan
+        x[first + 1, rng.integers(width)] = np.inf
+    x[11, -1] = 10
+    np.testing.assert_array_equal(run(impl, x), np.argmax(x, axis=-1))
+    if width > 500:  # Negative control: the last of equals is another.
+        last = width - 1 - np.argmax(x[:, ::-1], axis=-1)
+        assert (run(impl, x) != last)[[1, 2, 4]].all()
 
 
-@every_impl
-def test_the_largest_of_an_active_row(rng, impl):
-    """Fails if a padding row is looked at in place of an active one."""
-    logits = rng.standard_normal((4, WIDTH))
-    logits[2:] = np.nan
-    np.testing.assert_array_equal(
-        run(impl, logits, live=2), np.argmax(logits[:2], axis=-1)
-    )
+def test_every_place_is_seen(impl):
+    """Fails if the largest is found anywhere but where it is."""
+    places = [0, 1, 511, 512, 4095, 4096, 16_383, 16_384, 20_479]
+    x = np.zeros((len(places), 20_480), np.float32)
+    x[np.arange(len(places)), places] = 1.0
+    assert run(impl, x).tolist() == places
 
 
-@every_impl
-def test_the_first_of_equals_wins(rng, impl):
-    """Fails if a later equal wins: implementations would choose other tokens."""
-    logits = rng.integers(-3, 3, (4, WIDTH))
-    expected = np.argmax(logits, axis=-1)
-    np.testing.assert_array_equal(run(impl, logits), expected)
-    # Negative control: there are equals, and the last of them is another.
-    last = WIDTH - 1 - np.argmax(logits[:, ::-1], axis=-1)
-    assert (last != expected).all()
+def test_denormals_are_not_zeros():
+    """Fails if the kernels of a GPU compare floats as XLA on a CPU does."""
+    rows = np.float32([[0.0, 1e-45, -1e-45], [-1e-45, -2e-45, -3e-45]])
+    assert run("interpret", rows).tolist() == [1, 0]
 
 
-@every_impl
-def test_the_first_nan_wins(rng, impl):
-    """Fails if NaN is swallowed: a broken row must not pass for a decision."""
-    logits = rng.standard_normal((3, WIDTH))
-    logits[:, 5] = np.inf
-    logits[0, 7] = logits[1, [300, 599]] = logits[2, 0] = np.nan
-    np.testing.assert_array_equal(run(impl, logits), [7, 300, 0])
+@pytest.mark.parametrize(
+    ("impl", "shape", "dtype", "error", "words"),
+    [
+        ("interpret", (2, 0), "float32", ValueError, r"of 0 logits.*1\.\.4194304"),
+        ("interpret", (2, 8), "float16", NotImplementedError, "not float16"),
+        ("portable", (1, 0), "float32", ValueError, "no values"),
+        ("portable", (1, 4), "bfloat16", NotImplementedError, "float32, not bfloat16"),
+    ],
+)
+def test_refusals(impl, shape, dtype, error, words):
+    """Fails if logits that the order is not made for are compared."""
+    with pytest.raises(error, match=words):
+        run(impl, np.zeros(shape, dtype))

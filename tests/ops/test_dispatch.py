@@ -6,9 +6,7 @@ import functools
 import decoding
 import jax
 import pytest
-from script_runs import run_python
 
-import spec_jax as sj
 from spec_jax.model import row_model
 from spec_jax.native import build
 from spec_jax.ops import dispatch
@@ -32,44 +30,18 @@ def test_auto_is_native_where_that_compiles(compiles, monkeypatch, caplog):
     assert said == ([] if compiles else [line])
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (AssertionError(), "no such device"),  # "cuda" without a GPU
-        (
-            RuntimeError("Unable to initialize 'x'\nand more"),
-            "Unable to initialize 'x'",
-        ),
-    ],
-)
-def test_a_platform_that_jax_cannot_start(error, reason, monkeypatch):
+def test_a_platform_that_jax_cannot_start(monkeypatch):
     """Fails if what jax raises escapes: an empty line, or several."""
 
     def fail():
-        raise error
+        raise RuntimeError("Unable to initialize 'x'\nand more")
 
     monkeypatch.setattr(jax, "default_backend", fail)
-    message = rf"^JAX_PLATFORMS=.*: jax cannot start it here \({reason}\); leave JAX"
+    message = r"^JAX_PLATFORMS=.*: jax cannot start it here \(Unable to .* 'x'\); leave"
     for call in (dispatch.backend, functools.partial(dispatch.resolve, "auto")):
         with pytest.raises(ValueError, match=message) as caught:
             call()
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
-def test_jax_platforms_of_another_machine(platform):
-    """As jax itself fails. Fails if it raises what is not expected."""
-    if platform == "cuda" and jax.default_backend() == "gpu":
-        pytest.skip("this machine has a GPU")
-    program = """
-from spec_jax.ops import dispatch
-try:
-    dispatch.backend()
-except ValueError as error:
-    print(error)
-"""
-    said = run_python("-c", program, JAX_PLATFORMS=platform)
-    assert said.stdout.startswith(f"JAX_PLATFORMS={platform}: jax cannot start it here")
 
 
 @pytest.mark.parametrize(
@@ -105,26 +77,11 @@ def test_kernels_by_device(backend, impl, runs, monkeypatch):
     assert dispatch.resolve(impl) == runs
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: dispatch.resolve("mosaic"),
-        lambda: dataclasses.replace(decoding.TARGET, impl="mosaic"),
-        lambda: sj.load(drafter="ngram", impl="mosaic"),
-    ],
-)
-def test_mosaic_says_that_it_was_removed(call):
+def test_mosaic_says_that_it_was_removed():
     """In a line that says why, and which commit has it."""
     words = r"was removed: .* 1.60 ms with it and 1.09 ms .*; commit 9b82177 has it$"
     with pytest.raises(ValueError, match=f"^impl='mosaic' {words}"):
-        call()
-
-
-@pytest.mark.parametrize(("impl", "interpreted"), [("triton", 0), ("interpret", 1)])
-def test_kernels_are_found_by_name(impl, interpreted):
-    module, is_interpreted = dispatch.kernels("argmax", impl)
-    assert module.__name__ == "spec_jax.pallas.argmax_triton"
-    assert is_interpreted == interpreted
+        dispatch.resolve("mosaic")
 
 
 def test_a_slab_that_kernels_do_not_have_is_refused():

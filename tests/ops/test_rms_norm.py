@@ -1,77 +1,78 @@
-"""RMSNorm against float64, and the order of its roundings."""
+"""RMSNorm by XLA and by Triton's kernel, against float64."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from native import native_oracle as oracle
+from ops import row_contract
 
 from spec_jax import testing
-from spec_jax.ops import rms_norm
+from spec_jax.pallas import rms_norm_triton
 
 
 EPS = 1e-3  # large enough to be seen in rows of small values
-WIDTH = 96
 
-_norm = jax.jit(rms_norm.rms_norm, static_argnames=("eps",))
+every_impl = pytest.mark.parametrize("impl", ["xla", "interpret"], indirect=True)
 
 
-def inputs(rng, dtype):
+def inputs(rng, width, dtype="bfloat16", rows=16):
     """Rows of very different size: the small ones show `eps`."""
-    sizes = np.array([1e-2, 1.0, 1e3])[:, None, None]
-    x = rng.standard_normal((3, 5, WIDTH)) * sizes
-    weight = rng.standard_normal(WIDTH)
-    return jnp.asarray(x.astype(dtype)), jnp.asarray(weight.astype(dtype))
+    sizes = np.resize([1e-2, 1.0, 1e3], rows)[:, None]
+    x = (sizes * rng.standard_normal((rows, width))).astype(jnp.dtype(dtype))
+    return x, oracle.normal(rng, width, dtype)
 
 
-def oracle(x, weight, eps=EPS):
-    x, weight = (np.asarray(each).astype(np.float64) for each in (x, weight))
-    mean_square = np.mean(x * x, axis=-1, keepdims=True)
-    return x / np.sqrt(mean_square + eps) * weight
+def run(impl, x, weight, eps=EPS):
+    norm = row_contract.compiled("norm", impl)
+    return norm(x, weight, num_active=np.int32(len(x)), eps=eps)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_are_normalised(rng, dtype):
-    """Fails if the mean is subtracted, or squares are summed in bfloat16."""
-    x, weight = inputs(rng, jnp.dtype(dtype))
-    y = _norm(x, weight, eps=EPS)
-    assert y.dtype == x.dtype
-    testing.assert_rows_close(y, oracle(x, weight), dtype=dtype, reduction=WIDTH)
+def expected(x, weight, eps=EPS):
+    return oracle.rms_norm(*oracle.wide(x, weight), eps, x.dtype)
 
 
-def test_the_weight_meets_the_rounded_value(rng):
+@every_impl
+@pytest.mark.parametrize("width", [1, 80, 1000])
+def test_rows_are_normalised(rng, impl, width):
+    """Fails if the mean is that of the block or is subtracted, or if squares are summed
+    in bfloat16."""
+    dtypes = ["bfloat16"] if impl == "interpret" else ["bfloat16", "float32"]
+    for dtype in dtypes:
+        x, weight = inputs(rng, width, dtype)
+        y = run(impl, x, weight)
+        assert y.dtype == x.dtype
+        near = {"dtype": dtype, "reduction": width}
+        testing.assert_rows_close(y, expected(x, weight), **near)
+        for wrong in (run(impl, x, weight, eps=0.0), np.asarray(y) * (128 / 80) ** 0.5):
+            with pytest.raises(AssertionError, match="rows are off"):
+                testing.assert_rows_close(wrong, expected(x, weight), **near)
+
+
+@every_impl
+def test_the_weight_meets_the_rounded_value(rng, impl):
     """Fails if the weight is multiplied in float32, before the cast back."""
-    x, weight = inputs(rng, jnp.bfloat16)
-    wide, wide_weight = (np.asarray(each).astype(np.float32) for each in (x, weight))
-    mean_square = np.mean(wide * wide, axis=-1, keepdims=True)
-    normed = wide / np.sqrt(mean_square + np.float32(EPS))
-    rounded_twice = normed.astype(jnp.bfloat16).astype(np.float32) * wide_weight
-    rounded_once = normed * wide_weight
-    actual = np.asarray(_norm(x, weight, eps=EPS))
-    # The library's reciprocal root may round a borderline value the other way.
-    assert (actual == rounded_twice.astype(jnp.bfloat16)).mean() > 0.98
+    x, weight = inputs(rng, 96)
+    actual = np.asarray(run(impl, x, weight))
+    oracle.assert_rounded_alike(actual, expected(x, weight))
     # Negative control: the other order is another result.
-    assert (actual == rounded_once.astype(jnp.bfloat16)).mean() < 0.9
+    wide, wide_weight = oracle.wide(x, weight)
+    scale = 1 / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + EPS)
+    once = oracle.rounded(wide * scale * wide_weight, "bfloat16")
+    with pytest.raises(AssertionError, match="elements differ"):
+        oracle.assert_rounded_alike(actual, once)
 
 
-FAULTS = {
-    "zeros": lambda x, w: jnp.zeros_like(x),
-    "no eps": lambda x, w: rms_norm.rms_norm(x, w, eps=0.0),
-    "no weight": lambda x, w: rms_norm.rms_norm(x, jnp.ones_like(w), eps=EPS),
-    "mean subtracted": lambda x, w: rms_norm.rms_norm(
-        x - jnp.mean(x, axis=-1, keepdims=True), w, eps=EPS
-    ),
-    "one element lost": lambda x, w: rms_norm.rms_norm(x.at[..., 0].set(0), w, eps=EPS),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_caught(rng, fault):
-    """Negative control: the oracle tells these from RMSNorm."""
-    x, weight = inputs(rng, jnp.bfloat16)
-    with pytest.raises(AssertionError, match="rows are off"):
-        testing.assert_rows_close(
-            jax.jit(FAULTS[fault])(x, weight),
-            oracle(x, weight),
-            dtype="bfloat16",
-            reduction=WIDTH,
-        )
+@pytest.mark.parametrize(
+    ("width", "weight", "message"),
+    [
+        (8, np.ones(7, "bfloat16"), r"weight has shape \(7,\), not \(8,\)"),
+        (8, np.ones(8, np.float32), "rows are bfloat16 but the weight is float32"),
+        (0, np.ones(0, "bfloat16"), r"rows of 0 elements are not in 1\.\.16384"),
+        (16_385, np.ones(16_385, "bfloat16"), "rows of 16385 elements"),
+    ],
+)
+def test_refusals(width, weight, message):
+    """Fails if a row that is not one block is cut off."""
+    kernel = rms_norm_triton.rms_norm
+    with pytest.raises(ValueError, match=message):
+        kernel(np.ones((2, width), "bfloat16"), weight, num_active=np.int32(2), eps=EPS)

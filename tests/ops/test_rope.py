@@ -1,17 +1,20 @@
-"""Rotary embedding: complex rotations in float64, and the relative property."""
+"""Rotary embedding, and angles by kernels: complex rotations in float64."""
 
 import decimal
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ops import row_contract
 
 from spec_jax import testing
 from spec_jax.ops import rope
 
 
 HEADS, HEAD_DIM = 3, 64
+# The last position of Qwen3, and the first ones.
 POSITIONS = np.array([0, 1, 7, 128, 5000, 40959], np.int32)
 INV_FREQ = rope.inverse_frequencies(HEAD_DIM, 1e6)
 
@@ -39,7 +42,16 @@ def test_heads_are_rotated(rng, dtype, scale):
     x = inputs(rng, jnp.dtype(dtype))
     y = _rope(x, POSITIONS, INV_FREQ, scale=scale)
     assert y.dtype == x.dtype
-    testing.assert_rows_close(y, oracle(x, scale=scale), dtype=dtype, reduction=2)
+    near = {"dtype": dtype, "reduction": 2}
+    testing.assert_rows_close(y, oracle(x, scale=scale), **near)
+    neighbours = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+    for wrong in (  # Negative controls.
+        _rope(x, POSITIONS + 1, INV_FREQ, scale=scale),
+        _rope(x, -POSITIONS, INV_FREQ, scale=scale),
+        _rope(neighbours, POSITIONS, INV_FREQ, scale=scale),
+    ):
+        with pytest.raises(AssertionError, match="rows are off"):
+            testing.assert_rows_close(wrong, oracle(x, scale=scale), **near)
 
 
 @pytest.mark.parametrize(
@@ -64,61 +76,33 @@ def test_position_zero_changes_nothing(rng):
     testing.assert_same_bits(y, x)
 
 
-def test_scores_depend_on_the_distance_only(rng):
-    """Fails if queries and keys turn by different angles, or in opposite senses."""
-    q, k = (inputs(rng, jnp.float32)[:1] for _ in range(2))
-    q, k = (jnp.broadcast_to(x, (6, HEADS, HEAD_DIM)) for x in (q, k))
-    starts = np.array([0, 1, 10, 100, 500, 1000], np.int32)
-    keys = _rope(k, starts, INV_FREQ, scale=1.0)
-
-    def scores(distance):
-        queries = _rope(q, starts + np.int32(distance), INV_FREQ, scale=1.0)
-        return np.einsum("rnh,rnh->nr", *map(np.asarray, (queries, keys)))
-
-    near, far = scores(3), scores(4)
-    # Angles of position 1000 are rounded to 2**-15 radians.
-    np.testing.assert_allclose(near, near[:, :1].repeat(6, 1), atol=2e-3)
-    # Negative control: another distance gives another score.
-    assert np.abs(near - far).min(1).max() > 0.1
-
-
-FAULTS = {
-    "zeros": lambda x, at, freq: jnp.zeros_like(x),
-    "not rotated": lambda x, at, freq: x,
-    "next position": lambda x, at, freq: rope.rope(x, at + 1, freq, scale=1.0),
-    "backwards": lambda x, at, freq: rope.rope(x, -at, freq, scale=1.0),
-    "scaled": lambda x, at, freq: rope.rope(x, at, freq, scale=1.02),
-    "other frequencies": lambda x, at, freq: rope.rope(x, at, freq**0.9, scale=1.0),
-    "neighbours paired": lambda x, at, freq: rope.rope(
-        jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1), at, freq, scale=1.0
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_caught(rng, fault):
-    """Negative control: the oracle tells these from the rotation."""
-    x = inputs(rng, jnp.bfloat16)
-    with pytest.raises(AssertionError, match="rows are off"):
-        testing.assert_rows_close(
-            jax.jit(FAULTS[fault])(x, POSITIONS, INV_FREQ),
-            oracle(x),
-            dtype="bfloat16",
-            reduction=2,
-        )
-
-
-@pytest.mark.parametrize(("head_dim", "theta"), [(80, 1e4), (128, 1e6)])
-def test_inverse_frequencies(head_dim, theta):
-    """Fails if the exponent counts pairs instead of elements, or is rounded early."""
-    actual = rope.inverse_frequencies(head_dim, theta)
-    i = np.arange(head_dim // 2)
-    expected = np.exp(-np.log(theta) * 2 * i / head_dim)
-    assert actual.dtype == np.float32
-    assert actual[0] == 1.0
-    # The exponent is float32: relative error ln(theta) * 2**-24 and a few roundings.
-    np.testing.assert_allclose(actual, expected, rtol=2e-6)
-    with pytest.raises(AssertionError):
+@pytest.mark.parametrize("impl", ["xla", "interpret"], indirect=True)
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 1.0), ("bfloat16", 1.25)])
+def test_angles_are_those_of_float64(impl, dtype, scale):
+    """Fails if a position, a frequency or a half is another's, or scale is left out."""
+    angles = row_contract.compiled("angles", impl)
+    found = angles(POSITIONS, INV_FREQ, scale=scale, dtype=dtype)
+    # The radians are rounded to float32, as everywhere.
+    radians = (POSITIONS.astype(np.float32)[:, None] * INV_FREQ).astype(np.float64)
+    rounding = {"float32": 2.0**-22, "bfloat16": 2.0**-8}[dtype]
+    for values, turned in zip(found, (np.cos(radians), np.sin(radians)), strict=True):
+        assert values.dtype == dtype and values.shape == (POSITIONS.size, HEAD_DIM // 2)
         np.testing.assert_allclose(
-            rope.inverse_frequencies(head_dim, theta * 1.001), expected, rtol=2e-6
+            np.asarray(values).astype(np.float64), scale * turned, atol=scale * rounding
         )
+
+
+def test_implementations_without_kernels_keep_the_reference():
+    """Fails if another program than `rope.angles` is traced for a CPU."""
+    angles = functools.partial(rope.row_angles, scale=1.0, dtype="bfloat16")
+    traced = [
+        str(jax.make_jaxpr(f)(POSITIONS, INV_FREQ).eqns)
+        for f in (
+            functools.partial(rope.angles, scale=1.0, dtype="bfloat16"),
+            functools.partial(angles, impl="native"),
+            functools.partial(angles, impl="xla"),
+            functools.partial(angles, impl="interpret"),
+        )
+    ]
+    assert traced[0] == traced[1] == traced[2]
+    assert "pallas_call" in traced[3] and "pallas_call" not in traced[0]

@@ -40,11 +40,8 @@ def test_large_gates_do_not_overflow():
 
 
 FAULTS = {
-    "zeros": lambda x: jnp.zeros((5, WIDTH)),
     "halves exchanged": lambda x: swiglu.swiglu(jnp.roll(x, WIDTH, axis=-1)),
     "interleaved": lambda x: jax.nn.silu(x[:, ::2]) * x[:, 1::2],
-    "gelu": lambda x: jax.nn.gelu(x[:, :WIDTH]) * x[:, WIDTH:],
-    "sigmoid": lambda x: jax.nn.sigmoid(x[:, :WIDTH]) * x[:, WIDTH:],
 }
 
 

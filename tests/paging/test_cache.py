@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.paging import allocator, cache
+from spec_jax.paging import allocator, cache, static
 
 
 SIZES = {
@@ -64,19 +64,6 @@ def write_rows(kv, rows, num_active, *, seed=0, layer=1, write=write):
     return write(kv, layer, slots, positions, np.int32(num_active), k, v), k, v
 
 
-def test_written_rows_read_back():
-    """Fails if a row lands at another slot's page, or in another layer."""
-    before = make_cache()
-    rows = [(0, 8), (1, 3), (2, 0), (0, 3), (0, 4), (1, 0)]
-    kv, k, v = write_rows(before, rows, ROWS)
-    for row, (slot, position) in enumerate(rows):
-        keys, values = (np.asarray(x)[position] for x in read(kv, 1, slot))
-        testing.assert_same_bits((keys, values), (k[row], v[row]))
-    testing.assert_same_bits((kv.k[0], kv.v[0]), (before.k[0], before.v[0]))
-    tables = {"k": before.k, "v": before.v}
-    testing.assert_same_bits(kv.replace(**tables), before)
-
-
 def test_nothing_else_is_written():
     """Fails if a padding row, or one past the slot's pages, is written anywhere."""
     before = make_cache()
@@ -118,8 +105,12 @@ def test_rows_are_cast_to_the_pools_dtype():
     ],
 )
 def test_impossible_sizes_are_refused(changes, message):
+    sizes = SIZES | changes
     with pytest.raises(ValueError, match=message):
-        cache.init(**(SIZES | changes))
+        cache.init(**sizes)
+    if sizes.pop("num_pages") > 0 and sizes["pages_per_slot"] == 5:
+        with pytest.raises(ValueError, match=message):
+            static.init(**sizes)
 
 
 def at(name, index, value):
@@ -196,3 +187,21 @@ def test_broken_tables_are_reported(sound, fault):
     spoil, message = BROKEN_TABLES[fault]
     with pytest.raises(ValueError, match=message):
         cache.check_integrity(sound.replace(**spoil(sound)))
+
+
+def test_broken_tables_of_a_static_cache_are_reported():
+    """Negative control: slots that exchange pages, and lengths that cannot be."""
+    sizes = {name: size for name, size in SIZES.items() if name != "num_pages"}
+    kv = static.init(**sizes)
+    for slot in (0, 1):
+        kv = allocator.register(kv, slot)
+    static.check_integrity(kv)
+    exchanged = kv.replace(page_table=kv.page_table[jnp.array([1, 0, 2])])
+    with pytest.raises(ValueError, match=r"slots \[0, 1\] do not own their own pages"):
+        static.check_integrity(exchanged)
+    for slot, length, message in (
+        (1, 21, "slot 1: length 21 exceeds its 5 pages of 4"),
+        (2, 1, "slot 2 is not registered but holds 1 positions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            static.check_integrity(kv.replace(length=kv.length.at[slot].set(length)))

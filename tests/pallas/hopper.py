@@ -203,51 +203,29 @@ def _cuda() -> pathlib.Path:
     return pathlib.Path(next(iter(paths)) if paths else "nvidia") / "cu13"
 
 
-class CompilerAborted(Exception):
-    """The compiler took its process with it."""
-
-
 class Compiler:
-    """A process that compiles; a new one takes its place when it dies.
-
-    Raises:
-      RuntimeError: the compilers are not installed, and how they are.
-    """
+    """A process that compiles, where nothing is `missing`."""
 
     def __init__(self):
-        why = missing()
-        if why:
-            raise RuntimeError(why)
-        self._pool = None
+        self._pool = futures.ProcessPoolExecutor(
+            max_workers=1,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_initialize,
+        )
 
     def __enter__(self):
         return self
 
     def __exit__(self, *unused):
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
+        self._pool.shutdown(cancel_futures=True)
 
     def compile(self, build: Callable[..., Program], *args, **kwargs) -> Report:
         """The report of `build(*args, **kwargs)`, which is called over there.
 
         `build` is a function of a module's top level, its arguments can be pickled,
         and whatever it raises, or the compiler, is raised here.
-
-        Raises:
-          CompilerAborted: the process ended.
         """
-        if self._pool is None:
-            self._pool = futures.ProcessPoolExecutor(
-                max_workers=1,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_initialize,
-            )
-        try:
-            return self._pool.submit(_compile, build, args, kwargs).result()
-        except futures.process.BrokenProcessPool:
-            self._pool = None
-            raise CompilerAborted(f"{build.__name__}{args}{kwargs}") from None
+        return self._pool.submit(_compile, build, args, kwargs).result()
 
 
 _folder: tempfile.TemporaryDirectory | None = None

@@ -1,8 +1,6 @@
 """A plain step, a verification and a round of Qwen3, to be compiled and not run."""
 
 import dataclasses
-import functools
-from unittest import mock
 
 import hopper
 import jax
@@ -104,17 +102,6 @@ def distribution(rows: int, *, impl: str | None) -> hopper.Program:
     logits = jax.ShapeDtypeStruct((rows, VOCABULARY), jnp.float32)
     settings = jax.eval_shape(sampling_lib.make_settings)
     return hopper.Program(fn=fn, args=(logits, settings))
-
-
-def unrolled_step(name: str, **options) -> hopper.Program:
-    """As `plain_step`, its layers in the program itself and not in a function."""
-    program = plain_step(name, **options)
-
-    def step(*args):
-        with mock.patch.object(jax, "jit", functools.partial(jax.jit, inline=True)):
-            return program.fn(*args)
-
-    return dataclasses.replace(program, fn=step)
 
 
 def scaled_step(name: str, **options) -> hopper.Program:
@@ -247,12 +234,10 @@ def head_step(name: str, **options) -> hopper.Program:
     return hopper.Program(fn=step, args=args, donate=(1,))
 
 
-def head_round(
-    name: str, *, layers: int, num_slots: int = 1, **options
-) -> hopper.Program:
-    """`round.run_round` of one slot or several, with trees of a head."""
+def head_round(name: str, *, layers: int, **options) -> hopper.Program:
+    """`round.run_round` of one slot, with trees of a head."""
     own = model(name, layers=layers, **options)
-    target = rows.SlotRows(model=own, num_slots=num_slots)
+    target = rows.SlotRows(model=own, num_slots=1)
     drafter = head(name, **options).for_tree(tree_shapes.parse(TREE))
     params = params_lib.shapes(target.config), eagle3_params.shapes(drafter.head)
     return _round(target, drafter, params)
@@ -293,14 +278,11 @@ def block_step(name: str, *, size: int, num_blocks: int = 1, **options):
     return hopper.Program(fn=step, args=args, donate=(1,))
 
 
-def block_round(
-    name: str, *, layers: int, num_slots: int = 1, size: int = 16, **options
-) -> hopper.Program:
-    """`round.run_round` of one slot or several, with DFlash."""
-    target = rows.SlotRows(
-        model=model(name, layers=layers, **options), num_slots=num_slots
-    )
-    drafter = block_head(name, kind="dflash", size=size, **options)
+def block_round(name: str, *, layers: int, **options) -> hopper.Program:
+    """`round.run_round` of one slot, with DFlash."""
+    own = model(name, layers=layers, **options)
+    target = rows.SlotRows(model=own, num_slots=1)
+    drafter = block_head(name, kind="dflash", size=16, **options)
     shapes = params_lib.shapes(target.config), block_params.shapes(drafter.head)
     return _round(target, drafter, shapes)
 

@@ -38,16 +38,13 @@ class Kernel:
     Attributes:
       threads: of a block, where the kernel fixes it; otherwise 0.
       spill_bytes: stored to and loaded from local memory for want of registers.
-      stack_bytes: local memory, spills included.
       static_shared_bytes: known to the assembler. What is asked for at the launch
         comes on top: `hopper.Thunk.shared_bytes`.
     """
 
     name: str
-    arch: str
     registers: int
     spill_bytes: int
-    stack_bytes: int
     static_shared_bytes: int
     threads: int
     ptx: str
@@ -137,17 +134,15 @@ def read(log: pathlib.Path, cuda: pathlib.Path) -> tuple[Kernel, ...]:
         cubin = (run / "cubin").read_bytes() if (run / "cubin").exists() else b""
         entries = re.split(r"(?=Compiling entry function)", report)
         for entry in entries[1:]:
-            name, arch = re.match(r".*?'(\S+)' for '(\w+)'", entry).groups()
+            name = re.match(r".*?'(\S+)' for ", entry)[1]
             # The properties of a kernel follow the line that names it.
             declared = ptx[ptx.find(f".entry {name}(") :]
             kernels.append(
                 Kernel(
                     name=name,
-                    arch=arch,
                     registers=_number(r"Used (\d+) registers", entry),
                     spill_bytes=_number(r"(\d+) bytes spill stores", entry)
                     + _number(r"(\d+) bytes spill loads", entry),
-                    stack_bytes=_number(r"(\d+) bytes stack frame", entry),
                     static_shared_bytes=_number(r"(\d+) bytes smem", entry),
                     threads=_number(r"\.(?:reqntid|maxntid)\s+(\d+)", declared),
                     ptx=ptx,

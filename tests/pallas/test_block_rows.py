@@ -14,7 +14,6 @@ from model import block_cases
 from spec_jax import testing
 from spec_jax.drafters import block
 from spec_jax.model import (
-    block_heads,
     block_params,
     params as params_lib,
     row_model,
@@ -100,15 +99,3 @@ def test_blocks_are_those_of_xla(params, together):
     assert (np.linalg.norm(found - expected, axis=2) < 0.02 * size).all()
     # Negative control: that of another slot.
     assert (np.linalg.norm(found[1:] - expected[:-1], axis=2) > 0.1 * size[1:]).all()
-
-
-def test_a_product_of_more_rows_than_a_slab():
-    """Fails if a level of trees, or slots, past 16 rows are refused or cut off."""
-    rng = np.random.default_rng(5)
-    x, w = (jnp.asarray(rng.normal(size=(n, 32)), jnp.bfloat16) for n in (70, 48))
-    product = block_heads.row_product("interpret")
-    y = product(x, w)
-    testing.assert_same_bits(product(x[66:67], w), y[66:67])
-    testing.assert_same_bits(product(x[:17], w), y[:17])
-    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    testing.assert_rows_close(y, expected, dtype="float32", reduction=32)

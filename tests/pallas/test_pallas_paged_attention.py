@@ -1,4 +1,7 @@
-"""Paged attention of Triton, interpreted: the job list, edges, and who adds splits."""
+"""Triton's attention, interpreted: its jobs, its plans, and who adds splits.
+
+What every implementation promises is in `ops/test_row_attention`.
+"""
 
 import dataclasses
 import functools
@@ -7,162 +10,79 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import row_slabs as slabs
 from jax.experimental import pallas as pl
 from native import native_oracle as oracle
+from ops import row_slabs as slabs
 
 from spec_jax import testing
-from spec_jax.ops import paged_attention
-from spec_jax.pallas import (
-    attention_plan as plan,
-    head_rotation,
-    row_attention_triton,
-    row_jobs,
-)
+from spec_jax.pallas import head_rotation, row_attention_triton, row_jobs
 
 
-R, K, G, H, PAGE = 16, 2, 3, 64, 16
-SPLIT, BLOCK = 32, 16
-CONFIG = plan.Config(split=SPLIT, block=BLOCK, programs=2)
-LENGTHS = (1, BLOCK, SPLIT - 1, SPLIT, SPLIT + 1, 5 * PAGE)
-"""One slot each, the last one as long as its table."""
+R, K = 16, 2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """Rows over slots of `LENGTHS`; what no sequence owns is NaN."""
-
-    q: np.ndarray  # [R, N, H]
-    k_pages: np.ndarray
-    v_pages: np.ndarray
-    page_table: np.ndarray
-    slots: np.ndarray
-    positions: np.ndarray
-    num_active: np.int32
-
-    def inputs(self) -> dict:
-        return jax.tree.map(jnp.asarray, dataclasses.asdict(self))
-
-    def oracle(self) -> np.ndarray:
-        """Row by row and head by head, in float64, of the active rows."""
-        out = np.zeros((self.num_active, K * G, H))
-        for row in range(self.num_active):
-            seen = np.arange(self.positions[row] + 1)
-            pages = self.page_table[self.slots[row], seen // PAGE]
-            keys, values = oracle.wide(
-                *(pool[pages, seen % PAGE] for pool in (self.k_pages, self.v_pages))
-            )
-            for head in range(K * G):
-                query = self.q[row, head].astype(np.float64)
-                probs = oracle.softmax(keys[:, head // G] @ query * H**-0.5)
-                out[row, head] = probs @ values[:, head // G]
-        return out
+def run(slab, live, **changes):
+    config = dataclasses.replace(slabs.SMALL, **changes)
+    return slabs.run("interpret", slab, live, config=config)
 
 
-def make_case(rng) -> Case:
-    slab = oracle.make_slab(
-        rng, [(slot, length - 1) for slot, length in enumerate(LENGTHS)],
-        dtype="float32", N=K * G, K=K, H=H, page_size=PAGE, prefix=LENGTHS,
-    )  # fmt: skip
-    rows = [(slot, length - 1) for slot, length in enumerate(LENGTHS)]
-    rows += [(5, 78), (5, 63), (5, 64), (5, 0), (4, 31), (3, 30), (5, 70), (2, 15)]
-    rows = [rows[i] for i in rng.permutation(len(rows))]
-    slots, positions = np.asarray(rows + [(2**30, 2**30)] * (R - len(rows))).T
-    q = 3 * rng.standard_normal((R, K * G, H))
-    q[len(rows) :] = np.nan
-    return Case(
-        q=q.astype(np.float32),
-        k_pages=slab.k_pages,
-        v_pages=slab.v_pages,
-        page_table=slab.page_table,
-        slots=slots.astype(np.int32),
-        positions=positions.astype(np.int32),
-        num_active=np.int32(len(rows)),
-    )
-
-
-_row_attention = jax.jit(
-    functools.partial(
-        row_attention_triton.attend,
-        q_norm=None,
-        k_norm=None,
-        eps=0.0,
-        scale=H**-0.5,
-        interpret=True,
-    ),
-    static_argnames=("config",),
-)
-
-
-def _attend(case, **options) -> np.ndarray:
-    """Rows that are not turned, and whose keys and values lie in the pages already."""
-    inputs = case.inputs()
-    rows = np.arange(R) < case.num_active
-    slots, positions = (np.where(rows, x, 0) for x in (case.slots, case.positions))
-    at = case.page_table[slots, positions // PAGE], positions % PAGE
-    own = (pool[at] for pool in (case.k_pages, case.v_pages))
-    heads = np.concatenate([inputs.pop("q"), *own], axis=1).reshape(R, -1)
-    turn = {"cos": np.ones((R, H // 2)), "sin": np.zeros((R, H // 2))}
-    turn = {name: array.astype(np.float32) for name, array in turn.items()}
-    options = {"config": CONFIG} | options
-    out, *pools = _row_attention(heads, **turn, **inputs, **options)
-    testing.assert_same_bits(pools, [case.k_pages, case.v_pages])
-    return np.asarray(out).reshape(R, K * G, H)
-
-
-def test_edges_of_pages_blocks_and_splits(rng):
-    """Fails if a key is missed or seen twice at an edge, the table's end included."""
-    case = make_case(rng)
-    out = _attend(case)
-    near = {"dtype": "float32", "reduction": max(LENGTHS) + H}
-    testing.assert_rows_close(out[: case.num_active], case.oracle(), **near)
-    reference = paged_attention.paged_attention(**case.inputs(), scale=H**-0.5)
-    reference = np.asarray(reference)[: case.num_active]
-    testing.assert_rows_close(out[: case.num_active], reference, **near)
-
-
-def jobs_of(case) -> row_jobs.RowJobs:
-    given = case.inputs()
-    lay = plan.layout(R, G, H, tile=CONFIG.tile)
-    return row_jobs.row_jobs(
-        *(given[name] for name in ("page_table", "slots", "positions", "num_active")),
-        num_pages=len(case.k_pages), page_size=PAGE, split=SPLIT,
-        tile_rows=lay.tile_rows, num_kv_heads=K, interpret=True,
-    )  # fmt: skip
-
-
-def test_whoever_is_last_adds_the_same_splits(rng):
-    """Fails if a row's bits depend on which program does its last job.
-
-    Negative control: a program that believes to be the last one job too early adds a
-    split that is not there yet.
-    """
-    case = make_case(rng)
-    expected = _attend(case)[: case.num_active]
-    several = dataclasses.replace(CONFIG, programs=10)
-    out = _attend(case, config=several)[: case.num_active]
-    testing.assert_same_bits(out, expected)
-    jobs = jobs_of(case)
-    out = _attend(case, jobs=jobs)[: case.num_active]
-    testing.assert_same_bits(out, expected)
-    early = _attend(case, jobs=jobs._replace(done=jobs.done + 1))[: case.num_active]
-    assert np.isnan(early).any()
-
-
-def test_each_program_writes_what_it_reads(rng, monkeypatch):
-    """Negative control: of the programs of a head, the last one writes for all."""
-    real = head_rotation.write_rows
-
-    def write_rows(*args, is_stored, **options):
-        is_last = pl.program_id(1) == pl.num_programs(1) - 1
-        real(*args, is_stored=is_stored & is_last, **options)
-
+@pytest.mark.parametrize("programs", [6, 10])
+def test_whoever_is_last_adds_the_same_splits(rng, programs):
+    """Fails if a row's bits depend on which program does its last job, or a kernel
+    keeps another call's grid."""
     slab = slabs.in_slab(slabs.small_slab(rng), range(8))
-    monkeypatch.setattr(head_rotation, "write_rows", write_rows)
-    # Four programs for each head, and not a config that is compiled already.
-    several = dataclasses.replace(slabs.SMALL, programs=8)
-    planted = slabs.run(slab, 8, config=several)[0][:8].astype(np.float32)
-    assert np.isnan(planted).any()
+    first = run(slab, 8)
+    testing.assert_same_bits(run(slab, 8, programs=programs), first)
+    testing.assert_same_bits(run(slab, 8), first)
+
+
+def _last_program_writes(*args, is_stored, real=head_rotation.write_rows, **options):
+    is_last = pl.program_id(1) == pl.num_programs(1) - 1
+    real(*args, is_stored=is_stored & is_last, **options)
+
+
+def _one_job_early(*args, real=row_jobs.row_jobs, **options):
+    jobs = real(*args, **options)
+    return jobs._replace(done=jobs.done + 1)
+
+
+@pytest.mark.parametrize(
+    ("programs", "module", "name", "planted"),
+    [
+        (8, head_rotation, "write_rows", _last_program_writes),
+        (12, row_jobs, "row_jobs", _one_job_early),
+    ],
+)
+def test_programs_that_work_for_others_are_caught(
+    rng, monkeypatch, programs, module, name, planted
+):
+    """Negative control: a head's last program writes for all of them; or a split is
+    added before it is there. (Of each a number of programs that is not compiled yet.)
+    """
+    monkeypatch.setattr(module, name, planted)
+    slab = slabs.in_slab(slabs.small_slab(rng), range(8))
+    found = run(slab, 8, programs=programs)[0][:8].astype(np.float32)
+    assert np.isnan(found).any()
+
+
+def test_default_plan_with_several_splits():
+    """Fails if what is shared between rows is not what each would do alone."""
+    rng = np.random.default_rng(5)
+    rows = slabs.window((3, 5), (254, 259), (515, 519))
+    slab = slabs.small_slab(rng, rows=rows, page_size=64, prefix=(3, 254, 515))
+    default = functools.partial(slabs.run, "interpret", config=None)
+    out, *_ = slabs.assert_row_contract(slab, default)
+    expected, *_ = oracle.attend(slab, **slabs.numbers(slab))
+    testing.assert_rows_close(out, expected, dtype="bfloat16", reduction=535)
+
+
+@pytest.mark.parametrize("change", [{"block": 32}, {"split": 48}])
+def test_a_plan_by_active_rows_is_caught(rng, change):
+    """Negative control: other blocks or splits where more than one row is active."""
+    slab = slabs.small_slab(rng)
+    planted = lambda slab, live: run(slab, live, **({} if live == 1 else change))
+    with pytest.raises(AssertionError, match="elements differ"):
+        slabs.assert_row_contract(slab, planted)
 
 
 def walk(jobs, tile_rows):
@@ -237,19 +157,16 @@ def test_rows_of_a_slot_share_their_prefix():
 
 def test_a_pool_too_large_is_refused():
     """Fails if offsets into a pool could pass 32 bits."""
-    pool = jax.ShapeDtypeStruct((2**17, 16, 8, 128), jnp.bfloat16)
-    heads = jax.ShapeDtypeStruct((R, 32 * 128), jnp.bfloat16)
-    turn = jax.ShapeDtypeStruct((R, 64), jnp.bfloat16)
-    rows = jax.ShapeDtypeStruct((R,), jnp.int32)
-    given = {"page_table": jnp.zeros((1, 4), jnp.int32), "num_active": jnp.int32(0)}
+    shape = jax.ShapeDtypeStruct
+    pool = shape((2**17, 16, 8, 128), jnp.bfloat16)
+    rows, turn = shape((R,), jnp.int32), shape((R, 64), jnp.bfloat16)
+    attend = functools.partial(
+        row_attention_triton.attend, q_norm=None, k_norm=None, eps=0.0, scale=1.0,
+        interpret=True, page_table=jnp.zeros((1, 4), jnp.int32),
+        num_active=jnp.int32(0),
+    )  # fmt: skip
     with pytest.raises(NotImplementedError, match="2147483648 elements of a pool"):
         jax.eval_shape(
-            functools.partial(_row_attention, **given),
-            heads,
-            k_pages=pool,
-            v_pages=pool,
-            cos=turn,
-            sin=turn,
-            slots=rows,
-            positions=rows,
-        )
+            attend, heads=shape((R, 32 * 128), jnp.bfloat16), k_pages=pool,
+            v_pages=pool, cos=turn, sin=turn, slots=rows, positions=rows,
+        )  # fmt: skip

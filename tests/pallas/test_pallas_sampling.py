@@ -1,6 +1,6 @@
-"""Draws by the kernels in interpret mode: the law of `rules.sampling`, row by row.
+"""Filters, noise and sums of Triton's kernels, interpreted, against float64.
 
-The oracle sorts in float64. What a GPU makes of the kernels is in `test_hopper_exact`.
+What is drawn is in `ops/test_draw`, and what a GPU makes of it in `test_hopper_exact`.
 """
 
 import dataclasses
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.drafters import draw as draw_lib
 from spec_jax.engine import protocols, target as target_lib, verification
 from spec_jax.ops import draw as draw_op
 from spec_jax.pallas import (
@@ -33,10 +32,6 @@ SETTINGS = (
     {"temperature": 1.0, "top_p": 0.95, "seed": 9},
     {"temperature": 1.3, "top_k": 700, "seed": 3},
 )
-EVERY = np.ones(ROWS, bool)
-
-_draw = jax.jit(functools.partial(draw_op.draw, impl="interpret"))
-_sample_each = jax.jit(sampling.sample_each)
 _first_tokens = jax.jit(functools.partial(first.first_tokens, interpret=True))
 
 
@@ -46,10 +41,7 @@ def stacked(each=SETTINGS) -> sampling.SamplingSettings:
 
 
 def make_rows(rng, scale=3.0):
-    logits = (scale * rng.standard_normal((ROWS, VOCAB))).astype(np.float32)
-    positions = rng.integers(0, 2**20, ROWS).astype(np.int32)
-    positions[1] = positions[5]  # of one seed
-    return logits, positions
+    return (scale * rng.standard_normal((ROWS, VOCAB))).astype(np.float32)
 
 
 def kept_by_oracle(logits, *, temperature=1.0, top_k=None, top_p=1.0, seed=0):
@@ -104,7 +96,7 @@ FILTERS = (
 def test_filters_keep_what_sorting_keeps(rng):
     """Fails if a block, a bit of the boundary or a filter is left out."""
     for scale in (0.1, 3.0):  # Nearly even, and peaked.
-        logits, _ = make_rows(rng, scale)
+        logits = make_rows(rng, scale)
         found = kept_by_kernel(logits, FILTERS)
         for row, values in enumerate(FILTERS):
             expected, margin = kept_by_oracle(logits[row], **values)
@@ -171,60 +163,15 @@ def test_boundaries_are_exact():
     assert [np.flatnonzero(row).tolist() for row in found] == [row[2] for row in rows]
 
 
-def test_draws_are_those_of_the_reference(rng):
-    """Fails if a noise, a filter or a setting is another than `rules.sampling`'s.
-
-    Top-p's sums stand in another order: a token at its bound may be kept by one alone,
-    which is drawn so seldom that it shows in no draw here.
-    """
-    settings, differing = stacked(), 0
-    for _ in range(6):
-        logits, positions = make_rows(rng)
-        how = {"positions": positions, "draws": EVERY}
-        ours, theirs = _draw(logits, settings, **how), _sample_each(
-            logits, settings, **how
-        )  # fmt: skip
-        differing += int(np.sum(np.asarray(ours) != np.asarray(theirs)))
-        assert int(ours[0]) == int(np.argmax(logits[0]))  # Greedy.
-    assert differing == 0
-
-
-def test_other_settings_and_positions_are_caught(rng):
-    """Negative control: rolled by a row, and keyed one position late."""
-    logits, positions = make_rows(rng)
-    right = np.asarray(_draw(logits, stacked(), positions=positions, draws=EVERY))
-    rolled = stacked((*SETTINGS[1:], SETTINGS[0]))
-    for settings, late in ((rolled, 0), (stacked(), 1)):
-        found = _draw(logits, settings, positions=positions + late, draws=EVERY)
-        assert np.sum(np.asarray(found) != right) >= ROWS - 2
-
-
-def noise_of(logits, settings, positions):
-    """The noise of each token: what is on top of the log weights."""
-    draws = jnp.ones(positions.shape, bool)
-    shared = {"temperature": settings.temperature, "draws": draws, "interpret": True}
-    highest = jnp.max(logits, axis=1)
-    kept = first.first_tokens(
-        logits, highest, top_k=settings.top_k, top_p=settings.top_p, **shared
-    )
-    return noisy_weights_triton.noisy_weights(
-        logits,
-        highest,
-        kept,
-        min_p=settings.min_p,
-        seeds=settings.seed,
-        positions=positions,
-        **shared,
-    )
-
-
 def test_noise_has_the_bits_of_threefry(rng):
     """Fails if a counter, a key or a round of Threefry is another than jax's."""
-    _, positions = make_rows(rng)
+    positions = rng.integers(0, 2**20, ROWS).astype(np.int32)
     seeds = [0, 1, 2**31, 2**32 - 1, 7, 7]
     settings = stacked([{"seed": seed} for seed in seeds])
     even = np.zeros((ROWS, VOCAB), np.float32)
-    found = np.asarray(jax.jit(noise_of)(even, settings, positions))
+    noisy = jax.jit(functools.partial(draw_op.noisy_weights, impl="interpret"))
+    draws = np.ones(ROWS, bool)
+    found = np.asarray(noisy(even, settings, positions=positions, draws=draws))
     expected = jax.jit(
         jax.vmap(functools.partial(sampling.noise, vocab_size=VOCAB))
     )(settings.seed, positions)  # fmt: skip
@@ -237,43 +184,13 @@ def test_noise_has_the_bits_of_threefry(rng):
     testing.assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("chosen", [[], [2], [0, 5], [1, 3, 4]])
-def test_rows_that_do_not_draw_are_zero_and_unread(rng, chosen):
-    """Fails if a row's token depends on who else draws, or on NaN beside it."""
-    logits, positions = make_rows(rng)
-    every = np.asarray(_draw(logits, stacked(), positions=positions, draws=EVERY))
-    assert np.count_nonzero(every) == ROWS
-    draws = np.isin(np.arange(ROWS), chosen)
-    poisoned = np.where(draws[:, None], logits, np.float32(np.nan))
-    found = _draw(poisoned, stacked(), positions=positions, draws=draws)
-    np.testing.assert_array_equal(found, np.where(draws, every, 0))
-
-
-def test_a_row_has_the_bits_that_it_has_alone(rng):
-    """Fails if noisy weights depend on a row's place, or on how many rows there are."""
-    logits, positions = make_rows(rng)
-    settings, noisy = stacked(), jax.jit(noise_of)
-    together = np.asarray(noisy(logits, settings, positions))
-    order = np.roll(np.arange(ROWS), 2)
-    moved = noisy(
-        logits[order], jax.tree.map(lambda x: x[order], settings), positions[order]
-    )
-    testing.assert_same_bits(np.asarray(moved), together[order])
-    for row in (1, 4):
-        own = jax.tree.map(lambda x, row=row: x[row : row + 1], settings)
-        alone = noisy(logits[row : row + 1], own, positions[row : row + 1])
-        testing.assert_same_bits(np.asarray(alone), together[row : row + 1])
-    with pytest.raises(AssertionError, match="differ"):  # Negative control.
-        testing.assert_same_bits(np.asarray(moved), together)
-
-
 _distribution = jax.jit(functools.partial(draw_op.distribution, impl="interpret"))
 
 
 def test_distributions_are_those_of_the_rules(rng):
     """Fails if a filter, a temperature or a token is left out of a row, or summed
     twice."""
-    logits, _ = make_rows(rng)
+    logits = make_rows(rng)
     settings = stacked()
     found = np.asarray(_distribution(logits, settings))
     rule = jax.jit(sampling.distribution)
@@ -297,7 +214,7 @@ def test_distributions_are_those_of_the_rules(rng):
 
 def test_sums_have_one_order(rng):
     """Fails if a chunk is left out, or a row's sum depends on other rows."""
-    x = np.exp(make_rows(rng)[0])
+    x = np.exp(make_rows(rng))
     sums = jax.jit(functools.partial(draw_op.row_sums, impl="interpret"))
     found = np.asarray(sums(x))
     np.testing.assert_allclose(found, x.sum(axis=1, dtype=np.float64), rtol=1e-5)
@@ -312,66 +229,10 @@ def test_sums_have_one_order(rng):
 
 def test_scores_of_children_are_log_softmaxes(rng):
     """Fails if a row is normed by another's sum, or not at all."""
-    logits, _ = make_rows(rng)
+    logits = make_rows(rng)
     found = draw_op.log_softmax(jnp.asarray(logits).reshape(2, 3, -1), impl="interpret")
     expected = jax.nn.log_softmax(logits).reshape(2, 3, -1)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def test_bfloat16_is_widened(rng):
-    """Fails if anything is computed in the logits' own dtype."""
-    logits, positions = make_rows(rng)
-    narrow = jnp.asarray(logits, jnp.bfloat16)
-    how = {"positions": positions, "draws": EVERY}
-    found = _draw(narrow, stacked(), **how)
-    testing.assert_same_bits(found, _draw(narrow.astype(jnp.float32), stacked(), **how))
-
-
-def test_refusals(rng):
-    """Fails if settings of slots are taken for those of rows, or a draw falls back."""
-    logits, positions = make_rows(rng)
-    how = {"positions": positions, "draws": EVERY}
-    with pytest.raises(ValueError, match=r"temperature has shape \(5,\), not \(6,\)"):
-        _draw(logits, stacked(SETTINGS[1:]), **how)
-    with pytest.raises(ValueError, match=r"rows of 0 logits are not in 1\.\.419430"):
-        _draw(logits[:, :0], stacked(), **how)
-    with pytest.raises(NotImplementedError, match="impl='xla' has no kernels that dr"):
-        jax.jit(functools.partial(draw_op.draw, impl="xla"))(logits, stacked(), **how)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_probs", [True, False])
-def test_trees_have_the_noise_of_the_draws_they_aim_at(rng, has_probs):
-    """Fails if a level's rows have the noise of other positions, or other settings; of
-    independent draws, of other columns, or are from other probabilities."""
-    logits, _ = make_rows(rng)
-    logits = jnp.asarray(logits).reshape(2, 3, VOCAB)
-    settings, length = stacked(SETTINGS[-1:] + SETTINGS[:1]), jnp.asarray([40, 9])
-
-    def weights(impl, level):
-        draw = draw_lib.Draw(
-            sampling=settings, length=length, impl=impl, has_probs=has_probs
-        )
-        if has_probs:
-            put = jax.jit(draw.put)(jnp.zeros((2, 7, VOCAB)), logits, jnp.int32(level))
-            columns.append(np.asarray(put))
-        find = jax.jit(functools.partial(draw.weights, width=3))
-        return np.asarray(find(logits, level=jnp.int32(level)))
-
-    columns = []
-    expected = weights("xla", 2)
-    np.testing.assert_array_equal(np.isfinite(expected).sum(axis=-1)[0], 700)
-    testing.assert_rows_close(
-        weights("interpret", 2)[1], logits[1], dtype="float32", reduction=1
-    )
-    near = functools.partial(np.testing.assert_allclose, desired=expected, rtol=1e-5)
-    near(weights("interpret", 2), atol=1e-5)
-    with pytest.raises(AssertionError):
-        near(weights("interpret", 3), atol=1e-5)
-    if has_probs:
-        np.testing.assert_allclose(columns[1], columns[0], rtol=1e-5)
-        assert np.flatnonzero(columns[1][0].any(axis=1)).tolist() == [2, 3, 4]
-        assert np.flatnonzero(columns[-1][0].any(axis=1)).tolist() == [3, 4, 5]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,7 +255,7 @@ def test_rules_decide_as_they_do_by_xla(rng, rule, parents):
 
     Their bits differ: a uniform number so near a bound has not been met.
     """
-    logits = jnp.asarray(make_rows(rng, 1.0)[0][:4])
+    logits = jnp.asarray(make_rows(rng, 1.0)[:4])
     sharper = sampling.make_settings(top_k=50, temperature=0.6)
     drafted = sampling.distribution(logits[:3], sharper)
     verified = protocols.Verified(

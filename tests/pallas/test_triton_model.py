@@ -115,17 +115,6 @@ def test_rows_do_not_depend_on_their_place_or_neighbours(model, filled):
         )
 
 
-@pytest.mark.slow
-def test_the_height_of_a_slab_does_not_matter():
-    """Fails if a bit depends on how many tiles share a read of the weights."""
-    model = make_model(num_layers=1)
-    kv, rows = rows_lib.make_cache(model.config), window(20, start=0)
-    alone_kv, alone = model.decode_one_by_one(kv, rows)
-    kv, together = rows_lib.Model.run(model, kv, rows, slab=32, forward=_forward)
-    testing.assert_same_bits(together, alone)
-    testing.assert_same_bits(written(kv, 20), written(alone_kv, 20))
-
-
 def test_another_implementation_agrees_but_for_rounding(model, filled):
     """A wrong weight must show; so must an op that runs another kernel's meaning."""
     reference = dataclasses.replace(model, impl="xla")
@@ -214,19 +203,6 @@ def noisy_params(pair):
     target, _, params = pair
     noise = params_lib.init(jax.random.key(2), target.config, stddev=0.02)
     return jax.tree.map(lambda x, n: x + n if x.ndim > 1 else x, params, noise)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_drafts_from_the_targets_own_distribution_are_kept(pair, rule):
-    """Fails if drafts are drawn from, or judged by, other sums than the target's."""
-    sampling = sampling_lib.make_settings(**SAMPLINGS[1])
-    rates = []
-    for draft_params in (pair[2], noisy_params(pair)):
-        slot, _ = run_rounds(pair, draft_params, 4, sampling, rule)
-        assert int(slot.length) == len(PROMPT) + MAX_TOKENS
-        rates.append(int(slot.num_accepted) / int(slot.num_proposed))
-    assert rates[0] == 1 > rates[1]
 
 
 @pytest.mark.slow

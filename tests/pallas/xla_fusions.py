@@ -1,10 +1,7 @@
 """What XLA itself computes in an executable, between the kernels that are ours."""
 
-import collections
 import re
 from collections.abc import Iterator
-
-import hopper
 
 
 # What may be done with a float without computing with it.
@@ -45,9 +42,16 @@ def computations(hlo: str) -> dict[str, list[str]]:
     return found
 
 
-def float_operations(lines: list[str]) -> list[str]:
-    """Operations that compute a float, in order, with shapes and without names."""
-    return [text for name, text in _made(lines) if name not in MOVED]
+def float_fusions(hlo: str) -> set[tuple[str, ...]]:
+    """The operations that compute floats, of each computation that has any.
+
+    In their order, with shapes and without names.
+    """
+    found = (
+        tuple(text for name, text in _made(lines) if name not in MOVED)
+        for lines in computations(hlo).values()
+    )
+    return set(filter(None, found))
 
 
 def float_work(hlo: str) -> set[str]:
@@ -91,53 +95,3 @@ def _made(lines: list[str]) -> Iterator[tuple[str, str]]:
         if made and re.search(_FLOAT, made[1]):
             text = re.sub(r"%[\w.-]+", "", line.strip().removeprefix("ROOT "))
             yield made[2], text
-
-
-def float_kernels(report: hopper.Report) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
-    """The machine code of every fusion that computes floats, by its operations.
-
-    Raises:
-      AssertionError: floats are computed outside of a fusion.
-    """
-    bodies = computations(report.hlo)
-    kernels = {kernel.name: kernel for kernel in report.kernels}
-    found = {}
-    for body, lines in bodies.items():
-        operations = float_operations(lines)
-        if not operations:
-            continue
-        calls = re.findall(
-            rf"%([\w.-]+) = [^\n]* fusion\([^\n]*calls=%{re.escape(body)}[,\n]",
-            report.hlo,
-        )
-        if not calls:
-            raise AssertionError(f"{body} computes {operations}")
-        # Fusions that are alike have one kernel, by the name of the first.
-        code = {kernels[name].sass for name in map(_kernel, calls) if name in kernels}
-        found.setdefault(tuple(operations), set()).update(code)
-    return found
-
-
-def assert_same_arithmetic(one, other) -> None:
-    """Asserts that the code of equal operations computes with equal instructions.
-
-    They may stand in another order, between other loads: an array that the program
-    around a fusion never writes is loaded through another cache.
-    """
-    assert arithmetic(one) == arithmetic(other)
-
-
-def arithmetic(found) -> dict[tuple[str, ...], set[frozenset]]:
-    """How often the code of each kernel has each instruction that computes floats."""
-    opcodes = r"\b(?:FADD|FMUL|FFMA|FMNMX|FSETP|FSEL|MUFU|F2FP|H(?:MMA|ADD|MUL|FMA))\S*"
-    return {
-        operations: {
-            frozenset(collections.Counter(re.findall(opcodes, "\n".join(sass))).items())
-            for sass in code
-        }
-        for operations, code in found.items()
-    }
-
-
-def _kernel(fusion: str) -> str:
-    return fusion.replace(".", "_")

@@ -12,9 +12,7 @@ import pytest
 import tiny_pair
 
 import spec_jax as sj
-from experiments import spec_round
-from experiments.lib import models
-from spec_jax import run as run_lib, testing
+from spec_jax import testing
 from spec_jax.model import load, load_shards, row_model
 from spec_jax.parallel import collectives, shard
 
@@ -90,18 +88,6 @@ def test_what_a_mesh_refuses():
     with pytest.raises(ValueError, match="num_kv_heads=6 cannot be cut for 4 .* 2 at"):
         four.check_divides(num_kv_heads=6)
     assert on_mesh().layout.describe() == {"devices": 1, "segments": 8}
-
-
-def test_heads_that_do_not_divide():
-    """A mesh of abstract devices: nothing runs."""
-
-    class Three:
-        axis_names, size = shard.mesh(1).axis_names, 2
-
-    layout = shard.Layout(mesh=Three())
-    layout.check_divides(num_kv_heads=2)
-    with pytest.raises(ValueError, match="num_kv_heads=3 cannot be cut for 2 devices"):
-        layout.check_divides(num_kv_heads=3)
 
 
 LOADS = """
@@ -190,17 +176,3 @@ def test_two_processes_write_what_one_does(tmp_path):
     tiny_pair.write_model(target, config, seed=0)
     first, _, alone = outputs(HASHES, target, draft)
     assert first == alone and len(alone.splitlines()) == 3
-
-
-def test_results_say_the_mesh(tmp_path):
-    """And rows of scripts; those without a mesh say what they said."""
-    target, draft = tiny_pair.write(tmp_path)
-    folders = ["--target", str(target), "--draft", str(draft), "--impl", "xla"]
-    wanted = {"devices": 1, "segments": 8}
-    for more, said in ((["--devices", "1"], wanted), ([], {})):
-        args = spec_round.parse_args([*folders, *more])
-        lm = models.load(args, drafter="draft-model", gamma_max=2)
-        for found in (run_lib.provenance(lm), models.describe(args, lm)):
-            assert {name: found[name] for name in wanted if name in found} == said
-    with pytest.raises(SystemExit):
-        spec_round.parse_args([*folders, "--segments", "4"])

@@ -1,0 +1,76 @@
+"""What each operation on rows promises, and how each implementation is called."""
+
+import functools
+
+import jax
+import numpy as np
+
+from spec_jax import testing
+from spec_jax.native import calls
+from spec_jax.ops import (
+    argmax,
+    embedding,
+    gated_projection,
+    page_move,
+    projection,
+    rms_norm,
+    rope,
+)
+
+
+OPERATIONS = {
+    "angles": (rope.row_angles, None, ("scale", "dtype")),
+    "argmax": (argmax.argmax, calls.argmax, ()),
+    "embed": (embedding.embed, calls.take_rows, ()),
+    "gate": (gated_projection.gated_projection, calls.gate, ("eps",)),
+    "move": (page_move.page_move, calls.move, ()),
+    "norm": (rms_norm.row_norm, None, ("eps",)),
+    "project": (projection.project, calls.project, ("eps", "out_dtype")),
+}
+"""The operation, its native kernel, and which arguments are static."""
+
+
+@functools.cache
+def compiled(name, impl):
+    """An operation by XLA, interpreted kernels, or those of an instruction set."""
+    operation, native, static = OPERATIONS[name]
+    if impl in ("xla", "interpret", "native"):
+        return jax.jit(functools.partial(operation, impl=impl), static_argnames=static)
+    return jax.jit(functools.partial(native, isa=impl), static_argnames=static)
+
+
+def take(rows, which):
+    return jax.tree.map(lambda x: np.asarray(x)[np.asarray(which)], rows)
+
+
+def poisoned(rows, live):
+    """The rows, those from `live` on with NaN and with numbers of no use."""
+
+    def spoil(x):
+        x = x.copy()
+        x[live:] = 2**30 if np.issubdtype(x.dtype, np.integer) else np.nan
+        return x
+
+    return jax.tree.map(spoil, rows)
+
+
+def assert_row_contract(run, rows, *, is_alone=True):
+    """Asserts that a row's bits are its own: alone, at any place, among rows of NaN.
+
+    Args:
+      run: gives a pytree of arrays `[R, ..]` for `rows`, a pytree of NumPy arrays
+        `[R, ..]`, of which so many are active.
+      is_alone: whether a slab may have one row; otherwise one of `R` is active.
+    """
+    count = len(jax.tree.leaves(rows)[0])
+    whole = run(rows, count)
+    for row in range(count):
+        one = take(rows, [row] if is_alone else [row] * count)
+        found = take(run(poisoned(one, 1), 1), [0])
+        testing.assert_same_bits(found, take(whole, [row]), what=f"row {row} alone")
+    for live in (2, 5, count - 1):
+        some = take(run(poisoned(rows, live), live), range(live))
+        testing.assert_same_bits(some, take(whole, range(live)), what=f"{live} live")
+    order = np.roll(np.arange(count)[::-1], 5)
+    moved = take(run(take(rows, order), count), range(count))
+    testing.assert_same_bits(moved, take(whole, order), what="moved")

@@ -1,0 +1,163 @@
+"""Kernels draw the tokens of `rules.sampling`: by seed and position alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from native import emulation
+from ops import row_contract
+
+from spec_jax import testing
+from spec_jax.native import draws as draws_lib
+from spec_jax.ops import draw as draw_op
+from spec_jax.rules import sampling
+
+
+SETTINGS = (
+    {"temperature": 1.7},
+    {"temperature": 0.2},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 0.8, "top_p": 0.6},
+    {"temperature": 1.2, "min_p": 0.05},
+    {"temperature": 0.7, "top_k": 40, "top_p": 0.8, "min_p": 0.01},
+    {"temperature": 0.0},
+)
+
+
+def rows_of(rng, count, vocabulary):
+    """Logits, settings, positions, and rows of which two do not draw."""
+    logits = rng.normal(size=(count, vocabulary)).astype(np.float32) * 3
+    made = [
+        sampling.make_settings(**SETTINGS[i % len(SETTINGS)], seed=int(seed))
+        for i, seed in enumerate(rng.integers(2**32, size=count))
+    ]
+    settings = jax.tree.map(lambda *leaves: np.stack(leaves), *made)
+    positions = rng.integers(5000, size=count).astype(np.int32)
+    asked = np.ones(count, bool)
+    asked[[3, count - 1]] = False
+    return logits, settings, positions, asked
+
+
+_interpreted = jax.jit(functools.partial(draw_op.draw, impl="interpret"))
+_noisy = jax.jit(functools.partial(draw_op.noisy_weights, impl="interpret"))
+
+
+def run(kernels, logits, settings, positions, asked):
+    if kernels == "interpret":
+        how = {"positions": positions, "draws": asked}
+        return np.asarray(_interpreted(logits, settings, **how))
+    how = draws_lib.Draws(settings, positions, logits.shape[1], independent=False)
+    return np.asarray(
+        draws_lib.draw(jnp.asarray(logits), how, asked=asked, isa=kernels)
+    )
+
+
+_drawn = jax.jit(sampling.sample_each)
+_scores = jax.jit(jax.vmap(sampling.noisy_weights))
+
+
+@pytest.mark.parametrize("vocabulary", [97, 3000])
+def test_tokens_are_those_of_xla(rng, kernels, vocabulary):
+    """Fails if a filter, the noise or its key is another: logarithms differ by units of
+    the last place, and two tokens as good as each other may change places."""
+    arguments = rows_of(rng, 24, vocabulary)
+    logits, settings, positions, asked = arguments
+    tokens = run(kernels, *arguments)
+    expected = _drawn(logits, settings, positions=positions, draws=asked)
+    scores = np.asarray(_scores(logits, settings, positions), np.float64)
+    expected = np.asarray(expected)
+    assert (tokens[~asked] == 0).all()
+    each = np.arange(24)[asked]
+    lost = scores[each, expected[asked]] - scores[each, tokens[asked]]
+    assert (np.abs(lost) < 1e-4).all()
+    assert (tokens == expected)[asked].mean() > 0.9
+    if vocabulary < 3000:
+        return
+    # Negative controls: another seed, and another position.
+    others = settings.replace(seed=settings.seed + np.uint32(1))
+    samples = asked & (settings.temperature != 0)
+    for changed in (
+        run(kernels, logits, others, positions, asked),
+        run(kernels, logits, settings, positions + 1, asked),
+    ):
+        assert (changed != tokens)[samples].mean() > 0.3
+        np.testing.assert_array_equal(changed[~samples], tokens[~samples])
+
+
+def test_a_row_draws_as_it_does_alone(rng, kernels):
+    """Fails if a token, or a noisy weight, depends on other rows or on its place."""
+    logits, settings, positions, _ = rows_of(rng, 7, 2100)
+
+    def draw(rows, live):
+        logits, which = rows
+        which = np.minimum(which, 6)
+        own = jax.tree.map(lambda leaf: leaf[which], settings)
+        asked = np.arange(len(which)) < live
+        if kernels == "interpret":
+            how = {"positions": positions[which], "draws": asked}
+            return _noisy(logits, own, **how)
+        return run(kernels, logits, own, positions[which], asked)
+
+    row_contract.assert_row_contract(draw, (logits, np.arange(7)))
+
+
+@pytest.mark.parametrize("kernels", emulation.every(), indirect=True)
+def test_shares_are_those_of_the_distribution(kernels):
+    """Fails if noise repeats, or weighs more at some positions: 20,000 draws, of which
+    each share is a standard deviation of 0.0035 from its chance, at most."""
+    count, chances = 20_000, np.array([0.5, 0.3, 0.15, 0.05])
+    logits = np.tile(np.log(chances.astype(np.float32)), (count, 1))
+    positions, asked = np.arange(count, dtype=np.int32), np.ones(count, bool)
+    off = []
+    for temperature in (1.0, 2.0):
+        one = sampling.make_settings(temperature=temperature, seed=9)
+        settings = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (count,)), one)
+        tokens = run(kernels, logits, settings, positions, asked)
+        shares = np.bincount(tokens, minlength=4) / count
+        off.append(np.abs(shares - chances).max())
+    # Negative control: a temperature of 2.
+    assert off[0] < 0.015 and off[1] > 0.05
+
+
+def test_targets_draw_by_it(rng):
+    """Fails if native targets draw by XLA, or the operation takes other arguments."""
+    logits, settings, positions, asked = rows_of(rng, 7, 97)
+    draw = jax.jit(draw_op.draw, static_argnames="impl")
+    how = {"positions": positions, "draws": asked, "impl": "native"}
+    assert "spec_jax_draw" in draw.lower(logits, settings, **how).as_text()
+    tokens = run(None, logits, settings, positions, asked)
+    testing.assert_same_bits(draw(logits, settings, **how), tokens)
+
+
+@pytest.mark.parametrize(
+    ("impl", "change", "error", "words"),
+    [
+        ("portable", {"logits": jnp.zeros((2, 5), "bfloat16")}, NotImplementedError,
+         "float32"),
+        ("portable", {"asked": np.ones(3, bool)}, ValueError, "asked has shape"),
+        ("portable", {"positions": np.zeros(3, np.int32)}, ValueError, "positions has"),
+        ("interpret", {"settings": sampling.greedy(5)}, ValueError,
+         r"temperature has shape \(5,\), not \(2,\)"),
+        ("interpret", {"logits": np.zeros((2, 0), np.float32)}, ValueError,
+         r"rows of 0 logits are not in 1\.\.419430"),
+    ],
+)  # fmt: skip
+def test_refusals(impl, change, error, words):
+    """Fails if settings of slots are taken for those of rows, or a draw falls back."""
+    arguments = {
+        "logits": np.zeros((2, 5), np.float32),
+        "settings": sampling.greedy(2),
+        "positions": np.zeros(2, np.int32),
+        "asked": np.ones(2, bool),
+    }
+    with pytest.raises(error, match=words):
+        run(impl, **arguments | change)
+
+
+def test_xla_has_no_kernels_that_draw(rng):
+    logits, settings, positions, asked = rows_of(rng, 7, 97)
+    how = {"positions": positions, "draws": asked}
+    with pytest.raises(NotImplementedError, match="impl='xla' has no kernels that dra"):
+        jax.jit(functools.partial(draw_op.draw, impl="xla"))(logits, settings, **how)

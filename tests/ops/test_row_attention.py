@@ -1,0 +1,282 @@
+"""The row attention of every implementation: rows alone and together, and float64."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from native import native_oracle as oracle
+from ops import row_slabs as slabs
+
+from spec_jax import testing
+
+
+CASES = {
+    "bfloat16": ((7, 1, 80), 16, "bfloat16", True),  # (N, K, H), page size
+    "float32": ((4, 2, 16), 8, "float32", True),
+    "no norms": ((2, 1, 256), 128, "float32", False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_is_that_row_alone_and_float64s(rng, impl, case):
+    """Fails if a neighbour, a padding row, an unowned page or a later position is seen.
+
+    Slot 0 begins empty, slot 1 crosses a page, slots 2 and 3 a split.
+    """
+    (N, K, H), page_size, dtype, has_norms = CASES[case]
+    crossing = page_size - 1
+    rows = slabs.window((0, 3), (crossing, crossing + 3), (62, 66), (30, 36))
+    slab = oracle.make_slab(
+        rng, rows, dtype=dtype, N=N, K=K, H=H, page_size=page_size,
+        prefix=(0, crossing, 62, 30),
+    )  # fmt: skip
+    if not has_norms:
+        slab = dataclasses.replace(slab, q_norm=None, k_norm=None)
+    attend = functools.partial(slabs.run, impl)
+    out, k_pages, v_pages = slabs.assert_row_contract(slab, attend)
+    expected, expected_k, expected_v = oracle.attend(slab, **slabs.numbers(slab))
+    near = {"dtype": dtype, "reduction": H + slab.positions.max() + 1}
+    testing.assert_rows_close(out, expected, **near)
+    with pytest.raises(AssertionError, match="rows are off"):  # Negative control.
+        testing.assert_rows_close(np.roll(out, 1, axis=0), expected, **near)
+    written = ~np.isnan(expected_k).any(axis=-1)
+    near = {"dtype": dtype, "reduction": H}
+    testing.assert_rows_close(k_pages[written], expected_k[written], **near)
+    np.testing.assert_array_equal(v_pages.astype(np.float64), expected_v)
+    assert np.isnan(k_pages[~written].astype(np.float32)).all()
+    if dtype == "bfloat16" and impl != "xla":  # Which may fuse roundings.
+        new = tuple(np.transpose([slab.locate(*row) for row in rows]))
+        oracle.assert_rounded_alike(k_pages[new], expected_k[new])
+        if impl != "interpret":  # Whose probabilities are rounded besides.
+            oracle.assert_rounded_alike(out, expected)
+
+
+def test_another_order_for_one_row_is_caught(rng):
+    """Negative control: one row by XLA, and several by native kernels."""
+
+    def planted(slab, live):
+        return slabs.run("xla" if live == 1 else "portable", slab, live)
+
+    with pytest.raises(AssertionError, match="5 live.*elements differ"):
+        slabs.assert_row_contract(slabs.small_slab(rng, "float32"), planted)
+
+
+LENGTHS = (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 141)
+"""Around pages, blocks, splits and ranges: one slot each, the last one a full table."""
+
+
+@pytest.mark.parametrize("page_size", [8, 64])
+def test_every_reach(rng, impl, page_size):
+    """Fails if a key is missed or seen twice at an edge of a page, block or split."""
+    slab = oracle.make_slab(
+        rng, [(slot, length - 1) for slot, length in enumerate(LENGTHS)],
+        dtype="float32", N=2, K=1, H=16, page_size=page_size, prefix=LENGTHS,
+    )  # fmt: skip
+    out, *_ = slabs.run(impl, slab, len(LENGTHS))
+    expected, *_ = oracle.attend(slab, **slabs.numbers(slab))
+    near = {"dtype": "float32", "reduction": 16 + max(LENGTHS)}
+    testing.assert_rows_close(out, expected, **near)
+
+
+def paged_otherwise(page_size, *, width=None):
+    """One slot of 70 positions and always the same data, on pages as they come."""
+    shuffle, data = np.random.default_rng(page_size), np.random.default_rng(1)
+    slab = oracle.make_slab(
+        shuffle, [(0, 69), (0, 70)], dtype="bfloat16", N=4, K=2, H=16,
+        page_size=page_size, prefix=(69,), table_width=width,
+    )  # fmt: skip
+    per_row = {
+        name: oracle.normal(data, getattr(slab, name).shape, slab.heads.dtype)
+        for name in ("heads", "cos", "sin", "q_norm", "k_norm")
+    }
+    slab = dataclasses.replace(slab, **per_row)
+    for pool in (slab.k_pages, slab.v_pages):
+        for position in range(69):
+            row = oracle.normal(data, pool.shape[2:], slab.heads.dtype)
+            pool[slab.locate(0, position)] = row
+    return slabs.in_slab(slab, [0, 1])
+
+
+def test_pages_and_table_width_do_not_matter(impl):
+    """Fails if bits depend on where a prefix lies, or on what it might grow to."""
+    first = slabs.run(impl, paged_otherwise(8), 2)[0][:2]
+    for page_size, width in ((8, 30), (128, 2)):
+        slab = paged_otherwise(page_size, width=width)
+        testing.assert_same_bits(slabs.run(impl, slab, 2)[0][:2], first)
+
+
+UNMAPPED = {
+    "a page past the pool": {"page_table": (0, 1, 99)},
+    "the first page past the pool": {"page_table": (0, 1, 20)},
+    "a negative page": {"page_table": (0, 1, -1)},
+    "a hole in the prefix": {"page_table": (0, 0, 20)},
+    "a position past the table": {"positions": (0, 72)},
+    "the last position there is": {"positions": (0, 2**31 - 1)},
+    "a negative position": {"positions": (0, -1)},
+    "a slot past the table": {"slots": (0, 2)},
+    "a negative slot": {"slots": (0, -1)},
+}
+
+
+def test_rows_without_a_page(rng, kernels):
+    """Fails if such a row is written anywhere, reads anything, or passes for one."""
+    slab = slabs.in_slab(slabs.small_slab(rng), range(8))
+    assert slab.k_pages.shape[0] == 20 and slab.page_table.shape == (2, 9)
+    clean, *_ = slabs.run(kernels, slab, 8)
+    for fault, changes in UNMAPPED.items():
+        ((name, change),) = changes.items()
+        array = getattr(slab, name).copy()
+        array[change[:-1]] = change[-1]
+        # Slot 0 has the first rows.
+        lost = {0, 1, 2, 3} if name == "page_table" else {0}
+        broken = dataclasses.replace(slab, **{name: array})
+        out, *pools = slabs.run(kernels, broken, 8)
+        kept = [r for r in range(8) if r not in lost]
+        assert np.isnan(out[list(lost)].astype(np.float32)).all(), fault
+        if name == "page_table":
+            testing.assert_same_bits(out[kept], clean[kept], what=fault)
+        without, *only_kept = slabs.run(kernels, slabs.in_slab(slab, kept), len(kept))
+        testing.assert_same_bits(pools, only_kept, what=fault)
+        testing.assert_same_bits(out[kept], without[: len(kept)], what=fault)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_and_inf_reach_what_sees_them(rng, impl, value):
+    """Fails if NaN is swallowed by a mask, a maximum or an exponential, or leaks."""
+    slab = slabs.in_slab(slabs.small_slab(rng), range(8))
+    run = lambda slab: slabs.run(impl, slab, 8)[0][:8].astype(np.float32)
+    clean, of_slot = run(slab), slab.slots[:8] == 1
+    for pool, column in (("k_pages", slice(32, 64)), ("v_pages", 35)):
+        for position, is_seen in ((33, True), (70, False)):
+            pages = getattr(slab, pool).copy()
+            pages[slab.locate(1, position)][1, 3] = value
+            out = run(dataclasses.replace(slab, **{pool: pages}))
+            testing.assert_same_bits(out[~of_slot], clean[~of_slot])
+            testing.assert_same_bits(out[:, :32], clean[:, :32])
+            if not is_seen:  # Negative control: it lies behind all rows.
+                testing.assert_same_bits(out, clean)
+            elif pool == "v_pages" or np.isnan(value):  # An infinite key: by its sign.
+                assert not np.isfinite(out[of_slot][:, column]).any()
+    bad = slab.heads.copy()
+    bad[np.flatnonzero(slab.positions == 64)] = value
+    out = run(dataclasses.replace(slab, heads=bad))
+    sees = of_slot & (slab.positions[:8] > 63)
+    testing.assert_same_bits(out[~sees], clean[~sees])
+    assert not np.isfinite(out[sees]).all(axis=1).any()
+
+
+PARENTS = (-1, 0, 0, 1, 1, 2, 3, 3, 6)
+"""Nodes of slot 1 after 62 positions: node `i` lies at position `62 + i`."""
+NODES, WIDTH = len(PARENTS), 6
+
+
+def path(node: int) -> list[int]:
+    """From the root to the node."""
+    return [node] if PARENTS[node] < 0 else [*path(PARENTS[node]), node]
+
+
+def tree_slab(rng):
+    """The tree's rows, and a chain of slot 0 among them; and where all of them lie.
+
+    Rows of one position have one rotation. Slot 1 has a page for every node.
+    """
+    rows = [(1, 62 + node) for node in range(NODES)] + [(0, 10), (0, 11)]
+    slab = slabs.small_slab(rng, "float32", rows=rows)
+    positions = [61 + len(path(node)) for node in range(NODES)] + [10, 11]
+    first = [positions.index(position) for position in positions]
+    slab = dataclasses.replace(
+        slab,
+        positions=np.asarray(positions, np.int32),
+        cos=slab.cos[first],
+        sin=slab.sin[first],
+    )
+    branches = [[*range(62), *(62 + i for i in path(node))] for node in range(NODES)]
+    branches += [list(range(position + 1)) for position in (10, 11)]
+    return slab, np.asarray([branch[-WIDTH:] for branch in branches], np.int32)
+
+
+def attend_tree(impl, slab, lies_at, order):
+    """Rows of the tree, each with the branch that goes with it."""
+    order = np.asarray(order)
+    grow = ((0, slabs.HEIGHT - len(order)), (0, 0))
+    branch = np.pad(lies_at[order], grow, constant_values=2**30)
+    return slabs.run(impl, slabs.in_slab(slab, order), len(order), branch=branch)
+
+
+def test_a_tree_row_is_the_plain_row_of_its_branch(rng, kernels):
+    """Fails if a branch is seen in another order, or in other blocks, than a chain."""
+    slab, lies_at = tree_slab(rng)
+    out, *pools = attend_tree(kernels, slab, lies_at, range(NODES + 2))
+    turned = np.random.default_rng(2).permutation(NODES + 2)
+    again, *pools_again = attend_tree(kernels, slab, lies_at, turned)
+    testing.assert_same_bits(again[: NODES + 2], out[turned])
+    testing.assert_same_bits(pools_again, pools)
+    attend = functools.partial(slabs.run, kernels)
+    for leaf in (4, 5, 8):
+        nodes = path(leaf)
+        plain, *chain = slabs.rows_alone(slab.rows(nodes), attend)
+        testing.assert_same_bits(out[nodes], plain, what=f"leaf {leaf}")
+        for pool, chained in zip(pools, chain, strict=True):
+            for step, node in enumerate(nodes):
+                written = pool[slab.locate(1, 62 + node)]
+                testing.assert_same_bits(written, chained[slab.locate(1, 62 + step)])
+    chain, *_ = attend(slabs.in_slab(slab, [9, 10]), 2)
+    testing.assert_same_bits(out[[9, 10]], chain[:2])
+    # Negative control: the right keys of a branch, two of them in turned order.
+    lies_at[8, [2, 3]] = lies_at[8, [3, 2]]
+    wrong, *_ = attend_tree(kernels, slab, lies_at, range(NODES + 2))
+    testing.assert_rows_close(wrong[:11], out[:11], dtype="float32", reduction=83)
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits(wrong[:11], out[:11])
+
+
+def test_a_branch_without_a_page(rng, kernels):
+    """Fails if a tree row reads or writes where no page is."""
+    slab, lies_at = tree_slab(rng)
+    rows = range(NODES + 2)
+    kept = [r for r in rows if r != 8]
+    out, *_ = attend_tree(kernels, slab, lies_at, rows)
+    _, *without = attend_tree(kernels, slab, lies_at, kept)
+    for place in (-1, 72, 2**31 - 1):
+        broken = lies_at.copy()
+        broken[8, -1] = place
+        lost, *after = attend_tree(kernels, slab, broken, rows)
+        assert np.isnan(lost[8].astype(np.float32)).all()
+        testing.assert_same_bits(lost[kept], out[kept])
+        testing.assert_same_bits(after, without)
+
+
+REFUSALS = (
+    ("interpret", {"H": 258}, NotImplementedError, "size 258 is odd, below 16 or abov"),
+    ("interpret", {"H": 8}, NotImplementedError, "head size 8 is odd, below 16"),
+    ("interpret", {"N": 34}, NotImplementedError, "17 query heads to a key/value head"),
+    ("interpret", {"heads": jnp.ones((8, 128))}, NotImplementedError, "pages of one d"),
+    ("portable", {"H": 258}, NotImplementedError, "head size 258 is odd, or above 256"),
+    ("portable", {"H": 15}, NotImplementedError, "head size 15 is odd"),
+    ("portable", {"q_norm": jnp.ones(16)}, NotImplementedError, "one of them"),
+    ("portable", {"q_norm": None}, ValueError, "of queries and of keys: both, or neit"),
+    ("portable", {"page_table": np.zeros(3, np.int32)}, ValueError, "page_table has s"),
+    ("xla", {"page_size": 48}, ValueError, "page_size=48 must divide 128, the key bl"),
+    *(
+        (impl, change, ValueError, words)
+        for impl in ("interpret", "portable")
+        for change, words in (
+            ({"N": 3}, "3 query heads for 2 key/value heads"),
+            ({"cos": np.ones((8, 9))}, r"cos has shape \(8, 9\)"),
+            ({"slots": np.zeros(3, np.int32)}, "slots has shape"),
+        )
+    ),
+)
+
+
+@pytest.mark.parametrize(("impl", "change", "error", "words"), REFUSALS)
+def test_refusals(rng, impl, change, error, words):
+    """Fails if a kernel is let loose on arrays of another shape or dtype."""
+    sizes = {name: size for name, size in change.items() if isinstance(size, int)}
+    slab = slabs.small_slab(rng, **sizes)
+    arrays = {name: array for name, array in change.items() if name not in sizes}
+    slab = dataclasses.replace(slab, **arrays)
+    with pytest.raises(error, match=words):
+        slabs.run(impl, slab, 8)

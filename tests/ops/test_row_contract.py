@@ -1,0 +1,80 @@
+"""Each operation on rows keeps the row contract, in every implementation."""
+
+import numpy as np
+import pytest
+from native import native_oracle as oracle
+from ops import products, row_contract
+
+from spec_jax.ops import rope
+
+
+ROWS = 9  # more than a native group
+
+
+def product(rng, impl, **shape):
+    made = products.Product(**shape)
+    rows, weights = made.inputs(rng, ROWS)
+    call = row_contract.compiled("gate" if made.is_gate else "project", impl)
+    return lambda rows, live: call(**made.arguments(rows, weights, live)), rows
+
+
+def project(rng, impl):
+    dtype = "bfloat16" if impl == "interpret" else "float32"
+    return product(rng, impl, K=129, N=40, dtype=dtype, has_residual=True)
+
+
+def gate(rng, impl):
+    return product(rng, impl, K=33, N=26, is_gate=True)
+
+
+def argmax(rng, impl):
+    call = row_contract.compiled("argmax", impl)
+    logits = rng.standard_normal((ROWS, 700)).astype(np.float32)
+    return lambda rows, live: call(rows, num_active=np.int32(live)), logits
+
+
+def norm(rng, impl):
+    call = row_contract.compiled("norm", impl)
+    weight = oracle.normal(rng, 80, "bfloat16")
+    x = oracle.normal(rng, (ROWS, 80), "bfloat16")
+    run = lambda x, live: call(x, weight, num_active=np.int32(live), eps=1e-3)
+    return run, x
+
+
+def angles(rng, impl):
+    call = row_contract.compiled("angles", impl)
+    frequencies = rope.inverse_frequencies(96, 1e6)
+    positions = rng.integers(0, 40_960, ROWS).astype(np.int32)
+    return lambda x, live: call(x, frequencies, scale=1.0, dtype="float32"), positions
+
+
+@pytest.mark.parametrize("operation", [project, gate, argmax])
+def test_a_row_is_that_row_alone(rng, impl, operation):
+    """Fails if a row depends on its place, on others, or on how many there are."""
+    run, rows = operation(rng, impl)
+    row_contract.assert_row_contract(run, rows, is_alone=impl != "xla")
+
+
+@pytest.mark.parametrize("operation", [norm, angles])
+@pytest.mark.parametrize("impl", ["xla", "interpret"], indirect=True)
+def test_a_row_of_a_norm_or_an_angle(rng, impl, operation):
+    """As above, of operations without native kernels."""
+    run, rows = operation(rng, impl)
+    row_contract.assert_row_contract(run, rows, is_alone=impl != "xla")
+
+
+FAULTS = {
+    "the number of rows": lambda x, live: x * (1 + live),
+    "its neighbour": lambda x, live: x + np.roll(x, 1, axis=0),
+    "its place": lambda x, live: x + np.arange(len(x))[:, None],
+    "padding": lambda x, live: x + 0 * x.sum(),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_rows_that_depend_on_others_are_caught(rng, fault):
+    """Negative control: what the contract forbids."""
+    rows = rng.standard_normal((ROWS, 3))
+    row_contract.assert_row_contract(lambda x, live: 2 * x, rows)
+    with pytest.raises(AssertionError, match="elements differ"):
+        row_contract.assert_row_contract(FAULTS[fault], rows)
