@@ -175,7 +175,7 @@ def generate(
     lm: LanguageModel, prompt: Sequence[Prompt], **settings: Unpack[SpeculativeSettings]
 ) -> list[Generation]: ...
 @overload
-def generate(
+def generate(  # type: ignore[overload-overlap]
     lm: LanguageModel,
     prompt: Prompt,
     *,
@@ -367,7 +367,7 @@ def decode(
     lm: LanguageModel, prompt: Sequence[Prompt], **settings: Unpack[Settings]
 ) -> list[Generation]: ...
 @overload
-def decode(
+def decode(  # type: ignore[overload-overlap]
     lm: LanguageModel, prompt: Prompt, *, n: int, **settings: Unpack[Settings]
 ) -> list[Generation]: ...
 @overload
@@ -481,8 +481,10 @@ def score(
     by_rows = None if prefix is None else True
     parts = requests_lib.processors_of(processors, len(prompts))
     found = [
-        scoring.of_tokens(lm, *one, processor=part, top=top_logprobs, by_rows=by_rows)
-        for *one, part in zip(prompts, texts, each, parts, strict=True)
+        scoring.of_tokens(
+            lm, one, text, drawn, processor=part, top=top_logprobs, by_rows=by_rows
+        )
+        for one, text, drawn, part in zip(prompts, texts, each, parts, strict=True)
     ]
     return found[0] if alone else found
 

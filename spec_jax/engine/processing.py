@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree, tree
@@ -66,8 +67,8 @@ class Processing(pytree.Node):
 
 def begin(
     processor: processor_lib.Processor | None,
-    prompt: Int[Array, " max_len"],
-    length: Int[Array, ""],
+    prompt: Int[Array, " max_len"] | np.ndarray,
+    length: Int[Array, ""] | np.int32,
     *,
     vocab_size: int | None,
 ) -> Processing | None:

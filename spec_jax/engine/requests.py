@@ -121,7 +121,7 @@ def settings_of(
     """
     if sampling is None:
         _check_noise(samples, is_greedy=True)
-        return [None] * num_prompts * samples
+        return [None for _ in range(num_prompts * samples)]
     kinds = Sampling | sampling_lib.SamplingSettings
     is_one = isinstance(sampling, kinds)
     each = [sampling] * num_prompts if is_one else sampling
@@ -132,14 +132,13 @@ def settings_of(
             f"{len(each)} settings of sampling for {num_prompts} prompts: give one "
             "for all, or one for each"
         )
+    made: list[sampling_lib.SamplingSettings | None] = []
     for number, one in enumerate(each):
         if not isinstance(one, kinds):
             raise ValueError(
                 f"sampling[{number}]={one!r}: give a Sampling for each prompt; "
                 "Sampling(temperature=0) is greedy"
             )
-    made = []
-    for number, one in enumerate(each):
         settings = one.settings() if isinstance(one, Sampling) else one
         if samples > 1:
             _check_noise(samples, is_greedy=not float(settings.temperature))

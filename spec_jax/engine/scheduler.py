@@ -318,8 +318,9 @@ class Scheduler:
         """
         prompt = checks.token_list(request.prompt)
         begun = None if held is None else held.beginning(prompt, slot)
-        is_own = begun is not None and begun.source == slot
-        kept = None if held is None else np.int32(begun.length if is_own else 0)
+        kept = None if held is None else np.int32(0)
+        if begun is not None and begun.source == slot:
+            kept = np.int32(begun.length)
         limit, capped = checks.limit_of(
             len(prompt), request.max_tokens, self.slot_capacity
         )
@@ -412,10 +413,11 @@ class Scheduler:
                 "some requests have a processor and some have none: give all of a run "
                 "one, such as penalties() that change nothing"
             )
+        first = each[0] if each else None
         for one in each:
-            if one is not None and one is not each[0]:
-                processor_lib.check_same(each[0], one)
-        return each[0] if each else None
+            if first is not None and one is not None and one is not first:
+                processor_lib.check_same(first, one)
+        return first
 
     def begin(self, *requests: Request) -> states.State:
         """Returns the state of requests in the first slots, the others empty.

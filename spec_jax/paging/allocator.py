@@ -17,6 +17,7 @@ last of them gives it back. An empty slot need not have a page there.
 
 import functools
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -302,6 +303,7 @@ def share(
     full = jax.lax.div(length, jnp.int32(kv.page_size))
     is_cut = jax.lax.rem(length, jnp.int32(kv.page_size)) > 0
     kv = _give_back(kv, slot, jnp.where(valid, 0, kv.num_owned[slot]))
+    counts = cast(jax.Array, kv.counts)  # Without those of the page that it gave back.
     fits = valid & (~is_cut | (kv.num_free > 0))
     own, theirs, nowhere = kv.page_table[slot], kv.page_table[source], kv.num_pages
     held = jnp.where(jnp.arange(own.shape[0], dtype=jnp.int32) < full, theirs, nowhere)
@@ -311,7 +313,7 @@ def share(
         page_table=_put(kv.page_table, slot, jnp.where(fits, held, own)),
         num_owned=put(kv.num_owned, full),
         length=put(kv.length, length),
-        counts=kv.counts.at[added].add(1, mode="drop"),
+        counts=counts.at[added].add(1, mode="drop"),
         out_of_pages=_put(
             kv.out_of_pages, slot, jnp.where(valid, ~fits, kv.out_of_pages[slot])
         ),
@@ -411,10 +413,12 @@ def _kept(kv: cache.PagedKV, new_len: jax.Array) -> jax.Array:
 
 
 def _cuts_shared(kv: cache.PagedKV, row: jax.Array, new_len: jax.Array) -> jax.Array:
-    """Returns whether a text would end within a page of `row` that others hold, too."""
+    """Returns whether a text would end within a page of `row` that others hold, too, of
+    a cache that counts owners."""
+    counts = cast(jax.Array, kv.counts)
     place = jax.lax.div(new_len, jnp.int32(kv.page_size))
     page = row.at[place].get(mode="fill", fill_value=kv.num_pages)
-    count = kv.counts.at[page].get(mode="fill", fill_value=0)
+    count = counts.at[page].get(mode="fill", fill_value=0)
     return (jax.lax.rem(new_len, jnp.int32(kv.page_size)) > 0) & (count > 1)
 
 

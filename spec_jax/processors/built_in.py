@@ -176,7 +176,7 @@ def logit_bias(bias: Mapping[int, float]) -> LogitBias:
         raise ValueError(f"{bias=}: give a value for each token, as in {{42: -5.0}}")
     for token, value in bias.items():
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not is_number or not value < math.inf:  # type: ignore[operator]
+        if not is_number or not value < math.inf:
             raise ValueError(f"bias[{token}]={value}: give a number below infinity")
     return LogitBias(
         tokens=_tokens("bias", list(bias)),
@@ -235,7 +235,7 @@ def penalties(
     given = {"repetition": repetition, "presence": presence, "frequency": frequency}
     for name, value in given.items():
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not is_number or not abs(value) <= 1e30:  # type: ignore[arg-type]
+        if not is_number or not abs(value) <= 1e30:
             raise ValueError(f"{name}={value!r} is not a finite number up to 1e30")
     if not repetition >= 1e-30:
         raise ValueError(f"{repetition=} must be above 0: 1 is no penalty")
