@@ -1,8 +1,8 @@
 """Files of heads that read a target's features: what all families have in common.
 
-Their tensors are found in safetensors or in `pytorch_model.bin`; they may have copies
-of the target's embedding and output projection, and tables of a draft vocabulary.
-Tensors are `[out, in]`, as in `load`, whose parts this module uses.
+Their tensors are found in safetensors; they may have copies of the target's embedding
+and output projection, and tables of a draft vocabulary. Tensors are `[out, in]`, as in
+`load`, whose parts this module uses.
 """
 
 import functools
@@ -19,13 +19,20 @@ from spec_jax.model import (
     load as load_lib,
     params as params_lib,
     tensor_values,
-    torch_file,
 )
 from spec_jax.ops import weights
 
 
 EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _TO_TARGET, _IS_KEPT = "d2t", "t2d"
+
+PICKLED = "pytorch_model.bin"
+CONVERT = (
+    "import torch, safetensors.torch as s; "
+    f"w = torch.load('{PICKLED}', weights_only=True); "
+    "s.save_file({k: v.contiguous() for k, v in w.items()}, 'model.safetensors')"
+)
+"""A program that writes a folder's pickled tensors as safetensors."""
 
 NAMES = {
     "fc": "fc",
@@ -37,13 +44,20 @@ NAMES = {
 
 
 def find(folder: pathlib.Path) -> dict[str, files.Entry]:
-    """Returns the tensors of a folder, of whichever file it has."""
+    """Returns the tensors of a folder.
+
+    Raises:
+      CheckpointError: as `checkpoint_files.find`, or weights in a pickle alone.
+    """
     dtypes = files.DTYPES | files.WHOLE_DTYPES
     has_safetensors = any(
         (folder / name).exists() for name in (files.SINGLE_FILE, files.INDEX_FILE)
     )
-    if not has_safetensors and (folder / torch_file.FILE).exists():
-        return torch_file.read_header(folder / torch_file.FILE)
+    if not has_safetensors and (folder / PICKLED).exists():
+        raise files.CheckpointError(
+            f"{folder}: {PICKLED} is a pickle, which is not read; in that folder run "
+            f'python -c "{CONVERT}"'
+        )
     return files.find(folder, dtypes=dtypes)
 
 
