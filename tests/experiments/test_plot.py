@@ -23,6 +23,7 @@ NUMBERS = {
     "step_cost": "ms",
     "divergence": "cells",
     "sweep_positions": "conditional_acceptance",
+    "sweep_contexts": "mean_accepted_length",
     "improvement": "improvement",
 }
 """A number of each published figure."""

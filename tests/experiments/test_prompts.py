@@ -6,7 +6,7 @@ import pytest
 import tiny_pair
 from script_runs import rows_of
 
-from experiments import exactness, replay
+from experiments import exactness, spec_round
 from experiments.lib import cli, flags, prompt_files, prompts, runs, suite_plan
 from spec_jax import loading
 
@@ -158,10 +158,11 @@ def test_options_are_told_where_bits_are_published(tmp_path):
     assert plans["loud"]["settings"]["chat_option"] == {"loud": True}
     told = [plans[name]["prompts"] for name in ("plain", "loud")]
     assert told[0] != told[1]
+    run = ["--drafter", "ngram", "--impl", "xla", "--gamma", "1"]
+    texts, said = [], []
     for name, options in (("plain", []), ("loud", loud)):
         path = tmp_path / f"{name}.jsonl"
-        record = ["--record", str(path), "--impl", "xla", "--gamma", "1"]
-        assert replay.main([*common, *record, *options]) == 0
-    plain, loud = (rows_of(tmp_path / f"{name}.jsonl") for name in ("plain", "loud"))
-    assert (plain[0]["chat_option"], loud[0]["chat_option"]) == (None, {"loud": True})
-    assert plain[1]["prompt_ids"] != loud[1]["prompt_ids"]
+        assert spec_round.main([*common, *run, "--out", str(path), *options]) == 0
+        texts.append(rows_of(path, "prompt")[0]["prompt_ids"])
+        said.append(rows_of(path, "summary")[0].get("chat_option"))
+    assert texts[0] != texts[1] and said == [None, {"loud": True}]
