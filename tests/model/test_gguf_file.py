@@ -277,7 +277,7 @@ def test_files_that_are_none_get_one_line(name, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest @ pytest.mark.parametrize("share", [0.1, 0.999])
+@pytest.mark.parametrize("share", [0.1, 0.999])
 def test_a_truncated_file_gets_one_line(share, plain, tmp_path):
     whole = plain.read_bytes()
     path = tmp_path / "a.gguf"
