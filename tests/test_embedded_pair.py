@@ -73,7 +73,7 @@ def test_the_real_models_head_has_a_card():
 def test_the_real_model_answers_with_its_head():
     """Fails if its template, its stop tokens or its head are of another model."""
     lm = sj.load("smollm2")
-    assert type(lm.drafter).__name__ == "Eagle3"
+    assert type(lm.drafter.draft).__name__ == "Eagle3"
     chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
     outs = sj.generate(lm, chats, max_tokens=48, gamma=4)
     assert outs[0].text == "The capital of France is Paris."

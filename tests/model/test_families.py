@@ -108,8 +108,7 @@ def write_oracle(kind: str, sizes: dict, folder):
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
     """A folder, the oracle, and its greedy tokens with their logits."""
-    import torch
-
+    torch = pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp(request.param)
     oracle = write_oracle(*CASES[request.param], folder)
     rng = np.random.default_rng(3)
