@@ -137,9 +137,8 @@ def check_same(first: Processor, other: Processor) -> None:
     """Raises `ValueError` unless two requests' processors fit one run."""
     shapes = lambda tree: [(x.shape, jnp.asarray(x).dtype) for x in tree]
     leaves = [jax.tree.leaves(one) for one in (first, other)]
-    structures = [jax.tree.structure(one) for one in (first, other)]
-    is_alike = structures[0] == structures[1]
-    if not is_alike or shapes(leaves[0]) != shapes(leaves[1]):
+    structures: list[Any] = [jax.tree.structure(one) for one in (first, other)]
+    if structures[0] != structures[1] or shapes(leaves[0]) != shapes(leaves[1]):
         raise ValueError(
             "the processors of two requests differ in kind or in shapes, such as the "
             "number of tokens of a bias: give requests of one run processors that "
