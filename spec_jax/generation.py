@@ -6,25 +6,20 @@ decode          autoregressive decoding: the baseline, and the oracle
 score           log-probabilities of given texts
 """
 
-import difflib
-import functools
-import inspect
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, cast, get_type_hints, overload
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, Unpack, overload
 
 import jax
 import numpy as np
 
-from spec_jax import results, run as run_lib, scoring
+from spec_jax import keywords, results, run as run_lib, scoring
 from spec_jax.engine import (
     checks,
     ends as ends_lib,
     requests as requests_lib,
     scheduler as scheduler_lib,
-    verification,
 )
-from spec_jax.gamma import policy as policy_lib
 from spec_jax.loading import LanguageModel
 from spec_jax.model import tokenizer as tokenizer_lib
 
@@ -34,77 +29,9 @@ Prompt = run_lib.Prompt
 Completion = str | Sequence[int] | np.ndarray
 Sampling = run_lib.Sampling
 Generation = results.Generation
-
-
-class Settings(TypedDict, total=False):
-    """Keywords of `decode`, with the types that it and `generate` take."""
-
-    max_tokens: int
-    sampling: Sampling | Sequence[Sampling] | None
-    processors: requests_lib.Processors
-    stop: run_lib.Stop | None
-    ignore_eos: bool
-    chat: Mapping[str, Any] | None
-    skip_special_tokens: bool
-    log_probs: bool
-    top_logprobs: int
-    prefix: Prompt | None
-    page_size: int
-
-
-class StreamSettings(Settings, total=False):
-    """Keywords of `stream`."""
-
-    gamma: run_lib.Gamma
-    policy_state: policy_lib.State
-    rule: verification.Rule
-
-
-class SpeculativeSettings(StreamSettings, total=False):
-    """Keywords of `generate`."""
-
-    num_slots: int | None
-
-
-_DRAWS = "sampling=sj.Sampling({name}=...)"
-_REMEDIES = {
-    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed"), _DRAWS),
-    "do_sample": "sampling=sj.Sampling(), or nothing for greedy decoding",
-    **dict.fromkeys(("max_new_tokens", "max_length"), "max_tokens=..., without prompt"),
-    **dict.fromkeys(("stop_token_ids", "eos_token_id"), "stop=[ID, ...]"),
-    **dict.fromkeys(("stop_strings", "stop_sequences"), "stop=[TEXT, ...]"),
-    **dict.fromkeys(("num_return_sequences", "num_samples", "best_of"), "n=..."),
-    "n": "generate(..., n=...) or decode(..., n=...)",
-    **dict.fromkeys(("logprobs", "top_log_probs"), "log_probs=True or top_logprobs=K"),
-    **dict.fromkeys(("system", "system_prompt"), "prefix=..."),
-    **dict.fromkeys(("enable_thinking", "tools"), "chat={{'{name}': ...}}"),
-    **dict.fromkeys(("prompts", "messages", "inputs", "input_ids"), "prompt=..."),
-    **dict.fromkeys(("num_speculative_tokens", "num_assistant_tokens"), "gamma=..."),
-    **dict.fromkeys(("assistant_model", "draft"), "sj.load(TARGET, draft=...)"),
-    **dict.fromkeys(
-        ("logits_processor", "logits_processors", "processor"), "processors=..."
-    ),
-    **dict.fromkeys(
-        ("repetition_penalty", "presence_penalty", "frequency_penalty"),
-        "processors=sj.processors.penalties(...)",
-    ),
-    **dict.fromkeys(
-        ("bad_words", "bad_words_ids"), "processors=sj.processors.bad_words(...)"
-    ),
-    **dict.fromkeys(
-        ("min_tokens", "min_new_tokens"), "processors=sj.processors.min_tokens(...)"
-    ),
-    "logit_bias": "processors=sj.processors.logit_bias(...)",
-    **dict.fromkeys(
-        ("json_schema", "regex"), "processors=sj.processors.{name}(..., lm)"
-    ),
-    "drafter": "sj.load(TARGET, drafter=...)",
-    "tree": "gamma=sj.Tree(...), or sj.load(TARGET, tree=...)",
-    "batch_size": "num_slots=...",
-}
-"""Remedies for names that other libraries have, or other calls of this one."""
-
-Call = TypeVar("Call", bound=Callable[..., Any])
+Settings = keywords.Settings
+StreamSettings = keywords.StreamSettings
+SpeculativeSettings = keywords.SpeculativeSettings
 
 
 def prepare(
@@ -125,44 +52,8 @@ def prepare(
     return made, alone
 
 
-def _takes(names: type) -> Callable[[Call], Call]:
-    """Decorates a call that has the keywords `names`, with the defaults of `Run.make`.
-
-    An unknown keyword is a TypeError that names the right one.
-    """
-    given = {
-        **inspect.signature(prepare).parameters,
-        **inspect.signature(run_lib.Run.make).parameters,
-    }
-
-    def decorate(call: Call) -> Call:
-        """Gives a call the signature with all keywords, and checks their names."""
-        signature = inspect.signature(call)
-        own = list(signature.parameters.values())[:-1]
-        leading = [one for one in own if one.kind is not one.KEYWORD_ONLY]
-        keywords = [given[name] for name in get_type_hints(names)]
-        signature = signature.replace(
-            parameters=leading + keywords + own[len(leading) :]
-        )
-
-        @functools.wraps(call)
-        def checked(*args: Any, **settings: Any) -> Any:
-            check_names(call.__name__, list(signature.parameters), settings)
-            return call(*args, **settings)
-
-        vars(checked)["__signature__"] = signature
-        return cast(Call, checked)
-
-    return decorate
-
-
-def check_names(call: str, known: list[str], names: Iterable[str]) -> None:
-    """Raises `TypeError` for a name that `call` does not know, with what to write."""
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1) or [", ".join(known)]
-            remedy = _REMEDIES.get(name, close[0]).format(name=name)
-            raise TypeError(f"{call} has no argument {name!r}: write {remedy}")
+_DEFAULTS = prepare, run_lib.Run.make
+"""The functions that have the keywords' defaults."""
 
 
 # A str is a sequence of str too: that one is not a list of prompts.
@@ -190,7 +81,7 @@ def generate(
     n: int,
     **settings: Unpack[SpeculativeSettings],
 ) -> list[list[Generation]]: ...
-@_takes(SpeculativeSettings)
+@keywords.takes(SpeculativeSettings, *_DEFAULTS)
 def generate(
     lm: LanguageModel,
     prompt: Any,
@@ -279,7 +170,7 @@ def generate(
     return run.shaped(outs, alone=alone)
 
 
-@_takes(StreamSettings)
+@keywords.takes(StreamSettings, *_DEFAULTS)
 def stream(
     lm: LanguageModel, prompt: Prompt, **settings: Unpack[StreamSettings]
 ) -> Generator[Piece, None, Generation]:
@@ -374,7 +265,7 @@ def decode(  # type: ignore[overload-overlap]
 def decode(
     lm: LanguageModel, prompt: Sequence[Prompt], *, n: int, **settings: Unpack[Settings]
 ) -> list[list[Generation]]: ...
-@_takes(Settings)
+@keywords.takes(Settings, *_DEFAULTS)
 def decode(
     lm: LanguageModel,
     prompt: Any,

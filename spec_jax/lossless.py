@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from spec_jax import algorithms, generation, run as run_lib
+from spec_jax import algorithms, generation, keywords, run as run_lib
 from spec_jax.debug import evidence, recorder
 from spec_jax.engine import state as states
 from spec_jax.loading import LanguageModel
@@ -99,7 +99,7 @@ def check_lossless(
             "'coupled' can be compared with decoding"
         )
     known = list(inspect.signature(generation.generate).parameters)
-    generation.check_names("check_lossless", known, settings)
+    keywords.check_names("check_lossless", known, settings)
     run, _ = generation.prepare(lm, prompt, **settings)
     slots = run.scheduler.target.num_slots
     comparisons = []

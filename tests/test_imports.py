@@ -31,6 +31,7 @@ LAYERS = (
     {"loading"},
     {"default_gamma", "scoring"},
     {"run"},
+    {"keywords"},
     {"generation"},
     {"lossless"},
 )
