@@ -158,10 +158,14 @@ def check_pure(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     memory = one.begin(params, bench, bench.prompts[0])
     number, tokens = jnp.int32(1), _buffer(bench, list(bench.prompts[0]))
     handed = _committed(drafter, _table(drafter, bench, bench.prompts[0]))
-    traced: dict[str, tuple[Any, ...]] = {
-        "propose": (one.propose, params, memory, tokens, number, number),
-        "commit": (one.commit, params, memory, number, handed),
-    }
+    check_programs(
+        propose=(one.propose, params, memory, tokens, number, number),
+        commit=(one.commit, params, memory, number, handed),
+    )
+
+
+def check_programs(**traced: tuple[Any, ...]) -> None:
+    """Checks that functions, given with their arguments, trace alike and on no host."""
     for name, (function, *arguments) in traced.items():
         # A new function each time, as a trace of the same one would be found again.
         first, second = (
@@ -171,10 +175,10 @@ def check_pure(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
         why = f"{name} calls the host by {call and call[0]}"
         _fail_if(call is not None, "no host", why)
         why = f"two traces of {name} with the same arguments differ"
-        _fail_if(not same_program(first, second), "pure functions", why)
+        _fail_if(not _same_program(first, second), "pure functions", why)
 
 
-def same_program(first: Any, second: Any) -> bool:
+def _same_program(first: Any, second: Any) -> bool:
     """Returns whether two traces have the same operations and the same constants."""
     # Addresses of functions are printed too, and mean nothing.
     texts = [re.sub("0x[0-9a-f]+", "", str(x.jaxpr)) for x in (first, second)]
@@ -286,7 +290,7 @@ def check_memory(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
             for held in (memory, jax.tree.map(jnp.array, memory))
         )
         why = "a memory that is put together from its leaves drafts otherwise"
-        _fail_if(not same_program(whole, copied), clause, why)
+        _fail_if(not _same_program(whole, copied), clause, why)
 
 
 def check_truncation(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:

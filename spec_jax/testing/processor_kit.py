@@ -4,9 +4,7 @@ On the tiny target of `bench` or on another one. A processor that looks at sibli
 counts calls, rounds or columns, breaks a clause.
 """
 
-import functools
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -92,20 +90,11 @@ def check_pure(processor: Processor, bench: Any, rng: Any) -> None:
     """Checks that only arguments matter, and nothing calls back to the host."""
     shared, logits = processor.shared(), _logits(bench, rng)
     state = _begun(processor, bench, bench.prompts[0])
-    traced: dict[str, tuple[Any, ...]] = {
-        "step": (shared.step, state, jnp.int32(1)),
-        "apply": (shared.apply, state, logits),
-        "allows": (shared.allows, state, jnp.int32(1)),
-    }
-    for name, (function, *arguments) in traced.items():
-        first, second = (
-            jax.make_jaxpr(functools.partial(function))(*arguments) for _ in range(2)
-        )
-        call = re.search(r"\b\w*callback\b", str(first.jaxpr))
-        why = f"{name} calls the host by {call and call[0]}"
-        _fail_if(call is not None, "no host", why)
-        why = f"two traces of {name} with the same arguments differ"
-        _fail_if(not drafter_kit.same_program(first, second), "pure functions", why)
+    drafter_kit.check_programs(
+        step=(shared.step, state, jnp.int32(1)),
+        apply=(shared.apply, state, logits),
+        allows=(shared.allows, state, jnp.int32(1)),
+    )
 
 
 def check_prefix(processor: Processor, bench: Any, rng: Any) -> None:
