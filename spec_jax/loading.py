@@ -353,11 +353,6 @@ def default_drafter(
     )
 
 
-def shipped_heads() -> tuple[str, ...]:
-    """Returns the drafters whose heads are shipped for the embedded target."""
-    return registry.shipped(ASSETS)
-
-
 def lacks_draft(
     drafter: str, target: str | pathlib.Path | None, draft: str | pathlib.Path | None
 ) -> bool:

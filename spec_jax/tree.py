@@ -11,8 +11,6 @@ Functions here take ONE tree and know arrays only.
                its own last, its parent's before that, and before the root the text's
 """
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -60,23 +58,6 @@ def layout(
     before_root = steps - depth[:, None]
     places = start + jnp.where(before_root > 0, -before_root, above)
     return start + depth, places[:, ::-1]
-
-
-def path_to(parents: Sequence[int], column: int) -> tuple[int, ...]:
-    """Returns the columns from the root to `column`, on the host.
-
-    Raises:
-      ValueError: a parent on the way does not come before its child.
-    """
-    path = [column]
-    while path[-1]:
-        parent = int(parents[path[-1]])
-        if not 0 <= parent < path[-1]:
-            raise ValueError(
-                f"column {path[-1]} has parent {parent}: a parent is an earlier column"
-            )
-        path.append(parent)
-    return tuple(reversed(path))
 
 
 def check(parents: np.ndarray, *, depth_max: int) -> None:

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import simulation
 
-from spec_jax.gamma import goodput, policy, simulation, threshold
+from spec_jax.gamma import goodput, policy, threshold
 
 
 GAMMA_MAX = 4

@@ -42,7 +42,7 @@ def test_the_folders_are_complete_and_small():
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", loading.shipped_heads())
+@pytest.mark.parametrize("name", registry.shipped(loading.ASSETS))
 def test_a_shipped_head_has_a_card_and_is_of_use(name, tmp_path):
     """Fails if a head is of another target, was not trained, or says too little."""
     card = (loading.ASSETS / name / "README.md").read_text(encoding="utf-8")

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import simulation
 
 from spec_jax import default_gamma, testing
-from spec_jax.gamma import budget, costs as costs_lib, policy, simulation
+from spec_jax.gamma import budget, costs as costs_lib, policy
 
 
 GAMMA_MAX, NUM_TOKENS, NUM_TEXTS = 7, 256, 8

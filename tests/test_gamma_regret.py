@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import simulation
 from gamma_cases import (
     ADAPTIVE,
     GAMMA_MAX,
@@ -15,7 +16,7 @@ from gamma_cases import (
     simulate,
 )
 
-from spec_jax.gamma import policy, simulation, theory
+from spec_jax.gamma import policy, theory
 
 
 EVEN = policy.Probing(every=16, longest=16)

@@ -163,7 +163,6 @@ def test_forwards_are_counted_by_their_active_rows():
     [
         ({"prompt": []}, "prompt is empty"),
         ({"prompt": [*PROMPT[:-1], 1]}, "does not begin with the prompt"),
-        ({"max_tokens": MAX_TOKENS + 1}, "ends after 51 tokens.*past stop tokens"),
         ({"target_params": None}, "takes such a trace as the parameters"),
     ],
 )
@@ -171,7 +170,4 @@ def test_what_cannot_be_replayed(changes, said):
     request = dataclasses.replace(request_of(Ask()), **changes)
     made = scheduler()
     with pytest.raises(ValueError, match=said):
-        if request.target_params is not None:
-            trace = request.target_params
-            trace_lib.check_request(trace, request.prompt, request.max_tokens)
         made.begin(request)

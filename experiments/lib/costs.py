@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,10 @@ import numpy as np
 from experiments.lib import bench, runs, works
 from spec_jax import loading
 from spec_jax.engine import baseline, protocols, round as round_lib
-from spec_jax.gamma import theory
 
+
+Free = Literal["drafting", "verification", "both"]
+"""The part that costs nothing in a ceiling."""
 
 PLAIN = "plain step"
 
@@ -59,7 +61,7 @@ class RoundCosts:
         beyond_s = float(np.interp(asked, self.drafts, self.beyond_s))
         return beyond_s + float(np.interp(drafted, self.drafts, self.verify_s))
 
-    def without(self, free: theory.Free) -> "RoundCosts":
+    def without(self, free: Free) -> "RoundCosts":
         """Returns the costs if drafting, or all rows but the first, cost nothing.
 
         The latter is about so on a GPU, whose rows share one read of the weights.

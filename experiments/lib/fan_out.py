@@ -52,14 +52,6 @@ def add_flags(group: argparse._ActionsContainer) -> None:
     )
 
 
-def check_stage(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, *stages: str
-) -> None:
-    """Exits with a usage error where another stage is to be shared out."""
-    if args.ray is not None and args.stage not in stages:
-        parser.error(f"--ray is of --stage {' and '.join(stages)}: leave it out")
-
-
 def here(worker: Worker, tasks: Sequence[Task]) -> Found:
     """Does the tasks in this process, in their order."""
     for task in tasks:

@@ -10,7 +10,6 @@ from typing import Any
 
 from experiments.lib import costs as costs_lib
 from spec_jax.analysis import metrics
-from spec_jax.gamma import theory
 
 
 def predict(
@@ -68,7 +67,7 @@ def recommend(
     best = best_of(costs)
     ceilings = {
         free: best_of(costs.without(free))["speedup"]
-        for free in typing.get_args(theory.Free)
+        for free in typing.get_args(costs_lib.Free)
     }
     kept = sum(counters.kept_by_rank[:1]) / counters.rounds
     cost = costs.draft_s / costs.plain_s

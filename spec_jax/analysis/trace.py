@@ -15,7 +15,6 @@ The rules that draw uniforms commit texts of their own, which no trace foretells
 """
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import jax
@@ -24,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
 from spec_jax import pytree
-from spec_jax.engine import checks, protocols, rows, target as target_lib
+from spec_jax.engine import protocols, target as target_lib
 from spec_jax.rules import acceptance
 
 
@@ -37,8 +36,6 @@ class Trace(pytree.Node):
 
     tokens: jax.Array  # [size] int32, prompt and output, then PAD
     length: jax.Array  # [] int32, how many of them are the text
-    # [size, taps, D], for drafters that read the target: see `record_features`.
-    features: jax.Array | None = None
 
 
 class TraceCache(pytree.Node):
@@ -49,18 +46,14 @@ class TraceCache(pytree.Node):
     capacity: jax.Array  # [] int32, positions that a slot holds
     out_of_pages: jax.Array  # [B] bool, the last window found no room, or no text
     num_forwards: jax.Array  # [max_rows + 1] int32, windows by their active rows
-    features: jax.Array | None = None  # [B, size, taps, D]
 
 
-def make_trace(
-    text: list[int], *, size: int | None = None, features: np.ndarray | None = None
-) -> Trace:
+def make_trace(text: list[int], *, size: int | None = None) -> Trace:
     """Returns the trace of a text: traces of one size share their executables.
 
     Args:
       text: prompt and output.
       size: of the array; that of the text if None.
-      features: what `record_features` returned of the text.
 
     Raises:
       ValueError: no text, one that is longer than `size`, or a token that no
@@ -74,55 +67,7 @@ def make_trace(
         raise ValueError(f"the text has token {worst}, outside [0, {MAX_VOCAB_SIZE})")
     tokens = np.full((size,), acceptance.PAD, np.int32)
     tokens[: len(text)] = text
-    padded = None
-    if features is not None:
-        missing = size - len(features)
-        padded = jnp.pad(jnp.asarray(features), ((0, missing), (0, 0), (0, 0)))
-    return Trace(
-        tokens=jnp.asarray(tokens), length=jnp.int32(len(text)), features=padded
-    )
-
-
-def record_features(
-    target: rows.SlotRows,
-    params: protocols.Params,
-    text: list[int],
-    *,
-    num_prompt: int,
-    taps: tuple[int, ...],
-    capacity: int | None = None,
-) -> np.ndarray:
-    """Returns the features of a text but for its last token, `[T - 1, taps, D]`.
-
-    Bit for bit those of live rounds: of the prompt by its prefill, of the rest by rows.
-
-    Args:
-      num_prompt: tokens of the text that are the prompt.
-      capacity: positions of the cache; texts with the same share executables.
-    """
-    kv = target.new_cache(capacity=capacity or len(text), page_size=16)
-    kv, features = target.prefill_features(
-        params, kv, text[:num_prompt], slot=0, taps=taps
-    )
-    found = [np.asarray(features)[: num_prompt - 1]]
-    width, num_slots = target.max_rows, target.num_slots
-    for start in range(num_prompt - 1, len(text) - 1, width):
-        part = text[start : min(start + width, len(text) - 1)]
-        window = protocols.Window(
-            tokens=jnp.zeros((num_slots, width), jnp.int32)
-            .at[0]
-            .set(jnp.asarray(np.pad(part, (0, width - len(part))), jnp.int32)),
-            start=jnp.zeros((num_slots,), jnp.int32).at[0].set(start),
-            num_active=jnp.zeros((num_slots,), jnp.int32).at[0].set(len(part)),
-        )
-        kv, verified = _verify(target, params, kv, window, taps)
-        found.append(np.asarray(verified.features)[: len(part)])
-    return np.concatenate(found)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
-def _verify(target, params, kv, window, taps):
-    return target.verify(params, kv, window, taps=taps)
+    return Trace(tokens=jnp.asarray(tokens), length=jnp.int32(len(text)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,9 +81,6 @@ class TraceTarget(target_lib.Target):
     Attributes:
       max_rows: of the widest window.
       size: of the traces.
-      taps: of the features that traces have, for drafters that read them.
-      feature_size: the width of these.
-      feature_dtype: their dtype.
       is_drawn: its choices are the target's tokens, whatever a request samples by.
 
     Raises:
@@ -148,11 +90,9 @@ class TraceTarget(target_lib.Target):
     max_rows: int
     size: int
     num_slots: int = 1
-    taps: tuple[int, ...] = ()
-    feature_size: int = 0
-    feature_dtype: str = "float32"
 
     is_drawn: ClassVar[bool] = True
+    taps: ClassVar[tuple[int, ...]] = ()
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "size", "num_slots"):
@@ -165,12 +105,7 @@ class TraceTarget(target_lib.Target):
         """Allocates the cache of `capacity` positions a slot, in whole pages."""
         del num_pages
         capacity = -(-capacity // page_size) * page_size
-        features = None
-        if self.taps:
-            shape = self.num_slots, self.size, len(self.taps), self.feature_size
-            features = jnp.zeros(shape, self.feature_dtype)
         return TraceCache(
-            features=features,
             tokens=jnp.zeros((self.num_slots, self.size), jnp.int32),
             length=jnp.zeros((self.num_slots,), jnp.int32),
             capacity=jnp.int32(capacity),
@@ -202,38 +137,10 @@ class TraceTarget(target_lib.Target):
             raise ValueError(
                 "the trace does not begin with the prompt: it is another's"
             )
-        features = cache.features
-        if features is not None:
-            if params.features is None or params.features.shape != features.shape[1:]:
-                raise ValueError(
-                    f"a trace target with taps={self.taps} takes traces with features "
-                    f"{list(features.shape[1:])}: record them, see record_features"
-                )
-            features = features.at[slot].set(params.features)
         return cache.replace(
             tokens=cache.tokens.at[slot].set(params.tokens),
             length=cache.length.at[slot].set(params.length),
-            features=features,
         )
-
-    def prefill_features(
-        self,
-        params: Trace,
-        cache: TraceCache,
-        prompt: list[int],
-        *,
-        slot: int,
-        taps: tuple[int, ...],
-        by_rows: bool | None = None,
-    ) -> tuple[TraceCache, jax.Array | None]:
-        """Does as `prefill`, and returns features; those past the prompt are padding.
-
-        Raises:
-          ValueError: as `prefill`.
-        """
-        del taps  # `checks.check_pair`: those of the target.
-        cache = self.prefill(params, cache, prompt, slot=slot, by_rows=by_rows)
-        return cache, params.features
 
     def verify(
         self,
@@ -253,7 +160,7 @@ class TraceTarget(target_lib.Target):
         Where a slot has no room for its active rows, or its trace no token for one of
         them, `out_of_pages` is true afterwards, and its rows mean nothing.
         """
-        del params
+        del params, taps  # `checks.check_pair`: it has no features.
         num_slots, width = window.tokens.shape
         asked = window.num_active > 0
         # The row of the last active position gives the token of the next.
@@ -267,10 +174,6 @@ class TraceTarget(target_lib.Target):
         own = cache.tokens.at[slots, positions + 1].get(
             mode="fill", fill_value=acceptance.PAD
         )
-        features = None
-        if taps and cache.features is not None:
-            features = cache.features.at[slots, positions].get(mode="clip")
-            features = features.reshape(-1, *features.shape[2:])
         num_active = jnp.where(failed, 0, window.num_active)
         total = jnp.sum(num_active, dtype=jnp.int32)
         # A batch's windows may have more rows together: the last entry counts those.
@@ -286,7 +189,6 @@ class TraceTarget(target_lib.Target):
             positions=positions.reshape(-1),
             num_active=jnp.int32(num_slots * width),
             at=jnp.where(columns < num_active[:, None], at, num_slots * width),
-            features=features,
         )
 
     def choose(
@@ -322,14 +224,3 @@ class TraceTarget(target_lib.Target):
     def pages_needed(self, num_positions: int, page_size: int) -> int:
         """Returns the pages that a cache of K/V would take."""
         return max(1, -(-num_positions // page_size))
-
-
-def check_request(trace: Trace, prompt: list[int], max_tokens: int) -> None:
-    """Raises `ValueError` unless a trace reaches to the end of a request."""
-    checks.check_max_tokens(max_tokens)
-    limit = len(prompt) + max_tokens
-    if int(trace.length) < limit:
-        raise ValueError(
-            f"the trace ends after {int(trace.length)} tokens, prompt included, and "
-            f"{max_tokens=} goes on to {limit}: record as many, past stop tokens"
-        )

@@ -140,12 +140,12 @@ def _check_taps(target: Any, drafter: Any) -> None:
     name = protocols.name_of(drafter)
     if not taps:
         return
-    # A trace has the features that were recorded with it, a forward function none.
+    # A trace and a forward function have none.
     if (given := target.taps) not in (None, taps):
         raise ValueError(
             f"{name} reads the target's features at taps={taps}, and "
-            f"{type(target).__name__} has taps={given}: record features with a trace, "
-            "or take a drafter that reads tokens alone"
+            f"{type(target).__name__} has taps={given}: take a drafter that reads "
+            "tokens alone"
         )
     if config is None:
         return

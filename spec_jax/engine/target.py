@@ -43,7 +43,7 @@ class Target(Protocol):
 
     @pytree.optional
     def taps(self) -> tuple[int, ...] | None:
-        """The features that were recorded; None: whichever a drafter asks for."""
+        """The features that it has; None: whichever a drafter asks for."""
         return None
 
     @pytree.optional

@@ -7,7 +7,6 @@ import spec_jax
 
 _NAMES = {
     "Budget": "spec_jax.gamma.budget",
-    "CostCurve": "spec_jax.gamma.theory",
     "Fixed": "spec_jax.gamma.policy",
     "GammaPolicy": "spec_jax.gamma.policy",
     "Goodput": "spec_jax.gamma.goodput",
@@ -19,7 +18,6 @@ _NAMES = {
 
 __all__ = [
     "Budget",
-    "CostCurve",
     "Fixed",
     "GammaPolicy",
     "Goodput",
@@ -33,7 +31,6 @@ __all__ = [
     "goodput",
     "policy",
     "schedule",
-    "simulation",
     "theory",
     "threshold",
 ]
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
         goodput,
         policy,
         schedule,
-        simulation,
         theory,
         threshold,
     )
@@ -55,7 +51,6 @@ if TYPE_CHECKING:
     from spec_jax.gamma.goodput import Goodput, RankGoodput
     from spec_jax.gamma.policy import Fixed, GammaPolicy
     from spec_jax.gamma.schedule import Schedule
-    from spec_jax.gamma.theory import CostCurve
     from spec_jax.gamma.threshold import Threshold
 
 __getattr__, __dir__ = spec_jax.exports(__name__, _NAMES, __all__)

@@ -72,7 +72,7 @@ class Goodput(policy.GammaPolicy):
             raise ValueError(f"prior_weight={self.prior_weight} must be above 0")
 
     def init(self, round_s: np.ndarray) -> GoodputState:
-        """Returns a state that knows only times, those of `theory.CostCurve.round_s`.
+        """Returns a state that knows only times, seconds by gamma.
 
         Raises:
           ValueError: not one time for each gamma, or one that is not above 0.

@@ -8,15 +8,13 @@ alpha is `acceptance` here, its c is `cost`, its c-hat is `operations`.
 The paper takes one acceptance for all positions, and supposes that verifying gamma + 1
 rows takes as long as one plain step. The second half drops both: `conditional[i]` is
 the chance that draft `i` is kept, given that those before it were
-(`metrics` calls it `conditional_acceptance`), and `CostCurve` holds measured times.
+(`metrics` calls it `conditional_acceptance`), and times are measured.
 """
 
 import bisect
-import dataclasses
 import math
 import operator
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import numpy as np
@@ -27,36 +25,6 @@ from spec_jax.typing import typed
 
 AnyArray = jax.Array | np.ndarray | np.floating
 """Arrays of the device or of the host: the formulas are the same for both."""
-
-Free = Literal["drafting", "verification", "both"]
-"""The part that is free in a ceiling."""
-
-
-@typed
-def kept_probability(
-    target_probs: Float[AnyArray, "*rows V"], draft_probs: Float[AnyArray, "*rows V"]
-) -> Float[AnyArray, "*rows"]:
-    """Returns the chance that a drafted token is kept: `sum min(target, draft)`.
-
-    The paper's beta (Definition 3.1), by Theorem 3.5. Its alpha is the mean over
-    prefixes (Corollary 3.6). Values are not looked at, so it may be traced; rows are
-    taken to sum to one, after the same filters on both sides.
-    """
-    xp = target_probs.__array_namespace__()
-    return xp.minimum(target_probs, draft_probs).sum(axis=-1)
-
-
-@typed
-def divergence(
-    target_probs: Float[AnyArray, "*rows V"], draft_probs: Float[AnyArray, "*rows V"]
-) -> Float[AnyArray, "*rows"]:
-    """Measures how far apart target and draft are, in `0 .. 1`; symmetric.
-
-    The paper's D_LK (Definition 3.2): the sum over the vocabulary of the distance
-    between the target and the mean of both. `kept_probability` is one minus it.
-    """
-    xp = target_probs.__array_namespace__()
-    return xp.abs(target_probs - (target_probs + draft_probs) / 2).sum(axis=-1)
 
 
 def expected_tokens(acceptance: float, gamma: int) -> float:
@@ -110,34 +78,6 @@ def operations_factor(acceptance: float, operations: float, gamma: int) -> float
     return (gamma * _check_cost("operations", operations) + gamma + 1) / tokens
 
 
-def improves(acceptance: float, cost: float) -> bool:
-    """Returns whether any gamma beats autoregressive decoding: `acceptance > cost`.
-
-    Corollary 3.9 of the paper, which proves that the condition suffices. It is also
-    necessary: a round gains `sum_{i=1..gamma} a^i <= gamma a` tokens for `gamma c`.
-
-    Raises:
-      ValueError: as `walltime_improvement`.
-    """
-    return _check_share("acceptance", acceptance) > _check_cost("cost", cost)
-
-
-def guaranteed_improvement(acceptance: float, cost: float) -> float:
-    """Returns a lower bound of the best gamma: `(1 + a) / (1 + c)`, that of gamma 1.
-
-    Corollary 3.9 of the paper.
-
-    Raises:
-      ValueError: as `walltime_improvement`, or where no gamma improves.
-    """
-    if not improves(acceptance, cost):
-        raise ValueError(
-            f"{acceptance=} is not above {cost=}: no gamma is faster than plain "
-            "decoding, which gamma 0 is"
-        )
-    return (1 + acceptance) / (1 + cost)
-
-
 def best_gamma(acceptance: float, cost: float, *, gamma_max: int | None = None) -> int:
     """Returns the gamma with the largest `walltime_improvement`.
 
@@ -161,7 +101,7 @@ def best_gamma(acceptance: float, cost: float, *, gamma_max: int | None = None) 
     cost = _check_cost("cost", cost)
     if gamma_max is not None:
         gamma_max = _check_gamma(gamma_max, "gamma_max")
-    if not improves(acceptance, cost):
+    if acceptance <= cost:  # Corollary 3.9: then no gamma beats gamma 0.
         return 0
     if gamma_max is None and (cost == 0 or acceptance == 1):
         raise ValueError(
@@ -211,79 +151,6 @@ def improvement_rows(
     ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CostCurve:
-    """Measured times of one target, one drafter and one machine.
-
-    Attributes:
-      plain_s: seconds of one step of plain decoding: the baseline, as fast as it goes.
-      rows: heights of windows that were timed, rising, the first one 1.
-      verify_s: seconds of the target's forward over so many active rows; between two
-        entries the time is linear, past the last one unknown.
-      draft_s: seconds that each drafted token adds. It is 0 for a drafter of whole
-        blocks: a block's time is part of `overhead_s`.
-      overhead_s: seconds of a round that depend on neither: acceptance, commit.
-
-    Raises:
-      ValueError: times that are negative or not finite, a plain step or a forward that
-        takes none, or rows that do not rise from 1, one for each time.
-    """
-
-    plain_s: float
-    rows: tuple[int, ...]
-    verify_s: tuple[float, ...]
-    draft_s: float
-    overhead_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("plain_s", "draft_s", "overhead_s"):
-            _check_cost(name, getattr(self, name))
-        for seconds in self.verify_s:
-            _check_cost("verify_s", seconds)
-        if not self.plain_s or not all(self.verify_s):
-            raise ValueError(
-                f"plain_s={self.plain_s} and verify_s={self.verify_s} must be above 0: "
-                "a forward takes time"
-            )
-        rises = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
-        if len(self.rows) != len(self.verify_s) or self.rows[:1] != (1,) or not rises:
-            raise ValueError(
-                f"rows={self.rows} must rise from 1, one for each of the "
-                f"{len(self.verify_s)} times in verify_s"
-            )
-
-    @property
-    def gamma_max(self) -> int:
-        """The largest gamma whose window lies within the table."""
-        return self.rows[-1] - 1
-
-    def round_s(self, gamma_max: int) -> np.ndarray:
-        """Predicts a round's seconds, `[gamma_max + 1]` float64, by tokens drafted.
-
-        Raises:
-          ValueError: a window that is higher than the table, or a bad `gamma_max`.
-        """
-        if _check_gamma(gamma_max, "gamma_max") > self.gamma_max:
-            raise ValueError(
-                f"{gamma_max=} needs the time of {gamma_max + 1} rows, and the table "
-                f"ends at {self.rows[-1]}: time higher windows, or lower gamma_max"
-            )
-        gammas = np.arange(gamma_max + 1)
-        verify_s = np.interp(gammas + 1, self.rows, self.verify_s)
-        return self.overhead_s + gammas * self.draft_s + verify_s
-
-    def without(self, free: Free) -> "CostCurve":
-        """Returns the curve if drafts, or all rows of a window but one, were free."""
-        draft_s, verify_s = self.draft_s, self.verify_s
-        if free not in ("drafting", "verification", "both"):
-            raise ValueError(f'{free=} is not "drafting", "verification" or "both"')
-        if free in ("drafting", "both"):
-            draft_s = 0.0
-        if free in ("verification", "both"):
-            verify_s = self.verify_s[:1] * len(self.verify_s)
-        return dataclasses.replace(self, draft_s=draft_s, verify_s=verify_s)
-
-
 @typed
 def tokens_by_gamma(
     conditional: Float[AnyArray, " gamma_max"],
@@ -308,75 +175,16 @@ def goodput(
 
     The goodput of Liu et al. (2024), https://arxiv.org/abs/2406.14066, for one
     sequence. Pure arithmetic on arrays of the host or of the device: a policy that
-    adapts gamma inside a compiled loop calls this function, and so does `plan`.
+    adapts gamma inside a compiled loop calls this function.
 
     Args:
       conditional: in `0 .. 1`; not looked at, so it may be traced.
-      round_s: seconds of a round, as `CostCurve.round_s` gives them.
+      round_s: seconds of a round.
     """
     return tokens_by_gamma(conditional) / round_s
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The best gamma, and its expected speed-up.
-
-    Attributes:
-      gamma: the best of `0 .. len(conditional)`; of equals the smallest.
-      tokens_per_round: expected, the target's own token counted.
-      tokens_per_s: expected goodput.
-      speedup: over plain decoding; below 1 where speculation does not pay at all.
-    """
-
-    gamma: int
-    tokens_per_round: float
-    tokens_per_s: float
-    speedup: float
-
-
-def plan(conditional: Sequence[float], costs: CostCurve) -> Plan:
-    """Chooses the gamma of most expected goodput, by measured acceptance and costs.
-
-    Long generations are supposed, as in Theorem 3.8: no round is cut at its end.
-
-    Args:
-      conditional: chance that draft `i` is kept, given those before it were; empty
-        leaves gamma 0. A position that was never reached has none: leave it out, and
-        all after it.
-
-    Raises:
-      ValueError: a chance that is missing or outside `0 .. 1`, or more positions than
-        the table of costs has rows for.
-    """
-    chances = np.array(
-        [_check_share(f"conditional[{i}]", a) for i, a in enumerate(conditional)],
-        np.float64,
-    )
-    tokens_per_s = np.asarray(goodput(chances, costs.round_s(len(chances))))
-    gamma = int(np.argmax(tokens_per_s))
-    return Plan(
-        gamma=gamma,
-        tokens_per_round=float(np.asarray(tokens_by_gamma(chances))[gamma]),
-        tokens_per_s=float(tokens_per_s[gamma]),
-        speedup=float(tokens_per_s[gamma] * costs.plain_s),
-    )
-
-
-def ceiling(conditional: Sequence[float], costs: CostCurve, *, free: Free) -> float:
-    """Returns the speed-up that no improvement of `free` alone can pass.
-
-    The best over gamma in `0 .. len(conditional)`, where drafting, or the further rows
-    of a window, cost nothing: "even with free verification at most 1.02x".
-
-    Raises:
-      ValueError: as `plan`, or another word in `free`.
-    """
-    return plan(conditional, costs.without(free)).speedup
-
-
-def _check_share(name: str, value: float | None) -> float:
-    if value is None:
-        raise ValueError(f"{name} is missing: it was never measured")
+def _check_share(name: str, value: float) -> float:
     if not 0 <= value <= 1:  # Also NaN, which no comparison holds for.
         raise ValueError(f"{name}={value} is no probability: it must lie in 0 .. 1")
     return float(value)

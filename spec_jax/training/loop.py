@@ -122,15 +122,6 @@ def labels(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(label, params)
 
 
-def held_out_loss(
-    loss: Loss, params: Params, data: batches.Data, *, batch_size: int
-) -> float:
-    """Returns the mean loss over `data`, whole batches only."""
-    measure = lambda *inputs: {"loss": jnp.stack([loss(*inputs), jnp.float32(1)])}
-    found = held_out(measure, params, data, batch_size=batch_size, teacher=None)
-    return found["loss"]
-
-
 def held_out(
     measure: Measure,
     params: Params,

@@ -23,7 +23,6 @@ from spec_jax.drafters import (
     registry,
     tree_shapes,
 )
-from spec_jax.engine import rows
 from spec_jax.model import (
     eagle3,
     eagle3_files,
@@ -252,26 +251,7 @@ def test_loads_by_name_and_by_folder(tmp_path, monkeypatch):
         registry.build(str(folder), parts)
 
 
-def test_replay_without_the_target():
-    """Fails if recorded features are not those of live rounds, bit for bit."""
-    ask = Ask(max_tokens=20)
-    live = run(SMALL, CHAIN, [ask])
-    text, size = decoding.text(live), decoding.CAPACITY + 1
-    target = rows.SlotRows(model=SMALL.target, num_slots=1)
-    features = trace.record_features(
-        target, SMALL.weights, text, num_prompt=len(ask.prompt), taps=HEAD.taps
-    )
-    replayed = trace.TraceTarget(max_rows=5, size=size, taps=(1, 0), feature_size=48)
-    scheduler = SMALL.scheduler(CHAIN, target=replayed, draft_params=PARAMS)
-    one = trace.make_trace(text, size=size, features=features)
-    state = decoding.admit(scheduler, [ask.request(target_params=one)])
-    state = decoding.generate(scheduler, state)
-    testing.assert_same_bits(state.memory.ring, live.memory.ring)
-    assert decoding.text(state) == text
-    assert state.slots.num_rounds.tolist() == live.slots.num_rounds.tolist()
-    assert state.slots.kept_by_rank.tolist() == live.slots.kept_by_rank.tolist()
-    with pytest.raises(ValueError, match="takes traces with features"):
-        scheduler.begin(ask.request(target_params=trace.make_trace(text, size=size)))
-    silent = trace.TraceTarget(max_rows=5, size=size)
+def test_a_trace_has_no_features():
+    silent = trace.TraceTarget(max_rows=5, size=decoding.CAPACITY + 1)
     with pytest.raises(ValueError, match=r"and TraceTarget has taps=\(\)"):
         SMALL.scheduler(CHAIN, target=silent, draft_params=PARAMS)

@@ -17,7 +17,6 @@ import spec_jax as sj
 from experiments import train_drafter
 from experiments.heads import export as head_export, rollouts
 from spec_jax import testing
-from spec_jax.analysis import trace
 from spec_jax.engine import rows as rows_lib
 from spec_jax.model import (
     block_files,
@@ -147,16 +146,16 @@ def test_rollouts_record_what_decoding_computes(target, work, tmp_path):
     store = store_of(tmp_path / "cache", online)
     assert targets.missing(store, online.texts) == []
     model = row_model.RowModel(config=online.config, impl="native", slab=8)
+    slots = rows_lib.SlotRows(model=model, num_slots=1)
     taps = *online.taps, online.config.num_layers
     for row in range(0, 20, 5):
         text = online.texts.read(row)
-        recorded = trace.record_features(
-            rows_lib.SlotRows(model=model, num_slots=1),
-            online.params,
-            [*map(int, text), 0],
-            num_prompt=9,
-            taps=taps,
+        prompt = [*map(int, text), 0]
+        kv = slots.new_cache(capacity=len(prompt), page_size=16)
+        _, recorded = slots.prefill_features(
+            online.params, kv, prompt, slot=0, taps=taps, by_rows=True
         )
+        recorded = np.asarray(recorded)[: len(text)]
         made = targets.stored(online.params, online.config, recorded)
         testing.assert_same_bits(store[text], made, what=f"text {row}: ")
 

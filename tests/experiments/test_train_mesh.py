@@ -10,9 +10,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 PROGRAM = """
 import functools, pathlib, tempfile
-import jax, numpy as np, random_weights
+import jax, numpy as np, random_weights, text_loss
 from spec_jax.model import block_params, config as config_lib, params as params_lib
-from spec_jax.training import block, loop, losses, targets
+from spec_jax.training import block, loop, targets
 
 random_weights.install()
 config = config_lib.Qwen3Config(
@@ -21,7 +21,7 @@ config = config_lib.Qwen3Config(
     dtype="float32",
 )
 params = params_lib.init(jax.random.key(0), config, stddev=0.3)
-loss = functools.partial(losses.text_loss, config)
+loss = functools.partial(text_loss.text_loss, config)
 data = np.random.default_rng(0).integers(0, 32, (16, 13)).astype(np.int32)
 error = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
 

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import text_loss
 import tiny_pair
 
 from spec_jax.model import params as params_lib, sequence
 from spec_jax.ops import rms_norm
-from spec_jax.training import loop, losses
+from spec_jax.training import loop
 
 
 CONFIG = tiny_pair.config(
@@ -63,7 +64,7 @@ def distance(actual, expected) -> float:
 def test_a_batch_in_parts_has_the_gradients_of_the_whole(dtype, part_size=2):
     """Fails if a part is lost or weighs another share."""
     config = dataclasses.replace(CONFIG, dtype=dtype)
-    loss = functools.partial(losses.text_loss, config)
+    loss = functools.partial(text_loss.text_loss, config)
     expected = jax.jit(jax.value_and_grad(loss))(init(), tokens())
     inputs = functools.partial(
         jax.jit(loop.value_and_grad, static_argnames=("loss", "part_size")), loss
@@ -75,19 +76,8 @@ def test_a_batch_in_parts_has_the_gradients_of_the_whole(dtype, part_size=2):
     assert distance(fewer, expected) > 10 * TOLERANCE[dtype]
 
 
-@pytest.mark.slow
-def test_a_distillation_in_parts_has_the_gradients_of_the_whole():
-    loss = functools.partial(losses.distillation_loss, CONFIG)
-    final = jax.random.normal(jax.random.key(2), (*tokens().shape, CONFIG.hidden_size))
-    batch, head = {"tokens": tokens(), "final": final}, init(1).head
-    expected = jax.jit(jax.value_and_grad(loss))(init(), batch, head)
-    inputs = functools.partial(loop.value_and_grad, loss, part_size=4)
-    actual = jax.jit(inputs)(init(), batch, head)
-    assert distance(actual, expected) < TOLERANCE["float32"]
-
-
 def test_a_batch_is_of_whole_parts():
-    loss = functools.partial(losses.text_loss, CONFIG)
+    loss = functools.partial(text_loss.text_loss, CONFIG)
     with pytest.raises(ValueError, match="8 sequences is not of whole parts of 3"):
         loop.value_and_grad(loss, init(), tokens(), None, part_size=3)
 

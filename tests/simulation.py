@@ -2,7 +2,7 @@
 
 The outcome of every draft is given (drawn, or recorded from a real run), so that two
 policies meet the same text, and the best constant gamma is known in hindsight. Times
-come from a table, as `theory.CostCurve.round_s` gives them, and are not measured.
+come from a table, seconds by gamma, and are not measured.
 """
 
 import dataclasses

@@ -1,0 +1,14 @@
+"""A loss to train by: the cross-entropy of the next token, of a whole model."""
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.model import params as params_lib, sequence
+
+
+def text_loss(config, params, tokens, teacher=None):
+    """The mean over `tokens [B, T]`, nats, in `config.dtype`; there is no teacher."""
+    weights = params_lib.cast(params, config.dtype)
+    logits = sequence.logits(weights, config, tokens[:, :-1])
+    chances = jax.nn.log_softmax(logits)
+    return -jnp.mean(jnp.take_along_axis(chances, tokens[:, 1:, None], axis=-1))
