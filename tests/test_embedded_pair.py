@@ -2,13 +2,18 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import spec_jax as sj
 from experiments import spec_round
+from experiments.lib import prompt_files
 from spec_jax import loading
 from spec_jax.drafters import registry
 from spec_jax.model import config as config_lib, hub, tokenizer
+from spec_jax.training import block, targets
 
 
 def test_the_default_run_matches_and_the_draft_is_of_use(tmp_path):
@@ -81,3 +86,37 @@ def test_the_real_model_answers_with_its_head():
         out.tokens for out in sj.decode(lm, chats, max_tokens=48)
     ]
     assert min(out.metrics["acceptance_rate"] for out in outs) > 0.1
+
+
+@pytest.mark.slow
+def test_the_held_out_measure_is_that_of_rounds():
+    """Fails if what a training calls the accepted length is another measure than that
+    of decoding: a mean over all positions, or of drafts after the end. Where sums round
+    another way than the rows of decoding, single rounds may differ."""
+    lm = sj.load(drafter="dspark")
+    prompts = [
+        one.messages[0]["content"]
+        for one in prompt_files.parse("6", default_file=prompt_files.BUNDLED)
+    ]
+    drafts = 7
+    written = [
+        sj.generate(lm, x, max_tokens=32, gamma=drafts, ignore_eos=True)
+        for x in prompts
+    ]
+    size = max(len(x.prompt_tokens) for x in written) + 32
+    tokens, mask = np.zeros((6, size), np.int32), np.zeros((6, size), bool)
+    for row, one in enumerate(written):
+        text = [*one.prompt_tokens, *one.tokens]
+        tokens[row, : len(text)] = text
+        mask[row, len(one.prompt_tokens) - 1 : len(text) - 1] = True
+    texts = targets.Texts(tokens=tokens, mask=mask)
+    head, params, rows = lm.drafter.head, lm.drafter_params, np.arange(6)
+    online = targets.Online(
+        texts=texts, params=lm.params, config=lm.target.config, taps=head.taps
+    )
+    batch = block.anchors_of(head, seed=0, hot=None)(online[rows], rows, None)
+    batch = jax.tree.map(jnp.asarray, batch)
+    teacher = targets.teacher_of(lm.params, params.hot)
+    found = np.asarray(block.measure(head, params, batch, teacher)["accepted_length"])
+    live = np.sum([[32, x.metrics["rounds"]] for x in written], axis=0)
+    assert found[0] == live[0] and abs(found[1] - live[1]) <= 2, (found, live)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import decoding
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,8 +13,10 @@ import tokenizers
 import spec_jax as sj
 from experiments.lib import prompt_files, prompts
 from spec_jax import testing
+from spec_jax.drafters import ngram
 from spec_jax.engine import round as round_lib
 from spec_jax.gamma import goodput, threshold
+from spec_jax.model import params as params_lib
 
 
 TEXT = "añ日🙂"
@@ -294,3 +298,26 @@ def test_what_the_package_lists_is_there():
     assert set(sj.__all__) <= set(dir(sj))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = sj.nothing
+
+
+@pytest.mark.slow
+def test_without_jit_the_tokens_are_the_same(lm):
+    """Fails if what a compiled program is given of NumPy's ends a plain call."""
+    expected = sj.generate(lm, PROMPTS[0], max_tokens=2).tokens
+    with jax.disable_jit():
+        assert sj.generate(lm, PROMPTS[0], max_tokens=2).tokens == expected
+
+
+def test_a_vocabulary_below_what_is_recorded():
+    """Fails if the recorder asks for more of the highest logits than there are."""
+    config = decoding.make_config(vocab_size=3)
+    model = dataclasses.replace(decoding.quickest(), config=config)
+    params = params_lib.init(jax.random.key(0), config, stddev=0.3)
+    bare = sj.LanguageModel(
+        target=model,
+        params=params_lib.prepare(params, model.impl),
+        drafter=ngram.PromptLookup(gamma_max=2),
+        drafter_params=None,
+        tokenizer=None,
+    )
+    assert sj.check_lossless(bare, [0, 1, 2, 0, 1], max_tokens=6)

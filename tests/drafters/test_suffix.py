@@ -5,6 +5,7 @@ import dataclasses
 import fractions
 import functools
 
+import decoding
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -178,3 +179,15 @@ def test_another_count_is_caught():
 def test_impossible_settings_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         suffix.SuffixDecoding(gamma_max=4, **sizes)
+
+
+@pytest.mark.parametrize("impl", ["xla", "native"])
+@pytest.mark.parametrize("factor", [float("inf"), 1e300, 2.8e8])
+def test_a_factor_beyond_int32_is_no_bound(factor, impl):
+    """Fails if a budget overflows, so that nothing is drafted."""
+    decoding.needs(impl)
+    drafter = dataclasses.replace(DRAFTER, max_factor=factor, impl=impl)
+    large = dataclasses.replace(drafter, max_factor=100.0)
+    text = [7, 1, 2, 3, 4, 7]
+    found = run(drafter, text, corpus_of(), 4)
+    assert found == run(large, text, corpus_of(), 4) and len(found[1]) == 4

@@ -273,3 +273,14 @@ class Chains(ngram.PromptLookup):
 def test_the_kit_sees_trees_that_are_none(kind, clause, words):
     with pytest.raises(AssertionError, match=words):
         testing.CLAUSES[clause](kind(gamma_max=6, tree=TREE), None, BENCH)
+
+
+@pytest.mark.parametrize("text", ["50x2:6", "50"])
+@pytest.mark.parametrize("make", [ngram.PromptLookup, suffix.SuffixDecoding])
+def test_more_children_than_places(make, text):
+    """Fails if what the text has no room for ends the trace, or is drafted as -1."""
+    drafter = make(gamma_max=4).for_tree(tree_shapes.parse(text))
+    params = suffix.empty_corpus(3) if make is suffix.SuffixDecoding else None
+    found = looked_up(drafter, params)
+    assert {(3,), (4,)} <= set(found)
+    assert not any(token < 0 for path in found for token in path)

