@@ -276,6 +276,7 @@ class SlotBlock(features_lib.SlotReader):
         correct, state = self._begin_head(params, anchor, hidden)
 
         def step(carry, slot):
+            """Draws the draft of one slot of each block."""
             state, before, probs, processing = carry
             number, hidden, logits = slot
             state, bias, confidence = correct(state, before, hidden)
