@@ -65,16 +65,11 @@ def with_tree(
     """Returns the same pair with a drafter of trees.
 
     Raises:
-      ValueError: a drafter that drafts chains alone, or a rule that decides on them.
+      ValueError: a drafter that drafts chains alone.
       NotImplementedError: a tree that the rule would be biased by.
     """
     rule = getattr(args, "rule", "coupled")
     lm = lm.with_tree(tree)
-    if rule == "block":
-        raise ValueError(
-            f"rule='block' decides on chains alone: leave --tree {tree} out, or take "
-            "--rule coupled, under which every tree is lossless"
-        )
     each.lift(lm.drafter, 1, rule=rule)  # Says now what it lacks for the rule.
     return lm
 

@@ -107,11 +107,6 @@ class DraftModel(protocols.Drafter):
         """
         if rule.is_exact:
             return self
-        if self.tree is not None and rule.accept_tree is None:
-            raise NotImplementedError(
-                f"trees under {rule=}: this verification of trees is not implemented; "
-                "use the rule 'coupled' or 'rejection'"
-            )
         is_searched = isinstance(self.tree, tree_shapes.Tree)
         if is_searched and self.draws != "greedy":
             raise NotImplementedError(

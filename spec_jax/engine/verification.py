@@ -5,8 +5,6 @@ neither rounds nor caches.
 """
 
 import functools
-from collections.abc import Callable
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -87,24 +85,14 @@ def decide(
       first_position: of each slot's first draft: it keys the noise of a round.
       depth_max: drafts on a path of a tree, at most.
       wanted: drafts that each slot may commit, at most. A chain has no more.
-
-    Raises:
-      NotImplementedError: a tree under a rule that decides on chains alone.
     """
-    if rule.accept_tree is None and proposal.parents is not None:
-        raise NotImplementedError(
-            f"{rule=} decides on chains alone: this verification of trees is not "
-            "implemented; use the rule 'coupled', under which every tree is lossless, "
-            "or 'rejection'"
-        )
     if rule.is_exact and proposal.parents is None:
         own, is_finite = target_tokens(target, verified, sampling_settings)
         return _along_chains(rule, own, is_finite, verified, proposal)
     highest = target.choose(verified.logits, verified.num_active)
     is_finite = finite_rows(verified.logits, highest)
-    accept_tree = cast(Callable[..., acceptance.Outcome], rule.accept_tree)
     if rule.is_exact:
-        accept = functools.partial(accept_tree, depth_max=depth_max)
+        accept = functools.partial(rule.accept_tree, depth_max=depth_max)
         outcome = _along_own_tokens(
             accept, target, verified, proposal, sampling_settings, highest, wanted
         )
@@ -113,7 +101,7 @@ def decide(
         if proposal.parents is None:
             decide_one = functools.partial(_chain_by_uniforms, rule.accept_chain)
         else:
-            accept = functools.partial(accept_tree, depth_max=depth_max)
+            accept = functools.partial(rule.accept_tree, depth_max=depth_max)
             decide_one = functools.partial(_tree_by_uniforms, accept)
         outcome = _by_uniforms(
             functools.partial(decide_one, row_sums=sums.row_sums),

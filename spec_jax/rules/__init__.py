@@ -13,6 +13,7 @@ _NAMES = {
     "accept_block": "spec_jax.rules.acceptance",
     "accept_exact": "spec_jax.rules.acceptance",
     "accept_rejection": "spec_jax.rules.acceptance",
+    "accept_traversal": "spec_jax.rules.traversal",
     "accept_tree": "spec_jax.rules.tree_acceptance",
     "block": "spec_jax.rules.rule",
     "coupled": "spec_jax.rules.rule",
@@ -28,6 +29,7 @@ __all__ = [
     "accept_block",
     "accept_exact",
     "accept_rejection",
+    "accept_traversal",
     "accept_tree",
     "acceptance",
     "block",
@@ -36,6 +38,7 @@ __all__ = [
     "rejection",
     "rule",
     "sampling",
+    "traversal",
     "tree_acceptance",
 ]
 
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
         acceptance,
         rule,
         sampling,
+        traversal,
         tree_acceptance,
     )
     from spec_jax.rules.acceptance import (
@@ -54,6 +58,7 @@ if TYPE_CHECKING:
     )
     from spec_jax.rules.rule import Rule, block, coupled, rejection
     from spec_jax.rules.sampling import SamplingSettings, Stream, make_settings
+    from spec_jax.rules.traversal import accept_traversal
     from spec_jax.rules.tree_acceptance import accept_tree
 
 __getattr__, __dir__ = spec_jax.exports(__name__, _NAMES, __all__)

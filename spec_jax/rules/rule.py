@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from spec_jax.rules import acceptance, tree_acceptance
+from spec_jax.rules import acceptance, traversal, tree_acceptance
 
 
 Name = Literal["coupled", "rejection", "block"]
@@ -23,13 +23,13 @@ class Rule:
       accept_chain: decides on ONE chain: as `acceptance.accept_exact` if `is_exact`,
         else as `acceptance.accept_block`.
       accept_tree: decides on ONE tree: as `tree_acceptance.follow` if `is_exact`, else
-        as `tree_acceptance.accept_tree`; None: the rule decides on chains alone.
+        as `tree_acceptance.accept_tree`.
     """
 
     name: str
     is_exact: bool
     accept_chain: Callable[..., acceptance.Outcome]
-    accept_tree: Callable[..., acceptance.Outcome] | None
+    accept_tree: Callable[..., acceptance.Outcome]
 
     def __repr__(self) -> str:
         return repr(self.name)
@@ -58,7 +58,7 @@ block = Rule(
     name="block",
     is_exact=False,
     accept_chain=lambda *drafts, **more: acceptance.accept_block(*drafts, **more),
-    accept_tree=None,
+    accept_tree=lambda *drafts, **more: traversal.accept_traversal(*drafts, **more),
 )
 
 RULES = {rule.name: rule for rule in (coupled, rejection, block)}

@@ -3,10 +3,11 @@
 As `acceptance`, for proposals that branch: functions of ONE sequence, of arrays alone.
 
     coupled       `follow`, on the target's own draws: any tree is lossless.
-    rejection     `accept_tree`: siblings are tried in turn. The drafts of a random tree
-                  must not have decided its shape.
+    rejection     `accept_tree`: siblings are tried in turn, from the root on.
+    block         `traversal.accept_traversal`: whole paths are tried, from the leaves
+                  on.
 
-Block verification of trees is not implemented.
+Under the last two, the drafts of a random tree must not have decided its shape.
 """
 
 from collections.abc import Callable
@@ -49,8 +50,8 @@ def follow(
         own = own_token(column)
         return own, draft_tokens == own
 
-    walk = _walk(try_children, parents, num_drafted, wanted, depth_max=depth_max)
-    return walk.outcome(draft_tokens, walk.own)
+    found = walk(try_children, parents, num_drafted, wanted, depth_max=depth_max)
+    return found.outcome(draft_tokens, found.own)
 
 
 @typed
@@ -69,40 +70,21 @@ def tree_probabilities(
     draft's; a child that is not kept takes the draft's row away from the target's, and
     itself away from the draft's, and both are normalised.
     """
-    num_drafts, vocab_size = target_probs.shape[0] - 1, target_probs.shape[1]
-    target, draft = _Left.of(target_probs), None
-    if draft_probs is not None:
-        draft_probs = jnp.pad(draft_probs, ((0, 1), (0, 0)))
-        draft = _Left.of(jnp.where(draft_probs > 0, draft_probs, 0.0))
 
-    def try_child(carry, child):
+    def try_child(pair, child):
         """Returns the chance to keep a child, and what it leaves of the rows."""
-        target, draft = carry
         token, parent, is_real = child
-        target_row = target.row(parent)
-        if draft is None:  # The draft was certain.
-            draft_row = jax.nn.one_hot(token, vocab_size, dtype=jnp.float32)
-        else:
-            draft_row = draft.row(parent)
-        at = lambda row: row.at[token].get(
-            mode="fill", fill_value=0, wrap_negative_indices=False
-        )
-        keep = acceptance.ratio(at(target_row), at(draft_row))
-        rest = acceptance.residual(target_row, draft_row)
-        rest = acceptance.or_else(rest, target_row)
-        target = target.put(parent, rest, is_real, row_sums)
-        if draft is not None:
-            others = draft_row.at[token].set(
-                0.0, mode="drop", wrap_negative_indices=False
-            )
-            draft = draft.put(parent, others, is_real, row_sums)
-        return (target, draft), keep
+        at_target, at_draft = pair.at(parent, token)
+        keep = acceptance.ratio(at_target, at_draft)
+        return pair.without(parent, token, jnp.float32(1), is_real)[0], keep
 
-    is_real = jnp.arange(num_drafts, dtype=jnp.int32) < num_drafted
-    (target, _), keep = jax.lax.scan(
-        try_child, (target, draft), (draft_tokens, parents, is_real)
+    is_real = jnp.arange(draft_tokens.shape[0], dtype=jnp.int32) < num_drafted
+    pair, keep = jax.lax.scan(
+        try_child,
+        Pair.of(target_probs, draft_probs, row_sums),
+        (draft_tokens, parents, is_real),
     )
-    return acceptance.AcceptanceProbabilities(keep=keep, own=target.weights)
+    return acceptance.AcceptanceProbabilities(keep=keep, own=pair.target.weights)
 
 
 class _Left(pytree.Node):
@@ -120,22 +102,86 @@ class _Left(pytree.Node):
         """Returns a column's probabilities."""
         return self.weights[column] / self.totals[column]
 
-    def put(
-        self,
-        column: jax.Array,
-        weights: jax.Array,
-        is_real: jax.Array,
-        row_sums: acceptance.RowSums | None,
-    ) -> "_Left":
-        """Returns this with other weights of a column, if the child is real."""
-        total = row_sums(weights) if row_sums else jnp.sum(weights)
+    def at(self, column: jax.Array, token: jax.Array) -> jax.Array:
+        """Returns a token's probability in a column; 0 outside the vocabulary."""
+        weight = self.weights.at[column, token].get(
+            mode="fill", fill_value=0, wrap_negative_indices=False
+        )
+        return weight / self.totals[column]
+
+    def put(self, column: jax.Array, weights: jax.Array, total: jax.Array) -> "_Left":
+        """Returns this with other weights of a column, if there is such a column."""
         # Nothing is left to draw where a row had fewer tokens than children.
         total = jnp.where(total > 0, total, 1.0)
-        column = jnp.where(is_real, column, self.totals.shape[0])
         return self.replace(
             weights=self.weights.at[column].set(weights, mode="drop"),
             totals=self.totals.at[column].set(total, mode="drop"),
         )
+
+
+class Pair(pytree.Node):
+    """Rows of the target and of the draft: the rest for the next child."""
+
+    target: _Left
+    draft: _Left | None  # None: the drafts were certain
+    row_sums: acceptance.RowSums | None = pytree.static()
+
+    @classmethod
+    def of(
+        cls,
+        target_probs: jax.Array,
+        draft_probs: jax.Array | None,
+        row_sums: acceptance.RowSums | None,
+    ) -> "Pair":
+        """Returns all of the rows, `[W + 1, V]` and `[W, V]`."""
+        draft = None
+        if draft_probs is not None:
+            draft_probs = jnp.pad(draft_probs, ((0, 1), (0, 0)))
+            draft = _Left.of(jnp.where(draft_probs > 0, draft_probs, 0.0))
+        return cls(target=_Left.of(target_probs), draft=draft, row_sums=row_sums)
+
+    def at(self, column: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns a token's probability after a column, in both models."""
+        in_target = self.target.at(column, token)
+        if self.draft is not None:
+            return in_target, self.draft.at(column, token)
+        is_token = (token >= 0) & (token < self.target.weights.shape[-1])
+        return in_target, jnp.where(is_token, 1.0, 0.0)
+
+    def without(
+        self,
+        column: jax.Array,
+        token: jax.Array,
+        joint: jax.Array | float,
+        is_real: jax.Array,
+    ) -> tuple["Pair", jax.Array]:
+        """Takes a child that is not kept away from the rows of its parent's column.
+
+        Args:
+          joint: what the target's row is multiplied with before the draft's is
+            subtracted.
+
+        Returns:
+          the rest, the same if the child is not real; and the sum of the difference.
+        """
+        sums = self.row_sums or jnp.sum
+        target_row = self.target.row(column)
+        if self.draft is None:
+            draft_row = jax.nn.one_hot(token, target_row.shape[-1], dtype=jnp.float32)
+        else:
+            draft_row = self.draft.row(column)
+        rest = acceptance.residual(joint * target_row, draft_row)
+        weights = acceptance.or_else(rest, target_row)
+        total = sums(weights)
+        lacking = jnp.where(jnp.any(rest > 0), total, 0.0)
+        put = jnp.where(is_real, column, self.target.totals.shape[0])
+        target, draft = self.target.put(put, weights, total), self.draft
+        if draft is not None:
+            others = draft_row.at[token].set(
+                0.0, mode="drop", wrap_negative_indices=False
+            )
+            draft = draft.put(put, others, sums(others))
+        return self.replace(target=target, draft=draft), lacking
 
 
 @typed
@@ -184,7 +230,7 @@ def accept_tree(
         row_sums=row_sums,
     )
     stays = uniforms < probabilities.keep
-    walk = _walk(
+    found = walk(
         lambda _: (jnp.int32(0), stays),
         parents,
         num_drafted,
@@ -193,10 +239,10 @@ def accept_tree(
     )
     # Where no more drafts were wanted, or none so deep, no child was tried.
     weights = jnp.where(
-        walk.is_cut, target_probs[walk.last], probabilities.own[walk.last]
+        found.is_cut, target_probs[found.last], probabilities.own[found.last]
     )
     own = jnp.argmax(jnp.log(weights) + noise).astype(draft_tokens.dtype)
-    return walk.outcome(draft_tokens, own)
+    return found.outcome(draft_tokens, own)
 
 
 class _Walk(pytree.Node):
@@ -224,7 +270,7 @@ class _Walk(pytree.Node):
         )
 
 
-def _walk(
+def walk(
     try_children: Callable[[jax.Array], tuple[jax.Array, Bool[Array, " W"]]],
     parents: Int[Array, " W"],
     num_drafted: Int[Array, ""],

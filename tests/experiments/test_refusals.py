@@ -54,7 +54,7 @@ CASES = (
     ("spec_round", "--tree 2x2:4 --drafter hybrid", "Hybrid drafts chains alone"),
     ("spec_round", "--tree 2x2:4 --gamma-policy threshold", "of chains"),
     ("spec_round", "--tree 2x2:4 --confidence 0.5", "min_confidence=0.5"),
-    ("spec_round", "--tree 2x2:4 --rule block --temperature 1", "chains alone"),
+    ("spec_round", "--tree 2x2:4 --rule block --temperature 1", "fixed shape"),
     ("spec_round", "--segments 4", "--segments is of --devices"),
     ("spec_round", "--chat-option x", "is no list of options"),
     ("sweep", "--gamma-policy greedy", "'greedy'"),

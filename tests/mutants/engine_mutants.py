@@ -156,9 +156,9 @@ _TREE_ROUNDS = (
 _COUNTERS = f"{_TREES}::test_counters_by_depth_and_rank[1]"
 
 TREES = (
-    Mutant("a child of another node is kept", "rules.tree_acceptance:_walk",
+    Mutant("a child of another node is kept", "rules.tree_acceptance:walk",
            "is_real & (parents == at) & goes_on", "is_real & goes_on", _TREE_ROUNDS),
-    Mutant("a path goes on past the limit", "rules.tree_acceptance:_walk",
+    Mutant("a path goes on past the limit", "rules.tree_acceptance:walk",
            "jnp.minimum(wanted, depth_max)", "jnp.int32(depth_max)",
            f"{_TREES}::test_max_tokens_is_met_exactly[1]"),
     Mutant("the K/V of a path are moved one position early",

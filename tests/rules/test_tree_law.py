@@ -1,4 +1,4 @@
-"""The exact law of what rejection commits from a tree, over tiny vocabularies.
+"""The exact law of what rules by uniforms commit from a tree, over tiny vocabularies.
 
 As `enumeration`: every tree of tokens that a drafter may draw, and every outcome of the
 uniforms, goes through the rule as it is, jitted and in float32; probabilities are
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.rules import acceptance, tree_acceptance
+from spec_jax.rules import acceptance, traversal, tree_acceptance
 
 
 V = 3
@@ -28,6 +28,23 @@ SHAPES = {
     "mixed": (0, 0, 2, 1, 2),
 }
 BIASED = 1e-2
+
+
+def _rejection_probabilities(*drafts, wanted, depth_max):
+    del wanted, depth_max
+    return tree_acceptance.tree_probabilities(*drafts)
+
+
+def _traversal_probabilities(*drafts, wanted, depth_max):
+    made = traversal.traversal_probabilities(*drafts, wanted, depth_max=depth_max)
+    return made[0]
+
+
+RULES = {
+    "rejection": (_rejection_probabilities, tree_acceptance.accept_tree),
+    "block": (_traversal_probabilities, traversal.accept_traversal),
+}
+"""Of each rule of trees: its probabilities, and how it decides by them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,15 +120,16 @@ def trees(case: Case):
 
 
 @functools.cache
-def _evaluate(parents, depth_max, is_certain):
+def _evaluate(rule, parents, depth_max, is_certain):
     """The rule on trees of tokens and outcomes of the uniforms, compiled once."""
     parents = jnp.asarray(parents, jnp.int32)
+    probabilities_of, accept = RULES[rule]
 
     def one(tokens, draft, target, number, wanted, succeeds):
         given = tokens, parents, None if is_certain else draft, target, number
-        probabilities = tree_acceptance.tree_probabilities(*given)
+        probabilities = probabilities_of(*given, wanted=wanted, depth_max=depth_max)
         below = jnp.maximum(jnp.nextafter(probabilities.keep, jnp.float32(-1)), 0)
-        outcome = tree_acceptance.accept_tree(
+        outcome = accept(
             *given,
             wanted,
             uniforms=jnp.where(succeeds, below, probabilities.keep),
@@ -127,14 +145,14 @@ def _evaluate(parents, depth_max, is_certain):
     return jax.jit(jax.vmap(over_uniforms, in_axes=(0, 0, 0, 0, None, None)))
 
 
-def committed_law(case: Case, wanted: int) -> np.ndarray:
-    """The law of the first `D + 1` tokens, `[V] * (D + 1)` float64."""
+def outcomes(rule: str, case: Case, wanted: int):
+    """Each `(probability, accepted tokens, weights of the own token)`."""
     columns = zip(*trees(case), strict=True)
     chances, tokens, draft, target, number = map(np.array, columns)
     size = len(case.parents)
     patterns = enumeration._all((True, False), size)
     outcomes, keep, own = jax.device_get(
-        _evaluate(case.parents, case.depth_max, case.is_certain)(
+        _evaluate(rule, case.parents, case.depth_max, case.is_certain)(
             jnp.asarray(tokens, jnp.int32),
             jnp.asarray(draft, jnp.float32),
             jnp.asarray(target, jnp.float32),
@@ -145,41 +163,70 @@ def committed_law(case: Case, wanted: int) -> np.ndarray:
     )
     keep = keep.astype(np.float64)
     mass = chances[:, None] * np.where(patterns, keep, 1 - keep).prod(axis=-1)
-    later = enumeration.continuations(case.target)
-    law = np.zeros((V,) * (case.depth_max + 1))
     for t, p in np.argwhere(mass > 0):
         count = int(outcomes.num_accepted[t, p])
         path = tuple(outcomes.tokens[t, p, :count].tolist())
-        weights = own[t, p].astype(np.float64)
-        rest = later[count + 1][path]
+        yield mass[t, p], path, own[t, p].astype(np.float64)
+
+
+def committed_law(rule: str, case: Case, wanted: int) -> np.ndarray:
+    """The law of the first `D + 1` tokens, `[V] * (D + 1)` float64."""
+    later = enumeration.continuations(case.target)
+    law = np.zeros((V,) * (case.depth_max + 1))
+    for mass, path, weights in outcomes(rule, case, wanted):
+        rest = later[len(path) + 1][path]
         law[path] += (
-            mass[t, p]
+            mass
             * (weights / weights.sum()).reshape((-1,) + (1,) * (rest.ndim - 1))
             * rest
         )
     return law
 
 
-def bias(case: Case, wanted: int = 9) -> float:
+def bias(rule: str, case: Case, wanted: int = 9) -> float:
     """Total variation between what is committed and what the target would write."""
-    gap = committed_law(case, wanted) - enumeration.continuations(case.target)[0]
+    gap = committed_law(rule, case, wanted) - enumeration.continuations(case.target)[0]
     return 0.5 * np.abs(gap).sum()
 
 
-@pytest.mark.few(6)
+def mean_accepted(rule: str, case: Case) -> float:
+    """The expected number of drafts that stay."""
+    return sum(mass * len(path) for mass, path, _ in outcomes(rule, case, wanted=9))
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("is_certain", (False, True), ids=("drawn", "certain"))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_output_has_the_targets_distribution(shape, is_certain, rng):
+def test_the_output_has_the_targets_distribution(shape, is_certain, rule, rng):
     case = make_case(shape, rng, is_certain=is_certain)
     for wanted in (9, 1, 0):
-        assert bias(case, wanted) < enumeration.ROUNDING
+        assert bias(rule, case, wanted) < enumeration.ROUNDING
 
 
+@pytest.mark.parametrize(
+    "shape, is_certain",
+    [("chain", False), ("two children", False), ("mixed", False), ("mixed", True)],
+)
+def test_whole_paths_keep_at_least_as_many(shape, is_certain, rng):
+    """Fails if what a path that is not kept leaves is less than its parent's rest."""
+    gains = []
+    for _ in range(4):
+        case = make_case(shape, rng, is_certain=is_certain)
+        token_by_token = mean_accepted("rejection", case)
+        gains.append(mean_accepted("block", case) - token_by_token)
+    assert min(gains) > -enumeration.ROUNDING
+    # The rules are the same where no path is longer than a draft, or no draft is less
+    # likely in its draft than in the target.
+    assert (max(gains) > BIASED) == (case.depth_max > 1 and not is_certain)
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("planted", ("with_replacement", "drops"))
-def test_trees_that_may_not_be_drawn(planted, rng):
+def test_trees_that_may_not_be_drawn(planted, rule, rng):
     """Negative control: siblings that repeat, and a child that its token decides on."""
     cases = [make_case("two children", rng, **{planted: True}) for _ in range(5)]
-    assert max(map(bias, cases)) > BIASED
+    assert max(bias(rule, case) for case in cases) > BIASED
 
 
 FAULTS = {
@@ -192,24 +239,26 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_biases_are_caught(fault, rng, monkeypatch):
+def test_planted_biases_are_caught(fault, rule, rng, monkeypatch):
     """Negative control, by ten thousand times what rounding may cause."""
     monkeypatch.setattr(acceptance, *FAULTS[fault])
     _evaluate.cache_clear()
     try:
-        assert bias(make_case("2x2", rng)) > BIASED
+        assert bias(rule, make_case("2x2", rng)) > BIASED
     finally:
         _evaluate.cache_clear()
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("is_certain", (False, True), ids=("drawn", "certain"))
-def test_on_a_chain_it_is_rejection(is_certain, rng):
+def test_on_a_chain_it_is_the_rule_of_chains(is_certain, rule, rng):
     """As integers: what is kept, and the own token."""
     gamma, vocab_size = 4, 7
     chain = jnp.arange(gamma, dtype=jnp.int32)
-    accept_tree = jax.jit(tree_acceptance.accept_tree, static_argnames="depth_max")
-    accept = jax.jit(acceptance.accept_rejection)
+    accept_tree = jax.jit(RULES[rule][1], static_argnames="depth_max")
+    accept = jax.jit(getattr(acceptance, f"accept_{rule}"))
     for _ in range(100):
         rows = lambda n: rng.dirichlet(np.ones(vocab_size), size=n).astype(np.float32)
         tokens = jnp.asarray(rng.integers(0, vocab_size + 2, gamma), jnp.int32)
@@ -236,13 +285,14 @@ def test_on_a_chain_it_is_rejection(is_certain, rng):
         np.testing.assert_array_equal(found.tokens, expected.tokens)
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("depth_max, own", ((1, 0), (2, 1)))
-def test_children_that_are_too_deep_are_not_tried(depth_max, own):
+def test_children_that_are_too_deep_are_not_tried(depth_max, own, rule):
     """Fails if the own token after a node lacks what children would have, of which none
     was tried: with `depth_max` 2 the second draft is, and is not kept."""
     draft = jnp.asarray([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]], jnp.float32)
     target = jnp.asarray([[0.0, 0.0, 1.0]] + [[0.6, 0.3, 0.1]] * 2, jnp.float32)
-    found = tree_acceptance.accept_tree(
+    found = RULES[rule][1](
         jnp.array([2, 0], jnp.int32),
         jnp.array([0, 1], jnp.int32),
         draft,
@@ -256,13 +306,14 @@ def test_children_that_are_too_deep_are_not_tried(depth_max, own):
     assert found.tokens[:2].tolist() == [2, own]
 
 
-def test_what_no_draw_can_have():
+@pytest.mark.parametrize("rule", RULES)
+def test_what_no_draw_can_have(rule):
     """Fails if a draft outside the vocabulary is kept, or one of no probability."""
     target = jnp.full((4, V), 1 / V, jnp.float32)
     for wrong in (jnp.nan, -1.0, 0.0):
         draft = jnp.full((3, V), wrong, jnp.float32)
         tokens = jnp.array([V, -1, 0])
-        outcome = tree_acceptance.accept_tree(
+        outcome = RULES[rule][1](
             tokens,
             jnp.zeros((3,), jnp.int32),
             draft,

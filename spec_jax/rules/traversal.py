@@ -1,0 +1,152 @@
+"""Acceptance of trees from their leaves on: block verification of paths.
+
+As `tree_acceptance`, a function of ONE sequence, of arrays alone.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int
+
+from spec_jax.rules import acceptance, tree_acceptance
+from spec_jax.typing import typed
+
+
+@typed
+def traversal_probabilities(
+    draft_tokens: Int[Array, " W"],
+    parents: Int[Array, " W"],
+    draft_probs: Float32[Array, "W V"] | None,
+    target_probs: Float32[Array, "W+1 V"],
+    num_drafted: Int[Array, ""],
+    wanted: Int[Array, ""],
+    *,
+    depth_max: int,
+    row_sums: acceptance.RowSums | None = None,
+) -> tuple[acceptance.AcceptanceProbabilities, Int[Array, " W"]]:
+    """Leaves the nodes of a tree from its leaves on, each after its children.
+
+    As `accept_traversal`, which decides by them.
+
+    Returns:
+      the chance to keep each draft and those above it, given that none was kept of
+      the drafts that are left before it, 0 of drafts that are not tried; and when each
+      is left, `W` of those.
+    """
+    num_drafts = draft_tokens.shape[0]
+    columns = jnp.arange(1, num_drafts + 1, dtype=jnp.int32)
+    depths = jax.lax.fori_loop(
+        1,
+        num_drafts + 1,
+        lambda column, depths: depths.at[column].set(depths[parents[column - 1]] + 1),
+        jnp.zeros((num_drafts + 1,), jnp.int32),
+    )
+    is_tried = columns <= num_drafted
+    is_tried &= depths[1:] <= jnp.minimum(wanted, depth_max)
+
+    def next_children(at, entered):
+        """Returns which children of a column were not entered yet."""
+        return is_tried & (parents == at) & ~entered
+
+    def leave_one(carry, time):
+        """Descends to the next leaf of what is left, and leaves it."""
+        pair, joint, entered, keep, left, at = carry
+
+        def enter(inner):
+            at, joint, entered = inner
+            child = jnp.argmax(next_children(at, entered))
+            at_target, at_draft = pair.at(at, draft_tokens[child])
+            chance = acceptance.ratio(joint[at] * at_target, at_draft)
+            column = columns[child]
+            return column, joint.at[column].set(chance), entered.at[child].set(True)
+
+        at, joint, entered = jax.lax.while_loop(
+            lambda inner: jnp.any(next_children(inner[0], inner[2])),
+            enter,
+            (at, joint, entered),
+        )
+        draft, is_root = at - 1, at == 0
+        parent = jnp.where(is_root, 0, parents[draft])
+        put = jnp.where(is_root, num_drafts, draft)
+        keep = keep.at[put].set(joint[at], mode="drop")
+        left = left.at[put].set(time, mode="drop")
+        pair, lacking = pair.without(
+            parent, draft_tokens[draft], joint[parent], ~is_root
+        )
+        rest = acceptance.ratio(lacking, lacking + (1 - joint[parent]))
+        joint = joint.at[parent].set(jnp.where(is_root, joint[parent], rest))
+        return (pair, joint, entered, keep, left, parent), None
+
+    start = (
+        tree_acceptance.Pair.of(target_probs, draft_probs, row_sums),
+        jnp.ones((num_drafts + 1,), jnp.float32),
+        jnp.zeros((num_drafts,), jnp.bool_),
+        jnp.zeros((num_drafts,), jnp.float32),
+        jnp.full((num_drafts,), num_drafts, jnp.int32),
+        jnp.int32(0),
+    )
+    times = jnp.arange(num_drafts, dtype=jnp.int32)
+    (pair, _, _, keep, left, _), _ = jax.lax.scan(leave_one, start, times)
+    own = pair.target.weights
+    return acceptance.AcceptanceProbabilities(keep=keep, own=own), left
+
+
+@typed
+def accept_traversal(
+    draft_tokens: Int[Array, " W"],
+    parents: Int[Array, " W"],
+    draft_probs: Float32[Array, "W V"] | None,
+    target_probs: Float32[Array, "W+1 V"],
+    num_drafted: Int[Array, ""],
+    wanted: Int[Array, ""],
+    *,
+    uniforms: Float32[Array, " W"],
+    noise: Float32[Array, " V"],
+    depth_max: int,
+    row_sums: acceptance.RowSums | None = None,
+) -> acceptance.Outcome:
+    """Keeps a path of a tree, verified as a whole, in the target's distribution.
+
+    Traversal Verification, algorithm 2 of Weng et al. (2025),
+    https://arxiv.org/abs/2505.12398, for siblings that are drawn without replacement.
+    Nodes are left from the first leaf on, each after its children, siblings in the
+    order of their columns. A node has the weight `min(1, weight of its parent * target
+    / draft)`, and its path stays where its uniform is less. Where it does not, the
+    parent has the rest: with `r = max(0, weight * target - draft)`, the row `norm(r)`
+    and the weight `sum(r) / (sum(r) + 1 - weight)`; and the draft's row loses the
+    token. The own token is drawn from the row of the node whose path stays, of the root
+    if none does. On a chain it is `accept_block`; on average it keeps at least as many
+    drafts as `accept_tree`.
+
+    Args: as in `accept_tree`, and so is what biases the output.
+    """
+    probabilities, left = traversal_probabilities(
+        draft_tokens,
+        parents,
+        draft_probs,
+        target_probs,
+        num_drafted,
+        wanted,
+        depth_max=depth_max,
+        row_sums=row_sums,
+    )
+    stays = uniforms < probabilities.keep
+    first = jnp.argmin(jnp.where(stays, left, left.shape[0])).astype(jnp.int32)
+    end = jnp.where(jnp.any(stays), first + 1, 0)
+
+    def mark(on_path, draft):
+        """Marks the parent of a draft of the path, later drafts first."""
+        parent = jnp.where(on_path[draft + 1], parents[draft], end)
+        return on_path.at[parent].set(True), None
+
+    on_path = jnp.zeros((left.shape[0] + 1,), jnp.bool_).at[end].set(True)
+    drafts = jnp.arange(left.shape[0], dtype=jnp.int32)
+    on_path, _ = jax.lax.scan(mark, on_path, drafts, reverse=True)
+    walk = tree_acceptance.walk(
+        lambda _: (jnp.int32(0), on_path[1:]),
+        parents,
+        num_drafted,
+        wanted,
+        depth_max=depth_max,
+    )
+    own = jnp.argmax(jnp.log(probabilities.own[walk.last]) + noise)
+    return walk.outcome(draft_tokens, own.astype(draft_tokens.dtype))
