@@ -18,8 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.lib import curves, files
-from spec_jax.gamma import theory
+from experiments.lib import curves, files, theory
 
 
 DRAWN = 0

@@ -34,11 +34,13 @@ from experiments.lib import (
     models,
     policies,
     records,
+    summaries,
     tables,
     terminal,
+    trace as trace_lib,
 )
 from spec_jax import algorithms, default_gamma, loading
-from spec_jax.analysis import metrics, trace as trace_lib
+from spec_jax.analysis import metrics
 from spec_jax.drafters import oracle, registry, text_tree
 from spec_jax.engine import checks, scheduler as scheduler_lib
 from spec_jax.gamma import costs as costs_lib
@@ -249,15 +251,10 @@ def summarise(
 ) -> dict[str, Any]:
     """Returns the numbers of a row, of all replays of a drafter in one way."""
     counted, forwards = zip(*done, strict=True)
-    summary = metrics.summarise(
-        metrics.total(counted),
-        prompts=len(counted),
-        texts=list(map(metrics.text_counts, texts.generated, counted)),
-        matched=None,
-        verify_decode_mismatches=None,
-    )
-    untold = "baseline_ spec_ speedup_ matched verify_decode_ nonfinite_logits"
-    found = {k: v for k, v in summary.items() if not k.startswith((*untold.split(),))}
+    found = {"prompts": len(counted), **metrics.summarise(metrics.total(counted))}
+    found.pop("nonfinite_logits")  # A trace has no logits.
+    each = list(map(summaries.text_counts, texts.generated, counted))
+    found |= summaries.by_repetition(each)
     return found | {"rounds_by_rows": np.sum(forwards, axis=0)}
 
 

@@ -276,13 +276,8 @@ class Run:
         self, tokens, origins, counters, status, number, seconds, *, height=None
     ):
         lm = self.lm
-        summary = metrics_lib.summarise(
-            counters,
-            prompts=1,
-            texts=[metrics_lib.text_counts(tokens, counters)],
-            matched=None,
-            verify_decode_mismatches=None,
-        )
+        summary = metrics_lib.summarise(counters)
+        summary["repetition"] = metrics_lib.repetition(tokens)
         scores: dict[str, Any] = {}
         request = self.requests[number]
         if self.log_probs or self.top_logprobs:

@@ -45,7 +45,6 @@ FEWER = {
     **{name: set() for name in ("native", "pallas", "parallel")},
     **{name: set() for name in ("rules", "gamma", "processors")},
     "analysis/metrics": {"analysis"},
-    "analysis/speeds": {"analysis"},
     "drafters/ngram": {"drafters", "engine"},
     "drafters/suffix": {"drafters", "engine", "native"},
     "drafters/oracle": {"engine"},

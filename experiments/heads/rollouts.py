@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from experiments.heads import record
 from experiments.lib import fan_out, prompt_files, terminal
-from spec_jax.drafters import record
 from spec_jax.engine import round as round_lib, rows, scheduler
 from spec_jax.model import (
     config as config_lib,

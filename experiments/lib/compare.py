@@ -12,7 +12,7 @@ from typing import Any
 
 from rich import console as rich_console
 
-from experiments.lib import bench, hf, runs as runs_lib, tables
+from experiments.lib import bench, hf, runs as runs_lib, summaries, tables
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import ngram
@@ -244,10 +244,10 @@ def _counted(done: Sequence[hf.Generated]) -> dict[str, Any]:
     names = ("rounds", "proposed", "accepted", "acceptance_rate", "accepted_hist")
     counters = [one.counters for one in done]
     texts = [
-        metrics.text_counts(one.tokens, one.counters or metrics.Counters())
+        summaries.text_counts(one.tokens, one.counters or metrics.Counters())
         for one in done
     ]
-    repetition = {"repetition": metrics.mean_repetition(texts)}
+    repetition = {"repetition": summaries.mean_repetition(texts)}
     if None in counters:
         return dict.fromkeys(names) | repetition
     total = metrics.total(counters)

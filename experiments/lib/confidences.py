@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import models, profiles, runs
-from spec_jax.analysis import calibration
+from experiments.lib import calibration, models, profiles, runs
 from spec_jax.engine import protocols
 from spec_jax.rules import sampling
 

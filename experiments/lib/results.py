@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from experiments.lib import prompt_files, runs as runs_lib, tables, terminal
+from experiments.lib import prompt_files, runs as runs_lib, summaries, tables, terminal
 from spec_jax import loading
-from spec_jax.analysis import metrics, speeds
+from spec_jax.analysis import metrics
 from spec_jax.model import qwen3
 
 
@@ -44,9 +44,9 @@ class PromptResult:
         return all(run.tokens == reference for run in (*self.plain, *self.spec))
 
     @property
-    def text(self) -> metrics.TextCounts:
+    def text(self) -> summaries.TextCounts:
         """What was counted of the first speculative run's text."""
-        return metrics.text_counts(self.spec[0].tokens, self.spec[0].counters)
+        return summaries.text_counts(self.spec[0].tokens, self.spec[0].counters)
 
     @property
     def nonfinite(self) -> int:
@@ -70,8 +70,8 @@ class PromptResult:
             "rounds": counters.rounds,
             "proposed": counters.proposed,
             "accepted": counters.accepted,
-            "acceptance_rate": speeds.ratio(counters.accepted, counters.proposed),
-            "repetition": metrics.mean_repetition([self.text]),
+            "acceptance_rate": metrics.ratio(counters.accepted, counters.proposed),
+            "repetition": summaries.mean_repetition([self.text]),
             "accepted_hist": counters.accepted_hist,
             "baseline_e2e_s": [run.timing.e2e_s for run in self.plain],
             "spec_e2e_s": [run.timing.e2e_s for run in self.spec],
@@ -243,7 +243,7 @@ def one_a_bucket(prompts: Sequence[list[int]]) -> list[list[int]]:
 def summarise(results: Sequence[PromptResult]) -> metrics.Metrics:
     """Returns the metric dictionary of finished prompts."""
     mismatches = [result.mismatches for result in results]
-    found = metrics.summarise(
+    found = summaries.summarise(
         metrics.total(result.spec[0].counters for result in results),
         prompts=len(results),
         texts=[result.text for result in results],
@@ -290,6 +290,6 @@ def by_category(results: Sequence[PromptResult]) -> dict[str, metrics.Metrics]:
     return found if len(found) > 1 else {}
 
 
-def _by_repeat(runs: list[list]) -> list[list[metrics.Timing]]:
+def _by_repeat(runs: list[list]) -> list[list[summaries.Timing]]:
     """Returns the timings of each repeat, prompt by prompt."""
     return [[run.timing for run in repeat] for repeat in zip(*runs, strict=True)]

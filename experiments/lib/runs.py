@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import forced_drafter
+from experiments.lib import forced_drafter, summaries
 from spec_jax import algorithms, loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import oracle
@@ -60,7 +60,7 @@ class Plain:
     """A run of autoregressive decoding."""
 
     tokens: list[int]  # generated, without the prompt
-    timing: metrics.Timing
+    timing: summaries.Timing
     nonfinite: int = 0  # tokens chosen from logits that are not finite
 
 
@@ -71,7 +71,7 @@ class Speculative:
     tokens: list[int]
     origins: list[states.Origin]
     counters: metrics.Counters
-    timing: metrics.Timing
+    timing: summaries.Timing
     policy_state: policy.State = None  # of the gamma policy, after the last round
 
     @property
@@ -103,7 +103,7 @@ def run_plain(
     tokens = np.asarray(state.tokens)[len(prompt) : int(state.length)].tolist()
     return Plain(
         tokens=tokens,
-        timing=metrics.Timing(
+        timing=summaries.Timing(
             prefill_s=prefilled - started,
             decode_s=finished - prefilled,
             tokens=len(tokens),
@@ -230,7 +230,7 @@ def as_run(
         tokens=tokens,
         origins=[states.Origin(o) for o in origins if o != states.Origin.PROMPT],
         counters=metrics.of_slot(slot, num_tokens=len(tokens)),
-        timing=metrics.Timing(
+        timing=summaries.Timing(
             prefill_s=prefill_s, decode_s=decode_s, tokens=len(tokens)
         ),
         policy_state=slot.policy,

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from experiments.lib import flags, results as results_lib, tables
+from experiments.lib import flags, results as results_lib, summaries, tables
 from spec_jax.analysis import metrics
 
 
@@ -75,7 +75,7 @@ def cell_of(row: Row) -> Cell:
 
 
 def row_of(cell: Cell, results: Sequence[results_lib.PromptResult]) -> dict[str, Any]:
-    """The line of a finished cell; raises as `metrics.summarise`."""
+    """The line of a finished cell; raises as `summaries.summarise`."""
     counters = metrics.total(result.spec[0].counters for result in results)
     return {
         "kind": "sweep",
@@ -111,10 +111,10 @@ def total(rows: Sequence[Row]) -> dict[str, Any]:
     (cell,) = cells
     counters = metrics.total(_counters(row) for row in rows)
     mismatches = [row["verify_decode_mismatches"] for row in rows]
-    summary = metrics.summarise(
+    summary = summaries.summarise(
         counters,
         prompts=sum(row["prompts"] for row in rows),
-        texts=[metrics.TextCounts(**text) for row in rows for text in row["texts"]],
+        texts=[summaries.TextCounts(**text) for row in rows for text in row["texts"]],
         baseline=_joined([row["plain_timings"] for row in rows]),
         spec=_joined([row["spec_timings"] for row in rows]),
         matched=results_lib.all_matched([row["matched"] for row in rows]),
@@ -154,11 +154,11 @@ def _timings(runs: Sequence[Sequence[Any]]) -> list[list[list[float]]]:
     ]
 
 
-def _joined(timings: Sequence[list]) -> list[list[metrics.Timing]]:
+def _joined(timings: Sequence[list]) -> list[list[summaries.Timing]]:
     """The timings of several lines, repeat by repeat."""
     return [
         [
-            metrics.Timing(prefill_s=prefill_s, decode_s=decode_s, tokens=tokens)
+            summaries.Timing(prefill_s=prefill_s, decode_s=decode_s, tokens=tokens)
             for of_line in repeat
             for prefill_s, decode_s, tokens in of_line
         ]

@@ -1,1 +1,1 @@
-"""Numbers about runs: metrics and their names, theory, replay without the target."""
+"""Numbers about runs: counters, metrics and their names."""

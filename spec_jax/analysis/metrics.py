@@ -1,7 +1,7 @@
 """Metrics: counters of speculative runs -> the one dictionary of numbers.
 
-Functions here know whole numbers and seconds. They know nothing of models, of how
-tokens were drafted, or of where the numbers are shown.
+Functions here know whole numbers. They know nothing of models, of how tokens were
+drafted, or of where the numbers are shown.
 
 Every token comes from a round: the prompt's prefill commits nothing, and a round
 commits its accepted draft tokens and one token of the target's own. So the counters
@@ -13,14 +13,14 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from spec_jax.analysis import speeds
 
+_GRAM = 4  # tokens of a run in `repetition`
 
-_GRAM, _THIRDS = 4, 3  # tokens of a run in `repetition`; groups of prompts by it
+Metrics = dict[str, int | float | bool | list[int] | list[float | None] | None]
+"""Names and values; every value is plain JSON, and `None` where nothing was measured.
 
-
-Metrics = speeds.Metrics
-Timing = speeds.Timing
+Division by zero (nothing proposed, no tokens) gives `None`, never NaN.
+"""
 
 
 class IdentityError(AssertionError):
@@ -90,23 +90,6 @@ class Counters:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextCounts:
-    """Counts of one prompt's generated text.
-
-    Attributes:
-      tokens: of the text, cut as `Counters.tokens` are.
-      repetition: of these tokens, see `repetition`.
-      proposed: as in `Counters`.
-      accepted: as in `Counters`.
-    """
-
-    tokens: int
-    repetition: float
-    proposed: int
-    accepted: int
-
-
 def of_slot(slot: Any, *, num_tokens: int) -> Counters:
     """Returns the counters of ONE slot's state (`engine.state.Slots`).
 
@@ -145,22 +128,6 @@ def repetition(tokens: Sequence[int]) -> float:
     return (len(runs) - len(set(runs))) / len(runs) if runs else 0.0
 
 
-def text_counts(tokens: Sequence[int], counters: Counters) -> TextCounts:
-    """Combines one prompt's generated tokens and its counters."""
-    return TextCounts(
-        tokens=len(tokens),
-        repetition=repetition(tokens),
-        proposed=counters.proposed,
-        accepted=counters.accepted,
-    )
-
-
-def mean_repetition(texts: Sequence[TextCounts]) -> float | None:
-    """Averages `repetition` over texts, weighted by their tokens."""
-    weighted = sum(text.tokens * text.repetition for text in texts)
-    return speeds.ratio(weighted, sum(text.tokens for text in texts))
-
-
 def total(counters: Iterable[Counters]) -> Counters:
     """Sums the counters of prompts; without any, all counters are zero."""
     return sum(counters, start=Counters())
@@ -174,95 +141,46 @@ def identities(counters: Counters) -> None:
     """
     c = counters
     sizes = [len(c.accepted_hist) - 1, len(c.proposed_at), len(c.accepted_at)]
-    _require("len(hist) - 1 == len(proposed_at) == len(accepted_at)", sizes)
+    require("len(hist) - 1 == len(proposed_at) == len(accepted_at)", sizes)
     scalars = [c.tokens, c.rounds, c.proposed, c.accepted, c.cut, c.nonfinite]
     by_place = *c.accepted_hist, *c.proposed_at, *c.accepted_at, *c.kept_by_rank
     smallest = min(*scalars, *by_place)
-    _require("0 <= every counter", [0, smallest], ordered=True)
+    require("0 <= every counter", [0, smallest], ordered=True)
 
-    _require(
+    require(
         "accepted + rounds == tokens + cut", [c.accepted + c.rounds, c.tokens + c.cut]
     )
-    _require("sum(hist) == rounds", [sum(c.accepted_hist), c.rounds])
+    require("sum(hist) == rounds", [sum(c.accepted_hist), c.rounds])
     kept = sum(i * n for i, n in enumerate(c.accepted_hist))
-    _require("sum(i * hist[i]) == accepted", [kept, c.accepted])
-    _require("sum(accepted_at) == accepted", [sum(c.accepted_at), c.accepted])
+    require("sum(i * hist[i]) == accepted", [kept, c.accepted])
+    require("sum(accepted_at) == accepted", [sum(c.accepted_at), c.accepted])
     if c.kept_by_rank:
-        _require("sum(kept_by_rank) == accepted", [sum(c.kept_by_rank), c.accepted])
+        require("sum(kept_by_rank) == accepted", [sum(c.kept_by_rank), c.accepted])
     reached = sum(c.proposed_at)
     numbers = [c.accepted, reached, c.proposed]
-    _require("accepted <= sum(proposed_at) <= proposed", numbers, ordered=True)
+    require("accepted <= sum(proposed_at) <= proposed", numbers, ordered=True)
 
-    _require("nonfinite <= tokens", [c.nonfinite, c.tokens], ordered=True)
+    require("nonfinite <= tokens", [c.nonfinite, c.tokens], ordered=True)
 
     # A position is reached only where the one before it was kept.
     reachable = (c.rounds, *c.accepted_at)
     for i, (reached, kept) in enumerate(zip(c.proposed_at, c.accepted_at, strict=True)):
         at = f" at i={i}"
-        _require("accepted_at[i] <= proposed_at[i]", [kept, reached], at, ordered=True)
+        require("accepted_at[i] <= proposed_at[i]", [kept, reached], at, ordered=True)
         longer = sum(c.accepted_hist[i + 1 :])
-        _require("accepted_at[i] == sum(hist[i+1:])", [kept, longer], at)
+        require("accepted_at[i] == sum(hist[i+1:])", [kept, longer], at)
         numbers = [reached, reachable[i]]
-        _require("proposed_at[i] <= accepted_at[i-1]", numbers, at, ordered=True)
+        require("proposed_at[i] <= accepted_at[i-1]", numbers, at, ordered=True)
 
 
-def summarise(
-    counters: Counters,
-    *,
-    prompts: int,
-    texts: Sequence[TextCounts] = (),
-    baseline: Sequence[Sequence[Timing]] = (),
-    spec: Sequence[Sequence[Timing]] = (),
-    matched: bool | None,
-    verify_decode_mismatches: int | None,
-) -> Metrics:
-    """Returns the metric dictionary, after checking every identity.
-
-    Args:
-      counters: of the speculative run, summed over the prompts; of one repeat only.
-      prompts: how many prompts were run.
-      texts: the speculative run's text of each prompt; empty where they are not known.
-      baseline: `baseline[r][i]` times plain decoding of prompt `i` in repeat `r`.
-      spec: the same of the speculative runs, each interleaved with its baseline.
-      matched: whether every token of every prompt equals plain decoding, and none
-        was chosen from logits that are not finite; `None` where that was not looked
-        at.
-      verify_decode_mismatches: verified positions whose argmax differs from plain
-        decoding of the same prefix; `None` where they were not replayed.
-
-    Returns:
-      The names of the design's table of numbers, in its order. Speeds are medians
-      over the repeats of totals over the prompts. A speed-up is the median over the
-      repeats of the ratio of the two totals, seconds per token; its `_p10` and `_p90`
-      are quantiles of that ratio over the repeats or, with a single repeat, of the
-      ratio of each prompt over the prompts. `repetition` is the mean over the texts,
-      weighted by tokens; `tercile_*` have an entry for each third of the prompts, in
-      order of their repetition (fewer than three prompts: one each).
+def summarise(counters: Counters) -> Metrics:
+    """Returns the numbers of a run, after checking every identity.
 
     Raises:
-      IdentityError: counters, texts or timings that contradict each other.
-      ValueError: timings that are not one per repeat and prompt in both runs, or
-        texts that are not one per prompt.
+      IdentityError: counters that contradict each other.
     """
     identities(counters)
-    _check_texts(counters, prompts, texts)
-    _check_timings(counters, prompts, baseline, spec, matched)
-    return {
-        "prompts": prompts,
-        **_counted(counters),
-        **_by_repetition(texts),
-        "matched": matched,
-        "verify_decode_mismatches": verify_decode_mismatches,
-        "nonfinite_logits": counters.nonfinite,
-        **speeds.of_runs("baseline", baseline),
-        **speeds.of_runs("spec", spec),
-        **speeds.speedup("speedup_e2e", "e2e_s", baseline, spec),
-        **speeds.speedup("speedup_decode", "decode_s", baseline, spec),
-    }
-
-
-def _counted(c: Counters) -> Metrics:
-    """Returns the numbers that need no clock."""
+    c = counters
     return {
         "tokens": c.tokens,
         "rounds": c.rounds,
@@ -270,78 +188,29 @@ def _counted(c: Counters) -> Metrics:
         "verify_steps": c.rounds,
         "proposed": c.proposed,
         "accepted": c.accepted,
-        "acceptance_rate": speeds.ratio(c.accepted, c.proposed),
+        "acceptance_rate": ratio(c.accepted, c.proposed),
         "conditional_acceptance": [
-            speeds.ratio(kept, reached)
+            ratio(kept, reached)
             for kept, reached in zip(c.accepted_at, c.proposed_at, strict=True)
         ],
-        "mean_accepted_length": speeds.ratio(c.accepted + c.rounds, c.rounds),
+        "mean_accepted_length": ratio(c.accepted + c.rounds, c.rounds),
         "cut": c.cut,
-        "tokens_per_target_step": speeds.ratio(c.tokens, c.target_steps),
+        "tokens_per_target_step": ratio(c.tokens, c.target_steps),
         "accepted_hist": list(c.accepted_hist),
-        "rows_per_round": speeds.ratio(c.proposed + c.rounds, c.rounds),
+        "rows_per_round": ratio(c.proposed + c.rounds, c.rounds),
         "kept_by_rank": list(c.kept_by_rank),
+        "nonfinite_logits": c.nonfinite,
     }
 
 
-def _by_repetition(texts: Sequence[TextCounts]) -> Metrics:
-    """Measures how far texts repeat themselves, and how acceptance follows."""
-    ordered = sorted(texts, key=lambda text: text.repetition)
-    ends = [third * len(ordered) // _THIRDS for third in range(_THIRDS + 1)]
-    thirds = [ordered[start:end] for start, end in itertools.pairwise(ends)]
-    thirds = [third for third in thirds if third]
-    return {
-        "repetition": mean_repetition(texts),
-        "tercile_prompts": [len(third) for third in thirds],
-        "tercile_repetition": [mean_repetition(third) for third in thirds],
-        "tercile_acceptance_rate": [
-            speeds.ratio(sum(t.accepted for t in third), sum(t.proposed for t in third))
-            for third in thirds
-        ],
-    }
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """Divides; returns `None` where no quotient exists."""
+    if numerator is None or not denominator:
+        return None
+    return numerator / denominator
 
 
-def _check_texts(counters: Counters, prompts: int, texts: Sequence[TextCounts]) -> None:
-    """Checks that the texts are those of the run that was counted."""
-    if not texts:
-        return
-    if len(texts) != prompts:
-        raise ValueError(f"{len(texts)} texts of {prompts} prompts")
-    for name in ("tokens", "proposed", "accepted"):
-        numbers = [sum(getattr(text, name) for text in texts), getattr(counters, name)]
-        _require(f"sum of the texts' {name} == {name}", numbers)
-
-
-def _check_timings(
-    counters: Counters,
-    prompts: int,
-    baseline: Sequence[Sequence[Timing]],
-    spec: Sequence[Sequence[Timing]],
-    matched: bool | None,
-) -> None:
-    """Checks that the timings time the runs that were counted."""
-    if len(baseline) != len(spec):
-        raise ValueError(
-            f"{len(baseline)} baseline repeats and {len(spec)} speculative ones: "
-            "a speed-up needs them in pairs"
-        )
-    for name, runs in (("baseline", baseline), ("spec", spec)):
-        for repeat, timings in enumerate(runs):
-            if len(timings) != prompts:
-                raise ValueError(
-                    f"{name}[{repeat}] times {len(timings)} prompts of {prompts}"
-                )
-    for repeat, (plain, fast) in enumerate(zip(baseline, spec, strict=True)):
-        at = f" in repeat {repeat}"
-        timed = sum(timing.tokens for timing in fast)
-        _require("timed spec tokens == tokens", [timed, counters.tokens], at)
-        if matched:
-            for i, (a, b) in enumerate(zip(plain, fast, strict=True)):
-                where = f"{at}, prompt {i}"
-                _require("matched: equal token counts", [a.tokens, b.tokens], where)
-
-
-def _require(
+def require(
     identity: str, numbers: Sequence[int], where: str = "", *, ordered: bool = False
 ) -> None:
     """Requires that the numbers are equal or, if `ordered`, that they do not fall."""

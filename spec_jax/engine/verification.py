@@ -30,7 +30,7 @@ def finite_rows(
       highest: the argmax of each row, as `ops.argmax` gives it: where there is a NaN,
         the first one.
     """
-    # "clip": the "logits" of `analysis.trace.TraceTarget` are tokens, and one wide.
+    # "clip": the "logits" of a target that `is_drawn` may be tokens, and one wide.
     top = jnp.take_along_axis(logits, highest[:, None], axis=-1, mode="clip")
     return jnp.isfinite(top[:, 0])
 

@@ -212,8 +212,8 @@ class Schedule(policy_lib.GammaPolicy):
           step_s: measured seconds of a step by its rows, `[rows + 1]`, up to
             `num_slots * (gamma_max + 1)` rows.
           draft_s: seconds by which drafting makes a round of all slots longer.
-          temperatures: of each draft's confidence, from
-            `analysis.calibration.fit_platt`; None: survival is calibrated already.
+          temperatures: of each draft's confidence, as `profile_steps.py --calibrate`
+            fits them; None: survival is calibrated already.
           shifts: of each draft's confidence; None: 0.
           asks: the first state of the policy `asks`.
 

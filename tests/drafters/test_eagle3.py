@@ -15,7 +15,6 @@ from decoding import SMALL, Ask
 
 import spec_jax as sj
 from spec_jax import loading, testing
-from spec_jax.analysis import trace
 from spec_jax.drafters import (
     each,
     eagle3 as drafting,
@@ -23,6 +22,7 @@ from spec_jax.drafters import (
     registry,
     tree_shapes,
 )
+from spec_jax.engine import forward
 from spec_jax.model import (
     eagle3,
     eagle3_files,
@@ -251,7 +251,9 @@ def test_loads_by_name_and_by_folder(tmp_path, monkeypatch):
         registry.build(str(folder), parts)
 
 
-def test_a_trace_has_no_features():
-    silent = trace.TraceTarget(max_rows=5, size=decoding.CAPACITY + 1)
-    with pytest.raises(ValueError, match=r"and TraceTarget has taps=\(\)"):
+def test_a_forward_function_has_no_features():
+    silent = forward.ForwardTarget(
+        forward_rows=None, init_cache=None, config=SMALL.target.config
+    )
+    with pytest.raises(ValueError, match=r"and ForwardTarget has taps=\(\)"):
         SMALL.scheduler(CHAIN, target=silent, draft_params=PARAMS)

@@ -16,7 +16,15 @@ import tiny_pair
 from script_runs import ROOT, last_line, rows_of, run_python
 
 from experiments import exactness
-from experiments.lib import cli, fan_out, records, results, tables, terminal
+from experiments.lib import (
+    cli,
+    fan_out,
+    records,
+    results,
+    summaries,
+    tables,
+    terminal,
+)
 from spec_jax.analysis import metrics
 from spec_jax.engine import state
 
@@ -249,12 +257,12 @@ COUNTERS = metrics.Counters(
     proposed_at=(600, 600 - 165),
     accepted_at=(435, 200),
 )
-TIMES = [[metrics.Timing(prefill_s=0.5, decode_s=2.0, tokens=1234)]] * 3
-SUMMARY = metrics.summarise(
+TIMES = [[summaries.Timing(prefill_s=0.5, decode_s=2.0, tokens=1234)]] * 3
+SUMMARY = summaries.summarise(
     COUNTERS,
     prompts=1,
     texts=[
-        metrics.TextCounts(tokens=1234, repetition=0.25, proposed=1200, accepted=635)
+        summaries.TextCounts(tokens=1234, repetition=0.25, proposed=1200, accepted=635)
     ],
     baseline=TIMES,
     spec=TIMES,

@@ -8,9 +8,8 @@ import tiny_pair
 from script_runs import assert_has_fields_of, models_of, rows_of
 
 from experiments import plan
-from experiments.lib import bench, costs, planning
+from experiments.lib import bench, costs, planning, theory
 from spec_jax.analysis import metrics
-from spec_jax.gamma import theory
 
 
 GAMMA, GEN_TOKENS, PAGE_SIZE = 2, 8, 16

@@ -10,8 +10,7 @@ import pytest
 from script_runs import write_rows
 
 from experiments import plot
-from experiments.lib import curves as curves_lib, files, published
-from spec_jax.gamma import theory
+from experiments.lib import curves as curves_lib, files, published, theory
 
 
 needs_matplotlib = pytest.mark.skipif(

@@ -11,8 +11,7 @@ import pytest
 from script_runs import assert_fails_with, assert_has_fields_of, models_of, rows_of
 
 from experiments import profile_steps, spec_round
-from experiments.lib import confidences, profiles, runs, works
-from spec_jax.analysis import calibration
+from experiments.lib import calibration, confidences, profiles, runs, works
 
 
 GAMMA = ("--gamma", "2")

@@ -9,8 +9,8 @@ import pytest
 from decoding import CAPACITY, GAMMA_MAX, PROMPT, Ask
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
+from experiments.lib import trace as trace_lib
 from spec_jax import testing
-from spec_jax.analysis import trace as trace_lib
 from spec_jax.drafters import draft_model, ngram
 from spec_jax.engine import scheduler as scheduler_lib
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.analysis import calibration
+from experiments.lib import calibration
 
 
 TRUE = calibration.Scaling(
