@@ -3,7 +3,6 @@
 import gc
 import os
 import pathlib
-import re
 
 import hypothesis
 import jax
@@ -54,8 +53,6 @@ def pytest_configure(config) -> None:
         os.environ[name.upper()] = str(value)  # For processes that tests start.
 
 
-TESTS = pathlib.Path(__file__).parent
-
 LONGEST = (
     "test_hopper_model.py",
     "test_triton_model.py",
@@ -71,94 +68,17 @@ LONGEST = (
 """Files that one process would be left with at the end, while the other waits."""
 
 
-_OF_MODELS = "eagle3_head families fingerprint observe qwen3 row_model rows"
-BITS = (
-    *(f"model/test_{name}.py" for name in (*_OF_MODELS.split(), "tree_rows")),
-    *(
-        "ops/test_heads_of_a_mesh.py",
-        "paging/test_pool_copies.py",
-        "parallel/test_mesh.py",
-    ),
-    *("engine/test_round.py", "engine/test_trees.py"),
-    *("engine/test_features.py", "engine/test_slot_rows.py"),
-    "engine/test_processing.py",
-    "experiments/test_parity_script.py",
-    *("test_own_models.py", "test_recorder.py", "test_scoring.py"),
-)
-"""Files and folders whose tests compare bits of the library's own compiled programs, or
-look at these: they are marked `bits`, and CI compiles them as users do."""
-
-
-def pytest_ignore_collect(collection_path, config) -> bool | None:
-    """Leaves out files of which `-m` takes no test, where it says `bits` or not.
-
-    Each process would import all of them otherwise, for several seconds.
-    """
-    asked = re.fullmatch(r"(?:[\w ]+ and )?(not )?bits", config.option.markexpr)
-    is_file = collection_path.suffix == ".py" and TESTS in collection_path.parents
-    if not asked or not is_file or " or " in config.option.markexpr:
-        return None
-    compares = collection_path.relative_to(TESTS).as_posix().startswith(BITS)
-    return compares == bool(asked[1]) or None
-
-
-@pytest.hookimpl(tryfirst=True)  # Before `-m` looks at the markers.
 def pytest_collection_modifyitems(items) -> None:
     """Puts the longest files first; fails where a required oracle is not installed.
 
     `SPEC_JAX_REQUIRE_ORACLE=1` is set in CI, so that the comparisons with Hugging
     Face are never skipped there without anyone noticing.
     """
-    _leave_few(items)
-    for item in items:
-        if item.path.relative_to(TESTS).as_posix().startswith(BITS):
-            item.add_marker(pytest.mark.bits)
     items.sort(key=lambda item: item.path.name not in LONGEST)
     if os.environ.get("SPEC_JAX_REQUIRE_ORACLE") == "1":
         import flax  # noqa: F401
         import torch  # noqa: F401
         import transformers  # noqa: F401
-
-
-def _leave_few(items) -> None:
-    """Makes all cases of a test slow but as many as its marker `few` says.
-
-    They are marked `rest` too: of what CI compiles for a GPU all is slow.
-    """
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        is_run = not item.get_closest_marker("slow") or item.get_closest_marker("h100")
-        if is_run and item.get_closest_marker("few"):
-            name, _, _ = item.nodeid.partition("[")
-            cases.setdefault(name, []).append(item)
-    for found in cases.values():
-        (count,) = found[0].get_closest_marker("few").args
-        kept = _spread(found, count)
-        for item in found:
-            if item not in kept:
-                item.add_marker(pytest.mark.slow)
-                item.add_marker(pytest.mark.rest)
-
-
-def _spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """Returns the first case, and those with the most values not yet seen.
-
-    Where several have as many, the one nearest to where even spacing puts it.
-    """
-    kept = cases[:1]
-    seen = _values(cases[0])
-    for turn in range(1, min(count, len(cases))):
-        place = len(cases) * turn // count
-        nearest_first = sorted(cases, key=lambda case: abs(cases.index(case) - place))
-        left = [case for case in nearest_first if case not in kept]
-        kept.append(max(left, key=lambda case: len(_values(case) - seen)))
-        seen |= _values(kept[-1])
-    return kept
-
-
-def _values(case: pytest.Item) -> set[tuple[str, int]]:
-    """A case's parameters by name and identity: cases share the values of a list."""
-    return {(name, id(value)) for name, value in case.callspec.params.items()}
 
 
 MAX_MAPPINGS = 25_000

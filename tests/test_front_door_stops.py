@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import tiny_pair
 import tokenizers
@@ -228,18 +227,3 @@ def test_an_end_at_the_limit_is_a_stop(lm, prompt):
         assert (out.text, out.status) == ("f(x)", sj.Status.STOP)
         out = call(lm, prompt, max_tokens=2, stop=["\n"])
         assert (out.text, out.status) == ("f(x", sj.Status.LENGTH)
-
-
-def test_the_embedded_pair_ends_at_a_line():
-    """Drawn and greedy, of tokens such as ')\\n' and '\\n    '."""
-    lm = sj.load(drafter="ngram")
-    for sampling in (None, sj.Sampling(temperature=0.7, seed=5)):
-        settings = {"max_tokens": 24, "sampling": sampling}
-        whole = sj.decode(lm, "def f(x):", **settings)
-        stop = "\n" if "\n" in whole.text[1:] else whole.text[5:7]
-        line, _, _ = whole.text.partition(stop)
-        lengths = np.cumsum([len(piece) for piece in whole.pieces])
-        count = int(np.searchsorted(lengths, len(line) + len(stop))) + 1
-        for call in map(WAYS.get, ("plain", "chains", "stream")):
-            out = call(lm, "def f(x):", stop=[stop], **settings)
-            assert out.text == line and out.tokens == whole.tokens[:count]

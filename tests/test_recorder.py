@@ -53,7 +53,9 @@ def decided(recording, length, *, slot=0, num_prompt=NUM_PROMPT):
     return {n: bits(np.asarray(getattr(recording, n)))[slot, at] for n in names}
 
 
-@pytest.fixture(scope="module", params=["native", "xla"])
+@pytest.fixture(
+    scope="module", params=["native", pytest.param("xla", marks=pytest.mark.slow)]
+)
 def target(request):
     decoding.needs(request.param)
     return decoding.TARGET if request.param == "xla" else decoding.NATIVE
@@ -72,7 +74,6 @@ def rounds(target):
     return run_scripted(target, ASKS)
 
 
-@pytest.mark.few(1)
 def test_recording_moves_no_bit(target, plain, rounds):
     """Fails if the recorder changes anything at all of the last states."""
     assert_same_bits(plain[0], decoding.plain(target=target))

@@ -111,10 +111,10 @@ def test_shapes(lm):
 
 
 CASES = {
-    "more samples than slots": (PROMPTS[0], {"n": 5, "num_slots": 2}),
+    "more samples than slots": (PROMPTS[0], {"n": 5, "num_slots": 3}),
     "one slot": (PROMPTS[0], {"n": 3, "num_slots": 1}),
-    "samples of prompts": (PROMPTS, {"n": 3, "num_slots": 4}),
-    "a prefix": (PROMPTS, {"prefix": PREFIX, "num_slots": 2}),
+    "samples of prompts": (PROMPTS, {"n": 3, "num_slots": 3}),
+    "a prefix": (PROMPTS, {"prefix": PREFIX, "num_slots": 3}),
     "a prefix in one slot": (PROMPTS, {"prefix": PREFIX, "num_slots": 1}),
     "samples after a prefix": (PROMPTS, {"prefix": PREFIX, "n": 2, "num_slots": 3}),
     "a tree": (PROMPTS, {"n": 2, "num_slots": 3, "gamma": sj.Tree.parse("2x2:5")}),

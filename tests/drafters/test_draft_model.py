@@ -1,18 +1,15 @@
 """Draft models: what their cache holds, what they draw, and slots beside each other."""
 
-import dataclasses
-
 import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import GAMMA_MAX, MIXED, SMALL, Ask
+from decoding import MIXED, SMALL, Ask
 
 from spec_jax import testing
 from spec_jax.drafters import (
     draft_model,
-    draft_slots,
     each,
     tree_shapes,
 )
@@ -20,39 +17,12 @@ from spec_jax.engine import rows as rows_lib
 from spec_jax.model import prompt as prompt_lib
 
 
-SLOTS = pytest.mark.parametrize(
-    "num_slots", [pytest.param(1, marks=pytest.mark.slow), 3]
-)
-BENCH = decoding.quickest_bench(GAMMA_MAX)
 NEARLY = decoding.NEARLY_TARGET
 
 
 def as_drafter(**changes) -> draft_model.DraftModel:
     """The target's model as a draft model, in slabs of two rows."""
     return decoding.draft_drafter(impl=SMALL.target.impl, **changes)
-
-
-class Hoarder(draft_slots.SlotDraftModel):
-    """Keeps the keys of drafts that were not committed."""
-
-    def commit(self, params, memory, length, *, asked):
-        return memory
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Hoards(draft_model.DraftModel):
-    def for_slots(self, num_slots):
-        return Hoarder(drafter=self, num_slots=num_slots)
-
-
-def test_a_cache_that_is_not_cut_is_caught():
-    """Negative control of the kit's truncation, on a cache and not on a number."""
-    drafter = Hoards(
-        model=dataclasses.replace(BENCH.target, slab=2), gamma_max=GAMMA_MAX
-    )
-    params = decoding.perturbed(BENCH.params, 0.02)
-    with pytest.raises(AssertionError, match="truncation: .* from a fresh memory"):
-        testing.CLAUSES["truncation"](drafter, params, BENCH)
 
 
 def scheduler_of(params, *, num_slots, drafter=None, **changes):
@@ -75,8 +45,7 @@ def assert_only_committed(params, state, slot):
     )
 
 
-@SLOTS
-def test_a_rejected_draft_leaves_nothing_behind(num_slots):
+def test_a_rejected_draft_leaves_nothing_behind(num_slots=3):
     """Fails if the K/V of a rejected draft stays, or of a kept one is lost.
 
     Negative control: a cache that says it holds more, of what was rejected.
@@ -108,8 +77,7 @@ def test_a_rejected_draft_leaves_nothing_behind(num_slots):
     )
 
 
-@SLOTS
-def test_the_target_as_its_own_draft_is_always_right(num_slots):
+def test_the_target_as_its_own_draft_is_always_right(num_slots=3):
     """Fails if a draft is read from another row than the last active one, drawn with
     another slot's settings, or on a cache that lacks a committed token."""
     scheduler = scheduler_of(SMALL.weights, num_slots=num_slots)
@@ -152,10 +120,9 @@ def kv_of(memory, slot):
     "drafter",
     [
         as_drafter(),
-        pytest.param(as_drafter(catch_up_rows=4), marks=pytest.mark.slow),
         as_drafter().for_tree(tree_shapes.parse("3-2")),
     ],
-    ids=["chain", "catching up", "tree"],
+    ids=["chain", "tree"],
 )
 def test_loops_end_in_a_slot_that_was_never_opened(drafter):
     """Fails, by never ending, if a loop waits for a row that the cache refuses."""

@@ -212,7 +212,7 @@ def test_scheduled_tokens_are_those_of_decoding(impl, name, most):
     assert 0 < weighed <= most * always < most * drafted
 
 
-CONTRACT = ("draft-model", "ngram", "suffix", "oracle", "eagle3", "dspark")
+CONTRACT = ("draft-model", "ngram", "suffix", "oracle", "eagle3")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ texts = st.lists(token, min_size=1, max_size=MAX_LEN)
 earlier = st.lists(st.lists(token, max_size=6), max_size=2)
 
 
-@hypothesis.settings(deadline=None, max_examples=300, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=100, derandomize=True)
 @hypothesis.given(texts, earlier, st.integers(0, GAMMA_MAX), token)
 def test_counts_are_those_of_a_suffix_tree(text, earlier, gamma, behind):
     """Fails if a place is counted wrongly, or a rule for ties is another one."""
@@ -113,7 +113,7 @@ def padded(tokens, size):
     return jnp.asarray([*tokens, *[1] * (size - len(tokens))], jnp.int32)
 
 
-@hypothesis.settings(deadline=None, max_examples=300, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=100, derandomize=True)
 @hypothesis.given(LONG, st.lists(LONG, max_size=4), st.integers(0, 8))
 def test_native_kernels_find_the_same(text, earlier, gamma):
     """Fails if a token, a bit of a probability or of a score is another one."""

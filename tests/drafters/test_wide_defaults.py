@@ -5,27 +5,18 @@ import dataclasses
 
 import decoding
 import jax
-import numpy as np
 import pytest
 import test_block as blocks
-from decoding import GAMMA_MAX, SMALL, Ask
+from decoding import GAMMA_MAX, SMALL
 
-from spec_jax.drafters import hybrid, ngram, suffix, tree_shapes
+from spec_jax.drafters import ngram, suffix, tree_shapes
 from spec_jax.engine import round as round_lib
-from spec_jax.gamma import goodput, policy, threshold
 
 
 TREE = tree_shapes.parse("2-2-1")
 BLOCK = blocks.make(blocks.DSPARK)
 DRAFT = decoding.draft_drafter(impl=SMALL.target.impl)
 UNSURE = decoding.draft_drafter(impl=SMALL.target.impl, min_confidence=0.01)
-HYBRID = hybrid.Hybrid(
-    suffix=suffix.SuffixDecoding(gamma_max=GAMMA_MAX),
-    draft=dataclasses.replace(DRAFT, catch_up_rows=8),
-)
-PROBING = policy.Probing(every=2, longest=8, bound=1.0)
-GOODPUT = goodput.Goodput(gamma_max=GAMMA_MAX, probing=PROBING)
-LADDER = threshold.Threshold(probing=PROBING)
 
 
 @contextlib.contextmanager
@@ -78,32 +69,3 @@ def test_rounds_are_traced_with_wide_defaults(name):
         round_lib.generate.trace(
             scheduler.speculator, state, max_rounds=decoding.FOREVER
         )
-
-
-def policies():
-    """Policies and their first states, made where they are used."""
-    round_s = np.array([1.0, 1.3, 1.45, 1.6, 1.75])
-    return (GOODPUT, GOODPUT.init(round_s)), (LADDER, LADDER.init(2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", [(), decoding.WARM], ids=["greedy", "drawn"])
-def test_wide_defaults_change_nothing(sampling):
-    """Fails if a counter, an index or a sum takes its dtype from JAX's defaults."""
-    ask = Ask(prompt=(7, 3, 90, 7, 3, 41, 7, 3), max_tokens=12, sampling=sampling)
-    expected = decoding.text(decoding.decoded(SMALL, ask))
-    corpus = suffix.remember(suffix.empty_corpus(16), [1, 2, 3, 4, 8, 8, 9])
-    params = hybrid.HybridParams(draft=SMALL.weights, corpus=corpus)
-    with wide():
-        for made, first in policies():
-            scheduler = SMALL.scheduler(
-                HYBRID,
-                num_slots=2,
-                draft_params=params,
-                gamma_policy=made,
-                policy_state=first,
-            )
-            state = decoding.admit(scheduler, [ask.request()] * 2, draws=True)
-            state = decoding.generate(scheduler, state)
-            check_widths(state)
-            assert [decoding.text(state, slot) for slot in range(2)] == [expected] * 2

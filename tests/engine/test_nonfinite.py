@@ -68,14 +68,11 @@ def rounds(params, ask, text, *, num_slots, rule):
     return [decoding.slot_of(state, slot) for slot in {0, num_slots - 1}]
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("num_slots", "rule"),
     [
         (1, "coupled"),
         (3, "rejection"),
-        pytest.param(3, "coupled", marks=pytest.mark.slow),
-        pytest.param(1, "block", marks=pytest.mark.slow),
     ],
 )
 def test_each_token_from_such_logits_is_counted(num_slots, rule):

@@ -54,16 +54,14 @@ def pair(tmp_path_factory):
 
 DRAFTERS = {
     "draft-model": {"cache": "static"},
-    "ngram": {},
-    "suffix": {"impl": "xla"},
-    "hybrid": {},
     "tree": {"tree": "2x3:5"},
 }
 SAMPLINGS = [sj.Sampling(temperature=0.0), sj.Sampling(temperature=0.7, seed=3)]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter", ["draft-model", pytest.param("tree", marks=pytest.mark.slow)]
+)
 def test_drafts_change_no_token(pair, drafter):
     """Greedy and drawn; fails too if an entry without a token is drawn or drafted."""
     target, draft = pair

@@ -34,21 +34,9 @@ def beside(ask: Ask, num_slots: int) -> list[Ask]:
     return [ask, *NEIGHBOURS][:num_slots]
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("impl", "cache", "num_slots"),
-    [
-        ("native", "paged", 1),
-        ("native", "static", 3),
-        ("xla", "paged", 3),
-        ("native", "paged", 3),
-        # Of each of these the loop is compiled, and the other number of slots tells.
-        pytest.param("native", "static", 1, marks=SLOW),
-        pytest.param("xla", "paged", 1, marks=SLOW),
-    ],
+    [("native", "paged", 1), ("native", "static", 3), ("xla", "paged", 3)],
 )
 def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots):
     """Fails if a rejected draft is kept, the target's own token is lost, or a slot sees
@@ -233,11 +221,10 @@ def test_no_transfers_inside_generate():
         generate(state, max_rounds=4, until_one_ends=until)
 
 
-@pytest.mark.parametrize("num_slots", [pytest.param(1, marks=SLOW), 3])
-def test_the_cache_is_donated_and_aliased(num_slots):
+def test_the_cache_is_donated_and_aliased():
     """Fails if the loop copies the pool: nothing near its size is temporary."""
     setting = dataclasses.replace(SMALL, capacity=8 * 4096)
-    scheduler = setting.scheduler(num_slots=num_slots)
+    scheduler = setting.scheduler(num_slots=3)
     state = scheduler.empty(draws=False)
     arguments = {"max_rounds": decoding.FOREVER, "until_one_ends": jnp.bool_(False)}
     lowered = round_lib.generate.lower(scheduler.speculator, state, **arguments)
@@ -245,11 +232,11 @@ def test_the_cache_is_donated_and_aliased(num_slots):
     assert "input_output_alias" in compiled.as_text()
     assert "callback" not in compiled.as_text()  # No call of the host either.
     decoding.assert_in_place(compiled, state.cache)
-    if num_slots == 3:  # Negative control: without donation there is nothing to alias.
-        kept = jax.jit(lambda *a, **k: round_lib.generate.__wrapped__(*a, **k))
-        copying = kept.lower(scheduler.speculator, state, **arguments).compile()
-        with pytest.raises(AssertionError):
-            decoding.assert_in_place(copying, state.cache)
+    # Negative control: without donation there is nothing to alias.
+    kept = jax.jit(lambda *a, **k: round_lib.generate.__wrapped__(*a, **k))
+    copying = kept.lower(scheduler.speculator, state, **arguments).compile()
+    with pytest.raises(AssertionError):
+        decoding.assert_in_place(copying, state.cache)
 
 
 def test_a_state_that_was_used_up_is_named():
@@ -320,9 +307,7 @@ def _with_faults(scheduler: scheduler_lib.Scheduler, monkeypatch):
     return jax.jit(loop)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("num_slots", [pytest.param(1, marks=SLOW), 3])
-def test_planted_faults_of_a_round_are_caught(num_slots, monkeypatch):
+def test_planted_faults_of_a_round_are_caught(monkeypatch, num_slots=3):
     """Negative control of every comparison above: each acceptance and cut of cache."""
     scheduler = SMALL.scheduler(num_slots=num_slots)
     asks = beside(Ask(run=2), num_slots)

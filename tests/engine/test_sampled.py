@@ -24,9 +24,9 @@ KINDS = {
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("impl", "num_slots"), [("native", 3), ("native", 1), ("xla", 3)]
+    ("impl", "num_slots"),
+    [("native", 3), pytest.param("native", 1, marks=pytest.mark.slow)],
 )
 def test_the_stream_is_that_of_decoding(impl, num_slots):
     """Fails if noise is keyed by round, row or slot, or a filter sees other rows."""
@@ -61,8 +61,7 @@ def test_settings_are_data():
     assert decoding.text(state) == greedy != texts[0]
 
 
-@SLOTS
-def test_noise_of_another_seed_is_caught(num_slots):
+def test_noise_of_another_seed_is_caught(num_slots=3):
     """Negative control: a stream whose noise is keyed by anything but its position."""
     asks = [Ask(sampling=decoding.HOT), *MIXED[:2]][:num_slots]
     scheduler = SMALL.scheduler(num_slots=num_slots)

@@ -80,10 +80,12 @@ def test_bits_are_compared_as_integers():
     assert compare(actual, expected, at=[1, 2, 3, 0], live=4) == (3, 12)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("impl", "only", "grids"),
-    [("interpret", "attention out", 4), ("native", "context", 6)],
+    [
+        pytest.param("interpret", "attention out", 4, marks=pytest.mark.slow),
+        ("native", "context", 6),
+    ],
 )
 def test_bits_from_the_command_line(folder, tmp_path, impl, only, grids):
     """Fails if a row of our kernels depends on another, or a grid is left out."""

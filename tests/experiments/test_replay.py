@@ -30,14 +30,14 @@ def written(folders, tmp_path_factory):
 # Every drafter and both settings: what is drawn are a draft model's drafts and the
 # target's tokens, of which lookups see no more than the text. The rest is slow.
 REPLAYED = [name for name in registry.BUILDERS if name not in registry.NEED_TARGET]
-RUNS = [("greedy", name) for name in REPLAYED] + [
-    pytest.param(*("sampled", name), marks=() if name == "draft-model" else slow)
-    for slow in [pytest.mark.slow]
+RUNS = [("sampled", "draft-model")] + [
+    pytest.param(kind, name, marks=pytest.mark.slow)
+    for kind in ("greedy", "sampled")
     for name in REPLAYED
+    if (kind, name) != ("sampled", "draft-model")
 ]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "name"), RUNS)
 def test_replayed_counters_are_live_counters(kind, name, folders, written):
     """Fails if a drafter sees anything else, or draws with other noise, than live. The

@@ -124,15 +124,9 @@ def assert_refused(folder: pathlib.Path, message: str, **options) -> None:
         load_lib.load(folder, **options)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("tied", "dtype", "max_shard_bytes"),
-    [
-        (True, "float32", None),
-        (True, "bfloat16", 1),
-        (False, "float32", 20_000),
-        (False, "bfloat16", 10**9),
-    ],
+    [(True, "float32", None), (True, "bfloat16", 1), (False, "float32", 20_000)],
 )
 def test_round_trip_is_bit_exact(tmp_path, tied, dtype, max_shard_bytes):
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied, dtype=dtype)
@@ -206,13 +200,11 @@ def test_save_refuses_params_of_another_config(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("source", "target", "block_bytes"),
     [
         (np.float32, "bfloat16", 6),
         (np.float16, "bfloat16", tensor_values.BLOCK_BYTES),
-        (np.float16, "float32", 6),
         (ml_dtypes.bfloat16, "float32", tensor_values.BLOCK_BYTES),
     ],
 )

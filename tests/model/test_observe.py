@@ -77,10 +77,8 @@ def test_the_hook_sees_all_that_leaves_a_kernel_and_moves_no_bit():
     assert {key: seen[key] for key in widths} == widths
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("key", "written_differs"),
-    [("embed", True), ("0:v", True), ("1:k_cache", True), ("1:swiglu", False)],
+    ("key", "written_differs"), [("1:k_cache", True), ("1:swiglu", False)]
 )
 def test_what_the_hook_returns_goes_on(key, written_differs):
     """Negative control of the equality above: one element of one row is changed."""

@@ -48,10 +48,7 @@ class Shape:
 
 
 SHAPES = {
-    "ratio1-h64": Shape(2, 2, 64, 96, tied=True),
     "ratio2-h80": Shape(4, 2, 80, 128, tied=False, sharded=True),
-    "ratio3-h128": Shape(3, 1, 128, 64, tied=True, sharded=True),
-    "ratio7-h64": Shape(7, 1, 64, 128, tied=False),
     "yarn": Shape(4, 2, 64, 96, tied=True, yarn=True),
 }
 
@@ -219,7 +216,6 @@ def faults(case: Case) -> dict[str, dict]:
     return changes
 
 
-@pytest.mark.few(1)
 def test_logits(case):
     """A hundred positions; fails on every fault of `faults`, by a wide margin."""
     assert f32_error(our_logits(case), case.logits) <= 1
@@ -232,7 +228,6 @@ def test_logits(case):
     assert not unnoticed
 
 
-@pytest.mark.few(2)
 def test_features(case):
     """Index k is Hugging Face's index k; the last is the stream before the norm."""
     L = case.config.num_layers
@@ -276,15 +271,13 @@ def bf16_tolerance(num_layers: int) -> float:
     return math.sqrt(2 * roundings / 3) * 2.0**-8
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["ratio2-h80", "ratio3-h128"])
-def test_bfloat16(name, tmp_path):
+def test_bfloat16(tmp_path):
     """Within the noise of bfloat16, which planted faults exceed many times.
 
     A `rope_theta` that is 1 % off does not, on a hundred positions: that one is for
     the float32 test to see.
     """
-    case = make_case(SHAPES[name], "bfloat16", tmp_path)
+    case = make_case(SHAPES["ratio2-h80"], "bfloat16", tmp_path)
     assert case.config.dtype == case.params.embed.dtype == "bfloat16"
     tolerance = bf16_tolerance(case.config.num_layers)
     ours = our_logits(case)

@@ -184,10 +184,9 @@ def model(request):
 PAGE_SIZES = {"xla": (16,), "native": (16, 8, 256)}
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "model",
-    ["float32-xla", "bfloat16-native", "float32-native", "bfloat16-xla"],
+    ["float32-xla", "bfloat16-native", "float32-native"],
     indirect=True,
 )
 def test_verifying_equals_decoding_one_by_one(model):
@@ -232,7 +231,6 @@ def test_native_rows_need_no_slab(dtype):
     testing.assert_same_bits(alone, jax.tree.map(lambda x: x[:1], reference))
 
 
-@pytest.mark.few(1)
 def test_rows_do_not_depend_on_their_place_or_neighbours(model):
     """Fails if a row of one slot is touched by the rows of another."""
     kv = make_cache(model.config, num_slots=2)
@@ -258,7 +256,6 @@ def test_rows_do_not_depend_on_their_place_or_neighbours(model):
         )
 
 
-@pytest.mark.few(1)
 def test_an_active_row_of_nan_spoils_only_itself_and_later_rows(model):
     """Fails if masked keys are multiplied by zero: 0 * NaN is NaN."""
     kv = model.fill(make_cache(model.config))
@@ -294,7 +291,6 @@ def test_a_neighbours_fault_is_caught(impl, monkeypatch):
         testing.assert_same_bits(leaked, alone)
 
 
-@pytest.mark.few(1)
 def test_pages_and_table_width_do_not_matter(model):
     """Fails if bits depend on which pages hold the prefix, or on their number."""
     reference = None
@@ -308,42 +304,11 @@ def test_pages_and_table_width_do_not_matter(model):
         testing.assert_same_bits(result, reference)
 
 
-def test_a_wrong_page_is_caught(model):
-    """Negative control: the table names the second page twice.
-
-    (Exchanging two pages would not do: attention hardly minds the order of keys.)
-    """
-    kv = model.fill(make_cache(model.config))
-    _, right = model.run(kv, window())
-    table = kv.page_table.at[0, 0].set(kv.page_table[0, 1])
-    _, wrong = model.run(kv.replace(page_table=table), window())
-    with pytest.raises(AssertionError, match="elements differ"):
-        testing.assert_same_bits(wrong, right)
-
-
-def test_padding_rows_write_nowhere(model):
-    """Fails if a padding row is written to page 0, or to its own position."""
-    kv = model.fill(make_cache(model.config))
-    before = jax.tree.map(np.asarray, (kv.k, kv.v))
-    kv = allocator.reserve(kv, 0, PREFIX + WINDOW)
-    tokens, slots, positions = np.asarray(window() + window()[:3], np.int32).T
-
-    def run(num_active):
-        arguments = (tokens, slots, positions, jnp.int32(num_active), kv)
-        after, _ = _forward(model.params, model.config, *arguments, impl=model.impl)
-        return after.k, after.v
-
-    testing.assert_same_bits(run(0), before)
-    with pytest.raises(AssertionError, match="elements differ"):
-        testing.assert_same_bits(run(1), before)
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("impl", ["xla", "native"])
 @pytest.mark.parametrize(
-    "head_dim, num_heads, num_kv_heads", [(64, 2, 2), (80, 7, 1), (128, 4, 2)]
+    ("head_dim", "num_heads", "num_kv_heads", "impl"),
+    [(64, 2, 2, "xla"), (80, 7, 1, "native"), (128, 4, 2, "native")],
 )
-def test_head_sizes_and_groups(impl, head_dim, num_heads, num_kv_heads):
+def test_head_sizes_and_groups(head_dim, num_heads, num_kv_heads, impl):
     """The contract at other head sizes, and 1, 7 and 2 query heads a key head."""
     model = make_model(
         "float32",
@@ -380,7 +345,6 @@ def test_implementations_agree_but_for_rounding(dtype, tolerance):
     assert np.abs(logits[0] - logits[2]).max() > tolerance * scale
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("impl", ["native", "xla"])
 def test_the_prefill_of_a_row_model(impl):
     """Fails if the taller slab of a native prefill has other bits than decoding.

@@ -114,10 +114,10 @@ RULES = (
            "draft_tokens == target_tokens[:-1]", _SMALL),
     Mutant("the residual is not subtracted", "rules.acceptance:residual",
            "target - draft", "target",
-           "rules/test_acceptance_rules.py::test_the_law_is_the_targets[rejection-random-3-2]"),
+           "rules/test_acceptance.py::test_the_law_is_the_targets[rejection-random-3-2]"),
     Mutant("a draft outside the vocabulary has a probability",
            "rules.acceptance:_of_drafts", "fill_value=0", "fill_value=1",
-           "rules/test_acceptance_edges.py::"
+           "rules/test_acceptance.py::"
            "test_a_draft_outside_the_vocabulary_is_never_kept[rejection-4]"),
     Mutant("noise is that of a row's place in the slab", "rules.sampling:sample_rows",
            "first_position + offset", "offset",

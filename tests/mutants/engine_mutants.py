@@ -118,7 +118,7 @@ BLOCKS = (
     Mutant("a confidence of native kernels knows the token itself",
            "model.block_heads:run_slots", "[anchor[:, None], tokens[:, :-1]]",
            "[tokens]", "native/test_native_slot_chains.py::"
-           "test_slots_are_gone_over_as_one_by_one[all-float32]"),
+           "test_slots_are_gone_over_as_one_by_one[all]"),
     Mutant("a token is drawn from other probabilities than are stated",
            "drafters.block:SlotBlock._go_over", "draw.put(probs, row, number)",
            "draw.put(probs, logits[:, None] * 0.9, number)", "drafters/test_block.py::"
@@ -153,7 +153,7 @@ _TREES = "engine/test_trees.py"
 _TREE_ROUNDS = (
     f"{_TREES}::test_tokens_and_kv_are_those_of_decoding[native-paged-1-deep]"
 )
-_COUNTERS = f"{_TREES}::test_counters_by_depth_and_rank[1]"
+_COUNTERS = f"{_TREES}::test_counters_by_depth_and_rank"
 
 TREES = (
     Mutant("a child of another node is kept", "rules.tree_acceptance:walk",
@@ -187,12 +187,12 @@ FEATURES = (
     Mutant("a feature is handed out one position early", "engine.round:_features",
            "verified.at[:, : depth_max + 1]",
            "jnp.roll(verified.at, 1, axis=1)[:, : depth_max + 1]",
-           "engine/test_features.py::test_features_are_those_of_decoding[native-4-chain]"),
+           "engine/test_features.py::test_features_are_those_of_decoding[chain]"),
     Mutant("a feature is read one position late", "drafters.features:read",
            "start[:, None] +", "start[:, None] + 1 +", _PAIRS),
     Mutant("features of rejected rows are handed out", "engine.round:_features",
            "if outcome.path is not None:", "if False:",
-           "engine/test_features.py::test_features_are_those_of_decoding[native-4-tree]"),
+           "engine/test_features.py::test_features_are_those_of_decoding[tree]"),
     Mutant("features are those of the next layer", "model.decoder:run_rows",
            "boundaries[tap]", "boundaries[tap + 1]",
            "engine/test_features.py::test_rows_have_the_features_of_the_sequence[xla]"),

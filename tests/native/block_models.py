@@ -27,7 +27,12 @@ HEADS = {
     "rnn": RNN,
     "passed": PASSED,
 }
-each_head = pytest.mark.parametrize("config", HEADS.values(), ids=HEADS)
+
+
+def each_head(*names: str):
+    """Runs a test with these heads, or with all."""
+    chosen = {name: HEADS[name] for name in names or HEADS}
+    return pytest.mark.parametrize("config", chosen.values(), ids=chosen)
 
 
 def make(config=PLAIN, dtype="float32"):

@@ -86,9 +86,8 @@ def drawing(*kinds, independent=False):
     return draws_lib.Draws(settings, positions, 96, independent)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@models.each_head
-def test_slots_are_gone_over_as_one_by_one(config, dtype):
+@models.each_head()
+def test_slots_are_gone_over_as_one_by_one(config, dtype="float32"):
     """Fails if a slot is corrected by another token than the one before it."""
     config, weights = models.make(config, dtype)
     counts = jnp.array([config.num_drafts, 0, 2], jnp.int32)
@@ -139,10 +138,8 @@ def test_a_fault_of_a_mix_is_caught(monkeypatch, fault):
     assert np.abs(np.asarray(given) - log_weights).max() > 1e-2
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@models.each_head
-def test_a_block_is_gone_over_alike_beside_others(config, dtype):
+@models.each_head("gated", "passed")
+def test_a_block_is_gone_over_alike_beside_others(config, dtype="bfloat16"):
     """Fails if a gate, a product or a draw depends on how many blocks there are."""
     config, weights = models.make(config, dtype)
     draws = drawing(HOT, FILTERED[1], HOT, independent=True)
@@ -160,10 +157,12 @@ def test_a_block_is_gone_over_alike_beside_others(config, dtype):
         testing.assert_same_bits(together[0], together[2])
 
 
-@pytest.mark.few(8)
-@pytest.mark.parametrize("independent", [False, True])
-@pytest.mark.parametrize("kinds", [(HOT, COLD, HOT), FILTERED], ids=["hot", "filtered"])
-@models.each_head
+@pytest.mark.parametrize(
+    ("kinds", "independent"),
+    [((HOT, COLD, HOT), False), (FILTERED, True)],
+    ids=["hot", "filtered"],
+)
+@models.each_head("none", "few", "passed")
 def test_slots_are_drawn_as_one_by_one(config, kinds, independent):
     """Fails if noise is of another stream, position or token, or a filter keeps more or
     less than in the reference; of one slot, all slots or none."""

@@ -10,11 +10,10 @@ from spec_jax import testing
 from spec_jax.native import calls, panels
 
 
-SHAPES = ((1, 1), (16, 2), (17, 3), (40, 33), (5, 0), (0, 5))
+SHAPES = ((1, 1), (17, 3), (40, 33), (5, 0), (0, 5))
 DTYPES = ("float32", "bfloat16")
 
 
-@pytest.mark.few(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_unpacking_undoes_packing(rng, isa, dtype, shape):

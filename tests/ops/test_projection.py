@@ -7,6 +7,7 @@ from native import native_oracle as oracle
 from ops import products, row_contract
 
 from spec_jax import testing
+from spec_jax.ops import swiglu
 from spec_jax.pallas import skinny_gemm_triton
 
 
@@ -74,6 +75,12 @@ def test_nan_and_inf_stay_in_their_row_and_column(rng, impl, value):
     others, columns = np.arange(9) != 3, np.arange(40) != 6
     testing.assert_same_bits(y[others][:, columns], clean[others][:, columns])
     assert not np.isfinite(y[3]).any() and not np.isfinite(y[:, 6]).any()
+
+
+def test_large_gates_do_not_overflow():
+    """Fails if XLA's sigmoid is made of an exponential that overflows."""
+    gate_up = jnp.asarray([[-200.0, 200.0, 2.0, 2.0]], jnp.float32)
+    np.testing.assert_array_equal(swiglu.swiglu(gate_up), [[0.0, 400.0]])
 
 
 BOTH, NATIVE, TRITON, XLA = (

@@ -3,12 +3,10 @@
 import collections
 import functools
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from spec_jax import testing
 from spec_jax.paging import allocator, cache, static
@@ -155,45 +153,6 @@ def run(kind, steps, faults=None, impl="xla") -> collections.Counter:
         outcomes[name, "done"] += int(np.sum(asked & ~is_refused & ~is_lost))
         kv = found
     return outcomes
-
-
-def steps_strategy():
-    """Mostly sensible numbers, and some that no slot can take."""
-    number = st.one_of(
-        st.integers(0, WIDTH * PAGE_SIZE),
-        st.integers(0, WIDTH * PAGE_SIZE),
-        st.sampled_from([-1, WIDTH * PAGE_SIZE + 1, LARGEST]),
-    )
-    step = st.tuples(
-        st.sampled_from([*EACH, *["reserve", "grow", "append"] * 2, "roll back"]),
-        st.lists(number, min_size=SLOTS, max_size=SLOTS),
-        st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS),
-    )
-    return st.lists(step, min_size=12, max_size=12)
-
-
-@pytest.mark.parametrize("impl", ["xla", "interpret"])
-def test_random_walks(impl):
-    """Fails if a page is lost, a slot is served out of turn, or a flag is another."""
-    outcomes = collections.Counter()
-
-    @hypothesis.settings(
-        max_examples=40,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(steps_strategy())
-    def walk(steps):
-        outcomes.update(run("paged", steps, impl=impl))
-
-    walk()
-    for name in EACH:
-        assert outcomes[name, "done"] >= 10, outcomes
-        assert outcomes[name, "refused"] >= 10, outcomes
-    for name in ("reserve", "append"):
-        assert outcomes[name, "out_of_pages"] >= 10, outcomes
 
 
 EVERY = [True, True, True, False]

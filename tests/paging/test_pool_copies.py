@@ -153,7 +153,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_copies_are_caught(fault):
     """Negative control: the check fails where the pool is copied or rewritten."""

@@ -12,7 +12,7 @@ import numpy as np
 import paged_walk
 import pytest
 from hypothesis import strategies as st
-from paged_walk import CAPACITY, COMPILED, PAGES, ROWS, SLOTS, WIDTH
+from paged_walk import CAPACITY, COMPILED, ROWS, SLOTS, WIDTH
 
 from spec_jax.model.row_model import CACHE_KINDS
 from spec_jax.paging import allocator, cache, static
@@ -149,19 +149,6 @@ def stale_entry(before, after, slot):
     return (before[0], *after[1:])
 
 
-def lost_page(before, after, slot):
-    table, owned, stack, num_free = after
-    lost = jnp.maximum(num_free - 1, before[3])
-    return table, owned, stack.at[lost].set(PAGES), lost
-
-
-def freed_twice(before, after, slot):
-    table, owned, stack, num_free = after
-    again = jnp.where(num_free > before[3], num_free, PAGES)
-    stack = stack.at[again].set(stack[num_free - 1], mode="drop")
-    return table, owned, stack, num_free + (again < PAGES).astype(jnp.int32)
-
-
 def shared_page(tables, slot, count, *, real=allocator._take):
     """The last page handed out stays on the stack."""
     table, owned, stack, num_free = real(tables, slot, count)
@@ -174,22 +161,9 @@ def freed_while_shared(tables, slot, count):
     return *GIVE(tables[:4], slot, count), tables[4]
 
 
-def uncounted(tables, slot, count, *, real=allocator._give):
-    """Pages are given back, and their owners counted as before."""
-    return *real(tables, slot, count)[:4], tables[4]
-
-
 def shared_uncounted(kv, slot, source, length, *, real=paged_walk.share):
     after = real(kv, slot, source, length)
     return after.replace(counts=jnp.minimum(after.counts, 1))
-
-
-def shares_the_last_page(kv, slot, source, length, *, real=paged_walk.share):
-    """The page that is not full is shared like the others, and not copied."""
-    after, place = real(kv, slot, source, length), length // paged_walk.PAGE_SIZE
-    is_held = after.page_table[slot, place] < PAGES
-    page = jnp.where(is_held, kv.page_table[source, place], PAGES)
-    return after.replace(page_table=after.page_table.at[slot, place].set(page))
 
 
 def late_write(kv, layer, *, positions, real=cache.write, **rows):
@@ -207,27 +181,19 @@ def clears_the_first_page(kv, slot, new_len, *, real=allocator.truncate):
 
 GIVE = allocator._give
 MOVES_PAGES = static.StaticKV, "has_shared_pool", True
-ROWS_OF_EITHER = {
-    "padding rows written to page -1": (
-        "append",
-        (cache, "write", paged_walk.wrapping_write),
-    ),
-    "position off by one": ("append", (cache, "write", late_write)),
-    "one position too many": ("truncate", (allocator, "truncate", one_too_many)),
-}
 FAULTS = {
-    "paged": ROWS_OF_EITHER
-    | {
+    "paged": {
+        "padding rows written to page -1": (
+            "append",
+            (cache, "write", paged_walk.wrapping_write),
+        ),
+        "position off by one": ("append", (cache, "write", late_write)),
+        "one position too many": ("truncate", (allocator, "truncate", one_too_many)),
         "stale table entry": ("truncate", give(stale_entry)),
-        "lost page": ("truncate", give(lost_page)),
-        "page freed twice": ("release", give(freed_twice)),
         "page handed out twice": ("append", (allocator, "_take", shared_page)),
     },
-    "shared": ROWS_OF_EITHER
-    | {
-        "freed while shared": ("truncate", (allocator, "_give", freed_while_shared)),
+    "shared": {
         "released while shared": ("release", (allocator, "_give", freed_while_shared)),
-        "owners not counted down": ("truncate", (allocator, "_give", uncounted)),
         "owners not counted up": ("share", (paged_walk, "share", shared_uncounted)),
         "written while shared": (
             "truncate",
@@ -237,17 +203,14 @@ FAULTS = {
             "share",
             (cache, "copy_page", lambda kv, source, target: kv),
         ),
-        "last page shared": ("share", (paged_walk, "share", shares_the_last_page)),
     },
-    "static": ROWS_OF_EITHER
-    | {
+    "static": {
         "bytes cleared": ("truncate", (allocator, "truncate", clears_the_first_page)),
         "pages given back": ("truncate", MOVES_PAGES),
     },
 }
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("kind", "fault"), [(kind, fault) for kind in FAULTS for fault in FAULTS[kind]]
 )

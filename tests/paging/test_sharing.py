@@ -1,7 +1,5 @@
 """Pages of several slots: what is shared, what is copied, and when a page is free."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +10,8 @@ from spec_jax.paging import allocator, cache
 
 
 PAGE_SIZE, NUM_PAGES, WIDTH, SLOTS = 4, 8, 4, 4
-NOWHERE = NUM_PAGES
 share = jax.jit(allocator.share)
 truncate = jax.jit(allocator.truncate)
-END = {
-    "truncate": lambda kv, slot: truncate(kv, slot, 0),
-    "release": jax.jit(allocator.release),
-}
 
 
 def make_cache(*, length: int, num_pages: int = NUM_PAGES) -> cache.PagedKV:
@@ -43,50 +36,6 @@ def make_cache(*, length: int, num_pages: int = NUM_PAGES) -> cache.PagedKV:
         for _ in "kv"
     ]
     return kv.replace(k=pools[0], v=pools[1])
-
-
-@pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 8, 9, 16])
-def test_what_is_shared(length):
-    """Fails if a full page is copied, one that is not is shared, or a byte differs."""
-    kv = make_cache(length=16)
-    after = share(kv, 0, 1, length)
-    cache.check_integrity(after)
-    allocator.check(after)
-    full, is_cut = divmod(length, PAGE_SIZE)
-    assert int(after.length[1]) == length
-    assert int(after.num_owned[1]) == full + bool(is_cut)
-    own, theirs = np.asarray(after.page_table[1]), np.asarray(after.page_table[0])
-    assert own[:full].tolist() == theirs[:full].tolist()
-    assert not is_cut or own[full] not in theirs
-    # Of the page that it had, it keeps one at most.
-    assert int(after.num_free) == int(kv.num_free) + 1 - bool(is_cut)
-    counts = [2] * full + [1] * (WIDTH - full)
-    assert np.asarray(after.counts)[theirs].tolist() == counts
-    for layer in range(2):
-        for found, expected in zip(
-            cache.gather(after, layer, 1, length),
-            cache.gather(kv, layer, 0, length),
-            strict=True,
-        ):
-            testing.assert_same_bits(found, expected)
-    testing.assert_same_bits(allocator.share(kv, 0, 1, length), after)
-
-
-@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
-@pytest.mark.parametrize("ends", ["truncate", "release"])
-def test_the_last_owner_frees(order, ends):
-    """Fails if a page is free before its last owner went, or is not afterwards."""
-    kv = make_cache(length=10)
-    for slot in (1, 2):
-        kv = share(kv, slot - 1, slot, 10)  # Of a slot that shares them itself.
-    assert np.asarray(kv.counts)[np.asarray(kv.page_table[0, :2])].tolist() == [3, 3]
-    for gone, slot in enumerate(order, start=1):
-        kv = END[ends](kv, slot)
-        cache.check_integrity(kv)
-        assert int(kv.length[slot]) == int(kv.num_owned[slot]) == 0
-        held = 2 * (gone < 3) + (3 - gone) + 1  # Slot 3 has its first page.
-        assert int(kv.num_free) == NUM_PAGES - held
-    allocator.check(kv)
 
 
 @pytest.mark.parametrize("length", range(9))

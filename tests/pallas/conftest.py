@@ -11,9 +11,9 @@ import pytest
 pytest.register_assert_rewrite("hopper_launches")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def compiler():
-    """A `hopper.Compiler` that the tests of a module share.
+    """A `hopper.Compiler` that all tests share.
 
     `SPEC_JAX_REQUIRE_CUDA_COMPILE=1` is set in CI, so that what is compiled for the
     GPU is never skipped there without anyone noticing.
@@ -27,7 +27,7 @@ def compiler():
         yield compiler
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def compiled(compiler):
     """Compiles each program once."""
     return functools.cache(compiler.compile)

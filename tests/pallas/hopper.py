@@ -17,6 +17,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import multiprocessing
+import os
 import pathlib
 import re
 import shutil
@@ -234,6 +235,8 @@ _folder: tempfile.TemporaryDirectory | None = None
 
 def _initialize() -> None:
     global _folder
+    # As users compile, whatever XLA was told for the tests.
+    os.environ.pop("XLA_FLAGS", None)
     # The plugin is only there to compile: its backend would look for a driver.
     jax.config.update("jax_platforms", "cpu")
     # What is looked at here is written by the compiler while it compiles.

@@ -11,12 +11,9 @@ SLACK = 5  # launches, more or less than stated
 OF_A_LAYER = 7  # launches
 
 DEPTH = {"qwen3-0.6b": 28, "qwen3-8b": 36}
-LARGEST_FIRST = sorted(DEPTH, reverse=True)
-STEP = {"qwen3-0.6b": 207, "qwen3-8b": 263}
 ROUND = {"qwen3-0.6b": 1054, "qwen3-8b": 1110}
-"""Launches: of a plain step; of a round of gamma 4 with a draft of `models.DRAFT`."""
+"""Launches of a round of gamma 4 with a draft of `models.DRAFT`."""
 
-MOST_OF_A_STEP = {"qwen3-0.6b": 208, "qwen3-8b": 264}
 MOST_OF_A_ROUND = {"qwen3-0.6b": 1056, "qwen3-8b": 1112}
 
 

@@ -98,9 +98,7 @@ def test_qwen3(qwen3, model):
     ("heads", "changes"),
     [
         ((14, 2, 80), {"page_size": 64}),
-        ((16, 8, 256), {"page_size": 8}),
         ((8, 4, 256), {"dtype": "float32", "context": 4096}),
-        ((14, 2, 64), {"has_norms": False}),
     ],
 )
 def test_other_heads(compiler, heads, changes):

@@ -127,7 +127,6 @@ def test_bad_values_are_refused_in_one_line(case):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", cases.NAMES[::-1])
 def test_the_kit_passes_ours(name):
     clauses = testing.check_processor(cases.make(name), seed=1)

@@ -1,7 +1,14 @@
-"""Exact-match acceptance, against a loop in plain Python."""
+"""Acceptance of chains: exact match against a loop, rejection and block verification.
+
+Laws and mean lengths are enumerated; `test_acceptance_biases` sends planted biases
+through the same enumeration.
+"""
 
 import itertools
 
+import acceptance_cases as cases
+import chex
+import enumeration
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,3 +48,174 @@ def test_shapes_are_checked():
     """The off-by-one of speculative decoding is a type error."""
     with pytest.raises(Exception, match="gamma"):
         acceptance.accept_exact(jnp.asarray([1, 2]), jnp.asarray([1, 2]), jnp.int32(2))
+
+
+SIZES = ((2, 3), (3, 2))
+
+
+@pytest.mark.parametrize("vocab_size, gamma", SIZES)
+@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_the_law_is_the_targets(rule, kind, vocab_size, gamma, rng):
+    """Total variation 0 to rounding, for every number of real drafts."""
+    case = cases.make_case(kind, rng, vocab_size, gamma)
+    for num_drafted in range(gamma + 1):
+        assert (
+            enumeration.bias(enumeration.RULES[rule], case, num_drafted)
+            < enumeration.ROUNDING
+        )
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_accepted_lengths_follow_theory(kind, rng):
+    """The mean lengths are the sums of the papers, and block's is not the smaller."""
+    case = cases.make_case(kind, rng, 5, 3)
+    rejection = enumeration.expected_accepted(enumeration.REJECTION, case, 3)
+    block = enumeration.expected_accepted(enumeration.BLOCK, case, 3)
+    assert rejection == pytest.approx(
+        enumeration.mean_accepted_by_rejection(case), abs=enumeration.ROUNDING
+    )
+    assert block == pytest.approx(
+        enumeration.mean_accepted_by_block(case), abs=enumeration.ROUNDING
+    )
+    assert block >= rejection - enumeration.ROUNDING
+
+
+def test_the_papers_own_example():
+    """Sun et al. (2024): 10/9 drafts are kept one by one, and 11/9 as a block."""
+    target = enumeration.table(lambda n: np.tile([1 / 3, 2 / 3], (n, 1)), 2, 4)
+    draft = enumeration.table(lambda n: np.tile([2 / 3, 1 / 3], (n, 1)), 2, 3)
+    case = enumeration.honest(target, draft)
+    accepted = [
+        enumeration.expected_accepted(enumeration.RULES[name], case, 2)
+        for name in enumeration.RULES
+    ]
+    assert accepted == pytest.approx([10 / 9, 11 / 9], abs=enumeration.ROUNDING)
+
+
+COMPILED = {name: jax.jit(rule.accept) for name, rule in enumeration.RULES.items()}
+
+
+def few(rng, *, gamma=2, vocab_size=4):
+    """Arguments of a rule, without uniforms and noise."""
+    rows = cases.random_rows(rng, vocab_size)
+    return (
+        jnp.asarray(rng.integers(vocab_size, size=gamma), jnp.int32),
+        jnp.asarray(rows(gamma), jnp.float32),
+        jnp.asarray(rows(gamma + 1), jnp.float32),
+        jnp.int32(gamma),
+    )
+
+
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_the_own_token_is_the_gumbel_argmax_of_its_weights(rule, rng):
+    """Each pair of tokens changes places where their weights say, at every stop."""
+    args = few(rng)
+    probabilities = jax.jit(enumeration.RULES[rule].probabilities)(*args)
+    for uniforms, count in (([1.0, 1.0], 0), ([0.0, 1.0], 1), ([0.0, 0.0], 2)):
+        weights = np.asarray(probabilities.own[count])
+        for x, y in itertools.permutations(np.flatnonzero(weights), 2):
+            for gap, winner in ((-1e-3, x), (1e-3, y)):
+                noise = np.full(weights.shape, -100.0, np.float32)
+                noise[x], noise[y] = 0.0, np.log(weights[x] / weights[y]) + gap
+                outcome = COMPILED[rule](
+                    *args, uniforms=np.asarray(uniforms, np.float32), noise=noise
+                )
+                assert int(outcome.num_accepted) == count
+                assert int(outcome.tokens[count]) == winner
+
+
+def kept_on_zero(accept):
+    """Whether a draft stays that the target cannot choose, on the smallest uniform."""
+    draft = jnp.asarray([[0.5, 0.5]])
+    target = jnp.asarray([[1.0, 0.0], [1.0, 0.0]])
+    outcome = jax.jit(accept)(
+        jnp.asarray([1]),
+        draft,
+        target,
+        jnp.int32(1),
+        uniforms=jnp.zeros((1,)),
+        noise=jnp.asarray([-90.0, 90.0]),
+    )
+    return int(outcome.num_accepted) > 0 or int(outcome.tokens[0]) != 0
+
+
+def accept_on_equal_uniforms(
+    draft_tokens, draft_probs, target_probs, num, *, uniforms, noise
+):
+    """Rejection, with `<=` for `<` (and no denormal, which may count as 0)."""
+    lower = uniforms - 1e-30
+    return acceptance.accept_rejection(
+        draft_tokens, draft_probs, target_probs, num, uniforms=lower, noise=noise
+    )
+
+
+def test_what_the_target_cannot_choose_is_never_kept():
+    """Uniform 0, probability 0, and noise that prefers the impossible token."""
+    assert not kept_on_zero(acceptance.accept_rejection)
+    assert not kept_on_zero(acceptance.accept_block)
+
+
+def test_uniforms_compared_with_or_equal_are_caught():
+    """Negative control: the same check sees `<=`."""
+    assert kept_on_zero(accept_on_equal_uniforms)
+
+
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_a_rejection_with_nothing_left_draws_from_the_target(rule):
+    """Rows equal to rounding: the residual is empty, and token 0 is impossible."""
+    target = jnp.asarray([[0.0, 0.5, 0.5], [0.0, 0.5, 0.5]], jnp.float32)
+    draft = target[:1].at[0, 2].set(jnp.nextafter(jnp.float32(0.5), jnp.float32(1)))
+    outcome = COMPILED[rule](
+        jnp.asarray([2], jnp.int32),
+        draft,
+        target,
+        jnp.int32(1),
+        uniforms=jnp.nextafter(jnp.ones((1,)), jnp.float32(0)),
+        noise=jnp.zeros((3,)),
+    )
+    assert int(outcome.num_accepted) == 0 and int(outcome.tokens[0]) == 1
+
+
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_rows_past_the_drafts_may_hold_anything(rule, rng):
+    """NaN in rows that were not drafted changes no bit of the outcome."""
+    tokens, draft, target, _ = few(rng, gamma=3)
+    more = {"uniforms": jnp.asarray([0.1, 0.9, 0.0]), "noise": jnp.zeros((4,))}
+    clean = COMPILED[rule](tokens, draft, target, jnp.int32(1), **more)
+    poisoned = COMPILED[rule](
+        tokens.at[1:].set(99),
+        draft.at[1:].set(jnp.nan),
+        target.at[2:].set(jnp.nan),
+        jnp.int32(1),
+        **more,
+    )
+    chex.assert_trees_all_equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("token", [4, -1])
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_a_draft_outside_the_vocabulary_is_never_kept(rule, token, rng):
+    """Its row may be all zero, as `jax.nn.one_hot` makes it, and its uniform too."""
+    tokens, draft, target, count = few(rng)
+    more = {"uniforms": jnp.zeros((2,)), "noise": jnp.zeros((4,))}
+    for row in (jnp.zeros((4,)), draft[0]):
+        args = tokens.at[0].set(token), draft.at[0].set(row), target, count
+        assert int(COMPILED[rule](*args, **more).num_accepted) == 0
+        probabilities = jax.jit(enumeration.RULES[rule].probabilities)(*args)
+        assert float(probabilities.keep[0]) == 0
+        np.testing.assert_array_equal(
+            probabilities.own[0], np.maximum(target[0] - row, 0)
+        )
+
+
+@pytest.mark.parametrize("prob", [np.nan, 0.0, -1.0])
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_a_draft_that_cannot_have_been_drawn_is_never_kept(rule, prob, rng):
+    """Its own token is the target's, by finite weights."""
+    tokens, draft, target, count = few(rng)
+    more = {"uniforms": jnp.zeros((2,)), "noise": jnp.zeros((4,))}
+    draft = draft.at[0].set(prob)
+    outcome = COMPILED[rule](tokens, draft, target, count, **more)
+    assert int(outcome.num_accepted) == 0
+    assert int(outcome.tokens[0]) == int(jnp.argmax(target[0]))

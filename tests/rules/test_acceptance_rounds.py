@@ -104,7 +104,6 @@ def worst_cell(rule: str, noise: Noise) -> float:
     return float(np.max(np.abs(found - law) / np.sqrt(law * (1 - law) / NUM_STREAMS)))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("rule", RULES)
 def test_rounds_write_the_targets_law(rule):
     """Every cell of three tokens is within 5 standard errors, n = 131,072."""
