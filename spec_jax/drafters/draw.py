@@ -269,12 +269,14 @@ def grow(
       wanted: nodes; 0: the slot sits out.
       vocab_size, hot: as in `Draw.children`.
     """
-    known = widen = widened(hot, vocab_size)
-    logits, text = root[:, None], None
-    if draw.processing is not None:  # Its rows are of the target's tokens.
-        hot, widen = None, lambda logits: logits
+    widen = widened(hot, vocab_size)
+    logits, text, along = root[:, None], None, None
+    if draw.processing is not None:
+        along = functools.partial(
+            draw.processing.along, names=hot, vocab_size=vocab_size
+        )
         text = jnp.zeros((root.shape[0], tree.num_columns), jnp.int32)
-        logits = draw.processing.along(known(logits), text, text, jnp.int32(0))
+        logits = along(logits, text, text, jnp.int32(0))
     children = functools.partial(
         draw.children, tree=tree, vocab_size=vocab_size, hot=hot
     )
@@ -284,9 +286,9 @@ def grow(
         memory, probs, text = carry
         level = tree_search.level_of(tree, first)
         memory, rows, has_run = run(memory, tokens, parents, first, num_rows)
-        if draw.processing is not None:
+        if along is not None:
             text = jax.lax.dynamic_update_slice(text, tokens, (jnp.int32(0), first))
-            rows = draw.processing.along(known(rows), text, parents, first)
+            rows = along(rows, text, parents, first)
         probs = draw.put(probs, widen(rows), first)
         found = children(rows, level=level, counts=num_rows)
         return (memory, probs, text), found, has_run

@@ -46,11 +46,17 @@ class Processing(pytree.Node):
         tokens: Int[Array, "B C"],
         parents: Int[Array, "B C"],
         first: Int[Array, ""],
+        *,
+        names: Int[Array, " V"] | None,
+        vocab_size: int,
     ) -> Float[Array, "B K V"]:
         """Returns the processed logits of the columns of trees from `first` on.
 
         Args:
           tokens, parents: of all columns; column 0 is the end of the text.
+          names: the target's token of each logit; None: the same. The others are
+            processed as -inf.
+          vocab_size: of the target.
         """
         columns = first + jnp.arange(logits.shape[1], dtype=jnp.int32)
 
@@ -58,7 +64,10 @@ class Processing(pytree.Node):
             def row(given):
                 column, logits = given
                 own = after(self.processor, state, tokens, parents, column)
-                return process(self.processor, own, logits)
+                if names is None:
+                    return process(self.processor, own, logits)
+                wide = jnp.full((vocab_size,), -jnp.inf).at[names].set(logits)
+                return process(self.processor, own, wide)[names]
 
             return jax.lax.map(row, (columns, logits))
 
@@ -184,7 +193,9 @@ def process_rows(
             parents[slot],
             column_of[row],
         )
-        return logits.at[row].set(process(processing.processor, own, logits[row]))
+        made = jax.lax.dynamic_index_in_dim(logits, row, keepdims=False)
+        made = process(processing.processor, own, made)
+        return jax.lax.dynamic_update_index_in_dim(logits, made, row, 0)
 
     logits = verified.logits.astype(jnp.float32)
     logits = jax.lax.fori_loop(0, verified.num_active, one, logits)
