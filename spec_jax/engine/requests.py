@@ -105,7 +105,7 @@ def processors_of(
         )
     for number, one in enumerate(processors):
         processor_lib.check_kind(one, f"processors[{number}]")
-    return list(processors)
+    return list(processor_lib.join(processors)) if num_prompts else []
 
 
 def settings_of(

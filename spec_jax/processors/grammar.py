@@ -14,7 +14,7 @@ few hundred columns, as many as there are classes, in place of all tokens.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +31,49 @@ MAX_ENTRIES = 2**26
 class Grammar(processor.Processor):
     """Leaves the tokens that an automaton allows; made by `regex` and `json_schema`.
 
-    Its state is the automaton's, int32. The requests of a run share the tables.
+    Its state is the automaton's, int32. The requests of a run share the tables, which
+    hold the automata of all their grammars.
     """
 
     next: jax.Array  # [S, C] int32
     classes: jax.Array  # [V] int32
+    first: jax.Array | None = None  # [] int32; None: state 0
+
+    def shared(self) -> Self:
+        """Returns the tables alone."""
+        return self.replace(first=None)
+
+    @classmethod
+    def joined(cls, each):
+        """Returns the grammars with one table of all automata, one below the other.
+
+        Raises:
+          ValueError: tables that would be too large together.
+        """
+        apart = list({id(one.next): one for one in each}.values())
+        if len(apart) == 1 or len({one.classes.shape for one in apart}) > 1:
+            return list(each)  # `check` says which is of another vocabulary.
+        # Tokens of a class are of one class in all of them.
+        classes = np.stack([np.asarray(one.classes) for one in apart])
+        columns, classes = np.unique(classes, axis=1, return_inverse=True)
+        starts = np.cumsum([0, *(len(one.next) for one in apart)])
+        _check_size(int(starts[-1]), columns.shape[1], f"{len(apart)} grammars")
+        tables, start_of = [], {}
+        for one, start, own in zip(apart, starts[:-1], columns, strict=True):
+            table = np.asarray(one.next)[:, own]
+            tables.append(np.where(table == FORBIDDEN, table, table + start))
+            start_of[id(one.next)] = int(start)
+        all_ = {
+            "next": jnp.asarray(np.concatenate(tables).astype(np.int32)),
+            "classes": jnp.asarray(classes.reshape(-1).astype(np.int32)),
+        }
+        firsts = [start_of[id(one.next)] + int(one.first or 0) for one in each]
+        pairs = zip(each, firsts, strict=True)
+        return [one.replace(**all_, first=jnp.int32(first)) for one, first in pairs]
 
     def init(self, prompt, length, *, vocab_size):
         """Returns the first state, whatever the prompt."""
-        return jnp.int32(0)
+        return jnp.int32(0) if self.first is None else self.first
 
     def step(self, state, token):
         """Returns the state after a token; `FORBIDDEN` behind one that may not come."""
@@ -188,16 +222,21 @@ def of_transitions(
     for state in (*states, None):
         finer = classes * (end + 2) + row_of(state) + 1
         _, members, classes = np.unique(finer, return_index=True, return_inverse=True)
-        if (end + 1) * len(members) > MAX_ENTRIES:
-            raise ValueError(
-                f"a grammar of {end + 1} states and {len(members)} classes of tokens "
-                f"or more: its table has more than {MAX_ENTRIES} entries; take a "
-                "simpler one, such as with shorter bounds of lengths"
-            )
+        _check_size(end + 1, len(members), "a grammar")
     table = np.stack([row_of(state)[members] for state in (*states, None)])
     return Grammar(
         next=jnp.asarray(table), classes=jnp.asarray(classes.astype(np.int32))
     )
+
+
+def _check_size(num_states: int, num_classes: int, what: str) -> None:
+    """Raises `ValueError` for a table that would be too large."""
+    if num_states * num_classes > MAX_ENTRIES:
+        raise ValueError(
+            f"{what} of {num_states} states and {num_classes} classes of tokens or "
+            f"more: the table has more than {MAX_ENTRIES} entries; take simpler ones, "
+            "such as with shorter bounds of lengths, or fewer at once"
+        )
 
 
 def _line(error: Exception) -> str:

@@ -13,6 +13,7 @@ Logits are processed in greedy decoding, too, and where tokens are drawn before
 temperature and filters. `Chain` applies its parts one after the other.
 """
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -38,6 +39,12 @@ class Processor(pytree.Node):
     def shared(self) -> Self:
         """Returns what all requests of a run share: equal for each of them."""
         return self
+
+    @classmethod
+    def joined(cls, each: Sequence[Any]) -> list[Any]:
+        """Returns processors of this class for the requests of one run, in order: as
+        they are, or changed so that what they share is equal."""
+        return list(each)
 
     def init(
         self, prompt: Int[Array, " max_len"], length: Int[Array, ""], *, vocab_size: int
@@ -76,6 +83,12 @@ class Chain(Processor):
     def shared(self) -> Self:
         """Returns the chain of what requests share of each part."""
         return self.replace(parts=tuple(part.shared() for part in self.parts))
+
+    @classmethod
+    def joined(cls, each):
+        """Returns the chains with parts that are joined one by one."""
+        columns = zip(*(one.parts for one in each), strict=False)
+        return [cls(parts=parts) for parts in zip(*map(join, columns), strict=True)]
 
     def init(self, prompt, length, *, vocab_size):
         """Returns the states of all parts."""
@@ -124,6 +137,13 @@ def chain(*parts: Processor) -> Processor:
     return parts[0] if len(parts) == 1 else Chain(parts=parts)
 
 
+def join(each: Sequence[Processor]) -> list[Processor]:
+    """Returns the processors of the requests of one run, see `Processor.joined`; as
+    they are where their kinds differ, which `check_same` refuses."""
+    kinds = {(type(one), len(getattr(one, "parts", ()))) for one in each}
+    return type(each[0]).joined(each) if len(kinds) == 1 else list(each)
+
+
 def check_kind(processor: Any, what: str) -> None:
     """Raises `ValueError` unless it is a `Processor`."""
     if not isinstance(processor, Processor):
@@ -147,6 +167,7 @@ def check_same(first: Processor, other: Processor) -> None:
     pairs = zip(*(jax.tree.leaves(x.shared()) for x in (first, other)), strict=True)
     if not all(a is b or np.array_equal(a, b) for a, b in pairs):
         raise ValueError(
-            "the processors of two requests have different tables, as two grammars "
-            "have, and those of a run are shared: generate them one by one"
+            "the processors of two requests have different tables, and those of a run "
+            "are shared: give their class a `joined`, as grammars have it, or generate "
+            "them one by one"
         )

@@ -100,6 +100,46 @@ def test_what_is_written_is_of_the_grammar(lm, settings):
         assert isinstance(value["age"], int) and len(value["name"]) <= 4
 
 
+PATTERNS = ("[ab]{2,5}c", "(de|f)+g", "[ab]{2,5}c", "h{4}")
+
+
+@pytest.mark.parametrize("others", [[], [sj.processors.penalties(frequency=3.0)]])
+def test_requests_of_a_batch_have_grammars_of_their_own(lm, others):
+    """Fails if a request goes on in the automaton of another."""
+    made = [
+        sj.processors.chain(grammar.regex(pattern, lm), *others) for pattern in PATTERNS
+    ]
+    settings = {"max_tokens": 12, "sampling": sj.Sampling(seed=2)}
+    found = sj.generate(lm, ["x"] * 4, processors=made, num_slots=2, **settings)
+    plain = sj.decode(lm, ["x"] * 4, processors=made, **settings)
+    for one, other, pattern, own in zip(found, plain, PATTERNS, made, strict=True):
+        assert re.fullmatch(pattern, one.text) or one.status is sj.Status.LENGTH
+        alone = dict(settings, sampling=sj.Sampling(seed=one.provenance["seed"]))
+        written = sj.decode(lm, "x", processors=own, **alone)
+        assert one.tokens == other.tokens == written.tokens
+    assert found[3].text == "hhhh"
+
+
+def test_joined_tables_are_those_of_each_grammar(lm):
+    """Tokens of one class in one of them may be of several together."""
+    apart = [grammar.regex(pattern, lm) for pattern in PATTERNS]
+    together = grammar.Grammar.joined(apart)
+    assert all(one.next is together[0].next for one in together)
+
+    def table_of(one, first):
+        count = len(first.next)
+        start = 0 if one is first else int(one.first)
+        rows = np.asarray(one.next)[start : start + count, np.asarray(one.classes)]
+        return np.where(rows < 0, rows, rows - start)
+
+    for one, other in zip(apart, together, strict=True):
+        np.testing.assert_array_equal(table_of(other, one), table_of(one, one))
+    # Negative control: the rows of another automaton.
+    assert not np.array_equal(
+        table_of(together[1], apart[3]), table_of(apart[3], apart[3])
+    )
+
+
 def test_a_text_that_leaves_the_grammar_is_scored(lm):
     """Fails if what may not follow is not -inf, or what is behind it is no number."""
     made = grammar.regex("ab*", lm)
@@ -124,7 +164,7 @@ REFUSED = {
     ),
     "a table that is too large": (
         lambda lm: grammar.regex("[ab]{3}", lm),
-        "a grammar of 5 states and 3 classes of tokens or more: its table has more",
+        "a grammar of 5 states and 3 classes of tokens or more: the table has more",
     ),
     "another vocabulary": (
         lambda lm: sj.generate(
@@ -134,11 +174,16 @@ REFUSED = {
         ),
         "a grammar over 4 tokens, and the model has 264: compile it with this model",
     ),
-    "two grammars in a batch": (
+    "two vocabularies in a batch": (
         lambda lm: sj.generate(
-            lm, ["a", "b"], processors=[grammar.regex(p, lm) for p in ("ab", "cd")]
+            lm,
+            ["a", "b"],
+            processors=[
+                grammar.regex("ab", lm),
+                grammar.of_pieces("a", [b"a"], stop_ids=[1], vocab_size=4),
+            ],
         ),
-        "different tables, as two grammars have",
+        "a grammar over 4 tokens, and the model has 264",
     ),
 }
 
