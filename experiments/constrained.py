@@ -1,10 +1,16 @@
-"""Do drawn answers hold to a JSON schema, and what do masks and penalties cost a step?
+"""Do answers hold to a JSON schema, what do processors cost, and are they exact?
 
 Draws answers to one prompt under a schema, speculatively, and parses them. Then times
 steps of decoding, and rounds, without a processor, with the schema's mask and with
-penalties, in turn in one process: the same number of tokens each, whatever they are.
+penalties, in turn in one process. What is timed forbids nothing and takes nothing off:
+it does all of its work, and text and drafts are the same with it and without.
 
-Exit status: 0 all answers parse; 2 some do not; 1 the input was unusable.
+--table compares, in place of that: tokens, log-probabilities, logits and K/V of rounds
+with those of decoding, as integers, under each processor, in chains, in trees and in
+batches, greedily and drawn.
+
+Exit status: 0 all answers parse, or all is equal; 2 some do not, or something is not; 1
+the input was unusable.
 """
 
 from experiments.lib import cli
@@ -15,15 +21,19 @@ if __name__ == "__main__":
 
 import argparse
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 import spec_jax as sj
 from experiments.lib import bench, flags, models, records, tables, terminal
+from spec_jax.debug import evidence
 
 
-PARSED, NOT_PARSED = 0, 2
+GOOD, BAD = 0, 2
 
 SCHEMA = {
     "type": "object",
@@ -40,6 +50,8 @@ SCHEMA = {
     "required": ["name", "trade", "likes"],
 }
 """Bounded in every place, so that answers end."""
+
+TEMPERATURES = (0.0, 0.7, 1.0)
 
 PROMPT = "Describe a person as JSON, with name, trade and likes."
 
@@ -59,10 +71,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --batch N=8  answers at once
         --gamma N=4  drafts of a round, at most
         --temperature T=1.0  divides the logits; 0 is greedy
+        --table  compare with decoding, in place of answers and times: with --batch
+            prompts at once, at temperatures 0, 0.7 and 1
         """,
     )
     flags.add_noise(parser.add_argument_group("sampling"))
-    flags.add_out(parser, rows="one of the answers, then one per way and processor")
+    flags.add_out(
+        parser,
+        rows="one of the answers, then one per way and processor; or of the table",
+    )
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)
@@ -104,21 +121,25 @@ def draw(args: argparse.Namespace, lm: sj.LanguageModel, prompt: Any) -> dict[st
     }
 
 
+def timed(lm: sj.LanguageModel) -> dict[str, Any]:
+    """Returns processors that do all of their work, and change no token."""
+    mask = sj.processors.json_schema(SCHEMA, lm)
+    return {
+        "none": None,
+        # Every state goes on with every token, in tables of the same size.
+        "mask": mask.replace(next=jnp.maximum(mask.next, 0)),
+        "penalties": sj.processors.penalties(),
+    }
+
+
 def cases(
     args: argparse.Namespace, lm: sj.LanguageModel, ids: list[int]
 ) -> dict[tuple[str, str], bench.Case]:
     """Returns what is timed: a step of decoding and a round, by way and processor."""
-    kinds: Mapping[str, Any] = {
-        "none": None,
-        "mask": sj.processors.json_schema(SCHEMA, lm),
-        "penalties": sj.processors.penalties(
-            repetition=1.1, presence=0.2, frequency=0.1
-        ),
-    }
     base, algo = sj.autoregressive(lm.target), sj.speculative(lm.target, lm.drafter)
     sampling = sj.Sampling(temperature=args.temperature, seed=args.seed)
     found: dict[tuple[str, str], bench.Case] = {}
-    for name, processor in kinds.items():
+    for name, processor in timed(lm).items():
         asked: dict[str, Any] = {"max_tokens": args.gen_tokens, "sampling": sampling}
         asked["processors"] = processor
 
@@ -143,6 +164,88 @@ def cases(
     return found
 
 
+def processors(lm: sj.LanguageModel) -> dict[str, Any]:
+    """Returns a processor of each kind, and a chain of three; each changes texts."""
+    tokens = range(lm.target.config.vocab_size)
+    made = {
+        "logit bias": sj.processors.logit_bias(dict.fromkeys(tokens[::2], -4.0)),
+        "bad words": sj.processors.bad_words([[token] for token in tokens[::3]]),
+        "min tokens": sj.processors.min_tokens(20, [*lm.stop_ids, *tokens[1::3]]),
+        "penalties": sj.processors.penalties(
+            repetition=1.3, presence=0.4, frequency=0.3
+        ),
+        "regular expression": sj.processors.regex("([a-z]+ ?)*", lm),
+        "JSON schema": sj.processors.json_schema(SCHEMA, lm),
+    }
+    parts = ("penalties", "min tokens", "regular expression")
+    return made | {"chain of three": sj.processors.chain(*map(made.get, parts))}
+
+
+def shapes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Returns what `check_lossless` takes, by the shape of rounds."""
+    tree = sj.Tree.parse(f"2x{args.gamma}:{args.gamma}")
+    return {
+        "chain": {"gamma": args.gamma, "num_slots": 1},
+        "tree": {"gamma": tree, "num_slots": 1},
+        "batch": {"gamma": args.gamma, "num_slots": args.batch},
+    }
+
+
+def compare(
+    lm: sj.LanguageModel,
+    prompts: Sequence[Any],
+    *,
+    temperature: float,
+    seed: int = 0,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Returns the fields of a row: prompts, and how many of them are equal in each of
+    `evidence.WHATS`."""
+    sampling = sj.Sampling(temperature=temperature, seed=seed) if temperature else None
+    found = sj.check_lossless(lm, prompts, sampling=sampling, **settings).comparisons
+    wrong = [one.what for each in found for one in each.differences]
+    return {
+        **{"temperature": temperature, "prompts": len(found)},
+        "tokens_compared": sum(one.tokens for one in found),
+        "rounds": sum(one.rounds for one in found),
+        "nonfinite": sum(one.nonfinite for one in found),
+        **{what: len(found) - wrong.count(what) for what in evidence.WHATS},
+    }
+
+
+def write_table(
+    args: argparse.Namespace, lm: sj.LanguageModel, out: records.JsonLines
+) -> list[dict[str, Any]]:
+    """Compares every processor, shape and temperature; returns the rows."""
+    prompts = [f"{PROMPT} Number {number}." for number in range(args.batch)]
+    cases = list(itertools.product(processors(lm).items(), shapes(args).items()))
+    rows = []
+    with terminal.counted("cells", total=len(cases) * len(TEMPERATURES)) as advance:
+        for (name, processor), (shape, settings) in cases:
+            for temperature in TEMPERATURES:
+                found = compare(
+                    lm,
+                    prompts[: settings["num_slots"]],
+                    **settings,
+                    temperature=temperature,
+                    seed=args.seed,
+                    max_tokens=args.gen_tokens,
+                    ignore_eos=True,
+                    processors=processor,
+                )
+                rows.append({"kind": "cell", "processor": name, "shape": shape} | found)
+                out.write(rows[-1])
+                advance()
+    return rows
+
+
+def is_equal(row: Mapping[str, Any]) -> bool:
+    """Returns whether everything that a row of the table compares is equal."""
+    return not row["nonfinite"] and {row[what] for what in evidence.WHATS} == {
+        row["prompts"]
+    }
+
+
 def run(args: argparse.Namespace) -> int:
     """Draws, parses and times; returns the exit status."""
     console = terminal.console()
@@ -155,6 +258,10 @@ def run(args: argparse.Namespace) -> int:
             | {"drafter": args.drafter, "batch": args.batch}
             | records.provenance()
         )
+        if args.table:
+            table = write_table(args, lm, out)
+            tables.print_rows(table, CELLS, console)
+            return GOOD if all(map(is_equal, table)) else BAD
         answers = draw(args, lm, prompt)
         out.write(answers)
         console.print(
@@ -165,15 +272,15 @@ def run(args: argparse.Namespace) -> int:
         )
         text = lm.tokenizer.apply_chat(prompt) if has_chat else PROMPT
         ids = lm.tokenizer.encode(text, begins=not has_chat)
-        timed = bench.run(cases(args, lm, ids), repeats=args.repeats)
+        found = bench.run(cases(args, lm, ids), repeats=args.repeats)
         rows = [
             {"kind": "step", "way": way, "processor": name}
-            | timed.row((way, name), ratio_to=(way, "none"))
-            for way, name in timed.seconds
+            | found.row((way, name), ratio_to=(way, "none"))
+            for way, name in found.seconds
         ]
         out.write_all(rows)
     tables.print_rows([row | out.common for row in rows], COLUMNS, console)
-    return PARSED if answers["parsed"] == answers["answers"] else NOT_PARSED
+    return GOOD if answers["parsed"] == answers["answers"] else BAD
 
 
 COLUMNS = {
@@ -184,6 +291,17 @@ COLUMNS = {
     "p10-p90": lambda row: f"{row['ratio_p10']:.3f}-{row['ratio_p90']:.3f}",
 }
 """Of the table, for `tables.print_rows`."""
+
+CELLS = {
+    "processor": "",
+    "shape": "",
+    "temperature": ("temperature", ""),
+    "tokens": ("tokens_compared", ",d"),
+    "rounds": ("rounds", ",d"),
+    "equal": lambda row: tables.wrong(
+        "all" if is_equal(row) else "differs", not is_equal(row)
+    ),
+}
 
 main = cli.script("constrained.py", parse_args, run)
 

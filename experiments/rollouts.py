@@ -1,12 +1,12 @@
 """Are rollouts exactly on-policy, and how much sooner are they there with speculation?
 
-Draws several samples of each prompt in batches, plainly and speculatively, in chains
-and in trees, in turn in one process. Each prompt is prefilled once, and its samples
-share its pages. Then decoding writes every sample alone, and the texts are scored anew,
-as a learner would. Tokens and log-probabilities are compared as integers: where they
-are equal, the ratio of learner and sampler, by which their losses are weighted, is
-exactly one. Times are from the first prefill to the last token, log-probabilities not
-included.
+Draws several samples of each prompt in batches, in turn in one process: plainly, by the
+default policy, which drafts where that pays, and always drafting, chains and trees.
+Each prompt is prefilled once, and its samples share its pages. Then decoding writes
+every sample alone, and the texts are scored anew, as a learner would. Tokens and
+log-probabilities are compared as integers: where they are equal, the ratio of learner
+and sampler, by which their losses are weighted, is exactly one. Times are from the
+first prefill to the last token, log-probabilities not included.
 
 --steps N goes on as a learner does: N steps of REINFORCE on a toy reward, the share of
 tokens that hold a blank, each on new samples of the newest weights. The drafter stays
@@ -36,6 +36,7 @@ from experiments.lib import (
     bench,
     flags,
     models,
+    processing,
     prompt_files,
     records,
     tables,
@@ -46,6 +47,9 @@ from spec_jax.engine import protocols
 
 
 EQUAL, NOT_EQUAL = 0, 2
+
+SELDOM = 0.1
+"""Drafts a round, below which the policy is said not to draft: it does try."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -68,7 +72,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --temperature T=1.0  divides the logits; 0 is greedy
         """,
     )
-    flags.add_noise(parser.add_argument_group("sampling"))
+    group = parser.add_argument_group("sampling")
+    flags.add_noise(group)
+    processing.add_flag(group)
     group = parser.add_argument_group("learning")
     cli.add(
         group,
@@ -87,8 +93,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             "temperature above 0, or --samples 1"
         )
     filters = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p")}
-    if args.steps and filters != {"top_k": None, "top_p": 1, "min_p": 0}:
-        parser.error("--steps are of what the model itself draws: leave filters out")
+    if args.steps and (
+        args.processor or filters != {"top_k": None, "top_p": 1, "min_p": 0}
+    ):
+        parser.error(
+            "--steps are of what the model itself draws: leave filters and processors "
+            "out"
+        )
     if args.steps and importlib.util.find_spec("optax") is None:
         parser.error("--steps needs optax: pip install -e '.[train]'")
     return args
@@ -96,8 +107,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def ways(args: argparse.Namespace, lm: sj.LanguageModel) -> dict[str, Any]:
     """Returns what `generate` takes as gamma, by way: none; what its default policy
-    chooses; and a tree of pairs, if the drafter drafts any."""
-    found: dict[str, Any] = {"plain": 0, "speculative": None}
+    chooses; always all drafts of a chain, and of a tree of pairs, if the drafter drafts
+    any."""
+    found: dict[str, Any] = {"plain": 0, "default": None, "chain": args.gamma}
     if protocols.has_own(lm.drafter, "for_tree"):
         found["tree"] = sj.Tree.parse(f"2x{args.gamma}:{args.gamma}")
     return found
@@ -132,6 +144,7 @@ def compare(
     lm: sj.LanguageModel,
     texts: Mapping[str, Sequence[sj.Generation]],
     sampling: sj.Sampling,
+    processor: sj.processors.Processor | None,
 ) -> Iterator[dict[str, Any]]:
     """Yields a row of each sample: what is equal, and the ratio furthest from one.
 
@@ -142,14 +155,15 @@ def compare(
         first = each[0]
         seed = first.provenance.get("seed", sampling.seed)
         drawn = dataclasses.replace(sampling, seed=seed)
-        learner = sj.score(lm, first.prompt_tokens, each[-1].tokens, sampling=drawn)
+        how = {"sampling": drawn, "processors": processor}
+        learner = sj.score(lm, first.prompt_tokens, each[-1].tokens, **how)
         sampler = sj.decode(
             lm,
             first.prompt_tokens,
             max_tokens=len(first.tokens),
-            sampling=drawn,
             ignore_eos=True,
             log_probs=True,
+            **how,
         )
         same = {
             f"{name}_equal": np.array_equal(
@@ -186,7 +200,8 @@ def run(args: argparse.Namespace) -> int:
         gammas = ways(args, lm)
         settings = {"max_tokens": args.gen_tokens, "num_slots": args.batch}
         settings |= {"sampling": sampling, "page_size": args.page_size}
-        settings |= {"n": args.samples}
+        processor = processing.of(args, lm)
+        settings |= {"n": args.samples, "processors": processor}
         out.common = (
             models.describe(args, lm)
             | {"drafter": args.drafter, "samples": args.samples, "batch": args.batch}
@@ -195,11 +210,12 @@ def run(args: argparse.Namespace) -> int:
             | records.provenance()
         )
         texts, seconds = roll_out(lm, ids, gammas, settings, repeats=args.repeats)
-        samples = list(compare(lm, texts, sampling))
+        samples = list(compare(lm, texts, sampling, processor))
         out.write_all(samples)
-        rows = summaries(samples, seconds)
+        rows = summaries(samples, seconds, texts)
         out.write_all(rows)
         tables.print_rows([row | out.common for row in rows], COLUMNS, console)
+        console.print(word(rows[1]))
         steps: list[dict[str, Any]] = []
         if args.steps:
             from experiments.lib import reinforce
@@ -218,9 +234,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summaries(
-    samples: Sequence[Mapping[str, Any]], seconds: Mapping[str, Sequence[float]]
+    samples: Sequence[Mapping[str, Any]],
+    seconds: Mapping[str, Sequence[float]],
+    texts: Mapping[str, Sequence[sj.Generation]],
 ) -> list[dict[str, Any]]:
-    """Returns a row of each way: its speed, and what all samples have in common."""
+    """Returns a row of each way: its speed and drafts, what the default policy knew of
+    costs, and what all samples have in common."""
+    total = lambda way, name: sum(one.metrics[name] for one in texts[way])
     tokens, prompt_tokens, shared = (
         sum(row[name] for row in samples)
         for name in ("tokens", "prompt_tokens", "shared_prompt_tokens")
@@ -231,16 +251,33 @@ def summaries(
         {"kind": "rollouts", "way": way, "rollouts": len(samples), "tokens": tokens}
         | {"equal": len(equal)}
         | {"prompt_tokens": prompt_tokens, "shared_prompt_tokens": shared}
+        | {name: total(way, name) for name in ("rounds", "proposed", "accepted")}
+        | {"round_costs": texts[way][0].provenance.get("round_costs")}
         | bench.spread_fields("tok_s", [tokens / s for s in seconds[way]])
         | bench.spread_fields("ratio", bench.ratios(seconds["plain"], seconds[way]))
         for way in seconds
     ]
 
 
+def word(row: Mapping[str, Any]) -> str:
+    """Returns what the default policy says of drafting here, in a sentence."""
+    drafts = row["proposed"] / row["rounds"]
+    said = f"the default policy drafts {drafts:.2f} tokens a round"
+    costs = row["round_costs"]
+    if costs is None:
+        return said
+    first, *others = costs["round_s"]
+    ratios = ", ".join(f"{one / first:.2f}" for one in others)
+    if drafts < SELDOM:
+        said += ": it does not pay here"
+    return f"{said}; rounds of 1, 2, .. drafts take {ratios} x one of none"
+
+
 COLUMNS = {
     "way": "",
     "tokens/s": ("tok_s", ",.0f"),
     "x plain": ("ratio", ".2f"),
+    "drafts a round": lambda row: f"{row['proposed'] / row['rounds']:.2f}",
     "p10-p90": lambda row: f"{row['ratio_p10']:.2f}-{row['ratio_p90']:.2f}",
     "ratio exactly one": lambda row: f"{row['equal']}/{row['rollouts']}",
     "prefill saved": lambda row: (

@@ -24,6 +24,7 @@ from experiments.lib import (
     flags,
     models,
     policies,
+    processing,
     prompt_files,
     records,
     results as results_lib,
@@ -64,7 +65,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         KIND=row_model.CACHE_KINDS,
     )
     policies.add_policy(parser.add_argument_group("adaptive gamma"))
-    flags.add_sampling(parser.add_argument_group("sampling"))
+    group = parser.add_argument_group("sampling")
+    flags.add_sampling(group)
+    processing.add_flag(group)
     # To tell a number that is named from none.
     parser.set_defaults(gamma=None, gamma_policy=None)
     flags.add_out(parser, rows="one per prompt as it finishes, then one summary")

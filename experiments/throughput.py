@@ -29,6 +29,7 @@ from experiments.lib import (
     forced_drafter,
     models,
     policies,
+    processing,
     prompt_files,
     records,
     runs,
@@ -106,7 +107,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         """,
     )
     policies.add_policy(parser.add_argument_group("adaptive gamma"))
-    flags.add_sampling(parser.add_argument_group("sampling"))
+    group = parser.add_argument_group("sampling")
+    flags.add_sampling(group)
+    processing.add_flag(group)
     flags.add_out(parser, rows="one per run as it finishes, then one per way")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)

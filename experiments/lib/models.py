@@ -8,7 +8,7 @@ from typing import Any
 
 from rich import console as rich_console
 
-from experiments.lib import prompt_files, prompts as prompts_lib, runs
+from experiments.lib import processing, prompt_files, prompts as prompts_lib, runs
 from spec_jax import loading
 from spec_jax.drafters import draft_model, each, hybrid, registry, tree_shapes
 from spec_jax.engine import protocols
@@ -217,6 +217,7 @@ def prepare(
             capacity=prepared.capacity,
             page_size=args.page_size,
             stop_ids=stop_ids,
+            processor=processing.of(args, lm),
             **settings,
         ),
     )
@@ -280,6 +281,6 @@ def describe(
         found |= lm.target.layout.describe()
     names = ("page_size", "gen_tokens", "repeats", "temperature", "rule", "seed")
     names += ("top_k", "top_p", "min_p", "ignore_stop", "raw")
-    if getattr(args, "chat_option", None):
-        names += ("chat_option",)
+    for name in ("chat_option", "processor"):
+        names += (name,) * bool(getattr(args, name, None))
     return found | {name: getattr(args, name) for name in names if hasattr(args, name)}

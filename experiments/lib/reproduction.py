@@ -152,6 +152,8 @@ schedule.jsonl | throughput
 schedule_adversarial.jsonl | throughput
   throughput --impl native --drafter dspark --batch 16 --repeats 11 --gamma 1,2,4,7
     --schedule {profile} --prompts 32 --adversarial
+rollouts_drift.jsonl | reinforce
+  rollouts --steps 30 --gen-tokens 32
 plan_native.jsonl | plan
   plan --impl native --drafter draft-model --gamma 1,4,7
     --tree 4x8:7@0.6,4x12:15@0.6,4x16:31@0.6 --prompts 10
@@ -176,6 +178,12 @@ smollm2.jsonl | summary
 contexts.jsonl
   sweep {real} --drafter eagle3,ngram --gamma 4 --context 128,512,2048,6144
     --gen-tokens 64 --prompts {long}:24@0
+processors.jsonl | cell
+  constrained {real} --drafter eagle3 --table --batch 4 --gen-tokens 32
+constrained.jsonl | answers, step
+  constrained {real} --answers 100 --batch 4
+rollouts.jsonl | rollouts
+  rollouts {real} --prompts 8 --samples 4 --gen-tokens 64
 compare_llama_cpp_smollm2.jsonl | comparison
   compare_llama_cpp --target smollm2 --llama-bin {llama} --drafter eagle3,ngram
     --gguf {llama}/smollm2-BF16.gguf,{llama}/smollm2-Q8_0.gguf,{llama}/smollm2-Q4_1.gguf
@@ -208,6 +216,8 @@ certificates/gsm8k_native_bfloat16.json
 """
 
 FIGURES = """
+figures/drift.svg
+  plot {results}/rollouts_drift.jsonl --figure drift --out {results}/figures
 figures/speedup.svg
   plot {drawings} --out {results}/figures --theory
 figures/sweep_positions.svg

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib import forced_drafter, summaries
-from spec_jax import algorithms, loading
+from spec_jax import algorithms, loading, processors
 from spec_jax.analysis import metrics
 from spec_jax.drafters import oracle
 from spec_jax.engine import (
@@ -48,6 +48,7 @@ class Settings:
     policy_state: policy.State = None  # before each prompt's first round
     rule: verification.Rule = "coupled"
     num_slots: int = 1
+    processor: processors.Processor | None = None  # of logits
 
     @property
     def is_exact(self) -> bool:
@@ -137,6 +138,7 @@ def begin_plain(
         prefill_by_rows=settings.prefill_by_rows,
         sampling=settings.sampling,
         stop_ids=settings.stop_ids,
+        processor=settings.processor,
     )
 
 
@@ -182,7 +184,14 @@ def make_request(
         gamma=settings.gamma,
         sampling=settings.sampling,
         draft_params=known,
+        processor=settings.processor,
     )
+
+
+def _empty(scheduler: scheduler_lib.Scheduler, settings: Settings) -> states.State:
+    """Returns the state of free slots."""
+    draws = settings.sampling is not None
+    return scheduler.empty(draws=draws, processor=settings.processor)
 
 
 def run_speculative(
@@ -194,7 +203,7 @@ def run_speculative(
     scheduler = make_scheduler(lm, dataclasses.replace(settings, num_slots=1))
     request = make_request(lm, settings, prompt)
     scheduler.check(request)
-    state = scheduler.empty(draws=settings.sampling is not None)
+    state = _empty(scheduler, settings)
     max_rounds = jnp.int32(settings.gen_tokens)
     jax.block_until_ready((state, request.draft_params, max_rounds))
     started = time.perf_counter()
@@ -252,7 +261,7 @@ def run_batch(
     """
     scheduler = make_scheduler(lm, settings)
     requests = [make_request(lm, settings, prompt) for prompt in prompts]
-    state = scheduler.empty(draws=settings.sampling is not None)
+    state = _empty(scheduler, settings)
     jax.block_until_ready((state, [request.draft_params for request in requests]))
     started, finished = time.perf_counter(), []
     for one in scheduler.run(requests, state=state):
@@ -294,6 +303,7 @@ def decode_choices(
         start=jnp.int32(new.start),
         stop=jnp.int32(new.stop),
         sampling=settings.sampling,
+        processing=state.processing,
     )
     return np.asarray(chosen)[new]
 

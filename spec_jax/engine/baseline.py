@@ -186,11 +186,8 @@ def run_step(
     status = jnp.where(length >= state.limit, at_limit, int(Status.RUNNING))
     status = jnp.where(stops, int(Status.STOP), status)
     status = jnp.where(failed, int(Status.OUT_OF_PAGES), status)
-    if processing is not None:
-        stepped = processing.processor.step(processing.states, token)
-        processing = processing.replace(states=stepped)
     return state.replace(
-        processing=processing,
+        processing=_stepped(processing, token),
         tokens=state.tokens.at[at].set(token, mode="drop"),
         length=length,
         status=status.astype(jnp.int32),
@@ -198,6 +195,14 @@ def run_step(
         num_steps=state.num_steps + (~failed).astype(jnp.int32),
         num_nonfinite=state.num_nonfinite + (~failed & ~is_finite).astype(jnp.int32),
     )
+
+
+def _stepped(processing, token):
+    """Returns the processing after a token more, if there is one."""
+    if processing is None:
+        return None
+    states = processing.processor.step(processing.states, token)
+    return processing.replace(states=states)
 
 
 def _next_token(target, params, cache, token, position, sampling, processing=None):
@@ -264,10 +269,12 @@ def replay(
     start: Int[Array, ""],
     stop: Int[Array, ""],
     sampling: sampling_lib.SamplingSettings | None = None,
+    processing: processing_lib.Processing | None = None,
 ) -> tuple[protocols.Cache, Int[Array, " max_len"]]:
     """Returns what decoding would choose after each prefix of a *given* text.
 
-    Greedily, or as it would draw with `sampling`. Feeds `tokens[start - 1 .. stop - 2]`
+    Greedily, or as it would draw with `sampling`; `processing` is the state of a logits
+    processor after `tokens[:start]`. Feeds `tokens[start - 1 .. stop - 2]`
     one at a time, whatever it would have chosen itself. `cache` holds the K/V of
     `[0, start - 1)` and is donated.
 
@@ -277,13 +284,15 @@ def replay(
     """
 
     def body(position, carry):
-        cache, chosen = carry
+        cache, chosen, processing = carry
         cache, token, _ = _next_token(
-            target, params, cache, tokens[position - 1], position, sampling
+            target, params, cache, tokens[position - 1], position, sampling, processing
         )
-        return cache, chosen.at[position].set(token)
+        processing = _stepped(processing, tokens[position])
+        return cache, chosen.at[position].set(token), processing
 
-    return jax.lax.fori_loop(start, stop, body, (cache, tokens))
+    begun = cache, tokens, processing
+    return jax.lax.fori_loop(start, stop, body, begun)[:2]
 
 
 def check(state: DecodeState, *, vocab_size: int) -> None:

@@ -1,0 +1,82 @@
+"""The table of `constrained.py`: processors x shapes x temperatures, on the embedded
+pair, and a fault that it finds."""
+
+import itertools
+
+import jax.numpy as jnp
+import pytest
+
+import spec_jax as sj
+from experiments import constrained
+from spec_jax.engine import processing
+
+
+pytest.importorskip("outlines_core")
+
+ARGS = constrained.parse_args(["--gamma", "4", "--batch", "4"])
+NAMES = ("logit bias", "bad words", "min tokens", "penalties", "regular expression",
+         "JSON schema", "chain of three")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return sj.load(gamma_max=4)
+
+
+def compared(lm, name, shape, temperature, **more):
+    settings = constrained.shapes(ARGS)[shape] | more
+    return constrained.compare(
+        lm,
+        [f"def f{number}(x):" for number in range(settings["num_slots"])],
+        temperature=temperature,
+        max_tokens=12,
+        ignore_eos=True,
+        processors=constrained.processors(lm)[name],
+        **settings,
+    )
+
+
+RUN = {
+    ("penalties", "chain", 0.7),
+    ("JSON schema", "batch", 1.0),
+    ("chain of three", "tree", 0.0),
+}
+"""The others are slow."""
+
+CELLS = [
+    pytest.param(*cell, marks=() if cell in RUN else pytest.mark.slow)
+    for cell in itertools.product(
+        NAMES, constrained.shapes(ARGS), constrained.TEMPERATURES
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "temperature"), CELLS)
+def test_rounds_are_decoding(lm, name, shape, temperature):
+    row = compared(lm, name, shape, temperature)
+    assert constrained.is_equal(row) and row["tokens_compared"] == 12 * row["prompts"]
+
+
+def test_the_table_has_every_processor(lm):
+    assert tuple(constrained.processors(lm)) == NAMES
+
+
+def test_a_difference_is_told(lm, monkeypatch):
+    """Planted: what is committed changes no state. Pages of another size are another
+    program."""
+    monkeypatch.setattr(processing, "commit", lambda processing, *_: processing)
+    assert not constrained.is_equal(
+        compared(lm, "JSON schema", "chain", 0.7, page_size=9)
+    )
+
+
+def test_what_is_timed_changes_nothing(lm):
+    """Fails if a mask or penalties that are timed write another text."""
+    plain = sj.decode(lm, "import os", max_tokens=8, ignore_eos=True)
+    made = constrained.timed(lm)
+    assert (jnp.asarray(made["mask"].next) >= 0).all()
+    for name in ("mask", "penalties"):
+        found = sj.generate(
+            lm, "import os", processors=made[name], max_tokens=8, ignore_eos=True
+        )
+        assert found.tokens == plain.tokens
