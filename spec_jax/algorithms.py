@@ -249,20 +249,9 @@ class Speculative:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Autoregressive:
-    """Autoregressive decoding; made by `autoregressive`.
-
-    Raises:
-      ValueError: a target that runs windows of slots alone.
-    """
+    """Autoregressive decoding; made by `autoregressive`."""
 
     target: Any
-
-    def __post_init__(self) -> None:
-        if not hasattr(self.target, "forward"):
-            raise ValueError(
-                f"{type(self.target).__name__} has no `forward` of one sequence: give "
-                "a RowModel, such as lm.target, or a ForwardTarget"
-            )
 
     def init(
         self,
@@ -290,13 +279,14 @@ class Autoregressive:
         capacity = capacity or requests_lib.capacity_for(
             self.target, prompts, max_tokens
         )
+        target = rows.of(self.target, 1)
         return Decoding(
             prompt_len=jnp.asarray([len(one.prompt) for one in asked], jnp.int32),
             sequences=tuple(
                 baseline.begin(
-                    self.target,
+                    target,
                     params,
-                    self.target.new_cache(capacity=capacity, page_size=page_size),
+                    target.new_cache(capacity=capacity, page_size=page_size),
                     one.prompt,
                     max_tokens=max_tokens,
                     prefill_by_rows=prefill_by_rows,
@@ -397,8 +387,8 @@ def autoregressive(target: Any) -> Autoregressive:
     It has the same functions, of the target's parameters alone, and decodes each
     sequence by itself, in a cache of its own.
 
-    Raises:
-      ValueError: a target that runs windows of slots alone.
+    Args:
+      target: as `speculative` takes it.
     """
     return Autoregressive(target=target)
 

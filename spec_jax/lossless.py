@@ -128,8 +128,7 @@ def evidence_of(
 
 def _generate(run: run_lib.Run, numbers: range) -> states.State:
     """Generates the requests of one filling of the slots, recorded."""
-    window = run.lm.gamma_max + 1
-    watched = recorder.Recorder(target=run.scheduler.target, window=window)
+    watched = recorder.Recorder(target=run.scheduler.target)
     state = run.scheduler.begin(*(run.requests[number] for number in numbers))
     algo = dataclasses.replace(run.algo, target=watched)
     return algo.run(run.params, watched.attach(state))
@@ -146,7 +145,7 @@ def _compare_slot(
 ) -> Comparison:
     """Compares one slot with decoding of its request alone, on other pages."""
     lm, num_prompt = run.lm, len(run.prompts[number])
-    watched = recorder.Recorder(target=lm.target, window=lm.gamma_max + 1)
+    watched = recorder.Recorder(target=lm.target)
     begun = run.begin_decoding(number)
     begun = begun.replace(sequences=tuple(map(watched.attach, begun.sequences)))
     plain = algorithms.autoregressive(watched).run(lm.params, begun)

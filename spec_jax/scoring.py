@@ -20,6 +20,7 @@ from spec_jax import algorithms, compilation
 from spec_jax.engine import (
     checks,
     processing as processing_lib,
+    protocols,
     requests as requests_lib,
     rows,
 )
@@ -155,9 +156,11 @@ def _scored(
         first, kv, found, processing = carry
         num_active = jnp.minimum(stop - first, height)
         fed = jax.lax.dynamic_slice(tokens, (first - 1,), (height,))
-        kv, logits = target.forward(
-            params, kv, tokens=fed, start=first - 1, num_active=num_active
+        window = protocols.Window(
+            tokens=fed[None], start=first[None] - 1, num_active=num_active[None]
         )
+        kv, verified = rows.of(target, 1).verify(params, kv, window)
+        logits = verified.logits
 
         def of_row(i, carry):
             """Scores the token that row `i` decides."""

@@ -79,6 +79,22 @@ def quickest() -> row_model.RowModel:
     return NATIVE
 
 
+@functools.partial(jax.jit, static_argnames="model")
+def _verify(model, params, kv, window):
+    return rows.of(model, 1).verify(params, kv, window)
+
+
+def forward(model, params, kv, tokens, start):
+    """Runs tokens at positions from `start` of one slot: the cache, and logits."""
+    window = protocols.Window(
+        tokens=jnp.asarray(tokens, jnp.int32)[None],
+        start=jnp.asarray(start, jnp.int32)[None],
+        num_active=jnp.full((1,), len(tokens), jnp.int32),
+    )
+    kv, verified = _verify(model, params, kv, window)
+    return kv, verified.logits
+
+
 def quickest_bench(gamma_max: int) -> bench.Bench:
     """The tiny bench of drafters, on the implementation of `quickest`."""
     made = bench.tiny(gamma_max)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import wrong_targets
-from decoding import GAMMA_MAX, SMALL
+from decoding import SMALL
 
 import spec_jax as sj
 from spec_jax import algorithms
@@ -31,9 +31,7 @@ BASE = sj.autoregressive(SMALL.target)
 def left_behind(wrong=None) -> tuple[list[evidence.Evidence], list[list[int]]]:
     """The recorded rounds of `run`, and the tokens; `wrong` is around the target."""
     slots = rows.SlotRows(model=SMALL.target, num_slots=len(PROMPTS))
-    watched = recorder.Recorder(
-        target=slots if wrong is None else wrong(target=slots), window=GAMMA_MAX + 1
-    )
+    watched = recorder.Recorder(target=slots if wrong is None else wrong(target=slots))
     algo = dataclasses.replace(ALGO, target=watched)
     state = algo.run(PARAMS, watched.attach(ALGO.init(PARAMS, PROMPTS, **HOW)))
     found = [
@@ -46,7 +44,7 @@ def left_behind(wrong=None) -> tuple[list[evidence.Evidence], list[list[int]]]:
 @functools.cache
 def decoded() -> tuple[list[evidence.Evidence], list[list[int]]]:
     """The same of the oracle."""
-    watched = recorder.Recorder(target=SMALL.target, window=GAMMA_MAX + 1)
+    watched = recorder.Recorder(target=SMALL.target)
     base = sj.autoregressive(watched)
     state = BASE.init(PARAMS[0], PROMPTS, **HOW)
     sequences = tuple(map(watched.attach, state.sequences))
@@ -145,9 +143,9 @@ def test_what_cannot_be_used_is_said():
     with pytest.raises(ValueError, match="512 .max_position_embeddings.: shorten"):
         ALGO.init(PARAMS, PROMPTS, max_tokens=600)
     slots = rows.SlotRows(model=SMALL.target, num_slots=2)
-    with pytest.raises(ValueError, match="SlotRows has no `forward` of one sequence"):
-        sj.autoregressive(slots)
-    fixed = recorder.Recorder(target=slots, window=GAMMA_MAX + 1)
+    fixed = recorder.Recorder(target=slots)
+    with pytest.raises(ValueError, match="Recorder has 2 slots, and 1 are asked for"):
+        sj.autoregressive(fixed).init(PARAMS[0], PROMPTS, max_tokens=4)
     algo = sj.speculative(fixed, DRAFTER)
     with pytest.raises(ValueError, match="Recorder has 2 slots, and 3 are asked for"):
         algo.init(PARAMS, PROMPTS, max_tokens=4)

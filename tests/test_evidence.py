@@ -15,7 +15,6 @@ def make_evidence(**changes) -> evidence.Evidence:
         logits=np.arange(10, dtype=np.uint32).reshape(5, 2),
         highest=np.arange(10, 15, dtype=np.int32),
         row=np.array([0, 1, 2, 0, 1], np.int32),
-        window=np.array([[2, 0, 9], [2, 0, 9], [2, 0, 9], [2, 3, -1], [2, 3, -1]]),
         constant=np.zeros(5, bool),
     )
     fields = {

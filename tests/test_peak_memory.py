@@ -9,7 +9,7 @@ MIB = 2**20
 
 PREFILL = """
 import json, resource, jax, numpy as np, tiny_pair
-from spec_jax.model import params as params_lib, prompt, row_model
+from spec_jax.model import params as params_lib, row_model
 
 config = tiny_pair.config(
     vocab_size=96, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=1,
@@ -21,7 +21,7 @@ peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 def prefill(count):
     kv = model.new_cache(capacity=count + 16, page_size=16)
     tokens = np.random.default_rng(0).integers(0, 96, count).tolist()
-    kv = prompt.prefill(model, params, kv, tokens)
+    kv, _ = model.prefill(params, kv, tokens)
     assert int(kv.length[0]) == count
     return jax.block_until_ready(kv)
 

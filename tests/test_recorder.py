@@ -13,13 +13,12 @@ from spec_jax.engine import baseline, state as states
 from spec_jax.testing import assert_same_bits, bits
 
 
-WINDOW = decoding.GAMMA_MAX + 1
 NUM_PROMPT = len(decoding.PROMPT)
 Origin = states.Origin
 
 
 def recording_of(target) -> recorder.Recorder:
-    return recorder.Recorder(target=target, window=WINDOW, top=3)
+    return recorder.Recorder(target=target, top=3)
 
 
 def run_plain(target, *, max_tokens=40, calls=1):
@@ -120,19 +119,16 @@ def test_entries_are_of_the_logits(plain):
     assert (np.asarray(recording.fed)[: NUM_PROMPT - 1] == recorder.NONE).all()
 
 
-def test_drafts_and_windows_are_those_of_the_last_round(rounds):
+def test_drafts_are_those_of_the_last_round(rounds):
     """Fails if a position keeps the draft of a round that did not decide it."""
     slots = decoding.slot_of(rounds[0])
-    drafted, row = (np.asarray(getattr(rounds[1], n))[0] for n in ("drafted", "row"))
-    windows = np.asarray(rounds[1].windows)[0]
+    drafted = np.asarray(rounds[1].drafted)[0]
     for at in range(NUM_PROMPT, int(slots.length)):
         origin, token = Origin(int(slots.origins[at])), slots.tokens[at]
         if origin == Origin.BONUS:
             assert drafted[at] == recorder.NONE
         else:
             assert (drafted[at] == token) == (origin == Origin.ACCEPTED)
-        window = windows[at - 1 - row[at - 1]]
-        assert window[row[at - 1]] == slots.tokens[at - 1]
 
 
 def test_the_hash_sees_every_bit(rng):

@@ -13,7 +13,7 @@ from spec_jax.engine import protocols
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Around:
-    """A target of slots, or of rows, that does as another one does."""
+    """A target that does as another one does."""
 
     target: Any
 
@@ -67,10 +67,7 @@ class Spoilt(pytree.Node):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpoiltLogits(Around):
-    """Rows at some positions have other logits, as their parameters say.
-
-    A target of slots for rounds, and of rows for decoding.
-    """
+    """Rows at some positions have other logits, as their parameters say."""
 
     def prefill(self, params, *arguments, **settings):
         return self.target.prefill(params.params, *arguments, **settings)
@@ -79,13 +76,6 @@ class SpoiltLogits(Around):
         cache, verified = self.target.verify(params.params, cache, window)
         logits = _spoil(params, verified.logits, verified.positions)
         return cache, verified.replace(logits=logits)
-
-    def forward(self, params, cache, *, tokens, start, num_active):
-        cache, logits = self.target.forward(
-            params.params, cache, tokens=tokens, start=start, num_active=num_active
-        )
-        positions = start + jnp.arange(logits.shape[0], dtype=jnp.int32)
-        return cache, _spoil(params, logits, positions)
 
 
 def _spoil(params: Spoilt, logits: jax.Array, positions: jax.Array) -> jax.Array:

@@ -141,7 +141,7 @@ def run_plain(
     lm: loading.LanguageModel, cell: cells.Cell, settings: Settings, prompt: list[int]
 ) -> Plain:
     """Decodes a prompt with the cell's target."""
-    watched = recorder.Recorder(target=lm.target, window=cell.slab)
+    watched = recorder.Recorder(target=lm.target)
     run = _run_settings(cell, settings)
     kv = _in_another_order(runs.new_cache(lm, run))
     state = runs.begin_plain(lm, run, prompt, kv)
@@ -203,11 +203,7 @@ class Slots:
             policy_state=policy.state,
         )
         self._scheduler = runs.make_scheduler(lm, run)
-        # A tree may be taller than a slab.
-        window = max(cell.slab, lm.gamma_max + 1)
-        self._watched = recorder.Recorder(
-            target=self._scheduler.speculator.target, window=window
-        )
+        self._watched = recorder.Recorder(target=self._scheduler.speculator.target)
         self._state = self._scheduler.empty(draws=cell.settings is not None)
 
     def run(self, prompts: Sequence[list[int]], plain: Sequence[Plain]) -> list[Rounds]:

@@ -171,11 +171,6 @@ def _call(
     (R,), slot, values = tokens.shape, row_model.SLOT, {}
     is_library = path.name in superseded.NAMES
     kv = allocator.truncate(kv, slot, start)
-    if faults is None and not is_library:
-        kv, logits = path.model.forward(
-            params, kv, tokens=tokens, start=start, num_active=jnp.int32(R)
-        )
-        return kv, logits, values
 
     def see(layer: int | None, operation: str, value: jax.Array) -> jax.Array:
         flat = value.reshape(value.shape[0], -1)
@@ -203,7 +198,8 @@ def _call(
             positions=start + jnp.arange(height, dtype=jnp.int32),
             num_active=jnp.int32(R),
         )
-        kv, outputs = path.model.forward_rows(params, rows, kv, observe=see)
+        hook = None if faults is None else see
+        kv, outputs = path.model.forward_rows(params, rows, kv, observe=hook)
         logits = outputs.logits
     return allocator.extend(kv, slot, start + R), logits, values
 

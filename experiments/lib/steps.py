@@ -19,7 +19,6 @@ from spec_jax.model import (
     block_params,
     config as config_lib,
     params as params_lib,
-    prompt as prompt_lib,
     row_model,
 )
 from spec_jax.paging import index
@@ -137,7 +136,7 @@ def _others(lm: loading.LanguageModel, plan: Plan, sizes: dict) -> Iterator[Cost
     """Yields prefills, by whatever prefill the model has, and a plain read."""
     for count in plan.prefills:
         prompt = noise.tokens(count, lm.target.config.vocab_size).tolist()
-        prefill = lambda kv, p=prompt: prompt_lib.prefill(lm.target, lm.params, kv, p)
+        prefill = lambda kv, p=prompt: lm.target.prefill(lm.params, kv, p)[0]
         new_cache = functools.partial(lm.target.new_cache, **sizes)
         timed = functools.partial(bench.stopwatch, prefill, new_cache)
         yield Cost(name=f"prefill of {count}", timed=timed, context=count)

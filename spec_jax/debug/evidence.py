@@ -36,7 +36,6 @@ class Decisions:
       highest: `[T]` int32, the token of highest logit: that which was generated,
         unless it was drawn.
       row: `[T]` int32, which row of its window it was.
-      window: `[T, window]` int32, that window, then `recorder.NONE`.
       constant: `[T]` bool, whether all logits were equal: a bug of any kind would
         have left them so.
     """
@@ -45,7 +44,6 @@ class Decisions:
     logits: np.ndarray
     highest: np.ndarray
     row: np.ndarray
-    window: np.ndarray
     constant: np.ndarray
 
 
@@ -106,14 +104,12 @@ def _of_slot(slots, cache, *, num_prompt, slot):
         decided = slice(num_prompt - 1, length - 1)
         of = lambda leaf: np.array(leaf[slot])
         row = of(recording.row)[decided]
-        starts = np.arange(decided.start, decided.stop) - row
         constant = of(recording.lowest) == of(recording.top_logits)[:, 0]
         decisions = Decisions(
             log_probs=testing.bits(recording.log_prob[slot])[decided].copy(),
             logits=of(recording.logits_hash)[decided],
             highest=of(recording.chosen)[decided],
             row=row,
-            window=of(recording.windows)[starts],
             constant=constant[decided],
         )
     return Evidence(

@@ -17,12 +17,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from spec_jax import pytree
-from spec_jax.engine import baseline, protocols, target as target_lib
+from spec_jax.engine import baseline, protocols, rows, target as target_lib
+from spec_jax.model import row_model
 from spec_jax.typing import typed
 
 
 NONE = -1
-"""Where no token was drafted, and in windows past their last token."""
+"""Where no token was drafted, or no row was run."""
 
 
 class Recording(pytree.Node):
@@ -43,35 +44,31 @@ class Recording(pytree.Node):
     top_ids: jax.Array  # [B, max_len, top] int32, in descending order of logits
     top_logits: jax.Array  # [B, max_len, top] float32
     lowest: jax.Array  # [B, max_len] float32, the lowest of all its logits
-    # By other keys than the row's position:
-    drafted: jax.Array  # [B, max_len] int32, proposed for this position, kept or not
-    windows: jax.Array  # [B, max_len, window] int32, by position of the pending token
+    # By the position itself: proposed for it, kept or not.
+    drafted: jax.Array  # [B, max_len] int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recorder(target_lib.Target):
     """A target that runs `target` and records every active row of it.
 
-    It is a `target.Target` where it wraps one, and a `baseline.RowTarget` where it
-    wraps that. The recorded values are computed from the logits after the target is
+    The recorded values are computed from the logits after the target is
     done with them, one row at a time in a loop of its own: its bits do not depend on
     how many rows there are, and no bit of the target's depends on it.
 
     Attributes:
-      target: any target; hashable, as all targets are.
-      window: the most columns of a call: gamma_max + 1, for autoregressive decoding
-        too.
+      target: any target, of which a `row_model.RowModel` is made one of one slot.
       top: how many of the highest logits to keep, or all of a smaller vocabulary.
     """
 
     target: Any
-    window: int
     top: int = 5
 
     def __post_init__(self) -> None:
-        for name in ("window", "top"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.top < 1:
+            raise ValueError(f"top={self.top} must be at least 1")
+        if isinstance(self.target, row_model.RowModel):
+            object.__setattr__(self, "target", rows.of(self.target, 1))
 
     @property
     def num_slots(self) -> int:
@@ -80,8 +77,8 @@ class Recorder(target_lib.Target):
 
     @property
     def max_rows(self) -> int:
-        """The target's, or those of a window if that is less."""
-        return min(self.window, self.target.max_rows)
+        """The target's."""
+        return self.target.max_rows
 
     @property
     def config(self) -> Any:
@@ -112,7 +109,6 @@ class Recorder(target_lib.Target):
                 top_logits=full(0, self.top, dtype=jnp.float32),
                 lowest=full(0, dtype=jnp.float32),
                 drafted=full(NONE),
-                windows=full(NONE, self.window),
             )
         )
 
@@ -132,35 +128,6 @@ class Recorder(target_lib.Target):
         chosen = self.target.choose(verified.logits, verified.num_active)
         recording = self._record(cache.replace(cache=inner), window, verified, chosen)
         return recording, verified
-
-    def forward(
-        self,
-        params: protocols.Params,
-        cache: Recording,
-        *,
-        tokens: Int[Array, " window"],
-        start: Int[Array, ""],
-        num_active: Int[Array, ""],
-    ) -> tuple[Recording, Float[Array, "R V"]]:
-        """Runs rows as the target does, and records the active ones."""
-        inner, logits = self.target.forward(
-            params, cache.cache, tokens=tokens, start=start, num_active=num_active
-        )
-        chosen = self.target.choose(logits, num_active)
-        num_run = jnp.where(self.target.is_out_of_pages(inner), 0, num_active)
-        columns = jnp.arange(logits.shape[0], dtype=jnp.int32)
-        verified = protocols.Verified(
-            logits=logits,
-            slots=jnp.zeros_like(columns),
-            positions=start + columns,
-            num_active=num_run,
-            at=columns[None, : tokens.shape[0]],
-        )
-        window = protocols.Window(
-            tokens=tokens[None], start=start[None], num_active=num_run[None]
-        )
-        recording = cache.replace(cache=inner)
-        return self._record(recording, window, verified, chosen), logits
 
     def choose(
         self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
@@ -202,7 +169,7 @@ class Recorder(target_lib.Target):
         by_row = {
             field.name: moved(getattr(cache, field.name))
             for field in dataclasses.fields(cache)
-            if field.name not in ("cache", "row", "drafted", "windows")
+            if field.name not in ("cache", "row", "drafted")
         }
         # A row's window begins as many positions before it as it is deep.
         depth = jnp.broadcast_to(steps + 1, target.shape)
@@ -221,21 +188,9 @@ class Recorder(target_lib.Target):
         """Returns what the target says."""
         return self.target.out_of_pages(cache.cache)
 
-    def is_out_of_pages(self, cache: Recording) -> Bool[Array, ""]:
-        """Returns what the target says."""
-        return self.target.is_out_of_pages(cache.cache)
-
     def _record(self, recording, window, verified, chosen):
-        """Writes the entries of one call.
-
-        Raises:
-          ValueError: more columns than `window`.
-        """
+        """Writes the entries of one call."""
         num_slots, width = window.tokens.shape
-        if width > self.window:
-            raise ValueError(
-                f"{width} columns do not fit a recorder of window={self.window}"
-            )
         # The barrier hides that decoding has one row: a loop that is known to run once
         # is dissolved into its surroundings, and fused with them.
         verified, chosen = jax.lax.optimization_barrier((verified, chosen))
@@ -246,8 +201,8 @@ class Recorder(target_lib.Target):
         )
         # One more than the window: the last column decides a token that none was
         # drafted for.
-        columns = jnp.arange(self.window + 1, dtype=jnp.int32)[None]
-        drafts = jnp.pad(window.tokens, ((0, 0), (0, self.window + 1 - width)))
+        columns = jnp.arange(width + 1, dtype=jnp.int32)[None]
+        drafts = jnp.pad(window.tokens, ((0, 0), (0, 1)))
         drafts = jnp.where(columns < num_run[:, None], drafts, NONE)
         column_of = _columns(window, verified)
         following = _following(window, drafts)
@@ -280,12 +235,7 @@ class Recorder(target_lib.Target):
         # padding rows write nowhere.
         entries = recording.replace(cache=None)
         entries = jax.lax.fori_loop(0, verified.num_active, record_row, entries)
-        at = jnp.where(num_run > 0, window.start, entries.windows.shape[1])
-        slots = jnp.arange(num_slots, dtype=jnp.int32)
-        windows = entries.windows.at[slots, at].set(
-            drafts[:, : self.window], mode="drop"
-        )
-        return entries.replace(cache=recording.cache, windows=windows)
+        return entries.replace(cache=recording.cache)
 
 
 def _columns(window, verified) -> jax.Array:

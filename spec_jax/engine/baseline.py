@@ -1,18 +1,17 @@
 """Autoregressive decoding, one token a step: the baseline and the oracle.
 
-It shares the model's rows and the sampling of a row with the rounds and nothing else:
+It shares the target's rows and the sampling of a row with the rounds and nothing else:
 it chooses its tokens and ends its sequences by itself, so that the two check each
-other.
+other. A target is a `row_model.RowModel`, or any `target.Target` of one slot.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from spec_jax import compilation, pytree
 from spec_jax.engine import (
@@ -29,38 +28,6 @@ from spec_jax.rules import sampling as sampling_lib
 
 
 Status = states.Status
-
-
-class RowTarget(Protocol):
-    """A model that runs rows of one sequence; `row_model.RowModel` is one."""
-
-    @property
-    def draw(self) -> Callable[..., Int[Array, " R"]] | None:
-        """Draws tokens with kernels, see `target.Target`."""
-        ...
-
-    def forward(
-        self,
-        params: protocols.Params,
-        cache: protocols.Cache,
-        *,
-        tokens: Int[Array, " R"],
-        start: Int[Array, ""],
-        num_active: Int[Array, ""],
-    ) -> tuple[protocols.Cache, Float[Array, "R V"]]:
-        """Runs the first `num_active` tokens at positions from `start`, and keeps their
-        K/V. Where the cache has no room, `is_out_of_pages` is true afterwards."""
-        ...
-
-    def choose(
-        self, logits: Float[Array, "R V"], num_active: Int[Array, ""]
-    ) -> Int[Array, " R"]:
-        """Returns the token of highest logit of each active row, int32."""
-        ...
-
-    def is_out_of_pages(self, cache: protocols.Cache) -> Bool[Array, ""]:
-        """Returns whether the last `forward` found no page."""
-        ...
 
 
 class DecodeState(pytree.Node):
@@ -132,7 +99,6 @@ def begin(
     Generation ends after `max_tokens`, or earlier where the cache is full.
 
     Args:
-      target: a `row_model.RowModel`, or a `forward.ForwardTarget` of one slot.
       kv: empty, of its `new_cache`, and donated.
       sampling: settings by `sampling.make_settings`; None is greedy.
       processor: of the logits.
@@ -164,11 +130,9 @@ def begin(
     )
 
 
-def run_step(
-    target: RowTarget, params: protocols.Params, state: DecodeState
-) -> DecodeState:
+def run_step(target: Any, params: protocols.Params, state: DecodeState) -> DecodeState:
     """Decodes one token. A step that finds no page commits nothing."""
-    n, processing = state.length, state.processing
+    n, processing, target = state.length, state.processing, rows.of(target, 1)
     cache, token, is_finite = _next_token(
         target,
         params,
@@ -179,7 +143,7 @@ def run_step(
         processing,
     )
     stops = jnp.any(token == state.stop_ids)
-    failed = target.is_out_of_pages(cache)
+    failed = target.out_of_pages(cache)[0]
     at = jnp.where(failed, state.tokens.shape[0], n)
     length = jnp.where(failed, n, n + 1)
     at_limit = jnp.where(state.capped, int(Status.CAPACITY), int(Status.LENGTH))
@@ -209,9 +173,11 @@ def _next_token(target, params, cache, token, position, sampling, processing=Non
     """Feeds the token before `position`; returns the cache, the token of `position`,
     and whether the logits that it was chosen from are finite."""
     one = jnp.int32(1)
-    cache, logits = target.forward(
-        params, cache, tokens=token[None], start=position - 1, num_active=one
+    window = protocols.Window(
+        tokens=token[None, None], start=position[None] - 1, num_active=one[None]
     )
+    cache, verified = target.verify(params, cache, window)
+    logits = verified.logits
     if processing is not None:
         row = processing_lib.process(processing.processor, processing.states, logits[0])
         logits = logits.astype(jnp.float32).at[0].set(row)
@@ -233,7 +199,7 @@ def _next_token(target, params, cache, token, position, sampling, processing=Non
 
 @loop.donates(static_argnames=("target",))
 def generate(
-    target: RowTarget,
+    target: Any,
     params: protocols.Params,
     state: DecodeState,
     *,
@@ -261,7 +227,7 @@ def generate(
     compilation.jit, static_argnames=("target",), donate_argnames=("cache",)
 )
 def replay(
-    target: RowTarget,
+    target: Any,
     params: protocols.Params,
     cache: protocols.Cache,
     *,
@@ -282,6 +248,8 @@ def replay(
       The cache and, at each position `start .. stop - 1`, the token that decoding
       chooses there; elsewhere the given tokens.
     """
+
+    target = rows.of(target, 1)
 
     def body(position, carry):
         cache, chosen, processing = carry

@@ -145,25 +145,6 @@ class ForwardTarget(target_lib.Target):
             at=at,
         )
 
-    def forward(
-        self,
-        params: protocols.Params,
-        cache: ForwardCache,
-        *,
-        tokens: Int[Array, " window"],
-        start: Int[Array, ""],
-        num_active: Int[Array, ""],
-    ) -> tuple[ForwardCache, Float[Array, "R V"]]:
-        """Runs rows of one sequence; see `baseline.RowTarget`."""
-        cache, verified = self.verify(
-            params,
-            cache,
-            protocols.Window(
-                tokens=tokens[None], start=start[None], num_active=num_active[None]
-            ),
-        )
-        return cache, verified.logits
-
     def choose(
         self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
     ) -> Int[Array, " P"]:
@@ -187,11 +168,6 @@ class ForwardTarget(target_lib.Target):
         """Returns that every slot has its room."""
         del cache
         return jnp.zeros((self.num_slots,), bool)
-
-    def is_out_of_pages(self, cache: ForwardCache) -> Bool[Array, ""]:
-        """Returns that the sequence has its room."""
-        del cache
-        return jnp.zeros((), bool)
 
     def pages_needed(self, num_positions: int, page_size: int) -> int:
         """Returns the pages of a sequence of so many positions."""

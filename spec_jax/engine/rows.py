@@ -23,7 +23,6 @@ from spec_jax.model import (
     config as config_lib,
     families,
     params as params_lib,
-    prompt as prompt_lib,
     row_model,
 )
 from spec_jax.ops import dispatch, draw as draw_op
@@ -117,9 +116,9 @@ class SlotRows(target_lib.Target):
         """Writes the K/V of all of the prompt but its last token. Donates `kv`.
 
         Args:
-          **how: as `prompt.prefill_features` takes it: slot, by_rows, begun.
+          **how: as `RowModel.prefill` takes it: slot, by_rows, begun.
         """
-        return prompt_lib.prefill(self.model, params, kv, prompt[:-1], **how)
+        return self.model.prefill(params, kv, prompt[:-1], **how)[0]
 
     def prefill_features(
         self,
@@ -129,11 +128,9 @@ class SlotRows(target_lib.Target):
         *,
         taps: tuple[int, ...],
         **how: Any,
-    ) -> tuple[paged.PagedKV, Float[Array, "T taps D"]]:
-        """Does as `prefill`, and returns features; see `target.Target`."""
-        return prompt_lib.prefill_features(
-            self.model, params, kv, prompt[:-1], taps=taps, **how
-        )
+    ) -> tuple[paged.PagedKV, Float[Array, "T taps D"] | None]:
+        """Does as `prefill`, and returns features; see `RowModel.prefill`."""
+        return self.model.prefill(params, kv, prompt[:-1], taps=taps, **how)
 
     def verify(
         self,

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from spec_jax import compilation
 from spec_jax.model import (
@@ -207,53 +207,44 @@ class RowModel:
         self,
         params: params_lib.Params,
         kv: paged.PagedKV,
-        tokens: Int[Array | np.ndarray, " T"],
-        length: Int[Array | np.int32, ""],
+        tokens: list[int],
         *,
+        taps: tuple[int, ...] = (),
         by_rows: bool | None = None,
         slot: int = SLOT,
-    ) -> paged.PagedKV:
-        """Writes the K/V of `tokens[:length]`; `T` is a `decoder.bucket`. Donates `kv`.
-
-        With `by_rows` the prompt goes through `forward_rows`, so that its K/V is
-        that of decoding; otherwise through the library's batched products. None is
-        `prefills_by_rows`.
-        """
-        return self.prefill_features(
-            params, kv, tokens, length, taps=(), by_rows=by_rows, slot=slot
-        )[0]
-
-    def prefill_features(
-        self,
-        params: params_lib.Params,
-        kv: paged.PagedKV,
-        tokens: Int[Array | np.ndarray, " T"],
-        length: Int[Array | np.int32, ""],
-        *,
-        taps: tuple[int, ...],
-        by_rows: bool | None = None,
-        slot: int = SLOT,
-        begun: np.int32 | None = None,
+        begun: int = 0,
         before: Float[Array, "T0 taps D"] | None = None,
-    ) -> tuple[paged.PagedKV, Float[Array, "T taps D"]]:
-        """Does as `prefill`, and returns the features of the tokens too.
+    ) -> tuple[paged.PagedKV, Float[Array, "T taps D"] | None]:
+        """Writes the K/V of all `tokens`, possibly none. Donates `kv`.
 
         Args:
-          begun: positions that the slot has already, of a prefill by rows; None: none.
-          before: the features of these, if any are asked for.
+          taps: of features that are returned too, see `sequence.forward`.
+          by_rows: whether the prompt goes through `forward_rows`, so that its K/V is
+            that of decoding; otherwise through the library's batched products. None is
+            `prefills_by_rows`.
+          begun: how many of the tokens the slot has already, of a prefill by rows.
+          before: the features of these, or of more, if any are asked for.
+
+        Returns:
+          The cache, and with `taps` the features, undefined past the tokens: `T` is a
+          `decoder.bucket`, for no tokens that of one.
         """
-        if by_rows is None:
-            by_rows = self.prefills_by_rows
+        padded = np.zeros((decoder.bucket(max(1, len(tokens))),), np.int32)
+        if not tokens:
+            shape = padded.size, len(taps), self.config.hidden_size
+            return kv, jnp.zeros(shape, self.config.dtype) if taps else None
+        padded[: len(tokens)] = tokens
+        # Arrays of the host, since a call hands over all that it gets at once.
         return _prefill(
             self,
             params,
             kv,
-            tokens,
-            length,
+            padded,
+            np.int32(len(tokens)),
             np.int32(slot),
-            begun,
+            np.int32(begun) if begun else None,
             before,
-            by_rows=by_rows,
+            by_rows=self.prefills_by_rows if by_rows is None else by_rows,
             taps=taps,
         )
 
@@ -264,41 +255,6 @@ class RowModel:
         On a mesh they are the only one.
         """
         return self.impl == "native" or self.layout is not None
-
-    def forward(
-        self,
-        params: params_lib.Params,
-        kv: paged.PagedKV,
-        *,
-        tokens: Int[Array, " window"],
-        start: Int[Array, ""],
-        num_active: Int[Array, ""],
-    ) -> tuple[paged.PagedKV, Float[Array, "slab V"]]:
-        """Runs the active tokens at positions from `start` and extends the cache.
-
-        Where the cache has no room nothing is written, the length stays, and
-        `is_out_of_pages` is true. Rows that do not follow the cache's last position
-        are a fault of the caller, and flagged as refused.
-        """
-        (window,) = tokens.shape
-        if window > self.slab:
-            raise ValueError(f"{window} rows do not fit a slab of {self.slab}")
-        is_own = jnp.arange(kv.num_slots, dtype=jnp.int32) == SLOT
-        kv, counts, slots, positions = allocator.append_each(
-            kv,
-            jnp.where(is_own, start + num_active, 0),
-            jnp.where(is_own, num_active, 0),
-            num_rows=self.slab,
-            impl=self.cache_impl,
-        )
-        rows = decoder.Rows(
-            tokens=jnp.pad(tokens, (0, self.slab - window)),
-            slots=slots,
-            positions=positions,
-            num_active=counts[SLOT],
-        )
-        kv, outputs = self.forward_rows(params, rows, kv)
-        return kv, outputs.logits
 
     def choose(
         self, logits: Float[Array, "slab V"], num_active: Int[Array, ""]
@@ -326,14 +282,6 @@ class RowModel:
     def sums(self) -> draw_op.Sums | None:
         """How distributions are computed; None: by XLA."""
         return draw_op.sums(self.impl)
-
-    def truncate(self, kv: paged.PagedKV, new_len: Int[Array, ""]) -> paged.PagedKV:
-        """Forgets the positions from `new_len` on."""
-        return allocator.truncate(kv, SLOT, new_len)
-
-    def is_out_of_pages(self, kv: paged.PagedKV) -> Bool[Array, ""]:
-        """Returns whether the last reservation found no page."""
-        return kv.out_of_pages[SLOT]
 
 
 @functools.partial(

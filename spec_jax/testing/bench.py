@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -11,7 +11,6 @@ from spec_jax.engine import protocols, scheduler
 from spec_jax.model import (
     config as config_lib,
     params as params_lib,
-    prompt as prompt_lib,
     row_model,
 )
 
@@ -107,15 +106,14 @@ class Bench:
 
         It has one row for each position, and padding to a bucket of a prefill by rows.
         """
-        _, features = prompt_lib.prefill_features(
-            self.target,
+        _, features = self.target.prefill(
             self.params,
             self.target.new_cache(**self.sizes),
             list(text),
             taps=taps,
             by_rows=True,
         )
-        return features
+        return cast(jax.Array, features)
 
     def rounds(
         self,

@@ -14,7 +14,6 @@ from spec_jax.drafters import (
     tree_shapes,
 )
 from spec_jax.engine import rows as rows_lib
-from spec_jax.model import prompt as prompt_lib
 
 
 NEARLY = decoding.NEARLY_TARGET
@@ -39,7 +38,7 @@ def assert_only_committed(params, state, slot):
     model = as_drafter().model
     fresh = model.new_cache(**SMALL.sizes)
     text = decoding.text(state, slot)[:held]
-    fresh = prompt_lib.prefill(model, params, fresh, text)
+    fresh = model.prefill(params, fresh, text)[0]
     testing.assert_same_bits(
         decoding.held(state.memory, held, slot=slot), decoding.held(fresh, held)
     )

@@ -11,7 +11,6 @@ from test_draft_model import NEARLY, as_drafter
 from spec_jax import testing
 from spec_jax.drafters import draft_trees, each, tree_shapes
 from spec_jax.engine import rows as rows_lib
-from spec_jax.model import prompt as prompt_lib
 from spec_jax.rules import sampling
 
 
@@ -115,13 +114,8 @@ def continued(kind, drafter, path):
     kv = jax.jit(slots._keep_committed)(memory, padded, jnp.array([len(text)]))
     decoding.check_cache(kv)
     held = int(kv.length[0])
-    fresh = prompt_lib.prefill(
-        drafter.model,
-        NEARLY,
-        drafter.model.new_cache(**SMALL.sizes),
-        text,
-        by_rows=True,
-    )
+    fresh = drafter.model.new_cache(**SMALL.sizes)
+    fresh, _ = drafter.model.prefill(NEARLY, fresh, text, by_rows=True)
     both = decoding.held(kv, held), decoding.held(fresh, held)
     again = propose(memory, text)[1], propose(begun(text), text)[1]
     return held, both, again

@@ -17,7 +17,7 @@ from test_trees import ScriptedTree, scheduler_of
 
 from spec_jax import testing
 from spec_jax.engine import round as round_lib
-from spec_jax.model import prompt as prompt_lib, qwen3
+from spec_jax.model import qwen3
 from spec_jax.paging import allocator
 
 
@@ -90,9 +90,7 @@ def of_decoding(setting, ask) -> np.ndarray:
     """The features of a text but for its last token, decoded one row at a time."""
     model, text = setting.target, decoding.text(decoding.decoded(setting, ask))
     kv = model.new_cache(**setting.sizes)
-    kv, features = prompt_lib.prefill_features(
-        model, setting.weights, kv, list(ask.prompt[:-1]), taps=TAPS
-    )
+    kv, features = model.prefill(setting.weights, kv, list(ask.prompt[:-1]), taps=TAPS)
     found = [np.asarray(features)[: len(ask.prompt) - 1]]
     for position in range(len(ask.prompt) - 1, len(text) - 1):
         kv, outputs = _step(
@@ -184,8 +182,7 @@ def test_rows_have_the_features_of_the_sequence(impl):
     model, prompt = setting_of(impl).target, list(range(30, 50))
     rows, sequence = (
         np.asarray(
-            prompt_lib.prefill_features(
-                model,
+            model.prefill(
                 SMALL.weights,
                 model.new_cache(**SMALL.sizes),
                 prompt,

@@ -49,7 +49,7 @@ def decode(params, ask):
         params=SMALL.weights,
         sampling=ask.settings,
     )
-    target = wrong_targets.SpoiltLogits(target=SMALL.target)
+    target = wrong_targets.SpoiltLogits(target=rows.of(SMALL.target, 1))
     return baseline.generate(target, params, state, max_steps=decoding.FOREVER)
 
 

@@ -14,6 +14,7 @@ probabilities in bfloat16, are out of its reach: the enumeration catches those.
 
 import functools
 
+import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +30,6 @@ from spec_jax.engine import (
     rows,
     scheduler as scheduler_lib,
 )
-from spec_jax.model import prompt as prompt_lib
 from spec_jax.processors import built_in
 from spec_jax.rules import sampling
 
@@ -89,22 +89,10 @@ def prompt(lm):
     return min(candidates, key=doubt)
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def _forward(model, params, kv, **row):
-    return model.forward(params, kv, **row)
-
-
 def law_of(model, params, ids, processor=None) -> np.ndarray:
     """The distribution of the token after a prompt, float64."""
-    kv = prompt_lib.prefill(model, params, model.new_cache(**SIZES), ids[:-1])
-    _, logits = _forward(
-        model,
-        params,
-        kv,
-        tokens=jnp.asarray(ids[-1:], jnp.int32),
-        start=jnp.int32(len(ids) - 1),
-        num_active=jnp.int32(1),
-    )
+    kv, _ = model.prefill(params, model.new_cache(**SIZES), ids[:-1])
+    _, logits = decoding.forward(model, params, kv, ids[-1:], len(ids) - 1)
     begun = processing.begin(
         processor,
         np.asarray(ids, np.int32),

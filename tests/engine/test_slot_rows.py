@@ -1,7 +1,7 @@
 """The rows of many slots in one forward: each slot's bits are those of it alone.
 
-Alone is `RowModel.forward`. Pages in no order and what is no token's NaN, so that a
-result that depends on them is not equal.
+Alone is `RowModel.forward_rows` of one slot. Pages in no order and what is no token's
+NaN, so that a result that depends on them is not equal.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ import pytest
 
 from spec_jax import testing
 from spec_jax.engine import protocols, rows, windows
-from spec_jax.model import params as params_lib, row_model
-from spec_jax.paging import cache as paged
+from spec_jax.model import decoder, params as params_lib, row_model
+from spec_jax.paging import allocator, cache as paged
 
 
 WINDOW = 5
@@ -54,17 +54,25 @@ class Scene:
 
     @functools.cached_property
     def alone(self):
-        """`RowModel.forward`, the choice of tokens, and a truncation."""
+        """`RowModel.forward_rows`, the choice of tokens, and a truncation."""
 
         def step(params, kv, tokens, start, num_active, kept):
-            kv, logits = self.model.forward(
-                params, kv, tokens=tokens, start=start, num_active=num_active
+            height, one = self.model.slab, jnp.zeros((kv.num_slots,), bool)
+            one = one.at[0].set(num_active > 0)
+            kv = allocator.reserve_each(kv, one * (start + num_active), asked=one)
+            num_active = jnp.where(kv.out_of_pages[0], 0, num_active)
+            given = decoder.Rows(
+                tokens=jnp.pad(tokens, (0, height - tokens.shape[0])),
+                slots=jnp.zeros((height,), jnp.int32),
+                positions=start + jnp.arange(height, dtype=jnp.int32),
+                num_active=num_active,
             )
-            return (
-                self.model.truncate(kv, kept),
-                logits,
-                self.model.choose(logits, num_active),
-            )
+            kv, outputs = self.model.forward_rows(params, given, kv)
+            ends = one * (start + num_active)
+            kv = allocator.extend_each(kv, ends, asked=one & (num_active > 0))
+            kv = allocator.truncate(kv, 0, kept)
+            logits = outputs.logits
+            return kv, logits, self.model.choose(logits, num_active)
 
         return functools.partial(jax.jit(step), self.params)
 

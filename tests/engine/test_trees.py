@@ -213,14 +213,14 @@ def test_what_was_recorded_is_what_decoding_saw():
     asks = asks_of(Ask(gamma=WIDTH, run=2), 3)
     for right in ("deep", "second"):
         made = scheduler_of(right, num_slots=3)
-        watched = recorder.Recorder(target=made.target, window=WIDTH + 1)
+        watched = recorder.Recorder(target=made.target)
         requests = [decoding.scripted(SMALL, ask) for ask in asks]
         state = watched.attach(decoding.admit(made, requests))
         watching = scheduler_of(right, num_slots=3, target=watched)
         state, found = watched.detach(decoding.generate(watching, state))
         decoding.assert_as_decoded(SMALL, state, asks)
         for slot, ask in enumerate(asks):
-            alone = recorder.Recorder(target=SMALL.target, window=WIDTH + 1)
+            alone = recorder.Recorder(target=SMALL.target)
             plain = decoding.begin_plain(
                 ask.prompt,
                 max_tokens=ask.max_tokens,

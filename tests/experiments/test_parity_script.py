@@ -21,7 +21,6 @@ from spec_jax.model import (
     llama,
     observe,
     params as params_lib,
-    prompt as prompt_lib,
     qwen3,
     row_model,
 )
@@ -48,7 +47,7 @@ def prefix(dtype="bfloat16"):
     kv = kv.replace(k=spoil(kv.k), v=spoil(kv.v))
     params = params_lib.cast(PARAMS, dtype)
     known = decoding.PROMPT[:START]
-    return prompt_lib.prefill(model, params, kv, known, by_rows=True)
+    return model.prefill(params, kv, list(known), by_rows=True)[0]
 
 
 @functools.cache
@@ -233,12 +232,8 @@ def test_choices_that_differ_are_found(look):
     model, params = path().model, params_lib.prepare(PARAMS, "native")
     tokens, kv = [*decoding.PROMPT], prefix()
     for position in range(START, START + 9):
-        kv, logits = model.forward(
-            *(params, kv),
-            tokens=jnp.asarray(tokens[position : position + 1]),
-            start=jnp.int32(position),
-            num_active=jnp.int32(1),
-        )
+        row = tokens[position : position + 1]
+        kv, logits = decoding.forward(model, params, kv, row, position)
         tokens.append(int(logits[0].argmax()))
     text = parity.Text(name="t", num_prompt=START + 1, tokens=tokens, kv=kv)
     assert text.windows(4) == [START, START + 4]

@@ -234,10 +234,8 @@ class Rows:
         self._run = jax.jit(run)
         for slot in range(2):
             tokens = np.random.default_rng(9 + slot).integers(1, 64, 64)
-            tokens = jnp.asarray(tokens, jnp.int32)
-            kv = model.prefill(
-                self.params, kv, tokens, jnp.int32(PREFIX), by_rows=True, slot=slot
-            )
+            known = tokens[:PREFIX].tolist()
+            kv, _ = model.prefill(self.params, kv, known, by_rows=True, slot=slot)
             kv = allocator.reserve(kv, slot, PREFIX + WINDOW)
         self.kv = kv
 

@@ -12,7 +12,6 @@ from spec_jax import testing
 from spec_jax.model import (
     observe,
     params as params_lib,
-    prompt as prompt_lib,
     qwen3,
     row_model,
 )
@@ -28,7 +27,7 @@ PARAMS = params_lib.cast(decoding.TARGET_PARAMS, "bfloat16")
 def forward(hook):
     """Cache and logits of three active rows of five after the prompt."""
     kv = MODEL.new_cache(capacity=32, page_size=decoding.PAGE_SIZE)
-    kv = prompt_lib.prefill(MODEL, PARAMS, kv, decoding.PROMPT[:-1], by_rows=True)
+    kv, _ = MODEL.prefill(PARAMS, kv, list(decoding.PROMPT[:-1]), by_rows=True)
     kv = allocator.reserve(kv, 0, START + 5)
     rows = qwen3.Rows(
         tokens=jnp.asarray([decoding.PROMPT[-1], 4, 9, 1, 2], jnp.int32),

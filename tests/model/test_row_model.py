@@ -1,10 +1,9 @@
-"""`RowModel.forward` and its cache: rows that follow, and rows that do not."""
+"""A model of one slot and its cache: rows that follow, and rows that do not."""
 
 import dataclasses
 import functools
 
 import decoding
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,13 +14,9 @@ from spec_jax.model import row_model
 from spec_jax.ops import dispatch
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
 def forward(model, kv, start):
-    tokens = jnp.asarray(decoding.PROMPT[:2], jnp.int32)
-    kv, _ = model.forward(
-        decoding.TARGET_PARAMS, kv, tokens=tokens, start=start, num_active=jnp.int32(2)
-    )
-    return kv
+    params, tokens = decoding.TARGET_PARAMS, decoding.PROMPT[:2]
+    return decoding.forward(model, params, kv, tokens, start)[0]
 
 
 def test_rows_that_do_not_follow_are_refused():

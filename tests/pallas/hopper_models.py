@@ -153,7 +153,8 @@ def prefill(name: str, *, length: int = 64, by_rows: bool = True, **options):
     target = model(name, **options)
 
     def run(params, kv, tokens, length):
-        return target.prefill(params, kv, tokens, length, by_rows=by_rows)
+        args = params, kv, tokens, length, jnp.int32(0)
+        return row_model._prefill(target, *args, by_rows=by_rows)[0]
 
     args = (params_lib.shapes(target.config), _cache(target), _ints(length), _ints())
     return hopper.Program(fn=run, args=args, donate=(1,))
