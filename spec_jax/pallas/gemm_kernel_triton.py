@@ -24,7 +24,7 @@ class Refs(NamedTuple):
 
     num_active: Any  # [1]
     x: Any  # [16 tiles, K]
-    weights: list[Any]  # one, or the gate's and up's: [block_n, K] or [K, block_n]
+    weights: list[Any]  # one, or the gate's and up's: [block_n, K]
     residual: Any  # [16 tiles, block_n] or None
     outs: list[Any]  # [16 tiles, block_n] one, or where K is split one for each weight
 
@@ -40,7 +40,6 @@ class Walk:
     plan: Any
     num_columns: int
     num_terms: int
-    transposed: bool
     interpret: bool
 
     @property
@@ -103,7 +102,7 @@ def _add_block(refs, walk, rows, in_columns, sums, start, is_ragged):
         if is_ragged:
             in_terms = first + jnp.arange(walk.width) < walk.num_terms
         weights = [
-            _load_weights(ref, walk, terms, in_terms, in_columns)
+            slab.load(ref.at[:, terms], in_columns, in_terms, last_use=True).T
             for ref in refs.weights
         ]
         for number, (tile, is_active) in enumerate(rows):
@@ -112,10 +111,3 @@ def _add_block(refs, walk, rows, in_columns, sums, start, is_ragged):
             products = [plt.dot(x, each) for each in weights]
             added[number].append(slab.each_added(sums[number][chain], products))
     return tuple(map(tuple, added))
-
-
-def _load_weights(ref, walk, terms, in_terms, in_columns):
-    """Loads a block of weights, `[terms, columns]`."""
-    if walk.transposed:
-        return slab.load(ref.at[terms, :], in_terms, in_columns, last_use=True)
-    return slab.load(ref.at[:, terms], in_columns, in_terms, last_use=True).T

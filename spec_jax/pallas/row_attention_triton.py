@@ -33,7 +33,6 @@ def attend(
     branch: jax.Array | None = None,  # [R, A] int32
     places: jax.Array | None = None,  # [R] int32
     config: plan.Config | None = None,
-    jobs: row_jobs.RowJobs | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Implements `ops.row_attention.row_attention`. The pages are updated in place.
 
@@ -50,7 +49,6 @@ def attend(
       places: for rows that lie elsewhere than at the last position that they see: at
         which position before it. All rows of a slot then see the same keys. Not with
         `branch`.
-      jobs: `row_jobs.row_jobs` of these rows and `config`; made here if None.
 
     Raises:
       ValueError: shapes that do not belong together.
@@ -63,21 +61,20 @@ def attend(
     config = config or plan.default_config(H, heads.dtype, interpret=interpret)
     lay = plan.layout(R, N // K, H, tile=config.tile)
     plan.check_pools(heads, k_pages, v_pages)
-    if jobs is None:
-        jobs = row_jobs.row_jobs(
-            page_table,
-            slots,
-            positions,
-            num_active,
-            num_pages=P,
-            page_size=C,
-            split=config.split,
-            tile_rows=lay.tile_rows,
-            num_kv_heads=K,
-            interpret=interpret,
-            branch=branch,
-            places=places,
-        )
+    jobs = row_jobs.row_jobs(
+        page_table,
+        slots,
+        positions,
+        num_active,
+        num_pages=P,
+        page_size=C,
+        split=config.split,
+        tile_rows=lay.tile_rows,
+        num_kv_heads=K,
+        interpret=interpret,
+        branch=branch,
+        places=places,
+    )
     out, k_pages, v_pages = paged_attention_triton.attend(
         head_rotation.Heads(heads.reshape(R, N + 2 * K, H), q_norm, k_norm, cos, sin),
         k_pages,

@@ -123,14 +123,13 @@ def _block(size: int, largest: int) -> int:
 
 def project(
     x: jax.Array,  # [R, K]
-    w: jax.Array,  # [N, K], or [K, N] where transposed
+    w: jax.Array,  # [N, K]
     *,
     num_active: jax.Array,  # [] int32
     norm: jax.Array | None,  # [K]
     residual: jax.Array | None,  # [R, N]
     eps: float,
     out_dtype: jnp.dtype,
-    transposed: bool = False,
     plan: Plan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -140,23 +139,21 @@ def project(
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
       NotImplementedError: arrays that are not bfloat16, or another `out_dtype`.
     """
-    (R, K), N = x.shape, w.shape[1 if transposed else 0]
+    (R, K), N = x.shape, w.shape[0]
     out_dtype = jnp.dtype(out_dtype)
     slab.check_product(
-        x, w, (K, N) if transposed else (N, K), num_columns=N, num_active=num_active,
-        norm=norm, residual=residual, out_dtype=out_dtype,
+        x, w, (N, K), num_columns=N, num_active=num_active, norm=norm,
+        residual=residual, out_dtype=out_dtype,
     )  # fmt: skip
-    w = w.reshape((K, 1, N) if transposed else (1, N, K))
     if residual is not None:
         residual = slab.padded(residual)
     sums = _multiply(
         _rows(x, norm, num_active=num_active, eps=eps, interpret=interpret),
-        w,
+        w.reshape(1, N, K),
         residual,
         num_active=num_active,
         plan=plan or plan_for(N, K),
         out_dtype=out_dtype,
-        transposed=transposed,
         name="skinny_gemm",
         interpret=interpret,
     )
@@ -190,7 +187,7 @@ def add(
     how: dict[str, Any] = {"num_active": num_active, "interpret": interpret}
     sums = _multiply(
         slab.padded(x), w.reshape(1, N, K), residual, plan=plan or plan_for(N, K),
-        out_dtype=x.dtype, transposed=False, name="skinny_gemm", **how,
+        out_dtype=x.dtype, name="skinny_gemm", **how,
     )  # fmt: skip
     how |= {"eps": eps}
     if isinstance(sums, list):
@@ -203,12 +200,11 @@ def add(
 
 def gate(
     x: jax.Array,  # [R, K]
-    w: jax.Array,  # [2F, K], or [K, 2F] where transposed
+    w: jax.Array,  # [2F, K]
     *,
     num_active: jax.Array,  # [] int32
     norm: jax.Array | None,  # [K]
     eps: float,
-    transposed: bool = False,
     plan: Plan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -218,19 +214,18 @@ def gate(
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
       NotImplementedError: arrays that are not bfloat16.
     """
-    (R, K), F = x.shape, w.shape[1 if transposed else 0] // 2
+    (R, K), F = x.shape, w.shape[0] // 2
     slab.check_product(
-        x, w, (K, 2 * F) if transposed else (2 * F, K), num_columns=F,
-        num_active=num_active, norm=norm, residual=None, out_dtype=x.dtype,
+        x, w, (2 * F, K), num_columns=F, num_active=num_active, norm=norm,
+        residual=None, out_dtype=x.dtype,
     )  # fmt: skip
     sums = _multiply(
         _rows(x, norm, num_active=num_active, eps=eps, interpret=interpret),
-        w.reshape((K, 2, F) if transposed else (2, F, K)),
+        w.reshape(2, F, K),
         None,
         num_active=num_active,
         plan=plan or plan_for(2 * F, K, parts=2),
         out_dtype=x.dtype,
-        transposed=transposed,
         name="skinny_gemm_gate",
         interpret=interpret,
     )
@@ -268,15 +263,14 @@ def _multiply(
     num_active,
     plan,
     out_dtype,
-    transposed,
     name,
     interpret,
 ):
-    """Multiplies by `w`, `[parts, N, K]` or `[K, parts, N]`, part by part: `[16 n, N]`.
+    """Multiplies by `w [parts, N, K]`, part by part: `[16 n, N]`.
 
     A list of the partial sums `[splits, 16 n, N]` of each part where K is split.
     """
-    (R, K), (parts, N) = x.shape, (w.shape[1:] if transposed else w.shape[:2])
+    (R, K), (parts, N, _) = x.shape, w.shape
     check_plan(plan, K, parts=parts)
     height = slab.height(R)
     result = jax.ShapeDtypeStruct((R, N), out_dtype)
@@ -292,7 +286,6 @@ def _multiply(
         plan=plan,
         num_columns=N,
         num_terms=K,
-        transposed=transposed,
         interpret=interpret,
     )
     outputs = pl.pallas_call(
@@ -302,10 +295,7 @@ def _multiply(
         in_specs=[
             pl.BlockSpec((1,), lambda r, n, s: (0,)),
             pl.BlockSpec((height, terms), lambda r, n, s: (r, 0)),
-            [
-                _part_spec(part, terms, plan.block_n, transposed)
-                for part in range(parts)
-            ],
+            [_part_spec(part, terms, plan.block_n) for part in range(parts)],
             tile if has_residual else None,
         ],
         out_specs=[out_specs],
@@ -330,10 +320,8 @@ def _stage_bytes(plan: Plan, height: int, parts: int) -> int:
     return 2 * (height + parts * plan.block_n) * plan.block_k
 
 
-def _part_spec(part: int, terms: int, block_n: int, transposed: bool) -> pl.BlockSpec:
+def _part_spec(part: int, terms: int, block_n: int) -> pl.BlockSpec:
     """Returns the columns of one program in one part of the weights, whole sums."""
-    if transposed:
-        return pl.BlockSpec((terms, None, block_n), lambda r, n, s: (0, part, n))
     return pl.BlockSpec((None, block_n, terms), lambda r, n, s: (part, n, 0))
 
 

@@ -32,7 +32,6 @@ class Weights:
     has_norm: bool = False
     has_residual: bool = False
     out_dtype: str = "bfloat16"
-    transposed: bool = False
     plan: gemm.Plan | None = None
 
     @property
@@ -63,7 +62,6 @@ WEIGHTS = {
 SPLIT = gemm.Plan(block_n=32, block_k=128, splits=4)
 
 OTHERS = {
-    "transposed": Weights(N=6144, K=4096, transposed=True),
     "split gate": Weights(N=6144, K=1024, plan=SPLIT, **GATE),
     "odd": Weights(N=77, K=333),
 }
@@ -76,12 +74,8 @@ def _shape(*shape, dtype="bfloat16") -> jax.ShapeDtypeStruct:
 def product(weights: Weights, rows: int = ROWS) -> hopper.Program:
     """A product or a gate, as `weights` say."""
     N, K = weights.N, weights.K
-    shapes = (
-        _shape(rows, K),
-        _shape(K, N) if weights.transposed else _shape(N, K),
-        _shape(dtype="int32"),
-    )
-    options = {"transposed": weights.transposed, "plan": weights.plan}
+    shapes = _shape(rows, K), _shape(N, K), _shape(dtype="int32")
+    options = {"plan": weights.plan}
 
     def gate(x, w, num_active, norm):
         return gemm.gate(x, w, num_active=num_active, norm=norm, eps=1e-6, **options)

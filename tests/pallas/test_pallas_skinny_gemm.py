@@ -24,7 +24,7 @@ CHAINS = dataclasses.replace(SMALL, chains=2)
 
 _project = jax.jit(
     functools.partial(gemm.project, interpret=True),
-    static_argnames=("eps", "out_dtype", "transposed", "plan"),
+    static_argnames=("eps", "out_dtype", "plan"),
 )
 _add = jax.jit(
     functools.partial(gemm.add, interpret=True), static_argnames=("eps", "plan")
@@ -34,15 +34,12 @@ _norm = jax.jit(
     static_argnames=("eps",),
 )
 _gate = jax.jit(
-    functools.partial(gemm.gate, interpret=True),
-    static_argnames=("eps", "transposed", "plan"),
+    functools.partial(gemm.gate, interpret=True), static_argnames=("eps", "plan")
 )
 
 
-def run(product, weights, rows, live=None, *, plan=SMALL, transposed=False):
+def run(product, weights, rows, live=None, *, plan=SMALL):
     given = product.arguments(rows, weights, live) | {"plan": plan}
-    if transposed:
-        given |= {"w": np.ascontiguousarray(given["w"].T), "transposed": True}
     if product.is_gate:
         return np.asarray(_gate(**given))
     return np.asarray(_project(**given | {"out_dtype": jnp.dtype(given["out_dtype"])}))
@@ -52,10 +49,7 @@ LOGITS = Product(K=80, N=40, has_norm=False, out_dtype="float32")
 ADDED = {"has_norm": False, "has_residual": True}
 CASES = {
     "chains": (Product(K=84, N=40, **ADDED), {"plan": CHAINS}),
-    "split": (
-        Product(K=128, N=40, has_residual=True),
-        {"plan": SPLIT, "transposed": True},
-    ),
+    "split": (Product(K=128, N=40, has_residual=True), {"plan": SPLIT}),
     "gate split": (Product(K=128, N=80, is_gate=True), {"plan": SPLIT}),
     "one by one": (Product(K=1, N=1, has_norm=False, out_dtype="float32"), {}),
 }
