@@ -113,16 +113,15 @@ def test_a_cache_has_the_bits_of_the_target(target, work):
 
 
 def test_a_cache_goes_on_where_it_was_killed(target, work, tmp_path):
-    """Half a line, rows without a line, and texts that are added later."""
+    """Half a text, and texts that are added later."""
     online = job_of(target, work).online
     store, first = store_of(tmp_path, online), online.texts.read(0)
     with pytest.raises(ValueError, match=r"rows float32\[3, 4\] of a text of "):
         store.add(first, np.zeros((3, 4), np.float32))
     store.add(first, online.rows_of(0))
-    with (tmp_path / "rows.bin").open("ab") as rows:
-        rows.write(b"half a row")
-    with (tmp_path / "index.jsonl").open("a") as index:
-        index.write('["0123')
+    (whole,) = tmp_path.glob("*.rows")
+    half = store._path(online.texts.read(1))
+    half.with_name(f"{half.name}.partial").write_bytes(whole.read_bytes()[:10])
     store, made = store_of(tmp_path, online), []
     with pytest.raises(ValueError, match="lacks 19 of 20 texts; run the stage cache"):
         targets.Cached(store, online)
