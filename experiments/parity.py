@@ -26,6 +26,7 @@ from rich import console as rich_console
 from experiments.lib import (
     flags,
     microscope,
+    operations as named,
     prompt_files,
     prompts as prompts_lib,
     records,
@@ -36,7 +37,6 @@ from spec_jax.model import (
     config as config_lib,
     fingerprint,
     load,
-    observe,
     params as params_lib,
     row_model,
     tokenizer as tokenizer_lib,
@@ -194,7 +194,7 @@ def look(args: argparse.Namespace) -> dict[str, Any]:
 def _differences(found: microscope.Comparison, start: int) -> dict[str, Any]:
     """Returns a comparison by layers and operations, as `plot.py` draws it."""
     names = dict.fromkeys(key.rpartition(":")[2] for key in found.cells)
-    operations = [name for name in names if name not in observe.OUTSIDE]
+    operations = [name for name in names if name not in named.OUTSIDE]
     layers = range(len(found.cells) // max(len(operations), 1))
     first = found.first and {
         **{name: found.first[name] for name in ("layer", "operation")},
@@ -208,9 +208,9 @@ def _differences(found: microscope.Comparison, start: int) -> dict[str, Any]:
         "operations": operations,
         "layers": list(layers),
         "cells": [
-            [found.cells[observe.key(n, name)] for name in operations] for n in layers
+            [found.cells[named.key(n, name)] for name in operations] for n in layers
         ],
-        "outside": {n: found.cells[n] for n in observe.OUTSIDE if n in found.cells},
+        "outside": {n: found.cells[n] for n in named.OUTSIDE if n in found.cells},
     }
 
 

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from experiments.lib import superseded
+from experiments.lib import operations, superseded
 from spec_jax import compilation, testing
-from spec_jax.model import decoder, observe, params as params_lib, row_model
+from spec_jax.model import decoder, params as params_lib, row_model
 from spec_jax.paging import allocator, cache
 
 
@@ -88,7 +88,7 @@ class Record:
     """Values of a window's rows, and what recording them did.
 
     Attributes:
-      values: by `observe.key`, `[rows, width]`, in an order of computation.
+      values: by `operations.key`, `[rows, width]`, in an order of computation.
       moved: elements of the logits and of the K/V that were written which differ from
         those of the same run unrecorded. Not 0: the record is of another program than
         the one that runs.
@@ -137,7 +137,7 @@ def record(
     moved += sum(_count(np.asarray(one), np.asarray(other)) for one, other in pools)
     if fault is not None:
         _, _, values = _run(path, params, kv, window, start, (fault,))
-    keys = observe.keys(path.model.config.num_layers)
+    keys = operations.keys(path.model.config.num_layers)
     return Record(values={k: values[k] for k in keys if k in values}, moved=moved)
 
 
@@ -181,7 +181,7 @@ def _call(
         if faults is not None:
             # Behind a barrier, so that nothing is fused with the recording of it.
             kept = jax.lax.optimization_barrier(flat)
-            values[observe.key(layer, operation)] = kept
+            values[operations.key(layer, operation)] = kept
         return value
 
     kv = allocator.reserve(kv, slot, start + R)
@@ -230,7 +230,7 @@ class Comparison:
     """Everything that two records differ in.
 
     Attributes:
-      cells: by `observe.key`, the operations that both have, in order.
+      cells: by `operations.key`, the operations that both have, in order.
       first: the first operation that differs: layer, operation, row, and the cell of
         that row; all that it was computed from is the same in both records.
     """

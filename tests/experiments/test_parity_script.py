@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from script_runs import rows_of, write_rows
 
 from experiments import parity, plot
-from experiments.lib import microscope, superseded
+from experiments.lib import microscope, operations as named, superseded
 from spec_jax import testing
 from spec_jax.model import (
     llama,
@@ -96,13 +96,13 @@ def test_a_recording_that_moves_bits_says_so(monkeypatch):
     assert record(unseen).moved > 0
 
 
-@pytest.mark.parametrize(("number", "name"), [*enumerate(observe.OPERATIONS, 1)][::9])
+@pytest.mark.parametrize(("number", "name"), [*enumerate(named.OPERATIONS, 1)][::9])
 def test_every_planted_fault_is_named(number, name):
     """Fails if an operation is not seen, or is taken for another: of rows, and of what
     alone shows those that the kernels of rows fuse."""
-    layer = None if name in observe.OUTSIDE else number % CONFIG.num_layers
+    layer = None if name in named.OUTSIDE else number % CONFIG.num_layers
     fault = microscope.Fault(layer=layer, operation=name)
-    key = observe.key(layer, name)
+    key = named.key(layer, name)
     is_seen = name in observe.LEAVES_ROWS
     one = path() if is_seen else path("library-rows", dtype="float32")
     found = microscope.compare(record(one), record(one, fault))

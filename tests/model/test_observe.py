@@ -53,21 +53,22 @@ def unseen():
     return forward(None)
 
 
+def key_of(layer, operation):
+    return operation if layer is None else f"{layer}:{operation}"
+
+
 def test_the_hook_sees_all_that_leaves_a_kernel_and_moves_no_bit():
     """Fails if an operation is not seen, or seen twice, out of order or misshapen."""
     seen = {}
 
     def record(layer, operation, value):
-        seen[observe.key(layer, operation)] = value.reshape(5, -1).shape[1]
+        seen[key_of(layer, operation)] = value.reshape(5, -1).shape[1]
         return value
 
     testing.assert_same_bits(forward(record), unseen())
-    leaves = [
-        key
-        for key in observe.keys(CONFIG.num_layers)
-        if key.split(":")[-1] in observe.LEAVES_ROWS
-    ]
-    assert list(seen) == leaves
+    of_layer = observe.LEAVES_ROWS[1:-1]
+    layers = [f"{n}:{name}" for n in range(CONFIG.num_layers) for name in of_layer]
+    assert list(seen) == ["embed", *layers, "logits"]
     D, F = CONFIG.hidden_size, CONFIG.intermediate_size
     N, K = (n * CONFIG.head_dim for n in (CONFIG.num_heads, CONFIG.num_kv_heads))
     widths = {"embed": D, "1:q": N, "1:k": K, "1:v": K, "1:k_cache": K}
@@ -83,7 +84,7 @@ def test_what_the_hook_returns_goes_on(key, written_differs):
     """Negative control of the equality above: one element of one row is changed."""
 
     def change(layer, operation, value):
-        if observe.key(layer, operation) != key:
+        if key_of(layer, operation) != key:
             return value
         flat = value.reshape(5, -1)
         return flat.at[LIVE - 1, 0].add(1).reshape(value.shape)
