@@ -25,7 +25,7 @@ _NAMES = {
     "Origin": "spec_jax.engine.state",
     "Piece": "spec_jax.results",
     "Proposal": "spec_jax.engine.protocols",
-    "Sampling": "spec_jax.engine.requests",
+    "Sampling": "spec_jax.rules.settings",
     "Status": "spec_jax.engine.state",
     "Tree": "spec_jax.drafters.tree_shapes",
     "autoregressive": "spec_jax.algorithms",
@@ -73,12 +73,12 @@ if TYPE_CHECKING:
     from spec_jax.drafters.tree_shapes import FixedTree, Tree
     from spec_jax.engine.forward import ForwardTarget
     from spec_jax.engine.protocols import Drafter, Proposal
-    from spec_jax.engine.requests import Sampling
     from spec_jax.engine.state import Origin, Status
     from spec_jax.generation import decode, generate, score, stream
     from spec_jax.loading import LanguageModel, load
     from spec_jax.lossless import check_lossless
     from spec_jax.results import Generation, Piece
+    from spec_jax.rules.settings import Sampling
 
 
 def exports(

@@ -120,7 +120,7 @@ def generate(
       policy_state: the policy's first state; None: what its `init()` makes.
       sampling: how tokens are drawn, one for all prompts or one for each; None: greedy.
         Noise depends on seed and position alone. Where one seed is for all, a prompt's
-        is `sampling.folded_seed` of its number in the list; so is that of each of `n`
+        is `settings.folded_seed` of its number in the list; so is that of each of `n`
         samples; the first of the first prompt has the seed as it is. A seed that is
         given for each prompt is that prompt's, wherever in the list it is.
       processors: of the logits, before a token is drawn, one for all prompts or one for

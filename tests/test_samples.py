@@ -15,7 +15,7 @@ import spec_jax as sj
 from spec_jax import generation, testing
 from spec_jax.engine import held, scheduler as scheduler_lib
 from spec_jax.paging import allocator, cache
-from spec_jax.rules import sampling as sampling_lib
+from spec_jax.rules import settings as settings_lib
 
 
 PREFIX = "import os\n\n"  # Ends within a page, as what the prompts have in common.
@@ -64,14 +64,14 @@ def test_seeds_of_samples():
     """Fails if two are equal, or the first of all is not the seed itself."""
     grid = [(request, sample) for request in range(70) for sample in range(40)]
     for seed in (0, 5, 2**32 - 1):
-        found = [sampling_lib.folded_seed(seed, *each) for each in grid]
+        found = [settings_lib.folded_seed(seed, *each) for each in grid]
         assert found[0] == seed and len(set(found)) == len(grid)
         assert 0 <= min(found) and max(found) < 2**32
-    last = sampling_lib.MOST_REQUESTS - 1, sampling_lib.MOST_SAMPLES - 1
-    assert 0 <= sampling_lib.folded_seed(3, *last) < 2**32
+    last = settings_lib.MOST_REQUESTS - 1, settings_lib.MOST_SAMPLES - 1
+    assert 0 <= settings_lib.folded_seed(3, *last) < 2**32
     for request, sample in ((-1, 0), (0, -1), (last[0] + 1, 0), (0, last[1] + 1)):
         with pytest.raises(ValueError, match="give the others another seed"):
-            sampling_lib.folded_seed(3, request, sample)
+            settings_lib.folded_seed(3, request, sample)
 
 
 def test_equal_prompts_of_one_seed(lm):

@@ -1,6 +1,5 @@
 """Requests of prompts: how each is drawn, and positions that are enough for all."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,42 +8,15 @@ import jax.numpy as jnp
 
 from spec_jax.engine import checks, scheduler
 from spec_jax.processors import processor as processor_lib
-from spec_jax.rules import sampling as sampling_lib
+from spec_jax.rules import settings as settings_lib
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How tokens are drawn; see `sampling.make_settings` for the order of filters.
-
-    Attributes:
-      temperature: divides the logits; 0 is greedy, and takes no filter.
-      top_k: how many tokens stay, with all equals of the last; None keeps all.
-      top_p: the mass that stays, in `(0, 1]`.
-      min_p: the least probability that stays, as a share of the highest, in `[0, 1]`.
-      seed: of all noise, in `[0, 2**32)`: with it a stream is drawn again, bit for bit.
-
-    Raises:
-      ValueError: a value outside its range, or a filter at temperature 0.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        self.settings()
-
-    def settings(self) -> sampling_lib.SamplingSettings:
-        """Returns the settings as arrays."""
-        return sampling_lib.make_settings(**dataclasses.asdict(self))
-
+Sampling = settings_lib.Sampling
 
 Draws = (
     Sampling
-    | sampling_lib.SamplingSettings
-    | Sequence[Sampling | sampling_lib.SamplingSettings]
+    | settings_lib.SamplingSettings
+    | Sequence[Sampling | settings_lib.SamplingSettings]
     | None
 )
 """One for all prompts or one for each, made by hand or by `make_settings`; None:
@@ -110,11 +82,11 @@ def processors_of(
 
 def settings_of(
     sampling: Draws, num_prompts: int, samples: int = 1
-) -> list[sampling_lib.SamplingSettings | None]:
+) -> list[settings_lib.SamplingSettings | None]:
     """Returns the settings of each sample of each prompt, as arrays.
 
     The seeds of samples are folded, and so are those of prompts where one is given for
-    all: see `sampling.folded_seed`.
+    all: see `settings.folded_seed`.
 
     Raises:
       ValueError: settings that are not one for each, or several samples without noise.
@@ -122,7 +94,7 @@ def settings_of(
     if sampling is None:
         _check_noise(samples, is_greedy=True)
         return [None for _ in range(num_prompts * samples)]
-    kinds = Sampling | sampling_lib.SamplingSettings
+    kinds = Sampling | settings_lib.SamplingSettings
     is_one = isinstance(sampling, kinds)
     each = [sampling] * num_prompts if is_one else sampling
     if not isinstance(each, Sequence):
@@ -132,7 +104,7 @@ def settings_of(
             f"{len(each)} settings of sampling for {num_prompts} prompts: give one "
             "for all, or one for each"
         )
-    made: list[sampling_lib.SamplingSettings | None] = []
+    made: list[settings_lib.SamplingSettings | None] = []
     for number, one in enumerate(each):
         if not isinstance(one, kinds):
             raise ValueError(
@@ -157,12 +129,12 @@ def _check_noise(samples: int, *, is_greedy: bool) -> None:
 
 
 def _folded(
-    settings: sampling_lib.SamplingSettings, request: int, sample: int
-) -> sampling_lib.SamplingSettings:
+    settings: settings_lib.SamplingSettings, request: int, sample: int
+) -> settings_lib.SamplingSettings:
     """Returns the settings with the seed of one sample."""
     if not request and not sample:
         return settings
-    seed = sampling_lib.folded_seed(int(settings.seed), request, sample)
+    seed = settings_lib.folded_seed(int(settings.seed), request, sample)
     return settings.replace(seed=jnp.uint32(seed))
 
 

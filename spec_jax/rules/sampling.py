@@ -28,26 +28,19 @@ costs nothing, and one executable serves all settings. Greedy is an argmax. Unde
 """
 
 import enum
-import math
-import numbers
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray, UInt32
 
-from spec_jax import pytree
+from spec_jax.rules import settings as settings_lib
 from spec_jax.typing import typed
 
 
-ALL_TOKENS = 2**31 - 1
-"""The `top_k` that filters nothing."""
-
-SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)
-"""Below it, and above 0, a division in float32 may be a division by zero."""
-
-MOST_REQUESTS, MOST_SAMPLES = 2**20, 2**12
-"""Requests that one seed has noise for, and samples of each."""
+SamplingSettings = settings_lib.SamplingSettings
+make_settings = settings_lib.make_settings
+greedy, copied = settings_lib.greedy, settings_lib.copied
 
 
 class Stream(enum.IntEnum):
@@ -63,109 +56,6 @@ class Stream(enum.IntEnum):
     DRAFT = 1  # drafts, for rejection and block verification
     UNIFORM = 2  # which of those drafts stay
     OWN = 3  # the target's own token after them
-
-
-class SamplingSettings(pytree.Node):
-    """How tokens are drawn. Data: changing it never compiles again.
-
-    Built, and checked, by `make_settings`.
-    """
-
-    temperature: jax.Array  # [] float32; 0 is greedy
-    top_k: jax.Array  # [] int32; `ALL_TOKENS` filters nothing
-    top_p: jax.Array  # [] float32; 1 filters nothing
-    min_p: jax.Array  # [] float32; 0 filters nothing
-    seed: jax.Array  # [] uint32
-
-
-def _check_number(name: str, value) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name}={value!r} is not a number")
-    # `Real` has no types for its comparisons.
-    if not -math.inf < value < math.inf:  # type: ignore[operator]
-        raise ValueError(f"{name}={value} is not finite")
-
-
-def _check_whole(name: str, value) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name}={value!r} is not a whole number")
-
-
-def make_settings(
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int = 0,
-) -> SamplingSettings:
-    """Checks the settings, on the host, and puts them into arrays.
-
-    Args:
-      temperature: divides the logits; 0 is greedy, and takes no filter.
-      top_k: how many tokens stay, with all equals of the last; None, or more than there
-        are, keeps all.
-      top_p: the mass that stays, in `(0, 1]`.
-      min_p: the least probability that stays, as a share of the highest, in `[0, 1]`.
-      seed: of all noise, in `[0, 2**32)`.
-
-    Raises:
-      ValueError: a value outside its range, or not a number; a filter at temperature
-        0, which it would not change.
-    """
-    _check_number("temperature", temperature)
-    if temperature < 0:
-        raise ValueError(
-            f"{temperature=} is negative: use 0 for greedy decoding, 1 for the "
-            "model's own distribution"
-        )
-    if 0 < temperature < SMALLEST_TEMPERATURE:
-        raise ValueError(
-            f"{temperature=} is too small to divide by in float32: use 0 for greedy"
-        )
-    if temperature > float(jnp.finfo(jnp.float32).max):
-        raise ValueError(f"{temperature=} is more than float32 can hold")
-    if top_k is not None:
-        _check_whole("top_k", top_k)
-        if top_k < 1:
-            raise ValueError(
-                f"{top_k=} keeps no token: use at least 1, or None for all"
-            )
-    _check_number("top_p", top_p)
-    # A value that float32 rounds to 0 is refused too: it would select nothing.
-    if not 0 < top_p <= 1 or top_p < SMALLEST_TEMPERATURE:
-        raise ValueError(f"{top_p=} is outside (0, 1]: use 1 to keep all tokens")
-    _check_number("min_p", min_p)
-    if not 0 <= min_p <= 1:
-        raise ValueError(f"{min_p=} is outside [0, 1]: use 0 to keep all tokens")
-    filters = {"top_k": (top_k, None), "top_p": (top_p, 1), "min_p": (min_p, 0)}
-    given = [f"{name}={x}" for name, (x, off) in filters.items() if x != off]
-    if temperature == 0 and given:
-        raise ValueError(
-            f"{temperature=} is greedy decoding, which {' and '.join(given)} would not "
-            "change: give a temperature above 0, or no filter"
-        )
-    _check_whole("seed", seed)
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"{seed=} is outside [0, 2**32)")
-    return SamplingSettings(
-        temperature=jnp.float32(temperature),
-        top_k=jnp.int32(min(top_k or ALL_TOKENS, ALL_TOKENS)),
-        top_p=jnp.float32(top_p),
-        min_p=jnp.float32(min_p),
-        seed=jnp.uint32(seed),
-    )
-
-
-def greedy(num_slots: int) -> SamplingSettings:
-    """Returns settings, `[num_slots]`, by which slots take the highest logit."""
-    one = make_settings(temperature=0.0)
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), one)
-
-
-def copied(settings: SamplingSettings | None) -> SamplingSettings | None:
-    """Copies the settings to arrays of their own; None, which is greedy, stays None."""
-    return jax.tree.map(jnp.array, settings)
 
 
 def _last_true(holds, low: int, high: int, num_steps: int) -> Int[Array, ""]:
@@ -318,30 +208,6 @@ def noise_key(
     for part in (int(stream), position, offset):
         key = jax.random.fold_in(key, part)
     return key
-
-
-def folded_seed(seed: int, request: int, sample: int) -> int:
-    """Returns the seed of one sample of one request, of the seed that all share.
-
-    Request 0, sample 0 has the seed itself. No two have the same: their number is
-    hashed by a bijection of 32 bits (the finaliser of MurmurHash3), which keeps 0.
-
-    Args:
-      request: in `[0, MOST_REQUESTS)`.
-      sample: of the request, in `[0, MOST_SAMPLES)`.
-
-    Raises:
-      ValueError: more requests or samples than there are such numbers.
-    """
-    if not (0 <= request < MOST_REQUESTS and 0 <= sample < MOST_SAMPLES):
-        raise ValueError(
-            f"{request=} and {sample=} of one seed: it has noise for {MOST_REQUESTS} "
-            f"requests of {MOST_SAMPLES} samples, so give the others another seed"
-        )
-    mixed = request * MOST_SAMPLES + sample
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
-    return seed ^ mixed ^ (mixed >> 16)
 
 
 @typed

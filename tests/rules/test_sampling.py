@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from spec_jax.ops import draw as draw_op
-from spec_jax.rules import sampling
+from spec_jax.rules import sampling, settings as settings_lib
 
 
 VOCAB = 12
@@ -98,7 +98,7 @@ def test_greedy_and_its_neighbours():
             filtered(logits, **values) == [0, 0.5, 0.5, 0] if is_all else [0, 1, 0, 0]
         )
     # The smallest temperature that is allowed makes no NaN.
-    tiny = sampling.SMALLEST_TEMPERATURE
+    tiny = settings_lib.SMALLEST_TEMPERATURE
     assert filtered(logits, temperature=tiny) == [0, 0.5, 0.5, 0]
 
 
