@@ -1,12 +1,15 @@
-"""Requests of prompts: how each is drawn, and positions that are enough for all."""
+"""Requests: sequences to generate, how each is drawn, and what became of them."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from spec_jax.engine import checks, scheduler
+from spec_jax.engine import checks, protocols, state as states
 from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import settings as settings_lib
 
@@ -26,6 +29,78 @@ Processors = processor_lib.Processor | Sequence[processor_lib.Processor] | None
 """One for all prompts or one for each; None: logits as they are."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A sequence to generate.
+
+    Attributes:
+      prompt: token ids.
+      max_tokens: tokens to generate, at most.
+      gamma: tokens to draft a round, at most; None is the drafter's `gamma_max`.
+      sampling: settings by `sampling.make_settings`; None is greedy.
+      processor: of the target's logits; None in all requests of a run, or in none.
+      stop_ids: tokens that end the sequence; None: those of the scheduler.
+      target_params, draft_params: where a target or a drafter takes something from
+        each request (the trace of a replay or of an oracle): in place of the
+        speculator's parameters, at prefill.
+    """
+
+    prompt: checks.Tokens
+    max_tokens: int
+    gamma: int | None = None
+    sampling: settings_lib.SamplingSettings | None = None
+    processor: processor_lib.Processor | None = None
+    stop_ids: checks.Tokens | None = None
+    target_params: protocols.Params = None
+    draft_params: protocols.Params = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A request that came to its end.
+
+    Attributes:
+      number: of the request, in the order of the queue.
+      slot: the slot's last state on the host, leaves without the axis of slots.
+      vocab_size: of the target; None where that is no model.
+      kept: what `Scheduler.run` was told to keep of it.
+      shared: tokens of the prompt whose K/V were those of another slot.
+    """
+
+    number: int
+    slot: states.Slots
+    vocab_size: int | None = None
+    kept: Any = None
+    shared: int = 0
+
+    @property
+    def status(self) -> states.Status:
+        """Why it ended."""
+        return states.Status(int(self.slot.status))
+
+    @property
+    def tokens(self) -> list[int]:
+        """Returns the generated tokens, without the prompt.
+
+        Raises:
+          FloatingPointError, RuntimeError: as `checks.check_slot`; `slot` has the
+            tokens all the same.
+        """
+        checks.check_slot(self.slot, vocab_size=self.vocab_size)
+        return generated(self.slot)
+
+
+def generated(slot: states.Slots) -> list[int]:
+    """Returns the tokens of ONE slot that a round committed, unchecked."""
+    is_new = np.asarray(slot.origins) != int(states.Origin.PROMPT)
+    return np.asarray(slot.tokens)[is_new].tolist()
+
+
+def slot_of(slots: states.Slots, slot: int) -> states.Slots:
+    """Returns ONE slot of all, leaves without the axis of slots."""
+    return jax.tree.map(lambda leaf: leaf[slot], slots)
+
+
 def make(
     prompts: Sequence[checks.Tokens],
     *,
@@ -34,7 +109,7 @@ def make(
     sampling: Draws = None,
     samples: int = 1,
     processors: Processors = None,
-) -> list[scheduler.Request]:
+) -> list[Request]:
     """Returns a request for each sample of each prompt, prompt after prompt.
 
     Raises:
@@ -47,7 +122,7 @@ def make(
     given = processors_of(processors, len(prompts))
     parts = [one for one in given for _ in range(samples)]
     return [
-        scheduler.Request(
+        Request(
             prompt=prompt,
             max_tokens=max_tokens,
             gamma=gamma,

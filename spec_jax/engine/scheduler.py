@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.engine import (
+    admission,
     checks,
     ends as ends_lib,
     held as held_lib,
-    loop,
     processing as processing_lib,
     protocols,
+    requests as requests_lib,
     round as round_lib,
     rows,
     state as states,
@@ -31,71 +32,9 @@ from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """A sequence to generate.
-
-    Attributes:
-      prompt: token ids.
-      max_tokens: tokens to generate, at most.
-      gamma: tokens to draft a round, at most; None is the drafter's `gamma_max`.
-      sampling: settings by `sampling.make_settings`; None is greedy.
-      processor: of the target's logits; None in all requests of a run, or in none.
-      stop_ids: tokens that end the sequence; None: those of the scheduler.
-      target_params, draft_params: where a target or a drafter takes something from
-        each request (the trace of a replay or of an oracle): in place of the
-        speculator's parameters, at prefill.
-    """
-
-    prompt: checks.Tokens
-    max_tokens: int
-    gamma: int | None = None
-    sampling: sampling_lib.SamplingSettings | None = None
-    processor: processor_lib.Processor | None = None
-    stop_ids: checks.Tokens | None = None
-    target_params: protocols.Params = None
-    draft_params: protocols.Params = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Finished:
-    """A request that came to its end.
-
-    Attributes:
-      number: of the request, in the order of the queue.
-      slot: the slot's last state on the host, leaves without the axis of slots.
-      vocab_size: of the target; None where that is no model.
-      kept: what `Scheduler.run` was told to keep of it.
-      shared: tokens of the prompt whose K/V were those of another slot.
-    """
-
-    number: int
-    slot: states.Slots
-    vocab_size: int | None = None
-    kept: Any = None
-    shared: int = 0
-
-    @property
-    def status(self) -> states.Status:
-        """Why it ended."""
-        return states.Status(int(self.slot.status))
-
-    @property
-    def tokens(self) -> list[int]:
-        """Returns the generated tokens, without the prompt.
-
-        Raises:
-          FloatingPointError, RuntimeError: as `checks.check_slot`; `slot` has the
-            tokens all the same.
-        """
-        checks.check_slot(self.slot, vocab_size=self.vocab_size)
-        return generated(self.slot)
-
-
-def generated(slot: states.Slots) -> list[int]:
-    """Returns the tokens of ONE slot that a round committed, unchecked."""
-    is_new = np.asarray(slot.origins) != int(states.Origin.PROMPT)
-    return np.asarray(slot.tokens)[is_new].tolist()
+Request = requests_lib.Request
+Finished = requests_lib.Finished
+generated, slot_of = requests_lib.generated, requests_lib.slot_of
 
 
 def _check_policy(policy: Any, drafter: protocols.SlotDrafter) -> None:
@@ -333,7 +272,7 @@ class Scheduler:
         gamma = self.drafter.gamma_max if request.gamma is None else request.gamma
         stop_ids = self.stop_ids if request.stop_ids is None else request.stop_ids
         # One call for all of a slot's small arrays: each by itself would cost as much.
-        state = _occupy(
+        state = admission.occupy(
             self.target,
             self.drafter,
             draft_params,
@@ -360,7 +299,16 @@ class Scheduler:
             target_params = request.target_params
         if request.draft_params is not None:
             draft_params = request.draft_params
-        cache, features = self._take_in(target_params, state.cache, prompt, slot, begun)
+        cache, features = admission.take_in(
+            self.target,
+            self.drafter,
+            target_params,
+            state.cache,
+            prompt,
+            slot,
+            begun=begun,
+            by_rows=self.prefill_by_rows,
+        )
         to_drafter: dict[str, Any] = {"slot": slot}
         if protocols.taps_of(self.drafter):
             to_drafter["features"] = features
@@ -369,26 +317,6 @@ class Scheduler:
             shared = 0 if begun is None else begun.length
             held.put(slot, prompt, features=features, shared=shared)
         return state.replace(cache=cache, memory=memory)
-
-    def _take_in(
-        self, params, kv, prompt: list[int], slot: int, begun: held_lib.Begun | None
-    ) -> tuple[Any, Any]:
-        """Returns the target's cache with the prompt, and features for the drafter.
-
-        Args:
-          begun: what a slot holds of the prompt: another one, or this one, which kept
-            it; None: nothing.
-        """
-        how: dict[str, Any] = {"slot": slot, "by_rows": self.prefill_by_rows}
-        if begun is not None:
-            if begun.source != slot:
-                kv = self.target.share(kv, begun.source, slot, begun.length)
-            if begun.length == len(prompt) - 1:
-                return kv, begun.features
-            how |= {"begun": begun.length, "before": begun.features}
-        if taps := protocols.taps_of(self.drafter):
-            return self.target.prefill_features(params, kv, prompt, taps=taps, **how)
-        return self.target.prefill(params, kv, prompt, **how), None
 
     def _held(self) -> held_lib.Held | None:
         """Returns an empty record of prompts, if slots share them."""
@@ -515,11 +443,6 @@ class Scheduler:
         return held + idle + self._pages(request) <= self.num_pages
 
 
-def slot_of(slots: states.Slots, slot: int) -> states.Slots:
-    """Returns ONE slot of all, leaves without the axis of slots."""
-    return jax.tree.map(lambda leaf: leaf[slot], slots)
-
-
 def _ended(slots: states.Slots, running: dict[int, int]):
     """Yields the numbers and the slots of what ended as it should, which it takes from
     `running`."""
@@ -527,50 +450,3 @@ def _ended(slots: states.Slots, running: dict[int, int]):
     for slot in list(running):
         if int(slots.status[slot]) not in waits:
             yield running.pop(slot), slot
-
-
-@loop.donates(static_argnames=("target", "drafter", "refills", "gamma_policy"))
-def _occupy(
-    target,
-    drafter,
-    draft_params,
-    state,
-    slot,
-    *,
-    refills,
-    gamma_policy,
-    request,
-    kept=None,
-):
-    """Initialises a slot and frees the pages of all finished slots.
-
-    Admission counts those pages as free, and so they are freed here at the latest. A
-    policy that goes on keeps what it knows.
-
-    Args:
-      kept: positions that the slot keeps, while the other slots' prompts may be asked
-        for: those keep their pages; None: nothing is kept.
-    """
-    slots = state.slots
-    one = states.begin_slot(
-        gamma_max=drafter.gamma_max,
-        depth_max=protocols.depth_max(drafter),
-        **request,
-    )
-    occupied = jax.tree.map(lambda all_, x: all_.at[slot].set(x), slots, one)
-    if not refills:
-        return state.replace(slots=occupied)
-    if policy_lib.keeps_state(gamma_policy):
-        learnt = policy_lib.renewed(gamma_policy, slot_of(slots, slot).policy)
-        put = lambda all_, x: all_.at[slot].set(x)
-        occupied = occupied.replace(policy=jax.tree.map(put, slots.policy, learnt))
-    is_slot = jnp.arange(state.num_slots, dtype=jnp.int32) == slot
-    asked = ~slots.running | is_slot
-    zeros = jnp.zeros_like(slots.length)
-    keeps = {} if kept is None else {"new_len": zeros + kept, "asked": is_slot}
-    to_target = {"new_len": zeros, "asked": asked} | keeps
-    return state.replace(
-        slots=occupied,
-        cache=target.truncate(state.cache, **to_target),
-        memory=drafter.commit(draft_params, state.memory, zeros + 1, asked=asked),
-    )

@@ -61,7 +61,7 @@ SLOTS = (
     Mutant("slots draw by the settings of the first",
            "engine.verification:target_tokens", "leaf[verified.slots]",
            "leaf[verified.slots * 0]", _STREAM + "[native-3]"),
-    Mutant("a slot that is refilled keeps its pages", "engine.scheduler:_occupy",
+    Mutant("a slot that is refilled keeps its pages", "engine.admission:occupy",
            "target.truncate(state.cache, **to_target)", "state.cache",
            "engine/test_scheduler.py::test_requests_wait_for_pages"),
     Mutant("pages that others will need are promised",

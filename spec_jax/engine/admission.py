@@ -1,0 +1,94 @@
+"""Admission: how a request begins in a slot."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spec_jax.engine import (
+    held as held_lib,
+    loop,
+    protocols,
+    requests,
+    rows,
+    state as states,
+)
+from spec_jax.gamma import policy as policy_lib
+
+
+@loop.donates(static_argnames=("target", "drafter", "refills", "gamma_policy"))
+def occupy(
+    target,
+    drafter,
+    draft_params,
+    state,
+    slot,
+    *,
+    refills,
+    gamma_policy,
+    request,
+    kept=None,
+):
+    """Initialises a slot and frees the pages of all finished slots.
+
+    Admission counts those pages as free, and so they are freed here at the latest. A
+    policy that goes on keeps what it knows.
+
+    Args:
+      kept: positions that the slot keeps, while the other slots' prompts may be asked
+        for: those keep their pages; None: nothing is kept.
+    """
+    slots = state.slots
+    one = states.begin_slot(
+        gamma_max=drafter.gamma_max,
+        depth_max=protocols.depth_max(drafter),
+        **request,
+    )
+    occupied = jax.tree.map(lambda all_, x: all_.at[slot].set(x), slots, one)
+    if not refills:
+        return state.replace(slots=occupied)
+    if policy_lib.keeps_state(gamma_policy):
+        before = requests.slot_of(slots, slot).policy
+        learnt = policy_lib.renewed(gamma_policy, before)
+        put = lambda all_, x: all_.at[slot].set(x)
+        occupied = occupied.replace(policy=jax.tree.map(put, slots.policy, learnt))
+    is_slot = jnp.arange(state.num_slots, dtype=jnp.int32) == slot
+    asked = ~slots.running | is_slot
+    zeros = jnp.zeros_like(slots.length)
+    keeps = {} if kept is None else {"new_len": zeros + kept, "asked": is_slot}
+    to_target = {"new_len": zeros, "asked": asked} | keeps
+    return state.replace(
+        slots=occupied,
+        cache=target.truncate(state.cache, **to_target),
+        memory=drafter.commit(draft_params, state.memory, zeros + 1, asked=asked),
+    )
+
+
+def take_in(
+    target: rows.SlotRows,
+    drafter: protocols.SlotDrafter,
+    params: protocols.Params,
+    kv: protocols.Cache,
+    prompt: list[int],
+    slot: int,
+    *,
+    begun: held_lib.Begun | None,
+    by_rows: bool | None,
+) -> tuple[protocols.Cache, Any]:
+    """Returns the target's cache with the prompt, and features for the drafter.
+
+    Args:
+      begun: what a slot holds of the prompt: another one, or this one, which kept
+        it; None: nothing.
+      by_rows: see `row_model.RowModel.prefill`.
+    """
+    how: dict[str, Any] = {"slot": slot, "by_rows": by_rows}
+    if begun is not None:
+        if begun.source != slot:
+            kv = target.share(kv, begun.source, slot, begun.length)
+        if begun.length == len(prompt) - 1:
+            return kv, begun.features
+        how |= {"begun": begun.length, "before": begun.features}
+    if taps := protocols.taps_of(drafter):
+        return target.prefill_features(params, kv, prompt, taps=taps, **how)
+    return target.prefill(params, kv, prompt, **how), None
