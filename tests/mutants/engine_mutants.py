@@ -146,7 +146,7 @@ BLOCKS = (
 RECORDS = (
     Mutant("a draft is recorded one position early", "debug.recorder:Recorder._record",
            "recording.drafted.at[slot, place + 1]", "recording.drafted.at[slot, place]",
-           "test_recorder.py::test_drafts_and_windows_are_those_of_the_last_round"),
+           "test_recorder.py::test_drafts_are_those_of_the_last_round"),
 )  # fmt: skip
 
 _TREES = "engine/test_trees.py"
