@@ -57,9 +57,11 @@ class Scene:
         """`RowModel.forward_rows`, the choice of tokens, and a truncation."""
 
         def step(params, kv, tokens, start, num_active, kept):
-            height, one = self.model.slab, jnp.zeros((kv.num_slots,), bool)
-            one = one.at[0].set(num_active > 0)
-            kv = allocator.reserve_each(kv, one * (start + num_active), asked=one)
+            height = self.model.slab
+            is_own = jnp.arange(kv.num_slots, dtype=jnp.int32) == 0
+            asked = is_own & (num_active > 0)
+            ends = jnp.where(is_own, start + num_active, 0)
+            kv = allocator.reserve_each(kv, ends, asked=asked)
             num_active = jnp.where(kv.out_of_pages[0], 0, num_active)
             given = decoder.Rows(
                 tokens=jnp.pad(tokens, (0, height - tokens.shape[0])),
@@ -68,8 +70,7 @@ class Scene:
                 num_active=num_active,
             )
             kv, outputs = self.model.forward_rows(params, given, kv)
-            ends = one * (start + num_active)
-            kv = allocator.extend_each(kv, ends, asked=one & (num_active > 0))
+            kv = allocator.extend_each(kv, ends, asked=asked & (num_active > 0))
             kv = allocator.truncate(kv, 0, kept)
             logits = outputs.logits
             return kv, logits, self.model.choose(logits, num_active)
