@@ -18,7 +18,7 @@ Origin = states.Origin
 
 
 def recording_of(target) -> recorder.Recorder:
-    return recorder.Recorder(target=target, top=3)
+    return recorder.Recorder(target=target)
 
 
 def run_plain(target, *, max_tokens=40, calls=1):
@@ -47,8 +47,7 @@ def run_scripted(target, asks, *, wrong=None):
 def decided(recording, length, *, slot=0, num_prompt=NUM_PROMPT):
     """What the rows that decided the generated tokens saw, as arrays of integers."""
     at = slice(num_prompt - 1, int(length) - 1)
-    names = ("fed", "chosen", "log_prob", "logits_hash", "top_ids", "top_logits")
-    names += ("lowest",)
+    names = ("fed", "chosen", "log_prob", "logits_hash", "highest", "lowest")
     return {n: bits(np.asarray(getattr(recording, n)))[slot, at] for n in names}
 
 
@@ -112,10 +111,7 @@ def test_entries_are_of_the_logits(plain):
     at = np.arange(NUM_PROMPT - 1, int(state.length) - 1)
     assert np.array_equal(np.asarray(recording.fed)[at], tokens[at])
     assert np.array_equal(np.asarray(recording.chosen)[at], tokens[at + 1])
-    top_ids, top = np.asarray(recording.top_ids), np.asarray(recording.top_logits)
-    assert np.array_equal(top_ids[at, 0], tokens[at + 1])
-    assert (np.diff(top[at], axis=-1) <= 0).all()
-    assert (np.asarray(recording.lowest)[at] < top[at, -1]).all()
+    assert (np.asarray(recording.lowest)[at] < np.asarray(recording.highest)[at]).all()
     assert (np.asarray(recording.fed)[: NUM_PROMPT - 1] == recorder.NONE).all()
 
 

@@ -104,7 +104,7 @@ def _of_slot(slots, cache, *, num_prompt, slot):
         decided = slice(num_prompt - 1, length - 1)
         of = lambda leaf: np.array(leaf[slot])
         row = of(recording.row)[decided]
-        constant = of(recording.lowest) == of(recording.top_logits)[:, 0]
+        constant = of(recording.lowest) == of(recording.highest)
         decisions = Decisions(
             log_probs=testing.bits(recording.log_prob[slot])[decided].copy(),
             logits=of(recording.logits_hash)[decided],

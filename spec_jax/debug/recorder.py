@@ -41,8 +41,7 @@ class Recording(pytree.Node):
     chosen: jax.Array  # [B, max_len] int32, the token of highest logit
     log_prob: jax.Array  # [B, max_len] float32, natural, of that token
     logits_hash: jax.Array  # [B, max_len, 2] uint32, `hash_bits` of all its logits
-    top_ids: jax.Array  # [B, max_len, top] int32, in descending order of logits
-    top_logits: jax.Array  # [B, max_len, top] float32
+    highest: jax.Array  # [B, max_len] float32, the highest of all its logits
     lowest: jax.Array  # [B, max_len] float32, the lowest of all its logits
     # By the position itself: proposed for it, kept or not.
     drafted: jax.Array  # [B, max_len] int32
@@ -52,21 +51,17 @@ class Recording(pytree.Node):
 class Recorder(target_lib.Target):
     """A target that runs `target` and records every active row of it.
 
-    The recorded values are computed from the logits after the target is
-    done with them, one row at a time in a loop of its own: its bits do not depend on
-    how many rows there are, and no bit of the target's depends on it.
+    The recorded values are computed from the logits after the target is done with them,
+    one row at a time in a loop of its own: its bits do not depend on how many rows there
+    are, and no bit of the target's depends on it.
 
     Attributes:
       target: any target, of which a `row_model.RowModel` is made one of one slot.
-      top: how many of the highest logits to keep, or all of a smaller vocabulary.
     """
 
     target: Any
-    top: int = 5
 
     def __post_init__(self) -> None:
-        if self.top < 1:
-            raise ValueError(f"top={self.top} must be at least 1")
         if isinstance(self.target, row_model.RowModel):
             object.__setattr__(self, "target", rows.of(self.target, 1))
 
@@ -105,8 +100,7 @@ class Recorder(target_lib.Target):
                 chosen=full(NONE),
                 log_prob=full(0, dtype=jnp.float32),
                 logits_hash=full(0, 2, dtype=jnp.uint32),
-                top_ids=full(NONE, self.top),
-                top_logits=full(0, self.top, dtype=jnp.float32),
+                highest=full(0, dtype=jnp.float32),
                 lowest=full(0, dtype=jnp.float32),
                 drafted=full(NONE),
             )
@@ -213,8 +207,6 @@ class Recorder(target_lib.Target):
             place = window.start[slot] + column
             at = slot, place
             row = jax.lax.optimization_barrier(verified.logits[i])
-            num_top = min(self.top, row.shape[0])
-            top_logits, top_ids = jax.lax.top_k(row, num_top)
             return recording.replace(
                 fed=recording.fed.at[at].set(drafts[slot, column]),
                 row=recording.row.at[at].set(column),
@@ -223,8 +215,7 @@ class Recorder(target_lib.Target):
                     jax.nn.log_softmax(row)[chosen[i]]
                 ),
                 logits_hash=recording.logits_hash.at[at].set(hash_bits(row)),
-                top_ids=recording.top_ids.at[*at, :num_top].set(top_ids),
-                top_logits=recording.top_logits.at[*at, :num_top].set(top_logits),
+                highest=recording.highest.at[at].set(jnp.max(row)),
                 lowest=recording.lowest.at[at].set(jnp.min(row)),
                 drafted=recording.drafted.at[slot, place + 1].set(
                     following[slot, column], mode="drop"

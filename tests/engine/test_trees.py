@@ -232,7 +232,7 @@ def test_what_was_recorded_is_what_decoding_saw():
             )
             _, expected = alone.detach(plain)
             at = slice(len(ask.prompt) - 1, len(ask.prompt) - 1 + ask.max_tokens)
-            for name in ("fed", "chosen", "log_prob", "logits_hash", "top_ids"):
+            for name in ("fed", "chosen", "log_prob", "logits_hash", "highest"):
                 testing.assert_same_bits(
                     np.asarray(getattr(found, name))[slot, at],
                     np.asarray(getattr(expected, name))[0, at],
