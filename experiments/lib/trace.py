@@ -81,7 +81,6 @@ class TraceTarget(target_lib.Target):
     Attributes:
       max_rows: of the widest window.
       size: of the traces.
-      is_drawn: its choices are the target's tokens, whatever a request samples by.
 
     Raises:
       ValueError: no slot, window or trace.
@@ -91,7 +90,6 @@ class TraceTarget(target_lib.Target):
     size: int
     num_slots: int = 1
 
-    is_drawn: ClassVar[bool] = True
     taps: ClassVar[tuple[int, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -197,6 +195,18 @@ class TraceTarget(target_lib.Target):
         """Returns the token of each row, int32."""
         del num_active
         return logits[:, 0].astype(jnp.int32)
+
+    def draw(
+        self,
+        logits: Float32[Array, "P 1"],
+        settings: protocols.Sampling,
+        *,
+        positions: Int[Array, " P"],
+        draws: Bool[Array, " P"],
+    ) -> Int[Array, " P"]:
+        """Returns the token of each row, which is drawn already."""
+        del settings, positions, draws
+        return self.choose(logits, jnp.int32(logits.shape[0]))
 
     def keep_path(
         self,

@@ -52,8 +52,8 @@ class Recorder(target_lib.Target):
     """A target that runs `target` and records every active row of it.
 
     The recorded values are computed from the logits after the target is done with them,
-    one row at a time in a loop of its own: its bits do not depend on how many rows there
-    are, and no bit of the target's depends on it.
+    one row at a time in a loop of its own: their bits do not depend on how many rows
+    there are, and no bit of the target's depends on them.
 
     Attributes:
       target: any target, of which a `row_model.RowModel` is made one of one slot.

@@ -27,11 +27,6 @@ class Target(Protocol):
         return None
 
     @pytree.optional
-    def is_drawn(self) -> bool:
-        """Whether its choices are its tokens, whatever a request samples by."""
-        return False
-
-    @pytree.optional
     def draw(self) -> Callable[..., Int[Array, " P"]] | None:
         """Draws tokens with kernels, as `sampling.sample_each`; None: that does."""
         return None

@@ -30,7 +30,7 @@ def finite_rows(
       highest: the argmax of each row, as `ops.argmax` gives it: where there is a NaN,
         the first one.
     """
-    # "clip": the "logits" of a target that `is_drawn` may be tokens, and one wide.
+    # "clip": the "logits" of a replay are tokens, and one wide.
     top = jnp.take_along_axis(logits, highest[:, None], axis=-1, mode="clip")
     return jnp.isfinite(top[:, 0])
 
@@ -52,12 +52,12 @@ def target_tokens(
     finite (`finite_rows`).
 
     The token is drawn by the settings of the row's slot with the noise of the position
-    that it will have; at temperature 0, without settings, and where the target says
-    that its tokens are drawn already (`is_drawn`), it has the highest logit.
+    that it will have; at temperature 0, and without settings, it has the highest
+    logit.
     """
     highest = target.choose(verified.logits, verified.num_active)
     is_finite = finite_rows(verified.logits, highest)
-    if sampling_settings is None or target.is_drawn:
+    if sampling_settings is None:
         return highest, is_finite
     each = jax.tree.map(lambda leaf: leaf[verified.slots], sampling_settings)
     is_active = jnp.arange(highest.shape[0], dtype=jnp.int32) < verified.num_active
@@ -132,7 +132,7 @@ def _along_own_tokens(
 ):
     """Follows trees by the target's own tokens, drawn along the path alone."""
     highest, sample = verified.by_column(highest, fill=0), target_lib.draw_of(target)
-    is_greedy = sampling_settings is None or target.is_drawn
+    is_greedy = sampling_settings is None
 
     def one(slot):
         """Follows one slot's tree."""
