@@ -12,7 +12,6 @@ Biases that move a probability by less than about a hundredth of a nat, such as 
 probabilities in bfloat16, are out of its reach: the enumeration catches those.
 """
 
-
 import decoding
 import jax
 import jax.numpy as jnp
