@@ -97,8 +97,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         args.processor or filters != {"top_k": None, "top_p": 1, "min_p": 0}
     ):
         parser.error(
-            "--steps are of what the model itself draws: leave filters and processors "
-            "out"
+            "--steps are of what the model itself draws: leave filters out, and "
+            "processors"
         )
     if args.steps and importlib.util.find_spec("optax") is None:
         parser.error("--steps needs optax: pip install -e '.[train]'")

@@ -30,6 +30,12 @@ RUNS = (
     ("spec_round", f"{PAIR} --cache static --prefill rows", MATCHED),
     ("spec_round", f"{PAIR} --gamma-policy threshold --confidence 0.1 --batch 2 "
      "--temperature 0.7", MATCHED | {"batch": 2}),
+    ("spec_round", f"{PAIR} --processor penalties:1.2 --processor min-tokens:4 "
+     "--temperature 0.7",
+     MATCHED | {"processor": ["penalties:1.2", "min-tokens:4"]}),
+    ("throughput",
+     f"{PAIR} --batch 2 --processor bias:5=-2,7=1 --processor bad-words:3",
+     {"prompts_equal": 3}, slow),
     ("spec_round", f"{PAIR} --drafter hybrid --batch 2", MATCHED, slow),
     ("spec_round", f"{PAIR} --drafter ngram --gamma-policy budget", MATCHED, slow),
     ("spec_round", f"{PAIR} --tree 2x3:5 --drafter ngram --batch 2",
