@@ -69,7 +69,7 @@ def make_model(**changes) -> Model:
 
 @pytest.fixture(scope="module")
 def model():
-    return make_model()
+    return make_model(num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_verifying_equals_decoding_one_by_one(model, filled):
     """Fails if a row's bits depend on how many rows are active, or on padding."""
     decoded_kv, decoded = model.decode_one_by_one(filled, window(SLAB))
     assert np.isfinite(decoded.logits).all()
-    for count in (1, 2, 3, 5, 8, SLAB - 1, SLAB):
+    for count in (1, 2, 5, SLAB):
         verified_kv, verified = model.run(filled, window(count))
         testing.assert_same_bits(verified, first(decoded, count), what=f"{count} live")
         length = PREFIX + count
@@ -136,6 +136,7 @@ def test_a_plan_by_active_rows_is_caught(monkeypatch):
         testing.assert_same_bits(together, alone)
 
 
+@pytest.mark.slow
 def test_rows_of_other_families(family="qwen2"):
     """Fails if a row depends on others where there are biases, or half a rotation."""
     families_lib.test_rows_are_what_each_is_alone(family, "bfloat16", "interpret")
