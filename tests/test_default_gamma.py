@@ -41,7 +41,7 @@ def counted(monkeypatch):
 def test_costs_are_measured_once_for_slots_and_draws(cycle, counted):
     """And not at all where gamma is given, or nothing is drafted."""
     _, calls = counted
-    for settings in ({"gamma": 2}, {"gamma": DEAR}, {"rule": "block"}):
+    for settings in ({"gamma": DEAR}, {"rule": "block"}):
         out = sj.generate(cycle, "a", max_tokens=6, **settings)
         assert ("round_costs" in out.provenance) == (settings == {"gamma": DEAR})
     assert sj.check_lossless(cycle, "a", max_tokens=6)

@@ -110,9 +110,8 @@ def make(name, impl=SMALL.target.impl):
 QUICK = (
     ("native", "coupled", "draft-model, searched", 1),
     ("native", "coupled", "hybrid", 4),
-    ("native", "coupled", "oracle", 4),
     ("native", "coupled", "eagle3, searched", 4),
-    ("native", "block", "bigram", 4),
+    ("native", "block", "suffix", 4),
     ("native", "rejection", "draft-model", 4),
     ("native", "block", "draft-model, fixed", 4),
     ("native", "rejection", "dspark", 4),
@@ -212,7 +211,7 @@ def test_scheduled_tokens_are_those_of_decoding(impl, name, most):
     assert 0 < weighed <= most * always < most * drafted
 
 
-CONTRACT = ("draft-model", "ngram", "suffix", "oracle", "eagle3")
+CONTRACT = ("draft-model", "suffix", "eagle3")
 
 
 @pytest.mark.parametrize(
@@ -260,8 +259,7 @@ WITH_PAGES = ("draft-model", "hybrid", "eagle3", "dspark")
     "name",
     [
         "draft-model",
-        "eagle3",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("hybrid", "dspark")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in WITH_PAGES[1:]),
     ],
 )
 def test_where_pages_run_out_fewer_drafts_are_made(name):

@@ -153,8 +153,6 @@ MEDUSA = ((0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 1, 0), (1, 0,
 FIXED = {
     "medusa": tree_shapes.FixedTree(paths=MEDUSA),
     "branching": tree_shapes.parse("3-2-1"),
-    "flat": tree_shapes.parse("5"),
-    "chain": tree_shapes.parse("1-1-1-1"),
     "one wide level": tree_shapes.parse("[[0],[1],[0,0],[1,2],[1,2,0],[0,0,1]]"),
 }
 

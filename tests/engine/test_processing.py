@@ -193,7 +193,6 @@ def test_no_draft_is_proposed_in_vain(tmp_path, name, draw, tree):
     seen = list(proposals(lm, settings))
     assert sum(int(p.num_drafted.sum()) for _, p, _ in seen) > 0
     assert [is_in_vain(before, proposal) for before, proposal, _ in seen] == [0] * 4
-    assert sj.check_lossless(lm, PROMPTS[:2], **settings)
 
 
 def test_a_head_whose_tokens_are_all_forbidden_drafts_nothing(tmp_path):
@@ -245,11 +244,6 @@ def _of_parent(real):
     return after
 
 
-def _of_column_0(real):
-    """Planted: what is committed changes no state."""
-    return lambda processing, before, slots: processing
-
-
 def _by_rounds(real):
     """Planted: a round is a step, however many tokens it commits."""
 
@@ -261,13 +255,12 @@ def _by_rounds(real):
 
 FAULTS = {
     "a mask of the parent's": ("grammar", "after", _of_parent, 5),
-    "a state of column 0": ("penalties", "commit", _of_column_0, 6),
     "penalties by round": ("penalties", "commit", _by_rounds, 7),
 }
 
 
 @pytest.mark.parametrize(
-    ("fault", "shape"), [*zip(FAULTS, ("tree", "chain", "chain"), strict=True)]
+    ("fault", "shape"), [*zip(FAULTS, ("tree", "chain"), strict=True)]
 )
 def test_planted_faults_are_caught(tmp_path, monkeypatch, fault, shape):
     """Of texts that are drafted well, so that several tokens are committed."""

