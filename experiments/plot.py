@@ -1,8 +1,8 @@
 """Figures of results: SVG from the JSON rows that the other scripts write.
 
-Measures nothing. The kind of a row decides which figure it is for; --theory adds rows
-of a formula. Exit status: 0 drawn, 1 the input was unusable; a figure whose rows are
-missing is not drawn, unless it was asked for by name.
+Measures nothing. The kind of a row decides which figure it is for. Exit status: 0
+drawn, 1 the input was unusable; a figure whose rows are missing is not drawn, unless it
+was asked for by name.
 """
 
 from experiments.lib import cli
@@ -18,18 +18,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.lib import curves, files, theory
+from experiments.lib import curves, files
 
 
 DRAWN = 0
 
 Row = dict[str, Any]
-
-THEORY = tuple((a, c) for c in (0.05, 0.3) for a in (0.9, 0.8, 0.6, 0.3))
-"""Acceptance and cost of the curves of `--theory`: a cheap draft and a dear one."""
-
-GAMMA_MAX = 12
-"""Where those curves end."""
 
 
 def _is_round(row: Row) -> bool:
@@ -49,7 +43,6 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
         curves.is_cell(row) and str(row.get("category")).isdecimal()
     ),
     "drift": lambda row: row.get("kind") == "reinforce",
-    "improvement": lambda row: row.get("kind") == "theory",
 }
 """Which rows belong to a figure, by the name of its function in `lib/figures.py`."""
 
@@ -59,21 +52,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     parser.add_argument(
         "files",
-        nargs="*",
+        nargs="+",
         type=pathlib.Path,
         metavar="FILE",
         help="JSON lines of spec_round.py, latency.py, parity.py, sweep.py "
         "or rollouts.py --steps",
     )
-    cli.add(
-        parser,
-        f"""
-        --theory  add the expected speed-up over gamma, by theory, for drafts that are
-            kept with chance a and cost c target steps each: {len(THEORY)} such pairs
-        --figure NAME  draw this one only (default: all that there are rows for)
-        """,
-        NAME=tuple(FIGURES),
-    )
+    text = "--figure NAME  draw this one only (default: all that there are rows for)"
+    cli.add(parser, text, NAME=tuple(FIGURES))
     parser.add_argument(
         "--out",
         type=pathlib.Path,
@@ -89,10 +75,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME=VALUE",
         help="leave out rows that have NAME with another value; may be given often",
     )
-    args = parser.parse_args(argv)
-    if not args.files and not args.theory:
-        parser.error("nothing to draw: name a file of rows, or give --theory")
-    return args
+    return parser.parse_args(argv)
 
 
 def _condition(text: str) -> tuple[str, str]:
@@ -123,8 +106,6 @@ def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"matplotlib is not installed; {cli.PLOT} brings it")
     rows = [row for path in args.files for row in files.read_rows(path).values()]
-    if args.theory:
-        rows += theory.improvement_rows(THEORY, gamma_max=GAMMA_MAX)
     for name, value in args.where:
         rows = [row for row in rows if str(row.get(name, value)) == value]
     names = [args.figure] if args.figure else list(FIGURES)
@@ -134,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"no rows for {' or '.join(names)}; the rows there are of kind {kinds}"
         )
-    files.check_folder(args.out)
+    args.out.mkdir(parents=True, exist_ok=True)
     status = DRAWN
     for name, of_figure in found.items():
         try:

@@ -147,8 +147,6 @@ def caption(rows: Sequence[Row]) -> str:
 
     Fields that no row has are left out.
     """
-    if all(row.get("kind") == "theory" for row in rows):
-        return "computed by a formula: no model, no machine, no prompts"
     sides = [
         row[side] for row in rows for side in ("reference", "verify") if side in row
     ]

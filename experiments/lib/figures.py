@@ -223,26 +223,6 @@ def drift(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def improvement(rows: Sequence[Row]) -> Figure:
-    """The factor of Theorem 3.8 over gamma; a ring marks the best gamma."""
-    costs = curves.group_by(rows, ("cost",))
-    figure, panels = new(3.9, 1, len(costs), sharey=True)
-    for axes, ((cost,), of_cost) in zip(panels, costs.items(), strict=True):
-        pairs = curves.group_by(of_cost, ("acceptance",)).items()
-        found = [curves.Curve(f"a = {a:g}", tuple(of_pair)) for (a,), of_pair in pairs]
-        _plot(axes, found, "gamma", "improvement")
-        for curve, colour in zip(found, COLOURS, strict=False):
-            best = max(row["improvement"] for row in curve.rows)
-            at = curve.rows[0]["best_gamma"]
-            axes.scatter([at], [best], s=110, facecolors="none", edgecolors=colour)
-        _level_one(axes)
-        axes.set_title(f"c = {cost:g}", fontsize=11)
-        axes.set(xlabel=GAMMA)
-    panels[0].set(ylabel="expected speed-up (times)", ylim=(0, None))
-    _legend(figure, "a: chance that a draft is kept; c: its cost; ring: best gamma")
-    return figure
-
-
 def divergence(rows: Sequence[Row]) -> Figure:
     """Layers by operations: relative difference as colour, units in the last place.
 

@@ -219,7 +219,7 @@ FIGURES = """
 figures/drift.svg
   plot {results}/rollouts_drift.jsonl --figure drift --out {results}/figures
 figures/speedup.svg
-  plot {drawings} --out {results}/figures --theory
+  plot {drawings} --out {results}/figures
 figures/sweep_positions.svg
   plot {results}/evaluation.jsonl --figure sweep_positions --where temperature=0.0 --out
     {results}/figures

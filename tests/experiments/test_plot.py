@@ -10,7 +10,7 @@ import pytest
 from script_runs import write_rows
 
 from experiments import plot
-from experiments.lib import curves as curves_lib, files, published, theory
+from experiments.lib import curves as curves_lib, files, published
 
 
 needs_matplotlib = pytest.mark.skipif(
@@ -23,7 +23,6 @@ NUMBERS = {
     "divergence": "cells",
     "sweep_positions": "conditional_acceptance",
     "sweep_contexts": "mean_accepted_length",
-    "improvement": "improvement",
 }
 """A number of each published figure."""
 
@@ -97,7 +96,6 @@ def stored() -> dict[str, dict]:
     """The rows of results by their digests."""
     paths = published.RESULTS.glob("*.jsonl")
     rows = [row for path in paths for row in files.read_rows(path).values()]
-    rows += theory.improvement_rows(plot.THEORY, gamma_max=plot.GAMMA_MAX)
     return dict(zip(curves_lib.digests(rows), rows, strict=True))
 
 
@@ -159,10 +157,9 @@ def test_all_figures_of_a_mixture(tmp_path):
     one.write_text(json.dumps(parity | {"first": None}, indent=1))
     mixture = [summary(1), summary(4), step(1), step(2), parity, {"kind": "prompt"}]
     rows, out = write_rows(tmp_path / "rows.jsonl", mixture), tmp_path / "out"
-    assert plot.main([str(rows), str(one), "--out", str(out), "--theory"]) == 0
+    assert plot.main([str(rows), str(one), "--out", str(out)]) == 0
     names = {path.stem for path in out.iterdir()}
-    kinds = ("speedup", "step_cost", "improvement")
-    assert names == {*kinds, "divergence_1", "divergence_2"}
+    assert names == {"speedup", "step_cost", "divergence_1", "divergence_2"}
 
 
 def test_values_that_are_there_twice_are_refused():
