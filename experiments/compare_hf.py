@@ -49,7 +49,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
     models = parser.add_argument_group("models")
-    flags.add_folders(models)
+    flags.add(models, "target draft isa")
     cli.add(
         models,
         f"""
@@ -59,7 +59,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         IMPL=IMPLS,
         TYPE=("float32", "bfloat16"),
     )
-    flags.add_isa(models)
     runs = parser.add_argument_group("runs")
     runs.add_argument(
         "--lengths",
@@ -77,13 +76,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --ignore-stop  do not end at stop tokens, on either side
         """,
     )
-    flags.add_raw(runs)
-    flags.add_page_size(runs)
-    flags.add_prompts(runs, default="50")
-    flags.add_gen_tokens(runs, default=32)
-    flags.add_repeats(runs, default=3)
+    names = "raw page-size prompts gen-tokens repeats"
+    flags.add(runs, names, prompts=50, gen_tokens=32, repeats=3)
     rows = "one per prompt as it finishes, one per way to generate, a summary"
-    flags.add_out(parser, rows=rows)
+    flags.add(parser, "out", out=rows)
     args = parser.parse_args(argv)
     flags.check_models(parser, args, needs_draft=False)
     return args
@@ -188,7 +184,6 @@ def run_all(
     compared = compare.rows(done)
     out.write_all(compared)
     same = [one.first_difference(compare.OUR_PLAIN) is None for one in done]
-    same_drafts = [one.same_drafts() for one in done]
     summary = {
         "prompts": len(prompts),
         "gen_tokens": args.gen_tokens,
@@ -196,8 +191,6 @@ def run_all(
         "greedy_identical": sum(same),
         "matched": all(one.matched for one in done),
         "nonfinite_logits": sum(one.nonfinite for one in done),
-        "same_drafts": sum(map(sum, same_drafts)),
-        "drafted_runs": sum(map(len, same_drafts)),
         "load_s": loaded_s,
         "warm_up_s": sum(row["warm_up_s"] for row in compared),
         "total_s": time.perf_counter() - started,

@@ -44,8 +44,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
     group = parser.add_argument_group("models")
-    flags.add_models(group, has_mesh=False)
-    flags.add_drafters(group, default="ngram")
+    flags.add(group, "models drafters", drafters="ngram")
     build = parser.add_argument_group("llama.cpp")
     cli.add(
         build,
@@ -61,13 +60,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         **{"SECONDS": float, "FILE,...": cli.names(cli.source)},
     )
     runs = parser.add_argument_group("runs")
-    flags.add_rounds(runs, gammas="4")
-    flags.add_prompts(runs, default="50")
-    flags.add_gen_tokens(runs, default=64)
-    flags.add_repeats(runs, default=3)
-    flags.add_raw(runs)
+    names = "gammas page-size prompts gen-tokens repeats raw"
+    flags.add(runs, names, gammas=4, prompts=50, repeats=3)
     cli.add(runs, "--no-steps  leave llama-bench and our steps out")
-    flags.add_out(parser, rows="one per prompt as it finishes, then figures")
+    flags.add(parser, "out", out="one per prompt as it finishes, then figures")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     if args.llama_bin is None or args.gguf is None:

@@ -59,27 +59,23 @@ PROMPT = "Describe a person as JSON, with name, trade and likes."
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add_models(parser.add_argument_group("models"), has_mesh=False)
+    flags.add(parser.add_argument_group("models"), "models")
     group = parser.add_argument_group("answers and times")
-    flags.add_drafter(group)
-    flags.add_gen_tokens(group, default=128)
-    flags.add_repeats(group, default=9)
+    flags.add(group, "drafter gen-tokens repeats", gen_tokens=128, repeats=9)
     cli.add(
         group,
         """
         --answers N=100  to draw, a seed each
         --batch N=8  answers at once
         --gamma N=4  drafts of a round, at most
-        --temperature T=1.0  divides the logits; 0 is greedy
         --table  compare with decoding, in place of answers and times: with --batch
             prompts at once, at temperatures 0, 0.7 and 1
         """,
     )
-    flags.add_noise(parser.add_argument_group("sampling"))
-    flags.add_out(
-        parser,
-        rows="one of the answers, then one per way and processor; or of the table",
-    )
+    group = parser.add_argument_group("sampling")
+    flags.add(group, "temperature noise", temperature=1.0)
+    rows = "one of the answers, then one per way and processor; or of the table"
+    flags.add(parser, "out", out=rows)
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)

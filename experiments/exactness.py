@@ -55,7 +55,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     _add_input_flags(parser.add_argument_group("models and prompts"))
     _add_axis_flags(parser.add_argument_group("axes: lists, the base first"))
-    flags.add_out(parser, rows="one per prompt and cell as it finishes, taken up again")
+    rows = "one per prompt and cell as it finishes, taken up again"
+    flags.add(parser, "out", out=rows)
     cli.add(
         parser,
         """
@@ -102,7 +103,7 @@ def _name_head(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
 
 def _add_input_flags(group: argparse._ActionsContainer) -> None:
     brief, full = plans.BRIEF, plans.FULL
-    flags.add_folders(group)
+    flags.add(group, "target draft raw isa")
     cli.add(
         group,
         f"""
@@ -119,8 +120,6 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
         """,
         **{"N|FILE[:N]": cli.text_source},
     )
-    flags.add_raw(group)
-    flags.add_isa(group)
 
 
 def _add_axis_flags(group: argparse._ActionsContainer) -> None:
@@ -147,7 +146,7 @@ def _add_axis_flags(group: argparse._ActionsContainer) -> None:
             kind = cli.one_of(kinds)
         text = f"--{axis} A,B,..  {what}: {listed} (default: {default})"
         cli.add(group, text, **{"A,B,..": cli.names(kind)})
-    flags.add_trees(group, default=None)
+    flags.add(group, "trees")
 
 
 def act(args: argparse.Namespace) -> int:

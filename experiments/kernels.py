@@ -1,9 +1,11 @@
-"""Does a row of any kernel depend, in any bit, on the rows beside it?
+"""Does a row depend, in any bit, on the rows beside it, on this device?
 
-The kernels of a model's step at its own shapes: each row's result among others, alone,
-at other places, in other heights of a slab and on other pages, compared as integers. On
-a GPU nothing else says so of what was compiled there. Exit status: 0 all equal, 2 a
-kernel failed or a bit differs, 1 the input was unusable.
+Random weights in the shape of a model, by all kernels of its step: a text is read in
+each of the ways of `spec_jax.testing.check_target`, row by row, in windows, beside
+other sequences, moved, after drafts that were rolled back and among rows of NaN, and
+logits are compared as integers. On a GPU nothing else says so of what was compiled
+there. Exit status: 0 all equal, 2 a kernel failed or a bit differs, 1 the input was
+unusable.
 """
 
 from experiments.lib import cli
@@ -13,22 +15,25 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
+import hashlib
 from collections.abc import Sequence
+from typing import Any
 
-from experiments.lib import (
-    flags,
-    kernel_checks,
-    kernels,
-    records,
-    subjects,
-    terminal,
-)
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.lib import flags, noise, records, subjects, terminal
+from spec_jax import testing
+from spec_jax.model import row_model
 from spec_jax.native import build
 from spec_jax.ops import dispatch
+from spec_jax.pallas import skinny_gemm_triton as triton
+from spec_jax.testing import target_kit
 from spec_jax.typing import REMOVED_IMPLS
 
 
 EQUAL, FAILED = 0, 2
+ROWS = 8
 IMPLS = {"cpu": ("native", "interpret"), "gpu": ("triton",)}
 """Implementations by the platform that they run on, the default first."""
 
@@ -36,9 +41,7 @@ IMPLS = {"cpu": ("native", "interpret"), "gpu": ("triton",)}
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add_device(parser)
-    flags.add_dtype(parser)
-    flags.add_isa(parser)
+    flags.add(parser, "device dtype isa out", out="hashes, and one per way to read")
     cli.add(
         parser,
         f"""
@@ -46,45 +49,64 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --shapes NAME|DIR={subjects.EMBEDDED}  the model whose shapes are taken:
             {subjects.EMBEDDED} (the target of the embedded pair),
             {", ".join(sorted(subjects.PRESETS))}, or a folder with a config.json
-        --contexts N,N,...=300,4096  positions that attention reads
-        --only PATTERN  kernels in whose names this regular expression is found, such as
-            'head|context 300' (default: all)
+        --contexts N,N,...=5,300  tokens of the prompts
         """,
         **{"NAME": str, "NAME|DIR": cli.text_source},
     )
-    flags.add_out(parser, rows="hashes, and one per kernel and what is varied")
     args = parser.parse_args(argv)
     flags.check_isa(parser, args)
     return args
 
 
+def check(model: row_model.RowModel, params: Any, context: int) -> list[dict[str, Any]]:
+    """Returns the hash of the rows alone, then a row for each way to read them."""
+    rows: list[dict[str, Any]] = []
+    name = f"model after {context} tokens"
+    for clause, alone, found in target_kit.compared(model, params, prompt=context):
+        if not rows:
+            digest = hashlib.sha256(np.ascontiguousarray(alone).tobytes()).hexdigest()
+            rows.append({"kind": "hash", "check": name, "sha256": digest})
+        wrong = int(np.sum(testing.bits(alone) != testing.bits(found)))
+        row = {"kind": "bitwise", "check": f"{name}: {clause}", "cases": len(found)}
+        row |= {"elements": found.size, "differing": wrong, "equal": wrong == 0}
+        rows.append(row)
+    return rows
+
+
+def control(impl: str) -> list[dict[str, Any]]:
+    """Negative control: a plan that depends on the number of rows is seen."""
+    interpret = impl == "interpret"
+    terms = 128 if interpret else 2048
+    matrix = noise.normal(0, (64, terms), "bfloat16", stddev=terms**-0.5)
+    x = noise.normal(1, (ROWS, terms), "bfloat16")
+    how = {"num_active": jnp.int32(ROWS), "norm": None, "eps": 1e-6}
+    how |= {"residual": None, "out_dtype": jnp.dtype("float32")}
+    one, two = (
+        testing.bits(triton.project(x, matrix, plan=plan, interpret=interpret, **how))
+        for plan in (
+            triton.Plan(block_n=16, block_k=64),
+            triton.Plan(block_n=16, block_k=32, splits=terms // 64),
+        )
+    )
+    wrong, name = int(np.sum(one != two)), "a plan by the number of rows"
+    return [{"kind": "control", "check": name, "differing": wrong, "seen": wrong > 0}]
+
+
 def run(args: argparse.Namespace) -> int:
-    """Checks kernel after kernel; writes and prints each when it is known."""
+    """Reads after each context; writes and prints each row when it is known."""
     console, platform = terminal.console(), subjects.check_device(args.device)
     known, impl = IMPLS[platform], args.impl or IMPLS[platform][0]
     if impl in REMOVED_IMPLS:
         raise ValueError(REMOVED_IMPLS[impl])
     if impl not in known:
         raise ValueError(f"--impl {impl} is not one of {', '.join(known)}")
-    dispatch.resolve(impl)
-    if min(args.contexts) < kernel_checks.HEIGHT:
-        raise ValueError(
-            f"--contexts {min(args.contexts)}: attention needs "
-            f"{kernel_checks.HEIGHT} positions or more, of as many rows"
-        )
     config = subjects.read_config(args.shapes, dtype=args.dtype)
-    made = kernels.cases(config, impl, contexts=args.contexts)
-    chosen = [name for name in made if args.only is None or args.only.search(name)]
-    if not chosen:
-        raise ValueError(
-            f"--only {args.only.pattern} is found in none of {', '.join(made)}"
-        )
-    jobs = {
-        name: lambda name=name: [*kernel_checks.check(name, made[name]())]
-        for name in chosen
-    }
+    slab = row_model.slab_for(dispatch.resolve(impl), ROWS)
+    model = row_model.RowModel(config=config, impl=impl, slab=slab)
+    params = subjects.random_weights(config, impl=impl)
+    jobs = {f"context {n}": lambda n=n: check(model, params, n) for n in args.contexts}
     if impl in dispatch.PALLAS:
-        jobs = {"control": lambda: [kernel_checks.control(impl)]} | jobs
+        jobs = {"control": lambda: control(impl)} | jobs
     failed = False
     with records.open_out(args) as out:
         out.common = {

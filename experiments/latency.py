@@ -42,11 +42,23 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
     models = parser.add_argument_group("models")
-    flags.add_models(models, has_mesh=False)
-    subjects.add_presets(models)
-    subjects.add_heads(models)
+    flags.add(models, "models")
+    cli.add(
+        models,
+        """
+        --preset PRESET  a target of random weights in that shape, mostly a released
+            model's
+        --draft-preset PRESET  a draft, likewise
+        --head HEAD  a head of random weights drafts for --preset, in the shape of
+            published ones, as many tokens as those do
+        --head-tree ROWS  it drafts trees of so many rows: of seven first children, and
+            of their siblings
+        """,
+        PRESET=sorted(subjects.PRESETS),
+        HEAD=subjects.HEADS,
+    )
     group = parser.add_argument_group("steps")
-    flags.add_rounds(group)
+    flags.add(group, "gamma page-size")
     group.add_argument(
         "--contexts",
         type=cli.positive,
@@ -72,15 +84,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             mt-bench and gsm8k, for what is published of it (default: not)
         --gammas K,K,...  tokens drafted a round at forced acceptance (default: that of
             --gamma)
+        --dry-run  run nothing: trace and lower every program, for a GPU with --device
+            gpu wherever this is, and compile it where there is one
         """,
         **{"FOLDER": pathlib.Path, "RATE,RATE,...": forced_rounds.rates},
     )
-    flags.add_repeats(group, default=20)
-    flags.add_gen_tokens(group, default=64)
-    flags.add_sampling(group)
-    flags.add_device(parser)
-    flags.add_dry_run(parser)
-    flags.add_out(parser, rows="one per step, then one summary")
+    flags.add(group, "repeats gen-tokens temperature noise", repeats=20)
+    flags.add(parser, "device out", out="one per step, then one summary")
     args = parser.parse_args(argv)
     _check(parser, args)
     # Steps of a large model are slow, and few of them are enough.

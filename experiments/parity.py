@@ -58,10 +58,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     text = "--target DIR  Hugging Face Qwen3 folder (default: the embedded target)"
     cli.add(parser, text)
     group = parser.add_argument_group("texts")
-    flags.add_prompts(group, default="1")
-    flags.add_gen_tokens(group, default=64)
+    flags.add(group, "prompts gen-tokens raw", prompts=1)
     cli.add(group, "--gamma TOKENS=4  drafts of a window, which are decoding's own")
-    flags.add_raw(group)
     group = parser.add_argument_group("the two runs")
     cli.add(
         group,
@@ -74,7 +72,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         IMPL=IMPLS,
         TYPE=config_lib.DTYPES,
     )
-    flags.add_out(parser, rows="one, what was seen")
+    flags.add(parser, "out", out="one, what was seen")
     args = parser.parse_args(argv)
     if args.gen_tokens <= args.gamma:
         parser.error(

@@ -50,10 +50,9 @@ Drafted = tuple[str, int | str]
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add_models(parser.add_argument_group("models"))
+    flags.add(parser.add_argument_group("models"), "models mesh")
     group = parser.add_argument_group("runs")
-    flags.add_drafters(group, default="draft-model,ngram,suffix,hybrid")
-    flags.add_rounds(group, gammas="1,2,4")
+    flags.add(group, "drafters gammas page-size", gammas="1,2,4")
     cli.add(
         group,
         """
@@ -63,13 +62,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         """,
         **{"A,B,..": cli.names(flags.tree_text)},
     )
-    flags.add_prompts(group, default="5")
-    flags.add_raw(group)
-    flags.add_gen_tokens(group, default=64)
-    flags.add_repeats(group, default=3)
-    flags.add_sampling(parser.add_argument_group("sampling"))
+    flags.add(group, "prompts raw gen-tokens repeats", prompts=5, repeats=3)
+    flags.add(parser.add_argument_group("sampling"), "temperature noise")
     rows = "costs, predictions and recommendations, then one per run"
-    flags.add_out(parser, rows=rows)
+    flags.add(parser, "out", out=rows)
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)
@@ -223,9 +219,14 @@ def run(args: argparse.Namespace) -> int:
                 grid[name, drafted] = design(lm, gamma)
                 (found,) = (row for row in rows if row["drafts"] == gamma)
                 predictions[name, drafted] = found
-        results = results_lib.run_grid(
-            grid, subject.prompts, subject.ids, repeats=args.repeats
-        )
+        results: dict[Drafted, list[results_lib.PromptResult]] = {}
+        with terminal.counted("runs", total=len(grid)) as advance:
+            for drafted, one in grid.items():
+                results[drafted] = [
+                    results_lib.run_prompt(one, prompt, ids, repeats=args.repeats)
+                    for prompt, ids in zip(subject.prompts, subject.ids, strict=True)
+                ]
+                advance()
         rows = plan_rows(results, predictions)
         out.write_all(rows)
     tables.print_rows(rows, PLAN, console)

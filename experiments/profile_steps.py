@@ -37,7 +37,7 @@ MEASURED = 0
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add_models(parser.add_argument_group("models"))
+    flags.add(parser.add_argument_group("models"), "models mesh")
     group = parser.add_argument_group("steps")
     cli.add(
         group,
@@ -47,9 +47,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --steps N=20  steps of one timed call
         """,
     )
-    flags.add_rounds(group)
-    flags.add_drafter(group)
-    flags.add_repeats(group, default=20)
+    flags.add(group, "gamma page-size drafter repeats", repeats=20)
     group = parser.add_argument_group("confidences")
     cli.add(
         group,
@@ -60,10 +58,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         """,
         **{"T,...": flags.temperatures},
     )
-    flags.add_prompts(group, default="50")
-    flags.add_gen_tokens(group, default=64)
-    flags.add_raw(group)
-    flags.add_out(parser, rows="calibrations, then one profile a batch and context")
+    flags.add(group, "prompts gen-tokens raw", prompts=50)
+    flags.add(parser, "out", out="calibrations, then one profile a batch and context")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     return args

@@ -94,7 +94,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="rows of spec_round.py --ignore-stop --out",
     )
     replayed = [n for n in registry.names() if n not in registry.NEED_TARGET]
-    flags.add_drafters(parser, default=",".join(replayed))
+    flags.add(parser, "drafters", drafters=",".join(replayed))
     cli.add(
         parser,
         """
@@ -109,7 +109,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             "NAME,...": cli.names(cli.one_of(policies.MEASURED[1:])),
         },
     )
-    flags.add_out(parser, rows="one per drafter and gamma, as the table shows them")
+    flags.add(parser, "out", out="one per drafter and gamma, as the table shows them")
     args = parser.parse_args(argv)
     if args.gamma_policy and not args.round_costs:
         parser.error("--gamma-policy goes by costs: give --round-costs, too")

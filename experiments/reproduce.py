@@ -1,12 +1,11 @@
 """Which command made every published row? Makes them all anew, on one commit.
 
 Calls the other scripts, one step after the other, each in a process of its own; what
-they write replaces the rows, certificates and figures of experiments/results. A step is
-finished when `reproduce.jsonl` there has its command with the present commit, as clean
-as it is now, and its files exist: it is skipped, so that the same command goes on where
-it was interrupted. Every step adds the seconds that it took. Code with changes is
-refused, because rows name the commit of their code. An idle machine and several hours
-are needed.
+they write replaces the rows, certificates and figures of experiments/results. A step
+whose file names the present commit, as clean as it is now, is finished and skipped, so
+that the same command goes on where it was interrupted. Code with changes is refused,
+because rows name the commit of their code. An idle machine and several hours are
+needed.
 
 `--tables` measures nothing: it writes the tables of README.md and docs anew from the
 rows. Exit status: 0 all done, 2 a step failed or did not match, 1 unusable input.
@@ -43,8 +42,6 @@ from spec_jax.model import hub
 
 DONE, FAILED = 0, 2
 
-LOG = "reproduce.jsonl"
-
 Step = reproduction.Step
 
 
@@ -77,12 +74,7 @@ def chosen(args: argparse.Namespace) -> list[Step]:
     return found
 
 
-def state_of(
-    args: argparse.Namespace,
-    step: Step,
-    log: Sequence[dict],
-    here: Mapping[str, Any],
-) -> str:
+def state_of(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> str:
     """ "finished", "left out" for want of a flag, or "to do"."""
     needed = {
         reproduction.DATA: "data",
@@ -95,10 +87,12 @@ def state_of(
         name = reproduction.FETCHED.split()[-1]
         if not (hub.cache() / hub.FETCHED[name]).is_file():
             return f"left out, for want of `fetch_model.py {name}`"
-    wanted = {"step": step.file, "commands": list(step.runs)}
-    wanted |= {name: here[name] for name in ("git_commit", "git_dirty")}
-    is_logged = any(wanted.items() <= row.items() for row in log)
-    return "finished" if is_logged and step.path.exists() else "to do"
+    if not step.path.exists() or not step.flag:
+        return "to do"
+    *_, last = files.read_rows(step.path).values()
+    made = last.get("environment", last)
+    is_finished = all(made.get(n) == here[n] for n in ("git_commit", "git_dirty"))
+    return "finished" if is_finished else "to do"
 
 
 def words_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -109,15 +103,13 @@ def words_of(args: argparse.Namespace) -> dict[str, Any]:
 def run_step(args: argparse.Namespace, step: Step) -> int:
     """Runs a step; returns the worst exit status of its runs.
 
-    The file is replaced when all runs of several have ended well.
+    A file of rows is replaced when all runs have ended well.
     """
-    worst, rows = 0, []
+    worst, rows, is_rows = 0, [], step.path.suffix == ".jsonl"
     with tempfile.TemporaryDirectory() as folder:
-        parts = pathlib.Path(folder)
-        words = words_of(args)
-        for number, command in enumerate(step.runs):
-            script, *arguments = shlex.split(command.format(**words))
-            path = parts / f"{number}.jsonl" if step.keep else step.path
+        for command in step.runs:
+            script, *arguments = shlex.split(command.format(**words_of(args)))
+            path = pathlib.Path(folder) / "rows.jsonl" if is_rows else step.path
             if step.flag:
                 arguments += [step.flag, str(path)]
             if args.allow_dirty and script != "plot":
@@ -126,11 +118,13 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
             worst = max(worst, 0 if status == FAILED and step.mismatches else status)
             if status not in (DONE, FAILED):
                 return status
-            if step.keep:
+            if is_rows:
                 rows += files.read_rows(path).values()
-        if step.keep:
-            with records.open_rows(step.path, allow_dirty=args.allow_dirty) as out:
-                out.write_all(row for row in rows if row["kind"] in step.keep)
+                path.unlink()
+    if is_rows:
+        kept = [row for row in rows if not step.keep or row["kind"] in step.keep]
+        with records.open_rows(step.path, allow_dirty=args.allow_dirty) as out:
+            out.write_all(shortened(kept, totals=step.totals))
     return worst
 
 
@@ -143,54 +137,30 @@ def call(script: str, arguments: Sequence[str]) -> int:
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """Runs what is not finished.
-
-    Returns:
-      The worst exit status of the steps asked for, those finished before included.
-    """
+    """Runs what is not finished; returns the worst exit status."""
     if not args.allow_dirty:
         records.check_clean(what="a row of experiments/results", allow="--allow-dirty")
-    here, path = records.provenance(), records.RESULTS / LOG
-    log = _read_log(path)
-    worst = DONE
+    here, worst = records.provenance(), DONE
     for step in chosen(args):
-        state = state_of(args, step, log, here)
+        state = state_of(args, step, here)
         print(f"{step.file}: {state}", flush=True)
-        if state == "finished":
-            (row,) = (old for old in log if old["step"] == step.file)
-            worst = max(worst, row["status"])
         if state != "to do":
             continue
         step.path.parent.mkdir(parents=True, exist_ok=True)
-        if step.totals and any(old["step"] == step.file for old in log):
-            # A sweep goes on with its rows; those of another commit are totals by now.
-            log = [old for old in log if old["step"] != step.file]
-            _write_log(path, log, args)
-            step.path.unlink(missing_ok=True)
         started = time.perf_counter()
         status = run_step(args, step)
         seconds = round(time.perf_counter() - started, 1)
         print(f"{step.file}: status {status} after {seconds} s", flush=True)
         worst = max(worst, FAILED if status else DONE)
-        if status not in (DONE, FAILED):
-            continue
         if records.provenance() != here:
             raise ValueError(
                 "the commit, or its code, changed while a step ran: run it again"
             )
-        if step.path.suffix == ".jsonl":
-            shorten(step.path, totals=step.totals, allow_dirty=args.allow_dirty)
-        row = {"kind": "step_of_reproduction", "step": step.file}
-        row |= {"commands": list(step.runs), "seconds": seconds, "status": status}
-        log = [old for old in log if old["step"] != step.file] + [row | here]
-        _write_log(path, log, args)
     return worst
 
 
-def shorten(
-    path: pathlib.Path, *, totals: bool = False, allow_dirty: bool = False
-) -> None:
-    """Writes the rows of a file anew, as short as they can be published.
+def shortened(rows: list[dict[str, Any]], *, totals: bool = False) -> list[dict]:
+    """Returns rows as short as they can be published.
 
     Floats have nine digits, which is every bit of a float32, and more than a measured
     time has; files of this checkout, sources of prompts and heads lack the folders of
@@ -201,21 +171,20 @@ def shorten(
       totals: of a sweep, whether the categories of each set of prompts become one row.
     """
 
-    def shortened(value: Any) -> Any:
+    def short(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: shortened(entry) for name, entry in value.items()}
+            return {name: short(entry) for name, entry in value.items()}
         if isinstance(value, list):
-            return [shortened(entry) for entry in value]
+            return [short(entry) for entry in value]
         if isinstance(value, str):
             return value.replace(f"{published.ROOT}/", "")
         return float(f"{value:.9g}") if isinstance(value, float) else value
 
-    rows = [*files.read_rows(path).values()]
     if totals:
         # What all rows say, such as the commit, is said of their totals too.
         shared = {k: v for k, v in rows[0].items() if all(r.get(k) == v for r in rows)}
         rows = [shared | total for total in sweep_cells.totals(rows)]
-    for row in (rows := shortened(rows)):
+    for row in (rows := short(rows)):
         if isinstance(row.get("prompt_source"), str):
             row["prompt_source"] = prompt_files.without_folders(row["prompt_source"])
         if isinstance(row.get("drafter"), str):  # A name, or a folder.
@@ -223,20 +192,7 @@ def shorten(
         row.pop("by_category", None)
         if "spec_ids" in row and row["spec_ids"] == row["plain_ids"]:
             del row["spec_ids"]
-    with records.open_rows(path, allow_dirty=allow_dirty) as out:
-        out.write_all(rows)
-
-
-def _read_log(path: pathlib.Path) -> list[dict[str, Any]]:
-    return [*files.read_rows(path).values()] if path.exists() else []
-
-
-def _write_log(path: pathlib.Path, log: list[dict[str, Any]], args) -> None:
-    if not log:
-        path.unlink(missing_ok=True)  # What is opened for no row is left as it was.
-        return
-    with records.open_rows(path, allow_dirty=args.allow_dirty) as out:
-        out.write_all(log)
+    return rows
 
 
 def run(args: argparse.Namespace) -> int:
@@ -246,10 +202,9 @@ def run(args: argparse.Namespace) -> int:
             print(path)
         return DONE
     if args.list:
-        log = _read_log(records.RESULTS / LOG)
         here = records.provenance()
         for step in chosen(args):
-            state = state_of(args, step, log, here)
+            state = state_of(args, step, here)
             print(f"{step.file}: {state}", *step.runs, sep="\n    ")
         return DONE
     return run_all(args)

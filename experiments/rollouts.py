@@ -55,25 +55,20 @@ SELDOM = 0.1
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add_models(parser.add_argument_group("models"), has_mesh=False)
+    flags.add(parser.add_argument_group("models"), "models")
     group = parser.add_argument_group("rollouts")
-    flags.add_drafter(group)
-    flags.add_prompts(group, default="4")
-    flags.add_raw(group)
-    flags.add_gen_tokens(group, default=64)
-    flags.add_page_size(group)
-    flags.add_repeats(group, default=3)
+    names = "drafter prompts raw gen-tokens page-size repeats"
+    flags.add(group, names, prompts=4, repeats=3)
     cli.add(
         group,
         """
         --samples N=4  of each prompt, all from one seed
         --batch N=8  samples at once
         --gamma N=7  drafts of a round, at most
-        --temperature T=1.0  divides the logits; 0 is greedy
         """,
     )
     group = parser.add_argument_group("sampling")
-    flags.add_noise(group)
+    flags.add(group, "temperature noise", temperature=1.0)
     processing.add_flag(group)
     group = parser.add_argument_group("learning")
     cli.add(
@@ -83,7 +78,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --learning-rate RATE=0.0003  of Adam
         """,
     )
-    flags.add_out(parser, rows="one per sample, one per way, then one per step")
+    flags.add(parser, "out", out="one per sample, one per way, then one per step")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)

@@ -41,16 +41,10 @@ MATCHED, NOT_MATCHED = 0, 2
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add_models(parser.add_argument_group("models"))
+    flags.add(parser.add_argument_group("models"), "models mesh")
     runs = parser.add_argument_group("runs")
-    flags.add_rounds(runs)
-    flags.add_tree(runs)
-    flags.add_drafter(runs)
-    flags.add_rule(runs)
-    flags.add_prompts(runs, default="10")
-    flags.add_gen_tokens(runs, default=64)
-    flags.add_repeats(runs)
-    flags.add_text(runs)
+    flags.add(runs, "gamma page-size tree drafter rule")
+    flags.add(runs, "prompts gen-tokens repeats ignore-stop raw", prompts=10)
     cli.add(
         runs,
         """
@@ -64,13 +58,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         HOW=("batched", "rows"),
         KIND=row_model.CACHE_KINDS,
     )
-    policies.add_policy(parser.add_argument_group("adaptive gamma"))
+    flags.add(parser.add_argument_group("adaptive gamma"), "policy")
     group = parser.add_argument_group("sampling")
-    flags.add_sampling(group)
+    flags.add(group, "temperature noise")
     processing.add_flag(group)
     # To tell a number that is named from none.
     parser.set_defaults(gamma=None, gamma_policy=None)
-    flags.add_out(parser, rows="one per prompt as it finishes, then one summary")
+    flags.add(parser, "out", out="one per prompt as it finishes, then one summary")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)

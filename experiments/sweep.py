@@ -54,18 +54,15 @@ Sets = dict[str, models.Subject]
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unusable ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add_models(parser.add_argument_group("models"))
+    flags.add(parser.add_argument_group("models"), "models mesh")
     _add_grid(parser.add_argument_group("grid: a cell for each combination"))
     shared = parser.add_argument_group("the same in all cells")
-    flags.add_rule(shared)
-    flags.add_gen_tokens(shared, default=64)
-    flags.add_repeats(shared)
-    flags.add_text(shared)
+    flags.add(shared, "rule gen-tokens repeats ignore-stop raw")
     noise = parser.add_argument_group("sampling, where the temperature is above 0")
-    flags.add_noise(noise)
+    flags.add(noise, "noise")
     fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
     rows = "one per finished cell; cells that are there already are not run again"
-    flags.add_out(parser, rows=rows)
+    flags.add(parser, "out", out=rows)
     args = parser.parse_args(argv)
     if args.out is None:
         parser.error("--out is required: cells that it holds are not run again")
@@ -78,9 +75,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _add_grid(group: argparse._ActionsContainer) -> None:
-    flags.add_drafters(group, default="draft-model,ngram,suffix,hybrid")
-    flags.add_rounds(group, gammas="1,2,4")
-    flags.add_trees(group, default=flags.NO_TREE)
+    flags.add(group, "drafters gammas page-size trees", gammas="1,2,4")
+    group.set_defaults(tree=(flags.NO_TREE,))
     group.add_argument(
         "--prompts",
         type=cli.text_source,
@@ -272,8 +268,15 @@ def run_cell(
     design = results_lib.Design(lm=lm, settings=settings)
     # What an earlier cell has compiled is not compiled again.
     results_lib.warm_up([design], ids)
-    grid = {None: design}
-    return results_lib.run_grid(grid, prompts, ids, repeats=args.repeats)[None]
+    found = []
+    with terminal.counted("prompts", total=len(prompts)) as advance:
+        for prompt, one in zip(prompts, ids, strict=True):
+            # Each begins with the policy's first state, whatever ran before it.
+            found.append(
+                results_lib.run_prompt(design, prompt, one, repeats=args.repeats)
+            )
+            advance()
+    return found
 
 
 class Bench:

@@ -88,17 +88,11 @@ class Result:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add_models(parser.add_argument_group("models"))
+    flags.add(parser.add_argument_group("models"), "models mesh")
     group = parser.add_argument_group("runs")
     cli.add(group, "--batch N,N,...=1,2,4,8,16  sequences at once")
-    flags.add_rounds(group, gammas="4")
-    flags.add_tree(group)
-    flags.add_drafter(group)
-    flags.add_rule(group)
-    flags.add_prompts(group, default="32")
-    flags.add_raw(group)
-    flags.add_gen_tokens(group, default=64)
-    flags.add_repeats(group, default=3)
+    flags.add(group, "gammas page-size tree drafter rule", gammas=4)
+    flags.add(group, "prompts raw gen-tokens repeats", prompts=32, repeats=3)
     cli.add(
         group,
         """
@@ -106,11 +100,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             wrong, however sure it is of it
         """,
     )
-    policies.add_policy(parser.add_argument_group("adaptive gamma"))
+    flags.add(parser.add_argument_group("adaptive gamma"), "policy")
     group = parser.add_argument_group("sampling")
-    flags.add_sampling(group)
+    flags.add(group, "temperature noise")
     processing.add_flag(group)
-    flags.add_out(parser, rows="one per run as it finishes, then one per way")
+    flags.add(parser, "out", out="one per run as it finishes, then one per way")
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
     flags.check_sampling(parser, args)

@@ -503,7 +503,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     groups = {title: parser.add_argument_group(title) for title in FLAGS}
     for title, text in FLAGS.items():
         cli.add(groups[title], text, **TYPES)
-    flags.add_raw(groups["prompts and rollouts"])
+    flags.add(groups["prompts and rollouts"], "raw")
     groups["prompts and rollouts"].add_argument(
         "--avoid",
         action="append",
@@ -549,10 +549,10 @@ def check_export(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs one stage; returns the exit status."""
     families.check_flags(args)
-    files.check_folder(args.work)
+    args.work.mkdir(parents=True, exist_ok=True)
     if args.stage == "export":
         check_export(args)
-        files.check_folder(args.out)
+        args.out.mkdir(parents=True, exist_ok=True)
     elif args.stage != "prompts":
         families.plan(args, families.target_config(args))
     if args.length <= args.prefix:

@@ -15,8 +15,6 @@ import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
-from experiments.lib import files
-
 
 UNUSABLE, NOT_FINITE, INTERRUPTED = 1, 2, 130
 
@@ -162,12 +160,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def output(text: str) -> pathlib.Path:
-    """The type of a flag that names a file to be written, found to be writable."""
+    """The type of a flag that names a file to be written, in a folder that is there."""
     path = pathlib.Path(text)
-    try:
-        files.check_output(path)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a directory" if path.is_dir() else "is in no directory that exists"
+        raise argparse.ArgumentTypeError(f"{path}: {why}; name a file")
     return path
 
 

@@ -1,11 +1,8 @@
 """Files that scripts read and write; what cannot be used is refused in one line."""
 
 import hashlib
-import io
 import json
-import os
 import pathlib
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,46 +48,6 @@ def read_rows(path: pathlib.Path, *, hint: str = "") -> dict[int, dict[str, Any]
             kind = type(rows[number]).__name__
             raise ValueError(f"{path}, line {number}: not a JSON object but a {kind}")
     return rows
-
-
-def open_output(path: pathlib.Path) -> io.FileIO:
-    """Opens a file for appending, without a buffer."""
-    if path.is_dir():
-        raise ValueError(
-            f"{path}: is a directory; name a file, such as {path / 'results.jsonl'}"
-        )
-    if not path.parent.is_dir():
-        raise ValueError(
-            f"{path}: the directory {path.parent} does not exist; make it first"
-        )
-    try:
-        return path.open("ab", buffering=0)
-    except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be written ({error.strerror}); name another file"
-        ) from None
-
-
-def check_output(path: pathlib.Path) -> None:
-    """Raises `ValueError` unless the file can be written; leaves it as it is."""
-    is_new = not os.path.lexists(path)
-    if not is_new and not path.is_dir() and not path.is_file():
-        return  # A pipe or a device.
-    open_output(path).close()
-    if is_new:
-        path.unlink()
-
-
-def check_folder(path: pathlib.Path) -> None:
-    """Makes the folder if it is missing; raises `ValueError` if it is not writable."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"{path}: no folder that can be written to ({error.strerror}); name another"
-        ) from None
 
 
 def check_apart(

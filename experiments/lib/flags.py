@@ -1,11 +1,12 @@
-"""Flags that several scripts share: models, sampling, prompts, outputs."""
+"""Flags that several scripts share, and the checks that go with them."""
 
 import argparse
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from experiments.lib import cli
+from experiments.lib import cli, policies
 from spec_jax import loading
 from spec_jax.drafters import registry, tree_shapes
 from spec_jax.model import config as config_lib
@@ -21,58 +22,162 @@ NO_TREE = "none"
 NOISE = ("top_k", "top_p", "min_p")
 """Flags that change nothing at temperature 0."""
 
-
-def add_models(group: argparse._ActionsContainer, *, has_mesh: bool = True) -> None:
-    """`--target`, `--draft`, `--dtype`, `--impl`, `--isa`, for `check_models`.
-
-    Args:
-      has_mesh: `--devices` and `--segments` too, of a script that uses `models.load`.
-    """
-    add_folders(group)
-    add_dtype(group)
-    cli.add(group, "--impl IMPL=auto  kernels", IMPL=IMPLS)
-    add_isa(group)
-    if not has_mesh:
-        return
-    cli.add(
-        group,
-        f"""
-        --devices N  share the target out over the first N devices; on a CPU so many
-            are made (default: one device has all of it)
-        --segments N={shard.SEGMENTS}  of each sum over devices: its order, and with it
-            every bit, is the same on any N devices that divide it
+FLAGS: Mapping[str, str] = {
+    "target": """
+        --target DIR  Hugging Face folder of the target (default: the embedded pair)
         """,
-    )
-
-
-def add_folders(group: argparse._ActionsContainer) -> None:
-    """`--target` and `--draft`."""
-    cli.add(
-        group,
-        """
-        --target DIR  Hugging Face folder of the target (default: the embedded
-            pair)
+    "draft": """
         --draft DIR  Hugging Face folder of the draft model, where one is drafted with
         """,
-    )
-
-
-def add_isa(group: argparse._ActionsContainer) -> None:
-    """`--isa`, which `check_isa` looks at."""
-    cli.add(
-        group,
-        f"""
+    "dtype": "--dtype TYPE  dtype of all models (default: that of each config)",
+    "impl": "--impl IMPL=auto  kernels",
+    "isa": """
         --isa ISA  instruction set of native kernels, which decides bits (default:
-            ${build.ISA_VARIABLE}, or the widest of this machine)
+            ${variable}, or the widest of this machine)
         """,
-        ISA=tuple(build.ISA_FLAGS),
-    )
+    "devices": """
+        --devices N  share the target out over the first N devices; on a CPU so many
+            are made (default: one device has all of it)
+        """,
+    "segments": """
+        --segments N={segments}  of each sum over devices: its order, and with it every
+            bit, is the same on any N devices that divide it
+        """,
+    "drafter": """
+        --drafter NAME=auto  what proposes tokens: a draft model (draft-model); prompt
+            lookup (ngram); what mostly followed in the text (suffix); that where its
+            score is high, otherwise the draft model (hybrid); a head that reads the
+            target's features (eagle3, dflash, dspark), whose folder is --draft, or the
+            one that is shipped for the target; or that folder; the text of
+            autoregressive decoding, for a ceiling (oracle); one that a package
+            registers, or package.module:Name; auto: what --draft is, else a shipped
+            head, else ngram
+        """,
+    "drafters": """
+        --drafter NAME,...={drafters}  what proposes tokens: of {names}, or
+            package.module:Name; of the default, those that need no draft where --target
+            has none
+        """,
+    "gamma": "--gamma TOKENS=4  tokens drafted per round, at most",
+    "gammas": "--gamma TOKENS,...={gammas}  tokens drafted per round, at most",
+    "page-size": "--page-size TOKENS=16  positions per page of the cache",
+    "rule": """
+        --rule RULE=coupled  how drafts are accepted: equal to what the target draws
+            itself (coupled), or by rejection sampling, draft by draft or as a block,
+            which keep the distribution and, above temperature 0, not the stream
+        """,
+    "tree": """
+        --tree KxD:W  draft trees in place of chains: K children of a node, D drafts on
+            a path, W in all, as in 4x12:15; 4x12:15@0.3 scores with tau 0.3. Or of a
+            fixed shape: children by depth, 4-2-1, or a JSON list of paths, or its file
+        """,
+    "trees": """
+        --tree A,B,..  trees that are drafted in place of chains, with all their nodes:
+            children x depth : nodes, as in 4x6:15 or 4x6:15@0.3; children by depth, as
+            in 4-2-1; files of paths, NAME.json; none for chains
+        """,
+    "gamma-policy": """
+        --gamma-policy POLICY=fixed  what chooses each round's gamma, up to --gamma:
+            nothing (fixed), the share of drafts that were kept (threshold), or expected
+            tokens per second by step costs that are measured before (goodput), with a
+            bound on what trying may cost (budget); of a tree goodput and budget choose
+            the number of nodes
+        """,
+    "schedule": """
+        --schedule PROFILE  of what is drafted, verify those tokens of the whole batch
+            that pay, by the chance that each is kept and the step times of this file of
+            profile_steps.py, and draft while that pays; its rows of --calibrate make
+            confidences chances
+        """,
+    "confidence": """
+        --confidence P=0.0  a draft model ends its draft before a token that it gives
+            less than this probability; 0 is never
+        """,
+    "prompts": """
+        --prompts N|FILE[:N]={prompts}  the first N bundled prompts, or a file: JSON
+            lines with prompt, question, text, turns or messages, or plain text, one
+            prompt a line; N@SEED takes a sample of N, by category; see docs/prompts.md
+        """,
+    "gen-tokens": """
+        --gen-tokens TOKENS={gen_tokens}  tokens to generate per prompt, at most
+        """,
+    "repeats": "--repeats N={repeats}  timed repetitions of every prompt",
+    "ignore-stop": """
+        --ignore-stop  do not end at stop tokens: every prompt yields --gen-tokens
+        """,
+    "raw": """
+        --raw  do not apply the model's chat template
+        --chat-option OPTIONS  options of the chat template as NAME=VALUE,... with
+            values as in JSON, such as enable_thinking=true; or as a JSON object
+        """,
+    "temperature": "--temperature T={temperature}  divides the logits; 0 is greedy",
+    "noise": """
+        --top-k N  draw from the N first tokens only (default: all)
+        --top-p P=1.0  draw from the first tokens that together have this probability
+        --min-p P=0.0  draw from tokens at least this many times as likely as the first
+        --seed SEED=0  of all noise, which is keyed by it and by position: the same
+            tokens with speculation on or off
+        """,
+    "device": "--device DEVICE=auto  where to run; auto is where jax runs",
+    "out": """
+        --out FILE  JSON lines: {out}
+        --allow-dirty  write to experiments/results from changed code too; rows say so
+        """,
+}
+"""Texts of `cli.add`, by name; words in braces are keywords of `add`."""
+
+SETS = {
+    "models": "target draft dtype impl isa",
+    "mesh": "devices segments",
+    "policy": "gamma-policy schedule confidence",
+}
+"""Flags that go together, by name."""
+
+DEFAULTS = {
+    "variable": build.ISA_VARIABLE,
+    "segments": shard.SEGMENTS,
+    "names": ", ".join(registry.names()),
+    "drafters": "draft-model,ngram,suffix,hybrid",
+    "gen_tokens": 64,
+    "repeats": 1,
+    "temperature": 0.0,
+}
 
 
-def add_dtype(group: argparse._ActionsContainer) -> None:
-    """`--dtype`."""
-    text = "--dtype TYPE  dtype of all models (default: that of each config)"
-    cli.add(group, text, TYPE=config_lib.DTYPES)
+def add(group: argparse._ActionsContainer, names: str, **words: Any) -> None:
+    """Adds flags of `FLAGS` and `SETS`.
+
+    `check_models` is for "models", `check_tree` for trees, `check_sampling` for noise.
+
+    Args:
+      names: separated by blanks.
+      words: in the place of those in braces; more than `DEFAULTS`.
+    """
+    for name in names.split():
+        if name in SETS:
+            add(group, SETS[name], **words)
+        else:
+            cli.add(group, FLAGS[name].format_map(DEFAULTS | words), **_kinds())
+
+
+def _kinds() -> dict[str, Any]:
+    """Returns the types of the values, or their choices, by how the texts call them."""
+    return {
+        "TYPE": config_lib.DTYPES,
+        "IMPL": IMPLS,
+        "ISA": tuple(build.ISA_FLAGS),
+        "NAME": drafter,
+        "NAME,...": cli.names(drafter),
+        "RULE": tuple(rule.RULES),
+        "KxD:W": tree,
+        "A,B,..": cli.names(tree_or_none),
+        "POLICY": policies.MEASURED,
+        "PROFILE": cli.source,
+        "N|FILE[:N]": cli.text_source,
+        "OPTIONS": chat_options,
+        "SEED": int,
+        "DEVICE": ("auto", "cpu", "gpu"),
+    }
 
 
 def check_models(
@@ -143,63 +248,6 @@ def drafter(text: str) -> str:
     return cli.one_of(registry.names(), can_import=True)(text)
 
 
-def add_drafter(group: argparse._ActionsContainer) -> None:
-    """`--drafter`, one name."""
-    cli.add(
-        group,
-        """
-        --drafter NAME=auto  what proposes tokens: a draft model (draft-model); prompt
-            lookup (ngram); what mostly followed in the text (suffix); that where its
-            score is high, otherwise the draft model (hybrid); a head that reads the
-            target's features (eagle3, dflash, dspark), whose folder is --draft, or the
-            one that is shipped for the target; or that folder; the text of
-            autoregressive decoding, for a ceiling (oracle); one that a package
-            registers, or package.module:Name; auto: what --draft is, else a shipped
-            head, else ngram
-        """,
-        NAME=drafter,
-    )
-
-
-def add_drafters(group: argparse._ActionsContainer, *, default: str) -> None:
-    """`--drafter`, a list of names."""
-    cli.add(
-        group,
-        f"""
-        --drafter NAME,...={default}  what proposes tokens: of
-            {", ".join(registry.names())}, or package.module:Name; of the default,
-            those that need no draft where --target has none
-        """,
-        **{"NAME,...": cli.names(drafter)},
-    )
-
-
-def add_rule(group: argparse._ActionsContainer) -> None:
-    """`--rule`."""
-    cli.add(
-        group,
-        """
-        --rule RULE=coupled  how drafts are accepted: equal to what the target draws
-            itself (coupled), or by rejection sampling, draft by draft or as a block,
-            which keep the distribution and, above temperature 0, not the stream
-        """,
-        RULE=tuple(rule.RULES),
-    )
-
-
-def add_raw(group: argparse._ActionsContainer) -> None:
-    """`--raw`, and `--chat-option` for `prompts.with_options`."""
-    cli.add(
-        group,
-        """
-        --raw  do not apply the model's chat template
-        --chat-option NAMES  options of the chat template as NAME=VALUE,... with values
-            as in JSON, such as enable_thinking=true; or as a JSON object
-        """,
-        NAMES=chat_options,
-    )
-
-
 def chat_options(text: str) -> dict[str, Any]:
     """The type of a flag with options of a chat template."""
     try:
@@ -216,47 +264,12 @@ def chat_options(text: str) -> dict[str, Any]:
         ) from None
 
 
-def add_text(group: argparse._ActionsContainer) -> None:
-    """`--ignore-stop` and `--raw`."""
-    cli.add(
-        group,
-        """
-        --ignore-stop  do not end at stop tokens: every prompt yields --gen-tokens
-        """,
-    )
-    add_raw(group)
-
-
-def add_rounds(group: argparse._ActionsContainer, *, gammas: str | None = None) -> None:
-    """`--gamma` and `--page-size`.
-
-    Args:
-      gammas: the default of a `--gamma` that is a list; None: it is one number.
-    """
-    value = f"TOKENS,...={gammas}" if gammas else "TOKENS=4"
-    cli.add(group, f"--gamma {value}  tokens drafted per round, at most")
-    add_page_size(group)
-
-
 def tree(text: str) -> tree_shapes.AnyTree:
     """The type of a flag that describes a tree."""
     try:
         return tree_shapes.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def add_tree(group: argparse._ActionsContainer) -> None:
-    """`--tree`, for `models.load`."""
-    cli.add(
-        group,
-        """
-        --tree KxD:W  draft trees in place of chains: K children of a node, D drafts on
-            a path, W in all, as in 4x12:15; 4x12:15@0.3 scores with tau 0.3. Or of a
-            fixed shape: children by depth, 4-2-1, or a JSON list of paths, or its file
-        """,
-        **{"KxD:W": tree},
-    )
 
 
 def temperatures(text: str) -> tuple[float, ...]:
@@ -287,20 +300,6 @@ def tree_text(text: str) -> str:
     return str(tree(text))
 
 
-def add_trees(group: argparse._ActionsContainer, *, default: str | None) -> None:
-    """`--tree`, a list of texts, and `NO_TREE`."""
-    shown = "" if default is None else f"={default}"
-    cli.add(
-        group,
-        f"""
-        --tree A,B,..{shown}  trees that are drafted in place of chains, with all their
-            nodes: children x depth : nodes, as in 4x6:15 or 4x6:15@0.3; children by
-            depth, as in 4-2-1; files of paths, NAME.json; none for chains
-        """,
-        **{"A,B,..": cli.names(tree_or_none)},
-    )
-
-
 def check_tree(
     parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str
 ) -> None:
@@ -315,56 +314,6 @@ def check_tree(
                 f"--tree does not go together with {cli.flag_of(name)}, which is of "
                 "chains: leave one out, or run them apart"
             )
-
-
-def add_page_size(group: argparse._ActionsContainer) -> None:
-    """`--page-size`."""
-    cli.add(group, "--page-size TOKENS=16  positions per page of the cache")
-
-
-def add_prompts(group: argparse._ActionsContainer, *, default: str) -> None:
-    """`--prompts`, for `prompt_files.parse`."""
-    cli.add(
-        group,
-        f"""
-        --prompts N|FILE[:N]={default}  the first N bundled prompts, or a file: JSON
-            lines with prompt, question, text, turns or messages, or plain text, one
-            prompt a line; N@SEED takes a sample of N, by category; see docs/prompts.md
-        """,
-        **{"N|FILE[:N]": cli.text_source},
-    )
-
-
-def add_gen_tokens(group: argparse._ActionsContainer, *, default: int) -> None:
-    """`--gen-tokens`."""
-    text = f"--gen-tokens TOKENS={default}  tokens to generate per prompt, at most"
-    cli.add(group, text)
-
-
-def add_repeats(group: argparse._ActionsContainer, *, default: int = 1) -> None:
-    """`--repeats`."""
-    cli.add(group, f"--repeats N={default}  timed repetitions of every prompt")
-
-
-def add_sampling(group: argparse._ActionsContainer) -> None:
-    """`--temperature`, and the flags of `add_noise`."""
-    cli.add(group, "--temperature T=0.0  divides the logits; 0 is greedy")
-    add_noise(group)
-
-
-def add_noise(group: argparse._ActionsContainer) -> None:
-    """`--top-k`, `--top-p`, `--min-p`, `--seed`."""
-    cli.add(
-        group,
-        """
-        --top-k N  draw from the N first tokens only (default: all)
-        --top-p P=1.0  draw from the first tokens that together have this probability
-        --min-p P=0.0  draw from tokens at least this many times as likely as the first
-        --seed SEED=0  of all noise, which is keyed by it and by position: the same
-            tokens with speculation on or off
-        """,
-        SEED=int,
-    )
 
 
 def check_sampling(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -399,35 +348,3 @@ def sampling_settings(
         sampling_settings(args, 1.0)
         return None
     return sampling.make_settings(**values)
-
-
-def add_out(parser: argparse._ActionsContainer, *, rows: str) -> None:
-    """`--out`, and `--allow-dirty` for `records.open_rows`.
-
-    Args:
-      rows: what the file will hold, for the help.
-    """
-    cli.add(
-        parser,
-        f"""
-        --out FILE  JSON lines: {rows}
-        --allow-dirty  write to experiments/results from changed code too; rows say so
-        """,
-    )
-
-
-def add_device(parser: argparse._ActionsContainer) -> None:
-    """`--device`, for `subjects.check_device`."""
-    text = "--device DEVICE=auto  where to run; auto is where jax runs"
-    cli.add(parser, text, DEVICE=("auto", "cpu", "gpu"))
-
-
-def add_dry_run(parser: argparse._ActionsContainer) -> None:
-    """`--dry-run`."""
-    cli.add(
-        parser,
-        """
-        --dry-run  run nothing: trace and lower every program, for a GPU with --device
-            gpu wherever this is, and compile it where there is one
-        """,
-    )

@@ -1,20 +1,18 @@
-"""Hugging Face's ways to generate, on torch, with drafts counted as ours are.
+"""Hugging Face's ways to generate, on torch.
 
 The only file of the experiments that imports torch and transformers, and it does so
 when they are needed: they are an extra, and importing them starts thread pools.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import os
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from experiments.lib import processes
-from spec_jax.analysis import metrics
 
 
 INSTALL = "pip install -e '.[oracle]'"
@@ -28,7 +26,6 @@ MATCHED_NGRAM = 2
 """Tokens that prompt lookup matches at most: the library's own default, said aloud."""
 
 _MODULES = ("torch", "transformers")
-_HOOK = "_get_candidate_generator"
 _DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 
 
@@ -39,16 +36,6 @@ class Baseline:
     target: Any  # a causal language model
     draft: Any  # the assistant, where there is one
     description: dict[str, Any]  # versions and threads, for the rows of the results
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Generated:
-    """What one generation produced, on either side."""
-
-    # Generated, without the prompt; the stop token, if any, is the last
-    tokens: list[int]
-    counters: metrics.Counters | None  # of the drafts; None for autoregressive decoding
-    nonfinite: int = 0  # tokens chosen from logits that are not finite, on our side
 
 
 def check_installed() -> None:
@@ -139,11 +126,6 @@ def _baseline(target: Any, draft: Any, wait_policy: str | None) -> Baseline:
         settings = draft.generation_config
         settings.num_assistant_tokens_schedule = "constant"
         settings.assistant_confidence_threshold = 0.0
-    if not hasattr(target, _HOOK):
-        raise ValueError(
-            f"transformers {transformers.__version__} has no {_HOOK}, at which drafts "
-            f"are counted; {INSTALL} brings a version that has it"
-        )
     return Baseline(
         target=target,
         draft=draft,
@@ -164,15 +146,14 @@ def generate(
     gamma: int | None,
     max_tokens: int,
     stop_ids: Sequence[int],
-) -> Generated:
-    """Greedy tokens after the prompt, at most `max_tokens`, with the drafts counted.
+) -> list[int]:
+    """Greedy tokens after the prompt, at most `max_tokens`; a stop token is the last.
 
     Args:
       method: `PLAIN`, or where drafts come from.
       gamma: tokens drafted a round, unless `method` is `PLAIN`. The draft model ends
         a draft at a stop token, and prompt lookup proposes what it finds: both may
-        draft fewer. What prompt lookup drafts past `max_tokens`, and then cuts, is not
-        counted: our rounds do not ask for it.
+        draft fewer.
       stop_ids: tokens that end the text.
     """
     import torch
@@ -187,10 +168,7 @@ def generate(
     elif method != PLAIN:
         raise ValueError(f"{method=} is not one of {PLAIN}, {', '.join(METHODS)}")
     ids = torch.tensor([list(prompt)], device=baseline.target.device)
-    with (
-        torch.inference_mode(),
-        _counted(baseline.target, limit=len(prompt) + max_tokens) as drafts,
-    ):
+    with torch.inference_mode():
         output = baseline.target.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -198,91 +176,4 @@ def generate(
             eos_token_id=list(stop_ids) or None,
             **options,
         )
-    tokens = output[0, len(prompt) :].tolist()
-    if method == PLAIN:
-        return Generated(tokens=tokens, counters=None)
-    counters = counters_of(drafts, gamma_max=gamma, tokens=len(tokens))
-    return Generated(tokens=tokens, counters=counters)
-
-
-def counters_of(
-    rounds: Sequence[tuple[int, int]], *, gamma_max: int, tokens: int
-) -> metrics.Counters:
-    """Returns our counters of rounds of assisted generation.
-
-    Args:
-      rounds: of each round, the tokens drafted and those kept, before a stop token
-        cuts.
-      gamma_max: the most that a round may draft.
-      tokens: generated in all rounds, after the cut.
-
-    Raises:
-      metrics.IdentityError: numbers that contradict each other.
-    """
-    kept = [matches for _, matches in rounds]
-    at = tuple(sum(n > i for n in kept) for i in range(gamma_max))
-    counters = metrics.Counters(
-        tokens=tokens,
-        rounds=len(rounds),
-        proposed=sum(drafted for drafted, _ in rounds),
-        accepted=sum(kept),
-        cut=sum(kept) + len(rounds) - tokens,
-        accepted_hist=tuple(kept.count(n) for n in range(gamma_max + 1)),
-        proposed_at=tuple(
-            sum(drafted > i and matches >= i for drafted, matches in rounds)
-            for i in range(gamma_max)
-        ),
-        accepted_at=at,
-        kept_by_rank=at,  # A chain's drafts are kept in their order.
-    )
-    metrics.identities(counters)
-    return counters
-
-
-@contextlib.contextmanager
-def _counted(model: Any, *, limit: int) -> Iterator[list[tuple[int, int]]]:
-    """Notes each round that `model` drafts: tokens proposed, and accepted.
-
-    Args:
-      limit: tokens of the longest text. The last one of a round is the target's own.
-    """
-    drafts: list[tuple[int, int]] = []
-    make = getattr(model, _HOOK)
-
-    def make_counting(*arguments: Any, **keywords: Any) -> _CountingGenerator:
-        return _CountingGenerator(make(*arguments, **keywords), drafts, limit)
-
-    setattr(model, _HOOK, make_counting)
-    try:
-        yield drafts
-    finally:
-        # The class's own method shows again.
-        delattr(model, _HOOK)
-
-
-class _CountingGenerator:
-    """A candidate generator that counts; all else is that of the one it wraps."""
-
-    def __init__(self, wrapped: Any, drafts: list[tuple[int, int]], limit: int):
-        self._wrapped = wrapped
-        self._drafts = drafts
-        self._limit = limit
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._wrapped, name)
-
-    def get_candidates(self, input_ids: Any, **keywords: Any) -> tuple[Any, Any]:
-        """The wrapped generator's candidates: the text with the draft after it."""
-        candidates, logits = self._wrapped.get_candidates(input_ids, **keywords)
-        self._draft = candidates[0, input_ids.shape[1] : self._limit - 1]
-        return candidates, logits
-
-    def update_candidate_strategy(
-        self, input_ids: Any, scores: Any, num_matches: int
-    ) -> None:
-        """Called once a round, with the target's scores after each candidate."""
-        proposed = len(self._draft)
-        # `num_matches` is what is left after a stop token or the limit cut it.
-        is_kept = scores[0, :proposed].argmax(-1) == self._draft
-        self._drafts.append((proposed, int(is_kept.long().cumprod(0).sum())))
-        self._wrapped.update_candidate_strategy(input_ids, scores, num_matches)
+    return output[0, len(prompt) :].tolist()

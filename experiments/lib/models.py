@@ -25,7 +25,7 @@ def load(
     confidence: float = 0.0,
     cache: str = "paged",
 ) -> loading.LanguageModel:
-    """Loads what `flags.add_models` and `flags.add_tree` name.
+    """Loads what flags name: models, a mesh and a tree.
 
     The slab is as high as a window of a chain.
 

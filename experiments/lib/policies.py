@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import cli, models, profiles, runs
+from experiments.lib import models, profiles, runs
 from spec_jax import default_gamma, loading
 from spec_jax.drafters import draft_model, hybrid
 from spec_jax.engine import protocols
@@ -25,48 +25,6 @@ BUDGET = "budget"
 
 MEASURED = (*POLICIES, BUDGET)
 """All names, of scripts that measure what a policy needs where it runs."""
-
-
-def add_policy(group: argparse._ActionsContainer) -> None:
-    """`--gamma-policy`, `--schedule` and `--confidence`."""
-    cli.add(
-        group,
-        """
-        --gamma-policy NAME=fixed  what chooses each round's gamma, up to --gamma:
-            nothing (fixed), the share of drafts that were kept (threshold), or expected
-            tokens per second by step costs that are measured before (goodput), with a
-            bound on what trying may cost (budget); of a tree goodput and budget choose
-            the number of nodes
-        """,
-        NAME=MEASURED,
-    )
-    add_schedule(group)
-    add_confidence(group)
-
-
-def add_schedule(group: argparse._ActionsContainer) -> None:
-    """`--schedule`."""
-    cli.add(
-        group,
-        """
-        --schedule PROFILE  of what is drafted, verify those tokens of the whole batch
-            that pay, by the chance that each is kept and the step times of this file of
-            profile_steps.py, and draft while that pays; its rows of
-            --calibrate make confidences chances
-        """,
-        PROFILE=cli.source,
-    )
-
-
-def add_confidence(group: argparse._ActionsContainer) -> None:
-    """`--confidence`."""
-    cli.add(
-        group,
-        """
-        --confidence P=0.0  a draft model ends its draft before a token that it gives
-            less than this probability; 0 is never
-        """,
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

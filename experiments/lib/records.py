@@ -29,7 +29,7 @@ RESULTS = pathlib.Path(__file__).parents[1] / "results"
 
 
 def open_out(args: argparse.Namespace) -> "JsonLines":
-    """Opens what the flags of `flags.add_out` name; as `open_rows`."""
+    """Opens what `--out` names; as `open_rows`."""
     return open_rows(args.out, allow_dirty=args.allow_dirty)
 
 
@@ -125,7 +125,7 @@ class JsonLines:
         """Opens the file; without a path, rows go nowhere."""
         self.path = None if path is None else pathlib.Path(path)
         self._is_first, self._kept = True, 0
-        self._file = None if self.path is None else files.open_output(self.path)
+        self._file = None if self.path is None else self.path.open("ab", buffering=0)
 
     def __enter__(self) -> "JsonLines":
         return self

@@ -1,13 +1,13 @@
-"""Results: prompts run plain and by designs in turn, compared, and summed up."""
+"""Results: prompts run plain and by a design in turn, compared, and summed up."""
 
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from experiments.lib import prompt_files, runs as runs_lib, summaries, tables, terminal
+from experiments.lib import prompt_files, runs as runs_lib, summaries, tables
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.model import qwen3
@@ -87,72 +87,29 @@ class Design:
     lm: loading.LanguageModel
     settings: Settings
 
-    def brief(self) -> "Design":
-        """Returns the design that generates one token: what it compiles is the same."""
-        settings = dataclasses.replace(self.settings, gen_tokens=1)
-        return dataclasses.replace(self, settings=settings)
 
-
-def run_designs(
-    designs: Mapping[Hashable, Design],
+def run_prompt(
+    design: Design,
     prompt: prompt_files.Prompt,
     prompt_ids: list[int],
     *,
     repeats: int,
-) -> dict[Hashable, PromptResult]:
-    """Decodes a prompt plainly and by every design in turn, `repeats` times.
-
-    All designs are of one target: plain decoding is that of the first.
-    """
-    first = next(iter(designs.values()))
-    plain: list[Plain] = []
-    spec: dict[Hashable, list[Speculative]] = {name: [] for name in designs}
-    for _ in range(repeats):
-        plain.append(runs_lib.run_plain(first.lm, first.settings, prompt_ids))
-        for name, design in designs.items():
-            spec[name].append(
-                runs_lib.run_speculative(design.lm, design.settings, prompt_ids)
-            )
-    # One replay of each text: that of a matched run is the same for all.
-    replays: dict[tuple, int | None] = {}
-    results = {}
-    for name, design in designs.items():
-        lm, settings, runs = design.lm, design.settings, spec[name]
-        text = tuple(runs[0].tokens), settings.is_exact
-        if text not in replays:
-            replays[text] = mismatches_of(lm, settings, prompt_ids, runs[0])
-        results[name] = PromptResult(
-            prompt=prompt,
-            prompt_ids=prompt_ids,
-            plain=plain,
-            spec=runs,
-            mismatches=replays[text],
-        )
-    return results
-
-
-def run_grid(
-    designs: Mapping[Hashable, Design],
-    prompts: Sequence[prompt_files.Prompt],
-    ids: Sequence[list[int]],
-    *,
-    repeats: int,
-    after_prompt: Callable[[Mapping], None] = lambda done: None,
-) -> dict[Hashable, list[PromptResult]]:
-    """Runs every design on every prompt, with a progress bar; results by design.
-
-    Args:
-      after_prompt: called with the prompt's results by design.
-    """
-    found: dict[Hashable, list[PromptResult]] = {name: [] for name in designs}
-    with terminal.counted("prompts", total=len(prompts)) as advance:
-        for prompt, prompt_ids in zip(prompts, ids, strict=True):
-            done = run_designs(designs, prompt, prompt_ids, repeats=repeats)
-            for name, result in done.items():
-                found[name].append(result)
-            after_prompt(done)
-            advance()
-    return found
+) -> PromptResult:
+    """Runs a prompt plainly and by the design in turn, `repeats` times, and replays the
+    text through decoding."""
+    how = design.lm, design.settings, prompt_ids
+    turns = [
+        (runs_lib.run_plain(*how), runs_lib.run_speculative(*how))
+        for _ in range(repeats)
+    ]
+    plain, spec = zip(*turns, strict=True)
+    return PromptResult(
+        prompt=prompt,
+        prompt_ids=prompt_ids,
+        plain=list(plain),
+        spec=list(spec),
+        mismatches=mismatches_of(*how, spec[0]),
+    )
 
 
 def run_prompts(
@@ -177,8 +134,8 @@ def run_prompts(
         yield from _run_batches(lm, settings, prompts, ids, repeats, after_prompt)
         return
     for prompt, one in zip(prompts, ids, strict=True):
-        designs = {None: Design(lm=lm, settings=settings)}
-        result = run_designs(designs, prompt, one, repeats=repeats)[None]
+        design = Design(lm=lm, settings=settings)
+        result = run_prompt(design, prompt, one, repeats=repeats)
         after_prompt()
         yield result
         settings = dataclasses.replace(
@@ -223,14 +180,11 @@ def warm_up(designs: Sequence[Design], prompts: Sequence[list[int]]) -> float:
     """Compiles everything that runs of the designs need; returns the seconds."""
     started = time.perf_counter()
     prompt = prompt_files.Prompt(id="warm-up", text="", category=None)
-    brief = {number: design.brief() for number, design in enumerate(designs)}
-    alone = {n: one for n, one in brief.items() if one.settings.num_slots == 1}
     for ids in one_a_bucket(prompts):
-        if alone:
-            run_designs(alone, prompt, ids, repeats=1)
-        for one in brief.values():
-            if one.settings.num_slots > 1:
-                list(run_prompts(one.lm, one.settings, [prompt], [ids], repeats=1))
+        for one in designs:
+            # What generating one token compiles is the same.
+            brief = dataclasses.replace(one.settings, gen_tokens=1)
+            list(run_prompts(one.lm, brief, [prompt], [ids], repeats=1))
     return time.perf_counter() - started
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import psutil
 
-from experiments.lib import cli, noise
+from experiments.lib import noise
 from spec_jax import loading
 from spec_jax.drafters import (
     block,
@@ -241,27 +241,6 @@ def check_device(device: str) -> str:
     return platform
 
 
-def add_heads(group: argparse._ActionsContainer) -> None:
-    """`--head` and `--head-tree`, for `load` and `check_presets`."""
-    cli.add(
-        group,
-        """
-        --head NAME  a head of random weights drafts for --preset, in the shape of
-            published ones, as many tokens as those do
-        --head-tree ROWS  it drafts trees of so many rows: of seven first children, and
-            of their siblings
-        """,
-        NAME=HEADS,
-    )
-
-
-def add_presets(group: argparse._ActionsContainer) -> None:
-    """`--preset` and `--draft-preset`, for `load` and `check_presets`."""
-    for name, what in (("--preset", "target"), ("--draft-preset", "draft")):
-        words = f"a {what} of random weights in that shape, mostly a released model's"
-        cli.add(group, f"{name} NAME  {words}", NAME=sorted(PRESETS))
-
-
 def check_presets(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Exits with a usage error where presets and folders do not go together."""
     if args.preset and args.target:
@@ -286,7 +265,7 @@ def load(
     dtype: str | None,
     as_shapes: bool = False,
 ) -> loading.LanguageModel:
-    """The models that `flags.add_models` and `add_presets` name; `drafter` is None
+    """The models that flags name; `drafter` is None
     where a target is named alone."""
     sizes = {"gamma_max": gamma_max, "slab": slab, "dtype": dtype, "impl": args.impl}
     if args.preset:
@@ -347,7 +326,9 @@ def preset_lm(
         row_model.RowModel(config=config, impl=impl, slab=slab)
         for config, slab in zip(configs, slabs, strict=False)
     ]
-    make = params_lib.shapes if as_shapes else functools.partial(_kept, impl=impl)
+    make = (
+        params_lib.shapes if as_shapes else functools.partial(random_weights, impl=impl)
+    )
     params = [make(config) for config in configs]
     drafter = draft_params = None
     if head:
@@ -370,8 +351,9 @@ def preset_lm(
     )
 
 
-def _kept(config: config_lib.ModelConfig, *, impl: str) -> params_lib.Params:
-    """As `_weights`; those of earlier calls are dropped where there is no room."""
+def random_weights(config: config_lib.ModelConfig, *, impl: str) -> params_lib.Params:
+    """Returns random weights, of one seed a width; those of a few models are kept, as
+    long as there is room."""
     try:
         return _weights(config, impl=impl)
     except MemoryError:
@@ -381,7 +363,6 @@ def _kept(config: config_lib.ModelConfig, *, impl: str) -> params_lib.Params:
 
 @functools.lru_cache(maxsize=4)
 def _weights(config: config_lib.ModelConfig, *, impl: str) -> params_lib.Params:
-    """Random weights, of one seed a width."""
     shapes = params_lib.shapes(config)
     _check_noise(shapes, config.dtype)
     return params_lib.prepare(noise.of_shapes(shapes, seed=config.hidden_size), impl)

@@ -8,7 +8,7 @@ drafts that were rolled back; and among rows of NaN.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -68,7 +68,9 @@ def readings(width: int) -> list[Reading]:
     ]
 
 
-def check_target(target: Any, params: protocols.Params, *, seed: int = 0) -> list[str]:
+def check_target(
+    target: Any, params: protocols.Params, *, seed: int = 0, prompt: int = PROMPT
+) -> list[str]:
     """Raises `AssertionError` unless the rows of a target are batch-invariant.
 
     A target that passes decodes losslessly with any drafter, as far as random texts can
@@ -85,6 +87,8 @@ def check_target(target: Any, params: protocols.Params, *, seed: int = 0) -> lis
         keeps `target.Target`, with the field `num_slots`.
       params: the target's.
       seed: of the texts.
+      prompt: tokens of each text before the rows that are compared; where attention is
+        split over a long context, more than a part of it has.
 
     Returns:
       The ways in which the text was read.
@@ -94,23 +98,34 @@ def check_target(target: Any, params: protocols.Params, *, seed: int = 0) -> lis
         that row alone, and by how much.
       ValueError: a target that runs windows of one column alone.
     """
+    done = []
+    for clause, alone, found in compared(target, params, seed=seed, prompt=prompt):
+        _compare(alone, found, clause, prompt)
+        done.append(clause)
+    return done
+
+
+def compared(
+    target: Any, params: protocols.Params, *, seed: int = 0, prompt: int = PROMPT
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Yields each way to read, the logits `[T, V]` of rows alone, and of that way.
+
+    Raises:
+      AssertionError, ValueError: as `check_target`, but for what differs.
+    """
     width = min(rows.of(target, 1).max_rows, 8)
     if width < 2:
         raise ValueError(f"max_rows={width}: a window has the pending token and drafts")
     size = target.config.vocab_size
-    texts = np.random.default_rng(seed).integers(0, size, (3, PROMPT + 3 * width))
+    texts = np.random.default_rng(seed).integers(0, size, (3, prompt + 3 * width))
     alone = read(target, params, texts, Reading(clause="alone"), width)
     if not np.isfinite(alone).all():
         raise AssertionError("rows alone have logits that are not finite")
-    done = []
     for reading in readings(width):
-        found = read(target, params, texts, reading, width)
-        _compare(alone, found, reading.clause)
-        done.append(reading.clause)
-    return done
+        yield reading.clause, alone, read(target, params, texts, reading, width)
 
 
-def _compare(alone: np.ndarray, found: np.ndarray, clause: str) -> None:
+def _compare(alone: np.ndarray, found: np.ndarray, clause: str, prompt: int) -> None:
     """Raises `AssertionError` where a row has other bits."""
     differ = compare.bits(alone) != compare.bits(found)
     if not differ.any():
@@ -119,7 +134,7 @@ def _compare(alone: np.ndarray, found: np.ndarray, clause: str) -> None:
     gap = np.abs(alone[row].astype(np.float64) - found[row])
     raise AssertionError(
         f"rows are not batch-invariant: read {clause}, the row of position "
-        f"{PROMPT - 1 + row} has {differ[row].sum()} of {differ.shape[1]} logits with "
+        f"{prompt - 1 + row} has {differ[row].sum()} of {differ.shape[1]} logits with "
         f"other bits than alone, by at most {gap.max():.3g}. Let sums run in one order "
         "whatever is in the slab, and set what is masked to 0: NaN times 0 is NaN"
     )
@@ -135,9 +150,11 @@ def read(
     """Returns the logits `[T, V]` of the first text's rows after its prompt.
 
     Args:
-      texts: `[3, L]`; the text, and the texts of others.
+      texts: `[3, L]`; the text, and the texts of others, each with `3 * width` tokens
+        after its prompt.
       width: columns of the widest window.
     """
+    prompt = texts.shape[1] - 3 * width
     others = [slot for slot in range(reading.beside + 1) if slot != reading.place]
     slots = rows.of(target, 1 + reading.beside)
     text_of = dict(zip([reading.place, *others], texts.tolist(), strict=False))
@@ -145,8 +162,8 @@ def read(
     for slot in [*others, reading.place]:
         if reading.poison and slot == reading.place:
             cache = jax.tree.map(_nan, cache)
-        cache = slots.prefill(params, cache, text_of[slot][:PROMPT], slot=slot)
-    at = dict.fromkeys(text_of, PROMPT - 1)
+        cache = slots.prefill(params, cache, text_of[slot][:prompt], slot=slot)
+    at = dict.fromkeys(text_of, prompt - 1)
     found: list[np.ndarray] = []
     for turn in range(texts.shape[1]):
         if reading.drafts:

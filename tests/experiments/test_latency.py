@@ -15,7 +15,6 @@ from experiments.lib import (
     bench,
     forced_drafter,
     forced_rounds,
-    kernel_checks,
     noise,
     programs,
     steps,
@@ -196,7 +195,7 @@ def test_tokens_and_keys_that_differ_are_told(lm):
     assert not row["matched"] and row["differing_tokens"] == 4 and not row["equal"]
     written = runs.written(spec.cache)
     wrong = [pool.at[0, 1, 0, 0].add(1) for pool in written]
-    assert kernel_checks.differing(written, wrong) == 2
+    assert forced_rounds.differing(written, wrong) == 2
     row = forced_rounds.counts(runs, trace, slot, 2)
     assert row["matched"] and not row["equal"]
     slot = slot.replace(num_nonfinite=jnp.int32(3))

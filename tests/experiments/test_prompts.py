@@ -124,7 +124,7 @@ OPTIONS = {
 def test_options_of_the_chat_template(pair, text):
     """Fails if a flag's options do not reach the prompts, or reach none in silence."""
     parser = cli.Parser("A script.")
-    flags.add_raw(parser)
+    flags.add(parser, "raw")
     args = parser.parse_args(["--chat-option", text])
     assert args.chat_option == OPTIONS[text]
     template = "".join(f"{{{{ {name} }}}};" for name in OPTIONS[text])
