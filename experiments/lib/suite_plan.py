@@ -23,7 +23,7 @@ from experiments.lib import (
 from spec_jax import loading
 from spec_jax.drafters import registry
 from spec_jax.engine import checks
-from spec_jax.model import fingerprint
+from spec_jax.model import fingerprint, hub
 from spec_jax.ops import dispatch
 
 
@@ -156,8 +156,14 @@ def from_certificate(
     args: argparse.Namespace, certificate: Mapping[str, Any]
 ) -> Planned:
     """The plan that runs a certificate again, of its first `args.limit` prompts, but of
-    no fewer than its largest batch has."""
+    no fewer than its largest batch has.
+
+    A target that was fetched and a head that is shipped are found by the names that the
+    certificate has; hashes of their weights are compared, as of all others.
+    """
     settings = certificate["settings"]
+    if args.target is None and settings["target"] in hub.FETCHED:
+        args.target = pathlib.Path(settings["target"])
     if settings["target"] != EMBEDDED and args.target is None:
         raise ValueError(
             f"{args.verify}: a certificate of target {settings['target']} and draft "
@@ -171,6 +177,8 @@ def from_certificate(
         )
     cells = certificates.cells_of(certificate)
     if settings.get("head") == EMBEDDED:
+        args.head = args.head or _shipped(cells, args.target)
+    elif settings.get("head") in registry.shipped(loading.heads_for(args.target)):
         args.head = args.head or _shipped(cells, args.target)
     elif settings.get("head") and args.head is None:
         raise ValueError(

@@ -1,6 +1,5 @@
 """What the tests of scripts share: one tiny pair, whose programs are compiled once."""
 
-import jax
 import pytest
 import tiny_pair
 
@@ -22,10 +21,3 @@ def overflowing(tmp_path_factory):
 def head(folders, tmp_path_factory):
     """The folder of a head for the target."""
     return tiny_pair.write_head(tmp_path_factory.mktemp("pair") / "head", folders[0])
-
-
-@pytest.fixture
-def optax_promotes():
-    """Optax is not written for the strict modes of other tests."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield

@@ -1,5 +1,6 @@
 """The exactness suite over trees, heads and a target alone; its cells and prompts."""
 
+import argparse
 import dataclasses
 import json
 import pathlib
@@ -17,12 +18,14 @@ from experiments.lib import (
     exact_cells,
     exact_cells as cells_lib,
     policies,
+    records,
     suite,
     suite_plan as plans,
 )
 from spec_jax import loading
 from spec_jax.debug import evidence
 from spec_jax.drafters import ngram
+from spec_jax.model import hub
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +95,32 @@ def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch, cap
     )
     both = [*arguments, "--drafter", "dspark,dflash"]
     commands.assert_fails_with(capsys, both, "2 heads are named")
+
+
+def test_a_fetched_target_is_found_by_its_name(tmp_path, monkeypatch):
+    """Fails if SmolLM2's published certificate asks for folders. Negative control: a
+    name that is of no fetched model."""
+
+    class Planned(Exception):
+        """Which models are taken is known by then."""
+
+    def plan(*_, **__):
+        raise Planned
+
+    monkeypatch.setattr(hub, "cache", lambda: tmp_path)
+    (tmp_path / hub.FETCHED["smollm2"]).touch()
+    monkeypatch.setattr(plans, "_plan", plan)
+    path = records.RESULTS / "certificates" / "smollm2_native_bfloat16.json"
+    found, names = certificates.read(path), ("target", "draft", "head", "prompts")
+    given = dict.fromkeys(names) | {"verify": path, "limit": None}
+    args = argparse.Namespace(**given)
+    with pytest.raises(Planned):
+        plans.from_certificate(args, found)
+    assert args.target == pathlib.Path("smollm2")
+    assert args.head == loading.ASSETS / "smollm2" / "eagle3"
+    found["settings"]["target"] = "smollm3"
+    with pytest.raises(ValueError, match="a certificate of target smollm3"):
+        plans.from_certificate(argparse.Namespace(**given), found)
 
 
 def test_a_gpu_runs_what_another_process_repeats(folders, monkeypatch, tmp_path):
