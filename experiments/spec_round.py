@@ -99,7 +99,6 @@ def load(args: argparse.Namespace) -> models.Subject:
         args,
         drafter=args.drafter,
         gamma_max=args.gamma,
-        confidence=args.confidence,
         cache=args.cache,
     )
     by_rows = lm.target.prefills_by_rows
@@ -167,7 +166,7 @@ def summarise(
 
 def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     """Returns what was run, for the summary line."""
-    names = ("drafter", "cache", "batch", "gamma_policy", "confidence")
+    names = ("drafter", "cache", "batch", "gamma_policy")
     chosen = {name: getattr(args, name) for name in names}
     if args.schedule:
         chosen["schedule"] = args.schedule.name

@@ -212,7 +212,6 @@ def run(args: argparse.Namespace) -> int:
             args,
             drafter=args.drafter,
             gamma_max=max(args.gamma),
-            confidence=args.confidence,
         )
         sampling = flags.sampling_settings(args)
         subject = models.prepare(
@@ -234,7 +233,6 @@ def run(args: argparse.Namespace) -> int:
             {"drafter": args.drafter, "prompts": len(ids)}
             | {"prompt_source": prompt_files.without_folders(args.prompts)}
             | {"gamma_policy": args.gamma_policy, "adversarial": args.adversarial}
-            | {"confidence": args.confidence}
             | {"schedule": args.schedule and args.schedule.name}
             | models.describe(args, lm)
             | records.provenance()

@@ -89,10 +89,6 @@ FLAGS: Mapping[str, str] = {
             profile_steps.py, and draft while that pays; its rows of --calibrate make
             confidences chances
         """,
-    "confidence": """
-        --confidence P=0.0  a draft model ends its draft before a token that it gives
-            less than this probability; 0 is never
-        """,
     "prompts": """
         --prompts N|FILE[:N]={prompts}  the first N bundled prompts, or a file: JSON
             lines with prompt, question, text, turns or messages, or plain text, one
@@ -129,7 +125,7 @@ FLAGS: Mapping[str, str] = {
 SETS = {
     "models": "target draft dtype impl isa",
     "mesh": "devices segments",
-    "policy": "gamma-policy schedule confidence",
+    "policy": "gamma-policy schedule",
 }
 """Flags that go together, by name."""
 

@@ -10,7 +10,7 @@ from rich import console as rich_console
 
 from experiments.lib import processing, prompt_files, prompts as prompts_lib, runs
 from spec_jax import loading
-from spec_jax.drafters import draft_model, each, hybrid, registry, tree_shapes
+from spec_jax.drafters import draft_model, each, registry, tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.model import fingerprint
 from spec_jax.ops import dispatch
@@ -22,7 +22,6 @@ def load(
     *,
     drafter: str,
     gamma_max: int,
-    confidence: float = 0.0,
     cache: str = "paged",
 ) -> loading.LanguageModel:
     """Loads what flags name: models, a mesh and a tree.
@@ -44,7 +43,7 @@ def load(
         **_mesh(args),
     )
     words = prompts_lib.with_options(args, lm.tokenizer)
-    lm = with_confidence(dataclasses.replace(lm, tokenizer=words), confidence)
+    lm = dataclasses.replace(lm, tokenizer=words)
     tree = getattr(args, "tree", None)
     if isinstance(tree, tree_shapes.AnyTree):
         return with_tree(args, lm, tree)
@@ -136,36 +135,6 @@ def load_drafters(
     for name, lm in made.items():
         check_gamma(name, lm.drafter, gamma_max)
     return made
-
-
-def with_confidence(
-    lm: loading.LanguageModel, confidence: float
-) -> loading.LanguageModel:
-    """Returns the model whose draft ends before a token less probable than this.
-
-    Raises:
-      ValueError: no probability, or a drafter without a draft model.
-    """
-    if not confidence:
-        return lm
-    drafter = ending_early(lm.drafter, confidence)
-    if drafter is lm.drafter:
-        raise ValueError(
-            f"--confidence is a draft model's, and {type(drafter).__name__} has none: "
-            "leave it out"
-        )
-    return dataclasses.replace(lm, drafter=drafter)
-
-
-def ending_early(drafter: Any, confidence: float) -> Any:
-    """Returns the drafter whose drafts end before a token less probable than this; one
-    without a model, such as a lookup, as it is."""
-    change = functools.partial(dataclasses.replace, min_confidence=confidence)
-    if isinstance(drafter, hybrid.Hybrid):
-        return dataclasses.replace(drafter, draft=change(drafter.draft))
-    if isinstance(drafter, draft_model.DraftModel):
-        return change(drafter)
-    return drafter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

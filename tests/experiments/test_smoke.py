@@ -28,7 +28,7 @@ RUNS = (
     ("latency", "--target {target}", {"kind": "summary", "draft": None}),
     # Settings that change no token.
     ("spec_round", f"{PAIR} --cache static --prefill rows", MATCHED),
-    ("spec_round", f"{PAIR} --gamma-policy threshold --confidence 0.1 --batch 2 "
+    ("spec_round", f"{PAIR} --gamma-policy threshold --batch 2 "
      "--temperature 0.7", MATCHED | {"batch": 2}),
     ("spec_round", f"{PAIR} --processor penalties:1.2 --processor min-tokens:4 "
      "--temperature 0.7",

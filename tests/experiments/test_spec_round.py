@@ -184,4 +184,4 @@ def test_throughput_that_differed_once(folders, tmp_path, monkeypatch):
     assert row["gamma"] and (row["prompts_equal"], row["prompts"]) == (2, 3)
     repeats = [x for x in rows_of(out, "throughput_run") if x["way"] == row["way"]]
     assert [one["prompts_equal"] for one in repeats] == [2, 3]
-    assert (row["confidence"], row["schedule"]) == (0.0, None)
+    assert row["schedule"] is None
