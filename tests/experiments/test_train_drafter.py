@@ -15,7 +15,7 @@ from model import eagle3_oracle as oracle
 
 import spec_jax as sj
 from experiments import train_drafter
-from experiments.heads import export as head_export, rollouts
+from experiments.heads import export as head_export, jobs, rollouts
 from spec_jax import testing
 from spec_jax.engine import rows as rows_lib
 from spec_jax.model import (
@@ -72,9 +72,7 @@ def command(target, work, stage, *more) -> list[str]:
 
 
 def job_of(target, work, *more):
-    return train_drafter.prepare(
-        train_drafter.parse_args(command(target, work, "train", *more))
-    )
+    return jobs.prepare(train_drafter.parse_args(command(target, work, "train", *more)))
 
 
 def test_rollouts_are_half_greedy(target, work):
@@ -248,7 +246,7 @@ def test_a_killed_run_on_a_cache_is_the_run_without(target, work, tmp_path, caps
     assert train_drafter.main(command(target, online, "train")) == 0
     assert "accepted length" in capsys.readouterr().out
     args = command(target, work, "train", "--targets", "cache")
-    train_drafter.train(train_drafter.parse_args(args), stop_after=3)
+    jobs.train(train_drafter.parse_args(args), stop_after=3)
     assert train_drafter.main(args) == 0
     assert losses(work) == losses(online)
     assert [step for step, *_ in losses(work)] == [0, 1, 2, 3]
@@ -272,7 +270,7 @@ def test_a_killed_run_on_a_cache_is_the_run_without(target, work, tmp_path, caps
     # What was trained reads features of one size, and the export as they are.
     job = job_of(target, work)
     args = train_drafter.parse_args(command(target, work, "export"))
-    recipe, first = train_drafter._recipe(args), train_drafter._init(args, job)
+    recipe, first = jobs.recipe(args), jobs.init(args, job)
     weights, _ = loop.restore(recipe, first, work)
     assert np.ptp(job.scale) > 0
     expected = np.asarray(weights.fc) * job.scale
@@ -315,7 +313,7 @@ def test_the_first_draft_is_trained_alone_at_first(target, work, tmp_path):
         (folder / "texts.npz").write_bytes(texts)
         for stop in stops:
             args = train_drafter.parse_args(command(target, folder, "train", *flags))
-            train_drafter.train(args, stop_after=stop)
+            jobs.train(args, stop_after=stop)
         found[name] = [loss for _, loss, _ in losses(folder)]
     assert found["both"] == found["killed"]
     assert found["both"][:2] == found["alone"][:2]
@@ -327,9 +325,9 @@ def test_the_first_draft_is_trained_alone_at_first(target, work, tmp_path):
 def assert_begins_as(head, target, work, *flags):
     """Of the drafter of `--base` all that is trained, whatever shape the flags ask."""
     args = train_drafter.parse_args(command(target, work, "train", *flags))
-    job = train_drafter.prepare(args)
-    first = train_drafter._init(args, job)
-    first = train_drafter._rescaled(first, job.scale)
+    job = jobs.prepare(args)
+    first = jobs.init(args, job)
+    first = jobs.rescaled(first, job.scale)
     testing.assert_same_bits(first, job.family.training.trained(job.config, head))
     anew = job.family.training.init(
         jax.random.key(0), job.config, job.target, job.params, job.hot
@@ -370,8 +368,8 @@ def test_a_narrower_head_has_an_embedding_of_its_own(target, work, tmp_path):
 def trained(target, folder):
     """The weights of the newest checkpoint of blocks, float32."""
     args = train_drafter.parse_args(command(target, folder, "train", *BLOCKS))
-    first = train_drafter._init(args, train_drafter.prepare(args))
-    weights, _ = loop.restore(train_drafter._recipe(args), first, args.work)
+    first = jobs.init(args, jobs.prepare(args))
+    weights, _ = loop.restore(jobs.recipe(args), first, args.work)
     return weights
 
 
@@ -395,13 +393,13 @@ def test_blocks_are_trained_resumed_exported_and_drafted(
     whole = train_drafter.parse_args(
         command(target, tmp_path / "whole", "train", *BLOCKS)
     )
-    assert train_drafter.train(whole)["held_out_accepted_length"] >= 1
+    assert jobs.train(whole)["held_out_accepted_length"] >= 1
     # On targets of the disk, which have the bits of those that are made.
     assert (
         train_drafter.main(command(target, tmp_path / "killed", "cache", *BLOCKS)) == 0
     )
     args = command(target, tmp_path / "killed", "train", *BLOCKS, "--targets", "cache")
-    train_drafter.train(train_drafter.parse_args(args), stop_after=3)
+    jobs.train(train_drafter.parse_args(args), stop_after=3)
     at_stop = trained(target, tmp_path / "killed")
     assert train_drafter.main(args) == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
@@ -418,7 +416,7 @@ def test_blocks_are_trained_resumed_exported_and_drafted(
     for fact in ("SHA-256", "| steps | 4 |", "held-out texts", "- Of the tests."):
         assert fact in card
     lm = sj.load(target, drafter=str(out), impl="native")
-    assert lm.drafter.head == train_drafter.prepare(whole).config
+    assert lm.drafter.head == jobs.prepare(whole).config
     assert_drafts(lm)
     # Its weights alone are gone on from.
     flags = [*BLOCKS, "--base", str(out), "--block", "5"]
@@ -443,7 +441,7 @@ def test_ablations_of_blocks(target, work):
     def trained(*flags):
         whole = command(target, work, "train", "--draft-vocab", "264", *flags)
         args = train_drafter.parse_args([*whole, "--block", "3"])
-        job = train_drafter.prepare(args)
+        job = jobs.prepare(args)
         return job.config, job.family.of_loss(args)["terms"]
 
     config, terms = trained("--family", "dspark")

@@ -1,0 +1,217 @@
+"""Trainings of heads: texts and features of a target, and the drafter that learns them.
+
+What the stages after the rollouts share, and the stages `cache` and `train`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.heads import export as head_export, families
+from experiments.lib import terminal
+from spec_jax.model import config as config_lib, params as params_lib
+from spec_jax.training import batches, loop, store as store_lib, targets
+
+
+HELD_OUT_SHARE = 16  # One sequence in this many is held out, at least a batch of them.
+
+
+def texts_path(args: argparse.Namespace) -> pathlib.Path:
+    """Returns where the rollouts are."""
+    return args.work / "texts.npz"
+
+
+def texts_of(args: argparse.Namespace) -> targets.Texts:
+    """Reads the rollouts; raises `ValueError` where there are none."""
+    path = texts_path(args)
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; run the stage rollouts first")
+    with np.load(path) as held:
+        return targets.Texts(
+            tokens=held["tokens"],
+            mask=held["mask"],
+            greedy=held["greedy"],
+            samples=int(held["samples"]),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the stages after the rollouts share."""
+
+    target: config_lib.ModelConfig
+    params: params_lib.Params
+    family: families.Family
+    config: Any  # of the family
+    hot: jax.Array | None
+    online: targets.Online
+    base: Any  # the drafter of `--base`, or None
+    scale: np.ndarray | None  # of the features, see `targets.scale_of`
+
+    @property
+    def teacher(self) -> targets.Teacher:
+        """What the drafter has of the target."""
+        return targets.teacher_of(self.params, self.hot, self.scale)
+
+
+def prepare(args: argparse.Namespace) -> Job:
+    """Reads target and texts, and describes the drafter that is trained.
+
+    Raises:
+      ValueError: no texts, or as `families.plan`.
+    """
+    texts, family = texts_of(args), families.FAMILIES[args.family]
+    args.length = texts.tokens.shape[1]
+    target, params = families.load_target(args)
+    config = families.plan(args, target)
+    base = family.files.load(args.base, target, params)[1] if args.base else None
+    if base is None:
+        size, V = config.draft_vocab_size, target.vocab_size
+        hot = targets.draft_vocabulary(texts, size=size, vocab_size=V)
+    else:
+        hot = base.hot
+    return Job(
+        target=target,
+        params=params,
+        family=family,
+        config=config,
+        hot=None if hot is None else jnp.asarray(hot),
+        online=targets.Online(
+            texts=texts, params=params, config=target, taps=config.taps
+        ),
+        base=base,
+        scale=_scale(args) if loop.num_steps(args.work) else None,
+    )
+
+
+def _scale(args: argparse.Namespace) -> np.ndarray | None:
+    """Returns the features' scale of a training that has begun, if it has one."""
+    return np.load(_scale_path(args)) if _scale_path(args).exists() else None
+
+
+def _scale_path(args: argparse.Namespace) -> pathlib.Path:
+    return args.work / "feature_scale.npy"
+
+
+def cache(args: argparse.Namespace) -> None:
+    """Writes the target's features of the texts that `--work`/cache lacks."""
+    online = prepare(args).online
+    store = store_of(args, online)
+    lacking = len(targets.missing(store, online.texts))
+    with terminal.counted("cache", total=lacking) as advance:
+        targets.write(store, online, after_text=advance)
+
+
+def store_of(args: argparse.Namespace, online: targets.Online) -> store_lib.Store:
+    """Returns the cache of features on disk."""
+    return targets.store_of(
+        args.work / "cache", online.params, online.config, online.taps
+    )
+
+
+def recipe(args: argparse.Namespace) -> loop.Recipe:
+    """Returns the steps of a training, and how large they are."""
+    return loop.Recipe(
+        steps=args.steps,
+        batch_size=args.batch,
+        part_size=args.part,
+        learning_rate=args.learning_rate,
+        adam_learning_rate=0.15 * args.learning_rate,
+        eval_every=args.eval_every,
+        save_every=args.save_every,
+        seed=args.seed,
+    )
+
+
+def init(args: argparse.Namespace, job: Job) -> loop.Params:
+    """Returns the first weights: random ones, or those of `--base`."""
+    if job.base is not None:
+        found = job.family.training.trained(job.config, job.base)
+        return found if job.scale is None else rescaled(found, 1 / job.scale)
+    key = jax.random.key(args.seed)
+    return job.family.training.init(key, job.config, job.target, job.params, job.hot)
+
+
+@functools.cache  # A static argument of the step: one object, one compilation.
+def _bound(function: Any, config: Any, told: tuple) -> Any:
+    """Returns a loss, or a measure, that computes in the dtype of the config."""
+    bound = functools.partial(function, config, **dict(told))
+    return lambda params, batch, teacher: bound(
+        rescaled(params, teacher.scale), _cast(batch, config.layer.dtype), teacher
+    )
+
+
+def rescaled(params: Any, scale: Any) -> Any:
+    """Returns the weights for features divided by `scale`, if there is one."""
+    return params if scale is None else params.replace(fc=params.fc * scale)
+
+
+def _cast(tree: Any, dtype: str) -> Any:
+    """Returns a tree whose floating-point leaves have a dtype."""
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
+
+
+def _computing(config: Any, dtype: str | None) -> Any:
+    """Returns the drafter's config with the dtype that its training computes in."""
+    if dtype is None:
+        return config
+    return dataclasses.replace(
+        config, layer=dataclasses.replace(config.layer, dtype=dtype)
+    )
+
+
+def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
+    """Trains the drafter, or goes on with it; returns the last held-out numbers."""
+    job = prepare(args)
+    family, config = job.family, _computing(job.config, args.compute)
+    data: batches.Data = job.online
+    if args.targets == "cache":
+        data = targets.Cached(store_of(args, job.online), job.online)
+    samples = job.online.texts.samples
+    held_out = max(args.batch, len(data) // HELD_OUT_SHARE)
+    held_out = -(-held_out // samples) * samples  # Of whole prompts.
+    if len(data) < held_out + args.batch:
+        raise ValueError(
+            f"{len(data)} texts are too few for batches of {args.batch}, of which one "
+            "is held out; name more --prompts or --samples, or a smaller --batch"
+        )
+    first = len(data) - held_out
+    head_export.keep_flags(args)
+    train_data = targets.Part(data=data, first=0, count=first)
+    if not loop.num_steps(args.work):
+        np.save(_scale_path(args), targets.scale_of(train_data))
+        job = dataclasses.replace(job, scale=_scale(args))
+    told, end = family.of_loss(args), stop_after or args.steps
+    phases = [(told, end)]
+    if args.first_alone:
+        phases = [(told | {"steps": 1}, min(args.first_alone, end)), *phases]
+    for of_loss, last in phases:
+        if loop.num_steps(args.work) >= last and last < end:
+            continue
+        loop.run(
+            args.family,
+            recipe(args),
+            init(args, job),
+            _bound(family.training.loss, config, tuple(of_loss.items())),
+            train_data,
+            targets.Part(data=data, first=first, count=held_out),
+            args.work,
+            teacher=_cast(job.teacher, config.layer.dtype),
+            measure=_bound(
+                family.training.measure, config, tuple(family.of_measure(args).items())
+            ),
+            draw=family.draw(args, config, job.hot),
+            mesh=loop.data_mesh(args.devices),
+            stop_after=last if last < args.steps else None,
+        )
+        if last == end:
+            break
+    return loop.last_held_out(args.work)
