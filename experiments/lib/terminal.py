@@ -4,6 +4,7 @@ Knows nothing of what is shown.
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,21 +27,37 @@ def format_value(value: Any, form: str) -> str:
     return format(value, form)
 
 
-class _Bar(rich_progress.Progress):
+INTERVAL_S = 10.0
+"""Between two lines of progress where there is no terminal for a bar."""
+
+
+class _Lines(rich_progress.Progress):
     """Redraws when it advances, and has no thread that redraws in between.
 
-    Such a thread would take processor time from whatever is being measured.
+    Such a thread would take processor time from whatever is being measured. Where
+    there is no terminal, `advance` prints a line now and then.
     """
+
+    _last_line_s = time.monotonic()
 
     def advance(self, task_id: rich_progress.TaskID, advance: float = 1) -> None:
         super().advance(task_id, advance)
-        self.refresh()
+        if not self.disable:
+            self.refresh()
+        elif time.monotonic() - self._last_line_s >= INTERVAL_S:
+            self._last_line_s = time.monotonic()
+            task = next(task for task in self.tasks if task.id == task_id)
+            line = f"{task.description}: {task.completed:g} of {task.total:g}"
+            self.console.print(line, soft_wrap=True, highlight=False)
 
 
-def progress() -> rich_progress.Progress:
-    """A progress bar on standard error, where that is a terminal."""
-    console = rich_console.Console(stderr=True)
-    return _Bar(
+def progress(console: rich_console.Console | None = None) -> rich_progress.Progress:
+    """A progress bar on standard error; a line now and then where that is no terminal.
+
+    It is redrawn by `advance`, or by `update(..., refresh=True)`.
+    """
+    console = console or rich_console.Console(stderr=True)
+    return _Lines(
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),
         rich_progress.MofNCompleteColumn(),

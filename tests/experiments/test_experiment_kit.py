@@ -16,7 +16,15 @@ import tiny_pair
 from script_runs import ROOT, last_line, rows_of, run_python
 
 from experiments import exactness
-from experiments.lib import cli, fan_out, records, results, summaries, tables
+from experiments.lib import (
+    cli,
+    fan_out,
+    records,
+    results,
+    summaries,
+    tables,
+    terminal,
+)
 from spec_jax.analysis import metrics
 from spec_jax.engine import state
 
@@ -277,3 +285,12 @@ def test_rates_are_above_zero():
     for text in ("0", "-1", "nan", "inf"):
         with pytest.raises(argparse.ArgumentTypeError, match="finite number above 0"):
             cli.rate(text)
+
+
+def test_progress_is_told_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
+    with terminal.counted("texts", total=2) as advance:
+        advance()
+        advance()
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["texts: 1 of 2", "texts: 2 of 2"] and not said.out

@@ -112,8 +112,7 @@ def test_a_total_is_that_of_one_run(swept):
 
 def test_totals_are_published_with_their_commit(copied):
     before = rows_of(copied)
-    reproduce.shorten(copied, totals=True)
-    rows = rows_of(copied)
+    rows = reproduce.shortened(rows_of(copied), totals=True)
     assert [row["category"] for row in rows] == [cells_lib.ALL] * 2
     for row, gamma in zip(rows, (1, 2), strict=True):
         of_gamma = [row for row in before if row["gamma"] == gamma]
@@ -126,8 +125,7 @@ def test_totals_are_published_with_their_commit(copied):
 def test_published_totals_stand_for_themselves(copied):
     """Fails if a figure cannot be drawn from published rows."""
     before = rows_of(copied)
-    reproduce.shorten(copied, totals=True)
-    published = rows_of(copied)
+    published = reproduce.shortened(rows_of(copied), totals=True)
     assert cells_lib.totals(published) == published
     # Negative controls: a total among what it was made of, and a category without it.
     mixed = [published[0], *(row for row in before if row["gamma"] == 1)]
