@@ -88,6 +88,7 @@ def load(args: argparse.Namespace) -> models.Drafters:
         drafter=first,
         gamma_max=max(args.gamma),
         dtype=args.dtype,
+        weights=args.weights,
         impl=args.impl,
     )
     words = prompts_lib.with_options(args, lm.tokenizer)

@@ -126,6 +126,7 @@ def _add_axis_flags(group: argparse._ActionsContainer) -> None:
     drafters = cell_runs.drafter_names()
     for axis, kinds, what in (
         ("dtype", config_lib.DTYPES, "of both models"),
+        ("weights", config_lib.WEIGHTS, "of the target"),
         ("impl", IMPLS, "kernels"),
         ("slab", None, "rows of every call of the target"),
         ("page-size", None, "positions per page"),

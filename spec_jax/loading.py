@@ -138,7 +138,7 @@ class LanguageModel:
                 f"target: {config.model_type}, {config.num_layers} layers of width "
                 f"{config.hidden_size}, {config.num_heads} heads and "
                 f"{config.num_kv_heads} of keys and values of {config.head_dim}",
-                f"weights: {count / 1e6:,.1f} M in {config.dtype}, vocabulary "
+                f"weights: {count / 1e6:,.1f} M in {_kind(config)}, vocabulary "
                 f"{config.vocab_size:,}, {config.max_position_embeddings:,} positions",
                 f"kernels: {' '.join(filter(None, kernels))}, slabs of "
                 f"{self.target.slab} rows, {self.target.cache} cache",
@@ -151,6 +151,11 @@ class LanguageModel:
     __str__ = card
 
 
+def _kind(config: config_lib.ModelConfig) -> str:
+    """Returns the dtype of weights in words, or that of eight bits beside it."""
+    return f"{config.weights} and {config.dtype}" if config.is_bytes else config.dtype
+
+
 def load(
     target: str | pathlib.Path | None = None,
     *,
@@ -159,6 +164,7 @@ def load(
     gamma_max: int = 7,
     tree: tree_shapes.AnyTree | str | None = None,
     dtype: str | None = None,
+    weights: str | None = None,
     impl: Impl = "auto",
     cache: row_model.CacheKind = "paged",
     slab: int | None = None,
@@ -189,6 +195,9 @@ def load(
       tree: of drafts, in place of chains: such as "4x12:15", for 4 children of a node,
         12 drafts on a path and 15 in all.
       dtype: of all weights, "float32" or "bfloat16"; None: of each `config.json`.
+      weights: of the target: "q8_0" rounds its matrices to eight bits, in blocks of 32
+        with a scale each, which is another model, read in half the time; those of a
+        GGUF file of Q8_0 are taken as they are. None: as its folder has them.
       impl: kernels, see `ops.dispatch`: "auto" takes the fastest that runs here.
       cache: "paged" or "static", of both models.
       slab: rows of every call of the target, on which bits depend; None: 8, or
@@ -206,10 +215,11 @@ def load(
         drafter = default_drafter(target, draft, is_tree=tree is not None)
     folders = _folders_of(target, draft, drafter)
     words = tokenizer.load(folders[0])
-    impls, entries = _agreed(folders, words, dtype=dtype, impl=impl)
+    impls, entries = _agreed(folders, words, dtype=dtype, weights=weights, impl=impl)
     model, params = _load_rows(
         folders[0],
         dtype=dtype,
+        weights=weights,
         impl=impls[0],
         slab=slab or max(TARGET_SLAB, gamma_max + 1),
         cache=cache,
@@ -312,14 +322,17 @@ def _agreed(
     words: tokenizer.Tokenizer,
     *,
     dtype: str | None,
+    weights: str | None,
     impl: Impl,
 ) -> tuple[list[str], int | None]:
     """Returns the implementation of each model, and the entries of their vocabularies
     that are loaded: see `entries`."""
     resolved = dispatch.resolve(impl)
-    configs = [
-        config_lib.read(folder / "config.json", dtype=dtype) for folder in folders
-    ]
+    of_target = config_lib.read(
+        folders[0] / "config.json", dtype=dtype, weights=weights
+    )
+    of_others = [config_lib.read(x / "config.json", dtype=dtype) for x in folders[1:]]
+    configs = [of_target, *of_others]
     impls = [
         families.runnable(config, resolved, is_named=impl != "auto")
         for config in configs
@@ -432,10 +445,16 @@ def _load_rows(
     cache: row_model.CacheKind,
     vocab_size: int | None,
     layout: shard.Layout | None,
+    weights: str | None = None,
 ) -> tuple[row_model.RowModel, params_lib.Params]:
     """Reads a model that runs slabs of `slab` rows, or of as many as `impl` takes."""
     config, params = load_lib.load(
-        folder, dtype=dtype, impl=impl, vocab_size=vocab_size, layout=layout
+        folder,
+        dtype=dtype,
+        weights=weights,
+        impl=impl,
+        vocab_size=vocab_size,
+        layout=layout,
     )
     model = row_model.RowModel(
         config=config,

@@ -332,6 +332,8 @@ def provenance(lm: LanguageModel) -> dict[str, Any]:
         "slab": lm.target.slab,
         **compilation.describe(),
     }
+    if lm.target.config.is_bytes:
+        found["weights"] = lm.target.config.weights
     return found if layout is None else found | layout.describe()
 
 

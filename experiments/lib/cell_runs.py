@@ -93,6 +93,7 @@ def load_models(
         # As many as fit, whatever the cell's gamma: cells share their executables.
         gamma_max=cell.slab - 1,
         dtype=cell.dtype,
+        weights=cell.weights if cell.weights != "dense" else None,
         impl=cell.impl,
         cache=cell.cache,
         slab=cell.slab,

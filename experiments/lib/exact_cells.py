@@ -63,6 +63,7 @@ class Cell:
     # `NO_TREE`, or the text of a tree that is drafted in place of chains; `gamma` is
     # then the number of its nodes
     tree: str = NO_TREE
+    weights: str = "dense"  # of the target, of `config.WEIGHTS`
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -82,11 +83,20 @@ class Cell:
             f"{self.cache} prefill {self.prefill} {self.sampling} | "
             f"{self.drafter} gamma {self.gamma} {self.gamma_policy} batch {self.batch}"
         )
+        if self.weights != "dense":
+            name = f"{self.weights} {name}"
         return name if self.tree == NO_TREE else f"{name} tree {self.tree}"
 
+    @property
+    def kind_of_weights(self) -> str:
+        """What cells share that have the same weights."""
+        return self.dtype if self.weights == "dense" else f"{self.dtype} {self.weights}"
+
     def to_row(self) -> dict[str, Any]:
-        """Returns the JSON form: of chains as it was before there were trees."""
+        """Returns the JSON form, without axes that have not always been there."""
         row = dataclasses.asdict(self)
+        if self.weights == "dense":
+            del row["weights"]
         if self.tree == NO_TREE:
             del row["tree"]
         return row
@@ -123,8 +133,17 @@ class Cell:
 
 
 AXES = tuple(field.name for field in dataclasses.fields(Cell))
-PLAIN_AXES = ("dtype", "impl", "slab", "page_size", "cache", "prefill", "sampling")
-BIT_AXES = ("dtype", "impl", "slab", "prefill", "sampling")
+PLAIN_AXES = (
+    "dtype",
+    "weights",
+    "impl",
+    "slab",
+    "page_size",
+    "cache",
+    "prefill",
+    "sampling",
+)
+BIT_AXES = ("dtype", "weights", "impl", "slab", "prefill", "sampling")
 
 
 def star(axes: Mapping[str, Sequence]) -> list[Cell]:
@@ -155,7 +174,7 @@ def _in_order(choices: Sequence[Mapping[str, Any]]) -> list[Cell]:
             )
         slab = row_model.slab_for(choice["impl"], choice["slab"])
         cell = Cell(**{**choice, "slab": slab})
-        of_weights = together.setdefault(cell.dtype, {})
+        of_weights = together.setdefault(cell.kind_of_weights, {})
         of_weights.setdefault(tuple(cell.plain.values()), {})[cell] = None
     groups = [group for groups in together.values() for group in groups.values()]
     return [cell for group in groups for cell in group]

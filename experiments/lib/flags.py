@@ -30,6 +30,9 @@ FLAGS: Mapping[str, str] = {
         --draft DIR  Hugging Face folder of the draft model, where one is drafted with
         """,
     "dtype": "--dtype TYPE  dtype of all models (default: that of each config)",
+    "weights": """
+        --weights FORM  of the target: q8_0 is eight bits (default: as its folder)
+        """,
     "impl": "--impl IMPL=auto  kernels",
     "isa": """
         --isa ISA  instruction set of native kernels, which decides bits (default:
@@ -123,7 +126,7 @@ FLAGS: Mapping[str, str] = {
 """Texts of `cli.add`, by name; words in braces are keywords of `add`."""
 
 SETS = {
-    "models": "target draft dtype impl isa",
+    "models": "target draft dtype weights impl isa",
     "mesh": "devices segments",
     "policy": "gamma-policy schedule",
 }
@@ -160,6 +163,7 @@ def _kinds() -> dict[str, Any]:
     """Returns the types of the values, or their choices, by how the texts call them."""
     return {
         "TYPE": config_lib.DTYPES,
+        "FORM": config_lib.WEIGHTS,
         "IMPL": IMPLS,
         "ISA": tuple(build.ISA_FLAGS),
         "NAME": drafter,

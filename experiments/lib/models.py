@@ -38,6 +38,7 @@ def load(
         gamma_max=gamma_max,
         slab=gamma_max + 1,
         dtype=args.dtype,
+        weights=args.weights,
         impl=args.impl,
         cache=cache,
         **_mesh(args),
@@ -246,6 +247,8 @@ def describe(
         "native_isa": dispatch.instruction_set(lm.target.impl),
         "slab": lm.target.slab,
     }
+    if lm.target.config.is_bytes:
+        found["weights"] = lm.target.config.weights
     if lm.target.layout is not None:
         found |= lm.target.layout.describe()
     names = ("page_size", "gen_tokens", "repeats", "temperature", "rule", "seed")

@@ -25,7 +25,8 @@ KIND = "step_profile"
 CALIBRATION = "confidences"
 """Of rows that `profile_steps.py --calibrate` writes."""
 
-SAME = ("target", "draft", "dtype", "impl", "native_isa", "drafter", "devices")
+SAME = ("target", "weights", "draft", "dtype", "impl", "native_isa", "drafter")
+SAME += ("devices",)
 """What a profile is of: times of others would be made up."""
 
 _ROUND = "round"

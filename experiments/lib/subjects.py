@@ -268,6 +268,7 @@ def load(
     """The models that flags name; `drafter` is None
     where a target is named alone."""
     sizes = {"gamma_max": gamma_max, "slab": slab, "dtype": dtype, "impl": args.impl}
+    sizes["weights"] = args.weights
     if args.preset:
         names = (args.preset, args.draft_preset)
         head = getattr(args, "head", None)
@@ -306,6 +307,7 @@ def preset_lm(
     slab: int,
     dtype: str | None,
     impl: str,
+    weights: str | None = None,
     as_shapes: bool = False,
     head: str | None = None,
     tree_rows: int | None = None,
@@ -315,11 +317,15 @@ def preset_lm(
     Those of a target or a draft are made once in a process.
 
     Args:
+      weights: of the target, as `loading.load` has them.
       as_shapes: no weights, but their shapes, for an `impl` that need not run here.
       head: one of `HEADS`, which drafts as many tokens as its published ones.
       tree_rows: of the trees of a head; None: it drafts chains.
     """
     configs = [read_config(preset, dtype=dtype) for preset in (name, draft) if preset]
+    configs[0] = dataclasses.replace(configs[0], weights=weights or "dense")
+    if configs[0].is_bytes and (as_shapes or head):
+        raise ValueError("--weights q8_0: not with --dry-run, nor with a --head")
     impl = impl if as_shapes else dispatch.resolve(impl)
     slabs = [row_model.slab_for(impl, n) for n in (slab, loading.DRAFT_SLAB)]
     models = [
@@ -365,7 +371,10 @@ def random_weights(config: config_lib.ModelConfig, *, impl: str) -> params_lib.P
 def _weights(config: config_lib.ModelConfig, *, impl: str) -> params_lib.Params:
     shapes = params_lib.shapes(config)
     _check_noise(shapes, config.dtype)
-    return params_lib.prepare(noise.of_shapes(shapes, seed=config.hidden_size), impl)
+    made = noise.of_shapes(shapes, seed=config.hidden_size)
+    if config.is_bytes:
+        made = params_lib.to_bytes(made)
+    return params_lib.prepare(made, impl)
 
 
 def _head_weights(config: Any, target: params_lib.Params, impl: str, as_shapes: bool):

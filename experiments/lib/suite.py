@@ -87,12 +87,12 @@ class Suite:
     def _models_of(self, cell: cells_lib.Cell) -> loading.LanguageModel:
         """Returns the target and the draft model, which all cells of a group share."""
         if self._models is None:
-            known = self._weights.get(cell.dtype)
+            known = self._weights.get(cell.kind_of_weights)
             self._weights = {}  # Of one dtype at a time.
             folders = {"target": self._plan.target, "draft": self._plan.draft}
             lm = cell_runs.load_models(cell, **folders, weights=known)
             both = lm.params, lm.drafter_params
-            self._models, self._weights = lm, {cell.dtype: both}
+            self._models, self._weights = lm, {cell.kind_of_weights: both}
         return self._models
 
     def _slots_of(self, cell: cells_lib.Cell) -> cell_runs.Slots:

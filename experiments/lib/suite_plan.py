@@ -61,6 +61,7 @@ _EVERY = {
     "gamma_policy": policies.POLICIES,
     "batch": (1, 4),
     "tree": (cells_lib.NO_TREE,),
+    "weights": ("dense",),
 }
 BRIEF = Defaults(
     prompts="4",
@@ -242,17 +243,17 @@ def _plan(
         "draft": args.draft or loading.EMBEDDED_DRAFT if settings["draft"] else None,
     }
     weights = {}
-    for cell in {cell.dtype: cell for cell in cells}.values():
+    for kind, cell in {cell.kind_of_weights: cell for cell in cells}.items():
         lm = cell_runs.load_models(cell, **folders)
-        weights[cell.dtype] = {"target": fingerprint.of_params(lm.params)}
+        weights[kind] = {"target": fingerprint.of_params(lm.params)}
         if settings["draft"]:
-            weights[cell.dtype]["draft"] = fingerprint.of_params(lm.drafter_params)
+            weights[kind]["draft"] = fingerprint.of_params(lm.drafter_params)
         if args.head is not None:
-            kind = registry.kind_of(args.head)
-            named = dataclasses.replace(cell, drafter=kind, tree=cells_lib.NO_TREE)
+            name = registry.kind_of(args.head)
+            named = dataclasses.replace(cell, drafter=name, tree=cells_lib.NO_TREE)
             with_head = cell_runs.with_drafter(lm, named, head=args.head)
             found = fingerprint.of_params(with_head.drafter_params)
-            weights[cell.dtype]["head"] = found
+            weights[kind]["head"] = found
     kinds = {(c.slab, c.drafter, c.tree): c for c in cells}
     for cell in kinds.values():
         is_tree = cell.tree != cells_lib.NO_TREE

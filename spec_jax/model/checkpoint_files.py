@@ -36,6 +36,8 @@ WHOLE_DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 """Dtypes of tables of numbers, which are not weights."""
+STORED = np.dtype([("scale", "<f2"), ("values", "i1", (32,))])
+"""A block of weights of eight bits, as a file holds it."""
 _DTYPE_NAMES = {dtype: name for name, dtype in (DTYPES | WHOLE_DTYPES).items()}
 AGAIN = "download it again"
 
@@ -71,6 +73,7 @@ class Entry(Tensor):
     unit_values: int = 1
     unit_bytes: int = 0
     unpack: Callable[[np.ndarray], np.ndarray] | None = None  # of uint8
+    stored: "Entry | None" = None  # the blocks of eight bits that it is, if it is
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

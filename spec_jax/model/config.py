@@ -19,6 +19,11 @@ from spec_jax.model import families, gguf_file, hub
 
 
 DTYPES = ("float32", "bfloat16")
+WEIGHTS = ("dense", "q8_0")
+"""Forms of matrices: of the model's dtype, or of eight bits (`native.blocks`)."""
+
+QUANTIZATION = {"quant_method": "spec_jax_q8_0"}
+"""The mark of such a folder in its `config.json`."""
 
 # Positions and token ids are int32.
 MAX_SIZE = 2**31 - 1
@@ -108,6 +113,12 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
+    weights: str = "dense"  # of `WEIGHTS`
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether matrices are of eight bits."""
+        return self.weights == "q8_0"
 
     @property
     def qkv_size(self) -> int:
@@ -138,6 +149,9 @@ class ModelConfig:
         if self.dtype not in DTYPES:
             shown = reprlib.repr(self.dtype)
             raise ValueError(f"dtype={shown} is not one of {', '.join(DTYPES)}")
+        if self.weights not in WEIGHTS:
+            shown = reprlib.repr(self.weights)
+            raise ValueError(f"weights={shown} is not one of {', '.join(WEIGHTS)}")
         check_flag("tie_word_embeddings", self.tie_word_embeddings)
         positive("rope_theta", self.rope_theta)
         return self
@@ -225,8 +239,13 @@ def check_flag(key: str, value: Any) -> None:
         )
 
 
-def from_dict(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelConfig:
+def from_dict(
+    raw: Mapping[str, Any], *, dtype: str | None = None, weights: str | None = None
+) -> ModelConfig:
     """Reads the contents of a `config.json`; `dtype` takes the place of its own.
+
+    Args:
+      weights: one of `WEIGHTS`; None: those of the file.
 
     Raises:
       ValueError: another family, a missing key, a feature that the models of the family
@@ -235,12 +254,20 @@ def from_dict(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelConfi
     """
     family = families.named(raw)
     quantization = raw.get("quantization_config")
-    if quantization is not None:
+    is_own = quantization == QUANTIZATION
+    if quantization is not None and not is_own:
         raise ValueError(
             f"quantization_config={reprlib.repr(quantization)}: quantised weights are "
             "not supported; take the model's float32, bfloat16 or float16 checkpoint"
         )
-    config = family.read_config(raw, dtype=dtype).validate()
+    if is_own and weights not in (None, "q8_0"):
+        raise ValueError(
+            f"weights={reprlib.repr(weights)}, but those of the folder are q8_0: take "
+            "the folder that they were made of"
+        )
+    config = family.read_config(raw, dtype=dtype)
+    weights = weights or ("q8_0" if is_own else "dense")
+    config = dataclasses.replace(config, weights=weights).validate()
     check_token_ids("eos_token_id", raw.get("eos_token_id"), config.vocab_size)
     return config
 
@@ -249,7 +276,8 @@ def to_dict(config: ModelConfig) -> dict[str, Any]:
     """Writes the `config.json` that `from_dict` reads, in the older (4.51) spelling."""
     architecture, _ = families.MODULES[config.model_type]
     names = {"architectures": [architecture], "model_type": config.model_type}
-    return names | families.of(config).write_config(config)
+    made = names | families.of(config).write_config(config)
+    return made | ({"quantization_config": QUANTIZATION} if config.is_bytes else {})
 
 
 def read_sizes(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
@@ -356,7 +384,9 @@ def write_scaling(scaling: Scaling | None) -> dict[str, Any] | None:
     return {"rope_type": kind} | given
 
 
-def read(path: pathlib.Path, *, dtype: str | None = None) -> ModelConfig:
+def read(
+    path: pathlib.Path, *, dtype: str | None = None, weights: str | None = None
+) -> ModelConfig:
     """Reads a `config.json`, as `from_dict` does; every error names the file.
 
     Raises:
@@ -369,7 +399,7 @@ def read(path: pathlib.Path, *, dtype: str | None = None) -> ModelConfig:
         hint = hub.hint(path.parent) or "is this a model folder?"
         raise ValueError(f"{path}: no such file; {hint}") from None
     try:
-        return from_dict(raw, dtype=dtype)
+        return from_dict(raw, dtype=dtype, weights=weights)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -28,6 +28,10 @@ MODULES: Mapping[str, tuple[str, str]] = {
 """By the `model_type` of `config.json`: its entry in `architectures`, and a module."""
 
 
+BYTE_IMPLS = ("native", "xla")
+"""Implementations that run weights of eight bits."""
+
+
 class Family(Protocol):
     """The contents of a module of `MODULES`."""
 
@@ -121,6 +125,11 @@ def runnable(
       NotImplementedError: a named implementation without kernels for the family.
     """
     known = of(config).IMPLS
+    if config.is_bytes and resolved not in BYTE_IMPLS:
+        raise NotImplementedError(
+            f"weights={config.weights!r} has no kernels for impl={resolved!r}; take "
+            f"impl={' or '.join(map(repr, BYTE_IMPLS))}, or leave `weights` out"
+        )
     if resolved in (known if is_named else of(config).AUTO):
         return resolved
     if not is_named:

@@ -18,13 +18,13 @@ def of_params(params: params_lib.Params) -> str:
     have that of the arrays that they were. Arrays are fetched one at a time.
     """
     digest = hashlib.sha256()
-    leaves = jax.tree_util.tree_leaves_with_path(
-        params, is_leaf=lambda leaf: isinstance(leaf, weights.Panels)
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=weights.is_weight)
     for path, leaf in leaves:
-        value = np.ascontiguousarray(weights.matrix(leaf))
-        head = f"{jax.tree_util.keystr(path)} {value.dtype.name} {value.shape}\n"
-        digest.update(head.encode())
-        # As bytes: hashlib does not take the buffer of a bfloat16 array.
-        digest.update(value.reshape(-1).view(np.uint8).data)
+        # The integers and the scales of weights of eight bits.
+        for part in jax.tree.leaves(weights.unpacked(leaf)):
+            value = np.ascontiguousarray(part)
+            head = f"{jax.tree_util.keystr(path)} {value.dtype.name} {value.shape}\n"
+            digest.update(head.encode())
+            # As bytes: hashlib does not take the buffer of a bfloat16 array.
+            digest.update(value.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

@@ -158,13 +158,36 @@ def _entry(
     unpack = functools.partial(
         _unpack, kind=tensor.kind, row_bytes=row_bytes, columns=columns, rows=rows
     )
+    stored = None
+    if tensor.kind == "Q8_0":
+        turn = functools.partial(_turn, columns=columns // values, rows=rows)
+        stored = files.Entry(
+            dtype=files.STORED,
+            unit_values=rows * columns // values,
+            unit_bytes=rows * row_bytes,
+            unpack=lambda raw: turn(raw.view(files.STORED)),
+            **where | {"shape": (tensor.shape[0], columns // values)},
+        )
     return files.Entry(
         dtype=np.dtype(np.float32),
         unit_values=rows * columns,
         unit_bytes=rows * row_bytes,
         unpack=unpack,
+        stored=stored,
         **where,
     )
+
+
+def kinds(path: pathlib.Path) -> set[str]:
+    """Returns the names of what a file's tensors are, such as "F32" or "Q8_0"."""
+    return {tensor.kind for tensor in gguf_header.read(path).tensors.values()}
+
+
+def _turn(values: np.ndarray, *, columns: int, rows: int) -> np.ndarray:
+    """Returns flat values of whole heads, of `rows` rows, in Hugging Face's order."""
+    if rows > 1:  # [heads, pairs, first and second] -> [heads, halves, pairs]
+        values = values.reshape(-1, rows // 2, 2, columns).swapaxes(1, 2)
+    return values.reshape(-1)
 
 
 def _unpack(
@@ -177,9 +200,7 @@ def _unpack(
     else:
         gguf = _package()
         values = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind])
-    if rows > 1:  # [heads, pairs, first and second] -> [heads, halves, pairs]
-        values = values.reshape(-1, rows // 2, 2, columns).swapaxes(1, 2)
-    return values.reshape(-1)
+    return _turn(values, columns=columns, rows=rows)
 
 
 def _package() -> Any:
@@ -232,7 +253,7 @@ def _config(header: gguf_header.Header) -> dict[str, Any]:
                 f"{path}: {name}.{key}={own[key]} beside heads of {head_dim}: models "
                 "with another size there are not supported"
             )
-    kinds = {tensor.kind for tensor in header.tensors.values()}
+    held = {tensor.kind for tensor in header.tensors.values()}
     return raw | {
         "architectures": [ARCHITECTURES[name]],
         "model_type": name,
@@ -243,7 +264,7 @@ def _config(header: gguf_header.Header) -> dict[str, Any]:
         "rope_scaling": _scaling(header, own, head_dim),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "torch_dtype": "float32" if kinds == {"F32"} else "bfloat16",
+        "torch_dtype": "float32" if held == {"F32"} else "bfloat16",
     }
 
 

@@ -8,7 +8,9 @@ again is the same, bit for bit.
 
 import contextlib
 import dataclasses
+import functools
 import json
+import math
 import pathlib
 import re
 from collections.abc import Mapping
@@ -20,6 +22,7 @@ import numpy as np
 import psutil
 
 from spec_jax.model import (
+    byte_weights,
     checkpoint_files as files,
     config as config_lib,
     families,
@@ -30,7 +33,7 @@ from spec_jax.model import (
     tensor_values,
     tokenizer as tokenizer_lib,
 )
-from spec_jax.ops import dispatch, weights
+from spec_jax.ops import dispatch, weights as weights_lib
 from spec_jax.parallel import shard
 
 
@@ -49,6 +52,7 @@ def load(
     folder: str | pathlib.Path,
     *,
     dtype: str | None = None,
+    weights: str | None = None,
     impl: str | None = None,
     available_bytes: int | None = None,
     vocab_size: int | None = None,
@@ -63,6 +67,9 @@ def load(
     Args:
       dtype: of the weights, "float32" or "bfloat16"; that of `config.json` if None.
         The files may be float32, bfloat16 or float16: values are rounded to nearest.
+      weights: "q8_0": matrices are rounded to eight bits (`native.blocks`), but for
+        those of a GGUF file that are so already; "dense": they have the dtype; None:
+        dense, unless the folder was saved otherwise.
       impl: a resolved implementation, for whose kernels the weights are prepared as
         by `params.prepare`; arrays if None.
       available_bytes: free memory of the host; asked of the system if None.
@@ -84,7 +91,12 @@ def load(
         entries than `vocab_size`.
     """
     folder = hub.locate(folder)
-    config = config_lib.read(folder / "config.json", dtype=dtype)
+    config = config_lib.read(folder / "config.json", dtype=dtype, weights=weights)
+    if layout is not None and config.is_bytes:
+        raise ValueError(
+            f"{folder}: weights={config.weights!r} are not cut over a mesh: leave out "
+            "`mesh`, or `weights`"
+        )
     entries = _find(folder, config, on_mesh=layout is not None)
     if vocab_size is not None:
         config = _with_entries(folder, config, vocab_size)
@@ -101,12 +113,17 @@ def load(
     # A table that is not the head, too, is looked up only.
     table: Any = None if names.lm_head is None else names.embed
 
-    def read(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> weights.Weight:
+    def read(
+        leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts
+    ) -> weights_lib.Weight:
+        weight: weights_lib.Weight
+        if config.is_bytes and len(leaf.shape) == 2:
+            weight = byte_weights.assemble(leaf, sources, entries)
+            return jax.block_until_ready(weights_lib.prepare(weight, impl or "xla"))
         buffer = assemble(leaf, sources, entries)
         # A copy, and waited for, so that the buffer is free before the next is taken.
-        weight: weights.Weight
         if impl == "native" and len(leaf.shape) == 2 and sources is not table:
-            weight = weights.prepare(jnp.asarray(buffer), impl)
+            weight = weights_lib.prepare(jnp.asarray(buffer), impl)
         else:
             weight = jnp.array(buffer, copy=True)
         return jax.block_until_ready(weight)
@@ -125,11 +142,20 @@ def _find(
             "save it as a folder, and load that"
         )
     family = families.of(config)
-    ignored = re.compile(family.IGNORED)
-    found = (gguf_file if is_gguf else files).find(folder).items()
-    entries = {name: entry for name, entry in found if not ignored.search(name)}
-    _check_num_layers(folder, config, entries)
     names = family.tensors(config)
+    ignored = re.compile(family.IGNORED)
+    if is_gguf:
+        found = gguf_file.find(folder)
+        if config.is_bytes:
+            byte_weights.say_rounded(folder, gguf_file.kinds(folder))
+    elif config.is_bytes:
+        dtypes = files.DTYPES | {"U8": files.WHOLE_DTYPES["U8"]}
+        known = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
+        found = byte_weights.of_folder(files.find(folder, dtypes=dtypes), known)
+    else:
+        found = files.find(folder)
+    entries = {name: one for name, one in found.items() if not ignored.search(name)}
+    _check_num_layers(folder, config, entries)
     _check_entries(folder, config, entries, names)
     if config.tie_word_embeddings:
         _check_tied(folder, entries, names, family.LM_HEAD)
@@ -250,13 +276,20 @@ def required_bytes(
     if layout is not None:
         return load_shards.required_bytes(shapes, layout)
 
+    def size(leaf: jax.ShapeDtypeStruct) -> int:
+        is_bytes = config.is_bytes and len(leaf.shape) == 2
+        return byte_weights.num_bytes(leaf) if is_bytes else params_lib.num_bytes(leaf)
+
     def needs(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> int:
         copies = 1 if sources.order is None else 2  # As stored, and in order.
-        return copies * params_lib.num_bytes(leaf)
+        # Bytes are held twice, and beside them what they are made of, float32 at most.
+        wide = 2 * math.prod(leaf.shape) * 4 if config.is_bytes else 0
+        return copies * params_lib.num_bytes(leaf) + wide
 
     each = jax.tree.map(needs, shapes, families.of(config).tensors(config))
     largest = max(jax.tree.leaves(each))
-    return params_lib.num_bytes(shapes), largest + 2 * tensor_values.BLOCK_BYTES
+    total = sum(map(size, jax.tree.leaves(shapes)))
+    return total, largest + 2 * tensor_values.BLOCK_BYTES
 
 
 def _with_entries(
@@ -351,6 +384,10 @@ def _check_memory(
 def _check_params(config: config_lib.ModelConfig, params: params_lib.Params) -> None:
     """Refuses to write weights that the config beside them would not describe."""
     shapes = params_lib.shapes(config)
+    matrices = jax.tree.leaves(params, is_leaf=weights_lib.is_weight)
+    matrices = [leaf for leaf in matrices if len(leaf.shape) == 2]
+    if any(weights_lib.is_bytes(leaf) != config.is_bytes for leaf in matrices):
+        raise ValueError(f"the config says {config.weights=}, the weights are others")
     params = params_lib.map_matrices(_shape_of, params)
     structures = {jax.tree.structure(tree) for tree in (params, shapes)}
     if len(structures) > 1:
@@ -368,7 +405,7 @@ def _check_params(config: config_lib.ModelConfig, params: params_lib.Params) -> 
             )
 
 
-def _shape_of(leaf: weights.Weight) -> jax.ShapeDtypeStruct:
+def _shape_of(leaf: weights_lib.Weight) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
@@ -379,9 +416,7 @@ def pending(params: Any, names: Any) -> list[files.Pending]:
       names: a tree like `params` that holds `params.Parts`.
     """
     tensors = []
-    leaves = jax.tree.leaves(
-        params, is_leaf=lambda leaf: isinstance(leaf, weights.Panels)
-    )
+    leaves = jax.tree.leaves(params, is_leaf=weights_lib.is_weight)
     for leaf, sources in zip(leaves, jax.tree.leaves(names), strict=True):
         start = 0
         back = None if sources.order is None else np.argsort(sources.order.reshape(-1))
@@ -389,10 +424,21 @@ def pending(params: Any, names: Any) -> list[files.Pending]:
             stop = start + shape[0]
             rows = slice(start, stop) if back is None else back[start:stop]
 
+            if weights_lib.is_bytes(leaf):
+                shape = shape[0], *byte_weights.stored_shape(shape[1])
+                store = functools.partial(byte_weights.to_store, leaf, rows)
+                tensors.append(
+                    files.Pending(
+                        name=name, dtype=np.dtype(np.uint8), shape=shape, fetch=store
+                    )
+                )
+                start = stop
+                continue
+
             def fetch(leaf=leaf, rows=rows) -> np.ndarray:
                 # A copy, because an array keeps the host value that was asked of it:
                 # the whole model would be held twice in the end.
-                return np.asarray(jnp.array(weights.matrix(leaf)[rows], copy=True))
+                return np.asarray(jnp.array(weights_lib.matrix(leaf)[rows], copy=True))
 
             dtype = np.dtype(leaf.dtype)
             tensors.append(

@@ -36,7 +36,7 @@ class LayerParams(pytree.Node):
 class Params(pytree.Node):
     """A whole model. `lm_head` is None where the embedding is tied to it."""
 
-    embed: weights.Weight  # [V, D]; an array unless it is the head, too
+    embed: weights.Weight  # [V, D]; an array unless it is the head or of eight bits
     layers: tuple[Any, ...]  # each a `LayerParams`, or what a family has instead
     final_norm: Any  # [D], or what a family's norm has
     lm_head: weights.Weight | None  # [V, D]
@@ -156,15 +156,30 @@ def draw(key: jax.Array, tree: Any, *, stddev: float) -> Any:
 
 
 def cast(params: Params, dtype: str) -> Params:
-    """Casts the weights to another dtype, as arrays, one at a time."""
-    return map_matrices(lambda leaf: weights.matrix(leaf).astype(dtype), params)
+    """Casts the weights to another dtype, not prepared, one at a time.
+
+    Weights of eight bits stay what they are, for rows of that dtype.
+    """
+    return map_matrices(lambda leaf: weights.cast(leaf, dtype), params)
+
+
+def to_bytes(params: Any) -> Any:
+    """Rounds every matrix to eight bits (`native.blocks`), outside jit.
+
+    The config of such a model has `weights="q8_0"`.
+    """
+
+    def one(leaf: weights.Weight) -> weights.Weight:
+        if len(leaf.shape) != 2 or weights.is_bytes(leaf):
+            return leaf
+        return weights.to_bytes(leaf)
+
+    return map_matrices(one, params)
 
 
 def map_matrices(function: Callable, params: Any) -> Any:
     """Applies `function` to every weight of a pytree, in whichever form it is."""
-    return jax.tree.map(
-        function, params, is_leaf=lambda leaf: isinstance(leaf, weights.Panels)
-    )
+    return jax.tree.map(function, params, is_leaf=weights.is_weight)
 
 
 def prepare_matrices(params: Any, impl: str) -> Any:
@@ -184,7 +199,7 @@ def prepare(params: Params, impl: str) -> Params:
     a compiled step it is done at every step.
     """
     # Rows of a table are looked up; where it is the head, too, they are multiplied.
-    if params.lm_head is None:
+    if params.lm_head is None or weights.is_bytes(params.embed):
         return prepare_matrices(params, impl)
     embed = weights.matrix(params.embed)
     return prepare_matrices(params.replace(embed=None), impl).replace(embed=embed)

@@ -35,10 +35,17 @@ def matmul(x: jax.Array, w: weights.Weight, bias: jax.Array | None = None) -> ja
     `x` is `[..., K]` and `w` is `[N, K]`. So are its gradients: see `product`. A
     `bias [N]` is added to the sums before they are rounded.
     """
-    sums = product(x, weights.matrix(w))
+    sums = weight_product(x, w)
     if bias is not None:
         sums += jnp.broadcast_to(bias.astype(jnp.float32), sums.shape)
     return sums.astype(x.dtype)
+
+
+def weight_product(x: jax.Array, w: weights.Weight) -> jax.Array:
+    """Returns `product` with a weight in any form; of eight bits, as rows have it."""
+    if weights.is_bytes(w):
+        return weights.byte_product(x, w)
+    return product(x, weights.matrix(w))
 
 
 @jax.custom_vjp
@@ -144,7 +151,9 @@ def forward(
     B, T = tokens.shape
     family = families.of(config)
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    x = weights.matrix(params.embed)[tokens]
+    embed = params.embed
+    is_bytes = weights.is_bytes(embed)
+    x = weights.take_rows(embed, tokens) if is_bytes else weights.matrix(embed)[tokens]
     keys, values, boundaries = [], [], [x]
     for layer in params.layers:
         x, k, v = family.sequence_layer(layer, config, x, positions)
@@ -166,4 +175,4 @@ def logits(
 ) -> Float[Array, "B T V"]:
     """Computes float32 logits of every position."""
     hidden = forward(params, config, tokens).hidden
-    return product(hidden, weights.matrix(params.head))
+    return weight_product(hidden, params.head)

@@ -195,10 +195,10 @@ void run_slots(Team<Pool>& team, const Table<T>& embed, const Panels<T>& out,
     }
     int64_t live = asked.size();
     if (live == 0) return;
-    if (out.data != nullptr) take_rows(embed, tokens.data(), before.data(), live);
-    if (mix.w.data != nullptr) mixer.run(workers, asked, chains.most, before.data());
+    if (out) take_rows(embed, tokens.data(), before.data(), live);
+    if (mix.w) mixer.run(workers, asked, chains.most, before.data());
     if (i < 0) continue;
-    if (out.data != nullptr) {
+    if (out) {
       const T* none = nullptr;
       Input<T> input{before.data(), none, 0.0f, live};
       project(workers, input, out, none, scores.data());
@@ -206,7 +206,7 @@ void run_slots(Team<Pool>& team, const Table<T>& embed, const Panels<T>& out,
     for (int64_t j = 0; j < live; ++j) {
       const float* own = chains.logits + (asked[j].slot * chains.most + i) * N;
       float* row = scores.data() + j * N;
-      for (int64_t n = 0; n < N; ++n) row[n] = out.data == nullptr ? own[n] : own[n] + row[n];
+      for (int64_t n = 0; n < N; ++n) row[n] = !out ? own[n] : own[n] + row[n];
     }
     choose(team, chains.draws, asked, chains.names, N, scores.data(), chosen.data());
     for (int64_t j = 0; j < live; ++j) {

@@ -55,10 +55,11 @@ ffi::Error by_dtype(ffi::DataType dtype, F f) {
   return ffi::Error::InvalidArgument("the kernels take float32 and bfloat16");
 }
 
-// [N, K] of a buffer of panels.
+// [N, K] of a buffer of panels, which may be empty: none.
 template <typename T>
 Panels<T> panels(const Any& buffer, int64_t N, int64_t K) {
-  return {data<T>(buffer), N, K};
+  if (buffer.element_type() != ffi::DataType::U8) return {data_or_null<T>(buffer), N, K};
+  return {nullptr, N, K, data<uint8_t>(buffer)};
 }
 
 // [N, K] of a buffer of panels, or of rows.

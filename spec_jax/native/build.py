@@ -48,16 +48,28 @@ FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 # The macros choose the code, the other flags let the compiler use the instructions.
 ISA_FLAGS = {
-    "avx512bf16": ("-DSPEC_JAX_AVX512BF16", "-mavx512bf16", *_AVX512),
+    "avx512bf16": (
+        "-DSPEC_JAX_AVX512BF16",
+        "-mavx512bf16",
+        "-mavx512vnni",
+        *_AVX512,
+    ),
     "avx512": ("-DSPEC_JAX_AVX512", *_AVX512),
-    "avx2": ("-DSPEC_JAX_AVX2", "-mavx2", "-mfma"),
+    "avx2": ("-DSPEC_JAX_AVX2", "-mavx2", "-mfma", "-mf16c"),
     "portable": (),
 }
+_NEEDS_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}
 _ISA_NEEDS = {
-    "avx512bf16": {"avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"},
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"},
-    "avx2": {"avx2", "fma"},
+    "avx512bf16": {"avx512_bf16", "avx512_vnni", *_NEEDS_AVX512},
+    "avx512": _NEEDS_AVX512,
+    "avx2": {"avx2", "fma", "f16c"},
     "portable": set(),
+}
+# Extensions that only make sums of integers faster, which are the same without. The
+# processor's name, and the compiler's flag.
+_FASTER = {
+    "avx512": ("avx512_vnni", "-mavx512vnni"),
+    "avx2": ("avx_vnni", "-mavxvnni"),
 }
 
 # An instruction of each, which an old assembler may not know.
@@ -211,12 +223,28 @@ def _asked_commands(asked: str) -> list[list[str]]:
 def _widest(compiler: tuple[str, ...]) -> str:
     """Returns the first available set that the compiler and its assembler know."""
     for isa in available_isas():
-        # -pipe: g++ would write to the temporary folder, and where that is full no set
-        # would seem to be known.
-        flags = [*ISA_FLAGS[isa], "-pipe", "-x", "c++", "-c", "-", "-o", os.devnull]
-        if _run([*compiler, *flags], source=f'asm("{_PROBES[isa]}");').returncode == 0:
+        if _knows(compiler, ISA_FLAGS[isa], _PROBES[isa]):
             return isa
     return "portable"  # Its build raises the compiler's message.
+
+
+def _knows(
+    compiler: Sequence[str], flags: Sequence[str], instruction: str = ""
+) -> bool:
+    """Returns whether the compiler takes these flags, and its assembler this."""
+    # -pipe: g++ would write to the temporary folder, and where that is full no set
+    # would seem to be known.
+    flags = [*flags, "-pipe", "-x", "c++", "-c", "-", "-o", os.devnull]
+    return _run([*compiler, *flags], source=f'asm("{instruction}");').returncode == 0
+
+
+@functools.cache
+def _flags_of(compiler: tuple[str, ...], isa: str) -> tuple[str, ...]:
+    """Returns an instruction set's flags, with that of what makes it faster here."""
+    feature, flag = _FASTER.get(isa, ("", ""))
+    if feature in cpu_features() and _knows(compiler, (flag,)):
+        return *ISA_FLAGS[isa], flag
+    return ISA_FLAGS[isa]
 
 
 @functools.cache
@@ -347,7 +375,7 @@ def _compile(
         command = [
             *compiler,
             *FLAGS,
-            *ISA_FLAGS[isa],
+            *_flags_of(tuple(compiler), isa),
             f"-I{jax.ffi.include_dir()}",
             str(sources / "kernels.cc"),
             "-o",
@@ -373,7 +401,7 @@ def _key(compiler: Sequence[str], isa: str) -> str:
         *compiler,
         _run([*compiler, "--version"], LC_ALL="C").stdout,
         *FLAGS,
-        *ISA_FLAGS[isa],
+        *_flags_of(tuple(compiler), isa),
         jaxlib.version.__version__,
         platform.machine(),
     )

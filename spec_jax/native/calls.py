@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.native import build, panels
+from spec_jax.native import blocks, build, panels
 
 
 MAX_HEAD = 256  # as `kMaxHead` in attention.h
 
-Weight = jax.Array | panels.Panels
+Weight = jax.Array | panels.Panels | blocks.Blocks
 
 
 def call(
@@ -61,9 +61,11 @@ def check_shapes(**pairs: tuple[Weight, tuple[int, ...]]) -> None:
 
 
 @functools.partial(jax.jit, static_argnames="isa")
-def pack(w: jax.Array, *, isa: str | None = None) -> panels.Panels:
+def pack(w: jax.Array | blocks.Blocks, *, isa: str | None = None) -> panels.Panels:
     """Copies `w [N, K]` into panels."""
     check_dtypes(w)
+    if isinstance(w, blocks.Blocks):
+        return blocks.pack(w)
     N, K = w.shape
     shape = panels.packed_shape((N, K), w.dtype)
     data = call("spec_jax_pack", jax.ShapeDtypeStruct(shape, w.dtype), w, isa=isa)
@@ -313,5 +315,7 @@ def move(
 
 
 def data_of(weight: Weight) -> jax.Array:
-    """Returns the one array that a weight is made of."""
+    """Returns the one array that a kernel reads of a weight."""
+    if isinstance(weight, blocks.Blocks):
+        return blocks.pack(weight).data
     return weight.data if isinstance(weight, panels.Panels) else weight

@@ -119,7 +119,7 @@ ffi::Error Pack(ffi::ThreadPool pool, Any w, Result out) {
 ffi::Error TakeRows(Any table, Ints index, Scalar num_active, Result y, int64_t entries) {
   int64_t rows = index.element_count();
   int64_t live = live_rows(num_active, rows);
-  return by_dtype(table.element_type(), [&](auto tag) {
+  return by_dtype(y->element_type(), [&](auto tag) {
     using T = decltype(tag);
     Table<T> from = table_of<T>(table, entries, y->dimensions()[1]);
     take_rows(from, index.typed_data(), data<T>(y), live);

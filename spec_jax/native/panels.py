@@ -22,17 +22,20 @@ class Panels(pytree.Node):
     """A matrix that the native kernels multiply by; made once, where it is loaded.
 
     Attributes:
-      data: `[ceil(N / 16), ceil(K / word), 16, word]`, zeros past the matrix.
+      data: `[ceil(N / 16), ceil(K / word), 16, word]`, zeros past the matrix; of
+        `blocks.Blocks` uint8 `[ceil(N / 16), ceil(K / 64), 17, 64]`.
       shape: `(N, K)` of the matrix.
+      of: `Blocks.of`; None: of the matrix's elements as they are.
     """
 
     data: jax.Array
     shape: tuple[int, int] = pytree.static()
+    of: str | None = pytree.static(default=None)
 
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype of the matrix's elements."""
-        return self.data.dtype
+        return jnp.dtype(self.of or self.data.dtype)
 
 
 def packed_shape(shape: tuple[int, int], dtype: jnp.dtype) -> tuple[int, ...]:

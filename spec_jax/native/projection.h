@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "byte_blocks.h"
 #include "gemm.h"
 #include "panels.h"
 #include "scratch.h"
@@ -65,30 +66,30 @@ void set_group(const Input<T>& input, int64_t K, int64_t i, Scratch<T>& normed,
   set_group(input.x, input.norm, K, input.eps, i, normed.data(), rows);
 }
 
-// Calls `body(first, size, begin, end, rows)` for each group of the rows and all panels
-// of [0, count), some at a time: groups innermost, so that all find the weights in a
-// cache.
+// Calls `body(first, size, begin, end, rows)` for each group of the rows and the panels
+// [0, count) of such as `w`, some at a time: groups innermost, so that all find the weights
+// in a cache.
 template <typename Pool, typename T, typename Body>
-void over_panels(Workers<Pool, T>& workers, const Input<T>& input, int64_t K,
+void over_panels(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& w,
                  int64_t count, const Body& body) {
   if (input.rows == 0) return;
-  bool shares = input.rows > kAlone;
+  bool shares = input.rows > kAlone, is_bytes = w.blocks != nullptr;
   if (shares) {
-    workers.shared.begin(input.rows, K);
+    workers.shared.begin(input.rows, w.K, is_bytes);
     workers.team.run(workers.shared.num_groups(), 1, [&](int64_t i, int64_t, int64_t number) {
-      set_group(input, K, i, workers.all[number].normed, workers.shared);
+      set_group(input, w.K, i, workers.all[number].normed, workers.shared);
     });
   }
-  int64_t panel = std::max<int64_t>(words_of<T>(K) * kPanel * 4, 1);
+  int64_t panel = std::max<int64_t>(w.panel_bytes(), 1);
   int64_t grain = std::clamp<int64_t>(kGrainBytes / panel / 4 * 4, 4, kMostGrain);
   int64_t product = ++workers.products;
   workers.team.run(count, grain, [&](int64_t begin, int64_t end, int64_t number) {
     auto& worker = workers.all[number];
     SideBySide<T>& rows = shares ? workers.shared : worker.rows;
     if (!shares && worker.holds != product) {
-      rows.begin(input.rows, K);
+      rows.begin(input.rows, w.K, is_bytes);
       for (int64_t i = 0; i < rows.num_groups(); ++i) {
-        set_group(input, K, i, worker.normed, rows);
+        set_group(input, w.K, i, worker.normed, rows);
       }
       worker.holds = product;
     }
@@ -96,6 +97,19 @@ void over_panels(Workers<Pool, T>& workers, const Input<T>& input, int64_t K,
       body(first, size, begin, end, rows);
     });
   });
+}
+
+// sums [size, stride] = the group of rows at `first` by the panels [begin, end) of w, after
+// which those from `next` on are read.
+template <typename T>
+void multiply(const SideBySide<T>& rows, int64_t first, int64_t size, const Panels<T>& w,
+              int64_t begin, int64_t end, float* sums, int64_t stride, int64_t next) {
+  if (w.blocks == nullptr) {
+    return multiply(rows.group(first), size, w.panel(begin), end - begin, w.words(), sums,
+                    stride, w.panel(next));
+  }
+  multiply_bytes(rows.group_of_bytes(first), size, w.panel_of_blocks(begin), end - begin,
+                 w.pairs(), sums, stride, (next - end) * w.panel_bytes());
 }
 
 // y [rows, N] = residual + round(norm(x) w^T); `residual` may be null, or y. The rows of y
@@ -108,8 +122,7 @@ void project(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& 
                   const SideBySide<T>& rows) {
     constexpr int64_t kStride = kMostGrain * kPanel;
     alignas(64) float sums[kGroup * kStride];
-    multiply(rows.group(first), size, w.panel(begin), end - begin, w.words(), sums,
-             kStride);
+    multiply(rows, first, size, w, begin, end, sums, kStride, end);
     int64_t from = begin * kPanel, to = std::min(end * kPanel, w.N);
     for (int64_t r = 0; r < size; ++r) {
       Out* out = y + (first + r) * stride;
@@ -123,7 +136,7 @@ void project(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& 
       }
     }
   };
-  over_panels(workers, input, w.K, w.count(), body);
+  over_panels(workers, input, w, w.count(), body);
 }
 
 // sums [size, kMostGrain * kPanel] = the products of `count` segments of the rows' words, by
@@ -152,7 +165,9 @@ void add_segments(const Row<T>* x, int64_t size, const Panels<T>* w, int64_t cou
 template <typename Pool, typename T>
 void project_segments(Workers<Pool, T>& workers, const Input<T>& input,
                       const std::vector<Panels<T>>& w, float* y) {
-  int64_t N = w[0].N, K = w[0].K * static_cast<int64_t>(w.size());
+  int64_t N = w[0].N;
+  Panels<T> all = w[0];  // Its sizes are those of all segments beside each other.
+  all.K *= static_cast<int64_t>(w.size());
   auto body = [&](int64_t first, int64_t size, int64_t begin, int64_t end,
                   const SideBySide<T>& rows) {
     constexpr int64_t kStride = kMostGrain * kPanel;
@@ -166,7 +181,7 @@ void project_segments(Workers<Pool, T>& workers, const Input<T>& input,
       }
     }
   };
-  over_panels(workers, input, K, w[0].count(), body);
+  over_panels(workers, input, all, all.count(), body);
 }
 
 // y [rows, F] = swiglu(round(norm(x) w^T)); the gate's weights are the first F of w.
@@ -181,9 +196,8 @@ void gate(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& w, 
     // The weights of `up` need not begin with a panel.
     int64_t up = (F + from) / kPanel, last = panels_of(F + to);
     int64_t shift = (F + from) % kPanel;
-    const Row<T>* x = rows.group(first);
-    multiply(x, size, w.panel(begin), end - begin, w.words(), gates, kStride, w.panel(up));
-    multiply(x, size, w.panel(up), last - up, w.words(), ups, kStride, w.panel(end));
+    multiply(rows, first, size, w, begin, end, gates, kStride, up);
+    multiply(rows, first, size, w, up, last, ups, kStride, end);
     for (int64_t r = 0; r < size; ++r) {
       T* out = y + (first + r) * F;
       for (int64_t f = from; f < to; f += kLanes) {
@@ -195,7 +209,7 @@ void gate(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& w, 
       }
     }
   };
-  over_panels(workers, input, w.K, panels_of(F), body);
+  over_panels(workers, input, w, panels_of(F), body);
 }
 
 }  // namespace spec_jax

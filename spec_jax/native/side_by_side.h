@@ -8,45 +8,30 @@
 #include <cstdint>
 #include <cstring>
 
+#include "byte_rows.h"
 #include "gemm.h"
 #include "interleave.h"
+#include "lanes.h"
 #include "panels.h"
 #include "scratch.h"
 #include "simd.h"
 
 namespace spec_jax {
 
-// The lanes at `value`, or zeros after its end.
-template <typename T>
-inline Vec load_lanes(const T* value, int64_t left) {
-  if (left >= kLanes) return load(value);
-  T copy[kLanes];
-  std::memset(static_cast<void*>(copy), 0, sizeof copy);
-  std::memcpy(static_cast<void*>(copy), value, left * sizeof(T));
-  return load(copy);
-}
-
-// Rounds the lanes to T, and stores those before its end.
-template <typename T>
-inline void store_lanes(T* to, int64_t left, Vec lanes) {
-  if (left >= kLanes) return store(to, lanes);
-  T copy[kLanes];
-  store(copy, lanes);
-  std::memcpy(static_cast<void*>(to), copy, left * sizeof(T));
-}
-
 // Rows of K elements for weights of type T, in groups of nearly equal size; within one,
-// [words, rows of the group, kWord].
+// [words, rows of the group, kWord]. For weights of eight bits, bytes as in `byte_rows.h`.
 template <typename T>
 class SideBySide {
  public:
   // Room for `most` rows of `most_k` elements, of which none is used yet.
-  SideBySide(int64_t most, int64_t most_k) : data_(most * words_of<T>(most_k) * kWord<T>) {}
+  SideBySide(int64_t most, int64_t most_k)
+      : room_(most * std::max<int64_t>(row_bytes(most_k), blocks_of(most_k) * kRowBlockBytes)) {}
 
   // Begins with `rows` rows of K elements; each group is then set.
-  void begin(int64_t rows, int64_t K) {
+  void begin(int64_t rows, int64_t K, bool is_bytes = false) {
     rows_ = rows;
     K_ = K;
+    is_bytes_ = is_bytes;
   }
 
   int64_t words() const { return words_of<T>(K_); }
@@ -59,12 +44,17 @@ class SideBySide {
   }
 
   const Row<T>* group(int64_t first) const {
-    return data_.data() + first * words() * kWord<T>;
+    return reinterpret_cast<const Row<T>*>(room_.data() + first * row_bytes(K_));
+  }
+  const uint8_t* group_of_bytes(int64_t first) const {
+    return room_.data() + first * blocks_of(K_) * kRowBlockBytes;
   }
 
   // Sets the `size` rows of the group at `first`, each x[r] [K], which T can hold.
   void set(int64_t first, int64_t size, const T* const* x) {
-    interleave(x, size, K_, data_.data() + first * words() * kWord<T>);
+    if (!is_bytes_) return interleave(x, size, K_, const_cast<Row<T>*>(group(first)));
+    uint8_t* to = const_cast<uint8_t*>(group_of_bytes(first));
+    for (int64_t r = 0; r < size; ++r) set_row_bytes(x[r], K_, r, size, to);
   }
 
   // Calls `body(first, size)` for each group.
@@ -76,8 +66,13 @@ class SideBySide {
   }
 
  private:
-  Scratch<Row<T>> data_;
+  static constexpr int64_t row_bytes(int64_t K) {
+    return words_of<T>(K) * kWord<T> * int64_t{sizeof(Row<T>)};
+  }
+
+  Scratch<uint8_t> room_;
   int64_t rows_ = 0, K_ = 0;
+  bool is_bytes_ = false;
 };
 
 // 1 / rms(x)

@@ -112,7 +112,7 @@ struct Layers {
     const T* none = nullptr;
     int64_t row = (step.N + 2 * step.K) * step.H;
     project(workers, from, layer.qkv, none, heads.data(), row);
-    if (layer.kv.data != nullptr) {
+    if (layer.kv) {
       project(workers, from, layer.kv, none, heads.data() + step.N * step.H, row);
     }
     attention.run(step.attention(layer, heads.data(), step.N, attended.data()));
@@ -126,7 +126,7 @@ struct Layers {
   void store(const StepLayer<T>& layer, const Input<T>& from) {
     const T* none = nullptr;
     int64_t row = (step.N + 2 * step.K) * step.H, queries = step.N * step.H;
-    bool is_apart = layer.kv.data != nullptr, begins_panel = queries % kPanel == 0;
+    bool is_apart{layer.kv}, begins_panel = queries % kPanel == 0;
     if (is_apart || begins_panel) {
       const Panels<T> kv = is_apart ? layer.kv : layer.qkv.from(queries);
       project(workers, from, kv, none, heads.data() + queries, row);

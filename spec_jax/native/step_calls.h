@@ -80,7 +80,7 @@ struct Model {
             panels<T>(at(i, kDown), D, mlp_size),
             pool(kKeys),
             pool(kValues),
-            {vector(kKv), both, D}};
+            panels<T>(at(i, kKv), both, D)};
   }
 
   // Without rows, which chains find for themselves.

@@ -34,7 +34,7 @@ class Residual(pytree.Node):
 
 def add(
     y: Float[Array, "R K"],
-    w: Float[Array, "N K"] | weights.Panels | weights.Split,
+    w: Float[Array, "N K"] | weights.Panels | weights.Blocks | weights.Split,
     x: Float[Array, "R N"],
     *,
     num_active: Int[Array, ""],
@@ -52,6 +52,7 @@ def add(
     """
     if impl in dispatch.PALLAS and not isinstance(w, weights.Split):
         kernels, interpret = dispatch.kernels("skinny_gemm", impl)
+        weights.check_dense(w, impl)
         x, normed = kernels.add(
             y, weights.matrix(w), x, norm, num_active=num_active, eps=eps,
             interpret=interpret,
@@ -64,7 +65,7 @@ def add(
 @typed
 def project(
     x: Float[Array, "R K"],
-    w: Float[Array, "N K"] | weights.Panels | weights.Split,
+    w: Float[Array, "N K"] | weights.Panels | weights.Blocks | weights.Split,
     *,
     num_active: Int[Array, ""],
     norm: Float[Array, " K"] | None = None,
@@ -116,8 +117,9 @@ def project(
             eps=eps,
             out_dtype=dtype,
         )
-    w = weights.matrix(w)
+    w = weights.unpacked(w)
     if impl in dispatch.PALLAS:
+        weights.check_dense(w, impl)
         kernels, interpret = dispatch.kernels("skinny_gemm", impl)
         return kernels.project(
             x,

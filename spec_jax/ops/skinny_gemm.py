@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from spec_jax.native import blocks
 from spec_jax.typing import typed
 
 
@@ -18,8 +19,10 @@ MIN_ROWS = 2
 
 
 @typed
-def skinny_gemm(x: Float[Array, "R K"], w: Float[Array, "N K"]) -> Float[Array, "R N"]:
-    """Multiplies, and returns float32.
+def skinny_gemm(
+    x: Float[Array, "R K"], w: Float[Array, "N K"] | blocks.Blocks
+) -> Float[Array, "R N"]:
+    """Multiplies, and returns float32. With blocks rows are rounded, see there.
 
     Raises:
       ValueError: fewer than `MIN_ROWS` rows, or `x` and `w` of different dtypes.
@@ -28,6 +31,8 @@ def skinny_gemm(x: Float[Array, "R K"], w: Float[Array, "N K"]) -> Float[Array, 
         raise ValueError(f"a slab needs at least {MIN_ROWS} rows, got {x.shape[0]}")
     if x.dtype != w.dtype:
         raise ValueError(f"rows are {x.dtype} but weights are {w.dtype}")
+    if isinstance(w, blocks.Blocks):
+        return blocks.product(x, w)
     return jax.lax.dot_general(
         x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )

@@ -1,21 +1,23 @@
 """A weight matrix `[N, K]`: an array, or what an implementation's kernels made of it.
 
-The native kernels read panels (`native/panels.py`). Ops take either form of a weight;
-other operations take a matrix, which is unpacked on demand.
+The native kernels read panels (`native/panels.py`). Weights of eight bits are blocks
+(`native/blocks.py`), or panels of them. Ops take each form of a weight; other
+operations take a matrix, which is unpacked on demand.
 
 A device of a mesh (`parallel`) has a part of a weight, `Split`.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from spec_jax import pytree
-from spec_jax.native import calls, panels
+from spec_jax.native import blocks, calls, panels
 from spec_jax.ops import bits
 
 
+Blocks = blocks.Blocks
 Panels = panels.Panels
 Weight = calls.Weight
 
@@ -63,18 +65,65 @@ def prepare(w: Weight, impl: str) -> Weight:
 
     A weight that is in that form already is returned as it is.
     """
+    if impl != "native":
+        return unpacked(w)
+    return w if isinstance(w, panels.Panels) else calls.pack(w)
+
+
+def is_weight(w: Any) -> bool:
+    """Returns whether it is a matrix in a form of its own: one leaf of a tree."""
+    return isinstance(w, Blocks | Panels)
+
+
+def is_bytes(w: Any) -> bool:
+    """Returns whether a weight is of eight bits."""
+    return isinstance(w, Blocks) or isinstance(w, Panels) and w.of is not None
+
+
+def check_dense(w: Weight, impl: str) -> None:
+    """Raises `NotImplementedError` for eight bits where kernels take arrays alone."""
+    if is_bytes(w):
+        raise NotImplementedError(f"impl={impl!r} has no kernels for eight bits")
+
+
+def unpacked(w: Weight) -> jax.Array | Blocks:
+    """Returns what a weight was before it was prepared."""
     if isinstance(w, panels.Panels):
-        return w if impl == "native" else panels.unpack(w)
-    return calls.pack(w) if impl == "native" else w
+        return panels.unpack(w) if w.of is None else blocks.unpack(w)
+    return w
 
 
 def matrix(w: Weight) -> jax.Array:
-    """Returns the weight as an array `[N, K]`."""
-    return panels.unpack(w) if isinstance(w, panels.Panels) else w
+    """Returns the weight as an array `[N, K]`; of eight bits rounded to its dtype."""
+    w = unpacked(w)
+    return blocks.matrix(w) if isinstance(w, Blocks) else w
+
+
+def byte_product(x: jax.Array, w: Weight) -> jax.Array:
+    """Returns `x w^T` in float32 of a weight of eight bits, for `x [..., K]`."""
+    w = unpacked(w)
+    if not isinstance(w, Blocks):
+        raise ValueError(f"a weight of {w.dtype} is not one of eight bits")
+    return blocks.product(x, w)
+
+
+def to_bytes(w: Weight) -> Blocks:
+    """Rounds a matrix to eight bits, outside jit."""
+    return blocks.of_matrix(matrix(w))
+
+
+def cast(w: Weight, dtype: str) -> jax.Array | Blocks:
+    """Returns the weight for rows of another dtype."""
+    w = unpacked(w)
+    return w.replace(of=dtype) if isinstance(w, Blocks) else w.astype(dtype)
 
 
 def take_rows(w: Weight, index: jax.Array) -> jax.Array:
     """Returns rows `index [...]` of the weight, `[..., K]`."""
-    if isinstance(w, panels.Panels):
+    if is_bytes(w):
+        w = unpacked(w)
+    if isinstance(w, Blocks):
+        return blocks.take_rows(w, index)
+    if isinstance(w, Panels):
         return panels.take_rows(w, index)
     return bits.take_rows(w, index)

@@ -28,6 +28,7 @@ from spec_jax.model import (
     tensor_values,
     tokenizer,
 )
+from spec_jax.ops import weights
 
 
 gguf = pytest.importorskip("gguf")
@@ -66,7 +67,9 @@ def random_bytes(kind: str, shape, rng) -> np.ndarray:
     return blocks.reshape(*shape[:-1], -1)
 
 
-def write(path, config, params, *, kind="F32", change=lambda writer: None):
+def write(
+    path, config, params, *, kind="F32", change=lambda writer: None, is_random=False
+):
     """A file of all that a model is, its matrices of one kind."""
     arch = config.model_type
     writer = gguf.GGUFWriter(path, arch)
@@ -91,7 +94,7 @@ def write(path, config, params, *, kind="F32", change=lambda writer: None):
             writer.add_tensor(name, array)
             continue
         raw = gguf.GGMLQuantizationType[kind]
-        if kind.endswith("_K"):
+        if kind.endswith("_K") or is_random:
             packed = random_bytes(kind, array.shape, rng)
         else:
             packed = gguf.quants.quantize(array, raw)
@@ -121,6 +124,25 @@ def plain(tmp_path_factory):
     config = CONFIGS["llama"]
     params = params_lib.init(jax.random.key(0), config, stddev=0.1)
     return write(tmp_path_factory.mktemp("gguf") / "plain.gguf", config, params)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F32"])
+def test_weights_of_eight_bits(model, kind, tmp_path, caplog):
+    """Fails if blocks of eight bits are rounded once more, or others without a word."""
+    config, params = model
+    path = tmp_path / "a.gguf"
+    write(path, config, params, kind=kind, is_random=kind == "Q8_0")
+    _, dense = load.load(path, dtype="float32")
+    found, made = load.load(path, dtype="float32", weights="q8_0")
+    assert found.is_bytes and weights.is_bytes(made.layers[1].qkv)
+    forms = params_lib.map_matrices(weights.matrix, made), made
+    others = dense, params_lib.to_bytes(dense)
+    same = 0 if kind == "Q8_0" else 1  # as they are, or rounded
+    testing.assert_same_bits(forms[same], others[same])
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits(forms[1 - same], others[1 - same])
+    is_said = "weights of Q4_0 are rounded to Q8_0" in caplog.text
+    assert is_said == (kind == "Q4_0")
 
 
 def test_config_and_weights_are_those_that_were_written(model, tmp_path):

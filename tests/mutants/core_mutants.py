@@ -27,6 +27,17 @@ KERNELS = (
            "    y = skinny_gemm.skinny_gemm(x, w)\n"
            "    y = jnp.where(num_active == 1, alone, y).astype(dtype)",
            "model/test_rows.py::test_head_sizes_and_groups[64-2-2-xla]"),
+    Mutant("a row of eight bits has the scale of all rows",
+           "native.blocks:quantise_rows",
+           "most = jnp.abs(x).max(axis=-1, initial=0.0)",
+           "most = jnp.abs(x).max(axis=(0, 2), initial=0.0)\n"
+           "    most = jnp.broadcast_to(most[None], x.shape[:2])",
+           "ops/test_row_contract.py::test_a_row_of_a_product_of_eight_bits"
+           "[xla-byte_project]"),
+    Mutant("panels of eight bits have the scales of neighbours", "native.blocks:pack",
+           "jnp.pad(scales, missing)", "jnp.pad(jnp.roll(scales, 1, 1), missing)",
+           "native/test_blocks.py::test_sums_are_in_the_order_of_blocks"
+           "[portable-129-40-float32]"),
     Mutant("the norm's weight is multiplied before the rounding",
            "ops.rms_norm:rms_norm",
            ".astype(x.dtype)\n    return normed * jnp.broadcast_to(weight, x.shape)",

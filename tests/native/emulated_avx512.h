@@ -87,6 +87,48 @@ inline __m512i emulate_cvtps_epi32(__m512 x) {
 #undef _mm512_cvtps_epi32
 #define _mm512_cvtps_epi32 emulate_cvtps_epi32
 
+inline __m128i emulate_cvtepi32_epi8(__m512i x) {
+  uint8_t lane[16];
+  for (int i = 0; i < 16; ++i) lane[i] = emulated_lane<uint8_t>(x, 4 * i);
+  __m128i out;
+  std::memcpy(&out, lane, sizeof out);
+  return out;
+}
+#undef _mm512_cvtepi32_epi8
+#define _mm512_cvtepi32_epi8 emulate_cvtepi32_epi8
+
+inline __m512 emulate_cvtepi32_ps(__m512i x) {
+  return emulate_lanes<__m512>(
+      [&](int i) { return static_cast<float>(emulated_lane<int32_t>(x, i)); });
+}
+#undef _mm512_cvtepi32_ps
+#define _mm512_cvtepi32_ps emulate_cvtepi32_ps
+
+// Of finite values.
+inline __m512 emulate_cvtph_ps(__m256i x) {
+  return emulate_lanes<__m512>([&](int i) {
+    int bits = emulated_lane<uint16_t>(x, i), exponent = bits >> 10 & 31;
+    int whole = (bits & 1023) + (exponent ? 1024 : 0);
+    float size = std::ldexp(static_cast<float>(whole), (exponent ? exponent : 1) - 25);
+    return bits >> 15 ? -size : size;
+  });
+}
+#undef _mm512_cvtph_ps
+#define _mm512_cvtph_ps emulate_cvtph_ps
+
+// Bytes without a sign by bytes with one.
+inline __m512i emulate_dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
+  return emulate_lanes<__m512i>([&](int i) {
+    int32_t sum = emulated_lane<int32_t>(sums, i);
+    for (int at = 4 * i; at < 4 * i + 4; ++at) {
+      sum += emulated_lane<uint8_t>(a, at) * emulated_lane<int8_t>(b, at);
+    }
+    return sum;
+  });
+}
+#undef _mm512_dpbusd_epi32
+#define _mm512_dpbusd_epi32 emulate_dpbusd_epi32
+
 // One rounding: SIMD Everywhere rounds the product too where the machine has no FMA.
 inline __m512 emulate_fmadd_ps(__m512 a, __m512 b, __m512 c) {
   return emulate_lanes<__m512>([&](int i) {

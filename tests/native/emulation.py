@@ -33,6 +33,14 @@ FLAGS = {
     )
     for isa in ("avx512bf16", "avx512")
 }
+# This processor's sets, without the extension that sums integers faster, and with one
+# of another processor's, whose instruction is the same but for its encoding.
+_AVX512_VL = ("-mavx512f", "-mavx512vl", "-mavx512vnni")
+_OTHER_CODE = ("-D__AVXVNNI__", "-D_mm256_dpbusd_avx_epi32=_mm256_dpbusd_epi32")
+VARIANTS = {
+    "avx512_plain": ("avx512", ()),
+    "avx2_vnni": ("avx2", (*_OTHER_CODE, *_AVX512_VL)),
+}
 
 
 def every() -> tuple[str, ...]:
@@ -47,6 +55,12 @@ def load(isa: str | None, monkeypatch) -> str:
     try:
         if isa in FLAGS:
             install(isa, monkeypatch)
+        if isa in VARIANTS:
+            if "avx512_vnni" not in build.cpu_features():
+                pytest.skip(f"{isa}: this processor has no AVX512-VNNI")
+            plain, flags = VARIANTS[isa]
+            monkeypatch.setitem(build.ISA_FLAGS, isa, build.ISA_FLAGS[plain] + flags)
+            monkeypatch.setitem(build._ISA_NEEDS, isa, set())
         return build.load(isa)
     except build.BuildError as error:
         pytest.skip(str(error))

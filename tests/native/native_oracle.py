@@ -9,6 +9,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from spec_jax.native import blocks
+
 
 def rounded(x, dtype) -> np.ndarray:
     return np.asarray(x, np.float64).astype(jnp.dtype(dtype)).astype(np.float64)
@@ -61,6 +63,23 @@ class SumOrder:
             sums = flush(self._add(x[:, None, k], w[None, :, k], sums))
         return sums
 
+    def project_bytes(self, x, w, *, order=None, neighbour=0) -> np.ndarray:
+        """As `project`, of `blocks.Blocks` and rows that are rounded as it says.
+
+        Args:
+          order: of the blocks; as they are, if None.
+          neighbour: of a block, whose scale is taken in its place.
+        """
+        values, row_scales = round_rows(x)
+        integers = np.asarray(w.values, np.float32)
+        scales = np.roll(np.asarray(w.scales, np.float32), neighbour, axis=1)
+        sums = np.zeros((len(x), len(integers)), np.float32)
+        for b in range(integers.shape[1]) if order is None else order:
+            whole = values[:, b] @ integers[:, b].T  # Exact, in any order.
+            scale = row_scales[:, b, None] * scales[None, :, b]
+            sums = self._add(whole, scale, sums)
+        return sums
+
     def _add(self, a, b, sums) -> np.ndarray:
         if not self.fused:
             return a * b + sums
@@ -95,12 +114,29 @@ def rms_norm(x, weight, eps, dtype):
     return rounded(rounded(x / np.sqrt(mean_square + eps), dtype) * weight, dtype)
 
 
+def round_rows(x) -> tuple[np.ndarray, np.ndarray]:
+    """Integers and scales of rows, both float32: `[R, B, 32]` and `[R, B]`."""
+    x = np.asarray(x).astype(np.float32)
+    x = np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
+    most = np.abs(x).max(axis=2, initial=0)
+    inverse = np.divide(127, most, where=most > 0, out=np.zeros_like(most))
+    return np.rint(x * inverse[:, :, None]), most / np.float32(127)
+
+
+def project_bytes(x, w) -> np.ndarray:
+    """`x @ w.T` of rounded rows and `blocks.Blocks`, in float64."""
+    values, row_scales = wide(*round_rows(x))
+    integers, scales = wide(w.values, w.scales)
+    return np.einsum("rbi,rb,nbi,nb->rn", values, row_scales, integers, scales)
+
+
 def project(x, w, *, norm=None, residual=None, eps=0.0, out_dtype=None):
-    dtype = x.dtype
-    x, w = wide(x, w)
+    dtype, (x,) = x.dtype, wide(x)
     if norm is not None:
         x = rms_norm(x, *wide(norm), eps, dtype)
-    y = rounded(x @ w.T, out_dtype or dtype)
+    is_bytes = isinstance(w, blocks.Blocks)
+    y = project_bytes(x, w) if is_bytes else x @ wide(w)[0].T
+    y = rounded(y, out_dtype or dtype)
     return y if residual is None else rounded(y + wide(residual)[0], dtype)
 
 

@@ -154,6 +154,45 @@ void check_project(int64_t rows, int64_t live, int64_t K, int64_t N) {
 
 // Segments: in bounds, the sums of all, and nothing written to padding rows; bits are
 // compared in Python.
+// Weights of eight bits, in memory of exactly their size.
+template <typename T>
+void check_bytes(int64_t rows, int64_t K, int64_t N) {
+  auto x = normal<T>(rows * K);
+  Array<uint8_t> packed(panels_of(N) * pairs_of(K) * kPairBytes);
+  for (int64_t i = 0; i < packed.size; ++i) {
+    bool is_scale = i % kPairBytes >= 2 * kPanel * kBlock;
+    uint8_t one = i % 2 ? 0x3c : 0x00;  // a half of float16's 1
+    packed[i] = is_scale ? one : generator() % 256;
+  }
+  Panels<T> w{nullptr, N, K, packed.data()};
+  auto table = untouched<T>(N * K), y = untouched<T>(rows * N), none = untouched<T>(0);
+  auto gates = untouched<T>(rows * (N / 2));
+  for (int64_t n = 0; n < N; ++n) take_row(w, n, table.data() + n * K);
+  {
+    LatePool pool;
+    const T* nothing = nullptr;
+    Team<LatePool> team(pool);
+    Workers<LatePool, T> workers(team, rows, K);
+    Input<T> input{x.data(), nothing, 0.0f, rows};
+    project(workers, input, w, nothing, y.data());
+    if (N % 2 == 0) gate(workers, input, w, gates.data());
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t n = 0; n < N; ++n) {
+      double sum = 0, terms = 0;
+      for (int64_t k = 0; k < K; ++k) {
+        double term = double{to_float(x[r * K + k])} * to_float(table[n * K + k]);
+        sum += term;
+        terms += std::abs(term);
+      }
+      // A row's element is rounded to a hundredth of its block's largest.
+      double allowed = 0.02 * terms + 3.0 * K;
+      expect(std::abs(to_float(y[r * N + n]) - sum) <= allowed,
+             shape<T>("bytes", {rows, K, N, r, n}));
+    }
+  }
+}
+
 template <typename T>
 void check_segments(int64_t count, int64_t K, int64_t N) {
   constexpr int64_t kRows = 11, kLive = 10;
@@ -733,6 +772,7 @@ void check_grid() {
         check_project<T>(rows, rows - (N == 5 && rows > 1), K, N);
       }
       check_gate<T>(3, 2, K, N);
+      for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 17}) check_bytes<T>(rows, K, N);
     }
   }
   for (int64_t D : {1, 7, 64}) {

@@ -15,9 +15,9 @@ AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "avx2"}
 def test_the_widest_set_is_chosen(monkeypatch):
     """Fails if a set is chosen that the processor lacks, or a narrower one."""
     chosen = {
-        "avx512bf16": AVX512 | {"avx512_bf16"},
+        "avx512bf16": AVX512 | {"avx512_bf16", "avx512_vnni"},
         "avx512": AVX512,
-        "avx2": {"avx512_bf16", "avx512f", "avx2", "fma"},
+        "avx2": {"avx512_bf16", "avx512f", "avx2", "fma", "f16c"},
         "portable": {"avx2"},
     }
     assert list(chosen) == list(build.ISA_FLAGS)
@@ -59,6 +59,23 @@ def test_a_set_that_the_compiler_does_not_know(monkeypatch, tmp_path, script, wi
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     assert build._widest((str(path),)) == widest
+
+
+def test_an_extension_that_changes_no_bits(monkeypatch, tmp_path):
+    """Fails if it is compiled for a processor, or by a compiler, without it."""
+    flags_of = build._flags_of.__wrapped__
+    old, new = tmp_path / "old", tmp_path / "new"
+    for path, script in ((old, 'case "$*" in *vnni*) exit 1;; esac'), (new, "exit 0")):
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    features = frozenset({"avx512_vnni"})
+    monkeypatch.setattr(build, "cpu_features", lambda: features)
+    plain = build.ISA_FLAGS["avx512"]
+    assert flags_of((str(new),), "avx512") == (*plain, "-mavx512vnni")
+    assert flags_of((str(old),), "avx512") == plain
+    assert flags_of((str(new),), "avx2") == build.ISA_FLAGS["avx2"]
+    monkeypatch.setattr(build, "cpu_features", frozenset)
+    assert flags_of((str(new),), "avx512") == plain
 
 
 def test_the_compiler_here_knows_the_probes():

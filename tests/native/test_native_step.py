@@ -21,6 +21,8 @@ TAPS = (0, 2, 1)
 def make(dtype, **changes):
     config = decoding.make_config(dtype=dtype, num_layers=2, **changes)
     params = params_lib.init(jax.random.key(3), config, stddev=0.1)
+    if config.is_bytes:
+        params = params_lib.to_bytes(params)
     return config, params_lib.prepare(params, "native")
 
 
@@ -57,21 +59,30 @@ def run(
     return jax.tree.map(np.asarray, (found, kv.k, kv.v))
 
 
-@pytest.mark.parametrize(("dtype", "live"), [("float32", 6), ("bfloat16", 1)])
-def test_a_step_is_its_operations(dtype, live):
+@pytest.mark.parametrize(
+    ("dtype", "live", "weights"),
+    [
+        pytest.param("float32", 6, "dense", id="float32-6"),
+        pytest.param("bfloat16", 1, "dense", id="bfloat16-1"),
+        pytest.param("bfloat16", 6, "q8_0", id="q8_0"),
+    ],
+)
+def test_a_step_is_its_operations(dtype, live, weights):
     """Fails if the step leaves out an operation, or rounds or sums otherwise."""
-    config, params = make(dtype)
+    config, params = make(dtype, weights=weights)
     one_by_one = run(config, params, live, observe=lambda layer, name, value: value)
     testing.assert_same_bits(run(config, params, live), one_by_one)
 
 
 @pytest.mark.parametrize("taps", [TAPS, TAPS[::2]])
-@pytest.mark.parametrize("head_dim", [8, 10])
-def test_without_logits_the_rest_is_the_same(head_dim, taps):
+@pytest.mark.parametrize(
+    ("head_dim", "weights"), [(8, "dense"), (10, "dense"), (8, "q8_0")]
+)
+def test_without_logits_the_rest_is_the_same(head_dim, weights, taps):
     """Fails if leaving out the head, or where nothing is read after it the last layer
     but for its keys and values, changes those or features. Of heads of 10 the first key
     is no panel's first output."""
-    config, params = make("bfloat16", head_dim=head_dim)
+    config, params = make("bfloat16", head_dim=head_dim, weights=weights)
     whole, *pools = run(config, params, 4, taps=taps)
     less, *same = run(config, params, 4, taps=taps, with_logits=False)
     testing.assert_same_bits(same, pools)

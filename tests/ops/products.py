@@ -5,6 +5,8 @@ import dataclasses
 import numpy as np
 from native import native_oracle as oracle
 
+from spec_jax.native import blocks
+
 
 EPS = 1e-6
 
@@ -20,14 +22,16 @@ class Product:
     has_norm: bool = True
     has_residual: bool = False
     out_dtype: str | None = None
+    is_bytes: bool = False
 
     def inputs(self, rng, rows: int = 16) -> tuple[dict, dict]:
         """Arrays of each row, and of all."""
         normal = lambda *shape, scale=1.0: oracle.normal(rng, shape, self.dtype, scale)
         residual = normal(rows, self.N) if self.has_residual else None
         norm = normal(self.K, scale=0.2) + np.ones((), self.dtype)
-        return {"x": normal(rows, self.K), "residual": residual}, {
-            "w": normal(self.N, self.K),
+        x, w = normal(rows, self.K), normal(self.N, self.K)
+        return {"x": x, "residual": residual}, {
+            "w": blocks.of_matrix(w) if self.is_bytes else w,
             "norm": norm if self.has_norm else None,
         }
 

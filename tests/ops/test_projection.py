@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from native import native_oracle as oracle
+from native import emulation, native_oracle as oracle
 from ops import products, row_contract
 
 from spec_jax import testing
+from spec_jax.native import blocks
 from spec_jax.ops import swiglu
 from spec_jax.pallas import skinny_gemm_triton
 
@@ -51,6 +52,30 @@ def test_products_are_those_of_float64(rng, impl, name, dtype):
         if is_rounded:
             with pytest.raises(AssertionError, match="elements differ"):
                 oracle.assert_rounded_alike(y * y.dtype.type(1.008), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("impl", ["xla", *emulation.every()], indirect=True)
+def test_products_of_eight_bits_are_those_of_float64(rng, impl, name, dtype):
+    """Fails if a block's scale is another's, or rows are rounded otherwise than said:
+    the products of rows that are not rounded are too far."""
+    shape = {"K": 161, "N": 40, "dtype": dtype, **PRODUCTS[name]}
+    product = products.Product(is_bytes=True, **shape)
+    rows, weights = product.inputs(rng)
+    y, expected = run(impl, product, rows, weights), product.expected(rows, weights)
+    # XLA may round a norm otherwise, which moves an integer: a hundredth of an element.
+    away = np.abs(oracle.wide(y)[0] - expected).max(axis=1)
+    size = np.sqrt(np.mean(expected**2, axis=1))
+    most = 0.08 if dtype == "bfloat16" else 1e-4
+    assert (away < most * size).all()
+    w = weights["w"]
+    plain = product.expected(rows, weights | {"w": np.asarray(blocks.matrix(w))})
+    turned = w.replace(scales=np.roll(w.scales, 1, axis=1))
+    other = product.expected(rows, weights | {"w": turned})
+    assert (np.abs(other - expected).max(axis=1) > most * size).all()
+    if dtype == "float32":
+        assert (np.abs(plain - expected).max(axis=1) > most * size).any()
 
 
 def test_small_rows_show_eps(rng, impl):

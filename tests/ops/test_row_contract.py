@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from native import native_oracle as oracle
+from native import emulation, native_oracle as oracle
 from ops import products, row_contract
 
 from spec_jax.ops import rope
@@ -25,6 +25,15 @@ def project(rng, impl):
 
 def gate(rng, impl):
     return product(rng, impl, K=33, N=26, is_gate=True)
+
+
+def byte_project(rng, impl):
+    sizes = {"K": 129, "N": 40, "is_bytes": True, "has_residual": True}
+    return product(rng, impl, **sizes)
+
+
+def byte_gate(rng, impl):
+    return product(rng, impl, K=65, N=26, is_gate=True, is_bytes=True)
 
 
 def argmax(rng, impl):
@@ -51,6 +60,14 @@ def angles(rng, impl):
 @pytest.mark.parametrize("operation", [project, gate, argmax])
 def test_a_row_is_that_row_alone(rng, impl, operation):
     """Fails if a row depends on its place, on others, or on how many there are."""
+    run, rows = operation(rng, impl)
+    row_contract.assert_row_contract(run, rows, is_alone=impl != "xla")
+
+
+@pytest.mark.parametrize("operation", [byte_project, byte_gate])
+@pytest.mark.parametrize("impl", ["xla", *emulation.every()], indirect=True)
+def test_a_row_of_a_product_of_eight_bits(rng, impl, operation):
+    """As above: a row is rounded for itself, and its blocks are added in one order."""
     run, rows = operation(rng, impl)
     row_contract.assert_row_contract(run, rows, is_alone=impl != "xla")
 

@@ -1,0 +1,66 @@
+// Rows as weights of eight bits are multiplied by: rounded to bytes, in blocks of kBlock
+// with a scale each.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "byte_lanes.h"
+#include "lanes.h"
+#include "panels.h"
+#include "simd.h"
+
+namespace spec_jax {
+
+constexpr int64_t kRowBlockBytes = kBlock + 4 + 4;  // of a row: bytes, scale, sum
+
+// Blocks of kBlock values of a row of K, of which there are pairs.
+inline int64_t blocks_of(int64_t K) { return 2 * pairs_of(K); }
+
+// What a group of rows is multiplied by: of each block first the bytes of all rows, then
+// their scales, then what sums of products begin with.
+struct RowBlock {
+  int8_t* bytes;
+  float* scales;
+  int32_t* sums;
+
+  RowBlock(const uint8_t* group, int64_t rows, int64_t block) {
+    uint8_t* at = const_cast<uint8_t*>(group) + block * rows * kRowBlockBytes;
+    bytes = reinterpret_cast<int8_t*>(at);
+    scales = reinterpret_cast<float*>(at + rows * kBlock);
+    sums = reinterpret_cast<int32_t*>(at + rows * (kBlock + 4));
+  }
+};
+
+// Rounds row `r` of `rows`, x [K], to bytes: of each block the largest magnitude is 127.
+// A block with a value that is not finite has a scale that is NaN.
+template <typename T>
+void set_row_bytes(const T* x, int64_t K, int64_t r, int64_t rows, uint8_t* group) {
+  constexpr int64_t kSteps = kBlock / kLanes;
+  for (int64_t b = 0; b < blocks_of(K); ++b) {
+    RowBlock to(group, rows, b);
+    Vec value[kSteps], largest = zero(), probe = zero();
+    for (int64_t i = 0; i < kSteps; ++i) {
+      int64_t k = b * kBlock + i * kLanes;
+      value[i] = k < K ? load_lanes(x + k, K - k) : zero();
+      largest = maximum(largest, maximum(value[i], subtract(zero(), value[i])));
+      probe = fma(value[i], zero(), probe);
+    }
+    float most = largest_lane(largest), total = 0.0f;
+    Vec inverse = broadcast(most > 1e-36f ? 127.0f / most : 0.0f), all = zero();
+    for (int64_t i = 0; i < kSteps; ++i) {
+      // Rounds to nearest, ties to even, and leaves the integer in the low bits.
+      Vec shifted = add(mul(value[i], inverse), broadcast(12582912.0f));
+      store_low_bytes(to.bytes + r * kBlock + i * kLanes, shifted);
+      all = add(all, subtract(shifted, broadcast(12582912.0f)));
+    }
+    if (kSumsOffsets) total = sum(all);
+    to.scales[r] = most / 127.0f + sum(probe);
+    // Beside NaN it does not matter which one it is; but there is to be one.
+    bool is_sum = std::abs(total) <= 127.0f * kBlock;
+    to.sums[r] = is_sum ? static_cast<int32_t>(-128.0f * total) : 0;
+  }
+}
+
+}  // namespace spec_jax

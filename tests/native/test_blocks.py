@@ -1,0 +1,102 @@
+"""Weights of eight bits: llama.cpp's rounding, their panels, sums in one order."""
+
+import emulation
+import jax.numpy as jnp
+import native_oracle as oracle
+import numpy as np
+import pytest
+
+from spec_jax import testing
+from spec_jax.native import blocks, build, calls
+
+
+SHAPES = ((1, 1), (16, 32), (17, 33), (40, 129), (5, 96))
+
+
+@pytest.fixture(params=(*emulation.every(), *emulation.VARIANTS))
+def isa(request, monkeypatch) -> str:
+    """Every instruction set, and with other instructions for sums of integers."""
+    return emulation.load(request.param, monkeypatch)
+
+
+def make(rng, N: int, K: int, dtype: str = "bfloat16", scale=1.0) -> blocks.Blocks:
+    return blocks.of_matrix(oracle.normal(rng, (N, K), dtype, scale))
+
+
+def project(isa, x, w) -> np.ndarray:
+    found = calls.project(
+        x, w, num_active=jnp.int32(len(x)), norm=None, residual=None, eps=0.0,
+        out_dtype=jnp.float32, isa=isa,
+    )  # fmt: skip
+    return np.asarray(found)
+
+
+def test_weights_are_rounded_as_by_llama_cpp(rng):
+    """Fails if an integer or a scale is another: `gguf` has its bits."""
+    quants = pytest.importorskip("gguf.quants")
+    w = rng.standard_normal((64, 96)).astype(np.float32)
+    w[:4] *= np.float32([[1e-9], [1e-4], [1e4], [0]])  # scales that are denormal, 0
+    w[5, :32] = np.resize([1, 0.5, 1.5, -0.5, 127], 32)  # halves
+    values, scales = blocks.quantise(w)
+    raw = quants.quantize(w, quants.GGMLQuantizationType.Q8_0).reshape(64, 3, 34)
+    np.testing.assert_array_equal(scales, raw[:, :, :2].copy().view(np.float16)[..., 0])
+    np.testing.assert_array_equal(values, raw[:, :, 2:].view(np.int8))
+    assert abs(values).max() == 127
+    wide = quants.dequantize(raw.reshape(64, -1), quants.GGMLQuantizationType.Q8_0)
+    made = blocks.of_matrix(w)
+    testing.assert_same_bits(np.asarray(blocks.matrix(made)), wide)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_panels_keep_every_bit(rng, isa, shape):
+    """Fails if a value is lost or moved; or if a kernel looks up another row."""
+    w = make(rng, *shape, scale=1e-4)
+    packed = calls.pack(w, isa=isa)
+    assert packed.data.shape == (-(-shape[0] // 16), -(-shape[1] // 64), 17, 64)
+    assert packed.shape == w.shape and packed.dtype == w.dtype
+    testing.assert_same_bits(blocks.unpack(packed), w)
+    index = np.int32([shape[0] - 1, 0, shape[0] // 2])
+    rows = calls.take_rows(packed, index, num_active=np.int32(3), isa=isa)
+    testing.assert_same_bits(rows, blocks.take_rows(w, jnp.asarray(index)))
+    testing.assert_same_bits(rows, blocks.matrix(w)[index])
+
+
+def kernels_of(isa: str) -> str:
+    return isa.removeprefix("emulated_").removesuffix("_plain").removesuffix("_vnni")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("K", "N"), [(129, 40), (577, 20)])
+def test_sums_are_in_the_order_of_blocks(rng, isa, dtype, K, N):
+    """Fails if a sum has another order, or depends on the number of rows.
+
+    Negative controls: blocks in another order, and a neighbour's scale.
+    """
+    x, w = oracle.normal(rng, (9, K), dtype), make(rng, N, K, dtype)
+    # Extremes of integers, of both signs.
+    w = w.replace(values=w.values.at[:, 0].set(-128).at[:, 1].set(127))
+    x[:, :64] = np.where(rng.integers(0, 2, (9, 64)), 3, -3)
+    order = oracle.SUM_ORDERS[kernels_of(isa)]
+    expected = order.project_bytes(x, w)
+    for count in range(1, 10):
+        testing.assert_same_bits(project(isa, x[:count], w), expected[:count])
+    backwards = range(w.values.shape[1])[::-1]
+    for fault in ({"order": backwards}, {"neighbour": 1}):
+        with pytest.raises(AssertionError, match="elements differ"):
+            testing.assert_same_bits(order.project_bytes(x, w, **fault), expected)
+
+
+@pytest.mark.parametrize("isa", build.available_isas(), indirect=True)
+def test_rows_that_are_not_finite(rng, isa):
+    """Fails if NaN is rounded to an integer, or leaves its row."""
+    x, w = oracle.normal(rng, (4, 65), "float32"), make(rng, 18, 65, "float32")
+    clean = project(isa, x, w)
+    x[1, 64], x[2, 3] = np.nan, -np.inf
+    x[3] = [0.0] * 64 + [1e-42]  # too small to divide 127 by
+    y = project(isa, x, w)
+    testing.assert_same_bits(y[0], clean[0])
+    assert not np.isfinite(y[1:3]).any() and not y[3].any()
+    values, scales = blocks.quantise_rows(jnp.asarray(x))
+    assert np.isnan(scales[1, 2]) and np.isnan(scales[2, 0])
+    assert not values[3].any() and not scales[3, 0]
+    assert np.isfinite(scales[0]).all() and abs(np.asarray(values[0])).max() == 127
