@@ -171,7 +171,7 @@ parity_paged_decode.jsonl
 REAL = """
 evaluation.jsonl | | totals
   sweep {real} --drafter hybrid,eagle3,ngram --gamma 7 --gamma-policy budget
-    --temperature 0,1 --gen-tokens 256 --prompts {data}:4@0
+    --temperature 0,0.7,1 --gen-tokens 256 --prompts {data}:4@0
 smollm2.jsonl | summary
   spec_round {real} --drafter eagle3 --gen-tokens 256 --prompts <{set}:6 --gamma 4;
     {turns}:4 --gamma 4; {turns}:4 --tree 4x6:15@0.6>
