@@ -99,6 +99,24 @@ def _beside_hugging_face(row: table_rows.Row) -> str:
     return f"({note}{row['vs_hf']:.2f}x)"
 
 
+def _hugging_face(heading: str, file: str) -> table_rows.Pivot:
+    """A line for each way to decode, a column for each length of prompts."""
+    return table_rows.Pivot(
+        heading,
+        [(file, "comparison")],
+        line=lambda row: (
+            f"{row['method']}, K = {row['gamma']}" if row["gamma"] else row["method"]
+        ),
+        column=lambda row: (
+            f"{row['prompt_tokens'][0]}{' prompt tokens' * (row['length'] == 'short')}"
+        ),
+        cell=_beside_hugging_face,
+        keep=lambda row: (
+            row["gamma"] == 5 or (row["side"], row["gamma"]) == ("spec_jax", None)
+        ),
+    )
+
+
 _WAYS = {
     ("ngram", 0): "plain",
     ("draft-model", 0): "plain, with a draft model that takes in the prompts",
@@ -187,21 +205,20 @@ TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
             "speed-up": "{speedup_e2e:.2f}",
         },
     ),
-    "hugging_face": table_rows.Pivot(
-        "`python experiments/compare_hf.py`",
-        [("compare_hf.jsonl", "comparison")],
-        line=lambda row: (
-            f"{row['method']}, K = {row['gamma']}" if row["gamma"] else row["method"]
+    "rules": table_rows.Pivot(
+        "tokens a round, `spec_round.py --prompts 50 --temperature 1`",
+        [("rules_native.jsonl", "summary")],
+        line="`--rule {rule}`",
+        column=lambda row: (
+            f"`--tree {row['tree']}`" if row["tree"] else f"`--gamma {row['gamma']}`"
         ),
-        column=lambda row: {
-            "short": "32 prompt tokens",
-            "medium": "128",
-            "long": "512",
-        }[row["length"]],
-        cell=_beside_hugging_face,
-        keep=lambda row: (
-            row["gamma"] == 5 or (row["side"], row["gamma"]) == ("spec_jax", None)
-        ),
+        cell="{mean_accepted_length:.2f}",
+    ),
+    "hugging_face": _hugging_face(
+        "`python experiments/compare_hf.py`", "compare_hf.jsonl"
+    ),
+    "hugging_face_real": _hugging_face(
+        "`compare_hf.py --target smollm2 --dtype bfloat16`", "compare_hf_smollm2.jsonl"
     ),
     "llama_cpp": table_rows.Table(
         [("compare_llama_cpp_smollm2.jsonl", "comparison")],

@@ -120,6 +120,11 @@ trees_native.jsonl | summary
     --temperature 1
   spec_round --impl native --prompts 50 --gamma 7 --temperature 1
   spec_round --impl native --prompts 50 --gamma 7 --temperature 1 --rule block
+rules_native.jsonl | summary
+  spec_round --impl native --prompts 50 --repeats 1 --temperature 1 --tree 4-2-1
+    --rule <coupled; rejection; block>
+  spec_round --impl native --prompts 50 --repeats 1 --temperature 1 --gamma 3
+    --rule <coupled; rejection; block>
 matched_trees_native.jsonl | summary
   spec_round --impl native --tree 4x12:15@0.6 --prompts <50;
     50 --batch 4 --temperature 1; {set}:50; 50 --temperature 0.7; 50 --temperature 1;
@@ -178,6 +183,9 @@ smollm2.jsonl | summary
 contexts.jsonl
   sweep {real} --drafter eagle3,ngram --gamma 4 --context 128,512,2048,6144
     --gen-tokens 64 --prompts {long}:24@0
+compare_hf_smollm2.jsonl | comparison
+  compare_hf {real} --dtype bfloat16 --lengths 64 128 512 --per-length 1 --gammas 5
+    --gen-tokens 96 --repeats 2 --prompts {long}:40@0
 processors.jsonl | cell
   constrained {real} --drafter eagle3 --table --batch 4 --gen-tokens 32
 constrained.jsonl | answers, step
