@@ -12,7 +12,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from scipy import optimize
 
 from experiments.lib import bench, costs, files, noise, runs
 from spec_jax import loading
@@ -107,6 +106,8 @@ def never_falling(seconds: Sequence[float]) -> np.ndarray:
 
     Not the highest so far: after one that was disturbed all rows would be free.
     """
+    from scipy import optimize  # Few scripts that import this module need it.
+
     return optimize.isotonic_regression(seconds).x
 
 

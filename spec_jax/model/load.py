@@ -142,7 +142,6 @@ def _find(
             "save it as a folder, and load that"
         )
     family = families.of(config)
-    names = family.tensors(config)
     ignored = re.compile(family.IGNORED)
     if is_gguf:
         found = gguf_file.find(folder)
@@ -150,12 +149,16 @@ def _find(
             byte_weights.say_rounded(folder, gguf_file.kinds(folder))
     elif config.is_bytes:
         dtypes = files.DTYPES | {"U8": files.WHOLE_DTYPES["U8"]}
-        known = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
-        found = byte_weights.of_folder(files.find(folder, dtypes=dtypes), known)
+        found = files.find(folder, dtypes=dtypes)
     else:
         found = files.find(folder)
     entries = {name: one for name, one in found.items() if not ignored.search(name)}
+    # Before anything is made for each layer: a config may name a hundred million.
     _check_num_layers(folder, config, entries)
+    names = family.tensors(config)
+    if config.is_bytes and not is_gguf:
+        known = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
+        entries = byte_weights.of_folder(entries, known)
     _check_entries(folder, config, entries, names)
     if config.tie_word_embeddings:
         _check_tied(folder, entries, names, family.LM_HEAD)
