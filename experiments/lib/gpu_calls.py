@@ -43,7 +43,7 @@ h | 35 | eagle3 tree of 32 | {large} --head eagle3 --head-tree 32 {published}
 a | 60 | exactness | exactness {cells}
 h | 30 | eagle3 | {large} --head eagle3 {published}
 h | 35 | dflash | {large} --head dflash {published}
-a | 30 | exactness dspark | exactness --drafter dspark {one} {cells}
+a | 65 | exactness dspark | exactness --drafter dspark {one} {cells}
 t | 20 | trace 0.6b | {small} {traced}
 t | 20 | trace 8b | {large} {traced}
 c | 25 | sampling 8b | {large} {sampled} --steps 32 --contexts 128 --rows 1
@@ -51,14 +51,14 @@ c | 35 | long contexts 8b | {large} --steps 32 --contexts 16384 32768 --rows 5
 c | 30 | steps llama 8b | latency --preset {llama} {turns} {few}
 c | 30 | steps qwen2.5 7b | latency --preset {qwen2} {turns} {few}
 h | 30 | eagle3 tree of 16 | {large} --head eagle3 --head-tree 16 {published}
-h | 30 | eagle3 tree of 64 | {large} --head eagle3 --head-tree 64 {published}
-h | 30 | dspark tree of 32 | {large} --head dspark --head-tree 32 {published}
-b | 50 | batches | throughput --prompts 16 --batch 1,4,16 --repeats 2 --impl {impl}
+h | 50 | eagle3 tree of 64 | {large} --head eagle3 --head-tree 64 {published}
+h | 50 | dspark tree of 32 | {large} --head dspark --head-tree 32 {published}
+b | 110 | batches | throughput --prompts 16 --batch 1,4,16 --repeats 2 --impl {impl}
 a | 60 | rows of kernels 8b | kernels --shapes {8b} {checked}
 a | 50 | rows of kernels 0.6b | kernels --shapes {0.6b} {checked}
 c | 25 | prompts 8b | {large} --steps 8 --contexts 128 --rows 1 --prefill 128,1024
 h | 30 | dspark tree of 16 | {large} --head dspark --head-tree 16 {published}
-h | 30 | dspark tree of 64 | {large} --head dspark --head-tree 64 {published}
+h | 50 | dspark tree of 64 | {large} --head dspark --head-tree 64 {published}
 """
 
 _WORDS = {

@@ -48,21 +48,47 @@ def gpu_rows() -> table_rows.Lines:
             *(f"{total(rows, key):,}" for key in ("cases", "elements", "differing")),
             "seen" if control["seen"] else "NOT SEEN",
         )
-    prompts = table_rows.rows_of("gpu/a-exactness.jsonl", "prompt")
-    cells = {row["cell"] for row in prompts}
-    yield (
-        f"rounds of the embedded pair, {len(cells)} cells of `exactness.py`",
-        f"{len(prompts):,}",
-        f"{total(prompts, 'tokens'):,} tokens, with logits and K/V",
-        f"{sum(len(row['differences']) for row in prompts)}",
-        "",
-    )
+    for name, whose in (("", "pair"), ("-dspark", "pair with DSpark")):
+        prompts = table_rows.rows_of(f"gpu/a-exactness{name}.jsonl", "prompt")
+        cells = {row["cell"] for row in prompts}
+        yield (
+            f"rounds of the embedded {whose}, {len(cells)} cells of `exactness.py`",
+            f"{len(prompts):,}",
+            f"{total(prompts, 'tokens'):,} tokens, with logits and K/V",
+            f"{sum(len(row['differences']) for row in prompts)}",
+            "",
+        )
+
+
+def gpu_traces() -> table_rows.Lines:
+    """Own times of the kernels of a plain step: from the end of the one before."""
+    yield GPU, "launches a step", "us each", "us a step"
+    for name in ("0.6b", "8b"):
+        rows = table_rows.rows_of(f"gpu/t-trace-{name}.jsonl", "trace")
+        (steps,) = (row["calls"] for row in rows if row["event"] == "append_each")
+        for row in rows:
+            if row["event"].startswith(("paged_", "skinny_", "rms_", "memcpy32")):
+                yield (
+                    f"{row['target']}: `{row['event']}`",
+                    f"{row['calls'] / steps:.1f}",
+                    f"{row['own_us'] / row['calls']:.2f}",
+                    f"{row['own_us'] / steps:.0f}",
+                )
 
 
 TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
     "gpu_steps": table_rows.steps(
-        GPU, "gpu/c-steps-0.6b.jsonl", "gpu/c-steps-8b.jsonl"
+        GPU,
+        "gpu/c-steps-0.6b.jsonl",
+        "gpu/c-steps-8b.jsonl",
+        "gpu/c-long-contexts-8b.jsonl",
+        "gpu/c-steps-*7b.jsonl",
+        "gpu/c-steps-llama*.jsonl",
     ),
+    "gpu_sampling": table_rows.steps(
+        f"{GPU}, at T = 0.7, top-k 20, top-p 0.8", "gpu/c-sampling-8b.jsonl"
+    ),
+    "gpu_traces": gpu_traces,
     "gpu_rounds": table_rows.Table(
         [("gpu/d-rounds-*.jsonl", "rounds")],
         {
