@@ -19,6 +19,7 @@ from spec_jax.model import (
     params as params_lib,
     row_model,
     tokenizer,
+    translated,
 )
 from spec_jax.ops import dispatch
 from spec_jax.parallel import shard
@@ -184,8 +185,9 @@ def load(
       target: a Hugging Face folder of one of `model.families`, or a GGUF file of Llama
         or Qwen3; a name such as "Qwen/Qwen3-0.6B" in Hugging Face's local cache, or
         "smollm2" after `experiments/fetch_model.py`; None: the embedded one.
-      draft: as `target`, of a draft model with the same tokenizer; or a folder of a
-        head that reads the target; None: what comes with the embedded target.
+      draft: as `target`, of a draft model, which drafts tokens that both tokenizers
+        have; or a folder of a head that reads the target; None: what comes with the
+        embedded target.
       drafter: a name (`drafters.registry.names`), `package.module:Name`, the folder of
         a head that was trained for the target, or an object that keeps
         `protocols.Drafter` and has no parameters; "auto": what `draft` is, or else a
@@ -264,7 +266,7 @@ def drafter_parts(
     """Returns what drafters of a target are made of; of a draft model, nothing is read.
 
     Args:
-      words: the target's tokenizer, whose vocabulary a draft model must share.
+      words: the target's tokenizer, in whose vocabulary a draft model drafts.
       folder: of the target; None: the embedded one.
       draft, gamma_max, dtype, cut_draft: as in `load`.
       impl: of a draft model, resolved; None: the target's.
@@ -332,12 +334,16 @@ def _agreed(
         folders[0] / "config.json", dtype=dtype, weights=weights
     )
     of_others = [config_lib.read(x / "config.json", dtype=dtype) for x in folders[1:]]
-    configs = [of_target, *of_others]
     impls = [
         families.runnable(config, resolved, is_named=impl != "auto")
-        for config in configs
+        for config in (of_target, *of_others)
     ]
-    return impls, entries(words, configs)
+    shared = [
+        config
+        for folder, config in zip(folders[1:], of_others, strict=True)
+        if tokenizer.load(folder).fingerprint == words.fingerprint
+    ]
+    return impls, entries(words, [of_target, *shared])
 
 
 def heads_for(target: str | pathlib.Path | None) -> pathlib.Path | None:
@@ -403,7 +409,8 @@ def load_draft(
     """Reads a draft model, which drafts as its target samples; raises as `load`.
 
     Args:
-      target_tokenizer: whose vocabulary it must share.
+      target_tokenizer: in whose vocabulary it drafts; where it has another, the tokens
+        that both have.
       impl: a resolved implementation.
       vocab_size: entries that are loaded, see `model.load.load`.
       layout: of the target; each of its devices has the whole draft model, unless it
@@ -415,16 +422,26 @@ def load_draft(
             "`draft`, or take a drafter without one, such as 'ngram'"
         )
     folder = hub.locate(folder)
-    tokenizer.check_same_vocabulary(target_tokenizer, tokenizer.load(folder))
+    words = tokenizer.load(folder)
+    is_same = words.fingerprint == target_tokenizer.fingerprint
+    params: Any
     model, params = _load_rows(
         folder,
         dtype=dtype,
         impl=impl,
         slab=DRAFT_SLAB,
         cache=cache,
-        vocab_size=vocab_size,
+        vocab_size=vocab_size if is_same else words.num_ids,
         layout=layout if is_cut else None,
     )
+    if not is_same:
+        model, params = translated.translate(
+            model,
+            params,
+            words,
+            target_tokenizer,
+            vocab_size=vocab_size or target_tokenizer.num_ids,
+        )
     if layout is not None and not is_cut:
         params = jax.tree.map(layout.replicated, params)
     drafter = draft_model.DraftModel(

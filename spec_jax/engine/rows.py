@@ -160,10 +160,7 @@ class SlotRows(target_lib.Target):
     @property
     def runs_chains(self) -> bool:
         """Whether the model has `run_chains`."""
-        model = self.model
-        return (
-            model.layout is None and model.impl in families.of(self.config).CHAIN_IMPLS
-        )
+        return self.model.runs_chains
 
     def run_chains(
         self,

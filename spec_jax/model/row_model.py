@@ -256,6 +256,12 @@ class RowModel:
         """
         return self.impl == "native" or self.layout is not None
 
+    @property
+    def runs_chains(self) -> bool:
+        """Whether its family continues texts greedily in one call: `run_chains`."""
+        chain_impls = families.of(self.config).CHAIN_IMPLS
+        return self.layout is None and self.impl in chain_impls
+
     def choose(
         self, logits: Float[Array, "slab V"], num_active: Int[Array, ""]
     ) -> Int[Array, " slab"]:

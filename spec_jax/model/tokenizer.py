@@ -21,7 +21,6 @@ from spec_jax.model import chat_template, config as config_lib, hub, stop_texts
 
 _END_OF_TEXT = "<|endoftext|>"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-_SHOWN_DIFFERENCES = 3
 OLD_FILES = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 """Files that would contradict those of `Tokenizer.to_files`."""
 _CHAT_OPTIONS: Mapping[str, Any] = {
@@ -321,30 +320,6 @@ def locate(folder: str | pathlib.Path) -> pathlib.Path:
     if not isinstance(shared, str):
         raise ValueError(f"{config}: tokenizer_file={shared!r} is not a path")
     return folder / shared
-
-
-def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """Passes if each id means the same token to both.
-
-    Raises:
-      ValueError: they differ; names both files, their sizes and the first ids.
-    """
-    if target.fingerprint == draft.fingerprint:
-        return
-    differences = []
-    for token_id in range(max(target.num_ids, draft.num_ids)):
-        theirs = (
-            target.backend.id_to_token(token_id),
-            draft.backend.id_to_token(token_id),
-        )
-        if theirs[0] != theirs[1]:
-            differences.append(f"id {token_id} is {theirs[0]!r} and {theirs[1]!r}")
-        if len(differences) == _SHOWN_DIFFERENCES:
-            break
-    raise ValueError(
-        f"target {target.path} ({target.vocab_size} entries) and draft {draft.path} "
-        f"({draft.vocab_size} entries) differ: {'; '.join(differences)}"
-    )
 
 
 @functools.cache

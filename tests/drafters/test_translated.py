@@ -1,0 +1,163 @@
+"""Draft models whose tokenizer is not the target's."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spec_jax as sj
+from spec_jax import loading, results
+from spec_jax.engine import protocols, rows
+from spec_jax.model import load as load_lib, tokenizer, translated
+
+
+DROPPED = 400
+"""Merges that the other tokenizer lacks, and so tokens."""
+
+PROMPT = "def add(a, b):\n    return"
+HOW = {"drafter": "draft-model", "gamma_max": 4}
+RUN = {"max_tokens": 24, "ignore_eos": True, "gamma": 4}
+
+
+def other_words(folder, *, seed=0, dropped=DROPPED):
+    """Writes the embedded tokenizer with its last tokens gone, and others' ids in
+    another order; returns the old id of each new one."""
+    words = json.loads((loading.EMBEDDED_TARGET / "tokenizer.json").read_text())
+    model = words["model"]
+    gone = {"".join(pair) for pair in model["merges"][len(model["merges"]) - dropped :]}
+    model["merges"] = model["merges"][: len(model["merges"]) - dropped]
+    special = {token["content"] for token in words["added_tokens"]}
+    kept = [token for token in model["vocab"] if token not in gone]
+    free = [token for token in kept if token not in special]
+    order = np.random.default_rng(seed).permutation(len(free))
+    fixed = sorted(special, key=model["vocab"].get)
+    named = [*fixed, *(free[i] for i in order)]
+    old = np.array([model["vocab"][token] for token in named])
+    model["vocab"] = {token: number for number, token in enumerate(named)}
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    return old
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """The folder of the embedded draft with another tokenizer."""
+    folder = tmp_path_factory.mktemp("words")
+    old = other_words(folder)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    config, params = load_lib.load(loading.EMBEDDED_DRAFT, impl="xla")
+    config = config.__class__(**vars(config) | {"vocab_size": len(old)})
+    embed = params.embed[old]
+    head = None if params.lm_head is None else params.lm_head[old]
+    words = tokenizer.load(folder)
+    made = tmp_path_factory.mktemp("draft")
+    params = params.replace(embed=embed, lm_head=head)
+    load_lib.save(made, config, params, tokenizer=words)
+    return made
+
+
+@pytest.fixture(scope="module")
+def pair(foreign):
+    return sj.load(draft=foreign, **HOW)
+
+
+def words_of(folder) -> tuple[tokenizer.Tokenizer, tokenizer.Tokenizer]:
+    return tokenizer.load(loading.EMBEDDED_TARGET), tokenizer.load(folder)
+
+
+def accepted(generation) -> int:
+    return generation.origins.count(results.Origin.ACCEPTED)
+
+
+def tables(folder, size=4096 - DROPPED):
+    target, own = words_of(folder)
+    return translated.tables(target, own, num_entries=4096, size=size)
+
+
+def test_tokens_are_the_same_if_their_bytes_are(foreign):
+    """Fails if a token is taken for another, or one of two tokenizers for special."""
+    read, drafted = tables(foreign)
+    target, own = words_of(foreign)
+    shared = np.flatnonzero(drafted < 4096 - DROPPED)
+    assert shared.size == 4096 - DROPPED and len({*drafted[shared]}) == shared.size
+    for token in shared:
+        assert target.bytes_of(token) == own.bytes_of(int(drafted[token]))
+        assert read[token] == drafted[token]
+    for token in np.flatnonzero(drafted == 4096 - DROPPED):
+        text = target.bytes_of(int(token)).decode()
+        assert read[token] == own.encode(text)[-1]
+
+
+def test_a_special_token_is_not_one_of_the_same_letters(foreign, tmp_path):
+    """Fails if <|endoftext|> that a user writes would end a text."""
+    target, own = words_of(foreign)
+    stated = json.loads(own.path.read_text())
+    stated["added_tokens"][0]["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stated))
+    _, drafted = tables(tmp_path)
+    assert drafted[0] == 4096 - DROPPED
+
+
+@pytest.mark.parametrize("tree", [None, "4x4:11"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_rounds_are_those_of_the_draft_in_the_targets_vocabulary(
+    pair, tree, temperature
+):
+    """Fails if a draft in another order drafts anything else, but for tokens that it
+    lacks; or if what is committed is not the target's own."""
+    lm = pair if tree is None else pair.with_tree(tree)
+    how = RUN if tree is None else RUN | {"gamma": 11}
+    if temperature:
+        how = how | {"sampling": sj.Sampling(temperature=temperature, seed=3)}
+    report = sj.check_lossless(lm, [PROMPT, "class Stack:\n"], **how)
+    assert report, report
+    plain = sj.load(**HOW)
+    plain = plain if tree is None else plain.with_tree(tree)
+    mine, theirs = (sj.generate(one, PROMPT, **how) for one in (lm, plain))
+    assert mine.tokens == theirs.tokens
+    # Less than a tenth of the tokens is missing, and none of the most frequent ones.
+    assert accepted(mine) >= 0.8 * accepted(theirs) > 0
+
+
+def test_tokens_that_the_draft_lacks_are_never_drafted(pair):
+    """Fails if a row's logits allow what no row of the draft's head is for."""
+    model, params = pair.drafter.model, pair.drafter_params
+    kv = model.new_cache(capacity=64, page_size=16)
+    kv, _ = model.prefill(params, kv, [5, 6, 7])
+    window = protocols.Window(
+        tokens=jnp.array([[8, 9]], jnp.int32),
+        start=jnp.array([3], jnp.int32),
+        num_active=jnp.array([2], jnp.int32),
+    )
+    slots = rows.SlotRows(model=model, num_slots=1)
+    _, verified = slots.verify(params, kv, window)
+    lacks = np.asarray(params.drafted) == model.own_size
+    logits = np.asarray(verified.logits)[:2]
+    assert np.isneginf(logits[:, lacks]).all()
+    assert np.isfinite(logits[:, ~lacks]).all()
+    assert not slots.runs_chains
+
+
+def test_ids_that_are_not_translated_are_caught(foreign, monkeypatch):
+    """Negative control: the draft reads and drafts the ids of its own vocabulary."""
+    size = 4096 - DROPPED
+    same = np.minimum(np.arange(4096), size).astype(np.int32)
+    monkeypatch.setattr(translated, "tables", lambda *a, **k: (same % size, same))
+    lm = sj.load(draft=foreign, **HOW)
+    wrong, right = (sj.generate(one, PROMPT, **RUN) for one in (lm, sj.load(**HOW)))
+    assert wrong.tokens == right.tokens
+    assert accepted(wrong) < 0.3 * accepted(right)
+
+
+def test_what_is_shared_is_said(foreign, caplog):
+    """Fails if a draft of another family is taken without a word."""
+    sj.load(draft=foreign, **HOW)
+    assert "drafts the 3,696 of 4,096 tokens that both have" in caplog.text
+
+
+def test_no_token_in_common(foreign, monkeypatch):
+    """Fails if a draft that can draft nothing is loaded."""
+    none = lambda *a, **k: (np.zeros(4096, np.int32), np.full(4096, 4096, np.int32))
+    monkeypatch.setattr(translated, "tables", none)
+    with pytest.raises(ValueError, match="no token in common: take a draft model"):
+        sj.load(draft=foreign, **HOW)
