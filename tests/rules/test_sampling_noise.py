@@ -193,3 +193,34 @@ def test_uniforms_have_more_than_23_bits():
     found = np.asarray(found, np.float64)
     assert abs(found.mean() - 0.5) < 5 * (1 / 12 / 4096) ** 0.5
     assert abs((found < 0.1).mean() - 0.1) < 5 * (0.09 / 4096) ** 0.5
+
+
+def least_matched(target, draft, count):
+    """The matching bound of lists: what `count` drafts keep at least, of independent
+    noise each (arXiv 2506.05632); of one draft, what coupling keeps."""
+    most = np.maximum(target[:, None] / target, draft[:, None] / draft).sum(0)
+    return (count / (most + (count - 1) / target)).sum()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_match_as_often_as_the_bound_of_lists(seed):
+    """Fails if the children that share the target's noise, the highest of the draft's
+    own noisy weights, hold its token less often than lists of as many drafts; or if
+    one of them does so more or less often than coupling says."""
+    rng = np.random.default_rng(seed)
+    draws, at = 20_000, sampling.make_settings(temperature=1.0, seed=seed)
+    logits = rng.standard_normal((2, VOCAB)).astype(np.float32)
+    target, draft = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    noisy = jax.jit(jax.vmap(sampling.noisy_weights, in_axes=(None, None, 0)))
+    positions = jnp.arange(draws, dtype=jnp.int32)
+    own, drafts = (np.asarray(noisy(row, at, positions)) for row in logits)
+    tokens, ranked = own.argmax(axis=1), np.argsort(-drafts, axis=1)
+    spread = SIGMAS * 0.5 / draws**0.5
+    for count in (1, 2, 4):
+        found = (ranked[:, :count] == tokens[:, None]).any(axis=1).mean()
+        bound = least_matched(target, draft, count)
+        assert found > bound - spread
+        assert count > 1 or found < bound + spread
+        # Negative control: the noise of another position.
+        other = np.roll(ranked, 1, axis=0)[:, :count]
+        assert (other == tokens[:, None]).any(axis=1).mean() < bound - spread
