@@ -69,6 +69,7 @@ _OWN = (
     "markov_rank",
     "mask_token_id",
     "projector_type",
+    "target_hidden_size",
     "target_layer_ids",
 )
 # Keys of training alone, or of every drafter.
@@ -201,6 +202,7 @@ def _from_dict(
         raise ValueError(
             f"model_type={reprlib.repr(stated.get('model_type'))}: layers are Qwen3's"
         )
+    width = _whole(said, "target_hidden_size", default=width)
     if width != layer.hidden_size:
         raise ValueError(
             f"target_hidden_size={width} is not the drafter's "
