@@ -441,7 +441,9 @@ def _speculators(kind: str, keys: head_dialects.Keys) -> head_dialects.Keys:
         "mask_token_id": _INNER["mask_token_id"],
         "aux_hidden_state_layer_ids": lambda head, _: list(head.taps),
         "sample_from_anchor": lambda head, _: head.slots == "anchor-first",
-        "sliding_window_non_causal": lambda head, _: _causal_flag(head) is False,
+        "sliding_window_non_causal": lambda head, _: (
+            (_causal_flag(head) is False) or None
+        ),
         "torch_dtype": lambda head, _: head.layer.dtype,
     }
 

@@ -25,7 +25,7 @@ DRAFTERS = {
     ),
     "dflash": (
         blocks.make(
-            dataclasses.replace(blocks.DFLASH, attention=(blocks._Sees(window=6),) * 2)
+            dataclasses.replace(blocks.DFLASH, attention=(blocks._Sees(window=8),) * 2)
         ),
         blocks.PARAMS["dflash"],
     ),

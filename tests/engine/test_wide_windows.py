@@ -6,8 +6,7 @@ import decoding
 import jax
 import numpy as np
 import pytest
-import test_eagle3 as eagle
-from decoding import Ask
+from decoding import SMALL, Ask
 
 from spec_jax.drafters import tree_shapes
 from spec_jax.engine import protocols, windows
@@ -16,19 +15,23 @@ from spec_jax.engine import protocols, windows
 BUDGETS = (64, 128, 256)  # rows of a window, the root's among them
 PROMPT = (7, 3, 90, 7, 3, 41, 7, 3)
 ASKS = (
-    Ask(prompt=PROMPT, max_tokens=24, sampling=decoding.COLD),
-    Ask(prompt=PROMPT, max_tokens=20, sampling=decoding.WARM),
+    Ask(prompt=PROMPT, max_tokens=24, gamma=None, sampling=decoding.COLD),
+    Ask(prompt=PROMPT, max_tokens=20, gamma=None, sampling=decoding.WARM),
     Ask(prompt=(9,), max_tokens=12, gamma=40, sampling=decoding.COLD),
 )
-WEIGHTS = decoding.perturbed(decoding.TARGET_PARAMS, 0.3)
+WEIGHTS = decoding.perturbed(decoding.TARGET_PARAMS, 0.05)
 
 
-def run(rows, impl, **changes):
+def run(rows, impl):
     """Sequences side by side, whose drafts are wrong often enough to need a tree."""
     tree = tree_shapes.parse(f"8x8:{rows - 1}@1")
     drafter = decoding.draft_drafter(impl=impl).for_tree(tree)
-    setting = dataclasses.replace(eagle.setting_of(impl), **changes)
-    state = eagle.run(setting, drafter, ASKS, params=WEIGHTS)
+    decoding.needs(impl)
+    target = dataclasses.replace(SMALL.target, impl=impl)
+    setting = dataclasses.replace(SMALL, target=target, capacity=400)
+    scheduler = setting.scheduler(drafter, num_slots=len(ASKS), draft_params=WEIGHTS)
+    requests = [ask.request() for ask in ASKS]
+    state = decoding.generate(scheduler, decoding.admit(scheduler, requests))
     return setting, jax.device_get(state)
 
 

@@ -51,7 +51,7 @@ def seen(head: Head, i: int, k: int, start: int, size: int) -> list[int]:
     flags = [head.said(key) for key in ("is_causal", "causal", "causal_head")]
     causal = next((flag for flag in flags if flag is not None), slides)
     if is_nested:
-        causal = slides and not head.config["sliding_window_non_causal"]
+        causal = slides and not head.config.get("sliding_window_non_causal", False)
     block = range(start, start + (k + 1 if causal else size))
     if not slides:
         return [*range(start), *block]
