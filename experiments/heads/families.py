@@ -305,10 +305,6 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(
             "--causal with --family eagle3, which is: of the rows of blocks alone"
         )
-    if args.window is not None and args.window < 1:
-        raise ValueError(
-            f"--window {args.window} must be at least 1 key; leave it out for all"
-        )
     check_copies(args.no_copies, args.dialect)
     alone = args.first_alone or 0
     if alone % args.save_every or alone >= args.steps:

@@ -185,8 +185,8 @@ class SlotReader(slots_lib.OfSlots):
     def _kept(self) -> int | None:
         """Positions of a slot's K/V that are needed at a time; None: all.
 
-        Those that rows see, and as many after them as a forward writes before its
-        first row sees any, a tree drafts, and a caller's text may be taken back by.
+        Rows see the first of them; the others are what a forward writes before its
+        first row sees any, what a tree drafts, and what a caller takes back.
         """
         drafter, reach = self.drafter, self.drafter.head.reach
         if reach is None:

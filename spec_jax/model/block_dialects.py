@@ -268,7 +268,7 @@ def _attention_of(
 
 
 def _causal_flag(config: block_params.BlockConfig) -> bool | None:
-    """Returns whether all rows or none are causal; None where those that slide are.
+    """Returns whether all rows or none are causal; None where sliding layers are.
 
     Raises:
       ValueError: anything else, for which no layout has words.

@@ -88,7 +88,7 @@ class BlockConfig:
     # then; empty: 1 and 0.
     confidence_temperatures: tuple[float, ...] = ()
     confidence_shifts: tuple[float, ...] = ()
-    # Of each layer; empty: all rows of a block see it and its context.
+    # Each layer's; empty: all rows of a block see it and its context.
     attention: tuple[LayerAttention, ...] = ()
 
     def attention_of(self, layer: int) -> LayerAttention:

@@ -47,8 +47,8 @@ def attend(
         itself in the prefix, and anywhere in the slot on the row's branch. The last
         entry is the row's own, where it is written. Entries of negative positions are
         not read.
-      firsts: the first position that each row sees, not past its own; None: 0. What a
-        row's neighbour sees before that must be finite.
+      firsts: the first position that each row sees, not past its own; None: 0. A key
+        that its neighbours see before that must be finite.
       places: for rows that lie elsewhere than at the last position that they see: at
         which position before it. All rows of a slot then see the same keys. Not with
         `branch`.

@@ -294,7 +294,9 @@ BAD_CONFIGS = {
         "architectures": ["PEagleDraftModel"]
     },
     "bias is true: heads with biases": {"bias": True},
-    "layer_types='full_attention': each layer is one of": {"layer_types": "full_attention"},
+    "layer_types='full_attention': each layer is one of": {
+        "layer_types": "full_attention"
+    },
     "rope_is_neox_style=False is not": {"rope_is_neox_style": False},
     "num_hidden_layers=2: only": {"num_hidden_layers": 2},
     "fc_norm='yes' must be true or false": {"fc_norm": "yes"},
