@@ -22,15 +22,15 @@ ASKS = (
 WEIGHTS = decoding.perturbed(decoding.TARGET_PARAMS, 0.05)
 
 
-def run(rows, impl):
+def run(rows, impl, asks=ASKS):
     """Sequences side by side, whose drafts are wrong often enough to need a tree."""
     tree = tree_shapes.parse(f"8x8:{rows - 1}@1")
     drafter = decoding.draft_drafter(impl=impl).for_tree(tree)
     decoding.needs(impl)
     target = dataclasses.replace(SMALL.target, impl=impl)
     setting = dataclasses.replace(SMALL, target=target, capacity=400)
-    scheduler = setting.scheduler(drafter, num_slots=len(ASKS), draft_params=WEIGHTS)
-    requests = [ask.request() for ask in ASKS]
+    scheduler = setting.scheduler(drafter, num_slots=len(asks), draft_params=WEIGHTS)
+    requests = [ask.request() for ask in asks]
     state = decoding.generate(scheduler, decoding.admit(scheduler, requests))
     return setting, jax.device_get(state)
 
@@ -59,6 +59,13 @@ def test_tokens_are_those_of_decoding_at_each_budget(rows, impl):
     assert slots.num_proposed[2] == 40 * slots.num_rounds[2]
     if rows > 64:
         assert np.asarray(slots.kept_by_rank)[:, 63:].sum() > 0
+
+
+def test_one_sequence():
+    """Fails if XLA ends the process over columns that nothing reads: one slot's are not
+    packed (`compilation.one_kernel`)."""
+    setting, state = run(256, "native", ASKS[:1])
+    decoding.assert_as_decoded(setting, state, ASKS[:1])
 
 
 def test_a_parent_in_another_tile_that_is_not_seen_is_caught(monkeypatch):

@@ -557,7 +557,6 @@ def test_a_chat_is_not_cut(target, tmp_path, capsys):
 REFUSED = (
     ("train", "--head rnn --no-tv", "--head, --no-tv with --family eagle3"),
     ("train", "--causal", "--causal with --family eagle3"),
-    ("train", "--window 0", "--window: 0 must be at least 1"),
     ("train", "--family dflash --dialect z-lab --window 3 --draft-vocab 264",
      "sliding_window=3 is below the 7 rows of a block"),
     ("train", "--family dspark --width 9", "--width with --family dspark"),
