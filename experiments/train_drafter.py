@@ -259,9 +259,13 @@ FLAGS = {
         --width N  of an EAGLE-3 head, which then has an embedding of its own (default:
           the target's)
         --mlp N  width of the drafter's MLP (default: the target's)
+        --window N  keys that a row of the drafter sees in every layer, the last ones;
+          long texts then cost no more, and no more is kept (default: all)
         --block N=7  rows of a block, of dflash and dspark, and so the following
         --layers N=2  of the drafter
         --mask-token ID=0  what a block's rows read but the first
+        --causal  a block's rows see none after them, as JetSpec's (default: they see
+          the whole block)
         --head HEAD  sequential head (default: vanilla), of dspark, and so the following
         --rank N=64  of the head
         --no-confidence  leave out the confidence head

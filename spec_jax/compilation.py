@@ -136,7 +136,7 @@ _MOVES = frozenset(
     """.split()
 )
 _MARKS = {"inlineable": "false", "xla_cpu_small_call": "true"}
-_SMALL = 64
+_SMALL = 256  # elements: the columns of the widest window
 _tracing = threading.local()
 
 
@@ -150,7 +150,7 @@ def one_kernel(function: Callable) -> Callable:
 
     Args:
       function: of pytrees; leaves that are no arrays of jax are static. Where it reads
-        an array of more than 64 elements and returns one of that shape, the second
+        an array of more than 256 elements and returns one of that shape, the second
         depends on the first.
     """
 

@@ -17,9 +17,9 @@ MARK = "inlineable"
 CASES = [
     (name, length)
     for name in ("all sorts", "folds away")
-    for length in (1, 64, 300)
+    for length in (1, 256, 300)
     # A large array that is returned depends on what it was.
-    if name != "folds away" or length <= 64
+    if name != "folds away" or length <= 256
 ]
 
 

@@ -97,6 +97,7 @@ def _eagle3(args, target) -> eagle3_params.Eagle3Config:
         target_hidden_size=target.hidden_size,
         taps=args.taps or eagle3_params.default_taps(target.num_layers),
         has_head_norms=args.dialect == "deepspec",
+        window=args.window or 0,
     )
     eagle3_dialects.check_config(config, args.dialect)
     return config
@@ -112,8 +113,21 @@ def _shape(config) -> dict[str, Any]:
 
 def _eagle3_shape(config) -> dict[str, Any]:
     return _shape(config) | {
-        "width": config.hidden_size if config.has_own_embed else None
+        "width": config.hidden_size if config.has_own_embed else None,
+        "window": config.window,
     }
+
+
+def _attention(args) -> tuple[block_params.LayerAttention, ...]:
+    """What rows see: the same in all layers."""
+    window = args.window or 0
+    sees = block_params.LayerAttention(
+        window=window,
+        is_causal=bool(args.causal),
+        from_anchor=window > 0 and args.dialect == "speculators",
+    )
+    is_all = sees == block_params.LayerAttention()
+    return () if is_all else (sees,) * args.layers
 
 
 def _block(args, target) -> block_params.BlockConfig:
@@ -132,6 +146,7 @@ def _block(args, target) -> block_params.BlockConfig:
         markov_rank=0 if head == "none" else args.rank,
         has_confidence=has_confidence,
         confidence_with_markov=has_confidence and head != "none",
+        attention=_attention(args),
     )
     block_dialects.check_config(config, args.dialect)
     return config
@@ -142,6 +157,8 @@ def _block_shape(config) -> dict[str, Any]:
         "layers": config.layer.num_layers,
         "block": config.block_size,
         "mask_token": config.mask_token_id,
+        "window": config.attention_of(0).window,
+        "causal": config.attention_of(0).is_causal,
     }
 
 
@@ -178,7 +195,10 @@ _BLOCK: dict[str, Any] = {
     "config": _block,
     "shape": _block_shape,
     "draw": _anchors,
-    "flags": ("block", "layers", "mask_token", "anchors", "decay", "rank", *OF_DSPARK),
+    "flags": (
+        *("block", "layers", "window", "causal", "mask_token", "anchors", "decay"),
+        *("rank", *OF_DSPARK),
+    ),
 }
 
 FAMILIES = {
@@ -188,7 +208,7 @@ FAMILIES = {
         dialects=eagle3_dialects,
         dialect="midlayer",
         depth="ttt_steps",
-        flags=("width", "ttt_steps", "first_alone"),
+        flags=("width", "window", "ttt_steps", "first_alone"),
         config=_eagle3,
         shape=_eagle3_shape,
         of_loss=_steps,
@@ -281,6 +301,10 @@ def check_flags(args: argparse.Namespace) -> None:
         if given and args.family != family:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             raise ValueError(f"{flags} with --family {args.family}: of {family} alone")
+    if args.causal and args.family == "eagle3":
+        raise ValueError(
+            "--causal with --family eagle3, which is: of the rows of blocks alone"
+        )
     check_copies(args.no_copies, args.dialect)
     alone = args.first_alone or 0
     if alone % args.save_every or alone >= args.steps:

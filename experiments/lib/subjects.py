@@ -24,7 +24,6 @@ from spec_jax.drafters import (
     registry,
     tree_shapes,
 )
-from spec_jax.engine import protocols
 from spec_jax.model import (
     block_params,
     config as config_lib,
@@ -185,7 +184,7 @@ def comb(rows: int) -> tree_shapes.FixedTree:
 
 
 _GIB = 2**30
-_MOST_ROWS = protocols.MAX_TREE_ROWS
+_MOST_ROWS = 64  # of one tile of a GPU, whose operations are looked at
 
 
 def read_config(shapes: str, *, dtype: str | None) -> config_lib.ModelConfig:

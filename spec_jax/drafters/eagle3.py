@@ -135,7 +135,8 @@ class SlotEagle3(features_lib.SlotReader):
     def _is_one_call(self) -> bool:
         """Whether a round's features and all drafts after them are one call."""
         drafter = self.drafter
-        return drafter.tree is None and drafter.model.impl in eagle3.CHAIN_IMPLS
+        has_call = drafter.model.impl in eagle3.CHAIN_IMPLS and not drafter.head.window
+        return drafter.tree is None and has_call
 
     def _run_chains(self, params, memory, tokens, asked, goal, gamma, draw):
         """Returns the memory and the proposal of `propose`.

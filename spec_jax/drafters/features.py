@@ -123,6 +123,16 @@ class FeatureDrafter(draft_model.DraftModel):
         """The target's features that the head reads."""
         return self.head.taps
 
+    @property
+    def max_positions(self) -> int | None:  # type: ignore[override]
+        """Positions that the head was trained for; None: any.
+
+        A head whose layers all have a window sees no distances between positions but
+        those of the window, wherever in a text.
+        """
+        reach, most = self.head.reach, self.head.layer.max_position_embeddings
+        return None if reach is not None and reach <= most else most
+
 
 def parts_of(
     head: Any, target: row_model.RowModel, *, slab: int
@@ -171,6 +181,21 @@ class SlotReader(slots_lib.OfSlots):
         """Features that a round brings, at most."""
         return 1 + protocols.depth_max(self)
 
+    @property
+    def _kept(self) -> int | None:
+        """Positions of a slot's K/V that are needed at a time; None: all.
+
+        Rows see the first of them; the others are what a forward writes before its
+        first row sees any, what a tree drafts, and what a caller takes back.
+        """
+        drafter, reach = self.drafter, self.drafter.head.reach
+        if reach is None:
+            return None
+        tile = max(rows_lib.NATIVE_TILE, drafter.model.slab, drafter.catch_up_rows)
+        return (
+            reach + RING_ROWS + tile + max(drafter.gamma_max, protocols.MAX_TREE_ROWS)
+        )
+
     def init(
         self, *, capacity: int, page_size: int, num_pages: int | None = None
     ) -> ReaderMemory:
@@ -184,7 +209,11 @@ class SlotReader(slots_lib.OfSlots):
             dtype=head.layer.dtype,
         )
         kv = slots_lib.new_cache(
-            slots, capacity=capacity, page_size=page_size, num_pages=num_pages
+            slots,
+            capacity=capacity,
+            page_size=page_size,
+            num_pages=num_pages,
+            kept=self._kept,
         )
         return ReaderMemory(kv=kv, ring=ring)
 

@@ -54,9 +54,27 @@ class OfSlots:
 
 
 def new_cache(
-    slots: rows_lib.SlotRows, *, capacity: int, page_size: int, num_pages: int | None
+    slots: rows_lib.SlotRows,
+    *,
+    capacity: int,
+    page_size: int,
+    num_pages: int | None,
+    kept: int | None = None,
 ) -> paged.PagedKV:
-    """Returns a drafter's own empty cache; raises as `SlotRows.new_cache`."""
+    """Returns a drafter's own empty cache; raises as `SlotRows.new_cache`.
+
+    Args:
+      kept: positions of a slot that are needed at a time, its last ones; None: all.
+    """
+    model, size = slots.model, page_size if isinstance(page_size, int) else 0
+    # Pages are as large as the target's, which may have more positions.
+    positions = max(model.config.max_position_embeddings, size)
+    config = dataclasses.replace(model.config, max_position_embeddings=positions)
+    slots = dataclasses.replace(slots, model=dataclasses.replace(model, config=config))
+    if kept is not None and kept < capacity:
+        return slots.model.new_slots(
+            slots.num_slots, capacity=capacity, page_size=page_size, kept=kept
+        )
     if slots.model.cache == "static":
         num_pages = None  # The number of the target's pages, which this one lacks.
     return slots.new_cache(capacity=capacity, page_size=page_size, num_pages=num_pages)

@@ -17,8 +17,8 @@ from spec_jax import pytree, tree
 from spec_jax.rules import rule as rule_lib, sampling
 
 
-MAX_TREE_ROWS = 64
-"""Columns of a window of a tree: the root and 63 drafts, in as many slabs as needed."""
+MAX_TREE_ROWS = 256
+"""Columns of a window of a tree: the root and 255 drafts, in tiles."""
 
 Params = Any
 Memory = Any

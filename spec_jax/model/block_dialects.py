@@ -51,8 +51,16 @@ _ANCHOR_FLAGS = ("sample_from_anchor", "query_zero_predicts_next")
 _SCALINGS = ("confidence_temperatures", "confidence_shifts")
 """Lists of numbers, of each draft; fields of a `BlockConfig`."""
 
+_CAUSAL_FLAGS = ("is_causal", "causal", "causal_head")
+"""Whether rows see no later one of their block: vLLM's two keys, and JetSpec's. Without
+one, those of layers that slide do not."""
+
 _OWN = (
     *_ANCHOR_FLAGS,
+    *_CAUSAL_FLAGS,
+    "sliding_window_non_causal",
+    "swa_window_size",
+    "use_swa",
     *_SCALINGS,
     "block_size",
     "confidence_head_with_markov",
@@ -61,6 +69,7 @@ _OWN = (
     "markov_rank",
     "mask_token_id",
     "projector_type",
+    "target_hidden_size",
     "target_layer_ids",
 )
 # Keys of training alone, or of every drafter.
@@ -78,9 +87,6 @@ _ACCEPTED: Mapping[str, tuple] = {
     "output_multiplier": (1,),
     "input_embedding_scale": (1,),
     "attention_value_scale": (1,),
-    "causal": (False,),
-    "is_causal": (False,),
-    "use_swa": (False,),
     "final_logit_softcapping": (0,),
     "shift_label": (False,),
     "conv_kernel_size": (0,),
@@ -196,11 +202,18 @@ def _from_dict(
         raise ValueError(
             f"model_type={reprlib.repr(stated.get('model_type'))}: layers are Qwen3's"
         )
+    width = _whole(said, "target_hidden_size", default=width)
     if width != layer.hidden_size:
         raise ValueError(
             f"target_hidden_size={width} is not the drafter's "
             f"hidden_size={layer.hidden_size}, and it has the target's embedding"
         )
+    windows = head_dialects.windows(
+        stated,
+        layer.num_layers,
+        slides=_flag(said, "use_swa"),
+        window=said.get("swa_window_size"),
+    )
     head, rank = _head(said)
     has_confidence = _flag(said, "enable_confidence_head")
     with_markov = _flag(said, "confidence_head_with_markov", default=rank > 0)
@@ -215,6 +228,7 @@ def _from_dict(
         markov_rank=rank,
         has_confidence=has_confidence,
         confidence_with_markov=has_confidence and with_markov,
+        attention=_attention_of(said, dialect, windows or (0,) * layer.num_layers),
         **{key: _numbers(said, key) for key in _SCALINGS},
     )
     check_config(config, dialect)
@@ -223,6 +237,52 @@ def _from_dict(
 
 _whole = functools.partial(head_dialects.value, kind=int, default=None)
 _flag = functools.partial(head_dialects.value, kind=bool, default=False)
+
+
+def _attention_of(
+    said: Mapping[str, Any], dialect: Dialect, windows: Sequence[int]
+) -> tuple[block_params.LayerAttention, ...]:
+    """Returns what rows see in layers of these windows; empty: all see all.
+
+    A window is that of each row, its own key the last, as vLLM and transformers have
+    it; in speculators' layout that of the context, the same for a whole block, as its
+    trainer has it.
+    """
+    flags = {_flag(said, key) for key in _CAUSAL_FLAGS if key in said}
+    if len(flags) > 1:
+        shown = ", ".join(f"{key}={said[key]}" for key in _CAUSAL_FLAGS if key in said)
+        raise ValueError(f"{shown} contradict each other: remove the wrong one")
+    slides_causal = not _flag(said, "sliding_window_non_causal")
+    is_causal = lambda window: (
+        next(iter(flags)) if flags else window > 0 and slides_causal
+    )
+    layers = tuple(
+        block_params.LayerAttention(
+            window=window,
+            is_causal=is_causal(window),
+            from_anchor=window > 0 and dialect == "speculators",
+        )
+        for window in windows
+    )
+    return layers if set(layers) != {block_params.LayerAttention()} else ()
+
+
+def _causal_flag(config: block_params.BlockConfig) -> bool | None:
+    """Returns whether all rows or none are causal; None where sliding layers are.
+
+    Raises:
+      ValueError: anything else, for which no layout has words.
+    """
+    found = [each.is_causal for each in config.attention]
+    if found == [each.window > 0 for each in config.attention]:
+        return None
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"causal layers {found} of windows "
+            f"{[each.window for each in config.attention]}: all, none, or those with a "
+            "window"
+        )
+    return found[0]
 
 
 def _numbers(said: Mapping[str, Any], key: str) -> tuple[float, ...]:
@@ -296,15 +356,34 @@ def check_config(config: block_params.BlockConfig, dialect: Dialect) -> None:
         raise ValueError("z-lab's layout is of DFlash, which has no heads")
     if dialect == "deepspec" and config.slots != "anchor-first":
         raise ValueError("deepspec's slots are anchor-first, and have no flag")
+    _check_attention(config, dialect)
     is_whole = config.draft_vocab_size == config.layer.vocab_size
     if dialect in WHOLE and not is_whole:
         raise ValueError(f"{dialect} has the whole vocabulary; choose speculators")
 
 
+def _check_attention(config: block_params.BlockConfig, dialect: Dialect) -> None:
+    """Raises `ValueError` for windows and masks that a layout has no words for."""
+    head_dialects.window_keys([each.window for each in config.attention])
+    flag = _causal_flag(config)
+    is_speculators = dialect == "speculators"
+    for each in config.attention:
+        if each.window and each.from_anchor != is_speculators:
+            raise ValueError(
+                f"a window of {each.window} keys, counted from "
+                f"{'the anchor' if each.from_anchor else 'each row'}: speculators' are "
+                "counted from the anchor, and those of other layouts from each row"
+            )
+    if is_speculators and flag:
+        raise ValueError(
+            "all layers are causal: speculators has no word for it; choose z-lab"
+        )
+
+
 def _layer(head: block_params.BlockConfig) -> dict[str, Any]:
     """Returns the config of a model of the drafter's layers."""
-    kinds = ["full_attention"] * head.layer.num_layers
-    return config_lib.to_dict(head.layer) | {"layer_types": kinds}
+    windows = [head.attention_of(i).window for i in range(head.layer.num_layers)]
+    return config_lib.to_dict(head.layer) | head_dialects.window_keys(windows)
 
 
 def _unusual(dialect: Dialect) -> Any:
@@ -340,7 +419,11 @@ _HEADS: head_dialects.Keys = {
 def _nested(dialect: Dialect, keys: head_dialects.Keys) -> head_dialects.Keys:
     """Returns a layout of `dflash_config`; llama.cpp looks for the flag beside it."""
     flag: head_dialects.Keys = {"sample_from_anchor": _unusual(dialect)}
-    inner = keys | _INNER | flag
+    causal: head_dialects.Keys = {
+        "causal": lambda head, _: _causal_flag(head),
+        "causal_head": lambda head, _: _causal_flag(head) or None,
+    }
+    inner = keys | _INNER | flag | causal
     return (
         _FLAT | flag | {"dflash_config": lambda *told: head_dialects.fill(inner, *told)}
     )
@@ -358,6 +441,9 @@ def _speculators(kind: str, keys: head_dialects.Keys) -> head_dialects.Keys:
         "mask_token_id": _INNER["mask_token_id"],
         "aux_hidden_state_layer_ids": lambda head, _: list(head.taps),
         "sample_from_anchor": lambda head, _: head.slots == "anchor-first",
+        "sliding_window_non_causal": lambda head, _: (
+            (_causal_flag(head) is False) or None
+        ),
         "torch_dtype": lambda head, _: head.layer.dtype,
     }
 
@@ -379,6 +465,7 @@ _KEYS: Mapping[str, head_dialects.Keys] = {
         **_INNER,
         **_HEADS,
         "num_anchors": lambda _, origin: origin.num_anchors,
+        "is_causal": lambda head, _: _causal_flag(head),
     },
     "DFlashSpeculator": _speculators("dflash", {}),
     "DSparkSpeculator": _speculators("dspark", _HEADS),

@@ -2,7 +2,8 @@
 a block of tokens from one pass over the target's features.
 
 Context, whose features are known, is keys and values alone; the rows of a block, an
-anchor and masks, see all of it and the whole block:
+anchor and masks, see all of it and the whole block, unless `config.attention` says that
+they see less in a layer:
 
     c = rms_norm(fc(features))                       of position j < start
     k, v = rope(k_norm(c Wk)), c Wv                  at place j of the drafter's cache
@@ -119,7 +120,7 @@ def forward_block(
     params = block_params.prepare(params, impl)
     layer = config.layer
     dtype, eps = params.final_norm.dtype, layer.rms_norm_eps
-    if dispatch.is_fused(impl):
+    if dispatch.is_fused(impl) and not config.attention:
         hidden, logits, pages = block_steps.blocks(
             rows.tokens,
             _model(params, config, kv),
@@ -134,7 +135,9 @@ def forward_block(
         params.embed, rows.tokens, num_active=rows.num_active, impl=impl
     ).astype(dtype)
     cos, sin = decoder.row_angles(layer, rows.positions, dtype=dtype, impl=impl)
+    own = jnp.arange(rows.tokens.shape[0], dtype=jnp.int32) % config.block_size
     for number, weight in enumerate(params.layers):
+        sees = config.attention_of(number)
         heads = [
             projection.project(x, w, norm=weight.input_norm, **shared)
             for w in (weight.q, weight.kv)
@@ -151,7 +154,8 @@ def forward_block(
             cos=cos,
             sin=sin,
             scale=layer.head_dim**-0.5,
-            block=config.block_size,
+            block=None if sees.is_causal else config.block_size,
+            firsts=sees.first(rows.positions, rows.positions - own),
             **shared,
         )
         kv = cache.replace_layer(kv, number, k=k, v=v)
@@ -246,18 +250,25 @@ def forward_sequence(
     rows = jnp.arange(S, dtype=jnp.int32)
     positions = anchors[..., None] + rows[None, None]
     is_context = places[:, None] < anchors[..., None]  # [B, A, T]
+    starts = jnp.broadcast_to(anchors[..., None], positions.shape)
     first = jnp.take_along_axis(tokens, anchors, axis=1)[..., None]
     masks = jnp.full((B, A, S - 1), config.mask_token_id, tokens.dtype)
     block = jnp.concatenate([first, masks], axis=-1)
     # The embedding is the target's, and not trained.
     x = jax.lax.stop_gradient(weights.take_rows(params.embed, block)).astype(dtype)
-    for weight in params.layers:
+    for number, weight in enumerate(params.layers):
+        sees = config.attention_of(number)
+        seen, within = is_context[:, :, None], rows[None] <= rows[:, None]
+        firsts = sees.first(positions, starts)
+        if firsts is not None:
+            seen = seen & (places[:, None, None] >= firsts[..., None])
         normed = sequence.norm(x, weight.input_norm, eps)
         attended = _attend_blocks(
             heads(normed, weight.q, weight.q_norm, positions),
             keys_values(fused, weight, places),
             keys_values(normed, weight, positions),
-            is_context,
+            seen,
+            within if sees.is_causal else None,
         )
         x += sequence.matmul(attended.reshape(B, A, S, N * H), weight.attention_out)
         x = sequence.gated_mlp(weight, x, eps=eps)
@@ -265,23 +276,26 @@ def forward_sequence(
     return hidden, sequence.product(hidden, weights.matrix(params.lm_head))
 
 
-def _attend_blocks(q, context, own, is_context):
-    """Attends to the context of a block, and to all of its rows.
+def _attend_blocks(q, context, own, is_context, is_own):
+    """Attends to the context of a block, and to its rows.
 
     Args:
       q: `[B, A, S, N, H]`.
       context: keys and values `[B, T, K, H]`.
       own: those of the blocks, `[B, A, S, K, H]`.
-      is_context: what a block sees, `[B, A, T]`.
+      is_context: what rows see, `[B, A, S or 1, T]`.
+      is_own: what they see of their block, `[S, S]`; None: all.
     """
     B, A, S, N, H = q.shape
     T, K = context[0].shape[1:3]
     queries = q.reshape(B, A, S, K, N // K, H)
 
     before = sequence.einsum("baskgh,btkh->bakgst", queries, context[0])
-    visible = jnp.broadcast_to(is_context[:, :, None, None, None], before.shape)
+    visible = jnp.broadcast_to(is_context[:, :, None, None], before.shape)
     before = jnp.where(visible, before, -math.inf)
     within = sequence.einsum("baskgh,baukh->bakgsu", queries, own[0])
+    if is_own is not None:
+        within = jnp.where(jnp.broadcast_to(is_own, within.shape), within, -math.inf)
     scores = jnp.concatenate([before, within], axis=-1) * H**-0.5
     probs = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     out = sequence.einsum("bakgst,btkh->baskgh", probs[..., :T], context[1])

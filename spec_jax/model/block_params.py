@@ -6,7 +6,7 @@ sequential head (DFlash) or one of three (DSpark). `block_draft` and
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,37 @@ rank, the same behind a gate, or a recurrent state."""
 
 HEADS: tuple[str, ...] = get_args(Head)
 
+_Rows = TypeVar("_Rows", jax.Array, np.ndarray)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerAttention:
+    """Says what the rows of a block see in a layer.
+
+    Attributes:
+      window: keys that a row sees, its own the last; 0: all.
+      is_causal: whether a row sees those of its block up to its own; otherwise all.
+      from_anchor: whether the window is that of the context, the same for all rows of
+        a block, which see their block besides.
+    """
+
+    window: int = 0
+    is_causal: bool = False
+    from_anchor: bool = False
+
+    def first(self, positions: _Rows, anchors: _Rows) -> _Rows | None:
+        """Returns the first position that rows see, below 0 too; None: all.
+
+        Args:
+          positions: of the rows.
+          anchors: of their blocks' first rows.
+        """
+        if not self.window:
+            return None
+        if self.from_anchor:
+            return anchors - self.window
+        return positions - (self.window - 1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
@@ -57,6 +88,18 @@ class BlockConfig:
     # then; empty: 1 and 0.
     confidence_temperatures: tuple[float, ...] = ()
     confidence_shifts: tuple[float, ...] = ()
+    # Each layer's; empty: all rows of a block see it and its context.
+    attention: tuple[LayerAttention, ...] = ()
+
+    def attention_of(self, layer: int) -> LayerAttention:
+        """Returns what rows see in a layer."""
+        return self.attention[layer] if self.attention else LayerAttention()
+
+    @property
+    def reach(self) -> int | None:
+        """Positions before a block that some row sees; None: all."""
+        windows = [each.window for each in self.attention]
+        return max(windows) if windows and all(windows) else None
 
     @property
     def hidden_size(self) -> int:
@@ -114,6 +157,7 @@ class BlockConfig:
                 f"head={self.head!r} with markov_rank={self.markov_rank}: a head has a "
                 "rank of at least 1, and 'none' has rank 0"
             )
+        self._check_attention()
         if self.confidence_with_markov and self.head == "none":
             raise ValueError(
                 "confidence_with_markov, but the drafter has no head that embeds the "
@@ -135,6 +179,17 @@ class BlockConfig:
                 "one for each draft of a block"
             )
         return self
+
+    def _check_attention(self) -> None:
+        num_layers, count = self.layer.num_layers, len(self.attention)
+        if count not in (0, num_layers):
+            raise ValueError(f"attention of {count} layers, and there are {num_layers}")
+        for window in {each.window for each in self.attention} - {0}:
+            if window < self.block_size:
+                raise ValueError(
+                    f"sliding_window={window} is below the {self.block_size} rows of a "
+                    "block, which see each other: give as many at least"
+                )
 
     def check_target(self, target: config_lib.ModelConfig) -> None:
         """Passes if the drafter can read this target's features.

@@ -8,6 +8,7 @@ at `i + 2`, and its RoPE position and its place in the head's own cache are `i`:
     x = [rms_norm(embed(token)), rms_norm(g)]
     h = g + attention(x);  hidden = h + mlp(h);  logits = lm_head(rms_norm(hidden))
 
+A head with a `window` sees that many keys, of positions, its own the last.
 `forward_rows` runs on pages, with the operations of the target's rows;
 `forward_sequence` over whole sequences, for training. Neither knows speculation.
 """
@@ -70,7 +71,7 @@ def forward_rows(
     _check_width(config, features)
     params = eagle3_params.prepare(params, impl)
     g = _fuse(params, config, features, num_active=rows.num_active, impl=impl)
-    if dispatch.is_fused(impl):
+    if dispatch.is_fused(impl) and not config.window:
         return _fused_step(params, config, rows, g, kv)
     return _run_operations(params, config, rows, g, kv, impl)
 
@@ -100,6 +101,7 @@ def _run_operations(params, config, rows, g, kv, impl):
     x = [_row_norm(token.astype(g.dtype), params.input_norm, eps), normed]
     heads = projection.project(jnp.concatenate(x, axis=1), params.qkv, **shared)
     cos, sin = qwen3.row_angles(layer, rows.positions, dtype=g.dtype, impl=impl)
+    firsts = rows.positions - (config.window - 1) if config.window else None
     attended, k, v = row_attention.row_attention(
         heads,
         params.q_norm,
@@ -113,6 +115,7 @@ def _run_operations(params, config, rows, g, kv, impl):
         sin=sin,
         scale=layer.head_dim**-0.5,
         branch=rows.branch,
+        firsts=firsts,
         **shared,
     )
     residual = normed if config.norm_before_residual else g
@@ -295,13 +298,15 @@ def forward_sequence(
     q, k, v = sequence.heads(
         params, layer, jnp.concatenate(x, axis=-1), jnp.broadcast_to(positions, (B, T))
     )
-    scale = layer.head_dim**-0.5
+    scale, window = layer.head_dim**-0.5, config.window
     if earlier:
         keys = [step.k for step in earlier] + [k]
         values = [step.v for step in earlier] + [v]
-        attended = _attend_lineage(q, keys, values, scale)
+        attended = _attend_lineage(q, keys, values, scale, window)
     else:
-        attended = causal_attention.causal_attention(q, k, v, scale=scale)
+        attended = causal_attention.causal_attention(
+            q, k, v, scale=scale, window=window
+        )
     residual = normed if config.norm_before_residual else g
     h = residual + sequence.matmul(attended.reshape(B, T, -1), params.attention_out)
     hidden = sequence.gated_mlp(params, h, eps=eps)
@@ -314,7 +319,7 @@ def forward_sequence(
     )
 
 
-def _attend_lineage(q, keys, values, scale):
+def _attend_lineage(q, keys, values, scale, window):
     """Attends causally to the first of `keys`, and to the own column of all others."""
     (B, T, N, H), K = q.shape, keys[0].shape[2]
     queries = q.reshape(B, T, K, N // K, H)
@@ -323,8 +328,14 @@ def _attend_lineage(q, keys, values, scale):
     columns = jnp.arange(T, dtype=jnp.int32)
     causal = sequence.einsum("btkgh,bskh->bkgts", queries, keys[0]) * scale
     visible = columns[None, :] <= columns[:, None]
+    if window:  # Each later step is a position further.
+        visible &= columns[None, :] > columns[:, None] + len(keys) - 1 - window
     causal = jnp.where(jnp.broadcast_to(visible, causal.shape), causal, -math.inf)
     own = sequence.einsum("btkgh,btjkh->bkgtj", queries, own_keys) * scale
+    if window:
+        steps = jnp.arange(1, len(keys), dtype=jnp.int32)
+        is_seen = jnp.broadcast_to(steps > len(keys) - 1 - window, own.shape)
+        own = jnp.where(is_seen, own, -math.inf)
     probs = jax.nn.softmax(jnp.concatenate([causal, own], axis=-1), axis=-1)
     probs = probs.astype(q.dtype)
     out = sequence.einsum("bkgts,bskh->btkgh", probs[..., :T], values[0])

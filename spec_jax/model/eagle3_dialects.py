@@ -56,6 +56,7 @@ def _from_dict(
     if is_whole and any(flags.values()):
         set_ = ", ".join(key for key, flag in flags.items() if flag)
         raise ValueError(f"{set_} is true: heads of deepspec have no such norms")
+    (window,) = head_dialects.windows(stated, layer.num_layers)[:1] or (0,)
     is_qwen = dialect == "speculators" and stated.get("model_type") == "qwen3"
     return dialect, eagle3_params.Eagle3Config(
         layer=layer,
@@ -63,6 +64,7 @@ def _from_dict(
         target_hidden_size=width,
         taps=_taps(raw, dialect, target),
         has_head_norms=is_whole or is_qwen,
+        window=window,
         **flags,
     )
 
@@ -122,9 +124,15 @@ def check_config(config: eagle3_params.Eagle3Config, dialect: Dialect) -> None:
 def _layer(head: eagle3_params.Eagle3Config) -> dict[str, Any]:
     """Returns the config of a model of the head's layer."""
     layer = config_lib.to_dict(head.layer)
+    if head.window:
+        layer |= head_dialects.window_keys([head.window])
     if head.has_head_norms:
         return layer
     return layer | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+def _layer_types(head: eagle3_params.Eagle3Config) -> list[str]:
+    return head_dialects.window_keys([head.window])["layer_types"]
 
 
 _SIZES: head_dialects.Keys = {
@@ -165,7 +173,7 @@ _KEYS: Mapping[str, head_dialects.Keys] = {
         "target_layer_ids": lambda head, _: [tap - 1 for tap in head.taps],
         "target_model_name_or_path": lambda _, origin: origin.target_name,
         "draft_num_hidden_layers": 1,
-        "layer_types": ["full_attention"],
+        "layer_types": lambda head, _: _layer_types(head),
         "step_loss_decay": lambda _, origin: origin.step_loss_decay,
         "ttt_length": lambda _, origin: origin.ttt_length,
         "tie_word_embeddings": False,

@@ -32,11 +32,17 @@ class Eagle3Config:
     fc_norm: bool = False  # of each feature
     norm_before_residual: bool = False  # the residual is the normed g
     norm_output: bool = False  # `hidden` is what the final norm gives
+    window: int = 0  # keys that a row sees, its own the last; 0: all
 
     @property
     def hidden_size(self) -> int:
         """Width of the head, D."""
         return self.layer.hidden_size
+
+    @property
+    def reach(self) -> int | None:
+        """Positions before a row that it sees; None: all."""
+        return self.window or None
 
     @property
     def has_own_embed(self) -> bool:
@@ -65,6 +71,8 @@ class Eagle3Config:
                 f"draft_vocab_size={self.draft_vocab_size} must be from 1 to "
                 f"vocab_size={self.layer.vocab_size}"
             )
+        if self.window:
+            config_lib.check_size("sliding_window", self.window)
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(
                 "norm_before_fc and fc_norm are both true: no published code says "

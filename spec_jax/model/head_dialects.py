@@ -7,7 +7,7 @@ and `block_dialects`.
 import dataclasses
 import pathlib
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from spec_jax.model import (
@@ -190,10 +190,8 @@ def _layer_config(stated: Mapping[str, Any], dtype: str) -> config_lib.Qwen3Conf
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "tie_word_embeddings": False,
+        "use_sliding_window": False,  # See `windows`.
     }
-    kinds = raw.get("layer_types") or ["full_attention"]
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise ValueError(f"layer_types={reprlib.repr(kinds)}: only full_attention")
     for key in ("rope_is_neox_style", "is_neox_style"):
         if raw.get(key) not in (None, True):
             raise ValueError(
@@ -209,6 +207,80 @@ def _layer_config(stated: Mapping[str, Any], dtype: str) -> config_lib.Qwen3Conf
             )
         raw["head_dim"] = width // heads
     return cast(config_lib.Qwen3Config, config_lib.from_dict(raw, dtype=dtype))
+
+
+_KINDS = ("full_attention", "sliding_attention")
+_QWEN3_WINDOW = 4096
+"""transformers' default, which a config that was written by it leaves out."""
+
+
+def windows(
+    stated: Mapping[str, Any],
+    num_layers: int,
+    *,
+    slides: bool = False,
+    window: int | None = None,
+) -> tuple[int, ...]:
+    """Returns how many keys the rows of each layer see, 0 for all; empty: all see all.
+
+    Layers are named by `layer_types`; without it, those from `max_window_layers` on
+    slide if `use_sliding_window` says so, as in transformers.
+
+    Args:
+      stated: what a config says of the layers.
+      slides: whether all layers slide where none is named.
+      window: of these, and of the named ones, where a config states it elsewhere.
+
+    Raises:
+      ValueError: other layers, or ones that slide without a window.
+    """
+    kinds, uses = stated.get("layer_types"), stated.get("use_sliding_window")
+    if kinds is None:
+        first = stated.get("max_window_layers", 28) if uses else num_layers
+        if type(first) is not int:
+            raise ValueError(
+                f"max_window_layers={reprlib.repr(first)} must be a number"
+            )
+        kinds = [_KINDS[layer >= first] for layer in range(num_layers)]
+    if not isinstance(kinds, list) or any(kind not in _KINDS for kind in kinds):
+        raise ValueError(
+            f"layer_types={reprlib.repr(kinds)}: each layer is one of "
+            f"{', '.join(_KINDS)}"
+        )
+    is_sliding = [kind == _KINDS[1] for kind in kinds]
+    if any(is_sliding):
+        if len(kinds) != num_layers:
+            raise ValueError(
+                f"layer_types={reprlib.repr(kinds)} of {num_layers} layers: name each"
+            )
+        if uses is False:
+            raise ValueError(
+                f"layer_types={reprlib.repr(kinds)}, but use_sliding_window is false: "
+                "remove the wrong one"
+            )
+    elif slides:
+        is_sliding = [True] * num_layers
+    else:
+        return ()
+    if window is None:
+        default = _QWEN3_WINDOW if stated.get("model_type") == "qwen3" else None
+        window = value(stated, "sliding_window", int, default=default)
+    config_lib.check_size("sliding_window", window)
+    return tuple(window * slides for slides in is_sliding)
+
+
+def window_keys(sizes: Sequence[int]) -> dict[str, Any]:
+    """Returns what `windows` reads back, of the windows of all layers.
+
+    Raises:
+      ValueError: layers of different windows.
+    """
+    kinds = [_KINDS[size > 0] for size in sizes]
+    found = sorted({size for size in sizes if size})
+    if len(found) > 1:
+        raise ValueError(f"windows of {found} keys: a config states one of all layers")
+    used = {"sliding_window": found[0], "use_sliding_window": True} if found else {}
+    return {"layer_types": kinds} | used
 
 
 def layer_ids(key: str, ids: Any, *, shift: int) -> tuple[int, ...]:

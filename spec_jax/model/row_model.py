@@ -125,6 +125,7 @@ class RowModel:
         page_size: int,
         num_pages: int | None = None,
         shares: bool = False,
+        kept: int | None = None,
     ) -> paged.PagedKV:
         """Makes an empty cache for several sequences, all slots open.
 
@@ -133,6 +134,8 @@ class RowModel:
           num_pages: of all slots together, of a paged cache; None is enough for all of
             them in full.
           shares: whether slots may share pages; see `allocator.share`.
+          kept: positions of each slot that are kept, its last ones, in a `RingKV`;
+            None: all.
 
         Raises:
           ValueError: a size below one, pages of more positions than the model has,
@@ -156,7 +159,7 @@ class RowModel:
                 "cache='paged'"
             )
         return _new_slots(
-            self.cache,
+            self.cache if kept is None else "static",
             num_layers=self.config.num_layers,
             num_slots=num_slots,
             num_pages=num_pages,
@@ -167,6 +170,7 @@ class RowModel:
             dtype=self.config.dtype,
             layout=self.layout,
             shares=shares,
+            kept=None if kept is None else index.pages_for(kept, page_size),
         )
 
     def forward_rows(
@@ -304,13 +308,14 @@ class RowModel:
         "dtype",
         "layout",
         "shares",
+        "kept",
     ),
 )
-def _new_slots(kind, *, num_pages, layout, shares, **sizes):
+def _new_slots(kind, *, num_pages, layout, shares, kept, **sizes):
     """Makes slots by one program: calls for each array cost more than a prompt."""
     kv: paged.PagedKV
     if kind == "static":
-        kv = static.init(**sizes)
+        kv = static.init(kept=kept, **sizes)
     else:
         kv = paged.init(num_pages=num_pages, shares=shares, **sizes)
     for slot in range(kv.num_slots):

@@ -135,17 +135,24 @@ template <typename T>
 struct Queries : Sums<T> {
   int64_t count = 0;
   SideBySide<T> rows;     // [count, H]
-  Scratch<int64_t> ends;  // [count]: keys 0 .. end - 1 are seen
+  Scratch<int64_t> starts;  // [count]: keys start .. end - 1 are seen
+  Scratch<int64_t> ends;    // [count]
   Scratch<float> scores;  // [count, kKeyBlock], and then probabilities
   Scratch<float> shift;   // [count]: what is taken from a block's scores
   Scratch<float> rescale; // [count]: what a block does to the sums before it
 
   // Room for `most` queries.
   Queries(int64_t most, int64_t H)
-      : Sums<T>(most, H), rows(most, H), ends(most), scores(most * kKeyBlock),
+      : Sums<T>(most, H), rows(most, H), starts(most), ends(most),
+        scores(most * kKeyBlock),
         shift(most), rescale((most + kLanes - 1) / kLanes * kLanes) {}
 
-  // Keys that query `i` sees of the block from `start`.
+  // Keys of the block from `start` that come before those that query `i` sees.
+  int64_t hidden(int64_t i, int64_t start) const {
+    return std::clamp<int64_t>(starts[i] - start, 0, kKeyBlock);
+  }
+
+  // Keys that query `i` sees of the block from `start`, and those before.
   int64_t seen(int64_t i, int64_t start) const {
     return std::clamp<int64_t>(ends[i] - start, 0, kKeyBlock);
   }
@@ -233,8 +240,8 @@ void turn_keys(const Block<T>& k, int64_t H, T* panels) {
   }
 }
 
-// Scores of every query with the keys of a block, as panels. Those past a query's end are
-// unused: such a key may hold anything.
+// Scores of every query with the keys of a block, as panels. Those past a query's end, or
+// before its start, are unused: such a key may hold anything.
 template <typename T>
 void score_block(Queries<T>& queries, const T* panels) {
   const SideBySide<T>& rows = queries.rows;
@@ -245,7 +252,7 @@ void score_block(Queries<T>& queries, const T* panels) {
 }
 
 // The scores of a block, times `scale`, become probabilities under the running maximum of
-// their query, which sees the keys before its end. In three turns over the queries, since
+// their query, which sees the keys from its start to its end. In three turns over the queries, since
 // one of them alone would wait for its own maximum, and again for what that does to the
 // sums before.
 template <typename T>
@@ -256,9 +263,13 @@ void weigh_block(Queries<T>& queries, int64_t start, float scale) {
     float* scores = queries.scores.data() + i * kKeyBlock;
     Vec seen = broadcast(static_cast<float>(queries.seen(i, start)));
     Vec largest = broadcast(queries.maximum[i]);
+    float hidden = static_cast<float>(queries.hidden(i, start));
     for (int j = 0; j < kParts; ++j) {
       Vec score = mul(load(scores + j * kLanes), factor);
       score = where_less(load(kPlaces + j * kLanes), seen, score, lowest);
+      if (hidden > 0) {
+        score = where_less(load(kPlaces + j * kLanes), broadcast(hidden), lowest, score);
+      }
       largest = maximum(score, largest);
       store(scores + j * kLanes, score);
     }
@@ -296,10 +307,10 @@ inline void load_words(const bf16* p, Vec* out) {
 }
 
 // sums[r][j] += p[r][t] * value[t][j] for t in [t0, t1) in order: R queries from `i`,
-// W vectors of words from element `h`.
+// W vectors of words from element `h`; rescaled before if these are the block's first.
 template <int R, int W, typename T>
 inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const Block<T>& v,
-                       int64_t t0, int64_t t1) {
+                       int64_t t0, int64_t t1, bool begins) {
   constexpr int64_t kLine = 64 / sizeof(T);
   constexpr int V = W * kWord<T>;
   constexpr int64_t kStep = kLanes * kWord<T>;
@@ -308,8 +319,7 @@ inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const Block<T>
   const float* probs = queries.scores.data() + i * kKeyBlock;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    // A rescaling belongs to the first key.
-    Vec scale = broadcast(t0 == 0 ? queries.rescale[i + r] : 1.0f);
+    Vec scale = broadcast(begins ? queries.rescale[i + r] : 1.0f);
 #pragma GCC unroll 16
     for (int j = 0; j < V; ++j) {
       acc[r][j] = mul(load(sums + r * queries.width() + j * kLanes), scale);
@@ -346,26 +356,34 @@ inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const Block<T>
   }
 }
 
-// The values of a block for R queries from `i`; `seen[r]` of its keys are theirs. What
-// all see is added for all, and the rest for each.
+// The values of a block for R queries from `i`, whose keys are those in [hidden[r],
+// seen[r]). What all see is added for all, and the rest for each.
 template <int R, typename T>
-void add_block(Queries<T>& queries, int64_t i, const int64_t* seen, const Block<T>& v) {
+void add_block(Queries<T>& queries, int64_t i, const int64_t* hidden, const int64_t* seen,
+               const Block<T>& v) {
   constexpr int W = (kLanes == 16 || R <= 2 ? 4 : 2) / kWord<T>;
   constexpr int64_t kStep = kLanes * kWord<T>;
   int64_t all = *std::min_element(seen, seen + R);
-  auto run = [&](auto count, int64_t first, int64_t t0, int64_t t1) {
+  auto run = [&](auto count, int64_t first, int64_t t0, int64_t t1, bool begins) {
     constexpr int kCount = decltype(count)::value;
     int64_t h = 0;
     for (; h + W * kStep <= queries.H; h += W * kStep) {
-      add_values<kCount, W>(queries, first, h, v, t0, t1);
+      add_values<kCount, W>(queries, first, h, v, t0, t1, begins);
     }
     for (; h < queries.H; h += kStep) {
-      add_values<kCount, 1>(queries, first, h, v, t0, t1);
+      add_values<kCount, 1>(queries, first, h, v, t0, t1, begins);
     }
   };
-  if (all > 0) run(std::integral_constant<int, R>(), i, 0, all);
+  constexpr std::integral_constant<int, 1> kOne;
+  if (*std::max_element(hidden, hidden + R) > 0) {  // A text's window ends here.
+    for (int r = 0; r < R; ++r) {
+      if (seen[r] > hidden[r]) run(kOne, i + r, hidden[r], seen[r], true);
+    }
+    return;
+  }
+  if (all > 0) run(std::integral_constant<int, R>(), i, 0, all, true);
   for (int r = 0; r < R; ++r) {
-    if (seen[r] > all) run(std::integral_constant<int, 1>(), i + r, all, seen[r]);
+    if (seen[r] > all) run(kOne, i + r, all, seen[r], all == 0);
   }
 }
 
@@ -378,9 +396,12 @@ void attend_block(Queries<T>& queries, KeyPanels<T>& panels, const Block<T>& k,
   weigh_block(queries, start, scale);
   auto run = [&](auto size, int64_t i) {
     constexpr int R = decltype(size)::value;
-    int64_t seen[R];
-    for (int r = 0; r < R; ++r) seen[r] = queries.seen(i + r, start);
-    add_block<R>(queries, i, seen, v);
+    int64_t hidden[R], seen[R];
+    for (int r = 0; r < R; ++r) {
+      hidden[r] = queries.hidden(i + r, start);
+      seen[r] = queries.seen(i + r, start);
+    }
+    add_block<R>(queries, i, hidden, seen, v);
   };
   // Five by four vectors of a value, or by two, are what the registers hold.
   for (int64_t i = 0; i < queries.count; i += 5) {

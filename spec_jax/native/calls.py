@@ -178,6 +178,7 @@ def attend(
     positions: jax.Array,  # [R] int32
     num_active: jax.Array,  # [] int32
     branch: jax.Array | None = None,  # [R, A] int32
+    firsts: jax.Array | None = None,  # [R] int32
     eps: float,
     scale: float,
     isa: str | None = None,
@@ -210,6 +211,10 @@ def attend(
         positions=(positions, (R,)),
         num_active=(num_active, ()),
     )
+    if firsts is None:  # For the kernel empty, as above.
+        firsts = jnp.zeros((0,), jnp.int32)
+    else:
+        check_shapes(firsts=(firsts, (R,)))
     outputs = (
         jax.ShapeDtypeStruct((R, N * H), heads.dtype),
         jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
@@ -228,10 +233,11 @@ def attend(
         positions,
         num_active,
         branch_of(branch, R),
+        firsts,
         k_pages,
         v_pages,
         isa=isa,
-        aliases={10: 1, 11: 2},
+        aliases={11: 1, 12: 2},
         eps=np.float32(eps),
         scale=np.float32(scale),
     )

@@ -73,8 +73,8 @@ ffi::Error Gate(ffi::ThreadPool pool, Any x, Any norm, Any w, Scalar num_active,
 
 ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Floats cos,
                   Floats sin, Ints table, Ints slots, Ints positions, Scalar num_active,
-                  Ints branch, Any k_in, Any v_in, Result out, Result k, Result v, float scale,
-                  float eps) {
+                  Ints branch, Ints firsts, Any k_in, Any v_in, Result out, Result k,
+                  Result v, float scale, float eps) {
   if (k_in.untyped_data() != k->untyped_data() ||
       v_in.untyped_data() != v->untyped_data()) {
     return ffi::Error::Internal("the pages must be updated in place");
@@ -88,6 +88,7 @@ ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Float
        table.dimensions()[0], table.dimensions()[1], shape[0], shape[1],
        live_rows(num_active, num_rows)},
       branch);
+  if (firsts.element_count() > 0) rows.firsts = firsts.typed_data();
   return by_dtype(heads.element_type(), [&](auto tag) {
     using T = decltype(tag);
     Layer<T> layer{data<T>(heads),   data_or_null<T>(q_norm), data_or_null<T>(k_norm),
@@ -275,6 +276,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_attend, spec_jax::Attend,
                                   .Arg<spec_jax::Ints>()  // positions
                                   .Arg<spec_jax::Scalar>()  // num_active
                                   .Arg<spec_jax::Ints>()  // branch
+                                  .Arg<spec_jax::Ints>()  // firsts
                                   .Arg<ffi::AnyBuffer>()  // k_pages
                                   .Arg<ffi::AnyBuffer>()  // v_pages
                                   .Ret<ffi::AnyBuffer>()  // attended

@@ -1,7 +1,7 @@
 // The attention of a layer on the row path: norm, rotate, write to pages, attend.
 //
 // All active rows write their keys and values, and attend after: a row sees no position
-// past its own. Work is split over key/value heads, slots and ranges of kRange keys, whose
+// past its own, nor before its first. Work is split over key/value heads, slots and ranges of kRange keys, whose
 // sums are combined when all are there. Where all rows of a slot are attended to together,
 // in one range, whoever does writes them first, and nobody waits in between.
 //
@@ -33,6 +33,12 @@ struct Rows {
   int64_t live;
   const int32_t* branch = nullptr;  // [R, width] places of a row's last keys, of trees
   int64_t width = 0;
+  const int32_t* firsts = nullptr;  // [R] the first position that a row sees; null: 0
+
+  int64_t first(int64_t r) const {
+    if (firsts == nullptr) return 0;
+    return std::clamp<int64_t>(firsts[r], 0, std::max(positions[r], 0));
+  }
 
   // The first position whose key may lie at another place than its number.
   int64_t common(int64_t r) const {
@@ -92,9 +98,10 @@ struct Layer {
 };
 
 // Active rows of one slot, one after the other, all with their pages; the first of the
-// pieces that its keys are walked in, and how many there are.
+// pieces that its keys are walked in, and how many there are; and the first block of keys
+// of which a row sees any.
 struct Span {
-  int64_t first, count, piece = 0, pieces = 0;
+  int64_t first, count, piece = 0, pieces = 0, begin = 0;
 };
 
 // Keys [start, end) of one range, which a span walks together.
@@ -129,14 +136,16 @@ inline std::vector<Span> spans(const Rows& rows) {
 inline std::vector<Piece> pieces_of(const Rows& rows, std::vector<Span>& all) {
   std::vector<Piece> out;
   for (Span& span : all) {
-    int64_t reach = 0, common = std::numeric_limits<int64_t>::max();
+    int64_t reach = 0, common = std::numeric_limits<int64_t>::max(), seen = common;
     for (int64_t r = span.first; r < span.first + span.count; ++r) {
       reach = std::max(reach, rows.positions[r] + int64_t{1});
       common = std::min(common, rows.common(r));
+      seen = std::min(seen, rows.first(r));
     }
     if (rows.branch != nullptr) reach = common / kKeyBlock * kKeyBlock;
     span.piece = out.size();
-    int64_t start = 0;
+    span.begin = seen / kKeyBlock * kKeyBlock;
+    int64_t start = seen / kRange * kRange;
     do {
       out.push_back({&span - all.data(), start, std::min(start + kRange, reach)});
       start += kRange;
@@ -271,6 +280,7 @@ struct Attention {
         rotate(layer.head(r, index * G + i % G), layer.q_norm, layer.cos + r * half,
                layer.sin + r * half, layer.H, layer.eps, rotated[j]);
         group[j] = rotated[j];
+        queries.starts[i] = rows.first(r);
         queries.ends[i] = rows.positions[r] + int64_t{1};
       }
       queries.rows.set(first, size, group);
@@ -301,8 +311,9 @@ struct Attention {
       if (is_apart) write_rows(layer, span, i);
       begin(layer, span, i, own[i - first]);
     }
-    if (piece.start < piece.end) where.block(piece.start, piece.end, next);
-    for (int64_t start = piece.start; start < piece.end; start += kKeyBlock) {
+    int64_t begin = std::max(piece.start, span.begin);
+    if (begin < piece.end) where.block(begin, piece.end, next);
+    for (int64_t start = begin; start < piece.end; start += kKeyBlock) {
       bool more = start + kKeyBlock < piece.end;
       std::copy_n(next, kKeyBlock, offsets);
       if (more) where.block(start + kKeyBlock, piece.end, next);
@@ -377,6 +388,7 @@ struct Attention {
     Pages where = pages(row, layer);
     for (; start < reach; start += kKeyBlock) {
       if (start % kRange == 0 && start > begun) end_range();
+      if (start + kKeyBlock <= rows.first(r)) continue;  // It sees none of them.
       int64_t offsets[kKeyBlock], count = std::min<int64_t>(reach - start, kKeyBlock);
       for (int64_t t = 0; t < count; ++t) offsets[t] = where.at(rows.place(r, start + t));
       std::fill(offsets + count, offsets + kKeyBlock, offsets[count - 1]);

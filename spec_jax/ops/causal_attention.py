@@ -24,8 +24,10 @@ def causal_attention(
     v: Float[Array, "B T K H"],
     *,
     scale: float,
+    window: int = 0,
 ) -> Float[Array, "B T N H"]:
-    """Attends from each position to itself and those before it.
+    """Attends from each position to itself and those before it, `window` in all, or,
+    with 0, all of them.
 
     Query head `n` reads key/value head `n // (N / K)`. Scores and softmax are
     float32; the probabilities are cast to `v.dtype` before the second product, as
@@ -42,21 +44,22 @@ def causal_attention(
     queries = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     keys = k.transpose(0, 2, 1, 3).reshape(B * K, T, H)
     values = v.transpose(0, 2, 1, 3).reshape(B * K, T, H)
-    attended = _attend(queries.reshape(B * K, N // K, T, H), keys, values, scale)
+    heads = queries.reshape(B * K, N // K, T, H)
+    attended = _attend(heads, keys, values, scale, window)
     merged = attended.reshape(B, K, N // K, T, H)
     return merged.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _attend(queries, keys, values, scale):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _attend(queries, keys, values, scale, window):
     """Attends with `queries [B, G, T, H]` to `keys` and `values [B, T, H]`."""
-    return _attend_forward(queries, keys, values, scale)[0]
+    return _attend_forward(queries, keys, values, scale, window)[0]
 
 
-def _attend_forward(queries, keys, values, scale):
+def _attend_forward(queries, keys, values, scale, window):
     outputs, kept = [], []
     for start, stop in _ranges(queries.shape[2]):
-        probs = _probs(queries, keys, scale, start, stop).astype(values.dtype)
+        probs = _probs(queries, keys, scale, window, start, stop).astype(values.dtype)
         block = _product("bqt,bth->bqh", probs, values[:, :stop])
         outputs.append(_blocked(block, queries.shape[1]).astype(values.dtype))
         kept.append(probs)
@@ -64,7 +67,8 @@ def _attend_forward(queries, keys, values, scale):
     return whole, (queries, keys, values, whole, kept)
 
 
-def _attend_backward(scale, saved, gradient):
+def _attend_backward(scale, window, saved, gradient):
+    del window  # Where nothing is seen, probabilities are 0.
     queries, keys, values, outputs, kept = saved
     wide = jnp.float32
     # The softmax's `sum_j probs_j dprobs_j` is `dot(output, gradient)`.
@@ -101,13 +105,15 @@ def _rows(x, start, stop):
     return x[:, :, start:stop].reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _probs(queries, keys, scale, start, stop):
+def _probs(queries, keys, scale, window, start, stop):
     """Returns float32 probabilities `[B, G * block, stop]` of one block of queries."""
     B, G, _, _ = queries.shape
     scores = _product("bqh,bth->bqt", _rows(queries, start, stop), keys[:, :stop])
     scores = scores.reshape(B, G, stop - start, stop)
     keys_at = jnp.arange(stop, dtype=jnp.int32)
     visible = keys_at[None, :] <= keys_at[start:, None]
+    if window:
+        visible &= keys_at[None, :] > keys_at[start:, None] - window
     visible = jnp.broadcast_to(visible, scores.shape)
     scores = jnp.where(visible, scores * scale, -jnp.inf)
     return jax.nn.softmax(scores, axis=-1).reshape(B, -1, stop)

@@ -38,9 +38,10 @@ def paged_attention(
     num_active: Int[Array, ""],
     scale: float,
     branch: Int[Array, "R A"] | None = None,
+    firsts: Int[Array, " R"] | None = None,
     by_head: bool = False,
 ) -> Float[Array, "R N H"]:
-    """Attends each active row to positions `0 .. positions[r]` of its slot.
+    """Attends each active row to positions `firsts[r] .. positions[r]` of its slot.
 
     Online softmax (Milakov and Gimelshein 2018), float32 throughout. The blocks of keys
     that all rows of a slot find at their own positions are walked for all of them; the
@@ -52,6 +53,7 @@ def paged_attention(
     Args:
       branch: places of the row's last `A` keys (`tree.layout`); None: every key is
         stored at its own position.
+      firsts: the first position that each row sees, not past its own; None: 0.
       by_head: see `row_attention`.
 
     Raises:
@@ -80,6 +82,7 @@ def paged_attention(
             num_blocks = jnp.minimum(
                 num_blocks, _shared_blocks(mine, positions, branch)
             )
+        hidden = _hidden_blocks(mine, firsts)
 
         def walk_block(block, carry):
             start = block * KEY_BLOCK
@@ -91,10 +94,10 @@ def paged_attention(
             # A masked key has probability 0, but 0 * NaN is NaN.
             written = (key_positions < slot_len)[None, :, None]
             values = jnp.where(written, values, 0.0)
-            visible = mine[:, None] & (key_positions[None, :] <= positions[:, None])
+            visible = mine[:, None] & _seen(key_positions, positions, firsts)
             return accumulate(carry, queries, keys, values, visible, G)
 
-        return jax.lax.fori_loop(0, num_blocks, walk_block, carry)
+        return jax.lax.fori_loop(hidden, num_blocks, walk_block, carry)
 
     carry = (
         jnp.full((K, R * G), -jnp.inf, jnp.float32),  # running maximum
@@ -106,7 +109,7 @@ def paged_attention(
     else:
         carry = jax.lax.fori_loop(0, page_table.shape[0], walk_slot, carry)
     if branch is not None:
-        rows = slots, positions, branch, live
+        rows = slots, positions, branch, firsts, live
         pools = k_pages, v_pages
         carry = _walk_branches(carry, queries, pools, page_table, rows, accumulate)
     _, total, weighted = carry
@@ -119,7 +122,7 @@ def _walk_branches(carry, queries, pools, page_table, rows, accumulate):
 
     Branch by branch: the rows that lie on one share its reads.
     """
-    slots, positions, branch, live = rows
+    slots, positions, branch, firsts, live = rows
     R = slots.shape[0]
     leaders = _leaders(branch, slots, positions, live)
 
@@ -139,15 +142,30 @@ def _walk_branches(carry, queries, pools, page_table, rows, accumulate):
                 _read_places(pages, page_table[slots[leader]], places, is_key)
                 for pages in pools
             )
-            visible = mine[:, None] & (key_positions[None, :] <= positions[:, None])
+            visible = mine[:, None] & _seen(key_positions, positions, firsts)
             return accumulate(
                 carry, queries, keys, values, visible, queries.shape[1] // R
             )
 
         first = _shared_blocks(of_slot, positions, branch)
+        first = jnp.maximum(first, _hidden_blocks(mine, firsts))
         return jax.lax.fori_loop(first, _num_blocks(length), walk_block, carry)
 
     return jax.lax.fori_loop(0, R, walk_branch, carry)
+
+
+def _seen(key_positions, positions, firsts):
+    """Returns which keys each row sees, `[R, KEY_BLOCK] bool`."""
+    seen = key_positions[None, :] <= positions[:, None]
+    return seen if firsts is None else seen & (key_positions[None] >= firsts[:, None])
+
+
+def _hidden_blocks(mine, firsts):
+    """Returns the leading blocks of keys of which no marked row sees any."""
+    if firsts is None:
+        return 0
+    most = jnp.iinfo(jnp.int32).max
+    return jnp.maximum(jnp.min(jnp.where(mine, firsts, most)), 0) // KEY_BLOCK
 
 
 def _num_blocks(length):

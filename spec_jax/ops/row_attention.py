@@ -36,6 +36,7 @@ def row_attention(
     impl: str,
     branch: Int[Array, "R A"] | None = None,
     block: int | None = None,
+    firsts: Int[Array, " R"] | None = None,
     by_head: bool = False,
 ) -> tuple[
     Float[Array, "R attention"],
@@ -52,6 +53,7 @@ def row_attention(
         the row itself is written.
       block: rows come in runs of so many, at following positions of one slot, and each
         sees its whole run: the positions to the run's last, not to its own.
+      firsts: the first position that each row sees, not past its own; None: 0.
       by_head: whether "xla" computes each key/value head for itself, so that no bit
         depends on how many there are: on a mesh. Others always do.
 
@@ -70,6 +72,7 @@ def row_attention(
     if impl == "native" or impl in dispatch.PALLAS:
         inputs = (heads, q_norm, k_norm, k_pages, v_pages, cos, sin)
         form = where | {"branch": branch, "eps": eps, "scale": scale}
+        form["firsts"] = firsts
         if impl == "native":
             return calls.attend(*inputs, **form)
         if block is not None:
@@ -89,7 +92,14 @@ def row_attention(
     if block is not None:
         branch = None  # All keys of a run lie at their positions: one walk for all.
     out = paged_attention.paged_attention(
-        q, k_pages, v_pages, **where, scale=scale, branch=branch, by_head=by_head
+        q,
+        k_pages,
+        v_pages,
+        **where,
+        scale=scale,
+        branch=branch,
+        firsts=firsts,
+        by_head=by_head,
     )
     return out.reshape(out.shape[0], -1), k_pages, v_pages
 

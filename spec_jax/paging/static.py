@@ -6,7 +6,9 @@ by slot and position. Whatever reads or writes pages finds these by their table 
 others. The operations are those of `allocator`; they move no page, and so truncation
 moves a length and nothing else.
 
-The price is memory for `T` positions of every slot, used or not.
+The price is memory for `T` positions of every slot, used or not. A ring has it for the
+last ones alone: its table names `kept` pages over and over, so that a position is
+stored where one was that lies that many pages before it, which nobody may read then.
 """
 
 from typing import ClassVar
@@ -27,6 +29,10 @@ class StaticKV(cache.PagedKV):
     has_shared_pool: ClassVar[bool] = False
 
 
+class RingKV(StaticKV):
+    """Pages of which each slot has a few, and its table names them over and over."""
+
+
 def init(
     *,
     num_layers: int,
@@ -36,27 +42,35 @@ def init(
     num_kv_heads: int,
     head_dim: int,
     dtype: str,
+    kept: int | None = None,
 ) -> StaticKV:
     """Makes an empty cache of `pages_per_slot * page_size` positions a slot.
+
+    Args:
+      kept: pages of a slot that there are; None: all of them.
 
     Raises:
       ValueError: a size below one.
     """
-    num_pages = num_slots * pages_per_slot
+    kind = StaticKV if kept is None else RingKV
+    kept = pages_per_slot if kept is None else min(kept, pages_per_slot)
+    num_pages = num_slots * kept
+    firsts = kept * jnp.arange(num_slots, dtype=jnp.int32)[:, None]
+    columns = jnp.arange(pages_per_slot, dtype=jnp.int32)[None]
     empty = cache.init(
         num_layers=num_layers,
         num_slots=num_slots,
         num_pages=num_pages,
         page_size=page_size,
-        pages_per_slot=pages_per_slot,
+        pages_per_slot=kept,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
     )
-    return StaticKV(
+    return kind(
         k=empty.k,
         v=empty.v,
-        page_table=jnp.arange(num_pages, dtype=jnp.int32).reshape(num_slots, -1),
+        page_table=firsts + columns % kept,
         num_owned=jnp.full((num_slots,), pages_per_slot, jnp.int32),
         length=empty.length,
         registered=empty.registered,
@@ -73,7 +87,9 @@ def check_integrity(kv: StaticKV) -> None:
     Outside jit only; a debug aid and the invariant of the tests.
     """
     own = np.arange(kv.num_pages).reshape(kv.num_slots, -1)
+    own = own[:, np.arange(kv.page_table.shape[1]) % own.shape[1]]
     moved = np.flatnonzero((np.asarray(kv.page_table) != own).any(axis=1))
     if moved.size:
         raise ValueError(f"slots {moved.tolist()} do not own their own pages in order")
-    cache.check_integrity(kv)
+    if not isinstance(kv, RingKV):
+        cache.check_integrity(kv)

@@ -29,8 +29,10 @@ No program waits for another:
 At short contexts a layer's attention is a chain of loads that wait for one another,
 half a microsecond each: what can be asked for before it is known to be needed, is.
 
-No key is read unless every row of the job sees it. A masked key is never more than the
-padding of a last block, and the keys of a row are masked for that row's sake alone.
+Without `firsts` no key is read unless every row of the job sees it. A masked key is
+never more than the padding of a last block, and the keys of a row are masked for that
+row's sake alone. With them, a job begins at the first block of which one of its rows
+sees any key, and may have none.
 """
 
 import functools
@@ -70,6 +72,7 @@ def attend(
     lay: plan.Layout,
     config: plan.Config,
     branch: jax.Array | None,  # [R, A] int32
+    firsts: jax.Array | None,  # [R] int32
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns attended heads `[R, N, H]` and the pages with rows written, in place.
@@ -80,7 +83,7 @@ def attend(
     (P, C, K, H), R = k_pages.shape, heads.heads.shape[0]
     splits = -(-page_table.shape[1] * C // config.split)
     pools = [pool.reshape(P * C, K, H) for pool in (k_pages, v_pages)]
-    inputs = [*heads, *pools, page_table, branch, *jobs]
+    inputs = [*heads, *pools, page_table, branch, firsts, *jobs]
     outputs = [
         jax.ShapeDtypeStruct((R, K * lay.group, H), heads.heads.dtype),
         *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
@@ -122,6 +125,7 @@ class _Refs(NamedTuple):
     heads: head_rotation.Heads
     table: Any  # [S, M]
     branch: Any  # [R, A] or None
+    firsts: Any  # [R] or None
     jobs: row_jobs.RowJobs
     out: Any  # [R, N, H]
     k: Any  # [P * C, K, H]
@@ -129,11 +133,12 @@ class _Refs(NamedTuple):
     splits: split_sums.Splits
 
 
-def _refs(heads, k, v, table, branch, jobs, out, splits) -> _Refs:
+def _refs(heads, k, v, table, branch, firsts, jobs, out, splits) -> _Refs:
     return _Refs(
         heads=head_rotation.Heads(*heads),
         table=table,
         branch=branch,
+        firsts=firsts,
         jobs=row_jobs.RowJobs(*jobs),
         out=out,
         k=k,
@@ -144,9 +149,9 @@ def _refs(heads, k, v, table, branch, jobs, out, splits) -> _Refs:
 
 def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
     """Runs one worker of a key/value head: `refs` are those of `attend`, in order."""
-    heads, (_, _, table, branch), refs = refs[:5], refs[5:9], refs[9:]
+    heads, (_, _, table, branch, firsts), refs = refs[:5], refs[5:10], refs[10:]
     jobs, (out, k, v), splits = refs[:7], refs[7:10], refs[10:]
-    refs = _refs(heads, k, v, table, branch, jobs, out, splits)
+    refs = _refs(heads, k, v, table, branch, firsts, jobs, out, splits)
     kv_head, worker = pl.program_id(0), pl.program_id(1)
     num_jobs = refs.jobs.job_ends[refs.out.shape[0] - 1]
     turns = div(num_jobs - worker + workers - 1, workers)
@@ -173,10 +178,13 @@ def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
             lay=lay,
             eps=eps,
         )
-        sums = _attend_split(
-            refs, queries, kv_head, job, page_size, scale, lay, config.block
-        )
         mine = is_query & _takes_part(rows, job, refs.jobs)
+        firsts = None
+        if refs.firsts is not None:
+            firsts = plt.load(refs.firsts.at[rows], mask=mine, other=NO_JOBS)
+        sums = _attend_split(
+            refs, queries, kv_head, job, firsts, page_size, scale, lay, config.block
+        )
         of_tile = row_jobs.jobs_of_tile(tile, refs.jobs, lay.tile_rows)
 
         @pl.when(of_tile == 1)
@@ -225,8 +233,9 @@ def _write(refs, kv_head, has_jobs, lay, eps, interpret):
         )
 
 
-def _attend_split(refs, queries, kv_head, job, page_size, scale, lay, block):
-    """Computes the running softmax of a tile's queries over the keys of a job."""
+def _attend_split(refs, queries, kv_head, job, firsts, page_size, scale, lay, block):
+    """Computes the running softmax of a tile's queries over the keys of a job, from
+    `firsts [queries]` on if that is given."""
     locate = functools.partial(_locate, job, refs.table, refs.branch, page_size)
     keys_of = lambda i: job.first + i * block + jnp.arange(block, dtype=jnp.int32)
     half = lay.head_dim // 2
@@ -247,13 +256,20 @@ def _attend_split(refs, queries, kv_head, job, page_size, scale, lay, block):
         values = load(refs.v, column, lay.head_dim)
         # Where the next keys lie is looked up a block ahead: loads whose places
         # are known are what the compiler puts in flight early.
-        sums = _accumulate(sums, queries, keys, values, seen, scale)
+        visible = seen[None, :]
+        if firsts is not None:
+            visible = visible & (keys_of(i)[None, :] >= firsts[:, None])
+        sums = _accumulate(sums, queries, keys, values, visible, scale)
         return locate(keys_of(i + 1)), sums
 
     blocks = div(job.end - job.first + block - 1, block)
     zero = split_sums.nothing(lay.tile_rows * lay.heads, lay.width)
-    begun = locate(keys_of(0)), zero
-    return jax.lax.fori_loop(0, blocks, attend_block, begun)[1]
+    begin: Any = 0
+    if firsts is not None:
+        hidden = jnp.minimum(jnp.min(firsts), job.end) - job.first
+        begin = div(jnp.maximum(hidden, 0), block)
+    begun = locate(keys_of(begin)), zero
+    return jax.lax.fori_loop(begin, blocks, attend_block, begun)[1]
 
 
 def _finish_tile(refs, *, kv_head, rows, heads, is_query, lay, split):
@@ -327,7 +343,7 @@ def _locate(job, table_ref, branch_ref, page_size, keys):
     return pages * page_size + rem(keys, page_size)
 
 
-def _accumulate(sums, queries, keys, values, seen, scale):
+def _accumulate(sums, queries, keys, values, visible, scale):
     """Adds one block of keys to the running softmax of a tile, in float32."""
     # The highest precision is IEEE float32, and does not change bfloat16.
     dot = functools.partial(
@@ -336,6 +352,6 @@ def _accumulate(sums, queries, keys, values, seen, scale):
         preferred_element_type=jnp.float32,
     )
     first, second = (dot(q, k.T) for q, k in zip(queries, keys, strict=True))
-    scores = jnp.where(seen[None, :], (first + second) * scale, -jnp.inf)
+    scores = jnp.where(visible, (first + second) * scale, -jnp.inf)
     weigh = lambda probs: dot(probs.astype(values.dtype), values)
     return split_sums.with_block(sums, scores, weigh)

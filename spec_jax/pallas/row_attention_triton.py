@@ -31,6 +31,7 @@ def attend(
     scale: float,
     interpret: bool,
     branch: jax.Array | None = None,  # [R, A] int32
+    firsts: jax.Array | None = None,  # [R] int32
     places: jax.Array | None = None,  # [R] int32
     config: plan.Config | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -46,6 +47,8 @@ def attend(
         itself in the prefix, and anywhere in the slot on the row's branch. The last
         entry is the row's own, where it is written. Entries of negative positions are
         not read.
+      firsts: the first position that each row sees, not past its own; None: 0. A key
+        that its neighbours see before that must be finite.
       places: for rows that lie elsewhere than at the last position that they see: at
         which position before it. All rows of a slot then see the same keys. Not with
         `branch`.
@@ -86,6 +89,7 @@ def attend(
         lay=lay,
         config=config,
         branch=branch,
+        firsts=firsts,
         interpret=interpret,
     )
     return out.reshape(R, N * H), k_pages, v_pages

@@ -49,6 +49,14 @@ DSPARK = dataclasses.replace(
 ).validate()
 RNN = dataclasses.replace(DSPARK, slots="fill-in", head="rnn", draft_vocab_size=64)
 GATED = dataclasses.replace(DSPARK, head="gated", confidence_with_markov=False)
+_Sees = block_params.LayerAttention
+MIXED = dataclasses.replace(
+    DFLASH, attention=(_Sees(window=5, is_causal=True), _Sees())
+).validate()
+ANCHORED = dataclasses.replace(
+    DFLASH, attention=(_Sees(window=4, from_anchor=True),) * 2
+).validate()
+CAUSAL = dataclasses.replace(DFLASH, attention=(_Sees(is_causal=True),) * 2).validate()
 TARGET = decoding.TARGET_PARAMS
 
 
@@ -78,11 +86,15 @@ def make(head, impl=SMALL.target.impl, **changes) -> block.BlockDrafter:
 
 
 HEADS = {"dflash": DFLASH, "dspark": DSPARK, "rnn": RNN, "gated": GATED}
+HEADS |= {"mixed": MIXED, "anchored": ANCHORED, "causal": CAUSAL}
 DIALECTS = {
     "dflash": "z-lab",
     "dspark": "deepspec",
     "rnn": "speculators",
     "gated": "specforge",
+    "mixed": "z-lab",
+    "anchored": "speculators",
+    "causal": "z-lab",
 }
 """Whose layout each is saved in."""
 PARAMS = {name: params_of(head) for name, head in HEADS.items()}
@@ -123,7 +135,16 @@ FROM_ONE = (1, 3, 4)  # One token has no context, and drafts all the same.
 
 @pytest.mark.parametrize(
     ("name", "impl"),
-    [("dflash", "xla"), ("dspark", "xla"), ("rnn", "native"), ("gated", "native")],
+    [
+        ("dflash", "xla"),
+        ("dspark", "xla"),
+        ("rnn", "native"),
+        ("gated", "native"),
+        ("mixed", "xla"),
+        ("mixed", "native"),
+        ("anchored", "native"),
+        ("causal", "native"),
+    ],
 )
 def test_drafts_are_the_oracles(tmp_path, name, impl):
     """Fails if context is at another place, or a slot predicts another token."""
@@ -176,6 +197,15 @@ def swapped(config):
 def with_norms(params, **changes):
     layers = tuple(layer.replace(**changes) for layer in params.layers)
     return params.replace(layers=layers)
+
+
+@pytest.mark.parametrize("name", ["mixed", "anchored", "causal"])
+def test_what_rows_see_matters(tmp_path, name):
+    """Negative control: others draft otherwise where a window or a mask is left out."""
+    head, features = oracle_of(tmp_path, name), features_of()
+    made = drafts_of(DFLASH, PARAMS[name], features, LENGTHS)
+    expected = [of_oracle(head, features, length)[0] for length in LENGTHS]
+    assert [proposal.tokens.tolist() for proposal in made] != expected
 
 
 SHIFTS = {

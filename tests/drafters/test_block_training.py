@@ -82,18 +82,17 @@ def differences(name, *, config=None, batch=None) -> float:
 REST = [pytest.param(name, marks=eagle.SLOW) for name in ("dflash", "gated")]
 
 
-@pytest.mark.parametrize("name", ["dspark", *REST])
+@pytest.mark.parametrize("name", ["dspark", "mixed", "anchored", *REST])
 def test_training_computes_what_is_drafted(name):
     """Fails if a block is trained that sees, is at, or predicts anything else."""
     assert differences(name) < 1e-5
 
 
 def _with_anchor_seen(
-    q, context, own, is_context, *, attend=block_draft._attend_blocks
+    q, context, own, is_context, is_own, *, attend=block_draft._attend_blocks
 ):
-    return attend(
-        q, context, own, jnp.roll(is_context, 1, axis=-1).at[..., 0].set(True)
-    )
+    late = jnp.roll(is_context, 1, axis=-1).at[..., 0].set(True)
+    return attend(q, context, own, late, is_own)
 
 
 @pytest.mark.parametrize("shift", ["slots", "position", "mask id", "seen", "tokens"])

@@ -49,6 +49,10 @@ def hybrid_of(draft):
     return lambda impl: hybrid.Hybrid(suffix=LOOKUP, draft=draft(impl), threshold=2.0)
 
 
+def windowed(impl):
+    return eagle.make(impl, head=dataclasses.replace(eagle.HEAD, window=5))
+
+
 def block(name, tree=None):
     def make(impl):
         made = blocks.make(blocks.HEADS[name], impl)
@@ -90,7 +94,14 @@ DRAFTERS = {
         eagle.PARAMS,
     ),
     "eagle3, fixed": (lambda impl: eagle.make(impl).for_tree(FIXED), eagle.PARAMS),
+    "eagle3 with a window": (windowed, eagle.PARAMS),
+    "eagle3 with a window, searched": (
+        lambda impl: windowed(impl).for_tree(SEARCHED),
+        eagle.PARAMS,
+    ),
     "dflash": block("dflash"),
+    "dflash with windows": block("mixed"),
+    "causal dflash, searched": block("causal", SEARCHED),
     "dspark": block("dspark"),
     "rnn": block("rnn"),
     "dspark, searched": block("dspark", SEARCHED),
@@ -115,6 +126,9 @@ QUICK = (
     ("native", "rejection", "draft-model", 4),
     ("native", "block", "draft-model, fixed", 4),
     ("native", "rejection", "dspark", 4),
+    ("native", "coupled", "eagle3 with a window, searched", 4),
+    ("native", "block", "dflash with windows", 4),
+    ("native", "coupled", "causal dflash, searched", 1),
 )
 """Every rule, kind of drafter and number of slots; compiling a loop takes seconds."""
 

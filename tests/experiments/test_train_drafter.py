@@ -349,15 +349,16 @@ def assert_drafts(lm):
 def test_a_narrower_head_has_an_embedding_of_its_own(target, work, tmp_path):
     """Fails if it is not trained, is lost in the file, or is taken for the target's."""
     (tmp_path / "texts.npz").write_bytes((work / "texts.npz").read_bytes())
-    flags = ["--width", "16"]
+    flags = ["--width", "16", "--window", "5"]
     assert train_drafter.main(command(target, tmp_path, "train", *flags)) == 0
     out = tmp_path / "export"
     exported = command(target, tmp_path, "export", *flags, "--out", str(out))
     assert train_drafter.main(exported) == 0
-    assert "--width 16" in (out / "README.md").read_text()
+    assert "--width 16 --window 5" in (out / "README.md").read_text()
     config, head = eagle3_files.load(out, *load.load(target))
     job = job_of(target, work, *flags)
-    assert config == job.config and head.embed.shape == (tiny_pair.VOCAB_SIZE, 16)
+    assert config == job.config and config.window == 5
+    assert head.embed.shape == (tiny_pair.VOCAB_SIZE, 16)
     first = eagle3.init(jax.random.key(0), config, job.target, job.params, job.hot)
     with pytest.raises(AssertionError):
         testing.assert_same_bits(head.embed, first.embed)
@@ -555,6 +556,9 @@ def test_a_chat_is_not_cut(target, tmp_path, capsys):
 
 REFUSED = (
     ("train", "--head rnn --no-tv", "--head, --no-tv with --family eagle3"),
+    ("train", "--causal", "--causal with --family eagle3"),
+    ("train", "--family dflash --dialect z-lab --window 3 --draft-vocab 264",
+     "sliding_window=3 is below the 7 rows of a block"),
     ("train", "--family dspark --width 9", "--width with --family dspark"),
     ("export", "--family dspark --dialect z-lab --no-copies", "are of deepspec alone"),
     ("train", "--dialect speculators --family dspark --mask-token 999999",

@@ -44,8 +44,30 @@ def with_heads(head, **changes):
     return dataclasses.replace(DFLASH, **own)
 
 
+def seeing(config=None, **attention):
+    """A drafter whose first layer sees less, and whose second the same or, as `rest`
+    says, all."""
+    rest = attention.pop("rest", None)
+    first = block_params.LayerAttention(**attention)
+    layers = (first, block_params.LayerAttention() if rest == "all" else first)
+    return dataclasses.replace(config or DFLASH, attention=layers)
+
+
 CASES = {
     "z-lab": ("z-lab", DFLASH),
+    "z-lab, windows": ("z-lab", seeing(window=6)),
+    "z-lab, mixed": ("z-lab", seeing(window=6, is_causal=True, rest="all")),
+    "jetspec": ("z-lab", seeing(is_causal=True)),
+    "deepspec, windows": ("deepspec", seeing(with_heads("vanilla"), window=6)),
+    "specforge, mixed": (
+        "specforge",
+        seeing(with_heads("gated"), window=6, is_causal=True, rest="all"),
+    ),
+    "speculators, windows": (
+        "speculators",
+        seeing(with_heads("vanilla"), window=6, is_causal=True, from_anchor=True),
+    ),
+    "speculators dflash, windows": ("speculators", seeing(window=6, from_anchor=True)),
     "deepspec": ("deepspec", with_heads("vanilla")),
     "deepspec dflash": ("deepspec", dataclasses.replace(DFLASH, slots="anchor-first")),
     "specforge": ("specforge", with_heads("gated", confidence_with_markov=False)),

@@ -43,6 +43,25 @@ def key_value(head: Head, i: int, x, position):
     return heads_of(head, i, x, "k", position), heads_of(head, i, x, "v")
 
 
+def seen(head: Head, i: int, k: int, start: int, size: int) -> list[int]:
+    """Positions that row `k` of a block at `start` sees in layer `i`."""
+    kinds = head.layer.get("layer_types") or ["full_attention"]
+    slides = kinds[min(i, len(kinds) - 1)] == "sliding_attention"
+    is_nested = "speculators_model_type" in head.config
+    flags = [head.said(key) for key in ("is_causal", "causal", "causal_head")]
+    causal = next((flag for flag in flags if flag is not None), slides)
+    if is_nested:
+        causal = slides and not head.config.get("sliding_window_non_causal", False)
+    block = range(start, start + (k + 1 if causal else size))
+    if not slides:
+        return [*range(start), *block]
+    window = head.layer["sliding_window"]
+    if is_nested:  # As its trainer masks: counted from the anchor.
+        return [*range(max(start - window, 0), start), *block]
+    first = max(start + k + 1 - window, 0)
+    return [p for p in (*range(start), *block) if p >= first]
+
+
 def backbone(head: Head, features, anchor: int):
     """Hidden states `[B, D]` and logits `[B, Vd]` of a block after `len(features)`."""
     start, size = len(features), head.said("block_size")
@@ -55,9 +74,10 @@ def backbone(head: Head, features, anchor: int):
         normed = [head.norm(row, f"layers.{i}.input_layernorm") for row in x]
         pairs = [key_value(head, i, c, j) for j, c in enumerate(contexts)]
         pairs += [key_value(head, i, n, start + k) for k, n in enumerate(normed)]
-        keys, values = zip(*pairs, strict=True)
         for k, n in enumerate(normed):
             q = heads_of(head, i, n, "q", start + k)
+            which = seen(head, i, k, start, size)
+            keys, values = zip(*(pairs[p] for p in which), strict=True)
             attended = attend(q, keys, values)
             x[k] = x[k] + head[f"layers.{i}.self_attn.o_proj"] @ attended
             m = head.norm(x[k], f"layers.{i}.post_attention_layernorm")

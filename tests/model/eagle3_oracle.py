@@ -28,6 +28,11 @@ def fuse(head: Head, features):
     return head["fc"] @ features
 
 
+def slides(layer) -> bool:
+    """Whether the layer sees a window of keys alone."""
+    return layer.get("layer_types") == ["sliding_attention"]
+
+
 def step(head: Head, g, token: int, position: int, keys: list, values: list):
     """One pair after those whose rotated keys and values are given, which grow by it.
 
@@ -47,7 +52,8 @@ def step(head: Head, g, token: int, position: int, keys: list, values: list):
     theta = layer["rope_theta"]
     keys.append(rotate(k, position, theta))
     values.append(v)
-    attended = attend(rotate(q, position, theta), keys, values)
+    first = max(len(keys) - layer["sliding_window"], 0) if slides(layer) else 0
+    attended = attend(rotate(q, position, theta), keys[first:], values[first:])
     h = residual + head[head.of_layer("self_attn.o_proj")] @ attended
     normed = head.norm(h, head.of_layer("post_attention_layernorm"))
     out = h + mlp(head, head.of_layer("mlp"), normed)

@@ -10,6 +10,7 @@ from block_cases import CASES, DFLASH, ORIGIN, TARGET, with_heads
 
 from spec_jax.model import (
     block_dialects as dialects,
+    block_params,
     checkpoint_files as files,
 )
 
@@ -54,7 +55,21 @@ BAD_CONFIGS = [
     ("z-lab", nested(markov_rank=8, markov_head_type="vanilla"),
      "z-lab's layout is of DF"),
     ("z-lab", nested(block_size=5), "block_size=4, and in dflash_config 5"),
-    ("z-lab", {"layer_types": ["sliding_attention"] * 2}, "only full_attention"),
+    ("z-lab", {"layer_types": ["chunked_attention"] * 2},
+     "chunked_attention.*: each layer is one of full_attention, sliding_attention"),
+    ("z-lab", {"layer_types": ["sliding_attention"] * 2},
+     "but use_sliding_window is false: remove the wrong one"),
+    ("z-lab, windows", {"layer_types": ["sliding_attention"]}, "of 2 layers: name"),
+    ("z-lab, windows", {"sliding_window": 3}, "sliding_window=3 is below the 4 rows"),
+    ("z-lab, windows", {"sliding_window": 0}, "sliding_window=0 must be a posi"),
+    ("z-lab, windows", {"sliding_window": "2k"}, "sliding_window='2k' must be a whole"),
+    ("specforge, mixed", {"sliding_window": ..., "model_type": "dspark"},
+     "sliding_window=None must be a whole number"),
+    ("z-lab", nested(target_hidden_size=64),
+     "target_hidden_size=64 is not the drafter's hidden_size=48"),
+    ("z-lab", nested(causal=True, causal_head=False),
+     "causal=True, causal_head=False contradict each other"),
+    ("z-lab", nested(attention_sink_bias=True), "attention_sink_bias=True is not supp"),
     ("z-lab", {"model_type": "llama"}, "model_type='llama': layers are Qwen3's"),
     ("z-lab", {"quantization_config": {"bits": 4}},
      "quantised weights are not supported"),
@@ -150,12 +165,62 @@ def test_equal_heads_are_called_mha(tmp_path):
     "change",
     [
         {"output_multiplier": 1.0, "input_embedding_scale": 1.0},
+        {"target_hidden_size": 48, "causal_head": False},
         {"final_logit_softcapping": 0.0, "is_causal": False, "use_swa": None},
     ],
 )
 def test_neutral_values_are_read(tmp_path, change):
     raw = dialects.to_dict(DFLASH, "z-lab", ORIGIN)
     assert read(tmp_path, changed(raw, nested(**change) | change)) == DFLASH
+
+
+_FULL = block_params.LayerAttention()
+_SLIDING = block_params.LayerAttention(window=6, is_causal=True)
+SIGHTS = [
+    # vLLM's `use_swa`, of all layers where none is named.
+    (nested(use_swa=True, swa_window_size=6, causal=True), (_SLIDING, _SLIDING)),
+    (nested(use_swa=True, causal=False) | {"sliding_window": 6, "layer_types": ...},
+     (block_params.LayerAttention(window=6),) * 2),
+    # transformers', without names; its default is not written.
+    ({"layer_types": ..., "use_sliding_window": True, "max_window_layers": 1,
+      "sliding_window": 6}, (_FULL, _SLIDING)),
+    ({"layer_types": ["full_attention", "sliding_attention"],
+      "use_sliding_window": True},
+     (_FULL, block_params.LayerAttention(window=4096, is_causal=True))),
+    ({"use_sliding_window": True, "max_window_layers": 28}, ()),
+    ({"layer_types": ..., "use_sliding_window": True, "sliding_window": 6}, ()),
+    # JetSpec's, and vLLM's key of the same.
+    (nested(causal_head=True), (block_params.LayerAttention(is_causal=True),) * 2),
+    ({"is_causal": True}, (block_params.LayerAttention(is_causal=True),) * 2),
+    (nested(causal_head=False), ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "expected"), SIGHTS)
+def test_what_rows_see_is_read_in_every_spelling(tmp_path, change, expected):
+    """Fails if a window or a mask is taken for another, or a default is not known."""
+    raw = dialects.to_dict(DFLASH, "z-lab", ORIGIN)
+    assert read(tmp_path, changed(raw, change)).attention == expected
+
+
+UNSAID = {
+    "counted from each row: speculators'": (
+        "speculators", {"window": 6, "is_causal": True}),
+    "counted from the anchor: speculators'": (
+        "z-lab", {"window": 6, "from_anchor": True}),
+    "speculators has no word for it; choose z-lab": (
+        "speculators", {"is_causal": True}),
+    r"causal layers \[True, False\] of windows \[0, 0\]": (
+        "z-lab", {"is_causal": True, "rest": "all"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", UNSAID)
+def test_layouts_without_words_for_what_rows_see(message):
+    dialect, attention = UNSAID[message]
+    config = block_cases.seeing(**attention)
+    with pytest.raises(ValueError, match=message):
+        dialects.check_config(config, dialect)
 
 
 def test_slots_are_said_where_each_reader_looks():

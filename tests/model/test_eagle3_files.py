@@ -47,6 +47,12 @@ CASES = {
         dataclasses.replace(SMALL, has_head_norms=True),
     ),
     "deepspec": ("deepspec", WHOLE),
+    "midlayer with a window": ("midlayer", dataclasses.replace(SMALL, window=3)),
+    "speculators with a window": (
+        "speculators",
+        dataclasses.replace(SMALL, window=3, has_head_norms=True),
+    ),
+    "deepspec with a window": ("deepspec", dataclasses.replace(WHOLE, window=2048)),
 }
 
 
@@ -77,7 +83,13 @@ def test_saved_and_loaded_is_the_same(tmp_path, target_params, case):
 
 @pytest.mark.parametrize(
     ("case", "impl"),
-    [("midlayer 3.1", "native"), ("speculators", "xla"), ("deepspec", "xla")],
+    [
+        ("midlayer 3.1", "native"),
+        ("speculators", "xla"),
+        ("deepspec", "xla"),
+        ("midlayer with a window", "xla"),
+        ("speculators with a window", "native"),
+    ],
 )
 def test_parity_with_float64(tmp_path, target_params, case, impl):
     """Fails if a tensor is taken for another, or a step is left out."""
@@ -282,7 +294,9 @@ BAD_CONFIGS = {
         "architectures": ["PEagleDraftModel"]
     },
     "bias is true: heads with biases": {"bias": True},
-    "'full_attention': only full_attention": {"layer_types": "full_attention"},
+    "layer_types='full_attention': each layer is one of": {
+        "layer_types": "full_attention"
+    },
     "rope_is_neox_style=False is not": {"rope_is_neox_style": False},
     "num_hidden_layers=2: only": {"num_hidden_layers": 2},
     "fc_norm='yes' must be true or false": {"fc_norm": "yes"},

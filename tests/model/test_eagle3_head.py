@@ -38,6 +38,7 @@ VARIANTS = {
         norm_before_residual=True,
         norm_output=True,
     ),
+    "window": dataclasses.replace(HEAD, window=3),
 }
 KERNELS = ("xla", "native")
 IMPLS = (*KERNELS, pytest.param("interpret", marks=pytest.mark.slow))  # bfloat16
@@ -128,7 +129,8 @@ def chain_by_rows(params, config, impl, features, tokens, *, num_own):
 
 
 @pytest.mark.parametrize(
-    ("impl", "variant"), [("xla", "plain"), ("native", "published variants")]
+    ("impl", "variant"),
+    [("xla", "plain"), ("native", "published variants"), ("native", "window")],
 )
 def test_rows_are_the_sequence(impl, variant):
     """Fails if rows and training compute different heads."""

@@ -232,8 +232,11 @@ def make_slab(
     )
 
 
-def attend(slab: Slab, *, eps, scale):
-    """Attended heads `[R, N * H]` and both pools, all rows live and mapped."""
+def attend(slab: Slab, *, eps, scale, window=2**30):
+    """Attended heads `[R, N * H]` and both pools, all rows live and mapped.
+
+    A row sees the last `window` keys, its own included.
+    """
     dtype = slab.heads.dtype
     R, (_, _, K, H) = slab.num_rows, slab.k_pages.shape
     heads = wide(slab.heads)[0].reshape(R, -1, H)
@@ -250,7 +253,7 @@ def attend(slab: Slab, *, eps, scale):
         k_pages[at], v_pages[at] = k[r], v[r]
     out = np.empty((R, N, H))
     for r in range(R):
-        seen = np.arange(slab.positions[r] + 1)
+        seen = np.arange(slab.positions[r] + 1)[-window:]
         at = slab.locate(slab.slots[r], seen)
         for n in range(N):
             keys, values = (x[at][:, n // (N // K)] for x in (k_pages, v_pages))

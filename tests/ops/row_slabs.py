@@ -34,9 +34,11 @@ def numbers(slab) -> dict:
     return {"eps": 1e-6, "scale": slab.k_pages.shape[3] ** -0.5}
 
 
-def run(impl, slab, live, *, config=SMALL, branch=None):
-    """Attended heads, and both pools after the writes."""
+def run(impl, slab, live, *, config=SMALL, branch=None, window=None):
+    """Attended heads, and both pools after the writes; rows see `window` keys."""
     how = numbers(slab) | {"branch": branch}
+    if window is not None:
+        how["firsts"] = slab.positions - np.int32(window - 1)
     if impl == "interpret":
         how["config"] = config
     outputs = _compiled(impl)(**slab.arguments(live), **how)

@@ -80,6 +80,60 @@ def test_every_reach(rng, impl, page_size):
     testing.assert_rows_close(out, expected, **near)
 
 
+WINDOWS = (1, 5, 32, 40)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_window(rng, impl, window):
+    """Fails if a row sees a key before its window, or not one of it; or if its bits
+    depend on how far back its neighbours see.
+
+    Rows lie in several blocks, splits and slots; what no row sees is no number.
+    """
+    rows = slabs.window((0, 3), (70, 74), (126, 131))
+    slab = oracle.make_slab(
+        rng, rows, dtype="float32", N=4, K=2, H=16, page_size=8,
+        prefix=(0, 70, 126),
+    )  # fmt: skip
+    for slot, start in ((1, 70), (2, 126)):
+        for position in range(start - window + 1):
+            slab.k_pages[slab.locate(slot, position)] = np.nan
+            slab.v_pages[slab.locate(slot, position)] = np.nan
+    attend = functools.partial(slabs.run, impl, window=window)
+    if impl == "interpret":  # Whose neighbours' keys must be finite.
+        slab = dataclasses.replace(
+            slab,
+            k_pages=np.nan_to_num(slab.k_pages),
+            v_pages=np.nan_to_num(slab.v_pages),
+        )
+    R = len(rows)
+    out, *_ = attend(slabs.in_slab(slab, range(R)), R)
+    expected, *_ = oracle.attend(slab, **slabs.numbers(slab), window=window)
+    near = {"dtype": "float32", "reduction": 16 + window}
+    testing.assert_rows_close(out[:R], expected, **near)
+    alone, *_ = slabs.rows_alone(slab, lambda one, live: attend(one, live))
+    testing.assert_same_bits(out[:R], alone)
+    other, *_ = oracle.attend(slab, **slabs.numbers(slab), window=window + 1)
+    if not np.isnan(other).any():  # Negative control: one key more.
+        with pytest.raises(AssertionError, match="rows are off"):
+            testing.assert_rows_close(out[:R], other, **near)
+
+
+@pytest.mark.parametrize("position", [70, 1026])
+def test_a_window_of_trees(rng, kernels, position):
+    """Fails if rows of a tree see another window than rows of a chain."""
+    rows, width = [(0, position + i) for i in range(5)], 8
+    slab = oracle.make_slab(
+        rng, rows, dtype="float32", N=4, K=2, H=16, page_size=64, prefix=(position,)
+    )
+    branch = slab.positions[:, None] + np.arange(1 - width, 1, dtype=np.int32)
+    for window in (3, 20, 64):
+        tree = slabs.run(kernels, slab, 5, branch=branch, window=window)
+        expected, *_ = oracle.attend(slab, **slabs.numbers(slab), window=window)
+        near = {"dtype": "float32", "reduction": 16 + window}
+        testing.assert_rows_close(tree[0], expected, **near)
+
+
 def paged_otherwise(page_size, *, width=None):
     """One slot of 70 positions and always the same data, on pages as they come."""
     shuffle, data = np.random.default_rng(page_size), np.random.default_rng(1)

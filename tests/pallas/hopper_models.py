@@ -35,6 +35,7 @@ from spec_jax.model import (
     row_model,
 )
 from spec_jax.ops import dispatch, draw
+from spec_jax.pallas import slab
 from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
 
 
@@ -179,9 +180,9 @@ def verify_step(name: str, *, gamma: int = GAMMA_MAX, **options) -> hopper.Progr
 
 
 def verify_tree(name: str, **options) -> hopper.Program:
-    """A window of a tree of as many rows as there can be, whose best path is kept."""
+    """A window of a tree of as many rows as a tile has, whose best path is kept."""
     target = rows.SlotRows(model=model(name, **options), num_slots=1)
-    size, depth_max = protocols.MAX_TREE_ROWS, 15
+    size, depth_max = slab.MOST_ROWS, 15
     window = protocols.Window(
         tokens=_ints(1, size),
         start=_ints(1),

@@ -13,7 +13,7 @@ import pytest
 import xla_fusions
 
 from spec_jax.drafters import tree_shapes
-from spec_jax.engine import protocols
+from spec_jax.pallas import slab
 
 
 SLOW = pytest.mark.slow
@@ -92,7 +92,7 @@ def test_a_verification_of_a_tree(compiled, name):
     """
     report = compiled(models.verify_tree, name, layers=2)
     report.assert_fits()
-    slabs = protocols.MAX_TREE_ROWS // models.model(name).slab
+    slabs = slab.MOST_ROWS // models.model(name).slab
     checks.assert_in_place(report, models.model(name, layers=2), copies=slabs + 1)
     # Moving the accepted path's keys and values is among them.
     assert set(ours(report.launches)) == {*LAYER, *END}
