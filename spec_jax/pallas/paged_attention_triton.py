@@ -178,13 +178,14 @@ def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
             lay=lay,
             eps=eps,
         )
-        mine = is_query & _takes_part(rows, job, refs.jobs)
         firsts = None
         if refs.firsts is not None:
-            firsts = plt.load(refs.firsts.at[rows], mask=mine, other=NO_JOBS)
+            sees = is_query & _takes_part(rows, job, refs.jobs)
+            firsts = plt.load(refs.firsts.at[rows], mask=sees, other=NO_JOBS)
         sums = _attend_split(
             refs, queries, kv_head, job, firsts, page_size, scale, lay, config.block
         )
+        mine = is_query & _takes_part(rows, job, refs.jobs)
         of_tile = row_jobs.jobs_of_tile(tile, refs.jobs, lay.tile_rows)
 
         @pl.when(of_tile == 1)
