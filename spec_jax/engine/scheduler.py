@@ -32,11 +32,6 @@ from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
 
 
-Request = requests_lib.Request
-Finished = requests_lib.Finished
-generated, slot_of = requests_lib.generated, requests_lib.slot_of
-
-
 def _check_policy(policy: Any, drafter: protocols.SlotDrafter) -> None:
     """Raises `ValueError` for a policy that does not fit the drafter's proposals."""
     name = type(policy).__name__
@@ -151,7 +146,7 @@ class Scheduler:
     def _stop_size(self) -> int:
         return max(1, len(self.stop_ids), self.num_stop or 0)
 
-    def check(self, request: Request) -> None:
+    def check(self, request: requests_lib.Request) -> None:
         """Raises `ValueError` for a request that no slot could ever take."""
         checks.check_prompt(
             request.prompt,
@@ -181,7 +176,7 @@ class Scheduler:
                 "pages or generate fewer tokens"
             )
 
-    def _pages(self, request: Request) -> int:
+    def _pages(self, request: requests_lib.Request) -> int:
         """Returns the most pages that a request comes to hold."""
         limit, _ = checks.limit_of(
             len(request.prompt), request.max_tokens, self.slot_capacity
@@ -239,7 +234,7 @@ class Scheduler:
         self,
         state: states.State,
         slot: int,
-        request: Request,
+        request: requests_lib.Request,
         *,
         refills: bool = True,
         held: held_lib.Held | None = None,
@@ -327,7 +322,9 @@ class Scheduler:
             by_rows = self.target.prefills_by_rows
         return held_lib.Held(by_rows=by_rows)
 
-    def check_all(self, requests: Sequence[Request]) -> processor_lib.Processor | None:
+    def check_all(
+        self, requests: Sequence[requests_lib.Request]
+    ) -> processor_lib.Processor | None:
         """Returns the processor of the first request, if any.
 
         Raises:
@@ -347,7 +344,7 @@ class Scheduler:
                 processor_lib.check_same(first, one)
         return first
 
-    def begin(self, *requests: Request) -> states.State:
+    def begin(self, *requests: requests_lib.Request) -> states.State:
         """Returns the state of requests in the first slots, the others empty.
 
         Raises:
@@ -368,13 +365,13 @@ class Scheduler:
 
     def run(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[requests_lib.Request],
         *,
         state: states.State | None = None,
         rounds_per_call: int = 1 << 30,
         keep: Callable[[states.State, int], Any] = lambda state, slot: None,
         ends: ends_lib.Ends | None = None,
-    ) -> Iterator[Finished]:
+    ) -> Iterator[requests_lib.Finished]:
         """Generates all requests, and yields each when it ends.
 
         Args:
@@ -424,9 +421,9 @@ class Scheduler:
             if ends is not None:
                 state, slots = ends_lib.apply(state, slots, running, ends)
             for number, slot in _ended(slots, running):
-                yield Finished(
+                yield requests_lib.Finished(
                     number=number,
-                    slot=slot_of(slots, slot),
+                    slot=requests_lib.slot_of(slots, slot),
                     vocab_size=self.vocab_size,
                     kept=keep(state, slot),
                     shared=0 if held is None else held.shared[slot],
