@@ -65,8 +65,8 @@ class Scheduler:
       policy_state: the first state of the gamma policy, for every request; or for the
         first of each slot, where the policy goes on: `policy.keeps_state`.
       shares: whether a request begins with the pages of a slot whose prompt begins
-        alike, in place of a prefill; of a `rows.SlotRows` on a paged cache. Drafters
-        take in every prompt themselves.
+        alike, in place of a prefill; of a `rows.SlotRows` on a paged cache. So does the
+        drafter, if it `shares_prompts`.
 
     Raises:
       ValueError: a size below one, a page of more positions than the model has, fewer
@@ -143,6 +143,10 @@ class Scheduler:
         return index.pages_for(self.capacity, self.page_size) * self.page_size
 
     @property
+    def _drafter_shares(self) -> bool:
+        return self.shares and protocols.complete(self.drafter).shares_prompts
+
+    @property
     def _stop_size(self) -> int:
         return max(1, len(self.stop_ids), self.num_stop or 0)
 
@@ -203,7 +207,9 @@ class Scheduler:
             "page_size": self.page_size,
             "num_pages": self.num_pages,
         }
-        shares = {"shares": True} if self.shares else {}  # Few targets know of it.
+        # Few targets and drafters know of it.
+        shares = {"shares": True} if self.shares else {}
+        drafter_shares = shares if self._drafter_shares else {}
         return states.State(
             slots=states.empty_slots(
                 num_slots=self.target.num_slots,
@@ -215,7 +221,7 @@ class Scheduler:
                 policy=self.policy_state,
             ),
             cache=self.target.new_cache(**sizes, **shares),
-            memory=self.drafter.init(**sizes),
+            memory=self.drafter.init(**sizes, **drafter_shares),
             processing=None if one is None else processing_lib.of_slots(one, slots),
         )
 
@@ -307,6 +313,8 @@ class Scheduler:
         to_drafter: dict[str, Any] = {"slot": slot}
         if protocols.taps_of(self.drafter):
             to_drafter["features"] = features
+        if begun is not None and self._drafter_shares:
+            to_drafter["begun"] = begun
         memory = self.drafter.prefill(draft_params, state.memory, prompt, **to_drafter)
         if held is not None:
             shared = 0 if begun is None else begun.length
