@@ -23,13 +23,21 @@ import argparse
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 import spec_jax as sj
-from experiments.lib import bench, flags, models, records, tables, terminal
+from experiments.lib import (
+    bench,
+    flags,
+    models,
+    records,
+    table_rows,
+    tables,
+    terminal,
+)
 from spec_jax.debug import evidence
 
 
@@ -235,13 +243,6 @@ def write_table(
     return rows
 
 
-def is_equal(row: Mapping[str, Any]) -> bool:
-    """Returns whether everything that a row of the table compares is equal."""
-    return not row["nonfinite"] and {row[what] for what in evidence.WHATS} == {
-        row["prompts"]
-    }
-
-
 def run(args: argparse.Namespace) -> int:
     """Draws, parses and times; returns the exit status."""
     console = terminal.console()
@@ -257,7 +258,7 @@ def run(args: argparse.Namespace) -> int:
         if args.table:
             table = write_table(args, lm, out)
             tables.print_rows(table, CELLS, console)
-            return GOOD if all(map(is_equal, table)) else BAD
+            return GOOD if all(map(table_rows.is_equal, table)) else BAD
         answers = draw(args, lm, prompt)
         out.write(answers)
         console.print(
@@ -294,8 +295,8 @@ CELLS = {
     "temperature": ("temperature", ""),
     "tokens": ("tokens_compared", ",d"),
     "rounds": ("rounds", ",d"),
-    "equal": lambda row: tables.wrong(
-        "all" if is_equal(row) else "differs", not is_equal(row)
+    "equal": lambda row: (
+        "all" if table_rows.is_equal(row) else tables.wrong("differs", True)
     ),
 }
 

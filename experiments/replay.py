@@ -42,7 +42,7 @@ from experiments.lib import (
 from spec_jax import algorithms, default_gamma, loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import oracle, registry, text_tree
-from spec_jax.engine import checks, scheduler as scheduler_lib
+from spec_jax.engine import checks, requests as requests_lib
 from spec_jax.gamma import costs as costs_lib
 from spec_jax.model import tokenizer
 from spec_jax.paging import index
@@ -158,7 +158,7 @@ def replay(
     whole = [*prompt, *texts.generated[number]]
     target = trace_lib.TraceTarget(max_rows=drafter.gamma_max + 1, size=size)
     algo = algorithms.speculative(target, drafter, policy=way.policy.gamma_policy)
-    request = scheduler_lib.Request(
+    request = requests_lib.Request(
         prompt=prompt,
         max_tokens=len(texts.generated[number]),
         gamma=way.gamma,
@@ -174,7 +174,7 @@ def replay(
     )
     state = algo.run((None, params), scheduler.begin(request))
     checks.check_pages(state.slots.status, state.slots.length, state.cache)
-    slot = scheduler_lib.slot_of(jax.device_get(state.slots), 0)
+    slot = requests_lib.slot_of(jax.device_get(state.slots), 0)
     counters = metrics.of_slot(slot, num_tokens=int(slot.length) - len(prompt))
     return counters, np.asarray(state.cache.num_forwards)
 

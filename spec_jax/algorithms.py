@@ -195,8 +195,8 @@ class Speculative:
         slots = jax.device_get(state.slots)
         checks.check_pages(slots.status, slots.length, state.cache)
         return [
-            scheduler_lib.Finished(
-                number=slot, slot=scheduler_lib.slot_of(slots, slot)
+            requests_lib.Finished(
+                number=slot, slot=requests_lib.slot_of(slots, slot)
             ).tokens
             for slot in range(state.num_slots)
         ]

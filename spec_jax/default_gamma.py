@@ -13,6 +13,7 @@ import numpy as np
 from spec_jax.drafters import text_tree
 from spec_jax.engine import (
     protocols,
+    requests as requests_lib,
     round as round_lib,
     scheduler as scheduler_lib,
     state as states,
@@ -79,9 +80,9 @@ def make(
 def adapted(
     lm: LanguageModel,
     scheduler: scheduler_lib.Scheduler,
-    requests: Sequence[scheduler_lib.Request],
+    requests: Sequence[requests_lib.Request],
 ) -> tuple[
-    scheduler_lib.Scheduler, list[scheduler_lib.Request], costs_lib.RoundCosts | None
+    scheduler_lib.Scheduler, list[requests_lib.Request], costs_lib.RoundCosts | None
 ]:
     """Returns a scheduler and requests of a fixed gamma with the default policy.
 
@@ -120,7 +121,7 @@ def _with(
 
 
 def measure(
-    scheduler: scheduler_lib.Scheduler, requests: Sequence[scheduler_lib.Request]
+    scheduler: scheduler_lib.Scheduler, requests: Sequence[requests_lib.Request]
 ) -> costs_lib.RoundCosts:
     """Times rounds of all slots, each by itself, in the program that is to run.
 

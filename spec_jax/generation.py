@@ -14,12 +14,7 @@ import jax
 import numpy as np
 
 from spec_jax import keywords, results, run as run_lib, scoring
-from spec_jax.engine import (
-    checks,
-    ends as ends_lib,
-    requests as requests_lib,
-    scheduler as scheduler_lib,
-)
+from spec_jax.engine import checks, ends as ends_lib, requests as requests_lib
 from spec_jax.loading import LanguageModel
 from spec_jax.model import tokenizer as tokenizer_lib
 
@@ -227,7 +222,7 @@ def _pieces(
         checks.check_pages(slots.status, slots.length, state.cache)
         if ends is not None:
             state, slots = ends_lib.apply(state, slots, {0: 0}, ends)
-        slot = scheduler_lib.slot_of(slots, 0)
+        slot = requests_lib.slot_of(slots, 0)
         length = int(slot.length)
         tokens = slot.tokens[seen:length].tolist()
         origins = slot.origins[seen:length].tolist()

@@ -54,7 +54,7 @@ class Run:
     lm: LanguageModel
     algo: algorithms.Speculative
     prompts: list[list[int]]
-    requests: list[scheduler_lib.Request]
+    requests: list[requests_lib.Request]
     scheduler: scheduler_lib.Scheduler
     skip_special_tokens: bool
     log_probs: bool
@@ -188,7 +188,7 @@ class Run:
         words: Any = self.lm.tokenizer
         return stop_texts.Ends(words.bytes_of, self.stops)
 
-    def finish(self) -> Iterator[scheduler_lib.Finished]:
+    def finish(self) -> Iterator[requests_lib.Finished]:
         """Generates all requests, and yields each when it ends.
 
         With stop texts a call of the loop is one round, so that nothing but the rest of
@@ -245,7 +245,7 @@ class Run:
           shared: tokens of the prompt that were not prefilled.
         """
         checks.check_slot(slot, vocab_size=self.lm.target.config.vocab_size)
-        tokens = scheduler_lib.generated(slot)
+        tokens = requests_lib.generated(slot)
         origins = np.asarray(slot.origins)
         origins = origins[origins != int(results.Origin.PROMPT)].tolist()
         counters = metrics_lib.of_slot(slot, num_tokens=len(tokens))

@@ -22,6 +22,7 @@ from spec_jax.engine import (
     baseline,
     checks,
     protocols,
+    requests as requests_lib,
     round as round_lib,
     rows,
     scheduler as scheduler_lib,
@@ -183,8 +184,8 @@ class Ask:
             return None
         return sampling_lib.make_settings(**dict(self.sampling))
 
-    def request(self, **params) -> scheduler_lib.Request:
-        return scheduler_lib.Request(
+    def request(self, **params) -> requests_lib.Request:
+        return requests_lib.Request(
             prompt=list(self.prompt),
             max_tokens=self.max_tokens,
             gamma=self.gamma,
@@ -305,7 +306,7 @@ def decoded(setting: Setting, ask: Ask) -> baseline.DecodeState:
     return _decoded(setting, dataclasses.replace(ask, run=0, gamma=0))
 
 
-def scripted(setting: Setting, ask: Ask) -> scheduler_lib.Request:
+def scripted(setting: Setting, ask: Ask) -> requests_lib.Request:
     """The sequence's request, with drafts that are right by its `run`.
 
     What is drafted past a stop token is what decoding writes without one.
@@ -316,7 +317,7 @@ def scripted(setting: Setting, ask: Ask) -> scheduler_lib.Request:
 
 def admit(
     scheduler: scheduler_lib.Scheduler,
-    requests: Sequence[scheduler_lib.Request] | Mapping[int, scheduler_lib.Request],
+    requests: Sequence[requests_lib.Request] | Mapping[int, requests_lib.Request],
     *,
     draws: bool | None = None,
 ) -> states.State:
@@ -357,7 +358,7 @@ def held(kv: paged.PagedKV, length: int, *, slot: int = 0) -> list[np.ndarray]:
 def text(state, slot: int = 0) -> list[int]:
     """Committed tokens, the prompt included, of a slot or of decoding."""
     if isinstance(state, states.State):
-        state = scheduler_lib.slot_of(state.slots, slot)
+        state = requests_lib.slot_of(state.slots, slot)
     return np.asarray(state.tokens)[: int(state.length)].tolist()
 
 
@@ -405,7 +406,7 @@ def assert_as_decoded(
         check_cache(state.cache)
     on_host = jax.device_get(state.slots)
     for slot, ask in placed.items():
-        expected, one = decoded(setting, ask), scheduler_lib.slot_of(on_host, slot)
+        expected, one = decoded(setting, ask), requests_lib.slot_of(on_host, slot)
         checks.check_slot(one, vocab_size=setting.target.config.vocab_size)
         what = f"slot {slot}, {ask}"
         assert text(state, slot) == text(expected), what
@@ -417,7 +418,7 @@ def assert_as_decoded(
         )
         count = int(one.length) - len(ask.prompt)
         metrics.identities(metrics.of_slot(one, num_tokens=count))
-        assert scheduler_lib.generated(one) == text(expected)[len(ask.prompt) :]
+        assert requests_lib.generated(one) == text(expected)[len(ask.prompt) :]
 
 
 def run(
@@ -449,4 +450,4 @@ def commit(drafter, params, memory, length, **asked):
 
 def slot_of(state: states.State, slot: int = 0) -> states.Slots:
     """One slot on the host."""
-    return scheduler_lib.slot_of(jax.device_get(state.slots), slot)
+    return requests_lib.slot_of(jax.device_get(state.slots), slot)

@@ -125,13 +125,8 @@ class Regret:
     fixed_s: tuple[float, ...]
 
     @property
-    def best_gamma(self) -> int:
-        """The best constant gamma, known only in hindsight."""
-        return int(np.argmin(self.fixed_s))
-
-    @property
     def regret(self) -> float:
-        """Share by which the policy is slower than that; negative: it is faster."""
+        """Share by which the policy is slower than the best; negative: it is faster."""
         return self.seconds / min(self.fixed_s) - 1
 
     @property

@@ -13,6 +13,7 @@ import tiny_pair
 
 import spec_jax as sj
 from spec_jax import generation, testing
+from spec_jax.drafters import slots
 from spec_jax.engine import held, scheduler as scheduler_lib
 from spec_jax.paging import allocator, cache
 from spec_jax.rules import settings as settings_lib
@@ -226,28 +227,99 @@ def test_planted_faults_are_seen(lm, fault, monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("num_slots", [1, 3])
-def test_owners_are_counted_through_a_queue(lm, num_slots):
-    """Fails if a page is lost, freed early or kept by nobody while slots are refilled;
-    or K/V of a sample that took a used slot are others than in a slot of its own."""
-    settings = {"prefix": PREFIX, "n": 3, "gamma": 2, **SHORT}
+DRAFTERS = {
+    "draft model": {},
+    "head": {"drafter": "eagle3", "draft": tiny_pair.write_head},
+    "block": {"drafter": "dspark", "draft": tiny_pair.write_block},
+    "hybrid": {"drafter": "hybrid"},
+    "tree": {"gamma": sj.Tree.parse("2x2:3")},
+    "tree of a head": {
+        "drafter": "eagle3",
+        "draft": tiny_pair.write_head,
+        "gamma": sj.Tree.parse("2x2:3"),
+    },
+}
+
+
+def through_a_queue(folders, folder, kind, num_slots, *, shares) -> list:
+    """What ends of nine requests, with the K/V of all of its text, and of its prompt in
+    the drafter; and how much of the latter other slots gave."""
+    how = {"gamma": 3, "draft": folders[1]} | DRAFTERS[kind]
+    if callable(how["draft"]):
+        how["draft"] = how["draft"](folder, folders[0])
+    gamma = how.pop("gamma")
+    lm = sj.load(folders[0], gamma_max=3, impl="native", **how)
+    settings = {"prefix": PREFIX, "n": 3, "gamma": gamma, **SHORT}
     run, _ = generation.prepare(lm, PROMPTS, num_slots=num_slots, **settings)
 
-    def keep(state, slot):
-        cache.check_integrity(state.cache)
-        length = int(state.cache.length[slot])
-        return [np.asarray(cache.gather(state.cache, n, slot, length)) for n in (0, 1)]
+    def rows(kv, slot, length):
+        cache.check_integrity(kv)
+        return [np.asarray(x) for x in cache.gather(kv, 0, slot, length)]
 
-    apart = dataclasses.replace(run.scheduler, shares=False)
-    found, expected = (
-        sorted(one.run(run.requests, keep=keep), key=lambda one: one.number)
-        for one in (run.scheduler, apart)
+    def keep(state, slot):
+        length = int(state.slots.length[slot])
+        drafts = getattr(state.memory, "kv", state.memory)
+        most = length - SHORT["max_tokens"] - 2  # A pair more goes with what is drawn.
+        found = rows(state.cache, slot, length - 1) + rows(drafts, slot, most)
+        return found, int(state.slots.num_rounds[slot])
+
+    scheduler = dataclasses.replace(run.scheduler, shares=shares)
+    found = scheduler.run(run.requests, keep=keep)
+    return sorted(found, key=lambda one: one.number)
+
+
+def begins(monkeypatch, *, more=0) -> list[int]:
+    """The positions that drafters' slots begin with from now on, `more` than asked."""
+    given, real = [], slots.begin
+
+    def begin(rows, kv, begun, *, slot, length):
+        given.append(length + more)
+        return real(rows, kv, begun, slot=slot, length=length + more)
+
+    monkeypatch.setattr(slots, "begin", begin)
+    return given
+
+
+def same_rows(found, expected) -> bool:
+    return all(
+        np.array_equal(testing.bits(own), testing.bits(other))
+        for one, two in zip(found, expected, strict=True)
+        for own, other in zip(one.kept[0], two.kept[0], strict=True)
     )
-    assert sum(one.shared for one in found) > 0 == sum(one.shared for one in expected)
+
+
+SLOW = ("block", "hybrid", "tree", "tree of a head")
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in DRAFTERS],
+)
+def test_owners_are_counted_through_a_queue(
+    folders, tmp_path, kind, num_slots, monkeypatch
+):
+    """Fails if a page is lost, freed early or kept by nobody while slots are refilled;
+    or K/V of a sample that took a used slot, in the target or in a drafter, are others
+    than in a slot of its own."""
+    given = begins(monkeypatch)
+    arguments = folders, tmp_path, kind, num_slots
+    found = through_a_queue(*arguments, shares=True)
+    of_pairs = DRAFTERS[kind].get("drafter") == "eagle3"
+    shared = [one.shared for one in found if one.shared]
+    assert sorted(given) == sorted(length - of_pairs for length in shared)
+    assert len(shared) == len(found) - 1
+    expected = through_a_queue(*arguments, shares=False)
+    assert len(given) == len(shared) and not any(one.shared for one in expected)
     for one, other in zip(found, expected, strict=True):
-        assert one.tokens == other.tokens
-        for own, others in zip(one.kept, other.kept, strict=True):
-            testing.assert_same_bits(own, others)
+        assert one.tokens == other.tokens and one.kept[1] == other.kept[1]
+    assert same_rows(found, expected)
+    if (kind, num_slots) == ("head", 1):
+        # Negative control: a pair whose token is not alike.
+        monkeypatch.undo()
+        begins(monkeypatch, more=1)
+        found = through_a_queue(*arguments, shares=True)
+        assert not same_rows(found, expected)
 
 
 def test_a_static_cache_shares_nothing(folders):

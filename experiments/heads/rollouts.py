@@ -17,7 +17,12 @@ import numpy as np
 
 from experiments.heads import record
 from experiments.lib import fan_out, prompt_files, terminal
-from spec_jax.engine import round as round_lib, rows, scheduler
+from spec_jax.engine import (
+    requests as requests_lib,
+    round as round_lib,
+    rows,
+    scheduler,
+)
 from spec_jax.model import (
     config as config_lib,
     families,
@@ -112,9 +117,9 @@ class Writer:
         for ended in plain.run(requests, keep=keep):
             yield numbers[ended.number], ended.tokens, ended.kept
 
-    def _request(self, number: int) -> scheduler.Request:
+    def _request(self, number: int) -> requests_lib.Request:
         prompt, seed = list(map(int, self.prompts[number])), int(self.seeds[number])
-        return scheduler.Request(
+        return requests_lib.Request(
             prompt=prompt,
             max_tokens=self.length - len(prompt),
             gamma=0,

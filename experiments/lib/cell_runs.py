@@ -23,8 +23,8 @@ from spec_jax.drafters import draft_model, oracle, registry
 from spec_jax.engine import (
     baseline,
     checks,
+    requests as requests_lib,
     round as round_lib,
-    scheduler as scheduler_lib,
 )
 from spec_jax.paging import cache as paged, index
 
@@ -246,12 +246,12 @@ class Slots:
         self._state, _ = self._watched.detach(state)
         return [found[number] for number in range(len(prompts))]
 
-    def _request(self, prompt: list[int], plain: Plain) -> scheduler_lib.Request:
+    def _request(self, prompt: list[int], plain: Plain) -> requests_lib.Request:
         trace = None
         if isinstance(self._lm.drafter, oracle.Oracle):
             rate = FORCED.get(self._cell.drafter, 1.0)
             trace = oracle.make_trace(plain.text.tolist(), rate=rate)
-        request = scheduler_lib.Request(
+        request = requests_lib.Request(
             prompt=prompt,
             max_tokens=self._settings.gen_tokens,
             gamma=self._cell.gamma,

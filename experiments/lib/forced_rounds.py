@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments.lib import bench, forced_drafter, noise, works
 from spec_jax import loading, testing
-from spec_jax.engine import protocols, scheduler, state as states
+from spec_jax.engine import protocols, requests as requests_lib, state as states
 from spec_jax.model import row_model
 from spec_jax.paging import index
 
@@ -193,7 +193,7 @@ def measure(
             seconds, state = timed(), last.pop()
             wrong = differing(runs.written(state.cache), expected)
             # Without the cache, which is large.
-            slot = scheduler.slot_of(state.slots, 0)
+            slot = requests_lib.slot_of(state.slots, 0)
             done[rate].append(counts(runs, trace, slot, wrong))
             return seconds
 

@@ -13,7 +13,7 @@ from experiments.lib import published_tables, table_rows
 ROOT, RESULTS = table_rows.ROOT, table_rows.RESULTS
 PAGES = (
     *("README.md", "docs/measurements.md", "docs/batch_invariance.md"),
-    "docs/trees.md",
+    *("docs/trees.md", "docs/processors.md"),
 )
 """Pages with such tables, below `ROOT`."""
 

@@ -245,6 +245,40 @@ TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
         },
     ),
     "certificates": certificates,
+    "processors": table_rows.Pivot(
+        "`constrained.py --target smollm2 --drafter eagle3 --table --batch 4`",
+        [("processors.jsonl", "cell")],
+        line="{processor}",
+        column="{shape}: tokens / rounds at T = 0, 0.7, 1",
+        cell="{tokens_compared}/{rounds}",
+        ends={
+            "equal": lambda rows: (
+                "all" if all(map(table_rows.is_equal, rows)) else "not all"
+            )
+        },
+    ),
+    "answers": table_rows.Table(
+        [("constrained.jsonl", "answers")],
+        {
+            "`constrained.py --target smollm2 --answers 100 --batch 4`": (
+                "{answers} answers"
+            ),
+            "parse": "{parsed}",
+            "different": "{different}",
+            "tokens": "{tokens:,}",
+            "rounds": "{rounds:,}",
+        },
+    ),
+    "processor_costs": table_rows.Table(
+        [("constrained.jsonl", "step")],
+        {
+            "`constrained.py --target smollm2 --answers 100 --batch 4`": (
+                "{way}, {processor}"
+            ),
+            "ms a step": "{ms:.2f}",
+            "times none (p10 to p90)": table_rows.RATIO.replace(".2f", ".3f"),
+        },
+    ),
     "batches": table_rows.Pivot(
         "`throughput.py --repeats 5`, with `--drafter ngram` too",
         [("throughput.jsonl", "throughput")],

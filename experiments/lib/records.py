@@ -134,12 +134,14 @@ class JsonLines:
         self.close()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends one row, and `common`; it is with the operating system on return.
+        """Appends one row, and of `common` what it does not say itself; it is with the
+        operating system on return.
 
         Raises:
           ValueError: a value that JSON lacks; the file is left as it was.
         """
-        line = json.dumps(to_json({**row, **self.common}, "row"), allow_nan=False)
+        whole = {**row, **self.common, **row}  # In the order of a row, then of all.
+        line = json.dumps(to_json(whole, "row"), allow_nan=False)
         if self.path is None or self._file is None:
             return
         if self._is_first and self.path.is_file():  # Not of a pipe or a device.

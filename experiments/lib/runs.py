@@ -23,6 +23,7 @@ from spec_jax.drafters import oracle
 from spec_jax.engine import (
     baseline,
     checks,
+    requests as requests_lib,
     round as round_lib,
     scheduler as scheduler_lib,
     state as states,
@@ -165,7 +166,7 @@ def make_scheduler(
 
 def make_request(
     lm: loading.LanguageModel, settings: Settings, prompt: list[int]
-) -> scheduler_lib.Request:
+) -> requests_lib.Request:
     """Returns a prompt's request; that of a drafter that is told the text of decoding
     has it, made here."""
     known = None
@@ -178,7 +179,7 @@ def make_request(
         known = forced_drafter.never_kept(
             lm.drafter_params, text, size=settings.capacity
         )
-    return scheduler_lib.Request(
+    return requests_lib.Request(
         prompt=prompt,
         max_tokens=settings.gen_tokens,
         gamma=settings.gamma,
@@ -215,7 +216,7 @@ def run_speculative(
     finished = time.perf_counter()
     checks.check_refused([state.cache, state.memory])
     checks.check_pages(state.slots.status, state.slots.length, state.cache)
-    slot = scheduler_lib.slot_of(jax.device_get(state.slots), 0)
+    slot = requests_lib.slot_of(jax.device_get(state.slots), 0)
     return as_run(
         slot,
         vocab_size=lm.target.config.vocab_size,
@@ -234,7 +235,7 @@ def as_run(
     """
     with contextlib.suppress(FloatingPointError):
         checks.check_slot(slot, vocab_size=vocab_size)
-    tokens, origins = scheduler_lib.generated(slot), np.asarray(slot.origins)
+    tokens, origins = requests_lib.generated(slot), np.asarray(slot.origins)
     return Speculative(
         tokens=tokens,
         origins=[states.Origin(o) for o in origins if o != states.Origin.PROMPT],
@@ -268,13 +269,13 @@ def run_batch(
         finished.append(one)
         after_prompt()
     seconds = time.perf_counter() - started
-    total = sum(len(scheduler_lib.generated(one.slot)) for one in finished)
+    total = sum(len(requests_lib.generated(one.slot)) for one in finished)
     return [
         as_run(
             one.slot,
             vocab_size=one.vocab_size,
             prefill_s=0.0,
-            decode_s=seconds * len(scheduler_lib.generated(one.slot)) / total,
+            decode_s=seconds * len(requests_lib.generated(one.slot)) / total,
         )
         for one in sorted(finished, key=lambda one: one.number)
     ]

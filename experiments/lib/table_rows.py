@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.lib import files
+from spec_jax.debug import evidence
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -31,6 +32,12 @@ def rows_of(pattern: str, *kinds: str) -> list[Row]:
         for row in files.read_rows(path).values()
         if row.get("kind") in kinds
     ]
+
+
+def is_equal(row: Row) -> bool:
+    """Whether all that a cell of `constrained.py --table` compares is equal."""
+    equal = {row[what] for what in evidence.WHATS}
+    return not row["nonfinite"] and equal == {row["prompts"]}
 
 
 def text_of(cell: Cell, row: Row) -> str:

@@ -19,7 +19,7 @@ Any tree is lossless under the rule "coupled", and one of a fixed shape under
 import dataclasses
 import functools
 import pathlib
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -124,16 +124,14 @@ class SlotBlock(features_lib.SlotReader):
                 "once: take a drafter with smaller blocks, or 'xla' or 'native'"
             )
 
-    def init(
-        self, *, capacity: int, page_size: int, num_pages: int | None = None
-    ) -> features_lib.ReaderMemory:
+    def init(self, **sizes: Any) -> features_lib.ReaderMemory:
         """Allocates an empty cache with room for a block after each text, and rings."""
         size = self.drafter.head.block_size
-        if num_pages is not None:
-            num_pages += self.num_slots * index.pages_for(size, page_size)
-        return super().init(
-            capacity=capacity + size, page_size=page_size, num_pages=num_pages
-        )
+        sizes["capacity"] += size
+        if sizes.get("num_pages") is not None:
+            pages = index.pages_for(size, sizes["page_size"])
+            sizes["num_pages"] += self.num_slots * pages
+        return super().init(**sizes)
 
     def propose(
         self,

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Int
 from spec_jax import compilation, pytree
 from spec_jax.drafters import draw, slots
 from spec_jax.engine import (
+    held as held_lib,
     processing as processing_lib,
     protocols,
     rows as rows_lib,
@@ -87,13 +88,14 @@ class SlotDraftModel(slots.OfSlots):
     def _rows(self) -> rows_lib.SlotRows:
         return rows_lib.SlotRows(model=self.drafter.model, num_slots=self.num_slots)
 
-    def init(
-        self, *, capacity: int, page_size: int, num_pages: int | None = None
-    ) -> protocols.Memory:
-        """Allocates an empty cache; raises as `SlotRows.new_cache`."""
-        return slots.new_cache(
-            self._rows, capacity=capacity, page_size=page_size, num_pages=num_pages
-        )
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the cache has pages that slots can share."""
+        return self.drafter.model.cache == "paged"
+
+    def init(self, **sizes: Any) -> protocols.Memory:
+        """Allocates an empty cache; takes and raises as `SlotRows.new_cache`."""
+        return slots.new_cache(self._rows, **sizes)
 
     def prefill(
         self,
@@ -102,9 +104,18 @@ class SlotDraftModel(slots.OfSlots):
         prompt: list[int],
         *,
         slot: int,
+        begun: held_lib.Begun | None = None,
     ) -> protocols.Memory:
         """Writes the K/V of the prompt but for its last token. Donates `memory`."""
-        return self._rows.prefill(params, memory, prompt, slot=slot)
+        length = 0
+        if begun is not None:
+            # Products of a whole prompt have bits of their own for each length.
+            if begun.is_whole or self._rows.prefills_by_rows:
+                length = begun.length
+            memory = slots.begin(self._rows, memory, begun, slot=slot, length=length)
+        if length and length == len(prompt) - 1:
+            return memory
+        return self._rows.prefill(params, memory, prompt, slot=slot, begun=length)
 
     def propose(
         self,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,11 @@ from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
 from spec_jax.drafters import draft_slots, draw, slots, tree_shapes
-from spec_jax.engine import processing as processing_lib, protocols
+from spec_jax.engine import (
+    held as held_lib,
+    processing as processing_lib,
+    protocols,
+)
 from spec_jax.model import params as params_lib
 from spec_jax.paging import cache as paged
 
@@ -43,11 +47,9 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
     def _tree(self) -> tree_shapes.AnyTree:
         return cast(tree_shapes.AnyTree, self.drafter.tree)
 
-    def init(
-        self, *, capacity: int, page_size: int, num_pages: int | None = None
-    ) -> Memory:
-        """Allocates an empty cache; raises as `SlotRows.new_cache`."""
-        kv = super().init(capacity=capacity, page_size=page_size, num_pages=num_pages)
+    def init(self, **sizes: Any) -> Memory:
+        """Allocates an empty cache; takes and raises as `SlotRows.new_cache`."""
+        kv = super().init(**sizes)
         shape = self.num_slots, self._tree.num_columns
         return Memory(
             kv=kv,
@@ -58,12 +60,18 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         )
 
     def prefill(
-        self, params: params_lib.Params, memory: Memory, prompt: list[int], *, slot: int
+        self,
+        params: params_lib.Params,
+        memory: Memory,
+        prompt: list[int],
+        *,
+        slot: int,
+        begun: held_lib.Begun | None = None,
     ) -> Memory:
         """Writes the K/V of the prompt but for its last token. Donates `memory`."""
         if bool(memory.is_run.any()):
             memory = self._forget(memory)
-        kv = super().prefill(params, memory.kv, prompt, slot=slot)
+        kv = super().prefill(params, memory.kv, prompt, slot=slot, begun=begun)
         return memory.replace(kv=kv)
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

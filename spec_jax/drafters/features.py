@@ -21,7 +21,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree
 from spec_jax.drafters import draft_model, draw, slots as slots_lib
-from spec_jax.engine import protocols, rows as rows_lib, windows
+from spec_jax.engine import (
+    held as held_lib,
+    protocols,
+    rows as rows_lib,
+    windows,
+)
 from spec_jax.model import row_model
 from spec_jax.ops import bits
 from spec_jax.paging import allocator, cache as paged
@@ -196,25 +201,25 @@ class SlotReader(slots_lib.OfSlots):
             reach + RING_ROWS + tile + max(drafter.gamma_max, protocols.MAX_TREE_ROWS)
         )
 
-    def init(
-        self, *, capacity: int, page_size: int, num_pages: int | None = None
-    ) -> ReaderMemory:
-        """Allocates an empty cache, and empty rings."""
-        drafter, head = self.drafter, self.drafter.head
-        slots = rows_lib.SlotRows(model=drafter.model, num_slots=self.num_slots)
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the cache has pages that slots can share: a ring has not."""
+        return self.drafter.model.cache == "paged" and self._kept is None
+
+    @property
+    def _rows(self) -> rows_lib.SlotRows:
+        return rows_lib.SlotRows(model=self.drafter.model, num_slots=self.num_slots)
+
+    def init(self, **sizes: Any) -> ReaderMemory:
+        """Allocates an empty cache, as `SlotRows.new_cache`, and empty rings."""
+        head = self.drafter.head
         ring = empty(
             self.num_slots,
             size=RING_ROWS + self._rows_most,
             width=head.features_size,
             dtype=head.layer.dtype,
         )
-        kv = slots_lib.new_cache(
-            slots,
-            capacity=capacity,
-            page_size=page_size,
-            num_pages=num_pages,
-            kept=self._kept,
-        )
+        kv = slots_lib.new_cache(self._rows, kept=self._kept, **sizes)
         return ReaderMemory(kv=kv, ring=ring)
 
     def commit(
@@ -309,8 +314,15 @@ class SlotReader(slots_lib.OfSlots):
         *,
         slot: int,
         features: Float[Array, "T taps D"],
+        begun: held_lib.Begun | None = None,
     ) -> ReaderMemory:
         """Takes in the features of the prompt, except for the waiting ones."""
+        if begun is not None:
+            # The last one that is alike goes with a token that need not be.
+            length = begun.length - self.reads_tokens
+            how = {"slot": slot, "length": length}
+            kv = slots_lib.begin(self._rows, memory.kv, begun, **how)
+            memory = memory.replace(kv=kv)
         tokens = np.zeros((features.shape[0] + 1,), np.int32)
         tokens[: len(prompt)] = prompt
         end, slot_ = np.int32(len(prompt) - 1), np.int32(slot)

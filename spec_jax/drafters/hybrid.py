@@ -116,13 +116,14 @@ class SlotHybrid(slots_lib.OfSlots):
     def _draft(self) -> Any:
         return self.drafter.draft.for_slots(self.num_slots)
 
-    def init(
-        self, *, capacity: int, page_size: int, num_pages: int | None = None
-    ) -> protocols.Memory:
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the draft model does."""
+        return self._draft.shares_prompts
+
+    def init(self, **sizes: Any) -> protocols.Memory:
         """Allocates the draft model's empty cache."""
-        return self._draft.init(
-            capacity=capacity, page_size=page_size, num_pages=num_pages
-        )
+        return self._draft.init(**sizes)
 
     def prefill(
         self,
@@ -131,10 +132,10 @@ class SlotHybrid(slots_lib.OfSlots):
         prompt: list[int],
         *,
         slot: int,
-        **features: Array,
+        **handed: Any,
     ) -> protocols.Memory:
         """Takes the prompt into the draft model's cache. Donates `memory`."""
-        return self._draft.prefill(params.draft, memory, prompt, slot=slot, **features)
+        return self._draft.prefill(params.draft, memory, prompt, slot=slot, **handed)
 
     def propose(
         self,

@@ -5,15 +5,17 @@ all slots in each forward.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import compilation
-from spec_jax.engine import protocols, rows as rows_lib
+from spec_jax.engine import held as held_lib, protocols, rows as rows_lib
 from spec_jax.paging import cache as paged
 
 
@@ -58,10 +60,11 @@ def new_cache(
     *,
     capacity: int,
     page_size: int,
-    num_pages: int | None,
+    num_pages: int | None = None,
     kept: int | None = None,
+    **how: Any,
 ) -> paged.PagedKV:
-    """Returns a drafter's own empty cache; raises as `SlotRows.new_cache`.
+    """Returns a drafter's own empty cache; takes and raises as `SlotRows.new_cache`.
 
     Args:
       kept: positions of a slot that are needed at a time, its last ones; None: all.
@@ -71,13 +74,35 @@ def new_cache(
     positions = max(model.config.max_position_embeddings, size)
     config = dataclasses.replace(model.config, max_position_embeddings=positions)
     slots = dataclasses.replace(slots, model=dataclasses.replace(model, config=config))
+    how |= {"capacity": capacity, "page_size": page_size}
     if kept is not None and kept < capacity:
-        return slots.model.new_slots(
-            slots.num_slots, capacity=capacity, page_size=page_size, kept=kept
-        )
+        return slots.model.new_slots(slots.num_slots, kept=kept, **how)
     if slots.model.cache == "static":
         num_pages = None  # The number of the target's pages, which this one lacks.
-    return slots.new_cache(capacity=capacity, page_size=page_size, num_pages=num_pages)
+    return slots.new_cache(num_pages=num_pages, **how)
+
+
+def begin(
+    slots: rows_lib.SlotRows,
+    kv: paged.PagedKV,
+    begun: held_lib.Begun,
+    *,
+    slot: int,
+    length: int,
+) -> paged.PagedKV:
+    """Begins a slot with `length` positions of the prompt that `begun.source` holds.
+
+    The slot is empty; or it is the source itself, and keeps no more. Donates `kv`.
+    """
+    if begun.source == slot:
+        return _cut(slots, kv, np.int32(slot), np.int32(length))
+    return slots.share(kv, begun.source, slot, length) if length else kv
+
+
+@functools.partial(compilation.jit, static_argnums=0, donate_argnums=1)
+def _cut(slots, kv, slot, length):
+    is_slot = jnp.arange(slots.num_slots, dtype=jnp.int32) == slot
+    return slots.truncate(kv, jnp.zeros_like(kv.length) + length, asked=is_slot)
 
 
 @compilation.one_kernel

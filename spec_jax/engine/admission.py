@@ -36,7 +36,8 @@ def occupy(
 
     Args:
       kept: positions that the slot keeps, while the other slots' prompts may be asked
-        for: those keep their pages; None: nothing is kept.
+        for: those keep their pages, here and in a drafter that `shares_prompts`; None:
+        nothing is kept.
     """
     slots = state.slots
     one = states.begin_slot(
@@ -57,10 +58,12 @@ def occupy(
     zeros = jnp.zeros_like(slots.length)
     keeps = {} if kept is None else {"new_len": zeros + kept, "asked": is_slot}
     to_target = {"new_len": zeros, "asked": asked} | keeps
+    to_drafter = to_target if protocols.complete(drafter).shares_prompts else {}
+    length, asked = to_drafter.get("new_len", zeros) + 1, to_drafter.get("asked", asked)
     return state.replace(
         slots=occupied,
         cache=target.truncate(state.cache, **to_target),
-        memory=drafter.commit(draft_params, state.memory, zeros + 1, asked=asked),
+        memory=drafter.commit(draft_params, state.memory, length, asked=asked),
     )
 
 

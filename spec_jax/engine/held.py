@@ -17,6 +17,7 @@ class Begun:
 
     source: int
     length: int
+    is_whole: bool  # the source's prompt has no other tokens before its last
     features: Any = None  # of the source's prompt, for a drafter that reads them
 
 
@@ -45,8 +46,12 @@ class Held:
         best = max(lengths, key=lambda n: (lengths[n], n != slot), default=slot)
         if not lengths.get(best):
             return None
+        length = lengths[best]
         return Begun(
-            source=best, length=lengths[best], features=self.features.get(best)
+            source=best,
+            length=length,
+            is_whole=length == len(wanted) == len(self.prompts[best]),
+            features=self.features.get(best),
         )
 
     def put(self, slot: int, prompt: list[int], *, features: Any, shared: int) -> None:

@@ -220,6 +220,13 @@ class Drafter:
         before the first token that it forbids."""
         return False
 
+    @pytree.optional
+    def shares_prompts(self) -> bool:
+        """Whether a slot can begin with what another took in of the same prompt: `init`
+        of slots has a keyword `shares`, and `prefill` of them one `begun`, a
+        `held.Begun`. Otherwise every slot takes in its own."""
+        return False
+
     def for_rule(self, rule: rule_lib.Rule) -> Any:
         """Returns the drafter that draws as a rule of acceptance wants it."""
         del rule

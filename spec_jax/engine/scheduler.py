@@ -32,11 +32,6 @@ from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
 
 
-Request = requests_lib.Request
-Finished = requests_lib.Finished
-generated, slot_of = requests_lib.generated, requests_lib.slot_of
-
-
 def _check_policy(policy: Any, drafter: protocols.SlotDrafter) -> None:
     """Raises `ValueError` for a policy that does not fit the drafter's proposals."""
     name = type(policy).__name__
@@ -70,8 +65,8 @@ class Scheduler:
       policy_state: the first state of the gamma policy, for every request; or for the
         first of each slot, where the policy goes on: `policy.keeps_state`.
       shares: whether a request begins with the pages of a slot whose prompt begins
-        alike, in place of a prefill; of a `rows.SlotRows` on a paged cache. Drafters
-        take in every prompt themselves.
+        alike, in place of a prefill; of a `rows.SlotRows` on a paged cache. So does the
+        drafter, if it `shares_prompts`.
 
     Raises:
       ValueError: a size below one, a page of more positions than the model has, fewer
@@ -148,10 +143,14 @@ class Scheduler:
         return index.pages_for(self.capacity, self.page_size) * self.page_size
 
     @property
+    def _drafter_shares(self) -> bool:
+        return self.shares and protocols.complete(self.drafter).shares_prompts
+
+    @property
     def _stop_size(self) -> int:
         return max(1, len(self.stop_ids), self.num_stop or 0)
 
-    def check(self, request: Request) -> None:
+    def check(self, request: requests_lib.Request) -> None:
         """Raises `ValueError` for a request that no slot could ever take."""
         checks.check_prompt(
             request.prompt,
@@ -181,7 +180,7 @@ class Scheduler:
                 "pages or generate fewer tokens"
             )
 
-    def _pages(self, request: Request) -> int:
+    def _pages(self, request: requests_lib.Request) -> int:
         """Returns the most pages that a request comes to hold."""
         limit, _ = checks.limit_of(
             len(request.prompt), request.max_tokens, self.slot_capacity
@@ -208,7 +207,9 @@ class Scheduler:
             "page_size": self.page_size,
             "num_pages": self.num_pages,
         }
-        shares = {"shares": True} if self.shares else {}  # Few targets know of it.
+        # Few targets and drafters know of it.
+        shares = {"shares": True} if self.shares else {}
+        drafter_shares = shares if self._drafter_shares else {}
         return states.State(
             slots=states.empty_slots(
                 num_slots=self.target.num_slots,
@@ -220,7 +221,7 @@ class Scheduler:
                 policy=self.policy_state,
             ),
             cache=self.target.new_cache(**sizes, **shares),
-            memory=self.drafter.init(**sizes),
+            memory=self.drafter.init(**sizes, **drafter_shares),
             processing=None if one is None else processing_lib.of_slots(one, slots),
         )
 
@@ -239,7 +240,7 @@ class Scheduler:
         self,
         state: states.State,
         slot: int,
-        request: Request,
+        request: requests_lib.Request,
         *,
         refills: bool = True,
         held: held_lib.Held | None = None,
@@ -312,6 +313,8 @@ class Scheduler:
         to_drafter: dict[str, Any] = {"slot": slot}
         if protocols.taps_of(self.drafter):
             to_drafter["features"] = features
+        if begun is not None and self._drafter_shares:
+            to_drafter["begun"] = begun
         memory = self.drafter.prefill(draft_params, state.memory, prompt, **to_drafter)
         if held is not None:
             shared = 0 if begun is None else begun.length
@@ -327,7 +330,9 @@ class Scheduler:
             by_rows = self.target.prefills_by_rows
         return held_lib.Held(by_rows=by_rows)
 
-    def check_all(self, requests: Sequence[Request]) -> processor_lib.Processor | None:
+    def check_all(
+        self, requests: Sequence[requests_lib.Request]
+    ) -> processor_lib.Processor | None:
         """Returns the processor of the first request, if any.
 
         Raises:
@@ -347,7 +352,7 @@ class Scheduler:
                 processor_lib.check_same(first, one)
         return first
 
-    def begin(self, *requests: Request) -> states.State:
+    def begin(self, *requests: requests_lib.Request) -> states.State:
         """Returns the state of requests in the first slots, the others empty.
 
         Raises:
@@ -368,13 +373,13 @@ class Scheduler:
 
     def run(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[requests_lib.Request],
         *,
         state: states.State | None = None,
         rounds_per_call: int = 1 << 30,
         keep: Callable[[states.State, int], Any] = lambda state, slot: None,
         ends: ends_lib.Ends | None = None,
-    ) -> Iterator[Finished]:
+    ) -> Iterator[requests_lib.Finished]:
         """Generates all requests, and yields each when it ends.
 
         Args:
@@ -424,9 +429,9 @@ class Scheduler:
             if ends is not None:
                 state, slots = ends_lib.apply(state, slots, running, ends)
             for number, slot in _ended(slots, running):
-                yield Finished(
+                yield requests_lib.Finished(
                     number=number,
-                    slot=slot_of(slots, slot),
+                    slot=requests_lib.slot_of(slots, slot),
                     vocab_size=self.vocab_size,
                     kept=keep(state, slot),
                     shared=0 if held is None else held.shared[slot],

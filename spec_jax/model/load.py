@@ -116,6 +116,7 @@ def load(
     def read(
         leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts
     ) -> weights_lib.Weight:
+        """Reads one weight, as `impl` has it; its buffer is free on return."""
         weight: weights_lib.Weight
         if config.is_bytes and len(leaf.shape) == 2:
             weight = byte_weights.assemble(leaf, sources, entries)

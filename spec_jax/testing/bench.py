@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 
 from spec_jax import algorithms
-from spec_jax.engine import protocols, scheduler
+from spec_jax.engine import protocols, requests as requests_lib
 from spec_jax.model import (
     config as config_lib,
     params as params_lib,
@@ -73,9 +73,9 @@ class Bench:
         gamma: int,
         max_tokens: int,
         stop_ids: tuple[int, ...],
-    ) -> scheduler.Request:
+    ) -> requests_lib.Request:
         """Returns a request of the prompt."""
-        return scheduler.Request(
+        return requests_lib.Request(
             prompt=list(prompt), max_tokens=max_tokens, gamma=gamma, stop_ids=stop_ids
         )
 
@@ -119,7 +119,7 @@ class Bench:
         self,
         drafter: protocols.SlotDrafter,
         params: protocols.Params,
-        requests: Sequence[scheduler.Request],
+        requests: Sequence[requests_lib.Request],
     ) -> list[list[int]]:
         """Returns each request's prompt and what rounds write after it.
 

@@ -11,7 +11,7 @@ import pytest
 from decoding import MIXED, SMALL, Ask, Status
 
 from spec_jax import testing
-from spec_jax.engine import scheduler as scheduler_lib
+from spec_jax.engine import requests as requests_lib, scheduler as scheduler_lib
 
 
 NUM_SLOTS = 3
@@ -194,7 +194,7 @@ def test_stop_tokens_of_the_scheduler_are_the_default():
         scheduler.check(dataclasses.replace(default, stop_ids=(1, 2, 3)))
 
 
-def changed(**changes) -> scheduler_lib.Request:
+def changed(**changes) -> requests_lib.Request:
     return dataclasses.replace(Ask().request(), **changes)
 
 

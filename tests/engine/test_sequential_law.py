@@ -24,6 +24,7 @@ from spec_jax import loading
 from spec_jax.drafters import each
 from spec_jax.engine import (
     processing,
+    requests as requests_lib,
     round as round_lib,
     rows,
     scheduler as scheduler_lib,
@@ -123,7 +124,7 @@ def first_tokens(lm, prompt, *, rule, num_slots=1, processor=None):
         rule=rule,
     )
     scheduler = scheduler_lib.Scheduler(speculator=speculator, **SIZES)
-    request = scheduler_lib.Request(
+    request = requests_lib.Request(
         prompt=prompt,
         max_tokens=8,
         gamma=lm.gamma_max,

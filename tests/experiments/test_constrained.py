@@ -8,6 +8,7 @@ import pytest
 
 import spec_jax as sj
 from experiments import constrained
+from experiments.lib import table_rows
 from spec_jax.engine import processing
 
 
@@ -54,7 +55,7 @@ CELLS = [
 @pytest.mark.parametrize(("name", "shape", "temperature"), CELLS)
 def test_rounds_are_decoding(lm, name, shape, temperature):
     row = compared(lm, name, shape, temperature)
-    assert constrained.is_equal(row) and row["tokens_compared"] == 12 * row["prompts"]
+    assert table_rows.is_equal(row) and row["tokens_compared"] == 12 * row["prompts"]
 
 
 def test_the_table_has_every_processor(lm):
@@ -65,7 +66,7 @@ def test_a_difference_is_told(lm, monkeypatch):
     """Planted: what is committed changes no state. Pages of another size are another
     program."""
     monkeypatch.setattr(processing, "commit", lambda processing, *_: processing)
-    assert not constrained.is_equal(
+    assert not table_rows.is_equal(
         compared(lm, "JSON schema", "chain", 0.7, page_size=9)
     )
 

@@ -94,6 +94,17 @@ def test_an_extra_that_is_not_installed_is_named(script, lacking, extra):
     assert ended.stderr.splitlines() == [words]
 
 
+def test_a_row_says_its_own_of_what_all_have(tmp_path):
+    """Fails if the flag of a run replaces what one of its rows is of."""
+    path = tmp_path / "rows.jsonl"
+    with records.JsonLines(path) as out:
+        out.common = {"temperature": 1.0, "seed": 3}
+        out.write({"kind": "cell", "temperature": 0.0})
+    (row,) = rows_of(path)
+    assert row == {"kind": "cell", "temperature": 0.0, "seed": 3}
+    assert list(row) == ["kind", "temperature", "seed"]
+
+
 def test_rows_are_in_the_file_when_write_returns(tmp_path):
     """And old rows stay until the first new one; a value that JSON lacks is no row."""
     path = tmp_path / "a.jsonl"

@@ -22,7 +22,12 @@ from experiments.lib import (
     works,
 )
 from spec_jax import loading
-from spec_jax.engine import baseline, round as round_lib, scheduler, state as states
+from spec_jax.engine import (
+    baseline,
+    requests as requests_lib,
+    round as round_lib,
+    state as states,
+)
 from spec_jax.model import params as params_lib, row_model
 
 
@@ -133,7 +138,7 @@ def test_every_call_does_the_steps_that_it_is_divided_by(lm, monkeypatch):
         monkeypatch.setattr(module, "generate", wrapped)
 
     keep(baseline, lambda state: (state.status, state.num_steps, state.length))
-    keep(round_lib, lambda state: of_round(scheduler.slot_of(state.slots, 0)))
+    keep(round_lib, lambda state: of_round(requests_lib.slot_of(state.slots, 0)))
     # The draft drafts for itself: every round is as long as it can be.
     target = dataclasses.replace(lm.drafter.model, slab=GAMMA + 1)
     lm = dataclasses.replace(lm, target=target, params=lm.drafter_params)
@@ -188,7 +193,7 @@ def test_tokens_and_keys_that_differ_are_told(lm):
     runs = forced_rounds.make_runs(lm, start=8, generated=4, page_size=16)
     trace = np.asarray(runs.plain().once().tokens)
     spec = runs.rounds(trace, np.full(trace.shape, GAMMA, np.int32), GAMMA).once()
-    slot = scheduler.slot_of(spec.slots, 0)
+    slot = requests_lib.slot_of(spec.slots, 0)
     row = forced_rounds.counts(runs, trace, slot, 0)
     assert row["matched"] and row["equal"] and row["acceptance_rate"] == 1
     row = forced_rounds.counts(runs, (trace + 1) % 256, slot, 0)

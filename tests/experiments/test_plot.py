@@ -23,6 +23,7 @@ NUMBERS = {
     "divergence": "cells",
     "sweep_positions": "conditional_acceptance",
     "sweep_contexts": "mean_accepted_length",
+    "drift": "acceptance_rate",
 }
 """A number of each published figure."""
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings as hypothesis_settings, strategies as st
 from experiments.lib import trace as trace_lib
 from spec_jax import testing
 from spec_jax.drafters import draft_model, ngram
-from spec_jax.engine import scheduler as scheduler_lib
+from spec_jax.engine import requests as requests_lib
 
 
 MAX_TOKENS = 40
@@ -37,7 +37,7 @@ def scheduler(drafter=None, *, live=False, draft_params=None, num_slots=1):
     return SETTING.scheduler(drafter, **shared, **changes)
 
 
-def request_of(ask: Ask, text=None, *, drafts=None) -> scheduler_lib.Request:
+def request_of(ask: Ask, text=None, *, drafts=None) -> requests_lib.Request:
     """The sequence's request, with its trace, and drafts right by its `run`."""
     text = truth(ask.sampling) if text is None else text
     if drafts is None:

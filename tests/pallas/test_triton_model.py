@@ -14,7 +14,14 @@ from model import test_families as families_lib, test_rows as rows_lib
 
 from spec_jax import testing
 from spec_jax.drafters import draft_model, each
-from spec_jax.engine import baseline, checks, round as round_lib, rows, scheduler
+from spec_jax.engine import (
+    baseline,
+    checks,
+    requests as requests_lib,
+    round as round_lib,
+    rows,
+    scheduler,
+)
 from spec_jax.model import params as params_lib, row_model
 from spec_jax.ops import projection
 from spec_jax.paging import cache
@@ -165,12 +172,12 @@ def run_rounds(pair, draft_params, gamma, sampling, rule="coupled"):
         rule=rule,
     )
     slots = scheduler.Scheduler(speculator=speculator, **SIZES_OF_CACHES)
-    request = scheduler.Request(
+    request = requests_lib.Request(
         prompt=PROMPT, max_tokens=MAX_TOKENS, gamma=gamma, sampling=sampling
     )
     state = slots.begin(request)
     state = round_lib.generate(speculator, state, max_rounds=jnp.int32(100))
-    slot = scheduler.slot_of(state.slots, 0)
+    slot = requests_lib.slot_of(state.slots, 0)
     checks.check_slot(slot, vocab_size=target.config.vocab_size)
     checks.check_refused([state.cache, state.memory])
     cache.check_integrity(state.cache)
