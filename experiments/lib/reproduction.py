@@ -180,6 +180,12 @@ evaluation.jsonl | | totals
 smollm2.jsonl | summary
   spec_round {real} --drafter eagle3 --gen-tokens 256 --prompts <{set}:6 --gamma 4;
     {turns}:4 --gamma 4; {turns}:4 --tree 4x6:15@0.6>
+smollm2_q8_0.jsonl | summary, throughput
+  spec_round {real} --weights q8_0 --drafter eagle3 --gen-tokens 256 --prompts <
+    {set}:6 --gamma 4; {turns}:4 --gamma 4; {turns}:4 --tree 4x6:15@0.6;
+    {set}:6 --gamma 4 --draft-weights q8_0; {turns}:4 --gamma 4 --draft-weights q8_0>
+  throughput {real} --weights q8_0 --drafter eagle3 --batch 4 --gamma 4 --repeats 3
+    --prompts {set}:8
 contexts.jsonl
   sweep {real} --drafter eagle3,ngram --gamma 4 --context 128,512,2048,6144
     --gen-tokens 64 --prompts {long}:24@0
@@ -202,6 +208,9 @@ CERTIFICATES = """
 certificates/smollm2_native_bfloat16.json
   exactness --target smollm2 --drafter eagle3 --product --tree none,4x6:15 --gamma 4
     {drawn} --gamma-policy fixed {kind} --isa avx2 {short}
+certificates/smollm2_native_q8_0.json
+  exactness --target smollm2 --weights q8_0 --drafter eagle3 --product
+    --tree none,4x6:15 --gamma 4 {drawn} --gamma-policy fixed {kind} --isa avx2 {short}
 certificates/dspark_native_bfloat16.json
   exactness --drafter dspark --product --tree none,4x6:15 --gamma 4,7 {drawn}
     --gamma-policy fixed {kind} {short}
