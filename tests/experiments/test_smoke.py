@@ -15,6 +15,7 @@ SIZES = {
     "constrained": f"{PAIR} --gen-tokens 130 --answers 3 --batch 2 --repeats 1",
     "sweep": f"{PAIR} --gen-tokens 6 --prompts 2",
     "plan": "--gen-tokens 6 --gamma 1 --prompts 2 --repeats 1 --cost-repeats 1",
+    "perplexity": "--window 8 --windows 2 --prompts 3",
     "latency": "--contexts 8 --steps 1 --repeats 1",
 }
 slow = pytest.mark.slow
@@ -60,6 +61,7 @@ RUNS = (
     ("sweep", f"--drafter draft-model,ngram --gamma 1 {BYTES}", MATCHED | FORMS),
     ("plan", f"{PAIR} {BYTES}", MATCHED | FORMS, slow),
     ("throughput", f"{PAIR} --batch 2 {BYTES}", {"prompts_equal": 3} | FORMS, slow),
+    ("perplexity", "--target {target}", {"weights": "q8_0", "tokens": 2 * 3}),
     ("latency", f"{HEAD} dspark {BYTES}",
      {"matched": True, "differing_kv": 0} | FORMS, slow),
     # Heads and presets of random weights, at an acceptance that is forced.
