@@ -57,7 +57,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def of_form(args: argparse.Namespace, text: str, form: str | None) -> dict:
-    """Returns the scores of the text's windows: the row, and `chosen` tokens."""
+    """Returns the scores of the text's windows: the row, with the `log_probs` of all
+    tokens, and those that are `chosen`."""
     lm = loading.load(
         args.target, drafter="ngram", dtype=args.dtype, weights=form, impl=args.impl
     )
@@ -83,8 +84,7 @@ def of_form(args: argparse.Namespace, text: str, form: str | None) -> dict:
         "native_isa": dispatch.instruction_set(lm.target.impl),
         "tokens": log_probs.size,
         "perplexity": float(np.exp(-log_probs.mean())),
-        # A standard error of its logarithm, as if tokens were independent.
-        "error": float(log_probs.std() / np.sqrt(log_probs.size)),
+        "log_probs": log_probs,
         "chosen": np.concatenate([one.top_tokens[:, 0] for one in found]),
     }
 
@@ -94,10 +94,13 @@ def rows(args: argparse.Namespace, text: str) -> Iterator[dict]:
     dense = None
     for form in FORMS:
         row = of_form(args, text, form)
-        chosen = row.pop("chosen")
-        dense = dense or (row["perplexity"], chosen)
-        row["ratio"] = row["perplexity"] / dense[0]
-        row["same_choice"] = float(np.mean(chosen == dense[1]))
+        own = row.pop("log_probs"), row.pop("chosen")
+        dense = dense or own
+        less = dense[0] - own[0]
+        row["ratio"] = float(np.exp(less.mean()))
+        # A standard error, as if tokens were independent.
+        row["ratio_error"] = float(less.std() / np.sqrt(less.size))
+        row["same_choice"] = float(np.mean(dense[1] == own[1]))
         yield row
     if args.gguf is None:
         return
@@ -125,7 +128,9 @@ def run(args: argparse.Namespace) -> int:
         out.common = {"prompt_source": args.prompts, **records.provenance()}
         for row in rows(args, text):
             out.write(row)
-            ratio = f", {row['ratio']:.4f} x dense" if "ratio" in row else ""
+            ratio = ""
+            if "ratio" in row:
+                ratio = f", {row['ratio']:.4f} x dense +- {row['ratio_error']:.4f}"
             console.print(f"{row['weights']}: {row['perplexity']:.4f}{ratio}")
     return 0
 

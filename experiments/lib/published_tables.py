@@ -199,7 +199,7 @@ TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
         {
             "`python experiments/perplexity.py --target smollm2`": "{weights}",
             "perplexity": "{perplexity:.3f}",
-            "of the dense one's": "{ratio:.4f}",
+            "of the dense one's": "{ratio:.4f} +- {ratio_error:.4f}",
             "same greedy choice": "{same_choice:.1%}",
         },
     ),
