@@ -89,6 +89,7 @@ def load(args: argparse.Namespace) -> models.Drafters:
         gamma_max=max(args.gamma),
         dtype=args.dtype,
         weights=args.weights,
+        draft_weights=args.draft_weights,
         impl=args.impl,
     )
     words = prompts_lib.with_options(args, lm.tokenizer)

@@ -166,6 +166,7 @@ def load(
     tree: tree_shapes.AnyTree | str | None = None,
     dtype: str | None = None,
     weights: str | None = None,
+    draft_weights: str | None = None,
     impl: Impl = "auto",
     cache: row_model.CacheKind = "paged",
     slab: int | None = None,
@@ -200,6 +201,7 @@ def load(
       weights: of the target: "q8_0" rounds its matrices to eight bits, in blocks of 32
         with a scale each, which is another model, read in half the time; those of a
         GGUF file of Q8_0 are taken as they are. None: as its folder has them.
+      draft_weights: of the drafter, likewise: it drafts a little otherwise, and faster.
       impl: kernels, see `ops.dispatch`: "auto" takes the fastest that runs here.
       cache: "paged" or "static", of both models.
       slab: rows of every call of the target, on which bits depend; None: 8, or
@@ -213,11 +215,13 @@ def load(
       ValueError: what cannot be used, or models that do not fit together.
       NotImplementedError: an implementation, or a mesh, that cannot run the models.
     """
+    config_lib.check_form("draft_weights", draft_weights or "dense")
     if drafter == "auto":
         drafter = default_drafter(target, draft, is_tree=tree is not None)
     folders = _folders_of(target, draft, drafter)
     words = tokenizer.load(folders[0])
-    impls, entries = _agreed(folders, words, dtype=dtype, weights=weights, impl=impl)
+    forms = weights, draft_weights
+    impls, entries = _agreed(folders, words, dtype=dtype, forms=forms, impl=impl)
     model, params = _load_rows(
         folders[0],
         dtype=dtype,
@@ -236,6 +240,7 @@ def load(
         draft=draft,
         gamma_max=gamma_max,
         dtype=dtype,
+        weights=draft_weights,
         impl=impls[-1],
         cut_draft=cut_draft,
     )
@@ -260,6 +265,7 @@ def drafter_parts(
     draft: str | pathlib.Path | None,
     gamma_max: int,
     dtype: str | None,
+    weights: str | None = None,
     impl: str | None = None,
     cut_draft: bool = False,
 ) -> registry.Parts:
@@ -269,6 +275,7 @@ def drafter_parts(
       words: the target's tokenizer, in whose vocabulary a draft model drafts.
       folder: of the target; None: the embedded one.
       draft, gamma_max, dtype, cut_draft: as in `load`.
+      weights: as its `draft_weights`.
       impl: of a draft model, resolved; None: the target's.
     """
     return registry.Parts(
@@ -280,6 +287,7 @@ def drafter_parts(
             words,
             gamma_max=gamma_max,
             dtype=dtype,
+            weights=weights,
             impl=impl or target.impl,
             cache=target.cache,
             vocab_size=target.config.vocab_size,
@@ -292,6 +300,7 @@ def drafter_parts(
         has_draft=_draft_folder(folder, draft) is not None,
         heads=heads_for(folder),
         dtype=dtype,
+        weights=weights,
     )
 
 
@@ -324,16 +333,20 @@ def _agreed(
     words: tokenizer.Tokenizer,
     *,
     dtype: str | None,
-    weights: str | None,
+    forms: tuple[str | None, str | None],
     impl: Impl,
 ) -> tuple[list[str], int | None]:
     """Returns the implementation of each model, and the entries of their vocabularies
-    that are loaded: see `entries`."""
+    that are loaded: see `entries`.
+
+    Args:
+      forms: weights of the target and of the drafter.
+    """
     resolved = dispatch.resolve(impl)
-    of_target = config_lib.read(
-        folders[0] / "config.json", dtype=dtype, weights=weights
-    )
-    of_others = [config_lib.read(x / "config.json", dtype=dtype) for x in folders[1:]]
+    of_target, *of_others = [
+        config_lib.read(folder / "config.json", dtype=dtype, weights=form)
+        for folder, form in zip(folders, forms, strict=False)
+    ]
     impls = [
         families.runnable(config, resolved, is_named=impl != "auto")
         for config in (of_target, *of_others)
@@ -401,6 +414,7 @@ def load_draft(
     gamma_max: int,
     dtype: str | None,
     impl: str,
+    weights: str | None = None,
     cache: row_model.CacheKind = "paged",
     vocab_size: int | None = None,
     layout: shard.Layout | None = None,
@@ -412,6 +426,7 @@ def load_draft(
       target_tokenizer: in whose vocabulary it drafts; where it has another, the tokens
         that both have.
       impl: a resolved implementation.
+      weights: one of `config.WEIGHTS`; None: as its folder has them.
       vocab_size: entries that are loaded, see `model.load.load`.
       layout: of the target; each of its devices has the whole draft model, unless it
         `is_cut` as the target is.
@@ -428,6 +443,7 @@ def load_draft(
     model, params = _load_rows(
         folder,
         dtype=dtype,
+        weights=weights,
         impl=impl,
         slab=DRAFT_SLAB,
         cache=cache,

@@ -33,6 +33,7 @@ FLAGS: Mapping[str, str] = {
     "weights": """
         --weights FORM  of the target: q8_0 is eight bits (default: as its folder)
         """,
+    "draft-weights": "--draft-weights FORM  of the drafter, likewise",
     "impl": "--impl IMPL=auto  kernels",
     "isa": """
         --isa ISA  instruction set of native kernels, which decides bits (default:
@@ -126,7 +127,7 @@ FLAGS: Mapping[str, str] = {
 """Texts of `cli.add`, by name; words in braces are keywords of `add`."""
 
 SETS = {
-    "models": "target draft dtype weights impl isa",
+    "models": "target draft dtype weights draft-weights impl isa",
     "mesh": "devices segments",
     "policy": "gamma-policy schedule",
 }

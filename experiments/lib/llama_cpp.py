@@ -23,6 +23,8 @@ BENCH, PLAIN, SPECULATIVE = PROGRAMS = (
     "llama-speculative-simple",
 )
 
+PERPLEXITY = "llama-perplexity"
+
 SPEC_TYPES = {
     "ngram": "ngram-simple",
     "eagle3": "draft-eagle3",
@@ -197,6 +199,28 @@ def bench(
     if set(found) != {f"pp{n}" for n in prompts} | {f"tg{tokens}"}:
         raise Unreadable(program, done.stdout)
     return found, told
+
+
+def perplexity(
+    build: Build,
+    model: pathlib.Path,
+    text: pathlib.Path,
+    *,
+    window: int,
+    windows: int,
+) -> dict[str, float]:
+    """Returns the `perplexity` of a text's windows, of each the second half.
+
+    Args:
+      window: tokens.
+      windows: at most.
+    """
+    program = str(build.folder / PERPLEXITY)
+    command = [program, "-m", str(model), "-f", str(text), "-c", str(window)]
+    command += ["--chunks", str(windows), "-t", str(build.threads)]
+    done = _run(build, command, name=program)
+    patterns = {"perplexity": rf"Final estimate: PPL{_NUMBER}"}
+    return _numbers(program, done.stdout + done.stderr, patterns)
 
 
 def complete(

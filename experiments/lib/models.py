@@ -39,6 +39,7 @@ def load(
         slab=gamma_max + 1,
         dtype=args.dtype,
         weights=args.weights,
+        draft_weights=args.draft_weights,
         impl=args.impl,
         cache=cache,
         **_mesh(args),
@@ -110,6 +111,7 @@ def _parts(
         draft=args.draft,
         gamma_max=gamma_max,
         dtype=args.dtype,
+        weights=args.draft_weights,
     )
 
 
@@ -249,6 +251,8 @@ def describe(
     }
     if lm.target.config.is_bytes:
         found["weights"] = lm.target.config.weights
+    if getattr(args, "draft_weights", None):
+        found["draft_weights"] = args.draft_weights
     if lm.target.layout is not None:
         found |= lm.target.layout.describe()
     names = ("page_size", "gen_tokens", "repeats", "temperature", "rule", "seed")

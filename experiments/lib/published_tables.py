@@ -57,6 +57,8 @@ def _flags_of(row: table_rows.Row) -> str:
         flags += f" --gamma-policy {row['gamma_policy']}"
     if row["batch"]:
         flags += f" --batch {row['batch']}"
+    if "draft_weights" in row:
+        flags += f" --draft-weights {row['draft_weights']}"
     if row["prompt_source"] != "50":
         flags += f" --prompts {row['prompt_source']}"
     return flags
@@ -145,6 +147,8 @@ def certificates() -> table_rows.Lines:
         "gsm8k_native_bfloat16": "... --prompts gsm8k/test.jsonl:50 --gen-tokens 64",
         "smollm2_native_bfloat16": "... --target smollm2 --isa avx2 --drafter eagle3 "
         f"--product --tree none,4x6:15 --gamma 4 {drawn}",
+        "smollm2_native_q8_0": "... --target smollm2 --weights q8_0 --isa avx2 "
+        f"--drafter eagle3 --product --tree none,4x6:15 --gamma 4 {drawn}",
         "dspark_native_bfloat16": "... --drafter dspark --product --tree none,4x6:15 "
         f"--gamma 4,7 {drawn}",
         "dspark_scheduled_native_bfloat16": "... --drafter dspark --product "
@@ -184,6 +188,20 @@ TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
     "real": table_rows.Table(
         [("smollm2.jsonl", "summary")],
         _heads("`python experiments/spec_round.py --target smollm2 --gen-tokens 256`"),
+    ),
+    "eight_bits": table_rows.Table(
+        [("smollm2_q8_0.jsonl", "summary")],
+        _heads("`spec_round.py --target smollm2 --weights q8_0 --gen-tokens 256`")
+        | {"plain, ms/token": "{baseline_e2e_tpot_ms:.2f}"},
+    ),
+    "perplexity": table_rows.Table(
+        [("perplexity_smollm2.jsonl", "perplexity")],
+        {
+            "`python experiments/perplexity.py --target smollm2`": "{weights}",
+            "perplexity": "{perplexity:.3f}",
+            "of the dense one's": "{ratio:.4f} +- {ratio_error:.4f}",
+            "same greedy choice": "{same_choice:.1%}",
+        },
     ),
     "evaluation": _evaluation(
         "`python experiments/sweep.py`",

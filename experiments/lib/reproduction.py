@@ -182,9 +182,12 @@ smollm2.jsonl | summary
     {turns}:4 --gamma 4; {turns}:4 --tree 4x6:15@0.6>
 smollm2_q8_0.jsonl | summary, throughput
   spec_round {real} --weights q8_0 --drafter eagle3 --gen-tokens 256 --prompts <
-    {set}:6 --gamma 4; {turns}:4 --gamma 4; {turns}:4 --tree 4x6:15@0.6>
+    {set}:6 --gamma 4; {turns}:4 --gamma 4; {turns}:4 --tree 4x6:15@0.6;
+    {set}:6 --gamma 4 --draft-weights q8_0; {turns}:4 --gamma 4 --draft-weights q8_0>
   throughput {real} --weights q8_0 --drafter eagle3 --batch 4 --gamma 4 --repeats 3
     --prompts {set}:8
+perplexity_smollm2.jsonl
+  perplexity {real} --prompts {long}:24@0 --windows 16
 contexts.jsonl
   sweep {real} --drafter eagle3,ngram --gamma 4 --context 128,512,2048,6144
     --gen-tokens 64 --prompts {long}:24@0

@@ -267,7 +267,7 @@ def load(
     """The models that flags name; `drafter` is None
     where a target is named alone."""
     sizes = {"gamma_max": gamma_max, "slab": slab, "dtype": dtype, "impl": args.impl}
-    sizes["weights"] = args.weights
+    sizes |= {"weights": args.weights, "draft_weights": args.draft_weights}
     if args.preset:
         names = (args.preset, args.draft_preset)
         head = getattr(args, "head", None)
@@ -307,6 +307,7 @@ def preset_lm(
     dtype: str | None,
     impl: str,
     weights: str | None = None,
+    draft_weights: str | None = None,
     as_shapes: bool = False,
     head: str | None = None,
     tree_rows: int | None = None,
@@ -316,15 +317,19 @@ def preset_lm(
     Those of a target or a draft are made once in a process.
 
     Args:
-      weights: of the target, as `loading.load` has them.
+      weights, draft_weights: as `loading.load` has them.
       as_shapes: no weights, but their shapes, for an `impl` that need not run here.
       head: one of `HEADS`, which drafts as many tokens as its published ones.
       tree_rows: of the trees of a head; None: it drafts chains.
     """
     configs = [read_config(preset, dtype=dtype) for preset in (name, draft) if preset]
-    configs[0] = dataclasses.replace(configs[0], weights=weights or "dense")
-    if configs[0].is_bytes and (as_shapes or head):
-        raise ValueError("--weights q8_0: not with --dry-run, nor with a --head")
+    forms = weights or "dense", draft_weights or "dense"
+    configs = [
+        dataclasses.replace(config, weights=form)
+        for config, form in zip(configs, forms, strict=False)
+    ]
+    if as_shapes and "q8_0" in forms:
+        raise ValueError("--weights q8_0: not with --dry-run")
     impl = impl if as_shapes else dispatch.resolve(impl)
     slabs = [row_model.slab_for(impl, n) for n in (slab, loading.DRAFT_SLAB)]
     models = [
@@ -339,7 +344,7 @@ def preset_lm(
     if head:
         config = head_config(head, configs[0])
         drafter = head_drafter(config, models[0], tree_rows=tree_rows)
-        draft_params = _head_weights(config, params[0], impl, as_shapes)
+        draft_params = _head_weights(config, params[0], impl, forms[1], as_shapes)
     elif draft:
         draft_params = params[1]
         drafter = draft_model.DraftModel(
@@ -376,7 +381,9 @@ def _weights(config: config_lib.ModelConfig, *, impl: str) -> params_lib.Params:
     return params_lib.prepare(made, impl)
 
 
-def _head_weights(config: Any, target: params_lib.Params, impl: str, as_shapes: bool):
+def _head_weights(
+    config: Any, target: params_lib.Params, impl: str, form: str, as_shapes: bool
+):
     """Random weights of a head, with the target's embedding and, if it has all of its
     tokens, its output matrix; or their shapes."""
     is_eagle3 = isinstance(config, eagle3_params.Eagle3Config)
@@ -391,7 +398,7 @@ def _head_weights(config: Any, target: params_lib.Params, impl: str, as_shapes: 
         shared["lm_head"] = target.head
     own = shapes.replace(**dict.fromkeys(shared))
     _check_noise(own, config.layer.dtype)
-    made = module.prepare(noise.of_shapes(own, seed=1), impl)
+    made = module.prepare(noise.of_shapes(own, seed=1), impl, form=form)
     return made.replace(**shared)
 
 

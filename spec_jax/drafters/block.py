@@ -389,17 +389,24 @@ def load(
     *,
     gamma_max: int,
     dtype: str | None = None,
+    weights: str | None = None,
 ) -> tuple[BlockDrafter, block_params.BlockParams]:
     """Reads a drafter, which drafts for this target with kernels as the target's.
 
     Args:
       gamma_max: the most tokens of a proposal; those of a block, if that has fewer.
+      weights: of its matrices, one of `config.WEIGHTS`; None: dense.
 
     Raises:
       ValueError: the folder is not of a block drafter for this target.
     """
     head, params = block_files.load(
-        folder, target.config, target_params, dtype=dtype, impl=target.impl
+        folder,
+        target.config,
+        target_params,
+        dtype=dtype,
+        impl=target.impl,
+        weights=weights,
     )
     drafter = BlockDrafter(
         head=head,

@@ -251,14 +251,23 @@ def load(
     *,
     gamma_max: int,
     dtype: str | None = None,
+    weights: str | None = None,
 ) -> tuple[Eagle3, eagle3_params.Eagle3Params]:
     """Reads a head, which drafts for this target with kernels as the target's.
+
+    Args:
+      weights: of its matrices, one of `config.WEIGHTS`; None: dense.
 
     Raises:
       ValueError: the folder is not of a head for this target.
     """
     head, params = eagle3_files.load(
-        folder, target.config, target_params, dtype=dtype, impl=target.impl
+        folder,
+        target.config,
+        target_params,
+        dtype=dtype,
+        impl=target.impl,
+        weights=weights,
     )
     drafter = Eagle3(
         head=head,

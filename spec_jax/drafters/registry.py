@@ -22,6 +22,7 @@ from spec_jax.engine import protocols
 from spec_jax.model import (
     block_dialects,
     eagle3_dialects,
+    families,
     head_dialects,
     load_shards,
     params as params_lib,
@@ -52,6 +53,7 @@ class Parts:
       heads: where the heads are that are shipped for the target, each in a folder of
         its drafter's name; None: none are, for this target.
       dtype: that was asked for; None: the one of each folder.
+      weights: of the drafter, likewise.
     """
 
     gamma_max: int
@@ -63,6 +65,7 @@ class Parts:
     has_draft: bool = True
     heads: pathlib.Path | None = None
     dtype: str | None = None
+    weights: str | None = None
 
     @property
     def impl(self) -> str:
@@ -112,12 +115,15 @@ def _reader(name: str, load: Callable[..., Built], parts: Parts) -> Built:
         target_params = load_shards.with_whole_head(
             target_params, parts.target.config, layout
         )
+    if parts.weights == "q8_0":
+        families.check_bytes(parts.weights, parts.target.impl)
     drafter, params = load(
         shipped_head(name, parts.heads) if parts.draft is None else parts.draft,
         parts.target,
         target_params,
         gamma_max=parts.gamma_max,
         dtype=parts.dtype,
+        weights=parts.weights,
     )
     if layout is not None:  # The features that it reads are on every device.
         params = jax.tree.map(layout.replicated, params)

@@ -42,6 +42,7 @@ def load(
     *,
     dtype: str | None = None,
     impl: str | None = None,
+    weights: str | None = None,
 ) -> tuple[block_params.BlockConfig, block_params.BlockParams]:
     """Reads a block drafter and checks that it is this target's.
 
@@ -50,6 +51,7 @@ def load(
         is its own, the output projection: the very arrays.
       dtype: of the weights, which must be the target's; None: that one.
       impl: a resolved implementation, for whose kernels the weights are prepared.
+      weights: "q8_0": matrices are then rounded to eight bits, but for the embedding.
 
     Raises:
       CheckpointError: as `block_dialects.read_config`; a tensor that is missing,
@@ -82,7 +84,9 @@ def load(
             )
     given["hot"] = head_files.read_hot(folder, entries, config)
     params = head_files.read(block_params.shapes(config), names, entries, given)
-    return config, params if impl is None else block_params.prepare(params, impl)
+    if impl is not None:
+        params = block_params.prepare(params, impl, form=weights)
+    return config, params
 
 
 def _find(folder: pathlib.Path, dialect: str) -> dict[str, files.Entry]:

@@ -6,6 +6,7 @@ sequential head (DFlash) or one of three (DSpark). `block_draft` and
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal, TypeVar, get_args
 
 import jax
@@ -317,17 +318,23 @@ def init(
     return drawn.replace(embed=embed, lm_head=lm_head, hot=hot)
 
 
-def prepare(params: BlockParams, impl: str) -> BlockParams:
+def prepare(params: BlockParams, impl: str, *, form: str | None = None) -> BlockParams:
     """Returns the weights as the kernels of a resolved `impl` read them.
 
     To be done once, where they are loaded: within a step it is done at every step.
+
+    Args:
+      form: of matrices, as `params.prepare_matrices` takes it.
     """
+    prepare_matrices = functools.partial(
+        params_lib.prepare_matrices, impl=impl, form=form
+    )
     # Tables whose rows are looked up, and a single row, are no products of kernels.
     markov = params.markov
     if markov is not None:
-        products = params_lib.prepare_matrices(markov.replace(embed=None), impl)
+        products = prepare_matrices(markov.replace(embed=None))
         markov = products.replace(embed=markov.embed)
     others = params.replace(embed=None, markov=None, confidence=None)
-    return params_lib.prepare_matrices(others, impl).replace(
+    return prepare_matrices(others).replace(
         embed=params.embed, markov=markov, confidence=params.confidence
     )

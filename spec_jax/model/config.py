@@ -149,9 +149,7 @@ class ModelConfig:
         if self.dtype not in DTYPES:
             shown = reprlib.repr(self.dtype)
             raise ValueError(f"dtype={shown} is not one of {', '.join(DTYPES)}")
-        if self.weights not in WEIGHTS:
-            shown = reprlib.repr(self.weights)
-            raise ValueError(f"weights={shown} is not one of {', '.join(WEIGHTS)}")
+        check_form("weights", self.weights)
         check_flag("tie_word_embeddings", self.tie_word_embeddings)
         positive("rope_theta", self.rope_theta)
         return self
@@ -237,6 +235,13 @@ def check_flag(key: str, value: Any) -> None:
         raise ValueError(
             f"{key}={reprlib.repr(value)} must be true or false; {_REMEDY}"
         )
+
+
+def check_form(name: str, weights: str) -> None:
+    """Raises `ValueError` unless it is one of `WEIGHTS`."""
+    if weights not in WEIGHTS:
+        shown = reprlib.repr(weights)
+        raise ValueError(f"{name}={shown} is not one of {', '.join(WEIGHTS)}")
 
 
 def from_dict(

@@ -32,6 +32,7 @@ def load(
     *,
     dtype: str | None = None,
     impl: str | None = None,
+    weights: str | None = None,
 ) -> tuple[eagle3_params.Eagle3Config, eagle3_params.Eagle3Params]:
     """Reads a head and checks that it is this target's.
 
@@ -40,6 +41,7 @@ def load(
         projection is a copy of the target's, that too: the very arrays.
       dtype: of the weights; the target's if None.
       impl: a resolved implementation, for whose kernels the weights are prepared.
+      weights: "q8_0": matrices are then rounded to eight bits, but for the embedding.
 
     Raises:
       CheckpointError: as `eagle3_dialects.read_config`; a tensor that is missing,
@@ -65,7 +67,9 @@ def load(
         if head_files.is_copy(entries, head_files.LM_HEAD, lm_head):
             given["lm_head"] = lm_head
     params = head_files.read(eagle3_params.shapes(config), names, entries, given)
-    return config, params if impl is None else eagle3_params.prepare(params, impl)
+    if impl is not None:
+        params = eagle3_params.prepare(params, impl, form=weights)
+    return config, params
 
 
 def save(

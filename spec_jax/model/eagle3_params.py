@@ -215,12 +215,17 @@ def init(
     return drawn.replace(embed=embed, hot=hot)
 
 
-def prepare(params: Eagle3Params, impl: str) -> Eagle3Params:
+def prepare(
+    params: Eagle3Params, impl: str, *, form: str | None = None
+) -> Eagle3Params:
     """Returns the weights as the kernels of a resolved `impl` read them.
 
     To be done once, where they are loaded: within a step it is done at every step.
+
+    Args:
+      form: of matrices, as `params.prepare_matrices` takes it.
     """
-    prepared = params_lib.prepare_matrices(params.replace(embed=None), impl)
+    prepared = params_lib.prepare_matrices(params.replace(embed=None), impl, form=form)
     embed, dtype = params.embed, params.final_norm.dtype
     if impl == "native" and embed.dtype != dtype:
         # One call takes one dtype; a token that is rounded there is the same.

@@ -182,13 +182,17 @@ def map_matrices(function: Callable, params: Any) -> Any:
     return jax.tree.map(function, params, is_leaf=weights.is_weight)
 
 
-def prepare_matrices(params: Any, impl: str) -> Any:
-    """Returns a pytree with each matrix as the kernels of a resolved `impl` read it."""
+def prepare_matrices(params: Any, impl: str, *, form: str | None = None) -> Any:
+    """Returns a pytree with each matrix as the kernels of a resolved `impl` read it.
+
+    Args:
+      form: "q8_0": rounded to eight bits first, outside jit.
+    """
 
     def one(leaf: weights.Weight) -> weights.Weight:
         return weights.prepare(leaf, impl) if len(leaf.shape) == 2 else leaf
 
-    return map_matrices(one, params)
+    return map_matrices(one, to_bytes(params) if form == "q8_0" else params)
 
 
 def prepare(params: Params, impl: str) -> Params:

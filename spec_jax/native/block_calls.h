@@ -46,9 +46,9 @@ ffi::Error RunSlots(ffi::ThreadPool pool, Floats logits, Ints anchors, Ints coun
                     names.element_count() > 0 ? names.typed_data() : nullptr,
                     shape[0],            shape[1],             shape[2],
                     drafts->typed_data(), draws.draws(shape[1])};
-  return by_dtype(out.element_type(), [&](auto tag) {
+  return by_dtype(embed.element_type(), [&](auto tag) {
     using T = decltype(tag);
-    Panels<T> w{data_or_null<T>(out), chains.N, rank};
+    auto w = panels<T>(out, chains.N, rank);
     Mix<T> head{};
     if (gates > 0) {
       head = {panels<T>(mix, gates, width), data<T>(mix_bias), data<T>(hidden), D,

@@ -191,7 +191,7 @@ def slot_chains(
         calls.check_shapes(out=(out, (Vd, rank)))
         calls.check_dtypes(embed, out)
         table, data = calls.data_of(embed), calls.packed(out, isa).data
-    gates = _mix_arguments(mix, (S, most, rank), data.dtype, isa)
+    gates = _mix_arguments(mix, (S, most, rank), table.dtype, isa)
     how, weighed, attributes = draws_lib.arguments(draws, (S, most, Vd))
     tokens, log_weights = calls.call(
         "spec_jax_slots",

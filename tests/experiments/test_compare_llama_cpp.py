@@ -58,6 +58,18 @@ def test_rows(folders, build, tmp_path, monkeypatch):
     assert drafts["ours"]["accepted"] == sum(run["accepted"] for run in runs)
 
 
+def test_perplexity_of_its_own(build, tmp_path):
+    """Fails if flags are swapped, or another number of its output is taken."""
+    program = build.folder / llama_cpp.PERPLEXITY
+    program.write_text(
+        "#!/bin/sh\necho '[1]9.1,[2]8.2,'\necho \"Final estimate: PPL = $6$8 +/- 0.1\""
+    )
+    program.chmod(0o755)
+    sizes = {"window": 64, "windows": 2}
+    found = llama_cpp.perplexity(build, tmp_path / "m", tmp_path / "t", **sizes)
+    assert found == {"perplexity": 642}
+
+
 def test_text_beyond_ours_is_not_compared():
     """Fails if a last round of theirs that commits more is told as another text."""
     made = lambda text, tokens: llama_cpp.Generated(

@@ -15,11 +15,14 @@ SIZES = {
     "constrained": f"{PAIR} --gen-tokens 130 --answers 3 --batch 2 --repeats 1",
     "sweep": f"{PAIR} --gen-tokens 6 --prompts 2",
     "plan": "--gen-tokens 6 --gamma 1 --prompts 2 --repeats 1 --cost-repeats 1",
+    "perplexity": "--window 8 --windows 2 --prompts 3",
     "latency": "--contexts 8 --steps 1 --repeats 1",
 }
 slow = pytest.mark.slow
 MATCHED = {"matched": True}
 HEAD = "--preset tiny --impl xla --no-steps --forced 0.5 --gen-tokens 12 --head"
+BYTES = "--weights q8_0 --draft-weights q8_0"
+FORMS = {"weights": "q8_0", "draft_weights": "q8_0"}
 RUNS = (
     # A target alone, with drafters that need no draft.
     ("spec_round", "--target {target} --drafter ngram", MATCHED | {"draft": None}),
@@ -52,6 +55,15 @@ RUNS = (
     ("constrained", "", {"kind": "step", "way": "rounds", "processor": "penalties"}),
     ("sweep", "--drafter ngram --gamma 1,2 --tree none,2-1",
      MATCHED | {"tree": "2-1", "gamma": 4}),
+    # Eight bits: a tree of a head, cells, a plan, a batch, a head of random weights.
+    ("spec_round", f"--target {{target}} --draft {{head}} {BYTES} --tree 2x3:5",
+     MATCHED | FORMS),
+    ("sweep", f"--drafter draft-model,ngram --gamma 1 {BYTES}", MATCHED | FORMS),
+    ("plan", f"{PAIR} {BYTES}", MATCHED | FORMS, slow),
+    ("throughput", f"{PAIR} --batch 2 {BYTES}", {"prompts_equal": 3} | FORMS, slow),
+    ("perplexity", "--target {target}", {"weights": "q8_0", "tokens": 2 * 3}),
+    ("latency", f"{HEAD} dspark {BYTES}",
+     {"matched": True, "differing_kv": 0} | FORMS, slow),
     # Heads and presets of random weights, at an acceptance that is forced.
     ("plan", "--target {target} --draft {head} --drafter {head},hybrid", MATCHED, slow),
     ("plan", f"{PAIR} --tree 2x3:5 --temperature 0.7", {}, slow),

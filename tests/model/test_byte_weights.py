@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny_pair
 
 import spec_jax as sj
 from spec_jax import loading, run, testing
@@ -107,23 +108,67 @@ def test_implementations_agree_in_every_family(config):
     assert near < 2e-4 < 2e-3 < far, (near, far)
 
 
-@pytest.mark.parametrize("drafter", ["draft-model", "suffix"])
-def test_it_is_lossless(drafter):
+@pytest.mark.parametrize(
+    ("drafter", "tree", "form"),
+    [
+        ("draft-model", None, "q8_0"),
+        ("suffix", None, None),
+        ("draft-model", "4x6:15", None),
+        ("dspark", None, None),
+        ("dspark", "4x6:15", "q8_0"),
+    ],
+)
+def test_it_is_lossless(drafter, tree, form):
     """Fails if rounds of a model of eight bits give other tokens than it alone."""
-    lm = sj.load(weights="q8_0", drafter=drafter)
+    how = {"drafter": drafter, "tree": tree, "draft_weights": form}
+    lm = sj.load(weights="q8_0", **how)
     assert "q8_0 and bfloat16" in lm.card()
-    report = sj.check_lossless(lm, ["def add(a, b):", "import os"], max_tokens=24)
+    texts = ["def add(a, b):", "import os"]
+    report = sj.check_lossless(lm, texts, max_tokens=24, num_slots=2)
     assert report.equal and report.comparisons[0].rounds < 24, report
     dense = sj.load(drafter="ngram")
     assert run.provenance(lm) == run.provenance(dense) | {"weights": "q8_0"}
+
+
+@pytest.mark.parametrize("kind", ["draft-model", *tiny_pair.WRITE_HEAD])
+def test_drafters_of_eight_bits(kind, tmp_path):
+    """Fails if a drafter's matrices stay dense, its tables of tokens do not, or the
+    target's decoding depends on it."""
+    target, draft = tiny_pair.write(tmp_path)
+    if kind != "draft-model":
+        draft = tiny_pair.WRITE_HEAD[kind](tmp_path / "head", target)
+    for impl in FORMS:
+        how = {"draft": draft, "drafter": kind, "impl": impl, "gamma_max": 3}
+        both = [sj.load(target, **how, draft_weights=form) for form in (None, "q8_0")]
+        dense, made = (params_lib.map_matrices(of_form, x.drafter_params) for x in both)
+        is_of_tokens = ["embed"] * (kind != "draft-model")
+        for path, is_bytes in jax.tree_util.tree_leaves_with_path(made):
+            name = path[-1].name
+            wanted = name not in (*is_of_tokens, "confidence") and is_bytes is not None
+            assert is_bytes == wanted or is_bytes is None, jax.tree_util.keystr(path)
+        assert not any(jax.tree.leaves(dense)) and any(jax.tree.leaves(made))
+        assert sj.check_lossless(both[1], ["import", "x = 1"], max_tokens=12).equal
+
+
+def of_form(w):
+    """Whether a matrix is of eight bits; None of what is no matrix."""
+    return weights.is_bytes(w) if len(w.shape) == 2 else None
 
 
 def test_refusals(tmp_path):
     """Fails if a combination without kernels is found out in the middle of a run."""
     with pytest.raises(ValueError, match="weights='q4_0' is not one of dense, q8_0"):
         sj.load(weights="q4_0")
-    with pytest.raises(NotImplementedError, match="no kernels for impl='interpret'; t"):
-        sj.load(weights="q8_0", impl="interpret")
+    with pytest.raises(ValueError, match="draft_weights='q4_0' is not one of dense, q"):
+        sj.load(draft_weights="q4_0")
+    refused = "no kernels for impl='interpret'; t"
+    for drafter, name in (
+        ("ngram", "weights"),
+        ("draft-model", "draft_weights"),
+        ("dspark", "draft_weights"),
+    ):
+        with pytest.raises(NotImplementedError, match=refused):
+            sj.load(drafter=drafter, impl="interpret", **{name: "q8_0"})
     layout = shard.Layout(mesh=shard.mesh(1), segments=8)
     with pytest.raises(ValueError, match="'q8_0' are not cut over a mesh: leave out"):
         load.load(loading.EMBEDDED_TARGET, weights="q8_0", layout=layout)

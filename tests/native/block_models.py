@@ -35,7 +35,7 @@ def each_head(*names: str):
     return pytest.mark.parametrize("config", chosen.values(), ids=chosen)
 
 
-def make(config=PLAIN, dtype="float32"):
+def make(config=PLAIN, dtype="float32", form=None):
     """A drafter's config, and its weights for the kernels."""
     decoding.needs("native")
     is_small = config.draft_vocab_size == 32
@@ -59,4 +59,4 @@ def make(config=PLAIN, dtype="float32"):
             bias = jax.random.normal(jax.random.key(6), markov.mix_bias.shape)
             markov = markov.replace(mix_bias=bias.astype(dtype))
         weights = weights.replace(markov=markov)
-    return config, block_params.prepare(weights, "native")
+    return config, block_params.prepare(weights, "native", form=form)

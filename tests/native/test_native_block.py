@@ -105,11 +105,12 @@ def by_operations(patch, config, weights, live, norm=native_norm):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "live"), [("float32", 0), ("bfloat16", 3), ("float32", 11)]
+    ("dtype", "live", "form"),
+    [("float32", 0, None), ("bfloat16", 3, None), ("float32", 11, "q8_0")],
 )
-def test_calls_are_their_operations(monkeypatch, dtype, live):
+def test_calls_are_their_operations(monkeypatch, dtype, live, form):
     """Fails if a call leaves out an operation, or rounds or sums otherwise."""
-    config, weights = models.make(dtype=dtype)
+    config, weights = models.make(dtype=dtype, form=form)
     found = run(config, weights, live)
     expected = by_operations(monkeypatch, config, weights, live)
     testing.assert_same_bits(found, expected)

@@ -18,13 +18,13 @@ from spec_jax.paging import allocator
 SLAB, CAPACITY = 9, 24
 
 
-def make(variant, dtype, **sizes):
+def make(variant, dtype, form=None, **sizes):
     """A head's config, and its weights for the kernels."""
     config = heads.with_dtype(heads.VARIANTS[variant], dtype)
     layer = dataclasses.replace(config.layer, **sizes)
     config = dataclasses.replace(config, layer=layer)
     params = heads.make_params(config, dtype)
-    return config, eagle3_params.prepare(params, "native")
+    return config, eagle3_params.prepare(params, "native", form=form)
 
 
 def new_slots(config, num_slots):
@@ -81,16 +81,16 @@ def run(config, params, live, *, operations=False):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "variant", "live"),
+    ("dtype", "variant", "live", "form"),
     [
-        ("float32", "plain", 1),
-        ("bfloat16", "published variants", 6),
-        ("float32", "published variants", 9),
+        ("float32", "plain", 1, None),
+        ("bfloat16", "published variants", 6, "q8_0"),
+        ("float32", "published variants", 9, None),
     ],
 )
-def test_a_step_is_its_operations(monkeypatch, dtype, variant, live):
+def test_a_step_is_its_operations(monkeypatch, dtype, variant, live, form):
     """Fails if the step leaves out an operation, or rounds or sums otherwise."""
-    config, params = make(variant, dtype)
+    config, params = make(variant, dtype, form)
     monkeypatch.setattr(eagle3, "_row_norm", native_norm)  # before `fc` of both
     expected = run(config, params, live, operations=True)
     testing.assert_same_bits(run(config, params, live), expected)

@@ -1,0 +1,141 @@
+"""How well does a target predict texts in eight bits, beside its dense weights?
+
+Cuts the texts into windows, and scores the second half of each, given the first: what
+llama-perplexity does, which is asked, too, for files of `--gguf`. Exit status: 0
+measured, 1 the input was unusable.
+"""
+
+from experiments.lib import cli
+
+
+if __name__ == "__main__":
+    cli.start()  # Before the imports, which take seconds.
+
+import argparse
+import pathlib
+import tempfile
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from experiments.lib import (
+    flags,
+    llama_cpp,
+    processes,
+    prompt_files,
+    records,
+    terminal,
+)
+from spec_jax import generation, loading
+from spec_jax.ops import dispatch
+
+
+FORMS = (None, "q8_0")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
+    flags.add(parser, "target dtype impl isa prompts", prompts=50)
+    cli.add(
+        parser,
+        """
+        --window TOKENS=512  of a window; the second half is scored
+        --windows N=8  at most
+        --llama-bin DIR  folder of llama-perplexity
+        --gguf FILE,...  of the target, with --llama-bin
+        --limit-s SECONDS=600  the longest that llama-perplexity may take
+        """,
+        **{"SECONDS": float, "FILE,...": cli.names(cli.source)},
+    )
+    flags.add(parser, "out", out="one for each form of the weights")
+    args = parser.parse_args(argv)
+    if (args.llama_bin is None) != (args.gguf is None):
+        parser.error("--llama-bin and --gguf: give both, or neither")
+    flags.check_isa(parser, args)
+    return args
+
+
+def of_form(args: argparse.Namespace, text: str, form: str | None) -> dict:
+    """Returns the scores of the text's windows: the row, with the `log_probs` of all
+    tokens, and those that are `chosen`."""
+    lm = loading.load(
+        args.target, drafter="ngram", dtype=args.dtype, weights=form, impl=args.impl
+    )
+    assert lm.tokenizer is not None
+    ids, size = lm.tokenizer.encode(text), args.window
+    count, half = min(len(ids) // size, args.windows), size // 2 + 1
+    if not count:
+        raise ValueError(f"{len(ids)} tokens are no window of {size}: give more text")
+    whole = [ids[start : start + size] for start in range(0, count * size, size)]
+    found = generation.score(
+        lm,
+        [window[:half] for window in whole],
+        [window[half:] for window in whole],
+        top_logprobs=1,
+    )
+    log_probs = np.concatenate([one.log_probs for one in found]).astype(np.float64)
+    return {
+        "kind": "perplexity",
+        "target": str(args.target or "embedded"),
+        "dtype": lm.target.config.dtype,
+        "weights": lm.target.config.weights,
+        "impl": lm.target.impl,
+        "native_isa": dispatch.instruction_set(lm.target.impl),
+        "tokens": log_probs.size,
+        "perplexity": float(np.exp(-log_probs.mean())),
+        "log_probs": log_probs,
+        "chosen": np.concatenate([one.top_tokens[:, 0] for one in found]),
+    }
+
+
+def rows(args: argparse.Namespace, text: str) -> Iterator[dict]:
+    """Yields the row of each form, compared with the first; then llama.cpp's."""
+    dense = None
+    for form in FORMS:
+        row = of_form(args, text, form)
+        own = row.pop("log_probs"), row.pop("chosen")
+        dense = dense or own
+        less = dense[0] - own[0]
+        row["ratio"] = float(np.exp(less.mean()))
+        # A standard error, as if tokens were independent.
+        row["ratio_error"] = float(less.std() / np.sqrt(less.size))
+        row["same_choice"] = float(np.mean(dense[1] == own[1]))
+        yield row
+    if args.gguf is None:
+        return
+    build = llama_cpp.Build(
+        folder=pathlib.Path(args.llama_bin),
+        threads=processes.usable_cores(),
+        limit_s=args.limit_s,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "text"
+        path.write_text(text, encoding="utf-8")
+        for gguf in args.gguf:
+            found = llama_cpp.perplexity(
+                build, gguf, path, window=args.window, windows=args.windows
+            )
+            yield {"kind": "perplexity", "weights": f"llama.cpp {gguf.stem}"} | found
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, writes and prints; returns the exit status."""
+    read = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
+    text = "\n\n".join(str(prompt.text) for prompt in read)
+    console = terminal.console()
+    with records.open_out(args) as out:
+        out.common = {"prompt_source": args.prompts, **records.provenance()}
+        for row in rows(args, text):
+            out.write(row)
+            ratio = ""
+            if "ratio" in row:
+                ratio = f", {row['ratio']:.4f} x dense +- {row['ratio_error']:.4f}"
+            console.print(f"{row['weights']}: {row['perplexity']:.4f}{ratio}")
+    return 0
+
+
+main = cli.script("perplexity.py", parse_args, run)
+
+if __name__ == "__main__":
+    cli.end(main)
