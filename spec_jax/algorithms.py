@@ -145,7 +145,9 @@ class Speculative:
             params,
             num_slots=len(asked),
             capacity=capacity
-            or requests_lib.capacity_for(self.target, prompts, max_tokens),
+            or requests_lib.capacity_for(
+                self.target, prompts, max_tokens, self.drafter
+            ),
             page_size=page_size,
             stop_ids=tuple(checks.token_list(stop_ids, what="stop_ids")),
             policy_state=policy_state,

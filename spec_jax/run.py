@@ -127,7 +127,9 @@ class Run:
         scheduler = algo.scheduler(
             (lm.params, lm.drafter_params),
             num_slots=num_slots,
-            capacity=requests_lib.capacity_for(lm.target, prompts, max_tokens),
+            capacity=requests_lib.capacity_for(
+                lm.target, prompts, max_tokens, lm.drafter
+            ),
             page_size=page_size,
             stop_ids=tuple(dict.fromkeys((*own, *ids))),
             policy_state=policy_state,

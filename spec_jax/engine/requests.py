@@ -213,8 +213,14 @@ def _folded(
     return settings.replace(seed=jnp.uint32(seed))
 
 
-def capacity_for(target: Any, prompts: Sequence[checks.Tokens], max_tokens: int) -> int:
-    """Returns positions of a slot: enough for the longest prompt and its answer.
+def capacity_for(
+    target: Any,
+    prompts: Sequence[checks.Tokens],
+    max_tokens: int,
+    drafter: Any = None,
+) -> int:
+    """Returns positions of a slot: enough for the longest prompt and its answer, and
+    for a whole tree of the drafter behind them, as far as the model has positions.
 
     Rounded up, to within a quarter, so that prompts of about one length share their
     programs.
@@ -232,5 +238,7 @@ def capacity_for(target: Any, prompts: Sequence[checks.Tokens], max_tokens: int)
             f"a prompt of {longest} tokens and {max_tokens=} make {needed} positions, "
             f"and the model has {most} (max_position_embeddings): shorten one of them"
         )
+    if drafter is not None and protocols.is_tree(drafter):
+        needed += drafter.gamma_max  # Nodes are cut to the room that there is.
     step = max(64, 1 << max(int(math.log2(needed)) - 2, 0))
     return min(-(-needed // step) * step, most)

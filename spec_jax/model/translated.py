@@ -6,8 +6,9 @@ never drafted (token-level intersection, TLI; Timor et al. 2025,
 https://arxiv.org/abs/2502.05202). Nothing else knows of it, and so every rule, trees,
 batches and processors take such a draft as they take any.
 
-Of a text's tokens that the draft does not have, it reads the last of its own that they
-consist of: positions stay those of the target. Drafts are verified like any others.
+Where a text has a token that the draft lacks, the draft reads the last of the tokens
+of its own that make up the same letters: positions stay those of the target. Drafts are
+verified like any others.
 """
 
 import dataclasses

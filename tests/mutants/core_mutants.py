@@ -13,8 +13,12 @@ _WALK = "paging/test_random_walk.py::test_the_fixed_walk_passes[paged]"
 _CONTRACT = "model/test_rows.py::test_verifying_equals_decoding_one_by_one"
 
 KERNELS = (
-    Mutant("a row sees one key too many", _ATTENTION, "<= positions[:, None]",
-           "<= positions[:, None] + 1", f"{_ROWS}[xla-float32]"),
+    Mutant("a row sees one key too many", "ops.paged_attention:_seen",
+           "<= positions[:, None]", "<= positions[:, None] + 1",
+           f"{_ROWS}[xla-float32]"),
+    Mutant("a row sees keys before its window", "ops.paged_attention:_seen",
+           "seen & (key_positions[None] >= firsts[:, None])", "seen",
+           "ops/test_row_attention.py::test_a_window"),
     Mutant("a row sees the keys of other slots", _ATTENTION,
            "visible = mine[:, None] &", "visible = live[:, None] &",
            f"{_ROWS}[xla-float32]"),
