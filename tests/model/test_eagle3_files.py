@@ -107,7 +107,7 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
     params = eagle3_files.load(tmp_path, TARGET, target_params, impl=impl)[1]
     ours = heads.chain_by_rows(params, config, impl, features[:7], tokens, num_own=2)
     for part, wide in zip(ours, expected, strict=True):
-        testing.assert_rows_close(part, wide, dtype="float32", reduction=300)
+        testing.assert_rows_close(part, wide, dtype="float32", reduction=400)
     if impl == "xla":  # The sequence is that of rows, see `test_eagle3_head`.
         sequence = heads._sequence(params, config, tokens[None, :7], features[None, :7])
         testing.assert_rows_close(
