@@ -25,10 +25,10 @@ END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 264  # a few rows more than the tokenizer has entries, as in Qwen3
 
 
-def byte_tokenizer(*extra: str) -> tokenizers.Tokenizer:
+def byte_tokenizer() -> tokenizers.Tokenizer:
     """One token a byte, after the end-of-text token; no merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([END_OF_TEXT, *alphabet, *extra])}
+    vocab = {token: i for i, token in enumerate([END_OF_TEXT, *alphabet])}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -388,25 +388,19 @@ def load(
     target_params: params_lib.Params,
     *,
     gamma_max: int,
-    dtype: str | None = None,
-    weights: str | None = None,
+    **how: Any,
 ) -> tuple[BlockDrafter, block_params.BlockParams]:
     """Reads a drafter, which drafts for this target with kernels as the target's.
 
     Args:
       gamma_max: the most tokens of a proposal; those of a block, if that has fewer.
-      weights: of its matrices, one of `config.WEIGHTS`; None: dense.
+      **how: as `block_files.load` takes it: dtype, weights.
 
     Raises:
       ValueError: the folder is not of a block drafter for this target.
     """
     head, params = block_files.load(
-        folder,
-        target.config,
-        target_params,
-        dtype=dtype,
-        impl=target.impl,
-        weights=weights,
+        folder, target.config, target_params, impl=target.impl, **how
     )
     drafter = BlockDrafter(
         head=head,

@@ -16,6 +16,7 @@ an implementation has that.
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -250,24 +251,18 @@ def load(
     target_params: params_lib.Params,
     *,
     gamma_max: int,
-    dtype: str | None = None,
-    weights: str | None = None,
+    **how: Any,
 ) -> tuple[Eagle3, eagle3_params.Eagle3Params]:
     """Reads a head, which drafts for this target with kernels as the target's.
 
     Args:
-      weights: of its matrices, one of `config.WEIGHTS`; None: dense.
+      **how: as `eagle3_files.load` takes it: dtype, weights.
 
     Raises:
       ValueError: the folder is not of a head for this target.
     """
     head, params = eagle3_files.load(
-        folder,
-        target.config,
-        target_params,
-        dtype=dtype,
-        impl=target.impl,
-        weights=weights,
+        folder, target.config, target_params, impl=target.impl, **how
     )
     drafter = Eagle3(
         head=head,
