@@ -23,6 +23,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,11 +70,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     flags.add(parser.add_argument_group("models"), "models")
     group = parser.add_argument_group("answers and times")
-    flags.add(group, "drafter gen-tokens repeats", gen_tokens=128, repeats=9)
+    flags.add(group, "drafter gen-tokens repeats", gen_tokens=128, repeats=60)
     cli.add(
         group,
         """
         --answers N=100  to draw, a seed each
+        --steps N=16  tokens that are timed at a time, of decoding and of rounds
         --batch N=8  answers at once
         --gamma N=4  drafts of a round, at most
         --table  compare with decoding, in place of answers and times: with --batch
@@ -144,14 +146,14 @@ def cases(
     sampling = sj.Sampling(temperature=args.temperature, seed=args.seed)
     found: dict[tuple[str, str], bench.Case] = {}
     for name, processor in timed(lm).items():
-        asked: dict[str, Any] = {"max_tokens": args.gen_tokens, "sampling": sampling}
+        asked: dict[str, Any] = {"max_tokens": args.steps, "sampling": sampling}
         asked["processors"] = processor
 
         def decoding(asked=asked):
             """Makes steps of decoding."""
             state = base.init(lm.params, [ids], **asked)
             run = functools.partial(base.run, lm.params)
-            return bench.on_copies(run, state, calls=args.gen_tokens)
+            return bench.on_copies(run, state, calls=args.steps)
 
         def rounds(asked=asked):
             """Makes rounds, as many as the text takes."""
@@ -187,7 +189,7 @@ def processors(lm: sj.LanguageModel) -> dict[str, Any]:
 
 def shapes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Returns what `check_lossless` takes, by the shape of rounds."""
-    tree = sj.Tree.parse(f"2x{args.gamma}:{args.gamma}")
+    tree = sj.Tree.parse(f"3x{args.gamma}:{3 * args.gamma}")
     return {
         "chain": {"gamma": args.gamma, "num_slots": 1},
         "tree": {"gamma": tree, "num_slots": 1},
@@ -271,8 +273,9 @@ def run(args: argparse.Namespace) -> int:
         ids = lm.tokenizer.encode(text, begins=not has_chat)
         found = bench.run(cases(args, lm, ids), repeats=args.repeats)
         rows = [
-            {"kind": "step", "way": way, "processor": name}
+            {"kind": "step", "way": way, "processor": name, "steps": args.steps}
             | found.row((way, name), ratio_to=(way, "none"))
+            | median_fields(found, (way, name), (way, "none"))
             for way, name in found.seconds
         ]
         out.write_all(rows)
@@ -280,11 +283,23 @@ def run(args: argparse.Namespace) -> int:
     return GOOD if answers["parsed"] == answers["answers"] else BAD
 
 
+def median_fields(found: bench.Timings, case: Any, to: Any) -> dict[str, float]:
+    """Returns where the median of the ratios is with a chance of 95 %, by their ranks.
+
+    Source: Conover, Practical Nonparametric Statistics, section 3.2.
+    """
+    ratios = sorted(bench.ratios(found.seconds[case], found.seconds[to]))
+    first = math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2)
+    first = max(first - 1, 0)
+    return {"median_low": ratios[first], "median_high": ratios[-1 - first]}
+
+
 COLUMNS = {
     "way": "",
     "processor": "",
     "ms a step": ("ms", ".3f"),
     "x none": ("ratio", ".3f"),
+    "median, 95 %": lambda row: f"{row['median_low']:.3f}-{row['median_high']:.3f}",
     "p10-p90": lambda row: f"{row['ratio_p10']:.3f}-{row['ratio_p90']:.3f}",
 }
 """Of the table, for `tables.print_rows`."""

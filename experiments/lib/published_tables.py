@@ -295,6 +295,7 @@ TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
             ),
             "ms a step": "{ms:.2f}",
             "times none (p10 to p90)": table_rows.RATIO.replace(".2f", ".3f"),
+            "median, 95 %": "{median_low:.3f} to {median_high:.3f}",
         },
     ),
     "batches": table_rows.Pivot(
