@@ -201,7 +201,7 @@ constrained.jsonl | answers, step
 rollouts.jsonl | rollouts
   rollouts {real} --prompts 8 --samples 4 --gen-tokens 64
 rollouts_many.jsonl | rollouts
-  rollouts --prompts {set}:64 --samples 16 --batch 16 --repeats 1
+  rollouts --prompts {set}:64 --samples 16 --batch 16 --repeats 1 --gen-tokens 16
 compare_llama_cpp_smollm2.jsonl | comparison
   compare_llama_cpp --target smollm2 --llama-bin {llama} --drafter eagle3,ngram
     --gguf {llama}/smollm2-BF16.gguf,{llama}/smollm2-Q8_0.gguf,{llama}/smollm2-Q4_1.gguf
