@@ -125,6 +125,9 @@ rules_native.jsonl | summary
     --rule <coupled; rejection; block>
   spec_round --impl native --prompts 50 --repeats 1 --temperature 1 --gamma 3
     --rule <coupled; rejection; block>
+rules_by_temperature.jsonl | | totals
+  sweep --impl native --prompts 30 --repeats 1 --temperature 0.3,0.7,1 --tree 4-2-1
+    --rule <coupled; rejection; block; multipath>
 matched_trees_native.jsonl | summary
   spec_round --impl native --tree 4x12:15@0.6 --prompts <50;
     50 --batch 4 --temperature 1; {set}:50; 50 --temperature 0.7; 50 --temperature 1;
@@ -157,6 +160,12 @@ schedule.jsonl | throughput
 schedule_adversarial.jsonl | throughput
   throughput --impl native --drafter dspark --batch 16 --repeats 11 --gamma 1,2,4,7
     --schedule {profile} --prompts 32 --adversarial
+texts.jsonl
+  spec_round --impl native --prompts 50 --repeats 1 --gamma 4 --ignore-stop
+regret.jsonl | replay
+  replay {results}/texts.jsonl --gamma 1,2,4,7 --gamma-policy threshold,goodput,leader
+    --round-costs <1,1.69,1.85,1.95,2.06,2.3,2.6,2.89 --drafter draft-model;
+    1,1.1,1.2,1.3,1.4,1.5,1.6,1.7 --drafter ngram,suffix>
 rollouts_drift.jsonl | reinforce
   rollouts --steps 30 --gen-tokens 32
 plan_native.jsonl | plan
