@@ -244,7 +244,7 @@ TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
         cell="{regret:+.1%}",
     ),
     "rules_by_temperature": table_rows.Pivot(
-        "tokens a round, `sweep.py --prompts 30 --tree 4-2-1`",
+        "tokens a round, `sweep.py --prompts 20 --tree 4-2-1`",
         [("rules_by_temperature.jsonl", "sweep")],
         line="`--rule {rule}`",
         column="`--temperature {temperature:g}`",

@@ -126,7 +126,7 @@ rules_native.jsonl | summary
   spec_round --impl native --prompts 50 --repeats 1 --temperature 1 --gamma 3
     --rule <coupled; rejection; block>
 rules_by_temperature.jsonl | | totals
-  sweep --impl native --prompts 30 --repeats 1 --temperature 0.3,0.7,1 --tree 4-2-1
+  sweep --impl native --prompts 20 --repeats 1 --temperature 0.3,0.7,1 --tree 4-2-1
     --rule <coupled; rejection; block; multipath>
 matched_trees_native.jsonl | summary
   spec_round --impl native --tree 4x12:15@0.6 --prompts <50;
