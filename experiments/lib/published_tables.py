@@ -243,13 +243,6 @@ TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
         column="{drafter}",
         cell="{regret:+.1%}",
     ),
-    "rules_by_temperature": table_rows.Pivot(
-        "tokens a round, `sweep.py --prompts 20 --tree 4-2-1`",
-        [("rules_by_temperature.jsonl", "sweep")],
-        line="`--rule {rule}`",
-        column="`--temperature {temperature:g}`",
-        cell="{mean_accepted_length:.2f}",
-    ),
     "hugging_face": _hugging_face(
         "`python experiments/compare_hf.py`", "compare_hf.jsonl"
     ),

@@ -122,12 +122,9 @@ trees_native.jsonl | summary
   spec_round --impl native --prompts 50 --gamma 7 --temperature 1 --rule block
 rules_native.jsonl | summary
   spec_round --impl native --prompts 50 --repeats 1 --temperature 1 --tree 4-2-1
-    --rule <coupled; rejection; block>
+    --rule <coupled; rejection; block; multipath>
   spec_round --impl native --prompts 50 --repeats 1 --temperature 1 --gamma 3
     --rule <coupled; rejection; block>
-rules_by_temperature.jsonl | | totals
-  sweep --impl native --prompts 20 --repeats 1 --temperature 0.3,0.7,1 --tree 4-2-1
-    --rule <coupled; rejection; block; multipath>
 matched_trees_native.jsonl | summary
   spec_round --impl native --tree 4x12:15@0.6 --prompts <50;
     50 --batch 4 --temperature 1; {set}:50; 50 --temperature 0.7; 50 --temperature 1;

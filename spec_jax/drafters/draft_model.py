@@ -9,7 +9,7 @@ distributions are close; or independently, as the rules that draw uniforms need 
 """
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from spec_jax.drafters import draft_slots, draft_trees, tree_shapes
 from spec_jax.engine import protocols
@@ -131,8 +131,8 @@ class DraftModel(protocols.Drafter):
                 "takes siblings that are drawn, as many of each node of a depth: give "
                 "a branching such as '4-1-1', or use the rule 'block'"
             )
-        tree = dataclasses.replace(tree, replaces=True)
-        return dataclasses.replace(self, draws="independent", tree=tree)
+        replaces = dataclasses.replace(cast(tree_shapes.FixedTree, tree), replaces=True)
+        return dataclasses.replace(self, draws="independent", tree=replaces)
 
     def for_schedule(self) -> "DraftModel":
         """Returns the draft model that says what chance each of its drafts has."""

@@ -5,6 +5,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ class Goodput(policy.GammaPolicy):
         )
         return state.replace(gamma=self._best(state))
 
-    def _state(self, **fields: jax.Array) -> GoodputState:
+    def _state(self, **fields: Any) -> GoodputState:
         return GoodputState(**fields)
 
     def chances(self, state: GoodputState) -> Float[Array, " gamma_max"]:

@@ -5,6 +5,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,11 +56,11 @@ class Leader(goodput.Goodput):
         if not 0 < self.all_decay < 1:
             raise ValueError(f"all_decay={self.all_decay} must lie between 0 and 1")
 
-    def _state(self, **fields: jax.Array) -> LeaderState:
+    def _state(self, **fields: Any) -> LeaderState:
         zeros = lambda: jnp.zeros((self.gamma_max,), jnp.float32)
         return LeaderState(**fields, all_reached=zeros(), all_kept=zeros())
 
-    def chances(self, state: LeaderState) -> Float[Array, " gamma_max"]:
+    def chances(self, state: policy.State) -> Float[Array, " gamma_max"]:
         """Returns the chance that draft `i` is kept, given that all before it were."""
 
         def step(before, counts):
@@ -75,33 +76,38 @@ class Leader(goodput.Goodput):
 
     def update(
         self,
-        state: LeaderState,
+        state: policy.State,
         *,
         gamma: Int[Array, ""],
         num_drafted: Int[Array, ""],
         num_accepted: Int[Array, ""],
-        **kept: jax.Array,
-    ) -> LeaderState:
+        kept: Bool[Array, " gamma_max"] | None = None,
+    ) -> policy.State:
         """Counts the drafts that were verified, and finds the leader again."""
         num_verified = self.probing.count_verified(gamma, num_drafted)
-        counted = self._counts(num_verified, num_accepted, kept.get("kept"))
+        counted = self._counts(num_verified, num_accepted, kept)
         reached, ends = (each.astype(jnp.float32) for each in counted)
         fade = jnp.where(num_verified > 0, self.all_decay, 1.0)
         state = state.replace(
             all_reached=fade * state.all_reached + reached,
             all_kept=fade * state.all_kept + ends,
         )
-        numbers = {"num_drafted": num_drafted, "num_accepted": num_accepted, **kept}
-        return super().update(state, gamma=gamma, **numbers)
+        return super().update(
+            state,
+            gamma=gamma,
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
+            kept=kept,
+        )
 
-    def _forgets(self, state: LeaderState) -> Bool[Array, ""]:
+    def _forgets(self, state: policy.State) -> Bool[Array, ""]:
         """Returns whether the text has seen a first draft that was not kept.
 
         Probes that are kept add up, until they outweigh the other texts.
         """
         return state.kept[0] < state.reached[0]
 
-    def renew(self, state: LeaderState) -> LeaderState:
+    def renew(self, state: policy.State) -> policy.State:
         """Returns the state of ONE slot where another text begins: with the leader."""
         zeros = jnp.zeros_like
         state = state.replace(reached=zeros(state.reached), kept=zeros(state.kept))

@@ -49,7 +49,7 @@ def select(
     is_at = depths[None] == jnp.arange(depth_max + 1, dtype=jnp.int32)[:, None]
     of_shape = jnp.sum(is_at, axis=1, dtype=jnp.int32)
     drafted = jnp.sum(is_at[:, 1:] & is_real[None], axis=1, dtype=jnp.int32)
-    # Of depth 1 any leading nodes will do: they are as many children of the root.
+    # At depth 1 any leading nodes will do: they are as many children of the root.
     is_whole = (drafted == of_shape)[1:].at[0].set(drafted[1] > 0)
     is_whole &= drafted[1:] > 0
     most = jnp.minimum(jnp.sum(jnp.cumprod(is_whole.astype(jnp.int32))), wanted)

@@ -243,7 +243,7 @@ def capped_branches(target, draft, chain, *, caps=True):
         excess = drawn[length] * draft[length] * (capped(length) - 1)
         more, less = np.maximum(excess, 0).sum(), np.maximum(-excess, 0).sum()
         keep.append(more / max(more, less))  # More only without the cap.
-        rows.append(np.maximum(excess, 0) / (more or 1))  # Of no excess, no row.
+        rows.append(np.maximum(excess, 0) / (more or 1))  # No excess has no row.
     return [*keep[1:], min(capped(gamma - 1)[chain[-1]], 1)], rows
 
 
