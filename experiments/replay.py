@@ -9,8 +9,9 @@ stop tokens, in the very loop that runs live. Heads read the target while it run
     python experiments/replay.py texts.jsonl --drafter ngram,suffix --gamma 2,4
 
 With --round-costs rows also have the expected speed-up, and the regret: how much slower
-that is than the best constant gamma in hindsight. Exit status: 0 evaluated, 1 the input
-was unusable.
+that is than the best constant gamma in hindsight. Texts come one after the other, as
+requests of one slot: a policy goes on with what it learnt. Exit status: 0 evaluated, 1
+the input was unusable.
 """
 
 from experiments.lib import cli
@@ -26,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib import (
@@ -43,7 +45,7 @@ from spec_jax import algorithms, default_gamma, loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import oracle, registry, text_tree
 from spec_jax.engine import checks, requests as requests_lib
-from spec_jax.gamma import costs as costs_lib
+from spec_jax.gamma import costs as costs_lib, policy as policy_lib
 from spec_jax.model import tokenizer
 from spec_jax.paging import index
 from spec_jax.rules import sampling
@@ -146,12 +148,13 @@ def read(path: pathlib.Path) -> Texts:
 
 def replay(
     texts: Texts, number: int, built: registry.Built, way: Way
-) -> tuple[metrics.Counters, np.ndarray]:
+) -> tuple[metrics.Counters, np.ndarray, Way]:
     """Replays one prompt by a drafter with its parameters.
 
     Returns:
-      The counters, and verifications by their active rows `[gamma_max + 2]`: what the
-      target would have computed.
+      The counters, verifications by their active rows `[gamma_max + 2]`, what the
+      target would have computed, and the way that the next text of the slot goes: a
+      policy goes on with what it learnt.
     """
     (drafter, params), prompt = built, texts.prompts[number]
     page_size, size = texts.about["page_size"], texts.capacity + 1
@@ -176,7 +179,12 @@ def replay(
     checks.check_pages(state.slots.status, state.slots.length, state.cache)
     slot = requests_lib.slot_of(jax.device_get(state.slots), 0)
     counters = metrics.of_slot(slot, num_tokens=int(slot.length) - len(prompt))
-    return counters, np.asarray(state.cache.num_forwards)
+    chosen = way.policy
+    if policy_lib.keeps_state(chosen.gamma_policy):
+        learnt = policy_lib.renewed(chosen.gamma_policy, slot.policy)
+        chosen = dataclasses.replace(chosen, state=jax.tree.map(jnp.asarray, learnt))
+    way = dataclasses.replace(way, policy=chosen)
+    return counters, np.asarray(state.cache.num_forwards), way
 
 
 def ways_of(args: argparse.Namespace, drafter: Any) -> list[Way]:
@@ -277,7 +285,8 @@ def run(args: argparse.Namespace) -> int:
                 done = []
                 with terminal.counted(f"{name}, {way.name}", total=len(numbers)) as go:
                     for number in numbers:
-                        done.append(replay(texts, number, built, way))
+                        counted, forwards, way = replay(texts, number, built, way)
+                        done.append((counted, forwards))
                         go()
                 row = {"kind": "replay", "drafter": name, "gamma": way.gamma}
                 row |= {"gamma_policy": way.name} | summarise(texts, done)

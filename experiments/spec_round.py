@@ -71,7 +71,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     of_chains: tuple[str, ...] = ("schedule",)
     _choose_gamma(args)
     # Those count the ranks of a tree's nodes.
-    if args.gamma_policy not in ("fixed", "goodput", policies.BUDGET):
+    if args.gamma_policy not in ("fixed", "goodput", "leader", policies.BUDGET):
         of_chains += ("gamma_policy",)
     flags.check_tree(parser, args, *of_chains)
     return args

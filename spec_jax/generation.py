@@ -139,7 +139,7 @@ def generate(
         rows as decoding has them, and all prompts with it; slots then share its pages.
       num_slots: samples at once; None: all of them, up to 8.
       rule: how drafts are accepted: "coupled" writes the stream of autoregressive
-        decoding; "rejection" and "block" keep its distribution.
+        decoding; "rejection", "block" and "multipath" keep its distribution.
       page_size: positions a page of the cache.
 
     Returns:

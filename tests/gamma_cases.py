@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import simulation
 
-from spec_jax.gamma import goodput, policy, threshold
+from spec_jax.gamma import goodput, leader, policy, threshold
 
 
 GAMMA_MAX = 4
@@ -15,7 +15,7 @@ ROUND_S = np.array([1.35, 1.75, 2.0, 2.2, 2.45]) * 1e-3
 NUM_TOKENS = 9_000
 """Of every text, so that all share an executable: 2,000 rounds and more."""
 
-ADAPTIVE = pytest.mark.parametrize("name", ["threshold", "goodput"])
+ADAPTIVE = pytest.mark.parametrize("name", ["threshold", "goodput", "leader"])
 
 
 def make(name, *, first=None, **changes):
@@ -23,8 +23,9 @@ def make(name, *, first=None, **changes):
     if name == "threshold":
         made = threshold.Threshold(**changes)
         return made, made.init(first)
-    if name == "goodput":
-        made = goodput.Goodput(**{"gamma_max": GAMMA_MAX, **changes})
+    if name in ("goodput", "leader"):
+        kind = goodput.Goodput if name == "goodput" else leader.Leader
+        made = kind(**{"gamma_max": GAMMA_MAX, **changes})
         return made, made.init(ROUND_S[: made.gamma_max + 1])
     made = policy.Fixed(gamma_max=GAMMA_MAX)
     return made, made.init(**changes)

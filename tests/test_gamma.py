@@ -12,7 +12,7 @@ from gamma_cases import ADAPTIVE, GAMMA_MAX, ROUND_S, make
 from hypothesis import strategies as st
 
 from spec_jax import testing
-from spec_jax.gamma import confidence, goodput, policy, theory, threshold
+from spec_jax.gamma import confidence, goodput, leader, policy, theory, threshold
 
 
 BRIEF = policy.Probing(every=3, longest=10, bound=1.0)
@@ -51,6 +51,7 @@ class Played:
 PLAYED = {
     "threshold": Played(*make("threshold", first=GAMMA_MAX, probing=BRIEF)),
     "goodput": Played(*make("goodput", probing=BRIEF)),
+    "leader": Played(*make("leader", probing=BRIEF)),
 }
 
 
@@ -298,6 +299,8 @@ def test_confident_is_a_bound_on_the_largest_probability():
         (lambda: goodput.Goodput(gamma_max=0), "gamma_max=0 must be at least 1"),
         (lambda: goodput.Goodput(gamma_max=2, decay=1.0), "decay=1.0 must lie"),
         (lambda: goodput.Goodput(gamma_max=2, prior_weight=0.0), "must be above 0"),
+        (lambda: make("leader", text_weight=0.0), "text_weight=0.0 must be above 0"),
+        (lambda: make("leader", all_decay=1.0), "all_decay=1.0 must lie between"),
         (lambda: make("goodput")[0].init(ROUND_S[1:]), r"shape \(4,\), .* need \(5,\)"),
         (lambda: make("goodput")[0].init(ROUND_S * np.nan), "finite and above 0"),
     ],
@@ -307,7 +310,7 @@ def test_bad_input_is_refused(build, message):
         build()
 
 
-def play_ranks(read, *, rounds=300):
+def play_ranks(read, *, kind=goodput.RankGoodput, rounds=300):
     """Rounds in which each rank is kept by a chance of its own; the tokens per second
     of the budget in the end, over those of the best one.
 
@@ -316,7 +319,7 @@ def play_ranks(read, *, rounds=300):
     """
     chances = np.array([0.6, 0.05, 0.5, 0.4, 0.02, 0.01, 0.01, 0.01])
     round_s = 1.0 + 0.08 * np.arange(len(chances) + 1)
-    made = goodput.RankGoodput(gamma_max=len(chances))
+    made = kind(gamma_max=len(chances))
     state = made.init(round_s)
     choose, update = jax.jit(made.choose), jax.jit(made.update)
     rng = np.random.default_rng(7)
@@ -334,8 +337,9 @@ def play_ranks(read, *, rounds=300):
     return speeds[int(state.gamma)] / speeds.max()
 
 
-def test_rank_goodput_finds_the_budget_of_a_tree():
+@pytest.mark.parametrize("kind", [goodput.RankGoodput, leader.RankLeader])
+def test_ranks_find_the_budget_of_a_tree(kind):
     """Fails if nodes are counted by depth: rank 1 is hardly ever kept, 2 and 3 are."""
-    assert play_ranks(lambda kept: kept) > 0.97
+    assert play_ranks(lambda kept: kept, kind=kind) > 0.97
     by_depth = lambda kept: np.arange(len(kept)) < kept.sum()
-    assert play_ranks(by_depth) < 0.97
+    assert play_ranks(by_depth, kind=kind) < 0.97

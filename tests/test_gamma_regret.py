@@ -1,7 +1,11 @@
 """Adaptive gamma on whole texts: regret, overhead, recovery; and the simulator."""
 
+import dataclasses
+import functools
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import simulation
@@ -16,7 +20,8 @@ from gamma_cases import (
     simulate,
 )
 
-from spec_jax.gamma import policy, theory
+from spec_jax import testing
+from spec_jax.gamma import leader, policy, theory
 
 
 EVEN = policy.Probing(every=16, longest=16)
@@ -71,7 +76,8 @@ def test_adversarial_text_costs_what_the_docstrings_say(name):
     run = simulate(made, simulation.begin(made, state), text)
     rounds_at = np.asarray(run.rounds_at)
     assert rounds_at.sum() == NUM_TOKENS  # every round commits one token
-    intervals = [16, 32, 64]
+    every, longest = made.probing.every, made.probing.longest
+    intervals = [every * 2**n for n in range(8) if every * 2**n < longest]
     rest = NUM_TOKENS - sum(intervals)
     most_at_one = len(intervals) + rest / made.probing.longest
     if name == "threshold":
@@ -127,3 +133,83 @@ def test_simulated_rounds_are_those_of_theory(gamma):
     other = theory.tokens_by_gamma(conditional * 0.9)
     if gamma:
         assert NUM_TOKENS / num_rounds != pytest.approx(other[gamma], rel=0.03)
+
+
+SHORT = 64
+"""Tokens of a text, as those that a policy that knows nothing does worst on."""
+
+
+@functools.partial(jax.jit, static_argnames=("made", "anew"))
+def rounds_of_texts(made, first, texts, anew):
+    """Rounds by gamma of texts `[N, SHORT, gamma_max]`, one after the other."""
+
+    def one(state, text):
+        begun = simulation.begin(made, first if anew else policy.renewed(made, state))
+        run = simulation.simulate(made, begun, text, max_rounds=jnp.int32(SHORT))
+        return run.state, run.rounds_at
+
+    return jnp.sum(jax.lax.scan(one, first, texts)[1], axis=0)
+
+
+ROUND_DEAR = np.array([1.0, 1.69, 1.85, 1.95, 2.06])
+"""A first draft that costs most of what four do."""
+
+
+def regret_of_texts(name, chances, *, anew=False):
+    """A policy's regret on 50 short texts of such chances."""
+    luck = np.random.default_rng(0).random((50, SHORT, 1))
+    each = np.resize(chances, 50)[:, None, None]
+    texts = jnp.asarray(np.repeat(luck < each, GAMMA_MAX, axis=2))
+
+    def seconds(made, state):
+        return np.asarray(rounds_of_texts(made, state, texts, anew)) @ ROUND_DEAR
+
+    made = make(name)[0]
+    state = made.init(ROUND_DEAR)
+    fixed = policy.Fixed(gamma_max=GAMMA_MAX)
+    best = min(seconds(fixed, fixed.init(gamma)) for gamma in range(GAMMA_MAX + 1))
+    return seconds(made, state) / best - 1
+
+
+def test_a_text_begins_with_what_those_before_it_taught():
+    """Short texts: fails if many pay for what the first of them taught, or if a text is
+    not soon judged by itself."""
+    for chance, allowed in ((0.75, 0.02), (0.55, 0.05), (0.25, 0.02), (0.0, 0.02)):
+        assert regret_of_texts("leader", (chance,)) < allowed
+    # Texts that differ are told apart, which no constant gamma does.
+    assert regret_of_texts("leader", (0.9, 0.1)) < -0.1
+    # Negative control: each text begun with nothing known.
+    assert regret_of_texts("goodput", (0.75,), anew=True) > 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peeks(leader.Leader):
+    """Planted: drafts as many as will be kept, by what is not committed yet."""
+
+    text: tuple[tuple[bool, ...], ...]
+
+    def choose(self, state):
+        seen = jnp.sum(state.all_reached > 0, dtype=jnp.int32)
+        return jnp.where(jnp.asarray(self.text)[-1, 0], 1, jnp.minimum(seen, 2))
+
+
+@pytest.mark.parametrize("name", ["threshold", "goodput", "leader", "planted"])
+def test_a_choice_depends_on_the_rounds_before_it_alone(name):
+    """Two texts that part after a while: until then the rounds are the same."""
+    first = draw_text([0.9, 0.3, 0.6])
+    other = first.copy()
+    other[NUM_TOKENS // 2 :] = ~other[NUM_TOKENS // 2 :]
+    states = []
+    for text in (first, other):
+        made, state = make("leader" if name == "planted" else name)
+        if name == "planted":
+            ends = tuple(map(tuple, text[-1:].tolist()))
+            made = Peeks(gamma_max=GAMMA_MAX, text=ends)
+        run = simulate(made, simulation.begin(made, state), text, max_rounds=800)
+        assert int(run.position) < NUM_TOKENS // 2
+        states.append(run)
+    if name == "planted":  # Negative control.
+        with pytest.raises(AssertionError):
+            testing.assert_same_bits(*states)
+    else:
+        testing.assert_same_bits(*states)

@@ -25,6 +25,7 @@ CONSTANTS: Mapping[str, Mapping[str, float]] = {
     # A round without drafts takes 1, in any unit, and each draft adds to it: enough
     # for texts of some difficulty to be drafted for by fewer than the most.
     "goodput": {"round": 1.0, "draft": 0.25},
+    "leader": {"round": 1.0, "draft": 0.25},
     # A step takes 1 and more for each row of all slots, and drafting is paid beside it:
     # enough for some drafts to be verified, and not all.
     "schedule": {"step": 1.0, "row": 0.04, "draft": 0.2},
@@ -123,7 +124,7 @@ class Cell:
             step_s = costs["step"] + costs["row"] * rows
             state = made.init(step_s, draft_s=costs["draft"])
             return policies.Chosen(gamma_policy=made, state=state)
-        costs = CONSTANTS["goodput"]
+        costs = CONSTANTS.get(self.gamma_policy, CONSTANTS["goodput"])
         return policies.make(
             self.gamma_policy,
             drafter,

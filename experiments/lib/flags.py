@@ -84,8 +84,8 @@ FLAGS: Mapping[str, str] = {
         --gamma-policy POLICY=fixed  what chooses each round's gamma, up to --gamma:
             nothing (fixed), the share of drafts that were kept (threshold), or expected
             tokens per second by step costs that are measured before (goodput), with a
-            bound on what trying may cost (budget); of a tree goodput and budget choose
-            the number of nodes
+            bound on what trying may cost (budget), or by the texts before, too
+            (leader); of a tree the last three choose the number of nodes
         """,
     "schedule": """
         --schedule PROFILE  of what is drafted, verify those tokens of the whole batch

@@ -13,12 +13,12 @@ from experiments.lib import models, profiles, runs
 from spec_jax import default_gamma, loading
 from spec_jax.drafters import draft_model, hybrid
 from spec_jax.engine import protocols
-from spec_jax.gamma import goodput, policy, schedule, threshold
+from spec_jax.gamma import goodput, leader, policy, schedule, threshold
 
 
-POLICIES = ("fixed", "threshold", "goodput")
+POLICIES = ("fixed", "threshold", "goodput", "leader")
 """Always the same gamma; by the share of kept drafts; by expected tokens per second,
-from times that are measured first."""
+from times that are measured first; by these of this text and of those before it."""
 
 BUDGET = "budget"
 """The front door's default: goodput, and as much as its budget pays for."""
@@ -58,9 +58,14 @@ def make(
         levels = [level for level in (0, 1, 2, 4, 8, 16) if level < gamma]
         chosen = threshold.Threshold(ladder=(*levels, gamma), probing=probing)
         return Chosen(gamma_policy=chosen, state=chosen.init())
-    if name == "goodput":
+    if name in ("goodput", "leader"):
         is_tree = protocols.is_tree(drafter)
-        kind = goodput.RankGoodput if is_tree else goodput.Goodput
+        if name == "leader":
+            kind = leader.RankLeader if is_tree else leader.Leader
+            free = probing.empty_is_free
+            probing = dataclasses.replace(kind.probing, empty_is_free=free)
+        else:
+            kind = goodput.RankGoodput if is_tree else goodput.Goodput
         chosen = kind(gamma_max=gamma, probing=probing)
         state = chosen.init(round_s()[: gamma + 1])
         return Chosen(gamma_policy=chosen, state=state)

@@ -232,6 +232,17 @@ TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
         ),
         cell="{mean_accepted_length:.2f}",
     ),
+    "regret": table_rows.Pivot(
+        "regret, `replay.py texts.jsonl --gamma 1,2,4,7`",
+        [("regret.jsonl", "replay")],
+        line=lambda row: (
+            f"always {row['gamma']}"
+            if row["gamma_policy"] == "fixed"
+            else f"`--gamma-policy {row['gamma_policy']}`"
+        ),
+        column="{drafter}",
+        cell="{regret:+.1%}",
+    ),
     "hugging_face": _hugging_face(
         "`python experiments/compare_hf.py`", "compare_hf.jsonl"
     ),

@@ -122,7 +122,7 @@ trees_native.jsonl | summary
   spec_round --impl native --prompts 50 --gamma 7 --temperature 1 --rule block
 rules_native.jsonl | summary
   spec_round --impl native --prompts 50 --repeats 1 --temperature 1 --tree 4-2-1
-    --rule <coupled; rejection; block>
+    --rule <coupled; rejection; block; multipath>
   spec_round --impl native --prompts 50 --repeats 1 --temperature 1 --gamma 3
     --rule <coupled; rejection; block>
 matched_trees_native.jsonl | summary
@@ -157,6 +157,12 @@ schedule.jsonl | throughput
 schedule_adversarial.jsonl | throughput
   throughput --impl native --drafter dspark --batch 16 --repeats 11 --gamma 1,2,4,7
     --schedule {profile} --prompts 32 --adversarial
+texts.jsonl
+  spec_round --impl native --prompts 50 --repeats 1 --gamma 4 --ignore-stop
+regret.jsonl | replay
+  replay {results}/texts.jsonl --gamma 1,2,4,7 --gamma-policy threshold,goodput,leader
+    --round-costs <1,1.69,1.85,1.95,2.06,2.3,2.6,2.89 --drafter draft-model;
+    1,1.1,1.2,1.3,1.4,1.5,1.6,1.7 --drafter ngram,suffix>
 rollouts_drift.jsonl | reinforce
   rollouts --steps 30 --gen-tokens 32
 plan_native.jsonl | plan

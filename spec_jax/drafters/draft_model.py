@@ -9,7 +9,7 @@ distributions are close; or independently, as the rules that draw uniforms need 
 """
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from spec_jax.drafters import draft_slots, draft_trees, tree_shapes
 from spec_jax.engine import protocols
@@ -115,9 +115,24 @@ class DraftModel(protocols.Drafter):
                 "rule 'coupled', under which every tree is lossless, a tree of a fixed "
                 "shape such as '4-2-1', or draws='greedy'"
             )
+        if rule.replaces and self.tree is not None:
+            return self._with_replacement(rule)
         if self.draws != "coupled":
             return self
         return dataclasses.replace(self, draws="independent")
+
+    def _with_replacement(self, rule: rule_lib.Rule) -> "DraftModel":
+        """Returns the draft model whose siblings are drawn with replacement."""
+        tree = self.tree
+        is_even = isinstance(tree, tree_shapes.FixedTree) and tree.branching
+        if self.draws == "greedy" or not is_even:
+            raise NotImplementedError(
+                f"tree {tree} with draws={self.draws!r} under rule={rule!r}, which "
+                "takes siblings that are drawn, as many of each node of a depth: give "
+                "a branching such as '4-1-1', or use the rule 'block'"
+            )
+        replaces = dataclasses.replace(cast(tree_shapes.FixedTree, tree), replaces=True)
+        return dataclasses.replace(self, draws="independent", tree=replaces)
 
     def for_schedule(self) -> "DraftModel":
         """Returns the draft model that says what chance each of its drafts has."""

@@ -103,17 +103,24 @@ class Draw(pytree.Node):
         )
 
     def weights(
-        self, logits: Float[Array, "B K V"], *, level: jax.Array, width: int
+        self,
+        logits: Float[Array, "B K V"],
+        *,
+        level: jax.Array,
+        width: int,
+        columns: Int[Array, " K"] | None = None,
     ) -> Float[Array, "B K V"]:
         """Returns what the best children of a level's rows have the highest of.
 
         Args:
           level: of the rows; that of the root is 0.
           width: rows of a level, at most.
+          columns: which noise of the round's own a row has; None: its column's.
         """
         if self.sampling is None:
             return logits
-        columns = _columns(level, logits.shape[1], width)
+        if columns is None:
+            columns = _columns(level, logits.shape[1], width)
         if draw_op.has_kernels(self.impl):
             return self._by_kernels(logits, level, columns)
 
@@ -176,6 +183,9 @@ class Draw(pytree.Node):
           vocab_size: of the target.
           hot: the target's token of each of the drafter's own; None: the same.
         """
+        if getattr(tree, "replaces", False):
+            logits = widened(hot, vocab_size)(logits)
+            return self._with_replacement(logits, level, tree)
         is_native, width = self.impl == "native", tree.width
         if hot is not None and tree.top_k > hot.size:
             logits, hot = widened(hot, vocab_size)(logits), None
@@ -200,6 +210,22 @@ class Draw(pytree.Node):
             names=hot,
             draws=self.native(vocab_size),
         )
+
+    def _with_replacement(self, logits, level, tree) -> tree_search.Children:
+        """Draws each child of a row as if it were the row's only one."""
+        num_slots, count, _ = logits.shape
+        ranks = jnp.arange(tree.top_k, dtype=jnp.int32)
+        numbers = _columns(level, count, tree.width)[:, None] * tree.top_k + ranks[None]
+        weights = self.weights(
+            jnp.repeat(logits, tree.top_k, axis=1),
+            level=level,
+            width=tree.width,
+            columns=numbers.reshape(-1),
+        )
+        tokens = jnp.argmax(weights, axis=-1).astype(jnp.int32)
+        # A fixed tree reads no score.
+        shape = num_slots, count, tree.top_k
+        return jnp.zeros(shape, jnp.float32), tokens.reshape(shape)
 
     def native(self, vocab_size: int) -> draws_lib.Draws | None:
         """Returns how a native call draws; None: by the logits alone."""

@@ -40,8 +40,14 @@ def lift(
       NotImplementedError: a setting of the drafter that has no form for slots.
     """
     checks.check_count(gamma_max=drafter.gamma_max)
-    drafter = protocols.complete(drafter).for_rule(rule_lib.of(rule))
-    drafter = protocols.complete(drafter)
+    rule = rule_lib.of(rule)
+    drafter = protocols.complete(protocols.complete(drafter).for_rule(rule))
+    replaces = getattr(getattr(drafter, "tree", None), "replaces", False)
+    if rule.replaces and protocols.is_tree(drafter) and not replaces:
+        raise NotImplementedError(
+            f"trees of {type(drafter).__name__} under rule={rule!r}, which takes "
+            "siblings that are drawn with replacement: use the rule 'block'"
+        )
     if policy_lib.schedules(gamma_policy):
         drafter = protocols.complete(drafter.for_schedule())
     slots = drafter.for_slots(num_slots)

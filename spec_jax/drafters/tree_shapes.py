@@ -179,6 +179,7 @@ class FixedTree:
 
     Attributes:
       paths: of all nodes, in any order; each one's parent is among them.
+      replaces: whether drawn siblings may be equal, each drawn as if it were alone.
 
     Raises:
       ValueError: no path, one twice, one without its parent, a rank below 0, or more
@@ -186,6 +187,7 @@ class FixedTree:
     """
 
     paths: tuple[Path, ...]
+    replaces: bool = False
 
     def __post_init__(self) -> None:
         paths = sorted({tuple(path) for path in self.paths}, key=_by_depth)
@@ -281,6 +283,18 @@ class FixedTree:
         return self._firsts[-1] + self.width - last
 
     @functools.cached_property
+    def branching(self) -> tuple[int, ...] | None:
+        """The children of each node by depth; None where they are not as many."""
+        counts = [
+            1 + max(path[-1] for path in self.paths if len(path) == depth)
+            for depth in range(1, self.depth + 1)
+        ]
+        is_possible = math.prod(counts) <= self.nodes
+        if is_possible and self.paths == FixedTree.of_branching(counts).paths:
+            return tuple(counts)
+        return None
+
+    @functools.cached_property
     def columns(self) -> np.ndarray:
         """The row that each node's children are drafted from, `[nodes + 1] int32`.
 
@@ -346,12 +360,8 @@ class FixedTree:
 
     def __str__(self) -> str:
         """Writes the branching if it determines the tree, else its paths as JSON."""
-        counts = [
-            1 + max(path[-1] for path in self.paths if len(path) == depth)
-            for depth in range(1, self.depth + 1)
-        ]
-        if math.prod(counts) <= self.nodes and self == FixedTree.of_branching(counts):
-            return "-".join(map(str, counts))
+        if self.branching is not None:
+            return "-".join(map(str, self.branching))
         return json.dumps([list(path) for path in self.paths], separators=(",", ":"))
 
 

@@ -154,9 +154,9 @@ class Drafter:
     the host, `propose` and `commit` are traced into the loop and call nothing outside
     of it. Under the rule "coupled" no proposal can make the output wrong: a bad one
     only costs time. That holds for one that breaks its promises, too: rounds bound the
-    number of drafts, and no rule keeps a draft outside the vocabulary. The rules
-    "rejection" and "block" trust what `Proposal` says of `probs`: that drafts were
-    drawn from them, and that no shape of a tree depends on the tokens drawn.
+    number of drafts, and no rule keeps a draft outside the vocabulary. All other
+    rules trust what `Proposal` says of `probs`: that drafts were drawn from them, and
+    that no shape of a tree depends on the tokens drawn.
     `testing.check_drafter` checks what is promised here.
 
     `gamma_max` and `propose`, or `for_slots`, are required. The rest has defaults: no

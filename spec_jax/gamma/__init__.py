@@ -10,7 +10,9 @@ _NAMES = {
     "Fixed": "spec_jax.gamma.policy",
     "GammaPolicy": "spec_jax.gamma.policy",
     "Goodput": "spec_jax.gamma.goodput",
+    "Leader": "spec_jax.gamma.leader",
     "RankGoodput": "spec_jax.gamma.goodput",
+    "RankLeader": "spec_jax.gamma.leader",
     "RoundCosts": "spec_jax.gamma.costs",
     "Schedule": "spec_jax.gamma.schedule",
     "Threshold": "spec_jax.gamma.threshold",
@@ -21,7 +23,9 @@ __all__ = [
     "Fixed",
     "GammaPolicy",
     "Goodput",
+    "Leader",
     "RankGoodput",
+    "RankLeader",
     "RoundCosts",
     "Schedule",
     "Threshold",
@@ -29,6 +33,7 @@ __all__ = [
     "confidence",
     "costs",
     "goodput",
+    "leader",
     "policy",
     "schedule",
     "theory",
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
         confidence,
         costs,
         goodput,
+        leader,
         policy,
         schedule,
         theory,
@@ -49,6 +55,7 @@ if TYPE_CHECKING:
     from spec_jax.gamma.budget import Budget
     from spec_jax.gamma.costs import RoundCosts
     from spec_jax.gamma.goodput import Goodput, RankGoodput
+    from spec_jax.gamma.leader import Leader, RankLeader
     from spec_jax.gamma.policy import Fixed, GammaPolicy
     from spec_jax.gamma.schedule import Schedule
     from spec_jax.gamma.threshold import Threshold

@@ -5,6 +5,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ class Goodput(policy.GammaPolicy):
             )
         if not (np.isfinite(times) & (times > 0)).all():
             raise ValueError(f"round_s={times} must be finite and above 0")
-        state = GoodputState(
+        state = self._state(
             gamma=jnp.int32(0),
             reached=jnp.zeros((self.gamma_max,), jnp.float32),
             kept=jnp.zeros((self.gamma_max,), jnp.float32),
@@ -93,6 +94,9 @@ class Goodput(policy.GammaPolicy):
             probe=self.probing.init(added=float(times[1] / times[0]) - 1),
         )
         return state.replace(gamma=self._best(state))
+
+    def _state(self, **fields: Any) -> GoodputState:
+        return GoodputState(**fields)
 
     def chances(self, state: GoodputState) -> Float[Array, " gamma_max"]:
         """Returns the chance that draft `i` is kept, given that all before it were."""
@@ -124,6 +128,10 @@ class Goodput(policy.GammaPolicy):
         is_reached = (drafts < num_verified) & (drafts <= num_accepted)
         return is_reached, drafts < num_accepted
 
+    def _forgets(self, state: GoodputState) -> Bool[Array, ""] | bool:
+        """Returns whether a probe that is kept contradicts the counts."""
+        return True
+
     def choose(self, state: GoodputState) -> Int[Array, ""]:
         """Returns the best gamma; where that is 0, 1 if a probe is due."""
         return policy.or_probe(state.gamma, state.probe)
@@ -144,7 +152,7 @@ class Goodput(policy.GammaPolicy):
         is_kept_probe = is_off & is_verified & (num_accepted > 0)
         reached, kept = self._counts(num_verified, num_accepted, kept)
         fade = jnp.where(is_verified, self.decay, 1.0)
-        fade = jnp.where(is_kept_probe, 0.0, fade)
+        fade = jnp.where(is_kept_probe & self._forgets(state), 0.0, fade)
         updated = state.replace(
             reached=fade * state.reached + reached.astype(jnp.float32),
             kept=fade * state.kept + kept.astype(jnp.float32),

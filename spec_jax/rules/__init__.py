@@ -12,12 +12,14 @@ _NAMES = {
     "Stream": "spec_jax.rules.sampling",
     "accept_block": "spec_jax.rules.acceptance",
     "accept_exact": "spec_jax.rules.acceptance",
+    "accept_multi_path": "spec_jax.rules.multi_path",
     "accept_rejection": "spec_jax.rules.acceptance",
     "accept_traversal": "spec_jax.rules.traversal",
     "accept_tree": "spec_jax.rules.tree_acceptance",
     "block": "spec_jax.rules.rule",
     "coupled": "spec_jax.rules.rule",
     "make_settings": "spec_jax.rules.sampling",
+    "multipath": "spec_jax.rules.rule",
     "rejection": "spec_jax.rules.rule",
 }
 
@@ -28,6 +30,7 @@ __all__ = [
     "Stream",
     "accept_block",
     "accept_exact",
+    "accept_multi_path",
     "accept_rejection",
     "accept_traversal",
     "accept_tree",
@@ -35,6 +38,8 @@ __all__ = [
     "block",
     "coupled",
     "make_settings",
+    "multi_path",
+    "multipath",
     "rejection",
     "rule",
     "sampling",
@@ -45,6 +50,7 @@ __all__ = [
 if TYPE_CHECKING:
     from spec_jax.rules import (
         acceptance,
+        multi_path,
         rule,
         sampling,
         traversal,
@@ -56,7 +62,8 @@ if TYPE_CHECKING:
         accept_exact,
         accept_rejection,
     )
-    from spec_jax.rules.rule import Rule, block, coupled, rejection
+    from spec_jax.rules.multi_path import accept_multi_path
+    from spec_jax.rules.rule import Rule, block, coupled, multipath, rejection
     from spec_jax.rules.sampling import SamplingSettings, Stream, make_settings
     from spec_jax.rules.traversal import accept_traversal
     from spec_jax.rules.tree_acceptance import accept_tree

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from spec_jax.rules import acceptance, traversal, tree_acceptance
+from spec_jax.rules import acceptance, multi_path, traversal, tree_acceptance
 
 
-Name = Literal["coupled", "rejection", "block"]
+Name = Literal["coupled", "rejection", "block", "multipath"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -30,6 +30,7 @@ class Rule:
     is_exact: bool
     accept_chain: Callable[..., acceptance.Outcome]
     accept_tree: Callable[..., acceptance.Outcome]
+    replaces: bool = False
 
     def __repr__(self) -> str:
         return repr(self.name)
@@ -60,8 +61,15 @@ block = Rule(
     accept_chain=lambda *drafts, **more: acceptance.accept_block(*drafts, **more),
     accept_tree=lambda *drafts, **more: traversal.accept_traversal(*drafts, **more),
 )
+multipath = Rule(
+    name="multipath",
+    is_exact=False,
+    accept_chain=lambda *drafts, **more: acceptance.accept_block(*drafts, **more),
+    accept_tree=lambda *drafts, **more: multi_path.accept_multi_path(*drafts, **more),
+    replaces=True,
+)
 
-RULES = {rule.name: rule for rule in (coupled, rejection, block)}
+RULES = {rule.name: rule for rule in (coupled, rejection, block, multipath)}
 """All rules, by name."""
 
 

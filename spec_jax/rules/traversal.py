@@ -34,12 +34,7 @@ def traversal_probabilities(
     """
     num_drafts = draft_tokens.shape[0]
     columns = jnp.arange(1, num_drafts + 1, dtype=jnp.int32)
-    depths = jax.lax.fori_loop(
-        1,
-        num_drafts + 1,
-        lambda column, depths: depths.at[column].set(depths[parents[column - 1]] + 1),
-        jnp.zeros((num_drafts + 1,), jnp.int32),
-    )
+    depths = tree_acceptance.depths_of(parents)
     is_tried = columns <= num_drafted
     is_tried &= depths[1:] <= jnp.minimum(wanted, depth_max)
 
@@ -132,21 +127,8 @@ def accept_traversal(
     stays = uniforms < probabilities.keep
     first = jnp.argmin(jnp.where(stays, left, left.shape[0])).astype(jnp.int32)
     end = jnp.where(jnp.any(stays), first + 1, 0)
-
-    def mark(on_path, draft):
-        """Marks the parent of a draft of the path, later drafts first."""
-        parent = jnp.where(on_path[draft + 1], parents[draft], end)
-        return on_path.at[parent].set(True), None
-
-    on_path = jnp.zeros((left.shape[0] + 1,), jnp.bool_).at[end].set(True)
-    drafts = jnp.arange(left.shape[0], dtype=jnp.int32)
-    on_path, _ = jax.lax.scan(mark, on_path, drafts, reverse=True)
-    walk = tree_acceptance.walk(
-        lambda _: (jnp.int32(0), on_path[1:]),
-        parents,
-        num_drafted,
-        wanted,
-        depth_max=depth_max,
+    walk = tree_acceptance.keep_path(
+        end, parents, num_drafted, wanted, depth_max=depth_max
     )
     own = jnp.argmax(jnp.log(probabilities.own[walk.last]) + noise)
     return walk.outcome(draft_tokens, own.astype(draft_tokens.dtype))

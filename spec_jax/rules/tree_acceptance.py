@@ -6,8 +6,9 @@ As `acceptance`, for proposals that branch: functions of ONE sequence, of arrays
     rejection     `accept_tree`: siblings are tried in turn, from the root on.
     block         `traversal.accept_traversal`: whole paths are tried, from the leaves
                   on.
+    multipath     `multi_path.accept_multi_path`: the best path is tried as a chain.
 
-Under the last two, the drafts of a random tree must not have decided its shape.
+Under the last three, the drafts of a random tree must not have decided its shape.
 """
 
 from collections.abc import Callable
@@ -268,6 +269,45 @@ class _Walk(pytree.Node):
             path=self.path,
             reached=self.reached,
         )
+
+
+def depths_of(parents: Int[Array, " W"]) -> Int[Array, " W+1"]:
+    """Returns the depth of each column; 0 is the root's."""
+    (num_drafts,) = parents.shape
+    return jax.lax.fori_loop(
+        1,
+        num_drafts + 1,
+        lambda column, depths: depths.at[column].set(depths[parents[column - 1]] + 1),
+        jnp.zeros((num_drafts + 1,), jnp.int32),
+    )
+
+
+def keep_path(
+    end: Int[Array, ""],
+    parents: Int[Array, " W"],
+    num_drafted: Int[Array, ""],
+    wanted: Int[Array, ""],
+    *,
+    depth_max: int,
+) -> _Walk:
+    """Walks from the root to the column `end`."""
+
+    def mark(on_path, draft):
+        """Marks the parent of a draft of the path, later drafts first."""
+        parent = jnp.where(on_path[draft + 1], parents[draft], end)
+        return on_path.at[parent].set(True), None
+
+    (num_drafts,) = parents.shape
+    on_path = jnp.zeros((num_drafts + 1,), jnp.bool_).at[end].set(True)
+    drafts = jnp.arange(num_drafts, dtype=jnp.int32)
+    on_path, _ = jax.lax.scan(mark, on_path, drafts, reverse=True)
+    return walk(
+        lambda _: (jnp.int32(0), on_path[1:]),
+        parents,
+        num_drafted,
+        wanted,
+        depth_max=depth_max,
+    )
 
 
 def walk(

@@ -1,5 +1,8 @@
 """Trees of draft models: what children are drawn from, and which rows are kept."""
 
+import dataclasses
+import itertools
+
 import decoding
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ from decoding import PROMPT, SMALL
 from test_draft_model import NEARLY, as_drafter
 
 from spec_jax import testing
-from spec_jax.drafters import draft_trees, each, tree_shapes
+from spec_jax.drafters import draft_trees, draw, each, tree_shapes
 from spec_jax.engine import rows as rows_lib
 from spec_jax.rules import sampling
 
@@ -182,3 +185,38 @@ def test_a_prompt_takes_the_pages_of_rows_that_nothing_was_committed_of():
     # A slot that is released keeps nothing.
     memory = decoding.commit(slots, NEARLY, memory, length * 0 + 1, asked=asked | True)
     assert memory.kv.length.tolist() == [0, 0] and not memory.is_run.any()
+
+
+@pytest.mark.parametrize("replaces", (True, False))
+def test_siblings_drawn_with_replacement_are_independent(replaces):
+    """Pairs of nodes of a tree, over seeds. Without replacement, the negative control,
+    two children are never the same."""
+    tree = dataclasses.replace(FIXED, replaces=replaces)
+    num_slots, chances = 2000, np.array([0.5, 0.3, 0.2])
+    settings = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), sampling.make_settings()
+    ).replace(seed=jnp.arange(num_slots, dtype=jnp.uint32))
+    length = jnp.full((num_slots,), 5, jnp.int32)
+    made = draw.Draw(sampling=settings, length=length, impl="xla", has_probs=True)
+
+    def tokens(level, count):
+        logits = jnp.log(jnp.asarray(chances, jnp.float32))
+        shape = num_slots, count, 3
+        found = made.children(
+            jnp.broadcast_to(logits, shape),
+            level=jnp.int32(level),
+            counts=jnp.full((num_slots,), count, jnp.int32),
+            tree=tree,
+            vocab_size=3,
+        )
+        return np.asarray(found[1]).reshape(num_slots, -1)
+
+    nodes = np.concatenate([tokens(0, 1), tokens(1, 3)], axis=1).T
+    gaps = [
+        np.abs(
+            np.histogram2d(one, other, bins=[range(4)] * 2)[0] / num_slots
+            - np.outer(chances, chances)
+        ).max()
+        for one, other in itertools.combinations(nodes, 2)
+    ]
+    assert (max(gaps) < 0.04) == replaces

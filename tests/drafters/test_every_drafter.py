@@ -125,6 +125,7 @@ QUICK = (
     ("native", "block", "suffix", 4),
     ("native", "rejection", "draft-model", 4),
     ("native", "block", "draft-model, fixed", 4),
+    ("native", "multipath", "draft-model, fixed", 4),
     ("native", "rejection", "dspark", 4),
     ("native", "coupled", "eagle3 with a window, searched", 4),
     ("native", "block", "dflash with windows", 4),
@@ -254,6 +255,25 @@ def test_rules_without_these_trees(name):
     for rule in ("rejection", "block"):
         with pytest.raises(NotImplementedError, match="fixed shape such as '4-2-1'"):
             each.lift(drafter, 2, rule=rule)
+
+
+def test_trees_whose_siblings_are_drawn_with_replacement():
+    """Fails if the rule of paths takes siblings that it knows no law of."""
+    fixed, _ = make("draft-model, fixed")
+    drawn = each.lift(fixed, 2, rule="multipath").drafter
+    assert drawn.tree.replaces and not fixed.tree.replaces
+    assert str(drawn.tree) == str(fixed.tree) == "2-2-1"
+    paths = tree_shapes.parse("[[0],[1],[0,0]]")
+    uneven = draft_model(SMALL.target.impl).for_tree(paths)
+    certain = dataclasses.replace(fixed, draws="greedy")
+    lookup, _ = make("ngram, searched")
+    for drafter, words in (
+        (uneven, "a branching such as '4-1-1'"),
+        (certain, "siblings that are drawn"),
+        (lookup, "drawn with replacement"),
+    ):
+        with pytest.raises(NotImplementedError, match=words):
+            each.lift(drafter, 2, rule="multipath")
 
 
 @pytest.mark.parametrize("name", ["draft-model", "eagle3", "dspark"])

@@ -230,13 +230,14 @@ def test_names_of_axes_stand_for_what_the_certificate_says():
     assert found == pytest.approx(cells_lib.CONSTANTS["sampled"])
     assert greedy.settings is None
     drafter = ngram.PromptLookup(gamma_max=3)
-    fixed, by_share, by_speed = (
+    fixed, by_share, by_speed, leads = (
         dataclasses.replace(greedy, gamma_policy=name).policy(drafter)
         for name in policies.POLICIES
     )
     assert fixed.gamma_policy is None and fixed.state is None
     assert by_share.gamma_policy.ladder == (0, 1, 2, 3)
-    np.testing.assert_array_equal(by_speed.state.round_s, [1, 1.25, 1.5, 1.75])
+    for made in (by_speed, leads):
+        np.testing.assert_array_equal(made.state.round_s, [1, 1.25, 1.5, 1.75])
     assert cells_lib.constants_of([greedy]) == {}
     assert [*cells_lib.constants_of([sampled])] == ["sampled"]
     with pytest.raises(ValueError, match="'mood' is not one of fixed"):

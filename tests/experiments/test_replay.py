@@ -55,7 +55,7 @@ def test_replayed_counters_are_live_counters(kind, name, folders, written):
     total = metrics.Counters()
     for number, prompt in enumerate(texts.prompts):
         live = runs.run_speculative(lm, settings, prompt)
-        found, forwards = replay.replay(texts, number, built, replay.Way(gamma=4))
+        found, forwards, _ = replay.replay(texts, number, built, replay.Way(gamma=4))
         assert found == live.counters and forwards.sum() == live.counters.target_steps
         assert live.tokens == texts.generated[number]
         total += found

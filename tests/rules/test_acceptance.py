@@ -219,3 +219,53 @@ def test_a_draft_that_cannot_have_been_drawn_is_never_kept(rule, prob, rng):
     outcome = COMPILED[rule](tokens, draft, target, count, **more)
     assert int(outcome.num_accepted) == 0
     assert int(outcome.tokens[0]) == int(jnp.argmax(target[0]))
+
+
+def capped_branches(target, draft, chain, *, caps=True):
+    """Returns `h` and the resampling rows of hierarchical speculative decoding, by
+    equations 16 to 20 of Zhou et al. (2026), https://arxiv.org/abs/2601.05724."""
+    gamma = len(chain)
+    steps = np.arange(gamma)
+    ratios = target[steps, chain] / draft[steps, chain]
+    joint = np.concatenate([[1.0], np.cumprod(ratios)])  # r of each prefix
+    drawn = np.concatenate([[1.0], np.cumprod(draft[steps, chain])])
+
+    def capped(length):
+        """Returns r* of each continuation of a prefix by one token."""
+        highest = int(np.argmax(joint[1 : length + 1])) + 1 if length else 0
+        if joint[highest] <= 1 or not caps:
+            highest = 0
+        later = joint[length] / joint[highest] * target[length] / draft[length]
+        return min(joint[highest], 1) * later
+
+    keep, rows = [], []
+    for length in range(gamma):
+        excess = drawn[length] * draft[length] * (capped(length) - 1)
+        more, less = np.maximum(excess, 0).sum(), np.maximum(-excess, 0).sum()
+        keep.append(more / max(more, less))  # More only without the cap.
+        rows.append(np.maximum(excess, 0) / (more or 1))  # No excess has no row.
+    return [*keep[1:], min(capped(gamma - 1)[chain[-1]], 1)], rows
+
+
+def test_hierarchical_branch_resampling_is_block_verification(rng):
+    """Capped ratios are the joint ratios of Sun et al.: both verify a chain by the same
+    numbers. Fails without the cap, which is the negative control."""
+    differs = []
+    for _ in range(20):
+        target, draft = rng.dirichlet(np.ones(4), size=4), rng.dirichlet(np.ones(4), 3)
+        chain = rng.integers(0, 4, 3)
+        found = acceptance.block_probabilities(
+            jnp.asarray(chain, jnp.int32),
+            jnp.asarray(draft, jnp.float32),
+            jnp.asarray(target, jnp.float32),
+            jnp.int32(3),
+        )
+        keep, rows = capped_branches(target, draft, chain)
+        np.testing.assert_allclose(found.keep, keep, rtol=1e-4, atol=1e-6)
+        own = np.asarray(found.own[:3])
+        total = own.sum(axis=-1, keepdims=True)
+        own = own / np.where(total > 0, total, 1)
+        np.testing.assert_allclose(own, rows, rtol=1e-4, atol=1e-6)
+        keep, _ = capped_branches(target, draft, chain, caps=False)
+        differs.append(not np.allclose(found.keep, keep, rtol=1e-2))
+    assert any(differs)

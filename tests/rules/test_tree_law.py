@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.rules import acceptance, traversal, tree_acceptance
+from spec_jax.rules import acceptance, multi_path, traversal, tree_acceptance
 
 
 V = 3
@@ -25,6 +25,8 @@ SHAPES = {
     "2x2": (0, 0, 1, 1, 2, 2),
     "1-2-1": (0, 1, 1, 2),
     "mixed": (0, 0, 2, 1, 2),
+    "2-1-1": (0, 0, 1, 2, 3, 4),
+    "3-1": (0, 0, 0, 1, 2, 3),
 }
 BIASED = 1e-2
 
@@ -42,6 +44,7 @@ def _traversal_probabilities(*drafts, wanted, depth_max):
 RULES = {
     "rejection": (_rejection_probabilities, tree_acceptance.accept_tree),
     "block": (_traversal_probabilities, traversal.accept_traversal),
+    "multipath": (multi_path.multi_path_probabilities, multi_path.accept_multi_path),
 }
 """Of each rule of trees: its probabilities, and how it decides by them."""
 
@@ -52,7 +55,7 @@ class Case:
 
     Attributes:
       is_certain: drafts are the most probable tokens, and the rule knows no row.
-      with_replacement: planted; siblings may be drawn twice.
+      with_replacement: siblings may be drawn twice, as one rule asks for.
       drops: planted; a last child that is not likely is taken back.
     """
 
@@ -193,20 +196,55 @@ def mean_accepted(rule: str, case: Case) -> float:
     return sum(mass * len(path) for mass, path, _ in outcomes(rule, case, wanted=9))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(
-    ("shape", "is_certain"),
-    [
-        ("two children", False),
-        ("2x2", False),
-        ("mixed", False),
-        ("mixed", True),
-    ],
-)
-def test_the_output_has_the_targets_distribution(shape, is_certain, rule, rng):
-    case = make_case(shape, rng, is_certain=is_certain)
+def make_drawn(rule, shape, rng, **kinds) -> Case:
+    """A case whose siblings are drawn as the rule asks for."""
+    kinds.setdefault("with_replacement", rule == "multipath")
+    return make_case(shape, rng, **kinds)
+
+
+LAWS = [
+    *(
+        (rule, shape, shape == "certain")
+        for rule in ("rejection", "block")
+        for shape in ("two children", "2x2", "mixed", "certain")
+    ),
+    *(("multipath", shape, False) for shape in ("two children", "2x2", "2-1-1", "3-1")),
+]
+
+
+@pytest.mark.parametrize("rule, shape, is_certain", LAWS)
+def test_the_output_has_the_targets_distribution(rule, shape, is_certain, rng):
+    shape = "mixed" if is_certain else shape
+    case = make_drawn(rule, shape, rng, is_certain=is_certain)
     for wanted in (9, 1, 0):
         assert bias(rule, case, wanted) < enumeration.ROUNDING
+
+
+def test_the_best_of_paths_need_not_be_the_best_to_verify(rng):
+    """As the docstring says: more is kept than of one path, but not where the draft is
+    the target, of which a single path is kept whole."""
+    gains = []
+    for _ in range(4):
+        case = make_drawn("multipath", "2x2", rng)
+        alone = dataclasses.replace(case, parents=SHAPES["chain"])
+        gains.append(mean_accepted("multipath", case) - mean_accepted("block", alone))
+    assert min(gains) > BIASED
+    same = dataclasses.replace(case, draft=case.target[:-1])
+    alone = dataclasses.replace(same, parents=SHAPES["chain"])
+    assert mean_accepted("block", alone) == pytest.approx(2)
+    assert mean_accepted("multipath", same) < 2 - BIASED
+    assert bias("multipath", same) < enumeration.ROUNDING
+
+
+def test_the_best_path_is_not_drawn_from_the_drafts_row(rng, monkeypatch):
+    """Negative control: paths are chosen, and verified as if the first one had been."""
+    own = lambda rows, tokens, numbers, depth: rows.own[depth][:-1]
+    monkeypatch.setattr(multi_path, "_of_highest", own)
+    _evaluate.cache_clear()
+    try:
+        assert bias("multipath", make_drawn("multipath", "2-1-1", rng)) > BIASED
+    finally:
+        _evaluate.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -227,10 +265,14 @@ def test_whole_paths_keep_at_least_as_many(shape, is_certain, rng):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("planted", ("with_replacement", "drops"))
+@pytest.mark.parametrize("planted", ("other siblings", "drops"))
 def test_trees_that_may_not_be_drawn(planted, rule, rng):
-    """Negative control: siblings that repeat, and a child that its token decides on."""
-    cases = [make_case("two children", rng, **{planted: True}) for _ in range(5)]
+    """Negative control: siblings that repeat, or may not where a rule asks for it, and
+    a child that its token decides on."""
+    kinds = {"drops": True}
+    if planted == "other siblings":
+        kinds = {"with_replacement": rule != "multipath"}
+    cases = [make_drawn(rule, "two children", rng, **kinds) for _ in range(5)]
     assert max(bias(rule, case) for case in cases) > BIASED
 
 
@@ -251,19 +293,25 @@ def test_planted_biases_are_caught(fault, rule, rng, monkeypatch):
     monkeypatch.setattr(acceptance, *FAULTS[fault])
     _evaluate.cache_clear()
     try:
-        assert bias(rule, make_case("2x2", rng)) > BIASED
+        assert bias(rule, make_drawn(rule, "2x2", rng)) > BIASED
     finally:
         _evaluate.cache_clear()
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("is_certain", (False, True), ids=("drawn", "certain"))
+@pytest.mark.parametrize(
+    "rule, is_certain",
+    [
+        *itertools.product(("rejection", "block"), (False, True)),
+        ("multipath", False),
+    ],
+)
 def test_on_a_chain_it_is_the_rule_of_chains(is_certain, rule, rng):
     """As integers: what is kept, and the own token."""
     gamma, vocab_size = 4, 7
     chain = jnp.arange(gamma, dtype=jnp.int32)
     accept_tree = jax.jit(RULES[rule][1], static_argnames="depth_max")
-    accept = jax.jit(getattr(acceptance, f"accept_{rule}"))
+    of_chains = "block" if rule == "multipath" else rule
+    accept = jax.jit(getattr(acceptance, f"accept_{of_chains}"))
     for _ in range(100):
         rows = lambda n: rng.dirichlet(np.ones(vocab_size), size=n).astype(np.float32)
         tokens = jnp.asarray(rng.integers(0, vocab_size + 2, gamma), jnp.int32)

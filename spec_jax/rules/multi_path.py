@@ -1,0 +1,233 @@
+"""Acceptance of one of several paths, verified as a block.
+
+As `tree_acceptance`, a function of ONE sequence, of arrays alone. Siblings were drawn
+with replacement here: the best of the paths is found first, and what it was then drawn
+from is no longer the draft's row, but known.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int
+
+from spec_jax import pytree
+from spec_jax.rules import acceptance, tree_acceptance
+from spec_jax.typing import typed
+
+
+class Selected(pytree.Node):
+    """The path that is highest, its nodes by depth, and what it was drawn from.
+
+    Past `length` entries may hold anything.
+    """
+
+    columns: jax.Array  # [D + 1] int32, from the root on
+    tokens: jax.Array  # [D] int32
+    length: jax.Array  # [] int32
+    probs: jax.Array  # [D, V] float32, of the next token of the highest path
+
+
+@typed
+def select(
+    draft_tokens: Int[Array, " W"],
+    parents: Int[Array, " W"],
+    draft_probs: Float32[Array, "W V"],
+    target_probs: Float32[Array, "W+1 V"],
+    num_drafted: Int[Array, ""],
+    wanted: Int[Array, ""],
+    *,
+    depth_max: int,
+) -> Selected:
+    """Finds the path whose tokens are the highest of its siblings', from the root on.
+
+    As `accept_multi_path`, which verifies it. Nodes with the same path are one node
+    with the children of all. A depth of which a node was not drafted is not read.
+    """
+    depths = tree_acceptance.depths_of(parents)
+    is_real = jnp.arange(1, parents.shape[0] + 1, dtype=jnp.int32) <= num_drafted
+    is_at = depths[None] == jnp.arange(depth_max + 1, dtype=jnp.int32)[:, None]
+    of_shape = jnp.sum(is_at, axis=1, dtype=jnp.int32)
+    drafted = jnp.sum(is_at[:, 1:] & is_real[None], axis=1, dtype=jnp.int32)
+    # At depth 1 any leading nodes will do: they are as many children of the root.
+    is_whole = (drafted == of_shape)[1:].at[0].set(drafted[1] > 0)
+    is_whole &= drafted[1:] > 0
+    most = jnp.minimum(jnp.sum(jnp.cumprod(is_whole.astype(jnp.int32))), wanted)
+    numbers = jnp.maximum(of_shape[1:] // jnp.maximum(of_shape[:-1], 1), 1)
+    numbers = numbers.at[0].set(drafted[1])
+
+    def descend(carry, depth):
+        """Goes to the highest child of the nodes that hold the path."""
+        holds, at, goes_on = carry
+        draft_row = jnp.where(draft_probs[at] > 0, draft_probs[at], 0.0)
+        rank, row = _Row.of(target_probs[at], draft_row)
+        is_child = is_real & holds[parents] & goes_on & (depth < most)
+        # Outside of the vocabulary is lowest, and is gone to too: it was drawn.
+        height = rank.at[draft_tokens].get(
+            mode="fill", fill_value=-1, wrap_negative_indices=False
+        )
+        best = jnp.argmax(jnp.where(is_child, height, -2))
+        goes_on &= jnp.any(is_child)
+        token = draft_tokens[best]
+        holds = jnp.append(False, is_child & (draft_tokens == token))
+        at = jnp.where(goes_on, best + 1, at).astype(jnp.int32)
+        return (holds, at, goes_on), (at, token, goes_on, row)
+
+    start = jnp.zeros((parents.shape[0] + 1,), bool).at[0].set(True)
+    _, (columns, tokens, is_kept, rows) = jax.lax.scan(
+        descend,
+        (start, jnp.int32(0), jnp.bool_(True)),
+        jnp.arange(depth_max, dtype=jnp.int32),
+    )
+    probs = [_of_highest(rows, tokens, numbers, depth) for depth in range(depth_max)]
+    return Selected(
+        columns=jnp.append(0, columns).astype(jnp.int32),
+        tokens=tokens,
+        length=jnp.sum(is_kept, dtype=jnp.int32),
+        probs=jnp.stack(probs),
+    )
+
+
+class _Row(pytree.Node):
+    """A draft's row: what each token has, and what the lower ones have together.
+
+    The last entry is what tokens outside the vocabulary have, which are the lowest.
+    """
+
+    own: jax.Array  # [V + 1] float32
+    lower: jax.Array  # [V + 1] float32
+
+    @classmethod
+    def of(cls, target: jax.Array, draft: jax.Array) -> tuple[jax.Array, "_Row"]:
+        """Returns the rank of each token, by target over draft, and the row."""
+        ratios = jnp.where(draft > 0, target / jnp.where(draft > 0, draft, 1.0), -1.0)
+        order = jnp.argsort(ratios, stable=True)
+        rank = jnp.argsort(order)
+        higher = jnp.cumsum(draft[order][::-1])[::-1]
+        lower = jnp.maximum(1.0 - higher, 0.0)
+        return rank, cls(
+            own=jnp.append(draft, lower[0]), lower=jnp.append(lower[rank], 0.0)
+        )
+
+
+def _of_highest(rows: _Row, tokens, numbers, depth: int) -> jax.Array:
+    """Returns what the highest path's token at a depth is drawn from, `[V]`.
+
+    The chance that a tree's highest path begins with a prefix is that all its paths are
+    at most there, less that all are below; both are powers, level by level upwards. A
+    difference of powers is a product of the difference: no digits cancel.
+    """
+    lower, mass = rows.lower[depth], rows.own[depth]
+    upper = lower + mass
+    for level in range(depth, -1, -1):
+        if level < depth:
+            own = rows.own[level, tokens[level]]
+            below = rows.lower[level, tokens[level]]
+            lower, upper = below + own * lower, below + own * upper
+        added, upper, lower = _powers(upper, lower, numbers[level])
+        mass *= added
+    total = jnp.sum(mass)
+    return jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), 0.0)[:-1]
+
+
+def _powers(upper, lower, number) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the powers' difference over that of their bases, and both powers."""
+
+    def multiply(_, carry):
+        added, above, below = carry
+        return added * upper + below, above * upper, below * lower
+
+    one = jnp.ones_like(upper)
+    return jax.lax.fori_loop(0, number, multiply, (jnp.zeros_like(one), one, one))
+
+
+@typed
+def multi_path_probabilities(
+    draft_tokens: Int[Array, " W"],
+    parents: Int[Array, " W"],
+    draft_probs: Float32[Array, "W V"],
+    target_probs: Float32[Array, "W+1 V"],
+    num_drafted: Int[Array, ""],
+    wanted: Int[Array, ""],
+    *,
+    depth_max: int,
+    row_sums: acceptance.RowSums | None = None,
+) -> acceptance.AcceptanceProbabilities:
+    """Returns the chance of each draft of the highest path to stay with those above it,
+    given that none below it does; 0 of the other drafts.
+
+    As `accept_multi_path`, which decides by them.
+    """
+    found = select(
+        draft_tokens,
+        parents,
+        draft_probs,
+        target_probs,
+        num_drafted,
+        wanted,
+        depth_max=depth_max,
+    )
+    block = acceptance.block_probabilities(
+        found.tokens,
+        found.probs,
+        target_probs[found.columns],
+        found.length,
+        row_sums=row_sums,
+    )
+    width = draft_tokens.shape[0]
+    is_on = jnp.arange(depth_max + 1, dtype=jnp.int32) <= found.length
+    columns = jnp.where(is_on, found.columns, width + 1)
+    keep = jnp.zeros((width,), jnp.float32).at[columns[1:] - 1]
+    return acceptance.AcceptanceProbabilities(
+        keep=keep.set(block.keep, mode="drop"),
+        own=target_probs.at[columns].set(block.own, mode="drop"),
+    )
+
+
+@typed
+def accept_multi_path(
+    draft_tokens: Int[Array, " W"],
+    parents: Int[Array, " W"],
+    draft_probs: Float32[Array, "W V"],
+    target_probs: Float32[Array, "W+1 V"],
+    num_drafted: Int[Array, ""],
+    wanted: Int[Array, ""],
+    *,
+    uniforms: Float32[Array, " W"],
+    noise: Float32[Array, " V"],
+    depth_max: int,
+    row_sums: acceptance.RowSums | None = None,
+) -> acceptance.Outcome:
+    """Keeps a prefix of the best path of a tree, in the target's distribution.
+
+    Greedy multi-path block verification (GBV), Thomas and Pal (2026),
+    https://arxiv.org/abs/2602.16961. The tokens after a prefix are ordered by `target /
+    draft`, and paths by their tokens, the first one first; the highest path is verified
+    by `accept_block`, against what the highest of so many paths is drawn from. Their
+    trees are paths that part at the root, "4-1-1"; here each depth may have a number of
+    children, and on a chain it is `accept_block`.
+
+    It need not keep more than `accept_block` does on one of the paths: where draft and
+    target agree, the highest path is not what the target would draw.
+
+    Args: as in `accept_tree`, but that siblings are drawn with replacement and that all
+      nodes of a depth have as many children. The output is biased where they have not.
+    """
+    probabilities = multi_path_probabilities(
+        draft_tokens,
+        parents,
+        draft_probs,
+        target_probs,
+        num_drafted,
+        wanted,
+        depth_max=depth_max,
+        row_sums=row_sums,
+    )
+    stays = jnp.append(False, uniforms < probabilities.keep)
+    depths = tree_acceptance.depths_of(parents)
+    end = jnp.argmax(jnp.where(stays, depths, 0)).astype(jnp.int32)
+    keep = functools.partial(tree_acceptance.keep_path, depth_max=depth_max)
+    path = keep(end, parents, num_drafted, wanted)
+    weights = acceptance.or_else(probabilities.own[end], target_probs[end])
+    own = jnp.argmax(jnp.log(weights) + noise)
+    return path.outcome(draft_tokens, own.astype(draft_tokens.dtype))
