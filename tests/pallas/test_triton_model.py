@@ -74,9 +74,9 @@ def make_model(**changes) -> Model:
     return Model(config=made.config, params=made.params, impl=made.impl)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return make_model(num_layers=1)
+@pytest.fixture(scope="module", params=["dense", "q8_0"])
+def model(request):
+    return make_model(num_layers=1, weights=request.param)
 
 
 @pytest.fixture(scope="module")
