@@ -130,7 +130,8 @@ def project(
         )
     if norm is not None:
         x = rms_norm.rms_norm(x, norm, eps=eps)
-    y = skinny_gemm.skinny_gemm(x, weights.unpacked(w)).astype(dtype)
+    w = weights.unpacked(w)
+    y = skinny_gemm.skinny_gemm(x, w).astype(dtype)
     # Fused with what comes next, the rounding of a bfloat16 product would be left out
     # or not, as the surrounding program suits XLA.
     y = jax.lax.optimization_barrier(y)
