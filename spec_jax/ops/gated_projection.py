@@ -35,10 +35,10 @@ def gated_projection(
       ValueError: no `norm` where one is needed.
     """
     if impl in dispatch.PALLAS and not isinstance(w, weights.Split):
-        w = weights.of_kernels(w, impl)
         kernels, interpret = dispatch.kernels("skinny_gemm", impl)
+        given = x, weights.of_kernels(w, impl)
         return kernels.gate(
-            x, w, num_active=num_active, norm=norm, eps=eps, interpret=interpret
+            *given, num_active=num_active, norm=norm, eps=eps, interpret=interpret
         )
     if norm is None:
         raise ValueError(f"impl={impl!r} norms the rows itself: give it the weight")

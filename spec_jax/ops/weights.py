@@ -1,8 +1,8 @@
 """A weight matrix `[N, K]`: an array, or what an implementation's kernels made of it.
 
 The native kernels read panels (`native/panels.py`). Weights of eight bits are blocks
-(`native/blocks.py`), panels of them, or on a GPU tiles (`ops/tiles.py`). Ops take each
-form of a weight; other operations take a matrix, which is unpacked on demand.
+(`native/blocks.py`), panels of them, or on a GPU tiles (`native/tiles.py`). Ops take
+each form of a weight; other operations take a matrix, which is unpacked on demand.
 
 A device of a mesh (`parallel`) has a part of a weight, `Split`.
 """
@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import pytree
-from spec_jax.native import blocks, calls, panels
-from spec_jax.ops import bits, dispatch, tiles
+from spec_jax.native import blocks, calls, panels, tiles
+from spec_jax.ops import bits, dispatch
 
 
 Blocks = blocks.Blocks
 Panels = panels.Panels
 Tiles = tiles.Tiles
 Form = Panels | Blocks | Tiles
-Weight = calls.Weight | Tiles
+Weight = calls.Weight
 
 Cut = Literal["outputs", "inputs"]
 """The axis of a weight that is shared out."""
@@ -71,13 +71,13 @@ def prepare(w: Weight, impl: str) -> Weight:
         return w if isinstance(w, Tiles) else tiles.pack(unpacked(w))
     if impl != "native":
         return unpacked(w)
-    return w if isinstance(w, panels.Panels) else calls.pack(unpacked(w))
+    return w if isinstance(w, panels.Panels) else calls.pack(w)
 
 
 def of_kernels(w: Weight, impl: str) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns what the kernels of `spec_jax.pallas` take: of eight bits two arrays."""
-    w = prepare(w, impl)
-    return (w.values, w.scales) if isinstance(w, Tiles) else w
+    made: Any = prepare(w, impl)
+    return (made.values, made.scales) if isinstance(made, Tiles) else made
 
 
 def is_weight(w: Any) -> bool:
@@ -119,12 +119,9 @@ def to_bytes(w: Weight) -> Blocks:
 def byte_shapes(leaf: jax.ShapeDtypeStruct) -> Blocks:
     """Returns shapes in the place of a matrix's blocks."""
     N, count = leaf.shape[0], blocks.num_blocks(leaf.shape[1])
-    return Blocks(
-        values=jax.ShapeDtypeStruct((N, count, blocks.BLOCK), jnp.int8),
-        scales=jax.ShapeDtypeStruct((N, count), jnp.float16),
-        shape=leaf.shape,
-        of=str(leaf.dtype),
-    )
+    values: Any = jax.ShapeDtypeStruct((N, count, blocks.BLOCK), jnp.int8)
+    scales: Any = jax.ShapeDtypeStruct((N, count), jnp.float16)
+    return Blocks(values=values, scales=scales, shape=leaf.shape, of=str(leaf.dtype))
 
 
 def cast(w: Weight, dtype: str) -> jax.Array | Blocks:

@@ -29,6 +29,7 @@ The Triton backend of Pallas is deprecated from jax 0.11 on, and jax 0.12 still 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -290,6 +291,8 @@ def _multiply(
     """
     (R, K), N = x.shape, _num_outputs(w) // parts
     is_bytes = isinstance(w, tuple)
+    x_spec: Any
+    w_spec: Callable[..., Any]
     if plan is None:
         plan = plan_for(parts * N, K, parts=parts)
         plan = byte_gemm.plan_for(plan, parts=parts) if is_bytes else plan

@@ -150,7 +150,7 @@ def test_drafters_of_eight_bits(kind, tmp_path):
         assert sj.check_lossless(both[1], ["import", "x = 1"], max_tokens=12).equal
 
 
-@pytest.mark.parametrize("kind", ["draft-model", "eagle3", "dspark"])
+@pytest.mark.parametrize("kind", ["draft-model", "dspark"])
 def test_it_is_lossless_on_the_kernels_of_a_gpu(kind, tmp_path):
     """Fails if rounds differ from decoding, a form is not found in what was prepared,
     or prompts do not go by rows."""

@@ -43,7 +43,7 @@ KERNELS = (
            "jnp.pad(scales, missing)", "jnp.pad(jnp.roll(scales, 1, 1), missing)",
            "native/test_blocks.py::test_sums_are_in_the_order_of_blocks"
            "[portable-129-40-float32]"),
-    Mutant("tiles of eight bits have the scales of neighbours", "ops.tiles:pack",
+    Mutant("tiles of eight bits have the scales of neighbours", "native.tiles:pack",
            "jnp.pad(w.scales, missing)", "jnp.pad(jnp.roll(w.scales, 1, 1), missing)",
            f"{_TILES}[129-40]"),
     Mutant("the second block of each pair is added first",
