@@ -150,20 +150,29 @@ def test_drafters_of_eight_bits(kind, tmp_path):
         assert sj.check_lossless(both[1], ["import", "x = 1"], max_tokens=12).equal
 
 
-@pytest.mark.parametrize("kind", ["draft-model", "dspark"])
-def test_it_is_lossless_on_the_kernels_of_a_gpu(kind, tmp_path):
-    """Fails if rounds differ from decoding, a form is not found in what was prepared,
-    or prompts do not go by rows."""
+def load_pair(tmp_path, impl):
     target, draft = tiny_pair.write(tmp_path)
-    if kind != "draft-model":
-        draft = tiny_pair.WRITE_HEAD[kind](tmp_path / "head", target)
-    how = {"draft": draft, "drafter": kind, "dtype": "bfloat16", "gamma_max": 2}
-    forms = {"weights": "q8_0", "draft_weights": "q8_0", "impl": "interpret"}
-    lm = sj.load(target, **how, **forms)
-    assert isinstance(lm.params.layers[0].down, weights.Tiles)
+    how = {"draft": draft, "drafter": "draft-model", "dtype": "bfloat16"}
+    forms = {"weights": "q8_0", "draft_weights": "q8_0"}
+    return sj.load(target, **how, **forms, impl=impl, gamma_max=2)
+
+
+def test_it_is_prepared_for_a_gpu(tmp_path):
+    """Fails if kernels would lay weights out at each step, or a bit is lost, or prompts
+    do not go by rows."""
+    lm, native = (load_pair(tmp_path, impl) for impl in ("interpret", "native"))
+    for params in (lm.params, lm.drafter_params):
+        assert isinstance(params.layers[0].down, weights.Tiles)
     assert lm.target.prefills_by_rows
-    native = sj.load(target, **how, weights="q8_0", impl="native")
     assert fingerprint.of_params(lm.params) == fingerprint.of_params(native.params)
+    again = weights.prepare(lm.params.embed, "native")
+    testing.assert_same_bits(again, native.params.embed)
+
+
+@pytest.mark.slow
+def test_it_is_lossless_on_the_kernels_of_a_gpu(tmp_path):
+    """Fails if rounds of tiles give other tokens than plain decoding."""
+    lm = load_pair(tmp_path, "interpret")
     assert sj.check_lossless(lm, ["import"], max_tokens=6).equal
 
 
