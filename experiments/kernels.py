@@ -15,6 +15,7 @@ if __name__ == "__main__":
     cli.start()  # Before the imports, which take seconds.
 
 import argparse
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +42,9 @@ IMPLS = {"cpu": ("native", "interpret"), "gpu": ("triton",)}
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser, "device dtype isa out", out="hashes, and one per way to read")
+    flags.add(
+        parser, "device dtype weights isa out", out="hashes, and one per way to read"
+    )
     cli.add(
         parser,
         f"""
@@ -101,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if impl not in known:
         raise ValueError(f"--impl {impl} is not one of {', '.join(known)}")
     config = subjects.read_config(args.shapes, dtype=args.dtype)
+    config = dataclasses.replace(config, weights=args.weights or config.weights)
     slab = row_model.slab_for(dispatch.resolve(impl), ROWS)
     model = row_model.RowModel(config=config, impl=impl, slab=slab)
     params = subjects.random_weights(config, impl=impl)
@@ -113,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
             "device": platform,
             "shapes": args.shapes,
             "dtype": config.dtype,
+            "weights": config.weights,
             "impl": impl,
             "native_isa": build.load() if impl == "native" else None,
             **records.provenance(),

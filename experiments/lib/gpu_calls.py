@@ -53,6 +53,9 @@ c | 30 | steps qwen2.5 7b | latency --preset {qwen2} {turns} {few}
 h | 30 | eagle3 tree of 16 | {large} --head eagle3 --head-tree 16 {published}
 h | 50 | eagle3 tree of 64 | {large} --head eagle3 --head-tree 64 {published}
 h | 50 | dspark tree of 32 | {large} --head dspark --head-tree 32 {published}
+c | 20 | steps 0.6b q8_0 | {small} {bytes}
+c | 35 | steps 8b q8_0 | {large} {bytes}
+a | 60 | rows of kernels 8b q8_0 | kernels --shapes {8b} --weights q8_0 {checked}
 b | 110 | batches | throughput --prompts 16 --batch 1,4,16 --repeats 2 --impl {impl}
 a | 60 | rows of kernels 8b | kernels --shapes {8b} {checked}
 a | 50 | rows of kernels 0.6b | kernels --shapes {0.6b} {checked}
@@ -71,6 +74,7 @@ _WORDS = {
     "pair": "latency --preset {8b} --draft-preset {0.6b} {turns}",
     "turns": "--impl {impl} --repeats 5",
     "all": "--contexts 128 4096 --rows 1,5,8,16",
+    "bytes": "--weights q8_0 --steps 32 --contexts 128 --rows 1,5,16",
     "few": "--steps 32 --contexts 128 --rows 1,5",
     "forced": "--no-steps --contexts 128 --gen-tokens 128",
     "published": "--steps 32 --contexts 128 --forced mt-bench,gsm8k --gen-tokens 128",
@@ -89,6 +93,7 @@ _REHEARSED = {
     "qwen2": "tiny",
     "turns": "--impl {impl} --repeats 1",
     "all": "--steps 2 --contexts 16 32 --rows 1,5",
+    "bytes": "--weights q8_0 --steps 2 --contexts 16 --rows 1,5",
     "forced": "--no-steps --contexts 16 --gen-tokens 12",
     "published": "--steps 2 --contexts 16 --forced mt-bench,gsm8k --gen-tokens 12",
     "traced": "--steps 2 --contexts 16 --rows 1 --trace {out}/trace",

@@ -35,7 +35,8 @@ from spec_jax.model import (
     qwen2,
     row_model,
 )
-from spec_jax.ops import dispatch
+from spec_jax.native import blocks
+from spec_jax.ops import dispatch, weights as weights_lib
 
 
 EMBEDDED = "embedded"
@@ -289,7 +290,8 @@ def names(args: argparse.Namespace) -> dict[str, str | None]:
         head = getattr(args, "head", None)
         if head and args.head_tree:
             head = f"{head}, trees of {args.head_tree} rows"
-        return {"target": args.preset, "draft": args.draft_preset or head}
+        target = f"{args.preset} {args.weights or ''}".strip()
+        return {"target": target, "draft": args.draft_preset or head}
     if args.target and not args.draft:
         return {"target": str(args.target), "draft": None}
     return {
@@ -328,18 +330,16 @@ def preset_lm(
         dataclasses.replace(config, weights=form)
         for config, form in zip(configs, forms, strict=False)
     ]
-    if as_shapes and "q8_0" in forms:
-        raise ValueError("--weights q8_0: not with --dry-run")
+    if as_shapes and head and forms[1] == "q8_0":
+        raise ValueError("--draft-weights q8_0: not with --head and --dry-run")
     impl = impl if as_shapes else dispatch.resolve(impl)
     slabs = [row_model.slab_for(impl, n) for n in (slab, loading.DRAFT_SLAB)]
     models = [
         row_model.RowModel(config=config, impl=impl, slab=slab)
         for config, slab in zip(configs, slabs, strict=False)
     ]
-    make = (
-        params_lib.shapes if as_shapes else functools.partial(random_weights, impl=impl)
-    )
-    params = [make(config) for config in configs]
+    make = params_lib.prepared_shapes if as_shapes else random_weights
+    params = [make(config, impl=impl) for config in configs]
     drafter = draft_params = None
     if head:
         config = head_config(head, configs[0])
@@ -377,8 +377,21 @@ def _weights(config: config_lib.ModelConfig, *, impl: str) -> params_lib.Params:
     _check_noise(shapes, config.dtype)
     made = noise.of_shapes(shapes, seed=config.hidden_size)
     if config.is_bytes:
-        made = params_lib.to_bytes(made)
+        one = lambda leaf: _rounded(leaf) if leaf.ndim == 2 else leaf
+        made = jax.tree.map(one, made)
     return params_lib.prepare(made, impl)
+
+
+@jax.jit
+def _rounded(w: jax.Array) -> weights_lib.Blocks:
+    """Rounds a matrix of noise on the device, where llama.cpp's ties do not matter."""
+    values, scales = blocks.quantise_rows(w)
+    return weights_lib.Blocks(
+        values=values.astype(jnp.int8),
+        scales=scales.astype(jnp.float16),
+        shape=w.shape,
+        of=str(w.dtype),
+    )
 
 
 def _head_weights(

@@ -22,7 +22,6 @@ from spec_jax.engine import protocols
 from spec_jax.model import (
     block_dialects,
     eagle3_dialects,
-    families,
     head_dialects,
     load_shards,
     params as params_lib,
@@ -115,8 +114,6 @@ def _reader(name: str, load: Callable[..., Built], parts: Parts) -> Built:
         target_params = load_shards.with_whole_head(
             target_params, parts.target.config, layout
         )
-    if parts.weights == "q8_0":
-        families.check_bytes(parts.weights, parts.target.impl)
     drafter, params = load(
         shipped_head(name, parts.heads) if parts.draft is None else parts.draft,
         parts.target,

@@ -28,10 +28,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
 """By the `model_type` of `config.json`: its entry in `architectures`, and a module."""
 
 
-BYTE_IMPLS = ("native", "xla")
-"""Implementations that run weights of eight bits."""
-
-
 class Family(Protocol):
     """The contents of a module of `MODULES`."""
 
@@ -125,8 +121,6 @@ def runnable(
       NotImplementedError: a named implementation without kernels for the family.
     """
     known = of(config).IMPLS
-    if config.is_bytes:
-        check_bytes(config.weights, resolved)
     if resolved in (known if is_named else of(config).AUTO):
         return resolved
     if not is_named:
@@ -136,15 +130,6 @@ def runnable(
         f"impl={resolved!r} has no kernels for {config.model_type} models; take "
         f"{' or '.join(repr(name) for name in known)}, or 'auto', which chooses"
     )
-
-
-def check_bytes(weights: str, resolved: str) -> None:
-    """Raises `NotImplementedError` where there are no kernels for eight bits."""
-    if resolved not in BYTE_IMPLS:
-        raise NotImplementedError(
-            f"weights={weights!r} has no kernels for impl={resolved!r}; take "
-            f"impl={' or '.join(map(repr, BYTE_IMPLS))}, or leave `weights` out"
-        )
 
 
 @functools.cache

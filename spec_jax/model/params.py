@@ -124,6 +124,17 @@ def shapes(config: config_lib.ModelConfig) -> Params:
     return families.of(config).shapes(config)
 
 
+def prepared_shapes(config: config_lib.ModelConfig, impl: str) -> Params:
+    """Returns `shapes` as `prepare` lays them out, of eight bits where they are."""
+
+    def one(leaf: Any) -> Any:
+        return weights.byte_shapes(leaf) if len(leaf.shape) == 2 else leaf
+
+    made = shapes(config)
+    made = map_matrices(one, made) if config.is_bytes else made
+    return jax.eval_shape(lambda params: prepare(params, impl), made)
+
+
 def num_bytes(tree) -> int:
     """Sums the bytes of all arrays (or shapes) of a pytree."""
     leaves = jax.tree.leaves(tree)

@@ -256,9 +256,10 @@ class RowModel:
     def prefills_by_rows(self) -> bool:
         """Whether rows are the faster prefill: they are with kernels of our own.
 
-        On a mesh they are the only one.
+        On a mesh they are the only one, and of eight bits XLA's products are slow.
         """
-        return self.impl == "native" or self.layout is not None
+        of_bytes = self.config.is_bytes and self.impl in dispatch.PALLAS
+        return self.impl == "native" or self.layout is not None or of_bytes
 
     @property
     def runs_chains(self) -> bool:

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.native import blocks, build, panels
+from spec_jax.native import blocks, build, panels, tiles
 
 
 MAX_HEAD = 256  # as `kMaxHead` in attention.h
 
-Weight = jax.Array | panels.Panels | blocks.Blocks
+Weight = jax.Array | panels.Panels | blocks.Blocks | tiles.Tiles
 
 
 def call(
@@ -61,9 +61,12 @@ def check_shapes(**pairs: tuple[Weight, tuple[int, ...]]) -> None:
 
 
 @functools.partial(jax.jit, static_argnames="isa")
-def pack(w: jax.Array | blocks.Blocks, *, isa: str | None = None) -> panels.Panels:
+def pack(
+    w: jax.Array | blocks.Blocks | tiles.Tiles, *, isa: str | None = None
+) -> panels.Panels:
     """Copies `w [N, K]` into panels."""
     check_dtypes(w)
+    w = tiles.unpack(w) if isinstance(w, tiles.Tiles) else w
     if isinstance(w, blocks.Blocks):
         return blocks.pack(w)
     N, K = w.shape
@@ -322,6 +325,6 @@ def move(
 
 def data_of(weight: Weight) -> jax.Array:
     """Returns the one array that a kernel reads of a weight."""
-    if isinstance(weight, blocks.Blocks):
-        return blocks.pack(weight).data
-    return weight.data if isinstance(weight, panels.Panels) else weight
+    if isinstance(weight, panels.Panels | blocks.Blocks | tiles.Tiles):
+        return packed(weight, None).data
+    return weight

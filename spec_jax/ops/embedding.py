@@ -9,7 +9,7 @@ from spec_jax.typing import typed
 
 @typed
 def embed(
-    table: Float[Array, "V D"] | weights.Panels | weights.Blocks,
+    table: Float[Array, "V D"] | weights.Form,
     tokens: Int[Array, " R"],
     *,
     num_active: Int[Array, ""],

@@ -15,7 +15,7 @@ from spec_jax.typing import typed
 @typed
 def gated_projection(
     x: Float[Array, "R K"],
-    w: Float[Array, "F2 K"] | weights.Panels | weights.Blocks | weights.Split,
+    w: Float[Array, "F2 K"] | weights.Form | weights.Split,
     *,
     num_active: Int[Array, ""],
     norm: Float[Array, " K"] | None,
@@ -35,11 +35,10 @@ def gated_projection(
       ValueError: no `norm` where one is needed.
     """
     if impl in dispatch.PALLAS and not isinstance(w, weights.Split):
-        weights.check_dense(w, impl)
-        w = weights.matrix(w)
         kernels, interpret = dispatch.kernels("skinny_gemm", impl)
+        given = x, weights.of_kernels(w, impl)
         return kernels.gate(
-            x, w, num_active=num_active, norm=norm, eps=eps, interpret=interpret
+            *given, num_active=num_active, norm=norm, eps=eps, interpret=interpret
         )
     if norm is None:
         raise ValueError(f"impl={impl!r} norms the rows itself: give it the weight")

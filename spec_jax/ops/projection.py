@@ -34,7 +34,7 @@ class Residual(pytree.Node):
 
 def add(
     y: Float[Array, "R K"],
-    w: Float[Array, "N K"] | weights.Panels | weights.Blocks | weights.Split,
+    w: Float[Array, "N K"] | weights.Form | weights.Split,
     x: Float[Array, "R N"],
     *,
     num_active: Int[Array, ""],
@@ -52,9 +52,8 @@ def add(
     """
     if impl in dispatch.PALLAS and not isinstance(w, weights.Split):
         kernels, interpret = dispatch.kernels("skinny_gemm", impl)
-        weights.check_dense(w, impl)
         x, normed = kernels.add(
-            y, weights.matrix(w), x, norm, num_active=num_active, eps=eps,
+            y, weights.of_kernels(w, impl), x, norm, num_active=num_active, eps=eps,
             interpret=interpret,
         )  # fmt: skip
         return Residual(x=x, normed=normed)
@@ -65,7 +64,7 @@ def add(
 @typed
 def project(
     x: Float[Array, "R K"],
-    w: Float[Array, "N K"] | weights.Panels | weights.Blocks | weights.Split,
+    w: Float[Array, "N K"] | weights.Form | weights.Split,
     *,
     num_active: Int[Array, ""],
     norm: Float[Array, " K"] | None = None,
@@ -117,13 +116,11 @@ def project(
             eps=eps,
             out_dtype=dtype,
         )
-    w = weights.unpacked(w)
     if impl in dispatch.PALLAS:
-        weights.check_dense(w, impl)
         kernels, interpret = dispatch.kernels("skinny_gemm", impl)
         return kernels.project(
             x,
-            w,
+            weights.of_kernels(w, impl),
             num_active=num_active,
             norm=norm,
             residual=residual,
@@ -133,6 +130,7 @@ def project(
         )
     if norm is not None:
         x = rms_norm.rms_norm(x, norm, eps=eps)
+    w = weights.unpacked(w)
     y = skinny_gemm.skinny_gemm(x, w).astype(dtype)
     # Fused with what comes next, the rounding of a bfloat16 product would be left out
     # or not, as the surrounding program suits XLA.

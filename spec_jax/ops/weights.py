@@ -1,8 +1,8 @@
 """A weight matrix `[N, K]`: an array, or what an implementation's kernels made of it.
 
 The native kernels read panels (`native/panels.py`). Weights of eight bits are blocks
-(`native/blocks.py`), or panels of them. Ops take each form of a weight; other
-operations take a matrix, which is unpacked on demand.
+(`native/blocks.py`), panels of them, or on a GPU tiles (`native/tiles.py`). Ops take
+each form of a weight; other operations take a matrix, which is unpacked on demand.
 
 A device of a mesh (`parallel`) has a part of a weight, `Split`.
 """
@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import pytree
-from spec_jax.native import blocks, calls, panels
-from spec_jax.ops import bits
+from spec_jax.native import blocks, calls, panels, tiles
+from spec_jax.ops import bits, dispatch
 
 
 Blocks = blocks.Blocks
 Panels = panels.Panels
+Tiles = tiles.Tiles
+Form = Panels | Blocks | Tiles
 Weight = calls.Weight
 
 Cut = Literal["outputs", "inputs"]
@@ -65,32 +67,34 @@ def prepare(w: Weight, impl: str) -> Weight:
 
     A weight that is in that form already is returned as it is.
     """
+    if impl in dispatch.PALLAS and is_bytes(w):
+        return w if isinstance(w, Tiles) else tiles.pack(unpacked(w))
     if impl != "native":
         return unpacked(w)
     return w if isinstance(w, panels.Panels) else calls.pack(w)
 
 
+def of_kernels(w: Weight, impl: str) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns what the kernels of `spec_jax.pallas` take: of eight bits two arrays."""
+    made: Any = prepare(w, impl)
+    return (made.values, made.scales) if isinstance(made, Tiles) else made
+
+
 def is_weight(w: Any) -> bool:
     """Returns whether it is a matrix in a form of its own: one leaf of a tree."""
-    return isinstance(w, Blocks | Panels)
+    return isinstance(w, Form)
 
 
 def is_bytes(w: Any) -> bool:
     """Returns whether a weight is of eight bits."""
-    return isinstance(w, Blocks) or isinstance(w, Panels) and w.of is not None
-
-
-def check_dense(w: Weight, impl: str) -> None:
-    """Raises `NotImplementedError` for eight bits where kernels take arrays alone."""
-    if is_bytes(w):
-        raise NotImplementedError(f"impl={impl!r} has no kernels for eight bits")
+    return isinstance(w, Blocks | Tiles) or isinstance(w, Panels) and w.of is not None
 
 
 def unpacked(w: Weight) -> jax.Array | Blocks:
     """Returns what a weight was before it was prepared."""
     if isinstance(w, panels.Panels):
         return panels.unpack(w) if w.of is None else blocks.unpack(w)
-    return w
+    return tiles.unpack(w) if isinstance(w, Tiles) else w
 
 
 def matrix(w: Weight) -> jax.Array:
@@ -112,6 +116,14 @@ def to_bytes(w: Weight) -> Blocks:
     return blocks.of_matrix(matrix(w))
 
 
+def byte_shapes(leaf: jax.ShapeDtypeStruct) -> Blocks:
+    """Returns shapes in the place of a matrix's blocks."""
+    N, count = leaf.shape[0], blocks.num_blocks(leaf.shape[1])
+    values: Any = jax.ShapeDtypeStruct((N, count, blocks.BLOCK), jnp.int8)
+    scales: Any = jax.ShapeDtypeStruct((N, count), jnp.float16)
+    return Blocks(values=values, scales=scales, shape=leaf.shape, of=str(leaf.dtype))
+
+
 def cast(w: Weight, dtype: str) -> jax.Array | Blocks:
     """Returns the weight for rows of another dtype."""
     w = unpacked(w)
@@ -120,6 +132,8 @@ def cast(w: Weight, dtype: str) -> jax.Array | Blocks:
 
 def take_rows(w: Weight, index: jax.Array) -> jax.Array:
     """Returns rows `index [...]` of the weight, `[..., K]`."""
+    if isinstance(w, Tiles):
+        return tiles.take_rows(w, index)
     if is_bytes(w):
         w = unpacked(w)
     if isinstance(w, Blocks):

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import early_launch, slab
+from spec_jax.pallas import byte_gemm_triton, early_launch, slab
 
 
 class Refs(NamedTuple):
     """Inputs and outputs of a program; K goes to the end of a block."""
 
     num_active: Any  # [1]
-    x: Any  # [16 tiles, K]
+    x: Any  # [16 tiles, K]; with weights of eight bits see `byte_gemm_triton`
     weights: list[Any]  # one, or the gate's and up's: [block_n, K]
     residual: Any  # [16 tiles, block_n] or None
     outs: list[Any]  # [16 tiles, block_n] one, or where K is split one for each weight
@@ -35,11 +35,13 @@ class Walk:
 
     Attributes:
       plan: `skinny_gemm_triton.Plan`.
+      height: rows of the program.
     """
 
     plan: Any
     num_columns: int
     num_terms: int
+    height: int
     interpret: bool
 
     @property
@@ -53,14 +55,15 @@ def multiply(*refs: Any, walk: Walk) -> None:
     refs, plan = Refs(*refs), walk.plan
     columns = pl.program_id(1) * plan.block_n + jnp.arange(plan.block_n)
     in_columns = columns < walk.num_columns if walk.num_columns % plan.block_n else None
-    height = refs.x.shape[0]
-    first_row = pl.program_id(0) * height
+    first_row = pl.program_id(0) * walk.height
     is_row = early_launch.released(first_row, interpret=walk.interpret)
     is_row = is_row + jnp.arange(slab.ROWS)
-    tiles = range(0, height, slab.ROWS)
+    tiles = range(0, walk.height, slab.ROWS)
     active = [is_row + tile < refs.num_active[0] for tile in tiles]
     rows = list(zip(tiles, active, strict=True))
-    sums = _sums(refs, walk, rows, in_columns)
+    is_bytes = isinstance(refs.x, tuple)
+    sums_of = byte_gemm_triton.sums if is_bytes else _sums
+    sums = sums_of(refs, walk, rows, in_columns)
     for (tile, is_active), parts in zip(rows, sums, strict=True):
         at = pl.ds(tile, slab.ROWS)
         if plan.splits > 1:

@@ -29,6 +29,7 @@ The Triton backend of Pallas is deprecated from jax 0.11 on, and jax 0.12 still 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,12 +38,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from spec_jax.pallas import (
+    byte_gemm_triton as byte_gemm,
+    byte_rows_triton,
     gemm_kernel_triton,
     gemm_reduce_triton,
     rms_norm_triton,
     slab,
 )
 
+
+Weights = jax.Array | byte_gemm.Bytes
 
 SPLIT = 512  # terms of a narrow product that are a program's
 MIN_BLOCK = 16  # of a tensor-core instruction in any direction
@@ -123,7 +128,7 @@ def _block(size: int, largest: int) -> int:
 
 def project(
     x: jax.Array,  # [R, K]
-    w: jax.Array,  # [N, K]
+    w: Weights,  # [N, K]
     *,
     num_active: jax.Array,  # [] int32
     norm: jax.Array | None,  # [K]
@@ -139,9 +144,9 @@ def project(
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
       NotImplementedError: arrays that are not bfloat16, or another `out_dtype`.
     """
-    (R, K), N = x.shape, w.shape[0]
+    (R, K), N = x.shape, _num_outputs(w)
     out_dtype = jnp.dtype(out_dtype)
-    slab.check_product(
+    _check(
         x, w, (N, K), num_columns=N, num_active=num_active, norm=norm,
         residual=residual, out_dtype=out_dtype,
     )  # fmt: skip
@@ -149,10 +154,10 @@ def project(
         residual = slab.padded(residual)
     sums = _multiply(
         _rows(x, norm, num_active=num_active, eps=eps, interpret=interpret),
-        w.reshape(1, N, K),
+        w,
         residual,
         num_active=num_active,
-        plan=plan or plan_for(N, K),
+        plan=plan,
         out_dtype=out_dtype,
         name="skinny_gemm",
         interpret=interpret,
@@ -165,7 +170,7 @@ def project(
 
 def add(
     x: jax.Array,  # [R, K]
-    w: jax.Array,  # [N, K]
+    w: Weights,  # [N, K]
     residual: jax.Array,  # [R, N]
     norm: jax.Array,  # [N]
     *,
@@ -178,16 +183,16 @@ def add(
 
     Raises as `project` does.
     """
-    (R, K), N = x.shape, w.shape[0]
-    slab.check_product(
+    (R, K), N = x.shape, _num_outputs(w)
+    _check(
         x, w, (N, K), num_columns=N, num_active=num_active, norm=None,
         residual=residual, out_dtype=x.dtype,
     )  # fmt: skip
     residual = slab.padded(residual)
     how: dict[str, Any] = {"num_active": num_active, "interpret": interpret}
     sums = _multiply(
-        slab.padded(x), w.reshape(1, N, K), residual, plan=plan or plan_for(N, K),
-        out_dtype=x.dtype, name="skinny_gemm", **how,
+        slab.padded(x), w, residual, plan=plan, out_dtype=x.dtype, name="skinny_gemm",
+        **how,
     )  # fmt: skip
     how |= {"eps": eps}
     if isinstance(sums, list):
@@ -200,7 +205,7 @@ def add(
 
 def gate(
     x: jax.Array,  # [R, K]
-    w: jax.Array,  # [2F, K]
+    w: Weights,  # [2F, K]
     *,
     num_active: jax.Array,  # [] int32
     norm: jax.Array | None,  # [K]
@@ -214,17 +219,18 @@ def gate(
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
       NotImplementedError: arrays that are not bfloat16.
     """
-    (R, K), F = x.shape, w.shape[0] // 2
-    slab.check_product(
+    (R, K), F = x.shape, _num_outputs(w) // 2
+    _check(
         x, w, (2 * F, K), num_columns=F, num_active=num_active, norm=norm,
         residual=None, out_dtype=x.dtype,
     )  # fmt: skip
     sums = _multiply(
         _rows(x, norm, num_active=num_active, eps=eps, interpret=interpret),
-        w.reshape(2, F, K),
+        w,
         None,
+        parts=2,
         num_active=num_active,
-        plan=plan or plan_for(2 * F, K, parts=2),
+        plan=plan,
         out_dtype=x.dtype,
         name="skinny_gemm_gate",
         interpret=interpret,
@@ -255,6 +261,18 @@ def _rows(x, norm, *, num_active, eps, interpret):
     return rms_norm_triton.rms_norm(x, norm, **how)
 
 
+def _check(x, w, shape, **how) -> None:
+    """Checks weights of eight bits too, as `slab.check_product` does."""
+    if isinstance(w, tuple):
+        byte_gemm.check(w, shape)
+        w = None
+    slab.check_product(x, w, shape, **how)
+
+
+def _num_outputs(w: Weights) -> int:
+    return w[0].shape[1] if isinstance(w, tuple) else w.shape[0]
+
+
 def _multiply(
     x,
     w,
@@ -265,12 +283,19 @@ def _multiply(
     out_dtype,
     name,
     interpret,
+    parts=1,
 ):
-    """Multiplies by `w [parts, N, K]`, part by part: `[16 n, N]`.
+    """Multiplies by the parts of the outputs of `w`: `[16 n, N]`.
 
     A list of the partial sums `[splits, 16 n, N]` of each part where K is split.
     """
-    (R, K), (parts, N, _) = x.shape, w.shape
+    (R, K), N = x.shape, _num_outputs(w) // parts
+    is_bytes = isinstance(w, tuple)
+    x_spec: Any
+    w_spec: Callable[..., Any]
+    if plan is None:
+        plan = plan_for(parts * N, K, parts=parts)
+        plan = byte_gemm.plan_for(plan, parts=parts) if is_bytes else plan
     check_plan(plan, K, parts=parts)
     height = slab.height(R)
     result = jax.ShapeDtypeStruct((R, N), out_dtype)
@@ -280,12 +305,21 @@ def _multiply(
         partial = jax.ShapeDtypeStruct((plan.splits, R, N), jnp.float32)
         spec = pl.BlockSpec((None, height, plan.block_n), lambda r, n, s: (s, r, n))
         out_shapes, out_specs = [partial] * parts, [spec] * parts
-    terms = pl.cdiv(K, plan.block_k) * plan.block_k
+    if is_bytes:
+        how = {"num_active": num_active, "interpret": interpret}
+        x, w = byte_rows_triton.round_rows(x, **how), byte_gemm.by_parts(w, parts)
+        x_spec, w_spec = byte_gemm.row_specs(x, height), byte_gemm.part_specs
+    else:
+        terms = pl.cdiv(K, plan.block_k) * plan.block_k
+        w = w.reshape(parts, N, K)
+        x_spec = pl.BlockSpec((height, terms), lambda r, n, s: (r, 0))
+        w_spec = functools.partial(_part_spec, terms)
     has_residual = residual is not None and plan.splits == 1
     walk = gemm_kernel_triton.Walk(
         plan=plan,
         num_columns=N,
         num_terms=K,
+        height=height,
         interpret=interpret,
     )
     outputs = pl.pallas_call(
@@ -294,8 +328,8 @@ def _multiply(
         grid=(R // height, pl.cdiv(N, plan.block_n), plan.splits),
         in_specs=[
             pl.BlockSpec((1,), lambda r, n, s: (0,)),
-            pl.BlockSpec((height, terms), lambda r, n, s: (r, 0)),
-            [_part_spec(part, terms, plan.block_n) for part in range(parts)],
+            x_spec,
+            [w_spec(w, part, plan.block_n) for part in range(parts)],
             tile if has_residual else None,
         ],
         out_specs=[out_specs],
@@ -320,8 +354,9 @@ def _stage_bytes(plan: Plan, height: int, parts: int) -> int:
     return 2 * (height + parts * plan.block_n) * plan.block_k
 
 
-def _part_spec(part: int, terms: int, block_n: int) -> pl.BlockSpec:
+def _part_spec(terms: int, w: jax.Array, part: int, block_n: int) -> pl.BlockSpec:
     """Returns the columns of one program in one part of the weights, whole sums."""
+    del w
     return pl.BlockSpec((None, block_n, terms), lambda r, n, s: (part, n, 0))
 
 

@@ -48,7 +48,7 @@ def check_bfloat16(**arrays: jax.Array | None) -> None:
 
 def check_product(
     x: jax.Array,  # [R, K]
-    w: jax.Array,
+    w: jax.Array | None,  # None: of eight bits, checked elsewhere
     shape: tuple[int, int],  # which `w` must have
     *,
     num_columns: int,  # of the result
@@ -59,7 +59,9 @@ def check_product(
 ) -> None:
     """Raises as the kernels' `project` and `gate` say."""
     R, K = x.shape
-    check_shapes(w=(w, shape), num_active=(num_active, ()))
+    check_shapes(num_active=(num_active, ()))
+    if w is not None:
+        check_shapes(w=(w, shape))
     if norm is not None:
         check_shapes(norm=(norm, (K,)))
     if out_dtype not in (x.dtype, jnp.float32):

@@ -150,6 +150,32 @@ def test_drafters_of_eight_bits(kind, tmp_path):
         assert sj.check_lossless(both[1], ["import", "x = 1"], max_tokens=12).equal
 
 
+def load_pair(tmp_path, impl):
+    target, draft = tiny_pair.write(tmp_path)
+    how = {"draft": draft, "drafter": "draft-model", "dtype": "bfloat16"}
+    forms = {"weights": "q8_0", "draft_weights": "q8_0"}
+    return sj.load(target, **how, **forms, impl=impl, gamma_max=2)
+
+
+def test_it_is_prepared_for_a_gpu(tmp_path):
+    """Fails if kernels would lay weights out at each step, or a bit is lost, or prompts
+    do not go by rows."""
+    lm, native = (load_pair(tmp_path, impl) for impl in ("interpret", "native"))
+    for params in (lm.params, lm.drafter_params):
+        assert isinstance(params.layers[0].down, weights.Tiles)
+    assert lm.target.prefills_by_rows
+    assert fingerprint.of_params(lm.params) == fingerprint.of_params(native.params)
+    again = weights.prepare(lm.params.embed, "native")
+    testing.assert_same_bits(again, native.params.embed)
+
+
+@pytest.mark.slow
+def test_it_is_lossless_on_the_kernels_of_a_gpu(tmp_path):
+    """Fails if rounds of tiles give other tokens than plain decoding."""
+    lm = load_pair(tmp_path, "interpret")
+    assert sj.check_lossless(lm, ["import"], max_tokens=6).equal
+
+
 def of_form(w):
     """Whether a matrix is of eight bits; None of what is no matrix."""
     return weights.is_bytes(w) if len(w.shape) == 2 else None
@@ -161,14 +187,6 @@ def test_refusals(tmp_path):
         sj.load(weights="q4_0")
     with pytest.raises(ValueError, match="draft_weights='q4_0' is not one of dense, q"):
         sj.load(draft_weights="q4_0")
-    refused = "no kernels for impl='interpret'; t"
-    for drafter, name in (
-        ("ngram", "weights"),
-        ("draft-model", "draft_weights"),
-        ("dspark", "draft_weights"),
-    ):
-        with pytest.raises(NotImplementedError, match=refused):
-            sj.load(drafter=drafter, impl="interpret", **{name: "q8_0"})
     layout = shard.Layout(mesh=shard.mesh(1), segments=8)
     with pytest.raises(ValueError, match="'q8_0' are not cut over a mesh: leave out"):
         load.load(loading.EMBEDDED_TARGET, weights="q8_0", layout=layout)

@@ -9,6 +9,7 @@ from mutant import Mutant
 _ATTENTION = "ops.paged_attention:paged_attention"
 _ROWS = "ops/test_row_attention.py::test_a_row_is_that_row_alone_and_float64s"
 _ALONE = "ops/test_row_contract.py::test_a_row_is_that_row_alone"
+_TILES = "pallas/test_pallas_skinny_gemm.py::test_eight_bits_on_tiles"
 _WALK = "paging/test_random_walk.py::test_the_fixed_walk_passes[paged]"
 _CONTRACT = "model/test_rows.py::test_verifying_equals_decoding_one_by_one"
 
@@ -42,6 +43,12 @@ KERNELS = (
            "jnp.pad(scales, missing)", "jnp.pad(jnp.roll(scales, 1, 1), missing)",
            "native/test_blocks.py::test_sums_are_in_the_order_of_blocks"
            "[portable-129-40-float32]"),
+    Mutant("tiles of eight bits have the scales of neighbours", "native.tiles:pack",
+           "jnp.pad(w.scales, missing)", "jnp.pad(jnp.roll(w.scales, 1, 1), missing)",
+           f"{_TILES}[129-40]"),
+    Mutant("the second block of each pair is added first",
+           "pallas.byte_gemm_triton:_add_pair", "in range(2)", "in (1, 0)",
+           f"{_TILES}[129-40]"),
     Mutant("the norm's weight is multiplied before the rounding",
            "ops.rms_norm:rms_norm",
            ".astype(x.dtype)\n    return normed * jnp.broadcast_to(weight, x.shape)",

@@ -65,7 +65,9 @@ def test_a_row_is_that_row_alone(rng, impl, operation):
 
 
 @pytest.mark.parametrize("operation", [byte_project, byte_gate])
-@pytest.mark.parametrize("impl", ["xla", *emulation.every()], indirect=True)
+@pytest.mark.parametrize(
+    "impl", ["xla", "interpret", *emulation.every()], indirect=True
+)
 def test_a_row_of_a_product_of_eight_bits(rng, impl, operation):
     """As above: a row is rounded for itself, and its blocks are added in one order."""
     run, rows = operation(rng, impl)

@@ -48,10 +48,13 @@ VOCABULARY = 151_936
 CONFIGS = subjects.PRESETS
 
 
-def model(name: str, *, layers: int | None = None, impl="triton") -> row_model.RowModel:
+def model(
+    name: str, *, layers: int | None = None, impl="triton", weights: str = "dense"
+) -> row_model.RowModel:
     """A released model at its shapes, or at as many layers as are asked for."""
     config = CONFIGS[name]
-    config = dataclasses.replace(config, num_layers=layers or config.num_layers)
+    changes = {"num_layers": layers or config.num_layers, "weights": weights}
+    config = dataclasses.replace(config, **changes)
     return row_model.RowModel(config=config, impl=impl, slab=dispatch.slab_rows(impl))
 
 
@@ -120,7 +123,8 @@ def _plain_step(target: row_model.RowModel, *, donate) -> hopper.Program:
     def step(params, state):
         return baseline.run_step(target, params, state)
 
-    args = (params_lib.shapes(target.config), _plain_state(target))
+    params = params_lib.prepared_shapes(target.config, target.impl)
+    args = (params, _plain_state(target))
     return hopper.Program(fn=step, args=args, donate=donate)
 
 
@@ -174,7 +178,7 @@ def verify_step(name: str, *, gamma: int = GAMMA_MAX, **options) -> hopper.Progr
         kv = target.truncate(kv, new_len, asked=jnp.ones((1,), bool))
         return kv, verified.by_column(chosen, fill=0)
 
-    params = params_lib.shapes(target.config)
+    params = params_lib.prepared_shapes(target.config, target.model.impl)
     args = (params, _cache(target.model), window, _ints(1))
     return hopper.Program(fn=verify, args=args, donate=(1,))
 

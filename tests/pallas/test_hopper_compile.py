@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import hopper
 import hopper_models as models
@@ -12,6 +13,7 @@ import pytest
 import xla_fusions
 
 from spec_jax.pallas import (
+    byte_gemm_triton as byte_gemm,
     skinny_gemm_triton as gemm,
 )
 
@@ -33,6 +35,7 @@ class Weights:
     has_residual: bool = False
     out_dtype: str = "bfloat16"
     plan: gemm.Plan | None = None
+    is_bytes: bool = False
 
     @property
     def parts(self) -> int:
@@ -67,6 +70,12 @@ OTHERS = {
 }
 
 
+BYTES = {
+    name: dataclasses.replace(WEIGHTS[name], is_bytes=True)
+    for name in ("8B gate", "8B down", "8B head", "0.6B out")
+}
+
+
 def _shape(*shape, dtype="bfloat16") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
@@ -74,7 +83,11 @@ def _shape(*shape, dtype="bfloat16") -> jax.ShapeDtypeStruct:
 def product(weights: Weights, rows: int = ROWS) -> hopper.Program:
     """A product or a gate, as `weights` say."""
     N, K = weights.N, weights.K
-    shapes = _shape(rows, K), _shape(N, K), _shape(dtype="int32")
+    w: Any = _shape(N, K)
+    if weights.is_bytes:
+        pairs = -(-K // 64)
+        w = _shape(2 * pairs, N, 32, dtype="int8"), _shape(pairs, N, dtype="int32")
+    shapes = _shape(rows, K), w, _shape(dtype="int32")
     options = {"plan": weights.plan}
 
     def gate(x, w, num_active, norm):
@@ -145,6 +158,38 @@ def test_products_read_their_weights_once(compiler, name):
     assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == 1
     assert kernel.count("HMMA") > 0 and kernel.count("LDL") == 0
     assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
+
+
+@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("rows", [ROWS, pytest.param(64, marks=pytest.mark.slow)])
+def test_products_of_eight_bits(compiler, name, rows):
+    """Fails if a kernel spills, has another read than of weights, rows and scales,
+    splits K, or adds a product that was not rounded.
+
+    A block of 32 is one instruction of integers for eight columns.
+    """
+    weights = BYTES[name]
+    report = compiler.compile(product, weights, rows=rows)
+    report.assert_fits()
+    kernel, launch = report.kernel("skinny_gemm"), report.launch("skinny_gemm")
+    parts = weights.parts
+    plan = gemm.plan_for(weights.N, weights.K, parts=parts)
+    plan = byte_gemm.plan_for(plan, parts=parts)
+    columns = parts * plan.block_n
+    assert launch.grid == (1, -(-weights.N // columns), 1)
+    # Of each stage every block of each part and of each tile, by one copy.
+    tiles = rows // ROWS
+    blocks = 2 * max(plan.block_k // 64 // tiles, 1)
+    copies = plan.num_stages * blocks * (parts + tiles)
+    assert kernel.count("LDGSTS") == copies
+    assert kernel.count("FADD") >= blocks * rows * columns // launch.threads
+    assert kernel.count("FFMA") == 0 or weights.is_gate
+    assert kernel.count("IMMA.16832.S8.S8") == kernel.count("IMMA") > 0
+    assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == 1
+    assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
+    rounding = report.kernel("byte_rows")
+    assert rounding.count("PREEXIT") == rounding.count("ACQBULK") == 1
+    assert rounding.count("LDG") == 2  # The row, and how many there are.
 
 
 @pytest.mark.parametrize("name", OTHERS)

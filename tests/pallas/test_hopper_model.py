@@ -84,6 +84,34 @@ def test_a_step(compiled, build, name, of_xla):
     assert rest <= 12 or not name.startswith("qwen3")
 
 
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (models.plain_step, "qwen3-8b"),
+        pytest.param(models.verify_step, "qwen3-8b", marks=SLOW),
+        pytest.param(models.plain_step, "qwen3-0.6b", marks=SLOW),
+    ],
+)
+def test_a_step_of_eight_bits(compiled, build, name):
+    """As above: of each product its rows are rounded first, and a token is looked up by
+    XLA, whose product of an integer and a scale has one rounding."""
+    report = compiled(build, name, layers=1, weights="q8_0")
+    report.assert_fits()
+    checks.assert_launched_early(report)
+    checks.assert_in_place(report, models.model(name, layers=1))
+    assert_in_graphs(report)
+    names = [re.sub(r"__\d+$", "", thunk.name) for thunk in report.launches]
+    found = [each for each in names if each in (*LAYER, *END, "byte_rows")]
+    expected = []
+    for kernel in (*LAYER, *END):
+        expected += ["byte_rows"] * kernel.startswith("skinny_gemm") + [kernel]
+    assert found == expected
+    (looked_up,) = xla_fusions.float_fusions(report.hlo)
+    assert not re.search(r"\b(add|subtract|divide|dot|reduce)\(", " ".join(looked_up))
+    rest = checks.launches(report) - len(LAYER) - 5
+    checks.assert_near(rest, 12, f"{build.__name__} of {name} outside of its layers")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_verification_of_a_tree(compiled, name):
     """Fails if 64 rows at once spill, copy a pool, or take other kernels.

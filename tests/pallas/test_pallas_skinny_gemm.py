@@ -15,6 +15,8 @@ from ops import row_contract
 from ops.products import EPS, Product
 
 from spec_jax import testing
+from spec_jax.native import blocks
+from spec_jax.ops import weights as weights_lib
 from spec_jax.pallas import rms_norm_triton, skinny_gemm_triton as gemm
 
 
@@ -40,6 +42,9 @@ _gate = jax.jit(
 
 def run(product, weights, rows, live=None, *, plan=SMALL):
     given = product.arguments(rows, weights, live) | {"plan": plan}
+    if product.is_bytes:
+        w = weights_lib.of_kernels(given["w"], "interpret")
+        given |= {"w": w, "plan": None}
     if product.is_gate:
         return np.asarray(_gate(**given))
     return np.asarray(_project(**given | {"out_dtype": jnp.dtype(given["out_dtype"])}))
@@ -85,14 +90,15 @@ def test_a_plan_by_the_number_of_rows_is_caught(rng, plan):
         row_contract.assert_row_contract(planted, rows)
 
 
-def test_more_rows_are_more_tiles_in_one_process(rng):
+@pytest.mark.parametrize("is_bytes", [False, True])
+def test_more_rows_are_more_tiles_in_one_process(rng, is_bytes):
     """Fails if a second tile is lost, a row's bits depend on how many there are, or a
     kernel keeps the grid of another shape.
 
     Fails if padding rows of any tile are read or written: interpreted, what is not
     written is NaN.
     """
-    product = Product(K=80, N=24)
+    product = Product(K=80, N=24, is_bytes=is_bytes)
     rows, weights = product.inputs(rng, 33)
     call = functools.partial(run, product, weights)
     tiles = [
@@ -145,6 +151,40 @@ def test_what_is_added_is_normed_as_by_two_kernels(rng, plan):
     others, _ = add(dataclasses.replace(plan, splits=2 * plan.splits))
     with pytest.raises(AssertionError, match="elements differ"):
         testing.assert_same_bits(np.asarray(others)[:5], added)
+
+
+@pytest.mark.parametrize(("K", "N"), [(129, 40), (577, 20)])
+def test_eight_bits_on_tiles(rng, K, N):
+    """Fails if rows are rounded otherwise, tiles lose a bit, or blocks are not added
+    first to last, each after it was rounded.
+
+    Negative controls: blocks in another order, a neighbour's scale, one rounding.
+    """
+    logits = dataclasses.replace(LOGITS, K=K, N=N, is_bytes=True)
+    rows, weights = logits.inputs(rng, 9)
+    x, w = rows["x"], weights["w"]
+    # Extremes of integers, of both signs; a row of halves, and one of zeros.
+    w = w.replace(values=w.values.at[:, 0].set(-128).at[:, 1].set(127))
+    x[:, :64] = np.where(rng.integers(0, 2, (9, 64)), 3, -3)
+    x[0, 64:] = np.resize([127, 0.5, 1.5, -0.5, -2.5], K - 64)
+    x[1] = 0
+    packed = weights_lib.prepare(w, "triton")
+    testing.assert_same_bits(weights_lib.unpacked(packed), w)
+    index = jnp.asarray([[N - 1], [0]])
+    looked_up = weights_lib.take_rows(packed, index)
+    testing.assert_same_bits(looked_up, blocks.take_rows(w, index))
+    order = oracle.SUM_ORDERS["portable"]
+    expected = order.project_bytes(x, w)
+    y = run(logits, {**weights, "w": packed}, rows)
+    testing.assert_same_bits(y, expected)
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.assert_same_bits(y, oracle.SUM_ORDERS["avx2"].project_bytes(x, w))
+    for fault in ({"order": range(w.values.shape[1])[::-1]}, {"neighbour": 1}):
+        with pytest.raises(AssertionError, match="elements differ"):
+            testing.assert_same_bits(y, order.project_bytes(x, w, **fault))
+    with pytest.raises(ValueError, match="scales has shape"):
+        wrong = packed.replace(scales=packed.scales[1:])
+        run(logits, {**weights, "w": wrong}, rows)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

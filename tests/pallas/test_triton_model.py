@@ -74,9 +74,12 @@ def make_model(**changes) -> Model:
     return Model(config=made.config, params=made.params, impl=made.impl)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return make_model(num_layers=1)
+SLOW_BYTES = pytest.param("q8_0", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=["dense", SLOW_BYTES])
+def model(request):
+    return make_model(num_layers=1, weights=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,147 @@
+"""Sums of the skinny GEMM with weights of eight bits (Pallas Triton).
+
+    y[r, n] = sum_b (sum_i x[b, r, i] * w[b, n, i]) * (x_scale[b, r] * w_scale[b, n])
+
+A block of 32 is one product of integers, as deep as a tensor-core instruction, which
+has no order. With its scales it is rounded, and then added to a float32 sum, first to
+last: the bits of the portable native kernels, and no splits of K. A program reads 34
+bytes for each output and block: values straight to shared memory, and scales, of which
+Triton copies none ahead, a turn of the loop before. Turns are long, to hide how long
+that takes: two before would end the copies of values. The rest is `gemm_kernel_triton`.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from spec_jax.pallas import byte_rows_triton as byte_rows, slab
+
+
+Bytes = tuple[jax.Array, jax.Array]
+"""Weights: int8 `[2 P, N, 32]`; float16 scales of two blocks in int32 `[P, N]`."""
+
+PAIR = 2 * byte_rows.BLOCK  # terms whose scales are one word
+_MORE = 2**30  # than any sum of a block
+
+
+def plan_for(plan: Any, *, parts: int) -> Any:
+    """Returns a plan for eight bits, of the one for as many dense weights."""
+    num_pairs = 4 if plan.block_n >= 64 // parts else 8
+    changes = {"block_k": num_pairs * PAIR, "splits": 1, "chains": 1}
+    return dataclasses.replace(plan, **changes, num_stages=4)
+
+
+def check(w: Bytes, shape: tuple[int, int]) -> None:
+    """Raises `ValueError` unless these are weights of `shape`."""
+    N, count = shape[0], byte_rows.num_blocks(shape[1])
+    values, scales = (count, N, byte_rows.BLOCK), (count // 2, N)
+    slab.check_shapes(values=(w[0], values), scales=(w[1], scales))
+
+
+def by_parts(w: Bytes, parts: int) -> Bytes:
+    """Returns the weights with an axis of the parts of their outputs."""
+    return jax.tree.map(
+        lambda x: x.reshape(len(x), parts, x.shape[1] // parts, *x.shape[2:]), w
+    )
+
+
+def part_specs(w: Bytes, part: int, block_n: int) -> tuple[pl.BlockSpec, ...]:
+    """Returns the outputs of one program in one part, whole sums."""
+    values, scales = (x.shape[0] for x in w)
+    return (
+        pl.BlockSpec(
+            (values, None, block_n, byte_rows.BLOCK), lambda r, n, s: (0, part, n, 0)
+        ),
+        pl.BlockSpec((scales, None, block_n), lambda r, n, s: (0, part, n)),
+    )
+
+
+def row_specs(x: Bytes, height: int) -> tuple[pl.BlockSpec, ...]:
+    """Returns the rows of one program, as `byte_rows_triton` rounds them."""
+    count = x[0].shape[0]
+    return (
+        pl.BlockSpec((count, height, byte_rows.BLOCK), lambda r, n, s: (0, r, 0)),
+        pl.BlockSpec((count, height), lambda r, n, s: (0, r)),
+    )
+
+
+def sums(refs, walk, rows, in_columns) -> list[tuple[jax.Array, ...]]:
+    """Returns what `gemm_kernel_triton` does, of weights of eight bits."""
+    num_pairs = refs.weights[0][1].shape[0]
+    # As much code for several tiles; no bit depends on where a turn ends.
+    step = max(walk.plan.block_k // PAIR // len(rows), 1)
+    turns = num_pairs // step
+    add = functools.partial(_add_pair, refs, walk, rows, in_columns)
+
+    def words_of(pair):
+        return [_vector(scales.at[pair, :], in_columns) for _, scales in refs.weights]
+
+    def words_ahead(turn):
+        """Loads the words of a turn; past the last one what is not used."""
+        first = jnp.minimum(turn, turns - 1) * step
+        return [words_of(first + pair) for pair in range(step)]
+
+    def several(turn, carry):
+        """Adds the blocks of one turn, whose words the one before has loaded."""
+        sums, words = carry
+        later = words_ahead(turn + 1)
+        for pair in range(step):
+            sums = add(turn * step + pair, words[pair], sums)
+        return sums, later
+
+    zeros = jnp.zeros((slab.ROWS, walk.plan.block_n), jnp.float32)
+    sums = ((zeros,) * len(refs.weights),) * len(rows)
+    if turns:
+        start = sums, words_ahead(jnp.int32(0))
+        sums, _ = jax.lax.fori_loop(0, turns, several, start)
+    for pair in map(jnp.int32, range(turns * step, num_pairs)):
+        sums = add(pair, words_of(pair), sums)
+    return list(sums)
+
+
+def _add_pair(refs, walk, rows, in_columns, pair, words, sums):
+    """Adds two blocks, whose scales are `words`, to each sum of each of `rows`."""
+    for half in range(2):
+        block, added = 2 * pair + half, []
+        weights = [
+            slab.load(values.at[block, :, :], in_columns, last_use=True)
+            for values, _ in refs.weights
+        ]
+        columns = [_float16(word >> 16 * half)[None, :] for word in words]
+        for (tile, is_active), parts in zip(rows, sums, strict=True):
+            at = pl.ds(tile, slab.ROWS)
+            x = slab.load(refs.x[0].at[block, at, :], is_active)
+            of_row = _vector(refs.x[1].at[block, at], is_active)[:, None]
+            added.append(
+                tuple(
+                    _added(total, x, w, of_row * column, interpret=walk.interpret)
+                    for total, w, column in zip(parts, weights, columns, strict=True)
+                )
+            )
+        sums = tuple(added)
+    return sums
+
+
+def _vector(view, mask) -> jax.Array:
+    return plt.load(view, mask=mask, other=None if mask is None else 0)
+
+
+def _float16(word: jax.Array) -> jax.Array:
+    """Returns the lower half of words as float32."""
+    half = jax.lax.bitcast_convert_type(word.astype(jnp.int16), jnp.float16)
+    return half.astype(jnp.float32)
+
+
+def _added(total, x, w, scale, *, interpret) -> jax.Array:
+    """Returns `total + (x w^T) * scale`, each rounded, for `x` and `w` of integers."""
+    over = (((1,), (1,)), ((), ()))
+    whole = jax.lax.dot_general(x, w, over, preferred_element_type=jnp.int32)
+    product = whole.astype(jnp.float32) * scale
+    if interpret:  # Else XLA would round some products on a CPU, and others not.
+        product = jnp.where(whole > _MORE, 0.0, product)
+    return total + product
