@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model import test_families as families_lib, test_rows as rows_lib
+from model import test_family_rows as families_lib, test_rows as rows_lib
 
 from spec_jax import testing
 from spec_jax.drafters import draft_model, each
