@@ -224,13 +224,10 @@ def test_scheduled_tokens_are_those_of_decoding(impl, name, most):
     assert 0 < weighed <= most * always < most * drafted
 
 
-CONTRACT = ("draft-model", "eagle3")
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in CONTRACT else pytest.mark.slow)
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "draft-model"))
         for name in DRAFTERS
         if name != "bigram"  # `test_readme` has it.
     ],

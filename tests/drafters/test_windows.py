@@ -3,7 +3,6 @@
 import dataclasses
 
 import decoding
-import jax
 import numpy as np
 import pytest
 import test_block as blocks
@@ -41,7 +40,6 @@ def drafts(name, monkeypatch, *, kept):
     rounds = eagle.rounds_of(drafter, features, LENGTHS, params=params)
     made = [proposal.tokens[: proposal.num_drafted].tolist() for _, proposal in rounds]
     monkeypatch.undo()
-    jax.clear_caches()
     return made
 
 
