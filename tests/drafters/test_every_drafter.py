@@ -121,8 +121,6 @@ def make(name, impl=SMALL.target.impl):
 QUICK = (
     ("native", "coupled", "draft-model, searched", 1),
     ("native", "coupled", "hybrid", 4),
-    ("native", "coupled", "eagle3, searched", 4),
-    ("native", "block", "suffix", 4),
     ("native", "rejection", "draft-model", 4),
     ("native", "block", "draft-model, fixed", 4),
     ("native", "rejection", "dspark", 4),
