@@ -68,14 +68,6 @@ def test_unusable_prompts(prompt, message):
         SMALL.scheduler().check(request)
 
 
-def test_the_longest_prompt_that_fits():
-    """A full prompt still yields the one token that needs no room."""
-    full = Ask(prompt=(5,) * decoding.CAPACITY)
-    assert int(decoding.decoded(SMALL, full).length) == decoding.CAPACITY + 1
-    state = decoding.run(SMALL, [full])
-    decoding.assert_as_decoded(SMALL, state, [full])
-
-
 @pytest.mark.parametrize("kind", row_model.CACHE_KINDS)
 def test_flags_of_either_kind_of_cache_are_raised(kind):
     """Fails if one kind's failures pass, or the message lacks the numbers."""
