@@ -98,8 +98,8 @@ def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots, right):
     decoding.needs(impl)
     target = dataclasses.replace(SMALL.target, impl=impl, cache=cache)
     setting = dataclasses.replace(SMALL, target=target)
-    for gamma in range(WIDTH + 1):
-        for runs in (1, 2, ALWAYS):
+    for gamma in (0, 1, 3, 6, WIDTH):
+        for runs in (1, ALWAYS):
             asks = asks_of(Ask(gamma=gamma, run=runs), num_slots)
             state = run(asks, right=right, setting=setting)
             decoding.assert_as_decoded(setting, state, asks)
