@@ -190,7 +190,6 @@ def test_tokens_are_those_of_decoding(impl, rule, name, num_slots):
     ("impl", "name", "most"),
     [
         ("native", "dspark", 0.8),
-        pytest.param("xla", "dspark", 0.8, marks=pytest.mark.slow),
         pytest.param("native", "hybrid", 1.0, marks=pytest.mark.slow),
     ],
 )
@@ -300,9 +299,10 @@ def test_the_pool_of_a_drafter_is_not_copied(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["eagle3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rnn", "dspark"))],
+    ["eagle3", "rnn", "dspark"],
 )
 def test_native_drafts_are_those_of_xla(name):
     """Fails if the one call draws with other noise, or mixes otherwise.

@@ -43,7 +43,10 @@ def drafts(name, monkeypatch, *, kept):
     return made
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[eagle.SLOW] * (name == "eagle3")) for name in DRAFTERS],
+)
 def test_a_ring_drafts_what_all_pages_do(name, monkeypatch):
     """Fails if a key that rows see is overwritten, or stored elsewhere."""
     whole = drafts(name, monkeypatch, kept=None)  # Of 32 positions all are kept.
