@@ -131,9 +131,8 @@ def test_bad_values_are_refused_in_one_line(case):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["all", *(pytest.param(n, marks=SLOW) for n in cases.NAMES[:-1])]
-)
+@SLOW
+@pytest.mark.parametrize("name", cases.NAMES)
 def test_the_kit_passes_ours(name):
     bench = decoding.quickest_bench(processor_kit.GAMMA)
     clauses = testing.check_processor(cases.make(name), bench, seed=1)
