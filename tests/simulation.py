@@ -5,10 +5,12 @@ policies meet the same text, and the best constant gamma is known in hindsight. 
 come from a table, seconds by gamma, and are not measured.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
@@ -23,6 +25,17 @@ class Simulation(pytree.Node):
     rounds_at: jax.Array  # [gamma_max + 1] int32, rounds by gamma
     num_behind: jax.Array  # [] int32, tokens that the drafter has not taken in yet
     num_caught_up: jax.Array  # [] int32, tokens that it took in after gamma 0
+
+    def seconds(self, round_s: np.ndarray, *, catch_up_s: float = 0.0) -> float:
+        """Returns the time of the run, in float64.
+
+        Args:
+          round_s: seconds of a round, `[gamma_max + 1]`, by gamma.
+          catch_up_s: seconds by which a token that the drafter sat out makes its next
+            proposal longer; 0 for drafters that look up, or that follow every round.
+        """
+        rounds_s = np.asarray(self.rounds_at, np.float64) @ np.asarray(round_s)
+        return float(rounds_s + int(self.num_caught_up) * catch_up_s)
 
 
 def begin(gamma_policy: policy.GammaPolicy, state: policy.State) -> Simulation:
@@ -97,3 +110,26 @@ def _settle(gamma_policy, state, gamma, num_accepted):
         num_accepted=num_accepted,
     )
     return jax.tree.map(lambda leaf: leaf[0], settled)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Regret:
+    """A policy's time on a text, beside that of every constant gamma.
+
+    Attributes:
+      seconds: of the policy.
+      fixed_s: of each constant gamma, from 0.
+    """
+
+    seconds: float
+    fixed_s: tuple[float, ...]
+
+    @property
+    def regret(self) -> float:
+        """Share by which the policy is slower than the best; negative: it is faster."""
+        return self.seconds / min(self.fixed_s) - 1
+
+    @property
+    def overhead(self) -> float:
+        """Share by which it is slower than gamma 0; negative where drafting pays."""
+        return self.seconds / self.fixed_s[0] - 1

@@ -8,26 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gamma_cases import ADAPTIVE, GAMMA_MAX, ROUND_S, make
 from hypothesis import strategies as st
 
 from spec_jax import testing
 from spec_jax.gamma import confidence, goodput, policy, theory, threshold
-
-
-GAMMA_MAX = 4
-ROUND_S = np.array([1.35, 1.75, 2.0, 2.2, 2.45]) * 1e-3
-"""Seconds of a round by gamma, about those of the embedded pair on two cores."""
-
-ADAPTIVE = pytest.mark.parametrize("name", ["threshold", "goodput"])
-
-
-def make(name, *, first=None, **changes):
-    """A policy and its first state; `first` is the gamma that thresholds start at."""
-    if name == "threshold":
-        made = threshold.Threshold(**changes)
-        return made, made.init(first)
-    made = goodput.Goodput(**{"gamma_max": GAMMA_MAX, **changes})
-    return made, made.init(ROUND_S[: made.gamma_max + 1])
 
 
 BRIEF = policy.Probing(every=3, longest=10, bound=1.0)

@@ -140,6 +140,7 @@ FROM_ONE = (1, 3, 4)  # One token has no context, and drafts all the same.
         ("dspark", "xla"),
         ("rnn", "native"),
         ("gated", "native"),
+        ("mixed", "xla"),
         ("mixed", "native"),
         ("anchored", "native"),
         ("causal", "native"),
