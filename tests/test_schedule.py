@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from spec_jax.gamma import confidence, schedule as schedule_lib
+from spec_jax.rules import rule as rule_lib
 
 
 B, W = 3, 4
@@ -113,6 +114,31 @@ def test_the_logit_of_each_drafts_own_chance_is_scaled():
     ends = jnp.array([[1.0, 0.0, 0.0]])
     ends = confidence.recalibrated(ends, jnp.ones(3), jnp.zeros(3))
     np.testing.assert_allclose(ends, [[1, 0, 0]], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "reason"),
+    [
+        ([[1.0, 1.0], [1.0, 1.0]], "shape .2, 2.: give one row"),
+        ([1.0, 1.0], "shape .2."),
+        ([1.0, np.nan, 2.0], r"step_s\[1\]=nan"),
+        ([1.0, 1.0, 0.0], r"step_s\[2\]=0"),
+        ([1.0, 2.0, 1.5], "falls from 2 s at 1 rows to 1.5 s at 2"),
+    ],
+)
+def test_times_that_were_not_measured_so_are_refused(step_s, reason):
+    with pytest.raises(ValueError, match=reason):
+        schedule_lib.times(step_s)
+    schedule_lib.times([1.0, 1.0, 1.5])  # Negative control.
+
+
+@pytest.mark.parametrize("rule", [rule_lib.rejection, rule_lib.block], ids=repr)
+def test_the_global_maximum_is_refused_where_it_would_bias(rule):
+    state = schedule_lib.Schedule(gamma_max=W).init(STEP_S)
+    with pytest.raises(ValueError, match="biased under rule=.*stops_early=True"):
+        schedule_lib.Schedule(gamma_max=W).check(state, num_slots=1, rule=rule)
+    stops = schedule_lib.Schedule(gamma_max=W, stops_early=True)
+    stops.check(state, num_slots=1, rule=rule)
 
 
 DRAFT_S = 0.25

@@ -91,3 +91,12 @@ def test_a_slot_out_of_pages_is_data_and_recovers():
     allocator.check(kv)
     cache.check_integrity(kv)
     np.testing.assert_array_equal(kv.num_owned, [0, 5, 0])
+
+
+def test_pages_return_in_the_order_of_a_stack():
+    """Fails if rollback and re-reservation wander through the pool: a page that was
+    just freed is the next one handed out."""
+    state = filled(9, 0)
+    kv = apply(apply(state, "truncate", 0, 1), "reserve", 0, 9)
+    np.testing.assert_array_equal(kv.page_table, state.page_table)
+    np.testing.assert_array_equal(kv.free_pages, state.free_pages)
