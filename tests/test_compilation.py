@@ -77,10 +77,14 @@ FLAG = "--xla_gpu_enable_command_buffer"
     ("flags", "found"),
     [
         ("", ""),
+        ("--xla_gpu_graph_min_graph_size=1", ""),
         (f"{FLAG}=+WHILE", "WHILE"),
         (f"--a=b {FLAG}=+CONDITIONAL,+WHILE --c", "WHILE and CONDITIONAL"),
         (f"{FLAG}=FUSION,CUBLAS,WHILE", "WHILE"),
+        (f"{FLAG}=FUSION,CUBLAS", ""),
         (f"{FLAG}=+WHILE,+CONDITIONAL {FLAG}=-WHILE", "CONDITIONAL"),
+        (f"{FLAG}=+WHILE {FLAG}=FUSION", ""),
+        (f"{FLAG}=+WHILE {FLAG}=", ""),
     ],
 )
 @pytest.mark.parametrize("is_file", [False, True])

@@ -19,9 +19,15 @@ def lm(tmp_path_factory):
 
 NAMES = {
     "temperature": r"sampling=sj.Sampling\(temperature=...\)",
+    "top_p": r"sampling=sj.Sampling\(top_p=...\)",
+    "seed": r"sampling=sj.Sampling\(seed=...\)",
     "do_sample": r"sampling=sj.Sampling\(\), or nothing",
     "max_new_tokens": "max_tokens=...",
+    "num_return_sequences": r"n=...",
+    "system_prompt": r"prefix=...",
+    "logprobs": "log_probs=True or top_logprobs=K",
     "stop_token_ids": r"stop=\[ID, ...\]",
+    "stop_strings": r"stop=\[TEXT, ...\]",
     "enable_thinking": r"chat=\{'enable_thinking': ...\}",
     "maxtokens": "max_tokens",
     "nonsense_of_all_kinds": "lm, prompt, max_tokens",
@@ -41,14 +47,32 @@ def test_other_names_point_to_the_right_one(lm, name):
 BAD = {
     "no prompt": ({"prompt": []}, "the list of prompts is empty: give at least one"),
     "an empty text": ({"prompt": ""}, "prompt is empty: there is no token to decode"),
+    "no token for an answer of one": (
+        {"prompt": "", "max_tokens": 1},
+        "prompt is empty: there is no token to decode",
+    ),
     "no text at all": ({"prompt": 7}, "a prompt of type int: give text, token ids, me"),
+    "a prompt of numbers": ({"prompt": [[1.5]]}, "give one row of token ids, whole n"),
+    "a prompt of one number": ({"prompt": [1.0]}, "dtype float64: give one row of tok"),
     "a message": (
         {"prompt": {"role": "user", "content": "hi"}},
         "a prompt of type dict: messages are a list, even one, as in .*'role': 'user'",
     ),
+    "a message among prompts": (
+        {"prompt": ["a", {"role": "user"}]},
+        "a prompt of type dict: messages are a list",
+    ),
+    "nothing among prompts": (
+        {"prompt": ["a", None]},
+        "a prompt of type NoneType: giv",
+    ),
     "options of no chat": (
         {"chat": {"enable_thinking": True}},
         "chat=.* is of chats, and no prompt has messages",
+    ),
+    "options by place": (
+        {"prompt": [{"role": "user"}], "chat": ["tools"]},
+        r"chat=\['tools'\] is no mapping of names",
     ),
     "an option of no template": (
         {"prompt": [{"role": "user", "content": "hi"}], "chat": {"thinking": True}},
@@ -66,17 +90,29 @@ BAD = {
         r"\(max_position_embeddings\): shorten one of them",
     ),
     "gamma": ({"gamma": 5}, r"gamma=5 is outside \[0, 4\]"),
+    "half a gamma": ({"gamma": 1.5}, "gamma=1.5 must be a whole number in 0 .. 4"),
     "a rule": ({"rule": "luck"}, "rule='luck' is not one of coupled, rejection, block"),
     "no slots": ({"num_slots": 0}, "num_slots=0 must be a whole number of at least 1"),
+    "slots in words": ({"num_slots": "a"}, "num_slots='a' must be a whole number of"),
     "no page": ({"page_size": 0}, "page_size=0 must be a whole number of at least 1"),
+    "half a page": ({"page_size": 1.5}, "page_size=1.5 must be a whole number of at"),
     "a page larger than any text": (
         {"page_size": 10**9},
         r"page_size=1000000000 is above 2048, the positions of the model \("
         r"max_position_embeddings\): ask for smaller pages",
     ),
     "an empty stop text": ({"stop": ["ab", ""]}, "stop has an empty text, which every"),
+    "half a stop text": (
+        {"stop": "\ud800"},
+        "stop text .* has half a character, which",
+    ),
     "stop bytes": ({"stop": b"ab"}, "stop=b'ab': give token ids and texts, as in stop"),
+    "stop numbers": ({"stop": [1.5]}, "stop has shape .* give one row of token ids"),
+    "a stop number": ({"stop": 1.5}, "stop has shape .* give one row of token ids"),
     "a large stop": ({"stop": [2**31]}, r"stop has token 2147483648, outside \[0, 264"),
+    "a negative stop": ({"stop": -1}, r"stop has token -1, outside \[0, 264\)"),
+    "no stop": ({"stop": [None]}, "stop has shape .* give one row of token ids"),
+    "many tokens": ({"max_tokens": 2**31}, "max_tokens=2147483648 is above 2147483647"),
     "sampling by number": (
         {"sampling": 0.7},
         "sampling=0.7: give a Sampling, or a lis",
@@ -90,7 +126,12 @@ BAD = {
         "1 settings of sampling for 2 prompts: give one for all, or one for each",
     ),
     "no sample": ({"n": 0}, "n=0 must be a whole number of at least 1"),
+    "half a sample": ({"n": 1.5}, "n=1.5 must be a whole number of at least 1"),
     "greedy samples": ({"n": 2}, "n=2 samples drawn greedily are one text: give a tem"),
+    "greedy samples of settings": (
+        {"n": 2, "sampling": sj.Sampling(temperature=0)},
+        "n=2 samples drawn greedily are one text: give a tem",
+    ),
     "more samples than a seed has": (
         {"n": 4097, "sampling": sj.Sampling()},
         "request=0 and sample=4096 of one seed: it has noise for",
@@ -107,8 +148,17 @@ BAD = {
         {"prefix": ""},
         "prefix='': give one text, row of token",
     ),
+    "several prefixes": ({"prefix": ["a", "b"]}, "give one text, row of token ids or"),
+    "a prefix of no kind": (
+        {"prefix": 7},
+        "a prompt of type int: give text, token ids",
+    ),
     "a chat after a text": (
         {"prompt": [{"role": "user", "content": "hi"}], "prefix": "a"},
+        "prefix= and the prompts are both of messages, or neither",
+    ),
+    "a text after a chat": (
+        {"prefix": [{"role": "system", "content": "hi"}]},
         "prefix= and the prompts are both of messages, or neither",
     ),
 }

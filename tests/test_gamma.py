@@ -288,10 +288,16 @@ def test_confident_is_a_bound_on_the_largest_probability():
 @pytest.mark.parametrize(
     "build, message",
     [
+        (lambda: policy.Probing(every=0), "every=0 and longest=128 are not 1 <="),
         (lambda: policy.Probing(bound=0.0), "bound=0.0 of probing"),
+        (lambda: threshold.Threshold(ladder=(0,)), "at least one gamma above"),
         (lambda: threshold.Threshold(ladder=(1, 2)), r"ladder=\(1, 2\) must rise"),
+        (lambda: threshold.Threshold(upper=float("nan")), "upper=nan are not"),
+        (lambda: threshold.Threshold(weight=1.0), "weight=1.0 must lie between"),
         (lambda: threshold.Threshold().init(3), "gamma=3 is no rung of ladder"),
+        (lambda: goodput.Goodput(gamma_max=0), "gamma_max=0 must be at least 1"),
         (lambda: goodput.Goodput(gamma_max=2, decay=1.0), "decay=1.0 must lie"),
+        (lambda: goodput.Goodput(gamma_max=2, prior_weight=0.0), "must be above 0"),
         (lambda: make("goodput")[0].init(ROUND_S[1:]), r"shape \(4,\), .* need \(5,\)"),
         (lambda: make("goodput")[0].init(ROUND_S * np.nan), "finite and above 0"),
     ],

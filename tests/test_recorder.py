@@ -89,6 +89,20 @@ def test_rounds_record_what_decoding_does(plain, rounds):
     assert int(rounds[0].slots.num_rounds[2]) < 40
 
 
+def test_slots_record_their_own():
+    """Fails if an entry goes to a neighbour: other prompts, of other lengths."""
+    target = decoding.quickest()
+    asks = (Ask(run=2), Ask(prompt=(5, 9), run=1, max_tokens=9), Ask(prompt=(60,)))
+    state, found = run_scripted(target, asks)
+    for slot, ask in enumerate(asks):
+        alone, own = run_scripted(target, [ask])
+        settings = {"num_prompt": len(ask.prompt)}
+        assert_same_bits(
+            decided(found, state.slots.length[slot], slot=slot, **settings),
+            decided(own, alone.slots.length[0], **settings),
+        )
+
+
 def test_entries_are_of_the_logits(plain):
     """Fails if an entry is not that of its own position; the oracle is NumPy's."""
     state, recording = plain

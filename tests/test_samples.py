@@ -14,7 +14,7 @@ import tiny_pair
 import spec_jax as sj
 from spec_jax import generation, testing
 from spec_jax.drafters import slots
-from spec_jax.engine import held
+from spec_jax.engine import held, scheduler as scheduler_lib
 from spec_jax.paging import allocator, cache
 from spec_jax.rules import settings as settings_lib
 
@@ -86,6 +86,29 @@ def test_equal_prompts_of_one_seed(lm):
         assert one.tokens == other.tokens == alone(lm, one).tokens
         assert one.provenance["seed"] == other.provenance["seed"]
         assert "shared_prompt_tokens" not in one.metrics
+
+
+def test_a_seed_for_each_is_that_of_its_prompt(lm):
+    """Fails if it depends on the place in the list."""
+    each = [dataclasses.replace(DRAWN, seed=seed) for seed in (7, 5, 7)]
+    runs = [
+        generation.prepare(lm, PROMPTS, **SHORT | {"sampling": each}, n=n)[0]
+        for n in (None, 2)
+    ]
+    seeds = [[int(one.sampling.seed) for one in run.requests] for run in runs]
+    assert seeds[0] == [7, 5, 7]
+    assert seeds[1][::2] == [7, 5, 7] and seeds[1][1] == seeds[1][5] != seeds[1][3]
+
+
+def test_shapes(lm):
+    for call in (sj.generate, sj.decode):
+        one = call(lm, PROMPTS[0], n=1, **SHORT)
+        assert [type(out) for out in one] == [sj.Generation]
+        outs = call(lm, PROMPTS, n=2, **SHORT)
+        assert [len(samples) for samples in outs] == [2, 2, 2]
+        for samples, prompt in zip(outs, PROMPTS, strict=True):
+            ids = lm.tokenizer.encode(prompt)
+            assert [out.prompt_tokens for out in samples] == [ids, ids]
 
 
 CASES = {
@@ -321,3 +344,13 @@ def test_scores_after_a_prefix(lm):
     found = sj.score(lm, PROMPTS, texts, sampling=DRAWN, prefix=PREFIX)
     for one, other in zip(found, outs, strict=True):
         testing.assert_same_bits(one.drawn_log_probs, other.drawn_log_probs)
+
+
+def test_pages_of_all_slots_are_not_bounded(lm):
+    run, _ = generation.prepare(lm, PROMPTS, n=2, **SHORT)
+    with pytest.raises(ValueError, match="num_pages=99 of slots that share pages"):
+        dataclasses.replace(run.scheduler, num_pages=99)
+    with pytest.raises(ValueError, match="a static cache has its pages by slot"):
+        target = dataclasses.replace(lm.target, cache="static")
+        target.new_slots(2, capacity=8, page_size=4, shares=True)
+    assert isinstance(run.scheduler, scheduler_lib.Scheduler)

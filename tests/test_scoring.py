@@ -115,6 +115,11 @@ def test_they_are_of_distributions(lm):
     assert greedy[best] == 0 and np.sum(np.isneginf(greedy)) == size - 1
 
 
+def test_nobody_asks_and_nothing_is_computed(lm):
+    out = sj.generate(lm, PROMPTS[0], gamma=2, **SHORT)
+    assert all(getattr(out, name) is None for name in scoring.NAMES)
+
+
 REFUSED = {
     "no completion": ((PROMPTS[0], []), "completion is empty"),
     "a token of another model": ((PROMPTS[0], [10**6]), "completion has token 1000000"),
@@ -129,3 +134,8 @@ def test_refusals(lm, case):
     arguments, words = REFUSED[case]
     with pytest.raises(ValueError, match=words):
         sj.score(lm, *arguments)
+
+
+def test_settings_of_too_many(lm):
+    with pytest.raises(ValueError, match="2 settings of sampling for 1 prompts"):
+        sj.score(lm, [PROMPTS[0]], [[1]], sampling=[DRAWN, DRAWN])

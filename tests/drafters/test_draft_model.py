@@ -188,6 +188,22 @@ def behind(slots, memory):
     return slots.commit(NEARLY, memory, kept, asked=jnp.ones((4,), bool))
 
 
+def test_catching_up_in_taller_slabs_drafts_the_same():
+    """What is drafted, and the K/V, do not depend on it; the next test counts
+    the forwards."""
+    decoding.needs("native")
+    slow, memory, tokens = begin()
+    fast = each.lift(as_drafter(catch_up_rows=16), 4)
+    gamma = [4, 4, 4, 0]  # One is not asked.
+    expected_memory, expected = propose(slow, behind(slow, memory), tokens, gamma)
+    found_memory, found = propose(fast, behind(slow, memory), tokens, gamma)
+    testing.assert_same_bits(found, expected)
+    for slot in range(4):
+        testing.assert_same_bits(
+            kv_of(found_memory, slot), kv_of(expected_memory, slot)
+        )
+
+
 def test_catch_up_rows_count_in_slots(monkeypatch):
     """Fails if slots catch up two rows a forward, whatever is set."""
     slots = each.lift(as_drafter(catch_up_rows=40), 3)

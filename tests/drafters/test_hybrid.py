@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.drafters import draft_model, each, hybrid, suffix
+from spec_jax.drafters import draft_model, each, hybrid, suffix, tree_shapes
 
 
 GAMMA_MAX = 4
@@ -68,3 +68,15 @@ def test_the_survival_of_a_draft_is_that_of_whoever_drafted_it():
     assert 0 < float(proposal.survival[1, 0]) < 1
     _, unasked = after(HYBRID, PARAMS, texts)
     assert unasked.survival is None
+
+
+def test_hybrids_that_do_not_fit_together_are_refused():
+    with pytest.raises(ValueError, match="gamma_max=3 and the draft model gamma_max=4"):
+        hybrid.Hybrid(suffix=suffix.SuffixDecoding(gamma_max=3), draft=DRAFT)
+    with pytest.raises(ValueError, match="threshold=0.0 must be above 0"):
+        dataclasses.replace(HYBRID, threshold=0.0)
+    tree = tree_shapes.parse("2x3:4")
+    lookup = dataclasses.replace(HYBRID.suffix, tree=tree)
+    for branching in ({"draft": DRAFT.for_tree(tree)}, {"suffix": lookup}):
+        with pytest.raises(ValueError, match="a hybrid drafts chains, and one of its"):
+            dataclasses.replace(HYBRID, **branching)

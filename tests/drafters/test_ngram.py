@@ -104,3 +104,11 @@ def test_another_occurrence_is_caught(match):
     assert [
         name for name in found if drafts(drafter, text, gamma=4) == found[name]
     ] == [match]
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"n_max": 0}, {"n_min": 0}, {"n_max": 2, "n_min": 3}]
+)
+def test_impossible_matches_are_refused(sizes):
+    with pytest.raises(ValueError, match="n_min=. and n_max=. are not 1 <= n_min"):
+        ngram.PromptLookup(gamma_max=4, **sizes)

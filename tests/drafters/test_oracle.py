@@ -58,6 +58,19 @@ def test_positions_are_right_at_the_rate_whatever_came_before(rate):
     assert (np.asarray(other.is_right) != right).any()
 
 
+@pytest.mark.parametrize(
+    ("text", "rate", "message"),
+    [
+        ([], 1.0, "the text is empty"),
+        (TEXT, 1.5, r"rate=1.5 is outside \[0, 1\]"),
+        (TEXT, -0.1, r"rate=-0.1 is outside \[0, 1\]"),
+    ],
+)
+def test_impossible_traces_are_refused(text, rate, message):
+    with pytest.raises(ValueError, match=message):
+        oracle.make_trace(text, rate=rate)
+
+
 def test_traces_that_a_slot_does_not_take():
     """Fails if a trace is cut in silence, spread over a text, or another slot's."""
     slots = each.lift(DRAFTER, 3)

@@ -102,10 +102,13 @@ UNKNOWN = {
     "package.module:Name",
     "broken": "drafter 'broken': No module named 'otherdrafters.nowhere'",
     "nosuchpackage.it:X": "drafter 'nosuchpackage.it:X': No module named 'nosuch",
+    "otherdrafters.bigram:Trigram": "has no attribute 'Trigram'",
+    "otherdrafters.bigram:": "nor written as package.module:Name",
     "otherdrafters.bigram:NeedsMore": "needs depth, which is not one of draft, "
     "dtype, gamma_max, has_draft, heads, load_draft, target, target_params, "
     "vocab_size, weights: give it a default, or name a function of `parts`",
     "otherdrafters.bigram:nothing": "is no drafter: it has no gamma_max, init, prefill",
+    "otherdrafters.bigram:__name__": "is no drafter: it has no gamma_max, init",
 }
 
 

@@ -167,6 +167,20 @@ def test_another_count_is_caught():
     assert run(drafter, text, corpus_of(), GAMMA_MAX, behind=3)[1] != expected
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"match_max": 0}, "match_max=0 must be at least 1"),
+        ({"max_factor": 0.1}, "max_factor=0.1 drafts nothing even for a match of"),
+        ({"min_probability": 0.0}, r"min_probability=0.0 is outside \(0, 1\]"),
+        ({"min_probability": 1.5}, r"min_probability=1.5 is outside \(0, 1\]"),
+    ],
+)
+def test_impossible_settings_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        suffix.SuffixDecoding(gamma_max=4, **sizes)
+
+
 @pytest.mark.parametrize("impl", ["xla", "native"])
 @pytest.mark.parametrize("factor", [float("inf"), 1e300, 2.8e8])
 def test_a_factor_beyond_int32_is_no_bound(factor, impl):

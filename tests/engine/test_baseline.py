@@ -68,6 +68,24 @@ def test_unusable_prompts(prompt, message):
         SMALL.scheduler().check(request)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 2.5])
+def test_nothing_to_generate(max_tokens):
+    """Fails if a generation that ends before it begins looks like one that ended."""
+    message = f"max_tokens={max_tokens} must be a whole number of at least 1"
+    with pytest.raises(ValueError, match=message):
+        begin(max_tokens=max_tokens)
+    with pytest.raises(ValueError, match=message):
+        SMALL.scheduler().check(Ask(max_tokens=max_tokens).request())
+
+
+def test_the_longest_prompt_that_fits():
+    """A full prompt still yields the one token that needs no room."""
+    full = Ask(prompt=(5,) * decoding.CAPACITY)
+    assert int(decoding.decoded(SMALL, full).length) == decoding.CAPACITY + 1
+    state = decoding.run(SMALL, [full])
+    decoding.assert_as_decoded(SMALL, state, [full])
+
+
 @pytest.mark.parametrize("kind", row_model.CACHE_KINDS)
 def test_flags_of_either_kind_of_cache_are_raised(kind):
     """Fails if one kind's failures pass, or the message lacks the numbers."""
@@ -141,3 +159,20 @@ def test_pairs_that_do_not_fit_together():
     checks.check_pair(slots, draft)
     # One that repeats what it was shown fits any vocabulary.
     checks.check_pair(slots, decoding.Scripted())
+
+
+@pytest.mark.parametrize("kind", row_model.CACHE_KINDS)
+@pytest.mark.parametrize(
+    ("capacity", "page_size", "message"),
+    [
+        (0, 8, "capacity=0 must be at least 1"),
+        (96, 0, "page_size=0 must be a whole number of at least 1"),
+        (96, 1025, "page_size=1025 is above 1024"),
+    ],
+)
+def test_impossible_sizes_are_refused(kind, capacity, page_size, message):
+    target = dataclasses.replace(SMALL.target, cache=kind)
+    with pytest.raises(ValueError, match=message):
+        target.new_cache(capacity=capacity, page_size=page_size)
+    with pytest.raises(ValueError, match="cache='dynamic' is not one of paged, static"):
+        dataclasses.replace(SMALL.target, cache="dynamic")

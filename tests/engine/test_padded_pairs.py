@@ -1,5 +1,7 @@
 """Pairs of a family beside Qwen3, whose vocabularies are padded differently."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +9,7 @@ import tiny_pair
 
 import spec_jax as sj
 from spec_jax.model import (
+    families,
     gpt_neox,
     load as load_lib,
     params as params_lib,
@@ -87,3 +90,25 @@ def test_qwen3_pairs_of_different_padding(tmp_path):
     assert lm.target.config.vocab_size == lm.drafter.vocab_size == 257
     alike = sj.load(folders[0], draft=folders[0], gamma_max=3)
     assert alike.target.config.vocab_size == 264  # As it always was.
+
+
+def test_entries_that_a_tokenizer_asks_for_and_a_model_lacks(tmp_path):
+    folder = write_model(tmp_path, seed=0, vocab_size=250)
+    with pytest.raises(ValueError, match="vocab_size=250 .* has ids up to 256"):
+        sj.load(folder, drafter="ngram")
+
+
+def test_an_implementation_without_kernels_is_refused(pair, monkeypatch, caplog):
+    """By name; where none is named, "auto" takes one that has been run, and says what
+    that costs, once."""
+    config, _ = load_lib.load(pair[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(gpt_neox, "IMPLS", ("native", "xla"))
+        with pytest.raises(NotImplementedError, match="'triton' has no kernels for gp"):
+            families.runnable(config, "triton")
+    assert families.runnable(config, "triton") == "triton"
+    families._say_xla_runs.cache_clear()
+    for resolved in ("xla", "triton", "triton"):
+        assert families.runnable(config, resolved, is_named=False) == "xla"
+    (line,) = caplog.messages
+    assert re.search("'xla' and not 'triton' for gpt_neox .* may have other bits", line)

@@ -1,5 +1,6 @@
 """Processors in rounds: what decoding writes under one, bit for bit, and its faults."""
 
+import dataclasses
 import functools
 import re
 
@@ -286,6 +287,22 @@ def test_without_a_processor_no_program_changes(lm):
         assert trace() == expected
 
 
+def test_a_full_slot_is_refilled(lm):
+    """Fails if a slot begins a request with the state of the one before."""
+    settings = SHORT | {"gamma": 4, "processors": make("all")}
+    found = sj.generate(lm, PROMPTS, num_slots=1, **settings)
+    for one, prompt in zip(found, PROMPTS, strict=True):
+        plain = sj.decode(lm, prompt, processors=settings["processors"], **SHORT)
+        assert one.tokens == plain.tokens
+
+
+def test_the_default_gamma_has_costs_of_its_own(lm):
+    """Fails if rounds of no processor are timed for those of one."""
+    made = make("penalties")
+    found = sj.generate(lm, PROMPTS[0], processors=made, **SHORT)
+    assert found.tokens == sj.decode(lm, PROMPTS[0], processors=made, **SHORT).tokens
+
+
 PENALTY = sj.processors.penalties(repetition=1.2)
 REFUSED = {
     "a word": ({"processors": "no"}, "processors is of type str: give a Processor"),
@@ -326,3 +343,27 @@ def test_refusals(lm, case):
     with pytest.raises(ValueError, match=words) as caught:
         sj.generate(lm, **{"prompt": "a"} | arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_requests_with_and_without_one_are_refused(lm):
+    run = run_lib.Run.make(lm, [[1], [2]], processors=PENALTY)
+    first, second = run.requests
+    second = dataclasses.replace(second, processor=None)
+    with pytest.raises(ValueError, match="some requests have a processor and some"):
+        list(run.scheduler.run([first, second]))
+    state = run.scheduler.empty(draws=False)
+    with pytest.raises(ValueError, match="a request that has a processor, and a st"):
+        run.scheduler.admit(state, 0, first)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("repetition_penalty", r"processors=sj.processors.penalties\(...\)"),
+        ("logit_bias", r"processors=sj.processors.logit_bias\(...\)"),
+        ("json_schema", r"processors=sj.processors.json_schema\(..., lm\)"),
+    ],
+)
+def test_other_names_point_to_the_right_one(lm, name, remedy):
+    with pytest.raises(TypeError, match=f"has no argument '{name}': write {remedy}"):
+        sj.generate(lm, "a", **{name: 1})

@@ -9,9 +9,10 @@ import pytest
 from decoding import SMALL, Ask
 
 from spec_jax.drafters import tree_shapes
-from spec_jax.engine import windows
+from spec_jax.engine import protocols, windows
 
 
+BUDGETS = (64, 128, 256)  # rows of a window, the root's among them
 PROMPT = (7, 3, 90, 7, 3, 41, 7, 3)
 ASKS = (
     Ask(prompt=PROMPT, max_tokens=24, gamma=None, sampling=decoding.COLD),
@@ -32,6 +33,10 @@ def run(rows, impl, asks=ASKS):
     requests = [ask.request() for ask in asks]
     state = decoding.generate(scheduler, decoding.admit(scheduler, requests))
     return setting, jax.device_get(state)
+
+
+def test_the_widest_window():
+    assert max(BUDGETS) == protocols.MAX_TREE_ROWS
 
 
 @pytest.mark.parametrize(

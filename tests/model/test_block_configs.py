@@ -40,15 +40,16 @@ BAD_CONFIGS = [
     ("z-lab", {"architectures": ["DominoDraftModel"]},
      "DominoDraftModel.* no layout of DFlash or DSpark.*DFlashDraftModel.*Qwen3DS"),
     ("z-lab", {"dflash_config": None}, "dflash_config is missing"),
-    
+    ("z-lab", {"is_neox_style": False}, "is_neox_style=False is not supported"),
     ("z-lab", nested(rope_is_neox_style=False) | {"rope_is_neox_style": True},
      "rope_is_neox_style=False is not supported"),
     ("z-lab", nested(mask_token_id=96), "mask_token_id=96 is outside"),
-    
+    ("z-lab", nested(mask_token_id=None), "mask_token_id=None must be a whole number"),
     ("z-lab", nested(target_layer_ids=[0, 3]), r"taps=\(1, 4\) of a"),
-    
-    
-    
+    ("z-lab", nested(target_layer_ids="1"),
+     "target_layer_ids='1' must be a list of lay"),
+    ("z-lab", nested(target_layer_ids=[1, 1]), "must be different"),
+    ("z-lab", nested(output_multiplier=0), "output_multiplier=0 is not supported"),
     ("z-lab", nested(surprise=1), "surprise=1 is not supported"),
     ("z-lab", nested(markov_rank=8, markov_head_type="vanilla"),
      "z-lab's layout is of DF"),
@@ -59,37 +60,41 @@ BAD_CONFIGS = [
      "but use_sliding_window is false: remove the wrong one"),
     ("z-lab, windows", {"layer_types": ["sliding_attention"]}, "of 2 layers: name"),
     ("z-lab, windows", {"sliding_window": 3}, "sliding_window=3 is below the 4 rows"),
-    
-    
+    ("z-lab, windows", {"sliding_window": 0}, "sliding_window=0 must be a posi"),
+    ("z-lab, windows", {"sliding_window": "2k"}, "sliding_window='2k' must be a whole"),
     ("specforge, mixed", {"sliding_window": ..., "model_type": "dspark"},
      "sliding_window=None must be a whole number"),
     ("z-lab", nested(target_hidden_size=64),
      "target_hidden_size=64 is not the drafter's hidden_size=48"),
     ("z-lab", nested(causal=True, causal_head=False),
      "causal=True, causal_head=False contradict each other"),
-    
-    
+    ("z-lab", nested(attention_sink_bias=True), "attention_sink_bias=True is not supp"),
+    ("z-lab", {"model_type": "llama"}, "model_type='llama': layers are Qwen3's"),
     ("z-lab", {"quantization_config": {"bits": 4}},
      "quantised weights are not supported"),
-    
-    
-    
+    ("specforge", nested(attention_mode="mla"),
+     "attention_mode='mla' is not supported"),
+    ("specforge", nested(projector_type="domino"), "projector_type='domino'"),
+    ("specforge", {"confidence_shifts": "0"}, "confidence_shifts='0' must be numbers"),
     ("deepspec", {"num_target_layers": 36},
      "num_target_layers=36, the target has 4: it is a drafter for another"),
     ("deepspec", {"vocab_size": 97}, "a vocabulary of 97, the target has 48 and 96"),
-    
-    
+    ("deepspec", {"block_size": 0}, "drafts no token"),
+    ("deepspec", {"block_size": ...}, "block_size=None must be a whole number"),
     ("deepspec", {"markov_head_type": "gru"},
      "markov_head_type='gru' is not one of vanilla, gated, rnn"),
-    
-    
+    ("deepspec", {"markov_rank": -1},
+     "markov_rank=-1: a head has a rank of at least 1"),
+    ("deepspec", {"enable_confidence_head": "yes"},
+     "enable_confidence_head='yes' must be true or false"),
     ("deepspec", {"sample_from_anchor": False}, "deepspec's slots are anchor-first"),
     ("speculators", {"sample_from_anchor": ...},
      "no sample_from_anchor, and both kinds"),
-    
+    ("speculators", {"query_zero_predicts_next": True}, "contradict each other"),
     ("speculators", {"speculators_model_type": "dflash"}, "each with its own architec"),
     ("speculators", {"confidence_temperatures": [1.0, 0.0, 1.0]}, ABOVE_0),
-    
+    ("speculators", {"confidence_shifts": [1.0, math.inf, 1.0]},
+     "must be 3 finite numb"),
 ]  # fmt: skip
 
 
@@ -197,6 +202,26 @@ def test_what_rows_see_is_read_in_every_spelling(tmp_path, change, expected):
     assert read(tmp_path, changed(raw, change)).attention == expected
 
 
+UNSAID = {
+    "counted from each row: speculators'": (
+        "speculators", {"window": 6, "is_causal": True}),
+    "counted from the anchor: speculators'": (
+        "z-lab", {"window": 6, "from_anchor": True}),
+    "speculators has no word for it; choose z-lab": (
+        "speculators", {"is_causal": True}),
+    r"causal layers \[True, False\] of windows \[0, 0\]": (
+        "z-lab", {"is_causal": True, "rest": "all"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", UNSAID)
+def test_layouts_without_words_for_what_rows_see(message):
+    dialect, attention = UNSAID[message]
+    config = block_cases.seeing(**attention)
+    with pytest.raises(ValueError, match=message):
+        dialects.check_config(config, dialect)
+
+
 def test_slots_are_said_where_each_reader_looks():
     """Fails if the flag is in `dflash_config` alone: llama.cpp's converter looks beside
     it, and would take fill-in slots for anchor-first ones."""
@@ -241,3 +266,18 @@ def test_bad_configs_are_refused(tmp_path, case, change, message):
     assert read(tmp_path, raw) == config
     with pytest.raises(files.CheckpointError, match=message):
         read(tmp_path, changed(raw, change))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slots": "anchor"}, "slots='anchor' is not one of fill-in, anchor-first"),
+        ({"block_size": 1}, "drafts no token"),
+        ({"draft_vocab_size": 97}, "draft_vocab_size=97 must be from 1"),
+        ({"head": "rnn"}, "head='rnn' with markov_rank=0"),
+        ({"confidence_with_markov": True}, "no head that embeds the token before"),
+    ],
+)
+def test_configs_of_no_drafter_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(DFLASH, **changes).validate()

@@ -153,6 +153,15 @@ def test_bad_tensors_are_refused(tmp_path, target_params, message):
         block_files.load(tmp_path, TARGET, target_params)
 
 
+def test_another_dtype_and_a_mask_of_its_own_are_refused(tmp_path, target_params):
+    saved(tmp_path, "z-lab", target_params)
+    with pytest.raises(ValueError, match="shares matrices with a target of float32"):
+        block_files.load(tmp_path, TARGET, target_params, dtype="bfloat16")
+    (tmp_path / "mask_embedding.pt").touch()
+    with pytest.raises(files.CheckpointError, match="mask has an embedding of its own"):
+        block_files.load(tmp_path, TARGET, target_params)
+
+
 def test_variants_of_files_are_read(tmp_path, target_params):
     """SpecForge's early prefix, and a confidence head without bias."""
     _, params = saved(tmp_path, "specforge", target_params)

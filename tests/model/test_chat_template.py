@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 
+import numpy as np
 import pytest
 
 from spec_jax.model import chat_template
@@ -143,3 +144,20 @@ def test_failures_are_one_line(template, message):
     with pytest.raises(ValueError, match=message) as caught:
         chat_template.render(template, [])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [b"bytes", np.arange(3), object()])
+def test_messages_of_something_else(value):
+    """Fails if a template is handed objects, whose methods may do anything."""
+    kind = type(value).__name__
+    with pytest.raises(
+        ValueError, match=f"the messages or options hold {kind}; give text"
+    ):
+        chat_template.render("x", [{"role": "user", "content": value}])
+
+
+def test_messages_that_hold_themselves():
+    messages = []
+    messages.append(messages)
+    with pytest.raises(ValueError, match="^RecursionError"):
+        chat_template.render("x", messages)

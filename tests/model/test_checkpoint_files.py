@@ -75,9 +75,14 @@ BAD_FOLDERS = {
     "not valid JSON.*download it again": index("{"),
     "not a JSON object; download it again": index("[]"),
     "json: has no weight_map; download it again": index("{}"),
+    "has no weight_map": index({}),
+    "x is placed in 3, which is no file name": index({"x": 3}),
+    "'../x', which is no file name": index({"x": "../x"}),
+    "'/x', which is no file name": index({"x": "/x"}),
     r"\.\.: Is a directory": index({"x": ".."}),
     f"{B}: holds other .* says: ghost; download": index(PLACES | {"ghost": B}),
     f"{A}: holds other .* says: empty, matrix;": index({"half": B, "brain": A}),
+    f"{A}: holds other .* says: matrix;": index(PLACES | {"matrix": B}),
 }
 
 
@@ -100,13 +105,18 @@ def of_items(**items: dict) -> bytes:
 
 
 NOT_WHOLE = {
+    "empty": lambda whole: b"",
     "ends inside its header": lambda whole: whole[:100],
     "ends inside its tensors": lambda whole: whole[:-1],
+    "a byte too many": lambda whole: whole + b"1",
     "something else": lambda whole: b"version https://git-lfs.github.com/spec",
+    "no JSON": lambda whole: as_file(b"{not json"),
     "deep JSON": lambda whole: as_file(b'{"x":' * 100_000),
     "a negative size": lambda whole: of_items(x={"shape": [-1]}),
+    "another size": lambda whole: of_items(x={"data_offsets": [0, 8]}),
     "an overlap": lambda whole: of_items(x={}, y={"data_offsets": [0, 8]}),
     "a hole": lambda whole: of_items(x={"data_offsets": [4, 8]}),
+    "a name of two lines": lambda whole: of_items(**{"x\n\n": {}, "y": {}}),
 }
 
 

@@ -93,6 +93,11 @@ def test_the_smallest_released_model_has_its_size():
     assert params_lib.num_bytes(shapes) == 1_192_099_840
 
 
+def test_yarn_takes_its_length_from_the_config():
+    raw = OLD | {"rope_scaling": without(YARN, "original_max_position_embeddings")}
+    assert config_lib.from_dict(raw).scaling.original_max_position_embeddings == 40960
+
+
 def test_head_dim_is_never_derived():
     """Fails if `hidden_size / num_heads` (64 here) stands in for what is stated."""
     config = config_lib.from_dict(OLD)
@@ -105,12 +110,24 @@ def test_head_dim_is_never_derived():
 
 REFUSED = [
     ({"architectures": ["LlamaForCausalLM"]}, "families are GPTNeoX.*Qwen3ForCaus"),
+    ({"model_type": "qwen2"}, "model_type='qwen2'"),
+    ({"architectures": None}, r"architectures=\[\]"),
     ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
     ({"num_attention_heads": 15}, "num_attention_heads=15 must be a multiple"),
+    ({"head_dim": 127}, "head_dim=127 must be even"),
     ({"hidden_size": 1024.0}, "hidden_size=1024.0 must be a positive integer"),
+    ({"num_hidden_layers": True}, "num_hidden_layers=True must be a positive int"),
+    ({"vocab_size": 2**31}, "vocab_size=2147483648 must be .* at most 2147483647"),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true"),
+    ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan must be a positive number"),
+    ({"rope_theta": 10**400}, "rope_theta=.* must be a positive number"),
     ({"rope_theta": 1e39}, r"rope_theta=1e\+39 must be .* range of float32"),
+    ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1.0 must be above 1"),
+    ({"rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object or null"),
     ({"rope_scaling": YARN | {"factor": math.nan}}, "yarn factor=nan must be a p"),
+    ({"rope_scaling": YARN | {"truncate": None}}, "yarn truncate=None must be tr"),
+    ({"rope_scaling": YARN | {"wavelength": 1}}, "has wavelength: yarn needs a"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "has no factor: yarn needs a fac"),
     ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear'"),
     (
         {"rope_scaling": {"full_attention": YARN}},
@@ -194,6 +211,14 @@ def test_rope_is_that_of_hugging_face(transformers, tmp_path, stated):
     frequencies, scale = rotary.rope_table(config_lib.read(path))
     assert scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
     np.testing.assert_allclose(frequencies, theirs.inv_freq.numpy(), rtol=1e-6)
+
+
+def test_dtype_override():
+    """Also of a dtype that could not be used as it stands."""
+    raw = OLD | {"torch_dtype": "float16"}
+    assert config_lib.from_dict(raw, dtype="float32").dtype == "float32"
+    with pytest.raises(ValueError, match="dtype='int8'"):
+        config_lib.from_dict(OLD, dtype="int8")
 
 
 @pytest.mark.parametrize(

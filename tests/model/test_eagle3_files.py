@@ -323,3 +323,25 @@ def test_bad_configs_are_refused(folder, message):
     path.write_text(json.dumps(json.loads(path.read_text()) | BAD_CONFIGS[message]))
     with pytest.raises(files.CheckpointError, match=message):
         dialects.read_config(path, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "changes", "message"),
+    [
+        ("other", {}, "dialect='other' is not one of midlayer, speculators, deepspec"),
+        ("midlayer", {"has_head_norms": True}, "not of midlayer"),
+        ("deepspec", {}, "deepspec has norms of queries and keys"),
+        ("deepspec", {"has_head_norms": True}, "deepspec has the whole vocabulary"),
+        (
+            "deepspec",
+            {"has_head_norms": True, "draft_vocab_size": 96, "target_hidden_size": 40},
+            "a head of width 48 for a target of width 40: deepspec's have the",
+        ),
+    ],
+)
+def test_a_dialect_without_words_for_a_head(tmp_path, dialect, changes, message):
+    config = dataclasses.replace(SMALL, **changes)
+    with pytest.raises(ValueError, match=message):
+        eagle3_files.save(
+            tmp_path, config, heads.make_params(SMALL), dialect=dialect, origin=ORIGIN
+        )

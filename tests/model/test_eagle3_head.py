@@ -212,6 +212,13 @@ def test_the_loss_of_a_later_step_reaches_every_weight():
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(grads))
 
 
+def test_features_of_another_width_are_refused():
+    pairs = Pairs(make_params(HEAD), HEAD, "xla")
+    features, tokens = inputs(HEAD, 2)
+    with pytest.raises(ValueError, match="features of width 143: the head reads 144"):
+        pairs.add(tokens, features[:, 1:], start=0)
+
+
 def test_unprepared_weights_are_prepared_within():
     """Fails if `prepare` changes what is computed."""
     decoding.needs("native")

@@ -253,10 +253,19 @@ def header(*fields: bytes, tensors: int = 0, num_fields: int | None = None) -> b
 ARCH = "general.architecture"
 HOSTILE = {
     "nothing": (b"", "is no GGUF file"),
+    "an old version": (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "GGUF of version 1"),
     "endless fields": (header(num_fields=2**60), "the header asks for 8 bytes at 24"),
+    "an endless name": (
+        header(struct.pack("<Q", 2**63), num_fields=1),
+        "the header asks for 9,223,372,036,854,775,808 bytes",
+    ),
     "an endless array of numbers": (
         header(struct.pack("<Q1sIIQ", 1, b"x", 9, 4, 2**62)),
         "the header asks for 18,446,744,073,709,551,616 bytes",
+    ),
+    "a name that is no text": (
+        header(struct.pack("<Q1s", 1, b"\xff"), num_fields=1),
+        "malformed header .*utf-8",
     ),
     "a field twice": (header(field("a", 1), field("a", 2)), "states a twice"),
     "an alignment of 0": (header(field("general.alignment", 0)), "general.alignment=0"),
@@ -264,6 +273,7 @@ HOSTILE = {
         header(field(ARCH, "phi3")),
         "general.architecture='phi3', and llama, qwen2, qwen3 are read; take a model",
     ),
+    "no sizes": (header(field(ARCH, "llama")), "has no llama.context_length"),
     "a tensor of no kind": (
         header(tensors=1) + struct.pack("<Q1sIQIQ", 1, b"x", 1, 32, 16, 0),
         "x is of GGML's type 16, and F32, F16",

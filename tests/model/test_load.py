@@ -185,6 +185,21 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(folder, monkeypatch):
     assert len(list(folder.iterdir())) == 2
 
 
+def test_save_refuses_params_of_another_config(tmp_path):
+    params = random_params(CONFIG)
+    for change, message in (
+        ({"tie_word_embeddings": False}, "no lm_head"),
+        ({"num_layers": 3}, "11 layers"),
+        ({"vocab_size": 41}, r"params.embed is float32 \[40, 24\]"),
+        ({"dtype": "bfloat16"}, "the config says bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_lib.save(tmp_path, dataclasses.replace(CONFIG, **change), params)
+    with pytest.raises(ValueError, match="max_shard_bytes=0"):
+        load_lib.save(tmp_path, CONFIG, params, max_shard_bytes=0)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("source", "target", "block_bytes"),
     [
@@ -251,6 +266,19 @@ def test_a_tied_lm_head_in_the_file(folder, source, equal):
         return assert_refused(folder, "lm_head.weight differs from")
     config, params = load_lib.load(folder)
     assert config.tie_word_embeddings and params.lm_head is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        # Names and shapes of each of them would take hours.
+        ({"num_layers": 10**8}, "json: num_hidden_layers=100000000, .* of 11 layers"),
+        ({"tie_word_embeddings": False}, "missing tensors: lm_head.weight"),
+    ],
+)
+def test_a_config_of_another_model(folder, change, message):
+    write_config(folder, dataclasses.replace(CONFIG, **change))
+    assert_refused(folder, message)
 
 
 Q_BIAS = "model.layers.0.self_attn.q_proj.bias"

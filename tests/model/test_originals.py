@@ -28,7 +28,7 @@ from spec_jax.model import (
     load as load_lib,
     params as params_lib,
 )
-from spec_jax.training import eagle3 as eagle3_training, targets
+from spec_jax.training import block, eagle3 as eagle3_training, targets
 
 
 pytestmark = [
@@ -185,6 +185,59 @@ def speculators_rows(model, features, monkeypatch):
     )[0]  # fmt: skip
 
 
+@pytest.mark.parametrize("case", [name for name in BLOCKS if name.startswith("SpecF")])
+def test_specforge_losses_of_blocks(tmp_path, case, monkeypatch):
+    """Fails if a term, its weight or the row that it reads is another; greedy drafts of
+    the sequential heads are the same, too, since their logits are."""
+    import torch
+
+    config, params, model, features = block_case(tmp_path, case)
+    algorithms = pytest.importorskip("specforge.algorithms.common.dflash_family_model")
+    target = target_of(block_cases.TARGET)
+    head = torch.nn.Linear(config.hidden_size, 96, bias=False)
+    head.weight.data = tensor(target.head)
+    embed = torch.nn.Embedding.from_pretrained(tensor(target.embed))
+    is_dspark = config.head != "none"
+    kind = algorithms.OnlineDSparkModel if is_dspark else algorithms.OnlineDFlashModel
+    theirs = kind(
+        model, head, embed, config.mask_token_id, block_size=config.block_size,
+        attention_backend="sdpa", num_anchors=3, loss_decay_gamma=4.0,
+    )  # fmt: skip
+    final = np.random.default_rng(5).normal(size=(1, T, config.hidden_size))
+    final = final.astype(np.float32)
+    mask = np.arange(T)[None] >= 3
+    batch = {
+        "tokens": TOKENS,
+        "mask": mask,
+        "features": features,
+        "final": final,
+        "greedy": np.ones(1, bool),
+    }
+    draw = block.anchors_of(config, seed=0, count=3, hot=None)
+    batch = draw(batch, np.arange(1), 1)
+    anchors = tensor(batch["anchors"])
+    monkeypatch.setattr(
+        theirs,
+        "_sample_anchor_positions",
+        lambda *args: (anchors, torch.ones_like(anchors, dtype=torch.bool)),
+    )
+    told = {"target_last_hidden_states": tensor(final)} if is_dspark else {}
+    # `loss_mask` is of tokens, and our mask of the rows before them.
+    loss_mask = torch.ones(1, T)
+    loss_mask[:, :4] = 0
+    found = theirs(
+        input_ids=tensor(TOKENS), hidden_states=tensor(features), loss_mask=loss_mask,
+        **told,
+    )  # fmt: skip
+    teacher = targets.teacher_of(target, None)
+    terms = block.DSPARK if is_dspark else block.DFLASH
+    trained = block.trained(config, params)
+    ours = block.loss(
+        config, trained, jax.tree.map(jnp.asarray, batch), teacher, terms=terms
+    )
+    close(np.asarray(ours), found[0])
+
+
 def speculators_losses(*names_and_weights):
     """Their terms by the formulas beside their Triton kernels."""
     eager = importlib.import_module("speculators.losses.eager")
@@ -205,6 +258,58 @@ def last_states(config, target):
     raw = raw.astype(np.float32)
     normed = families.of(config).sequence_norm(target, config, jnp.asarray(raw))
     return raw, np.asarray(normed)
+
+
+@pytest.mark.parametrize("case", ["speculators dflash", "speculators dspark, whole"])
+def test_speculators_losses_of_blocks(tmp_path, case, monkeypatch):
+    """Fails if a term, its weight or the row that it reads is another.
+
+    The target wrote the text greedily: their labels are its choices, and ours the text.
+    They divide by the number of drafts, and we by the sum of weights. With a draft
+    vocabulary they compare renormalised targets, and we count what it lacks.
+    """
+    import torch
+
+    config, params, model, features = block_case(tmp_path, case)
+    is_dspark = config.head != "none"
+    target = target_of(block_cases.TARGET)
+    raw, final = last_states(block_cases.TARGET, target)
+    choices = best_of(target, final)
+    tokens = np.concatenate([TOKENS[:, :1], choices[:, :-1]], axis=1)
+    places = np.arange(T)[None]
+    mask = (places >= 3) & (places < T - config.block_size)
+    batch = {"tokens": tokens, "mask": mask, "features": features, "final": final}
+    batch["greedy"] = np.ones(1, bool)
+    batch = block.anchors_of(config, seed=0, count=3, hot=None)(batch, np.arange(1), 1)
+    anchors = batch["anchors"][0]
+    core = importlib.import_module("speculators.models.dflash.core")
+    fixed = tensor(anchors), torch.ones(3, dtype=torch.bool)
+    monkeypatch.setattr(core, "select_anchors", lambda *args: fixed)
+    terms = [("ce", 0.1), ("tv", 1.8)] if is_dspark else [("ce", 1.0)]
+    told = {"loss_config": speculators_losses(*terms), "gamma": 4.0, "max_anchors": 3}
+    if is_dspark:
+        told["tv_loss_fn"] = speculators_losses(("tv", 1.0))["tv"][0]
+
+    def theirs(shift):
+        """Returns their loss, whose mask is of tokens; ours is of the rows before."""
+        loss_mask = np.roll(mask, shift, axis=1)
+        return model(
+            tensor(features), tensor(tokens), tensor(loss_mask.astype(np.float32)),
+            tensor(raw), torch.zeros(1, T, dtype=torch.long), **told,
+        )[1]  # fmt: skip
+
+    counts = batch["weights"][0] > 0
+    weights = counts * np.exp(-np.arange(config.num_drafts) / 4.0)
+    ours = block.loss(
+        config,
+        block.trained(config, params),
+        jax.tree.map(jnp.asarray, batch),
+        targets.teacher_of(target, None),
+        terms=block.DSPARK if is_dspark else block.DFLASH,
+    )
+    scaled = float(ours) * weights.sum() / counts.sum()
+    np.testing.assert_allclose(scaled, float(theirs(1)), rtol=1e-5)
+    assert abs(scaled / float(theirs(2)) - 1) > 1e-3  # Negative control: a column on.
 
 
 def eagle_case(folder, case):

@@ -103,6 +103,13 @@ def test_a_character_belongs_to_the_token_that_completes_it(small):
     assert small.decode_pieces(ids[:3]) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
 
 
+def test_ids_without_a_token_have_no_text(small):
+    ids = [*small.encode("a"), small.vocab_size + 5, *small.encode("b")]
+    assert small.decode_pieces(ids) == ["a", "", "b"]
+    with pytest.raises(ValueError, match="token_id=-1 is negative"):
+        small.decode([-1])
+
+
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
     """Fails if a long prompt loses its end without a word."""
     backend = build()
@@ -203,6 +210,18 @@ def test_options_of_a_template(tmp_path):
             tokenizer.apply_chat("hi", **{name: "x"})
 
 
+def test_no_template(tmp_path):
+    tokenizer = tokenizer_lib.load(save(tmp_path))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ValueError, match="has no chat template"):
+        tokenizer.apply_chat("hi")
+
+
+def unreadable(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+
+
 def broken(name, text):
     return lambda folder: (folder / name).write_text(text)
 
@@ -214,16 +233,25 @@ def stating(name, **values):
 BAD_FOLDERS = {
     "tokenizer.json: no such file": lambda at: (at / "tokenizer.json").unlink(),
     "tokenizer.json: not valid JSON": broken("tokenizer.json", "{"),
+    "tokenizer.json: not a JSON object": broken("tokenizer.json", "[]"),
     "tokenizer.json: only byte-level": broken("tokenizer.json", "{}"),
     "tokenizer.json: not a valid tokenizer": stating(
         "tokenizer.json", decoder={"type": "ByteLevel"}
     ),
+    "generation_config.json: not valid JSON": broken("generation_config.json", "{"),
     r"generation_config.json: eos_token_id=.* token ids from 0 to 279": stating(
         "generation_config.json", eos_token_id=[5, 280]
     ),
     # A row of the embedding without a token may be one, but no row more.
     "config.json: eos_token_id=300 must be": stating(
         "config.json", vocab_size=300, eos_token_id=300
+    ),
+    "tokenizer_config.json: tokenizer_file=7 is not a path": lambda at: (
+        (at / "tokenizer.json").unlink(),
+        stating("tokenizer_config.json", tokenizer_file=7)(at),
+    ),
+    "chat_template.jinja: is a directory": lambda at: unreadable(
+        at, "chat_template.jinja"
     ),
 }
 

@@ -8,7 +8,9 @@ import ctypes
 import os
 import pathlib
 import platform
+import shutil
 import subprocess
+import sys
 import tempfile
 
 import jaxlib.version
@@ -17,6 +19,8 @@ import pytest
 from spec_jax.native import build
 from spec_jax.ops import dispatch
 
+
+ROOT = pathlib.Path(build.__file__).parents[2]
 
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "{version}"; exit 0; fi
@@ -153,6 +157,36 @@ def test_a_link_in_the_folders_place_is_refused(home, compiler, tmp_path):
     assert len(libraries(fallback(home))) == 1
 
 
+PROCESS = """
+import sys
+from spec_jax.native import build
+build.open_library(sys.argv[1:], "portable")
+"""
+
+
+def test_processes_that_start_at_once(home, compiler, library):
+    """Fails if processes write one file together, or leave their parts behind."""
+    # Each waits until all three are compiling.
+    wait = f"while [ $(wc -l < {compiler.log}) -lt 3 ]; do sleep 0.05; done"
+    path = compiler(f'{wait}; cp {library} "$2"')
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, *path],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    for process in processes:
+        # Not a bound on a busy machine's time, but on processes that never end.
+        _, errors = process.communicate(timeout=36_000)
+        assert process.returncode == 0, errors
+        assert errors.count("building the native kernels for portable") == 1
+    assert compiler.runs() == 3
+    assert len(libraries(home)) == 1
+
+
 def test_no_compiler(unloaded, monkeypatch, tmp_path):
     """Fails if the message does not say what was looked for, or `impl="native"` falls
     through."""
@@ -171,6 +205,16 @@ def test_no_compiler(unloaded, monkeypatch, tmp_path):
             build.find_compiler()
 
 
+def test_a_compiler_of_several_words(compiler, monkeypatch, tmp_path):
+    """Fails if "ccache g++" is looked for as one program, or a word is lost."""
+    (tmp_path / "my tools").mkdir()
+    (path,) = compiler(name="my tools/cc")
+    monkeypatch.setenv("CXX", path)
+    assert build.find_compiler() == (path,)
+    monkeypatch.setenv("CXX", "env WORD='a b' cc")
+    assert build.find_compiler() == (shutil.which("env"), "WORD=a b", "cc")
+
+
 def test_a_compiler_that_fails(home, compiler):
     """Fails if its message is lost, or another folder is tried for its sake."""
     path = compiler('echo "kernels.cc:1: no such thing" >&2; exit 3')
@@ -178,6 +222,19 @@ def test_a_compiler_that_fails(home, compiler):
         build.open_library(path, "portable")
     assert compiler.runs() == 1
     assert libraries(home) == []
+
+
+@pytest.mark.parametrize("words", ["No space left on device", "Disk quota exceeded"])
+def test_a_full_disk(home, compiler, library, words):
+    """Fails if a full cache disk is an error while another folder has room, or if the
+    message of two full disks does not name both."""
+    full = f'echo "fatal error: writing $2: {words}" >&2; exit 1'
+    path = compiler(f'case "$2" in {home}*) {full};; *) cp {library} "$2";; esac')
+    build.open_library(path, "portable")
+    assert compiler.runs() == 2
+    assert libraries(home) == [] and len(libraries(fallback(home))) == 1
+    with pytest.raises(build.BuildError, match=f"{home}.*; {fallback(home)}.*{words}"):
+        build.open_library(compiler(full, name="other"), "portable")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed"])

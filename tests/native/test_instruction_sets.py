@@ -105,6 +105,12 @@ def test_a_chosen_instruction_set(loads, monkeypatch):
     assert loads == ["avx2", "avx2", "portable"]
 
 
+def test_no_chosen_instruction_set(loads, monkeypatch):
+    """Fails if an empty variable is a name."""
+    monkeypatch.setenv("SPEC_JAX_ISA", "")
+    assert build.load() == "avx512"
+
+
 @pytest.mark.parametrize(
     ("isa", "message"),
     [

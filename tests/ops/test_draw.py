@@ -154,3 +154,10 @@ def test_refusals(impl, change, error, words):
     }
     with pytest.raises(error, match=words):
         run(impl, **arguments | change)
+
+
+def test_xla_has_no_kernels_that_draw(rng):
+    logits, settings, positions, asked = rows_of(rng, 7, 97)
+    how = {"positions": positions, "draws": asked}
+    with pytest.raises(NotImplementedError, match="impl='xla' has no kernels that dra"):
+        jax.jit(functools.partial(draw_op.draw, impl="xla"))(logits, settings, **how)

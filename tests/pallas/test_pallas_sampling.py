@@ -144,6 +144,25 @@ def test_the_whole_vocabulary(rng):
     assert np.array_equal(found[0], expected) and 3000 <= expected.sum() < 3003
 
 
+def test_boundaries_are_exact():
+    """As `rules.test_sampling`: the token that reaches p stays, masked ones never."""
+    inf = np.inf
+    rows = (
+        ([0.0, 0.0, 0.0, 0.0], {"top_p": 0.5}, [0, 1]),
+        ([0.0, 0.0, 0.0, 0.0], {"top_p": 0.500001}, [0, 1, 2]),
+        ([0.0, 0.0, 0.0, 0.0], {"top_p": 1e-6}, [0]),
+        ([2.0, 1.0, 0.9, 0.8], {"top_k": 2, "top_p": 0.7}, [0]),
+        ([2.0, 1.0, 1.0, 0.5], {"top_k": 2}, [0, 1, 2]),
+        ([2.0, 1.0, 1.0, 1.0], {"top_p": 0.7}, [0, 1, 2]),
+        ([-inf, 0.0, -inf, 0.0], {"top_k": 2}, [1, 3]),
+        ([1.0, 5.0, 5.0, -3.0], {"top_k": 1}, [1, 2]),
+        ([1.0, 5.0, 5.0, -3.0], {"temperature": 2.0**-126, "top_p": 0.9}, [1, 2]),
+    )
+    logits = np.array([row[0] for row in rows], np.float32)
+    found = kept_by_kernel(logits, [row[1] for row in rows])
+    assert [np.flatnonzero(row).tolist() for row in found] == [row[2] for row in rows]
+
+
 def test_noise_has_the_bits_of_threefry(rng):
     """Fails if a counter, a key or a round of Threefry is another than jax's."""
     positions = rng.integers(0, 2**20, ROWS).astype(np.int32)

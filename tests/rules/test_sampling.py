@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from spec_jax.ops import draw as draw_op
-from spec_jax.rules import sampling
+from spec_jax.rules import sampling, settings as settings_lib
 
 
 VOCAB = 12
@@ -86,6 +86,20 @@ def test_boundaries_are_exact():
     assert filtered([2.0, 1.0, 1.0, 1.0], top_p=0.7)[1] > 0
     # Masked tokens never come back, and order among -inf does not matter.
     assert filtered([-math.inf, 0.0, -math.inf, 0.0], top_k=4) == [0, 0.5, 0, 0.5]
+
+
+def test_greedy_and_its_neighbours():
+    """Temperature 0 and a tiny top-p are the first argmax, exactly; top-k 1 and min-p
+    have all that equal it."""
+    logits = [1.0, 5.0, 5.0, -3.0]
+    for values in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        is_all = "min_p" in values or "top_k" in values
+        assert (
+            filtered(logits, **values) == [0, 0.5, 0.5, 0] if is_all else [0, 1, 0, 0]
+        )
+    # The smallest temperature that is allowed makes no NaN.
+    tiny = settings_lib.SMALLEST_TEMPERATURE
+    assert filtered(logits, temperature=tiny) == [0, 0.5, 0.5, 0]
 
 
 def by_hugging_face(logits, values):
@@ -232,9 +246,12 @@ def test_wrong_draws_are_caught(planted):
     "values, message",
     (
         ({"temperature": -0.1}, "temperature=-0.1 is negative: use 0 for greedy"),
+        ({"temperature": math.inf}, "temperature=inf is not finite"),
         ({"temperature": 1e-40}, "temperature=1e-40 is too small to divide by"),
+        ({"temperature": True}, "temperature=True is not a number"),
         ({"top_k": 0}, "top_k=0 keeps no token: use at least 1, or None for all"),
         ({"top_p": 0.0}, r"top_p=0.0 is outside \(0, 1\]: use 1 to keep all tokens"),
+        ({"min_p": -0.1}, r"min_p=-0.1 is outside \[0, 1\]: use 0 to keep all tokens"),
         (
             {"temperature": 0, "top_k": 20},
             "temperature=0 is greedy decoding, which top_k=20 would not change",
