@@ -73,7 +73,10 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[SLOW] * (name != "own_loop")) for name in NOTEBOOKS],
+    [
+        *("quickstart", "own_loop"),
+        *(pytest.param(name, marks=SLOW) for name in ("own_drafter", "tree")),
+    ],
 )
 def test_a_notebook_prints_what_is_stored(name, monkeypatch):
     """Fails if a cell raises, a text or a figure is missing, or outputs are stale."""
