@@ -26,9 +26,6 @@ NOTEBOOKS = {
 }
 
 
-SLOW = pytest.mark.slow
-
-
 def read(name: str) -> nbformat.NotebookNode:
     return nbformat.read(ROOT / f"docs/notebooks/{name}.ipynb", as_version=4)
 
@@ -71,13 +68,7 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
 
 # The kernel's own machinery warns of sockets and loops that are left open.
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("quickstart", "own_loop"),
-        *(pytest.param(name, marks=SLOW) for name in ("own_drafter", "tree")),
-    ],
-)
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_prints_what_is_stored(name, monkeypatch):
     """Fails if a cell raises, a text or a figure is missing, or outputs are stale."""
     if ISA not in build.available_isas():
@@ -95,7 +86,7 @@ def test_every_notebook_is_run():
     assert there == set(NOTEBOOKS)
 
 
-@SLOW
+@pytest.mark.slow
 def test_the_drafter_of_the_notebook_keeps_the_contract():
     """Fails if the notebook says that it passes, and it does not."""
     names: dict = {}

@@ -315,6 +315,23 @@ def test_owners_are_counted_through_a_queue(
         assert not same_rows(found, expected)
 
 
+@pytest.mark.slow
+def test_a_static_cache_shares_nothing(folders):
+    """It prefills every prompt, and writes the same."""
+    found = [
+        sj.generate(
+            sj.load(folders[0], draft=folders[1], impl="native", cache=kind),
+            PROMPTS,
+            prefix=PREFIX,
+            gamma=3,
+            **SHORT,
+        )
+        for kind in ("static", "paged")
+    ]
+    assert [one.tokens for one in found[0]] == [one.tokens for one in found[1]]
+    assert all("shared_prompt_tokens" not in one.metrics for one in found[0])
+
+
 def test_prefixes(folders):
     """Fails if what is encoded is not the prefix and then the prompt, whatever kind."""
     lm = sj.load(folders[0], drafter="ngram")

@@ -88,3 +88,16 @@ def test_slots_have_memories_and_settings_of_their_own(num_slots):
     again = slots.prefill(None, after, [5], slot=num_slots - 1)
     testing.assert_same_bits(again.fresh, after.fresh)
     assert int(again.slots["asked"][num_slots - 1].sum()) == 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeepsPages(Counts):
+    def init(self, *, capacity, page_size):
+        return DRAFT.model.new_cache(capacity=capacity, page_size=page_size)
+
+
+def test_a_paged_memory_is_mapped_over_one_slot_alone():
+    each.lift(KeepsPages(), 1).init(capacity=8, page_size=4)
+    message = "KeepsPages keeps a paged cache, .* over 2 slots .* give it `for_slots"
+    with pytest.raises(NotImplementedError, match=message):
+        each.lift(KeepsPages(), 2).init(capacity=8, page_size=4)

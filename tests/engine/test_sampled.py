@@ -12,6 +12,7 @@ import pytest
 from decoding import ALWAYS, MIXED, SMALL, Ask
 
 from spec_jax import testing
+from spec_jax.engine import baseline, round as round_lib
 
 
 SLOTS = pytest.mark.parametrize("num_slots", [1, 3])
@@ -41,6 +42,23 @@ def test_the_stream_is_that_of_decoding(impl, num_slots):
                 one = decoding.slot_of(state)
                 assert one.num_rounds == 40 // 5
                 assert one.num_accepted == one.num_proposed
+
+
+def test_settings_are_data():
+    """Other seeds give other streams, the same one the same, and nothing compiles."""
+    asks = [Ask(sampling=(("temperature", 2.0), ("seed", seed))) for seed in (1, 2, 1)]
+    state = decoding.run(SMALL, asks)
+    texts = [decoding.text(state, slot) for slot in range(3)]
+    assert texts[0] == texts[2] != texts[1]
+    compiled = round_lib.generate._cache_size(), baseline.generate._cache_size()
+    cold = [Ask(sampling=decoding.COLD), *asks[:2]]
+    state = decoding.run(SMALL, cold)
+    decoding.assert_as_decoded(SMALL, state, cold)
+    found = round_lib.generate._cache_size(), baseline.generate._cache_size()
+    assert found == compiled
+    # Temperature 0 writes what a program that cannot draw writes.
+    greedy = decoding.text(decoding.decoded(SMALL, Ask()))
+    assert decoding.text(state) == greedy != texts[0]
 
 
 def test_noise_of_another_seed_is_caught(num_slots=3):

@@ -256,6 +256,15 @@ def test_parents_that_are_none_commit_nothing_wrong(parents):
         decoding.assert_as_decoded(SMALL, state, asks)
 
 
+@pytest.mark.parametrize("rule", ("rejection", "block"))
+def test_rules_by_uniforms_are_greedy_at_temperature_zero(rule, right="second"):
+    """Drafts that were certain: the output is that of decoding, limits included."""
+    asks = [Ask(gamma=WIDTH, run=3), Ask(gamma=4, run=2)]
+    made = scheduler_of(right, num_slots=2, rule=rule)
+    state = decoding.admit(made, [decoding.scripted(SMALL, ask) for ask in asks])
+    decoding.assert_as_decoded(SMALL, decoding.generate(made, state), asks)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoTree(decoding.Scripted):
     """Proposes chains, and says how deep its trees are."""

@@ -47,6 +47,14 @@ def small(tmp_path_factory) -> tokenizer_lib.Tokenizer:
     return tokenizer_lib.load(save(folder, "<|end|>", " a b ", "日本", "éé"))
 
 
+def test_special_tokens_are_recognised_and_none_is_added(small):
+    end = small.backend.token_to_id("<|end|>")
+    hello = small.encode("hello")
+    assert hello and end not in hello
+    assert small.encode("<|end|>hello<|end|>") == [end, *hello, end]
+    assert small.encode("") == []
+
+
 @given(text=st.text(max_size=30))
 def test_pieces_of_text(small, text):
     """Fails if a character that spans tokens is shown in halves, or lost."""

@@ -25,9 +25,10 @@ def test_a_mesh_from_the_front_door(tmp_path):
 
     Fails if a bias, which is in pieces too, is prepared as a matrix is.
     """
-    target = mesh_program.write_neox(tmp_path)
-    how = {"drafter": "ngram", "gamma_max": 2, "impl": "native"}
-    lm = sj.load(target, mesh=shard.mesh(1), **how)
+    target, draft = tiny_pair.write(tmp_path)
+    mesh_program.write_neox(target)
+    mesh_program.write_neox(draft, seed=1)
+    lm = sj.load(target, draft=draft, mesh=shard.mesh(1), gamma_max=2, impl="native")
     settings = {"max_tokens": 6, "stop": ()}
     found = sj.generate(lm, "import os", **settings)
     assert found.tokens == sj.decode(lm, "import os", **settings).tokens
