@@ -54,16 +54,16 @@ def pytest_configure(config) -> None:
 
 
 LONGEST = (
-    "test_hopper_model.py",
-    "test_triton_model.py",
-    "test_row_attention.py",
-    "test_row_contract.py",
-    "test_front_door.py",
-    "test_recorder.py",
-    "test_notebooks.py",
-    "test_mesh.py",
-    "test_mesh_models.py",
-    "test_tree_rows.py",
+    *("test_hopper_model.py", "test_triton_model.py", "test_row_attention.py"),
+    *("test_rows.py", "test_round.py", "test_mesh.py", "test_tree_rows.py"),
+    *(
+        "test_every_drafter.py",
+        "test_block.py",
+        "test_eagle3.py",
+        "test_draft_trees.py",
+    ),
+    *("test_processing.py", "test_samples.py", "test_front_door.py"),
+    *("test_native_sanitizers.py", "test_native_threads.py", "test_readme.py"),
 )
 """Files that one process would be left with at the end, while the other waits."""
 
@@ -74,7 +74,8 @@ def pytest_collection_modifyitems(items) -> None:
     `SPEC_JAX_REQUIRE_ORACLE=1` is set in CI, so that the comparisons with Hugging
     Face are never skipped there without anyone noticing.
     """
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
     if os.environ.get("SPEC_JAX_REQUIRE_ORACLE") == "1":
         import flax  # noqa: F401
         import torch  # noqa: F401

@@ -121,8 +121,6 @@ def make(name, impl=SMALL.target.impl):
 QUICK = (
     ("native", "coupled", "draft-model, searched", 1),
     ("native", "coupled", "hybrid", 4),
-    ("native", "coupled", "eagle3, searched", 4),
-    ("native", "block", "suffix", 4),
     ("native", "rejection", "draft-model", 4),
     ("native", "block", "draft-model, fixed", 4),
     ("native", "multipath", "draft-model, fixed", 4),
@@ -193,7 +191,6 @@ def test_tokens_are_those_of_decoding(impl, rule, name, num_slots):
     ("impl", "name", "most"),
     [
         ("native", "dspark", 0.8),
-        pytest.param("xla", "dspark", 0.8, marks=pytest.mark.slow),
         pytest.param("native", "hybrid", 1.0, marks=pytest.mark.slow),
     ],
 )
@@ -225,13 +222,10 @@ def test_scheduled_tokens_are_those_of_decoding(impl, name, most):
     assert 0 < weighed <= most * always < most * drafted
 
 
-CONTRACT = ("draft-model", "eagle3")
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in CONTRACT else pytest.mark.slow)
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "draft-model"))
         for name in DRAFTERS
         if name != "bigram"  # `test_readme` has it.
     ],
@@ -325,9 +319,10 @@ def test_the_pool_of_a_drafter_is_not_copied(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["eagle3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rnn", "dspark"))],
+    ["eagle3", "rnn", "dspark"],
 )
 def test_native_drafts_are_those_of_xla(name):
     """Fails if the one call draws with other noise, or mixes otherwise.

@@ -3,7 +3,6 @@
 import dataclasses
 
 import decoding
-import jax
 import numpy as np
 import pytest
 import test_block as blocks
@@ -41,11 +40,13 @@ def drafts(name, monkeypatch, *, kept):
     rounds = eagle.rounds_of(drafter, features, LENGTHS, params=params)
     made = [proposal.tokens[: proposal.num_drafted].tolist() for _, proposal in rounds]
     monkeypatch.undo()
-    jax.clear_caches()
     return made
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[eagle.SLOW] * (name == "eagle3")) for name in DRAFTERS],
+)
 def test_a_ring_drafts_what_all_pages_do(name, monkeypatch):
     """Fails if a key that rows see is overwritten, or stored elsewhere."""
     whole = drafts(name, monkeypatch, kept=None)  # Of 32 positions all are kept.

@@ -65,7 +65,6 @@ class NotedTree(Noted, ScriptedTree):
     """Proposes trees, right in some branches."""
 
     taps: tuple[int, ...] = TAPS
-    fault: str = ""
 
 
 CHAIN, TREE = NotedChain(), NotedTree()

@@ -111,7 +111,7 @@ def request_of(ask: Ask, what: dict, setting=SMALL):
 QUICK = [
     ("rejection", True, 3, "native"),
     ("block", False, 1, "native"),
-    ("coupled", False, 1, "xla"),
+    ("coupled", False, 1, "native"),
 ]
 OTHERS = [
     (rule, has_probs, num_slots, impl)

@@ -112,10 +112,14 @@ def test_implementations_agree_in_every_family(config):
     ("drafter", "tree", "form"),
     [
         ("draft-model", None, "q8_0"),
-        ("suffix", None, None),
-        ("draft-model", "4x6:15", None),
-        ("dspark", None, None),
-        ("dspark", "4x6:15", "q8_0"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("draft-model", "4x6:15", None),
+                ("dspark", None, None),
+                ("dspark", "4x6:15", "q8_0"),
+            )
+        ),
     ],
 )
 def test_it_is_lossless(drafter, tree, form):
@@ -147,7 +151,9 @@ def test_drafters_of_eight_bits(kind, tmp_path):
             wanted = name not in (*is_of_tokens, "confidence") and is_bytes is not None
             assert is_bytes == wanted or is_bytes is None, jax.tree_util.keystr(path)
         assert not any(jax.tree.leaves(dense)) and any(jax.tree.leaves(made))
-        assert sj.check_lossless(both[1], ["import", "x = 1"], max_tokens=12).equal
+        if impl == "native":
+            report = sj.check_lossless(both[1], ["import", "x = 1"], max_tokens=12)
+            assert report.equal
 
 
 def load_pair(tmp_path, impl):

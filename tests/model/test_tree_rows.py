@@ -168,7 +168,10 @@ def test_nodes_are_their_paths(impl, dtype, drawn, prefix):
     assert_is_decoding(oracle(impl, dtype, 16, prefix), tokens, parents)
 
 
-@pytest.mark.parametrize(("impl", "page_size"), [("native", 8), ("xla", 256)])
+@pytest.mark.parametrize(
+    ("impl", "page_size"),
+    [("native", 8), pytest.param("xla", 256, marks=pytest.mark.slow)],
+)
 def test_pages_do_not_matter(impl, page_size):
     found = oracle(impl, "bfloat16", page_size, 126)
     assert_is_decoding(found, BUSHY_TOKENS, BUSHY)

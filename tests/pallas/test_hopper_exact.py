@@ -133,6 +133,7 @@ def test_distributions_sum_in_kernels(compiler):
     assert xla_fusions.float_sums(by_xla.hlo)
 
 
+@SLOW
 def test_library_products_are_caught(compiler):
     """Negative control: the prefill that is not by rows."""
     report = compiler.compile(models.prefill, "qwen3-0.6b", layers=1, by_rows=False)

@@ -17,7 +17,6 @@ from spec_jax.pallas import slab
 
 
 SLOW = pytest.mark.slow
-NAMES = ["qwen3-0.6b", pytest.param("qwen3-8b", marks=SLOW)]
 LAYER = (
     "rms_norm",
     "skinny_gemm",
@@ -58,7 +57,7 @@ BIAS = (
     ("build", "name", "of_xla"),
     [
         (models.plain_step, "qwen3-0.6b", set()),
-        (models.verify_step, "qwen3-0.6b", set()),
+        pytest.param(models.verify_step, "qwen3-0.6b", set(), marks=SLOW),
         pytest.param(models.plain_step, "qwen3-8b", set(), marks=SLOW),
         pytest.param(models.verify_step, "qwen3-8b", set(), marks=SLOW),
         pytest.param(models.plain_step, "llama-3.1-8b", set(), marks=SLOW),
@@ -112,7 +111,8 @@ def test_a_step_of_eight_bits(compiled, build, name):
     checks.assert_near(rest, 12, f"{build.__name__} of {name} outside of its layers")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@SLOW
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
 def test_a_verification_of_a_tree(compiled, name):
     """Fails if 64 rows at once spill, copy a pool, or take other kernels.
 
@@ -154,6 +154,7 @@ HEAD = (*LAYER[1:], *END[:2])
 """The kernels of a row of a head, whose input XLA norms; of its features, one more."""
 
 
+@SLOW
 def test_a_head_step(compiled):
     """Fails if a head at 8B's shapes spills, copies its pool, or has more launches."""
     report = compiled(models.head_step, "qwen3-8b")
@@ -274,6 +275,7 @@ def test_a_float_between_kernels_is_caught(compiled):
     assert "multiply" in str(operations)
 
 
+@SLOW
 def test_a_copied_pool_is_caught(compiled):
     """Negative control: a state that is not donated."""
     report = compiled(models.plain_step, "qwen3-0.6b", layers=1, donate=())

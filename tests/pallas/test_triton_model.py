@@ -10,23 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model import test_families as families_lib, test_rows as rows_lib
+from model import test_family_rows as families_lib, test_rows as rows_lib
 
 from spec_jax import testing
-from spec_jax.drafters import draft_model, each
-from spec_jax.engine import (
-    baseline,
-    checks,
-    requests as requests_lib,
-    round as round_lib,
-    rows,
-    scheduler,
-)
-from spec_jax.model import params as params_lib, row_model
 from spec_jax.ops import projection
-from spec_jax.paging import cache
 from spec_jax.pallas import skinny_gemm_triton
-from spec_jax.rules import sampling as sampling_lib
 
 
 SLAB = 16
@@ -84,11 +72,8 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def filled(model):
-    """Two slots of a pool of NaN, on pages in random order, their prefixes written."""
-    kv = rows_lib.make_cache(model.config, num_slots=2)
-    for slot in range(2):
-        kv = model.fill(kv, slot=slot)
-    return kv
+    """A slot of a pool of NaN, on pages in random order, its prefix written."""
+    return model.fill(rows_lib.make_cache(model.config))
 
 
 def first(outputs, count):
@@ -150,89 +135,3 @@ def test_a_plan_by_active_rows_is_caught(monkeypatch):
 def test_rows_of_other_families(family="qwen2"):
     """Fails if a row depends on others where there are biases, or half a rotation."""
     families_lib.test_rows_are_what_each_is_alone(family, "bfloat16", "interpret")
-
-
-GAMMAS, MAX_TOKENS = (4, 18), 24  # windows of one slab, and of two
-PROMPT = [7, 3, 90, 41, 5, 66, 23, 8, 14, 2, 77]
-SIZES_OF_CACHES = {"capacity": 64, "page_size": 8}
-
-
-@pytest.fixture(scope="module", params=GAMMAS)
-def pair(request):
-    """A target of one layer, and a drafter of the same shape."""
-    config = rows_lib.make_config("bfloat16", **SIZES, num_layers=1)
-    target = row_model.RowModel(config=config, impl="interpret", slab=SLAB)
-    params = params_lib.init(jax.random.key(0), config, stddev=0.1)
-    return target, draft_model.DraftModel(model=target, gamma_max=request.param), params
-
-
-def run_rounds(pair, draft_params, gamma, sampling, rule="coupled"):
-    target, drafter, params = pair
-    speculator = round_lib.Speculator(
-        params=(params, draft_params),
-        target=rows.SlotRows(model=target, num_slots=1),
-        drafter=each.lift(drafter, 1, rule=rule),
-        rule=rule,
-    )
-    slots = scheduler.Scheduler(speculator=speculator, **SIZES_OF_CACHES)
-    request = requests_lib.Request(
-        prompt=PROMPT, max_tokens=MAX_TOKENS, gamma=gamma, sampling=sampling
-    )
-    state = slots.begin(request)
-    state = round_lib.generate(speculator, state, max_rounds=jnp.int32(100))
-    slot = requests_lib.slot_of(state.slots, 0)
-    checks.check_slot(slot, vocab_size=target.config.vocab_size)
-    checks.check_refused([state.cache, state.memory])
-    cache.check_integrity(state.cache)
-    return slot, state.cache
-
-
-SAMPLINGS = (
-    {"temperature": 0.0},
-    {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 5},
-)
-"""Data: the same executables."""
-
-
-def noisy_params(pair):
-    """Those of a drafter that is sometimes right."""
-    target, _, params = pair
-    noise = params_lib.init(jax.random.key(2), target.config, stddev=0.02)
-    return jax.tree.map(lambda x, n: x + n if x.ndim > 1 else x, params, noise)
-
-
-@pytest.mark.slow
-def test_a_generation_is_that_of_plain_decoding(pair):
-    """Fails if tokens or committed K/V are not those of plain decoding.
-
-    The perfect drafter is the target itself, and proposes from a cache and through
-    kernels of its own: any proposal that is refused is a bit that differed.
-    """
-    target, drafter, params = pair
-    most, noisy = drafter.gamma_max, noisy_params(pair)
-    texts = set()
-    for values in SAMPLINGS:
-        sampling = sampling_lib.make_settings(**values)
-        kv = target.new_cache(**SIZES_OF_CACHES)
-        plain = baseline.begin(
-            target, params, kv, PROMPT, max_tokens=MAX_TOKENS, sampling=sampling
-        )
-        plain = baseline.generate(target, params, plain, max_steps=jnp.int32(100))
-        length = int(plain.length)
-        assert length == len(PROMPT) + MAX_TOKENS
-        texts.add(tuple(np.asarray(plain.tokens).tolist()))
-        accepted = set()
-        for gamma in (2, most) if values == SAMPLINGS[0] else (most,):
-            for draft_params in (params, noisy):
-                slot, kv = run_rounds(pair, draft_params, gamma, sampling)
-                assert int(slot.length) == length
-                testing.assert_same_bits(
-                    (slot.tokens, written(kv, length - 1)),
-                    (plain.tokens, written(plain.cache, length - 1)),
-                    what=f"gamma {gamma}, {values}",
-                )
-                rate = int(slot.num_accepted) / int(slot.num_proposed)
-                assert draft_params is noisy or rate == 1
-                accepted.add(rate)
-        assert min(accepted) < 1
-    assert len(texts) == len(SAMPLINGS)

@@ -119,6 +119,7 @@ def outputs(program: str, *arguments: object) -> list[str]:
     return [one.communicate(timeout=600)[0] for one in started]
 
 
+@pytest.mark.slow
 def test_a_process_reads_its_own_slices(tmp_path):
     """Fails if a process ever holds a whole checkpoint."""
     config = tiny_pair.config(
