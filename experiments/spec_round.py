@@ -119,8 +119,9 @@ def load(args: argparse.Namespace) -> models.Subject:
 
 def measure(
     args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
-) -> tuple[models.Subject, list[results_lib.PromptResult]]:
-    """Loads, runs every prompt, and writes its line, and the summary's."""
+) -> tuple[models.Subject, list[results_lib.PromptResult], dict, dict]:
+    """Loads, runs every prompt, and writes its line, and the summary's; returns these
+    metrics, and those of each category, too."""
     subject = load(args)
     lm, settings, prompts = subject.lm, subject.settings, subject.prompts
     if args.batch is not None and args.batch > len(prompts):
@@ -143,25 +144,11 @@ def measure(
         ):
             out.write(result.row())
             results.append(result)
-    summary, by_category = summarise(args, results)
+    summary, by_category = results_lib.rows_of(results, is_batch=args.batch is not None)
     out.common = describe(args, subject) | records.provenance()
     out.write({"kind": "summary", **summary, "by_category": by_category}
               | {"compile_s": compile_s})  # fmt: skip
-    return subject, results
-
-
-def summarise(
-    args: argparse.Namespace, results: Sequence[results_lib.PromptResult]
-) -> tuple[dict, dict[str, dict]]:
-    """Returns the metrics of all prompts, and of each category, as rows."""
-    summary = results_lib.summarise(results)
-    categories = results_lib.by_category(results)
-    if args.batch is not None:
-        strip = results_lib.without_decode_times
-        summary = strip(summary)
-        categories = {name: strip(of_one) for name, of_one in categories.items()}
-    rows = {name: tables.to_row(of_one) for name, of_one in categories.items()}
-    return tables.to_row(summary), rows
+    return subject, results, summary, by_category
 
 
 def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
@@ -185,8 +172,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs everything and shows it; returns the exit status."""
     console = terminal.console()
     with records.open_out(args) as out:
-        subject, results = measure(args, out, console)
-    summary, by_category = summarise(args, results)
+        subject, results, summary, by_category = measure(args, out, console)
     names = ("temperature", "top_p", "top_k", "min_p", "seed")
     how = samples.describe(**{name: getattr(args, name) for name in names})
     console.print()

@@ -11,8 +11,6 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.lib import sweep_cells as cells
-
 
 Row = Mapping[str, Any]
 
@@ -109,12 +107,6 @@ def _describe(row: Row, names: Sequence[str]) -> str:
     return ", ".join(_LABELS.get(name, "{}").format(row[name]) for name in present)
 
 
-def of_largest_gamma(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the largest gamma that is among them."""
-    largest = max(row["gamma"] for row in rows)
-    return [row for row in rows if row["gamma"] == largest]
-
-
 def cells_by_position(rows: Sequence[Row]) -> dict[str, list[Curve]]:
     """By prompt set: a curve over the drafts of a round at the largest gamma, of each
     drafter, temperature and policy; all categories together.
@@ -122,11 +114,15 @@ def cells_by_position(rows: Sequence[Row]) -> dict[str, list[Curve]]:
     Raises:
       ValueError: a cell that is there twice, or more curves than can be told apart.
     """
-    cell, count = collections.Counter(map(cells.cell_of, rows)).most_common(1)[0]
-    if count > 1:
-        raise ValueError(f"{cell} is there {count} times; name the file of one sweep")
-    names, totals = ("temperature", "drafter", "gamma_policy"), cells.totals(rows)
-    sets = group_by(of_largest_gamma(totals), ("prompt_source",))
+    names = ("temperature", "drafter", "gamma_policy", "category")
+    for cell, same in group_by(rows, (*names, "gamma", "prompt_source")).items():
+        if len(same) > 1:
+            raise ValueError(
+                f"{cell} is there {len(same)} times; name the file of one sweep"
+            )
+    largest = max(row["gamma"] for row in rows)
+    of_largest = [row for row in rows if row["gamma"] == largest]
+    sets = group_by(of_largest, ("prompt_source",))
     return {
         "/".join(pathlib.PurePath(source).parts[-2:]): curves_of(
             of_set, names, otherwise="drafter"

@@ -13,7 +13,7 @@ from experiments.lib import models, profiles, runs
 from spec_jax import default_gamma, loading
 from spec_jax.drafters import draft_model, hybrid
 from spec_jax.engine import protocols
-from spec_jax.gamma import goodput, policy, schedule, threshold
+from spec_jax.gamma import costs as costs_lib, goodput, policy, schedule, threshold
 
 
 POLICIES = ("fixed", "threshold", "goodput")
@@ -149,6 +149,32 @@ def of_run(
     )
 
 
+def costs_of(
+    lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
+) -> costs_lib.RoundCosts:
+    """Returns what rounds of a model cost, as the front door measures it.
+
+    Args:
+      prompt: a prompt of typical length.
+    """
+    return _adapted(lm, settings, prompt)[1]
+
+
+def _adapted(
+    lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
+) -> tuple[Chosen, costs_lib.RoundCosts]:
+    """Returns the front door's policy, and the costs that it has measured."""
+    change = {"gamma_policy": None, "policy_state": None, "rule": "coupled"}
+    fixed = dataclasses.replace(settings, **change)
+    scheduler = runs.make_scheduler(lm, fixed)
+    request = runs.make_request(lm, fixed, prompt)
+    scheduler, _, costs = default_gamma.adapted(lm, scheduler, [request])
+    if costs is None:
+        raise ValueError("costs of rounds are measured in one process, of drafts")
+    made = scheduler.speculator.gamma_policy
+    return Chosen(gamma_policy=made, state=scheduler.policy_state), costs
+
+
 def with_policy(
     name: str,
     lm: loading.LanguageModel,
@@ -171,15 +197,7 @@ def with_policy(
             "gamma"
         )
 
-    def adapted() -> tuple[Chosen, Any]:
-        change = {"gamma_policy": None, "policy_state": None, "rule": "coupled"}
-        fixed = dataclasses.replace(settings, **change)
-        scheduler = runs.make_scheduler(lm, fixed)
-        request = runs.make_request(lm, fixed, prompt)
-        scheduler, _, costs = default_gamma.adapted(lm, scheduler, [request])
-        made = scheduler.speculator.gamma_policy
-        return Chosen(gamma_policy=made, state=scheduler.policy_state), costs
-
+    adapted = lambda: _adapted(lm, settings, prompt)
     if name == BUDGET:
         chosen, _ = adapted()
     else:

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import bench, costs, files, noise, runs
+from experiments.lib import bench, files, noise, runs, works
 from spec_jax import loading
 from spec_jax.engine import protocols, round as round_lib
 from spec_jax.gamma import schedule
@@ -72,10 +72,13 @@ def measure(
         state = scheduler.admit(state, slot, request)
     cases: dict[Any, bench.Case] = {}
     number, how = np.arange(num_slots), {"steps": steps, "num_columns": gamma + 1}
+    window = functools.partial(works.repeat_forward, lm.target, lm.params, **how)
     for rows in range(1, most + 1):
         # As evenly over the slots as they go.
         num_active = rows // num_slots + (number < rows % num_slots)
-        cases[rows] = costs.windows(lm, state.cache, num_active, **how)
+        live = jnp.asarray(num_active, jnp.int32)
+        run = functools.partial(window, num_active=live)
+        cases[rows] = functools.partial(bench.on_copies, run, state.cache, calls=steps)
     most_rounds, speculator = jnp.int32(steps), scheduler.speculator
     run = lambda state: round_lib.generate(speculator, state, max_rounds=most_rounds)
     cases[_ROUND] = functools.partial(bench.on_copies, run, state, calls=steps)

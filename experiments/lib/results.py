@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -242,6 +243,16 @@ def by_category(results: Sequence[PromptResult]) -> dict[str, metrics.Metrics]:
     grouped = itertools.groupby(sorted(results, key=name_of), name_of)
     found = {name: summarise([*of_one]) for name, of_one in grouped}
     return found if len(found) > 1 else {}
+
+
+def rows_of(
+    results: Sequence[PromptResult], *, is_batch: bool = False
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Returns the metrics of all prompts, and of each category, as rows."""
+    strip = without_decode_times if is_batch else dict
+    found = {name: strip(of_one) for name, of_one in by_category(results).items()}
+    rows = {name: tables.to_row(of_one) for name, of_one in found.items()}
+    return tables.to_row(strip(summarise(results))), rows
 
 
 def _by_repeat(runs: list[list]) -> list[list[summaries.Timing]]:

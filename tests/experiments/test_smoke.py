@@ -14,7 +14,7 @@ SIZES = {
     "rollouts": f"{PAIR} --gen-tokens 6 --gamma 2 --prompts 2 --repeats 1 --samples 2",
     "constrained": f"{PAIR} --gen-tokens 130 --answers 3 --batch 2 --repeats 1",
     "sweep": f"{PAIR} --gen-tokens 6 --prompts 2",
-    "plan": "--gen-tokens 6 --gamma 1 --prompts 2 --repeats 1 --cost-repeats 1",
+    "plan": "--gen-tokens 6 --gamma 1 --prompts 2 --repeats 1",
     "perplexity": "--window 8 --windows 2 --prompts 3",
     "latency": "--contexts 8 --steps 1 --repeats 1",
 }
