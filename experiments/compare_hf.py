@@ -6,12 +6,6 @@ status: 0 every drafted token of ours is that of our decoding, and in float32 th
 Hugging Face's greedy one; 2 not; 1 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 import pathlib
@@ -21,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from rich import console as rich_console
 
 from experiments.lib import (
     bench,
+    cli,
     compare,
     flags,
     hf,
@@ -127,7 +121,7 @@ class Sides:
         return compare.ours(lm, settings, prompt, gamma=run.gamma)
 
 
-def load(args: argparse.Namespace) -> tuple[Sides, list[prompts_lib.LengthPrompt]]:
+def load(args: argparse.Namespace) -> tuple[Sides, prompts_lib.Prepared]:
     """Both sides, on the same kind of device, and the prompts of every class.
 
     Ours has no drafter where a target is named alone; one slab for every K, because
@@ -137,18 +131,18 @@ def load(args: argparse.Namespace) -> tuple[Sides, list[prompts_lib.LengthPrompt
     is_alone = args.target is not None and args.draft is None
     name, most = "ngram" if is_alone else "draft-model", max(args.gammas)
     lm = models_lib.load(args, drafter=name, gamma_max=most)
-    prompts = prompts_lib.of_lengths(
+    sizes = {"gen_tokens": args.gen_tokens, "page_size": args.page_size}
+    prepared = prompts_lib.of_lengths(
+        lm,
         prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED),
-        lm.tokenizer,
         lengths=dict(zip(prompts_lib.LENGTHS, args.lengths, strict=True)),
         per_length=args.per_length,
         raw=args.raw,
+        **sizes,
     )
-    sizes = {"gen_tokens": args.gen_tokens, "page_size": args.page_size}
-    ids = [prompt.tokens for prompt in prompts]
     settings = runs_lib.Settings(
         gamma=most,
-        capacity=prompts_lib.capacity_for(lm, prompts, ids, **sizes),
+        capacity=prepared.capacity,
         stop_ids=() if args.ignore_stop else lm.stop_ids,
         **sizes,
     )
@@ -162,7 +156,7 @@ def load(args: argparse.Namespace) -> tuple[Sides, list[prompts_lib.LengthPrompt
             target = pathlib.Path(name)
             lm.save(target)
         baseline = hf.load(target, draft, **how)
-    return Sides(lm=lm, hf=baseline, settings=settings), prompts
+    return Sides(lm=lm, hf=baseline, settings=settings), prepared
 
 
 def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
@@ -170,9 +164,9 @@ def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
     first = {run: each[0] for run, each in done.every.items()}
     return {
         "kind": "prompt",
-        "length": done.prompt.length,
+        "length": done.prompt.category,
         "id": done.prompt.id,
-        "prompt_tokens": len(done.prompt.tokens),
+        "prompt_tokens": len(done.ids),
         "matched": done.matched,
         "nonfinite_logits": done.nonfinite,
         "hf_ids": first[THEIR_PLAIN].ids,
@@ -196,8 +190,8 @@ def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
     greedy decoding in the same turn, per token; `vs_plain` than that of the same side.
     """
     made = []
-    for length in dict.fromkeys(prompt.prompt.length for prompt in prompts):
-        of_length = [prompt for prompt in prompts if prompt.prompt.length == length]
+    for length in dict.fromkeys(one.prompt.category for one in prompts):
+        of_length = [one for one in prompts if one.prompt.category == length]
         made += [_row(of_length, run) for run in of_length[0].every]
     return made
 
@@ -219,8 +213,8 @@ def _row(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, A
     rate = counters and metrics.ratio(counters.accepted, counters.proposed)
     return {
         "kind": "comparison",
-        "length": prompts[0].prompt.length,
-        "prompt_tokens": [len(prompt.prompt.tokens) for prompt in prompts],
+        "length": prompts[0].prompt.category,
+        "prompt_tokens": [len(prompt.ids) for prompt in prompts],
         **dataclasses.asdict(run),
         **bench.spread_fields("tok_s", [1 / seconds for seconds in own]),
         **ratios,
@@ -256,12 +250,13 @@ NOTE = (
 )
 
 
-def run_all(
-    args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
-) -> bool:
-    """Loads, measures, writes, prints; returns whether all tokens are the same."""
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
+    """Loads, measures, writes, prints; returns the exit status."""
     started = time.perf_counter()
-    sides, prompts = load(args)
+    sides, prepared = load(args)
+    prompts = prepared.prompts
     out.common = {
         **models_lib.describe(args, sides.lm),
         "prompt_source": args.prompts,
@@ -273,12 +268,12 @@ def run_all(
     loaded_s = time.perf_counter() - started
     done, total = [], len(prompts) * (args.repeats + 1)
     with terminal.counted("runs", total=total) as advance:
-        for prompt in prompts:
+        for prompt, ids in zip(prompts, prepared.ids, strict=True):
             one = compare.run_prompt(
                 sides.generate,
                 sides.runs(args.gammas),
                 prompt,
-                prompt.tokens,
+                ids,
                 reference=THEIR_PLAIN,
                 repeats=args.repeats,
                 after_turn=advance,
@@ -310,17 +305,11 @@ def run_all(
         f"decoding; drafted as without drafts: {str(summary['matched']).lower()}",
         highlight=False,
     )
-    return summary["matched"] and (all(same) or args.dtype != EXACT_DTYPE)
+    is_same = summary["matched"] and (all(same) or args.dtype != EXACT_DTYPE)
+    return IDENTICAL if is_same else NOT_IDENTICAL
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs everything and shows it; returns the exit status."""
-    with records.open_out(args) as out:
-        same = run_all(args, out, terminal.console())
-    return IDENTICAL if same else NOT_IDENTICAL
-
-
-main = cli.script("compare_hf.py", parse_args, run)
+main = records.script("compare_hf.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -7,12 +7,6 @@ clock is its own, without loading, warming up and printing. Exit status: 0 measu
 our drafted text is not that of our decoding, 1 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 import pathlib
@@ -20,10 +14,9 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich import console as rich_console
-
 from experiments.lib import (
     bench,
+    cli,
     compare,
     flags,
     llama_cpp,
@@ -317,7 +310,7 @@ COLUMNS = {
 """Of the table, for `tables.print_rows`."""
 
 
-def print_all(console: rich_console.Console, rows: Sequence[tables.Row]) -> None:
+def print_all(console: terminal.Console, rows: Sequence[tables.Row]) -> None:
     """Prints the table, what was kept of drafts, and how far the texts agree."""
     tables.print_rows(rows, COLUMNS, console)
     for row in (row for row in rows if "prompts" in row):
@@ -341,7 +334,7 @@ def run_all(
     args: argparse.Namespace,
     folder: pathlib.Path,
     out: records.JsonLines,
-    console: rich_console.Console,
+    console: terminal.Console,
 ) -> bool:
     """Loads, measures, writes, prints; returns whether our texts are the same."""
     for path in args.gguf:

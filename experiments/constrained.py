@@ -13,12 +13,6 @@ Exit status: 0 all answers parse, or all is equal; 2 some do not, or something i
 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import functools
 import itertools
@@ -31,6 +25,7 @@ import jax.numpy as jnp
 import spec_jax as sj
 from experiments.lib import (
     bench,
+    cli,
     flags,
     models,
     records,

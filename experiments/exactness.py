@@ -12,23 +12,16 @@ By default the first value of every axis is the base, and each other value is ru
 the rest of the base; --product runs every combination.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import console as rich_console
-
 from experiments.lib import (
     cell_runs,
     certificates,
+    cli,
     exact_cells as cells_lib,
     fan_out,
     flags,
@@ -155,7 +148,7 @@ def act(args: argparse.Namespace) -> int:
     return (verify if args.verify else run)(args, terminal.console())
 
 
-def run(args: argparse.Namespace, console: rich_console.Console) -> int:
+def run(args: argparse.Namespace, console: terminal.Console) -> int:
     """Runs the suite, and writes rows and certificate; returns the exit status."""
     if args.certificate and not args.allow_dirty:
         records.check_clean(what="a certificate", allow="--allow-dirty")
@@ -167,14 +160,12 @@ def run(args: argparse.Namespace, console: rich_console.Console) -> int:
         cells = planned.plan.cells
         summaries = [suite.summarise(cell, rows) for cell in cells]
         for summary in summaries:
-            out.write({"kind": "cell", **summary.to_row()})
+            out.write({"kind": "cell", **summary})
     print_cells(
         [
-            {
-                **{"cell": one.cell, "prompts": one.prompts, "texts": one.texts},
-                **{"accepted": one.accepted / max(one.proposed, 1), **one.equal},
-            }
-            for one in summaries
+            {**one, "cell": cell, **one["equal"]}
+            | {"accepted": one["accepted"] / max(one["proposed"], 1)}
+            for cell, one in zip(cells, summaries, strict=True)
         ],
         {"prompts": ",d", "texts": ",d", "accepted": ".3f"},
         console,
@@ -193,7 +184,7 @@ def run(args: argparse.Namespace, console: rich_console.Console) -> int:
         certificates.write(args.certificate, certificate)
         digest = certificate["sha256"][:12]
         console.print(f"certificate {digest}: {args.certificate}", soft_wrap=True)
-    is_exact = all(summary.is_exact for summary in summaries) and not across
+    is_exact = all(one["exact"] for one in summaries) and not across
     return EXACT if is_exact else NOT_EXACT
 
 
@@ -202,7 +193,7 @@ def _run_rows(
     plan: suite.Plan,
     kept: Sequence[suite.Row],
     out: records.JsonLines,
-    console: rich_console.Console,
+    console: terminal.Console,
 ) -> list[suite.Row]:
     """All rows: those that were there, and the others as they finish."""
     console.print(
@@ -228,7 +219,7 @@ def _run_rows(
     return rows
 
 
-def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
+def verify(args: argparse.Namespace, console: terminal.Console) -> int:
     """Runs a certificate's cells again; returns the exit status."""
     certificate = certificates.read(args.verify)
     if args.isa is None:
@@ -262,14 +253,14 @@ def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
     agrees = {n for of_cell in counts for n in of_cell.values()} == {len(plan.prompts)}
     summaries = [suite.summarise(cell, rows) for cell in plan.cells]
     _print_wrong(suite.warnings(summaries), console)
-    is_finite = not any(summary.nonfinite_logits for summary in summaries)
+    is_finite = not any(one["nonfinite_logits"] for one in summaries)
     return EXACT if agrees and is_finite else NOT_EXACT
 
 
 def print_cells(
     rows: Sequence[dict[str, Any]],
     columns: Mapping[str, tables.Column],
-    console: rich_console.Console,
+    console: terminal.Console,
 ) -> None:
     """Prints one row for each cell: what of it is not the first's, the columns, and how
     many prompts are equal in each of `evidence.WHATS`; red where not all are."""
@@ -289,14 +280,12 @@ def print_cells(
     tables.print_rows(shown, {"cell": "", **columns, **compared}, console)
 
 
-def _print_wrong(lines: Sequence[str], console: rich_console.Console) -> None:
+def _print_wrong(lines: Sequence[str], console: terminal.Console) -> None:
     for line in lines:
         console.print(line, style="bold red", soft_wrap=True, highlight=False)
 
 
-def _print_differences(
-    rows: Sequence[suite.Row], console: rich_console.Console
-) -> None:
+def _print_differences(rows: Sequence[suite.Row], console: terminal.Console) -> None:
     """Prints the first differences, one by one, and what looks closer."""
     found = [row for row in rows if row["differences"]]
     for row in found[:MOST_SHOWN]:

@@ -20,12 +20,6 @@ which traces and lowers all programs, and --rehearse.
 Exit status: 0 all done and equal, 2 something failed or differs, 1 unusable input.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 import json
@@ -35,7 +29,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.lib import gpu_calls, processes
+from experiments.lib import cli, gpu_calls, processes
 
 
 DONE, FAILED = 0, 2

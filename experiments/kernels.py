@@ -8,12 +8,6 @@ there. Exit status: 0 all equal, 2 a kernel failed or a bit differs, 1 the input
 unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import hashlib
 from collections.abc import Sequence
@@ -22,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import flags, noise, records, subjects, terminal
+from experiments.lib import cli, flags, noise, records, subjects, terminal
 from spec_jax import testing
 from spec_jax.model import row_model
 from spec_jax.native import build

@@ -6,22 +6,15 @@ compares whole runs with Hugging Face's.) Exit status: 0 measured, 2 something f
 tokens differ at forced acceptance, 1 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import itertools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich import console as rich_console
-
 from experiments.lib import (
     bench,
+    cli,
     flags,
     forced_rounds,
     models as models_lib,
@@ -141,7 +134,7 @@ def load(args: argparse.Namespace) -> loading.LanguageModel:
 class Report:
     """Rows as they are known, their tables, and whether anything failed."""
 
-    def __init__(self, out: records.JsonLines, console: rich_console.Console):
+    def __init__(self, out: records.JsonLines, console: terminal.Console):
         self._out, self._console = out, console
         self.failed = False
 
@@ -161,7 +154,9 @@ class Report:
         self._console.print()
 
 
-def run_all(args: argparse.Namespace, out: records.JsonLines) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Loads, measures, writes each row when it is known, and prints the tables."""
     lm = load(args)
     if args.head:  # It says itself how many tokens it drafts.
@@ -180,7 +175,7 @@ def run_all(args: argparse.Namespace, out: records.JsonLines) -> int:
     # What cannot be run is found before anything has been.
     groups = [] if args.no_steps else steps.all_costs(lm, plan)
     out.common = describe(args, lm)
-    shown = Report(out, terminal.console())
+    shown = Report(out, console)
     if args.dry_run:
         works = [cost.work for group in groups for cost in group if cost.work]
         if args.forced:
@@ -283,13 +278,7 @@ COLUMNS = {
 """Of the table of each kind of rows."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs everything and shows it; returns the exit status."""
-    with records.open_out(args) as out:
-        return run_all(args, out)
-
-
-main = cli.script("latency.py", parse_args, run)
+main = records.script("latency.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -8,20 +8,13 @@ tokens are ignored, so that every text has the same length. Exit status: 0 measu
 matched, 2 not matched, 1 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import console as rich_console
-
 from experiments.lib import (
+    cli,
     flags,
     models,
     planning,
@@ -98,7 +91,7 @@ def predict(
     lm: loading.LanguageModel,
     subject: models.Subject,
     out: records.JsonLines,
-    console: rich_console.Console,
+    console: terminal.Console,
 ) -> list[dict[str, Any]]:
     """Measures costs and kept drafts of a pair; says what they lead one to expect."""
     drafter, tree = pair
@@ -176,53 +169,53 @@ NOTE = (
 """Of the tables that are shown, for `tables.print_rows`."""
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Predicts, runs every drafter and gamma, and compares; returns the exit status."""
-    console = terminal.console()
-    with records.open_out(args) as out:
-        pairs = load(args)
-        first = pairs[args.drafter[0], None]
-        sampling = flags.sampling_settings(args)
-        subject = models.prepare(args, first, args.prompts, sampling=sampling)
-        out.common = (
-            models.describe(args, first)
-            | {"prompt_source": args.prompts}
-            | records.provenance()
-        )
-        gammas = ", ".join(map(str, args.gamma))
-        words = ", ".join(args.drafter), f"gamma {gammas}"
-        models.announce(args, subject, console, *words)
-        design = lambda lm, gamma: results_lib.Design(
-            lm=lm, settings=dataclasses.replace(subject.settings, gamma=gamma)
-        )
-        most = [design(lm, lm.gamma_max) for lm in pairs.values()]
-        results_lib.warm_up(most, subject.ids)
-        grid: dict[Drafted, results_lib.Design] = {}
-        predictions: dict[Drafted, dict[str, Any]] = {}
-        for pair, lm in pairs.items():
-            rows, (name, tree) = predict(args, pair, lm, subject, out, console), pair
-            for gamma in args.gamma if tree is None else (lm.gamma_max,):
-                drafted = tree or gamma
-                grid[name, drafted] = design(lm, gamma)
-                (found,) = (row for row in rows if row["drafts"] == gamma)
-                predictions[name, drafted] = found
-        results: dict[Drafted, list[results_lib.PromptResult]] = {}
-        with terminal.counted("runs", total=len(grid)) as advance:
-            for drafted, one in grid.items():
-                results[drafted] = [
-                    results_lib.run_prompt(one, prompt, ids, repeats=args.repeats)
-                    for prompt, ids in zip(subject.prompts, subject.ids, strict=True)
-                ]
-                advance()
-        rows = plan_rows(results, predictions)
-        out.write_all(rows)
+    pairs = load(args)
+    first = pairs[args.drafter[0], None]
+    sampling = flags.sampling_settings(args)
+    subject = models.prepare(args, first, args.prompts, sampling=sampling)
+    out.common = (
+        models.describe(args, first)
+        | {"prompt_source": args.prompts}
+        | records.provenance()
+    )
+    gammas = ", ".join(map(str, args.gamma))
+    words = ", ".join(args.drafter), f"gamma {gammas}"
+    models.announce(args, subject, console, *words)
+    design = lambda lm, gamma: results_lib.Design(
+        lm=lm, settings=dataclasses.replace(subject.settings, gamma=gamma)
+    )
+    most = [design(lm, lm.gamma_max) for lm in pairs.values()]
+    results_lib.warm_up(most, subject.ids)
+    grid: dict[Drafted, results_lib.Design] = {}
+    predictions: dict[Drafted, dict[str, Any]] = {}
+    for pair, lm in pairs.items():
+        rows, (name, tree) = predict(args, pair, lm, subject, out, console), pair
+        for gamma in args.gamma if tree is None else (lm.gamma_max,):
+            drafted = tree or gamma
+            grid[name, drafted] = design(lm, gamma)
+            (found,) = (row for row in rows if row["drafts"] == gamma)
+            predictions[name, drafted] = found
+    results: dict[Drafted, list[results_lib.PromptResult]] = {}
+    with terminal.counted("runs", total=len(grid)) as advance:
+        for drafted, one in grid.items():
+            results[drafted] = [
+                results_lib.run_prompt(one, prompt, ids, repeats=args.repeats)
+                for prompt, ids in zip(subject.prompts, subject.ids, strict=True)
+            ]
+            advance()
+    rows = plan_rows(results, predictions)
+    out.write_all(rows)
     tables.print_rows(rows, PLAN, console)
     tables.print_disturbed(rows, console)
     tables.print_note(NOTE, console)
     return MATCHED if all(row["matched"] for row in rows) else NOT_MATCHED
 
 
-main = cli.script("plan.py", parse_args, run)
+main = records.script("plan.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -13,12 +13,6 @@ that is than the best constant gamma in hindsight. Exit status: 0 evaluated, 1 t
 was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 import pathlib
@@ -29,6 +23,7 @@ import jax
 import numpy as np
 
 from experiments.lib import (
+    cli,
     files,
     flags,
     models,

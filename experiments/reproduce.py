@@ -11,12 +11,6 @@ needed.
 rows. Exit status: 0 all done, 2 a step failed or did not match, 1 unusable input.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import os
 import pathlib
@@ -29,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lib import (
+    cli,
     files,
     processes,
     prompt_files,

@@ -8,19 +8,12 @@ else always --gamma, or 4. Exit status: 0 matched, 2 not matched, or with logits
 are not finite, 1 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 from collections.abc import Sequence
 
-from rich import console as rich_console
-
 from experiments.lib import (
+    cli,
     flags,
     models,
     policies,
@@ -118,7 +111,7 @@ def load(args: argparse.Namespace) -> models.Subject:
 
 
 def measure(
-    args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> tuple[models.Subject, list[results_lib.PromptResult], dict, dict]:
     """Loads, runs every prompt, and writes its line, and the summary's; returns these
     metrics, and those of each category, too."""
@@ -168,11 +161,11 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     }
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console = terminal.console()
-    with records.open_out(args) as out:
-        subject, results, summary, by_category = measure(args, out, console)
+    subject, results, summary, by_category = measure(args, out, console)
     names = ("temperature", "top_p", "top_k", "min_p", "seed")
     how = samples.describe(**{name: getattr(args, name) for name in names})
     console.print()
@@ -187,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
     return NOT_MATCHED if summary["matched"] is False else MATCHED
 
 
-main = cli.script("spec_round.py", parse_args, run)
+main = records.script("spec_round.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

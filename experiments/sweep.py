@@ -10,12 +10,6 @@ draws them. Drafters are evaluated so: --prompts names a folder of data sets, an
 unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 import hashlib
@@ -25,9 +19,8 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import console as rich_console
-
 from experiments.lib import (
+    cli,
     fan_out,
     flags,
     models,
@@ -284,7 +277,7 @@ def unfinished(bench: Bench, cells: Sequence[Cell], rows: Sequence[dict]) -> lis
     return [cell for cell in cells if cell not in finished]
 
 
-def print_sets(rows: Sequence[dict], console: rich_console.Console) -> None:
+def print_sets(rows: Sequence[dict], console: terminal.Console) -> None:
     """Prints a table of each prompt set, after one by category where it has several."""
     for source in dict.fromkeys(row["prompt_source"] for row in rows):
         of_set = [row for row in rows if row["prompt_source"] == source]

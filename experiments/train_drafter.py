@@ -15,12 +15,6 @@ Everything but the export goes to `--work`. The log there has the held-out agree
 each draft with the target, and the accepted length of rounds of greedy decoding.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start("train")  # Before the imports, which take seconds.
-
 import argparse
 import pathlib
 from collections.abc import Sequence
@@ -36,7 +30,7 @@ from experiments.heads import (
     own_prompts,
     rollouts,
 )
-from experiments.lib import fan_out, files, flags, prompts as prompts_lib
+from experiments.lib import cli, fan_out, files, flags, prompts as prompts_lib
 from spec_jax import testing
 from spec_jax.model import (
     block_dialects,

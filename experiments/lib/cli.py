@@ -1,7 +1,6 @@
 """The command line of a script: its flags, its exit status, errors in a line.
 
-Imports nothing that takes time: `start` is called before whatever does. Flags that
-several scripts share are in `flags`.
+Imports nothing that takes time. Flags that several scripts share are in `flags`.
 """
 
 import argparse
@@ -25,25 +24,16 @@ EXTRAS = {"experiments": ("rich", "scipy"), "train": ("optax", "orbax")}
 """What scripts import that is not installed with the package, by what installs it."""
 
 
-def start(*extras: str) -> None:
-    """Ends the process with a line where something of `EXTRAS` is not installed.
+def require(extra: str) -> None:
+    """Ends the process with a line where something of an extra is not installed.
 
-    The first call of a script, before the imports.
-
-    Args:
-      extras: that the script needs besides `experiments`.
+    The packages whose modules need it call it, before the imports that would fail.
     """
-    lacking = [
-        (extra, module)
-        for extra in ("experiments", *extras)
-        for module in EXTRAS[extra]
-        if importlib.util.find_spec(module) is None
-    ]
+    lacking = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     if lacking:
-        names = [",".join(dict.fromkeys(each)) for each in zip(*lacking, strict=True)]
         sys.exit(
-            f"{pathlib.Path(sys.argv[0]).name}: error: {names[1]} is not installed: "
-            f"pip install -e '.[{names[0]}]'"
+            f"{pathlib.Path(sys.argv[0]).name}: error: {','.join(lacking)} is not "
+            f"installed: pip install -e '.[{extra}]'"
         )
 
 

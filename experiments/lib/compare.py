@@ -7,9 +7,8 @@ starts.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from experiments.lib import runs as runs_lib
+from experiments.lib import prompt_files, runs as runs_lib
 from spec_jax import loading
 from spec_jax.analysis import metrics
 
@@ -89,7 +88,8 @@ def ours(
 class PromptRuns:
     """One prompt: what every run generated in the warm-up and in each turn."""
 
-    prompt: Any  # has an `id`
+    prompt: prompt_files.Prompt
+    ids: list[int]
     every: Mapping[Run, Sequence[Generated]]
     reference: Run  # with whose first text all others are compared
 
@@ -125,7 +125,7 @@ class PromptRuns:
 def run_prompt(
     generate: Callable[[Run, list[int]], Generated],
     runs: Sequence[Run],
-    prompt: Any,
+    prompt: prompt_files.Prompt,
     ids: list[int],
     *,
     reference: Run,
@@ -138,7 +138,7 @@ def run_prompt(
         for run, done in every.items():
             done.append(generate(run, ids))
         after_turn()
-    return PromptRuns(prompt=prompt, every=every, reference=reference)
+    return PromptRuns(prompt=prompt, ids=ids, every=every, reference=reference)
 
 
 def per_token(

@@ -6,9 +6,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from rich import console as rich_console
-
-from experiments.lib import processing, prompt_files, prompts as prompts_lib, runs
+from experiments.lib import (
+    processing,
+    prompt_files,
+    prompts as prompts_lib,
+    runs,
+    terminal,
+)
 from spec_jax import loading
 from spec_jax.drafters import draft_model, each, registry, tree_shapes
 from spec_jax.engine import protocols
@@ -163,7 +167,7 @@ def prepare(
 
     Args:
       prompts: the value of `--prompts`.
-      contexts: tokens that each of them is brought to, as `prompts.at_contexts`.
+      contexts: tokens that each of them is brought to, as `prompts.of_lengths`.
       settings: of `runs.Settings`, besides the sizes; what `args` lacks of it is as
         that has it.
     """
@@ -174,7 +178,10 @@ def prepare(
         "page_size": args.page_size,
     }
     if contexts:
-        prepared = prompts_lib.at_contexts(lm, read, contexts, **how)
+        lengths = {str(context): context for context in contexts}
+        per_length = min(len(read), prompts_lib.PER_CONTEXT)
+        how |= {"lengths": lengths, "per_length": per_length}
+        prepared = prompts_lib.of_lengths(lm, read, **how)
     else:
         prepared = prompts_lib.prepare(
             lm, read, sampling=settings.get("sampling"), **how
@@ -198,7 +205,7 @@ def prepare(
 def announce(
     args: argparse.Namespace,
     subject: Subject,
-    console: rich_console.Console,
+    console: terminal.Console,
     *words: str,
 ) -> None:
     """Prints what is going to be run, before anything is compiled."""

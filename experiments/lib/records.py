@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 import spec_jax
-from experiments.lib import files
+from experiments.lib import cli, files, terminal
 from spec_jax import compilation
 
 
@@ -41,6 +41,22 @@ def open_rows(
     if is_committed and not allow_dirty:
         check_clean(what="a row of experiments/results", allow="--allow-dirty")
     return JsonLines(path)
+
+
+def script(
+    name: str,
+    parse: Callable[[Sequence[str] | None], argparse.Namespace],
+    work: Callable[[argparse.Namespace, "JsonLines", terminal.Console], int],
+    **options: Any,
+) -> Callable[..., int]:
+    """Returns the `main` of a script that writes rows: `cli.script` of a function that
+    is given what `--out` names, too, and standard output."""
+
+    def run(args: argparse.Namespace) -> int:
+        with open_out(args) as out:
+            return work(args, out, terminal.console())
+
+    return cli.script(name, parse, run, **options)
 
 
 def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, Any]]:

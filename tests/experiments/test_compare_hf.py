@@ -117,7 +117,7 @@ def test_equal_tokens_of_nan_do_not_match():
     drafted = compare.Run(side=compare.OURS, method="draft model", gamma=3)
     finite = compare.Generated(ids=[1, 2], count=2, decode_s=1.0)
     prompt_runs = lambda every: compare.PromptRuns(
-        prompt=None, every=every, reference=compare.OUR_PLAIN
+        prompt=None, ids=[], every=every, reference=compare.OUR_PLAIN
     )
     same = {compare.OUR_PLAIN: [finite], drafted: [finite, finite]}
     assert prompt_runs(same).matched and prompt_runs(same).nonfinite == 0
