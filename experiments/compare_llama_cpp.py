@@ -71,7 +71,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --threads N  of llama.cpp (default: as many as there are cores)
         --limit-s SECONDS=600  the longest that one of its programs may take
         """,
-        **{"SECONDS": float, "FILE,...": cli.names(cli.source)},
+        **{"SECONDS": float, "FILE,...": cli.names(pathlib.Path)},
     )
     runs = parser.add_argument_group("runs")
     names = "gammas page-size prompts gen-tokens repeats raw"

@@ -60,7 +60,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --limit N  with --verify: the first N prompts only, but no fewer than the
             largest batch of the certificate has
         """,
-        CERTIFICATE=cli.source,
+        CERTIFICATE=pathlib.Path,
     )
     fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
     args = parser.parse_args(argv)
@@ -111,7 +111,7 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
             an hour on two idle cores with native kernels
         --product  every combination of the axes' values
         """,
-        **{"N|FILE[:N]": cli.text_source},
+        **{"N|FILE[:N]": str},
     )
 
 

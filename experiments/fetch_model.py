@@ -50,7 +50,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     cli.add(
         parser,
         "--wheel FILE  a wheel that was downloaded elsewhere, in place of pip's",
-        FILE=cli.source,
+        FILE=pathlib.Path,
     )
     return parser.parse_args(argv)
 

@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             {", ".join(sorted(subjects.PRESETS))}, or a folder with a config.json
         --contexts N,N,...=5,300  tokens of the prompts
         """,
-        **{"NAME": str, "NAME|DIR": cli.text_source},
+        **{"NAME": str, "NAME|DIR": str},
     )
     args = parser.parse_args(argv)
     flags.check_isa(parser, args)

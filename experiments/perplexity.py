@@ -41,7 +41,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --gguf FILE,...  of the target, with --llama-bin
         --limit-s SECONDS=600  the longest that llama-perplexity may take
         """,
-        **{"SECONDS": float, "FILE,...": cli.names(cli.source)},
+        **{"SECONDS": float, "FILE,...": cli.names(pathlib.Path)},
     )
     flags.add(parser, "out", out="one for each form of the weights")
     args = parser.parse_args(argv)

@@ -185,27 +185,24 @@ def run(
     gammas = ", ".join(map(str, args.gamma))
     words = ", ".join(args.drafter), f"gamma {gammas}"
     models.announce(args, subject, console, *words)
-    design = lambda lm, gamma: results_lib.Design(
-        lm=lm, settings=dataclasses.replace(subject.settings, gamma=gamma)
-    )
-    most = [design(lm, lm.gamma_max) for lm in pairs.values()]
+    design = lambda gamma: dataclasses.replace(subject.settings, gamma=gamma)
+    most = [(lm, design(lm.gamma_max)) for lm in pairs.values()]
     results_lib.warm_up(most, subject.ids)
-    grid: dict[Drafted, results_lib.Design] = {}
+    grid: dict[Drafted, tuple[loading.LanguageModel, runs.Settings]] = {}
     predictions: dict[Drafted, dict[str, Any]] = {}
     for pair, lm in pairs.items():
         rows, (name, tree) = predict(args, pair, lm, subject, out, console), pair
         for gamma in args.gamma if tree is None else (lm.gamma_max,):
             drafted = tree or gamma
-            grid[name, drafted] = design(lm, gamma)
+            grid[name, drafted] = lm, design(gamma)
             (found,) = (row for row in rows if row["drafts"] == gamma)
             predictions[name, drafted] = found
     results: dict[Drafted, list[results_lib.PromptResult]] = {}
+    prompts, how = (subject.prompts, subject.ids), {"repeats": args.repeats}
     with terminal.counted("runs", total=len(grid)) as advance:
-        for drafted, one in grid.items():
-            results[drafted] = [
-                results_lib.run_prompt(one, prompt, ids, repeats=args.repeats)
-                for prompt, ids in zip(subject.prompts, subject.ids, strict=True)
-            ]
+        for drafted, (lm, settings) in grid.items():
+            done = results_lib.run_prompts(lm, settings, *prompts, **how)
+            results[drafted] = list(done)
             advance()
     rows = plan_rows(results, predictions)
     out.write_all(rows)

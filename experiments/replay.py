@@ -84,7 +84,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     parser.add_argument(
         "texts",
-        type=cli.source,
+        type=pathlib.Path,
         metavar="FILE",
         help="rows of spec_round.py --ignore-stop --out",
     )

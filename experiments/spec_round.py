@@ -122,8 +122,7 @@ def measure(
         console.print(f"--batch: {args.batch} slots, as many as there are prompts")
     drafted = f"tree {args.tree}" if args.tree else f"gamma {settings.gamma}"
     models.announce(args, subject, console, drafted)
-    design = results_lib.Design(lm=lm, settings=settings)
-    compile_s = results_lib.warm_up([design], subject.ids)
+    compile_s = results_lib.warm_up([(lm, settings)], subject.ids)
     results = []
     turns = args.repeats if settings.num_slots > 1 else 1
     with terminal.counted("prompts", total=turns * len(prompts)) as advance:
@@ -166,8 +165,8 @@ def run(
 ) -> int:
     """Runs everything and shows it; returns the exit status."""
     subject, results, summary, by_category = measure(args, out, console)
-    names = ("temperature", "top_p", "top_k", "min_p", "seed")
-    how = samples.describe(**{name: getattr(args, name) for name in names})
+    names = ("temperature", *flags.NOISE, "seed") if args.temperature else ()
+    how = ", ".join(f"{name} {getattr(args, name)}" for name in names) or "greedy"
     console.print()
     samples.show(results[0], subject.lm, console, how=how)
     console.print()

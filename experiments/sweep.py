@@ -96,7 +96,7 @@ def _add_grid(group: argparse._ActionsContainer) -> None:
     group.set_defaults(tree=(flags.NO_TREE,))
     group.add_argument(
         "--prompts",
-        type=cli.text_source,
+        type=str,
         nargs="+",
         default=["10"],
         metavar="N|FILE[:N]",
@@ -234,16 +234,15 @@ class Bench:
         settings = policies.of_run(
             self._args, subject, settings, name=cell.gamma_policy, drafter=cell.drafter
         )
-        design = results_lib.Design(lm=lm, settings=settings)
         # What an earlier cell has compiled is not compiled again.
-        results_lib.warm_up([design], subject.ids)
-        found, repeats = [], self._args.repeats
+        results_lib.warm_up([(lm, settings)], subject.ids)
         with terminal.counted("prompts", total=len(subject.ids)) as advance:
-            for prompt, ids in zip(subject.prompts, subject.ids, strict=True):
-                # Each begins with the policy's first state, whatever ran before it.
-                one = results_lib.run_prompt(design, prompt, ids, repeats=repeats)
-                found.append(one)
-                advance()
+            how = {"repeats": self._args.repeats, "after_prompt": advance}
+            found = list(
+                results_lib.run_prompts(
+                    lm, settings, subject.prompts, subject.ids, hands_on=False, **how
+                )
+            )
         summary, by_category = results_lib.rows_of(found)
         about = {"capacity": settings.capacity, **self.about(cell)}
         yield cell.to_row() | summary | {"by_category": by_category} | about

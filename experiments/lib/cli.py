@@ -4,6 +4,7 @@ Imports nothing that takes time. Flags that several scripts share are in `flags`
 """
 
 import argparse
+import functools
 import importlib.util
 import math
 import os
@@ -158,34 +159,16 @@ def output(text: str) -> pathlib.Path:
     return path
 
 
-def source(text: str) -> pathlib.Path:
-    """The type of a flag that names a file or a folder to be read."""
-    return pathlib.Path(text)
-
-
-def text_source(text: str) -> str:
-    """The type of a flag that names a file, and which part of it: FILE:N."""
-    return text
-
-
 def flag_of(name: str) -> str:
     """How the attribute is called on the command line."""
     return "--" + name.replace("_", "-")
 
 
-def whole(text: str) -> int:
-    """The type of a flag that is a number from 0."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 0")
-    return value
-
-
-def positive(text: str) -> int:
+def positive(text: str, *, least: int = 1) -> int:
     """The type of a flag that counts something."""
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} must be at least {least}")
     return value
 
 
@@ -251,8 +234,8 @@ KINDS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("P", "T"), float),
     "RATE": rate,
     "FILE": output,
-    "DIR": source,
-    "I": whole,
+    "DIR": pathlib.Path,
+    "I": functools.partial(positive, least=0),
     "PATTERN": pattern,
     "TEXT": str,
 }

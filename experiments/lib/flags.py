@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -173,8 +174,8 @@ def _kinds() -> dict[str, Any]:
         "KxD:W": tree,
         "A,B,..": cli.names(tree_or_none),
         "POLICY": policies.MEASURED,
-        "PROFILE": cli.source,
-        "N|FILE[:N]": cli.text_source,
+        "PROFILE": pathlib.Path,
+        "N|FILE[:N]": str,
         "OPTIONS": chat_options,
         "SEED": int,
         "DEVICE": ("auto", "cpu", "gpu"),

@@ -195,15 +195,10 @@ def guarded(
     except (OSError, *raises):
         raise
     except Exception as error:
-        return [error_row(item, error)]
-
-
-def error_row(item: str, error: Exception) -> dict[str, Any]:
-    """The row of something that failed."""
-    first = (str(error).strip().splitlines() or [""])[0][:500]
-    text, lines = f"{type(error).__name__}: {first}", traceback.format_exception(error)
-    lines = "".join(lines).splitlines()[-12:]
-    return {"kind": "error", "item": item, "error": text, "traceback": lines}
+        first = (str(error).strip().splitlines() or [""])[0][:500]
+        lines = "".join(traceback.format_exception(error)).splitlines()[-12:]
+        text = f"{type(error).__name__}: {first}"
+        return [{"kind": "error", "item": item, "error": text, "traceback": lines}]
 
 
 def is_failure(row: Mapping[str, Any]) -> bool:
