@@ -153,11 +153,11 @@ def run(args: argparse.Namespace, console: terminal.Console) -> int:
     if args.certificate and not args.allow_dirty:
         records.check_clean(what="a certificate", allow="--allow-dirty")
     with records.open_out(args) as out:
-        planned = plans.from_flags(args)
-        header = {"kind": "header", **planned.header}
+        plan = plans.from_flags(args)
+        header = {"kind": "header", **plan.header}
         kept = records.resume_behind(out, header, ("prompt",))
-        rows = _run_rows(args, planned.plan, kept, out, console)
-        cells = planned.plan.cells
+        rows = _run_rows(args, plan, kept, out, console)
+        cells = plan.cells
         summaries = [suite.summarise(cell, rows) for cell in cells]
         for summary in summaries:
             out.write({"kind": "cell", **summary})
@@ -180,7 +180,7 @@ def run(args: argparse.Namespace, console: terminal.Console) -> int:
             console,
         )
     if args.certificate:
-        certificate = certificates.make(planned.header, cells, rows)
+        certificate = certificates.make(plan.header, cells, rows)
         certificates.write(args.certificate, certificate)
         digest = certificate["sha256"][:12]
         console.print(f"certificate {digest}: {args.certificate}", soft_wrap=True)
@@ -225,8 +225,7 @@ def verify(args: argparse.Namespace, console: terminal.Console) -> int:
     if args.isa is None:
         _choose_isa_of(args.verify, certificate)
     with records.open_out(args) as out:
-        planned = plans.from_certificate(args, certificate)
-        plan = planned.plan
+        plan = plans.from_certificate(args, certificate)
         rows = _run_rows(args, plan, [], out, console)
     agreement = certificates.agreement(certificate, rows)
     counts = [agreement[cell.name] for cell in plan.cells]
@@ -243,7 +242,7 @@ def verify(args: argparse.Namespace, console: terminal.Console) -> int:
             certificate["environment"].get("git_dirty")
         ),
     }
-    changes = certificates.changes(certificate, planned.header["environment"])
+    changes = certificates.changes(certificate, plan.header["environment"])
     lines |= {f"{name}: {then}, now {now}": True for name, then, now in changes}
     lines["the environment is that of the certificate"] = not changes
     for line, is_told in lines.items():

@@ -21,6 +21,8 @@ class Plan:
     Attributes:
       target, draft: folders; the draft is None where no cell has one.
       head: folder of the head of cells that have one.
+      header: what rows and a certificate say of it, JSON values only: settings,
+        environment, weights, prompts.
     """
 
     target: Any
@@ -29,6 +31,7 @@ class Plan:
     cells: Sequence[cells_lib.Cell]
     prompts: Sequence[tuple[str, list[int]]]  # `(id, token ids)`
     settings: cell_runs.Settings
+    header: Mapping[str, Any]
     head: Any = None
     done: frozenset[tuple[str, int]] = frozenset()  # `key` of rows that are there
 

@@ -52,9 +52,9 @@ def test_exactness_can_be_planned_on_a_gpu(monkeypatch):
     drafters = set()
     for found in (each for each in calls if each.script == "exactness"):
         planned = suite_plan.from_flags(exactness.parse_args(found.arguments))
-        assert {cell.impl for cell in planned.plan.cells} == {"triton"}
-        assert len({cell.batch for cell in planned.plan.cells}) > 1
-        drafters |= {cell.drafter for cell in planned.plan.cells}
+        assert {cell.impl for cell in planned.cells} == {"triton"}
+        assert len({cell.batch for cell in planned.cells}) > 1
+        drafters |= {cell.drafter for cell in planned.cells}
     assert {"draft-model", "dspark"} <= drafters
 
 
