@@ -134,7 +134,7 @@ def load(args: argparse.Namespace) -> tuple[Sides, prompts_lib.Prepared]:
     sizes = {"gen_tokens": args.gen_tokens, "page_size": args.page_size}
     prepared = prompts_lib.of_lengths(
         lm,
-        prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED),
+        prompt_files.parse(args.prompts),
         lengths=dict(zip(prompts_lib.LENGTHS, args.lengths, strict=True)),
         per_length=args.per_length,
         raw=args.raw,

@@ -22,7 +22,6 @@ from experiments.lib import (
     llama_cpp,
     models,
     processes,
-    prompts as prompts_lib,
     records,
     runs as runs_lib,
     steps,
@@ -144,24 +143,6 @@ class Sides:
                 f"{prompt_tokens}: its tokenizer is another"
             )
         return done
-
-
-def load(args: argparse.Namespace) -> models.Drafters:
-    """Our side with each drafter, and the slab that it has by default."""
-    first, *others = args.drafter
-    lm = loading.load(
-        args.target,
-        draft=args.draft,
-        drafter=first,
-        gamma_max=max(args.gamma),
-        dtype=args.dtype,
-        weights=args.weights,
-        draft_weights=args.draft_weights,
-        impl=args.impl,
-    )
-    words = prompts_lib.with_options(args, lm.tokenizer)
-    lm = dataclasses.replace(lm, tokenizer=words)
-    return {first: lm} | {name: models.with_drafter(args, lm, name) for name in others}
 
 
 def convert(
@@ -343,7 +324,9 @@ def run_all(
     threads = args.threads or processes.usable_cores()
     build = llama_cpp.find(args.llama_bin, threads=threads, limit_s=args.limit_s)
     subjects.check_device("cpu")
-    lms, found = load(args), []
+    # With the slab that a model has by default.
+    how = {"gamma_max": max(args.gamma), "slab": None}
+    lms, found = models.load_drafters(args, args.drafter, **how), []
     lm = lms[args.drafter[0]]
     drafts = convert(args, lm, build, folder)
     out.common = {

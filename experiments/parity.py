@@ -111,7 +111,7 @@ def decode(
     words: tokenizer_lib.Tokenizer,
 ) -> list[Text]:
     """Decodes every prompt, greedily, past stop tokens."""
-    named = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
+    named = prompt_files.parse(args.prompts)
     lm = loading.LanguageModel(
         **{"target": model, "params": params, "tokenizer": words},
         **{"drafter": None, "drafter_params": None},

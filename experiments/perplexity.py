@@ -118,7 +118,7 @@ def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
     """Measures, writes and prints; returns the exit status."""
-    read = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
+    read = prompt_files.parse(args.prompts)
     text = "\n\n".join(str(prompt.text) for prompt in read)
     out.common = {"prompt_source": args.prompts, **records.provenance()}
     for row in rows(args, text):

@@ -163,7 +163,7 @@ def follow(trace: jax.Array, config: Config, rows: decoder.Rows, forwards: jax.A
     differs no rule reads a row: that draft is the last that is decided on.
     """
     own = trace.at[rows.positions + 1].get(mode="fill", fill_value=0)
-    is_own = jnp.arange(config.vocab_size, dtype=jnp.int32) == own[:, None]
+    is_own = jnp.arange(config.vocab_size, dtype=jnp.int32)[None] == own[:, None]
     logits = jnp.where(is_own, jnp.float32(SURE), jnp.float32(0))
     return forwards.at[rows.num_active].add(1), logits
 

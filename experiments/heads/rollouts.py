@@ -187,7 +187,7 @@ def prompt_ids(
     Raises:
       ValueError: chats that leave nothing to write.
     """
-    prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
+    prompts = prompt_files.parse(args.prompts)
     if not tokenizer.has_chat_template or args.raw:
         texts = ("\n\n".join(m["content"] for m in x.messages) for x in prompts)
         # The end of a longer prompt: its continuation has the more to go on.

@@ -26,11 +26,12 @@ def load(
     *,
     drafter: str,
     gamma_max: int,
-    cache: str = "paged",
+    **how: Any,
 ) -> loading.LanguageModel:
     """Loads what flags name: models, a mesh and a tree.
 
-    The slab is as high as a window of a chain.
+    Args:
+      how: of `loading.load`; the slab is as high as a window of a chain.
 
     Raises:
       ValueError: as `loading.load`, `with_tree`, and `check_gamma` of chains.
@@ -40,12 +41,11 @@ def load(
         draft=args.draft,
         drafter=drafter,
         gamma_max=gamma_max,
-        slab=gamma_max + 1,
         dtype=args.dtype,
         weights=args.weights,
         draft_weights=args.draft_weights,
         impl=args.impl,
-        cache=cache,
+        **{"slab": gamma_max + 1, **how},
         **_mesh(args),
     )
     words = prompts_lib.with_options(args, lm.tokenizer)
@@ -87,49 +87,26 @@ def check_gamma(name: str, drafter: protocols.Drafter, gamma: int) -> None:
         )
 
 
-def with_drafter(
-    args: argparse.Namespace,
-    lm: loading.LanguageModel,
-    name: str,
-    *,
-    gamma_max: int | None = None,
-) -> loading.LanguageModel:
-    """Returns the same target with the drafter of that name; raises as `load`.
-
-    Args:
-      gamma_max: None: that of the drafter that the model has.
-    """
-    parts = _parts(args, lm, gamma_max=gamma_max or lm.gamma_max)
-    return lm.with_drafter(*registry.build(name, parts))
+Drafters = dict[str, loading.LanguageModel]
+"""One target with several drafters, by their names."""
 
 
-def _parts(
-    args: argparse.Namespace, lm: loading.LanguageModel, *, gamma_max: int
-) -> registry.Parts:
-    """Returns what drafters of the target are made of."""
-    return loading.drafter_parts(
-        lm.target,
-        lm.params,
-        lm.tokenizer,
+def load_drafters(
+    args: argparse.Namespace, names: Sequence[str], *, gamma_max: int, **how: Any
+) -> Drafters:
+    """Loads one target with each of the drafters, by their names; raises as `load`, and
+    as `check_gamma`."""
+    first = load(args, drafter=names[0], gamma_max=gamma_max, **how)
+    parts = loading.drafter_parts(
+        first.target,
+        first.params,
+        first.tokenizer,
         folder=args.target,
         draft=args.draft,
         gamma_max=gamma_max,
         dtype=args.dtype,
         weights=args.draft_weights,
     )
-
-
-Drafters = dict[str, loading.LanguageModel]
-"""One target with several drafters, by their names."""
-
-
-def load_drafters(
-    args: argparse.Namespace, names: Sequence[str], *, gamma_max: int
-) -> Drafters:
-    """Loads one target with each of the drafters, by their names; raises as `load`, and
-    as `check_gamma`."""
-    first = load(args, drafter=names[0], gamma_max=gamma_max)
-    parts = _parts(args, first, gamma_max=gamma_max)
     # The weights of the draft model are read once.
     read = functools.cache(parts.load_draft)
     if isinstance(first.drafter, draft_model.DraftModel):
@@ -171,7 +148,7 @@ def prepare(
       settings: of `runs.Settings`, besides the sizes; what `args` lacks of it is as
         that has it.
     """
-    read = prompt_files.parse(prompts, default_file=prompt_files.BUNDLED)
+    read = prompt_files.parse(prompts)
     how = {
         "raw": getattr(args, "raw", False),
         "gen_tokens": args.gen_tokens,

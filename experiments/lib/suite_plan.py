@@ -250,7 +250,7 @@ def _plan(
     options = {name: settings.get(name) for name in ("raw", "chat_option")}
     words = prompts_lib.with_options(argparse.Namespace(**options), lm.tokenizer)
     lm = dataclasses.replace(lm, tokenizer=words)
-    named = prompt_files.parse(source, default_file=prompt_files.BUNDLED)
+    named = prompt_files.parse(source)
     encoded = prompts_lib.encode(lm, named, raw=settings["raw"])
     prompts = [(one.id, ids) for one, ids in zip(named, encoded, strict=True)]
     # Of the longest, whatever the pages; says now what the model cannot hold.
