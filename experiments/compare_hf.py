@@ -240,7 +240,7 @@ COLUMNS = {
     "rep": ("repetition", ".3f"),
     "same": ("identical", "d"),
 }
-"""Of the table, for `tables.print_rows`."""
+"""The columns of the table, for `tables.print_rows`."""
 
 NOTE = (
     "tok/s: prefill included, median and percentiles over the turns; vs plain, HF: "

@@ -39,7 +39,8 @@ MATCHED, NOT_MATCHED = 0, 2
 
 PLAIN, THEIRS = compare.PLAIN, "llama.cpp"
 CONTEXT = 32
-"""Of our steps: the middle of the contexts that `TOKENS` steps after nothing have."""
+"""The context of our steps: the middle of those that `TOKENS` steps after nothing
+have."""
 TOKENS = 64
 ROWS, PREFILLS = (5, 8), (64, 512)
 BENCH_REPEATS = 3
@@ -288,7 +289,7 @@ COLUMNS = {
     "p10": ("ratio_p10", ".2f"),
     "p90": ("ratio_p90", ".2f"),
 }
-"""Of the table, for `tables.print_rows`."""
+"""The columns of the table, for `tables.print_rows`."""
 
 
 def print_all(console: terminal.Console, rows: Sequence[tables.Row]) -> None:

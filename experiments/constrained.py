@@ -282,7 +282,7 @@ COLUMNS = {
     "x none": ("ratio", ".3f"),
     "p10-p90": lambda row: f"{row['ratio_p10']:.3f}-{row['ratio_p90']:.3f}",
 }
-"""Of the table, for `tables.print_rows`."""
+"""The columns of the table, for `tables.print_rows`."""
 
 CELLS = {
     "processor": "",

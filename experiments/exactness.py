@@ -65,7 +65,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
-    _name_head(parser, args)
+    _name_head(args)
     if args.limit and not args.verify:
         parser.error("--limit goes with --verify; --prompts N runs N prompts")
     if args.verify and args.certificate:
@@ -77,21 +77,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _name_head(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _name_head(args: argparse.Namespace) -> None:
     """Fills in `--head` where a drafter is one that is shipped for the target."""
     needed = [name for name in args.drafter or () if name in registry.NEED_TARGET]
-    try:
-        if args.head is None and needed:
-            heads = loading.heads_for(args.target)
-            if len(needed) > 1:
-                raise ValueError(f"{len(needed)} heads are named: run each apart")
-            args.head = registry.shipped_head(needed[0], heads)
-        elif args.head is not None and not args.verify:
-            kind = registry.kind_of(args.head)
-            if needed != [kind]:
-                raise ValueError(f"--head is the drafter {kind}'s: add that alone")
-    except ValueError as error:
-        parser.error(f"--drafter: {error}")
+    if args.head is None and needed:
+        if len(needed) > 1:
+            raise ValueError(
+                f"--drafter: {len(needed)} heads are named: run each apart"
+            )
+        args.head = registry.shipped_head(needed[0], loading.heads_for(args.target))
+    elif args.head is not None and not args.verify:
+        kind = registry.kind_of(args.head)
+        if needed != [kind]:
+            raise ValueError(f"--head is the drafter {kind}'s: add that alone")
 
 
 def _add_input_flags(group: argparse._ActionsContainer) -> None:

@@ -12,7 +12,7 @@ first, so that jax is started once and weights are made once; what is called nex
 compiled meanwhile by another. A process that ends, or takes too long for a call, is
 followed by a new one for the calls that remain. Rows are written as they are known,
 and what a call prints beside them; those of compile-*.jsonl say how long programs took
-to compile, and how many launches they have; calls.jsonl says how each call went.
+to compile, and how many kernels they have; calls.jsonl says how each call went.
 Weights are random and made on the device. Compiled programs are kept below --out. Start
 it from the root of the repository, where nothing needs to be installed but its
 dependencies: `python -m experiments.gpu_report`. Without a GPU only --dry-run works,

@@ -7,9 +7,8 @@ tokens differ at forced acceptance, 1 the input was unusable.
 """
 
 import argparse
-import itertools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from experiments.lib import (
@@ -131,29 +130,6 @@ def load(args: argparse.Namespace) -> loading.LanguageModel:
     return subjects.load(args, as_shapes=args.dry_run, **sizes)
 
 
-class Report:
-    """Rows as they are known, their tables, and whether anything failed."""
-
-    def __init__(self, out: records.JsonLines, console: terminal.Console):
-        self._out, self._console = out, console
-        self.failed = False
-
-    def add(self, name: str, work: Callable[[], list[dict]], **how: Any) -> None:
-        """Writes the rows of `work`, and prints them; `how` as of `records.guarded`."""
-        rows = records.guarded(name, work, **how)
-        self._out.write_all(rows)
-        self.failed |= any(map(records.is_failure, rows))
-        for kind, group in itertools.groupby(rows, key=lambda row: row["kind"]):
-            group = list(group)
-            if kind in COLUMNS:
-                tables.print_rows(group, COLUMNS[kind], self._console)
-                continue
-            for row in group:
-                line = records.line(row)
-                self._console.print(line, highlight=False, soft_wrap=True)
-        self._console.print()
-
-
 def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
@@ -175,7 +151,7 @@ def run(
     # What cannot be run is found before anything has been.
     groups = [] if args.no_steps else steps.all_costs(lm, plan)
     out.common = describe(args, lm)
-    shown = Report(out, console)
+    shown = tables.Report(out, console, COLUMNS)
     if args.dry_run:
         works = [cost.work for group in groups for cost in group if cost.work]
         if args.forced:
@@ -271,7 +247,7 @@ COLUMNS = {
     "compile": {
         "program": "",
         **dict.fromkeys(("trace_s", "lower_s", "compile_s"), ".2f"),
-        **dict.fromkeys(("kernels", "launches", "temp_bytes"), ",d"),
+        **dict.fromkeys(("kernels", "temp_bytes"), ",d"),
     },
     "trace": {"event": "", "calls": ",d", "own_us": ",.1f", "share": ".3f"},
 }

@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if (args.llama_bin is None) != (args.gguf is None):
         parser.error("--llama-bin and --gguf: give both, or neither")
-    flags.check_isa(parser, args)
+    flags.choose_isa(args)
     return args
 
 

@@ -148,7 +148,7 @@ def read(path: pathlib.Path) -> Texts:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a text has of a model."""
+    """Sizes that a text has of a model."""
 
     vocab_size: int
     max_position_embeddings: int

@@ -274,7 +274,7 @@ COLUMNS = {
         f"{row['shared_prompt_tokens']:,} of {row['prompt_tokens']:,} tokens"
     ),
 }
-"""Of the table, for `tables.print_rows`."""
+"""The columns of the table, for `tables.print_rows`."""
 
 STEPS = {
     "step": "",

@@ -283,7 +283,7 @@ def print_sets(rows: Sequence[dict], console: terminal.Console) -> None:
         by_category = [
             row | of_one | {"category": name}
             for row in of_set
-            for name, of_one in row["by_category"].items()
+            for name, of_one in row.get("by_category", {}).items()
         ]
         if by_category:
             by_category.sort(key=lambda row: row["category"])

@@ -196,7 +196,7 @@ COLUMNS = {
         f"{row['prompts_equal']}/{row['prompts']}", bool(row["nonfinite_logits"])
     ),
 }
-"""Of the table, for `tables.print_rows`."""
+"""The columns of the table, for `tables.print_rows`."""
 
 
 def run(

@@ -30,7 +30,7 @@ OUR_PLAIN = Run(side=OURS, method=PLAIN)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generated:
-    """What one generation produced, on either side."""
+    """Holds what one generation produced, on either side."""
 
     count: int  # tokens, the stop token counted
     decode_s: float  # with the prompt's seconds, where those are not known apart

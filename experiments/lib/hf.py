@@ -82,20 +82,8 @@ def load(
             "device; set JAX_PLATFORMS=cpu, or install a torch that has it"
         )
 
-    def load_model(folder: pathlib.Path) -> Any:
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, dtype), local_files_only=True
-            )
-        except (OSError, RuntimeError) as error:
-            raise ValueError(
-                f"{folder}: transformers cannot load it: {error}"
-            ) from None
-        # In the place of the folder's own, which may sample or stop.
-        model.generation_config = transformers.GenerationConfig(do_sample=False)
-        return model.to(_DEVICES[backend]).eval().requires_grad_(False)
-
-    assistant = None if draft is None else load_model(draft)
+    how = {"dtype": getattr(torch, dtype), "device": _DEVICES[backend]}
+    assistant = None if draft is None else _model(draft, **how)
     if assistant is not None:
         # The assistant's own settings decide how much is drafted. Its confidence
         # would end a draft early.
@@ -103,7 +91,7 @@ def load(
         settings.num_assistant_tokens_schedule = "constant"
         settings.assistant_confidence_threshold = 0.0
     return Baseline(
-        target=load_model(target),
+        target=_model(target, **how),
         draft=assistant,
         description={
             "torch_version": torch.__version__,
@@ -112,6 +100,21 @@ def load(
             "omp_wait_policy": wait_policy,
         },
     )
+
+
+def _model(folder: pathlib.Path, *, dtype: Any, device: str) -> Any:
+    """Loads a model that decodes greedily."""
+    import transformers
+
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True
+        )
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{folder}: transformers cannot load it: {error}") from None
+    # In the place of the folder's own, which may sample or stop.
+    model.generation_config = transformers.GenerationConfig(do_sample=False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 def generate(

@@ -5,8 +5,7 @@ and keeps every value that the forward pass shows its hook (`model.observe`), a 
 each token; `compare` says where two records part, and by how much. Kernels that fuse
 operations show what leaves them: there the operation that is named is the last one of
 its kernel. Distances are in units in the last place (ULPs): how many numbers of the
-dtype lie between two values. Values of two dtypes are compared in the wider one, at
-their distance in the narrower one.
+dtype lie between two values.
 """
 
 import dataclasses
@@ -257,22 +256,11 @@ def compare(one: Record, other: Record) -> Comparison:
 
 
 def cell_of(one: np.ndarray, other: np.ndarray) -> Cell:
-    """Compares two arrays of one shape.
-
-    Raises:
-      ValueError: other shapes.
-    """
-    if one.shape != other.shape:
-        raise ValueError(f"values of shape {one.shape} and {other.shape}")
-    wide = np.promote_types(one.dtype, other.dtype)
-    narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
-    # A value beyond the narrower dtype is infinite there, and that is its distance.
-    with np.errstate(over="ignore"):
-        apart = ulps(one.astype(narrow), other.astype(narrow))
+    """Compares two arrays of one shape and dtype."""
     return {
-        "differing": _count(one.astype(wide), other.astype(wide)),
+        "differing": _count(one, other),
         "elements": one.size,
-        "max_ulp": int(apart.max(initial=0)),
+        "max_ulp": int(ulps(one, other).max(initial=0)),
         "relative": _relative(one, other),
     }
 

@@ -240,8 +240,7 @@ def _plan(
             name = registry.kind_of(args.head)
             named = dataclasses.replace(cell, drafter=name, tree=cells_lib.NO_TREE)
             with_head = cell_runs.with_drafter(lm, named, head=args.head)
-            found = fingerprint.of_params(with_head.drafter_params)
-            weights[kind]["head"] = found
+            weights[kind]["head"] = fingerprint.of_params(with_head.drafter_params)
     kinds = {(c.slab, c.drafter, c.tree): c for c in cells}
     for cell in kinds.values():
         is_tree = cell.tree != cells_lib.NO_TREE

@@ -93,7 +93,7 @@ def test_a_rehearsal(tmp_path, no_gpu, monkeypatch):
     (head,) = (r for r in rows_of(tmp_path / "h-eagle3.jsonl") if "pass_bytes" in r)
     assert head["drafts"] == 7 and head["pass_bytes"] > 0
     ahead = rows_of(tmp_path / "compile-h-eagle3.jsonl")
-    assert all(row["launches"] > 0 and row["compile_s"] > 0 for row in ahead)
+    assert all(row["compile_s"] > 0 for row in ahead)
     # Plain decoding, which both calls share, and rounds: of either process.
     made = (tmp_path / gpu_report.COMPILED).glob("jit_generate-*-cache")
     assert len(list(made)) == 2

@@ -8,7 +8,6 @@ import decoding
 import hypothesis
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -155,8 +154,6 @@ def test_what_cannot_be_run():
         path("sideways")
     with pytest.raises(ValueError, match="4 rows does not fit a slab of 3"):
         record(path(slab=3))
-    with pytest.raises(ValueError, match="shape"):
-        microscope.cell_of(np.zeros((2, 3)), np.zeros((2, 4)))
     sizes = {one.name: getattr(CONFIG, one.name) for one in dataclasses.fields(CONFIG)}
     own = {one.name for one in dataclasses.fields(llama.LlamaConfig)}
     config = llama.LlamaConfig(**{k: v for k, v in sizes.items() if k in own})
@@ -180,15 +177,6 @@ def test_ulps_count_the_numbers_between(pair):
     assert (far == 0) == bool(one[0] == other[0])
     towards = np.nextafter(one, other)
     assert int(microscope.ulps(towards, other)[0]) == max(far - 1, 0)
-
-
-def test_two_dtypes_are_compared_in_the_wider_one():
-    exact = np.float32([[1.0, 2.5, 3.0]])
-    rounded = exact.astype(ml_dtypes.bfloat16)
-    assert microscope.cell_of(exact, rounded)["differing"] == 0
-    near = microscope.cell_of(exact + np.float32(2.0**-16), rounded)
-    assert near["differing"] == 3 and near["max_ulp"] == 0  # nothing, in bfloat16
-    assert microscope.cell_of(exact * 2, rounded)["max_ulp"] == 128
 
 
 def test_relative_differences():
