@@ -6,23 +6,19 @@ status: 0 every drafted token of ours is that of our decoding, and in float32 th
 Hugging Face's greedy one; 2 not; 1 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 import pathlib
 import tempfile
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
-from rich import console as rich_console
 
 from experiments.lib import (
+    bench,
+    cli,
     compare,
     flags,
     hf,
@@ -31,12 +27,14 @@ from experiments.lib import (
     prompts as prompts_lib,
     records,
     runs as runs_lib,
+    summaries,
+    tables,
     terminal,
 )
 from spec_jax import loading
+from spec_jax.analysis import metrics
+from spec_jax.drafters import ngram
 from spec_jax.model import hub
-from spec_jax.paging import index
-from spec_jax.typing import IMPLS
 
 
 IDENTICAL, NOT_IDENTICAL = 0, 2
@@ -44,21 +42,18 @@ IDENTICAL, NOT_IDENTICAL = 0, 2
 EXACT_DTYPE = "float32"
 """In bfloat16 two libraries that are both right round to different tokens."""
 
+THEIRS = "transformers"
+THEIR_PLAIN = compare.Run(side=THEIRS, method=hf.PLAIN)
+
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
     models = parser.add_argument_group("models")
-    flags.add(models, "target draft isa")
-    cli.add(
-        models,
-        f"""
-        --impl IMPL=auto  kernels
-        --dtype TYPE={EXACT_DTYPE}  dtype of all models
-        """,
-        IMPL=IMPLS,
-        TYPE=("float32", "bfloat16"),
-    )
+    flags.add(models, "target draft impl isa")
+    text = f"--dtype TYPE={EXACT_DTYPE}  dtype of all models"
+    cli.add(models, text, TYPE=("float32", "bfloat16"))
+    parser.set_defaults(weights=None, draft_weights=None)
     runs = parser.add_argument_group("runs")
     runs.add_argument(
         "--lengths",
@@ -85,103 +80,207 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def load_lm(args: argparse.Namespace) -> loading.LanguageModel:
-    """Our side, without a drafter where a target is named alone; one slab for every K,
-    because gamma is data."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sides:
+    """The same weights on both sides, and what both are asked for."""
+
+    lm: loading.LanguageModel  # `drafter` is None where there is no draft model
+    hf: hf.Baseline
+    settings: runs_lib.Settings
+
+    def runs(self, gammas: Sequence[int]) -> list[compare.Run]:
+        """Every run that the sides have models for, in the order in which it is
+        shown."""
+        methods = hf.METHODS if self.lm.drafter else (hf.PROMPT_LOOKUP,)
+        return [
+            compare.Run(side=side, method=method, gamma=gamma)
+            for side in (compare.OURS, THEIRS)
+            for method in (hf.PLAIN, *methods)
+            for gamma in ((None,) if method == hf.PLAIN else gammas)
+        ]
+
+    def generate(self, run: compare.Run, prompt: list[int]) -> compare.Generated:
+        """One run of a prompt."""
+        lm, settings = self.lm, self.settings
+        sizes = {"max_tokens": settings.gen_tokens, "stop_ids": settings.stop_ids}
+        if run.side == THEIRS:
+            how = {"method": run.method, "gamma": run.gamma, **sizes}
+            started = time.perf_counter()
+            tokens = hf.generate(self.hf, prompt, **how)
+            seconds = time.perf_counter() - started
+            return compare.Generated(count=len(tokens), ids=tokens, decode_s=seconds)
+        if run.method == hf.PROMPT_LOOKUP:
+            # Its drafts are Hugging Face's, draft for draft.
+            lm = lm.with_drafter(
+                ngram.hugging_face(
+                    gamma_max=settings.gamma,
+                    n_max=hf.MATCHED_NGRAM,
+                    stop_ids=settings.stop_ids,
+                )
+            )
+        return compare.ours(lm, settings, prompt, gamma=run.gamma)
+
+
+def load(args: argparse.Namespace) -> tuple[Sides, prompts_lib.Prepared]:
+    """Both sides, on the same kind of device, and the prompts of every class.
+
+    Ours has no drafter where a target is named alone; one slab for every K, because
+    gamma is data.
+    """
+    hf.check_installed()
     is_alone = args.target is not None and args.draft is None
-    most = max(args.gammas)
-    lm = loading.load(
-        args.target,
-        draft=args.draft,
-        drafter="ngram" if is_alone else "draft-model",
-        gamma_max=most,
-        slab=most + 1,
-        dtype=args.dtype,
-        impl=args.impl,
-    )
-    words = prompts_lib.with_options(args, lm.tokenizer)
-    lm = dataclasses.replace(lm, tokenizer=words)
-    return dataclasses.replace(lm, drafter=None) if is_alone else lm
-
-
-def load_hf(
-    args: argparse.Namespace, lm: loading.LanguageModel, folder: pathlib.Path
-) -> hf.Baseline:
-    """Their side, on the same kind of device; `folder` is for a target of one file."""
-    target = hub.locate(args.target or loading.EMBEDDED_TARGET)
-    if not target.is_dir():
-        lm.save(folder)
-        target = folder
-    draft = args.draft or loading.EMBEDDED_DRAFT if lm.drafter else None
-    return hf.load(target, draft, dtype=args.dtype, backend=jax.default_backend())
-
-
-def make_prompts(
-    args: argparse.Namespace, lm: loading.LanguageModel
-) -> list[prompts_lib.LengthPrompt]:
-    """The prompts of every class, checked."""
-    prompts = prompts_lib.of_lengths(
-        prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED),
-        lm.tokenizer,
+    name, most = "ngram" if is_alone else "draft-model", max(args.gammas)
+    lm = models_lib.load(args, drafter=name, gamma_max=most)
+    sizes = {"gen_tokens": args.gen_tokens, "page_size": args.page_size}
+    prepared = prompts_lib.of_lengths(
+        lm,
+        prompt_files.parse(args.prompts),
         lengths=dict(zip(prompts_lib.LENGTHS, args.lengths, strict=True)),
         per_length=args.per_length,
         raw=args.raw,
+        **sizes,
     )
-    prompts_lib.check_lengths(
-        lm.target.config,
-        [(f"{p.length} prompt {p.id!r}", p.tokens) for p in prompts],
-        gen_tokens=args.gen_tokens,
-        page_size=args.page_size,
-    )
-    return prompts
-
-
-def make_settings(
-    args: argparse.Namespace,
-    lm: loading.LanguageModel,
-    prompts: Sequence[prompts_lib.LengthPrompt],
-) -> runs_lib.Settings:
-    """The settings of our runs, with a cache that fits the longest prompt."""
-    longest = max(len(prompt.tokens) for prompt in prompts)
-    pages = index.pages_for(longest + args.gen_tokens, args.page_size)
-    return runs_lib.Settings(
-        gamma=max(args.gammas),
-        gen_tokens=args.gen_tokens,
-        capacity=pages * args.page_size,
-        page_size=args.page_size,
+    settings = runs_lib.Settings(
+        gamma=most,
+        capacity=prepared.capacity,
         stop_ids=() if args.ignore_stop else lm.stop_ids,
+        **sizes,
     )
+    if is_alone:
+        lm = dataclasses.replace(lm, drafter=None)
+    draft = args.draft or loading.EMBEDDED_DRAFT if lm.drafter else None
+    how = {"dtype": args.dtype, "backend": jax.default_backend()}
+    with tempfile.TemporaryDirectory() as name:
+        target = hub.locate(args.target or loading.EMBEDDED_TARGET)
+        if not target.is_dir():  # A file, which they do not read.
+            target = pathlib.Path(name)
+            lm.save(target)
+        baseline = hf.load(target, draft, **how)
+    return Sides(lm=lm, hf=baseline, settings=settings), prepared
 
 
-def run_all(
-    args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
-) -> bool:
-    """Loads, measures, writes, prints; returns whether all tokens are the same."""
+def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
+    """The JSON row of a prompt."""
+    first = {run: each[0] for run, each in done.every.items()}
+    return {
+        "kind": "prompt",
+        "length": done.prompt.category,
+        "id": done.prompt.id,
+        "prompt_tokens": len(done.ids),
+        "matched": done.matched,
+        "nonfinite_logits": done.nonfinite,
+        "hf_ids": first[THEIR_PLAIN].ids,
+        "runs": [
+            {
+                **dataclasses.asdict(run),
+                "tokens": one.count,
+                "first_difference": done.first_difference(run),
+                "seconds": done.seconds(run),
+            }
+            for run, one in first.items()
+        ],
+    }
+
+
+def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
+    """A row of each class of lengths and each run, over the prompts of the class.
+
+    `tok_s` is tokens over seconds of all prompts of a repeat: the median over the
+    repeats, with percentiles. `vs_hf` is how many times faster than Hugging Face's
+    greedy decoding in the same turn, per token; `vs_plain` than that of the same side.
+    """
+    made = []
+    for length in dict.fromkeys(one.prompt.category for one in prompts):
+        of_length = [one for one in prompts if one.prompt.category == length]
+        made += [_row(of_length, run) for run in of_length[0].every]
+    return made
+
+
+def _row(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, Any]:
+    own, ratios = compare.per_token(prompts, run), {}
+    for name, side in (("vs_plain", run.side), ("vs_hf", THEIRS)):
+        plain = compare.Run(side=side, method=hf.PLAIN)
+        found = bench.ratios(compare.per_token(prompts, plain), own)
+        ratios |= bench.spread_fields(name, found)
+    differences = [prompt.first_difference(run) for prompt in prompts]
+    done = [prompt.every[run][0] for prompt in prompts]
+    counters = compare.counted(prompts, run)
+    names = ("rounds", "proposed", "accepted", "accepted_hist")
+    texts = [
+        summaries.text_counts(one.ids, one.counters or metrics.Counters())
+        for one in done
+    ]
+    rate = counters and metrics.ratio(counters.accepted, counters.proposed)
+    return {
+        "kind": "comparison",
+        "length": prompts[0].prompt.category,
+        "prompt_tokens": [len(prompt.ids) for prompt in prompts],
+        **dataclasses.asdict(run),
+        **bench.spread_fields("tok_s", [1 / seconds for seconds in own]),
+        **ratios,
+        # None where nothing was drafted, and of theirs, which are not counted.
+        **{name: counters and getattr(counters, name) for name in names},
+        "acceptance_rate": rate,
+        "repetition": summaries.mean_repetition(texts),
+        "identical": differences.count(None),
+        "prompts": len(prompts),
+        "n": len(own),
+    }
+
+
+COLUMNS = {
+    "run": lambda row: f"{row['side']} {row['method']}",
+    "K": ("gamma", "d"),
+    "tok/s": ("tok_s", ",.1f"),
+    "p10": ("tok_s_p10", ",.1f"),
+    "p90": ("tok_s_p90", ",.1f"),
+    "vs plain": ("vs_plain", ".2f"),
+    "vs HF": ("vs_hf", ".2f"),
+    "accepted": ("acceptance_rate", ".3f"),
+    "rep": ("repetition", ".3f"),
+    "same": ("identical", "d"),
+}
+"""The columns of the table, for `tables.print_rows`."""
+
+NOTE = (
+    "tok/s: prefill included, median and percentiles over the turns; vs plain, HF: "
+    "times autoregressive decoding of that side, and Hugging Face's; accepted: of the "
+    "proposed; rep: share of repeated 4-grams in the texts; same: prompts of which "
+    "every token is that of Hugging Face's greedy decoding in this dtype"
+)
+
+
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
+    """Loads, measures, writes, prints; returns the exit status."""
     started = time.perf_counter()
-    hf.check_installed()
-    lm = load_lm(args)
-    prompts = make_prompts(args, lm)
-    settings = make_settings(args, lm, prompts)
-    with tempfile.TemporaryDirectory() as folder:
-        baseline = load_hf(args, lm, pathlib.Path(folder))
-    sides = compare.Sides(lm=lm, hf=baseline, settings=settings)
+    sides, prepared = load(args)
+    prompts = prepared.prompts
     out.common = {
-        **models_lib.describe(args, lm),
+        **models_lib.describe(args, sides.lm),
         "prompt_source": args.prompts,
-        "stop_ids": settings.stop_ids,
+        "stop_ids": sides.settings.stop_ids,
         "matched_ngram": hf.MATCHED_NGRAM,
-        "hf": baseline.description,
+        "hf": sides.hf.description,
         **records.provenance(),
     }
     loaded_s = time.perf_counter() - started
     done, total = [], len(prompts) * (args.repeats + 1)
     with terminal.counted("runs", total=total) as advance:
-        for prompt in prompts:
-            runs = sides.runs(args.gammas)
-            more = {"repeats": args.repeats, "after_turn": advance}
-            done.append(compare.run_prompt(sides, prompt, runs=runs, **more))
-            out.write(done[-1].row())
-    compared = compare.rows(done)
+        for prompt, ids in zip(prompts, prepared.ids, strict=True):
+            one = compare.run_prompt(
+                sides.generate,
+                sides.runs(args.gammas),
+                prompt,
+                ids,
+                reference=THEIR_PLAIN,
+                repeats=args.repeats,
+                after_turn=advance,
+            )
+            done.append(one)
+            out.write(prompt_row(one))
+    compared = rows(done)
     out.write_all(compared)
     same = [one.first_difference(compare.OUR_PLAIN) is None for one in done]
     summary = {
@@ -192,22 +291,25 @@ def run_all(
         "matched": all(one.matched for one in done),
         "nonfinite_logits": sum(one.nonfinite for one in done),
         "load_s": loaded_s,
-        "warm_up_s": sum(row["warm_up_s"] for row in compared),
         "total_s": time.perf_counter() - started,
     }
     out.write({"kind": "summary"} | summary)
-    compare.print_all(console, compared, summary)
-    return summary["matched"] and (all(same) or args.dtype != EXACT_DTYPE)
+    for length in dict.fromkeys(row["length"] for row in compared):
+        of_length = [row for row in compared if row["length"] == length]
+        tokens = " and ".join(map(str, sorted(set(of_length[0]["prompt_tokens"]))))
+        title = f"{length}: {of_length[0]['prompts']} x {tokens} tokens"
+        tables.print_rows(of_length, COLUMNS, console, title=title)
+    tables.print_note(NOTE, console)
+    console.print(
+        f"{args.dtype}: {sum(same)} of {len(prompts)} prompts as Hugging Face's greedy "
+        f"decoding; drafted as without drafts: {str(summary['matched']).lower()}",
+        highlight=False,
+    )
+    is_same = summary["matched"] and (all(same) or args.dtype != EXACT_DTYPE)
+    return IDENTICAL if is_same else NOT_IDENTICAL
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs everything and shows it; returns the exit status."""
-    with records.open_out(args) as out:
-        same = run_all(args, out, terminal.console())
-    return IDENTICAL if same else NOT_IDENTICAL
-
-
-main = cli.script("compare_hf.py", parse_args, run)
+main = records.script("compare_hf.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

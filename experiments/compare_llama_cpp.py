@@ -2,42 +2,56 @@
 
 Runs llama-bench, llama-completion and llama-speculative-simple of a build of llama.cpp
 in turns with ours, on GGUF files of the target; compares what either side drafts and
-keeps, and the texts, which need not be equal: the sides round differently. Exit status:
-0 measured, 2 our drafted text is not that of our decoding, 1 the input was unusable.
+keeps, and the texts, which need not be equal: the sides round differently. llama.cpp's
+clock is its own, without loading, warming up and printing. Exit status: 0 measured, 2
+our drafted text is not that of our decoding, 1 the input was unusable.
 """
-
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
 import pathlib
 import tempfile
-from collections.abc import Sequence
-
-from rich import console as rich_console
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from experiments.lib import (
-    beside_llama as beside,
+    bench,
+    cli,
+    compare,
     flags,
     llama_cpp,
     models,
     processes,
-    prompts as prompts_lib,
     records,
-    results,
+    runs as runs_lib,
+    steps,
     subjects,
+    tables,
     terminal,
 )
 from spec_jax import loading
 from spec_jax.drafters import registry
+from spec_jax.engine import checks
 from spec_jax.model import gguf_header
 
 
 MATCHED, NOT_MATCHED = 0, 2
+
+PLAIN, THEIRS = compare.PLAIN, "llama.cpp"
+CONTEXT = 32
+"""The context of our steps: the middle of those that `TOKENS` steps after nothing
+have."""
+TOKENS = 64
+ROWS, PREFILLS = (5, 8), (64, 512)
+BENCH_REPEATS = 3
+"""Repetitions of each test in one turn of llama-bench, which starts a process."""
+
+TESTS = {
+    "plain step": (steps.PLAIN, f"tg{TOKENS}"),
+    **{f"{n} rows": (f"{n} active rows", f"pp{n}") for n in ROWS},
+    **{f"prompt of {n}": (f"prefill of {n}", f"pp{n}") for n in PREFILLS},
+}
+"""Our name of a step, and llama-bench's, by what the table calls it."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -57,7 +71,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --threads N  of llama.cpp (default: as many as there are cores)
         --limit-s SECONDS=600  the longest that one of its programs may take
         """,
-        **{"SECONDS": float, "FILE,...": cli.names(cli.source)},
+        **{"SECONDS": float, "FILE,...": cli.names(pathlib.Path)},
     )
     runs = parser.add_argument_group("runs")
     names = "gammas page-size prompts gen-tokens repeats raw"
@@ -79,22 +93,57 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def load(args: argparse.Namespace) -> models.Drafters:
-    """Our side with each drafter, and the slab that it has by default."""
-    first, *others = args.drafter
-    lm = loading.load(
-        args.target,
-        draft=args.draft,
-        drafter=first,
-        gamma_max=max(args.gamma),
-        dtype=args.dtype,
-        weights=args.weights,
-        draft_weights=args.draft_weights,
-        impl=args.impl,
-    )
-    words = prompts_lib.with_options(args, lm.tokenizer)
-    lm = dataclasses.replace(lm, tokenizer=words)
-    return {first: lm} | {name: models.with_drafter(args, lm, name) for name in others}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sides:
+    """The same models on both sides, and what both are asked for."""
+
+    lms: models.Drafters  # by a name of `llama_cpp.SPEC_TYPES`
+    settings: runs_lib.Settings
+    gammas: Sequence[int]
+    build: llama_cpp.Build
+    target: pathlib.Path  # GGUF files
+    drafts: Mapping[str, pathlib.Path]
+    others: Mapping[str, pathlib.Path]  # the target, quantised otherwise, by its name
+
+    def runs(self) -> list[compare.Run]:
+        """Plain on either side, speculative by each drafter and gamma, and llama.cpp's
+        of its other files."""
+        drafted = [(name, gamma) for name in self.lms for gamma in self.gammas]
+        both = [
+            compare.Run(side=side, method=method, gamma=gamma)
+            for method, gamma in [(PLAIN, None), *drafted]
+            for side in (compare.OURS, THEIRS)
+        ]
+        return both + [compare.Run(side=THEIRS, method=name) for name in self.others]
+
+    def generate(self, run: compare.Run, prompt: list[int]) -> compare.Generated:
+        """One run of a prompt.
+
+        Raises:
+          ValueError: of llama.cpp, or it has other tokens of the prompt.
+        """
+        settings, (first, *_) = self.settings, self.lms.values()
+        lm = self.lms.get(run.method, first)
+        if run.side == compare.OURS:
+            done = compare.ours(lm, settings, prompt, gamma=run.gamma)
+            checks.check_finite(done.nonfinite)
+            return done
+        done, prompt_tokens = llama_cpp.generate(
+            self.build,
+            self.others.get(run.method, self.target),
+            b"".join(lm.tokenizer.bytes_of(int(token)) for token in prompt),
+            max_tokens=settings.gen_tokens,
+            capacity=settings.capacity,
+            gamma=run.gamma,
+            drafter=run.method,
+            draft=self.drafts.get(run.method),
+        )
+        if prompt_tokens != len(prompt):
+            raise ValueError(
+                f"llama.cpp reads a prompt of {len(prompt)} tokens as "
+                f"{prompt_tokens}: its tokenizer is another"
+            )
+        return done
 
 
 def convert(
@@ -120,11 +169,154 @@ def convert(
     return {name: folder / f"{name}.gguf" for name in heads}
 
 
+def measure_steps(
+    args: argparse.Namespace,
+    lm: loading.LanguageModel,
+    build: llama_cpp.Build,
+    *,
+    after_turn: Callable[[], None],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows of steps, our time and llama.cpp's in turns; and what its build says."""
+    sizes = {"contexts": (CONTEXT,), "page_size": args.page_size, "steps": 20}
+    plan = steps.Plan(**sizes, rows=ROWS, prefills=PREFILLS)
+    alone = dataclasses.replace(lm, drafter=None)
+    costs = {cost.name: cost for cost in steps.all_costs(alone, plan)[0]}
+    turns, described = [], {}
+
+    def of_theirs() -> float:
+        sizes = {"prompts": (*ROWS, *PREFILLS), "tokens": TOKENS}
+        how = {"repeats": BENCH_REPEATS, **sizes}
+        found, told = llama_cpp.bench(build, args.gguf[0], **how)
+        turns.append(found)
+        described.update(told)
+        return 0.0
+
+    cases = {name: costs[cost].case for name, (cost, _) in TESTS.items()}
+    cases[THEIRS] = lambda: of_theirs
+    ours = bench.run(cases, repeats=args.repeats, after_turn=after_turn)
+    # What came first warmed up, as ours did.
+    return [
+        compared(name, "ms", ours.seconds[name], [turn[test] for turn in turns[1:]])
+        for name, (_, test) in TESTS.items()
+    ], described
+
+
+def compared(
+    name: str, unit: str, ours: Sequence[float], theirs: Sequence[float], **more: Any
+) -> dict[str, Any]:
+    """The JSON row of one figure: both in `unit`, and how many times faster ours is.
+
+    Args:
+      ours, theirs: seconds of each turn.
+    """
+    return {
+        "kind": "comparison",
+        "figure": name,
+        "unit": unit,
+        **bench.spread_fields("ours", [1e3 * s for s in ours]),
+        **bench.spread_fields("theirs", [1e3 * s for s in theirs]),
+        **bench.spread_fields("ratio", bench.ratios(theirs, ours)),
+        "n": len(ours),
+        **more,
+    }
+
+
+def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
+    """The JSON row of a prompt."""
+    names, runs = ("rounds", "proposed", "accepted"), []
+    for run, (first, *_) in done.every.items():
+        counts = {n: first.counters and getattr(first.counters, n) for n in names}
+        times = {n: done.seconds(run, n) for n in ("prefill_s", "decode_s")}
+        told = {"tokens": first.count, "ids": first.ids}
+        told |= {"first_difference": done.first_difference(run)}
+        told |= {"text": first.text.decode(errors="replace")}
+        runs.append({**dataclasses.asdict(run), **counts, **times, **told})
+    return {"kind": "prompt", "id": done.prompt.id, "runs": runs}
+
+
+def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
+    """Rows of plain and of speculative decoding, over all prompts of a turn.
+
+    Decoding is what a token costs after the prompt; end to end is everything, over the
+    tokens. The last row is of the fastest of ours that drafts, and of theirs at all.
+    """
+    made: list[dict[str, Any]] = []
+    every = list(prompts[0].every)
+    drafted, their_e2e = [], []
+    for theirs in (run for run in every if run.side == THEIRS):
+        # A file of llama.cpp's alone is compared with our plain decoding.
+        ours = dataclasses.replace(theirs, side=compare.OURS)
+        ours = ours if ours in every else compare.OUR_PLAIN
+        kind = theirs.method
+        if theirs.gamma is not None:
+            kind += f", {theirs.gamma} drafted"
+        elif theirs.method != PLAIN:
+            kind = f"{PLAIN}, {kind} there"
+        both, more = {"ours": ours, "theirs": theirs}, {"prompts": len(prompts)}
+        decode, e2e = (
+            [compare.per_token(prompts, run, whole=whole) for run in both.values()]
+            for whole in (False, True)
+        )
+        their_e2e.append(e2e[1])
+        for name, run in both.items():
+            same = [prompt.first_difference(run) is None for prompt in prompts]
+            more[f"same_{name}"] = sum(same)
+        if ours.gamma:
+            drafted.append(e2e[0])
+            more["drafts"] = {name: _drafts(prompts, run) for name, run in both.items()}
+        made += [
+            compared(f"{kind}: decode", "ms/token", *decode),
+            compared(f"{kind}: end to end", "ms/token", *e2e, **more),
+        ]
+    fastest = min(drafted, key=sum), min(their_e2e, key=sum)
+    name = "the fastest that drafts, and the fastest of theirs: end to end"
+    return [*made, compared(name, "ms/token", *fastest)]
+
+
+def _drafts(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, Any]:
+    total = compare.counted(prompts, run)
+    counts = {n: getattr(total, n) for n in ("rounds", "proposed", "accepted")}
+    kept = total.accepted / total.rounds if total.rounds else None
+    return counts | {"accepted_per_round": kept}
+
+
+COLUMNS = {
+    "figure": "",
+    "unit": "",
+    "llama.cpp": ("theirs", ".3f"),
+    "ours": ".3f",
+    "times faster": ("ratio", ".2f"),
+    "p10": ("ratio_p10", ".2f"),
+    "p90": ("ratio_p90", ".2f"),
+}
+"""The columns of the table, for `tables.print_rows`."""
+
+
+def print_all(console: terminal.Console, rows: Sequence[tables.Row]) -> None:
+    """Prints the table, what was kept of drafts, and how far the texts agree."""
+    tables.print_rows(rows, COLUMNS, console)
+    for row in (row for row in rows if "prompts" in row):
+        words = (
+            f"{row['figure'].partition(':')[0]}: our text in {row['same_ours']} of "
+            f"{row['prompts']} prompts, llama.cpp's in {row['same_theirs']}"
+        )
+        if "drafts" in row:
+            kept = [row["drafts"][side] for side in ("ours", "theirs")]
+            here, there = (one["accepted"] / max(one["rounds"], 1) for one in kept)
+            words += f"; drafts kept a round {here:.3f} here and {there:.3f} there"
+        console.print(words, highlight=False, soft_wrap=True)
+    tables.print_note(
+        "texts are compared with that of our plain decoding, which our drafted ones "
+        "must be; llama.cpp keeps K/V in float16, adds in another order, and need not",
+        console,
+    )
+
+
 def run_all(
     args: argparse.Namespace,
     folder: pathlib.Path,
     out: records.JsonLines,
-    console: rich_console.Console,
+    console: terminal.Console,
 ) -> bool:
     """Loads, measures, writes, prints; returns whether our texts are the same."""
     for path in args.gguf:
@@ -133,7 +325,9 @@ def run_all(
     threads = args.threads or processes.usable_cores()
     build = llama_cpp.find(args.llama_bin, threads=threads, limit_s=args.limit_s)
     subjects.check_device("cpu")
-    lms, found = load(args), []
+    # With the slab that a model has by default.
+    how = {"gamma_max": max(args.gamma), "slab": None}
+    lms, found = models.load_drafters(args, args.drafter, **how), []
     lm = lms[args.drafter[0]]
     drafts = convert(args, lm, build, folder)
     out.common = {
@@ -146,18 +340,11 @@ def run_all(
     }
     if not args.no_steps:
         with terminal.counted("turns of steps", total=args.repeats + 1) as advance:
-            found, described = beside.measure_steps(
-                lm,
-                build,
-                target=args.gguf[0],
-                page_size=args.page_size,
-                repeats=args.repeats,
-                after_turn=advance,
-            )
+            found, described = measure_steps(args, lm, build, after_turn=advance)
         out.common |= {"llama_cpp": described | {"threads": threads}}
         out.write_all(found)
     subject = models.prepare(args, lm, args.prompts, stop_ids=lm.stop_ids)
-    sides = beside.Sides(
+    sides = Sides(
         lms=lms,
         settings=subject.settings,
         gammas=args.gamma,
@@ -166,18 +353,17 @@ def run_all(
         drafts=drafts,
         others={path.stem: path for path in args.gguf[1:]},
     )
-    results.warm_up(sides.designs(), subject.ids)
-    done = []
+    done, how = [], {"reference": compare.OUR_PLAIN, "repeats": args.repeats}
     with terminal.counted("prompts", total=len(subject.prompts)) as advance:
-        for prompt, ids in zip(subject.prompts, subject.ids, strict=True):
-            done.append(beside.run_prompt(sides, prompt, ids, repeats=args.repeats))
-            out.write(done[-1].row())
+        for both in zip(subject.prompts, subject.ids, strict=True):
+            one = compare.run_prompt(sides.generate, sides.runs(), *both, **how)
+            done.append(one)
+            out.write(prompt_row(one))
             advance()
-    of_prompts = beside.rows(done)
+    of_prompts = rows(done)
     out.write_all(of_prompts)
-    beside.print_all(console, [*of_prompts, *found])
-    compared = [row for row in of_prompts if "prompts" in row]
-    return all(row["same_ours"] == row["prompts"] for row in compared)
+    print_all(console, [*of_prompts, *found])
+    return all(one.matched for one in done)
 
 
 def run(args: argparse.Namespace) -> int:

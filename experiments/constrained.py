@@ -13,12 +13,6 @@ Exit status: 0 all answers parse, or all is equal; 2 some do not, or something i
 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import functools
 import itertools
@@ -32,6 +26,7 @@ import jax.numpy as jnp
 import spec_jax as sj
 from experiments.lib import (
     bench,
+    cli,
     flags,
     models,
     records,
@@ -302,7 +297,7 @@ COLUMNS = {
     "median, 95 %": lambda row: f"{row['median_low']:.3f}-{row['median_high']:.3f}",
     "p10-p90": lambda row: f"{row['ratio_p10']:.3f}-{row['ratio_p90']:.3f}",
 }
-"""Of the table, for `tables.print_rows`."""
+"""The columns of the table, for `tables.print_rows`."""
 
 CELLS = {
     "processor": "",

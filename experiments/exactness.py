@@ -12,23 +12,16 @@ By default the first value of every axis is the base, and each other value is ru
 the rest of the base; --product runs every combination.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import console as rich_console
-
 from experiments.lib import (
     cell_runs,
     certificates,
+    cli,
     exact_cells as cells_lib,
     fan_out,
     flags,
@@ -67,12 +60,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --limit N  with --verify: the first N prompts only, but no fewer than the
             largest batch of the certificate has
         """,
-        CERTIFICATE=cli.source,
+        CERTIFICATE=pathlib.Path,
     )
     fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
     args = parser.parse_args(argv)
     flags.check_models(parser, args)
-    _name_head(parser, args)
+    _name_head(args)
     if args.limit and not args.verify:
         parser.error("--limit goes with --verify; --prompts N runs N prompts")
     if args.verify and args.certificate:
@@ -84,21 +77,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _name_head(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _name_head(args: argparse.Namespace) -> None:
     """Fills in `--head` where a drafter is one that is shipped for the target."""
     needed = [name for name in args.drafter or () if name in registry.NEED_TARGET]
-    try:
-        if args.head is None and needed:
-            heads = loading.heads_for(args.target)
-            if len(needed) > 1:
-                raise ValueError(f"{len(needed)} heads are named: run each apart")
-            args.head = registry.shipped_head(needed[0], heads)
-        elif args.head is not None and not args.verify:
-            kind = registry.kind_of(args.head)
-            if needed != [kind]:
-                raise ValueError(f"--head is the drafter {kind}'s: add that alone")
-    except ValueError as error:
-        parser.error(f"--drafter: {error}")
+    if args.head is None and needed:
+        if len(needed) > 1:
+            raise ValueError(
+                f"--drafter: {len(needed)} heads are named: run each apart"
+            )
+        args.head = registry.shipped_head(needed[0], loading.heads_for(args.target))
+    elif args.head is not None and not args.verify:
+        kind = registry.kind_of(args.head)
+        if needed != [kind]:
+            raise ValueError(f"--head is the drafter {kind}'s: add that alone")
 
 
 def _add_input_flags(group: argparse._ActionsContainer) -> None:
@@ -118,7 +109,7 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
             an hour on two idle cores with native kernels
         --product  every combination of the axes' values
         """,
-        **{"N|FILE[:N]": cli.text_source},
+        **{"N|FILE[:N]": str},
     )
 
 
@@ -155,26 +146,24 @@ def act(args: argparse.Namespace) -> int:
     return (verify if args.verify else run)(args, terminal.console())
 
 
-def run(args: argparse.Namespace, console: rich_console.Console) -> int:
+def run(args: argparse.Namespace, console: terminal.Console) -> int:
     """Runs the suite, and writes rows and certificate; returns the exit status."""
     if args.certificate and not args.allow_dirty:
         records.check_clean(what="a certificate", allow="--allow-dirty")
     with records.open_out(args) as out:
-        planned = plans.from_flags(args)
-        header = {"kind": "header", **planned.header}
+        plan = plans.from_flags(args)
+        header = {"kind": "header", **plan.header}
         kept = records.resume_behind(out, header, ("prompt",))
-        rows = _run_rows(args, planned.plan, kept, out, console)
-        cells = planned.plan.cells
+        rows = _run_rows(args, plan, kept, out, console)
+        cells = plan.cells
         summaries = [suite.summarise(cell, rows) for cell in cells]
         for summary in summaries:
-            out.write({"kind": "cell", **summary.to_row()})
+            out.write({"kind": "cell", **summary})
     print_cells(
         [
-            {
-                **{"cell": one.cell, "prompts": one.prompts, "texts": one.texts},
-                **{"accepted": one.accepted / max(one.proposed, 1), **one.equal},
-            }
-            for one in summaries
+            {**one, "cell": cell, **one["equal"]}
+            | {"accepted": one["accepted"] / max(one["proposed"], 1)}
+            for cell, one in zip(cells, summaries, strict=True)
         ],
         {"prompts": ",d", "texts": ",d", "accepted": ".3f"},
         console,
@@ -189,11 +178,11 @@ def run(args: argparse.Namespace, console: rich_console.Console) -> int:
             console,
         )
     if args.certificate:
-        certificate = certificates.make(planned.header, cells, rows)
+        certificate = certificates.make(plan.header, cells, rows)
         certificates.write(args.certificate, certificate)
         digest = certificate["sha256"][:12]
         console.print(f"certificate {digest}: {args.certificate}", soft_wrap=True)
-    is_exact = all(summary.is_exact for summary in summaries) and not across
+    is_exact = all(one["exact"] for one in summaries) and not across
     return EXACT if is_exact else NOT_EXACT
 
 
@@ -202,7 +191,7 @@ def _run_rows(
     plan: suite.Plan,
     kept: Sequence[suite.Row],
     out: records.JsonLines,
-    console: rich_console.Console,
+    console: terminal.Console,
 ) -> list[suite.Row]:
     """All rows: those that were there, and the others as they finish."""
     console.print(
@@ -228,14 +217,13 @@ def _run_rows(
     return rows
 
 
-def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
+def verify(args: argparse.Namespace, console: terminal.Console) -> int:
     """Runs a certificate's cells again; returns the exit status."""
     certificate = certificates.read(args.verify)
     if args.isa is None:
         _choose_isa_of(args.verify, certificate)
     with records.open_out(args) as out:
-        planned = plans.from_certificate(args, certificate)
-        plan = planned.plan
+        plan = plans.from_certificate(args, certificate)
         rows = _run_rows(args, plan, [], out, console)
     agreement = certificates.agreement(certificate, rows)
     counts = [agreement[cell.name] for cell in plan.cells]
@@ -252,7 +240,7 @@ def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
             certificate["environment"].get("git_dirty")
         ),
     }
-    changes = certificates.changes(certificate, planned.header["environment"])
+    changes = certificates.changes(certificate, plan.header["environment"])
     lines |= {f"{name}: {then}, now {now}": True for name, then, now in changes}
     lines["the environment is that of the certificate"] = not changes
     for line, is_told in lines.items():
@@ -262,14 +250,14 @@ def verify(args: argparse.Namespace, console: rich_console.Console) -> int:
     agrees = {n for of_cell in counts for n in of_cell.values()} == {len(plan.prompts)}
     summaries = [suite.summarise(cell, rows) for cell in plan.cells]
     _print_wrong(suite.warnings(summaries), console)
-    is_finite = not any(summary.nonfinite_logits for summary in summaries)
+    is_finite = not any(one["nonfinite_logits"] for one in summaries)
     return EXACT if agrees and is_finite else NOT_EXACT
 
 
 def print_cells(
     rows: Sequence[dict[str, Any]],
     columns: Mapping[str, tables.Column],
-    console: rich_console.Console,
+    console: terminal.Console,
 ) -> None:
     """Prints one row for each cell: what of it is not the first's, the columns, and how
     many prompts are equal in each of `evidence.WHATS`; red where not all are."""
@@ -289,14 +277,12 @@ def print_cells(
     tables.print_rows(shown, {"cell": "", **columns, **compared}, console)
 
 
-def _print_wrong(lines: Sequence[str], console: rich_console.Console) -> None:
+def _print_wrong(lines: Sequence[str], console: terminal.Console) -> None:
     for line in lines:
         console.print(line, style="bold red", soft_wrap=True, highlight=False)
 
 
-def _print_differences(
-    rows: Sequence[suite.Row], console: rich_console.Console
-) -> None:
+def _print_differences(rows: Sequence[suite.Row], console: terminal.Console) -> None:
     """Prints the first differences, one by one, and what looks closer."""
     found = [row for row in rows if row["differences"]]
     for row in found[:MOST_SHOWN]:

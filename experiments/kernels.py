@@ -8,12 +8,6 @@ there. Exit status: 0 all equal, 2 a kernel failed or a bit differs, 1 the input
 unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 import hashlib
@@ -23,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import flags, noise, records, subjects, terminal
+from experiments.lib import cli, flags, noise, records, subjects, tables, terminal
 from spec_jax import testing
 from spec_jax.model import row_model
 from spec_jax.native import build
@@ -54,10 +48,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             {", ".join(sorted(subjects.PRESETS))}, or a folder with a config.json
         --contexts N,N,...=5,300  tokens of the prompts
         """,
-        **{"NAME": str, "NAME|DIR": cli.text_source},
+        **{"NAME": str, "NAME|DIR": str},
     )
     args = parser.parse_args(argv)
-    flags.check_isa(parser, args)
+    flags.choose_isa(args)
     return args
 
 
@@ -95,9 +89,11 @@ def control(impl: str) -> list[dict[str, Any]]:
     return [{"kind": "control", "check": name, "differing": wrong, "seen": wrong > 0}]
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Reads after each context; writes and prints each row when it is known."""
-    console, platform = terminal.console(), subjects.check_device(args.device)
+    platform = subjects.check_device(args.device)
     known, impl = IMPLS[platform], args.impl or IMPLS[platform][0]
     if impl in REMOVED_IMPLS:
         raise ValueError(REMOVED_IMPLS[impl])
@@ -111,27 +107,22 @@ def run(args: argparse.Namespace) -> int:
     jobs = {f"context {n}": lambda n=n: check(model, params, n) for n in args.contexts}
     if impl in dispatch.PALLAS:
         jobs = {"control": lambda: control(impl)} | jobs
-    failed = False
-    with records.open_out(args) as out:
-        out.common = {
-            "device": platform,
-            "shapes": args.shapes,
-            "dtype": config.dtype,
-            "weights": config.weights,
-            "impl": impl,
-            "native_isa": build.load() if impl == "native" else None,
-            **records.provenance(),
-        }
-        for name, work in jobs.items():
-            rows = records.guarded(name, work)
-            out.write_all(rows)
-            failed |= any(map(records.is_failure, rows))
-            for row in rows:
-                console.print(records.line(row), highlight=False, soft_wrap=True)
-    return FAILED if failed else EQUAL
+    out.common = {
+        "device": platform,
+        "shapes": args.shapes,
+        "dtype": config.dtype,
+        "weights": config.weights,
+        "impl": impl,
+        "native_isa": build.load() if impl == "native" else None,
+        **records.provenance(),
+    }
+    shown = tables.Report(out, console, {})
+    for name, work in jobs.items():
+        shown.add(name, work)
+    return FAILED if shown.failed else EQUAL
 
 
-main = cli.script("kernels.py", parse_args, run)
+main = records.script("kernels.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -6,22 +6,14 @@ compares whole runs with Hugging Face's.) Exit status: 0 measured, 2 something f
 tokens differ at forced acceptance, 1 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
-import itertools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from rich import console as rich_console
 
 from experiments.lib import (
     bench,
+    cli,
     flags,
     forced_rounds,
     models as models_lib,
@@ -138,30 +130,9 @@ def load(args: argparse.Namespace) -> loading.LanguageModel:
     return subjects.load(args, as_shapes=args.dry_run, **sizes)
 
 
-class Report:
-    """Rows as they are known, their tables, and whether anything failed."""
-
-    def __init__(self, out: records.JsonLines, console: rich_console.Console):
-        self._out, self._console = out, console
-        self.failed = False
-
-    def add(self, name: str, work: Callable[[], list[dict]], **how: Any) -> None:
-        """Writes the rows of `work`, and prints them; `how` as of `records.guarded`."""
-        rows = records.guarded(name, work, **how)
-        self._out.write_all(rows)
-        self.failed |= any(map(records.is_failure, rows))
-        for kind, group in itertools.groupby(rows, key=lambda row: row["kind"]):
-            group = list(group)
-            if kind in COLUMNS:
-                tables.print_rows(group, COLUMNS[kind], self._console)
-                continue
-            for row in group:
-                line = records.line(row)
-                self._console.print(line, highlight=False, soft_wrap=True)
-        self._console.print()
-
-
-def run_all(args: argparse.Namespace, out: records.JsonLines) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Loads, measures, writes each row when it is known, and prints the tables."""
     lm = load(args)
     if args.head:  # It says itself how many tokens it drafts.
@@ -180,7 +151,7 @@ def run_all(args: argparse.Namespace, out: records.JsonLines) -> int:
     # What cannot be run is found before anything has been.
     groups = [] if args.no_steps else steps.all_costs(lm, plan)
     out.common = describe(args, lm)
-    shown = Report(out, terminal.console())
+    shown = tables.Report(out, console, COLUMNS)
     if args.dry_run:
         works = [cost.work for group in groups for cost in group if cost.work]
         if args.forced:
@@ -276,20 +247,14 @@ COLUMNS = {
     "compile": {
         "program": "",
         **dict.fromkeys(("trace_s", "lower_s", "compile_s"), ".2f"),
-        **dict.fromkeys(("kernels", "launches", "temp_bytes"), ",d"),
+        **dict.fromkeys(("kernels", "temp_bytes"), ",d"),
     },
     "trace": {"event": "", "calls": ",d", "own_us": ",.1f", "share": ".3f"},
 }
 """Of the table of each kind of rows."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs everything and shows it; returns the exit status."""
-    with records.open_out(args) as out:
-        return run_all(args, out)
-
-
-main = cli.script("latency.py", parse_args, run)
+main = records.script("latency.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -9,24 +9,18 @@ operation that is named.
 Exit status: 0 no value differs, 2 one does, 1 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rich import console as rich_console
 
 from experiments.lib import (
+    cli,
+    curves,
     flags,
     microscope,
-    operations as named,
     prompt_files,
     prompts as prompts_lib,
     records,
@@ -117,7 +111,7 @@ def decode(
     words: tokenizer_lib.Tokenizer,
 ) -> list[Text]:
     """Decodes every prompt, greedily, past stop tokens."""
-    named = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
+    named = prompt_files.parse(args.prompts)
     lm = loading.LanguageModel(
         **{"target": model, "params": params, "tokenizer": words},
         **{"drafter": None, "drafter_params": None},
@@ -192,7 +186,7 @@ def look(args: argparse.Namespace) -> dict[str, Any]:
 def _differences(found: microscope.Comparison, start: int) -> dict[str, Any]:
     """Returns a comparison by layers and operations, as `plot.py` draws it."""
     names = dict.fromkeys(key.rpartition(":")[2] for key in found.cells)
-    operations = [name for name in names if name not in named.OUTSIDE]
+    operations = [name for name in names if name not in microscope.OUTSIDE]
     layers = range(len(found.cells) // max(len(operations), 1))
     first = found.first and {
         **{name: found.first[name] for name in ("layer", "operation")},
@@ -206,13 +200,14 @@ def _differences(found: microscope.Comparison, start: int) -> dict[str, Any]:
         "operations": operations,
         "layers": list(layers),
         "cells": [
-            [found.cells[named.key(n, name)] for name in operations] for n in layers
+            [found.cells[microscope.key(n, name)] for name in operations]
+            for n in layers
         ],
-        "outside": {n: found.cells[n] for n in named.OUTSIDE if n in found.cells},
+        "outside": {n: found.cells[n] for n in microscope.OUTSIDE if n in found.cells},
     }
 
 
-def print_row(row: Row, console: rich_console.Console) -> None:
+def print_row(row: Row, console: terminal.Console) -> None:
     """Prints what is compared, how many choices differ, and the first difference."""
     for side in ("reference", "verify"):
         told = ", ".join(f"{name} {value}" for name, value in row[side].items())
@@ -225,11 +220,9 @@ def print_row(row: Row, console: rich_console.Console) -> None:
         )
     first, found = row["first"], f"no difference in {row['num_values']:,d} values"
     if first is not None:
-        layer = "" if first["layer"] is None else f"layer {first['layer']}, "
         found = (
-            f"first: {layer}{first['operation']}, position {first['position']}: "
-            f"{first['differing']:,d} of {first['elements']:,d} elements, at most "
-            f"{first['max_ulp']:,d} ulp"
+            f"first: {curves.first_of(row)}: {first['differing']:,d} of "
+            f"{first['elements']:,d} elements, at most {first['max_ulp']:,d} ulp"
         )
     for line in (
         f"{row['mismatches']:,d} of {row['choices']:,d} choices are not decoding's, in "
@@ -240,17 +233,17 @@ def print_row(row: Row, console: rich_console.Console) -> None:
         console.print(line, style="bold", highlight=False)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console = terminal.console()
-    with records.open_out(args) as out:
-        row = look(args) | records.provenance()
-        out.write(row)
+    row = look(args) | records.provenance()
+    out.write(row)
     print_row(row, console)
     return EQUAL if row["equal"] else DIFFERENT
 
 
-main = cli.script("parity.py", parse_args, run)
+main = records.script("parity.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -5,12 +5,6 @@ llama-perplexity does, which is asked, too, for files of `--gguf`. Exit status: 
 measured, 1 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import pathlib
 import tempfile
@@ -19,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from experiments.lib import (
+    cli,
     flags,
     llama_cpp,
     processes,
@@ -46,13 +41,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --gguf FILE,...  of the target, with --llama-bin
         --limit-s SECONDS=600  the longest that llama-perplexity may take
         """,
-        **{"SECONDS": float, "FILE,...": cli.names(cli.source)},
+        **{"SECONDS": float, "FILE,...": cli.names(pathlib.Path)},
     )
     flags.add(parser, "out", out="one for each form of the weights")
     args = parser.parse_args(argv)
     if (args.llama_bin is None) != (args.gguf is None):
         parser.error("--llama-bin and --gguf: give both, or neither")
-    flags.check_isa(parser, args)
+    flags.choose_isa(args)
     return args
 
 
@@ -119,23 +114,23 @@ def rows(args: argparse.Namespace, text: str) -> Iterator[dict]:
             yield {"kind": "perplexity", "weights": f"llama.cpp {gguf.stem}"} | found
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Measures, writes and prints; returns the exit status."""
-    read = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
+    read = prompt_files.parse(args.prompts)
     text = "\n\n".join(str(prompt.text) for prompt in read)
-    console = terminal.console()
-    with records.open_out(args) as out:
-        out.common = {"prompt_source": args.prompts, **records.provenance()}
-        for row in rows(args, text):
-            out.write(row)
-            ratio = ""
-            if "ratio" in row:
-                ratio = f", {row['ratio']:.4f} x dense +- {row['ratio_error']:.4f}"
-            console.print(f"{row['weights']}: {row['perplexity']:.4f}{ratio}")
+    out.common = {"prompt_source": args.prompts, **records.provenance()}
+    for row in rows(args, text):
+        out.write(row)
+        ratio = ""
+        if "ratio" in row:
+            ratio = f", {row['ratio']:.4f} x dense +- {row['ratio_error']:.4f}"
+        console.print(f"{row['weights']}: {row['perplexity']:.4f}{ratio}")
     return 0
 
 
-main = cli.script("perplexity.py", parse_args, run)
+main = records.script("perplexity.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -1,31 +1,24 @@
 """Which drafter and which gamma pay here, as predicted, and is that so?
 
-Measures what rounds of each gamma cost on this machine and how often drafts are kept,
-predicts the speed-up of every drafter and gamma from that, says which pairs cannot win
-and why, then runs them all, in turn with autoregressive decoding, and shows how far the
-predictions were off. Greedy without --temperature; stop tokens are ignored, so that
-every text has the same length. Exit status: 0 measured and matched, 2 not matched, 1
-the input was unusable.
+Measures what rounds of each gamma cost on this machine, as the default policy does, and
+how often drafts are kept, predicts the speed-up of every drafter and gamma from that,
+says which pairs cannot win and why, then runs them all, in turn with autoregressive
+decoding, and shows how far the predictions were off. Greedy without --temperature; stop
+tokens are ignored, so that every text has the same length. Exit status: 0 measured and
+matched, 2 not matched, 1 the input was unusable.
 """
-
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import console as rich_console
-
 from experiments.lib import (
-    costs as costs_lib,
+    cli,
     flags,
     models,
     planning,
+    policies,
     records,
     results as results_lib,
     runs,
@@ -58,7 +51,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         """
         --tree A,B,..  trees to be planned next to the chains, by each drafter that has
             trees: 4x12:15, 4x12:15@0.3, 4-2-1 or NAME.json
-        --cost-repeats N=10  timed calls of each part of a round
         """,
         **{"A,B,..": cli.names(flags.tree_text)},
     )
@@ -76,8 +68,7 @@ def load(args: argparse.Namespace) -> dict[Pair, loading.LanguageModel]:
     """Returns the pairs of target and drafter: those of chains, then those of trees.
 
     Raises:
-      ValueError: trees for drafters of chains alone, or of more nodes than a text has
-        tokens.
+      ValueError: trees for drafters of chains alone.
     """
     lms = models.load_drafters(args, args.drafter, gamma_max=max(args.gamma))
     has_trees = [
@@ -91,8 +82,6 @@ def load(args: argparse.Namespace) -> dict[Pair, loading.LanguageModel]:
     pairs: dict[Pair, loading.LanguageModel] = {(n, None): lm for n, lm in lms.items()}
     for name in has_trees:
         pairs |= {(name, tree): lms[name].with_tree(tree) for tree in args.tree or ()}
-    for lm in pairs.values():
-        costs_lib.check_gen_tokens(args.gen_tokens, lm.gamma_max)
     return pairs
 
 
@@ -102,26 +91,25 @@ def predict(
     lm: loading.LanguageModel,
     subject: models.Subject,
     out: records.JsonLines,
-    console: rich_console.Console,
+    console: terminal.Console,
 ) -> list[dict[str, Any]]:
     """Measures costs and kept drafts of a pair; says what they lead one to expect."""
     drafter, tree = pair
     name = drafter if tree is None else f"{drafter}, tree {tree}"
     about = {"drafter": drafter, "tree": tree}
     settings = dataclasses.replace(subject.settings, gamma=lm.gamma_max)
-    with terminal.counted(f"costs: {name}", total=args.cost_repeats + 1) as advance:
-        typical = models.typical(subject.ids)
-        how = {"repeats": args.cost_repeats, "after_turn": advance}
-        costs, rows = costs_lib.measure(lm, settings, typical, **how)
-    out.write_all(about | row for row in rows)
-    tables.print_rows(rows, COSTS, console, title=name)
+    costs = policies.costs_of(lm, settings, models.typical(subject.ids))
+    out.write(about | {"kind": "plan_costs"} | dataclasses.asdict(costs))
     counters = metrics.total(
         runs.run_speculative(lm, settings, ids).counters for ids in subject.ids
     )
-    rows = planning.predict(counters, costs, is_tree=tree is not None)
+    drafts = range(1, lm.gamma_max + 1)
+    if tree is not None:  # So many that the numbers between are of no interest.
+        drafts = sorted({2**n - 1 for n in range(1, 9)} & {*drafts} | {lm.gamma_max})
+    rows = planning.predict(counters, costs, drafts)
     out.write_all(about | {"kind": "prediction"} | row for row in rows)
-    tables.print_rows(rows, PREDICTIONS, console)
-    row = planning.recommend(name, counters, costs)
+    tables.print_rows(rows, PREDICTIONS, console, title=name)
+    row = planning.recommend(name, counters, costs, rows)
     out.write(about | row)
     console.print(row["words"], "\n")
     return rows
@@ -155,20 +143,12 @@ def plan_rows(
     return rows
 
 
-COSTS = {
-    "cost": "",
-    "ms": ".3f",
-    "p10": ("ms_p10", ".3f"),
-    "p90": ("ms_p90", ".3f"),
-    "plain steps": ("ratio", ".2f"),
-}
 PREDICTIONS = {
     "drafts": "d",
     "rows": ("rows_per_round", ".1f"),
     "round, plain steps": ("plain_steps", ".2f"),
     "tokens": ("tokens_per_round", ".2f"),
     "predicted": lambda row: f"{row['speedup']:.2f}x",
-    "rows free": lambda row: f"{row['free_rows_speedup']:.2f}x",
 }
 PLAN = {
     "drafter": "",
@@ -189,53 +169,50 @@ NOTE = (
 """Of the tables that are shown, for `tables.print_rows`."""
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Predicts, runs every drafter and gamma, and compares; returns the exit status."""
-    console = terminal.console()
-    with records.open_out(args) as out:
-        pairs = load(args)
-        first = pairs[args.drafter[0], None]
-        sampling = flags.sampling_settings(args)
-        subject = models.prepare(args, first, args.prompts, sampling=sampling)
-        out.common = (
-            models.describe(args, first)
-            | {"prompt_source": args.prompts, "cost_repeats": args.cost_repeats}
-            | records.provenance()
-        )
-        gammas = ", ".join(map(str, args.gamma))
-        words = ", ".join(args.drafter), f"gamma {gammas}"
-        models.announce(args, subject, console, *words)
-        design = lambda lm, gamma: results_lib.Design(
-            lm=lm, settings=dataclasses.replace(subject.settings, gamma=gamma)
-        )
-        most = [design(lm, lm.gamma_max) for lm in pairs.values()]
-        results_lib.warm_up(most, subject.ids)
-        grid: dict[Drafted, results_lib.Design] = {}
-        predictions: dict[Drafted, dict[str, Any]] = {}
-        for pair, lm in pairs.items():
-            rows, (name, tree) = predict(args, pair, lm, subject, out, console), pair
-            for gamma in args.gamma if tree is None else (lm.gamma_max,):
-                drafted = tree or gamma
-                grid[name, drafted] = design(lm, gamma)
-                (found,) = (row for row in rows if row["drafts"] == gamma)
-                predictions[name, drafted] = found
-        results: dict[Drafted, list[results_lib.PromptResult]] = {}
-        with terminal.counted("runs", total=len(grid)) as advance:
-            for drafted, one in grid.items():
-                results[drafted] = [
-                    results_lib.run_prompt(one, prompt, ids, repeats=args.repeats)
-                    for prompt, ids in zip(subject.prompts, subject.ids, strict=True)
-                ]
-                advance()
-        rows = plan_rows(results, predictions)
-        out.write_all(rows)
+    pairs = load(args)
+    first = pairs[args.drafter[0], None]
+    sampling = flags.sampling_settings(args)
+    subject = models.prepare(args, first, args.prompts, sampling=sampling)
+    out.common = (
+        models.describe(args, first)
+        | {"prompt_source": args.prompts}
+        | records.provenance()
+    )
+    gammas = ", ".join(map(str, args.gamma))
+    words = ", ".join(args.drafter), f"gamma {gammas}"
+    models.announce(args, subject, console, *words)
+    design = lambda gamma: dataclasses.replace(subject.settings, gamma=gamma)
+    most = [(lm, design(lm.gamma_max)) for lm in pairs.values()]
+    results_lib.warm_up(most, subject.ids)
+    grid: dict[Drafted, tuple[loading.LanguageModel, runs.Settings]] = {}
+    predictions: dict[Drafted, dict[str, Any]] = {}
+    for pair, lm in pairs.items():
+        rows, (name, tree) = predict(args, pair, lm, subject, out, console), pair
+        for gamma in args.gamma if tree is None else (lm.gamma_max,):
+            drafted = tree or gamma
+            grid[name, drafted] = lm, design(gamma)
+            (found,) = (row for row in rows if row["drafts"] == gamma)
+            predictions[name, drafted] = found
+    results: dict[Drafted, list[results_lib.PromptResult]] = {}
+    prompts, how = (subject.prompts, subject.ids), {"repeats": args.repeats}
+    with terminal.counted("runs", total=len(grid)) as advance:
+        for drafted, (lm, settings) in grid.items():
+            done = results_lib.run_prompts(lm, settings, *prompts, **how)
+            results[drafted] = list(done)
+            advance()
+    rows = plan_rows(results, predictions)
+    out.write_all(rows)
     tables.print_rows(rows, PLAN, console)
     tables.print_disturbed(rows, console)
     tables.print_note(NOTE, console)
     return MATCHED if all(row["matched"] for row in rows) else NOT_MATCHED
 
 
-main = cli.script("plan.py", parse_args, run)
+main = records.script("plan.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

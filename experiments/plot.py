@@ -5,12 +5,6 @@ drawn, 1 the input was unusable; a figure whose rows are missing is not drawn, u
 was asked for by name.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import importlib.util
 import pathlib
@@ -18,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.lib import curves, files
+from experiments.lib import cli, curves, files
 
 
 DRAWN = 0

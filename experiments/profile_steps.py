@@ -9,16 +9,11 @@ prefix is kept: half of the prompts fit, and errors are of the other half. Exit 
 0 measured, 2 logits are not finite, 1 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 from collections.abc import Sequence
 
 from experiments.lib import (
+    cli,
     confidences,
     flags,
     models,
@@ -65,23 +60,23 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Measures, writes and shows each profile; returns the exit status."""
-    console = terminal.console()
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     subject = models.prepare(args, lm, args.prompts) if args.calibrate else None
     if subject is not None:
         confidences.check_prompts(subject)
-    with records.open_out(args) as out:
-        about = models.describe(args, lm) | {"drafter": args.drafter}
-        out.common = about | records.provenance()
-        if subject is not None:  # First, as it says what a drafter lacks.
-            calibrate(args, subject, out, console)
-        for num_slots in args.batch:
-            for context in args.contexts:
-                row = profile(args, lm, num_slots=num_slots, context=context)
-                out.write(row)
-                show(row, console)
+    about = models.describe(args, lm) | {"drafter": args.drafter}
+    out.common = about | records.provenance()
+    if subject is not None:  # First, as it says what a drafter lacks.
+        calibrate(args, subject, out, console)
+    for num_slots in args.batch:
+        for context in args.contexts:
+            row = profile(args, lm, num_slots=num_slots, context=context)
+            out.write(row)
+            show(row, console)
     return MEASURED
 
 
@@ -138,7 +133,7 @@ def show(row: dict, console) -> None:
     tables.print_rows(lines, columns, console)
 
 
-main = cli.script("profile_steps.py", parse_args, run)
+main = records.script("profile_steps.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -14,12 +14,6 @@ requests of one slot: a policy goes on with what it learnt. Exit status: 0 evalu
 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 import pathlib
@@ -31,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib import (
+    cli,
     files,
     flags,
     models,
@@ -39,19 +34,20 @@ from experiments.lib import (
     summaries,
     tables,
     terminal,
-    trace as trace_lib,
 )
 from spec_jax import algorithms, default_gamma, loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import oracle, registry, text_tree
-from spec_jax.engine import checks, requests as requests_lib
+from spec_jax.engine import forward, protocols, requests as requests_lib
 from spec_jax.gamma import costs as costs_lib, policy as policy_lib
-from spec_jax.model import tokenizer
+from spec_jax.model import decoder, tokenizer
 from spec_jax.paging import index
 from spec_jax.rules import sampling
 
 
 DONE = 0
+SURE = 1e6
+"""The logit of a text's own token: no noise that a draw adds to another comes near."""
 SAMPLING = ("temperature", *flags.NOISE, "seed")
 
 
@@ -68,6 +64,11 @@ class Texts:
         """How the target drew; None is greedy."""
         made = {name: self.about[name] for name in SAMPLING}
         return sampling.make_settings(**made) if made["temperature"] else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the smallest vocabulary that has all of the texts."""
+        return 1 + max(max(ids) for ids in (*self.prompts, *self.generated))
 
     @property
     def capacity(self) -> int:
@@ -91,7 +92,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     parser.add_argument(
         "texts",
-        type=cli.source,
+        type=pathlib.Path,
         metavar="FILE",
         help="rows of spec_round.py --ignore-stop --out",
     )
@@ -146,6 +147,34 @@ def read(path: pathlib.Path) -> Texts:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes that a text has of a model."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    max_rows: int  # of a window
+
+
+def follow(trace: jax.Array, config: Config, rows: decoder.Rows, forwards: jax.Array):
+    """Stands in for the target's forward: each row is as good as sure of the text's own
+    next token, whatever it holds. Counts forwards by their active rows.
+
+    As long as it holds the text, that is what the target chooses. After a draft that
+    differs no rule reads a row: that draft is the last that is decided on.
+    """
+    own = trace.at[rows.positions + 1].get(mode="fill", fill_value=0)
+    is_own = jnp.arange(config.vocab_size, dtype=jnp.int32)[None] == own[:, None]
+    logits = jnp.where(is_own, jnp.float32(SURE), jnp.float32(0))
+    return forwards.at[rows.num_active].add(1), logits
+
+
+def no_forwards(config: Config, num_slots: int, capacity: int) -> jax.Array:
+    """Returns the counts of `follow`, `[max_rows + 1] int32`."""
+    del num_slots, capacity
+    return jnp.zeros((config.max_rows + 1,), jnp.int32)
+
+
 def replay(
     texts: Texts, number: int, built: registry.Built, way: Way
 ) -> tuple[metrics.Counters, np.ndarray, Way]:
@@ -157,26 +186,35 @@ def replay(
       policy goes on with what it learnt.
     """
     (drafter, params), prompt = built, texts.prompts[number]
-    page_size, size = texts.about["page_size"], texts.capacity + 1
     whole = [*prompt, *texts.generated[number]]
-    target = trace_lib.TraceTarget(max_rows=drafter.gamma_max + 1, size=size)
+    # Of one size, so that no prompt compiles.
+    trace = np.zeros(texts.capacity + 1, np.int32)
+    trace[: len(whole)] = whole
+    vocab_size = protocols.complete(drafter).vocab_size or texts.vocab_size
+    target = forward.ForwardTarget(
+        forward_rows=follow,
+        init_cache=no_forwards,
+        config=Config(vocab_size, texts.capacity, drafter.gamma_max + 1),
+        slab=drafter.gamma_max + 1,
+    )
     algo = algorithms.speculative(target, drafter, policy=way.policy.gamma_policy)
     request = requests_lib.Request(
         prompt=prompt,
         max_tokens=len(texts.generated[number]),
         gamma=way.gamma,
         sampling=texts.settings,
-        target_params=trace_lib.make_trace(whole, size=size),
         draft_params=oracle.make_trace(whole)
         if isinstance(drafter, oracle.Oracle)
         else None,
     )
-    sizes = {"capacity": texts.capacity, "page_size": page_size, "num_slots": 1}
+    sizes = {"capacity": texts.capacity, "page_size": texts.about["page_size"]}
+    both = jnp.asarray(trace), params
     scheduler = algo.scheduler(
-        (None, params), stop_ids=(), policy_state=way.policy.state, **sizes
+        both, num_slots=1, stop_ids=(), policy_state=way.policy.state, **sizes
     )
-    state = algo.run((None, params), scheduler.begin(request))
-    checks.check_pages(state.slots.status, state.slots.length, state.cache)
+    state = scheduler.begin(request)
+    of_prompt = np.asarray(state.cache.own)
+    state = algo.run(both, state)
     slot = requests_lib.slot_of(jax.device_get(state.slots), 0)
     counters = metrics.of_slot(slot, num_tokens=int(slot.length) - len(prompt))
     chosen = way.policy
@@ -184,7 +222,7 @@ def replay(
         learnt = policy_lib.renewed(chosen.gamma_policy, slot.policy)
         chosen = dataclasses.replace(chosen, state=jax.tree.map(jnp.asarray, learnt))
     way = dataclasses.replace(way, policy=chosen)
-    return counters, np.asarray(state.cache.num_forwards), way
+    return counters, np.asarray(state.cache.own) - of_prompt, way
 
 
 def ways_of(args: argparse.Namespace, drafter: Any) -> list[Way]:
@@ -210,8 +248,7 @@ def build(args: argparse.Namespace, texts: Texts) -> dict[str, registry.Built]:
       ValueError: a drafter that reads its target, a draft with fewer tokens than the
         texts have, or a gamma that is not drafted.
     """
-    gamma_max, about = max(args.gamma), texts.about
-    vocab_size = 1 + max(max(ids) for ids in (*texts.prompts, *texts.generated))
+    gamma_max, about, vocab_size = max(args.gamma), texts.about, texts.vocab_size
 
     def load_draft():
         folder = args.draft or loading.EMBEDDED_DRAFT

@@ -11,12 +11,6 @@ needed.
 rows. Exit status: 0 all done, 2 a step failed or did not match, 1 unusable input.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import os
 import pathlib
@@ -29,13 +23,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lib import (
+    cli,
     files,
     processes,
     prompt_files,
     published,
     records,
     reproduction,
-    sweep_cells,
 )
 from spec_jax.model import hub
 
@@ -124,7 +118,7 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
     if is_rows:
         kept = [row for row in rows if not step.keep or row["kind"] in step.keep]
         with records.open_rows(step.path, allow_dirty=args.allow_dirty) as out:
-            out.write_all(shortened(kept, totals=step.totals))
+            out.write_all(shortened(kept))
     return worst
 
 
@@ -159,16 +153,13 @@ def run_all(args: argparse.Namespace) -> int:
     return worst
 
 
-def shortened(rows: list[dict[str, Any]], *, totals: bool = False) -> list[dict]:
+def shortened(rows: list[dict[str, Any]]) -> list[dict]:
     """Returns rows as short as they can be published.
 
     Floats have nine digits, which is every bit of a float32, and more than a measured
     time has; files of this checkout, sources of prompts and heads lack the folders of
     this machine; tokens that are the same with and without speculation are written
     once, and a summary has no parts.
-
-    Args:
-      totals: of a sweep, whether the categories of each set of prompts become one row.
     """
 
     def short(value: Any) -> Any:
@@ -180,10 +171,6 @@ def shortened(rows: list[dict[str, Any]], *, totals: bool = False) -> list[dict]
             return value.replace(f"{published.ROOT}/", "")
         return float(f"{value:.9g}") if isinstance(value, float) else value
 
-    if totals:
-        # What all rows say, such as the commit, is said of their totals too.
-        shared = {k: v for k, v in rows[0].items() if all(r.get(k) == v for r in rows)}
-        rows = [shared | total for total in sweep_cells.totals(rows)]
     for row in (rows := short(rows)):
         if isinstance(row.get("prompt_source"), str):
             row["prompt_source"] = prompt_files.without_folders(row["prompt_source"])

@@ -15,12 +15,6 @@ as it is, and what of its drafts is kept drifts: plot.py draws it.
 Exit status: 0 all equal; 2 some differ; 1 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 import importlib.util
@@ -34,6 +28,7 @@ import numpy as np
 import spec_jax as sj
 from experiments.lib import (
     bench,
+    cli,
     flags,
     models,
     processing,
@@ -279,7 +274,7 @@ COLUMNS = {
         f"{row['shared_prompt_tokens']:,} of {row['prompt_tokens']:,} tokens"
     ),
 }
-"""Of the table, for `tables.print_rows`."""
+"""The columns of the table, for `tables.print_rows`."""
 
 STEPS = {
     "step": "",

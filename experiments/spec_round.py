@@ -8,19 +8,12 @@ else always --gamma, or 4. Exit status: 0 matched, 2 not matched, or with logits
 are not finite, 1 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 from collections.abc import Sequence
 
-from rich import console as rich_console
-
 from experiments.lib import (
+    cli,
     flags,
     models,
     policies,
@@ -118,9 +111,10 @@ def load(args: argparse.Namespace) -> models.Subject:
 
 
 def measure(
-    args: argparse.Namespace, out: records.JsonLines, console: rich_console.Console
-) -> tuple[models.Subject, list[results_lib.PromptResult]]:
-    """Loads, runs every prompt, and writes its line, and the summary's."""
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> tuple[models.Subject, list[results_lib.PromptResult], dict, dict]:
+    """Loads, runs every prompt, and writes its line, and the summary's; returns these
+    metrics, and those of each category, too."""
     subject = load(args)
     lm, settings, prompts = subject.lm, subject.settings, subject.prompts
     if args.batch is not None and args.batch > len(prompts):
@@ -128,8 +122,7 @@ def measure(
         console.print(f"--batch: {args.batch} slots, as many as there are prompts")
     drafted = f"tree {args.tree}" if args.tree else f"gamma {settings.gamma}"
     models.announce(args, subject, console, drafted)
-    design = results_lib.Design(lm=lm, settings=settings)
-    compile_s = results_lib.warm_up([design], subject.ids)
+    compile_s = results_lib.warm_up([(lm, settings)], subject.ids)
     results = []
     turns = args.repeats if settings.num_slots > 1 else 1
     with terminal.counted("prompts", total=turns * len(prompts)) as advance:
@@ -143,25 +136,11 @@ def measure(
         ):
             out.write(result.row())
             results.append(result)
-    summary, by_category = summarise(args, results)
+    summary, by_category = results_lib.rows_of(results, is_batch=args.batch is not None)
     out.common = describe(args, subject) | records.provenance()
     out.write({"kind": "summary", **summary, "by_category": by_category}
               | {"compile_s": compile_s})  # fmt: skip
-    return subject, results
-
-
-def summarise(
-    args: argparse.Namespace, results: Sequence[results_lib.PromptResult]
-) -> tuple[dict, dict[str, dict]]:
-    """Returns the metrics of all prompts, and of each category, as rows."""
-    summary = results_lib.summarise(results)
-    categories = results_lib.by_category(results)
-    if args.batch is not None:
-        strip = results_lib.without_decode_times
-        summary = strip(summary)
-        categories = {name: strip(of_one) for name, of_one in categories.items()}
-    rows = {name: tables.to_row(of_one) for name, of_one in categories.items()}
-    return tables.to_row(summary), rows
+    return subject, results, summary, by_category
 
 
 def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
@@ -181,14 +160,13 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     }
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Runs everything and shows it; returns the exit status."""
-    console = terminal.console()
-    with records.open_out(args) as out:
-        subject, results = measure(args, out, console)
-    summary, by_category = summarise(args, results)
-    names = ("temperature", "top_p", "top_k", "min_p", "seed")
-    how = samples.describe(**{name: getattr(args, name) for name in names})
+    subject, results, summary, by_category = measure(args, out, console)
+    names = ("temperature", *flags.NOISE, "seed") if args.temperature else ()
+    how = ", ".join(f"{name} {getattr(args, name)}" for name in names) or "greedy"
     console.print()
     samples.show(results[0], subject.lm, console, how=how)
     console.print()
@@ -201,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
     return NOT_MATCHED if summary["matched"] is False else MATCHED
 
 
-main = cli.script("spec_round.py", parse_args, run)
+main = records.script("spec_round.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -1,19 +1,14 @@
 """Which drafter, gamma and policy is fastest on which prompts, at which temperature?
 
-Runs a grid of cells, each prompt by autoregressive decoding and speculatively in turn,
-compares all tokens, and replays the committed text. A cell that the file of results
-holds already is not run again: the same command goes on where it was interrupted, and a
-larger grid adds to it. Ends with tables of the requested cells, by category where
-prompts have one, and by the position of a draft; `plot.py` draws them. Drafters are
-evaluated so: --prompts names a folder of data sets, and --temperature is 0,1. Exit
-status: 0 all matched, 2 not all matched, 1 the input was unusable.
+Runs a grid of cells, each as spec_round.py runs prompts: by autoregressive decoding and
+speculatively in turn, with all tokens compared, and the committed text replayed. A cell
+that the file of results holds already is not run again: the same command goes on where
+it was interrupted, and a larger grid adds to it. Ends with tables of the requested
+cells, by category where prompts have one, and by the position of a draft; `plot.py`
+draws them. Drafters are evaluated so: --prompts names a folder of data sets, and
+--temperature is 0,1. Exit status: 0 all matched, 2 not all matched, 1 the input was
+unusable.
 """
-
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
 
 import argparse
 import dataclasses
@@ -24,31 +19,53 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import console as rich_console
-
 from experiments.lib import (
+    cli,
     fan_out,
     flags,
     models,
     policies,
-    prompt_files,
     prompts as prompts_lib,
     records,
     results as results_lib,
-    sweep_cells as cells_lib,
     tables,
     terminal,
 )
-from spec_jax import loading
 from spec_jax.drafters import tree_shapes
 from spec_jax.model import fingerprint
 
 
 MATCHED, NOT_MATCHED = 0, 2
 
-Cell = cells_lib.Cell
-Sets = dict[str, models.Subject]
-"""Prompts and the settings of every cell, by what names them."""
+ALL = "all"
+"""The category of a cell that has the prompts of all of them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A place in the grid."""
+
+    drafter: str
+    temperature: float
+    prompt_source: str
+    category: str  # `ALL`, or the tokens of each prompt, of `--context`
+    gamma_policy: str
+    gamma: int  # tokens drafted a round; with an adaptive policy at most
+    # `flags.NO_TREE`, or what is drafted in place of chains, with `gamma` nodes
+    tree: str = flags.NO_TREE
+
+    def to_row(self) -> dict[str, Any]:
+        """Returns the fields, in a JSON row; of a chain without a tree."""
+        row = dataclasses.asdict(self)
+        if self.tree == flags.NO_TREE:
+            del row["tree"]
+        return row
+
+
+def cell_of(row: Mapping[str, Any]) -> Cell:
+    """Returns where a row belongs."""
+    names = [field.name for field in dataclasses.fields(Cell)]
+    return Cell(**{name: row[name] for name in names if name in row})
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -79,22 +96,21 @@ def _add_grid(group: argparse._ActionsContainer) -> None:
     group.set_defaults(tree=(flags.NO_TREE,))
     group.add_argument(
         "--prompts",
-        type=cli.text_source,
+        type=str,
         nargs="+",
         default=["10"],
         metavar="N|FILE[:N]",
         help="prompt sets: the first N bundled prompts, or files as spec_round.py "
-        "takes them, or a folder, for all its files *.jsonl and those of its folders; "
-        "where prompts have a category, each is a cell (default: 10)",
+        "takes them, or a folder, for all its files *.jsonl and those of its folders "
+        "(default: 10)",
     )
     cli.add(
         group,
         f"""
         --context TOKENS,...  bring at most {prompts_lib.PER_CONTEXT} prompts to so many
-            tokens, by those before them in the file: each number is a cell, in the
-            place of the categories
+            tokens, by those before them in the file: each number is a cell
         --temperature T,...=0  divides the logits; 0 is greedy
-        --gamma-policy NAME,...={cells_lib.FIXED}  of {", ".join(policies.MEASURED)};
+        --gamma-policy NAME,...=fixed  of {", ".join(policies.MEASURED)};
             for those that adapt, --gamma is the most that they may choose
         """,
         **{
@@ -114,234 +130,166 @@ def _sets_of(source: str) -> list[str]:
     return [f"{file}{colon}{limit if colon else ''}" for file in found] or [source]
 
 
-def load_sets(args: argparse.Namespace, lm: loading.LanguageModel) -> Sets:
-    """The prompt sets; their answers are greedy, so that all cells have the same."""
-    stop_ids = () if args.ignore_stop else lm.stop_ids
-    return {
-        source: models.prepare(
-            args,
-            lm,
-            source,
-            stop_ids=stop_ids,
-            contexts=args.context or (),
-            rule=args.rule,
-        )
-        for source in dict.fromkeys(args.prompts)
-    }
-
-
-def of_category(
-    subject: models.Subject, category: str | None
-) -> list[tuple[prompt_files.Prompt, list[int]]]:
-    """The prompts of a category, with their ids."""
-    both = zip(subject.prompts, subject.ids, strict=True)
-    return [(prompt, ids) for prompt, ids in both if prompt.category == category]
-
-
-def prompts_sha256(subject: models.Subject, category: str | None) -> str:
-    """A hash of the category's texts and of their order."""
-    texts = [
-        [*(message["content"] for message in prompt.history), prompt.text]
-        if prompt.history
-        else prompt.text
-        for prompt, _ in of_category(subject, category)
-    ]
-    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-
-
-def shared_settings(
-    args: argparse.Namespace, lm: loading.LanguageModel
-) -> dict[str, Any]:
-    """What must be the same for cells to stand in one file."""
-    here, shared = records.provenance(), models.describe(args, lm)
-    del shared["temperature"]  # An axis of the grid.
-    # One file may get cells of other drafters later.
-    shared["draft"] = models.draft_of(args, "draft-model")
-    machine = ("jax_version", "jaxlib_version", "platform", "device_kind", "cpu")
-    return {
-        "kind": "sweep",
-        **shared,
-        "target_sha256": fingerprint.of_params(lm.params),
-        "gamma_max": args.gamma_max,
-        **{name: here[name] for name in machine},
-    }
-
-
-def grid(args: argparse.Namespace, sets: Sets) -> list[Cell]:
-    """Every cell that was asked for; those that share models follow each other."""
-    axes = (args.drafter, args.temperature, sets, args.gamma_policy, _drafts(args))
-    return [
-        Cell(
-            drafter=drafter,
-            temperature=temperature,
-            prompt_source=source,
-            gamma_policy=policy,
-            gamma=gamma,
-            category=category,
-            tree=tree,
-        )
-        for drafter, temperature, source, policy, (tree, gamma) in itertools.product(
-            *axes
-        )
-        for category in dict.fromkeys(p.category for p in sets[source].prompts)
-    ]
-
-
-def _drafts(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """Trees and gammas: chains of each gamma, and each tree with all its nodes."""
-    of_tree = {tree: (tree_shapes.parse(tree).nodes,) for tree in _trees(args)}
-    of_tree[flags.NO_TREE] = args.gamma
-    return [(tree, gamma) for tree in args.tree for gamma in of_tree[tree]]
-
-
-def _trees(args: argparse.Namespace) -> list[str]:
-    return [tree for tree in args.tree if tree != flags.NO_TREE]
-
-
-def _with_drafter(args: argparse.Namespace, lm: loading.LanguageModel, name: str):
-    return models.with_drafter(args, lm, name, gamma_max=args.gamma_max)
-
-
-def check_drafts(args: argparse.Namespace, lm: loading.LanguageModel) -> None:
-    """Raises, before any cell is run, where a drafter or the rule has no trees, or a
-    drafter fewer drafts than are asked for."""
-    for name in args.drafter:
-        lm = _with_drafter(args, lm, name)
-        if flags.NO_TREE in args.tree:
-            models.check_gamma(name, lm.drafter, max(args.gamma))
-        for tree in _trees(args):
-            models.with_tree(args, lm, tree)
-
-
-def check_weights(
-    args: argparse.Namespace, lm: loading.LanguageModel, rows: Sequence[dict]
-) -> None:
-    """Raises `ValueError` where a drafter has other weights than in its rows."""
-    for name in args.drafter:
-        found = {row.get("drafter_sha256") for row in rows if row["drafter"] == name}
-        found -= {None}
-        if found and found != {models.drafter_sha256(_with_drafter(args, lm, name))}:
-            raise ValueError(
-                f"the weights of {name} are others than those of the cells in the "
-                "file: name another file"
-            )
-
-
-def unfinished(cells: Sequence[Cell], sets: Sets, rows: Sequence[dict]) -> list[Cell]:
-    """The cells that no row is of.
-
-    Raises:
-      ValueError: a row whose prompts have changed since.
-    """
-    finished = {cells_lib.cell_of(row): row for row in rows}
-    for cell in cells:
-        row = finished.get(cell)
-        now = prompts_sha256(sets[cell.prompt_source], cell.category)
-        if row is not None and row["prompts_sha256"] != now:
-            raise ValueError(
-                f"the prompts of {cell.prompt_source!r} (category {cell.category}) are "
-                "others than those of the cells in the file: put them back, or name "
-                "another file"
-            )
-    return [cell for cell in cells if cell not in finished]
-
-
-def run_cell(
-    args: argparse.Namespace,
-    cell: Cell,
-    subject: models.Subject,
-    lm: loading.LanguageModel,
-) -> list[results_lib.PromptResult]:
-    """Runs every prompt of the cell, after a brief run that compiles."""
-    prompts, ids = zip(*of_category(subject, cell.category), strict=True)
-    settings = dataclasses.replace(
-        subject.settings,
-        gamma=cell.gamma,
-        sampling=flags.sampling_settings(args, cell.temperature),
-    )
-    if cell.tree != flags.NO_TREE:
-        lm = models.with_tree(args, lm, cell.tree)
-    subject = dataclasses.replace(subject, lm=lm, ids=list(ids))
-    settings = policies.of_run(
-        args, subject, settings, name=cell.gamma_policy, drafter=cell.drafter
-    )
-    design = results_lib.Design(lm=lm, settings=settings)
-    # What an earlier cell has compiled is not compiled again.
-    results_lib.warm_up([design], ids)
-    found = []
-    with terminal.counted("prompts", total=len(prompts)) as advance:
-        for prompt, one in zip(prompts, ids, strict=True):
-            # Each begins with the policy's first state, whatever ran before it.
-            found.append(
-                results_lib.run_prompt(design, prompt, one, repeats=args.repeats)
-            )
-            advance()
-    return found
-
-
 class Bench:
-    """Runs cells: the models, and the prompts of all cells.
+    """Runs cells: one target with all drafters, and the prompts of all cells.
 
     Attributes:
-      lm: the target, with the drafter of the cell that was run last.
-      sets: see `load_sets`.
-      shared: what the row of every cell says.
+      shared: what must be the same for cells to stand in one file.
     """
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace, shared: Mapping | None = None):
         """Loads what the flags name.
+
+        Args:
+          shared: of the process whose cells these are, if it is another one.
 
         Raises:
           ValueError: what cannot be used, before any cell is run.
         """
-        self._args, self._drafter = args, args.drafter[0]
-        self.lm = models.load(args, drafter=self._drafter, gamma_max=args.gamma_max)
-        self._drafter_sha256 = models.drafter_sha256(self.lm)
-        check_drafts(args, self.lm)
-        self.sets = load_sets(args, self.lm)
-        self.shared = shared_settings(args, self.lm)
+        self._args = args
+        lms = models.load_drafters(args, args.drafter, gamma_max=args.gamma_max)
+        self._lms = {
+            (name, tree): (
+                lm if tree == flags.NO_TREE else models.with_tree(args, lm, tree)
+            )
+            for name, lm in lms.items()
+            for tree in args.tree
+        }
+        lm = lms[args.drafter[0]]
+        self._hashes = {name: models.drafter_sha256(one) for name, one in lms.items()}
+        self._sets: dict[tuple[str, str], models.Subject] = {}
+        for source in dict.fromkeys(args.prompts):
+            # Answers to turns are greedy, so that all cells have the same prompts.
+            subject = models.prepare(
+                args,
+                lm,
+                source,
+                stop_ids=() if args.ignore_stop else lm.stop_ids,
+                contexts=args.context or (),
+                rule=args.rule,
+            )
+            for category in map(str, args.context or (ALL,)):
+                self._sets[source, category] = _of_category(subject, category)
+        here, about = records.provenance(), models.describe(args, lm)
+        del about["temperature"]  # An axis of the grid.
+        # One file may get cells of other drafters later.
+        about["draft"] = models.draft_of(args, "draft-model")
+        machine = ("jax_version", "jaxlib_version", "platform", "device_kind", "cpu")
+        self.shared = {
+            "kind": "sweep",
+            **about,
+            "target_sha256": fingerprint.of_params(lm.params),
+            "gamma_max": args.gamma_max,
+            **{name: here[name] for name in machine},
+        }
+        other = [n for n in shared or () if self.shared.get(n) != shared[n]]
+        if other:
+            raise ValueError(
+                f"a worker has another {', '.join(other)}: have all files alike"
+            )
+
+    def cells(self) -> list[Cell]:
+        """Returns every cell that was asked for."""
+        args, nodes = self._args, lambda tree: (tree_shapes.parse(tree).nodes,)
+        drafts = [
+            (tree, gamma)
+            for tree in args.tree
+            for gamma in (args.gamma if tree == flags.NO_TREE else nodes(tree))
+        ]
+        axes = args.drafter, args.temperature, self._sets, args.gamma_policy, drafts
+        return [
+            Cell(
+                drafter=drafter,
+                temperature=temperature,
+                prompt_source=source,
+                category=category,
+                gamma_policy=policy,
+                gamma=gamma,
+                tree=tree,
+            )
+            for drafter, temperature, (source, category), policy, (tree, gamma) in (
+                itertools.product(*axes)
+            )
+        ]
+
+    def about(self, cell: Cell) -> dict[str, str]:
+        """Returns hashes of a cell's prompts and of its drafter's weights."""
+        prompts = self._sets[cell.prompt_source, cell.category].prompts
+        texts = [[message["content"] for message in one.messages] for one in prompts]
+        return {
+            "prompts_sha256": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
+            "drafter_sha256": self._hashes[cell.drafter],
+        }
 
     def __call__(self, cell: Cell) -> Iterator[dict[str, Any]]:
-        """Yields the row of a cell."""
-        if cell.drafter != self._drafter:
-            self.lm = _with_drafter(self._args, self.lm, cell.drafter)
-            self._drafter, self._drafter_sha256 = (
-                cell.drafter,
-                models.drafter_sha256(self.lm),
-            )
-        subject = self.sets[cell.prompt_source]
-        row = cells_lib.row_of(cell, run_cell(self._args, cell, subject, self.lm))
-        row["prompts_sha256"] = prompts_sha256(subject, cell.category)
-        row["capacity"] = subject.settings.capacity
-        row["drafter_sha256"] = self._drafter_sha256
-        yield row
-
-
-def bench_like(args: argparse.Namespace, shared: Mapping[str, Any]) -> Bench:
-    """Returns a `Bench` of another process; raises where its rows had other facts."""
-    bench = Bench(args)
-    other = [name for name in shared if bench.shared.get(name) != shared[name]]
-    if other:
-        raise ValueError(
-            f"a worker has another {', '.join(other)}: have all files alike"
+        """Yields the row of a cell, after a brief run that compiles."""
+        lm = self._lms[cell.drafter, cell.tree]
+        subject = self._sets[cell.prompt_source, cell.category]
+        subject = dataclasses.replace(subject, lm=lm)
+        settings = dataclasses.replace(
+            subject.settings,
+            gamma=cell.gamma,
+            sampling=flags.sampling_settings(self._args, cell.temperature),
         )
-    return bench
+        settings = policies.of_run(
+            self._args, subject, settings, name=cell.gamma_policy, drafter=cell.drafter
+        )
+        # What an earlier cell has compiled is not compiled again.
+        results_lib.warm_up([(lm, settings)], subject.ids)
+        with terminal.counted("prompts", total=len(subject.ids)) as advance:
+            how = {"repeats": self._args.repeats, "after_prompt": advance}
+            found = list(
+                results_lib.run_prompts(
+                    lm, settings, subject.prompts, subject.ids, hands_on=False, **how
+                )
+            )
+        summary, by_category = results_lib.rows_of(found)
+        about = {"capacity": settings.capacity, **self.about(cell)}
+        yield cell.to_row() | summary | {"by_category": by_category} | about
 
 
-def print_sets(rows: Sequence[dict], console: rich_console.Console) -> None:
-    """A table of each prompt set, and before it one by category, where it has several.
+def _of_category(subject: models.Subject, category: str) -> models.Subject:
+    """Returns the subject with the prompts of a category alone, or with `ALL`."""
+    both = [
+        (prompt, ids)
+        for prompt, ids in zip(subject.prompts, subject.ids, strict=True)
+        if category in (ALL, prompt.category)
+    ]
+    prompts, ids = map(list, zip(*both, strict=True))
+    return dataclasses.replace(subject, prompts=prompts, ids=ids)
 
-    Args:
-      rows: of single categories.
+
+def unfinished(bench: Bench, cells: Sequence[Cell], rows: Sequence[dict]) -> list[Cell]:
+    """Returns the cells that no row is of.
+
+    Raises:
+      ValueError: a row whose prompts or drafter have changed since.
     """
+    finished = {cell_of(row): row for row in rows}
+    for cell in cells:
+        for name, now in bench.about(cell).items():
+            if finished.get(cell, {name: now})[name] != now:
+                raise ValueError(
+                    f"{name} is another than that of the cell in the file "
+                    f"({cell.drafter} on {cell.prompt_source}): name another file"
+                )
+    return [cell for cell in cells if cell not in finished]
+
+
+def print_sets(rows: Sequence[dict], console: terminal.Console) -> None:
+    """Prints a table of each prompt set, after one by category where it has several."""
     for source in dict.fromkeys(row["prompt_source"] for row in rows):
         of_set = [row for row in rows if row["prompt_source"] == source]
-        if len({row["category"] for row in of_set}) > 1:
-            by_category = sorted(of_set, key=lambda row: row["category"] or "")
+        by_category = [
+            row | of_one | {"category": name}
+            for row in of_set
+            for name, of_one in row.get("by_category", {}).items()
+        ]
+        if by_category:
+            by_category.sort(key=lambda row: row["category"])
             tables.print_cells(by_category, console, title=f"{source}, by category")
-        totals = cells_lib.totals(of_set)
-        tables.print_cells(totals, console, title=source)
-        tables.print_positions(totals, console, title=f"{source}: {POSITIONS}")
+        tables.print_cells(of_set, console, title=source)
+        tables.print_positions(of_set, console, title=f"{source}: {POSITIONS}")
     tables.print_note(tables.CELLS_NOTE, console)
 
 
@@ -351,12 +299,11 @@ def run(args: argparse.Namespace) -> int:
     for temperature in args.temperature:
         flags.sampling_settings(args, temperature)  # Before any cell is run.
     bench = Bench(args)
-    cells, shared = grid(args, bench.sets), bench.shared
-    fan = fan_out.of(args, bench_like, args, shared)
+    cells, shared = bench.cells(), bench.shared
+    fan = fan_out.of(args, Bench, args, shared)
     with records.open_out(args) as out:
         rows = records.resume(out, shared)
-        check_weights(args, bench.lm, rows)
-        missing = unfinished(cells, bench.sets, rows)
+        missing = unfinished(bench, cells, rows)
         console.print(
             f"{len(cells)} cells, {len(cells) - len(missing)} of them in {args.out}",
             soft_wrap=True,
@@ -366,21 +313,18 @@ def run(args: argparse.Namespace) -> int:
             for row in found:
                 out.write(row)
                 rows.append(records.to_json(row | out.common, "row"))
-                matched = MATCHED_WORDS[row["matched"]]
-                line = f"{cell}: {row['speedup_e2e']:.2f}x, {matched}"
-                console.print(line, soft_wrap=True)
+                told = " ".join(map(str, cell.to_row().values()))
+                line = f"{told}: {row['speedup_e2e']:.2f}x, matched: {row['matched']}"
+                console.print(line, soft_wrap=True, highlight=False)
     # In the grid's order: on a cluster they come in another.
-    place = {cell: number for number, cell in enumerate(cells)}
-    rows = [row for row in rows if cells_lib.cell_of(row) in place]
-    rows.sort(key=lambda row: place[cells_lib.cell_of(row)])
+    by_cell = {cell_of(row): row for row in rows}
+    rows = [by_cell[cell] for cell in cells]
     console.print()
     print_sets(rows, console)
     return NOT_MATCHED if any(row["matched"] is False for row in rows) else MATCHED
 
 
 POSITIONS = "share of drafts kept, of those whose predecessors were, by position"
-
-MATCHED_WORDS = {True: "matched", False: "NOT MATCHED", None: "not compared"}
 
 main = cli.script(
     "sweep.py",

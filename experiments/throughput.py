@@ -12,12 +12,6 @@ Exit status: 0 all texts equal; 2 some differ, or have logits that are not finit
 input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start()  # Before the imports, which take seconds.
-
 import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -25,6 +19,7 @@ from typing import Any
 
 from experiments.lib import (
     bench,
+    cli,
     flags,
     forced_drafter,
     models,
@@ -201,46 +196,46 @@ COLUMNS = {
         f"{row['prompts_equal']}/{row['prompts']}", bool(row["nonfinite_logits"])
     ),
 }
-"""Of the table, for `tables.print_rows`."""
+"""The columns of the table, for `tables.print_rows`."""
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Loads, runs and compares; returns the exit status."""
-    console = terminal.console()
-    with records.open_out(args) as out:
-        lm = models.load(
-            args,
-            drafter=args.drafter,
-            gamma_max=max(args.gamma),
-        )
-        sampling = flags.sampling_settings(args)
-        subject = models.prepare(
-            args, lm, args.prompts, rule=args.rule, sampling=sampling
-        )
-        if args.adversarial:
-            lm = forced_drafter.adversarial(lm)
-            subject = dataclasses.replace(subject, lm=lm)
-        ids = subject.ids
-        settings = policies.with_policy(
-            args.gamma_policy, lm, subject.settings, models.typical(ids)
-        )
-        if max(args.batch) > len(ids):
-            console.print(f"--batch: at most {len(ids)} slots, as there are prompts")
-        ways = ways_of(args, settings, num_prompts=len(ids))
-        made = {way: settings_of(args, subject, settings, way) for way in ways}
-        models.announce(args, subject, console)
-        out.common = (
-            {"drafter": args.drafter, "prompts": len(ids)}
-            | {"prompt_source": prompt_files.without_folders(args.prompts)}
-            | {"gamma_policy": args.gamma_policy, "adversarial": args.adversarial}
-            | {"schedule": args.schedule and args.schedule.name}
-            | models.describe(args, lm)
-            | records.provenance()
-        )
-        results = {way: Result() for way in ways}
-        out.write_all(run_ways(lm, made, ids, results, repeats=args.repeats))
-        rows = [row_of(way, results[way], results[ALONE]) for way in ways]
-        out.write_all(rows)
+    lm = models.load(
+        args,
+        drafter=args.drafter,
+        gamma_max=max(args.gamma),
+    )
+    sampling = flags.sampling_settings(args)
+    subject = models.prepare(args, lm, args.prompts, rule=args.rule, sampling=sampling)
+    if args.adversarial:
+        size = lm.target.config.vocab_size
+        wrong = forced_drafter.ForcedDrafter(inner=lm.drafter, vocab_size=size)
+        lm = dataclasses.replace(lm, drafter=wrong)  # `runs` has none kept.
+        subject = dataclasses.replace(subject, lm=lm)
+    ids = subject.ids
+    settings = policies.with_policy(
+        args.gamma_policy, lm, subject.settings, models.typical(ids)
+    )
+    if max(args.batch) > len(ids):
+        console.print(f"--batch: at most {len(ids)} slots, as there are prompts")
+    ways = ways_of(args, settings, num_prompts=len(ids))
+    made = {way: settings_of(args, subject, settings, way) for way in ways}
+    models.announce(args, subject, console)
+    out.common = (
+        {"drafter": args.drafter, "prompts": len(ids)}
+        | {"prompt_source": prompt_files.without_folders(args.prompts)}
+        | {"gamma_policy": args.gamma_policy, "adversarial": args.adversarial}
+        | {"schedule": args.schedule and args.schedule.name}
+        | models.describe(args, lm)
+        | records.provenance()
+    )
+    results = {way: Result() for way in ways}
+    out.write_all(run_ways(lm, made, ids, results, repeats=args.repeats))
+    rows = [row_of(way, results[way], results[ALONE]) for way in ways]
+    out.write_all(rows)
     tables.print_rows([row | out.common for row in rows], COLUMNS, console)
     is_equal = all(row["prompts_equal"] == len(ids) for row in rows)
     # A rule that keeps the distribution alone has texts of its own.
@@ -251,7 +246,7 @@ def run(args: argparse.Namespace) -> int:
     return MATCHED if is_equal and is_finite else NOT_MATCHED
 
 
-main = cli.script("throughput.py", parse_args, run)
+main = records.script("throughput.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -15,12 +15,6 @@ Everything but the export goes to `--work`. The log there has the held-out agree
 each draft with the target, and the accepted length of rounds of greedy decoding.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.start("train")  # Before the imports, which take seconds.
-
 import argparse
 import pathlib
 from collections.abc import Sequence
@@ -36,7 +30,7 @@ from experiments.heads import (
     own_prompts,
     rollouts,
 )
-from experiments.lib import fan_out, files, flags, prompts as prompts_lib
+from experiments.lib import cli, fan_out, flags, prompts as prompts_lib
 from spec_jax import testing
 from spec_jax.model import (
     block_dialects,
@@ -351,8 +345,11 @@ STAGES = {
 
 def check_export(args: argparse.Namespace) -> None:
     """Raises `ValueError` where the export would replace what it is made of."""
-    read = {"--target": args.target, "--base": args.base}
-    files.check_apart("--out", args.out, read)
+    for flag, folder in (("--target", args.target), ("--base", args.base)):
+        if folder is not None and folder.resolve() == args.out.resolve():
+            raise ValueError(
+                f"--out {args.out} would replace what {flag} reads: name another folder"
+            )
 
 
 def run(args: argparse.Namespace) -> int:

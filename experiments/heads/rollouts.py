@@ -17,12 +17,8 @@ import numpy as np
 
 from experiments.heads import record
 from experiments.lib import fan_out, prompt_files, terminal
-from spec_jax.engine import (
-    requests as requests_lib,
-    round as round_lib,
-    rows,
-    scheduler,
-)
+from spec_jax import algorithms
+from spec_jax.engine import requests as requests_lib
 from spec_jax.model import (
     config as config_lib,
     families,
@@ -103,15 +99,9 @@ class Writer:
             dtype=self.config.dtype,
             num_slots=slots,
         )
-        plain = scheduler.Scheduler(
-            speculator=round_lib.Speculator(
-                params=(self.params, None),
-                target=rows.SlotRows(model=model, num_slots=slots),
-                drafter=drafter,
-            ),
-            capacity=self.length,
-            page_size=PAGE_SIZE,
-            stop_ids=self.stop_ids,
+        sizes = {"capacity": self.length, "page_size": PAGE_SIZE, "num_slots": slots}
+        plain = algorithms.speculative(model, drafter).scheduler(
+            (self.params, None), stop_ids=self.stop_ids, **sizes
         )
         keep = drafter.rows if taps else (lambda state, slot: None)
         for ended in plain.run(requests, keep=keep):
@@ -197,7 +187,7 @@ def prompt_ids(
     Raises:
       ValueError: chats that leave nothing to write.
     """
-    prompts = prompt_files.parse(args.prompts, default_file=prompt_files.BUNDLED)
+    prompts = prompt_files.parse(args.prompts)
     if not tokenizer.has_chat_template or args.raw:
         texts = ("\n\n".join(m["content"] for m in x.messages) for x in prompts)
         # The end of a longer prompt: its continuation has the more to go on.

@@ -1,1 +1,6 @@
 """What the scripts share, whatever they measure."""
+
+from experiments.lib import cli
+
+
+cli.require("experiments")

@@ -23,13 +23,13 @@ from experiments.lib import noise
 Thunk = Callable[[], float]
 """Runs once, and returns the seconds of the region that it times."""
 
-READ_S = 20e-3
-"""What a timed read of a GPU is to take, about: much more than its dispatch."""
-
 MOST_READ_BYTES = 2 * 2**30
-"""Of one array that is read: XLA holds a copy of it beside it, in a loop on a GPU."""
+"""The most of one array that is read: a larger read is several of a smaller array."""
 
-_GPU_BYTES_S, _MOST_PASSES = 3e12, 4096
+GPU_READS = 32
+"""Reads that a GPU is asked for at once, each while the one before it runs: their
+dispatch is not measured."""
+
 # XLA's threads share the work along the first dimension.
 _PARTS = 64
 
@@ -164,34 +164,18 @@ def read(num_bytes: int) -> Thunk:
     It was read just before, so that an array that fits into the last-level cache is
     read from there, as weights of the same size are in a step.
     """
-    if jax.default_backend() == "gpu":
-        run, passes = device_read(num_bytes)
-        return stopwatch(lambda _: run(), calls=passes, warms=True)
-    columns = max(1, num_bytes // (4 * _PARTS))
-    array = jnp.ones((_PARTS, columns), jnp.float32)
-    total = jax.jit(jnp.sum)
-    return stopwatch(lambda _: total(array), warms=True)
+    array, pieces = pieces_of(num_bytes)
+    calls = GPU_READS if jax.default_backend() == "gpu" else 1
+    return stopwatch(
+        lambda _: [_sum(array) for _ in range(pieces * calls)], calls=calls, warms=True
+    )
 
 
-def device_read(num_bytes: int) -> tuple[functools.partial, int]:
-    """Returns what reads an array of noise again and again, in one executable, and how
-    often it does: XLA's sum of its words.
-
-    What is above `MOST_READ_BYTES` is as many reads of a smaller array. The number of
-    reads is known before the program is compiled: of a scan whose length is data, a GPU
-    asks the host after each pass.
-    """
+def pieces_of(num_bytes: int) -> tuple[jax.Array, int]:
+    """Returns an array of noise, and how often it is read to have read so much."""
     pieces = math.ceil(num_bytes / MOST_READ_BYTES) or 1
-    array = noise.words(max(1, num_bytes // (4 * pieces)))
-    passes = math.ceil(READ_S * _GPU_BYTES_S / max(num_bytes, 1))
-    passes = min(passes, _MOST_PASSES)
-    return functools.partial(_sums, array, passes=passes * pieces), passes
+    columns = max(1, num_bytes // (4 * _PARTS * pieces))
+    return noise.words(_PARTS, columns), pieces
 
 
-@functools.partial(jax.jit, static_argnames=("passes",))
-def _sums(array, *, passes):
-    # Each pass adds what the one before it found: none can be left out.
-    def one(total, _):
-        return jnp.sum(array ^ total, dtype=jnp.uint32), None
-
-    return jax.lax.scan(one, jnp.uint32(0), None, length=passes)[0]
+_sum = jax.jit(functools.partial(jnp.sum, dtype=jnp.uint32))

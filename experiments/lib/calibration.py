@@ -98,13 +98,8 @@ def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
     Args:
       logits: `[n, W]`, of each draft's chance, if those before it are kept.
       num_accepted: `[n]`, drafts that were kept, of rounds that verified all `W`.
-
-    Raises:
-      ValueError: no round, shapes that do not agree, values that are not finite, or
-        counts outside `0 .. W`.
     """
-    logits, num_accepted = _checked(logits, num_accepted)
-    found = []
+    logits, found = np.asarray(logits, np.float64), []
     for draft in range(logits.shape[1]):
         reached = num_accepted >= draft
         found.append(_platt(logits[reached, draft], num_accepted[reached] > draft))
@@ -120,9 +115,9 @@ def fit_sts(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
     the least error of calibration; those before it stay as they were found. The
     nearest to 1 wins a tie.
 
-    Args, Raises: as `fit_platt`, whose scaling has shifts, too.
+    Args: as `fit_platt`, whose scaling has shifts, too.
     """
-    logits, num_accepted = _checked(logits, num_accepted)
+    logits = np.asarray(logits, np.float64)
     by_nearness = sorted(TEMPERATURES, key=lambda each: abs(np.log(each)))
     before, found = np.ones(len(logits)), []
     for draft in range(logits.shape[1]):
@@ -133,28 +128,6 @@ def fit_sts(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
         found.append(by_nearness[best])
     unshifted = unscaled(logits.shape[1])
     return dataclasses.replace(unshifted, temperatures=np.array(found, np.float32))
-
-
-def _checked(
-    logits: np.ndarray, num_accepted: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rounds of a fit; raises where their values are impossible."""
-    logits = np.asarray(logits, np.float64)
-    num_accepted = np.asarray(num_accepted)
-    if logits.ndim != 2 or not logits.size or num_accepted.shape != logits.shape[:1]:
-        raise ValueError(
-            f"logits have shape {list(logits.shape)} and num_accepted "
-            f"{list(num_accepted.shape)}: give [n, W] and [n], of a round at least"
-        )
-    if not np.isfinite(logits).all():
-        raise ValueError("logits of confidences hold NaN or infinity: clip them")
-    width = logits.shape[1]
-    if num_accepted.min() < 0 or num_accepted.max() > width:
-        raise ValueError(
-            f"num_accepted is {num_accepted.min()} .. {num_accepted.max()}, and "
-            f"{width} drafts can be kept"
-        )
-    return logits, num_accepted
 
 
 def _platt(logits: np.ndarray, is_kept: np.ndarray) -> tuple[float, float]:

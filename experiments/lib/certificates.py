@@ -45,13 +45,13 @@ def make(
         return digest
 
     entries, summaries = [], [suite.summarise(cell, rows) for cell in cells]
-    for summary in summaries:
+    for cell, summary in zip(cells, summaries, strict=True):
         own = sorted(
-            (row for row in rows if row["cell"] == summary.cell.name),
+            (row for row in rows if row["cell"] == cell.name),
             key=lambda row: row["index"],
         )
         entries.append(
-            summary.to_row()
+            summary
             | {
                 kind: {
                     what: put([row[f"{kind}_sha256"][what] for row in own])

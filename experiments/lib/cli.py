@@ -1,10 +1,10 @@
 """The command line of a script: its flags, its exit status, errors in a line.
 
-Imports nothing that takes time: `start` is called before whatever does. Flags that
-several scripts share are in `flags`.
+Imports nothing that takes time. Flags that several scripts share are in `flags`.
 """
 
 import argparse
+import functools
 import importlib.util
 import math
 import os
@@ -25,25 +25,16 @@ EXTRAS = {"experiments": ("rich", "scipy"), "train": ("optax", "orbax")}
 """What scripts import that is not installed with the package, by what installs it."""
 
 
-def start(*extras: str) -> None:
-    """Ends the process with a line where something of `EXTRAS` is not installed.
+def require(extra: str) -> None:
+    """Ends the process with a line where something of an extra is not installed.
 
-    The first call of a script, before the imports.
-
-    Args:
-      extras: that the script needs besides `experiments`.
+    The packages whose modules need it call it, before the imports that would fail.
     """
-    lacking = [
-        (extra, module)
-        for extra in ("experiments", *extras)
-        for module in EXTRAS[extra]
-        if importlib.util.find_spec(module) is None
-    ]
+    lacking = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     if lacking:
-        names = [",".join(dict.fromkeys(each)) for each in zip(*lacking, strict=True)]
         sys.exit(
-            f"{pathlib.Path(sys.argv[0]).name}: error: {names[1]} is not installed: "
-            f"pip install -e '.[{names[0]}]'"
+            f"{pathlib.Path(sys.argv[0]).name}: error: {','.join(lacking)} is not "
+            f"installed: pip install -e '.[{extra}]'"
         )
 
 
@@ -168,34 +159,16 @@ def output(text: str) -> pathlib.Path:
     return path
 
 
-def source(text: str) -> pathlib.Path:
-    """The type of a flag that names a file or a folder to be read."""
-    return pathlib.Path(text)
-
-
-def text_source(text: str) -> str:
-    """The type of a flag that names a file, and which part of it: FILE:N."""
-    return text
-
-
 def flag_of(name: str) -> str:
     """How the attribute is called on the command line."""
     return "--" + name.replace("_", "-")
 
 
-def whole(text: str) -> int:
-    """The type of a flag that is a number from 0."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 0")
-    return value
-
-
-def positive(text: str) -> int:
+def positive(text: str, *, least: int = 1) -> int:
     """The type of a flag that counts something."""
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} must be at least {least}")
     return value
 
 
@@ -261,8 +234,8 @@ KINDS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("P", "T"), float),
     "RATE": rate,
     "FILE": output,
-    "DIR": source,
-    "I": whole,
+    "DIR": pathlib.Path,
+    "I": functools.partial(positive, least=0),
     "PATTERN": pattern,
     "TEXT": str,
 }

@@ -11,8 +11,6 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.lib import sweep_cells as cells
-
 
 Row = Mapping[str, Any]
 
@@ -109,12 +107,6 @@ def _describe(row: Row, names: Sequence[str]) -> str:
     return ", ".join(_LABELS.get(name, "{}").format(row[name]) for name in present)
 
 
-def of_largest_gamma(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the largest gamma that is among them."""
-    largest = max(row["gamma"] for row in rows)
-    return [row for row in rows if row["gamma"] == largest]
-
-
 def cells_by_position(rows: Sequence[Row]) -> dict[str, list[Curve]]:
     """By prompt set: a curve over the drafts of a round at the largest gamma, of each
     drafter, temperature and policy; all categories together.
@@ -122,11 +114,15 @@ def cells_by_position(rows: Sequence[Row]) -> dict[str, list[Curve]]:
     Raises:
       ValueError: a cell that is there twice, or more curves than can be told apart.
     """
-    cell, count = collections.Counter(map(cells.cell_of, rows)).most_common(1)[0]
-    if count > 1:
-        raise ValueError(f"{cell} is there {count} times; name the file of one sweep")
-    names, totals = ("temperature", "drafter", "gamma_policy"), cells.totals(rows)
-    sets = group_by(of_largest_gamma(totals), ("prompt_source",))
+    names = ("temperature", "drafter", "gamma_policy", "category")
+    for cell, same in group_by(rows, (*names, "gamma", "prompt_source")).items():
+        if len(same) > 1:
+            raise ValueError(
+                f"{cell} is there {len(same)} times; name the file of one sweep"
+            )
+    largest = max(row["gamma"] for row in rows)
+    of_largest = [row for row in rows if row["gamma"] == largest]
+    sets = group_by(of_largest, ("prompt_source",))
     return {
         "/".join(pathlib.PurePath(source).parts[-2:]): curves_of(
             of_set, names, otherwise="drafter"
@@ -135,88 +131,40 @@ def cells_by_position(rows: Sequence[Row]) -> dict[str, list[Curve]]:
     }
 
 
+CAPTION = (
+    *("target", "draft", "dtype", "impl", "native_isa", "cpu", "device_kind"),
+    *("jax_version", "prompt_source", "prompts", "gen_tokens", "id"),
+)
+"""Fields that a figure says of its rows, and of both sides of a parity."""
+
 WIDTH = 120
 """Characters of a line of a caption."""
 
 SHOWN = 3
-"""Values of one name that a caption lists; of more it says how many there are."""
+"""Values of one field that a caption lists; of more it says how many there are."""
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """Says which model, machine and prompts the rows are of, from their own fields.
-
-    Fields that no row has are left out.
-    """
-    sides = [
-        row[side] for row in rows for side in ("reference", "verify") if side in row
-    ]
-    each = lambda name, of=rows: [row[name] for row in of if row.get(name) is not None]
-    names = lambda name: [pathlib.PurePath(path).name for path in each(name)]
-    is_cpu = all(row.get("platform", "cpu") == "cpu" for row in rows)
-    has_isa = is_cpu and any("native_isa" in row for row in rows)
-    isa = [row.get("native_isa") or "chosen by XLA" for row in rows if has_isa]
-    parts = {
-        "model": (
-            ("target {}", names("target")),
-            ("draft {}", names("draft")),
-            ("{}", each("dtype") + each("dtype", sides)),
-            ("{}", each("impl") + each("impl", sides)),
-        ),
-        "machine": (
-            ("{}", each("cpu" if is_cpu else "device_kind")),
-            ("instruction set {}", isa),
-            ("jax {}", each("jax_version")),
-        ),
-        "prompts": (
-            ("{}", map(_set_name, each("prompt_source"))),
-            ("{} prompts", _num_prompts(rows)),
-            ("prompt {}", names("id")),
-            ("{} tokens each", each("gen_tokens")),
-            ("after {} tokens", each("context")),
-            (
-                "a window of {}",
-                [
-                    f"{len(r['window'])} tokens from {r['start']}"
-                    for r in rows
-                    if "window" in r
-                ],
-            ),
-        ),
-    }
-    lines = []
-    for part, fields in parts.items():
-        listed = ((form, _listed(values)) for form, values in fields)
-        words = ", ".join(form.format(values) for form, values in listed if values)
-        lines += textwrap.wrap(f"{part}: {words}", WIDTH) if words else []
-    return "\n".join(lines)
+    """Says which model, machine and prompts the rows are of, from their own fields."""
+    parts = [(row, row.get("reference", {}), row.get("verify", {})) for row in rows]
+    words = []
+    for name in CAPTION:
+        found = [part.get(name) for each in parts for part in each]
+        values = [*dict.fromkeys(str(value) for value in found if value is not None)]
+        listed = f"{len(values)} different"
+        if len(values) <= SHOWN:
+            listed = " / ".join(values)
+        words += [f"{name.replace('_', ' ')} {listed}"] if values else []
+    return "\n".join(textwrap.wrap(", ".join(words), WIDTH))
 
 
-def _num_prompts(rows: Sequence[Row]) -> list[int]:
-    """The prompts of each set: the cells of a sweep are of one category each, and have
-    all prompts together."""
-    counts: dict[Any, dict[Any, int]] = {}
-    for row in rows:
-        if isinstance(row.get("prompts"), int):
-            of_set = counts.setdefault(row.get("prompt_source"), {})
-            of_set[row.get("category")] = row["prompts"]
-    return [sum(by_category.values()) for by_category in counts.values()]
-
-
-def _listed(values: Iterable[Any]) -> str:
-    """The different values, in their order."""
-    different = list(dict.fromkeys(map(str, values)))
-    return (
-        " / ".join(different)
-        if len(different) <= SHOWN
-        else f"{len(different)} different"
-    )
-
-
-def _set_name(source: str) -> str:
-    """What `--prompts` was given: bundled prompts, or a file and the folder around."""
-    if source.partition("@")[0].isdecimal():
-        return f"bundled ({source})"
-    return "/".join(pathlib.PurePath(source).parts[-2:])
+def first_of(row: Row) -> str:
+    """Returns the first difference of a parity in words."""
+    first = row.get("first")
+    if first is None:
+        return "none"
+    layer = "" if first["layer"] is None else f"layer {first['layer']}, "
+    return f"{layer}{first['operation']}, position {first['position']}"
 
 
 def digests(rows: Iterable[Row]) -> list[str]:

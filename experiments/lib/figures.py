@@ -177,7 +177,12 @@ def sweep_positions(rows: Sequence[Row]) -> Figure:
     height = -(-len(panels) // columns)
     figure, every = new(1.2 + 2.4 * height, height, columns, sharey=True)
     for axes, (title, found) in zip(every, panels.items(), strict=False):
-        _plot_positions(axes, found)
+        for place, (label, (row, *_)) in enumerate(found):
+            shares = np.array(row["conditional_acceptance"], float)  # NaN: none drafted
+            at = range(1, len(shares) + 1)
+            axes.plot(at, shares, label=label, **_looks(place))
+        whole_numbers(axes)
+        axes.set(xlabel="position (token)", ylim=(0, 1))
         axes.set_title(title, fontsize=9)
     for axes in every[::columns]:
         axes.set_ylabel(KEPT)
@@ -202,16 +207,6 @@ def sweep_contexts(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def _plot_positions(axes: Axes, found: Curves) -> None:
-    """Draws shares that were kept over positions."""
-    for place, (label, (row, *_)) in enumerate(found):
-        shares = np.array(row["conditional_acceptance"], float)  # NaN: none drafted
-        at = range(1, len(shares) + 1)
-        axes.plot(at, shares, label=label, **_looks(place))
-    whole_numbers(axes)
-    axes.set(xlabel="position (token)", ylim=(0, 1))
-
-
 def drift(rows: Sequence[Row]) -> Figure:
     """Reward and drafts kept over steps of learning, of `rollouts.py --steps`."""
     figure, (top, bottom) = new(4.4, 2, 1, sharex=True)
@@ -224,19 +219,17 @@ def drift(rows: Sequence[Row]) -> Figure:
 
 
 def divergence(rows: Sequence[Row]) -> Figure:
-    """Layers by operations: relative difference as colour, units in the last place.
+    """Layers by operations: relative difference as colour.
 
     What stands before and after the layers is a band of one cell, in its place.
-    Distances in units in the last place say little about size: between values of both
-    signs near zero they are as large as numbers get. They stand in the cells as text.
 
     Args:
       rows: one of kind "parity"; a cell is `{"differing", "elements", "max_ulp",
         "relative"}`, or None where there was nothing to compare.
     """
     (row,) = rows
-    operations, outside = row["operations"], row["outside"]
-    bands = {name: [cell] * len(operations) for name, cell in outside.items()}
+    operations = row["operations"]
+    bands = {name: [cell] * len(operations) for name, cell in row["outside"].items()}
     first = {name: bands.pop(name) for name in ("embed",) if name in bands}
     layers = dict(zip(map(str, row["layers"]), row["cells"], strict=True))
     lines = first | layers | bands
@@ -248,23 +241,13 @@ def divergence(rows: Sequence[Row]) -> Figure:
     norm = matplotlib.colors.Normalize(lowest, highest)
     looks = {"cmap": cmap, "norm": norm, "interpolation": "none"}
     image = axes.imshow(values, aspect="auto", **looks)
-    for y, (name, line) in enumerate(lines.items()):
-        # A band is one cell: its number stands once.
-        for x, cell in enumerate(line[:1] if name in outside else line):
-            if cell is not None and cell["max_ulp"]:
-                ulp = cell["max_ulp"]
-                power = f"{ulp:.0e}".replace("e+0", "e").replace("+", "")
-                text = str(ulp) if ulp < 1000 else power
-                looks = {"color": "black" if norm(values[y][x]) > 0.6 else "white"}
-                looks |= {"fontsize": 5, "ha": "center", "va": "center"}
-                # It stands inside the panel, whatever its size.
-                axes.text(x, y, text, **looks, in_layout=False)
     axes.grid(visible=False)
     turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
     axes.set_xticks(range(len(operations)), operations, **turned)
     axes.set_yticks(range(len(lines)), lines, fontsize=9)
     axes.set_ylabel("layer")
-    axes.set_title(_first(row), fontsize=11)
+    words = "grey: equal bits, white: not compared, pink: not finite"
+    axes.set_title(f"first difference: {curves.first_of(row)}\n{words}", fontsize=11)
     ticks = {
         "ticks": matplotlib.ticker.MaxNLocator(integer=True),
         "format": lambda x, _: f"{10**x:.0e}",
@@ -294,15 +277,3 @@ def levels(lines: Sequence[Sequence[Row | None]]) -> tuple[np.ndarray, int, int]
         lowest - 1
     )
     return found, lowest, highest
-
-
-def _first(row: Row) -> str:
-    """The first difference in words, and what the colours do not say."""
-    first, where = row.get("first"), "nothing differs"
-    if first is not None:
-        layer = "" if first["layer"] is None else f"layer {first['layer']}, "
-        where = f"first: {layer}{first['operation']}, position {first['position']}"
-    return (
-        f"{where}\nnumbers: largest difference (ULP); grey: equal bits, white: not "
-        "compared, pink: not finite"
-    )

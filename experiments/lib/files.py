@@ -3,7 +3,6 @@
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 from spec_jax import regular_files
@@ -48,20 +47,3 @@ def read_rows(path: pathlib.Path, *, hint: str = "") -> dict[int, dict[str, Any]
             kind = type(rows[number]).__name__
             raise ValueError(f"{path}, line {number}: not a JSON object but a {kind}")
     return rows
-
-
-def check_apart(
-    flag: str, folder: pathlib.Path, others: Mapping[str, pathlib.Path | None]
-) -> None:
-    """Raises `ValueError` where writing to a folder would replace what is read.
-
-    Args:
-      flag: that named the folder.
-      others: folders that are read, by their flags.
-    """
-    for reader, other in others.items():
-        if other is not None and folder.resolve() == other.resolve():
-            raise ValueError(
-                f"{flag} {folder} would replace what {reader} reads: name another "
-                "folder"
-            )

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -173,8 +174,8 @@ def _kinds() -> dict[str, Any]:
         "KxD:W": tree,
         "A,B,..": cli.names(tree_or_none),
         "POLICY": policies.MEASURED,
-        "PROFILE": cli.source,
-        "N|FILE[:N]": cli.text_source,
+        "PROFILE": pathlib.Path,
+        "N|FILE[:N]": str,
         "OPTIONS": chat_options,
         "SEED": int,
         "DEVICE": ("auto", "cpu", "gpu"),
@@ -187,17 +188,19 @@ def check_models(
     *,
     needs_draft: bool = True,
 ) -> None:
-    """Exits with a usage error where a drafter lacks its draft, or a draft its target.
+    """Refuses a drafter that lacks its draft, and a draft that lacks its target.
 
     Of a list of drafters by default, those that lack a draft are left out. Then
-    `check_isa` is called.
+    `choose_isa` is called.
 
     Args:
       needs_draft: of a script without `--drafter`, which drafts with a draft model.
     """
     chosen = getattr(args, "drafter", "draft-model" if needs_draft else ())
     if chosen == "auto":
-        chosen = args.drafter = _default_drafter(parser, args)
+        is_tree = getattr(args, "tree", None) is not None
+        chosen = loading.default_drafter(args.target, args.draft, is_tree=is_tree)
+        args.drafter = chosen
     names = (chosen,) if isinstance(chosen, str) else chosen or ()
     if args.target is None and args.draft is not None:
         # A head may be one for the embedded target.
@@ -210,12 +213,11 @@ def check_models(
         if lacking and others and chosen == parser.get_default("drafter"):
             args.drafter = others
         elif lacking:
-            without = ", or --drafter " + ", ".join(registry.NEED_NOTHING[:2])
-            parser.error(
+            raise ValueError(
                 f"{lacking[0]} of --target {args.target} needs a draft: name the "
-                f"folder of one with --draft{without * hasattr(args, 'drafter')}"
+                "folder of one with --draft, or another drafter"
             )
-    check_isa(parser, args)
+    choose_isa(args)
     devices = getattr(args, "devices", None)
     if devices is not None:
         shard.make_cpu_devices(devices)
@@ -223,22 +225,10 @@ def check_models(
         parser.error("--segments is of --devices: give both, or neither")
 
 
-def _default_drafter(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
-    """Returns what `--drafter auto` stands for, or exits with a usage error."""
-    try:
-        is_tree = getattr(args, "tree", None) is not None
-        return loading.default_drafter(args.target, args.draft, is_tree=is_tree)
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def check_isa(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Chooses what `--isa` names, or exits with a usage error."""
+def choose_isa(args: argparse.Namespace) -> None:
+    """Chooses what `--isa` names; raises as `build.choose`."""
     if args.isa is not None:
-        try:
-            build.choose(args.isa)
-        except ValueError as error:
-            parser.error(f"--isa {args.isa}: {error}")
+        build.choose(args.isa)
 
 
 def drafter(text: str) -> str:

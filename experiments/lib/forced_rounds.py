@@ -31,7 +31,7 @@ Rate = float | str
 
 def rates(text: str) -> tuple[float | str, ...]:
     """The type of a flag that lists rates to be forced, and names of data sets."""
-    known = forced_drafter.DATA_SETS
+    known = DATA_SETS
     try:
         parts = text.split(",")
         found = tuple(part if part in known else float(part) for part in parts)
@@ -175,8 +175,8 @@ def measure(
     done: dict[Rate, list[dict[str, Any]]] = {rate: [] for rate in rates}
 
     def case(rate: Rate) -> bench.Thunk:
-        kept = forced_drafter.choose_kept(
-            forced_drafter.chances(rate, depth, head=head),
+        kept = choose_kept(
+            chances(rate, depth, head=head),
             start=runs.start,
             limit=runs.limit,
             # A window may reach past the text.
@@ -259,3 +259,99 @@ def times(
     for name, values in each.items():
         made |= bench.quartile_fields(name, values)
     return made
+
+
+def choose_kept(
+    chances: Sequence[float], *, start: int, limit: int, size: int, tries: int = 200
+) -> np.ndarray:
+    """How many drafts a round keeps that begins at each length, `[size]` int32.
+
+    Draft `i` is right with `chances[i]` if all before it are, so that accepted lengths
+    are as spread as those of a real drafter; the best of many draws is taken.
+
+    Args:
+      chances: of each draft of a chain, or of a path of a tree.
+      start, limit: lengths of the text before the first round and after the last.
+    """
+    gamma, best, best_gap = len(chances), None, np.inf
+    rate = np.cumprod(chances).sum() / gamma
+    for seed in range(tries):
+        is_right = np.random.default_rng(seed).random((size, gamma)) < chances
+        kept = np.cumprod(is_right, axis=1).sum(axis=1).astype(np.int32)
+        proposed, accepted = simulate(kept, start=start, limit=limit, gamma=gamma)
+        gap = abs(accepted / max(proposed, 1) - rate)
+        if gap < best_gap:
+            best, best_gap = kept, gap
+    return best
+
+
+def conditional(rate: float, gamma: int, first: float | None = None) -> float:
+    """The chance of each draft, given all before it, by which `rate` of them are kept.
+
+    The `p` with `p + p**2 + .. + p**gamma = rate * gamma`, by bisection.
+
+    Args:
+      first: the chance of the first draft, if it is another: `p` is then of the others.
+
+    Raises:
+      ValueError: a rate outside (0, 1).
+    """
+    if not 0 < rate < 1:
+        raise ValueError(f"a forced acceptance of {rate} is not between 0 and 1")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        reached = (p if first is None else first) * sum(p**i for i in range(gamma))
+        low, high = (p, high) if reached < rate * gamma else (low, p)
+    return low
+
+
+# Tokens of a round, the target's own among them, and the chance of the first draft
+# where it is known (chat and mathematics): Qwen3-8B with seven drafts at temperature 1,
+# trained alike (https://arxiv.org/abs/2607.05147, table 1 and section 5).
+_PUBLISHED = {
+    ("dspark", "mt-bench"): (3.72, None),
+    ("dspark", "gsm8k"): (6.17, 0.93),
+    ("dflash", "mt-bench"): (3.11, 0.72),
+    ("dflash", "gsm8k"): (5.33, 0.88),
+    ("eagle3", "mt-bench"): (2.66, 0.53),
+    ("eagle3", "gsm8k"): (5.30, 0.81),
+}
+_PUBLISHED_DRAFTS = 7
+DATA_SETS = tuple(dict.fromkeys(name for _, name in _PUBLISHED))
+
+
+def chances(rate: float | str, gamma: int, *, head: str | None) -> list[float]:
+    """The chance of each draft, given all before it.
+
+    Args:
+      rate: the share of drafts to be kept; or one of `DATA_SETS`, for what is published
+        of `head`. That is a length of seven drafts: all drafts but the first have one
+        chance, by which it comes out.
+
+    Raises:
+      ValueError: a rate outside (0, 1), or a data set without a head.
+    """
+    if not isinstance(rate, str):
+        return [conditional(rate, gamma)] * gamma
+    if (head, rate) not in _PUBLISHED:
+        raise ValueError(
+            f"the acceptance of {rate} is that of a head: name one with --head"
+        )
+    tokens, first = _PUBLISHED[head, rate]
+    share = (tokens - 1) / _PUBLISHED_DRAFTS
+    others = conditional(share, _PUBLISHED_DRAFTS, first)
+    return [others if first is None else first, *[others] * (gamma - 1)]
+
+
+def simulate(
+    kept: np.ndarray, *, start: int, limit: int, gamma: int
+) -> tuple[int, int]:
+    """Drafts proposed and accepted, on one path, by the rounds of a generation."""
+    length, proposed, accepted = start, 0, 0
+    while length < limit:
+        drafted = min(gamma, limit - length - 1)
+        right = min(int(kept[length]), drafted)
+        proposed, accepted = proposed + drafted, accepted + right
+        length += right + 1
+    return proposed, accepted

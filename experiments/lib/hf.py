@@ -56,32 +56,14 @@ def load(
 ) -> Baseline:
     """Loads the folders in `dtype`; torch computes on all cores of this process.
 
+    They decode greedily, and draft as much as they are told.
+
     Args:
       backend: JAX's, "cpu" or "gpu": torch takes the same.
+
+    Raises:
+      ValueError: a folder that transformers cannot load, or torch lacks the device.
     """
-    wait_policy = _import()
-    _check_device(backend)
-
-    def load_model(folder: pathlib.Path) -> Any:
-        import torch
-        import transformers
-
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, dtype), local_files_only=True
-            )
-        except (OSError, RuntimeError) as error:
-            raise ValueError(
-                f"{folder}: transformers cannot load it: {error}"
-            ) from None
-        return model.to(_DEVICES[backend])
-
-    draft_model = None if draft is None else load_model(draft)
-    return _baseline(load_model(target), draft_model, wait_policy)
-
-
-def _import() -> str | None:
-    """Imports torch and transformers; returns the policy of OpenMP's threads."""
     # Threads of OpenMP spin for a while when their work is done, unless told to
     # sleep: they would take the cores from JAX, and from each other where there are
     # more threads than free cores. It is read once, when torch is loaded.
@@ -94,41 +76,23 @@ def _import() -> str | None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(processes.usable_cores())
-    # None: torch had been loaded by the caller, and the policy is unknown.
-    return wait_policy
+    if backend == "gpu" and not torch.cuda.is_available():
+        raise ValueError(
+            f"JAX computes on {backend!r} and torch {torch.__version__} finds no such "
+            "device; set JAX_PLATFORMS=cpu, or install a torch that has it"
+        )
 
-
-def _check_device(backend: str) -> None:
-    """Raises `ValueError` where torch lacks the device on which JAX computes."""
-    import torch
-
-    if backend == "cpu" or (backend == "gpu" and torch.cuda.is_available()):
-        return
-    raise ValueError(
-        f"JAX computes on {backend!r} and torch {torch.__version__} finds no such "
-        "device; set JAX_PLATFORMS=cpu, or install a torch that has it"
-    )
-
-
-def _baseline(target: Any, draft: Any, wait_policy: str | None) -> Baseline:
-    """The models, decoding greedily and drafting as much as they are told."""
-    import torch
-    import transformers
-
-    for model in (target, draft):
-        if model is not None:
-            # In the place of the folder's own, which may sample or stop.
-            model.generation_config = transformers.GenerationConfig(do_sample=False)
-            model.eval().requires_grad_(False)
-    if draft is not None:
+    how = {"dtype": getattr(torch, dtype), "device": _DEVICES[backend]}
+    assistant = None if draft is None else _model(draft, **how)
+    if assistant is not None:
         # The assistant's own settings decide how much is drafted. Its confidence
         # would end a draft early.
-        settings = draft.generation_config
+        settings = assistant.generation_config
         settings.num_assistant_tokens_schedule = "constant"
         settings.assistant_confidence_threshold = 0.0
     return Baseline(
-        target=target,
-        draft=draft,
+        target=_model(target, **how),
+        draft=assistant,
         description={
             "torch_version": torch.__version__,
             "transformers_version": transformers.__version__,
@@ -136,6 +100,21 @@ def _baseline(target: Any, draft: Any, wait_policy: str | None) -> Baseline:
             "omp_wait_policy": wait_policy,
         },
     )
+
+
+def _model(folder: pathlib.Path, *, dtype: Any, device: str) -> Any:
+    """Loads a model that decodes greedily."""
+    import transformers
+
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True
+        )
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{folder}: transformers cannot load it: {error}") from None
+    # In the place of the folder's own, which may sample or stop.
+    model.generation_config = transformers.GenerationConfig(do_sample=False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 def generate(

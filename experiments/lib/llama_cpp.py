@@ -1,8 +1,7 @@
 """llama.cpp's programs: run on GGUF files, and their output read.
 
-Knows their flags and what they print, as of llama.cpp 0.5; knows nothing of JAX. A
-program that is missing, fails, takes too long or prints something else is a
-`ValueError` of one line that names it.
+Knows their flags and what they print, as of llama.cpp 0.5. A program that is missing,
+fails, takes too long or prints something else is a `ValueError` of one line.
 """
 
 import contextlib
@@ -14,7 +13,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from experiments.lib import compare
+from spec_jax.analysis import metrics
 
 
 BENCH, PLAIN, SPECULATIVE = PROGRAMS = (
@@ -86,22 +88,6 @@ class Build:
     folder: pathlib.Path
     threads: int
     limit_s: float  # that a program may take
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Generated:
-    """What one generation produced."""
-
-    text: bytes  # without the prompt and without a stop token
-    prompt_tokens: int
-    tokens: int  # the stop token counted
-    prefill_s: float
-    decode_s: float  # with the choice of tokens, without loading and printing
-    steps: int  # tokens that `decode_s` was spent on
-    ids: list[int] | None = None  # of our side; llama.cpp prints no tokens
-    rounds: int | None = None  # None of plain decoding
-    proposed: int | None = None  # drafts
-    accepted: int | None = None
 
 
 class Unreadable(ValueError):
@@ -223,114 +209,92 @@ def perplexity(
     return _numbers(program, done.stdout + done.stderr, patterns)
 
 
-def complete(
+def generate(
     build: Build,
     model: pathlib.Path,
     prompt: bytes,
     *,
     max_tokens: int,
     capacity: int,
-) -> Generated:
-    """Decodes greedily, one token a step, up to the end of the text.
+    gamma: int | None = None,
+    drafter: str | None = None,
+    draft: pathlib.Path | None = None,
+) -> tuple[compare.Generated, int]:
+    """Decodes greedily, of which nothing is escaped or cut; returns what came, and how
+    many tokens the prompt was read as.
 
     Args:
       capacity: positions of the cache.
-    """
-    flags = ["-m", str(model), "-n", str(max_tokens)]
-    flags += ["--no-display-prompt", "-no-cnv"]
-
-    def read(program: str, done: subprocess.CompletedProcess) -> Generated:
-        found, text = _numbers(program, done.stderr, _OF_PLAIN), done.stdout
-        if not text.endswith(b"\n\n"):
-            raise Unreadable(program, text)
-        steps = int(found["steps"])
-        return Generated(
-            text=text.removesuffix(b"\n\n").removesuffix(_END),
-            prompt_tokens=int(found["prompt_tokens"]),
-            tokens=steps + 1,  # The first comes from the prompt's own logits.
-            prefill_s=found["prefill_ms"] / 1e3,
-            decode_s=(found["decode_ms"] + found["sampling_ms"]) / 1e3,
-            steps=steps,
-        )
-
-    return _generate(build, PLAIN, flags, prompt, read, capacity=capacity)
-
-
-def speculate(
-    build: Build,
-    model: pathlib.Path,
-    draft: pathlib.Path | None,
-    prompt: bytes,
-    *,
-    drafter: str,
-    gamma: int,
-    max_tokens: int,
-    capacity: int,
-) -> Generated:
-    """Decodes greedily in rounds of at most `gamma` drafts, never fewer by confidence.
-
-    Args:
-      draft: None: prompt lookup, by `LOOKED_UP` tokens.
+      gamma: drafts of a round at most, never fewer by confidence; None: one token a
+        step.
       drafter: ours, of `SPEC_TYPES`.
+      draft: None: prompt lookup, by `LOOKED_UP` tokens.
     """
-    # It goes on until it has more than it was asked for; its last rounds draft less.
-    flags = ["-m", str(model), "-n", str(max_tokens - 1)]
-    flags += ["--spec-type", SPEC_TYPES[drafter]]
-    if draft is None:
-        sizes = "--spec-ngram-simple-size"
-        flags += [f"{sizes}-n", str(LOOKED_UP), f"{sizes}-m", str(gamma)]
+    threads = str(build.threads)
+    flags = ["-m", str(model), "-t", threads, "-tb", threads]
+    if gamma is None:
+        program, read = str(build.folder / PLAIN), _read_plain
+        flags += ["-n", str(max_tokens), "--no-display-prompt", "-no-cnv"]
     else:
-        flags += ["-md", str(draft), "-td", str(build.threads)]
-        flags += ["--spec-draft-n-max", str(gamma), "--spec-draft-p-min", "0"]
-
-    def read(program: str, done: subprocess.CompletedProcess) -> Generated:
-        found = _numbers(program, done.stderr, _OF_SPECULATIVE)
-        beginning, end = b"\n\n" + prompt, b"\n\n\n\n"
-        is_whole = done.stdout.startswith(beginning) and done.stdout.endswith(end)
-        speeds = found["prefill_speed"], found["decode_speed"]
-        if not (is_whole and all(speeds) and found["tokens"]):
-            raise Unreadable(program, done.stdout)
-        tokens, accepted = int(found["tokens"]), int(found["accepted"])
-        return Generated(
-            text=done.stdout[len(beginning) : -len(end)],
-            prompt_tokens=int(found["prompt_tokens"]),
-            tokens=tokens,
-            prefill_s=found["prompt_tokens"] / found["prefill_speed"],
-            decode_s=tokens / found["decode_speed"],
-            steps=tokens,
-            # Each round commits one token besides the drafts that it keeps.
-            rounds=tokens - accepted,
-            proposed=int(found["proposed"]),
-            accepted=accepted,
-        )
-
-    return _generate(build, SPECULATIVE, flags, prompt, read, capacity=capacity)
-
-
-def _generate(
-    build: Build,
-    name: str,
-    flags: Sequence[str],
-    prompt: bytes,
-    read: Callable[[str, subprocess.CompletedProcess], Generated],
-    *,
-    capacity: int,
-) -> Generated:
-    """Runs a program on a prompt, of which nothing is escaped or cut; reads its output.
-
-    What is cut short is run again.
-    """
-    program = str(build.folder / name)
+        program, read = str(build.folder / SPECULATIVE), _read_speculative
+        # It goes on until it has more than it was asked for; its last rounds draft
+        # less.
+        flags += ["-n", str(max_tokens - 1), "--spec-type", SPEC_TYPES[drafter]]
+        if draft is None:
+            sizes = "--spec-ngram-simple-size"
+            flags += [f"{sizes}-n", str(LOOKED_UP), f"{sizes}-m", str(gamma)]
+        else:
+            flags += ["-md", str(draft), "-td", threads]
+            flags += ["--spec-draft-n-max", str(gamma), "--spec-draft-p-min", "0"]
     with tempfile.NamedTemporaryFile() as file:
         file.write(prompt)
         file.flush()
-        threads = ("-t", str(build.threads), "-tb", str(build.threads))
         size = ("-c", str(capacity + _AHEAD), "-bf", file.name, "--no-escape")
-        command = [program, *flags, *threads, *size, *_GREEDY]
-        for _ in range(_TRIES - 1):
+        command = [program, *flags, *size, *_GREEDY]
+        for _ in range(_TRIES - 1):  # What is cut short is run again.
             with contextlib.suppress(Unreadable):
-                return read(program, _run(build, command, name=program))
-        return read(program, _run(build, command, name=program))
+                return read(program, _run(build, command, name=program), prompt)
+        return read(program, _run(build, command, name=program), prompt)
+
+
+def _read_plain(program, done, prompt) -> tuple[compare.Generated, int]:
+    found, text = _numbers(program, done.stderr, _OF_PLAIN), done.stdout
+    if not text.endswith(b"\n\n"):
+        raise Unreadable(program, text)
+    steps = int(found["steps"])
+    generated = compare.Generated(
+        text=text.removesuffix(b"\n\n").removesuffix(_END),
+        count=steps + 1,  # The first comes from the prompt's own logits.
+        prefill_s=found["prefill_ms"] / 1e3,
+        decode_s=(found["decode_ms"] + found["sampling_ms"]) / 1e3,
+        steps=steps,
+    )
+    return generated, int(found["prompt_tokens"])
+
+
+def _read_speculative(program, done, prompt) -> tuple[compare.Generated, int]:
+    found = _numbers(program, done.stderr, _OF_SPECULATIVE)
+    beginning, end = b"\n\n" + prompt, b"\n\n\n\n"
+    is_whole = done.stdout.startswith(beginning) and done.stdout.endswith(end)
+    speeds = found["prefill_speed"], found["decode_speed"]
+    if not (is_whole and all(speeds) and found["tokens"]):
+        raise Unreadable(program, done.stdout)
+    count, accepted = int(found["tokens"]), int(found["accepted"])
+    counters = metrics.Counters(
+        tokens=count,
+        # Each round commits one token besides the drafts that it keeps.
+        rounds=count - accepted,
+        proposed=int(found["proposed"]),
+        accepted=accepted,
+    )
+    generated = compare.Generated(
+        text=done.stdout[len(beginning) : -len(end)],
+        count=count,
+        prefill_s=found["prompt_tokens"] / found["prefill_speed"],
+        decode_s=count / found["decode_speed"],
+        counters=counters,
+    )
+    return generated, int(found["prompt_tokens"])
 
 
 def _run(

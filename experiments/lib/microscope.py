@@ -5,12 +5,12 @@ and keeps every value that the forward pass shows its hook (`model.observe`), a 
 each token; `compare` says where two records part, and by how much. Kernels that fuse
 operations show what leaves them: there the operation that is named is the last one of
 its kernel. Distances are in units in the last place (ULPs): how many numbers of the
-dtype lie between two values. Values of two dtypes are compared in the wider one, at
-their distance in the narrower one.
+dtype lie between two values.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from experiments.lib import operations, superseded
+from experiments.lib import superseded
 from spec_jax import compilation, testing
 from spec_jax.model import decoder, params as params_lib, row_model
 from spec_jax.paging import allocator, cache
@@ -67,20 +67,37 @@ class Path:
         return {"path": self.name, **sizes}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One element of an operation's last row, a unit in the last place too large.
+LAYER_OPERATIONS = (
+    *("input_norm", "q", "k", "v", "q_norm", "k_norm", "q_rope", "k_rope"),
+    *("k_cache", "v_cache", "attention", "attention_out", "attention_residual"),
+    *("mlp_norm", "gate", "up", "swiglu", "down", "mlp_residual"),
+)
+"""Operations of every layer, in an order in which they can be computed: as
+`model.observe` has them, and those that leave no kernel of rows."""
 
-    `layer` is None for an operation outside of the layers.
-    """
-
-    layer: int | None
-    operation: str
+OUTSIDE = ("embed", "final_norm", "logits")
+"""Operations that belong to no layer: the hook's `layer` is None."""
 
 
-#
-# Runs of a window
-#
+def key(layer: int | None, operation: str) -> str:
+    """Names an operation of a layer: "3:q", or "embed" outside of layers."""
+    return operation if layer is None else f"{layer}:{operation}"
+
+
+def keys(num_layers: int) -> tuple[str, ...]:
+    """Lists the `key` of every operation of a model, in an order of computation."""
+    layers = (key(n, name) for n in range(num_layers) for name in LAYER_OPERATIONS)
+    return ("embed", *layers, "final_norm", "logits")
+
+
+Change = Callable[[int | None, str, jax.Array], jax.Array]
+"""`(layer, operation, value [rows, width]) -> value`: a hook that is hashable, and may
+plant a fault."""
+
+
+def _keep(layer: int | None, operation: str, value: jax.Array) -> jax.Array:
+    del layer, operation
+    return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +105,7 @@ class Record:
     """Values of a window's rows, and what recording them did.
 
     Attributes:
-      values: by `operations.key`, `[rows, width]`, in an order of computation.
+      values: by `key`, `[rows, width]`, in an order of computation.
       moved: elements of the logits and of the K/V that were written which differ from
         those of the same run unrecorded. Not 0: the record is of another program than
         the one that runs.
@@ -123,26 +140,26 @@ def record(
     kv: cache.PagedKV,
     window: tuple[int, ...],
     start: int,
-    fault: Fault | None = None,
+    change: Change | None = None,
 ) -> Record:
     """Runs a window as `logits_of`, and again with every value recorded.
 
     Args:
-      fault: planted in what is recorded; what recording moved is told without it.
+      change: made of what is recorded; what recording moved is told without it.
     """
     real_kv, logits = logits_of(path, params, kv, window, start)
-    seen_kv, _, values = _run(path, params, kv, window, start, ())
+    seen_kv, _, values = _run(path, params, kv, window, start, _keep)
     moved = _count(values["logits"], logits)
     pools = zip((*real_kv.k, *real_kv.v), (*seen_kv.k, *seen_kv.v), strict=True)
     moved += sum(_count(np.asarray(one), np.asarray(other)) for one, other in pools)
-    if fault is not None:
-        _, _, values = _run(path, params, kv, window, start, (fault,))
-    keys = operations.keys(path.model.config.num_layers)
-    return Record(values={k: values[k] for k in keys if k in values}, moved=moved)
+    if change is not None:
+        _, _, values = _run(path, params, kv, window, start, change)
+    order = keys(path.model.config.num_layers)
+    return Record(values={k: values[k] for k in order if k in values}, moved=moved)
 
 
-def _run(path, params, kv, window, start, faults):
-    """Returns the cache, logits and values; of `faults` None nothing is recorded."""
+def _run(path, params, kv, window, start, change):
+    """Returns the cache, logits and values; of `change` None nothing is recorded."""
     if len(window) > path.model.slab:
         raise ValueError(
             f"a window of {len(window)} rows does not fit a slab of {path.model.slab}"
@@ -151,41 +168,36 @@ def _run(path, params, kv, window, start, faults):
     for first in range(0, len(window), rows):
         tokens = jnp.asarray(window[first : first + rows], jnp.int32)
         at = jnp.int32(start + first)
-        kv, logits, values = _call(path, params, kv, tokens, at, faults)
+        kv, logits, values = _call(path, params, kv, tokens, at, change)
         found.append({"": logits[:rows]} | {k: x[:rows] for k, x in values.items()})
     allocator.check(kv)
     values = {k: np.concatenate([one[k] for one in found]) for k in found[0]}
     return kv, values.pop(""), values
 
 
-@functools.partial(compilation.jit, static_argnames=("path", "faults"))
+@functools.partial(compilation.jit, static_argnames=("path", "change"))
 def _call(
     path: Path,
     params: params_lib.Params,
     kv: cache.PagedKV,
     tokens: Int[Array, " R"],
     start: Int[Array, ""],
-    faults: tuple[Fault, ...] | None,
+    change: Change | None,
 ):
     """Runs rows after `[0, start)`; values are `[R, width]`, and padding follows."""
     (R,), slot, values = tokens.shape, row_model.SLOT, {}
-    is_library = path.name in superseded.NAMES
     kv = allocator.truncate(kv, slot, start)
 
     def see(layer: int | None, operation: str, value: jax.Array) -> jax.Array:
-        flat = value.reshape(value.shape[0], -1)
-        if Fault(layer=layer, operation=operation) in (faults or ()):
-            middle = flat.shape[1] // 2
-            flat = flat.at[R - 1, middle].set(_next_up(flat[R - 1, middle]))
-            value = flat.reshape(value.shape)
-        if faults is not None:
-            # Behind a barrier, so that nothing is fused with the recording of it.
-            kept = jax.lax.optimization_barrier(flat)
-            values[operations.key(layer, operation)] = kept
-        return value
+        if change is None:
+            return value
+        flat = change(layer, operation, value.reshape(value.shape[0], -1))
+        # Behind a barrier, so that nothing is fused with the recording of it.
+        values[key(layer, operation)] = jax.lax.optimization_barrier(flat)
+        return flat.reshape(value.shape)
 
     kv = allocator.reserve(kv, slot, start + R)
-    if is_library:
+    if path.name in superseded.NAMES:
         rows = {"tokens": tokens, "start": start, "observe": see}
         kv, logits = superseded.forward(
             path.name, params, path.model.config, kv, **rows
@@ -198,26 +210,15 @@ def _call(
             positions=start + jnp.arange(height, dtype=jnp.int32),
             num_active=jnp.int32(R),
         )
-        hook = None if faults is None else see
+        hook = None if change is None else see
         kv, outputs = path.model.forward_rows(params, rows, kv, observe=hook)
         logits = outputs.logits
     return allocator.extend(kv, slot, start + R), logits, values
 
 
-def _next_up(x: jax.Array) -> jax.Array:
-    """Moves a value one unit in the last place further from zero."""
-    unsigned = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    raised = jax.lax.bitcast_convert_type(x, unsigned) + unsigned(1)
-    return jax.lax.bitcast_convert_type(raised, x.dtype)
-
-
 def _count(one: np.ndarray, other: np.ndarray) -> int:
     return int((testing.bits(one) != testing.bits(other)).sum())
 
-
-#
-# Comparisons
-#
 
 Cell = dict[str, int | float | None]
 """How far two arrays are the same: `differing` of `elements`, where the sign of a zero
@@ -230,7 +231,7 @@ class Comparison:
     """Everything that two records differ in.
 
     Attributes:
-      cells: by `operations.key`, the operations that both have, in order.
+      cells: by `key`, the operations that both have, in order.
       first: the first operation that differs: layer, operation, row, and the cell of
         that row; all that it was computed from is the same in both records.
     """
@@ -255,22 +256,11 @@ def compare(one: Record, other: Record) -> Comparison:
 
 
 def cell_of(one: np.ndarray, other: np.ndarray) -> Cell:
-    """Compares two arrays of one shape.
-
-    Raises:
-      ValueError: other shapes.
-    """
-    if one.shape != other.shape:
-        raise ValueError(f"values of shape {one.shape} and {other.shape}")
-    wide = np.promote_types(one.dtype, other.dtype)
-    narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
-    # A value beyond the narrower dtype is infinite there, and that is its distance.
-    with np.errstate(over="ignore"):
-        apart = ulps(one.astype(narrow), other.astype(narrow))
+    """Compares two arrays of one shape and dtype."""
     return {
-        "differing": _count(one.astype(wide), other.astype(wide)),
+        "differing": _count(one, other),
         "elements": one.size,
-        "max_ulp": int(apart.max(initial=0)),
+        "max_ulp": int(ulps(one, other).max(initial=0)),
         "relative": _relative(one, other),
     }
 

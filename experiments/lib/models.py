@@ -6,9 +6,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from rich import console as rich_console
-
-from experiments.lib import processing, prompt_files, prompts as prompts_lib, runs
+from experiments.lib import (
+    processing,
+    prompt_files,
+    prompts as prompts_lib,
+    runs,
+    terminal,
+)
 from spec_jax import loading
 from spec_jax.drafters import draft_model, each, registry, tree_shapes
 from spec_jax.engine import protocols
@@ -22,11 +26,12 @@ def load(
     *,
     drafter: str,
     gamma_max: int,
-    cache: str = "paged",
+    **how: Any,
 ) -> loading.LanguageModel:
     """Loads what flags name: models, a mesh and a tree.
 
-    The slab is as high as a window of a chain.
+    Args:
+      how: of `loading.load`; the slab is as high as a window of a chain.
 
     Raises:
       ValueError: as `loading.load`, `with_tree`, and `check_gamma` of chains.
@@ -36,12 +41,11 @@ def load(
         draft=args.draft,
         drafter=drafter,
         gamma_max=gamma_max,
-        slab=gamma_max + 1,
         dtype=args.dtype,
         weights=args.weights,
         draft_weights=args.draft_weights,
         impl=args.impl,
-        cache=cache,
+        **{"slab": gamma_max + 1, **how},
         **_mesh(args),
     )
     words = prompts_lib.with_options(args, lm.tokenizer)
@@ -83,49 +87,26 @@ def check_gamma(name: str, drafter: protocols.Drafter, gamma: int) -> None:
         )
 
 
-def with_drafter(
-    args: argparse.Namespace,
-    lm: loading.LanguageModel,
-    name: str,
-    *,
-    gamma_max: int | None = None,
-) -> loading.LanguageModel:
-    """Returns the same target with the drafter of that name; raises as `load`.
-
-    Args:
-      gamma_max: None: that of the drafter that the model has.
-    """
-    parts = _parts(args, lm, gamma_max=gamma_max or lm.gamma_max)
-    return lm.with_drafter(*registry.build(name, parts))
+Drafters = dict[str, loading.LanguageModel]
+"""One target with several drafters, by their names."""
 
 
-def _parts(
-    args: argparse.Namespace, lm: loading.LanguageModel, *, gamma_max: int
-) -> registry.Parts:
-    """Returns what drafters of the target are made of."""
-    return loading.drafter_parts(
-        lm.target,
-        lm.params,
-        lm.tokenizer,
+def load_drafters(
+    args: argparse.Namespace, names: Sequence[str], *, gamma_max: int, **how: Any
+) -> Drafters:
+    """Loads one target with each of the drafters, by their names; raises as `load`, and
+    as `check_gamma`."""
+    first = load(args, drafter=names[0], gamma_max=gamma_max, **how)
+    parts = loading.drafter_parts(
+        first.target,
+        first.params,
+        first.tokenizer,
         folder=args.target,
         draft=args.draft,
         gamma_max=gamma_max,
         dtype=args.dtype,
         weights=args.draft_weights,
     )
-
-
-Drafters = dict[str, loading.LanguageModel]
-"""One target with several drafters, by their names."""
-
-
-def load_drafters(
-    args: argparse.Namespace, names: Sequence[str], *, gamma_max: int
-) -> Drafters:
-    """Loads one target with each of the drafters, by their names; raises as `load`, and
-    as `check_gamma`."""
-    first = load(args, drafter=names[0], gamma_max=gamma_max)
-    parts = _parts(args, first, gamma_max=gamma_max)
     # The weights of the draft model are read once.
     read = functools.cache(parts.load_draft)
     if isinstance(first.drafter, draft_model.DraftModel):
@@ -163,18 +144,21 @@ def prepare(
 
     Args:
       prompts: the value of `--prompts`.
-      contexts: tokens that each of them is brought to, as `prompts.at_contexts`.
+      contexts: tokens that each of them is brought to, as `prompts.of_lengths`.
       settings: of `runs.Settings`, besides the sizes; what `args` lacks of it is as
         that has it.
     """
-    read = prompt_files.parse(prompts, default_file=prompt_files.BUNDLED)
+    read = prompt_files.parse(prompts)
     how = {
         "raw": getattr(args, "raw", False),
         "gen_tokens": args.gen_tokens,
         "page_size": args.page_size,
     }
     if contexts:
-        prepared = prompts_lib.at_contexts(lm, read, contexts, **how)
+        lengths = {str(context): context for context in contexts}
+        per_length = min(len(read), prompts_lib.PER_CONTEXT)
+        how |= {"lengths": lengths, "per_length": per_length}
+        prepared = prompts_lib.of_lengths(lm, read, **how)
     else:
         prepared = prompts_lib.prepare(
             lm, read, sampling=settings.get("sampling"), **how
@@ -198,7 +182,7 @@ def prepare(
 def announce(
     args: argparse.Namespace,
     subject: Subject,
-    console: rich_console.Console,
+    console: terminal.Console,
     *words: str,
 ) -> None:
     """Prints what is going to be run, before anything is compiled."""

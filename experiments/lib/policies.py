@@ -2,10 +2,8 @@
 
 import argparse
 import dataclasses
-import pathlib
 import statistics
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,7 +11,14 @@ from experiments.lib import models, profiles, runs
 from spec_jax import default_gamma, loading
 from spec_jax.drafters import draft_model, hybrid
 from spec_jax.engine import protocols
-from spec_jax.gamma import goodput, leader, policy, schedule, threshold
+from spec_jax.gamma import (
+    costs as costs_lib,
+    goodput,
+    leader,
+    policy,
+    schedule,
+    threshold,
+)
 
 
 POLICIES = ("fixed", "threshold", "goodput", "leader")
@@ -72,48 +77,6 @@ def make(
     raise ValueError(f"gamma policy {name!r} is not one of {', '.join(POLICIES)}")
 
 
-def scheduled(
-    path: pathlib.Path,
-    about: Mapping[str, Any],
-    drafter: protocols.Drafter,
-    *,
-    name: str,
-    gamma: int,
-    num_slots: int,
-    context: int,
-    temperature: float,
-    rule: str = "coupled",
-) -> Chosen:
-    """Returns the schedule of a profile, `--schedule`.
-
-    Args:
-      about: what is run, with the keys `profiles.SAME`.
-      name: of the policy that says how many tokens are drafted, by the profile's costs
-        where it needs any.
-      context: tokens that a slot has in the middle of its text.
-
-    Raises:
-      ValueError: as `profiles.read`; and trees.
-    """
-    if protocols.is_tree(drafter):
-        raise ValueError("--schedule is of chains: leave it out, or the tree")
-    profile = profiles.read(
-        path,
-        about,
-        num_slots=num_slots,
-        gamma=gamma,
-        context=context,
-        temperature=temperature,
-    )
-    round_s = lambda: profile.round_s(num_slots, gamma)
-    asks = make(name, drafter, gamma=gamma, round_s=round_s)
-    made = schedule.Schedule(
-        gamma_max=gamma, stops_early=rule != "coupled", asks=asks.gamma_policy
-    )
-    state = made.init(**vars(profile), asks=asks.state)
-    return Chosen(gamma_policy=made, state=state)
-
-
 def of_run(
     args: argparse.Namespace,
     subject: models.Subject,
@@ -122,36 +85,64 @@ def of_run(
     name: str,
     drafter: str | None = None,
 ) -> runs.Settings:
-    """Returns the settings with the policy of that name, and with `--schedule`.
+    """Returns the settings with the policy of that name, and with `--schedule`: then it
+    says how many tokens are drafted by the profile's costs, where it needs any.
 
     Args:
       drafter: its name; None: `--drafter`.
 
     Raises:
-      ValueError: as `scheduled`.
+      ValueError: as `profiles.read`; and a schedule of trees.
     """
+    lm, gamma, slots = subject.lm, settings.gamma, settings.num_slots
     if not args.schedule:
-        prompt = models.typical(subject.ids)
-        return with_policy(name, subject.lm, settings, prompt)
-    about = models.describe(args, subject.lm, drafter)
-    about |= {"drafter": drafter or args.drafter}
-    about |= {"drafter_sha256": models.drafter_sha256(subject.lm)}
-    lengths = statistics.median(map(len, subject.ids))
-    drawn = settings.sampling
-    chosen = scheduled(
+        return with_policy(name, lm, settings, models.typical(subject.ids))
+    if protocols.is_tree(lm.drafter):
+        raise ValueError("--schedule is of chains: leave it out, or the tree")
+    about = models.describe(args, lm, drafter) | {"drafter": drafter or args.drafter}
+    about |= {"drafter_sha256": models.drafter_sha256(lm)}
+    lengths, drawn = statistics.median(map(len, subject.ids)), settings.sampling
+    profile = profiles.read(
         args.schedule,
         about,
-        subject.lm.drafter,
-        name=name,
-        gamma=settings.gamma,
-        num_slots=settings.num_slots,
-        context=int(lengths) + settings.gen_tokens // 2,
+        num_slots=slots,
+        gamma=gamma,
+        context=int(lengths) + settings.gen_tokens // 2,  # In the middle of a text.
         temperature=0.0 if drawn is None else float(drawn.temperature),
-        rule=settings.rule,
     )
-    return dataclasses.replace(
-        settings, gamma_policy=chosen.gamma_policy, policy_state=chosen.state
+    round_s = lambda: profile.round_s(slots, gamma)
+    asks = make(name, lm.drafter, gamma=gamma, round_s=round_s)
+    made = schedule.Schedule(
+        gamma_max=gamma, stops_early=settings.rule != "coupled", asks=asks.gamma_policy
     )
+    state = made.init(**vars(profile), asks=asks.state)
+    return dataclasses.replace(settings, gamma_policy=made, policy_state=state)
+
+
+def costs_of(
+    lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
+) -> costs_lib.RoundCosts:
+    """Returns what rounds of a model cost, as the front door measures it.
+
+    Args:
+      prompt: a prompt of typical length.
+    """
+    return _adapted(lm, settings, prompt)[1]
+
+
+def _adapted(
+    lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
+) -> tuple[Chosen, costs_lib.RoundCosts]:
+    """Returns the front door's policy, and the costs that it has measured."""
+    change = {"gamma_policy": None, "policy_state": None, "rule": "coupled"}
+    fixed = dataclasses.replace(settings, **change)
+    scheduler = runs.make_scheduler(lm, fixed)
+    request = runs.make_request(lm, fixed, prompt)
+    scheduler, _, costs = default_gamma.adapted(lm, scheduler, [request])
+    if costs is None:
+        raise ValueError("costs of rounds are measured in one process, of drafts")
+    made = scheduler.speculator.gamma_policy
+    return Chosen(gamma_policy=made, state=scheduler.policy_state), costs
 
 
 def with_policy(
@@ -176,15 +167,7 @@ def with_policy(
             "gamma"
         )
 
-    def adapted() -> tuple[Chosen, Any]:
-        change = {"gamma_policy": None, "policy_state": None, "rule": "coupled"}
-        fixed = dataclasses.replace(settings, **change)
-        scheduler = runs.make_scheduler(lm, fixed)
-        request = runs.make_request(lm, fixed, prompt)
-        scheduler, _, costs = default_gamma.adapted(lm, scheduler, [request])
-        made = scheduler.speculator.gamma_policy
-        return Chosen(gamma_policy=made, state=scheduler.policy_state), costs
-
+    adapted = lambda: _adapted(lm, settings, prompt)
     if name == BUDGET:
         chosen, _ = adapted()
     else:

@@ -13,9 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import bench, costs, files, noise, runs
-from spec_jax import loading
-from spec_jax.engine import protocols, round as round_lib
+from experiments.lib import bench, files, noise, works
+from spec_jax import algorithms, loading
+from spec_jax.engine import protocols
 from spec_jax.gamma import schedule
 from spec_jax.paging import index
 
@@ -52,32 +52,27 @@ def measure(
       and `step_s` without their falls, which are noise; `draft_s`, by which a round of
       all rows takes longer than its step.
     """
-    gamma, drafter = lm.gamma_max, lm.drafter
-    drafter = protocols.complete(drafter).for_schedule()
-    lm = dataclasses.replace(lm, drafter=drafter)
-    most = num_slots * (gamma + 1)
-    new = (steps + 1) * (gamma + 1)
-    settings = runs.Settings(
-        gamma=gamma,
-        gen_tokens=new,
+    gamma, drafter = lm.gamma_max, protocols.complete(lm.drafter).for_schedule()
+    most, new = num_slots * (gamma + 1), (steps + 1) * (gamma + 1)
+    algo = algorithms.speculative(lm.target, drafter)
+    params, size = (lm.params, lm.drafter_params), lm.target.config.vocab_size
+    state = algo.init(
+        params,
+        [noise.tokens(context, size, seed=slot).tolist() for slot in range(num_slots)],
+        max_tokens=new,
         capacity=_capacity(lm, longest + new, page_size),
         page_size=page_size,
-        num_slots=num_slots,
     )
-    scheduler = runs.make_scheduler(lm, settings)
-    state = scheduler.empty(draws=False)
-    for slot in range(num_slots):
-        prompt = noise.tokens(context, lm.target.config.vocab_size, seed=slot).tolist()
-        request = runs.make_request(lm, settings, prompt)
-        state = scheduler.admit(state, slot, request)
     cases: dict[Any, bench.Case] = {}
     number, how = np.arange(num_slots), {"steps": steps, "num_columns": gamma + 1}
+    window = functools.partial(works.repeat_forward, lm.target, lm.params, **how)
     for rows in range(1, most + 1):
         # As evenly over the slots as they go.
         num_active = rows // num_slots + (number < rows % num_slots)
-        cases[rows] = costs.windows(lm, state.cache, num_active, **how)
-    most_rounds, speculator = jnp.int32(steps), scheduler.speculator
-    run = lambda state: round_lib.generate(speculator, state, max_rounds=most_rounds)
+        live = jnp.asarray(num_active, jnp.int32)
+        run = functools.partial(window, num_active=live)
+        cases[rows] = functools.partial(bench.on_copies, run, state.cache, calls=steps)
+    run = functools.partial(algo.run, params, max_rounds=steps)
     cases[_ROUND] = functools.partial(bench.on_copies, run, state, calls=steps)
     timings = bench.run(cases, repeats=repeats, after_turn=after_turn)
     spreads = [bench.spread(timings.seconds[rows]) for rows in range(1, most + 1)]

@@ -7,7 +7,6 @@ their plans and the work of Python are those of a machine that has one.
 import collections
 import contextlib
 import pathlib
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,22 +21,15 @@ GPU = "NVIDIA H200"
 MOST_NAMES = 40
 """Of a profiler's trace, the kernels that take longest."""
 
-_LAUNCHED = re.compile(
-    r"= \S+ (fusion|custom-call|copy|dynamic-update-slice|dynamic-slice|sort|"
-    r"scatter|reduce|convolution|dot|iota|broadcast|concatenate|pad|slice)\("
-)
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
-
 
 def lower(
     trace: Callable[[], jax.stages.Traced], *, here: bool | None = None
 ) -> dict[str, Any]:
-    """Seconds of each stage, kernels in the lowered text, launches and memory.
+    """Seconds of each stage, kernels in the lowered text, and memory.
 
     Args:
-      here: compile for the device of jax, and not only lower for a GPU, whose launches
-        are then None; None: where that is a GPU.
+      here: compile for the device of jax, and not only lower for a GPU; None: where
+        that is a GPU.
     """
     has_gpu = jax.default_backend() == "gpu" if here is None else here
     started, cpu_started = time.perf_counter(), time.process_time()
@@ -58,14 +50,13 @@ def lower(
         "cpu_s": time.process_time() - cpu_started,
         "kernels": text.count("stablehlo.custom_call"),
         "characters": len(text),
-        **dict.fromkeys(("compile_s", "launches", "temp_bytes", "alias_bytes")),
+        **dict.fromkeys(("compile_s", "temp_bytes", "alias_bytes")),
     }
     if has_gpu:
         compiled = lowered.compile()
         memory = compiled.memory_analysis()
         row |= {
             "compile_s": time.perf_counter() - lowered_at,
-            "launches": count_launches(compiled.as_text()),
             "temp_bytes": getattr(memory, "temp_size_in_bytes", None),
             "alias_bytes": getattr(memory, "alias_size_in_bytes", None),
         }
@@ -84,23 +75,6 @@ def _without_gpu() -> Iterator[None]:
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         yield
-
-
-def count_launches(hlo: str) -> int:
-    """Instructions of an optimised program that are kernels or copies on a device.
-
-    Those in the body of a loop count once; the insides of fusions do not. An estimate:
-    XLA decides last what is a kernel (`tests/pallas/hopper.py` reads that from a dump).
-    """
-    inside_others = set(_CALLED.findall(hlo))
-    count, counts_here = 0, False
-    for line in hlo.splitlines():
-        header = _COMPUTATION.match(line)
-        if header:
-            counts_here = header[1] not in inside_others
-        elif counts_here and _LAUNCHED.search(line):
-            count += 1
-    return count
 
 
 def profile(folder: pathlib.Path, name: str, call: Callable[[], Any]) -> list[dict]:

@@ -55,7 +55,7 @@ class Prompt:
         return [*self.history, {"role": USER, "content": self.text}]
 
 
-def parse(spec: str, *, default_file: str | pathlib.Path) -> list[Prompt]:
+def parse(spec: str, *, default_file: str | pathlib.Path = BUNDLED) -> list[Prompt]:
     """Reads the prompts that the value of a `--prompts` flag names.
 
     Args:

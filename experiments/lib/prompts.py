@@ -2,12 +2,12 @@
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from experiments.lib import prompt_files, runs
 from spec_jax import loading
 from spec_jax.engine import checks
-from spec_jax.model import config as config_lib, tokenizer as tokenizer_lib
+from spec_jax.model import tokenizer as tokenizer_lib
 from spec_jax.paging import index
 from spec_jax.rules import sampling as sampling_lib
 
@@ -127,19 +127,20 @@ def encode(
     return [tokenizer.encode(text, begins=not use_chat) for text in texts]
 
 
-def check_lengths(
-    config: config_lib.Qwen3Config,
-    prompts: Iterable[tuple[str, list[int]]],
+def capacity_for(
+    lm: loading.LanguageModel,
+    prompts: Sequence[prompt_files.Prompt],
+    ids: Sequence[list[int]],
     *,
     gen_tokens: int,
     page_size: int,
-) -> None:
-    """Raises `ValueError` for what the model's positions do not hold.
+) -> int:
+    """Positions of a cache that fits the longest prompt: whole pages.
 
-    Args:
-      prompts: what messages call each, and its ids.
+    Raises:
+      ValueError: what the model's positions do not hold.
     """
-    positions = config.max_position_embeddings
+    positions = lm.target.config.max_position_embeddings
     for flag, value, most in (
         ("--gen-tokens", gen_tokens, positions - 1),
         ("--page-size", page_size, positions),
@@ -149,74 +150,51 @@ def check_lengths(
                 f"{flag} {value} is above {most}: the model has {positions} positions "
                 "(max_position_embeddings) for a prompt and what follows"
             )
-    for name, ids in prompts:
-        if len(ids) > positions - gen_tokens:
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        name = f"prompt {prompt.id!r}"
+        if len(tokens) > positions - gen_tokens:
             raise ValueError(
-                f"{name} has {len(ids)} tokens, and {gen_tokens} are to come: the "
+                f"{name} has {len(tokens)} tokens, and {gen_tokens} are to come: the "
                 f"model has {positions} positions (max_position_embeddings). Shorten "
                 f"the prompt to {positions - gen_tokens}, or --gen-tokens to "
-                f"{max(positions - len(ids), 0)}"
+                f"{max(positions - len(tokens), 0)}"
             )
-        checks.check_prompt(
-            ids, vocab_size=config.vocab_size, capacity=positions, what=name
-        )
-
-
-def capacity_for(
-    lm: loading.LanguageModel,
-    prompts: Sequence[prompt_files.Prompt],
-    ids: Sequence[list[int]],
-    *,
-    gen_tokens: int,
-    page_size: int,
-) -> int:
-    """Positions of a cache that fits the longest prompt: whole pages."""
-    names = [f"prompt {prompt.id!r}" for prompt in prompts]
-    check_lengths(
-        lm.target.config,
-        zip(names, ids, strict=True),
-        gen_tokens=gen_tokens,
-        page_size=page_size,
-    )
-    longest = max(len(prompt_ids) for prompt_ids in ids)
-    checks.warn_positions(lm.drafter, longest + gen_tokens)
-    return index.pages_for(longest + gen_tokens, page_size) * page_size
+        size = lm.target.config.vocab_size
+        checks.check_prompt(tokens, vocab_size=size, capacity=positions, what=name)
+    longest = max(map(len, ids)) + gen_tokens
+    checks.warn_positions(lm.drafter, longest)
+    return index.pages_for(longest, page_size) * page_size
 
 
 LENGTHS = ("short", "medium", "long")
 """Classes of prompts."""
 
 PER_CONTEXT = 6
-"""Prompts of each length in a sweep over contexts, most of whose time is prefill."""
+"""Prompts of each length in a sweep over contexts, most of whose time is prefill;
+evenly through the file, the others are what stands before them."""
 
 _SEPARATOR = "\n\n\n"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LengthPrompt:
-    """A prompt of one class of lengths."""
-
-    length: str  # the name of the class
-    id: str  # of the prompt of the file that stands last in it
-    tokens: list[int]  # as many as the class says, and a chat template's besides
-
-
 def of_lengths(
+    lm: loading.LanguageModel,
     prompts: Sequence[prompt_files.Prompt],
-    tokenizer: tokenizer_lib.Tokenizer,
     *,
     lengths: Mapping[str, int],
     per_length: int,
     raw: bool,
-) -> list[LengthPrompt]:
-    """`per_length` prompts of each class, the same ends in each of them.
+    gen_tokens: int,
+    page_size: int,
+) -> Prepared:
+    """`per_length` prompts of each class, the same ends in each of them; the class is
+    their category.
 
     A prompt that is too long loses its beginning. One that is too short gets the
     prompts before it in the file, the last ones before the first, so that it ends
-    where its text ends.
+    where its text ends. Later turns of conversations are left out.
 
     Args:
-      lengths: tokens of each class by its name.
+      lengths: tokens of each class by its name; a chat template's come on top.
       raw: leave the model's chat template out, where it has one.
 
     Raises:
@@ -227,49 +205,21 @@ def of_lengths(
             f"{per_length} prompts of each length asked for, but there are "
             f"{len(prompts)} to make them of; ask for fewer or name a larger file"
         )
+    tokenizer, made, every = lm.tokenizer, [], []
     # Evenly through the file, whose neighbours may be alike.
     ends = [(i + 1) * len(prompts) // per_length - 1 for i in range(per_length)]
-    made = []
     for name, num_tokens in lengths.items():
         for end in ends:
-            tokens = _last_tokens(prompts, tokenizer, end, num_tokens)
+            ids = _last_tokens(prompts, tokenizer, end, num_tokens)
             if tokenizer.has_chat_template and not raw:
-                text = tokenizer.apply_chat(tokenizer.decode(tokens))
-                tokens = tokenizer.encode(text)
-            made.append(LengthPrompt(length=name, id=prompts[end].id, tokens=tokens))
-    return made
-
-
-def at_contexts(
-    lm: loading.LanguageModel,
-    prompts: Sequence[prompt_files.Prompt],
-    contexts: Sequence[int],
-    *,
-    raw: bool,
-    gen_tokens: int,
-    page_size: int,
-) -> Prepared:
-    """Brings prompts to each number of tokens, as `of_lengths`; that is their category.
-
-    At most `PER_CONTEXT` of each, evenly through the file; the others are what stands
-    before them. Later turns of conversations are left out.
-    """
-    made = of_lengths(
-        prompts,
-        lm.tokenizer,
-        lengths={str(context): context for context in contexts},
-        per_length=min(len(prompts), PER_CONTEXT),
-        raw=raw,
-    )
-    ids = [one.tokens for one in made]
-    at = [
-        prompt_files.Prompt(
-            id=one.id, text=lm.tokenizer.decode(one.tokens), category=one.length
-        )
-        for one in made
-    ]
+                ids = tokenizer.encode(tokenizer.apply_chat(tokenizer.decode(ids)))
+            text = tokenizer.decode(ids)
+            one = prompt_files.Prompt(id=prompts[end].id, text=text, category=name)
+            made.append(one)
+            every.append(ids)
     sizes = {"gen_tokens": gen_tokens, "page_size": page_size}
-    return Prepared(prompts=at, ids=ids, capacity=capacity_for(lm, at, ids, **sizes))
+    capacity = capacity_for(lm, made, every, **sizes)
+    return Prepared(prompts=made, ids=every, capacity=capacity)
 
 
 def _last_tokens(

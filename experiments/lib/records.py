@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 import spec_jax
-from experiments.lib import files
+from experiments.lib import cli, files, terminal
 from spec_jax import compilation
 
 
@@ -41,6 +41,22 @@ def open_rows(
     if is_committed and not allow_dirty:
         check_clean(what="a row of experiments/results", allow="--allow-dirty")
     return JsonLines(path)
+
+
+def script(
+    name: str,
+    parse: Callable[[Sequence[str] | None], argparse.Namespace],
+    work: Callable[[argparse.Namespace, "JsonLines", terminal.Console], int],
+    **options: Any,
+) -> Callable[..., int]:
+    """Returns the `main` of a script that writes rows: `cli.script` of a function that
+    is given what `--out` names, too, and standard output."""
+
+    def run(args: argparse.Namespace) -> int:
+        with open_out(args) as out:
+            return work(args, out, terminal.console())
+
+    return cli.script(name, parse, run, **options)
 
 
 def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -179,15 +195,10 @@ def guarded(
     except (OSError, *raises):
         raise
     except Exception as error:
-        return [error_row(item, error)]
-
-
-def error_row(item: str, error: Exception) -> dict[str, Any]:
-    """The row of something that failed."""
-    first = (str(error).strip().splitlines() or [""])[0][:500]
-    text, lines = f"{type(error).__name__}: {first}", traceback.format_exception(error)
-    lines = "".join(lines).splitlines()[-12:]
-    return {"kind": "error", "item": item, "error": text, "traceback": lines}
+        first = (str(error).strip().splitlines() or [""])[0][:500]
+        lines = "".join(traceback.format_exception(error)).splitlines()[-12:]
+        text = f"{type(error).__name__}: {first}"
+        return [{"kind": "error", "item": item, "error": text, "traceback": lines}]
 
 
 def is_failure(row: Mapping[str, Any]) -> bool:

@@ -33,7 +33,6 @@ class Step:
       runs: commands, each a script and its flags.
       flag: which names the file; None where the script is told its folder.
       keep: of several runs whose rows the file holds, the kinds that are kept.
-      totals: whether the categories of each set of prompts of a sweep become one row.
       mismatches: whether runs that do not match are expected, and no failure.
     """
 
@@ -41,7 +40,6 @@ class Step:
     runs: tuple[str, ...]
     flag: str | None
     keep: tuple[str, ...] = ()
-    totals: bool = False
     mismatches: bool = False
 
     @property
@@ -180,7 +178,7 @@ parity_paged_decode.jsonl
 # the first prompts of Spec-Bench are those of MT-bench. `fetch_model.py` brings the
 # model, and llama.cpp's llama-quantize writes it otherwise.
 REAL = """
-evaluation.jsonl | | totals
+evaluation.jsonl
   sweep {real} --drafter hybrid,eagle3,ngram --gamma 7 --gamma-policy budget
     --temperature 0,0.7,1 --gen-tokens 256 --prompts {data}:4@0
 smollm2.jsonl | summary
@@ -276,7 +274,6 @@ def _read(text: str, words: Mapping[str, str]) -> Iterator[Step]:
             runs=tuple(run for line in lines for run in _each(line.strip())),
             flag=flags.get(pathlib.PurePath(file).suffix),
             keep=tuple(keep.split(", ")) if keep else (),
-            totals=option == "totals",
             mismatches=option == "mismatches",
         )
 

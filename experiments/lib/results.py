@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -80,38 +81,6 @@ class PromptResult:
         }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Design:
-    """A way to speculate."""
-
-    lm: loading.LanguageModel
-    settings: Settings
-
-
-def run_prompt(
-    design: Design,
-    prompt: prompt_files.Prompt,
-    prompt_ids: list[int],
-    *,
-    repeats: int,
-) -> PromptResult:
-    """Runs a prompt plainly and by the design in turn, `repeats` times, and replays the
-    text through decoding."""
-    how = design.lm, design.settings, prompt_ids
-    turns = [
-        (runs_lib.run_plain(*how), runs_lib.run_speculative(*how))
-        for _ in range(repeats)
-    ]
-    plain, spec = zip(*turns, strict=True)
-    return PromptResult(
-        prompt=prompt,
-        prompt_ids=prompt_ids,
-        plain=list(plain),
-        spec=list(spec),
-        mismatches=mismatches_of(*how, spec[0]),
-    )
-
-
 def run_prompts(
     lm: loading.LanguageModel,
     settings: Settings,
@@ -119,47 +88,47 @@ def run_prompts(
     ids: Sequence[list[int]],
     *,
     repeats: int,
+    hands_on: bool = True,
     after_prompt: Callable[[], None] = lambda: None,
 ) -> Iterator[PromptResult]:
-    """Runs every prompt plain and speculatively in turn, `repeats` times.
+    """Runs every prompt plain and speculatively in turn, `repeats` times, and replays
+    its text through decoding.
 
     With several slots: every prompt plain and alone, then all in a batch, in turn.
-    Afterwards each text is replayed through decoding. Alone, the gamma policy's state
-    is handed on from prompt to prompt.
+
+    Args:
+      hands_on: whether the gamma policy's state is handed on from prompt to prompt;
+        otherwise, and in batches, each begins with the first.
 
     Yields:
       The result of each prompt, as soon as it is known.
     """
-    if settings.num_slots > 1:
-        yield from _run_batches(lm, settings, prompts, ids, repeats, after_prompt)
-        return
-    for prompt, one in zip(prompts, ids, strict=True):
-        design = Design(lm=lm, settings=settings)
-        result = run_prompt(design, prompt, one, repeats=repeats)
-        after_prompt()
-        yield result
-        settings = dataclasses.replace(
-            settings, policy_state=result.spec[-1].policy_state
-        )
-
-
-def _run_batches(lm, settings, prompts, ids, repeats, after_prompt):
-    turns = [
-        (
-            [runs_lib.run_plain(lm, settings, one) for one in ids],
-            runs_lib.run_batch(lm, settings, ids, after_prompt=after_prompt),
-        )
-        for _ in range(repeats)
-    ]
-    for place, (prompt, one) in enumerate(zip(prompts, ids, strict=True)):
-        plain, spec = zip(*((p[place], s[place]) for p, s in turns), strict=True)
-        yield PromptResult(
-            prompt=prompt,
-            prompt_ids=list(one),
-            plain=list(plain),
-            spec=list(spec),
-            mismatches=mismatches_of(lm, settings, one, spec[0]),
-        )
+    is_batch, places = settings.num_slots > 1, range(len(ids))
+    for part in [places] if is_batch else [[place] for place in places]:
+        own = [ids[place] for place in part]
+        turns = []
+        for _ in range(repeats):
+            plain = [runs_lib.run_plain(lm, settings, one) for one in own]
+            if is_batch:
+                how = {"after_prompt": after_prompt}
+                spec = runs_lib.run_batch(lm, settings, own, **how)
+            else:
+                spec = [runs_lib.run_speculative(lm, settings, own[0])]
+            turns.append((plain, spec))
+        for at, place in enumerate(part):
+            found = PromptResult(
+                prompt=prompts[place],
+                prompt_ids=list(ids[place]),
+                plain=[plain[at] for plain, _ in turns],
+                spec=[spec[at] for _, spec in turns],
+                mismatches=mismatches_of(lm, settings, ids[place], turns[0][1][at]),
+            )
+            if not is_batch:
+                after_prompt()
+            yield found
+        if hands_on and not is_batch:
+            last = found.spec[-1].policy_state
+            settings = dataclasses.replace(settings, policy_state=last)
 
 
 def mismatches_of(
@@ -176,15 +145,18 @@ def mismatches_of(
     return int(np.sum(chosen != np.asarray(run.tokens)))
 
 
-def warm_up(designs: Sequence[Design], prompts: Sequence[list[int]]) -> float:
-    """Compiles everything that runs of the designs need; returns the seconds."""
+def warm_up(
+    designs: Sequence[tuple[loading.LanguageModel, Settings]],
+    prompts: Sequence[list[int]],
+) -> float:
+    """Compiles everything that runs of these need; returns the seconds."""
     started = time.perf_counter()
     prompt = prompt_files.Prompt(id="warm-up", text="", category=None)
     for ids in one_a_bucket(prompts):
-        for one in designs:
+        for lm, settings in designs:
             # What generating one token compiles is the same.
-            brief = dataclasses.replace(one.settings, gen_tokens=1)
-            list(run_prompts(one.lm, brief, [prompt], [ids], repeats=1))
+            brief = dataclasses.replace(settings, gen_tokens=1)
+            list(run_prompts(lm, brief, [prompt], [ids], repeats=1))
     return time.perf_counter() - started
 
 
@@ -242,6 +214,16 @@ def by_category(results: Sequence[PromptResult]) -> dict[str, metrics.Metrics]:
     grouped = itertools.groupby(sorted(results, key=name_of), name_of)
     found = {name: summarise([*of_one]) for name, of_one in grouped}
     return found if len(found) > 1 else {}
+
+
+def rows_of(
+    results: Sequence[PromptResult], *, is_batch: bool = False
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Returns the metrics of all prompts, and of each category, as rows."""
+    strip = without_decode_times if is_batch else dict
+    found = {name: strip(of_one) for name, of_one in by_category(results).items()}
+    rows = {name: tables.to_row(of_one) for name, of_one in found.items()}
+    return tables.to_row(strip(summarise(results))), rows
 
 
 def _by_repeat(runs: list[list]) -> list[list[summaries.Timing]]:

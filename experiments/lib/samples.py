@@ -10,24 +10,6 @@ from spec_jax.engine import state as states
 Origin = states.Origin
 
 
-def describe(
-    *,
-    temperature: float,
-    top_p: float = 1.0,
-    top_k: int | None = None,
-    min_p: float = 0.0,
-    seed: int,
-) -> str:
-    """The settings of a draw in words, those that do nothing left out."""
-    if temperature == 0:
-        return "greedy"
-    words = [f"temperature {temperature:g}"]
-    words += [f"top-p {top_p:g}"] if top_p < 1 else []
-    words += [f"top-k {top_k}"] if top_k is not None else []
-    words += [f"min-p {min_p:g}"] if min_p > 0 else []
-    return ", ".join([*words, f"seed {seed}"])
-
-
 def show(
     sample: results.PromptResult,
     lm: loading.LanguageModel,

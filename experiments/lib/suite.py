@@ -21,6 +21,8 @@ class Plan:
     Attributes:
       target, draft: folders; the draft is None where no cell has one.
       head: folder of the head of cells that have one.
+      header: what rows and a certificate say of it, JSON values only: settings,
+        environment, weights, prompts.
     """
 
     target: Any
@@ -29,6 +31,7 @@ class Plan:
     cells: Sequence[cells_lib.Cell]
     prompts: Sequence[tuple[str, list[int]]]  # `(id, token ids)`
     settings: cell_runs.Settings
+    header: Mapping[str, Any]
     head: Any = None
     done: frozenset[tuple[str, int]] = frozenset()  # `key` of rows that are there
 
@@ -144,67 +147,42 @@ def key(row: Row) -> tuple[str, int]:
     return row["cell"], row["index"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CellSummary:
-    """One cell, over all its prompts."""
+def summarise(cell: cells_lib.Cell, rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns the row of a cell, from rows of prompts of any cells.
 
-    cell: cells_lib.Cell
-    prompts: int
-    # How many different ones were generated: prompts that a model continues in the same
-    # way are one witness
-    texts: int
-    tokens: int
-    rounds: int
-    proposed: int
-    accepted: int
-    nonfinite_logits: int  # tokens that were chosen from logits that are not finite
-    constant_logits: int  # tokens that were chosen from logits that are all equal
-    # Prompts in which each of `evidence.WHATS` is that of decoding
-    equal: Mapping[str, int]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether everything is equal for every prompt, and means something.
-
-        What was chosen from NaN or infinity does not.
-        """
-        return not self.nonfinite_logits and set(self.equal.values()) == {self.prompts}
-
-    def to_row(self) -> dict[str, Any]:
-        """Returns the JSON form."""
-        values = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-        }
-        return values | {"cell": self.cell.to_row(), "exact": self.is_exact}
-
-
-def summarise(cell: cells_lib.Cell, rows: Sequence[Row]) -> CellSummary:
-    """Returns the summary of a cell, from rows of prompts of any cells."""
+    `texts` counts those that are different: prompts that a model continues in the same
+    way are one witness. `equal` counts prompts in which each of `evidence.WHATS` is
+    that of decoding; `exact` says whether all are, and mean something: what was chosen
+    from NaN or infinity does not.
+    """
     own = [row for row in rows if row["cell"] == cell.name]
     counts = ("tokens", "rounds", "proposed", "accepted")
     counts += ("nonfinite_logits", "constant_logits")
-    return CellSummary(
-        cell=cell,
-        prompts=len(own),
-        texts=len({row["spec_sha256"]["tokens"] for row in own}),
-        equal={
-            what: sum(all(d["what"] != what for d in row["differences"]) for row in own)
-            for what in evidence.WHATS
-        },
+    equal = {
+        what: sum(all(d["what"] != what for d in row["differences"]) for row in own)
+        for what in evidence.WHATS
+    }
+    found = {
+        "cell": cell.to_row(),
+        "prompts": len(own),
+        "texts": len({row["spec_sha256"]["tokens"] for row in own}),
         **{name: sum(row[name] for row in own) for name in counts},
-    )
+        "equal": equal,
+    }
+    is_exact = not found["nonfinite_logits"] and set(equal.values()) == {len(own)}
+    return found | {"exact": is_exact}
 
 
-def warnings(summaries: Sequence[CellSummary]) -> list[str]:
+def warnings(summaries: Sequence[Row]) -> list[str]:
     """Returns what makes equality say less than it seems to, in sentences."""
     found = []
     for name, what in (
         ("nonfinite_logits", "hold NaN or infinity: equality means nothing there"),
         ("constant_logits", "are all equal: they prove nothing"),
     ):
-        count = sum(getattr(summary, name) for summary in summaries)
+        count = sum(summary[name] for summary in summaries)
         if count:
-            total = sum(summary.tokens for summary in summaries)
+            total = sum(summary["tokens"] for summary in summaries)
             found.append(f"{count:,} of {total:,} tokens are of logits that {what}")
     return found
 

@@ -22,7 +22,6 @@ from experiments.lib import (
 )
 from spec_jax import loading
 from spec_jax.drafters import registry
-from spec_jax.engine import checks
 from spec_jax.model import fingerprint, hub
 from spec_jax.ops import dispatch
 
@@ -96,16 +95,7 @@ def default_text(axis: str) -> str:
     return f"{text}; {ON_GPU[axis][0]} on a GPU" if axis in ON_GPU else text
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A plan, and what its rows and its certificate say about it."""
-
-    plan: suite.Plan
-    # JSON values only: settings, environment, weights, prompts
-    header: Mapping[str, Any]
-
-
-def from_flags(args: argparse.Namespace) -> Planned:
+def from_flags(args: argparse.Namespace) -> suite.Plan:
     """The plan of a run."""
     defaults = FULL if args.full else BRIEF
     is_gpu = dispatch.backend() == "gpu"
@@ -131,7 +121,7 @@ def from_flags(args: argparse.Namespace) -> Planned:
     if args.head is not None:
         settings["head"] = _head_name(args.head)
     planned = _plan(args, cells, settings, source=args.prompts or defaults.prompts)
-    count, slots = len(planned.plan.prompts), max(cell.batch for cell in cells)
+    count, slots = len(planned.prompts), max(cell.batch for cell in cells)
     if count < slots:
         raise ValueError(
             f"batch={slots} needs {slots} prompts, for a prompt to have neighbours, "
@@ -155,7 +145,7 @@ def _has_draft(args: argparse.Namespace, cells: Sequence[cells_lib.Cell]) -> boo
 
 def from_certificate(
     args: argparse.Namespace, certificate: Mapping[str, Any]
-) -> Planned:
+) -> suite.Plan:
     """The plan that runs a certificate again, of its first `args.limit` prompts, but of
     no fewer than its largest batch has.
 
@@ -205,9 +195,7 @@ def from_certificate(
             )
     # A prompt in a batch is to have neighbours.
     limit = args.limit and max(args.limit, *(cell.batch for cell in cells))
-    prompts = planned.plan.prompts[:limit]
-    plan = dataclasses.replace(planned.plan, prompts=prompts)
-    return dataclasses.replace(planned, plan=plan)
+    return dataclasses.replace(planned, prompts=planned.prompts[:limit])
 
 
 def _check_repeatable(cells: Sequence[cells_lib.Cell]) -> None:
@@ -236,7 +224,7 @@ def _plan(
     settings: Mapping[str, Any],
     *,
     source: str,
-) -> Planned:
+) -> suite.Plan:
     """Loads the models, to know them, and the prompts."""
     folders = {
         "target": args.target or loading.EMBEDDED_TARGET,
@@ -252,8 +240,7 @@ def _plan(
             name = registry.kind_of(args.head)
             named = dataclasses.replace(cell, drafter=name, tree=cells_lib.NO_TREE)
             with_head = cell_runs.with_drafter(lm, named, head=args.head)
-            found = fingerprint.of_params(with_head.drafter_params)
-            weights[kind]["head"] = found
+            weights[kind]["head"] = fingerprint.of_params(with_head.drafter_params)
     kinds = {(c.slab, c.drafter, c.tree): c for c in cells}
     for cell in kinds.values():
         is_tree = cell.tree != cells_lib.NO_TREE
@@ -262,48 +249,36 @@ def _plan(
     options = {name: settings.get(name) for name in ("raw", "chat_option")}
     words = prompts_lib.with_options(argparse.Namespace(**options), lm.tokenizer)
     lm = dataclasses.replace(lm, tokenizer=words)
-    named = prompt_files.parse(source, default_file=prompt_files.BUNDLED)
+    named = prompt_files.parse(source)
     encoded = prompts_lib.encode(lm, named, raw=settings["raw"])
     prompts = [(one.id, ids) for one, ids in zip(named, encoded, strict=True)]
-    gen_tokens = settings["gen_tokens"]
-    longest = max(len(ids) for _, ids in prompts) + gen_tokens
-    plan = suite.Plan(
-        **folders,
-        head=args.head,
-        cells=cells,
-        prompts=prompts,
-        settings=cell_runs.Settings(
-            gen_tokens=gen_tokens,
-            longest=longest,
-            stop_ids=lm.stop_ids if settings["stop"] else (),
-        ),
-    )
-    _check_lengths(lm, plan)
+    # Of the longest, whatever the pages; says now what the model cannot hold.
+    sizes = {"gen_tokens": settings["gen_tokens"], "page_size": 1}
+    longest = prompts_lib.capacity_for(lm, named, encoded, **sizes)
     header = {
         "settings": settings,
         "environment": _environment(cells),
         "weights": weights,
         "prompts": {
             "count": len(prompts),
-            "tokens": sum(len(ids) for _, ids in prompts),
-            "sha256": certificates.sha256_of([ids for _, ids in prompts]),
+            "tokens": sum(map(len, encoded)),
+            "sha256": certificates.sha256_of(encoded),
         },
         "constants": cells_lib.constants_of(cells),
         "cells": [cell.to_row() for cell in cells],
     }
-    return Planned(plan=plan, header=header)
-
-
-def _check_lengths(lm: loading.LanguageModel, plan: suite.Plan) -> None:
-    """Raises `ValueError` for a prompt that is empty, or too long for the model."""
-    config, gen_tokens = lm.target.config, plan.settings.gen_tokens
-    for name, ids in plan.prompts:
-        checks.check_prompt(
-            ids,
-            vocab_size=config.vocab_size,
-            capacity=config.max_position_embeddings - gen_tokens,
-            what=f"prompt {name!r} (with {gen_tokens} tokens to come)",
-        )
+    return suite.Plan(
+        **folders,
+        head=args.head,
+        cells=cells,
+        prompts=prompts,
+        settings=cell_runs.Settings(
+            gen_tokens=settings["gen_tokens"],
+            longest=longest,
+            stop_ids=lm.stop_ids if settings["stop"] else (),
+        ),
+        header=header,
+    )
 
 
 def _environment(cells: Sequence[cells_lib.Cell]) -> dict[str, Any]:

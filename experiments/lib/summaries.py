@@ -9,6 +9,8 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 from spec_jax.analysis import metrics
 
 
@@ -221,10 +223,5 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 def _quantile(values: Sequence[float | None], fraction: float) -> float | None:
     """Interpolates the quantile linearly; fewer than two values give `None`."""
-    present = sorted(value for value in values if value is not None)
-    if len(present) < 2:
-        return None
-    place = fraction * (len(present) - 1)
-    below = int(place)
-    lower, upper = present[below], present[min(below + 1, len(present) - 1)]
-    return lower + (place - below) * (upper - lower)
+    present = [value for value in values if value is not None]
+    return float(np.quantile(present, fraction)) if len(present) > 1 else None

@@ -219,6 +219,36 @@ def print_note(text: str, console: rich_console.Console) -> None:
     console.print(text, style="dim")
 
 
+class Report:
+    """Rows as they are known, their tables, and whether anything failed.
+
+    Args:
+      columns: of the table of each kind of rows; those of others are lines.
+    """
+
+    def __init__(
+        self,
+        out: records.JsonLines,
+        console: rich_console.Console,
+        columns: Mapping[str, Mapping[str, Column]],
+    ):
+        self._out, self._console, self._columns = out, console, columns
+        self.failed = False
+
+    def add(self, name: str, work: Callable[[], list[dict]], **how: Any) -> None:
+        """Writes the rows of `work`, and prints them; `how` as of `records.guarded`."""
+        rows = records.guarded(name, work, **how)
+        self._out.write_all(rows)
+        self.failed |= any(map(records.is_failure, rows))
+        for kind, group in itertools.groupby(rows, key=lambda row: row["kind"]):
+            if kind in self._columns:
+                print_rows(list(group), self._columns[kind], self._console)
+                continue
+            for row in group:
+                line = records.line(row)
+                self._console.print(line, highlight=False, soft_wrap=True)
+
+
 AXES = {
     "category": "category",
     "temperature": "T",

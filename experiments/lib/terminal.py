@@ -11,7 +11,10 @@ from typing import Any
 from rich import console as rich_console, progress as rich_progress
 
 
-def console() -> rich_console.Console:
+Console = rich_console.Console
+
+
+def console() -> Console:
     """Returns standard output."""
     return rich_console.Console()
 

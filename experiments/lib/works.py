@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Int
 
 from experiments.lib import bench, noise
@@ -159,11 +158,6 @@ def proposals(lm, tokens, context, *, steps, memory) -> Work:
     )
 
 
-def _two_children(num_rows: int) -> np.ndarray:
-    """Returns the parents of a tree of two children a node, level by level."""
-    return np.maximum(np.arange(num_rows, dtype=np.int32) - 1, 0) // 2
-
-
 def windows(model, params, context, *, steps, num_active, cache) -> Work:
     """Verifies the same window `steps` times, as `repeat_forward`."""
     live = jnp.int32(num_active)
@@ -179,34 +173,26 @@ def windows(model, params, context, *, steps, num_active, cache) -> Work:
 
 @functools.partial(
     compilation.jit,
-    static_argnames=("model", "steps", "num_columns", "is_tree"),
+    static_argnames=("model", "steps", "num_columns"),
     donate_argnames=("kv",),
 )
-def repeat_forward(
-    model, params, kv, *, num_active, steps, num_columns=None, is_tree=False
-):
+def repeat_forward(model, params, kv, *, num_active, steps, num_columns=None):
     """Verifies rows at the same positions `steps` times, and forgets them each time.
 
     Args:
       kv: of one slot or several.
       num_active: of each slot, or of all.
       num_columns: of the window, active or not; None: those of a slab.
-      is_tree: whether each node has two children; otherwise the window is a chain.
     """
     (num_slots,) = kv.length.shape
     target = rows_lib.SlotRows(model=model, num_slots=num_slots)
     num_active = jnp.broadcast_to(num_active, (num_slots,))
-    width, shape = num_columns or model.slab, {}
-    if is_tree:
-        above = jnp.asarray(_two_children(width))
-        shape = {"parents": above[None], "depth_max": width.bit_length()}
+    width = num_columns or model.slab
     start, asked = kv.length, jnp.ones((num_slots,), bool)
 
     def step(carry, _):
         kv, tokens = carry
-        window = protocols.Window(
-            tokens=tokens, start=start, num_active=num_active, **shape
-        )
+        window = protocols.Window(tokens=tokens, start=start, num_active=num_active)
         kv, verified = target.verify(params, kv, window)
         chosen = target.choose(verified.logits, verified.num_active)
         # Each step's tokens come from the step before it, as in decoding. With fixed

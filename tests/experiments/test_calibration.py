@@ -5,7 +5,6 @@ import dataclasses
 import decoding
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from experiments.lib import calibration
 
@@ -69,23 +68,6 @@ def test_the_papers_scaling_finds_temperatures(rng):
         for fit in (calibration.fit_platt, calibration.fit_sts)
     ]
     assert errors[0] < 0.5 * errors[1]
-
-
-@pytest.mark.parametrize(
-    ("logits", "accepted", "reason"),
-    [
-        (np.ones((3, 2)), np.ones(2), r"shape \[3, 2\] and num_accepted \[2\]"),
-        (np.ones(3), np.ones(3), "give .n, W. and .n."),
-        (np.ones((0, 2)), np.ones(0), "of a round at least"),
-        (np.array([[np.nan]]), np.ones(1), "NaN or infinity"),
-        (np.ones((2, 2)), np.array([0, 3]), "is 0 .. 3, and 2 drafts can be kept"),
-        (np.ones((2, 2)), np.array([-1, 2]), "is -1 .. 2"),
-    ],
-)
-@pytest.mark.parametrize("fit", [calibration.fit_platt, calibration.fit_sts])
-def test_rounds_that_cannot_be_fitted_are_refused(fit, logits, accepted, reason):
-    with pytest.raises(ValueError, match=reason):
-        fit(logits, accepted)
 
 
 class Marked(decoding.Scripted):

@@ -10,7 +10,7 @@ import tiny_pair
 from script_runs import models_of, rows_of
 
 from experiments import compare_hf
-from experiments.lib import bench, compare, hf, prompts as prompts_lib
+from experiments.lib import compare, hf, prompts as prompts_lib
 from spec_jax.analysis import metrics
 from spec_jax.model import load, params as params_lib
 
@@ -115,10 +115,9 @@ def test_another_target_is_told(oracle, folders, tmp_path, monkeypatch):
 def test_equal_tokens_of_nan_do_not_match():
     """Fails if a run of either kind is taken for finite; and equal tokens that are."""
     drafted = compare.Run(side=compare.OURS, method="draft model", gamma=3)
-    timings = bench.Timings(warm_up={}, seconds={})
-    finite = compare.Generated(tokens=[1, 2])
+    finite = compare.Generated(ids=[1, 2], count=2, decode_s=1.0)
     prompt_runs = lambda every: compare.PromptRuns(
-        prompt=None, timings=timings, every=every
+        prompt=None, ids=[], every=every, reference=compare.OUR_PLAIN
     )
     same = {compare.OUR_PLAIN: [finite], drafted: [finite, finite]}
     assert prompt_runs(same).matched and prompt_runs(same).nonfinite == 0

@@ -4,7 +4,8 @@ import pytest
 from script_runs import rows_of
 
 from experiments import compare_llama_cpp
-from experiments.lib import beside_llama as beside, compare, llama_cpp
+from experiments.lib import compare, llama_cpp
+from spec_jax.analysis import metrics
 
 
 @pytest.fixture
@@ -14,22 +15,15 @@ def build(tmp_path):
 
 def test_rows(folders, build, tmp_path, monkeypatch):
     """Fails if texts are not compared, or a ratio is upside down."""
-    told = {"prefill_s": 0.004, "steps": 8, "tokens": 8}
+    kept = metrics.Counters(tokens=8, rounds=5, proposed=9, accepted=3)
 
-    def generated(prompt: bytes, **more) -> llama_cpp.Generated:
-        length = len(prompt)  # A token a byte.
-        return llama_cpp.Generated(text=b"??", prompt_tokens=length, **told, **more)
-
-    def plain(build, target, prompt, **_):
-        return generated(prompt, decode_s=0.007)
-
-    def drafted(build, target, draft, prompt, **_):
-        counts = {"rounds": 5, "proposed": 9, "accepted": 3}
-        return generated(prompt, decode_s=0.006, **counts)
+    def generated(build, model, prompt: bytes, *, gamma, **_):
+        decode_s, counters = (0.006, kept) if gamma else (0.007, None)
+        told = {"prefill_s": 0.004, "decode_s": decode_s, "counters": counters}
+        return compare.Generated(text=b"??", count=8, **told), len(prompt)
 
     monkeypatch.setattr(llama_cpp, "find", lambda *_, **__: build)
-    monkeypatch.setattr(llama_cpp, "complete", plain)
-    monkeypatch.setattr(llama_cpp, "speculate", drafted)
+    monkeypatch.setattr(llama_cpp, "generate", generated)
     out, prompts = tmp_path / "out.jsonl", tmp_path / "prompts.txt"
     prompts.write_text("def first(x):\nimport second\nfor i in x:")
     arguments = ["--target", str(folders[0]), "--gamma", "2", "--gen-tokens", "8"]
@@ -72,16 +66,11 @@ def test_perplexity_of_its_own(build, tmp_path):
 
 def test_text_beyond_ours_is_not_compared():
     """Fails if a last round of theirs that commits more is told as another text."""
-    made = lambda text, tokens: llama_cpp.Generated(
-        text=text, prompt_tokens=1, tokens=tokens, prefill_s=1, decode_s=1, steps=1
-    )
-    plain, drafted = (compare.Run(side="x", method=m) for m in ("plain", "eagle3"))
+    made = lambda text, count: compare.Generated(text=text, count=count, decode_s=1.0)
     for text, tokens, first in (
         (b"abcd", 3, None),
         (b"abcd", 2, 2),  # The control: no more tokens, and another text.
         (b"ax", 3, 1),
         (b"a", 3, 1),
     ):
-        generated = {plain: [made(b"ab", 2)], drafted: [made(text, tokens)]}
-        runs = beside.PromptRuns(prompt=None, generated=generated)
-        assert runs.first_difference(drafted) == first
+        assert made(b"ab", 2).first_difference(made(text, tokens)) == first

@@ -131,7 +131,7 @@ def test_a_gpu_runs_what_another_process_repeats(folders, monkeypatch, tmp_path)
     for more in ((), ("--full",)):
         flags = [*models_of(folders), "--prompts", "4", "--gen-tokens", "8"]
         args = exactness.parse_args([*flags, *more, *certifying])
-        cells = plans.from_flags(args).plan.cells
+        cells = plans.from_flags(args).cells
         assert {cell.prefill for cell in cells} == {"rows"}
         assert {cell.impl for cell in cells} == {"triton"}
         assert {cell.dtype for cell in cells} == {"bfloat16"}
@@ -144,7 +144,7 @@ def test_a_gpu_runs_what_another_process_repeats(folders, monkeypatch, tmp_path)
         with pytest.raises(ValueError, match=f"{named}: on a GPU.*chosen by timing"):
             plans.from_flags(exactness.parse_args(asked))
         # Within a process both runs have the same products.
-        assert plans.from_flags(exactness.parse_args([*flags, *axes])).plan.cells
+        assert plans.from_flags(exactness.parse_args([*flags, *axes])).cells
 
 
 @pytest.mark.parametrize(

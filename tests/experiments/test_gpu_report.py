@@ -52,9 +52,9 @@ def test_exactness_can_be_planned_on_a_gpu(monkeypatch):
     drafters = set()
     for found in (each for each in calls if each.script == "exactness"):
         planned = suite_plan.from_flags(exactness.parse_args(found.arguments))
-        assert {cell.impl for cell in planned.plan.cells} == {"triton"}
-        assert len({cell.batch for cell in planned.plan.cells}) > 1
-        drafters |= {cell.drafter for cell in planned.plan.cells}
+        assert {cell.impl for cell in planned.cells} == {"triton"}
+        assert len({cell.batch for cell in planned.cells}) > 1
+        drafters |= {cell.drafter for cell in planned.cells}
     assert {"draft-model", "dspark"} <= drafters
 
 
@@ -93,7 +93,7 @@ def test_a_rehearsal(tmp_path, no_gpu, monkeypatch):
     (head,) = (r for r in rows_of(tmp_path / "h-eagle3.jsonl") if "pass_bytes" in r)
     assert head["drafts"] == 7 and head["pass_bytes"] > 0
     ahead = rows_of(tmp_path / "compile-h-eagle3.jsonl")
-    assert all(row["launches"] > 0 and row["compile_s"] > 0 for row in ahead)
+    assert all(row["compile_s"] > 0 for row in ahead)
     # Plain decoding, which both calls share, and rounds: of either process.
     made = (tmp_path / gpu_report.COMPILED).glob("jit_generate-*-cache")
     assert len(list(made)) == 2

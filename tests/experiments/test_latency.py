@@ -13,7 +13,6 @@ from script_runs import assert_has_fields_of, rows_of
 from experiments import latency
 from experiments.lib import (
     bench,
-    forced_drafter,
     forced_rounds,
     noise,
     programs,
@@ -170,21 +169,21 @@ def test_repeated_forwards_start_at_the_same_place(lm):
 def test_masks_accept_what_is_asked(rate, gamma):
     """Fails if the rate is taken for that of each draft alone."""
     sizes = {"start": 128, "limit": 256}
-    chances = forced_drafter.chances(rate, gamma, head=None)
-    kept = forced_drafter.choose_kept(chances, **sizes, size=300)
-    proposed, accepted = forced_drafter.simulate(kept, **sizes, gamma=gamma)
+    chances = forced_rounds.chances(rate, gamma, head=None)
+    kept = forced_rounds.choose_kept(chances, **sizes, size=300)
+    proposed, accepted = forced_rounds.simulate(kept, **sizes, gamma=gamma)
     assert accepted / proposed == pytest.approx(rate, abs=0.01)
 
 
 @pytest.mark.parametrize("head", subjects.HEADS)
-@pytest.mark.parametrize("name", forced_drafter.DATA_SETS)
+@pytest.mark.parametrize("name", forced_rounds.DATA_SETS)
 def test_heads_are_forced_to_what_is_published(head, name):
     """Fails if seven drafts keep another length, or the first another share."""
-    tokens, first = forced_drafter._PUBLISHED[head, name]
-    chances = forced_drafter.chances(name, 7, head=head)
+    tokens, first = forced_rounds._PUBLISHED[head, name]
+    chances = forced_rounds.chances(name, 7, head=head)
     assert 1 + np.cumprod(chances).sum() == pytest.approx(tokens, abs=1e-6)
     assert chances[0] == (first or chances[1]) and all(0 < c < 1 for c in chances)
-    longer = forced_drafter.chances(name, 15, head=head)
+    longer = forced_rounds.chances(name, 15, head=head)
     assert longer[:7] == chances and longer[14] == chances[6]
 
 

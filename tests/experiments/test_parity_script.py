@@ -8,14 +8,13 @@ import decoding
 import hypothesis
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from script_runs import rows_of, write_rows
 
 from experiments import parity, plot
-from experiments.lib import microscope, operations as named, superseded
+from experiments.lib import microscope, superseded
 from spec_jax import testing
 from spec_jax.model import (
     llama,
@@ -96,13 +95,33 @@ def test_a_recording_that_moves_bits_says_so(monkeypatch):
     assert record(unseen).moved > 0
 
 
-@pytest.mark.parametrize(("number", "name"), [*enumerate(named.OPERATIONS, 1)][::9])
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One element of an operation's last row, a unit in the last place too large."""
+
+    layer: int | None
+    operation: str
+
+    def __call__(self, layer, operation, value):
+        if (layer, operation) != (self.layer, self.operation):
+            return value
+        at = len(WINDOW) - 1, value.shape[1] // 2
+        unsigned = {2: jnp.uint16, 4: jnp.uint32}[value.dtype.itemsize]
+        raised = jax.lax.bitcast_convert_type(value[at], unsigned) + unsigned(1)
+        raised = jax.lax.bitcast_convert_type(raised, value.dtype)
+        return value.at[at].set(raised)
+
+
+OPERATIONS = [key.removeprefix("0:") for key in microscope.keys(1)]
+
+
+@pytest.mark.parametrize(("number", "name"), [*enumerate(OPERATIONS, 1)][::9])
 def test_every_planted_fault_is_named(number, name):
     """Fails if an operation is not seen, or is taken for another: of rows, and of what
     alone shows those that the kernels of rows fuse."""
-    layer = None if name in named.OUTSIDE else number % CONFIG.num_layers
-    fault = microscope.Fault(layer=layer, operation=name)
-    key = named.key(layer, name)
+    layer = None if name in microscope.OUTSIDE else number % CONFIG.num_layers
+    fault = Fault(layer, name)
+    key = microscope.key(layer, name)
     is_seen = name in observe.LEAVES_ROWS
     one = path() if is_seen else path("library-rows", dtype="float32")
     found = microscope.compare(record(one), record(one, fault))
@@ -135,8 +154,6 @@ def test_what_cannot_be_run():
         path("sideways")
     with pytest.raises(ValueError, match="4 rows does not fit a slab of 3"):
         record(path(slab=3))
-    with pytest.raises(ValueError, match="shape"):
-        microscope.cell_of(np.zeros((2, 3)), np.zeros((2, 4)))
     sizes = {one.name: getattr(CONFIG, one.name) for one in dataclasses.fields(CONFIG)}
     own = {one.name for one in dataclasses.fields(llama.LlamaConfig)}
     config = llama.LlamaConfig(**{k: v for k, v in sizes.items() if k in own})
@@ -160,15 +177,6 @@ def test_ulps_count_the_numbers_between(pair):
     assert (far == 0) == bool(one[0] == other[0])
     towards = np.nextafter(one, other)
     assert int(microscope.ulps(towards, other)[0]) == max(far - 1, 0)
-
-
-def test_two_dtypes_are_compared_in_the_wider_one():
-    exact = np.float32([[1.0, 2.5, 3.0]])
-    rounded = exact.astype(ml_dtypes.bfloat16)
-    assert microscope.cell_of(exact, rounded)["differing"] == 0
-    near = microscope.cell_of(exact + np.float32(2.0**-16), rounded)
-    assert near["differing"] == 3 and near["max_ulp"] == 0  # nothing, in bfloat16
-    assert microscope.cell_of(exact * 2, rounded)["max_ulp"] == 128
 
 
 def test_relative_differences():

@@ -56,38 +56,6 @@ def total(drafter: str, gamma: int, source: str) -> dict:
     }
 
 
-@needs_matplotlib
-def test_contexts_are_drawn_where_a_sweep_has_them(tmp_path):
-    """Fails if prompts of stated lengths give no curve, or others do."""
-    rows = [
-        total(drafter, 4, "p.jsonl") | {"category": category}
-        for drafter in ("ngram", "eagle3")
-        for category in ("128", "2048")
-    ]
-    drawn = tmp_path / "sweep_contexts.svg"
-    flags = ["--figure", "sweep_contexts", "--out", str(tmp_path)]
-    for found, is_drawn in (([total("ngram", 4, "p.jsonl")], False), (rows, True)):
-        write_rows(tmp_path / "rows.jsonl", found)
-        status = plot.main([str(tmp_path / "rows.jsonl"), *flags])
-        assert (status == 0) == is_drawn
-        assert drawn.exists() == is_drawn
-    assert {"2,048", "eagle3", "tokens a round"} <= set(texts(drawn).split("\n"))
-
-
-@needs_matplotlib
-def test_a_learners_drift_is_drawn(tmp_path):
-    """Fails if rewards or what is kept by step are not curves."""
-    rows = [
-        {"kind": "reinforce", "step": step, "reward": 0.1 * step, "ratio": 1.0}
-        | {"acceptance_rate": 0.5 - 0.1 * step, "target": "embedded", "samples": 4}
-        for step in range(3)
-    ]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    assert plot.main([str(tmp_path / "rows.jsonl"), "--out", str(tmp_path)]) == 0
-    drawn = set(texts(tmp_path / "drift.svg").split("\n"))
-    assert {"step", "mean reward", "accepted / proposed"} <= drawn
-
-
 def texts(path) -> str:
     return "\n".join(ElementTree.fromstring(path.read_bytes()).itertext())
 

@@ -89,28 +89,20 @@ def test_prompts_of_stated_lengths(pair):
     made_of = [
         prompt_of(str(i), x) for i, x in enumerate(("abcd", "efgh", "ijkl", "mnop"))
     ]
-    lengths = {"short": 3, "long": 9}
-    made = prompts.of_lengths(
-        made_of, tokenizer, lengths=lengths, per_length=2, raw=False
-    )
-    texts = [(p.length, p.id, tokenizer.decode(p.tokens)) for p in made]
-    assert texts == [
-        ("short", "1", "fgh"),
-        ("short", "3", "nop"),
-        ("long", "1", "cd\n\n\nefgh"),
-        ("long", "3", "kl\n\n\nmnop"),
+    asked = {"lengths": {"short": 3, "long": 9}, "per_length": 2, "raw": False}
+    made = prompts.of_lengths(pair, made_of, **asked, **SIZES)
+    texts = [tokenizer.decode(ids) for ids in made.ids]
+    assert [(p.category, p.id) for p in made.prompts] == [
+        *(("short", "1"), ("short", "3"), ("long", "1"), ("long", "3"))
     ]
-    prepared = prompts.at_contexts(pair, made_of, (3, 9), raw=True, **SIZES)
-    assert [len(ids) for ids in prepared.ids] == [3] * 4 + [9] * 4
-    assert [p.category for p in prepared.prompts] == ["3"] * 4 + ["9"] * 4
-    assert prepared.prompts[5].text == "cd\n\n\nefgh" and prepared.capacity >= 9
+    assert texts == ["fgh", "nop", "cd\n\n\nefgh", "kl\n\n\nmnop"]
+    assert [p.text for p in made.prompts] == texts and made.capacity >= 9 + GEN_TOKENS
     for changes, message in (
         ({"per_length": 5}, "5 prompts .* there are 4"),
         ({"lengths": {"long": 99}}, "99 tokens .* have 25"),
     ):
-        asked = {"lengths": lengths, "per_length": 1, "raw": True} | changes
         with pytest.raises(ValueError, match=message):
-            prompts.of_lengths(made_of, tokenizer, **asked)
+            prompts.of_lengths(pair, made_of, **asked | changes, **SIZES)
 
 
 OPTIONS = {

@@ -79,8 +79,6 @@ CASES = (
     ("spec_round", "--out /", "is a directory"),
     ("sweep", "--ray soon", "'soon' is neither auto nor HOST:PORT"),
     ("profile_steps", "--contexts 2040 --batch 1", "fewer --steps or shorter"),
-    ("plan", "--gen-tokens 2", "rounds of 2 drafts"),
-    ("plan", "--tree 4x12:15", "rounds of 15 drafts"),
     ("plan", "--tree 2-1 --drafter hybrid", "hybrid drafts chains alone"),
     ("latency", "--contexts 3000", "positions"),
     ("latency", "--page-size 48 --impl xla", "--page-size 48 must"),

@@ -1,5 +1,7 @@
 """Replay: what it counts is what live rounds count; rows, regret, bad input."""
 
+import dataclasses
+
 import pytest
 from script_runs import assert_fails_with, models_of, rows_of, write_rows
 
@@ -63,6 +65,12 @@ def test_replayed_counters_are_live_counters(kind, name, folders, written):
     assert total.proposed > 0
     if name in ("draft-model", "oracle"):
         assert total.accepted == total.proposed
+    if name == "draft-model":  # Negative control: a text that is not the target's.
+        (first, *rest), *others = texts.generated
+        wrong = [[(first + 1) % 250, *rest], *others]
+        texts = dataclasses.replace(texts, generated=wrong)
+        found, _ = replay.replay(texts, 0, built, replay.Way(gamma=4))
+        assert found.accepted < found.proposed
 
 
 def test_drafters_are_evaluated_without_the_target(written, folders, tmp_path, capsys):

@@ -1,9 +1,10 @@
 """Scripts at their smallest sizes: the exit status, and what the last row says."""
 
+import re
 import shlex
 
 import pytest
-from script_runs import main_of, rows_of
+from script_runs import ROOT, main_of, models_of, rows_of
 
 
 OURS = "spec_jax.drafters.ngram:PromptLookup"
@@ -14,7 +15,7 @@ SIZES = {
     "rollouts": f"{PAIR} --gen-tokens 6 --gamma 2 --prompts 2 --repeats 1 --samples 2",
     "constrained": f"{PAIR} --gen-tokens 130 --answers 3 --batch 2 --repeats 1",
     "sweep": f"{PAIR} --gen-tokens 6 --prompts 2",
-    "plan": "--gen-tokens 6 --gamma 1 --prompts 2 --repeats 1 --cost-repeats 1",
+    "plan": "--gen-tokens 6 --gamma 1 --prompts 2 --repeats 1",
     "perplexity": "--window 8 --windows 2 --prompts 3",
     "latency": "--contexts 8 --steps 1 --repeats 1",
 }
@@ -88,6 +89,17 @@ def test_a_run(script, flags, last, folders, head, tmp_path):
     assert main_of(script)([*given, "--out", str(out)]) == 0
     row = rows_of(out)[-1]
     assert last.items() <= row.items(), {name: row.get(name) for name in last}
+
+
+def test_the_script_of_the_documentation_runs(folders, tmp_path):
+    """Fails if docs/scripts.md shows what the kit no longer has."""
+    text = (ROOT / "docs" / "scripts.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names, out = {"__name__": "shown"}, tmp_path / "rows.jsonl"
+    exec(code, names)
+    sizes = "--drafter ngram --gen-tokens 6 --gamma 2 --prompts 2".split()
+    assert names["main"]([*models_of(folders), *sizes, "--out", str(out)]) == 0
+    assert [row["matched"] for row in rows_of(out)] == [True, True]
 
 
 @pytest.mark.parametrize("script", ["reproduce", "gpu_report"])

@@ -1,4 +1,4 @@
-"""Sweeps: what is run and what is not, resuming, totals, and bad input."""
+"""Sweeps: what is run and what is not, resuming, and bad input."""
 
 import pathlib
 
@@ -6,8 +6,8 @@ import pytest
 import tiny_pair
 from script_runs import assert_fails_with, interrupted, models_of, rows_of, write_rows
 
-from experiments import reproduce, sweep
-from experiments.lib import sweep_cells as cells_lib, tables
+from experiments import spec_round, sweep
+from experiments.lib import tables
 
 
 GEN_TOKENS = 6
@@ -65,89 +65,54 @@ def test_contexts_are_cells(folders, tmp_path):
 
 
 def test_every_cell_has_a_row(swept, folders):
+    """Fails if a category is left out, or another cell's numbers stand in a row."""
     rows = rows_of(swept)
     places = [(row["drafter"], row["gamma"], row["category"]) for row in rows]
-    assert places == [
-        ("ngram", gamma, category) for gamma in (1, 2) for category in ("code", "prose")
-    ]
+    assert places == [("ngram", gamma, sweep.ALL) for gamma in (1, 2)]
     for row in rows:
         assert row["matched"] is True and row["verify_decode_mismatches"] == 0
-        assert row["prompts"] == (2 if row["category"] == "code" else 1)
-        assert row["tokens"] == row["prompts"] * GEN_TOKENS
+        assert row["prompts"] == 3 and row["tokens"] == 3 * GEN_TOKENS
         assert {field.name for field in tables.FIELDS} <= set(row)
         assert row["temperature"] == 0 and row["gamma_policy"] == "fixed"
         assert row["prompt_source"] == str(prompts_of(folders))
         assert row["speedup_e2e_p10"] <= row["speedup_e2e"] <= row["speedup_e2e_p90"]
+        parts = row["by_category"]
+        assert {name: one["prompts"] for name, one in parts.items()} == {
+            "code": 2,
+            "prose": 1,
+        }
+        for name in ("tokens", "rounds", "proposed", "accepted"):
+            assert row[name] == sum(one[name] for one in parts.values())
 
 
-def test_a_total_is_that_of_one_run(swept):
-    """Fails if categories are averaged, and not added up."""
-    of_gamma = [row for row in rows_of(swept) if row["gamma"] == 2]
-    total = cells_lib.total(of_gamma)
-    assert total["category"] == cells_lib.ALL and total["prompts"] == 3
-    for name in ("tokens", "rounds", "proposed", "accepted"):
-        assert total[name] == sum(row[name] for row in of_gamma)
-    ratios = []
-    for repeat in range(2):
-        seconds = [
-            sum(
-                prefill_s + decode_s
-                for row in of_gamma
-                for prefill_s, decode_s, _ in row[name][repeat]
-            )
-            for name in ("plain_timings", "spec_timings")
-        ]
-        ratios.append(seconds[0] / seconds[1])
-    assert total["speedup_e2e"] == pytest.approx(sum(ratios) / 2)
-    weighted = sum(row["tokens"] * row["repetition"] for row in of_gamma)
-    assert total["repetition"] == pytest.approx(weighted / total["tokens"])
-    assert total["tercile_prompts"] == [1, 1, 1]
-    # A total of one category is that category's own row.
-    (alone,) = cells_lib.totals(of_gamma[:1])
-    for name in ("speedup_decode", "acceptance_rate", "baseline_e2e_tpot_ms"):
-        assert alone[name] == of_gamma[0][name]
-    with pytest.raises(ValueError, match="2 cells have no total"):
-        cells_lib.total(rows_of(swept))
-
-
-def test_totals_are_published_with_their_commit(copied):
-    before = rows_of(copied)
-    rows = reproduce.shortened(rows_of(copied), totals=True)
-    assert [row["category"] for row in rows] == [cells_lib.ALL] * 2
-    for row, gamma in zip(rows, (1, 2), strict=True):
-        of_gamma = [row for row in before if row["gamma"] == gamma]
-        assert row["accepted"] == sum(row["accepted"] for row in of_gamma)
-        assert row["gamma"] == gamma and "texts" not in row
-        for name in ("git_commit", "target_sha256", "native_isa", "gen_tokens"):
-            assert row[name] == before[0][name]
-
-
-def test_published_totals_stand_for_themselves(copied):
-    """Fails if a figure cannot be drawn from published rows."""
-    before = rows_of(copied)
-    published = reproduce.shortened(rows_of(copied), totals=True)
-    assert cells_lib.totals(published) == published
-    # Negative controls: a total among what it was made of, and a category without it.
-    mixed = [published[0], *(row for row in before if row["gamma"] == 1)]
-    del before[0]["counters"]
-    for rows in (mixed, before[:1]):
-        with pytest.raises(ValueError, match="rows without counters, .* have no total"):
-            cells_lib.totals(rows)
+def test_a_cell_is_a_run_of_spec_round(swept, folders, tmp_path):
+    """Fails if it drafts, or counts, otherwise than the script of one run."""
+    out = tmp_path / "out.jsonl"
+    same = [one for one in command(folders, out) if one != "1,2"]
+    same.remove("--gamma")
+    assert spec_round.main([*same, "--gamma", "2"]) == 0
+    (summary,) = rows_of(out, "summary")
+    row = rows_of(swept)[-1]
+    for name in ("tokens", "rounds", "proposed", "accepted", "accepted_hist"):
+        assert row[name] == summary[name]
+    assert row["tercile_prompts"] == summary["tercile_prompts"] == [1, 1, 1]
 
 
 def test_finished_cells_are_not_run_again(folders, copied, monkeypatch, capsys):
     before = copied.read_bytes()
-    monkeypatch.setattr(sweep, "run_cell", interrupted)
+    monkeypatch.setattr(sweep.Bench, "__call__", interrupted)
     assert sweep.main(command(folders, copied)) == 0
     assert copied.read_bytes() == before
     printed = " ".join(capsys.readouterr().out.split())
-    assert "4 cells, 4 of them in" in printed
+    assert "2 cells, 2 of them in" in printed
     assert "by category" in printed and "prose" in printed
     # Negative control: a cell that is not there is run.
     assert sweep.main(command(folders, copied, "--temperature", "0,0.7")) == 130
 
 
-def test_other_settings_and_models_are_refused(folders, copied, tmp_path, capsys):
+def test_other_settings_prompts_and_models_are_refused(
+    folders, copied, tmp_path, capsys
+):
     """With all that differs, and the file as it was."""
     before = copied.read_bytes()
     assert_fails_with(
@@ -163,3 +128,7 @@ def test_other_settings_and_models_are_refused(folders, copied, tmp_path, capsys
     arguments += ["--prompts", str(prompts_of(folders))]
     assert_fails_with(sweep.main, capsys, arguments, "target_sha256")
     assert copied.read_bytes() == before
+    edited = [row | {"prompts_sha256": "0"} for row in rows_of(copied)]
+    write_rows(copied, edited)
+    arguments = command(folders, copied)
+    assert_fails_with(sweep.main, capsys, arguments, "prompts_sha256 is another")

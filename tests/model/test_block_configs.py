@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import block_cases
 import pytest
