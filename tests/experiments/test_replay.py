@@ -69,7 +69,7 @@ def test_replayed_counters_are_live_counters(kind, name, folders, written):
         (first, *rest), *others = texts.generated
         wrong = [[(first + 1) % 250, *rest], *others]
         texts = dataclasses.replace(texts, generated=wrong)
-        found, _ = replay.replay(texts, 0, built, replay.Way(gamma=4))
+        found, _, _ = replay.replay(texts, 0, built, replay.Way(gamma=4))
         assert found.accepted < found.proposed
 
 
