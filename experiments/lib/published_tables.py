@@ -224,11 +224,12 @@ TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
         },
     ),
     "rules": table_rows.Pivot(
-        "tokens a round, `spec_round.py --prompts 50 --temperature 1`",
+        "tokens a round, `spec_round.py --prompts 50`",
         [("rules_native.jsonl", "summary")],
         line="`--rule {rule}`",
-        column=lambda row: (
-            f"`--tree {row['tree']}`" if row["tree"] else f"`--gamma {row['gamma']}`"
+        column=lambda row: "`{} --temperature {:g}`".format(
+            f"--tree {row['tree']}" if row["tree"] else f"--gamma {row['gamma']}",
+            row["temperature"],
         ),
         cell="{mean_accepted_length:.2f}",
     ),

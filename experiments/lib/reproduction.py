@@ -119,8 +119,8 @@ trees_native.jsonl | summary
   spec_round --impl native --prompts 50 --gamma 7 --temperature 1
   spec_round --impl native --prompts 50 --gamma 7 --temperature 1 --rule block
 rules_native.jsonl | summary
-  spec_round --impl native --prompts 50 --repeats 1 --temperature 1 --tree 4-2-1
-    --rule <coupled; rejection; block; multipath>
+  spec_round --impl native --prompts 50 --repeats 1 --tree 4-2-1
+    --temperature <0.3; 0.7; 1> --rule <coupled; rejection; block; multipath>
   spec_round --impl native --prompts 50 --repeats 1 --temperature 1 --gamma 3
     --rule <coupled; rejection; block>
 matched_trees_native.jsonl | summary
