@@ -12,14 +12,17 @@ rows. Exit status: 0 all done, 2 a step failed or did not match, 1 unusable inpu
 """
 
 import argparse
+import contextlib
+import hashlib
 import os
 import pathlib
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.lib import (
@@ -94,32 +97,60 @@ def words_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"results": records.RESULTS, "data": args.data, "llama": args.llama_bin}
 
 
-def run_step(args: argparse.Namespace, step: Step) -> int:
+def run_step(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> int:
     """Runs a step; returns the worst exit status of its runs.
 
-    A file of rows is replaced when all runs have ended well.
+    A file of rows is replaced when all runs have ended well. A step that was
+    interrupted goes on after the runs that had.
     """
     worst, rows, is_rows = 0, [], step.path.suffix == ".jsonl"
-    with tempfile.TemporaryDirectory() as folder:
+    with parts_of(step, here) as folder:
         for command in step.runs:
             script, *arguments = shlex.split(command.format(**words_of(args)))
-            path = pathlib.Path(folder) / "rows.jsonl" if is_rows else step.path
+            name = hashlib.sha256(shlex.join([script, *arguments]).encode()).hexdigest()
+            part, path = folder / f"{name}.jsonl", step.path
+            if is_rows and part.exists():
+                rows += files.read_rows(part).values()
+                continue
+            if is_rows:
+                path = folder / "running.jsonl"
+                path.unlink(missing_ok=True)
             if step.flag:
                 arguments += [step.flag, str(path)]
             if args.allow_dirty and script != "plot":
                 arguments.insert(0, "--allow-dirty")
             status = call(script, arguments)
-            worst = max(worst, 0 if status == FAILED and step.mismatches else status)
+            status = 0 if status == FAILED and step.mismatches else status
+            worst = max(worst, status)
             if status not in (DONE, FAILED):
                 return status
             if is_rows:
                 rows += files.read_rows(path).values()
-                path.unlink()
-    if is_rows:
-        kept = [row for row in rows if not step.keep or row["kind"] in step.keep]
-        with records.open_rows(step.path, allow_dirty=args.allow_dirty) as out:
-            out.write_all(shortened(kept))
+            if is_rows and status == DONE:
+                path.replace(part)
+        if is_rows:
+            kept = [row for row in rows if not step.keep or row["kind"] in step.keep]
+            with records.open_rows(step.path, allow_dirty=args.allow_dirty) as out:
+                out.write_all(shortened(kept))
+        shutil.rmtree(folder)
     return worst
+
+
+@contextlib.contextmanager
+def parts_of(step: Step, here: Mapping[str, Any]) -> Iterator[pathlib.Path]:
+    """Gives a folder for the rows of a step's runs, which the step removes at its end.
+
+    It outlives an interruption where the code has no changes: rows of others may be of
+    any code.
+    """
+    if here["git_dirty"]:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            yield pathlib.Path(folder)
+    else:
+        name = f"{step.path.stem}-{here['git_commit']}"
+        folder = records.RESULTS / ".parts" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
 
 
 def call(script: str, arguments: Sequence[str]) -> int:
@@ -142,7 +173,7 @@ def run_all(args: argparse.Namespace) -> int:
             continue
         step.path.parent.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
-        status = run_step(args, step)
+        status = run_step(args, step, here)
         seconds = round(time.perf_counter() - started, 1)
         print(f"{step.file}: status {status} after {seconds} s", flush=True)
         worst = max(worst, FAILED if status else DONE)

@@ -3,6 +3,8 @@
 import argparse
 import importlib
 import importlib.util
+import json
+import pathlib
 import re
 import shlex
 
@@ -10,7 +12,14 @@ import numpy as np
 import pytest
 
 from experiments import reproduce
-from experiments.lib import curves, files, published, reproduction, table_rows
+from experiments.lib import (
+    curves,
+    files,
+    published,
+    records,
+    reproduction,
+    table_rows,
+)
 from spec_jax import testing
 from spec_jax.model import hub
 from spec_jax.native import build
@@ -121,6 +130,32 @@ def test_every_step_can_be_parsed(tmp_path, monkeypatch):
     files_of_today = {p for p in published.RESULTS.glob("certificates/*.json")}
     files_of_today |= set(published.RESULTS.glob("*.jsonl"))
     assert files_of_today <= {step.path for step in steps}
+
+
+def test_a_step_goes_on_after_its_finished_runs(tmp_path, monkeypatch):
+    """Fails if what was measured is measured again, or rows of changed code stay."""
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    args = argparse.Namespace(allow_dirty=True, data=None, llama_bin=None)
+    step = reproduction.Step(file="x.jsonl", runs=("one", "two"), flag="--out")
+    asked = []
+
+    def call(script, arguments):
+        asked.append(script)
+        is_cut_off = asked.count("two") == 1 and script == "two"
+        row = {"kind": "row", "script": script}
+        pathlib.Path(arguments[-1]).write_text("" if is_cut_off else json.dumps(row))
+        return 1 if is_cut_off else 0
+
+    monkeypatch.setattr(reproduce, "call", call)
+    for is_dirty, expected in ((False, "one two two"), (True, "one two one two")):
+        asked.clear()
+        here = {"git_commit": "0" * 40, "git_dirty": is_dirty}
+        assert reproduce.run_step(args, step, here) == 1 and not step.path.exists()
+        assert reproduce.run_step(args, step, here) == 0
+        assert asked == expected.split()
+        found = [row["script"] for row in files.read_rows(step.path).values()]
+        assert found == ["one", "two"] and not [*tmp_path.glob(".parts/*")]
+        step.path.unlink()
 
 
 def test_published_rows_are_short():
