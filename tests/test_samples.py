@@ -217,7 +217,7 @@ def test_planted_faults_are_seen(lm, fault, monkeypatch):
     """Negative control of the comparison with decoding."""
     monkeypatch.setattr(*FAULTS[fault])
     # Pages of another size are other programs, in which the fault is.
-    settings = SHORT | {"page_size": 5}
+    settings = SHORT | {"page_size": 8}
     assert not sj.check_lossless(lm, PROMPTS, gamma=3, prefix=PREFIX, **settings)
 
 
