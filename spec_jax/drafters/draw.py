@@ -183,7 +183,7 @@ class Draw(pytree.Node):
           vocab_size: of the target.
           hot: the target's token of each of the drafter's own; None: the same.
         """
-        if getattr(tree, "replaces", False):
+        if tree.replaces:
             logits = widened(hot, vocab_size)(logits)
             return self._with_replacement(logits, level, tree)
         is_native, width = self.impl == "native", tree.width

@@ -42,7 +42,7 @@ def lift(
     checks.check_count(gamma_max=drafter.gamma_max)
     rule = rule_lib.of(rule)
     drafter = protocols.complete(protocols.complete(drafter).for_rule(rule))
-    replaces = getattr(getattr(drafter, "tree", None), "replaces", False)
+    replaces = drafter.tree is not None and drafter.tree.replaces
     if rule.replaces and protocols.is_tree(drafter) and not replaces:
         raise NotImplementedError(
             f"trees of {type(drafter).__name__} under rule={rule!r}, which takes "

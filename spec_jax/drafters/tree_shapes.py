@@ -11,6 +11,7 @@ import json
 import math
 import pathlib
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,7 @@ class Tree:
     nodes: int
     tau: float = TAU
     greedy: bool = False
+    replaces: ClassVar[bool] = False  # See `FixedTree`: siblings of a search differ.
 
     def __post_init__(self) -> None:
         for name in ("top_k", "depth", "nodes"):
