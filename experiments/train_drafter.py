@@ -122,7 +122,10 @@ def roll_out(args: argparse.Namespace) -> None:
     take = None
     if writer.taps is not None:
         store = targets.store_of(
-            args.work / "cache", writer.params, writer.config, writer.taps
+            jobs.texts_path(args).with_name("cache"),
+            writer.params,
+            writer.config,
+            writer.taps,
         )
 
         def take(text: list[int], features: np.ndarray) -> None:
@@ -137,7 +140,7 @@ def roll_out(args: argparse.Namespace) -> None:
     # the samples of a prompt stay together, and none of them tells of another held out.
     prompts = np.random.default_rng(args.seed).permutation(len(tokens) // args.samples)
     order = np.add.outer(prompts * args.samples, np.arange(args.samples)).reshape(-1)
-    whole = args.work / "texts_whole.npz"
+    whole = jobs.texts_path(args).with_name("texts_whole.npz")
     np.savez(
         whole,
         tokens=tokens[order],
@@ -225,6 +228,8 @@ FLAGS = {
     "model, and where things go": """
         --target FOLDER=spec_jax/assets/target  a model in Hugging Face's layout
         --work FOLDER=drafter  rollouts, cache, checkpoints and log
+        --texts FOLDER  has the rollouts and the cache, which many drafters may share
+          (default: --work)
         --out FOLDER=drafter/export  where the export goes
         --impl IMPL=auto  kernels of the rollouts
         --seed SEED=0  of weights, batches and drawn rollouts

@@ -50,6 +50,8 @@ class Family:
     # What else `loss` and `measure` are told.
     of_loss: Callable[[argparse.Namespace], dict[str, Any]]
     of_measure: Callable[[argparse.Namespace], dict[str, Any]] = lambda args: {}
+    # Whether the loss compares whole distributions, of all tokens of the target.
+    reads_distributions: bool = False
     # `(args, config, draft vocabulary) -> what each step draws`.
     draw: Callable[[argparse.Namespace, Any, jax.Array | None], batches.Draw | None] = (
         lambda args, config, hot: None
@@ -218,7 +220,10 @@ FAMILIES = {
         **_BLOCK, dialect="z-lab", of_loss=lambda args: {"terms": block.DFLASH}
     ),
     "dspark": Family(
-        **_BLOCK | {"shape": _dspark_shape}, dialect="deepspec", of_loss=_dspark_terms
+        **_BLOCK | {"shape": _dspark_shape},
+        dialect="deepspec",
+        of_loss=_dspark_terms,
+        reads_distributions=True,
     ),
 }
 

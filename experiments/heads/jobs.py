@@ -24,7 +24,7 @@ HELD_OUT_SHARE = 16  # One sequence in this many is held out, at least a batch o
 
 def texts_path(args: argparse.Namespace) -> pathlib.Path:
     """Returns where the rollouts are."""
-    return args.work / "texts.npz"
+    return (args.texts or args.work) / "texts.npz"
 
 
 def texts_of(args: argparse.Namespace) -> targets.Texts:
@@ -83,7 +83,11 @@ def prepare(args: argparse.Namespace) -> Job:
         config=config,
         hot=None if hot is None else jnp.asarray(hot),
         online=targets.Online(
-            texts=texts, params=params, config=target, taps=config.taps
+            texts=texts,
+            params=params,
+            config=target,
+            taps=config.taps,
+            normalizers=family.reads_distributions and hot is not None,
         ),
         base=base,
         scale=_scale(args) if loop.num_steps(args.work) else None,
@@ -110,9 +114,8 @@ def cache(args: argparse.Namespace) -> None:
 
 def store_of(args: argparse.Namespace, online: targets.Online) -> store_lib.Store:
     """Returns the cache of features on disk."""
-    return targets.store_of(
-        args.work / "cache", online.params, online.config, online.taps
-    )
+    folder = texts_path(args).with_name("cache")
+    return targets.store_of(folder, online.params, online.config, online.taps)
 
 
 def recipe(args: argparse.Namespace) -> loop.Recipe:
@@ -153,9 +156,18 @@ def rescaled(params: Any, scale: Any) -> Any:
 
 
 def _cast(tree: Any, dtype: str) -> Any:
-    """Returns a tree whose floating-point leaves have a dtype."""
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    """Returns a tree whose floating-point leaves have a dtype.
+
+    Normalizers stay float32: their exponentials are taken.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            x.astype(dtype)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            and path[-1:] != (jax.tree_util.DictKey("normalizer"),)
+            else x
+        ),
+        tree,
     )
 
 

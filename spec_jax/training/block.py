@@ -176,8 +176,7 @@ def loss(
         at_label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
         total += cross * (jax.nn.logsumexp(logits, axis=-1) - at_label)
     if total_variation or confidence is not None:
-        probs = jax.nn.softmax(_teacher_logits(config, batch, teacher), axis=-1)
-        probs = probs if teacher.hot is None else probs[..., teacher.hot]
+        probs = _teacher_probs(config, batch, teacher)
         l1 = jnp.sum(jnp.abs(jax.nn.softmax(logits, axis=-1) - probs), axis=-1)
         if teacher.hot is not None:  # A token that it lacks is never drafted.
             l1 += 1.0 - jnp.sum(probs, axis=-1)
@@ -267,10 +266,17 @@ def drafts(
     return logits if bias is None else logits + bias, confidence
 
 
-def _teacher_logits(config, batch, teacher):
-    """Returns the target's logits `[B, A, W, V]` of the drafts' positions."""
+def _teacher_probs(config, batch, teacher):
+    """Returns the target's probabilities `[B, A, W, Vd]` of draft tokens.
+
+    With the `normalizer` of each row no other logits are computed.
+    """
     final = _at_drafts(config, batch["final"], batch["anchors"])
-    return sequence.product(final, teacher.head)
+    if "normalizer" in batch:
+        total = _at_drafts(config, batch["normalizer"][..., None], batch["anchors"])
+        return jnp.exp(sequence.product(final, teacher.draft_head) - total)
+    probs = jax.nn.softmax(sequence.product(final, teacher.head), axis=-1)
+    return probs if teacher.hot is None else probs[..., teacher.hot]
 
 
 def _at_drafts(config, x, anchors):

@@ -119,13 +119,19 @@ class Texts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Online:
-    """Texts whose features the target computes when they are asked for."""
+    """Texts whose features the target computes when they are asked for.
+
+    Attributes:
+      normalizers: batches have `normalizer`, too, the target's log-sum-exp after each
+        row: with it a loss needs the logits of draft tokens alone.
+    """
 
     texts: Texts
     params: params_lib.Params
     config: config_lib.ModelConfig
     taps: tuple[int, ...]
-    _best: dict[int, np.ndarray] = dataclasses.field(
+    normalizers: bool = False
+    _found: dict[int, tuple[np.ndarray, np.ndarray]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -145,32 +151,39 @@ class Online:
         made = _one(self.params, tokens[None], self.config, self.taps)
         return np.asarray(made)[:length]
 
-    def best_of(self, row: int, final: np.ndarray) -> np.ndarray:
-        """Returns the target's most likely token after each row of a text, `[T] int32`.
+    def choices_of(
+        self, row: int, final: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns the target's most likely token after each row of a text, `[T] int32`,
+        and the log-sum-exp of its logits, `[T] float32`, or None.
 
-        Texts that it wrote greedily say it. For others it is kept from the first time
-        that it is asked for: a product with the whole vocabulary costs as much as a
-        step of a small drafter.
+        Texts that it wrote greedily say the token. Everything else is kept from the
+        first time that it is asked for: a product with the whole vocabulary costs as
+        much as a step of a small drafter.
 
         Args:
           final: the text's final hidden states `[T, D]`.
         """
-        if self.texts.is_greedy[row]:
-            return self.texts.tokens[row, 1 : len(final) + 1]
-        if row not in self._best:
+        if self.texts.is_greedy[row] and not self.normalizers:
+            return self.texts.tokens[row, 1 : len(final) + 1], None
+        if row not in self._found:
             padded = np.pad(final, ((0, -len(final) % BUCKET), (0, 0)))
-            found = np.asarray(_most_likely(weights.matrix(self.params.head), padded))
-            self._best[row] = found[: len(final)]
-        return self._best[row]
+            best, total = jax.device_get(
+                _choices(weights.matrix(self.params.head), padded)
+            )
+            self._found[row] = best[: len(final)], total[: len(final)]
+        return self._found[row]
 
     def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         return _joined(self, rows, self.rows_of)
 
 
 @jax.jit
-def _most_likely(head, final):
+def _choices(head, final):
     head, final = head.astype(jnp.float32), final.astype(jnp.float32)
-    return jnp.argmax(sequence.product(final, head), axis=-1).astype(jnp.int32)
+    logits = sequence.product(final, head)
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return best, jax.nn.logsumexp(logits, axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "taps"))
@@ -211,10 +224,15 @@ def _joined(data: Online, rows: np.ndarray, of_text: Any) -> dict[str, np.ndarra
     dtype = jnp.dtype(data.config.dtype)
     made = np.zeros((len(rows), size, (len(data.taps) + 1) * width), dtype)
     batch["best"] = np.zeros((len(rows), size), np.int32)
-    for into, best, row in zip(made, batch["best"], rows.tolist(), strict=True):
+    if data.normalizers:
+        batch["normalizer"] = np.zeros((len(rows), size), np.float32)
+    for place, row in enumerate(rows.tolist()):
         found = of_text(row)
-        into[: len(found)] = found
-        best[: len(found)] = data.best_of(row, found[:, -width:])
+        made[place, : len(found)] = found
+        best, normalizer = data.choices_of(row, found[:, -width:])
+        batch["best"][place, : len(found)] = best
+        if data.normalizers:
+            batch["normalizer"][place, : len(found)] = normalizer
     batch["final"] = made[..., -width:]
     return batch | ({"features": made[..., :-width]} if data.taps else {})
 

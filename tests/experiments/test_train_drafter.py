@@ -110,6 +110,14 @@ def test_a_cache_has_the_bits_of_the_target(target, work):
             store_of(work / "cache", other)
 
 
+def test_texts_and_cache_may_be_in_another_folder(target, work, tmp_path):
+    args = train_drafter.parse_args(
+        command(target, tmp_path, "train", "--texts", str(work))
+    )
+    online = jobs.prepare(args).online
+    assert targets.missing(jobs.store_of(args, online), online.texts) == []
+
+
 def test_a_cache_goes_on_where_it_was_killed(target, work, tmp_path):
     """Half a text, and texts that are added later."""
     online = job_of(target, work).online
@@ -426,6 +434,26 @@ def test_blocks_are_trained_resumed_exported_and_drafted(
     args = command(target, work, "train", "--base", str(out))
     assert train_drafter.main(args) == 1
     assert "that is known: LlamaForCausalLMEagle3" in capsys.readouterr().err
+
+
+def test_a_normalizer_stands_for_the_logits_of_the_whole_vocabulary(target, work):
+    """Fails if a draft's distance to the target's distribution is another with it."""
+    args = train_drafter.parse_args(command(target, work, "train", *BLOCKS))
+    job = jobs.prepare(args)
+    rows = np.arange(4)
+    drawn = job.family.draw(args, job.config, job.hot)(job.online[rows], rows, 0)
+    batch = jax.tree.map(jnp.asarray, drawn)
+    params = job.family.training.complete(jobs.init(args, job), job.teacher)
+
+    def loss(batch):
+        told = job.family.of_loss(args)
+        return job.family.training.loss(job.config, params, batch, job.teacher, **told)
+
+    assert job.online.normalizers and job.hot is not None
+    without = {name: x for name, x in batch.items() if name != "normalizer"}
+    np.testing.assert_allclose(loss(batch), loss(without), rtol=1e-5)
+    neighbours = batch | {"normalizer": jnp.roll(batch["normalizer"], 1, 1)}
+    assert abs(loss(neighbours) - loss(without)) > 1e-4 * loss(without)
 
 
 def test_a_dspark_without_a_head_is_gone_on_from(target, work, tmp_path):
