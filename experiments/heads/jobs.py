@@ -180,6 +180,12 @@ def _computing(config: Any, dtype: str | None) -> Any:
     )
 
 
+def num_held_out(args: argparse.Namespace, texts: targets.Texts) -> int:
+    """Returns how many texts at the end are held out, of whole prompts."""
+    count = max(args.batch, len(texts) // HELD_OUT_SHARE)
+    return -(-count // texts.samples) * texts.samples
+
+
 def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     """Trains the drafter, or goes on with it; returns the last held-out numbers."""
     job = prepare(args)
@@ -187,9 +193,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     data: batches.Data = job.online
     if args.targets == "cache":
         data = targets.Cached(store_of(args, job.online), job.online)
-    samples = job.online.texts.samples
-    held_out = max(args.batch, len(data) // HELD_OUT_SHARE)
-    held_out = -(-held_out // samples) * samples  # Of whole prompts.
+    held_out = num_held_out(args, job.online.texts)
     if len(data) < held_out + args.batch:
         raise ValueError(
             f"{len(data)} texts are too few for batches of {args.batch}, of which one "

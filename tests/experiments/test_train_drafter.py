@@ -14,7 +14,7 @@ import tiny_pair
 from model import eagle3_oracle as oracle
 
 import spec_jax as sj
-from experiments import train_drafter
+from experiments import compare_heads, train_drafter
 from experiments.heads import export as head_export, jobs, rollouts
 from spec_jax import testing
 from spec_jax.engine import rows as rows_lib
@@ -454,6 +454,51 @@ def test_a_normalizer_stands_for_the_logits_of_the_whole_vocabulary(target, work
     np.testing.assert_allclose(loss(batch), loss(without), rtol=1e-5)
     neighbours = batch | {"normalizer": jnp.roll(batch["normalizer"], 1, 1)}
     assert abs(loss(neighbours) - loss(without)) > 1e-4 * loss(without)
+
+
+def compared(target, work, out, *more) -> list[str]:
+    return [
+        *("--target", str(target), "--texts", str(work), "--work", str(out / "heads")),
+        *("--out", str(out / "rows.jsonl"), "--draft-vocab", "40", "--taps", "0,1,2"),
+        *("--prompts", "2", "--gen-tokens", "6", "--context", "12", "--tree", "none"),
+        *("--tokens", "100", *more, "--", "--mlp", "24", "--batch", "4"),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_heads_are_compared_on_the_same_texts(target, work, tmp_path):
+    """Fails if a head sees fewer tokens than asked, or is trained again when it is
+    done, or a row is lost."""
+    args = compared(target, work, tmp_path, "--heads", "eagle3,dspark-rnn")
+    for _ in range(2):  # The second goes on from the end of the first.
+        assert compare_heads.main(args) == 0
+        rows = [json.loads(x) for x in (tmp_path / "rows.jsonl").open()]
+        kinds = [(row["kind"], row["head"]) for row in rows]
+        assert kinds == [
+            *(("head", "eagle3"), ("head", "dspark-rnn")),
+            *(("sweep", "eagle3"),) * 2,
+            *(("sweep", "dspark-rnn"),) * 2,
+        ]
+        for row in rows[:2]:
+            lines = (tmp_path / "heads" / row["head"] / "log.jsonl").read_text()
+            assert lines.count("\n") == row["steps"]
+            last = json.loads(lines.splitlines()[-1])["tokens"]
+            assert 100 <= row["tokens_seen"] < 100 + last
+        assert all(row["matched"] for row in rows[2:])
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--texts", "nowhere"), "nowhere/texts.npz: no such file; run the stage"),
+        (("--taps", "0,1"), "of another taps; delete the folder"),
+    ],
+)
+def test_heads_that_cannot_be_compared(target, work, tmp_path, capsys, more, says):
+    assert compare_heads.main(compared(target, work, tmp_path, *more)) == 1
+    assert says in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_dspark_without_a_head_is_gone_on_from(target, work, tmp_path):

@@ -1,0 +1,223 @@
+"""Which head drafts best? Trains heads of one size on the same texts, and compares.
+
+The texts are those of one `train_drafter.py --stage rollouts --targets cache`, in
+`--texts`, with the features of `--taps`. Every head sees at least `--tokens` tokens of
+them, reads the same hidden states, drafts from the same tokens and has about as many
+weights as the others. It is trained and exported in `--work`/NAME, as
+`train_drafter.py` does both, and run by `sweep.py`: in chains, in trees of `--tree`,
+and after prompts of `--context` tokens. The same command goes on where it was
+interrupted. What stands after `--` are flags of `train_drafter.py`, for all heads:
+
+    compare_heads.py --target smollm2 --texts drafter --out rows.jsonl -- --batch 8
+
+Exit status: 0 all matched, 2 not all matched, 1 the input was unusable.
+"""
+
+from experiments.lib import cli
+
+
+if __name__ == "__main__":
+    cli.require("train")  # Before the imports, which take seconds.
+
+import argparse
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from safetensors import numpy as safetensors
+
+from experiments import sweep, train_drafter
+from experiments.heads import families, jobs
+from experiments.lib import files, flags, records, tables, terminal
+from spec_jax.training import batches, loop
+
+
+_BLOCK = "--dialect speculators --block 5 --layers 1"
+HEADS: Mapping[str, str] = {
+    "eagle3": "--family eagle3 --mlp 384 --ttt-steps 4",
+    "dflash": f"--family dflash {_BLOCK} --mlp 1984",
+    "jetspec": f"--family dflash --causal {_BLOCK} --mlp 1984",
+    "dspark": f"--family dspark {_BLOCK} --mlp 1024 --rank 32",
+    "dspark-gated": f"--family dspark --head gated {_BLOCK} --mlp 1024 --rank 32",
+    "dspark-rnn": f"--family dspark --head rnn {_BLOCK} --mlp 1024 --rank 32",
+}
+"""The flags of `train_drafter.py` by which a head is another."""
+
+GAMMA = 4
+"""Tokens that every head drafts in a chain."""
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the flags; unknown ones end the script with status 1."""
+    parser = cli.Parser(__doc__)
+    cli.add(
+        parser,
+        f"""
+        --target DIR=smollm2  the model that all heads draft for
+        --heads NAME,...={",".join(HEADS)}  that are trained and compared
+        --texts FOLDER=drafter  has the rollouts and their cache
+        --work FOLDER=heads  gets a folder for each head
+        --tokens N=3000000  that each head sees, at least
+        --draft-vocab N=4096  tokens that a head can draft
+        --taps K,K,..=2,15,27  hidden states that all heads read
+        --context TOKENS,...=128,512,2048  lengths of prompts
+        """,
+        **{
+            "NAME,...": cli.names(cli.one_of(HEADS)),
+            "K,K,..": str,
+            "FOLDER": pathlib.Path,
+            "DIR": str,
+        },
+    )
+    flags.add(parser, "trees prompts gen-tokens", prompts="50")
+    parser.set_defaults(tree=(flags.NO_TREE, "4x4:7", "4x4:15", "4x4:31"))
+    flags.add(parser, "out", out="of training, and those of sweep.py, for each head")
+    parser.add_argument(
+        "training",
+        nargs="*",
+        metavar="-- FLAG",
+        help="flags of train_drafter.py, for all heads",
+    )
+    args = parser.parse_args(argv)
+    if args.out is None:
+        parser.error("--out is required: it gets the rows of all heads")
+    return args
+
+
+def training_of(
+    args: argparse.Namespace, head: str, stage: str, *more: str
+) -> argparse.Namespace:
+    """Returns the flags of a stage of `train_drafter.py`, of a head."""
+    work = args.work / head
+    own = {
+        "--stage": stage,
+        "--target": args.target,
+        "--texts": args.texts,
+        "--work": work,
+        "--out": work / "head",
+        "--targets": "cache",
+        "--taps": args.taps,
+        "--draft-vocab": args.draft_vocab,
+    }
+    told = [str(word) for pair in own.items() for word in pair]
+    return train_drafter.parse_args(
+        [*HEADS[head].split(), *args.training, *told, *more]
+    )
+
+
+class _Rows:
+    """Texts of which a batch is the numbers: `batches.Data` without features."""
+
+    def __init__(self, columns: np.ndarray):
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+        return rows
+
+
+def steps_for(args: argparse.Namespace, tokens: int) -> int:
+    """Returns how many steps of a training see so many tokens.
+
+    Args:
+      args: of `train_drafter.py`.
+    """
+    texts = jobs.texts_of(args)
+    count = len(texts) - jobs.num_held_out(args, texts)
+    counted, seen = texts.mask[:count].sum(axis=1), 0
+    has_blocks, step = "anchors" in families.FAMILIES[args.family].flags, 0
+    while seen < tokens:
+        rows = batches.of_step(
+            _Rows(texts.columns[:count]),
+            size=args.batch,
+            step=step,
+            seed=args.seed,
+            unit=args.part,
+            draw=(lambda batch, rows, step: rows) if has_blocks else None,
+        )
+        seen, step = seen + int(counted[rows].sum()), step + 1
+    return step
+
+
+def train(args: argparse.Namespace, head: str) -> dict[str, Any]:
+    """Trains and exports a head, or goes on; returns what it saw and measured."""
+    trained = training_of(args, head, "train")
+    steps = str(steps_for(trained, args.tokens))
+    trained = training_of(args, head, "train", "--steps", steps)
+    trained.work.mkdir(parents=True, exist_ok=True)
+    found = jobs.train(trained)
+    train_drafter.run(training_of(args, head, "export", "--steps", steps))
+    weights = safetensors.load_file(trained.out / "model.safetensors")
+    return {
+        "kind": "head",
+        "head": head,
+        "parameters": sum(leaf.size for leaf in weights.values()),
+        "steps": found["step"] + 1,
+        "tokens_seen": loop.tokens_seen(trained.work),
+        **{name: x for name, x in found.items() if name.startswith("held_out")},
+    }
+
+
+def evaluate(args: argparse.Namespace, head: str) -> tuple[int, list[dict[str, Any]]]:
+    """Runs a head on the prompts; returns the exit status and the rows of `sweep.py`.
+
+    The longer prompts are drafted for in chains alone.
+    """
+    trained = training_of(args, head, "export")
+    told = {
+        "--target": args.target,
+        "--drafter": trained.family,
+        "--draft": trained.out,
+        "--gamma": GAMMA,
+        "--prompts": args.prompts,
+        "--gen-tokens": args.gen_tokens,
+    }
+    lengths = ",".join(map(str, args.context))
+    status, rows = 0, []
+    for name, axis in {
+        "trees": ("--tree", ",".join(map(str, args.tree))),
+        "contexts": ("--context", lengths),
+    }.items():
+        out = args.work / head / f"{name}.jsonl"
+        given = [str(x) for pair in (told | {"--out": out}).items() for x in pair]
+        given += ["--allow-dirty"] * args.allow_dirty
+        status = max(status, sweep.run(sweep.parse_args([*given, *axis])))
+        rows += [row | {"head": head} for row in files.read_rows(out).values()]
+    return status, rows
+
+
+COLUMNS = {
+    "head": "",
+    "weights": ("parameters", ","),
+    "tokens seen": ("tokens_seen", ","),
+    "held-out loss": ("held_out_loss", ".3f"),
+    "accepted length there": ("held_out_accepted_length", ".3f"),
+}
+"""Of the table, for `tables.print_rows`."""
+
+
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
+    """Trains what is not trained, runs what was not run; returns the exit status."""
+    for head in args.heads:
+        families.check_flags(training_of(args, head, "train"))
+    trained = [train(args, head) | records.provenance() for head in args.heads]
+    evaluated = [evaluate(args, head) for head in args.heads]
+    out.write_all([*trained, *(row for _, rows in evaluated for row in rows)])
+    tables.print_rows(trained, COLUMNS, console)
+    return max(status for status, _ in evaluated)
+
+
+main = records.script(
+    "compare_heads.py",
+    parse_args,
+    run,
+    kept=lambda args: f"the same command goes on from what is in {args.work}",
+)
+
+if __name__ == "__main__":
+    cli.end(main)
