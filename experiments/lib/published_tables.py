@@ -242,7 +242,7 @@ TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
             else f"`--gamma-policy {row['gamma_policy']}`"
         ),
         column="{drafter}",
-        cell="{regret:+.1%}",
+        cell="{regret:+.1%} ({regret_by_text:+.1%})",
     ),
     "hugging_face": _hugging_face(
         "`python experiments/compare_hf.py`", "compare_hf.jsonl"

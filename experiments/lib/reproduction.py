@@ -159,8 +159,9 @@ texts.jsonl
   spec_round --impl native --prompts 50 --repeats 1 --gamma 4 --ignore-stop
 regret.jsonl | replay
   replay {results}/texts.jsonl --gamma 1,2,4,7 --gamma-policy threshold,goodput,leader
-    --round-costs <1,1.69,1.85,1.95,2.06,2.3,2.6,2.89 --drafter draft-model;
-    1,1.1,1.2,1.3,1.4,1.5,1.6,1.7 --drafter ngram,suffix>
+    --drafter draft-model,ngram,suffix,choice
+    --round-costs 1,1.69,1.85,1.95,2.06,2.3,2.6,2.89
+    --lookup-costs 1,1.1,1.2,1.3,1.4,1.5,1.6,1.7
 rollouts_drift.jsonl | reinforce
   rollouts --steps 30 --gen-tokens 32
 plan_native.jsonl | plan
