@@ -226,6 +226,9 @@ certificates/dspark_native_bfloat16.json
 certificates/dspark_scheduled_native_bfloat16.json
   exactness --drafter dspark --product --gamma 4,7 {drawn} --gamma-policy schedule
     {kind} {short}
+certificates/choice_native_bfloat16.json
+  exactness --drafter choice --product --gamma 4,7 {drawn} --gamma-policy fixed {kind}
+    {short}
 certificates/default.json
   exactness
 certificates/drafters_native_bfloat16.json
