@@ -45,7 +45,7 @@ class Knowledge(pytree.Node):
     # [B, M, gamma_max] float32, faded rounds that decided on draft i, and kept it
     reached: jax.Array
     kept: jax.Array
-    # Of the last round, for the next one to tell what was kept:
+    # The last round, for the next one to tell what was kept of it:
     length: jax.Array  # [B] int32, of its text; 0: there was none
     tokens: jax.Array  # [B, M, gamma_max] int32
     num_drafted: jax.Array  # [B, M] int32, 0 of who was not asked
@@ -297,7 +297,7 @@ class SlotChoice(slots_lib.OfSlots):
         asked: Bool[Array, " B"],
         **features: Array,
     ) -> ChoiceMemory:
-        """Has every member keep what was committed, whoever drafted it."""
+        """Has every member keep what was committed, of any of them."""
         members = tuple(
             slots.commit(own, held, length, asked=asked, **_for(slots, features))
             for slots, own, held in self._each(params, memory)

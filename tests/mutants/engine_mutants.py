@@ -92,9 +92,9 @@ DRAFTERS = (
            "drafters.choice:_learn", " & (places < since)", "",
            "drafters/test_choice.py::test_tokens_that_are_not_committed_teach_nothing"),
     Mutant("a choice looks at the noise of the round",
-           "drafters.choice:SlotChoice.propose", "params.round_s, most)",
-           "params.round_s, most * (1 if sampling is None else "
-           "(sampling.seed[0] % 2).astype(jnp.int32)))",
+           "drafters.choice:SlotChoice.propose", "jnp.stack(most, axis=1)",
+           "jnp.stack(most, axis=1) * (1 if sampling is None else "
+           "(sampling.seed[0] % 2).astype(jnp.int32))",
            "drafters/test_choice.py::test_no_draw_of_the_round_decides_who_drafts"),
     Mutant("every prompt is taken into the first slot's memory",
            "drafters.each:Each.prefill", "_put(memory.slots, one, np.int32(slot))",
