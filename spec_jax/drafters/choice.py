@@ -15,19 +15,18 @@ of each member's proposals it promises of these.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import each, slots as slots_lib, text_tree
+from spec_jax.drafters import each, knowledge, slots as slots_lib, text_tree
 from spec_jax.engine import processing as processing_lib, protocols
-from spec_jax.gamma import costs as costs_lib, goodput, theory
+from spec_jax.gamma import costs as costs_lib
 from spec_jax.rules import rule as rule_lib
 
 
@@ -39,24 +38,11 @@ class ChoiceParams(pytree.Node):
     round_s: jax.Array
 
 
-class Knowledge(pytree.Node):
-    """How the members did in the text of each slot."""
-
-    # [B, M, gamma_max] float32, faded rounds that decided on draft i, and kept it
-    reached: jax.Array
-    kept: jax.Array
-    # The last round, for the next one to tell what was kept of it:
-    length: jax.Array  # [B] int32, of its text; 0: there was none
-    tokens: jax.Array  # [B, M, gamma_max] int32
-    num_drafted: jax.Array  # [B, M] int32, 0 of who was not asked
-    rounds: jax.Array  # [B, M, gamma_max + 1] int32, by who drafted and how much
-
-
 class ChoiceMemory(pytree.Node):
     """The members' memories, and what is known of them."""
 
     members: tuple[Any, ...]
-    known: Knowledge
+    known: knowledge.Knowledge
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +125,11 @@ class Choice(protocols.Drafter):
         made = (protocols.complete(m).for_rule(rule) for m in self.members)
         return dataclasses.replace(self, members=tuple(made))
 
+    def for_schedule(self) -> "Choice":
+        """Returns the choice that says what chance drafts have, if all members do."""
+        made = (protocols.complete(m).for_schedule() for m in self.members)
+        return dataclasses.replace(self, members=tuple(made))
+
     def for_slots(self, num_slots: int) -> "SlotChoice":
         """Returns the choice for `num_slots` sequences."""
         return SlotChoice(drafter=self, num_slots=num_slots)
@@ -212,17 +203,11 @@ class SlotChoice(slots_lib.OfSlots):
 
     def init(self, **sizes: Any) -> ChoiceMemory:
         """Allocates the members' empty memories."""
-        axes = self.num_slots, len(self.drafter.members)
-        known = Knowledge(
-            reached=jnp.zeros((*axes, self.gamma_max), jnp.float32),
-            kept=jnp.zeros((*axes, self.gamma_max), jnp.float32),
-            length=jnp.zeros(axes[:1], jnp.int32),
-            tokens=jnp.zeros((*axes, self.gamma_max), jnp.int32),
-            num_drafted=jnp.zeros(axes, jnp.int32),
-            rounds=jnp.zeros((*axes, self.gamma_max + 1), jnp.int32),
-        )
         members = tuple(slots.init(**_for(slots, sizes)) for slots in self.slots)
-        return ChoiceMemory(members=members, known=known)
+        nothing = knowledge.nothing(
+            self.num_slots, len(self.drafter.members), self.gamma_max
+        )
+        return ChoiceMemory(members=members, known=nothing)
 
     def prefill(
         self,
@@ -238,7 +223,7 @@ class SlotChoice(slots_lib.OfSlots):
             slots.prefill(own, held, prompt, slot=slot, **_for(slots, handed))
             for slots, own, held in self._each(params, memory)
         )
-        known = _forgotten(memory.known, np.int32(slot))
+        known = knowledge.forgotten(memory.known, np.int32(slot))
         return ChoiceMemory(members=members, known=known)
 
     def propose(
@@ -253,7 +238,7 @@ class SlotChoice(slots_lib.OfSlots):
         processing: processing_lib.Processing | None = None,
     ) -> tuple[ChoiceMemory, protocols.Proposal]:
         """Drafts what the chosen member drafts, slot by slot."""
-        known = _learn(memory.known, tokens, length, decay=self.drafter.decay)
+        known = knowledge.learn(memory.known, tokens, length, decay=self.drafter.decay)
         handed = {"tokens": tokens, "length": length, "sampling": sampling}
         members = self._each(params, memory)
 
@@ -268,8 +253,12 @@ class SlotChoice(slots_lib.OfSlots):
         is_free = [looks_up(member) for member in self.drafter.members]
         found = [ask(n, gamma) if free else None for n, free in enumerate(is_free)]
         most = [gamma if one is None else one[1].num_drafted for one in found]
-        chosen, asked = _choose(
-            self.drafter, known, params.round_s, jnp.stack(most, axis=1)
+        chosen, asked = knowledge.best(
+            known,
+            params.round_s,
+            jnp.stack(most, axis=1),
+            prior=self.drafter.prior,
+            weight=self.drafter.prior_weight,
         )
         # One that is asked for nothing costs nothing.
         found = [
@@ -277,7 +266,7 @@ class SlotChoice(slots_lib.OfSlots):
             for n, one in enumerate(found)
         ]
         held, proposals = zip(*found, strict=True)
-        proposal = _merged(proposals, chosen, asked)
+        proposal = merged(proposals, chosen, asked)
         counted = (gamma > 0).astype(jnp.int32)
         at = jnp.arange(self.num_slots, dtype=jnp.int32), chosen, proposal.num_drafted
         known = known.replace(
@@ -321,85 +310,19 @@ def _for(slots: Any, handed: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in handed.items() if reads.get(name, True)}
 
 
-@functools.partial(jax.jit, donate_argnums=(0,))
-def _forgotten(known: Knowledge, slot: Int[Array, ""]) -> Knowledge:
-    """Returns the knowledge with nothing known in a slot."""
-    return jax.tree.map(lambda leaf: leaf.at[slot].set(0), known)
-
-
-def _learn(
-    known: Knowledge,
-    tokens: Int[Array, "B max_len"],
-    length: Int[Array, " B"],
-    *,
-    decay: float,
-) -> Knowledge:
-    """Returns the counts with the last round in them, by what was committed since."""
-    size = known.tokens.shape[-1]
-    places = jnp.arange(size, dtype=jnp.int32)
-    since = jnp.where(known.length > 0, length - known.length, 0)
-    text = slots_lib.windows(tokens, known.length, size)
-
-    def count(reached, kept, drafts, num_drafted, text, since):
-        """Returns the counts of one member in one slot."""
-        # Only drafts that the committed text can tell right from wrong.
-        is_decided = (places < num_drafted) & (places < since)
-        is_kept = jnp.cumprod((is_decided & (drafts == text)).astype(jnp.float32))
-        before = jnp.pad(is_kept, (1, 0), constant_values=1.0)[:-1]
-        fade = jnp.where(since > 0, decay, 1.0)
-        is_reached = jnp.where(is_decided, before, 0.0)
-        return fade * reached + is_reached, fade * kept + is_kept
-
-    of_members = jax.vmap(count, in_axes=(0, 0, 0, 0, None, None))
-    reached, kept = jax.vmap(of_members)(
-        known.reached, known.kept, known.tokens, known.num_drafted, text, since
-    )
-    return known.replace(
-        reached=reached, kept=kept, length=jnp.zeros_like(known.length)
-    )
-
-
-def _choose(
-    drafter: Choice,
-    known: Knowledge,
-    round_s: Float[Array, "M gamma_max+1"],
-    most: Int[Array, "B M"],
-) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Returns who drafts in each slot, and how many tokens: 0 is nobody.
-
-    Args:
-      most: how many tokens each member would draft at most.
-    """
-
-    def value(reached, kept, round_s, most):
-        """Returns tokens by time of each number of a member's drafts."""
-        chances = goodput.chances(
-            reached, kept, prior=drafter.prior, weight=drafter.prior_weight
-        )
-        expected = theory.goodput(chances, round_s)
-        drafts = jnp.arange(drafter.gamma_max + 1, dtype=jnp.int32)
-        return jnp.where(drafts <= most, expected, 0.0)
-
-    def one(known, most):
-        """Chooses for one slot: of equals the first member, and the fewest drafts."""
-        values = jax.vmap(value)(known.reached, known.kept, round_s, most)
-        return jnp.argmax(values).astype(jnp.int32)
-
-    best = jax.vmap(one)(known, most)
-    return best // (drafter.gamma_max + 1), best % (drafter.gamma_max + 1)
-
-
-def _merged(
+def merged(
     found: Sequence[protocols.Proposal],
     chosen: Int[Array, " B"],
     asked: Int[Array, " B"],
 ) -> protocols.Proposal:
     """Returns each slot's proposal of the member that was chosen there.
 
-    Where a member says what it drew from, the drafts of a lookup are certain.
+    Where a member says what it drew from, the drafts of the others are certain. What
+    chance drafts have is told where all members tell it.
     """
     slot = jnp.arange(chosen.shape[0], dtype=jnp.int32)
     pick = lambda leaves: jnp.stack(leaves, axis=1)[slot, chosen]
+    survival = [one.survival for one in found if one.survival is not None]
     probs = next((one.probs for one in found if one.probs is not None), None)
     if probs is not None:
         certain = lambda tokens: jax.nn.one_hot(tokens, probs.shape[-1])
@@ -409,4 +332,5 @@ def _merged(
         tokens=pick([one.tokens for one in found]),
         num_drafted=jnp.minimum(pick([one.num_drafted for one in found]), asked),
         probs=probs,
+        survival=pick(survival) if len(survival) == len(found) else None,
     )

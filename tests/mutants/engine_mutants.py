@@ -89,7 +89,7 @@ DRAFTERS = (
            "gamma", "drafters/test_hybrid.py::"
            "test_the_draft_model_is_asked_only_where_statistics_are_not_sure[texts0]"),
     Mutant("what stands behind a text says what a choice has kept",
-           "drafters.choice:_learn", " & (places < since)", "",
+           "drafters.knowledge:learn", " & (places < since)", "",
            "drafters/test_choice.py::test_tokens_that_are_not_committed_teach_nothing"),
     Mutant("a choice looks at the noise of the round",
            "drafters.choice:SlotChoice.propose", "jnp.stack(most, axis=1)",

@@ -3,16 +3,14 @@
 Who drafts, and how much, may depend on rounds that are done; on no draft of this one.
 """
 
-import decoding
 import enumeration
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax.drafters import choice, each, ngram
+from spec_jax.drafters import knowledge
 
 
-BENCH = decoding.quickest_bench(2)
 CASE = enumeration.honest(
     target=[np.array(p, np.float32) for p in ([0.7, 0.3], [[0.7, 0.3]] * 2)]
     + [np.full((2, 2, 2), 0.5, np.float32)],
@@ -22,15 +20,15 @@ CASE = enumeration.honest(
 
 def asked_by(kept_of):
     """How much a choice asks for, by counts that may know what is drafted."""
-    drafter = choice.Choice(members=(ngram.PromptLookup(gamma_max=2),))
-    round_s = choice.params_of(drafter, (None,), row=0.4).round_s
+    round_s = jnp.asarray([[1.0, 1.4, 1.8]], jnp.float32)
 
     def num_drafted(chain):
-        known = each.lift(drafter, 1).init(**BENCH.sizes).known
+        known = knowledge.nothing(1, 1, 2)
         kept = jnp.full_like(known.kept, kept_of(chain))
         known = known.replace(reached=jnp.full_like(kept, 20.0), kept=kept)
         most = jnp.full((1, 1), 2, jnp.int32)
-        return int(choice._choose(drafter, known, round_s, most)[1][0])
+        how = {"prior": 0.7, "weight": 4.0}
+        return int(knowledge.best(known, round_s, most, **how)[1][0])
 
     return num_drafted
 
