@@ -158,6 +158,18 @@ def test_no_draw_of_the_round_decides_who_drafts():
     assert len(tokens) > 1  # The noise makes a difference to the drafts themselves.
 
 
+def test_chances_are_told_where_all_members_tell_them():
+    """Fails if a schedule is told the chances of another member's drafts."""
+    pair = choice.Choice(members=(STATISTICS, DRAFT)).for_schedule()
+    params = choice.params_of(pair, MEMBERS[1:], draft=0.05, row=0.1)
+    texts = [REPEATS, NEW]
+    _, found = drafted(*begun(texts, params, pair), texts, params=params)
+    assert found.survival[0].tolist() == [1.0] * GAMMA_MAX  # Seen so, and else not.
+    assert 0 < float(found.survival[1, 0]) < 1
+    _, without = drafted(*begun(texts, PARAMS, CHOICE.for_schedule()), texts)
+    assert without.survival is None  # `ngram` tells none.
+
+
 REFUSED = {
     "a choice among no drafters": {"members": ()},
     "give none of them twice": {"members": (LOOKUP, DRAFT, LOOKUP)},
