@@ -1,4 +1,4 @@
-"""What is known of several drafters in a text: how much was kept of each.
+"""Counts of several drafters in a text: how much was kept of each.
 
 Functions here know drafts and the text that was committed, and nothing of who drafts.
 """
