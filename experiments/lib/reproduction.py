@@ -228,7 +228,7 @@ certificates/dspark_scheduled_native_bfloat16.json
     {kind} {short}
 certificates/choice_native_bfloat16.json
   exactness --drafter choice --product --gamma 4,7 {drawn} --gamma-policy fixed {kind}
-    {short}
+    --isa avx2 {short}
 certificates/default.json
   exactness
 certificates/drafters_native_bfloat16.json
