@@ -9,9 +9,10 @@ stop tokens, in the very loop that runs live. Heads read the target while it run
     python experiments/replay.py texts.jsonl --drafter ngram,suffix --gamma 2,4
 
 With --round-costs rows also have the expected speed-up, and the regret: how much slower
-that is than the best constant gamma in hindsight. Texts come one after the other, as
-requests of one slot: a policy goes on with what it learnt. Exit status: 0 evaluated, 1
-the input was unusable.
+that is than the best constant gamma in hindsight, of all texts together; and than the
+best of the drafters and constant gammas of the run for each text by itself. Texts come
+one after the other, as requests of one slot: a policy goes on with what it learnt. Exit
+status: 0 evaluated, 1 the input was unusable.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from experiments.lib import (
 )
 from spec_jax import algorithms, default_gamma, loading
 from spec_jax.analysis import metrics
-from spec_jax.drafters import oracle, registry, text_tree
+from spec_jax.drafters import choice, oracle, registry
 from spec_jax.engine import forward, protocols, requests as requests_lib
 from spec_jax.gamma import costs as costs_lib, policy as policy_lib
 from spec_jax.model import decoder, tokenizer
@@ -105,6 +106,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --gamma TOKENS,...=1,2,4,7  tokens drafted per round: a row for each
         --round-costs T,T,...  what rounds of 0, 1, 2 .. drafts take, in any unit, up to
             the largest gamma
+        --lookup-costs T,T,...  the same of drafts that are looked up, in that unit
+            (default: --round-costs)
         --gamma-policy NAME,...  policies that go by these costs, a row for each
         """,
         **{
@@ -114,8 +117,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add(parser, "out", out="one per drafter and gamma, as the table shows them")
     args = parser.parse_args(argv)
-    if args.gamma_policy and not args.round_costs:
-        parser.error("--gamma-policy goes by costs: give --round-costs, too")
+    for flag in ("gamma_policy", "lookup_costs"):
+        if getattr(args, flag) and not args.round_costs:
+            named = f"--{flag.replace('_', '-')}"
+            parser.error(f"{named} goes by costs: give --round-costs, too")
     return args
 
 
@@ -181,9 +186,9 @@ def replay(
     """Replays one prompt by a drafter with its parameters.
 
     Returns:
-      The counters, verifications by their active rows `[gamma_max + 2]`, what the
-      target would have computed, and the way that the next text of the slot goes: a
-      policy goes on with what it learnt.
+      The counters, verifications by who drafted and their active rows
+      `[members, gamma_max + 2]`, what the target would have computed, and the way that
+      the next text of the slot goes: a policy goes on with what it learnt.
     """
     (drafter, params), prompt = built, texts.prompts[number]
     whole = [*prompt, *texts.generated[number]]
@@ -222,23 +227,38 @@ def replay(
         learnt = policy_lib.renewed(chosen.gamma_policy, slot.policy)
         chosen = dataclasses.replace(chosen, state=jax.tree.map(jnp.asarray, learnt))
     way = dataclasses.replace(way, policy=chosen)
-    return counters, np.asarray(state.cache.own) - of_prompt, way
+    forwards = (np.asarray(state.cache.own) - of_prompt)[None]
+    if isinstance(drafter, choice.Choice):
+        plain = forwards.sum()  # Rounds that were to draft nothing are nobody's.
+        forwards = np.pad(np.asarray(state.memory.known.rounds[0]), ((0, 0), (1, 0)))
+        forwards[0, 1] += plain - forwards.sum()
+    return counters, forwards, way
 
 
 def ways_of(args: argparse.Namespace, drafter: Any) -> list[Way]:
     """Returns the gammas and the policies that are asked for."""
     ways, most = [Way(gamma=gamma) for gamma in args.gamma], max(args.gamma)
     for name in args.gamma_policy or ():
-        costs = args.round_costs.upto(most)
+        costs = costs_lib.highest(costs_of(args, drafter)).upto(most)
         if name == policies.BUDGET:
-            looks_up = isinstance(drafter, text_tree.TextDrafter)
-            made, first = default_gamma.make(costs, looks_up=looks_up)
+            kind = {
+                "looks_up": choice.looks_up(drafter),
+                "chooses": isinstance(drafter, choice.Choice),
+            }
+            made, first = default_gamma.make(costs, **kind)
             chosen = policies.Chosen(gamma_policy=made, state=first)
         else:
             how = {"gamma": most, "round_s": costs.rising_s}
             chosen = policies.make(name, drafter, **how)
         ways.append(Way(gamma=most, name=name, policy=chosen))
     return ways
+
+
+def costs_of(args: argparse.Namespace, drafter: Any) -> list[costs_lib.RoundCosts]:
+    """Returns what the rounds of a drafter cost, of a choice those of each member."""
+    members = drafter.members if isinstance(drafter, choice.Choice) else (drafter,)
+    lookup = args.lookup_costs or args.round_costs
+    return [lookup if choice.looks_up(m) else args.round_costs for m in members]
 
 
 def build(args: argparse.Namespace, texts: Texts) -> dict[str, registry.Built]:
@@ -276,19 +296,18 @@ def build(args: argparse.Namespace, texts: Texts) -> dict[str, registry.Built]:
                 "evaluate it by sweep.py"
             )
         built[name] = registry.build(name, parts)
-        models.check_gamma(name, built[name][0], gamma_max)
+        drafter, params = built[name]
+        models.check_gamma(name, drafter, gamma_max)
+        if args.round_costs and isinstance(drafter, choice.Choice):
+            costs = [each.upto(gamma_max) for each in costs_of(args, drafter)]
+            built[name] = drafter, choice.with_costs(params, costs)
     return built
 
 
-def expected(
-    costs: costs_lib.RoundCosts, row: Mapping[str, Any]
-) -> dict[str, float | None]:
-    """Returns the time that a row's rounds take, and the speed-up, by these costs."""
-    round_s = costs.rising_s()
-    forwards = np.trim_zeros(row["rounds_by_rows"][1:], "b")
-    seconds = float(forwards @ round_s[: len(forwards)])
-    plain_s = row["tokens"] * float(round_s[0])
-    return {"expected_s": seconds, "expected_speedup": plain_s / seconds}
+def seconds_of(costs: Sequence[costs_lib.RoundCosts], forwards: np.ndarray) -> float:
+    """Returns the time that verifications take, by who drafted and their rows."""
+    round_s = np.stack([each.upto(forwards.shape[1] - 2).rising_s() for each in costs])
+    return float(np.sum(forwards[:, 1:] * round_s))
 
 
 def summarise(
@@ -300,7 +319,30 @@ def summarise(
     found.pop("nonfinite_logits")  # A trace has no logits.
     each = list(map(summaries.text_counts, texts.generated, counted))
     found |= summaries.by_repetition(each)
-    return found | {"rounds_by_rows": np.sum(forwards, axis=0)}
+    return found | {"rounds_by_rows": np.sum(forwards, axis=(0, 1))}
+
+
+def compare(
+    costs: costs_lib.RoundCosts, texts: Texts, rows: Sequence[dict[str, Any]]
+) -> None:
+    """Adds expected times to rows, and regrets against what is constant in them."""
+    step_s = float(costs.rising_s()[0])
+    plain_s = step_s * np.array([len(ids) for ids in texts.generated])
+    # Drafting nothing is one of the constant gammas.
+    fixed = [row for row in rows if is_constant(row)]
+    best_s = np.min([plain_s, *(row["text_s"] for row in fixed)], axis=0).sum()
+    for row in rows:
+        row["expected_s"] = seconds = sum(row["text_s"])
+        row["expected_speedup"] = float(plain_s.sum()) / seconds
+        own = [r for r in fixed if r["drafter"] == row["drafter"]]
+        totals = [sum(other["text_s"]) for other in own or fixed]
+        row["regret"] = seconds / min(float(plain_s.sum()), *totals) - 1
+        row["regret_by_text"] = seconds / float(best_s) - 1
+
+
+def is_constant(row: Mapping[str, Any]) -> bool:
+    """Returns whether a row is of one drafter and gamma: a choice has several."""
+    return row["gamma_policy"] == "fixed" and row["drafter"] != "choice"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -317,7 +359,6 @@ def run(args: argparse.Namespace) -> int:
             **records.provenance(),
         }
         for name, built in build(args, texts).items():
-            rows = []
             for way in ways_of(args, built[0]):
                 done = []
                 with terminal.counted(f"{name}, {way.name}", total=len(numbers)) as go:
@@ -327,16 +368,13 @@ def run(args: argparse.Namespace) -> int:
                         go()
                 row = {"kind": "replay", "drafter": name, "gamma": way.gamma}
                 row |= {"gamma_policy": way.name} | summarise(texts, done)
+                found.append(row)
                 if args.round_costs:
-                    row |= expected(args.round_costs, row)
-                rows.append(row)
-            if args.round_costs:  # Drafting nothing is one of the constant gammas.
-                plain_s = rows[0]["tokens"] * args.round_costs.rising_s()[0]
-                fixed = [r["expected_s"] for r in rows if r["gamma_policy"] == "fixed"]
-                for row in rows:
-                    row["regret"] = row["expected_s"] / min(plain_s, *fixed) - 1
-            out.write_all(rows)
-            found += rows
+                    costs = costs_of(args, built[0])
+                    row["text_s"] = [seconds_of(costs, each) for _, each in done]
+        if args.round_costs:
+            compare(args.round_costs, texts, found)
+        out.write_all(found)
     columns = COLUMNS | (COSTS if args.round_costs else {})
     tables.print_rows(found, columns, terminal.console())
     return DONE
@@ -353,6 +391,7 @@ COLUMNS: dict[str, tables.Column] = {
 COSTS: dict[str, tables.Column] = {
     "expected speed-up": ("expected_speedup", ".2f"),
     "regret": "+.1%",
+    "regret by text": ("regret_by_text", "+.1%"),
 }
 
 main = cli.script("replay.py", parse_args, run)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.drafters import text_tree
+from spec_jax.drafters import choice, text_tree
 from spec_jax.engine import (
     protocols,
     requests as requests_lib,
@@ -29,9 +29,9 @@ fastest counts, since a disturbance only adds to it."""
 SAT_OUT = 8
 """Tokens that a drafter sits out where its catching up is timed."""
 
-_known: weakref.WeakKeyDictionary[LanguageModel, dict[Any, costs_lib.RoundCosts]] = (
-    weakref.WeakKeyDictionary()
-)
+_known: weakref.WeakKeyDictionary[
+    LanguageModel, dict[Any, list[costs_lib.RoundCosts]]
+] = weakref.WeakKeyDictionary()
 
 
 def policy_for(
@@ -50,11 +50,16 @@ def policy_for(
         costs.upto(lm.gamma_max if is_tree else min(lm.gamma_max, costs.gamma_max)),
         is_tree=is_tree,
         looks_up=_looks_up(lm.drafter),
+        chooses=isinstance(lm.drafter, choice.Choice),
     )
 
 
 def make(
-    costs: costs_lib.RoundCosts, *, is_tree: bool = False, looks_up: bool = False
+    costs: costs_lib.RoundCosts,
+    *,
+    is_tree: bool = False,
+    looks_up: bool = False,
+    chooses: bool = False,
 ) -> tuple[budget.Budget, budget.BudgetState]:
     """Returns goodput within a budget, of all drafts that have a time.
 
@@ -63,7 +68,12 @@ def make(
 
     Args:
       looks_up: of a drafter that loses nothing where it drafts nothing.
+      chooses: of a drafter that chooses by itself how much it drafts.
     """
+    if chooses:
+        every = policy_lib.Fixed(gamma_max=costs.gamma_max)
+        bound = budget.Budget(asks=every, empty_is_free=True)
+        return bound, bound.init(costs, asks=every.init(costs.gamma_max))
     kind = goodput.RankGoodput if is_tree else goodput.Goodput
     asks = kind(
         gamma_max=costs.gamma_max,
@@ -89,7 +99,8 @@ def adapted(
     Costs are measured where they are not known of this model, so many slots, greedy or
     not, and with such a processor or none. A fixed gamma stays where times would decide
     more than speed: under rules but "coupled", whose tokens depend on gamma, and with
-    several processes, whose programs may not differ; the costs are then None.
+    several processes, whose programs may not differ; the costs are then None. A choice
+    among drafters is told what rounds of each cost, and the highest are returned.
     """
     is_exact = scheduler.rule.is_exact and jax.process_count() == 1
     if not is_exact or not lm.gamma_max:
@@ -101,10 +112,34 @@ def adapted(
     if key not in known:
         # The policy of any costs has the program of the run.
         some = costs_lib.RoundCosts(round_s=(1.0,) * (lm.gamma_max + 1))
-        known[key] = measure(_with(scheduler, *policy_for(lm, some)), requests)
-    scheduler = _with(scheduler, *policy_for(lm, known[key]))
+        made = _with(scheduler, *policy_for(lm, some))
+        known[key] = [measure(one, requests) for one in _of_members(made)]
+    costs = costs_lib.highest(known[key])
+    scheduler = _with(scheduler, *policy_for(lm, costs))
+    if isinstance(lm.drafter, choice.Choice):
+        _, params = scheduler.speculator.params
+        scheduler = _with_params(scheduler, choice.with_costs(params, known[key]))
     asked = [dataclasses.replace(one, gamma=lm.gamma_max) for one in requests]
-    return scheduler, asked, known[key]
+    return scheduler, asked, costs
+
+
+def _of_members(scheduler: scheduler_lib.Scheduler) -> list[scheduler_lib.Scheduler]:
+    """Returns the schedulers of which each is timed: of a choice one for each member,
+    that it always chooses."""
+    _, params = scheduler.speculator.params
+    if not isinstance(params, choice.ChoiceParams):
+        return [scheduler]
+    numbers = range(len(params.members))
+    return [_with_params(scheduler, choice.pinned(params, n)) for n in numbers]
+
+
+def _with_params(
+    scheduler: scheduler_lib.Scheduler, params: protocols.Params
+) -> scheduler_lib.Scheduler:
+    """Returns the scheduler with other parameters of its drafter."""
+    speculator = scheduler.speculator
+    speculator = speculator.replace(params=(speculator.params[0], params))
+    return dataclasses.replace(scheduler, speculator=speculator)
 
 
 def _looks_up(drafter: protocols.Drafter | protocols.SlotDrafter) -> bool:
@@ -238,10 +273,10 @@ class _Rounds:
             text = np.random.default_rng(0).integers(4, size=max_len)
         text += (self._scheduler.vocab_size or 4) // 2 - 2
         first: Any = self._scheduler.policy_state
-        pinned = first.replace(
-            balance=jnp.float32(np.inf),
-            asks=first.asks.replace(gamma=jnp.int32(first.asks.reached.shape[0])),
-        )
+        pinned, asks = first.replace(balance=jnp.float32(np.inf)), first.asks
+        if isinstance(asks, goodput.GoodputState):
+            asks = asks.replace(gamma=jnp.int32(asks.reached.shape[0]))
+            pinned = pinned.replace(asks=asks)
         of_all = lambda leaf: jnp.stack([leaf] * num_slots)
         return slots.replace(
             tokens=jnp.asarray(np.tile(text.astype(np.int32), (num_slots, 1))),

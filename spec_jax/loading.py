@@ -391,7 +391,7 @@ def lacks_draft(
     """Returns whether a drafter needs a draft model, and none is named nor shipped."""
     if drafter not in registry.NEED_DRAFT or _draft_folder(target, draft) is not None:
         return False
-    return drafter != "hybrid" or not registry.shipped(heads_for(target))
+    return drafter not in registry.TAKE_HEAD or not registry.shipped(heads_for(target))
 
 
 def entries(

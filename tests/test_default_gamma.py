@@ -7,8 +7,8 @@ import pytest
 import tiny_pair
 
 import spec_jax as sj
-from spec_jax import default_gamma
-from spec_jax.drafters import ngram
+from spec_jax import default_gamma, generation
+from spec_jax.drafters import choice, ngram, suffix
 
 
 TEXT = "añ日🙂"
@@ -102,3 +102,50 @@ def test_what_is_measured_are_times(cycle):
     assert (np.diff(adapted.costs.round_s) >= 0).all()
     assert adapted.scheduler.speculator.gamma_policy.empty_is_free
     assert run.costs is None and run.scheduler.speculator.gamma_policy is None
+
+
+def test_a_choice_is_told_what_rounds_of_each_member_cost(cycle, counted):
+    """Fails if a member is chosen by what another one costs, or measured as it; and the
+    budget goes by the dearest."""
+    measure, calls = counted
+    members = ngram.PromptLookup(gamma_max=4), suffix.SuffixDecoding(gamma_max=4)
+    drafter = choice.Choice(members=members)
+    params = choice.params_of(drafter, (None, suffix.empty_corpus(8)))
+    lm = cycle.with_drafter(drafter, params)
+    dearer = sj.gamma.RoundCosts(round_s=(1.0, 1.2, 1.4, 1.6, 1.8))
+    pinned = []
+
+    def measure_one(scheduler, requests):
+        cheapest = np.asarray(scheduler.speculator.params[1].round_s).min(axis=1)
+        pinned.append(int(cheapest.argmin()))
+        return dearer if pinned[-1] else measure(scheduler, requests)
+
+    default_gamma.measure = measure_one  # `counted` puts the real one back.
+    run, _ = generation.prepare(lm, TEXT, max_tokens=6)
+    adapted = run.adapted()
+    assert pinned == [0, 1] and len(calls) == 1
+    told = adapted.scheduler.speculator.params[1].round_s
+    expected = np.float32([CHEAP.round_s, dearer.round_s])
+    np.testing.assert_array_equal(told, expected)
+    assert adapted.costs == dearer
+    assert int(adapted.scheduler.policy_state.asks) == 4
+    out = sj.generate(lm, TEXT * 3, max_tokens=30)
+    assert out.tokens == sj.decode(lm, TEXT * 3, max_tokens=30).tokens
+    assert out.metrics["accepted"] > 15
+
+
+def test_a_member_is_timed_by_itself(cycle):
+    """Fails if another one drafts where one is pinned, or fewer tokens than asked."""
+    members = ngram.PromptLookup(gamma_max=4), suffix.SuffixDecoding(gamma_max=4)
+    drafter = choice.Choice(members=members)
+    params = choice.params_of(drafter, (None, suffix.empty_corpus(8)))
+    algo = sj.speculative(cycle.target, drafter)
+    prompt = cycle.tokenizer.encode(TEXT * 3)
+    for number in range(2):
+        both = cycle.params, choice.pinned(params, number)
+        state = algo.run(both, algo.init(both, [prompt], max_tokens=30))
+        rounds = np.asarray(state.memory.known.rounds[0])
+        assert rounds[number].sum() == rounds.sum() > 0
+        assert rounds[number, 4] > 0.5 * rounds.sum()
+    with pytest.raises(ValueError, match="costs of 1 members, and the choice has 2"):
+        choice.with_costs(params, [CHEAP])

@@ -4,12 +4,13 @@ import argparse
 import dataclasses
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from experiments.lib import models, profiles, runs
 from spec_jax import default_gamma, loading
-from spec_jax.drafters import draft_model, hybrid
+from spec_jax.drafters import choice, draft_model, hybrid
 from spec_jax.engine import protocols
 from spec_jax.gamma import (
     costs as costs_lib,
@@ -34,10 +35,14 @@ MEASURED = (*POLICIES, BUDGET)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """A policy and its first state; None twice is a constant gamma."""
+    """A policy and its first state; None twice is a constant gamma.
+
+    With the drafter's parameters, where those know what rounds cost, too.
+    """
 
     gamma_policy: policy.GammaPolicy | None = None
     state: policy.State = None
+    draft_params: Any = None
 
 
 def make(
@@ -141,8 +146,13 @@ def _adapted(
     scheduler, _, costs = default_gamma.adapted(lm, scheduler, [request])
     if costs is None:
         raise ValueError("costs of rounds are measured in one process, of drafts")
-    made = scheduler.speculator.gamma_policy
-    return Chosen(gamma_policy=made, state=scheduler.policy_state), costs
+    made, (_, params) = scheduler.speculator.gamma_policy, scheduler.speculator.params
+    chosen = Chosen(
+        gamma_policy=made,
+        state=scheduler.policy_state,
+        draft_params=params if isinstance(params, choice.ChoiceParams) else None,
+    )
+    return chosen, costs
 
 
 def with_policy(
@@ -174,5 +184,8 @@ def with_policy(
         how = {"gamma": settings.gamma, "round_s": lambda: adapted()[1].rising_s()}
         chosen = make(name, lm.drafter, **how)
     return dataclasses.replace(
-        settings, gamma_policy=chosen.gamma_policy, policy_state=chosen.state
+        settings,
+        gamma_policy=chosen.gamma_policy,
+        policy_state=chosen.state,
+        draft_params=chosen.draft_params,
     )

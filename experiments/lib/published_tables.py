@@ -153,6 +153,8 @@ def certificates() -> table_rows.Lines:
         f"--gamma 4,7 {drawn}",
         "dspark_scheduled_native_bfloat16": "... --drafter dspark --product "
         f"--gamma-policy schedule --gamma 4,7 {drawn}",
+        "choice_native_bfloat16": "... --isa avx2 --drafter choice --product "
+        f"--gamma 4,7 {drawn}",
     }.items():
         path = table_rows.RESULTS / "certificates" / f"{name}.json"
         found = json.loads(files.read(path))
@@ -242,7 +244,7 @@ TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
             else f"`--gamma-policy {row['gamma_policy']}`"
         ),
         column="{drafter}",
-        cell="{regret:+.1%}",
+        cell="{regret:+.1%} ({regret_by_text:+.1%})",
     ),
     "hugging_face": _hugging_face(
         "`python experiments/compare_hf.py`", "compare_hf.jsonl"

@@ -159,8 +159,9 @@ texts.jsonl
   spec_round --impl native --prompts 50 --repeats 1 --gamma 4 --ignore-stop
 regret.jsonl | replay
   replay {results}/texts.jsonl --gamma 1,2,4,7 --gamma-policy threshold,goodput,leader
-    --round-costs <1,1.69,1.85,1.95,2.06,2.3,2.6,2.89 --drafter draft-model;
-    1,1.1,1.2,1.3,1.4,1.5,1.6,1.7 --drafter ngram,suffix>
+    --drafter draft-model,ngram,suffix,choice
+    --round-costs 1,1.69,1.85,1.95,2.06,2.3,2.6,2.89
+    --lookup-costs 1,1.1,1.2,1.3,1.4,1.5,1.6,1.7
 rollouts_drift.jsonl | reinforce
   rollouts --steps 30 --gen-tokens 32
 plan_native.jsonl | plan
@@ -225,6 +226,9 @@ certificates/dspark_native_bfloat16.json
 certificates/dspark_scheduled_native_bfloat16.json
   exactness --drafter dspark --product --gamma 4,7 {drawn} --gamma-policy schedule
     {kind} {short}
+certificates/choice_native_bfloat16.json
+  exactness --drafter choice --product --gamma 4,7 {drawn} --gamma-policy fixed {kind}
+    --isa avx2 {short}
 certificates/default.json
   exactness
 certificates/drafters_native_bfloat16.json

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,7 @@ class Settings:
     sampling: sampling_lib.SamplingSettings | None = None  # None: greedy
     gamma_policy: policy.GammaPolicy | None = None  # None: always `gamma`
     policy_state: policy.State = None  # before each prompt's first round
+    draft_params: Any = None  # that know what rounds cost; None: the model's own
     rule: verification.Rule = "coupled"
     num_slots: int = 1
     processor: processors.Processor | None = None  # of logits
@@ -147,6 +149,7 @@ def make_scheduler(
     lm: loading.LanguageModel, settings: Settings
 ) -> scheduler_lib.Scheduler:
     """Returns the scheduler of `settings.num_slots` slots."""
+    own = lm.drafter_params
     algo = algorithms.speculative(
         lm.target,
         lm.drafter,
@@ -154,7 +157,7 @@ def make_scheduler(
         policy=settings.gamma_policy,
     )
     return algo.scheduler(
-        (lm.params, lm.drafter_params),
+        (lm.params, own if settings.draft_params is None else settings.draft_params),
         num_slots=settings.num_slots,
         capacity=settings.capacity,
         page_size=settings.page_size,

@@ -10,6 +10,7 @@ import spec_jax
 
 _NAMES = {
     "BlockDrafter": "spec_jax.drafters.block",
+    "Choice": "spec_jax.drafters.choice",
     "DraftModel": "spec_jax.drafters.draft_model",
     "Eagle3": "spec_jax.drafters.eagle3",
     "FixedTree": "spec_jax.drafters.tree_shapes",
@@ -23,6 +24,7 @@ _NAMES = {
 
 __all__ = [
     "BlockDrafter",
+    "Choice",
     "DraftModel",
     "Eagle3",
     "FixedTree",
@@ -33,6 +35,7 @@ __all__ = [
     "SuffixDecoding",
     "Tree",
     "block",
+    "choice",
     "draft_model",
     "eagle3",
     "hybrid",
@@ -46,6 +49,7 @@ __all__ = [
 if TYPE_CHECKING:
     from spec_jax.drafters import (
         block,
+        choice,
         draft_model,
         eagle3,
         hybrid,
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
         tree_shapes,
     )
     from spec_jax.drafters.block import BlockDrafter
+    from spec_jax.drafters.choice import Choice
     from spec_jax.drafters.draft_model import DraftModel
     from spec_jax.drafters.eagle3 import Eagle3
     from spec_jax.drafters.hybrid import Hybrid

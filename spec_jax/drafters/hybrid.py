@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import draft_model, slots as slots_lib, suffix
+from spec_jax.drafters import choice, draft_model, slots as slots_lib, suffix
 from spec_jax.engine import processing as processing_lib, protocols
 from spec_jax.rules import rule as rule_lib
 
@@ -173,12 +173,8 @@ class SlotHybrid(slots_lib.OfSlots):
             sampling=sampling,
             **more,
         )
-        return memory, protocols.Proposal(
-            tokens=jnp.where(is_sure[:, None], proposal.tokens, drafted.tokens),
-            num_drafted=jnp.where(is_sure, proposal.num_drafted, drafted.num_drafted),
-            probs=_probs(drafted, proposal, is_sure),
-            survival=_survival(drafted, proposal, is_sure),
-        )
+        chosen = jnp.where(is_sure, 0, 1)
+        return memory, choice.merged([proposal, drafted], chosen, gamma)
 
     def commit(
         self,
@@ -191,20 +187,3 @@ class SlotHybrid(slots_lib.OfSlots):
     ) -> protocols.Memory:
         """Forgets the draft model's drafts that were not committed."""
         return self._draft.commit(params.draft, memory, length, asked=asked, **features)
-
-
-def _probs(drafted, found, is_sure):
-    """Returns what drafts were drawn from: a lookup's are certain."""
-    if drafted.probs is None:
-        return None
-    certain = jax.nn.one_hot(
-        found.tokens, drafted.probs.shape[-1], dtype=drafted.probs.dtype
-    )
-    return jnp.where(is_sure[:, None, None], certain, drafted.probs)
-
-
-def _survival(drafted, found, is_sure):
-    """Returns what chance drafts have, where the draft model says it of its own."""
-    if drafted.survival is None:
-        return None
-    return jnp.where(is_sure[:, None], found.survival, drafted.survival)

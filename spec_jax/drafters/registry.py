@@ -17,7 +17,16 @@ from typing import Any
 
 import jax
 
-from spec_jax.drafters import block, draft_model, eagle3, hybrid, ngram, oracle, suffix
+from spec_jax.drafters import (
+    block,
+    choice,
+    draft_model,
+    eagle3,
+    hybrid,
+    ngram,
+    oracle,
+    suffix,
+)
 from spec_jax.engine import protocols
 from spec_jax.model import (
     block_dialects,
@@ -84,17 +93,30 @@ def _suffix(parts: Parts) -> Built:
     return statistics, suffix.empty_corpus(1)
 
 
-def _hybrid(parts: Parts) -> Built:
+def _drafting(parts: Parts) -> Built:
+    """Builds the head that is named or shipped, otherwise the draft model."""
     kind = "draft-model"
     if parts.draft is not None and is_head(parts.draft):
         kind = kind_of(parts.draft)
     elif not parts.has_draft:
         kind = next(iter(shipped(parts.heads)), kind)
-    draft, draft_params = BUILDERS[kind](parts)
+    return BUILDERS[kind](parts)
+
+
+def _hybrid(parts: Parts) -> Built:
+    draft, draft_params = _drafting(parts)
     statistics = suffix.SuffixDecoding(gamma_max=draft.gamma_max, impl=parts.impl)
     drafter = hybrid.Hybrid(suffix=statistics, draft=draft)
     params = hybrid.HybridParams(draft=draft_params, corpus=suffix.empty_corpus(1))
     return drafter, params
+
+
+def _choice(parts: Parts) -> Built:
+    draft, draft_params = _drafting(parts)
+    parts = dataclasses.replace(parts, gamma_max=draft.gamma_max)
+    statistics, corpus = _suffix(parts)
+    drafter = choice.Choice(members=(statistics, draft))
+    return drafter, choice.params_of(drafter, (corpus, draft_params))
 
 
 def _oracle(parts: Parts) -> Built:
@@ -141,6 +163,7 @@ BUILDERS: Mapping[str, Callable[[Parts], Built]] = {
     "ngram": _ngram,  # prompt lookup; no parameters
     "suffix": _suffix,  # suffix statistics, and an empty corpus
     "hybrid": _hybrid,  # suffix where its score is high, otherwise a model or a head
+    "choice": _choice,  # either of the two, by what this text keeps of each
     # Heads that read the target's features.
     "eagle3": lambda parts: _reader("eagle3", eagle3.load, parts),
     "dflash": lambda parts: _block("dflash", parts),
@@ -153,9 +176,12 @@ BUILDERS: Mapping[str, Callable[[Parts], Built]] = {
 NEED_TARGET = ("eagle3", "dflash", "dspark")
 """Drafters that read a target while it runs, and cannot be replayed without it."""
 
-NEED_DRAFT = ("draft-model", "hybrid")
-"""Drafters that load a draft model, which comes along for the embedded target alone; a
-hybrid takes a head in its place, named or shipped."""
+NEED_DRAFT = ("draft-model", "hybrid", "choice")
+"""Drafters that load a draft model, which comes along for the embedded target alone;
+one of `TAKE_HEAD` takes a head in its place, named or shipped."""
+
+TAKE_HEAD = ("hybrid", "choice")
+"""Drafters that look up, and ask a head or a draft model besides."""
 
 NEED_NOTHING = ("ngram", "suffix", "oracle")
 """Drafters without weights."""
@@ -231,7 +257,7 @@ def default_name(
 
 def reads_target(drafter: str, draft: str | pathlib.Path | None) -> bool:
     """Returns whether a drafter of this name, with this draft, reads a target."""
-    if drafter == "hybrid":
+    if drafter in TAKE_HEAD:
         return draft is not None and is_head(draft)
     return drafter in NEED_TARGET or is_folder(drafter)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -55,3 +56,12 @@ class RoundCosts:
     def rising_s(self) -> np.ndarray:
         """Returns `round_s` without falls, `[gamma_max + 1]` float64."""
         return np.maximum.accumulate(np.asarray(self.round_s, np.float64))
+
+
+def highest(costs: Sequence[RoundCosts]) -> RoundCosts:
+    """Returns the costs of whichever rounds take longest, by drafts, of several."""
+    times = zip(*(one.round_s for one in costs), strict=True)
+    return RoundCosts(
+        round_s=tuple(map(max, times)),
+        catch_up_s=max(one.catch_up_s for one in costs),
+    )

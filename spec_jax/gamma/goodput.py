@@ -101,15 +101,9 @@ class Goodput(policy.GammaPolicy):
     def chances(self, state: GoodputState) -> Float[Array, " gamma_max"]:
         """Returns the chance that draft `i` is kept, given that all before it were."""
 
-        def step(before, counts):
-            reached, kept = counts
-            chance = (kept + self.prior_weight * before) / (reached + self.prior_weight)
-            return chance, chance
-
-        _, chances = jax.lax.scan(
-            step, jnp.float32(self.prior), (state.reached, state.kept)
+        return chances(
+            state.reached, state.kept, prior=self.prior, weight=self.prior_weight
         )
-        return chances
 
     def _goodput(self, state: GoodputState) -> Float[theory.AnyArray, " gamma_max+1"]:
         return theory.goodput(self.chances(state), state.round_s)
@@ -190,3 +184,23 @@ class RankGoodput(Goodput):
     def _counts(self, num_verified, num_accepted, kept):
         drafts = jnp.arange(self.gamma_max, dtype=jnp.int32)
         return drafts < num_verified, kept
+
+
+def chances(
+    reached: Float[Array, " gamma_max"],
+    kept: Float[Array, " gamma_max"],
+    *,
+    prior: float,
+    weight: float,
+) -> Float[Array, " gamma_max"]:
+    """Returns the chance that draft `i` is kept, given that all before it were.
+
+    By counts, of which the draft before it is the prior, as `Goodput` says.
+    """
+
+    def step(before, counts):
+        reached, kept = counts
+        chance = (kept + weight * before) / (reached + weight)
+        return chance, chance
+
+    return jax.lax.scan(step, jnp.float32(prior), (reached, kept))[1]

@@ -294,8 +294,10 @@ def check_memory(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
 
 
 def check_truncation(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
-    """Checks that a commit leaves no trace of any text but what was committed."""
-    commit = jax.jit(one_slot.OneSlot(drafter=drafter).commit)
+    """Checks that a commit leaves no trace of any text but what was committed, besides
+    what a drafter learns of rounds (`Drafter.taught`)."""
+    one = one_slot.OneSlot(drafter=drafter)
+    commit = jax.jit(one.commit)
     for prompt in bench.prompts:
         text, length = bench.plain(prompt), len(prompt)
         memory = _begin(drafter, params, bench, prompt)
@@ -303,9 +305,10 @@ def check_truncation(drafter: protocols.Drafter, params: Any, bench: Bench) -> N
         for number in range(len(text)):
             tokens, n = _buffer(bench, text[:length]), jnp.int32(length)
             gamma = _gamma(bench, text[:length], drafter.gamma_max)
+            learnt = jax.tree.map(jnp.array, memory)
+            fresh = one.taught(_begin(drafter, params, bench, text[:length]), learnt)
             memory, proposal = _jitted(drafter, params, memory, tokens, n, gamma)
             drafts = _drafts(proposal)
-            fresh = _begin(drafter, params, bench, text[:length])
             expected = _drafts(_jitted(drafter, params, fresh, tokens, n, gamma)[1])
             why = f"{drafts} after {number} rounds, {expected} from a fresh memory"
             _fail_if(drafts != expected, "truncation", why)

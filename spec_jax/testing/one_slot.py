@@ -65,6 +65,9 @@ class OneSlot:
         asked, extra = jnp.ones((1,), bool), jax.tree.map(lambda x: x[None], extra)
         return slots.commit(params, memory, length[None], asked=asked, **extra)
 
+    def taught(self, memory, other) -> protocols.Memory:
+        return protocols.complete(self._slots or self.drafter).taught(memory, other)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watched:

@@ -19,7 +19,7 @@ import test_eagle3 as eagle
 from decoding import GAMMA_MAX, SMALL, Ask
 
 from spec_jax import testing
-from spec_jax.drafters import each, hybrid, ngram, oracle, suffix, tree_shapes
+from spec_jax.drafters import choice, each, hybrid, ngram, oracle, suffix, tree_shapes
 from spec_jax.engine import checks
 from spec_jax.gamma import schedule
 from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
@@ -47,6 +47,16 @@ def static_model(impl):
 
 def hybrid_of(draft):
     return lambda impl: hybrid.Hybrid(suffix=LOOKUP, draft=draft(impl), threshold=2.0)
+
+
+def choice_of(draft):
+    lookup = ngram.PromptLookup(gamma_max=GAMMA_MAX)
+    return lambda impl: choice.Choice(members=(lookup, draft(impl), LOOKUP))
+
+
+def choice_params(params):
+    drafter = choice_of(draft_model)("xla")
+    return choice.params_of(drafter, (None, params, CORPUS), draft=0.0, row=0.01)
 
 
 def windowed(impl):
@@ -82,6 +92,8 @@ DRAFTERS = {
         hybrid_of(eagle.make),
         hybrid.HybridParams(draft=eagle.PARAMS, corpus=CORPUS),
     ),
+    "choice": (choice_of(draft_model), choice_params(WEIGHTS)),
+    "choice of eagle3": (choice_of(eagle.make), choice_params(eagle.PARAMS)),
     "oracle": (lambda impl: oracle.Oracle(gamma_max=GAMMA_MAX, vocab_size=96), None),
     "bigram": (
         lambda impl: readme_blocks.bigram(gamma_max=GAMMA_MAX, vocab_size=96),
@@ -122,6 +134,7 @@ QUICK = (
     ("native", "coupled", "draft-model, searched", 1),
     ("native", "coupled", "hybrid", 4),
     ("native", "rejection", "draft-model", 4),
+    ("native", "rejection", "choice of eagle3", 4),
     ("native", "block", "draft-model, fixed", 4),
     ("native", "multipath", "draft-model, fixed", 4),
     ("native", "rejection", "dspark", 4),

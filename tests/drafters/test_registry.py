@@ -10,7 +10,7 @@ import tiny_pair
 
 import spec_jax as sj
 from spec_jax import loading
-from spec_jax.drafters import eagle3, hybrid, ngram, registry
+from spec_jax.drafters import eagle3, hybrid, ngram, registry, suffix
 from spec_jax.model import hub
 
 
@@ -98,7 +98,7 @@ def test_a_drafter_by_its_module_and_name(folders, installed):
 
 UNKNOWN = {
     "medusa": "drafter 'medusa' is not one of draft-model, ngram, suffix, hybrid, "
-    "eagle3, dflash, dspark, oracle, bigram, broken, nor written as "
+    "choice, eagle3, dflash, dspark, oracle, bigram, broken, nor written as "
     "package.module:Name",
     "broken": "drafter 'broken': No module named 'otherdrafters.nowhere'",
     "nosuchpackage.it:X": "drafter 'nosuchpackage.it:X': No module named 'nosuch",
@@ -152,10 +152,14 @@ def test_a_hybrid_takes_the_head_that_is_shipped(folders, tmp_path, monkeypatch)
     assert isinstance(found, hybrid.Hybrid)
     assert isinstance(found.draft, eagle3.Eagle3)
     assert isinstance(sj.load(folders[0], tree="2x3:5").drafter, eagle3.Eagle3)
-    assert not loading.lacks_draft("hybrid", folders[0], None)
+    members = sj.load(folders[0], drafter="choice").drafter.members
+    assert [type(one) for one in members] == [suffix.SuffixDecoding, eagle3.Eagle3]
+    for name in registry.TAKE_HEAD:
+        assert not loading.lacks_draft(name, folders[0], None)
     assert loading.lacks_draft("draft-model", folders[0], None)
     monkeypatch.setattr(loading, "heads_for", lambda target: None)
-    assert loading.lacks_draft("hybrid", folders[0], None)
+    for name in registry.TAKE_HEAD:
+        assert loading.lacks_draft(name, folders[0], None)
     with pytest.raises(ValueError, match="needs a draft model, and none is given"):
         sj.load(folders[0], drafter="hybrid")
 

@@ -88,6 +88,14 @@ DRAFTERS = (
            "drafters.hybrid:SlotHybrid.propose", "jnp.where(is_sure, 0, gamma)",
            "gamma", "drafters/test_hybrid.py::"
            "test_the_draft_model_is_asked_only_where_statistics_are_not_sure[texts0]"),
+    Mutant("what stands behind a text says what a choice has kept",
+           "drafters.knowledge:learn", " & (places < since)", "",
+           "drafters/test_choice.py::test_tokens_that_are_not_committed_teach_nothing"),
+    Mutant("a choice looks at the noise of the round",
+           "drafters.choice:SlotChoice.propose", "jnp.stack(most, axis=1)",
+           "jnp.stack(most, axis=1) * (1 if sampling is None else "
+           "(sampling.seed[0] % 2).astype(jnp.int32))",
+           "drafters/test_choice.py::test_no_draw_of_the_round_decides_who_drafts"),
     Mutant("every prompt is taken into the first slot's memory",
            "drafters.each:Each.prefill", "_put(memory.slots, one, np.int32(slot))",
            "_put(memory.slots, one, np.int32(0))",

@@ -1,0 +1,204 @@
+"""A choice among drafters: what it learns, whom it asks, and what it may not see."""
+
+import dataclasses
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import testing
+from spec_jax.drafters import (
+    choice,
+    draft_model,
+    each,
+    eagle3,
+    ngram,
+    suffix,
+    tree_shapes,
+)
+from spec_jax.engine import checks, rows
+from spec_jax.rules import sampling as sampling_lib
+
+
+GAMMA_MAX = 4
+BENCH = decoding.quickest_bench(GAMMA_MAX)
+DRAFT = draft_model.DraftModel(
+    model=dataclasses.replace(BENCH.target, slab=2), gamma_max=GAMMA_MAX
+)
+LOOKUP = ngram.PromptLookup(gamma_max=GAMMA_MAX)
+STATISTICS = suffix.SuffixDecoding(gamma_max=GAMMA_MAX)
+CHOICE = choice.Choice(members=(LOOKUP, STATISTICS, DRAFT))
+MEMBERS = (None, suffix.empty_corpus(8), decoding.perturbed(BENCH.params, 0.02))
+PARAMS = choice.params_of(CHOICE, MEMBERS, draft=0.05, row=0.1)
+NGRAM, DRAFTED = 0, 2
+REPEATS, NEW = [1, 2, 3, 4] * 3, [1, 2, 3, 4, 5, 6, 7]
+
+
+def begun(texts, params=PARAMS, drafter=CHOICE):
+    """The slots and their memory, of prompts."""
+    slots = each.lift(drafter, len(texts))
+    memory = slots.init(**BENCH.sizes)
+    for slot, text in enumerate(texts):
+        memory = slots.prefill(params, memory, text, slot=slot)
+    return slots, memory
+
+
+def drafted(slots, memory, texts, *, params=PARAMS, behind=0, sampling=None):
+    """Memory and proposal after texts, with tokens behind them that mean nothing."""
+    tokens = np.full((len(texts), BENCH.capacity + 1), behind, np.int32)
+    for slot, text in enumerate(texts):
+        tokens[slot, : len(text)] = text
+    length = jnp.array([len(text) for text in texts], jnp.int32)
+    gamma = jnp.full(length.shape, GAMMA_MAX, jnp.int32)
+    asked = {"tokens": jnp.asarray(tokens), "length": length, "gamma": gamma}
+    return decoding.propose(slots, params, memory, **asked, sampling=sampling)
+
+
+def who(memory, slot=0):
+    """Whom rounds of a slot went to, and how many tokens each drafted."""
+    return [tuple(x) for x in np.argwhere(memory.known.rounds[slot] > 0).tolist()]
+
+
+def taught(memory, **counts):
+    """A memory in which a member was kept so, of 50 rounds, whatever it drafted."""
+    known = memory.known
+    reached = jnp.full_like(known.reached, 50.0)
+    kept = [50.0 * counts.get(name, 0.0) for name in ("ngram", "suffix", "draft")]
+    kept = jnp.broadcast_to(jnp.array(kept, jnp.float32)[:, None], reached.shape)
+    return memory.replace(known=known.replace(reached=reached, kept=kept))
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ({"ngram": 0.9, "draft": 0.5}, (NGRAM, GAMMA_MAX)),
+        ({"ngram": 0.5, "draft": 0.95}, (DRAFTED, GAMMA_MAX)),
+        ({"draft": 0.2}, (DRAFTED, 1)),
+        ({"draft": 0.05}, (NGRAM, 0)),
+    ],
+    ids=["lookup", "model", "a single draft", "nobody"],
+)
+def test_the_best_by_what_is_known_drafts(counts, expected):
+    """Fails if a member that was not chosen is heard, or paid for."""
+    slots, memory = begun([REPEATS])
+    before = int(memory.members[DRAFTED].length[0])
+    memory, proposal = drafted(slots, taught(memory, **counts), [REPEATS])
+    member, number = expected
+    assert int(proposal.num_drafted[0]) == number
+    assert who(memory) == [expected]
+    assert (int(memory.members[DRAFTED].length[0]) > before) == (member == DRAFTED)
+    if member == NGRAM and number:
+        assert proposal.tokens[0].tolist() == [1, 2, 3, 4]
+
+
+def test_each_slot_has_its_own_choice():
+    """Fails if slots decide together: a text in which lookups find nothing asks the
+    model, whatever is known of its neighbours."""
+    texts = [REPEATS, NEW, REPEATS]
+    slots, memory = begun(texts)
+    memory = taught(memory, ngram=0.9, draft=0.8)
+    memory, proposal = drafted(slots, memory, texts)
+    assert [who(memory, slot)[0][0] for slot in range(3)] == [NGRAM, DRAFTED, NGRAM]
+    alone, only = begun([NEW])
+    _, expected = drafted(alone, taught(only, draft=0.8), [NEW])
+    testing.assert_same_bits(proposal.tokens[1], expected.tokens[0])
+
+
+def test_lookups_are_known_of_rounds_that_went_to_others():
+    """Fails if a lookup is judged by tokens that it did not draft, or a member that was
+    not asked is judged at all; and a new text knows nothing of the one before."""
+    slots, memory = begun([REPEATS])
+    memory, _ = drafted(slots, taught(memory, draft=0.95), [REPEATS])
+    assert who(memory)[0][0] == DRAFTED
+    cleared = jax.tree.map(jnp.zeros_like, memory.known)
+    kept_from = {"length", "tokens", "num_drafted"}
+    last = {name: getattr(memory.known, name) for name in kept_from}
+    memory = memory.replace(known=cleared.replace(**last))
+    text = [*REPEATS, 1, 2, 9]  # Two of its drafts, and another token.
+    memory, _ = drafted(slots, memory, [text])
+    known = memory.known
+    assert known.reached[0, NGRAM].tolist() == [1, 1, 1, 0]
+    assert known.kept[0, NGRAM].tolist() == [1, 1, 0, 0]
+    after, _ = drafted(slots, memory, [[*text, 1]])
+    asked = {member for member, number in who(memory) if number}
+    if DRAFTED not in asked:
+        assert after.known.reached[0, DRAFTED, 0] < known.reached[0, DRAFTED, 0]
+    memory = slots.prefill(PARAMS, after, REPEATS, slot=0)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(memory.known))
+
+
+def test_tokens_that_are_not_committed_teach_nothing():
+    """Fails if what stands behind the text says what was kept."""
+    slots, memory = begun([REPEATS])
+    memory, _ = drafted(slots, memory, [REPEATS])
+    text = [*REPEATS, 1]
+    found = [drafted(slots, memory, [text], behind=token) for token in (0, 2, 90)]
+    first, expected = found[0]
+    number = int(expected.num_drafted[0])
+    for memory, proposal in found[1:]:
+        for name in ("reached", "kept", "rounds", "num_drafted"):
+            counts = [getattr(one.known, name) for one in (memory, first)]
+            testing.assert_same_bits(*counts)
+        drafts = [one.tokens[0, :number] for one in (proposal, expected)]
+        testing.assert_same_bits(*drafts)
+
+
+def test_no_draw_of_the_round_decides_who_drafts():
+    """Fails if the choice looks at the noise, or at what was drawn with it."""
+    slots, memory = begun([NEW])
+    memory, tokens = taught(memory, draft=0.9), set()
+    for seed in range(6):
+        drawn = sampling_lib.make_settings(temperature=1.5, seed=seed)
+        sampling = jax.tree.map(lambda x: jnp.asarray(x)[None], drawn)
+        after, proposal = drafted(slots, memory, [NEW], sampling=sampling)
+        assert who(after) == [(DRAFTED, GAMMA_MAX)]
+        tokens.add(tuple(proposal.tokens[0].tolist()))
+    assert len(tokens) > 1  # The noise makes a difference to the drafts themselves.
+
+
+def test_chances_are_told_where_all_members_tell_them():
+    """Fails if a schedule is told the chances of another member's drafts."""
+    pair = choice.Choice(members=(STATISTICS, DRAFT)).for_schedule()
+    params = choice.params_of(pair, MEMBERS[1:], draft=0.05, row=0.1)
+    texts = [REPEATS, NEW]
+    _, found = drafted(*begun(texts, params, pair), texts, params=params)
+    assert found.survival[0].tolist() == [1.0] * GAMMA_MAX  # Seen so, and else not.
+    assert 0 < float(found.survival[1, 0]) < 1
+    _, without = drafted(*begun(texts, PARAMS, CHOICE.for_schedule()), texts)
+    assert without.survival is None  # `ngram` tells none.
+
+
+REFUSED = {
+    "a choice among no drafters": {"members": ()},
+    "give none of them twice": {"members": (LOOKUP, DRAFT, LOOKUP)},
+    "chains, and one of them": {
+        "members": (LOOKUP.for_tree(tree_shapes.parse("2x2:4")), DRAFT)
+    },
+    r"have gamma_max \[4, 3\]": {"members": (LOOKUP, ngram.NGram(gamma_max=3))},
+    "prior=1.0 and decay": {"members": (LOOKUP,), "prior": 1.0},
+    "prior_weight=0 above 0": {"members": (LOOKUP,), "prior_weight": 0},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_members_that_make_no_choice_are_refused(words):
+    with pytest.raises(ValueError, match=words):
+        choice.Choice(**REFUSED[words])
+
+
+def test_a_member_that_reads_features_needs_a_target_that_gives_them():
+    import test_eagle3 as eagle  # Here, as it takes seconds to import.
+
+    drafter = choice.Choice(members=(LOOKUP, eagle.make("xla")))
+    assert isinstance(drafter.members[1], eagle3.Eagle3)
+    assert drafter.taps == drafter.members[1].taps
+
+    class Blind(rows.SlotRows):
+        """A target without features."""
+
+        taps = ()
+
+    with pytest.raises(ValueError, match="Choice reads the target's features"):
+        checks.check_pair(Blind(model=BENCH.target, num_slots=1), drafter)
