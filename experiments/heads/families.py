@@ -23,7 +23,7 @@ from spec_jax.model import (
     params as params_lib,
     tokenizer,
 )
-from spec_jax.training import batches, block, eagle3
+from spec_jax.training import batches, block, eagle3, peagle
 
 
 OF_EAGLE3 = ("width", "first_alone")
@@ -91,13 +91,16 @@ def _draft_vocab(args, target) -> int:
 
 
 def _eagle3(args, target) -> eagle3_params.Eagle3Config:
+    is_parallel = args.family == "peagle"
+    width, layers = args.width or target.hidden_size, args.layers if is_parallel else 1
     config = eagle3_params.Eagle3Config(
-        layer=_layer(args, target, 1, hidden_size=args.width or target.hidden_size),
+        layer=_layer(args, target, layers, hidden_size=width),
         draft_vocab_size=_draft_vocab(args, target),
         target_hidden_size=target.hidden_size,
         taps=args.taps or eagle3_params.default_taps(target.num_layers),
         has_head_norms=args.dialect == "deepspec",
         window=args.window or 0,
+        mask_token_id=args.mask_token if is_parallel else None,
     )
     eagle3_dialects.check_config(config, args.dialect)
     return config
@@ -116,6 +119,11 @@ def _eagle3_shape(config) -> dict[str, Any]:
         "width": config.hidden_size if config.has_own_embed else None,
         "window": config.window,
     }
+
+
+def _peagle_shape(config) -> dict[str, Any]:
+    own = {"layers": config.layer.num_layers, "mask_token": config.mask_token_id}
+    return _shape(config) | {"window": config.window} | own
 
 
 def _attention(args) -> tuple[block_params.LayerAttention, ...]:
@@ -176,6 +184,16 @@ def _anchors(args, config, hot) -> block.Anchors:
     )
 
 
+def _peagle_anchors(args, config, hot) -> peagle.Anchors:
+    return peagle.Anchors(
+        num_drafts=args.ttt_steps,
+        seed=args.seed,
+        count=args.anchors,
+        decay=args.decay,
+        draftable=block.draftable(hot, config.layer.vocab_size),
+    )
+
+
 def _steps(args) -> dict[str, Any]:
     return {"steps": args.ttt_steps}
 
@@ -213,6 +231,19 @@ FAMILIES = {
         shape=_eagle3_shape,
         of_loss=_steps,
         of_measure=_steps,
+    ),
+    "peagle": Family(
+        training=peagle,
+        files=eagle3_files,
+        dialects=eagle3_dialects,
+        dialect="speculators",
+        depth="ttt_steps",
+        flags=("layers", "window", "ttt_steps", "mask_token", "anchors", "decay"),
+        config=_eagle3,
+        shape=_peagle_shape,
+        of_loss=_steps,
+        of_measure=_steps,
+        draw=_peagle_anchors,
     ),
     "dflash": Family(
         **_BLOCK, dialect="z-lab", of_loss=lambda args: {"terms": block.DFLASH}
@@ -301,9 +332,10 @@ def check_flags(args: argparse.Namespace) -> None:
         if given and args.family != family:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             raise ValueError(f"{flags} with --family {args.family}: of {family} alone")
-    if args.causal and args.family == "eagle3":
+    if args.causal and args.family in ("eagle3", "peagle"):
         raise ValueError(
-            "--causal with --family eagle3, which is: of the rows of blocks alone"
+            f"--causal with --family {args.family}, which is: of the rows of blocks "
+            "alone"
         )
     check_copies(args.no_copies, args.dialect)
     alone = args.first_alone or 0

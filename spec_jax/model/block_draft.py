@@ -15,7 +15,6 @@ DSpark's heads, which go over the slots of a block, are in `block_heads`. Nothin
 knows speculation.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -263,7 +262,7 @@ def forward_sequence(
         if firsts is not None:
             seen = seen & (places[:, None, None] >= firsts[..., None])
         normed = sequence.norm(x, weight.input_norm, eps)
-        attended = _attend_blocks(
+        attended = sequence.attend_blocks(
             heads(normed, weight.q, weight.q_norm, positions),
             keys_values(fused, weight, places),
             keys_values(normed, weight, positions),
@@ -274,30 +273,3 @@ def forward_sequence(
         x = sequence.gated_mlp(weight, x, eps=eps)
     hidden = sequence.norm(x, params.final_norm, eps)
     return hidden, sequence.product(hidden, weights.matrix(params.lm_head))
-
-
-def _attend_blocks(q, context, own, is_context, is_own):
-    """Attends to the context of a block, and to its rows.
-
-    Args:
-      q: `[B, A, S, N, H]`.
-      context: keys and values `[B, T, K, H]`.
-      own: those of the blocks, `[B, A, S, K, H]`.
-      is_context: what rows see, `[B, A, S or 1, T]`.
-      is_own: what they see of their block, `[S, S]`; None: all.
-    """
-    B, A, S, N, H = q.shape
-    T, K = context[0].shape[1:3]
-    queries = q.reshape(B, A, S, K, N // K, H)
-
-    before = sequence.einsum("baskgh,btkh->bakgst", queries, context[0])
-    visible = jnp.broadcast_to(is_context[:, :, None, None], before.shape)
-    before = jnp.where(visible, before, -math.inf)
-    within = sequence.einsum("baskgh,baukh->bakgsu", queries, own[0])
-    if is_own is not None:
-        within = jnp.where(jnp.broadcast_to(is_own, within.shape), within, -math.inf)
-    scores = jnp.concatenate([before, within], axis=-1) * H**-0.5
-    probs = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    out = sequence.einsum("bakgst,btkh->baskgh", probs[..., :T], context[1])
-    out += sequence.einsum("bakgsu,baukh->baskgh", probs[..., T:], own[1])
-    return out.reshape(B, A, S, N, H).astype(q.dtype)

@@ -291,6 +291,12 @@ def shapes(config: BlockConfig) -> BlockParams:
     )
 
 
+def bare(hot: jax.Array | None) -> BlockParams:
+    """Returns what a drafter without heads has when its block was run: its tokens."""
+    fields = dict.fromkeys(field.name for field in dataclasses.fields(BlockParams))
+    return BlockParams(**fields | {"hot": hot})
+
+
 def init(
     key: jax.Array,
     config: BlockConfig,

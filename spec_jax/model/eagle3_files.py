@@ -19,10 +19,15 @@ from spec_jax.model import (
 )
 
 
-_NAMES = head_files.NAMES | {
-    "features_norm": "input_norm",
-    "fc_norms": "fc_norm.{0}",
-}
+_MASK = "mask_hidden"
+_NAMES = (
+    head_files.NAMES
+    | {
+        "features_norm": "input_norm",
+        "fc_norms": "fc_norm.{0}",
+    }
+    | params_lib.layer_names("layers.{0}.", path="more.")
+)
 
 
 def load(
@@ -111,11 +116,19 @@ def _names(
     config: eagle3_params.Eagle3Config, dialect: dialects.Dialect, *, has_embed: bool
 ) -> eagle3_params.Eagle3Params:
     """Returns a tree like `Eagle3Params` of `params.Parts`: what arrays are made of."""
-    prefix = "midlayer." if dialect == "midlayer" else "layers.0."
+    is_middle = dialect == "midlayer" and not config.is_parallel
+    prefix = "midlayer." if is_middle else "layers.0."
     shapes = eagle3_params.shapes(config).replace(hot=None)
     if not has_embed:
         shapes = shapes.replace(embed=None)
     names = _NAMES | params_lib.layer_names(prefix, path="")
-    return params_lib.parts(
-        shapes, names | {"hidden_norm": f"{prefix}hidden_norm"}, config.layer
+    mask = shapes.mask_hidden
+    # The first layer's fields are the head's own.
+    made = params_lib.parts(
+        shapes.replace(mask_hidden=None, more=(None, *shapes.more)),
+        names | {"hidden_norm": f"{prefix}hidden_norm"},
+        config.layer,
     )
+    if mask is not None:
+        mask = params_lib.Parts(((_MASK, mask.shape),))
+    return made.replace(mask_hidden=mask, more=made.more[1:])

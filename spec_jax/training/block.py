@@ -98,17 +98,22 @@ def anchors_of(
     hot: jax.Array | None,
 ) -> Anchors:
     """Returns the `Anchors` of a drafter, of which `hot` are the tokens."""
-    draftable = None
-    if hot is not None:
-        draftable = np.zeros(config.layer.vocab_size, bool)
-        draftable[np.asarray(hot)] = True
     return Anchors(
         num_drafts=config.num_drafts,
         seed=seed,
         count=count,
         decay=decay,
-        draftable=draftable,
+        draftable=draftable(hot, config.layer.vocab_size),
     )
+
+
+def draftable(hot: jax.Array | None, vocab_size: int) -> np.ndarray | None:
+    """Returns which of the target's tokens `hot` has `[V]`; None: all of them."""
+    if hot is None:
+        return None
+    found = np.zeros(vocab_size, bool)
+    found[np.asarray(hot)] = True
+    return found
 
 
 def init(
@@ -168,7 +173,8 @@ def loss(
     cross, total_variation, of_confidence = terms
     total = jnp.zeros(logits.shape[:-1], jnp.float32)
     if cross:
-        labels = _at_drafts(config, batch["tokens"][:, 1:, None], batch["anchors"])
+        labels = batch["tokens"][:, 1:, None]
+        labels = at_drafts(labels, batch["anchors"], config.num_drafts)
         # A comparison and a sum: the gradient of a gather is a serial scatter.
         ids = jnp.arange(logits.shape[-1], dtype=labels.dtype)
         ids = ids if teacher.hot is None else teacher.hot
@@ -200,17 +206,23 @@ def measure(
     As `eagle3.measure`, after the anchors of held-out texts: `agreement_I` is that of
     draft `I` after the text's own tokens, `accepted_length` tokens a round.
     """
-    logits, _ = drafts(config, params, batch, teacher)
+    return agreements(drafts(config, params, batch, teacher)[0], batch, teacher)
+
+
+def agreements(
+    logits: jax.Array, batch: dict[str, jax.Array], teacher: targets.Teacher
+) -> dict[str, jax.Array]:
+    """Returns what `measure` does, of the logits `[B, A, W, Vd]` of drafts."""
+    count = logits.shape[2]
     # Whether the target wrote the token after each position.
     is_label = batch["mask"].at[:, -1].set(False)[..., None]
-    counted = _at_drafts(config, is_label, batch["anchors"])[..., 0]
+    counted = at_drafts(is_label, batch["anchors"], count)[..., 0]
     found = jnp.argmax(logits, axis=-1)
     found = found if teacher.hot is None else teacher.hot[found]
-    best = _at_drafts(config, batch["best"][..., None], batch["anchors"])[..., 0]
+    best = at_drafts(batch["best"][..., None], batch["anchors"], count)[..., 0]
     agrees, whole = (found == best) & counted, counted[..., -1]
     shares = {
-        f"agreement_{i}": targets.share(agrees[..., i], whole)
-        for i in range(config.num_drafts)
+        f"agreement_{i}": targets.share(agrees[..., i], whole) for i in range(count)
     }
     shares["accepted_length"] = targets.tokens_and_rounds(
         agrees, counted[..., 0], batch["greedy"]
@@ -252,7 +264,7 @@ def drafts(
         return state, (bias, confidence)
 
     # A slot that predicts nothing passes its state on, after the anchor as the next.
-    before = _at_drafts(config, tokens[..., None], anchors)[..., 0]
+    before = at_drafts(tokens[..., None], anchors, config.num_drafts)[..., 0]
     before = jnp.concatenate([before[..., :1]] * config.first_slot + [before], axis=-1)
     by_slot = lambda x: jnp.moveaxis(x, 2, 0)
     _, found = jax.lax.scan(
@@ -269,14 +281,16 @@ def drafts(
 
 def _teacher_logits(config, batch, teacher):
     """Returns the target's logits `[B, A, W, V]` of the drafts' positions."""
-    final = _at_drafts(config, batch["final"], batch["anchors"])
+    final = at_drafts(batch["final"], batch["anchors"], config.num_drafts)
     return sequence.product(final, teacher.head)
 
 
-def _at_drafts(config, x, anchors):
-    """Returns rows `a + i` of `x [B, T, ..]` for each draft, `[B, A, W, ..]`; past the
-    end, the last one."""
-    drafts = jnp.arange(config.num_drafts, dtype=jnp.int32)
+def at_drafts(x: jax.Array, anchors: jax.Array, count: int) -> jax.Array:
+    """Returns rows `a + i` of `x [B, T, ..]`, and past its end the last one.
+
+    Of each of `count` drafts after an anchor `a`: `[B, A, count, ..]`.
+    """
+    drafts = jnp.arange(count, dtype=jnp.int32)
     places = jnp.minimum(anchors[..., None] + drafts[None, None], x.shape[1] - 1)
     flat = places.reshape(len(x), -1, 1)
     return jnp.take_along_axis(x, flat, axis=1).reshape(*places.shape, x.shape[-1])

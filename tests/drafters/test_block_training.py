@@ -11,7 +11,7 @@ import test_block as blocks
 import test_eagle3 as eagle
 
 from spec_jax.drafters import each
-from spec_jax.model import block_draft, sequence
+from spec_jax.model import sequence
 from spec_jax.rules import sampling as sampling_lib
 from spec_jax.training import block, targets
 
@@ -89,7 +89,7 @@ def test_training_computes_what_is_drafted(name):
 
 
 def _with_anchor_seen(
-    q, context, own, is_context, is_own, *, attend=block_draft._attend_blocks
+    q, context, own, is_context, is_own, *, attend=sequence.attend_blocks
 ):
     late = jnp.roll(is_context, 1, axis=-1).at[..., 0].set(True)
     return attend(q, context, own, late, is_own)
@@ -106,7 +106,7 @@ def test_a_planted_shift_is_not_what_is_drafted(shift, monkeypatch):
     elif shift == "mask id":
         config = dataclasses.replace(config, mask_token_id=94)
     elif shift == "seen":
-        monkeypatch.setattr(block_draft, "_attend_blocks", _with_anchor_seen)
+        monkeypatch.setattr(sequence, "attend_blocks", _with_anchor_seen)
     else:  # Each draft after the token that it should predict.
         texts = batch["tokens"]
         for row, n in enumerate(LENGTHS):
