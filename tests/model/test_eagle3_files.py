@@ -126,7 +126,7 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
         params, config, impl, features[:7], tokens, num_own=num_own
     )
     for part, wide in zip(ours, expected, strict=True):
-        reduction = 400 * config.layer.num_layers
+        reduction = 400 * config.layer.num_layers**2
         testing.assert_rows_close(part, wide, dtype="float32", reduction=reduction)
     if (
         impl == "xla" and not config.is_parallel
