@@ -1,5 +1,5 @@
-"""How is a drafter that reads its target trained? Trains one of four families, anew or
-on: EAGLE-3, P-EAGLE, DFlash, or DSpark with one of its heads.
+"""How is a drafter that reads its target trained? Trains one of five families, anew or
+on: EAGLE-3, P-EAGLE, DFlash, DFlash2, or DSpark with one of its heads.
 
 Stages, in this order, each resumable after a kill with the same results:
 
@@ -245,9 +245,9 @@ FLAGS = {
         --base FOLDER  a drafter of this family to go on from; its shape stands for the
           flags that would give one, and no calibration of it is kept
         --dialect DIALECT  published format of the export (default: midlayer of eagle3,
-          speculators of peagle, z-lab of dflash, deepspec of dspark), which decides of
-          the training, too, what a block's first row predicts (nothing in z-lab's), and
-          norms of queries and keys of eagle3 (in deepspec's)
+          speculators of peagle, z-lab of dflash and dflash2, deepspec of dspark), which
+          decides of the training, too, what a block's first row predicts (nothing in
+          z-lab's), and norms of queries and keys of eagle3 (in deepspec's)
         --draft-vocab N  draft tokens: the most frequent of the rollouts (default: 32000
           in dialects with a draft vocabulary, midlayer and speculators, otherwise all)
         --width N  of an EAGLE-3 head, which then has an embedding of its own (default:
@@ -255,13 +255,13 @@ FLAGS = {
         --mlp N  width of the drafter's MLP (default: the target's)
         --window N  keys that a row of the drafter sees in every layer, the last ones;
           long texts then cost no more, and no more is kept (default: all)
-        --block N=7  rows of a block, of dflash and dspark, and so the following
+        --block N=7  rows of a block, of dflash, dflash2, dspark, and so the following
         --layers N=2  of the drafter, also of peagle
         --mask-token ID=0  what a block's rows read but the first; also of peagle
         --causal  a block's rows see none after them, as JetSpec's (default: they see
           the whole block)
         --head HEAD  sequential head (default: vanilla), of dspark, and so the following
-        --rank N=64  of the head
+        --rank N=64  of the head, also of dflash2
         --no-confidence  leave out the confidence head
         --no-copies  export no copies of the target's embedding and output projection,
           which deepspec has; spec_jax reads them from the target

@@ -56,6 +56,9 @@ class Family:
     )
 
 
+TOP_K, CONV_GROUP = 16, 16
+"""Of DFlash2, as published."""
+
 DRAFT_VOCAB = 32_000
 """Tokens of a draft vocabulary, where the dialect has one of its own."""
 
@@ -139,8 +142,9 @@ def _attention(args) -> tuple[block_params.LayerAttention, ...]:
 
 
 def _block(args, target) -> block_params.BlockConfig:
-    is_dspark = args.family == "dspark"
-    head = (args.head or "vanilla") if is_dspark else "none"
+    is_dspark, is_dflash2 = args.family == "dspark", args.family == "dflash2"
+    head = "selector" if is_dflash2 else "none"
+    head = (args.head or "vanilla") if is_dspark else head
     has_confidence = is_dspark and not args.no_confidence
     outputs = block_dialects.default_layer_ids(target.num_layers, args.layers)
     config = block_params.BlockConfig(
@@ -152,6 +156,8 @@ def _block(args, target) -> block_params.BlockConfig:
         mask_token_id=args.mask_token,
         head=head,
         markov_rank=0 if head == "none" else args.rank,
+        top_k=TOP_K if is_dflash2 else 0,
+        conv_group=CONV_GROUP if is_dflash2 else 0,
         has_confidence=has_confidence,
         confidence_with_markov=has_confidence and head != "none",
         attention=_attention(args),
@@ -168,6 +174,10 @@ def _block_shape(config) -> dict[str, Any]:
         "window": config.attention_of(0).window,
         "causal": config.attention_of(0).is_causal,
     }
+
+
+def _dflash2_shape(config) -> dict[str, Any]:
+    return _block_shape(config) | {"rank": config.markov_rank}
 
 
 def _dspark_shape(config) -> dict[str, Any]:
@@ -247,6 +257,11 @@ FAMILIES = {
     ),
     "dflash": Family(
         **_BLOCK, dialect="z-lab", of_loss=lambda args: {"terms": block.DFLASH}
+    ),
+    "dflash2": Family(
+        **_BLOCK | {"shape": _dflash2_shape},
+        dialect="z-lab",
+        of_loss=lambda args: {"terms": block.DFLASH},
     ),
     "dspark": Family(
         **_BLOCK | {"shape": _dspark_shape}, dialect="deepspec", of_loss=_dspark_terms

@@ -1,10 +1,10 @@
-"""DFlash and DSpark: a block of tokens is drafted from one pass over the target's
-features (https://arxiv.org/abs/2602.06036, https://arxiv.org/abs/2607.05147).
+"""DFlash, DSpark and DFlash2: a block of tokens is drafted from one pass over the
+target's features (https://arxiv.org/abs/2602.06036, https://arxiv.org/abs/2607.05147).
 
 They differ in their heads: DFlash has none, and takes each token of a block for itself;
-DSpark has a sequential head, a confidence head, or both. For a slot with committed
-tokens `x[0, n)` the context is the features of `[0, n - 1)`; its keys and values are at
-these places of the drafter's own cache:
+DSpark has a sequential head, a confidence head, or both; DFlash2 a selector. For a slot
+with committed tokens `x[0, n)` the context is the features of `[0, n - 1)`; its keys
+and values are at these places of the drafter's own cache:
 
     propose   takes in what the ring holds, then runs the block of the anchor `x[n - 1]`
               and its masks from place n - 1 on, which is forgotten; the sequential head
@@ -90,8 +90,7 @@ class BlockDrafter(features_lib.FeatureDrafter):
     @property
     def kind(self) -> Kind:
         """The published name of such a drafter."""
-        has_heads = self.head.head != "none" or self.head.has_confidence
-        return "dspark" if has_heads else "dflash"
+        return "dspark" if self.head.has_dspark_heads else "dflash"
 
     @property
     def feature_size(self) -> int:
@@ -255,10 +254,13 @@ class SlotBlock(features_lib.SlotReader):
     def _draw(self, params, anchor, draw, hidden, logits, *, wanted):
         """Returns the proposal of whole blocks, of `wanted[b]` drafts at least."""
         drafter, head, count = self.drafter, self._head, self.gamma_max
+        logits = block_heads.candidates(head, logits)
         if drafter.tree is not None:
             return self._grow(params, anchor, hidden, logits, draw, wanted=wanted)
         used = slice(head.first_slot, head.first_slot + count)
-        if draw.processing is None and dispatch.is_fused(drafter.model.impl):
+        is_native = dispatch.is_fused(drafter.model.impl)
+        is_native &= draw.processing is None and head.head in block_heads.NATIVE_HEADS
+        if is_native:
             tokens, confidence, log_weights = block_heads.run_slots(
                 params,
                 head,

@@ -19,12 +19,12 @@ from spec_jax.model import (
 )
 
 
-_MASK = "mask_hidden"
 _NAMES = (
     head_files.NAMES
     | {
         "features_norm": "input_norm",
         "fc_norms": "fc_norm.{0}",
+        "mask_hidden": "mask_hidden",
     }
     | params_lib.layer_names("layers.{0}.", path="more.")
 )
@@ -122,13 +122,10 @@ def _names(
     if not has_embed:
         shapes = shapes.replace(embed=None)
     names = _NAMES | params_lib.layer_names(prefix, path="")
-    mask = shapes.mask_hidden
     # The first layer's fields are the head's own.
     made = params_lib.parts(
-        shapes.replace(mask_hidden=None, more=(None, *shapes.more)),
+        shapes.replace(more=(None, *shapes.more)),
         names | {"hidden_norm": f"{prefix}hidden_norm"},
         config.layer,
     )
-    if mask is not None:
-        mask = params_lib.Parts(((_MASK, mask.shape),))
-    return made.replace(mask_hidden=mask, more=made.more[1:])
+    return made.replace(more=made.more[1:])

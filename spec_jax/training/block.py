@@ -1,4 +1,4 @@
-"""The loss of DFlash and DSpark: blocks after many anchors of a text.
+"""The loss of DFlash, DSpark and DFlash2: blocks after many anchors of a text.
 
 DSpark (https://arxiv.org/abs/2607.05147) has three terms, for the draft `i` of a block
 of anchor `a`, with the text's tokens before it:
@@ -7,7 +7,8 @@ of anchor `a`, with the text's tokens before it:
     total variation  `L1 = sum_v |draft_probs - target_probs|`, target's row `a + i`
     confidence       binary cross-entropy towards `1 - L1 / 2`, which is not trained
 
-DFlash (https://arxiv.org/abs/2602.06036) has the first alone. A draft counts
+DFlash (https://arxiv.org/abs/2602.06036) has the first alone, and DFlash2 that and the
+cross-entropy of its selector among a slot's best tokens and the text's. A draft counts
 `exp(-i / decay)`, until the first whose token cannot be learned: past the text's end,
 masked, or none that can be drafted. As in DeepSpec, no draft is left out because one
 before it would have been wrong: the tokens before a draft are the text's own, and that
@@ -131,7 +132,21 @@ def init(
     made = block_params.init(
         key, config, embed=params.embed, lm_head=params.head, hot=hot
     )
+    if config.conv_group:  # At first they leave rows as they are.
+        layers = [
+            layer.replace(
+                attention_conv=_identity(layer.attention_conv),
+                mlp_conv=_identity(layer.mlp_conv),
+            )
+            for layer in made.layers
+        ]
+        made = made.replace(layers=tuple(layers))
     return trained(config, made.replace(final_norm=targets.final_norm(params)))
+
+
+def _identity(conv: block_params.Convolution) -> block_params.Convolution:
+    base = jnp.zeros_like(conv.base).at[:, 0].set(1)
+    return conv.replace(base=base, kernels=jnp.zeros_like(conv.kernels))
 
 
 def trained(
@@ -169,7 +184,10 @@ def loss(
       batch: with what `Anchors` adds.
       terms: of which that of the confidence is left out without its head.
     """
-    logits, confidence = drafts(config, params, batch, teacher)
+    logits, bias, confidence = _slots(config, params, batch, teacher)
+    of_head = logits if bias is None else logits + bias
+    if config.head != "selector":  # Whose slots' own logits are trained, too.
+        logits = of_head
     cross, total_variation, of_confidence = terms
     total = jnp.zeros(logits.shape[:-1], jnp.float32)
     if cross:
@@ -179,8 +197,12 @@ def loss(
         ids = jnp.arange(logits.shape[-1], dtype=labels.dtype)
         ids = ids if teacher.hot is None else teacher.hot
         is_label = ids.reshape(1, 1, 1, -1) == labels
-        at_label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-        total += cross * (jax.nn.logsumexp(logits, axis=-1) - at_label)
+        total += cross * _nats(logits, is_label)
+        if config.head == "selector":
+            is_best = block_heads.candidates(config, logits) > -jnp.inf
+            total += cross * _nats(
+                jnp.where(is_best | is_label, of_head, -jnp.inf), is_label
+            )
     if total_variation or confidence is not None:
         probs = jax.nn.softmax(_teacher_logits(config, batch, teacher), axis=-1)
         probs = probs if teacher.hot is None else probs[..., teacher.hot]
@@ -193,6 +215,12 @@ def loss(
             nats = jax.nn.softplus(confidence) - kept * confidence
             total += of_confidence * nats
     return jnp.sum(batch["weights"] * total) / len(batch["weights"])
+
+
+def _nats(logits: jax.Array, is_label: jax.Array) -> jax.Array:
+    """Returns the cross-entropy of labels, which some rows may not have."""
+    at_label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - at_label
 
 
 def measure(
@@ -242,6 +270,13 @@ def drafts(
       Logits `[B, A, W, Vd]`, and those of confidences `[B, A, W]`, of drafters that
       have them.
     """
+    logits, bias, confidence = _slots(config, params, batch, teacher)
+    logits = block_heads.candidates(config, logits)
+    return logits if bias is None else logits + bias, confidence
+
+
+def _slots(config, params, batch, teacher):
+    """Returns the logits of slots, what the sequential head adds, and confidences."""
     dtype = config.layer.dtype
     whole = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     if params.markov is not None:
@@ -276,7 +311,7 @@ def drafts(
     (bias, confidence), logits = jax.tree.map(
         lambda x: x[:, :, config.first_slot :], (found, logits)
     )
-    return logits if bias is None else logits + bias, confidence
+    return logits, bias, confidence
 
 
 def _teacher_logits(config, batch, teacher):

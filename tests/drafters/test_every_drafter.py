@@ -112,6 +112,8 @@ DRAFTERS = {
     "dflash": block("dflash"),
     "dflash with windows": block("mixed"),
     "causal dflash, searched": block("causal", SEARCHED),
+    "dflash2": block("dflash2"),
+    "dflash2, searched": block("dflash2", SEARCHED),
     "dspark": block("dspark"),
     "rnn": block("rnn"),
     "dspark, searched": block("dspark", SEARCHED),
@@ -139,6 +141,8 @@ QUICK = (
     ("native", "block", "dflash with windows", 4),
     ("native", "coupled", "causal dflash, searched", 1),
     ("native", "coupled", "peagle, searched", 4),
+    ("native", "coupled", "dflash2, searched", 1),
+    ("native", "rejection", "dflash2", 4),
     ("native", "rejection", "peagle", 1),
 )
 """Every rule, kind of drafter and number of slots; compiling a loop takes seconds."""

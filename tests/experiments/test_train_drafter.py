@@ -488,6 +488,9 @@ def test_ablations_of_blocks(target, work):
     assert not config.has_confidence and terms == (1.0, 0.0, 1.0)
     config, _ = trained("--family", "dspark", "--head", "none")
     assert config.has_confidence and config.markov_rank == 0
+    config, terms = trained("--family", "dflash2")
+    assert (config.head, config.top_k, config.conv_group) == ("selector", 16, 16)
+    assert config.slots == "fill-in" and terms == (1.0, 0.0, 0.0)
     config, terms = trained("--family", "dflash")
     assert (config.slots, config.num_drafts) == ("fill-in", 2)
     assert not config.has_confidence and terms == (1.0, 0.0, 0.0)
@@ -520,6 +523,7 @@ def write_target(folder, model_type):
     [
         ("llama", ("--family", "dspark", "--block", "3", "--layers", "1")),
         ("gpt_neox", ("--family", "eagle3", "--ttt-steps", "2")),
+        ("gpt_neox", ("--family", "dflash2", "--block", "3", "--layers", "1")),
     ],
 )
 def test_targets_of_other_families(tmp_path, model_type, flags):
@@ -590,6 +594,8 @@ def test_a_chat_is_not_cut(target, tmp_path, capsys):
 REFUSED = (
     ("train", "--head rnn --no-tv", "--head, --no-tv with --family eagle3"),
     ("train", "--causal", "--causal with --family eagle3"),
+    ("train", "--family dspark --head selector --draft-vocab 264",
+     "selector_top_k=0 with head='selector'"),
     ("train", "--family peagle --causal", "--causal with --family peagle"),
     ("train", "--family peagle --width 9", "--width with --family peagle"),
     ("train", "--family peagle --mask-token 264", "mask_token_id=264 must be below"),
