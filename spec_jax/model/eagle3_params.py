@@ -79,10 +79,10 @@ class Eagle3Config:
                 f"num_hidden_layers={self.layer.num_layers}: only EAGLE-3 heads of one "
                 "layer are supported, unless they are parallel"
             )
-        if self.is_parallel and not 0 <= self.mask_token_id < self.layer.vocab_size:
+        mask = self.mask_token_id
+        if mask is not None and not 0 <= mask < self.layer.vocab_size:
             raise ValueError(
-                f"mask_token_id={self.mask_token_id} must be below "
-                f"vocab_size={self.layer.vocab_size}"
+                f"mask_token_id={mask} must be below vocab_size={self.layer.vocab_size}"
             )
         if not 1 <= self.draft_vocab_size <= self.layer.vocab_size:
             raise ValueError(

@@ -192,6 +192,49 @@ def test_a_config_has_the_keys_of_its_owner(case):
     assert not set(left_out) & raw.keys()
 
 
+def test_a_published_parallel_head_of_8b(tmp_path):
+    """Fails if SpecForge's config for Qwen3-8B is refused once it states its mask, or
+    a tensor has another name or shape than its own code and speculators' give it."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+    raw = sizes | {
+        "architectures": ["PEagleDraftModel"],
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "vocab_size": 151936,
+        "draft_vocab_size": 32000,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "pard_token": 151669,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw))
+    target = dataclasses.replace(
+        TARGET, hidden_size=4096, vocab_size=151936, num_layers=36
+    )
+    dialect, config = dialects.read_config(path, target)
+    assert (dialect, config.taps) == ("midlayer", (2, 18, 33))
+    names = eagle3_files._names(config, dialect, has_embed=True)
+    shapes = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
+    expected = {
+        "mask_hidden": (1, 1, 12288),
+        "fc.weight": (4096, 12288),
+        "embed_tokens.weight": (151936, 4096),
+        "lm_head.weight": (32000, 4096),
+        "layers.0.hidden_norm.weight": (4096,),
+        "layers.0.self_attn.q_proj.weight": (4096, 8192),
+        "layers.1.self_attn.q_proj.weight": (4096, 4096),
+        "layers.3.self_attn.k_proj.weight": (1024, 4096),
+        "layers.3.mlp.down_proj.weight": (4096, 12288),
+    }
+    assert {name: shapes[name] for name in expected} == expected
+    assert len(shapes) == 5 + 4 * 9 + 1  # fc, mask, norm, head, embedding; hidden_norm
+    origin = head_dialects.Origin(target=target)
+    path.write_text(json.dumps(dialects.to_dict(config, "speculators", origin)))
+    assert dialects.read_config(path, target) == ("speculators", config)
+
+
 def test_llama3_rope_is_read_and_written(tmp_path):
     """Fails if a head that was copied from Llama 3.1's config is refused, or drafts
     at other angles."""
