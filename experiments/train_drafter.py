@@ -291,7 +291,7 @@ TYPES: dict[str, Any] = {
     "FILE": str,
     "SEED": int,
     "ID": int,
-    "HEAD": block_params.HEADS,
+    "HEAD": ("none", *block_params.DSPARK_HEADS),
     "IMPL": IMPLS,
     "WHERE": TARGETS,
     "DTYPE": ("bfloat16", "float32"),

@@ -87,7 +87,7 @@ class BlockConfig:
     head: Head = "none"
     markov_rank: int = 0  # r, of a head
     top_k: int = 0  # the best tokens of a slot, of which a selector chooses
-    # Channels that share what a convolution's kernel has of a row; 0: there is none.
+    # Channels that share what a convolution's kernel has of a row; 0: no convolutions.
     conv_group: int = 0
     has_confidence: bool = False
     confidence_with_markov: bool = False  # it reads the token before, too

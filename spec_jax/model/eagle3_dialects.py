@@ -29,7 +29,7 @@ ARCHITECTURES: dict[str, Dialect] = {
     "Eagle3Speculator": "speculators",
     "Eagle3DraftModel": "speculators",
     "Qwen3Eagle3Model": "deepspec",
-    # Of a parallel head; without the type of speculators' it is SpecForge's.
+    # Parallel heads; without the type of speculators' one is SpecForge's.
     "PEagleSpeculator": "speculators",
     "PEagleDraftModel": "speculators",
 }

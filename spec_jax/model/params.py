@@ -102,8 +102,8 @@ def parts(shapes: Any, names: Mapping[str, str], config: config_lib.ModelConfig)
     Args:
       names: the tensors of each field, by its path without indices; with spaces
         between queries, keys and values, or other matrices of one height, that are
-        fused. ".weight" is added unless a tensor is none, and the layer's number takes
-        the place of `{0}`.
+        fused. ".weight" is added, unless the name ends as one in `_WHOLE`, and the
+        layer's number takes the place of `{0}`.
       config: of the layers.
     """
     key_size = config.num_kv_heads * config.head_dim

@@ -323,7 +323,7 @@ def _teacher_logits(config, batch, teacher):
 def at_drafts(x: jax.Array, anchors: jax.Array, count: int) -> jax.Array:
     """Returns rows `a + i` of `x [B, T, ..]`, and past its end the last one.
 
-    Of each of `count` drafts after an anchor `a`: `[B, A, count, ..]`.
+    Each anchor `a` has `count` drafts: `[B, A, count, ..]`.
     """
     drafts = jnp.arange(count, dtype=jnp.int32)
     places = jnp.minimum(anchors[..., None] + drafts[None, None], x.shape[1] - 1)

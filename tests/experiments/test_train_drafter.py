@@ -594,8 +594,6 @@ def test_a_chat_is_not_cut(target, tmp_path, capsys):
 REFUSED = (
     ("train", "--head rnn --no-tv", "--head, --no-tv with --family eagle3"),
     ("train", "--causal", "--causal with --family eagle3"),
-    ("train", "--family dspark --head selector --draft-vocab 264",
-     "selector_top_k=0 with head='selector'"),
     ("train", "--family peagle --causal", "--causal with --family peagle"),
     ("train", "--family peagle --width 9", "--width with --family peagle"),
     ("train", "--family peagle --mask-token 264", "mask_token_id=264 must be below"),
