@@ -14,6 +14,7 @@ Rows see those before them alone: fewer masks change no draft.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from spec_jax.drafters import (
     slots as slots_lib,
 )
 from spec_jax.engine import processing as processing_lib, protocols
-from spec_jax.model import block_params, eagle3, eagle3_params
+from spec_jax.model import block_params, eagle3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class SlotParallel(block.SlotBlock):
 
     def propose(
         self,
-        params: eagle3_params.Eagle3Params,
+        params: Any,  # an Eagle3Params
         memory: features_lib.ReaderMemory,
         *,
         tokens: Int[Array, "B max_len"],

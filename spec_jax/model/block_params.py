@@ -337,8 +337,8 @@ def shapes(config: BlockConfig) -> BlockParams:
 
 def bare(hot: jax.Array | None) -> BlockParams:
     """Returns what a drafter without heads has when its block was run: its tokens."""
-    fields = dict.fromkeys(field.name for field in dataclasses.fields(BlockParams))
-    return BlockParams(**fields | {"hot": hot})
+    nothing: Any = dict.fromkeys(each.name for each in dataclasses.fields(BlockParams))
+    return BlockParams(**nothing | {"hot": hot})
 
 
 def init(

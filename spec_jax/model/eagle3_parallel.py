@@ -13,6 +13,8 @@ Attention is causal: a mask sees the pairs and the masks before it. On pages tha
 `eagle3.forward_rows`, of which `mask_rows` are rows like others.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -49,12 +51,13 @@ def forward_sequence(
     if window:
         sees = sees & (places[None, None] > positions[..., None] - window)
     x, h = eagle3.enter(params, config, tokens, features)
-    mask = jnp.full((1, 1), config.mask_token_id, tokens.dtype)
+    mask = jnp.asarray([[config.mask_token_id]], tokens.dtype)
     x_mask, h_mask = (
         jnp.broadcast_to(part[:, :, None], (B, A, num_masks, part.shape[-1]))
         for part in eagle3.enter(params, config, mask, params.mask_hidden)
     )
-    for number, weight in enumerate((params, *params.more)):
+    layers: tuple[Any, ...] = (params, *params.more)
+    for number, weight in enumerate(layers):
         if number:
             x, x_mask = (sequence.norm(y, weight.input_norm, eps) for y in (h, h_mask))
         q, *context = sequence.heads(weight, layer, x, jnp.broadcast_to(places, (B, T)))

@@ -16,6 +16,7 @@ later ones are rarely reached is what the decay says.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +133,7 @@ def init(
     made = block_params.init(
         key, config, embed=params.embed, lm_head=params.head, hot=hot
     )
-    if config.conv_group:  # At first they leave rows as they are.
+    if config.conv_group:
         layers = [
             layer.replace(
                 attention_conv=_identity(layer.attention_conv),
@@ -144,7 +145,8 @@ def init(
     return trained(config, made.replace(final_norm=targets.final_norm(params)))
 
 
-def _identity(conv: block_params.Convolution) -> block_params.Convolution:
+def _identity(conv: Any) -> block_params.Convolution:
+    """Returns a convolution that leaves rows as they are."""
     base = jnp.zeros_like(conv.base).at[:, 0].set(1)
     return conv.replace(base=base, kernels=jnp.zeros_like(conv.kernels))
 

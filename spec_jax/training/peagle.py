@@ -9,6 +9,7 @@ target's distribution on the draft vocabulary, by cross-entropy.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,8 @@ def init(
 ) -> eagle3_params.Eagle3Params:
     """Does as `eagle3.init`; the mask in the place of features is of their size."""
     made = eagle3.init(key, config, target, params, hot)
-    size = jnp.sqrt(jnp.mean(made.mask_hidden**2))
-    return made.replace(mask_hidden=made.mask_hidden / size)
+    mask: Any = made.mask_hidden
+    return made.replace(mask_hidden=mask / jnp.sqrt(jnp.mean(mask**2)))
 
 
 def loss(
