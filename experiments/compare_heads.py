@@ -33,10 +33,12 @@ from experiments.lib import files, flags, records, tables, terminal
 from spec_jax.training import batches, loop
 
 
-_BLOCK = "--dialect speculators --block 5 --layers 1"
+_BLOCK = "--dialect speculators --block 4 --layers 1"
 HEADS: Mapping[str, str] = {
     "eagle3": "--family eagle3 --mlp 384 --ttt-steps 4",
+    "peagle": "--family peagle --mlp 384 --ttt-steps 4 --layers 1",
     "dflash": f"--family dflash {_BLOCK} --mlp 1984",
+    "dflash2": f"--family dflash2 {_BLOCK} --mlp 1024 --rank 32",
     "jetspec": f"--family dflash --causal {_BLOCK} --mlp 1984",
     "dspark": f"--family dspark {_BLOCK} --mlp 1024 --rank 32",
     "dspark-gated": f"--family dspark --head gated {_BLOCK} --mlp 1024 --rank 32",

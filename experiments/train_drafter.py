@@ -1,5 +1,5 @@
-"""How is a drafter that reads its target trained? Trains one of three families, anew
-or on: EAGLE-3, DFlash, or DSpark with one of its heads.
+"""How is a drafter that reads its target trained? Trains one of five families, anew or
+on: EAGLE-3, P-EAGLE, DFlash, DFlash2, or DSpark with one of its heads.
 
 Stages, in this order, each resumable after a kill with the same results:
 
@@ -250,9 +250,9 @@ FLAGS = {
         --base FOLDER  a drafter of this family to go on from; its shape stands for the
           flags that would give one, and no calibration of it is kept
         --dialect DIALECT  published format of the export (default: midlayer of eagle3,
-          z-lab of dflash, deepspec of dspark), which decides of the training, too, what
-          a block's first row predicts (nothing in z-lab's), and norms of queries and
-          keys of eagle3 (in deepspec's)
+          speculators of peagle, z-lab of dflash and dflash2, deepspec of dspark), which
+          decides of the training, too, what a block's first row predicts (nothing in
+          z-lab's), and norms of queries and keys of eagle3 (in deepspec's)
         --draft-vocab N  draft tokens: the most frequent of the rollouts (default: 32000
           in dialects with a draft vocabulary, midlayer and speculators, otherwise all)
         --width N  of an EAGLE-3 head, which then has an embedding of its own (default:
@@ -260,13 +260,13 @@ FLAGS = {
         --mlp N  width of the drafter's MLP (default: the target's)
         --window N  keys that a row of the drafter sees in every layer, the last ones;
           long texts then cost no more, and no more is kept (default: all)
-        --block N=7  rows of a block, of dflash and dspark, and so the following
-        --layers N=2  of the drafter
-        --mask-token ID=0  what a block's rows read but the first
+        --block N=7  rows of a block, of dflash, dflash2, dspark, and so the following
+        --layers N=2  of the drafter, also of peagle
+        --mask-token ID=0  what a block's rows read but the first; also of peagle
         --causal  a block's rows see none after them, as JetSpec's (default: they see
           the whole block)
         --head HEAD  sequential head (default: vanilla), of dspark, and so the following
-        --rank N=64  of the head
+        --rank N=64  of the head, also of dflash2
         --no-confidence  leave out the confidence head
         --no-copies  export no copies of the target's embedding and output projection,
           which deepspec has; spec_jax reads them from the target
@@ -279,10 +279,11 @@ FLAGS = {
         --learning-rate RATE=0.02  of the matrices, by Muon; all others have 0.15 of it
         --compute DTYPE  of the products (default: the target's); float32 is the faster
           one on a CPU without instructions for bfloat16
-        --ttt-steps N=7  drafting steps that are trained, of eagle3
+        --ttt-steps N=7  drafting steps that are trained, of eagle3; drafts of a pass,
+          of peagle
         --first-alone N  optimiser steps, at the beginning, that train the first draft
           alone, and take less time
-        --anchors N=32  blocks of a sequence that a step trains
+        --anchors N=32  blocks, or masks of peagle, of a sequence that a step trains
         --decay RATE=4.0  drafts after which one counts 1/e of the first in the loss: 4
             is for a block of 7; 5 and 7 were published for 10 and 16
         --no-tv  train by cross-entropy in the place of total variation
@@ -295,7 +296,7 @@ TYPES: dict[str, Any] = {
     "FILE": str,
     "SEED": int,
     "ID": int,
-    "HEAD": block_params.HEADS,
+    "HEAD": ("none", *block_params.DSPARK_HEADS),
     "IMPL": IMPLS,
     "WHERE": TARGETS,
     "DTYPE": ("bfloat16", "float32"),
@@ -323,8 +324,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--taps",
         type=_taps,
         metavar="K,K,..",
-        help="hidden_states of the target to read (default of eagle3: 2, half of its "
-        "layers L, and L - 3; of the others: as many as the drafter has layers)",
+        help="hidden_states of the target to read (default of eagle3 and peagle: 2, "
+        "half of its layers L, and L - 3; of others: as many as the drafter's layers)",
     )
     parser.add_argument(
         "--note", action="append", default=[], help="a sentence for the drafter's card"

@@ -23,7 +23,7 @@ from spec_jax.model import (
     params as params_lib,
     tokenizer,
 )
-from spec_jax.training import batches, block, eagle3
+from spec_jax.training import batches, block, eagle3, peagle
 
 
 OF_EAGLE3 = ("width", "first_alone")
@@ -57,6 +57,9 @@ class Family:
         lambda args, config, hot: None
     )
 
+
+TOP_K, CONV_GROUP = 16, 16
+"""Of DFlash2, as published."""
 
 DRAFT_VOCAB = 32_000
 """Tokens of a draft vocabulary, where the dialect has one of its own."""
@@ -93,13 +96,16 @@ def _draft_vocab(args, target) -> int:
 
 
 def _eagle3(args, target) -> eagle3_params.Eagle3Config:
+    is_parallel = args.family == "peagle"
+    width, layers = args.width or target.hidden_size, args.layers if is_parallel else 1
     config = eagle3_params.Eagle3Config(
-        layer=_layer(args, target, 1, hidden_size=args.width or target.hidden_size),
+        layer=_layer(args, target, layers, hidden_size=width),
         draft_vocab_size=_draft_vocab(args, target),
         target_hidden_size=target.hidden_size,
         taps=args.taps or eagle3_params.default_taps(target.num_layers),
         has_head_norms=args.dialect == "deepspec",
         window=args.window or 0,
+        mask_token_id=args.mask_token if is_parallel else None,
     )
     eagle3_dialects.check_config(config, args.dialect)
     return config
@@ -120,6 +126,11 @@ def _eagle3_shape(config) -> dict[str, Any]:
     }
 
 
+def _peagle_shape(config) -> dict[str, Any]:
+    own = {"layers": config.layer.num_layers, "mask_token": config.mask_token_id}
+    return _shape(config) | {"window": config.window} | own
+
+
 def _attention(args) -> tuple[block_params.LayerAttention, ...]:
     """What rows see: the same in all layers."""
     window = args.window or 0
@@ -133,8 +144,9 @@ def _attention(args) -> tuple[block_params.LayerAttention, ...]:
 
 
 def _block(args, target) -> block_params.BlockConfig:
-    is_dspark = args.family == "dspark"
-    head = (args.head or "vanilla") if is_dspark else "none"
+    is_dspark, is_dflash2 = args.family == "dspark", args.family == "dflash2"
+    head = "selector" if is_dflash2 else "none"
+    head = (args.head or "vanilla") if is_dspark else head
     has_confidence = is_dspark and not args.no_confidence
     outputs = block_dialects.default_layer_ids(target.num_layers, args.layers)
     config = block_params.BlockConfig(
@@ -146,6 +158,8 @@ def _block(args, target) -> block_params.BlockConfig:
         mask_token_id=args.mask_token,
         head=head,
         markov_rank=0 if head == "none" else args.rank,
+        top_k=TOP_K if is_dflash2 else 0,
+        conv_group=CONV_GROUP if is_dflash2 else 0,
         has_confidence=has_confidence,
         confidence_with_markov=has_confidence and head != "none",
         attention=_attention(args),
@@ -164,6 +178,10 @@ def _block_shape(config) -> dict[str, Any]:
     }
 
 
+def _dflash2_shape(config) -> dict[str, Any]:
+    return _block_shape(config) | {"rank": config.markov_rank}
+
+
 def _dspark_shape(config) -> dict[str, Any]:
     return _block_shape(config) | {
         "head": config.head,
@@ -175,6 +193,16 @@ def _dspark_shape(config) -> dict[str, Any]:
 def _anchors(args, config, hot) -> block.Anchors:
     return block.anchors_of(
         config, seed=args.seed, count=args.anchors, decay=args.decay, hot=hot
+    )
+
+
+def _peagle_anchors(args, config, hot) -> peagle.Anchors:
+    return peagle.Anchors(
+        num_drafts=args.ttt_steps,
+        seed=args.seed,
+        count=args.anchors,
+        decay=args.decay,
+        draftable=block.draftable(hot, config.layer.vocab_size),
     )
 
 
@@ -216,8 +244,26 @@ FAMILIES = {
         of_loss=_steps,
         of_measure=_steps,
     ),
+    "peagle": Family(
+        training=peagle,
+        files=eagle3_files,
+        dialects=eagle3_dialects,
+        dialect="speculators",
+        depth="ttt_steps",
+        flags=("layers", "window", "ttt_steps", "mask_token", "anchors", "decay"),
+        config=_eagle3,
+        shape=_peagle_shape,
+        of_loss=_steps,
+        of_measure=_steps,
+        draw=_peagle_anchors,
+    ),
     "dflash": Family(
         **_BLOCK, dialect="z-lab", of_loss=lambda args: {"terms": block.DFLASH}
+    ),
+    "dflash2": Family(
+        **_BLOCK | {"shape": _dflash2_shape},
+        dialect="z-lab",
+        of_loss=lambda args: {"terms": block.DFLASH},
     ),
     "dspark": Family(
         **_BLOCK | {"shape": _dspark_shape},
@@ -306,9 +352,10 @@ def check_flags(args: argparse.Namespace) -> None:
         if given and args.family != family:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             raise ValueError(f"{flags} with --family {args.family}: of {family} alone")
-    if args.causal and args.family == "eagle3":
+    if args.causal and args.family in ("eagle3", "peagle"):
         raise ValueError(
-            "--causal with --family eagle3, which is: of the rows of blocks alone"
+            f"--causal with --family {args.family}, which is: of the rows of blocks "
+            "alone"
         )
     check_copies(args.no_copies, args.dialect)
     alone = args.first_alone or 0

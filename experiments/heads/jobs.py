@@ -152,7 +152,11 @@ def _bound(function: Any, config: Any, told: tuple) -> Any:
 
 def rescaled(params: Any, scale: Any) -> Any:
     """Returns the weights for features divided by `scale`, if there is one."""
-    return params if scale is None else params.replace(fc=params.fc * scale)
+    if scale is None:
+        return params
+    mask = getattr(params, "mask_hidden", None)  # It is read as features are.
+    own = {} if mask is None else {"mask_hidden": mask / scale}
+    return params.replace(fc=params.fc * scale, **own)
 
 
 def _cast(tree: Any, dtype: str) -> Any:

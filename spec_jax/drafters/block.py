@@ -1,10 +1,10 @@
-"""DFlash and DSpark: a block of tokens is drafted from one pass over the target's
-features (https://arxiv.org/abs/2602.06036, https://arxiv.org/abs/2607.05147).
+"""DFlash, DSpark and DFlash2: a block of tokens is drafted from one pass over the
+target's features (https://arxiv.org/abs/2602.06036, https://arxiv.org/abs/2607.05147).
 
 They differ in their heads: DFlash has none, and takes each token of a block for itself;
-DSpark has a sequential head, a confidence head, or both. For a slot with committed
-tokens `x[0, n)` the context is the features of `[0, n - 1)`; its keys and values are at
-these places of the drafter's own cache:
+DSpark has a sequential head, a confidence head, or both; DFlash2 a selector. For a slot
+with committed tokens `x[0, n)` the context is the features of `[0, n - 1)`; its keys
+and values are at these places of the drafter's own cache:
 
     propose   takes in what the ring holds, then runs the block of the anchor `x[n - 1]`
               and its masks from place n - 1 on, which is forgotten; the sequential head
@@ -90,8 +90,7 @@ class BlockDrafter(features_lib.FeatureDrafter):
     @property
     def kind(self) -> Kind:
         """The published name of such a drafter."""
-        has_heads = self.head.head != "none" or self.head.has_confidence
-        return "dspark" if has_heads else "dflash"
+        return "dspark" if self.head.has_dspark_heads else "dflash"
 
     @property
     def feature_size(self) -> int:
@@ -112,11 +111,16 @@ class SlotBlock(features_lib.SlotReader):
       NotImplementedError: a block of more rows than the implementation runs at once.
     """
 
-    drafter: BlockDrafter
+    drafter: Any  # a BlockDrafter; of a subclass, another reader of features
     reads_tokens = False
 
+    @property
+    def _head(self) -> block_params.BlockConfig:
+        """The head whose slots are gone over."""
+        return self.drafter.head
+
     def __post_init__(self) -> None:
-        size, impl = self.drafter.head.block_size, self.drafter.model.impl
+        size, impl = self._head.block_size, self.drafter.model.impl
         most = dispatch.most_rows(impl)
         if most and size > most:
             raise NotImplementedError(
@@ -126,7 +130,7 @@ class SlotBlock(features_lib.SlotReader):
 
     def init(self, **sizes: Any) -> features_lib.ReaderMemory:
         """Allocates an empty cache with room for a block after each text, and rings."""
-        size = self.drafter.head.block_size
+        size = self._head.block_size
         sizes["capacity"] += size
         if sizes.get("num_pages") is not None:
             pages = index.pages_for(size, sizes["page_size"])
@@ -145,6 +149,7 @@ class SlotBlock(features_lib.SlotReader):
         processing: processing_lib.Processing | None = None,
     ) -> tuple[features_lib.ReaderMemory, protocols.Proposal]:
         """Drafts `gamma[b]` tokens, or none where the cache has no room for a block."""
+        params = block_params.prepare(params, self.drafter.model.impl)
         memory, asked, is_full = self._begin(memory, length, gamma)
         ring = memory.ring
         goal = jnp.where(asked | is_full, ring.end, ring.first)
@@ -152,31 +157,49 @@ class SlotBlock(features_lib.SlotReader):
         asked &= memory.ring.first == memory.ring.end
         anchor = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
         how = draw_lib.Draw.of(self.drafter, sampling, length, processing)
-        draw = functools.partial(self._draw, params, anchor[:, 0], how)
+        kv, proposal = self._one_turn(
+            lambda kv: self._run_block(params, kv, anchor, length - 1, asked),
+            functools.partial(self._draw, params, anchor[:, 0], how),
+            memory.kv,
+            memory.ring.first,
+            asked=asked,
+            gamma=gamma,
+        )
+        return memory.replace(kv=kv), proposal
+
+    def _one_turn(self, run_block, draw, kv, end, *, asked, gamma):
+        """Runs a block and draws from it, unless no slot is asked.
+
+        Args:
+          run_block: takes the cache, and returns it with hidden states and logits.
+          end: of what the cache keeps, in slots that are asked.
+
+        Returns:
+          The cache, and the proposal.
+        """
 
         def run(carry):
-            kv, _, _ = carry
-            kv, hidden, logits = self._run_block(params, kv, anchor, length - 1, asked)
+            kv, hidden, logits = run_block(carry[0])
             wanted = jnp.where(asked & ~kv.out_of_pages, gamma, 0)
             return kv, draw(hidden, logits, wanted=wanted), jnp.bool_(False)
 
-        sizes = self.num_slots, self.drafter.head.block_size
+        sizes = self.num_slots, self._head.block_size
         shapes = jax.eval_shape(lambda: draw(*self._no_rows(*sizes), wanted=gamma))
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        # One turn, or none where no slot is asked: a branch would copy the cache.
+        # One turn, or none: a branch would copy the cache.
         kv, proposal, _ = jax.lax.while_loop(
-            lambda carry: carry[2], run, (memory.kv, nothing, jnp.any(asked))
+            lambda carry: carry[2], run, (kv, nothing, jnp.any(asked))
         )
         asked &= ~kv.out_of_pages
         kv = allocator.truncate_each(
-            kv, memory.ring.first, asked=asked, impl=self.drafter.model.cache_impl
+            kv, end, asked=asked, impl=self.drafter.model.cache_impl
         )
         num_drafted = jnp.where(asked, jnp.minimum(gamma, proposal.num_drafted), 0)
-        return memory.replace(kv=kv), proposal.replace(num_drafted=num_drafted)
+        return kv, proposal.replace(num_drafted=num_drafted)
 
     def _forward(self, params, kv, rows, features):
         """Writes the keys and values of features; there are no outputs."""
-        head, impl = self.drafter.head, self.drafter.model.impl
+        head, impl = self._head, self.drafter.model.impl
         kv = block_draft.append_context(params, head, rows, features, kv, impl=impl)
         return kv, ()
 
@@ -186,7 +209,7 @@ class SlotBlock(features_lib.SlotReader):
         Returns:
           The cache, and hidden states `[B, block, D]` and logits `[B, block, Vd]`.
         """
-        head, model, slots = self.drafter.head, self.drafter.model, self.num_slots
+        head, model, slots = self._head, self.drafter.model, self.num_slots
         size = head.block_size
         masks = jnp.full((slots, size - 1), head.mask_token_id, jnp.int32)
         window = protocols.Window(
@@ -222,7 +245,7 @@ class SlotBlock(features_lib.SlotReader):
 
     def _no_rows(self, *sizes: int) -> tuple[jax.Array, jax.Array]:
         """Returns hidden states and logits of no rows yet."""
-        head = self.drafter.head
+        head = self._head
         return (
             jnp.zeros((*sizes, head.hidden_size), head.layer.dtype),
             jnp.zeros((*sizes, head.draft_vocab_size), jnp.float32),
@@ -230,12 +253,14 @@ class SlotBlock(features_lib.SlotReader):
 
     def _draw(self, params, anchor, draw, hidden, logits, *, wanted):
         """Returns the proposal of whole blocks, of `wanted[b]` drafts at least."""
-        drafter, head, count = self.drafter, self.drafter.head, self.gamma_max
-        params = block_params.prepare(params, drafter.model.impl)
+        drafter, head, count = self.drafter, self._head, self.gamma_max
+        logits = block_heads.candidates(head, logits)
         if drafter.tree is not None:
             return self._grow(params, anchor, hidden, logits, draw, wanted=wanted)
         used = slice(head.first_slot, head.first_slot + count)
-        if draw.processing is None and dispatch.is_fused(drafter.model.impl):
+        is_native = dispatch.is_fused(drafter.model.impl)
+        is_native &= draw.processing is None and head.head in block_heads.NATIVE_HEADS
+        if is_native:
             tokens, confidence, log_weights = block_heads.run_slots(
                 params,
                 head,
@@ -269,7 +294,7 @@ class SlotBlock(features_lib.SlotReader):
           Tokens `[B, W]`, the logits of their confidences, and their distributions;
           None where there are no such.
         """
-        head, count = self.drafter.head, self.gamma_max
+        head, count = self._head, self.gamma_max
         widen = draw_lib.widened(params.hot, self.vocab_size)
         correct, state = self._begin_head(params, anchor, hidden)
 
@@ -308,7 +333,7 @@ class SlotBlock(features_lib.SlotReader):
     def _begin_head(self, params, anchor, hidden):
         """Returns what corrects a slot's logits (`block_heads.correct`), and the state
         before the first slot that predicts."""
-        head = self.drafter.head
+        head = self._head
         correct = functools.partial(
             block_heads.correct,
             params,
@@ -333,7 +358,7 @@ class SlotBlock(features_lib.SlotReader):
 
         Without a head all nodes of a level have the same children.
         """
-        head, slots = self.drafter.head, self.num_slots
+        head, slots = self._head, self.num_slots
         tree = cast(tree_shapes.AnyTree, self.drafter.tree)
         correct, state = self._begin_head(params, anchor, hidden)
 

@@ -11,7 +11,7 @@ token `x[i + 1]`; it is at place `i` of the head's own cache, and predicts `x[i 
 
 The first round of a text of one token drafts nothing, as no position has features yet.
 `tree_search` grows proposals, chains and trees; chains are one call of the head where
-an implementation has that.
+an implementation has that. How a parallel head drafts: `peagle`.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from spec_jax.drafters import (
     draw as draw_lib,
     features as features_lib,
+    peagle,
     slots as slots_lib,
     tree_shapes,
 )
@@ -65,9 +66,10 @@ class Eagle3(features_lib.FeatureDrafter):
         """The width of a feature."""
         return self.head.target_hidden_size
 
-    def for_slots(self, num_slots: int) -> "SlotEagle3":  # type: ignore[override]
+    def for_slots(self, num_slots: int) -> features_lib.SlotReader:  # type: ignore[override]
         """Returns the head for `num_slots` sequences."""
-        return SlotEagle3(drafter=self, num_slots=num_slots)
+        kind = peagle.SlotParallel if self.head.is_parallel else SlotEagle3
+        return kind(drafter=self, num_slots=num_slots)
 
 
 class _Chain(tree_shapes.FixedTree):
@@ -136,7 +138,7 @@ class SlotEagle3(features_lib.SlotReader):
     def _is_one_call(self) -> bool:
         """Whether a round's features and all drafts after them are one call."""
         drafter = self.drafter
-        has_call = drafter.model.impl in eagle3.CHAIN_IMPLS and not drafter.head.window
+        has_call = drafter.model.impl in eagle3.CHAIN_IMPLS and drafter.head.is_one_call
         return drafter.tree is None and has_call
 
     def _run_chains(self, params, memory, tokens, asked, goal, gamma, draw):

@@ -6,6 +6,8 @@ deepspec      DeepSeek's DSpark, and its DFlash of rank 0: a flat config, and co
 specforge     DSpark, under `dflash_config`
 speculators   vLLM and Red Hat, DFlash and DSpark: the layers' config is nested
 
+The first and the last have DFlash2, too, of one architecture.
+
 Which token a slot predicts is never guessed: it follows from the layout, and where that
 has both kinds, from `sample_from_anchor`.
 """
@@ -30,15 +32,18 @@ DIALECTS: tuple[str, ...] = get_args(Dialect)
 WHOLE: tuple[Dialect, ...] = ("z-lab", "deepspec", "specforge")
 """Layouts whose drafters draft every token of the target's."""
 
+_DFLASH2 = "DFlash2DraftModel"
 ARCHITECTURES: dict[str, Dialect] = {
     "DFlashDraftModel": "z-lab",
     "Qwen3DSparkModel": "deepspec",
     "DSparkDraftModel": "specforge",
     "DFlashSpeculator": "speculators",
     "DSparkSpeculator": "speculators",
+    _DFLASH2: "z-lab",  # Or speculators', where it has their type.
 }
 _TYPE = "speculators_model_type"
-_TYPES = ("dflash", "dspark")
+_TYPES = ("dflash", "dspark", "dflash2")
+_TAPS = 2  # of a convolution's kernel
 
 SLOTS: Mapping[str, block_params.Slots] = {
     "z-lab": "fill-in",
@@ -63,12 +68,16 @@ _OWN = (
     "use_swa",
     *_SCALINGS,
     "block_size",
+    "conv_group_size",
+    "conv_kernel_size",
     "confidence_head_with_markov",
     "enable_confidence_head",
     "markov_head_type",
     "markov_rank",
     "mask_token_id",
     "projector_type",
+    "selector_rank",
+    "selector_top_k",
     "target_hidden_size",
     "target_layer_ids",
 )
@@ -89,7 +98,6 @@ _ACCEPTED: Mapping[str, tuple] = {
     "attention_value_scale": (1,),
     "final_logit_softcapping": (0,),
     "shift_label": (False,),
-    "conv_kernel_size": (0,),
 }
 """Values that leave the computation as it is; others are of another drafter. Under
 `dflash_config` every key that is not known must be false."""
@@ -140,8 +148,9 @@ def kind_of(raw: Mapping[str, Any]) -> str:
       ValueError: as `read_config`.
     """
     said = _own_keys(raw, _dialect_of(raw))
-    has_heads = _head(said)[0] != "none" or _flag(said, "enable_confidence_head")
-    return "dspark" if has_heads else "dflash"
+    is_dspark = _head(said)[0] in block_params.DSPARK_HEADS
+    is_dspark |= _flag(said, "enable_confidence_head")
+    return "dspark" if is_dspark else "dflash"
 
 
 def _dialect_of(raw: Mapping[str, Any]) -> Dialect:
@@ -151,7 +160,8 @@ def _dialect_of(raw: Mapping[str, Any]) -> Dialect:
     kind = raw.get(_TYPE)
     if kind is None and ARCHITECTURES[name] != "speculators":
         return ARCHITECTURES[name]
-    if kind not in _TYPES or not name.lower().startswith(kind):
+    is_other = (kind == "dflash2") != (name == _DFLASH2)
+    if kind not in _TYPES or is_other or not name.lower().startswith(kind):
         raise ValueError(
             f"{_TYPE}={reprlib.repr(kind)} with architectures={[name]}: known are "
             f"{', '.join(_TYPES)}, each with its own architecture"
@@ -214,7 +224,11 @@ def _from_dict(
         slides=_flag(said, "use_swa"),
         window=said.get("swa_window_size"),
     )
+    if raw.get(_TYPE) == "dflash2":  # As its class has it.
+        said.setdefault("sliding_window_non_causal", True)
     head, rank = _head(said)
+    if head == "none" and _DFLASH2 in raw["architectures"]:
+        raise ValueError(f"{_DFLASH2} without selector_rank: state it")
     has_confidence = _flag(said, "enable_confidence_head")
     with_markov = _flag(said, "confidence_head_with_markov", default=rank > 0)
     config = block_params.BlockConfig(
@@ -226,6 +240,8 @@ def _from_dict(
         mask_token_id=_whole(said, "mask_token_id"),
         head=head,
         markov_rank=rank,
+        top_k=_whole(said, "selector_top_k", default=0),
+        conv_group=_conv_group(said),
         has_confidence=has_confidence,
         confidence_with_markov=has_confidence and with_markov,
         attention=_attention_of(said, dialect, windows or (0,) * layer.num_layers),
@@ -295,13 +311,32 @@ def _numbers(said: Mapping[str, Any], key: str) -> tuple[float, ...]:
 def _head(said: Mapping[str, Any]) -> tuple[block_params.Head, int]:
     """Returns the sequential head, and its rank."""
     rank = _whole(said, "markov_rank", default=0)
-    head = said.get("markov_head_type", "vanilla") if rank else "none"
-    if rank and head not in block_params.HEADS[1:]:
+    selector = _whole(said, "selector_rank", default=0)
+    if rank and selector:
         raise ValueError(
-            f"markov_head_type={reprlib.repr(head)} is not one of "
-            f"{', '.join(block_params.HEADS[1:])}"
+            f"markov_rank={rank} and selector_rank={selector}: a drafter has one head"
+        )
+    if selector:
+        return "selector", selector
+    head = said.get("markov_head_type", "vanilla") if rank else "none"
+    known = block_params.DSPARK_HEADS
+    if rank and head not in known:
+        raise ValueError(
+            f"markov_head_type={reprlib.repr(head)} is not one of {', '.join(known)}"
         )
     return cast(block_params.Head, head), rank
+
+
+def _conv_group(said: Mapping[str, Any]) -> int:
+    """Returns the channels of a group of convolutions; 0: there are none."""
+    taps = _whole(said, "conv_kernel_size", default=0)
+    group = _whole(said, "conv_group_size", default=0)
+    if taps not in (0, _TAPS) or (taps > 0) != (group > 0):
+        raise ValueError(
+            f"conv_kernel_size={taps} and conv_group_size={group}: convolutions have "
+            f"{_TAPS} taps, and groups"
+        )
+    return group
 
 
 def _slots(
@@ -351,8 +386,18 @@ def check_config(config: block_params.BlockConfig, dialect: Dialect) -> None:
     """
     head_dialects.check_name(dialect, DIALECTS)
     config.validate()
-    has_heads = config.head != "none" or config.has_confidence
-    if dialect == "z-lab" and has_heads:
+    if (config.conv_group > 0) != (config.head == "selector"):
+        raise ValueError(
+            f"head={config.head!r} with conv_group_size={config.conv_group}: selector "
+            "and convolutions are published together, as DFlash2"
+        )
+    if config.conv_group and (
+        config.has_confidence or dialect not in ("z-lab", "speculators")
+    ):
+        raise ValueError(
+            "DFlash2 has no confidences, in z-lab's layout or speculators'"
+        )
+    if dialect == "z-lab" and config.has_dspark_heads:
         raise ValueError("z-lab's layout is of DFlash, which has no heads")
     if dialect == "deepspec" and config.slots != "anchor-first":
         raise ValueError("deepspec's slots are anchor-first, and have no flag")
@@ -416,6 +461,14 @@ _HEADS: head_dialects.Keys = {
 }
 
 
+_DFLASH2_KEYS: head_dialects.Keys = {
+    "conv_kernel_size": _TAPS,
+    "conv_group_size": lambda head, _: head.conv_group,
+    "selector_rank": lambda head, _: head.markov_rank,
+    "selector_top_k": lambda head, _: head.top_k,
+}
+
+
 def _nested(dialect: Dialect, keys: head_dialects.Keys) -> head_dialects.Keys:
     """Returns a layout of `dflash_config`; llama.cpp looks for the flag beside it."""
     flag: head_dialects.Keys = {"sample_from_anchor": _unusual(dialect)}
@@ -442,7 +495,7 @@ def _speculators(kind: str, keys: head_dialects.Keys) -> head_dialects.Keys:
         "aux_hidden_state_layer_ids": lambda head, _: list(head.taps),
         "sample_from_anchor": lambda head, _: head.slots == "anchor-first",
         "sliding_window_non_causal": lambda head, _: (
-            (_causal_flag(head) is False) or None
+            (_causal_flag(head) is False) or (False if kind == "dflash2" else None)
         ),
         "torch_dtype": lambda head, _: head.layer.dtype,
     }
@@ -469,6 +522,8 @@ _KEYS: Mapping[str, head_dialects.Keys] = {
     },
     "DFlashSpeculator": _speculators("dflash", {}),
     "DSparkSpeculator": _speculators("dspark", _HEADS),
+    f"z-lab {_DFLASH2}": _nested("z-lab", _DFLASH2_KEYS),
+    f"speculators {_DFLASH2}": _speculators("dflash2", _DFLASH2_KEYS),
 }
 """Keys that each layout's own code writes beside those of layers, by architecture."""
 
@@ -477,10 +532,16 @@ def to_dict(
     config: block_params.BlockConfig, dialect: Dialect, origin: head_dialects.Origin
 ) -> dict[str, Any]:
     """Returns the `config.json` that `read_config` reads back."""
-    has_heads = config.head != "none" or config.has_confidence
-    names = [name for name, known in ARCHITECTURES.items() if known == dialect]
-    name = names[-1] if has_heads else names[0]  # Speculators has two.
+    names = [
+        name
+        for name, known in ARCHITECTURES.items()
+        if known == dialect and name != _DFLASH2
+    ]
+    name = names[-1 if config.has_dspark_heads else 0]  # Speculators has two.
+    table = _KEYS[name]
+    if config.head == "selector":
+        name, table = _DFLASH2, _KEYS[f"{dialect} {_DFLASH2}"]
     layer = {} if dialect == "speculators" else _layer(config)
     scalings = {key: list(getattr(config, key)) or None for key in _SCALINGS}
-    keys = {"architectures": [name], **_KEYS[name], **scalings}
+    keys = {"architectures": [name], **table, **scalings}
     return layer | head_dialects.fill(keys, config, origin)

@@ -11,11 +11,13 @@ they see less in a layer:
     x += attention(input_norm(x)); x += mlp(x)       per layer
     h = rms_norm(x);  U = lm_head(h)
 
-DSpark's heads, which go over the slots of a block, are in `block_heads`. Nothing here
-knows speculation.
+A layer of DFlash2 has convolutions around both sublayers, of which `convolve` says the
+meaning: what attention or the MLP reads and gives is mixed with the row before.
+
+The heads, which go over the slots of a block, are in `block_heads`. Nothing here knows
+speculation.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -32,6 +34,7 @@ from spec_jax.ops import (
     rms_norm,
     rope,
     row_attention,
+    swiglu,
     weights,
 )
 from spec_jax.paging import cache
@@ -120,7 +123,7 @@ def forward_block(
     params = block_params.prepare(params, impl)
     layer = config.layer
     dtype, eps = params.final_norm.dtype, layer.rms_norm_eps
-    if dispatch.is_fused(impl) and not config.attention:
+    if dispatch.is_fused(impl) and config.is_one_call:
         hidden, logits, pages = block_steps.blocks(
             rows.tokens,
             _model(params, config, kv),
@@ -138,8 +141,11 @@ def forward_block(
     own = jnp.arange(rows.tokens.shape[0], dtype=jnp.int32) % config.block_size
     for number, weight in enumerate(params.layers):
         sees = config.attention_of(number)
+        read, norm, add = _around(
+            weight.attention_conv, x, weight.input_norm, own, shared
+        )
         heads = [
-            projection.project(x, w, norm=weight.input_norm, **shared)
+            projection.project(read, w, norm=norm, **shared)
             for w in (weight.q, weight.kv)
         ]
         attended, k, v = row_attention.row_attention(
@@ -159,14 +165,65 @@ def forward_block(
             **shared,
         )
         kv = cache.replace_layer(kv, number, k=k, v=v)
-        x = projection.project(attended, weight.attention_out, residual=x, **shared)
-        inner = gated_projection.gated_projection(
-            x, weight.gate_up, norm=weight.mlp_norm, **shared
+        x = add(attended, weight.attention_out)
+        read, norm, add = _around(weight.mlp_conv, x, weight.mlp_norm, own, shared)
+        inner = (
+            swiglu.swiglu(projection.project(read, weight.gate_up, **shared))
+            if norm is None
+            else gated_projection.gated_projection(
+                read, weight.gate_up, norm=norm, **shared
+            )
         )
-        x = projection.project(inner, weight.down, residual=x, **shared)
+        x = add(inner, weight.down)
     hidden = rms_norm.row_norm(x, params.final_norm, **shared)
     logits = projection.project(hidden, params.lm_head, out_dtype="float32", **shared)
     return kv, hidden[:R], logits[:R]
+
+
+def _around(conv, x, norm, own, shared):
+    """Returns what a sublayer reads of rows, the norm of that, and what adds its
+    product `y w^T` to them.
+
+    Args:
+      own: the number of each row in its block.
+    """
+    if conv is None:
+        return x, norm, lambda y, w: projection.project(y, w, residual=x, **shared)
+    normed = rms_norm.row_norm(x, norm, **shared)
+    kernels = projection.project(normed, conv.kernels, **shared)
+    before = jnp.broadcast_to((own > 0)[:, None], x.shape)
+
+    def mix(y, side):
+        earlier = jnp.where(before, jnp.roll(y, 1, axis=0), 0)
+        return convolve(conv, side, y, earlier, kernels)
+
+    def add(y, w):
+        return x + mix(projection.project(y, w, **shared), 1)
+
+    return mix(normed, 0), None, add
+
+
+def convolve(
+    conv: block_params.Convolution,
+    side: int,
+    x: Float[Array, "*S D"],
+    earlier: Float[Array, "*S D"],
+    kernels: Float[Array, "*S kernels"],
+) -> Float[Array, "*S D"]:
+    """Returns `(base_0 + kernel_0) x + (base_1 + kernel_1) earlier`, by channels.
+
+    Args:
+      side: 0 of what a sublayer reads, 1 of what it gives.
+      earlier: the rows before in their blocks; before the first, zeros.
+      kernels: of both sides and taps, of groups of channels.
+    """
+    D, shape = x.shape[-1], (*x.shape[:-1], 2, 2, -1)
+    own = kernels.reshape(shape)[..., side, :, :].astype(jnp.float32)
+    own = jnp.repeat(own, D // own.shape[-1], axis=-1)
+    base = conv.base[side].astype(jnp.float32)
+    taps = own + jnp.broadcast_to(base, own.shape)
+    rows = jnp.stack([x, earlier], axis=-2).astype(jnp.float32)
+    return jnp.sum(taps * rows, axis=-2).astype(x.dtype)
 
 
 def _padded(rows: decoder.Rows, count: int) -> decoder.Rows:
@@ -263,41 +320,35 @@ def forward_sequence(
         if firsts is not None:
             seen = seen & (places[:, None, None] >= firsts[..., None])
         normed = sequence.norm(x, weight.input_norm, eps)
-        attended = _attend_blocks(
+        normed, finish = _mixed(weight.attention_conv, normed)
+        attended = sequence.attend_blocks(
             heads(normed, weight.q, weight.q_norm, positions),
             keys_values(fused, weight, places),
             keys_values(normed, weight, positions),
             seen,
             within if sees.is_causal else None,
         )
-        x += sequence.matmul(attended.reshape(B, A, S, N * H), weight.attention_out)
-        x = sequence.gated_mlp(weight, x, eps=eps)
+        attended = attended.reshape(B, A, S, N * H)
+        x += finish(sequence.matmul(attended, weight.attention_out))
+        if weight.mlp_conv is None:
+            x = sequence.gated_mlp(weight, x, eps=eps)
+            continue
+        normed, finish = _mixed(weight.mlp_conv, sequence.norm(x, weight.mlp_norm, eps))
+        inner = swiglu.swiglu(sequence.matmul(normed, weight.gate_up))
+        x += finish(sequence.matmul(inner, weight.down))
     hidden = sequence.norm(x, params.final_norm, eps)
     return hidden, sequence.product(hidden, weights.matrix(params.lm_head))
 
 
-def _attend_blocks(q, context, own, is_context, is_own):
-    """Attends to the context of a block, and to its rows.
+def _mixed(conv, normed):
+    """Returns what a sublayer reads of normed rows `[.., S, D]` of whole blocks, and
+    what makes its outputs what is added."""
+    if conv is None:
+        return normed, lambda y: y
+    kernels = sequence.matmul(normed, conv.kernels)
 
-    Args:
-      q: `[B, A, S, N, H]`.
-      context: keys and values `[B, T, K, H]`.
-      own: those of the blocks, `[B, A, S, K, H]`.
-      is_context: what rows see, `[B, A, S or 1, T]`.
-      is_own: what they see of their block, `[S, S]`; None: all.
-    """
-    B, A, S, N, H = q.shape
-    T, K = context[0].shape[1:3]
-    queries = q.reshape(B, A, S, K, N // K, H)
+    def mix(y, side):
+        earlier = jnp.pad(y[..., :-1, :], [(0, 0)] * (y.ndim - 2) + [(1, 0), (0, 0)])
+        return convolve(conv, side, y, earlier, kernels)
 
-    before = sequence.einsum("baskgh,btkh->bakgst", queries, context[0])
-    visible = jnp.broadcast_to(is_context[:, :, None, None], before.shape)
-    before = jnp.where(visible, before, -math.inf)
-    within = sequence.einsum("baskgh,baukh->bakgsu", queries, own[0])
-    if is_own is not None:
-        within = jnp.where(jnp.broadcast_to(is_own, within.shape), within, -math.inf)
-    scores = jnp.concatenate([before, within], axis=-1) * H**-0.5
-    probs = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    out = sequence.einsum("bakgst,btkh->baskgh", probs[..., :T], context[1])
-    out += sequence.einsum("bakgsu,baukh->baskgh", probs[..., T:], own[1])
-    return out.reshape(B, A, S, N, H).astype(q.dtype)
+    return mix(normed, 0), lambda y: mix(y, 1)

@@ -1,4 +1,4 @@
-"""DFlash and DSpark as they are published: folders in, folders out.
+"""DFlash, DSpark and DFlash2 as they are published: folders in, folders out.
 
 Knows the names of the tensors; the four layouts of `config.json` are `block_dialects`'.
 """
@@ -31,6 +31,16 @@ _NAMES = {
     "markov.out": "markov_head.markov_w2",
     "confidence": "confidence_head.proj",
     "confidence_bias": _BIAS,
+    **{
+        f"layers.{x}_conv.{field}": f"layers.{{0}}.{x}_conv.{name}"
+        for x in ("attention", "mlp")
+        for field, name in (("base", "base_kernel"), ("kernels", "kernel_projection"))
+    },
+}
+_SELECTOR = {
+    "markov.embed": "candidate_selector.predecessor_codebook",
+    "markov.out": "candidate_selector.successor_codebook",
+    "markov.mix": "candidate_selector.hidden_projection",
 }
 _MIXES = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
 
@@ -146,4 +156,5 @@ def _names(
     shapes = shapes if with_lm_head else shapes.replace(lm_head=None)
     mix = _MIXES.get(config.head, "")
     names = _NAMES | {"markov.mix": mix, "markov.mix_bias": f"{mix}.bias"}
+    names |= _SELECTOR if config.head == "selector" else {}
     return params_lib.parts(shapes, names, config.layer)

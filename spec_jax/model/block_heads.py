@@ -6,6 +6,7 @@ after the other; a confidence head says how sure it is before the slot's token i
     vanilla    U_k += out(embed(x))                            x: the token before
     gated      U_k += out(sigmoid(mix([h_k, embed(x)])) * embed(x))
     recurrent  a state of the slots before, too: see `_mix`
+    selector   U_k += out(embed(x) * mix(h_k)), of the best tokens by U_k: `candidates`
     confidence sigmoid(w [h_k, embed(x)] + b)
 
 The hidden states `h_k` and logits are those of `block_draft`.
@@ -22,6 +23,9 @@ from spec_jax.native import block_steps, draws as draws_lib
 from spec_jax.ops import dispatch, projection, skinny_gemm, weights
 from spec_jax.typing import typed
 
+
+NATIVE_HEADS: tuple[str, ...] = ("none", *block_params.DSPARK_HEADS)
+"""Sequential heads that `run_slots` goes over; another goes by operations."""
 
 Product = Callable[[jax.Array, weights.Weight], jax.Array]
 """`product(x, w)`: `x w^T` in float32."""
@@ -43,6 +47,19 @@ def row_product(impl: str) -> Product:
         return y[:count]
 
     return product
+
+
+def candidates(
+    config: block_params.BlockConfig, logits: Float[Array, "*S Vd"]
+) -> Float[Array, "*S Vd"]:
+    """Returns logits of which a selector's are those of a slot's best tokens, and -inf.
+
+    With ties for the last one it has a few more.
+    """
+    if not config.top_k:
+        return logits
+    last = jax.lax.top_k(logits, config.top_k)[0][..., -1:]
+    return jnp.where(logits >= jnp.broadcast_to(last, logits.shape), logits, -jnp.inf)
 
 
 def first_state(
@@ -152,6 +169,8 @@ def _mix(config, markov, state, before, hidden, product):
     """Returns the state, and what the second product of a head reads."""
     if config.head == "vanilla":
         return state, before
+    if config.head == "selector":
+        return state, product(hidden, markov.mix) * before.astype(jnp.float32)
     if config.head == "gated":
         read = [hidden, before]
     else:

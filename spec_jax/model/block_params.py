@@ -1,7 +1,8 @@
 """A block drafter's config and weights: shapes, checks, random initialisation.
 
-DFlash and DSpark are one drafter: a backbone that runs a block of rows, and on it no
-sequential head (DFlash) or one of three (DSpark). `block_draft` and
+DFlash, DSpark and DFlash2 are one drafter: a backbone that runs a block of rows, and on
+it no sequential head (DFlash), one of three (DSpark), or a selector of paths (DFlash2,
+whose backbone has convolutions). `block_draft` and
 `block_heads` compute with the weights, and `block_files` reads the files.
 """
 
@@ -28,11 +29,13 @@ which holds the anchor, predicts nothing; or the token of the next position."""
 
 SLOTS: tuple[str, ...] = get_args(Slots)
 
-Head = Literal["none", "vanilla", "gated", "rnn"]
+Head = Literal["none", "vanilla", "gated", "rnn", "selector"]
 """Corrections of a slot's logits by the token before: none, a product of low
-rank, the same behind a gate, or a recurrent state."""
+rank, the same behind a gate, a recurrent state, or such a product among the best tokens
+of the slot alone."""
 
 HEADS: tuple[str, ...] = get_args(Head)
+DSPARK_HEADS: tuple[str, ...] = ("vanilla", "gated", "rnn")
 
 _Rows = TypeVar("_Rows", jax.Array, np.ndarray)
 
@@ -83,6 +86,9 @@ class BlockConfig:
     mask_token_id: int  # fed to all rows but the anchor's
     head: Head = "none"
     markov_rank: int = 0  # r, of a head
+    top_k: int = 0  # the best tokens of a slot, of which a selector chooses
+    # Channels that share what a convolution's kernel has of a row; 0: no convolutions.
+    conv_group: int = 0
     has_confidence: bool = False
     confidence_with_markov: bool = False  # it reads the token before, too
     # By which the logits of confidences are divided, slot by slot, and what is added
@@ -95,6 +101,16 @@ class BlockConfig:
     def attention_of(self, layer: int) -> LayerAttention:
         """Returns what rows see in a layer."""
         return self.attention[layer] if self.attention else LayerAttention()
+
+    @property
+    def is_one_call(self) -> bool:
+        """Whether native kernels have one call for a block: of plain layers."""
+        return not self.attention and not self.conv_group
+
+    @property
+    def has_dspark_heads(self) -> bool:
+        """Whether it has a head of DSpark's, of either kind."""
+        return self.has_confidence or self.head in DSPARK_HEADS
 
     @property
     def reach(self) -> int | None:
@@ -158,6 +174,17 @@ class BlockConfig:
                 f"head={self.head!r} with markov_rank={self.markov_rank}: a head has a "
                 "rank of at least 1, and 'none' has rank 0"
             )
+        is_selector = self.head == "selector"
+        if (self.top_k > 0) != is_selector or self.top_k > self.draft_vocab_size:
+            raise ValueError(
+                f"selector_top_k={self.top_k} with head={self.head!r} of "
+                f"{self.draft_vocab_size} draft tokens: a selector has from 1 to all"
+            )
+        if self.conv_group and self.hidden_size % self.conv_group:
+            raise ValueError(
+                f"conv_group_size={self.conv_group} must divide the width of "
+                f"{self.hidden_size}"
+            )
         self._check_attention()
         if self.confidence_with_markov and self.head == "none":
             raise ValueError(
@@ -206,6 +233,14 @@ class BlockConfig:
         )
 
 
+class Convolution(pytree.Node):
+    """A row and the one before it in its block, added by a kernel of two taps: one for
+    what a sublayer reads, and one for what it gives."""
+
+    base: jax.Array  # [2, 2, D], of both sides and taps
+    kernels: weights.Weight  # [4 D / conv_group, D]: what a normed row adds to them
+
+
 class BlockLayer(pytree.Node):
     """A layer. Context has keys and values alone, so queries are a weight apart."""
 
@@ -218,6 +253,8 @@ class BlockLayer(pytree.Node):
     mlp_norm: jax.Array  # [D]
     gate_up: weights.Weight  # [2F, D], gate first
     down: weights.Weight  # [D, F]
+    attention_conv: Convolution | None = None
+    mlp_conv: Convolution | None = None
 
 
 class Markov(pytree.Node):
@@ -226,7 +263,7 @@ class Markov(pytree.Node):
     embed: jax.Array  # [V, r], of the token before
     out: weights.Weight  # [Vd, r]
     # Gated [r, D + r], of hidden state and embedding; rnn [3r, 2r + D], of state,
-    # embedding and hidden state.
+    # embedding and hidden state; selector [r, D], of the hidden state, without a bias.
     mix: weights.Weight | None
     mix_bias: jax.Array | None  # [r] or [3r]
 
@@ -257,6 +294,11 @@ def shapes(config: BlockConfig) -> BlockParams:
     def leaf(*shape: int, dtype=dtype) -> Any:  # in the place of an array
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    conv = None
+    if config.conv_group:
+        conv = Convolution(
+            base=leaf(2, 2, D), kernels=leaf(4 * D // config.conv_group, D)
+        )
     block_layer = BlockLayer(
         input_norm=leaf(D),
         q=leaf(layer.attention_size, D),
@@ -267,14 +309,16 @@ def shapes(config: BlockConfig) -> BlockParams:
         mlp_norm=leaf(D),
         gate_up=leaf(2 * F, D),
         down=leaf(D, F),
+        attention_conv=conv,
+        mlp_conv=conv,
     )
-    mixes = {"gated": (r, D + r), "rnn": (3 * r, 2 * r + D)}
+    mixes = {"gated": (r, D + r), "rnn": (3 * r, 2 * r + D), "selector": (r, D)}
     mix = mixes.get(config.head)
     markov = Markov(
         embed=leaf(V, r),
         out=leaf(Vd, r),
         mix=leaf(*mix) if mix else None,
-        mix_bias=leaf(mix[0]) if mix else None,
+        mix_bias=leaf(mix[0]) if mix and config.head != "selector" else None,
     )
     width = D + r * config.confidence_with_markov
     return BlockParams(
@@ -289,6 +333,12 @@ def shapes(config: BlockConfig) -> BlockParams:
         lm_head=leaf(Vd, D),
         embed=leaf(V, D),
     )
+
+
+def bare(hot: jax.Array | None) -> BlockParams:
+    """Returns what a drafter without heads has when its block was run: its tokens."""
+    nothing: Any = dict.fromkeys(each.name for each in dataclasses.fields(BlockParams))
+    return BlockParams(**nothing | {"hot": hot})
 
 
 def init(

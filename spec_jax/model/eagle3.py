@@ -8,7 +8,8 @@ at `i + 2`, and its RoPE position and its place in the head's own cache are `i`:
     x = [rms_norm(embed(token)), rms_norm(g)]
     h = g + attention(x);  hidden = h + mlp(h);  logits = lm_head(rms_norm(hidden))
 
-A head with a `window` sees that many keys, of positions, its own the last.
+A head with a `window` sees that many keys, of positions, its own the last. A parallel
+head (`eagle3_parallel`) may have several layers, of which the first is this one.
 `forward_rows` runs on pages, with the operations of the target's rows;
 `forward_sequence` over whole sequences, for training. Neither knows speculation.
 """
@@ -71,7 +72,7 @@ def forward_rows(
     _check_width(config, features)
     params = eagle3_params.prepare(params, impl)
     g = _fuse(params, config, features, num_active=rows.num_active, impl=impl)
-    if dispatch.is_fused(impl) and not config.window:
+    if dispatch.is_fused(impl) and config.is_one_call:
         return _fused_step(params, config, rows, g, kv)
     return _run_operations(params, config, rows, g, kv, impl)
 
@@ -99,31 +100,41 @@ def _run_operations(params, config, rows, g, kv, impl):
     eps = layer.rms_norm_eps
     normed = _row_norm(g, params.hidden_norm, eps)
     x = [_row_norm(token.astype(g.dtype), params.input_norm, eps), normed]
-    heads = projection.project(jnp.concatenate(x, axis=1), params.qkv, **shared)
     cos, sin = qwen3.row_angles(layer, rows.positions, dtype=g.dtype, impl=impl)
-    firsts = rows.positions - (config.window - 1) if config.window else None
-    attended, k, v = row_attention.row_attention(
-        heads,
-        params.q_norm,
-        params.k_norm,
-        kv.k[0],
-        kv.v[0],
-        page_table=kv.page_table,
-        slots=rows.slots,
-        positions=rows.positions,
-        cos=cos,
-        sin=sin,
-        scale=layer.head_dim**-0.5,
-        branch=rows.branch,
-        firsts=firsts,
-        **shared,
-    )
-    residual = normed if config.norm_before_residual else g
-    h = projection.project(attended, params.attention_out, residual=residual, **shared)
-    inner = gated_projection.gated_projection(
-        h, params.gate_up, norm=params.mlp_norm, **shared
-    )
-    hidden = projection.project(inner, params.down, residual=h, **shared)
+    where = {
+        "page_table": kv.page_table,
+        "slots": rows.slots,
+        "positions": rows.positions,
+        "cos": cos,
+        "sin": sin,
+        "scale": layer.head_dim**-0.5,
+        "branch": rows.branch,
+        "firsts": rows.positions - (config.window - 1) if config.window else None,
+    }
+    heads = projection.project(jnp.concatenate(x, axis=1), params.qkv, **shared)
+    hidden = normed if config.norm_before_residual else g
+    for number, weight in enumerate((params, *params.more)):
+        if number:
+            heads = projection.project(
+                hidden, weight.qkv, norm=weight.input_norm, **shared
+            )
+        attended, k, v = row_attention.row_attention(
+            heads,
+            weight.q_norm,
+            weight.k_norm,
+            kv.k[number],
+            kv.v[number],
+            **where,
+            **shared,
+        )
+        kv = cache.replace_layer(kv, number, k=k, v=v)
+        h = projection.project(
+            attended, weight.attention_out, residual=hidden, **shared
+        )
+        inner = gated_projection.gated_projection(
+            h, weight.gate_up, norm=weight.mlp_norm, **shared
+        )
+        hidden = projection.project(inner, weight.down, residual=h, **shared)
     logits = projection.project(
         jax.lax.optimization_barrier(hidden),
         params.lm_head,
@@ -133,7 +144,7 @@ def _run_operations(params, config, rows, g, kv, impl):
     )
     if config.norm_output:
         hidden = _row_norm(hidden, params.final_norm, eps)
-    return cache.replace_layer(kv, 0, k=k, v=v), hidden, logits
+    return kv, hidden, logits
 
 
 def _fused_step(params, config, rows, g, kv):
@@ -284,20 +295,9 @@ def forward_sequence(
     _check_width(config, features)
     layer = config.layer
     (B, T), eps = tokens.shape, layer.rms_norm_eps
-    dtype = params.final_norm.dtype
-    token = weights.take_rows(params.embed, tokens)
-    if not config.has_own_embed:  # It is the target's, and not trained.
-        token = jax.lax.stop_gradient(token)
-    g = features.astype(dtype)
-    if config.features_size == features.shape[-1]:
-        g = _norm_features(params, config, g, norm=sequence.norm)
-        g = sequence.matmul(g, params.fc)
-    normed = sequence.norm(g, params.hidden_norm, eps)
-    x = [sequence.norm(token.astype(dtype), params.input_norm, eps), normed]
+    x, residual = enter(params, config, tokens, features)
     positions = jnp.arange(T, dtype=jnp.int32) + len(earlier)
-    q, k, v = sequence.heads(
-        params, layer, jnp.concatenate(x, axis=-1), jnp.broadcast_to(positions, (B, T))
-    )
+    q, k, v = sequence.heads(params, layer, x, jnp.broadcast_to(positions, (B, T)))
     scale, window = layer.head_dim**-0.5, config.window
     if earlier:
         keys = [step.k for step in earlier] + [k]
@@ -307,7 +307,6 @@ def forward_sequence(
         attended = causal_attention.causal_attention(
             q, k, v, scale=scale, window=window
         )
-    residual = normed if config.norm_before_residual else g
     h = residual + sequence.matmul(attended.reshape(B, T, -1), params.attention_out)
     hidden = sequence.gated_mlp(params, h, eps=eps)
     normed = sequence.norm(hidden, params.final_norm, eps)
@@ -317,6 +316,22 @@ def forward_sequence(
         k=k,
         v=v,
     )
+
+
+def enter(params, config, tokens, features):
+    """Returns what the first layer reads of pairs `[..]`, and what it adds to."""
+    dtype, eps = params.final_norm.dtype, config.layer.rms_norm_eps
+    token = weights.take_rows(params.embed, tokens)
+    if not config.has_own_embed:  # It is the target's, and not trained.
+        token = jax.lax.stop_gradient(token)
+    g = features.astype(dtype)
+    if config.features_size == features.shape[-1]:
+        g = _norm_features(params, config, g, norm=sequence.norm)
+        g = sequence.matmul(g, params.fc)
+    normed = sequence.norm(g, params.hidden_norm, eps)
+    x = [sequence.norm(token.astype(dtype), params.input_norm, eps), normed]
+    residual = normed if config.norm_before_residual else g
+    return jnp.concatenate(x, axis=-1), residual
 
 
 def _attend_lineage(q, keys, values, scale, window):

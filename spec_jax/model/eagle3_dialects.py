@@ -4,6 +4,9 @@ midlayer      SafeAILab, SpecForge, AngelSlim: a flat config, no embedding
 speculators   vLLM and Red Hat: the layer's config is nested
 deepspec      DeepSeek: Qwen3's config, its norms of queries and keys, and copies of
               the target's embedding and head
+
+The first two have parallel heads, too, of one architecture: SpecForge's have the names
+of speculators' tensors, and no key that says which token is the mask.
 """
 
 import pathlib
@@ -26,7 +29,15 @@ ARCHITECTURES: dict[str, Dialect] = {
     "Eagle3Speculator": "speculators",
     "Eagle3DraftModel": "speculators",
     "Qwen3Eagle3Model": "deepspec",
+    # Parallel heads; without the type of speculators' one is SpecForge's.
+    "PEagleSpeculator": "speculators",
+    "PEagleDraftModel": "speculators",
 }
+_PARALLEL = ("PEagleSpeculator", "PEagleDraftModel")
+_MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Keys of the mask's token: speculators', and what vLLM reads of a flat config."""
+
+_TYPE = "speculators_model_type"
 
 _FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
 _AUX = "eagle_aux_hidden_state_layer_ids"
@@ -47,7 +58,14 @@ def _from_dict(
 ) -> tuple[Dialect, eagle3_params.Eagle3Config]:
     """Does as `read_config`, of the file's contents."""
     name = head_dialects.architecture(raw, ARCHITECTURES, "dialect of EAGLE-3")
-    dialect = ARCHITECTURES[name]
+    dialect, is_parallel = ARCHITECTURES[name], name in _PARALLEL
+    if is_parallel and raw.get(_TYPE) is None:
+        dialect = "midlayer"
+    if raw.get(_TYPE) not in (None, "peagle" if is_parallel else "eagle3"):
+        raise ValueError(
+            f"{_TYPE}={reprlib.repr(raw[_TYPE])} with architectures={[name]}: of "
+            "parallel heads it is 'peagle', and of others 'eagle3'"
+        )
     is_whole = dialect in WHOLE
     stated, layer, draft_vocab_size, width = head_dialects.sizes(
         raw, dialect, target, dtype, is_whole=is_whole
@@ -56,7 +74,12 @@ def _from_dict(
     if is_whole and any(flags.values()):
         set_ = ", ".join(key for key, flag in flags.items() if flag)
         raise ValueError(f"{set_} is true: heads of deepspec have no such norms")
-    (window,) = head_dialects.windows(stated, layer.num_layers)[:1] or (0,)
+    window, *others = set(head_dialects.windows(stated, layer.num_layers)) or {0}
+    if others:
+        raise ValueError(
+            f"layer_types={reprlib.repr(stated.get('layer_types'))}: all layers of a "
+            "head slide, or none"
+        )
     is_qwen = dialect == "speculators" and stated.get("model_type") == "qwen3"
     return dialect, eagle3_params.Eagle3Config(
         layer=layer,
@@ -65,8 +88,20 @@ def _from_dict(
         taps=_taps(raw, dialect, target),
         has_head_norms=is_whole or is_qwen,
         window=window,
+        mask_token_id=_mask_token(raw) if is_parallel else None,
         **flags,
     )
+
+
+def _mask_token(raw: Mapping[str, Any]) -> int:
+    """Reads the token of a parallel head's masks."""
+    found = {head_dialects.value(raw, k, int, default=None) for k in _MASKS if k in raw}
+    if len(found) != 1:
+        raise ValueError(
+            f"{', '.join(k for k in _MASKS if k in raw) or 'no mask_token_id'}: state "
+            "the token of the masks that the head was trained with, once"
+        )
+    return found.pop()
 
 
 def _taps(
@@ -105,6 +140,8 @@ def check_config(config: eagle3_params.Eagle3Config, dialect: Dialect) -> None:
         raise ValueError(
             "norms of queries and keys: not of midlayer, but of the others"
         )
+    if dialect == "deepspec" and config.is_parallel:
+        raise ValueError("deepspec has no parallel heads; choose speculators")
     if dialect == "deepspec":
         if not config.has_head_norms or any(getattr(config, flag) for flag in _FLAGS):
             raise ValueError(
@@ -125,10 +162,14 @@ def _layer(head: eagle3_params.Eagle3Config) -> dict[str, Any]:
     """Returns the config of a model of the head's layer."""
     layer = config_lib.to_dict(head.layer)
     if head.window:
-        layer |= head_dialects.window_keys([head.window])
+        layer |= head_dialects.window_keys([head.window] * head.layer.num_layers)
     if head.has_head_norms:
         return layer
     return layer | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+def _kind(head: eagle3_params.Eagle3Config) -> str:
+    return "peagle" if head.is_parallel else "eagle3"
 
 
 def _layer_types(head: eagle3_params.Eagle3Config) -> list[str]:
@@ -140,9 +181,13 @@ _SIZES: head_dialects.Keys = {
     "target_hidden_size": lambda head, _: head.target_hidden_size,
     _AUX: lambda head, _: list(head.taps),
 }
+_MASK: head_dialects.Keys = {"mask_token_id": lambda head, _: head.mask_token_id}
 _KEYS: Mapping[str, head_dialects.Keys] = {
     "midlayer": {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": lambda head, _: [
+            "PEagleDraftModel" if head.is_parallel else "LlamaForCausalLMEagle3"
+        ],
+        **_MASK,
         # Left out where false: SpecForge up to 0.2.0 takes a `norm_output` that is
         # false for no final norm at all.
         **{
@@ -157,11 +202,14 @@ _KEYS: Mapping[str, head_dialects.Keys] = {
         },
     },
     "speculators": {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_config": lambda _, origin: head_dialects.speculators_config(
-            "eagle3", origin.ttt_length, origin
+        "architectures": lambda head, _: [
+            "PEagleDraftModel" if head.is_parallel else "Eagle3DraftModel"
+        ],
+        _TYPE: lambda head, _: _kind(head),
+        "speculators_config": lambda head, origin: head_dialects.speculators_config(
+            _kind(head), origin.ttt_length, origin
         ),
+        **_MASK,
         "transformer_layer_config": lambda head, _: _layer(head),
         **{flag: lambda head, _, flag=flag: getattr(head, flag) for flag in _FLAGS},
         **_SIZES,

@@ -19,10 +19,15 @@ from spec_jax.model import (
 )
 
 
-_NAMES = head_files.NAMES | {
-    "features_norm": "input_norm",
-    "fc_norms": "fc_norm.{0}",
-}
+_NAMES = (
+    head_files.NAMES
+    | {
+        "features_norm": "input_norm",
+        "fc_norms": "fc_norm.{0}",
+        "mask_hidden": "mask_hidden",
+    }
+    | params_lib.layer_names("layers.{0}.", path="more.")
+)
 
 
 def load(
@@ -111,11 +116,16 @@ def _names(
     config: eagle3_params.Eagle3Config, dialect: dialects.Dialect, *, has_embed: bool
 ) -> eagle3_params.Eagle3Params:
     """Returns a tree like `Eagle3Params` of `params.Parts`: what arrays are made of."""
-    prefix = "midlayer." if dialect == "midlayer" else "layers.0."
+    is_middle = dialect == "midlayer" and not config.is_parallel
+    prefix = "midlayer." if is_middle else "layers.0."
     shapes = eagle3_params.shapes(config).replace(hot=None)
     if not has_embed:
         shapes = shapes.replace(embed=None)
     names = _NAMES | params_lib.layer_names(prefix, path="")
-    return params_lib.parts(
-        shapes, names | {"hidden_norm": f"{prefix}hidden_norm"}, config.layer
+    # The first layer's fields are the head's own.
+    made = params_lib.parts(
+        shapes.replace(more=(None, *shapes.more)),
+        names | {"hidden_norm": f"{prefix}hidden_norm"},
+        config.layer,
     )
+    return made.replace(more=made.more[1:])

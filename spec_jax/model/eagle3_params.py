@@ -1,6 +1,7 @@
 """An EAGLE-3 head's config and weights: shapes, checks, random initialisation.
 
-`eagle3` computes with the weights, and `eagle3_files` reads the files.
+A parallel head (P-EAGLE) has a mask besides, and may have layers of the ordinary kind
+after the first. `eagle3` computes with the weights, and `eagle3_files` reads the files.
 """
 
 import dataclasses
@@ -33,6 +34,18 @@ class Eagle3Config:
     norm_before_residual: bool = False  # the residual is the normed g
     norm_output: bool = False  # `hidden` is what the final norm gives
     window: int = 0  # keys that a row sees, its own the last; 0: all
+    # Fed to the rows of a parallel head after the last pair; None: it is not parallel.
+    mask_token_id: int | None = None
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether one pass drafts all tokens."""
+        return self.mask_token_id is not None
+
+    @property
+    def is_one_call(self) -> bool:
+        """Whether native kernels have one call for it: of one layer that sees all."""
+        return not self.window and not self.is_parallel
 
     @property
     def hidden_size(self) -> int:
@@ -61,10 +74,15 @@ class Eagle3Config:
           ValueError: a value with which no head can be run.
         """
         self.layer.validate()
-        if self.layer.num_layers != 1:
+        if self.layer.num_layers != 1 and not self.is_parallel:
             raise ValueError(
                 f"num_hidden_layers={self.layer.num_layers}: only EAGLE-3 heads of one "
-                "layer are supported"
+                "layer are supported, unless they are parallel"
+            )
+        mask = self.mask_token_id
+        if mask is not None and not 0 <= mask < self.layer.vocab_size:
+            raise ValueError(
+                f"mask_token_id={mask} must be below vocab_size={self.layer.vocab_size}"
             )
         if not 1 <= self.draft_vocab_size <= self.layer.vocab_size:
             raise ValueError(
@@ -154,6 +172,9 @@ class Eagle3Params(pytree.Node):
     # [Vd] int32, the target's token of each draft token; None: the same.
     hot: jax.Array | None
     embed: weights.Weight  # [V, D]; the target's array, unless the head has its own
+    # A parallel head's: what stands for the features after the last pair, and layers.
+    mask_hidden: jax.Array | None = None  # [1, 1, taps * Dt]
+    more: tuple[params_lib.LayerParams, ...] = ()
 
 
 def shapes(config: Eagle3Config) -> Eagle3Params:
@@ -171,6 +192,17 @@ def shapes(config: Eagle3Config) -> Eagle3Params:
     def leaf(*shape: int, dtype=dtype) -> Any:  # in the place of an array
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    own = {
+        "q_norm": leaf(H) if config.has_head_norms else None,
+        "k_norm": leaf(H) if config.has_head_norms else None,
+        "attention_out": leaf(D, layer.attention_size),
+        "mlp_norm": leaf(D),
+        "gate_up": leaf(2 * F, D),
+        "down": leaf(D, F),
+    }
+    later = params_lib.LayerParams(
+        input_norm=leaf(D), qkv=leaf(layer.qkv_size, D), **own
+    )
     return Eagle3Params(
         fc=leaf(D, config.features_size),
         features_norm=leaf(config.features_size) if config.norm_before_fc else None,
@@ -178,16 +210,13 @@ def shapes(config: Eagle3Config) -> Eagle3Params:
         input_norm=leaf(D),
         hidden_norm=leaf(D),
         qkv=leaf(layer.qkv_size, 2 * D),
-        q_norm=leaf(H) if config.has_head_norms else None,
-        k_norm=leaf(H) if config.has_head_norms else None,
-        attention_out=leaf(D, layer.attention_size),
-        mlp_norm=leaf(D),
-        gate_up=leaf(2 * F, D),
-        down=leaf(D, F),
+        **own,
         final_norm=leaf(D),
         lm_head=leaf(Vd, D),
         hot=leaf(Vd, dtype=jnp.dtype(jnp.int32)) if Vd < V else None,
         embed=leaf(V, D),
+        mask_hidden=leaf(1, 1, config.features_size) if config.is_parallel else None,
+        more=(later,) * (layer.num_layers - 1),
     )
 
 

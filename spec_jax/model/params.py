@@ -92,13 +92,18 @@ def layer_names(prefix: str, *, path: str = "layers.") -> dict[str, str]:
     return {path + k: " ".join(prefix + x for x in names[k]) for k in names}
 
 
+_WHOLE = (".bias", "_codebook", "base_kernel", "mask_hidden")
+"""Ends of the names of tensors that are not a module's weight."""
+
+
 def parts(shapes: Any, names: Mapping[str, str], config: config_lib.ModelConfig) -> Any:
     """Returns a tree like `shapes` of `Parts`: the tensors that arrays are made of.
 
     Args:
       names: the tensors of each field, by its path without indices; with spaces
         between queries, keys and values, or other matrices of one height, that are
-        fused. ".weight" is added, and the layer's number takes the place of `{0}`.
+        fused. ".weight" is added, unless the name ends as one in `_WHOLE`, and the
+        layer's number takes the place of `{0}`.
       config: of the layers.
     """
     key_size = config.num_kv_heads * config.head_dim
@@ -111,7 +116,7 @@ def parts(shapes: Any, names: Mapping[str, str], config: config_lib.ModelConfig)
         heights = [rows // len(found)] * len(found)
         if len(found) == 3:
             heights = [rows - 2 * key_size, key_size, key_size]
-        full = [x if x.endswith(".bias") else f"{x}.weight" for x in found]
+        full = [x if x.endswith(_WHOLE) else f"{x}.weight" for x in found]
         return Parts(
             tuple((x, (height, *rest)) for x, height in zip(full, heights, strict=True))
         )

@@ -5,6 +5,7 @@ are those of the library, with numerics of their own.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +126,33 @@ def heads(layer, config, x, positions, *, bias=None):
     q = rope.rope(q, positions, frequencies, scale=scale)
     k = rope.rope(k, positions, frequencies, scale=scale)
     return q, k, v
+
+
+def attend_blocks(q, context, own, is_context, is_own):
+    """Attends to the context of a block, and to its rows.
+
+    Args:
+      q: `[B, A, S, N, H]`.
+      context: keys and values `[B, T, K, H]`.
+      own: those of the blocks, `[B, A, S, K, H]`.
+      is_context: what rows see, `[B, A, S or 1, T]`.
+      is_own: what they see of their block, `[S, S]`; None: all.
+    """
+    B, A, S, N, H = q.shape
+    T, K = context[0].shape[1:3]
+    queries = q.reshape(B, A, S, K, N // K, H)
+
+    before = einsum("baskgh,btkh->bakgst", queries, context[0])
+    visible = jnp.broadcast_to(is_context[:, :, None, None], before.shape)
+    before = jnp.where(visible, before, -math.inf)
+    within = einsum("baskgh,baukh->bakgsu", queries, own[0])
+    if is_own is not None:
+        within = jnp.where(jnp.broadcast_to(is_own, within.shape), within, -math.inf)
+    scores = jnp.concatenate([before, within], axis=-1) * H**-0.5
+    probs = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    out = einsum("bakgst,btkh->baskgh", probs[..., :T], context[1])
+    out += einsum("bakgsu,baukh->baskgh", probs[..., T:], own[1])
+    return out.reshape(B, A, S, N, H).astype(q.dtype)
 
 
 def gated_mlp(layer, x: jax.Array, *, eps: float) -> jax.Array:

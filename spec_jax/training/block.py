@@ -1,4 +1,4 @@
-"""The loss of DFlash and DSpark: blocks after many anchors of a text.
+"""The loss of DFlash, DSpark and DFlash2: blocks after many anchors of a text.
 
 DSpark (https://arxiv.org/abs/2607.05147) has three terms, for the draft `i` of a block
 of anchor `a`, with the text's tokens before it:
@@ -7,7 +7,8 @@ of anchor `a`, with the text's tokens before it:
     total variation  `L1 = sum_v |draft_probs - target_probs|`, target's row `a + i`
     confidence       binary cross-entropy towards `1 - L1 / 2`, which is not trained
 
-DFlash (https://arxiv.org/abs/2602.06036) has the first alone. A draft counts
+DFlash (https://arxiv.org/abs/2602.06036) has the first alone, and DFlash2 that and the
+cross-entropy of its selector among a slot's best tokens and the text's. A draft counts
 `exp(-i / decay)`, until the first whose token cannot be learned: past the text's end,
 masked, or none that can be drafted. As in DeepSpec, no draft is left out because one
 before it would have been wrong: the tokens before a draft are the text's own, and that
@@ -15,6 +16,7 @@ later ones are rarely reached is what the decay says.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,17 +100,22 @@ def anchors_of(
     hot: jax.Array | None,
 ) -> Anchors:
     """Returns the `Anchors` of a drafter, of which `hot` are the tokens."""
-    draftable = None
-    if hot is not None:
-        draftable = np.zeros(config.layer.vocab_size, bool)
-        draftable[np.asarray(hot)] = True
     return Anchors(
         num_drafts=config.num_drafts,
         seed=seed,
         count=count,
         decay=decay,
-        draftable=draftable,
+        draftable=draftable(hot, config.layer.vocab_size),
     )
+
+
+def draftable(hot: jax.Array | None, vocab_size: int) -> np.ndarray | None:
+    """Returns which of the target's tokens `hot` has `[V]`; None: all of them."""
+    if hot is None:
+        return None
+    found = np.zeros(vocab_size, bool)
+    found[np.asarray(hot)] = True
+    return found
 
 
 def init(
@@ -126,7 +133,22 @@ def init(
     made = block_params.init(
         key, config, embed=params.embed, lm_head=params.head, hot=hot
     )
+    if config.conv_group:
+        layers = [
+            layer.replace(
+                attention_conv=_identity(layer.attention_conv),
+                mlp_conv=_identity(layer.mlp_conv),
+            )
+            for layer in made.layers
+        ]
+        made = made.replace(layers=tuple(layers))
     return trained(config, made.replace(final_norm=targets.final_norm(params)))
+
+
+def _identity(conv: Any) -> block_params.Convolution:
+    """Returns a convolution that leaves rows as they are."""
+    base = jnp.zeros_like(conv.base).at[:, 0].set(1)
+    return conv.replace(base=base, kernels=jnp.zeros_like(conv.kernels))
 
 
 def trained(
@@ -164,17 +186,25 @@ def loss(
       batch: with what `Anchors` adds.
       terms: of which that of the confidence is left out without its head.
     """
-    logits, confidence = drafts(config, params, batch, teacher)
+    logits, bias, confidence = _slots(config, params, batch, teacher)
+    of_head = logits if bias is None else logits + bias
+    if config.head != "selector":  # Whose slots' own logits are trained, too.
+        logits = of_head
     cross, total_variation, of_confidence = terms
     total = jnp.zeros(logits.shape[:-1], jnp.float32)
     if cross:
-        labels = _at_drafts(config, batch["tokens"][:, 1:, None], batch["anchors"])
+        labels = batch["tokens"][:, 1:, None]
+        labels = at_drafts(labels, batch["anchors"], config.num_drafts)
         # A comparison and a sum: the gradient of a gather is a serial scatter.
         ids = jnp.arange(logits.shape[-1], dtype=labels.dtype)
         ids = ids if teacher.hot is None else teacher.hot
         is_label = ids.reshape(1, 1, 1, -1) == labels
-        at_label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-        total += cross * (jax.nn.logsumexp(logits, axis=-1) - at_label)
+        total += cross * _nats(logits, is_label)
+        if config.head == "selector":
+            is_best = block_heads.candidates(config, logits) > -jnp.inf
+            total += cross * _nats(
+                jnp.where(is_best | is_label, of_head, -jnp.inf), is_label
+            )
     if total_variation or confidence is not None:
         probs = _teacher_probs(config, batch, teacher)
         l1 = jnp.sum(jnp.abs(jax.nn.softmax(logits, axis=-1) - probs), axis=-1)
@@ -188,6 +218,12 @@ def loss(
     return jnp.sum(batch["weights"] * total) / len(batch["weights"])
 
 
+def _nats(logits: jax.Array, is_label: jax.Array) -> jax.Array:
+    """Returns the cross-entropy of labels, which some rows may not have."""
+    at_label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - at_label
+
+
 def measure(
     config: block_params.BlockConfig,
     params: block_params.BlockParams,
@@ -199,17 +235,23 @@ def measure(
     As `eagle3.measure`, after the anchors of held-out texts: `agreement_I` is that of
     draft `I` after the text's own tokens, `accepted_length` tokens a round.
     """
-    logits, _ = drafts(config, params, batch, teacher)
+    return agreements(drafts(config, params, batch, teacher)[0], batch, teacher)
+
+
+def agreements(
+    logits: jax.Array, batch: dict[str, jax.Array], teacher: targets.Teacher
+) -> dict[str, jax.Array]:
+    """Returns what `measure` does, of the logits `[B, A, W, Vd]` of drafts."""
+    count = logits.shape[2]
     # Whether the target wrote the token after each position.
     is_label = batch["mask"].at[:, -1].set(False)[..., None]
-    counted = _at_drafts(config, is_label, batch["anchors"])[..., 0]
+    counted = at_drafts(is_label, batch["anchors"], count)[..., 0]
     found = jnp.argmax(logits, axis=-1)
     found = found if teacher.hot is None else teacher.hot[found]
-    best = _at_drafts(config, batch["best"][..., None], batch["anchors"])[..., 0]
+    best = at_drafts(batch["best"][..., None], batch["anchors"], count)[..., 0]
     agrees, whole = (found == best) & counted, counted[..., -1]
     shares = {
-        f"agreement_{i}": targets.share(agrees[..., i], whole)
-        for i in range(config.num_drafts)
+        f"agreement_{i}": targets.share(agrees[..., i], whole) for i in range(count)
     }
     shares["accepted_length"] = targets.tokens_and_rounds(
         agrees, counted[..., 0], batch["greedy"]
@@ -229,6 +271,13 @@ def drafts(
       Logits `[B, A, W, Vd]`, and those of confidences `[B, A, W]`, of drafters that
       have them.
     """
+    logits, bias, confidence = _slots(config, params, batch, teacher)
+    logits = block_heads.candidates(config, logits)
+    return logits if bias is None else logits + bias, confidence
+
+
+def _slots(config, params, batch, teacher):
+    """Returns the logits of slots, what the sequential head adds, and confidences."""
     dtype = config.layer.dtype
     whole = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     if params.markov is not None:
@@ -251,7 +300,7 @@ def drafts(
         return state, (bias, confidence)
 
     # A slot that predicts nothing passes its state on, after the anchor as the next.
-    before = _at_drafts(config, tokens[..., None], anchors)[..., 0]
+    before = at_drafts(tokens[..., None], anchors, config.num_drafts)[..., 0]
     before = jnp.concatenate([before[..., :1]] * config.first_slot + [before], axis=-1)
     by_slot = lambda x: jnp.moveaxis(x, 2, 0)
     _, found = jax.lax.scan(
@@ -263,7 +312,7 @@ def drafts(
     (bias, confidence), logits = jax.tree.map(
         lambda x: x[:, :, config.first_slot :], (found, logits)
     )
-    return logits if bias is None else logits + bias, confidence
+    return logits, bias, confidence
 
 
 def _teacher_probs(config, batch, teacher):
@@ -271,18 +320,22 @@ def _teacher_probs(config, batch, teacher):
 
     With the `normalizer` of each row no other logits are computed.
     """
-    final = _at_drafts(config, batch["final"], batch["anchors"])
+    final = at_drafts(batch["final"], batch["anchors"], config.num_drafts)
     if "normalizer" in batch:
-        total = _at_drafts(config, batch["normalizer"][..., None], batch["anchors"])
+        total = at_drafts(
+            batch["normalizer"][..., None], batch["anchors"], config.num_drafts
+        )
         return jnp.exp(sequence.product(final, teacher.draft_head) - total)
     probs = jax.nn.softmax(sequence.product(final, teacher.head), axis=-1)
     return probs if teacher.hot is None else probs[..., teacher.hot]
 
 
-def _at_drafts(config, x, anchors):
-    """Returns rows `a + i` of `x [B, T, ..]` for each draft, `[B, A, W, ..]`; past the
-    end, the last one."""
-    drafts = jnp.arange(config.num_drafts, dtype=jnp.int32)
+def at_drafts(x: jax.Array, anchors: jax.Array, count: int) -> jax.Array:
+    """Returns rows `a + i` of `x [B, T, ..]`, and past its end the last one.
+
+    Each anchor `a` has `count` drafts: `[B, A, count, ..]`.
+    """
+    drafts = jnp.arange(count, dtype=jnp.int32)
     places = jnp.minimum(anchors[..., None] + drafts[None, None], x.shape[1] - 1)
     flat = places.reshape(len(x), -1, 1)
     return jnp.take_along_axis(x, flat, axis=1).reshape(*places.shape, x.shape[-1])

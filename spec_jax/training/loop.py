@@ -109,7 +109,10 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     )
 
 
-_NOT_MUON = ("embed", "lm_head", "out", "confidence")
+_NOT_MUON = (
+    *("embed", "lm_head", "out", "confidence", "mask_hidden"),
+    *("base", "kernels"),  # of convolutions
+)
 
 
 def labels(params: Params) -> Params:

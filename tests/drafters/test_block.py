@@ -57,6 +57,9 @@ ANCHORED = dataclasses.replace(
     DFLASH, attention=(_Sees(window=4, from_anchor=True),) * 2
 ).validate()
 CAUSAL = dataclasses.replace(DFLASH, attention=(_Sees(is_causal=True),) * 2).validate()
+DFLASH2 = dataclasses.replace(
+    DFLASH, head="selector", markov_rank=8, top_k=5, conv_group=16
+).validate()
 TARGET = decoding.TARGET_PARAMS
 
 
@@ -86,12 +89,13 @@ def make(head, impl=SMALL.target.impl, **changes) -> block.BlockDrafter:
 
 
 HEADS = {"dflash": DFLASH, "dspark": DSPARK, "rnn": RNN, "gated": GATED}
-HEADS |= {"mixed": MIXED, "anchored": ANCHORED, "causal": CAUSAL}
+HEADS |= {"dflash2": DFLASH2, "mixed": MIXED, "anchored": ANCHORED, "causal": CAUSAL}
 DIALECTS = {
     "dflash": "z-lab",
     "dspark": "deepspec",
     "rnn": "speculators",
     "gated": "specforge",
+    "dflash2": "z-lab",
     "mixed": "z-lab",
     "anchored": "speculators",
     "causal": "z-lab",
@@ -140,6 +144,8 @@ FROM_ONE = (1, 3, 4)  # One token has no context, and drafts all the same.
         ("dspark", "xla"),
         ("rnn", "native"),
         ("gated", "native"),
+        ("dflash2", "xla"),
+        ("dflash2", "native"),
         ("mixed", "xla"),
         ("mixed", "native"),
         ("anchored", "native"),

@@ -11,7 +11,7 @@ import test_block as blocks
 import test_eagle3 as eagle
 
 from spec_jax.drafters import each
-from spec_jax.model import block_draft, sequence
+from spec_jax.model import sequence
 from spec_jax.rules import sampling as sampling_lib
 from spec_jax.training import block, targets
 
@@ -82,14 +82,14 @@ def differences(name, *, config=None, batch=None) -> float:
 REST = [pytest.param(name, marks=eagle.SLOW) for name in ("dflash", "gated")]
 
 
-@pytest.mark.parametrize("name", ["dspark", "mixed", "anchored", *REST])
+@pytest.mark.parametrize("name", ["dspark", "dflash2", "mixed", "anchored", *REST])
 def test_training_computes_what_is_drafted(name):
     """Fails if a block is trained that sees, is at, or predicts anything else."""
     assert differences(name) < 1e-5
 
 
 def _with_anchor_seen(
-    q, context, own, is_context, is_own, *, attend=block_draft._attend_blocks
+    q, context, own, is_context, is_own, *, attend=sequence.attend_blocks
 ):
     late = jnp.roll(is_context, 1, axis=-1).at[..., 0].set(True)
     return attend(q, context, own, late, is_own)
@@ -106,7 +106,7 @@ def test_a_planted_shift_is_not_what_is_drafted(shift, monkeypatch):
     elif shift == "mask id":
         config = dataclasses.replace(config, mask_token_id=94)
     elif shift == "seen":
-        monkeypatch.setattr(block_draft, "_attend_blocks", _with_anchor_seen)
+        monkeypatch.setattr(sequence, "attend_blocks", _with_anchor_seen)
     else:  # Each draft after the token that it should predict.
         texts = batch["tokens"]
         for row, n in enumerate(LENGTHS):
@@ -181,6 +181,34 @@ def test_the_loss_is_that_of_drafting(name, tmp_path):
     for weights, made in zip(both, losses, strict=True):
         expected = np.sum(terms, axis=0) @ weights / total
         np.testing.assert_allclose(float(made), expected, rtol=1e-4)
+
+
+def test_the_loss_of_a_selector(tmp_path):
+    """Against a float64 drafter: fails if the slots' own logits are not trained, or the
+    selector among others than the best tokens and the text's."""
+    config, (trained, teacher) = HEADS["dflash2"], inputs_of("dflash2")
+    head, batch = blocks.oracle_of(tmp_path, "dflash2"), batch_with_anchors("dflash2")
+    total, missing = 0.0, 0
+    for b, row in enumerate(np.asarray(batch["anchors"])):
+        for anchor, weights in zip(row, np.asarray(batch["weights"])[b], strict=True):
+            text = TEXTS[b, anchor:]
+            h, U = blocks.oracle.backbone(head, batch["features"][b, :anchor], text[0])
+            for i in np.flatnonzero(weights):
+                own, label = U[i + 1], text[i + 1]
+                scores = own + blocks.oracle.selector(head, text[i], h[i + 1])
+                best = np.argsort(-own)[: config.top_k]
+                missing += label not in best
+                among = np.union1d(best, [label])
+                chosen = np.log(softmax(scores[among])[among == label][0])
+                total -= weights[i] * (np.log(softmax(own)[label]) + chosen) / 2
+    found = block.loss(config, trained, batch, teacher, terms=block.DFLASH)
+    np.testing.assert_allclose(float(found), total, rtol=1e-4)
+    assert 0 < missing < np.count_nonzero(batch["weights"])
+    # Negative controls: a position on, and the selector of the token itself.
+    for name in ("features", "tokens"):
+        moved = batch | {name: jnp.roll(batch[name], -1, axis=1)}
+        other = block.loss(config, trained, moved, teacher, terms=block.DFLASH)
+        assert abs(float(other) / total - 1) > 1e-2
 
 
 @pytest.mark.parametrize("name", ["dspark"])

@@ -48,9 +48,9 @@ PARAMS = eagle3_params.init(
 )
 
 
-def make(impl=SMALL.target.impl, **changes) -> drafting.Eagle3:
-    model = row_model.RowModel(config=HEAD.layer, impl=impl, slab=4)
-    return drafting.Eagle3(**{"head": HEAD, "model": model, "gamma_max": 4} | changes)
+def make(impl=SMALL.target.impl, *, head=HEAD, **changes) -> drafting.Eagle3:
+    model = row_model.RowModel(config=head.layer, impl=impl, slab=4)
+    return drafting.Eagle3(**{"head": head, "model": model, "gamma_max": 4} | changes)
 
 
 CHAIN = make()

@@ -16,6 +16,7 @@ import pytest
 import readme_blocks
 import test_block as blocks
 import test_eagle3 as eagle
+import test_peagle as parallel
 from decoding import GAMMA_MAX, SMALL, Ask
 
 from spec_jax import testing
@@ -106,6 +107,15 @@ DRAFTERS = {
         eagle.PARAMS,
     ),
     "eagle3, fixed": (lambda impl: eagle.make(impl).for_tree(FIXED), eagle.PARAMS),
+    "peagle": (parallel.make, parallel.PARAMS),
+    "peagle, searched": (
+        lambda impl: parallel.make(impl).for_tree(SEARCHED),
+        parallel.PARAMS,
+    ),
+    "peagle, fixed": (
+        lambda impl: parallel.make(impl).for_tree(FIXED),
+        parallel.PARAMS,
+    ),
     "eagle3 with a window": (windowed, eagle.PARAMS),
     "eagle3 with a window, searched": (
         lambda impl: windowed(impl).for_tree(SEARCHED),
@@ -114,6 +124,8 @@ DRAFTERS = {
     "dflash": block("dflash"),
     "dflash with windows": block("mixed"),
     "causal dflash, searched": block("causal", SEARCHED),
+    "dflash2": block("dflash2"),
+    "dflash2, searched": block("dflash2", SEARCHED),
     "dspark": block("dspark"),
     "rnn": block("rnn"),
     "dspark, searched": block("dspark", SEARCHED),
@@ -141,6 +153,10 @@ QUICK = (
     ("native", "coupled", "eagle3 with a window, searched", 4),
     ("native", "block", "dflash with windows", 4),
     ("native", "coupled", "causal dflash, searched", 1),
+    ("native", "coupled", "peagle, searched", 4),
+    ("native", "coupled", "dflash2, searched", 1),
+    ("native", "rejection", "dflash2", 4),
+    ("native", "rejection", "peagle", 1),
 )
 """Every rule, kind of drafter and number of slots; compiling a loop takes seconds."""
 
@@ -292,7 +308,7 @@ def test_what_each_rule_draws(name):
         assert each.lift(drafter, 2, rule=rule).drafter.draws == draws
 
 
-WITH_PAGES = ("draft-model", "hybrid", "eagle3", "dspark")
+WITH_PAGES = ("draft-model", "hybrid", "eagle3", "dspark", "peagle")
 
 
 @pytest.mark.parametrize(

@@ -374,6 +374,39 @@ def test_a_narrower_head_has_an_embedding_of_its_own(target, work, tmp_path):
     assert_begins_as(head, target, work, "--base", str(out))
 
 
+PARALLEL = [
+    *("--family", "peagle", "--ttt-steps", "3", "--layers", "2", "--anchors", "3"),
+    *("--mask-token", "7", "--window", "5"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_parallel_head_is_trained_exported_and_drafts(target, work, tmp_path):
+    """Fails if its mask is not trained, or not scaled as features are: the export would
+    read another one."""
+    (tmp_path / "texts.npz").write_bytes((work / "texts.npz").read_bytes())
+    assert train_drafter.main(command(target, tmp_path, "train", *PARALLEL)) == 0
+    assert losses(tmp_path)[-1][1] < losses(tmp_path)[0][1]
+    out = tmp_path / "export"
+    exported = command(target, tmp_path, "export", *PARALLEL, "--out", str(out))
+    assert train_drafter.main(exported) == 0
+    config, head = eagle3_files.load(out, *load.load(target))
+    args = train_drafter.parse_args(command(target, tmp_path, "export", *PARALLEL))
+    job = jobs.prepare(args)
+    assert config == job.config and config.is_parallel and len(head.more) == 1
+    recipe, first = jobs.recipe(args), jobs.init(args, job)
+    weights, _ = loop.restore(recipe, first, tmp_path)
+    with pytest.raises(AssertionError):
+        testing.assert_same_bits(weights.mask_hidden, first.mask_hidden)
+    read = np.asarray(weights.fc) @ np.asarray(weights.mask_hidden)[0, 0]
+    again = np.asarray(head.fc) @ np.asarray(head.mask_hidden)[0, 0]
+    np.testing.assert_allclose(again, read, rtol=1e-4, atol=1e-5)
+    assert np.ptp(job.scale) > 0
+    assert_drafts(sj.load(target, drafter=str(out), impl="native"))
+    assert_begins_as(head, target, work, *PARALLEL[:4], "--base", str(out))
+
+
 def trained(target, folder):
     """The weights of the newest checkpoint of blocks, float32."""
     args = train_drafter.parse_args(command(target, folder, "train", *BLOCKS))
@@ -528,6 +561,9 @@ def test_ablations_of_blocks(target, work):
     assert not config.has_confidence and terms == (1.0, 0.0, 1.0)
     config, _ = trained("--family", "dspark", "--head", "none")
     assert config.has_confidence and config.markov_rank == 0
+    config, terms = trained("--family", "dflash2")
+    assert (config.head, config.top_k, config.conv_group) == ("selector", 16, 16)
+    assert config.slots == "fill-in" and terms == (1.0, 0.0, 0.0)
     config, terms = trained("--family", "dflash")
     assert (config.slots, config.num_drafts) == ("fill-in", 2)
     assert not config.has_confidence and terms == (1.0, 0.0, 0.0)
@@ -560,6 +596,7 @@ def write_target(folder, model_type):
     [
         ("llama", ("--family", "dspark", "--block", "3", "--layers", "1")),
         ("gpt_neox", ("--family", "eagle3", "--ttt-steps", "2")),
+        ("gpt_neox", ("--family", "dflash2", "--block", "3", "--layers", "1")),
     ],
 )
 def test_targets_of_other_families(tmp_path, model_type, flags):
@@ -630,6 +667,11 @@ def test_a_chat_is_not_cut(target, tmp_path, capsys):
 REFUSED = (
     ("train", "--head rnn --no-tv", "--head, --no-tv with --family eagle3"),
     ("train", "--causal", "--causal with --family eagle3"),
+    ("train", "--family peagle --causal", "--causal with --family peagle"),
+    ("train", "--family peagle --width 9", "--width with --family peagle"),
+    ("train", "--family peagle --mask-token 264", "mask_token_id=264 must be below"),
+    ("train", "--family peagle --dialect deepspec --draft-vocab 264",
+     "deepspec has no parallel heads"),
     ("train", "--family dflash --dialect z-lab --window 3 --draft-vocab 264",
      "sliding_window=3 is below the 7 rows of a block"),
     ("train", "--family dspark --width 9", "--width with --family dspark"),

@@ -20,6 +20,11 @@ DFLASH = block_params.BlockConfig(
 ).validate()
 
 
+DFLASH2 = dataclasses.replace(
+    DFLASH, head="selector", markov_rank=8, top_k=5, conv_group=16
+).validate()
+
+
 def speculators(algorithm, num_drafts):
     """What speculators' own code writes of a drafter for "a target"."""
     method = {
@@ -69,6 +74,8 @@ CASES = {
     ),
     "speculators dflash, windows": ("speculators", seeing(window=6, from_anchor=True)),
     "deepspec": ("deepspec", with_heads("vanilla")),
+    "dflash2": ("z-lab", DFLASH2),
+    "speculators dflash2": ("speculators", DFLASH2),
     "deepspec dflash": ("deepspec", dataclasses.replace(DFLASH, slots="anchor-first")),
     "specforge": ("specforge", with_heads("gated", confidence_with_markov=False)),
     "speculators": (

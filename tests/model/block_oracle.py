@@ -25,7 +25,7 @@ class Head(_Head):
     def is_anchor_first(self) -> bool:
         flag = self.said("sample_from_anchor")
         name = self.config["architectures"][0]
-        return flag if flag is not None else name != "DFlashDraftModel"
+        return flag if flag is not None else not name.startswith("DFlash")
 
 
 def heads_of(head: Head, i: int, x, name: str, position=None):
@@ -62,6 +62,26 @@ def seen(head: Head, i: int, k: int, start: int, size: int) -> list[int]:
     return [p for p in (*range(start), *block) if p >= first]
 
 
+def mix(head: Head, name: str, normed):
+    """Rows `[D]` of a block after the convolution of what a sublayer reads, and the
+    function that is that of what it gives; as they are where there is none."""
+    if f"{name}.base_kernel" not in head.tensors:
+        return normed, lambda rows: rows
+    base = np.asarray(head.tensors[f"{name}.base_kernel"], float)
+    made = [head[f"{name}.kernel_projection"] @ row for row in normed]
+    size = head.said("conv_group_size")
+
+    def side(which, rows):
+        out = []
+        for k, row in enumerate(rows):
+            taps = np.split(np.split(made[k], 2)[which], 2)
+            now, before = (base[which][t] + np.repeat(taps[t], size) for t in (0, 1))
+            out.append(now * row + (before * rows[k - 1] if k else 0))
+        return out
+
+    return side(0, normed), lambda rows: side(1, rows)
+
+
 def backbone(head: Head, features, anchor: int):
     """Hidden states `[B, D]` and logits `[B, Vd]` of a block after `len(features)`."""
     start, size = len(features), head.said("block_size")
@@ -73,15 +93,20 @@ def backbone(head: Head, features, anchor: int):
     for i in range(head.layer["num_hidden_layers"]):
         normed = [head.norm(row, f"layers.{i}.input_layernorm") for row in x]
         pairs = [key_value(head, i, c, j) for j, c in enumerate(contexts)]
-        pairs += [key_value(head, i, n, start + k) for k, n in enumerate(normed)]
+        normed, after = mix(head, f"layers.{i}.attention_conv", normed)
+        pairs[start:] = [key_value(head, i, n, start + k) for k, n in enumerate(normed)]
+        gives = []
         for k, n in enumerate(normed):
             q = heads_of(head, i, n, "q", start + k)
             which = seen(head, i, k, start, size)
             keys, values = zip(*(pairs[p] for p in which), strict=True)
             attended = attend(q, keys, values)
-            x[k] = x[k] + head[f"layers.{i}.self_attn.o_proj"] @ attended
-            m = head.norm(x[k], f"layers.{i}.post_attention_layernorm")
-            x[k] = x[k] + mlp(head, f"layers.{i}.mlp", m)
+            gives.append(head[f"layers.{i}.self_attn.o_proj"] @ attended)
+        x = [row + given for row, given in zip(x, after(gives), strict=True)]
+        normed = [head.norm(n, f"layers.{i}.post_attention_layernorm") for n in x]
+        normed, after = mix(head, f"layers.{i}.mlp_conv", normed)
+        gives = after([mlp(head, f"layers.{i}.mlp", n) for n in normed])
+        x = [row + given for row, given in zip(x, gives, strict=True)]
     h = np.stack([head.norm(row, "norm") for row in x])
     own = "lm_head.weight" in head.tensors
     return h, h @ (head["lm_head"] if own else np.asarray(head.lm_head, float)).T
@@ -89,6 +114,15 @@ def backbone(head: Head, features, anchor: int):
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
+
+
+def selector(head: Head, before: int, h):
+    """What a selector adds to the logits of a slot, of all tokens."""
+    A, B = (
+        np.asarray(head.tensors[f"candidate_selector.{name}_codebook"], float)
+        for name in ("predecessor", "successor")
+    )
+    return B @ (A[before] * (head["candidate_selector.hidden_projection"] @ h))
 
 
 def draft(head: Head, features, anchor: int, drawn=None):
@@ -101,7 +135,10 @@ def draft(head: Head, features, anchor: int, drawn=None):
     state, before, survival = np.zeros(rank), anchor, 1.0
     tokens, logits, chances = [], [], []
     for k in range(len(h)):
-        bias = 0.0
+        bias, among = 0.0, np.ones(len(U[k]), bool)
+        if head.said("selector_rank"):
+            bias = selector(head, before, h[k])
+            among = np.argsort(np.argsort(-U[k])) < head.said("selector_top_k")
         e = head["markov_head.markov_w1"][before] if rank else np.zeros(0)
         if rank:
             mixed = e
@@ -126,7 +163,7 @@ def draft(head: Head, features, anchor: int, drawn=None):
             shift = head.config.get("confidence_shifts", [0.0] * len(h))
             logit = w @ read + head.tensors["confidence_head.proj.bias"][0]
             survival *= sigmoid(logit / scale[len(tokens)] + shift[len(tokens)])
-        logits.append(U[k] + bias)
+        logits.append(np.where(among, U[k] + bias, -np.inf))
         choice = int(np.argmax(logits[-1]))
         if "d2t" in head.tensors:
             choice += int(head.tensors["d2t"][choice])

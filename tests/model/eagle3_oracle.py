@@ -30,35 +30,45 @@ def fuse(head: Head, features):
 
 def slides(layer) -> bool:
     """Whether the layer sees a window of keys alone."""
-    return layer.get("layer_types") == ["sliding_attention"]
+    return "sliding_attention" in (layer.get("layer_types") or [])
 
 
-def step(head: Head, g, token: int, position: int, keys: list, values: list):
-    """One pair after those whose rotated keys and values are given, which grow by it.
-
-    Returns the feature of the next step and the logits.
-    """
-    layer, H = head.layer, head.layer["head_dim"]
+def attention(head: Head, name, x, position: int, cache):
+    """What a row `x` attends to in a layer, after those whose rotated keys and values
+    are in `cache`, which grows by it."""
+    layer, H, (keys, values) = head.layer, head.layer["head_dim"], cache
     N, K = layer["num_attention_heads"], layer["num_key_value_heads"]
-    e = np.asarray(head.tensors.get("embed_tokens.weight", head.embed)[token], float)
-    b = head.norm(g, head.of_layer("hidden_norm"))
-    x = np.concatenate([head.norm(e, head.of_layer("input_layernorm")), b])
-    residual = b if head.config.get("norm_before_residual") else g
-    q, k, v = (head[head.of_layer(f"self_attn.{n}_proj")] @ x for n in "qkv")
+    q, k, v = (head[name(f"self_attn.{n}_proj")] @ x for n in "qkv")
     q, k, v = q.reshape(N, H), k.reshape(K, H), v.reshape(K, H)
     if layer["model_type"] == "qwen3":
-        q = head.norm(q, head.of_layer("self_attn.q_norm"))
-        k = head.norm(k, head.of_layer("self_attn.k_norm"))
+        q = head.norm(q, name("self_attn.q_norm"))
+        k = head.norm(k, name("self_attn.k_norm"))
     theta = layer["rope_theta"]
     keys.append(rotate(k, position, theta))
     values.append(v)
     first = max(len(keys) - layer["sliding_window"], 0) if slides(layer) else 0
     attended = attend(rotate(q, position, theta), keys[first:], values[first:])
-    h = residual + head[head.of_layer("self_attn.o_proj")] @ attended
-    normed = head.norm(h, head.of_layer("post_attention_layernorm"))
-    out = h + mlp(head, head.of_layer("mlp"), normed)
-    final = head.norm(out, "norm")
-    feature = final if head.config.get("norm_output") else out
+    return head[name("self_attn.o_proj")] @ attended
+
+
+def step(head: Head, g, token: int, position: int, caches):
+    """One pair after those in `caches`, of each layer.
+
+    Returns the feature of the next step and the logits.
+    """
+    e = np.asarray(head.tensors.get("embed_tokens.weight", head.embed)[token], float)
+    b = head.norm(g, head.of_layer("hidden_norm"))
+    x = np.concatenate([head.norm(e, head.of_layer("input_layernorm")), b])
+    h = b if head.config.get("norm_before_residual") else g
+    for number, cache in enumerate(caches):
+        name = head.of_layer
+        if number:
+            name = lambda part, number=number: f"layers.{number}.{part}"
+            x = head.norm(h, name("input_layernorm"))
+        h = h + attention(head, name, x, position, cache)
+        h = h + mlp(head, name("mlp"), head.norm(h, name("post_attention_layernorm")))
+    final = head.norm(h, "norm")
+    feature = final if head.config.get("norm_output") else h
     return feature, head["lm_head"] @ final
 
 
@@ -68,13 +78,28 @@ def run(head: Head, features, tokens, *, num_own: int = 0):
     The last `num_own` pairs have the head's own hidden state for a feature.
 
     Returns:
-      Features of the next step `[T + num_own, D]`, logits, keys and values.
+      Features of the next step `[T + num_own, D]`, logits, keys and values, of the
+      first layer.
     """
-    keys, values, hidden, logits = [], [], [], []
+    caches = [([], []) for _ in range(head.layer["num_hidden_layers"])]
+    hidden, logits = [], []
     for i, token in enumerate(tokens):
         g = fuse(head, features[i]) if i < len(features) else hidden[-1]
-        made = step(head, g, token, i, keys, values)
+        made = step(head, g, token, i, caches)
         hidden.append(made[0])
         logits.append(made[1])
     assert len(tokens) == len(features) + num_own
-    return tuple(np.stack(part) for part in (hidden, logits, keys, values))
+    return tuple(np.stack(part) for part in (hidden, logits, *caches[0]))
+
+
+def draft(head: Head, features, tokens, *, count: int):
+    """What a parallel head drafts after pairs of these features and tokens: `count`
+    tokens of the target, and their logits `[count, Vd]`."""
+    mask = np.asarray(head.tensors["mask_hidden"], float).reshape(-1)
+    masks = [mask] * (count - 1)
+    read = [*tokens, *[head.config["mask_token_id"]] * (count - 1)]
+    logits = run(head, [*features, *masks], read)[1][-count:]
+    chosen = logits.argmax(axis=-1)
+    if "d2t" in head.tensors:
+        chosen += head.tensors["d2t"][chosen]
+    return chosen.tolist(), logits

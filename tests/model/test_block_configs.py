@@ -54,6 +54,15 @@ BAD_CONFIGS = [
     ("z-lab", nested(surprise=1), "surprise=1 is not supported"),
     ("z-lab", nested(markov_rank=8, markov_head_type="vanilla"),
      "z-lab's layout is of DF"),
+    ("z-lab", nested(conv_kernel_size=2), "conv_kernel_size=2 and conv_group_size=0"),
+    ("dflash2", nested(conv_kernel_size=3), "convolutions have 2 taps"),
+    ("dflash2", nested(conv_group_size=7), "conv_group_size=7 must divide the width"),
+    ("dflash2", nested(selector_top_k=97), "selector_top_k=97 with head='selector' of"),
+    ("dflash2", nested(selector_rank=None), "without selector_rank: state it"),
+    ("dflash2", nested(markov_rank=8), "a drafter has one head"),
+    ("dflash2", nested(enable_confidence_head=True), "DFlash2 has no confidences"),
+    ("z-lab", nested(selector_rank=8, selector_top_k=5), "published together"),
+    ("speculators dflash2", {"speculators_model_type": "dflash"}, "each with its own"),
     ("z-lab", nested(block_size=5), "block_size=4, and in dflash_config 5"),
     ("z-lab", {"layer_types": ["chunked_attention"] * 2},
      "chunked_attention.*: each layer is one of full_attention, sliding_attention"),
@@ -100,6 +109,23 @@ BAD_CONFIGS = [
 
 
 OWNERS = {
+    "dflash2": {
+        "architectures": ["DFlash2DraftModel"],
+        "dflash_config": {
+            "mask_token_id": 95,
+            "target_layer_ids": [1, 0, 2],
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+            "selector_rank": 8,
+            "selector_top_k": 5,
+        },
+    },
+    "speculators dflash2": {
+        "architectures": ["DFlash2DraftModel"],
+        "speculators_model_type": "dflash2",
+        "sliding_window_non_causal": False,
+        "selector_top_k": 5,
+    },
     "z-lab": {
         "num_target_layers": 4,
         "block_size": 4,

@@ -114,8 +114,8 @@ def test_saved_and_loaded_is_the_same(tmp_path, target_params, case):
     assert loaded[1].embed is target_params.embed
     assert (loaded[1].lm_head is target_params.head) == (params.hot is None)
     raw = json.loads((tmp_path / "config.json").read_text())
-    has_heads = config.head != "none"
-    assert dialects.kind_of(raw) == ("dspark" if has_heads else "dflash")
+    kind = "dspark" if config.has_dspark_heads else "dflash"
+    assert dialects.kind_of(raw) == kind
     if case.startswith("speculators"):
         assert raw["sample_from_anchor"] is (config.slots == "anchor-first")
 
@@ -139,6 +139,14 @@ BAD_TENSORS = {
         lambda t: {"lm_head.weight": None},
     ),
     "missing tensors: d2t": ("speculators", lambda t: {"d2t": None}),
+    "missing tensors: candidate_selector.successor_codebook": (
+        "dflash2",
+        lambda t: {"candidate_selector.successor_codebook": None},
+    ),
+    "unexpected tensors: layers.0.attention_conv.base_kernel": (
+        "z-lab",
+        lambda t: {"layers.0.attention_conv.base_kernel": eagles.zeros(2, 2, 48)},
+    ),
     "t2d marks 64": ("speculators", lambda t: {"t2d": ~t["t2d"]}),
 }
 """Others, which code of all heads finds, are in `test_eagle3_files`."""

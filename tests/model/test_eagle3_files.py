@@ -32,6 +32,9 @@ SMALL = heads.HEAD
 WHOLE = dataclasses.replace(
     SMALL, draft_vocab_size=96, has_head_norms=True, taps=(1, 2, 4, 5, 7)
 )
+PARALLEL = dataclasses.replace(
+    SMALL, layer=dataclasses.replace(SMALL.layer, num_layers=2), mask_token_id=95
+)
 CASES = {
     "midlayer": ("midlayer", SMALL),
     "midlayer 3.1": (
@@ -53,6 +56,14 @@ CASES = {
         dataclasses.replace(SMALL, window=3, has_head_norms=True),
     ),
     "deepspec with a window": ("deepspec", dataclasses.replace(WHOLE, window=2048)),
+    "parallel": ("speculators", PARALLEL),
+    "parallel of Qwen3": (
+        "speculators",
+        dataclasses.replace(
+            PARALLEL, has_head_norms=True, fc_norm=True, norm_before_residual=True
+        ),
+    ),
+    "flat parallel": ("midlayer", dataclasses.replace(PARALLEL, window=4)),
 }
 
 
@@ -89,6 +100,9 @@ def test_saved_and_loaded_is_the_same(tmp_path, target_params, case):
         ("deepspec", "xla"),
         ("midlayer with a window", "xla"),
         ("speculators with a window", "native"),
+        ("parallel", "xla"),
+        ("parallel of Qwen3", "native"),
+        ("flat parallel", "native"),
     ],
 )
 def test_parity_with_float64(tmp_path, target_params, case, impl):
@@ -103,12 +117,20 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
         embed=np.asarray(target_params.embed),
     )
     features, tokens = heads.inputs(config, 9)
-    expected = oracle.run(head, features[:7].astype(float), tokens, num_own=2)
+    if config.is_parallel:  # No pair reads a hidden state; masks: `test_peagle`.
+        features, tokens = features[:7], tokens[:7]
+    num_own = len(tokens) - 7
+    expected = oracle.run(head, features[:7].astype(float), tokens, num_own=num_own)
     params = eagle3_files.load(tmp_path, TARGET, target_params, impl=impl)[1]
-    ours = heads.chain_by_rows(params, config, impl, features[:7], tokens, num_own=2)
+    ours = heads.chain_by_rows(
+        params, config, impl, features[:7], tokens, num_own=num_own
+    )
     for part, wide in zip(ours, expected, strict=True):
-        testing.assert_rows_close(part, wide, dtype="float32", reduction=400)
-    if impl == "xla":  # The sequence is that of rows, see `test_eagle3_head`.
+        reduction = 400 * config.layer.num_layers**2
+        testing.assert_rows_close(part, wide, dtype="float32", reduction=reduction)
+    if (
+        impl == "xla" and not config.is_parallel
+    ):  # The sequence is that of rows, see `test_eagle3_head`.
         sequence = heads._sequence(params, config, tokens[None, :7], features[None, :7])
         testing.assert_rows_close(
             sequence.logits[0], expected[1][:7], dtype="float32", reduction=300
@@ -129,6 +151,15 @@ OWNERS = {
         {
             "speculators_config": block_cases.speculators("eagle3", 5),
             "norm_output": False,
+        },
+        (),
+    ),
+    "parallel": (
+        {
+            "architectures": ["PEagleDraftModel"],
+            "speculators_model_type": "peagle",
+            "speculators_config": block_cases.speculators("peagle", 5),
+            "mask_token_id": 95,
         },
         (),
     ),
@@ -159,6 +190,49 @@ def test_a_config_has_the_keys_of_its_owner(case):
     stated, left_out = OWNERS[case]
     assert {key: raw[key] for key in stated} == stated
     assert not set(left_out) & raw.keys()
+
+
+def test_a_published_parallel_head_of_8b(tmp_path):
+    """Fails if SpecForge's config for Qwen3-8B is refused once it states its mask, or
+    a tensor has another name or shape than its own code and speculators' give it."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+    raw = sizes | {
+        "architectures": ["PEagleDraftModel"],
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "vocab_size": 151936,
+        "draft_vocab_size": 32000,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "pard_token": 151669,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw))
+    target = dataclasses.replace(
+        TARGET, hidden_size=4096, vocab_size=151936, num_layers=36
+    )
+    dialect, config = dialects.read_config(path, target)
+    assert (dialect, config.taps) == ("midlayer", (2, 18, 33))
+    names = eagle3_files._names(config, dialect, has_embed=True)
+    shapes = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
+    expected = {
+        "mask_hidden": (1, 1, 12288),
+        "fc.weight": (4096, 12288),
+        "embed_tokens.weight": (151936, 4096),
+        "lm_head.weight": (32000, 4096),
+        "layers.0.hidden_norm.weight": (4096,),
+        "layers.0.self_attn.q_proj.weight": (4096, 8192),
+        "layers.1.self_attn.q_proj.weight": (4096, 4096),
+        "layers.3.self_attn.k_proj.weight": (1024, 4096),
+        "layers.3.mlp.down_proj.weight": (4096, 12288),
+    }
+    assert {name: shapes[name] for name in expected} == expected
+    assert len(shapes) == 5 + 4 * 9 + 1  # fc, mask, norm, head, embedding; hidden_norm
+    origin = head_dialects.Origin(target=target)
+    path.write_text(json.dumps(dialects.to_dict(config, "speculators", origin)))
+    assert dialects.read_config(path, target) == ("speculators", config)
 
 
 def test_llama3_rope_is_read_and_written(tmp_path):
@@ -258,6 +332,7 @@ def moved(table, at, by):
 
 
 BAD_TENSORS = {
+    "unexpected tensors: mask_hidden": lambda t: {"mask_hidden": zeros(1, 1, 144)},
     "missing tensors: fc.weight": lambda t: {"fc.weight": None},
     "missing tensors: d2t": lambda t: {"d2t": None},
     "fc.bias: heads with biases are not supported": lambda t: {"fc.bias": zeros(48)},
@@ -290,8 +365,32 @@ def test_bad_tensors_are_refused(folder, target_params, message):
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 BAD_CONFIGS = {
-    r"PEagleDraftModel.* no dialect of .*LlamaForCausalLMEagle3.*Qwen3Eagle3": {
+    r"Eagle4.* no dialect of .*LlamaForCausalLMEagle3.*PEagleDraftModel": {
+        "architectures": ["Eagle4"]
+    },
+    "no mask_token_id: state the token of the masks": {
         "architectures": ["PEagleDraftModel"]
+    },
+    "mask_token_id, pard_token: state the token": {
+        "architectures": ["PEagleDraftModel"],
+        "mask_token_id": 3,
+        "pard_token": 4,
+    },
+    "mask_token_id=96 must be below vocab_size=96": {
+        "architectures": ["PEagleDraftModel"],
+        "pard_token": 96,
+    },
+    r"speculators_model_type='peagle' with architectures=\['Eagle3Dr": {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "peagle",
+    },
+    "all layers of a head slide, or none": {
+        "architectures": ["PEagleDraftModel"],
+        "pard_token": 3,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 4,
     },
     "bias is true: heads with biases": {"bias": True},
     "layer_types='full_attention': each layer is one of": {
@@ -337,6 +436,7 @@ def test_bad_configs_are_refused(folder, message):
             {"has_head_norms": True, "draft_vocab_size": 96, "target_hidden_size": 40},
             "a head of width 48 for a target of width 40: deepspec's have the",
         ),
+        ("deepspec", {"mask_token_id": 3}, "deepspec has no parallel heads"),
     ],
 )
 def test_a_dialect_without_words_for_a_head(tmp_path, dialect, changes, message):

@@ -21,8 +21,10 @@ import test_eagle3_files as eagles
 from spec_jax.model import (
     block_draft,
     block_files,
+    block_heads,
     eagle3,
     eagle3_files,
+    eagle3_parallel,
     families,
     head_dialects,
     load as load_lib,
@@ -44,7 +46,9 @@ MODELS = {
     "SpecForge eagle3": f"{SPECFORGE}.llama3_eagle.LlamaForCausalLMEagle3",
     "speculators dflash": "speculators.models.dflash.DFlashDraftModel",
     "speculators dspark": "speculators.models.dspark.DSparkDraftModel",
+    "speculators dflash2": "speculators.models.dflash2.DFlash2DraftModel",
     "speculators eagle3": "speculators.models.eagle3.Eagle3DraftModel",
+    "speculators peagle": "speculators.models.peagle.PEagleDraftModel",
 }
 # Of the head's files, and with which of its owner's classes they are opened.
 BLOCKS = {
@@ -54,6 +58,7 @@ BLOCKS = {
     "SpecForge gated": ("specforge", "SpecForge dspark"),
     "SpecForge rnn": ("specforge rnn", "SpecForge dspark"),
     "speculators dflash": ("speculators dflash", "speculators dflash"),
+    "speculators dflash2": ("speculators dflash2", "speculators dflash2"),
     "speculators dspark": ("speculators", "speculators dspark"),
     "speculators dspark, whole": ("speculators, whole", "speculators dspark"),
 }
@@ -368,6 +373,67 @@ def test_eagle3_steps(tmp_path, case):
         chosen = logits.argmax(-1)[:, : T - j]
         np.testing.assert_array_equal(chosen, theirs[:, : T - j])
     assert (ours[0].argmax(-1)[:, 1:] != drafts[0][:, :-1].numpy()).any()
+
+
+@pytest.mark.parametrize("case", ["parallel", "parallel of Qwen3"])
+def test_speculators_parallel_head(tmp_path, case, monkeypatch):
+    """Fails if a file is refused, or a pair or a mask is computed otherwise: of all
+    pairs, and of two masks after the pairs 3 and 5."""
+    import torch
+
+    _, config = eagles.CASES[case]
+    params = eagles.make_head(config, target_of(eagles.TARGET))
+    model = opened(
+        tmp_path, eagle3_files, config, params, name="speculators peagle",
+        dialect="speculators", target=eagles.TARGET,
+    )  # fmt: skip
+    rng, known = np.random.default_rng(3), {}
+    features = rng.normal(size=(1, T, config.features_size)).astype(np.float32)
+    core = importlib.import_module("speculators.models.peagle.core")
+    rows = [*range(T - 1), 3, 5, 3, 5], [0] * (T - 1) + [1, 1, 2, 2]
+    monkeypatch.setattr(
+        core, "generate_cod_sample_indices", lambda **told: map(torch.tensor, rows)
+    )
+    monkeypatch.setattr(
+        core, "compute_metrics", lambda **told: (known.update(told), None)
+    )
+    model(
+        tensor(features[:, :-1]), tensor(TOKENS[:, 1:]),
+        torch.zeros(1, T - 1, dtype=torch.long), num_depths=3,
+        verifier_last_hidden_states=torch.zeros(1, T - 1, 48),
+    )  # fmt: skip
+    theirs = known["logits"][0]
+    for late in (0, 1):
+        pairs, masks = eagle3_parallel.forward_sequence(
+            params, config, jnp.asarray(TOKENS[:, 1:]), jnp.asarray(features[:, :-1]),
+            jnp.asarray([[3 + late, 5 + late]]), num_masks=2,
+        )  # fmt: skip
+        head = np.asarray(params.lm_head).T
+        close(pairs[0] @ head, theirs[: T - 1])
+        ours = np.swapaxes(np.asarray(masks[0]), 0, 1).reshape(4, -1) @ head
+        if late:  # Negative control: masks after the next pair.
+            with pytest.raises(AssertionError):
+                close(ours, theirs[T - 1 :])
+        else:
+            close(ours, theirs[T - 1 :])
+
+
+def test_speculators_selector(tmp_path, monkeypatch):
+    """Fails if candidates, or what the selector adds to them, are others."""
+    config, params, model, features = block_case(tmp_path, "speculators dflash2")
+    hidden = speculators_rows(model, features, monkeypatch)[0]
+    tokens = np.array([ANCHOR, 3, 8, 2], np.int32)
+    logits = hidden @ tensor(params.lm_head).T
+    ids, scores = model.candidate_selector.select(logits, hidden, tensor(tokens))
+    _, bias, _ = block_heads.correct(
+        params, config, block_heads.first_state(config, (4,)), jnp.asarray(tokens),
+        jnp.asarray(hidden.detach().numpy()),
+        product=lambda x, w: x @ jnp.asarray(w).T,
+    )  # fmt: skip
+    unary = jnp.asarray(logits.detach().numpy())
+    ours = np.asarray(block_heads.candidates(config, unary) + bias)
+    np.testing.assert_array_equal(np.isfinite(ours).sum(axis=1), config.top_k)
+    close(np.take_along_axis(ours, ids.numpy(), axis=1), scores)
 
 
 def without_triton(monkeypatch):

@@ -1,0 +1,83 @@
+"""P-EAGLE (https://arxiv.org/abs/2602.01469): an EAGLE-3 head that drafts in one pass.
+
+After the last pair `i`, whose row drafts the first token, come rows of masks. Each has
+the embedding of the mask's token and, in the place of features, a vector that is
+learnt; row `m` of them is at position `i + 1 + m`, and drafts the token `m + 1` after
+the first:
+
+    pair     features of i, token i + 1    drafts token i + 2
+    mask 0   mask_hidden,   MASK           drafts token i + 3
+    ..
+
+Attention is causal: a mask sees the pairs and the masks before it. On pages that is
+`eagle3.forward_rows`, of which `mask_rows` are rows like others.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spec_jax.model import eagle3, eagle3_params, sequence
+from spec_jax.ops import causal_attention
+from spec_jax.typing import typed
+
+
+@typed
+def forward_sequence(
+    params: eagle3_params.Eagle3Params,
+    config: eagle3_params.Eagle3Config,
+    tokens: Int[Array, "B T"],
+    features: Float[Array, "B T features"],
+    last: Int[Array, "B A"],
+    *,
+    num_masks: int,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B A {num_masks} D"]]:
+    """Runs whole sequences of pairs, and masks after several of them; differentiable.
+
+    Args:
+      tokens, features: of the pairs, as of `eagle3.forward_sequence`.
+      last: the pairs that masks follow.
+
+    Returns:
+      What the output projection reads of pairs, and of masks.
+    """
+    layer, eps, window = config.layer, config.layer.rms_norm_eps, config.window
+    (B, T), A = tokens.shape, last.shape[1]
+    places = jnp.arange(T, dtype=jnp.int32)[None]
+    numbers = jnp.arange(num_masks, dtype=jnp.int32)
+    positions = last[..., None] + 1 + numbers[None, None]
+    sees = places[None, None] <= last[..., None, None]  # [B, A, 1, T]
+    if window:
+        sees = sees & (places[None, None] > positions[..., None] - window)
+    x, h = eagle3.enter(params, config, tokens, features)
+    mask = jnp.asarray([[config.mask_token_id]], tokens.dtype)
+    x_mask, h_mask = (
+        jnp.broadcast_to(part[:, :, None], (B, A, num_masks, part.shape[-1]))
+        for part in eagle3.enter(params, config, mask, params.mask_hidden)
+    )
+    layers: tuple[Any, ...] = (params, *params.more)
+    for number, weight in enumerate(layers):
+        if number:
+            x, x_mask = (sequence.norm(y, weight.input_norm, eps) for y in (h, h_mask))
+        q, *context = sequence.heads(weight, layer, x, jnp.broadcast_to(places, (B, T)))
+        q_mask, *own = sequence.heads(weight, layer, x_mask, positions)
+        of_pairs = causal_attention.causal_attention(
+            q, *context, scale=layer.head_dim**-0.5, window=window
+        )
+        of_masks = sequence.attend_blocks(
+            q_mask, context, own, sees, numbers[None] <= numbers[:, None]
+        )
+        h, h_mask = (
+            _after_attention(weight, before, attended, eps)
+            for before, attended in ((h, of_pairs), (h_mask, of_masks))
+        )
+    normed = [sequence.norm(y, params.final_norm, eps) for y in (h, h_mask)]
+    return normed[0], normed[1]
+
+
+def _after_attention(weight, h, attended, eps):
+    """Returns the residual `h [.., D]` after a layer's attention `[.., N, H]`."""
+    flat = attended.reshape(*h.shape[:-1], -1)
+    h = h + sequence.matmul(flat, weight.attention_out)
+    return sequence.gated_mlp(weight, h, eps=eps)

@@ -1,0 +1,225 @@
+"""P-EAGLE of random weights: its proposals are those of a float64 head, on any rows."""
+
+import dataclasses
+import functools
+import json
+
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import test_eagle3 as eagle
+from decoding import SMALL
+from model import eagle3_oracle as oracle
+
+from spec_jax.drafters import (
+    eagle3 as drafting,
+    features as features_lib,
+    peagle,
+    tree_shapes,
+)
+from spec_jax.model import (
+    checkpoint_files as files,
+    eagle3_files,
+    eagle3_params,
+    head_dialects,
+    sequence,
+)
+from spec_jax.training import peagle as training, targets
+
+
+HEAD = dataclasses.replace(
+    eagle.HEAD, layer=decoding.make_config(num_layers=2), mask_token_id=95
+).validate()
+PARAMS = eagle3_params.init(
+    jax.random.key(3),
+    HEAD,
+    embed=decoding.TARGET_PARAMS.embed,
+    hot=eagle.HOT,
+    stddev=0.3,
+)
+GAMMA = 4
+LENGTHS = (3, 4, 7, 12, 13)
+
+
+def make(impl=SMALL.target.impl, *, head=HEAD) -> drafting.Eagle3:
+    return eagle.make(impl, head=head)
+
+
+CHAIN = make()
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    """The float64 head of the same file."""
+    folder = tmp_path_factory.mktemp("peagle")
+    origin = head_dialects.Origin(target=SMALL.target.config)
+    eagle3_files.save(folder, HEAD, PARAMS, dialect="speculators", origin=origin)
+    return oracle.Head(
+        config=json.loads((folder / "config.json").read_text()),
+        tensors=safetensors.numpy.load_file(folder / files.SINGLE_FILE),
+        embed=np.asarray(decoding.TARGET_PARAMS.embed),
+    )
+
+
+def features_of():
+    return np.asarray(eagle.BENCH.features(eagle.TEXT[:-1], HEAD.taps))
+
+
+def drafted(head, length, *, late=0, features=None):
+    """What the oracle drafts after a prefix of the text; `late`: a planted shift."""
+    read = features_of() if features is None else features
+    flat = np.roll(read.reshape(len(read), -1), late, axis=0)[: length - 1]
+    return oracle.draft(head, flat, eagle.TEXT[1:length], count=GAMMA)
+
+
+@pytest.mark.parametrize("impl", ["xla", "native"])
+def test_drafts_are_the_oracles(head, impl):
+    """Fails if a pair or a mask is elsewhere, or a feature one position early or late:
+    the shift that costs most of the acceptance where it is wrong."""
+    decoding.needs(impl)
+    right, wrong = [], {-1: [], 1: []}
+    rounds = eagle.rounds_of(make(impl), features_of(), LENGTHS, params=PARAMS)
+    for length, proposal in rounds:
+        assert proposal.num_drafted == GAMMA
+        right.append(proposal.tokens.tolist())
+        assert right[-1] == drafted(head, length)[0]
+        for late, found in wrong.items():
+            found.append(drafted(head, length, late=late)[0])
+    assert right not in wrong.values()
+
+
+def test_a_round_is_one_pass(monkeypatch):
+    """Fails if a forward runs for each draft, or for pairs and masks each; of no drafts
+    none runs."""
+    passes, real = [], peagle.SlotParallel._forward
+
+    def counted(self, *inputs):
+        jax.debug.callback(lambda: passes.append(1))
+        return real(self, *inputs)
+
+    monkeypatch.setattr(peagle.SlotParallel, "_forward", counted)
+    # A head of its own: what others compiled is not counted.
+    drafter = make(head=dataclasses.replace(HEAD, mask_token_id=94))
+    for gamma, expected in ((GAMMA, 3), (0, 0)):
+        # One token has no pair; what waits of a longer prompt is one pair.
+        rounds = eagle.rounds_of(
+            drafter, features_of(), (2, 4, 7), params=PARAMS, gammas=(gamma,) * 3
+        )
+        passes.clear()
+        made = [int(proposal.num_drafted) for _, proposal in rounds]
+        jax.effects_barrier()
+        assert made == [gamma] * 3 and len(passes) == expected
+
+
+def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(head, monkeypatch):
+    """Fails if features are lost, or more wait than a round takes in."""
+    monkeypatch.setattr(features_lib, "RING_ROWS", 4)  # and 5 of a round
+    lengths, gammas = (1, 2, 3, 7, 9, 10, 14, 17), (4, 0, 4, 0, 0, 0, 0, 4)
+    made = list(
+        eagle.rounds_of(CHAIN, features_of(), lengths, params=PARAMS, gammas=gammas)
+    )
+    assert [int(p.num_drafted) for _, p in made] == [0, 0, 4, 0, 0, 0, 0, 4]
+    for number in (2, 7):
+        length, proposal = made[number]
+        assert proposal.tokens.tolist() == drafted(head, length)[0]
+
+
+def test_children_are_the_best_of_each_slot(head):
+    """Fails if a level of a tree is of the slot before or after."""
+    wide = CHAIN.for_tree(tree_shapes.parse("2-2-2"))
+    hot = np.asarray(eagle.HOT)
+    rounds = eagle.rounds_of(wide, features_of(), (3, 6, 11), params=PARAMS)
+    for length, proposal in rounds:
+        logits = drafted(head, length)[1]
+        best = hot[np.argsort(-logits, axis=-1)[:, :2]]
+        tokens = proposal.tokens.tolist()
+        assert tokens[:2] == best[0].tolist()
+        assert tokens[2:6] == [*best[1]] * 2
+        assert tokens[6:14] == [*best[2]] * 4
+
+
+def logits_of(batch, config=HEAD):
+    """Logits of the drafts after a batch's anchors, as training has them."""
+    return np.asarray(of_training(training.drafts, config)(batch)[0])
+
+
+@functools.cache
+def of_training(function, config=HEAD):
+    """A loss, or logits, of a batch."""
+    teacher = targets.teacher_of(decoding.TARGET_PARAMS, PARAMS.hot)
+    trained = training.trained(config, PARAMS)
+    run = jax.jit(functools.partial(function, config, steps=GAMMA))
+    return lambda batch: run(trained, jax.tree.map(jnp.asarray, batch), teacher)
+
+
+def batch_of():
+    """The text and its features; those past what an anchor knows are not wrong."""
+    tokens, features = np.array([eagle.TEXT], np.int32), features_of()
+    known = np.zeros((1, len(eagle.TEXT), HEAD.features_size), np.float32)
+    flat = features.reshape(len(features), -1)[: len(eagle.TEXT) - 1]
+    known[0, : len(flat)] = flat
+    anchors = np.array([LENGTHS], np.int32) - 1
+    return {"tokens": tokens, "features": known, "anchors": anchors}
+
+
+PLANTED = {
+    "position": lambda batch: batch | {"features": np.roll(batch["features"], -1, 1)},
+    "tokens": lambda batch: batch | {"tokens": np.roll(batch["tokens"], -1, 1)},
+    "anchors": lambda batch: batch | {"anchors": batch["anchors"] + 1},
+}
+
+
+def test_training_computes_what_is_drafted(head):
+    """Fails if a mask is trained that sees, is at, or predicts anything else."""
+    batch = batch_of()
+    expected = np.stack([drafted(head, length)[1] for length in LENGTHS])
+    np.testing.assert_allclose(logits_of(batch), expected, rtol=2e-3, atol=2e-3)
+    windowed = dataclasses.replace(HEAD, window=3)
+    layer = head.layer | {"layer_types": ["sliding_attention"], "sliding_window": 3}
+    narrow = dataclasses.replace(
+        head, config=head.config | {"transformer_layer_config": layer}
+    )
+    found = np.stack([drafted(narrow, length)[1] for length in LENGTHS])
+    np.testing.assert_allclose(logits_of(batch, windowed), found, rtol=2e-3, atol=2e-3)
+    for plant in (*PLANTED.values(), lambda batch: batch):
+        other = logits_of(plant(batch))
+        is_right = np.allclose(other, expected, rtol=2e-3, atol=2e-3)
+        assert is_right == (plant not in PLANTED.values())
+
+
+def test_the_loss_is_that_of_drafting(head):
+    """Against the float64 head, draft by draft: fails on a shift of any kind, or where
+    a first draft counts at an anchor alone."""
+    batch, params = batch_of(), decoding.TARGET_PARAMS
+    text = sequence.forward(params, SMALL.target.config, jnp.asarray(batch["tokens"]))
+    final = np.asarray(text.hidden)
+    T = len(eagle.TEXT)
+    batch |= {"final": final, "mask": np.arange(T)[None] >= 5}
+    draw = training.Anchors(num_drafts=GAMMA, seed=1, count=3)
+    batch = draw(batch, np.arange(1), 4)
+    hot, wide = np.asarray(PARAMS.hot), final[0].astype(float)
+    rows = wide @ np.asarray(params.head, float).T[:, hot]
+    probs = np.exp(rows - rows.max(axis=1, keepdims=True))
+    probs /= probs.sum(axis=1, keepdims=True)
+
+    def nats(anchor):
+        logits = drafted(head, anchor + 1)[1]
+        top = logits.max(axis=1, keepdims=True)
+        norm = np.log(np.exp(logits - top).sum(axis=1, keepdims=True)) + top
+        at = np.minimum(anchor + np.arange(GAMMA), T - 1)
+        return -(probs[at] * (logits - norm)).sum(axis=1)
+
+    weights, total = batch["weights"][0], 0.0
+    for anchor, share in zip(batch["anchors"][0], weights, strict=True):
+        total += (share[1:] * nats(int(anchor))[1:]).sum()
+    first = [anchor for anchor in range(5, T - 1)]
+    total += weights[:, 0].sum() * np.mean([nats(anchor)[0] for anchor in first])
+    assert np.count_nonzero(batch["pair_weights"]) == len(first) > 3
+    np.testing.assert_allclose(weights.sum(), 1, rtol=1e-5)
+    loss = of_training(training.loss)
+    np.testing.assert_allclose(float(loss(batch)), total, rtol=1e-3)
+    for plant in PLANTED.values():
+        assert abs(float(loss(plant(batch))) / total - 1) > 5e-3
