@@ -31,19 +31,12 @@ SHAPES = {
 BIASED = 1e-2
 
 
-def _rejection_probabilities(*drafts, wanted, depth_max):
-    del wanted, depth_max
-    return tree_acceptance.tree_probabilities(*drafts)
-
-
-def _traversal_probabilities(*drafts, wanted, depth_max):
-    made = traversal.traversal_probabilities(*drafts, wanted, depth_max=depth_max)
-    return made[0]
-
-
 RULES = {
-    "rejection": (_rejection_probabilities, tree_acceptance.accept_tree),
-    "block": (_traversal_probabilities, traversal.accept_traversal),
+    "rejection": (tree_acceptance.tree_probabilities, tree_acceptance.accept_tree),
+    "block": (
+        lambda tree: traversal.traversal_probabilities(tree)[0],
+        traversal.accept_traversal,
+    ),
     "multipath": (multi_path.multi_path_probabilities, multi_path.accept_multi_path),
 }
 """Of each rule of trees: its probabilities, and how it decides by them."""
@@ -128,12 +121,20 @@ def _evaluate(rule, parents, depth_max, is_certain):
     probabilities_of, accept = RULES[rule]
 
     def one(tokens, draft, target, number, wanted, succeeds):
-        given = tokens, parents, None if is_certain else draft, target, number
-        probabilities = probabilities_of(*given, wanted=wanted, depth_max=depth_max)
+        draft = None if is_certain else draft
+        tree = tree_acceptance.Drafted(
+            tokens=tokens,
+            parents=parents,
+            draft_probs=draft,
+            target_probs=target,
+            num_drafted=number,
+            wanted=wanted,
+            depth_max=depth_max,
+        )
+        probabilities = probabilities_of(tree)
         below = jnp.maximum(jnp.nextafter(probabilities.keep, jnp.float32(-1)), 0)
         outcome = accept(
-            *given,
-            wanted,
+            *(tokens, parents, draft, target, number, wanted),
             uniforms=jnp.where(succeeds, below, probabilities.keep),
             noise=jnp.zeros((V,), jnp.float32),
             depth_max=depth_max,
