@@ -148,8 +148,8 @@ def _evaluate(rule, parents, depth_max, is_certain):
     return jax.jit(jax.vmap(over_uniforms, in_axes=(0, 0, 0, 0, None, None)))
 
 
-def outcomes(rule: str, case: Case, wanted: int):
-    """Each `(probability, accepted tokens, weights of the own token)`."""
+def outcomes(rule: str, case: Case, wanted: int) -> enumeration.Outcomes:
+    """What a rule may commit of trees."""
     columns = zip(*trees(case), strict=True)
     chances, tokens, draft, target, number = map(np.array, columns)
     size = len(case.parents)
@@ -166,24 +166,18 @@ def outcomes(rule: str, case: Case, wanted: int):
     )
     keep = keep.astype(np.float64)
     mass = chances[:, None] * np.where(patterns, keep, 1 - keep).prod(axis=-1)
-    for t, p in np.argwhere(mass > 0):
-        count = int(outcomes.num_accepted[t, p])
-        path = tuple(outcomes.tokens[t, p, :count].tolist())
-        yield mass[t, p], path, own[t, p].astype(np.float64)
+    tree, pattern = np.nonzero(mass)
+    return enumeration.Outcomes(
+        mass=mass[tree, pattern],
+        tokens=outcomes.tokens[tree, pattern],
+        counts=outcomes.num_accepted[tree, pattern],
+        own=own[tree, pattern],
+    )
 
 
 def committed_law(rule: str, case: Case, wanted: int) -> np.ndarray:
     """The law of the first `D + 1` tokens, `[V] * (D + 1)` float64."""
-    later = enumeration.continuations(case.target)
-    law = np.zeros((V,) * (case.depth_max + 1))
-    for mass, path, weights in outcomes(rule, case, wanted):
-        rest = later[len(path) + 1][path]
-        law[path] += (
-            mass
-            * (weights / weights.sum()).reshape((-1,) + (1,) * (rest.ndim - 1))
-            * rest
-        )
-    return law
+    return outcomes(rule, case, wanted).law(case.target)
 
 
 def bias(rule: str, case: Case, wanted: int = 9) -> float:
@@ -194,7 +188,7 @@ def bias(rule: str, case: Case, wanted: int = 9) -> float:
 
 def mean_accepted(rule: str, case: Case) -> float:
     """The expected number of drafts that stay."""
-    return sum(mass * len(path) for mass, path, _ in outcomes(rule, case, wanted=9))
+    return outcomes(rule, case, wanted=9).mean
 
 
 def make_drawn(rule, shape, rng, **kinds) -> Case:
