@@ -46,7 +46,7 @@ from spec_jax.model import (
     row_model,
 )
 from spec_jax.ops import dispatch
-from spec_jax.paging import allocator, index
+from spec_jax.paging import index
 
 
 Kind = Literal["dflash", "dspark"]
@@ -168,11 +168,9 @@ class SlotBlock(features_lib.SlotReader):
             lambda carry: carry[2], run, (memory.kv, nothing, jnp.any(asked))
         )
         asked &= ~kv.out_of_pages
-        kv = allocator.truncate_each(
-            kv, memory.ring.first, asked=asked, impl=self.drafter.model.cache_impl
-        )
+        memory = self._without_drafts(memory.replace(kv=kv), asked)
         num_drafted = jnp.where(asked, jnp.minimum(gamma, proposal.num_drafted), 0)
-        return memory.replace(kv=kv), proposal.replace(num_drafted=num_drafted)
+        return memory, proposal.replace(num_drafted=num_drafted)
 
     def _forward(self, params, kv, rows, features):
         """Writes the keys and values of features; there are no outputs."""
