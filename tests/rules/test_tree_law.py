@@ -40,6 +40,10 @@ RULES = {
     "multipath": (multi_path.multi_path_probabilities, multi_path.accept_multi_path),
 }
 """Of each rule of trees: its probabilities, and how it decides by them."""
+COMPILED = {
+    name: jax.jit(accept, static_argnames="depth_max")
+    for name, (_, accept) in RULES.items()
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -304,7 +308,6 @@ def test_on_a_chain_it_is_the_rule_of_chains(is_certain, rule, rng):
     """As integers: what is kept, and the own token."""
     gamma, vocab_size = 4, 7
     chain = jnp.arange(gamma, dtype=jnp.int32)
-    accept_tree = jax.jit(RULES[rule][1], static_argnames="depth_max")
     of_chains = "block" if rule == "multipath" else rule
     accept = jax.jit(getattr(acceptance, f"accept_{of_chains}"))
     for _ in range(100):
@@ -318,7 +321,7 @@ def test_on_a_chain_it_is_the_rule_of_chains(is_certain, rule, rng):
             "uniforms": jnp.asarray(rng.random(gamma), jnp.float32),
             "noise": jnp.asarray(rng.gumbel(size=vocab_size), jnp.float32),
         }
-        found = accept_tree(
+        found = COMPILED[rule](
             tokens,
             chain,
             None if is_certain else draft,
@@ -340,7 +343,7 @@ def test_children_that_are_too_deep_are_not_tried(depth_max, own, rule):
     was tried: with `depth_max` 2 the second draft is, and is not kept."""
     draft = jnp.asarray([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]], jnp.float32)
     target = jnp.asarray([[0.0, 0.0, 1.0]] + [[0.6, 0.3, 0.1]] * 2, jnp.float32)
-    found = RULES[rule][1](
+    found = COMPILED[rule](
         jnp.array([2, 0], jnp.int32),
         jnp.array([0, 1], jnp.int32),
         draft,
@@ -361,7 +364,7 @@ def test_what_no_draw_can_have(rule):
     for wrong in (jnp.nan, -1.0, 0.0):
         draft = jnp.full((3, V), wrong, jnp.float32)
         tokens = jnp.array([V, -1, 0])
-        outcome = RULES[rule][1](
+        outcome = COMPILED[rule](
             tokens,
             jnp.zeros((3,), jnp.int32),
             draft,
