@@ -69,7 +69,7 @@ class Drafted(pytree.Node):
 
     @property
     def is_real(self) -> jax.Array:
-        """Which drafts there are, `[W]`."""
+        """Whether each draft is there, `[W]`."""
         return jnp.arange(self.tokens.shape[0], dtype=jnp.int32) < self.num_drafted
 
     def walk(self, try_children) -> "_Walk":
