@@ -11,16 +11,6 @@ from spec_jax.drafters import registry
 from spec_jax.model import config as config_lib, hub, tokenizer
 
 
-def test_the_default_run_matches_and_the_draft_is_of_use(tmp_path):
-    """Fails if an asset is missing or was not trained: a random draft accepts 0."""
-    out = tmp_path / "out.jsonl"
-    flags = ["--prompts", "2", "--gen-tokens", "24", "--out", str(out)]
-    assert spec_round.main(flags) == spec_round.MATCHED
-    summary = json.loads(out.read_text().splitlines()[-1])
-    assert summary["verify_decode_mismatches"] == 0
-    assert summary["acceptance_rate"] > 0.2
-
-
 def test_the_folders_are_complete_and_small():
     target, draft = loading.EMBEDDED_TARGET, loading.EMBEDDED_DRAFT
     for folder in (target, draft):
@@ -51,13 +41,16 @@ def test_a_shipped_head_has_a_card(name):
         assert fact in card
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HEADS[:-1])
-def test_a_shipped_head_is_of_use(name, tmp_path):
-    """Fails if a head is of another target, or was not trained."""
+@pytest.mark.parametrize(
+    "name", [None, *(pytest.param(x, marks=pytest.mark.slow) for x in HEADS[:-1])]
+)
+def test_what_is_shipped_matches_and_is_of_use(name, tmp_path):
+    """Fails if an asset is missing, is of another target, or was not trained: a random
+    draft accepts 0. None: what is drafted by default."""
     out = tmp_path / "out.jsonl"
     flags = ["--prompts", "2", "--gen-tokens", "24", "--out", str(out)]
-    assert spec_round.main([*flags, "--drafter", name]) == spec_round.MATCHED
+    flags += ["--drafter", name] if name else []
+    assert spec_round.main(flags) == spec_round.MATCHED
     summary = json.loads(out.read_text().splitlines()[-1])
     assert summary["verify_decode_mismatches"] == 0
     assert summary["acceptance_rate"] > 0.2

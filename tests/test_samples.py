@@ -101,10 +101,11 @@ def test_a_seed_for_each_is_that_of_its_prompt(lm):
 
 
 def test_shapes(lm):
-    for call in (sj.generate, sj.decode):
-        one = call(lm, PROMPTS[0], n=1, **SHORT)
+    # Programs of other tests here: as many slots, and no policy.
+    for call, how in ((sj.generate, {"gamma": 3, "num_slots": 3}), (sj.decode, {})):
+        one = call(lm, PROMPTS[0], n=1, **how, **SHORT)
         assert [type(out) for out in one] == [sj.Generation]
-        outs = call(lm, PROMPTS, n=2, **SHORT)
+        outs = call(lm, PROMPTS, n=2, **how, **SHORT)
         assert [len(samples) for samples in outs] == [2, 2, 2]
         for samples, prompt in zip(outs, PROMPTS, strict=True):
             ids = lm.tokenizer.encode(prompt)

@@ -42,12 +42,6 @@ def lift(
     checks.check_count(gamma_max=drafter.gamma_max)
     rule = rule_lib.of(rule)
     drafter = protocols.complete(protocols.complete(drafter).for_rule(rule))
-    replaces = drafter.tree is not None and drafter.tree.replaces
-    if rule.replaces and protocols.is_tree(drafter) and not replaces:
-        raise NotImplementedError(
-            f"trees of {type(drafter).__name__} under rule={rule!r}, which takes "
-            "siblings that are drawn with replacement: use the rule 'block'"
-        )
     if policy_lib.schedules(gamma_policy):
         drafter = protocols.complete(drafter.for_schedule())
     slots = drafter.for_slots(num_slots)

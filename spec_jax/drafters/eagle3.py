@@ -119,20 +119,9 @@ class SlotEagle3(features_lib.SlotReader):
             return self._run_chains(params, memory, tokens, asked, goal, gamma, draw)
         memory, root = self._take_in_ring(params, memory, tokens, goal=goal)
         asked &= memory.ring.first == memory.ring.end
-        memory, proposal = self._grow(
-            params,
-            memory,
-            root,
-            wanted=jnp.where(asked, gamma, 0),
-            draw=draw,
-        )
-        kv = allocator.truncate_each(
-            memory.kv,
-            memory.ring.first,
-            asked=asked,
-            impl=self.drafter.model.cache_impl,
-        )
-        return memory.replace(kv=kv), proposal
+        wanted = jnp.where(asked, gamma, 0)
+        memory, proposal = self._grow(params, memory, root, wanted=wanted, draw=draw)
+        return self._without_drafts(memory, asked), proposal
 
     @property
     def _is_one_call(self) -> bool:

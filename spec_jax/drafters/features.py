@@ -238,13 +238,13 @@ class SlotReader(slots_lib.OfSlots):
             flat = features.reshape(*features.shape[:2], -1)
             ring = append(ring, flat, length - 1, asked=asked)
         ring = truncate(ring, length - 1, asked=asked)
-        kv = allocator.truncate_each(
-            memory.kv,
-            ring.first,
-            asked=asked,
-            impl=self.drafter.model.cache_impl,
-        )
-        return memory.replace(kv=kv, ring=ring)
+        return self._without_drafts(memory.replace(ring=ring), asked)
+
+    def _without_drafts(self, memory: ReaderMemory, asked: jax.Array) -> ReaderMemory:
+        """Forgets the rows after those of features, in the slots that are asked."""
+        impl = self.drafter.model.cache_impl
+        cut = functools.partial(allocator.truncate_each, asked=asked, impl=impl)
+        return memory.replace(kv=cut(memory.kv, memory.ring.first))
 
     def _forward(self, params: Any, kv: paged.PagedKV, rows: Any, features: Any) -> Any:
         """Runs features, and the tokens after their positions; see `windows.run`."""

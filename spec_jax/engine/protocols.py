@@ -228,8 +228,16 @@ class Drafter:
         return False
 
     def for_rule(self, rule: rule_lib.Rule) -> Any:
-        """Returns the drafter that draws as a rule of acceptance wants it."""
-        del rule
+        """Returns the drafter that draws as a rule of acceptance wants it.
+
+        Raises:
+          NotImplementedError: trees, under a rule that takes other siblings.
+        """
+        if rule.replaces and is_tree(self):
+            raise NotImplementedError(
+                f"trees of {name_of(self)} under rule={rule!r}, which takes siblings "
+                "that are drawn with replacement: use the rule 'block'"
+            )
         return self
 
     def for_schedule(self) -> Any:

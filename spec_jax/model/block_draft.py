@@ -71,7 +71,7 @@ def append_context(
     if dispatch.is_fused(impl):
         pages = block_steps.append_context(
             features.astype(params.final_norm.dtype),
-            _model(params, config, kv),
+            block_steps.BlockModel.of(params, params.layers, config.layer, kv),
             fc=params.fc,
             hidden_norm=params.hidden_norm,
             **_where(config, rows, kv, params.final_norm.dtype),
@@ -126,7 +126,7 @@ def forward_block(
     if dispatch.is_fused(impl) and config.is_one_call:
         hidden, logits, pages = block_steps.blocks(
             rows.tokens,
-            _model(params, config, kv),
+            block_steps.BlockModel.of(params, params.layers, config.layer, kv),
             block_size=config.block_size,
             **_where(config, rows, kv, dtype),
         )
@@ -231,23 +231,6 @@ def _padded(rows: decoder.Rows, count: int) -> decoder.Rows:
     pad = lambda values: jnp.pad(values, (0, count)) if count else values
     return rows.replace(
         tokens=pad(rows.tokens), slots=pad(rows.slots), positions=pad(rows.positions)
-    )
-
-
-def _model(params, config, kv) -> block_steps.BlockModel:
-    """Returns the layers for native kernels."""
-    fields = block_steps.LayerWeights._fields
-    return block_steps.BlockModel(
-        embed=params.embed,
-        layers=[
-            block_steps.LayerWeights(**{name: getattr(weight, name) for name in fields})
-            for weight in params.layers
-        ],
-        final_norm=params.final_norm,
-        head=params.lm_head,
-        pages=list(zip(kv.k, kv.v, strict=True)),
-        eps=config.layer.rms_norm_eps,
-        scale=config.layer.head_dim**-0.5,
     )
 
 

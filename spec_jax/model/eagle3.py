@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
 from spec_jax.model import eagle3_params, qwen3, sequence
-from spec_jax.native import draws as draws_lib, head_steps, steps
+from spec_jax.native import draws as draws_lib, head_steps
 from spec_jax.ops import (
     causal_attention,
     dispatch,
@@ -215,19 +215,14 @@ def run_chains(
 
 
 def _model(params, config, kv) -> head_steps.HeadModel:
-    names = steps.LayerWeights._fields
-    layer = steps.LayerWeights(**{name: getattr(params, name) for name in names})
-    return head_steps.HeadModel(
-        embed=params.embed,
-        layers=[layer],
-        final_norm=params.final_norm,
-        head=params.lm_head,
+    return head_steps.HeadModel.of(
+        params,
+        [params],
+        config.layer,
+        kv,
         hidden_norm=params.hidden_norm,
         norm_before_residual=config.norm_before_residual,
         norm_output=config.norm_output,
-        pages=list(zip(kv.k, kv.v, strict=True)),
-        eps=config.layer.rms_norm_eps,
-        scale=config.layer.head_dim**-0.5,
     )
 
 

@@ -68,28 +68,10 @@ def read_as(
         raw["head_dim"] = raw["hidden_size"] // heads
     if raw.get("num_key_value_heads") is None:
         raw["num_key_value_heads"] = heads
-    theta, scaling = config_lib.read_scaled_rope(raw)
-    return kind(
-        **config_lib.read_sizes(raw, config_lib.SIZES),
-        rms_norm_eps=config_lib.positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        scaling=scaling,
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        dtype=config_lib.read_dtype(raw, dtype),
-    )
+    return qwen3.read_plain(kind, raw, dtype=dtype)
 
 
-def write_config(config: LlamaConfig) -> dict[str, Any]:
-    """Implements `families.Family.write_config`."""
-    return {
-        **{key: getattr(config, name) for key, name in config_lib.SIZES.items()},
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": config_lib.write_scaling(config.scaling),
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "torch_dtype": config.dtype,
-    }
+write_config = qwen3.write_plain
 
 
 def shapes(config: LlamaConfig) -> params_lib.Params:

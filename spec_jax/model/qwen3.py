@@ -61,10 +61,14 @@ def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> config_lib.Qwen
             "partial_rotary_factor": (1, None),
         },
     )
-    sizes = config_lib.read_sizes(raw, config_lib.SIZES)
+    return read_plain(config_lib.Qwen3Config, raw, dtype=dtype)
+
+
+def read_plain(kind: Any, raw: Mapping[str, Any], *, dtype: str | None) -> Any:
+    """Reads a config of this kind: all that Qwen3's and Llama's have."""
     theta, scaling = config_lib.read_scaled_rope(raw)
-    return config_lib.Qwen3Config(
-        **sizes,
+    return kind(
+        **config_lib.read_sizes(raw, config_lib.SIZES),
         rms_norm_eps=config_lib.positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         scaling=scaling,
@@ -73,19 +77,23 @@ def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> config_lib.Qwen
     )
 
 
-def write_config(config: config_lib.Qwen3Config) -> dict[str, Any]:
-    """Implements `families.Family.write_config`."""
+def write_plain(config: Any) -> dict[str, Any]:
+    """Writes what `read_plain` reads."""
     return {
         **{key: getattr(config, name) for key, name in config_lib.SIZES.items()},
-        "attention_bias": False,
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": config_lib.write_scaling(config.scaling),
         "tie_word_embeddings": config.tie_word_embeddings,
         "torch_dtype": config.dtype,
-        "use_sliding_window": False,
     }
+
+
+def write_config(config: config_lib.Qwen3Config) -> dict[str, Any]:
+    """Implements `families.Family.write_config`."""
+    without = {"attention_bias": False, "use_sliding_window": False}
+    return write_plain(config) | without
 
 
 def shapes(config: config_lib.ModelConfig) -> params_lib.Params:
@@ -185,7 +193,7 @@ def _fused_step(params, config, rows, kv, taps, with_logits):
     """Does as `forward_rows` in one call of native kernels."""
     logits, features, pages = steps.step(
         rows.tokens,
-        _model(params, config, kv),
+        steps.Model.of(params, params.layers, config, kv),
         *decoder.row_angles(
             config, rows.positions, dtype=params.final_norm.dtype, impl="native"
         ),
@@ -225,7 +233,7 @@ def run_chains(
     )
     drafts, _, pages = steps.chains(
         tokens,
-        _model(params, config, kv),
+        steps.Model.of(params, params.layers, config, kv),
         cos.reshape(*positions.shape, -1),
         sin.reshape(*positions.shape, -1),
         page_table=kv.page_table,
@@ -235,22 +243,6 @@ def run_chains(
         most=most,
     )
     return cache.with_pages(kv, pages), drafts
-
-
-def _model(params, config, kv) -> steps.Model:
-    names = steps.LayerWeights._fields
-    return steps.Model(
-        embed=params.embed,
-        layers=[
-            steps.LayerWeights(**{name: getattr(layer, name) for name in names})
-            for layer in params.layers
-        ],
-        final_norm=params.final_norm,
-        head=params.lm_head,
-        pages=list(zip(kv.k, kv.v, strict=True)),
-        eps=config.rms_norm_eps,
-        scale=config.head_dim**-0.5,
-    )
 
 
 def run_head(params, residual, rows, *, config, impl):

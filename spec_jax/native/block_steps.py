@@ -38,6 +38,8 @@ class BlockModel(steps.Model):
       ValueError: as a `steps.Model`; no `head`.
     """
 
+    layer_kind = LayerWeights
+
     def __post_init__(self) -> None:
         if self.head is None:
             raise ValueError("head=None: a block drafter has logits of its own tokens")

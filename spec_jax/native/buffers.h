@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <new>
+#include <type_traits>
+#include <utility>
 
 #include "attention.h"
 #include "panels.h"
@@ -22,6 +24,57 @@ using Ints = ffi::Buffer<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
 using Any = ffi::AnyBuffer;
 using Result = ffi::Result<ffi::AnyBuffer>;
+
+template <typename T>
+constexpr bool is_attribute = std::is_arithmetic_v<T>;
+template <>
+constexpr bool is_attribute<ffi::Span<const int64_t>> = true;
+template <typename T>
+constexpr bool is_result = false;
+template <typename T>
+constexpr bool is_result<ffi::Result<T>> = true;
+
+// Binds one more parameter, by its type; the name is an attribute's.
+template <typename T, typename Own>
+auto bind_one(Own&& own, const char* name) {
+  if constexpr (is_attribute<T>) {
+    return std::move(own).template Attr<T>(name);
+  } else if constexpr (std::is_same_v<T, ffi::ThreadPool>) {
+    return std::move(own).template Ctx<T>();
+  } else if constexpr (std::is_same_v<T, ffi::RemainingArgs>) {
+    return std::move(own).RemainingArgs();
+  } else if constexpr (std::is_same_v<T, ffi::RemainingRets>) {
+    return std::move(own).RemainingRets();
+  } else if constexpr (is_result<T>) {
+    return std::move(own).template Ret<std::decay_t<decltype(*std::declval<T>())>>();
+  } else {
+    return std::move(own).template Arg<T>();
+  }
+}
+
+template <typename T, typename... Rest, typename Own>
+auto bind_all(Own&& own, const char* const* names) {
+  if constexpr (sizeof...(Rest) == 0) {
+    return bind_one<T>(std::move(own), *names);
+  } else {
+    return bind_all<Rest...>(bind_one<T>(std::move(own), *names),
+                             names + is_attribute<T>);
+  }
+}
+
+// Binds further parameters; the names are those of attributes among them, in order.
+template <typename... Types, typename Own, typename... Names>
+auto bind(Own&& own, Names... names) {
+  static_assert((0 + ... + is_attribute<Types>) == sizeof...(Names));
+  const char* each[] = {names..., nullptr};
+  return bind_all<Types...>(std::move(own), each);
+}
+
+// Binds a handler by the parameters that it has.
+template <typename... Types, typename... Names>
+auto bind_to(ffi::Error (*)(Types...), Names... names) {
+  return bind<Types...>(ffi::Ffi::Bind(), names...);
+}
 
 template <typename T>
 const T* data(const Any& buffer) {

@@ -37,7 +37,7 @@ SOURCES = (
 )
 TARGETS = (
     *re.findall(
-        r"XLA_FFI_DEFINE_HANDLER_SYMBOL\((\w+),",
+        r"XLA_FFI_DEFINE_HANDLER_SYMBOL\(\s*(\w+),",
         (_FOLDER / "kernels.cc").read_text(encoding="utf-8"),
     ),
 )

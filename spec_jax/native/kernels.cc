@@ -228,177 +228,46 @@ ffi::Error LookUp(Ints tokens, Scalar length, Scalar gamma, Ints corpus, Ints bu
 }  // namespace
 }  // namespace spec_jax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_pack, spec_jax::Pack,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // w
-                                  .Ret<ffi::AnyBuffer>());
+using namespace spec_jax;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_project, spec_jax::Project,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // x
-                                  .Arg<ffi::AnyBuffer>()  // norm
-                                  .Arg<ffi::AnyBuffer>()  // w
-                                  .Arg<ffi::AnyBuffer>()  // residual
-                                  .Arg<spec_jax::Scalar>()  // num_active
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<float>("eps"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_pack, Pack, bind_to(Pack));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_project, Project, bind_to(Project, "eps"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_project_segments, ProjectSegments,
+                              bind_to(ProjectSegments));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_gate, Gate, bind_to(Gate, "eps"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_attend, Attend, bind_to(Attend, "scale", "eps"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_take_rows, TakeRows, bind_to(TakeRows, "entries"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_move, Move, bind_to(Move));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_argmax, Argmax, bind_to(Argmax));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_draw, DrawTokens,
+                              bind_to(DrawTokens, "vocabulary", "is_independent"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_children, FindChildren,
+                              bind_to(FindChildren, "tau", "vocabulary",
+                                      "is_independent"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_look_up, LookUp,
+                              bind_to(LookUp, "min_probability"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_slots, RunSlots,
+                              bind_to(RunSlots, "entries", "rank", "vocabulary",
+                                      "is_independent"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_project_segments, spec_jax::ProjectSegments,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // x
-                                  .Arg<spec_jax::Scalar>()  // num_active
-                                  .RemainingArgs()  // w
-                                  .Ret<spec_jax::Floats>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_gate, spec_jax::Gate,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // x
-                                  .Arg<ffi::AnyBuffer>()  // norm
-                                  .Arg<ffi::AnyBuffer>()  // w
-                                  .Arg<spec_jax::Scalar>()  // num_active
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<float>("eps"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_attend, spec_jax::Attend,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // heads
-                                  .Arg<ffi::AnyBuffer>()  // q_norm
-                                  .Arg<ffi::AnyBuffer>()  // k_norm
-                                  .Arg<spec_jax::Floats>()  // cos
-                                  .Arg<spec_jax::Floats>()  // sin
-                                  .Arg<spec_jax::Ints>()  // page_table
-                                  .Arg<spec_jax::Ints>()  // slots
-                                  .Arg<spec_jax::Ints>()  // positions
-                                  .Arg<spec_jax::Scalar>()  // num_active
-                                  .Arg<spec_jax::Ints>()  // branch
-                                  .Arg<spec_jax::Ints>()  // firsts
-                                  .Arg<ffi::AnyBuffer>()  // k_pages
-                                  .Arg<ffi::AnyBuffer>()  // v_pages
-                                  .Ret<ffi::AnyBuffer>()  // attended
-                                  .Ret<ffi::AnyBuffer>()  // k_pages
-                                  .Ret<ffi::AnyBuffer>()  // v_pages
-                                  .Attr<float>("scale")
-                                  .Attr<float>("eps"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_take_rows, spec_jax::TakeRows,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::AnyBuffer>()  // table
-                                  .Arg<spec_jax::Ints>()  // index
-                                  .Arg<spec_jax::Scalar>()  // num_active
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("entries"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_move, spec_jax::Move,
-                              ffi::Ffi::Bind()
-                                  .Arg<spec_jax::Ints>()  // page_table
-                                  .Arg<spec_jax::Ints>()  // slots
-                                  .Arg<spec_jax::Ints>()  // sources
-                                  .Arg<spec_jax::Ints>()  // targets
-                                  .Arg<ffi::Buffer<ffi::PRED>>()  // moves
-                                  .RemainingArgs()  // pools
-                                  .RemainingRets());  // pools
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_argmax, spec_jax::Argmax,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<spec_jax::Floats>()  // x
-                                  .Arg<spec_jax::Scalar>()  // num_active
-                                  .Ret<spec_jax::Ints>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_draw, spec_jax::DrawTokens,
-                              spec_jax::bind_draws(
-                                  ffi::Ffi::Bind()
-                                      .Ctx<ffi::ThreadPool>()
-                                      .Arg<spec_jax::Floats>()           // logits
-                                      .Arg<ffi::Buffer<ffi::PRED>>()     // asked
-                                      .Ret<spec_jax::Ints>()));          // tokens
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_children, spec_jax::FindChildren,
-                              spec_jax::bind_draws(
-                                  ffi::Ffi::Bind()
-                                      .Ctx<ffi::ThreadPool>()
-                                      .Arg<spec_jax::Floats>()  // logits
-                                      .Arg<spec_jax::Ints>()    // counts
-                                      .Arg<spec_jax::Ints>()    // numbers
-                                      .Arg<spec_jax::Ints>()    // names
-                                      .Ret<spec_jax::Floats>()  // scores
-                                      .Ret<spec_jax::Ints>()    // tokens
-                                      .Attr<float>("tau")));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_look_up, spec_jax::LookUp,
-                              ffi::Ffi::Bind()
-                                  .Arg<spec_jax::Ints>()    // tokens
-                                  .Arg<spec_jax::Scalar>()  // length
-                                  .Arg<spec_jax::Scalar>()  // gamma
-                                  .Arg<spec_jax::Ints>()    // corpus
-                                  .Arg<spec_jax::Ints>()    // budgets
-                                  .Ret<spec_jax::Ints>()    // drafts
-                                  .Ret<spec_jax::Scalar>()  // num_drafted
-                                  .Ret<spec_jax::Floats>()  // survival
-                                  .Ret<ffi::BufferR0<ffi::F32>>()  // score
-                                  .Attr<float>("min_probability"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_step, spec_jax::RunStep,
-                              spec_jax::bind_model(spec_jax::bind_rows(
-                                  ffi::Ffi::Bind()
-                                      .Ctx<ffi::ThreadPool>()
-                                      .Ret<spec_jax::Floats>()  // logits
-                                      .Ret<ffi::AnyBuffer>()    // features
-                                      .Attr<ffi::Span<const int64_t>>("taps"))));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_chains, spec_jax::RunChains,
-                              spec_jax::bind_model(spec_jax::bind_chains(
-                                  ffi::Ffi::Bind().Ctx<ffi::ThreadPool>())));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_head_step, spec_jax::RunHeadStep,
-                              spec_jax::bind_head(spec_jax::bind_rows(
-                                  ffi::Ffi::Bind()
-                                      .Ctx<ffi::ThreadPool>()
-                                      .Arg<ffi::AnyBuffer>()      // features
-                                      .Ret<spec_jax::Floats>()    // logits
-                                      .Ret<ffi::AnyBuffer>())));  // next features
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_head_chains, spec_jax::RunHeadChains,
-                              spec_jax::bind_head(spec_jax::bind_chains(
-                                  ffi::Ffi::Bind()
-                                      .Ctx<ffi::ThreadPool>()
-                                      .Arg<ffi::AnyBuffer>()      // features
-                                      .Arg<spec_jax::Ints>())));  // names
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_append_context, spec_jax::AppendContext,
-                              spec_jax::bind_model(spec_jax::bind_rows(
-                                  ffi::Ffi::Bind()
-                                      .Ctx<ffi::ThreadPool>()
-                                      .Arg<ffi::AnyBuffer>()      // features
-                                      .Arg<ffi::AnyBuffer>()      // fc
-                                      .Arg<ffi::AnyBuffer>())));  // hidden_norm
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_blocks, spec_jax::RunBlocks,
-                              spec_jax::bind_model(spec_jax::bind_rows(
-                                  ffi::Ffi::Bind()
-                                      .Ctx<ffi::ThreadPool>()
-                                      .Ret<ffi::AnyBuffer>()    // hidden
-                                      .Ret<spec_jax::Floats>()  // logits
-                                      .Attr<int64_t>("block_size"))));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_slots, spec_jax::RunSlots,
-                              spec_jax::bind_draws(
-                                  ffi::Ffi::Bind()
-                                      .Ctx<ffi::ThreadPool>()
-                                      .Arg<spec_jax::Floats>()  // logits
-                                      .Arg<spec_jax::Ints>()    // anchors
-                                      .Arg<spec_jax::Ints>()    // counts
-                                      .Arg<spec_jax::Ints>()    // names
-                                      .Arg<ffi::AnyBuffer>()    // embed
-                                      .Arg<ffi::AnyBuffer>()    // out
-                                      .Arg<ffi::AnyBuffer>()    // mix
-                                      .Arg<ffi::AnyBuffer>()    // mix_bias
-                                      .Arg<ffi::AnyBuffer>()    // hidden
-                                      .Ret<spec_jax::Ints>()    // drafts
-                                      .Attr<int64_t>("entries")
-                                      .Attr<int64_t>("rank")));
+// These take the parts of a call as they are: see `bind_rows`, and the others.
+using Pool = ffi::ThreadPool;
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    spec_jax_step, RunStep,
+    bind_model(bind_rows(bind<Pool, ffi::Result<Floats>, Result,
+                              ffi::Span<const int64_t>>(ffi::Ffi::Bind(), "taps"))));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_chains, RunChains,
+                              bind_model(bind_chains(bind<Pool>(ffi::Ffi::Bind()))));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    spec_jax_head_step, RunHeadStep,
+    bind_head(bind_rows(bind<Pool, Any, ffi::Result<Floats>, Result>(ffi::Ffi::Bind()))));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    spec_jax_head_chains, RunHeadChains,
+    bind_head(bind_chains(bind<Pool, Any, Ints>(ffi::Ffi::Bind()))));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    spec_jax_append_context, AppendContext,
+    bind_model(bind_rows(bind<Pool, Any, Any, Any>(ffi::Ffi::Bind()))));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    spec_jax_blocks, RunBlocks,
+    bind_model(bind_rows(bind<Pool, Result, ffi::Result<Floats>, int64_t>(
+        ffi::Ffi::Bind(), "block_size"))));

@@ -27,13 +27,8 @@ struct RowCall {
 };
 
 template <typename Binding>
-auto bind_rows(Binding own) {
-  return std::move(own)
-      .template Arg<Ints>()    // tokens
-      .template Arg<Ints>()    // slots
-      .template Arg<Ints>()    // positions
-      .template Arg<Scalar>()  // num_active
-      .template Arg<Ints>();   // branch
+auto bind_rows(Binding&& own) {
+  return bind<Ints, Ints, Ints, Scalar, Ints>(std::move(own));
 }
 
 // What a step is made of, but for its rows: the last arguments of a kernel, the pages
@@ -118,22 +113,10 @@ struct Model {
 };
 
 template <typename Binding>
-auto bind_model(Binding own) {
-  return std::move(own)
-      .template Arg<Ints>()         // page_table
-      .template Arg<Floats>()       // cos
-      .template Arg<Floats>()       // sin
-      .template Arg<Any>()          // embed
-      .template Arg<Any>()          // final_norm
-      .template Arg<Any>()          // head
-      .RemainingArgs()              // of each layer
-      .RemainingRets()              // keys and values of each layer
-      .template Attr<int64_t>("entries")
-      .template Attr<int64_t>("own_entries")
-      .template Attr<int64_t>("num_heads")
-      .template Attr<int64_t>("mlp_size")
-      .template Attr<float>("scale")
-      .template Attr<float>("eps");
+auto bind_model(Binding&& own) {
+  return bind<Ints, Floats, Floats, Any, Any, Any, ffi::RemainingArgs, ffi::RemainingRets,
+              int64_t, int64_t, int64_t, int64_t, float, float>(
+      std::move(own), "entries", "own_entries", "num_heads", "mlp_size", "scale", "eps");
 }
 
 // The dtype of a step's arrays.
@@ -194,13 +177,9 @@ struct DrawCall {
 };
 
 template <typename Binding>
-auto bind_draws(Binding own) {
-  return std::move(own)
-      .template Arg<Floats>()  // numbers
-      .template Arg<Ints>()    // integers
-      .template Ret<Floats>()  // log weights
-      .template Attr<int64_t>("vocabulary")
-      .template Attr<bool>("is_independent");
+auto bind_draws(Binding&& own) {
+  return bind<Floats, Ints, ffi::Result<Floats>, int64_t, bool>(
+      std::move(own), "vocabulary", "is_independent");
 }
 
 // Chains but for their model, in the order of `bind_chains`.
@@ -218,13 +197,8 @@ struct ChainCall {
 };
 
 template <typename Binding>
-auto bind_chains(Binding own) {
-  return bind_draws(std::move(own)
-                        .template Arg<Ints>()    // tokens
-                        .template Arg<Ints>()    // starts
-                        .template Arg<Ints>()    // pending
-                        .template Arg<Ints>()    // counts
-                        .template Ret<Ints>());  // drafts
+auto bind_chains(Binding&& own) {
+  return bind_draws(bind<Ints, Ints, Ints, Ints, ffi::Result<Ints>>(std::move(own)));
 }
 
 constexpr auto RunChains = [](ffi::ThreadPool pool, auto... parts) -> ffi::Error {
@@ -249,11 +223,9 @@ struct HeadCall {
 };
 
 template <typename Binding>
-auto bind_head(Binding own) {
-  return bind_model(std::move(own)
-                        .template Arg<Any>()  // hidden_norm
-                        .template Attr<bool>("norm_before_residual")
-                        .template Attr<bool>("norm_output"));
+auto bind_head(Binding&& own) {
+  return bind_model(bind<Any, bool, bool>(std::move(own), "norm_before_residual",
+                                          "norm_output"));
 }
 
 constexpr auto RunHeadStep = [](ffi::ThreadPool pool, Any features,

@@ -6,7 +6,7 @@ See `calls`, of whose functions they have the bits.
 import dataclasses
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,23 @@ class Model:
     pages: Sequence[tuple[jax.Array, jax.Array]]  # keys and values [P, C, K, H]
     eps: float
     scale: float
+    layer_kind: ClassVar[type] = LayerWeights
+
+    @classmethod
+    def of(cls, params: Any, layers: Any, config: Any, kv: Any, **more: Any) -> Self:
+        """Returns a model of these parameters, layers, sizes and pages."""
+        kind = cls.layer_kind
+        names = kind._fields  # type: ignore[attr-defined]
+        return cls(
+            embed=params.embed,
+            layers=[kind(**{name: getattr(x, name) for name in names}) for x in layers],
+            final_norm=params.final_norm,
+            head=params.lm_head,
+            pages=list(zip(kv.k, kv.v, strict=True)),
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+            **more,
+        )
 
     def __post_init__(self) -> None:
         D = self.size

@@ -144,28 +144,10 @@ def project(
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
       NotImplementedError: arrays that are not bfloat16, or another `out_dtype`.
     """
-    (R, K), N = x.shape, _num_outputs(w)
-    out_dtype = jnp.dtype(out_dtype)
-    _check(
-        x, w, (N, K), num_columns=N, num_active=num_active, norm=norm,
-        residual=residual, out_dtype=out_dtype,
+    return _product(
+        x, w, norm, residual, num_active=num_active, eps=eps, plan=plan,
+        out_dtype=jnp.dtype(out_dtype), name="skinny_gemm", interpret=interpret,
     )  # fmt: skip
-    if residual is not None:
-        residual = slab.padded(residual)
-    sums = _multiply(
-        _rows(x, norm, num_active=num_active, eps=eps, interpret=interpret),
-        w,
-        residual,
-        num_active=num_active,
-        plan=plan,
-        out_dtype=out_dtype,
-        name="skinny_gemm",
-        interpret=interpret,
-    )
-    return _finished(
-        sums, residual, out_dtype=out_dtype, num_active=num_active, name="skinny_gemm",
-        interpret=interpret,
-    )[:R]  # fmt: skip
 
 
 def add(
@@ -219,46 +201,34 @@ def gate(
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
       NotImplementedError: arrays that are not bfloat16.
     """
-    (R, K), F = x.shape, _num_outputs(w) // 2
+    return _product(
+        x, w, norm, None, num_active=num_active, eps=eps, plan=plan,
+        out_dtype=x.dtype, name="skinny_gemm_gate", interpret=interpret, parts=2,
+    )  # fmt: skip
+
+
+def _product(
+    x, w, norm, residual, *, num_active, eps, plan, out_dtype, name, interpret, parts=1
+):
+    """Returns `[R, N]` of `x`, normed by `norm` unless that is None, times `w`."""
+    (R, K), N = x.shape, _num_outputs(w)
     _check(
-        x, w, (2 * F, K), num_columns=F, num_active=num_active, norm=norm,
-        residual=None, out_dtype=x.dtype,
+        x, w, (N, K), num_columns=N // parts, num_active=num_active, norm=norm,
+        residual=residual, out_dtype=out_dtype,
     )  # fmt: skip
+    x, how = slab.padded(x), {"num_active": num_active, "interpret": interpret}
+    residual = None if residual is None else slab.padded(residual)
+    if norm is not None:
+        x = rms_norm_triton.rms_norm(x, norm, eps=eps, **how)
     sums = _multiply(
-        _rows(x, norm, num_active=num_active, eps=eps, interpret=interpret),
-        w,
-        None,
-        parts=2,
-        num_active=num_active,
-        plan=plan,
-        out_dtype=x.dtype,
-        name="skinny_gemm_gate",
-        interpret=interpret,
+        x, w, residual, plan=plan, out_dtype=out_dtype, name=name, parts=parts, **how
     )
-    return _finished(
-        sums, None, out_dtype=x.dtype, num_active=num_active, name="skinny_gemm_gate",
-        interpret=interpret,
-    )[:R]  # fmt: skip
-
-
-def _finished(sums, residual, *, out_dtype, num_active, name, interpret):
-    """Returns the result of `_multiply`, summed where it left partial sums."""
-    if not isinstance(sums, list):
-        return sums
-    result = jax.ShapeDtypeStruct(sums[0].shape[1:], out_dtype)
-    return gemm_reduce_triton.reduce(
-        sums, residual, result, num_active=num_active, name=f"{name}_reduce",
-        interpret=interpret,
-    )  # fmt: skip
-
-
-def _rows(x, norm, *, num_active, eps, interpret):
-    """Returns `x` in whole slabs, normed by `norm` unless that is None."""
-    x = slab.padded(x)
-    if norm is None:
-        return x
-    how = {"num_active": num_active, "eps": eps, "interpret": interpret}
-    return rms_norm_triton.rms_norm(x, norm, **how)
+    if isinstance(sums, list):
+        result = jax.ShapeDtypeStruct(sums[0].shape[1:], out_dtype)
+        sums = gemm_reduce_triton.reduce(
+            sums, residual, result, name=f"{name}_reduce", **how
+        )
+    return sums[:R]
 
 
 def _check(x, w, shape, **how) -> None:

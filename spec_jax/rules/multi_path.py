@@ -5,15 +5,13 @@ with replacement here: the best of the paths is found first, and what it was the
 from is no longer the draft's row, but known.
 """
 
-import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int
 
 from spec_jax import pytree
 from spec_jax.rules import acceptance, tree_acceptance
-from spec_jax.typing import typed
 
 
 class Selected(pytree.Node):
@@ -28,39 +26,30 @@ class Selected(pytree.Node):
     probs: jax.Array  # [D, V] float32, of the next token of the highest path
 
 
-@typed
-def select(
-    draft_tokens: Int[Array, " W"],
-    parents: Int[Array, " W"],
-    draft_probs: Float32[Array, "W V"],
-    target_probs: Float32[Array, "W+1 V"],
-    num_drafted: Int[Array, ""],
-    wanted: Int[Array, ""],
-    *,
-    depth_max: int,
-) -> Selected:
+def select(tree: tree_acceptance.Drafted) -> Selected:
     """Finds the path whose tokens are the highest of its siblings', from the root on.
 
     As `accept_multi_path`, which verifies it. Nodes with the same path are one node
     with the children of all. A depth of which a node was not drafted is not read.
     """
-    depths = tree_acceptance.depths_of(parents)
-    is_real = jnp.arange(1, parents.shape[0] + 1, dtype=jnp.int32) <= num_drafted
+    draft_tokens, parents, depth_max = tree.tokens, tree.parents, tree.depth_max
+    depths, is_real = tree_acceptance.depths_of(parents), tree.is_real
     is_at = depths[None] == jnp.arange(depth_max + 1, dtype=jnp.int32)[:, None]
     of_shape = jnp.sum(is_at, axis=1, dtype=jnp.int32)
     drafted = jnp.sum(is_at[:, 1:] & is_real[None], axis=1, dtype=jnp.int32)
     # At depth 1 any leading nodes will do: they are as many children of the root.
     is_whole = (drafted == of_shape)[1:].at[0].set(drafted[1] > 0)
     is_whole &= drafted[1:] > 0
-    most = jnp.minimum(jnp.sum(jnp.cumprod(is_whole.astype(jnp.int32))), wanted)
+    most = jnp.minimum(jnp.sum(jnp.cumprod(is_whole.astype(jnp.int32))), tree.wanted)
     numbers = jnp.maximum(of_shape[1:] // jnp.maximum(of_shape[:-1], 1), 1)
     numbers = numbers.at[0].set(drafted[1])
 
     def descend(carry, depth):
         """Goes to the highest child of the nodes that hold the path."""
         holds, at, goes_on = carry
-        draft_row = jnp.where(draft_probs[at] > 0, draft_probs[at], 0.0)
-        rank, row = _Row.of(target_probs[at], draft_row)
+        draft_row = cast(jax.Array, tree.draft_probs)[at]
+        draft_row = jnp.where(draft_row > 0, draft_row, 0.0)
+        rank, row = _Row.of(tree.target_probs[at], draft_row)
         is_child = is_real & holds[parents] & goes_on & (depth < most)
         # Outside of the vocabulary is lowest, and is gone to too: it was drawn.
         height = rank.at[draft_tokens].get(
@@ -141,62 +130,35 @@ def _powers(upper, lower, number) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jax.lax.fori_loop(0, number, multiply, (jnp.zeros_like(one), one, one))
 
 
-@typed
 def multi_path_probabilities(
-    draft_tokens: Int[Array, " W"],
-    parents: Int[Array, " W"],
-    draft_probs: Float32[Array, "W V"],
-    target_probs: Float32[Array, "W+1 V"],
-    num_drafted: Int[Array, ""],
-    wanted: Int[Array, ""],
-    *,
-    depth_max: int,
-    row_sums: acceptance.RowSums | None = None,
+    tree: tree_acceptance.Drafted,
 ) -> acceptance.AcceptanceProbabilities:
     """Returns the chance of each draft of the highest path to stay with those above it,
     given that none below it does; 0 of the other drafts.
 
     As `accept_multi_path`, which decides by them.
     """
-    found = select(
-        draft_tokens,
-        parents,
-        draft_probs,
-        target_probs,
-        num_drafted,
-        wanted,
-        depth_max=depth_max,
-    )
+    found = select(tree)
     block = acceptance.block_probabilities(
         found.tokens,
         found.probs,
-        target_probs[found.columns],
+        tree.target_probs[found.columns],
         found.length,
-        row_sums=row_sums,
+        row_sums=tree.row_sums,
     )
-    width = draft_tokens.shape[0]
-    is_on = jnp.arange(depth_max + 1, dtype=jnp.int32) <= found.length
+    (width,) = tree.tokens.shape
+    is_on = jnp.arange(tree.depth_max + 1, dtype=jnp.int32) <= found.length
     columns = jnp.where(is_on, found.columns, width + 1)
     keep = jnp.zeros((width,), jnp.float32).at[columns[1:] - 1]
     return acceptance.AcceptanceProbabilities(
         keep=keep.set(block.keep, mode="drop"),
-        own=target_probs.at[columns].set(block.own, mode="drop"),
+        own=tree.target_probs.at[columns].set(block.own, mode="drop"),
     )
 
 
-@typed
+@tree_acceptance.of_trees
 def accept_multi_path(
-    draft_tokens: Int[Array, " W"],
-    parents: Int[Array, " W"],
-    draft_probs: Float32[Array, "W V"],
-    target_probs: Float32[Array, "W+1 V"],
-    num_drafted: Int[Array, ""],
-    wanted: Int[Array, ""],
-    *,
-    uniforms: Float32[Array, " W"],
-    noise: Float32[Array, " V"],
-    depth_max: int,
-    row_sums: acceptance.RowSums | None = None,
+    tree: tree_acceptance.Drafted, *, uniforms, noise
 ) -> acceptance.Outcome:
     """Keeps a prefix of the best path of a tree, in the target's distribution.
 
@@ -213,21 +175,10 @@ def accept_multi_path(
     Args: as in `accept_tree`, but that siblings are drawn with replacement and that all
       nodes of a depth have as many children. The output is biased where they have not.
     """
-    probabilities = multi_path_probabilities(
-        draft_tokens,
-        parents,
-        draft_probs,
-        target_probs,
-        num_drafted,
-        wanted,
-        depth_max=depth_max,
-        row_sums=row_sums,
-    )
+    probabilities = multi_path_probabilities(tree)
     stays = jnp.append(False, uniforms < probabilities.keep)
-    depths = tree_acceptance.depths_of(parents)
+    depths = tree_acceptance.depths_of(tree.parents)
     end = jnp.argmax(jnp.where(stays, depths, 0)).astype(jnp.int32)
-    keep = functools.partial(tree_acceptance.keep_path, depth_max=depth_max)
-    path = keep(end, parents, num_drafted, wanted)
-    weights = acceptance.or_else(probabilities.own[end], target_probs[end])
+    weights = acceptance.or_else(probabilities.own[end], tree.target_probs[end])
     own = jnp.argmax(jnp.log(weights) + noise)
-    return path.outcome(draft_tokens, own.astype(draft_tokens.dtype))
+    return tree.keep_path(end).outcome(tree.tokens, own.astype(tree.tokens.dtype))

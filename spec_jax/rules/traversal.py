@@ -5,24 +5,13 @@ As `tree_acceptance`, a function of ONE sequence, of arrays alone.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int
 
 from spec_jax.rules import acceptance, tree_acceptance
-from spec_jax.typing import typed
 
 
-@typed
 def traversal_probabilities(
-    draft_tokens: Int[Array, " W"],
-    parents: Int[Array, " W"],
-    draft_probs: Float32[Array, "W V"] | None,
-    target_probs: Float32[Array, "W+1 V"],
-    num_drafted: Int[Array, ""],
-    wanted: Int[Array, ""],
-    *,
-    depth_max: int,
-    row_sums: acceptance.RowSums | None = None,
-) -> tuple[acceptance.AcceptanceProbabilities, Int[Array, " W"]]:
+    tree: tree_acceptance.Drafted,
+) -> tuple[acceptance.AcceptanceProbabilities, jax.Array]:
     """Leaves the nodes of a tree from its leaves on, each after its children.
 
     As `accept_traversal`, which decides by them.
@@ -32,11 +21,11 @@ def traversal_probabilities(
       the drafts that are left before it, 0 of drafts that are not tried; and when each
       is left, `W` of those.
     """
+    draft_tokens, parents = tree.tokens, tree.parents
     num_drafts = draft_tokens.shape[0]
     columns = jnp.arange(1, num_drafts + 1, dtype=jnp.int32)
     depths = tree_acceptance.depths_of(parents)
-    is_tried = columns <= num_drafted
-    is_tried &= depths[1:] <= jnp.minimum(wanted, depth_max)
+    is_tried = tree.is_real & (depths[1:] <= jnp.minimum(tree.wanted, tree.depth_max))
 
     def next_children(at, entered):
         """Returns which children of a column were not entered yet."""
@@ -72,7 +61,7 @@ def traversal_probabilities(
         return (pair, joint, entered, keep, left, parent), None
 
     start = (
-        tree_acceptance.Pair.of(target_probs, draft_probs, row_sums),
+        tree_acceptance.Pair.of(tree),
         jnp.ones((num_drafts + 1,), jnp.float32),
         jnp.zeros((num_drafts,), jnp.bool_),
         jnp.zeros((num_drafts,), jnp.float32),
@@ -85,19 +74,9 @@ def traversal_probabilities(
     return acceptance.AcceptanceProbabilities(keep=keep, own=own), left
 
 
-@typed
+@tree_acceptance.of_trees
 def accept_traversal(
-    draft_tokens: Int[Array, " W"],
-    parents: Int[Array, " W"],
-    draft_probs: Float32[Array, "W V"] | None,
-    target_probs: Float32[Array, "W+1 V"],
-    num_drafted: Int[Array, ""],
-    wanted: Int[Array, ""],
-    *,
-    uniforms: Float32[Array, " W"],
-    noise: Float32[Array, " V"],
-    depth_max: int,
-    row_sums: acceptance.RowSums | None = None,
+    tree: tree_acceptance.Drafted, *, uniforms, noise
 ) -> acceptance.Outcome:
     """Keeps a path of a tree, verified as a whole, in the target's distribution.
 
@@ -114,21 +93,9 @@ def accept_traversal(
 
     Args: as in `accept_tree`, and so is what biases the output.
     """
-    probabilities, left = traversal_probabilities(
-        draft_tokens,
-        parents,
-        draft_probs,
-        target_probs,
-        num_drafted,
-        wanted,
-        depth_max=depth_max,
-        row_sums=row_sums,
-    )
+    probabilities, left = traversal_probabilities(tree)
     stays = uniforms < probabilities.keep
     first = jnp.argmin(jnp.where(stays, left, left.shape[0])).astype(jnp.int32)
-    end = jnp.where(jnp.any(stays), first + 1, 0)
-    walk = tree_acceptance.keep_path(
-        end, parents, num_drafted, wanted, depth_max=depth_max
-    )
+    walk = tree.keep_path(jnp.where(jnp.any(stays), first + 1, 0))
     own = jnp.argmax(jnp.log(probabilities.own[walk.last]) + noise)
-    return walk.outcome(draft_tokens, own.astype(draft_tokens.dtype))
+    return walk.outcome(tree.tokens, own.astype(tree.tokens.dtype))

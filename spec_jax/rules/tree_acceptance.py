@@ -55,16 +55,79 @@ def follow(
     return found.outcome(draft_tokens, found.own)
 
 
-@typed
-def tree_probabilities(
-    draft_tokens: Int[Array, " W"],
-    parents: Int[Array, " W"],
-    draft_probs: Float32[Array, "W V"] | None,
-    target_probs: Float32[Array, "W+1 V"],
-    num_drafted: Int[Array, ""],
-    *,
-    row_sums: acceptance.RowSums | None = None,
-) -> acceptance.AcceptanceProbabilities:
+class Drafted(pytree.Node):
+    """A tree of drafts and what both models say of it, as `accept_tree` is given it."""
+
+    tokens: jax.Array  # [W] int32
+    parents: jax.Array  # [W] int32
+    draft_probs: jax.Array | None  # [W, V] float32
+    target_probs: jax.Array  # [W + 1, V] float32
+    num_drafted: jax.Array  # [] int32
+    wanted: jax.Array  # [] int32
+    depth_max: int = pytree.static()
+    row_sums: acceptance.RowSums | None = pytree.static(default=None)
+
+    @property
+    def is_real(self) -> jax.Array:
+        """Whether each draft is there, `[W]`."""
+        return jnp.arange(self.tokens.shape[0], dtype=jnp.int32) < self.num_drafted
+
+    def walk(self, try_children) -> "_Walk":
+        """Walks this tree, see `walk`."""
+        at_most = {"depth_max": self.depth_max}
+        return walk(
+            try_children, self.parents, self.num_drafted, self.wanted, **at_most
+        )
+
+    def keep_path(self, end: jax.Array) -> "_Walk":
+        """Walks from the root to the column `end`."""
+
+        def mark(on_path, draft):
+            """Marks the parent of a draft of the path, later drafts first."""
+            parent = jnp.where(on_path[draft + 1], self.parents[draft], end)
+            return on_path.at[parent].set(True), None
+
+        (num_drafts,) = self.parents.shape
+        on_path = jnp.zeros((num_drafts + 1,), jnp.bool_).at[end].set(True)
+        drafts = jnp.arange(num_drafts, dtype=jnp.int32)
+        on_path, _ = jax.lax.scan(mark, on_path, drafts, reverse=True)
+        return self.walk(lambda _: (jnp.int32(0), on_path[1:]))
+
+
+def of_trees(decide: Callable[..., acceptance.Outcome]):
+    """Gives a rule of `Drafted` trees and noise the arguments of `accept_tree`."""
+
+    def accept(
+        draft_tokens: Int[Array, " W"],
+        parents: Int[Array, " W"],
+        draft_probs: Float32[Array, "W V"] | None,
+        target_probs: Float32[Array, "W+1 V"],
+        num_drafted: Int[Array, ""],
+        wanted: Int[Array, ""],
+        *,
+        uniforms: Float32[Array, " W"],
+        noise: Float32[Array, " V"],
+        depth_max: int,
+        row_sums: acceptance.RowSums | None = None,
+    ) -> acceptance.Outcome:
+        tree = Drafted(
+            tokens=draft_tokens,
+            parents=parents,
+            draft_probs=draft_probs,
+            target_probs=target_probs,
+            num_drafted=num_drafted,
+            wanted=wanted,
+            depth_max=depth_max,
+            row_sums=row_sums,
+        )
+        return decide(tree, uniforms=uniforms, noise=noise)
+
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(accept, name, getattr(decide, name))
+    return typed(accept)
+
+
+def tree_probabilities(tree: Drafted) -> acceptance.AcceptanceProbabilities:
     """Tries siblings in turn, each against what those before it have left.
 
     As `accept_tree`, which decides by them. A node's rows begin as the target's and the
@@ -79,12 +142,8 @@ def tree_probabilities(
         keep = acceptance.ratio(at_target, at_draft)
         return pair.without(parent, token, jnp.float32(1), is_real)[0], keep
 
-    is_real = jnp.arange(draft_tokens.shape[0], dtype=jnp.int32) < num_drafted
-    pair, keep = jax.lax.scan(
-        try_child,
-        Pair.of(target_probs, draft_probs, row_sums),
-        (draft_tokens, parents, is_real),
-    )
+    drafts = tree.tokens, tree.parents, tree.is_real
+    pair, keep = jax.lax.scan(try_child, Pair.of(tree), drafts)
     return acceptance.AcceptanceProbabilities(keep=keep, own=pair.target.weights)
 
 
@@ -128,18 +187,14 @@ class Pair(pytree.Node):
     row_sums: acceptance.RowSums | None = pytree.static()
 
     @classmethod
-    def of(
-        cls,
-        target_probs: jax.Array,
-        draft_probs: jax.Array | None,
-        row_sums: acceptance.RowSums | None,
-    ) -> "Pair":
-        """Returns all of the rows, `[W + 1, V]` and `[W, V]`."""
+    def of(cls, tree: Drafted) -> "Pair":
+        """Returns all of the rows of a tree."""
         draft = None
-        if draft_probs is not None:
-            draft_probs = jnp.pad(draft_probs, ((0, 1), (0, 0)))
+        if tree.draft_probs is not None:
+            draft_probs = jnp.pad(tree.draft_probs, ((0, 1), (0, 0)))
             draft = _Left.of(jnp.where(draft_probs > 0, draft_probs, 0.0))
-        return cls(target=_Left.of(target_probs), draft=draft, row_sums=row_sums)
+        target = _Left.of(tree.target_probs)
+        return cls(target=target, draft=draft, row_sums=tree.row_sums)
 
     def at(self, column: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns a token's probability after a column, in both models."""
@@ -185,20 +240,8 @@ class Pair(pytree.Node):
         return self.replace(target=target, draft=draft), lacking
 
 
-@typed
-def accept_tree(
-    draft_tokens: Int[Array, " W"],
-    parents: Int[Array, " W"],
-    draft_probs: Float32[Array, "W V"] | None,
-    target_probs: Float32[Array, "W+1 V"],
-    num_drafted: Int[Array, ""],
-    wanted: Int[Array, ""],
-    *,
-    uniforms: Float32[Array, " W"],
-    noise: Float32[Array, " V"],
-    depth_max: int,
-    row_sums: acceptance.RowSums | None = None,
-) -> acceptance.Outcome:
+@of_trees
+def accept_tree(tree: Drafted, *, uniforms, noise) -> acceptance.Outcome:
     """Keeps a path of a tree so that the output has the target's distribution.
 
     Recursive rejection sampling without replacement: Miao et al. (2023), SpecInfer,
@@ -222,28 +265,15 @@ def accept_tree(
       uniforms, noise: as in `accept_rejection`; `row_sums` as in `accept_block`.
       depth_max: drafts on a path, at most; deeper ones are not reached.
     """
-    probabilities = tree_probabilities(
-        draft_tokens,
-        parents,
-        draft_probs,
-        target_probs,
-        num_drafted,
-        row_sums=row_sums,
-    )
+    probabilities = tree_probabilities(tree)
     stays = uniforms < probabilities.keep
-    found = walk(
-        lambda _: (jnp.int32(0), stays),
-        parents,
-        num_drafted,
-        wanted,
-        depth_max=depth_max,
-    )
+    found = tree.walk(lambda _: (jnp.int32(0), stays))
     # Where no more drafts were wanted, or none so deep, no child was tried.
     weights = jnp.where(
-        found.is_cut, target_probs[found.last], probabilities.own[found.last]
+        found.is_cut, tree.target_probs[found.last], probabilities.own[found.last]
     )
-    own = jnp.argmax(jnp.log(weights) + noise).astype(draft_tokens.dtype)
-    return found.outcome(draft_tokens, own)
+    own = jnp.argmax(jnp.log(weights) + noise).astype(tree.tokens.dtype)
+    return found.outcome(tree.tokens, own)
 
 
 class _Walk(pytree.Node):
@@ -279,34 +309,6 @@ def depths_of(parents: Int[Array, " W"]) -> Int[Array, " W+1"]:
         num_drafts + 1,
         lambda column, depths: depths.at[column].set(depths[parents[column - 1]] + 1),
         jnp.zeros((num_drafts + 1,), jnp.int32),
-    )
-
-
-def keep_path(
-    end: Int[Array, ""],
-    parents: Int[Array, " W"],
-    num_drafted: Int[Array, ""],
-    wanted: Int[Array, ""],
-    *,
-    depth_max: int,
-) -> _Walk:
-    """Walks from the root to the column `end`."""
-
-    def mark(on_path, draft):
-        """Marks the parent of a draft of the path, later drafts first."""
-        parent = jnp.where(on_path[draft + 1], parents[draft], end)
-        return on_path.at[parent].set(True), None
-
-    (num_drafts,) = parents.shape
-    on_path = jnp.zeros((num_drafts + 1,), jnp.bool_).at[end].set(True)
-    drafts = jnp.arange(num_drafts, dtype=jnp.int32)
-    on_path, _ = jax.lax.scan(mark, on_path, drafts, reverse=True)
-    return walk(
-        lambda _: (jnp.int32(0), on_path[1:]),
-        parents,
-        num_drafted,
-        wanted,
-        depth_max=depth_max,
     )
 
 

@@ -57,9 +57,10 @@ def published(head, tree):
     return {paths[at] for at in keep}
 
 
-def grown(head, tree, wanted=None, *, size=VOCAB, hot=None):
-    """The paths of `grow`, in the order of its nodes; the head is asked on the host."""
-    paths_of = {0: ()}
+def grower(head, tree, *, size=VOCAB, hot=None):
+    """The paths of `grow`, in the order of its nodes, as a function of the number of
+    them, compiled once; the head is asked on the host."""
+    paths_of = {}
 
     def expand(memory, tokens, parents, first, num_rows):
         def ask(tokens, parents, first):
@@ -74,14 +75,21 @@ def grown(head, tree, wanted=None, *, size=VOCAB, hot=None):
         rows = jax.pure_callback(ask, shape, tokens, parents, first)
         return memory, tree_search.children(rows, tree, hot), num_rows > 0
 
-    wanted = tree.nodes if wanted is None else wanted
     grow = jax.jit(functools.partial(tree_search.grow, expand, tree=tree))
-    _, proposal = grow(
-        tree_search.children(jnp.asarray(head(()))[None, None], tree, hot),
-        (),
-        wanted=jnp.array([wanted], jnp.int32),
-    )
-    return paths(jax.tree.map(lambda leaf: leaf[0], proposal))
+    root = tree_search.children(jnp.asarray(head(()))[None, None], tree, hot)
+
+    def of(wanted):
+        paths_of.clear()
+        paths_of[0] = ()
+        _, proposal = grow(root, (), wanted=jnp.array([wanted], jnp.int32))
+        return paths(jax.tree.map(lambda leaf: leaf[0], proposal))
+
+    return of
+
+
+def grown(head, tree, **how):
+    """The paths of all nodes."""
+    return grower(head, tree, **how)(tree.nodes)
 
 
 def paths(proposal: protocols.Proposal) -> list[tuple[int, ...]]:
@@ -130,10 +138,11 @@ def test_every_prefix_is_a_tree_of_its_own_budget():
     """Fails if the budget is more than how many nodes are taken."""
     head = head_of(np.random.default_rng(3))
     tree = tree_shapes.Tree(top_k=3, depth=4, nodes=15, tau=0.5)
-    whole = grown(head, tree)
+    of = grower(head, tree)
+    whole = of(15)
     assert len(set(whole)) == 15
     for wanted in (2, 7):
-        assert grown(head, tree, wanted) == whole[:wanted]
+        assert of(wanted) == whole[:wanted]
 
 
 def test_weights_that_are_none_are_not_drafted():
@@ -169,9 +178,9 @@ def test_a_fixed_tree_has_the_same_shape_whatever_the_scores(name):
     """Fails if a node is another's child, a level is left out, or a score decides."""
     tree, head = FIXED[name], head_of(np.random.default_rng(11))
     expected = [ranked(head, path) for path in tree.paths]
-    assert grown(head, tree) == expected
-    for wanted in (1, tree.nodes // 2):
-        assert grown(head, tree, wanted) == expected[:wanted]
+    of = grower(head, tree)
+    for wanted in (tree.nodes, 1, tree.nodes // 2):
+        assert of(wanted) == expected[:wanted]
 
 
 @pytest.mark.parametrize(

@@ -289,11 +289,13 @@ def test_without_a_processor_no_program_changes(lm):
 
 def test_a_full_slot_is_refilled(lm):
     """Fails if a slot begins a request with the state of the one before."""
-    settings = SHORT | {"gamma": 4, "processors": make("all")}
-    found = sj.generate(lm, PROMPTS, num_slots=1, **settings)
-    for one, prompt in zip(found, PROMPTS, strict=True):
-        plain = sj.decode(lm, prompt, processors=settings["processors"], **SHORT)
-        assert one.tokens == plain.tokens
+    # In programs of `test_log_probs_are_those_of_decoding_and_of_scoring`.
+    settings = settings_of("batch 4", "0.7", processors=make("all"))
+    prompts = [*PROMPTS, *PROMPTS[::-1]]
+    found = sj.generate(lm, prompts, **settings)
+    settings.pop("gamma"), settings.pop("num_slots")
+    plain = sj.decode(lm, prompts, **settings)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
 
 
 def test_the_default_gamma_has_costs_of_its_own(lm):

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import pytest
 from model import block_cases
 
-from spec_jax.model import block_params, params
+from spec_jax.model import block_params, params, row_model
+from spec_jax.ops import projection
+from spec_jax.paging import allocator
 
 
 CAPACITY, SLOTS = 40, 3
@@ -60,3 +62,22 @@ def make(config=PLAIN, dtype="float32", form=None):
             markov = markov.replace(mix_bias=bias.astype(dtype))
         weights = weights.replace(markov=markov)
     return config, block_params.prepare(weights, "native", form=form)
+
+
+def new_slots(layer, num_slots=SLOTS):
+    """A cache with pages for all positions of its slots."""
+    model = row_model.RowModel(config=layer, impl="native", slab=SIZE)
+    kv = model.new_slots(num_slots, capacity=CAPACITY, page_size=8)
+    for slot in range(num_slots):
+        kv = allocator.reserve(kv, slot, jnp.int32(CAPACITY))
+    return kv
+
+
+def native_norm(x, weight, eps):
+    """The kernels' own norm: what their product with the identity reads."""
+    flat = x.reshape(-1, x.shape[-1])
+    eye, count = jnp.eye(flat.shape[1], dtype=x.dtype), jnp.int32(flat.shape[0])
+    normed = projection.project(
+        flat, eye, norm=weight, num_active=count, eps=eps, impl="native"
+    )
+    return normed.reshape(x.shape)

@@ -7,29 +7,10 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.model import block_draft, decoder, row_model
+from spec_jax.model import block_draft, decoder
 from spec_jax.native import block_steps
 from spec_jax.ops import dispatch, projection, rms_norm, row_attention
-from spec_jax.paging import allocator, cache
-
-
-def new_slots(config):
-    """A cache with pages for all positions of its slots."""
-    model = row_model.RowModel(config=config.layer, impl="native", slab=models.SIZE)
-    kv = model.new_slots(models.SLOTS, capacity=models.CAPACITY, page_size=8)
-    for slot in range(models.SLOTS):
-        kv = allocator.reserve(kv, slot, jnp.int32(models.CAPACITY))
-    return kv
-
-
-def native_norm(x, weight, *, eps):
-    """The kernels' own norm: what their product with the identity reads."""
-    flat = x.reshape(-1, x.shape[-1])
-    eye, count = jnp.eye(flat.shape[1], dtype=x.dtype), jnp.int32(flat.shape[0])
-    normed = projection.project(
-        flat, eye, norm=weight, num_active=count, eps=eps, impl="native"
-    )
-    return normed.reshape(x.shape)
+from spec_jax.paging import cache
 
 
 def run(config, weights, live, append_context=None):
@@ -62,7 +43,7 @@ def run(config, weights, live, append_context=None):
         kv = append(weights, config, context, jnp.asarray(features), kv, impl="native")
         return block_draft.forward_block(weights, config, blocks, kv, impl="native")
 
-    kv, *outputs = forward(new_slots(config))
+    kv, *outputs = forward(models.new_slots(config.layer))
     outputs = [x[: int(blocks.num_active)] for x in outputs]
     return jax.tree.map(np.asarray, (outputs, kv.k, kv.v))
 
@@ -97,7 +78,7 @@ def append_by_operations(weights, config, rows, features, kv, *, impl):
     return kv
 
 
-def by_operations(patch, config, weights, live, norm=native_norm):
+def by_operations(patch, config, weights, live, norm=models.native_norm):
     """The same by operations one by one, with the kernels' norms."""
     patch.setattr(dispatch, "is_fused", lambda impl: False)
     patch.setattr(rms_norm, "rms_norm", norm)
@@ -121,7 +102,7 @@ def test_a_norm_that_differs_is_caught(monkeypatch):
     config, weights = models.make()
     found = run(config, weights, 11)
     planted = lambda *given, **eps: jnp.nextafter(
-        native_norm(*given, **eps), jnp.float32(9)
+        models.native_norm(*given, **eps), jnp.float32(9)
     )
     expected = by_operations(monkeypatch, config, weights, 11, planted)
     with pytest.raises(AssertionError, match="elements differ"):
@@ -131,7 +112,8 @@ def test_a_norm_that_differs_is_caught(monkeypatch):
 def test_what_a_call_cannot_take_is_refused():
     """Fails if the kernels are handed what they would read or write outside of."""
     config, weights = models.make(models.PASSED)
-    model = block_draft._model(weights, config, kv := new_slots(config))
+    kv, layers = models.new_slots(config.layer), weights.layers
+    model = block_steps.BlockModel.of(weights, layers, config.layer, kv)
     rows = jnp.zeros((models.SIZE + 1,), jnp.int32)
     angles = jnp.zeros((models.SIZE + 1, config.layer.head_dim // 2))
     where = {"slots": rows, "positions": rows, "num_active": jnp.int32(1)}

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import block_models as models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +11,10 @@ import pytest
 from model import test_eagle3_head as heads
 
 from spec_jax import testing
-from spec_jax.model import decoder, eagle3, eagle3_params, row_model
-from spec_jax.ops import projection
-from spec_jax.paging import allocator
+from spec_jax.model import decoder, eagle3, eagle3_params
 
 
-SLAB, CAPACITY = 9, 24
+SLAB = 9
 
 
 def make(variant, dtype, form=None, **sizes):
@@ -27,27 +26,9 @@ def make(variant, dtype, form=None, **sizes):
     return config, eagle3_params.prepare(params, "native", form=form)
 
 
-def new_slots(config, num_slots):
-    """A cache with pages for all positions of its slots."""
-    model = row_model.RowModel(config=config.layer, impl="native", slab=SLAB)
-    kv = model.new_slots(num_slots, capacity=CAPACITY, page_size=8)
-    for slot in range(num_slots):
-        kv = allocator.reserve(kv, slot, jnp.int32(CAPACITY))
-    return kv
-
-
-def native_norm(x, weight, eps):
-    """The kernels' own norm: what their product with the identity reads."""
-    eye = jnp.eye(x.shape[1], dtype=x.dtype)
-    count = jnp.int32(x.shape[0])
-    return projection.project(
-        x, eye, norm=weight, num_active=count, eps=eps, impl="native"
-    )
-
-
 def run(config, params, live, *, operations=False):
     """What two slabs of two slots leave behind: of features, and of hidden states."""
-    kv = new_slots(config, 2)
+    kv = models.new_slots(config.layer, 2)
     run_operations = functools.partial(
         eagle3._run_operations, params, config, impl="native"
     )
@@ -91,7 +72,7 @@ def run(config, params, live, *, operations=False):
 def test_a_step_is_its_operations(monkeypatch, dtype, variant, live, form):
     """Fails if the step leaves out an operation, or rounds or sums otherwise."""
     config, params = make(variant, dtype, form)
-    monkeypatch.setattr(eagle3, "_row_norm", native_norm)  # before `fc` of both
+    monkeypatch.setattr(eagle3, "_row_norm", models.native_norm)  # before `fc` of both
     expected = run(config, params, live, operations=True)
     testing.assert_same_bits(run(config, params, live), expected)
 
@@ -100,7 +81,7 @@ def test_a_norm_that_differs_is_caught(monkeypatch):
     """Negative control: norms of a pair that are one bit off."""
     config, params = make("plain", "float32")
     found = run(config, params, 3)
-    planted = lambda *given: jnp.nextafter(native_norm(*given), jnp.float32(9))
+    planted = lambda *given: jnp.nextafter(models.native_norm(*given), jnp.float32(9))
     monkeypatch.setattr(eagle3, "_row_norm", planted)
     with pytest.raises(AssertionError, match="elements differ"):
         testing.assert_same_bits(found, run(config, params, 3, operations=True))
@@ -111,6 +92,6 @@ def test_an_embedding_of_another_dtype(monkeypatch):
     config, params = make("plain", "bfloat16")
     wide = jax.random.normal(jax.random.key(9), params.embed.shape, jnp.float32)
     found = run(config, eagle3_params.prepare(params.replace(embed=wide), "native"), 6)
-    monkeypatch.setattr(eagle3, "_row_norm", native_norm)
+    monkeypatch.setattr(eagle3, "_row_norm", models.native_norm)
     expected = run(config, params.replace(embed=wide), 6, operations=True)
     testing.assert_same_bits(found, expected)

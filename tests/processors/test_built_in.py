@@ -15,6 +15,7 @@ from spec_jax.processors import built_in, processor as processor_lib
 from spec_jax.testing import processor_kit
 
 
+LONGEST = 8  # tokens of an answer
 PROMPTS = ([5], [7, 3, 90, 41, 5, 66], [66, 3, 90], [2, 0, 2, 9])
 
 
@@ -25,16 +26,16 @@ def walked(processor, prompt, answer, logits) -> np.ndarray:
     begun = processing.begin(
         processor, text, np.int32(len(prompt)), vocab_size=cases.VOCAB_SIZE
     )
-    return np.asarray(_walk(begun, jnp.asarray(answer, jnp.int32), logits))
+    padded = np.zeros((LONGEST,), np.int32)
+    padded[: len(answer)] = answer
+    return np.asarray(_walk(begun, padded, np.int32(len(answer)), logits))
 
 
 @jax.jit
-def _walk(begun, answer, logits):
-    state, _ = jax.lax.scan(
-        lambda state, token: (begun.processor.step(state, token), None),
-        begun.states,
-        answer,
-    )
+def _walk(begun, answer, count, logits):
+    """One program for answers of all lengths."""
+    step = lambda at, state: begun.processor.step(state, answer[at])
+    state = jax.lax.fori_loop(0, count, step, begun.states)
     return processing.process(begun.processor, state, logits)
 
 

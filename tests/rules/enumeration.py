@@ -135,8 +135,39 @@ def all_chains(case: Case) -> np.ndarray:
     return _all(range(case.vocab_size), case.gamma)
 
 
-def outcomes(rule: Rule, case: Case, num_drafted: int | Callable):
-    """Each `(probability, accepted tokens, law of the own token)`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcomes:
+    """What may be committed: `[n]` possible outcomes, all at once."""
+
+    mass: np.ndarray  # [n] float64, the probability of each
+    tokens: np.ndarray  # [n, gamma + 1], of which the first `counts` were drafted
+    counts: np.ndarray  # [n]
+    own: np.ndarray  # [n, V] float64, weights of the own token
+
+    @property
+    def mean(self) -> float:
+        """The mean number of accepted drafts."""
+        return float(self.mass @ self.counts)
+
+    def law(self, truth: list[np.ndarray]) -> np.ndarray:
+        """The law of the first tokens, `[V] * len(truth)` float64.
+
+        What the round commits, and then the target's own continuation.
+        """
+        later, V = continuations(truth), self.own.shape[1]
+        law = np.zeros((V,) * len(truth))
+        own = self.mass[:, None] * _normalised(self.own)
+        for count in range(len(truth)):
+            at, places = self.counts == count, V ** np.arange(count)[::-1]
+            committed = np.zeros((V**count, V))
+            np.add.at(committed, self.tokens[at, :count] @ places, own[at])
+            after = (1,) * (len(truth) - count - 1)
+            law += committed.reshape((V,) * (count + 1) + after) * later[count + 1]
+        return law
+
+
+def outcomes(rule: Rule, case: Case, num_drafted: int | Callable) -> Outcomes:
+    """What a rule may commit of a case.
 
     Args:
       num_drafted: drafts that are verified; or a function of the drafted chain.
@@ -163,32 +194,21 @@ def outcomes(rule: Rule, case: Case, num_drafted: int | Callable):
     mass = chance[:, None] * np.prod(
         np.where(patterns, probabilities, 1 - probabilities), axis=-1
     )
-    for c, p in np.argwhere(mass > 0):
-        count = int(outcomes.num_accepted[c, p])
-        weights = own[c, p].astype(np.float64)
-        if not weights.any():  # rejected by rounding: the target's row
-            weights = target[c, count].astype(np.float64)
-        tokens = tuple(outcomes.tokens[c, p, :count].tolist())
-        yield mass[c, p], tokens, weights / weights.sum()
+    chain, pattern = np.nonzero(mass)
+    counts = outcomes.num_accepted[chain, pattern]
+    own, rejected = own[chain, pattern], target[chain, counts]
+    return Outcomes(
+        mass=mass[chain, pattern],
+        tokens=outcomes.tokens[chain, pattern],
+        counts=counts,
+        # Rejected by rounding: the target's row.
+        own=np.where(own.any(axis=-1, keepdims=True), own, rejected),
+    )
 
 
 def committed_law(rule: Rule, case: Case, num_drafted: int | Callable) -> np.ndarray:
-    """The law of the first `gamma + 1` tokens, `[V] * (gamma + 1)` float64.
-
-    What the round commits, and then the target's own continuation.
-    """
-    later = continuations(case.truth)
-    law = np.zeros((case.vocab_size,) * (case.gamma + 1))
-    for mass, tokens, own in outcomes(rule, case, num_drafted):
-        rest = later[len(tokens) + 1][tokens]
-        law[tokens] += mass * own.reshape((-1,) + (1,) * (rest.ndim - 1)) * rest
-    return law
-
-
-def expected_accepted(rule: Rule, case: Case, num_drafted: int | Callable) -> float:
-    """The mean number of accepted drafts."""
-    found = outcomes(rule, case, num_drafted)
-    return sum(mass * len(tokens) for mass, tokens, _ in found)
+    """The law of what a rule commits, see `Outcomes.law`."""
+    return outcomes(rule, case, num_drafted).law(case.truth)
 
 
 def bias(rule: Rule, case: Case, num_drafted: int | Callable | None = None) -> float:

@@ -70,8 +70,8 @@ def test_the_law_is_the_targets(rule, kind, vocab_size, gamma, rng):
 def test_accepted_lengths_follow_theory(kind, rng):
     """The mean lengths are the sums of the papers, and block's is not the smaller."""
     case = cases.make_case(kind, rng, 5, 3)
-    rejection = enumeration.expected_accepted(enumeration.REJECTION, case, 3)
-    block = enumeration.expected_accepted(enumeration.BLOCK, case, 3)
+    rejection = enumeration.outcomes(enumeration.REJECTION, case, 3).mean
+    block = enumeration.outcomes(enumeration.BLOCK, case, 3).mean
     assert rejection == pytest.approx(
         enumeration.mean_accepted_by_rejection(case), abs=enumeration.ROUNDING
     )
@@ -87,7 +87,7 @@ def test_the_papers_own_example():
     draft = enumeration.table(lambda n: np.tile([2 / 3, 1 / 3], (n, 1)), 2, 3)
     case = enumeration.honest(target, draft)
     accepted = [
-        enumeration.expected_accepted(enumeration.RULES[name], case, 2)
+        enumeration.outcomes(enumeration.RULES[name], case, 2).mean
         for name in enumeration.RULES
     ]
     assert accepted == pytest.approx([10 / 9, 11 / 9], abs=enumeration.ROUNDING)

@@ -31,22 +31,19 @@ SHAPES = {
 BIASED = 1e-2
 
 
-def _rejection_probabilities(*drafts, wanted, depth_max):
-    del wanted, depth_max
-    return tree_acceptance.tree_probabilities(*drafts)
-
-
-def _traversal_probabilities(*drafts, wanted, depth_max):
-    made = traversal.traversal_probabilities(*drafts, wanted, depth_max=depth_max)
-    return made[0]
-
-
 RULES = {
-    "rejection": (_rejection_probabilities, tree_acceptance.accept_tree),
-    "block": (_traversal_probabilities, traversal.accept_traversal),
+    "rejection": (tree_acceptance.tree_probabilities, tree_acceptance.accept_tree),
+    "block": (
+        lambda tree: traversal.traversal_probabilities(tree)[0],
+        traversal.accept_traversal,
+    ),
     "multipath": (multi_path.multi_path_probabilities, multi_path.accept_multi_path),
 }
 """Of each rule of trees: its probabilities, and how it decides by them."""
+COMPILED = {
+    name: jax.jit(accept, static_argnames="depth_max")
+    for name, (_, accept) in RULES.items()
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,12 +125,20 @@ def _evaluate(rule, parents, depth_max, is_certain):
     probabilities_of, accept = RULES[rule]
 
     def one(tokens, draft, target, number, wanted, succeeds):
-        given = tokens, parents, None if is_certain else draft, target, number
-        probabilities = probabilities_of(*given, wanted=wanted, depth_max=depth_max)
+        draft = None if is_certain else draft
+        tree = tree_acceptance.Drafted(
+            tokens=tokens,
+            parents=parents,
+            draft_probs=draft,
+            target_probs=target,
+            num_drafted=number,
+            wanted=wanted,
+            depth_max=depth_max,
+        )
+        probabilities = probabilities_of(tree)
         below = jnp.maximum(jnp.nextafter(probabilities.keep, jnp.float32(-1)), 0)
         outcome = accept(
-            *given,
-            wanted,
+            *(tokens, parents, draft, target, number, wanted),
             uniforms=jnp.where(succeeds, below, probabilities.keep),
             noise=jnp.zeros((V,), jnp.float32),
             depth_max=depth_max,
@@ -147,8 +152,8 @@ def _evaluate(rule, parents, depth_max, is_certain):
     return jax.jit(jax.vmap(over_uniforms, in_axes=(0, 0, 0, 0, None, None)))
 
 
-def outcomes(rule: str, case: Case, wanted: int):
-    """Each `(probability, accepted tokens, weights of the own token)`."""
+def outcomes(rule: str, case: Case, wanted: int) -> enumeration.Outcomes:
+    """What a rule may commit of trees."""
     columns = zip(*trees(case), strict=True)
     chances, tokens, draft, target, number = map(np.array, columns)
     size = len(case.parents)
@@ -165,24 +170,18 @@ def outcomes(rule: str, case: Case, wanted: int):
     )
     keep = keep.astype(np.float64)
     mass = chances[:, None] * np.where(patterns, keep, 1 - keep).prod(axis=-1)
-    for t, p in np.argwhere(mass > 0):
-        count = int(outcomes.num_accepted[t, p])
-        path = tuple(outcomes.tokens[t, p, :count].tolist())
-        yield mass[t, p], path, own[t, p].astype(np.float64)
+    tree, pattern = np.nonzero(mass)
+    return enumeration.Outcomes(
+        mass=mass[tree, pattern],
+        tokens=outcomes.tokens[tree, pattern],
+        counts=outcomes.num_accepted[tree, pattern],
+        own=own[tree, pattern],
+    )
 
 
 def committed_law(rule: str, case: Case, wanted: int) -> np.ndarray:
     """The law of the first `D + 1` tokens, `[V] * (D + 1)` float64."""
-    later = enumeration.continuations(case.target)
-    law = np.zeros((V,) * (case.depth_max + 1))
-    for mass, path, weights in outcomes(rule, case, wanted):
-        rest = later[len(path) + 1][path]
-        law[path] += (
-            mass
-            * (weights / weights.sum()).reshape((-1,) + (1,) * (rest.ndim - 1))
-            * rest
-        )
-    return law
+    return outcomes(rule, case, wanted).law(case.target)
 
 
 def bias(rule: str, case: Case, wanted: int = 9) -> float:
@@ -193,7 +192,7 @@ def bias(rule: str, case: Case, wanted: int = 9) -> float:
 
 def mean_accepted(rule: str, case: Case) -> float:
     """The expected number of drafts that stay."""
-    return sum(mass * len(path) for mass, path, _ in outcomes(rule, case, wanted=9))
+    return outcomes(rule, case, wanted=9).mean
 
 
 def make_drawn(rule, shape, rng, **kinds) -> Case:
@@ -309,7 +308,6 @@ def test_on_a_chain_it_is_the_rule_of_chains(is_certain, rule, rng):
     """As integers: what is kept, and the own token."""
     gamma, vocab_size = 4, 7
     chain = jnp.arange(gamma, dtype=jnp.int32)
-    accept_tree = jax.jit(RULES[rule][1], static_argnames="depth_max")
     of_chains = "block" if rule == "multipath" else rule
     accept = jax.jit(getattr(acceptance, f"accept_{of_chains}"))
     for _ in range(100):
@@ -323,7 +321,7 @@ def test_on_a_chain_it_is_the_rule_of_chains(is_certain, rule, rng):
             "uniforms": jnp.asarray(rng.random(gamma), jnp.float32),
             "noise": jnp.asarray(rng.gumbel(size=vocab_size), jnp.float32),
         }
-        found = accept_tree(
+        found = COMPILED[rule](
             tokens,
             chain,
             None if is_certain else draft,
@@ -345,7 +343,7 @@ def test_children_that_are_too_deep_are_not_tried(depth_max, own, rule):
     was tried: with `depth_max` 2 the second draft is, and is not kept."""
     draft = jnp.asarray([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]], jnp.float32)
     target = jnp.asarray([[0.0, 0.0, 1.0]] + [[0.6, 0.3, 0.1]] * 2, jnp.float32)
-    found = RULES[rule][1](
+    found = COMPILED[rule](
         jnp.array([2, 0], jnp.int32),
         jnp.array([0, 1], jnp.int32),
         draft,
@@ -366,7 +364,7 @@ def test_what_no_draw_can_have(rule):
     for wrong in (jnp.nan, -1.0, 0.0):
         draft = jnp.full((3, V), wrong, jnp.float32)
         tokens = jnp.array([V, -1, 0])
-        outcome = RULES[rule][1](
+        outcome = COMPILED[rule](
             tokens,
             jnp.zeros((3,), jnp.int32),
             draft,
