@@ -165,6 +165,21 @@ def test_drafters_of_eight_bits(kind, tmp_path):
             assert report.equal
 
 
+@pytest.mark.parametrize("form", ["q8_0", "q4_1"])
+def test_a_folder_with_copies_of_a_dense_target(form, tmp_path):
+    """Fails if what the target's blocks were made of is refused, or another is not."""
+    target, _ = tiny_pair.write(tmp_path)
+    head = tiny_pair.WRITE_HEAD["dspark"](tmp_path / "head", target)
+    lm = sj.load(target, draft=head, drafter="dspark", weights=form)
+    assert lm.drafter_params.embed is lm.params.embed
+    config, params = load.load(target)
+    load.save(target, config, params.replace(embed=params.embed.at[7, 3].mul(2)))
+    with pytest.raises(
+        load.CheckpointError, match="embed_tokens.weight is not the tar"
+    ):
+        sj.load(target, draft=head, drafter="dspark", weights=form)
+
+
 def load_pair(tmp_path, impl):
     target, draft = tiny_pair.write(tmp_path)
     how = {"draft": draft, "drafter": "draft-model", "dtype": "bfloat16"}
