@@ -107,7 +107,7 @@ def quantise_to_four(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 QUANTISE = {"q8_0": quantise, "q4_1": quantise_to_four}
-"""What rounds to the blocks of a form."""
+"""Functions that round to the blocks of a form."""
 
 
 def of_parts(parts: Sequence[Any], shape: tuple[int, int], of: str) -> Blocks:
