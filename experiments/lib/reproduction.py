@@ -191,9 +191,8 @@ smollm2_q8_0.jsonl | summary, throughput
   throughput {real} --weights q8_0 --drafter eagle3 --batch 4 --gamma 4 --repeats 3
     --prompts {set}:8
 smollm2_q4_1.jsonl | summary
-  spec_round {real} --weights q4_1 --drafter eagle3 --gen-tokens 256 --prompts <
-    {set}:6 --gamma 4; {set}:6 --gamma 4 --draft-weights q4_1;
-    {turns}:4 --tree 4x6:15@0.6>
+  spec_round {real} --weights q4_1 --drafter eagle3 --gen-tokens 256 --prompts {set}:6
+    --gamma 4
 perplexity_smollm2.jsonl
   perplexity {real} --prompts {long}:24@0 --windows 16
 contexts.jsonl

@@ -406,8 +406,8 @@ def _check_params(config: config_lib.ModelConfig, params: params_lib.Params) -> 
     shapes = params_lib.shapes(config)
     is_weight = weights_lib.is_weight
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
-        wanted = params_lib.form_of(path, leaf, config.weights)
-        if len(leaf.shape) == 2 and weights_lib.form(leaf) != wanted:
+        form = params_lib.form_of(path, leaf, config.weights)
+        if len(leaf.shape) == 2 and weights_lib.form(leaf) != form:
             raise ValueError(
                 f"the config says {config.weights=}, the weights are others"
             )

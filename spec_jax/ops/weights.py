@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spec_jax import pytree
 from spec_jax.native import blocks, calls, panels, tiles
@@ -130,7 +129,7 @@ def to_bytes(w: Weight, form: str) -> Blocks:
 def byte_shapes(leaf: jax.ShapeDtypeStruct, form: str) -> Blocks:
     """Returns shapes in the place of a matrix's blocks."""
     N, K = leaf.shape
-    made = blocks.of_matrix(np.zeros((1, K), np.float32), form=form)
+    made = blocks.of_matrix(jnp.zeros((1, K), jnp.float32), form=form)
     shape_of = lambda x: jax.ShapeDtypeStruct((N, *x.shape[1:]), x.dtype)
     return jax.tree.map(shape_of, made).replace(shape=leaf.shape, of=str(leaf.dtype))
 
