@@ -1,4 +1,4 @@
-"""How well does a target predict texts in eight bits, beside its dense weights?
+"""How well does a target predict texts in eight bits or four, beside its dense weights?
 
 Cuts the texts into windows, and scores the second half of each, given the first: what
 llama-perplexity does, which is asked, too, for files of `--gguf`. Exit status: 0
@@ -25,7 +25,7 @@ from spec_jax import generation, loading
 from spec_jax.ops import dispatch
 
 
-FORMS = (None, "q8_0")
+FORMS = (None, "q8_0", "q4_1")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

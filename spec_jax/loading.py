@@ -153,8 +153,9 @@ class LanguageModel:
 
 
 def _kind(config: config_lib.ModelConfig) -> str:
-    """Returns the dtype of weights in words, or that of eight bits beside it."""
-    return f"{config.weights} and {config.dtype}" if config.is_bytes else config.dtype
+    """Returns the forms of weights in words, and their dtype."""
+    forms = {"dense": "", "q4_1": "q4_1, q8_0 of the vocabulary, and "}
+    return forms.get(config.weights, f"{config.weights} and ") + config.dtype
 
 
 def load(
@@ -200,7 +201,9 @@ def load(
       dtype: of all weights, "float32" or "bfloat16"; None: of each `config.json`.
       weights: of the target: "q8_0" rounds its matrices to eight bits, in blocks of 32
         with a scale each, which is another model, read in half the time; those of a
-        GGUF file of Q8_0 are taken as they are. None: as its folder has them.
+        GGUF file of Q8_0 are taken as they are. "q4_1" rounds those of its layers to
+        four bits with a scale and a minimum, or takes those of a file of Q4_1 or Q4_0.
+        None: as its folder has them.
       draft_weights: of the drafter, likewise: it drafts a little otherwise, and faster.
       impl: kernels, see `ops.dispatch`: "auto" takes the fastest that runs here.
       cache: "paged" or "static", of both models.

@@ -32,7 +32,8 @@ FLAGS: Mapping[str, str] = {
         """,
     "dtype": "--dtype TYPE  dtype of all models (default: that of each config)",
     "weights": """
-        --weights FORM  of the target: q8_0 is eight bits (default: as its folder)
+        --weights FORM  of the target: q8_0 is eight bits, q4_1 four (default: as its
+            folder)
         """,
     "draft-weights": "--draft-weights FORM  of the drafter, likewise",
     "impl": "--impl IMPL=auto  kernels",

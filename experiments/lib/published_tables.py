@@ -149,6 +149,8 @@ def certificates() -> table_rows.Lines:
         f"--product --tree none,4x6:15 --gamma 4 {drawn}",
         "smollm2_native_q8_0": "... --target smollm2 --weights q8_0 --isa avx2 "
         f"--drafter eagle3 --product --tree none,4x6:15 --gamma 4 {drawn}",
+        "smollm2_native_q4_1": "... --target smollm2 --weights q4_1 --isa avx2 "
+        f"--drafter eagle3 --product --tree none,4x6:15 --gamma 4 {drawn}",
         "dspark_native_bfloat16": "... --drafter dspark --product --tree none,4x6:15 "
         f"--gamma 4,7 {drawn}",
         "dspark_scheduled_native_bfloat16": "... --drafter dspark --product "
@@ -195,6 +197,16 @@ TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
         [("smollm2_q8_0.jsonl", "summary")],
         _heads("`spec_round.py --target smollm2 --weights q8_0 --gen-tokens 256`")
         | {"plain, ms/token": "{baseline_e2e_tpot_ms:.2f}"},
+    ),
+    "four_bits": table_rows.Table(
+        [("smollm2_q4_1.jsonl", "summary")],
+        {
+            name: cell
+            for name, cell in _heads(
+                "`spec_round.py --target smollm2 --weights q4_1 --gen-tokens 256`"
+            ).items()
+            if name != "speed-up"
+        },
     ),
     "perplexity": table_rows.Table(
         [("perplexity_smollm2.jsonl", "perplexity")],

@@ -191,6 +191,9 @@ smollm2_q8_0.jsonl | summary, throughput
     {set}:6 --gamma 4 --draft-weights q8_0; {turns}:4 --gamma 4 --draft-weights q8_0>
   throughput {real} --weights q8_0 --drafter eagle3 --batch 4 --gamma 4 --repeats 3
     --prompts {set}:8
+smollm2_q4_1.jsonl | summary
+  spec_round {real} --weights q4_1 --drafter eagle3 --gen-tokens 256 --prompts {set}:6
+    --gamma 4
 perplexity_smollm2.jsonl
   perplexity {real} --prompts {long}:24@0 --windows 16
 contexts.jsonl
@@ -219,6 +222,9 @@ certificates/smollm2_native_bfloat16.json
     {drawn} --gamma-policy fixed {kind} --isa avx2 {short}
 certificates/smollm2_native_q8_0.json
   exactness --target smollm2 --weights q8_0 --drafter eagle3 --product
+    --tree none,4x6:15 --gamma 4 {drawn} --gamma-policy fixed {kind} --isa avx2 {short}
+certificates/smollm2_native_q4_1.json
+  exactness --target smollm2 --weights q4_1 --drafter eagle3 --product
     --tree none,4x6:15 --gamma 4 {drawn} --gamma-policy fixed {kind} --isa avx2 {short}
 certificates/dspark_native_bfloat16.json
   exactness --drafter dspark --product --tree none,4x6:15 --gamma 4,7 {drawn}

@@ -330,8 +330,8 @@ def preset_lm(
         dataclasses.replace(config, weights=form)
         for config, form in zip(configs, forms, strict=False)
     ]
-    if as_shapes and head and forms[1] == "q8_0":
-        raise ValueError("--draft-weights q8_0: not with --head and --dry-run")
+    if as_shapes and head and forms[1] != "dense":
+        raise ValueError(f"--draft-weights {forms[1]}: not with --head and --dry-run")
     impl = impl if as_shapes else dispatch.resolve(impl)
     slabs = [row_model.slab_for(impl, n) for n in (slab, loading.DRAFT_SLAB)]
     models = [
@@ -376,10 +376,10 @@ def _weights(config: config_lib.ModelConfig, *, impl: str) -> params_lib.Params:
     shapes = params_lib.shapes(config)
     _check_noise(shapes, config.dtype)
     made = noise.of_shapes(shapes, seed=config.hidden_size)
-    if config.is_bytes:
+    if config.weights == "q8_0":
         one = lambda leaf: _rounded(leaf) if leaf.ndim == 2 else leaf
         made = jax.tree.map(one, made)
-    return params_lib.prepare(made, impl)
+    return params_lib.prepare(params_lib.to_bytes(made, config.weights), impl)
 
 
 @jax.jit

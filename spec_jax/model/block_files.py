@@ -87,7 +87,9 @@ def load(
         names = names.replace(confidence_bias=None)
     head_files.check_entries(folder, entries, names, config, optional=copies)
     for name, ours in copies.items():
-        if name in entries and not head_files.is_copy(entries, name, ours):
+        if name not in entries or head_files.is_copy(entries, name, ours):
+            continue
+        if not head_files.is_rounded(entries, name, ours):
             raise files.CheckpointError(
                 f"{folder}: {name} is not the target's: it is a drafter for another "
                 "target"

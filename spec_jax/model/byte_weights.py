@@ -1,7 +1,7 @@
-"""Matrices of eight bits in files: read as they are, made of others, written.
+"""Matrices of eight bits or four in files: read as they are, made of others, written.
 
 In a GGUF file and in a folder that `load.save` writes, a row's blocks stand one after
-the other, each a float16 scale and 32 integers.
+the other, each one of `checkpoint_files.STORED`.
 """
 
 import dataclasses
@@ -21,15 +21,19 @@ from spec_jax.native import blocks
 from spec_jax.ops import weights
 
 
-def stored_shape(K: int) -> tuple[int, int]:
+_TAKEN = {"q8_0": ("Q8_0",), "q4_1": ("Q4_1", "Q4_0")}  # as they are, of a GGUF file
+_PARTS = ("values", "scale", "minimum")
+
+
+def stored_shape(K: int, form: str) -> tuple[int, int]:
     """Returns the shape of a row of `K` values in a file, of bytes."""
-    return blocks.num_blocks(K), files.STORED.itemsize
+    return blocks.num_blocks(K), files.STORED[form].itemsize
 
 
-def num_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+def num_bytes(leaf: jax.ShapeDtypeStruct, form: str) -> int:
     """Returns the bytes of a matrix of `leaf`'s shape in blocks."""
     N, K = leaf.shape
-    return N * math.prod(stored_shape(K))
+    return N * math.prod(stored_shape(K, form))
 
 
 def of_folder(
@@ -45,10 +49,11 @@ def of_folder(
         if entry.dtype != np.uint8 or len(known.get(name, ())) != 2:
             return entry
         N, K = known[name]
-        if entry.shape != (N, *stored_shape(K)):
-            return entry
-        stored = dataclasses.replace(entry, dtype=files.STORED, shape=entry.shape[:2])
-        return dataclasses.replace(entry, shape=(N, K), stored=stored)
+        for form, dtype in files.STORED.items():
+            if entry.shape == (N, *stored_shape(K, form)):
+                stored = dataclasses.replace(entry, dtype=dtype, shape=entry.shape[:2])
+                return dataclasses.replace(entry, shape=(N, K), stored=stored)
+        return entry
 
     return {name: one(name, entry) for name, entry in entries.items()}
 
@@ -57,39 +62,37 @@ def assemble(
     leaf: jax.ShapeDtypeStruct,
     sources: params_lib.Parts,
     entries: Mapping[str, files.Entry],
+    form: str,
 ) -> weights.Blocks:
     """Reads one matrix of the shape of `leaf`, with its values checked.
 
-    Blocks are taken as they are; other tensors are rounded as they are read, from the
-    values that their file has.
+    Blocks of the form are taken as they are; other tensors are rounded as they are
+    read, from the values that their file has.
 
     Raises:
       CheckpointError: as `load.assemble`; a value beyond the largest scale.
     """
     N, K = leaf.shape
-    read = np.empty((N, blocks.num_blocks(K)), files.STORED)
+    read = np.empty((N, blocks.num_blocks(K)), files.STORED[form])
     start = 0
     for name, shape in sources.parts:
         entry, part = entries[name], read[start : start + shape[0]]
-        if entry.stored is not None:
+        if entry.stored is not None and entry.stored.dtype == read.dtype:
             # The first rows, if the vocabulary is cut.
             stored = dataclasses.replace(entry.stored, shape=part.shape)
             tensor_values.read_into(stored, part)
         else:
-            _round(dataclasses.replace(entry, shape=shape), part)
-        tensor_values.check_finite(entry, np.ascontiguousarray(part["scale"]))
+            _round(dataclasses.replace(entry, shape=shape), form, part)
+        for number in _PARTS[1 : len(read.dtype)]:
+            tensor_values.check_finite(entry, np.ascontiguousarray(part[number]))
         start += shape[0]
     if sources.order is not None:
         read = read[sources.order.reshape(-1)]
-    return weights.Blocks(
-        values=jax.numpy.array(read["values"], copy=True),
-        scales=jax.numpy.array(read["scale"], copy=True),
-        shape=(N, K),
-        of=np.dtype(leaf.dtype).name,
-    )
+    parts = [jax.numpy.array(read[x], copy=True) for x in _PARTS[: len(read.dtype)]]
+    return blocks.of_parts(parts, (N, K), np.dtype(leaf.dtype).name)
 
 
-def _round(entry: files.Entry, out: np.ndarray) -> None:
+def _round(entry: files.Entry, form: str, out: np.ndarray) -> None:
     """Fills blocks with the rounded values of a tensor."""
     values = np.empty(entry.shape, entry.dtype)
     tensor_values.read_into(entry, values)
@@ -97,26 +100,33 @@ def _round(entry: files.Entry, out: np.ndarray) -> None:
     rows = max(1, tensor_values.BLOCK_BYTES // (4 * max(1, entry.shape[1])))
     for first in range(0, len(values), rows):
         some = slice(first, first + rows)
-        out["values"][some], out["scale"][some] = blocks.quantise(
-            values[some].astype(np.float32)
-        )
+        made = blocks.QUANTISE[form](values[some].astype(np.float32))
+        for name, part in zip(_PARTS, made, strict=False):
+            out[name][some] = part
 
 
 def to_store(w: weights.Weight, rows: slice | np.ndarray) -> np.ndarray:
-    """Returns rows of a matrix as they are written, uint8 `[rows, B, 34]`."""
-    w = weights.unpacked(w)
-    if not isinstance(w, weights.Blocks):
-        raise ValueError(f"a weight of {w.dtype} is not one of eight bits")
-    values, scales = np.asarray(w.values[rows]), np.asarray(w.scales[rows])
-    stored = np.empty(scales.shape, files.STORED)
-    stored["values"], stored["scale"] = values, scales
-    return stored.view(np.uint8).reshape(*scales.shape, files.STORED.itemsize)
+    """Returns rows of a matrix as they are written, uint8 `[rows, B, bytes]`."""
+    dtype, w = files.STORED[weights.form(w)], weights.unpacked(w)
+    parts = [np.asarray(part[rows]) for part in jax.tree.leaves(w)]
+    stored = np.empty(parts[1].shape, dtype)
+    for name, part in zip(_PARTS, parts, strict=False):
+        stored[name] = part
+    return stored.view(np.uint8).reshape(*stored.shape, dtype.itemsize)
 
 
-def say_rounded(path: object, kinds: set[str]) -> None:
-    """Warns that a file's weights of fewer bits, or more, are rounded once more."""
-    others = sorted(kinds - {"Q8_0", *files.DTYPES})
-    if others:
-        logging.getLogger(__name__).warning(
-            "%s: weights of %s are rounded to Q8_0", path, ", ".join(others)
-        )
+def say_rounded(
+    path: object, kinds: Mapping[str, str], forms: Mapping[str, str]
+) -> None:
+    """Warns that a file's weights of fewer bits, or more, are rounded once more.
+
+    Args:
+      kinds, forms: what tensors are in the file, and what they are made, by name.
+    """
+    for form, taken in _TAKEN.items():
+        held = {kinds[name] for name in kinds if forms.get(name) == form}
+        if others := sorted(held - {*taken, *files.DTYPES}):
+            logging.getLogger(__name__).warning(
+                "%s: weights of %s are rounded to %s",
+                *(path, ", ".join(others), form.upper()),
+            )

@@ -36,8 +36,11 @@ WHOLE_DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 """Dtypes of tables of numbers, which are not weights."""
-STORED = np.dtype([("scale", "<f2"), ("values", "i1", (32,))])
-"""A block of weights of eight bits, as a file holds it."""
+STORED = {
+    "q8_0": np.dtype([("scale", "<f2"), ("values", "i1", (32,))]),
+    "q4_1": np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("values", "u1", (16,))]),
+}
+"""A block of weights of eight bits, or of four, as a file holds it."""
 _DTYPE_NAMES = {dtype: name for name, dtype in (DTYPES | WHOLE_DTYPES).items()}
 AGAIN = "download it again"
 
@@ -73,7 +76,7 @@ class Entry(Tensor):
     unit_values: int = 1
     unit_bytes: int = 0
     unpack: Callable[[np.ndarray], np.ndarray] | None = None  # of uint8
-    stored: "Entry | None" = None  # the blocks of eight bits that it is, if it is
+    stored: "Entry | None" = None  # of one of `STORED`, if it is of such blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

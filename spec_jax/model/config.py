@@ -19,11 +19,11 @@ from spec_jax.model import families, gguf_file, hub
 
 
 DTYPES = ("float32", "bfloat16")
-WEIGHTS = ("dense", "q8_0")
-"""Forms of matrices: of the model's dtype, or of eight bits (`native.blocks`)."""
+WEIGHTS = ("dense", "q8_0", "q4_1")
+"""Forms of matrices: of the model's dtype, of eight bits, of four (`native.blocks`)."""
 
-QUANTIZATION = {"quant_method": "spec_jax_q8_0"}
-"""The mark of such a folder in its `config.json`."""
+QUANTIZATIONS = {form: {"quant_method": f"spec_jax_{form}"} for form in WEIGHTS[1:]}
+"""The mark of a folder of such a form in its `config.json`."""
 
 # Positions and token ids are int32.
 MAX_SIZE = 2**31 - 1
@@ -117,8 +117,8 @@ class ModelConfig:
 
     @property
     def is_bytes(self) -> bool:
-        """Whether matrices are of eight bits."""
-        return self.weights == "q8_0"
+        """Whether matrices are of eight bits, or of four."""
+        return self.weights != "dense"
 
     @property
     def qkv_size(self) -> int:
@@ -259,19 +259,19 @@ def from_dict(
     """
     family = families.named(raw)
     quantization = raw.get("quantization_config")
-    is_own = quantization == QUANTIZATION
-    if quantization is not None and not is_own:
+    own = [form for form, mark in QUANTIZATIONS.items() if mark == quantization]
+    if quantization is not None and not own:
         raise ValueError(
             f"quantization_config={reprlib.repr(quantization)}: quantised weights are "
             "not supported; take the model's float32, bfloat16 or float16 checkpoint"
         )
-    if is_own and weights not in (None, "q8_0"):
+    if own and weights not in (None, *own):
         raise ValueError(
-            f"weights={reprlib.repr(weights)}, but those of the folder are q8_0: take "
-            "the folder that they were made of"
+            f"weights={reprlib.repr(weights)}, but those of the folder are {own[0]}: "
+            "take the folder that they were made of"
         )
     config = family.read_config(raw, dtype=dtype)
-    weights = weights or ("q8_0" if is_own else "dense")
+    weights = weights or "".join(own) or "dense"
     config = dataclasses.replace(config, weights=weights).validate()
     check_token_ids("eos_token_id", raw.get("eos_token_id"), config.vocab_size)
     return config
@@ -282,7 +282,8 @@ def to_dict(config: ModelConfig) -> dict[str, Any]:
     architecture, _ = families.MODULES[config.model_type]
     names = {"architectures": [architecture], "model_type": config.model_type}
     made = names | families.of(config).write_config(config)
-    return made | ({"quantization_config": QUANTIZATION} if config.is_bytes else {})
+    mark = QUANTIZATIONS.get(config.weights)
+    return made | ({"quantization_config": mark} if mark else {})
 
 
 def read_sizes(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:

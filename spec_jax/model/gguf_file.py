@@ -12,7 +12,7 @@ import functools
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -119,10 +119,7 @@ def find(path: pathlib.Path) -> dict[str, files.Entry]:
     for name, tensor in header.tensors.items():
         if name == _FREQUENCIES:  # In the config.
             continue
-        renamed = _NAMES.get(name, name)
-        match = _OF_LAYER.fullmatch(name)
-        if match and match[2] in _LAYER_NAMES:
-            renamed = f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+        renamed = _renamed(name)
         is_turned = name.endswith((".attn_q.weight", ".attn_k.weight"))
         rows = head_dim if is_llama and is_turned else 1
         entries[renamed] = _entry(path, renamed, tensor, rows)
@@ -159,13 +156,14 @@ def _entry(
         _unpack, kind=tensor.kind, row_bytes=row_bytes, columns=columns, rows=rows
     )
     stored = None
-    if tensor.kind == "Q8_0":
+    if tensor.kind in _BLOCKS:
+        form, view = _BLOCKS[tensor.kind]
         turn = functools.partial(_turn, columns=columns // values, rows=rows)
         stored = files.Entry(
-            dtype=files.STORED,
+            dtype=files.STORED[form],
             unit_values=rows * columns // values,
             unit_bytes=rows * row_bytes,
-            unpack=lambda raw: turn(raw.view(files.STORED)),
+            unpack=lambda raw: turn(view(raw)),
             **where | {"shape": (tensor.shape[0], columns // values)},
         )
     return files.Entry(
@@ -178,9 +176,37 @@ def _entry(
     )
 
 
-def kinds(path: pathlib.Path) -> set[str]:
-    """Returns the names of what a file's tensors are, such as "F32" or "Q8_0"."""
-    return {tensor.kind for tensor in gguf_header.read(path).tensors.values()}
+def _with_minimum(raw: np.ndarray) -> np.ndarray:
+    """Returns blocks of Q4_0, `d * (q - 8)`, as those of Q4_1, `d * q + m`: exactly, as
+    long as `-8 d` is finite."""
+    read = raw.view(np.dtype([("scale", "<f2"), ("values", "u1", (16,))]))
+    made = np.empty(read.shape, files.STORED["q4_1"])
+    made["values"], made["scale"] = read["values"], read["scale"]
+    with np.errstate(over="ignore"):
+        made["minimum"] = np.float16(-8) * read["scale"]
+    return made
+
+
+# Kinds that are blocks of a form of ours, and what makes them of a file's bytes.
+_BLOCKS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
+    "Q8_0": ("q8_0", lambda raw: raw.view(files.STORED["q8_0"])),
+    "Q4_1": ("q4_1", lambda raw: raw.view(files.STORED["q4_1"])),
+    "Q4_0": ("q4_1", _with_minimum),
+}
+
+
+def kinds(path: pathlib.Path) -> dict[str, str]:
+    """Returns what a file's tensors are, such as "F32" or "Q8_0", by name."""
+    tensors = gguf_header.read(path).tensors
+    return {_renamed(name): tensor.kind for name, tensor in tensors.items()}
+
+
+def _renamed(name: str) -> str:
+    """Returns Hugging Face's name of a tensor."""
+    match = _OF_LAYER.fullmatch(name)
+    if match and match[2] in _LAYER_NAMES:
+        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    return _NAMES.get(name, name)
 
 
 def _turn(values: np.ndarray, *, columns: int, rows: int) -> np.ndarray:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.model import (
+    byte_weights,
     checkpoint_files as files,
     load as load_lib,
     params as params_lib,
@@ -221,3 +222,16 @@ def is_copy(
     bits = f"u{buffer.dtype.itemsize}"
     known = np.asarray(weights.matrix(ours))
     return np.array_equal(buffer.view(bits), known.view(bits))
+
+
+def is_rounded(
+    entries: Mapping[str, files.Entry], name: str, ours: weights.Weight
+) -> bool:
+    """Returns whether a weight of blocks is a tensor that is there, rounded to them."""
+    if not weights.is_bytes(ours) or entries[name].shape != tuple(ours.shape):
+        return False
+    leaf = jax.ShapeDtypeStruct(ours.shape, ours.dtype)
+    sources = params_lib.Parts(((name, tuple(ours.shape)),))
+    made = byte_weights.assemble(leaf, sources, entries, weights.form(ours))
+    same = jax.tree.map(jnp.array_equal, made, weights.unpacked(ours))
+    return all(jax.tree.leaves(same))

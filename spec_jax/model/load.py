@@ -68,8 +68,9 @@ def load(
       dtype: of the weights, "float32" or "bfloat16"; that of `config.json` if None.
         The files may be float32, bfloat16 or float16: values are rounded to nearest.
       weights: "q8_0": matrices are rounded to eight bits (`native.blocks`), but for
-        those of a GGUF file that are so already; "dense": they have the dtype; None:
-        dense, unless the folder was saved otherwise.
+        those of a GGUF file that are so already; "q4_1": likewise those of layers to
+        four bits, see `params.form_of`; "dense": they have the dtype; None: dense,
+        unless the folder was saved otherwise.
       impl: a resolved implementation, for whose kernels the weights are prepared as
         by `params.prepare`; arrays if None.
       available_bytes: free memory of the host; asked of the system if None.
@@ -97,6 +98,11 @@ def load(
             f"{folder}: weights={config.weights!r} are not cut over a mesh: leave out "
             "`mesh`, or `weights`"
         )
+    if impl in dispatch.PALLAS and config.weights == "q4_1":
+        raise ValueError(
+            f"{folder}: weights={config.weights!r} have no kernels on a GPU: take "
+            "weights='q8_0', or another `impl`"
+        )
     entries = _find(folder, config, on_mesh=layout is not None)
     if vocab_size is not None:
         config = _with_entries(folder, config, vocab_size)
@@ -114,12 +120,13 @@ def load(
     table: Any = None if names.lm_head is None else names.embed
 
     def read(
-        leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts
+        path: Any, leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts
     ) -> weights_lib.Weight:
         """Reads one weight, as `impl` has it; its buffer is free on return."""
         weight: weights_lib.Weight
-        if config.is_bytes and len(leaf.shape) == 2:
-            weight = byte_weights.assemble(leaf, sources, entries)
+        form = params_lib.form_of(path, leaf, config.weights)
+        if form != "dense":
+            weight = byte_weights.assemble(leaf, sources, entries, form)
             return jax.block_until_ready(weights_lib.prepare(weight, impl or "xla"))
         buffer = assemble(leaf, sources, entries)
         # A copy, and waited for, so that the buffer is free before the next is taken.
@@ -129,7 +136,8 @@ def load(
             weight = jnp.array(buffer, copy=True)
         return jax.block_until_ready(weight)
 
-    return config, jax.tree.map(read, params_lib.shapes(config), names)
+    shapes = params_lib.shapes(config)
+    return config, jax.tree_util.tree_map_with_path(read, shapes, names)
 
 
 def _find(
@@ -146,8 +154,6 @@ def _find(
     ignored = re.compile(family.IGNORED)
     if is_gguf:
         found = gguf_file.find(folder)
-        if config.is_bytes:
-            byte_weights.say_rounded(folder, gguf_file.kinds(folder))
     elif config.is_bytes:
         dtypes = files.DTYPES | {"U8": files.WHOLE_DTYPES["U8"]}
         found = files.find(folder, dtypes=dtypes)
@@ -160,6 +166,14 @@ def _find(
     if config.is_bytes and not is_gguf:
         known = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
         entries = byte_weights.of_folder(entries, known)
+    elif config.is_bytes:
+        shapes = jax.tree_util.tree_leaves_with_path(params_lib.shapes(config))
+        forms = {
+            name: params_lib.form_of(*leaf, config.weights)
+            for leaf, sources in zip(shapes, jax.tree.leaves(names), strict=True)
+            for name, _ in sources.parts
+        }
+        byte_weights.say_rounded(folder, gguf_file.kinds(folder), forms)
     _check_entries(folder, config, entries, names)
     if config.tie_word_embeddings:
         _check_tied(folder, entries, names, family.LM_HEAD)
@@ -280,9 +294,11 @@ def required_bytes(
     if layout is not None:
         return load_shards.required_bytes(shapes, layout)
 
-    def size(leaf: jax.ShapeDtypeStruct) -> int:
-        is_bytes = config.is_bytes and len(leaf.shape) == 2
-        return byte_weights.num_bytes(leaf) if is_bytes else params_lib.num_bytes(leaf)
+    def size(path: Any, leaf: jax.ShapeDtypeStruct) -> int:
+        form = params_lib.form_of(path, leaf, config.weights)
+        if form == "dense":
+            return params_lib.num_bytes(leaf)
+        return byte_weights.num_bytes(leaf, form)
 
     def needs(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> int:
         copies = 1 if sources.order is None else 2  # As stored, and in order.
@@ -292,7 +308,7 @@ def required_bytes(
 
     each = jax.tree.map(needs, shapes, families.of(config).tensors(config))
     largest = max(jax.tree.leaves(each))
-    total = sum(map(size, jax.tree.leaves(shapes)))
+    total = sum(size(*leaf) for leaf in jax.tree_util.tree_leaves_with_path(shapes))
     return total, largest + 2 * tensor_values.BLOCK_BYTES
 
 
@@ -388,10 +404,13 @@ def _check_memory(
 def _check_params(config: config_lib.ModelConfig, params: params_lib.Params) -> None:
     """Refuses to write weights that the config beside them would not describe."""
     shapes = params_lib.shapes(config)
-    matrices = jax.tree.leaves(params, is_leaf=weights_lib.is_weight)
-    matrices = [leaf for leaf in matrices if len(leaf.shape) == 2]
-    if any(weights_lib.is_bytes(leaf) != config.is_bytes for leaf in matrices):
-        raise ValueError(f"the config says {config.weights=}, the weights are others")
+    is_weight = weights_lib.is_weight
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
+        form = params_lib.form_of(path, leaf, config.weights)
+        if len(leaf.shape) == 2 and weights_lib.form(leaf) != form:
+            raise ValueError(
+                f"the config says {config.weights=}, the weights are others"
+            )
     params = params_lib.map_matrices(_shape_of, params)
     structures = {jax.tree.structure(tree) for tree in (params, shapes)}
     if len(structures) > 1:
@@ -429,7 +448,8 @@ def pending(params: Any, names: Any) -> list[files.Pending]:
             rows = slice(start, stop) if back is None else back[start:stop]
 
             if weights_lib.is_bytes(leaf):
-                shape = shape[0], *byte_weights.stored_shape(shape[1])
+                form = weights_lib.form(leaf)
+                shape = shape[0], *byte_weights.stored_shape(shape[1], form)
                 store = functools.partial(byte_weights.to_store, leaf, rows)
                 tensors.append(
                     files.Pending(

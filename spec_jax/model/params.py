@@ -130,13 +130,13 @@ def shapes(config: config_lib.ModelConfig) -> Params:
 
 
 def prepared_shapes(config: config_lib.ModelConfig, impl: str) -> Params:
-    """Returns `shapes` as `prepare` lays them out, of eight bits where they are."""
+    """Returns `shapes` as `prepare` lays them out, of blocks where they are."""
 
-    def one(leaf: Any) -> Any:
-        return weights.byte_shapes(leaf) if len(leaf.shape) == 2 else leaf
+    def one(path: Any, leaf: Any) -> Any:
+        form = form_of(path, leaf, config.weights)
+        return leaf if form == "dense" else weights.byte_shapes(leaf, form)
 
-    made = shapes(config)
-    made = map_matrices(one, made) if config.is_bytes else made
+    made = jax.tree_util.tree_map_with_path(one, shapes(config))
     return jax.eval_shape(lambda params: prepare(params, impl), made)
 
 
@@ -174,23 +174,37 @@ def draw(key: jax.Array, tree: Any, *, stddev: float) -> Any:
 def cast(params: Params, dtype: str) -> Params:
     """Casts the weights to another dtype, not prepared, one at a time.
 
-    Weights of eight bits stay what they are, for rows of that dtype.
+    Weights of blocks stay what they are, for rows of that dtype.
     """
     return map_matrices(lambda leaf: weights.cast(leaf, dtype), params)
 
 
-def to_bytes(params: Any) -> Any:
-    """Rounds every matrix to eight bits (`native.blocks`), outside jit.
+def form_of(path: Any, leaf: Any, form: str) -> str:
+    """Returns the form of a weight of a model whose config has `form`.
 
-    The config of such a model has `weights="q8_0"`.
+    Norms and biases are dense. Where matrices of layers are of four bits, the embedding
+    and the output projection are of eight, as llama.cpp's files give them more.
+    """
+    if len(leaf.shape) != 2:
+        return "dense"
+    is_outer = getattr(path[-1], "name", "") in ("embed", "lm_head") if path else False
+    return "q8_0" if form == "q4_1" and is_outer else form
+
+
+def to_bytes(params: Any, form: str = "q8_0") -> Any:
+    """Rounds every matrix to blocks of a form (`native.blocks`), outside jit.
+
+    The config of such a model has it as its `weights`.
     """
 
-    def one(leaf: weights.Weight) -> weights.Weight:
-        if len(leaf.shape) != 2 or weights.is_bytes(leaf):
+    def one(path: Any, leaf: weights.Weight) -> weights.Weight:
+        wanted = form_of(path, leaf, form)
+        if wanted == "dense" or weights.is_bytes(leaf):
             return leaf
-        return weights.to_bytes(leaf)
+        return weights.to_bytes(leaf, wanted)
 
-    return map_matrices(one, params)
+    is_leaf = weights.is_weight
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_leaf)
 
 
 def map_matrices(function: Callable, params: Any) -> Any:
@@ -202,13 +216,13 @@ def prepare_matrices(params: Any, impl: str, *, form: str | None = None) -> Any:
     """Returns a pytree with each matrix as the kernels of a resolved `impl` read it.
 
     Args:
-      form: "q8_0": rounded to eight bits first, outside jit.
+      form: rounded to it first, outside jit; None: as they are.
     """
 
     def one(leaf: weights.Weight) -> weights.Weight:
         return weights.prepare(leaf, impl) if len(leaf.shape) == 2 else leaf
 
-    return map_matrices(one, to_bytes(params) if form == "q8_0" else params)
+    return map_matrices(one, to_bytes(params, form or "dense"))
 
 
 def prepare(params: Params, impl: str) -> Params:

@@ -1,4 +1,4 @@
-"""Weights of eight bits in blocks, GGUF's Q8_0, and products with them.
+"""Weights of eight bits in blocks, GGUF's Q8_0, or of four, and products with them.
 
 A row of a matrix stands in blocks of 32 values along `K`. A block is 32 integers and
 one float16 scale `d`: its values are `d * q`, with `d` the largest magnitude / 127, as
@@ -9,7 +9,15 @@ block. Then
     y[n] = sum over blocks b of (sum_i x_q[b, i] * w_q[n, b, i]) * (x_d[b] * w_d[n, b])
 
 The inner sum is one of integers. The outer one is of float32, in the order of blocks.
+
+A block of four bits, GGUF's Q4_1, has a float16 minimum `m`, too: its values are
+`d * q + m`, with `q` from 0 to 15 (`quantize_row_q4_1_ref`). After the block's term its
+sum gets another, `m[n, b] * (x_d[b] * sum_i x_q[b, i])`. GGUF's Q4_0, `d * (q - 8)`, is
+the case `m = -8 d`.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,17 +41,20 @@ OFFSET = 128
 
 
 class Blocks(pytree.Node):
-    """A matrix of eight bits.
+    """A matrix of eight bits, or of four.
 
     Attributes:
-      values: int8 `[N, B, 32]`, zeros past `K`.
+      values: int8 `[N, B, 32]`, zeros past `K`; of four bits uint8 `[N, B, 16]`, with
+        the value 16 further on above, as in GGUF.
       scales: float16 `[N, B]`.
+      minima: float16 `[N, B]`; None: of eight bits.
       shape: `(N, K)` of the matrix.
       of: dtype of the rows that it multiplies, and of its own where they are looked up.
     """
 
     values: jax.Array
     scales: jax.Array
+    minima: jax.Array | None = None
     shape: tuple[int, int] = pytree.static()
     of: str = pytree.static(default="bfloat16")
 
@@ -74,15 +85,43 @@ def quantise(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return whole.astype(np.int8), scales.astype(np.float16)
 
 
-def of_matrix(w: jax.Array) -> Blocks:
+def quantise_to_four(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rounds float32 `w [N, K]` to blocks of four bits as llama.cpp does.
+
+    Returns:
+      uint8 `[N, B, 16]`, and float16 scales and minima `[N, B]`, which may be infinite.
+    """
+    N, K = w.shape
+    padded = np.zeros((N, num_blocks(K) * BLOCK), np.float32)
+    padded[:, :K] = w
+    x = padded.reshape(N, -1, BLOCK)
+    minima = x.min(axis=-1)
+    scales = (x.max(axis=-1) - minima) / np.float32(15)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        inverse = np.where(scales > 0, np.float32(1) / scales, np.float32(0))
+        x = (x - minima[..., None]) * inverse[..., None] + np.float32(0.5)
+        whole = np.where(np.isfinite(x), x, np.float32(0)).clip(0, 15).astype(np.uint8)
+        below, above = np.split(whole, 2, axis=-1)
+        halves = scales.astype(np.float16), minima.astype(np.float16)
+        return below | above << 4, *halves
+
+
+QUANTISE = {"q8_0": quantise, "q4_1": quantise_to_four}
+"""Functions that round to the blocks of a form."""
+
+
+def of_parts(parts: Sequence[Any], shape: tuple[int, int], of: str) -> Blocks:
+    """Returns blocks of their values, scales and, of four bits, minima."""
+    values, scales, *rest = parts
+    minima = rest[0] if rest else None
+    return Blocks(values=values, scales=scales, minima=minima, shape=shape, of=of)
+
+
+def of_matrix(w: jax.Array, *, form: str = "q8_0") -> Blocks:
     """Rounds a matrix `[N, K]`, for rows of its dtype. Outside jit only."""
-    values, scales = quantise(np.asarray(w).astype(np.float32))
-    return Blocks(
-        values=jnp.asarray(values),
-        scales=jnp.asarray(scales),
-        shape=(w.shape[0], w.shape[1]),
-        of=str(w.dtype),
-    )
+    made = QUANTISE[form](np.asarray(w).astype(np.float32))
+    parts = [jnp.asarray(part) for part in made]
+    return of_parts(parts, (w.shape[0], w.shape[1]), str(w.dtype))
 
 
 def num_blocks(K: int) -> int:
@@ -90,9 +129,18 @@ def num_blocks(K: int) -> int:
     return -(-K // BLOCK)
 
 
+def integers(w: Blocks) -> jax.Array:
+    """Returns the integers of all blocks, `[N, B, 32]`."""
+    if w.minima is None:
+        return w.values
+    return jnp.concatenate([w.values & 15, w.values >> 4], axis=-1)
+
+
 def matrix(w: Blocks) -> jax.Array:
     """Returns the values `[N, K]`, rounded to the matrix's dtype."""
-    values = w.values.astype(jnp.float32) * w.scales.astype(jnp.float32)[..., None]
+    values = integers(w).astype(jnp.float32) * w.scales.astype(jnp.float32)[..., None]
+    if w.minima is not None:
+        values += w.minima.astype(jnp.float32)[..., None]
     flat = values.reshape(w.shape[0], -1)[:, : w.shape[1]]
     return flat.astype(w.dtype)
 
@@ -100,10 +148,10 @@ def matrix(w: Blocks) -> jax.Array:
 def take_rows(w: Blocks, index: jax.Array) -> jax.Array:
     """Returns rows `index [...]` of the matrix, `[..., K]`."""
     flat = index.reshape(-1)
-    taken = w.replace(
-        values=w.values[flat], scales=w.scales[flat], shape=(flat.size, w.shape[1])
+    taken = jax.tree.map(lambda part: part[flat], w)
+    return matrix(taken.replace(shape=(flat.size, w.shape[1]))).reshape(
+        *index.shape, w.shape[1]
     )
-    return matrix(taken).reshape(*index.shape, w.shape[1])
 
 
 def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -125,17 +173,23 @@ def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def product(x: jax.Array, w: Blocks) -> jax.Array:
     """Returns `x w^T` in float32, for `x [..., K]`."""
     values, scales = quantise_rows(x)
+    whole = integers(w)
 
     def add(b: jax.Array, sums: jax.Array) -> jax.Array:
         """Adds a block's products, whose sum float32 holds exactly in any order."""
         block = jnp.einsum(
             "...i,ni->...n",
             values[..., b, :],
-            w.values[:, b].astype(jnp.float32),
+            whole[:, b].astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )
         of_weights = w.scales[:, b].astype(jnp.float32)
-        return sums + block * jnp.einsum("...,n->...n", scales[..., b], of_weights)
+        sums += block * jnp.einsum("...,n->...n", scales[..., b], of_weights)
+        if w.minima is None:
+            return sums
+        totals = scales[..., b] * values[..., b, :].sum(axis=-1)
+        minima = w.minima[:, b].astype(jnp.float32)
+        return sums + jnp.einsum("...,n->...n", totals, minima)
 
     sums = jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32)
     return jax.lax.fori_loop(0, w.values.shape[1], add, sums)
@@ -144,34 +198,40 @@ def product(x: jax.Array, w: Blocks) -> jax.Array:
 @jax.jit
 def pack(w: Blocks) -> panels.Panels:
     """Copies blocks to panels, see `panels.h`."""
-    (N, K), size = w.shape, panels.PANEL
-    outputs, pairs = -(-N // size) * size, -(-w.values.shape[1] // 2)
-    missing = (0, outputs - N), (0, 2 * pairs - w.values.shape[1])
+    (N, K), size, (_, count, width) = w.shape, panels.PANEL, w.values.shape
+    outputs, pairs = -(-N // size) * size, -(-count // 2)
+    missing = (0, outputs - N), (0, 2 * pairs - count)
     values = jnp.pad(w.values, (*missing, (0, 0)))
-    values = jax.lax.bitcast_convert_type(values, jnp.uint8) ^ OFFSET
-    values = values.reshape(-1, size, 2 * pairs, BLOCK // 4, 4).transpose(0, 2, 3, 1, 4)
-    scales = jax.lax.bitcast_convert_type(w.scales, jnp.uint16)
-    scales = jnp.pad(scales, missing).reshape(-1, size, 2 * pairs).transpose(0, 2, 1)
-    scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
-    lines = values.reshape(-1, pairs, BLOCK // 2, 4 * size)
-    line = scales.reshape(-1, pairs, 1, 4 * size)
-    data = jnp.concatenate([lines, line], axis=2)
-    return panels.Panels(data=data, shape=(N, K), of=w.of)
+    if w.minima is None:
+        values = jax.lax.bitcast_convert_type(values, jnp.uint8) ^ OFFSET
+    values = values.reshape(-1, size, 2 * pairs, width // 4, 4).transpose(0, 2, 3, 1, 4)
+    lines = [values.reshape(-1, pairs, width // 2, 4 * size)]
+    for numbers in jax.tree.leaves((w.scales, w.minima)):
+        halves = jax.lax.bitcast_convert_type(numbers, jnp.uint16)
+        halves = jnp.pad(halves, missing).reshape(-1, size, 2 * pairs)
+        line = jax.lax.bitcast_convert_type(halves.transpose(0, 2, 1), jnp.uint8)
+        lines.append(line.reshape(-1, pairs, 1, 4 * size))
+    return panels.Panels(data=jnp.concatenate(lines, axis=2), shape=(N, K), of=w.of)
 
 
 @jax.jit
 def unpack(w: panels.Panels) -> Blocks:
     """Copies panels to the blocks that they were made of, bit for bit."""
-    (N, K), size, data = w.shape, panels.PANEL, w.data
-    pairs = data.shape[1]
-    values = data[:, :, :-1].reshape(-1, 2 * pairs, BLOCK // 4, size, 4)
-    values = values.transpose(0, 3, 1, 2, 4).reshape(-1, 2 * pairs, BLOCK) ^ OFFSET
-    scales = data[:, :, -1].reshape(-1, 2 * pairs, size, 2)
-    scales = jax.lax.bitcast_convert_type(scales, jnp.float16)
-    scales = scales.transpose(0, 2, 1).reshape(-1, 2 * pairs)
-    return Blocks(
-        values=jax.lax.bitcast_convert_type(values, jnp.int8)[:N, : num_blocks(K)],
-        scales=scales[:N, : num_blocks(K)],
-        shape=(N, K),
-        of=w.of or "bfloat16",
-    )
+    (N, K), size, (_, pairs, num_lines, _) = w.shape, panels.PANEL, w.data.shape
+    is_four = num_lines < BLOCK // 2
+    width = 16 if is_four else BLOCK
+    lines, rest = jnp.split(w.data, [width // 2], axis=2)
+    values = lines.reshape(-1, 2 * pairs, width // 4, size, 4)
+    values = values.transpose(0, 3, 1, 2, 4).reshape(-1, 2 * pairs, width)
+    if not is_four:
+        values = jax.lax.bitcast_convert_type(values ^ OFFSET, jnp.int8)
+    cut = lambda x: x[:N, : num_blocks(K)]
+
+    def numbers(line: int) -> jax.Array:
+        """Returns the scales, or the minima."""
+        halves = rest[:, :, line].reshape(-1, 2 * pairs, size, 2)
+        halves = jax.lax.bitcast_convert_type(halves, jnp.float16)
+        return cut(halves.transpose(0, 2, 1).reshape(-1, 2 * pairs))
+
+    parts = [cut(values), *map(numbers, range(rest.shape[2]))]
+    return of_parts(parts, (N, K), w.of or "bfloat16")

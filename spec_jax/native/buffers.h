@@ -112,7 +112,8 @@ ffi::Error by_dtype(ffi::DataType dtype, F f) {
 template <typename T>
 Panels<T> panels(const Any& buffer, int64_t N, int64_t K) {
   if (buffer.element_type() != ffi::DataType::U8) return {data_or_null<T>(buffer), N, K};
-  return {nullptr, N, K, data<uint8_t>(buffer)};
+  bool is_four = buffer.dimensions()[2] * kLineBytes == kPairBytes<true>;
+  return {nullptr, N, K, data<uint8_t>(buffer), is_four};
 }
 
 // [N, K] of a buffer of panels, or of rows.

@@ -4,6 +4,9 @@
 // Weights are read as bytes 0 .. 255, which are 128 too large, as the instruction of VNNI
 // takes them; its sums begin with what that adds, negated. Without it the bytes are made
 // signed again.
+//
+// Weights of four bits, 0 .. 15, are as they are. Sums of a block's products, 16 of 15 * 127
+// at most, are kept in halves of lanes where those are added first, and then made `whole`.
 
 #pragma once
 
@@ -24,10 +27,18 @@ inline int32_t four_bytes(const int8_t* x) {
 #if defined(SPEC_JAX_AVX512)
 
 using IntVec = __m512i;
+struct Nibbles {
+  __m512i value;
+};
 inline IntVec broadcast_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline Vec to_floats(IntVec x) { return _mm512_cvtepi32_ps(x); }
 inline Vec load_float16(const uint8_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+// Those that stand below, or above, in the bytes.
+inline Nibbles load_nibbles(const uint8_t* p, bool is_above) {
+  __m512i w = _mm512_loadu_si512(p);
+  return {_mm512_and_si512(is_above ? _mm512_srli_epi32(w, 4) : w, _mm512_set1_epi8(15))};
 }
 // The low bytes of kLanes integers, given as floats.
 inline void store_low_bytes(int8_t* p, Vec x) {
@@ -41,6 +52,10 @@ inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline IntVec add_products(Bytes w, int32_t four, IntVec sums) {
   return _mm512_dpbusd_epi32(sums, w, _mm512_set1_epi32(four));
 }
+inline IntVec add_products(Nibbles w, int32_t four, IntVec sums) {
+  return add_products(w.value, four, sums);
+}
+inline IntVec whole(IntVec sums) { return sums; }
 #else
 struct Bytes {
   __m512i magnitude;
@@ -58,15 +73,26 @@ inline IntVec add_products(Bytes w, int32_t four, IntVec sums) {
   __m512i pairs = _mm512_maddubs_epi16(w.magnitude, x);
   return _mm512_add_epi32(sums, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 }
+inline IntVec add_products(Nibbles w, int32_t four, IntVec sums) {
+  return _mm512_add_epi16(sums, _mm512_maddubs_epi16(w.value, _mm512_set1_epi32(four)));
+}
+inline IntVec whole(IntVec sums) { return _mm512_madd_epi16(sums, _mm512_set1_epi16(1)); }
 #endif
 
 #elif defined(SPEC_JAX_AVX2)
 
 using IntVec = __m256i;
+struct Nibbles {
+  __m256i value;
+};
 inline IntVec broadcast_int(int32_t x) { return _mm256_set1_epi32(x); }
 inline Vec to_floats(IntVec x) { return _mm256_cvtepi32_ps(x); }
 inline Vec load_float16(const uint8_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Nibbles load_nibbles(const uint8_t* p, bool is_above) {
+  __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm256_and_si256(is_above ? _mm256_srli_epi32(w, 4) : w, _mm256_set1_epi8(15))};
 }
 inline void store_low_bytes(int8_t* p, Vec x) {
   __m256i low = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(255));
@@ -83,6 +109,10 @@ inline Bytes load_bytes(const uint8_t* p) {
 inline IntVec add_products(Bytes w, int32_t four, IntVec sums) {
   return _mm256_dpbusd_avx_epi32(sums, w, _mm256_set1_epi32(four));
 }
+inline IntVec add_products(Nibbles w, int32_t four, IntVec sums) {
+  return add_products(w.value, four, sums);
+}
+inline IntVec whole(IntVec sums) { return sums; }
 #else
 struct Bytes {
   __m256i magnitude, value;
@@ -98,6 +128,10 @@ inline IntVec add_products(Bytes w, int32_t four, IntVec sums) {
   __m256i pairs = _mm256_maddubs_epi16(w.magnitude, x);
   return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
+inline IntVec add_products(Nibbles w, int32_t four, IntVec sums) {
+  return _mm256_add_epi16(sums, _mm256_maddubs_epi16(w.value, _mm256_set1_epi32(four)));
+}
+inline IntVec whole(IntVec sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 #endif
 
 #else
@@ -128,7 +162,24 @@ inline IntVec add_products(Bytes w, int32_t four, IntVec sums) {
   }
   return sums;
 }
+struct Nibbles {
+  Bytes value;
+};
+inline Nibbles load_nibbles(const uint8_t* p, bool is_above) {
+  return {load_as<Bits>(p) >> (is_above ? 4 : 0) & 0x0f0f0f0fu};
+}
+inline IntVec add_products(Nibbles w, int32_t four, IntVec sums) {
+  return add_products(w.value, four, sums);
+}
+inline IntVec whole(IntVec sums) { return sums; }
 
 #endif
+
+// Weights as the products take them.
+template <bool kIsFour>
+auto load_weights(const uint8_t* p, bool is_above) {
+  if constexpr (kIsFour) return load_nibbles(p, is_above);
+  else return load_bytes(p);
+}
 
 }  // namespace spec_jax

@@ -13,23 +13,26 @@
 
 namespace spec_jax {
 
-constexpr int64_t kRowBlockBytes = kBlock + 4 + 4;  // of a row: bytes, scale, sum
+constexpr int64_t kRowBlockBytes = kBlock + 4 + 4 + 4;  // of a row: bytes, scale, sums
 
 // Blocks of kBlock values of a row of K, of which there are pairs.
 inline int64_t blocks_of(int64_t K) { return 2 * pairs_of(K); }
 
 // What a group of rows is multiplied by: of each block first the bytes of all rows, then
-// their scales, then what sums of products begin with.
+// their scales, then what sums of products begin with, then what minima of weights of four
+// bits are multiplied by, the sum of bytes times the scale.
 struct RowBlock {
   int8_t* bytes;
   float* scales;
   int32_t* sums;
+  float* totals;
 
   RowBlock(const uint8_t* group, int64_t rows, int64_t block) {
     uint8_t* at = const_cast<uint8_t*>(group) + block * rows * kRowBlockBytes;
     bytes = reinterpret_cast<int8_t*>(at);
     scales = reinterpret_cast<float*>(at + rows * kBlock);
     sums = reinterpret_cast<int32_t*>(at + rows * (kBlock + 4));
+    totals = reinterpret_cast<float*>(at + rows * (kBlock + 8));
   }
 };
 
@@ -47,7 +50,7 @@ void set_row_bytes(const T* x, int64_t K, int64_t r, int64_t rows, uint8_t* grou
       largest = maximum(largest, maximum(value[i], subtract(zero(), value[i])));
       probe = fma(value[i], zero(), probe);
     }
-    float most = largest_lane(largest), total = 0.0f;
+    float most = largest_lane(largest);
     Vec inverse = broadcast(most > 1e-36f ? 127.0f / most : 0.0f), all = zero();
     for (int64_t i = 0; i < kSteps; ++i) {
       // Rounds to nearest, ties to even, and leaves the integer in the low bits.
@@ -55,8 +58,9 @@ void set_row_bytes(const T* x, int64_t K, int64_t r, int64_t rows, uint8_t* grou
       store_low_bytes(to.bytes + r * kBlock + i * kLanes, shifted);
       all = add(all, subtract(shifted, broadcast(12582912.0f)));
     }
-    if (kSumsOffsets) total = sum(all);
-    to.scales[r] = most / 127.0f + sum(probe);
+    float total = sum(all), scale = most / 127.0f + sum(probe);
+    to.scales[r] = scale;
+    to.totals[r] = total * scale;
     // Beside NaN it does not matter which one it is; but there is to be one.
     bool is_sum = std::abs(total) <= 127.0f * kBlock;
     to.sums[r] = is_sum ? static_cast<int32_t>(-128.0f * total) : 0;

@@ -108,8 +108,9 @@ void multiply(const SideBySide<T>& rows, int64_t first, int64_t size, const Pane
     return multiply(rows.group(first), size, w.panel(begin), end - begin, w.words(), sums,
                     stride, w.panel(next));
   }
-  multiply_bytes(rows.group_of_bytes(first), size, w.panel_of_blocks(begin), end - begin,
-                 w.pairs(), sums, stride, (next - end) * w.panel_bytes());
+  auto multiply_blocks = w.is_four ? multiply_bytes<true> : multiply_bytes<false>;
+  multiply_blocks(rows.group_of_bytes(first), size, w.panel_of_blocks(begin), end - begin,
+                  w.pairs(), sums, stride, (next - end) * w.panel_bytes());
 }
 
 // y [rows, N] = residual + round(norm(x) w^T); `residual` may be null, or y. The rows of y

@@ -1,8 +1,8 @@
 """A weight matrix `[N, K]`: an array, or what an implementation's kernels made of it.
 
-The native kernels read panels (`native/panels.py`). Weights of eight bits are blocks
-(`native/blocks.py`), panels of them, or on a GPU tiles (`native/tiles.py`). Ops take
-each form of a weight; other operations take a matrix, which is unpacked on demand.
+The native kernels read panels (`native/panels.py`). Weights of eight bits, or of four,
+are blocks (`native/blocks.py`), panels of them, or on a GPU tiles (`native/tiles.py`).
+Ops take each form; other operations take a matrix, which is unpacked on demand.
 
 A device of a mesh (`parallel`) has a part of a weight, `Split`.
 """
@@ -68,6 +68,8 @@ def prepare(w: Weight, impl: str) -> Weight:
     A weight that is in that form already is returned as it is.
     """
     if impl in dispatch.PALLAS and is_bytes(w):
+        if form(w) == "q4_1":
+            raise NotImplementedError("weights of four bits have no kernels on a GPU")
         return w if isinstance(w, Tiles) else tiles.pack(unpacked(w))
     if impl != "native":
         return unpacked(w)
@@ -86,8 +88,16 @@ def is_weight(w: Any) -> bool:
 
 
 def is_bytes(w: Any) -> bool:
-    """Returns whether a weight is of eight bits."""
+    """Returns whether a weight is of eight bits, or of four."""
     return isinstance(w, Blocks | Tiles) or isinstance(w, Panels) and w.of is not None
+
+
+def form(w: Weight) -> str:
+    """Returns the form of a weight, as `weights=` names it."""
+    if not is_bytes(w):
+        return "dense"
+    made: Any = jax.eval_shape(unpacked, w)
+    return "q8_0" if made.minima is None else "q4_1"
 
 
 def unpacked(w: Weight) -> jax.Array | Blocks:
@@ -104,24 +114,24 @@ def matrix(w: Weight) -> jax.Array:
 
 
 def byte_product(x: jax.Array, w: Weight) -> jax.Array:
-    """Returns `x w^T` in float32 of a weight of eight bits, for `x [..., K]`."""
+    """Returns `x w^T` in float32 of a weight of blocks, for `x [..., K]`."""
     w = unpacked(w)
     if not isinstance(w, Blocks):
-        raise ValueError(f"a weight of {w.dtype} is not one of eight bits")
+        raise ValueError(f"a weight of {w.dtype} is not one of blocks")
     return blocks.product(x, w)
 
 
-def to_bytes(w: Weight) -> Blocks:
-    """Rounds a matrix to eight bits, outside jit."""
-    return blocks.of_matrix(matrix(w))
+def to_bytes(w: Weight, form: str) -> Blocks:
+    """Rounds a matrix to blocks of a form, outside jit."""
+    return blocks.of_matrix(matrix(w), form=form)
 
 
-def byte_shapes(leaf: jax.ShapeDtypeStruct) -> Blocks:
+def byte_shapes(leaf: jax.ShapeDtypeStruct, form: str) -> Blocks:
     """Returns shapes in the place of a matrix's blocks."""
-    N, count = leaf.shape[0], blocks.num_blocks(leaf.shape[1])
-    values: Any = jax.ShapeDtypeStruct((N, count, blocks.BLOCK), jnp.int8)
-    scales: Any = jax.ShapeDtypeStruct((N, count), jnp.float16)
-    return Blocks(values=values, scales=scales, shape=leaf.shape, of=str(leaf.dtype))
+    N, K = leaf.shape
+    made = blocks.of_matrix(jnp.zeros((1, K), jnp.float32), form=form)
+    shape_of = lambda x: jax.ShapeDtypeStruct((N, *x.shape[1:]), x.dtype)
+    return jax.tree.map(shape_of, made).replace(shape=leaf.shape, of=str(leaf.dtype))
 
 
 def cast(w: Weight, dtype: str) -> jax.Array | Blocks:

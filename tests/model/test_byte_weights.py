@@ -1,4 +1,4 @@
-"""Models of eight bits: made as they are read, saved, loaded, lossless, refused."""
+"""Models of eight bits or four: as they are read, saved, loaded; lossless, refused."""
 
 import dataclasses
 
@@ -54,14 +54,19 @@ def config(request):
     return CONFIGS[request.param]
 
 
-def test_what_is_saved_is_loaded_again(config, tmp_path):
+@pytest.mark.parametrize("form", ["q8_0", "q4_1"])
+def test_what_is_saved_is_loaded_again(config, form, tmp_path):
     """Fails if a bit is lost on the way, or one form has another fingerprint."""
     params = params_lib.init(jax.random.key(0), config, stddev=0.2)
     load.save(tmp_path / "dense", config, params)
-    found, made = load.load(tmp_path / "dense", weights="q8_0")
-    assert found == dataclasses.replace(config, weights="q8_0")
-    testing.assert_same_bits(made, params_lib.to_bytes(params))
-    assert weights.is_bytes(made.embed)
+    found, made = load.load(tmp_path / "dense", weights=form)
+    assert found == dataclasses.replace(config, weights=form)
+    testing.assert_same_bits(made, params_lib.to_bytes(params, form))
+    assert (
+        weights.form(made.embed) == weights.form(made.lm_head or made.embed) == "q8_0"
+    )
+    layers = jax.tree.leaves(made.layers, is_leaf=weights.is_weight)
+    assert {weights.form(x) for x in layers if len(x.shape) == 2} == {form}
     load.save(tmp_path / "bytes", found, made)
     again, read = load.load(tmp_path / "bytes")
     assert again == found
@@ -84,11 +89,12 @@ def test_what_is_saved_is_loaded_again(config, tmp_path):
         load.load(tmp_path / "spoiled")
 
 
-def test_implementations_agree_in_every_family(config):
+@pytest.mark.parametrize("form", ["q8_0", "q4_1"])
+def test_implementations_agree_in_every_family(config, form):
     """Fails if a matrix of a family is another one to the kernels than to XLA."""
-    config = dataclasses.replace(config, weights="q8_0", dtype="float32")
+    config = dataclasses.replace(config, weights=form, dtype="float32")
     dense = params_lib.init(jax.random.key(0), config, stddev=0.2)
-    made = params_lib.to_bytes(dense)
+    made = params_lib.to_bytes(dense, form)
     written = {}
     for impl in FORMS:
         if impl not in families.of(config).IMPLS:
@@ -109,29 +115,32 @@ def test_implementations_agree_in_every_family(config):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "tree", "form"),
+    ("drafter", "tree", "form", "of_target"),
     [
-        ("draft-model", None, "q8_0"),
+        ("draft-model", None, "q8_0", "q8_0"),
+        ("draft-model", "4x6:15", "q4_1", "q4_1"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("draft-model", "4x6:15", None),
-                ("dspark", None, None),
-                ("dspark", "4x6:15", "q8_0"),
+                ("draft-model", "4x6:15", None, "q8_0"),
+                ("dspark", None, None, "q8_0"),
+                ("dspark", "4x6:15", "q8_0", "q8_0"),
+                ("dspark", None, "q4_1", "q4_1"),
             )
         ),
     ],
 )
-def test_it_is_lossless(drafter, tree, form):
-    """Fails if rounds of a model of eight bits give other tokens than it alone."""
+def test_it_is_lossless(drafter, tree, form, of_target):
+    """Fails if rounds of a model of few bits give other tokens than it alone."""
     how = {"drafter": drafter, "tree": tree, "draft_weights": form}
-    lm = sj.load(weights="q8_0", **how)
-    assert "q8_0 and bfloat16" in lm.card()
+    lm = sj.load(weights=of_target, **how)
+    said = {"q8_0": "q8_0 and bf", "q4_1": "q4_1, q8_0 of the vocabulary, and bf"}
+    assert said[of_target] in lm.card()
     texts = ["def add(a, b):", "import os"]
     report = sj.check_lossless(lm, texts, max_tokens=24, num_slots=2)
     assert report.equal and report.comparisons[0].rounds < 24, report
     dense = sj.load(drafter="ngram")
-    assert run.provenance(lm) == run.provenance(dense) | {"weights": "q8_0"}
+    assert run.provenance(lm) == run.provenance(dense) | {"weights": of_target}
 
 
 @pytest.mark.parametrize("kind", ["draft-model", *tiny_pair.WRITE_HEAD])
@@ -154,6 +163,21 @@ def test_drafters_of_eight_bits(kind, tmp_path):
         if impl == "native":
             report = sj.check_lossless(both[1], ["import", "x = 1"], max_tokens=12)
             assert report.equal
+
+
+@pytest.mark.parametrize("form", ["q8_0", "q4_1"])
+def test_a_folder_with_copies_of_a_dense_target(form, tmp_path):
+    """Fails if what the target's blocks were made of is refused, or another is not."""
+    target, _ = tiny_pair.write(tmp_path)
+    head = tiny_pair.WRITE_HEAD["dspark"](tmp_path / "head", target)
+    lm = sj.load(target, draft=head, drafter="dspark", weights=form)
+    assert lm.drafter_params.embed is lm.params.embed
+    config, params = load.load(target)
+    load.save(target, config, params.replace(embed=params.embed.at[7, 3].mul(2)))
+    with pytest.raises(
+        load.CheckpointError, match="embed_tokens.weight is not the tar"
+    ):
+        sj.load(target, draft=head, drafter="dspark", weights=form)
 
 
 def load_pair(tmp_path, impl):
@@ -189,10 +213,30 @@ def of_form(w):
 
 def test_refusals(tmp_path):
     """Fails if a combination without kernels is found out in the middle of a run."""
-    with pytest.raises(ValueError, match="weights='q4_0' is not one of dense, q8_0"):
+    with pytest.raises(ValueError, match="weights='q4_0' is not one of dense, q8_0, q"):
         sj.load(weights="q4_0")
     with pytest.raises(ValueError, match="draft_weights='q4_0' is not one of dense, q"):
         sj.load(draft_weights="q4_0")
     layout = shard.Layout(mesh=shard.mesh(1), segments=8)
-    with pytest.raises(ValueError, match="'q8_0' are not cut over a mesh: leave out"):
-        load.load(loading.EMBEDDED_TARGET, weights="q8_0", layout=layout)
+    for form in ("q8_0", "q4_1"):
+        with pytest.raises(
+            ValueError, match=f"'{form}' are not cut over a mesh: leave"
+        ):
+            load.load(loading.EMBEDDED_TARGET, weights=form, layout=layout)
+    with pytest.raises(ValueError, match="'q4_1' have no kernels on a GPU: take weigh"):
+        load.load(loading.EMBEDDED_TARGET, weights="q4_1", impl="interpret")
+    params = params_lib.init(jax.random.key(0), CONFIGS["qwen3"])
+    with pytest.raises(NotImplementedError, match="no kernels on a GPU"):
+        params_lib.prepare_matrices(params, "interpret", form="q4_1")
+    both = [params_lib.to_bytes(params, form) for form in ("q8_0", "q4_1")]
+    config = dataclasses.replace(CONFIGS["qwen3"], weights="q4_1")
+    with pytest.raises(
+        ValueError, match="config.weights='q4_1', the weights are other"
+    ):
+        load.save(tmp_path / "wrong", config, both[0])
+    down = both[1].layers[1].down
+    down = down.replace(minima=down.minima.at[2, 1].set(jnp.nan))
+    layers = both[1].layers[0], both[1].layers[1].replace(down=down)
+    load.save(tmp_path / "spoiled", config, both[1].replace(layers=layers))
+    with pytest.raises(load.CheckpointError, match=r"down.*\[2, 1\] is nan in float16"):
+        load.load(tmp_path / "spoiled")

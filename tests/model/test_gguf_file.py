@@ -126,23 +126,36 @@ def plain(tmp_path_factory):
     return write(tmp_path_factory.mktemp("gguf") / "plain.gguf", config, params)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F32"])
-def test_weights_of_eight_bits(model, kind, tmp_path, caplog):
-    """Fails if blocks of eight bits are rounded once more, or others without a word."""
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "F32"])
+@pytest.mark.parametrize("form", ["q8_0", "q4_1"])
+def test_weights_of_blocks(model, kind, form, tmp_path, caplog):
+    """Fails if blocks of a form are rounded once more, or others without a word."""
     config, params = model
-    path = tmp_path / "a.gguf"
-    write(path, config, params, kind=kind, is_random=kind == "Q8_0")
+    path, is_eight = tmp_path / "a.gguf", form == "q8_0"
+    is_random = (kind == "Q8_0") == is_eight and kind != "F32"
+    write(path, config, params, kind=kind, is_random=is_random)
     _, dense = load.load(path, dtype="float32")
-    found, made = load.load(path, dtype="float32", weights="q8_0")
-    assert found.is_bytes and weights.is_bytes(made.layers[1].qkv)
+    found, made = load.load(path, dtype="float32", weights=form)
+    assert found.is_bytes and weights.form(made.layers[1].qkv) == form
+    # Of four bits the embedding is of eight.
+    of_layers = lambda x: x if is_eight else x.layers
     forms = params_lib.map_matrices(weights.matrix, made), made
-    others = dense, params_lib.to_bytes(dense)
-    same = 0 if kind == "Q8_0" else 1  # as they are, or rounded
-    testing.assert_same_bits(forms[same], others[same])
+    others = dense, params_lib.to_bytes(dense, form)
+    same = 0 if is_random else 1  # as they are, or rounded
+    testing.assert_same_bits(*(of_layers(x[same]) for x in (forms, others)))
     with pytest.raises(AssertionError, match="elements differ"):
-        testing.assert_same_bits(forms[1 - same], others[1 - same])
-    is_said = "weights of Q4_0 are rounded to Q8_0" in caplog.text
-    assert is_said == (kind == "Q4_0")
+        testing.assert_same_bits(*(of_layers(x[1 - same]) for x in (forms, others)))
+    if not is_eight:
+        testing.assert_same_bits(made.embed, params_lib.to_bytes(dense).embed)
+    said = {
+        "Q8_0": (kind[:2] == "Q4", f"weights of {kind} are rounded to Q8_0"),
+        "Q4_1": (
+            kind == "Q8_0" and not is_eight,
+            "weights of Q8_0 are rounded to Q4_1",
+        ),
+    }
+    for is_wanted, text in said.values():
+        assert (text in caplog.text) == is_wanted, caplog.text
 
 
 def test_config_and_weights_are_those_that_were_written(model, tmp_path):

@@ -47,7 +47,7 @@ def make_params(config: config_lib.Qwen3Config) -> params_lib.Params:
     """Random weights; the embedding of `NAN_TOKEN` is NaN."""
     params = params_lib.init(jax.random.key(0), config, stddev=0.1)
     params = params.replace(embed=params.embed.at[NAN_TOKEN].set(jnp.nan))
-    return params_lib.to_bytes(params) if config.is_bytes else params
+    return params_lib.to_bytes(params, config.weights)
 
 
 def make_cache(
@@ -190,7 +190,9 @@ PAGE_SIZES = {"xla": (16,), "native": (16, 8, 256)}
     "model",
     [
         *("float32-xla", "bfloat16-native", "float32-native", "bfloat16-native-q8_0"),
+        "bfloat16-native-q4_1",
         pytest.param("bfloat16-xla-q8_0", marks=pytest.mark.slow),
+        pytest.param("bfloat16-xla-q4_1", marks=pytest.mark.slow),
     ],
     indirect=True,
 )
@@ -335,6 +337,7 @@ def test_head_sizes_and_groups(head_dim, num_heads, num_kv_heads, impl):
     [
         ("float32", 1e-5, "dense"),
         ("bfloat16", 0.04, "q8_0"),
+        ("bfloat16", 0.04, "q4_1"),
     ],
 )
 def test_implementations_agree_but_for_rounding(dtype, tolerance, weights):
@@ -359,7 +362,7 @@ def test_implementations_agree_but_for_rounding(dtype, tolerance, weights):
 @pytest.mark.parametrize(
     ("impl", "weights"),
     [
-        *(("native", "q8_0"), ("xla", "dense")),
+        *(("native", "q8_0"), ("native", "q4_1"), ("xla", "dense")),
         pytest.param("xla", "q8_0", marks=pytest.mark.slow),
     ],
 )

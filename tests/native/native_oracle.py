@@ -63,21 +63,31 @@ class SumOrder:
             sums = flush(self._add(x[:, None, k], w[None, :, k], sums))
         return sums
 
-    def project_bytes(self, x, w, *, order=None, neighbour=0) -> np.ndarray:
+    def project_bytes(
+        self, x, w, *, order=None, neighbour=0, lower=0, has_minima=True
+    ) -> np.ndarray:
         """As `project`, of `blocks.Blocks` and rows that are rounded as it says.
 
         Args:
           order: of the blocks; as they are, if None.
           neighbour: of a block, whose scale is taken in its place.
+          lower: likewise, whose minimum.
+          has_minima: whether minima count.
         """
         values, row_scales = round_rows(x)
-        integers = np.asarray(w.values, np.float32)
+        integers = np.asarray(blocks.integers(w), np.float32)
         scales = np.roll(np.asarray(w.scales, np.float32), neighbour, axis=1)
+        minima = None
+        if w.minima is not None and has_minima:
+            minima = np.roll(np.asarray(w.minima, np.float32), lower, axis=1)
         sums = np.zeros((len(x), len(integers)), np.float32)
         for b in range(integers.shape[1]) if order is None else order:
             whole = values[:, b] @ integers[:, b].T  # Exact, in any order.
             scale = row_scales[:, b, None] * scales[None, :, b]
             sums = self._add(whole, scale, sums)
+            if minima is not None:
+                total = row_scales[:, b] * values[:, b].sum(axis=-1)
+                sums = self._add(total[:, None], minima[None, :, b], sums)
         return sums
 
     def _add(self, a, b, sums) -> np.ndarray:
@@ -126,8 +136,11 @@ def round_rows(x) -> tuple[np.ndarray, np.ndarray]:
 def project_bytes(x, w) -> np.ndarray:
     """`x @ w.T` of rounded rows and `blocks.Blocks`, in float64."""
     values, row_scales = wide(*round_rows(x))
-    integers, scales = wide(w.values, w.scales)
-    return np.einsum("rbi,rb,nbi,nb->rn", values, row_scales, integers, scales)
+    integers, scales = wide(blocks.integers(w), w.scales)
+    integers = integers * scales[..., None]
+    if w.minima is not None:
+        integers += wide(w.minima)[0][..., None]
+    return np.einsum("rbi,rb,nbi->rn", values, row_scales, integers)
 
 
 def project(x, w, *, norm=None, residual=None, eps=0.0, out_dtype=None):

@@ -154,17 +154,17 @@ void check_project(int64_t rows, int64_t live, int64_t K, int64_t N) {
 
 // Segments: in bounds, the sums of all, and nothing written to padding rows; bits are
 // compared in Python.
-// Weights of eight bits, in memory of exactly their size.
-template <typename T>
+// Weights of eight bits, or four, in memory of exactly their size.
+template <bool kIsFour, typename T>
 void check_bytes(int64_t rows, int64_t K, int64_t N) {
   auto x = normal<T>(rows * K);
-  Array<uint8_t> packed(panels_of(N) * pairs_of(K) * kPairBytes);
+  Array<uint8_t> packed(panels_of(N) * pairs_of(K) * kPairBytes<kIsFour>);
   for (int64_t i = 0; i < packed.size; ++i) {
-    bool is_scale = i % kPairBytes >= 2 * kPanel * kBlock;
+    bool is_scale = i % kPairBytes<kIsFour> >= 2 * kBlockLines<kIsFour> * kLineBytes;
     uint8_t one = i % 2 ? 0x3c : 0x00;  // a half of float16's 1
     packed[i] = is_scale ? one : generator() % 256;
   }
-  Panels<T> w{nullptr, N, K, packed.data()};
+  Panels<T> w{nullptr, N, K, packed.data(), kIsFour};
   auto table = untouched<T>(N * K), y = untouched<T>(rows * N), none = untouched<T>(0);
   auto gates = untouched<T>(rows * (N / 2));
   for (int64_t n = 0; n < N; ++n) take_row(w, n, table.data() + n * K);
@@ -772,7 +772,10 @@ void check_grid() {
         check_project<T>(rows, rows - (N == 5 && rows > 1), K, N);
       }
       check_gate<T>(3, 2, K, N);
-      for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 17}) check_bytes<T>(rows, K, N);
+      for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 17}) {
+        check_bytes<false, T>(rows, K, N);
+        check_bytes<true, T>(rows, K, N);
+      }
     }
   }
   for (int64_t D : {1, 7, 64}) {

@@ -1,4 +1,4 @@
-"""Weights of eight bits: llama.cpp's rounding, their panels, sums in one order."""
+"""Weights of eight bits or four: as llama.cpp rounds, their panels, order of sums."""
 
 import emulation
 import jax.numpy as jnp
@@ -19,8 +19,13 @@ def isa(request, monkeypatch) -> str:
     return emulation.load(request.param, monkeypatch)
 
 
-def make(rng, N: int, K: int, dtype: str = "bfloat16", scale=1.0) -> blocks.Blocks:
-    return blocks.of_matrix(oracle.normal(rng, (N, K), dtype, scale))
+@pytest.fixture(params=blocks.QUANTISE)
+def form(request) -> str:
+    return request.param
+
+
+def make(rng, form, N: int, K: int, dtype="bfloat16", scale=1.0) -> blocks.Blocks:
+    return blocks.of_matrix(oracle.normal(rng, (N, K), dtype, scale), form=form)
 
 
 def project(isa, x, w) -> np.ndarray:
@@ -31,28 +36,30 @@ def project(isa, x, w) -> np.ndarray:
     return np.asarray(found)
 
 
-def test_weights_are_rounded_as_by_llama_cpp(rng):
+def test_weights_are_rounded_as_by_llama_cpp(rng, form):
     """Fails if an integer or a scale is another: `gguf` has its bits."""
     quants = pytest.importorskip("gguf.quants")
     w = rng.standard_normal((64, 96)).astype(np.float32)
     w[:4] *= np.float32([[1e-9], [1e-4], [1e4], [0]])  # scales that are denormal, 0
     w[5, :32] = np.resize([1, 0.5, 1.5, -0.5, 127], 32)  # halves
-    values, scales = blocks.quantise(w)
-    raw = quants.quantize(w, quants.GGMLQuantizationType.Q8_0).reshape(64, 3, 34)
-    np.testing.assert_array_equal(scales, raw[:, :, :2].copy().view(np.float16)[..., 0])
-    np.testing.assert_array_equal(values, raw[:, :, 2:].view(np.int8))
-    assert abs(values).max() == 127
-    wide = quants.dequantize(raw.reshape(64, -1), quants.GGMLQuantizationType.Q8_0)
-    made = blocks.of_matrix(w)
+    values, *numbers = blocks.QUANTISE[form](w)
+    kind = quants.GGMLQuantizationType[form.upper()]
+    raw, size = quants.quantize(w, kind).reshape(64, 3, -1), 2 * len(numbers)
+    stored = raw[:, :, :size].copy().view(np.float16)
+    np.testing.assert_array_equal(np.stack(numbers, axis=-1), stored)
+    np.testing.assert_array_equal(values, raw[:, :, size:].view(values.dtype))
+    made = blocks.of_matrix(w, form=form)
+    assert blocks.integers(made).max() == {"q8_0": 127, "q4_1": 15}[form]
+    wide = quants.dequantize(raw.reshape(64, -1), kind)
     testing.assert_same_bits(np.asarray(blocks.matrix(made)), wide)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_panels_keep_every_bit(rng, isa, shape):
+def test_panels_keep_every_bit(rng, isa, form, shape):
     """Fails if a value is lost or moved; or if a kernel looks up another row."""
-    w = make(rng, *shape, scale=1e-4)
+    w, lines = make(rng, form, *shape, scale=1e-4), {"q8_0": 17, "q4_1": 10}[form]
     packed = calls.pack(w, isa=isa)
-    assert packed.data.shape == (-(-shape[0] // 16), -(-shape[1] // 64), 17, 64)
+    assert packed.data.shape == (-(-shape[0] // 16), -(-shape[1] // 64), lines, 64)
     assert packed.shape == w.shape and packed.dtype == w.dtype
     testing.assert_same_bits(blocks.unpack(packed), w)
     index = np.int32([shape[0] - 1, 0, shape[0] // 2])
@@ -67,29 +74,33 @@ def kernels_of(isa: str) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("K", "N"), [(129, 40), (577, 20)])
-def test_sums_are_in_the_order_of_blocks(rng, isa, dtype, K, N):
+def test_sums_are_in_the_order_of_blocks(rng, isa, form, dtype, K, N):
     """Fails if a sum has another order, or depends on the number of rows.
 
-    Negative controls: blocks in another order, and a neighbour's scale.
+    Negative controls: blocks in another order, a neighbour's scale or minimum, none.
     """
-    x, w = oracle.normal(rng, (9, K), dtype), make(rng, N, K, dtype)
+    x, w = oracle.normal(rng, (9, K), dtype), make(rng, form, N, K, dtype)
     # Extremes of integers, of both signs.
-    w = w.replace(values=w.values.at[:, 0].set(-128).at[:, 1].set(127))
+    least, most = (-128, 127) if form == "q8_0" else (0x00, 0xFF)
+    w = w.replace(values=w.values.at[:, 0].set(least).at[:, 1].set(most))
     x[:, :64] = np.where(rng.integers(0, 2, (9, 64)), 3, -3)
     order = oracle.SUM_ORDERS[kernels_of(isa)]
     expected = order.project_bytes(x, w)
     for count in range(1, 10):
         testing.assert_same_bits(project(isa, x[:count], w), expected[:count])
     backwards = range(w.values.shape[1])[::-1]
-    for fault in ({"order": backwards}, {"neighbour": 1}):
+    faults = [{"order": backwards}, {"neighbour": 1}]
+    if form == "q4_1":
+        faults += [{"lower": 1}, {"has_minima": False}]
+    for fault in faults:
         with pytest.raises(AssertionError, match="elements differ"):
             testing.assert_same_bits(order.project_bytes(x, w, **fault), expected)
 
 
 @pytest.mark.parametrize("isa", build.available_isas(), indirect=True)
-def test_rows_that_are_not_finite(rng, isa):
+def test_rows_that_are_not_finite(rng, isa, form):
     """Fails if NaN is rounded to an integer, or leaves its row."""
-    x, w = oracle.normal(rng, (4, 65), "float32"), make(rng, 18, 65, "float32")
+    x, w = oracle.normal(rng, (4, 65), "float32"), make(rng, form, 18, 65, "float32")
     clean = project(isa, x, w)
     x[1, 64], x[2, 3] = np.nan, -np.inf
     x[3] = [0.0] * 64 + [1e-42]  # too small to divide 127 by

@@ -22,7 +22,7 @@ def make(dtype, **changes):
     config = decoding.make_config(dtype=dtype, num_layers=2, **changes)
     params = params_lib.init(jax.random.key(3), config, stddev=0.1)
     if config.is_bytes:
-        params = params_lib.to_bytes(params)
+        params = params_lib.to_bytes(params, config.weights)
     return config, params_lib.prepare(params, "native")
 
 
@@ -65,6 +65,7 @@ def run(
         pytest.param("float32", 6, "dense", id="float32-6"),
         pytest.param("bfloat16", 1, "dense", id="bfloat16-1"),
         pytest.param("bfloat16", 6, "q8_0", id="q8_0"),
+        pytest.param("bfloat16", 9, "q4_1", id="q4_1"),
     ],
 )
 def test_a_step_is_its_operations(dtype, live, weights):

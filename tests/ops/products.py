@@ -22,7 +22,7 @@ class Product:
     has_norm: bool = True
     has_residual: bool = False
     out_dtype: str | None = None
-    is_bytes: bool = False
+    form: str | None = None  # of the weights' blocks, if they are blocks
 
     def inputs(self, rng, rows: int = 16) -> tuple[dict, dict]:
         """Arrays of each row, and of all."""
@@ -31,7 +31,7 @@ class Product:
         norm = normal(self.K, scale=0.2) + np.ones((), self.dtype)
         x, w = normal(rows, self.K), normal(self.N, self.K)
         return {"x": x, "residual": residual}, {
-            "w": blocks.of_matrix(w) if self.is_bytes else w,
+            "w": w if self.form is None else blocks.of_matrix(w, form=self.form),
             "norm": norm if self.has_norm else None,
         }
 

@@ -27,13 +27,13 @@ def gate(rng, impl):
     return product(rng, impl, K=33, N=26, is_gate=True)
 
 
-def byte_project(rng, impl):
-    sizes = {"K": 129, "N": 40, "is_bytes": True, "has_residual": True}
+def byte_project(rng, impl, form="q8_0"):
+    sizes = {"K": 129, "N": 40, "form": form, "has_residual": True}
     return product(rng, impl, **sizes)
 
 
-def byte_gate(rng, impl):
-    return product(rng, impl, K=65, N=26, is_gate=True, is_bytes=True)
+def byte_gate(rng, impl, form="q8_0"):
+    return product(rng, impl, K=65, N=26, is_gate=True, form=form)
 
 
 def argmax(rng, impl):
@@ -71,6 +71,14 @@ def test_a_row_is_that_row_alone(rng, impl, operation):
 def test_a_row_of_a_product_of_eight_bits(rng, impl, operation):
     """As above: a row is rounded for itself, and its blocks are added in one order."""
     run, rows = operation(rng, impl)
+    row_contract.assert_row_contract(run, rows, is_alone=impl != "xla")
+
+
+@pytest.mark.parametrize("operation", [byte_project, byte_gate])
+@pytest.mark.parametrize("impl", ["xla", *emulation.every()], indirect=True)
+def test_a_row_of_a_product_of_four_bits(rng, impl, operation):
+    """As above, with minima."""
+    run, rows = operation(rng, impl, form="q4_1")
     row_contract.assert_row_contract(run, rows, is_alone=impl != "xla")
 
 

@@ -35,7 +35,7 @@ class Weights:
     has_residual: bool = False
     out_dtype: str = "bfloat16"
     plan: gemm.Plan | None = None
-    is_bytes: bool = False
+    form: str | None = None
 
     @property
     def parts(self) -> int:
@@ -71,7 +71,7 @@ OTHERS = {
 
 
 BYTES = {
-    name: dataclasses.replace(WEIGHTS[name], is_bytes=True)
+    name: dataclasses.replace(WEIGHTS[name], form="q8_0")
     for name in ("8B gate", "8B down", "8B head", "0.6B out")
 }
 
@@ -84,7 +84,7 @@ def product(weights: Weights, rows: int = ROWS) -> hopper.Program:
     """A product or a gate, as `weights` say."""
     N, K = weights.N, weights.K
     w: Any = _shape(N, K)
-    if weights.is_bytes:
+    if weights.form:
         pairs = -(-K // 64)
         w = _shape(2 * pairs, N, 32, dtype="int8"), _shape(pairs, N, dtype="int32")
     shapes = _shape(rows, K), w, _shape(dtype="int32")

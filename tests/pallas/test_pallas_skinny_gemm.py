@@ -42,7 +42,7 @@ _gate = jax.jit(
 
 def run(product, weights, rows, live=None, *, plan=SMALL):
     given = product.arguments(rows, weights, live) | {"plan": plan}
-    if product.is_bytes:
+    if product.form:
         w = weights_lib.of_kernels(given["w"], "interpret")
         given |= {"w": w, "plan": None}
     if product.is_gate:
@@ -90,15 +90,15 @@ def test_a_plan_by_the_number_of_rows_is_caught(rng, plan):
         row_contract.assert_row_contract(planted, rows)
 
 
-@pytest.mark.parametrize("is_bytes", [False, True])
-def test_more_rows_are_more_tiles_in_one_process(rng, is_bytes):
+@pytest.mark.parametrize("form", [None, "q8_0"])
+def test_more_rows_are_more_tiles_in_one_process(rng, form):
     """Fails if a second tile is lost, a row's bits depend on how many there are, or a
     kernel keeps the grid of another shape.
 
     Fails if padding rows of any tile are read or written: interpreted, what is not
     written is NaN.
     """
-    product = Product(K=80, N=24, is_bytes=is_bytes)
+    product = Product(K=80, N=24, form=form)
     rows, weights = product.inputs(rng, 33)
     call = functools.partial(run, product, weights)
     tiles = [
@@ -160,7 +160,7 @@ def test_eight_bits_on_tiles(rng, K, N):
 
     Negative controls: blocks in another order, a neighbour's scale, one rounding.
     """
-    logits = dataclasses.replace(LOGITS, K=K, N=N, is_bytes=True)
+    logits = dataclasses.replace(LOGITS, K=K, N=N, form="q8_0")
     rows, weights = logits.inputs(rng, 9)
     x, w = rows["x"], weights["w"]
     # Extremes of integers, of both signs; a row of halves, and one of zeros.
