@@ -62,7 +62,7 @@ RUNS = (
     ("sweep", f"--drafter draft-model,ngram --gamma 1 {BYTES}", MATCHED | FORMS),
     ("plan", f"{PAIR} {BYTES}", MATCHED | FORMS, slow),
     ("throughput", f"{PAIR} --batch 2 {BYTES}", {"prompts_equal": 3} | FORMS, slow),
-    ("perplexity", "--target {target}", {"weights": "q8_0", "tokens": 2 * 3}),
+    ("perplexity", "--target {target}", {"weights": "q4_1", "tokens": 2 * 3}),
     ("latency", f"{HEAD} dspark {BYTES}",
      {"matched": True, "differing_kv": 0} | FORMS, slow),
     # Heads and presets of random weights, at an acceptance that is forced.
