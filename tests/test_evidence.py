@@ -16,6 +16,7 @@ def make_evidence(**changes) -> evidence.Evidence:
         highest=np.arange(10, 15, dtype=np.int32),
         row=np.array([0, 1, 2, 0, 1], np.int32),
         constant=np.zeros(5, bool),
+        drafted=np.full(5, -1, np.int32),
     )
     fields = {
         "num_prompt": 3,

@@ -38,6 +38,7 @@ class Decisions:
       row: `[T]` int32, which row of its window it was.
       constant: `[T]` bool, whether all logits were equal: a bug of any kind would
         have left them so.
+      drafted: `[T]` int32, the last draft for each of these tokens, or `recorder.NONE`.
     """
 
     log_probs: np.ndarray
@@ -45,6 +46,7 @@ class Decisions:
     highest: np.ndarray
     row: np.ndarray
     constant: np.ndarray
+    drafted: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,7 @@ def _of_slot(slots, cache, *, num_prompt, slot):
             highest=of(recording.chosen)[decided],
             row=row,
             constant=constant[decided],
+            drafted=of(recording.drafted)[num_prompt:length],
         )
     return Evidence(
         num_prompt=num_prompt,

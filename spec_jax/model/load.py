@@ -93,15 +93,15 @@ def load(
     """
     folder = hub.locate(folder)
     config = config_lib.read(folder / "config.json", dtype=dtype, weights=weights)
-    if layout is not None and config.is_bytes:
-        raise ValueError(
-            f"{folder}: weights={config.weights!r} are not cut over a mesh: leave out "
-            "`mesh`, or `weights`"
-        )
     if impl in dispatch.PALLAS and config.weights == "q4_1":
         raise ValueError(
             f"{folder}: weights={config.weights!r} have no kernels on a GPU: take "
             "weights='q8_0', or another `impl`"
+        )
+    if impl in dispatch.PALLAS and config.is_bytes and layout is not None:
+        raise ValueError(
+            f"{folder}: weights={config.weights!r} are not cut over a mesh of GPUs: "
+            "leave out `mesh`, or `weights`, or take another `impl`"
         )
     entries = _find(folder, config, on_mesh=layout is not None)
     if vocab_size is not None:
@@ -111,9 +111,15 @@ def load(
         load_shards.check(config, layout)
     _check_memory(folder, config, available_bytes, layout)
     if layout is not None:
-        shapes = params_lib.shapes(config)
+        if any(one.stored is not None for one in entries.values()):
+            raise ValueError(
+                f"{folder}: blocks in files are not cut over a mesh: load the folder "
+                f"that they were made of with weights={config.weights!r}"
+            )
         return config, load_shards.read(
-            shapes, names, entries, layout, impl=impl or "xla"
+            *(params_lib.shapes(config), names, entries, layout),
+            form=config.weights,
+            impl=impl or "xla",
         )
 
     # A table that is not the head, too, is looked up only.
@@ -292,7 +298,7 @@ def required_bytes(
     """
     shapes = params_lib.shapes(config)
     if layout is not None:
-        return load_shards.required_bytes(shapes, layout)
+        return load_shards.required_bytes(shapes, layout, config.weights)
 
     def size(path: Any, leaf: jax.ShapeDtypeStruct) -> int:
         form = params_lib.form_of(path, leaf, config.weights)

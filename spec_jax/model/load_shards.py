@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.model import (
+    byte_weights,
     checkpoint_files as files,
     config as config_lib,
     params as params_lib,
     tensor_values,
 )
+from spec_jax.native import blocks
 from spec_jax.ops import weights
 from spec_jax.parallel import shard
 
@@ -43,7 +45,8 @@ def check(config: config_lib.ModelConfig, layout: shard.Layout) -> None:
     """Refuses a model that cannot be cut so.
 
     Raises:
-      ValueError: heads or sizes that the devices, or the segments, do not divide.
+      ValueError: heads or sizes that the devices, or the segments, do not divide; or
+        segments that are not of whole blocks.
     """
     layout.check_divides(
         num_kv_heads=config.num_kv_heads, intermediate_size=config.intermediate_size
@@ -59,6 +62,17 @@ def check(config: config_lib.ModelConfig, layout: shard.Layout) -> None:
                 f"{name}={size} cannot be cut into segments={layout.segments}: take "
                 f"fewer, such as segments={layout.devices}"
             )
+        width = size // layout.segments
+        if config.is_bytes and name in _SUMMED and width % blocks.BLOCK:
+            raise ValueError(
+                f"{name}={size} in segments={layout.segments} is {width} a segment, "
+                f"and blocks of weights={config.weights!r} have {blocks.BLOCK}: take "
+                "fewer segments"
+            )
+
+
+_SUMMED = ("num_heads * head_dim", "intermediate_size")
+"""Sizes that products add up over segments."""
 
 
 def cut_of(path: Any, leaf: jax.ShapeDtypeStruct) -> weights.Cut | None:
@@ -95,14 +109,19 @@ def with_whole_head(
     return params.replace(lm_head=joined)
 
 
-def required_bytes(shapes: params_lib.Params, layout: shard.Layout) -> tuple[int, int]:
+def required_bytes(
+    shapes: params_lib.Params, layout: shard.Layout, form: str
+) -> tuple[int, int]:
     """Returns the bytes of one device's weights, and the most that loading one of them
     takes besides: a piece on the host, the same on the device, and a copy of it."""
     total = largest = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(whole(shapes)):
         count = 1 if cut_of(path, leaf) is None else layout.devices
-        share = -(-params_lib.num_bytes(leaf) // count)
-        total, largest = total + share, max(largest, share)
+        held = read = params_lib.num_bytes(leaf)
+        own = params_lib.form_of(path[-1:], leaf, form)
+        if own != "dense":  # Made of float32.
+            held, read = byte_weights.num_bytes(leaf, own), 4 * math.prod(leaf.shape)
+        total, largest = total - (-held // count), max(largest, -(-read // count))
     return total, 3 * largest + 2 * tensor_values.BLOCK_BYTES
 
 
@@ -112,13 +131,16 @@ def read(
     entries: Mapping[str, files.Entry],
     layout: shard.Layout,
     *,
+    form: str,
     impl: str,
 ) -> params_lib.Params:
     """Reads the weights; besides them at most one device's share of one is held.
 
     Args:
       shapes: of whole weights.
-      names: a tree like it: what the files hold.
+      names: a tree like it: what the files hold, no blocks.
+      form: that matrices are rounded to, as `params.form_of` says; each piece for
+        itself, which has whole blocks.
       impl: a resolved implementation, for whose kernels pieces are prepared.
 
     Raises:
@@ -126,18 +148,23 @@ def read(
     """
 
     def one(path: Any, leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> Any:
-        cut = cut_of(path, leaf)
+        cut, own = cut_of(path, leaf), params_lib.form_of(path, leaf, form)
+        make: Any = lambda read: read
+        if own != "dense":
+            of = str(leaf.dtype)
+            make = lambda read: weights.to_bytes(jnp.asarray(read), own).replace(of=of)
+            leaf = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
         if cut is None:
             ends = 0, leaf.shape[0]
-            array = _rows(sources, entries, [ends], leaf.shape[1:], leaf.dtype)
-            return jax.block_until_ready(layout.replicated(array))
+            read = make(_rows(sources, entries, [ends], leaf.shape[1:], leaf.dtype))
+            return jax.block_until_ready(jax.tree.map(layout.replicated, read))
         split, is_head = _inputs if cut == "inputs" else _outputs, len(path) == 1
-        return split(leaf, sources, entries, layout, impl, gathers=is_head)
+        return split(leaf, sources, entries, layout, impl, make=make, gathers=is_head)
 
     return jax.tree_util.tree_map_with_path(one, whole(shapes), whole(names))
 
 
-def _outputs(leaf, sources, entries, layout, impl, *, gathers):
+def _outputs(leaf, sources, entries, layout, impl, *, make, gathers):
     """Splits a weight by rows: each piece has some rows of every tensor."""
     # The native kernels compute each output for itself, and so does a sum with a bias:
     # one piece is enough.
@@ -149,7 +176,7 @@ def _outputs(leaf, sources, entries, layout, impl, *, gathers):
     def read_piece(device, piece):
         number = device * per_device + piece
         ends = [(number * size, (number + 1) * size) for size in sizes]
-        return _rows(sources, entries, ends, leaf.shape[1:], leaf.dtype)
+        return make(_rows(sources, entries, ends, leaf.shape[1:], leaf.dtype))
 
     return weights.Split(
         pieces=_place(layout, impl, per_device, read_piece),
@@ -159,7 +186,7 @@ def _outputs(leaf, sources, entries, layout, impl, *, gathers):
     )
 
 
-def _inputs(leaf, sources, entries, layout, impl, *, gathers):
+def _inputs(leaf, sources, entries, layout, impl, *, make, gathers):
     """Splits a weight by columns: a piece for each of its segments."""
     del gathers
     ((name, _),) = sources.parts
@@ -171,7 +198,7 @@ def _inputs(leaf, sources, entries, layout, impl, *, gathers):
         first = (device * per_device + piece) * width
         tensor_values.read_columns(entries[name], out, first=first)
         tensor_values.check_finite(entries[name], out)
-        return out
+        return make(out)
 
     pieces = _place(layout, impl, per_device, read_piece)
     return weights.Split(pieces=pieces, cut="inputs", sizes=leaf.shape[:1])
@@ -208,7 +235,7 @@ def _place(layout, impl, per_device, read_piece):
 
     def one(number, device, piece):
         read = jax.device_put(read_piece(number, piece), device)
-        made = weights.prepare(read, impl) if read.ndim == 2 else read
+        made = weights.prepare(read, impl) if len(read.shape) == 2 else read
         return jax.block_until_ready(made)
 
     local = list(layout.local())

@@ -172,6 +172,12 @@ def quantise_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def product(x: jax.Array, w: Blocks) -> jax.Array:
     """Returns `x w^T` in float32, for `x [..., K]`."""
+    if w.values.shape[1] == 1:
+        # A block of zeros more: XLA inlines a loop of one turn, and then fuses the
+        # product there with whatever sum comes next.
+        pad = lambda x: jnp.pad(x, ((0, 0), (0, 1)) + ((0, 0),) * (x.ndim - 2))
+        x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, 2 * BLOCK - x.shape[-1]),))
+        w = jax.tree.map(pad, w)
     values, scales = quantise_rows(x)
     whole = integers(w)
 
@@ -192,7 +198,7 @@ def product(x: jax.Array, w: Blocks) -> jax.Array:
         return sums + jnp.einsum("...,n->...n", totals, minima)
 
     sums = jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32)
-    return jax.lax.fori_loop(0, w.values.shape[1], add, sums)
+    return jax.lax.fori_loop(0, values.shape[-2], add, sums)
 
 
 @jax.jit

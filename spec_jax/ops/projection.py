@@ -164,7 +164,7 @@ def _project_inputs(x, w, *, residual, dtype, norm, eps, impl, num_active):
     if norm is not None:
         raise ValueError("inputs that are cut are normed before they are: no norm here")
     del eps
-    if impl == "native":
+    if impl == "native" and not weights.is_bytes(w.pieces[0]):
         partials = [calls.project_segments(x, w.pieces, num_active=num_active)]
     else:
         partials = [

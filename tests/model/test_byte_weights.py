@@ -218,17 +218,27 @@ def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="draft_weights='q4_0' is not one of dense, q"):
         sj.load(draft_weights="q4_0")
     layout = shard.Layout(mesh=shard.mesh(1), segments=8)
-    for form in ("q8_0", "q4_1"):
-        with pytest.raises(
-            ValueError, match=f"'{form}' are not cut over a mesh: leave"
-        ):
-            load.load(loading.EMBEDDED_TARGET, weights=form, layout=layout)
+    words = (
+        r"in segments=8 is \d+ a segment, and blocks of weights='q4_1' have 32: take"
+    )
+    with pytest.raises(ValueError, match=words):
+        load.load(loading.EMBEDDED_TARGET, weights="q4_1", layout=layout)
+    with pytest.raises(ValueError, match="'q8_0' are not cut over a mesh of GPUs: lea"):
+        load.load(
+            loading.EMBEDDED_TARGET, weights="q8_0", impl="interpret", layout=layout
+        )
     with pytest.raises(ValueError, match="'q4_1' have no kernels on a GPU: take weigh"):
         load.load(loading.EMBEDDED_TARGET, weights="q4_1", impl="interpret")
     params = params_lib.init(jax.random.key(0), CONFIGS["qwen3"])
     with pytest.raises(NotImplementedError, match="no kernels on a GPU"):
         params_lib.prepare_matrices(params, "interpret", form="q4_1")
     both = [params_lib.to_bytes(params, form) for form in ("q8_0", "q4_1")]
+    config = dataclasses.replace(CONFIGS["qwen3"], weights="q8_0")
+    load.save(tmp_path / "blocks", config, both[0])
+    with pytest.raises(ValueError, match="blocks in files are not cut over a mesh: lo"):
+        load.load(
+            tmp_path / "blocks", layout=shard.Layout(mesh=shard.mesh(1), segments=1)
+        )
     config = dataclasses.replace(CONFIGS["qwen3"], weights="q4_1")
     with pytest.raises(
         ValueError, match="config.weights='q4_1', the weights are other"

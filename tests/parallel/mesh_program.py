@@ -73,9 +73,9 @@ def write_biased(folder: pathlib.Path, config, seed: int) -> pathlib.Path:
     return folder
 
 
-def model(folder: pathlib.Path, impl: str, layout: shard.Layout | None):
+def model(folder: pathlib.Path, impl: str, layout: shard.Layout | None, form=None):
     """The target and its weights."""
-    config, params = load.load(folder, impl=impl, layout=layout)
+    config, params = load.load(folder, impl=impl, layout=layout, weights=form)
     target = row_model.RowModel(config=config, impl=impl, slab=ROWS, layout=layout)
     return target, params
 
@@ -149,12 +149,13 @@ def on_mesh(devices: int, segments: int = shard.SEGMENTS) -> shard.Layout:
     return shard.Layout(mesh=shard.mesh(devices), segments=segments)
 
 
-def check(folder: pathlib.Path, impl: str) -> dict:
+def check(folder: pathlib.Path, impl: str, form: str | None = None) -> dict:
     """All meshes against each other, and the sums with faults."""
     made, texts = {}, {}
     for devices in (1, 2, 8):
-        made[devices], texts[devices] = forward(*model(folder, impl, on_mesh(devices)))
-    target, params = model(folder, impl, None)
+        cut = model(folder, impl, on_mesh(devices), form)
+        made[devices], texts[devices] = forward(*cut)
+    target, params = model(folder, impl, None, form)
     wrong = params.replace(layers=tuple(map(_shifted, params.layers)))
     whole, other = (forward(target, each)[0] for each in (params, wrong))
     return {
@@ -227,7 +228,7 @@ def generations(folders, drafter: str, **how) -> tuple[list, int]:
     """Hashes of decoding, of a batch of chains and of a tree, with what was drafted;
     and how many drafts there were."""
     target, draft = folders
-    name = "draft-model" if drafter in ("cut", "gpt_neox") else drafter
+    name = "draft-model" if drafter in ("cut", "gpt_neox", "q8_0") else drafter
     lm = sj.load(target, draft=draft, drafter=name, gamma_max=3,
                  cut_draft=drafter == "cut", **how)  # fmt: skip
     tree = lm.with_tree("2x2:4")
@@ -238,11 +239,10 @@ def generations(folders, drafter: str, **how) -> tuple[list, int]:
         lossless.evidence_of(lm, PROMPTS, sampling=both, **settings),
         lossless.evidence_of(tree, PROMPTS[:1], **settings),
     ]
-    # A window holds the token before it, and the drafts after that.
-    windows = [one.decisions.window for run in found[1:] for one in run]
+    drafts = [one.decisions.drafted for run in found[1:] for one in run]
     hashes = [one.hashes() for run in found for one in run]
-    drafts = sum(int((window != recorder.NONE)[:, 1:].sum()) for window in windows)
-    return [hashes, [window.tolist() for window in windows]], drafts
+    count = sum(int((each != recorder.NONE).sum()) for each in drafts)
+    return [hashes, [each.tolist() for each in drafts]], count
 
 
 def check_generations(folder: pathlib.Path, drafter: str, impl: str, *counts) -> dict:
@@ -251,6 +251,10 @@ def check_generations(folder: pathlib.Path, drafter: str, impl: str, *counts) ->
     Of "gpt_neox" target and draft model are, with residuals one after the other.
     """
     heads = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "hidden_size": 24}
+    form: dict = {}
+    if drafter == "q8_0":  # Segments of whole blocks.
+        heads["intermediate_size"] = 128
+        form = {"weights": "q8_0", "segments": 2}
     config = tiny_pair.config(num_layers=2, tie_word_embeddings=False, **heads)
     target = tiny_pair.write_model(folder / "target", config, seed=0)
     if drafter == "gpt_neox":
@@ -264,13 +268,17 @@ def check_generations(folder: pathlib.Path, drafter: str, impl: str, *counts) ->
         draft = tiny_pair.write_model(folder / "draft", other, seed=1)
     made = {
         int(count): generations(
-            (target, draft), drafter, impl=impl, mesh=shard.mesh(int(count))
+            (target, draft), drafter, impl=impl, mesh=shard.mesh(int(count)), **form
         )
         for count in counts
     }
     first, drafts = made[int(counts[0])]
     other, _ = generations(
-        (target, draft), drafter, impl=impl, mesh=shard.mesh(1), segments=1
+        (target, draft),
+        drafter,
+        impl=impl,
+        mesh=shard.mesh(1),
+        **form | {"segments": 1},
     )
     return {
         "equal": [one == first for one, _ in made.values()],
@@ -290,6 +298,11 @@ def main() -> None:
         elif kind in ("gpt_neox", "qwen2"):
             write = write_neox if kind == "gpt_neox" else write_qwen2
             row = check(write(folder), *more)
+        elif kind in ("q8_0", "q4_1"):
+            # A segment of a sum is one block.
+            whole = dataclasses.replace(CONFIG, head_dim=16, intermediate_size=256)
+            tiny_pair.write_model(folder, whole, seed=0)
+            row = check(folder, *more, form=kind)
         else:
             tiny_pair.write_model(folder, CONFIG, seed=0)
             row = check_faults(folder) if kind == "faults" else check(folder, *more)

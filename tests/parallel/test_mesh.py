@@ -30,6 +30,8 @@ def run(*arguments: str) -> dict:
     "family",
     [
         "qwen3",
+        "q8_0",
+        pytest.param("q4_1", marks=pytest.mark.slow),
         pytest.param("qwen2", marks=pytest.mark.slow),
         pytest.param("gpt_neox", marks=pytest.mark.slow),
     ],
@@ -67,6 +69,16 @@ def test_generations_are_the_same_on_any_mesh(drafter, impl):
     """
     assert run("generations", drafter, impl, "1", "2", "4", "8") == {
         "equal": [True] * 4,
+        "drafted": True,
+        "other_sums": False,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["native", "xla"])
+def test_generations_of_eight_bits_are_the_same_on_any_mesh(impl):
+    assert run("generations", "q8_0", impl, "1", "2") == {
+        "equal": [True] * 2,
         "drafted": True,
         "other_sums": False,
     }
