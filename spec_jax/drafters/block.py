@@ -46,7 +46,7 @@ from spec_jax.model import (
     row_model,
 )
 from spec_jax.ops import dispatch
-from spec_jax.paging import allocator, index
+from spec_jax.paging import index
 
 
 Kind = Literal["dflash", "dspark"]
@@ -191,10 +191,8 @@ class SlotBlock(features_lib.SlotReader):
             lambda carry: carry[2], run, (kv, nothing, jnp.any(asked))
         )
         asked &= ~kv.out_of_pages
-        kv = allocator.truncate_each(
-            kv, end, asked=asked, impl=self.drafter.model.cache_impl
-        )
         num_drafted = jnp.where(asked, jnp.minimum(gamma, proposal.num_drafted), 0)
+        kv = self._cut(kv, end, asked)
         return kv, proposal.replace(num_drafted=num_drafted)
 
     def _forward(self, params, kv, rows, features):

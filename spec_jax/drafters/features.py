@@ -242,9 +242,14 @@ class SlotReader(slots_lib.OfSlots):
 
     def _without_drafts(self, memory: ReaderMemory, asked: jax.Array) -> ReaderMemory:
         """Forgets the rows after those of features, in the slots that are asked."""
+        return memory.replace(kv=self._cut(memory.kv, memory.ring.first, asked))
+
+    def _cut(
+        self, kv: paged.PagedKV, end: jax.Array, asked: jax.Array
+    ) -> paged.PagedKV:
+        """Forgets the rows from `end` on, in the slots that are asked."""
         impl = self.drafter.model.cache_impl
-        cut = functools.partial(allocator.truncate_each, asked=asked, impl=impl)
-        return memory.replace(kv=cut(memory.kv, memory.ring.first))
+        return allocator.truncate_each(kv, end, asked=asked, impl=impl)
 
     def _forward(self, params: Any, kv: paged.PagedKV, rows: Any, features: Any) -> Any:
         """Runs features, and the tokens after their positions; see `windows.run`."""

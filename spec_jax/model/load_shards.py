@@ -40,6 +40,9 @@ CUTS: Mapping[str, weights.Cut] = {
 """How each weight is cut, and its bias where outputs are; all others are on every
 device."""
 
+_SUMMED = ("num_heads * head_dim", "intermediate_size")
+"""Sizes that products add up over segments."""
+
 
 def check(config: config_lib.ModelConfig, layout: shard.Layout) -> None:
     """Refuses a model that cannot be cut so.
@@ -69,10 +72,6 @@ def check(config: config_lib.ModelConfig, layout: shard.Layout) -> None:
                 f"and blocks of weights={config.weights!r} have {blocks.BLOCK}: take "
                 "fewer segments"
             )
-
-
-_SUMMED = ("num_heads * head_dim", "intermediate_size")
-"""Sizes that products add up over segments."""
 
 
 def cut_of(path: Any, leaf: jax.ShapeDtypeStruct) -> weights.Cut | None:
