@@ -94,15 +94,22 @@ def assemble(
 
 def _round(entry: files.Entry, form: str, out: np.ndarray) -> None:
     """Fills blocks with the rounded values of a tensor."""
+    is_grid = entry.stored is not None and entry.stored.dtype == files.STORED["q4_1"]
+    if is_widened := is_grid and form == "q8_0":
+        entry = dataclasses.replace(entry.stored, shape=out.shape)
     values = np.empty(entry.shape, entry.dtype)
     tensor_values.read_into(entry, values)
-    tensor_values.check_finite(entry, values)
-    rows = max(1, tensor_values.BLOCK_BYTES // (4 * max(1, entry.shape[1])))
+    if not is_widened:  # A block's scale is looked at when it is made.
+        tensor_values.check_finite(entry, values)
+    rows = max(1, tensor_values.BLOCK_BYTES // (4 * blocks.BLOCK * out.shape[1]))
     for first in range(0, len(values), rows):
-        some = slice(first, first + rows)
-        made = blocks.QUANTISE[form](values[some].astype(np.float32))
+        some = values[first : first + rows]
+        if is_widened:
+            made = blocks.widen(*(some[name] for name in _PARTS))
+        else:
+            made = blocks.QUANTISE[form](some.astype(np.float32))
         for name, part in zip(_PARTS, made, strict=False):
-            out[name][some] = part
+            out[name][first : first + rows] = part
 
 
 def to_store(w: weights.Weight, rows: slice | np.ndarray) -> np.ndarray:

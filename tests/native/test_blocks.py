@@ -54,6 +54,31 @@ def test_weights_are_rounded_as_by_llama_cpp(rng, form):
     testing.assert_same_bits(np.asarray(blocks.matrix(made)), wide)
 
 
+def test_blocks_of_four_bits_are_widened(rng):
+    """Fails if values of Q4_0 change, those of Q4_1 are off by half of what rounding
+    anew costs, or a block whose grid is no use differs from `quantise`."""
+    w = rng.standard_normal((64, 96)).astype(np.float32)
+    w[0, :32], w[1, :32], w[2, :32] = 0, 5, np.linspace(100, 100.01, 32)
+    values, scales, minima = blocks.quantise_to_four(w)
+    scales[3, 0] = np.nan
+
+    def both(minima):
+        """Returns what blocks hold, widened and rounded anew, less what they held."""
+        made = blocks.of_parts((values, scales, minima), w.shape, "float32")
+        own = np.asarray(blocks.matrix(made))
+        ways = blocks.widen(values, scales, minima), blocks.quantise(own)
+        held = [blocks.matrix(blocks.of_parts(x, w.shape, "float32")) for x in ways]
+        return ways, [np.asarray(x) - own for x in held]
+
+    ways, errors = both(minima)
+    for widened, rounded in zip(*ways, strict=True):
+        np.testing.assert_array_equal(widened[:4, 0], rounded[:4, 0])
+    widened, rounded = (np.square(x[4:]).mean() for x in errors)
+    assert widened < rounded / 4 and np.isnan(ways[0][1][3, 0])
+    _, errors = both(-8 * scales)
+    assert not errors[0][4:].any() and errors[1][4:].any()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_panels_keep_every_bit(rng, isa, form, shape):
     """Fails if a value is lost or moved; or if a kernel looks up another row."""
