@@ -11,7 +11,8 @@ stop tokens, in the very loop that runs live. Heads read the target while it run
 With --round-costs rows also have the expected speed-up, and the regret: how much slower
 that is than the best constant gamma in hindsight, of all texts together; and than the
 best of the drafters and constant gammas of the run for each text by itself. Texts come
-one after the other, as requests of one slot: a policy goes on with what it learnt. Exit
+one after the other, as requests of one slot: policies and choices go on with what they
+learnt. Exit
 status: 0 evaluated, 1 the input was unusable.
 """
 
@@ -38,7 +39,7 @@ from experiments.lib import (
 )
 from spec_jax import algorithms, default_gamma, loading
 from spec_jax.analysis import metrics
-from spec_jax.drafters import choice, oracle, registry
+from spec_jax.drafters import choice, each, knowledge, oracle, registry
 from spec_jax.engine import forward, protocols, requests as requests_lib
 from spec_jax.gamma import costs as costs_lib, policy as policy_lib
 from spec_jax.model import decoder, tokenizer
@@ -86,6 +87,7 @@ class Way:
     gamma: int
     name: str = "fixed"
     policy: policies.Chosen = policies.Chosen()
+    known: knowledge.Knowledge | None = None  # of a choice among drafters
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -218,6 +220,9 @@ def replay(
         both, num_slots=1, stop_ids=(), policy_state=way.policy.state, **sizes
     )
     state = scheduler.begin(request)
+    if way.known is not None:
+        known = each.lift(drafter, 1).begun(way.known, 0)
+        state = state.replace(memory=state.memory.replace(known=known))
     of_prompt = np.asarray(state.cache.own)
     state = algo.run(both, state)
     slot = requests_lib.slot_of(jax.device_get(state.slots), 0)
@@ -232,6 +237,7 @@ def replay(
         plain = forwards.sum()  # Rounds that were to draft nothing are nobody's.
         forwards = np.pad(np.asarray(state.memory.known.rounds[0]), ((0, 0), (1, 0)))
         forwards[0, 1] += plain - forwards.sum()
+        way = dataclasses.replace(way, known=state.memory.known)
     return counters, forwards, way
 
 
@@ -336,7 +342,7 @@ def compare(
         row["expected_speedup"] = float(plain_s.sum()) / seconds
         own = [r for r in fixed if r["drafter"] == row["drafter"]]
         totals = [sum(other["text_s"]) for other in own or fixed]
-        row["regret"] = seconds / min(float(plain_s.sum()), *totals) - 1
+        row["regret"] = seconds / min([float(plain_s.sum()), *totals]) - 1
         row["regret_by_text"] = seconds / float(best_s) - 1
 
 

@@ -83,6 +83,19 @@ def test_the_bound_catches_a_policy_without_a_budget():
     assert losses(free, full, draw((0.0,)), costs).max() > 2 * made.bound
 
 
+def test_a_bad_beginning_is_not_the_end():
+    """Fails if the first rounds may lose so much that a drafter is never asked again.
+
+    Negative control: a round that may lose all of the account.
+    """
+    costs = costs_of(0.12, 0.02)
+    made, first = default_gamma.make(costs)
+    texts = draw((0.9,)).at[:, :2].set(False)
+    assert losses(made, first, texts, costs).max() < -0.3
+    bold = dataclasses.replace(made, stake=1.0)
+    assert losses(bold, first, texts, costs).max() >= 0
+
+
 @pytest.mark.parametrize("catch_up_s", [0.005, 0.03])
 def test_catching_up_is_paid_for(catch_up_s):
     """Fails if what a probe costs a drafter that sat out is not in the account.
@@ -129,7 +142,13 @@ def test_costs_and_budgets_that_are_none_are_refused():
     with pytest.raises(ValueError, match=r"0 \.\. 7 drafts, and up to 9"):
         costs_of(0.1).upto(9)
     asks = policy.Fixed(gamma_max=2)
-    for bad in ({"bound": 0.0}, {"bound": 2.0}, {"shortest": 0}, {"savings": 0.0}):
+    outside = {
+        "bound": (0.0, 2.0),
+        "stake": (0.0, 2.0),
+        "shortest": (0,),
+        "savings": (0,),
+    }
+    for bad in ({name: x} for name, values in outside.items() for x in values):
         with pytest.raises(ValueError, match="drafting would never be tried"):
             budget.Budget(asks=asks, **bad)
     noisy = costs_lib.RoundCosts(round_s=(1.0, 1.2, 1.1))

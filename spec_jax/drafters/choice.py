@@ -9,6 +9,8 @@ is hoped for again; follow the leader, with the information that there is:
              what would have been kept of it, up to the round's last token
     others   are asked where they are chosen, and known by these rounds alone
 
+A text begins with what those before it in its slot taught, which is worth some rounds.
+
 Who drafts depends on committed text and on the counts of rounds that are done: on no
 noise of this round, and on no token that is not committed. So whatever a rule promises
 of each member's proposals it promises of these.
@@ -53,8 +55,9 @@ class Choice(protocols.Drafter):
 
     Attributes:
       members: drafters of chains, lookups (`ngram`, `suffix`) and others.
-      prior: the chance of a first draft before anything is known of a text.
+      prior: the chance of a first draft before anything is known.
       prior_weight: how many rounds that is worth.
+      text_weight: how many rounds, at most, the texts before in the slot are worth.
       decay: factor of old counts, per round.
 
     Raises:
@@ -65,6 +68,7 @@ class Choice(protocols.Drafter):
     members: tuple[Any, ...]
     prior: float = 0.7
     prior_weight: float = 4.0
+    text_weight: float = 12.0
     decay: float = 0.98
 
     def __post_init__(self) -> None:
@@ -90,6 +94,8 @@ class Choice(protocols.Drafter):
                 f"prior={self.prior} and decay={self.decay} must lie between 0 and 1, "
                 f"prior_weight={self.prior_weight} above 0"
             )
+        if not 0 <= self.text_weight < np.inf:
+            raise ValueError(f"text_weight={self.text_weight} must be 0 or above")
 
     def _all(self, name: str) -> list[Any]:
         """Returns what the members have of that name."""
@@ -121,9 +127,13 @@ class Choice(protocols.Drafter):
         return min(filter(None, self._all("max_positions")), default=None)
 
     def for_rule(self, rule: rule_lib.Rule) -> "Choice":
-        """Returns the choice among members for that rule of acceptance."""
+        """Returns the choice among members for that rule of acceptance.
+
+        Where tokens depend on who drafts, they may not depend on other texts.
+        """
         made = (protocols.complete(m).for_rule(rule) for m in self.members)
-        return dataclasses.replace(self, members=tuple(made))
+        worth = self.text_weight if rule.is_exact else 0.0
+        return dataclasses.replace(self, members=tuple(made), text_weight=worth)
 
     def for_schedule(self) -> "Choice":
         """Returns the choice that says what chance drafts have, if all members do."""
@@ -218,13 +228,17 @@ class SlotChoice(slots_lib.OfSlots):
         slot: int,
         **handed: Any,
     ) -> ChoiceMemory:
-        """Takes in a prompt, and knows nothing of its text. Donates `memory`."""
+        """Takes in a prompt; knows what the texts before taught. Donates `memory`."""
         members = tuple(
             slots.prefill(own, held, prompt, slot=slot, **_for(slots, handed))
             for slots, own, held in self._each(params, memory)
         )
-        known = knowledge.forgotten(memory.known, np.int32(slot))
-        return ChoiceMemory(members=members, known=known)
+        return ChoiceMemory(members=members, known=self.begun(memory.known, slot))
+
+    def begun(self, known: knowledge.Knowledge, slot: int) -> knowledge.Knowledge:
+        """Returns what is known where a slot begins another text. Donates `known`."""
+        worth = np.float32(self.drafter.text_weight)
+        return knowledge.renewed(known, np.int32(slot), worth)
 
     def propose(
         self,

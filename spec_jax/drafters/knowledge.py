@@ -41,9 +41,21 @@ def nothing(num_slots: int, num_members: int, gamma_max: int) -> Knowledge:
 
 
 @functools.partial(jax.jit, donate_argnums=(0,))
-def forgotten(known: Knowledge, slot: Int[Array, ""]) -> Knowledge:
-    """Returns the knowledge with nothing known in a slot."""
-    return jax.tree.map(lambda leaf: leaf.at[slot].set(0), known)
+def renewed(
+    known: Knowledge, slot: Int[Array, ""], worth: Float[Array, ""]
+) -> Knowledge:
+    """Returns the knowledge where a slot begins another text.
+
+    Members are as good as in the texts before it, which count as `worth` rounds, at
+    most.
+    """
+    rounds = known.reached[slot, :, :1]
+    share = jnp.minimum(rounds, worth) / jnp.maximum(rounds, 1e-6)
+    empty = jax.tree.map(lambda leaf: leaf.at[slot].set(0), known)
+    return empty.replace(
+        reached=known.reached.at[slot].multiply(share),
+        kept=known.kept.at[slot].multiply(share),
+    )
 
 
 def learn(

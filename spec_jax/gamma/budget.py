@@ -48,17 +48,19 @@ class Budget(policy.GammaPolicy):
       shortest: tokens of a text from which on that holds.
       savings: rounds that the account holds at most: what a text that turns hard can
         lose of its gains. The next text begins with what the first had, at most.
+      stake: share of the account that a round may lose; one draft may lose all of it.
       empty_is_free: a round costs by its verified drafts, not by the requested ones:
         true of drafters that look up.
 
     Raises:
-      ValueError: a number that is not above 0, or a bound above 1.
+      ValueError: a number that is not above 0, or a bound or stake above 1.
     """
 
     asks: policy.GammaPolicy
     bound: float = 0.02
     shortest: int = 64
     savings: float = 4.0
+    stake: float = 0.25
     empty_is_free: bool = False
 
     settles = True
@@ -68,10 +70,12 @@ class Budget(policy.GammaPolicy):
     """Counts of one text are the best guess for the next."""
 
     def __post_init__(self) -> None:
-        if not (0 < self.bound <= 1 and self.shortest > 0 and self.savings > 0):
+        shares = 0 < self.bound <= 1 and 0 < self.stake <= 1
+        if not (shares and self.shortest > 0 and self.savings > 0):
             raise ValueError(
-                f"bound={self.bound} must lie in (0, 1], shortest={self.shortest} and "
-                f"savings={self.savings} above 0: drafting would never be tried"
+                f"bound={self.bound} and stake={self.stake} must lie in (0, 1], "
+                f"shortest={self.shortest} and savings={self.savings} above 0: "
+                "drafting would never be tried"
             )
 
     @property
@@ -111,6 +115,7 @@ class Budget(policy.GammaPolicy):
     def choose(self, state: BudgetState) -> Int[Array, ""]:
         """Returns what `asks` chooses, or as much as the account could pay for."""
         most = state.balance - state.late * state.num_behind.astype(jnp.float32)
+        most = jnp.maximum(self.stake * most, jnp.minimum(state.lost[1], most))
         paid = jnp.sum(state.lost[1:] <= most, dtype=jnp.int32)
         return jnp.minimum(self.asks.choose(state.asks), paid)
 

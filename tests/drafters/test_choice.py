@@ -19,7 +19,7 @@ from spec_jax.drafters import (
     tree_shapes,
 )
 from spec_jax.engine import checks, rows
-from spec_jax.rules import sampling as sampling_lib
+from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
 
 
 GAMMA_MAX = 4
@@ -108,7 +108,7 @@ def test_each_slot_has_its_own_choice():
 
 def test_lookups_are_known_of_rounds_that_went_to_others():
     """Fails if a lookup is judged by tokens that it did not draft, or a member that was
-    not asked is judged at all; and a new text knows nothing of the one before."""
+    not asked is judged at all."""
     slots, memory = begun([REPEATS])
     memory, _ = drafted(slots, taught(memory, draft=0.95), [REPEATS])
     assert who(memory)[0][0] == DRAFTED
@@ -125,8 +125,22 @@ def test_lookups_are_known_of_rounds_that_went_to_others():
     asked = {member for member, number in who(memory) if number}
     if DRAFTED not in asked:
         assert after.known.reached[0, DRAFTED, 0] < known.reached[0, DRAFTED, 0]
-    memory = slots.prefill(PARAMS, after, REPEATS, slot=0)
-    assert not any(leaf.any() for leaf in jax.tree.leaves(memory.known))
+
+
+def test_a_text_begins_with_what_those_before_it_taught():
+    """Fails if a slot begins with another's, with more rounds than are to count, or
+    with any where tokens depend on who drafts."""
+    _, memory = begun([REPEATS, NEW])
+    memory = taught(memory, ngram=0.9, draft=0.6)
+    for rule, worth in (("coupled", CHOICE.text_weight), ("rejection", 0.0)):
+        slots = each.lift(CHOICE.for_rule(rule_lib.of(rule)), 2)
+        held = jax.tree.map(jnp.array, memory)
+        known = slots.prefill(PARAMS, held, REPEATS, slot=0).known
+        np.testing.assert_allclose(known.reached[0], worth)
+        chances = memory.known.kept[0] / memory.known.reached[0]
+        np.testing.assert_allclose(known.kept[0], worth * chances, rtol=1e-6)
+        testing.assert_same_bits(known.kept[1], memory.known.kept[1])
+        assert not known.length[0].any() and not known.rounds[0].any()
 
 
 def test_tokens_that_are_not_committed_teach_nothing():
@@ -178,6 +192,7 @@ REFUSED = {
     },
     r"have gamma_max \[4, 3\]": {"members": (LOOKUP, ngram.NGram(gamma_max=3))},
     "prior=1.0 and decay": {"members": (LOOKUP,), "prior": 1.0},
+    "text_weight=-1 must be 0 or": {"members": (LOOKUP,), "text_weight": -1},
     "prior_weight=0 above 0": {"members": (LOOKUP,), "prior_weight": 0},
 }
 
