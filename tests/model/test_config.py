@@ -44,11 +44,7 @@ NEW = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
     "dtype": "bfloat16",
 }
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 32768,
-}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

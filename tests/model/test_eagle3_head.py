@@ -102,9 +102,7 @@ class Pairs:
             branch=branch,
         )
         features = np.pad(
-            np.asarray(features, np.float32),
-            ((0, pad), (0, 0)),
-            constant_values=np.nan,
+            np.asarray(features, np.float32), ((0, pad), (0, 0)), constant_values=np.nan
         )
         kv, hidden, logits = _forward(
             self.params, self.config, rows, jnp.asarray(features), kv, impl=self.impl

@@ -9,11 +9,7 @@ import pytest
 import test_family_rows as family_rows
 
 from spec_jax import testing
-from spec_jax.model import (
-    config as config_lib,
-    load as load_lib,
-    sequence,
-)
+from spec_jax.model import config as config_lib, load as load_lib, sequence
 
 
 PROMPT, STEPS = 24, 64

@@ -32,8 +32,7 @@ CHANGED = {
         .set(jnp.nextafter(PARAMS.layers[0].down[3, 5], jnp.bfloat16(9)))
     ),
     "two arrays exchanged": lambda: first_layer(
-        input_norm=PARAMS.layers[0].mlp_norm * 2,
-        mlp_norm=PARAMS.layers[0].input_norm,
+        input_norm=PARAMS.layers[0].mlp_norm * 2, mlp_norm=PARAMS.layers[0].input_norm
     ),
     "layers exchanged": lambda: PARAMS.replace(layers=PARAMS.layers[::-1]),
     "a shape": lambda: first_layer(down=PARAMS.layers[0].down.reshape(-1)),

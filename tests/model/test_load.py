@@ -55,10 +55,7 @@ def as_tensors(
     """Hugging Face's names and splits, written down a second time, by hand."""
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     F = config.intermediate_size
-    tensors = {
-        EMBED: params.embed,
-        "model.norm.weight": params.final_norm,
-    }
+    tensors = {EMBED: params.embed, "model.norm.weight": params.final_norm}
     if params.lm_head is not None:
         tensors["lm_head.weight"] = params.lm_head
     for i, layer in enumerate(params.layers):

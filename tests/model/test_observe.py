@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.model import (
-    observe,
-    params as params_lib,
-    qwen3,
-    row_model,
-)
+from spec_jax.model import observe, params as params_lib, qwen3, row_model
 from spec_jax.paging import allocator, cache
 
 

@@ -26,11 +26,7 @@ PROMPT = 32
 STEPS = LENGTH - PROMPT
 F32_TOLERANCE = 1e-4  # Of the largest logit.
 
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @dataclasses.dataclass(frozen=True)

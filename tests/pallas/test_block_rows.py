@@ -13,11 +13,7 @@ from model import block_cases
 
 from spec_jax import testing
 from spec_jax.drafters import block
-from spec_jax.model import (
-    block_params,
-    params as params_lib,
-    row_model,
-)
+from spec_jax.model import block_params, params as params_lib, row_model
 from spec_jax.paging import allocator
 
 

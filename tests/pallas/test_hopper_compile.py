@@ -12,10 +12,7 @@ import ptxas_log
 import pytest
 import xla_fusions
 
-from spec_jax.pallas import (
-    byte_gemm_triton as byte_gemm,
-    skinny_gemm_triton as gemm,
-)
+from spec_jax.pallas import byte_gemm_triton as byte_gemm, skinny_gemm_triton as gemm
 
 
 ROWS = 16

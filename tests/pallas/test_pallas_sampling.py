@@ -114,12 +114,7 @@ def test_ties(rng):
     coarse[0] = 0
     coarse[1] = np.where(np.arange(VOCAB) % 2, np.float32(0.0), np.float32(-0.0))
     each = (
-        *(
-            {"top_p": 6.5 / VOCAB},
-            {"top_p": 0.75},
-            {"top_k": 1000},
-            {"top_k": 4990},
-        ),
+        *({"top_p": 6.5 / VOCAB}, {"top_p": 0.75}, {"top_k": 1000}, {"top_k": 4990}),
         *({"top_k": 3000, "top_p": 0.5}, {"top_k": 7}),
     )
     found = kept_by_kernel(coarse, each)
