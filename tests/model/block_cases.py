@@ -27,19 +27,11 @@ DFLASH2 = dataclasses.replace(
 
 def speculators(algorithm, num_drafts):
     """What speculators' own code writes of a drafter for "a target"."""
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": num_drafts,
-        "accept_tolerance": 0.0,
-        "verifier_accept_k": 1,
-    }
+    method = {"proposal_type": "greedy", "speculative_tokens": num_drafts}
+    method |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
     verifier = {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "a target"}
-    return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [method],
-        "verifier": verifier,
-    }
+    how = {"default_proposal_method": "greedy", "proposal_methods": [method]}
+    return {"algorithm": algorithm, "verifier": verifier} | how
 
 
 def with_heads(head, **changes):
@@ -58,39 +50,28 @@ def seeing(config=None, **attention):
     return dataclasses.replace(config or DFLASH, attention=layers)
 
 
+ANCHOR_FIRST = dataclasses.replace(DFLASH, slots="anchor-first")
+SCALED = {"confidence_temperatures": (0.5, 1.0, 2.0)}
+SCALED |= {"confidence_shifts": (0.0, -1.5, 0.5)}
+SPECULATORS = with_heads("rnn", draft_vocab_size=32, slots="fill-in", **SCALED)
+FROM_ANCHOR = {"window": 6, "from_anchor": True}
+MIXED = {"window": 6, "is_causal": True, "rest": "all"}
 CASES = {
     "z-lab": ("z-lab", DFLASH),
     "z-lab, windows": ("z-lab", seeing(window=6)),
-    "z-lab, mixed": ("z-lab", seeing(window=6, is_causal=True, rest="all")),
+    "z-lab, mixed": ("z-lab", seeing(**MIXED)),
     "jetspec": ("z-lab", seeing(is_causal=True)),
     "deepspec, windows": ("deepspec", seeing(with_heads("vanilla"), window=6)),
-    "specforge, mixed": (
-        "specforge",
-        seeing(with_heads("gated"), window=6, is_causal=True, rest="all"),
-    ),
+    "specforge, mixed": ("specforge", seeing(with_heads("gated"), **MIXED)),
     "speculators, windows": (
-        "speculators",
-        seeing(with_heads("vanilla"), window=6, is_causal=True, from_anchor=True),
-    ),
-    "speculators dflash, windows": ("speculators", seeing(window=6, from_anchor=True)),
+        "speculators", seeing(with_heads("vanilla"), is_causal=True, **FROM_ANCHOR)),
+    "speculators dflash, windows": ("speculators", seeing(**FROM_ANCHOR)),
     "deepspec": ("deepspec", with_heads("vanilla")),
     "dflash2": ("z-lab", DFLASH2),
     "speculators dflash2": ("speculators", DFLASH2),
-    "deepspec dflash": ("deepspec", dataclasses.replace(DFLASH, slots="anchor-first")),
+    "deepspec dflash": ("deepspec", ANCHOR_FIRST),
     "specforge": ("specforge", with_heads("gated", confidence_with_markov=False)),
-    "speculators": (
-        "speculators",
-        with_heads(
-            "rnn",
-            draft_vocab_size=32,
-            slots="fill-in",
-            confidence_temperatures=(0.5, 1.0, 2.0),
-            confidence_shifts=(0.0, -1.5, 0.5),
-        ),
-    ),
+    "speculators": ("speculators", SPECULATORS),
     "speculators dflash": ("speculators", DFLASH),
-    "speculators dflash, anchor first": (
-        "speculators",
-        dataclasses.replace(DFLASH, slots="anchor-first"),
-    ),
-}
+    "speculators dflash, anchor first": ("speculators", ANCHOR_FIRST),
+}  # fmt: skip

@@ -192,11 +192,8 @@ def test_template_of_its_own_file_wins(tmp_path):
     assert tokenizer.apply_chat("<é>") == (
         '[user] "<é>"<|end|>\n[assistant] no thoughts'
     )
-    turns = [
-        {"role": "user", "content": "1"},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "3"},
-    ]
+    said = enumerate(("user", "assistant", "user"), 1)
+    turns = [{"role": role, "content": str(turn)} for turn, role in said]
     assert tokenizer.apply_chat(turns, enable_thinking=True) == (
         '[user] "1"<|end|>\n[assistant] "2"<|end|>\n[assistant]'
     )
@@ -223,11 +220,6 @@ def test_no_template(tmp_path):
     assert not tokenizer.has_chat_template
     with pytest.raises(ValueError, match="has no chat template"):
         tokenizer.apply_chat("hi")
-
-
-def unreadable(folder, name):
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).mkdir()
 
 
 def broken(name, text):
@@ -258,9 +250,9 @@ BAD_FOLDERS = {
         (at / "tokenizer.json").unlink(),
         stating("tokenizer_config.json", tokenizer_file=7)(at),
     ),
-    "chat_template.jinja: is a directory": lambda at: unreadable(
-        at, "chat_template.jinja"
-    ),
+    "chat_template.jinja: is a directory": lambda at: (
+        at / "chat_template.jinja"
+    ).mkdir(),
 }
 
 
