@@ -159,11 +159,11 @@ class Model:
         """A cache of two slots, the prefix of each written."""
         return self.fill(self.fill(make_cache(self.config, num_slots=2)), slot=1)
 
-    def decode_one_by_one(self, kv, *, slot=0):
-        """The oracle: outputs of each row of the window, decoded alone in row 0."""
+    def decode_one_by_one(self, kv, rows, **options):
+        """The oracle: outputs of each of the rows, decoded alone in row 0."""
         outputs = []
-        for row in window(slot):
-            kv, one = self.run(kv, [row])
+        for row in rows:
+            kv, one = self.run(kv, [row], **options)
             outputs.append(one)
         return kv, jax.tree.map(lambda *rows: np.concatenate(rows), *outputs)
 
@@ -206,7 +206,7 @@ def test_verifying_equals_decoding_one_by_one(model):
     """Fails if a row's bits depend on how many rows are live, or which it is."""
     for page_size in PAGE_SIZES[model.impl]:
         kv = model.fill(make_cache(model.config, page_size=page_size))
-        decoded_kv, decoded = model.decode_one_by_one(kv)
+        decoded_kv, decoded = model.decode_one_by_one(kv, window())
         for count in range(1, WINDOW + 1):
             verified_kv, verified = model.run(kv, window(count=count))
             testing.assert_same_bits(
@@ -247,7 +247,7 @@ def test_native_rows_need_no_slab(dtype):
 def test_rows_do_not_depend_on_their_place_or_neighbours(model):
     """Fails if a row of one slot is touched by the rows of another."""
     kv = model.two_slots()
-    alone_kv, alone = model.decode_one_by_one(kv, slot=1)
+    alone_kv, alone = model.decode_one_by_one(kv, window(1))
     assert np.isfinite(alone.logits).all()
     mine, other = window(1, 3), window(0, 5)
     mixed = [other[0], mine[0], other[1], mine[1], other[2], mine[2], *other[3:]]
@@ -318,19 +318,15 @@ def test_head_sizes_and_groups(head_dim, num_heads, num_kv_heads, impl):
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     model = make_model("float32", impl, head_dim=head_dim, num_layers=1, **heads)
     kv = model.fill(make_cache(model.config))
-    decoded_kv, decoded = model.decode_one_by_one(kv)
+    decoded_kv, decoded = model.decode_one_by_one(kv, window())
     verified_kv, verified = model.run(kv, window())
     testing.assert_same_bits(verified.logits, decoded.logits)
     testing.assert_same_bits(written(verified_kv), written(decoded_kv))
 
 
 @pytest.mark.parametrize(
-    "dtype, tolerance, weights",
-    [
-        ("float32", 1e-5, "dense"),
-        ("bfloat16", 0.04, "q8_0"),
-        ("bfloat16", 0.04, "q4_1"),
-    ],
+    ("dtype", "tolerance", "weights"),
+    [("float32", 1e-5, "dense"), *(("bfloat16", 0.04, x) for x in ("q8_0", "q4_1"))],
 )
 def test_implementations_agree_but_for_rounding(dtype, tolerance, weights):
     """Two forms of one model, by different hands; a wrong weight must show."""
@@ -343,9 +339,8 @@ def test_implementations_agree_but_for_rounding(dtype, tolerance, weights):
     assert np.abs(logits[0] - logits[1]).max() <= tolerance * scale
     layers = native.params.layers
     wrong = layers[0].replace(k_norm=jnp.flip(layers[0].k_norm) * 2)
-    broken = dataclasses.replace(
-        native, params=native.params.replace(layers=(wrong, *layers[1:]))
-    )
+    params = native.params.replace(layers=(wrong, *layers[1:]))
+    broken = dataclasses.replace(native, params=params)
     kv = broken.fill(make_cache(broken.config))
     logits.append(broken.run(kv, window())[1].logits)
     assert np.abs(logits[0] - logits[2]).max() > tolerance * scale

@@ -142,17 +142,11 @@ class Report:
 
     def kernel(self, name: str) -> ptxas_log.Kernel:
         """The one kernel whose name contains `name`."""
-        found = [each for each in self.kernels if name in each.name]
-        if len(found) != 1:
-            raise KeyError(f"{name} is in {[each.name for each in self.kernels]}")
-        return found[0]
+        return _only(name, self.kernels)
 
     def launch(self, name: str) -> Thunk:
         """The one launch whose name contains `name`."""
-        found = [each for each in self.launches if name in each.name]
-        if len(found) != 1:
-            raise KeyError(f"{name} is in {[each.name for each in self.launches]}")
-        return found[0]
+        return _only(name, self.launches)
 
     def assert_fits(self, *, most_spilt: int = 0) -> None:
         """Raises unless each kernel can run: sizes within bounds, and no spills, or
@@ -168,6 +162,13 @@ class Report:
                 raise AssertionError(f"{launch.name}: {launch.threads} threads")
             if launch.shared_bytes > MAX_SHARED_BYTES:
                 raise AssertionError(f"{launch.name}: {launch.shared_bytes} bytes")
+
+
+def _only(name: str, among):
+    found = [each for each in among if name in each.name]
+    if len(found) != 1:
+        raise KeyError(f"{name} is in {[each.name for each in among]}")
+    return found[0]
 
 
 def blocks_per_multiprocessor(kernel: ptxas_log.Kernel, launch: Thunk) -> int:
