@@ -11,15 +11,9 @@ TARGET = decoding.make_config(num_layers=4)
 ORIGIN = head_dialects.Origin(target=TARGET, target_name="a target")
 LAYER = decoding.make_config(num_heads=6, tie_word_embeddings=False)  # N * H is not D
 DFLASH = block_params.BlockConfig(
-    layer=LAYER,
-    draft_vocab_size=96,
-    taps=(2, 1, 3),
-    block_size=4,
-    slots="fill-in",
+    layer=LAYER, draft_vocab_size=96, taps=(2, 1, 3), block_size=4, slots="fill-in",
     mask_token_id=95,
-).validate()
-
-
+).validate()  # fmt: skip
 DFLASH2 = dataclasses.replace(
     DFLASH, head="selector", markov_rank=8, top_k=5, conv_group=16
 ).validate()

@@ -32,14 +32,8 @@ def make_params(config, target_params) -> block_params.BlockParams:
     hot, size = None, config.draft_vocab_size
     if size < 96:
         hot = jnp.sort(jax.random.permutation(jax.random.key(4), 96)[:size])
-    made = block_params.init(
-        jax.random.key(0),
-        config,
-        embed=target_params.embed,
-        lm_head=target_params.head,
-        hot=hot,
-        stddev=0.3,
-    )
+    given = {"embed": target_params.embed, "lm_head": target_params.head, "hot": hot}
+    made = block_params.init(jax.random.key(0), config, **given, stddev=0.3)
     keys = iter(random_weights.split(jax.random.key(1), 60))
     shared = {name: getattr(made, name) for name in ("hot", "embed", "lm_head")}
 

@@ -26,17 +26,11 @@ from spec_jax.parallel import shard
 
 
 SIZES = {
-    "vocab_size": 70,
+    "vocab_size": 70, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 64, "tie_word_embeddings": True,
     "hidden_size": 48,  # a block and a half
-    "intermediate_size": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
+    "intermediate_size": 64, "dtype": "bfloat16",
+}  # fmt: skip
 CONFIGS = {
     "qwen3": config_lib.Qwen3Config(**SIZES),
     "qwen3, untied": config_lib.Qwen3Config(**SIZES | {"tie_word_embeddings": False}),
@@ -117,15 +111,10 @@ def test_implementations_agree_in_every_family(config, form):
     [
         ("draft-model", None, "q8_0", "q8_0"),
         ("draft-model", "4x6:15", "q4_1", "q4_1"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("draft-model", "4x6:15", None, "q8_0"),
-                ("dspark", None, None, "q8_0"),
-                ("dspark", "4x6:15", "q8_0", "q8_0"),
-                ("dspark", None, "q4_1", "q4_1"),
-            )
-        ),
+        pytest.param("draft-model", "4x6:15", None, "q8_0", marks=pytest.mark.slow),
+        pytest.param("dspark", None, None, "q8_0", marks=pytest.mark.slow),
+        pytest.param("dspark", "4x6:15", "q8_0", "q8_0", marks=pytest.mark.slow),
+        pytest.param("dspark", None, "q4_1", "q4_1", marks=pytest.mark.slow),
     ],
 )
 def test_it_is_lossless(drafter, tree, form, of_target):

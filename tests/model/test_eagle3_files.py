@@ -80,18 +80,15 @@ def test_saved_and_loaded_is_the_same(tmp_path, target_params, case):
     assert loaded[1].embed is target_params.embed
 
 
+IMPLS = {
+    "xla": ("speculators", "deepspec", "midlayer with a window", "parallel"),
+    "native": ("midlayer 3.1", "speculators with a window", "parallel of Qwen3",
+               "flat parallel"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("case", "impl"),
-    [
-        ("midlayer 3.1", "native"),
-        ("speculators", "xla"),
-        ("deepspec", "xla"),
-        ("midlayer with a window", "xla"),
-        ("speculators with a window", "native"),
-        ("parallel", "xla"),
-        ("parallel of Qwen3", "native"),
-        ("flat parallel", "native"),
-    ],
+    ("case", "impl"), [(case, impl) for impl in IMPLS for case in IMPLS[impl]]
 )
 def test_parity_with_float64(tmp_path, target_params, case, impl):
     """Fails if a tensor is taken for another, or a step is left out."""

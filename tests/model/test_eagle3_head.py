@@ -36,7 +36,7 @@ VARIANTS = {
         fc_norm=True,
         norm_before_residual=True,
         norm_output=True,
-    ),
+    ),  # fmt: skip
     "window": dataclasses.replace(HEAD, window=3),
 }
 KERNELS = ("xla", "native")

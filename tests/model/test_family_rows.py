@@ -20,15 +20,9 @@ from spec_jax.ops import layer_norm
 
 
 SIZES = {
-    "vocab_size": 160,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_layers": 2,
-    "num_heads": 3,
-    "num_kv_heads": 3,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-}
+    "vocab_size": 160, "hidden_size": 48, "intermediate_size": 80, "num_layers": 2,
+    "num_heads": 3, "num_kv_heads": 3, "head_dim": 16, "max_position_embeddings": 2048,
+}  # fmt: skip
 GATED = {"llama": llama.LlamaConfig, "qwen2": qwen2.Qwen2Config}
 
 

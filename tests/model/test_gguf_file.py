@@ -35,19 +35,12 @@ gguf = pytest.importorskip("gguf")
 gguf_writer = pytest.importorskip("gguf_writer")
 
 SIZES = {
-    "vocab_size": 4096,
-    "hidden_size": 256,  # A block of the largest kind of quantisation.
-    "intermediate_size": 256,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 128,
-    "rope_theta": 20_000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "dtype": "float32",
-}
+    # A block of the largest kind of quantisation.
+    "hidden_size": 256, "intermediate_size": 256,
+    "vocab_size": 4096, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+    "head_dim": 64, "max_position_embeddings": 128, "rope_theta": 20_000.0,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "dtype": "float32",
+}  # fmt: skip
 KINDS_OF_MODELS = (llama.LlamaConfig, qwen2.Qwen2Config, config_lib.Qwen3Config)
 CONFIGS = {kind.model_type: kind(**SIZES) for kind in KINDS_OF_MODELS}
 # transformers does not read the size of Qwen3's heads, and takes this one.

@@ -24,17 +24,10 @@ from spec_jax.model import (
 
 
 CONFIG = config_lib.Qwen3Config(
-    vocab_size=40,
-    hidden_size=24,
-    intermediate_size=56,
+    vocab_size=40, hidden_size=24, intermediate_size=56, num_heads=6, num_kv_heads=2,
+    head_dim=10, max_position_embeddings=64, tie_word_embeddings=True, dtype="float32",
     num_layers=11,  # Two digits: as strings, layer 10 comes before layer 2.
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=10,
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-    dtype="float32",
-)
+)  # fmt: skip
 UNTIED = dataclasses.replace(CONFIG, tie_word_embeddings=False)
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 EMBED = "model.embed_tokens.weight"

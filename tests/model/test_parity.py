@@ -131,40 +131,29 @@ def faults(case: Case) -> dict[str, dict]:
         q = jnp.roll(q, 1, axis=0).reshape(N * H, -1)
         return jnp.concatenate([q, layer.qkv[N * H :]])
 
-    planted = {
-        "q_norm skipped": edit_layers(
-            params, q_norm=lambda layer: jnp.ones_like(layer.q_norm)
-        ),
-        "q_norm and k_norm exchanged": edit_layers(
-            params, q_norm=lambda layer: layer.k_norm, k_norm=lambda layer: layer.q_norm
-        ),
-        "gate and up exchanged": edit_layers(
-            params,
-            gate_up=lambda layer: jnp.roll(layer.gate_up, len(layer.gate_up) // 2, 0),
-        ),
-        "norms of a layer exchanged": edit_layers(
-            params,
-            input_norm=lambda layer: layer.mlp_norm,
-            mlp_norm=lambda layer: layer.input_norm,
-        ),
-        "layers in reverse": params.replace(layers=params.layers[::-1]),
-        "head not the embedding's": params.replace(
-            lm_head=jnp.roll(params.head, 1, axis=1)
-        ),
-        "norm weight of the rotated pairs": edit_layers(
-            params, k_norm=lambda layer: layer.k_norm[interleaved]
-        ),
-        "heads in the wrong groups": edit_layers(params, qkv=regroup),
-    }
+    edits = {
+        "q_norm skipped": {"q_norm": lambda x: jnp.ones_like(x.q_norm)},
+        "q_norm and k_norm exchanged": {
+            "q_norm": lambda x: x.k_norm, "k_norm": lambda x: x.q_norm},
+        "gate and up exchanged": {
+            "gate_up": lambda x: jnp.roll(x.gate_up, len(x.gate_up) // 2, 0)},
+        "norms of a layer exchanged": {
+            "input_norm": lambda x: x.mlp_norm, "mlp_norm": lambda x: x.input_norm},
+        "norm weight of the rotated pairs": {"k_norm": lambda x: x.k_norm[interleaved]},
+        "heads in the wrong groups": {"qkv": regroup},
+    }  # fmt: skip
+    planted = {name: edit_layers(params, **edit) for name, edit in edits.items()}
+    planted["layers in reverse"] = params.replace(layers=params.layers[::-1])
+    moved = jnp.roll(params.head, 1, axis=1)
+    planted["head not the embedding's"] = params.replace(lm_head=moved)
     changes = {name: {"params": params} for name, params in planted.items()}
-    theta = dataclasses.replace(config, rope_theta=1.01 * config.rope_theta)
-    changes["rope_theta 1 % off"] = {"config": theta}
+    others = {"rope_theta 1 % off": {"rope_theta": 1.01 * config.rope_theta}}
     if config.scaling is not None:
-        changes["YaRN left out"] = {"config": dataclasses.replace(config, scaling=None)}
         unscaled = dataclasses.replace(config.scaling, attention_factor=1.0)
-        changes["YaRN without its scale"] = {
-            "config": dataclasses.replace(config, scaling=unscaled)
-        }
+        others["YaRN left out"] = {"scaling": None}
+        others["YaRN without its scale"] = {"scaling": unscaled}
+    for name, other in others.items():
+        changes[name] = {"config": dataclasses.replace(config, **other)}
     return changes
 
 

@@ -35,17 +35,11 @@ SLAB = 8
 
 def make_config(dtype: str, **changes) -> config_lib.Qwen3Config:
     sizes = {
-        "vocab_size": 160,
-        "hidden_size": 96,
-        "intermediate_size": 176,
-        "num_layers": 2,
-        "num_heads": 6,
-        "num_kv_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 1024,
+        "vocab_size": 160, "hidden_size": 96, "intermediate_size": 176,
+        "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 1024, "dtype": dtype,
         "tie_word_embeddings": False,  # a NaN embedding is not a NaN logit
-        "dtype": dtype,
-    }
+    }  # fmt: skip
     return config_lib.Qwen3Config(**(sizes | changes))
 
 
@@ -71,15 +65,10 @@ def make_cache(
     """
     num_pages = num_slots * table_width + spare_pages
     kv = cache.init(
-        num_layers=config.num_layers,
-        num_slots=num_slots,
-        num_pages=num_pages,
-        page_size=page_size,
-        pages_per_slot=table_width,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=config.dtype,
-    )
+        num_layers=config.num_layers, num_slots=num_slots, num_pages=num_pages,
+        page_size=page_size, pages_per_slot=table_width, dtype=config.dtype,
+        num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+    )  # fmt: skip
     poison = functools.partial(jnp.full_like, fill_value=jnp.nan)
     order = np.random.default_rng(seed).permutation(num_pages)
     kv = kv.replace(

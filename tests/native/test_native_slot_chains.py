@@ -74,9 +74,9 @@ def drawing(*kinds, independent=False):
 
 
 @models.each_head()
-def test_slots_are_gone_over_as_one_by_one(config, dtype="float32"):
+def test_slots_are_gone_over_as_one_by_one(config):
     """Fails if a slot is corrected by another token than the one before it."""
-    config, weights = models.make(config, dtype)
+    config, weights = models.make(config)
     counts = jnp.array([config.num_drafts, 0, 2], jnp.int32)
     (tokens, confidence, _), expected, chances, _ = go_over(config, weights, counts)
     is_asked = np.arange(config.num_drafts) < np.asarray(counts)[:, None]
@@ -124,14 +124,12 @@ def test_a_fault_of_a_mix_is_caught(monkeypatch, fault):
 
 
 @models.each_head("gated", "passed")
-def test_a_block_is_gone_over_alike_beside_others(config, dtype="bfloat16"):
+def test_a_block_is_gone_over_alike_beside_others(config):
     """Fails if a gate, a product or a draw depends on how many blocks there are."""
-    config, weights = models.make(config, dtype)
-    draws = drawing(HOT, FILTERED[1], HOT, independent=True)
-    most = config.num_drafts
-    (_, _, together), *_ = go_over(
-        config, weights, jnp.full((models.SLOTS,), most, jnp.int32), draws=draws
-    )
+    config, weights = models.make(config, "bfloat16")
+    draws, most = drawing(HOT, FILTERED[1], HOT, independent=True), config.num_drafts
+    all_ = jnp.full((models.SLOTS,), most, jnp.int32)
+    (_, _, together), *_ = go_over(config, weights, all_, draws=draws)
     for slot in range(models.SLOTS):
         alone = jnp.zeros((models.SLOTS,), jnp.int32).at[slot].set(most)
         (tokens, _, given), *_ = go_over(config, weights, alone, draws=draws)

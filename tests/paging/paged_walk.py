@@ -20,14 +20,10 @@ from spec_jax.paging import allocator, cache, static
 LAYERS, SLOTS, PAGES, PAGE_SIZE, WIDTH, HEADS, HEAD_DIM = 2, 3, 9, 4, 5, 1, 2
 CAPACITY = WIDTH * PAGE_SIZE
 SIZES = {
-    "num_layers": LAYERS,
-    "num_slots": SLOTS,
-    "page_size": PAGE_SIZE,
-    "pages_per_slot": WIDTH,
-    "num_kv_heads": HEADS,
-    "head_dim": HEAD_DIM,
+    "num_layers": LAYERS, "num_slots": SLOTS, "page_size": PAGE_SIZE,
+    "pages_per_slot": WIDTH, "num_kv_heads": HEADS, "head_dim": HEAD_DIM,
     "dtype": "float32",
-}
+}  # fmt: skip
 ROWS = 7  # rows of one append, padding ones included
 ROWS_SHAPE = (LAYERS, ROWS, HEADS, HEAD_DIM)
 
@@ -55,15 +51,9 @@ def share(kv, slot, source, length):
     return allocator.share(kv, source, slot, length)
 
 
-FUNCTIONS = {
-    "register": allocator.register,
-    "reserve": allocator.reserve,
-    "extend": allocator.extend,
-    "truncate": allocator.truncate,
-    "release": allocator.release,
-    "append": append,
-    "share": share,
-}
+SINGLE = ("register", "reserve", "extend", "truncate", "release")
+FUNCTIONS = {name: getattr(allocator, name) for name in SINGLE}
+FUNCTIONS |= {"append": append, "share": share}
 TRACES = collections.Counter()
 
 

@@ -13,9 +13,7 @@ from spec_jax.paging import allocator, cache
 
 
 PAGE_SIZE, NUM_PAGES, WIDTH = 4, 7, 5
-NAMES = ("register", "reserve", "extend", "truncate", "release")
-OPERATIONS = {name: getattr(allocator, name) for name in NAMES}
-OPERATIONS["share"] = paged_walk.share
+OPERATIONS = paged_walk.FUNCTIONS
 COMPILED = {name: jax.jit(operation) for name, operation in OPERATIONS.items()}
 
 

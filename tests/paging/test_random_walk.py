@@ -107,16 +107,9 @@ def fixed_requests(kind):
             requests += [("truncate", slot, 0), ("fork", slot, source, CAPACITY)]
             # Cuts a page in two that both hold.
             requests += [("truncate", slot, 1), ("append", slot, 2)]
-    return requests + [
-        ("register", 1),
-        ("reserve", 1, CAPACITY + 1),
-        ("reserve", 1, -1),
-        ("extend", 1, CAPACITY + 1),
-        ("truncate", 1, CAPACITY),
-        ("truncate", 1, 0),
-        ("release", -1),
-        ("reserve", SLOTS, 1),
-    ]
+    requests += [("register", 1), ("reserve", 1, CAPACITY + 1), ("reserve", 1, -1)]
+    requests += [("extend", 1, CAPACITY + 1), ("truncate", 1, CAPACITY)]
+    return [*requests, ("truncate", 1, 0), ("release", -1), ("reserve", SLOTS, 1)]
 
 
 def run_fixed(operations, kind) -> collections.Counter:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_cache import at
 
 from spec_jax import testing
 from spec_jax.paging import allocator, cache
@@ -73,21 +74,16 @@ def test_a_cache_that_counts_no_owners():
 BROKEN = {
     "an owner too many": (
         lambda kv: {"counts": kv.counts.at[kv.page_table[0, 0]].add(1)},
-        r"pages \[\d\] have \[2\] owners, and \[3\] are counted",
-    ),
+        r"pages \[\d\] have \[2\] owners, and \[3\] are counted"),
     "an owner of a free page": (
         lambda kv: {"counts": kv.counts.at[kv.free_pages[0]].set(1)},
-        r"pages \[\d\] have \[0\] owners, and \[1\] are counted",
-    ),
+        r"pages \[\d\] have \[0\] owners, and \[1\] are counted"),
     "a free page that is owned": (
-        lambda kv: {"free_pages": kv.free_pages.at[0].set(kv.page_table[0, 0])},
-        "pages held twice: ",
-    ),
+        at("free_pages", 0, lambda kv: kv.page_table[0, 0]), "pages held twice: "),
     "a page of others that is not full": (
-        lambda kv: {"length": kv.length.at[1].set(6)},
-        "slot 1 of length 6 would write into page .* which 2 slots hold",
-    ),
-}
+        at("length", 1, lambda kv: 6),
+        "slot 1 of length 6 would write into page .* which 2 slots hold"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)

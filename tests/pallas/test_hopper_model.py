@@ -64,18 +64,13 @@ BIAS = (
     [
         (models.plain_step, "qwen3-0.6b", "dense"),
         (models.plain_step, "qwen3-8b", "q8_0"),
-        *(
-            pytest.param(*case, marks=SLOW)
-            for case in (
-                (models.verify_step, "qwen3-0.6b", "dense"),
-                (models.plain_step, "qwen3-8b", "dense"),
-                (models.verify_step, "qwen3-8b", "dense"),
-                (models.plain_step, "llama-3.1-8b", "dense"),
-                (models.plain_step, "qwen2.5-7b", "dense"),
-                (models.verify_step, "qwen3-8b", "q8_0"),
-                (models.plain_step, "qwen3-0.6b", "q8_0"),
-            )
-        ),
+        pytest.param(models.verify_step, "qwen3-0.6b", "dense", marks=SLOW),
+        pytest.param(models.plain_step, "qwen3-8b", "dense", marks=SLOW),
+        pytest.param(models.verify_step, "qwen3-8b", "dense", marks=SLOW),
+        pytest.param(models.plain_step, "llama-3.1-8b", "dense", marks=SLOW),
+        pytest.param(models.plain_step, "qwen2.5-7b", "dense", marks=SLOW),
+        pytest.param(models.verify_step, "qwen3-8b", "q8_0", marks=SLOW),
+        pytest.param(models.plain_step, "qwen3-0.6b", "q8_0", marks=SLOW),
     ],
 )
 def test_a_step(compiled, build, name, weights):
