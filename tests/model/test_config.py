@@ -72,11 +72,6 @@ def test_the_smallest_released_model_has_its_size():
     assert params_lib.num_bytes(shapes) == 1_192_099_840
 
 
-def test_yarn_takes_its_length_from_the_config():
-    raw = OLD | {"rope_scaling": without(YARN, "original_max_position_embeddings")}
-    assert config_lib.from_dict(raw).scaling.original_max_position_embeddings == 40960
-
-
 def test_head_dim_is_never_derived():
     """Fails if `hidden_size / num_heads` (64 here) stands in for what is stated."""
     config = config_lib.from_dict(OLD)

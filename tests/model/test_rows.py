@@ -51,13 +51,7 @@ def make_params(config: config_lib.Qwen3Config) -> params_lib.Params:
 
 
 def make_cache(
-    config: config_lib.Qwen3Config,
-    *,
-    page_size: int = 16,
-    num_slots: int = 1,
-    table_width: int = 20,
-    spare_pages: int = 7,
-    seed: int = 0,
+    config, *, page_size=16, num_slots=1, table_width=20, spare_pages=7, seed=0
 ) -> cache.PagedKV:
     """Open slots in a pool full of NaN, with the free pages in random order.
 
@@ -132,16 +126,12 @@ class Model:
 
     def fill(self, kv, *, slot=0, length=PREFIX):
         """The prefix of a slot, written by rows."""
+        known = jnp.asarray(text(slot)[:PREFIX])  # of one shape for every length
         kv, _ = _prefill_rows(
-            self.params,
-            self.config,
-            allocator.reserve(kv, slot, length),
-            tokens=jnp.asarray(text(slot)[:PREFIX]),  # of one shape for every length
-            length=jnp.int32(length),
-            slot=jnp.int32(slot),
-            slab=self.slab,
+            self.params, self.config, allocator.reserve(kv, slot, length), tokens=known,
+            length=jnp.int32(length), slot=jnp.int32(slot), slab=self.slab,
             impl=self.impl,
-        )
+        )  # fmt: skip
         return kv
 
     def two_slots(self):

@@ -164,15 +164,9 @@ def test_processes_that_start_at_once(home, compiler, library):
     # Each waits until all three are compiling.
     wait = f"while [ $(wc -l < {compiler.log}) -lt 3 ]; do sleep 0.05; done"
     path = compiler(f'{wait}; cp {library} "$2"')
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, *path],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
+    command, environment = [sys.executable, "-c", PROCESS, *path], dict(os.environ)
+    how = {"env": environment | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.PIPE}
+    processes = [subprocess.Popen(command, text=True, **how) for _ in range(3)]
     for process in processes:
         # Not a bound on a busy machine's time, but on processes that never end.
         _, errors = process.communicate(timeout=36_000)

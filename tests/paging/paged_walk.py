@@ -35,14 +35,9 @@ def append(kv, slot, count, k, v):
     num_active = jnp.where(kv.out_of_pages[slot], 0, count)
     for layer in range(LAYERS):
         kv = cache.write(
-            kv,
-            layer,
-            slots=jnp.full((ROWS,), slot, jnp.int32),
-            positions=start + jnp.arange(ROWS, dtype=jnp.int32),
-            num_active=num_active,
-            k=k[layer],
-            v=v[layer],
-        )
+            kv, layer, slots=jnp.full((ROWS,), slot, jnp.int32), k=k[layer], v=v[layer],
+            positions=start + jnp.arange(ROWS, dtype=jnp.int32), num_active=num_active,
+        )  # fmt: skip
     return allocator.extend(kv, slot, start + num_active)
 
 

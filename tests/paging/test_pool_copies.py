@@ -91,14 +91,10 @@ def rounds(kv, slot, times, *, spoil=lambda pool: pool):
         for layer in range(NUM_LAYERS):
             rows = jnp.full((ROWS, *POOL_SHAPE[2:]), length, jnp.float32)
             kv = cache.write(
-                kv,
-                layer,
-                slots=jnp.full((ROWS,), slot, jnp.int32),
+                kv, layer, slots=jnp.full((ROWS,), slot, jnp.int32), k=rows, v=rows,
                 positions=length + jnp.arange(ROWS, dtype=jnp.int32),
                 num_active=jnp.int32(ROWS - 1),
-                k=rows,
-                v=rows,
-            )
+            )  # fmt: skip
         kv = allocator.extend(kv, slot, length + ROWS - 1)
         kv = kv.replace(k=tuple(map(spoil, kv.k)))
         return allocator.truncate(kv, slot, length + 2)

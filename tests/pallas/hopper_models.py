@@ -141,15 +141,12 @@ def _plain_step(target: row_model.RowModel, *, donate) -> hopper.Program:
 
 
 def _plain_state(target: row_model.RowModel, *, draws: bool = False):
+    settings = sampling_lib.make_settings() if draws else None
     return jax.eval_shape(
-        lambda text, n, kv, stop_ids, sampling: baseline.init_state(
-            text, length=n, limit=n, cache=kv, stop_ids=stop_ids, sampling=sampling
+        lambda text, n, kv, stop_ids: baseline.init_state(
+            text, length=n, limit=n, cache=kv, stop_ids=stop_ids, sampling=settings
         ),
-        _ints(CAPACITY + 1),
-        _ints(),
-        _cache(target),
-        _ints(1),
-        sampling_lib.make_settings() if draws else None,
+        *(_ints(CAPACITY + 1), _ints(), _cache(target), _ints(1)),
     )
 
 
@@ -303,13 +300,9 @@ def scheduled_round(
 
 
 def spec_round(
-    name: str,
-    *,
-    draws: bool = False,
-    rule: verification.Rule = "coupled",
-    tree: str | None = None,
-    **options,
-) -> hopper.Program:
+    name: str, *, draws=False, rule: verification.Rule = "coupled",
+    tree: str | None = None, **options,
+) -> hopper.Program:  # fmt: skip
     """`round.run_round` of one slot, with a draft of the shape of `DRAFT`."""
     target, drafter, params = _pair(name, **options)
     if tree:
