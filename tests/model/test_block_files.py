@@ -32,14 +32,8 @@ def make_params(config, target_params) -> block_params.BlockParams:
     hot, size = None, config.draft_vocab_size
     if size < 96:
         hot = jnp.sort(jax.random.permutation(jax.random.key(4), 96)[:size])
-    made = block_params.init(
-        jax.random.key(0),
-        config,
-        embed=target_params.embed,
-        lm_head=target_params.head,
-        hot=hot,
-        stddev=0.3,
-    )
+    given = {"embed": target_params.embed, "lm_head": target_params.head, "hot": hot}
+    made = block_params.init(jax.random.key(0), config, **given, stddev=0.3)
     keys = iter(random_weights.split(jax.random.key(1), 60))
     shared = {name: getattr(made, name) for name in ("hot", "embed", "lm_head")}
 
@@ -51,21 +45,17 @@ def make_params(config, target_params) -> block_params.BlockParams:
     return own.replace(**shared)
 
 
-def saved(folder, case, target_params):
+def saved(folder, case, target_params, **how):
     """A case's config and weights, in a folder of its layout."""
     dialect, config = CASES[case]
     params = make_params(config, target_params)
-    block_files.save(folder, config, params, dialect=dialect, origin=ORIGIN)
+    block_files.save(folder, config, params, dialect=dialect, origin=ORIGIN, **how)
     return config, params
 
 
 def test_copies_of_the_target_may_be_left_out(target_params, tmp_path):
     """Fails if they are stored, or what is read then are not the target's."""
-    dialect, config = CASES["deepspec"]
-    params = make_params(config, target_params)
-    block_files.save(
-        tmp_path, config, params, dialect=dialect, origin=ORIGIN, copies=False
-    )
+    config, params = saved(tmp_path, "deepspec", target_params, copies=False)
     held = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     assert not {"embed_tokens.weight", "lm_head.weight"} & set(held)
     found = block_files.load(tmp_path, TARGET, target_params)
@@ -92,17 +82,17 @@ def test_a_scaling_is_written_into_a_config(case, target_params, tmp_path):
         path.write_text(json.dumps(raw))
     dialects.write_scaling(path, TARGET, temperatures=given[::-1])
     before = path.read_bytes()
-    for wrong in (given[1:], (-1.0, *given[1:])):
+    for wrong in (
+        {"temperatures": given[1:]},
+        {"temperatures": (-1.0, *given[1:])},
+        {"shifts": given[1:]},
+    ):
         with pytest.raises(files.CheckpointError, match="one for each draft"):
-            dialects.write_scaling(path, TARGET, temperatures=wrong)
-    with pytest.raises(files.CheckpointError, match="one for each draft"):
-        dialects.write_scaling(path, TARGET, shifts=given[1:])
+            dialects.write_scaling(path, TARGET, **wrong)
     assert path.read_bytes() == before and read().confidence_temperatures == given[::-1]
     assert not read().confidence_shifts
-    assert {each.name for each in tmp_path.iterdir()} == {
-        "config.json",
-        "model.safetensors",
-    }
+    names = sorted(each.name for each in tmp_path.iterdir())
+    assert names == ["config.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,33 +112,22 @@ def test_saved_and_loaded_is_the_same(tmp_path, target_params, case):
 
 BAD_TENSORS = {
     "unexpected tensors: other": ("z-lab", lambda t: {"other": eagles.zeros(3)}),
-    "missing tensors: markov_head.markov_w2": (
-        "deepspec",
-        lambda t: {"markov_head.markov_w2.weight": None},
-    ),
-    "embed_tokens.weight is not the target's: it is a drafter for another": (
-        "deepspec",
-        lambda t: {"embed_tokens.weight": t["embed_tokens.weight"] + 1},
-    ),
-    "lm_head.weight is not the target's": (
-        "deepspec",
-        lambda t: {"lm_head.weight": t["lm_head.weight"] + 1},
-    ),
-    "missing tensors: lm_head.weight": (
-        "speculators",
-        lambda t: {"lm_head.weight": None},
-    ),
+    "missing tensors: markov_head.markov_w2":
+        ("deepspec", lambda t: {"markov_head.markov_w2.weight": None}),
+    "embed_tokens.weight is not the target's: it is a drafter for another":
+        ("deepspec", lambda t: {"embed_tokens.weight": t["embed_tokens.weight"] + 1}),
+    "lm_head.weight is not the target's":
+        ("deepspec", lambda t: {"lm_head.weight": t["lm_head.weight"] + 1}),
+    "missing tensors: lm_head.weight":
+        ("speculators", lambda t: {"lm_head.weight": None}),
     "missing tensors: d2t": ("speculators", lambda t: {"d2t": None}),
-    "missing tensors: candidate_selector.successor_codebook": (
-        "dflash2",
-        lambda t: {"candidate_selector.successor_codebook": None},
-    ),
+    "missing tensors: candidate_selector.successor_codebook":
+        ("dflash2", lambda t: {"candidate_selector.successor_codebook": None}),
     "unexpected tensors: layers.0.attention_conv.base_kernel": (
         "z-lab",
-        lambda t: {"layers.0.attention_conv.base_kernel": eagles.zeros(2, 2, 48)},
-    ),
+        lambda t: {"layers.0.attention_conv.base_kernel": eagles.zeros(2, 2, 48)}),
     "t2d marks 64": ("speculators", lambda t: {"t2d": ~t["t2d"]}),
-}
+}  # fmt: skip
 """Others, which code of all heads finds, are in `test_eagle3_files`."""
 
 

@@ -36,35 +36,23 @@ PARALLEL = dataclasses.replace(
     SMALL, layer=dataclasses.replace(SMALL.layer, num_layers=2), mask_token_id=95
 )
 CASES = {
-    "midlayer": ("midlayer", SMALL),
-    "midlayer 3.1": (
-        "midlayer",
-        dataclasses.replace(SMALL, fc_norm=True, norm_output=True),
-    ),
-    "speculators": (
-        "speculators",
-        dataclasses.replace(SMALL, norm_before_residual=True, norm_before_fc=True),
-    ),
-    "speculators of Qwen3": (
-        "speculators",
-        dataclasses.replace(SMALL, has_head_norms=True),
-    ),
+    name: (name.split()[0], dataclasses.replace(SMALL, **changes))
+    for name, changes in {
+        "midlayer": {},
+        "midlayer 3.1": {"fc_norm": True, "norm_output": True},
+        "midlayer with a window": {"window": 3},
+        "speculators": {"norm_before_residual": True, "norm_before_fc": True},
+        "speculators of Qwen3": {"has_head_norms": True},
+        "speculators with a window": {"window": 3, "has_head_norms": True},
+    }.items()
+} | {
     "deepspec": ("deepspec", WHOLE),
-    "midlayer with a window": ("midlayer", dataclasses.replace(SMALL, window=3)),
-    "speculators with a window": (
-        "speculators",
-        dataclasses.replace(SMALL, window=3, has_head_norms=True),
-    ),
     "deepspec with a window": ("deepspec", dataclasses.replace(WHOLE, window=2048)),
     "parallel": ("speculators", PARALLEL),
-    "parallel of Qwen3": (
-        "speculators",
-        dataclasses.replace(
-            PARALLEL, has_head_norms=True, fc_norm=True, norm_before_residual=True
-        ),
-    ),
+    "parallel of Qwen3": ("speculators", dataclasses.replace(
+        PARALLEL, has_head_norms=True, fc_norm=True, norm_before_residual=True)),
     "flat parallel": ("midlayer", dataclasses.replace(PARALLEL, window=4)),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -92,18 +80,15 @@ def test_saved_and_loaded_is_the_same(tmp_path, target_params, case):
     assert loaded[1].embed is target_params.embed
 
 
+IMPLS = {
+    "xla": ("speculators", "deepspec", "midlayer with a window", "parallel"),
+    "native": ("midlayer 3.1", "speculators with a window", "parallel of Qwen3",
+               "flat parallel"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("case", "impl"),
-    [
-        ("midlayer 3.1", "native"),
-        ("speculators", "xla"),
-        ("deepspec", "xla"),
-        ("midlayer with a window", "xla"),
-        ("speculators with a window", "native"),
-        ("parallel", "xla"),
-        ("parallel of Qwen3", "native"),
-        ("flat parallel", "native"),
-    ],
+    ("case", "impl"), [(case, impl) for impl in IMPLS for case in IMPLS[impl]]
 )
 def test_parity_with_float64(tmp_path, target_params, case, impl):
     """Fails if a tensor is taken for another, or a step is left out."""
@@ -128,9 +113,8 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
     for part, wide in zip(ours, expected, strict=True):
         reduction = 400 * config.layer.num_layers**2
         testing.assert_rows_close(part, wide, dtype="float32", reduction=reduction)
-    if (
-        impl == "xla" and not config.is_parallel
-    ):  # The sequence is that of rows, see `test_eagle3_head`.
+    # The sequence is that of rows, see `test_eagle3_head`.
+    if impl == "xla" and not config.is_parallel:
         sequence = heads._sequence(params, config, tokens[None, :7], features[None, :7])
         testing.assert_rows_close(
             sequence.logits[0], expected[1][:7], dtype="float32", reduction=300
@@ -145,38 +129,21 @@ OWNERS = {
     "midlayer": ({}, dialects._FLAGS),
     "midlayer 3.1": (
         {"fc_norm": True, "norm_output": True},
-        ("norm_before_fc", "norm_before_residual"),
-    ),
+        ("norm_before_fc", "norm_before_residual")),
     "speculators": (
-        {
-            "speculators_config": block_cases.speculators("eagle3", 5),
-            "norm_output": False,
-        },
-        (),
-    ),
+        {"speculators_config": block_cases.speculators("eagle3", 5),
+         "norm_output": False}, ()),
     "parallel": (
-        {
-            "architectures": ["PEagleDraftModel"],
-            "speculators_model_type": "peagle",
-            "speculators_config": block_cases.speculators("peagle", 5),
-            "mask_token_id": 95,
-        },
-        (),
-    ),
+        {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle",
+         "speculators_config": block_cases.speculators("peagle", 5),
+         "mask_token_id": 95}, ()),
     "deepspec": (
-        {
-            "num_target_layers": 8,
-            "target_layer_ids": [0, 1, 3, 4, 6],
-            "target_model_name_or_path": "a target",
-            "ttt_length": 5,
-            "step_loss_decay": 0.8,
-            "draft_num_hidden_layers": 1,
-            "layer_types": ["full_attention"],
-            "tie_word_embeddings": False,
-        },
-        (*dialects._FLAGS, "target_hidden_size", "draft_vocab_size"),
-    ),
-}
+        {"num_target_layers": 8, "target_layer_ids": [0, 1, 3, 4, 6],
+         "target_model_name_or_path": "a target", "ttt_length": 5,
+         "step_loss_decay": 0.8, "draft_num_hidden_layers": 1,
+         "layer_types": ["full_attention"], "tie_word_embeddings": False},
+        (*dialects._FLAGS, "target_hidden_size", "draft_vocab_size")),
+}  # fmt: skip
 """What each owner's own code writes, and what it does not."""
 
 
@@ -198,16 +165,11 @@ def test_a_published_parallel_head_of_8b(tmp_path):
     sizes = {"hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8}
     raw = sizes | {
-        "architectures": ["PEagleDraftModel"],
-        "model_type": "llama",
-        "num_hidden_layers": 4,
-        "vocab_size": 151936,
-        "draft_vocab_size": 32000,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000,
-        "tie_word_embeddings": False,
-        "pard_token": 151669,
-    }
+        "architectures": ["PEagleDraftModel"], "model_type": "llama",
+        "num_hidden_layers": 4, "vocab_size": 151936, "draft_vocab_size": 32000,
+        "max_position_embeddings": 40960, "rope_theta": 1000000,
+        "tie_word_embeddings": False, "pard_token": 151669,
+    }  # fmt: skip
     path = tmp_path / "config.json"
     path.write_text(json.dumps(raw))
     target = dataclasses.replace(
@@ -239,11 +201,9 @@ def test_llama3_rope_is_read_and_written(tmp_path):
     """Fails if a head that was copied from Llama 3.1's config is refused, or drafts
     at other angles."""
     scaling = config_lib.Llama3Scaling(
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
         original_max_position_embeddings=64,
-    )
+    )  # fmt: skip
     layer = dataclasses.replace(SMALL.layer, scaling=scaling)
     config = dataclasses.replace(SMALL, layer=layer)
     raw = dialects.to_dict(config, "speculators", ORIGIN)
@@ -262,23 +222,19 @@ def test_taps_are_where_each_reader_looks():
     its default layers without a word; SGLang looks inside.
     """
     config = dataclasses.replace(SMALL, taps=(1, 3, 7))
-    raw, key = (
-        dialects.to_dict(config, "midlayer", ORIGIN),
-        "eagle_aux_hidden_state_layer_ids",
-    )
-    assert raw[key] == raw["eagle_config"][key] == [1, 3, 7]
+    raw = dialects.to_dict(config, "midlayer", ORIGIN)
+    assert raw[AUX] == raw["eagle_config"][AUX] == [1, 3, 7]
 
 
 def test_an_embedding_of_its_own_is_kept(tmp_path, target_params):
-    params = make_head(SMALL, target_params)
-    own = params.replace(embed=params.embed + 1)
-    eagle3_files.save(tmp_path, SMALL, own, dialect="speculators", origin=ORIGIN)
-    loaded = eagle3_files.load(tmp_path, TARGET, target_params)[1]
-    testing.assert_same_bits(loaded.embed, own.embed)
-    # DeepSpec's are copies, and so tell of another target.
-    params = make_head(WHOLE, target_params)
-    own = params.replace(embed=params.embed + 1)
-    eagle3_files.save(tmp_path, WHOLE, own, dialect="deepspec", origin=ORIGIN)
+    """But for DeepSpec's, which are copies, and so tell of another target."""
+    for config, dialect in ((SMALL, "speculators"), (WHOLE, "deepspec")):
+        params = make_head(config, target_params)
+        own = params.replace(embed=params.embed + 1)
+        eagle3_files.save(tmp_path, config, own, dialect=dialect, origin=ORIGIN)
+        if config is SMALL:
+            loaded = eagle3_files.load(tmp_path, TARGET, target_params)[1]
+            testing.assert_same_bits(loaded.embed, own.embed)
     with pytest.raises(files.CheckpointError, match="for another target"):
         eagle3_files.load(tmp_path, TARGET, target_params)
 
@@ -337,23 +293,19 @@ BAD_TENSORS = {
     "missing tensors: d2t": lambda t: {"d2t": None},
     "fc.bias: heads with biases are not supported": lambda t: {"fc.bias": zeros(48)},
     "unexpected tensors: other": lambda t: {"other": zeros(3)},
-    r"fc.weight has shape \[48, 96\], config.json for this target asks for \[48, 1": (
-        lambda t: {"fc.weight": zeros(48, 96)}
-    ),
+    r"fc.weight has shape \[48, 96\], config.json for this target asks for \[48, 1":
+        lambda t: {"fc.weight": zeros(48, 96)},
     "norm.weight is int64": lambda t: {"norm.weight": np.ones(48, np.int64)},
     "norm.weight.* is nan": lambda t: {"norm.weight": zeros(48) + np.nan},
-    r"d2t\[31\]=\d+ makes draft token 31 the token \d+, of a vocabulary of 96": (
-        lambda t: moved(t["d2t"], 31, 90)
-    ),
-    r"d2t\[0\]=-\d+ makes draft token 0 the token -\d+": (
-        lambda t: moved(t["d2t"], 0, -90)
-    ),
+    r"d2t\[31\]=\d+ makes draft token 31 the token \d+, of a vocabulary of 96":
+        lambda t: moved(t["d2t"], 31, 90),
+    r"d2t\[0\]=-\d+ makes draft token 0 the token -\d+":
+        lambda t: moved(t["d2t"], 0, -90),
     "has a token twice": lambda t: moved(t["d2t"], 1, t["d2t"][0] - t["d2t"][1] - 1),
     "t2d marks 64 tokens, d2t names 32": lambda t: {"t2d": ~t["t2d"]},
-    "t2d marks 32 tokens, d2t names 32, and they are not the same": (
-        lambda t: {"t2d": np.roll(t["t2d"], 1)}
-    ),
-}
+    "t2d marks 32 tokens, d2t names 32, and they are not the same":
+        lambda t: {"t2d": np.roll(t["t2d"], 1)},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", BAD_TENSORS)
@@ -363,57 +315,39 @@ def test_bad_tensors_are_refused(folder, target_params, message):
         eagle3_files.load(folder, TARGET, target_params)
 
 
-AUX = "eagle_aux_hidden_state_layer_ids"
+AUX, PARALLELS = "eagle_aux_hidden_state_layer_ids", ["PEagleDraftModel"]
 BAD_CONFIGS = {
-    r"Eagle4.* no dialect of .*LlamaForCausalLMEagle3.*PEagleDraftModel": {
-        "architectures": ["Eagle4"]
-    },
-    "no mask_token_id: state the token of the masks": {
-        "architectures": ["PEagleDraftModel"]
-    },
-    "mask_token_id, pard_token: state the token": {
-        "architectures": ["PEagleDraftModel"],
-        "mask_token_id": 3,
-        "pard_token": 4,
-    },
-    "mask_token_id=96 must be below vocab_size=96": {
-        "architectures": ["PEagleDraftModel"],
-        "pard_token": 96,
-    },
-    r"speculators_model_type='peagle' with architectures=\['Eagle3Dr": {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "peagle",
-    },
-    "all layers of a head slide, or none": {
-        "architectures": ["PEagleDraftModel"],
-        "pard_token": 3,
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "use_sliding_window": True,
-        "sliding_window": 4,
-    },
+    r"Eagle4.* no dialect of .*LlamaForCausalLMEagle3.*PEagleDraftModel":
+        {"architectures": ["Eagle4"]},
+    "no mask_token_id: state the token of the masks": {"architectures": PARALLELS},
+    "mask_token_id, pard_token: state the token":
+        {"architectures": PARALLELS, "mask_token_id": 3, "pard_token": 4},
+    "mask_token_id=96 must be below vocab_size=96":
+        {"architectures": PARALLELS, "pard_token": 96},
+    r"speculators_model_type='peagle' with architectures=\['Eagle3Dr":
+        {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "peagle"},
+    "all layers of a head slide, or none":
+        {"architectures": PARALLELS, "pard_token": 3, "num_hidden_layers": 2,
+         "layer_types": ["sliding_attention", "full_attention"],
+         "use_sliding_window": True, "sliding_window": 4},
     "bias is true: heads with biases": {"bias": True},
-    "layer_types='full_attention': each layer is one of": {
-        "layer_types": "full_attention"
-    },
+    "layer_types='full_attention': each layer is one of":
+        {"layer_types": "full_attention"},
     "rope_is_neox_style=False is not": {"rope_is_neox_style": False},
     "num_hidden_layers=2: only": {"num_hidden_layers": 2},
     "fc_norm='yes' must be true or false": {"fc_norm": "yes"},
-    r"\[2, 4, 3\], and in eagle_config \[.*\]: remove the wrong one": {AUX: [2, 4, 3]},
-    r"taps=\(2, 4, 8\) of a target with 8 layers": {AUX: [2, 4, 8], "eagle_config": {}},
+    r"\[2, 4, 3\], and in eagle_config \[.*\]: remove the wrong one":
+        {AUX: [2, 4, 3]},
+    r"taps=\(2, 4, 8\) of a target with 8 layers":
+        {AUX: [2, 4, 8], "eagle_config": {}},
     "a vocabulary of 97, .* a head for another target": {"vocab_size": 97},
-    "norm_before_fc and fc_norm are both true": {
-        "fc_norm": True,
-        "norm_before_fc": True,
-    },
-    "num_target_layers=9, the target has 8: it is a drafter for another": {
-        "num_target_layers": 9
-    },
-    "no head_dim, and hidden_size=48 is no multiple of num_attention_heads=7": {
-        "head_dim": None,
-        "num_attention_heads": 7,
-    },
-}
+    "norm_before_fc and fc_norm are both true":
+        {"fc_norm": True, "norm_before_fc": True},
+    "num_target_layers=9, the target has 8: it is a drafter for another":
+        {"num_target_layers": 9},
+    "no head_dim, and hidden_size=48 is no multiple of num_attention_heads=7":
+        {"head_dim": None, "num_attention_heads": 7},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", BAD_CONFIGS)

@@ -1,7 +1,6 @@
 """The EAGLE-3 head: rows on pages, whole sequences, and the two against each other."""
 
 import dataclasses
-import functools
 
 import decoding
 import jax
@@ -37,7 +36,7 @@ VARIANTS = {
         fc_norm=True,
         norm_before_residual=True,
         norm_output=True,
-    ),
+    ),  # fmt: skip
     "window": dataclasses.replace(HEAD, window=3),
 }
 KERNELS = ("xla", "native")
@@ -89,23 +88,20 @@ class Pairs:
     def add(self, tokens, features, *, start, branch=None, parents_at=None):
         """Runs pairs from `start` on, padding poisoned; returns hidden and logits."""
         count = len(tokens)
-        pad = self.slab - count
+        pad = (0, self.slab - count)
         positions = start + np.arange(count) if parents_at is None else parents_at
         kv = allocator.reserve(self.kv, 0, start + count)
         if branch is not None:
-            branch = jnp.asarray(np.pad(branch, ((0, pad), (0, 0))))
+            branch = jnp.asarray(np.pad(branch, (pad, (0, 0))))
         rows = qwen3.Rows(
-            tokens=jnp.asarray(np.pad(tokens, (0, pad))),
+            tokens=jnp.asarray(np.pad(tokens, pad)),
             slots=jnp.zeros((self.slab,), jnp.int32),
-            positions=jnp.asarray(np.pad(positions, (0, pad)), jnp.int32),
+            positions=jnp.asarray(np.pad(positions, pad), jnp.int32),
             num_active=jnp.int32(count),
             branch=branch,
         )
-        features = np.pad(
-            np.asarray(features, np.float32),
-            ((0, pad), (0, 0)),
-            constant_values=np.nan,
-        )
+        features = np.asarray(features, np.float32)
+        features = np.pad(features, (pad, (0, 0)), constant_values=np.nan)
         kv, hidden, logits = _forward(
             self.params, self.config, rows, jnp.asarray(features), kv, impl=self.impl
         )
@@ -139,20 +135,15 @@ def test_rows_are_the_sequence(impl, variant):
     params = make_params(config)
     features, tokens = inputs(config, 9)
     rows = chain_by_rows(params, config, impl, features[:7], tokens, num_own=2)
-    steps = []
-    read = features[None, :7]
+    steps, near = [], {"dtype": "float32", "reduction": 200}
     for j in range(3):
-        made = _sequence(
-            params, config, tokens[None, j : j + 7], read, earlier=tuple(steps)
-        )
-        steps.append(made)
-        read = made.hidden
+        read = steps[-1].hidden if steps else features[None, :7]
+        pairs = tokens[None, j : j + 7]
+        steps.append(_sequence(params, config, pairs, read, earlier=tuple(steps)))
     for part, name in zip(rows[:2], ("hidden", "logits"), strict=True):
         first = np.asarray(getattr(steps[0], name)[0])
         own = [np.asarray(getattr(step, name)[0, -1]) for step in steps[1:]]
-        expected = np.concatenate([first, own])
-        testing.assert_rows_close(part, expected, dtype="float32", reduction=200)
-    near = {"dtype": "float32", "reduction": 200}
+        testing.assert_rows_close(part, np.concatenate([first, own]), **near)
     testing.assert_rows_close(rows[2][:7], steps[0].k[0], **near)
     # Negative control: one pair late is far.
     with pytest.raises(AssertionError, match="are off"):
@@ -186,8 +177,8 @@ def test_row_contract(impl):
     fresh = Pairs(params, config, impl)
     fresh.add(tokens[:6], features[:6], start=0)
     expected = fresh.add(np.array([9], np.int32), own[:1], start=6)
-    for ours, theirs in zip(made, expected, strict=True):
-        testing.assert_same_bits(ours[1], theirs[0], what="second branch")
+    second = tuple(part[1:] for part in made)
+    testing.assert_same_bits(second, expected, what="second branch")
 
 
 def test_the_loss_of_a_later_step_reaches_every_weight():
@@ -224,11 +215,6 @@ def test_unprepared_weights_are_prepared_within():
     decoding.needs("native")
     params = make_params(HEAD)
     features, tokens = inputs(HEAD, 3)
-    run = functools.partial(Pairs.add, tokens=tokens, features=features, start=0)
+    run = lambda params: Pairs(params, HEAD, "native").add(tokens, features, start=0)
     prepared = eagle3_params.prepare(params, "native")
-    for ours, theirs in zip(
-        run(Pairs(params, HEAD, "native")),
-        run(Pairs(prepared, HEAD, "native")),
-        strict=True,
-    ):
-        testing.assert_same_bits(ours, theirs)
+    testing.assert_same_bits(run(params), run(prepared))

@@ -6,35 +6,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_weights
+from model import test_rows as rows_lib
 
 from spec_jax import testing
 from spec_jax.model import (
     config as config_lib,
-    decoder,
-    families,
     gpt_neox,
     llama,
     params as params_lib,
     qwen2,
-    row_model,
 )
-from spec_jax.ops import dispatch, layer_norm
-from spec_jax.paging import allocator
+from spec_jax.ops import layer_norm
 
 
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_layers": 2,
-    "num_heads": 3,
-    "num_kv_heads": 3,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
-PREFIX, WINDOW, SLAB = 21, 4, 8
-
-
+    "vocab_size": 160, "hidden_size": 48, "intermediate_size": 80, "num_layers": 2,
+    "num_heads": 3, "num_kv_heads": 3, "head_dim": 16, "max_position_embeddings": 2048,
+}  # fmt: skip
 GATED = {"llama": llama.LlamaConfig, "qwen2": qwen2.Qwen2Config}
 
 
@@ -59,56 +47,6 @@ def make_params(config: config_lib.ModelConfig) -> params_lib.Params:
     return params.replace(embed=params.embed.at[0].set(jnp.nan))
 
 
-def rows_of(slot: int, count: int = WINDOW) -> list[tuple[int, int, int]]:
-    """Rows `(token, slot, position)` after the prefix; each slot has its own."""
-    tokens = np.random.default_rng(slot).integers(1, 64, count)
-    return [(int(token), slot, PREFIX + i) for i, token in enumerate(tokens)]
-
-
-class Rows:
-    """Runs rows of two slots whose prefixes are written, in pages full of NaN."""
-
-    def __init__(self, config, impl: str):
-        self.config, self.params = config, make_params(config)
-        self.family = families.of(config)
-        self.slab = dispatch.slab_rows(impl) or SLAB
-        model = row_model.RowModel(config=config, impl=impl, slab=self.slab)
-        kv = model.new_slots(2, capacity=64, page_size=16)
-        poison = lambda pools: tuple(jnp.full_like(pool, jnp.nan) for pool in pools)
-        kv = kv.replace(k=poison(kv.k), v=poison(kv.v))
-
-        def run(params, rows, kv):
-            return self.family.forward_rows(
-                params, config, rows, kv, impl=impl, taps=(0, 2)
-            )
-
-        self._run = jax.jit(run)
-        for slot in range(2):
-            tokens = np.random.default_rng(9 + slot).integers(1, 64, 64)
-            known = tokens[:PREFIX].tolist()
-            kv, _ = model.prefill(self.params, kv, known, by_rows=True, slot=slot)
-            kv = allocator.reserve(kv, slot, PREFIX + WINDOW)
-        self.kv = kv
-
-    def __call__(self, rows, kv=None, slab=None):
-        """Outputs of the rows, and the cache after them; padding rows are NaN."""
-        padding = [(0, 0, PREFIX + 30)] * ((slab or self.slab) - len(rows))
-        tokens, slots, positions = np.asarray(rows + padding, np.int32).T
-        given = decoder.Rows(
-            tokens=tokens, slots=slots, positions=positions, num_active=len(rows)
-        )
-        kv, outputs = self._run(self.params, given, self.kv if kv is None else kv)
-        return jax.tree.map(lambda x: np.asarray(x[: len(rows)]), outputs), kv
-
-    def one_by_one(self, slot: int):
-        """The oracle: each row decoded alone."""
-        kv, outputs = self.kv, []
-        for row in rows_of(slot):
-            one, kv = self([row], kv)
-            outputs.append(one)
-        return jax.tree.map(lambda *rows: np.concatenate(rows), *outputs), kv
-
-
 CONTRACT = [
     ("gpt_neox", "float32", "xla"),
     ("gpt_neox", "bfloat16", "native"),
@@ -117,22 +55,18 @@ CONTRACT = [
 """Kernels that are interpreted: `pallas/test_triton_model`."""
 
 
+def make_model(family: str, dtype: str, impl: str) -> rows_lib.Model:
+    decoding.needs(impl)
+    heads = {"head_dim": 64, "num_kv_heads": 1} if family in GATED else {}
+    config = make_config(family, dtype, **heads)
+    return rows_lib.Model(config=config, params=make_params(config), impl=impl)
+
+
 @pytest.mark.parametrize(("family", "dtype", "impl"), CONTRACT)
 def test_rows_are_what_each_is_alone(family, dtype, impl):
     """Fails if a row's bits depend on its place, its neighbours or padding rows."""
-    heads = {"head_dim": 64, "num_kv_heads": 1} if family in GATED else {}
-    run = Rows(make_config(family, dtype, **heads), impl)
-    alone, alone_kv = run.one_by_one(1)
-    assert np.isfinite(alone.logits).all()
-    mine, other = rows_of(1), rows_of(0)
-    for packed in (mine, other + mine, mine[:1] + other[:3] + mine[1:]):
-        outputs, kv = run(packed)
-        at = np.array([row[1] == 1 for row in packed])
-        testing.assert_same_bits(jax.tree.map(lambda x, at=at: x[at], outputs), alone)
-        length = PREFIX + WINDOW
-        testing.assert_same_bits(
-            decoding.held(kv, length, slot=1), decoding.held(alone_kv, length, slot=1)
-        )
+    model = make_model(family, dtype, impl)
+    rows_lib.test_rows_do_not_depend_on_their_place_or_neighbours(model)
 
 
 def test_a_norm_over_neighbours_is_caught(monkeypatch):
@@ -144,8 +78,10 @@ def test_a_norm_over_neighbours_is_caught(monkeypatch):
         return real(x + 1e-3 * spread, *weights, eps=eps)
 
     monkeypatch.setattr(layer_norm, "layer_norm", leaky)
-    run = Rows(make_config("gpt_neox", "float32"), "xla")
-    alone, _ = run.one_by_one(1)
-    outputs, _ = run(rows_of(1))
+    model = make_model("gpt_neox", "float32", "xla")
+    forward, kv = rows_lib.compile_forward(), rows_lib.make_cache(model.config)
+    rows = [(int(token), 0, at) for at, token in enumerate(rows_lib.text()[:4])]
+    runs = [model.run(kv, some, forward=forward)[1] for some in (rows[:1], rows)]
+    first = [jax.tree.map(lambda x: x[:1], outputs) for outputs in runs]
     with pytest.raises(AssertionError, match="elements differ"):
-        testing.assert_same_bits(outputs, alone)
+        testing.assert_same_bits(*first)

@@ -10,6 +10,7 @@ from spec_jax.model import fingerprint, params as params_lib
 
 
 PARAMS = params_lib.cast(decoding.TARGET_PARAMS, "bfloat16")
+FIRST, *REST = PARAMS.layers
 
 
 def test_copies_have_one_fingerprint():
@@ -21,22 +22,18 @@ def test_copies_have_one_fingerprint():
 
 
 def first_layer(**changes):
-    first, *rest = PARAMS.layers
-    return PARAMS.replace(layers=(first.replace(**changes), *rest))
+    return PARAMS.replace(layers=(FIRST.replace(**changes), *REST))
 
 
 CHANGED = {
     "one bit": lambda: first_layer(
-        down=PARAMS.layers[0]
-        .down.at[3, 5]
-        .set(jnp.nextafter(PARAMS.layers[0].down[3, 5], jnp.bfloat16(9)))
+        down=FIRST.down.at[3, 5].set(jnp.nextafter(FIRST.down[3, 5], jnp.bfloat16(9)))
     ),
     "two arrays exchanged": lambda: first_layer(
-        input_norm=PARAMS.layers[0].mlp_norm * 2,
-        mlp_norm=PARAMS.layers[0].input_norm,
+        input_norm=FIRST.mlp_norm * 2, mlp_norm=FIRST.input_norm
     ),
     "layers exchanged": lambda: PARAMS.replace(layers=PARAMS.layers[::-1]),
-    "a shape": lambda: first_layer(down=PARAMS.layers[0].down.reshape(-1)),
+    "a shape": lambda: first_layer(down=FIRST.down.reshape(-1)),
     "a head of its own": lambda: PARAMS.replace(lm_head=PARAMS.embed),
     "the dtype": lambda: params_lib.cast(PARAMS, "float32"),
 }

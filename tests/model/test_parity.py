@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_families import f32_error, write_oracle
 
 from spec_jax.model import config as config_lib, load as load_lib, sequence
 
@@ -18,69 +19,27 @@ from spec_jax.model import config as config_lib, load as load_lib, sequence
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-torch.set_num_threads(1)  # The models are too small for more.
-
-BATCH = 2
-LENGTH = 96
-PROMPT = 32
-STEPS = LENGTH - PROMPT
-F32_TOLERANCE = 1e-4  # Of the largest logit.
-
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
+BATCH, LENGTH = 2, 96
+SIZES = {
+    "vocab_size": 256,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A tiny model; in none is `heads * head_dim` the model width."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    width: int
-    tied: bool
-    sharded: bool = False
-    yarn: bool = False
-    layers: int = 2
-
-
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 SHAPES = {
-    "ratio2-h80": Shape(4, 2, 80, 128, tied=False, sharded=True),
-    "yarn": Shape(4, 2, 64, 96, tied=True, yarn=True),
-}
-
-
-def make_oracle(shape: Shape, dtype: str) -> "transformers.Qwen3ForCausalLM":
-    """Random weights, norm weights too: those of a fresh model are all one."""
-    rope_parameters = {"rope_type": "default", "rope_theta": 10_000.0}
-    config = transformers.Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        vocab_size=256,
-        hidden_size=shape.width,
-        intermediate_size=112,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=128,
-        rope_parameters=rope_parameters | (YARN if shape.yarn else {}),
-        tie_word_embeddings=shape.tied,
-        attn_implementation="eager",
-    )
-    model = transformers.Qwen3ForCausalLM(config).eval()
-    generator = torch.Generator().manual_seed(shape.heads * 100 + shape.head_dim)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            is_norm = parameter.ndim == 1
-            # Wide enough for attention to be far from uniform, and for the residual
-            # stream not to be the embedding alone.
-            scale = 0.3 if is_norm else 1.5 * parameter.shape[-1] ** -0.5
-            parameter.copy_(noise * scale + (1.0 if is_norm else 0.0))
-    return model.to(getattr(torch, dtype))
+    "ratio2-h80": {
+        "hidden_size": 128, "head_dim": 80, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+    "yarn": {
+        "hidden_size": 96, "head_dim": 64, "tie_word_embeddings": True,
+        "rope_parameters": YARN | {"rope_theta": 10_000.0},
+    },
+}  # fmt: skip
+"""In none is `heads * head_dim` the model width. The first is saved in shards."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +55,11 @@ class Case:
     last_residual: np.ndarray  # [BATCH, LENGTH, D], before the final norm
 
 
-def make_case(shape: Shape, dtype: str, folder) -> Case:
-    oracle = make_oracle(shape, dtype)
-    oracle.save_pretrained(folder, max_shard_size="100KB" if shape.sharded else "1GB")
-    assert (folder / "model.safetensors.index.json").exists() == shape.sharded
+def make_case(name: str, dtype: str, folder) -> Case:
+    saved = {"dtype": dtype, "max_shard_size": "1GB" if name == "yarn" else "100KB"}
+    write_oracle("Qwen3", SIZES | SHAPES[name], folder, **saved)
+    is_sharded = (folder / "model.safetensors.index.json").exists()
+    assert is_sharded == (name != "yarn")
     # Read back, because `.to("bfloat16")` has rounded RoPE's frequencies too: the
     # oracle would be wrong. Reading leaves them in float32.
     oracle = transformers.Qwen3ForCausalLM.from_pretrained(
@@ -107,7 +67,7 @@ def make_case(shape: Shape, dtype: str, folder) -> Case:
     )
     assert oracle.model.rotary_emb.inv_freq.dtype == torch.float32
     config, params = load_lib.load(folder)
-    rng = np.random.default_rng(shape.head_dim)
+    rng = np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, (BATCH, LENGTH), dtype=np.int32)
     residuals = []
     hook = oracle.model.layers[-1].register_forward_hook(
@@ -130,9 +90,7 @@ def make_case(shape: Shape, dtype: str, folder) -> Case:
 @pytest.fixture(scope="module", params=SHAPES)
 def case(request, tmp_path_factory) -> Case:
     """Float32."""
-    return make_case(
-        SHAPES[request.param], "float32", tmp_path_factory.mktemp(request.param)
-    )
+    return make_case(request.param, "float32", tmp_path_factory.mktemp("case"))
 
 
 def _run(params, config, tokens):
@@ -146,15 +104,10 @@ def _run(params, config, tokens):
 _run_compiled = jax.jit(_run, static_argnums=1)
 
 
-def our_logits(case: Case, *, run=_run_compiled, **changes) -> np.ndarray:
+def our_logits(case: Case, **changes) -> np.ndarray:
     """Ours for `case.tokens`, with fields of the case replaced."""
     case = dataclasses.replace(case, **changes)
-    return np.asarray(run(case.params, case.config, case.tokens)[0])
-
-
-def f32_error(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The largest difference, in units of the tolerance."""
-    return np.abs(ours - theirs).max() / (F32_TOLERANCE * np.abs(theirs).max())
+    return np.asarray(_run_compiled(case.params, case.config, case.tokens)[0])
 
 
 def edit_layers(params, **edits):
@@ -178,41 +131,29 @@ def faults(case: Case) -> dict[str, dict]:
         q = jnp.roll(q, 1, axis=0).reshape(N * H, -1)
         return jnp.concatenate([q, layer.qkv[N * H :]])
 
-    planted = {
-        "q_norm skipped": edit_layers(
-            params, q_norm=lambda layer: jnp.ones_like(layer.q_norm)
-        ),
-        "q_norm and k_norm exchanged": edit_layers(
-            params, q_norm=lambda layer: layer.k_norm, k_norm=lambda layer: layer.q_norm
-        ),
-        "gate and up exchanged": edit_layers(
-            params,
-            gate_up=lambda layer: jnp.roll(layer.gate_up, len(layer.gate_up) // 2, 0),
-        ),
-        "norms of a layer exchanged": edit_layers(
-            params,
-            input_norm=lambda layer: layer.mlp_norm,
-            mlp_norm=lambda layer: layer.input_norm,
-        ),
-        "layers in reverse": params.replace(layers=params.layers[::-1]),
-        "head not the embedding's": params.replace(
-            lm_head=jnp.roll(params.head, 1, axis=1)
-        ),
-        "norm weight of the rotated pairs": edit_layers(
-            params, k_norm=lambda layer: layer.k_norm[interleaved]
-        ),
-    }
-    if K > 1:
-        planted["heads in the wrong groups"] = edit_layers(params, qkv=regroup)
+    edits = {
+        "q_norm skipped": {"q_norm": lambda x: jnp.ones_like(x.q_norm)},
+        "q_norm and k_norm exchanged": {
+            "q_norm": lambda x: x.k_norm, "k_norm": lambda x: x.q_norm},
+        "gate and up exchanged": {
+            "gate_up": lambda x: jnp.roll(x.gate_up, len(x.gate_up) // 2, 0)},
+        "norms of a layer exchanged": {
+            "input_norm": lambda x: x.mlp_norm, "mlp_norm": lambda x: x.input_norm},
+        "norm weight of the rotated pairs": {"k_norm": lambda x: x.k_norm[interleaved]},
+        "heads in the wrong groups": {"qkv": regroup},
+    }  # fmt: skip
+    planted = {name: edit_layers(params, **edit) for name, edit in edits.items()}
+    planted["layers in reverse"] = params.replace(layers=params.layers[::-1])
+    moved = jnp.roll(params.head, 1, axis=1)
+    planted["head not the embedding's"] = params.replace(lm_head=moved)
     changes = {name: {"params": params} for name, params in planted.items()}
-    theta = dataclasses.replace(config, rope_theta=1.01 * config.rope_theta)
-    changes["rope_theta 1 % off"] = {"config": theta}
+    others = {"rope_theta 1 % off": {"rope_theta": 1.01 * config.rope_theta}}
     if config.scaling is not None:
-        changes["YaRN left out"] = {"config": dataclasses.replace(config, scaling=None)}
         unscaled = dataclasses.replace(config.scaling, attention_factor=1.0)
-        changes["YaRN without its scale"] = {
-            "config": dataclasses.replace(config, scaling=unscaled)
-        }
+        others["YaRN left out"] = {"scaling": None}
+        others["YaRN without its scale"] = {"scaling": unscaled}
+    for name, other in others.items():
+        changes[name] = {"config": dataclasses.replace(config, **other)}
     return changes
 
 
@@ -277,7 +218,7 @@ def test_bfloat16(tmp_path):
     A `rope_theta` that is 1 % off does not, on a hundred positions: that one is for
     the float32 test to see.
     """
-    case = make_case(SHAPES["ratio2-h80"], "bfloat16", tmp_path)
+    case = make_case("ratio2-h80", "bfloat16", tmp_path)
     assert case.config.dtype == case.params.embed.dtype == "bfloat16"
     tolerance = bf16_tolerance(case.config.num_layers)
     ours = our_logits(case)

@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.model import config as config_lib, params as params_lib, qwen3, row_model
+from spec_jax.model import (
+    config as config_lib,
+    decoder,
+    families,
+    params as params_lib,
+    row_model,
+)
 from spec_jax.native import steps
 from spec_jax.ops import dispatch, row_attention, skinny_gemm
 from spec_jax.paging import allocator, cache
@@ -29,17 +35,11 @@ SLAB = 8
 
 def make_config(dtype: str, **changes) -> config_lib.Qwen3Config:
     sizes = {
-        "vocab_size": 160,
-        "hidden_size": 96,
-        "intermediate_size": 176,
-        "num_layers": 2,
-        "num_heads": 6,
-        "num_kv_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 1024,
+        "vocab_size": 160, "hidden_size": 96, "intermediate_size": 176,
+        "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 1024, "dtype": dtype,
         "tie_word_embeddings": False,  # a NaN embedding is not a NaN logit
-        "dtype": dtype,
-    }
+    }  # fmt: skip
     return config_lib.Qwen3Config(**(sizes | changes))
 
 
@@ -51,13 +51,7 @@ def make_params(config: config_lib.Qwen3Config) -> params_lib.Params:
 
 
 def make_cache(
-    config: config_lib.Qwen3Config,
-    *,
-    page_size: int = 16,
-    num_slots: int = 1,
-    table_width: int = 20,
-    spare_pages: int = 7,
-    seed: int = 0,
+    config, *, page_size=16, num_slots=1, table_width=20, spare_pages=7, seed=0
 ) -> cache.PagedKV:
     """Open slots in a pool full of NaN, with the free pages in random order.
 
@@ -65,15 +59,10 @@ def make_cache(
     """
     num_pages = num_slots * table_width + spare_pages
     kv = cache.init(
-        num_layers=config.num_layers,
-        num_slots=num_slots,
-        num_pages=num_pages,
-        page_size=page_size,
-        pages_per_slot=table_width,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=config.dtype,
-    )
+        num_layers=config.num_layers, num_slots=num_slots, num_pages=num_pages,
+        page_size=page_size, pages_per_slot=table_width, dtype=config.dtype,
+        num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+    )  # fmt: skip
     poison = functools.partial(jnp.full_like, fill_value=jnp.nan)
     order = np.random.default_rng(seed).permutation(num_pages)
     kv = kv.replace(
@@ -96,65 +85,64 @@ def compile_forward():
 
     @functools.partial(jax.jit, static_argnames=("config", "impl"))
     def forward(params, config, tokens, slots, positions, num_active, kv, *, impl):
-        rows = qwen3.Rows(
+        rows = decoder.Rows(
             tokens=tokens, slots=slots, positions=positions, num_active=num_active
         )
-        return qwen3.forward_rows(params, config, rows, kv, impl=impl, taps=(0, 1))
+        run_rows = families.of(config).forward_rows
+        return run_rows(params, config, rows, kv, impl=impl, taps=(0, 1))
 
     return forward
 
 
 _forward = compile_forward()
-_prefill_rows = jax.jit(qwen3.prefill_rows, static_argnames=("config", "slab", "impl"))
+_prefill_rows = jax.jit(
+    decoder.prefill_rows, static_argnames=("config", "slab", "impl")
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
     """A random model and the implementation that runs it."""
 
-    config: config_lib.Qwen3Config
+    config: config_lib.ModelConfig
     params: params_lib.Params
     impl: str
 
-    def run(self, kv, rows, *, slab=SLAB, forward=_forward):
+    @property
+    def slab(self) -> int:
+        return dispatch.slab_rows(self.impl) or SLAB
+
+    def run(self, kv, rows, *, slab=None, forward=_forward):
         """Runs `rows`, each `(token, slot, position)`; padding rows are poisoned."""
         for _, slot, position in rows:
             kv = allocator.reserve(kv, slot, position + 1)
-        dead = [(NAN_TOKEN, 0, PREFIX + 900)] * (slab - len(rows))
-        tokens, slots, positions = np.asarray(rows + dead, np.int32).T
-        kv, outputs = forward(
-            self.params,
-            self.config,
-            tokens,
-            slots,
-            positions,
-            jnp.int32(len(rows)),
-            kv,
-            impl=self.impl,
-        )
+        dead = [(NAN_TOKEN, 0, PREFIX + 900)] * ((slab or self.slab) - len(rows))
+        columns = np.asarray(rows + dead, np.int32).T
+        given = self.params, self.config, *columns, jnp.int32(len(rows)), kv
+        kv, outputs = forward(*given, impl=self.impl)
         for _, slot, position in rows:
             kv = allocator.extend(kv, slot, max(int(kv.length[slot]), position + 1))
         return kv, jax.tree.map(lambda x: np.asarray(x[: len(rows)]), outputs)
 
     def fill(self, kv, *, slot=0, length=PREFIX):
         """The prefix of a slot, written by rows."""
+        known = jnp.asarray(text(slot)[:PREFIX])  # of one shape for every length
         kv, _ = _prefill_rows(
-            self.params,
-            self.config,
-            allocator.reserve(kv, slot, length),
-            tokens=jnp.asarray(text(slot)[:PREFIX]),  # of one shape for every length
-            length=jnp.int32(length),
-            slot=jnp.int32(slot),
-            slab=SLAB,
+            self.params, self.config, allocator.reserve(kv, slot, length), tokens=known,
+            length=jnp.int32(length), slot=jnp.int32(slot), slab=self.slab,
             impl=self.impl,
-        )
+        )  # fmt: skip
         return kv
 
-    def decode_one_by_one(self, kv, *, slot=0):
-        """The oracle: outputs of each row of the window, decoded alone in row 0."""
+    def two_slots(self):
+        """A cache of two slots, the prefix of each written."""
+        return self.fill(self.fill(make_cache(self.config, num_slots=2)), slot=1)
+
+    def decode_one_by_one(self, kv, rows, **options):
+        """The oracle: outputs of each of the rows, decoded alone in row 0."""
         outputs = []
-        for row in window(slot):
-            kv, one = self.run(kv, [row])
+        for row in rows:
+            kv, one = self.run(kv, [row], **options)
             outputs.append(one)
         return kv, jax.tree.map(lambda *rows: np.concatenate(rows), *outputs)
 
@@ -168,10 +156,7 @@ def window(slot=0, count=WINDOW):
 
 
 def make_model(dtype: str, impl: str, **changes) -> Model:
-    try:
-        impl = dispatch.resolve(impl)
-    except NotImplementedError as error:
-        pytest.skip(str(error))
+    decoding.needs(impl)
     config = make_config(dtype, **changes)
     return Model(config=config, params=make_params(config), impl=impl)
 
@@ -200,7 +185,7 @@ def test_verifying_equals_decoding_one_by_one(model):
     """Fails if a row's bits depend on how many rows are live, or which it is."""
     for page_size in PAGE_SIZES[model.impl]:
         kv = model.fill(make_cache(model.config, page_size=page_size))
-        decoded_kv, decoded = model.decode_one_by_one(kv)
+        decoded_kv, decoded = model.decode_one_by_one(kv, window())
         for count in range(1, WINDOW + 1):
             verified_kv, verified = model.run(kv, window(count=count))
             testing.assert_same_bits(
@@ -240,17 +225,12 @@ def test_native_rows_need_no_slab(dtype):
 
 def test_rows_do_not_depend_on_their_place_or_neighbours(model):
     """Fails if a row of one slot is touched by the rows of another."""
-    kv = make_cache(model.config, num_slots=2)
-    for slot in range(2):
-        kv = model.fill(kv, slot=slot)
-    alone_kv, alone = model.decode_one_by_one(kv, slot=1)
+    kv = model.two_slots()
+    alone_kv, alone = model.decode_one_by_one(kv, window(1))
+    assert np.isfinite(alone.logits).all()
     mine, other = window(1, 3), window(0, 5)
-    orders = [
-        mine + other,
-        other + mine,
-        [other[0], mine[0], other[1], mine[1], other[2], mine[2], *other[3:]],
-    ]
-    for rows in orders:
+    mixed = [other[0], mine[0], other[1], mine[1], other[2], mine[2], *other[3:]]
+    for rows in (mine, mine + other, other + mine, mixed):
         packed_kv, packed = model.run(kv, rows)
         at = np.array([i for i, row in enumerate(rows) if row[1] == 1])
         testing.assert_same_bits(
@@ -280,13 +260,10 @@ def test_an_active_row_of_nan_spoils_only_itself_and_later_rows(model):
 def test_a_neighbours_fault_is_caught(impl, monkeypatch):
     """Negative control: attention that reads the keys of another slot."""
     model = make_model("float32", impl)
-    kv = make_cache(model.config, num_slots=2)
-    for slot in range(2):
-        kv = model.fill(kv, slot=slot)
+    kv = model.two_slots()
     _, alone = model.run(kv, window(1, 1))
-    module, name = (
-        (steps, "step") if impl == "native" else (row_attention, "row_attention")
-    )
+    native, others = (steps, "step"), (row_attention, "row_attention")
+    module, name = native if impl == "native" else others
     real = getattr(module, name)
 
     def leaky(*args, slots, **kwargs):
@@ -317,28 +294,18 @@ def test_pages_and_table_width_do_not_matter(model):
 )
 def test_head_sizes_and_groups(head_dim, num_heads, num_kv_heads, impl):
     """The contract at other head sizes, and 1, 7 and 2 query heads a key head."""
-    model = make_model(
-        "float32",
-        impl,
-        head_dim=head_dim,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        num_layers=1,
-    )
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    model = make_model("float32", impl, head_dim=head_dim, num_layers=1, **heads)
     kv = model.fill(make_cache(model.config))
-    decoded_kv, decoded = model.decode_one_by_one(kv)
+    decoded_kv, decoded = model.decode_one_by_one(kv, window())
     verified_kv, verified = model.run(kv, window())
     testing.assert_same_bits(verified.logits, decoded.logits)
     testing.assert_same_bits(written(verified_kv), written(decoded_kv))
 
 
 @pytest.mark.parametrize(
-    "dtype, tolerance, weights",
-    [
-        ("float32", 1e-5, "dense"),
-        ("bfloat16", 0.04, "q8_0"),
-        ("bfloat16", 0.04, "q4_1"),
-    ],
+    ("dtype", "tolerance", "weights"),
+    [("float32", 1e-5, "dense"), *(("bfloat16", 0.04, x) for x in ("q8_0", "q4_1"))],
 )
 def test_implementations_agree_but_for_rounding(dtype, tolerance, weights):
     """Two forms of one model, by different hands; a wrong weight must show."""
@@ -351,9 +318,8 @@ def test_implementations_agree_but_for_rounding(dtype, tolerance, weights):
     assert np.abs(logits[0] - logits[1]).max() <= tolerance * scale
     layers = native.params.layers
     wrong = layers[0].replace(k_norm=jnp.flip(layers[0].k_norm) * 2)
-    broken = dataclasses.replace(
-        native, params=native.params.replace(layers=(wrong, *layers[1:]))
-    )
+    params = native.params.replace(layers=(wrong, *layers[1:]))
+    broken = dataclasses.replace(native, params=params)
     kv = broken.fill(make_cache(broken.config))
     logits.append(broken.run(kv, window())[1].logits)
     assert np.abs(logits[0] - logits[2]).max() > tolerance * scale

@@ -192,11 +192,8 @@ def test_template_of_its_own_file_wins(tmp_path):
     assert tokenizer.apply_chat("<é>") == (
         '[user] "<é>"<|end|>\n[assistant] no thoughts'
     )
-    turns = [
-        {"role": "user", "content": "1"},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "3"},
-    ]
+    said = enumerate(("user", "assistant", "user"), 1)
+    turns = [{"role": role, "content": str(turn)} for turn, role in said]
     assert tokenizer.apply_chat(turns, enable_thinking=True) == (
         '[user] "1"<|end|>\n[assistant] "2"<|end|>\n[assistant]'
     )
@@ -225,11 +222,6 @@ def test_no_template(tmp_path):
         tokenizer.apply_chat("hi")
 
 
-def unreadable(folder, name):
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).mkdir()
-
-
 def broken(name, text):
     return lambda folder: (folder / name).write_text(text)
 
@@ -243,25 +235,21 @@ BAD_FOLDERS = {
     "tokenizer.json: not valid JSON": broken("tokenizer.json", "{"),
     "tokenizer.json: not a JSON object": broken("tokenizer.json", "[]"),
     "tokenizer.json: only byte-level": broken("tokenizer.json", "{}"),
-    "tokenizer.json: not a valid tokenizer": stating(
-        "tokenizer.json", decoder={"type": "ByteLevel"}
-    ),
+    "tokenizer.json: not a valid tokenizer":
+        stating("tokenizer.json", decoder={"type": "ByteLevel"}),
     "generation_config.json: not valid JSON": broken("generation_config.json", "{"),
-    r"generation_config.json: eos_token_id=.* token ids from 0 to 279": stating(
-        "generation_config.json", eos_token_id=[5, 280]
-    ),
+    r"generation_config.json: eos_token_id=.* token ids from 0 to 279":
+        stating("generation_config.json", eos_token_id=[5, 280]),
     # A row of the embedding without a token may be one, but no row more.
-    "config.json: eos_token_id=300 must be": stating(
-        "config.json", vocab_size=300, eos_token_id=300
-    ),
+    "config.json: eos_token_id=300 must be":
+        stating("config.json", vocab_size=300, eos_token_id=300),
     "tokenizer_config.json: tokenizer_file=7 is not a path": lambda at: (
         (at / "tokenizer.json").unlink(),
         stating("tokenizer_config.json", tokenizer_file=7)(at),
     ),
-    "chat_template.jinja: is a directory": lambda at: unreadable(
-        at, "chat_template.jinja"
-    ),
-}
+    "chat_template.jinja: is a directory":
+        lambda at: (at / "chat_template.jinja").mkdir(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", BAD_FOLDERS)

@@ -7,16 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_rows as rows_lib
 from hypothesis import HealthCheck, given, settings, strategies as st
-from test_rows import SLAB, make_cache, make_config, make_params
+from test_rows import SLAB
 
 from spec_jax import testing, tree
-from spec_jax.model import qwen3
-from spec_jax.ops import dispatch
+from spec_jax.model import decoder, qwen3
 from spec_jax.paging import allocator
 
-
-_reserve, _extend = jax.jit(allocator.reserve), jax.jit(allocator.extend)
 
 WIDTH = 6  # of a branch
 PREFIXES = (5, 31, 126, 133)  # around the blocks of keys: 32 and 128 positions
@@ -35,73 +33,51 @@ def _layout(parents, start, *, width=WIDTH):
 class Oracle:
     """Decodes paths, one row at a time, in a chain of its own."""
 
-    def __init__(self, model, impl, kv, prefix, text):
-        self.params, self.config, self.impl = *model, impl
-        self.kv, self.prefix = decode(self, kv, text[:prefix], 0)[0], prefix
-        self.found = {}
+    def __init__(self, model, kv, prefix):
+        self.model, self.prefix, self.found = model, prefix, {}
+        self.kv = model.fill(kv, length=prefix)
 
     def row(self, path: tuple[int, ...]):
         """What the last row of the prefix and these tokens gives, and its cache."""
         if path not in self.found:
             kv = self.kv if len(path) == 1 else self.row(path[:-1])[0]
             at = self.prefix + len(path) - 1
-            self.found[path] = decode(self, kv, path[-1:], at)
+            self.found[path] = self.model.run(kv, [(path[-1], 0, at)])
         return self.found[path]
-
-
-def decode(model, kv, tokens, start):
-    """Feeds tokens to slot 0, one a call; returns the last call's results."""
-    outputs = None
-    for position, token in enumerate(tokens, start):
-        kv = _reserve(kv, 0, position + 1)
-        kv, outputs = run(model, kv, [token], [position], np.full((1, WIDTH), 0), None)
-        kv = _extend(kv, 0, position + 1)
-    return kv, outputs
-
-
-def run(model, kv, tokens, positions, branch, order):
-    """Runs rows of slot 0 in one slab, padding poisoned; `branch` None for a chain."""
-    count = len(tokens)
-    order = np.arange(count) if order is None else order
-    pad = (dispatch.slab_rows(model.impl) or SLAB) - count
-
-    def padded(values, fill):
-        values = np.asarray(values, np.int32)[order]
-        return jnp.asarray(
-            np.pad(
-                values, [(0, pad)] + [(0, 0)] * (values.ndim - 1), constant_values=fill
-            )
-        )
-
-    is_chain = count == 1 and not np.any(branch)
-    rows = qwen3.Rows(
-        tokens=padded(tokens, 0),
-        slots=padded(np.zeros(count), 0),
-        positions=padded(positions, 900),
-        num_active=jnp.int32(count),
-        branch=None if is_chain else padded(branch, 900),
-    )
-    kv, outputs = _forward(model.params, model.config, rows, kv, impl=model.impl)
-    back = np.argsort(order)
-    return kv, jax.tree.map(lambda x: np.asarray(x)[:count][back], outputs)
 
 
 @functools.cache
 def oracle(impl, dtype, page_size, prefix):
-    config = make_config(dtype)
-    kv = make_cache(config, page_size=page_size, table_width=320 // page_size + 1)
-    text = np.random.default_rng(7).integers(1, 160, prefix)
-    return Oracle((make_params(config), config), impl, kv, prefix, text)
+    model, width = rows_lib.make_model(dtype, impl), 320 // page_size + 1
+    kv = rows_lib.make_cache(model.config, page_size=page_size, table_width=width)
+    return Oracle(model, kv, prefix)
 
 
 def tree_rows(found, tokens, parents, *, order=None, layout=_layout):
-    """All columns of a tree after the oracle's prefix, in one call."""
-    start = found.prefix
+    """All columns of a tree after the oracle's prefix, in one call; padding rows are
+    poisoned."""
+    model, count = found.model, len(tokens)
+    order = np.arange(count) if order is None else order
     # Of one shape: compiled once.
     padded = np.pad(np.asarray(parents, np.int32), (0, SLAB - len(parents)))
-    columns = (np.asarray(x)[: len(tokens)] for x in layout(padded, jnp.int32(start)))
-    kv = _reserve(found.kv, 0, start + len(tokens))
-    return run(found, kv, tokens, *columns, order)
+    positions, branch = layout(padded, jnp.int32(found.prefix))
+
+    def of_slab(values, fill):
+        values = np.asarray(values, np.int32)[order]
+        grow = [(0, model.slab - count)] + [(0, 0)] * (values.ndim - 1)
+        return jnp.asarray(np.pad(values, grow, constant_values=fill))
+
+    rows = decoder.Rows(
+        tokens=of_slab(tokens, rows_lib.NAN_TOKEN),
+        slots=of_slab(np.zeros(count), 0),
+        positions=of_slab(positions, 900),
+        num_active=jnp.int32(count),
+        branch=of_slab(branch, 900),
+    )
+    kv = allocator.reserve(found.kv, 0, found.prefix + count)
+    kv, outputs = _forward(model.params, model.config, rows, kv, impl=model.impl)
+    back = np.argsort(order)
+    return kv, jax.tree.map(lambda x: np.asarray(x)[:count][back], outputs)
 
 
 def path_of(parents, column):
@@ -118,10 +94,8 @@ def assert_is_decoding(found, tokens, parents, **options):
         path = tuple(int(tokens[at]) for at in path_of(parents, column))
         alone, expected = found.row(path)
         what = f"column {column} of parents {list(parents)}"
-        testing.assert_same_bits(outputs.logits[column], expected.logits[0], what=what)
-        testing.assert_same_bits(
-            outputs.features[column], expected.features[0], what=what
-        )
+        own = jax.tree.map(lambda x, column=column: x[[column]], outputs)
+        testing.assert_same_bits(own, expected, what=what)
         at, position = found.prefix + column, found.prefix + len(path) - 1
         testing.assert_same_bits(
             [x[at] for x in decoding.held(kv, at + 1)],

@@ -38,8 +38,7 @@ KERNELS = (
            "most = jnp.abs(x).max(axis=-1, initial=0.0)",
            "most = jnp.abs(x).max(axis=(0, 2), initial=0.0)\n"
            "    most = jnp.broadcast_to(most[None], x.shape[:2])",
-           "ops/test_row_contract.py::test_a_row_of_a_product_of_eight_bits"
-           "[xla-byte_project]"),
+           f"{_ALONE}[xla-byte_project]"),
     Mutant("panels of eight bits have the scales of neighbours", "native.blocks:pack",
            "jnp.pad(halves, missing)", "jnp.pad(jnp.roll(halves, 1, 1), missing)",
            f"{_BLOCKS}[portable-q8_0-129-40-float32]"),

@@ -16,17 +16,13 @@ from spec_jax.paging import allocator
 CAPACITY, SLOTS = 40, 3
 SIZE = block_cases.DFLASH.block_size
 PLAIN = block_cases.DFLASH
-MARKOV = block_cases.with_heads("vanilla")
-SMALL = block_cases.with_heads("vanilla", draft_vocab_size=32, slots="fill-in")
-GATED = block_cases.with_heads("gated", draft_vocab_size=32)
-RNN = block_cases.with_heads("rnn", markov_rank=19)  # of no whole lanes
 PASSED = block_cases.with_heads("rnn", slots="fill-in")
 HEADS = {
     "none": PLAIN,
-    "all": MARKOV,
-    "few": SMALL,
-    "gated": GATED,
-    "rnn": RNN,
+    "all": block_cases.with_heads("vanilla"),
+    "few": block_cases.with_heads("vanilla", draft_vocab_size=32, slots="fill-in"),
+    "gated": block_cases.with_heads("gated", draft_vocab_size=32),
+    "rnn": block_cases.with_heads("rnn", markov_rank=19),  # of no whole lanes
     "passed": PASSED,
 }
 
@@ -47,14 +43,8 @@ def make(config=PLAIN, dtype="float32", form=None):
     )
     target = params.init(jax.random.key(9), block_cases.TARGET, stddev=0.3)
     target = params.cast(target, dtype)
-    weights = block_params.init(
-        jax.random.key(5),
-        config,
-        embed=target.embed,
-        lm_head=target.head,
-        hot=hot,
-        stddev=0.3,
-    )
+    shared = {"embed": target.embed, "lm_head": target.head, "hot": hot}
+    weights = block_params.init(jax.random.key(5), config, **shared, stddev=0.3)
     if (markov := weights.markov) is not None:
         markov = markov.replace(out=8 * markov.out)  # So that the token before decides.
         if markov.mix_bias is not None:

@@ -230,19 +230,14 @@ def make_slab(
             pages = page_table[slot, at // page_size]
             pool[pages, at % page_size] = normal(rng, (length, K, H), dtype)
         pools.append(pool)
-    turns = rng.uniform(0, 6.28, (R, H // 2))
+    turns, one = rng.uniform(0, 6.28, (R, H // 2)), np.ones((), jnp.dtype(dtype))
     return Slab(
         heads=normal(rng, (R, (N + 2 * K) * H), dtype),
-        q_norm=normal(rng, H, dtype, 0.2) + np.ones((), jnp.dtype(dtype)),
-        k_norm=normal(rng, H, dtype, 0.2) + np.ones((), jnp.dtype(dtype)),
-        k_pages=pools[0],
-        v_pages=pools[1],
-        cos=np.cos(turns).astype(jnp.dtype(dtype)),
-        sin=np.sin(turns).astype(jnp.dtype(dtype)),
-        page_table=page_table,
-        slots=slots,
-        positions=positions,
-    )
+        q_norm=normal(rng, H, dtype, 0.2) + one,
+        k_norm=normal(rng, H, dtype, 0.2) + one, k_pages=pools[0], v_pages=pools[1],
+        cos=np.cos(turns).astype(one.dtype), sin=np.sin(turns).astype(one.dtype),
+        page_table=page_table, slots=slots, positions=positions,
+    )  # fmt: skip
 
 
 def attend(slab: Slab, *, eps, scale, window=2**30):

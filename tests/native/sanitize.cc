@@ -107,6 +107,26 @@ Array<T> pack(Array<T>& w, int64_t N, int64_t K) {
   return out;
 }
 
+// The panels of a random matrix.
+template <typename T>
+Array<T> matrix(int64_t N, int64_t K) {
+  auto w = normal<T>(N * K, 0.3f);
+  return pack(w, N, K);
+}
+
+// A sum of products of rows in double, and of their sizes.
+struct Sum {
+  double value = 0, sizes = 0;
+  template <typename T>
+  void add(const T* x, const T* w, int64_t K) {
+    for (int64_t k = 0; k < K; ++k) {
+      double term = double{to_float(x[k])} * to_float(w[k]);
+      value += term;
+      sizes += std::abs(term);
+    }
+  }
+};
+
 // What padding rows of a result hold: nothing is written there.
 template <typename T>
 Array<T> untouched(int64_t n) {
@@ -138,22 +158,17 @@ void check_project(int64_t rows, int64_t live, int64_t K, int64_t N) {
         expect(plain[r * N + n] == -77 && to_float(y[r * N + n]) == -77, what);
         continue;
       }
-      double sum = 0, terms = 0, added = to_float(residual[r * N + n]);
-      for (int64_t k = 0; k < K; ++k) {
-        double term = double{to_float(x[r * K + k])} * to_float(w[n * K + k]);
-        sum += term;
-        terms += std::abs(term);
-      }
-      expect(std::abs(plain[r * N + n] - sum) <= 1e-6 * terms, what);
-      double rounded = unit<T>() * (std::abs(sum) + std::abs(sum + added));
-      double allowed = 1e-6 * (terms + std::abs(added)) + rounded;
-      expect(std::abs(to_float(y[r * N + n]) - sum - added) <= allowed, what);
+      Sum sum;
+      sum.add(x.data() + r * K, w.data() + n * K, K);
+      double plainly = sum.value, added = to_float(residual[r * N + n]);
+      expect(std::abs(plain[r * N + n] - plainly) <= 1e-6 * sum.sizes, what);
+      double rounded = unit<T>() * (std::abs(plainly) + std::abs(plainly + added));
+      double allowed = 1e-6 * (sum.sizes + std::abs(added)) + rounded;
+      expect(std::abs(to_float(y[r * N + n]) - plainly - added) <= allowed, what);
     }
   }
 }
 
-// Segments: in bounds, the sums of all, and nothing written to padding rows; bits are
-// compared in Python.
 // Weights of eight bits, or four, in memory of exactly their size.
 template <bool kIsFour, typename T>
 void check_bytes(int64_t rows, int64_t K, int64_t N) {
@@ -177,22 +192,17 @@ void check_bytes(int64_t rows, int64_t K, int64_t N) {
     project(workers, input, w, nothing, y.data());
     if (N % 2 == 0) gate(workers, input, w, gates.data());
   }
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t n = 0; n < N; ++n) {
-      double sum = 0, terms = 0;
-      for (int64_t k = 0; k < K; ++k) {
-        double term = double{to_float(x[r * K + k])} * to_float(table[n * K + k]);
-        sum += term;
-        terms += std::abs(term);
-      }
-      // A row's element is rounded to a hundredth of its block's largest.
-      double allowed = 0.02 * terms + 3.0 * K;
-      expect(std::abs(to_float(y[r * N + n]) - sum) <= allowed,
-             shape<T>("bytes", {rows, K, N, r, n}));
-    }
+  for (int64_t i = 0; i < rows * N; ++i) {
+    Sum sum;
+    sum.add(x.data() + i / N * K, table.data() + i % N * K, K);
+    // A row's element is rounded to a hundredth of its block's largest.
+    expect(std::abs(to_float(y[i]) - sum.value) <= 0.02 * sum.sizes + 3.0 * K,
+           shape<T>("bytes", {rows, K, N, i}));
   }
 }
 
+// Segments: in bounds, the sums of all, and nothing written to padding rows; bits are
+// compared in Python.
 template <typename T>
 void check_segments(int64_t count, int64_t K, int64_t N) {
   constexpr int64_t kRows = 11, kLive = 10;
@@ -213,15 +223,12 @@ void check_segments(int64_t count, int64_t K, int64_t N) {
     project_segments(workers, Input<T>{x.data(), nullptr, 0.0f, kLive}, panels, y.data());
   }
   for (int64_t i = 0; i < kRows * N; ++i) {
-    double sum = 0, terms = 0;
-    for (int64_t k = 0; k < whole; ++k) {
-      float w = to_float(weights[k / K][i % N * K + k % K]);
-      double term = double{to_float(x[i / N * whole + k])} * w;
-      sum += term;
-      terms += std::abs(term);
+    Sum sum;
+    for (int64_t s = 0; s < count; ++s) {
+      sum.add(x.data() + i / N * whole + s * K, weights[s].data() + i % N * K, K);
     }
-    auto what = shape<T>("segments", {count, K, N, i});
-    expect(i / N < kLive ? std::abs(y[i] - sum) <= 1e-6 * terms : y[i] == -77, what);
+    bool is_near = std::abs(y[i] - sum.value) <= 1e-6 * sum.sizes;
+    expect(i / N < kLive ? is_near : y[i] == -77, shape<T>("segments", {count, K, N, i}));
   }
 }
 
@@ -542,11 +549,7 @@ template <typename T>
 void check_head(const Step<T>& step, bool is_normed) {
   constexpr int64_t kOwn = 9;
   int64_t D = step.head.K, R = 4, live = step.rows.live;
-  auto matrix = [](int64_t rows, int64_t columns) {
-    auto w = normal<T>(rows * columns, 0.3f);
-    return pack(w, rows, columns);
-  };
-  auto qkv = matrix((step.N + 2 * step.K) * step.H, 2 * D), lm_head = matrix(kOwn, D);
+  auto qkv = matrix<T>((step.N + 2 * step.K) * step.H, 2 * D), lm_head = matrix<T>(kOwn, D);
   auto norm = normal<T>(D), features = normal<T>(live * D);
   auto logits = untouched<float>(R * kOwn);
   auto next = untouched<T>(R * D);
@@ -604,13 +607,9 @@ void check_gates(int64_t r, int64_t D, const Mix<T>& mix) {
 template <typename T>
 void check_blocks(int64_t D, int64_t F) {
   constexpr int64_t R = 4, V = 21, Vd = 9, N = 4, K = 2, H = 6, P = 3, C = 2, rank = 5;
-  auto matrix = [](int64_t rows, int64_t columns) {
-    auto w = normal<T>(rows * columns, 0.3f);
-    return pack(w, rows, columns);
-  };
-  auto embed = matrix(V, D), q = matrix(N * H, D), kv = matrix(2 * K * H, D);
-  auto o = matrix(D, N * H), gate_up = matrix(2 * F, D), down = matrix(D, F);
-  auto fc = matrix(D, 2 * D), lm_head = matrix(Vd, D), out = matrix(Vd, rank);
+  auto embed = matrix<T>(V, D), q = matrix<T>(N * H, D), kv = matrix<T>(2 * K * H, D);
+  auto o = matrix<T>(D, N * H), gate_up = matrix<T>(2 * F, D), down = matrix<T>(D, F);
+  auto fc = matrix<T>(D, 2 * D), lm_head = matrix<T>(Vd, D), out = matrix<T>(Vd, rank);
   auto norm = normal<T>(std::max(D, H)), features = normal<T>(2 * 2 * D);
   auto k = normal<T>(P * C * K * H), v = normal<T>(P * C * K * H), before = normal<T>(V * rank);
   auto angles = normal<float>(R * (H / 2));
@@ -644,7 +643,7 @@ void check_blocks(int64_t D, int64_t F) {
   SlotChains chains{scores.data(), anchors, counts, names.data(), 2, 2, Vd, drafts};
   Table<T> known{before.data(), {nullptr, V, rank}};
   Panels<T> product{out.data(), Vd, rank};
-  auto gates = matrix(rank, D + rank), gates_of_state = matrix(3 * rank, D + 2 * rank);
+  auto gates = matrix<T>(rank, D + rank), gates_of_state = matrix<T>(3 * rank, D + 2 * rank);
   auto bias = normal<T>(3 * rank), read = normal<T>(2 * 3 * D);
   const Mix<T> heads[] = {
       {},
@@ -670,12 +669,8 @@ void check_blocks(int64_t D, int64_t F) {
 template <typename T>
 void check_step(int64_t D, int64_t F) {
   constexpr int64_t R = 4, live = 3, V = 21, N = 4, K = 2, H = 6, P = 3, C = 2, L = 2;
-  auto matrix = [](int64_t rows, int64_t columns) {
-    auto w = normal<T>(rows * columns, 0.3f);
-    return pack(w, rows, columns);
-  };
-  auto embed = matrix(V, D), qkv = matrix((N + 2 * K) * H, D), o = matrix(D, N * H);
-  auto gate_up = matrix(2 * F, D), down = matrix(D, F);
+  auto embed = matrix<T>(V, D), qkv = matrix<T>((N + 2 * K) * H, D), o = matrix<T>(D, N * H);
+  auto gate_up = matrix<T>(2 * F, D), down = matrix<T>(D, F);
   auto norm = normal<T>(std::max(D, H)), angles = normal<float>(R * (H / 2));
   auto k = normal<T>(P * C * K * H), v = normal<T>(P * C * K * H);
   int32_t tokens[] = {0, V - 1, 3, 1 << 30}, slots[] = {0, 0, 1, -5};

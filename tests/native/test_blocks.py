@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import native_oracle as oracle
 import numpy as np
 import pytest
+from ops import row_contract
 
 from spec_jax import testing
 from spec_jax.native import blocks, build, calls
@@ -26,14 +27,6 @@ def form(request) -> str:
 
 def make(rng, form, N: int, K: int, dtype="bfloat16", scale=1.0) -> blocks.Blocks:
     return blocks.of_matrix(oracle.normal(rng, (N, K), dtype, scale), form=form)
-
-
-def project(isa, x, w) -> np.ndarray:
-    found = calls.project(
-        x, w, num_active=jnp.int32(len(x)), norm=None, residual=None, eps=0.0,
-        out_dtype=jnp.float32, isa=isa,
-    )  # fmt: skip
-    return np.asarray(found)
 
 
 def test_weights_are_rounded_as_by_llama_cpp(rng, form):
@@ -112,7 +105,7 @@ def test_sums_are_in_the_order_of_blocks(rng, isa, form, dtype, K, N):
     order = oracle.SUM_ORDERS[kernels_of(isa)]
     expected = order.project_bytes(x, w)
     for count in range(1, 10):
-        testing.assert_same_bits(project(isa, x[:count], w), expected[:count])
+        testing.assert_same_bits(row_contract.sums(isa, x[:count], w), expected[:count])
     backwards = range(w.values.shape[1])[::-1]
     faults = [{"order": backwards}, {"neighbour": 1}]
     if form == "q4_1":
@@ -126,10 +119,10 @@ def test_sums_are_in_the_order_of_blocks(rng, isa, form, dtype, K, N):
 def test_rows_that_are_not_finite(rng, isa, form):
     """Fails if NaN is rounded to an integer, or leaves its row."""
     x, w = oracle.normal(rng, (4, 65), "float32"), make(rng, form, 18, 65, "float32")
-    clean = project(isa, x, w)
+    clean = row_contract.sums(isa, x, w)
     x[1, 64], x[2, 3] = np.nan, -np.inf
     x[3] = [0.0] * 64 + [1e-42]  # too small to divide 127 by
-    y = project(isa, x, w)
+    y = row_contract.sums(isa, x, w)
     testing.assert_same_bits(y[0], clean[0])
     assert not np.isfinite(y[1:3]).any() and not y[3].any()
     values, scales = blocks.quantise_rows(jnp.asarray(x))

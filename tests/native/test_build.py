@@ -101,26 +101,22 @@ def test_a_library_is_built_once(home, compiler):
     assert not fallback(home).exists()
 
 
-def test_the_key_holds_everything_that_decides_bits(
-    home, compiler, monkeypatch, tmp_path
-):
+def test_the_key_holds_all_that_decides_bits(home, compiler, monkeypatch, tmp_path):
     """Fails if a library outlives a change of what it was made from."""
     path = compiler()
-    keys = [build._key(path, "portable")]
-    assert build._key(path, "portable") == keys[0]
-    keys.append(build._key(path, "avx2"))
-    keys.append(build._key(compiler(version="cc 1.1"), "portable"))
+    key = lambda path, isa="portable": build._key(path, isa)
+    keys = [key(path), key(path, "avx2"), key(compiler(version="cc 1.1"))]
     compiler()
-    keys.append(build._key(compiler(name="another"), "portable"))
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "FLAGS", (*build.FLAGS, "-O2"))
-        keys.append(build._key(path, "portable"))
-    with monkeypatch.context() as patch:
-        patch.setattr(jaxlib.version, "__version__", "0.0.1")
-        keys.append(build._key(path, "portable"))
-    with monkeypatch.context() as patch:
-        patch.setattr(platform, "machine", lambda: "m68k")
-        keys.append(build._key(path, "portable"))
+    assert key(path) == keys[0]
+    keys.append(key(compiler(name="another")))
+    for owner, name, changed in (
+        (build, "FLAGS", (*build.FLAGS, "-O2")),
+        (jaxlib.version, "__version__", "0.0.1"),
+        (platform, "machine", lambda: "m68k"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, changed)
+            keys.append(key(path))
     sources = pathlib.Path(build.__file__).parent
     for name in build.SOURCES:
         copy = tmp_path / name / "native"
@@ -130,9 +126,9 @@ def test_the_key_holds_everything_that_decides_bits(
             (copy / other).write_text(text + " " * (other == name))
         with monkeypatch.context() as patch:
             patch.setattr(build, "__file__", str(copy / "build.py"))
-            keys.append(build._key(path, "portable"))
+            keys.append(key(path))
     assert len(set(keys)) == len(keys) == 7 + len(build.SOURCES)
-    assert build._key(path, "portable") == keys[0]
+    assert key(path) == keys[0]
 
 
 def test_a_folder_of_somebody_else_is_refused(home, compiler, monkeypatch):
@@ -141,9 +137,8 @@ def test_a_folder_of_somebody_else_is_refused(home, compiler, monkeypatch):
     build.open_library(path, "portable")
     mine = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
-    with pytest.raises(
-        build.BuildError, match=f"belongs to user {mine}, not {mine + 1}"
-    ):
+    words = f"belongs to user {mine}, not {mine + 1}"
+    with pytest.raises(build.BuildError, match=words):
         build.open_library(path, "portable")
 
 
@@ -169,15 +164,9 @@ def test_processes_that_start_at_once(home, compiler, library):
     # Each waits until all three are compiling.
     wait = f"while [ $(wc -l < {compiler.log}) -lt 3 ]; do sleep 0.05; done"
     path = compiler(f'{wait}; cp {library} "$2"')
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, *path],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
+    command, environment = [sys.executable, "-c", PROCESS, *path], dict(os.environ)
+    how = {"env": environment | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.PIPE}
+    processes = [subprocess.Popen(command, text=True, **how) for _ in range(3)]
     for process in processes:
         # Not a bound on a busy machine's time, but on processes that never end.
         _, errors = process.communicate(timeout=36_000)
@@ -192,9 +181,8 @@ def test_no_compiler(unloaded, monkeypatch, tmp_path):
     through."""
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        NotImplementedError, match=r"no C\+\+ compiler.*g\+\+, clang\+\+"
-    ):
+    words = r"no C\+\+ compiler.*g\+\+, clang\+\+"
+    with pytest.raises(NotImplementedError, match=words):
         dispatch.resolve("native")
     for asked, words in (
         ("no-such-compiler g++", r"for CXX=no-such-compiler g\+\+$"),
@@ -262,7 +250,6 @@ def test_a_folder_that_others_can_write_is_refused(home, compiler):
     assert compiler.runs() == 2
     assert len(libraries(fallback(home))) == 1
     fallback(home).chmod(0o1777)
-    with pytest.raises(
-        build.BuildError, match="mode 770 lets others write; .*mode 1777"
-    ):
+    words = "mode 770 lets others write; .*mode 1777"
+    with pytest.raises(build.BuildError, match=words):
         build.open_library(path, "portable")

@@ -36,10 +36,16 @@ def test_a_set_that_the_processor_lacks(monkeypatch):
         with pytest.raises(build.BuildError, match=f"cannot run {isa} code, only port"):
             build.load(isa)
     for isa in ("neon", ""):
-        with pytest.raises(
-            ValueError, match=f"isa='{isa}' is not one of avx512bf16, a"
-        ):
+        words = f"isa='{isa}' is not one of avx512bf16, a"
+        with pytest.raises(ValueError, match=words):
             build.load(isa)
+
+
+def compiler(path, script: str) -> tuple[str]:
+    """One that is a script of the shell."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return (str(path),)
 
 
 @pytest.mark.parametrize(
@@ -55,27 +61,22 @@ def test_a_set_that_the_compiler_does_not_know(monkeypatch, tmp_path, script, wi
     """Fails if old tools cost more than the newest instructions."""
     available = ("avx512bf16", "avx512", "portable")
     monkeypatch.setattr(build, "available_isas", lambda: available)
-    path = tmp_path / "old"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    assert build._widest((str(path),)) == widest
+    assert build._widest(compiler(tmp_path / "old", script)) == widest
 
 
 def test_an_extension_that_changes_no_bits(monkeypatch, tmp_path):
     """Fails if it is compiled for a processor, or by a compiler, without it."""
     flags_of = build._flags_of.__wrapped__
-    old, new = tmp_path / "old", tmp_path / "new"
-    for path, script in ((old, 'case "$*" in *vnni*) exit 1;; esac'), (new, "exit 0")):
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
+    old = compiler(tmp_path / "old", 'case "$*" in *vnni*) exit 1;; esac')
+    new = compiler(tmp_path / "new", "exit 0")
     features = frozenset({"avx512_vnni"})
     monkeypatch.setattr(build, "cpu_features", lambda: features)
     plain = build.ISA_FLAGS["avx512"]
-    assert flags_of((str(new),), "avx512") == (*plain, "-mavx512vnni")
-    assert flags_of((str(old),), "avx512") == plain
-    assert flags_of((str(new),), "avx2") == build.ISA_FLAGS["avx2"]
+    assert flags_of(new, "avx512") == (*plain, "-mavx512vnni")
+    assert flags_of(old, "avx512") == plain
+    assert flags_of(new, "avx2") == build.ISA_FLAGS["avx2"]
     monkeypatch.setattr(build, "cpu_features", frozenset)
-    assert flags_of((str(new),), "avx512") == plain
+    assert flags_of(new, "avx512") == plain
 
 
 def test_the_compiler_here_knows_the_probes():

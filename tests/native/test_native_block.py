@@ -35,11 +35,10 @@ def run(config, weights, live, append_context=None):
         num_active=jnp.int32(min(live // models.SIZE + 1, models.SLOTS) * models.SIZE),
     )
 
+    append = append_context or block_draft.append_context
+
     @jax.jit
     def forward(kv):
-        append = (
-            block_draft.append_context if append_context is None else append_context
-        )
         kv = append(weights, config, context, jnp.asarray(features), kv, impl="native")
         return block_draft.forward_block(weights, config, blocks, kv, impl="native")
 
@@ -54,26 +53,18 @@ def append_by_operations(weights, config, rows, features, kv, *, impl):
     shared = {"num_active": rows.num_active, "eps": layer.rms_norm_eps, "impl": impl}
     features = features.astype(weights.final_norm.dtype)
     fused = projection.project(features, weights.fc, **shared)
-    cos, sin = decoder.row_angles(
-        layer, rows.positions, dtype=features.dtype, impl=impl
-    )
+    how = {"dtype": features.dtype, "impl": impl}
+    cos, sin = decoder.row_angles(layer, rows.positions, **how)
+    where = {"page_table": kv.page_table, "slots": rows.slots}
+    where |= {"positions": rows.positions, "cos": cos, "sin": sin, "scale": 1.0}
     for number, own in enumerate(weights.layers):
         made = projection.project(fused, own.kv, norm=weights.hidden_norm, **shared)
         queries = jnp.zeros((made.shape[0], layer.attention_size), made.dtype)
+        heads, pools = jnp.concatenate([queries, made], axis=1), (kv.k, kv.v)
         _, k, v = row_attention.row_attention(
-            jnp.concatenate([queries, made], axis=1),
-            own.q_norm,
-            own.k_norm,
-            kv.k[number],
-            kv.v[number],
-            page_table=kv.page_table,
-            slots=rows.slots,
-            positions=rows.positions,
-            cos=cos,
-            sin=sin,
-            scale=1.0,
-            **shared,
-        )
+            heads, own.q_norm, own.k_norm, *(x[number] for x in pools),
+            **where, **shared,
+        )  # fmt: skip
         kv = cache.replace_layer(kv, number, k=k, v=v)
     return kv
 

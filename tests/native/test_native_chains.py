@@ -39,19 +39,14 @@ def step_by_step(target, params, kv, counts):
     """Every draft as a window of its own."""
     verify = jax.jit(target.verify)
     texts, drafts = [list(text) for text in TEXTS], [[] for _ in TEXTS]
-    while any(len(made) < count for made, count in zip(drafts, counts, strict=True)):
-        goes_on = [
-            len(made) < count for made, count in zip(drafts, counts, strict=True)
-        ]
+    while any(goes_on := [len(d) < n for d, n in zip(drafts, counts, strict=True)]):
         starts = np.asarray(kv.length)
         rest = [text[start:] for text, start in zip(texts, starts, strict=True)]
+        asked = [len(row) * go for row, go in zip(rest, goes_on, strict=True)]
         window = protocols.Window(
             tokens=jnp.asarray([(row + [0, 0])[:WIDTH] for row in rest], jnp.int32),
             start=kv.length,
-            num_active=jnp.asarray(
-                [len(row) * go for row, go in zip(rest, goes_on, strict=True)],
-                jnp.int32,
-            ),
+            num_active=jnp.asarray(asked, jnp.int32),
         )
         kv, verified = verify(params, kv, window)
         for slot, go in enumerate(goes_on):
@@ -78,19 +73,9 @@ def chains(target, params, kv, counts, *, pending=PENDING):
 
 
 def committed(kv):
-    """The K/V of each slot, as integers."""
+    """The K/V of each slot."""
     lengths = np.asarray(kv.length)
-    return [
-        [testing.bits(read_slot(kv, layer, slot, part)[:length]) for layer in (0, 1)]
-        for slot, length in enumerate(lengths)
-        for part in ("k", "v")
-    ]
-
-
-def read_slot(kv, layer, slot, part):
-    pages = np.asarray(kv.page_table)[slot]
-    pool = np.asarray(getattr(kv, part)[layer])
-    return pool[pages[pages < len(pool)]].reshape(-1, *pool.shape[2:])
+    return [decoding.held(kv, length, slot=slot) for slot, length in enumerate(lengths)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -102,12 +87,10 @@ def test_drafts_are_those_of_single_steps(dtype):
     assert [row[:n].tolist() for row, n in zip(drafts, made, strict=True)] == expected
     assert made.tolist() == list(COUNTS) and (np.asarray(drafts)[2] == 0).all()
     np.testing.assert_array_equal(kv.length, expected_kv.length)
-    for ours, theirs in zip(committed(kv), committed(expected_kv), strict=True):
-        testing.assert_same_bits(ours, theirs)
+    testing.assert_same_bits(committed(kv), committed(expected_kv))
     assert not np.asarray(kv.refused).any()
     # Negative control: tokens of another start are other drafts.
-    late = filled(target, params)
-    late = allocator.truncate(late, 0, jnp.int32(2))
+    late = allocator.truncate(filled(target, params), 0, jnp.int32(2))
     other = chains(target, params, late, COUNTS)[1]
     assert other[0].tolist() != drafts[0].tolist()
 
@@ -122,8 +105,7 @@ def test_without_pages_a_slot_goes_as_far_as_it_can():
     held = np.asarray(after.num_owned) * PAGE_SIZE
     expected = [min(5, held[slot] + 1 - len(text)) for slot, text in enumerate(TEXTS)]
     assert made.tolist() == expected and min(expected) < 5
-    whole = filled(target, params)
-    _, all_drafts, _ = chains(target, params, whole, (5, 5, 5))
+    _, all_drafts, _ = chains(target, params, filled(target, params), (5, 5, 5))
     for row, other, count in zip(drafts, all_drafts, expected, strict=True):
         assert row[:count].tolist() == other[:count].tolist()
         assert (np.asarray(row)[count:] == 0).all()

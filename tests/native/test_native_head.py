@@ -1,7 +1,6 @@
 """`head_steps`: a head's step has the bits of its operations."""
 
 import dataclasses
-import functools
 
 import block_models as models
 import jax
@@ -29,22 +28,17 @@ def make(variant, dtype, form=None, **sizes):
 def run(config, params, live, *, operations=False):
     """What two slabs of two slots leave behind: of features, and of hidden states."""
     kv = models.new_slots(config.layer, 2)
-    run_operations = functools.partial(
-        eagle3._run_operations, params, config, impl="native"
-    )
-    forward = jax.jit(
-        functools.partial(eagle3.forward_rows, params, config, impl="native")
-    )
-    if operations:
-        forward = jax.jit(
-            lambda rows, features, kv: run_operations(
-                rows,
-                eagle3._fuse(
-                    params, config, features, num_active=rows.num_active, impl="native"
-                ),
-                kv,
-            )
+
+    @jax.jit
+    def forward(rows, features, kv):
+        how = {"impl": "native"}
+        if not operations:
+            return eagle3.forward_rows(params, config, rows, features, kv, **how)
+        fused = eagle3._fuse(
+            params, config, features, num_active=rows.num_active, **how
         )
+        return eagle3._run_operations(params, config, rows, fused, kv, **how)
+
     found = []
     for start, width in ((0, config.features_size), (SLAB, config.hidden_size)):
         rng = np.random.default_rng(start)

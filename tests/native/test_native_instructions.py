@@ -19,13 +19,6 @@ from spec_jax.native import build
 DTYPES = ("float32", "bfloat16")
 
 
-def products(isa, x, w):
-    """Sums of every row, before any rounding to the model's dtype."""
-    options = {"norm": None, "residual": None, "eps": 0.0, "out_dtype": "float32"}
-    call = row_contract.compiled("project", isa)
-    return np.asarray(call(x, w, num_active=np.int32(len(x)), **options))
-
-
 def order_of(isa) -> oracle.SumOrder:
     return oracle.SUM_ORDERS[isa.removeprefix("emulated_")]
 
@@ -37,7 +30,8 @@ def test_sums_have_the_stated_order(rng, isa, dtype, K, N):
     for rows in (1, 3, 4, 5, 8, 9):
         x, w = (oracle.normal(rng, (n, K), dtype) for n in (rows, N))
         expected = order_of(isa).project(x, w)
-        testing.assert_same_bits(products(isa, x, w), expected, what=f"{rows} rows")
+        found = row_contract.sums(isa, x, w)
+        testing.assert_same_bits(found, expected, what=f"{rows} rows")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -47,7 +41,7 @@ def test_another_order_is_caught(rng, isa, dtype):
     (A product of two bfloat16 is a float32: it cannot tell one rounding from two.)
     """
     x, w = (oracle.normal(rng, (n, 129), dtype) for n in (4, 25))
-    order, y = order_of(isa), products(isa, x, w)
+    order, y = order_of(isa), row_contract.sums(isa, x, w)
     change = {"fused": not order.fused}
     if dtype == "bfloat16":
         change = {"has_pairs": not order.has_pairs}
@@ -76,7 +70,7 @@ def test_pairs_take_denormals_for_zero(isa):
     x[1, 4] = 1e-20
     x[2, [4, 68]] = 1e-20, 1e-17
     x, w = (a.astype(jnp.bfloat16) for a in (x, w))
-    y = products(isa, x, w)
+    y = row_contract.sums(isa, x, w)
     testing.assert_same_bits(y, order_of(isa).project(x, w))
     assert y[:2].tolist() == [[0.0], [0.0]] and y[2, 0] > 0
 

@@ -16,12 +16,6 @@ from spec_jax.native import calls
 from spec_jax.parallel import collectives
 
 
-def project(isa, x, w):
-    options = {"norm": None, "residual": None, "eps": 0.0, "out_dtype": "float32"}
-    call = row_contract.compiled("project", isa)
-    return np.asarray(call(x, w, num_active=np.int32(len(x)), **options))
-
-
 def gate(isa, x, w, **options):
     call, norm = row_contract.compiled("gate", isa), np.ones(x.shape[1], x.dtype)
     return np.asarray(call(x, w, norm=norm, num_active=np.int32(len(x)), **options))
@@ -43,7 +37,8 @@ def test_extreme_gates(isa):
 def test_empty_shapes(isa, rows, K, N):
     """Fails if an empty dimension divides by zero, or its sums are not zero."""
     x, w = np.ones((rows, K), np.float32), np.ones((N, K), np.float32)
-    for y, columns in ((project(isa, x, w), N), (gate(isa, x, w, eps=1e-6), N // 2)):
+    gates = gate(isa, x, w, eps=1e-6)
+    for y, columns in ((row_contract.sums(isa, x, w), N), (gates, N // 2)):
         assert y.shape == (rows, columns) and not y.any()
 
 
@@ -54,7 +49,7 @@ def test_segments_are_products_added_in_a_tree(rng, isa, dtype, count, K, N):
     x = oracle.normal(rng, (16, count * K), dtype)
     pieces = [oracle.normal(rng, (N, K), dtype) for _ in range(count)]
     products = [
-        project(isa, part, w)
+        row_contract.sums(isa, part, w)
         for part, w in zip(np.split(x, count, axis=1), pieces, strict=True)
     ]
     expected = np.asarray(collectives.tree_sum(products))

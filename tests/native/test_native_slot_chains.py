@@ -48,34 +48,21 @@ def go_over(config, weights, counts, *, draws=None):
 def one_by_one(logits, draws, slot):
     """The tokens of a slot of all blocks, and the log weights `[S, V]` of them."""
     if draws is None:
-        draws = draws_lib.Draws(
-            sampling.greedy(models.SLOTS),
-            jnp.zeros((models.SLOTS,), jnp.int32),
-            96,
-            True,
-        )
+        nowhere = jnp.zeros((models.SLOTS,), jnp.int32)
+        draws = draws_lib.Draws(sampling.greedy(models.SLOTS), nowhere, 96, True)
     stream, at = sampling.Stream.SAMPLE, (slot, 0)
     if draws.independent:
         stream, at = sampling.Stream.DRAFT, (0, slot)
-    made = [
-        _one(
-            logits[s],
-            jax.tree.map(lambda leaf, s=s: leaf[s], draws.settings),
-            draws.positions[s] + at[0],
-            jnp.int32(at[1]),
-            stream=stream,
-        )
-        for s in range(models.SLOTS)
-    ]
-    tokens, weighed = zip(*made, strict=True)
-    return jnp.stack(tokens), np.stack(weighed)
+    positions, offset = draws.positions + at[0], jnp.int32(at[1])
+    return _drawn(logits, draws.settings, positions, offset, stream=stream)
 
 
-# One program for all: a process has room for some ten thousand.
 @functools.partial(jax.jit, static_argnames=("stream",))
-def _one(logits, settings, position, offset, *, stream):
-    drawn = sampling.sample(logits, settings, position, stream=stream, offset=offset)
-    return drawn, sampling.log_weights(logits, settings)
+def _drawn(logits, settings, positions, offset, *, stream):
+    """Tokens and log weights of each row."""
+    draw = functools.partial(sampling.sample, stream=stream, offset=offset)
+    weights = jax.vmap(sampling.log_weights)(logits, settings)
+    return jax.vmap(draw)(logits, settings, positions), weights
 
 
 def drawing(*kinds, independent=False):
@@ -87,9 +74,9 @@ def drawing(*kinds, independent=False):
 
 
 @models.each_head()
-def test_slots_are_gone_over_as_one_by_one(config, dtype="float32"):
+def test_slots_are_gone_over_as_one_by_one(config):
     """Fails if a slot is corrected by another token than the one before it."""
-    config, weights = models.make(config, dtype)
+    config, weights = models.make(config)
     counts = jnp.array([config.num_drafts, 0, 2], jnp.int32)
     (tokens, confidence, _), expected, chances, _ = go_over(config, weights, counts)
     is_asked = np.arange(config.num_drafts) < np.asarray(counts)[:, None]
@@ -120,9 +107,7 @@ def plant(monkeypatch, change):
 
 FAULTS = {
     "a bias is left out": lambda mix: mix._replace(bias=0 * mix.bias),
-    "hidden states are of another block": lambda mix: mix._replace(
-        hidden=mix.hidden[::-1]
-    ),
+    "hidden states of another block": lambda mix: mix._replace(hidden=mix.hidden[::-1]),
     "no slot is passed through": lambda mix: mix._replace(hidden=mix.hidden[:, 1:]),
 }
 
@@ -139,14 +124,12 @@ def test_a_fault_of_a_mix_is_caught(monkeypatch, fault):
 
 
 @models.each_head("gated", "passed")
-def test_a_block_is_gone_over_alike_beside_others(config, dtype="bfloat16"):
+def test_a_block_is_gone_over_alike_beside_others(config):
     """Fails if a gate, a product or a draw depends on how many blocks there are."""
-    config, weights = models.make(config, dtype)
-    draws = drawing(HOT, FILTERED[1], HOT, independent=True)
-    most = config.num_drafts
-    (_, _, together), *_ = go_over(
-        config, weights, jnp.full((models.SLOTS,), most, jnp.int32), draws=draws
-    )
+    config, weights = models.make(config, "bfloat16")
+    draws, most = drawing(HOT, FILTERED[1], HOT, independent=True), config.num_drafts
+    all_ = jnp.full((models.SLOTS,), most, jnp.int32)
+    (_, _, together), *_ = go_over(config, weights, all_, draws=draws)
     for slot in range(models.SLOTS):
         alone = jnp.zeros((models.SLOTS,), jnp.int32).at[slot].set(most)
         (tokens, _, given), *_ = go_over(config, weights, alone, draws=draws)
@@ -191,15 +174,8 @@ def test_noise_is_the_same_on_every_instruction_set():
     number = jnp.full((models.SLOTS,), most, jnp.int32)
     draws = drawing(HOT, HOT, {"temperature": 0.7, "top_k": 300})
     draws = draws._replace(vocab_size=V, independent=True)
-    run = functools.partial(
-        block_steps.slot_chains,
-        logits,
-        number,
-        number,
-        names=None,
-        embed=None,
-        out=None,
-    )
+    how = {"names": None, "embed": None, "out": None}
+    run = functools.partial(block_steps.slot_chains, logits, number, number, **how)
     found = {isa: run(draws=draws, isa=isa) for isa in build.available_isas()}
     first, *others = found.values()
     for other in others:

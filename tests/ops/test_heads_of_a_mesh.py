@@ -16,24 +16,13 @@ FIRST = 3  # position of the first row; before it are keys of zeros
 
 def attend(heads, norm, cos, sin, *, by_head):
     """Rows of one slot, `heads [R, 3, heads, H]` of queries, keys and values."""
-    pages = jnp.zeros((1, 8, heads.shape[2], H))
+    pages, positions = jnp.zeros((1, 8, heads.shape[2], H)), FIRST + jnp.arange(R)
     out, *_ = row_attention.row_attention(
-        heads.reshape(R, -1),
-        norm,
-        norm,
-        pages,
-        pages,
-        page_table=jnp.zeros((1, 1), jnp.int32),
-        slots=jnp.zeros((R,), jnp.int32),
-        positions=FIRST + jnp.arange(R, dtype=jnp.int32),
-        num_active=jnp.int32(R),
-        cos=cos,
-        sin=sin,
-        eps=1e-6,
-        scale=H**-0.5,
-        impl="xla",
-        by_head=by_head,
-    )
+        heads.reshape(R, -1), norm, norm, pages, pages, cos=cos, sin=sin,
+        page_table=jnp.zeros((1, 1), jnp.int32), slots=jnp.zeros((R,), jnp.int32),
+        positions=positions, num_active=jnp.int32(R), eps=1e-6, scale=H**-0.5,
+        impl="xla", by_head=by_head,
+    )  # fmt: skip
     return out
 
 
@@ -58,7 +47,5 @@ def test_heads_side_by_side_are_others():
     """Negative control: without loops over heads one of these differs in a bit."""
     whole = of_devices(1, by_head=False)
     others = [of_devices(count, by_head=False) for count in (2, 8)]
-    assert any(
-        (other.view(np.uint32) != whole.view(np.uint32)).any() for other in others
-    )
+    assert any((testing.bits(other) != testing.bits(whole)).any() for other in others)
     np.testing.assert_allclose(of_devices(8), whole, rtol=1e-5, atol=1e-6)

@@ -137,15 +137,8 @@ REFUSALS = (
 @pytest.mark.parametrize(("impls", "change", "error", "words"), REFUSALS)
 def test_refusals(impls, change, error, words):
     """Fails if a kernel is let loose on what it would read or add wrongly."""
-    options = {
-        "x": np.ones((3, 7), "bfloat16"),
-        "w": np.ones((5, 7), "bfloat16"),
-        "num_active": np.int32(3),
-        "norm": None,
-        "residual": None,
-        "eps": 0.0,
-        "out_dtype": "bfloat16",
-    }
+    options = {"x": ones(3, 7), "w": ones(5, 7), "num_active": np.int32(3), "eps": 0.0}
+    options |= {"norm": None, "residual": None, "out_dtype": "bfloat16"}
     for impl in impls:
         project = row_contract.compiled("project", impl)
         if impl == "interpret":  # Before the types of the operation are checked.

@@ -26,12 +26,15 @@ def inputs(rng, dtype):
     return jnp.asarray(x.astype(dtype))
 
 
-def oracle(x, positions=POSITIONS, inv_freq=INV_FREQ, scale=1.0):
-    """Element `i` and `i + H/2` are one complex number; the angle is float32."""
+# Rounded to float32, as everywhere.
+RADIANS = (POSITIONS.astype(np.float32)[:, None] * INV_FREQ).astype(np.float64)
+
+
+def oracle(x, scale):
+    """Element `i` and `i + H/2` are one complex number."""
     x = np.asarray(x).astype(np.float64)
     half = x.shape[-1] // 2
-    angles = (positions.astype(np.float32)[:, None] * inv_freq).astype(np.float64)
-    turn = scale * np.exp(1j * angles)[:, None, :]
+    turn = scale * np.exp(1j * RADIANS)[:, None, :]
     turned = (x[..., :half] + 1j * x[..., half:]) * turn
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
@@ -43,7 +46,7 @@ def test_heads_are_rotated(rng, dtype, scale):
     y = _rope(x, POSITIONS, INV_FREQ, scale=scale)
     assert y.dtype == x.dtype
     near = {"dtype": dtype, "reduction": 2}
-    testing.assert_rows_close(y, oracle(x, scale=scale), **near)
+    testing.assert_rows_close(y, oracle(x, scale), **near)
     neighbours = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
     for wrong in (  # Negative controls.
         _rope(x, POSITIONS + 1, INV_FREQ, scale=scale),
@@ -51,7 +54,7 @@ def test_heads_are_rotated(rng, dtype, scale):
         _rope(neighbours, POSITIONS, INV_FREQ, scale=scale),
     ):
         with pytest.raises(AssertionError, match="rows are off"):
-            testing.assert_rows_close(wrong, oracle(x, scale=scale), **near)
+            testing.assert_rows_close(wrong, oracle(x, scale), **near)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +85,8 @@ def test_angles_are_those_of_float64(impl, dtype, scale):
     """Fails if a position, a frequency or a half is another's, or scale is left out."""
     angles = row_contract.compiled("angles", impl)
     found = angles(POSITIONS, INV_FREQ, scale=scale, dtype=dtype)
-    # The radians are rounded to float32, as everywhere.
-    radians = (POSITIONS.astype(np.float32)[:, None] * INV_FREQ).astype(np.float64)
     rounding = {"float32": 2.0**-22, "bfloat16": 2.0**-8}[dtype]
-    for values, turned in zip(found, (np.cos(radians), np.sin(radians)), strict=True):
+    for values, turned in zip(found, (np.cos(RADIANS), np.sin(RADIANS)), strict=True):
         assert values.dtype == dtype and values.shape == (POSITIONS.size, HEAD_DIM // 2)
         np.testing.assert_allclose(
             np.asarray(values).astype(np.float64), scale * turned, atol=scale * rounding
@@ -94,15 +95,10 @@ def test_angles_are_those_of_float64(impl, dtype, scale):
 
 def test_implementations_without_kernels_keep_the_reference():
     """Fails if another program than `rope.angles` is traced for a CPU."""
-    angles = functools.partial(rope.row_angles, scale=1.0, dtype="bfloat16")
-    traced = [
-        str(jax.make_jaxpr(f)(POSITIONS, INV_FREQ).eqns)
-        for f in (
-            functools.partial(rope.angles, scale=1.0, dtype="bfloat16"),
-            functools.partial(angles, impl="native"),
-            functools.partial(angles, impl="xla"),
-            functools.partial(angles, impl="interpret"),
-        )
-    ]
+    how = {"scale": 1.0, "dtype": "bfloat16"}
+    programs = [functools.partial(rope.angles, **how)]
+    for impl in ("native", "xla", "interpret"):
+        programs.append(functools.partial(rope.row_angles, impl=impl, **how))
+    traced = [str(jax.make_jaxpr(f)(POSITIONS, INV_FREQ).eqns) for f in programs]
     assert traced[0] == traced[1] == traced[2]
     assert "pallas_call" in traced[3] and "pallas_call" not in traced[0]

@@ -36,6 +36,14 @@ def byte_gate(rng, impl, form="q8_0"):
     return product(rng, impl, K=65, N=26, is_gate=True, form=form)
 
 
+def four_bits_project(rng, impl):
+    return byte_project(rng, impl, "q4_1")
+
+
+def four_bits_gate(rng, impl):
+    return byte_gate(rng, impl, "q4_1")
+
+
 def argmax(rng, impl):
     call = row_contract.compiled("argmax", impl)
     logits = rng.standard_normal((ROWS, 700)).astype(np.float32)
@@ -57,35 +65,23 @@ def angles(rng, impl):
     return lambda x, live: call(x, frequencies, scale=1.0, dtype="float32"), positions
 
 
-@pytest.mark.parametrize("operation", [project, gate, argmax])
-def test_a_row_is_that_row_alone(rng, impl, operation):
-    """Fails if a row depends on its place, on others, or on how many there are."""
-    run, rows = operation(rng, impl)
-    row_contract.assert_row_contract(run, rows, is_alone=impl != "xla")
+KERNELS = {
+    **dict.fromkeys((project, gate, argmax), ("interpret", *emulation.every())),
+    **dict.fromkeys((byte_project, byte_gate), ("interpret", *emulation.every())),
+    **dict.fromkeys((four_bits_project, four_bits_gate), emulation.every()),
+    **dict.fromkeys((norm, angles), ("interpret",)),
+}
+"""Whose kernels each operation has, besides XLA."""
 
 
-@pytest.mark.parametrize("operation", [byte_project, byte_gate])
 @pytest.mark.parametrize(
-    "impl", ["xla", "interpret", *emulation.every()], indirect=True
+    ("impl", "operation"),
+    [(impl, one) for one, kernels in KERNELS.items() for impl in ("xla", *kernels)],
+    indirect=["impl"],
 )
-def test_a_row_of_a_product_of_eight_bits(rng, impl, operation):
-    """As above: a row is rounded for itself, and its blocks are added in one order."""
-    run, rows = operation(rng, impl)
-    row_contract.assert_row_contract(run, rows, is_alone=impl != "xla")
-
-
-@pytest.mark.parametrize("operation", [byte_project, byte_gate])
-@pytest.mark.parametrize("impl", ["xla", *emulation.every()], indirect=True)
-def test_a_row_of_a_product_of_four_bits(rng, impl, operation):
-    """As above, with minima."""
-    run, rows = operation(rng, impl, form="q4_1")
-    row_contract.assert_row_contract(run, rows, is_alone=impl != "xla")
-
-
-@pytest.mark.parametrize("operation", [norm, angles])
-@pytest.mark.parametrize("impl", ["xla", "interpret"], indirect=True)
-def test_a_row_of_a_norm_or_an_angle(rng, impl, operation):
-    """As above, of operations without native kernels."""
+def test_a_row_is_that_row_alone(rng, impl, operation):
+    """Fails if a row depends on its place, on others, or on how many there are; or, of
+    few bits, if it is rounded by others, or its blocks are added in another order."""
     run, rows = operation(rng, impl)
     row_contract.assert_row_contract(run, rows, is_alone=impl != "xla")
 

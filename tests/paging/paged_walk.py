@@ -20,14 +20,10 @@ from spec_jax.paging import allocator, cache, static
 LAYERS, SLOTS, PAGES, PAGE_SIZE, WIDTH, HEADS, HEAD_DIM = 2, 3, 9, 4, 5, 1, 2
 CAPACITY = WIDTH * PAGE_SIZE
 SIZES = {
-    "num_layers": LAYERS,
-    "num_slots": SLOTS,
-    "page_size": PAGE_SIZE,
-    "pages_per_slot": WIDTH,
-    "num_kv_heads": HEADS,
-    "head_dim": HEAD_DIM,
+    "num_layers": LAYERS, "num_slots": SLOTS, "page_size": PAGE_SIZE,
+    "pages_per_slot": WIDTH, "num_kv_heads": HEADS, "head_dim": HEAD_DIM,
     "dtype": "float32",
-}
+}  # fmt: skip
 ROWS = 7  # rows of one append, padding ones included
 ROWS_SHAPE = (LAYERS, ROWS, HEADS, HEAD_DIM)
 
@@ -39,14 +35,9 @@ def append(kv, slot, count, k, v):
     num_active = jnp.where(kv.out_of_pages[slot], 0, count)
     for layer in range(LAYERS):
         kv = cache.write(
-            kv,
-            layer,
-            slots=jnp.full((ROWS,), slot, jnp.int32),
-            positions=start + jnp.arange(ROWS, dtype=jnp.int32),
-            num_active=num_active,
-            k=k[layer],
-            v=v[layer],
-        )
+            kv, layer, slots=jnp.full((ROWS,), slot, jnp.int32), k=k[layer], v=v[layer],
+            positions=start + jnp.arange(ROWS, dtype=jnp.int32), num_active=num_active,
+        )  # fmt: skip
     return allocator.extend(kv, slot, start + num_active)
 
 
@@ -55,15 +46,9 @@ def share(kv, slot, source, length):
     return allocator.share(kv, source, slot, length)
 
 
-FUNCTIONS = {
-    "register": allocator.register,
-    "reserve": allocator.reserve,
-    "extend": allocator.extend,
-    "truncate": allocator.truncate,
-    "release": allocator.release,
-    "append": append,
-    "share": share,
-}
+SINGLE = ("register", "reserve", "extend", "truncate", "release")
+FUNCTIONS = {name: getattr(allocator, name) for name in SINGLE}
+FUNCTIONS |= {"append": append, "share": share}
 TRACES = collections.Counter()
 
 

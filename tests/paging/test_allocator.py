@@ -5,6 +5,7 @@ What operations do to tables and bytes is in `test_random_walk`.
 
 import jax
 import numpy as np
+import paged_walk
 import pytest
 
 from spec_jax import testing
@@ -12,8 +13,7 @@ from spec_jax.paging import allocator, cache
 
 
 PAGE_SIZE, NUM_PAGES, WIDTH = 4, 7, 5
-NAMES = ("register", "reserve", "extend", "truncate", "release")
-OPERATIONS = {name: getattr(allocator, name) for name in NAMES}
+OPERATIONS = paged_walk.FUNCTIONS
 COMPILED = {name: jax.jit(operation) for name, operation in OPERATIONS.items()}
 
 
@@ -22,22 +22,13 @@ def apply(kv, name, slot, *numbers):
     return COMPILED[name](kv, *(np.int32(number) for number in (slot, *numbers)))
 
 
-def new_cache():
-    return cache.init(
-        num_layers=1,
-        num_slots=3,
-        num_pages=NUM_PAGES,
-        page_size=PAGE_SIZE,
-        pages_per_slot=WIDTH,
-        num_kv_heads=1,
-        head_dim=2,
-        dtype="float32",
-    )
-
-
-def filled(*lengths):
-    """Open slots of the given lengths."""
-    kv = new_cache()
+def filled(*lengths, shares=False):
+    """Open slots of the given lengths, of three."""
+    kv = cache.init(
+        num_layers=1, num_slots=3, num_pages=NUM_PAGES, page_size=PAGE_SIZE,
+        pages_per_slot=WIDTH, num_kv_heads=1, head_dim=2, dtype="float32",
+        shares=shares,
+    )  # fmt: skip
     for slot, length in enumerate(lengths):
         kv = apply(kv, "register", slot)
         kv = apply(kv, "reserve", slot, length)
@@ -54,13 +45,18 @@ INVALID = [  # slot 0 holds 9 tokens in 3 pages, slot 1 none, slot 2 is closed
     ("truncate", (0, 10), "slot 0 to 10: its length is 9"),
     ("truncate", (2, 0), r"slot 2 to 0: its length is 0 \(registered: False\)"),
     ("release", (2,), "slot 2 is not registered"),
+    # The slot, and whose positions it is to begin with.
+    ("share", (0, 0, 4), "cannot begin slot 0 with 4 positions of slot 0"),
+    ("share", (1, 0, 10), "with 10 positions of slot 0, which has 9"),
+    ("share", (1, 0, -1), "with -1 positions of slot 0"),
+    ("share", (0, 1, 0), "cannot begin slot 0 with 0 positions"),
 ]
 
 
 def test_invalid_requests():
     """Raised with the values outside `jit`; under it a flag, and nothing else."""
-    state = filled(9, 0)
     for name, (slot, *numbers), words in INVALID:
+        state = filled(9, 0, shares=name == "share")
         with pytest.raises(ValueError, match=words):
             OPERATIONS[name](state, slot, *numbers)
         after = apply(state, name, slot, *numbers)

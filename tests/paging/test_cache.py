@@ -12,15 +12,9 @@ from spec_jax.paging import allocator, cache, static
 
 
 SIZES = {
-    "num_layers": 2,
-    "num_slots": 3,
-    "num_pages": 11,
-    "page_size": 4,
-    "pages_per_slot": 5,
-    "num_kv_heads": 2,
-    "head_dim": 3,
-    "dtype": "bfloat16",
-}
+    "num_layers": 2, "num_slots": 3, "num_pages": 11, "page_size": 4,
+    "pages_per_slot": 5, "num_kv_heads": 2, "head_dim": 3, "dtype": "bfloat16",
+}  # fmt: skip
 ROWS = 6
 
 
@@ -125,53 +119,34 @@ def number(name, change):
 BROKEN_TABLES = {
     "a page lost, another held twice": (
         at("page_table", (0, 0), lambda kv: kv.page_table[1, 0]),
-        "pages lost: .*; pages held twice: ",
-    ),
+        "pages lost: .*; pages held twice: "),
     "a free page that is owned": (
-        at("free_pages", 0, lambda kv: kv.page_table[2, 0]),
-        "pages held twice: ",
-    ),
+        at("free_pages", 0, lambda kv: kv.page_table[2, 0]), "pages held twice: "),
     "a page lost from the stack": (
-        lambda kv: {
-            "num_free": kv.num_free - 1,
-            "free_pages": kv.free_pages.at[kv.num_free - 1].set(kv.num_pages),
-        },
-        r"pages lost: \[\d+\]; pages held twice: \[\]",
-    ),
+        lambda kv: number("num_free", -1)(kv)
+        | at("free_pages", kv.num_free - 1, lambda kv: kv.num_pages)(kv),
+        r"pages lost: \[\d+\]; pages held twice: \[\]"),
     "a stale table entry": (
         at("page_table", (1, 1), lambda kv: kv.free_pages[0]),
-        "slot 1: stale entries past its 1 pages",
-    ),
+        "slot 1: stale entries past its 1 pages"),
     "a stale stack entry": (
-        number("num_free", -1),
-        "stale entries past the 5 free pages",
-    ),
+        number("num_free", -1), "stale entries past the 5 free pages"),
     "a page that does not exist": (
-        at("page_table", (0, 1), lambda kv: kv.num_pages),
-        "pages lost: ",
-    ),
+        at("page_table", (0, 1), lambda kv: kv.num_pages), "pages lost: "),
     "num_free out of range": (number("num_free", 99), r"num_free=105 is outside"),
     "too many pages owned": (
-        at("num_owned", 1, lambda kv: 6),
-        "slot 1 owns 6 of 5 pages",
-    ),
+        at("num_owned", 1, lambda kv: 6), "slot 1 owns 6 of 5 pages"),
     "length past the pages": (
-        at("length", 1, lambda kv: 5),
-        "slot 1: length 5 exceeds its 1 pages of 4",
-    ),
+        at("length", 1, lambda kv: 5), "slot 1: length 5 exceeds its 1 pages of 4"),
     "negative length": (at("length", 1, lambda kv: -1), "slot 1: length -1 "),
     "closed, but holding pages": (
         at("registered", 2, lambda kv: False),
-        "slot 2 is not registered but holds 1 pages",
-    ),
+        "slot 2 is not registered but holds 1 pages"),
     "open, without a page": (
-        lambda kv: {
-            "num_owned": kv.num_owned.at[2].set(0),
-            "page_table": kv.page_table.at[2, 0].set(kv.num_pages),
-        },
-        "slot 2 is registered but holds no page",
-    ),
-}
+        lambda kv: at("num_owned", 2, lambda kv: 0)(kv)
+        | at("page_table", (2, 0), lambda kv: kv.num_pages)(kv),
+        "slot 2 is registered but holds no page"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from spec_jax.pallas import allocation_triton
 
 
 SLOTS, PAGES, PAGE_SIZE, WIDTH = 4, 9, 4, 4
-CLOSED = 3  # a slot that is never opened
+CLOSED = 3  # the last slot, which is never opened
 LARGEST = 2**31 - 1
 
 NUM_ROWS = SLOTS * 14
@@ -75,23 +75,14 @@ WITH_KERNELS = {"truncate", "append"}
 
 def make(kind: str) -> cache.PagedKV:
     """An empty cache of one tiny layer, all slots but the last open."""
-    sizes = {
-        "num_layers": 1,
-        "num_slots": SLOTS,
-        "page_size": PAGE_SIZE,
-        "pages_per_slot": WIDTH,
-        "num_kv_heads": 1,
-        "head_dim": 1,
-        "dtype": "float32",
-    }
-    kv = (
-        static.init(**sizes)
-        if kind == "static"
-        else cache.init(num_pages=PAGES, **sizes)
-    )
-    for slot in range(SLOTS):
-        if slot != CLOSED:
-            kv = allocator.register(kv, slot)
+    sizes = {"num_layers": 1, "num_slots": SLOTS, "page_size": PAGE_SIZE}
+    sizes |= {"pages_per_slot": WIDTH, "num_kv_heads": 1, "head_dim": 1}
+    init = static.init
+    if kind == "paged":
+        init = functools.partial(cache.init, num_pages=PAGES)
+    kv = init(**sizes, dtype="float32")
+    for slot in range(CLOSED):
+        kv = allocator.register(kv, slot)
     return kv
 
 
@@ -144,10 +135,9 @@ def run(kind, steps, faults=None, impl="xla") -> collections.Counter:
         found = _at_once(operations[name], **how)(kv, numbers, asked)
         testing.assert_same_bits(found, expected, what=name)
         check(found)
-        is_lost, is_refused = (
-            np.asarray(x) for x in (found.out_of_pages, found.refused)
-        )
-        is_lost = is_lost & ~is_refused & (name in ("reserve", "append"))
+        is_refused = np.asarray(found.refused)
+        is_lost = np.asarray(found.out_of_pages) & ~is_refused
+        is_lost &= name in ("reserve", "append")
         outcomes[name, "refused"] += int(np.sum(asked & is_refused))
         outcomes[name, "out_of_pages"] += int(np.sum(asked & is_lost))
         outcomes[name, "done"] += int(np.sum(asked & ~is_refused & ~is_lost))
@@ -213,21 +203,18 @@ def _last_slot_first(kv, numbers, *, asked):
     return one_by_one("reserve", kv, numbers, asked, order=reversed(range(SLOTS)))
 
 
-def _whoever_is_there(name):
-    return lambda kv, numbers, *, asked: EACH[name](
-        kv, numbers, asked=jnp.ones_like(asked)
-    )
-
-
-def _of_the_neighbour(name):
-    return lambda kv, numbers, *, asked: EACH[name](
-        kv, jnp.roll(numbers, 1), asked=asked
-    )
+def _forgets_the_flag(kv, numbers, *, asked):
+    done = allocator.reserve_each(kv, numbers, asked=asked)
+    return done.replace(out_of_pages=kv.out_of_pages)
 
 
 def _keeps_its_pages(kv, numbers, *, asked):
     shorter = allocator.truncate_each(kv, numbers, asked=asked)
     return kv.replace(length=shorter.length, refused=shorter.refused)
+
+
+def _takes_the_neighbours(kv, numbers, *, asked):
+    return allocator.extend_each(kv, jnp.roll(numbers, 1), asked=asked)
 
 
 def _refuses_all(kv, numbers, *, asked):
@@ -236,19 +223,20 @@ def _refuses_all(kv, numbers, *, asked):
     return done.replace(refused=refused)
 
 
-def _forgets_the_flag(kv, numbers, *, asked):
-    done = allocator.reserve_each(kv, numbers, asked=asked)
-    return done.replace(out_of_pages=kv.out_of_pages)
+def _asks_all(name):
+    return lambda kv, numbers, *, asked: EACH[name](
+        kv, numbers, asked=jnp.ones_like(asked)
+    )
 
 
 FAULTS = {
     "the last slot is served first": ("reserve", _last_slot_first),
     "out of pages is not flagged": ("reserve", _forgets_the_flag),
-    "truncates all": ("truncate", _whoever_is_there("truncate")),
-    "the neighbour's length": ("extend", _of_the_neighbour("extend")),
+    "truncates all": ("truncate", _asks_all("truncate")),
+    "the neighbour's length": ("extend", _takes_the_neighbours),
     "cut without giving back": ("truncate", _keeps_its_pages),
     "one refusal is that of all slots": ("extend", _refuses_all),
-    "appends to all": ("append", _whoever_is_there("append")),
+    "appends to all": ("append", _asks_all("append")),
 }
 
 
@@ -260,25 +248,24 @@ def test_planted_faults_are_caught(fault):
         run("paged", FIXED, faults={name: operation})
 
 
+def _a_page_too_many(real):
+    return lambda *args: real(*args) + 1
+
+
+def _one_page_for_all(real):
+    return lambda pages, count, *args: real(pages, jnp.minimum(count, 1), *args)
+
+
 KERNEL_FAULTS = {
-    "a page too many": ("covering", lambda real: lambda *args: real(*args) + 1),
-    "one page for all": (
-        "move",
-        lambda real: (
-            lambda pages, count, source, last, target, first: real(
-                pages, jnp.minimum(count, 1), source, last, target, first
-            )
-        ),
-    ),
+    "a page too many": ("truncate", "covering", _a_page_too_many),
+    "one page for all": ("append", "move", _one_page_for_all),
 }
 
 
-@pytest.mark.parametrize(
-    ("fault", "name"), [("a page too many", "truncate"), ("one page for all", "append")]
-)
-def test_faults_in_kernels_are_caught(fault, name, monkeypatch):
+@pytest.mark.parametrize("fault", KERNEL_FAULTS)
+def test_faults_in_kernels_are_caught(fault, monkeypatch):
     """Negative control of the fixed walk by kernels."""
-    attribute, plant = KERNEL_FAULTS[fault]
+    name, attribute, plant = KERNEL_FAULTS[fault]
     real = getattr(allocation_triton.Pages, attribute)
     monkeypatch.setattr(allocation_triton.Pages, attribute, plant(real))
     # A function of its own, which no other test has traced.

@@ -3,6 +3,7 @@
 The checks read the program that XLA made for a pool of 64 MiB; nothing is run.
 """
 
+import functools
 import re
 
 import jax
@@ -23,20 +24,10 @@ UPDATED = {"scatter", "dynamic-update-slice"}
 
 def abstract_cache() -> cache.PagedKV:
     P, C, K, H = POOL_SHAPE
-
-    def build():
-        return cache.init(
-            num_layers=NUM_LAYERS,
-            num_slots=2,
-            num_pages=P,
-            page_size=C,
-            pages_per_slot=512,
-            num_kv_heads=K,
-            head_dim=H,
-            dtype="float32",
-        )
-
-    return jax.eval_shape(build)
+    return jax.eval_shape(lambda: cache.init(
+        num_layers=NUM_LAYERS, num_slots=2, num_pages=P, page_size=C,
+        pages_per_slot=512, num_kv_heads=K, head_dim=H, dtype="float32",
+    ))  # fmt: skip
 
 
 def compile_(function, *, donate: bool = True):
@@ -100,14 +91,10 @@ def rounds(kv, slot, times, *, spoil=lambda pool: pool):
         for layer in range(NUM_LAYERS):
             rows = jnp.full((ROWS, *POOL_SHAPE[2:]), length, jnp.float32)
             kv = cache.write(
-                kv,
-                layer,
-                slots=jnp.full((ROWS,), slot, jnp.int32),
+                kv, layer, slots=jnp.full((ROWS,), slot, jnp.int32), k=rows, v=rows,
                 positions=length + jnp.arange(ROWS, dtype=jnp.int32),
                 num_active=jnp.int32(ROWS - 1),
-                k=rows,
-                v=rows,
-            )
+            )  # fmt: skip
         kv = allocator.extend(kv, slot, length + ROWS - 1)
         kv = kv.replace(k=tuple(map(spoil, kv.k)))
         return allocator.truncate(kv, slot, length + 2)
@@ -137,19 +124,13 @@ def test_rounds_update_the_pool_in_place():
     assert_no_copy(compile_(rounds), allowed=PASSED_ON | UPDATED)
 
 
+multiplied = functools.partial(rounds, spoil=lambda pool: pool * 1.5)
+rolled = functools.partial(rounds, spoil=lambda pool: jnp.roll(pool, 1))
 FAULTS = {
     "not donated": (allocator.truncate, {"donate": False}, "are aliased"),
     "rewritten in place": (rewriting, {}, "whole pools are made by"),
-    "multiplied in the loop": (
-        lambda kv, slot, n: rounds(kv, slot, n, spoil=lambda pool: pool * 1.5),
-        {},
-        "whole pools are made by",
-    ),
-    "rolled in the loop": (
-        lambda kv, slot, n: rounds(kv, slot, n, spoil=lambda pool: jnp.roll(pool, 1)),
-        {},
-        "bytes of temporaries",
-    ),
+    "multiplied in the loop": (multiplied, {}, "whole pools are made by"),
+    "rolled in the loop": (rolled, {}, "bytes of temporaries"),
 }
 
 
@@ -163,17 +144,10 @@ def test_copies_are_caught(fault):
 
 def test_truncating_a_static_cache_costs_a_constant():
     """Fails if its cost follows the positions dropped, or a key is read."""
-    kv = jax.eval_shape(
-        lambda: static.init(
-            num_layers=1,
-            num_slots=2,
-            page_size=64,
-            pages_per_slot=64,
-            num_kv_heads=1,
-            head_dim=32,
-            dtype="float32",
-        )
-    )
+    kv = jax.eval_shape(lambda: static.init(
+        num_layers=1, num_slots=2, page_size=64, pages_per_slot=64, num_kv_heads=1,
+        head_dim=32, dtype="float32",
+    ))  # fmt: skip
     number = jax.ShapeDtypeStruct((), jnp.int32)
 
     def touched(operation) -> float:

@@ -57,7 +57,6 @@ def test_random_walks(kind):
         max_examples=NUM_WALKS,
         derandomize=True,
         database=None,
-        deadline=None,
         phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
         suppress_health_check=list(hypothesis.HealthCheck),
     )
@@ -108,16 +107,9 @@ def fixed_requests(kind):
             requests += [("truncate", slot, 0), ("fork", slot, source, CAPACITY)]
             # Cuts a page in two that both hold.
             requests += [("truncate", slot, 1), ("append", slot, 2)]
-    return requests + [
-        ("register", 1),
-        ("reserve", 1, CAPACITY + 1),
-        ("reserve", 1, -1),
-        ("extend", 1, CAPACITY + 1),
-        ("truncate", 1, CAPACITY),
-        ("truncate", 1, 0),
-        ("release", -1),
-        ("reserve", SLOTS, 1),
-    ]
+    requests += [("register", 1), ("reserve", 1, CAPACITY + 1), ("reserve", 1, -1)]
+    requests += [("extend", 1, CAPACITY + 1), ("truncate", 1, CAPACITY)]
+    return [*requests, ("truncate", 1, 0), ("release", -1), ("reserve", SLOTS, 1)]
 
 
 def run_fixed(operations, kind) -> collections.Counter:
@@ -183,10 +175,8 @@ GIVE = allocator._give
 MOVES_PAGES = static.StaticKV, "has_shared_pool", True
 FAULTS = {
     "paged": {
-        "padding rows written to page -1": (
-            "append",
-            (cache, "write", paged_walk.wrapping_write),
-        ),
+        "padding rows written to page -1":
+            ("append", (cache, "write", paged_walk.wrapping_write)),
         "position off by one": ("append", (cache, "write", late_write)),
         "one position too many": ("truncate", (allocator, "truncate", one_too_many)),
         "stale table entry": ("truncate", give(stale_entry)),
@@ -195,20 +185,16 @@ FAULTS = {
     "shared": {
         "released while shared": ("release", (allocator, "_give", freed_while_shared)),
         "owners not counted up": ("share", (paged_walk, "share", shared_uncounted)),
-        "written while shared": (
-            "truncate",
-            (allocator, "_cuts_shared", lambda kv, row, new_len: jnp.bool_(False)),
-        ),
-        "last page not copied": (
-            "share",
-            (cache, "copy_page", lambda kv, source, target: kv),
-        ),
+        "written while shared": ("truncate", (
+            allocator, "_cuts_shared", lambda kv, row, new_len: jnp.bool_(False))),
+        "last page not copied": ("share", (
+            cache, "copy_page", lambda kv, source, target: kv)),
     },
     "static": {
         "bytes cleared": ("truncate", (allocator, "truncate", clears_the_first_page)),
         "pages given back": ("truncate", MOVES_PAGES),
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,13 @@
-"""Pages of several slots: what is shared, what is copied, and when a page is free."""
+"""Pages of several slots: what is cut, copied and counted.
+
+Requests that are refused are in `test_allocator`.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_cache import at
 
 from spec_jax import testing
 from spec_jax.paging import allocator, cache
@@ -14,28 +18,18 @@ share = jax.jit(allocator.share)
 truncate = jax.jit(allocator.truncate)
 
 
-def make_cache(*, length: int, num_pages: int = NUM_PAGES) -> cache.PagedKV:
+def make_cache(*, length: int) -> cache.PagedKV:
     """Slot 0 with so many positions of random bytes, the others empty."""
     kv = cache.init(
-        num_layers=2,
-        num_slots=SLOTS,
-        num_pages=num_pages,
-        page_size=PAGE_SIZE,
-        pages_per_slot=WIDTH,
-        num_kv_heads=1,
-        head_dim=2,
-        dtype="float32",
-        shares=True,
-    )
+        num_layers=2, num_slots=SLOTS, num_pages=NUM_PAGES, page_size=PAGE_SIZE,
+        pages_per_slot=WIDTH, num_kv_heads=1, head_dim=2, dtype="float32", shares=True,
+    )  # fmt: skip
     for slot in range(SLOTS):
         kv = allocator.register(kv, slot)
     kv = allocator.extend(allocator.reserve(kv, 0, length), 0, length)
-    random = np.random.default_rng(0)
-    pools = [
-        tuple(jnp.asarray(random.standard_normal(k.shape, np.float32)) for k in kv.k)
-        for _ in "kv"
-    ]
-    return kv.replace(k=pools[0], v=pools[1])
+    shape = (2, *kv.k[0].shape)
+    k, v = np.random.default_rng(0).standard_normal((2, *shape), np.float32)
+    return kv.replace(k=tuple(map(jnp.asarray, k)), v=tuple(map(jnp.asarray, v)))
 
 
 @pytest.mark.parametrize("length", range(9))
@@ -71,25 +65,6 @@ def test_no_page_for_the_copy():
     assert int(after.length[1]) == 8
 
 
-REFUSED = {  # slot 0 has 10 positions, slots 1 to 3 none
-    "itself": ((0, 0, 4), "cannot begin slot 0 with 4 positions of slot 0"),
-    "more than there is": ((0, 1, 11), "with 11 positions of slot 0, which has 10"),
-    "less than nothing": ((0, 1, -1), "with -1 positions of slot 0"),
-    "a slot that is begun": ((1, 0, 0), "cannot begin slot 0 with 0 positions"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refusals(case):
-    numbers, message = REFUSED[case]
-    kv = make_cache(length=10)
-    with pytest.raises(ValueError, match=message):
-        allocator.share(kv, *numbers)
-    after = share(kv, *numbers)
-    assert np.flatnonzero(after.refused).tolist() == [numbers[1]]
-    testing.assert_same_bits(after.replace(refused=kv.refused), kv)
-
-
 def test_a_cache_that_counts_no_owners():
     kv = make_cache(length=10).replace(counts=None)
     with pytest.raises(ValueError, match="counts no owners: make it with shares=True"):
@@ -99,21 +74,16 @@ def test_a_cache_that_counts_no_owners():
 BROKEN = {
     "an owner too many": (
         lambda kv: {"counts": kv.counts.at[kv.page_table[0, 0]].add(1)},
-        r"pages \[\d\] have \[2\] owners, and \[3\] are counted",
-    ),
+        r"pages \[\d\] have \[2\] owners, and \[3\] are counted"),
     "an owner of a free page": (
         lambda kv: {"counts": kv.counts.at[kv.free_pages[0]].set(1)},
-        r"pages \[\d\] have \[0\] owners, and \[1\] are counted",
-    ),
+        r"pages \[\d\] have \[0\] owners, and \[1\] are counted"),
     "a free page that is owned": (
-        lambda kv: {"free_pages": kv.free_pages.at[0].set(kv.page_table[0, 0])},
-        "pages held twice: ",
-    ),
+        at("free_pages", 0, lambda kv: kv.page_table[0, 0]), "pages held twice: "),
     "a page of others that is not full": (
-        lambda kv: {"length": kv.length.at[1].set(6)},
-        "slot 1 of length 6 would write into page .* which 2 slots hold",
-    ),
-}
+        at("length", 1, lambda kv: 6),
+        "slot 1 of length 6 would write into page .* which 2 slots hold"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)

@@ -42,34 +42,20 @@ RESERVED_SHARED_BYTES = 1024  # the system's share of each block
 
 TARGET = f"""
 gpu_device_info {{
-  threads_per_block_limit: {MAX_THREADS}
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {MAX_SHARED_BYTES}
+  threads_per_block_limit: {MAX_THREADS} threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {MAX_SHARED_BYTES}
   shared_memory_per_core: {SHARED_FILE_BYTES}
   threads_per_core_limit: {MAX_RESIDENT_THREADS}
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84942979072
+  core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 device_address_bits: 64
   cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
-  registers_per_core_limit: {REGISTER_FILE}
-  registers_per_block_limit: {REGISTER_FILE}
-  device_vendor: "NVIDIA Corporation"
-  device_address_bits: 64
-  name: "{DEVICE}"
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.10.0"
+  registers_per_core_limit: {REGISTER_FILE} registers_per_block_limit: {REGISTER_FILE}
+  device_vendor: "NVIDIA Corporation" name: "{DEVICE}"
+  driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
@@ -120,15 +106,13 @@ class Report:
     Attributes:
       kernels: their machine code, each once.
       thunks: what runs, in order of the schedule, loop bodies once.
-      aliases: `(output index, argument)` as HLO prints them: what is updated in place.
-      alias_bytes: the size of those; `temp_bytes` that of all scratch memory.
+      alias_bytes: of what is updated in place; `temp_bytes` of all scratch memory.
       hlo: the optimised program as text.
       options: what XLA was told, as text, by the name of each option.
     """
 
     kernels: tuple[ptxas_log.Kernel, ...]
     thunks: tuple[Thunk, ...]
-    aliases: tuple[tuple[str, int], ...]
     alias_bytes: int
     temp_bytes: int
     hlo: str
@@ -142,17 +126,11 @@ class Report:
 
     def kernel(self, name: str) -> ptxas_log.Kernel:
         """The one kernel whose name contains `name`."""
-        found = [each for each in self.kernels if name in each.name]
-        if len(found) != 1:
-            raise KeyError(f"{name} is in {[each.name for each in self.kernels]}")
-        return found[0]
+        return _only(name, self.kernels)
 
     def launch(self, name: str) -> Thunk:
         """The one launch whose name contains `name`."""
-        found = [each for each in self.launches if name in each.name]
-        if len(found) != 1:
-            raise KeyError(f"{name} is in {[each.name for each in self.launches]}")
-        return found[0]
+        return _only(name, self.launches)
 
     def assert_fits(self, *, most_spilt: int = 0) -> None:
         """Raises unless each kernel can run: sizes within bounds, and no spills, or
@@ -168,6 +146,13 @@ class Report:
                 raise AssertionError(f"{launch.name}: {launch.threads} threads")
             if launch.shared_bytes > MAX_SHARED_BYTES:
                 raise AssertionError(f"{launch.name}: {launch.shared_bytes} bytes")
+
+
+def _only(name: str, among):
+    found = [each for each in among if name in each.name]
+    if len(found) != 1:
+        raise KeyError(f"{name} is in {[each.name for each in among]}")
+    return found[0]
 
 
 def blocks_per_multiprocessor(kernel: ptxas_log.Kernel, launch: Thunk) -> int:
@@ -275,7 +260,6 @@ def _compile(build, args, kwargs) -> Report:
     return Report(
         kernels=ptxas_log.read(log, _cuda()),
         thunks=tuple(_thunks(sequence.read_text())),
-        aliases=tuple(_aliases(hlo)),
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         hlo=hlo,
@@ -323,9 +307,3 @@ def _thunks(text: str) -> Iterator[Thunk]:
         )
         if kind == "kCommandBuffer" and graph_depth is None:
             graph_depth = depth
-
-
-def _aliases(hlo: str) -> Iterator[tuple[str, int]]:
-    head = hlo.splitlines()[0]
-    for output, argument in re.findall(r"(\{[\d, ]*\}): \((\d+), \{[^}]*\}", head):
-        yield output, int(argument)

@@ -72,6 +72,19 @@ def _ints(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
+def _logits(rows: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, VOCABULARY), jnp.float32)
+
+
+def _rows(count: int, **others) -> decoder.Rows:
+    each = dict.fromkeys(("tokens", "slots", "positions"), _ints(count))
+    return decoder.Rows(**each, num_active=_ints(), **others)
+
+
+def _slots(name: str, *, num_slots: int = 1, **options) -> rows.SlotRows:
+    return rows.SlotRows(model=model(name, **options), num_slots=num_slots)
+
+
 def plain_step(name: str, *, donate=(1,), **options) -> hopper.Program:
     """One token of `baseline.generate`."""
     return _plain_step(model(name, **options), donate=donate)
@@ -88,9 +101,9 @@ def drawing(rows: int, *, impl: str = "triton") -> hopper.Program:
         lambda leaf: jax.ShapeDtypeStruct((rows,), leaf.dtype),
         jax.eval_shape(sampling_lib.make_settings),
     )
-    logits = jax.ShapeDtypeStruct((rows, VOCABULARY), jnp.float32)
     draws = jax.ShapeDtypeStruct((rows,), jnp.bool_)
-    return hopper.Program(fn=fn, args=(logits, settings, _ints(rows), draws))
+    args = _logits(rows), settings, _ints(rows), draws
+    return hopper.Program(fn=fn, args=args)
 
 
 def distribution(rows: int, *, impl: str | None) -> hopper.Program:
@@ -103,9 +116,8 @@ def distribution(rows: int, *, impl: str | None) -> hopper.Program:
         probs = sums.distribution(logits, settings)
         return probs, sums.row_sums(jnp.maximum(probs - 1e-3, 0))
 
-    logits = jax.ShapeDtypeStruct((rows, VOCABULARY), jnp.float32)
     settings = jax.eval_shape(sampling_lib.make_settings)
-    return hopper.Program(fn=fn, args=(logits, settings))
+    return hopper.Program(fn=fn, args=(_logits(rows), settings))
 
 
 def scaled_step(name: str, **options) -> hopper.Program:
@@ -129,15 +141,12 @@ def _plain_step(target: row_model.RowModel, *, donate) -> hopper.Program:
 
 
 def _plain_state(target: row_model.RowModel, *, draws: bool = False):
+    settings = sampling_lib.make_settings() if draws else None
     return jax.eval_shape(
-        lambda text, n, kv, stop_ids, sampling: baseline.init_state(
-            text, length=n, limit=n, cache=kv, stop_ids=stop_ids, sampling=sampling
+        lambda text, n, kv, stop_ids: baseline.init_state(
+            text, length=n, limit=n, cache=kv, stop_ids=stop_ids, sampling=settings
         ),
-        _ints(CAPACITY + 1),
-        _ints(),
-        _cache(target),
-        _ints(1),
-        sampling_lib.make_settings() if draws else None,
+        *(_ints(CAPACITY + 1), _ints(), _cache(target), _ints(1)),
     )
 
 
@@ -167,7 +176,7 @@ def prefill(name: str, *, length: int = 64, by_rows: bool = True, **options):
 
 def verify_step(name: str, *, gamma: int = GAMMA_MAX, **options) -> hopper.Program:
     """A window of `gamma + 1` rows of one slot, chosen from and rolled back."""
-    target = rows.SlotRows(model=model(name, **options), num_slots=1)
+    target = _slots(name, **options)
     window = protocols.Window(
         tokens=_ints(1, gamma + 1), start=_ints(1), num_active=_ints(1)
     )
@@ -185,7 +194,7 @@ def verify_step(name: str, *, gamma: int = GAMMA_MAX, **options) -> hopper.Progr
 
 def verify_tree(name: str, **options) -> hopper.Program:
     """A window of a tree of as many rows as a tile has, whose best path is kept."""
-    target = rows.SlotRows(model=model(name, **options), num_slots=1)
+    target = _slots(name, **options)
     size, depth_max = slab.MOST_ROWS, 15
     window = protocols.Window(
         tokens=_ints(1, size),
@@ -221,13 +230,7 @@ def head_step(name: str, **options) -> hopper.Program:
     """A slab of drafted rows of a head, each with the hidden state of another."""
     drafter = head(name, **options)
     slab, config = drafter.model.slab, drafter.head
-    rows = decoder.Rows(
-        tokens=_ints(slab),
-        slots=_ints(slab),
-        positions=_ints(slab),
-        num_active=_ints(),
-        branch=_ints(slab, tree_shapes.parse(TREE).depth),
-    )
+    rows = _rows(slab, branch=_ints(slab, tree_shapes.parse(TREE).depth))
     shape = slab, config.hidden_size
     hidden = jax.ShapeDtypeStruct(shape, config.layer.dtype)
 
@@ -242,8 +245,7 @@ def head_step(name: str, **options) -> hopper.Program:
 
 def head_round(name: str, *, layers: int, **options) -> hopper.Program:
     """`round.run_round` of one slot, with trees of a head."""
-    own = model(name, layers=layers, **options)
-    target = rows.SlotRows(model=own, num_slots=1)
+    target = _slots(name, layers=layers, **options)
     drafter = head(name, **options).for_tree(tree_shapes.parse(TREE))
     params = params_lib.shapes(target.config), eagle3_params.shapes(drafter.head)
     return _round(target, drafter, params)
@@ -265,29 +267,21 @@ def block_head(
 def block_step(name: str, *, size: int, num_blocks: int = 1, **options):
     """A layer of the backbone on blocks of `size` rows, each of a slot."""
     drafter = block_head(name, size=size, depth=1, **options)
-    config, rows = drafter.head, size * num_blocks
-    cache = jax.eval_shape(
-        lambda: drafter.model.new_slots(
-            num_blocks, capacity=CAPACITY, page_size=PAGE_SIZE
-        )
-    )
+    config, sizes = drafter.head, {"capacity": CAPACITY, "page_size": PAGE_SIZE}
+    cache = jax.eval_shape(lambda: drafter.model.new_slots(num_blocks, **sizes))
 
     def step(params, kv, rows):
         return block_draft.forward_block(
             params, config, rows, kv, impl=drafter.model.impl
         )
 
-    rows = decoder.Rows(
-        tokens=_ints(rows), slots=_ints(rows), positions=_ints(rows), num_active=_ints()
-    )
-    args = block_params.shapes(config), cache, rows
+    args = block_params.shapes(config), cache, _rows(size * num_blocks)
     return hopper.Program(fn=step, args=args, donate=(1,))
 
 
 def block_round(name: str, *, layers: int, **options) -> hopper.Program:
     """`round.run_round` of one slot, with DFlash."""
-    own = model(name, layers=layers, **options)
-    target = rows.SlotRows(model=own, num_slots=1)
+    target = _slots(name, layers=layers, **options)
     drafter = block_head(name, kind="dflash", size=16, **options)
     shapes = params_lib.shapes(target.config), block_params.shapes(drafter.head)
     return _round(target, drafter, shapes)
@@ -297,43 +291,32 @@ def scheduled_round(
     name: str, *, layers: int, num_slots: int, size: int = BLOCK, **options
 ) -> hopper.Program:
     """`round.run_round` of a batch, with DSpark and a schedule of what is verified."""
-    own = model(name, layers=layers, **options)
-    target = rows.SlotRows(model=own, num_slots=num_slots)
+    target = _slots(name, layers=layers, num_slots=num_slots, **options)
     drafter = block_head(name, size=size, **options)
     chosen = schedule.Schedule(gamma_max=drafter.gamma_max)
-    return _round(
-        target,
-        drafter,
-        (params_lib.shapes(target.config), block_params.shapes(drafter.head)),
-        gamma_policy=chosen,
-        policy_state=chosen.init(np.ones(num_slots * (size + 1) + 1, np.float32)),
-    )
+    shapes = params_lib.shapes(target.config), block_params.shapes(drafter.head)
+    state = chosen.init(np.ones(num_slots * (size + 1) + 1, np.float32))
+    return _round(target, drafter, shapes, gamma_policy=chosen, policy_state=state)
 
 
 def spec_round(
-    name: str,
-    *,
-    draws: bool = False,
-    rule: verification.Rule = "coupled",
-    tree: str | None = None,
-    **options,
-) -> hopper.Program:
+    name: str, *, draws=False, rule: verification.Rule = "coupled",
+    tree: str | None = None, **options,
+) -> hopper.Program:  # fmt: skip
     """`round.run_round` of one slot, with a draft of the shape of `DRAFT`."""
     target, drafter, params = _pair(name, **options)
     if tree:
         drafter = drafter.for_tree(tree_shapes.parse(tree))
-    return _round(
-        target, drafter.for_rule(rule_lib.of(rule)), params, draws=draws, rule=rule
-    )
+    drafter = drafter.for_rule(rule_lib.of(rule))
+    return _round(target, drafter, params, draws=draws, rule=rule)
 
 
 def spec_generate(
     name: str, *, draws: bool = False, num_slots: int = 1, **options
 ) -> hopper.Program:
     """All of `round.generate`, of one slot or several, greedy or with settings."""
-    speculator, state = _speculation(
-        *_pair(name, num_slots=num_slots, **options), draws=draws
-    )
+    pair = _pair(name, num_slots=num_slots, **options)
+    speculator, state = _speculation(*pair, draws=draws)
 
     def generate(speculator, state, max_rounds):
         return round_lib.generate(speculator, state, max_rounds=max_rounds)
@@ -343,7 +326,7 @@ def spec_generate(
 
 def _pair(name: str, *, draft_layers: int | None = None, num_slots: int = 1, **options):
     """A target, a drafter, and the shapes of their weights."""
-    target = rows.SlotRows(model=model(name, **options), num_slots=num_slots)
+    target = _slots(name, num_slots=num_slots, **options)
     drafter = draft_model.DraftModel(
         model=model(DRAFT, layers=draft_layers, impl=target.model.impl),
         gamma_max=GAMMA_MAX,
@@ -361,15 +344,9 @@ def _round(target, drafter, params, **how) -> hopper.Program:
 
 
 def _speculation(
-    target,
-    drafter,
-    params,
-    *,
-    draws: bool = False,
-    rule: verification.Rule = "coupled",
-    gamma_policy=None,
-    policy_state=None,
-):
+    target, drafter, params, *, draws=False, rule: verification.Rule = "coupled",
+    gamma_policy=None, policy_state=None,
+):  # fmt: skip
     """What rounds share, and their state."""
     speculator = round_lib.Speculator(
         params=params,

@@ -47,7 +47,6 @@ class Kernel:
     spill_bytes: int
     static_shared_bytes: int
     threads: int
-    ptx: str
     cubin: bytes
     disassembler: str
 
@@ -145,7 +144,6 @@ def read(log: pathlib.Path, cuda: pathlib.Path) -> tuple[Kernel, ...]:
                     + _number(r"(\d+) bytes spill loads", entry),
                     static_shared_bytes=_number(r"(\d+) bytes smem", entry),
                     threads=_number(r"\.(?:reqntid|maxntid)\s+(\d+)", declared),
-                    ptx=ptx,
                     cubin=cubin,
                     disassembler=str(cuda / "bin" / "nvdisasm"),
                 )

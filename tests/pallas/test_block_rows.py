@@ -13,11 +13,7 @@ from model import block_cases
 
 from spec_jax import testing
 from spec_jax.drafters import block
-from spec_jax.model import (
-    block_params,
-    params as params_lib,
-    row_model,
-)
+from spec_jax.model import block_params, params as params_lib, row_model
 from spec_jax.paging import allocator
 
 
@@ -33,14 +29,10 @@ HEAD = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def params():
-    target = params_lib.init(
-        jax.random.key(9),
-        dataclasses.replace(block_cases.TARGET, dtype="bfloat16"),
-        stddev=0.3,
-    )
-    return block_params.init(
-        jax.random.key(0), HEAD, embed=target.embed, lm_head=target.head, stddev=0.3
-    )
+    config = dataclasses.replace(block_cases.TARGET, dtype="bfloat16")
+    target = params_lib.init(jax.random.key(9), config, stddev=0.3)
+    shared = {"embed": target.embed, "lm_head": target.head}
+    return block_params.init(jax.random.key(0), HEAD, **shared, stddev=0.3)
 
 
 def run(params, impl, which):
@@ -49,9 +41,8 @@ def run(params, impl, which):
     The context of each slot is keys and values at random.
     """
     which = np.asarray(which)
-    model = row_model.RowModel(
-        config=HEAD.layer, impl=impl, slab=row_model.slab_for(impl, SIZE)
-    )
+    slab = row_model.slab_for(impl, SIZE)
+    model = row_model.RowModel(config=HEAD.layer, impl=impl, slab=slab)
     drafter = block.BlockDrafter(head=HEAD, model=model, gamma_max=HEAD.num_drafts)
     slots = drafter.for_slots(len(which))
     memory = slots.init(capacity=16, page_size=8)
@@ -73,9 +64,8 @@ def run(params, impl, which):
         kv, *outputs = slots._run_block(params, kv, anchors[:, None], lengths, asked)
         return kv.k[0][kv.page_table], *outputs
 
-    return jax.tree.map(
-        np.asarray, blocks(params, kv.replace(k=(k,), v=(v,), length=lengths))
-    )
+    kv = kv.replace(k=(k,), v=(v,), length=lengths)
+    return jax.tree.map(np.asarray, blocks(params, kv))
 
 
 @pytest.fixture(scope="module")

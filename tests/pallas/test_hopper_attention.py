@@ -13,21 +13,11 @@ from spec_jax.pallas import row_attention_triton
 
 
 QWEN3 = {"0.6B": (16, 8, 128), "8B": (32, 8, 128)}  # (N, K, H)
-CONTEXT = 32_768
-PAGE = 16
 KERNELS = ("row_jobs", "paged_attention")
 
 
 def layer(
-    N,
-    K,
-    H,
-    *,
-    page_size=PAGE,
-    context=CONTEXT,
-    dtype="bfloat16",
-    branch=0,
-    has_norms=True,
+    N, K, H, *, page_size=16, context=32_768, dtype="bfloat16", branch=0
 ) -> hopper.Program:
     """The row attention of one layer, one slot, pools donated."""
     shape, R = jax.ShapeDtypeStruct, 16
@@ -35,8 +25,8 @@ def layer(
     pool = shape((width + 8, page_size, K, H), dtype)
     inputs = {
         "heads": shape((R, (N + 2 * K) * H), dtype),
-        "q_norm": shape((H,), dtype) if has_norms else None,
-        "k_norm": shape((H,), dtype) if has_norms else None,
+        "q_norm": shape((H,), dtype),
+        "k_norm": shape((H,), dtype),
         "cos": shape((R, H // 2), dtype),
         "sin": shape((R, H // 2), dtype),
         "page_table": shape((1, width), jnp.int32),
@@ -48,14 +38,9 @@ def layer(
         inputs["branch"] = shape((R, branch), jnp.int32)
 
     def attend(pools, inputs):
-        return row_attention_triton.attend(
-            k_pages=pools[0],
-            v_pages=pools[1],
-            eps=1e-6,
-            scale=H**-0.5,
-            interpret=False,
-            **inputs,
-        )
+        how = {"eps": 1e-6, "scale": H**-0.5, "interpret": False}
+        k, v = pools
+        return row_attention_triton.attend(k_pages=k, v_pages=v, **how, **inputs)
 
     return hopper.Program(fn=attend, args=((pool, pool), inputs), donate=(0,))
 
@@ -76,8 +61,7 @@ def test_qwen3(qwen3, model):
     """
     report = qwen3(model)
     report.assert_fits()
-    kernel = report.kernel("paged_attention")
-    launch = report.launch("paged_attention")
+    kernel, launch = report.kernel("paged_attention"), report.launch("paged_attention")
     assert launch.shared_bytes <= 80_000
     assert hopper.blocks_per_multiprocessor(kernel, launch) == 2
     # As many as are resident at once: the grid does not grow with the context.
@@ -105,8 +89,7 @@ def test_other_heads(compiler, heads, changes):
     """Fails if the plan of other head sizes, groups and dtypes does not fit."""
     report = compiler.compile(layer, *heads, **changes)
     report.assert_fits()
-    launch = report.launch("paged_attention")
-    kernel = report.kernel("paged_attention")
+    kernel, launch = report.kernel("paged_attention"), report.launch("paged_attention")
     # Wide float32 heads take eight warps, of which there is room for one block.
     blocks = 1 if launch.threads > 128 else 2
     assert hopper.blocks_per_multiprocessor(kernel, launch) >= blocks

@@ -12,10 +12,7 @@ import ptxas_log
 import pytest
 import xla_fusions
 
-from spec_jax.pallas import (
-    byte_gemm_triton as byte_gemm,
-    skinny_gemm_triton as gemm,
-)
+from spec_jax.pallas import byte_gemm_triton as byte_gemm, skinny_gemm_triton as gemm
 
 
 ROWS = 16
@@ -88,27 +85,22 @@ def product(weights: Weights, rows: int = ROWS) -> hopper.Program:
         pairs = -(-K // 64)
         w = _shape(2 * pairs, N, 32, dtype="int8"), _shape(pairs, N, dtype="int32")
     shapes = _shape(rows, K), w, _shape(dtype="int32")
-    options = {"plan": weights.plan}
+    options = {"plan": weights.plan, "eps": 1e-6}
 
     def gate(x, w, num_active, norm):
-        return gemm.gate(x, w, num_active=num_active, norm=norm, eps=1e-6, **options)
+        return gemm.gate(x, w, num_active=num_active, norm=norm, **options)
 
     def project(x, w, num_active, *others):
         others = list(others)
-        return gemm.project(
-            x,
-            w,
-            num_active=num_active,
-            norm=others.pop(0) if weights.has_norm else None,
-            residual=others.pop(0) if weights.has_residual else None,
-            eps=1e-6,
-            out_dtype=jnp.dtype(weights.out_dtype),
-            **options,
-        )
+        given = {
+            "norm": others.pop(0) if weights.has_norm else None,
+            "residual": others.pop(0) if weights.has_residual else None,
+        }
+        how = {"num_active": num_active, "out_dtype": jnp.dtype(weights.out_dtype)}
+        return gemm.project(x, w, **given, **how, **options)
 
     def add(x, w, num_active, residual, norm):
-        how = {"num_active": num_active, "eps": 1e-6, "plan": weights.plan}
-        return gemm.add(x, w, residual, norm, **how)
+        return gemm.add(x, w, residual, norm, num_active=num_active, **options)
 
     norm = (_shape(K),) if weights.has_norm else ()
     added = (_shape(rows, N),) if weights.has_residual else ()
@@ -120,10 +112,7 @@ def product(weights: Weights, rows: int = ROWS) -> hopper.Program:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name[0] == "0" else ())
-        for name in WEIGHTS
-    ],
+    [pytest.param(x, marks=pytest.mark.slow if x[0] == "0" else ()) for x in WEIGHTS],
 )
 def test_products_read_their_weights_once(compiler, name):
     """Fails if a kernel spills, does not fit, or copies more than weights and rows."""
@@ -262,10 +251,9 @@ def assert_one_kernel(report: hopper.Report, name: str) -> None:
 
 def test_one_row_and_sixteen_are_one_kernel(compiler):
     """Fails if what is compiled for a number of rows is made for that number."""
-    report = compiler.compile(each_number_of_rows, WEIGHTS["0.6B out"])
-    assert_one_kernel(report, "skinny_gemm")
-    report = compiler.compile(each_number_of_rows, WEIGHTS["0.6B gate"])
-    assert_one_kernel(report, "skinny_gemm_gate")
+    for name, kernel in (("out", "skinny_gemm"), ("gate", "skinny_gemm_gate")):
+        report = compiler.compile(each_number_of_rows, WEIGHTS[f"0.6B {name}"])
+        assert_one_kernel(report, kernel)
 
 
 def test_a_plan_by_the_number_of_rows_is_caught(compiler):
@@ -276,10 +264,9 @@ def test_a_plan_by_the_number_of_rows_is_caught(compiler):
         assert_one_kernel(report, "skinny_gemm")
 
 
-@pytest.mark.parametrize(("name", "rows"), [("8B gate", 64)])
-def test_more_tiles_share_one_read_of_the_weights(compiler, name, rows):
+def test_more_tiles_share_one_read_of_the_weights(compiler, rows=64):
     """Fails if rows past the slab spill, do not fit, or read the weights again."""
-    weights = WEIGHTS[name]
+    weights = WEIGHTS["8B gate"]
     report = compiler.compile(product, weights, rows=rows)
     report.assert_fits()
     kernel, launch = report.kernel("skinny_gemm"), report.launch("skinny_gemm")

@@ -15,28 +15,18 @@ import xla_fusions
 
 SLOW = pytest.mark.slow
 PROGRAMS = {
-    "rounds, sampled": (models.spec_generate, {"draft_layers": 1, "draws": True}),
-    "rounds": (models.spec_generate, {"draft_layers": 1}),
-    "plain": (models.plain_generate, {}),
-    "prefill": (models.prefill, {}),
-    "plain, sampled": (models.plain_generate, {"draws": True}),
-    "batch": (models.spec_generate, {"draft_layers": 1, "num_slots": 4}),
+    "rounds, sampled": (
+        models.spec_generate, {"draft_layers": 1, "draws": True}, 144),
+    "rounds": (models.spec_generate, {"draft_layers": 1}, 57),
+    "plain": (models.plain_generate, {}, 20),
+    "prefill": (models.prefill, {}, 26),
+    "plain, sampled": (models.plain_generate, {"draws": True}, 66),
+    "batch": (models.spec_generate, {"draft_layers": 1, "num_slots": 4}, 58),
     "batch, sampled": (
-        models.spec_generate,
-        {"draft_layers": 1, "num_slots": 4, "draws": True},
-    ),
-}
-LAUNCHES = {
-    "rounds, sampled": 144,
-    "rounds": 57,
-    "plain": 20,
-    "prefill": 26,
-    "plain, sampled": 66,
-    "batch": 58,
-    "batch, sampled": 143,
-}
-"""That stand in a program of so few layers, those of a loop once; of each further layer
-five more (`test_hopper_model`)."""
+        models.spec_generate, {"draft_layers": 1, "num_slots": 4, "draws": True}, 143),
+}  # fmt: skip
+"""And the launches that stand in a program of so few layers, those of a loop once; of
+each further layer five more (`test_hopper_model`)."""
 
 DRAWING = ("sampling_top_k", "sampling_top_p", "sampling_noisy_weights")
 
@@ -65,9 +55,23 @@ def test_only_kernels_compute(compiler, name, model):
     Or if a kernel spills, a pool is copied, or there are more launches than are stated.
     Two layers of a prompt: of the last one only keys and values are left.
     """
-    report = compiled(compiler, name, model)
+    build, options, launches = PROGRAMS[name]
+    how = {"layers": 2 if name == "prefill" else 1, "impl": "triton"}
+    report = compiler.compile(build, model, **how, **options)
+    report.assert_fits()
+    assert_only_kernels_compute(report)
+    pools = [models.model(model, **how)]
+    if "draft_layers" in options:
+        pools.append(models.model(models.DRAFT, layers=1, impl="triton"))
+    num_slots = options.get("num_slots", 1)
+    # Of all slots' rows, and what is drawn from.
+    copies = num_slots + ("draws" in options)
+    checks.assert_in_place(report, *pools, copies=copies, num_slots=num_slots)
+    checks.assert_near(len(report.launches), launches, f"{name} of {model}")
+    # Rows run, and tokens are drawn where they are to be.
     launched = {re.sub(r"_+\d*$", "", thunk.name) for thunk in report.launches}
-    assert_launched(name, launched)
+    assert {"row_angles", "skinny_gemm", "paged_attention"} <= launched
+    assert (set(DRAWING) <= launched) == ("draws" in options)
 
 
 @SLOW
@@ -97,30 +101,6 @@ def test_other_rules_sum_in_kernels(compiler, rule, tree):
     assert not work & {"dot", "cosine", "sine", "transpose"}
     assert ("log-plus-one" in work) == (rule != "coupled")
     assert xla_fusions.called(report.hlo) - {"__gpu$TopK"} == {xla_fusions.TRITON}
-
-
-def compiled(compiler, name, model):
-    """The report of a program in which only kernels compute."""
-    build, options = PROGRAMS[name]
-    how = {"layers": 2 if name == "prefill" else 1, "impl": "triton"}
-    report = compiler.compile(build, model, **how, **options)
-    report.assert_fits()
-    assert_only_kernels_compute(report)
-    pools = [models.model(model, **how)]
-    if "draft_layers" in options:
-        pools.append(models.model(models.DRAFT, layers=1, impl="triton"))
-    num_slots = options.get("num_slots", 1)
-    # Of all slots' rows, and what is drawn from.
-    copies = num_slots + ("draws" in options)
-    checks.assert_in_place(report, *pools, copies=copies, num_slots=num_slots)
-    checks.assert_near(len(report.launches), LAUNCHES[name], f"{name} of {model}")
-    return report
-
-
-def assert_launched(name, launched):
-    """Asserts that rows run, and that tokens are drawn where they are to be."""
-    assert {"row_angles", "skinny_gemm", "paged_attention"} <= launched
-    assert (set(DRAWING) <= launched) == bool(PROGRAMS[name][1].get("draws"))
 
 
 def test_distributions_sum_in_kernels(compiler):

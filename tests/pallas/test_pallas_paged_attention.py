@@ -104,17 +104,9 @@ def walk(jobs, tile_rows):
 def test_each_split_of_each_row_is_one_job(rng, width):
     """Fails if a split is missed, done twice, or shared by a row that sees part."""
     S, M, P, split, tile_rows = 3, 6, 40, 16, 4
-    make = jax.jit(
-        functools.partial(
-            row_jobs.row_jobs,
-            num_pages=P,
-            page_size=8,
-            split=split,
-            tile_rows=tile_rows,
-            num_kv_heads=3,
-            interpret=True,
-        )  # fmt: skip
-    )
+    sizes = {"num_pages": P, "page_size": 8, "num_kv_heads": 3}
+    sizes |= {"split": split, "tile_rows": tile_rows}
+    make = jax.jit(functools.partial(row_jobs.row_jobs, **sizes, interpret=True))
     table = rng.permutation(P)[: S * M].reshape(S, M).astype(np.int32)
     table[0, 4] = P  # Slot 0 has four pages.
     for live in (0, 1, 7, R, R):

@@ -69,15 +69,9 @@ def kept_by_oracle(logits, *, temperature=1.0, top_k=None, top_p=1.0, seed=0):
 
 def kept_by_kernel(logits, each):
     """Tokens that stay, `[R, V]`."""
-    settings = stacked(each)
-    found = _first_tokens(
-        logits,
-        logits.max(axis=1),
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        draws=np.ones(len(each), bool),
-    )
+    settings, draws = stacked(each), np.ones(len(each), bool)
+    how = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
+    found = _first_tokens(logits, logits.max(axis=1), draws=draws, **how)
     index = np.arange(logits.shape[1], dtype=np.int32)[None]
     last, end = (np.asarray(x)[:, None] for x in (found.last, found.end))
     return np.asarray(first.is_kept(first.rank(jnp.asarray(logits)), index, last, end))
@@ -113,15 +107,8 @@ def test_ties(rng):
     coarse = np.round(rng.standard_normal((ROWS, VOCAB))).astype(np.float32)
     coarse[0] = 0
     coarse[1] = np.where(np.arange(VOCAB) % 2, np.float32(0.0), np.float32(-0.0))
-    each = (
-        *(
-            {"top_p": 6.5 / VOCAB},
-            {"top_p": 0.75},
-            {"top_k": 1000},
-            {"top_k": 4990},
-        ),
-        *({"top_k": 3000, "top_p": 0.5}, {"top_k": 7}),
-    )
+    each = [{"top_p": 6.5 / VOCAB}, {"top_p": 0.75}, {"top_k": 1000}, {"top_k": 4990}]
+    each += [{"top_k": 3000, "top_p": 0.5}, {"top_k": 7}]
     found = kept_by_kernel(coarse, each)
     for row, values in enumerate(each):
         expected, _ = kept_by_oracle(coarse[row], **values)
@@ -194,12 +181,8 @@ def test_distributions_are_those_of_the_rules(rng):
     settings = stacked()
     found = np.asarray(_distribution(logits, settings))
     rule = jax.jit(sampling.distribution)
-    expected = np.stack(
-        [
-            rule(row, sampling.make_settings(**values))
-            for row, values in zip(logits, SETTINGS, strict=True)
-        ]
-    )
+    each = map(lambda values: sampling.make_settings(**values), SETTINGS)
+    expected = np.stack(list(map(rule, logits, each)))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert (found == 0).any(axis=1).tolist() == [True, True, False, True, True, True]
     assert found[0, np.argmax(logits[0])] == found[0].sum() == 1
@@ -272,16 +255,10 @@ def test_rules_decide_as_they_do_by_xla(rng, rule, parents):
             probs=drafted[None],
             parents=None if parents is None else jnp.asarray([parents], jnp.int32),
         )
-        return verification.decide(
-            target,
-            verified,
-            proposal,
-            jax.tree.map(lambda leaf: leaf[None], settings),
-            first_position=jnp.asarray([7], jnp.int32),
-            rule=rule_lib.of(rule),
-            depth_max=2,
-            wanted=jnp.asarray([3], jnp.int32),
-        )[0]
+        settings = jax.tree.map(lambda leaf: leaf[None], settings)
+        how = {"first_position": jnp.asarray([7], jnp.int32), "depth_max": 2}
+        how |= {"rule": rule_lib.of(rule), "wanted": jnp.asarray([3], jnp.int32)}
+        return verification.decide(target, verified, proposal, settings, **how)[0]
 
     columns = jnp.asarray(parents or (0, 1, 2))
     best = jax.lax.top_k(logits[columns], 3)[1]

@@ -19,16 +19,8 @@ from spec_jax.pallas import skinny_gemm_triton
 
 SLAB = 16
 PREFIX = 250  # a window crosses a page, a block and a split of the keys
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-}
-
-
-_forward = rows_lib.compile_forward()
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+SIZES |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
 
 def window(count, slot=0, start=PREFIX):
@@ -41,20 +33,12 @@ def window(count, slot=0, start=PREFIX):
 class Model(rows_lib.Model):
     """One executable for everything: prefix, decoding and verification."""
 
-    def run(self, kv, rows, *, forward=_forward):
-        return super().run(kv, rows, slab=SLAB, forward=forward)
+    slab = SLAB
 
     def fill(self, kv, *, slot=0, length=PREFIX):
         for start in range(0, length, SLAB):
             kv, _ = self.run(kv, window(min(SLAB, length - start), slot, start))
         return kv
-
-    def decode_one_by_one(self, kv, rows, **options):
-        outputs = []
-        for row in rows:
-            kv, one = self.run(kv, [row], **options)
-            outputs.append(one)
-        return kv, jax.tree.map(lambda *rows: np.concatenate(rows), *outputs)
 
 
 def make_model(**changes) -> Model:

@@ -5,27 +5,11 @@ from collections.abc import Iterator
 
 
 # What may be done with a float without computing with it.
-MOVED = {
-    "bitcast",
-    "broadcast",
-    "concatenate",
-    "conditional",
-    "constant",
-    "copy",
-    "custom-call",
-    "dynamic-slice",
-    "dynamic-update-slice",
-    "fusion",
-    "gather",
-    "get-tuple-element",
-    "parameter",
-    "reshape",
-    "select",
-    "slice",
-    "transpose",
-    "tuple",
-    "while",
-}
+MOVED = set(
+    "bitcast broadcast concatenate conditional constant copy custom-call dynamic-slice "
+    "dynamic-update-slice fusion gather get-tuple-element parameter reshape select "
+    "slice transpose tuple while".split()
+)
 _FLOAT = r"\b(?:f16|bf16|f32|f64)\["
 TRITON = "__gpu$xla.gpu.triton"
 """What our kernels are called by, in a program."""
