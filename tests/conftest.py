@@ -22,9 +22,7 @@ random_weights.install()
 
 # No example fails, and none is refused, because the machine is busy with others.
 hypothesis.settings.register_profile(
-    "unhurried",
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("unhurried")
 

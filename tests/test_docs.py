@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
 RIDDLE = re.compile(
     r'(?:#:? *|"""|\.\s+)(?:Of|What|Who|Whoever|Those|Also) [a-z]|"""Which '
-    r"|\b(?:those that|whoever|for want of|goes on in|says nothing of|is none\b)",
+    r"|\b(?:those that|whoever|for want of|goes on in|says nothing of|is none\b)"
 )
 """Beginnings of sentences, and words, that leave the subject out."""
 NOUNS = set(

@@ -144,10 +144,7 @@ BAD = {
         {"top_logprobs": 265},
         "top_logprobs=265 is above 264, the vocabulary",
     ),
-    "an empty prefix": (
-        {"prefix": ""},
-        "prefix='': give one text, row of token",
-    ),
+    "an empty prefix": ({"prefix": ""}, "prefix='': give one text, row of token"),
     "several prefixes": ({"prefix": ["a", "b"]}, "give one text, row of token ids or"),
     "a prefix of no kind": (
         {"prefix": 7},

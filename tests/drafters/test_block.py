@@ -17,16 +17,8 @@ from decoding import SMALL
 from model import block_oracle as oracle
 
 from spec_jax import testing
-from spec_jax.drafters import (
-    block,
-    each,
-)
-from spec_jax.model import (
-    block_files,
-    block_params,
-    head_dialects,
-    row_model,
-)
+from spec_jax.drafters import block, each
+from spec_jax.model import block_files, block_params, head_dialects, row_model
 from spec_jax.rules import sampling as sampling_lib
 
 

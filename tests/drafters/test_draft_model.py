@@ -8,11 +8,7 @@ import pytest
 from decoding import MIXED, SMALL, Ask
 
 from spec_jax import testing
-from spec_jax.drafters import (
-    draft_model,
-    each,
-    tree_shapes,
-)
+from spec_jax.drafters import draft_model, each, tree_shapes
 from spec_jax.engine import rows as rows_lib
 
 
@@ -63,8 +59,7 @@ def test_a_rejected_draft_leaves_nothing_behind(num_slots=3):
         if rejected:
             longer = state.memory.replace(length=state.memory.length + 1)
             longer = state.replace(
-                memory=longer,
-                slots=state.slots.replace(length=state.slots.length + 1),
+                memory=longer, slots=state.slots.replace(length=state.slots.length + 1)
             )
             with pytest.raises((AssertionError, ValueError)):
                 assert_only_committed(NEARLY, longer, 0)
@@ -117,10 +112,7 @@ def kv_of(memory, slot):
 
 @pytest.mark.parametrize(
     "drafter",
-    [
-        as_drafter(),
-        as_drafter().for_tree(tree_shapes.parse("3-2")),
-    ],
+    [as_drafter(), as_drafter().for_tree(tree_shapes.parse("3-2"))],
     ids=["chain", "tree"],
 )
 def test_loops_end_in_a_slot_that_was_never_opened(drafter):

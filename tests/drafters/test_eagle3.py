@@ -23,13 +23,7 @@ from spec_jax.drafters import (
     tree_shapes,
 )
 from spec_jax.engine import forward
-from spec_jax.model import (
-    eagle3,
-    eagle3_files,
-    eagle3_params,
-    head_dialects,
-    row_model,
-)
+from spec_jax.model import eagle3, eagle3_files, eagle3_params, head_dialects, row_model
 
 
 HOT = jnp.arange(0, 96, 2, dtype=jnp.int32)
@@ -40,11 +34,7 @@ HEAD = eagle3_params.Eagle3Config(
     taps=(1, 0),  # of two layers
 ).validate()
 PARAMS = eagle3_params.init(
-    jax.random.key(3),
-    HEAD,
-    embed=decoding.TARGET_PARAMS.embed,
-    hot=HOT,
-    stddev=0.3,
+    jax.random.key(3), HEAD, embed=decoding.TARGET_PARAMS.embed, hot=HOT, stddev=0.3
 )
 
 

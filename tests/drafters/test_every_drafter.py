@@ -313,10 +313,7 @@ WITH_PAGES = ("draft-model", "hybrid", "eagle3", "dspark", "peagle")
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "draft-model",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in WITH_PAGES[1:]),
-    ],
+    ["draft-model", *(pytest.param(n, marks=pytest.mark.slow) for n in WITH_PAGES[1:])],
 )
 def test_where_pages_run_out_fewer_drafts_are_made(name):
     """Fails if a slot waits for a page, drafts on without one, or takes another's."""
@@ -349,10 +346,7 @@ def test_the_pool_of_a_drafter_is_not_copied(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["eagle3", "rnn", "dspark"],
-)
+@pytest.mark.parametrize("name", ["eagle3", "rnn", "dspark"])
 def test_native_drafts_are_those_of_xla(name):
     """Fails if the one call draws with other noise, or mixes otherwise.
 

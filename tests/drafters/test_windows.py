@@ -18,10 +18,7 @@ LENGTHS = (3, 7, 8, 11, 12, 16, 19)
 EAGLE = eagle.make(head=dataclasses.replace(eagle.HEAD, window=WINDOW))
 DRAFTERS = {
     "eagle3": (EAGLE, eagle.PARAMS),
-    "eagle3, tree": (
-        EAGLE.for_tree(tree_shapes.parse("2-2-1")),
-        eagle.PARAMS,
-    ),
+    "eagle3, tree": (EAGLE.for_tree(tree_shapes.parse("2-2-1")), eagle.PARAMS),
     "dflash": (
         blocks.make(
             dataclasses.replace(blocks.DFLASH, attention=(blocks._Sees(window=8),) * 2)

@@ -8,12 +8,7 @@ import pytest
 import tiny_pair
 
 import spec_jax as sj
-from spec_jax.model import (
-    families,
-    gpt_neox,
-    load as load_lib,
-    params as params_lib,
-)
+from spec_jax.model import families, gpt_neox, load as load_lib, params as params_lib
 from spec_jax.ops import dispatch
 
 
@@ -52,10 +47,7 @@ def pair(tmp_path_factory):
     return target, write_model(folder / "draft", seed=0, vocab_size=264)
 
 
-DRAFTERS = {
-    "draft-model": {"cache": "static"},
-    "tree": {"tree": "2x3:5"},
-}
+DRAFTERS = {"draft-model": {"cache": "static"}, "tree": {"tree": "2x3:5"}}
 SAMPLINGS = [sj.Sampling(temperature=0.0), sj.Sampling(temperature=0.7, seed=3)]
 
 

@@ -68,11 +68,7 @@ def settings_of(shape: str, draw: str, **more) -> dict:
 
 @pytest.mark.parametrize(
     ("name", "shape", "draw"),
-    [
-        ("bad words", "chain", "greedy"),
-        ("all", "tree", "0.7"),
-        ("all", "batch 4", "1"),
-    ],
+    [("bad words", "chain", "greedy"), ("all", "tree", "0.7"), ("all", "batch 4", "1")],
 )
 def test_rounds_are_decoding(lm, name, shape, draw):
     """Tokens, log-probabilities, logits and K/V, as integers."""

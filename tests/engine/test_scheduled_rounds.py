@@ -25,14 +25,7 @@ SCALING = {
 }
 
 
-def make(
-    rule="coupled",
-    *,
-    stops_early=False,
-    step_s=STEP_S,
-    num_slots=4,
-    **changes,
-):
+def make(rule="coupled", *, stops_early=False, step_s=STEP_S, num_slots=4, **changes):
     """A scheduler whose drafts, of a draft model, are scheduled."""
     made = schedule_lib.Schedule(gamma_max=decoding.GAMMA_MAX, stops_early=stops_early)
     changes = {

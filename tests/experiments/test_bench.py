@@ -40,10 +40,7 @@ def test_cases_run_in_turns_after_one_warm_up_each():
     cases = {"a": case("a", [90, 1, 2, 3])}
     cases["b"] = case("b", [80, 4, 8, 6])
     timings = bench.run(
-        cases,
-        repeats=3,
-        after_turn=lambda: turns.append(len(calls)),
-        clock=clock,
+        cases, repeats=3, after_turn=lambda: turns.append(len(calls)), clock=clock
     )
     assert calls == ["a", "b"] * 4 and turns == [2, 4, 6, 8]
     assert timings.seconds == {"a": [1, 2, 3], "b": [4, 8, 6]}

@@ -217,10 +217,7 @@ def test_changed_code_is_not_certified(folders, tmp_path, monkeypatch, capsys):
         commands.assert_fails_with(
             capsys,
             commands.several_cells(folders, "--certificate", str(certificate)),
-            *(
-                "names the commit",
-                "spec_jax/load.py, experiments/plan.py and 1 more",
-            ),
+            *("names the commit", "spec_jax/load.py, experiments/plan.py and 1 more"),
             "--allow-dirty",
         )
     assert not certificate.exists()

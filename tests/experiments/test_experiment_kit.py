@@ -16,15 +16,7 @@ import tiny_pair
 from script_runs import ROOT, last_line, rows_of, run_python
 
 from experiments import exactness
-from experiments.lib import (
-    cli,
-    fan_out,
-    records,
-    results,
-    summaries,
-    tables,
-    terminal,
-)
+from experiments.lib import cli, fan_out, records, results, summaries, tables, terminal
 from spec_jax.analysis import metrics
 from spec_jax.engine import state
 

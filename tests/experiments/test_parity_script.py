@@ -16,13 +16,7 @@ from script_runs import rows_of, write_rows
 from experiments import parity, plot
 from experiments.lib import microscope, superseded
 from spec_jax import testing
-from spec_jax.model import (
-    llama,
-    observe,
-    params as params_lib,
-    qwen3,
-    row_model,
-)
+from spec_jax.model import llama, observe, params as params_lib, qwen3, row_model
 
 
 START = len(decoding.PROMPT) - 1

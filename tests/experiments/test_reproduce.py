@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 
 from experiments import reproduce
-from experiments.lib import (
-    curves,
-    files,
-    published,
-    records,
-    reproduction,
-    table_rows,
-)
+from experiments.lib import curves, files, published, records, reproduction, table_rows
 from spec_jax import testing
 from spec_jax.model import hub
 from spec_jax.native import build

@@ -99,10 +99,7 @@ REFUSED = {
     "words as text": (lambda: built_in.bad_words(["no"]), "give at least one token id"),
     "one row of words": (lambda: built_in.bad_words([3]), "give at least one token id"),
     "no least": (lambda: built_in.min_tokens(0, [1]), "count=0 must be a whole number"),
-    "half a least": (
-        lambda: built_in.min_tokens(1.5, [1]),
-        "count=1.5 must be a w",
-    ),
+    "half a least": (lambda: built_in.min_tokens(1.5, [1]), "count=1.5 must be a w"),
     "nothing stops": (lambda: built_in.min_tokens(3, []), "give at least one token id"),
     "a penalty of 0": (
         lambda: built_in.penalties(repetition=0.0),

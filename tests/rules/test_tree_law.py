@@ -299,10 +299,7 @@ def test_planted_biases_are_caught(fault, rule, rng, monkeypatch):
 
 @pytest.mark.parametrize(
     "rule, is_certain",
-    [
-        *itertools.product(("rejection", "block"), (False, True)),
-        ("multipath", False),
-    ],
+    [*itertools.product(("rejection", "block"), (False, True)), ("multipath", False)],
 )
 def test_on_a_chain_it_is_the_rule_of_chains(is_certain, rule, rng):
     """As integers: what is kept, and the own token."""
