@@ -42,13 +42,7 @@ def spoilt(name: str) -> wrong_targets.Spoilt:
 
 
 def decode(params, ask):
-    state = decoding.begin_plain(
-        ask.prompt,
-        max_tokens=ask.max_tokens,
-        target=SMALL.target,
-        params=SMALL.weights,
-        sampling=ask.settings,
-    )
+    state = decoding.begun(SMALL, ask)
     target = wrong_targets.SpoiltLogits(target=rows.of(SMALL.target, 1))
     return baseline.generate(target, params, state, max_steps=decoding.FOREVER)
 

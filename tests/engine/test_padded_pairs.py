@@ -15,17 +15,10 @@ from spec_jax.ops import dispatch
 def write_model(folder, *, seed: int, **changes):
     """A folder of random weights with the byte tokenizer of 257 entries."""
     sizes = {
-        "vocab_size": 272,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "rotary_size": 4,
-        "max_position_embeddings": 256,
-        "dtype": "float32",
-    }
+        "vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_layers": 1,
+        "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "rotary_size": 4,
+        "max_position_embeddings": 256, "dtype": "float32",
+    }  # fmt: skip
     config = gpt_neox.GPTNeoXConfig(**sizes | changes)
     params = params_lib.init(jax.random.key(seed), config, stddev=0.3)
     # Whatever comes after the entries with a token would always be drawn.
