@@ -28,11 +28,6 @@ needs_matplotlib = pytest.mark.skipif(
 )
 
 
-#
-# What is published
-#
-
-
 @pytest.mark.parametrize("name", published.PAGES)
 def test_tables_are_of_the_rows(name):
     """Fails if a number was typed, or its row was measured again without it."""
@@ -95,11 +90,6 @@ def test_rows_are_of_commits():
 def test_rows_name_no_folder_of_a_machine():
     for path in (*RESULTS.glob("*.jsonl"), *RESULTS.glob("certificates/*.json")):
         assert '"/' not in path.read_text(), path
-
-
-#
-# Making it anew
-#
 
 
 def test_every_step_can_be_parsed(tmp_path, monkeypatch):
