@@ -22,9 +22,7 @@ random_weights.install()
 
 # No example fails, and none is refused, because the machine is busy with others.
 hypothesis.settings.register_profile(
-    "unhurried",
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("unhurried")
 
@@ -53,18 +51,14 @@ def pytest_configure(config) -> None:
         os.environ[name.upper()] = str(value)  # For processes that tests start.
 
 
-LONGEST = (
-    *("test_hopper_model.py", "test_triton_model.py", "test_row_attention.py"),
-    *("test_rows.py", "test_round.py", "test_mesh.py", "test_tree_rows.py"),
-    *(
-        "test_every_drafter.py",
-        "test_block.py",
-        "test_eagle3.py",
-        "test_draft_trees.py",
-    ),
-    *("test_processing.py", "test_samples.py", "test_front_door.py"),
-    *("test_native_sanitizers.py", "test_native_threads.py", "test_readme.py"),
-)
+LONGEST = [
+    f"test_{name}.py"
+    for name in (
+        "hopper_model triton_model row_attention rows round mesh tree_rows "
+        "every_drafter block eagle3 draft_trees processing samples front_door "
+        "native_sanitizers native_threads readme"
+    ).split()
+]
 """Files that one process would be left with at the end, while the other waits."""
 
 
@@ -103,3 +97,10 @@ def bounded_mappings():
 def rng() -> np.random.Generator:
     """A generator with a fixed seed."""
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def optax_promotes():
+    """Promotion as jax has it by default: optax is not written for strict modes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

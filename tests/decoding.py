@@ -44,15 +44,9 @@ Status = states.Status
 
 
 make_config = functools.partial(
-    tiny_pair.config,
-    vocab_size=96,
-    hidden_size=48,
-    intermediate_size=80,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    max_position_embeddings=512,
-)
+    tiny_pair.config, vocab_size=96, hidden_size=48, intermediate_size=80, num_layers=2,
+    num_heads=4, num_kv_heads=2, max_position_embeddings=512,
+)  # fmt: skip
 """A two-layer model with 96 tokens."""
 
 TARGET = row_model.RowModel(config=make_config(), impl="xla", slab=GAMMA_MAX + 1)
@@ -255,27 +249,31 @@ class Setting:
 SMALL = Setting()
 
 
+def setting_of(impl: str, **changes) -> Setting:
+    """`SMALL` on an implementation; skips the test where that cannot be had."""
+    needs(impl)
+    return Setting(target=dataclasses.replace(TARGET, impl=impl, **changes))
+
+
+def sampling_of(num_slots: int, **values) -> sampling_lib.SamplingSettings:
+    """The same settings in each slot."""
+    one = sampling_lib.make_settings(**values)
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), one)
+
+
+def padded(texts: Sequence[Sequence[int]], size: int, *, behind: int = 0) -> jax.Array:
+    """Texts of slots as rounds have them, `[B, size]` int32."""
+    rows = [[*text, *[behind] * (size - len(text))] for text in texts]
+    return jnp.array(rows, jnp.int32)
+
+
 def begin_plain(
-    prompt=PROMPT,
-    *,
-    max_tokens=40,
-    stop_ids=(),
-    capacity=CAPACITY,
-    target=TARGET,
-    params=TARGET_PARAMS,
-    sampling=None,
+    prompt=PROMPT, *, capacity=CAPACITY, target=TARGET, params=TARGET_PARAMS, **settings
 ) -> baseline.DecodeState:
     """Decoding of the tiny target before its first step."""
     kv = target.new_cache(capacity=capacity, page_size=PAGE_SIZE)
-    return baseline.begin(
-        target,
-        params,
-        kv,
-        prompt,
-        max_tokens=max_tokens,
-        stop_ids=stop_ids,
-        sampling=sampling,
-    )
+    settings = {"max_tokens": 40, "stop_ids": (), "sampling": None} | settings
+    return baseline.begin(target, params, kv, prompt, **settings)
 
 
 def plain(
@@ -286,16 +284,18 @@ def plain(
     return baseline.generate(target, params, state, max_steps=FOREVER)
 
 
+def begun(setting: Setting, ask: Ask) -> baseline.DecodeState:
+    """Decoding of a sequence before its first step."""
+    of_ask = {"max_tokens": ask.max_tokens, "stop_ids": ask.stop_ids}
+    where = {"target": setting.target, "params": setting.weights}
+    where |= {"capacity": setting.capacity, "sampling": ask.settings}
+    return begin_plain(ask.prompt, **of_ask, **where)
+
+
 @functools.cache
 def _decoded(setting: Setting, ask: Ask) -> baseline.DecodeState:
-    return plain(
-        ask.prompt,
-        max_tokens=ask.max_tokens,
-        stop_ids=ask.stop_ids,
-        capacity=setting.capacity,
-        target=setting.target,
-        params=setting.weights,
-        sampling=ask.settings,
+    return baseline.generate(
+        setting.target, setting.weights, begun(setting, ask), max_steps=FOREVER
     )
 
 
@@ -436,16 +436,46 @@ def run(
     return generate(scheduler, admit(scheduler, requests, draws=draws))
 
 
+def checked(
+    setting: Setting, asks: Sequence[Ask] | Mapping[int, Ask], **how
+) -> states.State:
+    """`run`, after which each slot is what decoding makes of its sequence."""
+    state = run(setting, asks, **how)
+    assert_as_decoded(setting, state, asks)
+    return state
+
+
 @functools.partial(jax.jit, static_argnames="drafter")
 def propose(drafter, params, memory, **asked):
     """`drafter.propose`, compiled whole: quicker than one operation after another."""
     return drafter.propose(params, memory, **asked)
 
 
+def propose_after(
+    slots, params, memory, texts, *, size=65, gamma=None, sampling=None, behind=0
+):
+    """Memory and proposal of slots after a text each."""
+    gamma = [slots.gamma_max] * len(texts) if gamma is None else gamma
+    asked = {
+        "tokens": padded(texts, size, behind=behind),
+        "length": jnp.array([len(text) for text in texts], jnp.int32),
+        "gamma": jnp.array(gamma, jnp.int32),
+    }
+    return propose(slots, params, memory, **asked, sampling=sampling)
+
+
 @functools.partial(jax.jit, static_argnames="drafter")
 def commit(drafter, params, memory, length, **asked):
     """`drafter.commit`, as above."""
     return drafter.commit(params, memory, length, **asked)
+
+
+def rounds(
+    scheduler, asks: Sequence[Ask], *, draws: bool | None = None
+) -> states.State:
+    """All rounds of sequences, drafted by whatever the scheduler has."""
+    requests = [ask.request() for ask in asks]
+    return generate(scheduler, admit(scheduler, requests, draws=draws))
 
 
 def slot_of(state: states.State, slot: int = 0) -> states.Slots:

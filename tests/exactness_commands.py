@@ -5,26 +5,14 @@ import functools
 import json
 import pathlib
 
-import pytest
 import script_runs
-import tiny_pair
 from script_runs import models_of, rows_of
 
 from experiments import exactness
 from experiments.lib import certificates
-from spec_jax.native import build
 
 
 NUM_PROMPTS, GEN_TOKENS = 3, 12
-
-
-def write_pair(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """Folders of target and draft; skips where native kernels cannot be built."""
-    try:
-        build.load()
-    except build.BuildError as error:
-        pytest.skip(str(error))
-    return tiny_pair.write(folder)
 
 
 def one_cell(folders, *more: str) -> list[str]:
@@ -60,15 +48,12 @@ def verify(folders, certificate: pathlib.Path, *more: str) -> int:
     return exactness.main([*models_of(folders), "--verify", str(certificate), *more])
 
 
-def edited(
-    certificate: pathlib.Path, path: pathlib.Path, edit, *, signed: bool = True
-) -> pathlib.Path:
-    """A certificate after `edit`; `signed` as a forger would, with its own hash."""
+def edited(certificate: pathlib.Path, path: pathlib.Path, edit) -> pathlib.Path:
+    """A certificate after `edit`, signed as a forger would, with its own hash."""
     content = json.loads(certificate.read_text())
     edit(content)
-    if signed:
-        del content["sha256"]
-        content["sha256"] = certificates.sha256_of(content)
+    del content["sha256"]
+    content["sha256"] = certificates.sha256_of(content)
     path.write_text(json.dumps(content))
     return path
 

@@ -21,6 +21,15 @@ def rows_of(path: pathlib.Path, kind: str | None = None) -> list[dict]:
     return [row for row in rows if kind is None or row["kind"] == kind]
 
 
+def rows_from(
+    main: Callable, folder: pathlib.Path, arguments: Sequence[str], status: int = 0
+) -> list[dict]:
+    """Runs a script, which ends with that status: its rows."""
+    out = folder / "out.jsonl"
+    assert main([*arguments, "--out", str(out)]) == status
+    return rows_of(out)
+
+
 SUPERSEDED = ("commit_decode_steps", "correction_steps", "mirror_decode_steps")
 """Forwards of designs that are no more, which older rows count as 0."""
 

@@ -102,13 +102,10 @@ def simulate(
 
 def _settle(gamma_policy, state, gamma, num_accepted):
     """Settles a round of one slot."""
-    settled = gamma_policy.settle(
-        jax.tree.map(lambda leaf: leaf[None], state),
-        asked=gamma[None],
-        num_active=jnp.int32(1),
-        num_verified=gamma,
-        num_accepted=num_accepted,
-    )
+    told = {"num_active": jnp.int32(1), "num_verified": gamma}
+    told |= {"asked": gamma[None], "num_accepted": num_accepted}
+    slots = jax.tree.map(lambda leaf: leaf[None], state)
+    settled = gamma_policy.settle(slots, **told)
     return jax.tree.map(lambda leaf: leaf[0], settled)
 
 

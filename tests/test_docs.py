@@ -1,6 +1,8 @@
-"""The pages in `docs/`: what they show, what they name, and what links to them."""
+"""The pages in `docs/` and docstrings: what they show, name and link to."""
 
 import ast
+import doctest
+import importlib
 import inspect
 import pathlib
 import re
@@ -14,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
 RIDDLE = re.compile(
     r'(?:#:? *|"""|\.\s+)(?:Of|What|Who|Whoever|Those|Also) [a-z]|"""Which '
-    r"|\b(?:those that|whoever|for want of|goes on in|says nothing of|is none\b)",
+    r"|\b(?:those that|whoever|for want of|goes on in|says nothing of|is none\b)"
 )
 """Beginnings of sentences, and words, that leave the subject out."""
 NOUNS = set(
@@ -109,18 +111,12 @@ def test_docstrings_and_comments_say_who_does_what(look):
     assert {path: words for path, words in found.items() if words} == {}
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["# Of equal ones the first.", "x = 1  # Those are kept.", "# A literal is none."],
-)
-def test_a_riddle_is_seen(line):
+def test_riddles_and_missing_verbs_are_seen():
     """Negative control."""
-    assert riddles(line)
+    first = "# Of equal ones the first."
+    for line in (first, "x = 1  # Those are kept.", "# A literal is none."):
+        assert riddles(line)
     assert not riddles("# The first of equal ones is kept.")
-
-
-def test_a_docstring_without_a_verb_is_seen():
-    """Negative control."""
     text = """
 def noun(): "The sum."
 def plural(): "Rows of a slab."
@@ -129,3 +125,21 @@ def verb(): "Returns the sum."
 def name(self): "The name."
 """
     assert without_verb(text) == ["noun: The", "plural: Rows"]
+
+
+@pytest.mark.parametrize("module", ["algorithms", "generation", "loading", "lossless"])
+def test_examples_of_the_docstrings_run(module):
+    """As they stand there, on the embedded pair."""
+    module = importlib.import_module(f"spec_jax.{module}")
+    tests = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    assert tests
+    for test in tests:
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+        assert runner.run(test).failed == 0, test.name
+
+
+def test_a_failing_example_is_seen():
+    """Negative control of the above."""
+    parsed = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "it", None, 0)
+    said = []
+    assert doctest.DocTestRunner().run(parsed, out=said.append).failed == 1 and said

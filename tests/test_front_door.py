@@ -155,14 +155,7 @@ def test_given_stops_add_to_those_of_the_folder(cycle):
 
 
 def _streamed(lm, prompt, **settings):
-    """The end of a stream, whose pieces have made up its text."""
-    stream, text = sj.stream(lm, prompt, **settings), ""
-    while True:
-        try:
-            text += next(stream).text
-        except StopIteration as end:
-            assert text == end.value.text
-            return end.value
+    return tiny_pair.streamed(lm, prompt, **settings)[1]
 
 
 def test_options_reach_the_chat_template(lm):
@@ -187,15 +180,8 @@ def test_streamed_pieces_are_whole_characters(cycle, max_tokens, gamma):
     """
     settings = {"max_tokens": max_tokens, "gamma": gamma}
     out = sj.generate(cycle, TEXT, **settings)
-    stream = sj.stream(cycle, TEXT, **settings)
-    pieces = []
-    while True:
-        try:
-            pieces.append(next(stream))
-        except StopIteration as end:
-            assert end.value.tokens == out.tokens and end.value.text == out.text
-            break
-    assert "".join(piece.text for piece in pieces) == out.text
+    pieces, end = tiny_pair.streamed(cycle, TEXT, **settings)
+    assert end.tokens == out.tokens and end.text == out.text
     assert all("\N{REPLACEMENT CHARACTER}" not in one.text for one in pieces[:-1])
     assert out.text.startswith(TEXT * 2) and len(out.tokens) == max_tokens
     half = out.text.endswith("\N{REPLACEMENT CHARACTER}")

@@ -47,43 +47,29 @@ def test_other_names_point_to_the_right_one(lm, name):
 BAD = {
     "no prompt": ({"prompt": []}, "the list of prompts is empty: give at least one"),
     "an empty text": ({"prompt": ""}, "prompt is empty: there is no token to decode"),
-    "no token for an answer of one": (
-        {"prompt": "", "max_tokens": 1},
-        "prompt is empty: there is no token to decode",
-    ),
+    "no token for an answer of one": ({"prompt": "", "max_tokens": 1},
+        "prompt is empty: there is no token to decode"),
     "no text at all": ({"prompt": 7}, "a prompt of type int: give text, token ids, me"),
     "a prompt of numbers": ({"prompt": [[1.5]]}, "give one row of token ids, whole n"),
     "a prompt of one number": ({"prompt": [1.0]}, "dtype float64: give one row of tok"),
-    "a message": (
-        {"prompt": {"role": "user", "content": "hi"}},
-        "a prompt of type dict: messages are a list, even one, as in .*'role': 'user'",
-    ),
-    "a message among prompts": (
-        {"prompt": ["a", {"role": "user"}]},
-        "a prompt of type dict: messages are a list",
-    ),
-    "nothing among prompts": (
-        {"prompt": ["a", None]},
-        "a prompt of type NoneType: giv",
-    ),
-    "options of no chat": (
-        {"chat": {"enable_thinking": True}},
-        "chat=.* is of chats, and no prompt has messages",
-    ),
-    "options by place": (
-        {"prompt": [{"role": "user"}], "chat": ["tools"]},
-        r"chat=\['tools'\] is no mapping of names",
-    ),
+    "a message": ({"prompt": {"role": "user", "content": "hi"}},
+        "a prompt of type dict: messages are a list, even one, as in .*'role': 'user'"),
+    "a message among prompts": ({"prompt": ["a", {"role": "user"}]},
+        "a prompt of type dict: messages are a list"),
+    "nothing among prompts": ({"prompt": ["a", None]},
+        "a prompt of type NoneType: giv"),
+    "options of no chat": ({"chat": {"enable_thinking": True}},
+        "chat=.* is of chats, and no prompt has messages"),
+    "options by place": ({"prompt": [{"role": "user"}], "chat": ["tools"]},
+        r"chat=\['tools'\] is no mapping of names"),
     "an option of no template": (
         {"prompt": [{"role": "user", "content": "hi"}], "chat": {"thinking": True}},
         "chat template: does not read thinking; its options are add_generation_prompt",
     ),
     "a token of another vocabulary": ({"prompt": [3, 264]}, r"264, outside \[0, 264\)"),
     "rows of ids": ({"prompt": np.ones((2, 2), int)}, r"prompt has shape \[2, 2\]"),
-    "max_tokens": (
-        {"max_tokens": 0},
-        "max_tokens=0 must be a whole number of at least",
-    ),
+    "max_tokens": ({"max_tokens": 0},
+        "max_tokens=0 must be a whole number of at least"),
     "a long answer": (
         {"max_tokens": 3000},
         r"9 tokens and max_tokens=3000 make 3009 positions, and the model has 2048 "
@@ -102,10 +88,8 @@ BAD = {
         r"max_position_embeddings\): ask for smaller pages",
     ),
     "an empty stop text": ({"stop": ["ab", ""]}, "stop has an empty text, which every"),
-    "half a stop text": (
-        {"stop": "\ud800"},
-        "stop text .* has half a character, which",
-    ),
+    "half a stop text": ({"stop": "\ud800"},
+        "stop text .* has half a character, which"),
     "stop bytes": ({"stop": b"ab"}, "stop=b'ab': give token ids and texts, as in stop"),
     "stop numbers": ({"stop": [1.5]}, "stop has shape .* give one row of token ids"),
     "a stop number": ({"stop": 1.5}, "stop has shape .* give one row of token ids"),
@@ -113,55 +97,36 @@ BAD = {
     "a negative stop": ({"stop": -1}, r"stop has token -1, outside \[0, 264\)"),
     "no stop": ({"stop": [None]}, "stop has shape .* give one row of token ids"),
     "many tokens": ({"max_tokens": 2**31}, "max_tokens=2147483648 is above 2147483647"),
-    "sampling by number": (
-        {"sampling": 0.7},
-        "sampling=0.7: give a Sampling, or a lis",
-    ),
+    "sampling by number": ({"sampling": 0.7},
+        "sampling=0.7: give a Sampling, or a lis"),
     "no sampling for one": (
         {"prompt": ["a", "b"], "sampling": [sj.Sampling(), None]},
         r"sampling\[1\]=None: give a Sampling for each prompt; Sampling\(temperature=0",
     ),
-    "sampling": (
-        {"prompt": ["a", "b"], "sampling": [sj.Sampling()]},
-        "1 settings of sampling for 2 prompts: give one for all, or one for each",
-    ),
+    "sampling": ({"prompt": ["a", "b"], "sampling": [sj.Sampling()]},
+        "1 settings of sampling for 2 prompts: give one for all, or one for each"),
     "no sample": ({"n": 0}, "n=0 must be a whole number of at least 1"),
     "half a sample": ({"n": 1.5}, "n=1.5 must be a whole number of at least 1"),
     "greedy samples": ({"n": 2}, "n=2 samples drawn greedily are one text: give a tem"),
-    "greedy samples of settings": (
-        {"n": 2, "sampling": sj.Sampling(temperature=0)},
-        "n=2 samples drawn greedily are one text: give a tem",
-    ),
-    "more samples than a seed has": (
-        {"n": 4097, "sampling": sj.Sampling()},
-        "request=0 and sample=4096 of one seed: it has noise for",
-    ),
-    "fewer than no likely tokens": (
-        {"top_logprobs": -1},
-        "top_logprobs=-1 must be a whole number of at least 0",
-    ),
-    "more likely tokens than there are": (
-        {"top_logprobs": 265},
-        "top_logprobs=265 is above 264, the vocabulary",
-    ),
-    "an empty prefix": (
-        {"prefix": ""},
-        "prefix='': give one text, row of token",
-    ),
+    "greedy samples of settings": ({"n": 2, "sampling": sj.Sampling(temperature=0)},
+        "n=2 samples drawn greedily are one text: give a tem"),
+    "more samples than a seed has": ({"n": 4097, "sampling": sj.Sampling()},
+        "request=0 and sample=4096 of one seed: it has noise for"),
+    "fewer than no likely tokens": ({"top_logprobs": -1},
+        "top_logprobs=-1 must be a whole number of at least 0"),
+    "more likely tokens than there are": ({"top_logprobs": 265},
+        "top_logprobs=265 is above 264, the vocabulary"),
+    "an empty prefix": ({"prefix": ""}, "prefix='': give one text, row of token"),
     "several prefixes": ({"prefix": ["a", "b"]}, "give one text, row of token ids or"),
-    "a prefix of no kind": (
-        {"prefix": 7},
-        "a prompt of type int: give text, token ids",
-    ),
+    "a prefix of no kind": ({"prefix": 7},
+        "a prompt of type int: give text, token ids"),
     "a chat after a text": (
         {"prompt": [{"role": "user", "content": "hi"}], "prefix": "a"},
         "prefix= and the prompts are both of messages, or neither",
     ),
-    "a text after a chat": (
-        {"prefix": [{"role": "system", "content": "hi"}]},
-        "prefix= and the prompts are both of messages, or neither",
-    ),
-}
+    "a text after a chat": ({"prefix": [{"role": "system", "content": "hi"}]},
+        "prefix= and the prompts are both of messages, or neither"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -185,12 +150,9 @@ def test_bad_settings_of_sampling_are_refused():
         sj.Sampling(temperature=0.0, top_k=20)
 
 
-def test_a_stream_is_of_one_sample(lm):
+def test_a_stream_is_of_one_sample_of_one_prompt(lm):
     message = r"^stream has no argument 'n': write generate\(..., n=...\) or decode"
     with pytest.raises(TypeError, match=message):
         sj.stream(lm, PROMPT, n=2)
-
-
-def test_a_stream_is_of_one_prompt(lm):
     with pytest.raises(ValueError, match="stream takes one prompt, not 3: call it for"):
         sj.stream(lm, [PROMPT] * 3)

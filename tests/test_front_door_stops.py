@@ -48,18 +48,10 @@ def prompt(lm):
 
 
 def streamed(lm, prompt, **settings):
-    """The end of a stream, whose pieces made up its text and tokens."""
-    stream, pieces = sj.stream(lm, prompt, **settings), []
-    while True:
-        try:
-            pieces.append(next(stream))
-        except StopIteration as end:
-            out = end.value
-            break
-    assert "".join(piece.text for piece in pieces) == out.text
-    assert [token for piece in pieces for token in piece.tokens] == out.tokens
+    """The end of a stream, of which nothing was taken back."""
+    pieces, out = tiny_pair.streamed(lm, prompt, **settings)
     shown = ""
-    for piece in pieces:  # Nothing was taken back.
+    for piece in pieces:
         shown += piece.text
         assert out.text.startswith(shown)
     return out
@@ -206,18 +198,13 @@ def test_ids_and_texts_together(lm, prompt):
         out = call(lm, prompt, max_tokens=MAX_TOKENS, stop=["f(", second])
         assert (out.text, len(out.tokens)) == ("", 1)
         # Tokens do not depend on what is shown.
-        shown = {
-            is_hidden: call(
-                lm,
-                prompt,
-                max_tokens=MAX_TOKENS,
-                stop=["日<eot>f(x)"],
-                skip_special_tokens=is_hidden,
-            )
+        how = {"max_tokens": MAX_TOKENS, "stop": ["日<eot>f(x)"]}
+        shown = [
+            call(lm, prompt, skip_special_tokens=is_hidden, **how)
             for is_hidden in (True, False)
-        }
-        assert len({tuple(out.tokens) for out in shown.values()}) == 1
-        assert {out.text for out in shown.values()} == {"f(x)\n    return "}
+        ]
+        assert len({tuple(out.tokens) for out in shown}) == 1
+        assert {out.text for out in shown} == {"f(x)\n    return "}
 
 
 def test_an_end_at_the_limit_is_a_stop(lm, prompt):

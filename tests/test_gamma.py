@@ -326,13 +326,9 @@ def play_ranks(read, *, kind=goodput.RankGoodput, rounds=300):
     for _ in range(rounds):
         budget = int(choose(state))
         kept = (rng.random(len(chances)) < chances) & (np.arange(len(chances)) < budget)
-        state = update(
-            state,
-            gamma=jnp.int32(budget),
-            num_drafted=jnp.int32(budget),
-            num_accepted=jnp.int32(kept.sum()),
-            kept=jnp.asarray(read(kept)),
-        )
+        told = {"num_accepted": jnp.int32(kept.sum()), "kept": jnp.asarray(read(kept))}
+        told |= dict.fromkeys(("gamma", "num_drafted"), jnp.int32(budget))
+        state = update(state, **told)
     speeds = np.cumsum([1.0, *chances]) / round_s
     return speeds[int(state.gamma)] / speeds.max()
 

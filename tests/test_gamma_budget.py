@@ -17,14 +17,9 @@ GAMMA_MAX, NUM_TOKENS, NUM_TEXTS = 7, 256, 8
 ROW = 0.03
 DRAFTS = (0.0, 0.05, 0.2, 0.6)
 CHANCES = {
-    "0": (0.0,),
-    "0.1": (0.1,),
-    "0.3": (0.3,),
-    "0.6": (0.6,),
-    "0.9": (0.9,),
-    "turns hard": (0.9, 0.0),
-    "turns easy": (0.0, 0.9),
-}
+    "0": (0.0,), "0.1": (0.1,), "0.3": (0.3,), "0.6": (0.6,), "0.9": (0.9,),
+    "turns hard": (0.9, 0.0), "turns easy": (0.0, 0.9),
+}  # fmt: skip
 AFTER = (16, 40, 64, 120, NUM_TOKENS)
 """Rounds after which the time is looked at: texts of as many tokens or more."""
 

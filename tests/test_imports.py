@@ -199,29 +199,23 @@ def test_what_packages_list_is_there():
 
 
 PLANTED = {
-    "a layer below knows one above": (
-        "ops/bad.py",
-        "from spec_jax.paging import cache",
-    ),
+    "a layer below knows one above": ("ops/bad.py",
+        "from spec_jax.paging import cache"),
     "rules know the engine": ("rules/bad.py", "from spec_jax.engine import round"),
     "rounds know pages": ("engine/round.py", "from spec_jax.paging import cache"),
     "rounds know models": ("engine/round.py", "import spec_jax.model.qwen3"),
     "lookup knows models": ("drafters/ngram.py", "from spec_jax.model import qwen3"),
-    "metrics know rules": (
-        "analysis/metrics.py",
-        "from spec_jax.rules import acceptance",
-    ),
-    "an import inside a function": (
-        "ops/bad.py",
-        "def f():\n    from spec_jax import loading\n    return loading",
-    ),
+    "metrics know rules": ("analysis/metrics.py",
+        "from spec_jax.rules import acceptance"),
+    "an import inside a function": ("ops/bad.py",
+        "def f():\n    from spec_jax import loading\n    return loading"),
     "experiments": ("loading.py", "from experiments import records"),
     "tests": ("loading.py", "import tests"),
     "a module without a layer": ("helpers.py", "import jax"),
     "a relative import": ("ops/bad.py", "from . import rope"),
     "a function by name": ("ops/bad.py", "from spec_jax.ops.rope import rope"),
     "a library's function by name": ("ops/bad.py", "from jax.numpy import einsum"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", PLANTED)

@@ -14,16 +14,9 @@ from spec_jax.analysis import metrics
 # Four rounds that drafted 3, 3, 3 and 1 tokens and kept 3, 0, 1 and 1 of them; the
 # last round committed two tokens, of which the limit cut one off.
 HAND = metrics.Counters(
-    tokens=8,
-    rounds=4,
-    proposed=10,
-    accepted=5,
-    cut=1,
-    accepted_hist=(1, 2, 0, 1),
-    proposed_at=(4, 2, 1),
-    accepted_at=(3, 1, 1),
-    kept_by_rank=(3, 1, 1),
-)
+    tokens=8, rounds=4, proposed=10, accepted=5, cut=1, accepted_hist=(1, 2, 0, 1),
+    proposed_at=(4, 2, 1), accepted_at=(3, 1, 1), kept_by_rank=(3, 1, 1),
+)  # fmt: skip
 
 
 def test_counted_numbers_by_hand():
@@ -71,15 +64,11 @@ def simulate(rounds: list[tuple[int, int]], gamma_max: int, cut: int):
         hist[kept] += 1
     cut = min(cut, committed)
     return metrics.Counters(
-        tokens=committed - cut,
-        rounds=len(rounds),
+        tokens=committed - cut, rounds=len(rounds),
         proposed=sum(drafted for drafted, _ in rounds),
-        accepted=sum(kept for _, kept in rounds),
-        cut=cut,
-        accepted_hist=tuple(hist),
-        proposed_at=tuple(reached),
-        accepted_at=tuple(kept_at),
-    )
+        accepted=sum(kept for _, kept in rounds), cut=cut, accepted_hist=tuple(hist),
+        proposed_at=tuple(reached), accepted_at=tuple(kept_at),
+    )  # fmt: skip
 
 
 @hypothesis.settings(deadline=None)

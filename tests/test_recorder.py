@@ -44,9 +44,9 @@ def run_scripted(target, asks, *, wrong=None):
     return watched.detach(decoding.generate(watching, watched.attach(state)))
 
 
-def decided(recording, length, *, slot=0, num_prompt=NUM_PROMPT):
+def decided(recording, length, *, slot=0):
     """What the rows that decided the generated tokens saw, as arrays of integers."""
-    at = slice(num_prompt - 1, int(length) - 1)
+    at = slice(NUM_PROMPT - 1, int(length) - 1)
     names = ("fed", "chosen", "log_prob", "logits_hash", "highest", "lowest")
     return {n: bits(np.asarray(getattr(recording, n)))[slot, at] for n in names}
 
@@ -87,20 +87,6 @@ def test_rounds_record_what_decoding_does(plain, rounds):
         length = rounds[0].slots.length[slot]
         assert_same_bits(decided(rounds[1], length, slot=slot), expected)
     assert int(rounds[0].slots.num_rounds[2]) < 40
-
-
-def test_slots_record_their_own():
-    """Fails if an entry goes to a neighbour: other prompts, of other lengths."""
-    target = decoding.quickest()
-    asks = (Ask(run=2), Ask(prompt=(5, 9), run=1, max_tokens=9), Ask(prompt=(60,)))
-    state, found = run_scripted(target, asks)
-    for slot, ask in enumerate(asks):
-        alone, own = run_scripted(target, [ask])
-        settings = {"num_prompt": len(ask.prompt)}
-        assert_same_bits(
-            decided(found, state.slots.length[slot], slot=slot, **settings),
-            decided(own, alone.slots.length[0], **settings),
-        )
 
 
 def test_entries_are_of_the_logits(plain):

@@ -174,18 +174,12 @@ def test_samples_are_those_of_decoding(lm, case):
     assert shared(outs)[0] == 0
 
 
-@pytest.mark.parametrize("case", ["samples after a prefix"])
-def test_a_head_has_the_features_of_the_prompt(with_head, case):
+def test_a_head_has_the_features_of_the_prompt(with_head):
     """Fails if features of shared rows are others: drafts then are, too."""
-    outs = generated(with_head, case)
+    outs = generated(with_head, "samples after a prefix")
     for one in outs:
-        apart = sj.generate(
-            with_head,
-            one.prompt_tokens,
-            gamma=3,
-            **SHORT
-            | {"sampling": dataclasses.replace(DRAWN, seed=one.provenance["seed"])},
-        )
+        how = SHORT | {"gamma": 3, "sampling": drawn_of(one)}
+        apart = sj.generate(with_head, one.prompt_tokens, **how)
         assert one.tokens == apart.tokens
         assert one.metrics["rounds"] == apart.metrics["rounds"]
     assert sum(shared(outs)) > 0
@@ -319,16 +313,10 @@ def test_owners_are_counted_through_a_queue(
 @pytest.mark.slow
 def test_a_static_cache_shares_nothing(folders):
     """It prefills every prompt, and writes the same."""
-    found = [
-        sj.generate(
-            sj.load(folders[0], draft=folders[1], impl="native", cache=kind),
-            PROMPTS,
-            prefix=PREFIX,
-            gamma=3,
-            **SHORT,
-        )
-        for kind in ("static", "paged")
-    ]
+    found, settings = [], SHORT | {"prefix": PREFIX, "gamma": 3}
+    for kind in ("static", "paged"):
+        lm = sj.load(folders[0], draft=folders[1], impl="native", cache=kind)
+        found.append(sj.generate(lm, PROMPTS, **settings))
     assert [one.tokens for one in found[0]] == [one.tokens for one in found[1]]
     assert all("shared_prompt_tokens" not in one.metrics for one in found[0])
 

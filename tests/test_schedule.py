@@ -16,15 +16,11 @@ STEP_S = np.array([8, 8, 8, 8, 9, 9, 10, 11, 12, 12, 12, 16, 16, 16, 17, 18]) / 
 """Stairs, with rows that cost nothing; of eighths, so that sums are exact."""
 
 
-def run(survival, num_drafted, active, *, stops_early, step_s=STEP_S):
-    found = schedule_lib.schedule(
-        jnp.asarray(survival, jnp.float32),
-        jnp.asarray(num_drafted, jnp.int32),
-        jnp.asarray(active),
-        jnp.asarray(step_s, jnp.float32),
-        stops_early=stops_early,
-    )
-    return np.asarray(found)
+def run(survival, num_drafted, active, *, stops_early, step_s=STEP_S, draft_s=0):
+    survival, step_s = (jnp.asarray(x, jnp.float32) for x in (survival, step_s))
+    asked = survival, jnp.asarray(num_drafted, jnp.int32), jnp.asarray(active)
+    how = {"stops_early": stops_early}
+    return np.asarray(schedule_lib.schedule(*asked, step_s, float(draft_s), **how))
 
 
 def algorithm(survival, num_drafted, active, *, stops_early):
@@ -157,13 +153,9 @@ def played(made, kept, *, rounds, num_active=B, verified=B):
         asked = int(choose(state)) > 0
         verifies = verified if asked else 0
         accepted = kept(number) if asked else 0
-        state = settle(
-            state,
-            asked=jnp.int32(asked),
-            num_active=jnp.int32(num_active),
-            num_verified=jnp.int32(verifies),
-            num_accepted=jnp.int32(accepted),
-        )
+        told = {"asked": asked, "num_active": num_active}
+        told |= {"num_verified": verifies, "num_accepted": accepted}
+        state = settle(state, **{name: jnp.int32(x) for name, x in told.items()})
         seconds += STEP_S[num_active + verifies] + DRAFT_S * asked
         tokens, drafted = tokens + num_active + accepted, drafted + asked
     assert len({*np.asarray(state.balance).tolist()}) == 1  # Alike in all slots.
@@ -207,17 +199,7 @@ def lost_tokens():
 def test_drafting_is_weighed_once_it_is_paid():
     """What it took makes more drafts worth a row: they share it."""
     chances = [[0.75, 0.4, 0.2, 0.1], [0.0] * 4, [0.0] * 4]
-    counts = [
-        int(
-            schedule_lib.schedule(
-                jnp.asarray(chances, jnp.float32),
-                jnp.full(B, W, jnp.int32),
-                jnp.asarray([True, False, False]),
-                jnp.asarray(1 + np.arange(16) / 2, jnp.float32),
-                draft_s,
-                stops_early=True,
-            )[0]
-        )
-        for draft_s in (0.0, 1.0, 10.0)
-    ]
-    assert counts == [1, 2, 4]
+    asked = [chances, [W] * B, [True, False, False]]
+    how = {"stops_early": True, "step_s": 1 + np.arange(16) / 2}
+    found = [run(*asked, **how, draft_s=x) for x in (0, 1, 10)]
+    assert [counts[0] for counts in found] == [1, 2, 4]

@@ -72,15 +72,8 @@ def test_the_likeliest_tokens(lm):
     # Written greedily, the first is the token itself.
     assert one.top_tokens[:, 0].tolist() == one.tokens
     testing.assert_same_bits(one.top_log_probs[:, 0].copy(), one.log_probs)
-    *_, end = _streamed(lm, top_logprobs=5)
+    _, end = tiny_pair.streamed(lm, PROMPTS[0], gamma=2, top_logprobs=5, **SHORT)
     same(end, one)
-
-
-def _streamed(lm, **settings):
-    """Yields the pieces of a stream, then its result."""
-    stream = sj.stream(lm, PROMPTS[0], gamma=2, **SHORT, **settings)
-    result = yield from stream
-    yield result
 
 
 def test_they_are_those_of_the_rows_that_decided(lm):
@@ -126,16 +119,12 @@ REFUSED = {
     "no row of ids": ((PROMPTS[0], [0.5]), "give one row of token ids"),
     "too few": ((PROMPTS, [[1]]), "1 completions of 3 prompts: give each"),
     "too long": ((PROMPTS[0], [1] * 10**5), "shorten it"),
+    "settings": (([PROMPTS[0]], [[1]], DRAWN, DRAWN), "2 settings of .* for 1 prompts"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(lm, case):
-    arguments, words = REFUSED[case]
+    (prompt, completion, *draws), words = REFUSED[case]
     with pytest.raises(ValueError, match=words):
-        sj.score(lm, *arguments)
-
-
-def test_settings_of_too_many(lm):
-    with pytest.raises(ValueError, match="2 settings of sampling for 1 prompts"):
-        sj.score(lm, [PROMPTS[0]], [[1]], sampling=[DRAWN, DRAWN])
+        sj.score(lm, prompt, completion, sampling=draws or None)

@@ -1,6 +1,7 @@
-"""What `check_target` catches, and what a target of one forward function can do."""
+"""What `check_target` catches, targets of one forward function, and the examples."""
 
 import dataclasses
+import pathlib
 
 import decoding
 import jax
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import spec_jax as sj
+from examples import own_target
 from spec_jax.drafters import registry
-from spec_jax.testing import target_kit
+from spec_jax.model import params as params_lib
+from spec_jax.testing import bench, target_kit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +117,6 @@ def test_a_forward_function_has_chains_and_tokens_alone():
         sj.testing.check_target(dataclasses.replace(target, slab=1), weights)
 
 
-@pytest.fixture
-def lenient():
-    """Promotion as jax has it by default, on which Flax counts."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def small(parts):
     """The drafter of the example, trained for a moment: `module:Name` names this."""
     from examples import nnx_drafter
@@ -128,7 +124,7 @@ def small(parts):
     return nnx_drafter.build(parts, num_tokens=12, steps=12)
 
 
-def test_the_flax_drafter_of_the_example(capsys, lenient):
+def test_the_flax_drafter_of_the_example(capsys, optax_promotes):
     """It is built by name, learns something, and keeps the output."""
     pytest.importorskip("flax")
     target = decoding.quickest_bench(3)
@@ -142,3 +138,37 @@ def test_the_flax_drafter_of_the_example(capsys, lenient):
     drafter, params = registry.build(f"{__name__}:small", parts)
     assert "loss" in capsys.readouterr().out
     assert_lossless(target.target, target.params, drafter, params)
+
+
+@pytest.mark.parametrize(
+    "impl", [pytest.param("xla", marks=pytest.mark.slow), "native"]
+)
+def test_our_own_targets_pass(impl):
+    """Rows of a model that comes along."""
+    decoding.needs(impl)
+    made = bench.tiny(3)
+    target = dataclasses.replace(made.target, impl=impl)
+    sj.testing.check_target(target, params_lib.prepare(made.params, impl))
+
+
+def test_the_target_of_the_example():
+    """Its rows keep the contract, drafts are kept, and it is short."""
+    target = own_target.make_target()
+    weights = own_target.init_params(jax.random.key(0), target.config)
+    sj.testing.check_target(target, weights)
+    drafter = sj.drafters.NGram(gamma_max=3)
+    state = assert_lossless(target, weights, drafter, max_tokens=32)
+    assert state.slots.num_accepted.sum() > 0
+    lines = pathlib.Path(own_target.__file__).read_text().splitlines()
+    first = lines.index("def init_cache(config, num_slots, capacity):")
+    assert lines.index("def main():") - first < 60
+
+
+def test_the_flax_target_of_the_example(optax_promotes):
+    """A module of whole texts keeps the contract, at its price."""
+    nnx = pytest.importorskip("flax.nnx")
+    from examples import nnx_target
+
+    model = nnx_target.CausalModel(24, 16, num_positions=64, rngs=nnx.Rngs(0))
+    target, weights = nnx_target.wrap(model, vocab_size=24, num_positions=64)
+    sj.testing.check_target(target, weights)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+import spec_jax as sj
 from spec_jax.model import (
     block_files,
     block_params,
@@ -39,17 +40,11 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
 def config(**changes) -> config_lib.Qwen3Config:
     """One small layer."""
     sizes = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
+        "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48,
+        "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16,
+        "max_position_embeddings": 2048, "tie_word_embeddings": True,
         "dtype": "float32",
-    }
+    }  # fmt: skip
     return config_lib.Qwen3Config(**(sizes | changes))
 
 
@@ -101,13 +96,8 @@ def write_head(
     hot = jnp.arange(64, dtype=jnp.int32) * 4
     key = jax.random.key(seed)
     made = eagle3_params.init(key, head, embed=params.embed, hot=hot, stddev=0.3)
-    eagle3_files.save(
-        folder,
-        head,
-        made,
-        dialect="midlayer",
-        origin=head_dialects.Origin(target=layer),
-    )
+    origin = head_dialects.Origin(target=layer)
+    eagle3_files.save(folder, head, made, dialect="midlayer", origin=origin)
     return folder
 
 
@@ -130,13 +120,8 @@ def write_block(
     made = block_params.init(
         key, head, embed=params.embed, lm_head=params.head, stddev=0.3
     )
-    block_files.save(
-        folder,
-        head,
-        made,
-        dialect="deepspec",
-        origin=head_dialects.Origin(target=layer),
-    )
+    origin = head_dialects.Origin(target=layer)
+    block_files.save(folder, head, made, dialect="deepspec", origin=origin)
     return folder
 
 
@@ -183,3 +168,17 @@ def write_cycle(folder: pathlib.Path, text: str) -> pathlib.Path:
     load.save(folder, model_config, params)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
+
+
+def streamed(lm, prompt, **settings) -> tuple[list[sj.Piece], sj.Generation]:
+    """The pieces of a stream, and what it returns: their texts and tokens together."""
+    stream, pieces = sj.stream(lm, prompt, **settings), []
+    while True:
+        try:
+            pieces.append(next(stream))
+        except StopIteration as end:
+            out = end.value
+            break
+    assert "".join(piece.text for piece in pieces) == out.text
+    assert [token for piece in pieces for token in piece.tokens] == out.tokens
+    return pieces, out

@@ -23,7 +23,6 @@ class Around:
         return getattr(self.target, name)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OneUlpOff(Around):
     """Every column after the first has one logit, of token 17, that is one ULP off."""
 
@@ -37,7 +36,6 @@ class OneUlpOff(Around):
         return cache, verified.replace(logits=logits)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StaleValues(Around):
     """The last layer's values of windows of three columns are those of before."""
 
@@ -48,7 +46,6 @@ class StaleValues(Around):
         return cache.replace(v=(*cache.v[:-1], stale)), verified
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ForgetsPaths(Around):
     """The K/V of a tree's path stay at the places of its nodes."""
 
@@ -65,7 +62,6 @@ class Spoilt(pytree.Node):
     only: jax.Array  # [] int32, the token whose logit it is; -1: of all
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SpoiltLogits(Around):
     """Rows at some positions have other logits, as their parameters say."""
 

@@ -17,16 +17,8 @@ from decoding import SMALL
 from model import block_oracle as oracle
 
 from spec_jax import testing
-from spec_jax.drafters import (
-    block,
-    each,
-)
-from spec_jax.model import (
-    block_files,
-    block_params,
-    head_dialects,
-    row_model,
-)
+from spec_jax.drafters import block, each
+from spec_jax.model import block_files, block_params, head_dialects, row_model
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -40,13 +32,9 @@ DFLASH = block_params.BlockConfig(
     mask_token_id=95,
 ).validate()
 DSPARK = dataclasses.replace(
-    DFLASH,
-    slots="anchor-first",
-    head="vanilla",
-    markov_rank=8,
-    has_confidence=True,
+    DFLASH, slots="anchor-first", head="vanilla", markov_rank=8, has_confidence=True,
     confidence_with_markov=True,
-).validate()
+).validate()  # fmt: skip
 RNN = dataclasses.replace(DSPARK, slots="fill-in", head="rnn", draft_vocab_size=64)
 GATED = dataclasses.replace(DSPARK, head="gated", confidence_with_markov=False)
 _Sees = block_params.LayerAttention
@@ -91,15 +79,9 @@ def make(head, impl=SMALL.target.impl, **changes) -> block.BlockDrafter:
 HEADS = {"dflash": DFLASH, "dspark": DSPARK, "rnn": RNN, "gated": GATED}
 HEADS |= {"dflash2": DFLASH2, "mixed": MIXED, "anchored": ANCHORED, "causal": CAUSAL}
 DIALECTS = {
-    "dflash": "z-lab",
-    "dspark": "deepspec",
-    "rnn": "speculators",
-    "gated": "specforge",
-    "dflash2": "z-lab",
-    "mixed": "z-lab",
-    "anchored": "speculators",
-    "causal": "z-lab",
-}
+    "dflash": "z-lab", "dspark": "deepspec", "rnn": "speculators", "gated": "specforge",
+    "dflash2": "z-lab", "mixed": "z-lab", "anchored": "speculators", "causal": "z-lab",
+}  # fmt: skip
 """Whose layout each is saved in."""
 PARAMS = {name: params_of(head) for name, head in HEADS.items()}
 
@@ -122,10 +104,6 @@ def of_oracle(head, features, length, **drawn):
     return oracle.draft(head, flat, eagle.TEXT[length - 1], **drawn)
 
 
-def features_of(taps=DFLASH.taps) -> np.ndarray:
-    return np.asarray(eagle.BENCH.features(eagle.TEXT[:-1], taps))
-
-
 def drafts_of(head, params, features, lengths, *, impl=SMALL.target.impl, **asked):
     """What a drafter proposes after prefixes of a text."""
     drafter = make(head, impl)
@@ -140,22 +118,15 @@ FROM_ONE = (1, 3, 4)  # One token has no context, and drafts all the same.
 @pytest.mark.parametrize(
     ("name", "impl"),
     [
-        ("dflash", "xla"),
-        ("dspark", "xla"),
-        ("rnn", "native"),
-        ("gated", "native"),
-        ("dflash2", "xla"),
-        ("dflash2", "native"),
-        ("mixed", "xla"),
-        ("mixed", "native"),
-        ("anchored", "native"),
-        ("causal", "native"),
+        ("dflash", "xla"), ("dspark", "xla"), ("rnn", "native"), ("gated", "native"),
+        ("dflash2", "xla"), ("dflash2", "native"), ("mixed", "xla"),
+        ("mixed", "native"), ("anchored", "native"), ("causal", "native"),
     ],
-)
+)  # fmt: skip
 def test_drafts_are_the_oracles(tmp_path, name, impl):
     """Fails if context is at another place, or a slot predicts another token."""
     decoding.needs(impl)
-    head, features = oracle_of(tmp_path, name), features_of()
+    head, features = oracle_of(tmp_path, name), eagle.features_of()
     made = [
         (length, proposal)
         for lengths in (LENGTHS, FROM_ONE)
@@ -189,7 +160,7 @@ def test_a_proposal_is_one_pass_of_the_backbone(monkeypatch):
     for gamma, expected in ((3, len(LENGTHS)), (0, 0)):
         passes.clear()
         asked = {"gammas": (gamma,) * len(LENGTHS)}
-        made = drafts_of(head, PARAMS["dflash"], features_of(), LENGTHS, **asked)
+        made = drafts_of(head, PARAMS["dflash"], eagle.features_of(), LENGTHS, **asked)
         jax.effects_barrier()
         assert {int(proposal.num_drafted) for proposal in made} == {gamma}
         assert len(passes) == expected
@@ -208,7 +179,7 @@ def with_norms(params, **changes):
 @pytest.mark.parametrize("name", ["mixed", "anchored", "causal"])
 def test_what_rows_see_matters(tmp_path, name):
     """Negative control: others draft otherwise where a window or a mask is left out."""
-    head, features = oracle_of(tmp_path, name), features_of()
+    head, features = oracle_of(tmp_path, name), eagle.features_of()
     made = drafts_of(DFLASH, PARAMS[name], features, LENGTHS)
     expected = [of_oracle(head, features, length)[0] for length in LENGTHS]
     assert [proposal.tokens.tolist() for proposal in made] != expected
@@ -216,7 +187,7 @@ def test_what_rows_see_matters(tmp_path, name):
 
 SHIFTS = {
     "slot convention": lambda head, params, x: (swapped(head), params, x),
-    "layer index": lambda head, params, x: (head, params, features_of((2, 1))),
+    "layer index": lambda head, params, x: (head, params, eagle.features_of((2, 1))),
     "position": lambda head, params, x: (head, params, np.roll(x, 1, axis=0)),
     "norm of keys": lambda head, params, x: (
         head,
@@ -228,7 +199,7 @@ SHIFTS = {
 
 @pytest.fixture(scope="module")
 def right():
-    features = features_of()
+    features = eagle.features_of()
     made = drafts_of(DSPARK, PARAMS["dspark"], features, LENGTHS)
     return [proposal.tokens[:3].tolist() for proposal in made]
 
@@ -236,8 +207,8 @@ def right():
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_a_planted_shift_changes_the_drafts(right, shift):
     """What alarms have to notice: each shift drafts something else."""
-    head, params, features = SHIFTS[shift](DSPARK, PARAMS["dspark"], features_of())
-    made = drafts_of(head, params, features, LENGTHS)
+    planted = SHIFTS[shift](DSPARK, PARAMS["dspark"], eagle.features_of())
+    made = drafts_of(*planted, LENGTHS)
     assert [proposal.tokens[:3].tolist() for proposal in made] != right
 
 
@@ -249,25 +220,18 @@ def test_independent_draws_are_from_the_probabilities_they_state(tmp_path, impl)
     decoding.needs(impl)
     drafter = each.lift(make(DSPARK, impl), 2, rule="rejection").drafter
     testing.CLAUSES["proposals"](drafter, PARAMS["dspark"], eagle.BENCH)
-    head, features, seed = oracle_of(tmp_path, "dspark"), features_of(), 5
-    one = sampling_lib.make_settings(temperature=1.5, seed=seed)
-    settings = jax.tree.map(lambda x: jnp.broadcast_to(x, (2,)), one)
+    head, features, seed = oracle_of(tmp_path, "dspark"), eagle.features_of(), 5
+    settings = decoding.sampling_of(2, temperature=1.5, seed=seed)
     rounds = eagle.rounds_of(
         drafter, features, LENGTHS, params=PARAMS["dspark"], sampling=settings
     )
     greedy = []
     for length, proposal in rounds:
-        for i, (probs, token) in enumerate(
-            zip(proposal.probs, proposal.tokens, strict=True)
-        ):
-            noise = sampling_lib.noise(
-                jnp.uint32(seed),
-                jnp.int32(length),
-                vocab_size=96,
-                stream=sampling_lib.Stream.DRAFT,
-                offset=i,
-            )
-            assert token == np.argmax(np.log(probs) + noise)
+        for i, token in enumerate(proposal.tokens):
+            at = jnp.uint32(seed), jnp.int32(length)
+            drafts = {"stream": sampling_lib.Stream.DRAFT, "offset": i}
+            noise = sampling_lib.noise(*at, vocab_size=96, **drafts)
+            assert token == np.argmax(np.log(proposal.probs[i]) + noise)
         _, logits, survival = of_oracle(head, features, length, drawn=proposal.tokens)
         expected = np.exp((logits - logits.max(axis=1, keepdims=True)) / 1.5)
         expected /= expected.sum(axis=1, keepdims=True)
@@ -278,7 +242,7 @@ def test_independent_draws_are_from_the_probabilities_they_state(tmp_path, impl)
 
 
 def test_a_draft_ends_before_a_token_without_confidence(tmp_path):
-    head, features, threshold = oracle_of(tmp_path, "dspark"), features_of(), 0.6
+    head, features, threshold = oracle_of(tmp_path, "dspark"), eagle.features_of(), 0.6
     drafter = make(DSPARK, min_confidence=threshold)
     rounds = eagle.rounds_of(drafter, features, LENGTHS, params=PARAMS["dspark"])
     counts = set()

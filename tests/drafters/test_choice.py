@@ -19,7 +19,7 @@ from spec_jax.drafters import (
     tree_shapes,
 )
 from spec_jax.engine import checks, rows
-from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
+from spec_jax.rules import rule as rule_lib
 
 
 GAMMA_MAX = 4
@@ -47,13 +47,8 @@ def begun(texts, params=PARAMS, drafter=CHOICE):
 
 def drafted(slots, memory, texts, *, params=PARAMS, behind=0, sampling=None):
     """Memory and proposal after texts, with tokens behind them that mean nothing."""
-    tokens = np.full((len(texts), BENCH.capacity + 1), behind, np.int32)
-    for slot, text in enumerate(texts):
-        tokens[slot, : len(text)] = text
-    length = jnp.array([len(text) for text in texts], jnp.int32)
-    gamma = jnp.full(length.shape, GAMMA_MAX, jnp.int32)
-    asked = {"tokens": jnp.asarray(tokens), "length": length, "gamma": gamma}
-    return decoding.propose(slots, params, memory, **asked, sampling=sampling)
+    told = {"size": BENCH.capacity + 1, "behind": behind, "sampling": sampling}
+    return decoding.propose_after(slots, params, memory, texts, **told)
 
 
 def who(memory, slot=0):
@@ -164,8 +159,7 @@ def test_no_draw_of_the_round_decides_who_drafts():
     slots, memory = begun([NEW])
     memory, tokens = taught(memory, draft=0.9), set()
     for seed in range(6):
-        drawn = sampling_lib.make_settings(temperature=1.5, seed=seed)
-        sampling = jax.tree.map(lambda x: jnp.asarray(x)[None], drawn)
+        sampling = decoding.sampling_of(1, temperature=1.5, seed=seed)
         after, proposal = drafted(slots, memory, [NEW], sampling=sampling)
         assert who(after) == [(DRAFTED, GAMMA_MAX)]
         tokens.add(tuple(proposal.tokens[0].tolist()))

@@ -8,11 +8,7 @@ import pytest
 from decoding import MIXED, SMALL, Ask
 
 from spec_jax import testing
-from spec_jax.drafters import (
-    draft_model,
-    each,
-    tree_shapes,
-)
+from spec_jax.drafters import draft_model, each, tree_shapes
 from spec_jax.engine import rows as rows_lib
 
 
@@ -24,10 +20,8 @@ def as_drafter(**changes) -> draft_model.DraftModel:
     return decoding.draft_drafter(impl=SMALL.target.impl, **changes)
 
 
-def scheduler_of(params, *, num_slots, drafter=None, **changes):
-    return SMALL.scheduler(
-        drafter or as_drafter(), num_slots=num_slots, draft_params=params, **changes
-    )
+def scheduler_of(params, *, num_slots):
+    return SMALL.scheduler(as_drafter(), num_slots=num_slots, draft_params=params)
 
 
 def assert_only_committed(params, state, slot):
@@ -63,8 +57,7 @@ def test_a_rejected_draft_leaves_nothing_behind(num_slots=3):
         if rejected:
             longer = state.memory.replace(length=state.memory.length + 1)
             longer = state.replace(
-                memory=longer,
-                slots=state.slots.replace(length=state.slots.length + 1),
+                memory=longer, slots=state.slots.replace(length=state.slots.length + 1)
             )
             with pytest.raises((AssertionError, ValueError)):
                 assert_only_committed(NEARLY, longer, 0)
@@ -81,8 +74,7 @@ def test_the_target_as_its_own_draft_is_always_right(num_slots=3):
     another slot's settings, or on a cache that lacks a committed token."""
     scheduler = scheduler_of(SMALL.weights, num_slots=num_slots)
     for asks in (MIXED[:num_slots], MIXED[4 : 4 + num_slots]):
-        state = decoding.admit(scheduler, [ask.request() for ask in asks], draws=True)
-        state = decoding.generate(scheduler, state)
+        state = decoding.rounds(scheduler, asks, draws=True)
         decoding.assert_as_decoded(SMALL, state, asks)
         slots = jax.device_get(state.slots)
         assert (slots.num_accepted == slots.num_proposed).all()
@@ -99,11 +91,9 @@ def begin(drafter=None, num_pages=None):
     """A draft model's memory with a prompt in each slot, and the slots' texts."""
     slots = each.lift(drafter or as_drafter(), len(PROMPTS))
     memory = slots.init(**SIZES, num_pages=num_pages)
-    tokens = np.zeros((len(PROMPTS), SIZES["capacity"] + 1), np.int32)
     for slot, prompt in enumerate(PROMPTS):
-        tokens[slot, : len(prompt)] = prompt
         memory = slots.prefill(NEARLY, memory, prompt, slot=slot)
-    return slots, memory, jnp.asarray(tokens)
+    return slots, memory, decoding.padded(PROMPTS, SIZES["capacity"] + 1)
 
 
 def propose(slots, memory, tokens, gamma, *, length=LENGTHS):
@@ -117,10 +107,7 @@ def kv_of(memory, slot):
 
 @pytest.mark.parametrize(
     "drafter",
-    [
-        as_drafter(),
-        as_drafter().for_tree(tree_shapes.parse("3-2")),
-    ],
+    [as_drafter(), as_drafter().for_tree(tree_shapes.parse("3-2"))],
     ids=["chain", "tree"],
 )
 def test_loops_end_in_a_slot_that_was_never_opened(drafter):
@@ -147,13 +134,8 @@ def test_a_slot_that_is_asked_for_nothing_is_not_touched():
             testing.assert_same_bits(kv_of(after, slot), kv_of(memory, slot))
             continue
         own = alone.prefill(NEARLY, alone.init(**SIZES), PROMPTS[slot], slot=0)
-        own, expected = propose(
-            alone,
-            own,
-            tokens[slot : slot + 1],
-            [count],
-            length=LENGTHS[slot : slot + 1],
-        )
+        one = slice(slot, slot + 1)
+        own, expected = propose(alone, own, tokens[one], [count], length=LENGTHS[one])
         drafts = proposal.tokens[slot, :count].tolist()
         assert drafts == expected.tokens[0, :count].tolist()
         testing.assert_same_bits(kv_of(after, slot), kv_of(own, 0))

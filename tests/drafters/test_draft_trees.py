@@ -14,7 +14,6 @@ from test_draft_model import NEARLY, as_drafter
 from spec_jax import testing
 from spec_jax.drafters import draft_trees, draw, each, tree_shapes
 from spec_jax.engine import rows as rows_lib
-from spec_jax.rules import sampling
 
 
 FIXED = tree_shapes.parse("3-2")
@@ -24,15 +23,9 @@ def drawn(drafter, text, *, seed=5):
     """The proposal after one text, of a drafter whose target draws."""
     slots = each.lift(drafter, 1)
     memory = slots.prefill(NEARLY, slots.init(**SMALL.sizes), text, slot=0)
-    settings = sampling.make_settings(temperature=0.8, top_k=20, seed=seed)
-    _, proposal = decoding.propose(
-        slots,
-        NEARLY,
-        memory,
-        tokens=jnp.zeros((1, 64), jnp.int32).at[0, : len(text)].set(jnp.array(text)),
-        length=jnp.array([len(text)]),
-        gamma=jnp.array([drafter.gamma_max]),
-        sampling=jax.tree.map(lambda leaf: leaf[None], settings),
+    sampling = decoding.sampling_of(1, temperature=0.8, top_k=20, seed=seed)
+    _, proposal = decoding.propose_after(
+        slots, NEARLY, memory, [text], sampling=sampling
     )
     return jax.tree.map(lambda leaf: np.asarray(leaf[0]), proposal)
 
@@ -93,17 +86,11 @@ def continued(kind, drafter, path):
     Args:
       path: nodes that are committed, by their indices; -1: a token of no node.
     """
-    slots, args = kind(drafter=drafter, num_slots=1), {}
-    settings = sampling.make_settings(temperature=0.8, top_k=20, seed=5)
-    args["sampling"] = jax.tree.map(lambda leaf: leaf[None], settings)
-    args["gamma"] = jnp.array([drafter.gamma_max])
+    slots = kind(drafter=drafter, num_slots=1)
+    sampling = decoding.sampling_of(1, temperature=0.8, top_k=20, seed=5)
 
     def propose(memory, text):
-        tokens = jnp.zeros((1, 64), jnp.int32).at[0, : len(text)].set(jnp.array(text))
-        length = jnp.array([len(text)])
-        return decoding.propose(
-            slots, NEARLY, memory, tokens=tokens, length=length, **args
-        )
+        return decoding.propose_after(slots, NEARLY, memory, [text], sampling=sampling)
 
     begun = lambda text: slots.prefill(NEARLY, slots.init(**SMALL.sizes), text, slot=0)
     memory, proposal = propose(begun(PROMPT), PROMPT)
@@ -113,8 +100,8 @@ def continued(kind, drafter, path):
     text = [*PROMPT, *chosen, 94]
     asked = jnp.ones((1,), bool)
     memory = decoding.commit(slots, NEARLY, memory, jnp.array([len(text)]), asked=asked)
-    padded = jnp.zeros((1, 80), jnp.int32).at[0, : len(text)].set(jnp.array(text))
-    kv = jax.jit(slots._keep_committed)(memory, padded, jnp.array([len(text)]))
+    tokens = decoding.padded([text], 80)
+    kv = jax.jit(slots._keep_committed)(memory, tokens, jnp.array([len(text)]))
     decoding.check_cache(kv)
     held = int(kv.length[0])
     fresh = drafter.model.new_cache(**SMALL.sizes)
@@ -164,17 +151,8 @@ def test_a_prompt_takes_the_pages_of_rows_that_nothing_was_committed_of():
     drafter = as_drafter().for_tree(UNEVEN)
     slots = each.lift(drafter, 2)
     memory = slots.prefill(NEARLY, slots.init(**SMALL.sizes), PROMPT, slot=0)
-    memory, _ = decoding.propose(
-        slots,
-        NEARLY,
-        memory,
-        tokens=jnp.zeros((2, 64), jnp.int32)
-        .at[0, : len(PROMPT)]
-        .set(jnp.array(PROMPT)),
-        length=jnp.array([len(PROMPT), 1]),
-        gamma=jnp.array([drafter.gamma_max, 0]),
-        sampling=None,
-    )
+    texts, gamma = [PROMPT, [0]], [drafter.gamma_max, 0]
+    memory, _ = decoding.propose_after(slots, NEARLY, memory, texts, gamma=gamma)
     asked = jnp.array([True, False])
     length = jnp.array([len(PROMPT) + 2, 1])
     memory = decoding.commit(slots, NEARLY, memory, length, asked=asked)
@@ -193,9 +171,8 @@ def test_siblings_drawn_with_replacement_are_independent(replaces):
     two children are never the same."""
     tree = dataclasses.replace(FIXED, replaces=replaces)
     num_slots, chances = 2000, np.array([0.5, 0.3, 0.2])
-    settings = jax.tree.map(
-        lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), sampling.make_settings()
-    ).replace(seed=jnp.arange(num_slots, dtype=jnp.uint32))
+    settings = decoding.sampling_of(num_slots)
+    settings = settings.replace(seed=jnp.arange(num_slots, dtype=jnp.uint32))
     length = jnp.full((num_slots,), 5, jnp.int32)
     made = draw.Draw(sampling=settings, length=length, impl="xla", has_probs=True)
 

@@ -3,7 +3,6 @@
 import dataclasses
 
 import decoding
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,11 +63,8 @@ def test_slots_have_memories_and_settings_of_their_own(num_slots):
     for slot in range(num_slots):
         memory = slots.prefill(None, memory, [5] * (slot + 1), slot=slot)
     numbers = jnp.arange(num_slots, dtype=jnp.int32)
-    sampling = decoding.Ask(sampling=decoding.WARM).settings
-    seeds = numbers.astype(jnp.uint32) * 10
-    sampling = jax.tree.map(
-        lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), sampling
-    ).replace(seed=seeds)
+    sampling = decoding.sampling_of(num_slots, **dict(decoding.WARM))
+    sampling = sampling.replace(seed=numbers.astype(jnp.uint32) * 10)
     arguments = {
         "tokens": jnp.zeros((num_slots, 9), jnp.int32),
         "length": numbers + 2,
@@ -90,7 +86,6 @@ def test_slots_have_memories_and_settings_of_their_own(num_slots):
     assert int(again.slots["asked"][num_slots - 1].sum()) == 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class KeepsPages(Counts):
     def init(self, *, capacity, page_size):
         return DRAFT.model.new_cache(capacity=capacity, page_size=page_size)

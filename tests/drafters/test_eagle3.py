@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import SMALL, Ask
+from decoding import SMALL
 
 import spec_jax as sj
 from spec_jax import loading, testing
@@ -23,13 +23,7 @@ from spec_jax.drafters import (
     tree_shapes,
 )
 from spec_jax.engine import forward
-from spec_jax.model import (
-    eagle3,
-    eagle3_files,
-    eagle3_params,
-    head_dialects,
-    row_model,
-)
+from spec_jax.model import eagle3, eagle3_files, eagle3_params, head_dialects, row_model
 
 
 HOT = jnp.arange(0, 96, 2, dtype=jnp.int32)
@@ -40,11 +34,7 @@ HEAD = eagle3_params.Eagle3Config(
     taps=(1, 0),  # of two layers
 ).validate()
 PARAMS = eagle3_params.init(
-    jax.random.key(3),
-    HEAD,
-    embed=decoding.TARGET_PARAMS.embed,
-    hot=HOT,
-    stddev=0.3,
+    jax.random.key(3), HEAD, embed=decoding.TARGET_PARAMS.embed, hot=HOT, stddev=0.3
 )
 
 
@@ -54,40 +44,6 @@ def make(impl=SMALL.target.impl, *, head=HEAD, **changes) -> drafting.Eagle3:
 
 
 CHAIN = make()
-WARM = (("temperature", 0.7), ("seed", 3))
-PLAIN = (("temperature", 1.0), ("seed", 5))
-
-ASKS = (
-    Ask(max_tokens=24),
-    Ask(prompt=(9,), max_tokens=20, gamma=3),
-    Ask(prompt=tuple(range(30, 50)), max_tokens=18),
-    Ask(prompt=(7, 3, 90), max_tokens=9, gamma=0),
-)
-
-
-def drawn(sampling):
-    """The same sequences; the last stays greedy."""
-    one = lambda ask: dataclasses.replace(ask, sampling=sampling)
-    return (*map(one, ASKS[:3]), ASKS[3])
-
-
-def run(setting, drafter, asks, *, params=PARAMS, **changes):
-    """All rounds of the sequences, drafted by a head; checked."""
-    scheduler = setting.scheduler(
-        drafter, num_slots=len(asks), draft_params=params, **changes
-    )
-    requests = [ask.request() for ask in asks]
-    state = decoding.generate(scheduler, decoding.admit(scheduler, requests))
-    return state
-
-
-def setting_of(impl):
-    decoding.needs(impl)
-    target = dataclasses.replace(SMALL.target, impl=impl)
-    return dataclasses.replace(SMALL, target=target)
-
-
-SLOW = pytest.mark.slow
 BENCH = testing.Bench(
     target=dataclasses.replace(SMALL.target, slab=5),
     params=decoding.TARGET_PARAMS,
@@ -97,6 +53,11 @@ BENCH = testing.Bench(
 
 
 TEXT = [7, 3, 90, 41, 5, 66, 23, 8, 14, 2, 77, 30, 9, 51, 62, 11, 40, 3, 17, 80]
+
+
+def features_of(taps=HEAD.taps) -> np.ndarray:
+    """The target's features of the text."""
+    return np.asarray(BENCH.features(TEXT[:-1], taps))
 
 
 _sequence = jax.jit(eagle3.forward_sequence, static_argnames=("config",))
@@ -139,7 +100,7 @@ def rounds_of(
         params, memory, TEXT[: lengths[0]], slot=slot, features=features
     )
     is_slot = jnp.arange(num_slots) == slot
-    tokens = jnp.zeros((num_slots, 33), jnp.int32).at[:, : len(TEXT)].set(TEXT)
+    tokens = decoding.padded([TEXT] * num_slots, 33)
     most = 1 + slots.gamma_max
     for number, length in enumerate(lengths):
         gamma = slots.gamma_max if gammas is None else gammas[number]
@@ -155,19 +116,14 @@ def rounds_of(
             after = lengths[number + 1]
             handed = np.zeros((num_slots, most, *features.shape[1:]), np.float32)
             handed[slot, : after - length] = features[length - 1 : after - 1]
-            memory = decoding.commit(
-                slots,
-                params,
-                memory,
-                jnp.where(is_slot, after, 1),
-                asked=is_slot,
-                features=jnp.asarray(handed),
-            )
+            told = {"asked": is_slot, "features": jnp.asarray(handed)}
+            length = jnp.where(is_slot, after, 1)
+            memory = decoding.commit(slots, params, memory, length, **told)
 
 
 def test_drafts_are_those_of_whole_sequences():
     """Fails if a pair is at another place, or a feature one position early or late."""
-    features = np.asarray(BENCH.features(TEXT[:-1], HEAD.taps))
+    features = features_of()
     right, wrong = [], []
     for length, proposal in rounds_of(CHAIN, features, (3, 4, 7, 12, 13)):
         found = proposal.tokens[: proposal.num_drafted].tolist()
@@ -180,7 +136,7 @@ def test_drafts_are_those_of_whole_sequences():
 
 def test_first_children_are_the_chain():
     """Fails if a branch points elsewhere, or a row gets a cousin's hidden state."""
-    features = np.asarray(BENCH.features(TEXT[:-1], HEAD.taps))
+    features = features_of()
     wide = CHAIN.for_tree(tree_shapes.parse("2-2-2"))
     chains, trees = (rounds_of(d, features, (3, 6, 11)) for d in (CHAIN, wide))
     for (_, chain), (_, tree) in zip(chains, trees, strict=True):
@@ -191,7 +147,7 @@ def test_first_children_are_the_chain():
 def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(monkeypatch):
     """Fails if features are lost, or are taken in by every round."""
     monkeypatch.setattr(features_lib, "RING_ROWS", 4)  # and 5 of a round
-    features = np.asarray(BENCH.features(TEXT[:-1], HEAD.taps))
+    features = features_of()
     lengths = (3, 4, 7, 9, 10, 14, 15, 17)
     gammas = (0, 0, 0, 0, 0, 0, 0, 4)
     *_, (length, proposal) = rounds_of(CHAIN, features, lengths, gammas=gammas)
@@ -200,7 +156,7 @@ def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(monkeypatch):
 
 
 def test_one_token_has_no_features_and_no_drafts():
-    features = np.asarray(BENCH.features(TEXT[:-1], HEAD.taps))
+    features = features_of()
     (_, first), (_, second) = rounds_of(CHAIN, features, (1, 2))
     assert first.num_drafted == 0 and second.num_drafted == 4
     assert second.tokens.tolist() == of_sequences(TEXT[:2], features, 4)

@@ -6,6 +6,7 @@ others between them, is written twice.
 """
 
 import dataclasses
+import functools
 import itertools
 
 import decoding
@@ -23,7 +24,7 @@ from spec_jax import testing
 from spec_jax.drafters import choice, each, hybrid, ngram, oracle, suffix, tree_shapes
 from spec_jax.engine import checks
 from spec_jax.gamma import schedule
-from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
+from spec_jax.rules import rule as rule_lib
 
 
 CORPUS = suffix.remember(
@@ -64,77 +65,65 @@ def windowed(impl):
     return eagle.make(impl, head=dataclasses.replace(eagle.HEAD, window=5))
 
 
-def block(name, tree=None):
-    def make(impl):
-        made = blocks.make(blocks.HEADS[name], impl)
-        return made if tree is None else made.for_tree(tree)
-
-    return make, blocks.PARAMS[name]
+def block(name):
+    return lambda impl: blocks.make(blocks.HEADS[name], impl)
 
 
+def tree(make, shape):
+    return lambda impl: make(impl).for_tree(shape)
+
+
+def alone(drafter):
+    """Of a drafter that no implementation makes a difference to."""
+    return lambda impl: drafter
+
+
+HYBRID_PARAMS = functools.partial(hybrid.HybridParams, corpus=CORPUS)
+NGRAM = ngram.PromptLookup(gamma_max=GAMMA_MAX)
 DRAFTERS = {
     "draft-model": (draft_model, WEIGHTS),
-    "draft-model, searched": (
-        lambda impl: draft_model(impl).for_tree(SEARCHED),
-        WEIGHTS,
-    ),
-    "draft-model, fixed": (lambda impl: draft_model(impl).for_tree(FIXED), WEIGHTS),
-    "ngram": (lambda impl: ngram.PromptLookup(gamma_max=GAMMA_MAX), None),
-    "ngram, searched": (
-        lambda impl: ngram.PromptLookup(gamma_max=4).for_tree(SEARCHED),
-        None,
-    ),
-    "suffix": (lambda impl: LOOKUP, CORPUS),
-    "hybrid": (
-        hybrid_of(draft_model),
-        hybrid.HybridParams(draft=WEIGHTS, corpus=CORPUS),
-    ),
-    "hybrid of eagle3": (
-        hybrid_of(eagle.make),
-        hybrid.HybridParams(draft=eagle.PARAMS, corpus=CORPUS),
-    ),
+    "draft-model, searched": (tree(draft_model, SEARCHED), WEIGHTS),
+    "draft-model, fixed": (tree(draft_model, FIXED), WEIGHTS),
+    "ngram": (alone(NGRAM), None),
+    "ngram, searched": (alone(NGRAM.for_tree(SEARCHED)), None),
+    "suffix": (alone(LOOKUP), CORPUS),
+    "hybrid": (hybrid_of(draft_model), HYBRID_PARAMS(draft=WEIGHTS)),
+    "hybrid of eagle3": (hybrid_of(eagle.make), HYBRID_PARAMS(draft=eagle.PARAMS)),
     "choice": (choice_of(draft_model), choice_params(WEIGHTS)),
     "choice of eagle3": (choice_of(eagle.make), choice_params(eagle.PARAMS)),
-    "oracle": (lambda impl: oracle.Oracle(gamma_max=GAMMA_MAX, vocab_size=96), None),
-    "bigram": (
-        lambda impl: readme_blocks.bigram(gamma_max=GAMMA_MAX, vocab_size=96),
-        None,
-    ),
+    "oracle": (alone(oracle.Oracle(gamma_max=GAMMA_MAX, vocab_size=96)), None),
+    "bigram": (alone(readme_blocks.bigram(gamma_max=GAMMA_MAX, vocab_size=96)), None),
     "static draft-model": (static_model, WEIGHTS),
     "eagle3": (eagle.make, eagle.PARAMS),
-    "eagle3, searched": (
-        lambda impl: eagle.make(impl).for_tree(SEARCHED),
-        eagle.PARAMS,
-    ),
-    "eagle3, fixed": (lambda impl: eagle.make(impl).for_tree(FIXED), eagle.PARAMS),
+    "eagle3, searched": (tree(eagle.make, SEARCHED), eagle.PARAMS),
+    "eagle3, fixed": (tree(eagle.make, FIXED), eagle.PARAMS),
     "peagle": (parallel.make, parallel.PARAMS),
-    "peagle, searched": (
-        lambda impl: parallel.make(impl).for_tree(SEARCHED),
-        parallel.PARAMS,
-    ),
-    "peagle, fixed": (
-        lambda impl: parallel.make(impl).for_tree(FIXED),
-        parallel.PARAMS,
-    ),
+    "peagle, searched": (tree(parallel.make, SEARCHED), parallel.PARAMS),
+    "peagle, fixed": (tree(parallel.make, FIXED), parallel.PARAMS),
     "eagle3 with a window": (windowed, eagle.PARAMS),
-    "eagle3 with a window, searched": (
-        lambda impl: windowed(impl).for_tree(SEARCHED),
-        eagle.PARAMS,
+    "eagle3 with a window, searched": (tree(windowed, SEARCHED), eagle.PARAMS),
+    "dflash": (block("dflash"), blocks.PARAMS["dflash"]),
+    "dflash with windows": (block("mixed"), blocks.PARAMS["mixed"]),
+    "causal dflash, searched": (
+        tree(block("causal"), SEARCHED),
+        blocks.PARAMS["causal"],
     ),
-    "dflash": block("dflash"),
-    "dflash with windows": block("mixed"),
-    "causal dflash, searched": block("causal", SEARCHED),
-    "dflash2": block("dflash2"),
-    "dflash2, searched": block("dflash2", SEARCHED),
-    "dspark": block("dspark"),
-    "rnn": block("rnn"),
-    "dspark, searched": block("dspark", SEARCHED),
-    "rnn, fixed": block("rnn", FIXED),
+    "dflash2": (block("dflash2"), blocks.PARAMS["dflash2"]),
+    "dflash2, searched": (tree(block("dflash2"), SEARCHED), blocks.PARAMS["dflash2"]),
+    "dspark": (block("dspark"), blocks.PARAMS["dspark"]),
+    "rnn": (block("rnn"), blocks.PARAMS["rnn"]),
+    "dspark, searched": (tree(block("dspark"), SEARCHED), blocks.PARAMS["dspark"]),
+    "rnn, fixed": (tree(block("rnn"), FIXED), blocks.PARAMS["rnn"]),
 }
 REPEATS = Ask(prompt=(7, 3, 90, 7, 3, 41, 7, 3), max_tokens=30)
 DRAWN = dataclasses.replace(REPEATS, sampling=decoding.WARM, gamma=3)
 GREEDY = dataclasses.replace(REPEATS, sampling=decoding.COLD, gamma=None)
 SHORT = Ask(prompt=(9,), max_tokens=20, gamma=2, sampling=decoding.COLD)
+OTHERS = (
+    Ask(max_tokens=24, gamma=None),
+    Ask(prompt=(9,), max_tokens=20, gamma=None),
+    Ask(prompt=tuple(range(30, 50)), max_tokens=18, gamma=None),
+)
 
 
 def make(name, impl=SMALL.target.impl):
@@ -186,7 +175,7 @@ def request_of(name: str, ask: Ask):
 @pytest.mark.parametrize(("impl", "rule", "name", "num_slots"), [*QUICK, *REST])
 def test_tokens_are_those_of_decoding(impl, rule, name, num_slots):
     """Fails if a pair has no form for slots, or a token or the target's K/V changes."""
-    setting, (drafter, params) = eagle.setting_of(impl), make(name, impl)
+    setting, (drafter, params) = decoding.setting_of(impl), make(name, impl)
     scheduler = setting.scheduler(
         drafter, num_slots=num_slots, draft_params=params, rule=rule
     )
@@ -229,20 +218,22 @@ def test_scheduled_tokens_are_those_of_decoding(impl, name, most):
     Some drafts are verified, and not all: rows cost something. By the account it is
     soon none, where they are wrong. Draft models: `engine/test_scheduled_rounds.py`.
     """
-    setting, (drafter, params) = eagle.setting_of(impl), make(name, impl)
-    asks = [dataclasses.replace(ask, gamma=None) for ask in eagle.drawn(eagle.PLAIN)]
+    setting, (drafter, params) = decoding.setting_of(impl), make(name, impl)
+    drawn = (("temperature", 1.0), ("seed", 5))
+    asks = [dataclasses.replace(ask, sampling=drawn) for ask in OTHERS]
+    asks.append(Ask(prompt=(7, 3, 90), max_tokens=9, gamma=None))
     proposed = {}
     for credit in (np.inf, 8.0):
         chosen = schedule.Schedule(gamma_max=drafter.gamma_max, credit=credit)
         rows = np.arange(4 * (drafter.gamma_max + 1) + 1)
-        state = eagle.run(
-            setting,
+        scheduler = setting.scheduler(
             drafter,
-            asks,
-            params=params,
+            num_slots=len(asks),
+            draft_params=params,
             gamma_policy=chosen,
             policy_state=chosen.init(1 + 0.1 * rows, draft_s=0.2),
         )
+        state = decoding.rounds(scheduler, asks)
         decoding.assert_as_decoded(setting, state, asks)
         proposed[credit] = int(state.slots.num_proposed.sum())
         if credit == np.inf:
@@ -313,16 +304,13 @@ WITH_PAGES = ("draft-model", "hybrid", "eagle3", "dspark", "peagle")
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "draft-model",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in WITH_PAGES[1:]),
-    ],
+    ["draft-model", *(pytest.param(n, marks=pytest.mark.slow) for n in WITH_PAGES[1:])],
 )
 def test_where_pages_run_out_fewer_drafts_are_made(name):
     """Fails if a slot waits for a page, drafts on without one, or takes another's."""
     drafter, params = make(name)
     scheduler = SMALL.scheduler(drafter, num_slots=4, draft_params=params)
-    asks = [dataclasses.replace(ask, gamma=None) for ask in (*eagle.ASKS[:3], DRAWN)]
+    asks = [*OTHERS, dataclasses.replace(DRAWN, gamma=None)]
     counts = []
     for num_free in (None, 1):
         state = decoding.admit(scheduler, [ask.request() for ask in asks], draws=True)
@@ -349,23 +337,21 @@ def test_the_pool_of_a_drafter_is_not_copied(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["eagle3", "rnn", "dspark"],
-)
+@pytest.mark.parametrize("name", ["eagle3", "rnn", "dspark"])
 def test_native_drafts_are_those_of_xla(name):
     """Fails if the one call draws with other noise, or mixes otherwise.
 
     No promise of bits: sums of these two differ, and a tie might be decided otherwise.
     """
     decoding.needs("native")
-    features = np.asarray(eagle.BENCH.features(eagle.TEXT[:-1], (1, 0)))
+    features = eagle.features_of((1, 0))
 
     def drawn(impl, seed, temperature):
         drafter, params = make(name, impl)
-        one = sampling_lib.make_settings(temperature=temperature, seed=seed)
-        told = {"sampling": jax.tree.map(lambda x: jnp.broadcast_to(x, (2,)), one)}
-        rounds = eagle.rounds_of(drafter, features, (7, 8, 11), params=params, **told)
+        told = decoding.sampling_of(2, temperature=temperature, seed=seed)
+        rounds = eagle.rounds_of(
+            drafter, features, (7, 8, 11), params=params, sampling=told
+        )
         return [proposal.tokens.tolist() for _, proposal in rounds]
 
     for seed, temperature in ((0, 0.0), (1, 4.0)):

@@ -3,8 +3,6 @@
 import dataclasses
 
 import decoding
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from spec_jax import testing
@@ -29,19 +27,15 @@ def after(drafter, params, texts):
     """Memory and proposal after texts that were prefilled, one a slot."""
     slots = each.lift(drafter, len(texts))
     memory = slots.init(**BENCH.sizes)
-    tokens = np.zeros((len(texts), BENCH.capacity + 1), np.int32)
     for slot, text in enumerate(texts):
         memory = slots.prefill(params, memory, text, slot=slot)
-        tokens[slot, : len(text)] = text
-    length = jnp.array([len(text) for text in texts], jnp.int32)
-    gamma = jnp.full(length.shape, GAMMA_MAX, jnp.int32)
-    asked = {"tokens": jnp.asarray(tokens), "length": length, "gamma": gamma}
-    return decoding.propose(slots, params, memory, **asked, sampling=None)
+    size = BENCH.capacity + 1
+    return decoding.propose_after(slots, params, memory, texts, size=size)
 
 
-@pytest.mark.parametrize("texts", [[SURE, UNSURE, SURE]])
-def test_the_draft_model_is_asked_only_where_statistics_are_not_sure(texts):
+def test_the_draft_model_is_asked_only_where_statistics_are_not_sure():
     """Fails if both are paid for, the wrong one is heard, or slots decide together."""
+    texts = [SURE, UNSURE, SURE]
     memory, proposal = after(HYBRID, PARAMS, texts)
     alone, expected = after(DRAFT, PARAMS.draft, [UNSURE])
     for slot, text in enumerate(texts):

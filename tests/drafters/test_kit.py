@@ -65,19 +65,16 @@ def test_a_drafter_that_keeps_the_contract(monkeypatch, capsys):
     assert said[0] == f"check_drafter: 1 of {len(checked)} clauses"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class GrowsWithThePrompt(Echo):
     def prefill(self, params, memory, prompt):
         return memory.replace(spare=jnp.zeros(len(prompt)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ChangesItsDtype(Echo):
     def commit(self, params, memory, length):
         return memory.replace(length=length.astype(jnp.float32))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OneTooWide(Echo):
     def drafts(self, memory, tokens, length, gamma):
         return jnp.full((self.gamma_max + 1,), tokens[length - 1]), gamma
@@ -94,7 +91,6 @@ class DrawsOnTheHost(Echo):
         return jnp.where(tokens[length - 1] >= 0, jnp.asarray(drawn), 0), gamma
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class AsksTheHost(Echo):
     def drafts(self, memory, tokens, length, gamma):
         drafts, gamma = super().drafts(memory, tokens, length, gamma)
@@ -102,14 +98,12 @@ class AsksTheHost(Echo):
         return jax.pure_callback(lambda x: x, shape, drafts), gamma
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlooksGamma(Echo):
     def drafts(self, memory, tokens, length, gamma):
         drafts, _ = super().drafts(memory, tokens, length, gamma)
         return drafts, jnp.array(self.gamma_max, jnp.int32)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PastTheVocabulary(Echo):
     def drafts(self, memory, tokens, length, gamma):
         drafts, gamma = super().drafts(memory, tokens, length, gamma)
@@ -132,7 +126,6 @@ class SaysItsProbabilities(Echo):
         return memory, proposal.replace(probs=probs * self.scale)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LooksUpAhead(Echo):
     """Drafts what followed where the two tokens behind the text stood before."""
 
@@ -161,7 +154,6 @@ class Forgetful:
         return cls(*leaves)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LosesAField(Echo):
     def prefill(self, params, memory, prompt):
         return memory.replace(spare=Forgetful(memory.spare.leaf, lost=len(prompt)))
@@ -174,7 +166,6 @@ class LosesAField(Echo):
         return jnp.full((self.gamma_max,), tokens[0] * 0 + memory.spare.lost), gamma
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CountsItsRounds(Echo):
     """Remembers what it drafted, and does not forget it at a commit."""
 
@@ -188,7 +179,6 @@ class CountsItsRounds(Echo):
         return memory.replace(length=memory.length + 1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RefusedByItsCache(Echo):
     """Holds a cache somewhere in its memory, and cuts it where it is not."""
 
@@ -263,7 +253,6 @@ def test_faults_are_caught(fault):
 def test_other_tokens_than_plain_decodings_are_caught(monkeypatch):
     """Negative control of the tokens' comparison, whose fault no drafter can cause."""
 
-    @dataclasses.dataclass(frozen=True, kw_only=True)
     class OfThisTest(Echo):
         """Nothing is compiled for it yet."""
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import decoding
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -40,14 +41,9 @@ def propose(drafter, tokens, length, gamma) -> protocols.Proposal:
     return drafter.propose(None, (), tokens=tokens, length=length, gamma=gamma)[1]
 
 
-def drafts(
-    drafter, text, *, gamma, behind=acceptance.PAD, max_len=MAX_LEN
-) -> list[int]:
-    tokens = np.full((max_len,), behind, np.int32)
-    tokens[: len(text)] = text
-    proposal = propose(
-        drafter, jnp.asarray(tokens), jnp.int32(len(text)), jnp.int32(gamma)
-    )
+def drafts(drafter, text, *, gamma, behind=acceptance.PAD) -> list[int]:
+    (tokens,) = decoding.padded([text], MAX_LEN, behind=behind)
+    proposal = propose(drafter, tokens, jnp.int32(len(text)), jnp.int32(gamma))
     return np.asarray(proposal.tokens)[: int(proposal.num_drafted)].tolist()
 
 

@@ -64,13 +64,9 @@ def head(tmp_path_factory):
     )
 
 
-def features_of():
-    return np.asarray(eagle.BENCH.features(eagle.TEXT[:-1], HEAD.taps))
-
-
-def drafted(head, length, *, late=0, features=None):
+def drafted(head, length, *, late=0):
     """What the oracle drafts after a prefix of the text; `late`: a planted shift."""
-    read = features_of() if features is None else features
+    read = eagle.features_of()
     flat = np.roll(read.reshape(len(read), -1), late, axis=0)[: length - 1]
     return oracle.draft(head, flat, eagle.TEXT[1:length], count=GAMMA)
 
@@ -81,7 +77,7 @@ def test_drafts_are_the_oracles(head, impl):
     the shift that costs most of the acceptance where it is wrong."""
     decoding.needs(impl)
     right, wrong = [], {-1: [], 1: []}
-    rounds = eagle.rounds_of(make(impl), features_of(), LENGTHS, params=PARAMS)
+    rounds = eagle.rounds_of(make(impl), eagle.features_of(), LENGTHS, params=PARAMS)
     for length, proposal in rounds:
         assert proposal.num_drafted == GAMMA
         right.append(proposal.tokens.tolist())
@@ -106,7 +102,7 @@ def test_a_round_is_one_pass(monkeypatch):
     for gamma, expected in ((GAMMA, 3), (0, 0)):
         # One token has no pair; what waits of a longer prompt is one pair.
         rounds = eagle.rounds_of(
-            drafter, features_of(), (2, 4, 7), params=PARAMS, gammas=(gamma,) * 3
+            drafter, eagle.features_of(), (2, 4, 7), params=PARAMS, gammas=(gamma,) * 3
         )
         passes.clear()
         made = [int(proposal.num_drafted) for _, proposal in rounds]
@@ -118,9 +114,8 @@ def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(head, monkeypatch
     """Fails if features are lost, or more wait than a round takes in."""
     monkeypatch.setattr(features_lib, "RING_ROWS", 4)  # and 5 of a round
     lengths, gammas = (1, 2, 3, 7, 9, 10, 14, 17), (4, 0, 4, 0, 0, 0, 0, 4)
-    made = list(
-        eagle.rounds_of(CHAIN, features_of(), lengths, params=PARAMS, gammas=gammas)
-    )
+    asked = {"params": PARAMS, "gammas": gammas}
+    made = list(eagle.rounds_of(CHAIN, eagle.features_of(), lengths, **asked))
     assert [int(p.num_drafted) for _, p in made] == [0, 0, 4, 0, 0, 0, 0, 4]
     for number in (2, 7):
         length, proposal = made[number]
@@ -131,7 +126,7 @@ def test_children_are_the_best_of_each_slot(head):
     """Fails if a level of a tree is of the slot before or after."""
     wide = CHAIN.for_tree(tree_shapes.parse("2-2-2"))
     hot = np.asarray(eagle.HOT)
-    rounds = eagle.rounds_of(wide, features_of(), (3, 6, 11), params=PARAMS)
+    rounds = eagle.rounds_of(wide, eagle.features_of(), (3, 6, 11), params=PARAMS)
     for length, proposal in rounds:
         logits = drafted(head, length)[1]
         best = hot[np.argsort(-logits, axis=-1)[:, :2]]
@@ -157,7 +152,7 @@ def of_training(function, config=HEAD):
 
 def batch_of():
     """The text and its features; those past what an anchor knows are not wrong."""
-    tokens, features = np.array([eagle.TEXT], np.int32), features_of()
+    tokens, features = np.array([eagle.TEXT], np.int32), eagle.features_of()
     known = np.zeros((1, len(eagle.TEXT), HEAD.features_size), np.float32)
     flat = features.reshape(len(features), -1)[: len(eagle.TEXT) - 1]
     known[0, : len(flat)] = flat

@@ -73,11 +73,8 @@ def look_up(drafter, corpus, tokens, length, gamma) -> suffix.Lookup:
 
 
 def run(drafter, text, corpus, gamma, *, behind=0):
-    tokens = np.full((MAX_LEN,), behind, np.int32)
-    tokens[: len(text)] = text
-    found = look_up(
-        drafter, corpus, jnp.asarray(tokens), jnp.int32(len(text)), jnp.int32(gamma)
-    )
+    (tokens,) = decoding.padded([text], MAX_LEN, behind=behind)
+    found = look_up(drafter, corpus, tokens, jnp.int32(len(text)), jnp.int32(gamma))
     num_drafted = int(found.proposal.num_drafted)
     drafts = np.asarray(found.proposal.tokens)[:num_drafted].tolist()
     return float(found.score), drafts
@@ -109,17 +106,14 @@ NATIVE = dataclasses.replace(DRAFTER, impl="native")
 LONG = st.lists(st.integers(0, 3), min_size=1, max_size=90)
 
 
-def padded(tokens, size):
-    return jnp.asarray([*tokens, *[1] * (size - len(tokens))], jnp.int32)
-
-
 @hypothesis.settings(deadline=None, max_examples=100, derandomize=True)
 @hypothesis.given(LONG, st.lists(LONG, max_size=4), st.integers(0, 8))
 def test_native_kernels_find_the_same(text, earlier, gamma):
     """Fails if a token, a bit of a probability or of a score is another one."""
     drafter = suffix.SuffixDecoding(gamma_max=8, max_factor=1.7, min_probability=0.05)
     corpus = functools.reduce(suffix.remember, earlier, suffix.empty_corpus(150))
-    of_text = (corpus, padded(text, 90), jnp.int32(len(text)), jnp.int32(gamma))
+    (tokens,) = decoding.padded([text], 90, behind=1)
+    of_text = (corpus, tokens, jnp.int32(len(text)), jnp.int32(gamma))
     expected = look_up(drafter, *of_text)
     found = look_up(dataclasses.replace(drafter, impl="native"), *of_text)
     count = expected.proposal.num_drafted
@@ -150,7 +144,6 @@ def test_a_corpus_forgets_its_oldest_tokens():
     assert len(set(groups.tolist())) == CORPUS
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CountsTheEnd(suffix.SuffixDecoding):
     """Has the place where the text ends continued by what is behind it."""
 

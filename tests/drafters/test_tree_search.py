@@ -214,12 +214,11 @@ TEXT = [5, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 6, 1, 2]
 
 
 def looked_up(drafter, params=None, text=TEXT, gamma=None):
-    tokens = jnp.zeros((40,), jnp.int32).at[: len(text)].set(jnp.array(text))
     _, proposal = decoding.propose(
         drafter,
         params,
         (),
-        tokens=tokens,
+        tokens=decoding.padded([text], 40)[0],
         length=jnp.int32(len(text)),
         gamma=jnp.int32(drafter.gamma_max if gamma is None else gamma),
     )

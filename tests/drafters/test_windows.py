@@ -3,7 +3,6 @@
 import dataclasses
 
 import decoding
-import numpy as np
 import pytest
 import test_block as blocks
 import test_eagle3 as eagle
@@ -18,10 +17,7 @@ LENGTHS = (3, 7, 8, 11, 12, 16, 19)
 EAGLE = eagle.make(head=dataclasses.replace(eagle.HEAD, window=WINDOW))
 DRAFTERS = {
     "eagle3": (EAGLE, eagle.PARAMS),
-    "eagle3, tree": (
-        EAGLE.for_tree(tree_shapes.parse("2-2-1")),
-        eagle.PARAMS,
-    ),
+    "eagle3, tree": (EAGLE.for_tree(tree_shapes.parse("2-2-1")), eagle.PARAMS),
     "dflash": (
         blocks.make(
             dataclasses.replace(blocks.DFLASH, attention=(blocks._Sees(window=8),) * 2)
@@ -36,7 +32,7 @@ def drafts(name, monkeypatch, *, kept):
     if kept is not None:
         monkeypatch.setattr(features_lib.SlotReader, "_kept", kept)
     drafter, params = DRAFTERS[name]
-    features = np.asarray(eagle.BENCH.features(eagle.TEXT[:-1], drafter.taps))
+    features = eagle.features_of(drafter.taps)
     rounds = eagle.rounds_of(drafter, features, LENGTHS, params=params)
     made = [proposal.tokens[: proposal.num_drafted].tolist() for _, proposal in rounds]
     monkeypatch.undo()
@@ -45,7 +41,10 @@ def drafts(name, monkeypatch, *, kept):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[eagle.SLOW] * (name == "eagle3")) for name in DRAFTERS],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "eagle3"))
+        for name in DRAFTERS
+    ],
 )
 def test_a_ring_drafts_what_all_pages_do(name, monkeypatch):
     """Fails if a key that rows see is overwritten, or stored elsewhere."""

@@ -99,12 +99,6 @@ def of_decoding(setting, ask) -> np.ndarray:
     return np.concatenate(found)
 
 
-def setting_of(impl):
-    decoding.needs(impl)
-    target = dataclasses.replace(SMALL.target, impl=impl)
-    return dataclasses.replace(SMALL, target=target)
-
-
 ASKS = (
     Ask(max_tokens=24, run=2),
     Ask(prompt=(9,), max_tokens=20, gamma=3, run=1),
@@ -120,8 +114,7 @@ def check(setting, drafter, asks) -> list[int]:
     """
     ends = []
     scheduler = scheduler_of(drafter=drafter, setting=setting, num_slots=len(asks))
-    state = decoding.run(setting, asks, scheduler=scheduler)
-    decoding.assert_as_decoded(setting, state, asks)
+    state = decoding.checked(setting, asks, scheduler=scheduler)
     for slot, ask in enumerate(asks):
         table = np.asarray(state.memory.slots["table"][slot])
         expected = of_decoding(setting, ask)
@@ -178,20 +171,11 @@ def test_planted_faults_are_caught(plant, drafter, monkeypatch):
 @pytest.mark.parametrize("impl", ["native", "xla"])
 def test_rows_have_the_features_of_the_sequence(impl):
     """Fails if rows hand out another layer's; the sequence's are Hugging Face's."""
-    model, prompt = setting_of(impl).target, list(range(30, 50))
-    rows, sequence = (
-        np.asarray(
-            model.prefill(
-                SMALL.weights,
-                model.new_cache(**SMALL.sizes),
-                prompt,
-                taps=TAPS,
-                by_rows=by_rows,
-            )[1]
-        )[: len(prompt)]
-        for by_rows in (True, False)
-    )
-    for found, expected in zip(
-        np.moveaxis(rows, 1, 0), np.moveaxis(sequence, 1, 0), strict=True
-    ):
+    model, prompt = decoding.setting_of(impl).target, list(range(30, 50))
+    made = []
+    for by_rows in (True, False):
+        kv, how = model.new_cache(**SMALL.sizes), {"taps": TAPS, "by_rows": by_rows}
+        _, features = model.prefill(SMALL.weights, kv, prompt, **how)
+        made.append(np.moveaxis(np.asarray(features)[: len(prompt)], 1, 0))
+    for found, expected in zip(*made, strict=True):
         testing.assert_rows_close(found, expected, dtype="float32", reduction=200)

@@ -133,9 +133,7 @@ def test_no_proposal_makes_the_output_wrong(rule, has_probs, num_slots, impl):
     At temperature 0 every rule writes the text of decoding; above, with a rule that
     draws uniforms, no text is known, but its length is, and that its tokens are some.
     """
-    decoding.needs(impl)
-    target = dataclasses.replace(decoding.TARGET, impl=impl)
-    setting = decoding.Setting(target=target)
+    setting = decoding.setting_of(impl)
     scheduler = setting.scheduler(
         Liar(has_probs=has_probs), num_slots=num_slots, rule=rule
     )
@@ -170,7 +168,6 @@ TRUSTED = {
 def test_trust_in_a_drafter_is_caught(fault, monkeypatch):
     """Negative control: without either bound the checks tell what was committed."""
 
-    @dataclasses.dataclass(frozen=True, kw_only=True)
     class OfThisTest(Liar):
         """Nothing is compiled for it yet."""
 

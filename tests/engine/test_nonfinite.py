@@ -42,13 +42,7 @@ def spoilt(name: str) -> wrong_targets.Spoilt:
 
 
 def decode(params, ask):
-    state = decoding.begin_plain(
-        ask.prompt,
-        max_tokens=ask.max_tokens,
-        target=SMALL.target,
-        params=SMALL.weights,
-        sampling=ask.settings,
-    )
+    state = decoding.begun(SMALL, ask)
     target = wrong_targets.SpoiltLogits(target=rows.of(SMALL.target, 1))
     return baseline.generate(target, params, state, max_steps=decoding.FOREVER)
 
@@ -68,13 +62,7 @@ def rounds(params, ask, text, *, num_slots, rule):
     return [decoding.slot_of(state, slot) for slot in {0, num_slots - 1}]
 
 
-@pytest.mark.parametrize(
-    ("num_slots", "rule"),
-    [
-        (1, "coupled"),
-        (3, "rejection"),
-    ],
-)
+@pytest.mark.parametrize(("num_slots", "rule"), [(1, "coupled"), (3, "rejection")])
 def test_each_token_from_such_logits_is_counted(num_slots, rule):
     """Greedily and drawn, in decoding and in rounds of any rule: the same number."""
     for name, (*_, count) in CASES.items():

@@ -8,29 +8,17 @@ import pytest
 import tiny_pair
 
 import spec_jax as sj
-from spec_jax.model import (
-    families,
-    gpt_neox,
-    load as load_lib,
-    params as params_lib,
-)
+from spec_jax.model import families, gpt_neox, load as load_lib, params as params_lib
 from spec_jax.ops import dispatch
 
 
 def write_model(folder, *, seed: int, **changes):
     """A folder of random weights with the byte tokenizer of 257 entries."""
     sizes = {
-        "vocab_size": 272,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "rotary_size": 4,
-        "max_position_embeddings": 256,
-        "dtype": "float32",
-    }
+        "vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_layers": 1,
+        "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "rotary_size": 4,
+        "max_position_embeddings": 256, "dtype": "float32",
+    }  # fmt: skip
     config = gpt_neox.GPTNeoXConfig(**sizes | changes)
     params = params_lib.init(jax.random.key(seed), config, stddev=0.3)
     # Whatever comes after the entries with a token would always be drawn.
@@ -52,10 +40,7 @@ def pair(tmp_path_factory):
     return target, write_model(folder / "draft", seed=0, vocab_size=264)
 
 
-DRAFTERS = {
-    "draft-model": {"cache": "static"},
-    "tree": {"tree": "2x3:5"},
-}
+DRAFTERS = {"draft-model": {"cache": "static"}, "tree": {"tree": "2x3:5"}}
 SAMPLINGS = [sj.Sampling(temperature=0.0), sj.Sampling(temperature=0.7, seed=3)]
 
 

@@ -1,4 +1,7 @@
-"""Rounds whose gamma a policy chooses, in each slot by what it saw of that slot."""
+"""Rounds whose gamma a policy chooses, in each slot by what it saw of that slot.
+
+Or one that a budget of all slots bounds: costs change counts of rounds, and no bit.
+"""
 
 import dataclasses
 
@@ -7,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import MIXED, SMALL, Ask
+from decoding import GAMMA_MAX, MIXED, SMALL, Ask
 
-from spec_jax import testing
-from spec_jax.gamma import goodput, policy, threshold
+from spec_jax import default_gamma, testing
+from spec_jax.gamma import costs as costs_lib, goodput, policy, threshold
 
 
 ROUND_S = np.array([1.0, 1.3, 1.45, 1.6, 1.75])
@@ -29,37 +32,27 @@ def make(name):
     return made, made.init(ROUND_S)
 
 
-def scheduler_of(name, *, num_slots):
+def scheduler_of(name):
     made, first = make(name)
-    return SMALL.scheduler(num_slots=num_slots, gamma_policy=made, policy_state=first)
+    return SMALL.scheduler(num_slots=3, gamma_policy=made, policy_state=first)
 
 
 def run(name, asks):
     """All rounds of the sequences, in a program that draws."""
-    scheduler = scheduler_of(name, num_slots=len(asks))
-    return decoding.run(SMALL, asks, scheduler=scheduler, draws=True)
+    return decoding.run(SMALL, asks, scheduler=scheduler_of(name), draws=True)
 
 
-CASES = pytest.mark.parametrize(
-    ("name", "num_slots"), [("threshold", 3), ("goodput", 3)]
-)
-
-
-@CASES
-def test_tokens_stay_and_each_slot_has_a_policy_of_its_own(name, num_slots):
+@pytest.mark.parametrize("name", ["threshold", "goodput"])
+def test_tokens_stay_and_each_slot_has_a_policy_of_its_own(name):
     """Fails if a policy is updated by another slot's rounds.
 
     Of 60 tokens: a few rounds at gamma 4 where drafts are kept, hardly a draft where
     none is; in slots beside each other as alone.
     """
-    kept, rejected = LONG, dataclasses.replace(LONG, run=0)
-    lots = [[kept, rejected, MIXED[1]]] if num_slots == 3 else [[kept], [rejected]]
-    found = []
-    for asks in lots:
-        state = run(name, asks)
-        decoding.assert_as_decoded(SMALL, state, asks)
-        found += [decoding.slot_of(state, slot) for slot in range(len(asks))]
-    kept, rejected = found[:2]
+    asks = [LONG, dataclasses.replace(LONG, run=0), MIXED[1]]
+    state = run(name, asks)
+    decoding.assert_as_decoded(SMALL, state, asks)
+    kept, rejected = (decoding.slot_of(state, slot) for slot in range(2))
     assert kept.accepted_hist[4] >= 8 and kept.num_proposed >= 45
     assert rejected.num_proposed <= 15 and rejected.num_rounds == 60
     with pytest.raises(AssertionError):  # Their states are not the same.
@@ -90,22 +83,22 @@ def assert_same_policy(found, expected) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, expected)
 
 
-@CASES
-def test_a_policy_is_told_of_every_round_of_its_slot(name, num_slots):
+@pytest.mark.parametrize("name", ["threshold", "goodput"])
+def test_a_policy_is_told_of_every_round_of_its_slot(name):
     """Round by round, in calls of one: the state is that of the counts.
 
     Where one call ends, many end too, bit for bit. Negative controls: a round that it
     is not told of, and all drafts for kept ones.
     """
-    asks = [dataclasses.replace(LONG, run=2), MIXED[1], MIXED[2]][:num_slots]
-    scheduler = scheduler_of(name, num_slots=num_slots)
+    asks = [dataclasses.replace(LONG, run=2), MIXED[1], MIXED[2]]
+    scheduler = scheduler_of(name)
     requests = [decoding.scripted(SMALL, ask) for ask in asks]
     state, seen = decoding.admit(scheduler, requests, draws=True), []
     while bool(state.slots.running.any()):
         state = decoding.generate(scheduler, state, max_rounds=1)
-        seen.append([decoding.slot_of(state, slot) for slot in range(num_slots)])
+        seen.append([decoding.slot_of(state, slot) for slot in range(3)])
     testing.assert_same_bits(state, run(name, asks))
-    for slot in range(num_slots):
+    for slot in range(3):
         rounds = [row[slot] for row in seen]
         # Rounds in which the slot had ended are no rounds of its own.
         rounds = rounds[: int(rounds[-1].num_rounds)]
@@ -169,7 +162,7 @@ def test_what_is_another_slots_is_caught():
         dataclasses.replace(MIXED[1], stop_ids=(95,)),
         MIXED[0],
     )
-    scheduler = scheduler_of("goodput", num_slots=3)
+    scheduler = scheduler_of("goodput")
     requests = [decoding.scripted(SMALL, ask) for ask in asks]
     right = None
     for name, fault in {"none": lambda state: state, **FAULTS}.items():
@@ -185,3 +178,44 @@ def test_what_is_another_slots_is_caught():
             assert name != "none"
         else:
             assert name == "none", f"{name} was not caught"
+
+
+RISES = {"free": 0.0, "cheap": 0.1, "dear": 0.4, "too dear": 3.0}
+"""Steps that a draft takes: costs as they might have been measured."""
+
+
+def planted(rise):
+    """The default policy by planted costs; the same program for all of them."""
+    round_s = (1.0 + rise * np.arange(GAMMA_MAX + 1)).tolist()
+    made, first = default_gamma.make(costs_lib.RoundCosts(round_s=(*round_s,)))
+    return {"gamma_policy": made, "policy_state": first}
+
+
+@pytest.mark.parametrize("rise", RISES)
+def test_tokens_and_kv_do_not_depend_on_costs(rise):
+    """Of a slot whose drafts are kept, of one whose are not, and of one that draws."""
+    asks = [LONG, dataclasses.replace(LONG, run=0), MIXED[1]]
+    scheduler = SMALL.scheduler(num_slots=3, **planted(RISES[rise]))
+    state = decoding.checked(SMALL, asks, scheduler=scheduler, draws=True)
+    one = decoding.slot_of(state)
+    # Negative control: these costs are not all one to the policy.
+    assert one.num_proposed == 0 if rise == "too dear" else one.num_proposed >= 10
+    balance = np.asarray(state.slots.policy.balance)
+    assert (balance == balance[0]).all()  # One account.
+
+
+def test_a_refilled_slot_begins_with_what_was_learnt():
+    """But owes nothing for tokens of the text before it."""
+    hopeless = dataclasses.replace(LONG, run=0)
+    scheduler = SMALL.scheduler(**planted(0.4))
+    requests = [decoding.scripted(SMALL, hopeless)] * 2
+    first, second = (one.slot for one in scheduler.run(requests))
+    assert second.num_proposed < first.num_proposed
+    state = decoding.run(SMALL, [hopeless], scheduler=scheduler)
+    assert int(state.slots.policy.num_behind[0]) > 0
+    again = scheduler.admit(state, 0, requests[0])
+    assert int(again.slots.policy.num_behind[0]) == 0
+    learnt = jax.device_get(again.slots.policy.asks)
+    with pytest.raises(AssertionError):  # Negative control: it is no first state.
+        fresh = scheduler.begin(requests[0]).slots.policy.asks
+        testing.assert_same_bits(learnt, jax.device_get(fresh))

@@ -68,11 +68,7 @@ def settings_of(shape: str, draw: str, **more) -> dict:
 
 @pytest.mark.parametrize(
     ("name", "shape", "draw"),
-    [
-        ("bad words", "chain", "greedy"),
-        ("all", "tree", "0.7"),
-        ("all", "batch 4", "1"),
-    ],
+    [("bad words", "chain", "greedy"), ("all", "tree", "0.7"), ("all", "batch 4", "1")],
 )
 def test_rounds_are_decoding(lm, name, shape, draw):
     """Tokens, log-probabilities, logits and K/V, as integers."""
@@ -86,20 +82,15 @@ def test_rounds_are_decoding(lm, name, shape, draw):
     assert first.tokens != sj.decode(lm, prompts[0], **plain).tokens
 
 
-def test_log_probs_are_those_of_decoding_and_of_scoring(lm, draw="0.7"):
+def test_log_probs_are_those_of_decoding_and_of_scoring(lm):
     """The raw ones of the model, the drawn ones of what the processor made of it."""
     made = make("all")
-    settings = settings_of("batch 4", draw, processors=made, log_probs=True)
+    settings = settings_of("batch 4", "0.7", processors=made, log_probs=True)
     found = sj.generate(lm, PROMPTS, **settings)
     settings.pop("gamma"), settings.pop("num_slots")
     plain = sj.decode(lm, PROMPTS, **settings)
-    scored = sj.score(
-        lm,
-        PROMPTS,
-        [one.tokens for one in plain],
-        sampling=settings["sampling"],
-        processors=made,
-    )
+    how = {"sampling": settings["sampling"], "processors": made}
+    scored = sj.score(lm, PROMPTS, [one.tokens for one in plain], **how)
     for one, other, third in zip(found, plain, scored, strict=True):
         assert one.tokens == other.tokens
         for name in ("log_probs", "drawn_log_probs"):
@@ -309,14 +300,10 @@ PENALTY = sj.processors.penalties(repetition=1.2)
 REFUSED = {
     "a word": ({"processors": "no"}, "processors is of type str: give a Processor"),
     "a function": ({"processors": len}, "processors is of type builtin_function_or_m"),
-    "one of two": (
-        {"prompt": ["a", "b"], "processors": [PENALTY, None]},
-        r"processors\[1\] is of type NoneType: give a Processor of sj.processors",
-    ),
-    "too few": (
-        {"prompt": ["a", "b"], "processors": [PENALTY]},
-        r"1 processors for 2 prompts: give one for each, .*chain\(a, b\) applies",
-    ),
+    "one of two": ({"prompt": ["a", "b"], "processors": [PENALTY, None]},
+        r"processors\[1\] is of type NoneType: give a Processor of sj.processors"),
+    "too few": ({"prompt": ["a", "b"], "processors": [PENALTY]},
+        r"1 processors for 2 prompts: give one for each, .*chain\(a, b\) applies"),
     "two kinds": (
         {
             "prompt": ["a", "b"],
@@ -324,19 +311,15 @@ REFUSED = {
         },
         "the processors of two requests differ in kind or in shapes",
     ),
-    "a token of another model": (
-        {"processors": sj.processors.logit_bias({300: 1.0})},
-        r"logit_bias has token 300, outside \[0, 264\)",
-    ),
-    "a stop of another model": (
-        {"processors": sj.processors.min_tokens(3, [264])},
-        r"min_tokens has token 264, outside \[0, 264\)",
-    ),
+    "a token of another model": ({"processors": sj.processors.logit_bias({300: 1.0})},
+        r"logit_bias has token 300, outside \[0, 264\)"),
+    "a stop of another model": ({"processors": sj.processors.min_tokens(3, [264])},
+        r"min_tokens has token 264, outside \[0, 264\)"),
     "a word of another model": (
         {"processors": sj.processors.bad_words([[3], [4, 900]])},
         r"bad_words has token 900, outside \[0, 264\)",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -41,14 +41,11 @@ def beside(ask: Ask, num_slots: int) -> list[Ask]:
 def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots):
     """Fails if a rejected draft is kept, the target's own token is lost, or a slot sees
     another's draft, limit or pages. Decoding is on pages in all cases."""
-    decoding.needs(impl)
-    target = dataclasses.replace(decoding.TARGET, impl=impl, cache=cache)
-    setting = decoding.Setting(target=target)
+    setting = decoding.setting_of(impl, cache=cache)
     for run in (0, 2, ALWAYS):
         for gamma in range(GAMMA_MAX + 1):
             asks = beside(Ask(run=run, gamma=gamma), num_slots)
-            state = decoding.run(setting, asks)
-            decoding.assert_as_decoded(setting, state, asks)
+            state = decoding.checked(setting, asks)
             one = decoding.slot_of(state)
             if run == ALWAYS:
                 assert one.num_accepted == one.num_proposed
@@ -60,8 +57,7 @@ def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots):
 def test_slots_may_lie_anywhere_and_be_empty():
     """Fails if a slot that has no sequence is run, or one's place is another's."""
     for asks in ({2: decoding.GREEDY[1]}, {2: decoding.GREEDY[5], 0: Ask(run=1)}):
-        state = decoding.run(SMALL, asks, num_slots=3)
-        decoding.assert_as_decoded(SMALL, state, asks)
+        state = decoding.checked(SMALL, asks, num_slots=3)
         empty = decoding.slot_of(state, 1)
         assert Status(int(empty.status)) is Status.EMPTY and not empty.num_rounds
 
@@ -80,8 +76,7 @@ def test_stop_tokens_anywhere_in_the_window(num_slots):
                 dataclasses.replace(ask, stop_ids=(text[end - len(PROMPT) + start],))
                 for ask, text, start in zip(asks, texts, (11, 3, 31), strict=False)
             ]
-            state = decoding.run(SMALL, asks)
-            decoding.assert_as_decoded(SMALL, state, asks)
+            state = decoding.checked(SMALL, asks)
             assert decoding.slot_of(state).status == Status.STOP
             ended.add(tuple(np.asarray(state.slots.length).tolist()))
     assert len(ended) > 5
@@ -108,8 +103,7 @@ def test_max_tokens_is_met_exactly(num_slots):
             dataclasses.replace(ask, max_tokens=few + number)
             for number, ask in enumerate(beside(Ask(), num_slots))
         ]
-        state = decoding.run(SMALL, asks)
-        decoding.assert_as_decoded(SMALL, state, asks)
+        state = decoding.checked(SMALL, asks)
         assert decoding.slot_of(state).length == len(PROMPT) + few
 
 
@@ -118,8 +112,7 @@ def test_a_full_cache_ends_the_sequence_in_the_middle_of_a_window(num_slots):
     """Fails if a row is written past the capacity, or room is left."""
     for run in (1, ALWAYS):
         asks = beside(Ask(run=run, max_tokens=200), num_slots)
-        state = decoding.run(SMALL, asks)
-        decoding.assert_as_decoded(SMALL, state, asks)
+        state = decoding.checked(SMALL, asks)
         one = decoding.slot_of(state)
         # Every position has K/V but the last token's, which is pending.
         assert one.length == decoding.CAPACITY + 1

@@ -4,8 +4,6 @@ With the rule "coupled" that is the stream of decoding, bit for bit. The rules t
 uniforms keep its law: `test_sequential_law`, and `tests/rules`.
 """
 
-import dataclasses
-
 import decoding
 import jax.numpy as jnp
 import pytest
@@ -15,29 +13,17 @@ from spec_jax import testing
 from spec_jax.engine import baseline, round as round_lib
 
 
-SLOTS = pytest.mark.parametrize("num_slots", [1, 3])
-KINDS = {
-    "warm": decoding.WARM,
-    "hot": decoding.HOT,
-    "min-p": decoding.MIN_P,
-    "greedy": decoding.COLD,
-}
-
-
 @pytest.mark.parametrize(
     ("impl", "num_slots"),
     [("native", 3), pytest.param("native", 1, marks=pytest.mark.slow)],
 )
 def test_the_stream_is_that_of_decoding(impl, num_slots):
     """Fails if noise is keyed by round, row or slot, or a filter sees other rows."""
-    decoding.needs(impl)
-    target = dataclasses.replace(SMALL.target, impl=impl)
-    setting = dataclasses.replace(SMALL, target=target)
-    for kind in KINDS.values():
+    setting = decoding.setting_of(impl)
+    for kind in (decoding.WARM, decoding.HOT, decoding.MIN_P, decoding.COLD):
         for run, gamma in ((0, 4), (1, 1), (3, 3), (ALWAYS, 4), (ALWAYS, 0)):
             asks = [Ask(run=run, gamma=gamma, sampling=kind), *MIXED[:2]][:num_slots]
-            state = decoding.run(setting, asks, draws=True)
-            decoding.assert_as_decoded(setting, state, asks)
+            state = decoding.checked(setting, asks, draws=True)
             if (run, gamma) == (ALWAYS, 4):
                 one = decoding.slot_of(state)
                 assert one.num_rounds == 40 // 5
@@ -52,8 +38,7 @@ def test_settings_are_data():
     assert texts[0] == texts[2] != texts[1]
     compiled = round_lib.generate._cache_size(), baseline.generate._cache_size()
     cold = [Ask(sampling=decoding.COLD), *asks[:2]]
-    state = decoding.run(SMALL, cold)
-    decoding.assert_as_decoded(SMALL, state, cold)
+    state = decoding.checked(SMALL, cold)
     found = round_lib.generate._cache_size(), baseline.generate._cache_size()
     assert found == compiled
     # Temperature 0 writes what a program that cannot draw writes.

@@ -25,27 +25,16 @@ SCALING = {
 }
 
 
-def make(
-    rule="coupled",
-    *,
-    stops_early=False,
-    step_s=STEP_S,
-    num_slots=4,
-    **changes,
-):
+def make(*, stops_early=False, step_s=STEP_S, **changes):
     """A scheduler whose drafts, of a draft model, are scheduled."""
     made = schedule_lib.Schedule(gamma_max=decoding.GAMMA_MAX, stops_early=stops_early)
     changes = {
         "drafter": decoding.draft_drafter(impl=IMPL),
         "draft_params": decoding.NEARLY_TARGET,
+        "num_slots": 4,
     } | changes
-    return decoding.SMALL.scheduler(
-        **changes,
-        num_slots=num_slots,
-        rule=rule,
-        gamma_policy=made,
-        policy_state=made.init(step_s, **SCALING),
-    )
+    first = made.init(step_s, **SCALING)
+    return decoding.SMALL.scheduler(gamma_policy=made, policy_state=first, **changes)
 
 
 class TwoChances(ngram.PromptLookup):
@@ -57,15 +46,11 @@ class TwoChances(ngram.PromptLookup):
 
 
 def run(scheduler, asks=ASKS):
-    requests = [dataclasses.replace(ask, gamma=None).request() for ask in asks]
-    draws = any(ask.sampling for ask in asks)
-    return decoding.generate(
-        scheduler, decoding.admit(scheduler, requests, draws=draws)
-    )
+    asks = [dataclasses.replace(ask, gamma=None) for ask in asks]
+    return decoding.rounds(scheduler, asks)
 
 
-@pytest.mark.parametrize("stops_early", [True])
-def test_a_scheduled_batch_is_as_decoded(stops_early):
+def test_a_scheduled_batch_is_as_decoded():
     """Tokens and K/V of each slot as alone, drawn and greedy ones beside each other.
 
     The same program verifies all drafts where rows are free, and none where they cost
@@ -73,7 +58,7 @@ def test_a_scheduled_batch_is_as_decoded(stops_early):
     """
     proposed, rounds = [], []
     for step_s in (np.ones_like(STEP_S), STEP_S, 1 + 100 * (STEP_S - 1)):
-        state = run(make(stops_early=stops_early, step_s=step_s))
+        state = run(make(stops_early=True, step_s=step_s))
         decoding.assert_as_decoded(decoding.SMALL, state, ASKS)
         proposed.append(np.asarray(state.slots.num_proposed))
         rounds.append(np.asarray(state.slots.num_rounds))
@@ -138,13 +123,10 @@ def test_survival_is_the_product_of_what_was_most_probable():
     request = dataclasses.replace(ASKS[0], gamma=None).request()
     state = decoding.admit(scheduler, [request])
     drafter, slots = scheduler.drafter, state.slots
-    _, proposal = jax.jit(drafter.propose)(
-        decoding.NEARLY_TARGET,
-        state.memory,
-        tokens=slots.tokens,
-        length=slots.length,
-        gamma=jnp.array([3], jnp.int32),
-        sampling=slots.sampling,
+    asked = {name: getattr(slots, name) for name in ("tokens", "length", "sampling")}
+    asked["gamma"] = jnp.array([3], jnp.int32)
+    _, proposal = decoding.propose(
+        drafter, decoding.NEARLY_TARGET, state.memory, **asked
     )
     drafts = np.asarray(proposal.tokens[0, :3])
     text = jnp.asarray([*request.prompt, *drafts], jnp.int32)[None]

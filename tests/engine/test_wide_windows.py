@@ -6,13 +6,13 @@ import decoding
 import jax
 import numpy as np
 import pytest
-from decoding import SMALL, Ask
+from decoding import Ask
 
 from spec_jax.drafters import tree_shapes
 from spec_jax.engine import protocols, windows
 
 
-BUDGETS = (64, 128, 256)  # rows of a window, the root's among them
+WIDEST = protocols.MAX_TREE_ROWS  # of a window, the root's among them
 PROMPT = (7, 3, 90, 7, 3, 41, 7, 3)
 ASKS = (
     Ask(prompt=PROMPT, max_tokens=24, gamma=None, sampling=decoding.COLD),
@@ -26,24 +26,17 @@ def run(rows, impl, asks=ASKS):
     """Sequences side by side, whose drafts are wrong often enough to need a tree."""
     tree = tree_shapes.parse(f"8x8:{rows - 1}@1")
     drafter = decoding.draft_drafter(impl=impl).for_tree(tree)
-    decoding.needs(impl)
-    target = dataclasses.replace(SMALL.target, impl=impl)
-    setting = dataclasses.replace(SMALL, target=target, capacity=400)
+    setting = dataclasses.replace(decoding.setting_of(impl), capacity=400)
     scheduler = setting.scheduler(drafter, num_slots=len(asks), draft_params=WEIGHTS)
-    requests = [ask.request() for ask in asks]
-    state = decoding.generate(scheduler, decoding.admit(scheduler, requests))
-    return setting, jax.device_get(state)
-
-
-def test_the_widest_window():
-    assert max(BUDGETS) == protocols.MAX_TREE_ROWS
+    return setting, jax.device_get(decoding.rounds(scheduler, asks))
 
 
 @pytest.mark.parametrize(
     ("rows", "impl"),
     [
-        *((64, "native"), (256, "native")),
-        pytest.param(256, "xla", marks=pytest.mark.slow),
+        (64, "native"),
+        (WIDEST, "native"),
+        pytest.param(WIDEST, "xla", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_decoding_at_each_budget(rows, impl):
@@ -61,7 +54,7 @@ def test_tokens_are_those_of_decoding_at_each_budget(rows, impl):
 def test_one_sequence():
     """Fails if XLA ends the process over columns that nothing reads: one slot's are not
     packed (`compilation.one_kernel`)."""
-    setting, state = run(256, "native", ASKS[:1])
+    setting, state = run(WIDEST, "native", ASKS[:1])
     decoding.assert_as_decoded(setting, state, ASKS[:1])
 
 

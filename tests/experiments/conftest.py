@@ -3,11 +3,22 @@
 import pytest
 import tiny_pair
 
+from spec_jax.native import build
+
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     """Folders of a target and a draft; what writes to them makes its own."""
     return tiny_pair.write(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def needs_native():
+    """Skips where native kernels cannot be built."""
+    try:
+        build.load()
+    except build.BuildError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -40,10 +40,7 @@ def test_cases_run_in_turns_after_one_warm_up_each():
     cases = {"a": case("a", [90, 1, 2, 3])}
     cases["b"] = case("b", [80, 4, 8, 6])
     timings = bench.run(
-        cases,
-        repeats=3,
-        after_turn=lambda: turns.append(len(calls)),
-        clock=clock,
+        cases, repeats=3, after_turn=lambda: turns.append(len(calls)), clock=clock
     )
     assert calls == ["a", "b"] * 4 and turns == [2, 4, 6, 8]
     assert timings.seconds == {"a": [1, 2, 3], "b": [4, 8, 6]}
@@ -53,33 +50,23 @@ def test_cases_run_in_turns_after_one_warm_up_each():
     assert (row["ratio"], row["ratio_p10"]) == (4, 2.4)  # Of the turns: 4, 4 and 2.
 
 
-def test_a_stopwatch_times_the_run_and_not_its_preparation():
-    clock, seen = FakeClock(), []
+@pytest.mark.parametrize("warms", [False, True])
+def test_a_stopwatch_times_the_run_and_not_its_preparation(warms):
+    """Nor, if asked, the first of what runs: fails if what a run donates is used again,
+    or cold caches are measured."""
+    clock, seen, ready = FakeClock(), [], iter(range(4))
 
-    def prepare() -> str:
+    def prepare() -> int:
         clock.now += 100
-        return "prepared"
-
-    def run(prepared: str) -> None:
-        seen.append(prepared)
-        clock.now += 6
-
-    thunk = bench.stopwatch(run, prepare, calls=3, clock=clock)
-    assert thunk() == 2.0 and thunk() == 2.0
-    assert seen == ["prepared"] * 2
-
-
-def test_the_first_of_what_runs_is_not_timed():
-    """Fails if what a run donates is used again, or cold caches are measured."""
-    clock, seen = FakeClock(), []
+        return next(ready)
 
     def run(prepared: int) -> None:
         seen.append(prepared)
-        clock.now += 6 if len(seen) % 2 == 0 else 100
+        clock.now += 100 if warms and len(seen) % 2 else 6
 
-    ready = iter(range(4))
-    thunk = bench.stopwatch(run, lambda: next(ready), calls=3, warms=True, clock=clock)
-    assert thunk() == 2.0 and thunk() == 2.0 and seen == [0, 1, 2, 3]
+    thunk = bench.stopwatch(run, prepare, calls=3, warms=warms, clock=clock)
+    assert thunk() == 2.0 and thunk() == 2.0
+    assert seen == [0, 1, 2, 3][: 4 if warms else 2]
 
 
 def test_medians_have_their_spread():

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_pair
-from script_runs import models_of, rows_of
+from script_runs import models_of, rows_from, rows_of
 
 from experiments import compare_hf
 from experiments.lib import compare, hf, prompts as prompts_lib
@@ -104,10 +104,8 @@ def test_another_target_is_told(oracle, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(
         hf, "load", lambda *_, **keywords: real(other, draft, **keywords)
     )
-    out = tmp_path / "out.jsonl"
-    more = ("--gammas", "3", "--ignore-stop", "--out", str(out))
-    assert compare_hf.main(command(folders, *more)) == compare_hf.NOT_IDENTICAL == 2
-    (summary,) = rows_of(out, "summary")
+    given = command(folders, "--gammas", "3", "--ignore-stop")
+    *_, summary = rows_from(compare_hf.main, tmp_path, given, status=2)
     assert summary["greedy_identical"] < summary["prompts"]
     assert summary["matched"] is True
 
@@ -151,10 +149,9 @@ def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
 
 def test_a_target_alone_is_compared_by_prompt_lookup(oracle, folders, tmp_path):
     """Fails if a draft model is asked for; in bfloat16 other tokens are no failure."""
-    out, target = tmp_path / "out.jsonl", ["--target", str(folders[0])]
-    more = [*command(folders)[4:], "--dtype", "bfloat16", "--out", str(out)]
-    assert compare_hf.main([*target, *more]) == 0
-    rows = rows_of(out, "comparison")
+    target = ["--target", str(folders[0])]
+    more = [*command(folders)[4:], "--dtype", "bfloat16"]
+    *rows, summary = rows_from(compare_hf.main, tmp_path, [*target, *more])
+    rows = [row for row in rows if row["kind"] == "comparison"]
     assert {row["method"] for row in rows} == {"plain", "prompt lookup"}
-    (summary,) = rows_of(out, "summary")
     assert summary["matched"] and rows[0]["draft"] is None

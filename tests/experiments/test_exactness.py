@@ -11,15 +11,8 @@ from experiments.lib import certificates, cli, records, suite, suite_plan as pla
 from spec_jax.debug import evidence
 
 
-NUM_PROMPTS = commands.NUM_PROMPTS
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return commands.write_pair(tmp_path_factory.mktemp("pair"))
-
-
-NUM_CELLS = 7
+pytestmark = pytest.mark.usefixtures("needs_native")
+NUM_PROMPTS, NUM_CELLS = commands.NUM_PROMPTS, 7
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +20,8 @@ def finished(folders, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     out, certificate = folder / "rows.jsonl", folder / "run.json"
     more = ("--out", str(out), *commands.certifying(certificate))
-    assert (
-        exactness.main(commands.several_cells(folders, *more)) == exactness.EXACT == 0
-    )
+    given = commands.several_cells(folders, *more)
+    assert exactness.main(given) == exactness.EXACT == 0
     return commands.Finished(out=out, certificate=certificate)
 
 
@@ -87,14 +79,12 @@ def test_a_certificate_holds_what_was_run(finished, folders):
     assert str(folders[0].parent) not in finished.certificate.read_text()
 
 
-@pytest.mark.parametrize("num_rows", [4])
-def test_an_interrupted_run_goes_on(
-    folders, finished, tmp_path, monkeypatch, capsys, num_rows
-):
+def test_an_interrupted_run_goes_on(folders, finished, tmp_path, monkeypatch, capsys):
     """Fails if rows are lost or run twice, half a batch's too."""
     out, certificate = tmp_path / "rows.jsonl", tmp_path / "run.json"
     more = ("--out", str(out), *commands.certifying(certificate))
-    real = suite.Suite.__call__
+    given = commands.several_cells(folders, *more)
+    real, num_rows = suite.Suite.__call__, 4
 
     def interrupted(self, cells):
         yield from itertools.islice(real(self, cells), num_rows)
@@ -102,21 +92,12 @@ def test_an_interrupted_run_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(suite.Suite, "__call__", interrupted)
-        assert (
-            exactness.main(commands.several_cells(folders, *more))
-            == cli.INTERRUPTED
-            == 130
-        )
+        assert exactness.main(given) == cli.INTERRUPTED == 130
     assert "finished rows are in" in capsys.readouterr().err
     assert len(rows_of(out)) == 1 + num_rows and not certificate.exists()
-    assert exactness.main(commands.several_cells(folders, *more)) == exactness.EXACT
+    assert exactness.main(given) == exactness.EXACT
     assert f"{num_rows} are there already" in capsys.readouterr().out
     assert certificate.read_text() == finished.certificate.read_text()
-
-
-#
-# Certificates
-#
 
 
 def test_a_certificate_is_verified(folders, finished, capsys):
@@ -180,20 +161,14 @@ def test_certificates_of_earlier_versions(folders, finished, tmp_path, capsys):
     ("edit", "words"),
     [
         (lambda c: c.update(version=99), ("version 99", "version 1")),
-        (
-            lambda c: c["constants"]["sampled"].update(temperature=0.8),
-            ("other constants", "temperature: 0.8 and 0.7"),
-        ),
-        (
-            lambda c: c["cells"][0]["cell"].update(moon="full"),
-            ("cells of moon", "does not know"),
-        ),
-        (
-            lambda c: c["weights"]["float32"].update(target="0" * 64),
-            ("other weights", "target: 0000"),
-        ),
+        (lambda c: c["constants"]["sampled"].update(temperature=0.8),
+         ("other constants", "temperature: 0.8 and 0.7")),
+        (lambda c: c["cells"][0]["cell"].update(moon="full"),
+         ("cells of moon", "does not know")),
+        (lambda c: c["weights"]["float32"].update(target="0" * 64),
+         ("other weights", "target: 0000")),
     ],
-)
+)  # fmt: skip
 def test_certificates_that_mean_something_else(
     folders, finished, tmp_path, capsys, edit, words
 ):
@@ -212,17 +187,12 @@ def test_changed_code_is_not_certified(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         records, "_git", lambda *a: CHANGED if a[0] == "status" else real(*a)
     )
+    given = commands.several_cells(folders, "--certificate", str(certificate))
+    named = "spec_jax/load.py, experiments/plan.py and 1 more"
     with monkeypatch.context() as patch:
         patch.setattr(plans, "from_flags", lambda args: pytest.fail("it was planned"))
-        commands.assert_fails_with(
-            capsys,
-            commands.several_cells(folders, "--certificate", str(certificate)),
-            *(
-                "names the commit",
-                "spec_jax/load.py, experiments/plan.py and 1 more",
-            ),
-            "--allow-dirty",
-        )
+        words = ("names the commit", named, "--allow-dirty")
+        commands.assert_fails_with(capsys, given, *words)
     assert not certificate.exists()
     flagged = commands.one_cell(folders, *commands.certifying(certificate))
     assert exactness.main(flagged) == exactness.EXACT

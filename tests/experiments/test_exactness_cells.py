@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import tiny_pair
 import wrong_targets
-from script_runs import assert_fails_with, main_of, models_of, rows_of
+from script_runs import assert_fails_with, interrupted, main_of, models_of, rows_of
 
 from experiments import exactness
 from experiments.lib import (
     certificates,
-    exact_cells,
     exact_cells as cells_lib,
     policies,
     records,
@@ -28,11 +27,7 @@ from spec_jax.drafters import ngram
 from spec_jax.model import hub
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return commands.write_pair(tmp_path_factory.mktemp("pair"))
-
-
+pytestmark = pytest.mark.usefixtures("needs_native")
 FIXED = "[[0],[0,0],[0,1],[0,0,0],[0,1,0],[0,1,1]]"
 
 
@@ -100,21 +95,15 @@ def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch, cap
 def test_a_fetched_target_is_found_by_its_name(tmp_path, monkeypatch):
     """Fails if SmolLM2's published certificate asks for folders. Negative control: a
     name that is of no fetched model."""
-
-    class Planned(Exception):
-        """Which models are taken is known by then."""
-
-    def plan(*_, **__):
-        raise Planned
-
     monkeypatch.setattr(hub, "cache", lambda: tmp_path)
     (tmp_path / hub.FETCHED["smollm2"]).touch()
-    monkeypatch.setattr(plans, "_plan", plan)
+    # Which models are taken is known by then.
+    monkeypatch.setattr(plans, "_plan", interrupted)
     path = records.RESULTS / "certificates" / "smollm2_native_bfloat16.json"
     found, names = certificates.read(path), ("target", "draft", "head", "prompts")
     given = dict.fromkeys(names) | {"verify": path, "limit": None}
     args = argparse.Namespace(**given)
-    with pytest.raises(Planned):
+    with pytest.raises(KeyboardInterrupt):
         plans.from_certificate(args, found)
     assert args.target == pathlib.Path("smollm2")
     assert args.head == loading.ASSETS / "smollm2" / "eagle3"
@@ -173,7 +162,7 @@ def test_a_schedule_is_exact(folders, tmp_path):
     assert status == exactness.EXACT and len(rows) == commands.NUM_PROMPTS
     assert sum(row["proposed"] for row in rows) > 0
     stated = certificates.read(certificate)["constants"]["schedule"]
-    assert stated == exact_cells.CONSTANTS["schedule"]
+    assert stated == cells_lib.CONSTANTS["schedule"]
 
 
 def test_a_certificate_of_a_target_alone(folders, tmp_path, monkeypatch, capsys):
@@ -185,12 +174,10 @@ def test_a_certificate_of_a_target_alone(folders, tmp_path, monkeypatch, capsys)
     prompts.parent.mkdir(parents=True)
     prompts.write_text("def f(x):\nimport os\n")
     arguments = ["--target", str(folders[0])]
-    more = (
-        "--impl xla --dtype float32 --cache paged --batch 1 --sampling greedy --gamma "
-    )
-    more += "2 --gamma-policy fixed --gen-tokens 6 --page-size 128 --slab 4"
-    more = [*more.split(), "--prompts", str(prompts), *commands.certifying(certificate)]
-    assert main([*arguments, *more]) == 0
+    more = "--impl xla --dtype float32 --cache paged --batch 1 --gamma 2".split()
+    more += "--sampling greedy --gamma-policy fixed --gen-tokens 6 --slab 4".split()
+    more += ["--page-size", "128", "--prompts", str(prompts)]
+    assert main([*arguments, *more, *commands.certifying(certificate)]) == 0
     written = json.loads(certificate.read_text())
     assert written["settings"]["draft"] is None
     assert [*written["weights"]["float32"]] == ["target"]
@@ -204,9 +191,7 @@ def test_a_certificate_of_a_target_alone(folders, tmp_path, monkeypatch, capsys)
     assert main([*arguments, "--prompts", "elsewhere.txt"]) == 0
 
 
-AXES = {axis: values for axis, values in plans.BRIEF.axes.items()} | {
-    "impl": ("native", "xla")
-}
+AXES = dict(plans.BRIEF.axes) | {"impl": ("native", "xla")}
 
 
 def test_a_star_varies_one_axis_at_a_time():

@@ -15,9 +15,7 @@ from spec_jax.debug import evidence
 from spec_jax.engine import scheduler
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return commands.write_pair(tmp_path_factory.mktemp("pair"))
+pytestmark = pytest.mark.usefixtures("needs_native")
 
 
 def test_logits_that_are_not_finite_are_not_exact(tmp_path, capsys):

@@ -12,20 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_pair
 from script_runs import ROOT, last_line, rows_of, run_python
 
 from experiments import exactness
-from experiments.lib import (
-    cli,
-    fan_out,
-    records,
-    results,
-    summaries,
-    tables,
-    terminal,
-)
-from spec_jax.analysis import metrics
+from experiments.lib import cli, fan_out, records, results, tables, terminal
 from spec_jax.engine import state
 
 
@@ -37,8 +27,7 @@ def raising(error: BaseException):
 
 
 def run(work, **given) -> int:
-    kept = lambda args: "rows are kept"
-    args = argparse.Namespace(**given)
+    args, kept = argparse.Namespace(**given), lambda args: "rows are kept"
     return cli.run("x.py", lambda: args, work, kept=kept, uses_jax=False)
 
 
@@ -53,11 +42,7 @@ def jax_out_of_memory(args):
         (raising(NotImplementedError("not here")), "error: not here", 1),
         (raising(RuntimeError("it failed")), "error: it failed", 1),
         (raising(FloatingPointError("NaN")), "error: NaN", cli.NOT_FINITE),
-        (
-            raising(MemoryError()),
-            "error: no memory left; ask for less, or free some",
-            1,
-        ),
+        (raising(MemoryError()), "no memory left; ask for less, or free some", 1),
         (jax_out_of_memory, "Ask for shorter texts, or fewer prompts at once", 1),
         (raising(PermissionError(13, "Denied", "a.txt")), "error: a.txt: Denied", 1),
         (raising(KeyboardInterrupt()), "interrupted; rows are kept", cli.INTERRUPTED),
@@ -199,32 +184,21 @@ def test_a_failure_is_a_row():
     assert not records.is_failure({"kind": "x", "equal": True})
 
 
-class Doubled:
-    """Twice each task."""
-
-    def __init__(self, factor: int):
-        self._factor = factor
-
-    def __call__(self, task: int):
-        yield self._factor * task
-
-
-def flags(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    fan_out.add_flags(parser)
-    return parser.parse_args(given)
+def multiplied(factor: int):
+    """Makes the list of a task's one product."""
+    return lambda task: [factor * task]
 
 
 def test_tasks():
     """Here; and a worker of another machine is refused."""
-    fan = fan_out.of(flags(), Doubled, 2)
-    assert {task: list(found) for task, found in fan(Doubled(2), [3, 1])} == {
-        3: [6],
-        1: [2],
-    }
-    job = fan_out.Job(make=Doubled, values=(2,))
+    parser = argparse.ArgumentParser()
+    fan_out.add_flags(parser)
+    fan = fan_out.of(parser.parse_args([]), multiplied, 2)
+    found = {task: list(made) for task, made in fan(multiplied(2), [3, 1])}
+    assert found == {3: [6], 1: [2]}
+    job = fan_out.Job(make=multiplied, values=(2,))
     assert fan_out.call(job, 3) == [6]
-    other = fan_out.Job(make=Doubled, values=(2,), place={"jax_version": "0.0"})
+    other = fan_out.Job(make=multiplied, values=(2,), place={"jax_version": "0.0"})
     with pytest.raises(ValueError, match="jax_version of a worker is .* '0.0', which"):
         fan_out.call(other, 3)
 
@@ -239,11 +213,10 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_workers_of_ray_write_the_same_certificate(tmp_path):
+def test_workers_of_ray_write_the_same_certificate(folders, tmp_path):
     """Fails if a cell is lost or run twice; needs the extra `cluster`."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("no Ray: pip install -e '.[cluster]'")
-    folders = tiny_pair.write(tmp_path)
     grid = commands.one_cell(folders, "--gamma", "2,1", "--sampling", "greedy,sampled")
     out, alone, shared = (tmp_path / name for name in ("rows", "alone", "shared"))
     assert exactness.main([*grid, *commands.certifying(alone)]) == 0
@@ -258,28 +231,7 @@ def test_workers_of_ray_write_the_same_certificate(tmp_path):
     assert len(prompts) == len(set(prompts)) == 3 * commands.NUM_PROMPTS
 
 
-COUNTERS = metrics.Counters(
-    tokens=1234,
-    rounds=600,
-    proposed=1200,
-    accepted=635,
-    cut=1,
-    accepted_hist=(165, 235, 200),
-    proposed_at=(600, 600 - 165),
-    accepted_at=(435, 200),
-)
-TIMES = [[summaries.Timing(prefill_s=0.5, decode_s=2.0, tokens=1234)]] * 3
-SUMMARY = summaries.summarise(
-    COUNTERS,
-    prompts=1,
-    texts=[
-        summaries.TextCounts(tokens=1234, repetition=0.25, proposed=1200, accepted=635)
-    ],
-    baseline=TIMES,
-    spec=TIMES,
-    matched=True,
-    verify_decode_mismatches=0,
-)
+SUMMARY = {"tokens_per_target_step": 2.0, "speedup_e2e": 1.0, "speedup_decode": 1.5}
 
 
 def test_a_speed_up_above_the_tokens_per_step_means_nothing():

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import tiny_pair
-from script_runs import rows_of
+from script_runs import rows_from
 
 from experiments import kernels as script
 from spec_jax.model import config as config_lib
@@ -22,16 +22,14 @@ def test_bits_from_the_command_line(tmp_path, impl, monkeypatch):
         monkeypatch.setattr(target_kit, "readings", lambda width: every(width)[-ways:])
     config = config_lib.to_dict(tiny_pair.config(num_layers=layers))
     (tmp_path / "config.json").write_text(json.dumps(config))  # No weights are needed.
-    out = tmp_path / "out.jsonl"
     given = ["--shapes", str(tmp_path), "--contexts", contexts, "--dtype", "bfloat16"]
-    assert script.main([*given, "--impl", impl, "--out", str(out)]) == script.EQUAL == 0
-    rows = rows_of(out)
+    rows = rows_from(script.main, tmp_path, [*given, "--impl", impl])
     if impl == "interpret":
         control = rows.pop(0)
         assert control["kind"] == "control" and control["seen"]
     of_context = ["hash"] + ["bitwise"] * ways
     assert [row["kind"] for row in rows] == of_context * len(contexts.split(","))
-    compared = rows_of(out, "bitwise")
+    compared = [row for row in rows if row["kind"] == "bitwise"]
     assert all(row["equal"] and row["elements"] for row in compared)
 
 
@@ -42,8 +40,7 @@ def test_a_fault_is_counted(monkeypatch, tmp_path):
     wrong[1, 2] = -0.0
     found = [("in windows", alone, alone), ("moved", alone, wrong)]
     monkeypatch.setattr(target_kit, "compared", lambda *_, **__: iter(found))
-    out = tmp_path / "out.jsonl"
-    given = ["--shapes", "tiny", "--contexts", "5", "--out", str(out)]
-    assert script.main(given) == script.FAILED == 2
-    rows = rows_of(out, "bitwise")
+    given = ["--shapes", "tiny", "--contexts", "5"]
+    rows = rows_from(script.main, tmp_path, given, status=2)
+    rows = [row for row in rows if row["kind"] == "bitwise"]
     assert [(row["differing"], row["equal"]) for row in rows] == [(0, True), (1, False)]

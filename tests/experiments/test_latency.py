@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
-from script_runs import assert_has_fields_of, rows_of
+from script_runs import assert_has_fields_of, models_of, rows_from, rows_of
 
 from experiments import latency
 from experiments.lib import (
@@ -45,11 +45,8 @@ def lm(folders):
 
 
 def command(folders, *more: str) -> list[str]:
-    models = []
-    if folders:
-        models = ["--target", str(folders[0]), "--draft", str(folders[1])]
     return [
-        *models,
+        *models_of(folders),
         *("--contexts", *map(str, CONTEXTS), "--steps", str(STEPS), "--repeats", "3"),
         *("--page-size", str(PAGE_SIZE), "--gamma", str(GAMMA)),
         *more,
@@ -60,7 +57,7 @@ def test_a_run(folders, lm, tmp_path):
     """Fails if a step is missing, or compared with another one than it says."""
     out = tmp_path / "out.jsonl"
     more = ("--prefill", "5", "--forced", "0.5", "--gen-tokens", "6")
-    assert latency.main(command(folders, *more, "--out", str(out))) == 0
+    assert rows_from(latency.main, tmp_path, command(folders, *more))
     rows = {row["step"]: row for row in rows_of(out, "step")}
     assert list(rows) == [
         *("plain step", "1 active row", "2 active rows", "3 active rows"),
@@ -75,10 +72,8 @@ def test_a_run(folders, lm, tmp_path):
         assert (row["ratio_to"] == "1 active row") == ("active row" in name)
     assert rows["plain step"]["ratio"] == rows["1 active row"]["ratio_p90"] == 1
     assert rows["plain step at 20"]["context"] == 20
-    assert (
-        rows["round, gamma 2"]["gamma"] == 2
-        and rows["3 active rows"]["num_active"] == 3
-    )
+    assert rows["round, gamma 2"]["gamma"] == 2
+    assert rows["3 active rows"]["num_active"] == 3
     (summary,) = rows_of(out, "summary")
     assert summary["step_bytes"] == subjects.step_bytes(lm.params)
     assert summary["bandwidth_share"] == rows["read of its bytes"]["ratio"]
@@ -99,14 +94,12 @@ def test_a_run(folders, lm, tmp_path):
 
 def test_a_head(head, folders, tmp_path):
     """Fails if a head's step, or its rounds, are not timed or not exact."""
-    out = tmp_path / "out.jsonl"
     more = ("--contexts", "8", "--forced", "0.5", "--gen-tokens", "6")
-    both = folders[0], head
-    assert latency.main(command(both, *more, "--out", str(out))) == 0
-    rows = {row["step"]: row for row in rows_of(out, "step")}
+    given = command((folders[0], head), *more)
+    rows = {row.get("step"): row for row in rows_from(latency.main, tmp_path, given)}
     assert {"draft step", "round, gamma 1", "round, gamma 2"} <= set(rows)
     assert rows["draft step"]["ms"] > 0
-    (forced,) = rows_of(out, "rounds")
+    (forced,) = rows_of(tmp_path / "out.jsonl", "rounds")
     assert forced["matched"] and forced["differing_kv"] == 0
     assert forced["acceptance_rate"] == 0.5
 

@@ -16,13 +16,7 @@ from script_runs import rows_of, write_rows
 from experiments import parity, plot
 from experiments.lib import microscope, superseded
 from spec_jax import testing
-from spec_jax.model import (
-    llama,
-    observe,
-    params as params_lib,
-    qwen3,
-    row_model,
-)
+from spec_jax.model import llama, observe, params as params_lib, qwen3, row_model
 
 
 START = len(decoding.PROMPT) - 1
@@ -53,17 +47,6 @@ def prefix(dtype="bfloat16"):
 def record(one, fault=None, window=WINDOW) -> microscope.Record:
     kv = prefix(one.model.config.dtype)
     return microscope.record(one, one.weights(PARAMS), kv, window, START, fault)
-
-
-def first_of(one, other) -> tuple[int | None, str] | None:
-    """The layer and the operation of a first difference."""
-    found = microscope.compare(one, other).first
-    return found and (found["layer"], found["operation"])
-
-
-#
-# Windows
-#
 
 
 @pytest.mark.parametrize("other", [path(), path(microscope.DECODE, slab=8)])
@@ -138,7 +121,7 @@ def test_superseded_windows_have_the_values_of_rows(name):
     design, decode = path(name, dtype="float32"), path("decode", dtype="float32")
     ours, theirs = record(design), record(decode)
     assert ours.moved == 0 and {*ours.values} > {*theirs.values}
-    assert first_of(theirs, ours)[0] == 0
+    assert microscope.compare(theirs, ours).first["layer"] == 0
     # Each sums at most 96 terms, and three layers pass an error on.
     close = {"dtype": "float32", "reduction": 96 * 12}
     for key, value in theirs.values.items():
@@ -161,10 +144,6 @@ def test_what_cannot_be_run():
     with pytest.raises(NotImplementedError, match="this is a llama model"):
         microscope.Path(name="flash", model=model)
 
-
-#
-# Distances
-#
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -193,11 +172,6 @@ def test_relative_differences():
         assert relative(one, other) is None
     zeros = microscope.cell_of(np.float32([0.0, 1.0]), np.float32([-0.0, 1.0]))
     assert zeros["differing"] == 1 and zeros["relative"] == 0.0
-
-
-#
-# The command line
-#
 
 
 @pytest.fixture(scope="module")

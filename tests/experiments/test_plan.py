@@ -1,7 +1,6 @@
 """Plans: rows and exit status of the script, and the parts of a prediction."""
 
 import pytest
-import tiny_pair
 from script_runs import assert_has_fields_of, models_of, rows_of
 
 from experiments import plan
@@ -15,13 +14,13 @@ PROMPTS = ("def first(x):", "import second")
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory):
+def planned(folders, tmp_path_factory):
     """The rows of one run."""
-    folder = tmp_path_factory.mktemp("pair")
+    folder = tmp_path_factory.mktemp("plan")
     prompts, out = folder / "prompts.txt", folder / "out.jsonl"
     prompts.write_text("".join(line + "\n" for line in PROMPTS))
     given = [
-        *(*models_of(tiny_pair.write(folder)), "--gamma", f"1,{GAMMA}"),
+        *(*models_of(folders), "--gamma", f"1,{GAMMA}"),
         *("--prompts", str(prompts), "--out", str(out)),
         *("--gen-tokens", str(GEN_TOKENS), "--page-size", str(PAGE_SIZE)),
         *("--repeats", "2", "--drafter", "draft-model,ngram"),

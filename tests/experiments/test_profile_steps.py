@@ -2,13 +2,18 @@
 
 import dataclasses
 import itertools
-import json
 import types
-from typing import Any
 
 import numpy as np
 import pytest
-from script_runs import assert_fails_with, assert_has_fields_of, models_of, rows_of
+from script_runs import (
+    assert_fails_with,
+    assert_has_fields_of,
+    models_of,
+    rows_from,
+    rows_of,
+    write_rows,
+)
 
 from experiments import profile_steps, spec_round
 from experiments.lib import calibration, confidences, profiles, runs, works
@@ -65,10 +70,10 @@ def command(folders, profile, *more):
 
 def test_scheduled_rounds_match(folders, measured, tmp_path, capsys):
     """Sampled, in a batch; calibrated by rows of the same file."""
-    profile, out = measured[0], tmp_path / "out.jsonl"
-    more = ("--temperature", "0.7", "--gamma-policy", "threshold", "--out", str(out))
-    assert spec_round.main(command(folders, profile, *more)) == 0
-    summary = rows_of(out)[-1]
+    profile, _ = measured
+    more = ("--temperature", "0.7", "--gamma-policy", "threshold")
+    given = command(folders, profile, *more)
+    *_, summary = rows_from(spec_round.main, tmp_path, given)
     assert summary["matched"] and summary["gamma_policy"] == "threshold"
     assert summary["schedule"] == "profile.jsonl"
     other = command(folders, profile, "--temperature", "1")
@@ -88,9 +93,7 @@ def test_costs_of_a_batch_are_the_profiles():
 
 
 def changed(path, out, **changes):
-    rows = [row | changes for row in rows_of(path)]
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return out
+    return write_rows(out, [row | changes for row in rows_of(path)])
 
 
 @pytest.mark.parametrize(
@@ -117,8 +120,7 @@ def test_the_profile_of_the_fewest_drafts_is_taken(tmp_path):
         for gamma, context in ((7, 10), (4, 90), (4, 20), (2, 10))
     ]  # fmt: skip
     rows.insert(0, rows[2] | {"draft": "y", "draft_s": 0.0})
-    path = tmp_path / "profile.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "profile.jsonl", rows)
     asked = {"num_slots": 1, "gamma": 4, "context": 10, "temperature": 0.0}
     assert profiles.read(path, about, **asked).draft_s == 4.2
 
@@ -137,8 +139,7 @@ def read_with(calibrated: dict, tmp_path):
     sizes = {"num_slots": 1, "gamma": 2, "context": 10}
     profile = OF_RUN | sizes | {"kind": profiles.KIND}
     profile |= {"draft_s": 0.0, "step_s": [1.0, 1.0, 1.0]}
-    path = tmp_path / "profile.jsonl"
-    path.write_text(f"{json.dumps(profile)}\n{json.dumps(calibrated)}\n")
+    path = write_rows(tmp_path / "profile.jsonl", [profile, calibrated])
     return profiles.read(path, OF_RUN, **sizes, temperature=0.5)
 
 
@@ -173,12 +174,8 @@ def test_confidences_are_calibrated(measured):
         assert 2 <= row["rounds"] <= 6 and 2 <= row["fitted_rounds"] <= 6
 
 
-@dataclasses.dataclass(frozen=True)
-class Drafting:
-    """What `confidences.fit` asks of a `LanguageModel`."""
-
-    drafter: Any
-    gamma_max: int
+Drafting = dataclasses.make_dataclass("Drafting", ["drafter", "gamma_max"])
+"""What `confidences.fit` asks of a `LanguageModel`."""
 
 
 def test_calibration_is_judged_by_what_it_was_not_fitted_to(monkeypatch):

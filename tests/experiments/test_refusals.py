@@ -90,18 +90,12 @@ CASES = (
     ("kernels", "--shapes qwen3-0.7b", "no folder either"),
     ("kernels", "--impl mosaic", "removed"),
     ("kernels", "--impl triton", "not one of native"),
-    (
-        "profile_steps",
-        "--drafter ngram --calibrate 0 --prompts 2",
-        "no `Proposal.survival`",
-    ),
+    ("profile_steps", "--drafter ngram --calibrate 0 --prompts 2",
+     "no `Proposal.survival`"),
     ("profile_steps", "--calibrate 0 --prompts 1", "give --prompts 2"),
     ("compare_llama_cpp", "", "--llama-bin and --gguf are needed"),
-    (
-        "compare_llama_cpp",
-        f"--llama-bin none --gguf {__file__}",
-        "no llama-bench, llama-c",
-    ),
+    ("compare_llama_cpp", f"--llama-bin none --gguf {__file__}",
+     "no llama-bench, llama-c"),
     ("compare_llama_cpp", "--llama-bin none --gguf x", "--gguf x: no such file"),
     ("rollouts", "--samples 0", "--samples"),
     ("rollouts", "--temperature 0 --top-k 3", "--top-k"),
@@ -109,7 +103,7 @@ CASES = (
     ("rollouts", "--steps 1 --top-k 3 --repeats 1", "leave filters out"),
     ("gpu_report", "--dry-run --only gama --out x", "--list"),
     ("gpu_report", "--rehearse", "--out FOLDER is needed"),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("script", "flags", "words"), CASES)

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from script_runs import assert_fails_with, models_of, rows_of, write_rows
+from script_runs import assert_fails_with, models_of, rows_from, rows_of, write_rows
 
 from experiments import replay, spec_round
 from experiments.lib import policies, runs
@@ -76,12 +76,11 @@ def test_replayed_counters_are_live_counters(kind, name, folders, written):
 def test_drafters_are_evaluated_without_the_target(written, folders, tmp_path, capsys):
     """Fails if a row is missing, or a window is charged for rows that it did not have;
     a policy is charged by the same costs."""
-    out, outside = tmp_path / "out.jsonl", "spec_jax.drafters.ngram:PromptLookup"
+    outside = "spec_jax.drafters.ngram:PromptLookup"
     given = [str(written["greedy"]), "--drafter", f"oracle,{outside},draft-model"]
-    given += ["--gamma", "1,4", "--draft", str(folders[1]), "--out", str(out)]
+    given += ["--gamma", "1,4", "--draft", str(folders[1])]
     given += ["--round-costs", "1,1.5,2,2.5,3", "--gamma-policy", "budget"]
-    assert replay.main(given) == replay.DONE
-    rows = rows_of(out)
+    rows = rows_from(replay.main, tmp_path, given)
     ways = [(1, "fixed"), (4, "fixed"), (4, policies.BUDGET)]
     assert [(row["drafter"], row["gamma"], row["gamma_policy"]) for row in rows] == [
         (name, *way) for name in ("oracle", outside, "draft-model") for way in ways

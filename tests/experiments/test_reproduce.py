@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 
 from experiments import reproduce
-from experiments.lib import (
-    curves,
-    files,
-    published,
-    records,
-    reproduction,
-    table_rows,
-)
+from experiments.lib import curves, files, published, records, reproduction, table_rows
 from spec_jax import testing
 from spec_jax.model import hub
 from spec_jax.native import build
@@ -33,11 +26,6 @@ FIGURES = sorted({path for page in PAGES for path in FIGURE.findall(page.read_te
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is missing"
 )
-
-
-#
-# What is published
-#
 
 
 @pytest.mark.parametrize("name", published.PAGES)
@@ -102,11 +90,6 @@ def test_rows_are_of_commits():
 def test_rows_name_no_folder_of_a_machine():
     for path in (*RESULTS.glob("*.jsonl"), *RESULTS.glob("certificates/*.json")):
         assert '"/' not in path.read_text(), path
-
-
-#
-# Making it anew
-#
 
 
 def test_every_step_can_be_parsed(tmp_path, monkeypatch):

@@ -16,12 +16,9 @@ from spec_jax.model import params as params_lib, sequence, tokenizer as tokenize
 
 LENGTH, PREFIX, COUNT = 12, 5, 6
 CONFIG = tiny_pair.config(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    head_dim=8,
+    vocab_size=32, hidden_size=16, intermediate_size=24, head_dim=8,
     max_position_embeddings=64,
-)
+)  # fmt: skip
 
 
 def writer(**changes) -> rollouts.Writer:

@@ -4,7 +4,7 @@ import re
 import shlex
 
 import pytest
-from script_runs import ROOT, main_of, models_of, rows_of
+from script_runs import ROOT, main_of, models_of, rows_from
 
 
 OURS = "spec_jax.drafters.ngram:PromptLookup"
@@ -85,9 +85,7 @@ def test_a_run(script, flags, last, folders, head, tmp_path):
     target, draft = folders
     words = {"target": target, "draft": draft, "head": head}
     given = shlex.split(f"{SIZES[script]} {flags}".format(**words))
-    out = tmp_path / "rows.jsonl"
-    assert main_of(script)([*given, "--out", str(out)]) == 0
-    row = rows_of(out)[-1]
+    *_, row = rows_from(main_of(script), tmp_path, given)
     assert last.items() <= row.items(), {name: row.get(name) for name in last}
 
 
@@ -95,11 +93,11 @@ def test_the_script_of_the_documentation_runs(folders, tmp_path):
     """Fails if docs/scripts.md shows what the kit no longer has."""
     text = (ROOT / "docs" / "scripts.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    names, out = {"__name__": "shown"}, tmp_path / "rows.jsonl"
+    names = {"__name__": "shown"}
     exec(code, names)
     sizes = "--drafter ngram --gen-tokens 6 --gamma 2 --prompts 2".split()
-    assert names["main"]([*models_of(folders), *sizes, "--out", str(out)]) == 0
-    assert [row["matched"] for row in rows_of(out)] == [True, True]
+    rows = rows_from(names["main"], tmp_path, [*models_of(folders), *sizes])
+    assert [row["matched"] for row in rows] == [True, True]
 
 
 @pytest.mark.parametrize("script", ["reproduce", "gpu_report"])

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from script_runs import models_of, rows_of, with_another_token, write_rows
+from script_runs import models_of, rows_from, with_another_token, write_rows
 
 from experiments import spec_round, throughput
 from experiments.lib import bench, results, runs, tables, terminal
@@ -18,10 +18,8 @@ def command(folders, *more: str) -> list[str]:
 
 def test_a_matched_run(folders, tmp_path):
     """Fails if a line is missing, or the summary is not that of the lines."""
-    out = tmp_path / "out.jsonl"
-    status = spec_round.main(command(folders, "--out", str(out), "--repeats", "2"))
-    assert status == spec_round.MATCHED == 0
-    *prompts, summary = rows_of(out)
+    given = command(folders, "--repeats", "2")
+    *prompts, summary = rows_from(spec_round.main, tmp_path, given)
     assert [row["id"] for row in prompts] == ["py-01", "py-02"]
     assert {row["kind"] for row in prompts} == {"prompt"}
     for row in prompts:
@@ -47,32 +45,26 @@ def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
         return run if settings.gen_tokens == 1 else with_another_token(run)
 
     monkeypatch.setattr(runs, "run_speculative", corrupted)
-    out = tmp_path / "out.jsonl"
-    more = ("--ignore-stop", "--out", str(out))
-    assert spec_round.main(command(folders, *more)) == spec_round.NOT_MATCHED == 2
-    *prompts, summary = rows_of(out)
+    given = command(folders, "--ignore-stop")
+    *prompts, summary = rows_from(spec_round.main, tmp_path, given, status=2)
     assert summary["matched"] is False
     assert summary["verify_decode_mismatches"] == len(prompts) == 2
 
 
 def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(folders, tmp_path):
     """Above temperature 0; greedily it commits the target's tokens, and is."""
-    out = tmp_path / "out.jsonl"
-    more = ("--rule", "rejection", "--batch", "2", "--out", str(out))
-    assert spec_round.main(command(folders, *more, "--temperature", "1")) == 0
-    summary = rows_of(out)[-1]
+    given = command(folders, "--rule", "rejection", "--batch", "2", "--temperature")
+    *_, summary = rows_from(spec_round.main, tmp_path, [*given, "1"])
     assert summary["rule"] == "rejection" and summary["matched"] is None
     assert summary["verify_decode_mismatches"] is None
-    assert spec_round.main(command(folders, *more, "--temperature", "0")) == 0
-    assert rows_of(out)[-1]["matched"] is True
+    *_, summary = rows_from(spec_round.main, tmp_path, [*given, "0"])
+    assert summary["matched"] is True
 
 
 def test_logits_that_are_not_finite_match_nothing(overflowing, tmp_path):
     """Finite weights that overflow at run time: equal tokens, and exit status 2."""
-    out = tmp_path / "out.jsonl"
-    more = ("--batch", "2", "--ignore-stop", "--out", str(out))
-    assert spec_round.main(command(overflowing, *more)) == spec_round.NOT_MATCHED == 2
-    *prompts, summary = rows_of(out)
+    given = command(overflowing, "--batch", "2", "--ignore-stop")
+    *prompts, summary = rows_from(spec_round.main, tmp_path, given, status=2)
     for row in prompts:
         assert row["plain_ids"] == row["spec_ids"] and not row["matched"]
         assert 0 < row["nonfinite_logits"] <= row["tokens"]
@@ -82,22 +74,18 @@ def test_logits_that_are_not_finite_match_nothing(overflowing, tmp_path):
 
 def test_conversations_and_categories(folders, tmp_path):
     """Every turn is run; counts stand by category, in the table and in the summary."""
-    path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     lines = [
         {"question_id": 1, "category": "chat", "turns": ["hello", "and then?"]},
         {"question_id": 2, "category": "math", "turns": ["1 + 1"]},
     ]
-    write_rows(path, lines)
-    more = ("--prompts", str(path), "--out", str(out), "--temperature", "0")
-    assert spec_round.main(command(folders, *more)) == 0
-    *prompts, summary = rows_of(out)
+    path = write_rows(tmp_path / "prompts.jsonl", lines)
+    given = command(folders, "--prompts", str(path))
+    *prompts, summary = rows_from(spec_round.main, tmp_path, given)
     assert [row["id"] for row in prompts] == ["1 turn 1", "1 turn 2", "2"]
     assert prompts[1]["prompt_tokens"] > prompts[0]["prompt_tokens"]
     parts = summary["by_category"]
-    assert {name: part["prompts"] for name, part in parts.items()} == {
-        "chat": 2,
-        "math": 1,
-    }
+    counts = {name: part["prompts"] for name, part in parts.items()}
+    assert counts == {"chat": 2, "math": 1}
     for name in ("tokens", "proposed", "accepted"):
         assert sum(part[name] for part in parts.values()) == summary[name]
 
@@ -142,11 +130,8 @@ def test_a_target_without_gamma_adapts(folders):
 
 def test_throughput(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
-    out = tmp_path / "out.jsonl"
-    more = ("--batch", "2", "--gamma", "1,2", "--repeats", "2", "--out", str(out))
-    more += ("--prompts", "3")
-    assert throughput.main(command(folders, *more)) == throughput.MATCHED
-    rows = rows_of(out)
+    more = "--batch 2 --gamma 1,2 --repeats 2 --prompts 3".split()
+    rows = rows_from(throughput.main, tmp_path, command(folders, *more))
     ways = [(None, 0), *((2, gamma) for gamma in (0, 1, 2))]
     assert [(row["batch"], row["gamma"]) for row in rows] == 3 * ways
     of_runs, rows = rows[: 2 * len(ways)], rows[2 * len(ways) :]
@@ -177,11 +162,14 @@ def test_throughput_that_differed_once(folders, tmp_path, monkeypatch):
         return done, seconds
 
     monkeypatch.setattr(throughput, "_once", corrupted)
-    out = tmp_path / "out.jsonl"
-    more = ("--batch", "2", "--repeats", "2", "--prompts", "3", "--out", str(out))
-    assert throughput.main(command(folders, *more)) == throughput.NOT_MATCHED == 2
-    *_, row = rows_of(out, "throughput")
-    assert row["gamma"] and (row["prompts_equal"], row["prompts"]) == (2, 3)
-    repeats = [x for x in rows_of(out, "throughput_run") if x["way"] == row["way"]]
-    assert [one["prompts_equal"] for one in repeats] == [2, 3]
+    given = command(folders, *"--batch 2 --repeats 2 --prompts 3".split())
+    *runs_, row = rows_from(throughput.main, tmp_path, given, status=2)
+    assert row["kind"] == "throughput" and row["gamma"]
+    assert (row["prompts_equal"], row["prompts"]) == (2, 3)
+    repeats = [
+        one["prompts_equal"]
+        for one in runs_
+        if (one["kind"], one["way"]) == ("throughput_run", row["way"])
+    ]
+    assert repeats == [2, 3]
     assert row["schedule"] is None

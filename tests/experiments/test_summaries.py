@@ -93,14 +93,10 @@ def of_texts(*texts: summaries.TextCounts) -> metrics.Metrics:
     )
     rounds = tokens - accepted
     counters = metrics.Counters(
-        tokens=tokens,
-        rounds=rounds,
-        proposed=proposed,
-        accepted=accepted,
-        accepted_hist=(rounds - accepted, accepted),
-        proposed_at=(proposed,),
+        tokens=tokens, rounds=rounds, proposed=proposed, accepted=accepted,
+        accepted_hist=(rounds - accepted, accepted), proposed_at=(proposed,),
         accepted_at=(accepted,),
-    )
+    )  # fmt: skip
     return summarise(counters, prompts=len(texts), texts=texts)
 
 

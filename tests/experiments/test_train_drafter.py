@@ -44,11 +44,11 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _optax_promotes():
-    """Optax is not written for the strict modes of the other tests."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("optax_promotes")
+# Orbax leaves its event loops to the garbage collector.
+LEAVES_LOOPS = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def work(target, tmp_path_factory):
     """Rollouts and a cache."""
     folder = tmp_path_factory.mktemp("work")
     for stage in ("rollouts", "cache"):
-        assert train_drafter.main(command(target, folder, stage)) == 0
+        run(target, folder, stage)
     return folder
 
 
@@ -71,8 +71,37 @@ def command(target, work, stage, *more) -> list[str]:
     return [*FLAGS, *places, *more]
 
 
+def run(target, work, stage, *more) -> None:
+    assert train_drafter.main(command(target, work, stage, *more)) == 0
+
+
+def args_of(target, work, *more):
+    return train_drafter.parse_args(command(target, work, "train", *more))
+
+
 def job_of(target, work, *more):
-    return jobs.prepare(train_drafter.parse_args(command(target, work, "train", *more)))
+    return jobs.prepare(args_of(target, work, *more))
+
+
+def with_texts(work, folder):
+    """The folder, with the same rollouts."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(work / "texts.npz", folder)
+    return folder
+
+
+def exported(target, folder, *more):
+    """The folder of a head, and its card."""
+    out = folder / "export"
+    run(target, folder, "export", *more, "--out", str(out))
+    return out, (out / "README.md").read_text()
+
+
+def weights_of(target, folder, *more):
+    """The weights that training begins with, and those of its newest checkpoint."""
+    args = args_of(target, folder, *more)
+    first = jobs.init(args, jobs.prepare(args))
+    return first, loop.restore(jobs.recipe(args), first, args.work)[0]
 
 
 def test_rollouts_are_half_greedy(target, work):
@@ -111,9 +140,7 @@ def test_a_cache_has_the_bits_of_the_target(target, work):
 
 
 def test_texts_and_cache_may_be_in_another_folder(target, work, tmp_path):
-    args = train_drafter.parse_args(
-        command(target, tmp_path, "train", "--texts", str(work))
-    )
+    args = args_of(target, tmp_path, "--texts", str(work))
     online = jobs.prepare(args).online
     assert targets.missing(jobs.store_of(args, online), online.texts) == []
 
@@ -142,8 +169,7 @@ def test_a_cache_goes_on_where_it_was_killed(target, work, tmp_path):
 
 def test_rollouts_record_what_decoding_computes(target, work, tmp_path):
     """The same texts with `--targets cache`: rows of the target, bit for bit."""
-    flags_ = "--targets", "cache"
-    assert train_drafter.main(command(target, tmp_path, "rollouts", *flags_)) == 0
+    run(target, tmp_path, "rollouts", "--targets", "cache")
     online = job_of(target, tmp_path).online
     testing.assert_same_bits(
         online.texts.tokens, job_of(target, work).online.texts.tokens
@@ -172,9 +198,10 @@ def test_the_loss_is_that_of_drafting(target, work, tmp_path):
     teacher = targets.teacher_of(job.params, job.hot)
     params = eagle3.init(jax.random.key(3), job.config, job.target, job.params, job.hot)
     head, hot = reference(tmp_path, job, params), np.asarray(job.hot)
+    tokens = jnp.asarray(batch["tokens"])
+    of_target = np.asarray(sequence.logits(job.params, job.target, tokens), float)
     expected, agrees = [], []
-    for b in range(2):
-        logits = target_logits(job, batch["tokens"][b])
+    for b, logits in enumerate(of_target):
         for first in range(15):
             found = drafted(head, batch, b, first)
             row_agrees = []
@@ -211,11 +238,6 @@ def test_the_loss_is_that_of_drafting(target, work, tmp_path):
     assert abs(float(other) - float(loss)) > 1e-3
 
 
-def target_logits(job, tokens):
-    tokens = jnp.asarray(tokens)[None]
-    return np.asarray(sequence.logits(job.params, job.target, tokens)[0], float)
-
-
 def drafted(head, batch, b, first):
     """Logits of the drafts after pair `first`, in float64, pair by pair."""
     tokens = np.asarray(batch["tokens"][b])
@@ -242,57 +264,37 @@ def losses(folder) -> list:
     return [(row["step"], row["loss"], row.get("held_out_agreement_0")) for row in rows]
 
 
-# Orbax leaves its event loops to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@LEAVES_LOOPS
 def test_a_killed_run_on_a_cache_is_the_run_without(target, work, tmp_path, capsys):
     """Fails if resuming, or reading what was cached, changes a bit of the head."""
-    online = tmp_path / "online"
-    online.mkdir()
-    texts = (work / "texts.npz").read_bytes()
-    (online / "texts.npz").write_bytes(texts)
-    assert train_drafter.main(command(target, online, "train")) == 0
+    online = with_texts(work, tmp_path / "online")
+    run(target, online, "train")
     assert "accepted length" in capsys.readouterr().out
-    args = command(target, work, "train", "--targets", "cache")
-    jobs.train(train_drafter.parse_args(args), stop_after=3)
-    assert train_drafter.main(args) == 0
+    cached = "--targets", "cache"
+    jobs.train(args_of(target, work, *cached), stop_after=3)
+    run(target, work, "train", *cached)
     assert losses(work) == losses(online)
     assert [step for step, *_ in losses(work)] == [0, 1, 2, 3]
     assert losses(work)[-1][1] < losses(work)[0][1]
     made = []
     for folder in (work, online):
-        out = tmp_path / folder.name / "export"
-        more = ("--out", str(out))
-        assert train_drafter.main(command(target, folder, "export", *more)) == 0
+        out, card = exported(target, folder)
         made.append(eagle3_files.load(out, *load.load(target)))
-        card = (out / "README.md").read_text()
-        for fact in (
-            "| steps | 4 |",
-            "--ttt-steps 2",
-            "--seed 0 --ttt",
-            "| agreement 1 | ",
-        ):
-            assert fact in card
+        facts = "| steps | 4 |", "--ttt-steps 2", "--seed 0 --ttt", "| agreement 1 | "
+        assert [fact for fact in facts if fact not in card] == []
     assert made[0][0] == job_of(target, work).config
     testing.assert_same_bits(made[0][1], made[1][1])
     # What was trained reads features of one size, and the export as they are.
-    job = job_of(target, work)
-    args = train_drafter.parse_args(command(target, work, "export"))
-    recipe, first = jobs.recipe(args), jobs.init(args, job)
-    weights, _ = loop.restore(recipe, first, work)
+    job, (_, weights) = job_of(target, work), weights_of(target, work)
     assert np.ptp(job.scale) > 0
     expected = np.asarray(weights.fc) * job.scale
     np.testing.assert_array_equal(made[0][1].fc, expected.astype(job.target.dtype))
     # A run that goes on from it begins with its weights, and its card says so.
     flags = ["--base", str(out), *("--draft-vocab", "7", "--mlp", "8")]
     assert_begins_as(made[0][1], target, work, *flags)
-    onwards = tmp_path / "onwards"
-    onwards.mkdir()
-    (onwards / "texts.npz").write_bytes(texts)
-    assert train_drafter.main(command(target, onwards, "train", *flags)) == 0
-    again = command(target, onwards, "export", *flags, "--out", str(onwards / "out"))
-    assert train_drafter.main(again) == 0
-    card = (onwards / "out" / "README.md").read_text()
+    onwards = with_texts(work, tmp_path / "onwards")
+    run(target, onwards, "train", *flags)
+    _, card = exported(target, onwards, *flags)
     assert "| went on from, SHA-256 of its weights | " in card and "--mlp 24" in card
 
 
@@ -305,23 +307,18 @@ def test_a_head_begins_without_an_opinion(target, work):
     assert 0.8 < logits.std() < 1.25
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@LEAVES_LOOPS
 def test_the_first_draft_is_trained_alone_at_first(target, work, tmp_path):
     """Fails if the loss changes at another step, or resuming changes a bit."""
-    texts = (work / "texts.npz").read_bytes()
     found = {}
     for name, flags, stops in (
         ("alone", ("--ttt-steps", "1"), (None,)),
         ("both", ("--first-alone", "2"), (None,)),
         ("killed", ("--first-alone", "2", "--eval-every", "1"), (3, None)),
     ):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "texts.npz").write_bytes(texts)
+        folder = with_texts(work, tmp_path / name)
         for stop in stops:
-            args = train_drafter.parse_args(command(target, folder, "train", *flags))
-            jobs.train(args, stop_after=stop)
+            jobs.train(args_of(target, folder, *flags), stop_after=stop)
         found[name] = [loss for _, loss, _ in losses(folder)]
     assert found["both"] == found["killed"]
     assert found["both"][:2] == found["alone"][:2]
@@ -332,10 +329,9 @@ def test_the_first_draft_is_trained_alone_at_first(target, work, tmp_path):
 
 def assert_begins_as(head, target, work, *flags):
     """Of the drafter of `--base` all that is trained, whatever shape the flags ask."""
-    args = train_drafter.parse_args(command(target, work, "train", *flags))
+    args = args_of(target, work, *flags)
     job = jobs.prepare(args)
-    first = jobs.init(args, job)
-    first = jobs.rescaled(first, job.scale)
+    first = jobs.rescaled(jobs.init(args, job), job.scale)
     testing.assert_same_bits(first, job.family.training.trained(job.config, head))
     anew = job.family.training.init(
         jax.random.key(0), job.config, job.target, job.params, job.hot
@@ -345,32 +341,35 @@ def assert_begins_as(head, target, work, *flags):
         testing.assert_same_bits(first, anew)
 
 
-def assert_drafts(lm):
-    """Asserts that an export drafts; what it cannot change: `tests/drafters`."""
+def drafting(target, out) -> sj.LanguageModel:
+    """The model with an export, which drafts; what it cannot change: `drafters`."""
+    lm = sj.load(target, drafter=str(out), impl="native")
     made = sj.generate(lm, "import os", max_tokens=8, gamma=2)
     assert made.metrics["proposed"] > 0
+    return lm
 
 
-# As above.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def trained_and_exported(target, work, folder, *flags):
+    """The folder of a head, what is read of it, and its weights before and after."""
+    run(target, with_texts(work, folder), "train", *flags)
+    assert losses(folder)[-1][1] < losses(folder)[0][1]
+    out, _ = exported(target, folder, *flags)
+    config, head = eagle3_files.load(out, *load.load(target))
+    assert config == job_of(target, folder, *flags).config
+    drafting(target, out)
+    return out, config, head, *weights_of(target, folder, *flags)
+
+
+@LEAVES_LOOPS
 def test_a_narrower_head_has_an_embedding_of_its_own(target, work, tmp_path):
     """Fails if it is not trained, is lost in the file, or is taken for the target's."""
-    (tmp_path / "texts.npz").write_bytes((work / "texts.npz").read_bytes())
     flags = ["--width", "16", "--window", "5"]
-    assert train_drafter.main(command(target, tmp_path, "train", *flags)) == 0
-    out = tmp_path / "export"
-    exported = command(target, tmp_path, "export", *flags, "--out", str(out))
-    assert train_drafter.main(exported) == 0
+    made = trained_and_exported(target, work, tmp_path, *flags)
+    out, config, head, first, _ = made
     assert "--width 16 --window 5" in (out / "README.md").read_text()
-    config, head = eagle3_files.load(out, *load.load(target))
-    job = job_of(target, work, *flags)
-    assert config == job.config and config.window == 5
-    assert head.embed.shape == (tiny_pair.VOCAB_SIZE, 16)
-    first = eagle3.init(jax.random.key(0), config, job.target, job.params, job.hot)
+    assert config.window == 5 and head.embed.shape == (tiny_pair.VOCAB_SIZE, 16)
     with pytest.raises(AssertionError):
         testing.assert_same_bits(head.embed, first.embed)
-    assert_drafts(sj.load(target, drafter=str(out), impl="native"))
     assert_begins_as(head, target, work, "--base", str(out))
 
 
@@ -380,39 +379,20 @@ PARALLEL = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@LEAVES_LOOPS
 def test_a_parallel_head_is_trained_exported_and_drafts(target, work, tmp_path):
     """Fails if its mask is not trained, or not scaled as features are: the export would
     read another one."""
-    (tmp_path / "texts.npz").write_bytes((work / "texts.npz").read_bytes())
-    assert train_drafter.main(command(target, tmp_path, "train", *PARALLEL)) == 0
-    assert losses(tmp_path)[-1][1] < losses(tmp_path)[0][1]
-    out = tmp_path / "export"
-    exported = command(target, tmp_path, "export", *PARALLEL, "--out", str(out))
-    assert train_drafter.main(exported) == 0
-    config, head = eagle3_files.load(out, *load.load(target))
-    args = train_drafter.parse_args(command(target, tmp_path, "export", *PARALLEL))
-    job = jobs.prepare(args)
-    assert config == job.config and config.is_parallel and len(head.more) == 1
-    recipe, first = jobs.recipe(args), jobs.init(args, job)
-    weights, _ = loop.restore(recipe, first, tmp_path)
+    made = trained_and_exported(target, work, tmp_path, *PARALLEL)
+    out, config, head, first, weights = made
+    assert config.is_parallel and len(head.more) == 1
     with pytest.raises(AssertionError):
         testing.assert_same_bits(weights.mask_hidden, first.mask_hidden)
     read = np.asarray(weights.fc) @ np.asarray(weights.mask_hidden)[0, 0]
     again = np.asarray(head.fc) @ np.asarray(head.mask_hidden)[0, 0]
     np.testing.assert_allclose(again, read, rtol=1e-4, atol=1e-5)
-    assert np.ptp(job.scale) > 0
-    assert_drafts(sj.load(target, drafter=str(out), impl="native"))
+    assert np.ptp(job_of(target, tmp_path, *PARALLEL).scale) > 0
     assert_begins_as(head, target, work, *PARALLEL[:4], "--base", str(out))
-
-
-def trained(target, folder):
-    """The weights of the newest checkpoint of blocks, float32."""
-    args = train_drafter.parse_args(command(target, folder, "train", *BLOCKS))
-    first = jobs.init(args, jobs.prepare(args))
-    weights, _ = loop.restore(jobs.recipe(args), first, args.work)
-    return weights
 
 
 BLOCKS = [
@@ -421,49 +401,35 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@LEAVES_LOOPS
 def test_blocks_are_trained_resumed_exported_and_drafted(
     target, work, tmp_path, capsys
 ):
     """Fails if a resumed run draws other anchors, or has other weights by a bit, or an
     export drafts otherwise."""
-    texts = (work / "texts.npz").read_bytes()
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "texts.npz").write_bytes(texts)
-    whole = train_drafter.parse_args(
-        command(target, tmp_path / "whole", "train", *BLOCKS)
-    )
-    assert jobs.train(whole)["held_out_accepted_length"] >= 1
+    whole, killed = (with_texts(work, tmp_path / name) for name in ("whole", "killed"))
+    done = jobs.train(args_of(target, whole, *BLOCKS))
+    assert done["held_out_accepted_length"] >= 1
     # On targets of the disk, which have the bits of those that are made.
-    assert (
-        train_drafter.main(command(target, tmp_path / "killed", "cache", *BLOCKS)) == 0
-    )
-    args = command(target, tmp_path / "killed", "train", *BLOCKS, "--targets", "cache")
-    jobs.train(train_drafter.parse_args(args), stop_after=3)
-    at_stop = trained(target, tmp_path / "killed")
-    assert train_drafter.main(args) == 0
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    uninterrupted = trained(target, tmp_path / "whole")
-    testing.assert_same_bits(trained(target, tmp_path / "killed"), uninterrupted)
+    run(target, killed, "cache", *BLOCKS)
+    flags = [*BLOCKS, "--targets", "cache"]
+    jobs.train(args_of(target, killed, *flags), stop_after=3)
+    _, at_stop = weights_of(target, killed, *BLOCKS)
+    run(target, killed, "train", *flags)
+    assert losses(killed) == losses(whole)
+    _, uninterrupted = weights_of(target, whole, *BLOCKS)
+    testing.assert_same_bits(weights_of(target, killed, *BLOCKS)[1], uninterrupted)
     with pytest.raises(AssertionError):
         testing.assert_same_bits(at_stop, uninterrupted)
-    assert losses(tmp_path / "killed")[-1][1] < losses(tmp_path / "killed")[0][1]
-    out = tmp_path / "export"
-    exported = command(target, tmp_path / "killed", "export", *BLOCKS)
-    exported += ["--out", str(out), "--note", "Of the tests."]
-    assert train_drafter.main(exported) == 0
-    card = (out / "README.md").read_text()
+    assert losses(killed)[-1][1] < losses(killed)[0][1]
+    out, card = exported(target, killed, *BLOCKS, "--note", "Of the tests.")
     for fact in ("SHA-256", "| steps | 4 |", "held-out texts", "- Of the tests."):
         assert fact in card
-    lm = sj.load(target, drafter=str(out), impl="native")
-    assert lm.drafter.head == jobs.prepare(whole).config
-    assert_drafts(lm)
+    assert drafting(target, out).drafter.head == job_of(target, whole, *BLOCKS).config
     # Its weights alone are gone on from.
     flags = [*BLOCKS, "--base", str(out), "--block", "5"]
     _, head = block_files.load(out, *load.load(target))
-    assert_begins_as(head, target, tmp_path / "killed", *flags)
+    assert_begins_as(head, target, killed, *flags)
     args = command(target, work, "train", "--base", str(out))
     assert train_drafter.main(args) == 1
     assert "that is known: LlamaForCausalLMEagle3" in capsys.readouterr().err
@@ -471,7 +437,7 @@ def test_blocks_are_trained_resumed_exported_and_drafted(
 
 def test_a_normalizer_stands_for_the_logits_of_the_whole_vocabulary(target, work):
     """Fails if a draft's distance to the target's distribution is another with it."""
-    args = train_drafter.parse_args(command(target, work, "train", *BLOCKS))
+    args = args_of(target, work, *BLOCKS)
     job = jobs.prepare(args)
     rows = np.arange(4)
     drawn = job.family.draw(args, job.config, job.hot)(job.online[rows], rows, 0)
@@ -499,8 +465,7 @@ def compared(target, work, out, *more) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@LEAVES_LOOPS
 def test_heads_are_compared_on_the_same_texts(target, work, tmp_path):
     """Fails if a head sees fewer tokens than asked, or is trained again when it is
     done, or a row is lost."""
@@ -538,7 +503,7 @@ def test_a_dspark_without_a_head_is_gone_on_from(target, work, tmp_path):
     """Fails if it is taken for one with the default's head."""
     out = tiny_pair.write_block(tmp_path / "head", target, kind="dflash")
     _, head = block_files.load(out, *load.load(target))
-    (tmp_path / "texts.npz").write_bytes((work / "texts.npz").read_bytes())
+    with_texts(work, tmp_path)
     assert_begins_as(head, target, tmp_path, "--family", "dspark", "--base", str(out))
 
 
@@ -546,16 +511,14 @@ def test_ablations_of_blocks(target, work):
     """Fails if a flag is read by no loss, or a family has another's heads."""
 
     def trained(*flags):
-        whole = command(target, work, "train", "--draft-vocab", "264", *flags)
-        args = train_drafter.parse_args([*whole, "--block", "3"])
+        whole = "--draft-vocab", "264", *flags, "--block", "3"
+        args = args_of(target, work, *whole)
         job = jobs.prepare(args)
         return job.config, job.family.of_loss(args)["terms"]
 
     config, terms = trained("--family", "dspark")
-    assert (config.head, config.markov_rank, config.slots) == (
-        *("vanilla", 64),
-        "anchor-first",
-    )
+    assert (config.head, config.markov_rank) == ("vanilla", 64)
+    assert config.slots == "anchor-first"
     assert config.has_confidence and terms == (0.1, 0.9, 1.0)
     config, terms = trained("--family", "dspark", "--no-tv", "--no-confidence")
     assert not config.has_confidence and terms == (1.0, 0.0, 1.0)
@@ -589,8 +552,7 @@ def write_target(folder, model_type):
     return tiny_pair.write_model(folder, config, seed=0)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@LEAVES_LOOPS
 @pytest.mark.parametrize(
     ("model_type", "flags"),
     [
@@ -603,41 +565,37 @@ def test_targets_of_other_families(tmp_path, model_type, flags):
     """Fails if a family is refused, a default does not work, or an export is not read
     back: of a Llama target it was written as a block drafter of Llama's layers."""
     target = write_target(tmp_path / "target", model_type)
-    flags = [*flags, *"--taps 0,2 --prompts 4 --prefix 5 --impl native".split()]
-    flags += ["--length", "16", "--batch", "2", "--steps", "2", "--mlp", "24"]
-    flags += ["--target", str(target), "--work", str(tmp_path), "--anchors", "3"]
-    other = "float32" if TARGET.dtype == "bfloat16" else "bfloat16"
-    flags += ["--compute", other]
+    places = ["--target", str(target), "--work", str(tmp_path)]
+    sizes = ("--length 16", "--batch 2", "--mlp 24", "--compute bfloat16")
+    more = "--taps 0,2 --prompts 4 --prefix 5 --impl native --steps 2 --anchors 3"
+    given = [*flags, *more.split(), *" ".join(sizes).split()]
     for stage in ("rollouts", "train"):
-        assert train_drafter.main([*flags, "--stage", stage]) == 0
+        assert train_drafter.main([*given, *places, "--stage", stage]) == 0
     out = tmp_path / "head"
     # The flags of the training are not given again.
-    exported = ["--family", flags[1], "--stage", "export", "--out", str(out)]
-    exported += ["--target", str(target), "--work", str(tmp_path)]
-    assert train_drafter.main(exported) == 0
+    places += ["--stage", "export", "--out", str(out)]
+    assert train_drafter.main([*flags[:2], *places]) == 0
     card = (out / "README.md").read_text()
-    for flag in ("--length 16", "--batch 2", "--mlp 24", f"--compute {other}"):
-        assert flag in card
+    assert [size for size in sizes if size not in card] == []
     raw = json.loads((out / "config.json").read_text())
     if model_type == "llama":
         assert raw["model_type"] == "qwen3" and raw["num_anchors"] == 3
         assert raw["rope_scaling"]["rope_type"] == "llama3"
-    assert_drafts(sj.load(target, drafter=str(out), impl="native"))
+    drafting(target, out)
 
 
 def test_flags_that_are_not_those_of_the_training(target, tmp_path, capsys):
     """Fails if a card could state flags that the training did not have."""
-    held = train_drafter.parse_args(command(target, tmp_path, "train"))
     (tmp_path / "checkpoints" / "2").mkdir(parents=True)
-    head_export.keep_flags(held)
     longer = ["--steps", "9"]
-    args = command(target, tmp_path, "train", *longer)
-    head_export.keep_flags(train_drafter.parse_args(args))
-    for stage in ("train", "export"):
-        args = train_drafter.parse_args(
-            command(target, tmp_path, stage, *longer, "--batch", "2")
-        )
-        check = head_export.keep_flags if stage == "train" else head_export.as_trained
+    for more in ([], longer):
+        head_export.keep_flags(args_of(target, tmp_path, *more))
+    for stage, check in (
+        ("train", head_export.keep_flags),
+        ("export", head_export.as_trained),
+    ):
+        more = [*longer, "--batch", "2"]
+        args = train_drafter.parse_args(command(target, tmp_path, stage, *more))
         with pytest.raises(ValueError, match="of a training with --batch 4, and this"):
             check(args)
 

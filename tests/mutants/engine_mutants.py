@@ -43,7 +43,7 @@ SCHEDULES = (
            "test_survival_is_the_product_of_what_was_most_probable"),
     Mutant("all drafts are verified, whatever the schedule says", "engine.round:_draft",
            "proposal.replace(num_drafted=num_drafted)", "proposal",
-           "engine/test_scheduled_rounds.py::test_a_scheduled_batch_is_as_decoded[True]"),
+           "engine/test_scheduled_rounds.py::test_a_scheduled_batch_is_as_decoded"),
     Mutant("a schedule is not told what a round brought", "engine.round:run_round",
            "commit_lib.settle(speculator.gamma_policy, slots, info)", "slots",
            "engine/test_scheduled_rounds.py::"
@@ -87,7 +87,7 @@ DRAFTERS = (
     Mutant("a hybrid asks the draft model where statistics are sure",
            "drafters.hybrid:SlotHybrid.propose", "jnp.where(is_sure, 0, gamma)",
            "gamma", "drafters/test_hybrid.py::"
-           "test_the_draft_model_is_asked_only_where_statistics_are_not_sure[texts0]"),
+           "test_the_draft_model_is_asked_only_where_statistics_are_not_sure"),
     Mutant("what stands behind a text says what a choice has kept",
            "drafters.knowledge:learn", " & (places < since)", "",
            "drafters/test_choice.py::test_tokens_that_are_not_committed_teach_nothing"),

@@ -273,13 +273,8 @@ def check_generations(folder: pathlib.Path, drafter: str, impl: str, *counts) ->
         for count in counts
     }
     first, drafts = made[int(counts[0])]
-    other, _ = generations(
-        (target, draft),
-        drafter,
-        impl=impl,
-        mesh=shard.mesh(1),
-        **form | {"segments": 1},
-    )
+    how = form | {"segments": 1, "mesh": shard.mesh(1)}
+    other, _ = generations((target, draft), drafter, impl=impl, **how)
     return {
         "equal": [one == first for one, _ in made.values()],
         "drafted": drafts > 0,

@@ -1,27 +1,18 @@
 """A model on a mesh: the same bits on any number of devices."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from script_runs import run_python
 
 
-TESTS = pathlib.Path(__file__).parents[1]
 PROGRAM = pathlib.Path(__file__).parent / "mesh_program.py"
 
 
 def run(*arguments: str) -> dict:
     """What the program prints, in a process of eight devices."""
-    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
+    done = run_python(PROGRAM, *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -56,29 +47,22 @@ def test_bits_are_the_same_on_any_mesh(impl, family):
     }
 
 
+FOUR = ("1", "2", "4", "8")
+COUNTS = dict.fromkeys(("draft-model", "cut", "eagle3", "dflash", "dspark"), FOUR)
+COUNTS |= {"gpt_neox": FOUR, "q8_0": FOUR[:2]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["native", "xla"])
-@pytest.mark.parametrize(
-    "drafter", ["draft-model", "cut", "eagle3", "dflash", "dspark", "gpt_neox"]
-)
+@pytest.mark.parametrize("drafter", COUNTS)
 def test_generations_are_the_same_on_any_mesh(drafter, impl):
     """Decoding, a batch of chains and a tree: tokens, log-probabilities, K/V, drafts.
 
     Fails if a drafter sees other features on another mesh, or drafts otherwise. Sums of
     one segment are the control: their bits are others.
     """
-    assert run("generations", drafter, impl, "1", "2", "4", "8") == {
-        "equal": [True] * 4,
-        "drafted": True,
-        "other_sums": False,
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("impl", ["native", "xla"])
-def test_generations_of_eight_bits_are_the_same_on_any_mesh(impl):
-    assert run("generations", "q8_0", impl, "1", "2") == {
-        "equal": [True] * 2,
+    assert run("generations", drafter, impl, *COUNTS[drafter]) == {
+        "equal": [True] * len(COUNTS[drafter]),
         "drafted": True,
         "other_sums": False,
     }

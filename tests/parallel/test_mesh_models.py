@@ -123,13 +123,9 @@ def outputs(program: str, *arguments: object) -> list[str]:
 def test_a_process_reads_its_own_slices(tmp_path):
     """Fails if a process ever holds a whole checkpoint."""
     config = tiny_pair.config(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=64,
-        num_layers=8,
-    )
+        hidden_size=1024, intermediate_size=3072, num_heads=8, num_kv_heads=2,
+        head_dim=64, num_layers=8,
+    )  # fmt: skip
     tiny_pair.write_model(tmp_path, config, seed=0)
     total = (tmp_path / "model.safetensors").stat().st_size
     first, second, alone = map(int, outputs(LOADS, tmp_path))

@@ -87,10 +87,8 @@ def test_a_processor_is_hugging_faces(name, rng):
 
 REFUSED = {
     "a bias of nothing": (lambda: built_in.logit_bias({}), "give a value for each tok"),
-    "a bias of NaN": (
-        lambda: built_in.logit_bias({3: math.nan}),
-        r"bias\[3\]=nan: give a number below infinity",
-    ),
+    "a bias of NaN": (lambda: built_in.logit_bias({3: math.nan}),
+        r"bias\[3\]=nan: give a number below infinity"),
     "an infinite bias": (lambda: built_in.logit_bias({3: math.inf}), r"bias\[3\]=inf"),
     "a bias of a word": (lambda: built_in.logit_bias({"a": 1}), "at least one token"),
     "a negative token": (lambda: built_in.logit_bias({-1: 1}), "that is no token"),
@@ -99,29 +97,18 @@ REFUSED = {
     "words as text": (lambda: built_in.bad_words(["no"]), "give at least one token id"),
     "one row of words": (lambda: built_in.bad_words([3]), "give at least one token id"),
     "no least": (lambda: built_in.min_tokens(0, [1]), "count=0 must be a whole number"),
-    "half a least": (
-        lambda: built_in.min_tokens(1.5, [1]),
-        "count=1.5 must be a w",
-    ),
+    "half a least": (lambda: built_in.min_tokens(1.5, [1]), "count=1.5 must be a w"),
     "nothing stops": (lambda: built_in.min_tokens(3, []), "give at least one token id"),
-    "a penalty of 0": (
-        lambda: built_in.penalties(repetition=0.0),
-        "repetition=0.0 must be above 0: 1 is no penalty",
-    ),
-    "a penalty of NaN": (
-        lambda: built_in.penalties(presence=math.nan),
-        "presence=nan is not a finite number",
-    ),
-    "a penalty in words": (
-        lambda: built_in.penalties(frequency="1"),
-        "frequency='1' is not a finite number",
-    ),
+    "a penalty of 0": (lambda: built_in.penalties(repetition=0.0),
+        "repetition=0.0 must be above 0: 1 is no penalty"),
+    "a penalty of NaN": (lambda: built_in.penalties(presence=math.nan),
+        "presence=nan is not a finite number"),
+    "a penalty in words": (lambda: built_in.penalties(frequency="1"),
+        "frequency='1' is not a finite number"),
     "a chain of nothing": (lambda: processor_lib.chain(), "a chain of no processors"),
-    "a chain of words": (
-        lambda: processor_lib.chain(built_in.penalties(), "no"),
-        "part 1 of the chain is of type str: give a Processor",
-    ),
-}
+    "a chain of words": (lambda: processor_lib.chain(built_in.penalties(), "no"),
+        "part 1 of the chain is of type str: give a Processor"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -144,15 +131,12 @@ class _Broken(processor_lib.Processor):
     """Adds what it counts to a token's logit."""
 
     def init(self, prompt, length, *, vocab_size):
-        """Returns that nothing is counted."""
         return jnp.int32(0)
 
     def step(self, state, token):
-        """Counts a token."""
         return state + 1
 
     def apply(self, state, logits):
-        """Adds the count."""
         return logits.at[3].add(state.astype(jnp.float32))
 
 
@@ -163,7 +147,6 @@ class _Rounds(_Broken):
     """Counts calls, as one does that goes by rounds."""
 
     def step(self, state, token):
-        """Counts a call, whatever the state was."""
         CALLS[0] += 1
         return jnp.int32(CALLS[0])
 
@@ -175,7 +158,6 @@ class _Siblings(_Broken):
     """Knows the token that was stepped by last, of whichever path, by the host."""
 
     def step(self, state, token):
-        """Tells the host of the token."""
         last = jax.ShapeDtypeStruct((), jnp.int32)
 
         def swap(token):
@@ -189,7 +171,6 @@ class _Padding(_Broken):
     """Counts what is behind the prompt."""
 
     def init(self, prompt, length, *, vocab_size):
-        """Returns the sum of a buffer."""
         return jnp.sum(prompt, dtype=jnp.int32)
 
 
@@ -197,7 +178,6 @@ class _Grows(_Broken):
     """Makes a state of another shape."""
 
     def step(self, state, token):
-        """Returns a row of states."""
         return jnp.append(state, token)
 
 
@@ -205,7 +185,6 @@ class _Silent(_Broken):
     """Forbids everything."""
 
     def apply(self, state, logits):
-        """Returns no logit that is finite."""
         return jnp.full_like(logits, -jnp.inf)
 
 
@@ -213,21 +192,16 @@ class _Denies(_Broken):
     """Says no to what it leaves."""
 
     def allows(self, state, token):
-        """Returns no."""
         return jnp.bool_(False)
 
 
 @pytest.mark.parametrize(
     ("broken", "clause"),
     [
-        (_Rounds, "pure functions"),
-        (_Siblings, "no host"),
-        (_Padding, "own prefix"),
-        (_Grows, "static shapes"),
-        (_Silent, "numbers"),
-        (_Denies, "allows"),
+        (_Rounds, "pure functions"), (_Siblings, "no host"), (_Padding, "own prefix"),
+        (_Grows, "static shapes"), (_Silent, "numbers"), (_Denies, "allows"),
     ],
-)
+)  # fmt: skip
 def test_the_kit_catches_a_processor_that_breaks_a_clause(broken, clause):
     """Planted: it counts rounds, looks at siblings, or at what is no text."""
     with pytest.raises(AssertionError, match=f"^{clause}: "):

@@ -154,18 +154,14 @@ REFUSED = {
     "a pattern": (lambda lm: grammar.regex("(", lm), r"pattern '\(' cannot be compil"),
     "a look-ahead": (lambda lm: grammar.regex("(?=a)b", lm), "cannot be compiled"),
     "a schema": (lambda lm: grammar.json_schema("{", lm), "JSON schema cannot be used"),
-    "a kind of value": (
-        lambda lm: grammar.json_schema({"type": "thing"}, lm),
-        "the JSON schema cannot be used",
-    ),
+    "a kind of value": (lambda lm: grammar.json_schema({"type": "thing"}, lm),
+        "the JSON schema cannot be used"),
     "no stop token": (
         lambda lm: grammar.of_pieces("a", [b"a"], stop_ids=[], vocab_size=4),
         "the model has no stop token",
     ),
-    "a table that is too large": (
-        lambda lm: grammar.regex("[ab]{3}", lm),
-        "a grammar of 5 states and 3 classes of tokens or more: the table has more",
-    ),
+    "a table that is too large": (lambda lm: grammar.regex("[ab]{3}", lm),
+        "a grammar of 5 states and 3 classes of tokens or more: the table has more"),
     "another vocabulary": (
         lambda lm: sj.generate(
             lm,
@@ -185,7 +181,7 @@ REFUSED = {
         ),
         "a grammar over 4 tokens, and the model has 264",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -98,13 +98,6 @@ def make_case(kind, rng, vocab_size, gamma):
 
 
 KINDS = (
-    "random",
-    "zeros",
-    "disjoint",
-    "identical",
-    "almost identical",
-    "greedy draft",
-    "greedy target",
-    "filtered",
-    "filters differ",
-)
+    "random", "zeros", "disjoint", "identical", "almost identical", "greedy draft",
+    "greedy target", "filtered", "filters differ",
+)  # fmt: skip

@@ -13,32 +13,36 @@ import pytest
 from spec_jax.rules import acceptance, sampling
 
 
-def target_in_place_of_residual(base):
+def changing(change):
+    """A rule with other probabilities: `change(right, chain, target, num_drafted)`."""
+
+    def of(base):
+        def probabilities(chain, draft, target, num_drafted):
+            right = base.probabilities(chain, draft, target, num_drafted)
+            return change(right, chain, target, num_drafted)
+
+        return from_probabilities(probabilities, longest=base is enumeration.BLOCK)
+
+    return of
+
+
+@changing
+def target_in_place_of_residual(right, chain, target, num_drafted):
     """The residual is not subtracted."""
-    probabilities = lambda *args: base.probabilities(*args).replace(own=args[2])
-    return from_probabilities(probabilities, longest=base is enumeration.BLOCK)
+    return right.replace(own=target)
 
 
-def bonus_of_the_row_before(base):
+@changing
+def bonus_of_the_row_before(right, chain, target, num_drafted):
     """After a full acceptance, the own token is drawn from the wrong row."""
-
-    def probabilities(draft_tokens, draft_probs, target_probs, num_drafted):
-        right = base.probabilities(draft_tokens, draft_probs, target_probs, num_drafted)
-        wrong = target_probs[num_drafted - 1]
-        return right.replace(own=right.own.at[num_drafted].set(wrong))
-
-    return from_probabilities(probabilities, longest=base is enumeration.BLOCK)
+    wrong = target[num_drafted - 1]
+    return right.replace(own=right.own.at[num_drafted].set(wrong))
 
 
-def draft_probability_ignored(base):
+@changing
+def draft_probability_ignored(right, chain, target, num_drafted):
     """A draft is kept with the target's probability alone."""
-
-    def probabilities(draft_tokens, draft_probs, target_probs, num_drafted):
-        right = base.probabilities(draft_tokens, draft_probs, target_probs, num_drafted)
-        steps = jnp.arange(draft_tokens.shape[0])
-        return right.replace(keep=target_probs[steps, draft_tokens])
-
-    return from_probabilities(probabilities, longest=base is enumeration.BLOCK)
+    return right.replace(keep=target[jnp.arange(len(chain)), chain])
 
 
 def other_order_of_uniforms(base):
@@ -48,17 +52,15 @@ def other_order_of_uniforms(base):
 
 def padding_is_read(base):
     """The number of real drafts is taken for gamma."""
-    probabilities = lambda chain, draft, target, _: base.probabilities(
-        chain, draft, target, jnp.int32(chain.shape[0])
-    )
 
-    def accept(chain, draft, target, _, *, uniforms, noise):
-        num_drafted = jnp.int32(chain.shape[0])
-        return base.accept(
-            chain, draft, target, num_drafted, uniforms=uniforms, noise=noise
+    def of_all(function):
+        return lambda chain, draft, target, _, **noise: function(
+            chain, draft, target, jnp.int32(len(chain)), **noise
         )
 
-    return enumeration.Rule(accept=accept, probabilities=probabilities)
+    return enumeration.Rule(
+        accept=of_all(base.accept), probabilities=of_all(base.probabilities)
+    )
 
 
 def from_probabilities(probabilities, *, longest):

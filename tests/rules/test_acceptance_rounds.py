@@ -70,14 +70,8 @@ def one_stream(accept, noise: Noise):
             drafts.append(last)
         drafts = jnp.stack(drafts)
         read = jnp.concatenate([tokens[n - 1][None], drafts])
-        outcome = accept(
-            drafts,
-            DRAFT_ROWS[read[:-1]],
-            TARGET_ROWS[read],
-            jnp.int32(DRAFTED),
-            uniforms=noise.uniforms[n],
-            noise=noise.own[n],
-        )
+        drafted = drafts, DRAFT_ROWS[read[:-1]], TARGET_ROWS[read], jnp.int32(DRAFTED)
+        outcome = accept(*drafted, uniforms=noise.uniforms[n], noise=noise.own[n])
         offsets = jnp.arange(DRAFTED + 1)
         at = jnp.where(offsets <= outcome.num_accepted, n + offsets, CELLS + 1)
         tokens = tokens.at[at].set(outcome.tokens, mode="drop")

@@ -12,8 +12,6 @@ from spec_jax.rules import sampling
 
 VOCAB = 12
 SIGMAS = 5.0
-distribution = jax.jit(sampling.distribution)
-sample_rows = jax.jit(sampling.sample_rows)
 noise = jax.jit(sampling.noise, static_argnames=("vocab_size", "stream"))
 
 ROWS = 5
@@ -29,24 +27,14 @@ def row_differences(sampler, rng) -> int:
     for _ in range(12):
         logits = (2 * rng.standard_normal((ROWS, WIDE))).astype(np.float32)
         start = int(rng.integers(1000))
-        together = np.asarray(
-            sampler(
-                logits,
-                settings,
-                first_position=jnp.int32(start),
-                num_active=jnp.int32(5),
-            )
-        )
+        at = {"first_position": jnp.int32(start), "num_active": jnp.int32(5)}
+        together = np.asarray(sampler(logits, settings, **at))
         for row in range(ROWS):
             # Alone, first in the slab, among padding rows of NaN.
             alone = np.full_like(logits, np.nan)
             alone[0] = logits[row]
-            found = sampler(
-                alone,
-                settings,
-                first_position=jnp.int32(start + row),
-                num_active=jnp.int32(1),
-            )
+            at = {"first_position": jnp.int32(start + row), "num_active": jnp.int32(1)}
+            found = sampler(alone, settings, **at)
             count += int(found[0]) != together[row]
     return count
 
@@ -60,12 +48,9 @@ def noise_of_the_slab(logits, settings, *, first_position, num_active):
 
 
 def test_a_draw_depends_on_its_row_and_position(rng):
-    """Rows alone and together, in any place of the slab, beside NaN."""
+    """Rows alone and together, in any place of the slab, beside NaN. Noise by place in
+    the slab is the negative control."""
     assert row_differences(sampling.sample_rows, rng) == 0
-
-
-def test_noise_by_place_in_the_slab_is_caught(rng):
-    """Negative control: the same comparison."""
     assert row_differences(noise_of_the_slab, rng) > 10
 
 
@@ -89,17 +74,13 @@ COSTLY = {"exp", "log", "random_bits", "while", "scan"}
 
 
 def test_greedy_pays_for_no_filter_and_no_noise():
-    """What is outside the branches has no noise, no search and no softmax in it."""
+    """What is outside the branches has no noise, no search and no softmax in it. What a
+    draw without branches would pay is the negative control."""
     assert not paid_always(sampling.sample) & COSTLY
-
-
-def test_noise_outside_the_branches_is_caught():
-    """Negative control: the walk sees what a draw without branches would pay."""
-    assert {"log", "random_bits"} <= paid_always(
-        lambda logits, settings, position: sampling.noise(
-            settings.seed, position, vocab_size=VOCAB
-        )
+    noisy = lambda logits, settings, position: sampling.noise(
+        settings.seed, position, vocab_size=VOCAB
     )
+    assert {"log", "random_bits"} <= paid_always(noisy)
 
 
 def test_no_two_purposes_share_noise():
@@ -114,13 +95,8 @@ def test_no_two_purposes_share_noise():
 
     def drawn(use):
         seed, stream, position, offset = use
-        found = noise(
-            jnp.uint32(seed),
-            jnp.int32(position),
-            vocab_size=4,
-            stream=stream,
-            offset=jnp.int32(offset),
-        )
+        at, how = (jnp.uint32(seed), jnp.int32(position)), {"offset": jnp.int32(offset)}
+        found = noise(*at, vocab_size=4, stream=stream, **how)
         return tuple(testing.bits(found).tolist())
 
     assert len({drawn(use) for use in uses}) == len(uses)
@@ -142,16 +118,12 @@ def test_noise_does_not_depend_on_the_configured_generator(other, is_compiled):
     expected = wrap(lambda: draw())()
     with other:
         testing.assert_same_bits(wrap(lambda: draw())(), expected)
-
-
-def test_other_flags_make_other_bits():
-    """Negative control: what the noise is drawn by depends on a flag."""
-    key = jax.random.key(0, impl="threefry2x32")
-    found = []
+    # Negative control: what the noise is drawn by depends on a flag.
+    key, found = jax.random.key(0, impl="threefry2x32"), set()
     for value in (False, True):
         with jax.threefry_partitionable(value):
-            found.append(int(jax.random.bits(key, (8,))[0]))
-    assert found[0] != found[1]
+            found.add(int(jax.random.bits(key, (8,))[0]))
+    assert len(found) == 2
 
 
 def equal_among_highest(values) -> int:

@@ -1,6 +1,7 @@
-"""What scheduled rounds commit, as an exact law: no schedule may see a drafted token.
+"""What scheduled rounds, and those of a choice, commit, as an exact law.
 
-The example is the paper's: one slot, two drafts, survival 0.8 of the first; whether the
+Neither a schedule nor a choice among drafters may see a drafted token of the round. The
+example is the paper's: one slot, two drafts, survival 0.8 of the first; whether the
 second is worth its row is known from the first one's token alone.
 """
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spec_jax.drafters import knowledge
 from spec_jax.gamma import schedule as schedule_lib
 
 
@@ -88,3 +90,30 @@ def test_a_schedule_that_sees_the_token_is_caught(rule, fault, monkeypatch):
     honest = verified(known_before, stops_early=True)
     assert {honest(chain) for chain in enumeration.all_chains(CASE)} == {1, 2}
     assert enumeration.bias(enumeration.RULES[rule], CASE, honest) < 1e-6
+
+
+def asked_by(kept_of):
+    """How much a choice asks for, by counts that may know what is drafted."""
+    round_s = jnp.asarray([[1.0, 1.4, 1.8]], jnp.float32)
+
+    def num_drafted(chain):
+        known = knowledge.nothing(1, 1, 2)
+        kept = jnp.full_like(known.kept, kept_of(chain))
+        known = known.replace(reached=jnp.full_like(kept, 20.0), kept=kept)
+        most = jnp.full((1, 1), 2, jnp.int32)
+        how = {"prior": 0.7, "weight": 4.0}
+        return int(knowledge.best(known, round_s, most, **how)[1][0])
+
+    return num_drafted
+
+
+@pytest.mark.parametrize("rule", enumeration.RULES)
+def test_the_law_of_a_choice_that_knows_rounds_that_are_done(rule):
+    """Exact, whatever is asked for; and not where counts know this round's drafts."""
+    for kept in (0.0, 10.0, 20.0):
+        honest = asked_by(lambda chain, kept=kept: kept)
+        assert enumeration.bias(enumeration.RULES[rule], CASE, honest) < 1e-6
+    peeks = asked_by(lambda chain: 20.0 if chain[0] == 0 else 0.0)
+    assert {peeks(chain) for chain in enumeration.all_chains(CASE)} == {0, 2}
+    biased = enumeration.bias(enumeration.RULES[rule], CASE, peeks)
+    assert biased > 1000 * enumeration.ROUNDING

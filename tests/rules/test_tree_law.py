@@ -46,6 +46,16 @@ COMPILED = {
 }
 
 
+def decide(rule, tokens, parents, draft, target, *, number=None, **how):
+    """What a rule keeps of one tree, however long the path."""
+    number = len(tokens) if number is None else number
+    tokens, parents = (jnp.asarray(x, jnp.int32) for x in (tokens, parents))
+    wanted = jnp.int32(9)
+    return COMPILED[rule](
+        tokens, parents, draft, target, jnp.int32(number), wanted, **how
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """A tree and two models, as `[V] * i + [V]` tables of rows after each prefix.
@@ -179,14 +189,10 @@ def outcomes(rule: str, case: Case, wanted: int) -> enumeration.Outcomes:
     )
 
 
-def committed_law(rule: str, case: Case, wanted: int) -> np.ndarray:
-    """The law of the first `D + 1` tokens, `[V] * (D + 1)` float64."""
-    return outcomes(rule, case, wanted).law(case.target)
-
-
-def bias(rule: str, case: Case, wanted: int = 9) -> float:
+def bias(rule: str, case: Case, wanted: int = 9, *, truth=None) -> float:
     """Total variation between what is committed and what the target would write."""
-    gap = committed_law(rule, case, wanted) - enumeration.continuations(case.target)[0]
+    law = outcomes(rule, case, wanted).law(case.target)
+    gap = law - enumeration.continuations(truth or case.target)[0]
     return 0.5 * np.abs(gap).sum()
 
 
@@ -299,10 +305,7 @@ def test_planted_biases_are_caught(fault, rule, rng, monkeypatch):
 
 @pytest.mark.parametrize(
     "rule, is_certain",
-    [
-        *itertools.product(("rejection", "block"), (False, True)),
-        ("multipath", False),
-    ],
+    [*itertools.product(("rejection", "block"), (False, True)), ("multipath", False)],
 )
 def test_on_a_chain_it_is_the_rule_of_chains(is_certain, rule, rng):
     """As integers: what is kept, and the own token."""
@@ -321,16 +324,9 @@ def test_on_a_chain_it_is_the_rule_of_chains(is_certain, rule, rng):
             "uniforms": jnp.asarray(rng.random(gamma), jnp.float32),
             "noise": jnp.asarray(rng.gumbel(size=vocab_size), jnp.float32),
         }
-        found = COMPILED[rule](
-            tokens,
-            chain,
-            None if is_certain else draft,
-            target,
-            number,
-            jnp.int32(9),
-            depth_max=gamma,
-            **noise,
-        )
+        told = None if is_certain else draft
+        how = noise | {"number": number, "depth_max": gamma}
+        found = decide(rule, tokens, chain, told, target, **how)
         expected = accept(tokens, draft, target, number, **noise)
         assert found.num_accepted == expected.num_accepted
         np.testing.assert_array_equal(found.tokens, expected.tokens)
@@ -343,17 +339,9 @@ def test_children_that_are_too_deep_are_not_tried(depth_max, own, rule):
     was tried: with `depth_max` 2 the second draft is, and is not kept."""
     draft = jnp.asarray([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]], jnp.float32)
     target = jnp.asarray([[0.0, 0.0, 1.0]] + [[0.6, 0.3, 0.1]] * 2, jnp.float32)
-    found = COMPILED[rule](
-        jnp.array([2, 0], jnp.int32),
-        jnp.array([0, 1], jnp.int32),
-        draft,
-        target,
-        jnp.int32(2),
-        jnp.int32(9),
-        uniforms=jnp.array([0.5, 0.9], jnp.float32),
-        noise=jnp.zeros((V,), jnp.float32),
-        depth_max=depth_max,
-    )
+    uniforms = jnp.array([0.5, 0.9], jnp.float32)
+    noise = {"uniforms": uniforms, "noise": jnp.zeros((V,), jnp.float32)}
+    found = decide(rule, [2, 0], [0, 1], draft, target, depth_max=depth_max, **noise)
     assert found.tokens[:2].tolist() == [2, own]
 
 
@@ -361,19 +349,10 @@ def test_children_that_are_too_deep_are_not_tried(depth_max, own, rule):
 def test_what_no_draw_can_have(rule):
     """Fails if a draft outside the vocabulary is kept, or one of no probability."""
     target = jnp.full((4, V), 1 / V, jnp.float32)
+    noise = dict.fromkeys(("uniforms", "noise"), jnp.zeros((3,), jnp.float32))
     for wrong in (jnp.nan, -1.0, 0.0):
         draft = jnp.full((3, V), wrong, jnp.float32)
-        tokens = jnp.array([V, -1, 0])
-        outcome = COMPILED[rule](
-            tokens,
-            jnp.zeros((3,), jnp.int32),
-            draft,
-            target,
-            jnp.int32(3),
-            jnp.int32(9),
-            uniforms=jnp.zeros((3,), jnp.float32),
-            noise=jnp.zeros((V,), jnp.float32),
-            depth_max=1,
-        )
+        tokens = [V, -1, 0]
+        outcome = decide(rule, tokens, [0] * 3, draft, target, depth_max=1, **noise)
         assert int(outcome.num_accepted) == 0
         assert 0 <= int(outcome.tokens[0]) < V

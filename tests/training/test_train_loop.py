@@ -16,12 +16,9 @@ from spec_jax.training import batches, loop
 
 
 CONFIG = tiny_pair.config(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    head_dim=8,
+    vocab_size=32, hidden_size=16, intermediate_size=24, head_dim=8,
     max_position_embeddings=64,
-)
+)  # fmt: skip
 RECIPE = loop.Recipe(steps=6, batch_size=2, warmup_steps=2, eval_every=3, save_every=2)
 LOSS = functools.partial(text_loss.text_loss, CONFIG)
 

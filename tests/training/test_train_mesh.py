@@ -1,12 +1,9 @@
 """Training over several devices: what one device learns, up to the order of sums."""
 
 import os
-import pathlib
 
 from script_runs import run_python
 
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 PROGRAM = """
 import functools, pathlib, tempfile
