@@ -7,7 +7,7 @@ the other, each one of `checkpoint_files.STORED`.
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -94,22 +94,21 @@ def assemble(
 
 def _round(entry: files.Entry, form: str, out: np.ndarray) -> None:
     """Fills blocks with the rounded values of a tensor."""
-    is_grid = entry.stored is not None and entry.stored.dtype == files.STORED["q4_1"]
-    if is_widened := is_grid and form == "q8_0":
-        entry = dataclasses.replace(entry.stored, shape=out.shape)
-    values = np.empty(entry.shape, entry.dtype)
-    tensor_values.read_into(entry, values)
-    if not is_widened:  # A block's scale is looked at when it is made.
+    stored, source = entry.stored, entry
+    make: Callable[[np.ndarray], Sequence[np.ndarray]]
+    make = lambda some: blocks.QUANTISE[form](some.astype(np.float32))
+    if form == "q8_0" and stored and stored.dtype == files.STORED["q4_1"]:
+        source = dataclasses.replace(stored, shape=out.shape)
+        make = lambda some: blocks.widen(*(some[name] for name in _PARTS))
+    values = np.empty(source.shape, source.dtype)
+    tensor_values.read_into(source, values)
+    if source is entry:  # Of blocks the scales are looked at when they are made.
         tensor_values.check_finite(entry, values)
     rows = max(1, tensor_values.BLOCK_BYTES // (4 * blocks.BLOCK * out.shape[1]))
     for first in range(0, len(values), rows):
-        some = values[first : first + rows]
-        if is_widened:
-            made = blocks.widen(*(some[name] for name in _PARTS))
-        else:
-            made = blocks.QUANTISE[form](some.astype(np.float32))
-        for name, part in zip(_PARTS, made, strict=False):
-            out[name][first : first + rows] = part
+        some = slice(first, first + rows)
+        for name, part in zip(_PARTS, make(values[some]), strict=False):
+            out[name][some] = part
 
 
 def to_store(w: weights.Weight, rows: slice | np.ndarray) -> np.ndarray:
