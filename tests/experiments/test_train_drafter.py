@@ -15,7 +15,7 @@ from model import eagle3_oracle as oracle
 
 import spec_jax as sj
 from experiments import compare_heads, train_drafter
-from experiments.heads import export as head_export, jobs, rollouts
+from experiments.heads import export as head_export, families, jobs, rollouts
 from spec_jax import testing
 from spec_jax.engine import rows as rows_lib
 from spec_jax.model import (
@@ -462,6 +462,16 @@ def compared(target, work, out, *more) -> list[str]:
         *("--prompts", "2", "--gen-tokens", "6", "--context", "12", "--tree", "none"),
         *("--tokens", "100", *more, "--", "--mlp", "24", "--batch", "4"),
     ]
+
+
+@pytest.mark.parametrize("head", compare_heads.HEADS)
+def test_every_head_has_a_layout(target, work, tmp_path, head):
+    """Fails if one is trained that no published layout can store."""
+    args = compare_heads.parse_args(compared(target, work, tmp_path))
+    told = compare_heads.training_of(args, head, "train")
+    config = families.plan(told, families.target_config(told))
+    sees = config.attention_of(0) if head == "jetspec" else None
+    assert sees is None or (sees.is_causal and sees.window > 4096)
 
 
 @pytest.mark.slow
