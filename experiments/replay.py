@@ -12,8 +12,7 @@ With --round-costs rows also have the expected speed-up, and the regret: how muc
 that is than the best constant gamma in hindsight, of all texts together; and than the
 best of the drafters and constant gammas of the run for each text by itself. Texts come
 one after the other, as requests of one slot: policies and choices go on with what they
-learnt. Exit
-status: 0 evaluated, 1 the input was unusable.
+learnt. Exit status: 0 evaluated, 1 the input was unusable.
 """
 
 import argparse
