@@ -11,7 +11,7 @@ is hoped for again; follow the leader, with the information that there is:
 
 A text begins with what those before it in its slot taught, which is worth some rounds.
 
-Who drafts depends on committed text and on the counts of rounds that are done: on no
+The choice depends on committed text and on the counts of rounds that are done: on no
 noise of this round, and on no token that is not committed. So whatever a rule promises
 of each member's proposals it promises of these.
 """

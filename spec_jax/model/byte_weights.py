@@ -102,7 +102,7 @@ def _round(entry: files.Entry, form: str, out: np.ndarray) -> None:
         make = lambda some: blocks.widen(*(some[name] for name in _PARTS))
     values = np.empty(source.shape, source.dtype)
     tensor_values.read_into(source, values)
-    if source is entry:  # Of blocks the scales are looked at when they are made.
+    if source is entry:  # The scales of blocks are looked at when they are made.
         tensor_values.check_finite(entry, values)
     rows = max(1, tensor_values.BLOCK_BYTES // (4 * blocks.BLOCK * out.shape[1]))
     for first in range(0, len(values), rows):
