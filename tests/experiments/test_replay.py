@@ -95,6 +95,14 @@ def test_drafters_are_evaluated_without_the_target(written, folders, tmp_path, c
     assert "oracle" in capsys.readouterr().out
 
 
+def test_a_choice_alone_is_compared_with_decoding(written, folders, tmp_path):
+    """Fails if a drafter without constant ones beside it has no regret."""
+    given = [str(written["greedy"]), "--drafter", "choice", "--draft", str(folders[1])]
+    given += ["--gamma", "2", "--round-costs", "1,1.5,2"]
+    (row,) = rows_from(replay.main, tmp_path, given)
+    assert row["regret"] == pytest.approx(1 / row["expected_speedup"] - 1)
+
+
 @pytest.mark.parametrize(
     "change",
     [
