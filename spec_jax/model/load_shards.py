@@ -147,6 +147,7 @@ def read(
     """
 
     def one(path: Any, leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> Any:
+        """Reads the pieces of one weight."""
         cut, own = cut_of(path, leaf), params_lib.form_of(path, leaf, form)
         make: Any = lambda read: read
         if own != "dense":

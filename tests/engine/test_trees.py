@@ -70,8 +70,8 @@ NEIGHBOURS = (
 )
 
 
-def run(asks, *, right="deep", setting=SMALL, **changes):
-    """All rounds of the sequences, drafted by trees; checked."""
+def checked(asks, *, right="deep", setting=SMALL, **changes):
+    """All rounds of the sequences, drafted by trees: each as decoding makes it."""
     scheduler = scheduler_of(right, setting=setting, num_slots=len(asks), **changes)
     return decoding.checked(setting, asks, scheduler=scheduler)
 
@@ -96,7 +96,7 @@ def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots, right):
     for gamma in (0, 1, 3, 6, WIDTH):
         for runs in (1, ALWAYS):
             asks = asks_of(Ask(gamma=gamma, run=runs), num_slots)
-            state = run(asks, right=right, setting=setting)
+            state = checked(asks, right=right, setting=setting)
             if right == "none" or gamma == 0:
                 assert decoding.slot_of(state).num_rounds == 40
 
@@ -104,7 +104,7 @@ def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots, right):
 def test_counters_by_depth_and_rank(num_slots=3):
     """Fails if a node is counted by its column, or a rank by its depth."""
     asks = asks_of(Ask(gamma=WIDTH), num_slots)
-    state = run(asks, right="deep")
+    state = checked(asks, right="deep")
     one = decoding.slot_of(state)
     assert one.num_rounds == 10 and one.num_proposed == 10 * WIDTH
     assert one.accepted_hist.tolist() == [0, 0, 0, 10]
@@ -120,15 +120,15 @@ def test_counters_by_depth_and_rank(num_slots=3):
 def test_max_tokens_is_met_exactly(num_slots):
     """Fails if a path runs past the limit: its nodes may."""
     for few in (1, 2, 3, 4, 5, 9):
-        asks = asks_of(Ask(gamma=WIDTH, max_tokens=few), num_slots)
-        run(asks)
+        state = checked(asks_of(Ask(gamma=WIDTH, max_tokens=few), num_slots))
+        assert int(state.slots.length[0]) == len(PROMPT) + few
 
 
 def test_a_full_cache():
     """Fails if nodes need places that decoding does not, and there are none."""
     setting = dataclasses.replace(SMALL, capacity=24)
     asks = [Ask(gamma=WIDTH)]
-    state = run(asks, setting=setting)
+    state = checked(asks, setting=setting)
     assert decoding.slot_of(state).status == Status.CAPACITY
 
 
@@ -226,13 +226,13 @@ class Liar(ScriptedTree):
 def test_parents_that_are_none_commit_nothing_wrong():
     """Fails if rows and acceptance read different trees."""
     for right in ("deep", "equal"):
-        run([Ask(gamma=WIDTH)], right=right, drafter=Liar())
+        checked([Ask(gamma=WIDTH)], right=right, drafter=Liar())
 
 
 @pytest.mark.parametrize("rule", ("rejection", "block"))
 def test_rules_by_uniforms_are_greedy_at_temperature_zero(rule, right="second"):
     """Drafts that were certain: the output is that of decoding, limits included."""
-    run([Ask(gamma=WIDTH, run=3), Ask(gamma=4, run=2)], right=right, rule=rule)
+    checked([Ask(gamma=WIDTH, run=3), Ask(gamma=4, run=2)], right=right, rule=rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
