@@ -121,10 +121,10 @@ def to_store(w: weights.Weight, rows: slice | np.ndarray) -> np.ndarray:
     return stored.view(np.uint8).reshape(*stored.shape, dtype.itemsize)
 
 
-def say_rounded(
+def say_converted(
     path: object, kinds: Mapping[str, str], forms: Mapping[str, str]
 ) -> None:
-    """Warns that a file's weights of fewer bits, or more, are rounded once more.
+    """Warns that a file's weights of fewer bits, or more, have other values here.
 
     Args:
       kinds, forms: what tensors are in the file, and what they are made, by name.
@@ -133,6 +133,6 @@ def say_rounded(
         held = {kinds[name] for name in kinds if forms.get(name) == form}
         if others := sorted(held - {*taken, *files.DTYPES}):
             logging.getLogger(__name__).warning(
-                "%s: weights of %s are rounded to %s",
+                "%s: weights of %s are converted to %s",
                 *(path, ", ".join(others), form.upper()),
             )

@@ -179,7 +179,7 @@ def _find(
             for leaf, sources in zip(shapes, jax.tree.leaves(names), strict=True)
             for name, _ in sources.parts
         }
-        byte_weights.say_rounded(folder, gguf_file.kinds(folder), forms)
+        byte_weights.say_converted(folder, gguf_file.kinds(folder), forms)
     _check_entries(folder, config, entries, names)
     if config.tie_word_embeddings:
         _check_tied(folder, entries, names, family.LM_HEAD)

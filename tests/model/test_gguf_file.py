@@ -150,8 +150,8 @@ def test_weights_of_blocks(model, kind, form, tmp_path, caplog):
     if not is_eight and kind[:2] != "Q4":
         testing.assert_same_bits(made.embed, params_lib.to_bytes(dense).embed)
     for is_wanted, text in (
-        (kind[:2] == "Q4", f"weights of {kind} are rounded to Q8_0"),
-        (kind == "Q8_0" and not is_eight, "weights of Q8_0 are rounded to Q4_1"),
+        (kind[:2] == "Q4", f"weights of {kind} are converted to Q8_0"),
+        (kind == "Q8_0" and not is_eight, "weights of Q8_0 are converted to Q4_1"),
     ):
         assert (text in caplog.text) == is_wanted, caplog.text
 

@@ -169,8 +169,9 @@ def test_products_of_eight_bits(compiler, name, rows):
     # Of each stage every block of each part and of each tile, by one copy.
     tiles = rows // ROWS
     blocks = 2 * max(plan.block_k // 64 // tiles, 1)
-    copies = plan.num_stages * blocks * (parts + tiles)
-    assert kernel.count("LDGSTS") == copies
+    # Triton gives turns of four blocks and four tiles three stages, of any more asked.
+    stages = min(plan.num_stages, 3) if blocks == tiles == 4 else plan.num_stages
+    assert kernel.count("LDGSTS") == stages * blocks * (parts + tiles)
     assert kernel.count("FADD") >= blocks * rows * columns // launch.threads
     assert kernel.count("FFMA") == 0 or weights.is_gate
     assert kernel.count("IMMA.16832.S8.S8") == kernel.count("IMMA") > 0
