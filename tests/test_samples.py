@@ -100,6 +100,7 @@ def test_a_seed_for_each_is_that_of_its_prompt(lm):
     assert seeds[1][::2] == [7, 5, 7] and seeds[1][1] == seeds[1][5] != seeds[1][3]
 
 
+@pytest.mark.slow
 def test_shapes(lm):
     # Programs of other tests here: as many slots, and no policy.
     for call, how in ((sj.generate, {"gamma": 3, "num_slots": 3}), (sj.decode, {})):
@@ -207,6 +208,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(lm, fault, monkeypatch):
     """Negative control of the comparison with decoding."""

@@ -27,7 +27,11 @@ def same(found, expected) -> None:
         testing.assert_same_bits(getattr(found, name), getattr(expected, name))
 
 
-@pytest.mark.parametrize("sampling", [None, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param(None, marks=pytest.mark.slow), DRAWN],
+    ids=["greedy", "drawn"],
+)
 def test_they_are_those_of_decoding(lm, sampling):
     """Fails if a number depends on drafts, on a tree, on a batch, or on the rows that
     it is computed among."""

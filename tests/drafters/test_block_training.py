@@ -78,10 +78,13 @@ def differences(name, *, config=None, batch=None) -> float:
     return max(errors)
 
 
-REST = [pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "gated")]
+REST = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("dflash", "gated", "mixed", "anchored")
+]
 
 
-@pytest.mark.parametrize("name", ["dspark", "dflash2", "mixed", "anchored", *REST])
+@pytest.mark.parametrize("name", ["dspark", "dflash2", *REST])
 def test_training_computes_what_is_drafted(name):
     """Fails if a block is trained that sees, is at, or predicts anything else."""
     assert differences(name) < 1e-5
@@ -94,6 +97,7 @@ def _with_anchor_seen(
     return attend(q, context, own, late, is_own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", ["slots", "position", "mask id", "seen", "tokens"])
 def test_a_planted_shift_is_not_what_is_drafted(shift, monkeypatch):
     """Negative controls of the test above."""
@@ -177,6 +181,7 @@ def test_the_loss_is_that_of_drafting(tmp_path):
         np.testing.assert_allclose(float(made), expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_selector(tmp_path):
     """Against a float64 drafter: fails if the slots' own logits are not trained, or the
     selector among others than the best tokens and the text's."""

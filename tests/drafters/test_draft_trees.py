@@ -135,6 +135,7 @@ def test_of_a_tree_the_committed_rows_are_kept(path, rows_kept):
     testing.assert_same_bits(*again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Immovable, Careless])
 def test_rows_that_are_wrongly_kept_are_caught(kind):
     """Negative controls: K/V where it was, and K/V of what was not committed."""

@@ -135,17 +135,12 @@ QUICK = (
     ("native", "coupled", "draft-model, searched", 1),
     ("native", "coupled", "hybrid", 4),
     ("native", "rejection", "draft-model", 4),
-    ("native", "rejection", "choice of eagle3", 4),
     ("native", "block", "draft-model, fixed", 4),
     ("native", "multipath", "draft-model, fixed", 4),
     ("native", "rejection", "dspark", 4),
     ("native", "coupled", "eagle3 with a window, searched", 4),
-    ("native", "block", "dflash with windows", 4),
-    ("native", "coupled", "causal dflash, searched", 1),
     ("native", "coupled", "peagle, searched", 4),
     ("native", "coupled", "dflash2, searched", 1),
-    ("native", "rejection", "dflash2", 4),
-    ("native", "rejection", "peagle", 1),
 )
 """Every rule, kind of drafter and number of slots; compiling a loop takes seconds."""
 

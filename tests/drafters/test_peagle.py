@@ -185,6 +185,7 @@ def test_training_computes_what_is_drafted(head):
         assert is_right == (plant not in PLANTED.values())
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_drafting(head):
     """Against the float64 head, draft by draft: fails on a shift of any kind, or where
     a first draft counts at an anchor alone."""

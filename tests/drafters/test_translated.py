@@ -98,8 +98,15 @@ def test_a_special_token_is_not_one_of_the_same_letters(foreign, tmp_path):
     assert drafted[0] == 4096 - DROPPED
 
 
-@pytest.mark.parametrize("tree", [None, "4x4:11"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("temperature", "tree"),
+    [
+        (0.7, None),
+        pytest.param(0.7, "4x4:11", marks=pytest.mark.slow),
+        pytest.param(0.0, None, marks=pytest.mark.slow),
+        pytest.param(0.0, "4x4:11", marks=pytest.mark.slow),
+    ],
+)
 def test_rounds_are_those_of_the_draft_in_the_targets_vocabulary(
     pair, tree, temperature
 ):

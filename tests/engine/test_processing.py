@@ -68,7 +68,11 @@ def settings_of(shape: str, draw: str, **more) -> dict:
 
 @pytest.mark.parametrize(
     ("name", "shape", "draw"),
-    [("bad words", "chain", "greedy"), ("all", "tree", "0.7"), ("all", "batch 4", "1")],
+    [
+        ("all", "tree", "0.7"),
+        ("all", "batch 4", "1"),
+        pytest.param("bad words", "chain", "greedy", marks=pytest.mark.slow),
+    ],
 )
 def test_rounds_are_decoding(lm, name, shape, draw):
     """Tokens, log-probabilities, logits and K/V, as integers."""
@@ -161,7 +165,7 @@ def is_in_vain(before, proposal) -> int:
     ("name", "draw", "tree"),
     [
         ("draft-model", "1", "2x2:3"),
-        ("dspark", "1", None),
+        pytest.param("dspark", "1", None, marks=pytest.mark.slow),
         pytest.param("hybrid", "1", None, marks=pytest.mark.slow),
         pytest.param("eagle3", "greedy", "2x2:3", marks=pytest.mark.slow),
     ],
@@ -242,6 +246,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "shape"), [*zip(FAULTS, ("tree", "chain"), strict=True)]
 )
@@ -289,6 +294,7 @@ def test_a_full_slot_is_refilled(lm):
     assert [one.tokens for one in found] == [one.tokens for one in plain]
 
 
+@pytest.mark.slow
 def test_the_default_gamma_has_costs_of_its_own(lm):
     """Fails if rounds of no processor are timed for those of one."""
     made = make("penalties")

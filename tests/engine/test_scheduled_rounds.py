@@ -95,6 +95,7 @@ def refilled(kind, **changes):
     return np.sum(counts, axis=0)
 
 
+@pytest.mark.slow
 def test_slots_that_are_refilled_know_that_drafting_does_not_pay():
     """And verify no more than a few drafts in all. Negative control: one that forgets
     tries again with each request."""

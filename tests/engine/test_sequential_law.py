@@ -176,6 +176,7 @@ def test_rounds_draw_from_the_targets_law(lm, prompt, rule, num_slots):
     assert_law(tokens, laws(lm, prompt)[0])
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("rule", "tree"),
     [
@@ -196,6 +197,7 @@ def test_rounds_draw_from_the_processed_law(lm, prompt, rule, tree):
         assert_law(tokens, plain)
 
 
+@SLOW
 def test_drafts_taken_as_they_come_are_caught(lm, prompt):
     """The draft's own law, without any verification."""
     target, draft = laws(lm, prompt)

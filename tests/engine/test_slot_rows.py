@@ -183,7 +183,11 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "num_slots"),
-    [("native-float32", 1), ("native-bfloat16", 4), ("xla-float32", 4)],
+    [
+        ("native-float32", 1),
+        ("native-bfloat16", 4),
+        pytest.param("xla-float32", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_slots_are_what_they_are_alone(kind, num_slots, rng):
     """Fails if a bit depends on neighbours, on a tile, or on what is not a token's."""
@@ -227,6 +231,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault, rng, monkeypatch):
     """Negative control: rows at another's position, in another's slot, and so on."""

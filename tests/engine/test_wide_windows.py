@@ -34,7 +34,7 @@ def run(rows, impl, asks=ASKS):
 @pytest.mark.parametrize(
     ("rows", "impl"),
     [
-        (64, "native"),
+        pytest.param(64, "native", marks=pytest.mark.slow),
         (WIDEST, "native"),
         pytest.param(WIDEST, "xla", marks=pytest.mark.slow),
     ],
@@ -58,6 +58,7 @@ def test_one_sequence():
     decoding.assert_as_decoded(setting, state, ASKS[:1])
 
 
+@pytest.mark.slow
 def test_a_parent_in_another_tile_that_is_not_seen_is_caught(monkeypatch):
     """Negative control: rows of a tile see the nodes of their own tile alone."""
     layout = windows._layout

@@ -61,6 +61,7 @@ def measured(oracle, folders, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_rows_of_runs(measured):
     """Fails if a run is missing, or a speed is not that of the prompts' seconds."""
     rows = rows_of(measured, "comparison")

@@ -39,7 +39,6 @@ def compared(lm, name, shape, temperature, **more):
 
 RUN = {
     ("penalties", "chain", 0.7),
-    ("JSON schema", "batch", 1.0),
     ("chain of three", "tree", 0.0),
 }
 """The others are slow."""
@@ -62,6 +61,7 @@ def test_the_table_has_every_processor(lm):
     assert tuple(constrained.processors(lm)) == NAMES
 
 
+@pytest.mark.slow
 def test_a_difference_is_told(lm, monkeypatch):
     """Planted: what is committed changes no state. Pages of another size are another
     program."""
@@ -71,6 +71,7 @@ def test_a_difference_is_told(lm, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_what_is_timed_changes_nothing(lm):
     """Fails if a mask or penalties that are timed write another text."""
     plain = sj.decode(lm, "import os", max_tokens=8, ignore_eos=True)

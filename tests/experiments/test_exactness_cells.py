@@ -136,6 +136,7 @@ def test_a_gpu_runs_what_another_process_repeats(folders, monkeypatch, tmp_path)
         assert plans.from_flags(exactness.parse_args([*flags, *axes])).cells
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [(wrong_targets.OneUlpOff, "logits"), (wrong_targets.ForgetsPaths, "kv")],

@@ -47,6 +47,7 @@ def test_constant_logits_prove_nothing(tmp_path, capsys):
     assert certificate["warnings"][0] in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", ["1", "2"])
 def test_one_ulp_in_one_row_is_caught(folders, tmp_path, monkeypatch, capsys, batch):
     """The tokens are the same: logits tell, at the second row of the first window."""

@@ -12,7 +12,9 @@ from spec_jax.model import config as config_lib
 from spec_jax.testing import target_kit
 
 
-@pytest.mark.parametrize("impl", ["interpret", "native"])
+@pytest.mark.parametrize(
+    "impl", [pytest.param("interpret", marks=pytest.mark.slow), "native"]
+)
 def test_bits_from_the_command_line(tmp_path, impl, monkeypatch):
     """Fails if a row depends on another, or a way to read is left out."""
     layers, contexts, ways = 2, "5,20", 8

@@ -68,6 +68,7 @@ def command(folders, profile, *more):
     return [*models_of(folders), *GAMMA, *sizes, "--schedule", str(profile), *more]
 
 
+@pytest.mark.slow
 def test_scheduled_rounds_match(folders, measured, tmp_path, capsys):
     """Sampled, in a batch; calibrated by rows of the same file."""
     profile, _ = measured

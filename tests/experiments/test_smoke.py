@@ -27,13 +27,13 @@ FORMS = {"weights": "q8_0", "draft_weights": "q8_0"}
 RUNS = (
     # A target alone, with drafters that need no draft.
     ("spec_round", "--target {target} --drafter ngram", MATCHED | {"draft": None}),
-    ("spec_round", f"--target {{target}} --drafter {OURS} --batch 2", MATCHED),
+    ("spec_round", f"--target {{target}} --drafter {OURS} --batch 2", MATCHED, slow),
     ("plan", "--target {target}", {"kind": "plan", "draft": None} | MATCHED, slow),
     ("latency", "--target {target}", {"kind": "summary", "draft": None}),
     # Settings that change no token.
     ("spec_round", f"{PAIR} --cache static --prefill rows", MATCHED),
     ("spec_round", f"{PAIR} --gamma-policy threshold --batch 2 "
-     "--temperature 0.7", MATCHED | {"batch": 2}),
+     "--temperature 0.7", MATCHED | {"batch": 2}, slow),
     ("spec_round", f"{PAIR} --processor penalties:1.2 --processor min-tokens:4 "
      "--temperature 0.7",
      MATCHED | {"processor": ["penalties:1.2", "min-tokens:4"]}),
@@ -58,7 +58,7 @@ RUNS = (
      MATCHED | {"tree": "2-1", "gamma": 4}),
     # Eight bits: a tree of a head, cells, a plan, a batch, a head of random weights.
     ("spec_round", f"--target {{target}} --draft {{head}} {BYTES} --tree 2x3:5",
-     MATCHED | FORMS),
+     MATCHED | FORMS, slow),
     ("sweep", f"--drafter draft-model,ngram --gamma 1 {BYTES}", MATCHED | FORMS),
     ("plan", f"{PAIR} {BYTES}", MATCHED | FORMS, slow),
     ("throughput", f"{PAIR} --batch 2 {BYTES}", {"prompts_equal": 3} | FORMS, slow),

@@ -307,6 +307,7 @@ def test_a_head_begins_without_an_opinion(target, work):
     assert 0.8 < logits.std() < 1.25
 
 
+@pytest.mark.slow
 @LEAVES_LOOPS
 def test_the_first_draft_is_trained_alone_at_first(target, work, tmp_path):
     """Fails if the loss changes at another step, or resuming changes a bit."""
@@ -360,6 +361,7 @@ def trained_and_exported(target, work, folder, *flags):
     return out, config, head, *weights_of(target, folder, *flags)
 
 
+@pytest.mark.slow
 @LEAVES_LOOPS
 def test_a_narrower_head_has_an_embedding_of_its_own(target, work, tmp_path):
     """Fails if it is not trained, is lost in the file, or is taken for the target's."""
@@ -379,6 +381,7 @@ PARALLEL = [
 ]
 
 
+@pytest.mark.slow
 @LEAVES_LOOPS
 def test_a_parallel_head_is_trained_exported_and_drafts(target, work, tmp_path):
     """Fails if its mask is not trained, or not scaled as features are: the export would
@@ -435,6 +438,7 @@ def test_blocks_are_trained_resumed_exported_and_drafted(
     assert "that is known: LlamaForCausalLMEagle3" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_normalizer_stands_for_the_logits_of_the_whole_vocabulary(target, work):
     """Fails if a draft's distance to the target's distribution is another with it."""
     args = args_of(target, work, *BLOCKS)
@@ -567,8 +571,13 @@ def write_target(folder, model_type):
     ("model_type", "flags"),
     [
         ("llama", ("--family", "dspark", "--block", "3", "--layers", "1")),
-        ("gpt_neox", ("--family", "eagle3", "--ttt-steps", "2")),
-        ("gpt_neox", ("--family", "dflash2", "--block", "3", "--layers", "1")),
+        *(
+            pytest.param("gpt_neox", flags, marks=pytest.mark.slow)
+            for flags in (
+                ("--family", "eagle3", "--ttt-steps", "2"),
+                ("--family", "dflash2", "--block", "3", "--layers", "1"),
+            )
+        ),
     ],
 )
 def test_targets_of_other_families(tmp_path, model_type, flags):

@@ -83,7 +83,7 @@ def test_what_is_saved_is_loaded_again(config, form, tmp_path):
         load.load(tmp_path / "spoiled")
 
 
-@pytest.mark.parametrize("form", ["q8_0", "q4_1"])
+@pytest.mark.parametrize("form", ["q8_0", pytest.param("q4_1", marks=pytest.mark.slow)])
 def test_implementations_agree_in_every_family(config, form):
     """Fails if a matrix of a family is another one to the kernels than to XLA."""
     config = dataclasses.replace(config, weights=form, dtype="float32")
@@ -109,7 +109,7 @@ def test_implementations_agree_in_every_family(config, form):
     ("drafter", "tree", "form", "of_target"),
     [
         ("draft-model", None, "q8_0", "q8_0"),
-        ("draft-model", "4x6:15", "q4_1", "q4_1"),
+        pytest.param("draft-model", "4x6:15", "q4_1", "q4_1", marks=pytest.mark.slow),
         pytest.param("draft-model", "4x6:15", None, "q8_0", marks=pytest.mark.slow),
         pytest.param("dspark", None, None, "q8_0", marks=pytest.mark.slow),
         pytest.param("dspark", "4x6:15", "q8_0", "q8_0", marks=pytest.mark.slow),
@@ -129,7 +129,13 @@ def test_it_is_lossless(drafter, tree, form, of_target):
     assert run.provenance(lm) == run.provenance(dense) | {"weights": of_target}
 
 
-@pytest.mark.parametrize("kind", ["draft-model", *tiny_pair.WRITE_HEAD])
+@pytest.mark.parametrize(
+    "kind",
+    ["eagle3", "dspark"]
+    + [
+        pytest.param(kind, marks=pytest.mark.slow) for kind in ("draft-model", "dflash")
+    ],
+)
 def test_drafters_of_eight_bits(kind, tmp_path):
     """Fails if a drafter's matrices stay dense, its tables of tokens do not, or the
     target's decoding depends on it."""

@@ -359,7 +359,11 @@ def test_without_the_package_one_line_names_the_extra(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("model", "kind"),
-    [("llama", "Q8_0"), ("qwen2", "BF16"), ("qwen3", "Q4_K")],
+    [
+        ("llama", "Q8_0"),
+        ("qwen3", "Q4_K"),
+        pytest.param("qwen2", "BF16", marks=pytest.mark.slow),
+    ],
     indirect=["model"],
 )
 def test_parity_with_transformers(kind, model, tmp_path):

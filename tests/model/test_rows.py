@@ -197,6 +197,7 @@ def test_verifying_equals_decoding_one_by_one(model):
         assert np.isfinite(decoded.logits).all()
 
 
+@pytest.mark.slow
 def test_an_unpadded_row_is_caught(monkeypatch):
     """Negative control: the one-row product of the library has other bits."""
     model = make_model("float32", "xla")
@@ -256,6 +257,7 @@ def test_an_active_row_of_nan_spoils_only_itself_and_later_rows(model):
     assert np.isnan(outputs.logits[2:]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["xla", "native"])
 def test_a_neighbours_fault_is_caught(impl, monkeypatch):
     """Negative control: attention that reads the keys of another slot."""
@@ -305,7 +307,11 @@ def test_head_sizes_and_groups(head_dim, num_heads, num_kv_heads, impl):
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "weights"),
-    [("float32", 1e-5, "dense"), *(("bfloat16", 0.04, x) for x in ("q8_0", "q4_1"))],
+    [
+        ("float32", 1e-5, "dense"),
+        ("bfloat16", 0.04, "q8_0"),
+        pytest.param("bfloat16", 0.04, "q4_1", marks=pytest.mark.slow),
+    ],
 )
 def test_implementations_agree_but_for_rounding(dtype, tolerance, weights):
     """Two forms of one model, by different hands; a wrong weight must show."""
@@ -328,7 +334,8 @@ def test_implementations_agree_but_for_rounding(dtype, tolerance, weights):
 @pytest.mark.parametrize(
     ("impl", "weights"),
     [
-        *(("native", "q8_0"), ("native", "q4_1"), ("xla", "dense")),
+        *(("native", "q8_0"), ("xla", "dense")),
+        pytest.param("native", "q4_1", marks=pytest.mark.slow),
         pytest.param("xla", "q8_0", marks=pytest.mark.slow),
     ],
 )

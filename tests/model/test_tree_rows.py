@@ -151,7 +151,9 @@ def test_pages_do_not_matter(impl, page_size):
     assert_is_decoding(found, BUSHY_TOKENS, BUSHY)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    "impl", [pytest.param("xla", marks=pytest.mark.slow), "native"]
+)
 def test_a_chain_is_a_tree(impl):
     """A chain's branch changes no bit."""
     assert_is_decoding(oracle(impl, "bfloat16", 16, 126), [3, 4, 5, 6, 7, 8], CHAIN)
@@ -184,6 +186,7 @@ def too_narrow(parents, start):
     return _layout(parents, start, width=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [swapped, by_storage, rope_by_place, too_narrow])
 def test_a_wrong_layout_is_caught(layout):
     """Negative control: each fault must change a bit of some node."""

@@ -47,6 +47,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 def test_kernels_stay_in_bounds(tmp_path):
     """Fails if a kernel reads or writes outside an array, overflows, waits for itself,
     or is wrong.

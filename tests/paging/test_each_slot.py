@@ -240,6 +240,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault):
     """Negative control of both walks."""
@@ -262,6 +263,7 @@ KERNEL_FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
 def test_faults_in_kernels_are_caught(fault, monkeypatch):
     """Negative control of the fixed walk by kernels."""

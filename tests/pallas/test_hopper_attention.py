@@ -81,7 +81,7 @@ def test_qwen3(qwen3, model):
 @pytest.mark.parametrize(
     ("heads", "changes"),
     [
-        ((14, 2, 80), {"page_size": 64}),
+        pytest.param((14, 2, 80), {"page_size": 64}, marks=pytest.mark.slow),
         ((8, 4, 256), {"dtype": "float32", "context": 4096}),
     ],
 )

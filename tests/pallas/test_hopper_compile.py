@@ -149,8 +149,16 @@ def test_products_read_their_weights_once(compiler, name):
     assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
 
 
-@pytest.mark.parametrize("name", BYTES)
-@pytest.mark.parametrize("rows", [ROWS, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    [
+        pytest.param(
+            rows, name, marks=[pytest.mark.slow] * ((rows, name) != (ROWS, "8B gate"))
+        )
+        for rows in (ROWS, 64)
+        for name in BYTES
+    ],
+)
 def test_products_of_eight_bits(compiler, name, rows):
     """Fails if a kernel spills, has another read than of weights, rows and scales,
     splits K, or adds a product that was not rounded.
@@ -199,6 +207,7 @@ ARGMAX = ["argmax_chunks", "argmax_rows"]
 FILTERS = ["sampling_top_k"] * 9 + ["sampling_top_p"] * 14
 
 
+@pytest.mark.slow
 def test_drawing_is_a_few_launches(compiler):
     """Fails if a row is drawn by other code than five, or a kernel spills or is more.
 
@@ -257,6 +266,7 @@ def test_one_row_and_sixteen_are_one_kernel(compiler):
         assert_one_kernel(report, kernel)
 
 
+@pytest.mark.slow
 def test_a_plan_by_the_number_of_rows_is_caught(compiler):
     """Negative control: a plan of its own for one row is another kernel."""
     single = gemm.Plan(block_n=16, block_k=256)

@@ -63,7 +63,7 @@ BIAS = (
     ("build", "name", "weights"),
     [
         (models.plain_step, "qwen3-0.6b", "dense"),
-        (models.plain_step, "qwen3-8b", "q8_0"),
+        pytest.param(models.plain_step, "qwen3-8b", "q8_0", marks=SLOW),
         pytest.param(models.verify_step, "qwen3-0.6b", "dense", marks=SLOW),
         pytest.param(models.plain_step, "qwen3-8b", "dense", marks=SLOW),
         pytest.param(models.verify_step, "qwen3-8b", "dense", marks=SLOW),
@@ -124,6 +124,7 @@ def test_a_verification_of_a_tree(compiled, name):
     assert not xla_fusions.float_fusions(report.hlo)
 
 
+@SLOW
 @pytest.mark.parametrize("name", ["qwen3-8b", pytest.param("qwen3-0.6b", marks=SLOW)])
 def test_a_round(compiled, name):
     """Fails if a round is not `gamma` draft steps and one verification."""
@@ -251,6 +252,7 @@ def test_a_round_of_dflash(compiled):
     checks.assert_near(len(report.launches), 165, "a round of DFlash")
 
 
+@SLOW
 def test_a_float_between_kernels_is_caught(compiled):
     """Negative control: logits that are scaled by XLA before the choice."""
     report = compiled(models.scaled_step, "qwen3-0.6b", layers=1)

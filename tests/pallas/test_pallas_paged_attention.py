@@ -26,7 +26,7 @@ def run(slab, live, **changes):
     return slabs.run("interpret", slab, live, config=config)
 
 
-@pytest.mark.parametrize("programs", [6, 10])
+@pytest.mark.parametrize("programs", [6, pytest.param(10, marks=pytest.mark.slow)])
 def test_whoever_is_last_adds_the_same_splits(rng, programs):
     """Fails if a row's bits depend on which program does its last job, or a kernel
     keeps another call's grid."""
@@ -46,6 +46,7 @@ def _one_job_early(*args, real=row_jobs.row_jobs, **options):
     return jobs._replace(done=jobs.done + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("programs", "module", "name", "planted"),
     [
@@ -76,6 +77,7 @@ def test_default_plan_with_several_splits():
     testing.assert_rows_close(out, expected, dtype="bfloat16", reduction=535)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"block": 32}, {"split": 48}])
 def test_a_plan_by_active_rows_is_caught(rng, change):
     """Negative control: other blocks or splits where more than one row is active."""

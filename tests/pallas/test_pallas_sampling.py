@@ -229,7 +229,8 @@ class Target(target_lib.Target):
 
 
 @pytest.mark.parametrize(
-    ("rule", "parents"), [("rejection", (0, 0, 1)), ("block", None)]
+    ("rule", "parents"),
+    [("rejection", (0, 0, 1)), pytest.param("block", None, marks=pytest.mark.slow)],
 )
 def test_rules_decide_as_they_do_by_xla(rng, rule, parents):
     """Fails if a rule is told of other sums, rows or settings by the kernels.

@@ -76,6 +76,7 @@ def test_plans_are_products(rng, name):
     testing.assert_rows_close(y, expected, dtype=y.dtype, reduction=product.K)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [dataclasses.replace(SMALL, block_k=16), SPLIT])
 def test_a_plan_by_the_number_of_rows_is_caught(rng, plan):
     """Negative control: other blocks or splits of K where there is only one row."""
@@ -125,7 +126,7 @@ def test_splits_are_added_in_their_order(rng):
     testing.assert_same_bits(run(whole, weights, rows, plan=plan), total)
 
 
-@pytest.mark.parametrize("plan", [SMALL, SPLIT])
+@pytest.mark.parametrize("plan", [pytest.param(SMALL, marks=pytest.mark.slow), SPLIT])
 def test_what_is_added_is_normed_as_by_two_kernels(rng, plan):
     """Fails if the norm that adds partial sums rounds or orders them another way.
 

@@ -21,7 +21,7 @@ def run(*arguments: str) -> dict:
     "family",
     [
         "qwen3",
-        "q8_0",
+        pytest.param("q8_0", marks=pytest.mark.slow),
         pytest.param("q4_1", marks=pytest.mark.slow),
         pytest.param("qwen2", marks=pytest.mark.slow),
         pytest.param("gpt_neox", marks=pytest.mark.slow),
@@ -68,6 +68,7 @@ def test_generations_are_the_same_on_any_mesh(drafter, impl):
     }
 
 
+@pytest.mark.slow
 def test_faults_in_the_sum_are_caught():
     """Each of them is a sum too, up to rounding."""
     right = {"ordered_sum": True}

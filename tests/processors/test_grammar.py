@@ -75,8 +75,8 @@ def test_many_tokens_share_a_class(lm):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"gamma": 4},
         {"gamma": 4, "sampling": sj.Sampling(seed=4)},
+        pytest.param({"gamma": 4}, marks=pytest.mark.slow),
         {"gamma": sj.Tree.parse("2x2:5"), "sampling": sj.Sampling(seed=5)},
     ],
 )
@@ -103,7 +103,13 @@ def test_what_is_written_is_of_the_grammar(lm, settings):
 PATTERNS = ("[ab]{2,5}c", "(de|f)+g", "[ab]{2,5}c", "h{4}")
 
 
-@pytest.mark.parametrize("others", [[], [sj.processors.penalties(frequency=3.0)]])
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        [sj.processors.penalties(frequency=3.0)],
+    ],
+)
 def test_requests_of_a_batch_have_grammars_of_their_own(lm, others):
     """Fails if a request goes on in the automaton of another."""
     made = [

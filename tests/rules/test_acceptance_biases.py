@@ -89,6 +89,7 @@ BIASED_RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "rule"),
     [*zip(BIASED_RULES, itertools.cycle(enumeration.RULES), strict=False)],

@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from script_runs import run_python
 
 
@@ -67,6 +68,7 @@ print("devices agree", len(jax.devices()))
 """
 
 
+@pytest.mark.slow
 def test_eight_devices_have_the_gradients_of_one():
     """Fails if a device's sequences are lost, counted twice or not spread."""
     flags = "--xla_force_host_platform_device_count=8"
