@@ -57,6 +57,7 @@ WORDS = {
     "turns": f"{DATA}/mt_bench/question.jsonl",
     "long": f"{DATA}/spec_bench/question.jsonl",
     "real": f"{FETCHED} --impl native",
+    "default": "--drafter hybrid --gamma 7 --gamma-policy budget",
     "texts": "--prompts 20 --gen-tokens 256",
     "profile": "{results}/profile_dspark_native.jsonl",
     "drawings": " ".join(
@@ -186,14 +187,16 @@ smollm2.jsonl | summary
   spec_round {real} --drafter eagle3 --gen-tokens 256 --prompts <{set}:6 --gamma 4;
     {turns}:4 --gamma 4; {turns}:4 --tree 4x6:15@0.6>
 smollm2_q8_0.jsonl | summary, throughput
-  spec_round {real} --weights q8_0 --drafter eagle3 --gen-tokens 256 --prompts <
-    {set}:6 --gamma 4; {turns}:4 --gamma 4; {turns}:4 --tree 4x6:15@0.6;
-    {set}:6 --gamma 4 --draft-weights q8_0; {turns}:4 --gamma 4 --draft-weights q8_0>
+  spec_round {real} --weights q8_0 --gen-tokens 256 --prompts <
+    {set}:6 --drafter eagle3 --gamma 4; {turns}:4 --drafter eagle3 --gamma 4;
+    {turns}:4 --drafter eagle3 --tree 4x6:15@0.6;
+    {set}:6 {default} --draft-weights q8_0; {turns}:4 {default} --draft-weights q8_0>
   throughput {real} --weights q8_0 --drafter eagle3 --batch 4 --gamma 4 --repeats 3
     --prompts {set}:8
 smollm2_q4_1.jsonl | summary
-  spec_round {real} --weights q4_1 --drafter eagle3 --gen-tokens 256 --prompts {set}:6
-    --gamma 4
+  spec_round {real} --weights q4_1 --gen-tokens 256 --prompts <
+    {set}:6 --drafter eagle3 --gamma 4;
+    {set}:6 {default} --draft-weights q8_0; {turns}:4 {default} --draft-weights q8_0>
 perplexity_smollm2.jsonl
   perplexity {real} --prompts {long}:24@0 --windows 16
 contexts.jsonl
