@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from experiments.lib import files, gpu_tables, table_rows, terminal
 from spec_jax.drafters import tree_shapes
@@ -35,11 +35,12 @@ def _terciles(row: table_rows.Row) -> str:
 
 def _heads(command: str) -> dict[str, table_rows.Cell]:
     """Columns of rounds of a head: tokens a round, what is kept, speed."""
-    kept = lambda row: ", ".join(f"{x:.2f}" for x in row["conditional_acceptance"][:4])
     return {
         command: lambda row: f"`{_flags_of(row)}`",
         "tokens a round": "{mean_accepted_length:.2f}",
-        "drafts kept, by position": lambda row: "" if row["tree"] else kept(row),
+        "drafts kept, by position": lambda row: (
+            "" if row["tree"] else _by_place(row, (1, 2, 3, 4))
+        ),
         "repeated 4-grams": _repeated,
         "speed-up": "{speedup_e2e:.2f}",
         "matched": _matched,
@@ -71,11 +72,11 @@ def _of_tree(row: table_rows.Row) -> str:
     return f"`{drafted}{_drawn(row)}`"
 
 
-def _by_place(row: table_rows.Row) -> str:
-    """The shares that are kept of drafts 1, 2, 4 and 7, each of the rounds that kept
-    those before; a dash where none was drafted."""
+def _by_place(row: table_rows.Row, places: Sequence[int] = (1, 2, 4, 7)) -> str:
+    """The shares that are kept of these drafts, each of the rounds that kept those
+    before; a dash where none was drafted."""
     kept = row["conditional_acceptance"]
-    shares = [kept[place - 1] if place <= len(kept) else None for place in (1, 2, 4, 7)]
+    shares = [kept[place - 1] if place <= len(kept) else None for place in places]
     return ", ".join("-" if share is None else f"{share:.2f}" for share in shares)
 
 

@@ -198,7 +198,7 @@ smollm2_q4_1.jsonl | summary
     {set}:6 --drafter eagle3 --gamma 4;
     {set}:6 {default} --draft-weights q8_0; {turns}:4 {default} --draft-weights q8_0>
 perplexity_smollm2.jsonl
-  perplexity {real} --prompts {long}:24@0 --windows 16
+  perplexity {real} --prompts {long}:120@0 --windows 64
 contexts.jsonl
   sweep {real} --drafter eagle3,ngram --gamma 4 --context 128,512,2048,6144
     --gen-tokens 64 --prompts {long}:24@0
