@@ -194,16 +194,16 @@ TABLES: Mapping[str, Callable[[], table_rows.Lines]] = {
         [("smollm2.jsonl", "summary")],
         _heads("`python experiments/spec_round.py --target smollm2 --gen-tokens 256`"),
     ),
-    "eight_bits": table_rows.Table(
-        [("smollm2_q8_0.jsonl", "summary")],
-        _heads("`spec_round.py --target smollm2 --weights q8_0 --gen-tokens 256`")
-        | {"plain, ms/token": "{baseline_e2e_tpot_ms:.2f}"},
-    ),
-    "four_bits": table_rows.Table(
-        [("smollm2_q4_1.jsonl", "summary")],
-        _heads("`spec_round.py --target smollm2 --weights q4_1 --gen-tokens 256`")
-        | {"plain, ms/token": "{baseline_e2e_tpot_ms:.2f}"},
-    ),
+    **{
+        name: table_rows.Table(
+            [(f"smollm2_{form}.jsonl", "summary")],
+            _heads(
+                f"`spec_round.py --target smollm2 --weights {form} --gen-tokens 256`"
+            )
+            | {"plain, ms/token": "{baseline_e2e_tpot_ms:.2f}"},
+        )
+        for name, form in (("eight_bits", "q8_0"), ("four_bits", "q4_1"))
+    },
     "perplexity": table_rows.Table(
         [("perplexity_smollm2.jsonl", "perplexity")],
         {

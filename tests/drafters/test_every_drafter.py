@@ -142,7 +142,7 @@ QUICK = (
     ("native", "coupled", "peagle, searched", 4),
     ("native", "coupled", "dflash2, searched", 1),
 )
-"""Every rule, kind of drafter and number of slots; compiling a loop takes seconds."""
+"""Every rule and number of slots, and most kinds of drafter: loops compile slowly."""
 
 
 def is_possible(impl, rule, name, num_slots):

@@ -156,7 +156,6 @@ def _one_more(real):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "drafter"),
     [(_late, CHAIN), (_one_more, CHAIN), (_late, TREE), (_rejected, TREE)],

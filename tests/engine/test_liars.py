@@ -110,6 +110,7 @@ def request_of(ask: Ask, what: dict, setting=SMALL):
 # are slow.
 QUICK = [
     ("rejection", True, 3, "native"),
+    ("coupled", False, 1, "native"),
 ]
 OTHERS = [
     (rule, has_probs, num_slots, impl)
@@ -162,7 +163,6 @@ TRUSTED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", TRUSTED)
 def test_trust_in_a_drafter_is_caught(fault, monkeypatch):
     """Negative control: without either bound the checks tell what was committed."""

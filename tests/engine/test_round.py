@@ -300,7 +300,6 @@ def _with_faults(scheduler: scheduler_lib.Scheduler, monkeypatch):
     return jax.jit(loop)
 
 
-@pytest.mark.slow
 def test_planted_faults_of_a_round_are_caught(monkeypatch, num_slots=3):
     """Negative control of every comparison above: each acceptance and cut of cache."""
     scheduler = SMALL.scheduler(num_slots=num_slots)

@@ -46,7 +46,6 @@ def test_settings_are_data():
     assert decoding.text(state) == greedy != texts[0]
 
 
-@pytest.mark.slow
 def test_noise_of_another_seed_is_caught(num_slots=3):
     """Negative control: a stream whose noise is keyed by anything but its position."""
     asks = [Ask(sampling=decoding.HOT), *MIXED[:2]][:num_slots]

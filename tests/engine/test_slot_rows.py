@@ -231,7 +231,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault, rng, monkeypatch):
     """Negative control: rows at another's position, in another's slot, and so on."""

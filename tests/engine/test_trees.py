@@ -176,7 +176,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault, monkeypatch):
     """Negative control: what the tests above compare must differ."""

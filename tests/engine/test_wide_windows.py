@@ -58,7 +58,6 @@ def test_one_sequence():
     decoding.assert_as_decoded(setting, state, ASKS[:1])
 
 
-@pytest.mark.slow
 def test_a_parent_in_another_tile_that_is_not_seen_is_caught(monkeypatch):
     """Negative control: rows of a tile see the nodes of their own tile alone."""
     layout = windows._layout

@@ -69,7 +69,6 @@ def test_rows_are_what_each_is_alone(family, dtype, impl):
     rows_lib.test_rows_do_not_depend_on_their_place_or_neighbours(model)
 
 
-@pytest.mark.slow
 def test_a_norm_over_neighbours_is_caught(monkeypatch):
     """Negative control: the mean of a LayerNorm is that of the slab."""
     real = layer_norm.layer_norm

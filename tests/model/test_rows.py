@@ -197,7 +197,6 @@ def test_verifying_equals_decoding_one_by_one(model):
         assert np.isfinite(decoded.logits).all()
 
 
-@pytest.mark.slow
 def test_an_unpadded_row_is_caught(monkeypatch):
     """Negative control: the one-row product of the library has other bits."""
     model = make_model("float32", "xla")
@@ -257,7 +256,6 @@ def test_an_active_row_of_nan_spoils_only_itself_and_later_rows(model):
     assert np.isnan(outputs.logits[2:]).all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["xla", "native"])
 def test_a_neighbours_fault_is_caught(impl, monkeypatch):
     """Negative control: attention that reads the keys of another slot."""

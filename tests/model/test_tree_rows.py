@@ -186,7 +186,6 @@ def too_narrow(parents, start):
     return _layout(parents, start, width=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [swapped, by_storage, rope_by_place, too_narrow])
 def test_a_wrong_layout_is_caught(layout):
     """Negative control: each fault must change a bit of some node."""

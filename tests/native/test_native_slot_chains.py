@@ -112,7 +112,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_a_mix_is_caught(monkeypatch, fault):
     """Negative control: what a recurrent head reads is not what it should."""

@@ -240,7 +240,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault):
     """Negative control of both walks."""
@@ -263,7 +262,6 @@ KERNEL_FAULTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
 def test_faults_in_kernels_are_caught(fault, monkeypatch):
     """Negative control of the fixed walk by kernels."""

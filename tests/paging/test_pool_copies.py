@@ -134,7 +134,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_copies_are_caught(fault):
     """Negative control: the check fails where the pool is copied or rewritten."""

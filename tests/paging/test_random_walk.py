@@ -197,7 +197,6 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "fault"), [(kind, fault) for kind in FAULTS for fault in FAULTS[kind]]
 )

@@ -76,7 +76,6 @@ def test_plans_are_products(rng, name):
     testing.assert_rows_close(y, expected, dtype=y.dtype, reduction=product.K)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("plan", [dataclasses.replace(SMALL, block_k=16), SPLIT])
 def test_a_plan_by_the_number_of_rows_is_caught(rng, plan):
     """Negative control: other blocks or splits of K where there is only one row."""

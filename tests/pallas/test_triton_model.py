@@ -90,7 +90,6 @@ def test_another_implementation_agrees_but_for_rounding(model, filled):
     assert np.abs(actual - expected).max() <= 0.04 * np.abs(expected).max()
 
 
-@pytest.mark.slow
 def test_a_plan_by_active_rows_is_caught(monkeypatch):
     """Negative control: sums in another order where one row is live. One layer."""
     model = make_model(num_layers=1)

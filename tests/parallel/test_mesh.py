@@ -68,7 +68,6 @@ def test_generations_are_the_same_on_any_mesh(drafter, impl):
     }
 
 
-@pytest.mark.slow
 def test_faults_in_the_sum_are_caught():
     """Each of them is a sum too, up to rounding."""
     right = {"ordered_sum": True}

@@ -89,7 +89,6 @@ BIASED_RULES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "rule"),
     [*zip(BIASED_RULES, itertools.cycle(enumeration.RULES), strict=False)],

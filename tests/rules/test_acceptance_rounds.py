@@ -134,7 +134,6 @@ PLANTED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("planted", PLANTED)
 def test_shared_noise_is_caught(planted):
     """Negative control: the same n and the same bound."""

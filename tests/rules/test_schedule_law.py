@@ -79,7 +79,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_a_schedule_that_sees_the_token_is_caught(rule, fault, monkeypatch):

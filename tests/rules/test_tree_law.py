@@ -269,7 +269,6 @@ def test_whole_paths_keep_at_least_as_many(shape, is_certain, rng):
     assert (max(gains) > BIASED) == (case.depth_max > 1 and not is_certain)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("planted", ("other siblings", "drops"))
 def test_trees_that_may_not_be_drawn(planted, rule, rng):
@@ -292,7 +291,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_biases_are_caught(fault, rule, rng, monkeypatch):
