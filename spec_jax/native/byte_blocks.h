@@ -75,7 +75,11 @@ void byte_tile(const uint8_t* rows, const uint8_t* w, int64_t pairs, float* sums
         for (int r = 0; r < R; ++r) {
           int32_t four = four_bytes(x.bytes + r * kBlock + 4 * word);
 #pragma GCC unroll 16
-          for (int j = 0; j < V; ++j) block[r][j] = add_products(weights[j], four, block[r][j]);
+          for (int j = 0; j < V; ++j) {
+            block[r][j] = add_products(weights[j], four, block[r][j]);
+            // Word after word: left alone, compilers add all words in a tree, and spill.
+            keep_in_register(block[r][j]);
+          }
         }
       }
       int64_t scales = b / 2 * kPair + 2 * kLines * kLineBytes + half * 2 * kPanel;

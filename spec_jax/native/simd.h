@@ -259,7 +259,8 @@ inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
 inline void prefetch_address(uintptr_t address) {
   _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
 }
-inline void keep_in_register(Vec& x) { asm("" : "+x"(x)); }
+template <typename V>
+inline void keep_in_register(V& x) { asm("" : "+x"(x)); }
 
 #else
 
@@ -319,7 +320,8 @@ inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   for (int j = 0; j < 4; ++j) out[j] = load(words[j]);
 }
 inline void prefetch_address(uintptr_t) {}
-inline void keep_in_register(Vec&) {}
+template <typename V>
+inline void keep_in_register(V&) {}
 
 #endif
 
