@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import random_weights
 from model import test_rows as rows_lib
+from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.model import (
@@ -49,7 +50,7 @@ def make_params(config: config_lib.ModelConfig) -> params_lib.Params:
 
 CONTRACT = [
     ("gpt_neox", "float32", "xla"),
-    pytest.param("gpt_neox", "bfloat16", "native", marks=pytest.mark.slow),
+    slow("gpt_neox", "bfloat16", "native"),
     ("qwen2", "bfloat16", "native"),
 ]
 """Kernels that are interpreted: `pallas/test_triton_model`."""

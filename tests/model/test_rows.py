@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.model import (
@@ -172,11 +173,9 @@ def model(request):
 @pytest.mark.parametrize(
     "model",
     [
-        *("float32-xla", "bfloat16-native"),
-        *("bfloat16-native-q8_0", "bfloat16-native-q4_1"),
-        pytest.param("float32-native", marks=pytest.mark.slow),
-        pytest.param("bfloat16-xla-q8_0", marks=pytest.mark.slow),
-        pytest.param("bfloat16-xla-q4_1", marks=pytest.mark.slow),
+        *("float32-xla", "bfloat16-native", "bfloat16-native-q8_0"),
+        *(slow("float32-native"), slow("bfloat16-native-q4_1")),
+        *(slow("bfloat16-xla-q8_0"), slow("bfloat16-xla-q4_1")),
     ],
     indirect=True,
 )
@@ -305,8 +304,7 @@ def test_head_sizes_and_groups(head_dim, num_heads, num_kv_heads, impl):
     ("dtype", "tolerance", "weights"),
     [
         ("float32", 1e-5, "dense"),
-        pytest.param("bfloat16", 0.04, "q8_0", marks=pytest.mark.slow),
-        pytest.param("bfloat16", 0.04, "q4_1", marks=pytest.mark.slow),
+        *(slow("bfloat16", 0.04, "q8_0"), slow("bfloat16", 0.04, "q4_1")),
     ],
 )
 def test_implementations_agree_but_for_rounding(dtype, tolerance, weights):
@@ -332,9 +330,8 @@ def test_implementations_agree_but_for_rounding(dtype, tolerance, weights):
     [
         ("bfloat16", "native", "q8_0", None),
         ("float32", "xla", "dense", 1e-4),
-        pytest.param("bfloat16", "native", "q4_1", None, marks=pytest.mark.slow),
-        # Integers of rows move, too.
-        pytest.param("bfloat16", "xla", "q8_0", 0.12, marks=pytest.mark.slow),
+        slow("bfloat16", "native", "q4_1", None),
+        slow("bfloat16", "xla", "q8_0", 0.12),  # Integers of rows move, too.
     ],
 )
 def test_the_prefill_of_a_row_model(dtype, impl, weights, most):
