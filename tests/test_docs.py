@@ -128,9 +128,8 @@ def name(self): "The name."
     assert without_verb(text) == ["noun: The", "plural: Rows"]
 
 
-# The README runs the calls of the slow one.
 @pytest.mark.parametrize(
-    "module", ["algorithms", slow("generation"), "loading", "lossless"]
+    "module", [*map(slow, ("algorithms", "generation")), "loading", "lossless"]
 )
 def test_examples_of_the_docstrings_run(module):
     """As they stand there, on the embedded pair."""
