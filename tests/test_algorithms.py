@@ -70,7 +70,7 @@ def test_run_is_the_oracle_and_the_front_door():
         drafter_params=PARAMS[1],
         tokenizer=None,
     )
-    outs = sj.generate(lm, PROMPTS, **HOW)
+    outs = sj.generate(lm, PROMPTS, gamma=DRAFTER.gamma_max, **HOW)
     assert tokens == plain == [out.tokens for out in outs]
     assert [len(one) for one in tokens] == [16] * 3
     assert len({tuple(one) for one in tokens}) == 3

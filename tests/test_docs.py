@@ -8,6 +8,7 @@ import pathlib
 import re
 
 import pytest
+from slow_cases import slow
 
 import spec_jax as sj
 
@@ -127,7 +128,9 @@ def name(self): "The name."
     assert without_verb(text) == ["noun: The", "plural: Rows"]
 
 
-@pytest.mark.parametrize("module", ["algorithms", "generation", "loading", "lossless"])
+@pytest.mark.parametrize(
+    "module", [*map(slow, ("algorithms", "generation")), "loading", "lossless"]
+)
 def test_examples_of_the_docstrings_run(module):
     """As they stand there, on the embedded pair."""
     module = importlib.import_module(f"spec_jax.{module}")

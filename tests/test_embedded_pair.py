@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from slow_cases import slow
 
 import spec_jax as sj
 from experiments import spec_round
@@ -41,9 +42,7 @@ def test_a_shipped_head_has_a_card(name):
         assert fact in card
 
 
-@pytest.mark.parametrize(
-    "name", [None, *(pytest.param(x, marks=pytest.mark.slow) for x in HEADS[:-1])]
-)
+@pytest.mark.parametrize("name", [None, *map(slow, HEADS[:-1])])
 def test_what_is_shipped_matches_and_is_of_use(name, tmp_path):
     """Fails if an asset is missing, is of another target, or was not trained: a random
     draft accepts 0. None: what is drafted by default."""
@@ -64,6 +63,7 @@ QUESTIONS = ("What is the capital of France?", "Count from one to ten in words."
 
 
 @fetched
+@pytest.mark.slow
 def test_the_real_model_answers_with_its_head():
     """Fails if its template, its stop tokens or its head are of another model."""
     lm = sj.load("smollm2")

@@ -43,10 +43,9 @@ TEXTS = {
 def test_regret_is_bounded(name, text):
     """Against the best constant gamma in hindsight, which mixed texts leave behind."""
     stretches, allowed = TEXTS[text]
-    for seed in range(2):
-        found = measure(name, draw_text(stretches, seed))
-        assert found.regret <= allowed, found
-        assert found.overhead <= 0.01, found  # not to draft is never much better
+    found = measure(name, draw_text(stretches))
+    assert found.regret <= allowed, found
+    assert found.overhead <= 0.01, found  # not to draft is never much better
 
 
 @pytest.mark.parametrize(
@@ -59,13 +58,6 @@ def test_regret_catches_a_gamma_that_does_not_adapt(text, gamma):
     found = measure("fixed", draw_text(stretches), gamma=gamma)
     assert found.regret > allowed
     assert found.seconds == found.fixed_s[gamma]
-
-
-def test_regret_catches_bad_thresholds():
-    """Negative control: one that leaves what pays, one that clings to what does not."""
-    easy, hard = draw_text([0.9]), draw_text([0.2])
-    assert measure("threshold", easy, lower=0.97, upper=0.98).regret > 0.05
-    assert measure("threshold", hard, lower=0.01, upper=0.02).regret > 0.05
 
 
 @ADAPTIVE

@@ -112,6 +112,7 @@ def _kernels_of_a_round(lm) -> list[str]:
     return re.findall(rf"= (.*? (?:{kinds}))\(", of_rounds)
 
 
+@pytest.mark.slow
 def test_a_native_round_has_few_kernels(monkeypatch):
     lm = sj.load(impl="native", gamma_max=4)
     kernels = _kernels_of_a_round(lm)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import wrong_targets
 from decoding import Ask, Setting
+from slow_cases import slow
 
 from spec_jax.debug import recorder
 from spec_jax.engine import baseline, state as states
@@ -51,9 +52,7 @@ def decided(recording, length, *, slot=0):
     return {n: bits(np.asarray(getattr(recording, n)))[slot, at] for n in names}
 
 
-@pytest.fixture(
-    scope="module", params=["native", pytest.param("xla", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["native", slow("xla")])
 def target(request):
     decoding.needs(request.param)
     return decoding.TARGET if request.param == "xla" else decoding.NATIVE
@@ -135,11 +134,10 @@ def test_the_hash_sees_every_bit(rng):
     assert len(np.unique(np.asarray(hashes(flipped.view(np.float32))), axis=0)) == 2048
 
 
-def test_one_ulp_in_one_row_is_recorded():
+def test_one_ulp_in_one_row_is_recorded(target, rounds):
     """Negative control: the hash differs where such a row decided, and only there."""
-    target = decoding.quickest()
-    state, right = run_scripted(target, [Ask(run=2)])
-    wrong, entries = run_scripted(target, [Ask(run=2)], wrong=wrong_targets.OneUlpOff)
+    state, right = rounds
+    wrong, entries = run_scripted(target, ASKS, wrong=wrong_targets.OneUlpOff)
     assert decoding.text(wrong) == decoding.text(state)
     at = slice(NUM_PROMPT - 1, int(state.slots.length[0]) - 1)
     differs = np.asarray(entries.logits_hash != right.logits_hash)[0].any(axis=-1)

@@ -10,6 +10,7 @@ import itertools
 import numpy as np
 import pytest
 import tiny_pair
+from slow_cases import slow, slow_but
 
 import spec_jax as sj
 from spec_jax import generation, testing
@@ -27,34 +28,13 @@ SHORT = {"max_tokens": 9, "ignore_eos": True, "page_size": 4, "sampling": DRAWN}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A tiny target of random weights, a draft and a head; a token is a byte."""
-    folder = tmp_path_factory.mktemp("pair")
-    target, draft = tiny_pair.write(folder)
-    return target, draft, tiny_pair.write_head(folder / "head", target)
+    """A tiny target of random weights, and a draft; a token is a byte."""
+    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
 
 
-@pytest.fixture(
-    scope="module", params=["native", pytest.param("xla", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["native", slow("xla")])
 def lm(request, folders):
     return sj.load(folders[0], draft=folders[1], gamma_max=4, impl=request.param)
-
-
-@pytest.fixture(scope="module")
-def with_head(folders):
-    """A drafter that reads the target's features of the whole prompt."""
-    head = {"draft": folders[2], "drafter": "eagle3"}
-    return sj.load(folders[0], gamma_max=3, impl="native", **head)
-
-
-def drawn_of(out) -> sj.Sampling:
-    """The settings that draw one sample alone."""
-    return dataclasses.replace(DRAWN, seed=out.provenance["seed"])
-
-
-def alone(lm, out):
-    """What decoding writes of a sample's prompt with its seed, alone."""
-    return sj.decode(lm, out.prompt_tokens, **SHORT | {"sampling": drawn_of(out)})
 
 
 def shared(outs) -> list[int]:
@@ -76,14 +56,16 @@ def test_seeds_of_samples():
 
 
 def test_equal_prompts_of_one_seed(lm):
-    """Fails if they are equal samples, or the first is not that of the prompt alone."""
-    outs = sj.generate(lm, [PROMPTS[0]] * 3, gamma=3, **SHORT)
+    """Fails if they are equal samples, or one is not that of the prompt alone."""
+    settings = SHORT | {"log_probs": True}
+    outs = sj.generate(lm, [PROMPTS[0]] * 3, gamma=3, **settings)
     assert len({tuple(one.tokens) for one in outs}) == 3
     assert outs[0].provenance["seed"] == DRAWN.seed
-    assert outs[0].tokens == sj.generate(lm, PROMPTS[0], gamma=3, **SHORT).tokens
-    plain = sj.decode(lm, [PROMPTS[0]] * 3, **SHORT)
+    plain = sj.decode(lm, [PROMPTS[0]] * 3, **settings)
     for one, other in zip(outs, plain, strict=True):
-        assert one.tokens == other.tokens == alone(lm, one).tokens
+        drawn = dataclasses.replace(DRAWN, seed=one.provenance["seed"])
+        alone = sj.decode(lm, PROMPTS[0], **settings | {"sampling": drawn})
+        assert one.tokens == other.tokens == alone.tokens
         assert one.provenance["seed"] == other.provenance["seed"]
         assert "shared_prompt_tokens" not in one.metrics
 
@@ -100,22 +82,9 @@ def test_a_seed_for_each_is_that_of_its_prompt(lm):
     assert seeds[1][::2] == [7, 5, 7] and seeds[1][1] == seeds[1][5] != seeds[1][3]
 
 
-@pytest.mark.slow
-def test_shapes(lm):
-    # Programs of other tests here: as many slots, and no policy.
-    for call, how in ((sj.generate, {"gamma": 3, "num_slots": 3}), (sj.decode, {})):
-        one = call(lm, PROMPTS[0], n=1, **how, **SHORT)
-        assert [type(out) for out in one] == [sj.Generation]
-        outs = call(lm, PROMPTS, n=2, **how, **SHORT)
-        assert [len(samples) for samples in outs] == [2, 2, 2]
-        for samples, prompt in zip(outs, PROMPTS, strict=True):
-            ids = lm.tokenizer.encode(prompt)
-            assert [out.prompt_tokens for out in samples] == [ids, ids]
-
-
 CASES = {
-    "more samples than slots": (PROMPTS[0], {"n": 5, "num_slots": 3}),
-    "one slot": (PROMPTS[0], {"n": 3, "num_slots": 1}),
+    "more samples than slots": (PROMPTS[:1], {"n": 5, "num_slots": 3}),
+    "one slot": (PROMPTS[:1], {"n": 3, "num_slots": 1}),
     "samples of prompts": (PROMPTS, {"n": 3, "num_slots": 3}),
     "a prefix": (PROMPTS, {"prefix": PREFIX, "num_slots": 3}),
     "a prefix in one slot": (PROMPTS, {"prefix": PREFIX, "num_slots": 1}),
@@ -130,31 +99,22 @@ def flat(outs, settings):
     return [one for each in outs for one in each] if "n" in settings else outs
 
 
-def generated(lm, case):
-    """The samples of a case, in order."""
-    prompt, settings = CASES[case]
-    prompts = [prompt] if isinstance(prompt, str) else prompt
-    settings = {"gamma": 3} | SHORT | settings
-    return flat(sj.generate(lm, prompts, log_probs=True, **settings), settings)
+QUICK = ("samples of prompts", "a prefix", "samples after a prefix")
 
 
-OTHERS = ("more samples than slots", "a prefix in one slot", "rejection", "plain")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c in OTHERS)) for c in CASES]
-)
+@pytest.mark.parametrize("case", slow_but(CASES, *QUICK))
 def test_samples_are_those_of_decoding(lm, case):
     """Fails if a token or a log-probability depends on whose pages a prompt has; or
     more is prefilled than one of each prompt."""
-    settings = CASES[case][1]
+    prompts, settings = CASES[case]
+    how, n = SHORT | {"log_probs": True}, settings.get("n")
     prefix = {"prefix": settings["prefix"]} if "prefix" in settings else {}
-    prompts = [CASES[case][0]] if isinstance(CASES[case][0], str) else CASES[case][0]
-    outs = generated(lm, case)
-    n = settings.get("n")
-    plain = flat(
-        sj.decode(lm, prompts, n=n, log_probs=True, **SHORT, **prefix), settings
-    )
+    asked = {"gamma": 3} | how | settings
+    outs = flat(sj.generate(lm, prompts, **asked), settings)
+    plain = flat(sj.decode(lm, prompts, n=n, **how, **prefix), settings)
+    if n:
+        ids = [out.prompt_tokens for out in outs]
+        assert len(outs) == n * len(prompts) and ids[::n] == ids[n - 1 :: n]
     for found, expected in zip(outs, plain, strict=True):
         assert found.prompt_tokens == expected.prompt_tokens
         assert found.provenance["seed"] == expected.provenance["seed"]
@@ -175,17 +135,7 @@ def test_samples_are_those_of_decoding(lm, case):
     assert shared(outs)[0] == 0
 
 
-def test_a_head_has_the_features_of_the_prompt(with_head):
-    """Fails if features of shared rows are others: drafts then are, too."""
-    outs = generated(with_head, "samples after a prefix")
-    for one in outs:
-        how = SHORT | {"gamma": 3, "sampling": drawn_of(one)}
-        apart = sj.generate(with_head, one.prompt_tokens, **how)
-        assert one.tokens == apart.tokens
-        assert one.metrics["rounds"] == apart.metrics["rounds"]
-    assert sum(shared(outs)) > 0
-
-
+@pytest.mark.slow
 def test_keys_and_values_are_those_of_decoding(lm):
     """All layers', read through the table, and hashes of all logits."""
     assert sj.check_lossless(lm, PROMPTS, gamma=3, n=2, prefix=PREFIX, **SHORT)
@@ -280,11 +230,7 @@ def same_rows(found, expected) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_slots"),
-    [
-        pytest.param(*case, marks=[pytest.mark.slow] * (case != ("head", 1)))
-        for case in itertools.product(DRAFTERS, (1, 3))
-    ],
+    ("kind", "num_slots"), slow_but([*itertools.product(DRAFTERS, (1, 3))], ("head", 1))
 )
 def test_owners_are_counted_through_a_queue(
     folders, tmp_path, kind, num_slots, monkeypatch

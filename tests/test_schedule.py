@@ -164,7 +164,7 @@ def played(made, kept, *, rounds, num_active=B, verified=B):
 
 def test_drafts_that_are_never_kept_cost_what_the_docstring_says():
     """Negative control: an account that is never empty drafts on."""
-    for rounds in (50, 400, 3000):
+    for rounds in (50, 400, 1500):
         seconds, plain_s, drafted = played(ACCOUNT, lambda _: 0, rounds=rounds)
         lost = STEP_S[2 * B] + DRAFT_S - STEP_S[B]  # By one round.
         spent = ACCOUNT.credit / B * STEP_S[B] + lost

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tiny_pair
+from slow_cases import slow
 
 import spec_jax as sj
 from spec_jax import lossless, scoring, testing
@@ -13,9 +14,7 @@ DRAWN = sj.Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=5)
 SHORT = {"max_tokens": 11, "ignore_eos": True}
 
 
-@pytest.fixture(
-    scope="module", params=["native", pytest.param("xla", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["native", slow("xla")])
 def lm(request, tmp_path_factory):
     """A tiny pair of random weights; a token is a byte."""
     target, draft = tiny_pair.write(tmp_path_factory.mktemp(request.param))
@@ -27,11 +26,7 @@ def same(found, expected) -> None:
         testing.assert_same_bits(getattr(found, name), getattr(expected, name))
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [pytest.param(None, marks=pytest.mark.slow), DRAWN],
-    ids=["greedy", "drawn"],
-)
+@pytest.mark.parametrize("sampling", [slow(None), DRAWN], ids=["greedy", "drawn"])
 def test_they_are_those_of_decoding(lm, sampling):
     """Fails if a number depends on drafts, on a tree, on a batch, or on the rows that
     it is computed among."""

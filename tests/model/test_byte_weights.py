@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny_pair
+from slow_cases import slow, slow_but
 
 import spec_jax as sj
 from spec_jax import loading, run, testing
@@ -83,37 +84,37 @@ def test_what_is_saved_is_loaded_again(config, form, tmp_path):
         load.load(tmp_path / "spoiled")
 
 
-@pytest.mark.parametrize("form", ["q8_0", pytest.param("q4_1", marks=pytest.mark.slow)])
-def test_implementations_agree_in_every_family(config, form):
+@pytest.mark.parametrize("form", ["q8_0", slow("q4_1")])
+@pytest.mark.parametrize("family", slow_but(CONFIGS, "qwen3", "gpt_neox"))
+def test_implementations_agree_in_every_family(family, form):
     """Fails if a matrix of a family is another one to the kernels than to XLA."""
-    config = dataclasses.replace(config, weights=form, dtype="float32")
+    decoding.needs("native")
+    config = dataclasses.replace(CONFIGS[family], weights=form, dtype="float32")
     dense = params_lib.init(jax.random.key(0), config, stddev=0.2)
     made = params_lib.to_bytes(dense, form)
-    written = {}
-    for impl in FORMS:
-        if impl not in families.of(config).IMPLS:
-            pytest.skip(f"{config.model_type} has no {impl} kernels")
-        decoding.needs(impl)
-        for name, params in ((impl, made), (f"{impl}, dense", dense)):
-            rows = row_model.RowModel(config=config, impl=impl, slab=8)
-            kv = rows.new_cache(capacity=16, page_size=16)
-            kv, _ = rows.prefill(params, kv, list(range(1, 17)), by_rows=True)
-            written[name] = jnp.stack([*kv.k, *kv.v]).astype(jnp.float32)
-    scale = jnp.abs(written["xla"]).max()
-    away = lambda x, y: jnp.abs(written[x] - written[y]).mean() / scale
-    near, far = away("native", "xla"), away("native", "native, dense")
+
+    def written(impl, params):
+        rows = row_model.RowModel(config=config, impl=impl, slab=8)
+        kv = rows.new_cache(capacity=16, page_size=16)
+        kv, _ = rows.prefill(params, kv, list(range(1, 17)), by_rows=True)
+        return jnp.stack([*kv.k, *kv.v]).astype(jnp.float32)
+
+    native, xla = written("native", made), written("xla", made)
+    away = lambda other: jnp.abs(native - other).mean() / jnp.abs(xla).max()
+    near, far = away(xla), away(written("native", dense))
     assert near < 2e-4 < 2e-3 < far, (near, far)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "tree", "form", "of_target"),
     [
         ("draft-model", None, "q8_0", "q8_0"),
-        pytest.param("draft-model", "4x6:15", "q4_1", "q4_1", marks=pytest.mark.slow),
-        pytest.param("draft-model", "4x6:15", None, "q8_0", marks=pytest.mark.slow),
-        pytest.param("dspark", None, None, "q8_0", marks=pytest.mark.slow),
-        pytest.param("dspark", "4x6:15", "q8_0", "q8_0", marks=pytest.mark.slow),
-        pytest.param("dspark", None, "q4_1", "q4_1", marks=pytest.mark.slow),
+        ("draft-model", "4x6:15", "q4_1", "q4_1"),
+        ("draft-model", "4x6:15", None, "q8_0"),
+        ("dspark", None, None, "q8_0"),
+        ("dspark", "4x6:15", "q8_0", "q8_0"),
+        ("dspark", None, "q4_1", "q4_1"),
     ],
 )
 def test_it_is_lossless(drafter, tree, form, of_target):
@@ -130,11 +131,7 @@ def test_it_is_lossless(drafter, tree, form, of_target):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["eagle3", "dspark"]
-    + [
-        pytest.param(kind, marks=pytest.mark.slow) for kind in ("draft-model", "dflash")
-    ],
+    "kind", ["eagle3", *map(slow, ("draft-model", "dflash", "dspark"))]
 )
 def test_drafters_of_eight_bits(kind, tmp_path):
     """Fails if a drafter's matrices stay dense, its tables of tokens do not, or the
@@ -191,10 +188,12 @@ def test_it_is_prepared_for_a_gpu(tmp_path):
     testing.assert_same_bits(again, native.params.embed)
 
 
-@pytest.mark.slow
-def test_it_is_lossless_on_the_kernels_of_a_gpu(tmp_path):
-    """Fails if rounds of tiles give other tokens than plain decoding."""
-    lm = load_pair(tmp_path, "interpret")
+@pytest.mark.parametrize("impl", ["native", slow("interpret")])
+def test_it_is_lossless_on_each_kernel(impl, tmp_path):
+    """Fails if rounds give other tokens than plain decoding; "interpret": of tiles."""
+    decoding.needs(impl)
+    lm = load_pair(tmp_path, impl)
+    assert "q8_0 and" in lm.card() and run.provenance(lm)["weights"] == "q8_0"
     assert sj.check_lossless(lm, ["import"], max_tokens=6).equal
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_weights
+from slow_cases import slow
 
 from spec_jax import testing, tree
 from spec_jax.model import eagle3, eagle3_params, qwen3, row_model
@@ -39,8 +40,6 @@ VARIANTS = {
     ),  # fmt: skip
     "window": dataclasses.replace(HEAD, window=3),
 }
-KERNELS = ("xla", "native")
-IMPLS = (*KERNELS, pytest.param("interpret", marks=pytest.mark.slow))  # bfloat16
 
 _forward = jax.jit(eagle3.forward_rows, static_argnames=("config", "impl"))
 _sequence = jax.jit(eagle3.forward_sequence, static_argnames=("config",))
@@ -150,7 +149,7 @@ def test_rows_are_the_sequence(impl, variant):
         testing.assert_rows_close(rows[1][1:8], steps[0].logits[0], **near)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", ["native", slow("xla"), slow("interpret")])
 def test_row_contract(impl):
     """Fails if a pair's bits depend on its slab, its neighbours or a tree's order."""
     decoding.needs(impl)

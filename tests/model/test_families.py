@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_family_rows as family_rows
+from slow_cases import slow_but
 
 from spec_jax import testing
 from spec_jax.model import config as config_lib, load as load_lib, sequence
@@ -78,7 +79,10 @@ def f32_error(ours, theirs) -> float:
     return np.abs(ours - theirs).max() / (1e-4 * np.abs(theirs).max())
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=slow_but(CASES, "sequential-tanh", "llama3", "qwen2-yarn-tied"),
+)
 def case(request, tmp_path_factory):
     """A folder, the oracle, and its greedy tokens with their logits."""
     torch = pytest.importorskip("torch")

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from slow_cases import slow, slow_but
 
 import spec_jax as sj
 from spec_jax import loading, testing
 from spec_jax.model import (
-    checkpoint_files,
     config as config_lib,
     families,
     gguf_file,
@@ -119,6 +119,7 @@ def plain(tmp_path_factory):
     return write(tmp_path_factory.mktemp("gguf") / "plain.gguf", config, params)
 
 
+@pytest.mark.parametrize("model", slow_but(CONFIGS, "llama"), indirect=True)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "F32"])
 @pytest.mark.parametrize("form", ["q8_0", "q4_1"])
 def test_weights_of_blocks(model, kind, form, tmp_path, caplog):
@@ -286,23 +287,19 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_files_that_are_none_get_one_line(name, tmp_path):
-    contents, words = HOSTILE[name]
-    path = tmp_path / "a.gguf"
-    path.write_bytes(contents)
-    with pytest.raises(ValueError, match=f"a.gguf: .*{words}") as error:
-        sj.load(path)
+def assert_refused(path, words):
+    """In one line that names the file."""
+    with pytest.raises(ValueError, match=f"a.gguf.*{words}") as error:
+        sj.load(path, drafter="ngram")
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.999])
-def test_a_truncated_file_gets_one_line(share, plain, tmp_path):
-    whole = plain.read_bytes()
-    path = tmp_path / "a.gguf"
-    path.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(checkpoint_files.CheckpointError, match="a.gguf: truncated"):
-        sj.load(path)
+def test_files_that_are_none_get_one_line(plain, tmp_path):
+    whole, path = plain.read_bytes(), tmp_path / "a.gguf"
+    cut = [(whole[: int(share * len(whole))], "truncated") for share in (0.1, 0.999)]
+    for contents, words in (*HOSTILE.values(), *cut):
+        path.write_bytes(contents)
+        assert_refused(path, words)
 
 
 def remove(name):
@@ -338,9 +335,7 @@ def test_files_that_contradict_themselves_get_one_line(name, tmp_path):
     config = CONFIGS["llama"]
     params = params_lib.init(jax.random.key(0), config)
     path = write(tmp_path / "a.gguf", config, params, change=change)
-    with pytest.raises(ValueError, match=f"a.gguf.*{words}") as error:
-        sj.load(path, drafter="ngram")
-    assert "\n" not in str(error.value)
+    assert_refused(path, words)
 
 
 def test_without_the_package_one_line_names_the_extra(tmp_path, monkeypatch):
@@ -359,17 +354,14 @@ def test_without_the_package_one_line_names_the_extra(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("model", "kind"),
-    [
-        ("llama", "Q8_0"),
-        ("qwen3", "Q4_K"),
-        pytest.param("qwen2", "BF16", marks=pytest.mark.slow),
-    ],
+    [("llama", "Q8_0"), slow("qwen3", "Q4_K"), slow("qwen2", "BF16")],
     indirect=["model"],
 )
 def test_parity_with_transformers(kind, model, tmp_path):
     """Fails if transformers, of the same file, has other logits, tokens or ids."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)  # The models are too small for more.
     config, params = model
     path = write(tmp_path / "a.gguf", config, params, kind=kind)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
@@ -382,14 +374,14 @@ def test_parity_with_transformers(kind, model, tmp_path):
     _, weights = load.load(path, dtype="float32")
     text = list(ids)
     with torch.no_grad():
-        for _ in range(48):
+        for _ in range(16):
             logits = oracle(torch.tensor([text])).logits[0]
             text.append(int(logits[-1].argmax()))
     ours = sequence.logits(weights, lm.target.config, jnp.asarray([text[:-1]]))[0]
     assert np.abs(np.asarray(ours) - logits.numpy()).max() < 1e-4
-    found = sj.decode(lm, ids, max_tokens=48, stop=[4095])
+    found = sj.decode(lm, ids, max_tokens=16, stop=[4095])
     assert found.tokens == text[len(ids) :][: len(found.tokens)]
-    assert len(found.tokens) == 48 or found.tokens[-1] == 4095
+    assert len(found.tokens) == 16 or found.tokens[-1] == 4095
     # Negative control: another RoPE moves the logits by far more.
     other = dataclasses.replace(lm.target.config, rope_theta=100.0)
     moved = sequence.logits(weights, other, jnp.asarray([text[:-1]]))[0]

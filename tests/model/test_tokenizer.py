@@ -56,6 +56,7 @@ def test_special_tokens_are_recognised_and_none_is_added(small):
 
 
 @given(text=st.text(max_size=30))
+@settings(max_examples=50)
 def test_pieces_of_text(small, text):
     """Fails if a character that spans tokens is shown in halves, or lost."""
     ids = small.encode(text)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import test_rows as rows_lib
 from hypothesis import HealthCheck, given, settings, strategies as st
+from slow_cases import slow
 from test_rows import SLAB
 
 from spec_jax import testing, tree
@@ -122,17 +123,12 @@ def trees(draw):
 CHAIN = tree.chain(6)
 BUSHY = np.array([0, 0, 0, 1, 1, 2, 4, 4], np.int32)
 BUSHY_TOKENS = [3, 4, 5, 6, 7, 6, 8, 9]
-KERNELS = ("native", "xla")
-IMPLS = (*KERNELS, pytest.param("interpret", marks=pytest.mark.slow))  # bfloat16 alone
+IMPLS = ("native", "xla", slow("interpret"))  # bfloat16 alone
 
 
 @pytest.mark.parametrize(
     ("impl", "dtype"),
-    [
-        ("native", "float32"),
-        pytest.param("xla", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("interpret", "bfloat16", marks=pytest.mark.slow),
-    ],
+    [("native", "float32"), slow("xla", "bfloat16"), slow("interpret", "bfloat16")],
 )
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=trees(), prefix=st.sampled_from(PREFIXES))
@@ -142,18 +138,13 @@ def test_nodes_are_their_paths(impl, dtype, drawn, prefix):
     assert_is_decoding(oracle(impl, dtype, 16, prefix), tokens, parents)
 
 
-@pytest.mark.parametrize(
-    ("impl", "page_size"),
-    [("native", 8), pytest.param("xla", 256, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("impl", "page_size"), [("native", 8), slow("xla", 256)])
 def test_pages_do_not_matter(impl, page_size):
     found = oracle(impl, "bfloat16", page_size, 126)
     assert_is_decoding(found, BUSHY_TOKENS, BUSHY)
 
 
-@pytest.mark.parametrize(
-    "impl", [pytest.param("xla", marks=pytest.mark.slow), "native"]
-)
+@pytest.mark.parametrize("impl", [slow("xla"), "native"])
 def test_a_chain_is_a_tree(impl):
     """A chain's branch changes no bit."""
     assert_is_decoding(oracle(impl, "bfloat16", 16, 126), [3, 4, 5, 6, 7, 8], CHAIN)

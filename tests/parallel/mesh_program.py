@@ -105,8 +105,8 @@ def slabs(impl: str) -> list[decoder.Rows]:
     return [of_tree] if impl == "xla" else [chain, of_tree]
 
 
-def forward(target, params):
-    """Logits and pages of both slabs as bits, and the compiled program's text."""
+def forward(target, *weights):
+    """Logits and pages of both slabs as bits, by weights; and the program's text."""
     kv = target.new_slots(2, capacity=16, page_size=8)
     for slot in (0, 1):
         kv = allocator.reserve(kv, jnp.int32(slot), jnp.int32(8))
@@ -119,9 +119,9 @@ def forward(target, params):
             found.append(outputs.logits[:3])
         return kv.k, kv.v, found
 
-    compiled = run.lower(params, kv).compile()
-    found = jax.tree.leaves(jax.device_get(compiled(params, kv)))
-    return [testing.bits(one) for one in found], compiled.as_text()
+    compiled = run.lower(weights[0], kv).compile()
+    found = [jax.tree.leaves(jax.device_get(compiled(one, kv))) for one in weights]
+    return [list(map(testing.bits, each)) for each in found], compiled.as_text()
 
 
 def same(a, b) -> bool:
@@ -150,20 +150,18 @@ def on_mesh(devices: int, segments: int = shard.SEGMENTS) -> shard.Layout:
 
 
 def check(folder: pathlib.Path, impl: str, form: str | None = None) -> dict:
-    """All meshes against each other, and the sums with faults."""
-    made, texts = {}, {}
-    for devices in (1, 2, 8):
-        cut = model(folder, impl, on_mesh(devices), form)
-        made[devices], texts[devices] = forward(*cut)
+    """Two meshes against each other, and no mesh; and a wrong layer, which differs."""
+    ([two], _), ([eight], text) = (
+        forward(*model(folder, impl, on_mesh(devices), form)) for devices in (2, 8)
+    )
     target, params = model(folder, impl, None, form)
     wrong = params.replace(layers=tuple(map(_shifted, params.layers)))
-    whole, other = (forward(target, each)[0] for each in (params, wrong))
+    whole_and_wrong, _ = forward(target, params, wrong)
     return {
-        "equal": [same(made[devices], made[1]) for devices in (2, 8)],
-        "close": [close(made[8], each) for each in (whole, other)],
-        "all_reduce": "all-reduce" in texts[8],
-        "all_gathers": texts[8].count("all-gather(")
-        + texts[8].count("all-gather-start("),
+        "equal": same(two, eight),
+        "close": [close(eight, each) for each in whole_and_wrong],
+        "all_reduce": "all-reduce" in text,
+        "all_gathers": text.count("all-gather(") + text.count("all-gather-start("),
     }
 
 

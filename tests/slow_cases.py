@@ -1,0 +1,18 @@
+"""Cases of a table that wait for `pytest -m slow`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def slow(*values: Any) -> Any:
+    """One case of these values."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def slow_but(cases: Iterable[Any], *quick: Any) -> list:
+    """All cases but the quick ones; those of several values are tuples."""
+    assert set(quick) <= set(cases)
+    as_tuple = lambda case: case if isinstance(case, tuple) else (case,)
+    return [case if case in quick else slow(*as_tuple(case)) for case in cases]
