@@ -9,7 +9,6 @@ import sys
 import nbclient
 import nbformat
 import pytest
-from slow_cases import slow_but
 
 from spec_jax import testing
 from spec_jax.native import build
@@ -69,7 +68,7 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
 
 # The kernel's own machinery warns of sockets and loops that are left open.
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", slow_but(NOTEBOOKS, "tree"))
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_prints_what_is_stored(name, monkeypatch):
     """Fails if a cell raises, a text or a figure is missing, or outputs are stale."""
     if ISA not in build.available_isas():
