@@ -17,7 +17,7 @@ BLOCKS = [
     *("--family", "dspark", "--head", "rnn", "--rank", "4"),
     *("--block", "3", "--layers", "1", "--anchors", "3", "--dialect", "speculators"),
 ]
-"""Of a block drafter, in the place of those of `FLAGS`."""
+"""Flags of a block drafter, in the place of those of `FLAGS`."""
 
 
 def command(target, work, stage, *more) -> list[str]:

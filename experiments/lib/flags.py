@@ -327,7 +327,7 @@ def check_sampling(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 def sampling_settings(
     args: argparse.Namespace, temperature: float | None = None
 ) -> sampling.SamplingSettings | None:
-    """What the flags of sampling say; None is greedy.
+    """Returns how the flags of sampling have tokens drawn; None is greedy.
 
     Filters of a greedy run are checked, and left out: `check_sampling` has refused
     them where all runs are greedy.

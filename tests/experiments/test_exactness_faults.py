@@ -133,7 +133,7 @@ def pages_of_a_neighbour(monkeypatch) -> None:
     ],
 )
 def test_a_fault_is_found(folders, tmp_path, monkeypatch, plant, sampling, found):
-    """Of one cell but for the sampling, so that most share their programs."""
+    """One cell but for the sampling, so that most share their programs."""
     plant(monkeypatch)
     cell = ("--batch", "2", "--sampling", sampling)
     status, rows = commands.run_one_cell(folders, tmp_path, *cell)

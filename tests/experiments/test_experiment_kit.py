@@ -90,7 +90,7 @@ def test_rows_are_in_the_file_when_write_returns(tmp_path):
         for i in range(3):
             out.write({"i": i, "text": "a\nb"})
             assert [row["i"] for row in rows_of(path)] == list(range(i + 1))
-    # What a row says itself is not replaced by what all have.
+    # A row keeps its own value of what all have.
     with records.JsonLines(path) as out:
         out.common = {"temperature": 1.0, "seed": 3}
         out.write({"kind": "cell", "temperature": 0.0})

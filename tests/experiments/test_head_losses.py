@@ -1,4 +1,4 @@
-"""What heads are trained on: the loss is that of drafting, and how it begins."""
+"""Losses of heads: that of drafting, and how a head begins."""
 
 import json
 

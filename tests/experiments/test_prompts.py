@@ -139,7 +139,7 @@ def test_options_are_told_where_bits_are_published(tmp_path):
     folder, _ = tiny_pair.write(tmp_path)
     template = "{{ messages[0].content }}{% if loud is defined %}!{{ loud }}{% endif %}"
     (folder / "chat_template.jinja").write_text(template)
-    # Of one size, so that both share their programs.
+    # Caches of one size, so that both share their programs.
     common = ["--target", str(folder), "--page-size", "128", "--gen-tokens", "4"]
     loud = ["--chat-option", "loud=true"]
     plans = {}
