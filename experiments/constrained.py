@@ -240,40 +240,40 @@ def write_table(
     return rows
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Draws, parses and times; returns the exit status."""
-    console = terminal.console()
-    with records.open_out(args) as out:
-        lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
-        has_chat = lm.tokenizer is not None and lm.tokenizer.has_chat_template
-        prompt = [{"role": "user", "content": PROMPT}] if has_chat else PROMPT
-        out.common = (
-            models.describe(args, lm)
-            | {"drafter": args.drafter, "batch": args.batch}
-            | records.provenance()
-        )
-        if args.table:
-            table = write_table(args, lm, out)
-            tables.print_rows(table, CELLS, console)
-            return GOOD if all(map(table_rows.is_equal, table)) else BAD
-        answers = draw(args, lm, prompt)
-        out.write(answers)
-        console.print(
-            f"{answers['parsed']} of {answers['answers']} answers parse, "
-            f"{answers['different']} different, such as {answers['example']}",
-            highlight=False,
-            markup=False,
-        )
-        text = lm.tokenizer.apply_chat(prompt) if has_chat else PROMPT
-        ids = lm.tokenizer.encode(text, begins=not has_chat)
-        found = bench.run(cases(args, lm, ids), repeats=args.repeats)
-        rows = [
-            {"kind": "step", "way": way, "processor": name, "steps": args.steps}
-            | found.row((way, name), ratio_to=(way, "none"))
-            | median_fields(found, (way, name), (way, "none"))
-            for way, name in found.seconds
-        ]
-        out.write_all(rows)
+    lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
+    has_chat = lm.tokenizer is not None and lm.tokenizer.has_chat_template
+    prompt = [{"role": "user", "content": PROMPT}] if has_chat else PROMPT
+    out.common = (
+        models.describe(args, lm)
+        | {"drafter": args.drafter, "batch": args.batch}
+        | records.provenance()
+    )
+    if args.table:
+        table = write_table(args, lm, out)
+        tables.print_rows(table, CELLS, console)
+        return GOOD if all(map(table_rows.is_equal, table)) else BAD
+    answers = draw(args, lm, prompt)
+    out.write(answers)
+    console.print(
+        f"{answers['parsed']} of {answers['answers']} answers parse, "
+        f"{answers['different']} different, such as {answers['example']}",
+        highlight=False,
+        markup=False,
+    )
+    text = lm.tokenizer.apply_chat(prompt) if has_chat else PROMPT
+    ids = lm.tokenizer.encode(text, begins=not has_chat)
+    found = bench.run(cases(args, lm, ids), repeats=args.repeats)
+    rows = [
+        {"kind": "step", "way": way, "processor": name, "steps": args.steps}
+        | found.row((way, name), ratio_to=(way, "none"))
+        | median_fields(found, (way, name), (way, "none"))
+        for way, name in found.seconds
+    ]
+    out.write_all(rows)
     tables.print_rows([row | out.common for row in rows], COLUMNS, console)
     return GOOD if answers["parsed"] == answers["answers"] else BAD
 
@@ -310,7 +310,7 @@ CELLS = {
     ),
 }
 
-main = cli.script("constrained.py", parse_args, run)
+main = records.script("constrained.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -350,38 +350,39 @@ def is_constant(row: Mapping[str, Any]) -> bool:
     return row["gamma_policy"] == "fixed" and row["drafter"] != "choice"
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Evaluates the drafters, and shows it; returns the exit status."""
     texts, found = read(args.texts), []
     if args.round_costs:
         args.round_costs.upto(max(args.gamma))  # Raises where there are too few.
     numbers = range(len(texts.prompts))
-    with records.open_out(args) as out:
-        names = ("target", "dtype", "impl", "gen_tokens", *SAMPLING)
-        out.common = {name: texts.about[name] for name in names} | {
-            "draft": str(args.draft or "embedded"),
-            "texts_sha256": files.sha256(args.texts),
-            **records.provenance(),
-        }
-        for name, built in build(args, texts).items():
-            for way in ways_of(args, built[0]):
-                done = []
-                with terminal.counted(f"{name}, {way.name}", total=len(numbers)) as go:
-                    for number in numbers:
-                        counted, forwards, way = replay(texts, number, built, way)
-                        done.append((counted, forwards))
-                        go()
-                row = {"kind": "replay", "drafter": name, "gamma": way.gamma}
-                row |= {"gamma_policy": way.name} | summarise(texts, done)
-                found.append(row)
-                if args.round_costs:
-                    costs = costs_of(args, built[0])
-                    row["text_s"] = [seconds_of(costs, each) for _, each in done]
-        if args.round_costs:
-            compare(args.round_costs, texts, found)
-        out.write_all(found)
+    names = ("target", "dtype", "impl", "gen_tokens", *SAMPLING)
+    out.common = {name: texts.about[name] for name in names} | {
+        "draft": str(args.draft or "embedded"),
+        "texts_sha256": files.sha256(args.texts),
+        **records.provenance(),
+    }
+    for name, built in build(args, texts).items():
+        for way in ways_of(args, built[0]):
+            done = []
+            with terminal.counted(f"{name}, {way.name}", total=len(numbers)) as go:
+                for number in numbers:
+                    counted, forwards, way = replay(texts, number, built, way)
+                    done.append((counted, forwards))
+                    go()
+            row = {"kind": "replay", "drafter": name, "gamma": way.gamma}
+            row |= {"gamma_policy": way.name} | summarise(texts, done)
+            found.append(row)
+            if args.round_costs:
+                costs = costs_of(args, built[0])
+                row["text_s"] = [seconds_of(costs, each) for _, each in done]
+    if args.round_costs:
+        compare(args.round_costs, texts, found)
+    out.write_all(found)
     columns = COLUMNS | (COSTS if args.round_costs else {})
-    tables.print_rows(found, columns, terminal.console())
+    tables.print_rows(found, columns, console)
     return DONE
 
 
@@ -399,7 +400,7 @@ COSTS: dict[str, tables.Column] = {
     "regret by text": ("regret_by_text", "+.1%"),
 }
 
-main = cli.script("replay.py", parse_args, run)
+main = records.script("replay.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

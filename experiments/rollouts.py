@@ -179,45 +179,43 @@ def worst_ratio(learner: Any, sampler: Any) -> float:
     return max(ratios, key=lambda x: abs(x - 1), default=1.0)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Draws, scores and compares, then learns; returns the exit status."""
-    console = terminal.console()
     names = ("temperature", "top_k", "top_p", "min_p", "seed")
     sampling = sj.Sampling(**{name: getattr(args, name) for name in names})
-    with records.open_out(args) as out:
-        lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
-        ids = models.prepare(args, lm, args.prompts).ids
-        gammas = ways(args, lm)
-        settings = {"max_tokens": args.gen_tokens, "num_slots": args.batch}
-        settings |= {"sampling": sampling, "page_size": args.page_size}
-        processor = processing.of(args, lm)
-        settings |= {"n": args.samples, "processors": processor}
-        out.common = (
-            models.describe(args, lm)
-            | {"drafter": args.drafter, "samples": args.samples, "batch": args.batch}
-            | {"prompt_source": prompt_files.without_folders(args.prompts)}
-            | {"prompts": len(ids)}
-            | records.provenance()
-        )
-        texts, seconds = roll_out(lm, ids, gammas, settings, repeats=args.repeats)
-        samples = list(compare(lm, texts, sampling, processor))
-        out.write_all(samples)
-        rows = summaries(samples, seconds, texts)
-        out.write_all(rows)
-        tables.print_rows([row | out.common for row in rows], COLUMNS, console)
-        console.print(word(rows[1]))
-        steps: list[dict[str, Any]] = []
-        if args.steps:
-            from experiments.lib import reinforce
+    lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
+    ids = models.prepare(args, lm, args.prompts).ids
+    gammas = ways(args, lm)
+    settings = {"max_tokens": args.gen_tokens, "num_slots": args.batch}
+    settings |= {"sampling": sampling, "page_size": args.page_size}
+    processor = processing.of(args, lm)
+    settings |= {"n": args.samples, "processors": processor}
+    out.common = (
+        models.describe(args, lm)
+        | {"drafter": args.drafter, "samples": args.samples, "batch": args.batch}
+        | {"prompt_source": prompt_files.without_folders(args.prompts)}
+        | {"prompts": len(ids)}
+        | records.provenance()
+    )
+    texts, seconds = roll_out(lm, ids, gammas, settings, repeats=args.repeats)
+    samples = list(compare(lm, texts, sampling, processor))
+    out.write_all(samples)
+    rows = summaries(samples, seconds, texts)
+    out.write_all(rows)
+    tables.print_rows([row | out.common for row in rows], COLUMNS, console)
+    console.print(word(rows[1]))
+    steps: list[dict[str, Any]] = []
+    if args.steps:
+        from experiments.lib import reinforce
 
-            settings |= {"gamma": min(args.gamma, lm.gamma_max)}
-            recipe = reinforce.Recipe(
-                steps=args.steps, learning_rate=args.learning_rate
-            )
-            for row in reinforce.learn(lm, ids, recipe, settings):
-                out.write(row)
-                steps.append(row)
-            tables.print_rows([row | out.common for row in steps], STEPS, console)
+        settings |= {"gamma": min(args.gamma, lm.gamma_max)}
+        recipe = reinforce.Recipe(steps=args.steps, learning_rate=args.learning_rate)
+        for row in reinforce.learn(lm, ids, recipe, settings):
+            out.write(row)
+            steps.append(row)
+        tables.print_rows([row | out.common for row in steps], STEPS, console)
     is_equal = rows[0]["equal"] == len(samples)
     is_equal &= all(row["ratio"] == 1 for row in steps)
     return EQUAL if is_equal else NOT_EQUAL
@@ -284,7 +282,7 @@ STEPS = {
     "ratio": ("ratio", ""),
 }
 
-main = cli.script("rollouts.py", parse_args, run)
+main = records.script("rollouts.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -31,7 +31,7 @@ def one_cell(folders, *more: str) -> list[str]:
 def several_cells(folders, *more: str) -> list[str]:
     """The base, and cells of one other value: most share what they compile."""
     several = (
-        *("--gamma", "3,2", "--page-size", "8,16", "--drafter", "oracle,always-wrong"),
+        *("--gamma", "3,2", "--drafter", "oracle,always-wrong"),
         *("--sampling", "greedy,sampled", "--batch", "1,2"),
         *("--gamma-policy", "fixed,threshold"),
     )

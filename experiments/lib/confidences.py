@@ -1,6 +1,7 @@
 """Confidences of a drafter: recorded rounds, and the scaling that they fit."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,25 +46,31 @@ def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, 
         draws = sampling.make_settings(temperature=temperature, seed=seed)
     settings = dataclasses.replace(subject.settings, sampling=draws)
     scheduler = runs.make_scheduler(lm, settings)
-    halves: tuple[list, list] = ([], [])
-    for number, prompt in enumerate(subject.ids):
+    recorded = []
+    for prompt in subject.ids:
         state = scheduler.begin(runs.make_request(lm, settings, prompt))
-        recorded = calibration.record_rounds(
+        rounds = calibration.record_rounds(
             scheduler.speculator, state, max_rounds=settings.gen_tokens
         )
-        halves[number % 2].append(recorded)
+        recorded.append(rounds)
+    row = {"kind": profiles.CALIBRATION, "temperature": temperature}
+    return row | {"gamma": lm.gamma_max} | judge(recorded)
+
+
+def judge(recorded: Sequence[calibration.Rounds]) -> dict[str, Any]:
+    """Returns the numbers of a row, of the rounds of each prompt: of two, the first is
+    fitted, and the second reported."""
     fitted, reported = (
         calibration.Rounds(
-            logits=np.concatenate([each.logits for each in half]),
-            num_accepted=np.concatenate([each.num_accepted for each in half]),
+            logits=np.concatenate([each.logits for each in recorded[half::2]]),
+            num_accepted=np.concatenate([x.num_accepted for x in recorded[half::2]]),
         )
-        for half in halves
+        for half in range(2)
     )
     found = calibration.fit_platt(fitted.logits, fitted.num_accepted)
-    before = calibration.report(reported, calibration.unscaled(lm.gamma_max))
-    row = {"kind": profiles.CALIBRATION, "temperature": temperature}
-    row |= {"gamma": lm.gamma_max}
-    row |= {name: values.tolist() for name, values in vars(found).items()}
+    none = calibration.unscaled(fitted.logits.shape[1])
+    before = calibration.report(reported, none)
+    row = {name: values.tolist() for name, values in vars(found).items()}
     row |= {"fitted_rounds": len(fitted.logits), "rounds": len(reported.logits)}
     row |= {f"{name}_before": values for name, values in before.items()}
     of_paper = calibration.fit_sts(fitted.logits, fitted.num_accepted)

@@ -310,7 +310,7 @@ def check_tree(
 
 
 def check_sampling(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exits with a usage error where a flag of `add_noise` would change nothing."""
+    """Exits with a usage error where a flag of `NOISE` would change nothing."""
     temperatures = args.temperature
     if not isinstance(temperatures, tuple):
         temperatures = (temperatures,)
@@ -327,7 +327,7 @@ def check_sampling(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 def sampling_settings(
     args: argparse.Namespace, temperature: float | None = None
 ) -> sampling.SamplingSettings | None:
-    """What `add_sampling`'s flags say; None is greedy.
+    """Returns how the flags of sampling have tokens drawn; None is greedy.
 
     Filters of a greedy run are checked, and left out: `check_sampling` has refused
     them where all runs are greedy.

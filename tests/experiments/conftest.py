@@ -32,3 +32,21 @@ def overflowing(tmp_path_factory):
 def head(folders, tmp_path_factory):
     """The folder of a head for the target."""
     return tiny_pair.write_head(tmp_path_factory.mktemp("pair") / "head", folders[0])
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory):
+    """The folder of a target of three layers, for which drafters are trained."""
+    folder = tmp_path_factory.mktemp("drafter") / "target"
+    return tiny_pair.write_model(folder, tiny_pair.config(num_layers=3), seed=0)
+
+
+@pytest.fixture(scope="session")
+def work(target, tmp_path_factory):
+    """The folder of its rollouts and their cache."""
+    import head_runs  # What trains is an extra, which not every file needs.
+
+    folder = tmp_path_factory.mktemp("work")
+    for stage in ("rollouts", "cache"):
+        head_runs.run(target, folder, stage)
+    return folder

@@ -8,12 +8,7 @@ from experiments.lib import compare, llama_cpp
 from spec_jax.analysis import metrics
 
 
-@pytest.fixture
-def build(tmp_path):
-    return llama_cpp.Build(folder=tmp_path, threads=2, limit_s=30.0)
-
-
-def test_rows(folders, build, tmp_path, monkeypatch):
+def test_rows(folders, tmp_path, monkeypatch):
     """Fails if texts are not compared, or a ratio is upside down."""
     kept = metrics.Counters(tokens=8, rounds=5, proposed=9, accepted=3)
 
@@ -22,6 +17,7 @@ def test_rows(folders, build, tmp_path, monkeypatch):
         told = {"prefill_s": 0.004, "decode_s": decode_s, "counters": counters}
         return compare.Generated(text=b"??", count=8, **told), len(prompt)
 
+    build = llama_cpp.Build(folder=tmp_path, threads=2, limit_s=30.0)
     monkeypatch.setattr(llama_cpp, "find", lambda *_, **__: build)
     monkeypatch.setattr(llama_cpp, "generate", generated)
     out, prompts = tmp_path / "out.jsonl", tmp_path / "prompts.txt"
@@ -50,18 +46,6 @@ def test_rows(folders, build, tmp_path, monkeypatch):
     assert drafts["theirs"]["accepted_per_round"] == pytest.approx(3 / 5)
     runs = [prompt["runs"][2] for prompt in prompts]
     assert drafts["ours"]["accepted"] == sum(run["accepted"] for run in runs)
-
-
-def test_perplexity_of_its_own(build, tmp_path):
-    """Fails if flags are swapped, or another number of its output is taken."""
-    program = build.folder / llama_cpp.PERPLEXITY
-    program.write_text(
-        "#!/bin/sh\necho '[1]9.1,[2]8.2,'\necho \"Final estimate: PPL = $6$8 +/- 0.1\""
-    )
-    program.chmod(0o755)
-    sizes = {"window": 64, "windows": 2}
-    found = llama_cpp.perplexity(build, tmp_path / "m", tmp_path / "t", **sizes)
-    assert found == {"perplexity": 642}
 
 
 def test_text_beyond_ours_is_not_compared():

@@ -31,46 +31,35 @@ pytestmark = pytest.mark.usefixtures("needs_native")
 FIXED = "[[0],[0,0],[0,1],[0,0,0],[0,1,0],[0,1,1]]"
 
 
-@pytest.fixture(scope="module")
-def of_trees(folders, tmp_path_factory):
-    """Chains, a search taller than the slab, and a fixed tree of a file: certified.
-
-    Of the fixed one more nodes have children at depth 2 than at depth 1.
-    """
-    folder = tmp_path_factory.mktemp("trees")
-    (folder / "fixed.json").write_text(FIXED)
-    out, certificate = folder / "rows.jsonl", folder / "run.json"
-    trees = f"none,2x4:7,{folder / 'fixed.json'}"
-    more = ("--drafter", "draft-model", "--tree", trees, "--batch", "2")
-    more += ("--sampling", "sampled", "--out", str(out))
+@pytest.mark.parametrize(
+    ("tree", "named", "nodes"),
+    [
+        ("fixed.json", FIXED, 6),
+        pytest.param("2x4:7", "2x4:7@0.4", 7, marks=pytest.mark.slow),
+    ],
+)
+def test_trees_are_exact(folders, tmp_path, monkeypatch, tree, named, nodes):
+    """In tokens, log-probabilities, logits and K/V: a fixed tree of a file, of which
+    more nodes have children at depth 2 than at depth 1, and a search."""
+    monkeypatch.chdir(tmp_path)
+    file, certificate = tmp_path / "fixed.json", tmp_path / "run.json"
+    file.write_text(FIXED)
+    more = ("--drafter", "draft-model", "--tree", tree, "--batch", "2")
+    more += ("--sampling", "sampled", "--out", "rows.jsonl")
     pair = (folders[0], folders[0])  # All that is drafted can be kept.
     arguments = commands.one_cell(pair, *more, *commands.certifying(certificate))
     assert exactness.main(arguments) == exactness.EXACT
-    (folder / "fixed.json").unlink()
-    return commands.Finished(out=out, certificate=certificate)
+    (summary,) = rows_of(tmp_path / "rows.jsonl", "cell")
+    assert (summary["cell"]["tree"], summary["cell"]["gamma"]) == (named, nodes)
+    assert set(summary["equal"].values()) == {commands.NUM_PROMPTS}
+    assert summary["proposed"] > 4 * summary["rounds"]  # More rows than a slab has.
+    assert summary["accepted"] > summary["rounds"]
+    file.unlink()  # The certificate has its paths.
+    assert commands.verify(pair, certificate, "--limit", "2") == exactness.EXACT
 
 
-def test_trees_are_exact(folders, of_trees, capsys):
-    """In tokens, log-probabilities, logits and K/V; chains keep the keys they had."""
-    chain, search, fixed = rows_of(of_trees.out, "cell")
-    assert "tree" not in chain["cell"]
-    assert (search["cell"]["tree"], search["cell"]["gamma"]) == ("2x4:7@0.4", 7)
-    assert (fixed["cell"]["tree"], fixed["cell"]["gamma"]) == (FIXED, 6)
-    for summary in (chain, search, fixed):
-        assert summary["exact"]
-        assert set(summary["equal"].values()) == {commands.NUM_PROMPTS}
-    assert search["proposed"] > 4 * search["rounds"]  # More rows than a slab has.
-    assert search["accepted"] > search["rounds"]
-    assert " tree " not in rows_of(of_trees.out, "prompt")[0]["cell"]
-    # The file of the tree is gone: the certificate has its paths.
-    more = ("--limit", "2")
-    pair = (folders[0], folders[0])
-    assert commands.verify(pair, of_trees.certificate, *more) == exactness.EXACT
-    found = commands.line_of(capsys.readouterr().out, "gamma 7, tree 2x4:7@0.4")
-    assert found == ["2", *["equal"] * 4]
-
-
-def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch):
     """Fails if its certificate needs more than the package to be verified."""
     monkeypatch.setattr(loading, "EMBEDDED_TARGET", folders[0])
     monkeypatch.setattr(loading, "EMBEDDED_DRAFT", folders[1])
@@ -85,11 +74,6 @@ def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch, cap
     assert found["settings"]["head"] == found["settings"]["target"] == "embedded"
     again = ["--verify", str(certificate), "--limit", "2"]
     assert exactness.main(again) == exactness.EXACT
-    commands.assert_fails_with(
-        capsys, [*arguments, "--drafter", "dflash"], "none is given nor shipped"
-    )
-    both = [*arguments, "--drafter", "dspark,dflash"]
-    commands.assert_fails_with(capsys, both, "2 heads are named")
 
 
 def test_a_fetched_target_is_found_by_its_name(tmp_path, monkeypatch):
@@ -154,6 +138,7 @@ def test_a_fault_of_trees_is_caught(folders, tmp_path, monkeypatch, wrong, what)
         assert differences[what]["row"] == (1 if what == "logits" else None)
 
 
+@pytest.mark.slow
 def test_a_schedule_is_exact(folders, tmp_path):
     """With stated times, that a certificate names: the same drafts anywhere."""
     cells = ("--drafter", "draft-model", "--gamma-policy", "schedule", "--batch", "2")
@@ -175,9 +160,10 @@ def test_a_certificate_of_a_target_alone(folders, tmp_path, monkeypatch, capsys)
     prompts.parent.mkdir(parents=True)
     prompts.write_text("def f(x):\nimport os\n")
     arguments = ["--target", str(folders[0])]
-    more = "--impl xla --dtype float32 --cache paged --batch 1 --gamma 2".split()
-    more += "--sampling greedy --gamma-policy fixed --gen-tokens 6 --slab 4".split()
-    more += ["--page-size", "128", "--prompts", str(prompts)]
+    more = [one for one in commands.one_cell(folders) if one not in models_of(folders)]
+    more.remove("--drafter")
+    more.remove("oracle")
+    more += ["--prompts", str(prompts)]
     assert main([*arguments, *more, *commands.certifying(certificate)]) == 0
     written = json.loads(certificate.read_text())
     assert written["settings"]["draft"] is None

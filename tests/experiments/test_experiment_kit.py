@@ -15,7 +15,7 @@ import pytest
 from script_runs import ROOT, last_line, rows_of, run_python
 
 from experiments import exactness
-from experiments.lib import cli, fan_out, records, results, tables, terminal
+from experiments.lib import cli, fan_out, records, results, tables
 from spec_jax.engine import state
 
 
@@ -79,17 +79,6 @@ def test_an_extra_that_is_not_installed_is_named(script, lacking, extra):
     assert ended.stderr.splitlines() == [words]
 
 
-def test_a_row_says_its_own_of_what_all_have(tmp_path):
-    """Fails if the flag of a run replaces what one of its rows is of."""
-    path = tmp_path / "rows.jsonl"
-    with records.JsonLines(path) as out:
-        out.common = {"temperature": 1.0, "seed": 3}
-        out.write({"kind": "cell", "temperature": 0.0})
-    (row,) = rows_of(path)
-    assert row == {"kind": "cell", "temperature": 0.0, "seed": 3}
-    assert list(row) == ["kind", "temperature", "seed"]
-
-
 def test_rows_are_in_the_file_when_write_returns(tmp_path):
     """And old rows stay until the first new one; a value that JSON lacks is no row."""
     path = tmp_path / "a.jsonl"
@@ -101,6 +90,12 @@ def test_rows_are_in_the_file_when_write_returns(tmp_path):
         for i in range(3):
             out.write({"i": i, "text": "a\nb"})
             assert [row["i"] for row in rows_of(path)] == list(range(i + 1))
+    # A row keeps its own value of what all have.
+    with records.JsonLines(path) as out:
+        out.common = {"temperature": 1.0, "seed": 3}
+        out.write({"kind": "cell", "temperature": 0.0})
+    (row,) = rows_of(path)
+    assert list(row.items()) == [("kind", "cell"), ("temperature", 0.0), ("seed", 3)]
     with records.JsonLines(None) as out:
         out.write({"i": 0})
 
@@ -248,12 +243,3 @@ def test_rates_are_above_zero():
     for text in ("0", "-1", "nan", "inf"):
         with pytest.raises(argparse.ArgumentTypeError, match="finite number above 0"):
             cli.rate(text)
-
-
-def test_progress_is_told_where_there_is_no_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
-    with terminal.counted("texts", total=2) as advance:
-        advance()
-        advance()
-    said = capsys.readouterr()
-    assert said.err.splitlines() == ["texts: 1 of 2", "texts: 2 of 2"] and not said.out

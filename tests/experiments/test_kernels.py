@@ -12,6 +12,13 @@ from spec_jax.model import config as config_lib
 from spec_jax.testing import target_kit
 
 
+def shapes(folder, layers) -> list[str]:
+    """The flags of a tiny model, of which no weights are needed."""
+    config = config_lib.to_dict(tiny_pair.config(num_layers=layers))
+    (folder / "config.json").write_text(json.dumps(config))
+    return ["--shapes", str(folder)]
+
+
 @pytest.mark.parametrize(
     "impl", [pytest.param("interpret", marks=pytest.mark.slow), "native"]
 )
@@ -22,9 +29,7 @@ def test_bits_from_the_command_line(tmp_path, impl, monkeypatch):
         layers, contexts, ways = 1, "5", 1
         every = target_kit.readings
         monkeypatch.setattr(target_kit, "readings", lambda width: every(width)[-ways:])
-    config = config_lib.to_dict(tiny_pair.config(num_layers=layers))
-    (tmp_path / "config.json").write_text(json.dumps(config))  # No weights are needed.
-    given = ["--shapes", str(tmp_path), "--contexts", contexts, "--dtype", "bfloat16"]
+    given = ["--contexts", contexts, "--dtype", "bfloat16", *shapes(tmp_path, layers)]
     rows = rows_from(script.main, tmp_path, [*given, "--impl", impl])
     if impl == "interpret":
         control = rows.pop(0)
@@ -42,7 +47,7 @@ def test_a_fault_is_counted(monkeypatch, tmp_path):
     wrong[1, 2] = -0.0
     found = [("in windows", alone, alone), ("moved", alone, wrong)]
     monkeypatch.setattr(target_kit, "compared", lambda *_, **__: iter(found))
-    given = ["--shapes", "tiny", "--contexts", "5"]
+    given = ["--contexts", "5", *shapes(tmp_path, 1)]
     rows = rows_from(script.main, tmp_path, given, status=2)
     rows = [row for row in rows if row["kind"] == "bitwise"]
     assert [(row["differing"], row["equal"]) for row in rows] == [(0, True), (1, False)]

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from script_runs import rows_of, write_rows
 
 from experiments import parity, plot
-from experiments.lib import microscope, superseded
+from experiments.lib import microscope
 from spec_jax import testing
 from spec_jax.model import llama, observe, params as params_lib, qwen3, row_model
 
 
 START = len(decoding.PROMPT) - 1
 WINDOW = (decoding.PROMPT[-1], 4, 9, 33)
-CONFIG = decoding.make_config(num_layers=3, dtype="bfloat16")
+CONFIG = decoding.make_config(num_layers=2, dtype="bfloat16")
 PARAMS = params_lib.init(jax.random.key(0), CONFIG, stddev=0.3)
 
 
@@ -61,7 +61,7 @@ def test_equal_runs_have_no_difference(other):
     assert all(cell["differing"] == 0 for cell in found.cells.values())
     names = {key.rpartition(":")[2] for key in found.cells}
     assert names == {*observe.LEAVES_ROWS}
-    assert len(found.cells) == 2 + 3 * (len(names) - 2)
+    assert len(found.cells) == 2 + CONFIG.num_layers * (len(names) - 2)
 
 
 def test_a_recording_that_moves_bits_says_so(monkeypatch):
@@ -95,10 +95,10 @@ class Fault:
         return value.at[at].set(raised)
 
 
-OPERATIONS = [key.removeprefix("0:") for key in microscope.keys(1)]
-
-
-@pytest.mark.parametrize(("number", "name"), [*enumerate(OPERATIONS, 1)][::9])
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(1, "embed"), (10, "k_cache"), pytest.param(19, "down", marks=pytest.mark.slow)],
+)
 def test_every_planted_fault_is_named(number, name):
     """Fails if an operation is not seen, or is taken for another: of rows, and of what
     alone shows those that the kernels of rows fuse."""
@@ -114,7 +114,9 @@ def test_every_planted_fault_is_named(number, name):
     assert found.cells[key]["differing"] == found.cells[key]["max_ulp"] == 1
 
 
-@pytest.mark.parametrize("name", superseded.NAMES)
+@pytest.mark.parametrize(
+    "name", ["flash", pytest.param("library-rows", marks=pytest.mark.slow)]
+)
 def test_superseded_windows_have_the_values_of_rows(name):
     """Fails if a window forgets its prefix, a mask, a norm or a rotation; its bits
     differ from the first layer on."""
@@ -122,8 +124,8 @@ def test_superseded_windows_have_the_values_of_rows(name):
     ours, theirs = record(design), record(decode)
     assert ours.moved == 0 and {*ours.values} > {*theirs.values}
     assert microscope.compare(theirs, ours).first["layer"] == 0
-    # Each sums at most 96 terms, and three layers pass an error on.
-    close = {"dtype": "float32", "reduction": 96 * 12}
+    # Each sums at most 96 terms, and two layers pass an error on.
+    close = {"dtype": "float32", "reduction": 96 * 8}
     for key, value in theirs.values.items():
         testing.assert_rows_close(ours.values[key], value, **close)
     # And a later row changes no earlier one.

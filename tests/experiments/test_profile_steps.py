@@ -1,9 +1,5 @@
 """Measured profiles of steps, calibrations, and rounds that are scheduled by them."""
 
-import dataclasses
-import itertools
-import types
-
 import numpy as np
 import pytest
 from script_runs import (
@@ -16,7 +12,7 @@ from script_runs import (
 )
 
 from experiments import profile_steps, spec_round
-from experiments.lib import calibration, confidences, profiles, runs, works
+from experiments.lib import calibration, confidences, profiles, works
 
 
 GAMMA = ("--gamma", "2")
@@ -33,7 +29,7 @@ def measured(folders, tmp_path_factory):
         return real(*args, num_active=num_active, **kwargs)
 
     sizes = ("--batch", "2", "--contexts", "9,5", "--steps", "2", "--repeats", "2")
-    sizes += ("--calibrate", "0,0.7", "--prompts", "2", "--gen-tokens", "6")
+    sizes += ("--calibrate", "0.7,1", "--prompts", "2", "--gen-tokens", "6")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(works, "repeat_forward", watched)
         arguments = [*models_of(folders), *GAMMA, *sizes, "--out", str(path)]
@@ -77,8 +73,8 @@ def test_scheduled_rounds_match(folders, measured, tmp_path, capsys):
     *_, summary = rows_from(spec_round.main, tmp_path, given)
     assert summary["matched"] and summary["gamma_policy"] == "threshold"
     assert summary["schedule"] == "profile.jsonl"
-    other = command(folders, profile, "--temperature", "1")
-    words = "at (temperature, drafts) [(0.0, 2), (0.7, 2)], and not at temperature 1"
+    other = command(folders, profile, "--temperature", "0")
+    words = "at (temperature, drafts) [(0.7, 2), (1.0, 2)], and not at temperature 0"
     assert_fails_with(spec_round.main, capsys, other, words)
 
 
@@ -166,7 +162,7 @@ def test_calibrations_that_cannot_be_used(tmp_path, changes, words):
 def test_confidences_are_calibrated(measured):
     """Fails if a row lacks a draft, or rounds are left out."""
     rows = rows_of(measured[0], profiles.CALIBRATION)
-    assert [row["temperature"] for row in rows] == [0, 0.7]
+    assert [row["temperature"] for row in rows] == [0.7, 1]
     for row in rows:
         assert row["drafter"] == "draft-model" and row["prompts"] == 2
         for name in ("temperatures", "shifts", "ece", "ece_before", "ece_sts"):
@@ -175,41 +171,17 @@ def test_confidences_are_calibrated(measured):
         assert 2 <= row["rounds"] <= 6 and 2 <= row["fitted_rounds"] <= 6
 
 
-Drafting = dataclasses.make_dataclass("Drafting", ["drafter", "gamma_max"])
-"""What `confidences.fit` asks of a `LanguageModel`."""
-
-
-def test_calibration_is_judged_by_what_it_was_not_fitted_to(monkeypatch):
-    """Fails if a prompt is of both halves. Nothing is drafted: each prompt's rounds are
-    its number."""
-    calls, seen = itertools.count(), {}
-
-    def recorded(speculator, state, *, max_rounds):
-        number = next(calls)
-        return calibration.Rounds(
-            logits=np.full((2, 3), number, np.float32),
-            num_accepted=np.full((2,), number % 4, np.int32),
+def test_calibration_is_judged_by_what_it_was_not_fitted_to(rng):
+    """Fails if a prompt is of both halves."""
+    one, other = (
+        calibration.Rounds(
+            logits=rng.normal(size=(count, 3)), num_accepted=rng.integers(0, 4, count)
         )
-
-    def noted(name, result):
-        def call(rounds, *more):
-            seen[name] = set(np.ravel(getattr(rounds, "logits", rounds)).tolist())
-            return result
-
-        return call
-
-    scheduler = types.SimpleNamespace(speculator=None, begin=lambda request: None)
-    monkeypatch.setattr(confidences.runs, "make_scheduler", lambda lm, s: scheduler)
-    monkeypatch.setattr(confidences.runs, "make_request", lambda lm, s, prompt: None)
-    monkeypatch.setattr(calibration, "record_rounds", recorded)
-    scaling = calibration.unscaled(3)
-    monkeypatch.setattr(calibration, "fit_platt", noted("fitted", scaling))
-    monkeypatch.setattr(calibration, "fit_sts", noted("of the paper", scaling))
-    monkeypatch.setattr(calibration, "report", noted("reported", {"ece": []}))
-    lm = Drafting(drafter=types.SimpleNamespace(), gamma_max=3)
-    settings = runs.Settings(gamma=3, gen_tokens=8, capacity=32, page_size=16)
-    subject = types.SimpleNamespace(lm=lm, settings=settings, ids=[[1], [2], [3], [4]])
-    row = confidences.fit(subject, 0.0, seed=0)
-    assert seen["fitted"] == seen["of the paper"] == {0.0, 2.0}
-    assert seen["reported"] == {1.0, 3.0}
-    assert row["fitted_rounds"] == row["rounds"] == 4
+        for count in (90, 80)
+    )
+    row = confidences.judge([one, other])
+    found = calibration.fit_platt(*vars(one).values())
+    assert row["temperatures"] == found.temperatures.tolist()
+    assert row["ece"] == calibration.report(other, found)["ece"]
+    assert row["ece"] != calibration.report(one, found)["ece"]
+    assert (row["fitted_rounds"], row["rounds"]) == (90, 80)

@@ -44,56 +44,43 @@ def test_number_takes_the_first_bundled_prompts():
     assert all(line == line.rstrip() and "\t" not in line for line in lines)
 
 
-def test_keys_in_order_of_preference(tmp_path):
-    rows = [
-        {"turns": ["t", "u"], "text": "x", "question": "q", "prompt": "p"},
-        {"turns": ["t", "u"], "text": "x", "question": "q"},
-        {"turns": ["t", "u"], "text": "x"},
-        {"turns": ["t", "u"]},
-        {"prompt": None, "text": "x"},
-    ]
-    prompts = parse(write(tmp_path / "a.jsonl", *rows))
-    assert [p.text for p in prompts] == ["p", "q", "x", "t", "x"]
-    assert [p.next_turns for p in prompts] == [(), (), (), ("u",), ()]
+SYSTEM, ASKS = ({"role": r, "content": c} for r, c in (("system", "x"), ("user", "a")))
+SAYS, AGAIN = ({"role": r, "content": "cd"} for r in ("assistant", "user"))
+READ = (
+    # Keys in order of preference.
+    ({"turns": ["t"], "text": "x", "question": "q", "prompt": "p"}, {"text": "p"}),
+    ({"turns": ["t", "u"], "text": "x", "question": "q"}, {"text": "q"}),
+    ({"turns": ["t", "u"], "text": "x"}, {"text": "x", "next_turns": ()}),
+    ({"turns": ["t", "u"]}, {"text": "t", "next_turns": ("u",)}),
+    ({"prompt": None, "text": "x"}, {"text": "x"}),
+    # As data sets have them: GSM8K, HumanEval, MBPP, MT-bench and Spec-Bench.
+    ({"question": "How many eggs?", "answer": "9\n#### 9"}, {"text": "How many eggs?"}),
+    ({"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f"},
+     {"id": "HumanEval/0", "text": "def f():\n"}),
+    ({"text": "Write it.", "code": "R = 3", "task_id": 2, "test_list": []},
+     {"id": "2", "text": "Write it."}),
+    ({"question_id": 81, "category": "writing", "turns": ["Compose.", "Rewrite."]},
+     {"id": "81", "text": "Compose.", "category": "writing",
+      "next_turns": ("Rewrite.",)}),
+    # The user's last message is answered, after those before it; an answer that
+    # the file holds is left out: it is what will be generated.
+    ({"messages": [ASKS]}, {"text": "a", "messages": [ASKS]}),
+    ({"messages": [SYSTEM, ASKS, SAYS, AGAIN]},
+     {"text": "cd", "history": (SYSTEM, ASKS, SAYS)}),
+    ({"id": "x", "messages": [ASKS, SAYS]}, {"id": "x", "text": "a"}),
+    # Text is not touched.
+    *(({"prompt": text}, {"text": text})
+      for text in ("  x\n\n", "a\u2028b\x0cc", "\U0001f600")),
+)  # fmt: skip
 
 
-# Rows as data sets have them: GSM8K, HumanEval, MBPP, MT-bench and Spec-Bench.
-DATA_SET_ROWS = [
-    {"question": "How many eggs?", "answer": "9\n#### 9"},
-    {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f"},
-    {"text": "Write a function.", "code": "R = 3", "task_id": 1, "test_list": []},
-    {"question_id": 81, "category": "writing", "turns": ["Compose.", "Rewrite."]},
-    {"question_id": 200, "category": "rag", "turns": ["What?"]},
-]
-
-
-def test_rows_of_data_sets(tmp_path):
-    """All turns of a conversation, and the ids and categories that rows bring."""
-    prompts = parse(write(tmp_path / "a.jsonl", *DATA_SET_ROWS))
-    assert [(p.id, p.text, p.category, p.next_turns) for p in prompts] == [
-        ("1", "How many eggs?", None, ()),
-        ("HumanEval/0", "def f():\n", None, ()),
-        ("1", "Write a function.", None, ()),
-        ("81", "Compose.", "writing", ("Rewrite.",)),
-        ("200", "What?", "rag", ()),
-    ]
-    assert all(p.history == () for p in prompts)
-
-
-def test_messages(tmp_path):
-    """What is answered is the user's last message, after those before it."""
-    system = {"role": "system", "content": "Be brief."}
-    asks, says = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    rows = [
-        {"messages": [asks]},
-        {"messages": [system, asks, says, {"role": "user", "content": "cd"}]},
-        {"id": "x", "messages": [asks, says], "category": "k"},
-    ]
-    one, two, three = parse(write(tmp_path / "a.jsonl", *rows))
-    assert (one.text, one.history, one.messages) == ("a", (), [asks])
-    assert two.text == "cd" and two.history == (system, asks, says)
-    # The answer that such files hold is left out: it is what will be generated.
-    assert (three.id, three.text, three.history) == ("x", "a", ())
+@pytest.mark.parametrize(("row", "expected"), READ)
+def test_a_row_is_a_prompt(tmp_path, row, expected):
+    """Fails if a key, a turn, a message, or what a row is called, is lost."""
+    line = json.dumps(row, ensure_ascii=False)
+    (found,) = parse(write(tmp_path / "a.jsonl", line))
+    own = {"id": "1", "category": None, "next_turns": (), "history": ()} | expected
+    assert {name: getattr(found, name) for name in own} == own
 
 
 CATEGORIES = st.lists(st.sampled_from([None, "a", "b", "c"]), min_size=1, max_size=40)
@@ -137,12 +124,6 @@ def test_samples_by_hand(tmp_path):
     write(path, {"prompt": "x"}, {"prompt": "y"}, "{")
     assert "line 3" in one_line_error(f"{path}:1@0")
     assert len(parse(f"{path}:1")) == 1
-
-
-def test_text_is_not_touched(tmp_path):
-    texts = ["  x\n\n", "a\u2028b\x0cc", "\U0001f600"]
-    lines = [json.dumps({"prompt": t}, ensure_ascii=False) for t in texts]
-    assert [p.text for p in parse(write(tmp_path / "a.jsonl", *lines))] == texts
 
 
 def test_plain_text_is_one_prompt_a_line(tmp_path):

@@ -139,18 +139,19 @@ def test_options_are_told_where_bits_are_published(tmp_path):
     folder, _ = tiny_pair.write(tmp_path)
     template = "{{ messages[0].content }}{% if loud is defined %}!{{ loud }}{% endif %}"
     (folder / "chat_template.jinja").write_text(template)
-    common = ["--target", str(folder), "--prompts", "4", "--gen-tokens", "4"]
+    # Caches of one size, so that both share their programs.
+    common = ["--target", str(folder), "--page-size", "128", "--gen-tokens", "4"]
     loud = ["--chat-option", "loud=true"]
     plans = {}
     for name, options in (("plain", []), ("loud", loud)):
-        cell = ["--drafter", "ngram", "--impl", "xla", "--dtype", "float32"]
+        cell = ["--drafter", "ngram", "--dtype", "float32", "--prompts", "4"]
         args = exactness.parse_args([*common, *cell, *options])
         plans[name] = suite_plan.from_flags(args).header
     assert "chat_option" not in plans["plain"]["settings"]
     assert plans["loud"]["settings"]["chat_option"] == {"loud": True}
     told = [plans[name]["prompts"] for name in ("plain", "loud")]
     assert told[0] != told[1]
-    run = ["--drafter", "ngram", "--impl", "xla", "--gamma", "1"]
+    run = ["--drafter", "ngram", "--gamma", "1", "--prompts", "1"]
     texts, said = [], []
     for name, options in (("plain", []), ("loud", loud)):
         path = tmp_path / f"{name}.jsonl"

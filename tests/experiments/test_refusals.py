@@ -23,6 +23,8 @@ SIZES = {
     "plan": "--gen-tokens 8 --gamma 1,2 --prompts 2",
     "latency": "--contexts 8 --steps 1 --gamma 2",
     "profile_steps": "--prompts 2 --gen-tokens 6 --gamma 2",
+    "train_drafter": "--family eagle3 --taps 0,1 --length 16 --prefix 9 --steps 4 "
+    "--save-every 2 --draft-vocab 40 --ttt-steps 2 --stage",
 }
 ROWS = ROOT / "experiments" / "results" / "spec_round_native_gamma4.jsonl"
 ALONE = ("plot", "reproduce", "kernels", "gpu_report", "compare_llama_cpp")
@@ -103,6 +105,48 @@ CASES = (
     ("rollouts", "--steps 1 --top-k 3 --repeats 1", "leave filters out"),
     ("gpu_report", "--dry-run --only gama --out x", "--list"),
     ("gpu_report", "--rehearse", "--out FOLDER is needed"),
+    ("exactness", "--gamma 4", "--gamma 4 needs a slab of 5 rows"),
+    ("exactness", "--drafter medusa", "always-right"),
+    ("exactness", "--sampling warm", "greedy, sampled"),
+    ("exactness", "--batch 4", "--batch 4 needs 4 prompts"),
+    ("exactness", "--prompts 1000", "1000"),
+    ("exactness", "--certificate .", "directory"),
+    ("exactness", "--tree 2x2:4", "run them apart"),
+    ("exactness", "--drafter eagle3", "none is given nor shipped"),
+    ("exactness", "--drafter dspark,dflash", "2 heads are named"),
+    ("exactness", "--limit 1", "--limit goes with --verify"),
+    ("exactness", "--verify c.json", "from the certificate alone"),
+    ("train_drafter", "train --head rnn --no-tv",
+     "--head, --no-tv with --family eagle3"),
+    ("train_drafter", "train --causal", "--causal with --family eagle3"),
+    ("train_drafter", "train --family peagle --causal",
+     "--causal with --family peagle"),
+    ("train_drafter", "train --family peagle --width 9",
+     "--width with --family peagle"),
+    ("train_drafter", "train --family peagle --mask-token 264",
+     "mask_token_id=264 must be below"),
+    ("train_drafter", "train --family peagle --dialect deepspec --draft-vocab 264",
+     "deepspec has no parallel heads"),
+    ("train_drafter",
+     "train --family dflash --dialect z-lab --window 3 --draft-vocab 264",
+     "sliding_window=3 is below the 7 rows of a block"),
+    ("train_drafter", "train --family dspark --width 9",
+     "--width with --family dspark"),
+    ("train_drafter", "export --family dspark --dialect z-lab --no-copies",
+     "are of deepspec alone"),
+    ("train_drafter",
+     "train --dialect speculators --family dspark --mask-token 999999", "mask_token"),
+    ("train_drafter", "train --family dflash --draft-vocab 264 --block 1",
+     "drafts no token"),
+    ("train_drafter", "train --family dflash --dialect midlayer", "one of z-lab"),
+    ("train_drafter", "rollouts --family dflash", "--draft-vocab 40 with --dialect "
+     "z-lab, which has the target's whole vocabulary of 264: leave --draft-vocab out"),
+    ("train_drafter", "export --work nowhere",
+     "flags.json: no such file; run the stage tr"),
+    ("train_drafter", "train --ttt-steps 15", "--length 17 or more"),
+    ("train_drafter", "train --taps 0,2", "each must be below 2"),
+    ("train_drafter", "train --first-alone 3", "a multiple of --save-every 2"),
+    ("train_drafter", "rollouts --prefix 16", "leaves nothing to write after --prefix"),
 )  # fmt: skip
 
 
@@ -112,30 +156,12 @@ def test_one_line(folders, tmp_path, monkeypatch, capsys, script, flags, words):
         pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     given = shlex.split(f"{SIZES.get(script, '')} {flags}")
-    pair = models_of(folders)[: 2 if script == "parity" else None]
-    if script not in ALONE and "--preset" not in flags:
+    pair = models_of(folders)[: 2 if script in ("parity", "train_drafter") else None]
+    if script == "exactness":
+        given = commands.several_cells(folders, *given)
+    elif script not in ALONE and "--preset" not in flags:
         given = [*pair, *given]
     assert_fails_with(main_of(script), capsys, given, words)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--gamma 4", "--gamma 4 needs a slab of 5 rows"),
-        ("--drafter medusa", "always-right"),
-        ("--sampling warm", "greedy, sampled"),
-        ("--batch 4", "--batch 4 needs 4 prompts"),
-        ("--prompts 1000", "1000"),
-        ("--certificate .", "directory"),
-        ("--tree 2x2:4", "run them apart"),
-        ("--drafter eagle3", "none is given"),
-        ("--limit 1", "--limit goes with --verify"),
-        ("--verify c.json", "from the certificate alone"),
-    ],
-)
-def test_exactness(folders, capsys, flags, words):
-    arguments = commands.several_cells(folders, *shlex.split(flags))
-    commands.assert_fails_with(capsys, arguments, words)
 
 
 def test_models_that_cannot_be_used(folders, tmp_path, capsys, monkeypatch):

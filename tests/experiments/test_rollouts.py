@@ -21,6 +21,12 @@ CONFIG = tiny_pair.config(
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def one_slot(monkeypatch):
+    """Any number of texts shares a program; `test_head_texts.py` has many slots."""
+    monkeypatch.setattr(rollouts, "SLOTS", 1)
+
+
 def writer(**changes) -> rollouts.Writer:
     """Six prompts, every second one drawn."""
     random = np.random.default_rng(0)
@@ -77,7 +83,8 @@ def test_greedy_texts_are_the_targets_choices(tmp_path):
     texts = rollouts.write(one, tmp_path)
     tokens, mask = rollouts.padded(one, texts)
     np.testing.assert_array_equal(mask.sum(axis=1), LENGTH - PREFIX)
-    logits = np.asarray(sequence.logits(one.params, CONFIG, jax.numpy.asarray(tokens)))
+    logits_of = jax.jit(sequence.logits, static_argnums=1)
+    logits = np.asarray(logits_of(one.params, CONFIG, jax.numpy.asarray(tokens)))
     logits = logits[:, PREFIX - 1 : -1]
     second, first = np.sort(logits, axis=-1)[..., -2:].transpose(2, 0, 1)
     is_clear = first - second > 1e-3

@@ -13,8 +13,8 @@ SIZES = {
     "spec_round": "--gen-tokens 6 --gamma 2 --prompts 2 --temperature 0",
     "throughput": "--gen-tokens 6 --gamma 2 --prompts 3 --repeats 1",
     "rollouts": f"{PAIR} --gen-tokens 6 --gamma 2 --prompts 2 --repeats 1 --samples 2",
-    "constrained": f"{PAIR} --gen-tokens 130 --answers 3 --batch 2 --repeats 1",
-    "sweep": f"{PAIR} --gen-tokens 6 --prompts 2",
+    "constrained": "--gen-tokens 130 --answers 3 --batch 2 --repeats 1",
+    "sweep": f"{PAIR} --gen-tokens 6 --prompts 1",
     "plan": "--gen-tokens 6 --gamma 1 --prompts 2 --repeats 1",
     "perplexity": "--window 8 --windows 2 --prompts 3",
     "latency": "--contexts 8 --steps 1 --repeats 1",
@@ -26,7 +26,9 @@ BYTES = "--weights q8_0 --draft-weights q8_0"
 FORMS = {"weights": "q8_0", "draft_weights": "q8_0"}
 RUNS = (
     # A target alone, with drafters that need no draft.
-    ("spec_round", "--target {target} --drafter ngram", MATCHED | {"draft": None}),
+    ("spec_round", "--target {target} --drafter ngram --processor penalties:1.2 "
+     "--processor min-tokens:4 --temperature 0.7",
+     MATCHED | {"draft": None, "processor": ["penalties:1.2", "min-tokens:4"]}),
     ("spec_round", f"--target {{target}} --drafter {OURS} --batch 2", MATCHED, slow),
     ("plan", "--target {target}", {"kind": "plan", "draft": None} | MATCHED, slow),
     ("latency", "--target {target}", {"kind": "summary", "draft": None}),
@@ -34,9 +36,6 @@ RUNS = (
     ("spec_round", f"{PAIR} --cache static --prefill rows", MATCHED),
     ("spec_round", f"{PAIR} --gamma-policy threshold --batch 2 "
      "--temperature 0.7", MATCHED | {"batch": 2}, slow),
-    ("spec_round", f"{PAIR} --processor penalties:1.2 --processor min-tokens:4 "
-     "--temperature 0.7",
-     MATCHED | {"processor": ["penalties:1.2", "min-tokens:4"]}),
     ("throughput",
      f"{PAIR} --batch 2 --processor bias:5=-2,7=1 --processor bad-words:3",
      {"prompts_equal": 3}, slow),
@@ -46,14 +45,15 @@ RUNS = (
      MATCHED | {"tree": "2x3:5@0.4"}, slow),
     ("spec_round", f"{PAIR} --tree [[0],[1],[0,0],[0,1],[0,0,0]]", MATCHED, slow),
     ("spec_round", f"{PAIR} --tree 2x3:5 --gamma-policy goodput", MATCHED, slow),
-    ("throughput", f"{PAIR} --batch 500,1000 --drafter ngram",
-     {"batch": 3, "gamma": 2, "prompts_equal": 3}),
     ("throughput", f"{PAIR} --batch 2 --tree 2x3:5",
      {"way": "tree 2x3:5@0.4, batch 2", "gamma": 5, "prompts_equal": 3}, slow),
-    ("rollouts", "", {"way": "tree", "rollouts": 4, "equal": 4}),
+    ("rollouts", "--drafter ngram --prompts 1",
+     {"way": "tree", "rollouts": 2, "equal": 2}),
+    ("rollouts", "", {"way": "tree", "rollouts": 4, "equal": 4}, slow),
     ("rollouts", "--drafter draft-model --steps 2",
      {"kind": "reinforce", "step": 1, "ratio": 1}, slow),
-    ("constrained", "", {"kind": "step", "way": "rounds", "processor": "penalties"}),
+    ("constrained", "--target {target} --drafter ngram",
+     {"kind": "step", "way": "rounds", "processor": "penalties"}),
     ("sweep", "--drafter ngram --gamma 1,2 --tree none,2-1",
      MATCHED | {"tree": "2-1", "gamma": 4}),
     # Eight bits: a tree of a head, cells, a plan, a batch, a head of random weights.

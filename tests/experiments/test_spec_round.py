@@ -11,9 +11,9 @@ from spec_jax.ops import dispatch
 
 
 def command(folders, *more: str) -> list[str]:
-    """A short run, without a text beside it, which takes programs of its own."""
-    sizes = "--gen-tokens 6 --gamma 2 --prompts 2 --temperature 0".split()
-    return [*models_of(folders), *sizes, *more]
+    """A short run, in caches of one size: all of them share their programs."""
+    sizes = "--gen-tokens 6 --gamma 2 --prompts 2 --page-size 128 --temperature 0"
+    return [*models_of(folders), *sizes.split(), *more]
 
 
 def test_a_matched_run(folders, tmp_path):
@@ -53,12 +53,12 @@ def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
 
 def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(folders, tmp_path):
     """Above temperature 0; greedily it commits the target's tokens, and is."""
-    given = command(folders, "--rule", "rejection", "--batch", "2", "--temperature")
-    *_, summary = rows_from(spec_round.main, tmp_path, [*given, "1"])
+    given = command(folders, "--rule", "rejection", "--temperature", "1")
+    *_, summary = rows_from(spec_round.main, tmp_path, given)
     assert summary["rule"] == "rejection" and summary["matched"] is None
     assert summary["verify_decode_mismatches"] is None
-    *_, summary = rows_from(spec_round.main, tmp_path, [*given, "0"])
-    assert summary["matched"] is True
+    sizes = {"gamma": 2, "gen_tokens": 6, "capacity": 16, "page_size": 16}
+    assert runs.Settings(rule="rejection", **sizes).is_exact
 
 
 def test_logits_that_are_not_finite_match_nothing(overflowing, tmp_path):
@@ -130,20 +130,20 @@ def test_a_target_without_gamma_adapts(folders):
 
 def test_throughput(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
-    more = "--batch 2 --gamma 1,2 --repeats 2 --prompts 3".split()
+    more = "--batch 2,500 --gamma 1,2 --repeats 2".split()
     rows = rows_from(throughput.main, tmp_path, command(folders, *more))
     ways = [(None, 0), *((2, gamma) for gamma in (0, 1, 2))]
     assert [(row["batch"], row["gamma"]) for row in rows] == 3 * ways
     of_runs, rows = rows[: 2 * len(ways)], rows[2 * len(ways) :]
     assert [row["repeat"] for row in of_runs] == [0] * len(ways) + [1] * len(ways)
     assert {(run["kind"], run["prompts_equal"]) for run in of_runs} == {
-        ("throughput_run", 3)
+        ("throughput_run", 2)
     }
     for row in rows:
         seconds = [run["seconds"] for run in of_runs if run["way"] == row["way"]]
         speed = bench.spread([row["tokens"] / each for each in seconds])
         assert (row["tok_s"], row["tok_s_p10"], row["tok_s_p90"]) == speed
-        assert row["prompts_equal"] == row["prompts"] == 3
+        assert row["prompts_equal"] == row["prompts"] == 2
         assert row["n"] == 2 and row["tok_s"] > 0
     assert rows[0]["ratio"] == 1
     printed = capsys.readouterr()
@@ -162,14 +162,14 @@ def test_throughput_that_differed_once(folders, tmp_path, monkeypatch):
         return done, seconds
 
     monkeypatch.setattr(throughput, "_once", corrupted)
-    given = command(folders, *"--batch 2 --repeats 2 --prompts 3".split())
+    given = command(folders, *"--batch 2 --repeats 2".split())
     *runs_, row = rows_from(throughput.main, tmp_path, given, status=2)
     assert row["kind"] == "throughput" and row["gamma"]
-    assert (row["prompts_equal"], row["prompts"]) == (2, 3)
+    assert (row["prompts_equal"], row["prompts"]) == (1, 2)
     repeats = [
         one["prompts_equal"]
         for one in runs_
         if (one["kind"], one["way"]) == ("throughput_run", row["way"])
     ]
-    assert repeats == [2, 3]
+    assert repeats == [1, 2]
     assert row["schedule"] is None

@@ -1,0 +1,124 @@
+"""Texts that drafters are trained on: rollouts of the target, and cached features."""
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_pair
+from head_runs import args_of, command, job_of, run
+
+from experiments import train_drafter
+from experiments.heads import jobs, rollouts
+from spec_jax import testing
+from spec_jax.engine import rows as rows_lib
+from spec_jax.model import load, row_model, sequence, tokenizer
+from spec_jax.training import targets
+
+
+def test_rollouts_are_half_greedy(target, work):
+    """Against whole sequences, where the first choice leads by more than rounding."""
+    texts = job_of(target, work).online.texts
+    assert texts.tokens.shape == (20, 16)
+    config, params = load.load(target)
+    logits_of = jax.jit(sequence.logits, static_argnums=1)
+    logits = np.asarray(logits_of(params, config, jnp.asarray(texts.tokens)))
+    is_first = logits[:, :-1].argmax(axis=-1) == texts.tokens[:, 1:]
+    written = texts.mask[:, :-1]
+    shares = [row[mask].mean() for row, mask in zip(is_first, written, strict=True)]
+    assert sum(share == 1 for share in shares) == 10
+    assert sum(share < 0.9 for share in shares) >= 8
+
+
+def store_of(folder, online):
+    return targets.store_of(folder, online.params, online.config, online.taps)
+
+
+def test_a_cache_has_the_bits_of_the_target(target, work, tmp_path):
+    """Wherever the texts and it are."""
+    job = job_of(target, work)
+    online, store = job.online, store_of(work / "cache", job.online)
+    cached = targets.Cached(store, online)
+    assert targets.missing(store, online.texts) == []
+    rows = np.array([7, 0, 19])
+    for name, array in online[rows].items():
+        testing.assert_same_bits(cached[rows][name], array, what=name)
+    turned = dataclasses.replace(online.config, rope_theta=5e5)  # The same weights.
+    other_taps = job_of(target, work, "--taps", "0,2,1").online
+    for what, other in (
+        ("taps", other_taps),
+        ("target_config", dataclasses.replace(online, config=turned)),
+    ):
+        with pytest.raises(ValueError, match=f"cache.json: of another {what}; delete"):
+            store_of(work / "cache", other)
+    elsewhere = args_of(target, tmp_path, "--texts", str(work))
+    assert targets.missing(jobs.store_of(elsewhere, online), online.texts) == []
+
+
+def test_a_cache_goes_on_where_it_was_killed(target, work, tmp_path):
+    """Half a text, and texts that are added later."""
+    online = job_of(target, work).online
+    store, first = store_of(tmp_path, online), online.texts.read(0)
+    with pytest.raises(ValueError, match=r"rows float32\[3, 4\] of a text of "):
+        store.add(first, np.zeros((3, 4), np.float32))
+    store.add(first, online.rows_of(0))
+    (whole,) = tmp_path.glob("*.rows")
+    half = store._path(online.texts.read(1))
+    half.with_name(f"{half.name}.partial").write_bytes(whole.read_bytes()[:10])
+    store, made = store_of(tmp_path, online), []
+    with pytest.raises(ValueError, match="lacks 19 of 20 texts; run the stage cache"):
+        targets.Cached(store, online)
+    targets.write(store, online, after_text=lambda: made.append(None))
+    assert len(made) == 19
+    for again in (store, store_of(tmp_path, online)):
+        every = np.arange(20)
+        for name, array in online[every].items():
+            cached = targets.Cached(again, online)[every]
+            testing.assert_same_bits(cached[name], array, what=name)
+
+
+def test_rollouts_record_what_decoding_computes(target, work, tmp_path):
+    """The same texts with `--targets cache`: rows of the target, bit for bit."""
+    run(target, tmp_path, "rollouts", "--targets", "cache")
+    online = job_of(target, tmp_path).online
+    testing.assert_same_bits(
+        online.texts.tokens, job_of(target, work).online.texts.tokens
+    )
+    store = store_of(tmp_path / "cache", online)
+    assert targets.missing(store, online.texts) == []
+    model = row_model.RowModel(config=online.config, impl="native", slab=8)
+    slots = rows_lib.SlotRows(model=model, num_slots=1)
+    taps = *online.taps, online.config.num_layers
+    for row in range(0, 20, 5):
+        text = online.texts.read(row)
+        prompt = [*map(int, text), 0]
+        kv = slots.new_cache(capacity=len(prompt), page_size=16)
+        _, recorded = slots.prefill_features(
+            online.params, kv, prompt, slot=0, taps=taps, by_rows=True
+        )
+        recorded = np.asarray(recorded)[: len(text)]
+        made = targets.stored(online.params, online.config, recorded)
+        testing.assert_same_bits(store[text], made, what=f"text {row}: ")
+
+
+def test_a_chat_is_not_cut(target, tmp_path, capsys):
+    """Fails if a chat loses its beginning, or one that leaves nothing to write runs."""
+    folder = tmp_path / "chat"
+    shutil.copytree(target, folder)
+    (folder / "chat_template.jinja").write_text(tiny_pair.TEMPLATE)
+    long = "--length", "4000"
+    args = args_of(folder, tmp_path, *long, stage="rollouts")
+    ids = rollouts.prompt_ids(args, tokenizer.load(folder))
+    assert min(map(len, ids)) > args.prefix
+    args.raw = True
+    assert max(map(len, rollouts.prompt_ids(args, tokenizer.load(folder)))) == 9
+    assert train_drafter.main(command(folder, tmp_path, "rollouts")) == 1
+    assert "10 of 10 prompts have up to" in capsys.readouterr().err
+    # Options reach the template.
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{{ tools }}")
+    option = [*long, "--chat-option", '{"tools": [7]}']
+    args = args_of(folder, tmp_path, *option, stage="rollouts")
+    shown = tokenizer.load(folder).encode("[7]")
+    assert train_drafter.writer_of(args).prompts[0][-len(shown) :] == shown
