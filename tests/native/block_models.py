@@ -28,8 +28,8 @@ HEADS = {
 
 
 def each_head(*names: str):
-    """Runs a test with these heads, or with all."""
-    chosen = {name: HEADS[name] for name in names or HEADS}
+    """Runs a test with these heads."""
+    chosen = {name: HEADS[name] for name in names}
     return pytest.mark.parametrize("config", chosen.values(), ids=chosen)
 
 

@@ -11,7 +11,7 @@ from spec_jax import testing
 from spec_jax.native import blocks, build, calls
 
 
-SHAPES = ((1, 1), (16, 32), (17, 33), (40, 129), (5, 96))
+SHAPES = ((1, 1), (16, 32), (40, 129))
 
 
 @pytest.fixture(params=(*emulation.every(), *emulation.VARIANTS))
@@ -104,8 +104,9 @@ def test_sums_are_in_the_order_of_blocks(rng, isa, form, dtype, K, N):
     x[:, :64] = np.where(rng.integers(0, 2, (9, 64)), 3, -3)
     order = oracle.SUM_ORDERS[kernels_of(isa)]
     expected = order.project_bytes(x, w)
-    for count in range(1, 10):
-        testing.assert_same_bits(row_contract.sums(isa, x[:count], w), expected[:count])
+    for live in range(1, 10):
+        found = row_contract.sums(isa, x, w, live)
+        testing.assert_same_bits(found, expected[:live], what=f"{live} live")
     backwards = range(w.values.shape[1])[::-1]
     faults = [{"order": backwards}, {"neighbour": 1}]
     if form == "q4_1":

@@ -78,7 +78,9 @@ def committed(kv):
     return [decoding.held(kv, length, slot=slot) for slot, length in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def test_drafts_are_those_of_single_steps(dtype):
     """Fails if a chain takes another row, place or token than steps would."""
     target, params = make(dtype)

@@ -25,12 +25,11 @@ def make(variant, dtype, form=None, **sizes):
     return config, eagle3_params.prepare(params, "native", form=form)
 
 
-def run(config, params, live, *, operations=False):
-    """What two slabs of two slots leave behind: of features, and of hidden states."""
-    kv = models.new_slots(config.layer, 2)
+def compile_(config, operations=False):
+    """A step, or its operations one by one, compiled once."""
 
     @jax.jit
-    def forward(rows, features, kv):
+    def forward(params, rows, features, kv):
         how = {"impl": "native"}
         if not operations:
             return eagle3.forward_rows(params, config, rows, features, kv, **how)
@@ -39,7 +38,13 @@ def run(config, params, live, *, operations=False):
         )
         return eagle3._run_operations(params, config, rows, fused, kv, **how)
 
-    found = []
+    return forward
+
+
+def run(config, params, live, *, operations=False, forward=None):
+    """What two slabs of two slots leave behind: of features, and of hidden states."""
+    forward = forward or compile_(config, operations)
+    kv, found = models.new_slots(config.layer, 2), []
     for start, width in ((0, config.features_size), (SLAB, config.hidden_size)):
         rng = np.random.default_rng(start)
         rows = decoder.Rows(
@@ -50,7 +55,7 @@ def run(config, params, live, *, operations=False):
         )
         features = rng.standard_normal((SLAB, width)).astype(np.float32)
         features[live:] = np.nan
-        kv, *outputs = forward(rows, jnp.asarray(features), kv)
+        kv, *outputs = forward(params, rows, jnp.asarray(features), kv)
         found += [output[:live] for output in outputs]
     return jax.tree.map(np.asarray, (found, kv.k, kv.v))
 

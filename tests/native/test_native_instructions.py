@@ -27,11 +27,11 @@ def order_of(isa) -> oracle.SumOrder:
 @pytest.mark.parametrize(("K", "N"), [(1, 1), (129, 25), (1100, 9), (40, 150)])
 def test_sums_have_the_stated_order(rng, isa, dtype, K, N):
     """Fails if a tile, a lone panel or a ragged end sums in an order of its own."""
-    for rows in (1, 3, 4, 5, 8, 9):
-        x, w = (oracle.normal(rng, (n, K), dtype) for n in (rows, N))
-        expected = order_of(isa).project(x, w)
-        found = row_contract.sums(isa, x, w)
-        testing.assert_same_bits(found, expected, what=f"{rows} rows")
+    x, w = (oracle.normal(rng, (n, K), dtype) for n in (9, N))
+    expected = order_of(isa).project(x, w)
+    for live in (1, 3, 4, 5, 8, 9):
+        found = row_contract.sums(isa, x, w, live)
+        testing.assert_same_bits(found, expected[:live], what=f"{live} live")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -73,7 +73,7 @@ def drawing(*kinds, independent=False):
     return draws_lib.Draws(settings, positions, 96, independent)
 
 
-@models.each_head()
+@models.each_head("none", "all", "gated", "rnn")
 def test_slots_are_gone_over_as_one_by_one(config):
     """Fails if a slot is corrected by another token than the one before it."""
     config, weights = models.make(config)

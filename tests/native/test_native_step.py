@@ -26,20 +26,21 @@ def make(dtype, **changes):
     return config, params_lib.prepare(params, "native")
 
 
-def run(
-    config, params, live, *, observe=None, with_logits=True, taps=TAPS, num_kept=None
-):
+def compile_(config, *, taps=TAPS, **how):
+    """A step, which is compiled once."""
+    how |= {"config": config, "impl": "native", "taps": taps}
+    return jax.jit(functools.partial(qwen3.forward_rows, **how))
+
+
+def run(config, params, live, *, num_kept=None, forward=None, **how):
     """Logits, features and pools after two slabs of two slots; of `num_kept` rows, or
     of those that are active."""
+    forward = forward or compile_(config, **how)
     kept = slice(live if num_kept is None else num_kept)
     model = row_model.RowModel(config=config, impl="native", slab=SLAB)
     kv = model.new_slots(2, capacity=24, page_size=8)
     for slot in range(2):
         kv = allocator.reserve(kv, slot, jnp.int32(20))
-    how = {"taps": taps, "with_logits": with_logits, "observe": observe}
-    forward = jax.jit(
-        functools.partial(qwen3.forward_rows, config=config, impl="native", **how)
-    )
     found = []
     for start in (0, SLAB):
         rows = qwen3.Rows(

@@ -40,19 +40,14 @@ def reports() -> dict[int, dict]:
     return printed
 
 
-@pytest.mark.slow
-def test_pools_have_the_sizes_asked_for(reports):
-    """Fails if the comparison is between pools of one size."""
-    assert {n: report["threads"] for n, report in reports.items()} == {1: 1, 3: 3}
-
-
 def test_bits_do_not_depend_on_the_number_of_threads(reports):
     """Fails if work is split over a dimension that is summed, or threads race."""
     one = reports[1]["digests"]
-    assert len(one) == 11 and all(len(runs) == 1 for runs in one.values())
+    assert len(one) == 9 and all(len(runs) == 1 for runs in one.values())
     assert reports[3]["digests"] == one
 
 
 def test_a_split_over_threads_is_caught(reports):
     """Negative control: sums over as many pieces of K as there are threads."""
+    assert {n: report["threads"] for n, report in reports.items()} == {1: 1, 3: 3}
     assert len({report["split"] for report in reports.values()}) == 2

@@ -62,17 +62,14 @@ def computations(rng):
             prefix=(2050,),
         )  # fmt: skip
         yield f"attend long {dtype}", jax.jit(attend), slab.arguments()
-        # Wide enough for each of its operations to be shared.
-        config, params = test_native_step.make(
-            dtype, intermediate_size=600, vocab_size=700, num_heads=24, num_kv_heads=8
-        )
-        step = functools.partial(test_native_step.run, config, params)
-        yield f"step {dtype}", step, {"live": 6}
-        config, params = test_native_head.make(
-            "plain", dtype, intermediate_size=600, num_heads=24, num_kv_heads=8
-        )
-        step = functools.partial(test_native_head.run, config, params)
-        yield f"head {dtype}", step, {"live": 6}
+
+    # Wide enough for each of their operations to be shared; each in its own dtype.
+    sizes = {"intermediate_size": 600, "num_heads": 24, "num_kv_heads": 8}
+    target = test_native_step.make("float32", vocab_size=700, **sizes)
+    head = test_native_head.make("plain", "bfloat16", **sizes)
+    for its, made in ((test_native_step, target), (test_native_head, head)):
+        how = {"live": 6, "forward": its.compile_(made[0])}
+        yield its.__name__, functools.partial(its.run, *made), how
 
     logits = oracle.normal(rng, (5, 3000), "float32")
     settings = jax.tree.map(

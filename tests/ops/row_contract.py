@@ -39,11 +39,12 @@ def compiled(name, impl):
     return jax.jit(functools.partial(native, isa=impl), static_argnames=static)
 
 
-def sums(isa, x, w) -> np.ndarray:
-    """Products of rows by native kernels, before any rounding to the model's dtype."""
+def sums(isa, x, w, live=None) -> np.ndarray:
+    """Products of active rows by native kernels, not rounded to the model's dtype."""
     how = {"norm": None, "residual": None, "eps": 0.0, "out_dtype": "float32"}
+    live = len(x) if live is None else live
     project = compiled("project", isa)
-    return np.asarray(project(x, w, num_active=np.int32(len(x)), **how))
+    return np.asarray(project(x, w, num_active=np.int32(live), **how))[:live]
 
 
 def take(rows, which):

@@ -7,7 +7,7 @@ from ops import row_contract
 
 
 # Around pieces of 512 and 16,384 of native kernels and of 4,096 of Triton's; and Qwen3.
-WIDTHS = (1, 7, 513, 4097, 16_385, 151_936)
+WIDTHS = (1, 7, 513, 4097, 16_385, pytest.param(151_936, marks=pytest.mark.slow))
 
 
 def run(impl, logits):

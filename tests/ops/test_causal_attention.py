@@ -65,13 +65,6 @@ def test_many_blocks(rng, monkeypatch):
     assert_close(compile_(64**-0.5)(*qkv), *qkv)
 
 
-def test_a_single_position_sees_itself(rng):
-    """Fails if the diagonal is masked."""
-    q, k, v = inputs(rng, length=1)
-    expected = jnp.repeat(v, HEADS // KV_HEADS, axis=2)
-    testing.assert_same_bits(_attend(q, k, v), expected)
-
-
 def test_later_keys_are_never_used(rng):
     """Fails if a masked key is multiplied by zero: NaN would show."""
     q, k, v = inputs(rng)

@@ -77,13 +77,6 @@ def test_kernels_by_device(backend, impl, runs, monkeypatch):
     assert dispatch.resolve(impl) == runs
 
 
-def test_mosaic_says_that_it_was_removed():
-    """In a line that says why, and which commit has it."""
-    words = r"was removed: .* 1.60 ms with it and 1.09 ms .*; commit 9b82177 has it$"
-    with pytest.raises(ValueError, match=f"^impl='mosaic' {words}"):
-        dispatch.resolve("mosaic")
-
-
 def test_a_slab_that_kernels_do_not_have_is_refused():
     """Fails if rows past all slabs are cut off, or the height of one differs."""
     assert row_model.slab_for("xla", 65) == 65
@@ -98,8 +91,12 @@ def test_a_slab_that_kernels_do_not_have_is_refused():
         dataclasses.replace(decoding.TARGET, impl="interpret", slab=8)
 
 
-@pytest.mark.parametrize("impl", ["XLA", "", "cuda", None])
+REMOVED = r"was removed: .* 1.60 ms with it and 1.09 ms .*; commit 9b82177 has it$"
+
+
+@pytest.mark.parametrize("impl", ["XLA", "", "cuda", None, "mosaic"])
 def test_unknown_names_raise(impl):
-    """Fails if a misspelt name runs the default."""
-    with pytest.raises(ValueError, match=f"impl={impl!r} is not one of auto, xla"):
+    """Fails if a misspelt name runs the default, or one that was removed is unknown."""
+    words = REMOVED if impl == "mosaic" else "is not one of auto, xla"
+    with pytest.raises(ValueError, match=f"^impl={impl!r} {words}"):
         dispatch.resolve(impl)

@@ -26,6 +26,7 @@ def attend(heads, norm, cos, sin, *, by_head):
     return out
 
 
+@functools.cache
 def of_devices(count: int, *, by_head: bool = True) -> np.ndarray:
     """What all heads give, on so many devices one after the other."""
     drawn = np.random.default_rng(0).normal(size=(2 * R, 3, K, H)).astype("float32")

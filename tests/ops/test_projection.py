@@ -19,6 +19,14 @@ PRODUCTS = {
     "logits": {"has_norm": False, "out_dtype": "float32"},
     "gate": {"is_gate": True},
 }
+# What "norm and residual" shows, each alone, is slow.
+every_product = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("norm", "residual")))
+        for name in PRODUCTS
+    ],
+)
 SIZES = ((7, 6), (129, 40))  # (K, N)
 
 
@@ -28,7 +36,7 @@ def run(impl, product, rows, weights):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", PRODUCTS)
+@every_product
 def test_products_are_those_of_float64(rng, impl, name, dtype):
     """Fails if a term of a ragged end is lost, an epilogue is left out, gate and up are
     exchanged, or a rounding is elsewhere than the operation says."""
@@ -55,7 +63,7 @@ def test_products_are_those_of_float64(rng, impl, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", PRODUCTS)
+@every_product
 @pytest.mark.parametrize(
     "impl", ["xla", "interpret", *emulation.every()], indirect=True
 )

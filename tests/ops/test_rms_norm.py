@@ -10,6 +10,7 @@ from spec_jax import testing
 from spec_jax.pallas import rms_norm_triton
 
 
+SLOW = pytest.mark.slow
 EPS = 1e-3  # large enough to be seen in rows of small values
 
 every_impl = pytest.mark.parametrize("impl", ["xla", "interpret"], indirect=True)
@@ -32,7 +33,7 @@ def expected(x, weight, eps=EPS):
 
 
 @every_impl
-@pytest.mark.parametrize("width", [1, 80, 1000])
+@pytest.mark.parametrize("width", [1, 80, pytest.param(1000, marks=SLOW)])
 def test_rows_are_normalised(rng, impl, width):
     """Fails if the mean is that of the block or is subtracted, or if squares are summed
     in bfloat16."""

@@ -72,13 +72,6 @@ def test_frequencies_have_the_same_bits_everywhere(head_dim, theta):
     testing.assert_same_bits(rope.inverse_frequencies(head_dim, theta), expected)
 
 
-def test_position_zero_changes_nothing(rng):
-    """Fails if positions are counted from one."""
-    x = inputs(rng, jnp.float32)
-    y = _rope(x, np.zeros_like(POSITIONS), INV_FREQ, scale=1.0)
-    testing.assert_same_bits(y, x)
-
-
 @pytest.mark.parametrize("impl", ["xla", "interpret"], indirect=True)
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 1.0), ("bfloat16", 1.25)])
 def test_angles_are_those_of_float64(impl, dtype, scale):

@@ -13,19 +13,18 @@ from spec_jax import testing
 
 
 CASES = {
-    "bfloat16": ((7, 1, 80), 16, "bfloat16", True),  # (N, K, H), page size
-    "float32": ((4, 2, 16), 8, "float32", True),
-    "no norms": ((2, 1, 256), 128, "float32", False),
+    "bfloat16": ((7, 1, 80), 16, True),  # (N, K, H), page size, norms of heads
+    "float32": ((2, 1, 256), 128, False),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_row_is_that_row_alone_and_float64s(rng, impl, case):
+@pytest.mark.parametrize("dtype", CASES)
+def test_a_row_is_that_row_alone_and_float64s(rng, impl, dtype):
     """Fails if a neighbour, a padding row, an unowned page or a later position is seen.
 
     Slot 0 begins empty, slot 1 crosses a page, slots 2 and 3 a split.
     """
-    (N, K, H), page_size, dtype, has_norms = CASES[case]
+    (N, K, H), page_size, has_norms = CASES[dtype]
     crossing = page_size - 1
     rows = slabs.window((0, 3), (crossing, crossing + 3), (62, 66), (30, 36))
     slab = oracle.make_slab(
@@ -67,12 +66,11 @@ LENGTHS = (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 141)
 """Around pages, blocks, splits and ranges: one slot each, the last one a full table."""
 
 
-@pytest.mark.parametrize("page_size", [8, 64])
-def test_every_reach(rng, impl, page_size):
+def test_every_reach(rng, impl):
     """Fails if a key is missed or seen twice at an edge of a page, block or split."""
     slab = oracle.make_slab(
         rng, [(slot, length - 1) for slot, length in enumerate(LENGTHS)],
-        dtype="float32", N=2, K=1, H=16, page_size=page_size, prefix=LENGTHS,
+        dtype="float32", N=2, K=1, H=16, page_size=8, prefix=LENGTHS,
     )  # fmt: skip
     out, *_ = slabs.run(impl, slab, len(LENGTHS))
     expected, *_ = oracle.attend(slab, **slabs.numbers(slab))
@@ -119,16 +117,15 @@ def test_a_window(rng, impl, window):
             testing.assert_rows_close(out[:R], other, **near)
 
 
-@pytest.mark.parametrize("position", [70, 1026])
-def test_a_window_of_trees(rng, kernels, position):
+def test_a_window_of_trees(rng, kernels):
     """Fails if rows of a tree see another window than rows of a chain."""
-    rows, width = [(0, position + i) for i in range(5)], 8
+    rows, width = slabs.window((70, 75), (1026, 1031)), 8
     slab = oracle.make_slab(
-        rng, rows, dtype="float32", N=4, K=2, H=16, page_size=64, prefix=(position,)
+        rng, rows, dtype="float32", N=4, K=2, H=16, page_size=64, prefix=(70, 1026)
     )
     branch = slab.positions[:, None] + np.arange(1 - width, 1, dtype=np.int32)
     for window in (3, 20, 64):
-        tree = slabs.run(kernels, slab, 5, branch=branch, window=window)
+        tree = slabs.run(kernels, slab, 10, branch=branch, window=window)
         expected, *_ = oracle.attend(slab, **slabs.numbers(slab), window=window)
         near = {"dtype": "float32", "reduction": 16 + window}
         testing.assert_rows_close(tree[0], expected, **near)
@@ -154,11 +151,13 @@ def paged_otherwise(page_size, *, width=None):
 
 
 def test_pages_and_table_width_do_not_matter(impl):
-    """Fails if bits depend on where a prefix lies, or on what it might grow to."""
-    first = slabs.run(impl, paged_otherwise(8), 2)[0][:2]
-    for page_size, width in ((8, 30), (128, 2)):
-        slab = paged_otherwise(page_size, width=width)
-        testing.assert_same_bits(slabs.run(impl, slab, 2)[0][:2], first)
+    """Fails if bits depend on where a prefix lies, or on what it might grow to.
+
+    Of 128 positions a page holds all of the text, and another one is in the table.
+    """
+    slabs_ = paged_otherwise(8), paged_otherwise(128, width=2)
+    one, other = (slabs.run(impl, slab, 2)[0][:2] for slab in slabs_)
+    testing.assert_same_bits(other, one)
 
 
 UNMAPPED = {

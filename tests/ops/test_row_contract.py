@@ -1,5 +1,7 @@
 """Each operation on rows keeps the row contract, in every implementation."""
 
+import functools
+
 import numpy as np
 import pytest
 from native import emulation, native_oracle as oracle
@@ -11,37 +13,25 @@ from spec_jax.ops import rope
 ROWS = 9  # more than a native group
 
 
-def product(rng, impl, **shape):
-    made = products.Product(**shape)
+PROJECT = {"K": 129, "N": 40, "has_residual": True}
+GATE = {"K": 65, "N": 26, "is_gate": True}
+PRODUCTS = {
+    "project": PROJECT,
+    "gate": GATE,
+    "byte_project": PROJECT | {"form": "q8_0"},
+    "byte_gate": GATE | {"form": "q8_0"},
+    "four_bits_project": PROJECT | {"form": "q4_1"},
+    "four_bits_gate": GATE | {"form": "q4_1"},
+}
+
+
+def product(rng, impl, name):
+    is_wide = name == "project" and impl != "interpret"
+    dtype = "float32" if is_wide else "bfloat16"
+    made = products.Product(dtype=dtype, **PRODUCTS[name])
     rows, weights = made.inputs(rng, ROWS)
     call = row_contract.compiled("gate" if made.is_gate else "project", impl)
     return lambda rows, live: call(**made.arguments(rows, weights, live)), rows
-
-
-def project(rng, impl):
-    dtype = "bfloat16" if impl == "interpret" else "float32"
-    return product(rng, impl, K=129, N=40, dtype=dtype, has_residual=True)
-
-
-def gate(rng, impl):
-    return product(rng, impl, K=33, N=26, is_gate=True)
-
-
-def byte_project(rng, impl, form="q8_0"):
-    sizes = {"K": 129, "N": 40, "form": form, "has_residual": True}
-    return product(rng, impl, **sizes)
-
-
-def byte_gate(rng, impl, form="q8_0"):
-    return product(rng, impl, K=65, N=26, is_gate=True, form=form)
-
-
-def four_bits_project(rng, impl):
-    return byte_project(rng, impl, "q4_1")
-
-
-def four_bits_gate(rng, impl):
-    return byte_gate(rng, impl, "q4_1")
 
 
 def argmax(rng, impl):
@@ -65,24 +55,31 @@ def angles(rng, impl):
     return lambda x, live: call(x, frequencies, scale=1.0, dtype="float32"), positions
 
 
+OPERATIONS = {name: functools.partial(product, name=name) for name in PRODUCTS}
+OPERATIONS |= {"argmax": argmax, "norm": norm, "angles": angles}
 KERNELS = {
-    **dict.fromkeys((project, gate, argmax), ("interpret", *emulation.every())),
-    **dict.fromkeys((byte_project, byte_gate), ("interpret", *emulation.every())),
-    **dict.fromkeys((four_bits_project, four_bits_gate), emulation.every()),
-    **dict.fromkeys((norm, angles), ("interpret",)),
+    **dict.fromkeys((*PRODUCTS, "argmax"), ("interpret", *emulation.every())),
+    **dict.fromkeys(("four_bits_project", "four_bits_gate"), emulation.every()),
+    **dict.fromkeys(("norm", "angles"), ("interpret",)),
 }
 """Whose kernels each operation has, besides XLA."""
+
+SLOW = ("interpret", "byte_gate")  # Its tiles are those of `byte_project`.
 
 
 @pytest.mark.parametrize(
     ("impl", "operation"),
-    [(impl, one) for one, kernels in KERNELS.items() for impl in ("xla", *kernels)],
+    [
+        pytest.param(impl, one, marks=[pytest.mark.slow] * ((impl, one) == SLOW))
+        for one, kernels in KERNELS.items()
+        for impl in ("xla", *kernels)
+    ],
     indirect=["impl"],
 )
 def test_a_row_is_that_row_alone(rng, impl, operation):
     """Fails if a row depends on its place, on others, or on how many there are; or, of
     few bits, if it is rounded by others, or its blocks are added in another order."""
-    run, rows = operation(rng, impl)
+    run, rows = OPERATIONS[operation](rng, impl)
     row_contract.assert_row_contract(run, rows, is_alone=impl != "xla")
 
 

@@ -73,6 +73,7 @@ SINGLE = {
 WITH_KERNELS = {"truncate", "append"}
 
 
+@functools.cache
 def make(kind: str) -> cache.PagedKV:
     """An empty cache of one tiny layer, all slots but the last open."""
     sizes = {"num_layers": 1, "num_slots": SLOTS, "page_size": PAGE_SIZE}
@@ -80,10 +81,15 @@ def make(kind: str) -> cache.PagedKV:
     init = static.init
     if kind == "paged":
         init = functools.partial(cache.init, num_pages=PAGES)
-    kv = init(**sizes, dtype="float32")
-    for slot in range(CLOSED):
-        kv = allocator.register(kv, slot)
-    return kv
+
+    @jax.jit
+    def opened():
+        kv = init(**sizes, dtype="float32")
+        for slot in range(CLOSED):
+            kv = allocator.register(kv, slot)
+        return kv
+
+    return opened()
 
 
 def one_by_one(name, kv, numbers, asked, *, order=range(SLOTS)):

@@ -3,6 +3,8 @@
 Requests that are refused are in `test_allocator`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +18,10 @@ from spec_jax.paging import allocator, cache
 PAGE_SIZE, NUM_PAGES, WIDTH, SLOTS = 4, 8, 4, 4
 share = jax.jit(allocator.share)
 truncate = jax.jit(allocator.truncate)
+truncate_each = jax.jit(allocator.truncate_each)
 
 
+@functools.cache
 def make_cache(*, length: int) -> cache.PagedKV:
     """Slot 0 with so many positions of random bytes, the others empty."""
     kv = cache.init(
@@ -37,9 +41,7 @@ def test_truncation_cuts_no_page_of_others(length):
     """Fails if a slot could write again into what another reads."""
     kv = share(make_cache(length=10), 0, 1, 10)
     after = truncate(kv, 1, length)
-    each = allocator.truncate_each(
-        kv, jnp.full(SLOTS, length), asked=jnp.arange(SLOTS) == 1
-    )
+    each = truncate_each(kv, jnp.full(SLOTS, length), asked=jnp.arange(SLOTS) == 1)
     testing.assert_same_bits(each, after)
     is_refused = length % PAGE_SIZE > 0
     assert bool(after.refused[1]) == is_refused

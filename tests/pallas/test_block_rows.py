@@ -17,6 +17,7 @@ from spec_jax.model import block_params, params as params_lib, row_model
 from spec_jax.paging import allocator
 
 
+pytestmark = pytest.mark.slow  # More slabs are in `test_pallas_paged_attention`, too.
 SIZE, SLOTS = 17, 4  # 68 rows: more than run at once
 CONTEXT = (0, 3, 9, 5)
 ANCHORS = (3, 5, 7, 11)

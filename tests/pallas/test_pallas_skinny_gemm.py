@@ -54,7 +54,6 @@ LOGITS = Product(K=80, N=40, has_norm=False, out_dtype="float32")
 ADDED = {"has_norm": False, "has_residual": True}
 CASES = {
     "chains": (Product(K=84, N=40, **ADDED), {"plan": CHAINS}),
-    "split": (Product(K=128, N=40, has_residual=True), {"plan": SPLIT}),
     "gate split": (Product(K=128, N=80, is_gate=True), {"plan": SPLIT}),
     "one by one": (Product(K=1, N=1, has_norm=False, out_dtype="float32"), {}),
 }
@@ -101,11 +100,9 @@ def test_more_rows_are_more_tiles_in_one_process(rng, form):
     product = Product(K=80, N=24, form=form)
     rows, weights = product.inputs(rng, 33)
     call = functools.partial(run, product, weights)
-    tiles = [
-        call(row_contract.take(rows, range(a, min(a + 16, 33))))
-        for a in range(0, 33, 16)
-    ]
-    tiles = np.concatenate(tiles)
+    of_tiles = np.minimum(np.arange(48), 32).reshape(3, 16)  # The last row again.
+    tiles = [call(row_contract.take(rows, tile)) for tile in of_tiles]
+    tiles = np.concatenate(tiles)[:33]
     testing.assert_same_bits(call(rows), tiles)
     part = call(row_contract.poisoned(rows, 20), 20)
     testing.assert_same_bits(part[:20], tiles[:20])
@@ -153,7 +150,9 @@ def test_what_is_added_is_normed_as_by_two_kernels(rng, plan):
         testing.assert_same_bits(np.asarray(others)[:5], added)
 
 
-@pytest.mark.parametrize(("K", "N"), [(129, 40), (577, 20)])
+@pytest.mark.parametrize(
+    ("K", "N"), [(129, 40), pytest.param(577, 20, marks=pytest.mark.slow)]
+)
 def test_eight_bits_on_tiles(rng, K, N):
     """Fails if rows are rounded otherwise, tiles lose a bit, or blocks are not added
     first to last, each after it was rounded.

@@ -81,6 +81,7 @@ def test_verifying_equals_decoding_one_by_one(model, filled):
         )
 
 
+@pytest.mark.slow
 def test_another_implementation_agrees_but_for_rounding(model, filled):
     """A wrong weight must show; so must an op that runs another kernel's meaning."""
     reference = dataclasses.replace(model, impl="xla")
