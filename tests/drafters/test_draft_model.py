@@ -107,8 +107,14 @@ def kv_of(memory, slot):
 
 @pytest.mark.parametrize(
     "drafter",
-    [as_drafter(), as_drafter().for_tree(tree_shapes.parse("3-2"))],
-    ids=["chain", "tree"],
+    [
+        pytest.param(as_drafter(), id="chain"),
+        pytest.param(
+            as_drafter().for_tree(tree_shapes.parse("3-2")),
+            id="tree",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_loops_end_in_a_slot_that_was_never_opened(drafter):
     """Fails, by never ending, if a loop waits for a row that the cache refuses."""

@@ -54,7 +54,7 @@ def test_the_draft_model_is_asked_only_where_statistics_are_not_sure():
 
 def test_the_survival_of_a_draft_is_that_of_whoever_drafted_it():
     """And a hybrid is scheduled by it. Without a schedule nobody says it."""
-    texts = [SURE, UNSURE]
+    texts = [SURE, UNSURE, SURE]
     _, proposal = after(HYBRID.for_schedule(), PARAMS, texts)
     _, expected = after(DRAFT.for_schedule(), PARAMS.draft, [UNSURE])
     assert proposal.survival[0].tolist() == [1.0] * GAMMA_MAX  # Seen so, and else not.

@@ -158,7 +158,12 @@ def _one_more(real):
 
 @pytest.mark.parametrize(
     ("plant", "drafter"),
-    [(_late, CHAIN), (_one_more, CHAIN), (_late, TREE), (_rejected, TREE)],
+    [
+        (_late, CHAIN),
+        (_rejected, TREE),
+        pytest.param(_one_more, CHAIN, marks=pytest.mark.slow),
+        pytest.param(_late, TREE, marks=pytest.mark.slow),
+    ],
 )
 def test_planted_faults_are_caught(plant, drafter, monkeypatch):
     """Negative control: a position early or late, and rows of another branch."""

@@ -19,6 +19,9 @@ from spec_jax.gamma import costs as costs_lib, goodput, policy, threshold
 ROUND_S = np.array([1.0, 1.3, 1.45, 1.6, 1.75])
 PROBING = policy.Probing(every=2, longest=8, bound=1.0)
 LONG = Ask(max_tokens=60)
+KINDS = pytest.mark.parametrize(
+    "name", ["goodput", pytest.param("threshold", marks=pytest.mark.slow)]
+)
 
 
 def make(name):
@@ -42,7 +45,7 @@ def run(name, asks):
     return decoding.run(SMALL, asks, scheduler=scheduler_of(name), draws=True)
 
 
-@pytest.mark.parametrize("name", ["threshold", "goodput"])
+@KINDS
 def test_tokens_stay_and_each_slot_has_a_policy_of_its_own(name):
     """Fails if a policy is updated by another slot's rounds.
 
@@ -83,7 +86,7 @@ def assert_same_policy(found, expected) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, expected)
 
 
-@pytest.mark.parametrize("name", ["threshold", "goodput"])
+@KINDS
 def test_a_policy_is_told_of_every_round_of_its_slot(name):
     """Round by round, in calls of one: the state is that of the counts.
 

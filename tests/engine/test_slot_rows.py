@@ -184,7 +184,7 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
 @pytest.mark.parametrize(
     ("kind", "num_slots"),
     [
-        ("native-float32", 1),
+        pytest.param("native-float32", 1, marks=pytest.mark.slow),
         ("native-bfloat16", 4),
         pytest.param("xla-float32", 4, marks=pytest.mark.slow),
     ],
@@ -231,7 +231,15 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "the neighbour's slot",
+        "the first tile again",
+        pytest.param("the next position", marks=pytest.mark.slow),
+        pytest.param("the neighbour's rows", marks=pytest.mark.slow),
+    ],
+)
 def test_planted_faults_are_caught(fault, rng, monkeypatch):
     """Negative control: rows at another's position, in another's slot, and so on."""
     scene = make_scene("native-float32")

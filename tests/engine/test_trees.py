@@ -85,7 +85,7 @@ def asks_of(ask, num_slots):
     ("impl", "cache", "num_slots"),
     [
         ("native", "paged", 1),
-        ("native", "static", 3),
+        pytest.param("native", "static", 3, marks=pytest.mark.slow),
         pytest.param("xla", "paged", 1, marks=pytest.mark.slow),
         pytest.param("xla", "paged", 3, marks=pytest.mark.slow),
     ],
@@ -126,9 +126,7 @@ def test_max_tokens_is_met_exactly(num_slots):
 
 def test_a_full_cache():
     """Fails if nodes need places that decoding does not, and there are none."""
-    setting = dataclasses.replace(SMALL, capacity=24)
-    asks = [Ask(gamma=WIDTH)]
-    state = checked(asks, setting=setting)
+    state = checked([Ask(gamma=WIDTH, max_tokens=200)])
     assert decoding.slot_of(state).status == Status.CAPACITY
 
 
@@ -138,9 +136,12 @@ def test_a_small_pool_is_shared():
     # Alike, so that all slots want it at once.
     full = 6 * decoding.PAGE_SIZE + 1
     asks = [Ask(max_tokens=full - len(PROMPT), gamma=WIDTH)] * 3
+    # The pages of others are held back: the executable is that of all pages.
+    state = scheduler_of(num_slots=3).empty(draws=False)
+    state = state.replace(cache=state.cache.replace(num_free=jnp.int32(14 - 3)))
     scheduler = scheduler_of(num_slots=3, num_pages=14)
     requests = [decoding.scripted(SMALL, ask) for ask in asks]
-    for finished in scheduler.run(requests):
+    for finished in scheduler.run(requests, state=state):
         expected = decoding.decoded(SMALL, asks[finished.number])
         prompt = asks[finished.number].prompt
         assert finished.tokens == decoding.text(expected)[len(prompt) :]
@@ -229,7 +230,9 @@ def test_parents_that_are_none_commit_nothing_wrong():
         checked([Ask(gamma=WIDTH)], right=right, drafter=Liar())
 
 
-@pytest.mark.parametrize("rule", ("rejection", "block"))
+@pytest.mark.parametrize(
+    "rule", (pytest.param("rejection", marks=pytest.mark.slow), "block")
+)
 def test_rules_by_uniforms_are_greedy_at_temperature_zero(rule, right="second"):
     """Drafts that were certain: the output is that of decoding, limits included."""
     checked([Ask(gamma=WIDTH, run=3), Ask(gamma=4, run=2)], right=right, rule=rule)

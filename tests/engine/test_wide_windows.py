@@ -51,6 +51,7 @@ def test_tokens_are_those_of_decoding_at_each_budget(rows, impl):
         assert np.asarray(slots.kept_by_rank)[:, 63:].sum() > 0
 
 
+@pytest.mark.slow
 def test_one_sequence():
     """Fails if XLA ends the process over columns that nothing reads: one slot's are not
     packed (`compilation.one_kernel`)."""
