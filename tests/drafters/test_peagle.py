@@ -108,7 +108,9 @@ def test_drafts_are_the_oracles(head, impl, monkeypatch):
             for late, found in wrong.items():
                 found.append(drafted(head, length, late=late)[0])
     assert right not in wrong.values()
-    assert counts[:3] == [1, 2, 3] and counts[-1] == counts[-2]
+    assert counts[-1] == counts[-2]
+    # After the prompt's own; by XLA a round of many pairs is of several slabs.
+    assert counts[:3] == [2, 3, 4] or impl == "xla"
 
 
 def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(head, monkeypatch):
