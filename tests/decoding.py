@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import planting
 import pytest
 import random_weights
 import tiny_pair
@@ -217,7 +218,9 @@ class Setting:
 
     @property
     def weights(self) -> params_lib.Params:
-        return TARGET_PARAMS
+        """Those of the first layers, if there are fewer."""
+        layers = TARGET_PARAMS.layers[: self.target.config.num_layers]
+        return TARGET_PARAMS.replace(layers=layers)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -345,6 +348,18 @@ def generate(
         max_rounds=jnp.int32(max_rounds),
         until_one_ends=jnp.bool_(until_one_ends),
     )
+
+
+def rounds_with(scheduler: scheduler_lib.Scheduler, faults: Sequence[planting.Fault]):
+    """Rounds of a loop of their own, whose faults are data: `(state, number)`."""
+
+    @jax.jit
+    def loop(state, number):
+        with planting.planted(faults, number):
+            step = lambda _, s: round_lib.run_round(scheduler.speculator, s)[0]
+            return jax.lax.fori_loop(0, 60, step, state)
+
+    return loop
 
 
 def held(kv: paged.PagedKV, length: int, *, slot: int = 0) -> list[np.ndarray]:

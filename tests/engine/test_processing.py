@@ -111,16 +111,22 @@ def test_log_probs_are_those_of_decoding_and_of_scoring(lm):
 
 def test_requests_have_parameters_of_their_own(lm):
     """Fails if a slot has the state or the parameters of another."""
+    # In programs of the test above.
+    rest = make("min tokens"), make("grammar")
     each = [
-        sj.processors.penalties(repetition=1.0 + n / 2, frequency=n / 4)
+        sj.processors.chain(
+            sj.processors.penalties(repetition=1.0 + n / 2, frequency=n / 4), *rest
+        )
         for n in range(4)
     ]
-    settings = SHORT | {"gamma": 3}
-    found = sj.generate(lm, PROMPTS, num_slots=2, processors=each, **settings)
-    for one, prompt, own in zip(found, PROMPTS, each, strict=True):
-        alone = sj.decode(lm, prompt, processors=own, **SHORT)
-        assert one.tokens == alone.tokens
-    assert found[0].tokens == sj.decode(lm, PROMPTS[0], **SHORT).tokens
+    settings = settings_of("batch 4", "0.7", log_probs=True)
+    found = sj.generate(lm, PROMPTS, processors=each, **settings)
+    settings.pop("gamma"), settings.pop("num_slots")
+    plain, others = (
+        sj.decode(lm, PROMPTS, processors=own, **settings) for own in (each, each[::-1])
+    )
+    found, plain, others = ([one.tokens for one in of] for of in (found, plain, others))
+    assert found == plain != others
 
 
 DRAFTERS = {

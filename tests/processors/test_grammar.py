@@ -113,11 +113,9 @@ def test_requests_of_a_batch_have_grammars_of_their_own(lm, others):
     settings = {"max_tokens": 12, "sampling": sj.Sampling(seed=2)}
     found = sj.generate(lm, ["x"] * 4, processors=made, num_slots=2, **settings)
     plain = sj.decode(lm, ["x"] * 4, processors=made, **settings)
-    for one, other, pattern, own in zip(found, plain, PATTERNS, made, strict=True):
+    for one, other, pattern in zip(found, plain, PATTERNS, strict=True):
         assert re.fullmatch(pattern, one.text) or one.status is sj.Status.LENGTH
-        alone = dict(settings, sampling=sj.Sampling(seed=one.provenance["seed"]))
-        written = sj.decode(lm, "x", processors=own, **alone)
-        assert one.tokens == other.tokens == written.tokens
+        assert one.tokens == other.tokens
     assert found[3].text == "hhhh"
 
 
