@@ -123,7 +123,7 @@ class Counted(block.BlockDrafter):
     ("name", "impl"),
     [
         ("dspark", "xla"), ("dflash2", "native"), ("mixed", "native"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        *(decoding.slow(*case) for case in (
             ("dflash", "xla"), ("rnn", "native"), ("dflash2", "xla"), ("mixed", "xla"),
             ("anchored", "native"), ("gated", "native"), ("causal", "native"),
         )),
@@ -167,16 +167,6 @@ def test_drafts_are_the_oracles(tmp_path, name, impl, monkeypatch):
             assert proposal.survival is None
 
 
-def swapped(config):
-    slots = "fill-in" if config.slots == "anchor-first" else "anchor-first"
-    return dataclasses.replace(config, slots=slots)
-
-
-def with_norms(params, **changes):
-    layers = tuple(layer.replace(**changes) for layer in params.layers)
-    return params.replace(layers=layers)
-
-
 @pytest.mark.parametrize("name", ["mixed", "anchored", "causal"])
 def test_what_rows_see_matters(tmp_path, name):
     """Negative control: others draft otherwise where a window or a mask is left out."""
@@ -186,38 +176,8 @@ def test_what_rows_see_matters(tmp_path, name):
     assert [proposal.tokens.tolist() for proposal in made] != expected
 
 
-SHIFTS = {
-    "slot convention": lambda head, params, x: (swapped(head), params, x),
-    "layer index": lambda head, params, x: (head, params, eagle.features_of((2, 1))),
-    "position": lambda head, params, x: (head, params, np.roll(x, 1, axis=0)),
-    "norm of keys": lambda head, params, x: (
-        head,
-        with_norms(params, k_norm=params.layers[0].k_norm * 3),
-        x,
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def right():
-    features = eagle.features_of()
-    made = drafts_of(DSPARK, PARAMS["dspark"], features, LENGTHS)
-    return [proposal.tokens[:3].tolist() for proposal in made]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("shift", SHIFTS)
-def test_a_planted_shift_changes_the_drafts(right, shift):
-    """What alarms have to notice: each shift drafts something else."""
-    planted = SHIFTS[shift](DSPARK, PARAMS["dspark"], eagle.features_of())
-    made = drafts_of(*planted, LENGTHS)
-    assert [proposal.tokens[:3].tolist() for proposal in made] != right
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "impl", ["xla", pytest.param("native", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("impl", ["xla", decoding.slow("native")])
 def test_independent_draws_are_from_the_probabilities_they_state(tmp_path, impl):
     """Fails if a token is drawn from another array than the rule judges it by."""
     decoding.needs(impl)

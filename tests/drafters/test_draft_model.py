@@ -109,11 +109,7 @@ def kv_of(memory, slot):
     "drafter",
     [
         pytest.param(as_drafter(), id="chain"),
-        pytest.param(
-            as_drafter().for_tree(tree_shapes.parse("3-2")),
-            id="tree",
-            marks=pytest.mark.slow,
-        ),
+        decoding.slow(as_drafter().for_tree(tree_shapes.parse("3-2")), id="tree"),
     ],
 )
 def test_loops_end_in_a_slot_that_was_never_opened(drafter):

@@ -150,9 +150,7 @@ def is_possible(impl, rule, name, num_slots):
 
 PRODUCT = itertools.product(("native", "xla"), rule_lib.RULES, DRAFTERS, (1, 4))
 REST = [
-    pytest.param(*case, marks=pytest.mark.slow)
-    for case in PRODUCT
-    if case not in QUICK and is_possible(*case)
+    decoding.slow(*case) for case in PRODUCT if case not in QUICK and is_possible(*case)
 ]
 
 
@@ -285,18 +283,18 @@ def test_what_each_rule_draws(name):
         assert each.lift(drafter, 2, rule=rule).drafter.draws == draws
 
 
-SLOW = pytest.mark.slow
-WITH_PAGES = ("draft-model", *(
-    pytest.param(name, marks=SLOW) for name in ("hybrid", "eagle3", "dspark", "peagle")
-))  # fmt: skip
+def first_of(first, *others):
+    """The first drafter, and others that are slow."""
+    slow = [decoding.slow(name) for name in others]
+    return pytest.mark.parametrize("name", [first, *slow])
 
 
-@pytest.mark.parametrize("name", WITH_PAGES)
+@first_of("hybrid", "draft-model", "eagle3", "dspark", "peagle")
 def test_where_pages_run_out_fewer_drafts_are_made(name):
     """Fails if a slot waits for a page, drafts on without one, or takes another's."""
     drafter, params = make(name)
-    scheduler = SMALL.scheduler(drafter, num_slots=3, draft_params=params)
-    asks = [*OTHERS[:2], dataclasses.replace(DRAWN, gamma=None)]
+    scheduler = SMALL.scheduler(drafter, num_slots=4, draft_params=params)
+    asks = [*OTHERS, dataclasses.replace(DRAWN, gamma=None)]
     counts = []
     for num_free in (None, 1):
         state = decoding.admit(scheduler, [ask.request() for ask in asks], draws=True)
@@ -311,7 +309,7 @@ def test_where_pages_run_out_fewer_drafts_are_made(name):
     assert 0 < counts[1] < counts[0]
 
 
-@pytest.mark.parametrize("name", WITH_PAGES)
+@first_of("draft-model", "hybrid", "eagle3", "dspark", "peagle")
 def test_the_pool_of_a_drafter_is_not_copied(name):
     """Fails if the loop of a proposal hands the pool through a copy."""
     drafter, params = make(name)
@@ -320,28 +318,3 @@ def test_the_pool_of_a_drafter_is_not_copied(name):
     decoding.assert_proposes_in_place(
         slots, params, memory, getattr(memory, "kv", memory)
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle3", "rnn", "dspark"])
-def test_native_drafts_are_those_of_xla(name):
-    """Fails if the one call draws with other noise, or mixes otherwise.
-
-    No promise of bits: sums of these two differ, and a tie might be decided otherwise.
-    """
-    decoding.needs("native")
-    features = eagle.features_of((1, 0))
-
-    def drawn(impl, seed, temperature):
-        drafter, params = make(name, impl)
-        told = decoding.sampling_of(2, temperature=temperature, seed=seed)
-        rounds = eagle.rounds_of(
-            drafter, features, (7, 8, 11), params=params, sampling=told
-        )
-        return [proposal.tokens.tolist() for _, proposal in rounds]
-
-    for seed, temperature in ((0, 0.0), (1, 4.0)):
-        found = drawn("native", seed, temperature)
-        assert found == drawn("xla", seed, temperature)
-        # Negative control: it is the noise that decides.
-        assert (found == drawn("xla", seed + 1, temperature)) == (temperature == 0)

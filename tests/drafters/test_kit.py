@@ -59,7 +59,7 @@ LOOPS = ("lossless", "slots")
 """The clauses that compile loops."""
 
 
-@pytest.mark.parametrize("without", [LOOPS, pytest.param((), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("without", [LOOPS, decoding.slow(())])
 def test_a_drafter_that_keeps_the_contract(without, monkeypatch, capsys):
     """And fails if a minute of checks says nothing. All clauses: `test_readme`, too."""
     monkeypatch.setattr(drafter_kit, "INTERVAL_S", 0.0)

@@ -113,6 +113,7 @@ def test_drafts_are_the_oracles(head, impl, monkeypatch):
     assert counts[:3] == [2, 3, 4] or impl == "xla"
 
 
+@pytest.mark.slow
 def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(head, monkeypatch):
     """Fails if features are lost, or more wait than a round takes in."""
     monkeypatch.setattr(features_lib, "RING_ROWS", 4)  # and 5 of a round
@@ -125,6 +126,7 @@ def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(head, monkeypatch
         assert proposal.tokens.tolist() == drafted(head, length)[0]
 
 
+@pytest.mark.slow
 def test_children_are_the_best_of_each_slot(head):
     """Fails if a level of a tree is of the slot before or after."""
     wide = CHAIN.for_tree(tree_shapes.parse("2-2-2"))

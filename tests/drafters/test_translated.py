@@ -103,9 +103,9 @@ def test_a_special_token_is_not_one_of_the_same_letters(foreign, tmp_path):
     ("temperature", "tree"),
     [
         (0.7, None),
-        pytest.param(0.7, "4x4:11", marks=pytest.mark.slow),
-        pytest.param(0.0, None, marks=pytest.mark.slow),
-        pytest.param(0.0, "4x4:11", marks=pytest.mark.slow),
+        decoding.slow(0.7, "4x4:11"),
+        decoding.slow(0.0, None),
+        decoding.slow(0.0, "4x4:11"),
     ],
 )
 def test_rounds_are_those_of_the_draft_in_the_targets_vocabulary(

@@ -42,9 +42,9 @@ def drafts(name, monkeypatch, *, kept):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("eagle3", marks=pytest.mark.slow),
+        decoding.slow("eagle3"),
         "eagle3, tree",
-        pytest.param("dflash", marks=pytest.mark.slow),
+        decoding.slow("dflash"),
     ],
 )
 def test_a_ring_drafts_what_all_pages_do(name, monkeypatch):

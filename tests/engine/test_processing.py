@@ -71,8 +71,8 @@ def settings_of(shape: str, draw: str, **more) -> dict:
     ("name", "shape", "draw"),
     [
         ("all", "tree", "0.7"),
-        pytest.param("all", "batch 4", "1", marks=pytest.mark.slow),
-        pytest.param("bad words", "chain", "greedy", marks=pytest.mark.slow),
+        decoding.slow("all", "batch 4", "1"),
+        decoding.slow("bad words", "chain", "greedy"),
     ],
 )
 def test_rounds_are_decoding(lm, name, shape, draw):
@@ -173,10 +173,10 @@ def is_in_vain(before, proposal) -> int:
     ("name", "draw", "tree"),
     [
         ("ngram", "greedy", None),
-        pytest.param("draft-model", "1", "2x2:3", marks=pytest.mark.slow),
-        pytest.param("dspark", "1", None, marks=pytest.mark.slow),
-        pytest.param("hybrid", "1", None, marks=pytest.mark.slow),
-        pytest.param("eagle3", "greedy", "2x2:3", marks=pytest.mark.slow),
+        decoding.slow("draft-model", "1", "2x2:3"),
+        decoding.slow("dspark", "1", None),
+        decoding.slow("hybrid", "1", None),
+        decoding.slow("eagle3", "greedy", "2x2:3"),
     ],
 )
 def test_no_draft_is_proposed_in_vain(tmp_path, name, draw, tree):

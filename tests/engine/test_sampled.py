@@ -5,7 +5,6 @@ uniforms keep its law: `test_sequential_law`, and `tests/rules`.
 """
 
 import decoding
-import jax.numpy as jnp
 import pytest
 from decoding import ALWAYS, MIXED, SMALL, Ask
 
@@ -15,7 +14,7 @@ from spec_jax.engine import baseline, round as round_lib
 
 @pytest.mark.parametrize(
     ("impl", "num_slots"),
-    [("native", 3), pytest.param("native", 1, marks=pytest.mark.slow)],
+    [("native", 3), decoding.slow("native", 1)],
 )
 def test_the_stream_is_that_of_decoding(impl, num_slots):
     """Fails if noise is keyed by round, row or slot, or a filter sees other rows."""
@@ -46,22 +45,7 @@ def test_settings_are_data():
     assert decoding.text(state) == greedy != texts[0]
 
 
-def test_noise_of_another_seed_is_caught(num_slots=3):
-    """Negative control: a stream whose noise is keyed by anything but its position."""
-    asks = [Ask(sampling=decoding.HOT), *MIXED[:2]][:num_slots]
-    scheduler = SMALL.scheduler(num_slots=num_slots)
-    requests = [decoding.scripted(SMALL, ask) for ask in asks]
-    state = decoding.admit(scheduler, requests)
-    moved = state.slots.sampling.replace(seed=state.slots.sampling.seed + jnp.uint32(1))
-    state = state.replace(slots=state.slots.replace(sampling=moved))
-    state = decoding.generate(scheduler, state)
-    with pytest.raises(AssertionError):
-        decoding.assert_as_decoded(SMALL, state, asks)
-
-
-@pytest.mark.parametrize(
-    "rule", [pytest.param("rejection", marks=pytest.mark.slow), "block"]
-)
+@pytest.mark.parametrize("rule", [decoding.slow("rejection"), "block"])
 def test_rules_by_uniforms_write_the_same_in_any_slot(rule):
     """Fails if the noise of a round is keyed by its slot, or a slot reads another's."""
     scheduler = SMALL.scheduler(num_slots=3, rule=rule)

@@ -195,9 +195,9 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
 @pytest.mark.parametrize(
     ("kind", "num_slots"),
     [
-        pytest.param("native-float32", 1, marks=pytest.mark.slow),
+        decoding.slow("native-float32", 1),
         ("native-bfloat16", 4),
-        pytest.param("xla-float32", 4, marks=pytest.mark.slow),
+        decoding.slow("xla-float32", 4),
     ],
 )
 def test_slots_are_what_they_are_alone(kind, num_slots, rng):
