@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import planting
 import pytest
 import random_weights
 import tiny_pair
@@ -355,18 +354,6 @@ def generate(
     )
 
 
-def rounds_with(scheduler: scheduler_lib.Scheduler, faults: Sequence[planting.Fault]):
-    """Rounds of a loop of their own, whose faults are data: `(state, number)`."""
-
-    @jax.jit
-    def loop(state, number):
-        with planting.planted(faults, number):
-            step = lambda _, s: round_lib.run_round(scheduler.speculator, s)[0]
-            return jax.lax.fori_loop(0, 60, step, state)
-
-    return loop
-
-
 def held(kv: paged.PagedKV, length: int, *, slot: int = 0) -> list[np.ndarray]:
     """Keys and values of the first positions of a slot, of each layer."""
     positions = np.arange(length)
@@ -463,6 +450,15 @@ def checked(
     state = run(setting, asks, **how)
     assert_as_decoded(setting, state, asks)
     return state
+
+
+def prefilled(drafter, params, texts, **sizes):
+    """Slots of a drafter, and their memory after a prompt each."""
+    slots = each.lift(drafter, len(texts))
+    memory = slots.init(**sizes)
+    for slot, text in enumerate(texts):
+        memory = slots.prefill(params, memory, text, slot=slot)
+    return slots, memory
 
 
 @functools.partial(jax.jit, static_argnames="drafter")

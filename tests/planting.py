@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from spec_jax.engine import round as round_lib
+
 
 Fault = tuple[Any, str, Callable]
 """Where a function is, its name, and what makes a wrong one of the right one."""
@@ -34,3 +36,25 @@ def planted(faults: Sequence[Fault], number: jax.Array) -> Iterator[None]:
 
             patch.setattr(where, name, either)
         yield
+
+
+def check_faults(
+    speculator: round_lib.Speculator, begin: Callable, faults: Sequence[Fault], check
+) -> None:
+    """Fails unless rounds pass a check of their state, and none with a fault does.
+
+    Args:
+      begin: makes the state before the first round.
+    """
+
+    @jax.jit
+    def loop(state, number):
+        with planted(faults, number):
+            step = lambda _, s: round_lib.run_round(speculator, s)[0]
+            return jax.lax.fori_loop(0, 60, step, state)
+
+    check(loop(begin(), jnp.int32(0)))
+    for number in range(1, len(faults) + 1):
+        state = loop(begin(), jnp.int32(number))
+        with pytest.raises((AssertionError, RuntimeError, ValueError)):
+            check(state)

@@ -135,13 +135,7 @@ def test_drafts_are_the_oracles(tmp_path, name, impl, monkeypatch):
     And if the backbone runs for each draft; of no drafts it does not run.
     """
     decoding.needs(impl)
-    passes, real = [], block.SlotBlock._run_block
-
-    def counted(self, *inputs):
-        jax.debug.callback(lambda: passes.append(1))
-        return real(self, *inputs)
-
-    monkeypatch.setattr(block.SlotBlock, "_run_block", counted)
+    passes = eagle.count_passes(monkeypatch, block.SlotBlock, "_run_block")
     head, features = oracle_of(tmp_path, name), eagle.features_of()
     made, gamma = [], HEADS[name].num_drafts
     drafter = Counted(**vars(make(HEADS[name], impl)))

@@ -38,11 +38,7 @@ REPEATS, NEW = [1, 2, 3, 4] * 3, [1, 2, 3, 4, 5, 6, 7]
 
 def begun(texts, params=PARAMS, drafter=CHOICE):
     """The slots and their memory, of prompts."""
-    slots = each.lift(drafter, len(texts))
-    memory = slots.init(**BENCH.sizes)
-    for slot, text in enumerate(texts):
-        memory = slots.prefill(params, memory, text, slot=slot)
-    return slots, memory
+    return decoding.prefilled(drafter, params, texts, **BENCH.sizes)
 
 
 def drafted(slots, memory, texts, *, params=PARAMS, behind=0, sampling=None):

@@ -89,10 +89,9 @@ SIZES = {"capacity": 48, "page_size": 8}
 
 def begin(drafter=None, num_pages=None):
     """A draft model's memory with a prompt in each slot, and the slots' texts."""
-    slots = each.lift(drafter or as_drafter(), len(PROMPTS))
-    memory = slots.init(**SIZES, num_pages=num_pages)
-    for slot, prompt in enumerate(PROMPTS):
-        memory = slots.prefill(NEARLY, memory, prompt, slot=slot)
+    sizes = SIZES | {"num_pages": num_pages}
+    drafter = drafter or as_drafter()
+    slots, memory = decoding.prefilled(drafter, NEARLY, PROMPTS, **sizes)
     return slots, memory, decoding.padded(PROMPTS, SIZES["capacity"] + 1)
 
 

@@ -84,14 +84,8 @@ def test_drafts_are_the_oracles(head, impl, monkeypatch):
     runs.
     """
     decoding.needs(impl)
-    passes, counts, forward = [], [], peagle.SlotParallel._forward
-
-    def counted(self, *inputs):
-        jax.debug.callback(lambda: passes.append(1))
-        return forward(self, *inputs)
-
-    monkeypatch.setattr(peagle.SlotParallel, "_forward", counted)
-    right, wrong = [], {-1: [], 1: []}
+    passes = eagle.count_passes(monkeypatch, peagle.SlotParallel, "_forward")
+    counts, right, wrong = [], [], {-1: [], 1: []}
     lengths, gammas = (*LENGTHS, LENGTHS[-1] + 1), (*[GAMMA] * len(LENGTHS), 0)
     rounds = eagle.rounds_of(
         *(Counted(**vars(make(impl))), eagle.features_of(), lengths),
