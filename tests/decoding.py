@@ -62,6 +62,11 @@ def needs(impl: str) -> None:
         pytest.skip(str(error))
 
 
+def slow(*case, **named):
+    """A case of a table that a quick run leaves out."""
+    return pytest.param(*case, marks=pytest.mark.slow, **named)
+
+
 def quickest() -> row_model.RowModel:
     """The target on native kernels, where they can be had: compiled in a third.
 
@@ -217,7 +222,9 @@ class Setting:
 
     @property
     def weights(self) -> params_lib.Params:
-        return TARGET_PARAMS
+        """Those of the first layers, if there are fewer."""
+        layers = TARGET_PARAMS.layers[: self.target.config.num_layers]
+        return TARGET_PARAMS.replace(layers=layers)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -443,6 +450,15 @@ def checked(
     state = run(setting, asks, **how)
     assert_as_decoded(setting, state, asks)
     return state
+
+
+def prefilled(drafter, params, texts, **sizes):
+    """Slots of a drafter, and their memory after a prompt each."""
+    slots = each.lift(drafter, len(texts))
+    memory = slots.init(**sizes)
+    for slot, text in enumerate(texts):
+        memory = slots.prefill(params, memory, text, slot=slot)
+    return slots, memory
 
 
 @functools.partial(jax.jit, static_argnames="drafter")

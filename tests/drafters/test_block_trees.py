@@ -64,6 +64,7 @@ def test_children_are_the_oracles(tmp_path, name, monkeypatch):
     assert any(four[:2] != four[2:] for four in cousins)
 
 
+@pytest.mark.slow
 def test_a_tree_of_one_branch_is_the_chain():
     """Its tokens are the same integers, drawn with the same noise."""
     features = eagle.features_of()

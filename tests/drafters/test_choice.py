@@ -38,11 +38,7 @@ REPEATS, NEW = [1, 2, 3, 4] * 3, [1, 2, 3, 4, 5, 6, 7]
 
 def begun(texts, params=PARAMS, drafter=CHOICE):
     """The slots and their memory, of prompts."""
-    slots = each.lift(drafter, len(texts))
-    memory = slots.init(**BENCH.sizes)
-    for slot, text in enumerate(texts):
-        memory = slots.prefill(params, memory, text, slot=slot)
-    return slots, memory
+    return decoding.prefilled(drafter, params, texts, **BENCH.sizes)
 
 
 def drafted(slots, memory, texts, *, params=PARAMS, behind=0, sampling=None):
@@ -77,9 +73,10 @@ def taught(memory, **counts):
 )
 def test_the_best_by_what_is_known_drafts(counts, expected):
     """Fails if a member that was not chosen is heard, or paid for."""
-    slots, memory = begun([REPEATS])
+    texts = [REPEATS] * 3
+    slots, memory = begun(texts)
     before = int(memory.members[DRAFTED].length[0])
-    memory, proposal = drafted(slots, taught(memory, **counts), [REPEATS])
+    memory, proposal = drafted(slots, taught(memory, **counts), texts)
     member, number = expected
     assert int(proposal.num_drafted[0]) == number
     assert who(memory) == [expected]
@@ -96,27 +93,28 @@ def test_each_slot_has_its_own_choice():
     memory = taught(memory, ngram=0.9, draft=0.8)
     memory, proposal = drafted(slots, memory, texts)
     assert [who(memory, slot)[0][0] for slot in range(3)] == [NGRAM, DRAFTED, NGRAM]
-    alone, only = begun([NEW])
-    _, expected = drafted(alone, taught(only, draft=0.8), [NEW])
+    alike, only = begun([NEW] * 3)
+    _, expected = drafted(alike, taught(only, draft=0.8), [NEW] * 3)
     testing.assert_same_bits(proposal.tokens[1], expected.tokens[0])
 
 
 def test_lookups_are_known_of_rounds_that_went_to_others():
     """Fails if a lookup is judged by tokens that it did not draft, or a member that was
     not asked is judged at all."""
-    slots, memory = begun([REPEATS])
-    memory, _ = drafted(slots, taught(memory, draft=0.95), [REPEATS])
+    texts = [REPEATS] * 3
+    slots, memory = begun(texts)
+    memory, _ = drafted(slots, taught(memory, draft=0.95), texts)
     assert who(memory)[0][0] == DRAFTED
     cleared = jax.tree.map(jnp.zeros_like, memory.known)
     kept_from = {"length", "tokens", "num_drafted"}
     last = {name: getattr(memory.known, name) for name in kept_from}
     memory = memory.replace(known=cleared.replace(**last))
     text = [*REPEATS, 1, 2, 9]  # Two of its drafts, and another token.
-    memory, _ = drafted(slots, memory, [text])
+    memory, _ = drafted(slots, memory, [text] * 3)
     known = memory.known
     assert known.reached[0, NGRAM].tolist() == [1, 1, 1, 0]
     assert known.kept[0, NGRAM].tolist() == [1, 1, 0, 0]
-    after, _ = drafted(slots, memory, [[*text, 1]])
+    after, _ = drafted(slots, memory, [[*text, 1]] * 3)
     asked = {member for member, number in who(memory) if number}
     if DRAFTED not in asked:
         assert after.known.reached[0, DRAFTED, 0] < known.reached[0, DRAFTED, 0]
@@ -125,10 +123,10 @@ def test_lookups_are_known_of_rounds_that_went_to_others():
 def test_a_text_begins_with_what_those_before_it_taught():
     """Fails if a slot begins with another's, with more rounds than are to count, or
     with any where tokens depend on who drafts."""
-    _, memory = begun([REPEATS, NEW])
+    _, memory = begun([REPEATS, NEW, NEW])
     memory = taught(memory, ngram=0.9, draft=0.6)
     for rule, worth in (("coupled", CHOICE.text_weight), ("rejection", 0.0)):
-        slots = each.lift(CHOICE.for_rule(rule_lib.of(rule)), 2)
+        slots = each.lift(CHOICE.for_rule(rule_lib.of(rule)), 3)
         held = jax.tree.map(jnp.array, memory)
         known = slots.prefill(PARAMS, held, REPEATS, slot=0).known
         np.testing.assert_allclose(known.reached[0], worth)
@@ -140,10 +138,10 @@ def test_a_text_begins_with_what_those_before_it_taught():
 
 def test_tokens_that_are_not_committed_teach_nothing():
     """Fails if what stands behind the text says what was kept."""
-    slots, memory = begun([REPEATS])
-    memory, _ = drafted(slots, memory, [REPEATS])
-    text = [*REPEATS, 1]
-    found = [drafted(slots, memory, [text], behind=token) for token in (0, 2, 90)]
+    slots, memory = begun([REPEATS] * 3)
+    memory, _ = drafted(slots, memory, [REPEATS] * 3)
+    texts = [[*REPEATS, 1]] * 3
+    found = [drafted(slots, memory, texts, behind=token) for token in (0, 2, 90)]
     first, expected = found[0]
     number = int(expected.num_drafted[0])
     for memory, proposal in found[1:]:
@@ -156,11 +154,12 @@ def test_tokens_that_are_not_committed_teach_nothing():
 
 def test_no_draw_of_the_round_decides_who_drafts():
     """Fails if the choice looks at the noise, or at what was drawn with it."""
-    slots, memory = begun([NEW])
+    texts = [NEW] * 3
+    slots, memory = begun(texts)
     memory, tokens = taught(memory, draft=0.9), set()
     for seed in range(6):
-        sampling = decoding.sampling_of(1, temperature=1.5, seed=seed)
-        after, proposal = drafted(slots, memory, [NEW], sampling=sampling)
+        sampling = decoding.sampling_of(3, temperature=1.5, seed=seed)
+        after, proposal = drafted(slots, memory, texts, sampling=sampling)
         assert who(after) == [(DRAFTED, GAMMA_MAX)]
         tokens.add(tuple(proposal.tokens[0].tolist()))
     assert len(tokens) > 1  # The noise makes a difference to the drafts themselves.
@@ -174,7 +173,10 @@ def test_chances_are_told_where_all_members_tell_them():
     _, found = drafted(*begun(texts, params, pair), texts, params=params)
     assert found.survival[0].tolist() == [1.0] * GAMMA_MAX  # Seen so, and else not.
     assert 0 < float(found.survival[1, 0]) < 1
-    _, without = drafted(*begun(texts, PARAMS, CHOICE.for_schedule()), texts)
+    slots = each.lift(CHOICE.for_schedule(), 2)
+    _, without = jax.eval_shape(
+        lambda memory: drafted(slots, memory, texts), slots.init(**BENCH.sizes)
+    )
     assert without.survival is None  # `ngram` tells none.
 
 

@@ -21,8 +21,7 @@ FIXED = tree_shapes.parse("3-2")
 
 def drawn(drafter, text, *, seed=5):
     """The proposal after one text, of a drafter whose target draws."""
-    slots = each.lift(drafter, 1)
-    memory = slots.prefill(NEARLY, slots.init(**SMALL.sizes), text, slot=0)
+    slots, memory = decoding.prefilled(drafter, NEARLY, [text], **SMALL.sizes)
     sampling = decoding.sampling_of(1, temperature=0.8, top_k=20, seed=seed)
     _, proposal = decoding.propose_after(
         slots, NEARLY, memory, [text], sampling=sampling

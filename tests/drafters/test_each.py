@@ -54,7 +54,7 @@ class Counts:
         return memory | {"asked": jnp.where(length == 1, 0, memory["asked"])}
 
 
-@pytest.mark.parametrize("num_slots", [1, 3])
+@pytest.mark.parametrize("num_slots", [3, decoding.slow(1)])
 def test_slots_have_memories_and_settings_of_their_own(num_slots):
     """Fails if a prompt, a commit, or a seed is a neighbour's, or a slot that is not
     asked forgets. A drafter that draws is told how, by its slot's settings."""

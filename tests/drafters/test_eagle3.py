@@ -121,6 +121,18 @@ def rounds_of(
             memory = decoding.commit(slots, params, memory, length, **told)
 
 
+def count_passes(monkeypatch, slots: type, name: str) -> list[int]:
+    """A list that grows by one with each run of a method, where it is traced anew."""
+    passes, real = [], getattr(slots, name)
+
+    def counted(self, *inputs):
+        jax.debug.callback(lambda: passes.append(1))
+        return real(self, *inputs)
+
+    monkeypatch.setattr(slots, name, counted)
+    return passes
+
+
 def test_drafts_are_those_of_whole_sequences():
     """Fails if a pair is at another place, or a feature one position early or late."""
     features = features_of()

@@ -33,7 +33,7 @@ CORPUS = suffix.remember(
 """Of texts of any tokenizer: what followed `7, 3` there is in no vocabulary here."""
 WEIGHTS = decoding.NEARLY_TARGET
 LOOKUP = suffix.SuffixDecoding(gamma_max=GAMMA_MAX)
-SEARCHED, FIXED = tree_shapes.parse("2x3:6@1"), tree_shapes.parse("2-2-1")
+SEARCHED, FIXED = tree_shapes.parse("2x3:6@1"), tree_shapes.parse("2-2")
 
 
 def draft_model(impl):
@@ -132,17 +132,14 @@ def make(name, impl=SMALL.target.impl):
 
 
 QUICK = (
-    ("native", "coupled", "draft-model, searched", 1),
     ("native", "coupled", "hybrid", 4),
-    ("native", "rejection", "draft-model", 4),
-    ("native", "block", "draft-model, fixed", 4),
     ("native", "multipath", "draft-model, fixed", 4),
     ("native", "rejection", "dspark", 4),
     ("native", "coupled", "eagle3 with a window, searched", 4),
     ("native", "coupled", "peagle, searched", 4),
-    ("native", "coupled", "dflash2, searched", 1),
 )
-"""Every rule and number of slots, and most kinds of drafter: loops compile slowly."""
+"""Most kinds of drafter: loops compile slowly. The rule of blocks: `test_sampled` and
+`test_trees`; searched trees of a draft model: `test_wide_windows`, all in `engine`."""
 
 
 def is_possible(impl, rule, name, num_slots):
@@ -153,9 +150,7 @@ def is_possible(impl, rule, name, num_slots):
 
 PRODUCT = itertools.product(("native", "xla"), rule_lib.RULES, DRAFTERS, (1, 4))
 REST = [
-    pytest.param(*case, marks=pytest.mark.slow)
-    for case in PRODUCT
-    if case not in QUICK and is_possible(*case)
+    decoding.slow(*case) for case in PRODUCT if case not in QUICK and is_possible(*case)
 ]
 
 
@@ -200,12 +195,9 @@ def test_tokens_are_those_of_decoding(impl, rule, name, num_slots):
         assert accepted  # It is nearly the target.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("impl", "name", "most"),
-    [
-        ("native", "dspark", 0.8),
-        pytest.param("native", "hybrid", 1.0, marks=pytest.mark.slow),
-    ],
+    ("impl", "name", "most"), [("native", "dspark", 0.8), ("native", "hybrid", 1.0)]
 )
 def test_scheduled_tokens_are_those_of_decoding(impl, name, most):
     """Fails if a schedule can change a token, or K/V.
@@ -237,13 +229,10 @@ def test_scheduled_tokens_are_those_of_decoding(impl, name, most):
     assert 0 < weighed <= most * always < most * drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name != "draft-model"))
-        for name in DRAFTERS
-        if name != "bigram"  # `test_readme` has it.
-    ],
+    [name for name in DRAFTERS if name != "bigram"],  # `test_readme` has it.
 )
 def test_every_drafter_keeps_the_contract(name):
     """Fails too if a head that sat out, as a hybrid was sure, misses features."""
@@ -271,7 +260,7 @@ def test_trees_whose_siblings_are_drawn_with_replacement():
     fixed, _ = make("draft-model, fixed")
     drawn = each.lift(fixed, 2, rule="multipath").drafter
     assert drawn.tree.replaces and not fixed.tree.replaces
-    assert str(drawn.tree) == str(fixed.tree) == "2-2-1"
+    assert str(drawn.tree) == str(fixed.tree) == "2-2"
     paths = tree_shapes.parse("[[0],[1],[0,0]]")
     uneven = draft_model(SMALL.target.impl).for_tree(paths)
     certain = dataclasses.replace(fixed, draws="greedy")
@@ -294,13 +283,13 @@ def test_what_each_rule_draws(name):
         assert each.lift(drafter, 2, rule=rule).drafter.draws == draws
 
 
-WITH_PAGES = ("draft-model", "hybrid", "eagle3", "dspark", "peagle")
+def first_of(first, *others):
+    """The first drafter, and others that are slow."""
+    slow = [decoding.slow(name) for name in others]
+    return pytest.mark.parametrize("name", [first, *slow])
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["draft-model", *(pytest.param(n, marks=pytest.mark.slow) for n in WITH_PAGES[1:])],
-)
+@first_of("hybrid", "draft-model", "eagle3", "dspark", "peagle")
 def test_where_pages_run_out_fewer_drafts_are_made(name):
     """Fails if a slot waits for a page, drafts on without one, or takes another's."""
     drafter, params = make(name)
@@ -320,7 +309,7 @@ def test_where_pages_run_out_fewer_drafts_are_made(name):
     assert 0 < counts[1] < counts[0]
 
 
-@pytest.mark.parametrize("name", WITH_PAGES)
+@first_of("draft-model", "hybrid", "eagle3", "dspark", "peagle")
 def test_the_pool_of_a_drafter_is_not_copied(name):
     """Fails if the loop of a proposal hands the pool through a copy."""
     drafter, params = make(name)
@@ -329,28 +318,3 @@ def test_the_pool_of_a_drafter_is_not_copied(name):
     decoding.assert_proposes_in_place(
         slots, params, memory, getattr(memory, "kv", memory)
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle3", "rnn", "dspark"])
-def test_native_drafts_are_those_of_xla(name):
-    """Fails if the one call draws with other noise, or mixes otherwise.
-
-    No promise of bits: sums of these two differ, and a tie might be decided otherwise.
-    """
-    decoding.needs("native")
-    features = eagle.features_of((1, 0))
-
-    def drawn(impl, seed, temperature):
-        drafter, params = make(name, impl)
-        told = decoding.sampling_of(2, temperature=temperature, seed=seed)
-        rounds = eagle.rounds_of(
-            drafter, features, (7, 8, 11), params=params, sampling=told
-        )
-        return [proposal.tokens.tolist() for _, proposal in rounds]
-
-    for seed, temperature in ((0, 0.0), (1, 4.0)):
-        found = drawn("native", seed, temperature)
-        assert found == drawn("xla", seed, temperature)
-        # Negative control: it is the noise that decides.
-        assert (found == drawn("xla", seed + 1, temperature)) == (temperature == 0)

@@ -6,7 +6,7 @@ import decoding
 import pytest
 
 from spec_jax import testing
-from spec_jax.drafters import draft_model, each, hybrid, suffix, tree_shapes
+from spec_jax.drafters import draft_model, hybrid, suffix, tree_shapes
 
 
 GAMMA_MAX = 4
@@ -25,10 +25,7 @@ SURE, UNSURE = [1, 2, 3, 4] * 3, [1, 2, 3, 4, 5, 6, 7]
 
 def after(drafter, params, texts):
     """Memory and proposal after texts that were prefilled, one a slot."""
-    slots = each.lift(drafter, len(texts))
-    memory = slots.init(**BENCH.sizes)
-    for slot, text in enumerate(texts):
-        memory = slots.prefill(params, memory, text, slot=slot)
+    slots, memory = decoding.prefilled(drafter, params, texts, **BENCH.sizes)
     size = BENCH.capacity + 1
     return decoding.propose_after(slots, params, memory, texts, size=size)
 
@@ -54,7 +51,7 @@ def test_the_draft_model_is_asked_only_where_statistics_are_not_sure():
 
 def test_the_survival_of_a_draft_is_that_of_whoever_drafted_it():
     """And a hybrid is scheduled by it. Without a schedule nobody says it."""
-    texts = [SURE, UNSURE]
+    texts = [SURE, UNSURE, SURE]
     _, proposal = after(HYBRID.for_schedule(), PARAMS, texts)
     _, expected = after(DRAFT.for_schedule(), PARAMS.draft, [UNSURE])
     assert proposal.survival[0].tolist() == [1.0] * GAMMA_MAX  # Seen so, and else not.

@@ -48,11 +48,11 @@ def drafts(drafter, text, *, gamma, behind=acceptance.PAD) -> list[int]:
 
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=MAX_LEN)
-sizes = st.sampled_from([(1, 1), (3, 1), (3, 2), (5, 3)])
+sizes = st.sampled_from([(1, 1), (3, 2), (5, 3)])
 
 
 @pytest.mark.parametrize(("match", "stop_ids"), [("last", ()), ("first", (2,))])
-@hypothesis.settings(deadline=None, max_examples=200, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=100, derandomize=True)
 @hypothesis.given(texts, sizes, st.integers(0, GAMMA_MAX), st.integers(0, 2))
 def test_drafts_are_those_of_a_search(match, stop_ids, text, sizes, gamma, behind):
     """Fails if another occurrence wins, or what is behind the text is read."""

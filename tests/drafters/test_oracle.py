@@ -1,5 +1,6 @@
 """The oracle proposes its trace, and is wrong where it was told to be."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,12 +14,15 @@ DRAFTER = oracle.Oracle(gamma_max=GAMMA_MAX, vocab_size=96)
 TEXT = [3, 95, 0, 41, 41, 7]
 
 
+_propose = jax.jit(DRAFTER.propose)
+
+
 def drafts(trace, length, *, gamma=GAMMA_MAX) -> list[int]:
     tokens = jnp.zeros((12,), jnp.int32)
     memory = DRAFTER.init(capacity=11, page_size=4)
     memory = DRAFTER.prefill(trace, memory, TEXT[:1])
     assert memory.tokens.shape == memory.is_right.shape == (13,)
-    _, proposal = DRAFTER.propose(
+    _, proposal = _propose(
         None, memory, tokens=tokens, length=jnp.int32(length), gamma=jnp.int32(gamma)
     )
     return np.asarray(proposal.tokens)[: int(proposal.num_drafted)].tolist()

@@ -15,7 +15,6 @@ from spec_jax.model import hub
 
 
 GAMMA_MAX = 3
-PROMPTS = ["def f(x):", "aaaaaaaa", "import os"]
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +73,14 @@ def installed(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_drafter_of_another_package_drafts_in_a_batch(folders, installed):
-    """By its entry point: through the front door, in slots. The kit: `test_readme`."""
+def test_drafters_of_another_package(folders, installed):
+    """By an entry point, and by module and name: a class, a function of the parts, and
+    a drafter that is there already. What they draft: `test_readme`."""
     assert "bigram" in registry.names()
-    lm = load_with(folders, "bigram")
     kind = importlib.import_module(installed).Bigram
-    assert lm.drafter == kind(gamma_max=GAMMA_MAX, vocab_size=tiny_pair.VOCAB_SIZE)
-    outs = sj.generate(lm, PROMPTS, max_tokens=16, gamma=3, num_slots=2)
-    plain = sj.decode(lm, PROMPTS, max_tokens=16)
-    assert [out.tokens for out in outs] == [out.tokens for out in plain]
-    assert sum(out.metrics["proposed"] for out in outs) > 0
-
-
-def test_a_drafter_by_its_module_and_name(folders, installed):
-    """A class, a function of the parts, and a drafter that is there already."""
-    by_class = load_with(folders, f"{installed}:Bigram").drafter
+    by_class = kind(gamma_max=GAMMA_MAX, vocab_size=tiny_pair.VOCAB_SIZE)
+    for name in ("bigram", f"{installed}:Bigram"):
+        assert load_with(folders, name).drafter == by_class
     made = load_with(folders, f"{installed}:make")
     assert made.drafter == by_class and made.drafter_params == {"made": 1}
     ready = load_with(folders, f"{installed}:READY")

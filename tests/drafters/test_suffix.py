@@ -106,7 +106,7 @@ NATIVE = dataclasses.replace(DRAFTER, impl="native")
 LONG = st.lists(st.integers(0, 3), min_size=1, max_size=90)
 
 
-@hypothesis.settings(deadline=None, max_examples=100, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=60, derandomize=True)
 @hypothesis.given(LONG, st.lists(LONG, max_size=4), st.integers(0, 8))
 def test_native_kernels_find_the_same(text, earlier, gamma):
     """Fails if a token, a bit of a probability or of a score is another one."""
@@ -175,12 +175,12 @@ def test_impossible_settings_are_refused(sizes, message):
 
 
 @pytest.mark.parametrize("impl", ["xla", "native"])
-@pytest.mark.parametrize("factor", [float("inf"), 1e300, 2.8e8])
-def test_a_factor_beyond_int32_is_no_bound(factor, impl):
+def test_a_factor_beyond_int32_is_no_bound(impl):
     """Fails if a budget overflows, so that nothing is drafted."""
     decoding.needs(impl)
-    drafter = dataclasses.replace(DRAFTER, max_factor=factor, impl=impl)
-    large = dataclasses.replace(drafter, max_factor=100.0)
     text = [7, 1, 2, 3, 4, 7]
-    found = run(drafter, text, corpus_of(), 4)
-    assert found == run(large, text, corpus_of(), 4) and len(found[1]) == 4
+    expected, *found = [
+        run(dataclasses.replace(DRAFTER, max_factor=x, impl=impl), text, corpus_of(), 4)
+        for x in (100.0, float("inf"), 2.8e8)
+    ]
+    assert found == [expected] * 2 and len(expected[1]) == 4

@@ -2,13 +2,13 @@
 
 import json
 
-import jax.numpy as jnp
+import decoding
 import numpy as np
 import pytest
 
 import spec_jax as sj
 from spec_jax import loading, results
-from spec_jax.engine import protocols, rows
+from spec_jax.engine import rows
 from spec_jax.model import load as load_lib, tokenizer, translated
 
 
@@ -18,6 +18,7 @@ DROPPED = 400
 PROMPT = "def add(a, b):\n    return"
 HOW = {"drafter": "draft-model", "gamma_max": 4}
 RUN = {"max_tokens": 24, "ignore_eos": True, "gamma": 4}
+DRAWN = {"sampling": sj.Sampling(temperature=0.7, seed=3)}
 
 
 def other_words(folder, *, seed=0, dropped=DROPPED):
@@ -102,9 +103,9 @@ def test_a_special_token_is_not_one_of_the_same_letters(foreign, tmp_path):
     ("temperature", "tree"),
     [
         (0.7, None),
-        pytest.param(0.7, "4x4:11", marks=pytest.mark.slow),
-        pytest.param(0.0, None, marks=pytest.mark.slow),
-        pytest.param(0.0, "4x4:11", marks=pytest.mark.slow),
+        decoding.slow(0.7, "4x4:11"),
+        decoding.slow(0.0, None),
+        decoding.slow(0.0, "4x4:11"),
     ],
 )
 def test_rounds_are_those_of_the_draft_in_the_targets_vocabulary(
@@ -112,15 +113,11 @@ def test_rounds_are_those_of_the_draft_in_the_targets_vocabulary(
 ):
     """Fails if a draft in another order drafts anything else, but for tokens that it
     lacks; or if what is committed is not the target's own."""
-    lm = pair if tree is None else pair.with_tree(tree)
     how = RUN if tree is None else RUN | {"gamma": 11}
     if temperature:
-        how = how | {"sampling": sj.Sampling(temperature=temperature, seed=3)}
-    report = sj.check_lossless(lm, [PROMPT, "class Stack:\n"], **how)
-    assert report, report
-    plain = sj.load(**HOW)
-    plain = plain if tree is None else plain.with_tree(tree)
-    mine, theirs = (sj.generate(one, PROMPT, **how) for one in (lm, plain))
+        how = how | DRAWN
+    both = [lm.with_tree(tree) if tree else lm for lm in (pair, sj.load(**HOW))]
+    mine, theirs = (sj.generate(lm, PROMPT, **how) for lm in both)
     assert mine.tokens == theirs.tokens
     # Less than a tenth of the tokens is missing, and none of the most frequent ones.
     assert accepted(mine) >= 0.8 * accepted(theirs) > 0
@@ -131,18 +128,11 @@ def test_tokens_that_the_draft_lacks_are_never_drafted(pair):
     model, params = pair.drafter.model, pair.drafter_params
     kv = model.new_cache(capacity=64, page_size=16)
     kv, _ = model.prefill(params, kv, [5, 6, 7])
-    window = protocols.Window(
-        tokens=jnp.array([[8, 9]], jnp.int32),
-        start=jnp.array([3], jnp.int32),
-        num_active=jnp.array([2], jnp.int32),
-    )
-    slots = rows.SlotRows(model=model, num_slots=1)
-    _, verified = slots.verify(params, kv, window)
-    lacks = np.asarray(params.drafted) == model.own_size
-    logits = np.asarray(verified.logits)[:2]
+    _, logits = decoding.forward(model, params, kv, [8, 9], 3)
+    lacks, logits = np.asarray(params.drafted) == model.own_size, np.asarray(logits)[:2]
     assert np.isneginf(logits[:, lacks]).all()
     assert np.isfinite(logits[:, ~lacks]).all()
-    assert not slots.runs_chains
+    assert not rows.SlotRows(model=model, num_slots=1).runs_chains
 
 
 def test_ids_that_are_not_translated_are_caught(foreign, monkeypatch):
@@ -151,7 +141,8 @@ def test_ids_that_are_not_translated_are_caught(foreign, monkeypatch):
     same = np.minimum(np.arange(4096), size).astype(np.int32)
     monkeypatch.setattr(translated, "tables", lambda *a, **k: (same % size, same))
     lm = sj.load(draft=foreign, **HOW)
-    wrong, right = (sj.generate(one, PROMPT, **RUN) for one in (lm, sj.load(**HOW)))
+    both = (lm, sj.load(**HOW))
+    wrong, right = (sj.generate(one, PROMPT, **RUN, **DRAWN) for one in both)
     assert wrong.tokens == right.tokens
     assert accepted(wrong) < 0.3 * accepted(right)
 

@@ -56,7 +56,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * ("tree" not in name))
+        for name in CASES
+    ],
+)
 def test_rounds_are_traced_with_wide_defaults(name):
     """Fails if a write of the rounds of two slots is wider than what it writes to."""
     drafter, params, rule = CASES[name]

@@ -42,8 +42,9 @@ def drafts(name, monkeypatch, *, kept):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name == "eagle3"))
-        for name in DRAFTERS
+        decoding.slow("eagle3"),
+        "eagle3, tree",
+        decoding.slow("dflash"),
     ],
 )
 def test_a_ring_drafts_what_all_pages_do(name, monkeypatch):

@@ -30,7 +30,13 @@ def replay(tokens, ask: Ask) -> np.ndarray:
     return np.asarray(chosen)[START : START + 40]
 
 
-@pytest.mark.parametrize("sampling", [(), decoding.WARM], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        decoding.slow((), id="greedy"),
+        pytest.param(decoding.WARM, id="drawn"),
+    ],
+)
 def test_replay_finds_what_decoding_would_not_have_chosen(sampling):
     """Fails if replay follows its own choices instead of the given text."""
     ask = Ask(sampling=sampling)

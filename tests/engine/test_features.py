@@ -11,6 +11,7 @@ import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
+import planting
 import pytest
 from decoding import SMALL, Ask
 from test_trees import ScriptedTree, scheduler_of
@@ -57,7 +58,6 @@ class NotedChain(Noted, decoding.Scripted):
     """Proposes the script."""
 
     taps: tuple[int, ...] = TAPS
-    fault: str = ""  # Another drafter, and so another program.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,28 +107,25 @@ ASKS = (
 )
 
 
-def check(setting, drafter, asks) -> list[int]:
-    """Raises unless every slot was handed the features of decoding, and no others.
-
-    Returns how many positions of each slot were compared.
-    """
-    ends = []
-    scheduler = scheduler_of(drafter=drafter, setting=setting, num_slots=len(asks))
-    state = decoding.checked(setting, asks, scheduler=scheduler)
+def check_features(state, asks) -> None:
+    """Raises unless every slot was handed the features of decoding, and no others."""
     for slot, ask in enumerate(asks):
         table = np.asarray(state.memory.slots["table"][slot])
-        expected = of_decoding(setting, ask)
+        expected = of_decoding(SMALL, ask)
         end = len(expected)
+        assert end
         testing.assert_same_bits(table[:end], expected)
         assert np.isnan(table[end:]).all()
-        ends.append(end)
-    return ends
 
 
-@pytest.mark.parametrize("drafter", [CHAIN, TREE], ids=["chain", "tree"])
+DRAFTERS = pytest.mark.parametrize("drafter", [CHAIN, TREE], ids=["chain", "tree"])
+
+
+@DRAFTERS
 def test_features_are_those_of_decoding(drafter):
     """Fails if a rejected row's are handed out, or a cousin's, or one too many."""
-    assert min(check(SMALL, drafter, ASKS)) > 0
+    scheduler = scheduler_of(drafter=drafter, num_slots=len(ASKS))
+    check_features(decoding.checked(SMALL, ASKS, scheduler=scheduler), ASKS)
 
 
 def _late(real):
@@ -156,16 +153,18 @@ def _one_more(real):
     )
 
 
-@pytest.mark.parametrize(
-    ("plant", "drafter"),
-    [(_late, CHAIN), (_one_more, CHAIN), (_late, TREE), (_rejected, TREE)],
-)
-def test_planted_faults_are_caught(plant, drafter, monkeypatch):
+FAULTS = {CHAIN: (_late, _one_more), TREE: (_late, _rejected)}
+
+
+@DRAFTERS
+def test_planted_faults_are_caught(drafter):
     """Negative control: a position early or late, and rows of another branch."""
-    monkeypatch.setattr(round_lib, "_features", plant(round_lib._features))
-    drafter = dataclasses.replace(drafter, fault=plant.__name__)
-    with pytest.raises(AssertionError):
-        check(SMALL, drafter, ASKS[:1])
+    asks, scheduler = ASKS[:1], scheduler_of(drafter=drafter)
+    requests = [decoding.scripted(SMALL, ask) for ask in asks]
+    faults = [(round_lib, "_features", plant) for plant in FAULTS[drafter]]
+    check = lambda state: check_features(state, asks)
+    begin = lambda: decoding.admit(scheduler, requests)
+    planting.check_faults(scheduler.speculator, begin, faults, check)
 
 
 @pytest.mark.parametrize("impl", ["native", "xla"])

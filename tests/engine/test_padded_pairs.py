@@ -36,7 +36,7 @@ def write_model(folder, *, seed: int, **changes):
 def pair(tmp_path_factory):
     """Folders of a target and of a draft whose vocabularies are padded differently."""
     folder = tmp_path_factory.mktemp("pair")
-    target = write_model(folder / "target", seed=0, num_layers=2)
+    target = write_model(folder / "target", seed=0)
     return target, write_model(folder / "draft", seed=0, vocab_size=264)
 
 

@@ -19,6 +19,7 @@ from spec_jax.gamma import costs as costs_lib, goodput, policy, threshold
 ROUND_S = np.array([1.0, 1.3, 1.45, 1.6, 1.75])
 PROBING = policy.Probing(every=2, longest=8, bound=1.0)
 LONG = Ask(max_tokens=60)
+KINDS = pytest.mark.parametrize("name", ["goodput", decoding.slow("threshold")])
 
 
 def make(name):
@@ -42,7 +43,7 @@ def run(name, asks):
     return decoding.run(SMALL, asks, scheduler=scheduler_of(name), draws=True)
 
 
-@pytest.mark.parametrize("name", ["threshold", "goodput"])
+@KINDS
 def test_tokens_stay_and_each_slot_has_a_policy_of_its_own(name):
     """Fails if a policy is updated by another slot's rounds.
 
@@ -83,7 +84,7 @@ def assert_same_policy(found, expected) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, expected)
 
 
-@pytest.mark.parametrize("name", ["threshold", "goodput"])
+@KINDS
 def test_a_policy_is_told_of_every_round_of_its_slot(name):
     """Round by round, in calls of one: the state is that of the counts.
 
@@ -207,10 +208,11 @@ def test_tokens_and_kv_do_not_depend_on_costs(rise):
 def test_a_refilled_slot_begins_with_what_was_learnt():
     """But owes nothing for tokens of the text before it."""
     hopeless = dataclasses.replace(LONG, run=0)
-    scheduler = SMALL.scheduler(**planted(0.4))
-    requests = [decoding.scripted(SMALL, hopeless)] * 2
-    first, second = (one.slot for one in scheduler.run(requests))
-    assert second.num_proposed < first.num_proposed
+    scheduler = SMALL.scheduler(num_slots=3, **planted(0.4))
+    requests = [decoding.scripted(SMALL, hopeless)] * 6
+    ended = {one.number: one.slot for one in scheduler.run(requests)}
+    for number in range(3):
+        assert ended[number + 3].num_proposed < ended[number].num_proposed
     state = decoding.run(SMALL, [hopeless], scheduler=scheduler)
     assert int(state.slots.policy.num_behind[0]) > 0
     again = scheduler.admit(state, 0, requests[0])

@@ -132,7 +132,8 @@ def test_survival_is_the_product_of_what_was_most_probable():
     drafts = np.asarray(proposal.tokens[0, :3])
     text = jnp.asarray([*request.prompt, *drafts], jnp.int32)[None]
     config = scheduler.drafter.drafter.model.config
-    logits = sequence.logits(decoding.NEARLY_TARGET, config, text)[0, -4:-1]
+    logits_of = jax.jit(sequence.logits, static_argnums=1)
+    logits = logits_of(decoding.NEARLY_TARGET, config, text)[0, -4:-1]
     probs = np.asarray(jax.nn.softmax(logits))
     survival = np.asarray(proposal.survival[0])
     np.testing.assert_allclose(survival[:3], np.cumprod(probs.max(axis=1)), rtol=1e-4)

@@ -181,8 +181,8 @@ def test_rounds_draw_from_the_targets_law(lm, prompt, rule, num_slots):
     ("rule", "tree"),
     [
         ("rejection", None),
-        pytest.param("block", None, marks=SLOW),
-        pytest.param("rejection", "3-2", marks=SLOW),
+        decoding.slow("block", None),
+        decoding.slow("rejection", "3-2"),
     ],
 )
 def test_rounds_draw_from_the_processed_law(lm, prompt, rule, tree):

@@ -11,6 +11,7 @@ import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
+import planting
 import pytest
 
 from spec_jax import testing
@@ -41,16 +42,26 @@ class Scene:
     def slots(self) -> rows.SlotRows:
         return rows.SlotRows(model=self.model, num_slots=self.num_slots)
 
+    def step(self, params, kv, window, kept):
+        """`SlotRows.verify` and a truncation."""
+        kv, verified = self.slots.verify(params, kv, window)
+        kv = self.slots.truncate(kv, kept, asked=window.num_active > 0)
+        return kv, verified, self.slots.choose(verified.logits, verified.num_active)
+
     @functools.cached_property
     def together(self):
-        """`SlotRows.verify` and a truncation, compiled anew."""
+        """A step, compiled anew."""
+        return functools.partial(jax.jit(self.step), self.params)
 
-        def step(params, kv, window, kept):
-            kv, verified = self.slots.verify(params, kv, window)
-            kv = self.slots.truncate(kv, kept, asked=window.num_active > 0)
-            return kv, verified, self.slots.choose(verified.logits, verified.num_active)
+    @functools.cached_property
+    def with_faults(self):
+        """A step with the fault of a number."""
 
-        return functools.partial(jax.jit(step), self.params)
+        def step(number, *inputs):
+            with planting.planted(FAULTS, number):
+                return self.step(*inputs)
+
+        return jax.jit(step)
 
     @functools.cached_property
     def alone(self):
@@ -184,9 +195,9 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
 @pytest.mark.parametrize(
     ("kind", "num_slots"),
     [
-        ("native-float32", 1),
+        decoding.slow("native-float32", 1),
         ("native-bfloat16", 4),
-        pytest.param("xla-float32", 4, marks=pytest.mark.slow),
+        decoding.slow("xla-float32", 4),
     ],
 )
 def test_slots_are_what_they_are_alone(kind, num_slots, rng):
@@ -194,13 +205,6 @@ def test_slots_are_what_they_are_alone(kind, num_slots, rng):
     scene = make_scene(kind, num_slots)
     # With XLA, all of the tiles that there can be.
     assert walk(scene, scene.together, rng) == num_slots * WINDOW
-
-
-def test_native_rows_of_several_tiles(rng, monkeypatch):
-    """Fails if a native tile that is not the first finds other rows or other K/V."""
-    monkeypatch.setattr(rows, "NATIVE_TILE", 3)
-    scene = make_scene("native-float32")
-    assert walk(scene, anew(scene).together, rng) == scene.num_slots * WINDOW
 
 
 def _append(**changes):
@@ -220,26 +224,28 @@ def _append(**changes):
     return wrap
 
 
-FAULTS = {
-    "the next position": ("_append", _append(positions=lambda x: x + 1)),
-    "the neighbour's slot": ("_append", _append(slots=lambda x: (x + 1) % 4)),
-    "the neighbour's rows": ("_append", _append(at=lambda x: jnp.roll(x, 1, axis=0))),
-    "the first tile again": (
-        "_tile_of",
-        lambda real: lambda rows, start, height: real(rows, 0, height),
-    ),
-}
+FAULTS = (
+    (windows, "_append", _append(positions=lambda x: x + 1)),
+    (windows, "_append", _append(slots=lambda x: (x + 1) % 4)),
+    (windows, "_append", _append(at=lambda x: jnp.roll(x, 1, axis=0))),
+    (windows, "_tile_of", lambda real: lambda rows, _, height: real(rows, 0, height)),
+)
+"""The next position, the neighbour's slot and rows, and the first tile again."""
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_caught(fault, rng, monkeypatch):
+def test_planted_faults_are_caught(rng, monkeypatch):
     """Negative control: rows at another's position, in another's slot, and so on."""
-    scene = make_scene("native-float32")
-    name, plant = FAULTS[fault]
-    monkeypatch.setattr(windows, name, plant(getattr(windows, name)))
     monkeypatch.setattr(rows, "NATIVE_TILE", 3)
-    with pytest.raises((AssertionError, ValueError)):
-        walk(scene, anew(scene).together, rng, num_steps=4)
+    scene = anew(make_scene("native-float32"))
+    step = scene.with_faults
+    for number in range(len(FAULTS) + 1):
+        together = functools.partial(step, jnp.int32(number), scene.params)
+        if number == 0:
+            # A native tile that is not the first finds its rows, and their K/V.
+            assert walk(scene, together, rng) == scene.num_slots * WINDOW
+            continue
+        with pytest.raises((AssertionError, ValueError)):
+            walk(scene, together, rng, num_steps=4)
 
 
 def test_a_slot_without_a_page_is_not_run_and_the_others_are():

@@ -10,6 +10,7 @@ import dataclasses
 import decoding
 import jax.numpy as jnp
 import numpy as np
+import planting
 import pytest
 from decoding import ALWAYS, PROMPT, SMALL, Ask, Status
 
@@ -43,7 +44,6 @@ class ScriptedTree(decoding.Scripted):
 
     gamma_max: int = WIDTH
     depth_max: int = DEPTH
-    fault: str = ""  # Another drafter, and so another program.
 
     def propose(self, params, memory, *, tokens, length, gamma):
         del tokens
@@ -85,9 +85,9 @@ def asks_of(ask, num_slots):
     ("impl", "cache", "num_slots"),
     [
         ("native", "paged", 1),
-        ("native", "static", 3),
-        pytest.param("xla", "paged", 1, marks=pytest.mark.slow),
-        pytest.param("xla", "paged", 3, marks=pytest.mark.slow),
+        decoding.slow("native", "static", 3),
+        decoding.slow("xla", "paged", 1),
+        decoding.slow("xla", "paged", 3),
     ],
 )
 def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots, right):
@@ -126,9 +126,7 @@ def test_max_tokens_is_met_exactly(num_slots):
 
 def test_a_full_cache():
     """Fails if nodes need places that decoding does not, and there are none."""
-    setting = dataclasses.replace(SMALL, capacity=24)
-    asks = [Ask(gamma=WIDTH)]
-    state = checked(asks, setting=setting)
+    state = checked([Ask(gamma=WIDTH, max_tokens=200)])
     assert decoding.slot_of(state).status == Status.CAPACITY
 
 
@@ -138,9 +136,12 @@ def test_a_small_pool_is_shared():
     # Alike, so that all slots want it at once.
     full = 6 * decoding.PAGE_SIZE + 1
     asks = [Ask(max_tokens=full - len(PROMPT), gamma=WIDTH)] * 3
+    # The pages of others are held back: the executable is that of all pages.
+    state = scheduler_of(num_slots=3).empty(draws=False)
+    state = state.replace(cache=state.cache.replace(num_free=jnp.int32(14 - 3)))
     scheduler = scheduler_of(num_slots=3, num_pages=14)
     requests = [decoding.scripted(SMALL, ask) for ask in asks]
-    for finished in scheduler.run(requests):
+    for finished in scheduler.run(requests, state=state):
         expected = decoding.decoded(SMALL, asks[finished.number])
         prompt = asks[finished.number].prompt
         assert finished.tokens == decoding.text(expected)[len(prompt) :]
@@ -161,31 +162,26 @@ def nothing_moved(real):
     return lambda self, kv, path, num_kept, *, start: kv
 
 
-FAULTS = {
-    "of its own row": (tree_acceptance, "follow", of_own_row),
-    "not moved": (rows.SlotRows, "keep_path", nothing_moved),
-    "chains": (
-        tree,
-        "layout",
-        lambda real: (
-            lambda parents, *, start, width: real(
-                jnp.asarray(tree.chain(parents.shape[0])), start=start, width=width
-            )
-        ),
-    ),
-}
+def of_a_chain(real):
+    return lambda parents, *, start, width: real(
+        jnp.asarray(tree.chain(parents.shape[0])), start=start, width=width
+    )
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_caught(fault, monkeypatch):
+FAULTS = (
+    (tree_acceptance, "follow", of_own_row),
+    (rows.SlotRows, "keep_path", nothing_moved),
+    (tree, "layout", of_a_chain),
+)
+
+
+def test_planted_faults_are_caught():
     """Negative control: what the tests above compare must differ."""
-    where, name, change = FAULTS[fault]
-    monkeypatch.setattr(where, name, change(getattr(where, name)))
-    asks = [Ask(gamma=WIDTH, run=ALWAYS)]
-    scheduler = scheduler_of(drafter=ScriptedTree(fault=fault))
-    state = decoding.run(SMALL, asks, scheduler=scheduler)
-    with pytest.raises((AssertionError, RuntimeError, ValueError)):
-        decoding.assert_as_decoded(SMALL, state, asks)
+    asks, scheduler = [Ask(gamma=WIDTH, run=ALWAYS)], scheduler_of()
+    requests = [decoding.scripted(SMALL, ask) for ask in asks]
+    check = lambda state: decoding.assert_as_decoded(SMALL, state, asks)
+    begin = lambda: decoding.admit(scheduler, requests)
+    planting.check_faults(scheduler.speculator, begin, FAULTS, check)
 
 
 def test_what_was_recorded_is_what_decoding_saw():
@@ -229,7 +225,7 @@ def test_parents_that_are_none_commit_nothing_wrong():
         checked([Ask(gamma=WIDTH)], right=right, drafter=Liar())
 
 
-@pytest.mark.parametrize("rule", ("rejection", "block"))
+@pytest.mark.parametrize("rule", (decoding.slow("rejection"), "block"))
 def test_rules_by_uniforms_are_greedy_at_temperature_zero(rule, right="second"):
     """Drafts that were certain: the output is that of decoding, limits included."""
     checked([Ask(gamma=WIDTH, run=3), Ask(gamma=4, run=2)], right=right, rule=rule)

@@ -4,7 +4,9 @@ import dataclasses
 
 import decoding
 import jax
+import jax.numpy as jnp
 import numpy as np
+import planting
 import pytest
 from decoding import Ask
 
@@ -22,54 +24,65 @@ ASKS = (
 WEIGHTS = decoding.perturbed(decoding.TARGET_PARAMS, 0.05)
 
 
-def run(rows, impl, asks=ASKS):
-    """Sequences side by side, whose drafts are wrong often enough to need a tree."""
+def of_own_tiles(real):
+    """Planted: rows of a tile see the nodes of their own tile alone."""
+
+    def layout(window, *, num_rows):
+        positions, branch = real(window, num_rows=num_rows)
+        columns = jnp.arange(num_rows)[None, :, None]
+        places = branch - window.start[:, None, None]
+        is_far = (places > 0) & (places // 80 < columns // 80)
+        return positions, branch - is_far.astype(branch.dtype)
+
+    return layout
+
+
+def scheduler_of(setting, rows, num_slots):
+    """Slots whose drafts are wrong often enough to need a tree."""
     tree = tree_shapes.parse(f"8x8:{rows - 1}@1")
-    drafter = decoding.draft_drafter(impl=impl).for_tree(tree)
-    setting = dataclasses.replace(decoding.setting_of(impl), capacity=400)
-    scheduler = setting.scheduler(drafter, num_slots=len(asks), draft_params=WEIGHTS)
-    return setting, jax.device_get(decoding.rounds(scheduler, asks))
+    drafter = decoding.draft_drafter(impl=setting.target.impl).for_tree(tree)
+    return setting.scheduler(drafter, num_slots=num_slots, draft_params=WEIGHTS)
+
+
+def setting_of(impl):
+    return dataclasses.replace(decoding.setting_of(impl), capacity=400)
 
 
 @pytest.mark.parametrize(
     ("rows", "impl"),
     [
-        pytest.param(64, "native", marks=pytest.mark.slow),
+        decoding.slow(64, "native"),
         (WIDEST, "native"),
-        pytest.param(WIDEST, "xla", marks=pytest.mark.slow),
+        decoding.slow(WIDEST, "xla"),
     ],
 )
 def test_tokens_are_those_of_decoding_at_each_budget(rows, impl):
     """Fails if a row of a later tile misses one before it, or a branch is cut."""
-    setting, state = run(rows, impl)
-    decoding.assert_as_decoded(setting, state, ASKS)
+    setting, requests = setting_of(impl), [ask.request() for ask in ASKS]
+    scheduler = scheduler_of(setting, rows, len(ASKS))
+
+    seen = []
+
+    def check(state):
+        seen.append(jax.device_get(state.slots))
+        decoding.assert_as_decoded(setting, state, ASKS)
+
+    # Of fewer rows there is one tile.
+    faults = [(windows, "_layout", of_own_tiles)] * (rows > 80)
+    begin = lambda: decoding.admit(scheduler, requests)
+    planting.check_faults(scheduler.speculator, begin, faults, check)
     # Nodes past the first 64 were proposed, and some of them were kept.
-    slots = state.slots
+    slots = seen[0]
     assert slots.num_proposed[0] == (rows - 1) * slots.num_rounds[0]
     assert slots.num_proposed[2] == 40 * slots.num_rounds[2]
     if rows > 64:
         assert np.asarray(slots.kept_by_rank)[:, 63:].sum() > 0
 
 
+@pytest.mark.slow
 def test_one_sequence():
     """Fails if XLA ends the process over columns that nothing reads: one slot's are not
     packed (`compilation.one_kernel`)."""
-    setting, state = run(WIDEST, "native", ASKS[:1])
+    setting = setting_of("native")
+    state = decoding.rounds(scheduler_of(setting, WIDEST, 1), ASKS[:1])
     decoding.assert_as_decoded(setting, state, ASKS[:1])
-
-
-def test_a_parent_in_another_tile_that_is_not_seen_is_caught(monkeypatch):
-    """Negative control: rows of a tile see the nodes of their own tile alone."""
-    layout = windows._layout
-
-    def planted(window, *, num_rows):
-        positions, branch = layout(window, num_rows=num_rows)
-        columns = jax.numpy.arange(num_rows)[None, :, None]
-        places = branch - window.start[:, None, None]
-        is_far = (places > 0) & (places // 80 < columns // 80)
-        return positions, branch - is_far.astype(branch.dtype)
-
-    monkeypatch.setattr(windows, "_layout", planted)
-    setting, state = run(255, "native")  # a program of its own
-    with pytest.raises(AssertionError):
-        decoding.assert_as_decoded(setting, state, ASKS)

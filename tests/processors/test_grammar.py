@@ -77,16 +77,14 @@ def test_many_tokens_share_a_class(lm):
     [
         {"gamma": 4, "sampling": sj.Sampling(seed=4)},
         pytest.param({"gamma": 4}, marks=pytest.mark.slow),
-        {"gamma": sj.Tree.parse("2x2:5"), "sampling": sj.Sampling(seed=5)},
+        pytest.param(
+            {"gamma": sj.Tree.parse("2x2:5"), "sampling": sj.Sampling(seed=5)},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_written_is_of_the_grammar(lm, settings):
-    """Fails if a token is written that the pattern or the schema forbids."""
-    found = sj.generate(
-        lm, "x", max_tokens=9, processors=grammar.regex(r"[ab]{2,5}c", lm), **settings
-    )
-    assert found.status is sj.Status.STOP
-    assert re.fullmatch(r"[ab]{2,5}c", found.text)
+    """Fails if a token is written that the schema forbids. Patterns: the next test."""
     made = sj.processors.chain(
         grammar.json_schema(SCHEMA, lm),
         # A random model never ends a number or a run of blanks by itself.
@@ -100,15 +98,12 @@ def test_what_is_written_is_of_the_grammar(lm, settings):
         assert isinstance(value["age"], int) and len(value["name"]) <= 4
 
 
+SLOW = pytest.mark.slow
 PATTERNS = ("[ab]{2,5}c", "(de|f)+g", "[ab]{2,5}c", "h{4}")
 
 
 @pytest.mark.parametrize(
-    "others",
-    [
-        pytest.param([], marks=pytest.mark.slow),
-        [sj.processors.penalties(frequency=3.0)],
-    ],
+    "others", [[], pytest.param([sj.processors.penalties(frequency=3.0)], marks=SLOW)]
 )
 def test_requests_of_a_batch_have_grammars_of_their_own(lm, others):
     """Fails if a request goes on in the automaton of another."""
@@ -118,11 +113,9 @@ def test_requests_of_a_batch_have_grammars_of_their_own(lm, others):
     settings = {"max_tokens": 12, "sampling": sj.Sampling(seed=2)}
     found = sj.generate(lm, ["x"] * 4, processors=made, num_slots=2, **settings)
     plain = sj.decode(lm, ["x"] * 4, processors=made, **settings)
-    for one, other, pattern, own in zip(found, plain, PATTERNS, made, strict=True):
+    for one, other, pattern in zip(found, plain, PATTERNS, strict=True):
         assert re.fullmatch(pattern, one.text) or one.status is sj.Status.LENGTH
-        alone = dict(settings, sampling=sj.Sampling(seed=one.provenance["seed"]))
-        written = sj.decode(lm, "x", processors=own, **alone)
-        assert one.tokens == other.tokens == written.tokens
+        assert one.tokens == other.tokens
     assert found[3].text == "hhhh"
 
 

@@ -233,11 +233,11 @@ def capped_branches(target, draft, chain, *, caps=True):
 def test_hierarchical_branch_resampling_is_block_verification(rng):
     """Capped ratios are the joint ratios of Sun et al.: both verify a chain by the same
     numbers. Fails without the cap, which is the negative control."""
-    differs = []
+    probabilities, differs = jax.jit(acceptance.block_probabilities), []
     for _ in range(20):
         target, draft = rng.dirichlet(np.ones(4), size=4), rng.dirichlet(np.ones(4), 3)
         chain = rng.integers(0, 4, 3)
-        found = acceptance.block_probabilities(
+        found = probabilities(
             jnp.asarray(chain, jnp.int32),
             jnp.asarray(draft, jnp.float32),
             jnp.asarray(target, jnp.float32),

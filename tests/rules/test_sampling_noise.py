@@ -103,7 +103,9 @@ def test_no_two_purposes_share_noise():
     assert drawn(uses[5]) == drawn(uses[5])
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(
+    "is_compiled", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "other", [jax.default_prng_impl("rbg"), jax.threefry_partitionable(False)]
 )

@@ -6,6 +6,7 @@ second is worth its row is known from the first one's token alone.
 """
 
 import enumeration
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -92,6 +93,9 @@ def test_a_schedule_that_sees_the_token_is_caught(rule, fault, monkeypatch):
     assert enumeration.bias(enumeration.RULES[rule], CASE, honest) < 1e-6
 
 
+_best = jax.jit(knowledge.best)
+
+
 def asked_by(kept_of):
     """How much a choice asks for, by counts that may know what is drafted."""
     round_s = jnp.asarray([[1.0, 1.4, 1.8]], jnp.float32)
@@ -102,7 +106,7 @@ def asked_by(kept_of):
         known = known.replace(reached=jnp.full_like(kept, 20.0), kept=kept)
         most = jnp.full((1, 1), 2, jnp.int32)
         how = {"prior": 0.7, "weight": 4.0}
-        return int(knowledge.best(known, round_s, most, **how)[1][0])
+        return int(_best(known, round_s, most, **how)[1][0])
 
     return num_drafted
 

@@ -17,7 +17,7 @@ from spec_jax.training import loop
 
 CONFIG = tiny_pair.config(
     vocab_size=32, hidden_size=16, intermediate_size=24, head_dim=8,
-    max_position_embeddings=64, num_layers=2,
+    max_position_embeddings=64,
 )  # fmt: skip
 # Relative to the norm of what is compared: float32 sums in another order.
 TOLERANCE = 1e-5
