@@ -62,11 +62,6 @@ def needs(impl: str) -> None:
         pytest.skip(str(error))
 
 
-def slow(*case, **named):
-    """A case of a table that a quick run leaves out."""
-    return pytest.param(*case, marks=pytest.mark.slow, **named)
-
-
 def quickest() -> row_model.RowModel:
     """The target on native kernels, where they can be had: compiled in a third.
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 
-def slow(*values: Any) -> Any:
+def slow(*values: Any, **named: Any) -> Any:
     """One case of these values."""
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return pytest.param(*values, marks=pytest.mark.slow, **named)
 
 
 def slow_but(cases: Iterable[Any], *quick: Any) -> list:

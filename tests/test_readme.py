@@ -34,9 +34,7 @@ def test_a_readme_without_output_is_seen():
         shown_output(text.replace("SPEC_JAX_ISA", "ISA"))
 
 
-@pytest.mark.slow
 def test_the_drafter_of_the_readme_keeps_the_contract():
-    """Of its rounds there are quick tests in `drafters/test_every_drafter.py`."""
     assert "Bigram" in run_blocks(python_blocks(README.read_text(), HEADING))
 
 

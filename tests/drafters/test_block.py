@@ -15,6 +15,7 @@ import safetensors.numpy
 import test_eagle3 as eagle
 from decoding import SMALL
 from model import block_oracle as oracle
+from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.drafters import block, each
@@ -123,7 +124,7 @@ class Counted(block.BlockDrafter):
     ("name", "impl"),
     [
         ("dspark", "xla"), ("dflash2", "native"), ("mixed", "native"),
-        *(decoding.slow(*case) for case in (
+        *(slow(*case) for case in (
             ("dflash", "xla"), ("rnn", "native"), ("dflash2", "xla"), ("mixed", "xla"),
             ("anchored", "native"), ("gated", "native"), ("causal", "native"),
         )),
@@ -171,7 +172,7 @@ def test_what_rows_see_matters(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", ["xla", decoding.slow("native")])
+@pytest.mark.parametrize("impl", ["xla", slow("native")])
 def test_independent_draws_are_from_the_probabilities_they_state(tmp_path, impl):
     """Fails if a token is drawn from another array than the rule judges it by."""
     decoding.needs(impl)

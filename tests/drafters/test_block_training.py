@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import test_block as blocks
 import test_eagle3 as eagle
+from slow_cases import slow
 
 from spec_jax.drafters import each
 from spec_jax.model import sequence
@@ -78,9 +79,7 @@ def differences(name, *, config=None, batch=None) -> float:
     return max(errors)
 
 
-REST = [
-    decoding.slow(name) for name in ("dflash2", "dflash", "gated", "mixed", "anchored")
-]
+REST = [slow(name) for name in ("dflash2", "dflash", "gated", "mixed", "anchored")]
 
 
 @pytest.mark.parametrize("name", ["dspark", *REST])

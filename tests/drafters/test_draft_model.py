@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoding import MIXED, SMALL, Ask
+from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.drafters import draft_model, each, tree_shapes
@@ -108,7 +109,7 @@ def kv_of(memory, slot):
     "drafter",
     [
         pytest.param(as_drafter(), id="chain"),
-        decoding.slow(as_drafter().for_tree(tree_shapes.parse("3-2")), id="tree"),
+        slow(as_drafter().for_tree(tree_shapes.parse("3-2")), id="tree"),
     ],
 )
 def test_loops_end_in_a_slot_that_was_never_opened(drafter):

@@ -6,6 +6,7 @@ import decoding
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.drafters import each, hybrid, oracle, suffix
@@ -54,7 +55,7 @@ class Counts:
         return memory | {"asked": jnp.where(length == 1, 0, memory["asked"])}
 
 
-@pytest.mark.parametrize("num_slots", [3, decoding.slow(1)])
+@pytest.mark.parametrize("num_slots", [3, slow(1)])
 def test_slots_have_memories_and_settings_of_their_own(num_slots):
     """Fails if a prompt, a commit, or a seed is a neighbour's, or a slot that is not
     asked forgets. A drafter that draws is told how, by its slot's settings."""

@@ -19,6 +19,7 @@ import test_block as blocks
 import test_eagle3 as eagle
 import test_peagle as parallel
 from decoding import GAMMA_MAX, SMALL, Ask
+from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.drafters import choice, each, hybrid, ngram, oracle, suffix, tree_shapes
@@ -149,9 +150,7 @@ def is_possible(impl, rule, name, num_slots):
 
 
 PRODUCT = itertools.product(("native", "xla"), rule_lib.RULES, DRAFTERS, (1, 4))
-REST = [
-    decoding.slow(*case) for case in PRODUCT if case not in QUICK and is_possible(*case)
-]
+REST = [slow(*case) for case in PRODUCT if case not in QUICK and is_possible(*case)]
 
 
 def request_of(name: str, ask: Ask):
@@ -285,8 +284,8 @@ def test_what_each_rule_draws(name):
 
 def first_of(first, *others):
     """The first drafter, and others that are slow."""
-    slow = [decoding.slow(name) for name in others]
-    return pytest.mark.parametrize("name", [first, *slow])
+    later = [slow(name) for name in others]
+    return pytest.mark.parametrize("name", [first, *later])
 
 
 @first_of("hybrid", "draft-model", "eagle3", "dspark", "peagle")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from spec_jax import pytree, testing
 from spec_jax.engine import protocols
@@ -59,7 +60,7 @@ LOOPS = ("lossless", "slots")
 """The clauses that compile loops."""
 
 
-@pytest.mark.parametrize("without", [LOOPS, decoding.slow(())])
+@pytest.mark.parametrize("without", [LOOPS, slow(())])
 def test_a_drafter_that_keeps_the_contract(without, monkeypatch, capsys):
     """And fails if a minute of checks says nothing. All clauses: `test_readme`, too."""
     monkeypatch.setattr(drafter_kit, "INTERVAL_S", 0.0)

@@ -5,6 +5,7 @@ import json
 import decoding
 import numpy as np
 import pytest
+from slow_cases import slow
 
 import spec_jax as sj
 from spec_jax import loading, results
@@ -103,9 +104,9 @@ def test_a_special_token_is_not_one_of_the_same_letters(foreign, tmp_path):
     ("temperature", "tree"),
     [
         (0.7, None),
-        decoding.slow(0.7, "4x4:11"),
-        decoding.slow(0.0, None),
-        decoding.slow(0.0, "4x4:11"),
+        slow(0.7, "4x4:11"),
+        slow(0.0, None),
+        slow(0.0, "4x4:11"),
     ],
 )
 def test_rounds_are_those_of_the_draft_in_the_targets_vocabulary(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.drafters import ngram, suffix, suffix_match, tree_search, tree_shapes
@@ -117,7 +118,7 @@ def test_nodes_are_those_of_eagle(number):
     assert set(grown(head, tree)) == published(head, tree)
 
 
-@pytest.mark.parametrize("text", ["3x4:15@0.5", decoding.slow("3-2-1")])
+@pytest.mark.parametrize("text", ["3x4:15@0.5", slow("3-2-1")])
 def test_a_vocabulary_of_its_own_drafts_the_same(text):
     """Fails if an entry's number is taken for its token, or mapped twice."""
     hot, tree = np.array([1, 2, 4, 5, 9, 10, 12]), tree_shapes.parse(text)
@@ -267,7 +268,7 @@ def test_the_kit_sees_trees_that_are_none(kind, clause, words):
         testing.CLAUSES[clause](kind(gamma_max=6, tree=TREE), None, BENCH)
 
 
-@pytest.mark.parametrize("text", ["50x2:6", decoding.slow("50")])
+@pytest.mark.parametrize("text", ["50x2:6", slow("50")])
 @pytest.mark.parametrize("make", [ngram.PromptLookup, suffix.SuffixDecoding])
 def test_more_children_than_places(make, text):
     """Fails if what the text has no room for ends the trace, or is drafted as -1."""

@@ -6,6 +6,7 @@ import decoding
 import pytest
 import test_block as blocks
 import test_eagle3 as eagle
+from slow_cases import slow
 
 from spec_jax.drafters import each, features as features_lib, tree_shapes
 from spec_jax.engine import checks
@@ -42,9 +43,9 @@ def drafts(name, monkeypatch, *, kept):
 @pytest.mark.parametrize(
     "name",
     [
-        decoding.slow("eagle3"),
+        slow("eagle3"),
         "eagle3, tree",
-        decoding.slow("dflash"),
+        slow("dflash"),
     ],
 )
 def test_a_ring_drafts_what_all_pages_do(name, monkeypatch):

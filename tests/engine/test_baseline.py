@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoding import PROMPT, SMALL, Ask
+from slow_cases import slow
 
 from spec_jax.drafters import each, ngram, tree_shapes
 from spec_jax.engine import baseline, checks
@@ -33,7 +34,7 @@ def replay(tokens, ask: Ask) -> np.ndarray:
 @pytest.mark.parametrize(
     "sampling",
     [
-        decoding.slow((), id="greedy"),
+        slow((), id="greedy"),
         pytest.param(decoding.WARM, id="drawn"),
     ],
 )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoding import GAMMA_MAX, SMALL, Ask
+from slow_cases import slow
 
 from spec_jax.engine import checks, protocols, round as round_lib
 from spec_jax.rules import acceptance
@@ -124,7 +125,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(
     ("rule", "has_probs", "num_slots", "impl"),
-    [*QUICK, *(decoding.slow(*case) for case in OTHERS)],
+    [*QUICK, *(slow(*case) for case in OTHERS)],
 )
 def test_no_proposal_makes_the_output_wrong(rule, has_probs, num_slots, impl):
     """Fails if a number of drafts, or a token, is taken on trust by any rule.

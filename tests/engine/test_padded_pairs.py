@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny_pair
+from slow_cases import slow
 
 import spec_jax as sj
 from spec_jax.model import families, gpt_neox, load as load_lib, params as params_lib
@@ -44,9 +45,7 @@ DRAFTERS = {"draft-model": {"cache": "static"}, "tree": {"tree": "2x3:5"}}
 SAMPLINGS = [sj.Sampling(temperature=0.0), sj.Sampling(temperature=0.7, seed=3)]
 
 
-@pytest.mark.parametrize(
-    "drafter", ["draft-model", pytest.param("tree", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("drafter", ["draft-model", slow("tree")])
 def test_drafts_change_no_token(pair, drafter):
     """Greedy and drawn; fails too if an entry without a token is drawn or drafted."""
     target, draft = pair

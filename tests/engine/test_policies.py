@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoding import GAMMA_MAX, MIXED, SMALL, Ask
+from slow_cases import slow
 
 from spec_jax import default_gamma, testing
 from spec_jax.gamma import costs as costs_lib, goodput, policy, threshold
@@ -19,7 +20,7 @@ from spec_jax.gamma import costs as costs_lib, goodput, policy, threshold
 ROUND_S = np.array([1.0, 1.3, 1.45, 1.6, 1.75])
 PROBING = policy.Probing(every=2, longest=8, bound=1.0)
 LONG = Ask(max_tokens=60)
-KINDS = pytest.mark.parametrize("name", ["goodput", decoding.slow("threshold")])
+KINDS = pytest.mark.parametrize("name", ["goodput", slow("threshold")])
 
 
 def make(name):

@@ -11,6 +11,7 @@ import numpy as np
 import planting
 import pytest
 import tiny_pair
+from slow_cases import slow
 
 import spec_jax as sj
 from spec_jax import lossless, run as run_lib, testing
@@ -183,10 +184,10 @@ def is_in_vain(before, proposal) -> int:
     ("name", "draw", "tree"),
     [
         ("ngram", "greedy", None),
-        decoding.slow("draft-model", "1", "2x2:3"),
-        decoding.slow("dspark", "1", None),
-        decoding.slow("hybrid", "1", None),
-        decoding.slow("eagle3", "greedy", "2x2:3"),
+        slow("draft-model", "1", "2x2:3"),
+        slow("dspark", "1", None),
+        slow("hybrid", "1", None),
+        slow("eagle3", "greedy", "2x2:3"),
     ],
 )
 def test_no_draft_is_proposed_in_vain(tmp_path, name, draw, tree):

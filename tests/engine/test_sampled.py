@@ -7,6 +7,7 @@ uniforms keep its law: `test_sequential_law`, and `tests/rules`.
 import decoding
 import pytest
 from decoding import ALWAYS, MIXED, SMALL, Ask
+from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.engine import baseline, round as round_lib
@@ -14,7 +15,7 @@ from spec_jax.engine import baseline, round as round_lib
 
 @pytest.mark.parametrize(
     ("impl", "num_slots"),
-    [("native", 3), decoding.slow("native", 1)],
+    [("native", 3), slow("native", 1)],
 )
 def test_the_stream_is_that_of_decoding(impl, num_slots):
     """Fails if noise is keyed by round, row or slot, or a filter sees other rows."""
@@ -45,7 +46,7 @@ def test_settings_are_data():
     assert decoding.text(state) == greedy != texts[0]
 
 
-@pytest.mark.parametrize("rule", [decoding.slow("rejection"), "block"])
+@pytest.mark.parametrize("rule", [slow("rejection"), "block"])
 def test_rules_by_uniforms_write_the_same_in_any_slot(rule):
     """Fails if the noise of a round is keyed by its slot, or a slot reads another's."""
     scheduler = SMALL.scheduler(num_slots=3, rule=rule)

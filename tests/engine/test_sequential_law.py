@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
+from slow_cases import slow
 
 from experiments.lib import prompt_files
 from spec_jax import loading
@@ -181,8 +182,8 @@ def test_rounds_draw_from_the_targets_law(lm, prompt, rule, num_slots):
     ("rule", "tree"),
     [
         ("rejection", None),
-        decoding.slow("block", None),
-        decoding.slow("rejection", "3-2"),
+        slow("block", None),
+        slow("rejection", "3-2"),
     ],
 )
 def test_rounds_draw_from_the_processed_law(lm, prompt, rule, tree):

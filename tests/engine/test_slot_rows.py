@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import planting
 import pytest
+from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.engine import protocols, rows, windows
@@ -195,9 +196,9 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
 @pytest.mark.parametrize(
     ("kind", "num_slots"),
     [
-        decoding.slow("native-float32", 1),
+        slow("native-float32", 1),
         ("native-bfloat16", 4),
-        decoding.slow("xla-float32", 4),
+        slow("xla-float32", 4),
     ],
 )
 def test_slots_are_what_they_are_alone(kind, num_slots, rng):

@@ -13,6 +13,7 @@ import numpy as np
 import planting
 import pytest
 from decoding import ALWAYS, PROMPT, SMALL, Ask, Status
+from slow_cases import slow
 
 from spec_jax import testing, tree
 from spec_jax.debug import recorder
@@ -85,9 +86,9 @@ def asks_of(ask, num_slots):
     ("impl", "cache", "num_slots"),
     [
         ("native", "paged", 1),
-        decoding.slow("native", "static", 3),
-        decoding.slow("xla", "paged", 1),
-        decoding.slow("xla", "paged", 3),
+        slow("native", "static", 3),
+        slow("xla", "paged", 1),
+        slow("xla", "paged", 3),
     ],
 )
 def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots, right):
@@ -225,7 +226,7 @@ def test_parents_that_are_none_commit_nothing_wrong():
         checked([Ask(gamma=WIDTH)], right=right, drafter=Liar())
 
 
-@pytest.mark.parametrize("rule", (decoding.slow("rejection"), "block"))
+@pytest.mark.parametrize("rule", (slow("rejection"), "block"))
 def test_rules_by_uniforms_are_greedy_at_temperature_zero(rule, right="second"):
     """Drafts that were certain: the output is that of decoding, limits included."""
     checked([Ask(gamma=WIDTH, run=3), Ask(gamma=4, run=2)], right=right, rule=rule)

@@ -9,6 +9,7 @@ import numpy as np
 import planting
 import pytest
 from decoding import Ask
+from slow_cases import slow
 
 from spec_jax.drafters import tree_shapes
 from spec_jax.engine import protocols, windows
@@ -51,9 +52,9 @@ def setting_of(impl):
 @pytest.mark.parametrize(
     ("rows", "impl"),
     [
-        decoding.slow(64, "native"),
+        slow(64, "native"),
         (WIDEST, "native"),
-        decoding.slow(WIDEST, "xla"),
+        slow(WIDEST, "xla"),
     ],
 )
 def test_tokens_are_those_of_decoding_at_each_budget(rows, impl):

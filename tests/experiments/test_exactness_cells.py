@@ -11,6 +11,7 @@ import pytest
 import tiny_pair
 import wrong_targets
 from script_runs import assert_fails_with, interrupted, main_of, models_of, rows_of
+from slow_cases import slow
 
 from experiments import exactness
 from experiments.lib import (
@@ -35,7 +36,7 @@ FIXED = "[[0],[0,0],[0,1],[0,0,0],[0,1,0],[0,1,1]]"
     ("tree", "named", "nodes"),
     [
         ("fixed.json", FIXED, 6),
-        pytest.param("2x4:7", "2x4:7@0.4", 7, marks=pytest.mark.slow),
+        slow("2x4:7", "2x4:7@0.4", 7),
     ],
 )
 def test_trees_are_exact(folders, tmp_path, monkeypatch, tree, named, nodes):

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 from script_runs import rows_of
+from slow_cases import slow
 
 from experiments import exactness, gpu_report
 from experiments.lib import gpu_calls, processes, subjects, suite_plan
@@ -69,8 +70,8 @@ def dry_run(tmp_path, *arguments: str) -> list[dict]:
     ("only", "programs"),
     [
         ("^steps 0.6b$", {"target: plain steps", "target: windows"}),
-        pytest.param("^eagle3 tree of 32", {"target: plain steps", "draft: proposals",
-                     "forced: plain", "forced: rounds"}, marks=pytest.mark.slow),
+        slow("^eagle3 tree of 32", {"target: plain steps", "draft: proposals",
+                     "forced: plain", "forced: rounds"}),
     ],
 )  # fmt: skip
 def test_programs_are_lowered_without_a_gpu(

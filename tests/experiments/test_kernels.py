@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny_pair
 from script_runs import rows_from
+from slow_cases import slow
 
 from experiments import kernels as script
 from spec_jax.model import config as config_lib
@@ -19,9 +20,7 @@ def shapes(folder, layers) -> list[str]:
     return ["--shapes", str(folder)]
 
 
-@pytest.mark.parametrize(
-    "impl", [pytest.param("interpret", marks=pytest.mark.slow), "native"]
-)
+@pytest.mark.parametrize("impl", [slow("interpret"), "native"])
 def test_bits_from_the_command_line(tmp_path, impl, monkeypatch):
     """Fails if a row depends on another, or a way to read is left out."""
     layers, contexts, ways = 2, "5,20", 8

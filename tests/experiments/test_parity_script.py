@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from script_runs import rows_of, write_rows
+from slow_cases import slow
 
 from experiments import parity, plot
 from experiments.lib import microscope
@@ -97,7 +98,7 @@ class Fault:
 
 @pytest.mark.parametrize(
     ("number", "name"),
-    [(1, "embed"), (10, "k_cache"), pytest.param(19, "down", marks=pytest.mark.slow)],
+    [(1, "embed"), (10, "k_cache"), slow(19, "down")],
 )
 def test_every_planted_fault_is_named(number, name):
     """Fails if an operation is not seen, or is taken for another: of rows, and of what
@@ -114,9 +115,7 @@ def test_every_planted_fault_is_named(number, name):
     assert found.cells[key]["differing"] == found.cells[key]["max_ulp"] == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["flash", pytest.param("library-rows", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["flash", slow("library-rows")])
 def test_superseded_windows_have_the_values_of_rows(name):
     """Fails if a window forgets its prefix, a mask, a norm or a rotation; its bits
     differ from the first layer on."""

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 from script_runs import assert_fails_with, models_of, rows_from, rows_of, write_rows
+from slow_cases import slow
 
 from experiments import replay, spec_round
 from experiments.lib import policies, runs
@@ -42,7 +43,7 @@ def written(write):
 # target's tokens, of which lookups see no more than the text. The rest is slow.
 REPLAYED = [name for name in registry.BUILDERS if name not in registry.NEED_TARGET]
 RUNS = [("sampled", "draft-model")] + [
-    pytest.param(kind, name, marks=pytest.mark.slow)
+    slow(kind, name)
     for kind in ("greedy", "sampled")
     for name in REPLAYED
     if (kind, name) != ("sampled", "draft-model")

@@ -9,6 +9,7 @@ import pytest
 import tiny_pair
 from head_runs import BLOCKS, args_of, command, job_of, run, with_texts
 from script_runs import assert_fails_with
+from slow_cases import slow
 
 import spec_jax as sj
 from experiments import train_drafter
@@ -55,7 +56,7 @@ def losses(folder) -> list:
 @LEAVES_LOOPS
 @pytest.mark.parametrize(
     "flags",
-    [pytest.param([], id="eagle3", marks=pytest.mark.slow), BLOCKS],
+    [slow([], id="eagle3"), BLOCKS],
 )
 def test_a_killed_run_on_a_cache_is_the_run_without(
     target, work, tmp_path, capsys, flags

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.engine import protocols, round as round_lib, rows as rows_lib
@@ -78,9 +79,7 @@ def committed(kv):
     return [decoding.held(kv, length, slot=slot) for slot, length in enumerate(lengths)]
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 def test_drafts_are_those_of_single_steps(dtype):
     """Fails if a chain takes another row, place or token than steps would."""
     target, params = make(dtype)

@@ -4,10 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ops import row_contract
+from slow_cases import slow
 
 
 # Around pieces of 512 and 16,384 of native kernels and of 4,096 of Triton's; and Qwen3.
-WIDTHS = (1, 7, 513, 4097, 16_385, pytest.param(151_936, marks=pytest.mark.slow))
+WIDTHS = (1, 7, 513, 4097, 16_385, slow(151_936))
 
 
 def run(impl, logits):

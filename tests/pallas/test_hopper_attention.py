@@ -8,6 +8,7 @@ import hopper
 import jax
 import jax.numpy as jnp
 import pytest
+from slow_cases import slow
 
 from spec_jax.pallas import row_attention_triton
 
@@ -53,7 +54,7 @@ def qwen3(compiler):
     )
 
 
-@pytest.mark.parametrize("model", ["8B", pytest.param("0.6B", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["8B", slow("0.6B")])
 def test_qwen3(qwen3, model):
     """Fails if a kernel spills, is too large, or runs one block where two would fit.
 
@@ -81,7 +82,7 @@ def test_qwen3(qwen3, model):
 @pytest.mark.parametrize(
     ("heads", "changes"),
     [
-        pytest.param((14, 2, 80), {"page_size": 64}, marks=pytest.mark.slow),
+        slow((14, 2, 80), {"page_size": 64}),
         ((8, 4, 256), {"dtype": "float32", "context": 4096}),
     ],
 )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ptxas_log
 import pytest
 import xla_fusions
+from slow_cases import slow
 
 from spec_jax.pallas import byte_gemm_triton as byte_gemm, skinny_gemm_triton as gemm
 
@@ -259,7 +260,7 @@ def assert_one_kernel(report: hopper.Report, name: str) -> None:
     assert launches == [name] * ROWS
 
 
-@pytest.mark.parametrize("is_gate", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_gate", [False, slow(True)])
 def test_one_row_and_sixteen_are_one_kernel(compiler, is_gate):
     """Fails if what is compiled for a number of rows is made for that number."""
     weights = WEIGHTS["0.6B gate" if is_gate else "0.6B out"]

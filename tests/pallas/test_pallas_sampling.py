@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.engine import protocols, target as target_lib, verification
@@ -230,7 +231,7 @@ class Target(target_lib.Target):
 
 @pytest.mark.parametrize(
     ("rule", "parents"),
-    [("block", None), pytest.param("rejection", (0, 0, 1), marks=pytest.mark.slow)],
+    [("block", None), slow("rejection", (0, 0, 1))],
 )
 def test_rules_decide_as_they_do_by_xla(rng, rule, parents):
     """Fails if a rule is told of other sums, rows or settings by the kernels.

@@ -13,6 +13,7 @@ import pytest
 from native import native_oracle as oracle
 from ops import row_contract
 from ops.products import EPS, Product
+from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.native import blocks
@@ -122,7 +123,7 @@ def test_splits_are_added_in_their_order(rng):
     testing.assert_same_bits(run(whole, weights, rows, plan=plan), total)
 
 
-@pytest.mark.parametrize("plan", [pytest.param(SMALL, marks=pytest.mark.slow), SPLIT])
+@pytest.mark.parametrize("plan", [slow(SMALL), SPLIT])
 def test_what_is_added_is_normed_as_by_two_kernels(rng, plan):
     """Fails if the norm that adds partial sums rounds or orders them another way.
 
@@ -150,9 +151,7 @@ def test_what_is_added_is_normed_as_by_two_kernels(rng, plan):
         testing.assert_same_bits(np.asarray(others)[:5], added)
 
 
-@pytest.mark.parametrize(
-    ("K", "N"), [(129, 40), pytest.param(577, 20, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("K", "N"), [(129, 40), slow(577, 20)])
 def test_eight_bits_on_tiles(rng, K, N):
     """Fails if rows are rounded otherwise, tiles lose a bit, or blocks are not added
     first to last, each after it was rounded.

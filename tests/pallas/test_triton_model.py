@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model import test_family_rows as families_lib, test_rows as rows_lib
+from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.ops import projection
@@ -46,7 +47,7 @@ def make_model(**changes) -> Model:
     return Model(config=made.config, params=made.params, impl=made.impl)
 
 
-SLOW_BYTES = pytest.param("q8_0", marks=pytest.mark.slow)
+SLOW_BYTES = slow("q8_0")
 
 
 @pytest.fixture(scope="module", params=["dense", SLOW_BYTES])

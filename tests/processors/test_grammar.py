@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import tiny_pair
+from slow_cases import slow
 
 import spec_jax as sj
 from spec_jax.processors import grammar
@@ -76,7 +77,7 @@ def test_many_tokens_share_a_class(lm):
     "settings",
     [
         {"gamma": 4, "sampling": sj.Sampling(seed=4)},
-        pytest.param({"gamma": 4}, marks=pytest.mark.slow),
+        slow({"gamma": 4}),
         pytest.param(
             {"gamma": sj.Tree.parse("2x2:5"), "sampling": sj.Sampling(seed=5)},
             marks=pytest.mark.slow,

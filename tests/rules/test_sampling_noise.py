@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core
+from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.rules import sampling
@@ -103,9 +104,7 @@ def test_no_two_purposes_share_noise():
     assert drawn(uses[5]) == drawn(uses[5])
 
 
-@pytest.mark.parametrize(
-    "is_compiled", [True, pytest.param(False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("is_compiled", [True, slow(False)])
 @pytest.mark.parametrize(
     "other", [jax.default_prng_impl("rbg"), jax.threefry_partitionable(False)]
 )
