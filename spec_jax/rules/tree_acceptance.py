@@ -110,6 +110,7 @@ def of_trees(decide: Callable[..., acceptance.Outcome]):
         depth_max: int,
         row_sums: acceptance.RowSums | None = None,
     ) -> acceptance.Outcome:
+        """Decides on the tree of these arguments; `help` shows what `decide` says."""
         tree = Drafted(
             tokens=draft_tokens,
             parents=parents,
