@@ -1,4 +1,4 @@
-"""The `config.json` of published block drafters, in four layouts.
+"""Reads the `config.json` of published block drafters, in four layouts.
 
 z-lab         DFlash: what is its own is under `dflash_config`; no embedding
 deepspec      DeepSeek's DSpark, and its DFlash of rank 0: a flat config, and copies of
@@ -32,18 +32,19 @@ DIALECTS: tuple[str, ...] = get_args(Dialect)
 WHOLE: tuple[Dialect, ...] = ("z-lab", "deepspec", "specforge")
 """Layouts whose drafters draft every token of the target's."""
 
-_DFLASH2 = "DFlash2DraftModel"
+DFLASH2 = "DFlash2DraftModel"
 ARCHITECTURES: dict[str, Dialect] = {
     "DFlashDraftModel": "z-lab",
     "Qwen3DSparkModel": "deepspec",
     "DSparkDraftModel": "specforge",
     "DFlashSpeculator": "speculators",
     "DSparkSpeculator": "speculators",
-    _DFLASH2: "z-lab",  # Or speculators', where it has their type.
+    DFLASH2: "z-lab",  # Or speculators', where it has their type.
 }
-_TYPE = "speculators_model_type"
+TYPE = "speculators_model_type"
+"""The key by which speculators names a kind of drafter."""
 _TYPES = ("dflash", "dspark", "dflash2")
-_TAPS = 2  # of a convolution's kernel
+CONV_TAPS = 2  # of a convolution's kernel
 
 SLOTS: Mapping[str, block_params.Slots] = {
     "z-lab": "fill-in",
@@ -53,7 +54,7 @@ SLOTS: Mapping[str, block_params.Slots] = {
 """Default of the slots' predictions; files of speculators have a flag."""
 
 _ANCHOR_FLAGS = ("sample_from_anchor", "query_zero_predicts_next")
-_SCALINGS = ("confidence_temperatures", "confidence_shifts")
+SCALINGS = ("confidence_temperatures", "confidence_shifts")
 """Lists of numbers, of each draft; fields of a `BlockConfig`."""
 
 _CAUSAL_FLAGS = ("is_causal", "causal", "causal_head")
@@ -66,7 +67,7 @@ _OWN = (
     "sliding_window_non_causal",
     "swa_window_size",
     "use_swa",
-    *_SCALINGS,
+    *SCALINGS,
     "block_size",
     "conv_group_size",
     "conv_kernel_size",
@@ -127,7 +128,7 @@ def write_scaling(
         for each draft of a block; it is as it was then.
     """
     raw = head_dialects.read_object(path)
-    for key, values in zip(_SCALINGS, (temperatures, shifts), strict=True):
+    for key, values in zip(SCALINGS, (temperatures, shifts), strict=True):
         for place in (raw, raw.get("dflash_config", {})):
             place.pop(key, None)
         if values:
@@ -157,13 +158,13 @@ def _dialect_of(raw: Mapping[str, Any]) -> Dialect:
     """Finds the layout of a config."""
     what = "layout of DFlash or DSpark"
     name = head_dialects.architecture(raw, ARCHITECTURES, what)
-    kind = raw.get(_TYPE)
+    kind = raw.get(TYPE)
     if kind is None and ARCHITECTURES[name] != "speculators":
         return ARCHITECTURES[name]
-    is_other = (kind == "dflash2") != (name == _DFLASH2)
+    is_other = (kind == "dflash2") != (name == DFLASH2)
     if kind not in _TYPES or is_other or not name.lower().startswith(kind):
         raise ValueError(
-            f"{_TYPE}={reprlib.repr(kind)} with architectures={[name]}: known are "
+            f"{TYPE}={reprlib.repr(kind)} with architectures={[name]}: known are "
             f"{', '.join(_TYPES)}, each with its own architecture"
         )
     return "speculators"
@@ -224,11 +225,11 @@ def _from_dict(
         slides=_flag(said, "use_swa"),
         window=said.get("swa_window_size"),
     )
-    if raw.get(_TYPE) == "dflash2":  # As its class has it.
+    if raw.get(TYPE) == "dflash2":  # As its class has it.
         said.setdefault("sliding_window_non_causal", True)
     head, rank = _head(said)
-    if head == "none" and _DFLASH2 in raw["architectures"]:
-        raise ValueError(f"{_DFLASH2} without selector_rank: state it")
+    if head == "none" and DFLASH2 in raw["architectures"]:
+        raise ValueError(f"{DFLASH2} without selector_rank: state it")
     has_confidence = _flag(said, "enable_confidence_head")
     with_markov = _flag(said, "confidence_head_with_markov", default=rank > 0)
     config = block_params.BlockConfig(
@@ -245,7 +246,7 @@ def _from_dict(
         has_confidence=has_confidence,
         confidence_with_markov=has_confidence and with_markov,
         attention=_attention_of(said, dialect, windows or (0,) * layer.num_layers),
-        **{key: _numbers(said, key) for key in _SCALINGS},
+        **{key: _numbers(said, key) for key in SCALINGS},
     )
     check_config(config, dialect)
     return dialect, config
@@ -283,7 +284,7 @@ def _attention_of(
     return layers if set(layers) != {block_params.LayerAttention()} else ()
 
 
-def _causal_flag(config: block_params.BlockConfig) -> bool | None:
+def causal_flag(config: block_params.BlockConfig) -> bool | None:
     """Returns whether all rows or none are causal; None where sliding layers are.
 
     Raises:
@@ -331,10 +332,10 @@ def _conv_group(said: Mapping[str, Any]) -> int:
     """Returns the channels of a group of convolutions; 0: there are none."""
     taps = _whole(said, "conv_kernel_size", default=0)
     group = _whole(said, "conv_group_size", default=0)
-    if taps not in (0, _TAPS) or (taps > 0) != (group > 0):
+    if taps not in (0, CONV_TAPS) or (taps > 0) != (group > 0):
         raise ValueError(
             f"conv_kernel_size={taps} and conv_group_size={group}: convolutions have "
-            f"{_TAPS} taps, and groups"
+            f"{CONV_TAPS} taps, and groups"
         )
     return group
 
@@ -350,7 +351,7 @@ def _slots(
         return "anchor-first" if flags.pop() else "fill-in"
     if dialect != "speculators":
         return SLOTS[dialect]
-    if raw[_TYPE] == "dspark":
+    if raw[TYPE] == "dspark":
         raise ValueError(
             "no sample_from_anchor, and both kinds of DSpark are published so: state "
             "true where slot 0 predicts the token after the anchor"
@@ -410,7 +411,7 @@ def check_config(config: block_params.BlockConfig, dialect: Dialect) -> None:
 def _check_attention(config: block_params.BlockConfig, dialect: Dialect) -> None:
     """Raises `ValueError` for windows and masks that a layout has no words for."""
     head_dialects.window_keys([each.window for each in config.attention])
-    flag = _causal_flag(config)
+    flag = causal_flag(config)
     is_speculators = dialect == "speculators"
     for each in config.attention:
         if each.window and each.from_anchor != is_speculators:
@@ -423,125 +424,3 @@ def _check_attention(config: block_params.BlockConfig, dialect: Dialect) -> None
         raise ValueError(
             "all layers are causal: speculators has no word for it; choose z-lab"
         )
-
-
-def _layer(head: block_params.BlockConfig) -> dict[str, Any]:
-    """Returns the config of a model of the drafter's layers."""
-    windows = [head.attention_of(i).window for i in range(head.layer.num_layers)]
-    return config_lib.to_dict(head.layer) | head_dialects.window_keys(windows)
-
-
-def _unusual(dialect: Dialect) -> Any:
-    """Makes a function that says whether slots are anchor-first, if unusual."""
-    return lambda head, _: (
-        None if head.slots == SLOTS[dialect] else head.slots == "anchor-first"
-    )
-
-
-def _attention(head: block_params.BlockConfig, origin: Any) -> str:
-    return "mha" if head.layer.num_heads == head.layer.num_kv_heads else "gqa"
-
-
-_FLAT: head_dialects.Keys = {
-    "num_target_layers": lambda _, origin: origin.target.num_layers,
-    "block_size": lambda head, _: head.block_size,
-    "tie_word_embeddings": False,
-}
-_INNER: head_dialects.Keys = {
-    "mask_token_id": lambda head, _: head.mask_token_id,
-    "target_layer_ids": lambda head, _: [tap - 1 for tap in head.taps],
-}
-_HEADS: head_dialects.Keys = {
-    "markov_rank": lambda head, _: head.markov_rank,
-    "markov_head_type": lambda head, _: head.head if head.markov_rank else None,
-    "enable_confidence_head": lambda head, _: head.has_confidence,
-    "confidence_head_with_markov": lambda head, _: (
-        head.confidence_with_markov if head.has_confidence else None
-    ),
-}
-
-
-_DFLASH2_KEYS: head_dialects.Keys = {
-    "conv_kernel_size": _TAPS,
-    "conv_group_size": lambda head, _: head.conv_group,
-    "selector_rank": lambda head, _: head.markov_rank,
-    "selector_top_k": lambda head, _: head.top_k,
-}
-
-
-def _nested(dialect: Dialect, keys: head_dialects.Keys) -> head_dialects.Keys:
-    """Returns a layout of `dflash_config`; llama.cpp looks for the flag beside it."""
-    flag: head_dialects.Keys = {"sample_from_anchor": _unusual(dialect)}
-    causal: head_dialects.Keys = {
-        "causal": lambda head, _: _causal_flag(head),
-        "causal_head": lambda head, _: _causal_flag(head) or None,
-    }
-    inner = keys | _INNER | flag | causal
-    return (
-        _FLAT | flag | {"dflash_config": lambda *told: head_dialects.fill(inner, *told)}
-    )
-
-
-def _speculators(kind: str, keys: head_dialects.Keys) -> head_dialects.Keys:
-    return keys | {
-        _TYPE: kind,
-        "speculators_config": lambda head, origin: head_dialects.speculators_config(
-            kind, head.num_drafts, origin
-        ),
-        "transformer_layer_config": lambda head, _: _layer(head),
-        "draft_vocab_size": lambda head, _: head.draft_vocab_size,
-        "block_size": _FLAT["block_size"],
-        "mask_token_id": _INNER["mask_token_id"],
-        "aux_hidden_state_layer_ids": lambda head, _: list(head.taps),
-        "sample_from_anchor": lambda head, _: head.slots == "anchor-first",
-        "sliding_window_non_causal": lambda head, _: (
-            (_causal_flag(head) is False) or (False if kind == "dflash2" else None)
-        ),
-        "torch_dtype": lambda head, _: head.layer.dtype,
-    }
-
-
-_KEYS: Mapping[str, head_dialects.Keys] = {
-    # No `auto_map`, which names a file of code that is not written.
-    "DFlashDraftModel": _nested("z-lab", {}),
-    "DSparkDraftModel": _nested(
-        "specforge",
-        _HEADS
-        | {
-            "attention_mode": _attention,
-            "confidence_head_alpha": lambda head, _: float(head.has_confidence),
-            "projector_type": "dspark",
-        },
-    ),
-    "Qwen3DSparkModel": {
-        **_FLAT,
-        **_INNER,
-        **_HEADS,
-        "num_anchors": lambda _, origin: origin.num_anchors,
-        "is_causal": lambda head, _: _causal_flag(head),
-    },
-    "DFlashSpeculator": _speculators("dflash", {}),
-    "DSparkSpeculator": _speculators("dspark", _HEADS),
-    f"z-lab {_DFLASH2}": _nested("z-lab", _DFLASH2_KEYS),
-    f"speculators {_DFLASH2}": _speculators("dflash2", _DFLASH2_KEYS),
-}
-"""Keys that each layout's own code writes beside those of layers, by architecture."""
-
-
-def to_dict(
-    config: block_params.BlockConfig, dialect: Dialect, origin: head_dialects.Origin
-) -> dict[str, Any]:
-    """Returns the `config.json` that `read_config` reads back."""
-    names = [
-        name
-        for name, known in ARCHITECTURES.items()
-        if known == dialect and name != _DFLASH2
-    ]
-    name = names[-1 if config.has_dspark_heads else 0]  # Speculators has two.
-    table = _KEYS[name]
-    if config.head == "selector":
-        name, table = _DFLASH2, _KEYS[f"{dialect} {_DFLASH2}"]
-    layer = {} if dialect == "speculators" else _layer(config)
-    scalings = {key: list(getattr(config, key)) or None for key in _SCALINGS}
-    keys = {"architectures": [name], **table, **scalings}
-    return layer | head_dialects.fill(keys, config, origin)

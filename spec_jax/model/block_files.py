@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from spec_jax.model import (
+    block_config_keys,
     block_dialects as dialects,
     block_params,
     checkpoint_files as files,
@@ -143,7 +144,7 @@ def save(
         folder,
         params,
         _names(config, with_embed=has_copies, with_lm_head=has_copies or has_own),
-        dialects.to_dict(config, dialect, origin),
+        block_config_keys.to_dict(config, dialect, origin),
         vocab_size=config.layer.vocab_size,
         metadata=metadata,
     )

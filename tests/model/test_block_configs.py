@@ -9,6 +9,7 @@ import pytest
 from block_cases import CASES, DFLASH, ORIGIN, TARGET, with_heads
 
 from spec_jax.model import (
+    block_config_keys,
     block_dialects as dialects,
     block_params,
     checkpoint_files as files,
@@ -137,7 +138,7 @@ OWNERS = {
 def test_a_config_has_the_keys_of_its_owner(case):
     """Fails if a key is missing without which the owner's program refuses the file."""
     dialect, config = CASES[case]
-    raw = dialects.to_dict(config, dialect, ORIGIN)
+    raw = block_config_keys.to_dict(config, dialect, ORIGIN)
     assert {key: raw[key] for key in OWNERS[case]} == OWNERS[case]
     if config.head == "none":
         assert not {"markov_head_type", "confidence_head_with_markov"} & set(raw)
@@ -149,7 +150,7 @@ def test_equal_heads_are_called_mha(tmp_path):
     config = with_heads("vanilla")
     layer = dataclasses.replace(config.layer, num_kv_heads=config.layer.num_heads)
     config = dataclasses.replace(config, layer=layer)
-    raw = dialects.to_dict(config, "specforge", ORIGIN)
+    raw = block_config_keys.to_dict(config, "specforge", ORIGIN)
     assert raw["dflash_config"]["attention_mode"] == "mha"
     assert read(tmp_path, raw) == config
 
@@ -163,7 +164,7 @@ def test_equal_heads_are_called_mha(tmp_path):
     ],
 )
 def test_neutral_values_are_read(tmp_path, change):
-    raw = dialects.to_dict(DFLASH, "z-lab", ORIGIN)
+    raw = block_config_keys.to_dict(DFLASH, "z-lab", ORIGIN)
     assert read(tmp_path, changed(raw, nested(**change) | change)) == DFLASH
 
 
@@ -192,7 +193,7 @@ SIGHTS = [
 @pytest.mark.parametrize(("change", "expected"), SIGHTS)
 def test_what_rows_see_is_read_in_every_spelling(tmp_path, change, expected):
     """Fails if a window or a mask is taken for another, or a default is not known."""
-    raw = dialects.to_dict(DFLASH, "z-lab", ORIGIN)
+    raw = block_config_keys.to_dict(DFLASH, "z-lab", ORIGIN)
     assert read(tmp_path, changed(raw, change)).attention == expected
 
 
@@ -220,10 +221,13 @@ def test_slots_are_said_where_each_reader_looks():
     """Fails if the flag is in `dflash_config` alone: llama.cpp's converter looks beside
     it, and would take fill-in slots for anchor-first ones."""
     config = with_heads("vanilla", slots="fill-in")
-    raw, key = dialects.to_dict(config, "specforge", ORIGIN), "sample_from_anchor"
+    raw, key = (
+        block_config_keys.to_dict(config, "specforge", ORIGIN),
+        "sample_from_anchor",
+    )
     assert raw[key] is raw["dflash_config"][key] is False
     # What a layout's slots are anyhow is said nowhere.
-    raw = dialects.to_dict(with_heads("vanilla"), "specforge", ORIGIN)
+    raw = block_config_keys.to_dict(with_heads("vanilla"), "specforge", ORIGIN)
     assert key not in raw and key not in raw["dflash_config"]
 
 
@@ -238,7 +242,7 @@ def test_slots_are_said_where_each_reader_looks():
 def test_either_flag_below_says_what_slots_predict(tmp_path, dialect, config, key):
     """Fails if a layout's own slots are taken where a flag under `dflash_config`, and
     nowhere else, says that they are others."""
-    raw = dialects.to_dict(config, dialect, ORIGIN)
+    raw = block_config_keys.to_dict(config, dialect, ORIGIN)
     flag = raw.pop("sample_from_anchor")
     below = raw["dflash_config"] | {key: flag}
     if key != "sample_from_anchor":
@@ -248,7 +252,7 @@ def test_either_flag_below_says_what_slots_predict(tmp_path, dialect, config, ke
 
 def test_speculators_dflash_before_it_had_the_flag(tmp_path):
     """Its slots were filled in."""
-    raw = dialects.to_dict(DFLASH, "speculators", ORIGIN)
+    raw = block_config_keys.to_dict(DFLASH, "speculators", ORIGIN)
     assert raw.pop("sample_from_anchor") is False
     assert read(tmp_path, raw) == DFLASH
 
@@ -256,7 +260,7 @@ def test_speculators_dflash_before_it_had_the_flag(tmp_path):
 @pytest.mark.parametrize(("case", "change", "message"), BAD_CONFIGS)
 def test_bad_configs_are_refused(tmp_path, case, change, message):
     dialect, config = CASES[case]
-    raw = dialects.to_dict(config, dialect, ORIGIN)
+    raw = block_config_keys.to_dict(config, dialect, ORIGIN)
     assert read(tmp_path, raw) == config
     with pytest.raises(files.CheckpointError, match=message):
         read(tmp_path, changed(raw, change))
