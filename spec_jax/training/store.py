@@ -15,6 +15,7 @@ class Store:
 
     Attributes:
       folder: created if it does not exist.
+      described: what the rows are of, in JSON's types.
 
     Raises:
       ValueError: `folder` holds rows that are described otherwise.
@@ -28,7 +29,8 @@ class Store:
         width: int,
         dtype: np.dtype,
     ) -> None:
-        self.folder, self._width, self._dtype = folder, width, np.dtype(dtype)
+        self.folder, self.described = folder, described
+        self._width, self._dtype = width, np.dtype(dtype)
         folder.mkdir(parents=True, exist_ok=True)
         about = folder / "cache.json"
         if not about.exists():

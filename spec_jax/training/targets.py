@@ -131,9 +131,6 @@ class Online:
     config: config_lib.ModelConfig
     taps: tuple[int, ...]
     normalizers: bool = False
-    _found: dict[int, tuple[np.ndarray, np.ndarray]] = dataclasses.field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -157,25 +154,19 @@ class Online:
         """Returns the target's most likely token after each row of a text, `[T] int32`,
         and the log-sum-exp of its logits, `[T] float32`, or None.
 
-        Texts that it wrote greedily say the token. Everything else is kept from the
-        first time that it is asked for: a product with the whole vocabulary costs as
-        much as a step of a small drafter.
+        Texts that it wrote greedily say the token.
 
         Args:
           final: the text's final hidden states `[T, D]`.
         """
         if self.texts.is_greedy[row] and not self.normalizers:
             return self.texts.tokens[row, 1 : len(final) + 1], None
-        if row not in self._found:
-            padded = np.pad(final, ((0, -len(final) % BUCKET), (0, 0)))
-            best, total = jax.device_get(
-                _choices(weights.matrix(self.params.head), padded)
-            )
-            self._found[row] = best[: len(final)], total[: len(final)]
-        return self._found[row]
+        padded = np.pad(final, ((0, -len(final) % BUCKET), (0, 0)))
+        best, total = jax.device_get(_choices(weights.matrix(self.params.head), padded))
+        return best[: len(final)], total[: len(final)]
 
     def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        return _joined(self, rows, self.rows_of)
+        return _joined(self, rows, self)
 
 
 @jax.jit
@@ -216,8 +207,14 @@ def _normed(params, config, features):
     return rows.reshape(len(rows), -1)
 
 
-def _joined(data: Online, rows: np.ndarray, of_text: Any) -> dict[str, np.ndarray]:
-    """Returns a batch, whose texts have zeros past the last row that counts."""
+def _joined(
+    data: Online, rows: np.ndarray, source: "Online | Cached"
+) -> dict[str, np.ndarray]:
+    """Returns a batch, whose texts have zeros past the last row that counts.
+
+    Args:
+      source: has the target's outputs for these texts.
+    """
     rows = np.asarray(rows)
     batch = data.texts.batch(rows)
     size, width = batch["tokens"].shape[1], data.config.hidden_size
@@ -227,9 +224,9 @@ def _joined(data: Online, rows: np.ndarray, of_text: Any) -> dict[str, np.ndarra
     if data.normalizers:
         batch["normalizer"] = np.zeros((len(rows), size), np.float32)
     for place, row in enumerate(rows.tolist()):
-        found = of_text(row)
+        found = source.rows_of(row)
         made[place, : len(found)] = found
-        best, normalizer = data.choices_of(row, found[:, -width:])
+        best, normalizer = source.choices_of(row, found[:, -width:])
         batch["best"][place, : len(found)] = best
         if data.normalizers:
             batch["normalizer"][place, : len(found)] = normalizer
@@ -381,6 +378,9 @@ def write(
         after_text()
 
 
+_CHOICES = np.dtype([("best", "<i4"), ("normalizer", "<f4")])
+
+
 @dataclasses.dataclass(frozen=True)
 class Cached:
     """The batches of an `Online` from a cache, by memory map.
@@ -408,6 +408,33 @@ class Cached:
         """As `Texts.columns`."""
         return self.online.columns
 
+    @functools.cached_property
+    def _choices(self) -> stores.Store:
+        """The target's choices after rows of texts, written as they are asked for.
+
+        A product with the whole vocabulary costs as much as a step of a small drafter.
+        """
+        folder, described = self.store.folder / "choices", self.store.described
+        return stores.Store(folder, described=described, width=1, dtype=_CHOICES)
+
+    def rows_of(self, row: int) -> np.ndarray:
+        """Returns what `Online.rows_of` does."""
+        return self.store[self.online.texts.read(row)]
+
+    def choices_of(
+        self, row: int, final: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns what `Online.choices_of` does."""
+        text = self.online.texts.read(row)
+        if text not in self._choices:
+            best, normalizer = self.online.choices_of(row, final)
+            if normalizer is None:
+                return best, None
+            found = np.empty((len(text), 1), _CHOICES)
+            found["best"], found["normalizer"] = best[:, None], normalizer[:, None]
+            self._choices.add(text, found)
+        held = self._choices[text][:, 0]
+        return held["best"], held["normalizer"]
+
     def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        texts = self.online.texts
-        return _joined(self.online, rows, lambda row: self.store[texts.read(row)])
+        return _joined(self.online, rows, self)

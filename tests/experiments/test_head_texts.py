@@ -79,6 +79,20 @@ def test_a_cache_goes_on_where_it_was_killed(target, work, tmp_path):
             testing.assert_same_bits(cached[name], array, what=name)
 
 
+def test_choices_are_computed_once(target, work, tmp_path):
+    """Fails if a cache asks the target's vocabulary again, or keeps other bits."""
+    shutil.copytree(work / "cache", tmp_path / "cache")
+    online = dataclasses.replace(job_of(target, work).online, normalizers=True)
+    store, rows = store_of(tmp_path / "cache", online), np.array([7, 0, 19])
+    blind = dataclasses.replace(online, params=None)
+    for source in (online, blind):  # The second computes nothing.
+        cached = targets.Cached(store, source)[rows]
+        for name, array in online[rows].items():
+            testing.assert_same_bits(cached[name], array, what=name)
+    with pytest.raises(AttributeError):  # Control: a text that was not asked for.
+        targets.Cached(store, blind)[np.array([1])]
+
+
 def test_rollouts_record_what_decoding_computes(target, work, tmp_path):
     """The same texts with `--targets cache`: rows of the target, bit for bit."""
     run(target, tmp_path, "rollouts", "--targets", "cache")
