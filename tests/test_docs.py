@@ -16,7 +16,7 @@ import spec_jax as sj
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
 RIDDLE = re.compile(
-    r'(?:#:? *|"""|\.\s+)(?:Of|What|Who|Whoever|Those|Also) [a-z]|"""Which '
+    r'(?:#:? *|// *|"""|\.\s+)(?:Of|What|Who|Whoever|Those|Also) [a-z]|"""Which '
     r"|\b(?:those that|whoever|for want of|goes on in|says nothing of|is none\b)"
 )
 """Beginnings of sentences, and words, that leave the subject out."""
@@ -104,18 +104,22 @@ def without_verb(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("look", [riddles, without_verb])
-def test_docstrings_and_comments_say_who_does_what(look):
+@pytest.mark.parametrize(
+    "look, files",
+    [(riddles, "*.py"), (without_verb, "*.py"), (riddles, "native/*.[hc]*")],
+)
+def test_docstrings_and_comments_say_who_does_what(look, files):
     """Fails if one begins with "Of" or "The", or leaves its subject out."""
-    paths = set(ROOT.glob("spec_jax/**/*.py"))
+    paths = set(ROOT.glob(f"spec_jax/**/{files}"))
     found = {str(path.relative_to(ROOT)): look(path.read_text()) for path in paths}
+    assert found
     assert {path: words for path, words in found.items() if words} == {}
 
 
 def test_riddles_and_missing_verbs_are_seen():
     """Negative control."""
     first = "# Of equal ones the first."
-    for line in (first, "x = 1  # Those are kept.", "# A literal is none."):
+    for line in (first, "// What is kept.", "x = 1  # Those are.", "# It is none."):
         assert riddles(line)
     assert not riddles("# The first of equal ones is kept.")
     text = """

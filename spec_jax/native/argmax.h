@@ -24,7 +24,7 @@ struct Largest {
   }
 };
 
-// Of x [begin, end), one after the other.
+// The largest of x [begin, end), looked at one after the other.
 inline Largest largest_of(const float* x, int64_t begin, int64_t end) {
   Largest best{x[begin], begin};
   for (int64_t i = begin + 1; i < end; ++i) {
@@ -59,8 +59,8 @@ inline float block_maximum(const float* x) {
   return *std::max_element(lane, lane + kLanes) + sum(spoilt[0]);
 }
 
-// Of x [begin, end), a block at a time. Where it is a number, its place within its block
-// is looked for in the end: of all blocks that were the largest so far, in one.
+// The largest of x [begin, end), a block at a time. Where it is a number, its place is
+// looked for at the end, in the one block that has it.
 inline Largest largest_of_piece(const float* x, int64_t begin, int64_t end) {
   Largest best{x[begin], begin};
   for (int64_t start = begin; start < end; start += kArgmaxBlock) {

@@ -45,8 +45,8 @@ struct Pages {
     return (page * page_size + position % page_size) * row_stride;
   }
 
-  // Of the block from `start`, for positions before `last`, without a division for each.
-  // Those from `last` on are the one before: they may be read, and mean nothing.
+  // Sets the offsets of a block's positions from `start`, without a division for each.
+  // From `last` on they repeat the last one: such keys may be read, and mean nothing.
   void block(int64_t start, int64_t last, int64_t (&offsets)[kKeyBlock]) const {
     int64_t count = std::min<int64_t>(last - start, kKeyBlock), left = 0, next = 0;
     for (int64_t t = 0; t < count; ++t, --left, next += row_stride) {
@@ -60,8 +60,8 @@ struct Pages {
   }
 };
 
-// Running softmaxes. Of each its largest score, and, of scores less that, the sums of
-// the probabilities and of the values.
+// Running softmaxes. Each has its largest score, and the sums of probabilities and values
+// of the scores less that.
 template <typename T>
 struct Sums {
   int64_t H;
@@ -112,7 +112,7 @@ struct Sums {
     add_up(&weighted[i * width()], &other.weighted[j * width()], width());
   }
 
-  // What number `i` has attended to: out [H].
+  // Writes the result of number `i`: out [H].
   void finish(int64_t i, T* out) const {
     constexpr int64_t kStep = kLanes * kWord<T>;
     const float* sums = weighted.data() + i * width();
@@ -147,12 +147,12 @@ struct Queries : Sums<T> {
         scores(most * kKeyBlock),
         shift(most), rescale((most + kLanes - 1) / kLanes * kLanes) {}
 
-  // Keys of the block from `start` that come before those that query `i` sees.
+  // Keys of the block from `start` before the first that query `i` sees.
   int64_t hidden(int64_t i, int64_t start) const {
     return std::clamp<int64_t>(starts[i] - start, 0, kKeyBlock);
   }
 
-  // Keys that query `i` sees of the block from `start`, and those before.
+  // Keys of the block from `start` up to the last that query `i` sees.
   int64_t seen(int64_t i, int64_t start) const {
     return std::clamp<int64_t>(ends[i] - start, 0, kKeyBlock);
   }
@@ -166,7 +166,7 @@ struct Queries : Sums<T> {
 };
 
 // A block of keys or values, and where memory is to be asked for the next one, of which
-// `next` is null if there is none: rows of a head are short and far apart, which no
+// `next` is null if it is the last: rows of a head are short and far apart, which no
 // processor foresees. Asked for between one piece of work and another, since memory takes
 // only so many questions at a time.
 template <typename T>
@@ -240,7 +240,7 @@ void turn_keys(const Block<T>& k, int64_t H, T* panels) {
   }
 }
 
-// Scores of every query with the keys of a block, as panels. Those past a query's end, or
+// Scores of every query with the keys of a block, as panels. Scores past a query's end, or
 // before its start, are unused: such a key may hold anything.
 template <typename T>
 void score_block(Queries<T>& queries, const T* panels) {
@@ -252,9 +252,9 @@ void score_block(Queries<T>& queries, const T* panels) {
 }
 
 // The scores of a block, times `scale`, become probabilities under the running maximum of
-// their query, which sees the keys from its start to its end. In three turns over the queries, since
-// one of them alone would wait for its own maximum, and again for what that does to the
-// sums before.
+// their query, which sees the keys from its start to its end. In three turns over the
+// queries, since one of them alone would wait for its own maximum, and again for what that
+// does to the sums before.
 template <typename T>
 void weigh_block(Queries<T>& queries, int64_t start, float scale) {
   constexpr int kParts = kKeyBlock / kLanes;
@@ -357,7 +357,7 @@ inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const Block<T>
 }
 
 // The values of a block for R queries from `i`, whose keys are those in [hidden[r],
-// seen[r]). What all see is added for all, and the rest for each.
+// seen[r]). Keys that all see are added for all, and the rest for each.
 template <int R, typename T>
 void add_block(Queries<T>& queries, int64_t i, const int64_t* hidden, const int64_t* seen,
                const Block<T>& v) {

@@ -1,4 +1,4 @@
-// What a block drafter does in a round, as it is called through XLA.
+// The calls of a block drafter in a round, through XLA.
 
 #pragma once
 

@@ -1,8 +1,8 @@
-// What a block drafter does in a round, in three calls: it takes in the features of
-// context, runs whole blocks of rows, and goes over their slots token by token.
+// The round of a block drafter, in three calls: it takes in the features of context, runs
+// whole blocks of rows, and goes over their slots token by token.
 //
-// Of context there are keys and values alone, so queries have weights apart. The rows of a
-// block see all of it, which comes last among a row's keys as branches of trees do.
+// Context has keys and values alone, so queries have weights apart. The rows of a block
+// see all of the block, which comes last among a row's keys as branches of trees do.
 
 #pragma once
 
@@ -107,7 +107,7 @@ inline Vec tanh(Vec x) {
                   divide(broadcast(2.0f), add(broadcast(1.0f), exp(add(x, x)))));
 }
 
-// What such a head carries from slot to slot.
+// The state that such a head carries from slot to slot.
 template <typename T>
 struct Mixer {
   const Mix<T>& mix;
@@ -121,7 +121,7 @@ struct Mixer {
 
   bool is_recurrent() const { return mix.w.N != r; }
 
-  // What the product reads of a slot's row `hidden`: after the state's place.
+  // Writes the product's input for a slot's row `hidden`, after the state's place.
   void gather(const float* own, const T* before, const T* hidden, T* to) const {
     if (!is_recurrent()) {
       std::copy(before, before + r, std::copy(hidden, hidden + mix.D, to));

@@ -1,4 +1,4 @@
-// What the kernels are given by XLA, as what they work on.
+// XLA's buffers, as the types that the kernels work on.
 
 #pragma once
 

@@ -6,7 +6,7 @@
 //
 //   minimum_w[n][b] * (scale_x[r][b] * sum_i x[r][b][i])
 //
-// The sum over a block is one of integers, which has no order. Those over blocks are lanes
+// The sum over a block is one of integers, which has no order. Sums over blocks are lanes
 // of float accumulators, to which the blocks are added in their order: whatever the tiles,
 // as in `gemm.h`.
 //

@@ -35,7 +35,7 @@ inline Vec to_floats(IntVec x) { return _mm512_cvtepi32_ps(x); }
 inline Vec load_float16(const uint8_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-// Those that stand below, or above, in the bytes.
+// The lower halves of the bytes, or the upper ones.
 inline Nibbles load_nibbles(const uint8_t* p, bool is_above) {
   __m512i w = _mm512_loadu_si512(p);
   return {_mm512_and_si512(is_above ? _mm512_srli_epi32(w, 4) : w, _mm512_set1_epi8(15))};

@@ -18,9 +18,9 @@ constexpr int64_t kRowBlockBytes = kBlock + 4 + 4 + 4;  // of a row: bytes, scal
 // Blocks of kBlock values of a row of K, of which there are pairs.
 inline int64_t blocks_of(int64_t K) { return 2 * pairs_of(K); }
 
-// What a group of rows is multiplied by: of each block first the bytes of all rows, then
-// their scales, then what sums of products begin with, then what minima of weights of four
-// bits are multiplied by, the sum of bytes times the scale.
+// One block of a group of rows, ready for products: the bytes of all rows, their scales,
+// the numbers that sums of products begin with, and the factors of the minima of weights
+// of four bits, the sum of bytes times the scale.
 struct RowBlock {
   int8_t* bytes;
   float* scales;

@@ -38,7 +38,7 @@ struct Best {
   Largest* found;
   int64_t most, count = 0;
 
-  // Of tokens after all that were offered before.
+  // Takes a token whose number is above all that were offered before.
   void offer(Largest next) {
     if (count == most && !(next.value > found[most - 1].value)) return;
     int64_t at = count < most ? count++ : most - 1;
@@ -58,7 +58,7 @@ struct Best {
 };
 
 // A piece of a row: its highest value, and the sum of exp((x - highest) / tau); no number
-// where a value is none, or infinitely high.
+// where a value is NaN, or infinitely high.
 struct PieceSum {
   float highest, sum;
 };

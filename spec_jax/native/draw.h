@@ -35,7 +35,7 @@ struct Draws {
   float* log_weights = nullptr;  // [S, most, N], what was drawn from; null: not asked for
   int64_t most = 0;
 
-  // Of draft `number` of a slot, whose first one is of position `positions[slot]`.
+  // The key of draft `number` of a slot, whose first one has position `positions[slot]`.
   Key key(int64_t slot, int64_t number) const {
     uint32_t position = positions[slot], seed = seeds[slot], i = number;
     return is_independent ? noise_key(seed, 1, position, i)
@@ -43,7 +43,7 @@ struct Draws {
   }
 };
 
-// Which token of a slot's drafts a row gives.
+// The draft that a row gives: its slot, and its number there.
 struct Draft {
   int64_t slot, number;
 };
@@ -73,7 +73,7 @@ struct Weighed {
     weight.assign(distance.size(), 0.0f);
   }
 
-  // Of all tokens as near as `at`, or nearer.
+  // The weight of all tokens as near as `at`, or nearer.
   float mass(float at) const {
     Vec sums[kBeside], bound = broadcast(at);
     for (auto& sum : sums) sum = zero();
@@ -130,7 +130,7 @@ struct DrawnRow {
   Kept kept;
   float* log_weights;  // [N], or null
 
-  // What is kept by its rank, of N tokens.
+  // Keeps the first of N tokens by their ranks.
   void filter(int64_t N, int32_t top_k, float top_p) {
     Weighed tokens(N);
     for (int64_t n = 0; n < N; ++n) {
@@ -226,7 +226,7 @@ void choose(Team<Pool>& team, const Draws& draws, const std::vector<Draft>& draf
 }
 
 // The tokens [rows] that rows of logits [rows, N] draw, each by the settings and for the
-// position of its own number; 0 of those that are not asked for.
+// position of its own number; 0 where a row is not asked for.
 template <typename Pool>
 void draw_tokens(Team<Pool>& team, const Draws& draws, const float* logits,
                  const bool* asked, int64_t rows, int64_t N, int32_t* tokens) {

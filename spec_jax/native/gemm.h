@@ -93,8 +93,8 @@ inline void step(const float* x, const bf16* const (&w)[P], int64_t at,
 }
 
 // R rows by the P panels at `w` over `words` words of k, into sums [R, stride]. `skipped`
-// are the bytes from behind these panels to those that come next, if they are to be asked
-// for.
+// is the number of bytes between these panels and the next ones, which memory is asked for
+// if `kAsks`.
 template <int R, int P, bool kAsks, typename X, typename W>
 void tile(const X* x, const W* w, int64_t words, float* sums, int64_t stride,
           int64_t skipped) {

@@ -18,7 +18,7 @@
 namespace spec_jax {
 
 // A head: a step of one layer, whose `qkv` reads the normed token and the normed feature,
-// [2 * D]. Its own tokens are fewer than those that it embeds.
+// [2 * D]. It embeds more tokens than it drafts.
 template <typename T>
 struct Head {
   Step<T> step;
@@ -28,7 +28,7 @@ struct Head {
   int64_t size() const { return step.embed.panels.K; }
 };
 
-// What the rows leave behind, [live, D], of features [live, D].
+// The residual of the rows after the layer, [live, D], from features [live, D].
 template <typename Pool, typename T>
 Scratch<T> run_pairs(Team<Pool>& team, const Head<T>& head, const T* features) {
   const Step<T>& step = head.step;

@@ -14,7 +14,7 @@
 
 namespace spec_jax {
 
-// What rows are for weights of type T: bf16 where products go by pairs of it, which
+// The type of rows for weights of type T: bf16 where products go by pairs of it, which
 // loses nothing of a row that is bf16; else float.
 #if defined(SPEC_JAX_AVX512BF16)
 template <typename T>

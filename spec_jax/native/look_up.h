@@ -1,5 +1,5 @@
-// What mostly followed, wherever a text has ended like this: `drafters/suffix.py` says what
-// is found. In one piece and on one thread: it takes microseconds.
+// Looks up the tokens that mostly followed wherever a text has ended like this, as
+// `drafters/suffix.py` defines them. In one piece and on one thread: it takes microseconds.
 
 #pragma once
 
@@ -11,8 +11,8 @@ namespace spec_jax {
 
 constexpr int32_t kNoToken = -1;  // between texts, and before one
 
-// What a path may be: `budgets[m - 1]` tokens where `m` match, at most `most`, none of a
-// probability below `least`.
+// The limits of a path: `budgets[m - 1]` tokens where `m` match, at most `most`, and no
+// token of a probability below `least`.
 struct PathRule {
   const int32_t* budgets;  // [match_max]
   int64_t match_max;
@@ -107,7 +107,7 @@ class Body {
       counts.begin(places.size());
       int32_t most = 0;
       for (int64_t place : places) most = std::max(most, counts.add(token_at(place)));
-      // Of equally frequent tokens the one that stands first.
+      // The first of equally frequent tokens.
       auto first = std::find_if(places.begin(), places.end(), [&](int64_t place) {
         return counts.of(token_at(place)) == most;
       });

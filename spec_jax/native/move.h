@@ -8,7 +8,7 @@
 
 namespace spec_jax {
 
-// Which copies are made.
+// The copies to make.
 struct Moves {
   const int32_t* table;  // [S, M]
   const int32_t* slots;  // [Q]
@@ -17,7 +17,7 @@ struct Moves {
   const bool* moves;  // [Q]
   int64_t count, num_slots, table_width, num_pages, page_size;
 
-  // The row of a pool that holds a place of a slot; -1 if there is none.
+  // The row of a pool that holds a place of a slot; -1 without a page.
   int64_t row(int64_t slot, int64_t place) const {
     if (slot < 0 || slot >= num_slots || place < 0) return -1;
     if (place / page_size >= table_width) return -1;

@@ -82,7 +82,7 @@ inline float gumbel(float high, float low) {
   // Not a branch, into which nothing would be vectorised.
   float is_small = static_cast<float>(high < 0.5f);
   float x = high + 1.1920929e-7f * low * is_small + kTiny * is_small;
-  // What 1 - x loses is a part of it again.
+  // The bits that 1 - x loses are added again.
   float rest = 1.0f - x, lost = (1.0f - rest) - x;
   return -log_of(-(log_of(rest) + lost / rest));
 }

@@ -1,9 +1,9 @@
 // The attention of a layer on the row path: norm, rotate, write to pages, attend.
 //
 // All active rows write their keys and values, and attend after: a row sees no position
-// past its own, nor before its first. Work is split over key/value heads, slots and ranges of kRange keys, whose
-// sums are combined when all are there. Where all rows of a slot are attended to together,
-// in one range, whoever does writes them first, and nobody waits in between.
+// past its own, nor before its first. Work is split over key/value heads, slots and ranges
+// of kRange keys, whose sums are combined when all are there. Where one thread attends to
+// all rows of a slot, in one range, it writes them first, and no thread waits in between.
 //
 // Rows of a tree see, at one position, the keys of different places. The blocks of keys
 // that lie where all rows of a span look for them are walked for the span; each row goes
@@ -76,7 +76,7 @@ struct Rows {
   }
 };
 
-// What a layer reads and writes.
+// The arrays that a layer reads and writes.
 template <typename T>
 struct Layer {
   const T* heads;  // [R, (N + 2K) * H]: queries, keys, values
@@ -195,7 +195,7 @@ struct Attention {
   std::vector<std::vector<Queries<T>>> queries;  // [workers, grain or more]
   std::vector<KeyPanels<T>> panels;              // [workers]
   Sums<T> parts;                                 // [pieces, K, room], of several a span
-  // Of one row of a tree, for each worker: a range of keys, and the whole ranges before.
+  // For one row of a tree, of each worker: a range of keys, and the whole ranges before.
   std::vector<Queries<T>> alone;
   std::vector<Sums<T>> before;
 
@@ -335,7 +335,7 @@ struct Attention {
   }
 
   // Combines the pieces of a span under key/value head `index`, in their order. A query
-  // that sees nothing of a piece is left as it is, as it is where there is none.
+  // that sees nothing of a piece stays as it is.
   void combine(const Layer<T>& layer, const Span& span, int64_t index, int64_t worker) {
     int64_t G = layer.group(), first = part(span.piece, index);
     if (rows.branch != nullptr) {
@@ -350,8 +350,8 @@ struct Attention {
     end(layer, span, index, parts, first);
   }
 
-  // The keys of each row of a span, of a tree, after those that are walked together; of
-  // these `sums` has what the pieces gave, the first from number `first` on.
+  // Attends, for each row of a span of a tree, to its keys after the pieces that are walked
+  // together; `sums` has the results of these, the first from number `first` on.
   void go_on_alone(const Layer<T>& layer, const Span& span, int64_t index,
                    const Sums<T>& sums, int64_t first, int64_t worker) {
     int64_t G = layer.group(), reach = pieces[span.piece + span.pieces - 1].end;

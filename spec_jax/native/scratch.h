@@ -1,7 +1,7 @@
 // Memory for what one call computes, which the next call on the same thread uses again.
 //
-// What is given back to the system comes back page by page, each of them a fault and zeros:
-// for the rows of a prompt that took a sixteenth of its time.
+// Memory that is given back to the system returns page by page, each with a fault and
+// zeros: for the rows of a prompt that took a sixteenth of its time.
 
 #pragma once
 

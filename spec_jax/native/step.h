@@ -1,8 +1,8 @@
 // A whole step of a model, the active rows through all layers, in one call; and chains of
 // such steps, each of which takes in what the one before it chose.
 //
-// What the five operations of a layer do when they are called one by one, on one team
-// of threads, and with the residual in one place.
+// Does as the five operations of a layer called one by one, on one team of threads, and
+// with the residual in one place.
 
 #pragma once
 
@@ -45,7 +45,7 @@ struct Step {
   float* logits;              // [R, V], or null: not wanted
   T* features;                // [R, taps, D]
 
-  // What attention reads and writes, of queries of `num_heads`.
+  // The arrays that attention reads and writes, for queries of `num_heads`.
   Layer<T> attention(const StepLayer<T>& layer, const T* heads, int64_t num_heads,
                      T* out) const {
     return {heads, layer.q_norm, layer.k_norm, cos, sin, layer.k, layer.v, out,
@@ -137,7 +137,7 @@ struct Layers {
   }
 };
 
-// What the rows leave behind, [live, D], after the first `count` layers.
+// The residual of the rows, [live, D], after the first `count` layers.
 template <typename Pool, typename T>
 Scratch<T> run_layers(Layers<Pool, T>& layers, int64_t count) {
   const Step<T>& step = layers.step;
@@ -202,7 +202,8 @@ struct ChainRows {
   std::vector<Draft> drafts;   // of the slots that have rows
   std::vector<int64_t> lasts;  // their last rows
 
-  // Of the slots that have not drafted enough: first all that is pending, then each draft.
+  // Takes rows of the slots that have not drafted enough: all that is pending at first,
+  // then each draft.
   void take(const Chains& chains, const std::vector<int64_t>& drafted, const float* all_cos,
             const float* all_sin, int64_t half) {
     for (auto* values : {&tokens, &slots, &positions}) values->clear();

@@ -15,7 +15,7 @@
 namespace spec_jax {
 namespace {
 
-// The buffers of a layer, of a kernel's arguments after those that it names.
+// The buffers of a layer, among a kernel's arguments after the named ones.
 enum StepBuffer { kInputNorm, kQkv, kQNorm, kKNorm, kAttentionOut, kMlpNorm, kGateUp,
                   kDown, kKv, kKeys, kValues, kLayerBuffers };
 
@@ -31,8 +31,8 @@ auto bind_rows(Binding&& own) {
   return bind<Ints, Ints, Ints, Scalar, Ints>(std::move(own));
 }
 
-// What a step is made of, but for its rows: the last arguments of a kernel, the pages
-// among its results, and attributes, in the order of `bind_model`.
+// The parts of a step but for its rows: the last arguments of a kernel, the pages among
+// its results, and attributes, in the order of `bind_model`.
 struct Model {
   Ints table;
   Floats cos, sin;

@@ -26,7 +26,7 @@ inline void relax(int64_t round) {
 }
 
 // Indices of one loop that one thread takes from the front, in order, while others may
-// take them from the back. The loop's number is part of what is compared: whoever comes
+// take them from the back. The loop's number is part of what is compared: a thread that is
 // late from an earlier loop gets nothing of a later one.
 class alignas(64) IndexRange {
  public:
@@ -114,8 +114,9 @@ class Team {
   static constexpr uint64_t kNoMore = ~uint64_t{0};
 
   // Helpers that begin late find nothing left, and must still find this. `body` is gone
-  // by then: it lives until all indices are done, and is reached only for one. What
-  // helpers wait for, and what the caller waits for, have a line of a cache each.
+  // by then: it lives until all indices are done, and is reached only for one. The word
+  // that helpers wait for and the one that the caller waits for have a line of a cache
+  // each.
   struct Shared {
     std::vector<IndexRange> ranges;
     const void* body = nullptr;
@@ -168,7 +169,7 @@ class Team {
         });
       }
     } catch (const std::bad_alloc&) {
-      // Fewer helpers: the others' ranges are taken by those that came.
+      // Fewer helpers: they take the ranges of the missing ones.
     }
   }
 
