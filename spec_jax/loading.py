@@ -18,6 +18,7 @@ from spec_jax.model import (
     load as load_lib,
     params as params_lib,
     row_model,
+    save as save_lib,
     tokenizer,
     translated,
 )
@@ -86,14 +87,14 @@ class LanguageModel:
         if self.tokenizer is None:
             raise ValueError(
                 "the model has no tokenizer, without which its folder cannot be "
-                "loaded: write its weights alone with spec_jax.model.load.save"
+                "loaded: write its weights alone with spec_jax.model.save.save"
             )
         if self.target.layout is not None:
             raise ValueError(
                 "the model's weights are shared out over a mesh: load it without "
                 "`mesh`, and save that"
             )
-        load_lib.save(
+        save_lib.save(
             folder,
             self.target.config,
             self.params,

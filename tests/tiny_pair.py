@@ -19,6 +19,7 @@ from spec_jax.model import (
     head_dialects,
     load,
     params as params_lib,
+    save as save_lib,
 )
 
 
@@ -53,7 +54,7 @@ def write_model(
 ) -> pathlib.Path:
     """A model folder with random weights and the byte tokenizer."""
     params = params_lib.init(jax.random.key(seed), model_config, stddev=0.3)
-    load.save(folder, model_config, params)
+    save_lib.save(folder, model_config, params)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
@@ -71,7 +72,7 @@ def write_scaled(
         model_config, params = load.load(model)
         params = jax.tree.map(lambda weight: weight * others, params)
         norm = params.final_norm * final_norm
-        load.save(model, model_config, params.replace(final_norm=norm))
+        save_lib.save(model, model_config, params.replace(final_norm=norm))
     return folders
 
 
@@ -165,7 +166,7 @@ def write_cycle(folder: pathlib.Path, text: str) -> pathlib.Path:
     unit = params.embed / jnp.linalg.norm(params.embed, axis=-1, keepdims=True)
     head = (unit * 0).at[jnp.array(ids[1:] + ids[:1])].set(unit[jnp.array(ids)])
     params = params.replace(embed=unit, layers=layers, lm_head=head)
-    load.save(folder, model_config, params)
+    save_lib.save(folder, model_config, params)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 

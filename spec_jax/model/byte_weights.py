@@ -1,6 +1,6 @@
 """Matrices of eight bits or four in files: read as they are, made of others, written.
 
-In a GGUF file and in a folder that `load.save` writes, a row's blocks stand one after
+In a GGUF file and in a folder that `save.save` writes, a row's blocks stand one after
 the other, each one of `checkpoint_files.STORED`.
 """
 

@@ -19,6 +19,7 @@ from spec_jax.model import (
     checkpoint_files as files,
     load as load_lib,
     params as params_lib,
+    save as save_lib,
     tensor_values,
 )
 from spec_jax.ops import weights
@@ -184,10 +185,10 @@ def write(
     """
     shared = ("hot", "embed", "lm_head")
     absent = [name for name in shared if getattr(names, name) is None]
-    tensors = load_lib.pending(params.replace(**dict.fromkeys(absent)), names)
+    tensors = save_lib.pending(params.replace(**dict.fromkeys(absent)), names)
     if params.hot is not None:
         tensors += _pending_hot(np.asarray(params.hot), vocab_size)
-    load_lib.write_folder(
+    save_lib.write_folder(
         pathlib.Path(folder),
         {files.SINGLE_FILE: tensors},
         {"config.json": config},

@@ -10,7 +10,7 @@ from slow_cases import slow
 import spec_jax as sj
 from spec_jax import loading, results
 from spec_jax.engine import rows
-from spec_jax.model import load as load_lib, tokenizer, translated
+from spec_jax.model import load as load_lib, save as save_lib, tokenizer, translated
 
 
 DROPPED = 400
@@ -54,7 +54,7 @@ def foreign(tmp_path_factory):
     words = tokenizer.load(folder)
     made = tmp_path_factory.mktemp("draft")
     params = params.replace(embed=embed, lm_head=head)
-    load_lib.save(made, config, params, tokenizer=words)
+    save_lib.save(made, config, params, tokenizer=words)
     return made
 
 

@@ -9,7 +9,13 @@ import tiny_pair
 from slow_cases import slow
 
 import spec_jax as sj
-from spec_jax.model import families, gpt_neox, load as load_lib, params as params_lib
+from spec_jax.model import (
+    families,
+    gpt_neox,
+    load as load_lib,
+    params as params_lib,
+    save as save_lib,
+)
 from spec_jax.ops import dispatch
 
 
@@ -28,7 +34,7 @@ def write_model(folder, *, seed: int, **changes):
         final_norm=params.final_norm.replace(bias=params.final_norm.bias + 1.0),
         lm_head=jnp.where(padding, 10.0, params.lm_head),
     )
-    load_lib.save(folder, config, params)
+    save_lib.save(folder, config, params)
     tiny_pair.byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 

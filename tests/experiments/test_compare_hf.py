@@ -12,7 +12,7 @@ from script_runs import models_of, rows_from, rows_of
 from experiments import compare_hf
 from experiments.lib import compare, hf, prompts as prompts_lib
 from spec_jax.analysis import metrics
-from spec_jax.model import load, params as params_lib
+from spec_jax.model import load, params as params_lib, save as save_lib
 
 
 GEN_TOKENS = 8
@@ -28,7 +28,7 @@ def folders(tmp_path_factory):
     target, draft = tiny_pair.write(folder)
     config, params = load.load(target)
     noise = params_lib.init(jax.random.key(1), config, stddev=0.03)
-    load.save(draft, config, jax.tree.map(lambda a, b: a + b, params, noise))
+    save_lib.save(draft, config, jax.tree.map(lambda a, b: a + b, params, noise))
     return target, draft
 
 

@@ -21,6 +21,7 @@ from spec_jax.model import (
     params as params_lib,
     qwen2,
     row_model,
+    save as save_lib,
 )
 from spec_jax.ops import weights
 from spec_jax.parallel import shard
@@ -54,7 +55,7 @@ def config(request):
 def test_what_is_saved_is_loaded_again(config, form, tmp_path):
     """Fails if a bit is lost on the way, or one form has another fingerprint."""
     params = params_lib.init(jax.random.key(0), config, stddev=0.2)
-    load.save(tmp_path / "dense", config, params)
+    save_lib.save(tmp_path / "dense", config, params)
     found, made = load.load(tmp_path / "dense", weights=form)
     assert found == dataclasses.replace(config, weights=form)
     testing.assert_same_bits(made, params_lib.to_bytes(params, form))
@@ -62,7 +63,7 @@ def test_what_is_saved_is_loaded_again(config, form, tmp_path):
     assert [weights.form(x) for x in outer] == ["q8_0", "q8_0"]
     layers = jax.tree.leaves(made.layers, is_leaf=weights.is_weight)
     assert {weights.form(x) for x in layers if len(x.shape) == 2} == {form}
-    load.save(tmp_path / "bytes", found, made)
+    save_lib.save(tmp_path / "bytes", found, made)
     again, read = load.load(tmp_path / "bytes")
     assert again == found
     testing.assert_same_bits(read, made)
@@ -71,15 +72,15 @@ def test_what_is_saved_is_loaded_again(config, form, tmp_path):
     if "native" in families.of(config).IMPLS:
         _, packed = load.load(tmp_path / "bytes", impl="native")
         assert fingerprint.of_params(packed) == both[0]
-        load.save(tmp_path / "packed", found, packed)
+        save_lib.save(tmp_path / "packed", found, packed)
         testing.assert_same_bits(load.load(tmp_path / "packed")[1], made)
     with pytest.raises(ValueError, match="weights='dense', but those of the folder"):
         load.load(tmp_path / "bytes", weights="dense")
     with pytest.raises(ValueError, match="the config says config.weights='dense'"):
-        load.save(tmp_path / "wrong", config, made)
+        save_lib.save(tmp_path / "wrong", config, made)
     scales = made.embed.scales.at[3, 0].set(jnp.inf)
     spoiled = made.replace(embed=made.embed.replace(scales=scales))
-    load.save(tmp_path / "spoiled", found, spoiled)
+    save_lib.save(tmp_path / "spoiled", found, spoiled)
     with pytest.raises(load.CheckpointError, match=r"\[3, 0\] is inf in float16"):
         load.load(tmp_path / "spoiled")
 
@@ -162,7 +163,7 @@ def test_a_folder_with_copies_of_a_dense_target(form, tmp_path):
     lm = sj.load(target, draft=head, drafter="dspark", weights=form)
     assert lm.drafter_params.embed is lm.params.embed
     config, params = load.load(target)
-    load.save(target, config, params.replace(embed=params.embed.at[7, 3].mul(2)))
+    save_lib.save(target, config, params.replace(embed=params.embed.at[7, 3].mul(2)))
     with pytest.raises(
         load.CheckpointError, match="embed_tokens.weight is not the tar"
     ):
@@ -209,11 +210,11 @@ def test_refusals(tmp_path):
     of_eight, of_four = (
         dataclasses.replace(CONFIGS["qwen3"], weights=form) for form in ("q8_0", "q4_1")
     )
-    load.save(tmp_path / "blocks", of_eight, eight)
+    save_lib.save(tmp_path / "blocks", of_eight, eight)
     down = four.layers[1].down
     down = down.replace(minima=down.minima.at[2, 1].set(jnp.nan))
     spoiled = four.layers[0], four.layers[1].replace(down=down)
-    load.save(tmp_path / "spoiled", of_four, four.replace(layers=spoiled))
+    save_lib.save(tmp_path / "spoiled", of_four, four.replace(layers=spoiled))
     mesh, target = shard.mesh(1), loading.EMBEDDED_TARGET
     eighths = shard.Layout(mesh=mesh, segments=8)
     on_gpu = {"impl": "interpret", "layout": eighths}
@@ -231,7 +232,7 @@ def test_refusals(tmp_path):
             lambda: load.load(tmp_path / "blocks",
                               layout=shard.Layout(mesh=mesh, segments=1)),
         "config.weights='q4_1', the weights are other":
-            lambda: load.save(tmp_path / "wrong", of_four, eight),
+            lambda: save_lib.save(tmp_path / "wrong", of_four, eight),
         r"down.*\[2, 1\] is nan in float16": lambda: load.load(tmp_path / "spoiled"),
     }.items():  # fmt: skip
         with pytest.raises(ValueError, match=words):

@@ -10,7 +10,12 @@ import test_family_rows as family_rows
 from slow_cases import slow_but
 
 from spec_jax import testing
-from spec_jax.model import config as config_lib, load as load_lib, sequence
+from spec_jax.model import (
+    config as config_lib,
+    load as load_lib,
+    save as save_lib,
+    sequence,
+)
 
 
 PROMPT, STEPS = 24, 64
@@ -137,7 +142,7 @@ def test_what_is_saved_is_hugging_faces(case, tmp_path):
 
     folder, _, _ = case
     config, params = load_lib.load(folder)
-    load_lib.save(tmp_path, config, params)
+    save_lib.save(tmp_path, config, params)
     theirs, ours = (
         safetensors.numpy.load_file(each / "model.safetensors")
         for each in (folder, tmp_path)
@@ -199,7 +204,7 @@ def test_a_missing_bias_is_named(family, tmp_path):
     import safetensors.numpy
 
     config, name = family_rows.make_config(family, "float32"), MISSING[family]
-    load_lib.save(tmp_path, config, family_rows.make_params(config))
+    save_lib.save(tmp_path, config, family_rows.make_params(config))
     path = tmp_path / "model.safetensors"
     tensors = safetensors.numpy.load_file(path)
     del tensors[name]

@@ -24,6 +24,7 @@ from spec_jax.model import (
     load,
     params as params_lib,
     qwen2,
+    save as save_lib,
     sequence,
     tensor_values,
     tokenizer,
@@ -75,7 +76,7 @@ def write(
     number = gguf.MODEL_ARCH[arch.upper()]
     names = gguf.get_tensor_name_map(number, config.num_layers)
     rng = np.random.default_rng(0)
-    for tensor in load.pending(params, families.of(config).tensors(config)):
+    for tensor in save_lib.pending(params, families.of(config).tensors(config)):
         array = np.asarray(tensor.fetch(), np.float32)
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
         for part, count in heads.items():

@@ -19,6 +19,7 @@ from spec_jax.model import (
     config as config_lib,
     load as load_lib,
     params as params_lib,
+    save as save_lib,
     tensor_values,
 )
 
@@ -59,14 +60,14 @@ def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
 @pytest.fixture
 def folder(tmp_path) -> pathlib.Path:
     """A good single-file checkpoint of the tied `CONFIG`."""
-    load_lib.save(tmp_path, CONFIG, random_params(CONFIG))
+    save_lib.save(tmp_path, CONFIG, random_params(CONFIG))
     return tmp_path
 
 
 @pytest.fixture
 def sharded(tmp_path) -> pathlib.Path:
     """A good sharded checkpoint of the tied `CONFIG`."""
-    load_lib.save(tmp_path, CONFIG, random_params(CONFIG), max_shard_bytes=20_000)
+    save_lib.save(tmp_path, CONFIG, random_params(CONFIG), max_shard_bytes=20_000)
     return tmp_path
 
 
@@ -92,7 +93,7 @@ def assert_refused(folder: pathlib.Path, message: str, **options) -> None:
 def test_round_trip_is_bit_exact(tmp_path, tied, dtype, max_shard_bytes):
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied, dtype=dtype)
     params = random_params(config)
-    load_lib.save(tmp_path, config, params, max_shard_bytes=max_shard_bytes)
+    save_lib.save(tmp_path, config, params, max_shard_bytes=max_shard_bytes)
     loaded_config, loaded = load_lib.load(tmp_path)
     assert loaded_config == config
     testing.assert_same_bits(loaded, params)
@@ -106,7 +107,7 @@ def test_saved_files_are_what_safetensors_reads(tmp_path):
     bits[(bits & 0x7F80) == 0x7F80] ^= 0x0080
     embed = bits.view(ml_dtypes.bfloat16).reshape(CONFIG.vocab_size, -1)
     params = random_params(config).replace(embed=jnp.asarray(embed))
-    load_lib.save(tmp_path, config, params, metadata={"note": "hello"})
+    save_lib.save(tmp_path, config, params, metadata={"note": "hello"})
     path = tmp_path / files.SINGLE_FILE
     with safetensors.safe_open(path, framework="numpy") as file:
         assert file.metadata() == {"format": "pt", "note": "hello"}
@@ -121,9 +122,9 @@ def test_a_new_checkpoint_replaces_an_old_one(tmp_path):
     (tmp_path / "model-card.md").write_text("kept")
     old, new = random_params(UNTIED), random_params(CONFIG)
     for shard_bytes in (None, 4_000, 20_000, None):
-        load_lib.save(tmp_path, UNTIED, old, max_shard_bytes=shard_bytes)
+        save_lib.save(tmp_path, UNTIED, old, max_shard_bytes=shard_bytes)
         chex.assert_trees_all_equal(load_lib.load(tmp_path)[1], old)
-    load_lib.save(tmp_path, CONFIG, new)
+    save_lib.save(tmp_path, CONFIG, new)
     chex.assert_trees_all_equal(load_lib.load(tmp_path)[1], new)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["config.json", "model-card.md", "model.safetensors"]
@@ -138,7 +139,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(folder, monkeypatch):
 
     monkeypatch.setattr(files, "write", full_disk)
     with pytest.raises(load_lib.CheckpointError, match="No space left on device"):
-        load_lib.save(folder, CONFIG, random_params(CONFIG))
+        save_lib.save(folder, CONFIG, random_params(CONFIG))
     chex.assert_trees_all_equal(load_lib.load(folder)[1], old)
     assert len(list(folder.iterdir())) == 2
 
@@ -152,9 +153,9 @@ def test_save_refuses_params_of_another_config(tmp_path):
         ({"dtype": "bfloat16"}, "the config says bfloat16"),
     ):
         with pytest.raises(ValueError, match=message):
-            load_lib.save(tmp_path, dataclasses.replace(CONFIG, **change), params)
+            save_lib.save(tmp_path, dataclasses.replace(CONFIG, **change), params)
     with pytest.raises(ValueError, match="max_shard_bytes=0"):
-        load_lib.save(tmp_path, CONFIG, params, max_shard_bytes=0)
+        save_lib.save(tmp_path, CONFIG, params, max_shard_bytes=0)
     assert not list(tmp_path.iterdir())
 
 
@@ -172,7 +173,7 @@ def test_conversions_round_to_nearest(
     monkeypatch.setattr(tensor_values, "BLOCK_BYTES", block_bytes)
     wide = dataclasses.replace(CONFIG, num_layers=2)
     config, params = dataclasses.replace(wide, dtype=target), random_params(wide)
-    load_lib.save(tmp_path, wide, params)
+    save_lib.save(tmp_path, wide, params)
     tensors = read_tensors(tmp_path)
     write_tensors(tmp_path, {k: v.astype(source) for k, v in tensors.items()})
     loaded_config, loaded = load_lib.load(tmp_path, dtype=target)

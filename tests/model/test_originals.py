@@ -27,8 +27,8 @@ from spec_jax.model import (
     eagle3_parallel,
     families,
     head_dialects,
-    load as load_lib,
     params as params_lib,
+    save as save_lib,
 )
 from spec_jax.training import block, eagle3 as eagle3_training, targets
 
@@ -97,7 +97,7 @@ def target_of(config):
 def opened(folder, kind, head, params, *, name, target, dialect):
     """A head's files as its owner's own loader reads them."""
     model_class = original(name)
-    load_lib.save(folder / "target", target, target_of(target))
+    save_lib.save(folder / "target", target, target_of(target))
     origin = head_dialects.Origin(
         target=target, target_name=str(folder / "target"), ttt_length=3
     )

@@ -27,6 +27,7 @@ from spec_jax.model import (
     params as params_lib,
     qwen2,
     row_model,
+    save as save_lib,
 )
 from spec_jax.ops import projection
 from spec_jax.paging import allocator
@@ -68,7 +69,7 @@ def write_biased(folder: pathlib.Path, config, seed: int) -> pathlib.Path:
     params = params_lib.init(jax.random.key(seed), config, stddev=0.3)
     noise = lambda x: random_weights.normal(jax.random.key(x.size), x.shape, x.dtype)
     params = jax.tree.map(lambda x: x + noise(x) if x.ndim == 1 else x, params)
-    load.save(folder, config, params)
+    save_lib.save(folder, config, params)
     tiny_pair.byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
