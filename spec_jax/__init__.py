@@ -21,7 +21,7 @@ _NAMES = {
     "FixedTree": "spec_jax.drafters.tree_shapes",
     "ForwardTarget": "spec_jax.engine.forward",
     "Generation": "spec_jax.results",
-    "LanguageModel": "spec_jax.loading",
+    "LanguageModel": "spec_jax.language_model",
     "Origin": "spec_jax.engine.state",
     "Piece": "spec_jax.results",
     "Proposal": "spec_jax.engine.protocols",
@@ -75,7 +75,8 @@ if TYPE_CHECKING:
     from spec_jax.engine.protocols import Drafter, Proposal
     from spec_jax.engine.state import Origin, Status
     from spec_jax.generation import decode, generate, score, stream
-    from spec_jax.loading import LanguageModel, load
+    from spec_jax.language_model import LanguageModel
+    from spec_jax.loading import load
     from spec_jax.lossless import check_lossless
     from spec_jax.results import Generation, Piece
     from spec_jax.rules.settings import Sampling

@@ -19,7 +19,7 @@ from spec_jax.engine import (
     state as states,
 )
 from spec_jax.gamma import budget, costs as costs_lib, goodput, policy as policy_lib
-from spec_jax.loading import LanguageModel
+from spec_jax.language_model import LanguageModel
 
 
 TURNS, SECONDS = (5, 20), 0.2

@@ -13,14 +13,14 @@ from typing import Any, Unpack, overload
 import jax
 import numpy as np
 
-from spec_jax import keywords, results, run as run_lib, scoring
+from spec_jax import inputs, keywords, results, run as run_lib, scoring
 from spec_jax.engine import checks, ends as ends_lib, requests as requests_lib
-from spec_jax.loading import LanguageModel
+from spec_jax.language_model import LanguageModel
 from spec_jax.model import tokenizer as tokenizer_lib
 
 
 Piece = results.Piece
-Prompt = run_lib.Prompt
+Prompt = inputs.Prompt
 Completion = str | Sequence[int] | np.ndarray
 Sampling = run_lib.Sampling
 Generation = results.Generation
@@ -42,7 +42,7 @@ def prepare(
     Returns:
       The run, and whether there was one prompt and no list.
     """
-    prompts, alone = run_lib.encode(lm, prompt, chat, prefix)
+    prompts, alone = inputs.encode(lm, prompt, chat, prefix)
     made = run_lib.Run.make(lm, prompts, has_prefix=prefix is not None, **settings)
     return made, alone
 
@@ -354,7 +354,7 @@ def score(
       ValueError: a prompt, a completion or settings that cannot be used.
       FloatingPointError: logits that are not finite.
     """
-    prompts, alone = run_lib.encode(lm, prompt, chat, prefix)
+    prompts, alone = inputs.encode(lm, prompt, chat, prefix)
     scoring.check_top(top_logprobs, lm.target.config.vocab_size)
     completions = [completion] if alone else list(completion)
     if len(completions) != len(prompts):

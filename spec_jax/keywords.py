@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, cast, get_type_hints
 
-from spec_jax import run as run_lib
+from spec_jax import inputs, run as run_lib
 from spec_jax.engine import requests as requests_lib, verification
 from spec_jax.gamma import policy as policy_lib
 
@@ -17,13 +17,13 @@ class Settings(TypedDict, total=False):
     max_tokens: int
     sampling: run_lib.Sampling | Sequence[run_lib.Sampling] | None
     processors: requests_lib.Processors
-    stop: run_lib.Stop | None
+    stop: inputs.Stop | None
     ignore_eos: bool
     chat: Mapping[str, Any] | None
     skip_special_tokens: bool
     log_probs: bool
     top_logprobs: int
-    prefix: run_lib.Prompt | None
+    prefix: inputs.Prompt | None
     page_size: int
 
 

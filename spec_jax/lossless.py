@@ -5,10 +5,10 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from spec_jax import algorithms, generation, keywords, run as run_lib
+from spec_jax import algorithms, generation, inputs, keywords, run as run_lib
 from spec_jax.debug import evidence, recorder
 from spec_jax.engine import state as states
-from spec_jax.loading import LanguageModel
+from spec_jax.language_model import LanguageModel
 from spec_jax.rules import rule as rule_lib
 
 
@@ -73,7 +73,7 @@ class Report:
 
 def check_lossless(
     lm: LanguageModel,
-    prompt: run_lib.Prompt | Sequence[run_lib.Prompt],
+    prompt: inputs.Prompt | Sequence[inputs.Prompt],
     **settings: Any,
 ) -> Report:
     """Generates each prompt speculatively and by decoding, and compares the bits.
@@ -110,7 +110,7 @@ def check_lossless(
 
 
 def evidence_of(
-    lm: LanguageModel, prompts: Sequence[run_lib.Prompt], **settings: Any
+    lm: LanguageModel, prompts: Sequence[inputs.Prompt], **settings: Any
 ) -> list[evidence.Evidence]:
     """Generates prompts together, a slot each, and returns what each run left behind.
 

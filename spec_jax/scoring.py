@@ -24,7 +24,7 @@ from spec_jax.engine import (
     requests as requests_lib,
     rows,
 )
-from spec_jax.loading import LanguageModel
+from spec_jax.language_model import LanguageModel
 from spec_jax.model import row_model
 from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import sampling as sampling_lib

@@ -28,7 +28,8 @@ LAYERS = (
     {"testing"},
     {"analysis", "debug"},
     {"results"},
-    {"loading"},
+    {"language_model"},
+    {"inputs", "loading"},
     {"default_gamma", "scoring"},
     {"run"},
     {"keywords"},
@@ -61,7 +62,7 @@ NAMES_FROM = {
     "beartype",
     "collections.abc",
     "spec_jax.typing",
-    "spec_jax.loading",
+    "spec_jax.language_model",
     "spec_jax.testing.bits",  # `spec_jax.testing.bits` is a function of it, too
     "spec_jax.testing.compare",
 }
