@@ -66,17 +66,31 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
             cell.outputs = kept
 
 
+@pytest.fixture(scope="module")
+def ran() -> dict[str, nbformat.NotebookNode]:
+    """All notebooks, one after the other in one kernel: what they compile is shared."""
+    notebooks = {name: read(name) for name in NOTEBOOKS}
+    cells = []
+    for notebook in notebooks.values():
+        cells += [*notebook.cells, nbformat.v4.new_code_cell("%reset -f")]
+    for number, cell in enumerate(cells):
+        cell.id = f"cell-{number}"
+    with pytest.MonkeyPatch.context() as patch:
+        run(nbformat.v4.new_notebook(cells=cells), patch)
+    return notebooks
+
+
 # The kernel's own machinery warns of sockets and loops that are left open.
 @pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(
+    ISA not in build.available_isas(), reason=f"this processor has no {ISA}"
+)
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_prints_what_is_stored(name, monkeypatch):
+def test_a_notebook_prints_what_is_stored(name, ran):
     """Fails if a cell raises, a text or a figure is missing, or outputs are stale."""
-    if ISA not in build.available_isas():
-        pytest.skip(f"this processor lacks the instruction set {ISA}")
-    stored = printed(read(name))
-    found = run(read(name), monkeypatch)
-    assert printed(found) == stored and "differ" not in stored
-    shown = printed(found) + str([output.get("data") for output in outputs(found)])
+    stored, found = printed(read(name)), printed(ran[name])
+    assert found == stored and "differ" not in stored
+    shown = found + str([output.get("data") for output in outputs(ran[name])])
     assert [part for part in NOTEBOOKS[name] if part not in shown] == []
 
 
