@@ -42,7 +42,7 @@ def test_tables_are_of_the_rows(name):
 def test_every_table_is_on_a_page():
     pages = "".join(page.read_text() for page in PAGES)
     found = re.findall(r"<!-- rows: (\w+) -->", pages)
-    assert set(found) == set(published.TABLES)
+    assert set(found) == set(published.TEMPLATES)
     assert len(found) == pages.count("<!-- end of rows -->")
 
 
