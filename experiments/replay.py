@@ -322,8 +322,7 @@ def summarise(
     counted, forwards = zip(*done, strict=True)
     found = {"prompts": len(counted), **metrics.summarise(metrics.total(counted))}
     found.pop("nonfinite_logits")  # A trace has no logits.
-    each = list(map(summaries.text_counts, texts.generated, counted))
-    found |= summaries.by_repetition(each)
+    found |= summaries.by_repetition(texts.generated, counted)
     return found | {"rounds_by_rows": np.sum(forwards, axis=(0, 1))}
 
 
