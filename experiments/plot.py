@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     """Reads, draws, and says which files it wrote."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"matplotlib is not installed; {cli.PLOT} brings it")
-    rows = [row for path in args.files for row in files.read_rows(path).values()]
+    rows = [row for path in args.files for row in files.read_rows(path)]
     for name, value in args.where:
         rows = [row for row in rows if str(row.get(name, value)) == value]
     names = [args.figure] if args.figure else list(FIGURES)

@@ -86,7 +86,7 @@ def state_of(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> s
             return f"left out, for want of `fetch_model.py {name}`"
     if not step.path.exists() or not step.flag:
         return "to do"
-    *_, last = files.read_rows(step.path).values()
+    *_, last = files.read_rows(step.path)
     made = last.get("environment", last)
     is_finished = all(made.get(n) == here[n] for n in ("git_commit", "git_dirty"))
     return "finished" if is_finished else "to do"
@@ -110,7 +110,7 @@ def run_step(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> i
             name = hashlib.sha256(shlex.join([script, *arguments]).encode()).hexdigest()
             part, path = folder / f"{name}.jsonl", step.path
             if is_rows and part.exists():
-                rows += files.read_rows(part).values()
+                rows += files.read_rows(part)
                 continue
             if is_rows:
                 path = folder / "running.jsonl"
@@ -125,12 +125,12 @@ def run_step(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> i
             if status not in (DONE, FAILED):
                 return status
             if is_rows:
-                rows += files.read_rows(path).values()
+                rows += files.read_rows(path)
             if is_rows and status == DONE:
                 path.replace(part)
         if is_rows:
             kept = [row for row in rows if not step.keep or row["kind"] in step.keep]
-            with records.open_rows(step.path, allow_dirty=args.allow_dirty) as out:
+            with records.JsonLines(step.path, allow_dirty=args.allow_dirty) as out:
                 out.write_all(shortened(kept))
         shutil.rmtree(folder)
     return worst
@@ -164,7 +164,7 @@ def call(script: str, arguments: Sequence[str]) -> int:
 def run_all(args: argparse.Namespace) -> int:
     """Runs what is not finished; returns the worst exit status."""
     if not args.allow_dirty:
-        records.check_clean(what="a row of experiments/results", allow="--allow-dirty")
+        records.check_clean("a row of experiments/results")
     here, worst = records.provenance(), DONE
     for step in chosen(args):
         state = state_of(args, step, here)

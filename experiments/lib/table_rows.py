@@ -28,7 +28,7 @@ def rows_of(pattern: str, kind: str) -> list[Row]:
     return [
         row
         for path in sorted(RESULTS.glob(pattern))
-        for row in files.read_rows(path).values()
+        for row in files.read_rows(path)
         if row.get("kind") == kind
     ]
 

@@ -64,7 +64,7 @@ def texts(path) -> str:
 def stored() -> dict[str, dict]:
     """The rows of results by their digests."""
     paths = published.RESULTS.glob("*.jsonl")
-    rows = [row for path in paths for row in files.read_rows(path).values()]
+    rows = [row for path in paths for row in files.read_rows(path)]
     return dict(zip(curves_lib.digests(rows), rows, strict=True))
 
 
@@ -121,7 +121,7 @@ def test_differences_near_zero_do_not_drown_the_others():
 @needs_matplotlib
 def test_all_figures_of_a_mixture(tmp_path):
     """Fails if rows of another kind are drawn, or a figure is left out."""
-    (parity,) = files.read_rows(published.RESULTS / "parity_flash.jsonl").values()
+    (parity,) = files.read_rows(published.RESULTS / "parity_flash.jsonl")
     one = tmp_path / "parity.json"
     one.write_text(json.dumps(parity | {"first": None}, indent=1))
     mixture = [summary(1), summary(4), step(1), step(2), parity, {"kind": "prompt"}]

@@ -73,7 +73,7 @@ def without_commit(rows) -> list[dict]:
 def test_rows_are_of_commits():
     """Fails if a row says of no commit, or of changed code, what it measured."""
     found = {
-        path.name: without_commit(files.read_rows(path).values())
+        path.name: without_commit(files.read_rows(path))
         for path in published.RESULTS.glob("*.jsonl")
     }
     assert not any(found.values()), found
@@ -136,7 +136,7 @@ def test_a_step_goes_on_after_its_finished_runs(tmp_path, monkeypatch):
         assert reproduce.run_step(args, step, here) == 1 and not step.path.exists()
         assert reproduce.run_step(args, step, here) == 0
         assert asked == expected.split()
-        found = [row["script"] for row in files.read_rows(step.path).values()]
+        found = [row["script"] for row in files.read_rows(step.path)]
         assert found == ["one", "two"] and not [*tmp_path.glob(".parts/*")]
         step.path.unlink()
 
