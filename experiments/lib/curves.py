@@ -3,12 +3,11 @@
 Knows rows; draws nothing.
 """
 
-import collections
 import hashlib
 import json
 import pathlib
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -62,7 +61,7 @@ def curves_of(
     rows: Iterable[Row],
     names: Sequence[str],
     *,
-    axis: str | None = None,
+    axis: str,
     otherwise: str = "impl",
 ) -> list[Curve]:
     """Curves of rows that agree in `names`; they say in which of these they differ.
@@ -82,23 +81,17 @@ def curves_of(
             f"{len(grouped)} curves, of which {MAX_CURVES} can be told apart; they "
             f"differ in {', '.join(varying)}: choose with --where NAME=VALUE"
         )
-    if axis:
-        grouped = [_sorted(of, axis, names) for of in grouped]
-    made = [
-        Curve(_describe(of[0], varying or (otherwise,)), tuple(of)) for of in grouped
-    ]
+    made = []
+    for of in grouped:
+        label = _describe(of[0], varying or (otherwise,))
+        for value, same in group_by(of, [axis]).items():
+            if len(same) > 1:
+                raise ValueError(
+                    f"{axis} {value[0]} of {label} is there {len(same)} times; name "
+                    "one file of them, or tell them apart with --where"
+                )
+        made.append(Curve(label, tuple(sorted(of, key=lambda row: row[axis]))))
     return sorted(made, key=lambda curve: curve.label)
-
-
-def _sorted(rows: Sequence[Row], axis: str, names: Sequence[str]) -> list[Row]:
-    """The rows in the order of `axis`; raises `ValueError` where two have one value."""
-    value, count = collections.Counter(row[axis] for row in rows).most_common(1)[0]
-    if count > 1:
-        raise ValueError(
-            f"{axis} {value} of {_describe(rows[0], names)} is there {count} times; "
-            "name one file of them, or tell them apart with --where"
-        )
-    return sorted(rows, key=lambda row: row[axis])
 
 
 def _describe(row: Row, names: Sequence[str]) -> str:
@@ -115,20 +108,21 @@ def cells_by_position(rows: Sequence[Row]) -> dict[str, list[Curve]]:
       ValueError: a cell that is there twice, or more curves than can be told apart.
     """
     names = ("temperature", "drafter", "gamma_policy", "category")
-    for cell, same in group_by(rows, (*names, "gamma", "prompt_source")).items():
-        if len(same) > 1:
-            raise ValueError(
-                f"{cell} is there {len(same)} times; name the file of one sweep"
-            )
     largest = max(row["gamma"] for row in rows)
-    of_largest = [row for row in rows if row["gamma"] == largest]
-    sets = group_by(of_largest, ("prompt_source",))
+    sets = group_by([row for row in rows if row["gamma"] == largest], ["prompt_source"])
     return {
-        "/".join(pathlib.PurePath(source).parts[-2:]): curves_of(
-            of_set, names, otherwise="drafter"
-        )
-        for (source,), of_set in sets.items()
+        "/".join(pathlib.PurePath(source).parts[-2:]): [
+            curve._replace(rows=tuple(_by_position(*curve.rows)))
+            for curve in curves_of(of, names, axis="gamma", otherwise="drafter")
+        ]
+        for (source,), of in sets.items()
     }
+
+
+def _by_position(cell: Row) -> Iterator[Row]:
+    """A row for each draft of a round of the cell."""
+    for position, kept in enumerate(cell["conditional_acceptance"], 1):
+        yield {"position": position, "kept": kept, "gamma": cell["gamma"]}
 
 
 CAPTION = (

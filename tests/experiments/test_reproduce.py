@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import importlib.util
 import json
 import pathlib
 import re
@@ -12,7 +11,15 @@ import numpy as np
 import pytest
 
 from experiments import reproduce
-from experiments.lib import curves, files, published, records, reproduction, table_rows
+from experiments.lib import (
+    curves,
+    figures,
+    files,
+    published,
+    records,
+    reproduction,
+    table_rows,
+)
 from spec_jax import testing
 from spec_jax.model import hub
 from spec_jax.native import build
@@ -22,10 +29,6 @@ ROOT, RESULTS = published.ROOT, published.RESULTS
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 FIGURE = re.compile(r"\]\((?:\.\./)?(experiments/results/figures/\w+\.svg)\)")
 FIGURES = sorted({path for page in PAGES for path in FIGURE.findall(page.read_text())})
-
-needs_matplotlib = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="matplotlib is missing"
-)
 
 
 @pytest.mark.parametrize("name", published.PAGES)
@@ -46,11 +49,8 @@ def test_every_table_is_on_a_page():
     assert len(found) == pages.count("<!-- end of rows -->")
 
 
-@needs_matplotlib
 def test_the_table_of_rounds_is_in_the_figure():
     """Fails if both show other runs of the same thing."""
-    from experiments.lib import figures
-
     (path,) = (path for path in FIGURES if path.endswith("/speedup.svg"))
     rows = table_rows.rows_of("spec_round*.jsonl", "summary")
     drawn = set(figures.read_source(ROOT / path))
