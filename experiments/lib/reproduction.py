@@ -31,14 +31,12 @@ class Step:
     Attributes:
       file: below `records.RESULTS`; the name of the step.
       runs: commands, each a script and its flags.
-      flag: which names the file; None where the script is told its folder.
       keep: of several runs whose rows the file holds, the kinds that are kept.
       mismatches: whether runs that do not match are expected, and no failure.
     """
 
     file: str
     runs: tuple[str, ...]
-    flag: str | None
     keep: tuple[str, ...] = ()
     mismatches: bool = False
 
@@ -46,6 +44,11 @@ class Step:
     def path(self) -> pathlib.Path:
         """Where the file is in the end."""
         return records.RESULTS / self.file
+
+    @property
+    def flag(self) -> str | None:
+        """The flag that names the file; None where the script is told its folder."""
+        return {".jsonl": "--out", ".json": "--certificate"}.get(self.path.suffix)
 
 
 WORDS = {
@@ -76,14 +79,10 @@ WORDS = {
 
 # XLA's steps take six times as long as the native ones, and it compiles many programs,
 # for half a minute each.
-OF_IMPL: Mapping[str, Mapping[str, str]] = {
-    "native": {
-        **{"impl": "native", "count": "50", "repeats": "3", "tokens": "256"},
-    },
-    "xla": {
-        **{"impl": "xla", "count": "5", "repeats": "2", "tokens": "64"},
-    },
-}
+OF_IMPL = (
+    {"impl": "native", "count": "50", "repeats": "3", "tokens": "256"},
+    {"impl": "xla", "count": "5", "repeats": "2", "tokens": "64"},
+)
 
 SPEEDS = """
 spec_round_{impl}_gamma1.jsonl | summary
@@ -268,7 +267,7 @@ figures/sweep_contexts.svg
 
 def steps() -> Iterator[Step]:
     """Every step, in order."""
-    for of_impl in OF_IMPL.values():
+    for of_impl in OF_IMPL:
         yield from _read(SPEEDS, WORDS | of_impl)
     for text in (COMPARISONS, POLICIES, REAL, CERTIFICATES, FIGURES):
         yield from _read(text, WORDS)
@@ -278,14 +277,12 @@ def _read(text: str, words: Mapping[str, str]) -> Iterator[Step]:
     """Yields the steps of a text."""
     for _ in range(2):  # Words that hold words.
         text = re.sub(r"{(\w+)}", lambda m: words.get(m[1], m[0]), text)
-    flags = {".jsonl": "--out", ".json": "--certificate"}
     for block in re.split(r"\n(?=\S)", text.strip()):
         first, *lines = re.sub(r"\n    +", " ", block).splitlines()
         file, keep, option = (*map(str.strip, first.split("|")), "", "")[:3]
         yield Step(
             file=file,
             runs=tuple(run for line in lines for run in _each(line.strip())),
-            flag=flags.get(pathlib.PurePath(file).suffix),
             keep=tuple(keep.split(", ")) if keep else (),
             mismatches=option == "mismatches",
         )

@@ -300,13 +300,12 @@ def _print_cells(
     title: str,
 ) -> None:
     """Prints one line a cell, with the axes that tell it from others."""
+    # Not every cell has a tree, and no batch has a speed-up of decoding alone.
+    rows = [dict.fromkeys((*AXES, "speedup_decode")) | row for row in rows]
     columns: dict[str, Column] = {}
     for name, heading in AXES.items():
-        values = {row.get(name) for row in rows}
+        values = {row[name] for row in rows}
         is_shown = name in ("drafter", "tree", "gamma") or len(values) > 1
         if values != {None} and is_shown:
             columns[heading] = (name, "")
-    # Not every cell has a tree, and no batch has a speed-up of decoding alone.
-    absent = dict.fromkeys((*AXES, "speedup_decode"))
-    rows = [absent | row for row in rows]
     print_rows(rows, columns | numbers, console, title=title)

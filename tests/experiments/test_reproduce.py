@@ -119,7 +119,7 @@ def test_a_step_goes_on_after_its_finished_runs(tmp_path, monkeypatch):
     """Fails if what was measured is measured again, or rows of changed code stay."""
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     args = argparse.Namespace(allow_dirty=True, data=None, llama_bin=None)
-    step = reproduction.Step(file="x.jsonl", runs=("one", "two"), flag="--out")
+    step = reproduction.Step(file="x.jsonl", runs=("one", "two"))
     asked = []
 
     def call(script, arguments):
