@@ -144,29 +144,6 @@ def call(script: str, arguments: Sequence[str]) -> int:
     return subprocess.run(command, env=variables).returncode
 
 
-def run_all(args: argparse.Namespace) -> int:
-    """Runs what is not finished; returns the worst exit status."""
-    if not args.allow_dirty:
-        records.check_clean("a row of experiments/results")
-    here, worst = records.provenance(), DONE
-    for step in chosen(args):
-        state = state_of(args, step, here)
-        print(f"{step.file}: {state}", flush=True)
-        if state != "to do":
-            continue
-        step.path.parent.mkdir(parents=True, exist_ok=True)
-        started = time.perf_counter()
-        status = run_step(args, step, here)
-        seconds = round(time.perf_counter() - started, 1)
-        print(f"{step.file}: status {status} after {seconds} s", flush=True)
-        worst = max(worst, FAILED if status else DONE)
-        if records.provenance() != here:
-            raise ValueError(
-                "the commit, or its code, changed while a step ran: run it again"
-            )
-    return worst
-
-
 def shortened(rows: list[dict[str, Any]]) -> list[dict]:
     """Returns rows as short as they can be published.
 
@@ -197,18 +174,31 @@ def shortened(rows: list[dict[str, Any]]) -> list[dict]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Lists, writes tables, or runs; returns the exit status."""
+    """Lists, writes tables, or runs what is not finished; returns the worst status."""
     if args.tables:
         for path in published.update_pages():
             print(path)
         return DONE
-    if args.list:
-        here = records.provenance()
-        for step in chosen(args):
-            state = state_of(args, step, here)
-            print(f"{step.file}: {state}", *step.runs, sep="\n    ")
-        return DONE
-    return run_all(args)
+    if not (args.list or args.allow_dirty):
+        records.check_clean("a row of experiments/results")
+    here, worst = records.provenance(), DONE
+    for step in chosen(args):
+        state = state_of(args, step, here)
+        told = step.runs if args.list else ()
+        print(f"{step.file}: {state}", *told, sep="\n    ", flush=True)
+        if args.list or state != "to do":
+            continue
+        step.path.parent.mkdir(parents=True, exist_ok=True)
+        started = time.perf_counter()
+        status = run_step(args, step, here)
+        seconds = round(time.perf_counter() - started, 1)
+        print(f"{step.file}: status {status} after {seconds} s", flush=True)
+        worst = max(worst, FAILED if status else DONE)
+        if records.provenance() != here:
+            raise ValueError(
+                "the commit, or its code, changed while a step ran: run it again"
+            )
+    return worst
 
 
 main = cli.script(

@@ -12,10 +12,10 @@ import re
 import subprocess
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 
 import spec_jax
@@ -225,9 +225,9 @@ def provenance() -> dict[str, Any]:
         "git_commit": commit,
         # Numbers of changed code are not those of the commit.
         "git_dirty": None if commit is None else bool(_unclean()),
-        "spec_jax_version": _version("spec_jax"),
+        "spec_jax_version": spec_jax.__version__,
         "jax_version": jax.__version__,
-        "jaxlib_version": _version("jaxlib"),
+        "jaxlib_version": jaxlib.__version__,
         "python_version": platform.python_version(),
         "device_kind": device.device_kind,
         "platform": device.platform,
@@ -279,14 +279,6 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.rstrip()
-
-
-def _version(package: str) -> str | None:
-    """The installed version; `None` where the source is used without installing."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_name() -> str | None:

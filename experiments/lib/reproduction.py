@@ -10,6 +10,7 @@ are of `WORDS`, of the implementation, or filled in where the step is run: {data
 """
 
 import dataclasses
+import itertools
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
@@ -51,6 +52,14 @@ class Step:
         return {".jsonl": "--out", ".json": "--certificate"}.get(self.path.suffix)
 
 
+def _each(command: str) -> Iterator[str]:
+    """Yields a command for each of its choices, the last changing first."""
+    parts = re.split("<(.*?)>", command)
+    choices = [part.split(";") if n % 2 else [part] for n, part in enumerate(parts)]
+    for chosen in itertools.product(*choices):
+        yield " ".join("".join(chosen).split())
+
+
 WORDS = {
     "kind": "--impl native --dtype bfloat16 --page-size 16 --cache paged",
     # Of certificates: both ways to draw, alone and in batches, short texts.
@@ -64,16 +73,12 @@ WORDS = {
     "texts": "--prompts 20 --gen-tokens 256",
     "profile": "{results}/profile_dspark_native.jsonl",
     "drawings": " ".join(
-        f"{{results}}/{name}.jsonl"
+        path
         for name in (
-            *(
-                f"spec_round_{impl}_gamma{g}"
-                for impl in ("native", "xla")
-                for g in (1, 2, 4, 7)
-            ),
-            *("latency_embedded_native", "latency_embedded_xla"),
-            "parity_flash",
+            "spec_round_<native;xla>_gamma<1;2;4;7>",
+            *("latency_embedded_<native;xla>", "parity_flash"),
         )
+        for path in _each(f"{{results}}/{name}.jsonl")
     ),
 }
 
@@ -286,14 +291,3 @@ def _read(text: str, words: Mapping[str, str]) -> Iterator[Step]:
             keep=tuple(keep.split(", ")) if keep else (),
             mismatches=option == "mismatches",
         )
-
-
-def _each(command: str) -> Iterator[str]:
-    """Yields a command for each of its choices, the last changing first."""
-    before, found, after = command.partition("<")
-    if not found:
-        yield command
-        return
-    choices, _, after = after.partition(">")
-    for choice in choices.split(";"):
-        yield from _each(f"{before}{choice.strip()}{after}")

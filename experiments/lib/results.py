@@ -13,18 +13,14 @@ from spec_jax.analysis import metrics
 from spec_jax.model import qwen3
 
 
-Settings, Plain = runs_lib.Settings, runs_lib.Plain
-Speculative = runs_lib.Speculative
-
-
 @dataclasses.dataclass(kw_only=True)
 class PromptResult:
     """One prompt: what both runs produced, and `repeats` times of each."""
 
     prompt: prompt_files.Prompt
     prompt_ids: list[int]
-    plain: list[Plain]
-    spec: list[Speculative]
+    plain: list[runs_lib.Plain]
+    spec: list[runs_lib.Speculative]
     # Verified positions with another token than a replay of the text through decoding
     # finds; None where only the distribution is decoding's
     mismatches: int | None = None
@@ -77,7 +73,7 @@ class PromptResult:
 
 def run_prompts(
     lm: loading.LanguageModel,
-    settings: Settings,
+    settings: runs_lib.Settings,
     prompts: Sequence[prompt_files.Prompt],
     ids: Sequence[list[int]],
     *,
@@ -129,24 +125,20 @@ def run_prompts(
 
 
 def warm_up(
-    designs: Sequence[tuple[loading.LanguageModel, Settings]],
+    designs: Sequence[tuple[loading.LanguageModel, runs_lib.Settings]],
     prompts: Sequence[list[int]],
 ) -> float:
     """Compiles everything that runs of these need; returns the seconds."""
     started = time.perf_counter()
     prompt = prompt_files.Prompt(id="warm-up", text="", category=None)
-    for ids in one_a_bucket(prompts):
+    # Prompts that between them need every executable that all of them need.
+    one_a_bucket = {qwen3.bucket(max(1, len(ids) - 1)): ids for ids in prompts}
+    for ids in one_a_bucket.values():
         for lm, settings in designs:
             # What generating one token compiles is the same.
             brief = dataclasses.replace(settings, gen_tokens=1)
             list(run_prompts(lm, brief, [prompt], [ids], repeats=1))
     return time.perf_counter() - started
-
-
-def one_a_bucket(prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Returns prompts that between them need every executable that all of them need."""
-    by_bucket = {qwen3.bucket(max(1, len(prompt) - 1)): prompt for prompt in prompts}
-    return list(by_bucket.values())
 
 
 def summarise(results: Sequence[PromptResult]) -> metrics.Metrics:

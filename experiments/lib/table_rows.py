@@ -205,11 +205,13 @@ def _certificates() -> list[Row]:
 
 def _batches() -> list[Row]:
     """Rows of batches, in the order of `DECODED`."""
-    found = [row for row in rows_of("throughput.jsonl", "throughput") if row["batch"]]
-    order = [*DECODED]
-    place = lambda row: (row["gamma"], row["drafter"])
-    known = [row for row in found if place(row) in DECODED]
-    return sorted(known, key=lambda row: order.index(place(row)))
+    rows = rows_of("throughput.jsonl", "throughput")
+    return [
+        row
+        for place in DECODED
+        for row in rows
+        if row["batch"] and (row["gamma"], row["drafter"]) == place
+    ]
 
 
 def _gpu_heads() -> list[Row]:
