@@ -12,11 +12,7 @@ from experiments.lib import table_rows
 
 
 ROOT, RESULTS = table_rows.ROOT, table_rows.RESULTS
-PAGES = (
-    *("README.md", "docs/measurements.md", "docs/batch_invariance.md"),
-    *("docs/trees.md", "docs/processors.md"),
-)
-"""Pages with such tables, below `ROOT`."""
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 
 TEMPLATES = {
     name: (source, heading, cells)
@@ -69,7 +65,7 @@ def update(text: str) -> str:
 def update_pages() -> list[pathlib.Path]:
     """Writes the tables of all pages; returns the pages that changed."""
     changed = []
-    for path in (ROOT / name for name in PAGES):
+    for path in PAGES:
         text = path.read_text(encoding="utf-8")
         new = update(text)
         if new != text:

@@ -96,26 +96,22 @@ def print_table(metrics: Mapping[str, Any], console: rich_console.Console) -> No
 
     On a narrow console meanings are left out; `disturbed` is told where it is so.
     """
-    row, has_meanings = to_row(metrics), console.width >= _WIDE
-    if not row.get("disturbed"):
-        row.pop("disturbed", None)
-    table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("metric", no_wrap=True)
-    table.add_column("value", justify="right")
-    table.add_column("unit", no_wrap=True)
-    if has_meanings:
-        table.add_column("meaning", style="dim")
+    row, lines = to_row(metrics), []
     for group, fields in GROUPS.items():
-        if table.rows:
-            table.add_row()
-        table.add_row(rich_text.Text(group, style="bold"))
-        for name in [name for name in fields if name in row]:
-            (form, unit, meaning), value = fields[name], row[name]
-            is_wrong = name in _FAULTS and bool(value)
-            is_wrong |= name == "matched" and value is False
-            cell = wrong(terminal.format_value(value, form), is_wrong)
-            table.add_row(f"  {name}", cell, unit, *[meaning] * has_meanings)
-    console.print(table)
+        lines.append({"metric": group, "value": "", "unit": "", "meaning": ""})
+        for name, (form, unit, meaning) in fields.items():
+            if name not in row or (name == "disturbed" and not row[name]):
+                continue
+            is_wrong = name in _FAULTS and bool(row[name])
+            is_wrong |= name == "matched" and row[name] is False
+            value = wrong(terminal.format_value(row[name], form), is_wrong)
+            told = {"value": value, "unit": unit, "meaning": meaning}
+            lines.append({"metric": f"  {name}"} | told)
+    columns = dict.fromkeys(("metric", "value", "unit", "meaning"), "")
+    columns |= {"value": lambda line: line["value"]}
+    if console.width < _WIDE:
+        del columns["meaning"]
+    print_rows(lines, columns, console)
     print_disturbed([row], console)
 
 
