@@ -7,8 +7,8 @@ import hashlib
 import json
 import pathlib
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 Row = Mapping[str, Any]
@@ -37,11 +37,9 @@ _LABELS = {
 }
 
 
-class Curve(NamedTuple):
-    """Rows that share their settings."""
-
-    label: str  # the settings in which it differs from the other curves
-    rows: tuple[Row, ...]  # in the order in which they are drawn
+Curves = Mapping[str, Sequence[Row]]
+"""By the settings in which they differ from each other: rows that share theirs, in the
+order in which they are drawn."""
 
 
 def is_cell(row: Row) -> bool:
@@ -63,7 +61,7 @@ def curves_of(
     *,
     axis: str,
     otherwise: str = "impl",
-) -> list[Curve]:
+) -> Curves:
     """Curves of rows that agree in `names`; they say in which of these they differ.
 
     Args:
@@ -81,7 +79,7 @@ def curves_of(
             f"{len(grouped)} curves, of which {MAX_CURVES} can be told apart; they "
             f"differ in {', '.join(varying)}: choose with --where NAME=VALUE"
         )
-    made = []
+    made = {}
     for of in grouped:
         label = _describe(of[0], varying or (otherwise,))
         for value, same in group_by(of, [axis]).items():
@@ -90,8 +88,8 @@ def curves_of(
                     f"{axis} {value[0]} of {label} is there {len(same)} times; name "
                     "one file of them, or tell them apart with --where"
                 )
-        made.append(Curve(label, tuple(sorted(of, key=lambda row: row[axis]))))
-    return sorted(made, key=lambda curve: curve.label)
+        made[label] = sorted(of, key=lambda row: row[axis])
+    return dict(sorted(made.items()))
 
 
 def _describe(row: Row, names: Sequence[str]) -> str:
@@ -100,7 +98,7 @@ def _describe(row: Row, names: Sequence[str]) -> str:
     return ", ".join(_LABELS.get(name, "{}").format(row[name]) for name in present)
 
 
-def cells_by_position(rows: Sequence[Row]) -> dict[str, list[Curve]]:
+def cells_by_position(rows: Sequence[Row]) -> dict[str, Curves]:
     """By prompt set: a curve over the drafts of a round at the largest gamma, of each
     drafter, temperature and policy; all categories together.
 
@@ -108,21 +106,18 @@ def cells_by_position(rows: Sequence[Row]) -> dict[str, list[Curve]]:
       ValueError: a cell that is there twice, or more curves than can be told apart.
     """
     names = ("temperature", "drafter", "gamma_policy", "category")
-    largest = max(row["gamma"] for row in rows)
-    sets = group_by([row for row in rows if row["gamma"] == largest], ["prompt_source"])
-    return {
-        "/".join(pathlib.PurePath(source).parts[-2:]): [
-            curve._replace(rows=tuple(_by_position(*curve.rows)))
-            for curve in curves_of(of, names, axis="gamma", otherwise="drafter")
-        ]
-        for (source,), of in sets.items()
-    }
-
-
-def _by_position(cell: Row) -> Iterator[Row]:
-    """A row for each draft of a round of the cell."""
-    for position, kept in enumerate(cell["conditional_acceptance"], 1):
-        yield {"position": position, "kept": kept, "gamma": cell["gamma"]}
+    largest, found = max(row["gamma"] for row in rows), {}
+    of_largest = [row for row in rows if row["gamma"] == largest]
+    for (source,), of_set in group_by(of_largest, ["prompt_source"]).items():
+        cells = curves_of(of_set, names, axis="gamma", otherwise="drafter")
+        found["/".join(pathlib.PurePath(source).parts[-2:])] = {
+            label: [
+                {"position": position, "kept": kept}
+                for position, kept in enumerate(cell["conditional_acceptance"], 1)
+            ]
+            for label, (cell,) in cells.items()
+        }
+    return found
 
 
 CAPTION = (

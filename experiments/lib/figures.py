@@ -21,7 +21,6 @@ from experiments.lib import curves
 
 
 Row = curves.Row
-Curves = Sequence[curves.Curve]
 Axes = matplotlib.axes.Axes
 Figure = matplotlib.figure.Figure
 
@@ -83,7 +82,9 @@ def new(height: float, *panels: int, **keywords: Any) -> tuple[Figure, Sequence[
     return figure, figure.subplots(*panels, squeeze=False, **keywords).ravel()
 
 
-def _plot(axes: Axes, found: Curves, x: str, y: str, *, aside: float = 0.0) -> None:
+def _plot(
+    axes: Axes, found: curves.Curves, x: str, y: str, *, aside: float = 0.0
+) -> None:
     """Draws a number of the rows over another, which is whole.
 
     Its 10th and 90th percentiles, where rows have them, are bars.
@@ -92,7 +93,7 @@ def _plot(axes: Axes, found: Curves, x: str, y: str, *, aside: float = 0.0) -> N
       aside: how far curves are moved apart, so that bars do not hide each other.
     """
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-    for place, (label, rows) in enumerate(found):
+    for place, (label, rows) in enumerate(found.items()):
         # A marker at the end of an axis, such as a rate of 1, is whole.
         looks = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 5}
         looks |= {"label": label, "clip_on": False}
@@ -172,7 +173,7 @@ def sweep_positions(rows: Sequence[Row]) -> Figure:
         axes.set_ylabel(KEPT)
     for axes in every[len(panels) :]:
         axes.set_visible(False)
-    _legend(figure, f"gamma {found[0].rows[0]['gamma']}", columns=3)
+    _legend(figure, f"gamma {max(row['gamma'] for row in rows)}", columns=3)
     return figure
 
 
@@ -194,7 +195,7 @@ def sweep_contexts(rows: Sequence[Row]) -> Figure:
 def drift(rows: Sequence[Row]) -> Figure:
     """Reward and drafts kept over steps of learning, of `rollouts.py --steps`."""
     figure, (top, bottom) = new(4.4, 2, 1, sharex=True)
-    curve = [curves.Curve("", tuple(sorted(rows, key=lambda row: row["step"])))]
+    curve = {"": sorted(rows, key=lambda row: row["step"])}
     _plot(top, curve, "step", "reward")
     _plot(bottom, curve, "step", "acceptance_rate")
     top.set(ylabel="mean reward", ylim=(0, 1))

@@ -74,7 +74,7 @@ def resume(
             break
         rows.append(row)
         wanted = {} if behind else wanted
-    out.keep(lines[: len(rows)])
+    out.kept = sum(map(len, lines[: len(rows)]))
     if behind and not rows:
         out.write(description)
     return rows[1:] if behind else rows
@@ -110,7 +110,8 @@ class JsonLines:
         self.path = None if path is None else pathlib.Path(path)
         # What every row that follows has besides its own
         self.common: Mapping[str, Any] = {}
-        self._kept: int | None = 0  # bytes, until the first row is written
+        # Bytes that the file begins with and keeps, until the first row is written
+        self.kept: int | None = 0
         self._file = None
         if self.path is not None:
             if RESULTS in self.path.resolve().parents and not allow_dirty:
@@ -135,19 +136,15 @@ class JsonLines:
         line = json.dumps(to_json(whole))
         if self._file is None:
             return
-        if self._kept is not None and self.path.is_file():  # No pipe, and no device.
-            self._file.truncate(self._kept)
-        self._kept = None
+        if self.kept is not None and self.path.is_file():  # No pipe, and no device.
+            self._file.truncate(self.kept)
+        self.kept = None
         self._file.write(f"{line}\n".encode())
 
     def write_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Appends rows."""
         for row in rows:
             self.write(row)
-
-    def keep(self, lines: Sequence[bytes]) -> None:
-        """Keeps these lines, which the file begins with, for a run that goes on."""
-        self._kept = sum(map(len, lines))
 
 
 def guarded(
