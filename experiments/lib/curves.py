@@ -126,25 +126,22 @@ CAPTION = (
 )
 """Fields that a figure says of its rows, and of both sides of a parity."""
 
-WIDTH = 120
-"""Characters of a line of a caption."""
-
-SHOWN = 3
-"""Values of one field that a caption lists; of more it says how many there are."""
-
 
 def caption(rows: Sequence[Row]) -> str:
-    """Says which model, machine and prompts the rows are of, from their own fields."""
+    """Says which model, machine and prompts the rows are of, from their own fields.
+
+    At most three values of a field are listed.
+    """
     parts = [(row, row.get("reference", {}), row.get("verify", {})) for row in rows]
     words = []
     for name in CAPTION:
         found = [part.get(name) for each in parts for part in each]
         values = [*dict.fromkeys(str(value) for value in found if value is not None)]
         listed = f"{len(values)} different"
-        if len(values) <= SHOWN:
+        if len(values) <= 3:
             listed = " / ".join(values)
         words += [f"{name.replace('_', ' ')} {listed}"] if values else []
-    return "\n".join(textwrap.wrap(", ".join(words), WIDTH))
+    return "\n".join(textwrap.wrap(", ".join(words), 120))
 
 
 def first_of(row: Row) -> str:

@@ -46,8 +46,6 @@ _STYLE = {
     # Names inside the file are hashes, of this and not of the time.
     "svg.hashsalt": "spec_jax",
 }
-GAMMA = "gamma (tokens drafted per round)"
-KEPT = "P(kept, if all before were)"
 SPREAD = "median, bars: 10th to 90th percentile"
 
 
@@ -138,7 +136,11 @@ def speedup(summaries: Sequence[Row]) -> Figure:
     # As fast as autoregressive decoding.
     top.axhline(1, color="#444444", linewidth=1, linestyle=":")
     top.set(ylabel="speed-up over plain\ndecoding (times)", ylim=(0, None))
-    bottom.set(xlabel=GAMMA, ylabel="accepted / proposed", ylim=(0, 1))
+    bottom.set(
+        xlabel="gamma (tokens drafted per round)",
+        ylabel="accepted / proposed",
+        ylim=(0, 1),
+    )
     _legend(figure, SPREAD)
     return figure
 
@@ -170,7 +172,7 @@ def sweep_positions(rows: Sequence[Row]) -> Figure:
         axes.set(xlabel="position (token)", ylim=(0, 1))
         axes.set_title(title, fontsize=9)
     for axes in every[::columns]:
-        axes.set_ylabel(KEPT)
+        axes.set_ylabel("P(kept, if all before were)")
     for axes in every[len(panels) :]:
         axes.set_visible(False)
     _legend(figure, f"gamma {max(row['gamma'] for row in rows)}", columns=3)

@@ -6,7 +6,6 @@ there is replaced by what the templates of `experiments/tables.md` make of the r
 
 import pathlib
 import re
-from collections.abc import Sequence
 
 from experiments.lib import table_rows
 
@@ -48,13 +47,10 @@ def table(name: str) -> str:
                 said.append(text)
     names = [name for column in columns for name in column]
     lines = [[" ".join(of.get(name, ())) for name in names] for of in found.values()]
-    return _markdown([names, ["---"] * len(names), *lines])
-
-
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    """The lines of cells as Markdown."""
-    texts = [f"| {' | '.join(cells)} |\n" for cells in lines]
-    return "".join(texts).replace("|  |", "| |")
+    rows = [
+        f"| {' | '.join(line)} |\n" for line in (names, ["---"] * len(names), *lines)
+    ]
+    return "".join(rows).replace("|  |", "| |")
 
 
 def update(text: str) -> str:

@@ -260,7 +260,7 @@ def _unclean() -> str:
         *(":/", ":(top,exclude)experiments/results"),
     )
     names = [line[3:] for line in (changes or "").splitlines()]
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    more = ", ..." * (len(names) > 2)
     told = f"there are changes without a commit ({', '.join(names[:2])}{more})"
     return told if names else ""
 

@@ -185,22 +185,19 @@ def all_matched(matched: Sequence[bool | None]) -> bool | None:
     return None if None in matched else True
 
 
-NO_CATEGORY = "none"
-"""What the prompts are called that have no category, where others have one."""
-
-
 def rows_of(
     results: Sequence[PromptResult], *, is_batch: bool = False
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Returns the metrics of all prompts as a row, and those of each category, if there
     are several.
 
-    A batch has no metrics that leave prefill out: its steps are of many prompts.
+    Prompts without one are of "none". A batch has no metrics that leave prefill out:
+    its steps are of many prompts.
     """
     missing = ("spec_decode_", "speedup_decode", "disturbed") if is_batch else ()
     grouped: dict[str, list[PromptResult]] = {}
     for result in results:
-        grouped.setdefault(result.prompt.category or NO_CATEGORY, []).append(result)
+        grouped.setdefault(result.prompt.category or "none", []).append(result)
 
     def row_of(part: Sequence[PromptResult]) -> dict[str, Any]:
         row = tables.to_row(summarise(part))

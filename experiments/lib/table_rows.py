@@ -166,28 +166,29 @@ SHOWN: Mapping[str, Callable[[Row], bool]] = {
 """Which rows of its kind a table has, if not all."""
 
 _DRAWN = "--sampling greedy,sampled --batch 1,4"
-_HEAD = "--drafter eagle3 --product --tree none,4x6:15 --gamma 4"
+_HEAD = f"--isa avx2 --drafter eagle3 --product --tree none,4x6:15 --gamma 4 {_DRAWN}"
 CERTIFICATES = {
     "default": "python experiments/exactness.py --certificate FILE",
-    "drafters_native_bfloat16": "... --product --drafter "
-    "ngram,suffix,hybrid,draft-model,oracle --gamma-policy "
+    "drafters_native_bfloat16": "... --product "
+    "--drafter ngram,suffix,hybrid,draft-model,oracle --gamma-policy "
     "fixed,threshold,goodput --batch 1,4 --sampling greedy,sampled",
-    "trees_native_bfloat16": "... --product --tree 2x4:7,4x6:15,4x16:31,4x16:63 "
-    f"{_DRAWN}",
+    "trees_native_bfloat16": (
+        f"... --product --tree 2x4:7,4x6:15,4x16:31,4x16:63 {_DRAWN}"
+    ),
     "full_native_bfloat16": "... --full --prompts 12 --gen-tokens 256",
     "gsm8k_native_bfloat16": "... --prompts gsm8k/test.jsonl:50 --gen-tokens 64",
-    "smollm2_native_bfloat16": f"... --target smollm2 --isa avx2 {_HEAD} {_DRAWN}",
-    **{
-        f"smollm2_native_{weights}": f"... --target smollm2 --weights {weights} "
-        f"--isa avx2 {_HEAD} {_DRAWN}"
-        for weights in ("q8_0", "q4_1")
-    },
-    "dspark_native_bfloat16": "... --drafter dspark --product --tree none,4x6:15 "
-    f"--gamma 4,7 {_DRAWN}",
-    "dspark_scheduled_native_bfloat16": "... --drafter dspark --product "
-    f"--gamma-policy schedule --gamma 4,7 {_DRAWN}",
-    "choice_native_bfloat16": "... --isa avx2 --drafter choice --product "
-    f"--gamma 4,7 {_DRAWN}",
+    "smollm2_native_bfloat16": f"... --target smollm2 {_HEAD}",
+    "smollm2_native_q8_0": f"... --target smollm2 --weights q8_0 {_HEAD}",
+    "smollm2_native_q4_1": f"... --target smollm2 --weights q4_1 {_HEAD}",
+    "dspark_native_bfloat16": (
+        f"... --drafter dspark --product --tree none,4x6:15 --gamma 4,7 {_DRAWN}"
+    ),
+    "dspark_scheduled_native_bfloat16": (
+        f"... --drafter dspark --product --gamma-policy schedule --gamma 4,7 {_DRAWN}"
+    ),
+    "choice_native_bfloat16": (
+        f"... --isa avx2 --drafter choice --product --gamma 4,7 {_DRAWN}"
+    ),
 }
 """Exactness certificates, and the flags that they are made by."""
 
