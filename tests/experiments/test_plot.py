@@ -24,32 +24,9 @@ NUMBERS = {
 """A number of each published figure."""
 
 
-def summary(gamma: int, **changes) -> dict:
-    """A row of rounds, as `spec_round.py` writes it."""
-    rounds = [3 - (i > 2) for i in range(gamma + 1)]
-    return {
-        **{"kind": "summary", "impl": "xla", "dtype": "float32", "gamma": gamma},
-        **{"speedup_e2e": 1.5, "speedup_e2e_p10": 1.2, "speedup_e2e_p90": None},
-        "conditional_acceptance": [0.9 - 0.01 * gamma] * (gamma - 1) + [None],
-        **{"accepted_hist": rounds, "rounds": sum(rounds), "mean_accepted_length": 2.5},
-        **{"prompt_source": "50", "acceptance_rate": 0.5, **changes},
-    }
-
-
-def step(num_active: int) -> dict:
-    """A row of a step's time, as `latency.py` writes it."""
-    times = dict(zip(("", "_p10", "_p90"), (2.0, 1.5, 2.5), strict=True))
-    row = {f"{name}{end}": ms for name in ("ms", "ratio") for end, ms in times.items()}
-    name = f"{num_active} active row{'s' * (num_active > 1)}"
-    return row | {"kind": "step", "step": name, "num_active": num_active, "impl": "xla"}
-
-
-def total(drafter: str, gamma: int, source: str) -> dict:
-    """A row of all categories of a sweep, as it is published."""
-    place = {"temperature": 0.0, "gamma_policy": "fixed", "category": "all"}
-    return summary(gamma) | {
-        **{"kind": "sweep", "drafter": drafter, "prompt_source": source, **place}
-    }
+def of_file(name: str) -> list[dict]:
+    """The published rows of a file."""
+    return files.read_rows(published.RESULTS / f"{name}.jsonl")
 
 
 def texts(path) -> str:
@@ -59,8 +36,8 @@ def texts(path) -> str:
 @pytest.fixture(scope="module")
 def stored() -> dict[str, dict]:
     """The rows of results by their digests."""
-    paths = published.RESULTS.glob("*.jsonl")
-    rows = [row for path in paths for row in files.read_rows(path)]
+    names = [path.stem for path in published.RESULTS.glob("*.jsonl")]
+    rows = [row for name in names for row in of_file(name)]
     return dict(zip(curves_lib.digests(rows), rows, strict=True))
 
 
@@ -112,10 +89,12 @@ def test_differences_near_zero_do_not_drown_the_others():
 def test_all_figures_of_a_mixture(tmp_path, capsys):
     """Fails if rows of another kind are drawn, a figure is left out, or one that
     cannot be drawn takes others with it."""
-    (parity,) = files.read_rows(published.RESULTS / "parity_flash.jsonl")
+    (parity,) = of_file("parity_flash")
     one = tmp_path / "parity.json"
     one.write_text(json.dumps(parity | {"first": None}, indent=1))
-    mixture = [summary(1), summary(4), step(1), step(2), {"kind": "prompt"}]
+    names = ("spec_round_native_gamma1", "spec_round_native_gamma4")
+    mixture = [row for name in names for row in of_file(name)]
+    mixture += of_file("latency_embedded_native")
     rows, out = write_rows(tmp_path / "rows.jsonl", mixture), tmp_path / "out"
     names = lambda: {path.stem for path in out.iterdir()}
     assert plot.main([str(rows), str(one), str(one), "--out", str(out)]) == 1
@@ -127,11 +106,14 @@ def test_all_figures_of_a_mixture(tmp_path, capsys):
 
 def test_values_that_are_there_twice_are_refused():
     """Its two values would be joined by an upright line."""
-    of_gamma = functools.partial(curves_lib.curves_of, names=("impl",), axis="gamma")
-    with pytest.raises(ValueError, match="gamma 2 of xla is there 2 times"):
-        of_gamma([summary(2), summary(2), summary(3)])
-    with pytest.raises(ValueError, match="gamma 4 of ngram is there 2 times"):
-        curves_lib.cells_by_position([total("ngram", 4, "a")] * 2)
-    many = [summary(gamma, batch=n) for gamma in (1, 2) for n in range(9)]
+    of_one, of_four = (of_file(f"spec_round_native_gamma{n}")[-1] for n in (1, 4))
+    of_gamma = functools.partial(
+        curves_lib.curves_of, names=curves_lib.RUN, axis="gamma"
+    )
+    with pytest.raises(ValueError, match="gamma 1 of native is there 2 times"):
+        of_gamma([of_one, of_one, of_four])
+    with pytest.raises(ValueError, match="gamma 7 of T = 0.0, hybrid is there 2 times"):
+        curves_lib.cells_by_position(2 * of_file("evaluation"))
+    many = [row | {"batch": n} for row in (of_one, of_four) for n in range(9)]
     with pytest.raises(ValueError, match="9 curves, .* differ in batch"):
-        curves_lib.curves_of(many, curves_lib.RUN, axis="gamma")
+        of_gamma(many)
