@@ -29,7 +29,7 @@ _PLACE = re.compile(
 
 
 def table(name: str) -> str:
-    """The table of that name, Markdown."""
+    """The table of that name, Markdown; raises `ValueError` where it has no rows."""
     source, *template = TEMPLATES[name]
     headings, cells = (line.strip("| ").split(" | ") for line in template)
     is_pivot = any("{" in heading for heading in headings)
@@ -45,6 +45,8 @@ def table(name: str) -> str:
             said = of_line.setdefault(named, [])
             if named != heading or text not in said:
                 said.append(text)
+    if not found:
+        raise ValueError(f"there are no rows for the table {name}: {source}")
     names = [name for column in columns for name in column]
     lines = [[" ".join(of.get(name, ())) for name in names] for of in found.values()]
     rows = [

@@ -1,7 +1,7 @@
 """Tables: how the results of an experiment are shown, and their JSON row.
 
-One list, `FIELDS`, gives every number its place, format and unit, in the printed table
-and in the JSON row. Functions here know names and values; they compute none of them.
+`GROUPS` gives every number its place, format and unit, in the printed table and in the
+JSON row. Functions here know names and values; they compute none of them.
 """
 
 import itertools
@@ -19,7 +19,6 @@ from experiments.lib import records, terminal
 
 
 Row = Mapping[str, Any]
-
 
 GROUPS: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
     "counts": {
@@ -97,8 +96,9 @@ def print_table(metrics: Mapping[str, Any], console: rich_console.Console) -> No
     On a narrow console meanings are left out; `disturbed` is told where it is so.
     """
     row, lines = to_row(metrics), []
+    columns = dict.fromkeys(("metric", "value", "unit", "meaning"), "")
     for group, fields in GROUPS.items():
-        lines.append({"metric": group, "value": "", "unit": "", "meaning": ""})
+        lines.append(columns | {"metric": group})
         for name, (form, unit, meaning) in fields.items():
             if name not in row or (name == "disturbed" and not row[name]):
                 continue
@@ -107,7 +107,6 @@ def print_table(metrics: Mapping[str, Any], console: rich_console.Console) -> No
             value = wrong(terminal.format_value(row[name], form), is_wrong)
             told = {"value": value, "unit": unit, "meaning": meaning}
             lines.append({"metric": f"  {name}"} | told)
-    columns = dict.fromkeys(("metric", "value", "unit", "meaning"), "")
     columns |= {"value": lambda line: line["value"]}
     if console.width < _WIDE:
         del columns["meaning"]

@@ -50,6 +50,13 @@ def test_every_table_is_on_a_page():
     assert len(found) == pages.count("<!-- end of rows -->")
 
 
+def test_a_table_without_rows_is_refused(monkeypatch):
+    template = ("no_such_file.jsonl: summary", "| gamma |", "| {gamma} |")
+    monkeypatch.setitem(published.TEMPLATES, "none", template)
+    with pytest.raises(ValueError, match="no rows for the table none: no_such_file"):
+        published.table("none")
+
+
 def test_the_table_of_rounds_is_in_the_figure():
     """Fails if both show other runs of the same thing."""
     (path,) = (path for path in FIGURES if path.endswith("/speedup.svg"))
