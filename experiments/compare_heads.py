@@ -189,7 +189,7 @@ def evaluate(args: argparse.Namespace, head: str) -> tuple[int, list[dict[str, A
         given = [str(x) for pair in (told | {"--out": out}).items() for x in pair]
         given += ["--allow-dirty"] * args.allow_dirty
         status = max(status, sweep.run(sweep.parse_args([*given, *axis])))
-        rows += [row | {"head": head} for row in files.read_rows(out).values()]
+        rows += [row | {"head": head} for row in files.read_rows(out)]
     return status, rows
 
 

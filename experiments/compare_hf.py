@@ -206,10 +206,6 @@ def _row(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, A
     done = [prompt.every[run][0] for prompt in prompts]
     counters = compare.counted(prompts, run)
     names = ("rounds", "proposed", "accepted", "accepted_hist")
-    texts = [
-        summaries.text_counts(one.ids, one.counters or metrics.Counters())
-        for one in done
-    ]
     rate = counters and metrics.ratio(counters.accepted, counters.proposed)
     return {
         "kind": "comparison",
@@ -221,7 +217,7 @@ def _row(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, A
         # None where nothing was drafted, and of theirs, which are not counted.
         **{name: counters and getattr(counters, name) for name in names},
         "acceptance_rate": rate,
-        "repetition": summaries.mean_repetition(texts),
+        "repetition": summaries.mean_repetition([one.ids for one in done]),
         "identical": differences.count(None),
         "prompts": len(prompts),
         "n": len(own),

@@ -149,11 +149,11 @@ def act(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace, console: terminal.Console) -> int:
     """Runs the suite, and writes rows and certificate; returns the exit status."""
     if args.certificate and not args.allow_dirty:
-        records.check_clean(what="a certificate", allow="--allow-dirty")
+        records.check_clean("a certificate")
     with records.open_out(args) as out:
         plan = plans.from_flags(args)
         header = {"kind": "header", **plan.header}
-        kept = records.resume_behind(out, header, ("prompt",))
+        kept = records.resume(out, header, behind="prompt")
         rows = _run_rows(args, plan, kept, out, console)
         cells = plan.cells
         summaries = [suite.summarise(cell, rows) for cell in cells]

@@ -6,7 +6,6 @@ was asked for by name.
 """
 
 import argparse
-import importlib.util
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -79,27 +78,12 @@ def _condition(text: str) -> tuple[str, str]:
     return name, value
 
 
-def draw(name: str, rows: Sequence[Row], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Draws the figure from the rows that it takes; returns the files.
-
-    Raises:
-      ValueError: rows that make no such figure.
-    """
-    from experiments.lib import figures
-
-    drawn = {folder / f"{name}.svg": rows}
-    if name == "divergence" and len(rows) > 1:  # Which is of one row.
-        drawn = {folder / f"{name}_{n}.svg": [row] for n, row in enumerate(rows, 1)}
-    for path, of_one in drawn.items():
-        figures.draw(getattr(figures, name), of_one, path)
-    return [*drawn]
-
-
 def run(args: argparse.Namespace) -> int:
     """Reads, draws, and says which files it wrote."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"matplotlib is not installed; {cli.PLOT} brings it")
-    rows = [row for path in args.files for row in files.read_rows(path).values()]
+    cli.require("plot")
+    from experiments.lib import figures
+
+    rows = [row for path in args.files for row in files.read_rows(path)]
     for name, value in args.where:
         rows = [row for row in rows if str(row.get(name, value)) == value]
     names = [args.figure] if args.figure else list(FIGURES)
@@ -112,9 +96,11 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     status = DRAWN
     for name, of_figure in found.items():
+        path = args.out / f"{name}.svg"
         try:
             if of_figure:
-                print(*draw(name, of_figure, args.out), sep="\n")
+                figures.draw(getattr(figures, name), of_figure, path)
+                print(path)
         except ValueError as error:
             # One figure that cannot be drawn takes no other with it.
             print(f"plot.py: error: {name} is not drawn: {error}", file=sys.stderr)

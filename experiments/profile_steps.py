@@ -66,8 +66,6 @@ def run(
     """Measures, writes and shows each profile; returns the exit status."""
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     subject = models.prepare(args, lm, args.prompts) if args.calibrate else None
-    if subject is not None:
-        confidences.check_prompts(subject)
     about = models.describe(args, lm) | {"drafter": args.drafter}
     out.common = about | records.provenance()
     if subject is not None:  # First, as it says what a drafter lacks.

@@ -140,7 +140,7 @@ def read(path: pathlib.Path) -> Texts:
       ValueError: a file that is not the rows of one, or of texts that a stop token cut.
     """
     again = "give the rows of one run of spec_round.py --ignore-stop --out"
-    rows = files.read_rows(path, hint=f"; {again}").values()
+    rows = files.read_rows(path, hint=f"; {again}")
     texts = [row for row in rows if row.get("kind") == "prompt"]
     about = [row for row in rows if row.get("kind") == "summary"]
     is_whole = len(about) == 1 and about[0].get("ignore_stop")
@@ -322,8 +322,7 @@ def summarise(
     counted, forwards = zip(*done, strict=True)
     found = {"prompts": len(counted), **metrics.summarise(metrics.total(counted))}
     found.pop("nonfinite_logits")  # A trace has no logits.
-    each = list(map(summaries.text_counts, texts.generated, counted))
-    found |= summaries.by_repetition(each)
+    found |= summaries.by_repetition(texts.generated, counted)
     return found | {"rounds_by_rows": np.sum(forwards, axis=(0, 1))}
 
 

@@ -12,7 +12,6 @@ rows. Exit status: 0 all done, 2 a step failed or did not match, 1 unusable inpu
 """
 
 import argparse
-import contextlib
 import hashlib
 import os
 import pathlib
@@ -20,9 +19,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lib import (
@@ -72,21 +70,19 @@ def chosen(args: argparse.Namespace) -> list[Step]:
 
 
 def state_of(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> str:
-    """ "finished", "left out" for want of a flag, or "to do"."""
-    needed = {
-        reproduction.DATA: "data",
-        reproduction.LLAMA: "llama_bin",
-    }
-    for word, flag in needed.items():
-        if getattr(args, flag) is None and any(word in run for run in step.runs):
-            return f"left out, for want of {cli.flag_of(flag)}"
-    if any(reproduction.FETCHED in run for run in step.runs):
-        name = reproduction.FETCHED.split()[-1]
-        if not (hub.cache() / hub.FETCHED[name]).is_file():
-            return f"left out, for want of `fetch_model.py {name}`"
+    """ "finished", "left out" for want of something, or "to do"."""
+    *_, model = reproduction.FETCHED.split()
+    fetched = hub.cache() / hub.FETCHED[model]
+    for word, there, what in (
+        (reproduction.DATA, args.data, "--data"),
+        (reproduction.LLAMA, args.llama_bin, "--llama-bin"),
+        (reproduction.FETCHED, fetched.is_file(), f"`fetch_model.py {model}`"),
+    ):
+        if not there and any(word in run for run in step.runs):
+            return f"left out, for want of {what}"
     if not step.path.exists() or not step.flag:
         return "to do"
-    *_, last = files.read_rows(step.path).values()
+    *_, last = files.read_rows(step.path)
     made = last.get("environment", last)
     is_finished = all(made.get(n) == here[n] for n in ("git_commit", "git_dirty"))
     return "finished" if is_finished else "to do"
@@ -101,56 +97,43 @@ def run_step(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> i
     """Runs a step; returns the worst exit status of its runs.
 
     A file of rows is replaced when all runs have ended well. A step that was
-    interrupted goes on after the runs that had.
+    interrupted goes on after the runs that had, unless the code has changes: rows of
+    others may be of any code.
     """
-    worst, rows, is_rows = 0, [], step.path.suffix == ".jsonl"
-    with parts_of(step, here) as folder:
-        for command in step.runs:
-            script, *arguments = shlex.split(command.format(**words_of(args)))
-            name = hashlib.sha256(shlex.join([script, *arguments]).encode()).hexdigest()
-            part, path = folder / f"{name}.jsonl", step.path
-            if is_rows and part.exists():
-                rows += files.read_rows(part).values()
-                continue
-            if is_rows:
-                path = folder / "running.jsonl"
-                path.unlink(missing_ok=True)
-            if step.flag:
-                arguments += [step.flag, str(path)]
-            if args.allow_dirty and script != "plot":
-                arguments.insert(0, "--allow-dirty")
-            status = call(script, arguments)
-            status = 0 if status == FAILED and step.mismatches else status
-            worst = max(worst, status)
-            if status not in (DONE, FAILED):
-                return status
-            if is_rows:
-                rows += files.read_rows(path).values()
-            if is_rows and status == DONE:
-                path.replace(part)
+    worst, rows, is_rows = DONE, [], step.path.suffix == ".jsonl"
+    is_changed = here["git_dirty"] is not False
+    name = f"{step.path.stem}-{here['git_commit']}{'-changed' * is_changed}"
+    parts = records.RESULTS / ".parts" / name
+    if is_changed:
+        shutil.rmtree(parts, ignore_errors=True)
+    parts.mkdir(parents=True, exist_ok=True)
+    for command in step.runs:
+        command = command.format(**words_of(args))
+        part, path = parts / hashlib.sha256(command.encode()).hexdigest(), step.path
+        if is_rows and part.exists():
+            rows += files.read_rows(part)
+            continue
         if is_rows:
-            kept = [row for row in rows if not step.keep or row["kind"] in step.keep]
-            with records.open_rows(step.path, allow_dirty=args.allow_dirty) as out:
-                out.write_all(shortened(kept))
-        shutil.rmtree(folder)
+            path = parts / "running"
+            path.unlink(missing_ok=True)
+        script, *arguments = shlex.split(command)
+        if args.allow_dirty and script != "plot":
+            arguments.insert(0, "--allow-dirty")
+        status = call(script, arguments + ([step.flag, str(path)] if step.flag else []))
+        status = DONE if status == FAILED and step.mismatches else status
+        worst = max(worst, status)
+        if status not in (DONE, FAILED):
+            return status
+        if is_rows:
+            rows += files.read_rows(path)
+        if is_rows and status == DONE:
+            path.replace(part)
+    if is_rows:
+        kept = [row for row in rows if not step.keep or row["kind"] in step.keep]
+        with records.JsonLines(step.path, allow_dirty=args.allow_dirty) as out:
+            out.write_all(shortened(kept))
+    shutil.rmtree(parts)
     return worst
-
-
-@contextlib.contextmanager
-def parts_of(step: Step, here: Mapping[str, Any]) -> Iterator[pathlib.Path]:
-    """Gives a folder for the rows of a step's runs, which the step removes at its end.
-
-    It outlives an interruption where the code has no changes: rows of others may be of
-    any code.
-    """
-    if here["git_dirty"]:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            yield pathlib.Path(folder)
-    else:
-        name = f"{step.path.stem}-{here['git_commit']}"
-        folder = records.RESULTS / ".parts" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
 
 
 def call(script: str, arguments: Sequence[str]) -> int:
@@ -159,29 +142,6 @@ def call(script: str, arguments: Sequence[str]) -> int:
     command = [sys.executable, "-m", f"experiments.{script}", *arguments]
     variables = {**os.environ, "PYTHONPATH": processes.python_path()}
     return subprocess.run(command, env=variables).returncode
-
-
-def run_all(args: argparse.Namespace) -> int:
-    """Runs what is not finished; returns the worst exit status."""
-    if not args.allow_dirty:
-        records.check_clean(what="a row of experiments/results", allow="--allow-dirty")
-    here, worst = records.provenance(), DONE
-    for step in chosen(args):
-        state = state_of(args, step, here)
-        print(f"{step.file}: {state}", flush=True)
-        if state != "to do":
-            continue
-        step.path.parent.mkdir(parents=True, exist_ok=True)
-        started = time.perf_counter()
-        status = run_step(args, step, here)
-        seconds = round(time.perf_counter() - started, 1)
-        print(f"{step.file}: status {status} after {seconds} s", flush=True)
-        worst = max(worst, FAILED if status else DONE)
-        if records.provenance() != here:
-            raise ValueError(
-                "the commit, or its code, changed while a step ran: run it again"
-            )
-    return worst
 
 
 def shortened(rows: list[dict[str, Any]]) -> list[dict]:
@@ -214,18 +174,31 @@ def shortened(rows: list[dict[str, Any]]) -> list[dict]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Lists, writes tables, or runs; returns the exit status."""
+    """Lists, writes tables, or runs what is not finished; returns the worst status."""
     if args.tables:
         for path in published.update_pages():
             print(path)
         return DONE
-    if args.list:
-        here = records.provenance()
-        for step in chosen(args):
-            state = state_of(args, step, here)
-            print(f"{step.file}: {state}", *step.runs, sep="\n    ")
-        return DONE
-    return run_all(args)
+    if not (args.list or args.allow_dirty):
+        records.check_clean("a row of experiments/results")
+    here, worst = records.provenance(), DONE
+    for step in chosen(args):
+        state = state_of(args, step, here)
+        told = step.runs if args.list else ()
+        print(f"{step.file}: {state}", *told, sep="\n    ", flush=True)
+        if args.list or state != "to do":
+            continue
+        step.path.parent.mkdir(parents=True, exist_ok=True)
+        started = time.perf_counter()
+        status = run_step(args, step, here)
+        seconds = round(time.perf_counter() - started, 1)
+        print(f"{step.file}: status {status} after {seconds} s", flush=True)
+        worst = max(worst, FAILED if status else DONE)
+        if records.provenance() != here:
+            raise ValueError(
+                "the commit, or its code, changed while a step ran: run it again"
+            )
+    return worst
 
 
 main = cli.script(

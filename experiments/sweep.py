@@ -312,7 +312,7 @@ def run(args: argparse.Namespace) -> int:
         for cell, found in fan(bench, missing):
             for row in found:
                 out.write(row)
-                rows.append(records.to_json(row | out.common, "row"))
+                rows.append(records.to_json(row | out.common))
                 told = " ".join(map(str, cell.to_row().values()))
                 line = f"{told}: {row['speedup_e2e']:.2f}x, matched: {row['matched']}"
                 console.print(line, soft_wrap=True, highlight=False)

@@ -146,9 +146,8 @@ def write(
     starts = range(0, len(missing), size)
     tasks = [tuple(missing[first : first + size]) for first in starts]
     began, written = time.perf_counter(), 0
-    with kept.open("a", encoding="utf-8") as file, terminal.progress() as bar:
-        sizes = {"total": len(keys), "completed": len(keys) - len(missing)}
-        task = bar.add_task("texts", **sizes)
+    shown = terminal.counted("texts", total=len(keys), done=len(keys) - len(missing))
+    with kept.open("a", encoding="utf-8") as file, shown as advance:
         for _, texts in fan(writer, tasks):
             for number, tokens, features in texts:
                 if take is not None and features is not None:
@@ -156,7 +155,7 @@ def write(
                 done[keys[number]] = tokens
                 print(json.dumps([keys[number], tokens]), file=file, flush=True)
                 written += len(tokens)
-                bar.advance(task)
+                advance()
     seconds = time.perf_counter() - began
     if written:
         print(f"{written:,} tokens in {seconds:,.0f} s: {written / seconds:,.0f} tok/s")

@@ -18,10 +18,11 @@ from typing import Any, NoReturn
 
 UNUSABLE, NOT_FINITE, INTERRUPTED = 1, 2, 130
 
-PLOT = "pip install -e '.[plot]'"
-"""What installs what draws figures."""
-
-EXTRAS = {"experiments": ("rich", "scipy"), "train": ("optax", "orbax")}
+EXTRAS = {
+    "experiments": ("rich", "scipy", "tqdm"),
+    "plot": ("matplotlib",),
+    "train": ("optax", "orbax"),
+}
 """What scripts import that is not installed with the package, by what installs it."""
 
 

@@ -25,12 +25,6 @@ COLUMNS = {
 """Of the table of `by_draft`'s lines."""
 
 
-def check_prompts(subject: models.Subject) -> None:
-    """Raises `ValueError` where no half of the prompts is left to report."""
-    if len(subject.ids) < 2:
-        raise ValueError("one prompt fits and none is left to report: give --prompts 2")
-
-
 def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, Any]:
     """Returns the row of a temperature of the target's draws.
 
@@ -38,8 +32,11 @@ def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, 
     the error that the paper's sequential temperature scaling leaves, to compare with.
 
     Raises:
-      ValueError: a drafter without confidences, or texts too short for a whole round.
+      ValueError: a drafter without confidences, one prompt, of which no half is left
+        to report, or texts too short for a whole round.
     """
+    if len(subject.ids) < 2:
+        raise ValueError("one prompt fits and none is left to report: give --prompts 2")
     drafter = protocols.complete(subject.lm.drafter).for_schedule()
     lm, draws = dataclasses.replace(subject.lm, drafter=drafter), None
     if temperature:
@@ -81,8 +78,7 @@ def judge(recorded: Sequence[calibration.Rounds]) -> dict[str, Any]:
 
 def by_draft(row: dict[str, Any]) -> list[dict[str, Any]]:
     """A row of confidences as a line for each draft."""
-    names = ("temperatures", "shifts", "ece_before", "ece_sts", "ece")
-    names += ("roc_auc_before", "roc_auc")
+    names = [column[0] for column in COLUMNS.values() if isinstance(column, tuple)]
     return [
         {"temperature": row["temperature"], "draft": draft + 1}
         | {name: row[name][draft] for name in names}

@@ -3,13 +3,12 @@
 Knows rows; draws nothing.
 """
 
-import collections
 import hashlib
 import json
 import pathlib
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 
 Row = Mapping[str, Any]
@@ -38,11 +37,9 @@ _LABELS = {
 }
 
 
-class Curve(NamedTuple):
-    """Rows that share their settings."""
-
-    label: str  # the settings in which it differs from the other curves
-    rows: tuple[Row, ...]  # in the order in which they are drawn
+Curves = Mapping[str, Sequence[Row]]
+"""By the settings in which they differ from each other: rows that share theirs, in the
+order in which they are drawn."""
 
 
 def is_cell(row: Row) -> bool:
@@ -62,9 +59,9 @@ def curves_of(
     rows: Iterable[Row],
     names: Sequence[str],
     *,
-    axis: str | None = None,
+    axis: str,
     otherwise: str = "impl",
-) -> list[Curve]:
+) -> Curves:
     """Curves of rows that agree in `names`; they say in which of these they differ.
 
     Args:
@@ -82,23 +79,17 @@ def curves_of(
             f"{len(grouped)} curves, of which {MAX_CURVES} can be told apart; they "
             f"differ in {', '.join(varying)}: choose with --where NAME=VALUE"
         )
-    if axis:
-        grouped = [_sorted(of, axis, names) for of in grouped]
-    made = [
-        Curve(_describe(of[0], varying or (otherwise,)), tuple(of)) for of in grouped
-    ]
-    return sorted(made, key=lambda curve: curve.label)
-
-
-def _sorted(rows: Sequence[Row], axis: str, names: Sequence[str]) -> list[Row]:
-    """The rows in the order of `axis`; raises `ValueError` where two have one value."""
-    value, count = collections.Counter(row[axis] for row in rows).most_common(1)[0]
-    if count > 1:
-        raise ValueError(
-            f"{axis} {value} of {_describe(rows[0], names)} is there {count} times; "
-            "name one file of them, or tell them apart with --where"
-        )
-    return sorted(rows, key=lambda row: row[axis])
+    made = {}
+    for of in grouped:
+        label = _describe(of[0], varying or (otherwise,))
+        for value, same in group_by(of, [axis]).items():
+            if len(same) > 1:
+                raise ValueError(
+                    f"{axis} {value[0]} of {label} is there {len(same)} times; name "
+                    "one file of them, or tell them apart with --where"
+                )
+        made[label] = sorted(of, key=lambda row: row[axis])
+    return dict(sorted(made.items()))
 
 
 def _describe(row: Row, names: Sequence[str]) -> str:
@@ -107,7 +98,7 @@ def _describe(row: Row, names: Sequence[str]) -> str:
     return ", ".join(_LABELS.get(name, "{}").format(row[name]) for name in present)
 
 
-def cells_by_position(rows: Sequence[Row]) -> dict[str, list[Curve]]:
+def cells_by_position(rows: Sequence[Row]) -> dict[str, Curves]:
     """By prompt set: a curve over the drafts of a round at the largest gamma, of each
     drafter, temperature and policy; all categories together.
 
@@ -115,20 +106,18 @@ def cells_by_position(rows: Sequence[Row]) -> dict[str, list[Curve]]:
       ValueError: a cell that is there twice, or more curves than can be told apart.
     """
     names = ("temperature", "drafter", "gamma_policy", "category")
-    for cell, same in group_by(rows, (*names, "gamma", "prompt_source")).items():
-        if len(same) > 1:
-            raise ValueError(
-                f"{cell} is there {len(same)} times; name the file of one sweep"
-            )
-    largest = max(row["gamma"] for row in rows)
+    largest, found = max(row["gamma"] for row in rows), {}
     of_largest = [row for row in rows if row["gamma"] == largest]
-    sets = group_by(of_largest, ("prompt_source",))
-    return {
-        "/".join(pathlib.PurePath(source).parts[-2:]): curves_of(
-            of_set, names, otherwise="drafter"
-        )
-        for (source,), of_set in sets.items()
-    }
+    for (source,), of_set in group_by(of_largest, ["prompt_source"]).items():
+        cells = curves_of(of_set, names, axis="gamma", otherwise="drafter")
+        found["/".join(pathlib.PurePath(source).parts[-2:])] = {
+            label: [
+                {"position": position, "kept": kept}
+                for position, kept in enumerate(cell["conditional_acceptance"], 1)
+            ]
+            for label, (cell,) in cells.items()
+        }
+    return found
 
 
 CAPTION = (
@@ -137,25 +126,22 @@ CAPTION = (
 )
 """Fields that a figure says of its rows, and of both sides of a parity."""
 
-WIDTH = 120
-"""Characters of a line of a caption."""
-
-SHOWN = 3
-"""Values of one field that a caption lists; of more it says how many there are."""
-
 
 def caption(rows: Sequence[Row]) -> str:
-    """Says which model, machine and prompts the rows are of, from their own fields."""
+    """Says which model, machine and prompts the rows are of, from their own fields.
+
+    At most three values of a field are listed.
+    """
     parts = [(row, row.get("reference", {}), row.get("verify", {})) for row in rows]
     words = []
     for name in CAPTION:
         found = [part.get(name) for each in parts for part in each]
         values = [*dict.fromkeys(str(value) for value in found if value is not None)]
         listed = f"{len(values)} different"
-        if len(values) <= SHOWN:
+        if len(values) <= 3:
             listed = " / ".join(values)
         words += [f"{name.replace('_', ' ')} {listed}"] if values else []
-    return "\n".join(textwrap.wrap(", ".join(words), WIDTH))
+    return "\n".join(textwrap.wrap(", ".join(words), 120))
 
 
 def first_of(row: Row) -> str:

@@ -21,7 +21,6 @@ from experiments.lib import curves
 
 
 Row = curves.Row
-Curves = Sequence[curves.Curve]
 Axes = matplotlib.axes.Axes
 Figure = matplotlib.figure.Figure
 
@@ -47,8 +46,6 @@ _STYLE = {
     # Names inside the file are hashes, of this and not of the time.
     "svg.hashsalt": "spec_jax",
 }
-GAMMA = "gamma (tokens drafted per round)"
-KEPT = "P(kept, if all before were)"
 SPREAD = "median, bars: 10th to 90th percentile"
 
 
@@ -83,14 +80,9 @@ def new(height: float, *panels: int, **keywords: Any) -> tuple[Figure, Sequence[
     return figure, figure.subplots(*panels, squeeze=False, **keywords).ravel()
 
 
-def _looks(place: int) -> dict[str, Any]:
-    """Returns colour and marker of the curve at this place of a legend."""
-    # A marker at the end of an axis, such as a rate of 1, is whole.
-    looks = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 5}
-    return looks | {"clip_on": False}
-
-
-def _plot(axes: Axes, found: Curves, x: str, y: str, *, aside: float = 0.0) -> None:
+def _plot(
+    axes: Axes, found: curves.Curves, x: str, y: str, *, aside: float = 0.0
+) -> None:
     """Draws a number of the rows over another, which is whole.
 
     Its 10th and 90th percentiles, where rows have them, are bars.
@@ -98,19 +90,23 @@ def _plot(axes: Axes, found: Curves, x: str, y: str, *, aside: float = 0.0) -> N
     Args:
       aside: how far curves are moved apart, so that bars do not hide each other.
     """
-    whole_numbers(axes)
-    for place, (label, rows) in enumerate(found):
-        middle = np.array([row[y] for row in rows], float)
-        if f"{y}_p10" not in rows[0]:
-            axes.plot([row[x] for row in rows], middle, label=label, **_looks(place))
-            continue
-        low, high = (
-            np.array([row[y + end] for row in rows], float) for end in ("_p10", "_p90")
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    for place, (label, rows) in enumerate(found.items()):
+        # A marker at the end of an axis, such as a rate of 1, is whole.
+        looks = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 5}
+        looks |= {"label": label, "clip_on": False}
+        # NaN: nothing was measured.
+        middle, low, high = (
+            np.array([row.get(y + end, math.nan) for row in rows], float)
+            for end in ("", "_p10", "_p90")
         )
+        if f"{y}_p10" not in rows[0]:
+            axes.plot([row[x] for row in rows], middle, **looks)
+            continue
         # The median over runs may lie outside of percentiles over prompts.
         spread = np.nan_to_num(np.maximum(0, [middle - low, high - middle]))
         at = [row[x] + aside * (place - (len(found) - 1) / 2) for row in rows]
-        axes.errorbar(at, middle, spread, label=label, **_looks(place))
+        axes.errorbar(at, middle, spread, **looks)
 
 
 def _legend(figure: Figure, title: str | None, columns: int | None = None) -> None:
@@ -122,16 +118,6 @@ def _legend(figure: Figure, title: str | None, columns: int | None = None) -> No
     most = columns or (2 if max(map(len, found)) > 24 else 4)
     place = {"loc": "outside upper center", "ncols": min(most, len(found))}
     figure.legend([*found.values()], [*found], title=title, **place)
-
-
-def whole_numbers(axes: Axes) -> None:
-    """Puts no ticks between whole numbers, from left to right."""
-    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-
-
-def _level_one(axes: Axes) -> None:
-    """Draws where speculation is as fast as autoregressive decoding."""
-    axes.axhline(1, color="#444444", linewidth=1, linestyle=":")
 
 
 def speedup(summaries: Sequence[Row]) -> Figure:
@@ -147,9 +133,14 @@ def speedup(summaries: Sequence[Row]) -> Figure:
     figure, (top, bottom) = new(5.6, 2, 1, sharex=True, height_ratios=(3, 2))
     _plot(top, found, "gamma", "speedup_e2e", aside=0.06)
     _plot(bottom, found, "gamma", "acceptance_rate")
-    _level_one(top)
+    # As fast as autoregressive decoding.
+    top.axhline(1, color="#444444", linewidth=1, linestyle=":")
     top.set(ylabel="speed-up over plain\ndecoding (times)", ylim=(0, None))
-    bottom.set(xlabel=GAMMA, ylabel="accepted / proposed", ylim=(0, 1))
+    bottom.set(
+        xlabel="gamma (tokens drafted per round)",
+        ylabel="accepted / proposed",
+        ylim=(0, 1),
+    )
     _legend(figure, SPREAD)
     return figure
 
@@ -177,18 +168,14 @@ def sweep_positions(rows: Sequence[Row]) -> Figure:
     height = -(-len(panels) // columns)
     figure, every = new(1.2 + 2.4 * height, height, columns, sharey=True)
     for axes, (title, found) in zip(every, panels.items(), strict=False):
-        for place, (label, (row, *_)) in enumerate(found):
-            shares = np.array(row["conditional_acceptance"], float)  # NaN: none drafted
-            at = range(1, len(shares) + 1)
-            axes.plot(at, shares, label=label, **_looks(place))
-        whole_numbers(axes)
+        _plot(axes, found, "position", "kept")
         axes.set(xlabel="position (token)", ylim=(0, 1))
         axes.set_title(title, fontsize=9)
     for axes in every[::columns]:
-        axes.set_ylabel(KEPT)
+        axes.set_ylabel("P(kept, if all before were)")
     for axes in every[len(panels) :]:
         axes.set_visible(False)
-    _legend(figure, f"gamma {found[0].rows[0]['gamma']}", columns=3)
+    _legend(figure, f"gamma {max(row['gamma'] for row in rows)}", columns=3)
     return figure
 
 
@@ -210,7 +197,7 @@ def sweep_contexts(rows: Sequence[Row]) -> Figure:
 def drift(rows: Sequence[Row]) -> Figure:
     """Reward and drafts kept over steps of learning, of `rollouts.py --steps`."""
     figure, (top, bottom) = new(4.4, 2, 1, sharex=True)
-    curve = [curves.Curve("", tuple(sorted(rows, key=lambda row: row["step"])))]
+    curve = {"": sorted(rows, key=lambda row: row["step"])}
     _plot(top, curve, "step", "reward")
     _plot(bottom, curve, "step", "acceptance_rate")
     top.set(ylabel="mean reward", ylim=(0, 1))
@@ -224,9 +211,11 @@ def divergence(rows: Sequence[Row]) -> Figure:
     What stands before and after the layers is a band of one cell, in its place.
 
     Args:
-      rows: one of kind "parity"; a cell is `{"differing", "elements", "max_ulp",
+      rows: ONE of kind "parity"; a cell is `{"differing", "elements", "max_ulp",
         "relative"}`, or None where there was nothing to compare.
     """
+    if len(rows) > 1:
+        raise ValueError(f"{len(rows)} parities; name the file of one")
     (row,) = rows
     operations = row["operations"]
     bands = {name: [cell] * len(operations) for name, cell in row["outside"].items()}
@@ -263,17 +252,21 @@ def levels(lines: Sequence[Sequence[Row | None]]) -> tuple[np.ndarray, int, int]
     Cells of equal bits are below the lowest, those whose difference is no number above
     the highest; NaN where there was nothing to compare.
     """
-    # Equal bits have no relative difference; that of the signs of zeros is 0.
-    none = {"differing": 0, "relative": None}
-    of = lambda name: [[(cell or none)[name] for cell in line] for line in lines]
-    relative, differs = np.array(of("relative"), float), np.array(of("differing")) > 0
-    is_sized = differs & (relative > 0)
-    found = np.log10(relative, where=is_sized, out=np.full(relative.shape, np.nan))
-    lowest = math.floor(np.min(found[is_sized], initial=0.0)) if is_sized.any() else -8
-    highest = max(math.ceil(found[is_sized].max()) if is_sized.any() else 0, lowest + 1)
-    found[differs & ~is_sized] = lowest
-    found[differs & np.isnan(relative)] = highest + 1
-    found[~differs & [[cell is not None for cell in line] for line in lines]] = (
-        lowest - 1
-    )
-    return found, lowest, highest
+    found = np.array([[_decade(cell) for cell in line] for line in lines])
+    sized = found[np.isfinite(found)]
+    lowest = math.floor(np.min(sized, initial=0.0)) if sized.size else -8
+    highest = max(math.ceil(sized.max()) if sized.size else 0, lowest + 1)
+    outside = {"neginf": lowest - 1, "posinf": highest + 1}
+    return np.nan_to_num(found, nan=math.nan, **outside), lowest, highest
+
+
+def _decade(cell: Row | None) -> float:
+    """As `levels`, with infinities in the place of what is outside."""
+    if cell is None:
+        return math.nan
+    if not cell["differing"]:
+        return -math.inf
+    if cell["relative"] is None:
+        return math.inf
+    # That of the signs of zeros is 0.
+    return math.log10(max(cell["relative"], 1e-12))

@@ -16,8 +16,8 @@ def sha256(path: pathlib.Path) -> str:
     return hashlib.sha256(read(path)).hexdigest()
 
 
-def read_rows(path: pathlib.Path, *, hint: str = "") -> dict[int, dict[str, Any]]:
-    """Reads JSON objects, by the number of their line; blank lines are skipped.
+def read_rows(path: pathlib.Path, *, hint: str = "") -> list[dict[str, Any]]:
+    """Reads JSON objects, one a line; blank lines are skipped.
 
     A file that ends in `.json` holds one object over many lines.
 
@@ -32,18 +32,15 @@ def read_rows(path: pathlib.Path, *, hint: str = "") -> dict[int, dict[str, Any]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{path}: cannot be read ({reason}){hint}") from None
-    rows = {}
+    rows = []
     lines = [text] if path.suffix == ".json" else text.split("\n")
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         try:
-            rows[number] = json.loads(line)
+            rows += [json.loads(line)] if line.strip() else []
         except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{path}, line {number}: no JSON ({error}){hint}"
-            ) from None
-        if not isinstance(rows[number], dict):
-            kind = type(rows[number]).__name__
+            why = f"no JSON ({error})"
+            raise ValueError(f"{path}, line {number}: {why}{hint}") from None
+        if rows and not isinstance(rows[-1], dict):
+            kind = type(rows[-1]).__name__
             raise ValueError(f"{path}, line {number}: not a JSON object but a {kind}")
     return rows

@@ -157,7 +157,7 @@ def read(
     Raises:
       ValueError: no such profile, or one that cannot be used.
     """
-    rows = list(files.read_rows(path, hint="; profile_steps.py writes one").values())
+    rows = files.read_rows(path, hint="; profile_steps.py writes one")
     wanted = {key: described.get(key) for key in SAME}
     of_run = [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
     profiles = [row for row in of_run if row.get("kind") == KIND]

@@ -1,23 +1,27 @@
 """Tables of README and docs, generated from the rows of `experiments/results`.
 
 A page has a table between `<!-- rows: NAME -->` and `<!-- end of rows -->`; what stands
-there is replaced by what the entry of `published_tables` makes of the rows.
+there is replaced by what the templates of `experiments/tables.md` make of the rows.
 """
 
 import pathlib
 import re
 
-from experiments.lib import published_tables, table_rows
+from experiments.lib import table_rows
 
 
 ROOT, RESULTS = table_rows.ROOT, table_rows.RESULTS
-PAGES = (
-    *("README.md", "docs/measurements.md", "docs/batch_invariance.md"),
-    *("docs/trees.md", "docs/processors.md"),
-)
-"""Pages with such tables, below `ROOT`."""
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 
-TABLES = published_tables.TABLES
+TEMPLATES = {
+    name: (source, heading, cells)
+    for name, source, heading, cells in re.findall(
+        r"^## (\w+)\n\n(?:(.+)\n\n)?(\|.*)\n\|[ |-]*\n(\|.*)$",
+        (ROOT / "experiments" / "tables.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+}
+"""Of each table: where its rows are, and the lines of its heading and of a row."""
 
 _PLACE = re.compile(
     r"(<!-- rows: (?P<name>\w+) -->\n\n).*?(<!-- end of rows -->)", re.DOTALL
@@ -25,13 +29,30 @@ _PLACE = re.compile(
 
 
 def table(name: str) -> str:
-    """The table of that name, Markdown; one sentence where no rows are published."""
-    heading, *lines = (f"| {' | '.join(cells)} |" for cells in TABLES[name]())
-    if not lines:
-        script = "gpu_report" if name.startswith("gpu_") else "reproduce"
-        return f"No rows are published yet; `experiments/{script}.py` makes them.\n"
-    rule = "|" + " --- |" * (heading.count(" | ") + 1)
-    return "\n".join([heading, rule, *lines]).replace("|  |", "| |") + "\n"
+    """The table of that name, Markdown; raises `ValueError` where it has no rows."""
+    source, *template = TEMPLATES[name]
+    headings, cells = (line.strip("| ").split(" | ") for line in template)
+    is_pivot = any("{" in heading for heading in headings)
+    # By line and heading: what its rows say; under a fixed heading the same once.
+    found: dict[str | int, dict[str, list[str]]] = {}
+    columns: list[dict[str, None]] = [{} for _ in headings]
+    for number, row in enumerate(table_rows.rows_of_table(name, source)):
+        texts = [cell.format_map(row) for cell in cells]
+        of_line = found.setdefault(texts[0] if is_pivot else number, {})
+        for column, heading, text in zip(columns, headings, texts, strict=True):
+            named = heading.format_map(row)
+            column[named] = None
+            said = of_line.setdefault(named, [])
+            if named != heading or text not in said:
+                said.append(text)
+    if not found:
+        raise ValueError(f"there are no rows for the table {name}: {source}")
+    names = [name for column in columns for name in column]
+    lines = [[" ".join(of.get(name, ())) for name in names] for of in found.values()]
+    rows = [
+        f"| {' | '.join(line)} |\n" for line in (names, ["---"] * len(names), *lines)
+    ]
+    return "".join(rows).replace("|  |", "| |")
 
 
 def update(text: str) -> str:
@@ -42,7 +63,7 @@ def update(text: str) -> str:
 def update_pages() -> list[pathlib.Path]:
     """Writes the tables of all pages; returns the pages that changed."""
     changed = []
-    for path in (ROOT / name for name in PAGES):
+    for path in PAGES:
         text = path.read_text(encoding="utf-8")
         new = update(text)
         if new != text:

@@ -5,18 +5,17 @@ Knows JSON, files and this machine. Knows nothing of what the numbers mean.
 
 import argparse
 import json
-import math
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import traceback
-import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 
 import spec_jax
@@ -29,18 +28,8 @@ RESULTS = pathlib.Path(__file__).parents[1] / "results"
 
 
 def open_out(args: argparse.Namespace) -> "JsonLines":
-    """Opens what `--out` names; as `open_rows`."""
-    return open_rows(args.out, allow_dirty=args.allow_dirty)
-
-
-def open_rows(
-    path: str | os.PathLike | None, *, allow_dirty: bool = False
-) -> "JsonLines":
-    """Opens a file of rows; one below `RESULTS` is for code of a commit."""
-    is_committed = path is not None and RESULTS in pathlib.Path(path).resolve().parents
-    if is_committed and not allow_dirty:
-        check_clean(what="a row of experiments/results", allow="--allow-dirty")
-    return JsonLines(path)
+    """Opens what `--out` names."""
+    return JsonLines(args.out, allow_dirty=args.allow_dirty)
 
 
 def script(
@@ -59,70 +48,49 @@ def script(
     return cli.script(name, parse, run, **options)
 
 
-def resume(out: "JsonLines", description: Mapping[str, Any]) -> list[dict[str, Any]]:
+def resume(
+    out: "JsonLines", description: Mapping[str, Any], *, behind: str | None = None
+) -> list[dict[str, Any]]:
     """Keeps the rows that an earlier run left in the file, and returns them.
 
     Half a line at the end, of a machine that stopped while it was written, is dropped.
 
     Args:
-      description: what each row of this run will say besides its numbers.
+      description: what each row of this run says besides its numbers.
+      behind: the first row alone says it, a header, which a new file gets; the rows of
+        this kind behind it are returned, and all others are written anew.
 
     Raises:
       ValueError: rows of something else, or measured otherwise; one line says how.
     """
-    lines, wanted = _whole_lines(out), to_json(description, "description")
-    rows = [
-        _same(line, wanted, f"{out.path}, line {number}")
-        for number, line in enumerate(lines, 1)
-    ]
-    out.keep(lines)
-    return rows
+    is_there = out.path is not None and out.path.exists()
+    lines = files.read(out.path).splitlines(keepends=True) if is_there else []
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    rows, wanted = [], to_json(description)
+    for number, line in enumerate(lines, 1):
+        row = _row_of(line, f"{out.path}, line {number}", wanted)
+        if behind and rows and row.get("kind") != behind:
+            break
+        rows.append(row)
+        wanted = {} if behind else wanted
+    out.kept = sum(map(len, lines[: len(rows)]))
+    if behind and not rows:
+        out.write(description)
+    return rows[1:] if behind else rows
 
 
-def resume_behind(
-    out: "JsonLines", header: Mapping[str, Any], kinds: Collection[str]
-) -> list[dict[str, Any]]:
-    """As `resume`, of a file whose first row says what all others are of.
-
-    Returns the rows of these kinds behind it; others are written anew. A new file gets
-    the header.
-    """
-    lines = _whole_lines(out)
-    if not lines:
-        out.write(header)
-        return []
-    _same(lines[0], to_json(header, "header"), str(out.path))
-    rows = [json.loads(line) for line in lines[1:]]
-    count = [*(row.get("kind") in kinds for row in rows), False].index(False)
-    out.keep(lines[: 1 + count])
-    return rows[:count]
-
-
-def _whole_lines(out: "JsonLines") -> list[bytes]:
-    """The lines that a file has, but for half a one at its end."""
-    if out.path is None or not out.path.exists():
-        return []
-    lines = files.read(out.path).splitlines(keepends=True)
-    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
-
-
-def _same(line: bytes, wanted: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The row of a line, which says what is wanted.
-
-    Raises:
-      ValueError: no row of this script, or one that says otherwise, and what.
-    """
+def _row_of(line: bytes, where: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the row of a line, which says what is wanted; raises as `resume`."""
     try:
         row = json.loads(line)
-        other = [name for name in wanted if row[name] != wanted[name]]
+        other = [f"{name} is {row[name]!r} there and {value!r} here"
+                 for name, value in wanted.items() if row[name] != value]  # fmt: skip
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{where}: no row of this script; name another file") from None
     if other:
-        words = (f"{name} is {row[name]!r} there and {wanted[name]!r} here"
-                 for name in other)  # fmt: skip
-        raise ValueError(
-            f"{where}: {'; '.join(words)}. Give the same settings, or name another file"
-        )
+        words = "Give the same settings, or name another file"
+        raise ValueError(f"{where}: {'; '.join(other)}. {words}")
     return row
 
 
@@ -134,20 +102,28 @@ class JsonLines:
     fails before its first result destroys none.
     """
 
-    # What every row that follows has besides its own
-    common: Mapping[str, Any] = types.MappingProxyType({})
+    def __init__(self, path: str | os.PathLike | None, *, allow_dirty: bool = False):
+        """Opens the file; without a path, rows go nowhere.
 
-    def __init__(self, path: str | os.PathLike | None):
-        """Opens the file; without a path, rows go nowhere."""
+        One below `RESULTS` is for code of a commit, unless changes are allowed.
+        """
         self.path = None if path is None else pathlib.Path(path)
-        self._is_first, self._kept = True, 0
-        self._file = None if self.path is None else self.path.open("ab", buffering=0)
+        # What every row that follows has besides its own
+        self.common: Mapping[str, Any] = {}
+        # Bytes that the file begins with and keeps, until the first row is written
+        self.kept: int | None = 0
+        self._file = None
+        if self.path is not None:
+            if RESULTS in self.path.resolve().parents and not allow_dirty:
+                check_clean("a row of experiments/results")
+            self._file = self.path.open("ab", buffering=0)
 
     def __enter__(self) -> "JsonLines":
         return self
 
     def __exit__(self, *exc_info) -> None:
-        self.close()
+        if self._file is not None:
+            self._file.close()
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one row, and of `common` what it does not say itself; it is with the
@@ -157,27 +133,18 @@ class JsonLines:
           ValueError: a value that JSON lacks; the file is left as it was.
         """
         whole = {**row, **self.common, **row}  # In the order of a row, then of all.
-        line = json.dumps(to_json(whole, "row"), allow_nan=False)
-        if self.path is None or self._file is None:
+        line = json.dumps(to_json(whole))
+        if self._file is None:
             return
-        if self._is_first and self.path.is_file():  # Not of a pipe or a device.
-            self._file.truncate(self._kept)
-        self._is_first = False
+        if self.kept is not None and self.path.is_file():  # No pipe, and no device.
+            self._file.truncate(self.kept)
+        self.kept = None
         self._file.write(f"{line}\n".encode())
 
     def write_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Appends rows."""
         for row in rows:
             self.write(row)
-
-    def keep(self, lines: Sequence[bytes]) -> None:
-        """Keeps these lines, which the file begins with, for a run that goes on."""
-        self._kept = sum(map(len, lines))
-
-    def close(self) -> None:
-        """Closes the file; may be called twice."""
-        if self._file is not None:
-            self._file.close()
 
 
 def guarded(
@@ -217,34 +184,34 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{row['kind']}: {' '.join(shown)}"
 
 
-def to_json(value: Any, name: str) -> Any:
-    """The value in JSON's own types; NumPy and JAX scalars and arrays are converted.
-
-    Args:
-      value: what to convert.
-      name: what error messages call it.
+def to_json(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row in JSON's own types; NumPy and JAX scalars and arrays are converted.
 
     Raises:
       ValueError: NaN or an infinity, which JSON lacks.
-      TypeError: another type.
+      TypeError: a value of another type.
     """
+    plain = {}
+    for name, value in row.items():
+        try:
+            text = json.dumps(value, allow_nan=False, default=_plain)
+        except ValueError:
+            raise ValueError(
+                f"{name}={value} is no JSON number; write None instead"
+            ) from None
+        plain[name] = json.loads(text)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """The value in types that `json` knows."""
     if isinstance(value, np.generic | np.ndarray | jax.Array):
-        value = np.asarray(value).tolist()
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
-        return int(value)  # Enumerations too.
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"{name}={value} is no JSON number; write None instead")
-        return float(value)
+        return np.asarray(value).tolist()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, list | tuple):
-        return [to_json(entry, f"{name}[{i}]") for i, entry in enumerate(value)]
     if isinstance(value, Mapping):
-        return {str(key): to_json(entry, str(key)) for key, entry in value.items()}
-    raise TypeError(f"{name} is a {type(value).__name__}, which has no JSON form")
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
 def provenance() -> dict[str, Any]:
@@ -255,9 +222,9 @@ def provenance() -> dict[str, Any]:
         "git_commit": commit,
         # Numbers of changed code are not those of the commit.
         "git_dirty": None if commit is None else bool(_unclean()),
-        "spec_jax_version": _version("spec_jax"),
+        "spec_jax_version": spec_jax.__version__,
         "jax_version": jax.__version__,
-        "jaxlib_version": _version("jaxlib"),
+        "jaxlib_version": jaxlib.__version__,
         "python_version": platform.python_version(),
         "device_kind": device.device_kind,
         "platform": device.platform,
@@ -267,20 +234,13 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def check_clean(*, what: str, allow: str) -> None:
-    """Raises `ValueError` unless the commit says which code runs.
-
-    Args:
-      what: is to name the commit, for the message.
-      allow: what marks it in the place of refusing it, for the message.
-    """
+def check_clean(what: str) -> None:
+    """Raises `ValueError` unless the commit that `what` names says which code runs."""
     why = _unclean()
-    if _git("rev-parse", "HEAD") is None:
-        why = "this is no git checkout, or it has no commit"
     if why:
         raise ValueError(
-            f"{what} names the commit of its code, and {why}; {allow} makes one that "
-            "is marked so"
+            f"{what} names the commit of its code, and {why}; --allow-dirty makes one "
+            "that is marked so"
         )
 
 
@@ -292,16 +252,17 @@ def _unclean() -> str:
     )
     if library != here:
         return f"spec_jax comes from {library}, not from this checkout"
+    if _git("rev-parse", "HEAD") is None:
+        return "this is no git checkout, or it has no commit"
     # Results are no code: one may be written after another without a commit between.
     changes = _git(
         *("status", "--porcelain", "--untracked-files=no", "--"),
         *(":/", ":(top,exclude)experiments/results"),
     )
     names = [line[3:] for line in (changes or "").splitlines()]
-    if not names:
-        return ""
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return f"there are changes without a commit ({', '.join(names[:2])}{more})"
+    more = ", ..." * (len(names) > 2)
+    told = f"there are changes without a commit ({', '.join(names[:2])}{more})"
+    return told if names else ""
 
 
 def _git(*arguments: str) -> str | None:
@@ -317,22 +278,8 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.rstrip()
 
 
-def _version(package: str) -> str | None:
-    """The installed version; `None` where the source is used without installing."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _cpu_name() -> str | None:
     """The processor's model name, from Linux where it can be had."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.processor() or None
+    about = pathlib.Path("/proc/cpuinfo")
+    found = about.exists() and re.search(r"model name\s*: (.+)", about.read_text())
+    return found[1].strip() if found else platform.processor() or None

@@ -10,6 +10,7 @@ are of `WORDS`, of the implementation, or filled in where the step is run: {data
 """
 
 import dataclasses
+import itertools
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
@@ -31,14 +32,12 @@ class Step:
     Attributes:
       file: below `records.RESULTS`; the name of the step.
       runs: commands, each a script and its flags.
-      flag: which names the file; None where the script is told its folder.
       keep: of several runs whose rows the file holds, the kinds that are kept.
       mismatches: whether runs that do not match are expected, and no failure.
     """
 
     file: str
     runs: tuple[str, ...]
-    flag: str | None
     keep: tuple[str, ...] = ()
     mismatches: bool = False
 
@@ -46,6 +45,19 @@ class Step:
     def path(self) -> pathlib.Path:
         """Where the file is in the end."""
         return records.RESULTS / self.file
+
+    @property
+    def flag(self) -> str | None:
+        """The flag that names the file; None where the script is told its folder."""
+        return {".jsonl": "--out", ".json": "--certificate"}.get(self.path.suffix)
+
+
+def _each(command: str) -> Iterator[str]:
+    """Yields a command for each of its choices, the last changing first."""
+    parts = re.split("<(.*?)>", command)
+    choices = [part.split(";") if n % 2 else [part] for n, part in enumerate(parts)]
+    for chosen in itertools.product(*choices):
+        yield " ".join("".join(chosen).split())
 
 
 WORDS = {
@@ -61,29 +73,21 @@ WORDS = {
     "texts": "--prompts 20 --gen-tokens 256",
     "profile": "{results}/profile_dspark_native.jsonl",
     "drawings": " ".join(
-        f"{{results}}/{name}.jsonl"
+        path
         for name in (
-            *(
-                f"spec_round_{impl}_gamma{g}"
-                for impl in ("native", "xla")
-                for g in (1, 2, 4, 7)
-            ),
-            *("latency_embedded_native", "latency_embedded_xla"),
-            "parity_flash",
+            "spec_round_<native;xla>_gamma<1;2;4;7>",
+            *("latency_embedded_<native;xla>", "parity_flash"),
         )
+        for path in _each(f"{{results}}/{name}.jsonl")
     ),
 }
 
 # XLA's steps take six times as long as the native ones, and it compiles many programs,
 # for half a minute each.
-OF_IMPL: Mapping[str, Mapping[str, str]] = {
-    "native": {
-        **{"impl": "native", "count": "50", "repeats": "3", "tokens": "256"},
-    },
-    "xla": {
-        **{"impl": "xla", "count": "5", "repeats": "2", "tokens": "64"},
-    },
-}
+OF_IMPL = (
+    {"impl": "native", "count": "50", "repeats": "3", "tokens": "256"},
+    {"impl": "xla", "count": "5", "repeats": "2", "tokens": "64"},
+)
 
 SPEEDS = """
 spec_round_{impl}_gamma1.jsonl | summary
@@ -268,7 +272,7 @@ figures/sweep_contexts.svg
 
 def steps() -> Iterator[Step]:
     """Every step, in order."""
-    for of_impl in OF_IMPL.values():
+    for of_impl in OF_IMPL:
         yield from _read(SPEEDS, WORDS | of_impl)
     for text in (COMPARISONS, POLICIES, REAL, CERTIFICATES, FIGURES):
         yield from _read(text, WORDS)
@@ -278,25 +282,12 @@ def _read(text: str, words: Mapping[str, str]) -> Iterator[Step]:
     """Yields the steps of a text."""
     for _ in range(2):  # Words that hold words.
         text = re.sub(r"{(\w+)}", lambda m: words.get(m[1], m[0]), text)
-    flags = {".jsonl": "--out", ".json": "--certificate"}
     for block in re.split(r"\n(?=\S)", text.strip()):
         first, *lines = re.sub(r"\n    +", " ", block).splitlines()
         file, keep, option = (*map(str.strip, first.split("|")), "", "")[:3]
         yield Step(
             file=file,
             runs=tuple(run for line in lines for run in _each(line.strip())),
-            flag=flags.get(pathlib.PurePath(file).suffix),
             keep=tuple(keep.split(", ")) if keep else (),
             mismatches=option == "mismatches",
         )
-
-
-def _each(command: str) -> Iterator[str]:
-    """Yields a command for each of its choices, the last changing first."""
-    before, found, after = command.partition("<")
-    if not found:
-        yield command
-        return
-    choices, _, after = after.partition(">")
-    for choice in choices.split(";"):
-        yield from _each(f"{before}{choice.strip()}{after}")

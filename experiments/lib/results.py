@@ -1,7 +1,6 @@
 """Results: prompts run plain and by a design in turn, compared, and summed up."""
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,21 +13,17 @@ from spec_jax.analysis import metrics
 from spec_jax.model import qwen3
 
 
-Settings, Plain = runs_lib.Settings, runs_lib.Plain
-Speculative = runs_lib.Speculative
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class PromptResult:
     """One prompt: what both runs produced, and `repeats` times of each."""
 
     prompt: prompt_files.Prompt
     prompt_ids: list[int]
-    plain: list[Plain]
-    spec: list[Speculative]
-    # Verified positions with another token than decoding's; None where only the
-    # distribution is decoding's
-    mismatches: int | None
+    plain: list[runs_lib.Plain]
+    spec: list[runs_lib.Speculative]
+    # Verified positions with another token than a replay of the text through decoding
+    # finds; None where only the distribution is decoding's
+    mismatches: int | None = None
 
     @property
     def matched(self) -> bool | None:
@@ -43,11 +38,6 @@ class PromptResult:
             return None
         reference = self.plain[0].tokens
         return all(run.tokens == reference for run in (*self.plain, *self.spec))
-
-    @property
-    def text(self) -> summaries.TextCounts:
-        """What was counted of the first speculative run's text."""
-        return summaries.text_counts(self.spec[0].tokens, self.spec[0].counters)
 
     @property
     def nonfinite(self) -> int:
@@ -72,7 +62,7 @@ class PromptResult:
             "proposed": counters.proposed,
             "accepted": counters.accepted,
             "acceptance_rate": metrics.ratio(counters.accepted, counters.proposed),
-            "repetition": summaries.mean_repetition([self.text]),
+            "repetition": metrics.repetition(self.spec[0].tokens),
             "accepted_hist": counters.accepted_hist,
             "baseline_e2e_s": [run.timing.e2e_s for run in self.plain],
             "spec_e2e_s": [run.timing.e2e_s for run in self.spec],
@@ -83,7 +73,7 @@ class PromptResult:
 
 def run_prompts(
     lm: loading.LanguageModel,
-    settings: Settings,
+    settings: runs_lib.Settings,
     prompts: Sequence[prompt_files.Prompt],
     ids: Sequence[list[int]],
     *,
@@ -121,8 +111,11 @@ def run_prompts(
                 prompt_ids=list(ids[place]),
                 plain=[plain[at] for plain, _ in turns],
                 spec=[spec[at] for _, spec in turns],
-                mismatches=mismatches_of(lm, settings, ids[place], turns[0][1][at]),
             )
+            if settings.is_exact:
+                text = found.spec[0].tokens
+                chosen = runs_lib.decode_choices(lm, settings, ids[place], text)
+                found.mismatches = int(np.sum(chosen != np.asarray(text)))
             if not is_batch:
                 after_prompt()
             yield found
@@ -131,28 +124,16 @@ def run_prompts(
             settings = dataclasses.replace(settings, policy_state=last)
 
 
-def mismatches_of(
-    lm: loading.LanguageModel,
-    settings: Settings,
-    prompt_ids: list[int],
-    run: Speculative,
-) -> int | None:
-    """Returns how many tokens a replay of the text through decoding finds wrong; None
-    where only the distribution is decoding's."""
-    if not settings.is_exact:
-        return None
-    chosen = runs_lib.decode_choices(lm, settings, prompt_ids, run.tokens)
-    return int(np.sum(chosen != np.asarray(run.tokens)))
-
-
 def warm_up(
-    designs: Sequence[tuple[loading.LanguageModel, Settings]],
+    designs: Sequence[tuple[loading.LanguageModel, runs_lib.Settings]],
     prompts: Sequence[list[int]],
 ) -> float:
     """Compiles everything that runs of these need; returns the seconds."""
     started = time.perf_counter()
     prompt = prompt_files.Prompt(id="warm-up", text="", category=None)
-    for ids in one_a_bucket(prompts):
+    # Prompts that between them need every executable that all of them need.
+    one_a_bucket = {qwen3.bucket(max(1, len(ids) - 1)): ids for ids in prompts}
+    for ids in one_a_bucket.values():
         for lm, settings in designs:
             # What generating one token compiles is the same.
             brief = dataclasses.replace(settings, gen_tokens=1)
@@ -160,25 +141,32 @@ def warm_up(
     return time.perf_counter() - started
 
 
-def one_a_bucket(prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Returns prompts that between them need every executable that all of them need."""
-    by_bucket = {qwen3.bucket(max(1, len(prompt) - 1)): prompt for prompt in prompts}
-    return list(by_bucket.values())
-
-
 def summarise(results: Sequence[PromptResult]) -> metrics.Metrics:
-    """Returns the metric dictionary of finished prompts."""
+    """Returns the metric dictionary of finished prompts.
+
+    Counts are of the first speculative run of each.
+
+    Raises:
+      IdentityError: counters that contradict each other.
+    """
+    counted = [result.spec[0].counters for result in results]
     mismatches = [result.mismatches for result in results]
-    found = summaries.summarise(
-        metrics.total(result.spec[0].counters for result in results),
-        prompts=len(results),
-        texts=[result.text for result in results],
-        baseline=_by_repeat([result.plain for result in results]),
-        spec=_by_repeat([result.spec for result in results]),
-        matched=all_matched([result.matched for result in results]),
-        verify_decode_mismatches=None if None in mismatches else sum(mismatches),
+    by_repeat = lambda of: [*zip(*of, strict=True)]
+    return mark_disturbed(
+        {
+            "prompts": len(results),
+            **metrics.summarise(metrics.total(counted)),
+            **summaries.by_repetition([one.spec[0].tokens for one in results], counted),
+            "matched": all_matched([result.matched for result in results]),
+            "verify_decode_mismatches": (
+                None if None in mismatches else sum(mismatches)
+            ),
+            **summaries.speeds(
+                by_repeat(one.plain for one in results),
+                by_repeat(one.spec for one in results),
+            ),
+        }
     )
-    return mark_disturbed(found)
 
 
 def mark_disturbed(summary: metrics.Metrics) -> metrics.Metrics:
@@ -197,35 +185,23 @@ def all_matched(matched: Sequence[bool | None]) -> bool | None:
     return None if None in matched else True
 
 
-def without_decode_times(summary: metrics.Metrics) -> metrics.Metrics:
-    """Returns the metrics that a batch has: none that leaves prefill out, and any
-    speed-up: its steps are of many prompts."""
-    missing = ("spec_decode_", "speedup_decode", "disturbed")
-    return {k: v for k, v in summary.items() if not k.startswith(missing)}
-
-
-NO_CATEGORY = "none"
-"""What the prompts are called that have no category, where others have one."""
-
-
-def by_category(results: Sequence[PromptResult]) -> dict[str, metrics.Metrics]:
-    """Summarises each category apart; empty unless there are several."""
-    name_of = lambda result: result.prompt.category or NO_CATEGORY
-    grouped = itertools.groupby(sorted(results, key=name_of), name_of)
-    found = {name: summarise([*of_one]) for name, of_one in grouped}
-    return found if len(found) > 1 else {}
-
-
 def rows_of(
     results: Sequence[PromptResult], *, is_batch: bool = False
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Returns the metrics of all prompts, and of each category, as rows."""
-    strip = without_decode_times if is_batch else dict
-    found = {name: strip(of_one) for name, of_one in by_category(results).items()}
-    rows = {name: tables.to_row(of_one) for name, of_one in found.items()}
-    return tables.to_row(strip(summarise(results))), rows
+    """Returns the metrics of all prompts as a row, and those of each category, if there
+    are several.
 
+    Prompts without one are of "none". A batch has no metrics that leave prefill out:
+    its steps are of many prompts.
+    """
+    missing = ("spec_decode_", "speedup_decode", "disturbed") if is_batch else ()
+    grouped: dict[str, list[PromptResult]] = {}
+    for result in results:
+        grouped.setdefault(result.prompt.category or "none", []).append(result)
 
-def _by_repeat(runs: list[list]) -> list[list[summaries.Timing]]:
-    """Returns the timings of each repeat, prompt by prompt."""
-    return [[run.timing for run in repeat] for repeat in zip(*runs, strict=True)]
+    def row_of(part: Sequence[PromptResult]) -> dict[str, Any]:
+        row = tables.to_row(summarise(part))
+        return {k: v for k, v in row.items() if not k.startswith(missing)}
+
+    parts = sorted(grouped.items()) if len(grouped) > 1 else []
+    return row_of(results), {name: row_of(part) for name, part in parts}

@@ -108,9 +108,7 @@ def run_plain(
     return Plain(
         tokens=tokens,
         timing=summaries.Timing(
-            prefill_s=prefilled - started,
-            decode_s=finished - prefilled,
-            tokens=len(tokens),
+            prefill_s=prefilled - started, decode_s=finished - prefilled
         ),
         nonfinite=int(state.num_nonfinite),
     )
@@ -243,9 +241,7 @@ def as_run(
         tokens=tokens,
         origins=[states.Origin(o) for o in origins if o != states.Origin.PROMPT],
         counters=metrics.of_slot(slot, num_tokens=len(tokens)),
-        timing=summaries.Timing(
-            prefill_s=prefill_s, decode_s=decode_s, tokens=len(tokens)
-        ),
+        timing=summaries.Timing(prefill_s=prefill_s, decode_s=decode_s),
         policy_state=slot.policy,
     )
 

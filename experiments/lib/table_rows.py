@@ -1,37 +1,45 @@
-"""Published rows as lines of a table: one line a row, or a line of many rows."""
+"""Rows of results for the published tables, and what a cell says of a row."""
 
-import dataclasses
+import json
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.lib import files
+from experiments.lib import files, terminal
 from spec_jax.debug import evidence
+from spec_jax.drafters import tree_shapes
 
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 
 Row = Mapping[str, Any]
-Lines = Iterator[Sequence[str]]
-"""The cells of each line of a table, the heading first."""
-
-QUARTILES = "{speedup:.2f} ({speedup_q1:.2f} to {speedup_q3:.2f})"
-RATIO = "{ratio:.2f} ({ratio_p10:.2f} to {ratio_p90:.2f})"
-"""Formats of a number and its spread."""
-
-Cell = str | Callable[[Row], str]
-"""A format of a row's values by their names, or what makes the text of a row."""
 
 
-def rows_of(pattern: str, *kinds: str) -> list[Row]:
-    """The rows of some kinds, of the files of results of that name, in order."""
+class Cells(dict):
+    """A row that `str.format_map` takes; it has `WORDS` besides its numbers."""
+
+    def __missing__(self, name: str) -> str:
+        return WORDS[name](self)
+
+
+def rows_of(pattern: str, kind: str) -> list[Row]:
+    """The rows of a kind, of the files of results of that name, in order."""
     return [
         row
         for path in sorted(RESULTS.glob(pattern))
-        for row in files.read_rows(path).values()
-        if row.get("kind") in kinds
+        for row in files.read_rows(path)
+        if row.get("kind") == kind
     ]
+
+
+def rows_of_table(name: str, source: str) -> list[Cells]:
+    """The rows of a table, by the line of `tables.md` that says where they are."""
+    if name in MADE:
+        return [*map(Cells, MADE[name]())]
+    patterns, kind = source.split(": ")
+    found = [row for pattern in patterns.split() for row in rows_of(pattern, kind)]
+    return [Cells(row) for row in found if SHOWN.get(name, bool)(row)]
 
 
 def is_equal(row: Row) -> bool:
@@ -40,95 +48,241 @@ def is_equal(row: Row) -> bool:
     return not row["nonfinite"] and equal == {row["prompts"]}
 
 
-def text_of(cell: Cell, row: Row) -> str:
-    """The text of a cell for a row."""
-    return cell.format_map(row) if isinstance(cell, str) else cell(row)
+def _drafted(row: Row) -> str:
+    """The flag that says what is drafted."""
+    if row.get("tree"):
+        return f"--tree {tree_shapes.parse(row['tree'])}"
+    return f"--gamma {row['gamma']}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """A table of one line a row.
-
-    Attributes:
-      sources: patterns of files, each with the kinds of rows that are taken.
-      columns: what stands under each heading.
-      keep: which rows are shown; all by default.
-    """
-
-    sources: Sequence[Sequence[str]]
-    columns: Mapping[str, Cell]
-    keep: Callable[[Row], bool] = lambda row: True
-
-    def rows(self) -> list[Row]:
-        """The rows that are shown."""
-        found = [row for source in self.sources for row in rows_of(*source)]
-        return [row for row in found if self.keep(row)]
-
-    def __call__(self) -> Lines:
-        """Yields the lines."""
-        yield [*self.columns]
-        for row in self.rows():
-            yield [text_of(cell, row) for cell in self.columns.values()]
+def _drawn(row: Row) -> str:
+    """The flags by which tokens are drawn, and kept."""
+    flags = f" --temperature {row['temperature']:g}" if row["temperature"] else ""
+    return flags if row["rule"] == "coupled" else f"{flags} --rule {row['rule']}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Pivot:
-    """A table whose lines and columns are values of the rows.
-
-    Attributes:
-      heading: of the first column.
-      sources, keep: as those of `Table`.
-      line, column: what names a row's line, and its column.
-      cell: what is shown of a row; rows of one place are shown one after the other.
-      order: lines in their order; that of the rows by default.
-      ends: further columns, of all rows of a line.
-    """
-
-    heading: str
-    sources: Sequence[Sequence[str]]
-    line: Cell
-    column: Cell
-    cell: Cell
-    keep: Callable[[Row], bool] = lambda row: True
-    order: Sequence[str] = ()
-    ends: Mapping[str, Callable[[list[Row]], str]] = dataclasses.field(
-        default_factory=dict
-    )
-
-    def __call__(self) -> Lines:
-        """Yields the lines."""
-        found: dict[str, dict[str, list[Row]]] = {name: {} for name in self.order}
-        columns: dict[str, None] = {}
-        for row in Table(self.sources, {}, self.keep).rows():
-            line, column = text_of(self.line, row), text_of(self.column, row)
-            found.setdefault(line, {}).setdefault(column, []).append(row)
-            columns[column] = None
-        yield self.heading, *columns, *self.ends
-        for line, cells in found.items():
-            shown = (
-                " ".join(text_of(self.cell, row) for row in cells.get(column, ()))
-                for column in columns
-            )
-            every = [row for rows in cells.values() for row in rows]
-            yield line, *shown, *(end(every) for end in self.ends.values())
+def _flags(row: Row) -> str:
+    """The flags of `spec_round.py` by which a row was made, if not those of others."""
+    flags = f"--drafter {pathlib.PurePath(row['drafter']).name} "
+    if row["draft"] not in (None, "embedded"):
+        flags += f"--draft {pathlib.PurePath(row['draft']).name} "
+    flags += _drafted(row) + _drawn(row)
+    if row["gamma_policy"] not in (None, "fixed"):
+        flags += f" --gamma-policy {row['gamma_policy']}"
+    if row["batch"]:
+        flags += f" --batch {row['batch']}"
+    if "draft_weights" in row:
+        flags += f" --draft-weights {row['draft_weights']}"
+    if row["prompt_source"] != "50":
+        flags += f" --prompts {row['prompt_source']}"
+    return flags
 
 
-def steps(command: str, *patterns: str, keep: str = "") -> Table:
-    """Times of steps, and each beside another one.
+def _kept(row: Row, places: Sequence[int]) -> str:
+    """The shares that are kept of these drafts, each of the rounds that kept those
+    before; a dash where none was drafted."""
+    kept = row["conditional_acceptance"]
+    shares = [kept[place - 1] if place <= len(kept) else None for place in places]
+    return ", ".join(terminal.format_value(share, ".2f") for share in shares)
 
-    Args:
-      keep: what the names of the steps that are shown have in them.
-    """
-    left_out = ("new cache", "1 active row", "read of 256 MiB")
-    context = lambda row: "" if row["context"] is None else f"{row['context']:,}"
-    return Table(
-        [(pattern, "step") for pattern in patterns],
-        {
-            command: "{target}: {step}",
-            "context": context,
-            "ms (p10 to p90)": "{ms:.3f} ({ms_p10:.3f} to {ms_p90:.3f})",
-            "times (p10 to p90)": RATIO.replace(".2f", ".3f"),
-            "of": "{ratio_to}",
-        },
-        keep=lambda row: keep in row["step"] and row["step"] not in left_out,
-    )
+
+def _way_to_decode(row: Row) -> str:
+    return f"{row['method']}, K = {row['gamma']}" if row["gamma"] else row["method"]
+
+
+def _beside_theirs(row: Row) -> str:
+    """How many times as fast as Hugging Face's; theirs in brackets behind ours."""
+    if row["side"] == "spec_jax":
+        return f"{row['vs_hf']:.1f}x"
+    note = "theirs: " if row["length"] == "short" else ""
+    return f"({note}{row['vs_hf']:.2f}x)"
+
+
+def _first_difference(row: Row) -> str:
+    first = row["first"]
+    return f"{first['operation']}, layer {first['layer']}" if first else "none"
+
+
+DECODED = {
+    (0, "ngram"): "plain",
+    (0, "draft-model"): "plain, with a draft model that takes in the prompts",
+    (4, "ngram"): "prompt lookup, gamma 4",
+    (4, "draft-model"): "draft model, gamma 4",
+}
+"""Gamma and drafter of the lines of `batches`, in their order."""
+
+WORDS: Mapping[str, Callable[[Row], str]] = {
+    "kernels": lambda row: (
+        "with `--impl xla --repeats 2`"
+        if row["impl"] == "xla"
+        else "native kernels, the default"
+    ),
+    "terciles": lambda row: ", ".join(
+        f"{rate:.2f}" for rate in row["tercile_acceptance_rate"]
+    ),
+    # Rows of earlier versions do not say.
+    "repeated": lambda row: terminal.format_value(row.get("repetition"), ".0%"),
+    # None: a rule that keeps the distribution has texts of its own.
+    "is_matched": lambda row: {None: "-", True: "yes", False: "no"}[row["matched"]],
+    "drafted": _drafted,
+    "drawn": _drawn,
+    "flags": _flags,
+    "kept_of_four": lambda row: "" if row["tree"] else _kept(row, (1, 2, 3, 4)),
+    "kept_of_seven": lambda row: _kept(row, (1, 2, 4, 7)),
+    "data_set": lambda row: row["prompt_source"].split("/")[0],
+    "policy": lambda row: (
+        f"always {row['gamma']}"
+        if row["gamma_policy"] == "fixed"
+        else f"`--gamma-policy {row['gamma_policy']}`"
+    ),
+    "length_of_prompts": lambda row: (
+        f"{row['prompt_tokens'][0]}{' prompt tokens' * (row['length'] == 'short')}"
+    ),
+    "way_to_decode": _way_to_decode,
+    "beside_theirs": _beside_theirs,
+    "positions": lambda row: "" if row["context"] is None else f"{row['context']:,}",
+    "first_difference": _first_difference,
+    "all_equal": lambda row: "all" if is_equal(row) else "not all",
+    "decoded": lambda row: DECODED[row["gamma"], row["drafter"]],
+    "drafted_so": lambda row: row["way"].split(",")[0],
+    "adversarial_flag": lambda row: ", `--adversarial`" * bool(row["adversarial"]),
+}
+"""What a cell or a heading may say of a row besides its numbers."""
+
+
+def _is_beside_hugging_face(row: Row) -> bool:
+    return row["gamma"] == 5 or (row["side"], row["gamma"]) == ("spec_jax", None)
+
+
+def _is_step(row: Row) -> bool:
+    return row["step"] not in ("new cache", "1 active row", "read of 256 MiB")
+
+
+SHOWN: Mapping[str, Callable[[Row], bool]] = {
+    **dict.fromkeys(("hugging_face", "hugging_face_real"), _is_beside_hugging_face),
+    **dict.fromkeys(("preset_steps", "gpu_steps", "gpu_sampling"), _is_step),
+    "schedule": lambda row: bool(row["batch"]),
+}
+"""Which rows of its kind a table has, if not all."""
+
+_DRAWN = "--sampling greedy,sampled --batch 1,4"
+_HEAD = f"--isa avx2 --drafter eagle3 --product --tree none,4x6:15 --gamma 4 {_DRAWN}"
+CERTIFICATES = {
+    "default": "python experiments/exactness.py --certificate FILE",
+    "drafters_native_bfloat16": "... --product "
+    "--drafter ngram,suffix,hybrid,draft-model,oracle --gamma-policy "
+    "fixed,threshold,goodput --batch 1,4 --sampling greedy,sampled",
+    "trees_native_bfloat16": (
+        f"... --product --tree 2x4:7,4x6:15,4x16:31,4x16:63 {_DRAWN}"
+    ),
+    "full_native_bfloat16": "... --full --prompts 12 --gen-tokens 256",
+    "gsm8k_native_bfloat16": "... --prompts gsm8k/test.jsonl:50 --gen-tokens 64",
+    "smollm2_native_bfloat16": f"... --target smollm2 {_HEAD}",
+    "smollm2_native_q8_0": f"... --target smollm2 --weights q8_0 {_HEAD}",
+    "smollm2_native_q4_1": f"... --target smollm2 --weights q4_1 {_HEAD}",
+    "dspark_native_bfloat16": (
+        f"... --drafter dspark --product --tree none,4x6:15 --gamma 4,7 {_DRAWN}"
+    ),
+    "dspark_scheduled_native_bfloat16": (
+        f"... --drafter dspark --product --gamma-policy schedule --gamma 4,7 {_DRAWN}"
+    ),
+    "choice_native_bfloat16": (
+        f"... --isa avx2 --drafter choice --product --gamma 4,7 {_DRAWN}"
+    ),
+}
+"""Exactness certificates, and the flags that they are made by."""
+
+
+def _certificates() -> list[Row]:
+    """Exactness certificates: what was run, and whether all was equal."""
+    found = []
+    for name, command in CERTIFICATES.items():
+        row = json.loads(files.read(RESULTS / "certificates" / f"{name}.json"))
+        row |= {"command": command, "file": f"{name}.json"}
+        row["num_cells"] = len(row["cells"])
+        found.append(row | {"all_exact": "all" if row["exact"] else "not all"})
+    return found
+
+
+def _batches() -> list[Row]:
+    """Rows of batches, in the order of `DECODED`."""
+    rows = rows_of("throughput.jsonl", "throughput")
+    return [
+        row
+        for place in DECODED
+        for row in rows
+        if row["batch"] and (row["gamma"], row["drafter"]) == place
+    ]
+
+
+def _gpu_heads() -> list[Row]:
+    """Rounds of the shape of Qwen3-8B with heads, at the acceptance published of them;
+    and what a proposal takes, beside a read of its bytes."""
+    pattern, found = "gpu/h-*.jsonl", []
+    passes = {
+        row["draft"]: row for row in rows_of(pattern, "step") if "pass_bytes" in row
+    }
+    reads = {row["draft"]: row["read_gb_s"] for row in rows_of(pattern, "summary")}
+    for row in rows_of(pattern, "rounds"):
+        proposal = passes[row["draft"]]
+        pass_ms = proposal["ms"] * proposal["drafts"]
+        read_ms = proposal["pass_bytes"] / reads[row["draft"]] / 1e6
+        found.append(row | {"pass_ms": pass_ms, "times_its_read": pass_ms / read_ms})
+    return found
+
+
+def _gpu_rows() -> list[Row]:
+    """How many bits were compared, of kernels and of rounds, and how many differed."""
+    found, total = [], lambda rows, key: sum(row[key] for row in rows)
+    for name in ("0.6b", "8b"):
+        file = f"gpu/a-rows-of-kernels-{name}.jsonl"
+        rows, (control,) = rows_of(file, "bitwise"), rows_of(file, "control")
+        kernels = ", ".join(dict.fromkeys(row["check"].split(":")[0] for row in rows))
+        found.append(
+            {
+                "compared": f"kernels of qwen3-{name}: {kernels}",
+                "cases": total(rows, "cases"),
+                "elements": f"{total(rows, 'elements'):,}",
+                "differing": total(rows, "differing"),
+                "control": "seen" if control["seen"] else "NOT SEEN",
+            }
+        )
+    for name, whose in (("", "pair"), ("-dspark", "pair with DSpark")):
+        rows = rows_of(f"gpu/a-exactness{name}.jsonl", "prompt")
+        cells = f"{len({row['cell'] for row in rows})} cells of `exactness.py`"
+        found.append(
+            {
+                "compared": f"rounds of the embedded {whose}, {cells}",
+                "cases": len(rows),
+                "elements": f"{total(rows, 'tokens'):,} tokens, with logits and K/V",
+                "differing": sum(len(row["differences"]) for row in rows),
+                "control": "",
+            }
+        )
+    return found
+
+
+def _gpu_traces() -> list[Row]:
+    """Own times of the kernels of a plain step: from the end of the one before."""
+    found = []
+    for name in ("0.6b", "8b"):
+        rows = rows_of(f"gpu/t-trace-{name}.jsonl", "trace")
+        (steps,) = (row["calls"] for row in rows if row["event"] == "append_each")
+        found += [
+            row
+            | {"launches": row["calls"] / steps, "us_a_step": row["own_us"] / steps}
+            | {"us_each": row["own_us"] / row["calls"]}
+            for row in rows
+            if row["event"].startswith(("paged_", "skinny_", "rms_", "memcpy32"))
+        ]
+    return found
+
+
+MADE: Mapping[str, Callable[[], list[Row]]] = {
+    "certificates": _certificates,
+    "batches": _batches,
+    "gpu_heads": _gpu_heads,
+    "gpu_rows": _gpu_rows,
+    "gpu_traces": _gpu_traces,
+}
+"""What makes the rows of a table that are not those of a file."""

@@ -1,10 +1,9 @@
 """Tables: how the results of an experiment are shown, and their JSON row.
 
-One list, `FIELDS`, gives every number its place, format and unit, in the printed table
-and in the JSON row. Functions here know names and values; they compute none of them.
+`GROUPS` gives every number its place, format and unit, in the printed table and in the
+JSON row. Functions here know names and values; they compute none of them.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,84 +20,62 @@ from experiments.lib import records, terminal
 
 Row = Mapping[str, Any]
 
+GROUPS: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
+    "counts": {
+        "prompts": (",d", "", "prompts run"),
+        "tokens": (",d", "tokens", "generated after the prompts"),
+        "rounds": (",d", "", "propose, verify, commit"),
+        "target_steps": (",d", "forwards", "of the target, prefill not counted"),
+        "verify_steps": (",d", "forwards", "of the target that verified a window"),
+        "proposed": (",d", "tokens", "drafted and sent to verification"),
+        "accepted": (",d", "tokens", "drafted and kept"),
+    },
+    "acceptance": {
+        "acceptance_rate": (".3f", "", "accepted / proposed"),
+        "conditional_acceptance": (".2f", "", "P(position kept, if all before were)"),
+        "mean_accepted_length": (".3f", "tokens/round", "with those that are cut"),
+        "cut": (",d", "tokens", "after a stop"),
+        "tokens_per_target_step": (".3f", "tokens", "after stop tokens cut"),
+        "accepted_hist": ("d", "rounds", "that kept 0, 1, 2, ... drafted tokens"),
+        "rows_per_round": (".2f", "rows", "of a target forward"),
+        "kept_by_rank": ("d", "rounds", "that kept their 1st, 2nd, ... draft"),
+        "repetition": (".3f", "", "share of repeated 4-grams in the texts"),
+        "tercile_prompts": ("d", "prompts", "thirds of them, least repetition first"),
+        "tercile_repetition": (".3f", "", "of each third"),
+        "tercile_acceptance_rate": (".3f", "", "of each third"),
+    },
+    "losslessness": {
+        "matched": ("", "", "every token equals autoregressive decoding"),
+        "verify_decode_mismatches": (",d", "positions", "with another argmax"),
+        "nonfinite_logits": (",d", "tokens", "chosen from NaN or infinity"),
+    },
+    "autoregressive decoding": {
+        "baseline_e2e_tpot_ms": (".3f", "ms/token", "prefill included"),
+        "baseline_e2e_tok_s": (",.1f", "tokens/s", "prefill included"),
+        "baseline_decode_tpot_ms": (".3f", "ms/token", "prefill excluded"),
+        "baseline_decode_tok_s": (",.1f", "tokens/s", "prefill excluded"),
+    },
+    "speculative decoding": {
+        "spec_e2e_tpot_ms": (".3f", "ms/token", "prefill included"),
+        "spec_e2e_tok_s": (",.1f", "tokens/s", "prefill included"),
+        "spec_decode_tpot_ms": (".3f", "ms/token", "prefill excluded"),
+        "spec_decode_tok_s": (",.1f", "tokens/s", "prefill excluded"),
+    },
+    "speed-up": {
+        "speedup_e2e": (".2f", "x", "autoregressive / speculative, with prefill"),
+        "speedup_e2e_p10": (".2f", "x", "10th percentile"),
+        "speedup_e2e_p90": (".2f", "x", "90th percentile"),
+        "speedup_decode": (".2f", "x", "autoregressive / speculative, decoding alone"),
+        "speedup_decode_p10": (".2f", "x", "10th percentile"),
+        "speedup_decode_p90": (".2f", "x", "90th percentile"),
+        "disturbed": ("", "", "above the tokens per step: the figures mean nothing"),
+    },
+}
+"""Headings, and the numbers under each: format (of each entry, if the value is a list),
+unit (empty for pure numbers) and meaning, in the order in which they are shown."""
 
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """How one number is shown."""
-
-    name: str  # as in the metric dictionary and in the JSON row
-    group: str  # the heading it stands under
-    form: str  # format specification; of each entry, if the value is a list
-    unit: str  # what one of it is; empty for pure numbers
-    meaning: str  # one line for the reader
-
-
-def _group(group: str, *rows: tuple[str, str, str, str]) -> tuple[Field, ...]:
-    return tuple(Field(name, group, *others) for name, *others in rows)
-
-
-FIELDS: tuple[Field, ...] = (
-    *_group(
-        "counts",
-        ("prompts", ",d", "", "prompts run"),
-        ("tokens", ",d", "tokens", "generated after the prompts"),
-        ("rounds", ",d", "", "propose, verify, commit"),
-        ("target_steps", ",d", "forwards", "of the target, prefill not counted"),
-        ("verify_steps", ",d", "forwards", "of the target that verified a window"),
-        ("proposed", ",d", "tokens", "drafted and sent to verification"),
-        ("accepted", ",d", "tokens", "drafted and kept"),
-    ),
-    *_group(
-        "acceptance",
-        ("acceptance_rate", ".3f", "", "accepted / proposed"),
-        ("conditional_acceptance", ".2f", "", "P(position kept, if all before were)"),
-        (
-            *("mean_accepted_length", ".3f", "tokens/round"),
-            "target's own and those after a stop counted",
-        ),
-        ("cut", ",d", "tokens", "after a stop, which the line above counts"),
-        ("tokens_per_target_step", ".3f", "tokens", "after stop tokens cut"),
-        ("accepted_hist", "d", "rounds", "that kept 0, 1, 2, ... drafted tokens"),
-        ("rows_per_round", ".2f", "rows", "of a target forward"),
-        ("kept_by_rank", "d", "rounds", "that kept their 1st, 2nd, ... draft"),
-        ("repetition", ".3f", "", "share of repeated 4-grams in the texts"),
-        ("tercile_prompts", "d", "prompts", "thirds of them, least repetition first"),
-        ("tercile_repetition", ".3f", "", "of each third"),
-        ("tercile_acceptance_rate", ".3f", "", "of each third"),
-    ),
-    *_group(
-        "losslessness",
-        ("matched", "", "", "every token equals autoregressive decoding"),
-        ("verify_decode_mismatches", ",d", "positions", "with another argmax"),
-        ("nonfinite_logits", ",d", "tokens", "chosen from NaN or infinity"),
-    ),
-    *_group(
-        "autoregressive decoding",
-        ("baseline_e2e_tpot_ms", ".3f", "ms/token", "prefill included"),
-        ("baseline_e2e_tok_s", ",.1f", "tokens/s", "prefill included"),
-        ("baseline_decode_tpot_ms", ".3f", "ms/token", "prefill excluded"),
-        ("baseline_decode_tok_s", ",.1f", "tokens/s", "prefill excluded"),
-    ),
-    *_group(
-        "speculative decoding",
-        ("spec_e2e_tpot_ms", ".3f", "ms/token", "prefill included"),
-        ("spec_e2e_tok_s", ",.1f", "tokens/s", "prefill included"),
-        ("spec_decode_tpot_ms", ".3f", "ms/token", "prefill excluded"),
-        ("spec_decode_tok_s", ",.1f", "tokens/s", "prefill excluded"),
-    ),
-    *_group(
-        "speed-up",
-        ("speedup_e2e", ".2f", "x", "autoregressive / speculative, with prefill"),
-        ("speedup_e2e_p10", ".2f", "x", "10th percentile"),
-        ("speedup_e2e_p90", ".2f", "x", "90th percentile"),
-        ("speedup_decode", ".2f", "x", "autoregressive / speculative, decoding alone"),
-        ("speedup_decode_p10", ".2f", "x", "10th percentile"),
-        ("speedup_decode_p90", ".2f", "x", "90th percentile"),
-        ("disturbed", "", "", "above the tokens per step: the figures mean nothing"),
-    ),
-)
-"""The dictionary of `analysis.metrics`, in the order in which it is shown; and
-what `results.mark_disturbed` adds."""
+FIELDS = {name: field for group in GROUPS.values() for name, field in group.items()}
+"""The dictionary of `analysis.metrics`, and what `results.mark_disturbed` adds."""
 
 _FAULTS = ("verify_decode_mismatches", "nonfinite_logits", "disturbed")
 """Numbers that are to be 0."""
@@ -110,8 +87,7 @@ def to_row(metrics: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: a number that JSON lacks.
     """
-    names = [field.name for field in FIELDS if field.name in metrics]
-    return {name: records.to_json(metrics[name], name) for name in names}
+    return records.to_json({name: metrics[name] for name in FIELDS if name in metrics})
 
 
 def print_table(metrics: Mapping[str, Any], console: rich_console.Console) -> None:
@@ -119,27 +95,22 @@ def print_table(metrics: Mapping[str, Any], console: rich_console.Console) -> No
 
     On a narrow console meanings are left out; `disturbed` is told where it is so.
     """
-    row, has_meanings = to_row(metrics), console.width >= _WIDE
-    told = [name for name in row if row[name] or name != "disturbed"]
-    shown = [field for field in FIELDS if field.name in told]
-    table = rich_table.Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("metric", no_wrap=True)
-    table.add_column("value", justify="right")
-    table.add_column("unit", no_wrap=True)
-    if has_meanings:
-        table.add_column("meaning", style="dim")
-    for group, fields in itertools.groupby(shown, lambda field: field.group):
-        if table.rows:
-            table.add_row()
-        table.add_row(rich_text.Text(group, style="bold"))
-        for field in fields:
-            value = row[field.name]
-            is_wrong = value is False if field.name == "matched" else bool(value)
-            is_wrong &= field.name in ("matched", *_FAULTS)
-            cell = wrong(terminal.format_value(value, field.form), is_wrong)
-            meaning = [field.meaning] * has_meanings
-            table.add_row(f"  {field.name}", cell, field.unit, *meaning)
-    console.print(table)
+    row, lines = to_row(metrics), []
+    columns = dict.fromkeys(("metric", "value", "unit", "meaning"), "")
+    for group, fields in GROUPS.items():
+        lines.append(columns | {"metric": group})
+        for name, (form, unit, meaning) in fields.items():
+            if name not in row or (name == "disturbed" and not row[name]):
+                continue
+            is_wrong = name in _FAULTS and bool(row[name])
+            is_wrong |= name == "matched" and row[name] is False
+            value = wrong(terminal.format_value(row[name], form), is_wrong)
+            told = {"value": value, "unit": unit, "meaning": meaning}
+            lines.append({"metric": f"  {name}"} | told)
+    columns |= {"value": lambda line: line["value"]}
+    if console.width < _WIDE:
+        del columns["meaning"]
+    print_rows(lines, columns, console)
     print_disturbed([row], console)
 
 
@@ -304,14 +275,16 @@ def print_positions(
     rows: Sequence[Row], console: rich_console.Console, *, title: str
 ) -> None:
     """Prints of each cell how often a draft was kept, if all before it were."""
-    rates = [row["conditional_acceptance"] or () for row in rows]
-    columns = {"len": NUMBERS["len"]}
-    columns |= {str(at + 1): (f"at {at}", ".2f") for at in range(max(map(len, rates)))}
-    absent = dict.fromkeys(name for name, _ in columns.values())
-    at = [{f"at {place}": rate for place, rate in enumerate(of)} for of in rates]
-    lines = [absent | row | kept for row, kept in zip(rows, at, strict=True)]
-    _print_cells(lines, columns, console, title=title)
+    most = max(len(row["conditional_acceptance"] or ()) for row in rows)
+    columns = {"len": NUMBERS["len"]} | {str(at + 1): _rate(at) for at in range(most)}
+    _print_cells(rows, columns, console, title=title)
     console.print()
+
+
+def _rate(at: int) -> Callable[[Row], Cell]:
+    """The column of how often the draft at this place was kept."""
+    one = lambda row: (row["conditional_acceptance"] or ())[at : at + 1]
+    return lambda row: terminal.format_value(one(row), ".2f")
 
 
 def _print_cells(
@@ -322,13 +295,12 @@ def _print_cells(
     title: str,
 ) -> None:
     """Prints one line a cell, with the axes that tell it from others."""
+    # Not every cell has a tree, and no batch has a speed-up of decoding alone.
+    rows = [dict.fromkeys((*AXES, "speedup_decode")) | row for row in rows]
     columns: dict[str, Column] = {}
     for name, heading in AXES.items():
-        values = {row.get(name) for row in rows}
+        values = {row[name] for row in rows}
         is_shown = name in ("drafter", "tree", "gamma") or len(values) > 1
         if values != {None} and is_shown:
             columns[heading] = (name, "")
-    # Not every cell has a tree, and no batch has a speed-up of decoding alone.
-    absent = dict.fromkeys((*AXES, "speedup_decode"))
-    rows = [absent | row for row in rows]
     print_rows(rows, columns | numbers, console, title=title)

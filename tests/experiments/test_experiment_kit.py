@@ -123,7 +123,7 @@ def test_values_become_plain_json():
         "path": pathlib.Path("a/b"),
         "nested": {1: {"x": jnp.ones(2)}},
     }
-    converted = records.to_json(row, "row")
+    converted = records.to_json(row)
     assert json.loads(json.dumps(converted, allow_nan=False)) == {
         "np": [0.5, True, 3, [[0, 1], [2, 3]]],
         "jax": [4, 1.5],
@@ -131,8 +131,8 @@ def test_values_become_plain_json():
         "path": "a/b",
         "nested": {"1": {"x": [1.0, 1.0]}},
     }
-    with pytest.raises(ValueError, match=r"tpot\[1\]=.* is no JSON number"):
-        records.to_json({"a": {"tpot": jnp.array([0.0, jnp.nan])}}, "row")
+    with pytest.raises(ValueError, match=r"a=.*nan.* is no JSON number"):
+        records.to_json({"a": {"tpot": jnp.array([0.0, jnp.nan])}})
 
 
 def test_git_finds_changes_but_those_of_results(monkeypatch, tmp_path):
@@ -156,12 +156,14 @@ def test_git_finds_changes_but_those_of_results(monkeypatch, tmp_path):
     monkeypatch.setattr(records, "_git", git)
     monkeypatch.setattr(records, "RESULTS", results)
     row.write_text("2")
-    records.open_rows(row).close()
+    with records.JsonLines(row):
+        pass
     code.write_text("2")
     with pytest.raises(ValueError, match=r"without a commit \(code.py\); --allow"):
-        records.open_rows(row)
-    records.open_rows(row, allow_dirty=True).close()
-    records.open_rows(tmp_path / "a.jsonl").close()
+        records.JsonLines(row)
+    for path, is_allowed in ((row, True), (tmp_path / "a.jsonl", False)):
+        with records.JsonLines(path, allow_dirty=is_allowed):
+            pass
 
 
 def test_a_failure_is_a_row():
