@@ -8,6 +8,7 @@ its kernel. Distances are in units in the last place (ULPs): how many numbers of
 dtype lie between two values.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -37,7 +38,6 @@ class Path:
     """A way of `PATHS` to run a window, static and hashable.
 
     Raises:
-      ValueError: no such way.
       NotImplementedError: a model of another family than Qwen3.
     """
 
@@ -45,8 +45,6 @@ class Path:
     model: row_model.RowModel  # says config, implementation and slab
 
     def __post_init__(self):
-        if self.name not in PATHS:
-            raise ValueError(f"path={self.name!r} is not one of {', '.join(PATHS)}")
         if self.model.config.model_type != "qwen3":
             raise NotImplementedError(
                 f"the microscope knows the operations of qwen3 models, and this is a "
@@ -60,35 +58,9 @@ class Path:
             return params
         return params_lib.prepare(params, self.model.impl)
 
-    def to_row(self) -> dict[str, Any]:
-        """Returns the JSON form."""
-        model = self.model
-        sizes = {"impl": model.impl, "dtype": model.config.dtype, "slab": model.slab}
-        return {"path": self.name, **sizes}
 
-
-LAYER_OPERATIONS = (
-    *("input_norm", "q", "k", "v", "q_norm", "k_norm", "q_rope", "k_rope"),
-    *("k_cache", "v_cache", "attention", "attention_out", "attention_residual"),
-    *("mlp_norm", "gate", "up", "swiglu", "down", "mlp_residual"),
-)
-"""Operations of every layer, in an order in which they can be computed: as
-`model.observe` has them, and those that leave no kernel of rows."""
-
-OUTSIDE = ("embed", "final_norm", "logits")
-"""Operations that belong to no layer: the hook's `layer` is None."""
-
-
-def key(layer: int | None, operation: str) -> str:
-    """Names an operation of a layer: "3:q", or "embed" outside of layers."""
-    return operation if layer is None else f"{layer}:{operation}"
-
-
-def keys(num_layers: int) -> tuple[str, ...]:
-    """Lists the `key` of every operation of a model, in an order of computation."""
-    layers = (key(n, name) for n in range(num_layers) for name in LAYER_OPERATIONS)
-    return ("embed", *layers, "final_norm", "logits")
-
+Key = tuple[int | None, str]
+"""An operation and its layer; None: it belongs to none."""
 
 Change = Callable[[int | None, str, jax.Array], jax.Array]
 """`(layer, operation, value [rows, width]) -> value`: a hook that is hashable, and may
@@ -105,13 +77,13 @@ class Record:
     """Values of a window's rows, and what recording them did.
 
     Attributes:
-      values: by `key`, `[rows, width]`, in an order of computation.
+      values: by `Key`, `[rows, width]`, in the order of computation.
       moved: elements of the logits and of the K/V that were written which differ from
         those of the same run unrecorded. Not 0: the record is of another program than
         the one that runs.
     """
 
-    values: dict[str, np.ndarray]
+    values: dict[Key, np.ndarray]
     moved: int
 
 
@@ -149,13 +121,12 @@ def record(
     """
     real_kv, logits = logits_of(path, params, kv, window, start)
     seen_kv, _, values = _run(path, params, kv, window, start, _keep)
-    moved = _count(values["logits"], logits)
     pools = zip((*real_kv.k, *real_kv.v), (*seen_kv.k, *seen_kv.v), strict=True)
+    moved = _count(values[None, "logits"], logits)
     moved += sum(_count(np.asarray(one), np.asarray(other)) for one, other in pools)
     if change is not None:
         _, _, values = _run(path, params, kv, window, start, change)
-    order = keys(path.model.config.num_layers)
-    return Record(values={k: values[k] for k in order if k in values}, moved=moved)
+    return Record(values=values, moved=moved)
 
 
 def _run(path, params, kv, window, start, change):
@@ -185,7 +156,9 @@ def _call(
     change: Change | None,
 ):
     """Runs rows after `[0, start)`; values are `[R, width]`, and padding follows."""
-    (R,), slot, values = tokens.shape, row_model.SLOT, {}
+    (R,), slot = tokens.shape, row_model.SLOT
+    # Ordered, as pytrees that are plain dictionaries are sorted by their keys.
+    values: dict[Key, jax.Array] = collections.OrderedDict()
     kv = allocator.truncate(kv, slot, start)
 
     def see(layer: int | None, operation: str, value: jax.Array) -> jax.Array:
@@ -193,7 +166,7 @@ def _call(
             return value
         flat = change(layer, operation, value.reshape(value.shape[0], -1))
         # Behind a barrier, so that nothing is fused with the recording of it.
-        values[key(layer, operation)] = jax.lax.optimization_barrier(flat)
+        values[layer, operation] = jax.lax.optimization_barrier(flat)
         return flat.reshape(value.shape)
 
     kv = allocator.reserve(kv, slot, start + R)
@@ -226,33 +199,37 @@ is a difference; `max_ulp`, the largest distance, 0 between zeros; and `relative
 norm of the difference over that of the first, None where that is not finite."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Everything that two records differ in.
+def compare(one: Record, other: Record, start: int) -> dict[str, Any]:
+    """Returns what two records of the window at `start` differ in, as `plot.py` draws.
 
-    Attributes:
-      cells: by `key`, the operations that both have, in order.
-      first: the first operation that differs: layer, operation, row, and the cell of
-        that row; all that it was computed from is the same in both records.
+    Cells are of the operations that both have; `first` is the first operation that
+    differs, with the position and the cell of its first row that does: all that it was
+    computed from is the same in both records.
     """
-
-    cells: dict[str, Cell]
-    first: dict[str, Any] | None
-
-
-def compare(one: Record, other: Record) -> Comparison:
-    """Compares two records of one window."""
-    cells, first = {}, None
-    for key in (key for key in one.values if key in other.values):
-        values = one.values[key], other.values[key]
-        cells[key] = cell_of(*values)
-        if first is None and cells[key]["differing"]:
-            rows = [cell_of(a[None], b[None]) for a, b in zip(*values, strict=True)]
-            row = next(n for n, cell in enumerate(rows) if cell["differing"])
-            layer, _, name = key.rpartition(":")
-            where = {"layer": int(layer) if layer else None, "operation": name}
-            first = {**where, "row": row, **rows[row]}
-    return Comparison(cells=cells, first=first)
+    pairs = {
+        k: (x, other.values[k]) for k, x in one.values.items() if k in other.values
+    }
+    cells = {key: cell_of(*pair) for key, pair in pairs.items()}
+    inner = [key for key in cells if key[0] is not None]
+    layers, operations = (
+        list(dict.fromkeys(names)) for names in zip(*inner, strict=True)
+    )
+    found = next((key for key, cell in cells.items() if cell["differing"]), None)
+    first = None
+    if found is not None:
+        rows = [cell_of(a[None], b[None]) for a, b in zip(*pairs[found], strict=True)]
+        row = next(n for n, cell in enumerate(rows) if cell["differing"])
+        first = {"layer": found[0], "operation": found[1], "position": start + row}
+        first |= rows[row]
+    return {
+        "equal": first is None,
+        "first": first,
+        "num_values": sum(cell["elements"] for cell in cells.values()),
+        "operations": operations,
+        "layers": layers,
+        "cells": [[cells[layer, name] for name in operations] for layer in layers],
+        "outside": {name: cells[n, name] for n, name in cells if n is None},
+    }
 
 
 def cell_of(one: np.ndarray, other: np.ndarray) -> Cell:
