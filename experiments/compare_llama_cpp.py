@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lib import (
@@ -68,10 +68,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             heads are converted by the script in the sources that it is of
         --gguf FILE,...  the target as llama.cpp is to read it; of the second and later
             ones, quantised otherwise, it decodes plainly, too
-        --threads N  of llama.cpp (default: as many as there are cores)
-        --limit-s SECONDS=600  the longest that one of its programs may take
         """,
-        **{"SECONDS": float, "FILE,...": cli.names(pathlib.Path)},
+        **{"FILE,...": cli.names(pathlib.Path)},
     )
     runs = parser.add_argument_group("runs")
     names = "gammas page-size prompts gen-tokens repeats raw"
@@ -100,12 +98,12 @@ class Sides:
     lms: models.Drafters  # by a name of `llama_cpp.SPEC_TYPES`
     settings: runs_lib.Settings
     gammas: Sequence[int]
-    build: llama_cpp.Build
+    folder: pathlib.Path  # of llama.cpp's programs
     target: pathlib.Path  # GGUF files
     drafts: Mapping[str, pathlib.Path]
     others: Mapping[str, pathlib.Path]  # the target, quantised otherwise, by its name
 
-    def runs(self) -> list[compare.Run]:
+    def ways(self) -> list[compare.Run]:
         """Plain on either side, speculative by each drafter and gamma, and llama.cpp's
         of its other files."""
         drafted = [(name, gamma) for name in self.lms for gamma in self.gammas]
@@ -129,7 +127,7 @@ class Sides:
             checks.check_finite(done.nonfinite)
             return done
         done, prompt_tokens = llama_cpp.generate(
-            self.build,
+            self.folder,
             self.others.get(run.method, self.target),
             b"".join(lm.tokenizer.bytes_of(int(token)) for token in prompt),
             max_tokens=settings.gen_tokens,
@@ -147,34 +145,27 @@ class Sides:
 
 
 def convert(
-    args: argparse.Namespace,
-    lm: loading.LanguageModel,
-    build: llama_cpp.Build,
-    folder: pathlib.Path,
+    args: argparse.Namespace, lm: loading.LanguageModel, folder: pathlib.Path
 ) -> dict[str, pathlib.Path]:
     """Each head as a file of llama.cpp's, by its own converter."""
     heads = [name for name in args.drafter if name not in registry.NEED_NOTHING]
+    made = {name: folder / f"{name}.gguf" for name in heads}
     if heads:  # The converter reads folders.
         lm.save(folder / "target")
-    shipped = loading.heads_for(args.target)
-    for name in heads:
+    for name, path in made.items():
         llama_cpp.convert(
-            build,
-            args.draft or registry.shipped_head(name, shipped),
+            args.llama_bin,
+            args.draft or registry.shipped_head(name, loading.heads_for(args.target)),
             folder / "target",
-            folder / f"{name}.gguf",
+            path,
             pre_tokenizer=gguf_header.read(args.gguf[0]).fields["tokenizer.ggml.pre"],
             dtype=lm.target.config.dtype,
         )
-    return {name: folder / f"{name}.gguf" for name in heads}
+    return made
 
 
 def measure_steps(
-    args: argparse.Namespace,
-    lm: loading.LanguageModel,
-    build: llama_cpp.Build,
-    *,
-    after_turn: Callable[[], None],
+    args: argparse.Namespace, lm: loading.LanguageModel
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows of steps, our time and llama.cpp's in turns; and what its build says."""
     sizes = {"contexts": (CONTEXT,), "page_size": args.page_size, "steps": 20}
@@ -186,14 +177,15 @@ def measure_steps(
     def of_theirs() -> float:
         sizes = {"prompts": (*ROWS, *PREFILLS), "tokens": TOKENS}
         how = {"repeats": BENCH_REPEATS, **sizes}
-        found, told = llama_cpp.bench(build, args.gguf[0], **how)
+        found, told = llama_cpp.bench(args.llama_bin, args.gguf[0], **how)
         turns.append(found)
         described.update(told)
         return 0.0
 
     cases = {name: costs[cost].case for name, (cost, _) in TESTS.items()}
     cases[THEIRS] = lambda: of_theirs
-    ours = bench.run(cases, repeats=args.repeats, after_turn=after_turn)
+    with terminal.counted("turns of steps", total=args.repeats + 1) as advance:
+        ours = bench.run(cases, repeats=args.repeats, after_turn=advance)
     # What came first warmed up, as ours did.
     return [
         compared(name, "ms", ours.seconds[name], [turn[test] for turn in turns[1:]])
@@ -224,13 +216,14 @@ def compared(
 def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
     """The JSON row of a prompt."""
     names, runs = ("rounds", "proposed", "accepted"), []
-    for run, (first, *_) in done.every.items():
-        counts = {n: first.counters and getattr(first.counters, n) for n in names}
-        times = {n: done.seconds(run, n) for n in ("prefill_s", "decode_s")}
-        told = {"tokens": first.count, "ids": first.ids}
+    for run, (first, *turns) in done.every.items():
+        told = {n: first.counters and getattr(first.counters, n) for n in names}
+        for name in ("prefill_s", "decode_s"):
+            told[name] = [getattr(turn, name) for turn in turns]
+        told |= {"tokens": first.count, "ids": first.ids}
         told |= {"first_difference": done.first_difference(run)}
         told |= {"text": first.text.decode(errors="replace")}
-        runs.append({**dataclasses.asdict(run), **counts, **times, **told})
+        runs.append(dataclasses.asdict(run) | told)
     return {"kind": "prompt", "id": done.prompt.id, "runs": runs}
 
 
@@ -312,68 +305,53 @@ def print_all(console: terminal.Console, rows: Sequence[tables.Row]) -> None:
     )
 
 
-def run_all(
-    args: argparse.Namespace,
-    folder: pathlib.Path,
-    out: records.JsonLines,
-    console: terminal.Console,
-) -> bool:
-    """Loads, measures, writes, prints; returns whether our texts are the same."""
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
+    """Loads, measures, writes, prints; returns the exit status."""
     for path in args.gguf:
         if not path.is_file():
             raise ValueError(f"--gguf {path}: no such file; llama-quantize writes one")
-    threads = args.threads or processes.usable_cores()
-    build = llama_cpp.find(args.llama_bin, threads=threads, limit_s=args.limit_s)
+    llama_cpp.check(args.llama_bin)
     subjects.check_device("cpu")
     # With the slab that a model has by default.
     how = {"gamma_max": max(args.gamma), "slab": None}
     lms, found = models.load_drafters(args, args.drafter, **how), []
-    lm = lms[args.drafter[0]]
-    drafts = convert(args, lm, build, folder)
+    lm, theirs = lms[args.drafter[0]], {"threads": processes.usable_cores()}
     out.common = {
         **models.describe(args, lm),
         "drafter": args.drafter,
         "gamma": args.gamma,
         "prompt_source": args.prompts,
-        "llama_cpp": {"threads": threads},
+        "llama_cpp": theirs,
         **records.provenance(),
     }
-    if not args.no_steps:
-        with terminal.counted("turns of steps", total=args.repeats + 1) as advance:
-            found, described = measure_steps(args, lm, build, after_turn=advance)
-        out.common |= {"llama_cpp": described | {"threads": threads}}
-        out.write_all(found)
     subject = models.prepare(args, lm, args.prompts, stop_ids=lm.stop_ids)
-    sides = Sides(
-        lms=lms,
-        settings=subject.settings,
-        gammas=args.gamma,
-        build=build,
-        target=args.gguf[0],
-        drafts=drafts,
-        others={path.stem: path for path in args.gguf[1:]},
-    )
-    done, how = [], {"reference": compare.OUR_PLAIN, "repeats": args.repeats}
-    with terminal.counted("prompts", total=len(subject.prompts)) as advance:
-        for both in zip(subject.prompts, subject.ids, strict=True):
-            one = compare.run_prompt(sides.generate, sides.runs(), *both, **how)
-            done.append(one)
-            out.write(prompt_row(one))
-            advance()
+    with tempfile.TemporaryDirectory() as folder:
+        sides = Sides(
+            lms=lms,
+            settings=subject.settings,
+            gammas=args.gamma,
+            folder=args.llama_bin,
+            target=args.gguf[0],
+            drafts=convert(args, lm, pathlib.Path(folder)),
+            others={path.stem: path for path in args.gguf[1:]},
+        )
+        if not args.no_steps:
+            found, described = measure_steps(args, lm)
+            out.common |= {"llama_cpp": described | theirs}
+            out.write_all(found)
+        how = {"reference": compare.OUR_PLAIN, "repeats": args.repeats}
+        done = compare.run_prompts(
+            sides.generate, sides.ways(), subject, out, prompt_row, **how
+        )
     of_prompts = rows(done)
     out.write_all(of_prompts)
     print_all(console, [*of_prompts, *found])
-    return all(one.matched for one in done)
+    return MATCHED if all(one.matched for one in done) else NOT_MATCHED
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs everything and shows it; returns the exit status."""
-    with records.open_out(args) as out, tempfile.TemporaryDirectory() as folder:
-        same = run_all(args, pathlib.Path(folder), out, terminal.console())
-    return MATCHED if same else NOT_MATCHED
-
-
-main = cli.script("compare_llama_cpp.py", parse_args, run)
+main = records.script("compare_llama_cpp.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

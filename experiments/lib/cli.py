@@ -21,7 +21,11 @@ UNUSABLE, NOT_FINITE, INTERRUPTED = 1, 2, 130
 PLOT = "pip install -e '.[plot]'"
 """What installs what draws figures."""
 
-EXTRAS = {"experiments": ("rich", "scipy"), "train": ("optax", "orbax")}
+EXTRAS = {
+    "experiments": ("rich", "scipy"),
+    "train": ("optax", "orbax"),
+    "oracle": ("torch", "transformers"),
+}
 """What scripts import that is not installed with the package, by what installs it."""
 
 

@@ -45,7 +45,7 @@ def forward(
     The pages must have been reserved, and lengths do not change. Logits are float32.
 
     Args:
-      observe: sees all operations that it names, and may change any.
+      observe: sees the value of each operation, and may change any.
     """
     norm = functools.partial(rms_norm.rms_norm, eps=config.rms_norm_eps)
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
