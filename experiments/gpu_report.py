@@ -22,6 +22,7 @@ Exit status: 0 all done and equal, 2 something failed or differs, 1 unusable inp
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import threading
@@ -35,7 +36,6 @@ from experiments.lib import cli, gpu_calls, processes
 DONE, FAILED = 0, 2
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu"
 COMPILED = "compiled"
-_START_S = 30.0  # of a process, and for the programs of its first call
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -85,51 +85,34 @@ def chosen(args: argparse.Namespace) -> list[gpu_calls.Call]:
     return calls
 
 
-class Runner:
-    """Runs calls in a process, and in a new one after that ended.
+def worker_of(args: argparse.Namespace, *, is_ahead: bool) -> processes.Worker:
+    """Returns the process that runs calls; or that which compiles ahead of it, beside
+    which it has most of the memory."""
+    share = 0.04 if is_ahead else 0.88
+    set_up = functools.partial(gpu_calls.set_up, args.out / COMPILED, share)
+    output = args.out / ("ahead.txt" if is_ahead else "worker.txt")
+    return processes.Worker(output, set_up)
 
-    Args:
-      is_ahead: only compiles, beside another process that has most of the memory.
-    """
 
-    def __init__(self, args: argparse.Namespace, *, is_ahead: bool):
-        self._args, self._is_ahead = args, is_ahead
-        has_gpu = processes.nvidia_smi("name") is not None
-        self._device = "gpu" if has_gpu else "cpu"
-        self._worker: processes.Worker | None = None
-        self._is_over = False
+def compile_ahead(
+    args: argparse.Namespace,
+    worker: processes.Worker,
+    calls: Sequence[gpu_calls.Call],
+    begun: set[str],
+    over: threading.Event,
+) -> None:
+    """Compiles for each call, those first that have not begun; until it is over."""
+    left = [call for call in calls if call.can_dry_run]
+    while left and not over.is_set():
+        call = next((each for each in left if each.name not in begun), left[0])
+        left.remove(call)
+        how = {"device": device_here(), "prefix": "compile-", "dry_run": True}
+        worker.run(*call.request(args.out, **how), limit_s=args.budget)
 
-    def run(self, call: gpu_calls.Call, *, limit_s: float) -> processes.Outcome:
-        """Runs a call; ends the process if it takes longer."""
-        out = self._args.out
-        if self._worker is None or not self._worker.is_alive:
-            limit_s += _START_S
-            self._worker = processes.Worker(
-                "experiments.lib.gpu_calls",
-                output=out / ("ahead.txt" if self._is_ahead else "worker.txt"),
-                variables=processes.environment(
-                    compiled=out / COMPILED,
-                    xla_flags=gpu_calls.XLA_FLAGS,
-                    memory_share=0.04 if self._is_ahead else 0.88,
-                ),
-                niceness=10 if self._is_ahead else 0,
-            )
-        request = call.request(out, device=self._device, is_ahead=self._is_ahead)
-        return self._worker.ask(request, limit_s=limit_s)
 
-    def compile_all(self, calls: Sequence[gpu_calls.Call], begun: set[str]) -> None:
-        """Compiles for each call, those first that have not begun; until `end`."""
-        left = [call for call in calls if call.can_dry_run]
-        while left and not self._is_over:
-            call = next((each for each in left if each.name not in begun), left[0])
-            left.remove(call)
-            self.run(call, limit_s=self._args.budget)
-
-    def end(self) -> None:
-        """Ends the process, if there is one."""
-        self._is_over = True
-        if self._worker is not None:
-            self._worker.end()
+def device_here() -> str:
+    """Returns "gpu", or "cpu" where there is none."""
+    return "cpu" if processes.nvidia_smi("name") is None else "gpu"
 
 
 def run_all(args: argparse.Namespace) -> int:
@@ -137,20 +120,19 @@ def run_all(args: argparse.Namespace) -> int:
     calls, started = chosen(args), time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = [{"kind": "versions", **processes.versions()}]
+    worker, ahead = (worker_of(args, is_ahead=is_ahead) for is_ahead in (False, True))
     # The first call would wait for what it compiles itself.
-    begun, ahead = {calls[0].name}, Runner(args, is_ahead=True)
-    compiling = threading.Thread(
-        target=ahead.compile_all, args=(calls, begun), daemon=True
-    )
-    runner = Runner(args, is_ahead=False)
+    begun, over = {calls[0].name}, threading.Event()
+    given = (args, ahead, calls, begun, over)
+    compiling = threading.Thread(target=compile_ahead, args=given, daemon=True)
     try:
         if not args.dry_run:
             compiling.start()
         for call in calls:
             begun.add(call.name)
             left_s = args.budget - (time.monotonic() - started)
-            is_first = call is calls[0]
-            rows.append(run_call(args, runner, call, left_s=left_s, is_first=is_first))
+            is_in_time = call is calls[0] or left_s >= call.seconds
+            rows.append(run_call(args, worker, call, left_s if is_in_time else None))
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (args.out / "calls.jsonl").write_text(text)
             row = rows[-1]
@@ -160,7 +142,8 @@ def run_all(args: argparse.Namespace) -> int:
         if args.rehearse and not args.dry_run:
             compiling.join()  # Its rows are a part of what is rehearsed.
     finally:
-        runner.end()
+        over.set()
+        worker.end()
         ahead.end()
     print(f"rows: {args.out}", flush=True)
     known = ("done", "left out")
@@ -169,27 +152,24 @@ def run_all(args: argparse.Namespace) -> int:
 
 def run_call(
     args: argparse.Namespace,
-    runner: Runner,
+    worker: processes.Worker,
     call: gpu_calls.Call,
-    *,
-    left_s: float,
-    is_first: bool,
+    left_s: float | None,
 ) -> dict[str, Any]:
-    """Runs a call in the time that is left, or leaves it out; returns its row."""
-    path = args.out / f"{call.file}.jsonl"
+    """Runs a call in the seconds that are left, None: too few; returns its row."""
+    device = "gpu" if args.dry_run else device_here()
+    request = call.request(args.out, device=device, dry_run=args.dry_run)
     if args.dry_run:
-        request = call.request(args.out, device="gpu")
-        request["arguments"] += ["--dry-run"]
-        request["output"] = pathlib.Path(request["output"])
-        outcome = processes.run_here(**request)
-    elif not is_first and left_s < call.seconds:
-        path.unlink(missing_ok=True)
+        outcome = processes.run_here(*request)
+    elif left_s is None:
         outcome = processes.Outcome(status="left out", exit_status=None, seconds=0.0)
     else:
         # However long a small machine takes for a rehearsal.
         limit_s = left_s if args.rehearse else min(left_s, 3 * call.seconds)
-        outcome = runner.run(call, limit_s=limit_s)
-    rows = processes.read_rows(path)
+        outcome = worker.run(*request, limit_s=limit_s)
+    path = args.out / f"{call.file}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else ()
+    rows = [json.loads(line) for line in lines]
     return {
         "kind": "call",
         "section": call.section,
@@ -216,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"({call.section}) {call.name}, {call.seconds:.0f} s: {words}")
         return DONE
     needs_gpu = not (args.dry_run or args.rehearse)
-    if needs_gpu and processes.nvidia_smi("name") is None:
+    if needs_gpu and device_here() == "cpu":
         raise ValueError(
             "no GPU is found (nvidia-smi does not name one); --dry-run --out FOLDER "
             "traces and lowers all programs without one"

@@ -1,21 +1,10 @@
-"""What `gpu_report.py` calls, the most telling first; and the process that calls it.
-
-`python -m experiments.lib.gpu_calls` reads calls, a line of JSON each, runs them one
-after another, and answers each by a line: jax is started once, and weights are made
-once. A GPU that no longer answers ends it, so that what follows is given to another.
-"""
+"""What `gpu_report.py` calls, the most telling first. Never imports JAX."""
 
 import dataclasses
-import gc
-import json
 import os
 import pathlib
 import re
 import shlex
-import sys
-from typing import Any
-
-from experiments.lib import processes
 
 
 SECTIONS = {
@@ -29,9 +18,6 @@ SECTIONS = {
 
 ON_EITHER_DEVICE = ("kernels", "latency")
 """Scripts that take `--device`."""
-
-XLA_FLAGS = "--xla_enable_command_buffers_during_profiling=true"
-"""A trace is to show the launches that are timed."""
 
 # Section, seconds, name, command.
 _CALLS = """
@@ -124,25 +110,22 @@ class Call:
         return self.script == "latency"
 
     def request(
-        self, out: pathlib.Path, *, device: str, is_ahead: bool = False
-    ) -> dict[str, Any]:
-        """What the process that runs it is told; earlier files of it are removed.
+        self, out: pathlib.Path, *, device: str, prefix: str = "", dry_run: bool = False
+    ) -> tuple[str, list[str], pathlib.Path]:
+        """Returns what `processes.run_here` takes; earlier files of it are removed.
 
         Args:
-          is_ahead: only compile its programs, with files of its own.
+          prefix: of its files.
+          dry_run: only compile its programs.
         """
-        path = out / f"{'compile-' * is_ahead}{self.file}.jsonl"
+        path = out / f"{prefix}{self.file}.jsonl"
         path.unlink(missing_ok=True)
         arguments = [word.replace("{out}", str(out)) for word in self.arguments]
         # Rows say whether there were changes; a refusal would waste the machine.
-        arguments += ["--out", str(path), "--allow-dirty"]
+        arguments += ["--out", str(path), "--allow-dirty", *["--dry-run"] * dry_run]
         if self.script in ON_EITHER_DEVICE:
             arguments += ["--device", device]
-        return {
-            "module": f"experiments.{self.script}",
-            "arguments": arguments + ["--dry-run"] * is_ahead,
-            "output": str(path.with_suffix(".txt")),
-        }
+        return f"experiments.{self.script}", arguments, path.with_suffix(".txt")
 
 
 def all_calls(*, impl: str, rehearse: bool = False) -> list[Call]:
@@ -164,23 +147,28 @@ def all_calls(*, impl: str, rehearse: bool = False) -> list[Call]:
     return calls
 
 
-def _serve() -> None:
-    """Answers requests on standard input; ends when the device does not answer."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # What libraries print is no answer.
-    for line in sys.stdin:
-        request = json.loads(line)
-        output = pathlib.Path(request.pop("output"))
-        outcome = processes.run_here(**request, output=output)
-        gc.collect()
-        if outcome.status != "done":
-            # A fault of a kernel spoils the process's hold on the GPU: without an
-            # answer it ends, and what follows is given to another.
-            import jax.numpy as jnp
+def set_up(compiled: pathlib.Path, memory_share: float) -> None:
+    """Sets the variables of a process that is going to import JAX.
 
-            jnp.ones((8,)).sum().block_until_ready()
-        print(json.dumps(dataclasses.asdict(outcome)), file=answers)
-
-
-if __name__ == "__main__":
-    _serve()
+    Args:
+      compiled: the folder of compiled programs, unless the user has one of their own.
+      memory_share: of a GPU's memory that JAX may take; a small one is not taken before
+        it is needed, and the process gives way to others.
+    """
+    for name, value in {
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        # Warnings of XLA would bury the rows; errors remain.
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }.items():
+        os.environ.setdefault(name, value)
+    # A trace is to show the launches that are timed.
+    shown = "--xla_enable_command_buffers_during_profiling=true"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {shown}".strip()
+    # jaxlib refuses the older name next to the newer.
+    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{memory_share:.2f}"
+    if memory_share < 0.5:
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        os.nice(10)

@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import itertools
+import os
+import signal
 
 import pytest
 from script_runs import rows_of
@@ -34,10 +36,9 @@ def test_every_call_can_be_parsed(tmp_path, monkeypatch):
     for impl, rehearse in itertools.product(("triton", "xla"), (False, True)):
         calls = gpu_calls.all_calls(impl=impl, rehearse=rehearse)
         for each in calls:
-            request = each.request(tmp_path, device="gpu")
-            assert not any("{" in word for word in request["arguments"]), request
-            module = importlib.import_module(request["module"])
-            module.parse_args(request["arguments"])
+            module, arguments, _ = each.request(tmp_path, device="gpu")
+            assert not any("{" in word for word in arguments), arguments
+            importlib.import_module(module).parse_args(arguments)
         for names in ([each.name for each in calls], [each.file for each in calls]):
             assert len(set(names)) == len(names)
         assert {each.section for each in calls} == set(gpu_calls.SECTIONS)
@@ -57,6 +58,22 @@ def test_exactness_can_be_planned_on_a_gpu(monkeypatch):
         assert len({cell.batch for cell in planned.cells}) > 1
         drafters |= {cell.drafter for cell in planned.cells}
     assert {"draft-model", "dspark"} <= drafters
+
+
+def test_a_process_that_ended_is_followed_by_another(tmp_path, monkeypatch):
+    """Fails if a fault or an endless call of one script ends those after it."""
+    words = "import os, time\ndef main(words):\n    return eval(words[0])\n"
+    (tmp_path / "scripted.py").write_text(words)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(processes, "_START_S", 9.0)
+    worker = processes.Worker(tmp_path / "worker.txt", os.getpid)
+    found = []
+    for word, limit_s in (("0", 9), ("time.sleep(99)", 1), ("os._exit(7)", 9)):
+        output = tmp_path / "output.txt"
+        found.append(worker.run("scripted", [word], output, limit_s=limit_s))
+    worker.end()
+    assert [one.status for one in found] == ["done", "ended", "died"]
+    assert [one.exit_status for one in found] == [0, -signal.SIGKILL, 7]
 
 
 def dry_run(tmp_path, *arguments: str) -> list[dict]:
