@@ -7,9 +7,12 @@ tokens differ at forced acceptance, 1 the input was unusable.
 """
 
 import argparse
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from experiments.lib import (
     bench,
@@ -79,7 +82,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --dry-run  run nothing: trace and lower every program, for a GPU with --device
             gpu wherever this is, and compile it where there is one
         """,
-        **{"FOLDER": pathlib.Path, "RATE,RATE,...": forced_rounds.rates},
+        **{"FOLDER": pathlib.Path, "RATE,RATE,...": cli.names(forced_rounds.rate)},
     )
     flags.add(group, "repeats gen-tokens temperature noise", repeats=20)
     flags.add(parser, "device out", out="one per step, then one summary")
@@ -157,11 +160,11 @@ def run(
         if args.forced:
             runs = forced_runs(args, lm)
             works += [w for gamma in args.gammas for w in runs.programs(gamma)]
-        here = {"here": True} if args.device == "cpu" else {}
+        compiles = args.device == "cpu" or jax.default_backend() == "gpu"
         for name, work in {work.program: work for work in works}.items():
             about = {"kind": "compile", "program": name}
-            lower = lambda w=work, a=about: [a | programs.lower(w.trace, **here)]
-            shown.add(name, lower)
+            lower = functools.partial(programs.lower, work.trace, compiles=compiles)
+            shown.add(name, lambda of=lower, a=about: [a | of()])
         return FAILED if shown.failed else MEASURED
     for group in groups:
         # Flags that do not fit the kernels are found when they are traced.

@@ -41,25 +41,21 @@ class ForcedMemory(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ForcedDrafter(protocols.Drafter):
+class ForcedDrafter:
     """Runs `inner`, and proposes what `ForcedParams` say; its parameters are `inner`'s.
 
     The K/V that the real draft keeps is that of its own tokens, not of the forced
-    ones: lengths and costs are those of a real run, values are not.
+    ones: lengths and costs are those of a real run, values are not. All that is not
+    said here of a `protocols.Drafter` is as the real one has it.
     """
 
     inner: protocols.Drafter
     vocab_size: int
 
-    @property
-    def gamma_max(self) -> int:
-        """The most tokens of a proposal."""
-        return self.inner.gamma_max
-
-    @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return protocols.complete(self.inner).depth_max
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("inner", "drafter", "num_slots"):
+            raise AttributeError(name)
+        return getattr(protocols.complete(self.inner), name)
 
     @functools.cached_property
     def right(self) -> np.ndarray:
@@ -68,25 +64,14 @@ class ForcedDrafter(protocols.Drafter):
         Raises:
           ValueError: a tree of a search, whose nodes are not known beforehand.
         """
-        tree = protocols.complete(self.inner).tree
-        if tree is None:
+        if self.tree is None:
             return np.arange(1, self.gamma_max + 1, dtype=np.int32)
-        if not isinstance(tree, tree_shapes.FixedTree):
+        if not isinstance(self.tree, tree_shapes.FixedTree):
             raise ValueError(
-                f"forced drafts of a search {tree}: give a tree of a fixed shape"
+                f"forced drafts of a search {self.tree}: give a tree of a fixed shape"
             )
-        depths = [0 if any(path) else len(path) for path in tree.paths]
+        depths = [0 if any(path) else len(path) for path in self.tree.paths]
         return np.array(depths, np.int32)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's features that the real drafter reads."""
-        return protocols.taps_of(self.inner)
-
-    @property
-    def feature_size(self) -> int | None:
-        """The width of a feature, if the real drafter takes one width alone."""
-        return protocols.complete(self.inner).feature_size
 
     def for_rule(self, rule: rule_lib.Rule) -> "ForcedDrafter":
         """Returns the drafter whose real one draws as that rule of acceptance has it.

@@ -17,7 +17,6 @@ from experiments.lib import bench, files, noise, works
 from spec_jax import algorithms, loading
 from spec_jax.engine import protocols
 from spec_jax.gamma import schedule
-from spec_jax.paging import index
 
 
 KIND = "step_profile"
@@ -60,7 +59,7 @@ def measure(
         params,
         [noise.tokens(context, size, seed=slot).tolist() for slot in range(num_slots)],
         max_tokens=new,
-        capacity=_capacity(lm, longest + new, page_size),
+        capacity=works.capacity_for(lm.target, longest + new, page_size),
         page_size=page_size,
     )
     cases: dict[Any, bench.Case] = {}
@@ -104,18 +103,6 @@ def never_falling(seconds: Sequence[float]) -> np.ndarray:
     from scipy import optimize  # Few scripts that import this module need it.
 
     return optimize.isotonic_regression(seconds).x
-
-
-def _capacity(lm, needed: int, page_size: int) -> int:
-    """Positions in whole pages; raises `ValueError` where the model has fewer."""
-    capacity = index.pages_for(needed, page_size) * page_size
-    positions = lm.target.config.max_position_embeddings
-    if capacity > positions:
-        raise ValueError(
-            f"the longest context and its rounds need {capacity} positions, the model "
-            f"has {positions}: give fewer --steps or shorter --contexts"
-        )
-    return capacity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

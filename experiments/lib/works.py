@@ -25,6 +25,7 @@ from spec_jax.engine import (
     state as states,
 )
 from spec_jax.model import row_model
+from spec_jax.paging import index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,35 +33,68 @@ class Work:
     """A compiled call that can be run, and traced without running."""
 
     program: str  # what is compiled; contexts, rows and gammas are data, and share it
-    function: Callable  # of jit, by which it is compiled
+    # Of a function of jit, with all of its arguments but the last one by position
+    call: functools.partial
+    prepare: Callable[[Any], Any]  # `caches -> that argument`, of copies; not timed
     caches: Any  # or their shapes; they stay as they are
-    prepare: Callable[[Any], Any]  # `caches -> state`, of copies; not timed
-    # `(function, state) -> outputs`: calls `function` once, which donates the state. It
-    # is given `function.trace` too, and so what is compiled ahead is found.
-    apply: Callable[[Callable, Any], Any]
-    calls: int  # how often `function` does what is to be timed
+    calls: int  # how often `call` does what is to be timed
+
+    def prepared(self) -> Any:
+        """Returns what `call` takes, and donates."""
+        return self.prepare(self.caches)
 
     def once(self) -> Any:
         """Prepares and calls it."""
-        return self.apply(self.function, self.prepare(self.caches))
+        return self.call(self.prepared())
 
     def thunk(self, *, warms: bool = True) -> bench.Thunk:
         """Returns what times one; `warms` as of `bench.stopwatch`."""
-        run = functools.partial(self.apply, self.function)
-        prepare = functools.partial(self.prepare, self.caches)
-        return bench.stopwatch(run, prepare, calls=self.calls, warms=warms)
+        return bench.stopwatch(self.call, self.prepared, calls=self.calls, warms=warms)
 
     def trace(self) -> jax.stages.Traced:
-        """Traces the timed call; arrays may be shapes."""
+        """Traces the timed call; arrays may be shapes.
+
+        It is the call's own function that is traced, so that what is compiled ahead is
+        found.
+        """
         state = jax.eval_shape(self.prepare, self.caches)
-        return self.apply(self.function.trace, state)
+        return self.call.func.trace(*self.call.args, state, **self.call.keywords)
+
+
+def capacity_for(model: row_model.RowModel, needed: int, page_size: int) -> int:
+    """Returns positions in whole pages; raises `ValueError` where a model has fewer."""
+    capacity = index.pages_for(needed, page_size) * page_size
+    positions = model.config.max_position_embeddings
+    if capacity > positions:
+        raise ValueError(
+            f"the longest context and what follows need {capacity} positions, the "
+            f"model has {positions}: give fewer --steps or shorter --contexts"
+        )
+    return capacity
+
+
+def text_of(model: row_model.RowModel, capacity: int) -> jax.Array:
+    """Returns a random text that fills a cache of `capacity` positions."""
+    return noise.tokens(capacity + 1, model.config.vocab_size, seed=3)
+
+
+def caches_of(
+    lm: loading.LanguageModel, *, capacity: int, page_size: int, as_shapes: bool
+) -> tuple[Any, Any]:
+    """Returns the target's cache and the drafter's memory, full of noise, or shapes;
+    None where there is no drafter."""
+    make = jax.eval_shape if as_shapes else lambda call: call()
+    sizes = {"capacity": capacity, "page_size": page_size}
+    cache = make(functools.partial(noise.noisy_cache, lm.target, **sizes))
+    if lm.drafter is None:
+        return cache, None
+    return cache, make(functools.partial(noise.noisy_memory, lm.drafter, **sizes))
 
 
 def plain_steps(
-    model, params, tokens, context, *, steps, cache, settings=None, program=None
+    lm, tokens, context, *, steps, cache, settings=None, program="target: plain steps"
 ) -> Work:
     """Decodes `steps` tokens after the first `context` of a text `[max_len]`."""
-    most = jnp.int32(steps)
 
     def prepare(kv):
         return baseline.init_state(
@@ -72,14 +106,9 @@ def plain_steps(
             sampling=settings,
         )
 
-    return Work(
-        program=program or "target: plain steps",
-        function=baseline.generate,
-        caches=cache,
-        prepare=prepare,
-        apply=lambda f, state: f(model, params, state, max_steps=most),
-        calls=steps,
-    )
+    models, most = (lm.target, lm.params), jnp.int32(steps)
+    call = functools.partial(baseline.generate, *models, max_steps=most)
+    return Work(program=program, call=call, prepare=prepare, caches=cache, calls=steps)
 
 
 def rounds(
@@ -103,8 +132,6 @@ def rounds(
       caches: of the target, and the drafter's memory.
       memory_at: the memory as a round finds it after so many tokens.
     """
-    algo, most = algorithms.speculative(lm.target, lm.drafter), jnp.int32(max_rounds)
-    speculator = algo.speculator((lm.params, lm.drafter_params), 1)
 
     def prepare(caches) -> states.State:
         kv, memory = caches
@@ -120,53 +147,44 @@ def rounds(
         kv = noise.at_length(kv, context - 1)
         return states.State(slots=slots, cache=kv, memory=memory_at(memory, context))
 
-    return Work(
-        program=program,
-        function=round_lib.generate,
-        caches=caches,
-        prepare=prepare,
-        apply=lambda f, state: f(speculator, state, max_rounds=most),
-        calls=max_rounds,
-    )
+    algo, most = algorithms.speculative(lm.target, lm.drafter), jnp.int32(max_rounds)
+    speculator = algo.speculator((lm.params, lm.drafter_params), 1)
+    call = functools.partial(round_lib.generate, speculator, max_rounds=most)
+    how = {"call": call, "prepare": prepare, "caches": caches, "calls": max_rounds}
+    return Work(program=program, **how)
 
 
 def proposals(lm, tokens, context, *, steps, memory) -> Work:
     """Proposes `gamma_max` drafts as rounds ask for them, each time a token further."""
-    drafter, gamma = each.lift(lm.drafter, 1), lm.gamma_max
     config, num_taps = lm.target.config, len(protocols.taps_of(lm.drafter))
     shape = tokens.shape[0] - 1, num_taps, config.hidden_size
-
-    def apply(function, memory):
-        return function(
-            drafter,
-            lm.drafter_params,
-            memory,
-            tokens=tokens[None],
-            features=jnp.ones(shape, config.dtype) if num_taps else None,
-            start=jnp.int32(context),
-            gamma=jnp.int32(gamma),
-            steps=jnp.int32(steps),
-        )
-
+    call = functools.partial(
+        propose_along,
+        each.lift(lm.drafter, 1),
+        lm.drafter_params,
+        tokens=tokens[None],
+        features=jnp.ones(shape, config.dtype) if num_taps else None,
+        start=jnp.int32(context),
+        gamma=jnp.int32(lm.gamma_max),
+        steps=jnp.int32(steps),
+    )
     return Work(
         program="draft: proposals",
-        function=propose_along,
-        caches=memory,
+        call=call,
         prepare=lambda memory: noise.memory_at(memory, context),
-        apply=apply,
-        calls=steps * gamma,
+        caches=memory,
+        calls=steps * lm.gamma_max,
     )
 
 
-def windows(model, params, context, *, steps, num_active, cache) -> Work:
+def windows(lm, context, *, steps, num_active, cache) -> Work:
     """Verifies the same window `steps` times, as `repeat_forward`."""
-    live = jnp.int32(num_active)
+    how = {"num_active": jnp.int32(num_active), "steps": steps}
     return Work(
         program="target: windows",
-        function=repeat_forward,
-        caches=cache,
+        call=functools.partial(repeat_forward, lm.target, lm.params, **how),
         prepare=lambda kv: noise.at_length(kv, context - 1),
-        apply=lambda f, kv: f(model, params, kv, num_active=live, steps=steps),
+        caches=cache,
         calls=steps,
     )
 
@@ -256,8 +274,3 @@ def one_slot(tokens, *, gamma_max, depth_max, **numbers) -> states.Slots:
     fixed = {"capped": False, "stop_ids": no_stop(), "policy": None}
     slot = states.begin_slot(tokens, **numbers, **sizes, **fixed)
     return jax.tree.map(lambda leaf: leaf[None], slot)
-
-
-def text_of(model: row_model.RowModel, capacity: int) -> jax.Array:
-    """Returns a random text that fills a cache of `capacity` positions."""
-    return noise.tokens(capacity + 1, model.config.vocab_size, seed=3)
