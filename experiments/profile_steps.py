@@ -10,23 +10,34 @@ prefix is kept: half of the prompts fit, and errors are of the other half. Exit 
 """
 
 import argparse
+import functools
 from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from scipy import optimize
 
 from experiments.lib import (
+    bench,
     cli,
     confidences,
     flags,
     models,
+    noise,
     profiles,
     prompt_files,
     records,
     tables,
     terminal,
+    works,
 )
-from spec_jax import loading
+from spec_jax import algorithms, loading
+from spec_jax.engine import protocols
 
 
 MEASURED = 0
+_ROUND = "round"
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -86,19 +97,68 @@ def profile(
     *,
     num_slots: int,
     context: int,
-) -> dict:
-    """Returns the row of so many slots, each with so many tokens."""
+) -> dict[str, Any]:
+    """Times steps of 1 to `num_slots * (gamma_max + 1)` rows, and a whole round.
+
+    Returns:
+      The row of so many slots, each with so many tokens: seconds by rows as they were
+      measured (medians, 10th and 90th percentile) and `step_s` without their falls,
+      which are noise; `draft_s`, by which a round of all rows takes longer than its
+      step.
+    """
+    gamma, drafter = lm.gamma_max, protocols.complete(lm.drafter).for_schedule()
+    most, new = num_slots * (gamma + 1), (args.steps + 1) * (gamma + 1)
+    algo = algorithms.speculative(lm.target, drafter)
+    params, size = (lm.params, lm.drafter_params), lm.target.config.vocab_size
+    longest = max(args.contexts) + new  # Caches of one size share programs.
+    state = algo.init(
+        params,
+        [noise.tokens(context, size, seed=slot).tolist() for slot in range(num_slots)],
+        max_tokens=new,
+        capacity=works.capacity_for(lm.target, longest, args.page_size),
+        page_size=args.page_size,
+    )
+    cases: dict[Any, bench.Case] = {}
+    number, how = np.arange(num_slots), {"steps": args.steps, "num_columns": gamma + 1}
+    window = functools.partial(works.repeat_forward, lm.target, lm.params, **how)
+    on_copies = functools.partial(bench.on_copies, calls=args.steps)
+    for rows in range(1, most + 1):
+        # As evenly over the slots as they go.
+        num_active = rows // num_slots + (number < rows % num_slots)
+        live = jnp.asarray(num_active, jnp.int32)
+        run = functools.partial(window, num_active=live)
+        cases[rows] = functools.partial(on_copies, run, state.cache)
+    run = functools.partial(algo.run, params, max_rounds=args.steps)
+    cases[_ROUND] = functools.partial(on_copies, run, state)
     with terminal.counted("turns", total=args.repeats + 1) as advance:
-        return profiles.measure(
-            lm,
-            num_slots=num_slots,
-            context=context,
-            longest=max(args.contexts),
-            page_size=args.page_size,
-            steps=args.steps,
-            repeats=args.repeats,
-            after_turn=advance,
-        )
+        timings = bench.run(cases, repeats=args.repeats, after_turn=advance)
+    spreads = [bench.spread(timings.seconds[rows]) for rows in range(1, most + 1)]
+    medians = [each.median for each in spreads]
+    step_s = never_falling(medians)
+    round_s = bench.spread(timings.seconds[_ROUND]).median
+    return {
+        "kind": profiles.KIND,
+        "num_slots": num_slots,
+        "context": context,
+        "gamma": gamma,
+        "rows": list(range(1, most + 1)),
+        "step_s": step_s.tolist(),
+        "median_s": medians,
+        "p10_s": [each.p10 for each in spreads],
+        "p90_s": [each.p90 for each in spreads],
+        "round_s": round_s,
+        "draft_s": max(0.0, round_s - float(step_s[-1])),
+        "n": args.repeats,
+        "steps": args.steps,
+    }
+
+
+def never_falling(seconds: Sequence[float]) -> np.ndarray:
+    """Returns times that never fall with more rows, nearest to those measured.
+
+    Not the highest so far: after one that was disturbed all rows would be free.
+    """
+    return optimize.isotonic_regression(seconds).x
 
 
 def calibrate(

@@ -92,8 +92,8 @@ def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
     They have the highest likelihood over the rounds that kept all drafts before, which
     is that of all counts together (Platt, Probabilistic Outputs for Support Vector
     Machines, 1999; with his targets, a round of each kind more, no chance becomes 0 or
-    1). Temperatures are above 0: no ranking within a draft changes. A draft that no
-    round reached keeps its confidence.
+    1). Temperatures are those of `TEMPERATURES` or between: no ranking within a draft
+    changes. A draft that no round reached keeps its confidence.
 
     Args:
       logits: `[n, W]`, of each draft's chance, if those before it are kept.
@@ -105,6 +105,29 @@ def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
         found.append(_platt(logits[reached, draft], num_accepted[reached] > draft))
     temperatures, shifts = np.array(found, np.float32).T
     return Scaling(temperatures=temperatures, shifts=shifts)
+
+
+def _platt(logits: np.ndarray, is_kept: np.ndarray) -> tuple[float, float]:
+    """Fits temperature and shift of one draft to the rounds that reached it."""
+    from scipy import optimize  # Few scripts that import this module need it.
+
+    num_kept, count = int(is_kept.sum()), len(logits)
+    if not count:
+        return 1.0, 0.0
+    kept, lost = (num_kept + 1) / (num_kept + 2), 1 / (count - num_kept + 2)
+    targets = np.where(is_kept, kept, lost)
+
+    def loss(slope_and_shift: np.ndarray) -> tuple[float, np.ndarray]:
+        """Minus the mean log-likelihood, which is convex, and its gradient."""
+        slope, shift = slope_and_shift
+        scaled = slope * logits + shift
+        errors = 1 / (1 + np.exp(-scaled)) - targets
+        gradient = np.array([np.mean(errors * logits), np.mean(errors)])
+        return np.mean(np.logaddexp(0, scaled) - targets * scaled), gradient
+
+    bounds = ((1 / TEMPERATURES[-1], 1 / TEMPERATURES[0]), (None, None))
+    found = optimize.minimize(loss, (1.0, 0.0), jac=True, bounds=bounds)
+    return 1 / found.x[0], found.x[1]
 
 
 def fit_sts(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
@@ -130,57 +153,23 @@ def fit_sts(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
     return dataclasses.replace(unshifted, temperatures=np.array(found, np.float32))
 
 
-def _platt(logits: np.ndarray, is_kept: np.ndarray) -> tuple[float, float]:
-    """Fits temperature and shift of one draft to the rounds that reached it."""
-    num_kept, count = int(is_kept.sum()), len(logits)
-    if not count:
-        return 1.0, 0.0
-    kept, lost = (num_kept + 1) / (num_kept + 2), 1 / (count - num_kept + 2)
-    targets = np.where(is_kept, kept, lost)
-    best, highest = (1.0, 0.0), -np.inf
-    # The temperature nearest to 1 wins a tie.
-    for temperature in sorted(TEMPERATURES, key=lambda each: abs(np.log(each))):
-        scaled = logits / temperature
-        shift = _shift(scaled, float(targets.mean()))
-        shifted = scaled + shift
-        likelihood = np.sum(targets * shifted - np.logaddexp(0, shifted))
-        if likelihood > highest:
-            best, highest = (temperature, shift), likelihood
-    return best
-
-
-def _shift(logits: np.ndarray, mean: float) -> float:
-    """Finds the shift of highest likelihood: with it chances have this mean."""
-    middle = np.log(mean) - np.log1p(-mean)
-    low, high = middle - logits.max(), middle - logits.min()
-    for _ in range(40):
-        shift = (low + high) / 2
-        if np.mean(1 / (1 + np.exp(-logits - shift))) < mean:
-            low = shift
-        else:
-            high = shift
-    return (low + high) / 2
-
-
 def reliability(
-    chances: np.ndarray, is_kept: np.ndarray, *, bins: int = BINS
+    chances: np.ndarray, is_kept: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns of each bin of chances its count, mean chance and share kept; 0 if empty.
 
     A reliability diagram shows these.
     """
-    at = np.minimum((np.asarray(chances) * bins).astype(int), bins - 1)
-    counts = np.bincount(at, minlength=bins)
-    sums = [np.bincount(at, weights=x, minlength=bins) for x in (chances, is_kept)]
+    at = np.minimum((np.asarray(chances) * BINS).astype(int), BINS - 1)
+    counts = np.bincount(at, minlength=BINS)
+    sums = [np.bincount(at, weights=x, minlength=BINS) for x in (chances, is_kept)]
     mean, share = (total / np.maximum(counts, 1) for total in sums)
     return counts, mean, share
 
 
-def calibration_error(
-    chances: np.ndarray, is_kept: np.ndarray, *, bins: int = BINS
-) -> float:
+def calibration_error(chances: np.ndarray, is_kept: np.ndarray) -> float:
     """Returns the expected calibration error: the mean gap between chance and share."""
-    counts, mean, share = reliability(chances, is_kept, bins=bins)
+    counts, mean, share = reliability(chances, is_kept)
     return float(np.sum(counts * np.abs(mean - share)) / np.sum(counts))
 
 
@@ -189,14 +178,13 @@ def roc_auc(scores: np.ndarray, is_kept: np.ndarray) -> float | None:
 
     None where all are kept, or none.
     """
-    values, at = np.unique(scores, return_inverse=True)
-    kept = np.bincount(at, weights=is_kept, minlength=len(values))
-    lost = np.bincount(at, minlength=len(values)) - kept
-    pairs = kept.sum() * lost.sum()
-    if not pairs:
+    from scipy import stats  # As above.
+
+    kept, lost = scores[is_kept], scores[~is_kept]
+    if not (kept.size and lost.size):
         return None
-    below = np.cumsum(lost) - lost
-    return float(np.sum(kept * (below + lost / 2)) / pairs)
+    found = stats.mannwhitneyu(kept, lost, method="asymptotic")
+    return float(found.statistic / (kept.size * lost.size))
 
 
 def report(rounds: Rounds, scaling: Scaling) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from spec_jax.model import (
     row_model,
     sequence,
 )
-from spec_jax.ops import bits, paged_attention, rms_norm, rope, swiglu, weights
+from spec_jax.ops import paged_attention, rms_norm, rope, swiglu, weights
 from spec_jax.paging import cache as paged
 
 
@@ -45,7 +45,8 @@ def forward(
     The pages must have been reserved, and lengths do not change. Logits are float32.
 
     Args:
-      observe: sees the value of each operation, and may change any.
+      observe: sees what it sees of rows, all of `observe.LEAVES_ROWS`, and may change
+        any.
     """
     norm = functools.partial(rms_norm.rms_norm, eps=config.rms_norm_eps)
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
@@ -63,20 +64,14 @@ def forward(
     x = observe(None, "embed", weights.take_rows(params.embed, tokens))
     for number, layer in enumerate(params.layers):
         see = functools.partial(observe, number)
-        normed = see("input_norm", norm(x, layer.input_norm))
-        heads = sequence.matmul(normed, layer.qkv).reshape(R, N + 2 * K, H)
-        q, k, v = jnp.split(heads, (N, N + K), axis=1)
-        q, k, v = see("q", q), see("k", k), see("v", v)
-        q, k = (
-            see("q_norm", norm(q, layer.q_norm)),
-            see("k_norm", norm(k, layer.k_norm)),
-        )
-        q = see("q_rope", rope.rotate(q, *angles))
-        k = see("k_rope", rope.rotate(k, *angles))
-        k, v = see("k_cache", k), see("v_cache", v)
-        kv = paged.write(kv, number, k=k, v=v, **where)
+        heads = sequence.matmul(norm(x, layer.input_norm), layer.qkv)
+        heads = jnp.split(heads.reshape(R, N + 2 * K, H), (N, N + K), axis=1)
+        q, k, v = (see(n, part) for n, part in zip("qkv", heads, strict=True))
+        q = rope.rotate(norm(q, layer.q_norm), *angles)
+        k = see("k_cache", rope.rotate(norm(k, layer.k_norm), *angles))
+        kv = paged.write(kv, number, k=k, v=see("v_cache", v), **where)
         if name == "flash":
-            attended = _attend_at_once(q, kv, number, start + R, positions)
+            attended = _attend_at_once(q, kv, number, positions)
         else:
             attended = paged_attention.paged_attention(
                 *(q, kv.k[number], kv.v[number]),
@@ -85,44 +80,31 @@ def forward(
                 **where,
             )
         attended = see("attention", attended.reshape(R, -1))
-        out = see("attention_out", sequence.matmul(attended, layer.attention_out))
-        x = see("attention_residual", x + out)
-        normed = see("mlp_norm", norm(x, layer.mlp_norm))
-        gate, up = jnp.split(sequence.matmul(normed, layer.gate_up), 2, axis=1)
-        gate, up = see("gate", gate), see("up", up)
-        hidden = see("swiglu", swiglu.swiglu(jnp.concatenate([gate, up], axis=1)))
-        down = see("down", sequence.matmul(hidden, layer.down))
-        x = see("mlp_residual", x + down)
-    normed = observe(None, "final_norm", norm(x, params.final_norm))
-    head = weights.matrix(params.head)
-    logits = jnp.einsum("rd,vd->rv", normed, head, preferred_element_type=jnp.float32)
+        x = see(
+            "attention_residual", x + sequence.matmul(attended, layer.attention_out)
+        )
+        gates = sequence.matmul(norm(x, layer.mlp_norm), layer.gate_up)
+        hidden = see("swiglu", swiglu.swiglu(gates))
+        x = see("mlp_residual", x + sequence.matmul(hidden, layer.down))
+    logits = sequence.weight_product(norm(x, params.final_norm), params.head)
     return kv, observe(None, "logits", logits)
 
 
-def _attend_at_once(q, kv, number, end, positions):
+def _attend_at_once(q, kv, number, positions):
     """Returns one softmax over the whole capacity, as prefill takes over its bucket.
 
     Scores and softmax are float32; probabilities are cast before the second product.
     """
     (R, N, H), T = q.shape, kv.slot_capacity
-    K = kv.k[number].shape[2]
-
-    def gathered(pages):
-        table = kv.page_table[row_model.SLOT]
-        found = bits.to_bits(pages).at[table].get(mode="fill", fill_value=0)
-        found = bits.from_bits(found, pages.dtype).reshape(T, K, H)
-        # Bytes of positions that nobody wrote may be NaN, and 0 * NaN is NaN.
-        return jnp.where((jnp.arange(T) < end)[:, None, None], found, 0)
-
-    keys, values = gathered(kv.k[number]), gathered(kv.v[number])
-    scores = jnp.einsum(
-        "rkgh,tkh->kgrt",
-        q.reshape(R, K, N // K, H),
-        keys,
-        preferred_element_type=jnp.float32,
+    # Bytes of positions that nobody wrote may be NaN, and 0 * NaN is NaN.
+    is_written = (jnp.arange(T) <= positions[-1])[:, None, None]
+    keys, values = (
+        jnp.where(is_written, pool, 0)
+        for pool in paged.gather(kv, number, row_model.SLOT, T)
     )
+    K = keys.shape[1]
+    scores = sequence.einsum("rkgh,tkh->kgrt", q.reshape(R, K, N // K, H), keys)
     visible = jnp.arange(T)[None, :] <= positions[:, None]
-    visible = jnp.broadcast_to(visible, scores.shape)
-    scores = jnp.where(visible, scores * H**-0.5, -jnp.inf)
-    probs = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    scores = jnp.where(jnp.broadcast_to(visible, scores.shape), scores, -jnp.inf)
+    probs = jax.nn.softmax(scores * H**-0.5, axis=-1).astype(values.dtype)
     return jnp.einsum("kgrt,tkh->rkgh", probs, values).reshape(R, N, H)

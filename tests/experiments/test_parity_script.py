@@ -97,16 +97,12 @@ class Fault:
 
 
 @pytest.mark.parametrize(
-    ("number", "name"),
-    [(1, "embed"), (10, "k_cache"), slow(19, "down")],
+    ("layer", "name"), [(None, "embed"), (0, "k_cache"), slow(1, "swiglu")]
 )
-def test_every_planted_fault_is_named(number, name):
-    """Fails if an operation is not seen, or is taken for another: of rows, and of what
-    alone shows those that the kernels of rows fuse."""
-    layer = None if name == "embed" else number % CONFIG.num_layers
+def test_every_planted_fault_is_named(layer, name):
+    """Fails if an operation is not seen, or is taken for another."""
     fault = Fault(layer, name)
-    is_seen = name in observe.LEAVES_ROWS
-    one = path() if is_seen else path("library-rows", dtype="float32")
+    one = path()
     found = microscope.compare(record(one), record(one, fault), START)["first"]
     assert (found["layer"], found["operation"]) == (layer, name)
     # One element of the last row.
@@ -120,7 +116,7 @@ def test_superseded_windows_have_the_values_of_rows(name):
     differ from the first layer on."""
     design, decode = path(name, dtype="float32"), path("decode", dtype="float32")
     ours, theirs = record(design), record(decode)
-    assert ours.moved == 0 and {*ours.values} > {*theirs.values}
+    assert ours.moved == 0 and [*ours.values] == [*theirs.values]
     assert microscope.compare(theirs, ours, START)["first"]["layer"] == 0
     # Each sums at most 96 terms, and two layers pass an error on.
     close = {"dtype": "float32", "reduction": 96 * 8}

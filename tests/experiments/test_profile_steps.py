@@ -45,7 +45,7 @@ def test_every_number_of_rows_is_measured(measured):
     for row in rows:
         assert row["rows"] == [1, 2, 3, 4, 5, 6] and row["n"] == row["steps"] == 2
         assert (np.diff(row["step_s"]) >= 0).all() and min(row["median_s"]) > 0
-        assert profiles.never_falling(row["median_s"]).tolist() == row["step_s"]
+        assert profile_steps.never_falling(row["median_s"]).tolist() == row["step_s"]
         assert row["draft_s"] >= 0 and row["drafter"] == "draft-model"
         assert_has_fields_of(row, "profile_dspark_native.jsonl")
     assert {(call.sum(), call.max() - call.min() <= 1) for call in calls} == {
@@ -55,7 +55,7 @@ def test_every_number_of_rows_is_measured(measured):
 
 def test_a_disturbed_time_does_not_make_the_next_rows_free():
     """Fails if the highest time so far is taken: then so are all after it."""
-    found = profiles.never_falling([1.0, 2.0, 9.0, 3.0, 6.0, 7.0, 8.0])
+    found = profile_steps.never_falling([1.0, 2.0, 9.0, 3.0, 6.0, 7.0, 8.0])
     assert found.tolist() == [1.0, 2.0, 6.0, 6.0, 6.0, 7.0, 8.0]
 
 
