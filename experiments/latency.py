@@ -195,8 +195,7 @@ def measure_steps(
     should not be the plain ones, which all others are compared with.
     """
     cases = {cost.name: cost.case for cost in reversed(group)}
-    with terminal.counted("steps", total=args.repeats + 1) as advance:
-        timings = bench.run(cases, repeats=args.repeats, after_turn=advance)
+    timings = bench.run(cases, repeats=args.repeats)
     rows, is_first = steps.rows(group, timings), steps.READ in timings.seconds
     if not is_first:  # The plain step is there to be compared with.
         return rows[1:]

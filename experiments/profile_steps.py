@@ -11,6 +11,7 @@ prefix is kept: half of the prompts fit, and errors are of the other half. Exit 
 
 import argparse
 import functools
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +21,8 @@ from scipy import optimize
 
 from experiments.lib import (
     bench,
+    calibration,
     cli,
-    confidences,
     flags,
     models,
     noise,
@@ -77,8 +78,8 @@ def run(
     """Measures, writes and shows each profile; returns the exit status."""
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     subject = models.prepare(args, lm, args.prompts) if args.calibrate else None
-    if subject is not None:
-        confidences.check_prompts(subject)
+    if subject is not None and len(subject.ids) < 2:
+        raise ValueError("one prompt fits and none is left to report: give --prompts 2")
     about = models.describe(args, lm) | {"drafter": args.drafter}
     out.common = about | records.provenance()
     if subject is not None:  # First, as it says what a drafter lacks.
@@ -107,7 +108,7 @@ def profile(
       step.
     """
     gamma, drafter = lm.gamma_max, protocols.complete(lm.drafter).for_schedule()
-    most, new = num_slots * (gamma + 1), (args.steps + 1) * (gamma + 1)
+    rows, new = range(1, num_slots * (gamma + 1) + 1), (args.steps + 1) * (gamma + 1)
     algo = algorithms.speculative(lm.target, drafter)
     params, size = (lm.params, lm.drafter_params), lm.target.config.vocab_size
     longest = max(args.contexts) + new  # Caches of one size share programs.
@@ -122,32 +123,31 @@ def profile(
     number, how = np.arange(num_slots), {"steps": args.steps, "num_columns": gamma + 1}
     window = functools.partial(works.repeat_forward, lm.target, lm.params, **how)
     on_copies = functools.partial(bench.on_copies, calls=args.steps)
-    for rows in range(1, most + 1):
+    for num_rows in rows:
         # As evenly over the slots as they go.
-        num_active = rows // num_slots + (number < rows % num_slots)
+        num_active = num_rows // num_slots + (number < num_rows % num_slots)
         live = jnp.asarray(num_active, jnp.int32)
         run = functools.partial(window, num_active=live)
-        cases[rows] = functools.partial(on_copies, run, state.cache)
+        cases[num_rows] = functools.partial(on_copies, run, state.cache)
     run = functools.partial(algo.run, params, max_rounds=args.steps)
     cases[_ROUND] = functools.partial(on_copies, run, state)
-    with terminal.counted("turns", total=args.repeats + 1) as advance:
-        timings = bench.run(cases, repeats=args.repeats, after_turn=advance)
-    spreads = [bench.spread(timings.seconds[rows]) for rows in range(1, most + 1)]
-    medians = [each.median for each in spreads]
-    step_s = never_falling(medians)
-    round_s = bench.spread(timings.seconds[_ROUND]).median
+    seconds = bench.run(cases, repeats=args.repeats).seconds
+    quantiles = np.quantile([seconds[n] for n in rows], (0.5, 0.1, 0.9), axis=1)
+    medians, p10, p90 = quantiles.tolist()
+    step_s = never_falling(medians).tolist()
+    round_s = statistics.median(seconds[_ROUND])
     return {
         "kind": profiles.KIND,
         "num_slots": num_slots,
         "context": context,
         "gamma": gamma,
-        "rows": list(range(1, most + 1)),
-        "step_s": step_s.tolist(),
+        "rows": list(rows),
+        "step_s": step_s,
         "median_s": medians,
-        "p10_s": [each.p10 for each in spreads],
-        "p90_s": [each.p90 for each in spreads],
+        "p10_s": p10,
+        "p90_s": p90,
         "round_s": round_s,
-        "draft_s": max(0.0, round_s - float(step_s[-1])),
+        "draft_s": max(0.0, round_s - step_s[-1]),
         "n": args.repeats,
         "steps": args.steps,
     }
@@ -161,6 +161,20 @@ def never_falling(seconds: Sequence[float]) -> np.ndarray:
     return optimize.isotonic_regression(seconds).x
 
 
+COLUMNS = {
+    "temperature": "g",
+    "draft": "d",
+    "of its confidence": ("temperatures", ".2f"),
+    "shift": ("shifts", ".2f"),
+    "ECE before": ("ece_before", ".3f"),
+    "by STS": ("ece_sts", ".3f"),
+    "ECE": ("ece", ".3f"),
+    "ROC-AUC before": ("roc_auc_before", ".3f"),
+    "ROC-AUC": ("roc_auc", ".3f"),
+}
+"""Of the table of calibrations, a line for each draft."""
+
+
 def calibrate(
     args: argparse.Namespace, subject: models.Subject, out: records.JsonLines, console
 ) -> None:
@@ -171,9 +185,15 @@ def calibrate(
         "drafter_sha256": models.drafter_sha256(subject.lm),
     }
     for temperature in args.calibrate:
-        row = confidences.fit(subject, temperature, seed=args.seed)
+        row = calibration.fit(subject, temperature, seed=args.seed)
         out.write(about | row)
-        tables.print_rows(confidences.by_draft(row), confidences.COLUMNS, console)
+        names = [column[0] for column in COLUMNS.values() if isinstance(column, tuple)]
+        lines = [
+            {"temperature": temperature, "draft": draft + 1}
+            | {name: row[name][draft] for name in names}
+            for draft in range(row["gamma"])
+        ]
+        tables.print_rows(lines, COLUMNS, console)
 
 
 def show(row: dict, console) -> None:

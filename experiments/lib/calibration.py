@@ -9,18 +9,21 @@ where it is, and so a bias.
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import optimize, stats
 
+from experiments.lib import models, profiles, runs
 from spec_jax.engine import protocols, round as round_lib, state as states
 from spec_jax.gamma import confidence
+from spec_jax.rules import sampling
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rounds:
+class Rounds(NamedTuple):
     """Confidences of rounds that verified all drafts, with how many were kept."""
 
     logits: np.ndarray  # [n, W] float32, see `confidence.logits_of`
@@ -71,8 +74,7 @@ BINS = 20
 """Bins of equal width over chances, for errors of calibration."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scaling:
+class Scaling(NamedTuple):
     """Maps confidences to chances: `sigmoid(logit / temperature + shift)`."""
 
     temperatures: np.ndarray  # [W] float32, above 0
@@ -109,8 +111,6 @@ def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
 
 def _platt(logits: np.ndarray, is_kept: np.ndarray) -> tuple[float, float]:
     """Fits temperature and shift of one draft to the rounds that reached it."""
-    from scipy import optimize  # Few scripts that import this module need it.
-
     num_kept, count = int(is_kept.sum()), len(logits)
     if not count:
         return 1.0, 0.0
@@ -150,7 +150,7 @@ def fit_sts(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
         before = products[best]
         found.append(by_nearness[best])
     unshifted = unscaled(logits.shape[1])
-    return dataclasses.replace(unshifted, temperatures=np.array(found, np.float32))
+    return unshifted._replace(temperatures=np.array(found, np.float32))
 
 
 def reliability(
@@ -178,8 +178,6 @@ def roc_auc(scores: np.ndarray, is_kept: np.ndarray) -> float | None:
 
     None where all are kept, or none.
     """
-    from scipy import stats  # As above.
-
     kept, lost = scores[is_kept], scores[~is_kept]
     if not (kept.size and lost.size):
         return None
@@ -216,3 +214,48 @@ def report(rounds: Rounds, scaling: Scaling) -> dict[str, Any]:
         "bin_chance": mean.tolist(),
         "bin_kept": share.tolist(),
     }
+
+
+def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, Any]:
+    """Returns the row of a temperature of the target's draws.
+
+    Half of the prompts fit; the errors and rankings are of the other half. `ece_sts` is
+    the error that the paper's sequential temperature scaling leaves, to compare with.
+
+    Raises:
+      ValueError: a drafter without confidences, or texts too short for a whole round.
+    """
+    drafter = protocols.complete(subject.lm.drafter).for_schedule()
+    lm, draws = dataclasses.replace(subject.lm, drafter=drafter), None
+    if temperature:
+        draws = sampling.make_settings(temperature=temperature, seed=seed)
+    settings = dataclasses.replace(subject.settings, sampling=draws)
+    scheduler = runs.make_scheduler(lm, settings)
+    recorded = []
+    for prompt in subject.ids:
+        state = scheduler.begin(runs.make_request(lm, settings, prompt))
+        rounds = record_rounds(
+            scheduler.speculator, state, max_rounds=settings.gen_tokens
+        )
+        recorded.append(rounds)
+    row = {"kind": profiles.CALIBRATION, "temperature": temperature}
+    return row | {"gamma": lm.gamma_max} | judge(recorded)
+
+
+def judge(recorded: Sequence[Rounds]) -> dict[str, Any]:
+    """Returns the numbers of a row, of the rounds of each prompt: of two, the first is
+    fitted, and the second reported."""
+    fitted, reported = (
+        Rounds(*map(np.concatenate, zip(*recorded[half::2], strict=True)))
+        for half in range(2)
+    )
+    found = fit_platt(*fitted)
+    none = unscaled(fitted.logits.shape[1])
+    before = report(reported, none)
+    row = {name: values.tolist() for name, values in found._asdict().items()}
+    row |= {"fitted_rounds": len(fitted.logits), "rounds": len(reported.logits)}
+    row |= {f"{name}_before": values for name, values in before.items()}
+    of_paper = fit_sts(*fitted)
+    row["temperatures_sts"] = of_paper.temperatures.tolist()
+    row["ece_sts"] = report(reported, of_paper)["ece"]
+    return row | report(reported, found)

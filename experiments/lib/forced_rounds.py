@@ -230,7 +230,7 @@ def times(timings: bench.Timings, rate: Rate, per_round: float) -> dict[str, Any
         "round_ms": [1e3 * s * per_round for s in seconds],
         "speedup": bench.ratios(plain_s, seconds),
     }.items():
-        made |= bench.quartile_fields(name, values)
+        made |= bench.spread_fields(name, values, ("q1", "q3"))
     return made
 
 

@@ -6,6 +6,14 @@ each token; `compare` says where two records part, and by how much. Kernels that
 operations show what leaves them: there the operation that is named is the last one of
 its kernel. Distances are in units in the last place (ULPs): how many numbers of the
 dtype lie between two values.
+
+Two paths are superseded designs, windows without the row contract, which nothing else
+runs: XLA compiles a product for its height, and takes another path for one row than for
+five.
+
+    flash           the library's products, and one softmax over all positions, as a
+                    batched prefill has it
+    library-rows    the library's products, and the attention of rows
 """
 
 import collections
@@ -19,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from experiments.lib import superseded
 from spec_jax import compilation, testing
-from spec_jax.model import decoder, params as params_lib, row_model
+from spec_jax.model import decoder, params as params_lib, rotary, row_model, sequence
+from spec_jax.ops import paged_attention, rms_norm, rope, swiglu, weights
 from spec_jax.paging import allocator, cache
 
 
@@ -29,7 +37,9 @@ DECODE, ROWS = "decode", "paged-decode"
 """Autoregressive decoding of the window, one active row at a time, which is the oracle;
 and what the engine runs, the window's rows in one slab."""
 
-PATHS = (DECODE, ROWS, *superseded.NAMES)
+FLASH, _ = SUPERSEDED = ("flash", "library-rows")
+
+PATHS = (DECODE, ROWS, *SUPERSEDED)
 """Ways to run a window by name."""
 
 
@@ -54,7 +64,7 @@ class Path:
     def weights(self, params: params_lib.Params) -> params_lib.Params:
         """Returns the weights as the path reads them, in the dtype of its model."""
         params = params_lib.cast(params, self.model.config.dtype)
-        if self.name in superseded.NAMES:
+        if self.name in SUPERSEDED:
             return params
         return params_lib.prepare(params, self.model.impl)
 
@@ -170,11 +180,8 @@ def _call(
         return flat.reshape(value.shape)
 
     kv = allocator.reserve(kv, slot, start + R)
-    if path.name in superseded.NAMES:
-        rows = {"tokens": tokens, "start": start, "observe": see}
-        kv, logits = superseded.forward(
-            path.name, params, path.model.config, kv, **rows
-        )
+    if path.name in SUPERSEDED:
+        kv, logits = _run_superseded(path, params, kv, tokens, start, see)
     else:
         height = path.model.slab
         rows = decoder.Rows(
@@ -187,6 +194,70 @@ def _call(
         kv, outputs = path.model.forward_rows(params, rows, kv, observe=hook)
         logits = outputs.logits
     return allocator.extend(kv, slot, start + R), logits, values
+
+
+def _run_superseded(path, params, kv, tokens, start, observe):
+    """Runs rows by the library, writes their K/V, and shows what rows show."""
+    config = path.model.config
+    norm = functools.partial(rms_norm.rms_norm, eps=config.rms_norm_eps)
+    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+    (R,) = tokens.shape
+    positions = start + jnp.arange(R, dtype=jnp.int32)
+    where = {
+        "slots": jnp.full((R,), row_model.SLOT, jnp.int32),
+        "positions": positions,
+        "num_active": jnp.int32(R),
+    }
+    frequencies, scale = rotary.rope_table(config)
+    angles = rope.angles(
+        positions, jnp.asarray(frequencies), scale=scale, dtype=params.embed.dtype
+    )
+    x = observe(None, "embed", weights.take_rows(params.embed, tokens))
+    for number, layer in enumerate(params.layers):
+        see = functools.partial(observe, number)
+        heads = sequence.matmul(norm(x, layer.input_norm), layer.qkv)
+        heads = jnp.split(heads.reshape(R, N + 2 * K, H), (N, N + K), axis=1)
+        q, k, v = (see(n, part) for n, part in zip("qkv", heads, strict=True))
+        q = rope.rotate(norm(q, layer.q_norm), *angles)
+        k = see("k_cache", rope.rotate(norm(k, layer.k_norm), *angles))
+        kv = cache.write(kv, number, k=k, v=see("v_cache", v), **where)
+        if path.name == FLASH:
+            attended = _attend_at_once(q, kv, number, positions)
+        else:
+            attended = paged_attention.paged_attention(
+                *(q, kv.k[number], kv.v[number]),
+                page_table=kv.page_table,
+                scale=H**-0.5,
+                **where,
+            )
+        attended = see("attention", attended.reshape(R, -1))
+        x += sequence.matmul(attended, layer.attention_out)
+        x = see("attention_residual", x)
+        gates = sequence.matmul(norm(x, layer.mlp_norm), layer.gate_up)
+        hidden = see("swiglu", swiglu.swiglu(gates))
+        x = see("mlp_residual", x + sequence.matmul(hidden, layer.down))
+    logits = sequence.weight_product(norm(x, params.final_norm), params.head)
+    return kv, observe(None, "logits", logits)
+
+
+def _attend_at_once(q, kv, number, positions):
+    """Returns one softmax over the whole capacity, as prefill takes over its bucket.
+
+    Scores and softmax are float32; probabilities are cast before the second product.
+    """
+    (R, N, H), T = q.shape, kv.slot_capacity
+    # Bytes of positions that nobody wrote may be NaN, and 0 * NaN is NaN.
+    is_written = (jnp.arange(T) <= positions[-1])[:, None, None]
+    keys, values = (
+        jnp.where(is_written, pool, 0)
+        for pool in cache.gather(kv, number, row_model.SLOT, T)
+    )
+    K = keys.shape[1]
+    scores = sequence.einsum("rkgh,tkh->kgrt", q.reshape(R, K, N // K, H), keys)
+    visible = jnp.arange(T)[None, :] <= positions[:, None]
+    scores = jnp.where(jnp.broadcast_to(visible, scores.shape), scores, -jnp.inf)
+    probs = jax.nn.softmax(scores * H**-0.5, axis=-1).astype(values.dtype)
+    return jnp.einsum("kgrt,tkh->rkgh", probs, values).reshape(R, N, H)
 
 
 def _count(one: np.ndarray, other: np.ndarray) -> int:

@@ -6,6 +6,7 @@ depends on lengths, not on what the cache holds. Calls and contexts are as in `w
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -194,6 +195,6 @@ def bandwidth(
     return {
         "kind": "summary",
         "step_bytes": num_bytes,
-        "read_gb_s": num_bytes / bench.spread(read_s).median / 1e9,
-        "bandwidth_share": bench.spread(bench.ratios(read_s, seconds[PLAIN])).median,
+        "read_gb_s": num_bytes / statistics.median(read_s) / 1e9,
+        "bandwidth_share": statistics.median(bench.ratios(read_s, seconds[PLAIN])),
     }

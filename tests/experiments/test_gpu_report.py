@@ -11,7 +11,7 @@ from script_runs import rows_of
 from slow_cases import slow
 
 from experiments import exactness, gpu_report
-from experiments.lib import gpu_calls, processes, subjects, suite_plan
+from experiments.lib import processes, subjects, suite_plan
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def test_every_call_can_be_parsed(tmp_path, monkeypatch):
     """Fails if a script loses a flag, or two calls write to one file."""
     monkeypatch.chdir(tmp_path)
     for impl, rehearse in itertools.product(("triton", "xla"), (False, True)):
-        calls = gpu_calls.all_calls(impl=impl, rehearse=rehearse)
+        calls = gpu_report.all_calls(impl=impl, rehearse=rehearse)
         for each in calls:
             module, arguments, _ = each.request(tmp_path, device="gpu")
             assert not any("{" in word for word in arguments), arguments
             importlib.import_module(module).parse_args(arguments)
         for names in ([each.name for each in calls], [each.file for each in calls]):
             assert len(set(names)) == len(names)
-        assert {each.section for each in calls} == set(gpu_calls.SECTIONS)
+        assert all(f"    ({each.section}) " in gpu_report.__doc__ for each in calls)
     words = [" ".join(each.arguments) for each in calls]
     for head in subjects.HEADS:
         assert any(f"--head {head} --steps" in each for each in words), head
@@ -50,7 +50,7 @@ def test_every_call_can_be_parsed(tmp_path, monkeypatch):
 def test_exactness_can_be_planned_on_a_gpu(monkeypatch):
     """Fails if its cells are more than its prompts, or than the kernels, can do."""
     monkeypatch.setattr(suite_plan.dispatch, "backend", lambda: "gpu")
-    calls = gpu_calls.all_calls(impl="triton")
+    calls = gpu_report.all_calls(impl="triton")
     drafters = set()
     for found in (each for each in calls if each.script == "exactness"):
         planned = suite_plan.from_flags(exactness.parse_args(found.arguments))
@@ -86,8 +86,8 @@ def dry_run(tmp_path, *arguments: str) -> list[dict]:
 @pytest.mark.parametrize(
     ("only", "programs"),
     [
-        ("^steps 0.6b$", {"target: plain steps", "target: windows"}),
-        slow("^eagle3 tree of 32", {"target: plain steps", "draft: proposals",
+        ("^c steps 0.6b$", {"target: plain steps", "target: windows"}),
+        slow("^h eagle3 tree of 32", {"target: plain steps", "draft: proposals",
                      "forced: plain", "forced: rounds"}),
     ],
 )  # fmt: skip
@@ -110,7 +110,7 @@ def test_a_rehearsal(tmp_path, no_gpu, monkeypatch):
     them is another program."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)  # That of the tests.
     out = str(tmp_path)
-    only = ("--only", "^(steps 0.6b$|eagle3$)", "--budget", "36000")
+    only = ("--only", " (steps 0.6b|eagle3)$", "--budget", "36000")
     arguments = ["--rehearse", "--impl", "xla", "--out", out, *only]
     assert gpu_report.main(arguments) == gpu_report.DONE
     rows = rows_of(tmp_path / "h-eagle3.jsonl", "rounds")

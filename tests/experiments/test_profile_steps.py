@@ -12,7 +12,7 @@ from script_runs import (
 )
 
 from experiments import profile_steps, spec_round
-from experiments.lib import calibration, confidences, profiles, works
+from experiments.lib import calibration, profiles, works
 
 
 GAMMA = ("--gamma", "2")
@@ -179,8 +179,8 @@ def test_calibration_is_judged_by_what_it_was_not_fitted_to(rng):
         )
         for count in (90, 80)
     )
-    row = confidences.judge([one, other])
-    found = calibration.fit_platt(*vars(one).values())
+    row = calibration.judge([one, other])
+    found = calibration.fit_platt(*one)
     assert row["temperatures"] == found.temperatures.tolist()
     assert row["ece"] == calibration.report(other, found)["ece"]
     assert row["ece"] != calibration.report(one, found)["ece"]
