@@ -169,10 +169,10 @@ def measure_steps(
     args: argparse.Namespace, lm: loading.LanguageModel
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows of steps, our time and llama.cpp's in turns; and what its build says."""
-    sizes = {"contexts": (CONTEXT,), "page_size": args.page_size, "steps": 20}
-    plan = steps.Plan(**sizes, rows=ROWS, prefills=PREFILLS)
     alone = dataclasses.replace(lm, drafter=None)
-    costs = {cost.name: cost for cost in steps.all_costs(alone, plan)[0]}
+    how = {"contexts": (CONTEXT,), "rows": ROWS, "prefills": PREFILLS, "steps": 20}
+    (group,) = steps.all_costs(alone, **how, page_size=args.page_size)
+    costs = {cost.name: cost for cost in group}
     turns, described = [], {}
 
     def of_theirs() -> float:

@@ -141,30 +141,18 @@ def run(
     if args.head:  # It says itself how many tokens it drafts.
         args.gamma = lm.gamma_max
         args.gammas = (args.gamma,)
-    plan = steps.Plan(
-        contexts=args.contexts,
-        page_size=args.page_size,
-        steps=args.steps,
-        rows=args.rows or (() if args.head else None),
-        prefills=args.prefill,
-        sampling=flags.sampling_settings(args),
-        as_shapes=args.dry_run,
-        gammas=() if args.head else None,  # Rounds of a head are forced.
-    )
     # What cannot be run is found before anything has been.
-    groups = [] if args.no_steps else steps.all_costs(lm, plan)
-    out.common = describe(args, lm)
+    groups = [] if args.no_steps else costs_of(args, lm)
+    out.common = {
+        **models_lib.describe(args, lm),
+        **subjects.names(args),
+        "gamma_max": None if lm.drafter is None else args.gamma,
+        "steps_per_call": args.steps,
+        **records.provenance(),
+    }
     shown = tables.Report(out, console, COLUMNS)
     if args.dry_run:
-        works = [cost.work for group in groups for cost in group if cost.work]
-        if args.forced:
-            runs = forced_runs(args, lm)
-            works += [w for gamma in args.gammas for w in runs.programs(gamma)]
-        compiles = args.device == "cpu" or jax.default_backend() == "gpu"
-        for name, work in {work.program: work for work in works}.items():
-            about = {"kind": "compile", "program": name}
-            lower = functools.partial(programs.lower, work.trace, compiles=compiles)
-            shown.add(name, lambda of=lower, a=about: [a | of()])
+        compile_all(args, lm, groups, shown)
         return FAILED if shown.failed else MEASURED
     for group in groups:
         # Flags that do not fit the kernels are found when they are traced.
@@ -182,6 +170,41 @@ def run(
         )
         shown.add(f"gamma {gamma}", measure)
     return FAILED if shown.failed else MEASURED
+
+
+def costs_of(
+    args: argparse.Namespace, lm: loading.LanguageModel
+) -> list[list[steps.Cost]]:
+    """Returns the costs of steps, in groups that are measured in turns."""
+    return steps.all_costs(
+        lm,
+        contexts=args.contexts,
+        page_size=args.page_size,
+        steps=args.steps,
+        rows=args.rows or (() if args.head else None),
+        prefills=args.prefill,
+        gammas=() if args.head else None,  # Rounds of a head are forced.
+        sampling=flags.sampling_settings(args),
+        as_shapes=args.dry_run,
+    )
+
+
+def compile_all(
+    args: argparse.Namespace,
+    lm: loading.LanguageModel,
+    groups: Sequence[Sequence[steps.Cost]],
+    shown: tables.Report,
+) -> None:
+    """Traces and lowers every program once, and compiles it where that can be."""
+    works = [cost.work for group in groups for cost in group if cost.work]
+    if args.forced:
+        runs = forced_runs(args, lm)
+        works += [w for gamma in args.gammas for w in runs.programs(gamma)]
+    compiles = args.device == "cpu" or jax.default_backend() == "gpu"
+    for name, work in {work.program: work for work in works}.items():
+        about = {"kind": "compile", "program": name}
+        lower = functools.partial(programs.lower, work.trace, compiles=compiles)
+        shown.add(name, lambda of=lower, a=about: [a | of()])
 
 
 def measure_steps(
@@ -210,17 +233,6 @@ def forced_runs(
     return forced_rounds.make_runs(
         lm, start=args.contexts[0], as_shapes=args.dry_run, **sizes
     )
-
-
-def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, Any]:
-    """Says what is measured and where, for every row."""
-    return {
-        **models_lib.describe(args, lm),
-        **subjects.names(args),
-        "gamma_max": None if lm.drafter is None else args.gamma,
-        "steps_per_call": args.steps,
-        **records.provenance(),
-    }
 
 
 COLUMNS = {

@@ -44,19 +44,15 @@ def rate(text: str) -> Rate:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """What the runs share.
+    """Generations of one text.
 
     Attributes:
       start, limit: lengths before and after a generation.
-      tokens: a random text `[max_len]`, of which `start` tokens count.
-      caches: of the target, and the draft's memory, of which runs take copies.
     """
 
-    lm: loading.LanguageModel
+    stage: works.Stage
     start: int
     limit: int
-    tokens: jax.Array
-    caches: tuple[Any, Any]
 
     @property
     def num_new(self) -> int:
@@ -65,9 +61,8 @@ class Runs:
 
     def plain(self) -> works.Work:
         """Decodes the text; its time is a token's."""
-        how = {"steps": self.num_new, "cache": self.caches[0]}
-        text = (self.tokens, self.start)
-        return works.plain_steps(self.lm, *text, **how, program="forced: plain")
+        how = {"steps": self.num_new, "program": "forced: plain"}
+        return self.stage.plain_steps(self.start, **how)
 
     def rounds(self, trace: Any, kept: Any, gamma: int) -> works.Work:
         """Generates the text `trace` by rounds that keep `kept`, see `ForcedParams`."""
@@ -77,17 +72,17 @@ class Runs:
             text, right = jnp.asarray(trace)[None], jnp.asarray(kept)[None]
             return forced_drafter.ForcedMemory(inner=inner, trace=text, kept=right)
 
-        size = self.lm.target.config.vocab_size
-        drafter = forced_drafter.ForcedDrafter(inner=self.lm.drafter, vocab_size=size)
-        lm = dataclasses.replace(self.lm, drafter=drafter)
-        how = {"limit": self.limit, "max_rounds": self.limit, "caches": self.caches}
+        lm = self.stage.lm
+        size = lm.target.config.vocab_size
+        drafter = forced_drafter.ForcedDrafter(inner=lm.drafter, vocab_size=size)
+        how = {"limit": self.limit, "max_rounds": self.limit, "drafter": drafter}
         how |= {"memory_at": memory_at, "program": "forced: rounds"}
-        return works.rounds(lm, self.tokens, self.start, gamma, **how)
+        return self.stage.rounds(self.start, gamma, **how)
 
     def programs(self, gamma: int) -> list[works.Work]:
         """Returns what `measure` calls, to be traced and not run."""
-        trace = np.zeros(self.tokens.shape, np.int32)
-        kept = np.zeros((trace.size + self.lm.gamma_max,), np.int32)
+        trace = np.zeros(self.stage.text.shape, np.int32)
+        kept = np.zeros((trace.size + self.stage.lm.gamma_max,), np.int32)
         return [self.plain(), self.rounds(trace, kept, gamma)]
 
     def written(self, kv: paged.PagedKV) -> list[tuple[jax.Array, jax.Array]]:
@@ -115,10 +110,9 @@ def make_runs(
 ) -> Runs:
     """Makes caches for generations after `start` tokens of noise, or their shapes."""
     limit = start + generated
-    capacity = works.capacity_for(lm.target, limit + lm.gamma_max + 1, page_size)
-    sizes = {"capacity": capacity, "page_size": page_size}
-    caches = works.caches_of(lm, **sizes, as_shapes=as_shapes)
-    return Runs(lm, start, limit, works.text_of(lm.target, capacity), caches)
+    positions = limit + lm.gamma_max + 1
+    stage = works.make_stage(lm, positions, page_size, as_shapes=as_shapes)
+    return Runs(stage, start, limit)
 
 
 def measure(
@@ -143,7 +137,7 @@ def measure(
         raise RuntimeError("two plain runs of one text differ")
     expected = runs.written(first.cache)
     del first, again  # And their caches.
-    drafter = runs.lm.drafter
+    drafter = runs.stage.lm.drafter
     depth = drafter.depth_max if protocols.is_tree(drafter) else gamma
     done: dict[Rate, list[dict[str, Any]]] = {rate: [] for rate in rates}
 

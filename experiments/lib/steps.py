@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from experiments.lib import bench, noise, subjects, works
@@ -45,46 +44,42 @@ def _of(work: works.Work, name: str, context: int, **about: Any) -> Cost:
     return Cost(name=name, case=work.thunk, work=work, context=context, **about)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is measured of a target and its draft."""
-
-    # Of a plain step; everything else is measured at the first of them
-    contexts: Sequence[int]
-    page_size: int
-    steps: int  # of one timed call
-    # Active rows at the first context; the most of them at all others too. None: up to
-    # the drafter's longest window, at the first context only.
-    rows: Sequence[int] | None = None
-    prefills: Sequence[int] = ()  # prompt lengths to be prefilled
-    # Of plain steps and rounds; None is greedy
-    sampling: sampling_lib.SamplingSettings | None = None
-    as_shapes: bool = False  # caches are shapes, to be traced and not run
-    gammas: Sequence[int] | None = None  # of rounds; None: from 1 to the drafter's most
-
-
-def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
+def all_costs(
+    lm: loading.LanguageModel,
+    *,
+    contexts: Sequence[int],
+    page_size: int,
+    steps: int,
+    rows: Sequence[int] | None = None,
+    prefills: Sequence[int] = (),
+    gammas: Sequence[int] | None = None,
+    sampling: sampling_lib.SamplingSettings | None = None,
+    as_shapes: bool = False,
+) -> list[list[Cost]]:
     """Returns all costs, in groups measured in turns; `PLAIN` is in each group.
 
     Those that need a drafter are left out if there is none.
+
+    Args:
+      contexts: of a plain step; everything else is measured at the first of them.
+      steps: of one timed call.
+      rows: active ones at the first context; the most of them at all others too. None:
+        up to the drafter's longest window, at the first context only.
+      prefills: lengths of prompts.
+      gammas: of rounds; None: from 1 to the drafter's most.
+      sampling: of plain steps and rounds; None is greedy.
+      as_shapes: to be traced, and not run.
 
     Raises:
       ValueError: contexts beyond the model's positions.
     """
     gamma_max = 0 if lm.drafter is None else lm.gamma_max
     # As far as `steps` rounds can lead, and a window more.
-    rows_ahead = (plan.steps + 1) * (gamma_max + 1)
-    longest = max((*plan.contexts, *plan.prefills))
-    sizes = {
-        "capacity": works.capacity_for(lm.target, longest + rows_ahead, plan.page_size),
-        "page_size": plan.page_size,
-    }
-    caches = works.caches_of(lm, **sizes, as_shapes=plan.as_shapes)
-    text, first = works.text_of(lm.target, sizes["capacity"]), plan.contexts[0]
-    rows = plan.rows
+    positions = max((*contexts, *prefills)) + (steps + 1) * (gamma_max + 1)
+    stage = works.make_stage(lm, positions, page_size, as_shapes=as_shapes)
+    first, most = contexts[0], max(rows or (), default=0)
     if rows is None:
         rows = range(1, gamma_max + 2) if gamma_max else ()
-    how = {"steps": plan.steps, "cache": caches[0]}
 
     def cost(work: works.Work, name: str, context: int, **about: Any) -> Cost:
         name += f" at {context}" * (context != first)
@@ -92,32 +87,37 @@ def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
         return _of(work, name, context, **about)
 
     def plain(context: int) -> Cost:
-        work = works.plain_steps(lm, text, context, **how, settings=plan.sampling)
+        work = stage.plain_steps(context, steps=steps, settings=sampling)
         return cost(work, PLAIN, context)
 
     def window(n: int, context: int) -> Cost:
-        work = works.windows(lm, context, num_active=n, **how)
+        work = stage.windows(context, steps=steps, num_active=n)
         ratio_to = ONE_ROW if 1 in rows and context == first else PLAIN
         name = ONE_ROW if n == 1 else f"{n} active rows"
         return cost(work, name, context, ratio_to=ratio_to, num_active=n)
 
     group = [plain(first), *(window(n, first) for n in rows)]
-    if lm.drafter is not None:
-        group += _drafter_costs(lm, text, caches, plan)
-    if not plan.as_shapes:
-        group += _others(lm, plan, sizes)
+    if gamma_max:
+        chosen = range(1, gamma_max + 1) if gammas is None else gammas
+        group += _drafter_costs(stage, first, steps, chosen, sampling)
+    if not as_shapes:
+        group += _others(lm, prefills, positions, page_size)
     others = [
-        [plain(first), plain(c), *([window(max(plan.rows), c)] if plan.rows else [])]
-        for c in plan.contexts[1:]
+        [plain(first), plain(context), *([window(most, context)] if most else [])]
+        for context in contexts[1:]
     ]
     return [group, *others]
 
 
-def _others(lm: loading.LanguageModel, plan: Plan, sizes: dict) -> Iterator[Cost]:
+def _others(
+    lm: loading.LanguageModel, prefills: Sequence[int], positions: int, page_size: int
+) -> Iterator[Cost]:
     """Yields prefills, by whatever prefill the model has, and a plain read."""
-    for count in plan.prefills:
+    for count in prefills:
         prompt = noise.tokens(count, lm.target.config.vocab_size).tolist()
         prefill = lambda kv, p=prompt: lm.target.prefill(lm.params, kv, p)[0]
+        capacity = works.capacity_for(lm.target, positions, page_size)
+        sizes = {"capacity": capacity, "page_size": page_size}
         new_cache = functools.partial(lm.target.new_cache, **sizes)
         case = functools.partial(bench.stopwatch, prefill, new_cache)
         yield Cost(name=f"prefill of {count}", case=case, context=count)
@@ -127,19 +127,17 @@ def _others(lm: loading.LanguageModel, plan: Plan, sizes: dict) -> Iterator[Cost
 
 
 def _drafter_costs(
-    lm: loading.LanguageModel, text: jax.Array, caches: Any, plan: Plan
+    stage: works.Stage, context: int, steps: int, gammas: Sequence[int], settings: Any
 ) -> Iterator[Cost]:
     """Yields a draft step, and rounds of each gamma."""
-    context, steps, most = plan.contexts[0], plan.steps, lm.gamma_max
-    work = works.proposals(lm, text, context, steps=steps, memory=caches[1])
-    num_bytes = _pass_bytes(lm, context) // most
-    about = {"num_active": 1, "num_bytes": num_bytes, "drafts": most}
-    yield _of(work, "draft step", context, **about)
-    for gamma in range(1, most + 1) if plan.gammas is None else plan.gammas:
+    drafts = stage.lm.gamma_max
+    about = {"num_active": 1, "drafts": drafts}
+    about["num_bytes"] = _pass_bytes(stage.lm, context) // drafts
+    yield _of(stage.proposals(context, steps=steps), "draft step", context, **about)
+    for gamma in gammas:
         # Far enough that no round is cut short.
-        limit = context + steps * (gamma + 1)
-        how = {"caches": caches, "max_rounds": steps, "settings": plan.sampling}
-        work = works.rounds(lm, text, context, gamma, limit=limit, **how)
+        sizes = {"limit": context + steps * (gamma + 1), "max_rounds": steps}
+        work = stage.rounds(context, gamma, **sizes, settings=settings)
         yield _of(work, f"round, gamma {gamma}", context, gamma=gamma)
 
 

@@ -28,7 +28,7 @@ from spec_jax.model import row_model
 from spec_jax.paging import index
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Work:
     """A compiled call that can be run, and traced without running."""
 
@@ -73,120 +73,126 @@ def capacity_for(model: row_model.RowModel, needed: int, page_size: int) -> int:
     return capacity
 
 
-def text_of(model: row_model.RowModel, capacity: int) -> jax.Array:
-    """Returns a random text that fills a cache of `capacity` positions."""
-    return noise.tokens(capacity + 1, model.config.vocab_size, seed=3)
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What works are of: models, a random text `[max_len]` that fills the caches, and
+    caches full of noise, or their shapes."""
 
+    lm: loading.LanguageModel
+    text: jax.Array
+    cache: Any  # the target's
+    memory: Any  # the drafter's; None: there is no drafter
 
-def caches_of(
-    lm: loading.LanguageModel, *, capacity: int, page_size: int, as_shapes: bool
-) -> tuple[Any, Any]:
-    """Returns the target's cache and the drafter's memory, full of noise, or shapes;
-    None where there is no drafter."""
-    make = jax.eval_shape if as_shapes else lambda call: call()
-    sizes = {"capacity": capacity, "page_size": page_size}
-    cache = make(functools.partial(noise.noisy_cache, lm.target, **sizes))
-    if lm.drafter is None:
-        return cache, None
-    return cache, make(functools.partial(noise.noisy_memory, lm.drafter, **sizes))
+    def plain_steps(
+        self,
+        context: int,
+        *,
+        steps: int,
+        settings: Any = None,
+        program: str = "target: plain steps",
+    ) -> Work:
+        """Decodes `steps` tokens after the first `context` of the text."""
 
+        def prepare(kv):
+            return baseline.init_state(
+                jnp.copy(self.text),
+                length=jnp.int32(context),
+                limit=jnp.int32(context + steps),
+                cache=noise.at_length(kv, context - 1),
+                stop_ids=no_stop(),
+                sampling=settings,
+            )
 
-def plain_steps(
-    lm, tokens, context, *, steps, cache, settings=None, program="target: plain steps"
-) -> Work:
-    """Decodes `steps` tokens after the first `context` of a text `[max_len]`."""
+        models, most = (self.lm.target, self.lm.params), jnp.int32(steps)
+        call = functools.partial(baseline.generate, *models, max_steps=most)
+        return Work(program, call, prepare, self.cache, steps)
 
-    def prepare(kv):
-        return baseline.init_state(
-            jnp.copy(tokens),
-            length=jnp.int32(context),
-            limit=jnp.int32(context + steps),
-            cache=noise.at_length(kv, context - 1),
-            stop_ids=no_stop(),
-            sampling=settings,
+    def windows(self, context: int, *, steps: int, num_active: int) -> Work:
+        """Verifies the same window `steps` times, as `repeat_forward`."""
+        how = {"num_active": jnp.int32(num_active), "steps": steps}
+        models = (self.lm.target, self.lm.params)
+        call = functools.partial(repeat_forward, *models, **how)
+        prepare = lambda kv: noise.at_length(kv, context - 1)
+        return Work("target: windows", call, prepare, self.cache, steps)
+
+    def proposals(self, context: int, *, steps: int) -> Work:
+        """Proposes `gamma_max` drafts as rounds ask for them, each time a token
+        further."""
+        lm, taps = self.lm, protocols.taps_of(self.lm.drafter)
+        shape = self.text.shape[0] - 1, len(taps), lm.target.config.hidden_size
+        call = functools.partial(
+            propose_along,
+            each.lift(lm.drafter, 1),
+            lm.drafter_params,
+            tokens=self.text[None],
+            features=jnp.ones(shape, lm.target.config.dtype) if taps else None,
+            start=jnp.int32(context),
+            gamma=jnp.int32(lm.gamma_max),
+            steps=jnp.int32(steps),
         )
+        prepare = lambda memory: noise.memory_at(memory, context)
+        calls = steps * lm.gamma_max
+        return Work("draft: proposals", call, prepare, self.memory, calls)
 
-    models, most = (lm.target, lm.params), jnp.int32(steps)
-    call = functools.partial(baseline.generate, *models, max_steps=most)
-    return Work(program=program, call=call, prepare=prepare, caches=cache, calls=steps)
+    def rounds(
+        self,
+        context: int,
+        gamma: int,
+        *,
+        limit: int,
+        max_rounds: int,
+        settings: Any = None,
+        drafter: protocols.Drafter | None = None,
+        memory_at: Callable[[Any, int], Any] = noise.memory_at,
+        program: str = "rounds",
+    ) -> Work:
+        """Runs whole rounds of `gamma` drafts: draft, verify, commit, truncate.
+
+        Args:
+          limit: rounds follow the first `context` tokens, up to so many tokens or
+            `max_rounds`.
+          drafter: in the place of the model's, whose parameters it has.
+          memory_at: its memory as a round finds it after so many tokens.
+        """
+        lm, drafter = self.lm, drafter or self.lm.drafter
+
+        def prepare(caches) -> states.State:
+            kv, memory = caches
+            slots = one_slot(
+                self.text,
+                length=jnp.int32(context),
+                limit=jnp.int32(limit),
+                gamma=jnp.int32(gamma),
+                gamma_max=lm.gamma_max,
+                depth_max=protocols.depth_max(drafter),
+                sampling=settings,
+            )
+            kv, memory = noise.at_length(kv, context - 1), memory_at(memory, context)
+            return states.State(slots=slots, cache=kv, memory=memory)
+
+        algo, most = algorithms.speculative(lm.target, drafter), jnp.int32(max_rounds)
+        speculator = algo.speculator((lm.params, lm.drafter_params), 1)
+        call = functools.partial(round_lib.generate, speculator, max_rounds=most)
+        return Work(program, call, prepare, (self.cache, self.memory), max_rounds)
 
 
-def rounds(
+def make_stage(
     lm: loading.LanguageModel,
-    tokens: jax.Array,
-    context: int,
-    gamma: int,
+    positions: int,
+    page_size: int,
     *,
-    limit: int,
-    caches: Any,
-    max_rounds: int,
-    settings: Any = None,
-    memory_at: Callable[[Any, int], Any] = noise.memory_at,
-    program: str = "rounds",
-) -> Work:
-    """Runs whole rounds of `gamma` drafts: draft, verify, commit, truncate.
-
-    Args:
-      tokens: a text `[max_len]`; rounds follow its first `context` tokens, up to
-        `limit` tokens or `max_rounds`.
-      caches: of the target, and the drafter's memory.
-      memory_at: the memory as a round finds it after so many tokens.
-    """
-
-    def prepare(caches) -> states.State:
-        kv, memory = caches
-        slots = one_slot(
-            tokens,
-            length=jnp.int32(context),
-            limit=jnp.int32(limit),
-            gamma=jnp.int32(gamma),
-            gamma_max=lm.gamma_max,
-            depth_max=protocols.depth_max(lm.drafter),
-            sampling=settings,
-        )
-        kv = noise.at_length(kv, context - 1)
-        return states.State(slots=slots, cache=kv, memory=memory_at(memory, context))
-
-    algo, most = algorithms.speculative(lm.target, lm.drafter), jnp.int32(max_rounds)
-    speculator = algo.speculator((lm.params, lm.drafter_params), 1)
-    call = functools.partial(round_lib.generate, speculator, max_rounds=most)
-    how = {"call": call, "prepare": prepare, "caches": caches, "calls": max_rounds}
-    return Work(program=program, **how)
-
-
-def proposals(lm, tokens, context, *, steps, memory) -> Work:
-    """Proposes `gamma_max` drafts as rounds ask for them, each time a token further."""
-    config, num_taps = lm.target.config, len(protocols.taps_of(lm.drafter))
-    shape = tokens.shape[0] - 1, num_taps, config.hidden_size
-    call = functools.partial(
-        propose_along,
-        each.lift(lm.drafter, 1),
-        lm.drafter_params,
-        tokens=tokens[None],
-        features=jnp.ones(shape, config.dtype) if num_taps else None,
-        start=jnp.int32(context),
-        gamma=jnp.int32(lm.gamma_max),
-        steps=jnp.int32(steps),
-    )
-    return Work(
-        program="draft: proposals",
-        call=call,
-        prepare=lambda memory: noise.memory_at(memory, context),
-        caches=memory,
-        calls=steps * lm.gamma_max,
-    )
-
-
-def windows(lm, context, *, steps, num_active, cache) -> Work:
-    """Verifies the same window `steps` times, as `repeat_forward`."""
-    how = {"num_active": jnp.int32(num_active), "steps": steps}
-    return Work(
-        program="target: windows",
-        call=functools.partial(repeat_forward, lm.target, lm.params, **how),
-        prepare=lambda kv: noise.at_length(kv, context - 1),
-        caches=cache,
-        calls=steps,
-    )
+    as_shapes: bool = False,
+) -> Stage:
+    """Makes the caches, of so many positions, or their shapes; raises as
+    `capacity_for`."""
+    make = jax.eval_shape if as_shapes else lambda call: call()
+    capacity = capacity_for(lm.target, positions, page_size)
+    sizes = {"capacity": capacity, "page_size": page_size}
+    cache, memory = make(functools.partial(noise.noisy_cache, lm.target, **sizes)), None
+    if lm.drafter is not None:
+        memory = make(functools.partial(noise.noisy_memory, lm.drafter, **sizes))
+    text = noise.tokens(capacity + 1, lm.target.config.vocab_size, seed=3)
+    return Stage(lm, text, cache, memory)
 
 
 @functools.partial(

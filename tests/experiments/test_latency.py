@@ -122,8 +122,8 @@ def test_every_call_does_the_steps_that_it_is_divided_by(lm, monkeypatch):
     # The draft drafts for itself: every round is as long as it can be.
     target = dataclasses.replace(lm.drafter.model, slab=GAMMA + 1)
     lm = dataclasses.replace(lm, target=target, params=lm.drafter_params)
-    plan = steps.Plan(contexts=CONTEXTS, page_size=PAGE_SIZE, steps=STEPS)
-    costs = {c.name: c for group in steps.all_costs(lm, plan) for c in group}
+    sizes = {"contexts": CONTEXTS, "page_size": PAGE_SIZE, "steps": STEPS}
+    costs = {c.name: c for group in steps.all_costs(lm, **sizes) for c in group}
     for name in ("plain step", "plain step at 20", "round, gamma 1"):
         costs[name].case()()
     first, second = CONTEXTS
