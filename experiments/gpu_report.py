@@ -95,21 +95,14 @@ _WORDS = {
     "checked": "--contexts 5,300",
 }
 
-# For a model of two thousandths of the size: all contexts and repeats are less, too.
+# For a model of two thousandths of the size, contexts and repeats are less, too: what
+# stands last counts.
+_MODELS = ("0.6b", "8b", "llama", "qwen2")
 _REHEARSED = {
-    "0.6b": "tiny",
-    "8b": "tiny",
-    "llama": "tiny",
-    "qwen2": "tiny",
-    "turns": "--impl {impl} --repeats 1",
-    "all": "--steps 2 --contexts 16 32 --rows 1,5",
-    "bytes": "--weights q8_0 --steps 2 --contexts 16 --rows 1,5",
-    "forced": "--no-steps --contexts 16 --gen-tokens 12",
-    "published": "--steps 2 --contexts 16 --forced mt-bench,gsm8k --gen-tokens 12",
-    "traced": "--steps 2 --contexts 16 --rows 1 --trace {out}/trace",
-    "cells": "--prompts 4 --gen-tokens 4 --gamma 4 --impl {impl} --gamma-policy fixed "
-    "--sampling greedy --dtype bfloat16",
-    "checked": "--contexts 5",
+    "latency": "--repeats 1 --steps 2 --contexts 16 32 --gen-tokens 12",
+    "exactness": "--gen-tokens 4 --gamma-policy fixed --sampling greedy "
+    "--dtype bfloat16",
+    "kernels": "--contexts 5",
 }
 
 
@@ -182,7 +175,7 @@ def all_calls(*, impl: str, rehearse: bool = False) -> list[Call]:
       impl: of steps and rounds.
       rehearse: the same calls of a tiny model, with few repeats.
     """
-    words = _WORDS | {"impl": impl} | (_REHEARSED if rehearse else {})
+    words = _WORDS | {"impl": impl} | dict.fromkeys(_MODELS * rehearse, "tiny")
     text = _CALLS.strip()
     for _ in range(4):  # Words that hold words.
         text = re.sub(r"{([\w.]+)}", lambda m: words.get(m[1], m[0]), text)
@@ -190,6 +183,7 @@ def all_calls(*, impl: str, rehearse: bool = False) -> list[Call]:
     for line in text.splitlines():
         section, seconds, name, command = map(str.strip, line.split(" | "))
         script, *arguments = shlex.split(command)
+        arguments += shlex.split(_REHEARSED.get(script, "")) * rehearse
         calls.append(Call(section, name, script, tuple(arguments), float(seconds)))
     return calls
 
