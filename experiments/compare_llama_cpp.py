@@ -96,18 +96,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 class Sides:
     """The same models on both sides, and what both are asked for."""
 
+    args: argparse.Namespace
     lms: models.Drafters  # by a name of `llama_cpp.SPEC_TYPES`
     settings: runs_lib.Settings
-    gammas: Sequence[int]
-    folder: pathlib.Path  # of llama.cpp's programs
-    target: pathlib.Path  # GGUF files
-    drafts: Mapping[str, pathlib.Path]
-    others: Mapping[str, pathlib.Path]  # the target, quantised otherwise, by its name
+    drafts: Mapping[str, pathlib.Path]  # GGUF files of heads
+
+    @property
+    def others(self) -> dict[str, pathlib.Path]:
+        """Files of the target quantised otherwise, by their names."""
+        return {path.stem: path for path in self.args.gguf[1:]}
 
     def ways(self) -> list[compare.Run]:
         """Plain on either side, speculative by each drafter and gamma, and llama.cpp's
         of its other files."""
-        drafted = [(name, gamma) for name in self.lms for gamma in self.gammas]
+        drafted = [(name, gamma) for name in self.lms for gamma in self.args.gamma]
         both = [
             compare.Run(side=side, method=method, gamma=gamma)
             for method, gamma in [(PLAIN, None), *drafted]
@@ -128,8 +130,8 @@ class Sides:
             checks.check_finite(done.nonfinite)
             return done
         done, prompt_tokens = llama_cpp.generate(
-            self.folder,
-            self.others.get(run.method, self.target),
+            self.args.llama_bin,
+            self.others.get(run.method, self.args.gguf[0]),
             b"".join(lm.tokenizer.bytes_of(int(token)) for token in prompt),
             max_tokens=settings.gen_tokens,
             capacity=settings.capacity,
@@ -328,15 +330,8 @@ def run(
     }
     subject = models.prepare(args, lm, args.prompts, stop_ids=lm.stop_ids)
     with tempfile.TemporaryDirectory() as folder:
-        sides = Sides(
-            lms=lms,
-            settings=subject.settings,
-            gammas=args.gamma,
-            folder=args.llama_bin,
-            target=args.gguf[0],
-            drafts=convert(args, lm, pathlib.Path(folder)),
-            others={path.stem: path for path in args.gguf[1:]},
-        )
+        drafts = convert(args, lm, pathlib.Path(folder))
+        sides = Sides(args=args, lms=lms, settings=subject.settings, drafts=drafts)
         if not args.no_steps:
             found, described = measure_steps(args, lm)
             out.common |= {"llama_cpp": described | theirs}

@@ -99,7 +99,7 @@ _WORDS = {
 # stands last counts.
 _MODELS = ("0.6b", "8b", "llama", "qwen2")
 _REHEARSED = {
-    "latency": "--repeats 1 --steps 2 --contexts 16 32 --gen-tokens 12",
+    "latency": "--repeats 1 --steps 2 --contexts 16 --gen-tokens 12",
     "exactness": "--gen-tokens 4 --gamma-policy fixed --sampling greedy "
     "--dtype bfloat16",
     "kernels": "--contexts 5",
