@@ -38,7 +38,7 @@ from spec_jax.model import gguf_header
 MATCHED, NOT_MATCHED = 0, 2
 
 PLAIN, THEIRS = compare.PLAIN, "llama.cpp"
-SIDES = ("ours", "theirs")
+BOTH = ("ours", "theirs")
 CONTEXT = 32
 """The context of our steps: the middle of those that `TOKENS` steps after nothing
 have."""
@@ -252,7 +252,7 @@ def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
         more |= {"same_ours": same[ours], "same_theirs": same[theirs]}
         if ours.gamma:
             found = (_drafts(prompts, run) for run in (ours, theirs))
-            more["drafts"] = dict(zip(SIDES, found, strict=True))
+            more["drafts"] = dict(zip(BOTH, found, strict=True))
         of_decode, of_e2e = ((of[ours], of[theirs]) for of in (decode, e2e))
         made += [
             compared(f"{kind}: decode", "ms/token", *of_decode),
@@ -260,11 +260,9 @@ def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
         ]
     at_all = [each for run, each in e2e.items() if run.side == THEIRS]
     drafted = [each for run, each in e2e.items() if run.side != THEIRS and run.gamma]
+    fastest = min(drafted, key=sum), min(at_all, key=sum)
     name = "the fastest that drafts, and the fastest of theirs: end to end"
-    return [
-        *made,
-        compared(name, "ms/token", min(drafted, key=sum), min(at_all, key=sum)),
-    ]
+    return [*made, compared(name, "ms/token", *fastest)]
 
 
 def _drafts(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, Any]:
@@ -280,11 +278,8 @@ def _shown(row: tables.Row) -> str:
         return ""
     words = "{same_ours}, {same_theirs} of {prompts}".format_map(row)
     if "drafts" in row:
-        kept = [
-            row["drafts"][side]["accepted_per_round"] for side in ("ours", "theirs")
-        ]
-        here, there = (terminal.format_value(each, ".3f") for each in kept)
-        words += f"; {here}, {there} kept"
+        kept = [row["drafts"][side]["accepted_per_round"] for side in BOTH]
+        words += f"; {terminal.format_value(kept, '.3f')} kept"
     return words
 
 
