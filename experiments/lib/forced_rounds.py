@@ -167,10 +167,8 @@ def measure(
     cases = {PLAIN: functools.partial(runs.plain().thunk, warms=False)}
     cases |= {rate: functools.partial(case, rate) for rate in rates}
     timings = bench.run(cases, repeats=repeats)
-    about = {"kind": "rounds", "acceptance": "forced", "gamma": gamma}
     return [
-        about
-        | {"forced_rate": rate}
+        {"kind": "rounds", "acceptance": "forced", "gamma": gamma, "forced_rate": rate}
         # The run that differs most from decoding, or has most logits of NaN.
         | max(done[rate], key=lambda run: [run[name] for name in FAULTS])
         | times(timings, rate, done[rate][0]["tokens_per_target_step"])

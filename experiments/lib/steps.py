@@ -98,15 +98,12 @@ def all_costs(
 
     group = [plain(first), *(window(n, first) for n in rows)]
     if gamma_max:
-        chosen = range(1, gamma_max + 1) if gammas is None else gammas
-        group += _drafter_costs(stage, first, steps, chosen, sampling)
+        gammas = range(1, gamma_max + 1) if gammas is None else gammas
+        group += _drafter_costs(stage, first, steps, gammas, sampling)
     if not as_shapes:
         group += _others(lm, prefills, positions, page_size)
-    others = [
-        [plain(first), plain(context), *([window(most, context)] if most else [])]
-        for context in contexts[1:]
-    ]
-    return [group, *others]
+    at = lambda n: [plain(first), plain(n)] + ([window(most, n)] if most else [])
+    return [group, *map(at, contexts[1:])]
 
 
 def _others(
