@@ -88,36 +88,32 @@ class Sides:
     hf: hf.Baseline
     settings: runs_lib.Settings
 
-    def runs(self, gammas: Sequence[int]) -> list[compare.Run]:
+    def ways(self, gammas: Sequence[int]) -> list[compare.Run]:
         """Every run that the sides have models for, in the order in which it is
         shown."""
-        methods = hf.METHODS if self.lm.drafter else (hf.PROMPT_LOOKUP,)
+        methods = [hf.DRAFT_MODEL] * bool(self.lm.drafter) + [hf.PROMPT_LOOKUP]
+        drafted = [(method, gamma) for method in methods for gamma in gammas]
         return [
             compare.Run(side=side, method=method, gamma=gamma)
             for side in (compare.OURS, THEIRS)
-            for method in (hf.PLAIN, *methods)
-            for gamma in ((None,) if method == hf.PLAIN else gammas)
+            for method, gamma in [(hf.PLAIN, None), *drafted]
         ]
 
     def generate(self, run: compare.Run, prompt: list[int]) -> compare.Generated:
         """One run of a prompt."""
         lm, settings = self.lm, self.settings
-        sizes = {"max_tokens": settings.gen_tokens, "stop_ids": settings.stop_ids}
         if run.side == THEIRS:
-            how = {"method": run.method, "gamma": run.gamma, **sizes}
+            how = {"method": run.method, "gamma": run.gamma}
+            how |= {"max_tokens": settings.gen_tokens, "stop_ids": settings.stop_ids}
             started = time.perf_counter()
             tokens = hf.generate(self.hf, prompt, **how)
             seconds = time.perf_counter() - started
             return compare.Generated(count=len(tokens), ids=tokens, decode_s=seconds)
         if run.method == hf.PROMPT_LOOKUP:
             # Its drafts are Hugging Face's, draft for draft.
-            lm = lm.with_drafter(
-                ngram.hugging_face(
-                    gamma_max=settings.gamma,
-                    n_max=hf.MATCHED_NGRAM,
-                    stop_ids=settings.stop_ids,
-                )
-            )
+            sizes = {"gamma_max": settings.gamma, "n_max": hf.MATCHED_NGRAM}
+            drafter = ngram.hugging_face(**sizes, stop_ids=settings.stop_ids)
+            lm = lm.with_drafter(drafter)
         return compare.ours(lm, settings, prompt, gamma=run.gamma)
 
 
@@ -127,7 +123,7 @@ def load(args: argparse.Namespace) -> tuple[Sides, prompts_lib.Prepared]:
     Ours has no drafter where a target is named alone; one slab for every K, because
     gamma is data.
     """
-    hf.check_installed()
+    cli.require("oracle")
     is_alone = args.target is not None and args.draft is None
     name, most = "ngram" if is_alone else "draft-model", max(args.gammas)
     lm = models_lib.load(args, drafter=name, gamma_max=most)
@@ -161,7 +157,6 @@ def load(args: argparse.Namespace) -> tuple[Sides, prompts_lib.Prepared]:
 
 def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
     """The JSON row of a prompt."""
-    first = {run: each[0] for run, each in done.every.items()}
     return {
         "kind": "prompt",
         "length": done.prompt.category,
@@ -169,41 +164,32 @@ def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
         "prompt_tokens": len(done.ids),
         "matched": done.matched,
         "nonfinite_logits": done.nonfinite,
-        "hf_ids": first[THEIR_PLAIN].ids,
+        "hf_ids": done.every[THEIR_PLAIN][0].ids,
         "runs": [
             {
                 **dataclasses.asdict(run),
-                "tokens": one.count,
+                "tokens": first.count,
                 "first_difference": done.first_difference(run),
-                "seconds": done.seconds(run),
+                "seconds": [turn.prefill_s + turn.decode_s for turn in turns],
             }
-            for run, one in first.items()
+            for run, (first, *turns) in done.every.items()
         ],
     }
 
 
-def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
-    """A row of each class of lengths and each run, over the prompts of the class.
+def row_of(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, Any]:
+    """The row of a run, over the prompts of a class of lengths.
 
     `tok_s` is tokens over seconds of all prompts of a repeat: the median over the
     repeats, with percentiles. `vs_hf` is how many times faster than Hugging Face's
     greedy decoding in the same turn, per token; `vs_plain` than that of the same side.
     """
-    made = []
-    for length in dict.fromkeys(one.prompt.category for one in prompts):
-        of_length = [one for one in prompts if one.prompt.category == length]
-        made += [_row(of_length, run) for run in of_length[0].every]
-    return made
-
-
-def _row(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, Any]:
     own, ratios = compare.per_token(prompts, run), {}
     for name, side in (("vs_plain", run.side), ("vs_hf", THEIRS)):
         plain = compare.Run(side=side, method=hf.PLAIN)
         found = bench.ratios(compare.per_token(prompts, plain), own)
         ratios |= bench.spread_fields(name, found)
     differences = [prompt.first_difference(run) for prompt in prompts]
-    done = [prompt.every[run][0] for prompt in prompts]
     counters = compare.counted(prompts, run)
     names = ("rounds", "proposed", "accepted", "accepted_hist")
     rate = counters and metrics.ratio(counters.accepted, counters.proposed)
@@ -217,7 +203,7 @@ def _row(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, A
         # None where nothing was drafted, and of theirs, which are not counted.
         **{name: counters and getattr(counters, name) for name in names},
         "acceptance_rate": rate,
-        "repetition": summaries.mean_repetition([one.ids for one in done]),
+        "repetition": summaries.mean_repetition([p.every[run][0].ids for p in prompts]),
         "identical": differences.count(None),
         "prompts": len(prompts),
         "n": len(own),
@@ -252,7 +238,6 @@ def run(
     """Loads, measures, writes, prints; returns the exit status."""
     started = time.perf_counter()
     sides, prepared = load(args)
-    prompts = prepared.prompts
     out.common = {
         **models_lib.describe(args, sides.lm),
         "prompt_source": args.prompts,
@@ -261,47 +246,38 @@ def run(
         "hf": sides.hf.description,
         **records.provenance(),
     }
-    loaded_s = time.perf_counter() - started
-    done, total = [], len(prompts) * (args.repeats + 1)
-    with terminal.counted("runs", total=total) as advance:
-        for prompt, ids in zip(prompts, prepared.ids, strict=True):
-            one = compare.run_prompt(
-                sides.generate,
-                sides.runs(args.gammas),
-                prompt,
-                ids,
-                reference=THEIR_PLAIN,
-                repeats=args.repeats,
-                after_turn=advance,
-            )
-            done.append(one)
-            out.write(prompt_row(one))
-    compared = rows(done)
-    out.write_all(compared)
-    same = [one.first_difference(compare.OUR_PLAIN) is None for one in done]
-    summary = {
-        "prompts": len(prompts),
-        "gen_tokens": args.gen_tokens,
-        "compared_dtype": args.dtype,
-        "greedy_identical": sum(same),
-        "matched": all(one.matched for one in done),
-        "nonfinite_logits": sum(one.nonfinite for one in done),
-        "load_s": loaded_s,
-        "total_s": time.perf_counter() - started,
-    }
-    out.write({"kind": "summary"} | summary)
-    for length in dict.fromkeys(row["length"] for row in compared):
-        of_length = [row for row in compared if row["length"] == length]
-        tokens = " and ".join(map(str, sorted(set(of_length[0]["prompt_tokens"]))))
-        title = f"{length}: {of_length[0]['prompts']} x {tokens} tokens"
-        tables.print_rows(of_length, COLUMNS, console, title=title)
+    loaded_s, ways = time.perf_counter() - started, sides.ways(args.gammas)
+    how = {"reference": THEIR_PLAIN, "repeats": args.repeats}
+    done = compare.run_prompts(sides.generate, ways, prepared, out, prompt_row, **how)
+    for length in dict.fromkeys(one.prompt.category for one in done):
+        of_length = [one for one in done if one.prompt.category == length]
+        compared = [row_of(of_length, way) for way in ways]
+        out.write_all(compared)
+        tokens = " and ".join(map(str, sorted({len(one.ids) for one in of_length})))
+        title = f"{length}: {len(of_length)} x {tokens} tokens"
+        tables.print_rows(compared, COLUMNS, console, title=title)
     tables.print_note(NOTE, console)
+    same = [one.first_difference(compare.OUR_PLAIN) is None for one in done]
+    matched = all(one.matched for one in done)
+    out.write(
+        {
+            "kind": "summary",
+            "prompts": len(done),
+            "gen_tokens": args.gen_tokens,
+            "compared_dtype": args.dtype,
+            "greedy_identical": sum(same),
+            "matched": matched,
+            "nonfinite_logits": sum(one.nonfinite for one in done),
+            "load_s": loaded_s,
+            "total_s": time.perf_counter() - started,
+        }
+    )
     console.print(
-        f"{args.dtype}: {sum(same)} of {len(prompts)} prompts as Hugging Face's greedy "
-        f"decoding; drafted as without drafts: {str(summary['matched']).lower()}",
+        f"{args.dtype}: {sum(same)} of {len(done)} prompts as Hugging Face's greedy "
+        f"decoding; drafted as without drafts: {str(matched).lower()}",
         highlight=False,
     )
-    is_same = summary["matched"] and (all(same) or args.dtype != EXACT_DTYPE)
+    is_same = matched and (all(same) or args.dtype != EXACT_DTYPE)
     return IDENTICAL if is_same else NOT_IDENTICAL
 
 

@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lib import (
@@ -38,6 +38,7 @@ from spec_jax.model import gguf_header
 MATCHED, NOT_MATCHED = 0, 2
 
 PLAIN, THEIRS = compare.PLAIN, "llama.cpp"
+BOTH = ("ours", "theirs")
 CONTEXT = 32
 """The context of our steps: the middle of those that `TOKENS` steps after nothing
 have."""
@@ -68,10 +69,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             heads are converted by the script in the sources that it is of
         --gguf FILE,...  the target as llama.cpp is to read it; of the second and later
             ones, quantised otherwise, it decodes plainly, too
-        --threads N  of llama.cpp (default: as many as there are cores)
-        --limit-s SECONDS=600  the longest that one of its programs may take
         """,
-        **{"SECONDS": float, "FILE,...": cli.names(pathlib.Path)},
+        **{"FILE,...": cli.names(pathlib.Path)},
     )
     runs = parser.add_argument_group("runs")
     names = "gammas page-size prompts gen-tokens repeats raw"
@@ -97,18 +96,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 class Sides:
     """The same models on both sides, and what both are asked for."""
 
+    args: argparse.Namespace
     lms: models.Drafters  # by a name of `llama_cpp.SPEC_TYPES`
     settings: runs_lib.Settings
-    gammas: Sequence[int]
-    build: llama_cpp.Build
-    target: pathlib.Path  # GGUF files
-    drafts: Mapping[str, pathlib.Path]
-    others: Mapping[str, pathlib.Path]  # the target, quantised otherwise, by its name
+    drafts: Mapping[str, pathlib.Path]  # GGUF files of heads
 
-    def runs(self) -> list[compare.Run]:
+    @property
+    def others(self) -> dict[str, pathlib.Path]:
+        """Files of the target quantised otherwise, by their names."""
+        return {path.stem: path for path in self.args.gguf[1:]}
+
+    def ways(self) -> list[compare.Run]:
         """Plain on either side, speculative by each drafter and gamma, and llama.cpp's
         of its other files."""
-        drafted = [(name, gamma) for name in self.lms for gamma in self.gammas]
+        drafted = [(name, gamma) for name in self.lms for gamma in self.args.gamma]
         both = [
             compare.Run(side=side, method=method, gamma=gamma)
             for method, gamma in [(PLAIN, None), *drafted]
@@ -129,8 +130,8 @@ class Sides:
             checks.check_finite(done.nonfinite)
             return done
         done, prompt_tokens = llama_cpp.generate(
-            self.build,
-            self.others.get(run.method, self.target),
+            self.args.llama_bin,
+            self.others.get(run.method, self.args.gguf[0]),
             b"".join(lm.tokenizer.bytes_of(int(token)) for token in prompt),
             max_tokens=settings.gen_tokens,
             capacity=settings.capacity,
@@ -147,53 +148,46 @@ class Sides:
 
 
 def convert(
-    args: argparse.Namespace,
-    lm: loading.LanguageModel,
-    build: llama_cpp.Build,
-    folder: pathlib.Path,
+    args: argparse.Namespace, lm: loading.LanguageModel, folder: pathlib.Path
 ) -> dict[str, pathlib.Path]:
     """Each head as a file of llama.cpp's, by its own converter."""
     heads = [name for name in args.drafter if name not in registry.NEED_NOTHING]
+    made = {name: folder / f"{name}.gguf" for name in heads}
     if heads:  # The converter reads folders.
         lm.save(folder / "target")
-    shipped = loading.heads_for(args.target)
-    for name in heads:
+    for name, path in made.items():
         llama_cpp.convert(
-            build,
-            args.draft or registry.shipped_head(name, shipped),
+            args.llama_bin,
+            args.draft or registry.shipped_head(name, loading.heads_for(args.target)),
             folder / "target",
-            folder / f"{name}.gguf",
+            path,
             pre_tokenizer=gguf_header.read(args.gguf[0]).fields["tokenizer.ggml.pre"],
             dtype=lm.target.config.dtype,
         )
-    return {name: folder / f"{name}.gguf" for name in heads}
+    return made
 
 
 def measure_steps(
-    args: argparse.Namespace,
-    lm: loading.LanguageModel,
-    build: llama_cpp.Build,
-    *,
-    after_turn: Callable[[], None],
+    args: argparse.Namespace, lm: loading.LanguageModel
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows of steps, our time and llama.cpp's in turns; and what its build says."""
-    sizes = {"contexts": (CONTEXT,), "page_size": args.page_size, "steps": 20}
-    plan = steps.Plan(**sizes, rows=ROWS, prefills=PREFILLS)
     alone = dataclasses.replace(lm, drafter=None)
-    costs = {cost.name: cost for cost in steps.all_costs(alone, plan)[0]}
+    how = {"contexts": (CONTEXT,), "rows": ROWS, "prefills": PREFILLS, "steps": 20}
+    (group,) = steps.all_costs(alone, **how, page_size=args.page_size)
+    costs = {cost.name: cost for cost in group}
     turns, described = [], {}
 
     def of_theirs() -> float:
         sizes = {"prompts": (*ROWS, *PREFILLS), "tokens": TOKENS}
         how = {"repeats": BENCH_REPEATS, **sizes}
-        found, told = llama_cpp.bench(build, args.gguf[0], **how)
+        found, told = llama_cpp.bench(args.llama_bin, args.gguf[0], **how)
         turns.append(found)
         described.update(told)
         return 0.0
 
     cases = {name: costs[cost].case for name, (cost, _) in TESTS.items()}
     cases[THEIRS] = lambda: of_theirs
-    ours = bench.run(cases, repeats=args.repeats, after_turn=after_turn)
+    ours = bench.run(cases, repeats=args.repeats)
     # What came first warmed up, as ours did.
     return [
         compared(name, "ms", ours.seconds[name], [turn[test] for turn in turns[1:]])
@@ -224,13 +218,14 @@ def compared(
 def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
     """The JSON row of a prompt."""
     names, runs = ("rounds", "proposed", "accepted"), []
-    for run, (first, *_) in done.every.items():
-        counts = {n: first.counters and getattr(first.counters, n) for n in names}
-        times = {n: done.seconds(run, n) for n in ("prefill_s", "decode_s")}
-        told = {"tokens": first.count, "ids": first.ids}
+    for run, (first, *turns) in done.every.items():
+        told = {n: first.counters and getattr(first.counters, n) for n in names}
+        for name in ("prefill_s", "decode_s"):
+            told[name] = [getattr(turn, name) for turn in turns]
+        told |= {"tokens": first.count, "ids": first.ids}
         told |= {"first_difference": done.first_difference(run)}
         told |= {"text": first.text.decode(errors="replace")}
-        runs.append({**dataclasses.asdict(run), **counts, **times, **told})
+        runs.append(dataclasses.asdict(run) | told)
     return {"kind": "prompt", "id": done.prompt.id, "runs": runs}
 
 
@@ -240,9 +235,10 @@ def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
     Decoding is what a token costs after the prompt; end to end is everything, over the
     tokens. The last row is of the fastest of ours that drafts, and of theirs at all.
     """
-    made: list[dict[str, Any]] = []
-    every = list(prompts[0].every)
-    drafted, their_e2e = [], []
+    made, every = [], list(prompts[0].every)
+    e2e = {run: compare.per_token(prompts, run) for run in every}
+    decode = {run: compare.per_token(prompts, run, whole=False) for run in every}
+    same = {run: sum(p.first_difference(run) is None for p in prompts) for run in every}
     for theirs in (run for run in every if run.side == THEIRS):
         # A file of llama.cpp's alone is compared with our plain decoding.
         ours = dataclasses.replace(theirs, side=compare.OURS)
@@ -252,23 +248,19 @@ def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
             kind += f", {theirs.gamma} drafted"
         elif theirs.method != PLAIN:
             kind = f"{PLAIN}, {kind} there"
-        both, more = {"ours": ours, "theirs": theirs}, {"prompts": len(prompts)}
-        decode, e2e = (
-            [compare.per_token(prompts, run, whole=whole) for run in both.values()]
-            for whole in (False, True)
-        )
-        their_e2e.append(e2e[1])
-        for name, run in both.items():
-            same = [prompt.first_difference(run) is None for prompt in prompts]
-            more[f"same_{name}"] = sum(same)
+        more: dict[str, Any] = {"prompts": len(prompts)}
+        more |= {"same_ours": same[ours], "same_theirs": same[theirs]}
         if ours.gamma:
-            drafted.append(e2e[0])
-            more["drafts"] = {name: _drafts(prompts, run) for name, run in both.items()}
+            found = (_drafts(prompts, run) for run in (ours, theirs))
+            more["drafts"] = dict(zip(BOTH, found, strict=True))
+        of_decode, of_e2e = ((of[ours], of[theirs]) for of in (decode, e2e))
         made += [
-            compared(f"{kind}: decode", "ms/token", *decode),
-            compared(f"{kind}: end to end", "ms/token", *e2e, **more),
+            compared(f"{kind}: decode", "ms/token", *of_decode),
+            compared(f"{kind}: end to end", "ms/token", *of_e2e, **more),
         ]
-    fastest = min(drafted, key=sum), min(their_e2e, key=sum)
+    at_all = [each for run, each in e2e.items() if run.side == THEIRS]
+    drafted = [each for run, each in e2e.items() if run.side != THEIRS and run.gamma]
+    fastest = min(drafted, key=sum), min(at_all, key=sum)
     name = "the fastest that drafts, and the fastest of theirs: end to end"
     return [*made, compared(name, "ms/token", *fastest)]
 
@@ -280,6 +272,17 @@ def _drafts(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str
     return counts | {"accepted_per_round": kept}
 
 
+def _shown(row: tables.Row) -> str:
+    """How many texts are the same, and what is kept of drafts."""
+    if "prompts" not in row:
+        return ""
+    words = "{same_ours}, {same_theirs} of {prompts}".format_map(row)
+    if "drafts" in row:
+        kept = [row["drafts"][side]["accepted_per_round"] for side in BOTH]
+        words += f"; {terminal.format_value(kept, '.3f')} kept"
+    return words
+
+
 COLUMNS = {
     "figure": "",
     "unit": "",
@@ -288,92 +291,58 @@ COLUMNS = {
     "times faster": ("ratio", ".2f"),
     "p10": ("ratio_p10", ".2f"),
     "p90": ("ratio_p90", ".2f"),
+    "texts": _shown,
 }
 """The columns of the table, for `tables.print_rows`."""
 
-
-def print_all(console: terminal.Console, rows: Sequence[tables.Row]) -> None:
-    """Prints the table, what was kept of drafts, and how far the texts agree."""
-    tables.print_rows(rows, COLUMNS, console)
-    for row in (row for row in rows if "prompts" in row):
-        words = (
-            f"{row['figure'].partition(':')[0]}: our text in {row['same_ours']} of "
-            f"{row['prompts']} prompts, llama.cpp's in {row['same_theirs']}"
-        )
-        if "drafts" in row:
-            kept = [row["drafts"][side] for side in ("ours", "theirs")]
-            here, there = (one["accepted"] / max(one["rounds"], 1) for one in kept)
-            words += f"; drafts kept a round {here:.3f} here and {there:.3f} there"
-        console.print(words, highlight=False, soft_wrap=True)
-    tables.print_note(
-        "texts are compared with that of our plain decoding, which our drafted ones "
-        "must be; llama.cpp keeps K/V in float16, adds in another order, and need not",
-        console,
-    )
+NOTE = (
+    "texts: how many of ours, and of llama.cpp's, are those of our plain decoding, and "
+    "the drafts kept a round; ours must be, and those of llama.cpp, which keeps K/V in "
+    "float16 and adds in another order, need not"
+)
 
 
-def run_all(
-    args: argparse.Namespace,
-    folder: pathlib.Path,
-    out: records.JsonLines,
-    console: terminal.Console,
-) -> bool:
-    """Loads, measures, writes, prints; returns whether our texts are the same."""
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
+    """Loads, measures, writes, prints; returns the exit status."""
     for path in args.gguf:
         if not path.is_file():
             raise ValueError(f"--gguf {path}: no such file; llama-quantize writes one")
-    threads = args.threads or processes.usable_cores()
-    build = llama_cpp.find(args.llama_bin, threads=threads, limit_s=args.limit_s)
+    llama_cpp.check(args.llama_bin)
     subjects.check_device("cpu")
     # With the slab that a model has by default.
     how = {"gamma_max": max(args.gamma), "slab": None}
     lms, found = models.load_drafters(args, args.drafter, **how), []
-    lm = lms[args.drafter[0]]
-    drafts = convert(args, lm, build, folder)
+    lm, theirs = lms[args.drafter[0]], {"threads": processes.usable_cores()}
     out.common = {
         **models.describe(args, lm),
         "drafter": args.drafter,
         "gamma": args.gamma,
         "prompt_source": args.prompts,
-        "llama_cpp": {"threads": threads},
+        "llama_cpp": theirs,
         **records.provenance(),
     }
-    if not args.no_steps:
-        with terminal.counted("turns of steps", total=args.repeats + 1) as advance:
-            found, described = measure_steps(args, lm, build, after_turn=advance)
-        out.common |= {"llama_cpp": described | {"threads": threads}}
-        out.write_all(found)
     subject = models.prepare(args, lm, args.prompts, stop_ids=lm.stop_ids)
-    sides = Sides(
-        lms=lms,
-        settings=subject.settings,
-        gammas=args.gamma,
-        build=build,
-        target=args.gguf[0],
-        drafts=drafts,
-        others={path.stem: path for path in args.gguf[1:]},
-    )
-    done, how = [], {"reference": compare.OUR_PLAIN, "repeats": args.repeats}
-    with terminal.counted("prompts", total=len(subject.prompts)) as advance:
-        for both in zip(subject.prompts, subject.ids, strict=True):
-            one = compare.run_prompt(sides.generate, sides.runs(), *both, **how)
-            done.append(one)
-            out.write(prompt_row(one))
-            advance()
+    with tempfile.TemporaryDirectory() as folder:
+        drafts = convert(args, lm, pathlib.Path(folder))
+        sides = Sides(args=args, lms=lms, settings=subject.settings, drafts=drafts)
+        if not args.no_steps:
+            found, described = measure_steps(args, lm)
+            out.common |= {"llama_cpp": described | theirs}
+            out.write_all(found)
+        how = {"reference": compare.OUR_PLAIN, "repeats": args.repeats}
+        done = compare.run_prompts(
+            sides.generate, sides.ways(), subject, out, prompt_row, **how
+        )
     of_prompts = rows(done)
     out.write_all(of_prompts)
-    print_all(console, [*of_prompts, *found])
-    return all(one.matched for one in done)
+    tables.print_rows([*of_prompts, *found], COLUMNS, console)
+    tables.print_note(NOTE, console)
+    return MATCHED if all(one.matched for one in done) else NOT_MATCHED
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs everything and shows it; returns the exit status."""
-    with records.open_out(args) as out, tempfile.TemporaryDirectory() as folder:
-        same = run_all(args, pathlib.Path(folder), out, terminal.console())
-    return MATCHED if same else NOT_MATCHED
-
-
-main = cli.script("compare_llama_cpp.py", parse_args, run)
+main = records.script("compare_llama_cpp.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

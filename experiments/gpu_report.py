@@ -22,20 +22,88 @@ Exit status: 0 all done and equal, 2 something failed or differs, 1 unusable inp
 
 import argparse
 import dataclasses
+import functools
 import json
+import os
 import pathlib
+import re
+import shlex
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.lib import cli, gpu_calls, processes
+from experiments.lib import cli, processes
 
 
 DONE, FAILED = 0, 2
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu"
 COMPILED = "compiled"
-_START_S = 30.0  # of a process, and for the programs of its first call
+
+ON_EITHER_DEVICE = ("kernels", "latency")
+"""Scripts that take `--device`."""
+
+# Section, seconds, name, command; the most telling first.
+_CALLS = """
+c | 45 | steps 0.6b | {small} --steps 128 {all}
+d | 40 | rounds of 8b with 0.6b | {pair} {forced} --forced 0.39,0.6,0.8 --gammas 4,2
+c | 60 | steps 8b | {pair} --steps 32 {all}
+h | 35 | dspark | {large} --head dspark {published}
+h | 35 | eagle3 tree of 32 | {large} --head eagle3 --head-tree 32 {published}
+a | 60 | exactness | exactness {cells}
+h | 30 | eagle3 | {large} --head eagle3 {published}
+h | 35 | dflash | {large} --head dflash {published}
+a | 65 | exactness dspark | exactness --drafter dspark {one} {cells}
+t | 20 | trace 0.6b | {small} {traced}
+t | 20 | trace 8b | {large} {traced}
+c | 25 | sampling 8b | {large} {sampled} --steps 32 --contexts 128 --rows 1
+c | 35 | long contexts 8b | {large} --steps 32 --contexts 16384 32768 --rows 5
+c | 30 | steps llama 8b | latency --preset {llama} {turns} {few}
+c | 30 | steps qwen2.5 7b | latency --preset {qwen2} {turns} {few}
+h | 30 | eagle3 tree of 16 | {large} --head eagle3 --head-tree 16 {published}
+h | 50 | eagle3 tree of 64 | {large} --head eagle3 --head-tree 64 {published}
+h | 50 | dspark tree of 32 | {large} --head dspark --head-tree 32 {published}
+c | 20 | steps 0.6b q8_0 | {small} {bytes}
+c | 35 | steps 8b q8_0 | {large} {bytes}
+a | 60 | rows of kernels 8b q8_0 | kernels --shapes {8b} --weights q8_0 {checked}
+b | 110 | batches | throughput --prompts 16 --batch 1,4,16 --repeats 2 --impl {impl}
+a | 60 | rows of kernels 8b | kernels --shapes {8b} {checked}
+a | 50 | rows of kernels 0.6b | kernels --shapes {0.6b} {checked}
+c | 25 | prompts 8b | {large} --steps 8 --contexts 128 --rows 1 --prefill 128,1024
+h | 30 | dspark tree of 16 | {large} --head dspark --head-tree 16 {published}
+h | 50 | dspark tree of 64 | {large} --head dspark --head-tree 64 {published}
+"""
+
+_WORDS = {
+    "0.6b": "qwen3-0.6b",
+    "8b": "qwen3-8b",
+    "llama": "llama-3.1-8b",
+    "qwen2": "qwen2.5-7b",
+    "small": "latency --preset {0.6b} {turns}",
+    "large": "latency --preset {8b} {turns}",
+    "pair": "latency --preset {8b} --draft-preset {0.6b} {turns}",
+    "turns": "--impl {impl} --repeats 5",
+    "all": "--contexts 128 4096 --rows 1,5,8,16",
+    "bytes": "--weights q8_0 --steps 32 --contexts 128 --rows 1,5,16",
+    "few": "--steps 32 --contexts 128 --rows 1,5",
+    "forced": "--no-steps --contexts 128 --gen-tokens 128",
+    "published": "--steps 32 --contexts 128 --forced mt-bench,gsm8k --gen-tokens 128",
+    "sampled": "--temperature 0.7 --top-k 20 --top-p 0.8",
+    "traced": "--steps 16 --contexts 128 --rows 1 --trace {out}/trace",
+    "cells": "--prompts 4 --gen-tokens 32 --gamma 4 --impl {impl}",
+    "one": "--page-size 16 --cache paged --gamma-policy fixed",
+    "checked": "--contexts 5,300",
+}
+
+# For a model of two thousandths of the size, contexts and repeats are less, too: what
+# stands last counts.
+_MODELS = ("0.6b", "8b", "llama", "qwen2")
+_REHEARSED = {
+    "latency": "--repeats 1 --steps 2 --contexts 16 --gen-tokens 12",
+    "exactness": "--gen-tokens 4 --gamma-policy fixed --sampling greedy "
+    "--dtype bfloat16",
+    "kernels": "--contexts 5",
+}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -43,10 +111,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     cli.add(
         parser,
-        f"""
-        --sections LETTERS={",".join(gpu_calls.SECTIONS)}  sections to run
-        --only PATTERN  the calls in whose names this regular expression is found, such
-            as '0.6b' or 'tree of 32'; --list names them (default: all)
+        """
+        --only PATTERN  the calls in whose section and name this regular expression is
+            found, such as '^h' or 'tree of 32'; --list has them (default: all)
         --budget N=490  seconds for all calls together; a call that is expected to take
             more than is left is left out
         --impl NAME=triton  kernels
@@ -56,14 +123,72 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --out FOLDER  rows of each call, what it printed, and compiled programs
             (default: experiments/results/gpu)
         """,
-        LETTERS=cli.names(cli.one_of(gpu_calls.SECTIONS)),
         NAME=("triton", "xla"),
         FOLDER=pathlib.Path,
     )
     return parser.parse_args(argv)
 
 
-def chosen(args: argparse.Namespace) -> list[gpu_calls.Call]:
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A script with its flags."""
+
+    section: str
+    name: str  # unique
+    script: str
+    arguments: tuple[str, ...]  # `{out}` in them is the folder of the report
+    seconds: float  # that it is expected to take
+
+    @property
+    def file(self) -> str:
+        """The name of its files, without a suffix."""
+        return f"{self.section}-{re.sub('[^a-z0-9.]+', '-', self.name)}"
+
+    @property
+    def can_dry_run(self) -> bool:
+        """Whether its programs can be compiled without weights."""
+        return self.script == "latency"
+
+    def request(
+        self, out: pathlib.Path, *, device: str, prefix: str = "", dry_run: bool = False
+    ) -> tuple[str, list[str], pathlib.Path]:
+        """Returns what `processes.run_here` takes; earlier files of it are removed.
+
+        Args:
+          prefix: of its files.
+          dry_run: only compile its programs.
+        """
+        path = out / f"{prefix}{self.file}.jsonl"
+        path.unlink(missing_ok=True)
+        arguments = [word.replace("{out}", str(out)) for word in self.arguments]
+        # Rows say whether there were changes; a refusal would waste the machine.
+        arguments += ["--out", str(path), "--allow-dirty", *["--dry-run"] * dry_run]
+        if self.script in ON_EITHER_DEVICE:
+            arguments += ["--device", device]
+        return f"experiments.{self.script}", arguments, path.with_suffix(".txt")
+
+
+def all_calls(*, impl: str, rehearse: bool = False) -> list[Call]:
+    """Every call of the report, in order.
+
+    Args:
+      impl: of steps and rounds.
+      rehearse: the same calls of a tiny model, with few repeats.
+    """
+    words = _WORDS | {"impl": impl} | dict.fromkeys(_MODELS * rehearse, "tiny")
+    text = _CALLS.strip()
+    for _ in range(4):  # Words that hold words.
+        text = re.sub(r"{([\w.]+)}", lambda m: words.get(m[1], m[0]), text)
+    calls = []
+    for line in text.splitlines():
+        section, seconds, name, command = map(str.strip, line.split(" | "))
+        script, *arguments = shlex.split(command)
+        arguments += shlex.split(_REHEARSED.get(script, "")) * rehearse
+        calls.append(Call(section, name, script, tuple(arguments), float(seconds)))
+    return calls
+
+
+def chosen(args: argparse.Namespace) -> list[Call]:
     """Returns the calls that are asked for, in order.
 
     Raises:
@@ -71,65 +196,70 @@ def chosen(args: argparse.Namespace) -> list[gpu_calls.Call]:
     """
     calls = [
         call
-        for call in gpu_calls.all_calls(impl=args.impl, rehearse=args.rehearse)
-        if call.section in args.sections
-        and (args.only is None or args.only.search(call.name))
+        for call in all_calls(impl=args.impl, rehearse=args.rehearse)
+        if (args.only is None or args.only.search(f"{call.section} {call.name}"))
         and (call.can_dry_run or not args.dry_run)
     ]
     if not calls:
-        what = f" --only {args.only.pattern}" if args.only else ""
-        raise ValueError(
-            f"no call of the sections {','.join(args.sections)} is named so{what}; "
-            "--list names them all"
-        )
+        raise ValueError(f"no call is named so: --only {args.only.pattern}; see --list")
     return calls
 
 
-class Runner:
-    """Runs calls in a process, and in a new one after that ended.
+def set_up(compiled: pathlib.Path, memory_share: float) -> None:
+    """Sets the variables of a process that is going to import JAX.
 
     Args:
-      is_ahead: only compiles, beside another process that has most of the memory.
+      compiled: the folder of compiled programs, unless the user has one of their own.
+      memory_share: of a GPU's memory that JAX may take; a small one is not taken before
+        it is needed, and the process gives way to others.
     """
+    for name, value in {
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        # Warnings of XLA would bury the rows; errors remain.
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }.items():
+        os.environ.setdefault(name, value)
+    # A trace is to show the launches that are timed.
+    shown = "--xla_enable_command_buffers_during_profiling=true"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {shown}".strip()
+    # jaxlib refuses the older name next to the newer.
+    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{memory_share:.2f}"
+    if memory_share < 0.5:
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        os.nice(10)
 
-    def __init__(self, args: argparse.Namespace, *, is_ahead: bool):
-        self._args, self._is_ahead = args, is_ahead
-        has_gpu = processes.nvidia_smi("name") is not None
-        self._device = "gpu" if has_gpu else "cpu"
-        self._worker: processes.Worker | None = None
-        self._is_over = False
 
-    def run(self, call: gpu_calls.Call, *, limit_s: float) -> processes.Outcome:
-        """Runs a call; ends the process if it takes longer."""
-        out = self._args.out
-        if self._worker is None or not self._worker.is_alive:
-            limit_s += _START_S
-            self._worker = processes.Worker(
-                "experiments.lib.gpu_calls",
-                output=out / ("ahead.txt" if self._is_ahead else "worker.txt"),
-                variables=processes.environment(
-                    compiled=out / COMPILED,
-                    xla_flags=gpu_calls.XLA_FLAGS,
-                    memory_share=0.04 if self._is_ahead else 0.88,
-                ),
-                niceness=10 if self._is_ahead else 0,
-            )
-        request = call.request(out, device=self._device, is_ahead=self._is_ahead)
-        return self._worker.ask(request, limit_s=limit_s)
+def worker_of(args: argparse.Namespace, *, is_ahead: bool) -> processes.Worker:
+    """Returns the process that runs calls; or that which compiles ahead of it, beside
+    which it has most of the memory."""
+    share = 0.04 if is_ahead else 0.88
+    output = args.out / ("ahead.txt" if is_ahead else "worker.txt")
+    begin = functools.partial(set_up, args.out / COMPILED, share)
+    return processes.Worker(output, begin)
 
-    def compile_all(self, calls: Sequence[gpu_calls.Call], begun: set[str]) -> None:
-        """Compiles for each call, those first that have not begun; until `end`."""
-        left = [call for call in calls if call.can_dry_run]
-        while left and not self._is_over:
-            call = next((each for each in left if each.name not in begun), left[0])
-            left.remove(call)
-            self.run(call, limit_s=self._args.budget)
 
-    def end(self) -> None:
-        """Ends the process, if there is one."""
-        self._is_over = True
-        if self._worker is not None:
-            self._worker.end()
+def compile_ahead(
+    args: argparse.Namespace,
+    worker: processes.Worker,
+    calls: Sequence[Call],
+    begun: set[str],
+    over: threading.Event,
+) -> None:
+    """Compiles for each call, those first that have not begun; until it is over."""
+    left = [call for call in calls if call.can_dry_run]
+    while left and not over.is_set():
+        call = next((each for each in left if each.name not in begun), left[0])
+        left.remove(call)
+        how = {"device": device_here(), "prefix": "compile-", "dry_run": True}
+        worker.run(*call.request(args.out, **how), limit_s=args.budget)
+
+
+def device_here() -> str:
+    """Returns "gpu", or "cpu" where there is none."""
+    return "cpu" if processes.nvidia_smi("name") is None else "gpu"
 
 
 def run_all(args: argparse.Namespace) -> int:
@@ -137,30 +267,30 @@ def run_all(args: argparse.Namespace) -> int:
     calls, started = chosen(args), time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = [{"kind": "versions", **processes.versions()}]
+    worker, ahead = (worker_of(args, is_ahead=is_ahead) for is_ahead in (False, True))
     # The first call would wait for what it compiles itself.
-    begun, ahead = {calls[0].name}, Runner(args, is_ahead=True)
-    compiling = threading.Thread(
-        target=ahead.compile_all, args=(calls, begun), daemon=True
-    )
-    runner = Runner(args, is_ahead=False)
+    begun, over = {calls[0].name}, threading.Event()
+    given = (args, ahead, calls, begun, over)
+    compiling = threading.Thread(target=compile_ahead, args=given, daemon=True)
     try:
         if not args.dry_run:
             compiling.start()
         for call in calls:
             begun.add(call.name)
             left_s = args.budget - (time.monotonic() - started)
-            is_first = call is calls[0]
-            rows.append(run_call(args, runner, call, left_s=left_s, is_first=is_first))
+            is_in_time = call is calls[0] or left_s >= call.seconds
+            rows.append(run_call(args, worker, call, left_s if is_in_time else None))
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (args.out / "calls.jsonl").write_text(text)
             row = rows[-1]
-            print(f"{time.monotonic() - started:5.0f} s ({call.section}) {call.name}: "
+            print(f"{time.monotonic() - started:5.0f} s {call.section} {call.name}: "
                   f"{row['status']} after {row['seconds']} s, of {call.seconds:.0f} "
                   f"expected; {row['rows']} rows", flush=True)  # fmt: skip
         if args.rehearse and not args.dry_run:
             compiling.join()  # Its rows are a part of what is rehearsed.
     finally:
-        runner.end()
+        over.set()
+        worker.end()
         ahead.end()
     print(f"rows: {args.out}", flush=True)
     known = ("done", "left out")
@@ -169,27 +299,24 @@ def run_all(args: argparse.Namespace) -> int:
 
 def run_call(
     args: argparse.Namespace,
-    runner: Runner,
-    call: gpu_calls.Call,
-    *,
-    left_s: float,
-    is_first: bool,
+    worker: processes.Worker,
+    call: Call,
+    left_s: float | None,
 ) -> dict[str, Any]:
-    """Runs a call in the time that is left, or leaves it out; returns its row."""
-    path = args.out / f"{call.file}.jsonl"
+    """Runs a call in the seconds that are left, None: too few; returns its row."""
+    device = "gpu" if args.dry_run else device_here()
+    request = call.request(args.out, device=device, dry_run=args.dry_run)
     if args.dry_run:
-        request = call.request(args.out, device="gpu")
-        request["arguments"] += ["--dry-run"]
-        request["output"] = pathlib.Path(request["output"])
-        outcome = processes.run_here(**request)
-    elif not is_first and left_s < call.seconds:
-        path.unlink(missing_ok=True)
+        outcome = processes.run_here(*request)
+    elif left_s is None:
         outcome = processes.Outcome(status="left out", exit_status=None, seconds=0.0)
     else:
         # However long a small machine takes for a rehearsal.
         limit_s = left_s if args.rehearse else min(left_s, 3 * call.seconds)
-        outcome = runner.run(call, limit_s=limit_s)
-    rows = processes.read_rows(path)
+        outcome = worker.run(*request, limit_s=limit_s)
+    path = args.out / f"{call.file}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else ()
+    rows = [json.loads(line) for line in lines]
     return {
         "kind": "call",
         "section": call.section,
@@ -213,10 +340,10 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         for call in chosen(args):
             words = " ".join((call.script, *call.arguments))
-            print(f"({call.section}) {call.name}, {call.seconds:.0f} s: {words}")
+            print(f"{call.section} {call.name}, {call.seconds:.0f} s: {words}")
         return DONE
     needs_gpu = not (args.dry_run or args.rehearse)
-    if needs_gpu and processes.nvidia_smi("name") is None:
+    if needs_gpu and device_here() == "cpu":
         raise ValueError(
             "no GPU is found (nvidia-smi does not name one); --dry-run --out FOLDER "
             "traces and lowers all programs without one"

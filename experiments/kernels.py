@@ -20,35 +20,29 @@ import numpy as np
 from experiments.lib import cli, flags, noise, records, subjects, tables, terminal
 from spec_jax import testing
 from spec_jax.model import row_model
-from spec_jax.native import build
 from spec_jax.ops import dispatch
 from spec_jax.pallas import skinny_gemm_triton as triton
 from spec_jax.testing import target_kit
-from spec_jax.typing import REMOVED_IMPLS
 
 
 EQUAL, FAILED = 0, 2
 ROWS = 8
-IMPLS = {"cpu": ("native", "interpret"), "gpu": ("triton",)}
-"""Implementations by the platform that they run on, the default first."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(
-        parser, "device dtype weights isa out", out="hashes, and one per way to read"
-    )
+    names = "device impl dtype weights isa out"
+    flags.add(parser, names, out="hashes, and one per way to read")
     cli.add(
         parser,
         f"""
-        --impl NAME  whose kernels (default: native, and on a GPU triton)
         --shapes NAME|DIR={subjects.EMBEDDED}  the model whose shapes are taken:
             {subjects.EMBEDDED} (the target of the embedded pair),
             {", ".join(sorted(subjects.PRESETS))}, or a folder with a config.json
         --contexts N,N,...=5,300  tokens of the prompts
         """,
-        **{"NAME": str, "NAME|DIR": str},
+        **{"NAME|DIR": str},
     )
     args = parser.parse_args(argv)
     flags.choose_isa(args)
@@ -94,14 +88,10 @@ def run(
 ) -> int:
     """Reads after each context; writes and prints each row when it is known."""
     platform = subjects.check_device(args.device)
-    known, impl = IMPLS[platform], args.impl or IMPLS[platform][0]
-    if impl in REMOVED_IMPLS:
-        raise ValueError(REMOVED_IMPLS[impl])
-    if impl not in known:
-        raise ValueError(f"--impl {impl} is not one of {', '.join(known)}")
+    impl = dispatch.resolve(args.impl)
     config = subjects.read_config(args.shapes, dtype=args.dtype)
     config = dataclasses.replace(config, weights=args.weights or config.weights)
-    slab = row_model.slab_for(dispatch.resolve(impl), ROWS)
+    slab = row_model.slab_for(impl, ROWS)
     model = row_model.RowModel(config=config, impl=impl, slab=slab)
     params = subjects.random_weights(config, impl=impl)
     jobs = {f"context {n}": lambda n=n: check(model, params, n) for n in args.contexts}
@@ -113,7 +103,7 @@ def run(
         "dtype": config.dtype,
         "weights": config.weights,
         "impl": impl,
-        "native_isa": build.load() if impl == "native" else None,
+        "native_isa": dispatch.instruction_set(impl),
         **records.provenance(),
     }
     shown = tables.Report(out, console, {})

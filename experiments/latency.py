@@ -7,9 +7,12 @@ tokens differ at forced acceptance, 1 the input was unusable.
 """
 
 import argparse
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from experiments.lib import (
     bench,
@@ -79,7 +82,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --dry-run  run nothing: trace and lower every program, for a GPU with --device
             gpu wherever this is, and compile it where there is one
         """,
-        **{"FOLDER": pathlib.Path, "RATE,RATE,...": forced_rounds.rates},
+        **{"FOLDER": pathlib.Path, "RATE,RATE,...": cli.names(forced_rounds.rate)},
     )
     flags.add(group, "repeats gen-tokens temperature noise", repeats=20)
     flags.add(parser, "device out", out="one per step, then one summary")
@@ -138,30 +141,18 @@ def run(
     if args.head:  # It says itself how many tokens it drafts.
         args.gamma = lm.gamma_max
         args.gammas = (args.gamma,)
-    plan = steps.Plan(
-        contexts=args.contexts,
-        page_size=args.page_size,
-        steps=args.steps,
-        rows=args.rows or (() if args.head else None),
-        prefills=args.prefill,
-        sampling=flags.sampling_settings(args),
-        as_shapes=args.dry_run,
-        gammas=() if args.head else None,  # Rounds of a head are forced.
-    )
     # What cannot be run is found before anything has been.
-    groups = [] if args.no_steps else steps.all_costs(lm, plan)
-    out.common = describe(args, lm)
+    groups = [] if args.no_steps else costs_of(args, lm)
+    out.common = {
+        **models_lib.describe(args, lm),
+        **subjects.names(args),
+        "gamma_max": None if lm.drafter is None else args.gamma,
+        "steps_per_call": args.steps,
+        **records.provenance(),
+    }
     shown = tables.Report(out, console, COLUMNS)
     if args.dry_run:
-        works = [cost.work for group in groups for cost in group if cost.work]
-        if args.forced:
-            runs = forced_runs(args, lm)
-            works += [w for gamma in args.gammas for w in runs.programs(gamma)]
-        here = {"here": True} if args.device == "cpu" else {}
-        for name, work in {work.program: work for work in works}.items():
-            about = {"kind": "compile", "program": name}
-            lower = lambda w=work, a=about: [a | programs.lower(w.trace, **here)]
-            shown.add(name, lower)
+        compile_all(args, lm, groups, shown)
         return FAILED if shown.failed else MEASURED
     for group in groups:
         # Flags that do not fit the kernels are found when they are traced.
@@ -181,6 +172,41 @@ def run(
     return FAILED if shown.failed else MEASURED
 
 
+def costs_of(
+    args: argparse.Namespace, lm: loading.LanguageModel
+) -> list[list[steps.Cost]]:
+    """Returns the costs of steps, in groups that are measured in turns."""
+    return steps.all_costs(
+        lm,
+        contexts=args.contexts,
+        page_size=args.page_size,
+        steps=args.steps,
+        rows=args.rows or (() if args.head else None),
+        prefills=args.prefill,
+        gammas=() if args.head else None,  # Rounds of a head are forced.
+        sampling=flags.sampling_settings(args),
+        as_shapes=args.dry_run,
+    )
+
+
+def compile_all(
+    args: argparse.Namespace,
+    lm: loading.LanguageModel,
+    groups: Sequence[Sequence[steps.Cost]],
+    shown: tables.Report,
+) -> None:
+    """Traces and lowers every program once, and compiles it where that can be."""
+    works = [cost.work for group in groups for cost in group if cost.work]
+    if args.forced:
+        runs = forced_runs(args, lm)
+        works += [w for gamma in args.gammas for w in runs.programs(gamma)]
+    compiles = args.device == "cpu" or jax.default_backend() == "gpu"
+    for name, work in {work.program: work for work in works}.items():
+        about = {"kind": "compile", "program": name}
+        lower = functools.partial(programs.lower, work.trace, compiles=compiles)
+        shown.add(name, lambda of=lower, a=about: [a | of()])
+
+
 def measure_steps(
     args: argparse.Namespace,
     lm: loading.LanguageModel,
@@ -192,8 +218,7 @@ def measure_steps(
     should not be the plain ones, which all others are compared with.
     """
     cases = {cost.name: cost.case for cost in reversed(group)}
-    with terminal.counted("steps", total=args.repeats + 1) as advance:
-        timings = bench.run(cases, repeats=args.repeats, after_turn=advance)
+    timings = bench.run(cases, repeats=args.repeats)
     rows, is_first = steps.rows(group, timings), steps.READ in timings.seconds
     if not is_first:  # The plain step is there to be compared with.
         return rows[1:]
@@ -208,17 +233,6 @@ def forced_runs(
     return forced_rounds.make_runs(
         lm, start=args.contexts[0], as_shapes=args.dry_run, **sizes
     )
-
-
-def describe(args: argparse.Namespace, lm: loading.LanguageModel) -> dict[str, Any]:
-    """Says what is measured and where, for every row."""
-    return {
-        **models_lib.describe(args, lm),
-        **subjects.names(args),
-        "gamma_max": None if lm.drafter is None else args.gamma,
-        "steps_per_call": args.steps,
-        **records.provenance(),
-    }
 
 
 COLUMNS = {

@@ -11,7 +11,7 @@ Exit status: 0 no value differs, 2 one does, 1 the input was unusable.
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ from spec_jax.typing import IMPLS
 EQUAL, DIFFERENT = 0, 2
 PAGE_SIZE = 16
 
-Row = Mapping[str, Any]
+Row = dict[str, Any]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -85,23 +85,11 @@ class Text:
     tokens: list[int]
     kv: cache.PagedKV
 
-    def windows(self, width: int) -> list[int]:
-        """Returns where whole windows begin, from the prompt's last token on."""
-        return [*range(self.num_prompt - 1, len(self.tokens) - width, width)]
-
-
-def paths_of(
-    args: argparse.Namespace, config: config_lib.ModelConfig
-) -> tuple[microscope.Path, microscope.Path]:
-    """Returns decoding, and the path that is compared with it."""
-    impl = dispatch.resolve(args.impl)
-    rows = max(args.gamma + 1, skinny_gemm.MIN_ROWS)
-    slab = row_model.slab_for(impl, rows)
-    model = row_model.RowModel(config=config, impl=impl, slab=slab)
-    return (
-        microscope.Path(name=microscope.DECODE, model=model),
-        microscope.Path(name=args.verify_path, model=model),
-    )
+    def windows(self, width: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Returns whole windows, each with the position at which it begins: they follow
+        each other from the prompt's last token on."""
+        starts = range(self.num_prompt - 1, len(self.tokens) - width, width)
+        return [(start, tuple(self.tokens[start : start + width])) for start in starts]
 
 
 def decode(
@@ -135,75 +123,56 @@ def differing(
 ) -> list[int]:
     """Returns the positions after which a path chooses another token than decoding."""
     found = []
-    for start in text.windows(width):
-        window = tuple(text.tokens[start : start + width])
+    for start, window in text.windows(width):
         _, logits = microscope.logits_of(path, params, text.kv, window, start)
         decoded = text.tokens[start + 1 : start + width + 1]
         found += (start + np.flatnonzero(logits.argmax(axis=-1) != decoded)).tolist()
     return found
 
 
-def look(args: argparse.Namespace) -> dict[str, Any]:
+def look(args: argparse.Namespace) -> Row:
     """Runs both paths, and returns what is seen as a row, without its provenance."""
     folder, width = args.target or loading.EMBEDDED_TARGET, args.gamma + 1
     config, loaded = load.load(folder, dtype=args.dtype)
-    paths = paths_of(args, config)
+    impl = dispatch.resolve(args.impl)
+    slab = row_model.slab_for(impl, max(width, skinny_gemm.MIN_ROWS))
+    model = row_model.RowModel(config=config, impl=impl, slab=slab)
+    paths = [
+        microscope.Path(name=name, model=model)
+        for name in (microscope.DECODE, args.verify_path)
+    ]
     params = [path.weights(loaded) for path in paths]
     words = prompts_lib.with_options(args, tokenizer_lib.load(folder))
-    texts = decode(args, paths[0].model, params[0], words)
+    texts = decode(args, model, params[0], words)
     others = [differing(paths[1], params[1], text, width) for text in texts]
     number = next((n for n, found in enumerate(others) if found), 0)
-    text, starts = texts[number], texts[number].windows(width)
-    position = others[number][0] if others[number] else starts[0]
-    start = max(start for start in starts if start <= position)
-    window = tuple(text.tokens[start : start + width])
-    one, other = (
+    text, windows = texts[number], texts[number].windows(width)
+    position = others[number][0] if others[number] else windows[0][0]
+    start, window = max(each for each in windows if each[0] <= position)
+    records_ = [
         microscope.record(path, own, text.kv, window, start)
         for path, own in zip(paths, params, strict=True)
-    )
+    ]
+    about = {"impl": impl, "dtype": config.dtype, "slab": slab}
     return {
         "kind": "parity",
         "id": text.name,
         "target": str(args.target or "embedded"),
         "weights_sha256": fingerprint.of_params(loaded),
-        "native_isa": dispatch.instruction_set(paths[0].model.impl),
+        "native_isa": dispatch.instruction_set(impl),
         "gamma": args.gamma,
         "gen_tokens": args.gen_tokens,
         "prompt_source": args.prompts,
-        "reference": paths[0].to_row(),
-        "verify": paths[1].to_row(),
+        "reference": {"path": paths[0].name, **about},
+        "verify": {"path": paths[1].name, **about},
         "prompts": len(texts),
         "matched_prompts": sum(not found for found in others),
         "choices": sum(len(each.windows(width)) for each in texts) * width,
         "mismatches": sum(map(len, others)),
         "start": start,
         "window": window,
-        "moved_by_recording": [one.moved, other.moved],
-        **_differences(microscope.compare(one, other), start),
-    }
-
-
-def _differences(found: microscope.Comparison, start: int) -> dict[str, Any]:
-    """Returns a comparison by layers and operations, as `plot.py` draws it."""
-    names = dict.fromkeys(key.rpartition(":")[2] for key in found.cells)
-    operations = [name for name in names if name not in microscope.OUTSIDE]
-    layers = range(len(found.cells) // max(len(operations), 1))
-    first = found.first and {
-        **{name: found.first[name] for name in ("layer", "operation")},
-        "position": start + found.first["row"],
-        **{name: found.first[name] for name in list(found.cells.values())[0]},
-    }
-    return {
-        "equal": first is None,
-        "first": first,
-        "num_values": sum(cell["elements"] for cell in found.cells.values()),
-        "operations": operations,
-        "layers": list(layers),
-        "cells": [
-            [found.cells[microscope.key(n, name)] for name in operations]
-            for n in layers
-        ],
-        "outside": {n: found.cells[n] for n in microscope.OUTSIDE if n in found.cells},
+        "moved_by_recording": [each.moved for each in records_],
+        **microscope.compare(*records_, start),
     }
 
 

@@ -16,7 +16,6 @@ from experiments.lib import (
     cli,
     flags,
     llama_cpp,
-    processes,
     prompt_files,
     records,
     terminal,
@@ -39,9 +38,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --windows N=8  at most
         --llama-bin DIR  folder of llama-perplexity
         --gguf FILE,...  of the target, with --llama-bin
-        --limit-s SECONDS=600  the longest that llama-perplexity may take
         """,
-        **{"SECONDS": float, "FILE,...": cli.names(pathlib.Path)},
+        **{"FILE,...": cli.names(pathlib.Path)},
     )
     flags.add(parser, "out", out="one for each form of the weights")
     args = parser.parse_args(argv)
@@ -97,21 +95,14 @@ def rows(args: argparse.Namespace, text: str) -> Iterator[dict]:
         row["ratio_error"] = float(less.std() / np.sqrt(less.size))
         row["same_choice"] = float(np.mean(dense[1] == own[1]))
         yield row
-    if args.gguf is None:
-        return
-    build = llama_cpp.Build(
-        folder=pathlib.Path(args.llama_bin),
-        threads=processes.usable_cores(),
-        limit_s=args.limit_s,
-    )
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "text"
         path.write_text(text, encoding="utf-8")
-        for gguf in args.gguf:
-            found = llama_cpp.perplexity(
-                build, gguf, path, window=args.window, windows=args.windows
-            )
-            yield {"kind": "perplexity", "weights": f"llama.cpp {gguf.stem}"} | found
+        for gguf in args.gguf or ():
+            sizes = {"window": args.window, "windows": args.windows}
+            found = llama_cpp.perplexity(args.llama_bin, gguf, path, **sizes)
+            about = {"kind": "perplexity", "weights": f"llama.cpp {gguf.stem}"}
+            yield about | {"perplexity": found}
 
 
 def run(

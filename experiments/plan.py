@@ -10,14 +10,15 @@ matched, 2 not matched, 1 the input was unusable.
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from experiments.lib import (
     cli,
     flags,
     models,
-    planning,
     policies,
     records,
     results as results_lib,
@@ -27,17 +28,14 @@ from experiments.lib import (
 )
 from spec_jax import loading
 from spec_jax.analysis import metrics
-from spec_jax.drafters import tree_shapes
 from spec_jax.engine import protocols
+from spec_jax.gamma import costs as costs_lib
 
 
 MATCHED, NOT_MATCHED = 0, 2
 
-Pair = tuple[str, str | None]
-"""A drafter, and its tree if it drafts trees."""
-
-Drafted = tuple[str, int | str]
-"""A drafter, and its gamma or the text of its tree."""
+Pair = tuple[str, str | None, loading.LanguageModel]
+"""A drafter, its tree if it drafts trees, and the models."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -64,7 +62,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def load(args: argparse.Namespace) -> dict[Pair, loading.LanguageModel]:
+def load(args: argparse.Namespace) -> list[Pair]:
     """Returns the pairs of target and drafter: those of chains, then those of trees.
 
     Raises:
@@ -79,22 +77,89 @@ def load(args: argparse.Namespace) -> dict[Pair, loading.LanguageModel]:
             f"--tree: {', '.join(lms)} drafts chains alone; add a drafter that has "
             "trees, such as draft-model"
         )
-    pairs: dict[Pair, loading.LanguageModel] = {(n, None): lm for n, lm in lms.items()}
+    pairs: list[Pair] = [(name, None, lm) for name, lm in lms.items()]
     for name in has_trees:
-        pairs |= {(name, tree): lms[name].with_tree(tree) for tree in args.tree or ()}
+        pairs += [(name, tree, lms[name].with_tree(tree)) for tree in args.tree or ()]
     return pairs
 
 
+def expect(
+    counters: metrics.Counters, costs: costs_lib.RoundCosts, drafts: Iterable[int]
+) -> list[dict[str, Any]]:
+    """Returns what the first so many drafts of a chain bring, or best nodes of a tree.
+
+    A path that leaves the best `n` does not come back to them, so that rounds of `n`
+    keep what rounds of all keep among these.
+
+    Args:
+      counters: of rounds that asked for all drafts.
+
+    Returns:
+      Fields of rows: the drafts, rows and tokens of a round; `plain_steps`, the tokens
+      that it must commit to be as fast as decoding; and the speed-up.
+    """
+    share = counters.proposed / counters.rounds / costs.gamma_max
+    round_s, made = costs.rising_s(), []
+    for n in drafts:
+        tokens = 1 + sum(counters.kept_by_rank[:n]) / counters.rounds
+        # Lookups often find nothing: there are fewer rows than are asked for.
+        steps = np.interp(share * n, np.arange(len(round_s)), round_s) / round_s[0]
+        made.append(
+            {
+                "drafts": n,
+                "rows_per_round": 1 + share * n,
+                "tokens_per_round": tokens,
+                "plain_steps": float(steps),
+                "speedup": float(tokens / steps),
+            }
+        )
+    return made
+
+
+def recommend(
+    name: str,
+    counters: metrics.Counters,
+    costs: costs_lib.RoundCosts,
+    rows: Iterable[dict[str, Any]],
+) -> dict[str, Any]:
+    """Returns the row that says whether a drafter can win, and what is in its way.
+
+    `acceptance` is the chance that a first draft is kept, and `break_even` what a round
+    with one draft adds, in plain steps.
+
+    Args:
+      rows: of `expect`.
+    """
+    best = max(rows, key=lambda row: row["speedup"])
+    kept = sum(counters.kept_by_rank[:1]) / counters.rounds
+    round_s = costs.rising_s()
+    break_even = float(round_s[1] / round_s[0] - 1)
+    expected = f"{best['speedup']:.2f}x with {best['drafts']} drafts expected"
+    words = f"{name}: can win, {expected}"
+    if best["speedup"] <= 1:
+        words = (
+            f"{name}: cannot win, {expected} at best; a first draft is kept with a = "
+            f"{kept:.3f}, and would have to be with {break_even:.3f}, by which a round "
+            "with one draft is longer than a step"
+        )
+    return {
+        "kind": "plan_recommendation",
+        "can_win": best["speedup"] > 1,
+        "words": words,
+        "best": best,
+        "acceptance": kept,
+        "break_even": break_even,
+    }
+
+
 def predict(
-    args: argparse.Namespace,
     pair: Pair,
-    lm: loading.LanguageModel,
     subject: models.Subject,
     out: records.JsonLines,
     console: terminal.Console,
 ) -> list[dict[str, Any]]:
     """Measures costs and kept drafts of a pair; says what they lead one to expect."""
-    drafter, tree = pair
+    drafter, tree, lm = pair
     name = drafter if tree is None else f"{drafter}, tree {tree}"
     about = {"drafter": drafter, "tree": tree}
     settings = dataclasses.replace(subject.settings, gamma=lm.gamma_max)
@@ -106,41 +171,37 @@ def predict(
     drafts = range(1, lm.gamma_max + 1)
     if tree is not None:  # So many that the numbers between are of no interest.
         drafts = sorted({2**n - 1 for n in range(1, 9)} & {*drafts} | {lm.gamma_max})
-    rows = planning.predict(counters, costs, drafts)
+    rows = expect(counters, costs, drafts)
     out.write_all(about | {"kind": "prediction"} | row for row in rows)
     tables.print_rows(rows, PREDICTIONS, console, title=name)
-    row = planning.recommend(name, counters, costs, rows)
+    row = recommend(name, counters, costs, rows)
     out.write(about | row)
     console.print(row["words"], "\n")
     return rows
 
 
-def plan_rows(
-    results: dict[Drafted, list[results_lib.PromptResult]],
-    predictions: Mapping[Drafted, dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """A row of each drafter and gamma or tree: predicted, measured, and the error."""
-    rows = []
-    for (drafter, drafted), prompts in results.items():
-        summary = tables.to_row(results_lib.summarise(prompts))
-        predicted = predictions[drafter, drafted]
-        measured = summary["speedup_decode"]
-        about: dict[str, Any] = {"gamma": drafted}
-        if isinstance(drafted, str):
-            about = {"gamma": tree_shapes.parse(drafted).nodes, "tree": drafted}
-        row = {
-            "kind": "plan",
-            "drafter": drafter,
-            **about,
-            "predicted_speedup": predicted["speedup"],
-            "measured_speedup": measured,
-            "measured_speedup_p10": summary["speedup_decode_p10"],
-            "measured_speedup_p90": summary["speedup_decode_p90"],
-            "relative_error": measured and predicted["speedup"] / measured - 1,
-            "predicted_tokens_per_round": predicted["tokens_per_round"],
-        }
-        rows.append(row | summary)
-    return rows
+def plan_row(
+    pair: Pair,
+    predicted: Mapping[str, Any],
+    results: Sequence[results_lib.PromptResult],
+) -> dict[str, Any]:
+    """The row of a drafter and a gamma or tree: predicted, measured, and the error."""
+    drafter, tree, _ = pair
+    summary = tables.to_row(results_lib.summarise(results))
+    measured = summary["speedup_decode"]
+    row = {
+        "kind": "plan",
+        "drafter": drafter,
+        "gamma": predicted["drafts"],
+        **({"tree": tree} if tree else {}),
+        "predicted_speedup": predicted["speedup"],
+        "measured_speedup": measured,
+        "measured_speedup_p10": summary["speedup_decode_p10"],
+        "measured_speedup_p90": summary["speedup_decode_p90"],
+        "relative_error": measured and predicted["speedup"] / measured - 1,
+        "predicted_tokens_per_round": predicted["tokens_per_round"],
+    }
+    return row | summary
 
 
 PREDICTIONS = {
@@ -173,9 +234,8 @@ def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
     """Predicts, runs every drafter and gamma, and compares; returns the exit status."""
-    pairs = load(args)
-    first = pairs[args.drafter[0], None]
-    sampling = flags.sampling_settings(args)
+    pairs, sampling = load(args), flags.sampling_settings(args)
+    (_, _, first), *_ = pairs
     subject = models.prepare(args, first, args.prompts, sampling=sampling)
     out.common = (
         models.describe(args, first)
@@ -186,25 +246,23 @@ def run(
     words = ", ".join(args.drafter), f"gamma {gammas}"
     models.announce(args, subject, console, *words)
     design = lambda gamma: dataclasses.replace(subject.settings, gamma=gamma)
-    most = [(lm, design(lm.gamma_max)) for lm in pairs.values()]
+    most = [(lm, design(lm.gamma_max)) for _, _, lm in pairs]
     results_lib.warm_up(most, subject.ids)
-    grid: dict[Drafted, tuple[loading.LanguageModel, runs.Settings]] = {}
-    predictions: dict[Drafted, dict[str, Any]] = {}
-    for pair, lm in pairs.items():
-        rows, (name, tree) = predict(args, pair, lm, subject, out, console), pair
-        for gamma in args.gamma if tree is None else (lm.gamma_max,):
-            drafted = tree or gamma
-            grid[name, drafted] = lm, design(gamma)
-            (found,) = (row for row in rows if row["drafts"] == gamma)
-            predictions[name, drafted] = found
-    results: dict[Drafted, list[results_lib.PromptResult]] = {}
-    prompts, how = (subject.prompts, subject.ids), {"repeats": args.repeats}
+    grid: list[tuple[Pair, dict[str, Any]]] = []
+    for pair in pairs:
+        _, tree, lm = pair
+        gammas = args.gamma if tree is None else (lm.gamma_max,)
+        rows = predict(pair, subject, out, console)
+        grid += [(pair, row) for row in rows if row["drafts"] in gammas]
+    rows, how = [], {"repeats": args.repeats}
     with terminal.counted("runs", total=len(grid)) as advance:
-        for drafted, (lm, settings) in grid.items():
-            done = results_lib.run_prompts(lm, settings, *prompts, **how)
-            results[drafted] = list(done)
+        for pair, predicted in grid:
+            settings, prompts = design(predicted["drafts"]), subject.prompts
+            done = results_lib.run_prompts(
+                pair[-1], settings, prompts, subject.ids, **how
+            )
+            rows.append(plan_row(pair, predicted, list(done)))
             advance()
-    rows = plan_rows(results, predictions)
     out.write_all(rows)
     tables.print_rows(rows, PLAN, console)
     tables.print_disturbed(rows, console)

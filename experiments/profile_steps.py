@@ -10,23 +10,35 @@ prefix is kept: half of the prompts fit, and errors are of the other half. Exit 
 """
 
 import argparse
+import functools
+import statistics
 from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from scipy import optimize
 
 from experiments.lib import (
+    bench,
+    calibration,
     cli,
-    confidences,
     flags,
     models,
+    noise,
     profiles,
     prompt_files,
     records,
     tables,
     terminal,
+    works,
 )
-from spec_jax import loading
+from spec_jax import algorithms, loading
+from spec_jax.engine import protocols
 
 
 MEASURED = 0
+_ROUND = "round"
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -66,6 +78,8 @@ def run(
     """Measures, writes and shows each profile; returns the exit status."""
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     subject = models.prepare(args, lm, args.prompts) if args.calibrate else None
+    if subject is not None and len(subject.ids) < 2:
+        raise ValueError("one prompt fits and none is left to report: give --prompts 2")
     about = models.describe(args, lm) | {"drafter": args.drafter}
     out.common = about | records.provenance()
     if subject is not None:  # First, as it says what a drafter lacks.
@@ -84,19 +98,81 @@ def profile(
     *,
     num_slots: int,
     context: int,
-) -> dict:
-    """Returns the row of so many slots, each with so many tokens."""
-    with terminal.counted("turns", total=args.repeats + 1) as advance:
-        return profiles.measure(
-            lm,
-            num_slots=num_slots,
-            context=context,
-            longest=max(args.contexts),
-            page_size=args.page_size,
-            steps=args.steps,
-            repeats=args.repeats,
-            after_turn=advance,
-        )
+) -> dict[str, Any]:
+    """Times steps of 1 to `num_slots * (gamma_max + 1)` rows, and a whole round.
+
+    Returns:
+      The row of so many slots, each with so many tokens: seconds by rows as they were
+      measured (medians, 10th and 90th percentile) and `step_s` without their falls,
+      which are noise; `draft_s`, by which a round of all rows takes longer than its
+      step.
+    """
+    gamma, drafter = lm.gamma_max, protocols.complete(lm.drafter).for_schedule()
+    rows, new = range(1, num_slots * (gamma + 1) + 1), (args.steps + 1) * (gamma + 1)
+    algo = algorithms.speculative(lm.target, drafter)
+    params, size = (lm.params, lm.drafter_params), lm.target.config.vocab_size
+    longest = max(args.contexts) + new  # Caches of one size share programs.
+    state = algo.init(
+        params,
+        [noise.tokens(context, size, seed=slot).tolist() for slot in range(num_slots)],
+        max_tokens=new,
+        capacity=works.capacity_for(lm.target, longest, args.page_size),
+        page_size=args.page_size,
+    )
+    cases: dict[Any, bench.Case] = {}
+    number, how = np.arange(num_slots), {"steps": args.steps, "num_columns": gamma + 1}
+    window = functools.partial(works.repeat_forward, lm.target, lm.params, **how)
+    on_copies = functools.partial(bench.on_copies, calls=args.steps)
+    for num_rows in rows:
+        # As evenly over the slots as they go.
+        num_active = num_rows // num_slots + (number < num_rows % num_slots)
+        live = jnp.asarray(num_active, jnp.int32)
+        run = functools.partial(window, num_active=live)
+        cases[num_rows] = functools.partial(on_copies, run, state.cache)
+    run = functools.partial(algo.run, params, max_rounds=args.steps)
+    cases[_ROUND] = functools.partial(on_copies, run, state)
+    seconds = bench.run(cases, repeats=args.repeats).seconds
+    quantiles = np.quantile([seconds[n] for n in rows], (0.5, 0.1, 0.9), axis=1)
+    medians, p10, p90 = quantiles.tolist()
+    step_s = never_falling(medians).tolist()
+    round_s = statistics.median(seconds[_ROUND])
+    return {
+        "kind": profiles.KIND,
+        "num_slots": num_slots,
+        "context": context,
+        "gamma": gamma,
+        "rows": list(rows),
+        "step_s": step_s,
+        "median_s": medians,
+        "p10_s": p10,
+        "p90_s": p90,
+        "round_s": round_s,
+        "draft_s": max(0.0, round_s - step_s[-1]),
+        "n": args.repeats,
+        "steps": args.steps,
+    }
+
+
+def never_falling(seconds: Sequence[float]) -> np.ndarray:
+    """Returns times that never fall with more rows, nearest to those measured.
+
+    Not the highest so far: after one that was disturbed all rows would be free.
+    """
+    return optimize.isotonic_regression(seconds).x
+
+
+COLUMNS = {
+    "temperature": "g",
+    "draft": "d",
+    "of its confidence": ("temperatures", ".2f"),
+    "shift": ("shifts", ".2f"),
+    "ECE before": ("ece_before", ".3f"),
+    "by STS": ("ece_sts", ".3f"),
+    "ECE": ("ece", ".3f"),
+    "ROC-AUC before": ("roc_auc_before", ".3f"),
+    "ROC-AUC": ("roc_auc", ".3f"),
+}
+"""Of the table of calibrations, a line for each draft."""
 
 
 def calibrate(
@@ -109,9 +185,15 @@ def calibrate(
         "drafter_sha256": models.drafter_sha256(subject.lm),
     }
     for temperature in args.calibrate:
-        row = confidences.fit(subject, temperature, seed=args.seed)
+        row = calibration.fit(subject, temperature, seed=args.seed)
         out.write(about | row)
-        tables.print_rows(confidences.by_draft(row), confidences.COLUMNS, console)
+        names = [column[0] for column in COLUMNS.values() if isinstance(column, tuple)]
+        lines = [
+            {"temperature": temperature, "draft": draft + 1}
+            | {name: row[name][draft] for name in names}
+            for draft in range(row["gamma"])
+        ]
+        tables.print_rows(lines, COLUMNS, console)
 
 
 def show(row: dict, console) -> None:

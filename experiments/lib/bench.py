@@ -11,13 +11,13 @@ import functools
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import noise
+from experiments.lib import noise, terminal
 
 
 Thunk = Callable[[], float]
@@ -36,14 +36,6 @@ _PARTS = 64
 
 Case = Callable[[], Thunk]
 """Makes, and compiles, what is timed."""
-
-
-class Spread(NamedTuple):
-    """A median, and the 10th and 90th percentile."""
-
-    median: float
-    p10: float
-    p90: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,29 +68,28 @@ def run(
     cases: Mapping[Hashable, Case],
     *,
     repeats: int,
-    after_turn: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timings:
     """Makes each case and calls it once, then times all of them in turns.
 
     Args:
       cases: by their names.
-      repeats: turns after the warm-up.
-      after_turn: called after the warm-up and after each turn.
+      repeats: turns after the warm-up, which is shown as one more.
     """
     thunks: dict[Hashable, Thunk] = {}
     warm_up = {}
-    for name, make in cases.items():
-        started = clock()
-        thunk = make()
-        thunk()
-        thunks[name], warm_up[name] = thunk, clock() - started
-    after_turn()
-    seconds: dict[Hashable, list[float]] = {name: [] for name in thunks}
-    for _ in range(repeats):
-        for name, thunk in thunks.items():
-            seconds[name].append(thunk())
-        after_turn()
+    with terminal.counted("turns", total=repeats + 1) as advance:
+        for name, make in cases.items():
+            started = clock()
+            thunks[name] = make()
+            thunks[name]()
+            warm_up[name] = clock() - started
+        advance()
+        seconds: dict[Hashable, list[float]] = {name: [] for name in thunks}
+        for _ in range(repeats):
+            for name, thunk in thunks.items():
+                seconds[name].append(thunk())
+            advance()
     return Timings(warm_up=warm_up, seconds=seconds)
 
 
@@ -137,20 +128,17 @@ def on_copies(run: Callable[[Any], Any], state: Any, *, calls: int = 1) -> Thunk
     return stopwatch(run, copies, calls=calls, warms=True)
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Returns median and percentiles, linear between neighbours."""
-    return Spread(*(float(x) for x in np.quantile(values, (0.5, 0.1, 0.9))))
+_SHARES = {"p10": 0.1, "q1": 0.25, "q3": 0.75, "p90": 0.9}
 
 
-def spread_fields(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Returns the spread under `name`, `name_p10` and `name_p90`."""
-    return dict(zip((name, f"{name}_p10", f"{name}_p90"), spread(values), strict=True))
-
-
-def quartile_fields(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Returns median and quartiles under `name`, `name_q1` and `name_q3`."""
-    found = (float(x) for x in np.quantile(values, (0.5, 0.25, 0.75)))
-    return dict(zip((name, f"{name}_q1", f"{name}_q3"), found, strict=True))
+def spread_fields(
+    name: str, values: Sequence[float], tails: Sequence[str] = ("p10", "p90")
+) -> dict[str, float]:
+    """Returns the median under `name`, and quantiles, linear between neighbours, under
+    `name_p10` and `name_p90`, or the like."""
+    found = np.quantile(values, [0.5, *(_SHARES[tail] for tail in tails)])
+    names = (name, *(f"{name}_{tail}" for tail in tails))
+    return dict(zip(names, found.tolist(), strict=True))
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:

@@ -9,18 +9,21 @@ where it is, and so a bias.
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import optimize, stats
 
+from experiments.lib import models, profiles, runs
 from spec_jax.engine import protocols, round as round_lib, state as states
 from spec_jax.gamma import confidence
+from spec_jax.rules import sampling
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rounds:
+class Rounds(NamedTuple):
     """Confidences of rounds that verified all drafts, with how many were kept."""
 
     logits: np.ndarray  # [n, W] float32, see `confidence.logits_of`
@@ -71,8 +74,7 @@ BINS = 20
 """Bins of equal width over chances, for errors of calibration."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scaling:
+class Scaling(NamedTuple):
     """Maps confidences to chances: `sigmoid(logit / temperature + shift)`."""
 
     temperatures: np.ndarray  # [W] float32, above 0
@@ -92,8 +94,8 @@ def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
     They have the highest likelihood over the rounds that kept all drafts before, which
     is that of all counts together (Platt, Probabilistic Outputs for Support Vector
     Machines, 1999; with his targets, a round of each kind more, no chance becomes 0 or
-    1). Temperatures are above 0: no ranking within a draft changes. A draft that no
-    round reached keeps its confidence.
+    1). Temperatures are those of `TEMPERATURES` or between: no ranking within a draft
+    changes. A draft that no round reached keeps its confidence.
 
     Args:
       logits: `[n, W]`, of each draft's chance, if those before it are kept.
@@ -105,6 +107,27 @@ def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
         found.append(_platt(logits[reached, draft], num_accepted[reached] > draft))
     temperatures, shifts = np.array(found, np.float32).T
     return Scaling(temperatures=temperatures, shifts=shifts)
+
+
+def _platt(logits: np.ndarray, is_kept: np.ndarray) -> tuple[float, float]:
+    """Fits temperature and shift of one draft to the rounds that reached it."""
+    num_kept, count = int(is_kept.sum()), len(logits)
+    if not count:
+        return 1.0, 0.0
+    kept, lost = (num_kept + 1) / (num_kept + 2), 1 / (count - num_kept + 2)
+    targets = np.where(is_kept, kept, lost)
+
+    def loss(slope_and_shift: np.ndarray) -> tuple[float, np.ndarray]:
+        """Minus the mean log-likelihood, which is convex, and its gradient."""
+        slope, shift = slope_and_shift
+        scaled = slope * logits + shift
+        errors = 1 / (1 + np.exp(-scaled)) - targets
+        gradient = np.array([np.mean(errors * logits), np.mean(errors)])
+        return np.mean(np.logaddexp(0, scaled) - targets * scaled), gradient
+
+    bounds = ((1 / TEMPERATURES[-1], 1 / TEMPERATURES[0]), (None, None))
+    found = optimize.minimize(loss, (1.0, 0.0), jac=True, bounds=bounds)
+    return 1 / found.x[0], found.x[1]
 
 
 def fit_sts(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
@@ -127,60 +150,26 @@ def fit_sts(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
         before = products[best]
         found.append(by_nearness[best])
     unshifted = unscaled(logits.shape[1])
-    return dataclasses.replace(unshifted, temperatures=np.array(found, np.float32))
-
-
-def _platt(logits: np.ndarray, is_kept: np.ndarray) -> tuple[float, float]:
-    """Fits temperature and shift of one draft to the rounds that reached it."""
-    num_kept, count = int(is_kept.sum()), len(logits)
-    if not count:
-        return 1.0, 0.0
-    kept, lost = (num_kept + 1) / (num_kept + 2), 1 / (count - num_kept + 2)
-    targets = np.where(is_kept, kept, lost)
-    best, highest = (1.0, 0.0), -np.inf
-    # The temperature nearest to 1 wins a tie.
-    for temperature in sorted(TEMPERATURES, key=lambda each: abs(np.log(each))):
-        scaled = logits / temperature
-        shift = _shift(scaled, float(targets.mean()))
-        shifted = scaled + shift
-        likelihood = np.sum(targets * shifted - np.logaddexp(0, shifted))
-        if likelihood > highest:
-            best, highest = (temperature, shift), likelihood
-    return best
-
-
-def _shift(logits: np.ndarray, mean: float) -> float:
-    """Finds the shift of highest likelihood: with it chances have this mean."""
-    middle = np.log(mean) - np.log1p(-mean)
-    low, high = middle - logits.max(), middle - logits.min()
-    for _ in range(40):
-        shift = (low + high) / 2
-        if np.mean(1 / (1 + np.exp(-logits - shift))) < mean:
-            low = shift
-        else:
-            high = shift
-    return (low + high) / 2
+    return unshifted._replace(temperatures=np.array(found, np.float32))
 
 
 def reliability(
-    chances: np.ndarray, is_kept: np.ndarray, *, bins: int = BINS
+    chances: np.ndarray, is_kept: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns of each bin of chances its count, mean chance and share kept; 0 if empty.
 
     A reliability diagram shows these.
     """
-    at = np.minimum((np.asarray(chances) * bins).astype(int), bins - 1)
-    counts = np.bincount(at, minlength=bins)
-    sums = [np.bincount(at, weights=x, minlength=bins) for x in (chances, is_kept)]
+    at = np.minimum((np.asarray(chances) * BINS).astype(int), BINS - 1)
+    counts = np.bincount(at, minlength=BINS)
+    sums = [np.bincount(at, weights=x, minlength=BINS) for x in (chances, is_kept)]
     mean, share = (total / np.maximum(counts, 1) for total in sums)
     return counts, mean, share
 
 
-def calibration_error(
-    chances: np.ndarray, is_kept: np.ndarray, *, bins: int = BINS
-) -> float:
+def calibration_error(chances: np.ndarray, is_kept: np.ndarray) -> float:
     """Returns the expected calibration error: the mean gap between chance and share."""
-    counts, mean, share = reliability(chances, is_kept, bins=bins)
+    counts, mean, share = reliability(chances, is_kept)
     return float(np.sum(counts * np.abs(mean - share)) / np.sum(counts))
 
 
@@ -189,14 +178,11 @@ def roc_auc(scores: np.ndarray, is_kept: np.ndarray) -> float | None:
 
     None where all are kept, or none.
     """
-    values, at = np.unique(scores, return_inverse=True)
-    kept = np.bincount(at, weights=is_kept, minlength=len(values))
-    lost = np.bincount(at, minlength=len(values)) - kept
-    pairs = kept.sum() * lost.sum()
-    if not pairs:
+    kept, lost = scores[is_kept], scores[~is_kept]
+    if not (kept.size and lost.size):
         return None
-    below = np.cumsum(lost) - lost
-    return float(np.sum(kept * (below + lost / 2)) / pairs)
+    found = stats.mannwhitneyu(kept, lost, method="asymptotic")
+    return float(found.statistic / (kept.size * lost.size))
 
 
 def report(rounds: Rounds, scaling: Scaling) -> dict[str, Any]:
@@ -228,3 +214,48 @@ def report(rounds: Rounds, scaling: Scaling) -> dict[str, Any]:
         "bin_chance": mean.tolist(),
         "bin_kept": share.tolist(),
     }
+
+
+def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, Any]:
+    """Returns the row of a temperature of the target's draws.
+
+    Half of the prompts fit; the errors and rankings are of the other half. `ece_sts` is
+    the error that the paper's sequential temperature scaling leaves, to compare with.
+
+    Raises:
+      ValueError: a drafter without confidences, or texts too short for a whole round.
+    """
+    drafter = protocols.complete(subject.lm.drafter).for_schedule()
+    lm, draws = dataclasses.replace(subject.lm, drafter=drafter), None
+    if temperature:
+        draws = sampling.make_settings(temperature=temperature, seed=seed)
+    settings = dataclasses.replace(subject.settings, sampling=draws)
+    scheduler = runs.make_scheduler(lm, settings)
+    recorded = []
+    for prompt in subject.ids:
+        state = scheduler.begin(runs.make_request(lm, settings, prompt))
+        rounds = record_rounds(
+            scheduler.speculator, state, max_rounds=settings.gen_tokens
+        )
+        recorded.append(rounds)
+    row = {"kind": profiles.CALIBRATION, "temperature": temperature}
+    return row | {"gamma": lm.gamma_max} | judge(recorded)
+
+
+def judge(recorded: Sequence[Rounds]) -> dict[str, Any]:
+    """Returns the numbers of a row, of the rounds of each prompt: of two, the first is
+    fitted, and the second reported."""
+    fitted, reported = (
+        Rounds(*map(np.concatenate, zip(*recorded[half::2], strict=True)))
+        for half in range(2)
+    )
+    found = fit_platt(*fitted)
+    none = unscaled(fitted.logits.shape[1])
+    before = report(reported, none)
+    row = {name: values.tolist() for name, values in found._asdict().items()}
+    row |= {"fitted_rounds": len(fitted.logits), "rounds": len(reported.logits)}
+    row |= {f"{name}_before": values for name, values in before.items()}
+    of_paper = fit_sts(*fitted)
+    row["temperatures_sts"] = of_paper.temperatures.tolist()
+    row["ece_sts"] = report(reported, of_paper)["ece"]
+    return row | report(reported, found)

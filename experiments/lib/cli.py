@@ -22,6 +22,7 @@ EXTRAS = {
     "experiments": ("rich", "scipy", "tqdm"),
     "plot": ("matplotlib",),
     "train": ("optax", "orbax"),
+    "oracle": ("torch", "transformers"),
 }
 """What scripts import that is not installed with the package, by what installs it."""
 

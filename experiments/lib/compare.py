@@ -7,8 +7,16 @@ starts.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from experiments.lib import prompt_files, runs as runs_lib
+from experiments.lib import (
+    models,
+    prompt_files,
+    prompts as prompts_lib,
+    records,
+    runs,
+    terminal,
+)
 from spec_jax import loading
 from spec_jax.analysis import metrics
 
@@ -43,34 +51,29 @@ class Generated:
     counters: metrics.Counters | None = None  # of drafts, where they are counted
     nonfinite: int = 0  # tokens chosen from logits that are not finite, on our side
 
-    @property
-    def e2e_s(self) -> float:
-        """Seconds of the whole generation."""
-        return self.prefill_s + self.decode_s
-
     def first_difference(self, other: "Generated") -> int | None:
         """Returns the token at which the other differs, or where one of them tells no
         tokens the byte; the other's text beyond ours is not looked at, if its last
         round had more drafts than were asked for."""
         if self.ids is not None and other.ids is not None:
-            return runs_lib.first_difference(self.ids, other.ids)
+            return runs.first_difference(self.ids, other.ids)
         end = len(self.text) if other.count > self.count else None
-        return runs_lib.first_difference(self.text, other.text[:end])
+        return runs.first_difference(self.text, other.text[:end])
 
 
 def ours(
     lm: loading.LanguageModel,
-    settings: runs_lib.Settings,
+    settings: runs.Settings,
     prompt: list[int],
     *,
     gamma: int | None,
 ) -> Generated:
     """Generates on our side; raises as `runs.run_plain`."""
     if gamma is None:
-        done, counters = runs_lib.run_plain(lm, settings, prompt), None
+        done, counters = runs.run_plain(lm, settings, prompt), None
     else:
         settings = dataclasses.replace(settings, gamma=gamma)
-        done = runs_lib.run_speculative(lm, settings, prompt)
+        done = runs.run_speculative(lm, settings, prompt)
         counters = done.counters
     shown = [token for token in done.tokens if token not in settings.stop_ids]
     return Generated(
@@ -99,10 +102,6 @@ class PromptRuns:
         found = [first.first_difference(done) for done in self.every[run]]
         return min((place for place in found if place is not None), default=None)
 
-    def seconds(self, run: Run, name: str = "e2e_s") -> list[float]:
-        """Returns the seconds of each turn, of that name."""
-        return [getattr(done, name) for done in self.every[run][1:]]
-
     @property
     def nonfinite(self) -> int:
         """Tokens that one of our runs, the worst, chose from logits that hold NaN or
@@ -114,31 +113,34 @@ class PromptRuns:
         """Whether all our tokens equal our first plain ones, and all our logits were
         finite."""
         plain = self.every[OUR_PLAIN][0].ids
-        return not self.nonfinite and all(
-            one.ids == plain
-            for run, done in self.every.items()
-            if run.side == OURS
-            for one in done
-        )
+        own = [done for run, done in self.every.items() if run.side == OURS]
+        return not self.nonfinite and all(one.ids == plain for of in own for one in of)
 
 
-def run_prompt(
+def run_prompts(
     generate: Callable[[Run, list[int]], Generated],
-    runs: Sequence[Run],
-    prompt: prompt_files.Prompt,
-    ids: list[int],
+    ways: Sequence[Run],
+    prepared: prompts_lib.Prepared | models.Subject,
+    out: records.JsonLines,
+    row: Callable[[PromptRuns], dict[str, Any]],
     *,
     reference: Run,
     repeats: int,
-    after_turn: Callable[[], None] = lambda: None,
-) -> PromptRuns:
-    """Every run once to warm up, then all of them in turns, `repeats` times."""
-    every: dict[Run, list[Generated]] = {run: [] for run in runs}
-    for _ in range(1 + repeats):
-        for run, done in every.items():
-            done.append(generate(run, ids))
-        after_turn()
-    return PromptRuns(prompt=prompt, ids=ids, every=every, reference=reference)
+) -> list[PromptRuns]:
+    """Runs each prompt in every way once to warm up, then in turns; writes its row."""
+    made, total = [], len(prepared.prompts) * (1 + repeats)
+    with terminal.counted("runs", total=total) as advance:
+        for prompt, ids in zip(prepared.prompts, prepared.ids, strict=True):
+            every: dict[Run, list[Generated]] = {run: [] for run in ways}
+            for _ in range(1 + repeats):
+                for run, done in every.items():
+                    done.append(generate(run, ids))
+                advance()
+            made.append(
+                PromptRuns(prompt=prompt, ids=ids, every=every, reference=reference)
+            )
+            out.write(row(made[-1]))
+    return made
 
 
 def per_token(
@@ -149,11 +151,13 @@ def per_token(
     Args:
       whole: with the prompts' seconds; otherwise of decoding alone.
     """
-    name = "e2e_s" if whole else "decode_s"
     first = [prompt.every[run][0] for prompt in prompts]
     count = sum(one.count if whole else one.steps or one.count for one in first)
-    by_prompt = [prompt.seconds(run, name) for prompt in prompts]
-    return [sum(seconds) / count for seconds in zip(*by_prompt, strict=True)]
+    turns = zip(*(prompt.every[run][1:] for prompt in prompts), strict=True)
+    return [
+        sum(one.decode_s + whole * one.prefill_s for one in turn) / count
+        for turn in turns
+    ]
 
 
 def counted(prompts: Sequence[PromptRuns], run: Run) -> metrics.Counters | None:

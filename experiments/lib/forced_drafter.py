@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from spec_jax import pytree
 from spec_jax.drafters import each, slots as slots_lib, tree_shapes
@@ -41,25 +41,21 @@ class ForcedMemory(pytree.Node):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ForcedDrafter(protocols.Drafter):
+class ForcedDrafter:
     """Runs `inner`, and proposes what `ForcedParams` say; its parameters are `inner`'s.
 
     The K/V that the real draft keeps is that of its own tokens, not of the forced
-    ones: lengths and costs are those of a real run, values are not.
+    ones: lengths and costs are those of a real run, values are not. All that is not
+    said here of a `protocols.Drafter` is as the real one has it.
     """
 
     inner: protocols.Drafter
     vocab_size: int
 
-    @property
-    def gamma_max(self) -> int:
-        """The most tokens of a proposal."""
-        return self.inner.gamma_max
-
-    @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return protocols.complete(self.inner).depth_max
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("inner", "drafter", "num_slots"):
+            raise AttributeError(name)
+        return getattr(protocols.complete(self.inner), name)
 
     @functools.cached_property
     def right(self) -> np.ndarray:
@@ -68,25 +64,14 @@ class ForcedDrafter(protocols.Drafter):
         Raises:
           ValueError: a tree of a search, whose nodes are not known beforehand.
         """
-        tree = protocols.complete(self.inner).tree
-        if tree is None:
+        if self.tree is None:
             return np.arange(1, self.gamma_max + 1, dtype=np.int32)
-        if not isinstance(tree, tree_shapes.FixedTree):
+        if not isinstance(self.tree, tree_shapes.FixedTree):
             raise ValueError(
-                f"forced drafts of a search {tree}: give a tree of a fixed shape"
+                f"forced drafts of a search {self.tree}: give a tree of a fixed shape"
             )
-        depths = [0 if any(path) else len(path) for path in tree.paths]
+        depths = [0 if any(path) else len(path) for path in self.tree.paths]
         return np.array(depths, np.int32)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's features that the real drafter reads."""
-        return protocols.taps_of(self.inner)
-
-    @property
-    def feature_size(self) -> int | None:
-        """The width of a feature, if the real drafter takes one width alone."""
-        return protocols.complete(self.inner).feature_size
 
     def for_rule(self, rule: rule_lib.Rule) -> "ForcedDrafter":
         """Returns the drafter whose real one draws as that rule of acceptance has it.
@@ -123,18 +108,12 @@ class SlotForced(slots_lib.OfSlots):
         """The real drafter."""
         return each.lift(self.drafter.inner, self.num_slots)
 
-    def init(
-        self, *, capacity: int, page_size: int, num_pages: int | None = None
-    ) -> ForcedMemory:
+    def init(self, *, capacity: int, page_size: int, **more: Any) -> ForcedMemory:
         """Allocates the real drafter's memory, and empty traces."""
-        shape = (self.num_slots, -(-capacity // page_size) * page_size + 1)
-        return ForcedMemory(
-            inner=self.inner.init(
-                capacity=capacity, page_size=page_size, num_pages=num_pages
-            ),
-            trace=jnp.zeros(shape, jnp.int32),
-            kept=jnp.zeros(shape, jnp.int32),
-        )
+        sizes = {"capacity": capacity, "page_size": page_size, **more}
+        shape = self.num_slots, -(-capacity // page_size) * page_size + 1
+        trace, kept = (jnp.zeros(shape, jnp.int32) for _ in range(2))
+        return ForcedMemory(inner=self.inner.init(**sizes), trace=trace, kept=kept)
 
     def prefill(
         self,
@@ -146,11 +125,9 @@ class SlotForced(slots_lib.OfSlots):
         **features: Array,
     ) -> ForcedMemory:
         """Takes in the prompt, and what is known of the request. Donates `memory`."""
-        size = params.trace.shape[0]
+        where, size = {"slot": slot, **features}, params.trace.shape[0]
         return memory.replace(
-            inner=self.inner.prefill(
-                params.draft, memory.inner, prompt, slot=slot, **features
-            ),
+            inner=self.inner.prefill(params.draft, memory.inner, prompt, **where),
             trace=memory.trace.at[slot, :size].set(params.trace),
             kept=memory.kept.at[slot, :size].set(params.kept),
         )
@@ -160,23 +137,15 @@ class SlotForced(slots_lib.OfSlots):
         params: protocols.Params,
         memory: ForcedMemory,
         *,
-        tokens: Int[Array, "B max_len"],
         length: Int[Array, " B"],
-        gamma: Int[Array, " B"],
-        sampling: protocols.Sampling,
+        **asked: Any,
     ) -> tuple[ForcedMemory, protocols.Proposal]:
-        """As many tokens as `inner` proposes, of which `kept` are right."""
-        inner, proposal = self.inner.propose(
-            params,
-            memory.inner,
-            tokens=tokens,
-            length=length,
-            gamma=gamma,
-            sampling=sampling,
-        )
+        """As many tokens as `inner` proposes, of which `kept` are right.
 
-        # What was drafted is not used, but its K/V stay in the memory: all of the draft
-        # is computed.
+        What was drafted is not used, but its K/V stay in the memory: all of the draft
+        is computed.
+        """
+        inner, found = self.inner.propose(params, memory.inner, length=length, **asked)
         depth = jnp.asarray(self.drafter.right)
 
         def forced(trace, kept, length):
@@ -184,21 +153,20 @@ class SlotForced(slots_lib.OfSlots):
             is_right = (depth > 0) & (depth <= kept.at[length].get(mode="clip"))
             return jnp.where(is_right, token, (token + 1) % self.vocab_size)
 
-        forced_tokens = jax.vmap(forced)(memory.trace, memory.kept, length)
-        return memory.replace(inner=inner), proposal.replace(tokens=forced_tokens)
+        tokens = jax.vmap(forced)(memory.trace, memory.kept, length)
+        return memory.replace(inner=inner), found.replace(tokens=tokens)
 
     def commit(
         self,
         params: protocols.Params,
         memory: ForcedMemory,
         length: Int[Array, " B"],
-        *,
-        asked: Bool[Array, " B"],
-        **features: Array,
+        **kept: Array,
     ) -> ForcedMemory:
         """Commits to the real drafter's memory."""
-        inner = self.inner.commit(params, memory.inner, length, asked=asked, **features)
-        return memory.replace(inner=inner)
+        return memory.replace(
+            inner=self.inner.commit(params, memory.inner, length, **kept)
+        )
 
 
 def never_kept(

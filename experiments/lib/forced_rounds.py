@@ -9,7 +9,7 @@ the same for all runs, and no prefill is timed.
 import argparse
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from experiments.lib import bench, forced_drafter, noise, works
 from spec_jax import loading, testing
 from spec_jax.engine import protocols, requests as requests_lib, state as states
 from spec_jax.model import row_model
-from spec_jax.paging import index
+from spec_jax.paging import cache as paged
 
 
 PLAIN = "plain"
@@ -29,50 +29,40 @@ Rate = float | str
 """A share of drafts, or the name of a data set."""
 
 
-def rates(text: str) -> tuple[float | str, ...]:
-    """The type of a flag that lists rates to be forced, and names of data sets."""
-    known = DATA_SETS
-    try:
-        parts = text.split(",")
-        found = tuple(part if part in known else float(part) for part in parts)
-    except ValueError:
-        found = ()
-    if not found or not all(rate in known or 0 < rate < 1 for rate in found):
+def rate(text: str) -> Rate:
+    """The type of a rate to be forced: a share, or the name of a data set."""
+    if text in DATA_SETS:
+        return text
+    value = float(text)
+    if not 0 < value < 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of rates between 0 and 1, such as 0.4,0.6; of a head "
-            f"it may name {' or '.join(known)}"
+            f"{text} is not between 0 and 1; of a head it may name "
+            f"{' or '.join(DATA_SETS)}"
         )
-    return found
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """What the runs share.
+    """Generations of one text.
 
     Attributes:
       start, limit: lengths before and after a generation.
-      tokens: a random text `[max_len]`, of which `start` tokens count.
-      caches: of the target, and the draft's memory, of which runs take copies.
     """
 
-    lm: loading.LanguageModel
+    stage: works.Stage
     start: int
     limit: int
-    tokens: jax.Array
-    caches: tuple[Any, Any]
+
+    @property
+    def num_new(self) -> int:
+        """Tokens of a generation."""
+        return self.limit - self.start
 
     def plain(self) -> works.Work:
-        """Decodes the text."""
-        work = works.plain_steps(
-            self.lm.target,
-            self.lm.params,
-            self.tokens,
-            self.start,
-            steps=self.limit - self.start,
-            cache=self.caches[0],
-            program="forced: plain",
-        )
-        return dataclasses.replace(work, calls=1)
+        """Decodes the text; its time is a token's."""
+        how = {"steps": self.num_new, "program": "forced: plain"}
+        return self.stage.plain_steps(self.start, **how)
 
     def rounds(self, trace: Any, kept: Any, gamma: int) -> works.Work:
         """Generates the text `trace` by rounds that keep `kept`, see `ForcedParams`."""
@@ -82,43 +72,24 @@ class Runs:
             text, right = jnp.asarray(trace)[None], jnp.asarray(kept)[None]
             return forced_drafter.ForcedMemory(inner=inner, trace=text, kept=right)
 
-        vocab_size = self.lm.target.config.vocab_size
-        drafter = forced_drafter.ForcedDrafter(
-            inner=self.lm.drafter, vocab_size=vocab_size
-        )
-        work = works.rounds(
-            dataclasses.replace(self.lm, drafter=drafter),
-            self.tokens,
-            self.start,
-            gamma,
-            limit=self.limit,
-            caches=self.caches,
-            max_rounds=self.limit,
-            memory_at=memory_at,
-            program="forced: rounds",
-        )
-        return dataclasses.replace(work, calls=1)
+        lm = self.stage.lm
+        size = lm.target.config.vocab_size
+        drafter = forced_drafter.ForcedDrafter(inner=lm.drafter, vocab_size=size)
+        how = {"limit": self.limit, "max_rounds": self.limit, "drafter": drafter}
+        how |= {"memory_at": memory_at, "program": "forced: rounds"}
+        return self.stage.rounds(self.start, gamma, **how)
 
     def programs(self, gamma: int) -> list[works.Work]:
         """Returns what `measure` calls, to be traced and not run."""
-        size = self.tokens.shape[0]
-        kept = np.zeros((size + self.lm.gamma_max,), np.int32)
-        return [self.plain(), self.rounds(np.zeros((size,), np.int32), kept, gamma)]
+        trace = np.zeros(self.stage.text.shape, np.int32)
+        kept = np.zeros((trace.size + self.stage.lm.gamma_max,), np.int32)
+        return [self.plain(), self.rounds(trace, kept, gamma)]
 
-    def written(self, kv: Any) -> Any:
-        """Returns keys and values of what was generated, `[L, T, K, H]` each.
-
-        Less the last token, which has none.
-        """
-        return _written(kv, self.start - 1, size=self.limit - self.start)
-
-
-@functools.partial(jax.jit, static_argnames=("size",))
-def _written(kv, start, *, size):
-    positions = start + jnp.arange(size)
-    pages = kv.page_table[row_model.SLOT, positions // kv.page_size]
-    at = positions % kv.page_size
-    return [jnp.stack([pool[pages, at] for pool in pools]) for pools in (kv.k, kv.v)]
+    def written(self, kv: paged.PagedKV) -> list[tuple[jax.Array, jax.Array]]:
+        """Returns keys and values by layer of all tokens but the last, which has none:
+        of the context, which is the same in all runs, and of what was generated."""
+        where = (row_model.SLOT, self.limit - 1)
+        return [paged.gather(kv, layer, *where) for layer in range(len(kv.k))]
 
 
 def differing(actual: Any, expected: Any) -> int:
@@ -139,13 +110,9 @@ def make_runs(
 ) -> Runs:
     """Makes caches for generations after `start` tokens of noise, or their shapes."""
     limit = start + generated
-    capacity = index.pages_for(limit + lm.gamma_max + 1, page_size) * page_size
-    sizes = {"capacity": capacity, "page_size": page_size}
-    make = jax.eval_shape if as_shapes else lambda call: call()
-    kv = make(functools.partial(noise.noisy_cache, lm.target, **sizes))
-    memory = make(functools.partial(noise.noisy_memory, lm.drafter, **sizes))
-    tokens = works.text_of(lm.target, capacity)
-    return Runs(lm=lm, start=start, limit=limit, tokens=tokens, caches=(kv, memory))
+    positions = limit + lm.gamma_max + 1
+    stage = works.make_stage(lm, positions, page_size, as_shapes=as_shapes)
+    return Runs(stage, start, limit)
 
 
 def measure(
@@ -170,7 +137,7 @@ def measure(
         raise RuntimeError("two plain runs of one text differ")
     expected = runs.written(first.cache)
     del first, again  # And their caches.
-    drafter = runs.lm.drafter
+    drafter = runs.stage.lm.drafter
     depth = drafter.depth_max if protocols.is_tree(drafter) else gamma
     done: dict[Rate, list[dict[str, Any]]] = {rate: [] for rate in rates}
 
@@ -183,11 +150,9 @@ def measure(
             size=trace.size + drafter.gamma_max,
         )
         work, last = runs.rounds(trace, kept, gamma), []
+        call = lambda state: last.append(work.call(state)) or last[0]
         # Without a call before it, of which there are many steps already.
-        timed = bench.stopwatch(
-            lambda state: last.append(work.apply(work.function, state)) or last[0],
-            lambda: work.prepare(work.caches),
-        )
+        timed = bench.stopwatch(call, work.prepared)
 
         def checked() -> float:
             seconds, state = timed(), last.pop()
@@ -195,7 +160,7 @@ def measure(
             # Without the cache, which is large.
             slot = requests_lib.slot_of(state.slots, 0)
             done[rate].append(counts(runs, trace, slot, wrong))
-            return seconds
+            return seconds / runs.num_new
 
         return checked
 
@@ -206,7 +171,7 @@ def measure(
         {"kind": "rounds", "acceptance": "forced", "gamma": gamma, "forced_rate": rate}
         # The run that differs most from decoding, or has most logits of NaN.
         | max(done[rate], key=lambda run: [run[name] for name in FAULTS])
-        | times(timings, rate, done[rate][0]["rounds"], runs.limit - runs.start)
+        | times(timings, rate, done[rate][0]["tokens_per_target_step"])
         for rate in rates
     ]
 
@@ -226,15 +191,13 @@ def counts(
     new = slice(runs.start, runs.limit)
     differing = int(np.sum(np.asarray(slot.tokens)[new] != trace[new]))
     differing += abs(runs.limit - int(slot.length))
-    nonfinite = int(slot.num_nonfinite)
-    proposed, accepted = int(slot.num_proposed), int(slot.num_accepted)
-    num_rounds, generated = int(slot.num_rounds), runs.limit - runs.start
+    nonfinite, num_rounds = int(slot.num_nonfinite), int(slot.num_rounds)
     return {
-        "acceptance_rate": accepted / max(proposed, 1),
+        "acceptance_rate": int(slot.num_accepted) / max(int(slot.num_proposed), 1),
         "accepted_hist": slot.accepted_hist,
         "rounds": num_rounds,
-        "tokens": generated,
-        "tokens_per_target_step": generated / num_rounds,
+        "tokens": runs.num_new,
+        "tokens_per_target_step": runs.num_new / num_rounds,
         "context": runs.start,
         "nonfinite_logits": nonfinite,
         "matched": differing == nonfinite == 0,
@@ -244,20 +207,22 @@ def counts(
     }
 
 
-def times(
-    timings: bench.Timings, rate: Rate, num_rounds: int, num_tokens: int
-) -> Mapping[str, Any]:
-    """Returns a rate's times: a token's, a round's, and the speed-up."""
+def times(timings: bench.Timings, rate: Rate, per_round: float) -> dict[str, Any]:
+    """Returns a rate's times: a token's, a round's, and the speed-up.
+
+    Args:
+      timings: seconds of a token.
+      per_round: tokens that a round brings.
+    """
     seconds, plain_s = timings.seconds[rate], timings.seconds[PLAIN]
-    each = {
-        "plain_ms": [1e3 * s / num_tokens for s in plain_s],
-        "spec_ms": [1e3 * s / num_tokens for s in seconds],
-        "round_ms": [1e3 * s / num_rounds for s in seconds],
-        "speedup": bench.ratios(plain_s, seconds),
-    }
     made = {"n": len(seconds), "warm_up_s": timings.warm_up[rate]}
-    for name, values in each.items():
-        made |= bench.quartile_fields(name, values)
+    for name, values in {
+        "plain_ms": [1e3 * s for s in plain_s],
+        "spec_ms": [1e3 * s for s in seconds],
+        "round_ms": [1e3 * s * per_round for s in seconds],
+        "speedup": bench.ratios(plain_s, seconds),
+    }.items():
+        made |= bench.spread_fields(name, values, ("q1", "q3"))
     return made
 
 
@@ -273,37 +238,30 @@ def choose_kept(
       chances: of each draft of a chain, or of a path of a tree.
       start, limit: lengths of the text before the first round and after the last.
     """
-    gamma, best, best_gap = len(chances), None, np.inf
-    rate = np.cumprod(chances).sum() / gamma
-    for seed in range(tries):
+    gamma, rate = len(chances), np.cumprod(chances).sum() / len(chances)
+
+    def drawn(seed: int) -> np.ndarray:
         is_right = np.random.default_rng(seed).random((size, gamma)) < chances
-        kept = np.cumprod(is_right, axis=1).sum(axis=1).astype(np.int32)
+        return np.cumprod(is_right, axis=1).sum(axis=1).astype(np.int32)
+
+    def gap(kept: np.ndarray) -> float:
         proposed, accepted = simulate(kept, start=start, limit=limit, gamma=gamma)
-        gap = abs(accepted / max(proposed, 1) - rate)
-        if gap < best_gap:
-            best, best_gap = kept, gap
-    return best
+        return abs(accepted / max(proposed, 1) - rate)
+
+    return min(map(drawn, range(tries)), key=gap)
 
 
-def conditional(rate: float, gamma: int, first: float | None = None) -> float:
-    """The chance of each draft, given all before it, by which `rate` of them are kept.
-
-    The `p` with `p + p**2 + .. + p**gamma = rate * gamma`, by bisection.
-
-    Args:
-      first: the chance of the first draft, if it is another: `p` is then of the others.
-
-    Raises:
-      ValueError: a rate outside (0, 1).
-    """
-    if not 0 < rate < 1:
-        raise ValueError(f"a forced acceptance of {rate} is not between 0 and 1")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        p = (low + high) / 2
-        reached = (p if first is None else first) * sum(p**i for i in range(gamma))
-        low, high = (p, high) if reached < rate * gamma else (low, p)
-    return low
+def simulate(
+    kept: np.ndarray, *, start: int, limit: int, gamma: int
+) -> tuple[int, int]:
+    """Drafts proposed and accepted, on one path, by the rounds of a generation."""
+    length, proposed, accepted = start, 0, 0
+    while length < limit:
+        drafted = min(gamma, limit - length - 1)
+        right = min(int(kept[length]), drafted)
+        proposed, accepted = proposed + drafted, accepted + right
+        length += right + 1
+    return proposed, accepted
 
 
 # Tokens of a round, the target's own among them, and the chance of the first draft
@@ -321,37 +279,33 @@ _PUBLISHED_DRAFTS = 7
 DATA_SETS = tuple(dict.fromkeys(name for _, name in _PUBLISHED))
 
 
-def chances(rate: float | str, gamma: int, *, head: str | None) -> list[float]:
+def chances(rate: Rate, gamma: int, *, head: str | None) -> list[float]:
     """The chance of each draft, given all before it.
 
     Args:
       rate: the share of drafts to be kept; or one of `DATA_SETS`, for what is published
         of `head`. That is a length of seven drafts: all drafts but the first have one
         chance, by which it comes out.
-
-    Raises:
-      ValueError: a rate outside (0, 1), or a data set without a head.
     """
     if not isinstance(rate, str):
         return [conditional(rate, gamma)] * gamma
-    if (head, rate) not in _PUBLISHED:
-        raise ValueError(
-            f"the acceptance of {rate} is that of a head: name one with --head"
-        )
     tokens, first = _PUBLISHED[head, rate]
     share = (tokens - 1) / _PUBLISHED_DRAFTS
     others = conditional(share, _PUBLISHED_DRAFTS, first)
     return [others if first is None else first, *[others] * (gamma - 1)]
 
 
-def simulate(
-    kept: np.ndarray, *, start: int, limit: int, gamma: int
-) -> tuple[int, int]:
-    """Drafts proposed and accepted, on one path, by the rounds of a generation."""
-    length, proposed, accepted = start, 0, 0
-    while length < limit:
-        drafted = min(gamma, limit - length - 1)
-        right = min(int(kept[length]), drafted)
-        proposed, accepted = proposed + drafted, accepted + right
-        length += right + 1
-    return proposed, accepted
+def conditional(rate: float, gamma: int, first: float | None = None) -> float:
+    """The chance `p` of each draft, given all before it, by which `rate` of them are
+    kept: `p + p**2 + .. + p**gamma = rate * gamma`.
+
+    Args:
+      first: the chance of the first draft, if it is another: `p` is then of the others.
+    """
+    from scipy import optimize  # Few runs of latency.py force anything.
+
+    def excess(p: float) -> float:
+        reached = (p if first is None else first) * sum(p**i for i in range(gamma))
+        return reached - rate * gamma
+
+    return optimize.brentq(excess, 0.0, 1.0)

@@ -4,47 +4,29 @@ The only file of the experiments that imports torch and transformers, and it doe
 when they are needed: they are an extra, and importing them starts thread pools.
 """
 
-import dataclasses
-import importlib.util
 import os
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.lib import processes
 
 
-INSTALL = "pip install -e '.[oracle]'"
-
 PLAIN, DRAFT_MODEL, PROMPT_LOOKUP = "plain", "draft model", "prompt lookup"
-
-METHODS = (DRAFT_MODEL, PROMPT_LOOKUP)
-"""Where Hugging Face's drafts can come from."""
 
 MATCHED_NGRAM = 2
 """Tokens that prompt lookup matches at most: the library's own default, said aloud."""
 
-_MODULES = ("torch", "transformers")
 _DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Baseline:
+class Baseline(NamedTuple):
     """Models of Hugging Face, ready to generate."""
 
     target: Any  # a causal language model
     draft: Any  # the assistant, where there is one
     description: dict[str, Any]  # versions and threads, for the rows of the results
-
-
-def check_installed() -> None:
-    """Raises `ValueError` if a library that is needed is missing."""
-    lacking = [name for name in _MODULES if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise ValueError(
-            f"{' and '.join(lacking)} not installed; {INSTALL} brings them"
-        )
 
 
 def load(
@@ -83,7 +65,7 @@ def load(
         )
 
     how = {"dtype": getattr(torch, dtype), "device": _DEVICES[backend]}
-    assistant = None if draft is None else _model(draft, **how)
+    assistant = draft and _model(draft, **how)
     if assistant is not None:
         # The assistant's own settings decide how much is drafted. Its confidence
         # would end a draft early.
@@ -144,8 +126,6 @@ def generate(
     elif method == PROMPT_LOOKUP:
         options["prompt_lookup_num_tokens"] = gamma
         options["max_matching_ngram_size"] = MATCHED_NGRAM
-    elif method != PLAIN:
-        raise ValueError(f"{method=} is not one of {PLAIN}, {', '.join(METHODS)}")
     ids = torch.tensor([list(prompt)], device=baseline.target.device)
     with torch.inference_mode():
         output = baseline.target.generate(

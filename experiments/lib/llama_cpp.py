@@ -1,11 +1,10 @@
 """llama.cpp's programs: run on GGUF files, and their output read.
 
 Knows their flags and what they print, as of llama.cpp 0.5. A program that is missing,
-fails, takes too long or prints something else is a `ValueError` of one line.
+fails or prints something else is a `ValueError` of one line.
 """
 
 import contextlib
-import dataclasses
 import json
 import pathlib
 import re
@@ -15,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from experiments.lib import compare
+from experiments.lib import compare, processes
 from spec_jax.analysis import metrics
 
 
@@ -81,43 +80,22 @@ _OF_SPECULATIVE = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Build:
-    """A folder with the programs, and how they are run."""
-
-    folder: pathlib.Path
-    threads: int
-    limit_s: float  # that a program may take
-
-
 class Unreadable(ValueError):
     """An output that lacks something: cut short, or of another version."""
 
-    def __init__(self, program: str, output: bytes):
-        """Takes what was printed, of which the message shows the end."""
-        shown = " ".join(output.decode(errors="replace").split())[-200:] or "nothing"
-        super().__init__(
-            f"{program}: an output that is not understood; it ends: {shown}"
-        )
 
-
-def find(folder: pathlib.Path, *, threads: int, limit_s: float) -> Build:
-    """Returns the build in a folder.
-
-    Raises:
-      ValueError: a program is missing.
-    """
+def check(folder: pathlib.Path) -> None:
+    """Raises `ValueError` where the folder of a build lacks a program."""
     missing = [name for name in PROGRAMS if not (folder / name).is_file()]
     if missing:
         raise ValueError(
             f"{folder}: no {', '.join(missing)}; name the folder `bin` of a build of "
             "llama.cpp, see docs/measurements.md"
         )
-    return Build(folder=folder, threads=threads, limit_s=limit_s)
 
 
 def convert(
-    build: Build,
+    folder: pathlib.Path,
     head: pathlib.Path,
     target: pathlib.Path,
     path: pathlib.Path,
@@ -128,6 +106,7 @@ def convert(
     """Writes the GGUF file of a head that reads a target, by llama.cpp's converter.
 
     Args:
+      folder: of a build, whose sources have the converter.
       head, target: folders.
       pre_tokenizer: llama.cpp's name of the target's.
       dtype: "bfloat16" or "float32".
@@ -135,7 +114,7 @@ def convert(
     Raises:
       ValueError: no sources, or a head that it does not convert.
     """
-    cache = build.folder.parent / "CMakeCache.txt"  # Says what the build is of.
+    cache = folder.parent / "CMakeCache.txt"  # Says what the build is of.
     found = cache.is_file() and _SOURCES.search(cache.read_text(errors="replace"))
     script = pathlib.Path(found[1] if found else "") / "convert_hf_to_gguf.py"
     if not script.is_file():
@@ -143,16 +122,15 @@ def convert(
             f"{cache}: names no sources of llama.cpp with convert_hf_to_gguf.py, which "
             "writes heads as GGUF; leave the sources where they were built"
         )
-    command = [sys.executable, "-c", _CONVERT, str(script), pre_tokenizer, str(head)]
-    command += ["--target-model-dir", str(target), "--outfile", str(path)]
-    command += ["--outtype", {"bfloat16": "bf16", "float32": "f32"}[dtype]]
-    _run(build, command, name=str(script))
+    kind = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+    command = ("-c", _CONVERT, script, pre_tokenizer, head, "--outtype", kind)
+    _run(sys.executable, *command, "--target-model-dir", target, "--outfile", path)
     if not path.is_file():
         raise ValueError(f"{script}: wrote no GGUF file of {head}")
 
 
 def bench(
-    build: Build,
+    folder: pathlib.Path,
     model: pathlib.Path,
     *,
     prompts: Sequence[int],
@@ -168,49 +146,47 @@ def bench(
       tokens: to be generated one by one, after nothing.
       repeats: of each test, after one that does not count.
     """
-    program = str(build.folder / BENCH)
-    command = [program, "-m", str(model), "-t", str(build.threads), "-o", "jsonl"]
-    command += ["-r", str(repeats), "-n", str(tokens)]
-    command += ["-p", ",".join(map(str, prompts))]
-    done, found, told = _run(build, command, name=program), {}, {}
+    flags = ["-m", model, "-t", processes.usable_cores(), "-o", "jsonl", "-n", tokens]
+    flags += ["-r", repeats, "-p", ",".join(map(str, prompts))]
+    done, found, told = _run(folder / BENCH, *flags), {}, {}
     try:
         for row in map(json.loads, done.stdout.splitlines()):
             size, seconds = row["n_prompt"], statistics.median(row["samples_ns"]) / 1e9
-            found[f"pp{size}" if size else f"tg{row['n_gen']}"] = (
-                seconds if size else seconds / row["n_gen"]
-            )
+            name = f"pp{size}" if size else f"tg{row['n_gen']}"
+            found[name] = seconds if size else seconds / row["n_gen"]
             told = {"build": str(row["build_commit"]), "cpu": str(row["cpu_info"])}
     except (ValueError, KeyError, TypeError):
-        raise Unreadable(program, done.stdout) from None
+        raise _unreadable(done) from None
     if set(found) != {f"pp{n}" for n in prompts} | {f"tg{tokens}"}:
-        raise Unreadable(program, done.stdout)
+        raise _unreadable(done)
     return found, told
 
 
 def perplexity(
-    build: Build,
+    folder: pathlib.Path,
     model: pathlib.Path,
     text: pathlib.Path,
     *,
     window: int,
     windows: int,
-) -> dict[str, float]:
-    """Returns the `perplexity` of a text's windows, of each the second half.
+) -> float:
+    """Returns the perplexity of a text's windows, of each the second half.
 
     Args:
       window: tokens.
       windows: at most.
     """
-    program = str(build.folder / PERPLEXITY)
-    command = [program, "-m", str(model), "-f", str(text), "-c", str(window)]
-    command += ["--chunks", str(windows), "-t", str(build.threads)]
-    done = _run(build, command, name=program)
-    patterns = {"perplexity": rf"Final estimate: PPL{_NUMBER}"}
-    return _numbers(program, done.stdout + done.stderr, patterns)
+    flags = ("-m", model, "-f", text, "-c", window, "--chunks", windows)
+    done = _run(folder / PERPLEXITY, *flags, "-t", processes.usable_cores())
+    printed = (done.stdout + done.stderr).decode(errors="replace")
+    found = re.findall(rf"Final estimate: PPL{_NUMBER}", printed)
+    if not found:
+        raise _unreadable(done)
+    return float(found[-1])
 
 
 def generate(
-    build: Build,
+    folder: pathlib.Path,
     model: pathlib.Path,
     prompt: bytes,
     *,
@@ -230,37 +206,39 @@ def generate(
       drafter: ours, of `SPEC_TYPES`.
       draft: None: prompt lookup, by `LOOKED_UP` tokens.
     """
-    threads = str(build.threads)
-    flags = ["-m", str(model), "-t", threads, "-tb", threads]
+    threads = processes.usable_cores()
+    flags = ["-m", model, "-t", threads, "-tb", threads, "-c", capacity + _AHEAD]
     if gamma is None:
-        program, read = str(build.folder / PLAIN), _read_plain
-        flags += ["-n", str(max_tokens), "--no-display-prompt", "-no-cnv"]
+        program, read = PLAIN, _read_plain
+        flags += ["-n", max_tokens, "--no-display-prompt", "-no-cnv"]
     else:
-        program, read = str(build.folder / SPECULATIVE), _read_speculative
+        program, read = SPECULATIVE, _read_speculative
         # It goes on until it has more than it was asked for; its last rounds draft
         # less.
-        flags += ["-n", str(max_tokens - 1), "--spec-type", SPEC_TYPES[drafter]]
+        flags += ["-n", max_tokens - 1, "--spec-type", SPEC_TYPES[drafter]]
         if draft is None:
             sizes = "--spec-ngram-simple-size"
-            flags += [f"{sizes}-n", str(LOOKED_UP), f"{sizes}-m", str(gamma)]
+            flags += [f"{sizes}-n", LOOKED_UP, f"{sizes}-m", gamma]
         else:
-            flags += ["-md", str(draft), "-td", threads]
-            flags += ["--spec-draft-n-max", str(gamma), "--spec-draft-p-min", "0"]
+            flags += ["-md", draft, "-td", threads]
+            flags += ["--spec-draft-n-max", gamma, "--spec-draft-p-min", 0]
     with tempfile.NamedTemporaryFile() as file:
         file.write(prompt)
         file.flush()
-        size = ("-c", str(capacity + _AHEAD), "-bf", file.name, "--no-escape")
-        command = [program, *flags, *size, *_GREEDY]
+        flags += ["-bf", file.name, "--no-escape", *_GREEDY]
         for _ in range(_TRIES - 1):  # What is cut short is run again.
             with contextlib.suppress(Unreadable):
-                return read(program, _run(build, command, name=program), prompt)
-        return read(program, _run(build, command, name=program), prompt)
+                return read(_run(folder / program, *flags), prompt)
+        return read(_run(folder / program, *flags), prompt)
 
 
-def _read_plain(program, done, prompt) -> tuple[compare.Generated, int]:
-    found, text = _numbers(program, done.stderr, _OF_PLAIN), done.stdout
+Done = subprocess.CompletedProcess
+
+
+def _read_plain(done: Done, prompt: bytes) -> tuple[compare.Generated, int]:
+    found, text = _numbers(done, _OF_PLAIN), done.stdout
     if not text.endswith(b"\n\n"):
-        raise Unreadable(program, text)
+        raise _unreadable(done)
     steps = int(found["steps"])
     generated = compare.Generated(
         text=text.removesuffix(b"\n\n").removesuffix(_END),
@@ -272,13 +250,13 @@ def _read_plain(program, done, prompt) -> tuple[compare.Generated, int]:
     return generated, int(found["prompt_tokens"])
 
 
-def _read_speculative(program, done, prompt) -> tuple[compare.Generated, int]:
-    found = _numbers(program, done.stderr, _OF_SPECULATIVE)
+def _read_speculative(done: Done, prompt: bytes) -> tuple[compare.Generated, int]:
+    found = _numbers(done, _OF_SPECULATIVE)
     beginning, end = b"\n\n" + prompt, b"\n\n\n\n"
     is_whole = done.stdout.startswith(beginning) and done.stdout.endswith(end)
     speeds = found["prefill_speed"], found["decode_speed"]
     if not (is_whole and all(speeds) and found["tokens"]):
-        raise Unreadable(program, done.stdout)
+        raise _unreadable(done)
     count, accepted = int(found["tokens"]), int(found["accepted"])
     counters = metrics.Counters(
         tokens=count,
@@ -297,29 +275,31 @@ def _read_speculative(program, done, prompt) -> tuple[compare.Generated, int]:
     return generated, int(found["prompt_tokens"])
 
 
-def _run(
-    build: Build, command: Sequence[str], *, name: str
-) -> subprocess.CompletedProcess:
-    """Runs a command to its end; errors call it `name`."""
-    how = {"stdin": subprocess.DEVNULL, "capture_output": True}
-    try:
-        done = subprocess.run(command, timeout=build.limit_s, **how)
-    except subprocess.TimeoutExpired:
-        raise ValueError(
-            f"{name}: not done after {build.limit_s:g} s; give --limit-s more"
-        ) from None
+def _run(program: str | pathlib.Path, *flags: object) -> Done:
+    """Runs a program to its end."""
+    command = [str(word) for word in (program, *flags)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         said = lines[-1][:200] if lines else "it says nothing"
-        raise ValueError(f"{name}: ended with status {done.returncode}: {said}")
+        raise ValueError(f"{program}: ended with status {done.returncode}: {said}")
     return done
 
 
-def _numbers(program: str, log: bytes, patterns: dict[str, str]) -> dict[str, float]:
-    """The last number that each pattern finds in a log."""
-    text = log.decode(errors="replace")
+def _numbers(done: Done, patterns: dict[str, str]) -> dict[str, float]:
+    """Returns the last number that each pattern finds in what was logged."""
+    text = done.stderr.decode(errors="replace")
     found = {key: re.findall(pattern, text) for key, pattern in patterns.items()}
     try:
         return {key: float(numbers[-1]) for key, numbers in found.items()}
     except (IndexError, ValueError):
-        raise Unreadable(program, log) from None
+        raise _unreadable(done) from None
+
+
+def _unreadable(done: Done) -> Unreadable:
+    """Returns the error that shows the end of what was printed."""
+    printed = (done.stdout or done.stderr).decode(errors="replace")
+    end = " ".join(printed.split())[-200:] or "nothing"
+    return Unreadable(
+        f"{done.args[0]}: an output that is not understood; it ends: {end}"
+    )

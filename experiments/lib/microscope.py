@@ -6,8 +6,17 @@ each token; `compare` says where two records part, and by how much. Kernels that
 operations show what leaves them: there the operation that is named is the last one of
 its kernel. Distances are in units in the last place (ULPs): how many numbers of the
 dtype lie between two values.
+
+Two paths are superseded designs, windows without the row contract, which nothing else
+runs: XLA compiles a product for its height, and takes another path for one row than for
+five.
+
+    flash           the library's products, and one softmax over all positions, as a
+                    batched prefill has it
+    library-rows    the library's products, and the attention of rows
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -18,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from experiments.lib import superseded
 from spec_jax import compilation, testing
-from spec_jax.model import decoder, params as params_lib, row_model
+from spec_jax.model import decoder, params as params_lib, rotary, row_model, sequence
+from spec_jax.ops import paged_attention, rms_norm, rope, swiglu, weights
 from spec_jax.paging import allocator, cache
 
 
@@ -28,7 +37,9 @@ DECODE, ROWS = "decode", "paged-decode"
 """Autoregressive decoding of the window, one active row at a time, which is the oracle;
 and what the engine runs, the window's rows in one slab."""
 
-PATHS = (DECODE, ROWS, *superseded.NAMES)
+FLASH, _ = SUPERSEDED = ("flash", "library-rows")
+
+PATHS = (DECODE, ROWS, *SUPERSEDED)
 """Ways to run a window by name."""
 
 
@@ -37,7 +48,6 @@ class Path:
     """A way of `PATHS` to run a window, static and hashable.
 
     Raises:
-      ValueError: no such way.
       NotImplementedError: a model of another family than Qwen3.
     """
 
@@ -45,8 +55,6 @@ class Path:
     model: row_model.RowModel  # says config, implementation and slab
 
     def __post_init__(self):
-        if self.name not in PATHS:
-            raise ValueError(f"path={self.name!r} is not one of {', '.join(PATHS)}")
         if self.model.config.model_type != "qwen3":
             raise NotImplementedError(
                 f"the microscope knows the operations of qwen3 models, and this is a "
@@ -56,39 +64,13 @@ class Path:
     def weights(self, params: params_lib.Params) -> params_lib.Params:
         """Returns the weights as the path reads them, in the dtype of its model."""
         params = params_lib.cast(params, self.model.config.dtype)
-        if self.name in superseded.NAMES:
+        if self.name in SUPERSEDED:
             return params
         return params_lib.prepare(params, self.model.impl)
 
-    def to_row(self) -> dict[str, Any]:
-        """Returns the JSON form."""
-        model = self.model
-        sizes = {"impl": model.impl, "dtype": model.config.dtype, "slab": model.slab}
-        return {"path": self.name, **sizes}
 
-
-LAYER_OPERATIONS = (
-    *("input_norm", "q", "k", "v", "q_norm", "k_norm", "q_rope", "k_rope"),
-    *("k_cache", "v_cache", "attention", "attention_out", "attention_residual"),
-    *("mlp_norm", "gate", "up", "swiglu", "down", "mlp_residual"),
-)
-"""Operations of every layer, in an order in which they can be computed: as
-`model.observe` has them, and those that leave no kernel of rows."""
-
-OUTSIDE = ("embed", "final_norm", "logits")
-"""Operations that belong to no layer: the hook's `layer` is None."""
-
-
-def key(layer: int | None, operation: str) -> str:
-    """Names an operation of a layer: "3:q", or "embed" outside of layers."""
-    return operation if layer is None else f"{layer}:{operation}"
-
-
-def keys(num_layers: int) -> tuple[str, ...]:
-    """Lists the `key` of every operation of a model, in an order of computation."""
-    layers = (key(n, name) for n in range(num_layers) for name in LAYER_OPERATIONS)
-    return ("embed", *layers, "final_norm", "logits")
-
+Key = tuple[int | None, str]
+"""An operation and its layer; None: it belongs to none."""
 
 Change = Callable[[int | None, str, jax.Array], jax.Array]
 """`(layer, operation, value [rows, width]) -> value`: a hook that is hashable, and may
@@ -105,13 +87,13 @@ class Record:
     """Values of a window's rows, and what recording them did.
 
     Attributes:
-      values: by `key`, `[rows, width]`, in an order of computation.
+      values: by `Key`, `[rows, width]`, in the order of computation.
       moved: elements of the logits and of the K/V that were written which differ from
         those of the same run unrecorded. Not 0: the record is of another program than
         the one that runs.
     """
 
-    values: dict[str, np.ndarray]
+    values: dict[Key, np.ndarray]
     moved: int
 
 
@@ -149,13 +131,12 @@ def record(
     """
     real_kv, logits = logits_of(path, params, kv, window, start)
     seen_kv, _, values = _run(path, params, kv, window, start, _keep)
-    moved = _count(values["logits"], logits)
     pools = zip((*real_kv.k, *real_kv.v), (*seen_kv.k, *seen_kv.v), strict=True)
+    moved = _count(values[None, "logits"], logits)
     moved += sum(_count(np.asarray(one), np.asarray(other)) for one, other in pools)
     if change is not None:
         _, _, values = _run(path, params, kv, window, start, change)
-    order = keys(path.model.config.num_layers)
-    return Record(values={k: values[k] for k in order if k in values}, moved=moved)
+    return Record(values=values, moved=moved)
 
 
 def _run(path, params, kv, window, start, change):
@@ -185,7 +166,9 @@ def _call(
     change: Change | None,
 ):
     """Runs rows after `[0, start)`; values are `[R, width]`, and padding follows."""
-    (R,), slot, values = tokens.shape, row_model.SLOT, {}
+    (R,), slot = tokens.shape, row_model.SLOT
+    # Ordered, as pytrees that are plain dictionaries are sorted by their keys.
+    values: dict[Key, jax.Array] = collections.OrderedDict()
     kv = allocator.truncate(kv, slot, start)
 
     def see(layer: int | None, operation: str, value: jax.Array) -> jax.Array:
@@ -193,15 +176,12 @@ def _call(
             return value
         flat = change(layer, operation, value.reshape(value.shape[0], -1))
         # Behind a barrier, so that nothing is fused with the recording of it.
-        values[key(layer, operation)] = jax.lax.optimization_barrier(flat)
+        values[layer, operation] = jax.lax.optimization_barrier(flat)
         return flat.reshape(value.shape)
 
     kv = allocator.reserve(kv, slot, start + R)
-    if path.name in superseded.NAMES:
-        rows = {"tokens": tokens, "start": start, "observe": see}
-        kv, logits = superseded.forward(
-            path.name, params, path.model.config, kv, **rows
-        )
+    if path.name in SUPERSEDED:
+        kv, logits = _run_superseded(path, params, kv, tokens, start, see)
     else:
         height = path.model.slab
         rows = decoder.Rows(
@@ -216,6 +196,70 @@ def _call(
     return allocator.extend(kv, slot, start + R), logits, values
 
 
+def _run_superseded(path, params, kv, tokens, start, observe):
+    """Runs rows by the library, writes their K/V, and shows what rows show."""
+    config = path.model.config
+    norm = functools.partial(rms_norm.rms_norm, eps=config.rms_norm_eps)
+    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+    (R,) = tokens.shape
+    positions = start + jnp.arange(R, dtype=jnp.int32)
+    where = {
+        "slots": jnp.full((R,), row_model.SLOT, jnp.int32),
+        "positions": positions,
+        "num_active": jnp.int32(R),
+    }
+    frequencies, scale = rotary.rope_table(config)
+    angles = rope.angles(
+        positions, jnp.asarray(frequencies), scale=scale, dtype=params.embed.dtype
+    )
+    x = observe(None, "embed", weights.take_rows(params.embed, tokens))
+    for number, layer in enumerate(params.layers):
+        see = functools.partial(observe, number)
+        heads = sequence.matmul(norm(x, layer.input_norm), layer.qkv)
+        heads = jnp.split(heads.reshape(R, N + 2 * K, H), (N, N + K), axis=1)
+        q, k, v = (see(n, part) for n, part in zip("qkv", heads, strict=True))
+        q = rope.rotate(norm(q, layer.q_norm), *angles)
+        k = see("k_cache", rope.rotate(norm(k, layer.k_norm), *angles))
+        kv = cache.write(kv, number, k=k, v=see("v_cache", v), **where)
+        if path.name == FLASH:
+            attended = _attend_at_once(q, kv, number, positions)
+        else:
+            attended = paged_attention.paged_attention(
+                *(q, kv.k[number], kv.v[number]),
+                page_table=kv.page_table,
+                scale=H**-0.5,
+                **where,
+            )
+        attended = see("attention", attended.reshape(R, -1))
+        x += sequence.matmul(attended, layer.attention_out)
+        x = see("attention_residual", x)
+        gates = sequence.matmul(norm(x, layer.mlp_norm), layer.gate_up)
+        hidden = see("swiglu", swiglu.swiglu(gates))
+        x = see("mlp_residual", x + sequence.matmul(hidden, layer.down))
+    logits = sequence.weight_product(norm(x, params.final_norm), params.head)
+    return kv, observe(None, "logits", logits)
+
+
+def _attend_at_once(q, kv, number, positions):
+    """Returns one softmax over the whole capacity, as prefill takes over its bucket.
+
+    Scores and softmax are float32; probabilities are cast before the second product.
+    """
+    (R, N, H), T = q.shape, kv.slot_capacity
+    # Bytes of positions that nobody wrote may be NaN, and 0 * NaN is NaN.
+    is_written = (jnp.arange(T) <= positions[-1])[:, None, None]
+    keys, values = (
+        jnp.where(is_written, pool, 0)
+        for pool in cache.gather(kv, number, row_model.SLOT, T)
+    )
+    K = keys.shape[1]
+    scores = sequence.einsum("rkgh,tkh->kgrt", q.reshape(R, K, N // K, H), keys)
+    visible = jnp.arange(T)[None, :] <= positions[:, None]
+    scores = jnp.where(jnp.broadcast_to(visible, scores.shape), scores, -jnp.inf)
+    probs = jax.nn.softmax(scores * H**-0.5, axis=-1).astype(values.dtype)
+    return jnp.einsum("kgrt,tkh->rkgh", probs, values).reshape(R, N, H)
+
+
 def _count(one: np.ndarray, other: np.ndarray) -> int:
     return int((testing.bits(one) != testing.bits(other)).sum())
 
@@ -226,33 +270,37 @@ is a difference; `max_ulp`, the largest distance, 0 between zeros; and `relative
 norm of the difference over that of the first, None where that is not finite."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Everything that two records differ in.
+def compare(one: Record, other: Record, start: int) -> dict[str, Any]:
+    """Returns what two records of the window at `start` differ in, as `plot.py` draws.
 
-    Attributes:
-      cells: by `key`, the operations that both have, in order.
-      first: the first operation that differs: layer, operation, row, and the cell of
-        that row; all that it was computed from is the same in both records.
+    Cells are of the operations that both have; `first` is the first operation that
+    differs, with the position and the cell of its first row that does: all that it was
+    computed from is the same in both records.
     """
-
-    cells: dict[str, Cell]
-    first: dict[str, Any] | None
-
-
-def compare(one: Record, other: Record) -> Comparison:
-    """Compares two records of one window."""
-    cells, first = {}, None
-    for key in (key for key in one.values if key in other.values):
-        values = one.values[key], other.values[key]
-        cells[key] = cell_of(*values)
-        if first is None and cells[key]["differing"]:
-            rows = [cell_of(a[None], b[None]) for a, b in zip(*values, strict=True)]
-            row = next(n for n, cell in enumerate(rows) if cell["differing"])
-            layer, _, name = key.rpartition(":")
-            where = {"layer": int(layer) if layer else None, "operation": name}
-            first = {**where, "row": row, **rows[row]}
-    return Comparison(cells=cells, first=first)
+    pairs = {
+        k: (x, other.values[k]) for k, x in one.values.items() if k in other.values
+    }
+    cells = {key: cell_of(*pair) for key, pair in pairs.items()}
+    inner = [key for key in cells if key[0] is not None]
+    layers, operations = (
+        list(dict.fromkeys(names)) for names in zip(*inner, strict=True)
+    )
+    found = next((key for key, cell in cells.items() if cell["differing"]), None)
+    first = None
+    if found is not None:
+        rows = [cell_of(a[None], b[None]) for a, b in zip(*pairs[found], strict=True)]
+        row = next(n for n, cell in enumerate(rows) if cell["differing"])
+        first = {"layer": found[0], "operation": found[1], "position": start + row}
+        first |= rows[row]
+    return {
+        "equal": first is None,
+        "first": first,
+        "num_values": sum(cell["elements"] for cell in cells.values()),
+        "operations": operations,
+        "layers": layers,
+        "cells": [[cells[layer, name] for name in operations] for layer in layers],
+        "outside": {name: cells[n, name] for n, name in cells if n is None},
+    }
 
 
 def cell_of(one: np.ndarray, other: np.ndarray) -> Cell:

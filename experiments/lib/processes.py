@@ -1,40 +1,39 @@
-"""Scripts in processes that are watched by one that holds no GPU.
+"""Scripts in a process that is watched by one that holds no GPU.
 
 A fault of a kernel can spoil its process's GPU context, and a fault of a compiler can
 end it: a process of its own gives back all memory when it ends, and is ended when its
-time is over. Knows processes and files; knows no scripts, and never imports JAX.
+time is over. Knows processes and files; knows no scripts, and imports JAX in that
+process alone.
 """
 
 import contextlib
 import dataclasses
+import gc
 import importlib
-import importlib.metadata
-import json
+import multiprocessing
 import os
 import pathlib
-import queue
+import platform
 import shutil
 import subprocess
-import sys
-import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from multiprocessing import connection
 from typing import Any
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_TOOLS = ("ptxas", "nvidia-smi")
-_PACKAGES = ("jax", "jaxlib", "torch", "transformers", "numpy")
-_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+_START_S = 30.0  # of a process, and for the programs of its first request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a process ended."""
+    """How a request ended."""
 
-    # "done", "failed" (it says so), "died" (by a signal, or without a word) or "ended"
-    # (its time was over)
+    # "done", "failed" (it says so), "died" (its process did) or "ended" (its time was
+    # over)
     status: str
     exit_status: int | None
     seconds: float  # that it ran
@@ -52,107 +51,71 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def environment(
-    *, compiled: pathlib.Path, xla_flags: str = "", memory_share: float = 0.9
-) -> dict[str, str]:
-    """Variables of a process that runs JAX.
-
-    Args:
-      compiled: the folder of compiled programs, unless the user has one of their own.
-      xla_flags: besides those that are set.
-      memory_share: of a GPU's memory that JAX may take; a small one is not taken before
-        it is needed.
-    """
-    variables = {**os.environ, "PYTHONPATH": python_path()}
-    for name, value in {
-        "JAX_COMPILATION_CACHE_DIR": compiled,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0,
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": -1,
-        # Warnings of XLA would bury the rows; errors remain.
-        "TF_CPP_MIN_LOG_LEVEL": 2,
-    }.items():
-        variables.setdefault(name, str(value))
-    variables["XLA_FLAGS"] = f"{variables.get('XLA_FLAGS', '')} {xla_flags}".strip()
-    # jaxlib refuses the older name next to the newer.
-    variables.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
-    variables["XLA_CLIENT_MEM_FRACTION"] = f"{memory_share:.2f}"
-    if memory_share < 0.5:
-        variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    return variables
-
-
 class Worker:
-    """A process that answers requests: each a line of JSON, and so is its answer."""
+    """A process that runs scripts, one after the other; when it ended, a new one."""
 
-    def __init__(
-        self,
-        module: str,
-        *,
-        output: pathlib.Path,
-        variables: Mapping[str, str],
-        niceness: int = 0,
-    ):
-        """Starts `python -m module`.
+    def __init__(self, output: pathlib.Path, set_up: Callable[[], None]):
+        """Starts nothing yet.
 
         Args:
-          output: what it prints besides its answers is added to this file.
-          niceness: how much the process gives way to others.
+          output: what the process prints besides its scripts is added to this file.
+          set_up: called in the process first, before JAX is imported; can be pickled.
         """
-        nice = ["nice", "-n", str(niceness)] if niceness else []
-        with output.open("ab") as file:
-            self.process = subprocess.Popen(
-                [*nice, sys.executable, "-m", module],
-                cwd=ROOT,
-                env=variables,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-            )
-        self._answers: queue.Queue[str] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._begin = output, set_up
+        self._process: multiprocessing.context.SpawnProcess | None = None
 
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self._answers.put(line)
-        self._answers.put("")  # It ended.
-
-    def ask(self, request: Mapping[str, Any], *, limit_s: float) -> Outcome:
-        """Returns how the request went; a process that ended has ended for good."""
+    def run(self, *request: Any, limit_s: float) -> Outcome:
+        """Returns how `run_here(*request)` went there; ends the process if it takes
+        longer."""
         started = time.monotonic()
-        try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            answer = self._answers.get(timeout=max(limit_s, 0.1))
-            if answer:
-                return Outcome(**json.loads(answer))
-            status = "died"
-        except OSError:
-            status = "died"
-        except queue.Empty:
+        if self._process is None or not self._process.is_alive():
+            context, limit_s = multiprocessing.get_context("spawn"), limit_s + _START_S
+            self._pipe, other = context.Pipe()
+            given = (other, *self._begin)
+            self._process = context.Process(target=_serve, args=given, daemon=True)
+            self._process.start()
+            other.close()  # So that its end is the end of what can be read.
+        status = "died"
+        with contextlib.suppress(EOFError, OSError):
+            self._pipe.send(request)
+            if self._pipe.poll(max(limit_s, 0.1)):
+                return self._pipe.recv()
             status = "ended"
         self.end()
         seconds = round(time.monotonic() - started, 1)
-        exit_status = self.process.returncode
-        return Outcome(status=status, exit_status=exit_status, seconds=seconds)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it can be asked."""
-        return self.process.poll() is None
+        return Outcome(
+            status=status, exit_status=self._process.exitcode, seconds=seconds
+        )
 
     def end(self) -> None:
-        """Ends the process, which has nothing to tidy up."""
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
-        self.process.stdout.close()
-        with contextlib.suppress(OSError):  # What it did not read.
-            self.process.stdin.close()
+        """Ends the process, if there is one: it has nothing to tidy up."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
 
 
-def run_here(module: str, arguments: Sequence[str], *, output: pathlib.Path) -> Outcome:
+def _serve(
+    pipe: connection.Connection, output: pathlib.Path, set_up: Callable[[], None]
+) -> None:
+    """Answers requests; ends when there are no more, or the device does not answer."""
+    with output.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    set_up()
+    with contextlib.suppress(EOFError):
+        while True:
+            outcome = run_here(*pipe.recv())
+            gc.collect()
+            if outcome.status != "done":
+                # A fault of a kernel spoils the process's hold on the GPU: without an
+                # answer it ends, and what follows is given to another.
+                import jax.numpy as jnp
+
+                jnp.ones((8,)).sum().block_until_ready()
+            pipe.send(outcome)
+
+
+def run_here(module: str, arguments: Sequence[str], output: pathlib.Path) -> Outcome:
     """Calls the script's `main` in this process: the imports are paid for once.
 
     What it raises is in `output`, and counts as a failure.
@@ -175,19 +138,6 @@ def run_here(module: str, arguments: Sequence[str], *, output: pathlib.Path) -> 
     return Outcome(status=status, exit_status=exit_status, seconds=seconds)
 
 
-def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a file that may end in the middle of one, or not exist."""
-    rows = []
-    try:
-        lines = path.read_text().splitlines()
-    except FileNotFoundError:
-        return rows
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
-
-
 def nvidia_smi(query: str) -> str | None:
     """One line of `nvidia-smi --query-gpu`; None where there is no such program."""
     return _line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
@@ -197,23 +147,21 @@ def versions() -> dict[str, Any]:
     """Where the programs are that XLA may call, their versions, and the packages'."""
     found: dict[str, Any] = {
         "gpu": nvidia_smi("name,driver_version,memory.total,clocks.max.sm"),
-        "python": sys.version.split()[0],
+        "python": platform.python_version(),
     }
-    for name in _TOOLS:
+    for name in ("ptxas", "nvidia-smi"):
         path = shutil.which(name)
         found[name] = path and f"{path}: {_line(path, '--version')}"
-    for name in (*_PACKAGES, *_PLUGINS):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+    known = ("jax", "nvidia", "torch", "transformers", "numpy")
+    packages = {each.name: each.version for each in metadata.distributions()}
+    return found | {n: v for n, v in packages.items() if n.startswith(known)}
 
 
 def _line(*command: str) -> str | None:
     """The last line that a program writes."""
+    how = {"capture_output": True, "text": True, "timeout": 20, "check": True}
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=True
-        )
+        lines = subprocess.run(command, **how).stdout.strip().splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
-    return (done.stdout.strip().splitlines() or [None])[-1]
+    return lines[-1] if lines else None

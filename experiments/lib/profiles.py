@@ -1,23 +1,18 @@
-"""Profiles for schedules: measured seconds of a step by its rows, made and read.
+"""Profiles for schedules: what `profile_steps.py` measured, as a run reads it.
 
 A profile is of one number of slots, whose rows are spread over them as evenly as they
 go, after contexts of one length; what drafting adds to a round is in it, too, apart.
 """
 
 import dataclasses
-import functools
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import bench, files, noise, works
-from spec_jax import algorithms, loading
-from spec_jax.engine import protocols
+from experiments.lib import files
 from spec_jax.gamma import schedule
-from spec_jax.paging import index
 
 
 KIND = "step_profile"
@@ -27,95 +22,6 @@ CALIBRATION = "confidences"
 SAME = ("target", "weights", "draft", "dtype", "impl", "native_isa", "drafter")
 SAME += ("devices",)
 """What a profile is of: times of others would be made up."""
-
-_ROUND = "round"
-
-
-def measure(
-    lm: loading.LanguageModel,
-    *,
-    num_slots: int,
-    context: int,
-    longest: int,
-    page_size: int,
-    steps: int,
-    repeats: int,
-    after_turn: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """Times steps of 1 to `num_slots * (gamma_max + 1)` rows, and a whole round.
-
-    Args:
-      longest: context that caches have room for: those of one size share programs.
-
-    Returns:
-      The row: seconds by rows as they were measured (medians, 10th and 90th percentile)
-      and `step_s` without their falls, which are noise; `draft_s`, by which a round of
-      all rows takes longer than its step.
-    """
-    gamma, drafter = lm.gamma_max, protocols.complete(lm.drafter).for_schedule()
-    most, new = num_slots * (gamma + 1), (steps + 1) * (gamma + 1)
-    algo = algorithms.speculative(lm.target, drafter)
-    params, size = (lm.params, lm.drafter_params), lm.target.config.vocab_size
-    state = algo.init(
-        params,
-        [noise.tokens(context, size, seed=slot).tolist() for slot in range(num_slots)],
-        max_tokens=new,
-        capacity=_capacity(lm, longest + new, page_size),
-        page_size=page_size,
-    )
-    cases: dict[Any, bench.Case] = {}
-    number, how = np.arange(num_slots), {"steps": steps, "num_columns": gamma + 1}
-    window = functools.partial(works.repeat_forward, lm.target, lm.params, **how)
-    for rows in range(1, most + 1):
-        # As evenly over the slots as they go.
-        num_active = rows // num_slots + (number < rows % num_slots)
-        live = jnp.asarray(num_active, jnp.int32)
-        run = functools.partial(window, num_active=live)
-        cases[rows] = functools.partial(bench.on_copies, run, state.cache, calls=steps)
-    run = functools.partial(algo.run, params, max_rounds=steps)
-    cases[_ROUND] = functools.partial(bench.on_copies, run, state, calls=steps)
-    timings = bench.run(cases, repeats=repeats, after_turn=after_turn)
-    spreads = [bench.spread(timings.seconds[rows]) for rows in range(1, most + 1)]
-    medians = [each.median for each in spreads]
-    step_s = never_falling(medians)
-    round_s = bench.spread(timings.seconds[_ROUND]).median
-    return {
-        "kind": KIND,
-        "num_slots": num_slots,
-        "context": context,
-        "gamma": gamma,
-        "rows": list(range(1, most + 1)),
-        "step_s": step_s.tolist(),
-        "median_s": medians,
-        "p10_s": [each.p10 for each in spreads],
-        "p90_s": [each.p90 for each in spreads],
-        "round_s": round_s,
-        "draft_s": max(0.0, round_s - float(step_s[-1])),
-        "n": repeats,
-        "steps": steps,
-    }
-
-
-def never_falling(seconds: Sequence[float]) -> np.ndarray:
-    """Returns times that never fall with more rows, nearest to those measured.
-
-    Not the highest so far: after one that was disturbed all rows would be free.
-    """
-    from scipy import optimize  # Few scripts that import this module need it.
-
-    return optimize.isotonic_regression(seconds).x
-
-
-def _capacity(lm, needed: int, page_size: int) -> int:
-    """Positions in whole pages; raises `ValueError` where the model has fewer."""
-    capacity = index.pages_for(needed, page_size) * page_size
-    positions = lm.target.config.max_position_embeddings
-    if capacity > positions:
-        raise ValueError(
-            f"the longest context and its rounds need {capacity} positions, the model "
-            f"has {positions}: give fewer --steps or shorter --contexts"
-        )
-    return capacity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 
 GPU = "NVIDIA H200"
@@ -22,45 +23,31 @@ MOST_NAMES = 40
 """Of a profiler's trace, the kernels that take longest."""
 
 
-def lower(
-    trace: Callable[[], jax.stages.Traced], *, here: bool | None = None
-) -> dict[str, Any]:
+def lower(trace: Callable[[], jax.stages.Traced], *, compiles: bool) -> dict:
     """Seconds of each stage, kernels in the lowered text, and memory.
 
     Args:
-      here: compile for the device of jax, and not only lower for a GPU; None: where
-        that is a GPU.
+      compiles: for the device of jax; otherwise it is only lowered, for a GPU.
     """
-    has_gpu = jax.default_backend() == "gpu" if here is None else here
-    started, cpu_started = time.perf_counter(), time.process_time()
+    times, row = [time.perf_counter()], {"compile_s": None, "temp_bytes": None}
+    clock = lambda: times.append(time.perf_counter())
     with (
-        contextlib.nullcontext() if has_gpu else _without_gpu(),
+        contextlib.nullcontext() if compiles else _without_gpu(),
         warnings.catch_warnings(),
     ):
         # What a loop does not return, such as its counters.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         traced = trace()
-        traced_at = time.perf_counter()
-        lowered = traced.lower(lowering_platforms=None if has_gpu else ("cuda",))
-        lowered_at = time.perf_counter()
-    text = lowered.as_text()
-    row = {
-        "trace_s": traced_at - started,
-        "lower_s": lowered_at - traced_at,
-        "cpu_s": time.process_time() - cpu_started,
-        "kernels": text.count("stablehlo.custom_call"),
-        "characters": len(text),
-        **dict.fromkeys(("compile_s", "temp_bytes", "alias_bytes")),
-    }
-    if has_gpu:
-        compiled = lowered.compile()
-        memory = compiled.memory_analysis()
-        row |= {
-            "compile_s": time.perf_counter() - lowered_at,
-            "temp_bytes": getattr(memory, "temp_size_in_bytes", None),
-            "alias_bytes": getattr(memory, "alias_size_in_bytes", None),
-        }
-    return row
+        clock()
+        lowered = traced.lower(lowering_platforms=None if compiles else ("cuda",))
+        clock()
+    if compiles:
+        memory = lowered.compile().memory_analysis()
+        clock()
+        row["temp_bytes"] = getattr(memory, "temp_size_in_bytes", None)
+    stages = zip(("trace_s", "lower_s", "compile_s"), np.diff(times), strict=False)
+    kernels = lowered.as_text().count("stablehlo.custom_call")
+    return row | {name: float(s) for name, s in stages} | {"kernels": kernels}
 
 
 @contextlib.contextmanager
@@ -125,11 +112,9 @@ def own_times(events: Sequence[tuple[float, float]]) -> list[float]:
     Args:
       events: the start and the duration of each.
     """
-    own = [0.0] * len(events)
-    ended = None
-    for place in sorted(range(len(events)), key=lambda i: events[i]):
-        start, duration = events[place]
-        end = start + duration
-        own[place] = duration if ended is None else max(end - ended, 0)
-        ended = end if ended is None else max(end, ended)
-    return own
+    starts, durations = np.array(events).reshape(-1, 2).T
+    order = np.lexsort((durations, starts))
+    ended = np.maximum.accumulate((starts + durations)[order])
+    own = np.empty_like(starts)
+    own[order] = np.diff(ended, prepend=starts[order[:1]])
+    return own.tolist()

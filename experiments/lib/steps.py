@@ -6,22 +6,16 @@ depends on lengths, not on what the cache holds. Calls and contexts are as in `w
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from experiments.lib import bench, noise, subjects, works
 from spec_jax import loading
 from spec_jax.engine import protocols
-from spec_jax.model import (
-    block_params,
-    config as config_lib,
-    params as params_lib,
-    row_model,
-)
-from spec_jax.paging import index
+from spec_jax.model import block_params, params as params_lib, row_model
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -35,9 +29,9 @@ class Cost:
     """Something whose cost is measured."""
 
     name: str  # unique; as the table shows it
+    case: bench.Case
+    work: works.Work | None = None  # the compiled call of the case, where it is one
     ratio_to: str = PLAIN  # name of the cost that it is compared with
-    work: works.Work | None = None  # a compiled call, or
-    timed: bench.Case | None = None  # where it is something else
     # Positions that the first step attends to, where that matters
     context: int | None = None
     num_active: int | None = None  # active rows, where that matters
@@ -45,138 +39,111 @@ class Cost:
     num_bytes: int | None = None  # that one must read, where that is known
     drafts: int | None = None  # of a proposal, one of which is timed
 
-    @property
-    def case(self) -> bench.Case:
-        """Makes its thunk, for `bench.run`."""
-        return self.timed or self.work.thunk
+
+def _of(work: works.Work, name: str, context: int, **about: Any) -> Cost:
+    return Cost(name=name, case=work.thunk, work=work, context=context, **about)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is measured of a target and its draft."""
-
-    # Of a plain step; everything else is measured at the first of them
-    contexts: Sequence[int]
-    page_size: int
-    steps: int  # of one timed call
-    # Active rows at the first context; the most of them at all others too. None: up to
-    # the drafter's longest window, at the first context only.
-    rows: Sequence[int] | None = None
-    prefills: Sequence[int] = ()  # prompt lengths to be prefilled
-    # Of plain steps and rounds; None is greedy
-    sampling: sampling_lib.SamplingSettings | None = None
-    as_shapes: bool = False  # caches are shapes, to be traced and not run
-    gammas: Sequence[int] | None = None  # of rounds; None: from 1 to the drafter's most
-
-
-def all_costs(lm: loading.LanguageModel, plan: Plan) -> list[list[Cost]]:
+def all_costs(
+    lm: loading.LanguageModel,
+    *,
+    contexts: Sequence[int],
+    page_size: int,
+    steps: int,
+    rows: Sequence[int] | None = None,
+    prefills: Sequence[int] = (),
+    gammas: Sequence[int] | None = None,
+    sampling: sampling_lib.SamplingSettings | None = None,
+    as_shapes: bool = False,
+) -> list[list[Cost]]:
     """Returns all costs, in groups measured in turns; `PLAIN` is in each group.
 
     Those that need a drafter are left out if there is none.
+
+    Args:
+      contexts: of a plain step; everything else is measured at the first of them.
+      steps: of one timed call.
+      rows: active ones at the first context; the most of them at all others too. None:
+        up to the drafter's longest window, at the first context only.
+      prefills: lengths of prompts.
+      gammas: of rounds; None: from 1 to the drafter's most.
+      sampling: of plain steps and rounds; None is greedy.
+      as_shapes: to be traced, and not run.
 
     Raises:
       ValueError: contexts beyond the model's positions.
     """
     gamma_max = 0 if lm.drafter is None else lm.gamma_max
-    longest = max((*plan.contexts, *plan.prefills))
     # As far as `steps` rounds can lead, and a window more.
-    rows_ahead = (plan.steps + 1) * (gamma_max + 1)
-    capacity = longest + rows_ahead
-    capacity = index.pages_for(capacity, plan.page_size) * plan.page_size
-    positions = lm.target.config.max_position_embeddings
-    if capacity > positions:
-        raise ValueError(
-            f"{plan.steps} steps in a context of {longest} need {capacity} "
-            f"positions, the model has {positions}"
-        )
-    sizes = {"capacity": capacity, "page_size": plan.page_size}
-    make = jax.eval_shape if plan.as_shapes else lambda call: call()
-    cache = make(functools.partial(noise.noisy_cache, lm.target, **sizes))
-    model, first, rows = (lm.target, lm.params), plan.contexts[0], plan.rows
-    text, steps = works.text_of(lm.target, capacity), plan.steps
-    own = functools.partial(works.windows, *model, steps=steps, cache=cache)
+    positions = max((*contexts, *prefills)) + (steps + 1) * (gamma_max + 1)
+    stage = works.make_stage(lm, positions, page_size, as_shapes=as_shapes)
+    first, most = contexts[0], max(rows or (), default=0)
     if rows is None:
         rows = range(1, gamma_max + 2) if gamma_max else ()
 
+    def cost(work: works.Work, name: str, context: int, **about: Any) -> Cost:
+        name += f" at {context}" * (context != first)
+        about["num_bytes"] = _bytes(lm.target, lm.params, context)
+        return _of(work, name, context, **about)
+
     def plain(context: int) -> Cost:
-        how = {"steps": steps, "cache": cache, "settings": plan.sampling}
-        return Cost(
-            name=PLAIN if context == first else f"{PLAIN} at {context}",
-            work=works.plain_steps(*model, text, context, **how),
-            context=context,
-            num_bytes=_bytes(*model, context),
-        )
+        work = stage.plain_steps(context, steps=steps, settings=sampling)
+        return cost(work, PLAIN, context)
 
     def window(n: int, context: int) -> Cost:
-        is_first = context == first
+        work = stage.windows(context, steps=steps, num_active=n)
+        ratio_to = ONE_ROW if 1 in rows and context == first else PLAIN
         name = ONE_ROW if n == 1 else f"{n} active rows"
-        return Cost(
-            name=name if is_first else f"{name} at {context}",
-            work=own(context, num_active=n),
-            ratio_to=ONE_ROW if 1 in rows and is_first else PLAIN,
-            context=context,
-            num_active=n,
-            num_bytes=_bytes(*model, context),
-        )
+        return cost(work, name, context, ratio_to=ratio_to, num_active=n)
 
     group = [plain(first), *(window(n, first) for n in rows)]
-    if lm.drafter is not None:
-        memory = make(functools.partial(noise.noisy_memory, lm.drafter, **sizes))
-        group += _drafter_costs(lm, text, (cache, memory), plan)
-    if not plan.as_shapes:
-        group += _others(lm, plan, sizes)
-    others = [
-        [plain(first), plain(c), *([window(max(plan.rows), c)] if plan.rows else [])]
-        for c in plan.contexts[1:]
-    ]
-    return [group, *others]
+    if gamma_max:
+        gammas = range(1, gamma_max + 1) if gammas is None else gammas
+        group += _drafter_costs(stage, first, steps, gammas, sampling)
+    if not as_shapes:
+        group += _others(lm, prefills, positions, page_size)
+    at = lambda n: [plain(first), plain(n)] + ([window(most, n)] if most else [])
+    return [group, *map(at, contexts[1:])]
 
 
-def _others(lm: loading.LanguageModel, plan: Plan, sizes: dict) -> Iterator[Cost]:
+def _others(
+    lm: loading.LanguageModel, prefills: Sequence[int], positions: int, page_size: int
+) -> Iterator[Cost]:
     """Yields prefills, by whatever prefill the model has, and a plain read."""
-    for count in plan.prefills:
+    for count in prefills:
         prompt = noise.tokens(count, lm.target.config.vocab_size).tolist()
         prefill = lambda kv, p=prompt: lm.target.prefill(lm.params, kv, p)[0]
+        capacity = works.capacity_for(lm.target, positions, page_size)
+        sizes = {"capacity": capacity, "page_size": page_size}
         new_cache = functools.partial(lm.target.new_cache, **sizes)
-        timed = functools.partial(bench.stopwatch, prefill, new_cache)
-        yield Cost(name=f"prefill of {count}", timed=timed, context=count)
+        case = functools.partial(bench.stopwatch, prefill, new_cache)
+        yield Cost(name=f"prefill of {count}", case=case, context=count)
     num_bytes = subjects.step_bytes(lm.params)
-    read = functools.partial(bench.read, num_bytes)
-    yield Cost(name=READ, timed=read, num_bytes=num_bytes)
+    case = functools.partial(bench.read, num_bytes)
+    yield Cost(name=READ, case=case, num_bytes=num_bytes)
 
 
 def _drafter_costs(
-    lm: loading.LanguageModel, text: jax.Array, caches: Any, plan: Plan
+    stage: works.Stage, context: int, steps: int, gammas: Sequence[int], settings: Any
 ) -> Iterator[Cost]:
     """Yields a draft step, and rounds of each gamma."""
-    context, steps, most = plan.contexts[0], plan.steps, lm.gamma_max
-    yield Cost(
-        name="draft step",
-        work=works.proposals(lm, text, context, steps=steps, memory=caches[1]),
-        context=context,
-        num_active=1,
-        num_bytes=_pass_bytes(lm, context) // most,
-        drafts=most,
-    )
-    for gamma in range(1, most + 1) if plan.gammas is None else plan.gammas:
-        work = works.rounds(
-            lm,
-            text,
-            context,
-            gamma,
-            # Far enough that no round is cut short.
-            limit=context + steps * (gamma + 1),
-            caches=caches,
-            max_rounds=steps,
-            settings=plan.sampling,
-        )
-        about = {"context": context, "gamma": gamma}
-        yield Cost(name=f"round, gamma {gamma}", work=work, **about)
+    drafts = stage.lm.gamma_max
+    about = {"num_active": 1, "drafts": drafts}
+    about["num_bytes"] = _pass_bytes(stage.lm, context) // drafts
+    yield _of(stage.proposals(context, steps=steps), "draft step", context, **about)
+    for gamma in gammas:
+        # Far enough that no round is cut short.
+        sizes = {"limit": context + steps * (gamma + 1), "max_rounds": steps}
+        work = stage.rounds(context, gamma, **sizes, settings=settings)
+        yield _of(work, f"round, gamma {gamma}", context, gamma=gamma)
 
 
 def _bytes(model: row_model.RowModel, params: params_lib.Params, context: int) -> int:
     """Returns the bytes of weights, and of keys and values, that a step reads."""
-    return subjects.step_bytes(params) + context * cache_bytes(model.config)
+    config = model.config
+    numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    position = numbers * jnp.dtype(config.dtype).itemsize
+    return subjects.step_bytes(params) + context * position
 
 
 def _pass_bytes(lm: loading.LanguageModel, context: int) -> int:
@@ -189,13 +156,6 @@ def _pass_bytes(lm: loading.LanguageModel, context: int) -> int:
     depth = protocols.depth_max(lm.drafter)
     fused = getattr(params, "fc", None)
     return depth * one - (depth - 1) * params_lib.num_bytes(fused)
-
-
-def cache_bytes(config: config_lib.Qwen3Config) -> int:
-    """Returns the bytes of keys and values of one position, all layers."""
-    itemsize = jnp.dtype(config.dtype).itemsize
-    heads = config.num_kv_heads * config.head_dim
-    return 2 * config.num_layers * heads * itemsize
 
 
 def rows(costs: Sequence[Cost], timings: bench.Timings) -> list[dict[str, Any]]:
@@ -219,7 +179,7 @@ def rows(costs: Sequence[Cost], timings: bench.Timings) -> list[dict[str, Any]]:
 
 
 def bandwidth(
-    params: params_lib.Params, seconds: dict[str, Sequence[float]]
+    params: params_lib.Params, seconds: Mapping[Any, Sequence[float]]
 ) -> dict[str, Any]:
     """Returns the row that compares a plain step with a read of as many bytes.
 
@@ -230,6 +190,6 @@ def bandwidth(
     return {
         "kind": "summary",
         "step_bytes": num_bytes,
-        "read_gb_s": num_bytes / bench.spread(read_s).median / 1e9,
-        "bandwidth_share": bench.spread(bench.ratios(read_s, seconds[PLAIN])).median,
+        "read_gb_s": num_bytes / statistics.median(read_s) / 1e9,
+        "bandwidth_share": statistics.median(bench.ratios(read_s, seconds[PLAIN])),
     }

@@ -25,150 +25,174 @@ from spec_jax.engine import (
     state as states,
 )
 from spec_jax.model import row_model
+from spec_jax.paging import index
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Work:
     """A compiled call that can be run, and traced without running."""
 
     program: str  # what is compiled; contexts, rows and gammas are data, and share it
-    function: Callable  # of jit, by which it is compiled
+    # Of a function of jit, with all of its arguments but the last one by position
+    call: functools.partial
+    prepare: Callable[[Any], Any]  # `caches -> that argument`, of copies; not timed
     caches: Any  # or their shapes; they stay as they are
-    prepare: Callable[[Any], Any]  # `caches -> state`, of copies; not timed
-    # `(function, state) -> outputs`: calls `function` once, which donates the state. It
-    # is given `function.trace` too, and so what is compiled ahead is found.
-    apply: Callable[[Callable, Any], Any]
-    calls: int  # how often `function` does what is to be timed
+    calls: int  # how often `call` does what is to be timed
+
+    def prepared(self) -> Any:
+        """Returns what `call` takes, and donates."""
+        return self.prepare(self.caches)
 
     def once(self) -> Any:
         """Prepares and calls it."""
-        return self.apply(self.function, self.prepare(self.caches))
+        return self.call(self.prepared())
 
     def thunk(self, *, warms: bool = True) -> bench.Thunk:
         """Returns what times one; `warms` as of `bench.stopwatch`."""
-        run = functools.partial(self.apply, self.function)
-        prepare = functools.partial(self.prepare, self.caches)
-        return bench.stopwatch(run, prepare, calls=self.calls, warms=warms)
+        return bench.stopwatch(self.call, self.prepared, calls=self.calls, warms=warms)
 
     def trace(self) -> jax.stages.Traced:
-        """Traces the timed call; arrays may be shapes."""
+        """Traces the timed call; arrays may be shapes.
+
+        It is the call's own function that is traced, so that what is compiled ahead is
+        found.
+        """
         state = jax.eval_shape(self.prepare, self.caches)
-        return self.apply(self.function.trace, state)
+        return self.call.func.trace(*self.call.args, state, **self.call.keywords)
 
 
-def plain_steps(
-    model, params, tokens, context, *, steps, cache, settings=None, program=None
-) -> Work:
-    """Decodes `steps` tokens after the first `context` of a text `[max_len]`."""
-    most = jnp.int32(steps)
-
-    def prepare(kv):
-        return baseline.init_state(
-            jnp.copy(tokens),
-            length=jnp.int32(context),
-            limit=jnp.int32(context + steps),
-            cache=noise.at_length(kv, context - 1),
-            stop_ids=no_stop(),
-            sampling=settings,
+def capacity_for(model: row_model.RowModel, needed: int, page_size: int) -> int:
+    """Returns positions in whole pages; raises `ValueError` where a model has fewer."""
+    capacity = index.pages_for(needed, page_size) * page_size
+    positions = model.config.max_position_embeddings
+    if capacity > positions:
+        raise ValueError(
+            f"the longest context and what follows need {capacity} positions, the "
+            f"model has {positions}: give fewer --steps or shorter --contexts"
         )
-
-    return Work(
-        program=program or "target: plain steps",
-        function=baseline.generate,
-        caches=cache,
-        prepare=prepare,
-        apply=lambda f, state: f(model, params, state, max_steps=most),
-        calls=steps,
-    )
+    return capacity
 
 
-def rounds(
-    lm: loading.LanguageModel,
-    tokens: jax.Array,
-    context: int,
-    gamma: int,
-    *,
-    limit: int,
-    caches: Any,
-    max_rounds: int,
-    settings: Any = None,
-    memory_at: Callable[[Any, int], Any] = noise.memory_at,
-    program: str = "rounds",
-) -> Work:
-    """Runs whole rounds of `gamma` drafts: draft, verify, commit, truncate.
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What works are of: models, a random text `[max_len]` that fills the caches, and
+    caches full of noise, or their shapes."""
 
-    Args:
-      tokens: a text `[max_len]`; rounds follow its first `context` tokens, up to
-        `limit` tokens or `max_rounds`.
-      caches: of the target, and the drafter's memory.
-      memory_at: the memory as a round finds it after so many tokens.
-    """
-    algo, most = algorithms.speculative(lm.target, lm.drafter), jnp.int32(max_rounds)
-    speculator = algo.speculator((lm.params, lm.drafter_params), 1)
+    lm: loading.LanguageModel
+    text: jax.Array
+    cache: Any  # the target's
+    memory: Any  # the drafter's; None: there is no drafter
 
-    def prepare(caches) -> states.State:
-        kv, memory = caches
-        slots = one_slot(
-            tokens,
-            length=jnp.int32(context),
-            limit=jnp.int32(limit),
-            gamma=jnp.int32(gamma),
-            gamma_max=lm.gamma_max,
-            depth_max=protocols.depth_max(lm.drafter),
-            sampling=settings,
-        )
-        kv = noise.at_length(kv, context - 1)
-        return states.State(slots=slots, cache=kv, memory=memory_at(memory, context))
+    def plain_steps(
+        self,
+        context: int,
+        *,
+        steps: int,
+        settings: Any = None,
+        program: str = "target: plain steps",
+    ) -> Work:
+        """Decodes `steps` tokens after the first `context` of the text."""
 
-    return Work(
-        program=program,
-        function=round_lib.generate,
-        caches=caches,
-        prepare=prepare,
-        apply=lambda f, state: f(speculator, state, max_rounds=most),
-        calls=max_rounds,
-    )
+        def prepare(kv):
+            return baseline.init_state(
+                jnp.copy(self.text),
+                length=jnp.int32(context),
+                limit=jnp.int32(context + steps),
+                cache=noise.at_length(kv, context - 1),
+                stop_ids=no_stop(),
+                sampling=settings,
+            )
 
+        models, most = (self.lm.target, self.lm.params), jnp.int32(steps)
+        call = functools.partial(baseline.generate, *models, max_steps=most)
+        return Work(program, call, prepare, self.cache, steps)
 
-def proposals(lm, tokens, context, *, steps, memory) -> Work:
-    """Proposes `gamma_max` drafts as rounds ask for them, each time a token further."""
-    drafter, gamma = each.lift(lm.drafter, 1), lm.gamma_max
-    config, num_taps = lm.target.config, len(protocols.taps_of(lm.drafter))
-    shape = tokens.shape[0] - 1, num_taps, config.hidden_size
+    def windows(self, context: int, *, steps: int, num_active: int) -> Work:
+        """Verifies the same window `steps` times, as `repeat_forward`."""
+        how = {"num_active": jnp.int32(num_active), "steps": steps}
+        models = (self.lm.target, self.lm.params)
+        call = functools.partial(repeat_forward, *models, **how)
+        prepare = lambda kv: noise.at_length(kv, context - 1)
+        return Work("target: windows", call, prepare, self.cache, steps)
 
-    def apply(function, memory):
-        return function(
-            drafter,
+    def proposals(self, context: int, *, steps: int) -> Work:
+        """Proposes `gamma_max` drafts as rounds ask for them, each time a token
+        further."""
+        lm, taps = self.lm, protocols.taps_of(self.lm.drafter)
+        shape = self.text.shape[0] - 1, len(taps), lm.target.config.hidden_size
+        call = functools.partial(
+            propose_along,
+            each.lift(lm.drafter, 1),
             lm.drafter_params,
-            memory,
-            tokens=tokens[None],
-            features=jnp.ones(shape, config.dtype) if num_taps else None,
+            tokens=self.text[None],
+            features=jnp.ones(shape, lm.target.config.dtype) if taps else None,
             start=jnp.int32(context),
-            gamma=jnp.int32(gamma),
+            gamma=jnp.int32(lm.gamma_max),
             steps=jnp.int32(steps),
         )
+        prepare = lambda memory: noise.memory_at(memory, context)
+        calls = steps * lm.gamma_max
+        return Work("draft: proposals", call, prepare, self.memory, calls)
 
-    return Work(
-        program="draft: proposals",
-        function=propose_along,
-        caches=memory,
-        prepare=lambda memory: noise.memory_at(memory, context),
-        apply=apply,
-        calls=steps * gamma,
-    )
+    def rounds(
+        self,
+        context: int,
+        gamma: int,
+        *,
+        limit: int,
+        max_rounds: int,
+        settings: Any = None,
+        drafter: protocols.Drafter | None = None,
+        memory_at: Callable[[Any, int], Any] = noise.memory_at,
+        program: str = "rounds",
+    ) -> Work:
+        """Runs whole rounds of `gamma` drafts: draft, verify, commit, truncate.
+
+        Args:
+          limit: rounds follow the first `context` tokens, up to so many tokens or
+            `max_rounds`.
+          drafter: in the place of the model's, whose parameters it has.
+          memory_at: its memory as a round finds it after so many tokens.
+        """
+        lm, drafter = self.lm, drafter or self.lm.drafter
+
+        def prepare(caches) -> states.State:
+            kv, memory = caches
+            slots = one_slot(
+                self.text,
+                length=jnp.int32(context),
+                limit=jnp.int32(limit),
+                gamma=jnp.int32(gamma),
+                gamma_max=lm.gamma_max,
+                depth_max=protocols.depth_max(drafter),
+                sampling=settings,
+            )
+            kv, memory = noise.at_length(kv, context - 1), memory_at(memory, context)
+            return states.State(slots=slots, cache=kv, memory=memory)
+
+        algo, most = algorithms.speculative(lm.target, drafter), jnp.int32(max_rounds)
+        speculator = algo.speculator((lm.params, lm.drafter_params), 1)
+        call = functools.partial(round_lib.generate, speculator, max_rounds=most)
+        return Work(program, call, prepare, (self.cache, self.memory), max_rounds)
 
 
-def windows(model, params, context, *, steps, num_active, cache) -> Work:
-    """Verifies the same window `steps` times, as `repeat_forward`."""
-    live = jnp.int32(num_active)
-    return Work(
-        program="target: windows",
-        function=repeat_forward,
-        caches=cache,
-        prepare=lambda kv: noise.at_length(kv, context - 1),
-        apply=lambda f, kv: f(model, params, kv, num_active=live, steps=steps),
-        calls=steps,
-    )
+def make_stage(
+    lm: loading.LanguageModel,
+    positions: int,
+    page_size: int,
+    *,
+    as_shapes: bool = False,
+) -> Stage:
+    """Makes the caches, of so many positions, or their shapes; raises as
+    `capacity_for`."""
+    make = jax.eval_shape if as_shapes else lambda call: call()
+    capacity = capacity_for(lm.target, positions, page_size)
+    sizes = {"capacity": capacity, "page_size": page_size}
+    cache, memory = make(functools.partial(noise.noisy_cache, lm.target, **sizes)), None
+    if lm.drafter is not None:
+        memory = make(functools.partial(noise.noisy_memory, lm.drafter, **sizes))
+    text = noise.tokens(capacity + 1, lm.target.config.vocab_size, seed=3)
+    return Stage(lm, text, cache, memory)
 
 
 @functools.partial(
@@ -256,8 +280,3 @@ def one_slot(tokens, *, gamma_max, depth_max, **numbers) -> states.Slots:
     fixed = {"capped": False, "stop_ids": no_stop(), "policy": None}
     slot = states.begin_slot(tokens, **numbers, **sizes, **fixed)
     return jax.tree.map(lambda leaf: leaf[None], slot)
-
-
-def text_of(model: row_model.RowModel, capacity: int) -> jax.Array:
-    """Returns a random text that fills a cache of `capacity` positions."""
-    return noise.tokens(capacity + 1, model.config.vocab_size, seed=3)

@@ -1,7 +1,5 @@
 """Calibration: scalings are found where the law is known; recorded rounds."""
 
-import dataclasses
-
 import decoding
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +28,7 @@ def test_the_scaling_of_confidences_is_found(rng):
     Negative controls: the scaling of other drafts makes them worse, and so does a
     temperature, or a shift, alone.
     """
-    found = calibration.fit_platt(*vars(judged(rng)).values())
+    found = calibration.fit_platt(*judged(rng))
     np.testing.assert_allclose(found.temperatures, TRUE.temperatures, rtol=0.1)
     np.testing.assert_allclose(found.shifts, TRUE.shifts, atol=0.1)
     other, none = judged(rng), calibration.unscaled(3)
@@ -40,9 +38,9 @@ def test_the_scaling_of_confidences_is_found(rng):
     assert after["roc_auc"] == before["roc_auc"] and min(after["roc_auc"]) > 0.7
     assert sum(after["bin_rounds"]) == other.logits.size
     for wrong in (
-        calibration.Scaling(**{name: x[::-1] for name, x in vars(found).items()}),
-        dataclasses.replace(found, shifts=none.shifts),
-        dataclasses.replace(found, temperatures=none.temperatures),
+        calibration.Scaling(*(x[::-1] for x in found)),
+        found._replace(shifts=none.shifts),
+        found._replace(temperatures=none.temperatures),
     ):
         made = calibration.report(other, wrong)
         assert sum(made["ece"]) > 5 * sum(after["ece"])
@@ -53,10 +51,10 @@ def test_the_papers_scaling_finds_temperatures(rng):
     """Where no shift is planted, as far as its errors can tell; and changes no ranking.
     Where one is, it leaves more than `fit_platt`."""
     one, other = judged(rng), judged(rng)
-    unshifted = lambda rounds: dataclasses.replace(
-        rounds, logits=rounds.logits + TRUE.shifts * TRUE.temperatures
+    unshifted = lambda rounds: rounds._replace(
+        logits=rounds.logits + TRUE.shifts * TRUE.temperatures
     )
-    found = calibration.fit_sts(*vars(unshifted(one)).values())
+    found = calibration.fit_sts(*unshifted(one))
     np.testing.assert_allclose(found.temperatures, TRUE.temperatures, rtol=0.15)
     assert not found.shifts.any()
     before = calibration.report(unshifted(other), calibration.unscaled(3))
@@ -64,7 +62,7 @@ def test_the_papers_scaling_finds_temperatures(rng):
     assert sum(after["ece"]) < 0.3 * sum(before["ece"])
     assert after["roc_auc"] == before["roc_auc"]
     errors = [
-        sum(calibration.report(other, fit(*vars(one).values()))["ece"])
+        sum(calibration.report(other, fit(*one))["ece"])
         for fit in (calibration.fit_platt, calibration.fit_sts)
     ]
     assert errors[0] < 0.5 * errors[1]

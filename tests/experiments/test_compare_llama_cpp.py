@@ -12,13 +12,12 @@ def test_rows(folders, tmp_path, monkeypatch):
     """Fails if texts are not compared, or a ratio is upside down."""
     kept = metrics.Counters(tokens=8, rounds=5, proposed=9, accepted=3)
 
-    def generated(build, model, prompt: bytes, *, gamma, **_):
+    def generated(folder, model, prompt: bytes, *, gamma, **_):
         decode_s, counters = (0.006, kept) if gamma else (0.007, None)
         told = {"prefill_s": 0.004, "decode_s": decode_s, "counters": counters}
         return compare.Generated(text=b"??", count=8, **told), len(prompt)
 
-    build = llama_cpp.Build(folder=tmp_path, threads=2, limit_s=30.0)
-    monkeypatch.setattr(llama_cpp, "find", lambda *_, **__: build)
+    monkeypatch.setattr(llama_cpp, "check", lambda folder: None)
     monkeypatch.setattr(llama_cpp, "generate", generated)
     out, prompts = tmp_path / "out.jsonl", tmp_path / "prompts.txt"
     prompts.write_text("def first(x):\nimport second\nfor i in x:")

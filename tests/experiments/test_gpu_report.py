@@ -3,13 +3,15 @@
 import dataclasses
 import importlib
 import itertools
+import os
+import signal
 
 import pytest
 from script_runs import rows_of
 from slow_cases import slow
 
 from experiments import exactness, gpu_report
-from experiments.lib import gpu_calls, processes, subjects, suite_plan
+from experiments.lib import processes, subjects, suite_plan
 
 
 @pytest.fixture
@@ -32,15 +34,14 @@ def test_every_call_can_be_parsed(tmp_path, monkeypatch):
     """Fails if a script loses a flag, or two calls write to one file."""
     monkeypatch.chdir(tmp_path)
     for impl, rehearse in itertools.product(("triton", "xla"), (False, True)):
-        calls = gpu_calls.all_calls(impl=impl, rehearse=rehearse)
+        calls = gpu_report.all_calls(impl=impl, rehearse=rehearse)
         for each in calls:
-            request = each.request(tmp_path, device="gpu")
-            assert not any("{" in word for word in request["arguments"]), request
-            module = importlib.import_module(request["module"])
-            module.parse_args(request["arguments"])
+            module, arguments, _ = each.request(tmp_path, device="gpu")
+            assert not any("{" in word for word in arguments), arguments
+            importlib.import_module(module).parse_args(arguments)
         for names in ([each.name for each in calls], [each.file for each in calls]):
             assert len(set(names)) == len(names)
-        assert {each.section for each in calls} == set(gpu_calls.SECTIONS)
+        assert all(f"    ({each.section}) " in gpu_report.__doc__ for each in calls)
     words = [" ".join(each.arguments) for each in calls]
     for head in subjects.HEADS:
         assert any(f"--head {head} --steps" in each for each in words), head
@@ -49,7 +50,7 @@ def test_every_call_can_be_parsed(tmp_path, monkeypatch):
 def test_exactness_can_be_planned_on_a_gpu(monkeypatch):
     """Fails if its cells are more than its prompts, or than the kernels, can do."""
     monkeypatch.setattr(suite_plan.dispatch, "backend", lambda: "gpu")
-    calls = gpu_calls.all_calls(impl="triton")
+    calls = gpu_report.all_calls(impl="triton")
     drafters = set()
     for found in (each for each in calls if each.script == "exactness"):
         planned = suite_plan.from_flags(exactness.parse_args(found.arguments))
@@ -57,6 +58,22 @@ def test_exactness_can_be_planned_on_a_gpu(monkeypatch):
         assert len({cell.batch for cell in planned.cells}) > 1
         drafters |= {cell.drafter for cell in planned.cells}
     assert {"draft-model", "dspark"} <= drafters
+
+
+def test_a_process_that_ended_is_followed_by_another(tmp_path, monkeypatch):
+    """Fails if a fault or an endless call of one script ends those after it."""
+    words = "import os, time\ndef main(words):\n    return eval(words[0])\n"
+    (tmp_path / "scripted.py").write_text(words)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(processes, "_START_S", 9.0)
+    worker = processes.Worker(tmp_path / "worker.txt", os.getpid)
+    found = []
+    for word, limit_s in (("0", 9), ("time.sleep(99)", 1), ("os._exit(7)", 9)):
+        output = tmp_path / "output.txt"
+        found.append(worker.run("scripted", [word], output, limit_s=limit_s))
+    worker.end()
+    assert [one.status for one in found] == ["done", "ended", "died"]
+    assert [one.exit_status for one in found] == [0, -signal.SIGKILL, 7]
 
 
 def dry_run(tmp_path, *arguments: str) -> list[dict]:
@@ -69,8 +86,8 @@ def dry_run(tmp_path, *arguments: str) -> list[dict]:
 @pytest.mark.parametrize(
     ("only", "programs"),
     [
-        ("^steps 0.6b$", {"target: plain steps", "target: windows"}),
-        slow("^eagle3 tree of 32", {"target: plain steps", "draft: proposals",
+        ("^c steps 0.6b$", {"target: plain steps", "target: windows"}),
+        slow("^h eagle3 tree of 32", {"target: plain steps", "draft: proposals",
                      "forced: plain", "forced: rounds"}),
     ],
 )  # fmt: skip
@@ -93,7 +110,7 @@ def test_a_rehearsal(tmp_path, no_gpu, monkeypatch):
     them is another program."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)  # That of the tests.
     out = str(tmp_path)
-    only = ("--only", "^(steps 0.6b$|eagle3$)", "--budget", "36000")
+    only = ("--only", " (steps 0.6b|eagle3)$", "--budget", "36000")
     arguments = ["--rehearse", "--impl", "xla", "--out", out, *only]
     assert gpu_report.main(arguments) == gpu_report.DONE
     rows = rows_of(tmp_path / "h-eagle3.jsonl", "rounds")
@@ -103,6 +120,6 @@ def test_a_rehearsal(tmp_path, no_gpu, monkeypatch):
     assert head["drafts"] == 7 and head["pass_bytes"] > 0
     ahead = rows_of(tmp_path / "compile-h-eagle3.jsonl")
     assert all(row["compile_s"] > 0 for row in ahead)
-    # Plain decoding, which both calls share, and rounds: of either process.
+    # Plain decoding in either call, and rounds: once, and not by either process.
     made = (tmp_path / gpu_report.COMPILED).glob("jit_generate-*-cache")
-    assert len(list(made)) == 2
+    assert len(list(made)) == 3

@@ -122,8 +122,8 @@ def test_every_call_does_the_steps_that_it_is_divided_by(lm, monkeypatch):
     # The draft drafts for itself: every round is as long as it can be.
     target = dataclasses.replace(lm.drafter.model, slab=GAMMA + 1)
     lm = dataclasses.replace(lm, target=target, params=lm.drafter_params)
-    plan = steps.Plan(contexts=CONTEXTS, page_size=PAGE_SIZE, steps=STEPS)
-    costs = {c.name: c for group in steps.all_costs(lm, plan) for c in group}
+    sizes = {"contexts": CONTEXTS, "page_size": PAGE_SIZE, "steps": STEPS}
+    costs = {c.name: c for group in steps.all_costs(lm, **sizes) for c in group}
     for name in ("plain step", "plain step at 20", "round, gamma 1"):
         costs[name].case()()
     first, second = CONTEXTS
@@ -179,8 +179,8 @@ def test_tokens_and_keys_that_differ_are_told(lm):
     row = forced_rounds.counts(runs, (trace + 1) % 256, slot, 0)
     assert not row["matched"] and row["differing_tokens"] == 4 and not row["equal"]
     written = runs.written(spec.cache)
-    wrong = [pool.at[0, 1, 0, 0].add(1) for pool in written]
-    assert forced_rounds.differing(written, wrong) == 2
+    wrong = [(k.at[9, 0, 0].add(1), v) for k, v in written]
+    assert forced_rounds.differing(written, wrong) == len(written)
     row = forced_rounds.counts(runs, trace, slot, 2)
     assert row["matched"] and not row["equal"]
     slot = slot.replace(num_nonfinite=jnp.int32(3))
@@ -190,9 +190,9 @@ def test_tokens_and_keys_that_differ_are_told(lm):
 
 def test_times_of_forced_rounds_are_of_tokens_and_rounds():
     """Fails if a speed-up is inverted, or a round's time is a token's."""
-    seconds = {0.5: [1.0], forced_rounds.PLAIN: [2.0]}
+    seconds = {0.5: [0.25], forced_rounds.PLAIN: [0.5]}  # Of a token.
     timings = bench.Timings(warm_up={0.5: 3.0}, seconds=seconds)
-    row = forced_rounds.times(timings, 0.5, 2, 4)
+    row = forced_rounds.times(timings, 0.5, 2)
     assert (row["speedup"], row["plain_ms"], row["spec_ms"]) == (2, 500, 250)
     assert row["round_ms"] == row["round_ms_q1"] == 500 and row["warm_up_s"] == 3
 

@@ -4,7 +4,6 @@ import pytest
 from script_runs import assert_has_fields_of, models_of, rows_of
 
 from experiments import plan
-from experiments.lib import planning
 from spec_jax.analysis import metrics
 from spec_jax.gamma import costs as costs_lib
 
@@ -78,7 +77,7 @@ COUNTERS = metrics.Counters(tokens=20, rounds=10, proposed=20, kept_by_rank=(6, 
 
 def test_where_drafts_pay():
     """A round by the drafts that it verifies, over the tokens it keeps."""
-    one, two, three = planning.predict(COUNTERS, COSTS, (1, 2, 3))
+    one, two, three = plan.expect(COUNTERS, COSTS, (1, 2, 3))
     tokens = [row["tokens_per_round"] for row in (one, two, three)]
     assert tokens == pytest.approx([1.6, 1.8, 2.0])
     assert one["rows_per_round"] == pytest.approx(1 + 2 / 3)
@@ -86,12 +85,12 @@ def test_where_drafts_pay():
     # Lookups may find fewer than they are asked: times lie on a line between those.
     assert one["speedup"] == pytest.approx(1.6 / 1.2)
     assert three["speedup"] == pytest.approx(2.0 / 1.9)
-    row = planning.recommend("d", COUNTERS, COSTS, (one, two, three))
+    row = plan.recommend("d", COUNTERS, COSTS, (one, two, three))
     assert row["can_win"] and row["words"].startswith("d: can win, 1.33x with 1 drafts")
     # Negative control: dear rows.
     dear = costs_lib.RoundCosts(round_s=(10.0, 30.0, 40.0, 50.0))
-    rows = planning.predict(COUNTERS, dear, (1, 2, 3))
-    row = planning.recommend("d", COUNTERS, dear, rows)
+    rows = plan.expect(COUNTERS, dear, (1, 2, 3))
+    row = plan.recommend("d", COUNTERS, dear, rows)
     assert not row["can_win"] and "cannot win, 0.69x" in row["words"]
     assert row["acceptance"] == 0.6 and row["break_even"] == pytest.approx(2.0)
 
@@ -101,7 +100,7 @@ def test_predictions_are_those_of_the_paper():
     kept = tuple(round(1000 * 0.8**n) for n in (1, 2, 3))
     counters = metrics.Counters(tokens=1, rounds=1000, proposed=3000, kept_by_rank=kept)
     costs = costs_lib.RoundCosts(round_s=(1.0, 1.1, 1.2, 1.3))
-    for row in planning.predict(counters, costs, (1, 2, 3)):
+    for row in plan.expect(counters, costs, (1, 2, 3)):
         drafts = row["drafts"]
         expected = sum(0.8**n for n in range(drafts + 1)) / (1 + 0.1 * drafts)
         assert row["speedup"] == pytest.approx(expected, rel=1e-3)

@@ -91,7 +91,7 @@ CASES = (
     ("latency", "--device gpu", "no GPU"),
     ("kernels", "--shapes qwen3-0.7b", "no folder either"),
     ("kernels", "--impl mosaic", "removed"),
-    ("kernels", "--impl triton", "not one of native"),
+    ("kernels", "--impl triton", "runs on a GPU"),
     ("profile_steps", "--drafter ngram --calibrate 0 --prompts 2",
      "no `Proposal.survival`"),
     ("profile_steps", "--calibrate 0 --prompts 1", "give --prompts 2"),

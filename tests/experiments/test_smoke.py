@@ -39,6 +39,8 @@ RUNS = (
     ("throughput",
      f"{PAIR} --batch 2 --processor bias:5=-2,7=1 --processor bad-words:3",
      {"prompts_equal": 3}, slow),
+    ("throughput", f"{PAIR} --batch 2 --adversarial",
+     {"prompts_equal": 3, "adversarial": True}, slow),
     ("spec_round", f"{PAIR} --drafter hybrid --batch 2", MATCHED, slow),
     ("spec_round", f"{PAIR} --drafter ngram --gamma-policy budget", MATCHED, slow),
     ("spec_round", f"{PAIR} --tree 2x3:5 --drafter ngram --batch 2",

@@ -141,8 +141,8 @@ def test_throughput(folders, tmp_path, capsys, monkeypatch):
     }
     for row in rows:
         seconds = [run["seconds"] for run in of_runs if run["way"] == row["way"]]
-        speed = bench.spread([row["tokens"] / each for each in seconds])
-        assert (row["tok_s"], row["tok_s_p10"], row["tok_s_p90"]) == speed
+        speeds = [row["tokens"] / each for each in seconds]
+        assert bench.spread_fields("tok_s", speeds).items() <= row.items()
         assert row["prompts_equal"] == row["prompts"] == 2
         assert row["n"] == 2 and row["tok_s"] > 0
     assert rows[0]["ratio"] == 1
