@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lib import (
-    cell_runs,
     certificates,
     cli,
     exact_cells as cells_lib,
@@ -114,7 +113,7 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
 
 
 def _add_axis_flags(group: argparse._ActionsContainer) -> None:
-    drafters = cell_runs.drafter_names()
+    drafters = cells_lib.drafter_names()
     for axis, kinds, what in (
         ("dtype", config_lib.DTYPES, "of both models"),
         ("weights", config_lib.WEIGHTS, "of the target"),
@@ -168,15 +167,14 @@ def run(args: argparse.Namespace, console: terminal.Console) -> int:
         {"prompts": ",d", "texts": ",d", "accepted": ".3f"},
         console,
     )
-    _print_wrong(suite.warnings(summaries), console)
-    _print_differences(rows, console)
     across = suite.across_pages(cells, rows)
+    wrong = suite.warnings(summaries)
     for bits, count in across:
         where = ", ".join(f"{axis} {value}" for axis, value in bits.items())
-        _print_wrong(
-            [f"{count} prompts of decoding ({where}) have other bits on other pages"],
-            console,
-        )
+        wrong.append(f"{count} prompts of decoding ({where}) have other bits on other "
+                     "pages")  # fmt: skip
+    _print_wrong(wrong, console)
+    _print_differences(rows, console)
     if args.certificate:
         certificate = certificates.make(plan.header, cells, rows)
         certificates.write(args.certificate, certificate)
@@ -196,7 +194,7 @@ def _run_rows(
     """All rows: those that were there, and the others as they finish."""
     console.print(
         f"{len(plan.cells)} cells x {len(plan.prompts)} prompts x "
-        f"{plan.settings.gen_tokens} tokens"
+        f"{plan.gen_tokens} tokens"
         + (f"; {len(kept)} are there already" if kept else "")
     )
     console.print(f"base: {plan.cells[0].name}", soft_wrap=True, highlight=False)
@@ -226,28 +224,24 @@ def verify(args: argparse.Namespace, console: terminal.Console) -> int:
         plan = plans.from_certificate(args, certificate)
         rows = _run_rows(args, plan, [], out, console)
     agreement = certificates.agreement(certificate, rows)
-    counts = [agreement[cell.name] for cell in plan.cells]
-    total = {"prompts": len(plan.prompts)}
+    count = len(plan.prompts)
     found = [
-        {"cell": cell, **total, **of_cell}
-        for cell, of_cell in zip(plan.cells, counts, strict=True)
+        {"cell": cell, "prompts": count, **agreement[cell.name]} for cell in plan.cells
     ]
     print_cells(found, {"prompts": ",d"}, console)
-    left_out = len(certificate["cells"]) - len(plan.cells)
-    lines = {
-        f"{left_out} cells of superseded designs are left out": left_out,
-        "made of changed code: its commit does not say which code it was": (
-            certificate["environment"].get("git_dirty")
-        ),
-    }
+    lines = []
+    if left_out := len(certificate["cells"]) - len(plan.cells):
+        lines.append(f"{left_out} cells of superseded designs are left out")
+    if certificate["environment"].get("git_dirty"):
+        lines.append("made of changed code: its commit does not say which code it was")
     changes = certificates.changes(certificate, plan.header["environment"])
-    lines |= {f"{name}: {then}, now {now}": True for name, then, now in changes}
-    lines["the environment is that of the certificate"] = not changes
-    for line, is_told in lines.items():
-        if is_told:
-            console.print(line, soft_wrap=True, highlight=False)
+    lines += [f"{name}: {then}, now {now}" for name, then, now in changes]
+    if not changes:
+        lines.append("the environment is that of the certificate")
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
     _print_differences(rows, console)
-    agrees = {n for of_cell in counts for n in of_cell.values()} == {len(plan.prompts)}
+    agrees = all(row[what] == count for row in found for what in evidence.WHATS)
     summaries = [suite.summarise(cell, rows) for cell in plan.cells]
     _print_wrong(suite.warnings(summaries), console)
     is_finite = not any(one["nonfinite_logits"] for one in summaries)

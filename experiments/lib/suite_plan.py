@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lib import (
-    cell_runs,
     certificates,
     exact_cells as cells_lib,
     policies,
@@ -108,10 +107,13 @@ def from_flags(args: argparse.Namespace) -> suite.Plan:
     cells = (cells_lib.product if args.product else cells_lib.star)(axes)
     if is_gpu and args.certificate:
         _check_repeatable(cells)
+    source = told = args.prompts or defaults.prompts
+    if pathlib.PurePath(source).is_absolute():  # Only this machine has those folders.
+        told = prompt_files.without_folders(source)
     settings = {
         "target": _folder_name(args.target),
         "draft": _folder_name(args.draft) if _has_draft(args, cells) else None,
-        "prompt_source": _without_machine(args.prompts or defaults.prompts),
+        "prompt_source": told,
         "gen_tokens": args.gen_tokens or defaults.gen_tokens,
         "stop": args.stop,
         "raw": args.raw,
@@ -119,8 +121,9 @@ def from_flags(args: argparse.Namespace) -> suite.Plan:
     if args.chat_option:
         settings["chat_option"] = args.chat_option
     if args.head is not None:
-        settings["head"] = _head_name(args.head)
-    planned = _plan(args, cells, settings, source=args.prompts or defaults.prompts)
+        is_shipped = args.head.resolve().parent == loading.ASSETS.resolve()
+        settings["head"] = EMBEDDED if is_shipped else _folder_name(args.head)
+    planned = _plan(args, cells, settings, source=source)
     count, slots = len(planned.prompts), max(cell.batch for cell in cells)
     if count < slots:
         raise ValueError(
@@ -130,15 +133,9 @@ def from_flags(args: argparse.Namespace) -> suite.Plan:
     return planned
 
 
-def _without_machine(source: str) -> str:
-    """A prompt source without folders that only this machine has."""
-    is_told = pathlib.PurePath(source).is_absolute()
-    return prompt_files.without_folders(source) if is_told else source
-
-
 def _has_draft(args: argparse.Namespace, cells: Sequence[cells_lib.Cell]) -> bool:
     """Returns whether there is a draft model, and a cell whose drafter may load it."""
-    without = {*registry.NEED_NOTHING, *cell_runs.FORCED}
+    without = {*registry.NEED_NOTHING, *cells_lib.FORCED}
     is_given = args.draft is not None or args.target is None
     return is_given and not {cell.drafter for cell in cells} <= without
 
@@ -155,27 +152,20 @@ def from_certificate(
     settings = certificate["settings"]
     if args.target is None and settings["target"] in hub.FETCHED:
         args.target = pathlib.Path(settings["target"])
-    if settings["target"] != EMBEDDED and args.target is None:
-        raise ValueError(
-            f"{args.verify}: a certificate of target {settings['target']} and draft "
-            f"{settings['draft'] or 'none'}; give their folders with --target and "
-            "--draft"
-        )
-    if settings["draft"] not in (None, EMBEDDED) and args.draft is None:
-        raise ValueError(
-            f"{args.verify}: a certificate of draft {settings['draft']}; give its "
-            "folder with --draft"
-        )
-    cells = certificates.cells_of(certificate)
-    if settings.get("head") == EMBEDDED:
-        args.head = args.head or _shipped(cells, args.target)
-    elif settings.get("head") in registry.shipped(loading.heads_for(args.target)):
-        args.head = args.head or _shipped(cells, args.target)
-    elif settings.get("head") and args.head is None:
-        raise ValueError(
-            f"{args.verify}: a certificate of head {settings['head']}; give its folder "
-            "with --head"
-        )
+    cells, heads = certificates.cells_of(certificate), loading.heads_for(args.target)
+    if args.head is None and settings.get("head") in (
+        EMBEDDED,
+        *registry.shipped(heads),
+    ):
+        (kind,) = {cell.drafter for cell in cells} & set(registry.NEED_TARGET)
+        args.head = registry.shipped_head(kind, heads)
+    for name in ("target", "draft", "head"):
+        told = settings.get(name)
+        if told not in (None, EMBEDDED) and getattr(args, name) is None:
+            raise ValueError(
+                f"{args.verify}: a certificate of {name} {told}; give its folder with "
+                f"--{name}"
+            )
     for impl in {cell.impl for cell in cells}:
         dispatch.resolve(impl)
     planned = _plan(
@@ -232,20 +222,20 @@ def _plan(
     }
     weights = {}
     for kind, cell in {cell.kind_of_weights: cell for cell in cells}.items():
-        lm = cell_runs.load_models(cell, **folders)
+        lm = suite.load_models(cell, **folders)
         weights[kind] = {"target": fingerprint.of_params(lm.params)}
         if settings["draft"]:
             weights[kind]["draft"] = fingerprint.of_params(lm.drafter_params)
         if args.head is not None:
             name = registry.kind_of(args.head)
             named = dataclasses.replace(cell, drafter=name, tree=cells_lib.NO_TREE)
-            with_head = cell_runs.with_drafter(lm, named, head=args.head)
+            with_head = suite.with_drafter(lm, named, head=args.head)
             weights[kind]["head"] = fingerprint.of_params(with_head.drafter_params)
     kinds = {(c.slab, c.drafter, c.tree): c for c in cells}
     for cell in kinds.values():
         is_tree = cell.tree != cells_lib.NO_TREE
         if is_tree or cell.slab == lm.gamma_max + 1:  # Says now what a drafter lacks.
-            cell_runs.with_drafter(lm, cell, head=args.head)
+            suite.with_drafter(lm, cell, head=args.head)
     options = {name: settings.get(name) for name in ("raw", "chat_option")}
     words = prompts_lib.with_options(argparse.Namespace(**options), lm.tokenizer)
     lm = dataclasses.replace(lm, tokenizer=words)
@@ -255,9 +245,11 @@ def _plan(
     # Of the longest, whatever the pages; says now what the model cannot hold.
     sizes = {"gen_tokens": settings["gen_tokens"], "page_size": 1}
     longest = prompts_lib.capacity_for(lm, named, encoded, **sizes)
+    kernels = {cell.impl: dispatch.instruction_set(cell.impl) for cell in cells}
     header = {
         "settings": settings,
-        "environment": _environment(cells),
+        # Code and machine, and what its own kernels use, where any are run.
+        "environment": records.provenance() | {"instruction_set": kernels},
         "weights": weights,
         "prompts": {
             "count": len(prompts),
@@ -272,32 +264,11 @@ def _plan(
         head=args.head,
         cells=cells,
         prompts=prompts,
-        settings=cell_runs.Settings(
-            gen_tokens=settings["gen_tokens"],
-            longest=longest,
-            stop_ids=lm.stop_ids if settings["stop"] else (),
-        ),
+        gen_tokens=settings["gen_tokens"],
+        longest=longest,
+        stop_ids=lm.stop_ids if settings["stop"] else (),
         header=header,
     )
-
-
-def _environment(cells: Sequence[cells_lib.Cell]) -> dict[str, Any]:
-    """Which code and machine, and what its own kernels use, where any are run."""
-    kernels = {cell.impl: dispatch.instruction_set(cell.impl) for cell in cells}
-    return records.provenance() | {"instruction_set": kernels}
-
-
-def _shipped(
-    cells: Sequence[cells_lib.Cell], target: pathlib.Path | None
-) -> pathlib.Path:
-    """The folder of the shipped head that a certificate's cells are of."""
-    (kind,) = {cell.drafter for cell in cells} & set(registry.NEED_TARGET)
-    return registry.shipped_head(kind, loading.heads_for(target))
-
-
-def _head_name(folder: pathlib.Path) -> str:
-    is_shipped = folder.resolve().parent == loading.ASSETS.resolve()
-    return EMBEDDED if is_shipped else _folder_name(folder)
 
 
 def _folder_name(folder: pathlib.Path | None) -> str:

@@ -10,7 +10,7 @@ import tiny_pair
 import wrong_targets
 
 from experiments import exactness
-from experiments.lib import cell_runs
+from experiments.lib import suite
 from spec_jax.debug import evidence
 from spec_jax.engine import scheduler
 
@@ -143,9 +143,7 @@ def test_a_fault_is_found(folders, tmp_path, monkeypatch, plant, sampling, found
 
 def test_a_slot_is_refilled_while_others_run(folders, tmp_path, monkeypatch):
     """Fails if a batch is a group that ends together: three prompts in two slots."""
-    slots, real = [], cell_runs._of_slot
-    monkeypatch.setattr(
-        cell_runs, "_of_slot", lambda *a: slots.append(a[1]) or real(*a)
-    )
+    slots, real = [], suite._of_slot
+    monkeypatch.setattr(suite, "_of_slot", lambda *a: slots.append(a[1]) or real(*a))
     status, _ = commands.run_one_cell(folders, tmp_path, "--batch", "2")
     assert status == exactness.EXACT and sorted(slots) in ([0, 0, 1], [0, 1, 1])
