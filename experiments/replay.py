@@ -85,7 +85,8 @@ class Way:
 
     gamma: int
     name: str = "fixed"
-    policy: policies.Chosen = policies.Chosen()
+    policy: policy_lib.GammaPolicy | None = None
+    state: policy_lib.State = None  # of the policy, before the first round
     known: knowledge.Knowledge | None = None  # of a choice among drafters
 
 
@@ -203,22 +204,24 @@ def replay(
         config=Config(vocab_size, texts.capacity, drafter.gamma_max + 1),
         slab=drafter.gamma_max + 1,
     )
-    algo = algorithms.speculative(target, drafter, policy=way.policy.gamma_policy)
+    algo = algorithms.speculative(target, drafter, policy=way.policy)
+    is_told = isinstance(drafter, oracle.Oracle)
     request = requests_lib.Request(
         prompt=prompt,
         max_tokens=len(texts.generated[number]),
         gamma=way.gamma,
         sampling=texts.settings,
-        draft_params=oracle.make_trace(whole)
-        if isinstance(drafter, oracle.Oracle)
-        else None,
+        draft_params=oracle.make_trace(whole) if is_told else None,
     )
-    sizes = {"capacity": texts.capacity, "page_size": texts.about["page_size"]}
     both = jnp.asarray(trace), params
-    scheduler = algo.scheduler(
-        both, num_slots=1, stop_ids=(), policy_state=way.policy.state, **sizes
-    )
-    state = scheduler.begin(request)
+    state = algo.scheduler(
+        both,
+        num_slots=1,
+        stop_ids=(),
+        policy_state=way.state,
+        capacity=texts.capacity,
+        page_size=texts.about["page_size"],
+    ).begin(request)
     if way.known is not None:
         known = each.lift(drafter, 1).begun(way.known, 0)
         state = state.replace(memory=state.memory.replace(known=known))
@@ -226,11 +229,9 @@ def replay(
     state = algo.run(both, state)
     slot = requests_lib.slot_of(jax.device_get(state.slots), 0)
     counters = metrics.of_slot(slot, num_tokens=int(slot.length) - len(prompt))
-    chosen = way.policy
-    if policy_lib.keeps_state(chosen.gamma_policy):
-        learnt = policy_lib.renewed(chosen.gamma_policy, slot.policy)
-        chosen = dataclasses.replace(chosen, state=jax.tree.map(jnp.asarray, learnt))
-    way = dataclasses.replace(way, policy=chosen)
+    if policy_lib.keeps_state(way.policy):
+        learnt = policy_lib.renewed(way.policy, slot.policy)
+        way = dataclasses.replace(way, state=jax.tree.map(jnp.asarray, learnt))
     forwards = (np.asarray(state.cache.own) - of_prompt)[None]
     if isinstance(drafter, choice.Choice):
         plain = forwards.sum()  # Rounds that were to draft nothing are nobody's.
@@ -246,16 +247,13 @@ def ways_of(args: argparse.Namespace, drafter: Any) -> list[Way]:
     for name in args.gamma_policy or ():
         costs = costs_lib.highest(costs_of(args, drafter)).upto(most)
         if name == policies.BUDGET:
-            kind = {
-                "looks_up": choice.looks_up(drafter),
-                "chooses": isinstance(drafter, choice.Choice),
-            }
-            made, first = default_gamma.make(costs, **kind)
-            chosen = policies.Chosen(gamma_policy=made, state=first)
+            chooses = isinstance(drafter, choice.Choice)
+            kind = {"looks_up": choice.looks_up(drafter), "chooses": chooses}
+            made, state = default_gamma.make(costs, **kind)
         else:
             how = {"gamma": most, "round_s": costs.rising_s}
-            chosen = policies.make(name, drafter, **how)
-        ways.append(Way(gamma=most, name=name, policy=chosen))
+            made, state = policies.make(name, drafter, **how)
+        ways.append(Way(gamma=most, name=name, policy=made, state=state))
     return ways
 
 
@@ -333,8 +331,12 @@ def compare(
     """Adds expected times to rows, and regrets against what is constant in them."""
     step_s = float(costs.rising_s()[0])
     plain_s = step_s * np.array([len(ids) for ids in texts.generated])
-    # Drafting nothing is one of the constant gammas.
-    fixed = [row for row in rows if is_constant(row)]
+    # A choice has several gammas; drafting nothing is one of the constant ones.
+    fixed = [
+        row
+        for row in rows
+        if row["gamma_policy"] == "fixed" and row["drafter"] != "choice"
+    ]
     best_s = np.min([plain_s, *(row["text_s"] for row in fixed)], axis=0).sum()
     for row in rows:
         row["expected_s"] = seconds = sum(row["text_s"])
@@ -343,11 +345,6 @@ def compare(
         totals = [sum(other["text_s"]) for other in own or fixed]
         row["regret"] = seconds / min([float(plain_s.sum()), *totals]) - 1
         row["regret_by_text"] = seconds / float(best_s) - 1
-
-
-def is_constant(row: Mapping[str, Any]) -> bool:
-    """Returns whether a row is of one drafter and gamma: a choice has several."""
-    return row["gamma_policy"] == "fixed" and row["drafter"] != "choice"
 
 
 def run(

@@ -14,8 +14,7 @@ from spec_jax.analysis import metrics
 from spec_jax.model import qwen3
 
 
-Settings, Plain = runs_lib.Settings, runs_lib.Plain
-Speculative = runs_lib.Speculative
+Settings, Run = runs_lib.Settings, runs_lib.Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,8 +23,8 @@ class PromptResult:
 
     prompt: prompt_files.Prompt
     prompt_ids: list[int]
-    plain: list[Plain]
-    spec: list[Speculative]
+    plain: list[Run]
+    spec: list[Run]
     # Verified positions with another token than decoding's; None where only the
     # distribution is decoding's
     mismatches: int | None
@@ -52,8 +51,7 @@ class PromptResult:
     @property
     def nonfinite(self) -> int:
         """The most tokens of a run that were chosen from logits that are not finite."""
-        plain = [run.nonfinite for run in self.plain]
-        return max(plain + [run.counters.nonfinite for run in self.spec])
+        return max(run.nonfinite for run in (*self.plain, *self.spec))
 
     def row(self) -> dict:
         """Returns the JSON line."""
@@ -135,7 +133,7 @@ def mismatches_of(
     lm: loading.LanguageModel,
     settings: Settings,
     prompt_ids: list[int],
-    run: Speculative,
+    run: Run,
 ) -> int | None:
     """Returns how many tokens a replay of the text through decoding finds wrong; None
     where only the distribution is decoding's."""
