@@ -13,7 +13,6 @@ unusable.
 import argparse
 import dataclasses
 import hashlib
-import itertools
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -191,12 +190,6 @@ class Bench:
     def cells(self) -> list[Cell]:
         """Returns every cell that was asked for."""
         args, nodes = self._args, lambda tree: (tree_shapes.parse(tree).nodes,)
-        drafts = [
-            (tree, gamma)
-            for tree in args.tree
-            for gamma in (args.gamma if tree == flags.NO_TREE else nodes(tree))
-        ]
-        axes = args.drafter, args.temperature, self._sets, args.gamma_policy, drafts
         return [
             Cell(
                 drafter=drafter,
@@ -207,9 +200,12 @@ class Bench:
                 gamma=gamma,
                 tree=tree,
             )
-            for drafter, temperature, (source, category), policy, (tree, gamma) in (
-                itertools.product(*axes)
-            )
+            for drafter in args.drafter
+            for temperature in args.temperature
+            for source, category in self._sets
+            for policy in args.gamma_policy
+            for tree in args.tree
+            for gamma in (args.gamma if tree == flags.NO_TREE else nodes(tree))
         ]
 
     def about(self, cell: Cell) -> dict[str, str]:
@@ -226,23 +222,18 @@ class Bench:
         lm = self._lms[cell.drafter, cell.tree]
         subject = self._sets[cell.prompt_source, cell.category]
         subject = dataclasses.replace(subject, lm=lm)
-        settings = dataclasses.replace(
-            subject.settings,
-            gamma=cell.gamma,
-            sampling=flags.sampling_settings(self._args, cell.temperature),
-        )
-        settings = policies.of_run(
-            self._args, subject, settings, name=cell.gamma_policy, drafter=cell.drafter
-        )
+        sampling = flags.sampling_settings(self._args, cell.temperature)
+        change = {"gamma": cell.gamma, "sampling": sampling}
+        settings = dataclasses.replace(subject.settings, **change)
+        how = {"name": cell.gamma_policy, "drafter": cell.drafter}
+        settings = policies.of_run(self._args, subject, settings, **how)
         # What an earlier cell has compiled is not compiled again.
         results_lib.warm_up([(lm, settings)], subject.ids)
         with terminal.counted("prompts", total=len(subject.ids)) as advance:
             how = {"repeats": self._args.repeats, "after_prompt": advance}
-            found = list(
-                results_lib.run_prompts(
-                    lm, settings, subject.prompts, subject.ids, hands_on=False, **how
-                )
-            )
+            each = subject.prompts, subject.ids
+            found = results_lib.run_prompts(lm, settings, *each, hands_on=False, **how)
+            found = list(found)
         summary, by_category = results_lib.rows_of(found)
         about = {"capacity": settings.capacity, **self.about(cell)}
         yield cell.to_row() | summary | {"by_category": by_category} | about
@@ -250,13 +241,10 @@ class Bench:
 
 def _of_category(subject: models.Subject, category: str) -> models.Subject:
     """Returns the subject with the prompts of a category alone, or with `ALL`."""
-    both = [
-        (prompt, ids)
-        for prompt, ids in zip(subject.prompts, subject.ids, strict=True)
-        if category in (ALL, prompt.category)
-    ]
-    prompts, ids = map(list, zip(*both, strict=True))
-    return dataclasses.replace(subject, prompts=prompts, ids=ids)
+    prompts = subject.prompts
+    own = [n for n, one in enumerate(prompts) if category in (ALL, one.category)]
+    parts = {"prompts": [prompts[n] for n in own], "ids": [subject.ids[n] for n in own]}
+    return dataclasses.replace(subject, **parts)
 
 
 def unfinished(bench: Bench, cells: Sequence[Cell], rows: Sequence[dict]) -> list[Cell]:

@@ -158,39 +158,34 @@ def product(axes: Mapping[str, Sequence]) -> list[Cell]:
 
 
 def _in_order(choices: Sequence[Mapping[str, Any]]) -> list[Cell]:
-    """Returns each cell once; those that share weights, or decoding, stand together."""
-    together: dict[str, dict[tuple, dict[Cell, None]]] = {}
-    for choice in map(_of_tree, choices):
-        is_chain = choice["tree"] == NO_TREE
-        if is_chain and choice["gamma"] + 1 > choice["slab"]:
-            raise ValueError(
-                f"gamma={choice['gamma']} needs a slab of {choice['gamma'] + 1} rows, "
-                f"and one of {choice['slab']} is among those to run; leave one of "
-                "them out"
-            )
-        slab = row_model.slab_for(choice["impl"], choice["slab"])
-        cell = Cell(**{**choice, "slab": slab})
-        of_weights = together.setdefault(cell.kind_of_weights, {})
-        of_weights.setdefault(tuple(cell.plain.values()), {})[cell] = None
-    groups = [group for groups in together.values() for group in groups.values()]
-    return [cell for group in groups for cell in group]
+    """Returns each cell once; those that share decoding stand together."""
+    cells = list(dict.fromkeys(map(_cell, choices)))
+    plains = [cell.plain for cell in cells]
+    return sorted(cells, key=lambda cell: plains.index(cell.plain))
 
 
-def _of_tree(choice: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the choice with as many drafts as its tree has nodes, if it has one.
+def _cell(choice: Mapping[str, Any]) -> Cell:
+    """Returns the cell of a choice of values; a tree is drafted with all its nodes.
 
     Raises:
-      ValueError: a tree, and a policy, which is of chains.
+      ValueError: a window that no slab holds; a tree, and a policy, which is of chains.
     """
-    if choice["tree"] == NO_TREE:
-        return choice
-    if choice["gamma_policy"] != "fixed":
+    gamma, slab, tree = choice["gamma"], choice["slab"], choice["tree"]
+    if tree != NO_TREE:
+        if choice["gamma_policy"] != "fixed":
+            raise ValueError(
+                f"{tree=!s} and gamma_policy={choice['gamma_policy']} do not go "
+                "together, for that is of chains, and both are among those to run; "
+                "leave one of them out, or run them apart"
+            )
+        gamma = tree_shapes.parse(tree).nodes
+    elif gamma + 1 > slab:
         raise ValueError(
-            f"tree={choice['tree']} and gamma_policy={choice['gamma_policy']} do not "
-            "go together, for that is of chains, and both are among those to run; "
-            "leave one of them out, or run them apart"
+            f"{gamma=} needs a slab of {gamma + 1} rows, and one of {slab} is among "
+            "those to run; leave one of them out"
         )
-    return {**choice, "gamma": tree_shapes.parse(choice["tree"]).nodes}
+    slab = row_model.slab_for(choice["impl"], slab)
+    return Cell(**{**choice, "gamma": gamma, "slab": slab})
 
 
 def by_plain(cells: Sequence[Cell]) -> list[list[Cell]]:

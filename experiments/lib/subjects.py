@@ -353,31 +353,21 @@ def _head_weights(
 
 
 def _check_noise(shapes: Any, dtype: str) -> None:
-    """Raises `MemoryError` unless weights of these shapes fit, twice.
+    """Raises `MemoryError`, with both numbers, unless weights of these shapes fit where
+    JAX's arrays go, twice.
 
     Once more to measure the bandwidth with; noise is drawn in float32, and a few arrays
     of its size are alive meanwhile.
     """
     largest = max(leaf.size for leaf in jax.tree.leaves(shapes))
     required = 2 * params_lib.num_bytes(shapes) + 4 * 4 * largest
-    check_fits(f"random weights in {dtype}", required)
-
-
-def free_bytes() -> int:
-    """Memory that is left where JAX's arrays go."""
-    stats = None
-    if jax.default_backend() == "gpu":
-        stats = jax.devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return psutil.virtual_memory().available
-
-
-def check_fits(what: str, required: int) -> None:
-    """Raises `MemoryError`, with both numbers, where that is more than is free."""
-    free = free_bytes()
+    is_gpu = jax.default_backend() == "gpu"
+    stats = (is_gpu and jax.devices()[0].memory_stats()) or {}
+    free = psutil.virtual_memory().available
+    if "bytes_limit" in stats:
+        free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     if required > free:
         raise MemoryError(
-            f"{what} need {required / _GIB:.2f} GiB of memory, but "
+            f"random weights in {dtype} need {required / _GIB:.2f} GiB of memory, but "
             f"{free / _GIB:.2f} GiB are free"
         )

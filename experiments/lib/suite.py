@@ -6,7 +6,6 @@ pages; and slots are used again and again, so that a prompt finds the pages of t
 before it.
 """
 
-import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +20,8 @@ from spec_jax.debug import evidence, recorder
 from spec_jax.drafters import draft_model, oracle, registry
 from spec_jax.engine import (
     baseline,
-    checks,
     requests as requests_lib,
-    round as round_lib,
+    scheduler as scheduler_lib,
 )
 from spec_jax.paging import index
 
@@ -148,6 +146,22 @@ def decode(
     return evidence.of_decode(state, num_prompt=len(prompt)), np.array(state.tokens)
 
 
+class _Recorded(scheduler_lib.Scheduler):
+    """A scheduler whose rounds are recorded; prompts enter as in any other."""
+
+    @property
+    def target(self) -> Any:
+        """The target that is recorded."""
+        return self.speculator.target.target
+
+    def admit(self, state, slot, request, **how):
+        """Admits to a state that is recorded, and frees what earlier runs left."""
+        del how
+        state, recording = self.speculator.target.detach(state)
+        state = super().admit(state, slot, request)
+        return state.replace(cache=recording.replace(cache=state.cache))
+
+
 class Slots:
     """A cell's slots, which its prompts take as they come free.
 
@@ -164,14 +178,14 @@ class Slots:
           lm: with the cell's drafter.
         """
         policy, first = cell.policy(lm.drafter)
-        settings = dataclasses.replace(
-            settings, gamma_policy=policy, policy_state=first
-        )
+        change = {"gamma_policy": policy, "policy_state": first}
+        made = runs.make_scheduler(lm, dataclasses.replace(settings, **change))
+        watched = recorder.Recorder(target=made.target)
+        speculator = made.speculator.replace(target=watched)
+        self._scheduler = _Recorded(**vars(made) | {"speculator": speculator})
+        self._state = watched.attach(made.empty(draws=settings.sampling is not None))
         self._settings, self._rate = settings, cells_lib.FORCED.get(cell.drafter, 1.0)
         self._knows_text = isinstance(lm.drafter, oracle.Oracle)
-        self._scheduler = runs.make_scheduler(lm, settings)
-        self._watched = recorder.Recorder(target=self._scheduler.speculator.target)
-        self._state = self._scheduler.empty(draws=settings.sampling is not None)
 
     def run(self, prompts: Sequence[list[int]], plain: Sequence[Plain]) -> list[Rounds]:
         """Runs all prompts; takes the evidence of each before its slot is refilled.
@@ -180,56 +194,26 @@ class Slots:
           plain: of each prompt.
 
         Raises:
-          ValueError: a prompt that cannot be used.
-          MemoryError, RuntimeError: as `Scheduler.run`.
+          ValueError, MemoryError, RuntimeError: as `Scheduler.run`.
         """
-        watching = self._scheduler.speculator.replace(target=self._watched)
-        waiting = collections.deque(
-            (number, self._request(prompt, plain[number]))
-            for number, prompt in enumerate(prompts)
-        )
-        state, running = self._watched.attach(self._state), {}  # numbers by slot
-        found: dict[int, Rounds] = {}
-        while waiting or running:
-            for slot in set(range(self._settings.num_slots)) - set(running):
-                if waiting:
-                    running[slot], request = waiting.popleft()
-                    state = self._admit(state, slot, request)
-            state = round_lib.generate(
-                watching,
-                state,
-                max_rounds=jnp.int32(self._settings.gen_tokens),
-                until_one_ends=bool(waiting),
+        requests = [
+            requests_lib.Request(
+                prompt=prompt,
+                max_tokens=self._settings.gen_tokens,
+                gamma=self._settings.gamma,
+                sampling=self._settings.sampling,
+                draft_params=oracle.make_trace(text.tolist(), rate=self._rate)
+                if self._knows_text
+                else None,
             )
-            checks.check_refused([state.cache.cache, state.memory])
-            slots = state.slots
-            checks.check_pages(slots.status, slots.length, state.cache.cache)
-            for slot in np.flatnonzero(~np.asarray(slots.running)).tolist():
-                if slot in running:
-                    number = running.pop(slot)
-                    found[number] = _of_slot(state, slot, len(prompts[number]))
-        self._state, _ = self._watched.detach(state)
+            for prompt, (_, text) in zip(prompts, plain, strict=True)
+        ]
+        found: dict[int, Rounds] = {}
+        where = {"state": self._state, "keep": lambda *state_and_slot: state_and_slot}
+        for one in self._scheduler.run(requests, **where):
+            self._state, slot = one.kept  # As it is until the next one is asked for.
+            found[one.number] = _of_slot(self._state, slot, len(prompts[one.number]))
         return [found[number] for number in range(len(prompts))]
-
-    def _request(self, prompt: list[int], plain: Plain) -> requests_lib.Request:
-        trace = None
-        if self._knows_text:
-            trace = oracle.make_trace(plain[1].tolist(), rate=self._rate)
-        request = requests_lib.Request(
-            prompt=prompt,
-            max_tokens=self._settings.gen_tokens,
-            gamma=self._settings.gamma,
-            sampling=self._settings.sampling,
-            draft_params=trace,
-        )
-        self._scheduler.check(request)
-        return request
-
-    def _admit(self, state, slot, request):
-        """Admits a request to a slot of a state that is recorded."""
-        state, recording = self._watched.detach(state)
-        state = self._scheduler.admit(state, slot, request)
-        return state.replace(cache=recording.replace(cache=state.cache))
 
 
 def _of_slot(state, slot: int, num_prompt: int) -> Rounds:
