@@ -33,9 +33,7 @@ from experiments.lib import (
 from spec_jax import loading
 from spec_jax.debug import evidence
 from spec_jax.drafters import registry
-from spec_jax.model import config as config_lib, row_model
 from spec_jax.native import build
-from spec_jax.typing import IMPLS
 
 
 EXACT, NOT_EXACT = 0, 2
@@ -92,17 +90,17 @@ def _name_head(args: argparse.Namespace) -> None:
 
 
 def _add_input_flags(group: argparse._ActionsContainer) -> None:
-    brief, full = plans.BRIEF, plans.FULL
+    (prompts, tokens), (most, longest) = plans.BRIEF, plans.FULL
     flags.add(group, "target draft raw isa")
     cli.add(
         group,
         f"""
         --head DIR  folder of the head that the drafter eagle3, dflash or dspark is
             ((default: the one that is shipped for the target))
-        --prompts N|FILE[:N]  prompts, as in spec_round.py (default: {brief.prompts};
-            {full.prompts} with --full)
-        --gen-tokens TOKENS  tokens to generate per prompt (default:
-            {brief.gen_tokens}; {full.gen_tokens} with --full)
+        --prompts N|FILE[:N]  prompts, as in spec_round.py (default: {prompts};
+            {most} with --full)
+        --gen-tokens TOKENS  tokens to generate per prompt (default: {tokens};
+            {longest} with --full)
         --stop  end at stop tokens (default: every prompt yields --gen-tokens)
         --full  long texts, many prompts, and every axis but dtype, impl and slab: about
             an hour on two idle cores with native kernels
@@ -113,40 +111,23 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
 
 
 def _add_axis_flags(group: argparse._ActionsContainer) -> None:
-    drafters = cells_lib.drafter_names()
-    for axis, kinds, what in (
-        ("dtype", config_lib.DTYPES, "of both models"),
-        ("weights", config_lib.WEIGHTS, "of the target"),
-        ("impl", IMPLS, "kernels"),
-        ("slab", None, "rows of every call of the target"),
-        ("page-size", None, "positions per page"),
-        ("cache", row_model.CACHE_KINDS, "kind of cache"),
-        ("prefill", cells_lib.PREFILLS, "how prompts enter the cache"),
-        ("drafter", drafters, "what proposes tokens, or package.module:Name"),
-        ("gamma", None, "tokens drafted per round, or the most of them"),
-        ("sampling", cells_lib.SAMPLINGS, "of tokens; how is in the certificate"),
-        ("gamma-policy", cells_lib.GAMMA_POLICIES, "what chooses each round's gamma"),
-        ("batch", None, "prompts that share a forward"),
-    ):
-        default = plans.default_text(axis.replace("-", "_"))
-        listed = ", ".join(kinds) if kinds else "numbers"
-        kind = cli.positive
-        if axis == "drafter":
-            kind = cli.one_of(kinds, can_import=True)
-        elif kinds:
-            kind = cli.one_of(kinds)
-        text = f"--{axis} A,B,..  {what}: {listed} (default: {default})"
+    for name, axis in plans.AXES.items():
+        listed, kind = "numbers", cli.positive
+        if axis.kinds:
+            listed = ", ".join(axis.kinds)
+            kind = cli.one_of(axis.kinds, can_import=name == "drafter")
+        default = plans.default_text(name)
+        text = f"{cli.flag_of(name)} A,B,..  {axis.what}: {listed} (default: {default})"
         cli.add(group, text, **{"A,B,..": cli.names(kind)})
     flags.add(group, "trees")
 
 
-def act(args: argparse.Namespace) -> int:
-    """Runs or verifies; returns the exit status."""
-    return (verify if args.verify else run)(args, terminal.console())
-
-
-def run(args: argparse.Namespace, console: terminal.Console) -> int:
-    """Runs the suite, and writes rows and certificate; returns the exit status."""
+def run(args: argparse.Namespace) -> int:
+    """Runs the suite, and writes rows and certificate, or verifies one; returns the
+    exit status."""
+    if args.verify:
+        return verify(args)
+    console = terminal.console()
     if args.certificate and not args.allow_dirty:
         records.check_clean(what="a certificate", allow="--allow-dirty")
     with records.open_out(args) as out:
@@ -215,8 +196,9 @@ def _run_rows(
     return rows
 
 
-def verify(args: argparse.Namespace, console: terminal.Console) -> int:
+def verify(args: argparse.Namespace) -> int:
     """Runs a certificate's cells again; returns the exit status."""
+    console = terminal.console()
     certificate = certificates.read(args.verify)
     if args.isa is None:
         _choose_isa_of(args.verify, certificate)
@@ -308,7 +290,7 @@ def _choose_isa_of(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
         ) from None
 
 
-main = cli.script("exactness.py", parse_args, act)
+main = cli.script("exactness.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -19,7 +19,7 @@ import argparse
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -154,8 +154,7 @@ def read(path: pathlib.Path) -> Texts:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Sizes that a text has of a model."""
 
     vocab_size: int
@@ -298,31 +297,36 @@ def build(args: argparse.Namespace, texts: Texts) -> dict[str, registry.Built]:
                 f"--drafter {name} reads its target, which a text does not have: "
                 "evaluate it by sweep.py"
             )
-        built[name] = registry.build(name, parts)
-        drafter, params = built[name]
+        drafter, params = registry.build(name, parts)
         models.check_gamma(name, drafter, gamma_max)
         if args.round_costs and isinstance(drafter, choice.Choice):
             costs = [each.upto(gamma_max) for each in costs_of(args, drafter)]
-            built[name] = drafter, choice.with_costs(params, costs)
+            params = choice.with_costs(params, costs)
+        built[name] = drafter, params
     return built
 
 
-def seconds_of(costs: Sequence[costs_lib.RoundCosts], forwards: np.ndarray) -> float:
-    """Returns the time that verifications take, by who drafted and their rows."""
-    round_s = np.stack([each.upto(forwards.shape[1] - 2).rising_s() for each in costs])
-    return float(np.sum(forwards[:, 1:] * round_s))
-
-
-def summarise(
-    texts: Texts, done: Sequence[tuple[metrics.Counters, np.ndarray]]
+def row_of(
+    texts: Texts,
+    done: Sequence[tuple[metrics.Counters, np.ndarray]],
+    costs: Sequence[costs_lib.RoundCosts] | None,
 ) -> dict[str, Any]:
-    """Returns the numbers of a row, of all replays of a drafter in one way."""
+    """Returns the numbers of a row, of all replays of a drafter in one way.
+
+    Args:
+      costs: of rounds, by who drafted; None: no seconds.
+    """
     counted, forwards = zip(*done, strict=True)
     found = {"prompts": len(counted), **metrics.summarise(metrics.total(counted))}
     found.pop("nonfinite_logits")  # A trace has no logits.
     each = list(map(summaries.text_counts, texts.generated, counted))
     found |= summaries.by_repetition(each)
-    return found | {"rounds_by_rows": np.sum(forwards, axis=(0, 1))}
+    found["rounds_by_rows"] = np.sum(forwards, axis=(0, 1))
+    if costs is not None:
+        most = forwards[0].shape[1] - 2
+        round_s = np.stack([each.upto(most).rising_s() for each in costs])
+        found["text_s"] = [float(np.sum(each[:, 1:] * round_s)) for each in forwards]
+    return found
 
 
 def compare(
@@ -332,11 +336,8 @@ def compare(
     step_s = float(costs.rising_s()[0])
     plain_s = step_s * np.array([len(ids) for ids in texts.generated])
     # A choice has several gammas; drafting nothing is one of the constant ones.
-    fixed = [
-        row
-        for row in rows
-        if row["gamma_policy"] == "fixed" and row["drafter"] != "choice"
-    ]
+    constant = [row for row in rows if row["gamma_policy"] == "fixed"]
+    fixed = [row for row in constant if row["drafter"] != "choice"]
     best_s = np.min([plain_s, *(row["text_s"] for row in fixed)], axis=0).sum()
     for row in rows:
         row["expected_s"] = seconds = sum(row["text_s"])
@@ -369,12 +370,9 @@ def run(
                     counted, forwards, way = replay(texts, number, built, way)
                     done.append((counted, forwards))
                     go()
+            costs = costs_of(args, built[0]) if args.round_costs else None
             row = {"kind": "replay", "drafter": name, "gamma": way.gamma}
-            row |= {"gamma_policy": way.name} | summarise(texts, done)
-            found.append(row)
-            if args.round_costs:
-                costs = costs_of(args, built[0])
-                row["text_s"] = [seconds_of(costs, each) for _, each in done]
+            found.append(row | {"gamma_policy": way.name} | row_of(texts, done, costs))
     if args.round_costs:
         compare(args.round_costs, texts, found)
     out.write_all(found)

@@ -91,15 +91,10 @@ def load(args: argparse.Namespace) -> models.Subject:
     how = {"gamma_max": args.gamma, "cache": args.cache}
     lm = models.load(args, drafter=args.drafter, **how)
     by_rows = lm.target.prefills_by_rows
-    subject = models.prepare(
-        args,
-        lm,
-        args.prompts,
-        stop_ids=() if args.ignore_stop else lm.stop_ids,
-        prefill_by_rows=args.prefill == "rows" if args.prefill else by_rows,
-        rule=args.rule,
-        sampling=sampling,
-    )
+    if args.prefill:
+        by_rows = args.prefill == "rows"
+    changes = {"prefill_by_rows": by_rows, "sampling": sampling}
+    subject = models.prepare(args, lm, args.prompts, **changes)
     num_slots = min(args.batch or 1, len(subject.prompts))
     settings = dataclasses.replace(subject.settings, num_slots=num_slots)
     settings = policies.of_run(args, subject, settings, name=args.gamma_policy)

@@ -159,15 +159,9 @@ class Bench:
         self._sets: dict[tuple[str, str], models.Subject] = {}
         for source in dict.fromkeys(args.prompts):
             # Answers to turns are greedy, so that all cells have the same prompts.
-            subject = models.prepare(
-                args,
-                lm,
-                source,
-                stop_ids=() if args.ignore_stop else lm.stop_ids,
-                contexts=args.context or (),
-                rule=args.rule,
-            )
-            for category in map(str, args.context or (ALL,)):
+            contexts = args.context or ()
+            subject = models.prepare(args, lm, source, contexts=contexts)
+            for category in map(str, contexts or (ALL,)):
                 self._sets[source, category] = _of_category(subject, category)
         here, about = records.provenance(), models.describe(args, lm)
         del about["temperature"]  # An axis of the grid.

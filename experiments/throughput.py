@@ -203,7 +203,7 @@ def run(
         gamma_max=max(args.gamma),
     )
     sampling = flags.sampling_settings(args)
-    subject = models.prepare(args, lm, args.prompts, rule=args.rule, sampling=sampling)
+    subject = models.prepare(args, lm, args.prompts, sampling=sampling)
     if args.adversarial:
         size = lm.target.config.vocab_size
         wrong = forced_drafter.ForcedDrafter(inner=lm.drafter, vocab_size=size)

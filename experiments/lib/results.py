@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from experiments.lib import prompt_files, runs as runs_lib, summaries, tables
 from spec_jax import loading
 from spec_jax.analysis import metrics
@@ -114,12 +112,13 @@ def run_prompts(
                 spec = [runs_lib.run_speculative(lm, settings, own[0])]
             turns.append((plain, spec))
         for at, place in enumerate(part):
+            first = turns[0][1][at].tokens
             found = PromptResult(
                 prompt=prompts[place],
                 prompt_ids=list(ids[place]),
                 plain=[plain[at] for plain, _ in turns],
                 spec=[spec[at] for _, spec in turns],
-                mismatches=mismatches_of(lm, settings, ids[place], turns[0][1][at]),
+                mismatches=runs_lib.mismatches(lm, settings, ids[place], first),
             )
             if not is_batch:
                 after_prompt()
@@ -127,20 +126,6 @@ def run_prompts(
         if hands_on and not is_batch:
             last = found.spec[-1].policy_state
             settings = dataclasses.replace(settings, policy_state=last)
-
-
-def mismatches_of(
-    lm: loading.LanguageModel,
-    settings: Settings,
-    prompt_ids: list[int],
-    run: Run,
-) -> int | None:
-    """Returns how many tokens a replay of the text through decoding finds wrong; None
-    where only the distribution is decoding's."""
-    if not settings.is_exact:
-        return None
-    chosen = runs_lib.decode_choices(lm, settings, prompt_ids, run.tokens)
-    return int(np.sum(chosen != np.asarray(run.tokens)))
 
 
 def warm_up(

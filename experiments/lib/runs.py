@@ -266,17 +266,20 @@ def run_batch(
     ]
 
 
-def decode_choices(
+def mismatches(
     lm: loading.LanguageModel,
     settings: Settings,
     prompt: list[int],
     tokens: Sequence[int],
-) -> np.ndarray:
-    """Returns what decoding chooses at each position of a generated text, int32.
+) -> int | None:
+    """Returns how many tokens of a generated text decoding would not have chosen; None
+    where only the distribution is decoding's.
 
     Replays the text through decoding: every position is decided after the prefix that
     was really committed, whatever came before it.
     """
+    if not settings.is_exact:
+        return None
     state = begin_plain(lm, settings, prompt)
     new = slice(len(prompt), len(prompt) + len(tokens))
     text = np.array(state.tokens)
@@ -291,7 +294,7 @@ def decode_choices(
         sampling=settings.sampling,
         processing=state.processing,
     )
-    return np.asarray(chosen)[new]
+    return int(np.sum(np.asarray(chosen)[new] != text[new]))
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:

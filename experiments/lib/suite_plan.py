@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.lib import (
     certificates,
@@ -21,62 +21,59 @@ from experiments.lib import (
 )
 from spec_jax import loading
 from spec_jax.drafters import registry
-from spec_jax.model import fingerprint, hub
+from spec_jax.model import config as config_lib, fingerprint, hub, row_model
 from spec_jax.ops import dispatch
+from spec_jax.typing import IMPLS
 
 
 EMBEDDED = "embedded"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """What is run where flags say nothing."""
+class Axis(NamedTuple):
+    """An axis of cells: its flag, and what is run where that is not given."""
 
-    prompts: str
-    gen_tokens: int
-    axes: Mapping[str, tuple]
+    what: str
+    kinds: Sequence[str] | None  # of values; None: numbers
+    brief: tuple  # the base first
+    full: tuple | None = None  # with --full; None: as `brief`
 
 
-# The first value of an axis is the base. gamma is data: its values share executables.
-_EVERY = {
-    "dtype": ("bfloat16",),
-    "impl": ("auto",),
-    "slab": (8,),
-    "page_size": (16, 64),
-    "cache": ("paged", "static"),
-    "prefill": cells_lib.PREFILLS,
-    "drafter": (
-        "draft-model",
-        "always-right",
-        "always-wrong",
-        "ngram",
-        "suffix",
-        "hybrid",
-        "oracle",
+# Compiling takes the time: brief is one cell of each kind, and of a gamma, which is
+# data, as many as like. Where auto is xla, the two are one. An oracle is always right.
+AXES: Mapping[str, Axis] = {
+    "dtype": Axis(
+        "of both models", config_lib.DTYPES, ("bfloat16", "float32"), ("bfloat16",)
     ),
-    "gamma": (4, 1, 2, 7),
-    "sampling": cells_lib.SAMPLINGS,
-    "gamma_policy": policies.POLICIES,
-    "batch": (1, 4),
-    "tree": (cells_lib.NO_TREE,),
-    "weights": ("dense",),
+    "weights": Axis("of the target", config_lib.WEIGHTS, ("dense",)),
+    "impl": Axis("kernels", IMPLS, ("auto", "xla"), ("auto",)),
+    "slab": Axis("rows of every call of the target", None, (8,)),
+    "page_size": Axis("positions per page", None, (16, 64)),
+    "cache": Axis("kind of cache", row_model.CACHE_KINDS, ("paged", "static")),
+    # Both runs of a cell fill their caches in the same way.
+    "prefill": Axis(
+        "how prompts enter the cache", cells_lib.PREFILLS, ("rows",), cells_lib.PREFILLS
+    ),
+    "drafter": Axis(
+        "what proposes tokens, or package.module:Name",
+        cells_lib.drafter_names(),
+        ("draft-model", "oracle", "ngram"),
+        ("draft-model", *cells_lib.FORCED, "ngram", "suffix", "hybrid", "oracle"),
+    ),
+    "gamma": Axis("tokens drafted per round, or the most of them", None, (4, 1, 2, 7)),
+    "sampling": Axis(
+        "of tokens; how is in the certificate", cells_lib.SAMPLINGS, cells_lib.SAMPLINGS
+    ),
+    "gamma_policy": Axis(
+        "what chooses each round's gamma",
+        cells_lib.GAMMA_POLICIES,
+        ("fixed", "threshold"),
+        policies.POLICIES,
+    ),
+    "batch": Axis("prompts that share a forward", None, (1, 4)),
 }
-BRIEF = Defaults(
-    prompts="4",
-    gen_tokens=48,
-    # Compiling takes the time: one cell of each kind, and of a gamma as many as like.
-    # Where auto is xla, the two are one. An oracle is always right, too.
-    axes=_EVERY
-    | {
-        "dtype": ("bfloat16", "float32"),
-        "impl": ("auto", "xla"),
-        # Both runs of a cell fill their caches in the same way.
-        "prefill": ("rows",),
-        "drafter": ("draft-model", "oracle", "ngram"),
-        "gamma_policy": ("fixed", "threshold"),
-    },
-)
-FULL = Defaults(prompts="50", gen_tokens=512, axes=_EVERY)
+BRIEF, FULL = ("4", 48), ("50", 512)
+"""Prompts, and tokens of each."""
+
 ON_GPU = {"dtype": ("bfloat16",), "impl": ("auto",), "prefill": ("rows",)}
 """In the place of those axes on a GPU: what its kernels compute, and nothing else.
 
@@ -85,10 +82,20 @@ another process may get other bits.
 """
 
 
+def default_axes(*, is_full: bool) -> dict[str, tuple]:
+    """Returns what is run where flags say nothing, in the order of a cell's axes."""
+    axes = {
+        name: (one.full if is_full and one.full else one.brief)
+        for name, one in AXES.items()
+    }
+    return {name: axes.get(name, (cells_lib.NO_TREE,)) for name in cells_lib.AXES}
+
+
 def default_text(axis: str) -> str:
-    """An axis's defaults, for the help of its flag."""
+    """Returns an axis's defaults, for the help of its flag."""
     brief, full = (
-        ",".join(map(str, defaults.axes[axis])) for defaults in (BRIEF, FULL)
+        ",".join(map(str, default_axes(is_full=is_full)[axis]))
+        for is_full in (False, True)
     )
     text = brief if brief == full else f"{brief}; {full} with --full"
     return f"{text}; {ON_GPU[axis][0]} on a GPU" if axis in ON_GPU else text
@@ -96,10 +103,9 @@ def default_text(axis: str) -> str:
 
 def from_flags(args: argparse.Namespace) -> suite.Plan:
     """The plan of a run."""
-    defaults = FULL if args.full else BRIEF
     is_gpu = dispatch.backend() == "gpu"
-    default_axes = {**defaults.axes, **(ON_GPU if is_gpu else {})}
-    axes = {axis: getattr(args, axis) or default_axes[axis] for axis in cells_lib.AXES}
+    axes = default_axes(is_full=args.full) | (ON_GPU if is_gpu else {})
+    axes = {axis: getattr(args, axis) or values for axis, values in axes.items()}
     if args.drafter is None and args.target is not None and args.draft is None:
         names = axes["drafter"]
         axes["drafter"] = tuple(n for n in names if n not in registry.NEED_DRAFT)
@@ -107,14 +113,15 @@ def from_flags(args: argparse.Namespace) -> suite.Plan:
     cells = (cells_lib.product if args.product else cells_lib.star)(axes)
     if is_gpu and args.certificate:
         _check_repeatable(cells)
-    source = told = args.prompts or defaults.prompts
+    prompts, gen_tokens = FULL if args.full else BRIEF
+    source = told = args.prompts or prompts
     if pathlib.PurePath(source).is_absolute():  # Only this machine has those folders.
         told = prompt_files.without_folders(source)
     settings = {
         "target": _folder_name(args.target),
         "draft": _folder_name(args.draft) if _has_draft(args, cells) else None,
         "prompt_source": told,
-        "gen_tokens": args.gen_tokens or defaults.gen_tokens,
+        "gen_tokens": args.gen_tokens or gen_tokens,
         "stop": args.stop,
         "raw": args.raw,
     }
@@ -236,8 +243,7 @@ def _plan(
         is_tree = cell.tree != cells_lib.NO_TREE
         if is_tree or cell.slab == lm.gamma_max + 1:  # Says now what a drafter lacks.
             suite.with_drafter(lm, cell, head=args.head)
-    options = {name: settings.get(name) for name in ("raw", "chat_option")}
-    words = prompts_lib.with_options(argparse.Namespace(**options), lm.tokenizer)
+    words = prompts_lib.with_options(argparse.Namespace(**settings), lm.tokenizer)
     lm = dataclasses.replace(lm, tokenizer=words)
     named = prompt_files.parse(source)
     encoded = prompts_lib.encode(lm, named, raw=settings["raw"])

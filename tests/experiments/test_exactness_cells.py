@@ -179,7 +179,7 @@ def test_a_certificate_of_a_target_alone(folders, tmp_path, monkeypatch, capsys)
     assert main([*arguments, "--prompts", "elsewhere.txt"]) == 0
 
 
-AXES = dict(plans.BRIEF.axes) | {"impl": ("native", "xla")}
+AXES = plans.default_axes(is_full=False) | {"impl": ("native", "xla")}
 
 
 def test_a_star_varies_one_axis_at_a_time():
