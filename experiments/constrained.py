@@ -253,11 +253,9 @@ def run(
         return GOOD if all(map(table_rows.is_equal, table)) else BAD
     answers = draw(args, lm, prompt)
     out.write(answers)
-    console.print(
+    console.out(
         f"{answers['parsed']} of {answers['answers']} answers parse, "
-        f"{answers['different']} different, such as {answers['example']}",
-        highlight=False,
-        markup=False,
+        f"{answers['different']} different, such as {answers['example']}"
     )
     text = lm.tokenizer.apply_chat(prompt) if has_chat else PROMPT
     ids = lm.tokenizer.encode(text, begins=not has_chat)

@@ -154,13 +154,14 @@ def run(args: argparse.Namespace) -> int:
         where = ", ".join(f"{axis} {value}" for axis, value in bits.items())
         wrong.append(f"{count} prompts of decoding ({where}) have other bits on other "
                      "pages")  # fmt: skip
-    _print_wrong(wrong, console)
+    for line in wrong:
+        console.out(line, style="bold red")
     _print_differences(rows, console)
     if args.certificate:
         certificate = certificates.make(plan.header, cells, rows)
         certificates.write(args.certificate, certificate)
         digest = certificate["sha256"][:12]
-        console.print(f"certificate {digest}: {args.certificate}", soft_wrap=True)
+        console.out(f"certificate {digest}: {args.certificate}")
     is_exact = all(one["exact"] for one in summaries) and not across
     return EXACT if is_exact else NOT_EXACT
 
@@ -178,7 +179,7 @@ def _run_rows(
         f"{plan.gen_tokens} tokens"
         + (f"; {len(kept)} are there already" if kept else "")
     )
-    console.print(f"base: {plan.cells[0].name}", soft_wrap=True, highlight=False)
+    console.out(f"base: {plan.cells[0].name}")
     rows, count = [*kept], len(plan.prompts)
     plan = dataclasses.replace(plan, done=frozenset(map(suite.key, kept)))
     fan = fan_out.of(args, suite.Suite, plan)
@@ -221,11 +222,12 @@ def verify(args: argparse.Namespace) -> int:
     if not changes:
         lines.append("the environment is that of the certificate")
     for line in lines:
-        console.print(line, soft_wrap=True, highlight=False)
+        console.out(line)
     _print_differences(rows, console)
     agrees = all(row[what] == count for row in found for what in evidence.WHATS)
     summaries = [suite.summarise(cell, rows) for cell in plan.cells]
-    _print_wrong(suite.warnings(summaries), console)
+    for line in suite.warnings(summaries):
+        console.out(line, style="bold red")
     is_finite = not any(one["nonfinite_logits"] for one in summaries)
     return EXACT if agrees and is_finite else NOT_EXACT
 
@@ -253,26 +255,19 @@ def print_cells(
     tables.print_rows(shown, {"cell": "", **columns, **compared}, console)
 
 
-def _print_wrong(lines: Sequence[str], console: terminal.Console) -> None:
-    for line in lines:
-        console.print(line, style="bold red", soft_wrap=True, highlight=False)
-
-
 def _print_differences(rows: Sequence[suite.Row], console: terminal.Console) -> None:
     """Prints the first differences, one by one, and what looks closer."""
     found = [row for row in rows if row["differences"]]
     for row in found[:MOST_SHOWN]:
         lines = [f"{row['cell']}, prompt {row['id']!r}:"]
         lines += [f"  {evidence.describe(one)}" for one in row["differences"]]
-        console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+        console.out("\n".join(lines))
     if len(found) > MOST_SHOWN:
-        console.print(f"and {len(found) - MOST_SHOWN} prompts more")
+        console.out(f"and {len(found) - MOST_SHOWN} prompts more")
     if found:
-        console.print(
+        console.out(
             "look closer: experiments/parity.py runs windows of a text with these "
-            "--impl, --dtype, --slab and --gamma, and names the operation that differs",
-            soft_wrap=True,
-            highlight=False,
+            "--impl, --dtype, --slab and --gamma, and names the operation that differs"
         )
 
 

@@ -286,10 +286,8 @@ def run(args: argparse.Namespace) -> int:
     with records.open_out(args) as out:
         rows = records.resume(out, shared)
         missing = unfinished(bench, cells, rows)
-        console.print(
-            f"{len(cells)} cells, {len(cells) - len(missing)} of them in {args.out}",
-            soft_wrap=True,
-        )
+        done = len(cells) - len(missing)
+        console.out(f"{len(cells)} cells, {done} of them in {args.out}")
         out.common = shared | records.provenance() | fan_out.describe(args)
         for cell, found in fan(bench, missing):
             for row in found:
@@ -297,7 +295,7 @@ def run(args: argparse.Namespace) -> int:
                 rows.append(records.to_json(row | out.common, "row"))
                 told = " ".join(map(str, cell.to_row().values()))
                 line = f"{told}: {row['speedup_e2e']:.2f}x, matched: {row['matched']}"
-                console.print(line, soft_wrap=True, highlight=False)
+                console.out(line)
     # In the grid's order: on a cluster they come in another.
     by_cell = {cell_of(row): row for row in rows}
     rows = [by_cell[cell] for cell in cells]

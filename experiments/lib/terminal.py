@@ -15,8 +15,8 @@ Console = rich_console.Console
 
 
 def console() -> Console:
-    """Returns standard output."""
-    return rich_console.Console()
+    """Returns standard output; numbers in lines look as the words beside them."""
+    return rich_console.Console(highlight=False)
 
 
 def format_value(value: Any, form: str) -> str:
