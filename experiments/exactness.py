@@ -14,6 +14,7 @@ the rest of the base; --product runs every combination.
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -182,14 +183,14 @@ def _run_rows(
     console.out(f"base: {plan.cells[0].name}")
     rows, count = [*kept], len(plan.prompts)
     plan = dataclasses.replace(plan, done=frozenset(map(suite.key, kept)))
-    fan = fan_out.of(args, suite.Suite, plan)
+    fan = fan_out.of(args, functools.partial, suite.rows_of, plan)
     # Here, cells that share decoding share its runs; on a cluster a task is a cell.
     parts = [tuple(plan.cells)] if args.ray is None else [(c,) for c in plan.cells]
     wanted = lambda part: {(cell.name, n) for cell in part for n in range(count)}
     tasks = [part for part in parts if not wanted(part) <= plan.done]
     total = len(plan.cells) * count - len(kept)
     with terminal.counted("prompts", total=total) as advance:
-        for _, found in fan(suite.Suite(plan), tasks):
+        for _, found in fan(functools.partial(suite.rows_of, plan), tasks):
             for row in found:
                 out.write(row)
                 rows.append(row)

@@ -177,7 +177,6 @@ def follow(trace: jax.Array, config: Config, rows: decoder.Rows, forwards: jax.A
 
 def no_forwards(config: Config, num_slots: int, capacity: int) -> jax.Array:
     """Returns the counts of `follow`, `[max_rows + 1] int32`."""
-    del num_slots, capacity
     return jnp.zeros((config.max_rows + 1,), jnp.int32)
 
 

@@ -222,78 +222,62 @@ def _of_slot(state, slot: int, num_prompt: int) -> Rounds:
     return found, counts
 
 
-class Suite:
-    """Runs cells of a plan.
+def rows_of(plan: Plan, cells: Sequence[cells_lib.Cell]) -> Iterator[dict[str, Any]]:
+    """Yields the row of every cell and prompt that is not there.
 
     Cells that share decoding go through prompts together, so many at once that each is
     decoded once and batches refill their slots.
     """
+    count = len(plan.prompts)
+    for group in cells_lib.by_plain(cells):
+        lm, slots = None, {}  # All cells of a group have one target and draft.
+        largest = max(cell.batch for cell in group)
+        size = 2 * largest if largest > 1 else 1
+        for first in range(0, count, size):
+            part = range(first, min(first + size, count))
+            plain: dict[int, Plain] = {}  # Of this part alone: they hold K/V.
+            for cell in group:
+                missing = [n for n in part if (cell.name, n) not in plan.done]
+                if not missing:
+                    continue
+                lm = lm or load_models(cell, target=plan.target, draft=plan.draft)
+                if cell not in slots:
+                    own = with_drafter(lm, cell, head=plan.head)
+                    slots[cell] = Slots(own, cell, plan.settings(cell))
+                seated = _seated(missing, count, cell.batch)
+                for number in set(seated) - set(plain):
+                    prompt = plan.prompts[number][1]
+                    plain[number] = decode(lm, plan.settings(cell), prompt)
+                texts = [plan.prompts[number][1] for number in seated]
+                found = slots[cell].run(texts, [plain[number] for number in seated])
+                for number, rounds in zip(missing, found, strict=False):
+                    yield _row(
+                        cell, number, plan.prompts[number], plain[number], rounds
+                    )
 
-    def __init__(self, plan: Plan):
-        self._plan = plan
 
-    def __call__(self, cells: Sequence[cells_lib.Cell]) -> Iterator[dict[str, Any]]:
-        """Yields the row of every cell and prompt that is not there."""
-        plan, count = self._plan, len(self._plan.prompts)
-        folders = {"target": plan.target, "draft": plan.draft}
-        for group in cells_lib.by_plain(cells):
-            lm, slots = None, {}  # All cells of a group have one target and draft.
-            largest = max(cell.batch for cell in group)
-            size = 2 * largest if largest > 1 else 1
-            for first in range(0, count, size):
-                part = range(first, min(first + size, count))
-                plain: dict[int, Plain] = {}  # Of this part alone: they hold K/V.
-                for cell in group:
-                    missing = [n for n in part if (cell.name, n) not in plan.done]
-                    if not missing:
-                        continue
-                    lm = lm or load_models(cell, **folders)
-                    if cell not in slots:
-                        own = with_drafter(lm, cell, head=plan.head)
-                        slots[cell] = Slots(own, cell, plan.settings(cell))
-                    yield from self._rows(cell, lm, slots[cell], missing, plain)
-
-    def _rows(
-        self,
-        cell: cells_lib.Cell,
-        lm: loading.LanguageModel,
-        slots: Slots,
-        numbers: Sequence[int],
-        plain: dict[int, Plain],
-    ) -> Iterator[dict[str, Any]]:
-        """Yields the rows of some prompts; decodes what is not in `plain`.
-
-        Slots that they leave empty take others, so that none has fewer neighbours.
-        """
-        prompts, settings = self._plan.prompts, self._plan.settings(cell)
-        following = [(numbers[-1] + 1 + n) % len(prompts) for n in range(len(prompts))]
-        others = [number for number in following if number not in numbers]
-        seated = [*numbers, *others[: max(cell.batch - len(numbers), 0)]]
-        for number in seated:
-            if number not in plain:
-                plain[number] = decode(lm, settings, prompts[number][1])
-        texts = [prompts[number][1] for number in seated]
-        found = slots.run(texts, [plain[number] for number in seated])
-        for number, rounds in zip(numbers, found, strict=False):
-            yield _row(cell, number, *prompts[number], plain[number][0], *rounds)
+def _seated(numbers: Sequence[int], count: int, batch: int) -> list[int]:
+    """Returns the prompts, and so many others that none has fewer neighbours."""
+    following = [(numbers[-1] + 1 + n) % count for n in range(count)]
+    others = [number for number in following if number not in numbers]
+    return [*numbers, *others[: max(batch - len(numbers), 0)]]
 
 
 def _row(
     cell: cells_lib.Cell,
     number: int,
-    name: str,
-    prompt: list[int],
-    plain: evidence.Evidence,
-    spec: evidence.Evidence,
-    counts: Mapping[str, int],
+    prompt: tuple[str, list[int]],
+    decoded: Plain,
+    rounds: Rounds,
 ) -> dict[str, Any]:
     """Returns one prompt in one cell as a row."""
+    (name, ids), (plain, _), (spec, counts) = prompt, decoded, rounds
     return {
         "kind": "prompt",
         "cell": cell.name,
         "index": number,
         "id": name,
-        "prompt_tokens": len(prompt),
+        "prompt_tokens": len(ids),
         "tokens": len(spec.tokens),
         **counts,
         "nonfinite_logits": max(plain.nonfinite, spec.nonfinite),
