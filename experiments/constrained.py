@@ -137,32 +137,27 @@ def cases(
     args: argparse.Namespace, lm: sj.LanguageModel, ids: list[int]
 ) -> dict[tuple[str, str], bench.Case]:
     """Returns what is timed: a step of decoding and a round, by way and processor."""
-    base, algo = sj.autoregressive(lm.target), sj.speculative(lm.target, lm.drafter)
+    both, gamma = (lm.params, lm.drafter_params), min(args.gamma, lm.gamma_max)
+    ways: dict[str, tuple[Any, Any, dict[str, int]]] = {
+        "decoding": (sj.autoregressive(lm.target), lm.params, {}),
+        "rounds": (sj.speculative(lm.target, lm.drafter), both, {"gamma": gamma}),
+    }
     sampling = sj.Sampling(temperature=args.temperature, seed=args.seed)
-    found: dict[tuple[str, str], bench.Case] = {}
-    for name, processor in timed(lm).items():
-        asked: dict[str, Any] = {"max_tokens": args.steps, "sampling": sampling}
-        asked["processors"] = processor
+    asked = {"max_tokens": args.steps, "sampling": sampling}
 
-        def decoding(asked=asked):
-            """Makes steps of decoding."""
-            state = base.init(lm.params, [ids], **asked)
-            run = functools.partial(base.run, lm.params)
-            return bench.on_copies(run, state, calls=args.steps)
+    def made(processor, algo, params, drafts) -> bench.Thunk:
+        how = asked | drafts | {"processors": processor}
+        begin = functools.partial(algo.init, params, [ids], **how)
+        run = functools.partial(algo.run, params)
+        # As many rounds as the text takes.
+        calls = int(run(begin()).slots.num_rounds[0]) if drafts else args.steps
+        return bench.on_copies(run, begin(), calls=calls)
 
-        def rounds(asked=asked):
-            """Makes rounds, as many as the text takes."""
-            params = lm.params, lm.drafter_params
-            gamma = min(args.gamma, lm.gamma_max)
-            state = algo.init(params, [ids], gamma=gamma, **asked)
-            run = functools.partial(algo.run, params)
-            bench.on_copies(run, state)()
-            done = algo.run(params, algo.init(params, [ids], gamma=gamma, **asked))
-            count = int(done.slots.num_rounds[0])
-            return bench.on_copies(run, state, calls=count)
-
-        found["decoding", name], found["rounds", name] = decoding, rounds
-    return found
+    return {
+        (way, name): functools.partial(made, processor, *parts)
+        for name, processor in timed(lm).items()
+        for way, parts in ways.items()
+    }
 
 
 def processors(lm: sj.LanguageModel) -> dict[str, Any]:
@@ -258,11 +253,9 @@ def run(
         return GOOD if all(map(table_rows.is_equal, table)) else BAD
     answers = draw(args, lm, prompt)
     out.write(answers)
-    console.print(
+    console.out(
         f"{answers['parsed']} of {answers['answers']} answers parse, "
-        f"{answers['different']} different, such as {answers['example']}",
-        highlight=False,
-        markup=False,
+        f"{answers['different']} different, such as {answers['example']}"
     )
     text = lm.tokenizer.apply_chat(prompt) if has_chat else PROMPT
     ids = lm.tokenizer.encode(text, begins=not has_chat)

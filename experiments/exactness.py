@@ -14,12 +14,12 @@ the rest of the base; --product runs every combination.
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lib import (
-    cell_runs,
     certificates,
     cli,
     exact_cells as cells_lib,
@@ -34,9 +34,7 @@ from experiments.lib import (
 from spec_jax import loading
 from spec_jax.debug import evidence
 from spec_jax.drafters import registry
-from spec_jax.model import config as config_lib, row_model
 from spec_jax.native import build
-from spec_jax.typing import IMPLS
 
 
 EXACT, NOT_EXACT = 0, 2
@@ -93,17 +91,17 @@ def _name_head(args: argparse.Namespace) -> None:
 
 
 def _add_input_flags(group: argparse._ActionsContainer) -> None:
-    brief, full = plans.BRIEF, plans.FULL
+    (prompts, tokens), (most, longest) = plans.BRIEF, plans.FULL
     flags.add(group, "target draft raw isa")
     cli.add(
         group,
         f"""
         --head DIR  folder of the head that the drafter eagle3, dflash or dspark is
             ((default: the one that is shipped for the target))
-        --prompts N|FILE[:N]  prompts, as in spec_round.py (default: {brief.prompts};
-            {full.prompts} with --full)
-        --gen-tokens TOKENS  tokens to generate per prompt (default:
-            {brief.gen_tokens}; {full.gen_tokens} with --full)
+        --prompts N|FILE[:N]  prompts, as in spec_round.py (default: {prompts};
+            {most} with --full)
+        --gen-tokens TOKENS  tokens to generate per prompt (default: {tokens};
+            {longest} with --full)
         --stop  end at stop tokens (default: every prompt yields --gen-tokens)
         --full  long texts, many prompts, and every axis but dtype, impl and slab: about
             an hour on two idle cores with native kernels
@@ -114,40 +112,23 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
 
 
 def _add_axis_flags(group: argparse._ActionsContainer) -> None:
-    drafters = cell_runs.drafter_names()
-    for axis, kinds, what in (
-        ("dtype", config_lib.DTYPES, "of both models"),
-        ("weights", config_lib.WEIGHTS, "of the target"),
-        ("impl", IMPLS, "kernels"),
-        ("slab", None, "rows of every call of the target"),
-        ("page-size", None, "positions per page"),
-        ("cache", row_model.CACHE_KINDS, "kind of cache"),
-        ("prefill", cells_lib.PREFILLS, "how prompts enter the cache"),
-        ("drafter", drafters, "what proposes tokens, or package.module:Name"),
-        ("gamma", None, "tokens drafted per round, or the most of them"),
-        ("sampling", cells_lib.SAMPLINGS, "of tokens; how is in the certificate"),
-        ("gamma-policy", cells_lib.GAMMA_POLICIES, "what chooses each round's gamma"),
-        ("batch", None, "prompts that share a forward"),
-    ):
-        default = plans.default_text(axis.replace("-", "_"))
-        listed = ", ".join(kinds) if kinds else "numbers"
-        kind = cli.positive
-        if axis == "drafter":
-            kind = cli.one_of(kinds, can_import=True)
-        elif kinds:
-            kind = cli.one_of(kinds)
-        text = f"--{axis} A,B,..  {what}: {listed} (default: {default})"
+    for name, axis in plans.AXES.items():
+        listed, kind = "numbers", cli.positive
+        if axis.kinds:
+            listed = ", ".join(axis.kinds)
+            kind = cli.one_of(axis.kinds, can_import=name == "drafter")
+        default = plans.default_text(name)
+        text = f"{cli.flag_of(name)} A,B,..  {axis.what}: {listed} (default: {default})"
         cli.add(group, text, **{"A,B,..": cli.names(kind)})
     flags.add(group, "trees")
 
 
-def act(args: argparse.Namespace) -> int:
-    """Runs or verifies; returns the exit status."""
-    return (verify if args.verify else run)(args, terminal.console())
-
-
-def run(args: argparse.Namespace, console: terminal.Console) -> int:
-    """Runs the suite, and writes rows and certificate; returns the exit status."""
+def run(args: argparse.Namespace) -> int:
+    """Runs the suite, and writes rows and certificate, or verifies one; returns the
+    exit status."""
+    if args.verify:
+        return verify(args)
+    console = terminal.console()
     if args.certificate and not args.allow_dirty:
         records.check_clean("a certificate")
     with records.open_out(args) as out:
@@ -168,20 +149,20 @@ def run(args: argparse.Namespace, console: terminal.Console) -> int:
         {"prompts": ",d", "texts": ",d", "accepted": ".3f"},
         console,
     )
-    _print_wrong(suite.warnings(summaries), console)
-    _print_differences(rows, console)
     across = suite.across_pages(cells, rows)
+    wrong = suite.warnings(summaries)
     for bits, count in across:
         where = ", ".join(f"{axis} {value}" for axis, value in bits.items())
-        _print_wrong(
-            [f"{count} prompts of decoding ({where}) have other bits on other pages"],
-            console,
-        )
+        wrong.append(f"{count} prompts of decoding ({where}) have other bits on other "
+                     "pages")  # fmt: skip
+    for line in wrong:
+        console.out(line, style="bold red")
+    _print_differences(rows, console)
     if args.certificate:
         certificate = certificates.make(plan.header, cells, rows)
         certificates.write(args.certificate, certificate)
         digest = certificate["sha256"][:12]
-        console.print(f"certificate {digest}: {args.certificate}", soft_wrap=True)
+        console.out(f"certificate {digest}: {args.certificate}")
     is_exact = all(one["exact"] for one in summaries) and not across
     return EXACT if is_exact else NOT_EXACT
 
@@ -196,20 +177,20 @@ def _run_rows(
     """All rows: those that were there, and the others as they finish."""
     console.print(
         f"{len(plan.cells)} cells x {len(plan.prompts)} prompts x "
-        f"{plan.settings.gen_tokens} tokens"
+        f"{plan.gen_tokens} tokens"
         + (f"; {len(kept)} are there already" if kept else "")
     )
-    console.print(f"base: {plan.cells[0].name}", soft_wrap=True, highlight=False)
+    console.out(f"base: {plan.cells[0].name}")
     rows, count = [*kept], len(plan.prompts)
     plan = dataclasses.replace(plan, done=frozenset(map(suite.key, kept)))
-    fan = fan_out.of(args, suite.Suite, plan)
+    fan = fan_out.of(args, functools.partial, suite.rows_of, plan)
     # Here, cells that share decoding share its runs; on a cluster a task is a cell.
     parts = [tuple(plan.cells)] if args.ray is None else [(c,) for c in plan.cells]
     wanted = lambda part: {(cell.name, n) for cell in part for n in range(count)}
     tasks = [part for part in parts if not wanted(part) <= plan.done]
     total = len(plan.cells) * count - len(kept)
     with terminal.counted("prompts", total=total) as advance:
-        for _, found in fan(suite.Suite(plan), tasks):
+        for _, found in fan(functools.partial(suite.rows_of, plan), tasks):
             for row in found:
                 out.write(row)
                 rows.append(row)
@@ -217,8 +198,9 @@ def _run_rows(
     return rows
 
 
-def verify(args: argparse.Namespace, console: terminal.Console) -> int:
+def verify(args: argparse.Namespace) -> int:
     """Runs a certificate's cells again; returns the exit status."""
+    console = terminal.console()
     certificate = certificates.read(args.verify)
     if args.isa is None:
         _choose_isa_of(args.verify, certificate)
@@ -226,30 +208,27 @@ def verify(args: argparse.Namespace, console: terminal.Console) -> int:
         plan = plans.from_certificate(args, certificate)
         rows = _run_rows(args, plan, [], out, console)
     agreement = certificates.agreement(certificate, rows)
-    counts = [agreement[cell.name] for cell in plan.cells]
-    total = {"prompts": len(plan.prompts)}
+    count = len(plan.prompts)
     found = [
-        {"cell": cell, **total, **of_cell}
-        for cell, of_cell in zip(plan.cells, counts, strict=True)
+        {"cell": cell, "prompts": count, **agreement[cell.name]} for cell in plan.cells
     ]
     print_cells(found, {"prompts": ",d"}, console)
-    left_out = len(certificate["cells"]) - len(plan.cells)
-    lines = {
-        f"{left_out} cells of superseded designs are left out": left_out,
-        "made of changed code: its commit does not say which code it was": (
-            certificate["environment"].get("git_dirty")
-        ),
-    }
+    lines = []
+    if left_out := len(certificate["cells"]) - len(plan.cells):
+        lines.append(f"{left_out} cells of superseded designs are left out")
+    if certificate["environment"].get("git_dirty"):
+        lines.append("made of changed code: its commit does not say which code it was")
     changes = certificates.changes(certificate, plan.header["environment"])
-    lines |= {f"{name}: {then}, now {now}": True for name, then, now in changes}
-    lines["the environment is that of the certificate"] = not changes
-    for line, is_told in lines.items():
-        if is_told:
-            console.print(line, soft_wrap=True, highlight=False)
+    lines += [f"{name}: {then}, now {now}" for name, then, now in changes]
+    if not changes:
+        lines.append("the environment is that of the certificate")
+    for line in lines:
+        console.out(line)
     _print_differences(rows, console)
-    agrees = {n for of_cell in counts for n in of_cell.values()} == {len(plan.prompts)}
+    agrees = all(row[what] == count for row in found for what in evidence.WHATS)
     summaries = [suite.summarise(cell, rows) for cell in plan.cells]
-    _print_wrong(suite.warnings(summaries), console)
+    for line in suite.warnings(summaries):
+        console.out(line, style="bold red")
     is_finite = not any(one["nonfinite_logits"] for one in summaries)
     return EXACT if agrees and is_finite else NOT_EXACT
 
@@ -277,26 +256,19 @@ def print_cells(
     tables.print_rows(shown, {"cell": "", **columns, **compared}, console)
 
 
-def _print_wrong(lines: Sequence[str], console: terminal.Console) -> None:
-    for line in lines:
-        console.print(line, style="bold red", soft_wrap=True, highlight=False)
-
-
 def _print_differences(rows: Sequence[suite.Row], console: terminal.Console) -> None:
     """Prints the first differences, one by one, and what looks closer."""
     found = [row for row in rows if row["differences"]]
     for row in found[:MOST_SHOWN]:
         lines = [f"{row['cell']}, prompt {row['id']!r}:"]
         lines += [f"  {evidence.describe(one)}" for one in row["differences"]]
-        console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+        console.out("\n".join(lines))
     if len(found) > MOST_SHOWN:
-        console.print(f"and {len(found) - MOST_SHOWN} prompts more")
+        console.out(f"and {len(found) - MOST_SHOWN} prompts more")
     if found:
-        console.print(
+        console.out(
             "look closer: experiments/parity.py runs windows of a text with these "
-            "--impl, --dtype, --slab and --gamma, and names the operation that differs",
-            soft_wrap=True,
-            highlight=False,
+            "--impl, --dtype, --slab and --gamma, and names the operation that differs"
         )
 
 
@@ -314,7 +286,7 @@ def _choose_isa_of(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
         ) from None
 
 
-main = cli.script("exactness.py", parse_args, act)
+main = cli.script("exactness.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

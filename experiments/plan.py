@@ -163,7 +163,7 @@ def predict(
     name = drafter if tree is None else f"{drafter}, tree {tree}"
     about = {"drafter": drafter, "tree": tree}
     settings = dataclasses.replace(subject.settings, gamma=lm.gamma_max)
-    costs = policies.costs_of(lm, settings, models.typical(subject.ids))
+    _, costs = policies.adapted(lm, settings, models.typical(subject.ids))
     out.write(about | {"kind": "plan_costs"} | dataclasses.asdict(costs))
     counters = metrics.total(
         runs.run_speculative(lm, settings, ids).counters for ids in subject.ids

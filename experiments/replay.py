@@ -19,7 +19,7 @@ import argparse
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,8 @@ class Way:
 
     gamma: int
     name: str = "fixed"
-    policy: policies.Chosen = policies.Chosen()
+    policy: policy_lib.GammaPolicy | None = None
+    state: policy_lib.State = None  # of the policy, before the first round
     known: knowledge.Knowledge | None = None  # of a choice among drafters
 
 
@@ -153,8 +154,7 @@ def read(path: pathlib.Path) -> Texts:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Sizes that a text has of a model."""
 
     vocab_size: int
@@ -177,7 +177,6 @@ def follow(trace: jax.Array, config: Config, rows: decoder.Rows, forwards: jax.A
 
 def no_forwards(config: Config, num_slots: int, capacity: int) -> jax.Array:
     """Returns the counts of `follow`, `[max_rows + 1] int32`."""
-    del num_slots, capacity
     return jnp.zeros((config.max_rows + 1,), jnp.int32)
 
 
@@ -203,22 +202,24 @@ def replay(
         config=Config(vocab_size, texts.capacity, drafter.gamma_max + 1),
         slab=drafter.gamma_max + 1,
     )
-    algo = algorithms.speculative(target, drafter, policy=way.policy.gamma_policy)
+    algo = algorithms.speculative(target, drafter, policy=way.policy)
+    is_told = isinstance(drafter, oracle.Oracle)
     request = requests_lib.Request(
         prompt=prompt,
         max_tokens=len(texts.generated[number]),
         gamma=way.gamma,
         sampling=texts.settings,
-        draft_params=oracle.make_trace(whole)
-        if isinstance(drafter, oracle.Oracle)
-        else None,
+        draft_params=oracle.make_trace(whole) if is_told else None,
     )
-    sizes = {"capacity": texts.capacity, "page_size": texts.about["page_size"]}
     both = jnp.asarray(trace), params
-    scheduler = algo.scheduler(
-        both, num_slots=1, stop_ids=(), policy_state=way.policy.state, **sizes
-    )
-    state = scheduler.begin(request)
+    state = algo.scheduler(
+        both,
+        num_slots=1,
+        stop_ids=(),
+        policy_state=way.state,
+        capacity=texts.capacity,
+        page_size=texts.about["page_size"],
+    ).begin(request)
     if way.known is not None:
         known = each.lift(drafter, 1).begun(way.known, 0)
         state = state.replace(memory=state.memory.replace(known=known))
@@ -226,11 +227,9 @@ def replay(
     state = algo.run(both, state)
     slot = requests_lib.slot_of(jax.device_get(state.slots), 0)
     counters = metrics.of_slot(slot, num_tokens=int(slot.length) - len(prompt))
-    chosen = way.policy
-    if policy_lib.keeps_state(chosen.gamma_policy):
-        learnt = policy_lib.renewed(chosen.gamma_policy, slot.policy)
-        chosen = dataclasses.replace(chosen, state=jax.tree.map(jnp.asarray, learnt))
-    way = dataclasses.replace(way, policy=chosen)
+    if policy_lib.keeps_state(way.policy):
+        learnt = policy_lib.renewed(way.policy, slot.policy)
+        way = dataclasses.replace(way, state=jax.tree.map(jnp.asarray, learnt))
     forwards = (np.asarray(state.cache.own) - of_prompt)[None]
     if isinstance(drafter, choice.Choice):
         plain = forwards.sum()  # Rounds that were to draft nothing are nobody's.
@@ -246,16 +245,13 @@ def ways_of(args: argparse.Namespace, drafter: Any) -> list[Way]:
     for name in args.gamma_policy or ():
         costs = costs_lib.highest(costs_of(args, drafter)).upto(most)
         if name == policies.BUDGET:
-            kind = {
-                "looks_up": choice.looks_up(drafter),
-                "chooses": isinstance(drafter, choice.Choice),
-            }
-            made, first = default_gamma.make(costs, **kind)
-            chosen = policies.Chosen(gamma_policy=made, state=first)
+            chooses = isinstance(drafter, choice.Choice)
+            kind = {"looks_up": choice.looks_up(drafter), "chooses": chooses}
+            made, state = default_gamma.make(costs, **kind)
         else:
             how = {"gamma": most, "round_s": costs.rising_s}
-            chosen = policies.make(name, drafter, **how)
-        ways.append(Way(gamma=most, name=name, policy=chosen))
+            made, state = policies.make(name, drafter, **how)
+        ways.append(Way(gamma=most, name=name, policy=made, state=state))
     return ways
 
 
@@ -300,30 +296,35 @@ def build(args: argparse.Namespace, texts: Texts) -> dict[str, registry.Built]:
                 f"--drafter {name} reads its target, which a text does not have: "
                 "evaluate it by sweep.py"
             )
-        built[name] = registry.build(name, parts)
-        drafter, params = built[name]
+        drafter, params = registry.build(name, parts)
         models.check_gamma(name, drafter, gamma_max)
         if args.round_costs and isinstance(drafter, choice.Choice):
             costs = [each.upto(gamma_max) for each in costs_of(args, drafter)]
-            built[name] = drafter, choice.with_costs(params, costs)
+            params = choice.with_costs(params, costs)
+        built[name] = drafter, params
     return built
 
 
-def seconds_of(costs: Sequence[costs_lib.RoundCosts], forwards: np.ndarray) -> float:
-    """Returns the time that verifications take, by who drafted and their rows."""
-    round_s = np.stack([each.upto(forwards.shape[1] - 2).rising_s() for each in costs])
-    return float(np.sum(forwards[:, 1:] * round_s))
-
-
-def summarise(
-    texts: Texts, done: Sequence[tuple[metrics.Counters, np.ndarray]]
+def row_of(
+    texts: Texts,
+    done: Sequence[tuple[metrics.Counters, np.ndarray]],
+    costs: Sequence[costs_lib.RoundCosts] | None,
 ) -> dict[str, Any]:
-    """Returns the numbers of a row, of all replays of a drafter in one way."""
+    """Returns the numbers of a row, of all replays of a drafter in one way.
+
+    Args:
+      costs: of rounds, by who drafted; None: no seconds.
+    """
     counted, forwards = zip(*done, strict=True)
     found = {"prompts": len(counted), **metrics.summarise(metrics.total(counted))}
     found.pop("nonfinite_logits")  # A trace has no logits.
     found |= summaries.by_repetition(texts.generated, counted)
-    return found | {"rounds_by_rows": np.sum(forwards, axis=(0, 1))}
+    found["rounds_by_rows"] = np.sum(forwards, axis=(0, 1))
+    if costs is not None:
+        most = forwards[0].shape[1] - 2
+        round_s = np.stack([each.upto(most).rising_s() for each in costs])
+        found["text_s"] = [float(np.sum(each[:, 1:] * round_s)) for each in forwards]
+    return found
 
 
 def compare(
@@ -332,8 +333,9 @@ def compare(
     """Adds expected times to rows, and regrets against what is constant in them."""
     step_s = float(costs.rising_s()[0])
     plain_s = step_s * np.array([len(ids) for ids in texts.generated])
-    # Drafting nothing is one of the constant gammas.
-    fixed = [row for row in rows if is_constant(row)]
+    # A choice has several gammas; drafting nothing is one of the constant ones.
+    constant = [row for row in rows if row["gamma_policy"] == "fixed"]
+    fixed = [row for row in constant if row["drafter"] != "choice"]
     best_s = np.min([plain_s, *(row["text_s"] for row in fixed)], axis=0).sum()
     for row in rows:
         row["expected_s"] = seconds = sum(row["text_s"])
@@ -342,11 +344,6 @@ def compare(
         totals = [sum(other["text_s"]) for other in own or fixed]
         row["regret"] = seconds / min([float(plain_s.sum()), *totals]) - 1
         row["regret_by_text"] = seconds / float(best_s) - 1
-
-
-def is_constant(row: Mapping[str, Any]) -> bool:
-    """Returns whether a row is of one drafter and gamma: a choice has several."""
-    return row["gamma_policy"] == "fixed" and row["drafter"] != "choice"
 
 
 def run(
@@ -371,12 +368,9 @@ def run(
                     counted, forwards, way = replay(texts, number, built, way)
                     done.append((counted, forwards))
                     go()
+            costs = costs_of(args, built[0]) if args.round_costs else None
             row = {"kind": "replay", "drafter": name, "gamma": way.gamma}
-            row |= {"gamma_policy": way.name} | summarise(texts, done)
-            found.append(row)
-            if args.round_costs:
-                costs = costs_of(args, built[0])
-                row["text_s"] = [seconds_of(costs, each) for _, each in done]
+            found.append(row | {"gamma_policy": way.name} | row_of(texts, done, costs))
     if args.round_costs:
         compare(args.round_costs, texts, found)
     out.write_all(found)

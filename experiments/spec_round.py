@@ -88,59 +88,17 @@ def _choose_gamma(args: argparse.Namespace) -> None:
 def load(args: argparse.Namespace) -> models.Subject:
     """Loads models and prompts, and makes the settings of all runs."""
     sampling = flags.sampling_settings(args)
-    lm = models.load(
-        args,
-        drafter=args.drafter,
-        gamma_max=args.gamma,
-        cache=args.cache,
-    )
+    how = {"gamma_max": args.gamma, "cache": args.cache}
+    lm = models.load(args, drafter=args.drafter, **how)
     by_rows = lm.target.prefills_by_rows
-    subject = models.prepare(
-        args,
-        lm,
-        args.prompts,
-        stop_ids=() if args.ignore_stop else lm.stop_ids,
-        prefill_by_rows=args.prefill == "rows" if args.prefill else by_rows,
-        rule=args.rule,
-        sampling=sampling,
-    )
+    if args.prefill:
+        by_rows = args.prefill == "rows"
+    changes = {"prefill_by_rows": by_rows, "sampling": sampling}
+    subject = models.prepare(args, lm, args.prompts, **changes)
     num_slots = min(args.batch or 1, len(subject.prompts))
     settings = dataclasses.replace(subject.settings, num_slots=num_slots)
     settings = policies.of_run(args, subject, settings, name=args.gamma_policy)
     return dataclasses.replace(subject, settings=settings)
-
-
-def measure(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> tuple[models.Subject, list[results_lib.PromptResult], dict, dict]:
-    """Loads, runs every prompt, and writes its line, and the summary's; returns these
-    metrics, and those of each category, too."""
-    subject = load(args)
-    lm, settings, prompts = subject.lm, subject.settings, subject.prompts
-    if args.batch is not None and args.batch > len(prompts):
-        args.batch = len(prompts)
-        console.print(f"--batch: {args.batch} slots, as many as there are prompts")
-    drafted = f"tree {args.tree}" if args.tree else f"gamma {settings.gamma}"
-    models.announce(args, subject, console, drafted)
-    compile_s = results_lib.warm_up([(lm, settings)], subject.ids)
-    results = []
-    turns = args.repeats if settings.num_slots > 1 else 1
-    with terminal.counted("prompts", total=turns * len(prompts)) as advance:
-        for result in results_lib.run_prompts(
-            lm,
-            settings,
-            prompts,
-            subject.ids,
-            repeats=args.repeats,
-            after_prompt=advance,
-        ):
-            out.write(result.row())
-            results.append(result)
-    summary, by_category = results_lib.rows_of(results, is_batch=args.batch is not None)
-    out.common = describe(args, subject) | records.provenance()
-    out.write({"kind": "summary", **summary, "by_category": by_category}
-              | {"compile_s": compile_s})  # fmt: skip
-    return subject, results, summary, by_category
 
 
 def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
@@ -163,12 +121,31 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
 def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
-    """Runs everything and shows it; returns the exit status."""
-    subject, results, summary, by_category = measure(args, out, console)
+    """Runs every prompt, and writes its line and the summary; returns the exit
+    status."""
+    subject = load(args)
+    lm, settings, prompts = subject.lm, subject.settings, subject.prompts
+    if args.batch is not None and args.batch > len(prompts):
+        args.batch = len(prompts)
+        console.print(f"--batch: {args.batch} slots, as many as there are prompts")
+    drafted = f"tree {args.tree}" if args.tree else f"gamma {settings.gamma}"
+    models.announce(args, subject, console, drafted)
+    compile_s = results_lib.warm_up([(lm, settings)], subject.ids)
+    results, turns = [], args.repeats if settings.num_slots > 1 else 1
+    with terminal.counted("prompts", total=turns * len(prompts)) as advance:
+        how = {"repeats": args.repeats, "after_prompt": advance}
+        found = results_lib.run_prompts(lm, settings, prompts, subject.ids, **how)
+        for result in found:
+            out.write(result.row())
+            results.append(result)
+    summary, by_category = results_lib.rows_of(results, is_batch=args.batch is not None)
+    out.common = describe(args, subject) | records.provenance()
+    out.write({"kind": "summary", **summary, "by_category": by_category}
+              | {"compile_s": compile_s})  # fmt: skip
     names = ("temperature", *flags.NOISE, "seed") if args.temperature else ()
-    how = ", ".join(f"{name} {getattr(args, name)}" for name in names) or "greedy"
+    drawn = ", ".join(f"{name} {getattr(args, name)}" for name in names) or "greedy"
     console.print()
-    samples.show(results[0], subject.lm, console, how=how)
+    samples.show(results[0], lm, console, how=drawn)
     console.print()
     tables.print_table(summary, console)
     if by_category:

@@ -13,7 +13,6 @@ unusable.
 import argparse
 import dataclasses
 import hashlib
-import itertools
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -160,15 +159,9 @@ class Bench:
         self._sets: dict[tuple[str, str], models.Subject] = {}
         for source in dict.fromkeys(args.prompts):
             # Answers to turns are greedy, so that all cells have the same prompts.
-            subject = models.prepare(
-                args,
-                lm,
-                source,
-                stop_ids=() if args.ignore_stop else lm.stop_ids,
-                contexts=args.context or (),
-                rule=args.rule,
-            )
-            for category in map(str, args.context or (ALL,)):
+            contexts = args.context or ()
+            subject = models.prepare(args, lm, source, contexts=contexts)
+            for category in map(str, contexts or (ALL,)):
                 self._sets[source, category] = _of_category(subject, category)
         here, about = records.provenance(), models.describe(args, lm)
         del about["temperature"]  # An axis of the grid.
@@ -191,12 +184,6 @@ class Bench:
     def cells(self) -> list[Cell]:
         """Returns every cell that was asked for."""
         args, nodes = self._args, lambda tree: (tree_shapes.parse(tree).nodes,)
-        drafts = [
-            (tree, gamma)
-            for tree in args.tree
-            for gamma in (args.gamma if tree == flags.NO_TREE else nodes(tree))
-        ]
-        axes = args.drafter, args.temperature, self._sets, args.gamma_policy, drafts
         return [
             Cell(
                 drafter=drafter,
@@ -207,9 +194,12 @@ class Bench:
                 gamma=gamma,
                 tree=tree,
             )
-            for drafter, temperature, (source, category), policy, (tree, gamma) in (
-                itertools.product(*axes)
-            )
+            for drafter in args.drafter
+            for temperature in args.temperature
+            for source, category in self._sets
+            for policy in args.gamma_policy
+            for tree in args.tree
+            for gamma in (args.gamma if tree == flags.NO_TREE else nodes(tree))
         ]
 
     def about(self, cell: Cell) -> dict[str, str]:
@@ -226,23 +216,18 @@ class Bench:
         lm = self._lms[cell.drafter, cell.tree]
         subject = self._sets[cell.prompt_source, cell.category]
         subject = dataclasses.replace(subject, lm=lm)
-        settings = dataclasses.replace(
-            subject.settings,
-            gamma=cell.gamma,
-            sampling=flags.sampling_settings(self._args, cell.temperature),
-        )
-        settings = policies.of_run(
-            self._args, subject, settings, name=cell.gamma_policy, drafter=cell.drafter
-        )
+        sampling = flags.sampling_settings(self._args, cell.temperature)
+        change = {"gamma": cell.gamma, "sampling": sampling}
+        settings = dataclasses.replace(subject.settings, **change)
+        how = {"name": cell.gamma_policy, "drafter": cell.drafter}
+        settings = policies.of_run(self._args, subject, settings, **how)
         # What an earlier cell has compiled is not compiled again.
         results_lib.warm_up([(lm, settings)], subject.ids)
         with terminal.counted("prompts", total=len(subject.ids)) as advance:
             how = {"repeats": self._args.repeats, "after_prompt": advance}
-            found = list(
-                results_lib.run_prompts(
-                    lm, settings, subject.prompts, subject.ids, hands_on=False, **how
-                )
-            )
+            each = subject.prompts, subject.ids
+            found = results_lib.run_prompts(lm, settings, *each, hands_on=False, **how)
+            found = list(found)
         summary, by_category = results_lib.rows_of(found)
         about = {"capacity": settings.capacity, **self.about(cell)}
         yield cell.to_row() | summary | {"by_category": by_category} | about
@@ -250,13 +235,10 @@ class Bench:
 
 def _of_category(subject: models.Subject, category: str) -> models.Subject:
     """Returns the subject with the prompts of a category alone, or with `ALL`."""
-    both = [
-        (prompt, ids)
-        for prompt, ids in zip(subject.prompts, subject.ids, strict=True)
-        if category in (ALL, prompt.category)
-    ]
-    prompts, ids = map(list, zip(*both, strict=True))
-    return dataclasses.replace(subject, prompts=prompts, ids=ids)
+    prompts = subject.prompts
+    own = [n for n, one in enumerate(prompts) if category in (ALL, one.category)]
+    parts = {"prompts": [prompts[n] for n in own], "ids": [subject.ids[n] for n in own]}
+    return dataclasses.replace(subject, **parts)
 
 
 def unfinished(bench: Bench, cells: Sequence[Cell], rows: Sequence[dict]) -> list[Cell]:
@@ -304,10 +286,8 @@ def run(args: argparse.Namespace) -> int:
     with records.open_out(args) as out:
         rows = records.resume(out, shared)
         missing = unfinished(bench, cells, rows)
-        console.print(
-            f"{len(cells)} cells, {len(cells) - len(missing)} of them in {args.out}",
-            soft_wrap=True,
-        )
+        done = len(cells) - len(missing)
+        console.out(f"{len(cells)} cells, {done} of them in {args.out}")
         out.common = shared | records.provenance() | fan_out.describe(args)
         for cell, found in fan(bench, missing):
             for row in found:
@@ -315,7 +295,7 @@ def run(args: argparse.Namespace) -> int:
                 rows.append(records.to_json(row | out.common))
                 told = " ".join(map(str, cell.to_row().values()))
                 line = f"{told}: {row['speedup_e2e']:.2f}x, matched: {row['matched']}"
-                console.print(line, soft_wrap=True, highlight=False)
+                console.out(line)
     # In the grid's order: on a cluster they come in another.
     by_cell = {cell_of(row): row for row in rows}
     rows = [by_cell[cell] for cell in cells]

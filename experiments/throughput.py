@@ -14,8 +14,9 @@ input was unusable.
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.lib import (
     bench,
@@ -60,24 +61,14 @@ class Way:
 ALONE = Way()
 
 
-@dataclasses.dataclass(kw_only=True)
-class Result:
-    """What a way did: its last runs of all prompts, and of each repeat the seconds, the
-    texts that are right, and the tokens chosen from logits that are not finite."""
+class Turn(NamedTuple):
+    """All prompts run once in a way: seconds, tokens, the texts that are those of
+    decoding alone, and the tokens chosen from logits that are not finite."""
 
-    done: list[runs.Plain | runs.Speculative] = dataclasses.field(default_factory=list)
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    equal: list[int] = dataclasses.field(default_factory=list)
-    nonfinite: list[int] = dataclasses.field(default_factory=list)
-
-    def num_equal(self, other: "Result") -> int:
-        """How many texts are those of the other."""
-        return sum(map(runs.matches, self.done, other.done))
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all texts."""
-        return sum(len(run.tokens) for run in self.done)
+    seconds: float
+    tokens: int
+    equal: int
+    nonfinite: int
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -124,18 +115,19 @@ def ways_of(
     return [*dict.fromkeys(ways)]
 
 
-def row_of(way: Way, result: Result, alone: Result) -> dict[str, Any]:
+def row_of(way: Way, turns: Sequence[Turn], alone: Sequence[Turn]) -> dict[str, Any]:
     """The row of a way, after all repeats."""
-    num_tokens = result.num_tokens
+    seconds, tokens = [turn.seconds for turn in turns], turns[-1].tokens
+    ratios = bench.ratios([turn.seconds for turn in alone], seconds)
     return {
         "kind": "throughput",
         **way.to_row(),
-        "prompts_equal": min(result.equal),
-        "nonfinite_logits": max(result.nonfinite),
-        "tokens": num_tokens,
-        **bench.spread_fields("tok_s", [num_tokens / s for s in result.seconds]),
-        **bench.spread_fields("ratio", bench.ratios(alone.seconds, result.seconds)),
-        "n": len(result.seconds),
+        "prompts_equal": min(turn.equal for turn in turns),
+        "nonfinite_logits": max(turn.nonfinite for turn in turns),
+        "tokens": tokens,
+        **bench.spread_fields("tok_s", [tokens / s for s in seconds]),
+        **bench.spread_fields("ratio", ratios),
+        "n": len(turns),
     }
 
 
@@ -149,42 +141,44 @@ def settings_of(
     if way.batch is None:
         return settings
     settings = dataclasses.replace(settings, gamma=way.gamma, num_slots=way.batch)
-    if args.gamma_policy == policies.BUDGET and not way.scheduled:
-        prompt = models.typical(subject.ids)  # By the costs of so many slots.
-        return policies.with_policy(policies.BUDGET, subject.lm, settings, prompt)
-    if not way.scheduled:
+    if way.scheduled:
+        return policies.of_run(args, subject, settings, name=args.gamma_policy)
+    if args.gamma_policy != policies.BUDGET:
         return settings
-    return policies.of_run(args, subject, settings, name=args.gamma_policy)
+    prompt = models.typical(subject.ids)  # By the costs of so many slots.
+    return policies.with_policy(policies.BUDGET, subject.lm, settings, prompt)
 
 
-def run_ways(lm, settings, ids, results, *, repeats: int) -> Iterator[dict[str, Any]]:
-    """Runs every way in turn, after one brief run that compiles; yields their rows."""
-    total = (repeats + 1) * len(results)
-    with terminal.counted("runs", total=total) as advance:
-        for way in results:
+def run_ways(lm, settings, ids, turns, *, repeats: int) -> Iterator[dict[str, Any]]:
+    """Runs every way in turn, after one brief run that compiles; adds to its turns, and
+    yields their rows."""
+    with terminal.counted("runs", total=(repeats + 1) * len(turns)) as advance:
+        for way in turns:
             _once(lm, dataclasses.replace(settings[way], gen_tokens=1), ids, way)
             advance()
-        for repeat in range(repeats):
-            for way, result in results.items():
-                result.done, seconds = _once(lm, settings[way], ids, way)
-                result.seconds.append(seconds)
-                result.equal.append(result.num_equal(results[ALONE]))
-                result.nonfinite.append(sum(run.nonfinite for run in result.done))
-                yield {
-                    **{"kind": "throughput_run", **way.to_row(), "repeat": repeat},
-                    "prompts_equal": result.equal[-1],
-                    "seconds": seconds,
-                }
-                advance()
+        for repeat, way in itertools.product(range(repeats), turns):
+            done = _once(lm, settings[way], ids, way)
+            if way == ALONE:  # The first.
+                alone = done
+            turn = Turn(
+                seconds=sum(run.timing.e2e_s for run in done),
+                tokens=sum(len(run.tokens) for run in done),
+                equal=sum(map(runs.matches, done, alone)),
+                nonfinite=sum(run.nonfinite for run in done),
+            )
+            turns[way].append(turn)
+            yield {
+                **{"kind": "throughput_run", **way.to_row(), "repeat": repeat},
+                **{"prompts_equal": turn.equal, "seconds": turn.seconds},
+            }
+            advance()
 
 
-def _once(lm, settings, ids, way: Way) -> tuple[list, float]:
-    """One way over all prompts: their runs, and the seconds of it."""
+def _once(lm, settings, ids, way: Way) -> list[runs.Run]:
+    """Runs all prompts in a way."""
     if way.batch is None:
-        done = [runs.run_plain(lm, settings, prompt) for prompt in ids]
-    else:
-        done = runs.run_batch(lm, settings, ids)
-    return done, sum(run.timing.e2e_s for run in done)
+        return [runs.run_plain(lm, settings, prompt) for prompt in ids]
+    return runs.run_batch(lm, settings, ids)
 
 
 COLUMNS = {
@@ -209,7 +203,7 @@ def run(
         gamma_max=max(args.gamma),
     )
     sampling = flags.sampling_settings(args)
-    subject = models.prepare(args, lm, args.prompts, rule=args.rule, sampling=sampling)
+    subject = models.prepare(args, lm, args.prompts, sampling=sampling)
     if args.adversarial:
         size = lm.target.config.vocab_size
         wrong = forced_drafter.ForcedDrafter(inner=lm.drafter, vocab_size=size)
@@ -232,9 +226,9 @@ def run(
         | models.describe(args, lm)
         | records.provenance()
     )
-    results = {way: Result() for way in ways}
-    out.write_all(run_ways(lm, made, ids, results, repeats=args.repeats))
-    rows = [row_of(way, results[way], results[ALONE]) for way in ways]
+    turns: dict[Way, list[Turn]] = {way: [] for way in ways}
+    out.write_all(run_ways(lm, made, ids, turns, repeats=args.repeats))
+    rows = [row_of(way, turns[way], turns[ALONE]) for way in ways]
     out.write_all(rows)
     tables.print_rows([row | out.common for row in rows], COLUMNS, console)
     is_equal = all(row["prompts_equal"] == len(ids) for row in rows)

@@ -107,7 +107,7 @@ def choose(
       texts: token ids behind the bare turn, each with the stop token that ended it.
       avoided: file specs of prompts, as `--prompts` takes them.
     """
-    sources = [prompt_files.parse(x, default_file=x.split(":")[0]) for x in avoided]
+    sources = [prompt_files.parse(x) for x in avoided]
     kept = Kept(prompt.text for source in sources for prompt in source)
     for tokens in texts:
         *words, last = tokens

@@ -44,22 +44,19 @@ def make(
         lists[digest] = hashes
         return digest
 
-    entries, summaries = [], [suite.summarise(cell, rows) for cell in cells]
+    summaries = [suite.summarise(cell, rows) for cell in cells]
+    entries = []
     for cell, summary in zip(cells, summaries, strict=True):
-        own = sorted(
-            (row for row in rows if row["cell"] == cell.name),
-            key=lambda row: row["index"],
-        )
-        entries.append(
-            summary
-            | {
-                kind: {
-                    what: put([row[f"{kind}_sha256"][what] for row in own])
-                    for what in evidence.WHATS
-                }
-                for kind in KINDS
+        own = [row for row in rows if row["cell"] == cell.name]
+        own.sort(key=lambda row: row["index"])
+        results = {
+            kind: {
+                what: put([row[f"{kind}_sha256"][what] for row in own])
+                for what in evidence.WHATS
             }
-        )
+            for kind in KINDS
+        }
+        entries.append(summary | results)
     is_exact = all(entry["exact"] for entry in entries)
     body = {
         "format": FORMAT,
@@ -155,30 +152,21 @@ def agreement(
     Args:
       rows: of a run of the certificate's cells, of some or all of its prompts.
     """
-    found = {}
+    lists, found = certificate["lists"], {}
     for entry, cell in zip(entries_of(certificate), cells_of(certificate), strict=True):
         own = [row for row in rows if row["cell"] == cell.name]
         found[cell.name] = {
-            what: _num_agreeing(certificate["lists"], entry, own, what)
+            what: sum(
+                all(
+                    lists[entry[kind][what]][row["index"]]
+                    == row[f"{kind}_sha256"][what]
+                    for kind in KINDS
+                )
+                for row in own
+            )
             for what in evidence.WHATS
         }
     return found
-
-
-def _num_agreeing(
-    lists: Mapping[str, Sequence[str]],
-    entry: Mapping[str, Any],
-    rows: Sequence[suite.Row],
-    what: str,
-) -> int:
-    """Returns how many rows of a cell have its entry's hashes of a `WHATS`."""
-    return sum(
-        all(
-            lists[entry[kind][what]][row["index"]] == row[f"{kind}_sha256"][what]
-            for kind in KINDS
-        )
-        for row in rows
-    )
 
 
 def changes(
@@ -186,9 +174,6 @@ def changes(
 ) -> list[tuple[str, Any, Any]]:
     """Returns facts of the environment that differ: name, then, now."""
     then = certificate["environment"]
-    names = sorted({*then, *environment})
-    return [
-        (name, then.get(name), environment.get(name))
-        for name in names
-        if then.get(name) != environment.get(name)
-    ]
+    both = [(name, then.get(name), environment.get(name))
+            for name in sorted({*then, *environment})]  # fmt: skip
+    return [one for one in both if one[1] != one[2]]

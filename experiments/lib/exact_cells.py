@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib import flags, policies
-from spec_jax.drafters import tree_shapes
+from spec_jax.drafters import registry, tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.gamma import schedule
 from spec_jax.model import row_model
@@ -38,6 +38,14 @@ GAMMA_POLICIES = (*policies.POLICIES, "schedule")
 other scripts, with stated times in the place of a profile."""
 NO_TREE = flags.NO_TREE
 PREFILLS = ("rows", "batched")
+FORCED = {"always-right": 1.0, "always-wrong": 0.0}
+"""Drafters that know the text: every draft is right, so that all rows of a window are
+kept, or every one wrong."""
+
+
+def drafter_names() -> tuple[str, ...]:
+    """Returns the names of drafters, but for those written package.module:Name."""
+    return (*registry.names(), *FORCED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +61,7 @@ class Cell:
     page_size: int
     cache: str
     prefill: str  # of `PREFILLS`
-    drafter: str  # a name of `cell_runs.drafter_names`, or package.module:Name
+    drafter: str  # a name of `drafter_names`, or package.module:Name
     # Tokens drafted a round, or the most where a policy chooses; data to an executable,
     # and so the cheapest axis
     gamma: int
@@ -110,7 +118,7 @@ class Cell:
         return sampling_lib.make_settings(**CONSTANTS[self.sampling])
 
     def policy(self, drafter: protocols.Drafter) -> policies.Chosen:
-        """Returns the policy, for all gammas that the drafter can draft.
+        """Returns the policy and its first state, for all that the drafter can draft.
 
         A cell's gamma is data on top of it, so that cells of any gamma share
         executables. Goodput and a schedule get stated costs in the place of measured
@@ -122,29 +130,16 @@ class Cell:
             rows = np.arange(self.batch * (gamma_max + 1) + 1)
             made = schedule.Schedule(gamma_max=gamma_max)
             step_s = costs["step"] + costs["row"] * rows
-            state = made.init(step_s, draft_s=costs["draft"])
-            return policies.Chosen(gamma_policy=made, state=state)
+            return made, made.init(step_s, draft_s=costs["draft"])
         costs = CONSTANTS.get(self.gamma_policy, CONSTANTS["goodput"])
-        return policies.make(
-            self.gamma_policy,
-            drafter,
-            gamma=gamma_max,
-            round_s=lambda: costs["round"] + costs["draft"] * np.arange(gamma_max + 1),
-        )
+        round_s = costs["round"] + costs["draft"] * np.arange(gamma_max + 1)
+        name = self.gamma_policy
+        return policies.make(name, drafter, gamma=gamma_max, round_s=lambda: round_s)
 
 
 AXES = tuple(field.name for field in dataclasses.fields(Cell))
-PLAIN_AXES = (
-    "dtype",
-    "weights",
-    "impl",
-    "slab",
-    "page_size",
-    "cache",
-    "prefill",
-    "sampling",
-)
 BIT_AXES = ("dtype", "weights", "impl", "slab", "prefill", "sampling")
+PLAIN_AXES = (*BIT_AXES, "page_size", "cache")
 
 
 def star(axes: Mapping[str, Sequence]) -> list[Cell]:
@@ -163,39 +158,34 @@ def product(axes: Mapping[str, Sequence]) -> list[Cell]:
 
 
 def _in_order(choices: Sequence[Mapping[str, Any]]) -> list[Cell]:
-    """Returns each cell once; those that share weights, or decoding, stand together."""
-    together: dict[str, dict[tuple, dict[Cell, None]]] = {}
-    for choice in map(_of_tree, choices):
-        is_chain = choice["tree"] == NO_TREE
-        if is_chain and choice["gamma"] + 1 > choice["slab"]:
-            raise ValueError(
-                f"gamma={choice['gamma']} needs a slab of {choice['gamma'] + 1} rows, "
-                f"and one of {choice['slab']} is among those to run; leave one of "
-                "them out"
-            )
-        slab = row_model.slab_for(choice["impl"], choice["slab"])
-        cell = Cell(**{**choice, "slab": slab})
-        of_weights = together.setdefault(cell.kind_of_weights, {})
-        of_weights.setdefault(tuple(cell.plain.values()), {})[cell] = None
-    groups = [group for groups in together.values() for group in groups.values()]
-    return [cell for group in groups for cell in group]
+    """Returns each cell once; those that share decoding stand together."""
+    cells = list(dict.fromkeys(map(_cell, choices)))
+    plains = [cell.plain for cell in cells]
+    return sorted(cells, key=lambda cell: plains.index(cell.plain))
 
 
-def _of_tree(choice: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the choice with as many drafts as its tree has nodes, if it has one.
+def _cell(choice: Mapping[str, Any]) -> Cell:
+    """Returns the cell of a choice of values; a tree is drafted with all its nodes.
 
     Raises:
-      ValueError: a tree, and a policy, which is of chains.
+      ValueError: a window that no slab holds; a tree, and a policy, which is of chains.
     """
-    if choice["tree"] == NO_TREE:
-        return choice
-    if choice["gamma_policy"] != "fixed":
+    gamma, slab, tree = choice["gamma"], choice["slab"], choice["tree"]
+    if tree != NO_TREE:
+        if choice["gamma_policy"] != "fixed":
+            raise ValueError(
+                f"{tree=!s} and gamma_policy={choice['gamma_policy']} do not go "
+                "together, for that is of chains, and both are among those to run; "
+                "leave one of them out, or run them apart"
+            )
+        gamma = tree_shapes.parse(tree).nodes
+    elif gamma + 1 > slab:
         raise ValueError(
-            f"tree={choice['tree']} and gamma_policy={choice['gamma_policy']} do not "
-            "go together, for that is of chains, and both are among those to run; "
-            "leave one of them out, or run them apart"
+            f"{gamma=} needs a slab of {gamma + 1} rows, and one of {slab} is among "
+            "those to run; leave one of them out"
         )
-    return {**choice, "gamma": tree_shapes.parse(choice["tree"]).nodes}
+    slab = row_model.slab_for(choice["impl"], slab)
+    return Cell(**{**choice, "gamma": gamma, "slab": slab})
 
 
 def by_plain(cells: Sequence[Cell]) -> list[list[Cell]]:

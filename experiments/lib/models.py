@@ -36,6 +36,9 @@ def load(
     Raises:
       ValueError: as `loading.load`, `with_tree`, and `check_gamma` of chains.
     """
+    how = {"slab": gamma_max + 1, **how}
+    if getattr(args, "devices", None) is not None:
+        how |= {"mesh": shard.mesh(args.devices), "segments": args.segments}
     lm = loading.load(
         args.target,
         draft=args.draft,
@@ -45,8 +48,7 @@ def load(
         weights=args.weights,
         draft_weights=args.draft_weights,
         impl=args.impl,
-        **{"slab": gamma_max + 1, **how},
-        **_mesh(args),
+        **how,
     )
     words = prompts_lib.with_options(args, lm.tokenizer)
     lm = dataclasses.replace(lm, tokenizer=words)
@@ -55,13 +57,6 @@ def load(
         return with_tree(args, lm, tree)
     check_gamma(drafter, lm.drafter, gamma_max)
     return lm
-
-
-def _mesh(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns what `--devices` and `--segments` say, if anything."""
-    if getattr(args, "devices", None) is None:
-        return {}
-    return {"mesh": shard.mesh(args.devices), "segments": args.segments}
 
 
 def with_tree(
@@ -136,47 +131,41 @@ def prepare(
     lm: loading.LanguageModel,
     prompts: str,
     *,
-    stop_ids: tuple[int, ...] = (),
     contexts: Sequence[int] = (),
     **settings: Any,
 ) -> Subject:
     """Reads and encodes the prompts that a flag names, and makes the settings of runs.
 
+    Without a flag --ignore-stop no text ends at stop tokens.
+
     Args:
       prompts: the value of `--prompts`.
       contexts: tokens that each of them is brought to, as `prompts.of_lengths`.
-      settings: of `runs.Settings`, besides the sizes; what `args` lacks of it is as
-        that has it.
+      settings: of `runs.Settings`, in the place of what the flags say.
     """
     read = prompt_files.parse(prompts)
-    how = {
-        "raw": getattr(args, "raw", False),
-        "gen_tokens": args.gen_tokens,
-        "page_size": args.page_size,
-    }
+    sizes = {"gen_tokens": args.gen_tokens, "page_size": args.page_size}
+    how = sizes | {"raw": getattr(args, "raw", False)}
     if contexts:
         lengths = {str(context): context for context in contexts}
-        per_length = min(len(read), prompts_lib.PER_CONTEXT)
-        how |= {"lengths": lengths, "per_length": per_length}
-        prepared = prompts_lib.of_lengths(lm, read, **how)
-    else:
-        prepared = prompts_lib.prepare(
-            lm, read, sampling=settings.get("sampling"), **how
+        count = min(len(read), prompts_lib.PER_CONTEXT)
+        ready = prompts_lib.of_lengths(
+            lm, read, lengths=lengths, per_length=count, **how
         )
-    return Subject(
-        lm=lm,
-        prompts=prepared.prompts,
-        ids=prepared.ids,
-        settings=runs.Settings(
-            gamma=lm.gamma_max,
-            gen_tokens=args.gen_tokens,
-            capacity=prepared.capacity,
-            page_size=args.page_size,
-            stop_ids=stop_ids,
-            processor=processing.of(args, lm),
-            **settings,
-        ),
+    else:
+        drawn = settings.get("sampling")
+        ready = prompts_lib.prepare(lm, read, sampling=drawn, **how)
+    of_flags = {
+        "rule": getattr(args, "rule", "coupled"),
+        "stop_ids": () if getattr(args, "ignore_stop", True) else lm.stop_ids,
+    }
+    made = runs.Settings(
+        gamma=lm.gamma_max,
+        capacity=ready.capacity,
+        processor=processing.of(args, lm),
+        **sizes | of_flags | settings,
     )
+    return Subject(lm=lm, prompts=ready.prompts, ids=ready.ids, settings=made)
 
 
 def announce(

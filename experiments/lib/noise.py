@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from spec_jax.drafters import each
 from spec_jax.engine import protocols
-from spec_jax.model import config as config_lib, params as params_lib, row_model
+from spec_jax.model import row_model
 from spec_jax.paging import allocator, cache as paged
 
 
@@ -42,11 +42,6 @@ def tokens(count: int, vocab_size: int, *, seed: int = 0) -> jax.Array:
     return jax.random.randint(
         jax.random.key(seed), (count,), 0, vocab_size, dtype=jnp.int32
     )
-
-
-def weights(config: config_lib.Qwen3Config, *, seed: int) -> params_lib.Params:
-    """Returns a model's weights."""
-    return of_shapes(params_lib.shapes(config), seed=seed)
 
 
 def of_shapes(shapes: Any, *, seed: int) -> Any:

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import statistics
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -33,16 +32,8 @@ MEASURED = (*POLICIES, BUDGET)
 """All names, of scripts that measure what a policy needs where it runs."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """A policy and its first state; None twice is a constant gamma.
-
-    With the drafter's parameters, where those know what rounds cost, too.
-    """
-
-    gamma_policy: policy.GammaPolicy | None = None
-    state: policy.State = None
-    draft_params: Any = None
+Chosen = tuple[policy.GammaPolicy | None, policy.State]
+"""A policy and its first state; None twice is a constant gamma."""
 
 
 def make(
@@ -52,34 +43,32 @@ def make(
     gamma: int,
     round_s: Callable[[], np.ndarray],
 ) -> Chosen:
-    """The policy of that name, for gammas up to `gamma`.
+    """Returns the policy of that name, for gammas up to `gamma`.
 
     Args:
       round_s: seconds of a round by gamma, `0 .. gamma` at least; asked for where the
         policy needs them.
     """
+    if name == "fixed":
+        return None, None
     # A lookup that finds nothing cost nothing, and is no evidence.
     real = getattr(drafter, "inner", drafter)  # Of one that is forced.
-    asks_a_model = isinstance(real, draft_model.DraftModel | hybrid.Hybrid)
-    probing = policy.Probing(empty_is_free=not asks_a_model)
-    if name == "fixed":
-        return Chosen()
+    is_free = not isinstance(real, draft_model.DraftModel | hybrid.Hybrid)
     if name == "threshold":
         levels = [level for level in (0, 1, 2, 4, 8, 16) if level < gamma]
-        chosen = threshold.Threshold(ladder=(*levels, gamma), probing=probing)
-        return Chosen(gamma_policy=chosen, state=chosen.init())
-    if name in ("goodput", "leader"):
-        is_tree = protocols.is_tree(drafter)
-        if name == "leader":
-            kind = leader.RankLeader if is_tree else leader.Leader
-            free = probing.empty_is_free
-            probing = dataclasses.replace(kind.probing, empty_is_free=free)
-        else:
-            kind = goodput.RankGoodput if is_tree else goodput.Goodput
-        chosen = kind(gamma_max=gamma, probing=probing)
-        state = chosen.init(round_s()[: gamma + 1])
-        return Chosen(gamma_policy=chosen, state=state)
-    raise ValueError(f"gamma policy {name!r} is not one of {', '.join(POLICIES)}")
+        probing = policy.Probing(empty_is_free=is_free)
+        made = threshold.Threshold(ladder=(*levels, gamma), probing=probing)
+        return made, made.init()
+    if name not in POLICIES:
+        raise ValueError(f"gamma policy {name!r} is not one of {', '.join(POLICIES)}")
+    of_chains, of_trees = {
+        "goodput": (goodput.Goodput, goodput.RankGoodput),
+        "leader": (leader.Leader, leader.RankLeader),
+    }[name]
+    kind = of_trees if protocols.is_tree(drafter) else of_chains
+    probing = dataclasses.replace(kind.probing, empty_is_free=is_free)
+    made = kind(gamma_max=gamma, probing=probing)
+    return made, made.init(round_s()[: gamma + 1])
 
 
 def of_run(
@@ -115,30 +104,24 @@ def of_run(
         context=int(lengths) + settings.gen_tokens // 2,  # In the middle of a text.
         temperature=0.0 if drawn is None else float(drawn.temperature),
     )
-    round_s = lambda: profile.round_s(slots, gamma)
-    asks = make(name, lm.drafter, gamma=gamma, round_s=round_s)
-    made = schedule.Schedule(
-        gamma_max=gamma, stops_early=settings.rule != "coupled", asks=asks.gamma_policy
+    asks, first = make(
+        name, lm.drafter, gamma=gamma, round_s=lambda: profile.round_s(slots, gamma)
     )
-    state = made.init(**vars(profile), asks=asks.state)
+    stops_early = settings.rule != "coupled"
+    made = schedule.Schedule(gamma_max=gamma, stops_early=stops_early, asks=asks)
+    state = made.init(**vars(profile), asks=first)
     return dataclasses.replace(settings, gamma_policy=made, policy_state=state)
 
 
-def costs_of(
+def adapted(
     lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
-) -> costs_lib.RoundCosts:
-    """Returns what rounds of a model cost, as the front door measures it.
+) -> tuple[runs.Settings, costs_lib.RoundCosts]:
+    """Returns the settings with the front door's policy, and what rounds cost, as it
+    measures them.
 
     Args:
       prompt: a prompt of typical length.
     """
-    return _adapted(lm, settings, prompt)[1]
-
-
-def _adapted(
-    lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
-) -> tuple[Chosen, costs_lib.RoundCosts]:
-    """Returns the front door's policy, and the costs that it has measured."""
     change = {"gamma_policy": None, "policy_state": None, "rule": "coupled"}
     fixed = dataclasses.replace(settings, **change)
     scheduler = runs.make_scheduler(lm, fixed)
@@ -146,13 +129,14 @@ def _adapted(
     scheduler, _, costs = default_gamma.adapted(lm, scheduler, [request])
     if costs is None:
         raise ValueError("costs of rounds are measured in one process, of drafts")
-    made, (_, params) = scheduler.speculator.gamma_policy, scheduler.speculator.params
-    chosen = Chosen(
-        gamma_policy=made,
-        state=scheduler.policy_state,
+    _, params = scheduler.speculator.params
+    found = dataclasses.replace(
+        settings,
+        gamma_policy=scheduler.speculator.gamma_policy,
+        policy_state=scheduler.policy_state,
         draft_params=params if isinstance(params, choice.ChoiceParams) else None,
     )
-    return chosen, costs
+    return found, costs
 
 
 def with_policy(
@@ -161,7 +145,8 @@ def with_policy(
     settings: runs.Settings,
     prompt: list[int],
 ) -> runs.Settings:
-    """The settings with a policy of that name, for gammas up to `settings.gamma`.
+    """Returns the settings with a policy of that name, for gammas up to
+    `settings.gamma`.
 
     Args:
       prompt: a prompt of typical length, with which costs are measured where the policy
@@ -176,16 +161,8 @@ def with_policy(
             f"depend under rule {settings.rule!r}: take the rule 'coupled', or a fixed "
             "gamma"
         )
-
-    adapted = lambda: _adapted(lm, settings, prompt)
     if name == BUDGET:
-        chosen, _ = adapted()
-    else:
-        how = {"gamma": settings.gamma, "round_s": lambda: adapted()[1].rising_s()}
-        chosen = make(name, lm.drafter, **how)
-    return dataclasses.replace(
-        settings,
-        gamma_policy=chosen.gamma_policy,
-        policy_state=chosen.state,
-        draft_params=chosen.draft_params,
-    )
+        return adapted(lm, settings, prompt)[0]
+    round_s = lambda: adapted(lm, settings, prompt)[1].rising_s()
+    made, state = make(name, lm.drafter, gamma=settings.gamma, round_s=round_s)
+    return dataclasses.replace(settings, gamma_policy=made, policy_state=state)

@@ -55,19 +55,16 @@ class Prompt:
         return [*self.history, {"role": USER, "content": self.text}]
 
 
-def parse(spec: str, *, default_file: str | pathlib.Path = BUNDLED) -> list[Prompt]:
+def parse(spec: str) -> list[Prompt]:
     """Reads the prompts that the value of a `--prompts` flag names.
 
     Args:
-      spec: a number N, for the first N prompts of `default_file`; or the path of a
-        file, with an optional limit `:N`. `N@SEED` takes a sample of N instead of the
-        first, in the order of the file and, where rows have a category, from each
-        category in proportion. Files that end in `.jsonl`, `.ndjson` or `.json` hold
-        one JSON object a line, with the text under `prompt`, `question`, `text`,
-        `turns` (all turns of a conversation) or `messages`, in this order of
-        preference. Other files hold one prompt a line. Blank lines are skipped, and no
-        row is read beyond the limit of the first ones.
-      default_file: the bundled prompts.
+      spec: a number N, for the first N bundled prompts; or the path of a file, with an
+        optional limit `:N`. `N@SEED` takes a `sample` of N instead of the first. Files
+        that end in one of `JSON_SUFFIXES` hold one JSON object a line, with the text
+        under one of `TEXT_KEYS` or `messages`, in this order of preference. Other files
+        hold one prompt a line. Blank lines are skipped, and no row is read beyond the
+        limit of the first ones.
 
     Raises:
       ValueError: nothing usable is named; one line says what and how to mend it.
@@ -77,7 +74,7 @@ def parse(spec: str, *, default_file: str | pathlib.Path = BUNDLED) -> list[Prom
     if match is None or (match["path"] and pathlib.Path(spec).is_file()):
         path, limit, seed = pathlib.Path(spec), None, None  # Whose name ends in `:N`.
     else:
-        path, limit = pathlib.Path(match["path"] or default_file), int(match["limit"])
+        path, limit = pathlib.Path(match["path"] or BUNDLED), int(match["limit"])
         seed = match["seed"] and int(match["seed"])
         if limit < 1:
             raise ValueError(
@@ -194,47 +191,43 @@ def _of_row(row: Any, *, number: int) -> Prompt:
             f"a JSON {type(row).__name__}, not an object; "
             'write one object a line, such as {"prompt": "..."}'
         )
-    turns, history = _turns(row)
-    if not all(text.strip() for text in turns):
+    history, (text, *next_turns) = _turns(row)
+    if not all(turn.strip() for turn in (text, *next_turns)):
         raise ValueError("the prompt is empty; remove the line or fill it")
     ids = [row[k] for k in ID_KEYS if type(row.get(k)) in (str, int)]
     categories = [row[k] for k in CATEGORY_KEYS if isinstance(row.get(k), str)]
     return Prompt(
         id=str((*ids, number)[0]),
-        text=turns[0],
+        text=text,
         category=(*categories, None)[0],
         history=history,
-        next_turns=tuple(turns[1:]),
+        next_turns=tuple(next_turns),
     )
 
 
-def _turns(row: dict[str, Any]) -> tuple[list[str], tuple[Message, ...]]:
-    """Returns what the user says, turn by turn, and the messages before that; an answer
+def _turns(row: dict[str, Any]) -> tuple[tuple[Message, ...], list[str]]:
+    """Returns the messages before what the user says, and that, turn by turn; an answer
     to the last one is left out."""
     for key in TEXT_KEYS:
         value = row.get(key)
         if isinstance(value, str) and key != "turns":
-            return [value], ()
-        if isinstance(value, list) and value:
-            if all(isinstance(turn, str) for turn in value):
-                return value, ()
-    messages = row.get(MESSAGES_KEY)
-    if not messages:
-        found = ", ".join(row) or "none"
+            return (), [value]
+        if isinstance(value, list) and value and set(map(type, value)) == {str}:
+            return (), value
+    if not row.get(MESSAGES_KEY):
         raise ValueError(
-            f"no usable text (keys found: {found}); give the text as 'prompt', "
-            "'question', 'text', 'turns' (a list of texts) or 'messages' (a list of "
-            "objects with 'role' and 'content')"
+            f"no usable text (keys found: {', '.join(row) or 'none'}); give the text "
+            "as 'prompt', 'question', 'text', 'turns' (a list of texts) or 'messages' "
+            "(a list of objects with 'role' and 'content')"
         )
-    for number, message in enumerate(messages, start=1):
-        is_object = isinstance(message, dict)
-        if not is_object or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
+    given = []
+    for number, message in enumerate(row[MESSAGES_KEY], start=1):
+        own = message if isinstance(message, dict) else {}
+        given.append({key: own.get(key) for key in ("role", "content")})
+        if set(map(type, given[-1].values())) != {str}:
             raise ValueError(
                 f"message {number} is no object with texts as 'role' and 'content'"
             )
-    given = [{key: one[key] for key in ("role", "content")} for one in messages]
     while given and given[-1]["role"] == ASSISTANT:
         given.pop()
     if not given or given[-1]["role"] != USER:
@@ -243,7 +236,7 @@ def _turns(row: dict[str, Any]) -> tuple[list[str], tuple[Message, ...]]:
             f"'messages': the last one to be answered is {last}; end with one of 'user'"
         )
     *history, last = given
-    return [last["content"]], tuple(history)
+    return tuple(history), [last["content"]]
 
 
 def without_folders(source: str) -> str:

@@ -45,50 +45,34 @@ def prepare(
       sampling: of the answers; None is greedy.
     """
     sizes = {"gen_tokens": gen_tokens, "page_size": page_size}
-    stop_ids = lm.tokenizer.stop_ids
-    turns = [[_numbered(prompt, 1)] for prompt in prompts]
-    while True:
-        open_turns = [of_one for of_one in turns if of_one[-1].next_turns]
-        if not open_turns:
-            break
-        asked = [of_one[-1] for of_one in open_turns]
-        ids = encode(lm, asked, raw=raw)
+    words, turns = lm.tokenizer, [[prompt] for prompt in prompts]
+    while asked := [own for own in turns if own[-1].next_turns]:
+        latest = [own[-1] for own in asked]
+        ids = encode(lm, latest, raw=raw)
         settings = runs.Settings(
             gamma=1,
-            capacity=capacity_for(lm, asked, ids, **sizes),
-            stop_ids=stop_ids,
+            capacity=capacity_for(lm, latest, ids, **sizes),
+            stop_ids=words.stop_ids,
             sampling=sampling,
             **sizes,
         )
-        for of_one, prompt_ids in zip(open_turns, ids, strict=True):
+        for own, prompt, prompt_ids in zip(asked, latest, ids, strict=True):
             answer = runs.run_plain(lm, settings, prompt_ids).tokens
-            if answer and answer[-1] in stop_ids:
+            if answer and answer[-1] in words.stop_ids:
                 answer.pop()
-            of_one.append(_next(of_one[-1], lm.tokenizer.decode(answer), len(of_one)))
-    flat = [prompt for of_one in turns for prompt in of_one]
+            said = {"role": prompt_files.ASSISTANT, "content": words.decode(answer)}
+            text, *rest = prompt.next_turns
+            history = (*prompt.messages, said)
+            change = {"text": text, "history": history, "next_turns": tuple(rest)}
+            own.append(dataclasses.replace(prompt, **change))
+    flat = [
+        dataclasses.replace(one, id=f"{one.id} turn {number}") if len(own) > 1 else one
+        for own in turns
+        for number, one in enumerate(own, 1)
+    ]
     ids = encode(lm, flat, raw=raw)
     capacity = capacity_for(lm, flat, ids, **sizes)
     return Prepared(prompts=flat, ids=ids, capacity=capacity)
-
-
-def _numbered(prompt: prompt_files.Prompt, turn: int) -> prompt_files.Prompt:
-    """The prompt under the name of its turn, if it is one of several."""
-    if not prompt.next_turns:
-        return prompt
-    return dataclasses.replace(prompt, id=f"{prompt.id} turn {turn}")
-
-
-def _next(prompt: prompt_files.Prompt, answer: str, turn: int) -> prompt_files.Prompt:
-    """The turn after an answer to turn number `turn`."""
-    text, *rest = prompt.next_turns
-    name = prompt.id.removesuffix(f" turn {turn}")
-    return dataclasses.replace(
-        prompt,
-        id=f"{name} turn {turn + 1}",
-        text=text,
-        history=(*prompt.messages, {"role": "assistant", "content": answer}),
-        next_turns=tuple(rest),
-    )
 
 
 def with_options(
@@ -205,17 +189,16 @@ def of_lengths(
             f"{per_length} prompts of each length asked for, but there are "
             f"{len(prompts)} to make them of; ask for fewer or name a larger file"
         )
-    tokenizer, made, every = lm.tokenizer, [], []
+    words, made, every = lm.tokenizer, [], []
     # Evenly through the file, whose neighbours may be alike.
     ends = [(i + 1) * len(prompts) // per_length - 1 for i in range(per_length)]
     for name, num_tokens in lengths.items():
         for end in ends:
-            ids = _last_tokens(prompts, tokenizer, end, num_tokens)
-            if tokenizer.has_chat_template and not raw:
-                ids = tokenizer.encode(tokenizer.apply_chat(tokenizer.decode(ids)))
-            text = tokenizer.decode(ids)
-            one = prompt_files.Prompt(id=prompts[end].id, text=text, category=name)
-            made.append(one)
+            ids = _last_tokens(prompts, words, end, num_tokens)
+            if words.has_chat_template and not raw:
+                ids = words.encode(words.apply_chat(words.decode(ids)))
+            own = {"id": prompts[end].id, "text": words.decode(ids), "category": name}
+            made.append(prompt_files.Prompt(**own))
             every.append(ids)
     sizes = {"gen_tokens": gen_tokens, "page_size": page_size}
     capacity = capacity_for(lm, made, every, **sizes)

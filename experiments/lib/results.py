@@ -5,25 +5,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from experiments.lib import prompt_files, runs as runs_lib, summaries, tables
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.model import qwen3
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptResult:
     """One prompt: what both runs produced, and `repeats` times of each."""
 
     prompt: prompt_files.Prompt
     prompt_ids: list[int]
-    plain: list[runs_lib.Plain]
-    spec: list[runs_lib.Speculative]
-    # Verified positions with another token than a replay of the text through decoding
-    # finds; None where only the distribution is decoding's
-    mismatches: int | None = None
+    plain: list[runs_lib.Run]
+    spec: list[runs_lib.Run]
+    # Verified positions with another token than decoding's; None where only the
+    # distribution is decoding's
+    mismatches: int | None
 
     @property
     def matched(self) -> bool | None:
@@ -42,8 +40,7 @@ class PromptResult:
     @property
     def nonfinite(self) -> int:
         """The most tokens of a run that were chosen from logits that are not finite."""
-        plain = [run.nonfinite for run in self.plain]
-        return max(plain + [run.counters.nonfinite for run in self.spec])
+        return max(run.nonfinite for run in (*self.plain, *self.spec))
 
     def row(self) -> dict:
         """Returns the JSON line."""
@@ -106,16 +103,14 @@ def run_prompts(
                 spec = [runs_lib.run_speculative(lm, settings, own[0])]
             turns.append((plain, spec))
         for at, place in enumerate(part):
+            first = turns[0][1][at].tokens
             found = PromptResult(
                 prompt=prompts[place],
                 prompt_ids=list(ids[place]),
                 plain=[plain[at] for plain, _ in turns],
                 spec=[spec[at] for _, spec in turns],
+                mismatches=runs_lib.mismatches(lm, settings, ids[place], first),
             )
-            if settings.is_exact:
-                text = found.spec[0].tokens
-                chosen = runs_lib.decode_choices(lm, settings, ids[place], text)
-                found.mismatches = int(np.sum(chosen != np.asarray(text)))
             if not is_batch:
                 after_prompt()
             yield found

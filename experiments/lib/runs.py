@@ -9,6 +9,7 @@ before, by `results.warm_up`.
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,22 +61,13 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plain:
-    """A run of autoregressive decoding."""
+class Run:
+    """A run of a prompt: autoregressive decoding, which drafts nothing, or rounds."""
 
     tokens: list[int]  # generated, without the prompt
     timing: summaries.Timing
-    nonfinite: int = 0  # tokens chosen from logits that are not finite
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Speculative:
-    """A speculative run."""
-
-    tokens: list[int]
-    origins: list[states.Origin]
-    counters: metrics.Counters
-    timing: summaries.Timing
+    counters: metrics.Counters = metrics.Counters()
+    origins: Sequence[states.Origin] = ()  # of the tokens of rounds
     policy_state: policy.State = None  # of the gamma policy, after the last round
 
     @property
@@ -84,14 +76,12 @@ class Speculative:
         return self.counters.nonfinite
 
 
-def matches(run: Plain | Speculative, plain: Plain) -> bool:
+def matches(run: Run, plain: Run) -> bool:
     """Whether a run's tokens are those of decoding, none of them of NaN or infinity."""
     return run.tokens == plain.tokens and not run.nonfinite and not plain.nonfinite
 
 
-def run_plain(
-    lm: loading.LanguageModel, settings: Settings, prompt: list[int]
-) -> Plain:
+def run_plain(lm: loading.LanguageModel, settings: Settings, prompt: list[int]) -> Run:
     """Decodes one prompt, one token a step."""
     kv, max_steps = new_cache(lm, settings), jnp.int32(settings.gen_tokens)
     jax.block_until_ready((kv, max_steps))
@@ -105,13 +95,12 @@ def run_plain(
     with contextlib.suppress(FloatingPointError):  # They are counted.
         baseline.check(state, vocab_size=lm.target.config.vocab_size)
     tokens = np.asarray(state.tokens)[len(prompt) : int(state.length)].tolist()
-    return Plain(
-        tokens=tokens,
-        timing=summaries.Timing(
-            prefill_s=prefilled - started, decode_s=finished - prefilled
-        ),
-        nonfinite=int(state.num_nonfinite),
+    timing = summaries.Timing(
+        prefill_s=prefilled - started,
+        decode_s=finished - prefilled,
     )
+    counters = metrics.Counters(nonfinite=int(state.num_nonfinite))
+    return Run(tokens=tokens, timing=timing, counters=counters)
 
 
 def new_cache(lm: loading.LanguageModel, settings: Settings) -> paged.PagedKV:
@@ -190,22 +179,18 @@ def make_request(
     )
 
 
-def _empty(scheduler: scheduler_lib.Scheduler, settings: Settings) -> states.State:
-    """Returns the state of free slots."""
-    draws = settings.sampling is not None
-    return scheduler.empty(draws=draws, processor=settings.processor)
-
-
 def run_speculative(
     lm: loading.LanguageModel,
     settings: Settings,
     prompt: list[int],
-) -> Speculative:
+) -> Run:
     """Generates one prompt by rounds."""
     scheduler = make_scheduler(lm, dataclasses.replace(settings, num_slots=1))
     request = make_request(lm, settings, prompt)
     scheduler.check(request)
-    state = _empty(scheduler, settings)
+    state = scheduler.empty(
+        draws=settings.sampling is not None, processor=settings.processor
+    )
     max_rounds = jnp.int32(settings.gen_tokens)
     jax.block_until_ready((state, request.draft_params, max_rounds))
     started = time.perf_counter()
@@ -228,16 +213,12 @@ def run_speculative(
 
 def as_run(
     slot: states.Slots, *, vocab_size: int | None, prefill_s: float, decode_s: float
-) -> Speculative:
-    """Returns the run of ONE finished slot.
-
-    Logits that are not finite are counted, and a run with any of them is not matched:
-    what came out before them is shown, as what differs is.
-    """
+) -> Run:
+    """Returns the run of ONE finished slot; logits that are not finite are counted."""
     with contextlib.suppress(FloatingPointError):
         checks.check_slot(slot, vocab_size=vocab_size)
     tokens, origins = requests_lib.generated(slot), np.asarray(slot.origins)
-    return Speculative(
+    return Run(
         tokens=tokens,
         origins=[states.Origin(o) for o in origins if o != states.Origin.PROMPT],
         counters=metrics.of_slot(slot, num_tokens=len(tokens)),
@@ -252,7 +233,7 @@ def run_batch(
     prompts: Sequence[list[int]],
     *,
     after_prompt: Callable[[], None] = lambda: None,
-) -> list[Speculative]:
+) -> list[Run]:
     """Generates all prompts, `settings.num_slots` at a time.
 
     The batch is timed as a whole, from the first prefill to the last token. Its seconds
@@ -261,7 +242,9 @@ def run_batch(
     """
     scheduler = make_scheduler(lm, settings)
     requests = [make_request(lm, settings, prompt) for prompt in prompts]
-    state = _empty(scheduler, settings)
+    state = scheduler.empty(
+        draws=settings.sampling is not None, processor=settings.processor
+    )
     jax.block_until_ready((state, [request.draft_params for request in requests]))
     started, finished = time.perf_counter(), []
     for one in scheduler.run(requests, state=state):
@@ -280,17 +263,20 @@ def run_batch(
     ]
 
 
-def decode_choices(
+def mismatches(
     lm: loading.LanguageModel,
     settings: Settings,
     prompt: list[int],
     tokens: Sequence[int],
-) -> np.ndarray:
-    """Returns what decoding chooses at each position of a generated text, int32.
+) -> int | None:
+    """Returns how many tokens of a generated text decoding would not have chosen; None
+    where only the distribution is decoding's.
 
     Replays the text through decoding: every position is decided after the prefix that
     was really committed, whatever came before it.
     """
+    if not settings.is_exact:
+        return None
     state = begin_plain(lm, settings, prompt)
     new = slice(len(prompt), len(prompt) + len(tokens))
     text = np.array(state.tokens)
@@ -305,12 +291,10 @@ def decode_choices(
         sampling=settings.sampling,
         processing=state.processing,
     )
-    return np.asarray(chosen)[new]
+    return int(np.sum(np.asarray(chosen)[new] != text[new]))
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     """The first place where two texts differ, or where one of them ends."""
-    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        if a != b:
-            return place
-    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+    pairs = enumerate(itertools.zip_longest(ours, theirs))
+    return next((place for place, (a, b) in pairs if a != b), None)

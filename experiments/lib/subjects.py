@@ -8,6 +8,8 @@ nothing.
 import argparse
 import dataclasses
 import functools
+import json
+import pathlib
 from typing import Any
 
 import jax
@@ -30,9 +32,7 @@ from spec_jax.model import (
     eagle3_params,
     gguf_file,
     hub,
-    llama,
     params as params_lib,
-    qwen2,
     row_model,
 )
 from spec_jax.native import blocks
@@ -41,67 +41,10 @@ from spec_jax.ops import dispatch, weights as weights_lib
 
 EMBEDDED = "embedded"
 
-_SMALL = config_lib.Qwen3Config(
-    vocab_size=151936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=40960,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    tie_word_embeddings=True,
-    dtype="bfloat16",
-)
-_LARGE = {"hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36}
-_LARGE |= {"num_heads": 32, "tie_word_embeddings": False}
-
-_TENTH = {"hidden_size": 320, "intermediate_size": 896, "num_layers": 6}
-_TENTH |= {"num_heads": 8, "num_kv_heads": 4}
-
-_TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}
-_TINY |= {"num_layers": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-
-_LLAMA = llama.LlamaConfig(
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=131_072,
-    rms_norm_eps=1e-5,
-    rope_theta=5e5,
-    scaling=config_lib.Llama3Scaling(
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    ),
-)
-_QWEN2 = qwen2.Qwen2Config(
-    vocab_size=152_064,
-    hidden_size=3584,
-    intermediate_size=18_944,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    head_dim=128,
-    max_position_embeddings=32_768,
-    rope_theta=1e6,
-)
-
+_FILE = pathlib.Path(__file__).parents[1] / "presets.json"
 PRESETS: dict[str, config_lib.ModelConfig] = {
-    "qwen3-0.6b": _SMALL,
-    "qwen3-1.7b": dataclasses.replace(_SMALL, hidden_size=2048, intermediate_size=6144),
-    "qwen3-8b": dataclasses.replace(_SMALL, **_LARGE),
-    "llama-3.1-8b": _LLAMA,
-    "qwen2.5-7b": _QWEN2,
-    "draft-60m": dataclasses.replace(_SMALL, **_TENTH),
-    "tiny": dataclasses.replace(_SMALL, dtype="float32", **_TINY),
+    name: config_lib.from_dict(raw)
+    for name, raw in json.loads(_FILE.read_text()).items()
 }
 """Configs by the name of their preset: of released models, of a draft that has a tenth
 of the smallest one's parameters and its vocabulary, and of one for rehearsals."""
@@ -265,87 +208,81 @@ def load(
     dtype: str | None,
     as_shapes: bool = False,
 ) -> loading.LanguageModel:
-    """The models that flags name; `drafter` is None
-    where a target is named alone."""
-    sizes = {"gamma_max": gamma_max, "slab": slab, "dtype": dtype, "impl": args.impl}
-    sizes |= {"weights": args.weights, "draft_weights": args.draft_weights}
+    """Returns the models that flags name; `drafter` is None where a target is named
+    alone."""
     if args.preset:
-        names = (args.preset, args.draft_preset)
-        head = getattr(args, "head", None)
-        if head:
-            sizes |= {"head": head, "tree_rows": args.head_tree}
-        return preset_lm(*names, as_shapes=as_shapes, **sizes)
+        how = {"gamma_max": gamma_max, "slab": slab, "dtype": dtype}
+        return _preset(args, as_shapes=as_shapes, **how)
     is_alone = args.target is not None and args.draft is None
     is_head = args.draft is not None and registry.is_head(args.draft)
     drafter = registry.kind_of(args.draft) if is_head else "draft-model"
-    if is_alone:
-        drafter = registry.NEED_NOTHING[0]
-    lm = loading.load(args.target, draft=args.draft, drafter=drafter, **sizes)
+    lm = loading.load(
+        args.target,
+        draft=args.draft,
+        drafter=registry.NEED_NOTHING[0] if is_alone else drafter,
+        gamma_max=gamma_max,
+        slab=slab,
+        dtype=dtype,
+        impl=args.impl,
+        weights=args.weights,
+        draft_weights=args.draft_weights,
+    )
     return dataclasses.replace(lm, drafter=None) if is_alone else lm
 
 
 def names(args: argparse.Namespace) -> dict[str, str | None]:
-    """What rows call the models."""
+    """Returns what rows call the models."""
     if args.preset:
         head = getattr(args, "head", None)
         if head and args.head_tree:
             head = f"{head}, trees of {args.head_tree} rows"
         target = f"{args.preset} {args.weights or ''}".strip()
         return {"target": target, "draft": args.draft_preset or head}
-    if args.target and not args.draft:
-        return {"target": str(args.target), "draft": None}
+    is_alone = args.target and not args.draft
     return {
         "target": str(args.target or EMBEDDED),
-        "draft": str(args.draft or EMBEDDED),
+        "draft": None if is_alone else str(args.draft or EMBEDDED),
     }
 
 
-def preset_lm(
-    name: str,
-    draft: str | None,
+def _preset(
+    args: argparse.Namespace,
     *,
     gamma_max: int,
     slab: int,
     dtype: str | None,
-    impl: str,
-    weights: str | None = None,
-    draft_weights: str | None = None,
-    as_shapes: bool = False,
-    head: str | None = None,
-    tree_rows: int | None = None,
+    as_shapes: bool,
 ) -> loading.LanguageModel:
-    """Random weights, without a tokenizer; `drafter` is None without draft and head.
-
-    Those of a target or a draft are made once in a process.
+    """Returns random weights, without a tokenizer; `drafter` is None without draft and
+    head. A head drafts as many tokens as its published ones.
 
     Args:
-      weights, draft_weights: as `loading.load` has them.
       as_shapes: no weights, but their shapes, for an `impl` that need not run here.
-      head: one of `HEADS`, which drafts as many tokens as its published ones.
-      tree_rows: of the trees of a head; None: it drafts chains.
     """
-    configs = [read_config(preset, dtype=dtype) for preset in (name, draft) if preset]
-    forms = weights or "dense", draft_weights or "dense"
+    head, form = getattr(args, "head", None), args.draft_weights or "dense"
+    asked = [(args.preset, args.weights or "dense"), (args.draft_preset, form)]
     configs = [
-        dataclasses.replace(config, weights=form)
-        for config, form in zip(configs, forms, strict=False)
+        dataclasses.replace(read_config(name, dtype=dtype), weights=weights)
+        for name, weights in asked
+        if name
     ]
-    if as_shapes and head and forms[1] != "dense":
-        raise ValueError(f"--draft-weights {forms[1]}: not with --head and --dry-run")
-    impl = impl if as_shapes else dispatch.resolve(impl)
-    slabs = [row_model.slab_for(impl, n) for n in (slab, loading.DRAFT_SLAB)]
+    if as_shapes and head and form != "dense":
+        raise ValueError(f"--draft-weights {form}: not with --head and --dry-run")
+    impl = args.impl if as_shapes else dispatch.resolve(args.impl)
     models = [
-        row_model.RowModel(config=config, impl=impl, slab=slab)
-        for config, slab in zip(configs, slabs, strict=False)
+        row_model.RowModel(
+            config=config, impl=impl, slab=row_model.slab_for(impl, rows)
+        )
+        for config, rows in zip(configs, (slab, loading.DRAFT_SLAB), strict=False)
     ]
     make = params_lib.prepared_shapes if as_shapes else random_weights
     params = [make(config, impl=impl) for config in configs]
     drafter = draft_params = None
     if head:
         config = head_config(head, configs[0])
-        drafter = head_drafter(config, models[0], tree_rows=tree_rows)
-        draft_params = _head_weights(config, params[0], impl, forms[1], as_shapes)
-    elif draft:
+        drafter = head_drafter(config, models[0], tree_rows=args.head_tree)
+        draft_params = _head_weights(config, params[0], impl, form, as_shapes)
+    elif args.draft_preset:
         draft_params = params[1]
         drafter = draft_model.DraftModel(
             model=models[1],
@@ -416,31 +353,21 @@ def _head_weights(
 
 
 def _check_noise(shapes: Any, dtype: str) -> None:
-    """Raises `MemoryError` unless weights of these shapes fit, twice.
+    """Raises `MemoryError`, with both numbers, unless weights of these shapes fit where
+    JAX's arrays go, twice.
 
     Once more to measure the bandwidth with; noise is drawn in float32, and a few arrays
     of its size are alive meanwhile.
     """
     largest = max(leaf.size for leaf in jax.tree.leaves(shapes))
     required = 2 * params_lib.num_bytes(shapes) + 4 * 4 * largest
-    check_fits(f"random weights in {dtype}", required)
-
-
-def free_bytes() -> int:
-    """Memory that is left where JAX's arrays go."""
-    stats = None
-    if jax.default_backend() == "gpu":
-        stats = jax.devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return psutil.virtual_memory().available
-
-
-def check_fits(what: str, required: int) -> None:
-    """Raises `MemoryError`, with both numbers, where that is more than is free."""
-    free = free_bytes()
+    is_gpu = jax.default_backend() == "gpu"
+    stats = (is_gpu and jax.devices()[0].memory_stats()) or {}
+    free = psutil.virtual_memory().available
+    if "bytes_limit" in stats:
+        free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     if required > free:
         raise MemoryError(
-            f"{what} need {required / _GIB:.2f} GiB of memory, but "
+            f"random weights in {dtype} need {required / _GIB:.2f} GiB of memory, but "
             f"{free / _GIB:.2f} GiB are free"
         )

@@ -1,17 +1,41 @@
-"""The exactness suite: every cell, every prompt, one row each, and what they say."""
+"""The exactness suite: every cell, every prompt, one row each, and what they say.
 
+Prompts are decoded, and run in the rounds of a cell, both with a recorder. Decoding
+gets its pages in another order than the rounds, so that equal bits are also equal over
+pages; and slots are used again and again, so that a prompt finds the pages of those
+before it.
+"""
+
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import cell_runs, exact_cells as cells_lib
+from experiments.lib import exact_cells as cells_lib, runs
 from spec_jax import loading
-from spec_jax.debug import evidence
+from spec_jax.debug import evidence, recorder
+from spec_jax.drafters import draft_model, oracle, registry
+from spec_jax.engine import (
+    baseline,
+    requests as requests_lib,
+    scheduler as scheduler_lib,
+)
+from spec_jax.paging import index
 
 
 Row = Mapping[str, Any]
+
+Plain = tuple[evidence.Evidence, np.ndarray]
+"""A run of decoding: the evidence, and the text `[max_len] int32` for drafters that
+know it."""
+
+Rounds = tuple[evidence.Evidence, dict[str, int]]
+"""A run in rounds: the evidence, and how well it was drafted, by `COUNTS`."""
+
+COUNTS = ("rounds", "proposed", "accepted")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,115 +54,237 @@ class Plan:
     # As `exact_cells.star` and `exact_cells.product` put them in order
     cells: Sequence[cells_lib.Cell]
     prompts: Sequence[tuple[str, list[int]]]  # `(id, token ids)`
-    settings: cell_runs.Settings
+    gen_tokens: int
+    longest: int  # positions that the longest prompt and its text need
+    stop_ids: tuple[int, ...]
     header: Mapping[str, Any]
     head: Any = None
     done: frozenset[tuple[str, int]] = frozenset()  # `key` of rows that are there
 
+    def settings(self, cell: cells_lib.Cell) -> runs.Settings:
+        """Returns the settings of a cell's runs, plain or in rounds."""
+        pages = index.pages_for(self.longest, cell.page_size)
+        return runs.Settings(
+            gamma=cell.gamma,
+            gen_tokens=self.gen_tokens,
+            capacity=pages * cell.page_size,
+            page_size=cell.page_size,
+            stop_ids=self.stop_ids,
+            prefill_by_rows=cell.prefill == "rows",
+            sampling=cell.settings,
+            num_slots=cell.batch,
+        )
 
-class Suite:
-    """Runs cells of a plan, and keeps the weights of a dtype between them.
+
+def load_models(
+    cell: cells_lib.Cell, *, target: Any, draft: Any
+) -> loading.LanguageModel:
+    """Returns a cell's target, with the draft model as its drafter.
+
+    Args:
+      target, draft: folders; without a draft the drafter is a lookup.
+    """
+    return loading.load(
+        target,
+        draft=draft,
+        drafter="ngram" if draft is None else "draft-model",
+        # As many as fit, whatever the cell's gamma: cells share their executables.
+        gamma_max=cell.slab - 1,
+        dtype=cell.dtype,
+        weights=cell.weights if cell.weights != "dense" else None,
+        impl=cell.impl,
+        cache=cell.cache,
+        slab=cell.slab,
+    )
+
+
+def with_drafter(
+    lm: loading.LanguageModel, cell: cells_lib.Cell, *, head: Any = None
+) -> loading.LanguageModel:
+    """Returns what `load_models` made, with the cell's drafter.
+
+    Args:
+      head: folder of the head that the cell's drafter is, if it is one.
+    """
+    name = "oracle" if cell.drafter in cells_lib.FORCED else cell.drafter
+
+    def load_draft():
+        if isinstance(lm.drafter, draft_model.DraftModel):
+            return lm.drafter, lm.drafter_params
+        how = {"gamma_max": lm.gamma_max, "dtype": cell.dtype, "impl": cell.impl}
+        return loading.load_draft(None, lm.tokenizer, **how)  # Says that none is given.
+
+    parts = registry.Parts(
+        gamma_max=lm.gamma_max,
+        vocab_size=lm.target.config.vocab_size,
+        load_draft=load_draft,
+        target=lm.target,
+        target_params=lm.params,
+        draft=head if name in registry.NEED_TARGET else None,
+        dtype=cell.dtype,
+    )
+    lm = lm.with_drafter(*registry.build(name, parts))
+    return lm if cell.tree == cells_lib.NO_TREE else lm.with_tree(cell.tree)
+
+
+def decode(
+    lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
+) -> Plain:
+    """Decodes a prompt, recorded, on pages that are shuffled where there are any."""
+    watched, kv = recorder.Recorder(target=lm.target), runs.new_cache(lm, settings)
+    free, num_free = np.array(kv.free_pages), int(kv.num_free)
+    free[:num_free] = np.random.default_rng(0).permutation(free[:num_free])
+    kv = kv.replace(free_pages=jnp.array(free))
+    state = baseline.generate(
+        watched,
+        lm.params,
+        watched.attach(runs.begin_plain(lm, settings, prompt, kv)),
+        max_steps=jnp.int32(settings.gen_tokens),
+    )
+    with contextlib.suppress(FloatingPointError):  # They are counted.
+        baseline.check(watched.detach(state)[0], vocab_size=lm.target.config.vocab_size)
+    return evidence.of_decode(state, num_prompt=len(prompt)), np.array(state.tokens)
+
+
+class _Recorded(scheduler_lib.Scheduler):
+    """A scheduler whose rounds are recorded; prompts enter as in any other."""
+
+    @property
+    def target(self) -> Any:
+        """The target that is recorded."""
+        return self.speculator.target.target
+
+    def admit(self, state, slot, request, **how):
+        """Admits to a state that is recorded, and frees what earlier runs left."""
+        del how
+        state, recording = self.speculator.target.detach(state)
+        state = super().admit(state, slot, request)
+        return state.replace(cache=recording.replace(cache=state.cache))
+
+
+class Slots:
+    """A cell's slots, which its prompts take as they come free.
+
+    Raises:
+      ValueError, NotImplementedError: a drafter that has no form for these slots.
+    """
+
+    def __init__(
+        self, lm: loading.LanguageModel, cell: cells_lib.Cell, settings: runs.Settings
+    ):
+        """Allocates the slots, all empty.
+
+        Args:
+          lm: with the cell's drafter.
+        """
+        policy, first = cell.policy(lm.drafter)
+        change = {"gamma_policy": policy, "policy_state": first}
+        made = runs.make_scheduler(lm, dataclasses.replace(settings, **change))
+        watched = recorder.Recorder(target=made.target)
+        speculator = made.speculator.replace(target=watched)
+        self._scheduler = _Recorded(**vars(made) | {"speculator": speculator})
+        self._state = watched.attach(made.empty(draws=settings.sampling is not None))
+        self._settings, self._rate = settings, cells_lib.FORCED.get(cell.drafter, 1.0)
+        self._knows_text = isinstance(lm.drafter, oracle.Oracle)
+
+    def run(self, prompts: Sequence[list[int]], plain: Sequence[Plain]) -> list[Rounds]:
+        """Runs all prompts; takes the evidence of each before its slot is refilled.
+
+        Args:
+          plain: of each prompt.
+
+        Raises:
+          ValueError, MemoryError, RuntimeError: as `Scheduler.run`.
+        """
+        requests = [
+            requests_lib.Request(
+                prompt=prompt,
+                max_tokens=self._settings.gen_tokens,
+                gamma=self._settings.gamma,
+                sampling=self._settings.sampling,
+                draft_params=oracle.make_trace(text.tolist(), rate=self._rate)
+                if self._knows_text
+                else None,
+            )
+            for prompt, (_, text) in zip(prompts, plain, strict=True)
+        ]
+        found: dict[int, Rounds] = {}
+        where = {"state": self._state, "keep": lambda *state_and_slot: state_and_slot}
+        for one in self._scheduler.run(requests, **where):
+            self._state, slot = one.kept  # As it is until the next one is asked for.
+            found[one.number] = _of_slot(self._state, slot, len(prompts[one.number]))
+        return [found[number] for number in range(len(prompts))]
+
+
+def _of_slot(state, slot: int, num_prompt: int) -> Rounds:
+    found = evidence.of_slot(state, num_prompt=num_prompt, slot=slot)
+    counts = {name: int(getattr(state.slots, f"num_{name}")[slot]) for name in COUNTS}
+    return found, counts
+
+
+def rows_of(plan: Plan, cells: Sequence[cells_lib.Cell]) -> Iterator[dict[str, Any]]:
+    """Yields the row of every cell and prompt that is not there.
 
     Cells that share decoding go through prompts together, so many at once that each is
     decoded once and batches refill their slots.
     """
+    count = len(plan.prompts)
+    for group in cells_lib.by_plain(cells):
+        lm, slots = None, {}  # All cells of a group have one target and draft.
+        largest = max(cell.batch for cell in group)
+        size = 2 * largest if largest > 1 else 1
+        for first in range(0, count, size):
+            part = range(first, min(first + size, count))
+            plain: dict[int, Plain] = {}  # Of this part alone: they hold K/V.
+            for cell in group:
+                missing = [n for n in part if (cell.name, n) not in plan.done]
+                if not missing:
+                    continue
+                lm = lm or load_models(cell, target=plan.target, draft=plan.draft)
+                if cell not in slots:
+                    own = with_drafter(lm, cell, head=plan.head)
+                    slots[cell] = Slots(own, cell, plan.settings(cell))
+                seated = _seated(missing, count, cell.batch)
+                for number in set(seated) - set(plain):
+                    prompt = plan.prompts[number][1]
+                    plain[number] = decode(lm, plan.settings(cell), prompt)
+                texts = [plan.prompts[number][1] for number in seated]
+                found = slots[cell].run(texts, [plain[number] for number in seated])
+                for number, rounds in zip(missing, found, strict=False):
+                    yield _row(
+                        cell, number, plan.prompts[number], plain[number], rounds
+                    )
 
-    def __init__(self, plan: Plan):
-        self._plan = plan
-        self._weights: dict[str, cell_runs.Weights] = {}
-        self._forget()
 
-    def _forget(self) -> None:
-        self._models: loading.LanguageModel | None = None
-        self._slots: dict[cells_lib.Cell, cell_runs.Slots] = {}
-        self._plain: dict[int, cell_runs.Plain] = {}
-
-    def __call__(self, cells: Sequence[cells_lib.Cell]) -> Iterator[dict[str, Any]]:
-        """Yields the row of every cell and prompt that is not there."""
-        prompts, done = self._plan.prompts, self._plan.done
-        for group in cells_lib.by_plain(cells):
-            self._forget()
-            largest = max(cell.batch for cell in group)
-            size = 2 * largest if largest > 1 else 1
-            for first in range(0, len(prompts), size):
-                part = range(first, min(first + size, len(prompts)))
-                for cell in group:
-                    missing = [n for n in part if (cell.name, n) not in done]
-                    yield from self._rows(cell, missing)
-                self._plain.clear()  # With its keys and values.
-
-    def _rows(
-        self, cell: cells_lib.Cell, numbers: Sequence[int]
-    ) -> Iterator[dict[str, Any]]:
-        """Yields the rows of some prompts.
-
-        Slots that they leave empty take others, so that none has fewer neighbours.
-        """
-        if not numbers:
-            return
-        prompts = self._plan.prompts
-        following = [(numbers[-1] + 1 + n) % len(prompts) for n in range(len(prompts))]
-        others = [number for number in following if number not in numbers]
-        seated = [*numbers, *others[: max(cell.batch - len(numbers), 0)]]
-        plain = [self._plain_of(cell, number) for number in seated]
-        found = self._slots_of(cell).run(
-            [prompts[number][1] for number in seated], plain
-        )
-        for at, number in enumerate(numbers):
-            yield _row(cell, number, *prompts[number], plain[at], found[at])
-
-    def _models_of(self, cell: cells_lib.Cell) -> loading.LanguageModel:
-        """Returns the target and the draft model, which all cells of a group share."""
-        if self._models is None:
-            known = self._weights.get(cell.kind_of_weights)
-            self._weights = {}  # Of one dtype at a time.
-            folders = {"target": self._plan.target, "draft": self._plan.draft}
-            lm = cell_runs.load_models(cell, **folders, weights=known)
-            both = lm.params, lm.drafter_params
-            self._models, self._weights = lm, {cell.kind_of_weights: both}
-        return self._models
-
-    def _slots_of(self, cell: cells_lib.Cell) -> cell_runs.Slots:
-        if cell not in self._slots:
-            lm = cell_runs.with_drafter(
-                self._models_of(cell), cell, head=self._plan.head
-            )
-            self._slots[cell] = cell_runs.Slots(lm, cell, self._plan.settings)
-        return self._slots[cell]
-
-    def _plain_of(self, cell: cells_lib.Cell, number: int) -> cell_runs.Plain:
-        if number not in self._plain:
-            settings, (_, prompt) = self._plan.settings, self._plan.prompts[number]
-            lm = self._models_of(cell)
-            self._plain[number] = cell_runs.run_plain(lm, cell, settings, prompt)
-        return self._plain[number]
+def _seated(numbers: Sequence[int], count: int, batch: int) -> list[int]:
+    """Returns the prompts, and so many others that none has fewer neighbours."""
+    following = [(numbers[-1] + 1 + n) % count for n in range(count)]
+    others = [number for number in following if number not in numbers]
+    return [*numbers, *others[: max(batch - len(numbers), 0)]]
 
 
 def _row(
     cell: cells_lib.Cell,
     number: int,
-    name: str,
-    prompt: list[int],
-    plain: cell_runs.Plain,
-    spec: cell_runs.Rounds,
+    prompt: tuple[str, list[int]],
+    decoded: Plain,
+    rounds: Rounds,
 ) -> dict[str, Any]:
     """Returns one prompt in one cell as a row."""
-    differences = evidence.compare(plain.evidence, spec.evidence)
+    (name, ids), (plain, _), (spec, counts) = prompt, decoded, rounds
     return {
         "kind": "prompt",
         "cell": cell.name,
         "index": number,
         "id": name,
-        "prompt_tokens": len(prompt),
-        "tokens": len(spec.evidence.tokens),
-        "rounds": spec.rounds,
-        "proposed": spec.proposed,
-        "accepted": spec.accepted,
-        "nonfinite_logits": max(plain.evidence.nonfinite, spec.evidence.nonfinite),
-        "constant_logits": int(plain.evidence.decisions.constant.sum()),
-        "differences": [difference.to_row() for difference in differences],
-        "plain_sha256": plain.evidence.hashes(),
-        "spec_sha256": spec.evidence.hashes(),
+        "prompt_tokens": len(ids),
+        "tokens": len(spec.tokens),
+        **counts,
+        "nonfinite_logits": max(plain.nonfinite, spec.nonfinite),
+        "constant_logits": int(plain.decisions.constant.sum()),
+        "differences": [one.to_row() for one in evidence.compare(plain, spec)],
+        "plain_sha256": plain.hashes(),
+        "spec_sha256": spec.hashes(),
     }
 
 

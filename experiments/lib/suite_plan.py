@@ -8,10 +8,9 @@ import argparse
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.lib import (
-    cell_runs,
     certificates,
     exact_cells as cells_lib,
     policies,
@@ -22,62 +21,59 @@ from experiments.lib import (
 )
 from spec_jax import loading
 from spec_jax.drafters import registry
-from spec_jax.model import fingerprint, hub
+from spec_jax.model import config as config_lib, fingerprint, hub, row_model
 from spec_jax.ops import dispatch
+from spec_jax.typing import IMPLS
 
 
 EMBEDDED = "embedded"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """What is run where flags say nothing."""
+class Axis(NamedTuple):
+    """An axis of cells: its flag, and what is run where that is not given."""
 
-    prompts: str
-    gen_tokens: int
-    axes: Mapping[str, tuple]
+    what: str
+    kinds: Sequence[str] | None  # of values; None: numbers
+    brief: tuple  # the base first
+    full: tuple | None = None  # with --full; None: as `brief`
 
 
-# The first value of an axis is the base. gamma is data: its values share executables.
-_EVERY = {
-    "dtype": ("bfloat16",),
-    "impl": ("auto",),
-    "slab": (8,),
-    "page_size": (16, 64),
-    "cache": ("paged", "static"),
-    "prefill": cells_lib.PREFILLS,
-    "drafter": (
-        "draft-model",
-        "always-right",
-        "always-wrong",
-        "ngram",
-        "suffix",
-        "hybrid",
-        "oracle",
+# Compiling takes the time: brief is one cell of each kind, and of a gamma, which is
+# data, as many as like. Where auto is xla, the two are one. An oracle is always right.
+AXES: Mapping[str, Axis] = {
+    "dtype": Axis(
+        "of both models", config_lib.DTYPES, ("bfloat16", "float32"), ("bfloat16",)
     ),
-    "gamma": (4, 1, 2, 7),
-    "sampling": cells_lib.SAMPLINGS,
-    "gamma_policy": policies.POLICIES,
-    "batch": (1, 4),
-    "tree": (cells_lib.NO_TREE,),
-    "weights": ("dense",),
+    "weights": Axis("of the target", config_lib.WEIGHTS, ("dense",)),
+    "impl": Axis("kernels", IMPLS, ("auto", "xla"), ("auto",)),
+    "slab": Axis("rows of every call of the target", None, (8,)),
+    "page_size": Axis("positions per page", None, (16, 64)),
+    "cache": Axis("kind of cache", row_model.CACHE_KINDS, ("paged", "static")),
+    # Both runs of a cell fill their caches in the same way.
+    "prefill": Axis(
+        "how prompts enter the cache", cells_lib.PREFILLS, ("rows",), cells_lib.PREFILLS
+    ),
+    "drafter": Axis(
+        "what proposes tokens, or package.module:Name",
+        cells_lib.drafter_names(),
+        ("draft-model", "oracle", "ngram"),
+        ("draft-model", *cells_lib.FORCED, "ngram", "suffix", "hybrid", "oracle"),
+    ),
+    "gamma": Axis("tokens drafted per round, or the most of them", None, (4, 1, 2, 7)),
+    "sampling": Axis(
+        "of tokens; how is in the certificate", cells_lib.SAMPLINGS, cells_lib.SAMPLINGS
+    ),
+    "gamma_policy": Axis(
+        "what chooses each round's gamma",
+        cells_lib.GAMMA_POLICIES,
+        ("fixed", "threshold"),
+        policies.POLICIES,
+    ),
+    "batch": Axis("prompts that share a forward", None, (1, 4)),
 }
-BRIEF = Defaults(
-    prompts="4",
-    gen_tokens=48,
-    # Compiling takes the time: one cell of each kind, and of a gamma as many as like.
-    # Where auto is xla, the two are one. An oracle is always right, too.
-    axes=_EVERY
-    | {
-        "dtype": ("bfloat16", "float32"),
-        "impl": ("auto", "xla"),
-        # Both runs of a cell fill their caches in the same way.
-        "prefill": ("rows",),
-        "drafter": ("draft-model", "oracle", "ngram"),
-        "gamma_policy": ("fixed", "threshold"),
-    },
-)
-FULL = Defaults(prompts="50", gen_tokens=512, axes=_EVERY)
+BRIEF, FULL = ("4", 48), ("50", 512)
+"""Prompts, and tokens of each."""
+
 ON_GPU = {"dtype": ("bfloat16",), "impl": ("auto",), "prefill": ("rows",)}
 """In the place of those axes on a GPU: what its kernels compute, and nothing else.
 
@@ -86,10 +82,20 @@ another process may get other bits.
 """
 
 
+def default_axes(*, is_full: bool) -> dict[str, tuple]:
+    """Returns what is run where flags say nothing, in the order of a cell's axes."""
+    axes = {
+        name: (one.full if is_full and one.full else one.brief)
+        for name, one in AXES.items()
+    }
+    return {name: axes.get(name, (cells_lib.NO_TREE,)) for name in cells_lib.AXES}
+
+
 def default_text(axis: str) -> str:
-    """An axis's defaults, for the help of its flag."""
+    """Returns an axis's defaults, for the help of its flag."""
     brief, full = (
-        ",".join(map(str, defaults.axes[axis])) for defaults in (BRIEF, FULL)
+        ",".join(map(str, default_axes(is_full=is_full)[axis]))
+        for is_full in (False, True)
     )
     text = brief if brief == full else f"{brief}; {full} with --full"
     return f"{text}; {ON_GPU[axis][0]} on a GPU" if axis in ON_GPU else text
@@ -97,10 +103,9 @@ def default_text(axis: str) -> str:
 
 def from_flags(args: argparse.Namespace) -> suite.Plan:
     """The plan of a run."""
-    defaults = FULL if args.full else BRIEF
     is_gpu = dispatch.backend() == "gpu"
-    default_axes = {**defaults.axes, **(ON_GPU if is_gpu else {})}
-    axes = {axis: getattr(args, axis) or default_axes[axis] for axis in cells_lib.AXES}
+    axes = default_axes(is_full=args.full) | (ON_GPU if is_gpu else {})
+    axes = {axis: getattr(args, axis) or values for axis, values in axes.items()}
     if args.drafter is None and args.target is not None and args.draft is None:
         names = axes["drafter"]
         axes["drafter"] = tuple(n for n in names if n not in registry.NEED_DRAFT)
@@ -108,19 +113,24 @@ def from_flags(args: argparse.Namespace) -> suite.Plan:
     cells = (cells_lib.product if args.product else cells_lib.star)(axes)
     if is_gpu and args.certificate:
         _check_repeatable(cells)
+    prompts, gen_tokens = FULL if args.full else BRIEF
+    source = told = args.prompts or prompts
+    if pathlib.PurePath(source).is_absolute():  # Only this machine has those folders.
+        told = prompt_files.without_folders(source)
     settings = {
         "target": _folder_name(args.target),
         "draft": _folder_name(args.draft) if _has_draft(args, cells) else None,
-        "prompt_source": _without_machine(args.prompts or defaults.prompts),
-        "gen_tokens": args.gen_tokens or defaults.gen_tokens,
+        "prompt_source": told,
+        "gen_tokens": args.gen_tokens or gen_tokens,
         "stop": args.stop,
         "raw": args.raw,
     }
     if args.chat_option:
         settings["chat_option"] = args.chat_option
     if args.head is not None:
-        settings["head"] = _head_name(args.head)
-    planned = _plan(args, cells, settings, source=args.prompts or defaults.prompts)
+        is_shipped = args.head.resolve().parent == loading.ASSETS.resolve()
+        settings["head"] = EMBEDDED if is_shipped else _folder_name(args.head)
+    planned = _plan(args, cells, settings, source=source)
     count, slots = len(planned.prompts), max(cell.batch for cell in cells)
     if count < slots:
         raise ValueError(
@@ -130,15 +140,9 @@ def from_flags(args: argparse.Namespace) -> suite.Plan:
     return planned
 
 
-def _without_machine(source: str) -> str:
-    """A prompt source without folders that only this machine has."""
-    is_told = pathlib.PurePath(source).is_absolute()
-    return prompt_files.without_folders(source) if is_told else source
-
-
 def _has_draft(args: argparse.Namespace, cells: Sequence[cells_lib.Cell]) -> bool:
     """Returns whether there is a draft model, and a cell whose drafter may load it."""
-    without = {*registry.NEED_NOTHING, *cell_runs.FORCED}
+    without = {*registry.NEED_NOTHING, *cells_lib.FORCED}
     is_given = args.draft is not None or args.target is None
     return is_given and not {cell.drafter for cell in cells} <= without
 
@@ -155,27 +159,20 @@ def from_certificate(
     settings = certificate["settings"]
     if args.target is None and settings["target"] in hub.FETCHED:
         args.target = pathlib.Path(settings["target"])
-    if settings["target"] != EMBEDDED and args.target is None:
-        raise ValueError(
-            f"{args.verify}: a certificate of target {settings['target']} and draft "
-            f"{settings['draft'] or 'none'}; give their folders with --target and "
-            "--draft"
-        )
-    if settings["draft"] not in (None, EMBEDDED) and args.draft is None:
-        raise ValueError(
-            f"{args.verify}: a certificate of draft {settings['draft']}; give its "
-            "folder with --draft"
-        )
-    cells = certificates.cells_of(certificate)
-    if settings.get("head") == EMBEDDED:
-        args.head = args.head or _shipped(cells, args.target)
-    elif settings.get("head") in registry.shipped(loading.heads_for(args.target)):
-        args.head = args.head or _shipped(cells, args.target)
-    elif settings.get("head") and args.head is None:
-        raise ValueError(
-            f"{args.verify}: a certificate of head {settings['head']}; give its folder "
-            "with --head"
-        )
+    cells, heads = certificates.cells_of(certificate), loading.heads_for(args.target)
+    if args.head is None and settings.get("head") in (
+        EMBEDDED,
+        *registry.shipped(heads),
+    ):
+        (kind,) = {cell.drafter for cell in cells} & set(registry.NEED_TARGET)
+        args.head = registry.shipped_head(kind, heads)
+    for name in ("target", "draft", "head"):
+        told = settings.get(name)
+        if told not in (None, EMBEDDED) and getattr(args, name) is None:
+            raise ValueError(
+                f"{args.verify}: a certificate of {name} {told}; give its folder with "
+                f"--{name}"
+            )
     for impl in {cell.impl for cell in cells}:
         dispatch.resolve(impl)
     planned = _plan(
@@ -232,22 +229,21 @@ def _plan(
     }
     weights = {}
     for kind, cell in {cell.kind_of_weights: cell for cell in cells}.items():
-        lm = cell_runs.load_models(cell, **folders)
+        lm = suite.load_models(cell, **folders)
         weights[kind] = {"target": fingerprint.of_params(lm.params)}
         if settings["draft"]:
             weights[kind]["draft"] = fingerprint.of_params(lm.drafter_params)
         if args.head is not None:
             name = registry.kind_of(args.head)
             named = dataclasses.replace(cell, drafter=name, tree=cells_lib.NO_TREE)
-            with_head = cell_runs.with_drafter(lm, named, head=args.head)
+            with_head = suite.with_drafter(lm, named, head=args.head)
             weights[kind]["head"] = fingerprint.of_params(with_head.drafter_params)
     kinds = {(c.slab, c.drafter, c.tree): c for c in cells}
     for cell in kinds.values():
         is_tree = cell.tree != cells_lib.NO_TREE
         if is_tree or cell.slab == lm.gamma_max + 1:  # Says now what a drafter lacks.
-            cell_runs.with_drafter(lm, cell, head=args.head)
-    options = {name: settings.get(name) for name in ("raw", "chat_option")}
-    words = prompts_lib.with_options(argparse.Namespace(**options), lm.tokenizer)
+            suite.with_drafter(lm, cell, head=args.head)
+    words = prompts_lib.with_options(argparse.Namespace(**settings), lm.tokenizer)
     lm = dataclasses.replace(lm, tokenizer=words)
     named = prompt_files.parse(source)
     encoded = prompts_lib.encode(lm, named, raw=settings["raw"])
@@ -255,9 +251,11 @@ def _plan(
     # Of the longest, whatever the pages; says now what the model cannot hold.
     sizes = {"gen_tokens": settings["gen_tokens"], "page_size": 1}
     longest = prompts_lib.capacity_for(lm, named, encoded, **sizes)
+    kernels = {cell.impl: dispatch.instruction_set(cell.impl) for cell in cells}
     header = {
         "settings": settings,
-        "environment": _environment(cells),
+        # Code and machine, and what its own kernels use, where any are run.
+        "environment": records.provenance() | {"instruction_set": kernels},
         "weights": weights,
         "prompts": {
             "count": len(prompts),
@@ -272,32 +270,11 @@ def _plan(
         head=args.head,
         cells=cells,
         prompts=prompts,
-        settings=cell_runs.Settings(
-            gen_tokens=settings["gen_tokens"],
-            longest=longest,
-            stop_ids=lm.stop_ids if settings["stop"] else (),
-        ),
+        gen_tokens=settings["gen_tokens"],
+        longest=longest,
+        stop_ids=lm.stop_ids if settings["stop"] else (),
         header=header,
     )
-
-
-def _environment(cells: Sequence[cells_lib.Cell]) -> dict[str, Any]:
-    """Which code and machine, and what its own kernels use, where any are run."""
-    kernels = {cell.impl: dispatch.instruction_set(cell.impl) for cell in cells}
-    return records.provenance() | {"instruction_set": kernels}
-
-
-def _shipped(
-    cells: Sequence[cells_lib.Cell], target: pathlib.Path | None
-) -> pathlib.Path:
-    """The folder of the shipped head that a certificate's cells are of."""
-    (kind,) = {cell.drafter for cell in cells} & set(registry.NEED_TARGET)
-    return registry.shipped_head(kind, loading.heads_for(target))
-
-
-def _head_name(folder: pathlib.Path) -> str:
-    is_shipped = folder.resolve().parent == loading.ASSETS.resolve()
-    return EMBEDDED if is_shipped else _folder_name(folder)
 
 
 def _folder_name(folder: pathlib.Path | None) -> str:

@@ -19,8 +19,8 @@ INTERVAL_S = 10.0
 
 
 def console() -> Console:
-    """Returns standard output."""
-    return rich_console.Console()
+    """Returns standard output; numbers in lines look as the words beside them."""
+    return rich_console.Console(highlight=False)
 
 
 def format_value(value: Any, form: str) -> str:

@@ -78,7 +78,7 @@ def lm(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prompt(lm):
     """A prompt after which both models are in doubt, and not of one mind."""
-    prompts = prompt_files.parse("6", default_file=prompt_files.BUNDLED)
+    prompts = prompt_files.parse("6")
     # As long as the cache has room for, with the answer.
     candidates = [lm.tokenizer.encode(one.text)[:100] for one in prompts]
 

@@ -85,14 +85,14 @@ def test_an_interrupted_run_goes_on(folders, finished, tmp_path, monkeypatch, ca
     out, certificate = tmp_path / "rows.jsonl", tmp_path / "run.json"
     more = ("--out", str(out), *commands.certifying(certificate))
     given = commands.several_cells(folders, *more)
-    real, num_rows = suite.Suite.__call__, 4
+    real, num_rows = suite.rows_of, 4
 
-    def interrupted(self, cells):
-        yield from itertools.islice(real(self, cells), num_rows)
+    def interrupted(plan, cells):
+        yield from itertools.islice(real(plan, cells), num_rows)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(suite.Suite, "__call__", interrupted)
+        patch.setattr(suite, "rows_of", interrupted)
         assert exactness.main(given) == cli.INTERRUPTED == 130
     assert "finished rows are in" in capsys.readouterr().err
     assert len(rows_of(out)) == 1 + num_rows and not certificate.exists()

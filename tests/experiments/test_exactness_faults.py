@@ -10,7 +10,7 @@ import tiny_pair
 import wrong_targets
 
 from experiments import exactness
-from experiments.lib import cell_runs
+from experiments.lib import suite
 from spec_jax.debug import evidence
 from spec_jax.engine import scheduler
 
@@ -18,33 +18,30 @@ from spec_jax.engine import scheduler
 pytestmark = pytest.mark.usefixtures("needs_native")
 
 
-def test_logits_that_are_not_finite_are_not_exact(tmp_path, capsys):
-    """All bits are equal, and the certificate is of nothing."""
-    folders = tiny_pair.write_scaled(tmp_path, final_norm=3e38)
-    status, certificate = commands.certify(folders, tmp_path, "--batch", "2")
-    assert status == exactness.NOT_EXACT == 2
-    assert certificate["exact"] is False
+@pytest.mark.parametrize(
+    ("scales", "status", "field", "words"),
+    [
+        ({"final_norm": 3e38}, exactness.NOT_EXACT, "nonfinite_logits",
+         "hold NaN or infinity: equality means nothing there"),
+        ({"others": 0.0}, exactness.EXACT, "constant_logits",
+         "are all equal: they prove nothing"),
+    ],
+)  # fmt: skip
+def test_equal_bits_that_mean_nothing(tmp_path, capsys, scales, status, field, words):
+    """Logits that are not finite are not exact; those that are constant, of weights of
+    zero, are equal whatever went wrong. The certificate says so."""
+    folders = tiny_pair.write_scaled(tmp_path, **scales)
+    found, certificate = commands.certify(folders, tmp_path, "--batch", "2")
+    is_exact = status == exactness.EXACT
+    assert found == status and certificate["exact"] is is_exact
     (cell,) = certificate["cells"]
     assert set(cell["equal"].values()) == {commands.NUM_PROMPTS}
-    assert 0 < cell["nonfinite_logits"] <= cell["tokens"] and not cell["exact"]
+    assert 0 < cell[field] <= cell["tokens"] and cell["exact"] is is_exact
+    assert not is_exact or cell[field] == commands.NUM_PROMPTS * commands.GEN_TOKENS
     (warning,) = certificate["warnings"]
-    assert "hold NaN or infinity" in warning
+    assert words in warning and warning in capsys.readouterr().out
+    assert commands.verify(folders, tmp_path / "run.json") == status
     assert warning in capsys.readouterr().out
-    assert commands.verify(folders, tmp_path / "run.json") == exactness.NOT_EXACT
-    assert warning in capsys.readouterr().out
-
-
-def test_constant_logits_prove_nothing(tmp_path, capsys):
-    """Weights of zero: equal, whatever went wrong; the certificate says so."""
-    folders = tiny_pair.write_scaled(tmp_path, others=0.0)
-    status, certificate = commands.certify(folders, tmp_path, "--batch", "2")
-    assert status == exactness.EXACT and certificate["exact"]
-    n = commands.NUM_PROMPTS * commands.GEN_TOKENS
-    assert certificate["cells"][0]["constant_logits"] == n
-    assert certificate["warnings"] == [
-        f"{n} of {n} tokens are of logits that are all equal: they prove nothing"
-    ]
-    assert certificate["warnings"][0] in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -143,9 +140,7 @@ def test_a_fault_is_found(folders, tmp_path, monkeypatch, plant, sampling, found
 
 def test_a_slot_is_refilled_while_others_run(folders, tmp_path, monkeypatch):
     """Fails if a batch is a group that ends together: three prompts in two slots."""
-    slots, real = [], cell_runs._of_slot
-    monkeypatch.setattr(
-        cell_runs, "_of_slot", lambda *a: slots.append(a[1]) or real(*a)
-    )
+    slots, real = [], suite._of_slot
+    monkeypatch.setattr(suite, "_of_slot", lambda *a: slots.append(a[1]) or real(*a))
     status, _ = commands.run_one_cell(folders, tmp_path, "--batch", "2")
     assert status == exactness.EXACT and sorted(slots) in ([0, 0, 1], [0, 1, 1])

@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 from experiments.lib import prompt_files
 
 
-REPO = pathlib.Path(__file__).parents[2]
-BUNDLED = REPO / "experiments" / "prompts" / "python_50.jsonl"
-
-
 def parse(spec) -> list[prompt_files.Prompt]:
-    return prompt_files.parse(str(spec), default_file=BUNDLED)
+    return prompt_files.parse(str(spec))
 
 
 def write(path: pathlib.Path, *lines, encoding="utf-8") -> pathlib.Path:
