@@ -7,7 +7,7 @@ its own that it prefilled itself.
 import dataclasses
 import itertools
 
-import jax
+import decoding
 import numpy as np
 import pytest
 import tiny_pair
@@ -183,12 +183,6 @@ DRAFTERS = {
 }
 
 
-@jax.jit
-def rows_of(kv, slot):
-    """Of the whole table: one program, whatever the length."""
-    return cache.gather(kv, 0, slot, kv.slot_capacity)
-
-
 def through_a_queue(folders, folder, kind, num_slots, *, shares) -> list:
     """What ends of nine requests, with the K/V of all of its text, and of its prompt in
     the drafter; and how much of the latter other slots gave."""
@@ -202,7 +196,7 @@ def through_a_queue(folders, folder, kind, num_slots, *, shares) -> list:
 
     def rows(kv, slot, length):
         cache.check_integrity(kv)
-        return [np.asarray(x)[:length] for x in rows_of(kv, slot)]
+        return decoding.held(kv, length, slot=slot)
 
     def keep(state, slot):
         length = int(state.slots.length[slot])

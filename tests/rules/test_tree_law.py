@@ -241,9 +241,10 @@ LAWS = [
     *(
         (rule, shape, shape == "certain")
         for rule in ("rejection", "block")
-        for shape in ("two children", "2x2", "mixed", "certain")
+        for shape in ("2x2", "mixed", "certain")
     ),
     ("multipath", "2-1-1", False),
+    *(slow(rule, "two children", False) for rule in ("rejection", "block")),
     *(slow("multipath", shape, False) for shape in ("2x2", "3-1")),
 ]
 
