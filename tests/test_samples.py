@@ -7,6 +7,7 @@ its own that it prefilled itself.
 import dataclasses
 import itertools
 
+import decoding
 import numpy as np
 import pytest
 import tiny_pair
@@ -195,7 +196,7 @@ def through_a_queue(folders, folder, kind, num_slots, *, shares) -> list:
 
     def rows(kv, slot, length):
         cache.check_integrity(kv)
-        return [np.asarray(x) for x in cache.gather(kv, 0, slot, length)]
+        return decoding.held(kv, length, slot=slot)
 
     def keep(state, slot):
         length = int(state.slots.length[slot])

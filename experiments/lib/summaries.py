@@ -74,8 +74,8 @@ def speeds(
     measured.
 
     Args:
-      baseline: `baseline[r][i]` is a `runs.Plain` of prompt `i` in repeat `r`.
-      spec: the `runs.Speculative` that was interleaved with each.
+      baseline: `baseline[r][i]` is a `runs.Run` of prompt `i` in repeat `r`.
+      spec: the one that was interleaved with each.
     """
     found: metrics.Metrics = {}
     for kind in ("e2e", "decode"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import test_block as blocks
 import test_eagle3 as eagle
+from slow_cases import slow
 
 from spec_jax.drafters import tree_shapes
 
@@ -33,7 +34,7 @@ def logits_after(head, features, length, path) -> np.ndarray:
     return blocks.of_oracle(head, features, length, drawn=drawn)[1][len(path)]
 
 
-@pytest.mark.parametrize("name", ["dspark", "rnn"])
+@pytest.mark.parametrize("name", [slow("dspark"), "rnn"])
 def test_children_are_the_oracles(tmp_path, name, monkeypatch):
     """Fails if a node's children are of another slot, of another node or state."""
     params = blocks.PARAMS[name]

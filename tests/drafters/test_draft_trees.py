@@ -26,7 +26,7 @@ def drawn(drafter, text, *, seed=5):
     _, proposal = decoding.propose_after(
         slots, NEARLY, memory, [text], sampling=sampling
     )
-    return jax.tree.map(lambda leaf: np.asarray(leaf[0]), proposal)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[0], proposal)
 
 
 def test_what_the_children_of_a_tree_were_drawn_from():

@@ -99,25 +99,26 @@ def rounds_of(
     memory = slots.prefill(
         params, memory, TEXT[: lengths[0]], slot=slot, features=features
     )
-    is_slot = jnp.arange(num_slots) == slot
+    # On the host: no shape of a proposal's leaf is a program.
+    is_slot = np.arange(num_slots) == slot
     tokens = decoding.padded([TEXT] * num_slots, 33)
     most = 1 + slots.gamma_max
     for number, length in enumerate(lengths):
         gamma = slots.gamma_max if gammas is None else gammas[number]
         asked = {
             "tokens": tokens,
-            "length": jnp.where(is_slot, length, 1),
-            "gamma": jnp.where(is_slot, gamma, 0),
+            "length": np.where(is_slot, length, 1).astype(np.int32),
+            "gamma": np.where(is_slot, gamma, 0).astype(np.int32),
             "sampling": sampling,
         }
         memory, proposal = decoding.propose(slots, params, memory, **asked)
-        yield length, jax.tree.map(lambda leaf: np.asarray(leaf[slot]), proposal)
+        yield length, jax.tree.map(lambda leaf: np.asarray(leaf)[slot], proposal)
         if number + 1 < len(lengths):
             after = lengths[number + 1]
             handed = np.zeros((num_slots, most, *features.shape[1:]), np.float32)
             handed[slot, : after - length] = features[length - 1 : after - 1]
             told = {"asked": is_slot, "features": jnp.asarray(handed)}
-            length = jnp.where(is_slot, after, 1)
+            length = np.where(is_slot, after, 1).astype(np.int32)
             memory = decoding.commit(slots, params, memory, length, **told)
 
 

@@ -13,6 +13,7 @@ import safetensors.numpy
 import test_eagle3 as eagle
 from decoding import SMALL
 from model import eagle3_oracle as oracle
+from slow_cases import slow
 
 from spec_jax.drafters import (
     eagle3 as drafting,
@@ -75,7 +76,7 @@ class Counted(drafting.Eagle3):
     """Nothing is compiled for it yet."""
 
 
-@pytest.mark.parametrize("impl", ["xla", "native"])
+@pytest.mark.parametrize("impl", ["xla", slow("native")])
 def test_drafts_are_the_oracles(head, impl, monkeypatch):
     """Fails if a pair or a mask is elsewhere, or a feature one position early or late:
     the shift that costs most of the acceptance where it is wrong.

@@ -83,7 +83,7 @@ def grower(head, tree, *, size=VOCAB, hot=None):
         paths_of.clear()
         paths_of[0] = ()
         _, proposal = grow(root, (), wanted=jnp.array([wanted], jnp.int32))
-        return paths(jax.tree.map(lambda leaf: leaf[0], proposal))
+        return paths(jax.tree.map(lambda leaf: np.asarray(leaf)[0], proposal))
 
     return of
 

@@ -86,7 +86,7 @@ def test_rounds_are_decoding(lm, name, shape, draw):
     assert first.tokens != sj.decode(lm, prompts[0], **plain).tokens
 
 
-@pytest.mark.parametrize("shape", ["batch 4", "tree"])
+@pytest.mark.parametrize("shape", ["batch 4", slow("tree")])
 def test_log_probs_are_those_of_decoding_and_of_scoring(lm, shape):
     """The raw ones of the model, the drawn ones of what the processor made of it."""
     made, prompts = make("all"), PROMPTS[:1]

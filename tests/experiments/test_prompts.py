@@ -1,9 +1,9 @@
 """Conversations, each turn after the answers to those before; prompts by length."""
 
 import dataclasses
+import shutil
 
 import pytest
-import tiny_pair
 from script_runs import rows_of
 
 from experiments import exactness, spec_round
@@ -17,8 +17,8 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<ass
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    target, draft = tiny_pair.write(tmp_path_factory.mktemp("pair"))
+def pair(folders):
+    target, draft = folders
     return loading.load(target, draft=draft, gamma_max=2, slab=3, drafter="ngram")
 
 
@@ -133,10 +133,10 @@ def test_options_of_the_chat_template(pair, text):
     assert prompts.with_options(parser.parse_args([]), words) is words
 
 
-def test_options_are_told_where_bits_are_published(tmp_path):
+def test_options_are_told_where_bits_are_published(folders, tmp_path):
     """Fails if a certificate or traces are of prompts whose template had options that
     neither names, or if a certificate's options are not taken up."""
-    folder, _ = tiny_pair.write(tmp_path)
+    folder = shutil.copytree(folders[0], tmp_path / "target")
     template = "{{ messages[0].content }}{% if loud is defined %}!{{ loud }}{% endif %}"
     (folder / "chat_template.jinja").write_text(template)
     # Caches of one size, so that both share their programs.

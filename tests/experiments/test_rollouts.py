@@ -134,8 +134,8 @@ def test_a_file_is_named_after_all_that_decides_its_texts():
 
 
 def chat(tmp_path, template: str) -> tokenizer_lib.Tokenizer:
-    folder = tiny_pair.write_model(tmp_path / "target", CONFIG, seed=0)
-    return dataclasses.replace(tokenizer_lib.load(folder), chat_template=template)
+    tiny_pair.byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    return dataclasses.replace(tokenizer_lib.load(tmp_path), chat_template=template)
 
 
 def test_the_bare_turn_ends_where_the_user_begins(tmp_path):

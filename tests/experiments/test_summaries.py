@@ -8,9 +8,9 @@ from experiments.lib import runs, summaries
 from spec_jax.analysis import metrics
 
 
-def run(prefill_s: float, decode_s: float, tokens: int) -> runs.Plain:
+def run(prefill_s: float, decode_s: float, tokens: int) -> runs.Run:
     timing = summaries.Timing(prefill_s=prefill_s, decode_s=decode_s)
-    return runs.Plain(tokens=[0] * tokens, timing=timing)
+    return runs.Run(tokens=[0] * tokens, timing=timing)
 
 
 def test_speeds_by_hand():

@@ -55,14 +55,14 @@ def losses(folder) -> list:
 
 @LEAVES_LOOPS
 @pytest.mark.parametrize(
-    "flags",
-    [slow([], id="eagle3"), BLOCKS],
+    ("flags", "goes_on"), [slow([], True), (BLOCKS, False), slow(BLOCKS, True)]
 )
 def test_a_killed_run_on_a_cache_is_the_run_without(
-    target, work, tmp_path, capsys, flags
+    target, work, tmp_path, capsys, flags, goes_on
 ):
     """Fails if resuming, or reading what was cached, changes a bit of the head or draws
-    other anchors, or an export is another head."""
+    other anchors, or an export is another head, or not that which a run goes on from.
+    """
     online, cached = (with_texts(work, tmp_path / name) for name in ("online", "cache"))
     run(target, online, "train", *flags)
     assert "accepted length" in capsys.readouterr().out
@@ -87,6 +87,10 @@ def test_a_killed_run_on_a_cache_is_the_run_without(
     assert np.ptp(job.scale) > 0
     expected = np.asarray(weights.fc) * job.scale
     np.testing.assert_array_equal(head.fc, expected.astype(job.target.dtype))
+    if not goes_on:
+        lm = sj.load(target, drafter=str(out), impl="native")
+        assert lm.drafter.head == config
+        return
     if flags:
         assert drafting(target, out).drafter.head == config
     # A run that goes on from it begins with its weights, and its card says so.

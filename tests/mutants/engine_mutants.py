@@ -149,7 +149,7 @@ BLOCKS = (
     Mutant("a level of a block's tree is of the slot before",
            "drafters.block:SlotBlock._grow", "head.first_slot + level)",
            "head.first_slot + level - 1)",
-           "drafters/test_block_trees.py::test_children_are_the_oracles[dspark]"),
+           "drafters/test_block_trees.py::test_children_are_the_oracles[rnn]"),
     Mutant("every row of a block's tree has the state of the root",
            "drafters.block:SlotBlock._grow", "[:, None], above]",
            "[:, None], above * 0]",

@@ -90,7 +90,7 @@ def test_a_plan_by_the_number_of_rows_is_caught(rng, plan):
         row_contract.assert_row_contract(planted, rows)
 
 
-@pytest.mark.parametrize("form", [None, "q8_0"])
+@pytest.mark.parametrize("form", [None, slow("q8_0")])
 def test_more_rows_are_more_tiles_in_one_process(rng, form):
     """Fails if a second tile is lost, a row's bits depend on how many there are, or a
     kernel keeps the grid of another shape.
