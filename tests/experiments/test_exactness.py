@@ -185,7 +185,7 @@ def test_changed_code_is_not_certified(folders, tmp_path, monkeypatch, capsys):
         records, "_git", lambda *a: CHANGED if a[0] == "status" else real(*a)
     )
     given = commands.several_cells(folders, "--certificate", str(certificate))
-    named = "spec_jax/load.py, experiments/plan.py and 1 more"
+    named = "spec_jax/load.py, experiments/plan.py, ...)"
     with monkeypatch.context() as patch:
         patch.setattr(plans, "from_flags", lambda args: pytest.fail("it was planned"))
         words = ("names the commit", named, "--allow-dirty")
