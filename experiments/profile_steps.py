@@ -63,7 +63,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             which confidences are calibrated (default: none)
         --seed I=0  of the draws
         """,
-        **{"T,...": flags.temperatures},
     )
     flags.add(group, "prompts gen-tokens raw", prompts=50)
     flags.add(parser, "out", out="calibrations, then one profile a batch and context")

@@ -112,10 +112,7 @@ def _add_grid(group: argparse._ActionsContainer) -> None:
         --gamma-policy NAME,...=fixed  of {", ".join(policies.MEASURED)};
             for those that adapt, --gamma is the most that they may choose
         """,
-        **{
-            "T,...": flags.temperatures,
-            "NAME,...": cli.names(cli.one_of(policies.MEASURED)),
-        },
+        **{"NAME,...": cli.names(cli.one_of(policies.MEASURED))},
     )
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -173,7 +172,7 @@ def _kinds() -> dict[str, Any]:
         "NAME": drafter,
         "NAME,...": cli.names(drafter),
         "RULE": tuple(rule.RULES),
-        "KxD:W": tree,
+        "KxD:W": tree_shapes.parse,
         "A,B,..": cli.names(tree_or_none),
         "POLICY": policies.MEASURED,
         "PROFILE": pathlib.Path,
@@ -246,36 +245,13 @@ def chat_options(text: str) -> dict[str, Any]:
     try:
         if text.startswith("{"):
             return json.loads(text)
-        pairs = [part.partition("=") for part in text.split(",")]
-        if not all(name and equals for name, equals, _ in pairs):
-            raise ValueError
-        return {name.strip(): json.loads(value) for name, _, value in pairs}
+        pairs = (part.split("=", 1) for part in text.split(","))
+        return {name.strip(): json.loads(value) for name, value in pairs}
     except ValueError:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{text!r} is no list of options, such as enable_thinking=true, with "
             "values as in JSON"
         ) from None
-
-
-def tree(text: str) -> tree_shapes.AnyTree:
-    """The type of a flag that describes a tree."""
-    try:
-        return tree_shapes.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def temperatures(text: str) -> tuple[float, ...]:
-    """The type of a flag that lists temperatures: in order, each of them once."""
-    try:
-        values = tuple(sorted({float(part) for part in text.split(",")}))
-    except ValueError:
-        values = ()
-    if not values or not all(math.isfinite(value) for value in values):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of finite numbers, such as 0,0.7"
-        )
-    return values
 
 
 def tree_or_none(text: str) -> str:
@@ -286,11 +262,11 @@ def tree_or_none(text: str) -> str:
 def tree_text(text: str) -> str:
     """The type of a tree in a list of them: its text, which has no file."""
     if "[" in text or "]" in text:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{text!r} is a part of a tree's paths, which have commas as the list has: "
             "write the paths to a file and give its name, NAME.json"
         )
-    return str(tree(text))
+    return str(tree_shapes.parse(text))
 
 
 def check_tree(
