@@ -6,6 +6,7 @@ What the stages after the rollouts share, and the stages `cache` and `train`.
 import argparse
 import dataclasses
 import functools
+import json
 import pathlib
 from typing import Any
 
@@ -13,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.heads import export as head_export, families
-from experiments.lib import terminal
+from experiments.heads import families
+from experiments.lib import cli, files, terminal
 from spec_jax.model import config as config_lib, params as params_lib
 from spec_jax.training import batches, loop, store as store_lib, targets
 
@@ -25,6 +26,11 @@ HELD_OUT_SHARE = 16  # One sequence in this many is held out, at least a batch o
 def texts_path(args: argparse.Namespace) -> pathlib.Path:
     """Returns where the rollouts are."""
     return (args.texts or args.work) / "texts.npz"
+
+
+def cache_path(args: argparse.Namespace) -> pathlib.Path:
+    """Returns where the features of the rollouts are."""
+    return texts_path(args).with_name("cache")
 
 
 def texts_of(args: argparse.Namespace) -> targets.Texts:
@@ -114,8 +120,7 @@ def cache(args: argparse.Namespace) -> None:
 
 def store_of(args: argparse.Namespace, online: targets.Online) -> store_lib.Store:
     """Returns the cache of features on disk."""
-    folder = texts_path(args).with_name("cache")
-    return targets.store_of(folder, online.params, online.config, online.taps)
+    return targets.store_of(cache_path(args), online.params, online.config, online.taps)
 
 
 def recipe(args: argparse.Namespace) -> loop.Recipe:
@@ -139,6 +144,57 @@ def init(args: argparse.Namespace, job: Job) -> loop.Params:
         return found if job.scale is None else rescaled(found, 1 / job.scale)
     key = jax.random.key(args.seed)
     return job.family.training.init(key, job.config, job.target, job.params, job.hot)
+
+
+def _flags_path(args: argparse.Namespace) -> pathlib.Path:
+    return args.work / "flags.json"
+
+
+def keep_flags(args: argparse.Namespace) -> None:
+    """Writes the flags of a drafter's training beside its checkpoints.
+
+    Raises:
+      ValueError: there are checkpoints of other flags; more `--steps` go on from them.
+    """
+    names = families.deciding(args.family)
+    flags = {"family": args.family} | {name: getattr(args, name) for name in names}
+    flags = json.loads(json.dumps(flags, default=str))
+    path = _flags_path(args)
+    if path.exists() and loop.num_steps(args.work):
+        held = json.loads(path.read_text(encoding="utf-8"))
+        _check_same(path, held, {n: x for n, x in flags.items() if n != "steps"})
+    with files.replacing(path) as part:
+        part.write_text(json.dumps(flags, indent=2) + "\n", encoding="utf-8")
+
+
+def as_trained(args: argparse.Namespace) -> dict[str, Any]:
+    """Sets the flags of a drafter as they were in its training, and returns them.
+
+    Raises:
+      ValueError: no training, or flags that are given (`args.given`) and are others.
+    """
+    path = _flags_path(args)
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; run the stage train first")
+    held = json.loads(path.read_text(encoding="utf-8"))
+    given = {"family": args.family} | {name: getattr(args, name) for name in args.given}
+    given.pop("dialect", None)  # The export's own.
+    _check_same(path, held, json.loads(json.dumps(given, default=str)))
+    vars(args).update(held)
+    args.taps = held["taps"] and tuple(held["taps"])
+    args.base = held["base"] and pathlib.Path(held["base"])
+    return held
+
+
+def _check_same(path: pathlib.Path, held: dict, asked: dict[str, Any]) -> None:
+    """Raises `ValueError` where flags are not those of a training."""
+    for name, value in asked.items():
+        if held.get(name) != value:
+            was, now = (f"{cli.flag_of(name)} {x}" for x in (held.get(name), value))
+            raise ValueError(
+                f"{path}: of a training with {was}, and this command has {now}: give "
+                "the same, or another --work"
+            )
 
 
 @functools.cache  # A static argument of the step: one object, one compilation.
@@ -204,7 +260,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
             "is held out; name more --prompts or --samples, or a smaller --batch"
         )
     first = len(data) - held_out
-    head_export.keep_flags(args)
+    keep_flags(args)
     train_data = targets.Part(data=data, first=0, count=first)
     if not loop.num_steps(args.work):
         np.save(_scale_path(args), targets.scale_of(train_data))

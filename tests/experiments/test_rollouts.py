@@ -164,12 +164,12 @@ def test_the_bare_turn_ends_where_the_user_begins(tmp_path):
     ],
 )
 def test_prompts_are_kept_if_they_are_none_before(text, why):
-    kept = own_prompts.Kept(["Why do cats purr so loudly when they sleep?"])
-    for before in ("How do birds find their way home in winter?", "How do fish sleep?"):
-        if before != text:
-            assert kept.add(before)
-    assert kept.add(text) == (why is None)
-    assert dict(kept.dropped) == ({} if why is None else {why: 1})
+    others = "How do birds find their way home in winter?", "How do fish sleep?"
+    before = [other for other in others if other != text]
+    avoided = ["Why do cats purr so loudly when they sleep?"]
+    kept, dropped = own_prompts.distinct([*before, text], avoided)
+    assert kept == [*before, *([] if why else [text])]
+    assert dropped == ({} if why is None else {why: 1})
 
 
 def test_what_is_chosen_ends_and_is_none_of_an_evaluation(tmp_path):
@@ -180,9 +180,10 @@ def test_what_is_chosen_ends_and_is_none_of_an_evaluation(tmp_path):
     ids = [[*words.encode(text), stop] for text in texts]
     avoided = tmp_path / "evaluation.jsonl"
     avoided.write_text(json.dumps({"prompt": texts[1]}) + "\n", encoding="utf-8")
-    kept = own_prompts.choose(words, [*ids, ids[0][:-1]], [str(avoided)])
-    assert kept.texts == texts[:1]
-    assert dict(kept.dropped) == {"like another": 1, "does not end": 1}
+    written = [*ids, ids[0][:-1]]
+    kept, dropped = own_prompts.choose(words, written, [str(avoided)])
+    assert kept == texts[:1]
+    assert dropped == {"like another": 1, "does not end": 1}
     own_prompts.save(kept, tmp_path / "prompts.jsonl")
     (row,) = (tmp_path / "prompts.jsonl").read_text().splitlines()
     assert json.loads(row) == {"prompt": texts[0]}
