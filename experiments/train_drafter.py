@@ -28,6 +28,7 @@ from spec_jax.model import (
     block_dialects,
     block_params,
     eagle3_dialects,
+    families as model_families,
     tokenizer as tokenizer_lib,
 )
 from spec_jax.ops import dispatch
@@ -78,14 +79,11 @@ def author_of(args: argparse.Namespace) -> rollouts.Writer:
 
 
 def _writer(args, tokenizer, **texts: Any) -> rollouts.Writer:
-    config, params = families.load_target(args, impl=dispatch.resolve(args.impl))
-    return rollouts.Writer(
-        params=params,
-        config=config,
-        impl=args.impl,
-        stop_ids=tokenizer.stop_ids,
-        **texts,
-    )
+    impl = dispatch.resolve(args.impl)
+    config, params = families.load_target(args, impl=impl)
+    impl = model_families.runnable(config, impl, is_named=args.impl != "auto")
+    model = {"params": params, "config": config, "impl": impl}
+    return rollouts.Writer(**model, stop_ids=tokenizer.stop_ids, **texts)
 
 
 def write_prompts(args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -265,13 +266,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     if not loop.num_steps(args.work):
         np.save(_scale_path(args), targets.scale_of(train_data))
         job = dataclasses.replace(job, scale=_scale(args))
-    told, end = family.of_loss(args), stop_after or args.steps
-    phases = [(told, end)]
-    if args.first_alone:
-        phases = [(told | {"steps": 1}, min(args.first_alone, end)), *phases]
-    for of_loss, last in phases:
-        if loop.num_steps(args.work) >= last and last < end:
-            continue
+    for of_loss, end in _phases(args, stop_after or args.steps):
         loop.run(
             args.family,
             recipe(args),
@@ -286,8 +281,16 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
             ),
             draw=family.draw(args, config, job.hot),
             mesh=loop.data_mesh(args.devices),
-            stop_after=last if last < args.steps else None,
+            stop_after=end if end < args.steps else None,
         )
-        if last == end:
-            break
     return loop.last_held_out(args.work)
+
+
+def _phases(args: argparse.Namespace, end: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yields what the losses up to a step are told, and up to which of them."""
+    told = families.FAMILIES[args.family].of_loss(args)
+    alone = min(args.first_alone or 0, end)
+    if loop.num_steps(args.work) < alone or alone == end:
+        yield told | {"steps": 1}, alone
+    if alone < end:
+        yield told, end

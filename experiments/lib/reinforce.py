@@ -20,14 +20,6 @@ from spec_jax import testing
 from spec_jax.model import config as config_lib, params as params_lib, sequence
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How many steps, and how large."""
-
-    steps: int
-    learning_rate: float
-
-
 def reward(out: sj.Generation) -> float:
     """Returns the share of tokens whose text holds a blank."""
     return float(np.mean([" " in piece for piece in out.pieces]))
@@ -36,8 +28,10 @@ def reward(out: sj.Generation) -> float:
 def learn(
     lm: sj.LanguageModel,
     ids: Sequence[list[int]],
-    recipe: Recipe,
     settings: Mapping[str, Any],
+    *,
+    steps: int,
+    learning_rate: float,
 ) -> Iterator[dict[str, Any]]:
     """Yields a row of each step: its samples' reward, and what drafts are kept.
 
@@ -52,10 +46,10 @@ def learn(
         raise ValueError("the reward is of texts, and the model has no tokenizer")
     # In float32, or steps would be rounded away.
     params = params_lib.cast(lm.params, "float32")
-    optimizer = optax.adam(recipe.learning_rate)
+    optimizer = optax.adam(learning_rate)
     state = optimizer.init(params)
     width = max(map(len, ids)) + settings["max_tokens"]
-    for step in range(recipe.steps):
+    for step in range(steps):
         drawn = dataclasses.replace(first, seed=(first.seed + step) % 2**32)
         how = dict(settings) | {"sampling": drawn, "log_probs": True}
         outs = sj.generate(lm, ids, **how)
