@@ -93,26 +93,22 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def _add_grid(group: argparse._ActionsContainer) -> None:
     flags.add(group, "drafters gammas page-size trees", gammas="1,2,4")
     group.set_defaults(tree=(flags.NO_TREE,))
-    group.add_argument(
-        "--prompts",
-        type=str,
-        nargs="+",
-        default=["10"],
-        metavar="N|FILE[:N]",
-        help="prompt sets: the first N bundled prompts, or files as spec_round.py "
-        "takes them, or a folder, for all its files *.jsonl and those of its folders "
-        "(default: 10)",
-    )
     cli.add(
         group,
         f"""
+        --prompts N|FILE[:N]+=10  prompt sets: the first N bundled prompts, or files as
+            spec_round.py takes them, or a folder, for all its files *.jsonl and those
+            of its folders
         --context TOKENS,...  bring at most {prompts_lib.PER_CONTEXT} prompts to so many
             tokens, by those before them in the file: each number is a cell
         --temperature T,...=0  divides the logits; 0 is greedy
         --gamma-policy NAME,...=fixed  of {", ".join(policies.MEASURED)};
             for those that adapt, --gamma is the most that they may choose
         """,
-        **{"NAME,...": cli.names(cli.one_of(policies.MEASURED))},
+        **{
+            "NAME,...": cli.names(cli.one_of(policies.MEASURED)),
+            "N|FILE[:N]": str,
+        },
     )
 
 

@@ -212,7 +212,7 @@ KINDS: Mapping[str, Callable[[str], Any]] = {
 }
 """Types of flags by the names of their values; `ValueError` says what is wrong."""
 
-_FLAG = re.compile(r"(--[\w/-]+)(?: ([^\s=]+))?(?:=(\S+))?\s+(.*)", re.DOTALL)
+_FLAG = re.compile(r"([\w/-]+)(?: ([^\s=]+))?(?:=(\S+))?\s+(.*)", re.DOTALL)
 
 
 def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
@@ -220,8 +220,9 @@ def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
 
     Args:
       text: `--name/--alias VALUE=default  help`, continued on indented lines; without
-        a VALUE the flag is a switch, and with `VALUE*` it may be given again. The help
-        gets the default.
+        a VALUE the flag is a switch, with `VALUE*` it may be given again, and after
+        `VALUE+` others may follow. The help gets the default. A name without dashes is
+        one of an argument.
       kinds: the type of each VALUE, or the choices that there are; more than `KINDS`.
     """
     for entry in re.split(r"\n(?=--)", textwrap.dedent(text).strip()):
@@ -229,15 +230,18 @@ def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
         words = " ".join(words.split())
         how: dict[str, Any] = {"action": "store_true"}
         if value is not None:
-            kind = (KINDS | kinds)[value.rstrip("*")]
+            value, many = value.rstrip("*+"), value[-1]
+            kind = (KINDS | kinds)[value]
             how = {"type": _typed(kind), "default": default}
             if not callable(kind):
                 how["choices"] = kind
             else:  # As a script compares a value with it.
                 how["metavar"] = value
                 how["default"] = None if default is None else kind(default)
-            if value.endswith("*"):
-                how |= {"action": "append", "default": [], "metavar": value[:-1]}
+            if many == "*":
+                how |= {"action": "append", "default": []}
+            elif many == "+":
+                how |= {"nargs": "+", "default": default and [kind(default)]}
         if default is not None:
             words += f" (default: {default})"
         group.add_argument(*name.split("/"), help=words, **how)
