@@ -81,10 +81,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add(group, "temperature noise", temperature=1.0)
     rows = "one of the answers, then one per way and processor; or of the table"
     flags.add(parser, "out", out=rows)
-    args = parser.parse_args(argv)
-    flags.check_models(parser, args)
-    flags.check_sampling(parser, args)
-    return args
+    return flags.parsed(parser, argv)
 
 
 def is_answer(text: str) -> bool:

@@ -66,9 +66,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add(group, "prompts gen-tokens raw", prompts=50)
     flags.add(parser, "out", out="calibrations, then one profile a batch and context")
-    args = parser.parse_args(argv)
-    flags.check_models(parser, args)
-    return args
+    return flags.parsed(parser, argv)
 
 
 def run(

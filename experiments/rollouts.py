@@ -71,9 +71,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         """,
     )
     flags.add(parser, "out", out="one per sample, one per way, then one per step")
-    args = parser.parse_args(argv)
-    flags.check_models(parser, args)
-    flags.check_sampling(parser, args)
+    args = flags.parsed(parser, argv)
     if args.samples > 1 and not args.temperature:
         parser.error(
             f"--samples {args.samples} of --temperature 0 are one text: give a "
@@ -204,6 +202,7 @@ def run(
 
         settings |= {"gamma": min(args.gamma, lm.gamma_max)}
         how = {"steps": args.steps, "learning_rate": args.learning_rate}
+        how |= {"ratio": worst_ratio}
         steps = out.write_all(reinforce.learn(lm, ids, settings, **how))
         tables.print_rows([row | out.common for row in steps], STEPS, console)
     is_equal = rows[0]["equal"] == len(samples)

@@ -79,13 +79,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
     rows = "one per finished cell; cells that are there already are not run again"
     flags.add(parser, "out", out=rows)
-    args = parser.parse_args(argv)
+    args = flags.parsed(parser, argv)
     if args.out is None:
         parser.error("--out is required: cells that it holds are not run again")
-    flags.check_models(parser, args)
     args.prompts = [source for each in args.prompts for source in _sets_of(each)]
     args.gamma_max, args.schedule = max(args.gamma), None
-    flags.check_sampling(parser, args)
     flags.check_tree(parser, args, "gamma_policy")
     return args
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from spec_jax.model import config as config_lib, params as params_lib
 from spec_jax.training import batches, loop, store as store_lib, targets
 
 
+FLAGS = "flags.json"  # in `--work`
 HELD_OUT_SHARE = 16  # One sequence in this many is held out, at least a batch of them.
 
 
@@ -147,8 +148,10 @@ def init(args: argparse.Namespace, job: Job) -> loop.Params:
     return job.family.training.init(key, job.config, job.target, job.params, job.hot)
 
 
-def _flags_path(args: argparse.Namespace) -> pathlib.Path:
-    return args.work / "flags.json"
+def _told(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Returns the family and flags, as JSON has them."""
+    flags = {"family": args.family} | {name: getattr(args, name) for name in names}
+    return json.loads(json.dumps(flags, default=str))
 
 
 def keep_flags(args: argparse.Namespace) -> None:
@@ -157,13 +160,10 @@ def keep_flags(args: argparse.Namespace) -> None:
     Raises:
       ValueError: there are checkpoints of other flags; more `--steps` go on from them.
     """
-    names = families.deciding(args.family)
-    flags = {"family": args.family} | {name: getattr(args, name) for name in names}
-    flags = json.loads(json.dumps(flags, default=str))
-    path = _flags_path(args)
+    path = args.work / FLAGS
+    flags = _told(args, families.deciding(args.family))
     if path.exists() and loop.num_steps(args.work):
-        held = json.loads(path.read_text(encoding="utf-8"))
-        _check_same(path, held, {n: x for n, x in flags.items() if n != "steps"})
+        _held(path, {name: x for name, x in flags.items() if name != "steps"})
     with files.replacing(path) as part:
         part.write_text(json.dumps(flags, indent=2) + "\n", encoding="utf-8")
 
@@ -174,21 +174,19 @@ def as_trained(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
       ValueError: no training, or flags that are given (`args.given`) and are others.
     """
-    path = _flags_path(args)
+    path = args.work / FLAGS
     if not path.exists():
         raise ValueError(f"{path}: no such file; run the stage train first")
-    held = json.loads(path.read_text(encoding="utf-8"))
-    given = {"family": args.family} | {name: getattr(args, name) for name in args.given}
-    given.pop("dialect", None)  # The export's own.
-    _check_same(path, held, json.loads(json.dumps(given, default=str)))
+    held = _held(path, _told(args, args.given - {"dialect"}))  # The export's own.
     vars(args).update(held)
     args.taps = held["taps"] and tuple(held["taps"])
     args.base = held["base"] and pathlib.Path(held["base"])
     return held
 
 
-def _check_same(path: pathlib.Path, held: dict, asked: dict[str, Any]) -> None:
-    """Raises `ValueError` where flags are not those of a training."""
+def _held(path: pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """Returns the flags of a training; raises `ValueError` where others are asked."""
+    held = json.loads(path.read_text(encoding="utf-8"))
     for name, value in asked.items():
         if held.get(name) != value:
             was, now = (f"{cli.flag_of(name)} {x}" for x in (held.get(name), value))
@@ -196,6 +194,7 @@ def _check_same(path: pathlib.Path, held: dict, asked: dict[str, Any]) -> None:
                 f"{path}: of a training with {was}, and this command has {now}: give "
                 "the same, or another --work"
             )
+    return held
 
 
 @functools.cache  # A static argument of the step: one object, one compilation.

@@ -3,7 +3,7 @@
 import argparse
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lib import cli, policies
@@ -149,7 +149,7 @@ DEFAULTS = {
 def add(group: argparse._ActionsContainer, names: str, **words: Any) -> None:
     """Adds flags of `FLAGS` and `SETS`.
 
-    `check_models` is for "models", `check_tree` for trees, `check_sampling` for noise.
+    `parsed` is for "models" and noise, `check_tree` for trees.
 
     Args:
       names: separated by blanks.
@@ -181,6 +181,17 @@ def _kinds() -> dict[str, Any]:
         "SEED": int,
         "DEVICE": ("auto", "cpu", "gpu"),
     }
+
+
+def parsed(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, **how: bool
+) -> argparse.Namespace:
+    """Returns the flags, checked by `check_models` and, of noise, `check_sampling`."""
+    args = parser.parse_args(argv)
+    check_models(parser, args, **how)
+    if hasattr(args, "top_k"):
+        check_sampling(parser, args)
+    return args
 
 
 def check_models(
