@@ -24,7 +24,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from safetensors import numpy as safetensors
 
 from experiments import sweep, train_drafter
@@ -94,33 +93,24 @@ def training_of(
 ) -> argparse.Namespace:
     """Returns the flags of a stage of `train_drafter.py`, of a head."""
     work = args.work / head
-    own = {
-        "--stage": stage,
-        "--target": args.target,
-        "--texts": args.texts,
-        "--work": work,
-        "--out": work / "head",
-        "--targets": "cache",
-        "--taps": args.taps,
-        "--draft-vocab": args.draft_vocab,
-    }
-    told = [str(word) for pair in own.items() for word in pair]
+    told = _words(
+        stage=stage,
+        target=args.target,
+        texts=args.texts,
+        work=work,
+        out=work / "head",
+        targets="cache",
+        taps=args.taps,
+        draft_vocab=args.draft_vocab,
+    )
     return train_drafter.parse_args(
         [*HEADS[head].split(), *args.training, *told, *more]
     )
 
 
-class _Rows:
-    """Texts of which a batch is the numbers: `batches.Data` without features."""
-
-    def __init__(self, columns: np.ndarray):
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(self.columns)
-
-    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
-        return rows
+def _words(**flags: Any) -> list[str]:
+    """Returns flags as on a command line."""
+    return [str(x) for name in flags for x in (cli.flag_of(name), flags[name])]
 
 
 def steps_for(args: argparse.Namespace, tokens: int) -> int:
@@ -131,16 +121,15 @@ def steps_for(args: argparse.Namespace, tokens: int) -> int:
     """
     texts = jobs.texts_of(args)
     count = len(texts) - jobs.num_held_out(args, texts)
-    counted, seen = texts.mask[:count].sum(axis=1), 0
-    has_blocks, step = "anchors" in families.FAMILIES[args.family].flags, 0
+    counted, seen, step = texts.mask[:count].sum(axis=1), 0, 0
     while seen < tokens:
-        rows = batches.of_step(
-            _Rows(texts.columns[:count]),
+        rows = batches.rows_of_step(
+            texts.columns[:count],
             size=args.batch,
             step=step,
             seed=args.seed,
             unit=args.part,
-            draw=(lambda batch, rows, step: rows) if has_blocks else None,
+            is_counted="anchors" in families.FAMILIES[args.family].flags,
         )
         seen, step = seen + int(counted[rows].sum()), step + 1
     return step
@@ -171,24 +160,20 @@ def evaluate(args: argparse.Namespace, head: str) -> tuple[int, list[dict[str, A
     The longer prompts are drafted for in chains alone.
     """
     trained = training_of(args, head, "export")
-    told = {
-        "--target": args.target,
-        "--drafter": trained.family,
-        "--draft": trained.out,
-        "--gamma": GAMMA,
-        "--prompts": args.prompts,
-        "--gen-tokens": args.gen_tokens,
-    }
-    lengths = ",".join(map(str, args.context))
+    told = _words(
+        target=args.target,
+        drafter=trained.family,
+        draft=trained.out,
+        gamma=GAMMA,
+        prompts=args.prompts,
+        gen_tokens=args.gen_tokens,
+    )
+    told += ["--allow-dirty"] * args.allow_dirty
     status, rows = 0, []
-    for name, axis in {
-        "trees": ("--tree", ",".join(map(str, args.tree))),
-        "contexts": ("--context", lengths),
-    }.items():
+    for name, axis in (("trees", "tree"), ("contexts", "context")):
         out = args.work / head / f"{name}.jsonl"
-        given = [str(x) for pair in (told | {"--out": out}).items() for x in pair]
-        given += ["--allow-dirty"] * args.allow_dirty
-        status = max(status, sweep.run(sweep.parse_args([*given, *axis])))
+        cells = _words(out=out, **{axis: ",".join(map(str, getattr(args, axis)))})
+        status = max(status, sweep.run(sweep.parse_args([*told, *cells])))
         rows += [row | {"head": head} for row in files.read_rows(out)]
     return status, rows
 

@@ -75,9 +75,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add(runs, names, prompts=50, gen_tokens=32, repeats=3)
     rows = "one per prompt as it finishes, one per way to generate, a summary"
     flags.add(parser, "out", out=rows)
-    args = parser.parse_args(argv)
-    flags.check_models(parser, args, needs_draft=False)
-    return args
+    return flags.parsed(parser, argv, needs_draft=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

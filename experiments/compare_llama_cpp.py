@@ -77,8 +77,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add(runs, names, gammas=4, prompts=50, repeats=3)
     cli.add(runs, "--no-steps  leave llama-bench and our steps out")
     flags.add(parser, "out", out="one per prompt as it finishes, then figures")
-    args = parser.parse_args(argv)
-    flags.check_models(parser, args)
+    args = flags.parsed(parser, argv)
     if args.llama_bin is None or args.gguf is None:
         parser.error(
             "--llama-bin and --gguf are needed: the folder `bin` of a build of "

@@ -18,7 +18,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -81,10 +81,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add(group, "temperature noise", temperature=1.0)
     rows = "one of the answers, then one per way and processor; or of the table"
     flags.add(parser, "out", out=rows)
-    args = parser.parse_args(argv)
-    flags.check_models(parser, args)
-    flags.check_sampling(parser, args)
-    return args
+    return flags.parsed(parser, argv)
 
 
 def is_answer(text: str) -> bool:
@@ -209,30 +206,27 @@ def compare(
     }
 
 
-def write_table(
-    args: argparse.Namespace, lm: sj.LanguageModel, out: records.JsonLines
-) -> list[dict[str, Any]]:
-    """Compares every processor, shape and temperature; returns the rows."""
+def table_of(
+    args: argparse.Namespace, lm: sj.LanguageModel
+) -> Iterator[dict[str, Any]]:
+    """Compares every processor, shape and temperature; yields the rows."""
     prompts = [f"{PROMPT} Number {number}." for number in range(args.batch)]
-    cases = list(itertools.product(processors(lm).items(), shapes(args).items()))
-    rows = []
-    with terminal.counted("cells", total=len(cases) * len(TEMPERATURES)) as advance:
-        for (name, processor), (shape, settings) in cases:
-            for temperature in TEMPERATURES:
-                found = compare(
-                    lm,
-                    prompts[: settings["num_slots"]],
-                    **settings,
-                    temperature=temperature,
-                    seed=args.seed,
-                    max_tokens=args.gen_tokens,
-                    ignore_eos=True,
-                    processors=processor,
-                )
-                rows.append({"kind": "cell", "processor": name, "shape": shape} | found)
-                out.write(rows[-1])
-                advance()
-    return rows
+    axes = processors(lm).items(), shapes(args).items(), TEMPERATURES
+    cases = list(itertools.product(*axes))
+    with terminal.counted("cells", total=len(cases)) as advance:
+        for (name, processor), (shape, settings), temperature in cases:
+            found = compare(
+                lm,
+                prompts[: settings["num_slots"]],
+                **settings,
+                temperature=temperature,
+                seed=args.seed,
+                max_tokens=args.gen_tokens,
+                ignore_eos=True,
+                processors=processor,
+            )
+            yield {"kind": "cell", "processor": name, "shape": shape} | found
+            advance()
 
 
 def run(
@@ -248,7 +242,7 @@ def run(
         | records.provenance()
     )
     if args.table:
-        table = write_table(args, lm, out)
+        table = out.write_all(table_of(args, lm))
         tables.print_rows(table, CELLS, console)
         return GOOD if all(map(table_rows.is_equal, table)) else BAD
     answers = draw(args, lm, prompt)
@@ -260,13 +254,12 @@ def run(
     text = lm.tokenizer.apply_chat(prompt) if has_chat else PROMPT
     ids = lm.tokenizer.encode(text, begins=not has_chat)
     found = bench.run(cases(args, lm, ids), repeats=args.repeats)
-    rows = [
+    rows = out.write_all(
         {"kind": "step", "way": way, "processor": name, "steps": args.steps}
         | found.row((way, name), ratio_to=(way, "none"))
         | median_fields(found, (way, name), (way, "none"))
         for way, name in found.seconds
-    ]
-    out.write_all(rows)
+    )
     tables.print_rows([row | out.common for row in rows], COLUMNS, console)
     return GOOD if answers["parsed"] == answers["answers"] else BAD
 

@@ -61,8 +61,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         CERTIFICATE=pathlib.Path,
     )
     fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
-    args = parser.parse_args(argv)
-    flags.check_models(parser, args)
+    args = flags.parsed(parser, argv)
     _name_head(args)
     if args.limit and not args.verify:
         parser.error("--limit goes with --verify; --prompts N runs N prompts")

@@ -56,10 +56,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add(parser.add_argument_group("sampling"), "temperature noise")
     rows = "costs, predictions and recommendations, then one per run"
     flags.add(parser, "out", out=rows)
-    args = parser.parse_args(argv)
-    flags.check_models(parser, args)
-    flags.check_sampling(parser, args)
-    return args
+    return flags.parsed(parser, argv)
 
 
 def load(args: argparse.Namespace) -> list[Pair]:

@@ -43,14 +43,8 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    parser.add_argument(
-        "files",
-        nargs="+",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="JSON lines of spec_round.py, latency.py, parity.py, sweep.py "
-        "or rollouts.py --steps",
-    )
+    rows = "spec_round.py, latency.py, parity.py, sweep.py or rollouts.py --steps"
+    cli.add(parser, f"files FILE+  JSON lines of {rows}", FILE=pathlib.Path)
     text = "--figure NAME  draw this one only (default: all that there are rows for)"
     cli.add(parser, text, NAME=tuple(FIGURES))
     parser.add_argument(

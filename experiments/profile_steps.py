@@ -63,13 +63,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             which confidences are calibrated (default: none)
         --seed I=0  of the draws
         """,
-        **{"T,...": flags.temperatures},
     )
     flags.add(group, "prompts gen-tokens raw", prompts=50)
     flags.add(parser, "out", out="calibrations, then one profile a batch and context")
-    args = parser.parse_args(argv)
-    flags.check_models(parser, args)
-    return args
+    return flags.parsed(parser, argv)
 
 
 def run(

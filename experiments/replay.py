@@ -93,12 +93,8 @@ class Way:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    parser.add_argument(
-        "texts",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="rows of spec_round.py --ignore-stop --out",
-    )
+    rows = "texts FILE  rows of spec_round.py --ignore-stop --out"
+    cli.add(parser, rows, FILE=pathlib.Path)
     replayed = [n for n in registry.names() if n not in registry.NEED_TARGET]
     flags.add(parser, "drafters", drafters=",".join(replayed))
     cli.add(

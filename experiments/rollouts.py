@@ -17,7 +17,7 @@ Exit status: 0 all equal; 2 some differ; 1 the input was unusable.
 
 import argparse
 import dataclasses
-import importlib.util
+import functools
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,9 +42,6 @@ from spec_jax.engine import protocols
 
 
 EQUAL, NOT_EQUAL = 0, 2
-
-SELDOM = 0.1
-"""Drafts a round, below which the policy is said not to draft: it does try."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -74,24 +71,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         """,
     )
     flags.add(parser, "out", out="one per sample, one per way, then one per step")
-    args = parser.parse_args(argv)
-    flags.check_models(parser, args)
-    flags.check_sampling(parser, args)
+    args = flags.parsed(parser, argv)
     if args.samples > 1 and not args.temperature:
         parser.error(
             f"--samples {args.samples} of --temperature 0 are one text: give a "
             "temperature above 0, or --samples 1"
         )
-    filters = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p")}
-    if args.steps and (
-        args.processor or filters != {"top_k": None, "top_p": 1, "min_p": 0}
-    ):
+    filters = (*flags.NOISE, "processor")
+    if args.steps and any(getattr(args, n) != parser.get_default(n) for n in filters):
         parser.error(
             "--steps are of what the model itself draws: leave filters out, and "
             "processors"
         )
-    if args.steps and importlib.util.find_spec("optax") is None:
-        parser.error("--steps needs optax: pip install -e '.[train]'")
+    if args.steps:
+        cli.require("train")
     return args
 
 
@@ -112,22 +105,22 @@ def roll_out(
     settings: Mapping[str, Any],
     *,
     repeats: int,
-) -> tuple[dict[str, list[sj.Generation]], dict[str, list[float]]]:
+) -> tuple[dict[str, list[sj.Generation]], Mapping[Any, Sequence[float]]]:
     """Returns the texts of each way, and its seconds of each repeat.
 
     A run that does not count compiles, and measures what rounds cost.
     """
-    seconds: dict[str, list[float]] = {way: [] for way in gammas}
     texts: dict[str, list[sj.Generation]] = {}
-    with terminal.counted("runs", total=(repeats + 1) * len(gammas)) as advance:
-        for repeat, way in itertools.product(range(repeats + 1), gammas):
-            started = time.perf_counter()
-            found = sj.generate(lm, ids, gamma=gammas[way], **settings)
-            if repeat:
-                seconds[way].append(time.perf_counter() - started)
-            texts[way] = list(itertools.chain.from_iterable(found))
-            advance()
-    return texts, seconds
+
+    def draw(way: str) -> float:
+        started = time.perf_counter()
+        found = sj.generate(lm, ids, gamma=gammas[way], **settings)
+        seconds = time.perf_counter() - started
+        texts[way] = list(itertools.chain.from_iterable(found))
+        return seconds
+
+    cases = {way: functools.partial(functools.partial, draw, way) for way in gammas}
+    return texts, bench.run(cases, repeats=repeats).seconds
 
 
 def compare(
@@ -200,21 +193,17 @@ def run(
         | records.provenance()
     )
     texts, seconds = roll_out(lm, ids, gammas, settings, repeats=args.repeats)
-    samples = list(compare(lm, texts, sampling, processor))
-    out.write_all(samples)
-    rows = summaries(samples, seconds, texts)
-    out.write_all(rows)
+    samples = out.write_all(compare(lm, texts, sampling, processor))
+    rows = out.write_all(summaries(samples, seconds, texts))
     tables.print_rows([row | out.common for row in rows], COLUMNS, console)
-    console.print(word(rows[1]))
     steps: list[dict[str, Any]] = []
     if args.steps:
         from experiments.lib import reinforce
 
         settings |= {"gamma": min(args.gamma, lm.gamma_max)}
-        recipe = reinforce.Recipe(steps=args.steps, learning_rate=args.learning_rate)
-        for row in reinforce.learn(lm, ids, recipe, settings):
-            out.write(row)
-            steps.append(row)
+        how = {"steps": args.steps, "learning_rate": args.learning_rate}
+        how |= {"ratio": worst_ratio}
+        steps = out.write_all(reinforce.learn(lm, ids, settings, **how))
         tables.print_rows([row | out.common for row in steps], STEPS, console)
     is_equal = rows[0]["equal"] == len(samples)
     is_equal &= all(row["ratio"] == 1 for row in steps)
@@ -247,18 +236,10 @@ def summaries(
     ]
 
 
-def word(row: Mapping[str, Any]) -> str:
-    """Returns what the default policy says of drafting here, in a sentence."""
-    drafts = row["proposed"] / row["rounds"]
-    said = f"the default policy drafts {drafts:.2f} tokens a round"
-    costs = row["round_costs"]
-    if costs is None:
-        return said
-    first, *others = costs["round_s"]
-    ratios = ", ".join(f"{one / first:.2f}" for one in others)
-    if drafts < SELDOM:
-        said += ": it does not pay here"
-    return f"{said}; rounds of 1, 2, .. drafts take {ratios} x one of none"
+def costs(row: Mapping[str, Any]) -> str:
+    """Returns how long rounds of 1, 2, .. drafts take, in rounds of none."""
+    first, *others = (row["round_costs"] or {"round_s": [1]})["round_s"]
+    return " ".join(f"{one / first:.2f}" for one in others) or "-"
 
 
 COLUMNS = {
@@ -266,6 +247,7 @@ COLUMNS = {
     "tokens/s": ("tok_s", ",.0f"),
     "x plain": ("ratio", ".2f"),
     "drafts a round": lambda row: f"{row['proposed'] / row['rounds']:.2f}",
+    "rounds of 1, 2, .. cost": costs,
     "p10-p90": lambda row: f"{row['ratio_p10']:.2f}-{row['ratio_p90']:.2f}",
     "ratio exactly one": lambda row: f"{row['equal']}/{row['rollouts']}",
     "prefill saved": lambda row: (

@@ -58,9 +58,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     # To tell a number that is named from none.
     parser.set_defaults(gamma=None, gamma_policy=None)
     flags.add(parser, "out", out="one per prompt as it finishes, then one summary")
-    args = parser.parse_args(argv)
-    flags.check_models(parser, args)
-    flags.check_sampling(parser, args)
+    args = flags.parsed(parser, argv)
     of_chains: tuple[str, ...] = ("schedule",)
     _choose_gamma(args)
     # Those count the ranks of a tree's nodes.

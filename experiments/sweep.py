@@ -79,13 +79,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
     rows = "one per finished cell; cells that are there already are not run again"
     flags.add(parser, "out", out=rows)
-    args = parser.parse_args(argv)
+    args = flags.parsed(parser, argv)
     if args.out is None:
         parser.error("--out is required: cells that it holds are not run again")
-    flags.check_models(parser, args)
     args.prompts = [source for each in args.prompts for source in _sets_of(each)]
     args.gamma_max, args.schedule = max(args.gamma), None
-    flags.check_sampling(parser, args)
     flags.check_tree(parser, args, "gamma_policy")
     return args
 
@@ -93,19 +91,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def _add_grid(group: argparse._ActionsContainer) -> None:
     flags.add(group, "drafters gammas page-size trees", gammas="1,2,4")
     group.set_defaults(tree=(flags.NO_TREE,))
-    group.add_argument(
-        "--prompts",
-        type=str,
-        nargs="+",
-        default=["10"],
-        metavar="N|FILE[:N]",
-        help="prompt sets: the first N bundled prompts, or files as spec_round.py "
-        "takes them, or a folder, for all its files *.jsonl and those of its folders "
-        "(default: 10)",
-    )
     cli.add(
         group,
         f"""
+        --prompts N|FILE[:N]+=10  prompt sets: the first N bundled prompts, or files as
+            spec_round.py takes them, or a folder, for all its files *.jsonl and those
+            of its folders
         --context TOKENS,...  bring at most {prompts_lib.PER_CONTEXT} prompts to so many
             tokens, by those before them in the file: each number is a cell
         --temperature T,...=0  divides the logits; 0 is greedy
@@ -113,8 +104,8 @@ def _add_grid(group: argparse._ActionsContainer) -> None:
             for those that adapt, --gamma is the most that they may choose
         """,
         **{
-            "T,...": flags.temperatures,
             "NAME,...": cli.names(cli.one_of(policies.MEASURED)),
+            "N|FILE[:N]": str,
         },
     )
 

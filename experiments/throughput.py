@@ -91,9 +91,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add(group, "temperature noise")
     processing.add_flag(group)
     flags.add(parser, "out", out="one per run as it finishes, then one per way")
-    args = parser.parse_args(argv)
-    flags.check_models(parser, args)
-    flags.check_sampling(parser, args)
+    args = flags.parsed(parser, argv)
     flags.check_tree(parser, args, "gamma_policy", "schedule", "adversarial")
     if args.tree is not None and len(args.gamma) > 1:
         parser.error("--tree has drafts of its own number: leave the list --gamma out")

@@ -20,28 +20,19 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from experiments.heads import (
-    export as head_export,
-    families,
-    jobs,
-    own_prompts,
-    rollouts,
-)
-from experiments.lib import cli, fan_out, flags, prompts as prompts_lib
-from spec_jax import testing
+from experiments.heads import export, families, jobs, own_prompts, rollouts
+from experiments.lib import cli, fan_out, files, flags, prompts as prompts_lib
 from spec_jax.model import (
     block_dialects,
     block_params,
     eagle3_dialects,
-    fingerprint,
-    head_dialects,
+    families as model_families,
     tokenizer as tokenizer_lib,
 )
 from spec_jax.ops import dispatch
-from spec_jax.training import eagle3, loop, targets
+from spec_jax.training import targets
 from spec_jax.typing import IMPLS
 
 
@@ -64,12 +55,10 @@ def writer_of(args: argparse.Namespace) -> rollouts.Writer:
     numbers = np.arange(len(ids))
     is_greedy = numbers % args.samples % 2 == 0
     seeds = np.where(is_greedy, -1, args.seed * SEEDS + numbers)
-    taps = None
+    texts = {"prompts": ids, "seeds": seeds, "length": args.length}
     if args.targets == "cache":
-        taps = families.plan(args, families.target_config(args)).taps
-    return _writer(
-        args, tokenizer, prompts=ids, seeds=seeds, length=args.length, taps=taps
-    )
+        texts["taps"] = families.plan(args, families.target_config(args)).taps
+    return _writer(args, tokenizer, **texts)
 
 
 def author_of(args: argparse.Namespace) -> rollouts.Writer:
@@ -90,14 +79,11 @@ def author_of(args: argparse.Namespace) -> rollouts.Writer:
 
 
 def _writer(args, tokenizer, **texts: Any) -> rollouts.Writer:
-    config, params = families.load_target(args, impl=dispatch.resolve(args.impl))
-    return rollouts.Writer(
-        params=params,
-        config=config,
-        impl=args.impl,
-        stop_ids=tokenizer.stop_ids,
-        **texts,
-    )
+    impl = dispatch.resolve(args.impl)
+    config, params = families.load_target(args, impl=impl)
+    impl = model_families.runnable(config, impl, is_named=args.impl != "auto")
+    model = {"params": params, "config": config, "impl": impl}
+    return rollouts.Writer(**model, stop_ids=tokenizer.stop_ids, **texts)
 
 
 def write_prompts(args: argparse.Namespace) -> None:
@@ -106,11 +92,11 @@ def write_prompts(args: argparse.Namespace) -> None:
     fan = fan_out.of(args, author_of, args)
     texts = rollouts.write(writer, args.work, fan=fan)
     tokenizer = tokenizer_lib.load(args.target)
-    kept = own_prompts.choose(tokenizer, texts, args.avoid)
+    kept, dropped = own_prompts.choose(tokenizer, texts, args.avoid)
     path = args.work / "prompts.jsonl"
     own_prompts.save(kept, path)
-    dropped = ", ".join(f"{count} {why}" for why, count in kept.dropped.most_common())
-    print(f"{path}: {len(kept.texts)} of {len(texts)} prompts; dropped: {dropped}")
+    told = ", ".join(f"{count} {why}" for why, count in dropped.most_common())
+    print(f"{path}: {len(kept)} of {len(texts)} prompts; dropped: {told}")
 
 
 def roll_out(args: argparse.Namespace) -> None:
@@ -119,19 +105,13 @@ def roll_out(args: argparse.Namespace) -> None:
     With `--targets cache` the features of what is written are cached at once.
     """
     writer = writer_of(args)
-    take = None
+    target, take = (writer.params, writer.config), None
     if writer.taps is not None:
-        store = targets.store_of(
-            jobs.texts_path(args).with_name("cache"),
-            writer.params,
-            writer.config,
-            writer.taps,
+        store = targets.store_of(jobs.cache_path(args), *target, writer.taps)
+        # The rows after which the target wrote a token.
+        take = lambda text, features: store.add(
+            np.asarray(text[:-1]), targets.stored(*target, features)
         )
-
-        def take(text: list[int], features: np.ndarray) -> None:
-            """Caches the rows after which the target wrote a token."""
-            rows = targets.stored(writer.params, writer.config, features)
-            store.add(np.asarray(text[:-1]), rows)
 
     fan = fan_out.of(args, writer_of, args)
     texts = rollouts.write(writer, args.work, fan=fan, take=take)
@@ -140,88 +120,10 @@ def roll_out(args: argparse.Namespace) -> None:
     # the samples of a prompt stay together, and none of them tells of another held out.
     prompts = np.random.default_rng(args.seed).permutation(len(tokens) // args.samples)
     order = np.add.outer(prompts * args.samples, np.arange(args.samples)).reshape(-1)
-    whole = jobs.texts_path(args).with_name("texts_whole.npz")
-    np.savez(
-        whole,
-        tokens=tokens[order],
-        mask=mask[order],
-        greedy=np.asarray(writer.seeds)[order] < 0,
-        samples=args.samples,
-    )
-    whole.replace(jobs.texts_path(args))  # Which is never half a file.
-
-
-def export(args: argparse.Namespace) -> None:
-    """Writes the newest checkpoint to `--out`, in the target's dtype, with a card.
-
-    The drafter's flags are those of its training; `--dialect` may be another that
-    describes it.
-
-    Raises:
-      ValueError: flags that are not those of the training, or a file that is not read
-        back as it was written.
-    """
-    if args.base:
-        families.plan(args, families.target_config(args))
-    dialect = args.dialect if "dialect" in args.given else None
-    flags = head_export.as_trained(args)
-    dialect = dialect or args.dialect
-    families.check_copies(args.no_copies, dialect)
-    check_export(args)
-    job = jobs.prepare(args)
-    trained, step = loop.restore(jobs.recipe(args), jobs.init(args, job), args.work)
-    trained = jobs.rescaled(trained, job.scale)
-    measured = loop.last_held_out(args.work, step)
-    narrow = jax.tree.map(lambda leaf: leaf.astype(job.target.dtype), trained)
-    drafter = job.family.training.complete(narrow, job.teacher)
-    head_export.warn(job.config, dialect)
-    job.family.files.save(
-        args.out,
-        job.config,
-        drafter,
-        dialect=dialect,
-        origin=head_dialects.Origin(
-            target=job.target,
-            target_name=str(args.target),
-            num_anchors=args.anchors,
-            ttt_length=args.ttt_steps,
-            step_loss_decay=eagle3.DECAY,
-        ),
-        **({"copies": False} if args.no_copies else {}),
-        metadata={"step": str(step)},
-    )
-    config, again = job.family.files.load(args.out, job.target, job.params)
-    if config != job.config:
-        raise ValueError(f"{args.out}: is read as {config}, and was {job.config}")
-    testing.assert_same_bits(again, drafter, what=f"{args.out}: ")
-    texts = job.online.texts
-    described = {
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(narrow)),
-        "format": dialect,
-        "reads hidden states": ", ".join(map(str, job.config.taps)),
-        "target, SHA-256 of its weights": fingerprint.of_params(job.params),
-        "texts of the target": len(texts),
-        "tokens of a text": texts.tokens.shape[1],
-        "steps": step,
-        "tokens seen": loop.tokens_seen(args.work, step),
-    }
-    if job.base is not None:
-        described["went on from, SHA-256 of its weights"] = fingerprint.of_params(
-            job.base
-        )
-    card = head_export.drafter_card(
-        args.family,
-        described,
-        measured,
-        head_export.text_of(flags | {"no_copies": args.no_copies}),
-        args.note,
-    )
-    (args.out / "README.md").write_text(card, encoding="utf-8")
-
-
-def _taps(text: str) -> tuple[int, ...]:
-    """Splits `2,4,5`."""
-    return tuple(int(number) for number in text.split(","))
+    made = {"tokens": tokens[order], "mask": mask[order], "samples": args.samples}
+    made["greedy"] = np.asarray(writer.seeds)[order] < 0
+    with files.replacing(jobs.texts_path(args)) as part:
+        np.savez(part, **made)
 
 
 FLAGS = {
@@ -231,12 +133,14 @@ FLAGS = {
         --texts FOLDER  has the rollouts and the cache, which many drafters may share
           (default: --work)
         --out FOLDER=drafter/export  where the export goes
+        --note TEXT*  a sentence for the drafter's card
         --impl IMPL=auto  kernels of the rollouts
         --seed SEED=0  of weights, batches and drawn rollouts
         """,
     "prompts and rollouts": """
         --write N=1000  prompts that the stage of that name writes; those are kept that
           end, do not repeat themselves and are like no other
+        --avoid FILE*  prompts of an evaluation, which none of those may be like
         --prompts FILE=50  texts to continue: a file, or so many of the bundled ones
         --samples N=2  rollouts of each prompt; every second one is drawn
         --prefix N=48  most tokens of a prompt of raw text: its last ones; a chat is not
@@ -253,6 +157,9 @@ FLAGS = {
           speculators of peagle, z-lab of dflash and dflash2, deepspec of dspark), which
           decides of the training, too, what a block's first row predicts (nothing in
           z-lab's), and norms of queries and keys of eagle3 (in deepspec's)
+        --taps K,K,..  hidden_states of the target to read (default of eagle3 and
+          peagle: 2, half of its layers L, and L - 3; of others: as many as the
+          drafter's layers)
         --draft-vocab N  draft tokens: the most frequent of the rollouts (default: 32000
           in dialects with a draft vocabulary, midlayer and speculators, otherwise all)
         --width N  of an EAGLE-3 head, which then has an embedding of its own (default:
@@ -294,6 +201,7 @@ FLAGS = {
 TYPES: dict[str, Any] = {
     "FOLDER": pathlib.Path,
     "FILE": str,
+    "K,K,..": cli.names(int),
     "SEED": int,
     "ID": int,
     "HEAD": ("none", *block_params.DSPARK_HEADS),
@@ -313,23 +221,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for title, text in FLAGS.items():
         cli.add(groups[title], text, **TYPES)
     flags.add(groups["prompts and rollouts"], "raw")
-    groups["prompts and rollouts"].add_argument(
-        "--avoid",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="prompts of an evaluation, which none that the target writes may be like",
-    )
-    groups["drafter"].add_argument(
-        "--taps",
-        type=_taps,
-        metavar="K,K,..",
-        help="hidden_states of the target to read (default of eagle3 and peagle: 2, "
-        "half of its layers L, and L - 3; of others: as many as the drafter's layers)",
-    )
-    parser.add_argument(
-        "--note", action="append", default=[], help="a sentence for the drafter's card"
-    )
     fan_out.add_flags(parser.add_argument_group("prompts and rollouts on a cluster"))
     args = parser.parse_args(argv)
     if args.ray is not None and args.stage not in ("prompts", "rollouts"):
@@ -345,27 +236,15 @@ STAGES = {
     "rollouts": roll_out,
     "cache": jobs.cache,
     "train": jobs.train,
-    "export": export,
+    "export": export.export,
 }
-
-
-def check_export(args: argparse.Namespace) -> None:
-    """Raises `ValueError` where the export would replace what it is made of."""
-    for flag, folder in (("--target", args.target), ("--base", args.base)):
-        if folder is not None and folder.resolve() == args.out.resolve():
-            raise ValueError(
-                f"--out {args.out} would replace what {flag} reads: name another folder"
-            )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs one stage; returns the exit status."""
     families.check_flags(args)
     args.work.mkdir(parents=True, exist_ok=True)
-    if args.stage == "export":
-        check_export(args)
-        args.out.mkdir(parents=True, exist_ok=True)
-    elif args.stage != "prompts":
+    if args.stage not in ("prompts", "export"):
         families.plan(args, families.target_config(args))
     if args.length <= args.prefix:
         raise ValueError(

@@ -1,70 +1,98 @@
-"""The flags of a head's training, kept beside its checkpoints, and the head's card."""
+"""The export of a trained head: a folder in a published format, with a card."""
 
 import argparse
-import json
-import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from experiments.heads import families
+import jax
+
+from experiments.heads import families, jobs
 from experiments.lib import cli
-from spec_jax.training import loop
+from spec_jax import testing
+from spec_jax.model import fingerprint, head_dialects
+from spec_jax.training import eagle3, loop
 
 
-def _flags_path(args: argparse.Namespace) -> pathlib.Path:
-    return args.work / "flags.json"
+def export(args: argparse.Namespace) -> None:
+    """Writes the newest checkpoint to `--out`, in the target's dtype, with a card.
 
-
-def keep_flags(args: argparse.Namespace) -> None:
-    """Writes the flags of a drafter's training beside its checkpoints.
-
-    Raises:
-      ValueError: there are checkpoints of other flags; more `--steps` go on from them.
-    """
-    names = families.deciding(args.family)
-    flags = {"family": args.family} | {name: getattr(args, name) for name in names}
-    flags = json.loads(json.dumps(flags, default=str))
-    path = _flags_path(args)
-    if path.exists() and loop.num_steps(args.work):
-        held = json.loads(path.read_text(encoding="utf-8"))
-        _check_same(path, held, {n: x for n, x in flags.items() if n != "steps"})
-    whole = path.with_name(f"{path.name}.part")
-    whole.write_text(json.dumps(flags, indent=2) + "\n", encoding="utf-8")
-    whole.replace(path)  # Which is never half a file.
-
-
-def as_trained(args: argparse.Namespace) -> dict[str, Any]:
-    """Sets the flags of a drafter as they were in its training, and returns them.
+    The drafter's flags are those of its training; `--dialect` may be another that
+    describes it.
 
     Raises:
-      ValueError: no training, or flags that are given (`args.given`) and are others.
+      ValueError: flags that are not those of the training, a folder that it is made
+        of, or a file that is not read back as it was written.
     """
-    path = _flags_path(args)
-    if not path.exists():
-        raise ValueError(f"{path}: no such file; run the stage train first")
-    held = json.loads(path.read_text(encoding="utf-8"))
-    given = {"family": args.family} | {name: getattr(args, name) for name in args.given}
-    given.pop("dialect", None)  # The export's own.
-    _check_same(path, held, json.loads(json.dumps(given, default=str)))
-    vars(args).update(held)
-    args.taps = held["taps"] and tuple(held["taps"])
-    args.base = held["base"] and pathlib.Path(held["base"])
-    return held
+    if args.base:
+        families.plan(args, families.target_config(args))
+    asked = args.dialect
+    flags = jobs.as_trained(args)
+    dialect = asked if "dialect" in args.given else args.dialect
+    families.check_copies(args.no_copies, dialect)
+    for flag, folder in (("--target", args.target), ("--base", args.base)):
+        if folder is not None and folder.resolve() == args.out.resolve():
+            raise ValueError(f"--out {args.out} would replace what {flag} reads")
+    args.out.mkdir(parents=True, exist_ok=True)
+    job = jobs.prepare(args)
+    trained, step = loop.restore(jobs.recipe(args), jobs.init(args, job), args.work)
+    trained = jobs.rescaled(trained, job.scale)
+    measured = {
+        name.removeprefix("held_out_").replace("_", " "): f"{value:.4f}"
+        for name, value in loop.last_held_out(args.work, step).items()
+        if name.startswith("held_out_")
+    }
+    narrow = jax.tree.map(lambda leaf: leaf.astype(job.target.dtype), trained)
+    drafter = job.family.training.complete(narrow, job.teacher)
+    warn(job.config, dialect)
+    job.family.files.save(
+        args.out,
+        job.config,
+        drafter,
+        dialect=dialect,
+        origin=head_dialects.Origin(
+            target=job.target,
+            target_name=str(args.target),
+            num_anchors=args.anchors,
+            ttt_length=args.ttt_steps,
+            step_loss_decay=eagle3.DECAY,
+        ),
+        metadata={"step": str(step)},
+        **({"copies": False} if args.no_copies else {}),
+    )
+    config, again = job.family.files.load(args.out, job.target, job.params)
+    if config != job.config:
+        raise ValueError(f"{args.out}: is read as {config}, and was {job.config}")
+    testing.assert_same_bits(again, drafter, what=f"{args.out}: ")
+    size = sum(leaf.size for leaf in jax.tree.leaves(narrow))
+    facts = {"parameters": f"{size:,}", "format": dialect} | _facts(args, job, step)
+    card = CARD.format(
+        family=args.family,
+        facts=_table(facts),
+        measured=_table(measured),
+        flags=_text_of(flags | {"no_copies": args.no_copies}),
+        notes="".join(f"- {note}\n" for note in args.note),
+    )
+    (args.out / "README.md").write_text(card, encoding="utf-8")
 
 
-def _check_same(path: pathlib.Path, held: dict, asked: dict[str, Any]) -> None:
-    """Raises `ValueError` where flags are not those of a training."""
-    for name, value in asked.items():
-        if held.get(name) != value:
-            was, now = (f"{cli.flag_of(name)} {x}" for x in (held.get(name), value))
-            raise ValueError(
-                f"{path}: of a training with {was}, and this command has {now}: give "
-                "the same, or another --work"
-            )
+def _facts(args: argparse.Namespace, job: jobs.Job, step: int) -> dict[str, str]:
+    """Returns what a drafter was made of."""
+    texts = job.online.texts
+    facts = {
+        "reads hidden states": ", ".join(map(str, job.config.taps)),
+        "target, SHA-256 of its weights": fingerprint.of_params(job.params),
+        "texts of the target": f"{len(texts):,}",
+        "tokens of a text": f"{texts.tokens.shape[1]:,}",
+        "steps": f"{step:,}",
+        "tokens seen": f"{loop.tokens_seen(args.work, step):,}",
+    }
+    if job.base is not None:
+        facts["went on from, SHA-256 of its weights"] = fingerprint.of_params(job.base)
+    return facts
 
 
-def text_of(flags: Mapping[str, Any]) -> str:
+def _text_of(flags: Mapping[str, Any]) -> str:
     """Returns the flags of a training as on a command line, without what is a place."""
     texts = {
         cli.flag_of(name): ",".join(map(str, x)) if isinstance(x, list) else x
@@ -87,53 +115,28 @@ def warn(config: Any, dialect: str) -> None:
         )
 
 
-def drafter_card(
-    family: str,
-    described: Mapping[str, int | str],
-    held_out: Mapping[str, float],
-    flags: str,
-    notes: Sequence[str] = (),
-) -> str:
-    """Returns the card of a trained drafter, Markdown.
+CARD = """\
+# A drafter of the family {family}
 
-    Args:
-      described: facts in the order in which they are stated.
-      held_out: the last measurement of the log.
-      flags: those of the commands that decide a bit.
-      notes: what else the card should say, a sentence each.
-    """
-    numbers = {
-        name.removeprefix("held_out_").replace("_", " "): f"{value:.4f}"
-        for name, value in held_out.items()
-        if name.startswith("held_out_")
-    }
-    rows = {
-        name: f"{x:,}" if isinstance(x, int) else x for name, x in described.items()
-    }
-    lines = [
-        f"# A drafter of the family {family}",
-        "",
-        "It reads the hidden states of one target, and is of no use with another. Like",
-        "the target that taught it, it is data of that target's licence.",
-        "",
-        *_table("", rows),
-        "",
-        "On held-out texts of the target (an agreement is the share of drafts that are",
-        "the target's most likely token, after the text's own tokens; the accepted",
-        "length is tokens a round of greedy decoding):",
-        "",
-        *_table("held out", numbers),
-        "",
-        f"- Made by `python experiments/train_drafter.py --family {family}`, stages",
-        f"  `rollouts`, `train` and `export`, with `{flags}`.",
-        *(f"- {note}" for note in notes),
-    ]
-    return "\n".join(lines) + "\n"
+It reads the hidden states of one target, and is of no use with another. Like
+the target that taught it, it is data of that target's licence.
+
+| | |
+| --- | --- |
+{facts}
+
+On held-out texts of the target (an agreement is the share of drafts that are
+the target's most likely token, after the text's own tokens; the accepted
+length is tokens a round of greedy decoding):
+
+| held out | |
+| --- | --- |
+{measured}
+
+- Made by `python experiments/train_drafter.py --family {family}`, stages
+  `rollouts`, `train` and `export`, with `{flags}`.
+{notes}"""
 
 
-def _table(title: str, rows: Mapping[str, str]) -> list[str]:
-    return [
-        f"| {title} | |",
-        "| --- | --- |",
-        *(f"| {name} | {x} |" for name, x in rows.items()),
-    ]
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(f"| {name} | {x} |" for name, x in rows.items())

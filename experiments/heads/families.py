@@ -2,12 +2,14 @@
 
 import argparse
 import dataclasses
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from experiments.lib import cli
 from spec_jax import loading
 from spec_jax.model import (
     block_dialects,
@@ -26,11 +28,25 @@ from spec_jax.model import (
 from spec_jax.training import batches, block, eagle3, peagle
 
 
-OF_EAGLE3 = ("width", "first_alone")
-"""Flags of that family alone."""
+BLOCKS = ("dflash", "dflash2", "dspark")
 
-OF_DSPARK = ("head", "no_tv", "no_confidence", "no_copies")
-"""Flags of that family alone: its ablations, and what its layout may leave out."""
+ONLY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("width", "first_alone"), ("eagle3",)),
+    **dict.fromkeys(("head", "no_tv", "no_confidence", "no_copies"), ("dspark",)),
+    "causal": BLOCKS,
+}
+"""Flags that other families refuse, with those that have them."""
+
+SHAPE = {
+    "taps": "taps",
+    "draft_vocab": "draft_vocab_size",
+    "mlp": "layer.intermediate_size",
+    "layers": "layer.num_layers",
+    "mask_token": "mask_token_id",
+    "block": "block_size",
+}
+"""What a config calls the flags that are the same there in every family that has them;
+for others see `shape`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +61,6 @@ class Family:
     flags: tuple[str, ...]  # those of its own that decide a bit
     # `(args, target) -> config`, checked.
     config: Callable[[argparse.Namespace, config_lib.ModelConfig], Any]
-    # The flags that give `config` back.
-    shape: Callable[[Any], dict[str, Any]]
     # What else `loss` and `measure` are told.
     of_loss: Callable[[argparse.Namespace], dict[str, Any]]
     of_measure: Callable[[argparse.Namespace], dict[str, Any]] = lambda args: {}
@@ -111,26 +125,6 @@ def _eagle3(args, target) -> eagle3_params.Eagle3Config:
     return config
 
 
-def _shape(config) -> dict[str, Any]:
-    return {
-        "taps": config.taps,
-        "draft_vocab": config.draft_vocab_size,
-        "mlp": config.layer.intermediate_size,
-    }
-
-
-def _eagle3_shape(config) -> dict[str, Any]:
-    return _shape(config) | {
-        "width": config.hidden_size if config.has_own_embed else None,
-        "window": config.window,
-    }
-
-
-def _peagle_shape(config) -> dict[str, Any]:
-    own = {"layers": config.layer.num_layers, "mask_token": config.mask_token_id}
-    return _shape(config) | {"window": config.window} | own
-
-
 def _attention(args) -> tuple[block_params.LayerAttention, ...]:
     """What rows see: the same in all layers."""
     window = args.window or 0
@@ -168,26 +162,19 @@ def _block(args, target) -> block_params.BlockConfig:
     return config
 
 
-def _block_shape(config) -> dict[str, Any]:
-    return _shape(config) | {
-        "layers": config.layer.num_layers,
-        "block": config.block_size,
-        "mask_token": config.mask_token_id,
-        "window": config.attention_of(0).window,
-        "causal": config.attention_of(0).is_causal,
-    }
-
-
-def _dflash2_shape(config) -> dict[str, Any]:
-    return _block_shape(config) | {"rank": config.markov_rank}
-
-
-def _dspark_shape(config) -> dict[str, Any]:
-    return _block_shape(config) | {
-        "head": config.head,
-        **({"rank": config.markov_rank} if config.head != "none" else {}),
-        **({} if config.has_confidence else {"no_confidence": True}),
-    }
+def shape(family: str, config: Any) -> dict[str, Any]:
+    """Returns the flags that give the config back."""
+    own = ("taps", "draft_vocab", "mlp", *FAMILIES[family].flags)
+    found = {n: operator.attrgetter(SHAPE[n])(config) for n in own if n in SHAPE}
+    if family not in BLOCKS:
+        width = config.hidden_size if config.has_own_embed else None
+        own_width = {"width": width} if family == "eagle3" else {}
+        return found | own_width | {"window": config.window}
+    sees = config.attention_of(0)
+    found |= {"window": sees.window, "causal": sees.is_causal}
+    if family == "dspark":
+        found |= {"head": config.head, "no_confidence": not config.has_confidence}
+    return found | ({"rank": config.markov_rank} if config.markov_rank else {})
 
 
 def _anchors(args, config, hot) -> block.Anchors:
@@ -223,11 +210,10 @@ _BLOCK: dict[str, Any] = {
     "dialects": block_dialects,
     "depth": "block",
     "config": _block,
-    "shape": _block_shape,
     "draw": _anchors,
     "flags": (
         *("block", "layers", "window", "causal", "mask_token", "anchors", "decay"),
-        *("rank", *OF_DSPARK),
+        *("rank", "head", "no_tv", "no_confidence", "no_copies"),
     ),
 }
 
@@ -240,7 +226,6 @@ FAMILIES = {
         depth="ttt_steps",
         flags=("width", "window", "ttt_steps", "first_alone"),
         config=_eagle3,
-        shape=_eagle3_shape,
         of_loss=_steps,
         of_measure=_steps,
     ),
@@ -252,7 +237,6 @@ FAMILIES = {
         depth="ttt_steps",
         flags=("layers", "window", "ttt_steps", "mask_token", "anchors", "decay"),
         config=_eagle3,
-        shape=_peagle_shape,
         of_loss=_steps,
         of_measure=_steps,
         draw=_peagle_anchors,
@@ -261,12 +245,10 @@ FAMILIES = {
         **_BLOCK, dialect="z-lab", of_loss=lambda args: {"terms": block.DFLASH}
     ),
     "dflash2": Family(
-        **_BLOCK | {"shape": _dflash2_shape},
-        dialect="z-lab",
-        of_loss=lambda args: {"terms": block.DFLASH},
+        **_BLOCK, dialect="z-lab", of_loss=lambda args: {"terms": block.DFLASH}
     ),
     "dspark": Family(
-        **_BLOCK | {"shape": _dspark_shape},
+        **_BLOCK,
         dialect="deepspec",
         of_loss=_dspark_terms,
         reads_distributions=True,
@@ -316,7 +298,7 @@ def plan(args: argparse.Namespace, target: config_lib.ModelConfig) -> Any:
     head_dialects.check_name(args.dialect, family.dialects.DIALECTS)
     if args.base:
         _, found = family.dialects.read_config(args.base / "config.json", target)
-        for name, value in family.shape(found).items():
+        for name, value in shape(args.family, found).items():
             setattr(args, name, value)
     config = family.config(args, target)
     config.check_target(target)
@@ -334,7 +316,7 @@ def plan(args: argparse.Namespace, target: config_lib.ModelConfig) -> Any:
     if args.length < depth + 2:
         raise ValueError(
             f"texts of {args.length} tokens are too short for "
-            f"--{family.depth.replace('_', '-')} {depth}: make rollouts of --length "
+            f"{cli.flag_of(family.depth)} {depth}: make rollouts of --length "
             f"{depth + 2} or more"
         )
     return config
@@ -347,16 +329,11 @@ def check_flags(args: argparse.Namespace) -> None:
       ValueError: a flag of one family's with another, or of one layout's; or steps
         that end at no checkpoint.
     """
-    for family, names in (("dspark", OF_DSPARK), ("eagle3", OF_EAGLE3)):
-        given = [name for name in names if getattr(args, name)]
-        if given and args.family != family:
-            flags = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise ValueError(f"{flags} with --family {args.family}: of {family} alone")
-    if args.causal and args.family in ("eagle3", "peagle"):
-        raise ValueError(
-            f"--causal with --family {args.family}, which is: of the rows of blocks "
-            "alone"
-        )
+    lacks = [n for n in ONLY if getattr(args, n) and args.family not in ONLY[n]]
+    if lacks:
+        flags = ", ".join(map(cli.flag_of, lacks))
+        has = ", ".join(sorted({family for name in lacks for family in ONLY[name]}))
+        raise ValueError(f"{flags} with --family {args.family}: of {has} alone")
     check_copies(args.no_copies, args.dialect)
     alone = args.first_alone or 0
     if alone % args.save_every or alone >= args.steps:

@@ -6,25 +6,33 @@ What the stages after the rollouts share, and the stages `cache` and `train`.
 import argparse
 import dataclasses
 import functools
+import json
 import pathlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.heads import export as head_export, families
-from experiments.lib import terminal
+from experiments.heads import families
+from experiments.lib import cli, files, terminal
 from spec_jax.model import config as config_lib, params as params_lib
 from spec_jax.training import batches, loop, store as store_lib, targets
 
 
+FLAGS = "flags.json"  # in `--work`
 HELD_OUT_SHARE = 16  # One sequence in this many is held out, at least a batch of them.
 
 
 def texts_path(args: argparse.Namespace) -> pathlib.Path:
     """Returns where the rollouts are."""
     return (args.texts or args.work) / "texts.npz"
+
+
+def cache_path(args: argparse.Namespace) -> pathlib.Path:
+    """Returns where the features of the rollouts are."""
+    return texts_path(args).with_name("cache")
 
 
 def texts_of(args: argparse.Namespace) -> targets.Texts:
@@ -114,8 +122,7 @@ def cache(args: argparse.Namespace) -> None:
 
 def store_of(args: argparse.Namespace, online: targets.Online) -> store_lib.Store:
     """Returns the cache of features on disk."""
-    folder = texts_path(args).with_name("cache")
-    return targets.store_of(folder, online.params, online.config, online.taps)
+    return targets.store_of(cache_path(args), online.params, online.config, online.taps)
 
 
 def recipe(args: argparse.Namespace) -> loop.Recipe:
@@ -139,6 +146,55 @@ def init(args: argparse.Namespace, job: Job) -> loop.Params:
         return found if job.scale is None else rescaled(found, 1 / job.scale)
     key = jax.random.key(args.seed)
     return job.family.training.init(key, job.config, job.target, job.params, job.hot)
+
+
+def _told(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Returns the family and flags, as JSON has them."""
+    flags = {"family": args.family} | {name: getattr(args, name) for name in names}
+    return json.loads(json.dumps(flags, default=str))
+
+
+def keep_flags(args: argparse.Namespace) -> None:
+    """Writes the flags of a drafter's training beside its checkpoints.
+
+    Raises:
+      ValueError: there are checkpoints of other flags; more `--steps` go on from them.
+    """
+    path = args.work / FLAGS
+    flags = _told(args, families.deciding(args.family))
+    if path.exists() and loop.num_steps(args.work):
+        _held(path, {name: x for name, x in flags.items() if name != "steps"})
+    with files.replacing(path) as part:
+        part.write_text(json.dumps(flags, indent=2) + "\n", encoding="utf-8")
+
+
+def as_trained(args: argparse.Namespace) -> dict[str, Any]:
+    """Sets the flags of a drafter as they were in its training, and returns them.
+
+    Raises:
+      ValueError: no training, or flags that are given (`args.given`) and are others.
+    """
+    path = args.work / FLAGS
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; run the stage train first")
+    held = _held(path, _told(args, args.given - {"dialect"}))  # The export's own.
+    vars(args).update(held)
+    args.taps = held["taps"] and tuple(held["taps"])
+    args.base = held["base"] and pathlib.Path(held["base"])
+    return held
+
+
+def _held(path: pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """Returns the flags of a training; raises `ValueError` where others are asked."""
+    held = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in asked.items():
+        if held.get(name) != value:
+            was, now = (f"{cli.flag_of(name)} {x}" for x in (held.get(name), value))
+            raise ValueError(
+                f"{path}: of a training with {was}, and this command has {now}: give "
+                "the same, or another --work"
+            )
+    return held
 
 
 @functools.cache  # A static argument of the step: one object, one compilation.
@@ -204,18 +260,12 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
             "is held out; name more --prompts or --samples, or a smaller --batch"
         )
     first = len(data) - held_out
-    head_export.keep_flags(args)
+    keep_flags(args)
     train_data = targets.Part(data=data, first=0, count=first)
     if not loop.num_steps(args.work):
         np.save(_scale_path(args), targets.scale_of(train_data))
         job = dataclasses.replace(job, scale=_scale(args))
-    told, end = family.of_loss(args), stop_after or args.steps
-    phases = [(told, end)]
-    if args.first_alone:
-        phases = [(told | {"steps": 1}, min(args.first_alone, end)), *phases]
-    for of_loss, last in phases:
-        if loop.num_steps(args.work) >= last and last < end:
-            continue
+    for of_loss, end in _phases(args, stop_after or args.steps):
         loop.run(
             args.family,
             recipe(args),
@@ -230,8 +280,16 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
             ),
             draw=family.draw(args, config, job.hot),
             mesh=loop.data_mesh(args.devices),
-            stop_after=last if last < args.steps else None,
+            stop_after=end if end < args.steps else None,
         )
-        if last == end:
-            break
     return loop.last_held_out(args.work)
+
+
+def _phases(args: argparse.Namespace, end: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yields what the losses up to a step are told, and up to which of them."""
+    told = families.FAMILIES[args.family].of_loss(args)
+    alone = min(args.first_alone or 0, end)
+    if loop.num_steps(args.work) < alone or alone == end:
+        yield told | {"steps": 1}, alone
+    if alone < end:
+        yield told, end

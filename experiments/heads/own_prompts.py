@@ -10,7 +10,7 @@ import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
-from experiments.lib import prompt_files
+from experiments.lib import files, prompt_files
 from spec_jax.model import tokenizer as tokenizer_lib
 
 
@@ -44,51 +44,6 @@ def bare_turn(tokenizer: tokenizer_lib.Tokenizer) -> list[int]:
     return tokenizer.encode(head)
 
 
-class Kept:
-    """Prompts that were kept, none like another.
-
-    Args:
-      avoided: texts that no prompt may be like, such as those of an evaluation.
-    """
-
-    def __init__(self, avoided: Iterable[str] = ()) -> None:
-        self.texts: list[str] = []
-        self.dropped: collections.Counter[str] = collections.Counter()
-        self._holders: dict[tuple[str, ...], list[int]] = {}
-        self._count = 0
-        for text in avoided:
-            self._remember(_shingles(text))
-
-    def add(self, text: str) -> bool:
-        """Keeps a prompt unless it is short, repeats itself, or is like another."""
-        shingles = _shingles(text)
-        why = self._fault(text, shingles)
-        if why:
-            self.dropped[why] += 1
-            return False
-        self._remember(shingles)
-        self.texts.append(text)
-        return True
-
-    def _fault(self, text: str, shingles: list[tuple[str, ...]]) -> str:
-        if len(text.split()) < SHORTEST or not any(map(str.isalpha, text)):
-            return "short"
-        distinct = set(shingles)
-        if len(distinct) < DISTINCT * len(shingles):
-            return "repeats itself"
-        shared = collections.Counter(
-            holder for one in distinct for holder in self._holders.get(one, ())
-        )
-        if shared and max(shared.values()) >= ALIKE * len(distinct):
-            return "like another"
-        return ""
-
-    def _remember(self, shingles: list[tuple[str, ...]]) -> None:
-        for one in set(shingles):
-            self._holders.setdefault(one, []).append(self._count)
-        self._count += 1
-
-
 def _shingles(text: str) -> list[tuple[str, ...]]:
     """Returns runs of `SHINGLE` words, or all words of a shorter text as one."""
     words = re.findall(r"\w+", text.lower())
@@ -100,29 +55,56 @@ def choose(
     tokenizer: tokenizer_lib.Tokenizer,
     texts: Sequence[Sequence[int]],
     avoided: Sequence[str] = (),
-) -> Kept:
-    """Chooses prompts among what the model wrote.
+) -> tuple[list[str], collections.Counter[str]]:
+    """Returns prompts among what the model wrote, and why others are none.
 
     Args:
       texts: token ids behind the bare turn, each with the stop token that ended it.
-      avoided: file specs of prompts, as `--prompts` takes them.
+      avoided: file specs of prompts, as `--prompts` takes them, which none is like.
     """
     sources = [prompt_files.parse(x) for x in avoided]
-    kept = Kept(prompt.text for source in sources for prompt in source)
-    for tokens in texts:
-        *words, last = tokens
+    written, dropped = [], collections.Counter[str]()
+    for *words, last in texts:
         if last not in tokenizer.stop_ids:
-            kept.dropped["does not end"] += 1
+            dropped["does not end"] += 1
         elif tokenizer.special_ids.intersection(words):
-            kept.dropped["has special tokens"] += 1
+            dropped["has special tokens"] += 1
         else:
-            kept.add(tokenizer.decode(words).strip())
-    return kept
+            written.append(tokenizer.decode(words).strip())
+    kept, more = distinct(written, [x.text for source in sources for x in source])
+    return kept, dropped + more
 
 
-def save(kept: Kept, path: pathlib.Path) -> None:
+def distinct(
+    texts: Iterable[str], avoided: Sequence[str] = ()
+) -> tuple[list[str], collections.Counter[str]]:
+    """Returns texts of which none is short, repeats itself or is like one before it, or
+    an avoided one; and how many were, by which of these."""
+    kept, dropped = [], collections.Counter[str]()
+    holders = collections.defaultdict[tuple[str, ...], list[int]](list)
+    for number, text in enumerate([*avoided, *texts]):
+        shingles = _shingles(text)
+        own = set(shingles)
+        shared = collections.Counter(one for x in own for one in holders.get(x, ()))
+        why = ""
+        if len(text.split()) < SHORTEST or not any(map(str.isalpha, text)):
+            why = "short"
+        elif len(own) < DISTINCT * len(shingles):
+            why = "repeats itself"
+        elif max(shared.values(), default=0) >= ALIKE * len(own):
+            why = "like another"
+        is_avoided = number < len(avoided)
+        if why and not is_avoided:
+            dropped[why] += 1
+            continue
+        for one in own:
+            holders[one].append(number)
+        kept += [] if is_avoided else [text]
+    return kept, dropped
+
+
+def save(kept: Sequence[str], path: pathlib.Path) -> None:
     """Writes one JSON object a line, as `--prompts` reads them."""
-    part = path.with_name(path.name + ".part")
-    lines = (json.dumps({"prompt": text}, ensure_ascii=False) for text in kept.texts)
-    part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    part.replace(path)  # Which is never half a file.
+    lines = (json.dumps({"prompt": text}, ensure_ascii=False) for text in kept)
+    with files.replacing(path) as part:
+        part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -30,11 +30,9 @@ class Recorder(protocols.Drafter):
     num_slots: int
     gamma_max: int = 0
 
-    def init(
-        self, *, capacity: int, page_size: int, num_pages: int | None = None
-    ) -> features_lib.FeatureRing:
+    def init(self, *, capacity: int, **pages: Any) -> features_lib.FeatureRing:
         """Allocates room for the features of full slots, which are held as bits."""
-        del page_size, num_pages
+        del pages
         width = len(self.taps) * self.feature_size
         held = bits.to_bits(jnp.zeros((), self.dtype)).dtype
         return features_lib.empty(
@@ -62,13 +60,11 @@ class Recorder(protocols.Drafter):
         params: None,
         memory: features_lib.FeatureRing,
         *,
-        tokens: Int[Array, "B max_len"],
         length: Int[Array, " B"],
-        gamma: Int[Array, " B"],
-        sampling: protocols.Sampling,
+        **others: Any,
     ) -> tuple[features_lib.FeatureRing, protocols.Proposal]:
         """Drafts nothing."""
-        del params, tokens, gamma, sampling
+        del params, others
         return memory, protocols.Proposal(
             tokens=jnp.zeros((self.num_slots, self.gamma_max), jnp.int32),
             num_drafted=jnp.zeros_like(length),

@@ -21,7 +21,6 @@ from spec_jax import algorithms
 from spec_jax.engine import requests as requests_lib
 from spec_jax.model import (
     config as config_lib,
-    families,
     fingerprint,
     params as params_lib,
     row_model,
@@ -49,13 +48,10 @@ class Writer:
       seeds: one for each prompt, of texts drawn at temperature 1; those below 0 are
         greedy.
       length: tokens of a text at most, its prompt included.
-      impl: kernels; "auto" is resolved at once.
+      impl: kernels, not "auto".
       stop_ids: tokens that end a text; the stop token is kept.
       taps: features of the target that come with each text, and after them those of
         the last layer; None: no features do.
-
-    Raises:
-      NotImplementedError: an implementation without kernels for the model's family.
     """
 
     params: params_lib.Params
@@ -66,12 +62,6 @@ class Writer:
     impl: str
     stop_ids: tuple[int, ...] = ()
     taps: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        named = self.impl != "auto"
-        impl = dispatch.resolve(self.impl)
-        impl = families.runnable(self.config, impl, is_named=named)
-        object.__setattr__(self, "impl", impl)
 
     @property
     def digest(self) -> str:
@@ -87,7 +77,18 @@ class Writer:
     def __call__(self, numbers: Sequence[int]) -> Iterator[Written]:
         """Yields the number of a prompt, the tokens that follow it and the features of
         all rows but the last, `[T - 1, taps + 1, D]` or None, as texts end."""
-        requests = [self._request(number) for number in numbers]
+        requests = [
+            requests_lib.Request(
+                prompt=[int(token) for token in self.prompts[number]],
+                max_tokens=self.length - len(self.prompts[number]),
+                gamma=0,
+                sampling=sampling.make_settings(
+                    temperature=float(self.seeds[number] >= 0),
+                    seed=max(int(self.seeds[number]), 0),
+                ),
+            )
+            for number in numbers
+        ]
         slots = min(SLOTS, len(requests))
         model = row_model.RowModel(
             config=self.config, impl=self.impl, slab=row_model.slab_for(self.impl, 8)
@@ -106,17 +107,6 @@ class Writer:
         keep = drafter.rows if taps else (lambda state, slot: None)
         for ended in plain.run(requests, keep=keep):
             yield numbers[ended.number], ended.tokens, ended.kept
-
-    def _request(self, number: int) -> requests_lib.Request:
-        prompt, seed = list(map(int, self.prompts[number])), int(self.seeds[number])
-        return requests_lib.Request(
-            prompt=prompt,
-            max_tokens=self.length - len(prompt),
-            gamma=0,
-            sampling=sampling.make_settings(
-                temperature=float(seed >= 0), seed=max(seed, 0)
-            ),
-        )
 
 
 def _digest(*values: object) -> str:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import noise, terminal
+from experiments.lib import terminal
 
 
 Thunk = Callable[[], float]
@@ -163,7 +163,7 @@ def pieces_of(num_bytes: int) -> tuple[jax.Array, int]:
     """Returns an array of noise, and how often it is read to have read so much."""
     pieces = math.ceil(num_bytes / MOST_READ_BYTES) or 1
     columns = max(1, num_bytes // (4 * _PARTS * pieces))
-    return noise.words(_PARTS, columns), pieces
+    return jax.random.bits(jax.random.key(0), (_PARTS, columns)), pieces
 
 
 _sum = jax.jit(functools.partial(jnp.sum, dtype=jnp.uint32))

@@ -4,6 +4,7 @@ Imports nothing that takes time. Flags that several scripts share are in `flags`
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import math
@@ -45,15 +46,15 @@ def rows_in_out(args: argparse.Namespace) -> str:
     return f"finished rows are in {args.out}" if args.out else ""
 
 
-def run(
+def script(
     name: str,
-    parse: Callable[[], argparse.Namespace],
+    parse: Callable[[Sequence[str] | None], argparse.Namespace],
     work: Callable[[argparse.Namespace], int],
     *,
     kept: Callable[[argparse.Namespace], str] = rows_in_out,
     uses_jax: bool = True,
-) -> int:
-    """Returns the exit status of `work(parse())`.
+) -> Callable[..., int]:
+    """Returns the `main(argv=None)` of a script: the exit status of `work(parse())`.
 
     Unusable input, an interrupt, a full disk and the like become one line on standard
     error, and so do logits of NaN, of which nothing is to be concluded (`NOT_FINITE`).
@@ -63,38 +64,28 @@ def run(
       kept: what an interrupt leaves behind, to be said.
       uses_jax: check first that there is a device to run on.
     """
-    args, status = None, UNUSABLE
-    try:
-        args = parse()
-        if uses_jax:
-            from spec_jax.ops import dispatch  # The scripts have it by now.
-
-            dispatch.backend()  # Says why, where jax cannot start.
-        return work(args)
-    except KeyboardInterrupt:
-        left = kept(args) if args else ""
-        line, status = "; ".join(filter(None, ["interrupted", left])), INTERRUPTED
-    except Exception as error:
-        said = _line_of(error)
-        if said is None:
-            raise
-        line = f"error: {_with_flags(said, args)}"
-        if isinstance(error, FloatingPointError):
-            status = NOT_FINITE
-    print(f"{name}: {line}", file=sys.stderr)
-    return status
-
-
-def script(
-    name: str,
-    parse: Callable[[Sequence[str] | None], argparse.Namespace],
-    work: Callable[[argparse.Namespace], int],
-    **options: Any,
-) -> Callable[..., int]:
-    """Returns the `main(argv=None)` of a script; options and result as of `run`."""
 
     def main(argv: Sequence[str] | None = None) -> int:
-        return run(name, lambda: parse(argv), work, **options)
+        args, status = None, UNUSABLE
+        try:
+            args = parse(argv)
+            if uses_jax:
+                from spec_jax.ops import dispatch  # The scripts have it by now.
+
+                dispatch.backend()  # Says why, where jax cannot start.
+            return work(args)
+        except KeyboardInterrupt:
+            left = kept(args) if args else ""
+            line, status = "; ".join(filter(None, ["interrupted", left])), INTERRUPTED
+        except Exception as error:
+            said = _line_of(error)
+            if said is None:
+                raise
+            line = f"error: {_with_flags(said, args)}"
+            if isinstance(error, FloatingPointError):
+                status = NOT_FINITE
+        print(f"{name}: {line}", file=sys.stderr)
+        return status
 
     return main
 
@@ -152,44 +143,35 @@ class Parser(argparse.ArgumentParser):
         self.exit(UNUSABLE, f"{self.prog}: error: {message} (flags: --help)\n")
 
 
-def output(text: str) -> pathlib.Path:
-    """The type of a flag that names a file to be written, in a folder that is there."""
-    path = pathlib.Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        why = "is a directory" if path.is_dir() else "is in no directory that exists"
-        raise argparse.ArgumentTypeError(f"{path}: {why}; name a file")
-    return path
-
-
 def flag_of(name: str) -> str:
     """How the attribute is called on the command line."""
     return "--" + name.replace("_", "-")
 
 
+def output(text: str) -> pathlib.Path:
+    """The type of a flag that names a file to be written, in a folder that is there."""
+    path = pathlib.Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a directory" if path.is_dir() else "is in no directory that exists"
+        raise ValueError(f"{path}: {why}; name a file")
+    return path
+
+
 def positive(text: str, *, least: int = 1) -> int:
     """The type of a flag that counts something."""
-    value = int(text)
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{value} must be at least {least}")
+    value = int(text) if text.removeprefix("-").isdecimal() else None
+    if value is None or value < least:
+        raise argparse.ArgumentTypeError(f"{text} must be at least {least}, and whole")
     return value
 
 
-def rate(text: str) -> float:
-    """The type of a flag that is a number above 0."""
-    value = float(text)
-    if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
-    return value
-
-
-def positives(text: str) -> tuple[int, ...]:
-    """The type of a flag that lists counts: in order, each of them once."""
-    try:
-        return tuple(sorted({positive(part) for part in text.split(",")}))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of whole numbers, such as 1,2,4"
-        ) from None
+def number(text: str, *, above: float = -math.inf) -> float:
+    """The type of a flag that is a number, and none of those that are not finite."""
+    with contextlib.suppress(ValueError):
+        if above < float(text) < math.inf:
+            return float(text)
+    bound = "" if above == -math.inf else f" above {above}"
+    raise ValueError(f"{text} must be a finite number{bound}")
 
 
 def one_of(choices: Collection[str], *, can_import: bool = False) -> Callable:
@@ -198,52 +180,39 @@ def one_of(choices: Collection[str], *, can_import: bool = False) -> Callable:
     def parse(text: str) -> str:
         if text not in choices and not (can_import and ":" in text):
             more = ", nor written as package.module:Name" if can_import else ""
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not one of {', '.join(choices)}{more}"
-            )
+            raise ValueError(f"{text!r} is not one of {', '.join(choices)}{more}")
         return text
 
     return parse
 
 
-def names(kind: Callable[[str], Any]) -> Callable[[str], tuple]:
+def names(kind: Callable[[str], Any], *, is_sorted: bool = False) -> Callable:
     """The type of a flag that lists values: in the order given, each of them once."""
 
     def parse(text: str) -> tuple:
-        try:
-            return tuple(dict.fromkeys(kind(part.strip()) for part in text.split(",")))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is no list, such as 4,1,2 ({error})"
-            ) from None
+        values = dict.fromkeys(kind(part.strip()) for part in text.split(","))
+        return tuple(sorted(values) if is_sorted else values)
 
     return parse
 
 
-def pattern(text: str) -> re.Pattern:
-    """The type of a flag that chooses names: a regular expression found in them."""
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no regular expression: {error}"
-        ) from None
-
-
 KINDS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("N", "TOKENS", "ROWS"), positive),
-    **dict.fromkeys(("N,N,...", "K,K,...", "TOKENS,..."), positives),
+    **dict.fromkeys(
+        ("N,N,...", "K,K,...", "TOKENS,..."), names(positive, is_sorted=True)
+    ),
+    "T,...": names(number, is_sorted=True),
     **dict.fromkeys(("P", "T"), float),
-    "RATE": rate,
+    "RATE": functools.partial(number, above=0),
     "FILE": output,
     "DIR": pathlib.Path,
     "I": functools.partial(positive, least=0),
-    "PATTERN": pattern,
+    "PATTERN": re.compile,
     "TEXT": str,
 }
-"""Types of flags by the names of their values."""
+"""Types of flags by the names of their values; `ValueError` says what is wrong."""
 
-_FLAG = re.compile(r"(--[\w/-]+)(?: ([^\s=]+))?(?:=(\S+))?\s+(.*)", re.DOTALL)
+_FLAG = re.compile(r"([\w/-]+)(?: ([^\s=]+))?(?:=(\S+))?\s+(.*)", re.DOTALL)
 
 
 def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
@@ -251,30 +220,49 @@ def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
 
     Args:
       text: `--name/--alias VALUE=default  help`, continued on indented lines; without
-        a VALUE the flag is a switch. The help gets the default.
+        a VALUE the flag is a switch, with `VALUE*` it may be given again, and after
+        `VALUE+` others may follow. The help gets the default. A name without dashes is
+        one of an argument.
       kinds: the type of each VALUE, or the choices that there are; more than `KINDS`.
     """
     for entry in re.split(r"\n(?=--)", textwrap.dedent(text).strip()):
         name, value, default, words = _FLAG.fullmatch(entry).groups()
         words = " ".join(words.split())
-        if value is None:
-            group.add_argument(*name.split("/"), action="store_true", help=words)
-            continue
-        kind = (KINDS | kinds)[value]
+        how: dict[str, Any] = {"action": "store_true"}
+        if value is not None:
+            value, many = value.rstrip("*+"), value[-1]
+            kind = (KINDS | kinds)[value]
+            how = {"type": _typed(kind), "default": default}
+            if not callable(kind):
+                how["choices"] = kind
+            else:  # As a script compares a value with it.
+                how["metavar"] = value
+                how["default"] = None if default is None else kind(default)
+            if many == "*":
+                how |= {"action": "append", "default": []}
+            elif many == "+":
+                how |= {"nargs": "+", "default": default and [kind(default)]}
         if default is not None:
             words += f" (default: {default})"
-        if callable(kind):
-            typed = {"type": kind, "metavar": value}
-            default = None if default is None else kind(default)
-        else:
-            typed = {"choices": kind, "type": _choice}
-        group.add_argument(*name.split("/"), default=default, help=words, **typed)
+        group.add_argument(*name.split("/"), help=words, **how)
+
+
+def _typed(kind: Any) -> Callable[[str], Any]:
+    """The type of a flag, whose line is what its kind says of a text."""
+
+    def parse(text: str) -> Any:
+        try:
+            return kind(text) if callable(kind) else _choice(text)
+        except (ValueError, re.error) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
 
 
 def _choice(text: str) -> str:
-    """The type of a flag with choices: implementations that were removed say so."""
+    """Returns the text of a choice; implementations that were removed say so."""
     from spec_jax.typing import REMOVED_IMPLS
 
     if text in REMOVED_IMPLS:
-        raise argparse.ArgumentTypeError(REMOVED_IMPLS[text])
+        raise ValueError(REMOVED_IMPLS[text])
     return text

@@ -32,9 +32,9 @@ _SENT = ("JAX_", "XLA_", "SPEC_JAX_", "TF_CPP_")
 def address(text: str) -> str:
     """The type of a flag that says where a cluster is: see `add_flags`."""
     if text != "auto" and ":" not in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor HOST:PORT")
+        raise ValueError(f"{text!r} is neither auto nor HOST:PORT")
     if importlib.util.find_spec("ray") is None:
-        raise argparse.ArgumentTypeError("needs Ray; pip install -e '.[cluster]'")
+        raise ValueError("needs Ray; pip install -e '.[cluster]'")
     return text
 
 

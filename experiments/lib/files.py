@@ -1,14 +1,24 @@
 """Files that scripts read and write; what cannot be used is refused in one line."""
 
+import contextlib
 import hashlib
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 from spec_jax import regular_files
 
 
 read = regular_files.read
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields the path of what takes a file's place at the end: it is never half."""
+    part = path.with_name(f"part_{path.name}")
+    yield part
+    part.replace(path)
 
 
 def sha256(path: pathlib.Path) -> str:

@@ -2,9 +2,8 @@
 
 import argparse
 import json
-import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lib import cli, policies
@@ -150,7 +149,7 @@ DEFAULTS = {
 def add(group: argparse._ActionsContainer, names: str, **words: Any) -> None:
     """Adds flags of `FLAGS` and `SETS`.
 
-    `check_models` is for "models", `check_tree` for trees, `check_sampling` for noise.
+    `parsed` is for "models" and noise, `check_tree` for trees.
 
     Args:
       names: separated by blanks.
@@ -173,7 +172,7 @@ def _kinds() -> dict[str, Any]:
         "NAME": drafter,
         "NAME,...": cli.names(drafter),
         "RULE": tuple(rule.RULES),
-        "KxD:W": tree,
+        "KxD:W": tree_shapes.parse,
         "A,B,..": cli.names(tree_or_none),
         "POLICY": policies.MEASURED,
         "PROFILE": pathlib.Path,
@@ -182,6 +181,17 @@ def _kinds() -> dict[str, Any]:
         "SEED": int,
         "DEVICE": ("auto", "cpu", "gpu"),
     }
+
+
+def parsed(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, **how: bool
+) -> argparse.Namespace:
+    """Returns the flags, checked by `check_models` and, of noise, `check_sampling`."""
+    args = parser.parse_args(argv)
+    check_models(parser, args, **how)
+    if hasattr(args, "top_k"):
+        check_sampling(parser, args)
+    return args
 
 
 def check_models(
@@ -246,36 +256,13 @@ def chat_options(text: str) -> dict[str, Any]:
     try:
         if text.startswith("{"):
             return json.loads(text)
-        pairs = [part.partition("=") for part in text.split(",")]
-        if not all(name and equals for name, equals, _ in pairs):
-            raise ValueError
-        return {name.strip(): json.loads(value) for name, _, value in pairs}
+        pairs = (part.split("=", 1) for part in text.split(","))
+        return {name.strip(): json.loads(value) for name, value in pairs}
     except ValueError:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{text!r} is no list of options, such as enable_thinking=true, with "
             "values as in JSON"
         ) from None
-
-
-def tree(text: str) -> tree_shapes.AnyTree:
-    """The type of a flag that describes a tree."""
-    try:
-        return tree_shapes.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def temperatures(text: str) -> tuple[float, ...]:
-    """The type of a flag that lists temperatures: in order, each of them once."""
-    try:
-        values = tuple(sorted({float(part) for part in text.split(",")}))
-    except ValueError:
-        values = ()
-    if not values or not all(math.isfinite(value) for value in values):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of finite numbers, such as 0,0.7"
-        )
-    return values
 
 
 def tree_or_none(text: str) -> str:
@@ -286,11 +273,11 @@ def tree_or_none(text: str) -> str:
 def tree_text(text: str) -> str:
     """The type of a tree in a list of them: its text, which has no file."""
     if "[" in text or "]" in text:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{text!r} is a part of a tree's paths, which have commas as the list has: "
             "write the paths to a file and give its name, NAME.json"
         )
-    return str(tree(text))
+    return str(tree_shapes.parse(text))
 
 
 def check_tree(

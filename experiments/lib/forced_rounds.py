@@ -6,7 +6,6 @@ tokens of decoding alone, and its keys and values as integers. The context is no
 the same for all runs, and no prefill is timed.
 """
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ def rate(text: str) -> Rate:
         return text
     value = float(text)
     if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{text} is not between 0 and 1; of a head it may name "
             f"{' or '.join(DATA_SETS)}"
         )

@@ -32,11 +32,6 @@ def _normal(seed, stddev, *, shape, dtype):
     return (noise * stddev).astype(dtype)
 
 
-def words(*shape: int) -> jax.Array:
-    """Returns random words, uint32."""
-    return jax.random.bits(jax.random.key(0), shape, jnp.uint32)
-
-
 def tokens(count: int, vocab_size: int, *, seed: int = 0) -> jax.Array:
     """Returns random tokens `[count]` int32."""
     return jax.random.randint(

@@ -5,15 +5,21 @@ import pathlib
 from collections.abc import Callable, Mapping
 
 import spec_jax as sj
+from experiments.lib import cli
 from spec_jax import processors
 
+
+PENALTIES = "repetition", "presence", "frequency"
 
 KINDS: Mapping[str, Callable[[str, sj.LanguageModel], processors.Processor]] = {
     "regex": processors.regex,
     "json": lambda text, lm: processors.json_schema(pathlib.Path(text).read_text(), lm),
-    "penalties": lambda text, lm: _penalties(*map(float, text.split(","))),
+    # Of which the last may be left out.
+    "penalties": lambda text, lm: processors.penalties(
+        **dict(zip(PENALTIES, map(float, text.split(",", 2)), strict=False))
+    ),
     "bias": lambda text, lm: processors.logit_bias(
-        {int(token): float(value) for token, value in _pairs(text)}
+        {int(t): float(x) for t, x in (part.split("=") for part in text.split(","))}
     ),
     "bad-words": lambda text, lm: processors.bad_words(
         [[int(token) for token in word.split()] for word in text.split(",")]
@@ -25,14 +31,15 @@ KINDS: Mapping[str, Callable[[str, sj.LanguageModel], processors.Processor]] = {
 
 def add_flag(group: argparse._ActionsContainer) -> None:
     """`--processor`, any number of times, for `of`."""
-    group.add_argument(
-        "--processor",
-        metavar="KIND:VALUE",
-        type=_named,
-        action="append",
-        help="what logits go through before a token is chosen; given again, in order: "
-        "regex:PATTERN, json:FILE (a schema), penalties:REPETITION,PRESENCE,FREQUENCY, "
-        "bias:TOKEN=VALUE,.., bad-words:A B,C (token ids), min-tokens:N",
+    cli.add(
+        group,
+        """
+        --processor KIND:VALUE*  what logits go through before a token is chosen; given
+            again, in order: regex:PATTERN, json:FILE (a schema), bad-words:A B,C (token
+            ids), penalties:REPETITION,PRESENCE,FREQUENCY, bias:TOKEN=VALUE,.. or
+            min-tokens:N
+        """,
+        **{"KIND:VALUE": _named},
     )
 
 
@@ -56,19 +63,5 @@ def of(args: argparse.Namespace, lm: sj.LanguageModel) -> processors.Processor |
 def _named(text: str) -> str:
     """The type of the flag: says which kinds there are."""
     if text.partition(":")[0] not in KINDS or ":" not in text:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not KIND:VALUE, with one of {', '.join(KINDS)}"
-        )
+        raise ValueError(f"{text!r} is not KIND:VALUE, with one of {', '.join(KINDS)}")
     return text
-
-
-def _penalties(repetition: float, presence: float = 0.0, frequency: float = 0.0):
-    """Returns the penalties, of which the last may be left out."""
-    return processors.penalties(
-        repetition=repetition, presence=presence, frequency=frequency
-    )
-
-
-def _pairs(text: str) -> list[list[str]]:
-    """Returns the parts of `A=B,C=D`."""
-    return [part.split("=") for part in text.split(",")]

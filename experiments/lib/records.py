@@ -141,10 +141,13 @@ class JsonLines:
         self.kept = None
         self._file.write(f"{line}\n".encode())
 
-    def write_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Appends rows."""
+    def write_all(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Appends rows, each as it comes, and returns them."""
+        written = []
         for row in rows:
             self.write(row)
+            written.append(row)
+        return written
 
 
 def guarded(

@@ -6,7 +6,7 @@ no importance ratio to correct for. Needs optax, of the extra `train`.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,16 +16,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 import spec_jax as sj
-from spec_jax import testing
 from spec_jax.model import config as config_lib, params as params_lib, sequence
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How many steps, and how large."""
-
-    steps: int
-    learning_rate: float
 
 
 def reward(out: sj.Generation) -> float:
@@ -36,34 +27,41 @@ def reward(out: sj.Generation) -> float:
 def learn(
     lm: sj.LanguageModel,
     ids: Sequence[list[int]],
-    recipe: Recipe,
     settings: Mapping[str, Any],
+    *,
+    steps: int,
+    learning_rate: float,
+    ratio: Callable[[Any, Any], float],
 ) -> Iterator[dict[str, Any]]:
     """Yields a row of each step: its samples' reward, and what drafts are kept.
 
     Args:
       settings: of `generate`: n samples of each prompt, drawn without filters.
+      ratio: of learner and sampler, the furthest from one of a text's tokens: of the
+        newest weights, which have both drawn and scored it.
 
     Raises:
       ValueError: a model without a tokenizer.
     """
-    first: sj.Sampling = settings["sampling"]
+    sampling: sj.Sampling = settings["sampling"]
     if lm.tokenizer is None:
         raise ValueError("the reward is of texts, and the model has no tokenizer")
     # In float32, or steps would be rounded away.
     params = params_lib.cast(lm.params, "float32")
-    optimizer = optax.adam(recipe.learning_rate)
+    optimizer = optax.adam(learning_rate)
     state = optimizer.init(params)
     width = max(map(len, ids)) + settings["max_tokens"]
-    for step in range(recipe.steps):
-        drawn = dataclasses.replace(first, seed=(first.seed + step) % 2**32)
+    for step in range(steps):
+        drawn = dataclasses.replace(sampling, seed=(sampling.seed + step) % 2**32)
         how = dict(settings) | {"sampling": drawn, "log_probs": True}
         outs = sj.generate(lm, ids, **how)
         rewards = np.array([[reward(one) for one in samples] for samples in outs])
         # The samples of a prompt are each other's baseline.
         gains = rewards - rewards.mean(axis=1, keepdims=True)
         texts = [one for samples in outs for one in samples]
-        yield _row(step, rewards, texts) | {"ratio": ratio(lm, texts[0], drawn)}
+        first = texts[0].prompt_tokens, texts[0].tokens
+        learner = sj.score(lm, *first, sampling=drawn)
+        yield _row(step, rewards, texts) | {"ratio": ratio(learner, texts[0])}
         params, state = _update(
             optimizer,
             dataclasses.replace(lm.target.config, dtype="float32"),
@@ -71,20 +69,11 @@ def learn(
             state,
             *_padded(texts, width),
             jnp.asarray(gains.ravel(), jnp.float32),
-            jnp.float32(first.temperature or 1.0),
+            jnp.float32(sampling.temperature or 1.0),
         )
         newest = params_lib.cast(params, lm.target.config.dtype)
         newest = params_lib.prepare(newest, lm.target.impl)
         lm = dataclasses.replace(lm, params=newest)
-
-
-def ratio(lm: sj.LanguageModel, out: sj.Generation, drawn: sj.Sampling) -> float:
-    """Returns the importance ratio of a sample and its own score that is furthest from
-    one: of the newest weights, which `lm` has."""
-    found = sj.score(lm, out.prompt_tokens, out.tokens, sampling=drawn)
-    testing.assert_same_bits(found.drawn_log_probs, out.drawn_log_probs)
-    apart = found.drawn_log_probs - out.drawn_log_probs
-    return max(np.exp(apart.astype(np.float64)).tolist(), key=lambda x: abs(x - 1))
 
 
 def _row(step: int, rewards: np.ndarray, texts: list[sj.Generation]) -> dict[str, Any]:

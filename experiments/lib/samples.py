@@ -1,5 +1,7 @@
 """What a run shows: a text, its tokens told apart by origin."""
 
+import unicodedata
+
 from rich import console as rich_console, text as rich_text
 
 from experiments.lib import results, runs
@@ -55,17 +57,14 @@ _LOOKS = {
 apart without colours too, and where they are white space. No programming language uses
 these brackets."""
 
-_CONTROLS = {
-    code: f"\\x{code:02x}"
-    for code in (*range(32), *range(127, 160))
-    if code not in (9, 10)
-}
-"""Control characters, which would act on the terminal, spelled out; not those of white
-space."""
+
+def _spelled(piece: str) -> str:
+    """Returns a text whose control characters, which would act on the terminal, are
+    spelled out; not those of white space."""
+    is_control = lambda x: unicodedata.category(x) == "Cc" and x not in "\t\n"
+    return "".join(f"\\x{ord(x):02x}" if is_control(x) else x for x in piece)
 
 
 def _marked(piece: str, origin: Origin) -> rich_text.Text:
     style, before, after = _LOOKS[origin]
-    return rich_text.Text.assemble(
-        (f"{before}{piece.translate(_CONTROLS)}{after}", style)
-    )
+    return rich_text.Text.assemble((f"{before}{_spelled(piece)}{after}", style))

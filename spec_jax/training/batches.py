@@ -17,38 +17,49 @@ Draw = Callable[[Batch, np.ndarray, int | None], Batch]
 of the indices of its sequences and of the step, None where they are held out."""
 
 
-def of_step(
-    data: Data,
+def of_step(data: Data, *, step: int, draw: Draw | None = None, **how: int) -> Batch:
+    """Returns the sequences of optimiser step `step`; `how` as of `rows_of_step`.
+
+    Args:
+      draw: where it is given, `size` sequences are a batch whatever their columns:
+        what it draws of each decides how much that is.
+    """
+    columns = columns_of(data)
+    rows = rows_of_step(columns, step=step, is_counted=draw is not None, **how)
+    return data[rows] if draw is None else draw(data[rows], rows, step)
+
+
+def rows_of_step(
+    columns: np.ndarray,
     *,
     size: int,
     step: int,
     seed: int,
     unit: int = 1,
-    draw: Draw | None = None,
-) -> Batch:
-    """Returns the sequences of optimiser step `step`, in an order of its epoch's own.
+    is_counted: bool = False,
+) -> np.ndarray:
+    """Returns the numbers of a step's sequences, in an order of its epoch's own.
 
     An epoch has each sequence at most once; those at its end that fill no batch are
-    left out. Data with `columns`, of which not all are the same, comes in batches of
-    one number of columns: of the longest `size`, and of shorter ones so many more that
-    a batch holds about as much. A pure function of its arguments, so that a resumed
-    run sees the same batches.
+    left out. Where not all `columns` are the same, batches have one number of them: of
+    the longest `size`, and of shorter ones so many more that a batch holds about as
+    much, unless sequences are counted. A pure function of its arguments, so that a
+    resumed run sees the same batches.
 
     Args:
       unit: divides the sequences of a batch.
-      draw: where it is given, `size` sequences are a batch whatever their columns:
-        what it draws of each decides how much that is.
     """
-    columns = columns_of(data)
     counts = {}
     for width, there in zip(*np.unique(columns, return_counts=True), strict=True):
-        count = size if draw else int(size * columns.max() // width)
+        count = size if is_counted else int(size * columns.max() // width)
         if width < columns.max():
             count = max(min(count, there) // unit * unit, unit)
         counts[width] = count, there // count
     per_epoch = sum(number for _, number in counts.values())
     if per_epoch == 0:
-        raise ValueError(f"batch size {size} exceeds the {len(data)} windows of data")
+        raise ValueError(
+            f"batch size {size} exceeds the {len(columns)} windows of data"
+        )
     epoch, index = divmod(step, per_epoch)
     random = np.random.default_rng((seed, epoch))
     batches = []
@@ -56,8 +67,7 @@ def of_step(
         rows = random.permutation(np.flatnonzero(columns == width))
         batches += [*rows[: number * count].reshape(number, count)]
     order = random.permutation(per_epoch) if len(counts) > 1 else range(per_epoch)
-    rows = batches[order[index]]
-    return data[rows] if draw is None else draw(data[rows], rows, step)
+    return batches[order[index]]
 
 
 def columns_of(data: Data) -> np.ndarray:

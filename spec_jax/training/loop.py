@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import tqdm
 from jax import sharding
-from rich import console, progress
 
 from spec_jax.training import batches
 
@@ -34,6 +35,9 @@ Loss = Callable[[Params, batches.Batch, Any], jax.Array]
 Measure = Callable[[Params, batches.Batch, Any], dict[str, jax.Array]]
 """`(params, batch, teacher) -> a sum and a count [2]` of a held-out batch, by name: the
 number of the name is the quotient over all batches."""
+
+INTERVAL_S = 10.0
+"""Between two lines of progress where there is no terminal for a bar."""
 
 DATA_AXIS = "data"
 """The axis of a mesh over which the sequences of a batch are spread."""
@@ -259,8 +263,7 @@ def run(
         state, teacher = _resumed(manager, state, teacher, mesh)
         first = int(state["step"])
         evaluate = jax.jit(evaluated)
-        with _open_log(folder, first) as log, _Progress(name) as bar:
-            task = bar.add_task("", total=recipe.steps, completed=first)
+        with _open_log(folder, first) as log, _progress(name, recipe, first) as bar:
             for step in range(first, recipe.steps):
                 tokens = batches.of_step(
                     data,
@@ -284,7 +287,8 @@ def run(
                     row |= {f"held_out_{name}": x for name, x in found.items()}
                 log.write(json.dumps({"step": step} | row) + "\n")
                 log.flush()
-                bar.step(task, f"loss {row['loss']:.3f}")
+                bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
+                bar.update()
                 if done == recipe.steps or done % recipe.save_every == 0:
                     manager.save(done, args=ocp.args.StandardSave(state))
                 if done == stop_after:
@@ -328,34 +332,15 @@ def _num_tokens(batch: batches.Batch) -> int:
     return batch[:, 1:].size
 
 
-INTERVAL_S = 10.0
-"""Between two lines of progress where there is no terminal for a bar."""
+def _progress(name: str, recipe: Recipe, first: int) -> tqdm.tqdm:
+    """Returns a bar on standard error; a line now and then where that is no terminal.
 
-
-class _Progress(progress.Progress):
-    """A bar on standard error; a line now and then where that is no terminal."""
-
-    def __init__(self, name: str):
-        to = console.Console(stderr=True)
-        self._name, self._line_s = name, time.monotonic()
-        super().__init__(
-            progress.TextColumn(f"{name} {{task.description}}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-            console=to,
-            disable=not to.is_terminal,
-        )
-
-    def step(self, task: progress.TaskID, words: str) -> None:
-        """Advances by one."""
-        self.update(task, advance=1, description=words)
-        if self.disable and time.monotonic() - self._line_s >= INTERVAL_S:
-            self._line_s = time.monotonic()
-            at = self.tasks[task]
-            line = f"{self._name}: {at.completed:g} of {at.total:g} steps, {words}"
-            self.console.print(line, soft_wrap=True, highlight=False)
+    Nothing is drawn between two steps, by a thread that would take their time.
+    """
+    tqdm.tqdm.monitor_interval = 0
+    interval = 0.1 if sys.stderr.isatty() else INTERVAL_S
+    how = {"mininterval": interval, "miniters": 1}
+    return tqdm.tqdm(desc=name, total=recipe.steps, initial=first, **how)
 
 
 def num_steps(folder: pathlib.Path) -> int:

@@ -1,8 +1,6 @@
 """The table of `constrained.py`: processors x shapes x temperatures, on the embedded
 pair, and a fault that it finds."""
 
-import itertools
-
 import jax.numpy as jnp
 import pytest
 
@@ -37,20 +35,16 @@ def compared(lm, name, shape, temperature, **more):
     )
 
 
-RUN = ("penalties", "chain", 0.7)
-"""The others are slow: `engine/test_processing.py` has the shapes."""
-
-CELLS = [
-    pytest.param(*cell, marks=() if cell == RUN else pytest.mark.slow)
-    for cell in itertools.product(
-        NAMES, constrained.shapes(ARGS), constrained.TEMPERATURES
-    )
-]
-
-
-@pytest.mark.parametrize(("name", "shape", "temperature"), CELLS)
-def test_rounds_are_decoding(lm, name, shape, temperature):
-    row = compared(lm, name, shape, temperature)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("penalties", "chain"),
+        *(pytest.param(name, "tree", marks=pytest.mark.slow) for name in NAMES),
+    ],
+)
+def test_rounds_are_decoding(lm, name, shape):
+    """In batches, and greedily: `engine/test_processing.py`."""
+    row = compared(lm, name, shape, 0.7)
     assert table_rows.is_equal(row) and row["tokens_compared"] == 12 * row["prompts"]
 
 

@@ -28,7 +28,7 @@ def raising(error: BaseException):
 
 def run(work, **given) -> int:
     args, kept = argparse.Namespace(**given), lambda args: "rows are kept"
-    return cli.run("x.py", lambda: args, work, kept=kept, uses_jax=False)
+    return cli.script("x.py", lambda argv: args, work, kept=kept, uses_jax=False)()
 
 
 def jax_out_of_memory(args):
@@ -243,5 +243,5 @@ def test_a_speed_up_above_the_tokens_per_step_means_nothing():
 
 def test_rates_are_above_zero():
     for text in ("0", "-1", "nan", "inf"):
-        with pytest.raises(argparse.ArgumentTypeError, match="finite number above 0"):
-            cli.rate(text)
+        with pytest.raises(ValueError, match="finite number above 0"):
+            cli.KINDS["RATE"](text)

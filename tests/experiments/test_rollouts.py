@@ -12,7 +12,7 @@ import tiny_pair
 
 from experiments.heads import own_prompts, rollouts
 from experiments.lib import terminal
-from spec_jax.model import params as params_lib, sequence, tokenizer as tokenizer_lib
+from spec_jax.model import params as params_lib, tokenizer as tokenizer_lib
 
 
 LENGTH, PREFIX, COUNT = 12, 5, 6
@@ -76,25 +76,6 @@ def test_a_killed_run_goes_on_with_the_texts_that_are_missing(
     changed = [key, [(token + 1) % CONFIG.vocab_size for token in tokens]]
     kept.write_text(json.dumps(changed) + "\n")
     assert changed[1] in rollouts.write(one, tmp_path)
-
-
-def test_greedy_texts_are_the_targets_choices(tmp_path):
-    """Against whole sequences, where the first choice leads by more than rounding."""
-    one = writer(seeds=[-1] * COUNT)
-    texts = rollouts.write(one, tmp_path)
-    tokens, mask = rollouts.padded(one, texts)
-    np.testing.assert_array_equal(mask.sum(axis=1), LENGTH - PREFIX)
-    logits_of = jax.jit(sequence.logits, static_argnums=1)
-    logits = np.asarray(logits_of(one.params, CONFIG, jax.numpy.asarray(tokens)))
-    logits = logits[:, PREFIX - 1 : -1]
-    second, first = np.sort(logits, axis=-1)[..., -2:].transpose(2, 0, 1)
-    is_clear = first - second > 1e-3
-    assert is_clear.mean() > 0.9
-    chosen = logits.argmax(axis=-1)
-    np.testing.assert_array_equal(chosen[is_clear], tokens[:, PREFIX:][is_clear])
-    # Negative control: drawn texts are others.
-    drawn = rollouts.write(writer(seeds=[5] * COUNT), tmp_path)
-    assert drawn != texts
 
 
 def test_texts_end_at_the_stop_token_which_is_kept(tmp_path):
@@ -164,12 +145,12 @@ def test_the_bare_turn_ends_where_the_user_begins(tmp_path):
     ],
 )
 def test_prompts_are_kept_if_they_are_none_before(text, why):
-    kept = own_prompts.Kept(["Why do cats purr so loudly when they sleep?"])
-    for before in ("How do birds find their way home in winter?", "How do fish sleep?"):
-        if before != text:
-            assert kept.add(before)
-    assert kept.add(text) == (why is None)
-    assert dict(kept.dropped) == ({} if why is None else {why: 1})
+    others = "How do birds find their way home in winter?", "How do fish sleep?"
+    before = [other for other in others if other != text]
+    avoided = ["Why do cats purr so loudly when they sleep?"]
+    kept, dropped = own_prompts.distinct([*before, text], avoided)
+    assert kept == [*before, *([] if why else [text])]
+    assert dropped == ({} if why is None else {why: 1})
 
 
 def test_what_is_chosen_ends_and_is_none_of_an_evaluation(tmp_path):
@@ -180,9 +161,10 @@ def test_what_is_chosen_ends_and_is_none_of_an_evaluation(tmp_path):
     ids = [[*words.encode(text), stop] for text in texts]
     avoided = tmp_path / "evaluation.jsonl"
     avoided.write_text(json.dumps({"prompt": texts[1]}) + "\n", encoding="utf-8")
-    kept = own_prompts.choose(words, [*ids, ids[0][:-1]], [str(avoided)])
-    assert kept.texts == texts[:1]
-    assert dict(kept.dropped) == {"like another": 1, "does not end": 1}
+    written = [*ids, ids[0][:-1]]
+    kept, dropped = own_prompts.choose(words, written, [str(avoided)])
+    assert kept == texts[:1]
+    assert dropped == {"like another": 1, "does not end": 1}
     own_prompts.save(kept, tmp_path / "prompts.jsonl")
     (row,) = (tmp_path / "prompts.jsonl").read_text().splitlines()
     assert json.loads(row) == {"prompt": texts[0]}

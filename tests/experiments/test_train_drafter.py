@@ -13,7 +13,7 @@ from slow_cases import slow
 
 import spec_jax as sj
 from experiments import train_drafter
-from experiments.heads import export as head_export, jobs
+from experiments.heads import jobs
 from spec_jax import testing
 from spec_jax.model import (
     block_files,
@@ -311,10 +311,10 @@ def test_flags_that_are_not_those_of_the_training(target, tmp_path):
     (tmp_path / "checkpoints" / "2").mkdir(parents=True)
     longer = ["--steps", "9"]
     for more in ([], longer):
-        head_export.keep_flags(args_of(target, tmp_path, *more))
+        jobs.keep_flags(args_of(target, tmp_path, *more))
     for stage, check in (
-        ("train", head_export.keep_flags),
-        ("export", head_export.as_trained),
+        ("train", jobs.keep_flags),
+        ("export", jobs.as_trained),
     ):
         more = [*longer, "--batch", "2"]
         args = args_of(target, tmp_path, *more, stage=stage)

@@ -95,33 +95,20 @@ def test_every_window_comes_once_an_epoch():
         batches.of_step(windows, size=7, step=0, seed=0)
 
 
-class _OfColumns:
-    """Sequences that are their own numbers."""
-
-    def __init__(self, columns):
-        self.columns = np.asarray(columns)
-
-    def __len__(self):
-        return len(self.columns)
-
-    def __getitem__(self, rows):
-        return np.asarray(rows)
-
-
 COLUMNS = np.random.default_rng(0).permutation(
     np.repeat([128, 256, 640, 384], [63, 33, 32, 4])
 )
 
 
 @pytest.mark.parametrize(
-    ("draw", "counts"),
-    [(None, {128: 20, 256: 10, 384: 4, 640: 4}), (lambda batch, rows, step: batch, {})],
+    ("is_counted", "counts"),
+    [(False, {128: 20, 256: 10, 384: 4, 640: 4}), (True, {})],
 )
-def test_batches_hold_about_as_much(draw, counts):
+def test_batches_hold_about_as_much(is_counted, counts):
     """Fails if one mixes lengths, has more than its longest, or a text comes twice; or
     if long ones come one after the other."""
     step = functools.partial(
-        batches.of_step, _OfColumns(COLUMNS), size=4, seed=0, unit=2, draw=draw
+        batches.rows_of_step, COLUMNS, size=4, seed=0, unit=2, is_counted=is_counted
     )
     per_epoch = sum(
         np.count_nonzero(COLUMNS == width) // counts.get(width, 4)
