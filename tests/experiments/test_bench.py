@@ -82,8 +82,8 @@ def test_medians_and_ratios():
 @pytest.mark.parametrize("num_bytes", [0, 2**20, 2**31, 2**31 + 4, 15_137_843_200])
 def test_a_read_reads_what_it_says(num_bytes, monkeypatch):
     """Fails if a read of 8B's 15 GB holds as many beside them, or reads fewer."""
-    shapes = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.uint32)
-    monkeypatch.setattr(bench.noise, "words", shapes)
+    shapes = lambda key, shape: jax.ShapeDtypeStruct(shape, jnp.uint32)
+    monkeypatch.setattr(jax.random, "bits", shapes)
     array, pieces = bench.pieces_of(num_bytes)
     assert 4 * array.size <= bench.MOST_READ_BYTES
     assert 0 <= max(num_bytes, 256) - 4 * array.size * pieces < 256 * pieces
