@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -73,7 +74,7 @@ class Store:
 
 
 def _write_whole(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file, which is never half a file."""
-    partial = path.with_name(f"{path.name}.partial")
+    """Writes a file, which is never half a file, beside others that write the same."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_bytes(data)
     partial.replace(path)

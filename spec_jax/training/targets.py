@@ -148,6 +148,10 @@ class Online:
         made = _one(self.params, tokens[None], self.config, self.taps)
         return np.asarray(made)[:length]
 
+    def is_told(self, row: int) -> bool:
+        """Returns whether a text says by itself what is asked of its rows' choices."""
+        return bool(self.texts.is_greedy[row]) and not self.normalizers
+
     def choices_of(
         self, row: int, final: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
@@ -159,7 +163,7 @@ class Online:
         Args:
           final: the text's final hidden states `[T, D]`.
         """
-        if self.texts.is_greedy[row] and not self.normalizers:
+        if self.is_told(row):
             return self.texts.tokens[row, 1 : len(final) + 1], None
         padded = np.pad(final, ((0, -len(final) % BUCKET), (0, 0)))
         best, total = jax.device_get(_choices(weights.matrix(self.params.head), padded))
@@ -425,11 +429,12 @@ class Cached:
         self, row: int, final: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns what `Online.choices_of` does."""
+        if self.online.is_told(row):  # Whatever another drafter's training has kept.
+            return self.online.choices_of(row, final)
         text = self.online.texts.read(row)
         if text not in self._choices:
             best, normalizer = self.online.choices_of(row, final)
-            if normalizer is None:
-                return best, None
+            assert normalizer is not None  # The text does not say them.
             found = np.empty((len(text), 1), _CHOICES)
             found["best"], found["normalizer"] = best[:, None], normalizer[:, None]
             self._choices.add(text, found)

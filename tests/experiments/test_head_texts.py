@@ -91,6 +91,17 @@ def test_choices_are_computed_once(target, work, tmp_path):
             testing.assert_same_bits(cached[name], array, what=name)
     with pytest.raises(AttributeError):  # Control: a text that was not asked for.
         targets.Cached(store, blind)[np.array([1])]
+    # A greedy text says its own choices, whatever is kept of it.
+    kept = targets.Cached(store, online)
+    told = dataclasses.replace(online, normalizers=False)
+    one = rows[online.texts.is_greedy[rows]][:1]
+    text = online.texts.read(int(one[0]))
+    planted = np.array(kept._choices[text])
+    planted["best"] += 1
+    kept._choices.add(text, planted)
+    expected = told[one]["best"]
+    testing.assert_same_bits(targets.Cached(store, told)[one]["best"], expected)
+    assert (kept[one]["best"] != expected).any()  # Control: what is kept is read.
 
 
 def test_rollouts_record_what_decoding_computes(target, work, tmp_path):
