@@ -34,7 +34,7 @@ from spec_jax.training import batches, loop
 
 _BLOCK = "--dialect speculators --block 4 --layers 1"
 HEADS: Mapping[str, str] = {
-    "eagle3": "--family eagle3 --mlp 384 --ttt-steps 4",
+    "eagle3": "--family eagle3 --mlp 384 --ttt-steps 4 --first-alone 300",
     "peagle": "--family peagle --mlp 384 --ttt-steps 4 --layers 1",
     "dflash": f"--family dflash {_BLOCK} --mlp 1984",
     "dflash2": f"--family dflash2 {_BLOCK} --mlp 1024 --rank 32",
