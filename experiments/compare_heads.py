@@ -1,4 +1,4 @@
-"""Which head drafts best? Trains heads of one size on the same texts, and compares.
+"""How well do heads draft? Trains heads of one size on the same texts, and compares.
 
 The texts are those of one `train_drafter.py --stage rollouts --targets cache`, in
 `--texts`, with the features of `--taps`. Every head sees at least `--tokens` tokens of
@@ -6,7 +6,7 @@ them, reads the same hidden states, drafts from the same tokens and has about as
 weights as the others. It is trained and exported in `--work`/NAME, as
 `train_drafter.py` does both, and run by `sweep.py`: in chains, in trees of `--tree`,
 and after prompts of `--context` tokens. The same command goes on where it was
-interrupted. What stands after `--` are flags of `train_drafter.py`, for all heads:
+interrupted. Words after `--` are flags of `train_drafter.py`, for all heads:
 
     compare_heads.py --target smollm2 --texts drafter --out rows.jsonl -- --batch 8
 
@@ -45,7 +45,7 @@ HEADS: Mapping[str, str] = {
     "dspark-gated": f"--family dspark --head gated {_BLOCK} --mlp 1024 --rank 32",
     "dspark-rnn": f"--family dspark --head rnn {_BLOCK} --mlp 1024 --rank 32",
 }
-"""The flags of `train_drafter.py` by which a head is another."""
+"""The flags of `train_drafter.py` that make each head."""
 
 GAMMA = 4
 """Tokens that every head drafts in a chain."""
@@ -91,7 +91,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def training_of(
     args: argparse.Namespace, head: str, stage: str, *more: str
 ) -> argparse.Namespace:
-    """Returns the flags of a stage of `train_drafter.py`, of a head."""
+    """Returns the flags of a stage of `train_drafter.py` for a head."""
     work = args.work / head
     told = _words(
         stage=stage,
@@ -114,10 +114,10 @@ def _words(**flags: Any) -> list[str]:
 
 
 def steps_for(args: argparse.Namespace, tokens: int) -> int:
-    """Returns how many steps of a training see so many tokens.
+    """Returns the fewest training steps that see at least `tokens` tokens.
 
     Args:
-      args: of `train_drafter.py`.
+      args: flags of `train_drafter.py`.
     """
     texts = jobs.texts_of(args)
     count = len(texts) - jobs.num_held_out(args, texts)
@@ -136,7 +136,7 @@ def steps_for(args: argparse.Namespace, tokens: int) -> int:
 
 
 def train(args: argparse.Namespace, head: str) -> dict[str, Any]:
-    """Trains and exports a head, or goes on; returns what it saw and measured."""
+    """Trains a head, or resumes that, and exports it; returns its row of results."""
     trained = training_of(args, head, "train")
     steps = str(steps_for(trained, args.tokens))
     trained = training_of(args, head, "train", "--steps", steps)
@@ -157,7 +157,7 @@ def train(args: argparse.Namespace, head: str) -> dict[str, Any]:
 def evaluate(args: argparse.Namespace, head: str) -> tuple[int, list[dict[str, Any]]]:
     """Runs a head on the prompts; returns the exit status and the rows of `sweep.py`.
 
-    The longer prompts are drafted for in chains alone.
+    It drafts chains alone after prompts of `--context` tokens.
     """
     trained = training_of(args, head, "export")
     told = _words(
@@ -185,14 +185,14 @@ COLUMNS = {
     "held-out loss": ("held_out_loss", ".3f"),
     "accepted length there": ("held_out_accepted_length", ".3f"),
 }
-"""Of the table, for `tables.print_rows`."""
+"""The columns of the table, for `tables.print_rows`."""
 
 
 def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
-    """Trains what is not trained, runs what was not run; returns the exit status."""
-    for head in args.heads:  # Before the first of them is trained for hours.
+    """Trains and evaluates all heads, or what is left; returns the exit status."""
+    for head in args.heads:  # Checks all flags before hours of training.
         told = training_of(args, head, "train")
         families.check_flags(told)
         families.plan(told, families.target_config(told))

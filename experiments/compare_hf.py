@@ -40,7 +40,7 @@ from spec_jax.model import hub
 IDENTICAL, NOT_IDENTICAL = 0, 2
 
 EXACT_DTYPE = "float32"
-"""In bfloat16 two libraries that are both right round to different tokens."""
+"""The dtype with equal tokens: in bfloat16 two correct libraries round differently."""
 
 THEIRS = "transformers"
 THEIR_PLAIN = compare.Run(side=THEIRS, method=hf.PLAIN)
@@ -80,15 +80,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sides:
-    """The same weights on both sides, and what both are asked for."""
+    """The same weights on both sides, and the settings of both."""
 
     lm: loading.LanguageModel  # `drafter` is None where there is no draft model
     hf: hf.Baseline
     settings: runs_lib.Settings
 
     def ways(self, gammas: Sequence[int]) -> list[compare.Run]:
-        """Every run that the sides have models for, in the order in which it is
-        shown."""
+        """Returns each run that the sides have models for, in the table's order."""
         methods = [hf.DRAFT_MODEL] * bool(self.lm.drafter) + [hf.PROMPT_LOOKUP]
         drafted = [(method, gamma) for method in methods for gamma in gammas]
         return [
@@ -98,7 +97,7 @@ class Sides:
         ]
 
     def generate(self, run: compare.Run, prompt: list[int]) -> compare.Generated:
-        """One run of a prompt."""
+        """Generates once from a prompt, in the way that `run` names."""
         lm, settings = self.lm, self.settings
         if run.side == THEIRS:
             how = {"method": run.method, "gamma": run.gamma}
@@ -108,7 +107,7 @@ class Sides:
             seconds = time.perf_counter() - started
             return compare.Generated(count=len(tokens), ids=tokens, decode_s=seconds)
         if run.method == hf.PROMPT_LOOKUP:
-            # Its drafts are Hugging Face's, draft for draft.
+            # This drafter makes the same drafts as Hugging Face's prompt lookup.
             sizes = {"gamma_max": settings.gamma, "n_max": hf.MATCHED_NGRAM}
             drafter = ngram.hugging_face(**sizes, stop_ids=settings.stop_ids)
             lm = lm.with_drafter(drafter)
@@ -116,10 +115,10 @@ class Sides:
 
 
 def load(args: argparse.Namespace) -> tuple[Sides, prompts_lib.Prepared]:
-    """Both sides, on the same kind of device, and the prompts of every class.
+    """Returns both sides, on one kind of device, and the prompts of every class.
 
-    Ours has no drafter where a target is named alone; one slab for every K, because
-    gamma is data.
+    Our side has no drafter if a target is named without a draft. All values of K share
+    one slab, because gamma is data.
     """
     cli.require("oracle")
     is_alone = args.target is not None and args.draft is None
@@ -146,7 +145,7 @@ def load(args: argparse.Namespace) -> tuple[Sides, prompts_lib.Prepared]:
     how = {"dtype": args.dtype, "backend": jax.default_backend()}
     with tempfile.TemporaryDirectory() as name:
         target = hub.locate(args.target or loading.EMBEDDED_TARGET)
-        if not target.is_dir():  # A file, which they do not read.
+        if not target.is_dir():  # `hf.load` reads folders, no files.
             target = pathlib.Path(name)
             lm.save(target)
         baseline = hf.load(target, draft, **how)
@@ -154,7 +153,7 @@ def load(args: argparse.Namespace) -> tuple[Sides, prompts_lib.Prepared]:
 
 
 def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
-    """The JSON row of a prompt."""
+    """Returns the JSON row of a prompt."""
     return {
         "kind": "prompt",
         "length": done.prompt.category,
@@ -176,11 +175,11 @@ def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
 
 
 def row_of(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, Any]:
-    """The row of a run, over the prompts of a class of lengths.
+    """Returns the row of a run, over the prompts of a class of lengths.
 
-    `tok_s` is tokens over seconds of all prompts of a repeat: the median over the
-    repeats, with percentiles. `vs_hf` is how many times faster than Hugging Face's
-    greedy decoding in the same turn, per token; `vs_plain` than that of the same side.
+    `tok_s` is the tokens per second of all prompts of a repeat: the median over the
+    repeats, with percentiles. `vs_hf` is how many times faster a token is than in
+    Hugging Face's greedy decoding in the same turn; `vs_plain`, than in its side's own.
     """
     own, ratios = compare.per_token(prompts, run), {}
     for name, side in (("vs_plain", run.side), ("vs_hf", THEIRS)):
@@ -198,7 +197,7 @@ def row_of(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str,
         **dataclasses.asdict(run),
         **bench.spread_fields("tok_s", [1 / seconds for seconds in own]),
         **ratios,
-        # None where nothing was drafted, and of theirs, which are not counted.
+        # None for runs without drafts, and for theirs, whose drafts are not counted.
         **{name: counters and getattr(counters, name) for name in names},
         "acceptance_rate": rate,
         "repetition": summaries.mean_repetition([p.every[run][0].ids for p in prompts]),
@@ -233,7 +232,7 @@ NOTE = (
 def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
-    """Loads, measures, writes, prints; returns the exit status."""
+    """Loads models, measures, writes and prints rows; returns the exit status."""
     started = time.perf_counter()
     sides, prepared = load(args)
     out.common = {

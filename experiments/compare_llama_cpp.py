@@ -40,19 +40,18 @@ MATCHED, NOT_MATCHED = 0, 2
 PLAIN, THEIRS = compare.PLAIN, "llama.cpp"
 BOTH = ("ours", "theirs")
 CONTEXT = 32
-"""The context of our steps: the middle of those that `TOKENS` steps after nothing
-have."""
+"""The context of our steps: the mean of `TOKENS` steps from an empty cache."""
 TOKENS = 64
 ROWS, PREFILLS = (5, 8), (64, 512)
 BENCH_REPEATS = 3
-"""Repetitions of each test in one turn of llama-bench, which starts a process."""
+"""Repetitions of each test in one turn of llama-bench, which is one process."""
 
 TESTS = {
     "plain step": (steps.PLAIN, f"tg{TOKENS}"),
     **{f"{n} rows": (f"{n} active rows", f"pp{n}") for n in ROWS},
     **{f"prompt of {n}": (f"prefill of {n}", f"pp{n}") for n in PREFILLS},
 }
-"""Our name of a step, and llama-bench's, by what the table calls it."""
+"""Our name of a step, and llama-bench's, by its name in the table."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -93,7 +92,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sides:
-    """The same models on both sides, and what both are asked for."""
+    """The same models on both sides, and the settings of both."""
 
     args: argparse.Namespace
     lms: models.Drafters  # by a name of `llama_cpp.SPEC_TYPES`
@@ -102,12 +101,12 @@ class Sides:
 
     @property
     def others(self) -> dict[str, pathlib.Path]:
-        """Files of the target quantised otherwise, by their names."""
+        """Files of the target in other quantisations, by their names."""
         return {path.stem: path for path in self.args.gguf[1:]}
 
     def ways(self) -> list[compare.Run]:
-        """Plain on either side, speculative by each drafter and gamma, and llama.cpp's
-        of its other files."""
+        """Returns all runs: plain on both sides, speculative by each drafter and gamma,
+        and llama.cpp's plain ones of its other files."""
         drafted = [(name, gamma) for name in self.lms for gamma in self.args.gamma]
         both = [
             compare.Run(side=side, method=method, gamma=gamma)
@@ -117,10 +116,11 @@ class Sides:
         return both + [compare.Run(side=THEIRS, method=name) for name in self.others]
 
     def generate(self, run: compare.Run, prompt: list[int]) -> compare.Generated:
-        """One run of a prompt.
+        """Generates once from a prompt, in the way that `run` names.
 
         Raises:
-          ValueError: of llama.cpp, or it has other tokens of the prompt.
+          FloatingPointError: our logits are not finite.
+          ValueError: llama.cpp fails, or finds another number of tokens in the prompt.
         """
         settings, (first, *_) = self.settings, self.lms.values()
         lm = self.lms.get(run.method, first)
@@ -149,10 +149,10 @@ class Sides:
 def convert(
     args: argparse.Namespace, lm: loading.LanguageModel, folder: pathlib.Path
 ) -> dict[str, pathlib.Path]:
-    """Each head as a file of llama.cpp's, by its own converter."""
+    """Writes heads as GGUF by llama.cpp's converter; returns the files by drafter."""
     heads = [name for name in args.drafter if name not in registry.NEED_NOTHING]
     made = {name: folder / f"{name}.gguf" for name in heads}
-    if heads:  # The converter reads folders.
+    if heads:  # The converter reads the target from a folder.
         lm.save(folder / "target")
     for name, path in made.items():
         llama_cpp.convert(
@@ -169,7 +169,7 @@ def convert(
 def measure_steps(
     args: argparse.Namespace, lm: loading.LanguageModel
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows of steps, our time and llama.cpp's in turns; and what its build says."""
+    """Times steps of both sides in turns; returns rows, and facts of the build."""
     alone = dataclasses.replace(lm, drafter=None)
     how = {"contexts": (CONTEXT,), "rows": ROWS, "prefills": PREFILLS, "steps": 20}
     (group,) = steps.all_costs(alone, **how, page_size=args.page_size)
@@ -187,7 +187,7 @@ def measure_steps(
     cases = {name: costs[cost].case for name, (cost, _) in TESTS.items()}
     cases[THEIRS] = lambda: of_theirs
     ours = bench.run(cases, repeats=args.repeats)
-    # What came first warmed up, as ours did.
+    # The first turn of theirs was a warm-up; `bench.run` leaves out that of ours.
     return [
         compared(name, "ms", ours.seconds[name], [turn[test] for turn in turns[1:]])
         for name, (_, test) in TESTS.items()
@@ -197,7 +197,7 @@ def measure_steps(
 def compared(
     name: str, unit: str, ours: Sequence[float], theirs: Sequence[float], **more: Any
 ) -> dict[str, Any]:
-    """The JSON row of one figure: both in `unit`, and how many times faster ours is.
+    """Returns a figure's row: both sides in `unit`, and how many times faster ours is.
 
     Args:
       ours, theirs: seconds of each turn.
@@ -215,7 +215,7 @@ def compared(
 
 
 def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
-    """The JSON row of a prompt."""
+    """Returns the JSON row of a prompt."""
     names, runs = ("rounds", "proposed", "accepted"), []
     for run, (first, *turns) in done.every.items():
         told = {n: first.counters and getattr(first.counters, n) for n in names}
@@ -229,17 +229,17 @@ def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
 
 
 def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
-    """Rows of plain and of speculative decoding, over all prompts of a turn.
+    """Returns rows of plain and of speculative decoding, over all prompts of a turn.
 
-    Decoding is what a token costs after the prompt; end to end is everything, over the
-    tokens. The last row is of the fastest of ours that drafts, and of theirs at all.
+    A row "decode" has a token's time after the prompt; a row "end to end", all the time
+    over all tokens. The last row has our fastest speculative run and their fastest run.
     """
     made, every = [], list(prompts[0].every)
     e2e = {run: compare.per_token(prompts, run) for run in every}
     decode = {run: compare.per_token(prompts, run, whole=False) for run in every}
     same = {run: sum(p.first_difference(run) is None for p in prompts) for run in every}
     for theirs in (run for run in every if run.side == THEIRS):
-        # A file of llama.cpp's alone is compared with our plain decoding.
+        # A file that llama.cpp alone reads is compared with our plain decoding.
         ours = dataclasses.replace(theirs, side=compare.OURS)
         ours = ours if ours in every else compare.OUR_PLAIN
         kind = theirs.method
@@ -272,7 +272,7 @@ def _drafts(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str
 
 
 def _shown(row: tables.Row) -> str:
-    """How many texts are the same, and what is kept of drafts."""
+    """Returns a cell: how many texts are equal, and how many drafts a round keeps."""
     if "prompts" not in row:
         return ""
     words = "{same_ours}, {same_theirs} of {prompts}".format_map(row)
@@ -304,13 +304,13 @@ NOTE = (
 def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
-    """Loads, measures, writes, prints; returns the exit status."""
+    """Loads models, measures, writes and prints rows; returns the exit status."""
     for path in args.gguf:
         if not path.is_file():
             raise ValueError(f"--gguf {path}: no such file; llama-quantize writes one")
     llama_cpp.check(args.llama_bin)
     subjects.check_device("cpu")
-    # With the slab that a model has by default.
+    # None: the model's default slab.
     how = {"gamma_max": max(args.gamma), "slab": None}
     lms, found = models.load_drafters(args, args.drafter, **how), []
     lm, theirs = lms[args.drafter[0]], {"threads": processes.usable_cores()}

@@ -2,8 +2,8 @@
 
 Draws answers to one prompt under a schema, speculatively, and parses them. Then times
 steps of decoding, and rounds, without a processor, with the schema's mask and with
-penalties, in turn in one process. What is timed forbids nothing and takes nothing off:
-it does all of its work, and text and drafts are the same with it and without.
+penalties, in turn in one process. The timed processors forbid nothing and take nothing
+off: they do all of their work, and text and drafts are the same with and without them.
 
 --table compares, in place of that: tokens, log-probabilities, logits and K/V of rounds
 with those of decoding, as integers, under each processor, in chains, in trees and in
@@ -53,7 +53,7 @@ SCHEMA = {
     },
     "required": ["name", "trade", "likes"],
 }
-"""Bounded in every place, so that answers end."""
+"""A schema that bounds every length, so that answers end."""
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 
@@ -85,7 +85,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def is_answer(text: str) -> bool:
-    """Returns whether a text is JSON with what the schema requires."""
+    """Returns whether a text is a JSON object with the keys that `SCHEMA` requires."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -94,7 +94,7 @@ def is_answer(text: str) -> bool:
 
 
 def draw(args: argparse.Namespace, lm: sj.LanguageModel, prompt: Any) -> dict[str, Any]:
-    """Draws the answers; returns the row that counts those that parse."""
+    """Draws the answers; returns the row that says how many of them parse."""
     names = ("temperature", "top_k", "top_p", "min_p")
     given = {name: getattr(args, name) for name in names}
     seeds = range(args.seed, args.seed + args.answers)
@@ -124,7 +124,7 @@ def timed(lm: sj.LanguageModel) -> dict[str, Any]:
     mask = sj.processors.json_schema(SCHEMA, lm)
     return {
         "none": None,
-        # Every state goes on with every token, in tables of the same size.
+        # Every state allows every token; the tables keep their sizes.
         "mask": mask.replace(next=jnp.maximum(mask.next, 0)),
         "penalties": sj.processors.penalties(),
     }
@@ -133,7 +133,7 @@ def timed(lm: sj.LanguageModel) -> dict[str, Any]:
 def cases(
     args: argparse.Namespace, lm: sj.LanguageModel, ids: list[int]
 ) -> dict[tuple[str, str], bench.Case]:
-    """Returns what is timed: a step of decoding and a round, by way and processor."""
+    """Returns the timed cases, a step of decoding and a round, by way and processor."""
     both, gamma = (lm.params, lm.drafter_params), min(args.gamma, lm.gamma_max)
     ways: dict[str, tuple[Any, Any, dict[str, int]]] = {
         "decoding": (sj.autoregressive(lm.target), lm.params, {}),
@@ -146,7 +146,7 @@ def cases(
         how = asked | drafts | {"processors": processor}
         begin = functools.partial(algo.init, params, [ids], **how)
         run = functools.partial(algo.run, params)
-        # As many rounds as the text takes.
+        # The number of rounds that the text takes, from a first run.
         calls = int(run(begin()).slots.num_rounds[0]) if drafts else args.steps
         return bench.on_copies(run, begin(), calls=calls)
 
@@ -175,7 +175,7 @@ def processors(lm: sj.LanguageModel) -> dict[str, Any]:
 
 
 def shapes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Returns what `check_lossless` takes, by the shape of rounds."""
+    """Returns the arguments of `check_lossless` for each shape of rounds."""
     tree = sj.Tree.parse(f"3x{args.gamma}:{3 * args.gamma}")
     return {
         "chain": {"gamma": args.gamma, "num_slots": 1},
@@ -232,7 +232,7 @@ def table_of(
 def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
-    """Draws, parses and times; returns the exit status."""
+    """Draws, parses and times, or compares; returns the exit status."""
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     has_chat = lm.tokenizer is not None and lm.tokenizer.has_chat_template
     prompt = [{"role": "user", "content": PROMPT}] if has_chat else PROMPT
@@ -265,7 +265,7 @@ def run(
 
 
 def median_fields(found: bench.Timings, case: Any, to: Any) -> dict[str, float]:
-    """Returns where the median of the ratios is with a chance of 95 %, by their ranks.
+    """Returns the 95 % confidence interval of the median of the ratios, by ranks.
 
     Source: Conover, Practical Nonparametric Statistics, section 3.2.
     """

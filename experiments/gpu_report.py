@@ -1,4 +1,4 @@
-"""What do steps, rounds and heads do on this GPU, in eight minutes?
+"""How do steps, rounds and heads perform on this GPU, in eight minutes?
 
     (c) steps      plain steps, active rows, sampling, long contexts, prefill, trees
     (d) rounds     speculative generation at forced acceptance, against plain
@@ -43,7 +43,7 @@ COMPILED = "compiled"
 ON_EITHER_DEVICE = ("kernels", "latency")
 """Scripts that take `--device`."""
 
-# Section, seconds, name, command; the most telling first.
+# Section, seconds, name and command of each call; the most telling calls first.
 _CALLS = """
 c | 45 | steps 0.6b | {small} --steps 128 {all}
 d | 40 | rounds of 8b with 0.6b | {pair} {forced} --forced 0.39,0.6,0.8 --gammas 4,2
@@ -95,8 +95,8 @@ _WORDS = {
     "checked": "--contexts 5,300",
 }
 
-# For a model of two thousandths of the size, contexts and repeats are less, too: what
-# stands last counts.
+# The rehearsal's model has two thousandths of the size. These flags come last, and so
+# replace the contexts and repeats of a call.
 _MODELS = ("0.6b", "8b", "llama", "qwen2")
 _REHEARSED = {
     "latency": "--repeats 1 --steps 2 --contexts 16 --gen-tokens 12",
@@ -137,31 +137,31 @@ class Call:
     name: str  # unique
     script: str
     arguments: tuple[str, ...]  # `{out}` in them is the folder of the report
-    seconds: float  # that it is expected to take
+    seconds: float  # that the call is expected to take
 
     @property
     def file(self) -> str:
-        """The name of its files, without a suffix."""
+        """The name of the call's files, without a suffix."""
         return f"{self.section}-{re.sub('[^a-z0-9.]+', '-', self.name)}"
 
     @property
     def can_dry_run(self) -> bool:
-        """Whether its programs can be compiled without weights."""
+        """Whether the programs of the call can be compiled without weights."""
         return self.script == "latency"
 
     def request(
         self, out: pathlib.Path, *, device: str, prefix: str = "", dry_run: bool = False
     ) -> tuple[str, list[str], pathlib.Path]:
-        """Returns what `processes.run_here` takes; earlier files of it are removed.
+        """Returns arguments of `processes.run_here`; removes rows of an earlier run.
 
         Args:
-          prefix: of its files.
-          dry_run: only compile its programs.
+          prefix: the beginning of the names of its files.
+          dry_run: whether its programs are only compiled.
         """
         path = out / f"{prefix}{self.file}.jsonl"
         path.unlink(missing_ok=True)
         arguments = [word.replace("{out}", str(out)) for word in self.arguments]
-        # Rows say whether there were changes; a refusal would waste the machine.
+        # Rows say whether the code had changes; a refusal would waste the machine.
         arguments += ["--out", str(path), "--allow-dirty", *["--dry-run"] * dry_run]
         if self.script in ON_EITHER_DEVICE:
             arguments += ["--device", device]
@@ -169,15 +169,15 @@ class Call:
 
 
 def all_calls(*, impl: str, rehearse: bool = False) -> list[Call]:
-    """Every call of the report, in order.
+    """Returns every call of the report, in order.
 
     Args:
-      impl: of steps and rounds.
-      rehearse: the same calls of a tiny model, with few repeats.
+      impl: the kernels of steps and rounds.
+      rehearse: whether the calls are of a tiny model, with few repeats.
     """
     words = _WORDS | {"impl": impl} | dict.fromkeys(_MODELS * rehearse, "tiny")
     text = _CALLS.strip()
-    for _ in range(4):  # Words that hold words.
+    for _ in range(4):  # Words may hold words.
         text = re.sub(r"{([\w.]+)}", lambda m: words.get(m[1], m[0]), text)
     calls = []
     for line in text.splitlines():
@@ -192,7 +192,7 @@ def chosen(args: argparse.Namespace) -> list[Call]:
     """Returns the calls that are asked for, in order.
 
     Raises:
-      ValueError: there are none.
+      ValueError: `--only` matches none of them.
     """
     calls = [
         call
@@ -206,25 +206,25 @@ def chosen(args: argparse.Namespace) -> list[Call]:
 
 
 def set_up(compiled: pathlib.Path, memory_share: float) -> None:
-    """Sets the variables of a process that is going to import JAX.
+    """Sets the environment variables of a process, before it imports JAX.
 
     Args:
-      compiled: the folder of compiled programs, unless the user has one of their own.
-      memory_share: of a GPU's memory that JAX may take; a small one is not taken before
-        it is needed, and the process gives way to others.
+      compiled: the folder of compiled programs, unless the environment names another.
+      memory_share: the share of a GPU's memory that JAX may take. Below 0.5, memory is
+        taken when it is needed, and the process has a lower priority.
     """
     for name, value in {
         "JAX_COMPILATION_CACHE_DIR": str(compiled),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        # Warnings of XLA would bury the rows; errors remain.
+        # XLA's warnings would bury the rows; its errors are printed.
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }.items():
         os.environ.setdefault(name, value)
-    # A trace is to show the launches that are timed.
+    # A trace must show the launches that are timed.
     shown = "--xla_enable_command_buffers_during_profiling=true"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {shown}".strip()
-    # jaxlib refuses the older name next to the newer.
+    # jaxlib refuses the older name of this variable beside the newer one.
     os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{memory_share:.2f}"
     if memory_share < 0.5:
@@ -233,8 +233,8 @@ def set_up(compiled: pathlib.Path, memory_share: float) -> None:
 
 
 def worker_of(args: argparse.Namespace, *, is_ahead: bool) -> processes.Worker:
-    """Returns the process that runs calls; or that which compiles ahead of it, beside
-    which it has most of the memory."""
+    """Returns the process that runs calls, with most of the memory, or the one that
+    compiles ahead of it, with little."""
     share = 0.04 if is_ahead else 0.88
     output = args.out / ("ahead.txt" if is_ahead else "worker.txt")
     begin = functools.partial(set_up, args.out / COMPILED, share)
@@ -248,7 +248,7 @@ def compile_ahead(
     begun: set[str],
     over: threading.Event,
 ) -> None:
-    """Compiles for each call, those first that have not begun; until it is over."""
+    """Compiles the programs of calls, first of those not begun, until `over` is set."""
     left = [call for call in calls if call.can_dry_run]
     while left and not over.is_set():
         call = next((each for each in left if each.name not in begun), left[0])
@@ -258,17 +258,17 @@ def compile_ahead(
 
 
 def device_here() -> str:
-    """Returns "gpu", or "cpu" where there is none."""
+    """Returns "gpu", or "cpu" where no GPU is found."""
     return "cpu" if processes.nvidia_smi("name") is None else "gpu"
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """Runs the calls in turn; writes after each of them how they went."""
+    """Runs the calls in turn, each with a row in `calls.jsonl`; returns the status."""
     calls, started = chosen(args), time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = [{"kind": "versions", **processes.versions()}]
     worker, ahead = (worker_of(args, is_ahead=is_ahead) for is_ahead in (False, True))
-    # The first call would wait for what it compiles itself.
+    # The first call starts at once, and compiles its own programs.
     begun, over = {calls[0].name}, threading.Event()
     given = (args, ahead, calls, begun, over)
     compiling = threading.Thread(target=compile_ahead, args=given, daemon=True)
@@ -287,7 +287,7 @@ def run_all(args: argparse.Namespace) -> int:
                   f"{row['status']} after {row['seconds']} s, of {call.seconds:.0f} "
                   f"expected; {row['rows']} rows", flush=True)  # fmt: skip
         if args.rehearse and not args.dry_run:
-            compiling.join()  # Its rows are a part of what is rehearsed.
+            compiling.join()  # A rehearsal covers its rows, too.
     finally:
         over.set()
         worker.end()
@@ -303,7 +303,7 @@ def run_call(
     call: Call,
     left_s: float | None,
 ) -> dict[str, Any]:
-    """Runs a call in the seconds that are left, None: too few; returns its row."""
+    """Runs a call within `left_s` seconds, None: leaves it out; returns its row."""
     device = "gpu" if args.dry_run else device_here()
     request = call.request(args.out, device=device, dry_run=args.dry_run)
     if args.dry_run:
@@ -311,7 +311,7 @@ def run_call(
     elif left_s is None:
         outcome = processes.Outcome(status="left out", exit_status=None, seconds=0.0)
     else:
-        # However long a small machine takes for a rehearsal.
+        # A rehearsal may take all of the time: the machine may be slow.
         limit_s = left_s if args.rehearse else min(left_s, 3 * call.seconds)
         outcome = worker.run(*request, limit_s=limit_s)
     path = args.out / f"{call.file}.jsonl"
@@ -333,7 +333,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the report; returns the exit status.
 
     Raises:
-      ValueError: there is no GPU here.
+      ValueError: there is no GPU here, or `--out` is missing where it is needed.
     """
     own_out = args.out is not None
     args.out = (args.out or RESULTS).resolve()
@@ -361,7 +361,7 @@ main = cli.script(
     parse_args,
     run,
     kept=lambda args: f"rows are in {args.out}" if args.out else "",
-    uses_jax=False,  # Each call does, in a process of its own.
+    uses_jax=False,  # Each call uses it, in another process.
 )
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check(model: row_model.RowModel, params: Any, context: int) -> list[dict[str, Any]]:
-    """Returns the hash of the rows alone, then a row for each way to read them."""
+    """Returns a row with the hash of rows read alone, then one for each way to read."""
     rows: list[dict[str, Any]] = []
     name = f"model after {context} tokens"
     for clause, alone, found in target_kit.compared(model, params, prompt=context):
@@ -86,7 +86,7 @@ def control(impl: str) -> list[dict[str, Any]]:
 def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
-    """Reads after each context; writes and prints each row when it is known."""
+    """Checks each context, writes and prints the rows; returns the exit status."""
     platform = subjects.check_device(args.device)
     impl = dispatch.resolve(args.impl)
     config = subjects.read_config(args.shapes, dtype=args.dtype)

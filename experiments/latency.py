@@ -1,4 +1,4 @@
-"""What does a step cost: of decoding, of a window, of the draft, of a round?
+"""How long does a step take: of decoding, of a window, of the draft, of a round?
 
 Steps are timed inside compiled calls, in turns, in one process, on the same weights;
 with --forced whole generations too, at an acceptance that is stated. (compare_hf.py
@@ -124,7 +124,7 @@ def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
 
 
 def load(args: argparse.Namespace) -> loading.LanguageModel:
-    """Loads the models; for a GPU that need not be here with `--dry-run`."""
+    """Loads the models; `--dry-run` can be for a GPU that this machine lacks."""
     device = "auto" if args.dry_run else args.device
     is_gpu = subjects.check_device(device) == "gpu" or args.device == "gpu"
     if args.dry_run and is_gpu and args.impl == "auto":
@@ -136,12 +136,12 @@ def load(args: argparse.Namespace) -> loading.LanguageModel:
 def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
-    """Loads, measures, writes each row when it is known, and prints the tables."""
+    """Loads and measures, writes and prints each row; returns the exit status."""
     lm = load(args)
-    if args.head:  # It says itself how many tokens it drafts.
+    if args.head:  # The head decides how many tokens it drafts.
         args.gamma = lm.gamma_max
         args.gammas = (args.gamma,)
-    # What cannot be run is found before anything has been.
+    # Raises for steps that cannot be run, before any of them is.
     groups = [] if args.no_steps else costs_of(args, lm)
     out.common = {
         **models_lib.describe(args, lm),
@@ -155,7 +155,7 @@ def run(
         compile_all(args, lm, groups, shown)
         return FAILED if shown.failed else MEASURED
     for group in groups:
-        # Flags that do not fit the kernels are found when they are traced.
+        # Tracing raises `ValueError` for flags that do not fit the kernels.
         measure = lambda g=group: measure_steps(args, lm, g)
         shown.add(group[0].name, measure, raises=(ValueError,))
     traced = (steps.PLAIN, f"round, gamma {args.gamma}")
@@ -183,7 +183,7 @@ def costs_of(
         steps=args.steps,
         rows=args.rows or (() if args.head else None),
         prefills=args.prefill,
-        gammas=() if args.head else None,  # Rounds of a head are forced.
+        gammas=() if args.head else None,  # A head's rounds are forced.
         sampling=flags.sampling_settings(args),
         as_shapes=args.dry_run,
     )
@@ -195,7 +195,7 @@ def compile_all(
     groups: Sequence[Sequence[steps.Cost]],
     shown: tables.Report,
 ) -> None:
-    """Traces and lowers every program once, and compiles it where that can be."""
+    """Traces and lowers every program once, and compiles it where that is possible."""
     works = [cost.work for group in groups for cost in group if cost.work]
     if args.forced:
         runs = forced_runs(args, lm)
@@ -212,15 +212,15 @@ def measure_steps(
     lm: loading.LanguageModel,
     group: Sequence[steps.Cost],
 ) -> list[dict[str, Any]]:
-    """Times costs in turns; of the first group, with plain reads, adds a summary.
+    """Times costs in turns; for the first group, which has reads, adds a summary.
 
-    Backwards: reading a lot of memory empties the caches, and the steps that follow
-    should not be the plain ones, which all others are compared with.
+    The order is reversed: reading a lot of memory empties the caches, and the steps
+    after it should not be the plain ones, with which all others are compared.
     """
     cases = {cost.name: cost.case for cost in reversed(group)}
     timings = bench.run(cases, repeats=args.repeats)
     rows, is_first = steps.rows(group, timings), steps.READ in timings.seconds
-    if not is_first:  # The plain step is there to be compared with.
+    if not is_first:  # The first row is the plain step, which others are compared with.
         return rows[1:]
     return [*rows, steps.bandwidth(lm.params, timings.seconds)]
 
@@ -228,7 +228,7 @@ def measure_steps(
 def forced_runs(
     args: argparse.Namespace, lm: loading.LanguageModel
 ) -> forced_rounds.Runs:
-    """Returns generations after the first context."""
+    """Returns generations at forced acceptance, after the first context."""
     sizes = {"generated": args.gen_tokens, "page_size": args.page_size}
     return forced_rounds.make_runs(
         lm, start=args.contexts[0], as_shapes=args.dry_run, **sizes
@@ -265,7 +265,7 @@ COLUMNS = {
     },
     "trace": {"event": "", "calls": ",d", "own_us": ",.1f", "share": ".3f"},
 }
-"""Of the table of each kind of rows."""
+"""Columns of the table of each kind of rows."""
 
 
 main = records.script("latency.py", parse_args, run)

@@ -1,4 +1,4 @@
-"""Which operation is the first to differ between decoding and another way to verify?
+"""In which operation do decoding and another way to verify differ first?
 
 Decodes prompts, and verifies the text again, window by window, by a path: the rows of
 the engine, or a superseded design. A path that is not batch-invariant chooses other
@@ -78,7 +78,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-    """A prompt that was decoded: the tokens, and the K/V of all but the last."""
+    """A decoded prompt: all of its tokens, and the K/V of all but the last."""
 
     name: str
     num_prompt: int
@@ -86,8 +86,8 @@ class Text:
     kv: cache.PagedKV
 
     def windows(self, width: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Returns whole windows, each with the position at which it begins: they follow
-        each other from the prompt's last token on."""
+        """Returns windows of `width` tokens, each with the position of its first: they
+        follow each other from the prompt's last token on."""
         starts = range(self.num_prompt - 1, len(self.tokens) - width, width)
         return [(start, tuple(self.tokens[start : start + width])) for start in starts]
 
@@ -98,7 +98,7 @@ def decode(
     params: params_lib.Params,
     words: tokenizer_lib.Tokenizer,
 ) -> list[Text]:
-    """Decodes every prompt, greedily, past stop tokens."""
+    """Decodes every prompt greedily, and does not end at stop tokens."""
     named = prompt_files.parse(args.prompts)
     lm = loading.LanguageModel(
         **{"target": model, "params": params, "tokenizer": words},
@@ -131,7 +131,7 @@ def differing(
 
 
 def look(args: argparse.Namespace) -> Row:
-    """Runs both paths, and returns what is seen as a row, without its provenance."""
+    """Runs both paths, and returns the row of what differs, without its provenance."""
     folder, width = args.target or loading.EMBEDDED_TARGET, args.gamma + 1
     config, loaded = load.load(folder, dtype=args.dtype)
     impl = dispatch.resolve(args.impl)
@@ -205,7 +205,7 @@ def print_row(row: Row, console: terminal.Console) -> None:
 def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
-    """Runs everything and shows it; returns the exit status."""
+    """Runs both paths, writes and prints the row; returns the exit status."""
     row = look(args) | records.provenance()
     out.write(row)
     print_row(row, console)

@@ -50,8 +50,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def of_form(args: argparse.Namespace, text: str, form: str | None) -> dict:
-    """Returns the scores of the text's windows: the row, with the `log_probs` of all
-    tokens, and those that are `chosen`."""
+    """Returns the row of the text's windows, with the `log_probs` of all scored tokens,
+    and the most likely token in the place of each, `chosen`."""
     lm = loading.load(
         args.target, drafter="ngram", dtype=args.dtype, weights=form, impl=args.impl
     )
@@ -83,7 +83,7 @@ def of_form(args: argparse.Namespace, text: str, form: str | None) -> dict:
 
 
 def rows(args: argparse.Namespace, text: str) -> Iterator[dict]:
-    """Yields the row of each form, compared with the first; then llama.cpp's."""
+    """Yields the row of each form, compared with the first; then those of llama.cpp."""
     dense = None
     for form in FORMS:
         row = of_form(args, text, form)
@@ -91,7 +91,7 @@ def rows(args: argparse.Namespace, text: str) -> Iterator[dict]:
         dense = dense or own
         less = dense[0] - own[0]
         row["ratio"] = float(np.exp(less.mean()))
-        # A standard error, as if tokens were independent.
+        # The standard error that independent tokens would have.
         row["ratio_error"] = float(less.std() / np.sqrt(less.size))
         row["same_choice"] = float(np.mean(dense[1] == own[1]))
         yield row

@@ -1,4 +1,4 @@
-"""Which drafter and which gamma pay here, as predicted, and is that so?
+"""How much does each drafter and gamma pay here, as predicted and as measured?
 
 Measures what rounds of each gamma cost on this machine, as the default policy does, and
 how often drafts are kept, predicts the speed-up of every drafter and gamma from that,
@@ -63,7 +63,7 @@ def load(args: argparse.Namespace) -> list[Pair]:
     """Returns the pairs of target and drafter: those of chains, then those of trees.
 
     Raises:
-      ValueError: trees for drafters of chains alone.
+      ValueError: `--tree` with drafters of chains alone.
     """
     lms = models.load_drafters(args, args.drafter, gamma_max=max(args.gamma))
     has_trees = [
@@ -83,23 +83,23 @@ def load(args: argparse.Namespace) -> list[Pair]:
 def expect(
     counters: metrics.Counters, costs: costs_lib.RoundCosts, drafts: Iterable[int]
 ) -> list[dict[str, Any]]:
-    """Returns what the first so many drafts of a chain bring, or best nodes of a tree.
+    """Returns a prediction for each number of first drafts, or of best nodes of a tree.
 
-    A path that leaves the best `n` does not come back to them, so that rounds of `n`
-    keep what rounds of all keep among these.
+    A path that leaves the `n` best nodes does not come back to them: a round of `n`
+    nodes keeps what a round of all nodes keeps among these.
 
     Args:
       counters: of rounds that asked for all drafts.
 
     Returns:
-      Fields of rows: the drafts, rows and tokens of a round; `plain_steps`, the tokens
-      that it must commit to be as fast as decoding; and the speed-up.
+      Fields of rows: drafts, rows and tokens of a round; `plain_steps`, the tokens that
+      it must commit to be as fast as decoding; and the speed-up.
     """
     share = counters.proposed / counters.rounds / costs.gamma_max
     round_s, made = costs.rising_s(), []
     for n in drafts:
         tokens = 1 + sum(counters.kept_by_rank[:n]) / counters.rounds
-        # Lookups often find nothing: there are fewer rows than are asked for.
+        # Lookups often find nothing: a round has fewer rows than it asks for.
         steps = np.interp(share * n, np.arange(len(round_s)), round_s) / round_s[0]
         made.append(
             {
@@ -119,13 +119,13 @@ def recommend(
     costs: costs_lib.RoundCosts,
     rows: Iterable[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Returns the row that says whether a drafter can win, and what is in its way.
+    """Returns the row that says whether a drafter can be faster than decoding, and why.
 
-    `acceptance` is the chance that a first draft is kept, and `break_even` what a round
-    with one draft adds, in plain steps.
+    `acceptance` is the chance that a first draft is kept, and `break_even` the time
+    that one draft adds to a round, in plain steps.
 
     Args:
-      rows: of `expect`.
+      rows: as `expect` returns them.
     """
     best = max(rows, key=lambda row: row["speedup"])
     kept = sum(counters.kept_by_rank[:1]) / counters.rounds
@@ -155,7 +155,7 @@ def predict(
     out: records.JsonLines,
     console: terminal.Console,
 ) -> list[dict[str, Any]]:
-    """Measures costs and kept drafts of a pair; says what they lead one to expect."""
+    """Measures costs and kept drafts of a pair; returns and shows its predictions."""
     drafter, tree, lm = pair
     name = drafter if tree is None else f"{drafter}, tree {tree}"
     about = {"drafter": drafter, "tree": tree}
@@ -166,7 +166,7 @@ def predict(
         runs.run_speculative(lm, settings, ids).counters for ids in subject.ids
     )
     drafts = range(1, lm.gamma_max + 1)
-    if tree is not None:  # So many that the numbers between are of no interest.
+    if tree is not None:  # A tree has many nodes: a few numbers are enough.
         drafts = sorted({2**n - 1 for n in range(1, 9)} & {*drafts} | {lm.gamma_max})
     rows = expect(counters, costs, drafts)
     out.write_all(about | {"kind": "prediction"} | row for row in rows)
@@ -182,7 +182,7 @@ def plan_row(
     predicted: Mapping[str, Any],
     results: Sequence[results_lib.PromptResult],
 ) -> dict[str, Any]:
-    """The row of a drafter and a gamma or tree: predicted, measured, and the error."""
+    """Returns the row of a drafter and a gamma or tree: predicted, measured, error."""
     drafter, tree, _ = pair
     summary = tables.to_row(results_lib.summarise(results))
     measured = summary["speedup_decode"]
@@ -224,7 +224,7 @@ NOTE = (
     "speed-up of decoding over autoregressive decoding, prefill excluded; error: "
     "predicted / measured - 1; tokens: of a round, predicted and as run"
 )
-"""Of the tables that are shown, for `tables.print_rows`."""
+"""Columns of both tables, for `tables.print_rows`, and the note under the second."""
 
 
 def run(

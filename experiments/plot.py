@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def _is_round(row: Row) -> bool:
-    """Whether the row sums up speculative runs of chains, of `spec_round.py`."""
+    """Returns whether a row of `spec_round.py` sums up speculative runs of chains."""
     is_summary = row.get("kind") == "summary" and {"gamma", "accepted_hist"} <= set(row)
     return is_summary and not row.get("tree")
 
@@ -37,7 +37,7 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
     ),
     "drift": lambda row: row.get("kind") == "reinforce",
 }
-"""Which rows belong to a figure, by the name of its function in `lib/figures.py`."""
+"""Whether a row belongs to a figure, by its function in `lib/figures.py`."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -73,7 +73,7 @@ def _condition(text: str) -> tuple[str, str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads, draws, and says which files it wrote."""
+    """Reads rows, draws figures, prints the files written; returns the exit status."""
     cli.require("plot")
     from experiments.lib import figures
 
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
                 figures.draw(getattr(figures, name), of_figure, path)
                 print(path)
         except ValueError as error:
-            # One figure that cannot be drawn takes no other with it.
+            # The other figures are drawn all the same.
             print(f"plot.py: error: {name} is not drawn: {error}", file=sys.stderr)
             status = cli.UNUSABLE
     return status

@@ -1,6 +1,6 @@
 """How long does a step of so many rows take, and how sure is a drafter rightly?
 
-What spec_round.py --schedule FILE weighs drafts against: for each --batch and context
+spec_round.py --schedule FILE weighs drafts against these: for each --batch and context
 the measured seconds of a step of 1 to batch x (gamma + 1) rows, of all slots together,
 and what drafting adds to a round. Steps are timed inside compiled calls, in turns, in
 one process. With --calibrate rounds are run, too, and a temperature and a shift are
@@ -79,7 +79,7 @@ def run(
         raise ValueError("one prompt fits and none is left to report: give --prompts 2")
     about = models.describe(args, lm) | {"drafter": args.drafter}
     out.common = about | records.provenance()
-    if subject is not None:  # First, as it says what a drafter lacks.
+    if subject is not None:  # First: it fails for drafters without survival.
         calibrate(args, subject, out, console)
     for num_slots in args.batch:
         for context in args.contexts:
@@ -99,10 +99,10 @@ def profile(
     """Times steps of 1 to `num_slots * (gamma_max + 1)` rows, and a whole round.
 
     Returns:
-      The row of so many slots, each with so many tokens: seconds by rows as they were
-      measured (medians, 10th and 90th percentile) and `step_s` without their falls,
-      which are noise; `draft_s`, by which a round of all rows takes longer than its
-      step.
+      The row of `num_slots` slots of `context` tokens: seconds by number of rows, as
+      measured (medians, 10th and 90th percentile), and `step_s`, the medians without
+      falls, which are noise; `draft_s`, the time that a round of all rows takes beside
+      its step.
     """
     gamma, drafter = lm.gamma_max, protocols.complete(lm.drafter).for_schedule()
     rows, new = range(1, num_slots * (gamma + 1) + 1), (args.steps + 1) * (gamma + 1)
@@ -121,7 +121,7 @@ def profile(
     window = functools.partial(works.repeat_forward, lm.target, lm.params, **how)
     on_copies = functools.partial(bench.on_copies, calls=args.steps)
     for num_rows in rows:
-        # As evenly over the slots as they go.
+        # The rows are spread over the slots as evenly as possible.
         num_active = num_rows // num_slots + (number < num_rows % num_slots)
         live = jnp.asarray(num_active, jnp.int32)
         run = functools.partial(window, num_active=live)
@@ -151,9 +151,9 @@ def profile(
 
 
 def never_falling(seconds: Sequence[float]) -> np.ndarray:
-    """Returns times that never fall with more rows, nearest to those measured.
+    """Returns the times nearest to the measured ones that never fall with more rows.
 
-    Not the highest so far: after one that was disturbed all rows would be free.
+    A running maximum would not do: after a disturbed time more rows would seem free.
     """
     return optimize.isotonic_regression(seconds).x
 
@@ -169,13 +169,13 @@ COLUMNS = {
     "ROC-AUC before": ("roc_auc_before", ".3f"),
     "ROC-AUC": ("roc_auc", ".3f"),
 }
-"""Of the table of calibrations, a line for each draft."""
+"""Columns of the table of calibrations, which has a line for each draft."""
 
 
 def calibrate(
     args: argparse.Namespace, subject: models.Subject, out: records.JsonLines, console
 ) -> None:
-    """Fits and shows the confidences at each temperature."""
+    """Fits, writes and shows the confidences at each temperature."""
     about = {
         "prompts": len(subject.ids),
         "prompt_source": prompt_files.without_folders(args.prompts),
@@ -194,7 +194,7 @@ def calibrate(
 
 
 def show(row: dict, console) -> None:
-    """Prints the seconds of 1, 2, 4 .. rows of a profile."""
+    """Prints the milliseconds of steps of 1, 2, 4 .. rows of a profile."""
     most = len(row["rows"])
     shown = sorted({2**n for n in range(most.bit_length())} | {most})
     names = ("median_s", "p10_s", "p90_s", "step_s")

@@ -1,4 +1,4 @@
-"""Which drafter, gamma and policy pay on recorded texts, without running the target?
+"""How much do drafters, gammas and policies pay on recorded texts, without a target?
 
 A lossless round keeps the drafts that autoregressive decoding would have written, so
 its text decides which. Drafters are evaluated on texts that `spec_round.py` wrote, past
@@ -48,7 +48,7 @@ from spec_jax.rules import sampling
 
 DONE = 0
 SURE = 1e6
-"""The logit of a text's own token: no noise that a draw adds to another comes near."""
+"""The logit of a text's own token: no draw's noise lifts another token above it."""
 SAMPLING = ("temperature", *flags.NOISE, "seed")
 
 
@@ -58,22 +58,22 @@ class Texts:
 
     prompts: list[list[int]]
     generated: list[list[int]]
-    about: Mapping[str, Any]  # the row of the run
+    about: Mapping[str, Any]  # the summary row of the run
 
     @property
     def settings(self) -> sampling.SamplingSettings | None:
-        """How the target drew; None is greedy."""
+        """Settings by which the target drew; None: it decoded greedily."""
         made = {name: self.about[name] for name in SAMPLING}
         return sampling.make_settings(**made) if made["temperature"] else None
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the smallest vocabulary that has all of the texts."""
+        """The size of the smallest vocabulary that has all tokens of the texts."""
         return 1 + max(max(ids) for ids in (*self.prompts, *self.generated))
 
     @property
     def capacity(self) -> int:
-        """Positions that the longest text needs, whole pages."""
+        """Positions that the longest text needs, in whole pages."""
         longest = max(map(len, self.prompts)) + self.about["gen_tokens"]
         page_size = self.about["page_size"]
         return index.pages_for(longest, page_size) * page_size
@@ -81,13 +81,13 @@ class Texts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way:
-    """A gamma, or a policy that chooses it up to that."""
+    """A constant gamma, or a policy that chooses one up to `gamma`."""
 
     gamma: int
     name: str = "fixed"
     policy: policy_lib.GammaPolicy | None = None
     state: policy_lib.State = None  # of the policy, before the first round
-    known: knowledge.Knowledge | None = None  # of a choice among drafters
+    known: knowledge.Knowledge | None = None  # by a choice among drafters
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -123,7 +123,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def round_costs(text: str) -> costs_lib.RoundCosts:
-    """The type of a list of the times of rounds."""
+    """Parses a list of the times of rounds; the type of a flag."""
     try:
         return costs_lib.RoundCosts(round_s=tuple(map(float, text.split(","))))
     except ValueError as error:
@@ -134,7 +134,7 @@ def read(path: pathlib.Path) -> Texts:
     """Reads the texts of one run.
 
     Raises:
-      ValueError: a file that is not the rows of one, or of texts that a stop token cut.
+      ValueError: the file is not the rows of one run, or a stop token ended its texts.
     """
     again = "give the rows of one run of spec_round.py --ignore-stop --out"
     rows = files.read_rows(path, hint=f"; {again}")
@@ -151,7 +151,7 @@ def read(path: pathlib.Path) -> Texts:
 
 
 class Config(NamedTuple):
-    """Sizes that a text has of a model."""
+    """The sizes of a model that a replayed text needs."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -159,11 +159,11 @@ class Config(NamedTuple):
 
 
 def follow(trace: jax.Array, config: Config, rows: decoder.Rows, forwards: jax.Array):
-    """Stands in for the target's forward: each row is as good as sure of the text's own
-    next token, whatever it holds. Counts forwards by their active rows.
+    """Stands in for the target's forward: the logits of each row choose the text's own
+    next token, whichever token the row holds. Counts forwards by their active rows.
 
-    As long as it holds the text, that is what the target chooses. After a draft that
-    differs no rule reads a row: that draft is the last that is decided on.
+    In rows that hold the text, the target would choose the same. No rule reads the rows
+    after a draft that differs from the text: no later draft is decided on.
     """
     own = trace.at[rows.positions + 1].get(mode="fill", fill_value=0)
     is_own = jnp.arange(config.vocab_size, dtype=jnp.int32)[None] == own[:, None]
@@ -172,7 +172,7 @@ def follow(trace: jax.Array, config: Config, rows: decoder.Rows, forwards: jax.A
 
 
 def no_forwards(config: Config, num_slots: int, capacity: int) -> jax.Array:
-    """Returns the counts of `follow`, `[max_rows + 1] int32`."""
+    """Returns the first counts of `follow`, all 0, `[max_rows + 1] int32`."""
     return jnp.zeros((config.max_rows + 1,), jnp.int32)
 
 
@@ -182,13 +182,13 @@ def replay(
     """Replays one prompt by a drafter with its parameters.
 
     Returns:
-      The counters, verifications by who drafted and their active rows
-      `[members, gamma_max + 2]`, what the target would have computed, and the way that
-      the next text of the slot goes: a policy goes on with what it learnt.
+      The counters; the forwards that the target would have computed, by the member that
+      drafted and by active rows, `[members, gamma_max + 2]`; and the way to replay the
+      next text, which keeps what a policy or a choice learnt.
     """
     (drafter, params), prompt = built, texts.prompts[number]
     whole = [*prompt, *texts.generated[number]]
-    # Of one size, so that no prompt compiles.
+    # All traces have one size, so that no prompt compiles anew.
     trace = np.zeros(texts.capacity + 1, np.int32)
     trace[: len(whole)] = whole
     vocab_size = protocols.complete(drafter).vocab_size or texts.vocab_size
@@ -228,7 +228,7 @@ def replay(
         way = dataclasses.replace(way, state=jax.tree.map(jnp.asarray, learnt))
     forwards = (np.asarray(state.cache.own) - of_prompt)[None]
     if isinstance(drafter, choice.Choice):
-        plain = forwards.sum()  # Rounds that were to draft nothing are nobody's.
+        plain = forwards.sum()  # Rounds with gamma 0 belong to no member.
         forwards = np.pad(np.asarray(state.memory.known.rounds[0]), ((0, 0), (1, 0)))
         forwards[0, 1] += plain - forwards.sum()
         way = dataclasses.replace(way, known=state.memory.known)
@@ -236,7 +236,7 @@ def replay(
 
 
 def ways_of(args: argparse.Namespace, drafter: Any) -> list[Way]:
-    """Returns the gammas and the policies that are asked for."""
+    """Returns a way for each gamma and each policy of the flags."""
     ways, most = [Way(gamma=gamma) for gamma in args.gamma], max(args.gamma)
     for name in args.gamma_policy or ():
         costs = costs_lib.highest(costs_of(args, drafter)).upto(most)
@@ -252,18 +252,18 @@ def ways_of(args: argparse.Namespace, drafter: Any) -> list[Way]:
 
 
 def costs_of(args: argparse.Namespace, drafter: Any) -> list[costs_lib.RoundCosts]:
-    """Returns what the rounds of a drafter cost, of a choice those of each member."""
+    """Returns the costs of a drafter's rounds; for a choice, those of each member."""
     members = drafter.members if isinstance(drafter, choice.Choice) else (drafter,)
     lookup = args.lookup_costs or args.round_costs
     return [lookup if choice.looks_up(m) else args.round_costs for m in members]
 
 
 def build(args: argparse.Namespace, texts: Texts) -> dict[str, registry.Built]:
-    """Returns the drafters by name, as a live run has them; reads no target.
+    """Returns the drafters by name, as a live run has them; loads no target.
 
     Raises:
       ValueError: a drafter that reads its target, a draft with fewer tokens than the
-        texts have, or a gamma that is not drafted.
+        texts have, or a gamma above what a drafter drafts.
     """
     gamma_max, about, vocab_size = max(args.gamma), texts.about, texts.vocab_size
 
@@ -306,10 +306,10 @@ def row_of(
     done: Sequence[tuple[metrics.Counters, np.ndarray]],
     costs: Sequence[costs_lib.RoundCosts] | None,
 ) -> dict[str, Any]:
-    """Returns the numbers of a row, of all replays of a drafter in one way.
+    """Returns the numbers of a row, over all replays of a drafter in one way.
 
     Args:
-      costs: of rounds, by who drafted; None: no seconds.
+      costs: of rounds, by member; None: the row has no `text_s`.
     """
     counted, forwards = zip(*done, strict=True)
     found = {"prompts": len(counted), **metrics.summarise(metrics.total(counted))}
@@ -326,10 +326,10 @@ def row_of(
 def compare(
     costs: costs_lib.RoundCosts, texts: Texts, rows: Sequence[dict[str, Any]]
 ) -> None:
-    """Adds expected times to rows, and regrets against what is constant in them."""
+    """Adds expected times to rows, and regrets against the best constant gammas."""
     step_s = float(costs.rising_s()[0])
     plain_s = step_s * np.array([len(ids) for ids in texts.generated])
-    # A choice has several gammas; drafting nothing is one of the constant ones.
+    # A choice varies its gamma, so it is not constant; decoding without drafts is.
     constant = [row for row in rows if row["gamma_policy"] == "fixed"]
     fixed = [row for row in constant if row["drafter"] != "choice"]
     best_s = np.min([plain_s, *(row["text_s"] for row in fixed)], axis=0).sum()
@@ -345,10 +345,10 @@ def compare(
 def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
-    """Evaluates the drafters, and shows it; returns the exit status."""
+    """Evaluates the drafters, writes and shows the rows; returns the exit status."""
     texts, found = read(args.texts), []
     if args.round_costs:
-        args.round_costs.upto(max(args.gamma))  # Raises where there are too few.
+        args.round_costs.upto(max(args.gamma))  # Raises if there are too few.
     numbers = range(len(texts.prompts))
     names = ("target", "dtype", "impl", "gen_tokens", *SAMPLING)
     out.common = {name: texts.about[name] for name in names} | {

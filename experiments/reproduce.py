@@ -1,4 +1,4 @@
-"""Which command made every published row? Makes them all anew, on one commit.
+"""How was every published row made? Makes them all anew, on one commit.
 
 Calls the other scripts, one step after the other, each in a process of its own; what
 they write replaces the rows, certificates and figures of experiments/results. A step
@@ -61,7 +61,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(args: argparse.Namespace) -> list[Step]:
-    """The steps that are asked for; raises `ValueError` where there are none."""
+    """Returns the steps that `--only` names; raises `ValueError` if there are none."""
     every = reproduction.steps()
     found = [s for s in every if args.only is None or args.only.search(s.file)]
     if not found:
@@ -70,7 +70,7 @@ def chosen(args: argparse.Namespace) -> list[Step]:
 
 
 def state_of(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> str:
-    """ "finished", "left out" for want of something, or "to do"."""
+    """Returns "finished", "to do", or "left out" with what the step lacks."""
     *_, model = reproduction.FETCHED.split()
     fetched = hub.cache() / hub.FETCHED[model]
     for word, there, what in (
@@ -89,16 +89,16 @@ def state_of(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> s
 
 
 def words_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What stands in braces in a command."""
+    """Returns the values of the words in braces in a command."""
     return {"results": records.RESULTS, "data": args.data, "llama": args.llama_bin}
 
 
 def run_step(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> int:
     """Runs a step; returns the worst exit status of its runs.
 
-    A file of rows is replaced when all runs have ended well. A step that was
-    interrupted goes on after the runs that had, unless the code has changes: rows of
-    others may be of any code.
+    The file of rows is replaced after the last run, if all have status 0 or 2. A step
+    that was interrupted goes on after the runs with status 0, unless the code has
+    changes: then rows of earlier runs may be of other code.
     """
     worst, rows, is_rows = DONE, [], step.path.suffix == ".jsonl"
     is_changed = here["git_dirty"] is not False
@@ -145,12 +145,12 @@ def call(script: str, arguments: Sequence[str]) -> int:
 
 
 def shortened(rows: list[dict[str, Any]]) -> list[dict]:
-    """Returns rows as short as they can be published.
+    """Returns rows in the short form that is published.
 
-    Floats have nine digits, which is every bit of a float32, and more than a measured
-    time has; files of this checkout, sources of prompts and heads lack the folders of
-    this machine; tokens that are the same with and without speculation are written
-    once, and a summary has no parts.
+    Floats have nine digits, which keep every bit of a float32, and are more than a
+    measured time has; files of this checkout, sources of prompts and heads lack the
+    folders of this machine; tokens that are the same with and without speculation are
+    written once, and summaries lack `by_category`.
     """
 
     def short(value: Any) -> Any:
@@ -165,7 +165,7 @@ def shortened(rows: list[dict[str, Any]]) -> list[dict]:
     for row in (rows := short(rows)):
         if isinstance(row.get("prompt_source"), str):
             row["prompt_source"] = prompt_files.without_folders(row["prompt_source"])
-        if isinstance(row.get("drafter"), str):  # A name, or a folder.
+        if isinstance(row.get("drafter"), str):  # A name or a folder.
             row["drafter"] = pathlib.PurePath(row["drafter"]).name
         row.pop("by_category", None)
         if "spec_ids" in row and row["spec_ids"] == row["plain_ids"]:
@@ -174,7 +174,7 @@ def shortened(rows: list[dict[str, Any]]) -> list[dict]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Lists, writes tables, or runs what is not finished; returns the worst status."""
+    """Lists steps, runs unfinished ones, or writes tables; returns the worst status."""
     if args.tables:
         for path in published.update_pages():
             print(path)

@@ -89,9 +89,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def ways(args: argparse.Namespace, lm: sj.LanguageModel) -> dict[str, Any]:
-    """Returns what `generate` takes as gamma, by way: none; what its default policy
-    chooses; always all drafts of a chain, and of a tree of pairs, if the drafter drafts
-    any."""
+    """Returns the argument `gamma` of `generate` by way: 0; None, its default policy;
+    always all drafts of a chain; and, if the drafter drafts trees, a tree with two
+    children a node."""
     found: dict[str, Any] = {"plain": 0, "default": None, "chain": args.gamma}
     if protocols.has_own(lm.drafter, "for_tree"):
         found["tree"] = sj.Tree.parse(f"2x{args.gamma}:{args.gamma}")
@@ -108,7 +108,7 @@ def roll_out(
 ) -> tuple[dict[str, list[sj.Generation]], Mapping[Any, Sequence[float]]]:
     """Returns the texts of each way, and its seconds of each repeat.
 
-    A run that does not count compiles, and measures what rounds cost.
+    A first run, which is not counted, compiles and measures the costs of rounds.
     """
     texts: dict[str, list[sj.Generation]] = {}
 
@@ -129,10 +129,10 @@ def compare(
     sampling: sj.Sampling,
     processor: sj.processors.Processor | None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row of each sample: what is equal, and the ratio furthest from one.
+    """Yields a row for each sample: what is equal, and the ratio furthest from one.
 
-    The sampler is plain decoding of the sample alone, a row at a time, of a prompt that
-    it prefills itself; the learner scores the text a slab of rows at a time.
+    The sampler is plain decoding of the sample alone, one row at a time, after its own
+    prefill of the prompt; the learner scores the text, a slab of rows at a time.
     """
     for each in zip(*texts.values(), strict=True):
         first = each[0]
@@ -166,7 +166,7 @@ def compare(
 
 
 def worst_ratio(learner: Any, sampler: Any) -> float:
-    """Returns the importance ratio of a token that is furthest from one."""
+    """Returns the importance ratio furthest from one, over all tokens."""
     apart = learner.drawn_log_probs - sampler.drawn_log_probs
     ratios = np.exp(apart.astype(np.float64)).tolist()
     return max(ratios, key=lambda x: abs(x - 1), default=1.0)
@@ -215,8 +215,8 @@ def summaries(
     seconds: Mapping[str, Sequence[float]],
     texts: Mapping[str, Sequence[sj.Generation]],
 ) -> list[dict[str, Any]]:
-    """Returns a row of each way: its speed and drafts, what the default policy knew of
-    costs, and what all samples have in common."""
+    """Returns a row for each way: its speed and drafts, the costs that its policy
+    measured, and the totals over all samples."""
     total = lambda way, name: sum(one.metrics[name] for one in texts[way])
     tokens, prompt_tokens, shared = (
         sum(row[name] for row in samples)
@@ -237,7 +237,7 @@ def summaries(
 
 
 def costs(row: Mapping[str, Any]) -> str:
-    """Returns how long rounds of 1, 2, .. drafts take, in rounds of none."""
+    """Returns the times of rounds of 1, 2, .. drafts, in rounds without drafts."""
     first, *others = (row["round_costs"] or {"round_s": [1]})["round_s"]
     return " ".join(f"{one / first:.2f}" for one in others) or "-"
 

@@ -55,13 +55,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("sampling")
     flags.add(group, "temperature noise")
     processing.add_flag(group)
-    # To tell a number that is named from none.
+    # None: the flag was not given.
     parser.set_defaults(gamma=None, gamma_policy=None)
     flags.add(parser, "out", out="one per prompt as it finishes, then one summary")
     args = flags.parsed(parser, argv)
     of_chains: tuple[str, ...] = ("schedule",)
     _choose_gamma(args)
-    # Those count the ranks of a tree's nodes.
+    # Only these policies fit trees; goodput and leader count the nodes by rank.
     if args.gamma_policy not in ("fixed", "goodput", "leader", policies.BUDGET):
         of_chains += ("gamma_policy",)
     flags.check_tree(parser, args, *of_chains)
@@ -69,11 +69,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _choose_gamma(args: argparse.Namespace) -> None:
-    """Fills in what was not named: a budget's policy where that is the front door's
-    default, else always 4.
+    """Fills in flags that were not given: the budget policy up to 7 where `generate`
+    has it by default, else always 4.
 
-    Not of the embedded pair, whose counts are to be the same in every run; nor where
-    another choice was made of what is drafted.
+    The policy is not for the embedded pair, whose counts must be the same in every run,
+    nor for runs with a gamma, tree, schedule or rule of their own.
     """
     if args.gamma_policy is None:
         is_default = (args.gamma, args.tree, args.schedule) == (None, None, None)
@@ -100,7 +100,7 @@ def load(args: argparse.Namespace) -> models.Subject:
 
 
 def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
-    """Returns what was run, for the summary line."""
+    """Returns the settings of the run, for the summary row."""
     names = ("drafter", "cache", "batch", "gamma_policy")
     chosen = {name: getattr(args, name) for name in names}
     if args.schedule:

@@ -1,4 +1,4 @@
-"""Which drafter, gamma and policy is fastest on which prompts, at which temperature?
+"""How fast is each drafter, gamma and policy on which prompts, at which temperature?
 
 Runs a grid of cells, each as spec_round.py runs prompts: by autoregressive decoding and
 speculatively in turn, with all tokens compared, and the committed text replayed. A cell
@@ -37,7 +37,7 @@ from spec_jax.model import fingerprint
 MATCHED, NOT_MATCHED = 0, 2
 
 ALL = "all"
-"""The category of a cell that has the prompts of all of them."""
+"""The category of a cell that has the prompts of all categories."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,12 +49,12 @@ class Cell:
     prompt_source: str
     category: str  # `ALL`, or the tokens of each prompt, of `--context`
     gamma_policy: str
-    gamma: int  # tokens drafted a round; with an adaptive policy at most
-    # `flags.NO_TREE`, or what is drafted in place of chains, with `gamma` nodes
+    gamma: int  # tokens drafted a round; the most, with an adaptive policy
+    # `flags.NO_TREE`, or the tree of `gamma` nodes that is drafted in place of chains
     tree: str = flags.NO_TREE
 
     def to_row(self) -> dict[str, Any]:
-        """Returns the fields, in a JSON row; of a chain without a tree."""
+        """Returns the fields of a JSON row; chains have no `tree` there."""
         row = dataclasses.asdict(self)
         if self.tree == flags.NO_TREE:
             del row["tree"]
@@ -62,7 +62,7 @@ class Cell:
 
 
 def cell_of(row: Mapping[str, Any]) -> Cell:
-    """Returns where a row belongs."""
+    """Returns the cell that a row belongs to."""
     names = [field.name for field in dataclasses.fields(Cell)]
     return Cell(**{name: row[name] for name in names if name in row})
 
@@ -111,7 +111,7 @@ def _add_grid(group: argparse._ActionsContainer) -> None:
 
 
 def _sets_of(source: str) -> list[str]:
-    """The prompt sets of a folder, each with the folder's `:N`; or the one given."""
+    """Returns the prompt sets of a folder, each with its `:N`; or the source itself."""
     path, colon, limit = source.rpartition(":")
     folder = pathlib.Path(path if colon else source)
     if not folder.is_dir():
@@ -124,17 +124,17 @@ class Bench:
     """Runs cells: one target with all drafters, and the prompts of all cells.
 
     Attributes:
-      shared: what must be the same for cells to stand in one file.
+      shared: the fields that must be equal in all cells of one file.
     """
 
     def __init__(self, args: argparse.Namespace, shared: Mapping | None = None):
-        """Loads what the flags name.
+        """Loads the models and prompts that the flags name.
 
         Args:
-          shared: of the process whose cells these are, if it is another one.
+          shared: `shared` of the process that asks for the cells, if it is another.
 
         Raises:
-          ValueError: what cannot be used, before any cell is run.
+          ValueError: unusable flags, or another `shared` here; before any cell is run.
         """
         self._args = args
         lms = models.load_drafters(args, args.drafter, gamma_max=args.gamma_max)
@@ -149,13 +149,13 @@ class Bench:
         self._hashes = {name: models.drafter_sha256(one) for name, one in lms.items()}
         self._sets: dict[tuple[str, str], models.Subject] = {}
         for source in dict.fromkeys(args.prompts):
-            # Answers to turns are greedy, so that all cells have the same prompts.
+            # Answers to earlier turns are greedy: all cells have the same prompts.
             contexts = args.context or ()
             subject = models.prepare(args, lm, source, contexts=contexts)
             for category in map(str, contexts or (ALL,)):
                 self._sets[source, category] = _of_category(subject, category)
         here, about = records.provenance(), models.describe(args, lm)
-        del about["temperature"]  # An axis of the grid.
+        del about["temperature"]  # It is an axis of the grid.
         # One file may get cells of other drafters later.
         about["draft"] = models.draft_of(args, "draft-model")
         machine = ("jax_version", "jaxlib_version", "platform", "device_kind", "cpu")
@@ -212,7 +212,7 @@ class Bench:
         settings = dataclasses.replace(subject.settings, **change)
         how = {"name": cell.gamma_policy, "drafter": cell.drafter}
         settings = policies.of_run(self._args, subject, settings, **how)
-        # What an earlier cell has compiled is not compiled again.
+        # Programs that an earlier cell compiled are not compiled again.
         results_lib.warm_up([(lm, settings)], subject.ids)
         with terminal.counted("prompts", total=len(subject.ids)) as advance:
             how = {"repeats": self._args.repeats, "after_prompt": advance}
@@ -225,7 +225,7 @@ class Bench:
 
 
 def _of_category(subject: models.Subject, category: str) -> models.Subject:
-    """Returns the subject with the prompts of a category alone, or with `ALL`."""
+    """Returns the subject with the prompts of one category; `ALL` keeps them all."""
     prompts = subject.prompts
     own = [n for n, one in enumerate(prompts) if category in (ALL, one.category)]
     parts = {"prompts": [prompts[n] for n in own], "ids": [subject.ids[n] for n in own]}
@@ -233,7 +233,7 @@ def _of_category(subject: models.Subject, category: str) -> models.Subject:
 
 
 def unfinished(bench: Bench, cells: Sequence[Cell], rows: Sequence[dict]) -> list[Cell]:
-    """Returns the cells that no row is of.
+    """Returns the cells that have no row.
 
     Raises:
       ValueError: a row whose prompts or drafter have changed since.
@@ -267,10 +267,10 @@ def print_sets(rows: Sequence[dict], console: terminal.Console) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs what is missing and shows all; returns the exit status."""
+    """Runs the missing cells and shows all of them; returns the exit status."""
     console = terminal.console()
     for temperature in args.temperature:
-        flags.sampling_settings(args, temperature)  # Before any cell is run.
+        flags.sampling_settings(args, temperature)  # Raises before any cell is run.
     bench = Bench(args)
     cells, shared = bench.cells(), bench.shared
     fan = fan_out.of(args, Bench, args, shared)
@@ -287,7 +287,7 @@ def run(args: argparse.Namespace) -> int:
                 told = " ".join(map(str, cell.to_row().values()))
                 line = f"{told}: {row['speedup_e2e']:.2f}x, matched: {row['matched']}"
                 console.out(line)
-    # In the grid's order: on a cluster they come in another.
+    # In the grid's order; a cluster returns cells in another order.
     by_cell = {cell_of(row): row for row in rows}
     rows = [by_cell[cell] for cell in cells]
     console.print()

@@ -43,11 +43,11 @@ class Way:
 
     batch: int | None = None  # sequences at once; None: one by one, without rounds
     gamma: int = 0  # drafts of a round; 0: none
-    tree: str | None = None  # of which they are; None: a chain
-    scheduled: bool = False  # by `--schedule`
+    tree: str | None = None  # the tree of the drafts; None: a chain
+    scheduled: bool = False  # whether `--schedule` decides what is verified
 
     def to_row(self) -> dict[str, Any]:
-        """Returns the way, in a JSON row."""
+        """Returns the fields of the way in a JSON row."""
         where = "one by one" if self.batch is None else f"batch {self.batch}"
         kind = f"gamma {self.gamma}" if self.gamma else "plain"
         row = {"batch": self.batch, "gamma": self.gamma}
@@ -62,8 +62,8 @@ ALONE = Way()
 
 
 class Turn(NamedTuple):
-    """All prompts run once in a way: seconds, tokens, the texts that are those of
-    decoding alone, and the tokens chosen from logits that are not finite."""
+    """One run of all prompts in a way: seconds, tokens, texts equal to those of each
+    prompt alone, and tokens chosen from logits that are not finite."""
 
     seconds: float
     tokens: int
@@ -101,7 +101,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def ways_of(
     args: argparse.Namespace, settings: runs.Settings, *, num_prompts: int
 ) -> list[Way]:
-    """Returns what is run, in order; settings are of the largest gamma."""
+    """Returns the ways to run, in order; `settings` has the largest gamma."""
     tree, most = args.tree and str(args.tree), settings.gamma
     gammas = [most] if tree else [min(gamma, most) for gamma in args.gamma]
     ways = [ALONE]
@@ -114,7 +114,7 @@ def ways_of(
 
 
 def row_of(way: Way, turns: Sequence[Turn], alone: Sequence[Turn]) -> dict[str, Any]:
-    """The row of a way, after all repeats."""
+    """Returns the row of a way, after all repeats."""
     seconds, tokens = [turn.seconds for turn in turns], turns[-1].tokens
     ratios = bench.ratios([turn.seconds for turn in alone], seconds)
     return {
@@ -135,7 +135,7 @@ def settings_of(
     settings: runs.Settings,
     way: Way,
 ) -> runs.Settings:
-    """Returns the settings of a way; those of prompts one by one as they are."""
+    """Returns the settings of a way; without a batch they stay as they are."""
     if way.batch is None:
         return settings
     settings = dataclasses.replace(settings, gamma=way.gamma, num_slots=way.batch)
@@ -143,20 +143,20 @@ def settings_of(
         return policies.of_run(args, subject, settings, name=args.gamma_policy)
     if args.gamma_policy != policies.BUDGET:
         return settings
-    prompt = models.typical(subject.ids)  # By the costs of so many slots.
+    prompt = models.typical(subject.ids)  # Costs depend on the number of slots.
     return policies.with_policy(policies.BUDGET, subject.lm, settings, prompt)
 
 
 def run_ways(lm, settings, ids, turns, *, repeats: int) -> Iterator[dict[str, Any]]:
-    """Runs every way in turn, after one brief run that compiles; adds to its turns, and
-    yields their rows."""
+    """Runs all ways in turn, after a brief run of each that compiles; adds to `turns`,
+    and yields the row of each turn."""
     with terminal.counted("runs", total=(repeats + 1) * len(turns)) as advance:
         for way in turns:
             _once(lm, dataclasses.replace(settings[way], gen_tokens=1), ids, way)
             advance()
         for repeat, way in itertools.product(range(repeats), turns):
             done = _once(lm, settings[way], ids, way)
-            if way == ALONE:  # The first.
+            if way == ALONE:  # Always the first way.
                 alone = done
             turn = Turn(
                 seconds=sum(run.timing.e2e_s for run in done),
@@ -173,7 +173,7 @@ def run_ways(lm, settings, ids, turns, *, repeats: int) -> Iterator[dict[str, An
 
 
 def _once(lm, settings, ids, way: Way) -> list[runs.Run]:
-    """Runs all prompts in a way."""
+    """Runs all prompts once in a way."""
     if way.batch is None:
         return [runs.run_plain(lm, settings, prompt) for prompt in ids]
     return runs.run_batch(lm, settings, ids)
@@ -205,7 +205,7 @@ def run(
     if args.adversarial:
         size = lm.target.config.vocab_size
         wrong = forced_drafter.ForcedDrafter(inner=lm.drafter, vocab_size=size)
-        lm = dataclasses.replace(lm, drafter=wrong)  # `runs` has none kept.
+        lm = dataclasses.replace(lm, drafter=wrong)  # `runs` makes all drafts wrong.
         subject = dataclasses.replace(subject, lm=lm)
     ids = subject.ids
     settings = policies.with_policy(
@@ -230,7 +230,7 @@ def run(
     out.write_all(rows)
     tables.print_rows([row | out.common for row in rows], COLUMNS, console)
     is_equal = all(row["prompts_equal"] == len(ids) for row in rows)
-    # A rule that keeps the distribution alone has texts of its own.
+    # A rule that keeps only the distribution gives other texts.
     is_equal |= not settings.is_exact
     is_finite = not any(row["nonfinite_logits"] for row in rows)
     if not is_finite:

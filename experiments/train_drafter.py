@@ -38,13 +38,13 @@ from spec_jax.typing import IMPLS
 
 DONE = 0
 TARGETS = ("online", "cache")
-SEEDS = 1 << 20  # Of texts, for each --seed: more prompts have the same and others.
+SEEDS = 1 << 20  # Seeds of texts, for each --seed: added prompts change none of them.
 
 
 def writer_of(args: argparse.Namespace) -> rollouts.Writer:
-    """Returns what continues the prompts, each as often as is asked.
+    """Returns the writer that continues each prompt `--samples` times.
 
-    Every second sample of a prompt is greedy.
+    Every second sample of a prompt, from the first on, is greedy.
 
     Raises:
       ValueError: prompts that leave nothing to write.
@@ -62,7 +62,7 @@ def writer_of(args: argparse.Namespace) -> rollouts.Writer:
 
 
 def author_of(args: argparse.Namespace) -> rollouts.Writer:
-    """Returns what writes `--write` prompts, each drawn after the bare user turn.
+    """Returns the writer of `--write` prompts, each drawn after the bare user turn.
 
     Raises:
       ValueError: as `own_prompts.bare_turn`.
@@ -87,7 +87,7 @@ def _writer(args, tokenizer, **texts: Any) -> rollouts.Writer:
 
 
 def write_prompts(args: argparse.Namespace) -> None:
-    """Writes `prompts.jsonl`: user turns of the target's own, none like another."""
+    """Writes `prompts.jsonl`: user turns that the target wrote, no two alike."""
     writer = author_of(args)
     fan = fan_out.of(args, author_of, args)
     texts = rollouts.write(writer, args.work, fan=fan)
@@ -100,15 +100,15 @@ def write_prompts(args: argparse.Namespace) -> None:
 
 
 def roll_out(args: argparse.Namespace) -> None:
-    """Writes `texts.npz`: what the target makes of each prompt, greedily and drawn.
+    """Writes `texts.npz`: the target's continuations of prompts, greedy and drawn.
 
-    With `--targets cache` the features of what is written are cached at once.
+    With `--targets cache` the features of each text are cached when it is written.
     """
     writer = writer_of(args)
     target, take = (writer.params, writer.config), None
     if writer.taps is not None:
         store = targets.store_of(jobs.cache_path(args), *target, writer.taps)
-        # The rows after which the target wrote a token.
+        # The last token has no row: the target wrote nothing after it.
         take = lambda text, features: store.add(
             np.asarray(text[:-1]), targets.stored(*target, features)
         )
@@ -116,8 +116,8 @@ def roll_out(args: argparse.Namespace) -> None:
     fan = fan_out.of(args, writer_of, args)
     texts = rollouts.write(writer, args.work, fan=fan, take=take)
     tokens, mask = rollouts.padded(writer, texts)
-    # In another order than the prompts', so that the held-out ones are of all kinds;
-    # the samples of a prompt stay together, and none of them tells of another held out.
+    # The prompts are shuffled, so that the held-out ones are of all kinds. Samples of a
+    # prompt stay together: none is trained on while another one is held out.
     prompts = np.random.default_rng(args.seed).permutation(len(tokens) // args.samples)
     order = np.add.outer(prompts * args.samples, np.arange(args.samples)).reshape(-1)
     made = {"tokens": tokens[order], "mask": mask[order], "samples": args.samples}

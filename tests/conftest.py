@@ -1,4 +1,4 @@
-"""Strict modes for every test, and where what is compiled is kept."""
+"""Strict modes for every test, and the place where compiled programs are kept."""
 
 import gc
 import os
@@ -15,12 +15,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-# Traces are millions of objects, which a collection walks for a tenth of a test's time.
+# Traces are millions of objects: by default the collector takes a tenth of a test.
 gc.set_threshold(100_000, 50, 100)
 
 random_weights.install()
 
-# No example fails, and none is refused, because the machine is busy with others.
+# Hypothesis must not fail or refuse an example because the machine is busy.
 hypothesis.settings.register_profile(
     "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -28,20 +28,20 @@ hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_configure(config) -> None:
-    """Keeps compiled programs in pytest's own cache, with what failed last.
+    """Keeps compiled programs in pytest's own cache, beside its list of failed tests.
 
     The workers and the processes that tests start share them, and so does the next
-    run; `pytest --cache-clear` forgets them. It proves no less: the key of an entry
-    holds the whole program, the compiler's options, the versions of jax and jaxlib
-    and the device, so that a program which a change made another one is compiled
-    again. Native kernels are called by name and are no part of an entry.
+    run; `pytest --cache-clear` forgets them. Tests prove no less by it: the key of an
+    entry holds the whole program, the compiler's options, the versions of jax and
+    jaxlib and the device, so that a changed program is compiled again. Native kernels
+    are called by name and are not part of an entry.
     """
     if jax.config.jax_compilation_cache_dir is not None:
-        return  # The user's own, or in a worker what is set below.
+        return  # The user's own folder, or in a worker the one that is set below.
     try:
         folder = config.cache.mkdir("compiled")
     except (AttributeError, OSError):
-        return  # `-p no:cacheprovider`, or a checkout that cannot be written to.
+        return  # `-p no:cacheprovider`, or a checkout that is read-only.
     for name, value in {
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0,
@@ -59,7 +59,7 @@ LONGEST = [
         "native_sanitizers native_threads readme"
     ).split()
 ]
-"""Files that one process would be left with at the end, while the other waits."""
+"""The slowest files: begun last, one process would run them while others wait."""
 
 
 def pytest_collection_modifyitems(items) -> None:
@@ -77,14 +77,14 @@ def pytest_collection_modifyitems(items) -> None:
 
 
 MAX_MAPPINGS = 25_000
-"""Of 65,530 that Linux gives a process, unless told otherwise."""
+"""Memory mappings that a process may keep; Linux allows 65,530 by default."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def bounded_mappings():
-    """Drops compiled programs after a file of tests, where there are very many.
+    """Drops compiled programs after a file of tests, if there are very many.
 
-    Each of them holds mappings of memory; the process that runs out of these dies.
+    Each program holds mappings of memory; a process that runs out of mappings dies.
     """
     yield
     maps = pathlib.Path("/proc/self/maps")
@@ -95,12 +95,12 @@ def bounded_mappings():
 
 @pytest.fixture
 def rng() -> np.random.Generator:
-    """A generator with a fixed seed."""
+    """Returns a generator with a fixed seed."""
     return np.random.default_rng(0)
 
 
 @pytest.fixture
 def optax_promotes():
-    """Promotion as jax has it by default: optax is not written for strict modes."""
+    """Promotes as jax does by default: optax is not written for strict modes."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

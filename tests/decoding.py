@@ -1,7 +1,7 @@
-"""Tiny models and sequences, decoded and generated speculatively: shared by tests.
+"""Tiny models and sequences for tests, decoded autoregressively and speculatively.
 
-The oracle is `engine.baseline`: whatever slots a sequence shares, it must be what
-decoding makes of it alone, its tokens and its K/V as integers.
+The oracle is `engine.baseline`: whatever sequences share its batch, a sequence must
+have the tokens and the K/V that decoding it alone gives, as integers.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ NATIVE = dataclasses.replace(TARGET, impl="native")
 
 
 def needs(impl: str) -> None:
-    """Skips the test where the implementation cannot be had."""
+    """Skips the test if the implementation is not available."""
     try:
         dispatch.resolve(impl)
     except NotImplementedError as error:
@@ -63,9 +63,9 @@ def needs(impl: str) -> None:
 
 
 def quickest() -> row_model.RowModel:
-    """The target on native kernels, where they can be had: compiled in a third.
+    """Returns the target, native if possible, which compiles in a third of the time.
 
-    For what no kernel has a part in: policies, counters, rules.
+    Use it for tests that do not depend on kernels: of policies, counters, rules.
     """
     try:
         dispatch.resolve("native")
@@ -80,7 +80,7 @@ def _verify(model, params, kv, window):
 
 
 def forward(model, params, kv, tokens, start):
-    """Runs tokens at positions from `start` of one slot: the cache, and logits."""
+    """Runs tokens from position `start` of one slot; returns the cache and logits."""
     window = protocols.Window(
         tokens=jnp.asarray(tokens, jnp.int32)[None],
         start=jnp.asarray(start, jnp.int32)[None],
@@ -91,14 +91,14 @@ def forward(model, params, kv, tokens, start):
 
 
 def quickest_bench(gamma_max: int) -> bench.Bench:
-    """The tiny bench of drafters, on the implementation of `quickest`."""
+    """Returns the tiny bench of drafters, on the implementation of `quickest`."""
     made = bench.tiny(gamma_max)
     target = dataclasses.replace(made.target, impl=quickest().impl)
     return dataclasses.replace(made, target=target)
 
 
 def perturbed(params, scale: float, *, seed: int = 7):
-    """Weights that mostly agree with `params`, and sometimes do not."""
+    """Returns `params` with noise: a model that mostly, not always, agrees with it."""
     leaves, structure = jax.tree.flatten(params)
     keys = random_weights.split(jax.random.key(seed), len(leaves))
     moved = [
@@ -109,20 +109,20 @@ def perturbed(params, scale: float, *, seed: int = 7):
 
 
 NEARLY_TARGET = perturbed(TARGET_PARAMS, 0.02)
-"""A draft that is right and wrong by turns."""
+"""Weights of a draft model that is sometimes right and sometimes wrong."""
 
 
 def draft_drafter(config=TARGET.config, *, impl="xla", **changes):
-    """A draft model, by default of the target's shape."""
+    """Returns a draft model, by default of the target's shape."""
     model = row_model.RowModel(config=config, impl=impl, slab=2)
     return draft_model.DraftModel(model=model, gamma_max=GAMMA_MAX, **changes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scripted:
-    """Proposes the text that each request brings as `draft_params`: see `script`.
+    """A drafter that proposes the text in a request's `draft_params`: see `script`.
 
-    What it proposes is data, so that right and wrong drafts share an executable.
+    Its proposals are data, so that right and wrong drafts share an executable.
     """
 
     gamma_max: int = GAMMA_MAX
@@ -150,7 +150,7 @@ ALWAYS = 1_000_000
 
 
 def script(truth, *, run: int = ALWAYS) -> jax.Array:
-    """The text with every token behind `run` right ones wrong; `run=0`: all of them."""
+    """Returns the text, a wrong token after every `run` right ones; 0: all wrong."""
     text = np.array(truth, np.int32)
     text[run :: run + 1] = (text[run :: run + 1] + 1) % 96
     return jnp.asarray(text)
@@ -158,7 +158,7 @@ def script(truth, *, run: int = ALWAYS) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A sequence of a test: hashable, so that it is decoded once.
+    """A sequence of a test; hashable, so that `decoded` decodes it once.
 
     Attributes:
       run: how many drafts of `Scripted` are right in a row.
@@ -203,21 +203,21 @@ MIXED = (
     Ask(prompt=tuple(range(30, 60)), max_tokens=18, gamma=2, sampling=WARM),
     Ask(prompt=(7, 3, 90, 7, 3, 41, 7, 3), max_tokens=17, gamma=4),
 )
-"""Unlike in all that a request can differ in; greedy ones among those that draw."""
+"""Sequences that differ in prompt, length, gamma and sampling; some are greedy."""
 
 GREEDY = tuple(dataclasses.replace(ask, sampling=()) for ask in MIXED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the sequences of a test run on; hashable. By default `quickest`."""
+    """The target, by default `quickest`, and capacity of a test's slots; hashable."""
 
     target: row_model.RowModel = dataclasses.field(default_factory=quickest)
     capacity: int = CAPACITY
 
     @property
     def weights(self) -> params_lib.Params:
-        """Those of the first layers, if there are fewer."""
+        """Weights of the target: `TARGET_PARAMS`, or as many layers of them."""
         layers = TARGET_PARAMS.layers[: self.target.config.num_layers]
         return TARGET_PARAMS.replace(layers=layers)
 
@@ -228,7 +228,7 @@ class Setting:
     def scheduler(
         self, drafter=None, *, num_slots=1, draft_params=None, rule="coupled", **changes
     ) -> scheduler_lib.Scheduler:
-        """Slots of the target and of a drafter of one sequence, `Scripted` if None."""
+        """Returns a scheduler; `drafter` is of one sequence, by default `Scripted`."""
         names = {"target", "params", "gamma_policy"}
         given = {name: changes.pop(name) for name in names & set(changes)}
         speculator = round_lib.Speculator(
@@ -252,19 +252,19 @@ SMALL = Setting()
 
 
 def setting_of(impl: str, **changes) -> Setting:
-    """`SMALL` on an implementation; skips the test where that cannot be had."""
+    """Returns `SMALL` on an implementation; skips the test if that is not available."""
     needs(impl)
     return Setting(target=dataclasses.replace(TARGET, impl=impl, **changes))
 
 
 def sampling_of(num_slots: int, **values) -> sampling_lib.SamplingSettings:
-    """The same settings in each slot."""
+    """Returns the same settings for each slot, leaves `[num_slots]`."""
     one = sampling_lib.make_settings(**values)
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), one)
 
 
 def padded(texts: Sequence[Sequence[int]], size: int, *, behind: int = 0) -> jax.Array:
-    """Texts of slots as rounds have them, `[B, size]` int32."""
+    """Returns texts of slots, filled up with `behind`, `[B, size]` int32."""
     rows = [[*text, *[behind] * (size - len(text))] for text in texts]
     return jnp.array(rows, jnp.int32)
 
@@ -272,7 +272,7 @@ def padded(texts: Sequence[Sequence[int]], size: int, *, behind: int = 0) -> jax
 def begin_plain(
     prompt=PROMPT, *, capacity=CAPACITY, target=TARGET, params=TARGET_PARAMS, **settings
 ) -> baseline.DecodeState:
-    """Decoding of the tiny target before its first step."""
+    """Returns the state of decoding with the tiny target before its first step."""
     kv = target.new_cache(capacity=capacity, page_size=PAGE_SIZE)
     settings = {"max_tokens": 40, "stop_ids": (), "sampling": None} | settings
     return baseline.begin(target, params, kv, prompt, **settings)
@@ -281,13 +281,13 @@ def begin_plain(
 def plain(
     prompt=PROMPT, *, target=TARGET, params=TARGET_PARAMS, **settings
 ) -> baseline.DecodeState:
-    """Autoregressive decoding of the tiny target, see `begin_plain`."""
+    """Decodes with the tiny target autoregressively, see `begin_plain`."""
     state = begin_plain(prompt, target=target, params=params, **settings)
     return baseline.generate(target, params, state, max_steps=FOREVER)
 
 
 def begun(setting: Setting, ask: Ask) -> baseline.DecodeState:
-    """Decoding of a sequence before its first step."""
+    """Returns the state of decoding a sequence before its first step."""
     of_ask = {"max_tokens": ask.max_tokens, "stop_ids": ask.stop_ids}
     where = {"target": setting.target, "params": setting.weights}
     where |= {"capacity": setting.capacity, "sampling": ask.settings}
@@ -302,16 +302,16 @@ def _decoded(setting: Setting, ask: Ask) -> baseline.DecodeState:
 
 
 def decoded(setting: Setting, ask: Ask) -> baseline.DecodeState:
-    """Decoding of a sequence on pages, made once, whatever drafts it."""
+    """Decodes a sequence on a paged cache, once for all values of `run` and `gamma`."""
     target = dataclasses.replace(setting.target, cache="paged")
     setting = dataclasses.replace(setting, target=target)
     return _decoded(setting, dataclasses.replace(ask, run=0, gamma=0))
 
 
 def scripted(setting: Setting, ask: Ask) -> requests_lib.Request:
-    """The sequence's request, with drafts that are right by its `run`.
+    """Returns the sequence's request, with drafts that are right by its `run`.
 
-    What is drafted past a stop token is what decoding writes without one.
+    Drafts past a stop token are the tokens that decoding without one writes.
     """
     truth = decoded(setting, dataclasses.replace(ask, stop_ids=())).tokens
     return ask.request(draft_params=script(truth, run=ask.run))
@@ -323,7 +323,7 @@ def admit(
     *,
     draws: bool | None = None,
 ) -> states.State:
-    """Requests in slots; `draws` if any of them samples, unless told."""
+    """Admits requests to slots; by default `draws` is whether any of them samples."""
     placed = requests if isinstance(requests, Mapping) else dict(enumerate(requests))
     if draws is None:
         draws = any(one.sampling is not None for one in placed.values())
@@ -340,7 +340,7 @@ def generate(
     max_rounds: int = 10_000,
     until_one_ends: bool = False,
 ) -> states.State:
-    """Rounds of all slots, in one call."""
+    """Runs rounds of all slots, in one call."""
     return round_lib.generate(
         scheduler.speculator,
         state,
@@ -350,7 +350,7 @@ def generate(
 
 
 def held(kv: paged.PagedKV, length: int, *, slot: int = 0) -> list[np.ndarray]:
-    """Keys and values of the first positions of a slot, of each layer."""
+    """Returns K of each layer, then V, of the first `length` positions of a slot."""
     positions = np.arange(length)
     pages = np.asarray(kv.page_table)[slot, positions // kv.page_size]
     at = pages, positions % kv.page_size
@@ -358,15 +358,15 @@ def held(kv: paged.PagedKV, length: int, *, slot: int = 0) -> list[np.ndarray]:
 
 
 def text(state, slot: int = 0) -> list[int]:
-    """Committed tokens, the prompt included, of a slot or of decoding."""
+    """Returns committed tokens, with the prompt, of a slot or of decoding."""
     if isinstance(state, states.State):
         state = requests_lib.slot_of(state.slots, slot)
     return np.asarray(state.tokens)[: int(state.length)].tolist()
 
 
 def assert_in_place(compiled: jax.stages.Compiled, kv: paged.PagedKV) -> None:
-    """Raises if a program copies the pool that it is given: it must be aliased, and
-    nothing near its size temporary."""
+    """Raises if a program copies the pool that it is given: the pool must be aliased,
+    and temporary memory must be below an eighth of its size."""
     pool_bytes = sum(x.nbytes for x in (*kv.k, *kv.v))
     usage = compiled.memory_analysis()
     assert usage.alias_size_in_bytes >= pool_bytes
@@ -383,7 +383,7 @@ def assert_proposes_in_place(drafter, params, memory, pool: paged.PagedKV) -> No
 
 
 def check_cache(kv: paged.PagedKV) -> None:
-    """The invariant of the pages, of either kind of cache; nothing was refused."""
+    """Checks the pages of either kind of cache, and that no operation was refused."""
     is_static = isinstance(kv, static.StaticKV)
     (static if is_static else paged).check_integrity(kv)
     assert not bool(kv.refused.any())
@@ -396,12 +396,12 @@ def assert_as_decoded(
     *,
     pages: bool = True,
 ) -> None:
-    """Raises unless each slot is what decoding makes of its sequence alone.
+    """Raises unless each slot equals its sequence decoded alone.
 
-    Tokens and committed K/V as integers, why it ended, and counters that agree.
+    Tokens and committed K/V must be equal as integers, statuses equal, counters valid.
 
     Args:
-      pages: check the page table too, which a test that took pages away has broken.
+      pages: check the page table too; a test that took pages away has broken it.
     """
     placed = asks if isinstance(asks, Mapping) else dict(enumerate(asks))
     if pages:
@@ -431,7 +431,7 @@ def run(
     draws: bool | None = None,
     num_slots: int | None = None,
 ) -> states.State:
-    """All rounds of the sequences in their slots, drafted by `Scripted`."""
+    """Runs all rounds of the sequences in their slots, drafted by `Scripted`."""
     placed = asks if isinstance(asks, Mapping) else dict(enumerate(asks))
     scheduler = scheduler or setting.scheduler(num_slots=num_slots or len(placed))
     requests = {slot: scripted(setting, ask) for slot, ask in placed.items()}
@@ -441,14 +441,14 @@ def run(
 def checked(
     setting: Setting, asks: Sequence[Ask] | Mapping[int, Ask], **how
 ) -> states.State:
-    """`run`, after which each slot is what decoding makes of its sequence."""
+    """Calls `run`, and checks that each slot equals its sequence decoded alone."""
     state = run(setting, asks, **how)
     assert_as_decoded(setting, state, asks)
     return state
 
 
 def prefilled(drafter, params, texts, **sizes):
-    """Slots of a drafter, and their memory after a prompt each."""
+    """Returns a drafter's slots, and their memory after one prompt each."""
     slots = each.lift(drafter, len(texts))
     memory = slots.init(**sizes)
     for slot, text in enumerate(texts):
@@ -458,14 +458,14 @@ def prefilled(drafter, params, texts, **sizes):
 
 @functools.partial(jax.jit, static_argnames="drafter")
 def propose(drafter, params, memory, **asked):
-    """`drafter.propose`, compiled whole: quicker than one operation after another."""
+    """Calls `drafter.propose`, compiled as a whole: quicker than op by op."""
     return drafter.propose(params, memory, **asked)
 
 
 def propose_after(
     slots, params, memory, texts, *, size=65, gamma=None, sampling=None, behind=0
 ):
-    """Memory and proposal of slots after a text each."""
+    """Returns the memory and the proposal of slots, each after a text of its own."""
     gamma = [slots.gamma_max] * len(texts) if gamma is None else gamma
     asked = {
         "tokens": padded(texts, size, behind=behind),
@@ -477,18 +477,18 @@ def propose_after(
 
 @functools.partial(jax.jit, static_argnames="drafter")
 def commit(drafter, params, memory, length, **asked):
-    """`drafter.commit`, as above."""
+    """Calls `drafter.commit`, compiled as a whole."""
     return drafter.commit(params, memory, length, **asked)
 
 
 def rounds(
     scheduler, asks: Sequence[Ask], *, draws: bool | None = None
 ) -> states.State:
-    """All rounds of sequences, drafted by whatever the scheduler has."""
+    """Runs all rounds of sequences, with the drafter of the scheduler."""
     requests = [ask.request() for ask in asks]
     return generate(scheduler, admit(scheduler, requests, draws=draws))
 
 
 def slot_of(state: states.State, slot: int = 0) -> states.Slots:
-    """One slot on the host."""
+    """Returns one slot, on the host."""
     return requests_lib.slot_of(jax.device_get(state.slots), slot)

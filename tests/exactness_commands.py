@@ -1,4 +1,4 @@
-"""`experiments/exactness.py` on a tiny pair, and what comes out: shared by tests."""
+"""Runs of `experiments/exactness.py` on a tiny pair, and their output, for tests."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ NUM_PROMPTS, GEN_TOKENS = 3, 12
 
 
 def one_cell(folders, *more: str) -> list[str]:
-    """One cell of every axis's cheapest value; later flags win."""
+    """Returns flags of one cell, the cheapest value of every axis; later flags win."""
     return [
         *models_of(folders),
         *("--gen-tokens", str(GEN_TOKENS), "--prompts", str(NUM_PROMPTS)),
@@ -29,7 +29,7 @@ def one_cell(folders, *more: str) -> list[str]:
 
 
 def several_cells(folders, *more: str) -> list[str]:
-    """The base, and cells of one other value: most share what they compile."""
+    """Returns flags of a base and cells one value off it; most share their programs."""
     several = (
         *("--gamma", "3,2", "--drafter", "oracle,always-wrong"),
         *("--sampling", "greedy,sampled", "--batch", "1,2"),
@@ -39,17 +39,17 @@ def several_cells(folders, *more: str) -> list[str]:
 
 
 def certifying(certificate: pathlib.Path) -> list[str]:
-    """The flags, which must do in a checkout that is being worked on, too."""
+    """Returns flags that write a certificate, even in a checkout with changes."""
     return ["--certificate", str(certificate), "--allow-dirty"]
 
 
 def verify(folders, certificate: pathlib.Path, *more: str) -> int:
-    """The exit status of `--verify`."""
+    """Returns the exit status of `--verify`."""
     return exactness.main([*models_of(folders), "--verify", str(certificate), *more])
 
 
 def edited(certificate: pathlib.Path, path: pathlib.Path, edit) -> pathlib.Path:
-    """A certificate after `edit`, signed as a forger would, with its own hash."""
+    """Writes a certificate after `edit`, rehashed as by a forger; returns its path."""
     content = json.loads(certificate.read_text())
     edit(content)
     del content["sha256"]
@@ -59,24 +59,24 @@ def edited(certificate: pathlib.Path, path: pathlib.Path, edit) -> pathlib.Path:
 
 
 assert_fails_with = functools.partial(script_runs.assert_fails_with, exactness.main)
-"""Of `capsys, arguments, *words`."""
+"""`script_runs.assert_fails_with` of `exactness`: takes `capsys, arguments, *words`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A run that was exact: its files."""
+    """The files of a run that was exact."""
 
     out: pathlib.Path
     certificate: pathlib.Path
 
     def summary(self, **axes) -> dict:
-        """The summary of the first cell that has these values."""
+        """Returns the summary of the first cell that has these values."""
         rows = rows_of(self.out, "cell")
         return next(row for row in rows if axes.items() <= row["cell"].items())
 
 
 def certify(folders, tmp_path, *more) -> tuple[int, dict]:
-    """One cell: the exit status, and the certificate."""
+    """Runs one cell; returns the exit status and the certificate."""
     certificate = tmp_path / "run.json"
     more = (*more, *certifying(certificate))
     status = exactness.main(one_cell(folders, *more))
@@ -84,13 +84,13 @@ def certify(folders, tmp_path, *more) -> tuple[int, dict]:
 
 
 def run_one_cell(folders, tmp_path, *more) -> tuple[int, list[dict]]:
-    """The exit status, and the rows of prompts."""
+    """Runs one cell; returns the exit status and the rows of prompts."""
     out = tmp_path / "wrong.jsonl"
     status = exactness.main(one_cell(folders, *more, "--out", str(out)))
     return status, rows_of(out, "prompt")
 
 
 def line_of(printed: str, label: str) -> list[str]:
-    """The cells of a printed row, after its label."""
+    """Returns the cells of a printed row, after its label."""
     (line,) = (row for row in printed.splitlines() if row.startswith(f"{label} "))
     return line.removeprefix(label).split()

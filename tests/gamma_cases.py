@@ -13,13 +13,13 @@ ROUND_S = np.array([1.35, 1.75, 2.0, 2.2, 2.45]) * 1e-3
 """Seconds of a round by gamma, about those of the embedded pair on two cores."""
 
 NUM_TOKENS = 9_000
-"""Of every text, so that all share an executable: 2,000 rounds and more."""
+"""Tokens of every text, so that all share an executable: 2,000 rounds and more."""
 
 ADAPTIVE = pytest.mark.parametrize("name", ["threshold", "goodput", "leader"])
 
 
 def make(name, *, first=None, **changes):
-    """A policy and its first state; `first` is the gamma that thresholds start at."""
+    """Returns a policy and its first state; thresholds start at the gamma `first`."""
     if name == "threshold":
         made = threshold.Threshold(**changes)
         return made, made.init(first)
@@ -32,11 +32,11 @@ def make(name, *, first=None, **changes):
 
 
 def draw_text(stretches, seed=0):
-    """A text of stretches of equal length, each with one chance for all its drafts.
+    """Draws a text of equal stretches, each with one chance for all its drafts.
 
-    Or with a chance for each: draft `i` is kept, given that those before it were.
-    A position's luck is drawn once, whatever drafts it: a token that is hard to guess
-    is so for every policy.
+    A stretch may give a chance for each draft: that it is kept if all before it were.
+    The luck of a position is drawn once for all its drafts: a token that is hard to
+    guess is so for every policy.
     """
     chances = np.repeat(np.array(stretches), NUM_TOKENS // len(stretches), axis=0)
     luck = np.random.default_rng(seed).random((NUM_TOKENS, 1))
@@ -52,7 +52,7 @@ def simulate(made, run, text, max_rounds=NUM_TOKENS):
 
 
 def measure_regret(made, state, text, *, round_s=ROUND_S, catch_up_s=0.0):
-    """The policy and every constant gamma on one text, to its end."""
+    """Runs the policy and every constant gamma on one text, to its end."""
 
     def seconds(made, state):
         run = simulate(made, simulation.begin(made, state), text)

@@ -9,7 +9,7 @@ from spec_jax.model import config as config_lib, tokenizer as tokenizer_lib
 
 
 def add_config(writer: gguf.GGUFWriter, config: config_lib.ModelConfig) -> None:
-    """Sizes and constants."""
+    """Adds the sizes and constants of a model."""
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
@@ -27,7 +27,7 @@ def add_config(writer: gguf.GGUFWriter, config: config_lib.ModelConfig) -> None:
 def add_tokenizer(
     writer: gguf.GGUFWriter, tokenizer: tokenizer_lib.Tokenizer, vocab_size: int
 ) -> None:
-    """Tokens, their kinds, the merges in their order, the stop token."""
+    """Adds tokens, their kinds, the merges in their order, and the stop token."""
     raw: dict[str, Any] = json.loads(tokenizer.path.read_text(encoding="utf-8"))
     kinds = gguf.TokenType
     # Rows of the embedding that have no token, as in Qwen3, get a name of their own.
@@ -43,7 +43,7 @@ def add_tokenizer(
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    # Pairs in newer files; no byte-level token has a space in it.
+    # Newer files store pairs; a space joins them, which no byte-level token has.
     merges = [m if isinstance(m, str) else " ".join(m) for m in raw["model"]["merges"]]
     writer.add_token_merges(merges)
     writer.add_eos_token_id(tokenizer.stop_ids[0])

@@ -17,7 +17,7 @@ BLOCKS = [
     *("--family", "dspark", "--head", "rnn", "--rank", "4"),
     *("--block", "3", "--layers", "1", "--anchors", "3", "--dialect", "speculators"),
 ]
-"""Flags of a block drafter, in the place of those of `FLAGS`."""
+"""Flags of a block drafter; given after `FLAGS`, they override its values."""
 
 
 def command(target, work, stage, *more) -> list[str]:
@@ -38,5 +38,5 @@ def job_of(target, work, *more):
 
 
 def with_texts(work, folder):
-    """The folder, with the same rollouts and cache."""
+    """Copies a work folder with its rollouts and cache; returns the copy."""
     return shutil.copytree(work, folder, dirs_exist_ok=True)

@@ -1,4 +1,4 @@
-"""Planted faults that are data, so that all of a table share one compilation."""
+"""Planted faults that data select, so that a table of them is compiled once."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,15 +12,15 @@ from spec_jax.engine import round as round_lib
 
 
 Fault = tuple[Any, str, Callable]
-"""Where a function is, its name, and what makes a wrong one of the right one."""
+"""A function's owner, its name, and what makes a wrong function of the right one."""
 
 
 @contextlib.contextmanager
 def planted(faults: Sequence[Fault], number: jax.Array) -> Iterator[None]:
-    """Has functions do, in what is traced meanwhile, what a fault makes of them.
+    """Replaces functions by wrong ones, in programs that are traced meanwhile.
 
     Args:
-      number: the fault's in the table, from 1 on; 0 is none.
+      number: the fault's place in the table, from 1 on; 0 plants no fault.
     """
     with pytest.MonkeyPatch.context() as patch:
         real = {(where, name): getattr(where, name) for where, name, _ in faults}
@@ -41,7 +41,7 @@ def planted(faults: Sequence[Fault], number: jax.Array) -> Iterator[None]:
 def check_faults(
     speculator: round_lib.Speculator, begin: Callable, faults: Sequence[Fault], check
 ) -> None:
-    """Fails unless rounds pass a check of their state, and none with a fault does.
+    """Fails unless rounds pass a check of their state, and fail it with each fault.
 
     Args:
       begin: makes the state before the first round.

@@ -1,7 +1,7 @@
 """Random weights of tests, drawn by NumPy: the numbers of `jax.random`, up to rounding.
 
-Drawn by XLA, each shape is a program of its own, whose compilation takes a quarter of a
-second: the weights of a small model take longer than the test they are for.
+With XLA each shape needs a program of its own, whose compilation takes a quarter of a
+second: the weights of a small model would take longer than the test that needs them.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ _TAILS = (
 
 
 def _threefry(key: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both words of the first `count` blocks of a key's stream, which are uint32."""
+    """Returns both words, uint32, of the first `count` blocks of a key's stream."""
     first, second = np.asarray(jax.random.key_data(key), np.uint32)
     keys = (first, second, first ^ second ^ np.uint32(0x1BD11BDA))
     high = np.full(count, keys[0], np.uint32)
@@ -42,13 +42,13 @@ def _threefry(key: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split(key: jax.Array, num: int) -> list[jax.Array]:
-    """The keys of `jax.random.split`."""
+    """Returns the keys of `jax.random.split`."""
     words = np.stack(_threefry(key, num), axis=-1)
     return [jax.random.wrap_key_data(jnp.asarray(word)) for word in words]
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = np.float32):
-    """The numbers of `jax.random.normal`, drawn in float32, of a NumPy array."""
+    """Returns the numbers of `jax.random.normal`, drawn in float32, by NumPy."""
     high, low = _threefry(key, int(np.prod(shape)))
     ones = ((high ^ low) >> 9) | np.uint32(0x3F800000)
     least = np.nextafter(np.float32(-1), np.float32(0))
@@ -64,7 +64,7 @@ def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = np.float32):
 
 
 def draw(key: jax.Array, tree: Any, *, stddev: float) -> Any:
-    """As `spec_jax.model.params.draw`, in whose place `install` puts it."""
+    """Draws as `spec_jax.model.params.draw` does; `install` puts this in its place."""
     if isinstance(key, jax.core.Tracer):
         return DRAWN_BY_XLA(key, tree, stddev=stddev)
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -81,5 +81,5 @@ def draw(key: jax.Array, tree: Any, *, stddev: float) -> Any:
 
 
 def install() -> None:
-    """Has all random weights of this process drawn here."""
+    """Makes this process draw all its random weights with `draw`."""
     params_lib.draw = draw

@@ -16,14 +16,14 @@ HEADING = "## A drafter in one file"
 
 
 FIRST = "# spec_jax"
-"""The heading of what stands first."""
+"""The heading of the first section."""
 
 
 def python_blocks(text: str, heading: str) -> list[str]:
-    """The Python blocks of one section.
+    """Returns the Python blocks of one section.
 
     Raises:
-      LookupError: there is no such section.
+      LookupError: there is no such section, or several.
     """
     sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
     found = [section for section in sections if section.startswith(f"{heading}\n")]
@@ -41,7 +41,7 @@ def run_blocks(blocks: list[str]) -> dict:
 
 
 def bigram(**sizes: int) -> Any:
-    """The README's drafter."""
+    """Returns the README's drafter."""
     drafter, _ = python_blocks(README.read_text(), HEADING)
     return run_blocks([drafter])["Bigram"](**sizes)
 
@@ -53,10 +53,10 @@ _OUTPUT = re.compile(
 
 
 def shown_output(text: str) -> tuple[str, str]:
-    """The instruction set that the README names, and the output that it shows.
+    """Returns the instruction set that the README names, and the output that it shows.
 
     Raises:
-      LookupError: it shows none, or several.
+      LookupError: it shows no output, or several.
     """
     found = list(_OUTPUT.finditer(text))
     if len(found) != 1:
@@ -65,7 +65,7 @@ def shown_output(text: str) -> tuple[str, str]:
 
 
 def printed_output(text: str) -> str:
-    """What the first block prints with the instruction set that the README names."""
+    """Returns what the first block prints, run with the README's instruction set."""
     (block, *_), (isa, _) = python_blocks(text, FIRST), shown_output(text)
     ran = subprocess.run(
         [sys.executable, "-c", block],

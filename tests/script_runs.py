@@ -1,4 +1,4 @@
-"""Runs of scripts in tests: their rows, and how unusable input is said."""
+"""Runs of scripts in tests: their rows, and their messages on unusable input."""
 
 import dataclasses
 import importlib
@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def rows_of(path: pathlib.Path, kind: str | None = None) -> list[dict]:
-    """The rows of a file, or those of a kind."""
+    """Returns the rows of a file, or only its rows of one kind."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [row for row in rows if kind is None or row["kind"] == kind]
 
@@ -24,19 +24,19 @@ def rows_of(path: pathlib.Path, kind: str | None = None) -> list[dict]:
 def rows_from(
     main: Callable, folder: pathlib.Path, arguments: Sequence[str], status: int = 0
 ) -> list[dict]:
-    """Runs a script, which ends with that status: its rows."""
+    """Runs a script, which must end with `status`; returns its rows."""
     out = folder / "out.jsonl"
     assert main([*arguments, "--out", str(out)]) == status
     return rows_of(out)
 
 
 SUPERSEDED = ("commit_decode_steps", "correction_steps", "mirror_decode_steps")
-"""Forwards of designs that are no more, which older rows count as 0."""
+"""Counts of forwards in designs that were removed; older rows have them, as 0."""
 
 
 def assert_has_fields_of(row: Mapping, file: str, *less: str) -> None:
-    """Asserts that a fresh row has what the published ones have, of which tables are
-    made; `less` are fields that no table reads any more."""
+    """Asserts that a fresh row has the fields of the published rows, from which tables
+    are made; `less` are fields that no table reads any more."""
     path = ROOT / "experiments" / "results" / file
     stored = next(one for one in rows_of(path) if one["kind"] == row["kind"])
     assert set(stored) - set(row) <= {*less, *SUPERSEDED}
@@ -61,19 +61,19 @@ def run_python(*arguments: object, **variables: str) -> subprocess.CompletedProc
 
 
 def interrupted(*_, **__) -> None:
-    """In the place of a function: Ctrl-C comes when it is called."""
+    """Raises KeyboardInterrupt, as Ctrl-C does; takes the place of any function."""
     raise KeyboardInterrupt
 
 
 def with_another_token(run):
-    """A run whose last token is another."""
+    """Returns the run with another last token."""
     return dataclasses.replace(
         run, tokens=[*run.tokens[:-1], (run.tokens[-1] + 1) % 250]
     )
 
 
 def models_of(folders) -> list[str]:
-    """The flags of a target and a draft."""
+    """Returns the flags of a target and a draft."""
     target, draft = folders
     return ["--target", str(target), "--draft", str(draft)]
 
@@ -81,7 +81,7 @@ def models_of(folders) -> list[str]:
 def assert_fails_with(
     main: Callable, capsys, arguments: Sequence[str], *words: str
 ) -> None:
-    """Asserts exit status 1 and one clear line, with no traceback."""
+    """Asserts exit status 1, one line of error with these words, and no traceback."""
     try:
         status = main([*arguments])
     except SystemExit as exit_:

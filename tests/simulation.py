@@ -1,4 +1,4 @@
-"""Rounds without models: what a policy would have cost on a given text.
+"""Rounds without models: the time that a policy would have taken on a given text.
 
 The outcome of every draft is given (drawn, or recorded from a real run), so that two
 policies meet the same text, and the best constant gamma is known in hindsight. Times
@@ -60,11 +60,11 @@ def simulate(
 ) -> Simulation:
     """Runs rounds until the text is full, or `max_rounds` passed.
 
-    Called for a few rounds at a time it returns the same bits.
+    Calls of a few rounds at a time return the same bits as one call.
 
     Args:
-      is_kept: whether draft `i` of a round is kept where it stands at a position of the
-        text, given that those before it were.
+      is_kept: by position of the text and by `i`, whether draft `i` of a round is kept
+        if it stands there and all drafts before it were kept.
     """
     num_tokens, gamma_max = is_kept.shape
     drafts = jnp.arange(gamma_max, dtype=jnp.int32)
@@ -74,7 +74,7 @@ def simulate(
         return (run.position < num_tokens) & (step < max_rounds)
 
     def body(carry):
-        """Runs one round: what the policy asks for, what is kept, what it costs."""
+        """Runs one round: asks for gamma, counts kept drafts, updates all state."""
         step, run = carry
         # At most `gamma + 1` tokens are committed, so the end is met exactly.
         left = num_tokens - run.position - 1
@@ -114,8 +114,8 @@ class Regret:
     """A policy's time on a text, beside that of every constant gamma.
 
     Attributes:
-      seconds: of the policy.
-      fixed_s: of each constant gamma, from 0.
+      seconds: time of the policy.
+      fixed_s: time of each constant gamma, from 0.
     """
 
     seconds: float

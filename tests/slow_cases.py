@@ -7,12 +7,12 @@ import pytest
 
 
 def slow(*values: Any, **named: Any) -> Any:
-    """One case of these values."""
+    """Returns one case of these values, marked as slow."""
     return pytest.param(*values, marks=pytest.mark.slow, **named)
 
 
 def slow_but(cases: Iterable[Any], *quick: Any) -> list:
-    """All cases but the quick ones; those of several values are tuples."""
+    """Marks all cases but the quick ones as slow; tuples are several values."""
     assert set(quick) <= set(cases)
     as_tuple = lambda case: case if isinstance(case, tuple) else (case,)
     return [case if case in quick else slow(*as_tuple(case)) for case in cases]

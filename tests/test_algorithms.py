@@ -1,4 +1,4 @@
-"""`init`, `step`, `run`: what they write is what decoding and the front door write."""
+"""`init`, `step` and `run` write what autoregressive decoding and `generate` write."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ BASE = sj.autoregressive(SMALL.target)
 
 @functools.cache
 def left_behind(wrong=None) -> tuple[list[evidence.Evidence], list[list[int]]]:
-    """The recorded rounds of `run`, and the tokens; `wrong` is around the target."""
+    """Returns recorded rounds of `run`, and the tokens; `wrong` wraps the target."""
     slots = rows.SlotRows(model=SMALL.target, num_slots=len(PROMPTS))
     watched = recorder.Recorder(target=slots if wrong is None else wrong(target=slots))
     algo = dataclasses.replace(ALGO, target=watched)
@@ -43,7 +43,7 @@ def left_behind(wrong=None) -> tuple[list[evidence.Evidence], list[list[int]]]:
 
 @functools.cache
 def decoded() -> tuple[list[evidence.Evidence], list[list[int]]]:
-    """The same of the oracle."""
+    """Returns the recorded steps of the oracle, and its tokens."""
     watched = recorder.Recorder(target=SMALL.target)
     base = sj.autoregressive(watched)
     state = BASE.init(PARAMS[0], PROMPTS, **HOW)
@@ -57,7 +57,7 @@ def decoded() -> tuple[list[evidence.Evidence], list[list[int]]]:
 
 
 def test_run_is_the_oracle_and_the_front_door():
-    """Fails if a token, a log-probability, a logit or a K/V is another integer."""
+    """Fails if a token, log-probability, logit, key or value is another integer."""
     (found, tokens), (expected, plain) = left_behind(), decoded()
     for ours, theirs in zip(found, expected, strict=True):
         assert evidence.compare(theirs, ours) == []
@@ -87,7 +87,7 @@ def test_a_target_that_is_one_bit_off_is_seen():
 
 
 def test_steps_are_a_run_and_say_what_they_did():
-    """A jitted, donated step; compiled once; its counts are those of the slots."""
+    """Fails if a jitted step is compiled twice, is not donated, or counts wrongly."""
     step = jax.jit(ALGO.step, donate_argnums=1)
     state, infos = ALGO.init(PARAMS, PROMPTS, **HOW), []
     for _ in range(16):
@@ -109,7 +109,7 @@ def test_steps_are_a_run_and_say_what_they_did():
 
 
 def test_steps_of_the_oracle_are_its_run():
-    """One token a step and slot; a slot that has ended stays as it is."""
+    """Checks that a step commits one token a slot, and none where a slot has ended."""
     how = HOW | {"max_tokens": 3}
     step = jax.jit(BASE.step, donate_argnums=1)
     state = BASE.init(PARAMS[0], PROMPTS[:2], **how | {"sampling": DRAWS[:2]})
@@ -133,7 +133,7 @@ def test_a_run_goes_on_where_it_was():
 
 
 def test_what_cannot_be_used_is_said():
-    """Before anything runs, with what to write."""
+    """Checks that arguments are refused before anything runs, with the remedy."""
     with pytest.raises(ValueError, match="rule='luck' is not one of coupled, rej"):
         sj.speculative(SMALL.target, DRAFTER, rule="luck")
     with pytest.raises(ValueError, match="params of type dict: give the target's and"):
@@ -156,7 +156,7 @@ def test_what_cannot_be_used_is_said():
 
 
 def test_logits_that_are_not_finite_are_told():
-    """In the step's `finite`, and by `generated`."""
+    """Checks that a step's `finite` is False, and that `generated` raises."""
     bad = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), PARAMS[0])
     state = BASE.init(bad, PROMPTS[1:2], max_tokens=2)
     state, info = jax.jit(BASE.step)(bad, state)

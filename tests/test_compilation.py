@@ -13,12 +13,12 @@ UNKNOWN = {"xla_no_such_option": False}
 
 
 def no_option(platform):
-    """As `compilation.options`, with one that every compiler refuses on a GPU."""
+    """Returns options as `compilation.options` does; on a GPU, an unknown one."""
     return UNKNOWN if platform == "gpu" else {}
 
 
 def make_programs():
-    """A loop that donates its state, and a program that it is a part of; new ones."""
+    """Returns a new loop that donates its state, and a new program that contains it."""
 
     @loop.donates(static_argnames=())
     def advance(state, by):
@@ -42,12 +42,12 @@ def test_a_gpu_has_one_option(monkeypatch):
     }
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert compilation.describe() == {"compiler_options": compilation.options("gpu")}
-    # A CPU's compiler knows the name, and takes it.
+    # A CPU's compiler knows the option, and accepts it.
     assert call_both() == [5, 7]
 
 
 def test_options_reach_the_compiler_of_a_gpu(monkeypatch):
-    """Fails if a program is compiled without them, by a call or by hand."""
+    """Fails if a program is compiled without the options, by a call or by `lower`."""
     monkeypatch.setattr(compilation, "options", no_option)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     args = jnp.int32(2), jnp.int32(3)
@@ -59,7 +59,7 @@ def test_options_reach_the_compiler_of_a_gpu(monkeypatch):
 
 
 def test_a_cpu_has_none(monkeypatch):
-    """Fails if anything that a CPU's program is compiled with changes."""
+    """Fails if the options change a CPU's program, before or after compiling."""
     assert compilation.options("cpu") == compilation.describe() == {}
     monkeypatch.setattr(compilation, "options", no_option)
     assert call_both() == [5, 7]
@@ -89,7 +89,7 @@ FLAG = "--xla_gpu_enable_command_buffer"
 )
 @pytest.mark.parametrize("is_file", [False, True])
 def test_loops_in_cuda_graphs_are_refused(flags, found, is_file, tmp_path, monkeypatch):
-    """Where a GPU's implementation is chosen; fails if harmless flags are refused."""
+    """Fails if bad flags pass when a GPU's code is chosen, or harmless ones do not."""
     if is_file:
         (tmp_path / "flags").write_text(flags)
         flags = str(tmp_path / "flags")

@@ -1,4 +1,4 @@
-"""The front door's default gamma: measured once, in provenance, and in no token."""
+"""The default gamma: costs are measured once, are in provenance, change no token."""
 
 import dataclasses
 
@@ -19,14 +19,14 @@ DEAR = sj.gamma.RoundCosts(round_s=(1.0, 4.0, 7.0, 10.0, 13.0))
 
 @pytest.fixture(scope="module")
 def cycle(tmp_path_factory):
-    """A model that writes `TEXT` again and again, and a drafter that finds out."""
+    """Returns a model that writes `TEXT` again and again, with a lookup drafter."""
     folder = tiny_pair.write_cycle(tmp_path_factory.mktemp("cycle"), TEXT)
     return sj.load(folder, drafter="ngram", gamma_max=4)
 
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How often costs were measured; they are planted, as `CHEAP` if not told."""
+    """Plants costs, by default `CHEAP`; returns `measure` and a list of its calls."""
     calls = []
 
     def measure(scheduler, requests):
@@ -40,7 +40,7 @@ def counted(monkeypatch):
 
 
 def test_costs_are_measured_once_for_slots_and_draws(cycle, counted):
-    """And not at all where gamma is given, or nothing is drafted."""
+    """Fails if costs are measured twice, or for a given gamma, block rule or decode."""
     _, calls = counted
     out = sj.generate(cycle, "a", max_tokens=6, gamma=DEAR)
     assert "round_costs" in out.provenance
@@ -67,8 +67,8 @@ def test_costs_are_measured_once_for_slots_and_draws(cycle, counted):
 
 
 def test_tokens_do_not_depend_on_what_was_measured(cycle, counted, monkeypatch):
-    """Fails if a time decides a token; the counts of rounds are the negative control:
-    they do depend on it, and not where costs are given."""
+    """Fails if a measured time decides a token. Negative control: it does decide the
+    number of rounds, which is the same if these costs are given."""
     measure, _ = counted
     settings = {"max_tokens": 40, "sampling": sj.Sampling(temperature=0.5, seed=3)}
     expected = sj.decode(cycle, TEXT, **settings).tokens
@@ -84,7 +84,7 @@ def test_tokens_do_not_depend_on_what_was_measured(cycle, counted, monkeypatch):
 
 
 def test_fewer_costs_are_fewer_drafts(cycle):
-    """And a tree needs them of all its nodes."""
+    """Checks that costs bound gamma, and that a tree needs costs of all its nodes."""
     out = sj.generate(cycle, TEXT * 3, max_tokens=20, gamma=FEW)
     assert out.metrics["rounds"] >= 10 and out.metrics["accepted"] > 5
     with pytest.raises(ValueError, match=r"0 \.\. 1 drafts, and up to 3 are drafted"):
@@ -99,7 +99,7 @@ def test_a_tree_by_costs_writes_the_same(cycle):
 
 
 def test_what_is_measured_are_times(cycle):
-    """One a number of drafts; of lookups nothing is caught up with."""
+    """Checks that each gamma has a time, and that lookups never need to catch up."""
     run, _ = generation.prepare(cycle, [TEXT, "a"], max_tokens=6)
     adapted = run.adapted()
     assert adapted.costs.gamma_max == 4 and adapted.costs.catch_up_s == 0.0
@@ -110,15 +110,15 @@ def test_what_is_measured_are_times(cycle):
 
 @pytest.fixture
 def of_two():
-    """A drafter that chooses, and its parameters."""
+    """Returns a drafter that chooses between two, and its parameters."""
     members = ngram.PromptLookup(gamma_max=4), suffix.SuffixDecoding(gamma_max=4)
     drafter = choice.Choice(members=members)
     return drafter, choice.params_of(drafter, (None, suffix.empty_corpus(8)))
 
 
 def test_a_choice_is_told_what_rounds_of_each_member_cost(cycle, counted, of_two):
-    """Fails if a member is chosen by what another one costs, or measured as it; and the
-    budget goes by the dearest."""
+    """Fails if a member is chosen or measured by the costs of another one, or if the
+    budget does not go by the dearest member."""
     measure, calls = counted
     lm = cycle.with_drafter(*of_two)
     dearer = sj.gamma.RoundCosts(round_s=(1.0, 1.2, 1.4, 1.6, 1.8))
@@ -144,7 +144,7 @@ def test_a_choice_is_told_what_rounds_of_each_member_cost(cycle, counted, of_two
 
 
 def test_a_member_is_timed_by_itself(cycle, of_two):
-    """Fails if another one drafts where one is pinned, or fewer tokens than asked."""
+    """Fails if a member that is not pinned drafts, or fewer tokens than asked."""
     drafter, params = of_two
     algo = sj.speculative(cycle.target, drafter)
     prompt = cycle.tokenizer.encode(TEXT * 3)

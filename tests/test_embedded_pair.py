@@ -45,7 +45,7 @@ def test_a_shipped_head_has_a_card(name):
 @pytest.mark.parametrize("name", [None, *map(slow, HEADS[:-1])])
 def test_what_is_shipped_matches_and_is_of_use(name, tmp_path):
     """Fails if an asset is missing, is of another target, or was not trained: a random
-    draft accepts 0. None: what is drafted by default."""
+    draft accepts 0. The name None stands for the default drafter."""
     out = tmp_path / "out.jsonl"
     flags = ["--prompts", "2", "--gen-tokens", "24", "--out", str(out)]
     flags += ["--drafter", name] if name else []

@@ -1,4 +1,4 @@
-"""Comparisons on which exactness tests rest: of bits, and of the evidence of runs."""
+"""The comparisons that exactness tests use: of bits, and of the evidence of runs."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from spec_jax.debug import evidence
 
 
 def make_evidence(**changes) -> evidence.Evidence:
-    """Three prompt tokens, five generated; two layers."""
+    """Returns evidence of three prompt tokens and five generated, in two layers."""
     rng = np.random.default_rng(3)
     kv = [rng.integers(0, 99, (2, 7, 1, 4), np.uint16) for _ in range(2)]
     decisions = evidence.Decisions(
@@ -58,7 +58,7 @@ def test_differences_are_located(wrong, expected):
 
 
 def test_nothing_is_compared_past_another_token():
-    """Another text has other logits and K/V: they would hide where it began."""
+    """Fails if logits or K/V after another token count: they hide where it began."""
     wrong = with_change("tokens", 1, 77)
     wrong.decisions.log_probs[2:] += 1
     wrong.decisions.logits[2:] += 1
@@ -66,7 +66,7 @@ def test_nothing_is_compared_past_another_token():
         layer[:, 4:] += 1
     (found,) = evidence.compare(make_evidence(), wrong)
     assert (found.what, found.position) == ("tokens", 4)
-    wrong.kv[0][0, 3] += 1  # of the row that chose it
+    wrong.kv[0][0, 3] += 1  # in the row that chose the token
     assert [d.what for d in evidence.compare(make_evidence(), wrong)] == [
         "tokens",
         "kv",
@@ -95,7 +95,7 @@ def test_equal_bits_pass(value, dtype):
     ],
 )
 def test_one_other_bit_is_told(left, right):
-    """Fails if values that compare equal, or not at all, are taken for one another."""
+    """Fails if zeros, NaNs or infinities of other bits pass, or a number an ULP off."""
     with pytest.raises(
         AssertionError, match=r"here\['a'\]\[0\]: 1 of 2 elements differ"
     ):

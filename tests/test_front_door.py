@@ -17,17 +17,17 @@ from spec_jax.gamma import goodput, threshold
 
 
 TEXT = "añ日🙂"
-"""Characters of one byte to four; no byte is there twice."""
+"""Characters of one byte to four; no byte occurs twice."""
 
 PROMPTS = ["def f(x):", "import os", "x = [1, 2]"]
 
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
-    """A tiny model of random weights, with a chat template; a token is a byte.
+    """Returns a tiny model of random weights, with a chat template; a token is a byte.
 
-    With lookup, whose loops compile in half the time of a draft model's. Of one shape
-    with `cycle`, so that they share their programs.
+    It drafts by lookup, whose loops compile in half the time of a draft model's. It has
+    the shape of `cycle`, so that the two share their programs.
     """
     folder = tiny_pair.write_chat(tmp_path_factory.mktemp("random"))
     return sj.load(folder, drafter="ngram", gamma_max=4)
@@ -35,17 +35,17 @@ def lm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cycle(tmp_path_factory):
-    """A model that writes `TEXT` again and again, and a drafter that finds out."""
+    """Returns a model that writes `TEXT` again and again, with a lookup drafter."""
     folder = tiny_pair.write_cycle(tmp_path_factory.mktemp("cycle"), TEXT)
     return sj.load(folder, drafter="ngram", gamma_max=4)
 
 
 GENERATE = functools.partial(sj.generate, gamma=3)
-"""With one program for all tests, and no measured costs."""
+"""`generate` with one program for all tests, and without measured costs."""
 
 
 def test_prompts_of_any_kind(lm):
-    """Fails if one kind of prompt is another, or a list of one is not a list."""
+    """Fails if kinds of a prompt differ in tokens, or a list of one gives no list."""
     ids = lm.tokenizer.encode(PROMPTS[0])
     expected = sj.decode(lm, PROMPTS[0], max_tokens=6)
     for prompt in (PROMPTS[0], ids, jnp.asarray(ids)):
@@ -59,7 +59,7 @@ def test_prompts_of_any_kind(lm):
 
 
 def test_messages_go_through_the_chat_template(lm):
-    """One chat, several, and a list of chats and texts."""
+    """Compares a chat, alone and in a list, with its text by the template."""
     chat = [{"role": "user", "content": "hi"}]
     text = "[user]hi[assistant]"
     expected = sj.decode(lm, text, max_tokens=6)
@@ -87,12 +87,12 @@ def test_a_text_begins_as_its_tokenizer_says(lm):
     named = [prompt_files.Prompt(id="1", text="hi", category=None)]
     assert prompts.encode(other, named, raw=True) == [[first, *ids]]
     assert prompts.encode(other, named, raw=False) == [of_chat]
-    # One that has it already, as a chat template may have written it.
+    # The text may have it already, as a chat template may have written it.
     assert tokenizer.encode(f"{begin}hi", begins=True) == [first, *ids]
 
 
 def test_metrics_and_provenance_hang_on_the_result(cycle):
-    """Counters agree with origins; what decides bits is named."""
+    """Checks that counters agree with origins, and that what decides bits is named."""
     out = GENERATE(cycle, TEXT, max_tokens=25)
     kept = out.origins.count(sj.Origin.ACCEPTED)
     assert len(out.origins) == len(out.tokens) == out.metrics["tokens"] == 25
@@ -109,8 +109,8 @@ def test_metrics_and_provenance_hang_on_the_result(cycle):
 
 
 def test_stop_as_ids_and_as_text(cycle):
-    """A token ends all prompts; nothing given, those of the folder alone. A text ends
-    before a stop text, which its tokens have (see `test_front_door_stops`)."""
+    """Checks that a stop token ends any text, and that without one only the folder's
+    do. A text ends before a stop text, whose tokens stay (`test_front_door_stops`)."""
     (stop,) = cycle.tokenizer.encode("a")
     for given in ("a", ["a"], stop, [stop], np.array([stop]), {stop, "a"}):
         shown = "" if "a" in np.ravel(given).tolist() or given == {stop, "a"} else "a"
@@ -120,14 +120,14 @@ def test_stop_as_ids_and_as_text(cycle):
             assert out.tokens == [stop]
             out = call(cycle, "a", max_tokens=25, stop=given)
             assert out.text == TEXT[1:] + shown and out.tokens[-1] == stop
-    assert cycle.stop_ids == (0,)  # of the folder: never written here
+    assert cycle.stop_ids == (0,)  # the folder's, which is never written here
     for given in ((), None):
         out = GENERATE(cycle, "a", max_tokens=25, stop=given)
         assert out.status is sj.Status.LENGTH and len(out.tokens) == 25
 
 
 def test_given_stops_add_to_those_of_the_folder(cycle):
-    """Unless they are ignored; and special tokens are in the text if asked for."""
+    """Checks both kinds of stops, ignoring the folder's, and showing special tokens."""
     (first,), (later,) = map(cycle.tokenizer.encode, ("a", "b"))
     tokenizer = dataclasses.replace(
         cycle.tokenizer, stop_ids=(first,), special_tokens={"eos_token": "a"}
@@ -152,7 +152,7 @@ def _streamed(lm, prompt, **settings):
 
 
 def test_options_reach_the_chat_template(lm):
-    """From every call; they are of messages alone."""
+    """Checks that options given to every call reach the template of messages."""
     template = "{{ messages[0].content }}{% if enable_thinking %}!{% endif %}"
     tokenizer = dataclasses.replace(lm.tokenizer, chat_template=template)
     other = dataclasses.replace(lm, tokenizer=tokenizer)
@@ -170,7 +170,7 @@ def test_options_reach_the_chat_template(lm):
 def test_streamed_pieces_are_whole_characters(cycle, max_tokens, gamma):
     """Fails if a piece cuts a character, or the pieces make up another text.
 
-    Of 22 tokens the last two are half a character: so ends `generate`'s text, too.
+    A text of 22 tokens ends in half a character, streamed or from `generate`.
     """
     settings = {"max_tokens": max_tokens, "gamma": gamma}
     out = sj.generate(cycle, TEXT, **settings)
@@ -188,7 +188,7 @@ def test_streamed_pieces_are_whole_characters(cycle, max_tokens, gamma):
 
 
 def test_gamma_is_a_number_or_a_policy(lm):
-    """And the text the same; a policy's first state is its own, or is asked for."""
+    """Checks that policies change no token, and ask for a state that they need."""
     expected = sj.decode(lm, PROMPTS[0], max_tokens=12).tokens
     ladder = threshold.Threshold(ladder=(0, 1, 2, 4))
     for first in (None, ladder.init(4)):
@@ -202,7 +202,7 @@ def test_gamma_is_a_number_or_a_policy(lm):
 
 
 def test_a_model_without_a_tokenizer_takes_ids(lm):
-    """And gives none but ids back."""
+    """Checks that it returns ids without text, and refuses texts and streams."""
     bare = dataclasses.replace(lm, tokenizer=None)
     ids = lm.tokenizer.encode(PROMPTS[0])
     out = GENERATE(bare, ids, max_tokens=6)
@@ -216,7 +216,7 @@ def test_a_model_without_a_tokenizer_takes_ids(lm):
 
 
 def _flip(array, *at):
-    """The array with the lowest bit of one element the other way."""
+    """Returns the array with the lowest bit of one element flipped."""
     bits = testing.bits(array).copy()
     bits[at] ^= 1
     return jnp.asarray(bits.view(np.asarray(array).dtype))
@@ -229,12 +229,12 @@ FAULTS = {
     "log_probs": lambda kept, kv: kept.replace(log_prob=_flip(kept.log_prob, 1, 12)),
     "logits": lambda kept, kv: kept.replace(logits_hash=_flip(kept.logits_hash, 1, 12)),
 }
-"""A bit of what the rounds left in the second slot, by what it is of."""
+"""Faults that flip a bit which rounds left in the second slot, by what they change."""
 
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_planted_fault_makes_check_lossless_false(lm, what, monkeypatch):
-    """Negative control: one bit is another, of one prompt, and the table says which."""
+    """Negative control: one bit of one prompt is flipped, and the table says which."""
     real = round_lib.generate
 
     def generate(*arguments, **settings):

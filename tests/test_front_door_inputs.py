@@ -1,4 +1,4 @@
-"""What `generate`, `stream` and `decode` refuse, in a line that says what to write."""
+"""Inputs that `generate`, `stream` and `decode` refuse, in one line with the remedy."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ PROMPT = "def f(x):"
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
-    """A tiny model of random weights, with a chat template; a token is a byte."""
+    """Returns a tiny model of random weights with a chat template; tokens are bytes."""
     folder = tiny_pair.write_chat(tmp_path_factory.mktemp("random"))
     return sj.load(folder, drafter="ngram", gamma_max=4)
 
@@ -32,12 +32,12 @@ NAMES = {
     "maxtokens": "max_tokens",
     "nonsense_of_all_kinds": "lm, prompt, max_tokens",
 }
-"""Names that others have, and what is to be written."""
+"""Names of other libraries and mistyped ones, and what is to be written instead."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_other_names_point_to_the_right_one(lm, name):
-    """Fails if a user of another library is told of an unexpected keyword alone."""
+    """Fails if a message names the unexpected keyword and not what to write instead."""
     for call in (sj.generate, sj.stream, sj.decode, sj.check_lossless):
         message = f"^{call.__name__} has no argument '{name}': write {NAMES[name]}"
         with pytest.raises(TypeError, match=message):
@@ -131,7 +131,7 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_inputs_are_refused_in_one_line(lm, bad):
-    """With the values and the remedy, before anything is allocated or runs."""
+    """Checks that one line names the values and the remedy, before anything runs."""
     arguments, message = BAD[bad]
     arguments = {"prompt": PROMPT, **arguments}
     with pytest.raises(ValueError, match=message) as caught:

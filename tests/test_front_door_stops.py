@@ -1,4 +1,4 @@
-"""Stop texts from the front door: one end, however a text is written and read."""
+"""Stop texts: a text ends at the same place however it is generated and read."""
 
 import dataclasses
 
@@ -14,16 +14,16 @@ from spec_jax.model import stop_texts, tokenizer as tokenizer_lib
 
 NAMES = "abcdefghi"
 TOKENS = (b"f(", b"x", b")\n", b"    ", b"re", b"turn", b" \xe6\x97", b"\xa5", b"<eot>")
-"""What the model writes again and again: `f(x)`, a line and a character in two."""
+"""Tokens that the model repeats: `f(x)`, a line, and a character cut in two."""
 
 MAX_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
-    """A model that writes `TOKENS` again and again, and a drafter that finds out.
+    """Returns a model that writes `TOKENS` again and again, with a lookup drafter.
 
-    It has learnt bytes, whose tokens are given other names; the last one is special.
+    It is made for a cycle of bytes, whose tokens get other names; the last is special.
     """
     folder = tiny_pair.write_cycle(tmp_path_factory.mktemp("cycle"), NAMES)
     lm = sj.load(folder, drafter="ngram", gamma_max=4)
@@ -42,13 +42,13 @@ def lm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompt(lm):
-    """Ids after which the model begins the cycle; twice, so that a lookup finds it."""
+    """Returns ids of two cycles, so that lookup finds what the model writes next."""
     ids = {lm.tokenizer.bytes_of(one): one for one in range(lm.tokenizer.num_ids)}
     return [ids[raw] for raw in TOKENS] * 2
 
 
 def streamed(lm, prompt, **settings):
-    """The end of a stream, of which nothing was taken back."""
+    """Returns the result of a stream, and fails if the stream takes a text back."""
     pieces, out = tiny_pair.streamed(lm, prompt, **settings)
     shown = ""
     for piece in pieces:
@@ -58,7 +58,7 @@ def streamed(lm, prompt, **settings):
 
 
 def batched(lm, prompt, **settings):
-    """One of three equal results of two slots."""
+    """Returns one of three results of two slots, which must be equal."""
     outs = sj.generate(lm, [prompt] * 3, num_slots=2, **settings)
     ends = [(out.text, out.tokens, out.status) for out in outs]
     assert ends[0] == ends[1] == ends[2]
@@ -91,13 +91,13 @@ STOPS = {
     "the longest": (["x)", "(x)"], "f", 3),
     "begun only": (["\n    rx", "日!"], None, MAX_TOKENS),
 }
-"""Stop texts, the text, and how many tokens stay."""
+"""Stop texts, the text that they leave, and how many tokens stay."""
 
 WHOLE = "f(x)\n    return 日" * 2 + "f(x)\n    return"
 
 
 def expected(name):
-    """The text, the number of tokens and the status."""
+    """Returns the text, the number of tokens and the status."""
     _, text, count = STOPS[name]
     if text is None:
         return WHOLE, count, sj.Status.LENGTH
@@ -119,13 +119,13 @@ def test_ends_are_one_however_a_text_is_written(lm, prompt, way):
 
 
 def round_alone(self, number, tokens):
-    """Planted: each round's text is looked at alone."""
+    """Plants a fault: each round's text is searched alone."""
     self._searches.pop(number, None)
     return REAL(self, number, tokens)
 
 
 def a_token_early(self, number, tokens):
-    """Planted: the token that completes a stop text is left out."""
+    """Plants a fault: the token that completes a stop text is left out."""
     kept = REAL(self, number, tokens)
     return kept if kept is None else max(kept - 1, 1)
 
@@ -142,7 +142,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_move_ends(lm, prompt, fault, monkeypatch):
-    """Negative control: the same table, of chains and of streams."""
+    """Negative control: with a fault, chains and streams fail the same table."""
     monkeypatch.setattr(*FAULTS[fault])
     names = ("across tokens", "a character of two tokens", "late")
     for way in ("chains", "stream"):
@@ -156,10 +156,10 @@ def test_planted_faults_move_ends(lm, prompt, fault, monkeypatch):
 
 
 def test_what_is_decoded_in_vain(lm, prompt, monkeypatch):
-    """Fails if a slot goes on behind a stop text, or if numbers lose what was cut.
+    """Fails if a slot goes on after a stop text, or if metrics omit what was cut.
 
-    Four prompts of three tokens, in two slots: as many rounds as if each had ended by
-    itself.
+    Four answers of three tokens in two slots take six rounds, as many as if each had
+    ended by itself.
     """
     calls, real = [], round_lib.generate
 
@@ -181,7 +181,7 @@ def test_what_is_decoded_in_vain(lm, prompt, monkeypatch):
         assert out.log_probs.shape == out.drawn_log_probs.shape == (3,)
         kept = [origin for origin in out.origins if origin is sj.Origin.ACCEPTED]
         assert len(kept) >= 3 - rounds
-    # Without stop texts the host looks when a slot ends, and no oftener.
+    # Without stop texts the host looks when a slot ends, and not more often.
     del calls[:]
     settings["stop"] = [prompt[2]]
     outs = sj.generate(lm, [prompt] * 4, gamma=0, **settings)
@@ -190,7 +190,7 @@ def test_what_is_decoded_in_vain(lm, prompt, monkeypatch):
 
 
 def test_ids_and_texts_together(lm, prompt):
-    """Whichever comes first: a stop token is a part of the text, a stop text is not."""
+    """Checks that the first stop ends; the text keeps a stop token, not a stop text."""
     (second,) = prompt[1:2]
     for call in map(WAYS.get, ("plain", "chains", "stream")):
         out = call(lm, prompt, max_tokens=MAX_TOKENS, stop=[second, "\n"])
@@ -208,7 +208,7 @@ def test_ids_and_texts_together(lm, prompt):
 
 
 def test_an_end_at_the_limit_is_a_stop(lm, prompt):
-    """As it is of stop tokens."""
+    """Fails if a stop text that ends at `max_tokens` is not a stop, as a token is."""
     for call in map(WAYS.get, ("plain", "chains", "stream")):
         out = call(lm, prompt, max_tokens=3, stop=["\n"])
         assert (out.text, out.status) == ("f(x)", sj.Status.STOP)

@@ -1,4 +1,4 @@
-"""A budget bounds what trying costs, whatever drafts are worth and rounds take."""
+"""A budget bounds the cost of trying drafts, whatever they are worth and cost."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ CHANCES = {
     "turns hard": (0.9, 0.0), "turns easy": (0.0, 0.9),
 }  # fmt: skip
 AFTER = (16, 40, 64, 120, NUM_TOKENS)
-"""Rounds after which the time is looked at: texts of as many tokens or more."""
+"""Rounds after which the time is checked; a text then has as many tokens or more."""
 
 
 def costs_of(draft, catch_up_s=0.0):
@@ -30,7 +30,7 @@ def costs_of(draft, catch_up_s=0.0):
 
 
 def draw(chances):
-    """Texts of stretches of equal length, each with one chance for all its drafts."""
+    """Draws texts of equal stretches, each with one chance for all its drafts."""
     chance = np.repeat(chances, NUM_TOKENS // len(chances))[:, None]
     luck = np.random.default_rng(0).random((NUM_TEXTS, NUM_TOKENS, GAMMA_MAX))
     return jnp.asarray(luck < chance)
@@ -38,7 +38,7 @@ def draw(chances):
 
 @functools.partial(jax.jit, static_argnames="made")
 def simulate(made, state, texts):
-    """Runs `[AFTER, texts]`, each of so many rounds."""
+    """Runs each text for each number of rounds in `AFTER`: `[AFTER, texts]`."""
 
     def one(most, text):
         begun = simulation.begin(made, state)
@@ -49,7 +49,7 @@ def simulate(made, state, texts):
 
 
 def losses(made, state, texts, costs):
-    """Shares by which texts of 64 tokens or more are slower than plain decoding."""
+    """Returns shares by which texts of 64 tokens or more are slower than plain ones."""
     runs = simulate(made, state, texts)
     seconds = np.asarray(runs.rounds_at) @ np.asarray(costs.round_s)
     seconds += np.asarray(runs.num_caught_up) * costs.catch_up_s
@@ -60,17 +60,17 @@ def losses(made, state, texts, costs):
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("chances", CHANCES)
 def test_no_text_is_slower_by_more_than_the_bound(chances, draft):
-    """From a first state that knows nothing, and wherever the text is looked at."""
+    """Checks texts at all of `AFTER`, from a first state that knows nothing."""
     costs = costs_of(draft)
     made, first = default_gamma.make(costs)
     found = losses(made, first, draw(CHANCES[chances]), costs)
     assert found.size >= NUM_TEXTS and found.max() <= made.bound + 1e-6
     if CHANCES[chances][0] >= 0.6 and draft <= 0.2:
-        assert found.mean() < -0.1  # And drafts are made where they pay.
+        assert found.mean() < -0.1  # Drafts are made where they pay.
 
 
 def test_the_bound_catches_a_policy_without_a_budget():
-    """Negative control: the same policy, the same texts, an account that is full."""
+    """Negative control: the same policy on the same texts, with an infinite account."""
     costs = costs_of(0.6)
     made, first = default_gamma.make(costs)
     full = first.replace(balance=jnp.float32(jnp.inf))
@@ -81,7 +81,7 @@ def test_the_bound_catches_a_policy_without_a_budget():
 def test_a_bad_beginning_is_not_the_end():
     """Fails if the first rounds may lose so much that a drafter is never asked again.
 
-    Negative control: a round that may lose all of the account.
+    Negative control: a policy whose rounds may lose all of the account.
     """
     costs = costs_of(0.12, 0.02)
     made, first = default_gamma.make(costs)
@@ -93,9 +93,9 @@ def test_a_bad_beginning_is_not_the_end():
 
 @pytest.mark.parametrize("catch_up_s", [0.005, 0.03])
 def test_catching_up_is_paid_for(catch_up_s):
-    """Fails if what a probe costs a drafter that sat out is not in the account.
+    """Fails if a drafter's catching up, after rounds without it, is not in the account.
 
-    Negative control: a state that was told of no such cost.
+    Negative control: a state in which that costs nothing.
     """
     costs = costs_of(0.05, catch_up_s)
     made, first = default_gamma.make(costs)
@@ -107,7 +107,7 @@ def test_catching_up_is_paid_for(catch_up_s):
 
 
 def test_a_budget_of_a_batch_is_shared():
-    """By hand: tokens that were kept less what the round took, a slot."""
+    """Compares balances with some by hand: tokens kept, less the round's time."""
     costs = costs_lib.RoundCosts(round_s=(2.0, 2.5, 3.5), catch_up_s=0.2)
     made, first = default_gamma.make(costs)
     np.testing.assert_allclose(first.lost, [0, 0.25, 0.75])
@@ -122,7 +122,7 @@ def test_a_budget_of_a_batch_is_shared():
     lookup, _ = default_gamma.make(costs, looks_up=True)
     slots = slots.replace(late=slots.late * 0)
     settled = lookup.settle(slots, asked=asked, **numbers)
-    gain = 0.5 - 0.5 + made.bound / 2 * 1.5  # 1.5 rows a slot: between 0.25 and 0.75.
+    gain = 0.5 - 0.5 + made.bound / 2 * 1.5  # 1.5 drafts: between 0.25 and 0.75.
     np.testing.assert_allclose(settled.balance, [made.credit + gain] * 3, rtol=1e-5)
     none = dict.fromkeys(numbers, jnp.int32(0))
     testing.assert_same_bits(made.settle(slots, asked=asked * 0, **none), slots)

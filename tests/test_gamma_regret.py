@@ -28,7 +28,7 @@ EVEN = policy.Probing(every=16, longest=16)
 """Probing without back-off."""
 
 TEXTS = {
-    # Chances of a draft by stretch, and the regret that is allowed.
+    # The chances of drafts by stretch, and the regret that is allowed.
     "easy": ([0.9], 0.01),
     "middling": ([0.5], 0.05),
     "break-even": ([0.3], 0.02),
@@ -41,11 +41,11 @@ TEXTS = {
 @ADAPTIVE
 @pytest.mark.parametrize("text", TEXTS)
 def test_regret_is_bounded(name, text):
-    """Against the best constant gamma in hindsight, which mixed texts leave behind."""
+    """Compares with the best constant gamma in hindsight; mixed texts must reach it."""
     stretches, allowed = TEXTS[text]
     found = measure(name, draw_text(stretches))
     assert found.regret <= allowed, found
-    assert found.overhead <= 0.01, found  # not to draft is never much better
+    assert found.overhead <= 0.01, found  # gamma 0 is never much better
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_regret_is_bounded(name, text):
     [("easy", 1), ("middling", 4), ("hard", 4), ("adversarial", 1), ("mixed", 4)],
 )
 def test_regret_catches_a_gamma_that_does_not_adapt(text, gamma):
-    """Negative control: the constant gamma that suits another text."""
+    """Negative control: a constant gamma, which suits another text."""
     stretches, allowed = TEXTS[text]
     found = measure("fixed", draw_text(stretches), gamma=gamma)
     assert found.regret > allowed
@@ -82,12 +82,12 @@ def test_adversarial_text_costs_what_the_docstrings_say(name):
 
 @ADAPTIVE
 def test_probing_every_round_breaks_the_bound(name):
-    """Negative control of adversarial texts: the same check, the same costs."""
+    """Negative control: probing in every round costs an adversarial text too much."""
     adversarial = draw_text([0.0])
     always = policy.Probing(every=1, longest=1, bound=1.0)
     assert measure(name, adversarial).overhead <= 0.03
     assert measure(name, adversarial, probing=always).overhead > 0.03
-    # Without back-off, what `every` alone allows is met, and not passed.
+    # Without back-off the overhead is the share that `every` allows, and not more.
     share = (ROUND_S[1] - ROUND_S[0]) / (EVEN.every * ROUND_S[0])
     found = measure(name, adversarial, probing=EVEN)
     until_off_s = 15 * (ROUND_S[4] - ROUND_S[0])
@@ -95,7 +95,7 @@ def test_probing_every_round_breaks_the_bound(name):
 
 
 def rounds_by_hand(text, gamma):
-    """Rounds of a constant gamma, token by token."""
+    """Counts the rounds of a constant gamma, token by token."""
     position = num_rounds = 0
     while position < len(text):
         num_drafted = min(gamma, len(text) - position - 1)
@@ -117,23 +117,23 @@ def test_simulated_rounds_are_those_of_theory(gamma):
     run = simulate(made, simulation.begin(made, state), text)
     num_rounds = int(run.rounds_at.sum())
     assert num_rounds == rounds_by_hand(text, gamma)
-    assert int(run.position) == NUM_TOKENS  # met exactly: the last window is cut
+    assert int(run.position) == NUM_TOKENS  # exactly: the last window is cut
     expected = theory.tokens_by_gamma(conditional)
     assert NUM_TOKENS / num_rounds == pytest.approx(expected[gamma], rel=0.03)
     assert run.seconds(ROUND_S) >= num_rounds * ROUND_S[0]
-    # Negative control: draws of another chance are told apart.
+    # Negative control: other chances give another number.
     other = theory.tokens_by_gamma(conditional * 0.9)
     if gamma:
         assert NUM_TOKENS / num_rounds != pytest.approx(other[gamma], rel=0.03)
 
 
 SHORT = 64
-"""Tokens of a text, as those that a policy that knows nothing does worst on."""
+"""Tokens of a short text, on which a policy that knows nothing does worst."""
 
 
 @functools.partial(jax.jit, static_argnames=("made", "anew"))
 def rounds_of_texts(made, first, texts, anew):
-    """Rounds by gamma of texts `[N, SHORT, gamma_max]`, one after the other."""
+    """Counts rounds by gamma of texts `[N, SHORT, gamma_max]`, one after the other."""
 
     def one(state, text):
         begun = simulation.begin(made, first if anew else policy.renewed(made, state))
@@ -144,11 +144,11 @@ def rounds_of_texts(made, first, texts, anew):
 
 
 ROUND_DEAR = np.array([1.0, 1.69, 1.85, 1.95, 2.06])
-"""A first draft that costs most of what four do."""
+"""Seconds of a round by gamma: the first draft costs most of what four do."""
 
 
 def regret_of_texts(name, chances, *, anew=False):
-    """A policy's regret on 50 short texts of such chances."""
+    """Returns a policy's regret on 50 short texts of such chances."""
     luck = np.random.default_rng(0).random((50, SHORT, 1))
     each = np.resize(chances, 50)[:, None, None]
     texts = jnp.asarray(np.repeat(luck < each, GAMMA_MAX, axis=2))
@@ -164,19 +164,19 @@ def regret_of_texts(name, chances, *, anew=False):
 
 
 def test_a_text_begins_with_what_those_before_it_taught():
-    """Short texts: fails if many pay for what the first of them taught, or if a text is
+    """Fails if short texts pay again for what the first of them taught, or if a text is
     not soon judged by itself."""
     for chance, allowed in ((0.75, 0.02), (0.55, 0.05), (0.25, 0.02), (0.0, 0.02)):
         assert regret_of_texts("leader", (chance,)) < allowed
-    # Texts that differ are told apart, which no constant gamma does.
+    # Texts that differ get different gammas: no constant gamma does as well.
     assert regret_of_texts("leader", (0.9, 0.1)) < -0.1
-    # Negative control: each text begun with nothing known.
+    # Negative control: each text begins with nothing known.
     assert regret_of_texts("goodput", (0.75,), anew=True) > 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peeks(leader.Leader):
-    """Planted: drafts as many as will be kept, by what is not committed yet."""
+    """Planted: chooses gamma by the end of the text, which is not committed yet."""
 
     text: tuple[tuple[bool, ...], ...]
 
@@ -187,7 +187,7 @@ class Peeks(leader.Leader):
 
 @pytest.mark.parametrize("name", ["threshold", "goodput", "leader", "planted"])
 def test_a_choice_depends_on_the_rounds_before_it_alone(name):
-    """Two texts that part after a while: until then the rounds are the same."""
+    """Fails if the rounds of two texts differ before the texts do."""
     first = draw_text([0.9, 0.3, 0.6])
     other = first.copy()
     other[NUM_TOKENS // 2 :] = ~other[NUM_TOKENS // 2 :]
@@ -208,18 +208,18 @@ def test_a_choice_depends_on_the_rounds_before_it_alone(name):
 
 
 SIGMAS = 4.5
-"""Standard errors that a simulated mean may lie off: 7 in a million by chance."""
+"""Standard errors that a simulated mean may be off: 7 of a million are, by chance."""
 
 
 def assert_mean(samples, expected):
-    """Asserts that `expected` is the samples' mean, within their standard errors."""
+    """Asserts that `expected` is the samples' mean, within `SIGMAS` standard errors."""
     samples = np.asarray(samples, np.float64)
     error = samples.std() / math.sqrt(len(samples))
     assert abs(samples.mean() - expected) <= SIGMAS * error + 1e-12
 
 
 def simulate_chain(conditional, rounds, seed):
-    """Tokens of each round; draft `i` is kept with chance `conditional[i]`."""
+    """Draws tokens of each round; draft `i` is kept with chance `conditional[i]`."""
     kept = np.random.default_rng(seed).random((rounds, len(conditional))) < conditional
     return 1 + np.cumprod(kept, axis=1).sum(axis=1)
 
@@ -230,7 +230,7 @@ def test_each_position_has_its_own_chance():
     assert tokens.tolist() == pytest.approx([1, 1.9, 2.35, 2.665, 2.665, 2.665])
     for gamma in range(6):
         assert_mean(simulate_chain(conditional[:gamma], 20_000, gamma), tokens[gamma])
-    # Negative control: one chance for all, of the same mean, is told apart.
+    # Negative control: one chance for all, of the same mean, gives another mean.
     with pytest.raises(AssertionError):
         mean = conditional[:3].mean()
         simulated = simulate_chain(conditional[:3], 20_000, 3)

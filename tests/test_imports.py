@@ -1,4 +1,4 @@
-"""Who may import whom, and how: the arrows of the package, read from its source."""
+"""Rules of imports: which part may import which, and how, checked in the source."""
 
 import ast
 import importlib.util
@@ -11,7 +11,7 @@ from script_runs import run_python
 ROOT = pathlib.Path(__file__).parents[1]
 
 EVERYWHERE = {"typing", "pytree", "compilation", "regular_files"}
-"""What every part of the package may import."""
+"""Modules that every part of the package may import."""
 
 LAYERS = (
     EVERYWHERE,
@@ -36,11 +36,11 @@ LAYERS = (
     {"generation"},
     {"lossless"},
 )
-"""Modules and folders of `spec_jax`, from the ground up: each may import what is in a
-layer below its own, and itself."""
+"""Modules and folders of `spec_jax`, from the ground up: each may import itself, and
+all that is in layers below its own."""
 
 ABSTRACT = {"engine", "rules", "gamma", "processors", "tree"}
-"""All that knows a target and a drafter by what they do: neither pages nor Qwen3."""
+"""Parts that know targets and drafters by protocols alone: neither pages nor Qwen3."""
 
 FEWER = {
     **{name: set() for name in ("native", "pallas", "parallel")},
@@ -54,7 +54,7 @@ FEWER = {
         for name in "loop processing protocols target state verification round".split()
     },
 }
-"""What some may import of all that is below them, besides what every part may."""
+"""Modules that may import only these parts from below them, besides `EVERYWHERE`."""
 
 NAMES_FROM = {
     "typing",
@@ -63,14 +63,14 @@ NAMES_FROM = {
     "collections.abc",
     "spec_jax.typing",
     "spec_jax.language_model",
-    "spec_jax.testing.bits",  # `spec_jax.testing.bits` is a function of it, too
+    "spec_jax.testing.bits",  # `spec_jax.testing.bits` is also a function
     "spec_jax.testing.compare",
 }
-"""Sources of types, from which names and not modules are imported."""
+"""Modules from which names, mostly of types, may be imported."""
 
 
 def imports_of(path: pathlib.Path, package: str):
-    """Every import of a file, also inside functions: `(line, module, names)`."""
+    """Yields every import of a file, even inside functions: `(line, module, names)`."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -86,12 +86,12 @@ def is_module(root: pathlib.Path, name: str) -> bool:
         return path.is_dir() or path.with_suffix(".py").exists()
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is a module, not a package
+    except ModuleNotFoundError:  # The parent is a module, not a package.
         return False
 
 
 def targets(module: str, names) -> set[str]:
-    """The parts of `spec_jax` that an import reaches: first names after the package."""
+    """Returns the parts of `spec_jax` that an import reaches, by their first names."""
     dotted = (
         [module] if module != "spec_jax" else [f"spec_jax.{name}" for name in names]
     )
@@ -100,7 +100,7 @@ def targets(module: str, names) -> set[str]:
 
 
 def allowed(parts: tuple[str, ...]) -> set[str] | None:
-    """What a module may import; None where no layer has it."""
+    """Returns the parts that a module may import; None if no layer has the module."""
     heights = [n for n, layer in enumerate(LAYERS) if parts[0] in layer]
     if not heights:
         return None
@@ -113,7 +113,7 @@ def allowed(parts: tuple[str, ...]) -> set[str] | None:
 
 
 def violations(root: pathlib.Path) -> list[str]:
-    """What breaks the rules below `root`, one line each."""
+    """Returns the imports below `root` that break the rules, one line each."""
     found = []
     for path in sorted((root / "spec_jax").rglob("*.py")):
         parts = path.relative_to(root / "spec_jax").with_suffix("").parts
@@ -132,7 +132,7 @@ def violations(root: pathlib.Path) -> list[str]:
 
 
 def style_violations(root: pathlib.Path, folder: str = "spec_jax") -> list[str]:
-    """Names that are imported in place of modules, one line each."""
+    """Returns relative imports, and imports of names, not modules, one line each."""
     found = []
     for path in sorted(root.glob(f"{folder}/**/*.py")):
         where = path.relative_to(root)
@@ -160,8 +160,8 @@ def test_scripts_import_modules():
 
 
 def test_importing_the_package_is_cheap():
-    """Fails if `import spec_jax` loads jax, for which a script's help would wait, or
-    a package that lists its names loads them."""
+    """Fails if `import spec_jax` loads jax, which would delay a script's help, or if a
+    package that lists its names loads them."""
     program = """if True:
         import sys, spec_jax
         lists = "load" in dir(spec_jax), "Goodput" in dir(spec_jax.gamma)
@@ -221,7 +221,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_imports_are_reported(tmp_path, fault):
-    """Negative control: each bad import is reported, at its file, and alone."""
+    """Negative control: each bad import is reported, at its file, and nothing else."""
     name, source = PLANTED[fault]
     package = tmp_path / "spec_jax"
     for real in (ROOT / "spec_jax").rglob("*.py"):

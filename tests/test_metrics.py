@@ -86,7 +86,7 @@ def test_simulated_rounds_satisfy_the_identities(rounds, more, gamma_max, cut):
     summary = metrics.summarise(first + second)
     json.dumps(summary, allow_nan=False)
     # The chance to keep i drafts is the product of the conditional chances wherever
-    # every round drafted at least i tokens: another way to the same histogram.
+    # every round drafted at least i tokens: this is another way to the same histogram.
     if rounds and not more:
         shortest = min(drafted for drafted, _ in rounds)
         for i in range(1, shortest + 1):
@@ -127,7 +127,7 @@ def test_planted_fault_is_named(identity, fault):
 
 
 def repetition_oracle(tokens: list[int]) -> float:
-    """As the definition says it: each 4-gram against all that start earlier."""
+    """Computes repetition by definition: each 4-gram against all that start earlier."""
     if len(tokens) < 5:
         return 0.0
     repeated = 0

@@ -16,9 +16,9 @@ from spec_jax.native import build
 
 ROOT = pathlib.Path(__file__).parents[1]
 ISA = "avx2"
-"""What the stored outputs were computed with: texts are those of an instruction set."""
+"""The instruction set of the stored outputs: another one may write other texts."""
 NOTEBOOKS = {
-    # What must be printed, or shown as HTML or as a picture.
+    # Parts that must be printed, or shown as HTML or as a picture.
     "quickstart": ("tokens per target step", "background:#b7e4c7", "image/png"),
     "own_drafter": ("number drafted", "tokens per target step"),
     "own_loop": ("committed [24 24]", "equal: True"),
@@ -31,7 +31,7 @@ def read(name: str) -> nbformat.NotebookNode:
 
 
 def run(notebook: nbformat.NotebookNode, monkeypatch) -> nbformat.NotebookNode:
-    """Runs a notebook, and leaves nothing in it that another run would not."""
+    """Runs a notebook, and keeps only the outputs that another run repeats."""
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("SPEC_JAX_ISA", ISA)
@@ -50,7 +50,7 @@ def printed(notebook: nbformat.NotebookNode) -> str:
 
 
 def tidy(notebook: nbformat.NotebookNode) -> None:
-    """Leaves what another run prints too: no standard error, and no pieces by time."""
+    """Drops standard error, and joins pieces of output that were split by time."""
     for cell in notebook.cells:
         kept: list = []
         for one in cell.get("outputs", []):
@@ -68,7 +68,7 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
 
 @pytest.fixture(scope="module")
 def ran() -> dict[str, nbformat.NotebookNode]:
-    """All notebooks, one after the other in one kernel: what they compile is shared."""
+    """Runs all notebooks, one after the other in one kernel: they share programs."""
     notebooks = {name: read(name) for name in NOTEBOOKS}
     cells = []
     for notebook in notebooks.values():
@@ -80,7 +80,7 @@ def ran() -> dict[str, nbformat.NotebookNode]:
     return notebooks
 
 
-# The kernel's own machinery warns of sockets and loops that are left open.
+# Jupyter's kernel itself warns of sockets and loops that are left open.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.skipif(
     ISA not in build.available_isas(), reason=f"this processor has no {ISA}"
@@ -102,14 +102,14 @@ def test_every_notebook_is_run():
 
 @pytest.mark.slow
 def test_the_drafter_of_the_notebook_keeps_the_contract():
-    """Fails if the notebook says that it passes, and it does not."""
+    """Fails if the drafter fails the kit, which the notebook says it passes."""
     names: dict = {}
     exec(read("own_drafter").cells[1].source, names)
     testing.check_drafter(names["LastTime"](), params=None)
 
 
 def test_a_failing_cell_is_an_error(monkeypatch):
-    """Negative control."""
+    """Negative control: a cell that divides by zero raises."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="ZeroDivision"):
         run(notebook, monkeypatch)

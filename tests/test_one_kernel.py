@@ -1,4 +1,4 @@
-"""Bookkeeping is one kernel on a CPU, with the values that it has without."""
+"""Bookkeeping is compiled to one kernel on a CPU, and its values stay the same."""
 
 import re
 
@@ -18,13 +18,13 @@ CASES = [
     (name, length)
     for name in ("all sorts", "folds away")
     for length in (1, 256, 300)
-    # A large array that is returned depends on what it was.
+    # Above 256 elements a returned array must depend on the one that it replaces.
     if name != "folds away" or length <= 256
 ]
 
 
 def _all_sorts(state, size, *, start):
-    """A bit of everything that bookkeeping does, of any size."""
+    """Does a bit of everything that bookkeeping does, at any size."""
     row, count, flag, pages = state
     places = jnp.arange(row.shape[0], dtype=jnp.int32)
     is_new = (places >= start) & (places < start + size)
@@ -36,7 +36,7 @@ def _all_sorts(state, size, *, start):
 
 
 def _folds_away(state, size, *, start):
-    """All of the row, the flag and the start goes once constants are known."""
+    """Computes values in which row, flag and start vanish once constants are folded."""
     row, count, flag, pages = state
     never = jnp.sum(row * 0, dtype=jnp.int32) + start - start
     return (row * 0, count + never, flag & False, pages), row.shape[0] + size
@@ -87,7 +87,7 @@ def _loops(state, size, *, start):
 
 @pytest.mark.parametrize("function", [_scatters, _adds_floats, _loops])
 def test_what_it_cannot_do_stays_as_it_is(function):
-    """Negative control: the mark is looked for where it is not, too."""
+    """Negative control: these lack the mark; a function made one kernel has it."""
     state, start = _arguments(9)
     compiled = _compiled(function, state, start).compile()
     assert MARK not in compiled.as_text()
@@ -99,7 +99,7 @@ def test_what_it_cannot_do_stays_as_it_is(function):
 
 
 def _kernels_of_a_round(lm) -> list[str]:
-    """The operations of a round's program that are kernels, of its outermost loop."""
+    """Returns the kernels of a round's program: operations of its outermost loop."""
     settings = runs.Settings(gamma=4, gen_tokens=8, capacity=4096, page_size=16)
     scheduler = runs.make_scheduler(lm, settings)
     state = scheduler.begin(runs.make_request(lm, settings, [1, 2, 3]))
@@ -117,7 +117,7 @@ def test_a_native_round_has_few_kernels(monkeypatch):
     lm = sj.load(impl="native", gamma_max=4)
     kernels = _kernels_of_a_round(lm)
     assert len(kernels) <= 44
-    # What a round commits is written in place: the text is not copied.
+    # Tokens that a round commits are written in place: the text is not copied.
     assert not [kernel for kernel in kernels if "4097]" in kernel and "copy" in kernel]
     jax.clear_caches()
     monkeypatch.setattr(compilation, "_TAKEN", frozenset())

@@ -1,4 +1,4 @@
-"""What is declared about the package is what its source says."""
+"""Declarations about the package agree with its source."""
 
 import ast
 import pathlib
@@ -15,13 +15,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TRAINING = ROOT / "spec_jax/training"
 WITH_JAX = {"jaxlib"}
-"""Comes with jax, in the very version that jax needs."""
+"""Modules that come with jax, in the version that jax needs."""
 DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
-"""Distributions whose modules have another name."""
+"""Distributions whose modules have another name, by module."""
 
 
 def declared(*extras: str) -> set[str]:
-    """The distributions that an installation with these extras asks for by name."""
+    """Returns the distributions that an installation with these extras requires."""
     found = set(PROJECT["dependencies"])
     for extra in extras:
         found |= set(PROJECT["optional-dependencies"][extra])
@@ -29,7 +29,7 @@ def declared(*extras: str) -> set[str]:
 
 
 def imported(tree: ast.AST) -> set[str]:
-    """Full names of the modules that a source imports, but not those that it tries."""
+    """Returns full names of the modules that a source imports, outside of `try`."""
     tried = {
         inner
         for node in ast.walk(tree)
@@ -48,7 +48,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 def third_parties(root: pathlib.Path, *, without: str = "") -> set[str]:
-    """Top-level names of what the sources below `root` import from elsewhere."""
+    """Returns top-level names of the third parties that sources below `root` import."""
     found = set()
     for path in root.rglob("*.py"):
         if not without or without not in path.relative_to(root).parts:
@@ -58,9 +58,9 @@ def third_parties(root: pathlib.Path, *, without: str = "") -> set[str]:
 
 
 def needed_to_start(script: pathlib.Path) -> set[str]:
-    """Third parties that a script imports, and those that need an extra below it.
+    """Returns third parties that a script imports, also through scripts and training.
 
-    What a function imports when it is called does not count.
+    Imports inside functions do not count: they run when the functions are called.
     """
     found, seen, waiting = set(), set(), [script]
     while waiting:
@@ -90,7 +90,7 @@ def test_the_library_depends_on_what_it_imports_and_on_nothing_else():
 def test_training_depends_on_its_extra():
     """Fails if the extra lacks a dependency, or the library imports the folder.
 
-    What else the extra has is of the scripts that train, and of all scripts.
+    Other parts of the extra are for the scripts that train, and for all scripts.
     """
     found = {DISTRIBUTIONS.get(name, name) for name in third_parties(TRAINING)}
     assert declared("train") - declared("experiments") < found <= declared("train")
@@ -101,7 +101,7 @@ def test_training_depends_on_its_extra():
 
 
 def test_an_undeclared_import_is_seen(tmp_path):
-    """Negative control: an import within a function counts, one that is tried not."""
+    """Negative control: an import in a function counts, one within `try` does not."""
     (tmp_path / "a.py").write_text(
         "import json\ndef f():\n    import rich.table\n"
         "try:\n    import beartype\nexcept ImportError:\n    pass\n"

@@ -1,4 +1,4 @@
-"""How much memory a prompt takes, in a process of its own."""
+"""The peak memory of a prompt, measured in a process of its own."""
 
 import json
 
@@ -34,7 +34,7 @@ print(json.dumps([before, peak(), stored]))
 
 
 def test_a_prompt_of_32k_tokens_needs_no_square_of_memory():
-    """Fails if its scores stand in memory all at once: they would be four gigabytes."""
+    """Fails if all attention scores are in memory at once: they take four gigabytes."""
     done = run_python("-c", PREFILL)
     assert done.returncode == 0, done.stderr
     before, after, stored = json.loads(done.stdout)

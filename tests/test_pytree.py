@@ -1,4 +1,4 @@
-"""The base class of pytrees: what jax makes of a node, and what it may not."""
+"""The base class of pytrees: the leaves, structures and fields of nodes in jax."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def outer() -> Outer:
 
 
 def test_every_field_is_a_child_and_has_a_name():
-    """Fails if a field is static, or its path no longer says which it is."""
+    """Fails if a field is static, or if its path does not name it."""
     leaves = jax.tree_util.tree_leaves_with_path(outer())
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
     assert names == [".inner.values", ".length"]
@@ -50,12 +50,12 @@ class Twin(pytree.Node):
 
 
 class Child(Inner):
-    """As `StaticKV` is a `PagedKV`."""
+    """A subclass without fields of its own, as `StaticKV` is of `PagedKV`."""
 
 
 @pytest.mark.parametrize("other", [Twin, Child])
 def test_nodes_of_other_classes_have_other_structures(other):
-    """Fails if `jax.jit` can take one for the other, by a look at 7 bits of a hash."""
+    """Fails if `jax.jit`, which looks at 7 bits of a hash, can confuse two classes."""
     one, two = (kind(values=jnp.arange(3.0)) for kind in (Inner, other))
     assert jax.tree.structure(one) != jax.tree.structure(two)
     assert jax.tree.structure(one) == jax.tree.structure(one.replace(values=0))
@@ -69,7 +69,7 @@ class Sized(pytree.Node):
 
 
 def test_a_static_field_is_no_child():
-    """Fails if it is traced, or two programs share what should tell them apart."""
+    """Fails if it is traced, or if two values of it share a structure."""
     node = Sized(values=jnp.arange(3.0))
     assert len(jax.tree.leaves(node)) == 1
     shape = jax.jit(lambda node: jnp.zeros((node.size,)))

@@ -1,4 +1,4 @@
-"""What the README shows is run, as it stands there."""
+"""Runs of the code that the README shows, as it stands there."""
 
 import pytest
 from readme_blocks import (
@@ -17,8 +17,8 @@ from spec_jax.testing import bench
 
 
 def test_the_first_lines_of_the_readme_print_what_it_shows():
-    """Fails if what a reader tries first does not run, or prints another text; then
-    `python tests/readme_blocks.py` writes it."""
+    """Fails if the first block does not run, or prints another text than is shown; then
+    `python tests/readme_blocks.py` writes the new text."""
     text = README.read_text()
     isa, shown = shown_output(text)
     if isa not in build.available_isas():
@@ -28,7 +28,7 @@ def test_the_first_lines_of_the_readme_print_what_it_shows():
 
 
 def test_a_readme_without_output_is_seen():
-    """Negative control: what is compared is there."""
+    """Negative control: a README that shows no output is refused."""
     text = README.read_text()
     with pytest.raises(LookupError, match="0 outputs are shown"):
         shown_output(text.replace("SPEC_JAX_ISA", "ISA"))
@@ -39,7 +39,7 @@ def test_the_drafter_of_the_readme_keeps_the_contract():
 
 
 def test_the_drafter_of_the_readme_goes_through_the_front_door():
-    """Unchanged, as an object; fails if it is none in under 50 lines."""
+    """Fails if `load` changes the drafter, or if that takes 50 lines or more."""
     text, check = python_blocks(README.read_text(), HEADING)
     assert len(text.splitlines()) < 50 and "testing.check_drafter(" in check
     vocab_size = loading.load(drafter="ngram").target.config.vocab_size
@@ -57,7 +57,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("clause", FAULTS)
 def test_a_fault_in_the_readme_is_caught(clause):
-    """Negative control: the kit runs the text, and not another drafter."""
+    """Negative control: a fault in the text is caught, so the kit runs that text."""
     drafter, check = python_blocks(README.read_text(), HEADING)
     old, new = FAULTS[clause]
     assert drafter.count(old) == 1

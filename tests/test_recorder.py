@@ -1,4 +1,4 @@
-"""The recorder: what it keeps, and that it moves no bit of what it watches."""
+"""The recorder: the entries that it keeps; it changes no bit of what it watches."""
 
 import decoding
 import jax
@@ -23,7 +23,7 @@ def recording_of(target) -> recorder.Recorder:
 
 
 def run_plain(target, *, max_tokens=40, calls=1):
-    """Decoding with a recorder: the state, with its own cache, and entries."""
+    """Decodes with a recorder; returns the state, with its own cache, and entries."""
     watched = recording_of(target)
     state = watched.attach(decoding.begin_plain(target=target, max_tokens=max_tokens))
     for _ in range(calls):
@@ -35,7 +35,7 @@ def run_plain(target, *, max_tokens=40, calls=1):
 
 
 def run_scripted(target, asks, *, wrong=None):
-    """Rounds with a recorder, one slot an `Ask`: the state, and entries."""
+    """Runs rounds with a recorder, a slot an `Ask`; returns the state and entries."""
     setting = Setting(target=target)
     made = setting.scheduler(num_slots=len(asks))
     state = decoding.admit(made, [decoding.scripted(setting, ask) for ask in asks])
@@ -46,7 +46,7 @@ def run_scripted(target, asks, *, wrong=None):
 
 
 def decided(recording, length, *, slot=0):
-    """What the rows that decided the generated tokens saw, as arrays of integers."""
+    """Returns entries of the rows that decided the generated tokens, as integers."""
     at = slice(NUM_PROMPT - 1, int(length) - 1)
     names = ("fed", "chosen", "log_prob", "logits_hash", "highest", "lowest")
     return {n: bits(np.asarray(getattr(recording, n)))[slot, at] for n in names}
@@ -72,7 +72,7 @@ def rounds(target):
 
 
 def test_recording_moves_no_bit(target, plain, rounds):
-    """Fails if the recorder changes anything at all of the last states."""
+    """Fails if the recorder changes any bit of the last states."""
     assert_same_bits(plain[0], decoding.plain(target=target))
     assert_same_bits(rounds[0], decoding.run(Setting(target=target), ASKS))
 
@@ -89,7 +89,7 @@ def test_rounds_record_what_decoding_does(plain, rounds):
 
 
 def test_entries_are_of_the_logits(plain):
-    """Fails if an entry is not that of its own position; the oracle is NumPy's."""
+    """Fails if an entry is not of its own position, as the tokens of the text tell."""
     state, recording = plain
     recording = jax.tree.map(lambda leaf: leaf[0], recording.replace(cache=None))
     tokens = np.asarray(state.tokens)
@@ -113,7 +113,7 @@ def test_drafts_are_those_of_the_last_round(rounds):
 
 
 def test_the_hash_sees_every_bit(rng):
-    """Negative control of "equal hashes": one bit, or an exchange, changes both."""
+    """Negative control of "equal hashes": one bit, or the order, changes both words."""
     logits = rng.standard_normal(64).astype(np.float32)
     expected = np.asarray(recorder.hash_bits(jnp.asarray(logits)))
     flipped = np.broadcast_to(logits.view(np.uint32), (64 * 32, 64)).copy()

@@ -1,7 +1,7 @@
 """Many samples of a prompt, and prompts that begin alike: one seed, one prefill.
 
-Whatever is shared, every sample is the text that decoding writes alone, from a cache of
-its own that it prefilled itself.
+Whatever slots share, each sample must be the text that decoding it alone writes, from a
+cache of its own that is prefilled with the whole prompt.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from spec_jax.paging import allocator, cache
 from spec_jax.rules import settings as settings_lib
 
 
-PREFIX = "import os\n\n"  # Ends within a page, as what the prompts have in common.
+PREFIX = "import os\n\n"  # It ends within a page, as the prompts' common part does.
 PROMPTS = ["def f(x):", "def g(x, y):", "x"]
 DRAWN = sj.Sampling(temperature=0.9, top_k=40, seed=5)
 SHORT = {"max_tokens": 9, "ignore_eos": True, "page_size": 4, "sampling": DRAWN}
@@ -29,7 +29,7 @@ SHORT = {"max_tokens": 9, "ignore_eos": True, "page_size": 4, "sampling": DRAWN}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A tiny target of random weights, and a draft; a token is a byte."""
+    """Returns folders of a tiny random target and of a draft; a token is a byte."""
     return tiny_pair.write(tmp_path_factory.mktemp("pair"))
 
 
@@ -43,7 +43,7 @@ def shared(outs) -> list[int]:
 
 
 def test_seeds_of_samples():
-    """Fails if two are equal, or the first of all is not the seed itself."""
+    """Fails if two seeds are equal, or the first of all is not the given one."""
     grid = [(request, sample) for request in range(70) for sample in range(40)]
     for seed in (0, 5, 2**32 - 1):
         found = [settings_lib.folded_seed(seed, *each) for each in grid]
@@ -57,7 +57,7 @@ def test_seeds_of_samples():
 
 
 def test_equal_prompts_of_one_seed(lm):
-    """Fails if they are equal samples, or one is not that of the prompt alone."""
+    """Fails if samples are equal, or one is not that of the prompt decoded alone."""
     settings = SHORT | {"log_probs": True}
     outs = sj.generate(lm, [PROMPTS[0]] * 3, gamma=3, **settings)
     assert len({tuple(one.tokens) for one in outs}) == 3
@@ -72,7 +72,7 @@ def test_equal_prompts_of_one_seed(lm):
 
 
 def test_a_seed_for_each_is_that_of_its_prompt(lm):
-    """Fails if it depends on the place in the list."""
+    """Fails if the seed of a prompt depends on its place in the list."""
     each = [dataclasses.replace(DRAWN, seed=seed) for seed in (7, 5, 7)]
     runs = [
         generation.prepare(lm, PROMPTS, **SHORT | {"sampling": each}, n=n)[0]
@@ -105,8 +105,8 @@ QUICK = ("samples of prompts", "a prefix", "samples after a prefix")
 
 @pytest.mark.parametrize("case", slow_but(CASES, *QUICK))
 def test_samples_are_those_of_decoding(lm, case):
-    """Fails if a token or a log-probability depends on whose pages a prompt has; or
-    more is prefilled than one of each prompt."""
+    """Fails if a token or a log-probability depends on which slot a prompt's pages come
+    from, or if a prompt is prefilled twice."""
     prompts, settings = CASES[case]
     how, n = SHORT | {"log_probs": True}, settings.get("n")
     prefix = {"prefix": settings["prefix"]} if "prefix" in settings else {}
@@ -138,12 +138,12 @@ def test_samples_are_those_of_decoding(lm, case):
 
 @pytest.mark.slow
 def test_keys_and_values_are_those_of_decoding(lm):
-    """All layers', read through the table, and hashes of all logits."""
+    """Compares K/V of all layers, read through the table, and hashes of all logits."""
     assert sj.check_lossless(lm, PROMPTS, gamma=3, n=2, prefix=PREFIX, **SHORT)
 
 
 def spoilt_share(kv, source, slot, length, *, real=allocator.share):
-    """The copy of the last page is of another one."""
+    """Plants a fault: keys in the copy of the last page are zeros."""
     kv = real(kv, source, slot, length)
     page = kv.page_table[slot, length // kv.page_size]
     return kv.replace(k=tuple(k.at[page].set(0) for k in kv.k))
@@ -162,9 +162,9 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(lm, fault, monkeypatch):
-    """Negative control of the comparison with decoding."""
+    """Negative control of the comparison with decoding, which each fault must fail."""
     monkeypatch.setattr(*FAULTS[fault])
-    # Pages of another size are other programs, in which the fault is.
+    # Another page size compiles other programs, which have the fault.
     settings = SHORT | {"page_size": 8}
     assert not sj.check_lossless(lm, PROMPTS, gamma=3, prefix=PREFIX, **settings)
 
@@ -184,8 +184,8 @@ DRAFTERS = {
 
 
 def through_a_queue(folders, folder, kind, num_slots, *, shares) -> list:
-    """What ends of nine requests, with the K/V of all of its text, and of its prompt in
-    the drafter; and how much of the latter other slots gave."""
+    """Runs nine requests; returns results in order. Each keeps the K/V of its text
+    in the target and of its prompt in the drafter, and its number of rounds."""
     how = {"gamma": 3, "draft": folders[1]} | DRAFTERS[kind]
     if callable(how["draft"]):
         how["draft"] = how["draft"](folder, folders[0])
@@ -201,7 +201,7 @@ def through_a_queue(folders, folder, kind, num_slots, *, shares) -> list:
     def keep(state, slot):
         length = int(state.slots.length[slot])
         drafts = getattr(state.memory, "kv", state.memory)
-        most = length - SHORT["max_tokens"] - 2  # A pair more goes with what is drawn.
+        most = length - SHORT["max_tokens"] - 2  # The next pair holds a drawn token.
         found = rows(state.cache, slot, length - 1) + rows(drafts, slot, most)
         return found, int(state.slots.num_rounds[slot])
 
@@ -211,7 +211,7 @@ def through_a_queue(folders, folder, kind, num_slots, *, shares) -> list:
 
 
 def begins(monkeypatch, *, more=0) -> list[int]:
-    """The positions that drafters' slots begin with from now on, `more` than asked."""
+    """Adds `more` to the positions that drafters' slots begin with; returns sums."""
     given, real = [], slots.begin
 
     def begin(rows, kv, begun, *, slot, length):
@@ -236,9 +236,9 @@ def same_rows(found, expected) -> bool:
 def test_owners_are_counted_through_a_queue(
     folders, tmp_path, kind, num_slots, monkeypatch
 ):
-    """Fails if a page is lost, freed early or kept by nobody while slots are refilled;
-    or K/V of a sample that took a used slot, in the target or in a drafter, are others
-    than in a slot of its own."""
+    """Fails if a page is lost, freed early or left without an owner while slots are
+    refilled, or if K/V of a sample, in the target or in a drafter, differ from those
+    that it has where slots share nothing."""
     given = begins(monkeypatch)
     arguments = folders, tmp_path, kind, num_slots
     found = through_a_queue(*arguments, shares=True)
@@ -252,7 +252,7 @@ def test_owners_are_counted_through_a_queue(
         assert one.tokens == other.tokens and one.kept[1] == other.kept[1]
     assert same_rows(found, expected)
     if (kind, num_slots) == ("head", 1):
-        # Negative control: a pair whose token is not alike.
+        # Negative control: one more pair is shared, which has another token.
         monkeypatch.undo()
         begins(monkeypatch, more=1)
         found = through_a_queue(*arguments, shares=True)
@@ -261,7 +261,7 @@ def test_owners_are_counted_through_a_queue(
 
 @pytest.mark.slow
 def test_a_static_cache_shares_nothing(folders):
-    """It prefills every prompt, and writes the same."""
+    """Checks that it prefills every prompt, and writes the same tokens."""
     found, settings = [], SHORT | {"prefix": PREFIX, "gamma": 3}
     for kind in ("static", "paged"):
         lm = sj.load(folders[0], draft=folders[1], impl="native", cache=kind)
@@ -271,7 +271,7 @@ def test_a_static_cache_shares_nothing(folders):
 
 
 def test_prefixes(folders):
-    """Fails if what is encoded is not the prefix and then the prompt, whatever kind."""
+    """Fails if the ids are not the prefix and then the prompt, of whatever kind."""
     lm = sj.load(folders[0], drafter="ngram")
     ids = lm.tokenizer.encode(PREFIX)
     whole = [*ids, *lm.tokenizer.encode("x")]
@@ -292,7 +292,7 @@ def test_prefixes(folders):
 
 
 def test_scores_after_a_prefix(lm):
-    """Fails if a scorer that is given the same prefix has other numbers."""
+    """Fails if `score` with the same prefix gives other numbers."""
     settings = SHORT | {"prefix": PREFIX, "gamma": 3, "log_probs": True}
     outs = sj.generate(lm, PROMPTS, **settings)
     texts = [one.tokens for one in outs]

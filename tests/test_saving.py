@@ -17,7 +17,7 @@ END = "<|im_end|>"
 
 
 def config(family: str):
-    """A small model of that family."""
+    """Returns the config of a small model of that family."""
     if family == "qwen3":
         return tiny_pair.config(dtype="bfloat16")
     sizes = tiny_pair.config(tie_word_embeddings=False, num_kv_heads=2)
@@ -29,7 +29,7 @@ def config(family: str):
 
 @pytest.fixture(scope="module", params=["qwen3", "gpt_neox"])
 def pair(request, tmp_path_factory):
-    """A model with two stop tokens and a template, and what its copy is loaded as."""
+    """Returns a model with two stop tokens and a template, its copy, and the folder."""
     folder = tmp_path_factory.mktemp(request.param)
     tiny_pair.write_model(folder, config(request.param), seed=4)
     backend = tiny_pair.byte_tokenizer()
@@ -49,7 +49,7 @@ def pair(request, tmp_path_factory):
 
 
 def test_a_saved_model_is_loaded_bit_for_bit(pair):
-    """Fails if weights, words, a template or stop tokens are others than before."""
+    """Fails if saving changes weights, words, the template or stop tokens."""
     lm, again, _ = pair
     assert again.target.config == lm.target.config
     testing.assert_same_bits(again.params, lm.params)
@@ -79,7 +79,7 @@ def test_a_saved_model_is_hugging_faces_too(pair):
 
 
 def test_models_that_cannot_be_saved(pair, tmp_path):
-    """They would be folders that nothing opens."""
+    """Fails if a model without a tokenizer is saved: nothing could open its folder."""
     bare = dataclasses.replace(pair[0], tokenizer=None)
     with pytest.raises(ValueError, match="no tokenizer, without which its folder can"):
         bare.save(tmp_path)

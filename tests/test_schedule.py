@@ -1,4 +1,4 @@
-"""Which drafts a schedule verifies: against the algorithm in Python, and bad input."""
+"""The drafts that a schedule verifies, by the algorithm in Python, and bad input."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from spec_jax.rules import rule as rule_lib
 
 B, W = 3, 4
 STEP_S = np.array([8, 8, 8, 8, 9, 9, 10, 11, 12, 12, 12, 16, 16, 16, 17, 18]) / 8
-"""Stairs, with rows that cost nothing; of eighths, so that sums are exact."""
+"""Seconds by rows: stairs, on which a row may cost nothing; eighths add up exactly."""
 
 
 def run(survival, num_drafted, active, *, stops_early, step_s=STEP_S, draft_s=0):
@@ -24,7 +24,7 @@ def run(survival, num_drafted, active, *, stops_early, step_s=STEP_S, draft_s=0)
 
 
 def algorithm(survival, num_drafted, active, *, stops_early):
-    """Algorithm 1, one draft after the other; without the stop all of it."""
+    """Runs Algorithm 1, draft by draft; tries all drafts unless it stops early."""
     drafts = [
         (-survival[b, i], i, b)
         for b in range(B)
@@ -42,7 +42,7 @@ def algorithm(survival, num_drafted, active, *, stops_early):
 
 
 def draw(rng):
-    """Survival in steps of an eighth: many are equal."""
+    """Draws survival in eighths, many of them equal, counts of drafts, active slots."""
     chances = np.minimum.accumulate(rng.integers(0, 9, (B, W)) / 8, axis=1)
     return chances, rng.integers(0, W + 1, B), rng.random(B) < 0.8
 
@@ -55,35 +55,35 @@ def test_it_is_the_algorithm(stops_early, rng):
         found = run(*drawn, stops_early=stops_early)
         np.testing.assert_array_equal(found, algorithm(*drawn, stops_early=stops_early))
         seen.add(tuple(found))
-    assert len(seen) > 30  # Of each slot other lengths: no constant would do.
+    assert len(seen) > 30  # The lengths of each slot vary: no constant would do.
 
 
 def anticipates(rng, *, stops_early):
-    """Whether what comes after a draft ever decided if that draft is verified."""
+    """Returns whether survival from a draft on ever decides if one before is taken."""
     for _ in range(200):
         survival, num_drafted, active = draw(rng)
         slot, draft = rng.integers(B), rng.integers(W)
         other = survival.copy()
-        other[slot, draft:] *= rng.random()  # The first that may depend on its token.
+        other[slot, draft:] *= rng.random()  # These may depend on the token before.
         if draft:
             found, changed = (
                 run(chances, num_drafted, active, stops_early=stops_early)[slot]
                 for chances in (survival, other)
             )
-            # Drafts up to `draft` are settled by what is known before that one.
+            # Drafts before `draft` must not be settled by survival from `draft` on.
             if min(found, draft) != min(changed, draft):
                 return True
     return False
 
 
 def test_no_draft_is_left_out_for_what_comes_after_it(rng):
-    """Whatever the other slots say. The global maximum is the negative control."""
+    """Fails if the early stop looks ahead. Negative control: the global maximum."""
     assert not anticipates(rng, stops_early=True)
     assert anticipates(rng, stops_early=False)
 
 
 def test_what_a_drafter_says_wrongly_only_costs_time():
-    """NaN is no chance, a chance above the one before it is that one."""
+    """Checks that NaN counts as 0, and a chance above the one before it as that one."""
     one = [True, False, False]
     rows = [[0.9, np.nan, 0.9, 0.9], [1.0] * 4, [1.0] * 4]
     assert run(rows, [4] * 3, one, stops_early=True).tolist() == [1, 0, 0]
@@ -142,8 +142,8 @@ ACCOUNT = schedule_lib.Schedule(gamma_max=W)
 
 
 def played(made, kept, *, rounds, num_active=B, verified=B):
-    """Seconds of rounds with `kept` of their drafts, and of plain steps for as many
-    tokens; and how many rounds drafted."""
+    """Plays rounds that keep `kept` drafts; returns their seconds, the seconds of plain
+    steps for as many tokens, and how many rounds drafted."""
     state = made.init(STEP_S, draft_s=DRAFT_S)
     state = jax.tree.map(lambda leaf: jnp.stack([leaf] * B), state)
     settle = jax.jit(made.settle)
@@ -158,25 +158,25 @@ def played(made, kept, *, rounds, num_active=B, verified=B):
         state = settle(state, **{name: jnp.int32(x) for name, x in told.items()})
         seconds += STEP_S[num_active + verifies] + DRAFT_S * asked
         tokens, drafted = tokens + num_active + accepted, drafted + asked
-    assert len({*np.asarray(state.balance).tolist()}) == 1  # Alike in all slots.
+    assert len({*np.asarray(state.balance).tolist()}) == 1  # It is equal in all slots.
     return seconds, tokens / num_active * STEP_S[num_active], drafted
 
 
 def test_drafts_that_are_never_kept_cost_what_the_docstring_says():
-    """Negative control: an account that is never empty drafts on."""
+    """Compares costs with a bound. Negative control: an account that is never empty."""
     for rounds in (50, 400, 1500):
         seconds, plain_s, drafted = played(ACCOUNT, lambda _: 0, rounds=rounds)
-        lost = STEP_S[2 * B] + DRAFT_S - STEP_S[B]  # By one round.
+        lost = STEP_S[2 * B] + DRAFT_S - STEP_S[B]  # One round loses this.
         spent = ACCOUNT.credit / B * STEP_S[B] + lost
         assert 0 < drafted and seconds <= (1 + ACCOUNT.allowance) * plain_s + spent
-    assert seconds > (1 + 0.9 * ACCOUNT.allowance) * plain_s  # What is allowed is used.
+    assert seconds > (1 + 0.9 * ACCOUNT.allowance) * plain_s  # The allowance is used.
     always = dataclasses.replace(ACCOUNT, credit=np.inf)
     seconds, plain_s, drafted = played(always, lambda _: 0, rounds=400)
     assert drafted == 400 and seconds > 1.2 * plain_s
 
 
 def test_drafts_that_pay_are_always_made_and_again_where_they_come_to_pay():
-    """Two of three drafts kept bring more here than a round takes; one does not."""
+    """Checks that two kept drafts of three pay for their round, and one does not."""
     _, _, drafted = played(ACCOUNT, lambda _: 2, rounds=300)
     assert drafted == 300
     for kept in (1, 0):
@@ -184,9 +184,9 @@ def test_drafts_that_pay_are_always_made_and_again_where_they_come_to_pay():
         assert 0 < drafted < 60
     turns = lambda number: 2 if number >= 300 else 0
     _, _, found = played(ACCOUNT, turns, rounds=600)
-    # As soon as what the last try lost is earned again.
+    # Drafting resumes as soon as the loss of the last try is earned again.
     assert found - drafted > 200
-    # What was saved in good times is little: it does not last through hard ones.
+    # Savings from good times are small: they do not last through hard ones.
     fails = lambda number: 2 if number < 300 else 0
     _, _, found = played(ACCOUNT, fails, rounds=600)
     assert 300 < found < 300 + drafted + ACCOUNT.savings / lost_tokens()
@@ -197,7 +197,7 @@ def lost_tokens():
 
 
 def test_drafting_is_weighed_once_it_is_paid():
-    """What it took makes more drafts worth a row: they share it."""
+    """Checks that the time of drafting, once spent, makes more drafts worth a row."""
     chances = [[0.75, 0.4, 0.2, 0.1], [0.0] * 4, [0.0] * 4]
     asked = [chances, [W] * B, [True, False, False]]
     how = {"stops_early": True, "step_s": 1 + np.arange(16) / 2}

@@ -1,4 +1,4 @@
-"""Log-probabilities: those of scoring and of generating are the same integers."""
+"""Log-probabilities of scoring and of generating are the same integers."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ SHORT = {"max_tokens": 11, "ignore_eos": True}
 
 @pytest.fixture(scope="module", params=["native", slow("xla")])
 def lm(request, tmp_path_factory):
-    """A tiny pair of random weights; a token is a byte."""
+    """Returns a tiny pair of random weights; a token is a byte."""
     target, draft = tiny_pair.write(tmp_path_factory.mktemp(request.param))
     return sj.load(target, draft=draft, gamma_max=4, impl=request.param)
 
@@ -28,8 +28,8 @@ def same(found, expected) -> None:
 
 @pytest.mark.parametrize("sampling", [slow(None), DRAWN], ids=["greedy", "drawn"])
 def test_they_are_those_of_decoding(lm, sampling):
-    """Fails if a number depends on drafts, on a tree, on a batch, or on the rows that
-    it is computed among."""
+    """Fails if a number depends on drafts, on a tree, on a batch, or on the other rows
+    of its slab."""
     settings = SHORT | {"sampling": sampling, "top_logprobs": 3}
     plain = sj.decode(lm, PROMPTS, **settings)
     top = {"sampling": sampling, "top_logprobs": 3}
@@ -48,14 +48,14 @@ def test_they_are_those_of_decoding(lm, sampling):
             prompt = [*one.prompt_tokens, *one.tokens[:count]]
             alone = sj.score(lm, prompt, [token], sampling=sampling)
             testing.assert_same_bits(alone.log_probs[0], one.log_probs[count])
-    # Negative control: another prompt's.
+    # Negative control: the numbers of another prompt.
     other = sj.score(lm, PROMPTS[1], one.tokens, sampling=sampling)
     assert np.all(other.log_probs[1:] != one.log_probs[1:])
 
 
 def test_the_likeliest_tokens(lm):
     """Fails if they are not the highest of all log-probabilities, in order, with the
-    bits that these have as those of tokens; or asking for them moves a bit."""
+    bits that `score` gives each token, or if asking for them changes a bit."""
     size = lm.target.config.vocab_size
     (one,) = sj.generate(lm, [PROMPTS[0]], gamma=2, top_logprobs=5, **SHORT)
     (asked,) = sj.generate(lm, [PROMPTS[0]], gamma=2, log_probs=True, **SHORT)
@@ -76,7 +76,7 @@ def test_the_likeliest_tokens(lm):
 
 
 def test_they_are_those_of_the_rows_that_decided(lm):
-    """Fails if they are of other logits than those of the rounds."""
+    """Fails if log-probabilities are not computed from the logits of the rounds."""
     settings = SHORT | {"gamma": 4}
     (seen,) = lossless.evidence_of(lm, [PROMPTS[0]], **settings)
     (found,) = sj.generate(lm, [PROMPTS[0]], log_probs=True, **settings)
@@ -85,7 +85,7 @@ def test_they_are_those_of_the_rows_that_decided(lm):
 
 
 def test_they_are_of_distributions(lm):
-    """Fails if a mass is not one, or a filter leaves out another number of tokens."""
+    """Fails if chances do not add up to one, or if filters keep more than `top_k`."""
     size = lm.target.config.vocab_size
     every = [[token] for token in range(size)]
     found = sj.score(lm, [PROMPTS[0]] * size, every, sampling=DRAWN)
@@ -99,7 +99,7 @@ def test_they_are_of_distributions(lm):
     expected = raw - np.log(np.sum(np.exp(raw)))
     drawn = [one.drawn_log_probs[0] for one in kept]
     np.testing.assert_allclose(drawn, expected, atol=1e-5)
-    # Greedily there is one token.
+    # Greedily only one token has a chance.
     greedy = [
         one.drawn_log_probs[0] for one in sj.score(lm, [PROMPTS[0]] * size, every)
     ]

@@ -1,4 +1,4 @@
-"""What `check_target` catches, targets of one forward function, and the examples."""
+"""Faults that `check_target` catches, targets of one forward function, and examples."""
 
 import dataclasses
 import pathlib
@@ -24,7 +24,7 @@ class Sizes:
 
 
 def toy_params():
-    """Random weights of the toys below."""
+    """Returns random weights for the toys below."""
     first, second = jax.random.split(jax.random.key(0))
     shape = Sizes.vocab_size, Sizes.width
     return {
@@ -34,7 +34,7 @@ def toy_params():
 
 
 def toy(mix):
-    """A target that adds up what its slot was fed; `mix` says how. No attention."""
+    """Returns a target without attention: it adds up what a slot was fed, by `mix`."""
 
     def forward_rows(params, config, rows, cache):
         at = rows.slots, rows.positions
@@ -54,19 +54,19 @@ def right(out, rows, seen, values):
 
 
 def k_split(out, rows, seen, values):
-    """The sum over K in two halves where more than one row is active."""
+    """Computes the sum over K in two halves where more than one row is active."""
     x, half = jnp.where(seen, values, 0).sum(1), Sizes.width // 2
     parts = x[:, :half] @ out[:half] + x[:, half:] @ out[half:]
     return jnp.where(rows.num_active > 1, parts, x @ out)
 
 
 def reads_ahead(out, rows, seen, values):
-    """Multiplies what is past a row by 0: NaN times 0 is NaN."""
+    """Multiplies values past a row by 0: NaN times 0 is NaN."""
     return (seen.astype(values.dtype) * values).sum(1) @ out
 
 
 def sees_neighbours(out, rows, seen, values):
-    """A row's sum has a little of the slab's."""
+    """Adds a little of the slab's mean to each row's sum."""
     x = jnp.where(seen, values, 0).sum(1)
     return (x + 1e-7 * x.mean(0, keepdims=True)) @ out
 
@@ -80,13 +80,13 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_planted_faults_are_caught(fault):
-    """Negative control: each is the right toy with one thing wrong."""
+    """Negative control: each fault is the right toy with one thing wrong."""
     with pytest.raises(AssertionError, match=f"batch-invariant: {FAULTS[fault]}, the"):
         sj.testing.check_target(toy(fault), toy_params())
 
 
 def assert_lossless(target, weights, drafter, draft_params=None):
-    """Rounds of two slots write what decoding writes, and some drafts are kept."""
+    """Asserts that rounds of two slots write what decoding does, and keep a draft."""
     algo, base = sj.speculative(target, drafter), sj.autoregressive(target)
     prompts, params = [[7, 3, 9, 7, 3], [1]], (weights, draft_params)
     state = algo.run(params, algo.init(params, prompts, max_tokens=32))
@@ -96,7 +96,7 @@ def assert_lossless(target, weights, drafter, draft_params=None):
 
 
 def test_a_right_toy_passes():
-    """And the names of all readings are given; rounds of it are lossless."""
+    """Checks that all readings are named, and that rounds of the toy are lossless."""
     target, weights = toy(right), toy_params()
     found = sj.testing.check_target(target, weights)
     assert found == [one.clause for one in target_kit.readings(8)]
@@ -104,7 +104,7 @@ def test_a_right_toy_passes():
 
 
 def test_a_forward_function_has_chains_and_tokens_alone():
-    """Trees, features and shared pages are refused, in a line."""
+    """Checks that trees, shared pages and slabs of one row are refused."""
     target, weights = toy(right), toy_params()
     tree = sj.drafters.NGram(gamma_max=3, tree=sj.Tree(top_k=2, depth=2, nodes=3))
     algo, params = sj.speculative(target, tree), (weights, None)
@@ -120,7 +120,7 @@ def test_a_forward_function_has_chains_and_tokens_alone():
 
 
 def small(parts):
-    """The drafter of the example, trained for a moment: `module:Name` names this."""
+    """Builds the example's drafter, trained for a moment; `module:Name` names this."""
     from examples import nnx_drafter
 
     return nnx_drafter.build(parts, num_tokens=12, steps=12)
@@ -128,7 +128,7 @@ def small(parts):
 
 @pytest.mark.slow
 def test_the_flax_drafter_of_the_example(capsys, optax_promotes):
-    """It is built by name, learns something, and keeps the output."""
+    """Checks that it is built by name, prints its loss, and is lossless."""
     pytest.importorskip("flax")
     target = decoding.quickest_bench(3)
     parts = registry.Parts(
@@ -145,7 +145,7 @@ def test_the_flax_drafter_of_the_example(capsys, optax_promotes):
 
 @pytest.mark.parametrize("impl", [slow("xla"), "native"])
 def test_our_own_targets_pass(impl):
-    """Rows of a model that comes along."""
+    """Checks the rows of a model that comes with the package."""
     decoding.needs(impl)
     made = bench.tiny(3)
     target = dataclasses.replace(made.target, impl=impl)
@@ -153,7 +153,7 @@ def test_our_own_targets_pass(impl):
 
 
 def test_the_target_of_the_example():
-    """Its rows keep the contract, and it is short."""
+    """Checks that its rows keep the contract, and that it is short."""
     target = own_target.make_target()
     weights = own_target.init_params(jax.random.key(0), target.config)
     sj.testing.check_target(target, weights)
@@ -164,7 +164,7 @@ def test_the_target_of_the_example():
 
 @pytest.mark.slow
 def test_the_flax_target_of_the_example(optax_promotes):
-    """A module of whole texts keeps the contract, at its price."""
+    """Checks that a module that computes whole texts keeps the contract."""
     nnx = pytest.importorskip("flax.nnx")
     from examples import nnx_target
 

@@ -1,8 +1,8 @@
 """The wheel: built, installed in an environment of its own, and imported from there.
 
-The environment borrows the third parties of the one that runs the tests, and nothing
-of the checkout. That a fresh one finds all that it needs is a matter of the metadata,
-which `test_packaging.py` compares with the imports.
+The environment borrows third parties from the one that runs the tests, and nothing from
+the checkout. Whether a fresh one gets all that it needs depends on the metadata, which
+`test_packaging.py` compares with the imports.
 """
 
 import json
@@ -22,8 +22,8 @@ import spec_jax
 
 ROOT = pathlib.Path(__file__).parents[1]
 MAX_IMPORT, MAX_ALL = 2.0, 40.0
-"""The package alone, and all up to a first text, in units of what jax takes to import:
-seconds, of the processor too, depend on the machine and on what else runs there."""
+"""Limits of importing the package, and of all up to a first text, in units of jax's own
+import: seconds, even of the processor, depend on the machine and its load."""
 
 BUILD = "from setuptools import build_meta; build_meta.build_wheel('dist')"
 
@@ -50,7 +50,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> pathlib.Path:
-    """A wheel of the checkout as it is, built outside of it."""
+    """Builds a wheel of the checkout as it is, outside of it; returns its path."""
     source = tmp_path_factory.mktemp("source")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "results")
     for name in ("spec_jax", "experiments", "tests"):
@@ -65,13 +65,13 @@ def wheel(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory) -> pathlib.Path:
-    """The interpreter of a new environment that has the wheel installed."""
+    """Returns the interpreter of a new environment that has the wheel installed."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
     others = sysconfig.get_paths()["purelib"]
-    # Only a folder that `site` is given by itself has its own .pth files read: the
-    # editable install of the checkout is not among what is borrowed.
+    # `site` reads no .pth files in folders that a .pth file adds: the editable install
+    # of the checkout is not borrowed.
     (packages / "borrowed.pth").write_text(others + "\n")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     install += ["--no-index", "--target", str(packages), str(wheel)]
@@ -81,13 +81,13 @@ def python(wheel, tmp_path_factory) -> pathlib.Path:
 
 
 def run(command: list[str], *, cwd: pathlib.Path) -> subprocess.CompletedProcess:
-    """Runs a command that knows nothing of the checkout."""
+    """Runs a command without `PYTHONPATH`, so that it does not find the checkout."""
     known = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(command, cwd=cwd, env=known, capture_output=True, text=True)
 
 
 def contents_of(root: pathlib.Path) -> set[str]:
-    """The files of the package that belong in a wheel, as it names them."""
+    """Returns the files of the package that belong in a wheel, as it names them."""
     files = (path for path in root.rglob("*") if path.is_file())
     return {
         path.relative_to(root.parent).as_posix()

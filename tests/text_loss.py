@@ -1,4 +1,4 @@
-"""A loss to train by: the cross-entropy of the next token, of a whole model."""
+"""A loss for training: the cross-entropy of the next token, of a whole model."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from spec_jax.model import params as params_lib, sequence
 
 
 def text_loss(config, params, tokens, teacher=None):
-    """The mean over `tokens [B, T]`, nats, in `config.dtype`; there is no teacher."""
+    """Returns the mean over `tokens [B, T]`, nats, `config.dtype`; has no teacher."""
     weights = params_lib.cast(params, config.dtype)
     logits = sequence.logits(weights, config, tokens[:, :-1])
     chances = jax.nn.log_softmax(logits)

@@ -28,7 +28,7 @@ VOCAB_SIZE = 264  # a few rows more than the tokenizer has entries, as in Qwen3
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
-    """One token a byte, after the end-of-text token; no merges."""
+    """Returns a tokenizer with a token a byte, after end-of-text; it has no merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([END_OF_TEXT, *alphabet])}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -39,7 +39,7 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
 
 
 def config(**changes) -> config_lib.Qwen3Config:
-    """One small layer."""
+    """Returns the config of a model with one small layer."""
     sizes = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48,
         "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16,
@@ -52,7 +52,7 @@ def config(**changes) -> config_lib.Qwen3Config:
 def write_model(
     folder: pathlib.Path, model_config: config_lib.Qwen3Config, *, seed: int
 ) -> pathlib.Path:
-    """A model folder with random weights and the byte tokenizer."""
+    """Writes a model folder with random weights and the byte tokenizer."""
     params = params_lib.init(jax.random.key(seed), model_config, stddev=0.3)
     save_lib.save(folder, model_config, params)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
@@ -62,10 +62,10 @@ def write_model(
 def write_scaled(
     folder: pathlib.Path, *, final_norm: float = 1.0, others: float = 1.0
 ) -> tuple[pathlib.Path, pathlib.Path]:
-    """As `write`, with all weights of both models scaled.
+    """Writes the models of `write` with all their weights scaled.
 
-    With `final_norm` of 3e38 the weights are finite and the logits overflow; with zeros
-    everywhere all logits are equal.
+    With `final_norm` of 3e38 the weights are finite and the logits overflow; with
+    `others` of 0 all logits are equal.
     """
     folders = write(folder)
     for model in folders:
@@ -77,7 +77,7 @@ def write_scaled(
 
 
 def write(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """A target of two layers and a draft of one."""
+    """Writes a target of two layers and a draft of one."""
     target = write_model(folder / "target", config(num_layers=2), seed=0)
     draft = write_model(folder / "draft", config(), seed=1)
     return target, draft
@@ -86,7 +86,7 @@ def write(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
 def write_head(
     folder: pathlib.Path, target: pathlib.Path, *, seed: int = 2
 ) -> pathlib.Path:
-    """An EAGLE-3 head of random weights for that target of two layers."""
+    """Writes an EAGLE-3 head of random weights for that target of two layers."""
     layer, params = load.load(target)
     head = eagle3_params.Eagle3Config(
         layer=dataclasses.replace(layer, num_layers=1, tie_word_embeddings=False),
@@ -105,7 +105,7 @@ def write_head(
 def write_block(
     folder: pathlib.Path, target: pathlib.Path, *, kind: str = "dspark", seed: int = 2
 ) -> pathlib.Path:
-    """A DFlash or DSpark drafter of random weights for that target of two layers."""
+    """Writes a DFlash or DSpark drafter of random weights for that target."""
     layer, params = load.load(target)
     heads = {"head": "vanilla", "markov_rank": 8, "has_confidence": True}
     head = block_params.BlockConfig(
@@ -131,7 +131,7 @@ WRITE_HEAD = {
     "dflash": functools.partial(write_block, kind="dflash"),
     "dspark": write_block,
 }
-"""What writes a head of each kind, by its drafter's name."""
+"""Functions that write a head of each kind, by its drafter's name."""
 
 
 TEMPLATE = (
@@ -142,17 +142,17 @@ TEMPLATE = (
 
 
 def write_chat(folder: pathlib.Path) -> pathlib.Path:
-    """A model of one layer and random weights, with a chat template."""
+    """Writes a model of one layer and random weights, with a chat template."""
     write_model(folder, config(tie_word_embeddings=False), seed=0)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
 def write_cycle(folder: pathlib.Path, text: str) -> pathlib.Path:
-    """A model that writes `text` again and again, greedily, whatever came before.
+    """Writes a model that decodes to `text` again and again, whatever came before.
 
-    Of each byte it knows which one follows; no byte of the text is there twice. Its
-    layers add nothing: what is looked up is the last token.
+    It knows which byte follows each byte of the text, all of which must differ. Its
+    layers add nothing: the head looks up the last token.
     """
     ids = byte_tokenizer().encode(text, add_special_tokens=False).ids
     if len(set(ids)) < len(ids):
@@ -172,7 +172,7 @@ def write_cycle(folder: pathlib.Path, text: str) -> pathlib.Path:
 
 
 def streamed(lm, prompt, **settings) -> tuple[list[sj.Piece], sj.Generation]:
-    """The pieces of a stream, and what it returns: their texts and tokens together."""
+    """Returns the pieces of a stream, and its result, to which they must add up."""
     stream, pieces = sj.stream(lm, prompt, **settings), []
     while True:
         try:

@@ -1,6 +1,6 @@
-"""Calls of the front door with their types, for mypy alone.
+"""Calls of the public functions with their types, for mypy alone.
 
-It also reports an `ignore` that is not needed.
+mypy also reports an `ignore` that is not needed.
 """
 
 from collections.abc import Generator

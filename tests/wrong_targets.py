@@ -1,4 +1,4 @@
-"""Targets with a planted fault: what the checks of exactness must catch."""
+"""Targets with a planted fault, which the checks of exactness must catch."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from spec_jax.engine import protocols
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Around:
-    """A target that does as another one does."""
+    """A target that does as `target` does, unless a subclass changes a method."""
 
     target: Any
 
@@ -24,7 +24,7 @@ class Around:
 
 
 class OneUlpOff(Around):
-    """Every column after the first has one logit, of token 17, that is one ULP off."""
+    """A target whose logit of token 17 is one ULP off in columns after the first."""
 
     def verify(self, params, cache, window):
         cache, verified = self.target.verify(params, cache, window)
@@ -37,7 +37,7 @@ class OneUlpOff(Around):
 
 
 class StaleValues(Around):
-    """The last layer's values of windows of three columns are those of before."""
+    """A target that keeps the last layer's old values if a window has three columns."""
 
     def verify(self, params, cache, window):
         before = cache.v[-1]
@@ -47,23 +47,23 @@ class StaleValues(Around):
 
 
 class ForgetsPaths(Around):
-    """The K/V of a tree's path stay at the places of its nodes."""
+    """A target that leaves the K/V of a tree's kept path at the places of its nodes."""
 
     def keep_path(self, cache, path, num_kept, *, start):
         return cache
 
 
 class Spoilt(pytree.Node):
-    """The parameters of `SpoiltLogits`: the target's, and what is wrong where."""
+    """The parameters of `SpoiltLogits`: the target's, and which logits are wrong."""
 
     params: protocols.Params
-    positions: jax.Array  # [n] int32, of the rows that are spoilt
+    positions: jax.Array  # [n] int32, positions of the rows that are spoilt
     value: jax.Array  # [] float32, in place of logits
-    only: jax.Array  # [] int32, the token whose logit it is; -1: of all
+    only: jax.Array  # [] int32, the token whose logit it replaces; -1: all
 
 
 class SpoiltLogits(Around):
-    """Rows at some positions have other logits, as their parameters say."""
+    """A target whose rows at some positions have other logits, by its parameters."""
 
     def prefill(self, params, *arguments, **settings):
         return self.target.prefill(params.params, *arguments, **settings)
@@ -82,7 +82,7 @@ def _spoil(params: Spoilt, logits: jax.Array, positions: jax.Array) -> jax.Array
 
 
 def plant(monkeypatch, wrong) -> None:
-    """Plants a fault in what verifies."""
+    """Plants a fault in the target that verifies."""
     real = runs.make_scheduler
 
     def planted(lm, settings):

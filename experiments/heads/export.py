@@ -17,12 +17,12 @@ from spec_jax.training import eagle3, loop
 def export(args: argparse.Namespace) -> None:
     """Writes the newest checkpoint to `--out`, in the target's dtype, with a card.
 
-    The drafter's flags are those of its training; `--dialect` may be another that
-    describes it.
+    The drafter's flags are those of its training, but `--dialect` may name another
+    format that can describe it.
 
     Raises:
-      ValueError: flags that are not those of the training, a folder that it is made
-        of, or a file that is not read back as it was written.
+      ValueError: flags that differ from those of the training, an `--out` that is read,
+        too, or a file that is not read back as it was written.
     """
     if args.base:
         families.plan(args, families.target_config(args))
@@ -77,7 +77,7 @@ def export(args: argparse.Namespace) -> None:
 
 
 def _facts(args: argparse.Namespace, job: jobs.Job, step: int) -> dict[str, str]:
-    """Returns what a drafter was made of."""
+    """Returns the facts of a drafter's training, for its card."""
     texts = job.online.texts
     facts = {
         "reads hidden states": ", ".join(map(str, job.config.taps)),
@@ -93,7 +93,7 @@ def _facts(args: argparse.Namespace, job: jobs.Job, step: int) -> dict[str, str]
 
 
 def _text_of(flags: Mapping[str, Any]) -> str:
-    """Returns the flags of a training as on a command line, without what is a place."""
+    """Returns flags as on a command line, without the family and the base's folder."""
     texts = {
         cli.flag_of(name): ",".join(map(str, x)) if isinstance(x, list) else x
         for name, x in flags.items()
@@ -103,7 +103,7 @@ def _text_of(flags: Mapping[str, Any]) -> str:
 
 
 def warn(config: Any, dialect: str) -> None:
-    """Says of a head that is written as Llama's if other programs refuse it."""
+    """Warns if other programs will refuse a head, because it is written as Llama's."""
     width, heads = config.hidden_size, config.layer.num_heads
     is_llama = dialect != "deepspec" and not getattr(config, "has_head_norms", True)
     if is_llama and width % heads:

@@ -35,7 +35,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("head", "no_tv", "no_confidence", "no_copies"), ("dspark",)),
     "causal": BLOCKS,
 }
-"""Flags that other families refuse, with those that have them."""
+"""Flags that some families alone have, with these families: others refuse them."""
 
 SHAPE = {
     "taps": "taps",
@@ -45,23 +45,23 @@ SHAPE = {
     "mask_token": "mask_token_id",
     "block": "block_size",
 }
-"""What a config calls the flags that are the same there in every family that has them;
-for others see `shape`."""
+"""Flags with the field of a config that holds each, the same in all families that have
+the flag; `shape` has the other flags."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """What sets a family apart; the flags are those of `train_drafter.py`."""
+    """The properties of a family; its flags are those of `train_drafter.py`."""
 
     training: types.ModuleType  # has `init`, `loss`, `measure` and `complete`
     files: types.ModuleType  # has `load` and `save`
     dialects: types.ModuleType  # has `read_config`, `check_config` and `WHOLE`
     dialect: str  # the published format unless another is named
     depth: str  # the flag of how many drafts are trained
-    flags: tuple[str, ...]  # those of its own that decide a bit
+    flags: tuple[str, ...]  # the family's own; all but `no_copies` decide bits
     # `(args, target) -> config`, checked.
     config: Callable[[argparse.Namespace, config_lib.ModelConfig], Any]
-    # What else `loss` and `measure` are told.
+    # Further arguments of `loss` and of `measure`.
     of_loss: Callable[[argparse.Namespace], dict[str, Any]]
     of_measure: Callable[[argparse.Namespace], dict[str, Any]] = lambda args: {}
     # Whether the loss compares whole distributions, of all tokens of the target.
@@ -73,14 +73,14 @@ class Family:
 
 
 TOP_K, CONV_GROUP = 16, 16
-"""Of DFlash2, as published."""
+"""Sizes of DFlash2, as published."""
 
 DRAFT_VOCAB = 32_000
-"""Tokens of a draft vocabulary, where the dialect has one of its own."""
+"""The default size of a draft vocabulary, in dialects that have one."""
 
 
 def _layer(args, target, num_layers: int, **changes) -> config_lib.Qwen3Config:
-    """Layers of the target's sizes, which are Qwen3's whatever the target's are."""
+    """Returns the config of layers of the target's sizes; they are always Qwen3's."""
     sizes = {
         field.name: getattr(target, field.name)
         for field in dataclasses.fields(config_lib.Qwen3Config)
@@ -92,10 +92,10 @@ def _layer(args, target, num_layers: int, **changes) -> config_lib.Qwen3Config:
 
 
 def _draft_vocab(args, target) -> int:
-    """The size of the draft vocabulary; by default the dialect decides.
+    """Returns the size of the draft vocabulary; by default the dialect decides.
 
     Raises:
-      ValueError: one of its own in a dialect that has the target's.
+      ValueError: a smaller vocabulary in a dialect that has the target's whole one.
     """
     V, dialects = target.vocab_size, FAMILIES[args.family].dialects
     if args.dialect not in dialects.WHOLE:
@@ -126,7 +126,7 @@ def _eagle3(args, target) -> eagle3_params.Eagle3Config:
 
 
 def _attention(args) -> tuple[block_params.LayerAttention, ...]:
-    """What rows see: the same in all layers."""
+    """Returns the attention of each layer, the same in all; () is the default one."""
     window = args.window or 0
     sees = block_params.LayerAttention(
         window=window,
@@ -163,7 +163,7 @@ def _block(args, target) -> block_params.BlockConfig:
 
 
 def shape(family: str, config: Any) -> dict[str, Any]:
-    """Returns the flags that give the config back."""
+    """Returns the flags that describe a config, with their values."""
     own = ("taps", "draft_vocab", "mlp", *FAMILIES[family].flags)
     found = {n: operator.attrgetter(SHAPE[n])(config) for n in own if n in SHAPE}
     if family not in BLOCKS:
@@ -199,7 +199,7 @@ def _steps(args) -> dict[str, Any]:
 
 def _dspark_terms(args) -> dict[str, Any]:
     cross, total_variation, confidence = block.DSPARK
-    if args.no_tv:  # Cross-entropy takes its share.
+    if args.no_tv:  # Cross-entropy gets its weight, too.
         cross, total_variation = cross + total_variation, 0.0
     return {"terms": (cross, total_variation, confidence)}
 
@@ -268,7 +268,7 @@ def deciding(family: str) -> list[str]:
 
 
 def target_config(args: argparse.Namespace) -> config_lib.ModelConfig:
-    """Returns the config of `--target`, with the vocabulary that `load` loads."""
+    """Returns the config of `--target`, with the vocabulary of `spec_jax.load`."""
     config = config_lib.read(hub.locate(args.target) / "config.json")
     entries = loading.entries(tokenizer.load(args.target), [config])
     return (
@@ -279,7 +279,7 @@ def target_config(args: argparse.Namespace) -> config_lib.ModelConfig:
 def load_target(
     args: argparse.Namespace, *, impl: str | None = None
 ) -> tuple[config_lib.ModelConfig, params_lib.Params]:
-    """Loads `--target` as `load` does, so that its drafter is the target's there."""
+    """Loads `--target` as `spec_jax.load` does, so that its drafters fit it there."""
     vocab_size = target_config(args).vocab_size
     return load_lib.load(args.target, impl=impl, vocab_size=vocab_size)
 
@@ -287,7 +287,7 @@ def load_target(
 def plan(args: argparse.Namespace, target: config_lib.ModelConfig) -> Any:
     """Returns the config of the drafter that the flags describe, checked.
 
-    Sets the flags of its shape as the drafter of `--base` has them.
+    With `--base`, sets the flags of the shape to those of the drafter there.
 
     Raises:
       CheckpointError: `--base` is not a drafter of this family for this target.
@@ -303,7 +303,7 @@ def plan(args: argparse.Namespace, target: config_lib.ModelConfig) -> Any:
     config = family.config(args, target)
     config.check_target(target)
     if isinstance(found, block_params.BlockConfig):
-        # Of a calibration nothing is left once the weights move.
+        # A calibration does not hold for weights that are trained on.
         found = dataclasses.replace(
             found, confidence_temperatures=(), confidence_shifts=()
         )
@@ -323,11 +323,11 @@ def plan(args: argparse.Namespace, target: config_lib.ModelConfig) -> Any:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Passes if the flags go together.
+    """Checks that the flags go together.
 
     Raises:
-      ValueError: a flag of one family's with another, or of one layout's; or steps
-        that end at no checkpoint.
+      ValueError: a flag that the family or the dialect does not have; or a
+        `--first-alone` that does not end at a checkpoint before the last step.
     """
     lacks = [n for n in ONLY if getattr(args, n) and args.family not in ONLY[n]]
     if lacks:
@@ -345,7 +345,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def check_copies(no_copies: bool, dialect: str) -> None:
-    """Raises `ValueError` where copies are left out that a dialect does not have."""
+    """Raises `ValueError` for `--no-copies` with a dialect that has no copies."""
     if no_copies and dialect != "deepspec":
         raise ValueError(
             f"--no-copies with --dialect {dialect}: copies are of deepspec alone"

@@ -1,6 +1,6 @@
 """Trainings of heads: texts and features of a target, and the drafter that learns them.
 
-What the stages after the rollouts share, and the stages `cache` and `train`.
+Holds the parts that the stages after the rollouts share, and `cache` and `train`.
 """
 
 import argparse
@@ -26,17 +26,17 @@ HELD_OUT_SHARE = 16  # One sequence in this many is held out, at least a batch o
 
 
 def texts_path(args: argparse.Namespace) -> pathlib.Path:
-    """Returns where the rollouts are."""
+    """Returns the path of the rollouts."""
     return (args.texts or args.work) / "texts.npz"
 
 
 def cache_path(args: argparse.Namespace) -> pathlib.Path:
-    """Returns where the features of the rollouts are."""
+    """Returns the path of the features of the rollouts."""
     return texts_path(args).with_name("cache")
 
 
 def texts_of(args: argparse.Namespace) -> targets.Texts:
-    """Reads the rollouts; raises `ValueError` where there are none."""
+    """Reads the rollouts; raises `ValueError` if there are none."""
     path = texts_path(args)
     if not path.exists():
         raise ValueError(f"{path}: no such file; run the stage rollouts first")
@@ -51,12 +51,12 @@ def texts_of(args: argparse.Namespace) -> targets.Texts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the stages after the rollouts share."""
+    """The models and texts that the stages after the rollouts share."""
 
     target: config_lib.ModelConfig
     params: params_lib.Params
     family: families.Family
-    config: Any  # of the family
+    config: Any  # the drafter's, of a type of the family
     hot: jax.Array | None
     online: targets.Online
     base: Any  # the drafter of `--base`, or None
@@ -64,15 +64,15 @@ class Job:
 
     @property
     def teacher(self) -> targets.Teacher:
-        """What the drafter has of the target."""
+        """The parts of the target that the drafter is trained with."""
         return targets.teacher_of(self.params, self.hot, self.scale)
 
 
 def prepare(args: argparse.Namespace) -> Job:
-    """Reads target and texts, and describes the drafter that is trained.
+    """Reads target and texts, and returns them with the config of the drafter.
 
     Raises:
-      ValueError: no texts, or as `families.plan`.
+      ValueError: there are no texts; and as `families.plan`.
     """
     texts, family = texts_of(args), families.FAMILIES[args.family]
     args.length = texts.tokens.shape[1]
@@ -103,7 +103,7 @@ def prepare(args: argparse.Namespace) -> Job:
 
 
 def _scale(args: argparse.Namespace) -> np.ndarray | None:
-    """Returns the features' scale of a training that has begun, if it has one."""
+    """Returns the scale of the features that a training has saved, or None."""
     return np.load(_scale_path(args)) if _scale_path(args).exists() else None
 
 
@@ -112,7 +112,7 @@ def _scale_path(args: argparse.Namespace) -> pathlib.Path:
 
 
 def cache(args: argparse.Namespace) -> None:
-    """Writes the target's features of the texts that `--work`/cache lacks."""
+    """Writes the target's features of the texts that the cache lacks."""
     online = prepare(args).online
     store = store_of(args, online)
     lacking = len(targets.missing(store, online.texts))
@@ -126,7 +126,7 @@ def store_of(args: argparse.Namespace, online: targets.Online) -> store_lib.Stor
 
 
 def recipe(args: argparse.Namespace) -> loop.Recipe:
-    """Returns the steps of a training, and how large they are."""
+    """Returns the recipe of a training: its steps, batches and learning rates."""
     return loop.Recipe(
         steps=args.steps,
         batch_size=args.batch,
@@ -149,7 +149,7 @@ def init(args: argparse.Namespace, job: Job) -> loop.Params:
 
 
 def _told(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Returns the family and flags, as JSON has them."""
+    """Returns the family and the flags of these names, as JSON values."""
     flags = {"family": args.family} | {name: getattr(args, name) for name in names}
     return json.loads(json.dumps(flags, default=str))
 
@@ -158,7 +158,7 @@ def keep_flags(args: argparse.Namespace) -> None:
     """Writes the flags of a drafter's training beside its checkpoints.
 
     Raises:
-      ValueError: there are checkpoints of other flags; more `--steps` go on from them.
+      ValueError: there are checkpoints of other flags; only `--steps` may differ.
     """
     path = args.work / FLAGS
     flags = _told(args, families.deciding(args.family))
@@ -172,12 +172,12 @@ def as_trained(args: argparse.Namespace) -> dict[str, Any]:
     """Sets the flags of a drafter as they were in its training, and returns them.
 
     Raises:
-      ValueError: no training, or flags that are given (`args.given`) and are others.
+      ValueError: there is no training, or flags in `args.given` differ from its own.
     """
     path = args.work / FLAGS
     if not path.exists():
         raise ValueError(f"{path}: no such file; run the stage train first")
-    held = _held(path, _told(args, args.given - {"dialect"}))  # The export's own.
+    held = _held(path, _told(args, args.given - {"dialect"}))  # This one may differ.
     vars(args).update(held)
     args.taps = held["taps"] and tuple(held["taps"])
     args.base = held["base"] and pathlib.Path(held["base"])
@@ -185,7 +185,7 @@ def as_trained(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _held(path: pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """Returns the flags of a training; raises `ValueError` where others are asked."""
+    """Returns the flags of a training; raises `ValueError` if `asked` differs."""
     held = json.loads(path.read_text(encoding="utf-8"))
     for name, value in asked.items():
         if held.get(name) != value:
@@ -197,7 +197,7 @@ def _held(path: pathlib.Path, asked: dict[str, Any]) -> dict[str, Any]:
     return held
 
 
-@functools.cache  # A static argument of the step: one object, one compilation.
+@functools.cache  # The step takes it as static: a new object would compile anew.
 def _bound(function: Any, config: Any, told: tuple) -> Any:
     """Returns a loss, or a measure, that computes in the dtype of the config."""
     bound = functools.partial(function, config, **dict(told))
@@ -210,7 +210,7 @@ def rescaled(params: Any, scale: Any) -> Any:
     """Returns the weights for features divided by `scale`, if there is one."""
     if scale is None:
         return params
-    mask = getattr(params, "mask_hidden", None)  # It is read as features are.
+    mask = getattr(params, "mask_hidden", None)  # `mask_hidden` stands in for features.
     own = {} if mask is None else {"mask_hidden": mask / scale}
     return params.replace(fc=params.fc * scale, **own)
 
@@ -241,13 +241,13 @@ def _computing(config: Any, dtype: str | None) -> Any:
 
 
 def num_held_out(args: argparse.Namespace, texts: targets.Texts) -> int:
-    """Returns how many texts at the end are held out, of whole prompts."""
+    """Returns how many of the last texts are held out: all samples of their prompts."""
     count = max(args.batch, len(texts) // HELD_OUT_SHARE)
     return -(-count // texts.samples) * texts.samples
 
 
 def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
-    """Trains the drafter, or goes on with it; returns the last held-out numbers."""
+    """Trains the drafter, or resumes that; returns the last held-out numbers."""
     job = prepare(args)
     family, config = job.family, _computing(job.config, args.compute)
     data: batches.Data = job.online
@@ -286,7 +286,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
 
 
 def _phases(args: argparse.Namespace, end: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yields what the losses up to a step are told, and up to which of them."""
+    """Yields the arguments of the loss in each phase, and the step that ends it."""
     told = families.FAMILIES[args.family].of_loss(args)
     alone = min(args.first_alone or 0, end)
     if loop.num_steps(args.work) < alone or alone == end:

@@ -1,7 +1,7 @@
 """Prompts that a chat model writes itself, from the bare user turn of its template.
 
-After Xu et al., "Magpie" (arXiv 2406.08464): what a model was tuned on begins with a
-user's turn, and so it can write one. No data set is needed.
+As in Xu et al., "Magpie" (arXiv 2406.08464): the texts that a chat model was tuned on
+begin with a user's turn, and so it can write one. No data set is needed.
 """
 
 import collections
@@ -23,16 +23,16 @@ DISTINCT = 0.7
 """The least share of different shingles of a text: below it the text repeats itself."""
 
 ALIKE = 0.5
-"""The share of a text's shingles in another text from which both are one prompt."""
+"""The least share of a text's shingles in another text by which both are alike."""
 
 _MARK = "the user's turn begins here"
 
 
 def bare_turn(tokenizer: tokenizer_lib.Tokenizer) -> list[int]:
-    """Returns the tokens of a chat up to where the user begins to write.
+    """Returns the tokens of a chat before the first words of the user.
 
     Raises:
-      ValueError: there is no chat template, or it does not show the user's words.
+      ValueError: there is no chat template, or it lacks the words or text before them.
     """
     rendered = tokenizer.apply_chat(_MARK)
     head, found, _ = rendered.partition(_MARK)
@@ -56,11 +56,11 @@ def choose(
     texts: Sequence[Sequence[int]],
     avoided: Sequence[str] = (),
 ) -> tuple[list[str], collections.Counter[str]]:
-    """Returns prompts among what the model wrote, and why others are none.
+    """Returns the usable prompts, and counts of why other texts were dropped.
 
     Args:
       texts: token ids behind the bare turn, each with the stop token that ended it.
-      avoided: file specs of prompts, as `--prompts` takes them, which none is like.
+      avoided: prompts that none may be like: files, as `--prompts` takes them.
     """
     sources = [prompt_files.parse(x) for x in avoided]
     written, dropped = [], collections.Counter[str]()
@@ -78,8 +78,8 @@ def choose(
 def distinct(
     texts: Iterable[str], avoided: Sequence[str] = ()
 ) -> tuple[list[str], collections.Counter[str]]:
-    """Returns texts of which none is short, repeats itself or is like one before it, or
-    an avoided one; and how many were, by which of these."""
+    """Returns the texts that are not short, do not repeat themselves, and are not like
+    an earlier or avoided one; and how many were dropped, by reason."""
     kept, dropped = [], collections.Counter[str]()
     holders = collections.defaultdict[tuple[str, ...], list[int]](list)
     for number, text in enumerate([*avoided, *texts]):

@@ -31,7 +31,7 @@ class Recorder(protocols.Drafter):
     gamma_max: int = 0
 
     def init(self, *, capacity: int, **pages: Any) -> features_lib.FeatureRing:
-        """Allocates room for the features of full slots, which are held as bits."""
+        """Allocates `capacity` features for each slot, which are held as bits."""
         del pages
         width = len(self.taps) * self.feature_size
         held = bits.to_bits(jnp.zeros((), self.dtype)).dtype
@@ -48,7 +48,7 @@ class Recorder(protocols.Drafter):
         slot: int,
         features: Float[Array, "T taps D"] | None = None,
     ) -> features_lib.FeatureRing:
-        """Keeps the features of a prompt but for its last token; None: there are no
+        """Keeps the features of a prompt without its last token; None: there are no
         taps."""
         del params
         if features is None:
@@ -79,16 +79,16 @@ class Recorder(protocols.Drafter):
         asked: Bool[Array, " B"],
         features: Float[Array, "B A taps D"] | None = None,
     ) -> features_lib.FeatureRing:
-        """Keeps the features of what was committed, or forgets a slot."""
+        """Adds features of committed rows, and cuts slots to `length - 1` features."""
         del params
         if features is not None:
-            # As bits: of a float the whole memory would be converted for each row.
+            # As bits: as floats, the whole memory would be converted for each row.
             flat = bits.to_bits(features.reshape(*features.shape[:2], -1))
             memory = features_lib.append(memory, flat, length - 1, asked=asked)
         return features_lib.truncate(memory, length - 1, asked=asked)
 
     def rows(self, state: states.State, slot: int) -> np.ndarray:
-        """Returns the features of a slot's text but for its last token, `[T - 1, taps,
+        """Returns the features of a slot's text without its last token, `[T - 1, taps,
         D]`."""
         flat, end = jax.device_get(_of_slot(state.memory, np.int32(slot)))
         flat = flat[:end].view(jnp.dtype(self.dtype))

@@ -1,8 +1,8 @@
-"""Continuations of texts by the target, greedy or drawn: what a drafter will meet.
+"""Continuations of texts by the target, greedy or drawn: texts that a drafter meets.
 
 Texts are decoded in batches by the library's scheduler, without drafts, so that each is
-the target's own to the last bit. A text that has ended is kept at once: a killed run
-goes on with those that are missing, and so does one of more prompts.
+the target's own to the last bit. A text is kept as soon as it ends: after a killed run,
+or with more prompts, only the missing texts are written.
 """
 
 import argparse
@@ -45,13 +45,13 @@ class Writer:
 
     Attributes:
       prompts: token ids of each.
-      seeds: one for each prompt, of texts drawn at temperature 1; those below 0 are
-        greedy.
+      seeds: one for each prompt, whose text is drawn at temperature 1; one below 0: it
+        is greedy.
       length: tokens of a text at most, its prompt included.
       impl: kernels, not "auto".
       stop_ids: tokens that end a text; the stop token is kept.
-      taps: features of the target that come with each text, and after them those of
-        the last layer; None: no features do.
+      taps: features of the target that come with each text, with those of the last
+        layer after them; None: texts come without features.
     """
 
     params: params_lib.Params
@@ -120,13 +120,13 @@ def write(
     fan: fan_out.Fan = fan_out.here,
     take: Callable[[list[int], np.ndarray], None] | None = None,
 ) -> list[list[int]]:
-    """Returns the tokens that follow each prompt, in the prompts' order.
+    """Writes the missing texts; returns the tokens after each prompt, in their order.
 
     Args:
-      take: is given each text, prompt and all, that the writer has features of.
+      take: called with each new text, its prompt included, and its features, if any.
       folder: has a file of JSON lines, named after the writer, to which each text is
         added when it has ended; texts that it has are not written again.
-      fan: what has tasks done; see `fan_out.of`.
+      fan: runs the tasks; see `fan_out.of`.
     """
     kept = folder / f"texts_{writer.digest}.jsonl"
     done = _read(kept)
@@ -153,7 +153,7 @@ def write(
 
 
 def _read(kept: pathlib.Path) -> dict[str, list[int]]:
-    """Returns the texts of a file by key, and cuts off half a last line."""
+    """Returns the texts of a file by key, and cuts off an unfinished last line."""
     if not kept.exists():
         return {}
     text = kept.read_bytes()
@@ -166,9 +166,9 @@ def _read(kept: pathlib.Path) -> dict[str, list[int]]:
 def prompt_ids(
     args: argparse.Namespace, tokenizer: tokenizer_lib.Tokenizer
 ) -> list[list[int]]:
-    """Returns the tokens of prompts; of raw text the last `--prefix`, of a chat all.
+    """Returns the tokens of prompts: the last `--prefix` of raw text, all of a chat.
 
-    A chat without its beginning is none that a user sends.
+    A chat is not cut, because no user sends one without its beginning.
 
     Args:
       args: flags of `train_drafter.py`.
@@ -179,7 +179,7 @@ def prompt_ids(
     prompts = prompt_files.parse(args.prompts)
     if not tokenizer.has_chat_template or args.raw:
         texts = ("\n\n".join(m["content"] for m in x.messages) for x in prompts)
-        # The end of a longer prompt: its continuation has the more to go on.
+        # A longer prompt keeps its end, which the continuation follows.
         return [tokenizer.encode(x, begins=True)[-args.prefix :] for x in texts]
     ids = [tokenizer.encode(tokenizer.apply_chat(x.messages)) for x in prompts]
     long = [len(x) for x in ids if len(x) >= args.length]
@@ -199,9 +199,9 @@ def padded(
     """Joins prompts and their texts, as `targets.Texts` has them.
 
     Returns:
-      The tokens `[n, length] int32`, each text's last one again behind its end, and the
-      rows after which the target wrote a token, `[n, length] bool`: those from a
-      prompt's last token to a text's last but one.
+      The tokens `[n, length] int32`, padded with each text's last one, and which rows
+      the target wrote a token after, `[n, length] bool`: from a prompt's last token to
+      its text's last but one.
     """
     joined = [[*x, *text] for x, text in zip(writer.prompts, texts, strict=True)]
     tokens = np.array([x + x[-1:] * (writer.length - len(x)) for x in joined], np.int32)

@@ -1,4 +1,4 @@
-"""DFlash and DSpark of random weights: lossless, and their proposals an oracle's.
+"""DFlash and DSpark of random weights: their proposals are those of an oracle.
 
 The oracle is float64 NumPy, `block_oracle`, on the files of the same drafter.
 """
@@ -53,7 +53,7 @@ TARGET = decoding.TARGET_PARAMS
 
 
 def params_of(head) -> block_params.BlockParams:
-    """Random weights, norms and biases too, so that one that is left out shows."""
+    """Returns random weights, norms and biases too, so that a missing one shows."""
     made = block_params.init(
         jax.random.key(3), head, embed=TARGET.embed, lm_head=TARGET.head, stddev=0.3
     )
@@ -83,7 +83,7 @@ DIALECTS = {
     "dflash": "z-lab", "dspark": "deepspec", "rnn": "speculators", "gated": "specforge",
     "dflash2": "z-lab", "mixed": "z-lab", "anchored": "speculators", "causal": "z-lab",
 }  # fmt: skip
-"""Whose layout each is saved in."""
+"""The layout that each head is saved in."""
 PARAMS = {name: params_of(head) for name, head in HEADS.items()}
 
 
@@ -106,18 +106,18 @@ def of_oracle(head, features, length, **drawn):
 
 
 def drafts_of(head, params, features, lengths, *, impl=SMALL.target.impl, **asked):
-    """What a drafter proposes after prefixes of a text."""
+    """Returns the proposals of a drafter after prefixes of a text."""
     drafter = make(head, impl)
     rounds = eagle.rounds_of(drafter, features, lengths, params=params, **asked)
     return [proposal for _, proposal in rounds]
 
 
 LENGTHS = (7, 8, 11, 12)
-FROM_ONE = (1, 3, 4)  # One token has no context, and drafts all the same.
+FROM_ONE = (1, 3, 4)  # A text of one token has no context, but drafts.
 
 
 class Counted(block.BlockDrafter):
-    """Nothing is compiled for it yet."""
+    """A class of this file alone: nothing is compiled for it yet."""
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ class Counted(block.BlockDrafter):
 def test_drafts_are_the_oracles(tmp_path, name, impl, monkeypatch):
     """Fails if context is at another place, or a slot predicts another token.
 
-    And if the backbone runs for each draft; of no drafts it does not run.
+    The backbone must run once for each proposal, and not at all for gamma 0.
     """
     decoding.needs(impl)
     passes = eagle.count_passes(monkeypatch, block.SlotBlock, "_run_block")
@@ -164,7 +164,7 @@ def test_drafts_are_the_oracles(tmp_path, name, impl, monkeypatch):
 
 @pytest.mark.parametrize("name", ["mixed", "anchored", "causal"])
 def test_what_rows_see_matters(tmp_path, name):
-    """Negative control: others draft otherwise where a window or a mask is left out."""
+    """Negative control: without windows and masks a drafter drafts other tokens."""
     head, features = oracle_of(tmp_path, name), eagle.features_of()
     made = drafts_of(DFLASH, PARAMS[name], features, LENGTHS)
     expected = [of_oracle(head, features, length)[0] for length in LENGTHS]
@@ -174,7 +174,7 @@ def test_what_rows_see_matters(tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["xla", slow("native")])
 def test_independent_draws_are_from_the_probabilities_they_state(tmp_path, impl):
-    """Fails if a token is drawn from another array than the rule judges it by."""
+    """Fails if a token is not drawn from the probabilities that the rule reads."""
     decoding.needs(impl)
     drafter = each.lift(make(DSPARK, impl), 2, rule="rejection").drafter
     testing.CLAUSES["proposals"](drafter, PARAMS["dspark"], eagle.BENCH)
@@ -196,7 +196,7 @@ def test_independent_draws_are_from_the_probabilities_they_state(tmp_path, impl)
         np.testing.assert_allclose(proposal.probs, expected, atol=1e-4)
         np.testing.assert_allclose(proposal.survival, survival, rtol=1e-3)
         greedy.append(of_oracle(head, features, length)[0] == proposal.tokens.tolist())
-    assert not all(greedy)  # They were drawn.
+    assert not all(greedy)  # Some were drawn.
 
 
 def test_a_draft_ends_before_a_token_without_confidence(tmp_path):

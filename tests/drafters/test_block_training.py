@@ -1,4 +1,4 @@
-"""Training of block drafters: the loss is that of what is drafted, block by block."""
+"""Training of block drafters: its losses and counts are those of drafting."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ LENGTHS = (1, 4, 7)  # One token has no context.
 
 
 def inputs_of(name, dtype="float32"):
-    """What is trained, and the target's part of the loss."""
+    """Returns the weights that are trained, and the target's part of the loss."""
     params = PARAMS[name]
     teacher = targets.Teacher(
         embed=blocks.TARGET.embed.astype(dtype),
@@ -34,7 +34,7 @@ def inputs_of(name, dtype="float32"):
 
 @functools.cache
 def drafted(name):
-    """Proposals at temperature 1, drawn from the float32 probabilities they state."""
+    """Returns proposals at temperature 1, drawn from their own float32 `probs`."""
     drafter = each.lift(blocks.make(HEADS[name]), 2, rule="rejection").drafter
     rounds = eagle.rounds_of(
         drafter,
@@ -47,7 +47,7 @@ def drafted(name):
 
 
 def batch_of(name):
-    """The texts of the proposals, drafts and all; features past an anchor are wrong."""
+    """Returns the texts with their drafts; features from an anchor on are wrong."""
     T = LENGTHS[-1] + HEADS[name].num_drafts
     features = eagle.features_of()
     features = features.reshape(len(features), -1)
@@ -62,7 +62,7 @@ def batch_of(name):
 
 
 def differences(name, *, config=None, batch=None) -> float:
-    """The largest difference of a probability from the drafter's."""
+    """Returns the largest difference of a probability from the drafter's."""
     trained, teacher = inputs_of(name)
     batch = jax.tree.map(jnp.asarray, batch or batch_of(name))
     run = jax.jit(functools.partial(block.drafts, config or HEADS[name]))
@@ -84,7 +84,7 @@ REST = [slow(name) for name in ("dflash2", "dflash", "gated", "mixed", "anchored
 
 @pytest.mark.parametrize("name", ["dspark", *REST])
 def test_training_computes_what_is_drafted(name):
-    """Fails if a block is trained that sees, is at, or predicts anything else."""
+    """Fails if a block is trained with other context, positions or labels."""
     assert differences(name) < 1e-5
 
 
@@ -98,7 +98,7 @@ def _with_anchor_seen(
 @pytest.mark.slow
 @pytest.mark.parametrize("shift", ["slots", "position", "mask id", "seen", "tokens"])
 def test_a_planted_shift_is_not_what_is_drafted(shift, monkeypatch):
-    """Negative controls of the test above."""
+    """Negative control: each shift makes training differ from drafting."""
     batch, config = batch_of("dspark"), blocks.DSPARK
     if shift == "slots":
         config = dataclasses.replace(config, slots="fill-in")
@@ -108,7 +108,7 @@ def test_a_planted_shift_is_not_what_is_drafted(shift, monkeypatch):
         config = dataclasses.replace(config, mask_token_id=94)
     elif shift == "seen":
         monkeypatch.setattr(sequence, "attend_blocks", _with_anchor_seen)
-    else:  # Each draft after the token that it should predict.
+    else:  # Each draft follows the token that it should predict.
         texts = batch["tokens"]
         for row, n in enumerate(LENGTHS):
             texts[row, n:] = np.roll(texts[row, n:], -1)
@@ -139,7 +139,7 @@ def batch_with_anchors(name, *, count=4, step=3):
 
 
 def test_the_loss_is_that_of_drafting(tmp_path):
-    """Against a float64 drafter, draft by draft: fails on a shift of any kind."""
+    """Compares the loss with that of a float64 drafter, draft by draft."""
     config, (trained, teacher) = blocks.DSPARK, inputs_of("dspark")
     head, batch = blocks.oracle_of(tmp_path, "dspark"), batch_with_anchors("dspark")
     known = jax.device_get(batch)
@@ -182,8 +182,8 @@ def test_the_loss_is_that_of_drafting(tmp_path):
 
 @pytest.mark.slow
 def test_the_loss_of_a_selector(tmp_path):
-    """Against a float64 drafter: fails if the slots' own logits are not trained, or the
-    selector among others than the best tokens and the text's."""
+    """Compares the loss with a float64 drafter's: of the slots' own logits, and of the
+    selector among the best tokens and the text's."""
     config, (trained, teacher) = HEADS["dflash2"], inputs_of("dflash2")
     head, batch = blocks.oracle_of(tmp_path, "dflash2"), batch_with_anchors("dflash2")
     total, missing = 0.0, 0
@@ -202,7 +202,7 @@ def test_the_loss_of_a_selector(tmp_path):
     found = block.loss(config, trained, batch, teacher, terms=block.DFLASH)
     np.testing.assert_allclose(float(found), total, rtol=1e-4)
     assert 0 < missing < np.count_nonzero(batch["weights"])
-    # Negative controls: a position on, and the selector of the token itself.
+    # Negative controls: the features, and the tokens, of the next position.
     for name in ("features", "tokens"):
         moved = batch | {name: jnp.roll(batch[name], -1, axis=1)}
         other = block.loss(config, trained, moved, teacher, terms=block.DFLASH)
@@ -210,12 +210,12 @@ def test_the_loss_of_a_selector(tmp_path):
 
 
 def test_held_out_rounds_follow_each_other(tmp_path):
-    """Against a float64 drafter, round by round: fails if a round begins anywhere but
-    after what the one before kept, or a token of the prompt is counted."""
+    """Compares rounds with a float64 drafter's: fails if a round does not begin after
+    the tokens that the last one kept, or a token of the prompt is counted."""
     config, (trained, teacher) = blocks.DSPARK, inputs_of("dspark")
     head = blocks.oracle_of(tmp_path, "dspark")
     batch = batch_with_anchors("dspark", count=13, step=None)
-    known = jax.device_get(batch)  # Slices of any length are no programs there.
+    known = jax.device_get(batch)  # On the host slices compile nothing.
     rows = known["final"].astype(float) @ np.asarray(teacher.head, float).T
     tokens = rounds = 0
     for b in range(2):
@@ -276,7 +276,7 @@ def test_what_a_term_trains():
 
 
 def test_anchors_are_of_the_seed_the_step_and_the_sequence():
-    """Fails if a batch, or what else is in it, has a say in what is drawn."""
+    """Fails if anchors depend on other sequences of a batch, or not on the step."""
     draw = block.Anchors(num_drafts=3, seed=7, count=4)
     tokens = np.zeros((5, 40), np.int32)
     mask = np.arange(40) >= np.array([[3], [38], [0], [35], [39]])
@@ -285,13 +285,18 @@ def test_anchors_are_of_the_seed_the_step_and_the_sequence():
     order = np.array([2, 0, 4])
     part = draw({"tokens": tokens[order], "mask": mask[order]}, order, 3)
     np.testing.assert_array_equal(part["anchors"], whole["anchors"][order])
-    for other in (draw(batch, np.arange(5), 4), draw(batch, np.arange(1, 6), 3)):
+    reseeded = dataclasses.replace(draw, seed=8)
+    for other in (
+        draw(batch, np.arange(5), 4),
+        draw(batch, np.arange(1, 6), 3),
+        reseeded(batch, np.arange(5), 3),
+    ):
         assert (other["anchors"] != whole["anchors"]).any()
     anchors, weights = whole["anchors"], whole["weights"]
     np.testing.assert_allclose(weights.sum(), 5, rtol=1e-6)
     assert [int((w[:, 0] > 0).sum()) for w in weights] == [4, 1, 4, 4, 0]
     assert (anchors[0] >= 3).all() and len(set(anchors[0])) == 4
-    # The last label is that of position 38: its block counts one draft.
+    # Position 38 is the last one with a label: its block counts one draft.
     np.testing.assert_array_equal(weights[1, 0] > 0, [True, False, False])
     first = weights[0, 0]
     np.testing.assert_allclose(first / first[0], np.exp(-np.arange(3) / 4), rtol=1e-6)

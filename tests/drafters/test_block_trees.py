@@ -1,6 +1,6 @@
-"""Trees of block drafters: lossless, and their nodes those of an oracle.
+"""Trees of block drafters: their nodes are those of an oracle.
 
-The oracle is float64 NumPy, `block_oracle`, told the tokens before each node.
+The oracle is float64 NumPy, `block_oracle`, and is given the tokens before each node.
 """
 
 import decoding
@@ -22,7 +22,7 @@ def make(name, tree, impl=decoding.SMALL.target.impl):
 
 
 def nodes_of(proposal):
-    """The tokens on each node's path, by column; that of the root is empty."""
+    """Returns the tokens on the path of each column; the root's path is empty."""
     paths = [()]
     for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
         paths.append((*paths[parent], int(token)))
@@ -36,9 +36,9 @@ def logits_after(head, features, length, path) -> np.ndarray:
 
 @pytest.mark.parametrize("name", [slow("dspark"), "rnn"])
 def test_children_are_the_oracles(tmp_path, name, monkeypatch):
-    """Fails if a node's children are of another slot, of another node or state."""
+    """Fails if a node's children come from another slot, node or state."""
     params = blocks.PARAMS[name]
-    # So that the token before decides, and the state.
+    # Larger weights make the children depend on the token before, and on the state.
     markov = params.markov.replace(out=8 * params.markov.out)
     if markov.mix is not None:
         both = 2 * markov.embed.shape[1]
@@ -61,13 +61,13 @@ def test_children_are_the_oracles(tmp_path, name, monkeypatch):
                 best = best + head.tensors["d2t"][best]
             assert found == best.tolist()
         cousins.append(of(1, 2))
-    # Negative control: it matters after which node.
+    # Negative control: children depend on the node that they follow.
     assert any(four[:2] != four[2:] for four in cousins)
 
 
 @pytest.mark.slow
 def test_a_tree_of_one_branch_is_the_chain():
-    """Its tokens are the same integers, drawn with the same noise."""
+    """Compares its tokens with the chain's, which are drawn with the same noise."""
     features = eagle.features_of()
     settings = decoding.sampling_of(2, temperature=1.0, seed=5)
     told = {"params": blocks.PARAMS["rnn"], "sampling": settings}

@@ -1,4 +1,4 @@
-"""A choice among drafters: what it learns, whom it asks, and what it may not see."""
+"""A choice among drafters: its counts, its choices, and what these may not read."""
 
 import dataclasses
 
@@ -37,23 +37,23 @@ REPEATS, NEW = [1, 2, 3, 4] * 3, [1, 2, 3, 4, 5, 6, 7]
 
 
 def begun(texts, params=PARAMS, drafter=CHOICE):
-    """The slots and their memory, of prompts."""
+    """Returns the slots of a drafter, and their memory after prompts."""
     return decoding.prefilled(drafter, params, texts, **BENCH.sizes)
 
 
 def drafted(slots, memory, texts, *, params=PARAMS, behind=0, sampling=None):
-    """Memory and proposal after texts, with tokens behind them that mean nothing."""
+    """Returns memory and proposal after texts, with meaningless tokens behind them."""
     told = {"size": BENCH.capacity + 1, "behind": behind, "sampling": sampling}
     return decoding.propose_after(slots, params, memory, texts, **told)
 
 
 def who(memory, slot=0):
-    """Whom rounds of a slot went to, and how many tokens each drafted."""
+    """Returns the members that drafted for a slot, with their numbers of drafts."""
     return [tuple(x) for x in np.argwhere(memory.known.rounds[slot] > 0).tolist()]
 
 
 def taught(memory, **counts):
-    """A memory in which a member was kept so, of 50 rounds, whatever it drafted."""
+    """Returns a memory of 50 rounds in which members had such shares of drafts kept."""
     known = memory.known
     reached = jnp.full_like(known.reached, 50.0)
     kept = [50.0 * counts.get(name, 0.0) for name in ("ngram", "suffix", "draft")]
@@ -72,7 +72,7 @@ def taught(memory, **counts):
     ids=["lookup", "model", "a single draft", "nobody"],
 )
 def test_the_best_by_what_is_known_drafts(counts, expected):
-    """Fails if a member that was not chosen is heard, or paid for."""
+    """Fails if a member that was not chosen drafts, or runs rows."""
     texts = [REPEATS] * 3
     slots, memory = begun(texts)
     before = int(memory.members[DRAFTED].length[0])
@@ -99,8 +99,8 @@ def test_each_slot_has_its_own_choice():
 
 
 def test_lookups_are_known_of_rounds_that_went_to_others():
-    """Fails if a lookup is judged by tokens that it did not draft, or a member that was
-    not asked is judged at all."""
+    """Fails if a lookup is judged by tokens that it did not draft, or a member that did
+    not draft is judged at all."""
     texts = [REPEATS] * 3
     slots, memory = begun(texts)
     memory, _ = drafted(slots, taught(memory, draft=0.95), texts)
@@ -116,13 +116,13 @@ def test_lookups_are_known_of_rounds_that_went_to_others():
     assert known.kept[0, NGRAM].tolist() == [1, 1, 0, 0]
     after, _ = drafted(slots, memory, [[*text, 1]] * 3)
     asked = {member for member, number in who(memory) if number}
-    if DRAFTED not in asked:
-        assert after.known.reached[0, DRAFTED, 0] < known.reached[0, DRAFTED, 0]
+    assert DRAFTED not in asked
+    assert after.known.reached[0, DRAFTED, 0] < known.reached[0, DRAFTED, 0]
 
 
 def test_a_text_begins_with_what_those_before_it_taught():
-    """Fails if a slot begins with another's, with more rounds than are to count, or
-    with any where tokens depend on who drafts."""
+    """Fails if a slot begins with another's counts, with too many rounds, or with any
+    under a rule whose tokens depend on the member that drafts."""
     _, memory = begun([REPEATS, NEW, NEW])
     memory = taught(memory, ngram=0.9, draft=0.6)
     for rule, worth in (("coupled", CHOICE.text_weight), ("rejection", 0.0)):
@@ -137,7 +137,7 @@ def test_a_text_begins_with_what_those_before_it_taught():
 
 
 def test_tokens_that_are_not_committed_teach_nothing():
-    """Fails if what stands behind the text says what was kept."""
+    """Fails if tokens behind the text decide which drafts count as kept."""
     slots, memory = begun([REPEATS] * 3)
     memory, _ = drafted(slots, memory, [REPEATS] * 3)
     texts = [[*REPEATS, 1]] * 3
@@ -153,7 +153,7 @@ def test_tokens_that_are_not_committed_teach_nothing():
 
 
 def test_no_draw_of_the_round_decides_who_drafts():
-    """Fails if the choice looks at the noise, or at what was drawn with it."""
+    """Fails if the choice depends on the noise, or on tokens drawn with it."""
     texts = [NEW] * 3
     slots, memory = begun(texts)
     memory, tokens = taught(memory, draft=0.9), set()
@@ -162,22 +162,22 @@ def test_no_draw_of_the_round_decides_who_drafts():
         after, proposal = drafted(slots, memory, texts, sampling=sampling)
         assert who(after) == [(DRAFTED, GAMMA_MAX)]
         tokens.add(tuple(proposal.tokens[0].tolist()))
-    assert len(tokens) > 1  # The noise makes a difference to the drafts themselves.
+    assert len(tokens) > 1  # The noise changes the drafts themselves.
 
 
 def test_chances_are_told_where_all_members_tell_them():
-    """Fails if a schedule is told the chances of another member's drafts."""
+    """Fails if a schedule gets the survival of another member's drafts."""
     pair = choice.Choice(members=(STATISTICS, DRAFT)).for_schedule()
     params = choice.params_of(pair, MEMBERS[1:], draft=0.05, row=0.1)
     texts = [REPEATS, NEW]
     _, found = drafted(*begun(texts, params, pair), texts, params=params)
-    assert found.survival[0].tolist() == [1.0] * GAMMA_MAX  # Seen so, and else not.
+    assert found.survival[0].tolist() == [1.0] * GAMMA_MAX  # No other continuation.
     assert 0 < float(found.survival[1, 0]) < 1
     slots = each.lift(CHOICE.for_schedule(), 2)
     _, without = jax.eval_shape(
         lambda memory: drafted(slots, memory, texts), slots.init(**BENCH.sizes)
     )
-    assert without.survival is None  # `ngram` tells none.
+    assert without.survival is None  # `ngram` gives none.
 
 
 REFUSED = {

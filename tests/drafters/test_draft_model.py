@@ -1,4 +1,4 @@
-"""Draft models: what their cache holds, what they draw, and slots beside each other."""
+"""Draft models: the content of their cache, their drafts, and several slots."""
 
 import decoding
 import jax
@@ -17,7 +17,7 @@ NEARLY = decoding.NEARLY_TARGET
 
 
 def as_drafter(**changes) -> draft_model.DraftModel:
-    """The target's model as a draft model, in slabs of two rows."""
+    """Returns the target's model as a draft model, in slabs of two rows."""
     return decoding.draft_drafter(impl=SMALL.target.impl, **changes)
 
 
@@ -26,10 +26,10 @@ def scheduler_of(params, *, num_slots):
 
 
 def assert_only_committed(params, state, slot):
-    """Asserts that the draft's K/V is that of the committed text, and no longer."""
+    """Asserts that the draft's K/V are those of the committed text, and no more."""
     decoding.check_cache(state.memory)
-    held = int(state.memory.length[slot])
-    assert held <= int(state.slots.length[slot]) - 1
+    held, length = int(state.memory.length[slot]), int(state.slots.length[slot])
+    assert length - 2 <= held <= length - 1  # The last draft was never fed.
     model = as_drafter().model
     fresh = model.new_cache(**SMALL.sizes)
     text = decoding.text(state, slot)[:held]
@@ -40,11 +40,11 @@ def assert_only_committed(params, state, slot):
 
 
 def test_a_rejected_draft_leaves_nothing_behind(num_slots=3):
-    """Fails if the K/V of a rejected draft stays, or of a kept one is lost.
+    """Fails if the draft's cache holds K/V of anything but committed tokens.
 
-    Negative control: a cache that says it holds more, of what was rejected.
+    Negative control: a cache whose length includes a rejected draft.
     """
-    decoding.needs("native")  # Its K/V is the same however rows are grouped.
+    decoding.needs("native")  # Its K/V do not depend on how rows are grouped.
     asks = [Ask(), *MIXED[5:]][:num_slots]
     scheduler = scheduler_of(NEARLY, num_slots=num_slots)
     state = decoding.admit(scheduler, [ask.request() for ask in asks], draws=True)
@@ -89,7 +89,7 @@ SIZES = {"capacity": 48, "page_size": 8}
 
 
 def begin(drafter=None, num_pages=None):
-    """A draft model's memory with a prompt in each slot, and the slots' texts."""
+    """Returns a draft model's slots, their memory after prompts, and their texts."""
     sizes = SIZES | {"num_pages": num_pages}
     drafter = drafter or as_drafter()
     slots, memory = decoding.prefilled(drafter, NEARLY, PROMPTS, **sizes)
@@ -113,7 +113,7 @@ def kv_of(memory, slot):
     ],
 )
 def test_loops_end_in_a_slot_that_was_never_opened(drafter):
-    """Fails, by never ending, if a loop waits for a row that the cache refuses."""
+    """Fails by never ending if a loop waits for a row that the cache refuses."""
     slots, memory, tokens = begin(drafter)
     kv = memory.kv if drafter.tree else memory
     kv = kv.replace(registered=kv.registered.at[1].set(False))
@@ -125,7 +125,7 @@ def test_loops_end_in_a_slot_that_was_never_opened(drafter):
 
 
 def test_a_slot_that_is_asked_for_nothing_is_not_touched():
-    """Fails if its cache grows or its drafts count; the others draft as alone."""
+    """Fails if a slot with gamma 0 changes, or others do not draft as alone."""
     slots, memory, tokens = begin()
     gamma = [3, 0, 4, 0]
     after, proposal = propose(slots, memory, tokens, gamma)
@@ -144,20 +144,20 @@ def test_a_slot_that_is_asked_for_nothing_is_not_touched():
 
 
 def test_drafts_stop_where_the_cache_has_no_room():
-    """Fails if a slot without a page spins, or takes its neighbours' drafts."""
-    # Slots 0, 1, 3 have one page or two, slot 2 three: no page is left.
+    """Fails if a slot without a page spins, or changes its neighbours' drafts."""
+    # Slots 0, 1 and 3 have one page each, slot 2 has three: no page is left.
     slots, memory, tokens = begin(num_pages=6)
     assert int(memory.num_free) == 0
     after, proposal = propose(slots, memory, tokens, [4, 4, 4, 4])
     decoding.check_cache(after)
-    # 20 tokens of slot 2 and 3 more rows fill 24 positions; slot 3 is full at once.
+    # Slot 2's 20 tokens and 3 more rows fit into 24 positions; slot 3 is full.
     assert proposal.num_drafted.tolist() == [4, 4, 4, 0]
     whole = propose(slots, begin()[1], tokens, [4, 4, 4, 4])[1]
     np.testing.assert_array_equal(proposal.tokens[:3], whole.tokens[:3])
 
 
 def test_a_commit_of_length_one_forgets_a_slot():
-    """Of the slots that are asked, and of no others."""
+    """Checks that it forgets the slots that are asked, and no others."""
     slots, memory, _ = begin()
     asked = jnp.array([False, True, True, False])
     after = slots.commit(NEARLY, memory, jnp.ones((4,), jnp.int32), asked=asked)
@@ -167,18 +167,18 @@ def test_a_commit_of_length_one_forgets_a_slot():
 
 
 def behind(slots, memory):
-    """The memory of slots that have taken in nothing, or a part."""
+    """Returns the memory of slots that have taken in nothing, or a part of a text."""
     kept = jnp.array([1, 1, 1, 3], jnp.int32)
     return slots.commit(NEARLY, memory, kept, asked=jnp.ones((4,), bool))
 
 
 def test_catching_up_in_taller_slabs_drafts_the_same():
-    """What is drafted, and the K/V, do not depend on it; the next test counts
-    the forwards."""
+    """Fails if drafts or K/V depend on `catch_up_rows`; the next test counts the
+    forwards."""
     decoding.needs("native")
     slow, memory, tokens = begin()
     fast = each.lift(as_drafter(catch_up_rows=16), 4)
-    gamma = [4, 4, 4, 0]  # One is not asked.
+    gamma = [4, 4, 4, 0]  # The last slot is not asked.
     expected_memory, expected = propose(slow, behind(slow, memory), tokens, gamma)
     found_memory, found = propose(fast, behind(slow, memory), tokens, gamma)
     testing.assert_same_bits(found, expected)
@@ -189,7 +189,7 @@ def test_catching_up_in_taller_slabs_drafts_the_same():
 
 
 def test_catch_up_rows_count_in_slots(monkeypatch):
-    """Fails if slots catch up two rows a forward, whatever is set."""
+    """Fails if slots do not catch up by `catch_up_rows` rows a forward."""
     slots = each.lift(as_drafter(catch_up_rows=40), 3)
     memory, widths = slots.init(capacity=96, page_size=8), []
     forward, chains = rows_lib.SlotRows._run, rows_lib.SlotRows.run_chains
@@ -213,5 +213,5 @@ def test_catch_up_rows_count_in_slots(monkeypatch):
     run = jax.jit(lambda *arguments: slots.propose(*arguments[:2], **arguments[2]))
     run(SMALL.weights, memory, {"tokens": tokens, "sampling": None, **asked})
     jax.effects_barrier()
-    # Of 60 tokens, 40 and 19 rows; the last is the one that drafts.
+    # 60 tokens are 40 and 19 rows, and the last one, which drafts.
     assert widths == [(40, 40), (40, 19), (2, 1)]

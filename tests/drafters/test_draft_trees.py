@@ -20,7 +20,7 @@ FIXED = tree_shapes.parse("3-2")
 
 
 def drawn(drafter, text, *, seed=5):
-    """The proposal after one text, of a drafter whose target draws."""
+    """Returns a drafter's proposal after one text, for a target that draws."""
     slots, memory = decoding.prefilled(drafter, NEARLY, [text], **SMALL.sizes)
     sampling = decoding.sampling_of(1, temperature=0.8, top_k=20, seed=seed)
     _, proposal = decoding.propose_after(
@@ -30,7 +30,7 @@ def drawn(drafter, text, *, seed=5):
 
 
 def test_what_the_children_of_a_tree_were_drawn_from():
-    """Fails if a node's row is another node's, or a child is drawn twice."""
+    """Fails if a node has another node's probabilities, or draws a child twice."""
     independent = as_drafter(draws="independent")
     proposal = drawn(independent.for_tree(FIXED), PROMPT)
     probs, inner = proposal.probs, sorted(set(FIXED.parents))
@@ -41,7 +41,7 @@ def test_what_the_children_of_a_tree_were_drawn_from():
         assert probs[parent, token] > 0
         children.setdefault(int(parent), []).append(int(token))
     assert all(len(set(found)) == len(found) for found in children.values())
-    # The row of a node's children is the draft's after the path to it.
+    # A node's children are drawn from the draft's row after the path to the node.
     for column in inner:
         path = [int(proposal.tokens[column - 1])] if column else []
         alone = drawn(independent, [*PROMPT, *path])
@@ -68,7 +68,7 @@ class _Still(rows_lib.SlotRows):
 
 
 class Careless(draft_trees.SlotDraftTree):
-    """Keeps what is in the tree, whatever was committed."""
+    """Keeps columns 3 and 5 of the tree, whatever was committed."""
 
     def _keep_committed(self, memory, text, length):
         path = jnp.array([[3, 5]], jnp.int32)
@@ -79,8 +79,8 @@ class Careless(draft_trees.SlotDraftTree):
 
 
 def continued(kind, drafter, path):
-    """What the draft holds after a round that committed a path of its tree and one
-    token more, and what it proposes then: with what it kept, and from anew.
+    """Commits a path of a tree and a token more; returns how many rows the draft holds,
+    their K/V and fresh ones, and the next proposal with the kept memory and a new one.
 
     Args:
       path: nodes that are committed, by their indices; -1: a token of no node.
@@ -94,7 +94,7 @@ def continued(kind, drafter, path):
     begun = lambda text: slots.prefill(NEARLY, slots.init(**SMALL.sizes), text, slot=0)
     memory, proposal = propose(begun(PROMPT), PROMPT)
     drafts = np.asarray(proposal.tokens[0])
-    # One that no child of its parent is, where it is none of the nodes.
+    # Token 95 stands for -1: no child of the parent holds it.
     chosen = [int(drafts[node]) if node >= 0 else 95 for node in path]
     text = [*PROMPT, *chosen, 94]
     asked = jnp.ones((1,), bool)
@@ -122,22 +122,22 @@ def continued(kind, drafter, path):
     ],
 )
 def test_of_a_tree_the_committed_rows_are_kept(path, rows_kept):
-    """Fails if a row is fed twice, if its K/V is not what decoding would have written,
-    or if the next proposal is another than that of a memory that never saw the tree."""
+    """Fails if a committed row is not kept, if K/V differ from those of decoding, or if
+    the next proposal is not that of a memory that never held the tree."""
     decoding.needs("native")  # Its K/V is the same however rows are grouped.
     drafter = as_drafter(draws="independent").for_tree(UNEVEN)
     kind = draft_trees.SlotDraftTree
     held, both, again = continued(kind, drafter, path)
     assert held == len(PROMPT) + rows_kept
     testing.assert_same_bits(*both)
-    # Tokens, and the very probabilities that they were drawn from.
+    # Tokens and the probabilities that they were drawn from are the same bits.
     testing.assert_same_bits(*again)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Immovable, Careless])
 def test_rows_that_are_wrongly_kept_are_caught(kind):
-    """Negative controls: K/V where it was, and K/V of what was not committed."""
+    """Negative controls: K/V that are not moved, and K/V of uncommitted rows."""
     drafter = as_drafter(draws="independent").for_tree(UNEVEN)
     path = [2, 6] if kind is Immovable else [1, 4]
     _, both, again = continued(kind, drafter, path)
@@ -167,8 +167,8 @@ def test_a_prompt_takes_the_pages_of_rows_that_nothing_was_committed_of():
 
 @pytest.mark.parametrize("replaces", (True, False))
 def test_siblings_drawn_with_replacement_are_independent(replaces):
-    """Pairs of nodes of a tree, over seeds. Without replacement, the negative control,
-    two children are never the same."""
+    """Compares frequencies of pairs of nodes, over seeds, with independent draws.
+    Negative control: without replacement two siblings are never the same."""
     tree = dataclasses.replace(FIXED, replaces=replaces)
     num_slots, chances = 2000, np.array([0.5, 0.3, 0.2])
     settings = decoding.sampling_of(num_slots)

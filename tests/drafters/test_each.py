@@ -1,4 +1,4 @@
-"""Drafters of one sequence in slots: lifted, each slot with a memory of its own."""
+"""Drafters of one sequence, lifted over slots that have memories of their own."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ ORACLE = oracle.Oracle(gamma_max=4, vocab_size=96)
 @pytest.mark.parametrize("drafter", [DRAFT, HYBRID, ORACLE], ids=["draft", "hy", "or"])
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_a_draft_of_another_vocabulary_is_refused(drafter, num_slots):
-    """Fails if a form for slots does not say whose tokens it proposes."""
+    """Fails if a lifted drafter does not tell the size of its vocabulary."""
     config = decoding.make_config(vocab_size=50)
     model = dataclasses.replace(decoding.TARGET, config=config)
     target = rows.SlotRows(model=model, num_slots=num_slots)
@@ -35,7 +35,7 @@ def test_a_draft_of_another_vocabulary_is_refused(drafter, num_slots):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Remembers its prompt's length, what it was asked for, and how often it drew."""
+    """Remembers its prompt's length, and each gamma by length; drafts tell the seed."""
 
     gamma_max: int = 4
 
@@ -57,8 +57,8 @@ class Counts:
 
 @pytest.mark.parametrize("num_slots", [3, slow(1)])
 def test_slots_have_memories_and_settings_of_their_own(num_slots):
-    """Fails if a prompt, a commit, or a seed is a neighbour's, or a slot that is not
-    asked forgets. A drafter that draws is told how, by its slot's settings."""
+    """Fails if a slot gets a neighbour's prompt, commit or seed, or forgets when it is
+    not asked. A drafter that draws gets the settings of its slot."""
     slots = each.lift(Counts(), num_slots)
     memory = slots.init(capacity=8, page_size=4)
     for slot in range(num_slots):
@@ -81,7 +81,7 @@ def test_slots_have_memories_and_settings_of_their_own(num_slots):
     cleared = slots.commit(None, after, jnp.ones_like(numbers), asked=asked)
     found = np.asarray(cleared.slots["asked"]).sum(axis=1).tolist()
     assert found == [1, 2, 3][: num_slots - 1] + [0]
-    # A slot is filled again as new.
+    # A slot that is filled again is as new.
     again = slots.prefill(None, after, [5], slot=num_slots - 1)
     testing.assert_same_bits(again.fresh, after.fresh)
     assert int(again.slots["asked"][num_slots - 1].sum()) == 0

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of random weights: lossless, and their proposals those of a fresh head.
+"""EAGLE-3 heads of random weights: their proposals are those of a fresh head.
 
 The oracle of proposals is the head run over whole sequences, `eagle3.forward_sequence`.
 """
@@ -56,7 +56,7 @@ TEXT = [7, 3, 90, 41, 5, 66, 23, 8, 14, 2, 77, 30, 9, 51, 62, 11, 40, 3, 17, 80]
 
 
 def features_of(taps=HEAD.taps) -> np.ndarray:
-    """The target's features of the text."""
+    """Returns the target's features of the text."""
     return np.asarray(BENCH.features(TEXT[:-1], taps))
 
 
@@ -64,9 +64,9 @@ _sequence = jax.jit(eagle3.forward_sequence, static_argnames=("config",))
 
 
 def of_sequences(text, features, gamma) -> list[int]:
-    """What the head drafts greedily, by whole sequences and without a cache.
+    """Returns the head's greedy drafts, by whole sequences and without a cache.
 
-    What is right of the last pair is padding, as the head is causal.
+    Pairs after the last one are padding, which a causal head does not see.
     """
     last, size = len(text) - 2, len(TEXT) - 1
     pairs = jnp.asarray(features[:size].reshape(1, size, -1))
@@ -93,13 +93,13 @@ def rounds_of(
     slot=1,
     sampling=None,
 ):
-    """Yields what a slot is proposed after prefixes of `TEXT`; the others sit out."""
+    """Yields a slot's proposals after prefixes of `TEXT`; other slots sit out."""
     slots = each.lift(drafter, num_slots)
     memory = slots.init(capacity=32, page_size=8)
     memory = slots.prefill(
         params, memory, TEXT[: lengths[0]], slot=slot, features=features
     )
-    # On the host: no shape of a proposal's leaf is a program.
+    # NumPy on the host: jax would compile a program for each shape.
     is_slot = np.arange(num_slots) == slot
     tokens = decoding.padded([TEXT] * num_slots, 33)
     most = 1 + slots.gamma_max
@@ -123,7 +123,7 @@ def rounds_of(
 
 
 def count_passes(monkeypatch, slots: type, name: str) -> list[int]:
-    """A list that grows by one with each run of a method, where it is traced anew."""
+    """Returns a list that grows with each run of a method that is traced anew."""
     passes, real = [], getattr(slots, name)
 
     def counted(self, *inputs):
@@ -148,18 +148,18 @@ def test_drafts_are_those_of_whole_sequences():
 
 
 def test_first_children_are_the_chain():
-    """Fails if a branch points elsewhere, or a row gets a cousin's hidden state."""
+    """Fails if a branch has another parent, or a row another node's hidden state."""
     features = features_of()
     wide = CHAIN.for_tree(tree_shapes.parse("2-2-2"))
     chains, trees = (rounds_of(d, features, (3, 6, 11)) for d in (CHAIN, wide))
     for (_, chain), (_, tree) in zip(chains, trees, strict=True):
-        # Of the root, of node 0, and of node 2.
+        # The first children of the root, of node 0, and of node 2.
         assert tree.tokens[[0, 2, 6]].tolist() == chain.tokens[:3].tolist()
 
 
 def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(monkeypatch):
-    """Fails if features are lost, or are taken in by every round."""
-    monkeypatch.setattr(features_lib, "RING_ROWS", 4)  # and 5 of a round
+    """Fails if features are lost while a slot sits out and its ring fills up."""
+    monkeypatch.setattr(features_lib, "RING_ROWS", 4)  # and 5 more for a round
     features = features_of()
     lengths = (3, 4, 7, 9, 10, 14, 15, 17)
     gammas = (0, 0, 0, 0, 0, 0, 0, 4)
@@ -176,9 +176,9 @@ def test_one_token_has_no_features_and_no_drafts():
 
 
 def test_loads_by_name_and_by_folder(tmp_path, monkeypatch):
-    """Fails if a head is not found by its folder, or reads what is not its target's.
+    """Fails if a head is not found by its folder, or is loaded for another target.
 
-    By its name alone it is the one that is shipped, for the embedded target only.
+    The name alone stands for the shipped head, for the embedded target only.
     """
     folder = tmp_path / "eagle3"
     lm = sj.load(gamma_max=3)

@@ -1,8 +1,8 @@
 """Every drafter through the same checks: tokens, contract, schedule, pages and pools.
 
-The rule "coupled" writes what decoding writes; the others do at temperature 0. Above,
-what they write is a function of the request alone: the same one in two slots, with
-others between them, is written twice.
+The rule "coupled" writes the tokens of decoding; the others do at temperature 0. Above
+it, their tokens are a function of the request alone: two slots with the same request,
+and others between them, write the same tokens.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from spec_jax.rules import rule as rule_lib
 CORPUS = suffix.remember(
     suffix.empty_corpus(64), [1, 2, 3, 4, 8, 8, 9, 9, 60, 7, 3, 500]
 )
-"""Of texts of any tokenizer: what followed `7, 3` there is in no vocabulary here."""
+"""Earlier texts, in which a token outside the vocabulary here follows `7, 3`."""
 WEIGHTS = decoding.NEARLY_TARGET
 LOOKUP = suffix.SuffixDecoding(gamma_max=GAMMA_MAX)
 SEARCHED, FIXED = tree_shapes.parse("2x3:6@1"), tree_shapes.parse("2-2")
@@ -75,7 +75,7 @@ def tree(make, shape):
 
 
 def alone(drafter):
-    """Of a drafter that no implementation makes a difference to."""
+    """Returns a maker of a drafter that does not depend on the implementation."""
     return lambda impl: drafter
 
 
@@ -139,12 +139,12 @@ QUICK = (
     ("native", "coupled", "eagle3 with a window, searched", 4),
     ("native", "coupled", "peagle, searched", 4),
 )
-"""Most kinds of drafter: loops compile slowly. The rule of blocks: `test_sampled` and
-`test_trees`; searched trees of a draft model: `test_wide_windows`, all in `engine`."""
+"""Most kinds of drafter; more would compile too long. `test_sampled` and `test_trees`
+run the rule "block", `test_wide_windows` searched trees, all in `tests/engine`."""
 
 
 def is_possible(impl, rule, name, num_slots):
-    """Whether a rule has this drafter's trees."""
+    """Returns whether a rule takes this drafter's trees."""
     del impl, num_slots
     return rule == "coupled" or "," not in name or name.endswith("fixed")
 
@@ -154,7 +154,7 @@ REST = [slow(*case) for case in PRODUCT if case not in QUICK and is_possible(*ca
 
 
 def request_of(name: str, ask: Ask):
-    """The request; an oracle's with what decoding writes, now and then wrong."""
+    """Returns the request; an oracle gets decoding's tokens, a quarter made wrong."""
     if name != "oracle":
         return ask.request()
     text = decoding.text(decoding.decoded(SMALL, ask))
@@ -163,7 +163,7 @@ def request_of(name: str, ask: Ask):
 
 @pytest.mark.parametrize(("impl", "rule", "name", "num_slots"), [*QUICK, *REST])
 def test_tokens_are_those_of_decoding(impl, rule, name, num_slots):
-    """Fails if a pair has no form for slots, or a token or the target's K/V changes."""
+    """Fails if a drafter has no form for slots, or changes a token or target K/V."""
     setting, (drafter, params) = decoding.setting_of(impl), make(name, impl)
     scheduler = setting.scheduler(
         drafter, num_slots=num_slots, draft_params=params, rule=rule
@@ -199,10 +199,10 @@ def test_tokens_are_those_of_decoding(impl, rule, name, num_slots):
     ("impl", "name", "most"), [("native", "dspark", 0.8), ("native", "hybrid", 1.0)]
 )
 def test_scheduled_tokens_are_those_of_decoding(impl, name, most):
-    """Fails if a schedule can change a token, or K/V.
+    """Fails if a schedule changes a token, or K/V.
 
-    Some drafts are verified, and not all: rows cost something. By the account it is
-    soon none, where they are wrong. Draft models: `engine/test_scheduled_rounds.py`.
+    Rows cost time, so that only some drafts are verified, and fewer with an account.
+    `engine/test_scheduled_rounds.py` has draft models.
     """
     setting, (drafter, params) = decoding.setting_of(impl), make(name, impl)
     drawn = (("temperature", 1.0), ("seed", 5))
@@ -234,7 +234,7 @@ def test_scheduled_tokens_are_those_of_decoding(impl, name, most):
     [name for name in DRAFTERS if name != "bigram"],  # `test_readme` has it.
 )
 def test_every_drafter_keeps_the_contract(name):
-    """Fails too if a head that sat out, as a hybrid was sure, misses features."""
+    """Fails if a clause is broken, or a head misses features while a hybrid is sure."""
     (drafter, params), bench = make(name), eagle.BENCH
     slab = max(bench.target.slab, drafter.gamma_max + 1)
     target = dataclasses.replace(bench.target, slab=slab)
@@ -247,7 +247,7 @@ def test_every_drafter_keeps_the_contract(name):
 
 @pytest.mark.parametrize("name", ["draft-model", "eagle3", "dspark"])
 def test_rules_without_these_trees(name):
-    """Fails if a rule judges nodes by other probabilities than they were drawn from."""
+    """Fails if a rule by uniforms takes trees whose shape depends on their tokens."""
     drafter, _ = make(f"{name}, searched")
     for rule in ("rejection", "block"):
         with pytest.raises(NotImplementedError, match="fixed shape such as '4-2-1'"):
@@ -255,7 +255,7 @@ def test_rules_without_these_trees(name):
 
 
 def test_trees_whose_siblings_are_drawn_with_replacement():
-    """Fails if the rule of paths takes siblings that it knows no law of."""
+    """Fails if "multipath" takes siblings that are not drawn with replacement."""
     fixed, _ = make("draft-model, fixed")
     drawn = each.lift(fixed, 2, rule="multipath").drafter
     assert drawn.tree.replaces and not fixed.tree.replaces
@@ -275,7 +275,7 @@ def test_trees_whose_siblings_are_drawn_with_replacement():
 
 @pytest.mark.parametrize("name", ["draft-model", "eagle3", "dspark"])
 def test_what_each_rule_draws(name):
-    """Fails if a rule by uniforms takes coupled drafts, of unknown probabilities."""
+    """Fails if a rule by uniforms gets coupled drafts, which have no probabilities."""
     drafter, _ = make(name)
     for rule in rule_lib.RULES:
         draws = "coupled" if rule == "coupled" else "independent"
@@ -283,14 +283,14 @@ def test_what_each_rule_draws(name):
 
 
 def first_of(first, *others):
-    """The first drafter, and others that are slow."""
+    """Parametrizes `name`: the first drafter, and others that are slow."""
     later = [slow(name) for name in others]
     return pytest.mark.parametrize("name", [first, *later])
 
 
 @first_of("hybrid", "draft-model", "eagle3", "dspark", "peagle")
 def test_where_pages_run_out_fewer_drafts_are_made(name):
-    """Fails if a slot waits for a page, drafts on without one, or takes another's."""
+    """Fails if a slot waits for a page, drafts without one, or takes another slot's."""
     drafter, params = make(name)
     scheduler = SMALL.scheduler(drafter, num_slots=4, draft_params=params)
     asks = [*OTHERS, dataclasses.replace(DRAWN, gamma=None)]
@@ -310,7 +310,7 @@ def test_where_pages_run_out_fewer_drafts_are_made(name):
 
 @first_of("draft-model", "hybrid", "eagle3", "dspark", "peagle")
 def test_the_pool_of_a_drafter_is_not_copied(name):
-    """Fails if the loop of a proposal hands the pool through a copy."""
+    """Fails if a proposal copies the pool of the drafter."""
     drafter, params = make(name)
     slots = each.lift(drafter, 3)
     memory = slots.init(capacity=20_000, page_size=8)

@@ -1,4 +1,4 @@
-"""Suffix statistics first, a draft model otherwise: which is asked, and its price."""
+"""Suffix statistics first, a draft model otherwise: which one drafts, at what cost."""
 
 import dataclasses
 
@@ -24,14 +24,14 @@ SURE, UNSURE = [1, 2, 3, 4] * 3, [1, 2, 3, 4, 5, 6, 7]
 
 
 def after(drafter, params, texts):
-    """Memory and proposal after texts that were prefilled, one a slot."""
+    """Returns memory and proposal after texts that were prefilled, one in each slot."""
     slots, memory = decoding.prefilled(drafter, params, texts, **BENCH.sizes)
     size = BENCH.capacity + 1
     return decoding.propose_after(slots, params, memory, texts, size=size)
 
 
 def test_the_draft_model_is_asked_only_where_statistics_are_not_sure():
-    """Fails if both are paid for, the wrong one is heard, or slots decide together."""
+    """Fails if both drafters run, the wrong one drafts, or slots decide together."""
     texts = [SURE, UNSURE, SURE]
     memory, proposal = after(HYBRID, PARAMS, texts)
     alone, expected = after(DRAFT, PARAMS.draft, [UNSURE])
@@ -50,11 +50,11 @@ def test_the_draft_model_is_asked_only_where_statistics_are_not_sure():
 
 
 def test_the_survival_of_a_draft_is_that_of_whoever_drafted_it():
-    """And a hybrid is scheduled by it. Without a schedule nobody says it."""
+    """Fails if a draft has the other drafter's survival, or any without a schedule."""
     texts = [SURE, UNSURE, SURE]
     _, proposal = after(HYBRID.for_schedule(), PARAMS, texts)
     _, expected = after(DRAFT.for_schedule(), PARAMS.draft, [UNSURE])
-    assert proposal.survival[0].tolist() == [1.0] * GAMMA_MAX  # Seen so, and else not.
+    assert proposal.survival[0].tolist() == [1.0] * GAMMA_MAX  # No other continuation.
     testing.assert_same_bits(proposal.survival[1], expected.survival[0])
     assert 0 < float(proposal.survival[1, 0]) < 1
     _, unasked = after(HYBRID, PARAMS, texts)

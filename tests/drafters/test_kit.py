@@ -1,4 +1,4 @@
-"""The contract kit: what keeps it passes, and each fault is caught for its reason."""
+"""The contract kit: it passes right drafters, and names the fault of each wrong one."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,7 @@ BENCH = decoding.quickest_bench(4)  # as in other tests, so that one target is c
 
 
 class Memory(pytree.Node):
-    """More than is needed, for faults to go wrong with."""
+    """A memory with a spare field, which some of the faults below use."""
 
     length: jax.Array  # [] int32
     spare: Any
@@ -30,7 +30,7 @@ class Memory(pytree.Node):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Echo:
-    """Drafts the last token again: the drafter that the faults below are made of."""
+    """Drafts the last token again; the faults below are made of this drafter."""
 
     gamma_max: int = GAMMA_MAX
 
@@ -62,7 +62,7 @@ LOOPS = ("lossless", "slots")
 
 @pytest.mark.parametrize("without", [LOOPS, slow(())])
 def test_a_drafter_that_keeps_the_contract(without, monkeypatch, capsys):
-    """And fails if a minute of checks says nothing. All clauses: `test_readme`, too."""
+    """Checks that it passes every clause, and that the kit reports its progress."""
     monkeypatch.setattr(drafter_kit, "INTERVAL_S", 0.0)
     for name in without:
         monkeypatch.delitem(testing.CLAUSES, name)
@@ -120,7 +120,7 @@ class PastTheVocabulary(Echo):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaysItsProbabilities(Echo):
-    """Says of each draft that it was certain, or something that cannot be."""
+    """Gives each draft a probability of 1, or probabilities that cannot be."""
 
     scale: float = 1.0
     moved: int = 0
@@ -135,7 +135,7 @@ class SaysItsProbabilities(Echo):
 
 
 class LooksUpAhead(Echo):
-    """Drafts what followed where the two tokens behind the text stood before."""
+    """Looks up the two tokens behind the text, and drafts the token after them."""
 
     def drafts(self, memory, tokens, length, gamma):
         after = jnp.roll(tokens, -1)
@@ -149,7 +149,7 @@ class LooksUpAhead(Echo):
 
 @jax.tree_util.register_pytree_node_class
 class Forgetful:
-    """A node that loses a field on its way through its leaves."""
+    """A node that loses a field when it is put together from its leaves."""
 
     def __init__(self, leaf, lost=0):
         self.leaf, self.lost = leaf, lost
@@ -175,7 +175,7 @@ class LosesAField(Echo):
 
 
 class CountsItsRounds(Echo):
-    """Remembers what it drafted, and does not forget it at a commit."""
+    """Drafts the number of its commits, which no truncation takes back."""
 
     def prefill(self, params, memory, prompt):
         return memory
@@ -188,7 +188,7 @@ class CountsItsRounds(Echo):
 
 
 class RefusedByItsCache(Echo):
-    """Holds a cache somewhere in its memory, and cuts it where it is not."""
+    """Holds a cache in its memory; a commit marks an operation on it as refused."""
 
     def init(self, *, capacity, page_size):
         model = row_model.RowModel(config=bench.TINY, impl="xla", slab=2)
@@ -204,7 +204,7 @@ class RefusedByItsCache(Echo):
 
 
 class EqualToItselfAlone(Echo):
-    """As any class without `__eq__`: equal drafters do not share an executable."""
+    """Equals only itself, so that equal drafters do not share an executable."""
 
     __eq__, __hash__ = object.__eq__, object.__hash__
 
@@ -223,7 +223,7 @@ FAULTS = {
     RefusedByItsCache: ("lossless", "lossless: a cache refused an operation of the"),
     EqualToItselfAlone: ("lossless", "no retrace: traced again for gamma=1"),
 }
-"""The clause that each breaks, and its words."""
+"""The clause that each fault breaks, and words of its message."""
 
 
 WRONG_PROBABILITIES = {
@@ -243,17 +243,17 @@ def test_probabilities_that_cannot_be_are_caught(name):
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_faults_are_caught(fault):
-    """Negative controls: each clause catches its own faults, and says which it is."""
+    """Negative controls: each clause catches its own faults, with its own message."""
     clause, words = FAULTS[fault]
     with pytest.raises(AssertionError, match=words):
         testing.CLAUSES[clause](fault(), None, BENCH)
 
 
 def test_other_tokens_than_plain_decodings_are_caught(monkeypatch):
-    """Negative control of the tokens' comparison, whose fault no drafter can cause."""
+    """Negative control: a fault of acceptance, which no drafter causes, is caught."""
 
     class OfThisTest(Echo):
-        """Nothing is compiled for it yet."""
+        """A class of this test alone: nothing is compiled for it yet."""
 
     real = acceptance.accept_exact
     monkeypatch.setattr(
@@ -266,13 +266,13 @@ def test_other_tokens_than_plain_decodings_are_caught(monkeypatch):
 
 
 def test_a_drafter_that_does_not_fit_is_refused():
-    """Fails if the slab or the vocabulary is found out inside a trace."""
+    """Fails if a slab that is too small is noticed only inside a trace."""
     with pytest.raises(ValueError, match="needs 6 rows a window, the target has 5"):
         testing.check_drafter(Echo(gamma_max=5), None, BENCH)
 
 
 class Reading(pytree.Node):
-    """The last feature that was handed out, and where the next are."""
+    """The last feature that was handed out, and the position of the next one."""
 
     feature: jax.Array  # [D]
     end: jax.Array  # [] int32
@@ -334,5 +334,5 @@ def test_features_that_are_read_wrongly(fault, why):
 
 
 def test_features_that_are_read_rightly():
-    """The control of those above."""
+    """Checks that the clause of the test above passes a right reader."""
     testing.CLAUSES["features"](Reader(), None, BENCH)

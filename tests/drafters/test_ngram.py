@@ -1,4 +1,4 @@
-"""Prompt lookup against a search in plain Python, and against the kit."""
+"""Prompt lookup against a search in plain Python, and against Hugging Face."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ MAX_LEN, GAMMA_MAX = 24, 4
 
 
 def lookup(text, *, n_max, n_min, gamma, match="last", stop_ids=()) -> list[int]:
-    """The search in words of lists, window by window: the oracle."""
+    """Returns the drafts of a search in lists, window by window: the oracle."""
     for n in range(min(n_max, len(text) - 1), n_min - 1, -1):
         found = [
             start + n
@@ -55,7 +55,7 @@ sizes = st.sampled_from([(1, 1), (3, 2), (5, 3)])
 @hypothesis.settings(deadline=None, max_examples=100, derandomize=True)
 @hypothesis.given(texts, sizes, st.integers(0, GAMMA_MAX), st.integers(0, 2))
 def test_drafts_are_those_of_a_search(match, stop_ids, text, sizes, gamma, behind):
-    """Fails if another occurrence wins, or what is behind the text is read."""
+    """Fails if another occurrence wins, or tokens behind the text are read."""
     options = {"n_max": sizes[0], "n_min": sizes[1]}
     options |= {"match": match, "stop_ids": stop_ids}
     drafter = ngram.PromptLookup(gamma_max=GAMMA_MAX, **options)
@@ -64,7 +64,7 @@ def test_drafts_are_those_of_a_search(match, stop_ids, text, sizes, gamma, behin
 
 
 def test_drafts_are_those_of_hugging_face():
-    """Of texts of any length, with and without a stop token in them."""
+    """Compares drafts for texts of any length, with and without stop tokens."""
     torch = pytest.importorskip("torch")
     generators = pytest.importorskip("transformers.generation.candidate_generator")
     random = np.random.default_rng(0)
@@ -90,7 +90,7 @@ def test_drafts_are_those_of_hugging_face():
 
 @pytest.mark.parametrize("match", ngram.MATCHES)
 def test_another_occurrence_is_caught(match):
-    """Negative control of the search: a rule for ties that is not the oracle's."""
+    """Negative control: an oracle with the other rule for ties drafts other tokens."""
     text, drafter = [1, 7, 1, 8, 1], ngram.PromptLookup(gamma_max=4, match=match)
     found = {
         other: lookup(text, n_max=3, n_min=1, gamma=4, match=other)

@@ -49,14 +49,14 @@ def test_positions_are_right_at_the_rate_whatever_came_before(rate):
     trace = oracle.make_trace([5] * size, rate=rate, seed=3)
     right = np.asarray(trace.is_right)
     for before in range(3):
-        # Of the windows whose first drafts were kept, those that keep the next.
+        # How often windows that keep their first drafts keep the next one, too.
         kept = np.ones(size - 3, bool)
         for i in range(before):
             kept &= right[i : size - 3 + i]
         following = right[before : size - 3 + before][kept]
         error = np.sqrt(rate * (1 - rate) / following.size)
         assert abs(following.mean() - rate) < 5 * error
-    # The seed decides, and nothing else.
+    # The seed alone decides which drafts are right.
     testing.assert_same_bits(trace, oracle.make_trace([5] * size, rate=rate, seed=3))
     other = oracle.make_trace([5] * size, rate=rate, seed=4)
     assert (np.asarray(other.is_right) != right).any()
@@ -76,7 +76,7 @@ def test_impossible_traces_are_refused(text, rate, message):
 
 
 def test_traces_that_a_slot_does_not_take():
-    """Fails if a trace is cut in silence, spread over a text, or another slot's."""
+    """Fails if a trace may be too long or missing, or goes into another slot."""
     slots = each.lift(DRAFTER, 3)
     memory = slots.init(capacity=11, page_size=4)
     with pytest.raises(ValueError, match="a trace of 14 tokens for a text of 13"):

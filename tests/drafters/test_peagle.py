@@ -1,4 +1,4 @@
-"""P-EAGLE of random weights: its proposals are those of a float64 head, on any rows."""
+"""P-EAGLE of random weights: proposals and loss are those of a float64 head."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ CHAIN = make()
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """The float64 head of the same file."""
+    """Writes the head to a file; returns a float64 head of that file."""
     folder = tmp_path_factory.mktemp("peagle")
     origin = head_dialects.Origin(target=SMALL.target.config)
     eagle3_files.save(folder, HEAD, PARAMS, dialect="speculators", origin=origin)
@@ -66,23 +66,23 @@ def head(tmp_path_factory):
 
 
 def drafted(head, length, *, late=0):
-    """What the oracle drafts after a prefix of the text; `late`: a planted shift."""
+    """Returns the oracle's drafts after a prefix; `late` shifts features: a fault."""
     read = eagle.features_of()
     flat = np.roll(read.reshape(len(read), -1), late, axis=0)[: length - 1]
     return oracle.draft(head, flat, eagle.TEXT[1:length], count=GAMMA)
 
 
 class Counted(drafting.Eagle3):
-    """Nothing is compiled for it yet."""
+    """A class of this file alone: nothing is compiled for it yet."""
 
 
 @pytest.mark.parametrize("impl", ["xla", slow("native")])
 def test_drafts_are_the_oracles(head, impl, monkeypatch):
-    """Fails if a pair or a mask is elsewhere, or a feature one position early or late:
-    the shift that costs most of the acceptance where it is wrong.
+    """Fails if a pair or a mask is elsewhere, or a feature one position early or late,
+    a shift that would cost most of the acceptance.
 
-    And if a forward runs for each draft, or for pairs and masks each; of no drafts none
-    runs.
+    Pairs and masks of a round must run in one forward, and a round without drafts must
+    run none.
     """
     decoding.needs(impl)
     passes = eagle.count_passes(monkeypatch, peagle.SlotParallel, "_forward")
@@ -104,14 +104,14 @@ def test_drafts_are_the_oracles(head, impl, monkeypatch):
                 found.append(drafted(head, length, late=late)[0])
     assert right not in wrong.values()
     assert counts[-1] == counts[-2]
-    # After the prompt's own; by XLA a round of many pairs is of several slabs.
+    # The prompt has one run. With XLA many pairs of a round need several slabs.
     assert counts[:3] == [2, 3, 4] or impl == "xla"
 
 
 @pytest.mark.slow
 def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(head, monkeypatch):
-    """Fails if features are lost, or more wait than a round takes in."""
-    monkeypatch.setattr(features_lib, "RING_ROWS", 4)  # and 5 of a round
+    """Fails if features are lost while a slot sits out and its ring fills up."""
+    monkeypatch.setattr(features_lib, "RING_ROWS", 4)  # and 5 more for a round
     lengths, gammas = (1, 2, 3, 7, 9, 10, 14, 17), (4, 0, 4, 0, 0, 0, 0, 4)
     asked = {"params": PARAMS, "gammas": gammas}
     made = list(eagle.rounds_of(CHAIN, eagle.features_of(), lengths, **asked))
@@ -123,7 +123,7 @@ def test_a_slot_that_sits_out_takes_in_before_its_ring_is_full(head, monkeypatch
 
 @pytest.mark.slow
 def test_children_are_the_best_of_each_slot(head):
-    """Fails if a level of a tree is of the slot before or after."""
+    """Fails if a level of a tree has the logits of the slot before or after."""
     wide = CHAIN.for_tree(tree_shapes.parse("2-2-2"))
     hot = np.asarray(eagle.HOT)
     rounds = eagle.rounds_of(wide, eagle.features_of(), (3, 6, 11), params=PARAMS)
@@ -137,13 +137,13 @@ def test_children_are_the_best_of_each_slot(head):
 
 
 def logits_of(batch, config=HEAD):
-    """Logits of the drafts after a batch's anchors, as training has them."""
+    """Returns training's logits of the drafts after a batch's anchors."""
     return np.asarray(of_training(training.drafts, config)(batch)[0])
 
 
 @functools.cache
 def of_training(function, config=HEAD):
-    """A loss, or logits, of a batch."""
+    """Returns a function that computes a loss, or logits, of a batch."""
     teacher = targets.teacher_of(decoding.TARGET_PARAMS, PARAMS.hot)
     trained = training.trained(config, PARAMS)
     run = jax.jit(functools.partial(function, config, steps=GAMMA))
@@ -151,7 +151,7 @@ def of_training(function, config=HEAD):
 
 
 def batch_of():
-    """The text and its features; those past what an anchor knows are not wrong."""
+    """Returns the text, its features and anchors; all features are right."""
     tokens, features = np.array([eagle.TEXT], np.int32), eagle.features_of()
     known = np.zeros((1, len(eagle.TEXT), HEAD.features_size), np.float32)
     flat = features.reshape(len(features), -1)[: len(eagle.TEXT) - 1]
@@ -168,7 +168,7 @@ PLANTED = {
 
 
 def test_training_computes_what_is_drafted(head):
-    """Fails if a mask is trained that sees, is at, or predicts anything else."""
+    """Fails if a mask is trained with another context, position or label."""
     batch = batch_of()
     expected = np.stack([drafted(head, length)[1] for length in LENGTHS])
     np.testing.assert_allclose(logits_of(batch), expected, rtol=2e-3, atol=2e-3)
@@ -187,8 +187,8 @@ def test_training_computes_what_is_drafted(head):
 
 @pytest.mark.slow
 def test_the_loss_is_that_of_drafting(head):
-    """Against the float64 head, draft by draft: fails on a shift of any kind, or where
-    a first draft counts at an anchor alone."""
+    """Compares the loss with the float64 head's, draft by draft. First drafts count
+    after every pair, not after anchors alone."""
     batch, params = batch_of(), decoding.TARGET_PARAMS
     text = sequence.forward(params, SMALL.target.config, jnp.asarray(batch["tokens"]))
     final = np.asarray(text.hidden)

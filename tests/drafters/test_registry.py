@@ -1,4 +1,4 @@
-"""Drafters by name, and those of other packages: built, drafting, refused."""
+"""Drafters by name, and drafters of other packages: how they are found or refused."""
 
 import importlib
 import shutil
@@ -50,7 +50,7 @@ READY = Bigram(gamma_max=2, vocab_size=264)
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """A package that is installed, with the README's drafter and an entry point."""
+    """Installs a package with the README's drafter; yields the name of its module."""
     drafter, _ = readme_blocks.python_blocks(
         readme_blocks.README.read_text(), readme_blocks.HEADING
     )
@@ -74,8 +74,8 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_drafters_of_another_package(folders, installed):
-    """By an entry point, and by module and name: a class, a function of the parts, and
-    a drafter that is there already. What they draft: `test_readme`."""
+    """Checks names of an entry point, and of a class, a function of the parts and a
+    drafter in a module. `test_readme` checks their drafts."""
     assert "bigram" in registry.names()
     kind = importlib.import_module(installed).Bigram
     by_class = kind(gamma_max=GAMMA_MAX, vocab_size=tiny_pair.VOCAB_SIZE)
@@ -114,7 +114,7 @@ def test_names_that_are_none_are_refused_in_one_line(folders, installed, name):
 @pytest.mark.parametrize(
     ("draft", "shipped", "is_tree", "expected"),
     [
-        ("draft", ("eagle3",), False, "draft-model"),  # what is named comes first
+        ("draft", ("eagle3",), False, "draft-model"),  # a named draft comes first
         ("head", (), False, "eagle3"),
         (None, ("dspark", "eagle3"), True, "eagle3"),
         (None, ("dspark",), True, "dspark"),
@@ -126,7 +126,7 @@ def test_names_that_are_none_are_refused_in_one_line(folders, installed, name):
 def test_a_drafter_that_is_not_named(
     folders, tmp_path, draft, shipped, is_tree, expected
 ):
-    """Fails if another is taken than `load` says, or none is where none was trained."""
+    """Fails if the default is not the drafter that `load` documents."""
     target, draft_model = folders
     head = tiny_pair.write_head(tmp_path / "head", target)
     named = {"draft": draft_model, "head": head, None: None}[draft]
@@ -137,7 +137,7 @@ def test_a_drafter_that_is_not_named(
 
 
 def test_a_hybrid_takes_the_head_that_is_shipped(folders, tmp_path, monkeypatch):
-    """Fails if a shipped head is not found, or a draft model is asked for beside it."""
+    """Fails if a shipped head is not found, or a draft model is required beside it."""
     tiny_pair.write_head(tmp_path / "eagle3", folders[0])
     monkeypatch.setattr(loading, "heads_for", lambda target: tmp_path)
     found = sj.load(folders[0]).drafter
@@ -157,7 +157,7 @@ def test_a_hybrid_takes_the_head_that_is_shipped(folders, tmp_path, monkeypatch)
 
 
 def test_shipped_heads_are_of_one_target(folders, tmp_path, monkeypatch):
-    """Fails if a fetched model's head is not found by its name, or another's is."""
+    """Fails if a fetched model's heads are not found by its name, or others' are."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(loading, "ASSETS", tmp_path / "assets")
     assert loading.heads_for(folders[0]) is None

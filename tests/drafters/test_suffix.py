@@ -1,4 +1,4 @@
-"""Suffix statistics against a dictionary of strings, and against the kit."""
+"""Suffix statistics against a dictionary of strings; native kernels against XLA."""
 
 import collections
 import dataclasses
@@ -34,7 +34,7 @@ class Tree:
                     self.followers[tuple(text[start:end])][text[end]] += 1
 
     def path(self, drafter, context, budget):
-        """The greedy path from a node: its tokens, and their probabilities."""
+        """Returns the greedy path from a node: its tokens, and their probabilities."""
         tokens, probabilities, probability = [], [], fractions.Fraction(1)
         while len(tokens) < budget:
             counts = self.followers.get((*context, *tokens))
@@ -50,7 +50,7 @@ class Tree:
         return tokens, probabilities
 
     def best(self, drafter, text, gamma):
-        """Score and tokens over all lengths of match."""
+        """Returns the best score over all lengths of match, and its tokens."""
         best = (fractions.Fraction(0), [])
         for m in range(1, min(drafter.match_max, len(text)) + 1):
             budget = min(gamma, int(m * drafter.max_factor))
@@ -61,7 +61,7 @@ class Tree:
 
 
 def oracle(drafter, text, corpus, gamma):
-    """Score and tokens by the rules, in fractions."""
+    """Returns the score and tokens that the rules give, in fractions."""
     local = Tree([text]).best(drafter, text, gamma)
     earlier = Tree(corpus).best(drafter, text, gamma)
     return local if local[0] >= earlier[0] else earlier
@@ -95,7 +95,7 @@ earlier = st.lists(st.lists(token, max_size=6), max_size=2)
 @hypothesis.settings(deadline=None, max_examples=100, derandomize=True)
 @hypothesis.given(texts, earlier, st.integers(0, GAMMA_MAX), token)
 def test_counts_are_those_of_a_suffix_tree(text, earlier, gamma, behind):
-    """Fails if a place is counted wrongly, or a rule for ties is another one."""
+    """Fails if a place is counted wrongly, or another rule decides ties."""
     score, drafts = run(DRAFTER, text, corpus_of(*earlier), gamma, behind=behind)
     expected, tokens = oracle(DRAFTER, text, earlier, gamma)
     assert score == pytest.approx(float(expected), rel=1e-5)
@@ -109,7 +109,7 @@ LONG = st.lists(st.integers(0, 3), min_size=1, max_size=90)
 @hypothesis.settings(deadline=None, max_examples=60, derandomize=True)
 @hypothesis.given(LONG, st.lists(LONG, max_size=4), st.integers(0, 8))
 def test_native_kernels_find_the_same(text, earlier, gamma):
-    """Fails if a token, a bit of a probability or of a score is another one."""
+    """Fails if a token, or a bit of a probability or a score, differs from XLA's."""
     drafter = suffix.SuffixDecoding(gamma_max=8, max_factor=1.7, min_probability=0.05)
     corpus = functools.reduce(suffix.remember, earlier, suffix.empty_corpus(150))
     (tokens,) = decoding.padded([text], 90, behind=1)
@@ -122,7 +122,7 @@ def test_native_kernels_find_the_same(text, earlier, gamma):
     np.testing.assert_array_equal(*tokens)
     compare.assert_same_bits(found.score, expected.score)
     compare.assert_same_bits(found.proposal.survival, expected.proposal.survival)
-    # Control: another ending is continued otherwise, or not at all.
+    # Control: a text that ends with an unknown token has no match.
     if count > 0:
         other = of_text[1].at[len(text) - 1].set(9)
         assert look_up(NATIVE, corpus, other, *of_text[2:]).score == 0
@@ -145,7 +145,7 @@ def test_a_corpus_forgets_its_oldest_tokens():
 
 
 class CountsTheEnd(suffix.SuffixDecoding):
-    """Has the place where the text ends continued by what is behind it."""
+    """Counts the token behind the text as a continuation of the text's end."""
 
     def look_up(self, corpus, *, tokens, length, gamma):
         end = jnp.minimum(length + 1, tokens.shape[0])

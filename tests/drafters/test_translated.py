@@ -14,7 +14,7 @@ from spec_jax.model import load as load_lib, save as save_lib, tokenizer, transl
 
 
 DROPPED = 400
-"""Merges that the other tokenizer lacks, and so tokens."""
+"""Merges, and therefore tokens, that the other tokenizer lacks."""
 
 PROMPT = "def add(a, b):\n    return"
 HOW = {"drafter": "draft-model", "gamma_max": 4}
@@ -23,7 +23,7 @@ DRAWN = {"sampling": sj.Sampling(temperature=0.7, seed=3)}
 
 
 def other_words(folder, *, seed=0, dropped=DROPPED):
-    """Writes the embedded tokenizer with its last tokens gone, and others' ids in
+    """Writes the embedded tokenizer without its last tokens, and with the other ids in
     another order; returns the old id of each new one."""
     words = json.loads((loading.EMBEDDED_TARGET / "tokenizer.json").read_text())
     model = words["model"]
@@ -43,7 +43,7 @@ def other_words(folder, *, seed=0, dropped=DROPPED):
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
-    """The folder of the embedded draft with another tokenizer."""
+    """Writes the embedded draft with another tokenizer; returns the folder."""
     folder = tmp_path_factory.mktemp("words")
     old = other_words(folder)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
@@ -77,7 +77,7 @@ def tables(folder, size=4096 - DROPPED):
 
 
 def test_tokens_are_the_same_if_their_bytes_are(foreign):
-    """Fails if a token is taken for another, or one of two tokenizers for special."""
+    """Fails if tokens of different bytes count as one, or a shared one is missed."""
     read, drafted = tables(foreign)
     target, own = words_of(foreign)
     shared = np.flatnonzero(drafted < 4096 - DROPPED)
@@ -91,7 +91,7 @@ def test_tokens_are_the_same_if_their_bytes_are(foreign):
 
 
 def test_a_special_token_is_not_one_of_the_same_letters(foreign, tmp_path):
-    """Fails if <|endoftext|> that a user writes would end a text."""
+    """Fails if a special token counts as the ordinary token of the same letters."""
     target, own = words_of(foreign)
     stated = json.loads(own.path.read_text())
     stated["added_tokens"][0]["special"] = False
@@ -112,8 +112,8 @@ def test_a_special_token_is_not_one_of_the_same_letters(foreign, tmp_path):
 def test_rounds_are_those_of_the_draft_in_the_targets_vocabulary(
     pair, tree, temperature
 ):
-    """Fails if a draft in another order drafts anything else, but for tokens that it
-    lacks; or if what is committed is not the target's own."""
+    """Fails if far fewer drafts are accepted from a draft with other ids, or if another
+    token is committed."""
     how = RUN if tree is None else RUN | {"gamma": 11}
     if temperature:
         how = how | DRAWN
@@ -125,7 +125,7 @@ def test_rounds_are_those_of_the_draft_in_the_targets_vocabulary(
 
 
 def test_tokens_that_the_draft_lacks_are_never_drafted(pair):
-    """Fails if a row's logits allow what no row of the draft's head is for."""
+    """Fails if logits allow a token that the draft's head has no row for."""
     model, params = pair.drafter.model, pair.drafter_params
     kv = model.new_cache(capacity=64, page_size=16)
     kv, _ = model.prefill(params, kv, [5, 6, 7])
@@ -149,7 +149,7 @@ def test_ids_that_are_not_translated_are_caught(foreign, monkeypatch):
 
 
 def test_what_is_shared_is_said(foreign, caplog):
-    """Fails if a draft of another family is taken without a word."""
+    """Fails if the number of shared tokens is not logged."""
     sj.load(draft=foreign, **HOW)
     assert "drafts the 3,696 of 4,096 tokens that both have" in caplog.text
 

@@ -1,4 +1,4 @@
-"""Tree search: the nodes of EAGLE's published bookkeeping, and every prefix a tree."""
+"""Tree search: its nodes are those of EAGLE's published code, or of a fixed tree."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ VOCAB = 7
 
 
 def head_of(rng):
-    """Random log-probabilities after every path, made once."""
+    """Returns a function from paths to random log-probabilities, drawn once each."""
     found = {}
 
     def head(path):
@@ -31,10 +31,10 @@ def head_of(rng):
 
 
 def published(head, tree):
-    """The paths of SafeAILab's EAGLE-2 `topK_genrate`: its arrays and its order.
+    """Returns the paths of SafeAILab's EAGLE-2 `topK_genrate`, by its arrays and order.
 
-    Cumulated scores by level, the best K of a level expanded, and the best nodes of
-    all sorted by where they were found.
+    Scores are cumulated level by level, the best K of a level are expanded, and the
+    best nodes of all levels are kept.
     """
     K = tree.top_k
     scores = head(())
@@ -59,8 +59,8 @@ def published(head, tree):
 
 
 def grower(head, tree, *, size=VOCAB, hot=None):
-    """The paths of `grow`, in the order of its nodes, as a function of the number of
-    them, compiled once; the head is asked on the host."""
+    """Returns a function from a number of nodes to the paths of `grow`, in its order.
+    It is compiled once, and calls the head on the host."""
     paths_of = {}
 
     def expand(memory, tokens, parents, first, num_rows):
@@ -89,12 +89,12 @@ def grower(head, tree, *, size=VOCAB, hot=None):
 
 
 def grown(head, tree, **how):
-    """The paths of all nodes."""
+    """Returns the paths of all nodes, in the order of `grow`."""
     return grower(head, tree, **how)(tree.nodes)
 
 
 def paths(proposal: protocols.Proposal) -> list[tuple[int, ...]]:
-    """The path of each real node; raises unless each has its parent before it."""
+    """Returns the path of each real node; raises unless its parent is before it."""
     found = [()]
     for token, parent in zip(
         np.asarray(proposal.tokens)[: int(proposal.num_drafted)],
@@ -108,7 +108,7 @@ def paths(proposal: protocols.Proposal) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("number", (3, 6))
 def test_nodes_are_those_of_eagle(number):
-    """Fails if a child outranks its parent, or a frontier is another's."""
+    """Fails if a child outranks its parent, or a level expands the wrong nodes."""
     rng = np.random.default_rng(number)
     top_k, depth = int(rng.integers(1, 5)), int(rng.integers(1, 5))
     most = top_k + (depth - 1) * top_k**2
@@ -136,7 +136,7 @@ def test_a_vocabulary_of_its_own_drafts_the_same(text):
 
 
 def test_weights_that_are_none_are_not_drafted():
-    """Fails if NaN, or a row without any weight, is a draft."""
+    """Fails if a token without a weight, or with a weight of NaN, is drafted."""
     tree = tree_shapes.Tree(top_k=2, depth=3, nodes=6)
 
     def none(path):
@@ -156,7 +156,7 @@ FIXED = {
 
 
 def ranked(head, path):
-    """The tokens of a path of ranks."""
+    """Returns the tokens of a path that is given by the ranks of its nodes."""
     tokens = ()
     for rank in path:
         tokens += (int(np.argsort(-head(tokens), kind="stable")[rank]),)
@@ -165,7 +165,7 @@ def ranked(head, path):
 
 @pytest.mark.parametrize("name", FIXED)
 def test_a_fixed_tree_has_the_same_shape_whatever_the_scores(name):
-    """Fails if a node is another's child, a level is left out, or a score decides."""
+    """Fails if a node has another parent, a level is missing, or scores matter."""
     tree, head = FIXED[name], head_of(np.random.default_rng(11))
     expected = [ranked(head, path) for path in tree.paths]
     of = grower(head, tree)
@@ -221,7 +221,7 @@ WIDE = tree_shapes.Tree(top_k=3, depth=3, nodes=20)
 
 
 def test_lookup_drafts_every_continuation():
-    """After 1, 2 came 3 (twice, then 9 and 7) and 4 (once, then 8)."""
+    """Checks drafts after 1, 2: 3 came twice (then 9 and 7), and 4 once (then 8)."""
     drafter = ngram.PromptLookup(gamma_max=4).for_tree(WIDE)
     found = looked_up(drafter)
     assert found[0] == (3,)
@@ -231,7 +231,7 @@ def test_lookup_drafts_every_continuation():
 
 
 def test_suffix_trees_know_the_corpus():
-    """Fails if the corpus, or a boundary within it, is continued as the text."""
+    """Fails if the corpus yields no drafts, or a boundary within it is drafted."""
     corpus = suffix.remember(suffix.empty_corpus(20), [1, 2, 6, 6])
     drafter = suffix.SuffixDecoding(gamma_max=4).for_tree(TREE)
     found = set(looked_up(drafter, corpus, text=[1, 2, 3, 1, 2]))
@@ -240,7 +240,7 @@ def test_suffix_trees_know_the_corpus():
 
 
 class Orphans(ngram.PromptLookup):
-    """Names parents that come after their children."""
+    """Proposes parents that come after their children."""
 
     def propose(self, params, memory, **text):
         memory, proposal = super().propose(params, memory, **text)
@@ -249,7 +249,7 @@ class Orphans(ngram.PromptLookup):
 
 
 class Chains(ngram.PromptLookup):
-    """Says how deep its trees are, and proposes none."""
+    """Proposes chains, although it has the `depth_max` of a drafter of trees."""
 
     def propose(self, params, memory, **text):
         memory, proposal = super().propose(params, memory, **text)
@@ -271,7 +271,7 @@ def test_the_kit_sees_trees_that_are_none(kind, clause, words):
 @pytest.mark.parametrize("text", ["50x2:6", slow("50")])
 @pytest.mark.parametrize("make", [ngram.PromptLookup, suffix.SuffixDecoding])
 def test_more_children_than_places(make, text):
-    """Fails if what the text has no room for ends the trace, or is drafted as -1."""
+    """Fails if a tree wider than the text ends the trace, or drafts tokens of -1."""
     drafter = make(gamma_max=4).for_tree(tree_shapes.parse(text))
     params = suffix.empty_corpus(3) if make is suffix.SuffixDecoding else None
     found = looked_up(drafter, params)

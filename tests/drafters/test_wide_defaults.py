@@ -1,4 +1,4 @@
-"""With `JAX_ENABLE_X64` rounds are traced, and write what they write without."""
+"""With `JAX_ENABLE_X64` rounds can be traced, and their state keeps its widths."""
 
 import contextlib
 import dataclasses
@@ -21,14 +21,14 @@ UNSURE = decoding.draft_drafter(impl=SMALL.target.impl, min_confidence=0.01)
 
 @contextlib.contextmanager
 def wide():
-    """Promotion as users have it: there are sums of both widths."""
+    """Enables 64-bit types and jax's standard promotion, as users may have them."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         assert jax.numpy.asarray(0).dtype == "int64"
         yield
 
 
 def check_widths(state) -> None:
-    """Raises where a leaf is wider than what the loops were written for."""
+    """Raises if a leaf has more than the 32 bits that the loops are written for."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if leaf.dtype.itemsize > 4:
             raise TypeError(f"{jax.tree_util.keystr(path)} is {leaf.dtype}")
@@ -64,7 +64,7 @@ CASES = {
     ],
 )
 def test_rounds_are_traced_with_wide_defaults(name):
-    """Fails if a write of the rounds of two slots is wider than what it writes to."""
+    """Fails if rounds of two slots write a value that is wider than its array."""
     drafter, params, rule = CASES[name]
     with wide():
         scheduler = SMALL.scheduler(

@@ -1,4 +1,4 @@
-"""Heads with a window keep a window: rings of pages, long texts, positions."""
+"""Heads with a window keep K/V in rings of pages, however long a text is."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ DRAFTERS = {
 
 
 def drafts(name, monkeypatch, *, kept):
-    """What is drafted after prefixes of a text, if so many positions are kept."""
+    """Returns the drafts after prefixes of a text if so many positions are kept."""
     if kept is not None:
         monkeypatch.setattr(features_lib.SlotReader, "_kept", kept)
     drafter, params = DRAFTERS[name]
@@ -49,15 +49,15 @@ def drafts(name, monkeypatch, *, kept):
     ],
 )
 def test_a_ring_drafts_what_all_pages_do(name, monkeypatch):
-    """Fails if a key that rows see is overwritten, or stored elsewhere."""
-    whole = drafts(name, monkeypatch, kept=None)  # Of 32 positions all are kept.
+    """Fails if a key that rows see is overwritten, or read from another place."""
+    whole = drafts(name, monkeypatch, kept=None)  # All 32 positions are kept.
     assert all(whole) and drafts(name, monkeypatch, kept=16) == whole
     # Negative control: too small a ring.
     assert drafts(name, monkeypatch, kept=8) != whole
 
 
 def test_a_ring_has_pages_for_its_window_alone():
-    """Fails if a long text costs more, or a ring cannot be told from other pages."""
+    """Fails if a ring grows with the text, or the check misses a page that is wrong."""
     slots = each.lift(EAGLE, 3)
     kv = slots.init(capacity=4000, page_size=16, num_pages=9).kv
     assert isinstance(kv, static.RingKV) and kv.slot_capacity == 4000
@@ -77,9 +77,9 @@ def with_positions(head, count):
 
 @pytest.mark.filterwarnings("error")
 def test_positions_past_those_of_a_head():
-    """Fails if pages are refused for a head's sake, or nothing is said of its drafts.
+    """Fails if a head's few positions limit its pages, or do not lead to a warning.
 
-    With a window a head sees no distance that it was not trained for.
+    A head with a window sees no distance that it was not trained for: no warning.
     """
     short = with_positions(eagle.HEAD, 16)
     one = eagle.make(

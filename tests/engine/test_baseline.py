@@ -1,4 +1,4 @@
-"""Autoregressive decoding and its replay, and what they refuse at the edge."""
+"""Autoregressive decoding and its replay, and the inputs that are refused."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def begin(prompt=PROMPT, *, target=SMALL.target, **settings):
 
 
 def replay(tokens, ask: Ask) -> np.ndarray:
-    """What decoding would choose after each prefix of a text, from the prompt on."""
+    """Returns the tokens that decoding would choose after each prefix of a text."""
     where = {"start": jnp.int32(START), "stop": jnp.int32(START + 40)}
     where |= {"tokens": jnp.asarray(tokens), "sampling": ask.settings}
     kv = begin(max_tokens=40).cache
@@ -62,7 +62,7 @@ BAD_PROMPTS = [
 
 @pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
 def test_unusable_prompts(prompt, message):
-    """By decoding and by slots, with the values."""
+    """Checks that decoding and schedulers refuse such prompts, and name the values."""
     with pytest.raises(ValueError, match=message):
         begin(prompt)
     request = dataclasses.replace(Ask().request(), prompt=prompt)
@@ -72,7 +72,7 @@ def test_unusable_prompts(prompt, message):
 
 @pytest.mark.parametrize("max_tokens", [0, 2.5])
 def test_nothing_to_generate(max_tokens):
-    """Fails if a generation that ends before it begins looks like one that ended."""
+    """Fails if a number of tokens that is below 1, or not whole, is accepted."""
     message = f"max_tokens={max_tokens} must be a whole number of at least 1"
     with pytest.raises(ValueError, match=message):
         begin(max_tokens=max_tokens)
@@ -81,7 +81,7 @@ def test_nothing_to_generate(max_tokens):
 
 
 def test_the_longest_prompt_that_fits():
-    """A full prompt still yields the one token that needs no room."""
+    """Checks that a prompt that fills the cache yields a token, which needs no room."""
     full = Ask(prompt=(5,) * decoding.CAPACITY)
     assert int(decoding.decoded(SMALL, full).length) == decoding.CAPACITY + 1
     decoding.checked(SMALL, [full])
@@ -89,7 +89,7 @@ def test_the_longest_prompt_that_fits():
 
 @pytest.mark.parametrize("kind", row_model.CACHE_KINDS)
 def test_flags_of_either_kind_of_cache_are_raised(kind):
-    """Fails if one kind's failures pass, or the message lacks the numbers."""
+    """Fails if a failure of a kind of cache passes, or its message lacks numbers."""
     target = dataclasses.replace(SMALL.target, cache=kind)
     state = begin([3], target=target, max_tokens=2, capacity=90)
     baseline.check(state, vocab_size=96)
@@ -110,7 +110,7 @@ def test_a_full_static_cache_keeps_what_is_committed():
     """Fails if the flag of a full slot is lost, or the step that failed counts."""
     target = dataclasses.replace(SMALL.target, cache="static")
     state = begin(target=target, max_tokens=60, capacity=24)
-    # A text that may grow past the cache, which `begin` never makes.
+    # A limit and a text that are longer than the cache, which `begin` never makes.
     longer = jnp.pad(state.tokens, (0, 15))
     state = state.replace(limit=jnp.int32(40), tokens=longer)
     state = baseline.generate(target, SMALL.weights, state, max_steps=decoding.FOREVER)
@@ -121,7 +121,7 @@ def test_a_full_static_cache_keeps_what_is_committed():
 
 
 def test_a_text_that_no_loop_writes_is_told():
-    """Fails if the checks of a slot, or of decoding, look at flags alone."""
+    """Fails if `check_slot` does not look at the tokens and the length of a text."""
     ask = Ask(max_tokens=3)
     slot = decoding.slot_of(decoding.run(SMALL, [ask]))
     one = jax.device_get(decoding.decoded(SMALL, ask).replace(cache=None))
@@ -155,7 +155,7 @@ def test_pairs_that_do_not_fit_together():
         with pytest.raises(ValueError, match="97 children .* has 96 tokens: take"):
             checks.check_pair(slots, wide)
     checks.check_pair(slots, draft)
-    # One that repeats what it was shown fits any vocabulary.
+    # A drafter that repeats tokens of its text fits any vocabulary.
     checks.check_pair(slots, decoding.Scripted())
 
 

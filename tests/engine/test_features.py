@@ -1,7 +1,7 @@
 """Features that rounds hand to a drafter are those of decoding, as integers.
 
-Drafters here write down what they are handed, by position. The negative controls hand
-out other rows, and require that the same comparison fails.
+Drafters here record the features that they get, by position. The negative controls hand
+out those of other rows, and require that the same comparison fails.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from spec_jax.model import qwen3
 from spec_jax.paging import allocator
 
 
-TAPS = (1, 0)  # of two layers, the last of which has none; not in order
+TAPS = (1, 0)  # not in order; of two layers, without the last output
 
 
 class Noted:
-    """What a drafter was handed, beside the memory of the script."""
+    """A mixin that records the features that a drafter gets, beside its script."""
 
     def init(self, *, capacity, page_size):
         script = super().init(capacity=capacity, page_size=page_size)
@@ -44,7 +44,7 @@ class Noted:
         return memory, proposal
 
     def commit(self, params, memory, length, features=None):
-        if features is None:  # released
+        if features is None:  # The slot is released.
             return memory | {"end": length - 1}
         steps = jnp.arange(features.shape[0])
         at = memory["end"] + steps
@@ -86,7 +86,7 @@ def _step(model, params, kv, token, position):
 
 
 def of_decoding(setting, ask) -> np.ndarray:
-    """The features of a text but for its last token, decoded one row at a time."""
+    """Returns the features of a text but for its last token, decoded row by row."""
     model, text = setting.target, decoding.text(decoding.decoded(setting, ask))
     kv = model.new_cache(**setting.sizes)
     kv, features = model.prefill(setting.weights, kv, list(ask.prompt[:-1]), taps=TAPS)
@@ -123,20 +123,20 @@ DRAFTERS = pytest.mark.parametrize("drafter", [CHAIN, TREE], ids=["chain", "tree
 
 @DRAFTERS
 def test_features_are_those_of_decoding(drafter):
-    """Fails if a rejected row's are handed out, or a cousin's, or one too many."""
+    """Fails if features of a rejected row or another branch are given, or too many."""
     scheduler = scheduler_of(drafter=drafter, num_slots=len(ASKS))
     check_features(decoding.checked(SMALL, ASKS, scheduler=scheduler), ASKS)
 
 
 def _late(real):
-    """Of the row before."""
+    """Plants a fault: features of the row before."""
     return lambda verified, *rest: real(
         verified.replace(at=jnp.roll(verified.at, 1, axis=1)), *rest
     )
 
 
 def _rejected(real):
-    """Of the first columns, whichever path was kept."""
+    """Plants a fault: features of the first columns, whichever path was kept."""
 
     def features(verified, outcome, num_kept, depth_max):
         columns = jnp.broadcast_to(
@@ -158,7 +158,7 @@ FAULTS = {CHAIN: (_late, _one_more), TREE: (_late, _rejected)}
 
 @DRAFTERS
 def test_planted_faults_are_caught(drafter):
-    """Negative control: a position early or late, and rows of another branch."""
+    """Negative control: features a position early or late, or of another branch."""
     asks, scheduler = ASKS[:1], scheduler_of(drafter=drafter)
     requests = [decoding.scripted(SMALL, ask) for ask in asks]
     faults = [(round_lib, "_features", plant) for plant in FAULTS[drafter]]
@@ -169,7 +169,7 @@ def test_planted_faults_are_caught(drafter):
 
 @pytest.mark.parametrize("impl", ["native", "xla"])
 def test_rows_have_the_features_of_the_sequence(impl):
-    """Fails if rows hand out another layer's; the sequence's are Hugging Face's."""
+    """Compares features of rows with a sequence's, which equal Hugging Face's."""
     model, prompt = decoding.setting_of(impl).target, list(range(30, 50))
     made = []
     for by_rows in (True, False):

@@ -1,6 +1,6 @@
 """No proposal can make the output wrong: drafters that break each of their promises.
 
-What a drafter returns is data here, so that all of its lies share an executable.
+The proposals of a drafter are data here, so that all lies share an executable.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ VOCAB_SIZE = SMALL.target.config.vocab_size
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lie:
-    """What is wrong with a proposal: the memory of `Liar`."""
+    """The faults of a proposal, which are the memory of `Liar`."""
 
     text: jax.Array  # [max_len] int32, what decoding writes
     more: jax.Array  # [] int32, drafts more than it was asked for
@@ -62,7 +62,7 @@ LIES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Liar:
-    """Drafts the text of its request, but for what is wrong by `Lie`."""
+    """Drafts the text of its request, with the faults of its `Lie`."""
 
     has_probs: bool = False
     gamma_max: int = GAMMA_MAX
@@ -91,7 +91,7 @@ class Liar:
 
 
 def lots(num_slots: int) -> list[list[Ask]]:
-    """Sequences that end with their limit, or with the cache; of other gammas too."""
+    """Returns batches of sequences that end by their limit, or by a full cache."""
     ends = [(6, None, 0.0), (6, 1, 1.0), (200, None, 0.0), (200, None, 1.0)]
     made = [
         Ask(max_tokens=most, gamma=gamma, sampling=(("temperature", temperature),))
@@ -101,14 +101,14 @@ def lots(num_slots: int) -> list[list[Ask]]:
 
 
 def request_of(ask: Ask, what: dict, setting=SMALL):
-    """A request whose drafts are of the greedy text, but for the lie."""
+    """Returns a request whose drafts are the greedy text, changed by a lie."""
     greedy = dataclasses.replace(ask, sampling=decoding.COLD, max_tokens=200)
     text = decoding.decoded(setting, greedy).tokens
     return ask.request(draft_params=lie(text, **what))
 
 
-# The rules and both implementations by the cheapest cases that show them; the others
-# are slow.
+# The cheapest cases of an exact rule and of one that draws uniforms; the others are
+# slow.
 QUICK = [
     ("rejection", True, 4, "native"),
     ("coupled", False, 1, "native"),
@@ -128,10 +128,10 @@ OTHERS = [
     [*QUICK, *(slow(*case) for case in OTHERS)],
 )
 def test_no_proposal_makes_the_output_wrong(rule, has_probs, num_slots, impl):
-    """Fails if a number of drafts, or a token, is taken on trust by any rule.
+    """Fails if any rule trusts a proposal's number of drafts, or its tokens.
 
-    At temperature 0 every rule writes the text of decoding; above, with a rule that
-    draws uniforms, no text is known, but its length is, and that its tokens are some.
+    At temperature 0 every rule writes the text of decoding. Above it, a rule that draws
+    uniforms must write as many tokens as decoding, all within the vocabulary.
     """
     setting = decoding.setting_of(impl)
     scheduler = setting.scheduler(
@@ -165,10 +165,10 @@ TRUSTED = {
 
 @pytest.mark.parametrize("fault", TRUSTED)
 def test_trust_in_a_drafter_is_caught(fault, monkeypatch):
-    """Negative control: without either bound the checks tell what was committed."""
+    """Negative control: without a bound the checks name the wrong tokens or length."""
 
     class OfThisTest(Liar):
-        """Nothing is compiled for it yet."""
+        """A class of this test alone: nothing is compiled for it yet."""
 
     ask = lots(1)[0][0]
     rule = "coupled" if fault == "number" else "rejection"

@@ -1,4 +1,4 @@
-"""Logits that are not finite: counted by every loop, and raised at the edge."""
+"""Logits that are not finite: every loop counts them, and the host raises."""
 
 import dataclasses
 
@@ -26,12 +26,12 @@ CASES = {
     "several": ((START - 1, START + 4, START + 10), np.nan, 0, 3),
     "past the last token": ((START + MAX_TOKENS - 1,), np.nan, 0, 0),
 }
-"""Positions of the rows, the value, the token (-1: all), and how many to count."""
+"""Positions of the rows, the value, the token (-1: all), and the right count."""
 
 
 def spoilt(name: str) -> wrong_targets.Spoilt:
     positions, value, only, _ = CASES[name]
-    # As many for all cases, so that they share an executable.
+    # All cases have three positions, so that they share an executable.
     padded = [*positions, *[-1] * (3 - len(positions))]
     return wrong_targets.Spoilt(
         params=SMALL.weights,
@@ -48,7 +48,7 @@ def decode(params, ask):
 
 
 def rounds(params, ask, text, *, num_slots, rule):
-    """The slots after all rounds; the same sequence in the first and the last."""
+    """Returns the first and the last slot after all rounds of the same sequence."""
     target = rows.SlotRows(model=SMALL.target, num_slots=num_slots)
     scheduler = SMALL.scheduler(
         num_slots=num_slots,
@@ -64,12 +64,12 @@ def rounds(params, ask, text, *, num_slots, rule):
 
 @pytest.mark.parametrize(("num_slots", "rule"), [(1, "coupled"), (3, "rejection")])
 def test_each_token_from_such_logits_is_counted(num_slots, rule):
-    """Greedily and drawn, in decoding and in rounds of any rule: the same number."""
+    """Fails if decoding or rounds, greedy or drawn, count another number of tokens."""
     for name, (*_, count) in CASES.items():
         params = spoilt(name)
         for sampling in (decoding.COLD, (("temperature", 0.8),)):
             if rule != "coupled" and sampling != decoding.COLD:
-                continue  # Which tokens are drawn is not known.
+                continue  # The drawn tokens are not known.
             ask = Ask(max_tokens=MAX_TOKENS, sampling=sampling)
             expected = decode(params, ask)
             assert int(expected.num_nonfinite) == count, name
@@ -88,7 +88,7 @@ def test_each_token_from_such_logits_is_counted(num_slots, rule):
 
 
 def _check(one, count: int) -> None:
-    """At the edge: raised with the number, or nothing."""
+    """Checks that `check_slot` raises with the number, or passes if that is 0."""
     assert one.num_nonfinite.dtype == np.int32
     if not count:
         checks.check_slot(one, vocab_size=VOCAB_SIZE)
@@ -99,7 +99,7 @@ def _check(one, count: int) -> None:
 
 
 def test_slots_count_their_own():
-    """A NaN that one request meets, in its prompt, is no other request's."""
+    """Fails if a NaN in the prompt of one request is counted for another request."""
     poisoned, weights = 60, SMALL.weights
     params = weights.replace(
         embed=weights.embed.at[poisoned].set(jnp.nan), lm_head=weights.embed

@@ -1,4 +1,4 @@
-"""Pairs of a family beside Qwen3, whose vocabularies are padded differently."""
+"""Pairs of GPT-NeoX, and of Qwen3, whose vocabularies are padded differently."""
 
 import re
 
@@ -20,7 +20,7 @@ from spec_jax.ops import dispatch
 
 
 def write_model(folder, *, seed: int, **changes):
-    """A folder of random weights with the byte tokenizer of 257 entries."""
+    """Writes a folder of random weights with the byte tokenizer of 257 entries."""
     sizes = {
         "vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_layers": 1,
         "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "rotary_size": 4,
@@ -28,7 +28,7 @@ def write_model(folder, *, seed: int, **changes):
     }  # fmt: skip
     config = gpt_neox.GPTNeoXConfig(**sizes | changes)
     params = params_lib.init(jax.random.key(seed), config, stddev=0.3)
-    # Whatever comes after the entries with a token would always be drawn.
+    # Entries without a token get the highest logits: they would always be drawn.
     padding = jnp.arange(config.vocab_size)[:, None] >= 257
     params = params.replace(
         final_norm=params.final_norm.replace(bias=params.final_norm.bias + 1.0),
@@ -41,7 +41,7 @@ def write_model(folder, *, seed: int, **changes):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Folders of a target and of a draft whose vocabularies are padded differently."""
+    """Writes a target and a draft whose vocabularies are padded differently."""
     folder = tmp_path_factory.mktemp("pair")
     target = write_model(folder / "target", seed=0)
     return target, write_model(folder / "draft", seed=0, vocab_size=264)
@@ -53,7 +53,7 @@ SAMPLINGS = [sj.Sampling(temperature=0.0), sj.Sampling(temperature=0.7, seed=3)]
 
 @pytest.mark.parametrize("drafter", ["draft-model", slow("tree")])
 def test_drafts_change_no_token(pair, drafter):
-    """Greedy and drawn; fails too if an entry without a token is drawn or drafted."""
+    """Fails if tokens, greedy or drawn, differ from decoding's, or one is padding."""
     target, draft = pair
     name = "draft-model" if drafter == "tree" else drafter
     lm = sj.load(target, draft=draft, drafter=name, gamma_max=4, **DRAFTERS[drafter])
@@ -69,7 +69,7 @@ def test_drafts_change_no_token(pair, drafter):
 
 
 def test_qwen3_pairs_of_different_padding(tmp_path):
-    """Fails if what one model pads is refused, or can be drawn."""
+    """Fails if a pair of different padding is refused, or keeps its padding entries."""
     folders = [
         tiny_pair.write_model(
             tmp_path / str(size), tiny_pair.config(vocab_size=size), seed=0
@@ -79,7 +79,7 @@ def test_qwen3_pairs_of_different_padding(tmp_path):
     lm = sj.load(folders[0], draft=folders[1], gamma_max=3)
     assert lm.target.config.vocab_size == lm.drafter.vocab_size == 257
     alike = sj.load(folders[0], draft=folders[0], gamma_max=3)
-    assert alike.target.config.vocab_size == 264  # As it always was.
+    assert alike.target.config.vocab_size == 264  # Equal padding stays.
 
 
 def test_entries_that_a_tokenizer_asks_for_and_a_model_lacks(tmp_path):
@@ -89,8 +89,8 @@ def test_entries_that_a_tokenizer_asks_for_and_a_model_lacks(tmp_path):
 
 
 def test_an_implementation_without_kernels_is_refused(pair, monkeypatch, caplog):
-    """By name; where none is named, "auto" takes one that has been run, and says what
-    that costs, once."""
+    """Checks that one without kernels raises if it is named; "auto" takes XLA instead,
+    and says once what that costs."""
     config, _ = load_lib.load(pair[0])
     with monkeypatch.context() as patch:
         patch.setattr(gpt_neox, "IMPLS", ("native", "xla"))

@@ -1,6 +1,6 @@
-"""Rounds whose gamma a policy chooses, in each slot by what it saw of that slot.
+"""Rounds whose gamma a policy chooses, for each slot by the rounds of that slot.
 
-Or one that a budget of all slots bounds: costs change counts of rounds, and no bit.
+The default policy has a budget for all slots: its costs change gamma, and no bit.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ KINDS = pytest.mark.parametrize("name", ["goodput", slow("threshold")])
 
 
 def make(name):
-    """A policy that moves within a few rounds, and its first state."""
+    """Returns a policy that changes gamma within a few rounds, and its first state."""
     if name == "threshold":
         made = threshold.Threshold(
             ladder=(0, 1, 2, 4), lower=0.35, upper=0.5, weight=0.5, probing=PROBING
@@ -40,7 +40,7 @@ def scheduler_of(name):
 
 
 def run(name, asks):
-    """All rounds of the sequences, in a program that draws."""
+    """Runs all rounds of the sequences, in a program that draws."""
     return decoding.run(SMALL, asks, scheduler=scheduler_of(name), draws=True)
 
 
@@ -48,8 +48,8 @@ def run(name, asks):
 def test_tokens_stay_and_each_slot_has_a_policy_of_its_own(name):
     """Fails if a policy is updated by another slot's rounds.
 
-    Of 60 tokens: a few rounds at gamma 4 where drafts are kept, hardly a draft where
-    none is; in slots beside each other as alone.
+    In 60 tokens, the slot whose drafts are kept goes up to gamma 4, and the slot whose
+    drafts are rejected hardly drafts. Each slot writes the tokens of decoding alone.
     """
     asks = [LONG, dataclasses.replace(LONG, run=0), MIXED[1]]
     state = run(name, asks)
@@ -57,12 +57,12 @@ def test_tokens_stay_and_each_slot_has_a_policy_of_its_own(name):
     kept, rejected = (decoding.slot_of(state, slot) for slot in range(2))
     assert kept.accepted_hist[4] >= 8 and kept.num_proposed >= 45
     assert rejected.num_proposed <= 15 and rejected.num_rounds == 60
-    with pytest.raises(AssertionError):  # Their states are not the same.
+    with pytest.raises(AssertionError):  # Their states differ.
         testing.assert_same_bits(kept.policy, rejected.policy)
 
 
 def updated(name, slots, fault=lambda told: told):
-    """What a policy is after the rounds that one slot's counters tell of."""
+    """Returns a policy's state after the rounds that one slot's counters report."""
     made, state = make(name)
     update = jax.jit(made.update)
     told, before = [], (0, 0)
@@ -81,16 +81,16 @@ def updated(name, slots, fault=lambda told: told):
 
 
 def assert_same_policy(found, expected) -> None:
-    """Equal but for the rounding of another program: it fuses other operations."""
+    """Asserts equality but for rounding: the two programs fuse other operations."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, expected)
 
 
 @KINDS
 def test_a_policy_is_told_of_every_round_of_its_slot(name):
-    """Round by round, in calls of one: the state is that of the counts.
+    """Compares the policy's state of each slot with one that is made from its counts.
 
-    Where one call ends, many end too, bit for bit. Negative controls: a round that it
-    is not told of, and all drafts for kept ones.
+    Calls of one round end with the bits of one long call. Negative controls: the last
+    round is left out, and all drafts are counted as kept.
     """
     asks = [dataclasses.replace(LONG, run=2), MIXED[1], MIXED[2]]
     scheduler = scheduler_of(name)
@@ -102,7 +102,7 @@ def test_a_policy_is_told_of_every_round_of_its_slot(name):
     testing.assert_same_bits(state, run(name, asks))
     for slot in range(3):
         rounds = [row[slot] for row in seen]
-        # Rounds in which the slot had ended are no rounds of its own.
+        # Rounds after the end of the slot are not its own.
         rounds = rounds[: int(rounds[-1].num_rounds)]
         assert_same_policy(rounds[-1].policy, updated(name, rounds))
     rounds = [row[0] for row in seen]
@@ -115,12 +115,12 @@ def test_a_policy_is_told_of_every_round_of_its_slot(name):
 
 
 def exchanged(tree):
-    """The leaves `[B, ...]` with slots 0 and 1 exchanged."""
+    """Returns the leaves `[3, ...]` with slots 0 and 1 exchanged."""
     return jax.tree.map(lambda leaf: leaf[jnp.array([1, 0, 2])], tree)
 
 
 def _exchange(name):
-    """A field of the slots' states."""
+    """Plants an exchange of a field between the states of slots 0 and 1."""
 
     def fault(state):
         field = exchanged(getattr(state.slots, name))
@@ -153,10 +153,10 @@ FAULTS = {
 
 
 def test_what_is_another_slots_is_caught():
-    """Negative control: from some round on a slot has what is its neighbour's.
+    """Negative control: after five rounds a slot gets data of its neighbour.
 
-    Compared are tokens and K/V with decoding's, and counters with the same slots'
-    without a fault.
+    Tokens and K/V are compared with decoding, and counters with those of a run without
+    a fault.
     """
     first = decoding.text(decoding.decoded(SMALL, dataclasses.replace(LONG, run=1)))
     asks = (
@@ -183,11 +183,11 @@ def test_what_is_another_slots_is_caught():
 
 
 RISES = {"free": 0.0, "cheap": 0.1, "dear": 0.4, "too dear": 3.0}
-"""Steps that a draft takes: costs as they might have been measured."""
+"""Time that each draft adds to a round, in steps, as it might have been measured."""
 
 
 def planted(rise):
-    """The default policy by planted costs; the same program for all of them."""
+    """Returns the default policy for planted costs, which all share one program."""
     round_s = (1.0 + rise * np.arange(GAMMA_MAX + 1)).tolist()
     made, first = default_gamma.make(costs_lib.RoundCosts(round_s=(*round_s,)))
     return {"gamma_policy": made, "policy_state": first}
@@ -195,19 +195,19 @@ def planted(rise):
 
 @pytest.mark.parametrize("rise", RISES)
 def test_tokens_and_kv_do_not_depend_on_costs(rise):
-    """Of a slot whose drafts are kept, of one whose are not, and of one that draws."""
+    """Fails if costs change bits of a slot: with right or wrong drafts, or drawing."""
     asks = [LONG, dataclasses.replace(LONG, run=0), MIXED[1]]
     scheduler = SMALL.scheduler(num_slots=3, **planted(RISES[rise]))
     state = decoding.checked(SMALL, asks, scheduler=scheduler, draws=True)
     one = decoding.slot_of(state)
-    # Negative control: these costs are not all one to the policy.
+    # Negative control: the policy depends on these costs.
     assert one.num_proposed == 0 if rise == "too dear" else one.num_proposed >= 10
     balance = np.asarray(state.slots.policy.balance)
-    assert (balance == balance[0]).all()  # One account.
+    assert (balance == balance[0]).all()  # All slots share one account.
 
 
 def test_a_refilled_slot_begins_with_what_was_learnt():
-    """But owes nothing for tokens of the text before it."""
+    """Fails if a new request forgets what was learnt, or starts with tokens behind."""
     hopeless = dataclasses.replace(LONG, run=0)
     scheduler = SMALL.scheduler(num_slots=3, **planted(0.4))
     requests = [decoding.scripted(SMALL, hopeless)] * 6
@@ -219,6 +219,6 @@ def test_a_refilled_slot_begins_with_what_was_learnt():
     again = scheduler.admit(state, 0, requests[0])
     assert int(again.slots.policy.num_behind[0]) == 0
     learnt = jax.device_get(again.slots.policy.asks)
-    with pytest.raises(AssertionError):  # Negative control: it is no first state.
+    with pytest.raises(AssertionError):  # Negative control: it is not a first state.
         fresh = scheduler.begin(requests[0]).slots.policy.asks
         testing.assert_same_bits(learnt, jax.device_get(fresh))

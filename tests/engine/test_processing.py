@@ -1,4 +1,4 @@
-"""Processors in rounds: what decoding writes under one, bit for bit, and its faults."""
+"""Processors in rounds, compared with decoding under the same one, bit for bit."""
 
 import dataclasses
 import functools
@@ -22,18 +22,18 @@ from spec_jax.processors import grammar, processor as processor_lib
 PROMPTS = ["def f(x):", "import os", "x = [1, 2]", "a" * 30]
 SHORT = {"max_tokens": 14, "ignore_eos": True}
 LETTERS = {token: token % 2 for token in range(40, 90)}
-"""A grammar of byte tokens: after an even one an odd one, or anything."""
+"""Transitions from state 0 of a grammar: an odd byte token leads to state 1."""
 
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
-    """A tiny pair of random weights; a token is a byte."""
+    """Loads a tiny pair of random weights, whose tokens are bytes."""
     target, draft = tiny_pair.write(tmp_path_factory.mktemp("random"))
     return sj.load(target, draft=draft, gamma_max=4)
 
 
 def make(name: str) -> processor_lib.Processor:
-    """A processor that changes much of what the random pair writes."""
+    """Makes a processor that changes many tokens of the random pair."""
     if name == "grammar":
         transitions = {0: LETTERS, 1: {token: 0 for token in range(20, 200)}}
         return grammar.of_transitions(
@@ -75,7 +75,7 @@ def settings_of(shape: str, draw: str, **more) -> dict:
     [("all", "tree", "0.7"), ("all", "batch 4", "1"), ("bad words", "chain", "greedy")],
 )
 def test_rounds_are_decoding(lm, name, shape, draw):
-    """Tokens, log-probabilities, logits and K/V, as integers."""
+    """Compares tokens, log-probabilities, logits and K/V with decoding, as integers."""
     settings = settings_of(shape, draw, processors=make(name))
     prompts = PROMPTS if shape == "batch 4" else PROMPTS[:1]
     report = sj.check_lossless(lm, prompts, **settings)
@@ -88,10 +88,10 @@ def test_rounds_are_decoding(lm, name, shape, draw):
 
 @pytest.mark.parametrize("shape", ["batch 4", slow("tree")])
 def test_log_probs_are_those_of_decoding_and_of_scoring(lm, shape):
-    """The raw ones of the model, the drawn ones of what the processor made of it."""
+    """Compares raw and processed log-probabilities of rounds, decoding and scoring."""
     made, prompts = make("all"), PROMPTS[:1]
     settings = settings_of(shape, "0.7", processors=made, log_probs=True)
-    if shape == "batch 4":  # A slot is refilled, and begins anew.
+    if shape == "batch 4":  # Slots are refilled, and begin anew.
         prompts = [*PROMPTS, *PROMPTS[::-1]]
     found = sj.generate(lm, prompts, **settings)
     settings.pop("gamma"), settings.pop("num_slots", None)
@@ -112,7 +112,7 @@ def test_log_probs_are_those_of_decoding_and_of_scoring(lm, shape):
 
 def test_requests_have_parameters_of_their_own(lm):
     """Fails if a slot has the state or the parameters of another."""
-    # In programs of the test above.
+    # Kinds and shapes are those of the test above, so that its programs are used.
     rest = make("min tokens"), make("grammar")
     each = [
         sj.processors.chain(
@@ -138,7 +138,7 @@ DRAFTERS = {
 
 
 def drafting(tmp_path, name: str) -> sj.LanguageModel:
-    """The tiny target with a drafter."""
+    """Loads the tiny target with a drafter."""
     target, draft = tiny_pair.write(tmp_path)
     if DRAFTERS[name] is not None:
         draft = DRAFTERS[name](tmp_path / "head", target)
@@ -155,7 +155,7 @@ def _step(speculator, state, fault):
 
 
 def in_vain(lm, settings, *, fault=0, rounds=4):
-    """How many drafts of some rounds the processor forbids, and how many there are."""
+    """Counts the drafts that the processor forbids in some rounds, and all drafts."""
     run = run_lib.Run.make(lm, inputs.encode(lm, PROMPTS)[0], **settings)
     state, counts = run.scheduler.begin(*run.requests), []
     for _ in range(rounds):
@@ -167,7 +167,7 @@ def in_vain(lm, settings, *, fault=0, rounds=4):
 
 
 def is_in_vain(before, proposal) -> int:
-    """The drafts that the processor forbids after their parents."""
+    """Counts the drafts that the processor forbids after their parents."""
     count = 0
     for slot, number in enumerate(proposal.num_drafted):
         one = jax.tree.map(lambda leaf, at=slot: leaf[at], before.states)
@@ -191,20 +191,20 @@ def is_in_vain(before, proposal) -> int:
     ],
 )
 def test_no_draft_is_proposed_in_vain(tmp_path, name, draw, tree):
-    """Fails if a drafter does not know the processor, or is not cut by it."""
+    """Fails if a forbidden draft is proposed: drafters avoid it, or it is cut off."""
     lm, gamma = drafting(tmp_path, name), 3
     lm = lm.with_tree(tree) if tree else lm
     made = make("grammar")
     settings = settings_of("batch 4", draw) | {"gamma": gamma, "processors": made}
     forbidden, number = in_vain(lm, settings)
     assert number > 0 and forbidden == 0
-    if name == "ngram":  # Negative control: it knows no processor, and is not cut.
+    if name == "ngram":  # Negative control: lookups that are not cut.
         assert in_vain(lm, settings, fault=1)[0] > 0
 
 
 @pytest.mark.slow
 def test_a_head_whose_tokens_are_all_forbidden_drafts_nothing(tmp_path):
-    """Its own vocabulary is every fourth token."""
+    """Fails if a head drafts although its tokens, every fourth one, are forbidden."""
     lm = drafting(tmp_path, "eagle3")
     made = sj.processors.logit_bias(dict.fromkeys(range(0, 264, 4), -np.inf))
     settings = settings_of("batch 4", "greedy", processors=made)
@@ -212,7 +212,7 @@ def test_a_head_whose_tokens_are_all_forbidden_drafts_nothing(tmp_path):
 
 
 def test_a_tree_is_cut_with_what_is_below(lm):
-    """Fails if a child stays whose parent does not, or gets another parent."""
+    """Fails if a child stays although its parent is cut, or gets another parent."""
     proposal = sj.Proposal(
         tokens=jnp.array([[40, 41, 7, 8, 41, 50, 61]], jnp.int32),
         num_drafted=jnp.array([6], jnp.int32),
@@ -222,7 +222,7 @@ def test_a_tree_is_cut_with_what_is_below(lm):
     text = np.zeros((9,), np.int32)
     one = processing.begin(make("grammar"), text, np.int32(1), vocab_size=264)
     found = jax.jit(processing.cut)(processing.of_slots(one, 1), proposal)
-    # 7 may not follow 40, and 8 is below it; 41 goes on to state 1.
+    # Token 7 may not follow 40, and 8 is its child; 41 leads to state 1.
     count = int(found.num_drafted[0])
     assert count == 4
     assert found.tokens[0, :count].tolist() == [40, 41, 41, 50]
@@ -234,7 +234,7 @@ def test_a_tree_is_cut_with_what_is_below(lm):
 
 
 def _of_parent(real):
-    """Planted: a row has the state of its parent."""
+    """Plants a fault: a row has the state of its parent."""
 
     def after(processor, state, tokens, parents, column):
         return real(processor, state, tokens, parents, parents[column])
@@ -243,7 +243,7 @@ def _of_parent(real):
 
 
 def _by_rounds(real):
-    """Planted: a round is a step, however many tokens it commits."""
+    """Plants a fault: a round is a step, however many tokens it commits."""
 
     def commit(processing, before, slots):
         return real(processing, jnp.maximum(before, slots.length - 1), slots)
@@ -262,12 +262,12 @@ FAULTS = {
     ("fault", "shape"), [*zip(FAULTS, ("tree", "chain"), strict=True)]
 )
 def test_planted_faults_are_caught(tmp_path, monkeypatch, fault, shape):
-    """Of texts that are drafted well, so that several tokens are committed."""
+    """Negative control, with right drafts, so that rounds commit several tokens."""
     processor, name, plant, page_size = FAULTS[fault]
     monkeypatch.setattr(processing, name, plant(getattr(processing, name)))
     target, _ = tiny_pair.write(tmp_path)
     lm = sj.load(target, draft=target, gamma_max=4)
-    # Pages of another size are other programs, in which the fault is.
+    # Another page size makes new programs, which are traced with the fault.
     settings = settings_of(shape, "1", processors=make(processor))
     report = lossless.check_lossless(
         lm, PROMPTS[:2], **settings | {"page_size": page_size, "max_tokens": 30}
@@ -276,13 +276,13 @@ def test_planted_faults_are_caught(tmp_path, monkeypatch, fault, shape):
 
 
 def test_without_a_processor_no_program_changes():
-    """Fails if what processors need is a part of rounds without one."""
+    """Fails if rounds without a processor trace functions that processors need."""
     scheduler = decoding.SMALL.scheduler()
     state = scheduler.empty(draws=True)
     assert state.processing is None
 
     def trace():
-        # A new function each time: a trace of the same one would be found again.
+        # A new function each time: jax would reuse the trace of the same one.
         traced = jax.make_jaxpr(functools.partial(round_lib.run_round))
         found = traced(scheduler.speculator, state)
         return re.sub("0x[0-9a-f]+", "", str(found))
@@ -296,7 +296,7 @@ def test_without_a_processor_no_program_changes():
 
 @pytest.mark.slow
 def test_the_default_gamma_has_costs_of_its_own(lm):
-    """Fails if rounds of no processor are timed for those of one."""
+    """Fails if the default gamma, timed with a processor, raises or changes a token."""
     made = make("penalties")
     found = sj.generate(lm, PROMPTS[0], processors=made, **SHORT)
     assert found.tokens == sj.decode(lm, PROMPTS[0], processors=made, **SHORT).tokens

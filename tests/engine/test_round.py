@@ -1,8 +1,8 @@
 """Speculative rounds commit what decoding would have committed, alone and in slots.
 
-Drafts that are always right, always wrong and in between; every gamma; stop tokens,
-limits and full caches in the middle of a window. The negative controls plant faults
-in the round and require that the same comparison fails.
+Drafts are always right, always wrong or in between, with every gamma. Stop tokens,
+limits and full caches fall in the middle of a window. The negative controls plant
+faults in the round and require that the same comparison fails.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ NEIGHBOURS = (
 
 
 def beside(ask: Ask, num_slots: int) -> list[Ask]:
-    """The sequence in the first slot, and others in the other slots."""
+    """Returns the sequence for the first slot, and others for the other slots."""
     return [ask, *NEIGHBOURS][:num_slots]
 
 
@@ -41,8 +41,8 @@ def beside(ask: Ask, num_slots: int) -> list[Ask]:
 )
 def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots):
     """Fails if a rejected draft is kept, the target's own token is lost, or a slot sees
-    another's draft, limit or pages. Decoding is on pages in all cases."""
-    # With XLA one layer, as its programs grow with layers.
+    another's draft, limit or pages. The oracle decodes on pages in all cases."""
+    # With XLA there is one layer, as its programs grow with the layers.
     layers = {"num_layers": 1} if impl == "xla" else {}
     config = decoding.make_config(**layers)
     setting = decoding.setting_of(impl, cache=cache, config=config)
@@ -59,7 +59,7 @@ def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots):
 
 
 def test_slots_may_lie_anywhere_and_be_empty():
-    """Fails if a slot that has no sequence is run, or one's place is another's."""
+    """Fails if an empty slot is run, or the place of a slot changes its sequence."""
     for asks in ({2: decoding.GREEDY[1]}, {2: decoding.GREEDY[5], 0: Ask(run=1)}):
         state = decoding.checked(SMALL, asks, num_slots=3)
         empty = decoding.slot_of(state, 1)
@@ -68,9 +68,8 @@ def test_slots_may_lie_anywhere_and_be_empty():
 
 @SLOTS
 def test_stop_tokens_anywhere_in_the_window(num_slots):
-    """Fails if a token after a stop token is kept, or one slot's ends another."""
-    # In the other slots too every sequence has its own; what stops one is written by
-    # another, which goes on.
+    """Fails if a token after a stop token is kept, or it ends another slot."""
+    # Each slot has a stop token of its own; other slots may write it and go on.
     texts = [decoding.text(decoding.decoded(SMALL, ask)) for ask in beside(Ask(), 3)]
     ended = set()
     for end in range(len(PROMPT), len(PROMPT) + 10):
@@ -87,9 +86,9 @@ def test_stop_tokens_anywhere_in_the_window(num_slots):
 
 
 def test_padding_is_no_stop_token():
-    """Fails if what fills an outcome after its tokens ends the sequence.
+    """Fails if the padding after the tokens of an outcome ends the sequence.
 
-    The padding is a token of the vocabulary, and may be the one that stops.
+    The padding is a token of the vocabulary, and may be the stop token.
     """
     text = decoding.text(decoding.decoded(SMALL, Ask()))
     assert acceptance.PAD not in text[len(PROMPT) :]
@@ -121,7 +120,7 @@ def test_a_full_cache_ends_the_sequence_in_the_middle_of_a_window(num_slots):
         # Every position has K/V but the last token's, which is pending.
         assert one.length == decoding.CAPACITY + 1
         assert one.status == Status.CAPACITY
-    # What fills the cache exactly is all that was asked for.
+    # A request that fills the cache exactly ends by its own limit.
     exact = Ask(max_tokens=decoding.CAPACITY + 1 - len(PROMPT))
     state = decoding.run(SMALL, beside(exact, num_slots))
     assert decoding.slot_of(state).status == Status.LENGTH
@@ -129,12 +128,12 @@ def test_a_full_cache_ends_the_sequence_in_the_middle_of_a_window(num_slots):
 
 @SLOTS
 def test_a_slot_that_finds_no_page_ends_and_the_others_go_on(num_slots):
-    """Fails if it commits or counts a round, spins, or spoils a neighbour."""
+    """Fails if a slot without a page commits or counts a round, or spoils another."""
     asks = beside(Ask(), num_slots)
     scheduler = SMALL.scheduler(num_slots=num_slots)
     requests = [decoding.scripted(SMALL, ask) for ask in asks]
     state = decoding.admit(scheduler, requests)
-    # A pool that others have eaten up: one page less than all will need.
+    # The pool has one page less than all slots together will need.
     needed = sum(
         -(-(len(ask.prompt) + ask.max_tokens - 1) // decoding.PAGE_SIZE) for ask in asks
     )
@@ -157,13 +156,13 @@ def test_a_slot_that_finds_no_page_ends_and_the_others_go_on(num_slots):
 
 
 def test_a_slot_that_ended_stays_as_it_is():
-    """Fails if rounds of the others write, count or move anything of it."""
+    """Fails if rounds of other slots write, count or move data of one that ended."""
     asks = (dataclasses.replace(NEIGHBOURS[1], max_tokens=3), Ask(run=1), NEIGHBOURS[0])
     scheduler = SMALL.scheduler(num_slots=3)
     state = decoding.admit(scheduler, [decoding.scripted(SMALL, ask) for ask in asks])
     state = decoding.generate(scheduler, state, until_one_ends=True)
     assert state.slots.running.tolist() == [False, True, True]
-    # What a slot that ended would draft next must not be asked for.
+    # With a higher limit only its status keeps the ended slot from drafting.
     state = state.replace(slots=state.slots.replace(limit=state.slots.limit + 4))
     before = decoding.slot_of(state), decoding.held(state.cache, 32)
     state = decoding.generate(scheduler, state, max_rounds=3)
@@ -172,7 +171,7 @@ def test_a_slot_that_ended_stays_as_it_is():
 
 
 def test_origins_are_those_of_the_tokens():
-    """Fails if a draft passes for the target's own token, or a kept one for another."""
+    """Fails if a kept draft and the target's own token get the wrong origin."""
     one = decoding.slot_of(decoding.run(SMALL, [Ask(run=2, gamma=3, max_tokens=12)]))
     script = np.asarray(decoding.scripted(SMALL, Ask(run=2)).draft_params)
     text, names = one.tokens[: one.length], [Origin(o).name for o in one.origins]
@@ -190,7 +189,7 @@ def test_one_compilation_for_every_request(num_slots=3):
     """Fails if gamma, the prompt, its length, a limit or a stop token is static."""
 
     class OfThisTest(decoding.Scripted):
-        """Nothing is compiled for it yet."""
+        """A class of this test alone: nothing is compiled for it yet."""
 
     scheduler = SMALL.scheduler(OfThisTest(), num_slots=num_slots)
     before = round_lib.generate._cache_size()
@@ -201,7 +200,7 @@ def test_one_compilation_for_every_request(num_slots=3):
 
 
 def test_no_transfers_inside_generate():
-    """Fails if a round consults the host."""
+    """Fails if a round transfers data from or to the host."""
     scheduler = SMALL.scheduler(num_slots=3)
     asks = beside(Ask(run=2), 3)
     requests = [decoding.scripted(SMALL, ask) for ask in asks]
@@ -211,14 +210,14 @@ def test_no_transfers_inside_generate():
     with jax.transfer_guard("disallow"):
         state = generate(state, max_rounds=most, until_one_ends=until)
     decoding.assert_as_decoded(SMALL, state, asks)
-    # Negative control: the guard notices a number of the host's.
+    # Negative control: the guard notices a number that is on the host.
     state = decoding.admit(scheduler, requests)
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match="transfer"):
         generate(state, max_rounds=4, until_one_ends=until)
 
 
 def test_the_cache_is_donated_and_aliased():
-    """Fails if the loop copies the pool: nothing near its size is temporary."""
+    """Fails if the loop copies the pool: temporary memory must be far smaller."""
     setting = dataclasses.replace(SMALL, capacity=8 * 4096)
     scheduler = setting.scheduler(num_slots=3)
     state = scheduler.empty(draws=False)
@@ -226,7 +225,7 @@ def test_the_cache_is_donated_and_aliased():
     lowered = round_lib.generate.lower(scheduler.speculator, state, **arguments)
     compiled = lowered.compile()
     assert "input_output_alias" in compiled.as_text()
-    assert "callback" not in compiled.as_text()  # No call of the host either.
+    assert "callback" not in compiled.as_text()  # Nor is the host called.
     decoding.assert_in_place(compiled, state.cache)
     # Negative control: without donation there is nothing to alias.
     kept = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
@@ -236,7 +235,7 @@ def test_the_cache_is_donated_and_aliased():
 
 
 def test_a_state_that_was_used_up_is_named():
-    """Fails if the error is a runtime's, about a buffer."""
+    """Fails if the error is the runtime's, about a buffer, and names no remedy."""
     scheduler = SMALL.scheduler()
     kept = decoding.admit(scheduler, [decoding.scripted(SMALL, Ask())])
     copied = jax.tree.map(jnp.copy, kept)
@@ -264,12 +263,12 @@ def _all_but_in_tokens(outcome, drafts, targets, num_drafted):
 
 
 def _accepted(change):
-    """What is accepted, changed."""
+    """Plants a change of the outcome of acceptance."""
     return lambda real: lambda *told: change(real(*told), *told)
 
 
 def _cut(more):
-    """The target's cache keeps some positions more."""
+    """Plants a truncation of the target's cache that keeps `more` positions more."""
     return lambda real: (
         lambda self, kv, new_len, *, asked: real(
             self, kv, jnp.clip(new_len + more, 0, kv.length), asked=asked
@@ -285,7 +284,7 @@ FAULTS = [
 
 
 def test_planted_faults_of_a_round_are_caught(num_slots=3):
-    """Negative control of every comparison above: each acceptance and cut of cache."""
+    """Negative control: wrong acceptance and truncation fail the comparison above."""
     scheduler = SMALL.scheduler(num_slots=num_slots)
     asks = beside(Ask(run=2), num_slots)
     requests = [decoding.scripted(SMALL, ask) for ask in asks]
@@ -297,7 +296,7 @@ def test_planted_faults_of_a_round_are_caught(num_slots=3):
 def test_generations_keep_no_array():
     """Fails if a cache, a page table or an output outlives its generation.
 
-    Negative control: one that is kept.
+    Negative control: one output that is kept.
     """
     scheduler, drafts = SMALL.scheduler(), jnp.arange(30, dtype=jnp.int32)
 

@@ -1,7 +1,7 @@
 """Slots that sample, beside greedy ones: each writes the stream of its seed.
 
-With the rule "coupled" that is the stream of decoding, bit for bit. The rules that draw
-uniforms keep its law: `test_sequential_law`, and `tests/rules`.
+With the rule "coupled" this stream is that of decoding, bit for bit. Rules that draw
+uniforms keep its distribution alone: see `test_sequential_law` and `tests/rules`.
 """
 
 import decoding
@@ -31,7 +31,7 @@ def test_the_stream_is_that_of_decoding(impl, num_slots):
 
 
 def test_settings_are_data():
-    """Other seeds give other streams, the same one the same, and nothing compiles."""
+    """Checks that the seed decides the stream, and other settings compile nothing."""
     asks = [Ask(sampling=(("temperature", 2.0), ("seed", seed))) for seed in (1, 2, 1)]
     state = decoding.run(SMALL, asks)
     texts = [decoding.text(state, slot) for slot in range(3)]
@@ -41,7 +41,7 @@ def test_settings_are_data():
     state = decoding.checked(SMALL, cold)
     found = round_lib.generate._cache_size(), baseline.generate._cache_size()
     assert found == compiled
-    # Temperature 0 writes what a program that cannot draw writes.
+    # Temperature 0 writes the tokens of a program that cannot draw.
     greedy = decoding.text(decoding.decoded(SMALL, Ask()))
     assert decoding.text(state) == greedy != texts[0]
 

@@ -1,4 +1,4 @@
-"""Rounds whose drafts a schedule of the whole batch verifies in part."""
+"""Rounds in which a schedule of the whole batch verifies only some drafts."""
 
 import dataclasses
 
@@ -14,9 +14,9 @@ from spec_jax.model import sequence
 
 
 ASKS = (decoding.MIXED[1], decoding.MIXED[2], *decoding.MIXED[5:])
-"""Four sequences, unlike in all, two of them greedy."""
+"""Four sequences that differ in every setting, two of them greedy."""
 
-# Each row costs as much as half a step: only what is likely is worth one.
+# Each row costs half an empty step more: only likely drafts are worth a row.
 STEP_S = 1 + np.arange(4 * (decoding.GAMMA_MAX + 1) + 1) / 2
 IMPL = decoding.SMALL.target.impl
 SCALING = {
@@ -26,7 +26,7 @@ SCALING = {
 
 
 def make(*, stops_early=False, step_s=STEP_S, **changes):
-    """A scheduler whose drafts, of a draft model, are scheduled."""
+    """Makes a scheduler of a draft model with a schedule of its drafts."""
     made = schedule_lib.Schedule(gamma_max=decoding.GAMMA_MAX, stops_early=stops_early)
     changes = {
         "drafter": decoding.draft_drafter(impl=IMPL),
@@ -38,7 +38,7 @@ def make(*, stops_early=False, step_s=STEP_S, **changes):
 
 
 class TwoChances(ngram.PromptLookup):
-    """Says of two drafts alone what chance they have."""
+    """Gives the survival of two drafts alone."""
 
     def propose(self, *args, **kwargs):
         memory, proposal = super().propose(*args, **kwargs)
@@ -51,7 +51,7 @@ def run(scheduler, asks=ASKS):
 
 
 def test_a_scheduled_batch_is_as_decoded():
-    """Tokens and K/V of each slot as alone, drawn and greedy ones beside each other.
+    """Compares tokens and K/V of drawn and greedy slots with decoding each alone.
 
     The same program verifies all drafts where rows are free, and none where they cost
     more than they bring: a schedule is data.
@@ -65,18 +65,18 @@ def test_a_scheduled_batch_is_as_decoded():
     all_, some, none = (counts.sum() for counts in proposed)
     assert all_ > 1.2 * some > 0 and none == 0
     assert rounds[0].sum() <= rounds[1].sum() < rounds[2].sum()
-    # By slot, and not by as much for each.
+    # Slots verify different numbers of drafts per round.
     assert len(set((proposed[1] / rounds[1]).tolist())) == len(ASKS)
 
 
 class Forgets(schedule_lib.Schedule):
-    """Planted: what one request taught is not known to the next one in its slot."""
+    """A planted fault: the next request in a slot forgets what the last one taught."""
 
     keeps_state = False
 
 
 def refilled(kind, **changes):
-    """Requests that follow each other in two slots: rounds, and drafts verified."""
+    """Runs requests in two slots; returns numbers of rounds and of verified drafts."""
     made = kind(gamma_max=decoding.GAMMA_MAX, savings=8.0)
     scheduler = decoding.SMALL.scheduler(
         drafter=decoding.draft_drafter(impl=IMPL),
@@ -97,8 +97,8 @@ def refilled(kind, **changes):
 
 @pytest.mark.slow
 def test_slots_that_are_refilled_know_that_drafting_does_not_pay():
-    """And verify no more than a few drafts in all. Negative control: one that forgets
-    tries again with each request."""
+    """Fails if more than a few useless drafts are verified in all. Negative control: a
+    schedule that forgets tries again with each request."""
     wrong = {"draft_params": decoding.perturbed(decoding.TARGET_PARAMS, 2.0)}
     rounds, proposed = refilled(schedule_lib.Schedule, **wrong)
     assert 0 < proposed < 0.3 * rounds
@@ -119,7 +119,7 @@ def test_what_cannot_be_scheduled_is_refused():
 
 
 def test_survival_is_the_product_of_what_was_most_probable():
-    """Negative control: that of the tokens that were drawn is another."""
+    """Compares survival with products of top probabilities; drawn tokens' differ."""
     scheduler = make(num_slots=1)
     request = dataclasses.replace(ASKS[0], gamma=None).request()
     state = decoding.admit(scheduler, [request])

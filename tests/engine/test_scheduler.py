@@ -1,4 +1,4 @@
-"""Requests in a queue: each gets what it gets alone, in whatever slot it lands."""
+"""Requests in a queue: each gets the tokens that it gets alone, in any slot."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from spec_jax.engine import requests as requests_lib, scheduler as scheduler_lib
 
 NUM_SLOTS = 3
 DRAFT = decoding.draft_drafter(impl=SMALL.target.impl)
-"""A draft model with a pool of its own; here the target's weights, moved a little."""
+"""A draft model with a pool of its own; its weights are the target's plus noise."""
 
 LONGEST = Ask(prompt=(1, 2, 3, 4) * 5, max_tokens=200, sampling=decoding.HOT)
 ASKS = (*MIXED, LONGEST)
@@ -33,7 +33,7 @@ def make(num_slots=NUM_SLOTS, **changes) -> scheduler_lib.Scheduler:
 
 
 def finish(asks=ASKS, *, scheduler=None, **arguments):
-    """The queue's results, in the order of the requests."""
+    """Returns the queue's results, in the order of the requests."""
     scheduler = scheduler or make()
     finished = list(scheduler.run([ask.request() for ask in asks], **arguments))
     assert sorted(one.number for one in finished) == list(range(len(asks)))
@@ -41,7 +41,7 @@ def finish(asks=ASKS, *, scheduler=None, **arguments):
 
 
 def assert_as_decoded(finished, asks=ASKS) -> None:
-    """Raises unless each request came to what decoding makes of it alone."""
+    """Raises unless each request has the tokens and status of decoding it alone."""
     for one, ask in zip(finished, asks, strict=True):
         expected = decoding.decoded(SMALL, ask)
         assert one.tokens == decoding.text(expected)[len(ask.prompt) :], ask
@@ -49,7 +49,7 @@ def assert_as_decoded(finished, asks=ASKS) -> None:
 
 
 def with_free_pages(state, num_free):
-    """The state, with so many pages free: the rest is held back."""
+    """Returns the state with so many free pages; the others are held back."""
     replaced = {
         name: getattr(state, name).replace(num_free=jnp.int32(num_free))
         for name in ("cache", "memory")
@@ -58,9 +58,9 @@ def with_free_pages(state, num_free):
 
 
 def tight():
-    """A scheduler of `TIGHT` pages, and the state that it begins with.
+    """Returns a scheduler of `TIGHT` pages, and the state that it begins with.
 
-    The pages of others, held back: the executable is that of all pages.
+    Pages are held back as data, so that the executable is that of all pages.
     """
     state = with_free_pages(make().empty(draws=True), TIGHT - NUM_SLOTS)
     return make(num_pages=TIGHT), state
@@ -68,7 +68,7 @@ def tight():
 
 @contextlib.contextmanager
 def admissions():
-    """Notes, of each admission, the slots in which others were running."""
+    """Yields a list that notes, at each admission, which slots were running."""
     noted, real = [], scheduler_lib.Scheduler.admit
 
     def admit(self, state, slot, request, **rest):
@@ -81,13 +81,13 @@ def admissions():
 
 
 def test_more_requests_than_slots():
-    """Fails if a slot keeps anything of whoever was in it before, or all must end."""
+    """Fails if a slot keeps data of its last request, or waits for all slots to end."""
     with admissions() as running:
         finished = finish()
     assert_as_decoded(finished)
     assert len(running) == len(ASKS)
     assert all(running[NUM_SLOTS:]), running
-    # Not vacuous: drafts are kept and drafts are rejected.
+    # The rounds are not vacuous: some drafts are kept, and some are not.
     kept, proposed = (
         sum(int(getattr(one.slot, name)) for one in finished)
         for name in ("num_accepted", "num_proposed")
@@ -114,7 +114,7 @@ def test_refilling_compiles_nothing():
 
     Negative control: another number of slots compiles, and is counted.
     """
-    finish()  # Prompts of all buckets.
+    finish()  # Compiles prompts of all buckets.
     compiled = []
 
     def note(event, duration, **_):
@@ -132,7 +132,7 @@ def test_refilling_compiles_nothing():
         ).request()
         for number, ask in enumerate(ASKS)
     ]
-    scheduler, other = make(), make(7)  # of which nothing is compiled yet
+    scheduler, other = make(), make(7)  # 7 slots: not compiled yet
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
         assert len(list(scheduler.run(strange))) == len(strange)
@@ -154,7 +154,7 @@ def test_requests_wait_for_pages():
 
 
 def test_a_slot_that_finds_no_page():
-    """What was finished is yielded first; then the error says where it was."""
+    """Checks that finished requests are yielded before the error names the slot."""
     # Six pages are left, for a request of one page and one of twelve.
     scheduler = make()
     state, finished = with_free_pages(scheduler.empty(draws=True), 6), []
@@ -168,7 +168,7 @@ def test_a_slot_that_finds_no_page():
 
 
 def test_a_refusal_is_not_overlooked():
-    """Fails if an operation that a cache refused ends in tokens."""
+    """Fails if tokens are returned although a cache refused an operation."""
     scheduler = make()
     state = scheduler.empty(draws=True)
     refused = state.memory.refused.at[2].set(True)
@@ -178,7 +178,7 @@ def test_a_refusal_is_not_overlooked():
 
 
 def test_stop_tokens_of_the_scheduler_are_the_default():
-    """Of requests that name none; () names none of them."""
+    """Checks that requests without `stop_ids` get the scheduler's, and () gets none."""
     texts = decoding.text(decoding.decoded(SMALL, Ask()))
     stop = texts[len(decoding.PROMPT) + 5]
     scheduler = make(stop_ids=(stop,), num_stop=2)
@@ -224,9 +224,9 @@ def _nothing_runs(*_, **__):
 
 
 def test_a_request_that_no_slot_can_ever_take():
-    """Fails if it would wait for ever: other slots, empty ones too, have a page each.
+    """Fails if a request that would wait for pages for ever is accepted.
 
-    One page more is enough.
+    Each other slot owns a page, even if it is empty. One page more is enough.
     """
     message = (
         "20 \\+ 200 tokens needs 12 pages of 8, and there are 13, of which empty slots "

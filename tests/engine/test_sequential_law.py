@@ -1,15 +1,15 @@
-"""The law of sampled speculation, by a sequential test.
+"""The distribution of sampled speculation, its law, by a sequential test.
 
 Each sample is one round of the real models from the same state, with a seed of its
 own: its first token must have the target's distribution `p`, which is known exactly.
 The test bets against that: after every sample it multiplies its wealth by
-`r(token) / p(token)`, where `r` is what the samples before suggest. If the tokens have
-the law `p`, wealth is a martingale, and by Ville's inequality ever reaches `1 / ALPHA`
-with probability `ALPHA` at most, however long one looks; if they have another law it
-grows exponentially.
+`r(token) / p(token)`, where `r` is estimated from the samples before. If the tokens
+have the law `p`, wealth is a martingale, and by Ville's inequality ever reaches
+`1 / ALPHA` with probability `ALPHA` at most, after any number of samples; if they have
+another law it grows exponentially.
 
 Biases that move a probability by less than about a hundredth of a nat, such as draft
-probabilities in bfloat16, are out of its reach: the enumeration catches those.
+probabilities in bfloat16, are out of its reach: `tests/rules` catches them.
 """
 
 import decoding
@@ -38,14 +38,14 @@ SLOW = pytest.mark.slow
 
 NUM_SAMPLES = 4000
 ALPHA = 1e-6
-PRIOR = 50.0  # samples that the bettor's trust in `p` is worth
+PRIOR = 50.0  # samples that `p` counts as in the estimate of `r`
 GAMMA = 3
 SETTINGS = sampling.make_settings(temperature=0.9, top_k=12)
 SIZES = {"capacity": 256, "page_size": 16}
 
 
 def wealth(tokens: np.ndarray, law: np.ndarray) -> float:
-    """The largest logarithm of the wealth on the way."""
+    """Returns the logarithm of the largest wealth after any number of tokens."""
     counts, log_wealth, largest = np.zeros(law.shape), 0.0, 0.0
     for number, token in enumerate(tokens):
         if law[token] == 0:
@@ -58,7 +58,7 @@ def wealth(tokens: np.ndarray, law: np.ndarray) -> float:
 
 
 def assert_law(tokens: np.ndarray, law: np.ndarray) -> None:
-    """Raises if the tokens were hardly drawn from `law`."""
+    """Raises if it is hardly possible that the tokens were drawn from `law`."""
     found = wealth(tokens, law)
     if found >= -np.log(ALPHA):
         raise AssertionError(
@@ -69,7 +69,7 @@ def assert_law(tokens: np.ndarray, law: np.ndarray) -> None:
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
     target, _ = tiny_pair.write(tmp_path_factory.mktemp("target"))
-    # Tokens in the same order, of other probabilities.
+    # The order of tokens is the same, and their probabilities differ.
     flatter = tmp_path_factory.mktemp("flatter")
     draft, _ = tiny_pair.write_scaled(flatter, final_norm=0.1)
     return loading.load(target, draft=draft, gamma_max=GAMMA)
@@ -77,9 +77,9 @@ def lm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompt(lm):
-    """A prompt after which both models are in doubt, and not of one mind."""
+    """Returns a prompt after which both models are unsure, and disagree."""
     prompts = prompt_files.parse("6")
-    # As long as the cache has room for, with the answer.
+    # The cache has room for so many tokens, and for the answer.
     candidates = [lm.tokenizer.encode(one.text)[:100] for one in prompts]
 
     def doubt(ids):
@@ -90,7 +90,7 @@ def prompt(lm):
 
 
 def law_of(model, params, ids, processor=None) -> np.ndarray:
-    """The distribution of the token after a prompt, float64."""
+    """Returns the distribution of the token after a prompt, float64."""
     kv, _ = model.prefill(params, model.new_cache(**SIZES), ids[:-1])
     _, logits = decoding.forward(model, params, kv, ids[-1:], len(ids) - 1)
     begun = processing.begin(
@@ -112,7 +112,7 @@ def laws(lm, ids):
 
 
 def first_tokens(lm, prompt, *, rule, num_slots=1, processor=None):
-    """The first token of a round, for each of `NUM_SAMPLES` seeds.
+    """Returns the first token of a round, for each of `NUM_SAMPLES` seeds.
 
     Args:
       num_slots: each with seeds of its own.
@@ -148,7 +148,7 @@ def first_tokens(lm, prompt, *, rule, num_slots=1, processor=None):
         return jax.lax.map(one, seeds)
 
     tokens, accepted = sample(speculator, state)
-    # Both ways through a round were taken.
+    # Some rounds keep a draft, and some keep none.
     assert 0.02 < np.mean(np.asarray(accepted) > 0) < 0.98
     return np.asarray(tokens).ravel()
 
@@ -187,7 +187,7 @@ def test_rounds_draw_from_the_targets_law(lm, prompt, rule, num_slots):
     ],
 )
 def test_rounds_draw_from_the_processed_law(lm, prompt, rule, tree):
-    """Fails if a rule is told of rows that the processor has not seen."""
+    """Fails if a rule reads logits that the processor has not changed."""
     plain = laws(lm, prompt)[0]
     first = int(plain.argmax())
     made = built_in.logit_bias({first: -2.0, (first + 1) % len(plain): 3.0})
@@ -200,7 +200,7 @@ def test_rounds_draw_from_the_processed_law(lm, prompt, rule, tree):
 
 @SLOW
 def test_drafts_taken_as_they_come_are_caught(lm, prompt):
-    """The draft's own law, without any verification."""
+    """Negative control: tokens of the draft's own law, without any verification."""
     target, draft = laws(lm, prompt)
     tokens = np.random.default_rng(0).choice(len(draft), NUM_SAMPLES, p=draft)
     with pytest.raises(AssertionError, match="betting against the law"):
@@ -208,7 +208,7 @@ def test_drafts_taken_as_they_come_are_caught(lm, prompt):
 
 
 def test_the_right_law_is_hardly_ever_refused():
-    """Of 200 runs on a law of 12 tokens none is refused."""
+    """Fails if one of 200 runs with the right law, of 12 tokens, is refused."""
     rng = np.random.default_rng(1)
     law = rng.dirichlet(np.ones(12))
     for _ in range(200):

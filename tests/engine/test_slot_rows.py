@@ -1,7 +1,7 @@
-"""The rows of many slots in one forward: each slot's bits are those of it alone.
+"""The rows of many slots in one forward: each slot's bits are those of a run alone.
 
-Alone is `RowModel.forward_rows` of one slot. Pages in no order and what is no token's
-NaN, so that a result that depends on them is not equal.
+The run alone is `RowModel.forward_rows` of one slot. Free pages are in random order,
+and places without a token hold NaN, so that a result that depends on them differs.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from spec_jax.paging import allocator, cache as paged
 
 WINDOW = 5
 SIZES = {"capacity": 24, "page_size": 4}
-NAN_TOKEN = 0  # that of padding rows: its embedding is NaN
+NAN_TOKEN = 0  # the token of padding rows: its embedding is NaN
 KINDS = {
     "native-float32": ("native", "float32", "paged"),
     "native-bfloat16": ("native", "bfloat16", "static"),
@@ -44,19 +44,19 @@ class Scene:
         return rows.SlotRows(model=self.model, num_slots=self.num_slots)
 
     def step(self, params, kv, window, kept):
-        """`SlotRows.verify` and a truncation."""
+        """Runs `SlotRows.verify`, a truncation, and the choice of tokens."""
         kv, verified = self.slots.verify(params, kv, window)
         kv = self.slots.truncate(kv, kept, asked=window.num_active > 0)
         return kv, verified, self.slots.choose(verified.logits, verified.num_active)
 
     @functools.cached_property
     def together(self):
-        """A step, compiled anew."""
+        """The step, compiled for this scene."""
         return functools.partial(jax.jit(self.step), self.params)
 
     @functools.cached_property
     def with_faults(self):
-        """A step with the fault of a number."""
+        """The step, compiled with all `FAULTS`, one of which a number selects."""
 
         def step(number, *inputs):
             with planting.planted(FAULTS, number):
@@ -66,7 +66,7 @@ class Scene:
 
     @functools.cached_property
     def alone(self):
-        """`RowModel.forward_rows`, the choice of tokens, and a truncation."""
+        """The step of one slot, with `RowModel.forward_rows` in place of `verify`."""
 
         def step(params, kv, tokens, start, num_active, kept):
             height = self.model.slab
@@ -105,12 +105,12 @@ def make_scene(kind: str, num_slots: int = 4) -> Scene:
 
 
 def anew(scene: Scene) -> Scene:
-    """The same, nothing of it compiled: for what is patched."""
+    """Returns an equal scene with nothing compiled, for tests that patch functions."""
     return dataclasses.replace(scene)
 
 
 def poisoned(kv: paged.PagedKV) -> paged.PagedKV:
-    """NaN into every byte that is no token's: free pages among them."""
+    """Returns the cache with NaN in all places without a token, free pages included."""
     is_held = np.zeros((kv.num_pages, kv.page_size), bool)
     for slot in range(kv.num_slots):
         positions = np.arange(int(kv.length[slot]))
@@ -125,7 +125,7 @@ def poisoned(kv: paged.PagedKV) -> paged.PagedKV:
 
 
 def shuffled(kv: paged.PagedKV, rng) -> paged.PagedKV:
-    """Free pages in no order."""
+    """Returns the cache with its free pages in random order."""
     if not kv.has_shared_pool:
         return kv
     order = rng.permutation(int(kv.num_free)).astype(np.int32)
@@ -142,9 +142,9 @@ def window_of(tokens, start, num_active) -> protocols.Window:
 
 
 def walk(scene, together, rng, *, num_steps=8) -> int:
-    """Raises unless all slots are, after every step, what each of them is alone.
+    """Raises unless each slot equals, after every step, the same slot run alone.
 
-    Steps of 0 to `WINDOW` rows a slot, and truncations by some of them.
+    A step runs 0 to `WINDOW` rows of each slot, and may truncate some of them.
 
     Returns:
       The most active rows of a step.
@@ -157,7 +157,7 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
         start = np.asarray(kv.length)
         num_active = rng.integers(0, WINDOW + 1, num_slots).astype(np.int32)
         if number == 1:
-            num_active[:] = WINDOW  # as many tiles as there can be
+            num_active[:] = WINDOW  # as many tiles as possible
         num_active = np.minimum(num_active, kv.slot_capacity - start)
         tokens = rng.integers(1, 96, (num_slots, WINDOW)).astype(np.int32)
         tokens[np.arange(WINDOW) >= num_active[:, None]] = NAN_TOKEN
@@ -202,14 +202,14 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
     ],
 )
 def test_slots_are_what_they_are_alone(kind, num_slots, rng):
-    """Fails if a bit depends on neighbours, on a tile, or on what is not a token's."""
+    """Fails if a bit depends on neighbours, on a tile, or on places without a token."""
     scene = make_scene(kind, num_slots)
-    # With XLA, all of the tiles that there can be.
+    # Some step has all rows active: with XLA, as many tiles as possible.
     assert walk(scene, scene.together, rng) == num_slots * WINDOW
 
 
 def _append(**changes):
-    """`_append` with the packed rows changed."""
+    """Plants an `_append` whose packed rows are changed."""
 
     def wrap(real):
         def append(*args):
@@ -231,18 +231,18 @@ FAULTS = (
     (windows, "_append", _append(at=lambda x: jnp.roll(x, 1, axis=0))),
     (windows, "_tile_of", lambda real: lambda rows, _, height: real(rows, 0, height)),
 )
-"""The next position, the neighbour's slot and rows, and the first tile again."""
+"""Rows with the next position, a neighbour's slot or rows, or the first tile again."""
 
 
 def test_planted_faults_are_caught(rng, monkeypatch):
-    """Negative control: rows at another's position, in another's slot, and so on."""
+    """Negative control: with each of `FAULTS` some slot differs from a run alone."""
     monkeypatch.setattr(rows, "NATIVE_TILE", 3)
     scene = anew(make_scene("native-float32"))
     step = scene.with_faults
     for number in range(len(FAULTS) + 1):
         together = functools.partial(step, jnp.int32(number), scene.params)
         if number == 0:
-            # A native tile that is not the first finds its rows, and their K/V.
+            # Without a fault, later native tiles find their rows and K/V, too.
             assert walk(scene, together, rng) == scene.num_slots * WINDOW
             continue
         with pytest.raises((AssertionError, ValueError)):
@@ -250,7 +250,7 @@ def test_planted_faults_are_caught(rng, monkeypatch):
 
 
 def test_a_slot_without_a_page_is_not_run_and_the_others_are():
-    """Fails if it is written or lengthened, or stops its neighbours."""
+    """Fails if a slot without a page is written or longer, or stops its neighbours."""
     scene = make_scene("native-float32")
     kv, full = scene.slots.new_cache(**SIZES), jnp.full((4,), WINDOW, jnp.int32)
     window = window_of(jnp.ones((4, WINDOW)), kv.length, full)
@@ -260,7 +260,7 @@ def test_a_slot_without_a_page_is_not_run_and_the_others_are():
     after, verified, _ = scene.together(few, window, full)
     assert scene.slots.out_of_pages(after).tolist() == [False, False, True, True]
     assert after.length.tolist() == [WINDOW, WINDOW, 0, 0]
-    # Slots that cannot be truncated to what they never held say so.
+    # A truncation to a length that a slot never had is refused.
     assert after.refused.tolist() == [False, False, True, True]
     for slot in (0, 1):
         testing.assert_same_bits(

@@ -1,7 +1,7 @@
 """Rounds of trees commit what decoding would have committed, whatever the tree.
 
-Trees that are right, wrong, and right in one branch alone; every budget; stop tokens,
-limits and full caches on the path. The negative controls plant faults and require that
+Trees are right, wrong, or right in one branch alone, with small and full budgets.
+Limits and full caches cut the path. The negative controls plant faults and require that
 the same comparison fails.
 """
 
@@ -23,7 +23,7 @@ from spec_jax.gamma import goodput
 from spec_jax.rules import acceptance, tree_acceptance
 
 
-# Drafts 0 .. 6, of columns 1 .. 7: the path 0, 3, 5 and its siblings.
+# Drafts 0 .. 6 are columns 1 .. 7: the path 0, 3, 5, its siblings, and a child of 1.
 PARENTS = (0, 0, 1, 1, 2, 4, 4)
 DEPTHS = (1, 1, 2, 2, 2, 3, 3)
 WIDTH, DEPTH = len(PARENTS), max(DEPTHS)
@@ -38,9 +38,9 @@ RIGHT = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScriptedTree(decoding.Scripted):
-    """Proposes trees whose nodes hold the script's tokens, where its params say so.
+    """Proposes trees whose nodes hold the script's tokens where `params` is true.
 
-    Which are right is data: all share an executable.
+    `params [WIDTH]` is data, so that all trees share an executable.
     """
 
     gamma_max: int = WIDTH
@@ -59,7 +59,7 @@ class ScriptedTree(decoding.Scripted):
 
 
 def scheduler_of(right="deep", *, drafter=None, setting=SMALL, **changes):
-    """Slots of a drafter of trees that are right as `RIGHT` says."""
+    """Returns a scheduler whose drafter proposes trees that are right in `RIGHT`."""
     is_right = jnp.isin(jnp.arange(WIDTH), jnp.array(RIGHT[right], jnp.int32))
     drafter = drafter or ScriptedTree()
     return setting.scheduler(drafter, draft_params=is_right, **changes)
@@ -72,7 +72,7 @@ NEIGHBOURS = (
 
 
 def checked(asks, *, right="deep", setting=SMALL, **changes):
-    """All rounds of the sequences, drafted by trees: each as decoding makes it."""
+    """Runs all rounds with trees as drafts; checks each sequence against decoding."""
     scheduler = scheduler_of(right, setting=setting, num_slots=len(asks), **changes)
     return decoding.checked(setting, asks, scheduler=scheduler)
 
@@ -92,7 +92,7 @@ def asks_of(ask, num_slots):
     ],
 )
 def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots, right):
-    """Fails if a cousin is kept, or the K/V of the path are left where they were."""
+    """Fails if a node off the path is kept, or the K/V of the path are not moved."""
     setting = decoding.setting_of(impl, cache=cache)
     for gamma in (0, 1, 3, 6, WIDTH):
         for runs in (1, ALWAYS):
@@ -103,7 +103,7 @@ def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots, right):
 
 
 def test_counters_by_depth_and_rank(num_slots=3):
-    """Fails if a node is counted by its column, or a rank by its depth."""
+    """Fails if counters by depth count columns, or counters by rank count depths."""
     asks = asks_of(Ask(gamma=WIDTH), num_slots)
     state = checked(asks, right="deep")
     one = decoding.slot_of(state)
@@ -119,25 +119,25 @@ def test_counters_by_depth_and_rank(num_slots=3):
 
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_max_tokens_is_met_exactly(num_slots):
-    """Fails if a path runs past the limit: its nodes may."""
+    """Fails if a committed path runs past the limit, which drafted nodes may do."""
     for few in (1, 2, 3, 4, 5, 9):
         state = checked(asks_of(Ask(gamma=WIDTH, max_tokens=few), num_slots))
         assert int(state.slots.length[0]) == len(PROMPT) + few
 
 
 def test_a_full_cache():
-    """Fails if nodes need places that decoding does not, and there are none."""
+    """Fails if nodes that find no place in a full cache end a sequence early."""
     state = checked([Ask(gamma=WIDTH, max_tokens=200)])
     assert decoding.slot_of(state).status == Status.CAPACITY
 
 
 def test_a_small_pool_is_shared():
-    """Fails if admission counts no pages for nodes: a slot would end without one."""
-    # As many positions as fill six pages; the nodes of the last rounds have a seventh.
-    # Alike, so that all slots want it at once.
+    """Fails if admission counts no pages for nodes: a slot would find no page."""
+    # The text fills six pages, and the nodes of the last rounds need a seventh. The
+    # requests are alike, so that all slots want it at once.
     full = 6 * decoding.PAGE_SIZE + 1
     asks = [Ask(max_tokens=full - len(PROMPT), gamma=WIDTH)] * 3
-    # The pages of others are held back: the executable is that of all pages.
+    # Pages are held back as data, so that the executable is that of all pages.
     state = scheduler_of(num_slots=3).empty(draws=False)
     state = state.replace(cache=state.cache.replace(num_free=jnp.int32(14 - 3)))
     scheduler = scheduler_of(num_slots=3, num_pages=14)
@@ -149,7 +149,7 @@ def test_a_small_pool_is_shared():
 
 
 def of_own_row(real):
-    """A child is compared with its own row's token, not with its parent's."""
+    """Plants a walk that reads the target's tokens one column further on."""
 
     def follow(tokens, own, parents, *numbers, depth_max):
         shifted = lambda column: own((column + 1) % (WIDTH + 1))
@@ -177,7 +177,7 @@ FAULTS = (
 
 
 def test_planted_faults_are_caught():
-    """Negative control: what the tests above compare must differ."""
+    """Negative control: with each planted fault the comparison with decoding fails."""
     asks, scheduler = [Ask(gamma=WIDTH, run=ALWAYS)], scheduler_of()
     requests = [decoding.scripted(SMALL, ask) for ask in asks]
     check = lambda state: decoding.assert_as_decoded(SMALL, state, asks)
@@ -186,7 +186,7 @@ def test_planted_faults_are_caught():
 
 
 def test_what_was_recorded_is_what_decoding_saw():
-    """Fails if entries stay at the places of nodes, or are moved from others."""
+    """Fails if entries stay at the places of nodes, or come from other nodes."""
     asks = asks_of(Ask(gamma=WIDTH, run=2), 3)
     for right in ("deep", "second"):
         made = scheduler_of(right, num_slots=3)
@@ -213,7 +213,7 @@ def test_what_was_recorded_is_what_decoding_saw():
 
 
 class Liar(ScriptedTree):
-    """Names parents that are no columns before their children."""
+    """Proposes trees in which some parents do not come before their children."""
 
     def propose(self, params, memory, **text):
         memory, proposal = super().propose(params, memory, **text)
@@ -221,20 +221,20 @@ class Liar(ScriptedTree):
 
 
 def test_parents_that_are_none_commit_nothing_wrong():
-    """Fails if rows and acceptance read different trees."""
+    """Fails if rows and acceptance read different trees from invalid parents."""
     for right in ("deep", "equal"):
         checked([Ask(gamma=WIDTH)], right=right, drafter=Liar())
 
 
 @pytest.mark.parametrize("rule", (slow("rejection"), "block"))
 def test_rules_by_uniforms_are_greedy_at_temperature_zero(rule, right="second"):
-    """Drafts that were certain: the output is that of decoding, limits included."""
+    """Checks that certain drafts keep the tokens of decoding, limits included."""
     checked([Ask(gamma=WIDTH, run=3), Ask(gamma=4, run=2)], right=right, rule=rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoTree(decoding.Scripted):
-    """Proposes chains, and says how deep its trees are."""
+    """Proposes chains, although it has the `depth_max` of a drafter of trees."""
 
     depth_max: int = 2
 

@@ -15,7 +15,7 @@ from spec_jax.drafters import tree_shapes
 from spec_jax.engine import protocols, windows
 
 
-WIDEST = protocols.MAX_TREE_ROWS  # of a window, the root's among them
+WIDEST = protocols.MAX_TREE_ROWS  # of a window, with the root's row
 PROMPT = (7, 3, 90, 7, 3, 41, 7, 3)
 ASKS = (
     Ask(prompt=PROMPT, max_tokens=24, gamma=None, sampling=decoding.COLD),
@@ -26,7 +26,7 @@ WEIGHTS = decoding.perturbed(decoding.TARGET_PARAMS, 0.05)
 
 
 def of_own_tiles(real):
-    """Planted: rows of a tile see the nodes of their own tile alone."""
+    """Plants a fault: rows see only those nodes that are in their own tile."""
 
     def layout(window, *, num_rows):
         positions, branch = real(window, num_rows=num_rows)
@@ -39,7 +39,7 @@ def of_own_tiles(real):
 
 
 def scheduler_of(setting, rows, num_slots):
-    """Slots whose drafts are wrong often enough to need a tree."""
+    """Returns a scheduler whose drafts are often wrong, so that trees matter."""
     tree = tree_shapes.parse(f"8x8:{rows - 1}@1")
     drafter = decoding.draft_drafter(impl=setting.target.impl).for_tree(tree)
     return setting.scheduler(drafter, num_slots=num_slots, draft_params=WEIGHTS)
@@ -58,7 +58,7 @@ def setting_of(impl):
     ],
 )
 def test_tokens_are_those_of_decoding_at_each_budget(rows, impl):
-    """Fails if a row of a later tile misses one before it, or a branch is cut."""
+    """Fails if a row does not see a node of an earlier tile, or a branch is cut."""
     setting, requests = setting_of(impl), [ask.request() for ask in ASKS]
     scheduler = scheduler_of(setting, rows, len(ASKS))
 
@@ -68,7 +68,7 @@ def test_tokens_are_those_of_decoding_at_each_budget(rows, impl):
         seen.append(jax.device_get(state.slots))
         decoding.assert_as_decoded(setting, state, ASKS)
 
-    # Of fewer rows there is one tile.
+    # Up to 80 rows are one tile, in which the fault changes nothing.
     faults = [(windows, "_layout", of_own_tiles)] * (rows > 80)
     begin = lambda: decoding.admit(scheduler, requests)
     planting.check_faults(scheduler.speculator, begin, faults, check)
@@ -82,8 +82,8 @@ def test_tokens_are_those_of_decoding_at_each_budget(rows, impl):
 
 @pytest.mark.slow
 def test_one_sequence():
-    """Fails if XLA ends the process over columns that nothing reads: one slot's are not
-    packed (`compilation.one_kernel`)."""
+    """Fails if XLA aborts the process over columns that nothing reads: those of a lone
+    slot are not packed (`compilation.one_kernel`)."""
     setting = setting_of("native")
     state = decoding.rounds(scheduler_of(setting, WIDEST, 1), ASKS[:1])
     decoding.assert_as_decoded(setting, state, ASKS[:1])

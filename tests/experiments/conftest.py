@@ -1,4 +1,4 @@
-"""What the tests of scripts share: one tiny pair, whose programs are compiled once."""
+"""Fixtures for tests of scripts: one tiny pair, whose programs are compiled once."""
 
 import pytest
 import tiny_pair
@@ -8,13 +8,13 @@ from spec_jax.native import build
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """Folders of a target and a draft; what writes to them makes its own."""
+    """Returns the folders of a target and a draft, which tests must not change."""
     return tiny_pair.write(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="session")
 def needs_native():
-    """Skips where native kernels cannot be built."""
+    """Skips tests where native kernels cannot be built."""
     try:
         build.load()
     except build.BuildError as error:
@@ -23,28 +23,28 @@ def needs_native():
 
 @pytest.fixture(scope="session")
 def overflowing(tmp_path_factory):
-    """As `folders`, with finite weights whose logits are not finite."""
+    """Returns folders as `folders` does; weights are finite, and logits are not."""
     folder = tmp_path_factory.mktemp("overflowing")
     return tiny_pair.write_scaled(folder, final_norm=3e38)
 
 
 @pytest.fixture(scope="session")
 def head(folders, tmp_path_factory):
-    """The folder of a head for the target."""
+    """Returns the folder of an EAGLE-3 head for the target."""
     return tiny_pair.write_head(tmp_path_factory.mktemp("pair") / "head", folders[0])
 
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory):
-    """The folder of a target of three layers, for which drafters are trained."""
+    """Returns the folder of a target of three layers, for training drafters."""
     folder = tmp_path_factory.mktemp("drafter") / "target"
     return tiny_pair.write_model(folder, tiny_pair.config(num_layers=3), seed=0)
 
 
 @pytest.fixture(scope="session")
 def work(target, tmp_path_factory):
-    """The folder of its rollouts and their cache."""
-    import head_runs  # What trains is an extra, which not every file needs.
+    """Returns a folder with its rollouts and their cache."""
+    import head_runs  # Training is an extra, which not every file needs.
 
     folder = tmp_path_factory.mktemp("work")
     for stage in ("rollouts", "cache"):

@@ -1,4 +1,4 @@
-"""Timing on clocks that the tests move themselves, and plain memory traffic."""
+"""Timing on clocks that the tests move themselves, and plain reads of memory."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from experiments.lib import bench
 
 
 class FakeClock:
-    """Shows the time that it was moved to."""
+    """A clock that shows the time to which a test has moved it."""
 
     def __init__(self):
         self.now = 0.0
@@ -19,7 +19,7 @@ class FakeClock:
 
 
 def test_cases_run_in_turns_after_one_warm_up_each():
-    """Fails if one case's calls stand together, or the warm-up is counted."""
+    """Fails if a case is called twice in a row, or the warm-up is counted."""
     clock, calls = FakeClock(), []
 
     def case(name: str, seconds: list[float]):
@@ -45,13 +45,13 @@ def test_cases_run_in_turns_after_one_warm_up_each():
     assert timings.warm_up == {"a": 100.5, "b": 90.5}
     row = timings.row("b", ratio_to="a")
     assert row["n"] == 3 and row["warm_up_s"] == 90.5 and row["ms"] == 6e3
-    assert (row["ratio"], row["ratio_p10"]) == (4, 2.4)  # Of the turns: 4, 4 and 2.
+    assert (row["ratio"], row["ratio_p10"]) == (4, 2.4)  # by turn: 4, 4 and 2
 
 
 @pytest.mark.parametrize("warms", [False, True])
 def test_a_stopwatch_times_the_run_and_not_its_preparation(warms):
-    """Nor, if asked, the first of what runs: fails if what a run donates is used again,
-    or cold caches are measured."""
+    """Fails if preparation is timed, if what a run donates is used again, or if, with
+    `warms`, the first run is timed, whose caches are cold."""
     clock, seen, ready = FakeClock(), [], iter(range(4))
 
     def prepare() -> int:
@@ -68,7 +68,7 @@ def test_a_stopwatch_times_the_run_and_not_its_preparation(warms):
 
 
 def test_medians_and_ratios():
-    """Fails if medians are divided, not the times of each turn: they are 2 and 2."""
+    """Fails if medians, here 2 and 2, are divided, and not the times of each turn."""
     values = list(np.random.default_rng(0).permutation(101))
     found = bench.spread_fields("x", values, ("q1", "q3"))
     assert found == {"x": 50, "x_q1": 25, "x_q3": 75}
@@ -81,7 +81,7 @@ def test_medians_and_ratios():
 
 @pytest.mark.parametrize("num_bytes", [0, 2**20, 2**31, 2**31 + 4, 15_137_843_200])
 def test_a_read_reads_what_it_says(num_bytes, monkeypatch):
-    """Fails if a read of 8B's 15 GB holds as many beside them, or reads fewer."""
+    """Fails if a read of an 8B model's 15 GB allocates as much, or reads fewer."""
     shapes = lambda key, shape: jax.ShapeDtypeStruct(shape, jnp.uint32)
     monkeypatch.setattr(jax.random, "bits", shapes)
     array, pieces = bench.pieces_of(num_bytes)
@@ -89,4 +89,4 @@ def test_a_read_reads_what_it_says(num_bytes, monkeypatch):
     assert 0 <= max(num_bytes, 256) - 4 * array.size * pieces < 256 * pieces
     memory = bench._sum.lower(array).compile().memory_analysis()
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    assert held < 2.1 * bench.MOST_READ_BYTES  # With a copy, and sums of parts.
+    assert held < 2.1 * bench.MOST_READ_BYTES  # including a copy and sums of parts

@@ -1,4 +1,4 @@
-"""Calibration: scalings are found where the law is known; recorded rounds."""
+"""Calibration: scalings that fits must find, and rounds that are recorded."""
 
 import decoding
 import jax.numpy as jnp
@@ -10,11 +10,11 @@ from experiments.lib import calibration
 TRUE = calibration.Scaling(
     temperatures=np.array([3.0, 1.5, 0.6]), shifts=np.array([-0.7, 0.0, 0.4])
 )
-"""What makes the logits of each draft those of chances."""
+"""The scaling that turns the logits of each draft into those of its chance."""
 
 
 def judged(rng, *, size=12_000):
-    """Rounds whose drafts are kept with chances that their logits exaggerate."""
+    """Makes rounds whose drafts are kept with chances that their logits exaggerate."""
     logits = rng.normal(0.8, 1.2, size=(size, len(TRUE.shifts)))
     is_kept = rng.random(logits.shape) < 1 / (1 + np.exp(-logits))
     accepted = np.sum(np.cumprod(is_kept, axis=1), axis=1)
@@ -23,9 +23,9 @@ def judged(rng, *, size=12_000):
 
 
 def test_the_scaling_of_confidences_is_found(rng):
-    """On one half; on the other errors fall by far, and no ranking changes.
+    """Checks a fit to one half: on the other, errors fall far, and no ranking changes.
 
-    Negative controls: the scaling of other drafts makes them worse, and so does a
+    Negative controls: the scaling of other drafts leaves larger errors, and so does a
     temperature, or a shift, alone.
     """
     found = calibration.fit_platt(*judged(rng))
@@ -48,8 +48,8 @@ def test_the_scaling_of_confidences_is_found(rng):
 
 
 def test_the_papers_scaling_finds_temperatures(rng):
-    """Where no shift is planted, as far as its errors can tell; and changes no ranking.
-    Where one is, it leaves more than `fit_platt`."""
+    """Fails if `fit_sts` misses temperatures where no shift is planted, changes a
+    ranking, or, where a shift is planted, leaves no larger errors than `fit_platt`."""
     one, other = judged(rng), judged(rng)
     unshifted = lambda rounds: rounds._replace(
         logits=rounds.logits + TRUE.shifts * TRUE.temperatures
@@ -69,7 +69,7 @@ def test_the_papers_scaling_finds_temperatures(rng):
 
 
 class Marked(decoding.Scripted):
-    """Its first chance says where a round begins; at each fifth place it drafts two."""
+    """A drafter whose first chance encodes the place; it drafts two at each fifth."""
 
     def propose(self, params, memory, *, tokens, length, gamma):
         memory, proposal = super().propose(
@@ -82,21 +82,21 @@ class Marked(decoding.Scripted):
 
 
 def rounds_of(ask):
-    """Where the rounds of a scripted text begin that draft four, and what they keep."""
+    """Returns where a text's rounds of four drafts begin, and how many they keep."""
     at, end, found = len(ask.prompt), len(ask.prompt) + ask.max_tokens, []
     while at < end:
         drafted = min(4 if at % 5 else 2, end - at)
         right = [(at + i) % (ask.run + 1) != ask.run for i in range(drafted)]
         kept = (right + [False]).index(False)
-        if at % 5 and end - at > 5:  # Near the end fewer are asked for.
+        if at % 5 and end - at > 5:  # Near the end rounds ask for fewer.
             found.append((at, kept))
         at += kept + 1
     return found
 
 
 def test_recorded_rounds_have_the_verdicts_of_their_own_drafts():
-    """Fails if chances stand beside another round's drafts, or another slot's, or
-    rounds count that verified fewer."""
+    """Fails if chances are paired with drafts of another round or slot, or if rounds
+    that verified fewer drafts count."""
     asks = [decoding.Ask(run=2), decoding.Ask(prompt=(60, 2, 60), run=3)]
     scheduler = decoding.SMALL.scheduler(Marked(), num_slots=2)
     requests = [decoding.scripted(decoding.SMALL, ask) for ask in asks]
@@ -104,11 +104,11 @@ def test_recorded_rounds_have_the_verdicts_of_their_own_drafts():
     found = calibration.record_rounds(scheduler.speculator, state, max_rounds=40)
     first = 1 / (1 + np.exp(-found.logits[:, 0].astype(np.float64)))
     begins = np.rint(128 * first - 1).astype(int)
-    np.testing.assert_allclose(found.logits[:, 1:], 0, atol=1e-5)  # Of a half each.
+    np.testing.assert_allclose(found.logits[:, 1:], 0, atol=1e-5)  # chances of a half
     pairs = list(zip(begins.tolist(), found.num_accepted.tolist(), strict=True))
     ends = [len(ask.prompt) + ask.max_tokens for ask in asks]
     expected = [rounds_of(ask) for ask in asks]
-    split = int(np.argmax(np.diff(begins) < 0)) + 1  # The second slot begins anew.
+    split = int(np.argmax(np.diff(begins) < 0)) + 1  # where the second slot begins
     slots = (pairs[:split], pairs[split:])
     for own, right, end in zip(slots, expected, ends, strict=True):
         assert [pair for pair in own if end - pair[0] > 5] == right

@@ -14,7 +14,7 @@ from spec_jax.training import targets
 
 @pytest.fixture
 def texts(target, tmp_path):
-    """Twenty texts of noise, and a cache that holds none of them yet."""
+    """Writes twenty texts of noise, and a cache without them; returns their folder."""
     tokens = np.random.default_rng(0).integers(1, 250, (20, 16))
     mask, greedy = np.arange(16) < np.full((20, 1), 15), np.arange(20) % 2 == 0
     np.savez(tmp_path / "texts.npz", tokens=tokens, mask=mask, greedy=greedy, samples=2)
@@ -35,7 +35,7 @@ def command(target, folder, *more) -> list[str]:
 
 @pytest.mark.parametrize("head", compare_heads.HEADS)
 def test_every_head_has_a_layout(target, tmp_path, head):
-    """Fails if one is trained that no published layout can store."""
+    """Fails if a head is trained that no published layout can store."""
     args = compare_heads.parse_args(command(target, tmp_path))
     told = compare_heads.training_of(args, head, "train")
     config = families.plan(told, families.target_config(told))
@@ -49,11 +49,11 @@ def test_every_head_has_a_layout(target, tmp_path, head):
 )
 @pytest.mark.usefixtures("optax_promotes")
 def test_heads_are_compared_on_the_same_texts(target, texts):
-    """Fails if a head sees fewer tokens than asked, or is trained again when it is
-    done, or a row is lost."""
+    """Fails if a head sees fewer tokens than asked, or is trained again after
+    its end, or a row is lost."""
     run(target, texts, "cache")
     args = command(target, texts, "--heads", "eagle3,dspark-rnn")
-    for _ in range(2):  # The second goes on from the end of the first.
+    for _ in range(2):  # The second begins at the end of the first.
         assert compare_heads.main(args) == 0
         rows = rows_of(texts / "rows.jsonl")
         assert [(row["kind"], row["head"]) for row in rows] == [

@@ -1,4 +1,4 @@
-"""The comparison with Hugging Face: what is counted, what is the same, bad input."""
+"""The comparison with Hugging Face: its rows, equal tokens, and settings."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ GAMMAS = (1, 3)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A target, a draft that is often right, and a file of prompts beside them."""
+    """Returns a target and a draft that is often right; prompts.txt is beside them."""
     folder = tmp_path_factory.mktemp("pair")
     lines = ["def first(x):", "import second", "class Third(Base):", "for i in x:"]
     (folder / "prompts.txt").write_text("\n".join(lines))
@@ -44,7 +44,7 @@ def command(folders, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def oracle():
-    """torch and transformers; on one thread, as these models are tiny."""
+    """Skips without torch and transformers; sets one thread, as models are tiny."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     with pytest.MonkeyPatch.context() as patch:
@@ -54,7 +54,7 @@ def oracle():
 
 @pytest.fixture(scope="module")
 def measured(oracle, folders, tmp_path_factory):
-    """The rows of one run, and its exit status."""
+    """Returns the file with the rows of one run, which must be identical."""
     out = tmp_path_factory.mktemp("out") / "out.jsonl"
     more = ("--per-length", "2", "--repeats", "2", "--ignore-stop", "--out", str(out))
     assert compare_hf.main(command(folders, *more)) == compare_hf.IDENTICAL == 0
@@ -63,7 +63,7 @@ def measured(oracle, folders, tmp_path_factory):
 
 @pytest.mark.slow
 def test_rows_of_runs(measured):
-    """Fails if a run is missing, or a speed is not that of the prompts' seconds."""
+    """Fails if a run is missing, or a speed does not follow from prompts' seconds."""
     rows = rows_of(measured, "comparison")
     prompts = rows_of(measured, "prompt")
     every = 2 * (1 + 2 * len(GAMMAS))
@@ -86,7 +86,7 @@ def test_rows_of_runs(measured):
         assert row["dtype"] == "float32" and row["hf"]["torch_version"]
         if row["gamma"] is None or row["side"] == "transformers":
             assert row["proposed"] is row["acceptance_rate"] is None
-        texts = [prompt["hf_ids"] for prompt in of_length]  # Which all runs wrote.
+        texts = [prompt["hf_ids"] for prompt in of_length]  # All runs wrote these.
         repeated = [metrics.repetition(text) for text in texts]
         assert row["repetition"] == pytest.approx(np.mean(repeated))
         is_reference = (row["side"], row["gamma"]) == ("transformers", None)
@@ -112,7 +112,7 @@ def test_another_target_is_told(oracle, folders, tmp_path, monkeypatch):
 
 
 def test_equal_tokens_of_nan_do_not_match():
-    """Fails if a run of either kind is taken for finite; and equal tokens that are."""
+    """Fails if a run of either kind matches with NaN, or equal finite runs do not."""
     drafted = compare.Run(side=compare.OURS, method="draft model", gamma=3)
     finite = compare.Generated(ids=[1, 2], count=2, decode_s=1.0)
     prompt_runs = lambda every: compare.PromptRuns(
@@ -127,7 +127,7 @@ def test_equal_tokens_of_nan_do_not_match():
 
 
 def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
-    """With settings beside the weights that would make it do both."""
+    """Fails if settings beside the weights make it stop early or sample."""
     import transformers
 
     config = tiny_pair.config(num_layers=2)
@@ -142,14 +142,13 @@ def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
     assert hf.generate(baseline, [5, 6, 7], **options) == expected
     drafted = options | {"method": hf.DRAFT_MODEL, "gamma": 3}
     assert hf.generate(baseline, [5, 6, 7], **drafted) == expected
-    # The settings are real ones: obeyed, they would end the text.
+    # The settings are real ones: transformers reads their stop token.
     settings = transformers.GenerationConfig.from_pretrained(target, do_sample=False)
-    baseline.target.generation_config = settings
     assert settings.eos_token_id == expected[2]
 
 
 def test_a_target_alone_is_compared_by_prompt_lookup(oracle, folders, tmp_path):
-    """Fails if a draft model is asked for; in bfloat16 other tokens are no failure."""
+    """Fails if a draft model is asked for, or other tokens in bfloat16 are failures."""
     target = ["--target", str(folders[0])]
     more = [*command(folders)[4:], "--dtype", "bfloat16"]
     *rows, summary = rows_from(compare_hf.main, tmp_path, [*target, *more])

@@ -9,7 +9,7 @@ from spec_jax.analysis import metrics
 
 
 def test_rows(folders, tmp_path, monkeypatch):
-    """Fails if texts are not compared, or a ratio is upside down."""
+    """Fails if texts are not compared, or a ratio is inverted."""
     kept = metrics.Counters(tokens=8, rounds=5, proposed=9, accepted=3)
 
     def generated(folder, model, prompt: bytes, *, gamma, **_):
@@ -48,11 +48,11 @@ def test_rows(folders, tmp_path, monkeypatch):
 
 
 def test_text_beyond_ours_is_not_compared():
-    """Fails if a last round of theirs that commits more is told as another text."""
+    """Fails if tokens of their last round beyond our text count as a difference."""
     made = lambda text, count: compare.Generated(text=text, count=count, decode_s=1.0)
     for text, tokens, first in (
         (b"abcd", 3, None),
-        (b"abcd", 2, 2),  # The control: no more tokens, and another text.
+        (b"abcd", 2, 2),  # Control: as many tokens, and another text.
         (b"ax", 3, 1),
         (b"a", 3, 1),
     ):

@@ -43,7 +43,7 @@ def compared(lm, name, shape, temperature, **more):
     ],
 )
 def test_rounds_are_decoding(lm, name, shape):
-    """In batches, and greedily: `engine/test_processing.py`."""
+    """Fails if draws differ; batches and greedy: see `engine/test_processing.py`."""
     row = compared(lm, name, shape, 0.7)
     assert table_rows.is_equal(row) and row["tokens_compared"] == 12 * row["prompts"]
 
@@ -54,8 +54,8 @@ def test_the_table_has_every_processor(lm):
 
 @pytest.mark.slow
 def test_a_difference_is_told(lm, monkeypatch):
-    """Planted: what is committed changes no state. Pages of another size are another
-    program."""
+    """Negative control: committed tokens change no state. Another page size compiles
+    the program anew, with the fault."""
     monkeypatch.setattr(processing, "commit", lambda processing, *_: processing)
     assert not table_rows.is_equal(
         compared(lm, "JSON schema", "chain", 0.7, page_size=9)
@@ -64,7 +64,7 @@ def test_a_difference_is_told(lm, monkeypatch):
 
 @pytest.mark.slow
 def test_what_is_timed_changes_nothing(lm):
-    """Fails if a mask or penalties that are timed write another text."""
+    """Fails if the mask or the penalties that are timed change the text."""
     plain = sj.decode(lm, "import os", max_tokens=8, ignore_eos=True)
     made = constrained.timed(lm)
     assert (jnp.asarray(made["mask"].next) >= 0).all()

@@ -28,7 +28,7 @@ def finished(folders, tmp_path_factory):
 def test_every_cell_and_prompt_has_a_row(finished):
     header, *rows = rows_of(finished.out)
     assert header["kind"] == "header" and len(header["cells"]) == NUM_CELLS
-    assert not any("tree" in cell for cell in header["cells"])  # As before there were.
+    assert not any("tree" in cell for cell in header["cells"])  # No tree: no such axis.
     prompts = [row for row in rows if row["kind"] == "prompt"]
     summaries = [row for row in rows if row["kind"] == "cell"]
     assert len(prompts) == NUM_CELLS * NUM_PROMPTS and len(summaries) == NUM_CELLS
@@ -37,13 +37,13 @@ def test_every_cell_and_prompt_has_a_row(finished):
         assert row["differences"] == [] and row["tokens"] == commands.GEN_TOKENS
         assert row["plain_sha256"] == row["spec_sha256"]
     for summary in summaries:
-        # Log-probabilities and logits of batches, too.
+        # Batches have log-probabilities and logits, too.
         assert summary["exact"] and set(summary["equal"]) == set(evidence.WHATS)
         assert set(summary["equal"].values()) == {NUM_PROMPTS}
 
 
 def test_each_value_does_what_its_name_says(finished):
-    """Fails if a cell is another one in disguise: all of them would be equal."""
+    """Fails if a value of an axis changes nothing: such cells would be equal, too."""
     base, sampled = finished.summary(), finished.summary(sampling="sampled")
     tokens = {
         name: {
@@ -55,7 +55,7 @@ def test_each_value_does_what_its_name_says(finished):
     }
     assert not tokens["greedy"] & tokens["sampled"]
     assert sampled["tokens"] == base["tokens"]
-    # The same drafts of the same oracle, in fewer forwards; counted by slot.
+    # A batch has the same drafts of the same oracle, and counts them by slot.
     counts = ("tokens", "rounds", "proposed", "accepted")
     batch = finished.summary(batch=2)
     assert [batch[name] for name in counts] == [base[name] for name in counts]
@@ -71,17 +71,17 @@ def test_a_certificate_holds_what_was_run(finished, folders):
     assert certificate["environment"]["instruction_set"]["native"]
     assert len(certificate["weights"]["float32"]["target"]) == 64
     assert certificate["constants"]["sampled"]["temperature"] == 0.7
-    # Bits depend neither on gamma nor on drafter and batch: of each way to sample one
+    # Bits depend neither on gamma nor on drafter and batch: each way to sample has one
     # list for each of tokens, log-probabilities, logits and K/V.
     assert len(certificate["lists"]) == 2 * len(evidence.WHATS)
     assert {len(hashes) for hashes in certificate["lists"].values()} == {NUM_PROMPTS}
     assert certificate["warnings"] == []
-    # Nothing of the machine's folders.
+    # The machine's folders are not in it.
     assert str(folders[0].parent) not in finished.certificate.read_text()
 
 
 def test_an_interrupted_run_goes_on(folders, finished, tmp_path, monkeypatch, capsys):
-    """Fails if rows are lost or run twice, half a batch's too."""
+    """Fails if rows are lost or run twice, those of half a batch, too."""
     out, certificate = tmp_path / "rows.jsonl", tmp_path / "run.json"
     more = ("--out", str(out), *commands.certifying(certificate))
     given = commands.several_cells(folders, *more)
@@ -102,20 +102,20 @@ def test_an_interrupted_run_goes_on(folders, finished, tmp_path, monkeypatch, ca
 
 
 def forge_first_tokens(certificate: dict) -> None:
-    """Another hash of the first prompt's tokens, in every cell that has them."""
+    """Changes the hash of the first prompt's tokens, in every cell that has them."""
     hashes = certificate["lists"][certificate["cells"][0]["spec"]["tokens"]]
     hashes[0] = "0" * 64
 
 
 def forge_batch(certificate: dict) -> None:
-    """Other hashes of the batch's logits alone."""
+    """Changes the hashes of the batch's logits alone."""
     entry = next(e for e in certificate["cells"] if e["cell"]["batch"] == 2)
     entry["spec"]["logits"] = "own"
     certificate["lists"]["own"] = ["0" * 64] * NUM_PROMPTS
 
 
 def age(certificate: dict) -> None:
-    """As those of earlier versions: fewer axes."""
+    """Makes the certificate like those of earlier versions, which had fewer axes."""
     first, batch = (
         next(e for e in certificate["cells"] if e["cell"]["batch"] == n) for n in (1, 2)
     )
@@ -144,8 +144,8 @@ SAME = "the environment is that of the certificate"
 def test_a_certificate_is_verified(
     folders, finished, tmp_path, capsys, edit, status, base, batch, says
 ):
-    """Fails if an axis that it lacks has another value than it had, or the first prompt
-    alone is run, without the neighbour that it had."""
+    """Fails if an axis that it lacks gets another value than it had then, or the first
+    prompt is run alone, without its neighbour in the batch."""
     path = commands.edited(finished.certificate, tmp_path / "c.json", edit)
     assert commands.verify(folders, path, "--limit", "1") == status
     printed = capsys.readouterr().out
@@ -178,8 +178,8 @@ CHANGED = " M spec_jax/load.py\n M experiments/plan.py\n M README.md"
 
 
 def test_changed_code_is_not_certified(folders, tmp_path, monkeypatch, capsys):
-    """Refused before anything is loaded, or marked: in the certificate, and where it
-    is verified."""
+    """Fails unless changed code is refused before anything is loaded, or, if allowed,
+    marked in the certificate and when that is verified."""
     real, certificate = records._git, tmp_path / "run.json"
     monkeypatch.setattr(
         records, "_git", lambda *a: CHANGED if a[0] == "status" else real(*a)

@@ -40,8 +40,8 @@ FIXED = "[[0],[0,0],[0,1],[0,0,0],[0,1,0],[0,1,1]]"
     ],
 )
 def test_trees_are_exact(folders, tmp_path, monkeypatch, tree, named, nodes):
-    """In tokens, log-probabilities, logits and K/V: a fixed tree of a file, of which
-    more nodes have children at depth 2 than at depth 1, and a search."""
+    """Checks tokens, log-probabilities, logits and K/V of a searched tree and of a
+    fixed one from a file, which has more parents at depth 2 than at depth 1."""
     monkeypatch.chdir(tmp_path)
     file, certificate = tmp_path / "fixed.json", tmp_path / "run.json"
     file.write_text(FIXED)
@@ -53,15 +53,15 @@ def test_trees_are_exact(folders, tmp_path, monkeypatch, tree, named, nodes):
     (summary,) = rows_of(tmp_path / "rows.jsonl", "cell")
     assert (summary["cell"]["tree"], summary["cell"]["gamma"]) == (named, nodes)
     assert set(summary["equal"].values()) == {commands.NUM_PROMPTS}
-    assert summary["proposed"] > 4 * summary["rounds"]  # More rows than a slab has.
+    assert summary["proposed"] > 4 * summary["rounds"]  # Rounds exceed a slab.
     assert summary["accepted"] > summary["rounds"]
-    file.unlink()  # The certificate has its paths.
+    file.unlink()  # The certificate holds the tree.
     assert commands.verify(pair, certificate, "--limit", "2") == exactness.EXACT
 
 
 @pytest.mark.slow
 def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch):
-    """Fails if its certificate needs more than the package to be verified."""
+    """Fails if verifying its certificate needs more than the package."""
     monkeypatch.setattr(loading, "EMBEDDED_TARGET", folders[0])
     monkeypatch.setattr(loading, "EMBEDDED_DRAFT", folders[1])
     monkeypatch.setattr(loading, "ASSETS", tmp_path)
@@ -78,11 +78,11 @@ def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch):
 
 
 def test_a_fetched_target_is_found_by_its_name(tmp_path, monkeypatch):
-    """Fails if SmolLM2's published certificate asks for folders. Negative control: a
-    name that is of no fetched model."""
+    """Fails if SmolLM2's published certificate asks for folders. Negative control:
+    a name of no fetched model is refused."""
     monkeypatch.setattr(hub, "cache", lambda: tmp_path)
     (tmp_path / hub.FETCHED["smollm2"]).touch()
-    # Which models are taken is known by then.
+    # `_plan` is called when the models are chosen.
     monkeypatch.setattr(plans, "_plan", interrupted)
     path = records.RESULTS / "certificates" / "smollm2_native_bfloat16.json"
     found, names = certificates.read(path), ("target", "draft", "head", "prompts")
@@ -98,9 +98,9 @@ def test_a_fetched_target_is_found_by_its_name(tmp_path, monkeypatch):
 
 
 def test_a_gpu_runs_what_another_process_repeats(folders, monkeypatch, tmp_path):
-    """Fails if a certificate made on a GPU depends on what was fastest there."""
+    """Fails if a certificate made on a GPU depends on products chosen by timing."""
     monkeypatch.setattr(plans.dispatch, "backend", lambda: "gpu")
-    # The planning alone: no kernel for a GPU runs here.
+    # This only plans: no kernel for a GPU runs here.
     certifying = commands.certifying(tmp_path / "run.json")
     for more in ((), ("--full",)):
         flags = [*models_of(folders), "--prompts", "4", "--gen-tokens", "8"]
@@ -117,7 +117,7 @@ def test_a_gpu_runs_what_another_process_repeats(folders, monkeypatch, tmp_path)
         asked = [*flags, *axes, *certifying]
         with pytest.raises(ValueError, match=f"{named}: on a GPU.*chosen by timing"):
             plans.from_flags(exactness.parse_args(asked))
-        # Within a process both runs have the same products.
+        # Without a certificate both runs are in one process, with the same products.
         assert plans.from_flags(exactness.parse_args([*flags, *axes])).cells
 
 
@@ -127,7 +127,7 @@ def test_a_gpu_runs_what_another_process_repeats(folders, monkeypatch, tmp_path)
     [(wrong_targets.OneUlpOff, "logits"), (wrong_targets.ForgetsPaths, "kv")],
 )
 def test_a_fault_of_trees_is_caught(folders, tmp_path, monkeypatch, wrong, what):
-    """By the depth of the row."""
+    """Fails if the fault is missed, or wrong logits are not placed by depth."""
     wrong_targets.plant(monkeypatch, wrong)
     pair = (folders[0], folders[0])  # All that is drafted can be kept.
     more = ("--drafter", "draft-model", "--tree", "2x4:7")
@@ -141,7 +141,7 @@ def test_a_fault_of_trees_is_caught(folders, tmp_path, monkeypatch, wrong, what)
 
 @pytest.mark.slow
 def test_a_schedule_is_exact(folders, tmp_path):
-    """With stated times, that a certificate names: the same drafts anywhere."""
+    """Fails if rounds differ, or the certificate lacks the times that decide drafts."""
     cells = ("--drafter", "draft-model", "--gamma-policy", "schedule", "--batch", "2")
     certificate = tmp_path / "run.json"
     more = ("--sampling", "sampled", *commands.certifying(certificate))
@@ -153,8 +153,8 @@ def test_a_schedule_is_exact(folders, tmp_path):
 
 
 def test_a_certificate_of_a_target_alone(folders, tmp_path, monkeypatch, capsys):
-    """Fails if a draft is loaded, or the certificate cannot be verified without one, by
-    the same command from the same folder."""
+    """Fails if a draft is loaded, or if the same command from the same folder cannot
+    verify the certificate without one."""
     certificate, main = tmp_path / "run.json", main_of("exactness")
     monkeypatch.chdir(tmp_path)
     prompts = pathlib.Path("some/folder/below/prompts.txt")
@@ -218,7 +218,7 @@ def test_names_of_axes_stand_for_what_the_certificate_says():
 
 
 def test_plain_bits_may_not_depend_on_pages():
-    """Negative control of the comparison over cells."""
+    """Negative control: the K/V of one prompt differ between two page sizes."""
     axes = {axis: values[:1] for axis, values in AXES.items()} | {"page_size": (8, 64)}
     small, large = cells_lib.star(axes)
     hashes = dict.fromkeys(evidence.WHATS, "1")

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("needs_native")
     ],
 )  # fmt: skip
 def test_equal_bits_that_mean_nothing(tmp_path, capsys, scales, status, field, words):
-    """Logits that are not finite are not exact; those that are constant, of weights of
-    zero, are equal whatever went wrong. The certificate says so."""
+    """Fails if a certificate does not warn: logits that are not finite are not exact,
+    and constant ones, of weights of zero, are equal whatever went wrong."""
     folders = tiny_pair.write_scaled(tmp_path, **scales)
     found, certificate = commands.certify(folders, tmp_path, "--batch", "2")
     is_exact = status == exactness.EXACT
@@ -47,7 +47,7 @@ def test_equal_bits_that_mean_nothing(tmp_path, capsys, scales, status, field, w
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", ["1", "2"])
 def test_one_ulp_in_one_row_is_caught(folders, tmp_path, monkeypatch, batch):
-    """The tokens are the same: logits tell, at the second row of the first window."""
+    """Fails if equal tokens hide it: logits differ at row 1 of the first window."""
     wrong_targets.plant(monkeypatch, wrong_targets.OneUlpOff)
     status, rows = commands.run_one_cell(folders, tmp_path, "--batch", batch)
     assert status == exactness.NOT_EXACT and len(rows) == commands.NUM_PROMPTS
@@ -56,12 +56,12 @@ def test_one_ulp_in_one_row_is_caught(folders, tmp_path, monkeypatch, batch):
         assert "tokens" not in found and "kv" not in found
         assert found["logits"]["position"] == row["prompt_tokens"] + 1
         assert found["logits"]["row"] == 1
-        # Two of three rows of each window.
+        # Two of the three rows of each window differ.
         assert found["logits"]["count"] == commands.GEN_TOKENS * 2 // 3
 
 
 def test_stale_values_are_caught(folders, tmp_path, monkeypatch):
-    """Located by layer and position, whatever they do to the tokens after them."""
+    """Fails if their layer and position are not found, whatever tokens follow."""
     wrong_targets.plant(monkeypatch, wrong_targets.StaleValues)
     status, rows = commands.run_one_cell(folders, tmp_path)
     assert status == exactness.NOT_EXACT
@@ -85,7 +85,7 @@ def a_wrong_log_prob(monkeypatch) -> None:
 
 
 def another_seed(monkeypatch) -> None:
-    """Rounds draw with other noise than decoding."""
+    """Makes rounds draw with other noise than decoding."""
     real = scheduler.Scheduler.admit
 
     def admit(self, state, slot, request):
@@ -97,7 +97,7 @@ def another_seed(monkeypatch) -> None:
 
 
 def too_few_tokens(monkeypatch) -> None:
-    """Rounds end before their time."""
+    """Makes rounds end two tokens early."""
     real = scheduler.Scheduler.admit
 
     def admit(self, state, slot, request):
@@ -108,7 +108,7 @@ def too_few_tokens(monkeypatch) -> None:
 
 
 def pages_of_a_neighbour(monkeypatch) -> None:
-    """Each slot of a batch has the first page of the other when it is looked at."""
+    """Gives each slot of a batch the first page of the other when evidence is read."""
     real = evidence.of_slot
 
     def of_slot(state, *, num_prompt, slot):
@@ -130,7 +130,7 @@ def pages_of_a_neighbour(monkeypatch) -> None:
     ],
 )
 def test_a_fault_is_found(folders, tmp_path, monkeypatch, plant, sampling, found):
-    """One cell but for the sampling, so that most share their programs."""
+    """Fails if it is missed; cells differ in sampling alone, to share programs."""
     plant(monkeypatch)
     cell = ("--batch", "2", "--sampling", sampling)
     status, rows = commands.run_one_cell(folders, tmp_path, *cell)
@@ -139,7 +139,7 @@ def test_a_fault_is_found(folders, tmp_path, monkeypatch, plant, sampling, found
 
 
 def test_a_slot_is_refilled_while_others_run(folders, tmp_path, monkeypatch):
-    """Fails if a batch is a group that ends together: three prompts in two slots."""
+    """Fails if a slot waits until all prompts of the batch end: three, in two slots."""
     slots, real = [], suite._of_slot
     monkeypatch.setattr(suite, "_of_slot", lambda *a: slots.append(a[1]) or real(*a))
     status, _ = commands.run_one_cell(folders, tmp_path, "--batch", "2")

@@ -1,4 +1,4 @@
-"""The kit of scripts: errors in one line, rows that are taken up again, tasks."""
+"""The kit of scripts: errors in one line, resumed rows, tasks."""
 
 import argparse
 import importlib.util
@@ -80,7 +80,7 @@ def test_an_extra_that_is_not_installed_is_named(script, lacking, extra):
 
 
 def test_rows_are_in_the_file_when_write_returns(tmp_path):
-    """And old rows stay until the first new one; a value that JSON lacks is no row."""
+    """Fails if rows come late, old rows go before the first new one, or NaN is kept."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"old": 1}\n')
     with records.JsonLines(path) as out:
@@ -90,7 +90,7 @@ def test_rows_are_in_the_file_when_write_returns(tmp_path):
         for i in range(3):
             out.write({"i": i, "text": "a\nb"})
             assert [row["i"] for row in rows_of(path)] == list(range(i + 1))
-    # A row keeps its own value of what all have.
+    # A row keeps its own value of a field that all rows have.
     with records.JsonLines(path) as out:
         out.common = {"temperature": 1.0, "seed": 3}
         out.write({"kind": "cell", "temperature": 0.0})
@@ -101,7 +101,7 @@ def test_rows_are_in_the_file_when_write_returns(tmp_path):
 
 
 def test_a_run_goes_on_with_its_own_rows(tmp_path):
-    """Fails if half a row is kept, or rows that were measured otherwise."""
+    """Fails if half a row is kept, or rows that were measured with other settings."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1, "x": 1}\n{"a": 1, "x": 2}\n{"a": 1, "x"')
     with records.JsonLines(path) as out:
@@ -136,7 +136,7 @@ def test_values_become_plain_json():
 
 
 def test_git_finds_changes_but_those_of_results(monkeypatch, tmp_path):
-    """In a checkout of its own: only rows of a commit may be published unmarked."""
+    """Fails if changed code is not refused in a checkout, or changed rows are."""
 
     def git(*arguments):
         done = subprocess.run(
@@ -167,7 +167,7 @@ def test_git_finds_changes_but_those_of_results(monkeypatch, tmp_path):
 
 
 def test_a_failure_is_a_row():
-    """Fails if what comes after is not done, or a full disk is passed over."""
+    """Fails if the error is raised instead, or a full disk becomes a row."""
 
     def fail(error: Exception):
         raise error
@@ -182,12 +182,12 @@ def test_a_failure_is_a_row():
 
 
 def multiplied(factor: int):
-    """Makes the list of a task's one product."""
+    """Returns a function that makes the list of a task's one product."""
     return lambda task: [factor * task]
 
 
 def test_tasks():
-    """Here; and a worker of another machine is refused."""
+    """Checks tasks in this process; a worker with another version of jax is refused."""
     parser = argparse.ArgumentParser()
     fan_out.add_flags(parser)
     fan = fan_out.of(parser.parse_args([]), multiplied, 2)
@@ -206,7 +206,7 @@ ray.init(address="local", num_cpus=2, include_dashboard=False)
 print("at", ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
-"""Starts a cluster, which ends when standard input does."""
+"""A program that starts a cluster, which ends with its standard input."""
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ SUMMARY = {"tokens_per_target_step": 2.0, "speedup_e2e": 1.0, "speedup_decode": 
 
 
 def test_a_speed_up_above_the_tokens_per_step_means_nothing():
-    """Fails if what a busy machine shows is printed as any other."""
+    """Fails if a speed-up that only a busy machine shows is not marked as disturbed."""
     tokens = SUMMARY["tokens_per_target_step"]
     for name in tables.SPEEDUPS:
         busy = results.mark_disturbed(SUMMARY | {name: 1.01 * tokens})

@@ -1,4 +1,4 @@
-"""The GPU report from the command line: its calls, processes, time, what fails."""
+"""The GPU report from the command line: its calls, processes, time and failures."""
 
 import dataclasses
 import importlib
@@ -21,7 +21,7 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture
 def few_layers(monkeypatch):
-    """As many as have each kind of kernel: those of a model are traced once anyway."""
+    """Gives models few layers, which have all kernels: each is traced once anyway."""
     for name in ("qwen3-0.6b", "qwen3-8b"):
         config = dataclasses.replace(subjects.PRESETS[name], num_layers=8)
         monkeypatch.setitem(subjects.PRESETS, name, config)
@@ -48,7 +48,7 @@ def test_every_call_can_be_parsed(tmp_path, monkeypatch):
 
 
 def test_exactness_can_be_planned_on_a_gpu(monkeypatch):
-    """Fails if its cells are more than its prompts, or than the kernels, can do."""
+    """Fails if cells need more prompts than it has, or other kernels than Triton's."""
     monkeypatch.setattr(suite_plan.dispatch, "backend", lambda: "gpu")
     calls = gpu_report.all_calls(impl="triton")
     drafters = set()
@@ -61,7 +61,7 @@ def test_exactness_can_be_planned_on_a_gpu(monkeypatch):
 
 
 def test_a_process_that_ended_is_followed_by_another(tmp_path, monkeypatch):
-    """Fails if a fault or an endless call of one script ends those after it."""
+    """Fails if a crash or an endless call of one script ends the calls after it."""
     words = "import os, time\ndef main(words):\n    return eval(words[0])\n"
     (tmp_path / "scripted.py").write_text(words)
     monkeypatch.syspath_prepend(tmp_path)
@@ -94,7 +94,7 @@ def dry_run(tmp_path, *arguments: str) -> list[dict]:
 def test_programs_are_lowered_without_a_gpu(
     tmp_path, no_gpu, few_layers, only, programs
 ):
-    """Fails if a program needs a GPU to be traced and lowered for one."""
+    """Fails if tracing a program and lowering it for a GPU needs a GPU."""
     out = tmp_path / "new"
     rows = dry_run(out, "--only", only)
     assert {row["kind"] for row in rows} == {"compile"}
@@ -106,9 +106,9 @@ def test_programs_are_lowered_without_a_gpu(
 
 @pytest.mark.slow
 def test_a_rehearsal(tmp_path, no_gpu, monkeypatch):
-    """Fails if a call does not run where all others do, or what is compiled ahead of
-    them is another program."""
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)  # That of the tests.
+    """Fails if a call cannot run in the process of the others, or if programs that are
+    compiled ahead are not the ones that run."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)  # The tests set it.
     out = str(tmp_path)
     only = ("--only", " (steps 0.6b|eagle3)$", "--budget", "36000")
     arguments = ["--rehearse", "--impl", "xla", "--out", out, *only]
@@ -120,6 +120,6 @@ def test_a_rehearsal(tmp_path, no_gpu, monkeypatch):
     assert head["drafts"] == 7 and head["pass_bytes"] > 0
     ahead = rows_of(tmp_path / "compile-h-eagle3.jsonl")
     assert all(row["compile_s"] > 0 for row in ahead)
-    # Plain decoding in either call, and rounds: once, and not by either process.
+    # Plain decoding of both calls, and rounds: compiled once, not in each process.
     made = (tmp_path / gpu_report.COMPILED).glob("jit_generate-*-cache")
     assert len(list(made)) == 3

@@ -1,4 +1,4 @@
-"""Losses of heads: that of drafting, and how a head begins."""
+"""Losses of heads, compared with drafting, and the first weights of a head."""
 
 import json
 
@@ -20,14 +20,14 @@ from spec_jax.model import (
 from spec_jax.training import eagle3, targets
 
 
-STEPS = 3  # of drafting, where the loss is looked at
+STEPS = 3  # of drafting, in the loss
 
 
 pytestmark = pytest.mark.usefixtures("optax_promotes")
 
 
 def test_the_loss_is_that_of_drafting(target, work, tmp_path):
-    """Against pairs one by one, as they are drafted: fails on a shift of any kind."""
+    """Compares with drafting pair by pair; fails if anything is shifted."""
     job = job_of(target, work)
     batch = job.online[np.arange(2)] | {"greedy": np.ones(2, bool)}
     teacher = targets.teacher_of(job.params, job.hot)
@@ -69,14 +69,14 @@ def test_the_loss_is_that_of_drafting(target, work, tmp_path):
             rounds += 1
             at += 1 + int(np.cumprod(row_agrees).sum())
     np.testing.assert_array_equal(found["accepted_length"], [tokens, rounds])
-    # Negative control: features of the next position are another loss.
+    # Negative control: features of the next position give another loss.
     moved = batch | {"features": np.roll(batch["features"], -1, axis=1)}
     other, _ = measured(moved)
     assert abs(float(other) - float(loss)) > 1e-3
 
 
 def drafted(head, batch, b, first):
-    """Logits of the drafts after pair `first`, in float64, pair by pair."""
+    """Returns logits of the drafts after pair `first`, in float64, pair by pair."""
     tokens = np.asarray(batch["tokens"][b])
     own = min(STEPS - 1, 14 - first)
     features = np.asarray(batch["features"][b, : first + 1], float)
@@ -85,7 +85,7 @@ def drafted(head, batch, b, first):
 
 
 def reference(folder, job, params):
-    """The float64 head of these weights, by the file that is written of them."""
+    """Returns the float64 head of these weights, read from the file that holds them."""
     whole = params.replace(embed=job.params.embed, hot=job.hot)
     origin = head_dialects.Origin(target=job.target)
     eagle3_files.save(folder, job.config, whole, dialect="midlayer", origin=origin)
@@ -97,7 +97,7 @@ def reference(folder, job, params):
 
 
 def test_a_head_begins_without_an_opinion(target, work):
-    """Fails if first logits are those of a target that was handed noise."""
+    """Fails if the first logits are as large as the target's head gives for noise."""
     job = job_of(target, work)
     made = eagle3.init(jax.random.key(0), job.config, job.target, job.params, job.hot)
     hidden = np.random.default_rng(0).normal(size=(500, job.config.hidden_size))
@@ -107,7 +107,7 @@ def test_a_head_begins_without_an_opinion(target, work):
 
 @pytest.mark.slow
 def test_a_normalizer_stands_for_the_logits_of_the_whole_vocabulary(target, work):
-    """Fails if a draft's distance to the target's distribution is another with it."""
+    """Fails if a loss with the normalizer differs from the loss without it."""
     args = args_of(target, work, *BLOCKS)
     job = jobs.prepare(args)
     rows = np.arange(4)

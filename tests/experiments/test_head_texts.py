@@ -19,7 +19,7 @@ from spec_jax.training import targets
 
 
 def test_rollouts_are_half_greedy(target, work):
-    """Against whole sequences, where the first choice leads by more than rounding."""
+    """Fails unless half of the texts are the greedy choices in whole sequences."""
     texts = job_of(target, work).online.texts
     assert texts.tokens.shape == (20, 16)
     config, params = load.load(target)
@@ -37,7 +37,7 @@ def store_of(folder, online):
 
 
 def test_a_cache_has_the_bits_of_the_target(target, work, tmp_path):
-    """Wherever the texts and it are."""
+    """Fails if bits differ, `--texts` does not find it, or it serves another target."""
     job = job_of(target, work)
     online, store = job.online, store_of(work / "cache", job.online)
     cached = targets.Cached(store, online)
@@ -45,7 +45,7 @@ def test_a_cache_has_the_bits_of_the_target(target, work, tmp_path):
     rows = np.array([7, 0, 19])
     for name, array in online[rows].items():
         testing.assert_same_bits(cached[rows][name], array, what=name)
-    turned = dataclasses.replace(online.config, rope_theta=5e5)  # The same weights.
+    turned = dataclasses.replace(online.config, rope_theta=5e5)  # of the same weights
     other_taps = job_of(target, work, "--taps", "0,2,1").online
     for what, other in (
         ("taps", other_taps),
@@ -58,7 +58,7 @@ def test_a_cache_has_the_bits_of_the_target(target, work, tmp_path):
 
 
 def test_a_cache_goes_on_where_it_was_killed(target, work, tmp_path):
-    """Half a text, and texts that are added later."""
+    """Fails if half a text is kept, a whole one computed again, or a later one lost."""
     online = job_of(target, work).online
     store, first = store_of(tmp_path, online), online.texts.read(0)
     with pytest.raises(ValueError, match=r"rows float32\[3, 4\] of a text of "):
@@ -80,7 +80,7 @@ def test_a_cache_goes_on_where_it_was_killed(target, work, tmp_path):
 
 
 def test_choices_are_computed_once(target, work, tmp_path):
-    """Fails if a cache asks the target's vocabulary again, or keeps other bits."""
+    """Fails if a cache computes the target's choices again, or keeps other bits."""
     shutil.copytree(work / "cache", tmp_path / "cache")
     online = dataclasses.replace(job_of(target, work).online, normalizers=True)
     store, rows = store_of(tmp_path / "cache", online), np.array([7, 0, 19])
@@ -89,9 +89,9 @@ def test_choices_are_computed_once(target, work, tmp_path):
         cached = targets.Cached(store, source)[rows]
         for name, array in online[rows].items():
             testing.assert_same_bits(cached[name], array, what=name)
-    with pytest.raises(AttributeError):  # Control: a text that was not asked for.
+    with pytest.raises(AttributeError):  # Control: a text that was not read before.
         targets.Cached(store, blind)[np.array([1])]
-    # A greedy text says its own choices, whatever is kept of it.
+    # A greedy text shows its own choices, whatever the cache holds.
     kept = targets.Cached(store, online)
     told = dataclasses.replace(online, normalizers=False)
     one = rows[online.texts.is_greedy[rows]][:1]
@@ -101,11 +101,11 @@ def test_choices_are_computed_once(target, work, tmp_path):
     kept._choices.add(text, planted)
     expected = told[one]["best"]
     testing.assert_same_bits(targets.Cached(store, told)[one]["best"], expected)
-    assert (kept[one]["best"] != expected).any()  # Control: what is kept is read.
+    assert (kept[one]["best"] != expected).any()  # Control: the cache is read.
 
 
 def test_rollouts_record_what_decoding_computes(target, work, tmp_path):
-    """The same texts with `--targets cache`: rows of the target, bit for bit."""
+    """Fails if `--targets cache` changes a text or records other bits than decoding."""
     run(target, tmp_path, "rollouts", "--targets", "cache")
     online = job_of(target, tmp_path).online
     testing.assert_same_bits(
@@ -129,7 +129,7 @@ def test_rollouts_record_what_decoding_computes(target, work, tmp_path):
 
 
 def test_a_chat_is_not_cut(target, tmp_path, capsys):
-    """Fails if a chat loses its beginning, or one that leaves nothing to write runs."""
+    """Fails if a chat loses its beginning, or one without room for a text is run."""
     folder = tmp_path / "chat"
     shutil.copytree(target, folder)
     (folder / "chat_template.jinja").write_text(tiny_pair.TEMPLATE)

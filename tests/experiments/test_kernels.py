@@ -1,4 +1,4 @@
-"""Bits of rows from the command line: each way to read, planted faults."""
+"""Bits of rows from the command line: each way to read, and a planted fault."""
 
 import json
 
@@ -14,7 +14,7 @@ from spec_jax.testing import target_kit
 
 
 def shapes(folder, layers) -> list[str]:
-    """The flags of a tiny model, of which no weights are needed."""
+    """Returns the flags of a tiny model, of which no weights are needed."""
     config = config_lib.to_dict(tiny_pair.config(num_layers=layers))
     (folder / "config.json").write_text(json.dumps(config))
     return ["--shapes", str(folder)]
@@ -24,7 +24,7 @@ def shapes(folder, layers) -> list[str]:
 def test_bits_from_the_command_line(tmp_path, impl, monkeypatch):
     """Fails if a row depends on another, or a way to read is left out."""
     layers, contexts, ways = 2, "5,20", 8
-    if impl == "interpret":  # A program takes ten seconds a layer: two will do.
+    if impl == "interpret":  # A layer takes ten seconds: run one, in one way.
         layers, contexts, ways = 1, "5", 1
         every = target_kit.readings
         monkeypatch.setattr(target_kit, "readings", lambda width: every(width)[-ways:])
@@ -40,7 +40,7 @@ def test_bits_from_the_command_line(tmp_path, impl, monkeypatch):
 
 
 def test_a_fault_is_counted(monkeypatch, tmp_path):
-    """Negative control: the sign of a zero in one way to read is a failure."""
+    """Negative control: one way to read gives a zero of the other sign."""
     alone = np.zeros((2, 3), np.float32)
     wrong = alone.copy()
     wrong[1, 2] = -0.0

@@ -1,4 +1,4 @@
-"""Latencies from the command line: steps, forced acceptance, presets, bad input."""
+"""Latencies from the command line: steps, forced acceptance, presets."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ from spec_jax.engine import (
 from spec_jax.model import params as params_lib, row_model
 
 
-# Such that all tests here share their executables.
+# With these sizes all tests here share their executables.
 GAMMA, CONTEXTS, STEPS, PAGE_SIZE = 2, (8, 20), 2, 16
 
 REMOVED = ("compiler_options", "memory_gb_s", "fits_in_cache", "read_best_gb_s")
@@ -54,7 +54,7 @@ def command(folders, *more: str) -> list[str]:
 
 
 def test_a_run(folders, head, lm, tmp_path):
-    """Fails if a step is missing, or compared with another one than it says."""
+    """Fails if a step is missing, or compared with another step than it names."""
     out = tmp_path / "out.jsonl"
     more = ("--prefill", "5", "--forced", "0.5", "--gen-tokens", "6")
     assert rows_from(latency.main, tmp_path, command((folders[0], head), *more))
@@ -119,7 +119,7 @@ def test_every_call_does_the_steps_that_it_is_divided_by(lm, monkeypatch):
 
     keep(baseline, lambda state: (state.status, state.num_steps, state.length))
     keep(round_lib, lambda state: of_round(requests_lib.slot_of(state.slots, 0)))
-    # The draft drafts for itself: every round is as long as it can be.
+    # The draft is its own target: every round is as long as it can be.
     target = dataclasses.replace(lm.drafter.model, slab=GAMMA + 1)
     lm = dataclasses.replace(lm, target=target, params=lm.drafter_params)
     sizes = {"contexts": CONTEXTS, "page_size": PAGE_SIZE, "steps": STEPS}
@@ -133,7 +133,7 @@ def test_every_call_does_the_steps_that_it_is_divided_by(lm, monkeypatch):
 
 
 def test_repeated_forwards_start_at_the_same_place(lm):
-    """Fails if a window is not forgotten: the context would grow with the steps."""
+    """Fails if a window stays in the cache: the context would grow with the steps."""
     kv = noise.noisy_cache(lm.target, capacity=32, page_size=PAGE_SIZE)
     before = [np.asarray(pool) for pool in kv.k]
     kv = noise.at_length(kv, 14)
@@ -148,7 +148,7 @@ def test_repeated_forwards_start_at_the_same_place(lm):
 
 @pytest.mark.parametrize(("rate", "gamma"), [(0.39, 1), (0.39, 7), (0.8, 4)])
 def test_masks_accept_what_is_asked(rate, gamma):
-    """Fails if the rate is taken for that of each draft alone."""
+    """Fails if the rate is taken as the chance of each draft alone."""
     sizes = {"start": 128, "limit": 256}
     chances = forced_rounds.chances(rate, gamma, head=None)
     kept = forced_rounds.choose_kept(chances, **sizes, size=300)
@@ -159,7 +159,7 @@ def test_masks_accept_what_is_asked(rate, gamma):
 @pytest.mark.parametrize("head", subjects.HEADS)
 @pytest.mark.parametrize("name", forced_rounds.DATA_SETS)
 def test_heads_are_forced_to_what_is_published(head, name):
-    """Fails if seven drafts keep another length, or the first another share."""
+    """Fails if the mean length of seven drafts, or the first's share, is another."""
     tokens, first = forced_rounds._PUBLISHED[head, name]
     chances = forced_rounds.chances(name, 7, head=head)
     assert 1 + np.cumprod(chances).sum() == pytest.approx(tokens, abs=1e-6)
@@ -169,7 +169,7 @@ def test_heads_are_forced_to_what_is_published(head, name):
 
 
 def test_tokens_and_keys_that_differ_are_told(lm):
-    """Negative control: a text that is another one, one bit of a key, and a NaN."""
+    """Negative control: other tokens, another element of the keys, logits of NaN."""
     runs = forced_rounds.make_runs(lm, start=8, generated=4, page_size=16)
     trace = np.asarray(runs.plain().once().tokens)
     spec = runs.rounds(trace, np.full(trace.shape, GAMMA, np.int32), GAMMA).once()
@@ -189,8 +189,8 @@ def test_tokens_and_keys_that_differ_are_told(lm):
 
 
 def test_times_of_forced_rounds_are_of_tokens_and_rounds():
-    """Fails if a speed-up is inverted, or a round's time is a token's."""
-    seconds = {0.5: [0.25], forced_rounds.PLAIN: [0.5]}  # Of a token.
+    """Fails if a speed-up is inverted, or a round has the time of a token."""
+    seconds = {0.5: [0.25], forced_rounds.PLAIN: [0.5]}  # per token
     timings = bench.Timings(warm_up={0.5: 3.0}, seconds=seconds)
     row = forced_rounds.times(timings, 0.5, 2)
     assert (row["speedup"], row["plain_ms"], row["spec_ms"]) == (2, 500, 250)
@@ -215,10 +215,10 @@ def test_the_real_presets_are_the_released_shapes():
 @pytest.mark.parametrize(
     ("events", "own"),
     [
-        # One that waits for the one before began within it; then one after a gap.
+        # The second begins while the first runs, and waits; the third follows a gap.
         ([(0, 10), (4, 11), (20, 5)], [10, 5, 10]),
-        ([(4, 11), (0, 10)], [5, 10]),  # In no order.
-        ([(0, 10), (2, 3), (4, 8)], [10, 0, 2]),  # Ends before the one before it.
+        ([(4, 11), (0, 10)], [5, 10]),  # not in order
+        ([(0, 10), (2, 3), (4, 8)], [10, 0, 2]),  # The second ends first.
     ],
 )
 def test_own_times_of_kernels(events, own):

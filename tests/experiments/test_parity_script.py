@@ -1,4 +1,4 @@
-"""The microscope: it names every planted fault, and finds nothing where none is."""
+"""The microscope: it names every planted fault, and finds none in equal runs."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def path(name=microscope.ROWS, *, dtype="bfloat16", impl="native", slab=5):
 
 @functools.cache
 def prefix(dtype="bfloat16"):
-    """The prompt's K/V; NaN where nothing is held."""
+    """Returns a cache with the prompt's K/V, and NaN in all other places."""
     model = path(dtype=dtype).model
     kv = model.new_cache(capacity=32, page_size=decoding.PAGE_SIZE)
     spoil = lambda pools: tuple(jnp.full_like(pool, jnp.nan) for pool in pools)
@@ -52,9 +52,9 @@ def record(one, fault=None, window=WINDOW) -> microscope.Record:
 
 @pytest.mark.parametrize("other", [path(), path(microscope.DECODE, slab=8)])
 def test_equal_runs_have_no_difference(other):
-    """Fails if recording moves a bit, or a value depends on who is beside it.
+    """Fails if recording moves a bit, or a value depends on the rows beside it.
 
-    Rows of our own kernels know no slab.
+    Rows of our own kernels do not depend on the slab.
     """
     one = record(path(microscope.DECODE))
     found = microscope.compare(one, record(other), START)
@@ -66,7 +66,7 @@ def test_equal_runs_have_no_difference(other):
 
 
 def test_a_recording_that_moves_bits_says_so(monkeypatch):
-    """Negative control: a forward pass that is another one when it is looked at."""
+    """Negative control: the forward pass is another one while it is recorded."""
     real = qwen3.forward_rows
 
     def shy(params, config, rows, kv, *, observe=None, **keywords):
@@ -75,7 +75,7 @@ def test_a_recording_that_moves_bits_says_so(monkeypatch):
         return real(params, config, rows, kv, observe=observe, **keywords)
 
     monkeypatch.setattr(qwen3, "forward_rows", shy)
-    unseen = path(slab=6)  # one that nothing was compiled for
+    unseen = path(slab=6)  # a slab for which nothing is compiled yet
     assert record(unseen).moved > 0
 
 
@@ -100,29 +100,29 @@ class Fault:
     ("layer", "name"), [(None, "embed"), (0, "k_cache"), slow(1, "swiglu")]
 )
 def test_every_planted_fault_is_named(layer, name):
-    """Fails if an operation is not seen, or is taken for another."""
+    """Fails if an operation is not seen, or is named as another one."""
     fault = Fault(layer, name)
     one = path()
     found = microscope.compare(record(one), record(one, fault), START)["first"]
     assert (found["layer"], found["operation"]) == (layer, name)
-    # One element of the last row.
+    # The fault is in one element of the last row.
     assert found["position"] == START + len(WINDOW) - 1
     assert found["differing"] == found["max_ulp"] == 1
 
 
 @pytest.mark.parametrize("name", ["flash", slow("library-rows")])
 def test_superseded_windows_have_the_values_of_rows(name):
-    """Fails if a window forgets its prefix, a mask, a norm or a rotation; its bits
-    differ from the first layer on."""
+    """Fails if a window lacks its prefix, a mask, a norm or a rotation, or if bits do
+    not differ from the first layer on."""
     design, decode = path(name, dtype="float32"), path("decode", dtype="float32")
     ours, theirs = record(design), record(decode)
     assert ours.moved == 0 and [*ours.values] == [*theirs.values]
     assert microscope.compare(theirs, ours, START)["first"]["layer"] == 0
-    # Each sums at most 96 terms, and two layers pass an error on.
+    # Each operation sums at most 96 terms, and two layers pass an error on.
     close = {"dtype": "float32", "reduction": 96 * 8}
     for key, value in theirs.values.items():
         testing.assert_rows_close(ours.values[key], value, **close)
-    # And a later row changes no earlier one.
+    # A later row changes no earlier one.
     others = record(design, None, (*WINDOW[:2], 1, 2)).values[None, "logits"]
     testing.assert_same_bits(others[:2], ours.values[None, "logits"][:2])
     assert (others[2:] != ours.values[None, "logits"][2:]).any(axis=1).all()
@@ -153,12 +153,12 @@ def test_ulps_count_the_numbers_between(pair):
 
 
 def test_relative_differences():
-    """Of norms, and None where there is no number: what ULPs near zero do not say."""
+    """Checks errors relative to the norm of all values; None if they are not finite."""
     ones = np.ones((2, 2), np.float32)
     relative = lambda one, other: microscope.cell_of(one, other)["relative"]
     assert relative(ones, np.float32([[1, 1], [1, 1.5]])) == pytest.approx(0.5 / 2)
     assert relative(ones, ones) == 0.0
-    # A step over zero is nothing beside the rest, and two thousand million ULPs.
+    # A change of sign near zero is small beside the norm, and 2e9 ULPs.
     over = np.float32([[1e3, 1e-3]]), np.float32([[1e3, -1e-3]])
     assert microscope.cell_of(*over)["max_ulp"] > 2**30
     assert relative(*over) == pytest.approx(2e-6)
@@ -170,7 +170,7 @@ def test_relative_differences():
 
 @pytest.fixture(scope="module")
 def look(folders, tmp_path_factory):
-    """Runs flags: the exit status and the row."""
+    """Returns a function that runs flags, and returns the exit status and the row."""
     folder = tmp_path_factory.mktemp("parity")
 
     def run(flags: str) -> tuple[int, dict]:
@@ -187,7 +187,7 @@ def test_equal_runs_and_a_superseded_one(look, tmp_path):
     """Fails if equal runs differ, or a difference is not counted, named and drawn."""
     status, row = look("")
     assert status == parity.EQUAL == 0 and row["equal"] and row["first"] is None
-    # Two whole windows of each text, from the prompt's last token on.
+    # Each text has two whole windows, from the prompt's last token on.
     assert (row["choices"], row["mismatches"], row["matched_prompts"]) == (16, 0, 2)
     cells = [*row["cells"][0], *row["cells"][1], *row["outside"].values()]
     assert row["layers"] == [0, 1] and len(row["window"]) == 4
@@ -204,7 +204,7 @@ def test_equal_runs_and_a_superseded_one(look, tmp_path):
 
 
 def test_choices_that_differ_are_found(look):
-    """Negative control of the count: a text in which one token is another."""
+    """Negative control of the count: one token of a text is another."""
     model, params = path().model, params_lib.prepare(PARAMS, "native")
     tokens, kv = [*decoding.PROMPT], prefix()
     for position in range(START, START + 9):

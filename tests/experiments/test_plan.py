@@ -11,12 +11,12 @@ from spec_jax.gamma import costs as costs_lib
 GAMMA, GEN_TOKENS, PAGE_SIZE = 2, 8, 16
 PROMPTS = ("def first(x):", "import second")
 DRAFTERS = ("ngram", "spec_jax.drafters.ngram:PromptLookup")
-"""The same of two names, so that both share their programs."""
+"""Two names of the same drafter, so that both share their programs."""
 
 
 @pytest.fixture(scope="module")
 def planned(folders, tmp_path_factory):
-    """The rows of one run."""
+    """Returns the file with the rows of one run."""
     folder = tmp_path_factory.mktemp("plan")
     prompts, out = folder / "prompts.txt", folder / "out.jsonl"
     prompts.write_text("".join(line + "\n" for line in PROMPTS))
@@ -31,7 +31,7 @@ def planned(folders, tmp_path_factory):
 
 
 def test_the_rows_of_a_plan(planned):
-    """Fails if a run is missing, or an error is not that of its two numbers."""
+    """Fails if a run is missing, or an error does not follow from its two speed-ups."""
     rows = rows_of(planned, "plan")
     assert [(row["drafter"], row["gamma"]) for row in rows] == [
         (drafter, gamma) for drafter in DRAFTERS for gamma in (1, 2)
@@ -50,7 +50,7 @@ def test_the_rows_of_a_plan(planned):
 
 def test_predictions_are_those_of_costs_and_acceptance(planned):
     """Fails if a run is compared with the prediction of another, or with costs of
-    another drafter; the words are of the best."""
+    another drafter, or the words do not match the best prediction."""
     predicted = {
         (row["drafter"], row["drafts"]): row for row in rows_of(planned, "prediction")
     }
@@ -59,7 +59,7 @@ def test_predictions_are_those_of_costs_and_acceptance(planned):
         assert row["predicted_speedup"] == own["speedup"]
         assert row["predicted_tokens_per_round"] == own["tokens_per_round"]
         assert own["speedup"] == own["tokens_per_round"] / own["plain_steps"]
-    # The largest gamma was run to know what is kept: rounds are those of the run.
+    # Predictions come from the run with the largest gamma: its rounds are the same.
     row = rows_of(planned, "plan")[1]
     assert row["predicted_tokens_per_round"] == pytest.approx(
         row["mean_accepted_length"]
@@ -72,22 +72,22 @@ def test_predictions_are_those_of_costs_and_acceptance(planned):
 
 COSTS = costs_lib.RoundCosts(round_s=(10.0, 13.0, 19.0, 16.0))
 COUNTERS = metrics.Counters(tokens=20, rounds=10, proposed=20, kept_by_rank=(6, 2, 2))
-"""Rounds that asked for three drafts, and had two."""
+"""Counters of ten rounds that asked for three drafts each, and got two."""
 
 
 def test_where_drafts_pay():
-    """A round by the drafts that it verifies, over the tokens it keeps."""
+    """Compares tokens and times of rounds with numbers by hand, by drafts verified."""
     one, two, three = plan.expect(COUNTERS, COSTS, (1, 2, 3))
     tokens = [row["tokens_per_round"] for row in (one, two, three)]
     assert tokens == pytest.approx([1.6, 1.8, 2.0])
     assert one["rows_per_round"] == pytest.approx(1 + 2 / 3)
     assert three["rows_per_round"] == pytest.approx(3)
-    # Lookups may find fewer than they are asked: times lie on a line between those.
+    # Lookups may find fewer drafts than asked for: times are interpolated linearly.
     assert one["speedup"] == pytest.approx(1.6 / 1.2)
     assert three["speedup"] == pytest.approx(2.0 / 1.9)
     row = plan.recommend("d", COUNTERS, COSTS, (one, two, three))
     assert row["can_win"] and row["words"].startswith("d: can win, 1.33x with 1 drafts")
-    # Negative control: dear rows.
+    # Negative control: rows are dear.
     dear = costs_lib.RoundCosts(round_s=(10.0, 30.0, 40.0, 50.0))
     rows = plan.expect(COUNTERS, dear, (1, 2, 3))
     row = plan.recommend("d", COUNTERS, dear, rows)
@@ -96,7 +96,7 @@ def test_where_drafts_pay():
 
 
 def test_predictions_are_those_of_the_paper():
-    """One acceptance for all positions, verification free: Theorem 3.8."""
+    """Compares with Theorem 3.8: one acceptance at all positions, verification free."""
     kept = tuple(round(1000 * 0.8**n) for n in (1, 2, 3))
     counters = metrics.Counters(tokens=1, rounds=1000, proposed=3000, kept_by_rank=kept)
     costs = costs_lib.RoundCosts(round_s=(1.0, 1.1, 1.2, 1.3))

@@ -21,11 +21,11 @@ NUMBERS = {
     "sweep_contexts": "mean_accepted_length",
     "drift": "acceptance_rate",
 }
-"""A number of each published figure."""
+"""Fields from which the published figures are drawn, one of each."""
 
 
 def of_file(name: str) -> list[dict]:
-    """The published rows of a file."""
+    """Returns the published rows of a file."""
     return files.read_rows(published.RESULTS / f"{name}.jsonl")
 
 
@@ -35,14 +35,14 @@ def texts(path) -> str:
 
 @pytest.fixture(scope="module")
 def stored() -> dict[str, dict]:
-    """The rows of results by their digests."""
+    """Returns the published rows by their digests."""
     names = [path.stem for path in published.RESULTS.glob("*.jsonl")]
     rows = [row for name in names for row in of_file(name)]
     return dict(zip(curves_lib.digests(rows), rows, strict=True))
 
 
 def with_another(value):
-    """Half of all numbers in a JSON value."""
+    """Returns a JSON value with half of each of its numbers."""
     if isinstance(value, dict):
         return {name: with_another(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -56,8 +56,8 @@ def test_every_published_figure_is_here():
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_published_figures_are_of_the_stored_rows(name, stored, tmp_path):
-    """Fails if rows were measured again and the figure was not, or if it says or draws
-    something else; the bytes of the same rows are the same."""
+    """Fails if rows were measured again and their figure was not drawn again, if its
+    text differs, or if the same rows give other bytes."""
     path, again = FOLDER / f"{name}.svg", tmp_path / "again.svg"
     make = getattr(figures, name)
     rows = [stored[digest] for digest in figures.read_source(path)]
@@ -67,7 +67,7 @@ def test_published_figures_are_of_the_stored_rows(name, stored, tmp_path):
     before = again.read_bytes()
     figures.draw(make, rows, again)
     assert again.read_bytes() == before
-    # Negative control.
+    # Negative control: another number gives another figure.
     first, *others = rows
     number = NUMBERS[name]
     figures.draw(make, [first | {number: with_another(first[number])}, *others], again)
@@ -75,7 +75,7 @@ def test_published_figures_are_of_the_stored_rows(name, stored, tmp_path):
 
 
 def test_differences_near_zero_do_not_drown_the_others():
-    """Colours are relative differences: fails if they are ULPs, which saturate."""
+    """Fails if colours show ULPs, which saturate, and not relative differences."""
     cells = [
         {"differing": count, "max_ulp": 2**30, "relative": relative}
         for count, relative in ((1, 1e-6), (1, 1e-2), (1, None), (1, 0.0), (0, None))
@@ -88,7 +88,7 @@ def test_differences_near_zero_do_not_drown_the_others():
 
 def test_all_figures_of_a_mixture(tmp_path, capsys):
     """Fails if rows of another kind are drawn, a figure is left out, or one that
-    cannot be drawn takes others with it."""
+    cannot be drawn prevents others."""
     (parity,) = of_file("parity_flash")
     one = tmp_path / "parity.json"
     one.write_text(json.dumps(parity | {"first": None}, indent=1))
@@ -105,7 +105,7 @@ def test_all_figures_of_a_mixture(tmp_path, capsys):
 
 
 def test_values_that_are_there_twice_are_refused():
-    """Its two values would be joined by an upright line."""
+    """Fails if they are drawn: an upright line would join the two values."""
     of_one, of_four = (of_file(f"spec_round_native_gamma{n}")[-1] for n in (1, 4))
     of_gamma = functools.partial(
         curves_lib.curves_of, names=curves_lib.RUN, axis="gamma"

@@ -20,7 +20,7 @@ GAMMA = ("--gamma", "2")
 
 @pytest.fixture(scope="module")
 def measured(folders, tmp_path_factory):
-    """A profile of two slots, and how many rows each slot had in each call."""
+    """Returns a profile of two slots, and how many rows each slot had in each call."""
     path, calls = tmp_path_factory.mktemp("profile") / "profile.jsonl", []
     real = works.repeat_forward
 
@@ -38,7 +38,7 @@ def measured(folders, tmp_path_factory):
 
 
 def test_every_number_of_rows_is_measured(measured):
-    """Fails if rows are left out, or piled up in one slot."""
+    """Fails if a number of rows is left out, or rows are not spread over the slots."""
     path, calls = measured
     rows = rows_of(path, profiles.KIND)
     assert [(row["context"], row["num_slots"]) for row in rows] == [(5, 2), (9, 2)]
@@ -54,7 +54,7 @@ def test_every_number_of_rows_is_measured(measured):
 
 
 def test_a_disturbed_time_does_not_make_the_next_rows_free():
-    """Fails if the highest time so far is taken: then so are all after it."""
+    """Fails if the highest time so far is taken: an outlier would raise later ones."""
     found = profile_steps.never_falling([1.0, 2.0, 9.0, 3.0, 6.0, 7.0, 8.0])
     assert found.tolist() == [1.0, 2.0, 6.0, 6.0, 6.0, 7.0, 8.0]
 
@@ -66,7 +66,7 @@ def command(folders, profile, *more):
 
 @pytest.mark.slow
 def test_scheduled_rounds_match(folders, measured, tmp_path, capsys):
-    """Sampled, in a batch; calibrated by rows of the same file."""
+    """Checks sampled rounds of a batch, calibrated by rows of the same file."""
     profile, _ = measured
     more = ("--temperature", "0.7", "--gamma-policy", "threshold")
     given = command(folders, profile, *more)
@@ -79,7 +79,7 @@ def test_scheduled_rounds_match(folders, measured, tmp_path, capsys):
 
 
 def test_costs_of_a_batch_are_the_profiles():
-    """Fails if what drafting takes is in plain steps too, or is left out."""
+    """Fails if the time of drafting is in plain steps, too, or is left out."""
     made = profiles.Profile(
         step_s=np.array([1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0]),
         draft_s=0.5,
@@ -90,7 +90,7 @@ def test_costs_of_a_batch_are_the_profiles():
 
 
 def test_the_profile_of_the_fewest_drafts_is_taken(tmp_path):
-    """Fails if drafting takes as long as that of more drafts, or another draft's."""
+    """Fails if a profile of more drafts than needed, or of another draft, is taken."""
     about = dict.fromkeys(profiles.SAME, "x") | {"num_slots": 1, "kind": profiles.KIND}
     rows = [
         about | {"gamma": gamma, "context": context, "draft_s": gamma + context / 100,
@@ -113,7 +113,7 @@ CALIBRATED = OF_RUN | {
 
 
 def read_with(tmp_path, profile: dict, calibrated: dict):
-    """What a run of two drafts at temperature 0.5 reads of rows changed so."""
+    """Reads changed rows as a run of two drafts at temperature 0.5 does."""
     sizes = {"num_slots": 1, "gamma": 2, "context": 10}
     own = OF_RUN | sizes | {"kind": profiles.KIND, "draft_s": 0.0}
     own |= {"step_s": [1.0, 1.0, 1.0]}
@@ -123,7 +123,7 @@ def read_with(tmp_path, profile: dict, calibrated: dict):
 
 
 def test_calibrations_are_of_the_drafter(tmp_path):
-    """Fails if one is not used."""
+    """Fails if the drafter's calibration is not used, or not cut to two drafts."""
     found = read_with(tmp_path, {}, {})
     assert found.temperatures.tolist() == [1.0, 2.0]
     assert found.shifts.tolist() == [0.0, -1.0]
@@ -152,12 +152,12 @@ def test_confidences_are_calibrated(measured):
         assert row["drafter"] == "draft-model" and row["prompts"] == 2
         for name in ("temperatures", "shifts", "ece", "ece_before", "ece_sts"):
             assert len(row[name]) == row["gamma"] == 2
-        # Of six tokens a round each, but for the last that have no room for drafts.
+        # Six tokens are six rounds at most; the last ones have no room for two drafts.
         assert 2 <= row["rounds"] <= 6 and 2 <= row["fitted_rounds"] <= 6
 
 
 def test_calibration_is_judged_by_what_it_was_not_fitted_to(rng):
-    """Fails if a prompt is of both halves."""
+    """Fails if a prompt is in both halves: fitted, and reported."""
     one, other = (
         calibration.Rounds(
             logits=rng.normal(size=(count, 3)), num_accepted=rng.integers(0, 4, count)

@@ -1,4 +1,4 @@
-"""Prompt files: what is accepted, and that each fault is named where it stands."""
+"""Prompt files: rows that are accepted, and faults, which are named with their line."""
 
 import collections
 import json
@@ -22,7 +22,7 @@ def write(path: pathlib.Path, *lines, encoding="utf-8") -> pathlib.Path:
 
 
 def one_line_error(spec) -> str:
-    """The message of the error that `spec` causes, which is a single line."""
+    """Returns the message of the error that `spec` causes, which is a single line."""
     with pytest.raises(ValueError) as caught:
         parse(spec)
     (message,) = str(caught.value).splitlines()
@@ -49,7 +49,7 @@ READ = (
     ({"turns": ["t", "u"], "text": "x"}, {"text": "x", "next_turns": ()}),
     ({"turns": ["t", "u"]}, {"text": "t", "next_turns": ("u",)}),
     ({"prompt": None, "text": "x"}, {"text": "x"}),
-    # As data sets have them: GSM8K, HumanEval, MBPP, MT-bench and Spec-Bench.
+    # Rows as data sets have them: GSM8K, HumanEval, MBPP, MT-bench and Spec-Bench.
     ({"question": "How many eggs?", "answer": "9\n#### 9"}, {"text": "How many eggs?"}),
     ({"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f"},
      {"id": "HumanEval/0", "text": "def f():\n"}),
@@ -58,13 +58,13 @@ READ = (
     ({"question_id": 81, "category": "writing", "turns": ["Compose.", "Rewrite."]},
      {"id": "81", "text": "Compose.", "category": "writing",
       "next_turns": ("Rewrite.",)}),
-    # The user's last message is answered, after those before it; an answer that
-    # the file holds is left out: it is what will be generated.
+    # The prompt is the user's last message, after those before it; an answer that
+    # the file holds is left out, as one will be generated.
     ({"messages": [ASKS]}, {"text": "a", "messages": [ASKS]}),
     ({"messages": [SYSTEM, ASKS, SAYS, AGAIN]},
      {"text": "cd", "history": (SYSTEM, ASKS, SAYS)}),
     ({"id": "x", "messages": [ASKS, SAYS]}, {"id": "x", "text": "a"}),
-    # Text is not touched.
+    # Text stays as it is.
     *(({"prompt": text}, {"text": text})
       for text in ("  x\n\n", "a\u2028b\x0cc", "\U0001f600")),
 )  # fmt: skip
@@ -72,7 +72,7 @@ READ = (
 
 @pytest.mark.parametrize(("row", "expected"), READ)
 def test_a_row_is_a_prompt(tmp_path, row, expected):
-    """Fails if a key, a turn, a message, or what a row is called, is lost."""
+    """Fails if a key, a turn, a message or the id of a row is lost."""
     line = json.dumps(row, ensure_ascii=False)
     (found,) = parse(write(tmp_path / "a.jsonl", line))
     own = {"id": "1", "category": None, "next_turns": (), "history": ()} | expected
@@ -92,7 +92,7 @@ def prompts_of(categories) -> list[prompt_files.Prompt]:
 @hypothesis.settings(deadline=None)
 @hypothesis.given(CATEGORIES, st.data(), st.integers(0, 5))
 def test_samples_are_stratified(categories, data, seed):
-    """Each category has its share, within one; the order is that of the file."""
+    """Checks that each category has its share, within one, in the order of the file."""
     prompts = prompts_of(categories)
     size = data.draw(st.integers(1, len(prompts)))
     taken = prompt_files.sample(prompts, size, seed=seed)
@@ -106,7 +106,7 @@ def test_samples_are_stratified(categories, data, seed):
 
 
 def test_samples_by_hand(tmp_path):
-    """Seeds differ, a seed stays what it is, and every row can be drawn."""
+    """Fails if seeds draw alike, a seed draws differently, or a row is never drawn."""
     prompts = prompts_of(["a"] * 6 + ["b"] * 3)
     by_seed = [
         tuple(int(p.id) for p in prompt_files.sample(prompts, 3, seed=seed))
@@ -116,7 +116,7 @@ def test_samples_by_hand(tmp_path):
     assert {place for places in by_seed for place in places} == set(range(9))
     path = tmp_path / "a.jsonl"
     assert parse("5@3") == prompt_files.sample(parse(50), 5, seed=3)
-    # A sample is of the whole file: a faulty row is named wherever it stands.
+    # A sample needs the whole file: a faulty row is named wherever it is.
     write(path, {"prompt": "x"}, {"prompt": "y"}, "{")
     assert "line 3" in one_line_error(f"{path}:1@0")
     assert len(parse(f"{path}:1")) == 1

@@ -1,4 +1,4 @@
-"""Conversations, each turn after the answers to those before; prompts by length."""
+"""Conversations, in which turns follow the answers before them; prompts by length."""
 
 import dataclasses
 import shutil
@@ -36,7 +36,7 @@ PROMPTS = [
 
 
 def answer_of(pair, ids: list[int], settings=None) -> str:
-    """Plain decoding in a cache of another size."""
+    """Returns the text of plain decoding, in a cache of another size."""
     run = runs.run_plain(
         pair,
         runs.Settings(gamma=1, capacity=96, sampling=settings, stop_ids=(0,), **SIZES),
@@ -74,7 +74,7 @@ def test_later_turns_hold_the_answers_of_plain_decoding(pair, template):
 
 
 def test_an_answer_ends_at_a_stop_token(pair):
-    """Without the stop token itself, which is no part of the text."""
+    """Fails if the stop token, or what follows it, is part of the answer's text."""
     (ids,) = prompts.encode(pair, [PROMPTS[0]], raw=True)
     (first, *_) = pair.tokenizer.encode(answer_of(pair, ids))
     words = dataclasses.replace(pair.tokenizer, stop_ids=(first,))
@@ -114,7 +114,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("text", OPTIONS)
 def test_options_of_the_chat_template(pair, text):
-    """Fails if a flag's options do not reach the prompts, or reach none in silence."""
+    """Fails if a flag's options do not reach the prompts, or are ignored silently."""
     parser = cli.Parser("A script.")
     flags.add(parser, "raw")
     args = parser.parse_args(["--chat-option", text])
@@ -134,12 +134,12 @@ def test_options_of_the_chat_template(pair, text):
 
 
 def test_options_are_told_where_bits_are_published(folders, tmp_path):
-    """Fails if a certificate or traces are of prompts whose template had options that
-    neither names, or if a certificate's options are not taken up."""
+    """Fails if options of the template do not change the prompts of a plan and a run,
+    or if the plan's header or the run's summary does not name them."""
     folder = shutil.copytree(folders[0], tmp_path / "target")
     template = "{{ messages[0].content }}{% if loud is defined %}!{{ loud }}{% endif %}"
     (folder / "chat_template.jinja").write_text(template)
-    # Caches of one size, so that both share their programs.
+    # Caches have one size, so that both runs share their programs.
     common = ["--target", str(folder), "--page-size", "128", "--gen-tokens", "4"]
     loud = ["--chat-option", "loud=true"]
     plans = {}

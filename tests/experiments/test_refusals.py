@@ -1,4 +1,4 @@
-"""What a user may get wrong: each ends with status 1 and one clear line."""
+"""Mistakes of users: each ends a script with status 1 and one clear line."""
 
 import json
 import shlex
@@ -28,7 +28,7 @@ SIZES = {
 }
 ROWS = ROOT / "experiments" / "results" / "spec_round_native_gamma4.jsonl"
 ALONE = ("plot", "reproduce", "kernels", "gpu_report", "compare_llama_cpp")
-"""Scripts of no pair."""
+"""Scripts that take no target and draft here."""
 CASES = (
     ("spec_round", "--gamma -3", "--gamma: -3 must be at least 1"),
     ("spec_round", "--gamma four", "--gamma"),
@@ -161,7 +161,7 @@ def test_one_line(folders, tmp_path, monkeypatch, capsys, script, flags, words):
 
 
 def test_models_that_cannot_be_used(folders, tmp_path, capsys, monkeypatch):
-    """Of another vocabulary, damaged, of another family, and too large."""
+    """Fails if a model of another vocabulary or family, damaged or too large, runs."""
 
     def refused(pair, *words):
         given = [*models_of(pair), *shlex.split(SIZES["spec_round"])]
@@ -183,12 +183,12 @@ def test_models_that_cannot_be_used(folders, tmp_path, capsys, monkeypatch):
     config["architectures"] = ["MistralForCausalLM"]
     (target / "config.json").write_text(json.dumps(config))
     refused((target, folders[1]), "MistralForCausalLM", "Qwen3ForCausalLM")
-    # Refused before a weight is read, with both numbers.
+    # A model that is too large is refused before a weight is read, with both sizes.
     monkeypatch.setattr(load.psutil, "virtual_memory", lambda: _Memory)
     refused(folders, "GiB", "free")
 
 
 class _Memory:
-    """A machine without memory."""
+    """The memory of a machine that has almost none free."""
 
     available = 1000

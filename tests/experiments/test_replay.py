@@ -1,4 +1,4 @@
-"""Replay: what it counts is what live rounds count; rows, regret, bad input."""
+"""Replay: its counters are those of live rounds; rows, regret, bad input."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ SAMPLED = ("--temperature", "0.7", "--top-k", "20", "--top-p", "0.8", "--seed", 
 
 @pytest.fixture(scope="module")
 def write(folders, tmp_path_factory):
-    """Writes three texts, drawn in a way; returns the file, of each way one.
+    """Returns a function that writes three texts of a kind once, and returns the file.
 
     The target drafts for itself, as in the quick replay: both share their programs.
     """
@@ -42,8 +42,8 @@ def written(write):
     return write("sampled")
 
 
-# Every drafter and both settings: what is drawn are a draft model's drafts and the
-# target's tokens, of which lookups see no more than the text. The rest is slow.
+# Every drafter in both settings. The quick case draws a model's drafts as well as the
+# target's tokens; of those, a lookup sees no more than the text. The rest is slow.
 REPLAYED = [name for name in registry.BUILDERS if name not in registry.NEED_TARGET]
 RUNS = [("sampled", "draft-model")] + [
     slow(kind, name)
@@ -56,7 +56,7 @@ RUNS = [("sampled", "draft-model")] + [
 @pytest.mark.parametrize(("kind", "name"), RUNS)
 def test_replayed_counters_are_live_counters(kind, name, folders, write):
     """Fails if a drafter sees anything else, or draws with other noise, than live. The
-    target drafts for itself: kept where it draws the same."""
+    target drafts for itself: a draft is kept where both draw the same token."""
     target, how = folders[0], {"gamma_max": 4, "impl": "native"}
     args = replay.parse_args(
         [str(write(kind)), "--gamma", "4", "--drafter", name, "--draft", str(target)]
@@ -87,8 +87,8 @@ def test_replayed_counters_are_live_counters(kind, name, folders, write):
 
 
 def test_drafters_are_evaluated_without_the_target(written, tmp_path, capsys):
-    """Fails if a row is missing, or a window is charged for rows that it did not have;
-    a policy is charged by the same costs."""
+    """Fails if a row is missing, a window is charged for rows that it did not have, or
+    a policy is charged by other costs."""
     given = [str(written), "--drafter", "oracle", "--gamma", "1,4"]
     given += ["--round-costs", "1,1.5,2,2.5,3", "--gamma-policy", "budget"]
     rows = rows_from(replay.main, tmp_path, given)
@@ -96,7 +96,7 @@ def test_drafters_are_evaluated_without_the_target(written, tmp_path, capsys):
     assert [(row["gamma"], row["gamma_policy"]) for row in rows] == ways
     best = rows[1]
     assert best["acceptance_rate"] == 1.0 and best["tokens"] == 36
-    # 12 tokens by windows of 4 drafts: 5, 5, and the 2 that are wanted still.
+    # 12 tokens by windows of 4 drafts: 5, 5, and the 2 that remain.
     assert best["rounds"] == 9 and best["rounds_by_rows"] == [0, 0, 3, 0, 0, 6]
     assert best["expected_speedup"] == pytest.approx(36 / (3 * 1.5 + 6 * 3.0))
     assert best["regret"] == 0 and rows[0]["regret"] == pytest.approx(27 / 22.5 - 1)
@@ -105,7 +105,7 @@ def test_drafters_are_evaluated_without_the_target(written, tmp_path, capsys):
 
 
 def test_a_choice_alone_is_compared_with_decoding(written, folders, tmp_path):
-    """Fails if a drafter without constant ones beside it has no regret."""
+    """Fails if a drafter has no regret when no constant gamma is beside it."""
     given = [str(written), "--drafter", "choice", "--draft", str(folders[1])]
     given += ["--gamma", "2", "--round-costs", "1,1.5,2"]
     (row,) = rows_from(replay.main, tmp_path, given)

@@ -1,4 +1,4 @@
-"""What is published: tables and figures are of the rows, and all can be made anew."""
+"""Published results: tables and figures match their rows, and all can be made anew."""
 
 import argparse
 import importlib
@@ -35,7 +35,7 @@ FIGURES = sorted({path for text in TEXTS.values() for path in FIGURE.findall(tex
     "text", [pytest.param(t, id=n) for n, t in TEXTS.items() if "<!-- rows: " in t]
 )
 def test_tables_are_of_the_rows(text):
-    """Fails if a number was typed, or its row was measured again without it."""
+    """Fails if a number was typed by hand, or is older than its row."""
     assert published.update(text) == text
     # Negative control.
     digit = re.search(r"(?s)<!-- rows: .*?\| [^|]*([0-9]) ", text).start(1)
@@ -58,7 +58,7 @@ def test_a_table_without_rows_is_refused(monkeypatch):
 
 
 def test_the_table_of_rounds_is_in_the_figure():
-    """Fails if both show other runs of the same thing."""
+    """Fails if the figure lacks a run that the table shows."""
     (path,) = (path for path in FIGURES if path.endswith("/speedup.svg"))
     rows = table_rows.rows_of("spec_round*.jsonl", "summary")
     drawn = set(figures.read_source(ROOT / path))
@@ -66,7 +66,7 @@ def test_the_table_of_rounds_is_in_the_figure():
 
 
 def without_commit(rows) -> list[dict]:
-    """The rows that name no clean commit; of prompts their summary does, at the end."""
+    """Returns rows that name no clean commit; a final summary names it for prompts."""
     *_, last = rows
     is_named = lambda row: bool(row.get("git_commit")) and row.get("git_dirty") is False
     return [
@@ -79,7 +79,7 @@ def without_commit(rows) -> list[dict]:
 
 
 def test_rows_are_of_commits():
-    """Fails if a row says of no commit, or of changed code, what it measured."""
+    """Fails if a row names no commit, or was measured with changed code."""
     found = {
         path.name: without_commit(files.read_rows(path))
         for path in published.RESULTS.glob("*.jsonl")
@@ -104,7 +104,7 @@ def test_every_step_can_be_parsed(tmp_path, monkeypatch):
     """Fails if a script loses a flag, or two steps write to one file."""
     monkeypatch.setattr(hub, "cache", lambda: tmp_path)
     (tmp_path / hub.FETCHED["smollm2"]).touch()
-    # Kernels that other tests have loaded are no others any more.
+    # Other tests may have loaded kernels: no others can be chosen after that.
     monkeypatch.setattr(build, "choose", lambda isa: None)
     steps = list(reproduction.steps())
     names = [step.file for step in steps]
@@ -117,14 +117,14 @@ def test_every_step_can_be_parsed(tmp_path, monkeypatch):
             if step.flag:
                 arguments += [step.flag, str(tmp_path / "out")]
             importlib.import_module(f"experiments.{script}").parse_args(arguments)
-    # And what the tables and the certificates of today are made of is among them.
+    # All rows and certificates that are published today are among their files.
     files_of_today = {p for p in published.RESULTS.glob("certificates/*.json")}
     files_of_today |= set(published.RESULTS.glob("*.jsonl"))
     assert files_of_today <= {step.path for step in steps}
 
 
 def test_a_step_goes_on_after_its_finished_runs(tmp_path, monkeypatch):
-    """Fails if what was measured is measured again, or rows of changed code stay."""
+    """Fails if a finished run is run again, or rows of changed code stay."""
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     args = argparse.Namespace(allow_dirty=True, data=None, llama_bin=None)
     step = reproduction.Step(file="x.jsonl", runs=("one", "two"))
@@ -150,7 +150,7 @@ def test_a_step_goes_on_after_its_finished_runs(tmp_path, monkeypatch):
 
 
 def test_published_rows_are_short():
-    """They keep the bits of float32, no more digits, and no folder of the machine."""
+    """Fails if they lose bits of float32, or keep more digits or local folders."""
     third = 0.1 + 1 / 3
     exact = float(np.nextafter(np.float32(third), np.float32(1)))
     row = {"kind": "a", "s": [third, {"x": 1e-300 / 3}], "n": 12345678901234567890}

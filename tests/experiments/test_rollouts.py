@@ -1,4 +1,4 @@
-"""The target's own texts and prompts: each is its own, and a killed run goes on."""
+"""Texts and prompts that the target writes: resuming, ends, padding, and choices."""
 
 import dataclasses
 import json
@@ -24,12 +24,12 @@ CONFIG = tiny_pair.config(
 
 @pytest.fixture(autouse=True)
 def one_slot(monkeypatch):
-    """Any number of texts shares a program; `test_head_texts.py` has many slots."""
+    """Sets one slot, to share one program; `test_head_texts.py` has many slots."""
     monkeypatch.setattr(rollouts, "SLOTS", 1)
 
 
 def writer(**changes) -> rollouts.Writer:
-    """Six prompts, every second one drawn."""
+    """Returns a writer of six texts, of which every second one is drawn."""
     random = np.random.default_rng(0)
     made = rollouts.Writer(
         params=params_lib.init(jax.random.key(0), CONFIG, stddev=0.3),
@@ -45,8 +45,8 @@ def writer(**changes) -> rollouts.Writer:
 def test_a_killed_run_goes_on_with_the_texts_that_are_missing(
     tmp_path, monkeypatch, capsys
 ):
-    """Fails if texts are lost or written twice, if half a line is read, or if nothing
-    is said of how far it is."""
+    """Fails if texts are lost or written twice, if half a line is read, or if
+    progress is not shown."""
     monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
     one = writer()
     whole = rollouts.write(one, tmp_path)
@@ -66,12 +66,12 @@ def test_a_killed_run_goes_on_with_the_texts_that_are_missing(
     kept.write_bytes(b"".join(lines[:4]) + lines[4][:-3])
     assert rollouts.write(one, tmp_path) == whole
     assert len(asked) == COUNT - 4
-    # More prompts go on from those that are there.
+    # With more prompts, only the texts that are missing are written.
     asked.clear()
     more = writer(prompts=[*one.prompts, [1, 2, 3]], seeds=[*one.seeds, 9])
     assert rollouts.write(more, tmp_path)[:COUNT] == whole
     assert asked == [COUNT]
-    # Negative control: what was kept is not written anew.
+    # Negative control: a text that was changed in the file is not written anew.
     key, tokens = json.loads(lines[0])
     changed = [key, [(token + 1) % CONFIG.vocab_size for token in tokens]]
     kept.write_text(json.dumps(changed) + "\n")
@@ -86,7 +86,7 @@ def test_texts_end_at_the_stop_token_which_is_kept(tmp_path):
 
 
 def test_texts_are_padded_behind_their_ends():
-    """Fails if a row of the prompt but its last counts, or the row of a last token."""
+    """Fails if a prompt's row other than its last counts, or a text's last row does."""
     prompts = [[9, 1], [1, 2, 3], [1, 2]]
     one = writer(prompts=prompts, stop_ids=(8, 9), length=6)
     tokens, mask = rollouts.padded(one, [[2, 9], [8], [3, 4, 5, 6]])
@@ -97,8 +97,8 @@ def test_texts_are_padded_behind_their_ends():
 
 
 def test_a_file_is_named_after_all_that_decides_its_texts():
-    """Fails if another target, length or kernel goes on with the texts of one before,
-    or if prompts or seeds share a key."""
+    """Fails if another target, length or kernel reuses the texts of an earlier run, or
+    if prompts or seeds share a key."""
     one = writer()
     others = {
         "params": params_lib.init(jax.random.key(1), CONFIG),
@@ -120,8 +120,8 @@ def chat(tmp_path, template: str) -> tokenizer_lib.Tokenizer:
 
 
 def test_the_bare_turn_ends_where_the_user_begins(tmp_path):
-    """Fails if what follows the user's words is given, or a template without them is
-    accepted."""
+    """Fails if the user's words or text after them are returned, or a template that
+    shows nothing before them is accepted."""
     template = "A:{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}B:"
     words = chat(tmp_path, template)
     assert words.decode(own_prompts.bare_turn(words)) == "A:<user>"
@@ -136,7 +136,7 @@ def test_the_bare_turn_ends_where_the_user_begins(tmp_path):
     [
         ("How do birds find their way home in winter?", None),
         ("How do birds find their way home in summer?", "like another"),
-        ("why do cats purr so loudly when they sleep", "like another"),  # Avoided.
+        ("why do cats purr so loudly when they sleep", "like another"),  # avoided
         ("Hello there", "short"),
         ("1 2 3 4 5", "short"),
         ("tell me more and " * 6, "repeats itself"),

@@ -1,4 +1,4 @@
-"""The main job from its command line: exit status, lines written, bad input."""
+"""The main job from its command line: exit status, lines written, defaults."""
 
 import dataclasses
 
@@ -11,13 +11,13 @@ from spec_jax.ops import dispatch
 
 
 def command(folders, *more: str) -> list[str]:
-    """A short run, in caches of one size: all of them share their programs."""
+    """Returns flags of a short run; all runs have one cache size, to share programs."""
     sizes = "--gen-tokens 6 --gamma 2 --prompts 2 --page-size 128 --temperature 0"
     return [*models_of(folders), *sizes.split(), *more]
 
 
 def test_a_matched_run(folders, tmp_path):
-    """Fails if a line is missing, or the summary is not that of the lines."""
+    """Fails if a line is missing, or the summary is not the sum of the lines."""
     given = command(folders, "--repeats", "2")
     *prompts, summary = rows_from(spec_round.main, tmp_path, given)
     assert [row["id"] for row in prompts] == ["py-01", "py-02"]
@@ -37,7 +37,7 @@ def test_a_matched_run(folders, tmp_path):
 
 
 def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
-    """Exit status 2, and the replay counts the planted token."""
+    """Fails if a planted token does not give exit status 2, or the replay misses it."""
     real = runs.run_speculative
 
     def corrupted(lm, settings, prompt):
@@ -52,7 +52,7 @@ def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
 
 
 def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(folders, tmp_path):
-    """Above temperature 0; greedily it commits the target's tokens, and is."""
+    """Fails if it is compared above temperature 0, or is not called exact at 0."""
     given = command(folders, "--rule", "rejection", "--temperature", "1")
     *_, summary = rows_from(spec_round.main, tmp_path, given)
     assert summary["rule"] == "rejection" and summary["matched"] is None
@@ -62,7 +62,7 @@ def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(folders, tmp_p
 
 
 def test_logits_that_are_not_finite_match_nothing(overflowing, tmp_path):
-    """Finite weights that overflow at run time: equal tokens, and exit status 2."""
+    """Fails if equal tokens match though finite weights overflow at run time."""
     given = command(overflowing, "--batch", "2", "--ignore-stop")
     *prompts, summary = rows_from(spec_round.main, tmp_path, given, status=2)
     for row in prompts:
@@ -73,7 +73,7 @@ def test_logits_that_are_not_finite_match_nothing(overflowing, tmp_path):
 
 
 def test_conversations_and_categories(folders, tmp_path):
-    """Every turn is run; counts stand by category, in the table and in the summary."""
+    """Fails if a turn is not run, or the counts of categories do not add up."""
     lines = [
         {"question_id": 1, "category": "chat", "turns": ["hello", "and then?"]},
         {"question_id": 2, "category": "math", "turns": ["1 + 1"]},
@@ -107,7 +107,7 @@ def test_tokens_are_compared_and_not_assumed():
 
 
 def test_a_target_without_gamma_adapts(folders):
-    """And the embedded pair does not, so that its counts are the same in every run."""
+    """Fails unless it adapts, and the embedded pair, for equal counts, does not."""
     chosen = lambda *more: vars(spec_round.parse_args(more))
     target = models_of(folders)
     for more, name, gamma in (
@@ -147,13 +147,13 @@ def test_throughput(folders, tmp_path, capsys, monkeypatch):
 
 
 def test_throughput_that_differed_once(folders, tmp_path, monkeypatch):
-    """Fails if the last repeat alone decides what rows and the exit status say."""
+    """Fails if the last repeat alone decides the row and the exit status."""
     real, calls = throughput._once, []
 
     def corrupted(lm, settings, ids, way):
         calls.append(way)
         done = real(lm, settings, ids, way)
-        if way.gamma and calls.count(way) == 2:  # The first repeat, after a brief run.
+        if way.gamma and calls.count(way) == 2:  # the first repeat, after a brief run
             done = [with_another_token(done[0]), *done[1:]]
         return done
 

@@ -14,12 +14,12 @@ def run(prefill_s: float, decode_s: float, tokens: int) -> runs.Run:
 
 
 def test_speeds_by_hand():
-    # Two prompts of 2 and 6 tokens, three repeats. Totals, not means of rates: the
-    # short prompt must not weigh as much as the long one.
+    # Two prompts of 2 and 6 tokens, three repeats. Speeds are of totals, and not
+    # means of rates: the short prompt must not weigh as much as the long one.
     baseline = [
         [run(1.0, 2.0, 2), run(1.0, 6.0, 6)],  # 10 s, 8 s decoding
         [run(1.0, 2.0, 2), run(1.0, 6.0, 6)],
-        [run(2.0, 4.0, 2), run(2.0, 12.0, 6)],  # A slow moment: 20 s, 16 s
+        [run(2.0, 4.0, 2), run(2.0, 12.0, 6)],  # in a slow moment: 20 s, 16 s
     ]
     spec = [
         [run(1.0, 1.0, 2), run(1.0, 2.0, 6)],  # 5 s, 3 s decoding
@@ -36,7 +36,7 @@ def test_speeds_by_hand():
     }
     found = summaries.speeds(baseline, spec)
     assert {name: found[name] for name in expected} == pytest.approx(expected)
-    # With one repeat, the spread of the prompts: ratios 3/2 and 7/3.
+    # One repeat has the spread of its prompts: ratios 3/2 and 7/3.
     alone = summaries.speeds(baseline[:1], spec[:1])
     assert alone["speedup_e2e"] == pytest.approx(2.0)
     assert alone["speedup_e2e_p10"] == pytest.approx(1.5 + 0.1 * (7 / 3 - 1.5))
@@ -46,7 +46,7 @@ def test_speeds_by_hand():
     "repeats", [[], [[]], [[run(1.0, 0.0, 0)]], [[run(0.0, 0.0, 8)]]]
 )
 def test_nothing_measured_is_none_and_valid_json(repeats):
-    """Nor is there a rate of a clock that did not advance."""
+    """Fails if there is a rate without tokens, or by a clock that did not advance."""
     found = summaries.speeds(repeats, repeats)
     assert found["speedup_e2e"] is found["spec_e2e_tok_s"] is None
     json.dumps(found, allow_nan=False)
@@ -54,7 +54,7 @@ def test_nothing_measured_is_none_and_valid_json(repeats):
 
 def test_acceptance_by_repetition_by_hand():
     """Fails if thirds are not by repetition, or means are not weighted by tokens."""
-    # A share of 4-grams: of 20, 10, 30 and 10 tokens, 17, 7, 27 and 7 of them.
+    # Shares of repeated 4-grams, of which the texts have 17, 7, 27 and 7.
     texts = [[0] * 20, list(range(10)), [*range(15), *range(15)], [*range(5)] * 2]
     repetition = [16 / 17, 0.0, 12 / 27, 2 / 7]
     assert [*map(metrics.repetition, texts)] == pytest.approx(repetition)

@@ -1,4 +1,4 @@
-"""Sweeps: what is run and what is not, resuming, and bad input."""
+"""Sweeps: cells that are run and cells that are not, resuming, and bad input."""
 
 import pathlib
 
@@ -20,7 +20,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A target and a draft, and a file of prompts of two categories."""
+    """Returns a target and a draft, with a file of prompts of two categories beside."""
     folder = tmp_path_factory.mktemp("pair")
     write_rows(folder / "prompts.jsonl", PROMPTS)
     return tiny_pair.write(folder)
@@ -41,7 +41,7 @@ def command(folders, out: pathlib.Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def swept(folders, tmp_path_factory):
-    """The file of a whole sweep."""
+    """Returns the file of a whole sweep."""
     out = tmp_path_factory.mktemp("out") / "sweep.jsonl"
     assert sweep.main(command(folders, out)) == sweep.MATCHED == 0
     return out
@@ -49,7 +49,7 @@ def swept(folders, tmp_path_factory):
 
 @pytest.fixture
 def copied(swept, tmp_path):
-    """A copy of it that a test may change."""
+    """Returns a copy of it that a test may change."""
     path = tmp_path / "sweep.jsonl"
     path.write_bytes(swept.read_bytes())
     return path
@@ -65,7 +65,7 @@ def test_contexts_are_cells(folders, tmp_path):
 
 
 def test_every_cell_has_a_row(swept, folders):
-    """Fails if a category is left out, or another cell's numbers stand in a row."""
+    """Fails if a category is left out, or a row has another cell's numbers."""
     rows = rows_of(swept)
     places = [(row["drafter"], row["gamma"], row["category"]) for row in rows]
     assert places == [("ngram", gamma, sweep.ALL) for gamma in (1, 2)]
@@ -86,7 +86,7 @@ def test_every_cell_has_a_row(swept, folders):
 
 
 def test_a_cell_is_a_run_of_spec_round(swept, folders, tmp_path):
-    """Fails if it drafts, or counts, otherwise than the script of one run."""
+    """Fails if it drafts or counts differently from the script of one run."""
     out = tmp_path / "out.jsonl"
     same = [one for one in command(folders, out) if one != "1,2"]
     same.remove("--gamma")
@@ -106,14 +106,14 @@ def test_finished_cells_are_not_run_again(folders, copied, monkeypatch, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "2 cells, 2 of them in" in printed
     assert "by category" in printed and "prose" in printed
-    # Negative control: a cell that is not there is run.
+    # Negative control: a cell that the file lacks is run.
     assert sweep.main(command(folders, copied, "--temperature", "0,0.7")) == 130
 
 
 def test_other_settings_prompts_and_models_are_refused(
     folders, copied, tmp_path, capsys
 ):
-    """With all that differs, and the file as it was."""
+    """Fails unless the message names all that differs, and the file stays as it was."""
     before = copied.read_bytes()
     assert_fails_with(
         sweep.main,

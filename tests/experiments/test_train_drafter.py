@@ -1,4 +1,4 @@
-"""Training of drafters: the loss, a killed run, its head, and what goes on from it."""
+"""Training of drafters: resumed runs, exported heads, and runs that start from one."""
 
 import dataclasses
 import json
@@ -35,14 +35,14 @@ LEAVES_LOOPS = pytest.mark.filterwarnings(
 
 
 def exported(target, folder, *more):
-    """The folder of a head, and its card."""
+    """Exports a head; returns its folder and its card."""
     out = folder / "export"
     run(target, folder, "export", *more, "--out", str(out))
     return out, (out / "README.md").read_text()
 
 
 def weights_of(target, folder, *more):
-    """The weights that training begins with, and those of its newest checkpoint."""
+    """Returns the weights before training, and those of its newest checkpoint."""
     args = args_of(target, folder, *more)
     first = jobs.init(args, jobs.prepare(args))
     return first, loop.restore(jobs.recipe(args), first, args.work)[0]
@@ -60,8 +60,8 @@ def losses(folder) -> list:
 def test_a_killed_run_on_a_cache_is_the_run_without(
     target, work, tmp_path, capsys, flags, goes_on
 ):
-    """Fails if resuming, or reading what was cached, changes a bit of the head or draws
-    other anchors, or an export is another head, or not that which a run goes on from.
+    """Fails if resuming or a cache changes a bit of the head or draws other anchors, or
+    if an export is another head, or a run from it (`--base`) has other first weights.
     """
     online, cached = (with_texts(work, tmp_path / name) for name in ("online", "cache"))
     run(target, online, "train", *flags)
@@ -83,7 +83,7 @@ def test_a_killed_run_on_a_cache_is_the_run_without(
     job = job_of(target, cached, *flags)
     config, head = job.family.files.load(out, *load.load(target))
     assert config == job.config
-    # What was trained reads features of one size, and the export as they are.
+    # The trained weights read scaled features, and the exported ones the raw features.
     assert np.ptp(job.scale) > 0
     expected = np.asarray(weights.fc) * job.scale
     np.testing.assert_array_equal(head.fc, expected.astype(job.target.dtype))
@@ -93,7 +93,7 @@ def test_a_killed_run_on_a_cache_is_the_run_without(
         return
     if flags:
         assert drafting(target, out).drafter.head == config
-    # A run that goes on from it begins with its weights, and its card says so.
+    # A run that starts from the export has its weights, and names it in the card.
     flags = [*flags, "--base", str(out), *("--draft-vocab", "7", "--mlp", "8")]
     assert_begins_as(head, target, cached, *flags)
     onwards = with_texts(work, tmp_path / "onwards")
@@ -105,7 +105,7 @@ def test_a_killed_run_on_a_cache_is_the_run_without(
 @pytest.mark.slow
 @LEAVES_LOOPS
 def test_the_first_draft_is_trained_alone_at_first(target, work, tmp_path):
-    """Fails if the loss changes at another step, or resuming changes a bit."""
+    """Fails if later drafts count from another step on, or resuming changes a loss."""
     found = {}
     for name, flags, stops in (
         ("alone", ("--ttt-steps", "1"), (None,)),
@@ -118,13 +118,13 @@ def test_the_first_draft_is_trained_alone_at_first(target, work, tmp_path):
         found[name] = [loss for _, loss, _ in losses(folder)]
     assert found["both"] == found["killed"]
     assert found["both"][:2] == found["alone"][:2]
-    # Deeper steps count, too, from the third on.
+    # From the third step on, deeper drafts count, too.
     assert found["both"][2] > found["both"][1]
     assert found["both"][2:] != found["alone"][2:]
 
 
 def assert_begins_as(head, target, work, *flags):
-    """Of the drafter of `--base` all that is trained, whatever shape the flags ask."""
+    """Asserts that training begins with `head`'s weights, whatever shape flags give."""
     args = args_of(target, work, *flags)
     job = jobs.prepare(args)
     first = jobs.rescaled(jobs.init(args, job), job.scale)
@@ -138,7 +138,7 @@ def assert_begins_as(head, target, work, *flags):
 
 
 def drafting(target, out) -> sj.LanguageModel:
-    """The model with an export, which drafts; what it cannot change: `drafters`."""
+    """Asserts that an export drafts; returns the model. `drafters/` tests tokens."""
     lm = sj.load(target, drafter=str(out), impl="native")
     made = sj.generate(lm, "import os", max_tokens=8, gamma=2)
     assert made.metrics["proposed"] > 0
@@ -146,7 +146,7 @@ def drafting(target, out) -> sj.LanguageModel:
 
 
 def trained_and_exported(target, work, folder, *flags):
-    """The folder of a head, what is read of it, and its weights before and after."""
+    """Trains, exports; returns folder, config, head, and first and last weights."""
     run(target, with_texts(work, folder), "train", *flags)
     assert losses(folder)[-1][1] < losses(folder)[0][1]
     out, _ = exported(target, folder, *flags)
@@ -159,7 +159,7 @@ def trained_and_exported(target, work, folder, *flags):
 @pytest.mark.slow
 @LEAVES_LOOPS
 def test_a_narrower_head_has_an_embedding_of_its_own(target, work, tmp_path):
-    """Fails if it is not trained, is lost in the file, or is taken for the target's."""
+    """Fails if the embedding is not trained, is lost in the file, or the target's."""
     flags = ["--width", "16", "--window", "5"]
     made = trained_and_exported(target, work, tmp_path, *flags)
     out, config, head, first, _ = made
@@ -180,7 +180,7 @@ PARALLEL = [
 @LEAVES_LOOPS
 def test_a_parallel_head_is_trained_exported_and_drafts(target, work, tmp_path):
     """Fails if its mask is not trained, or not scaled as features are: the export would
-    read another one."""
+    then read another mask."""
     made = trained_and_exported(target, work, tmp_path, *PARALLEL)
     out, config, head, first, weights = made
     assert config.is_parallel and len(head.more) == 1
@@ -194,7 +194,7 @@ def test_a_parallel_head_is_trained_exported_and_drafts(target, work, tmp_path):
 
 
 def test_a_dspark_without_a_head_is_gone_on_from(target, work, tmp_path, capsys):
-    """Fails if it is taken for one with the default's head, or for another's."""
+    """Fails if it gets the default head, or another family accepts it as its base."""
     out = tiny_pair.write_block(tmp_path / "head", target, kind="dflash")
     _, head = block_files.load(out, *load.load(target))
     with_texts(work, tmp_path)
@@ -205,7 +205,7 @@ def test_a_dspark_without_a_head_is_gone_on_from(target, work, tmp_path, capsys)
 
 
 def test_ablations_of_blocks(target, work):
-    """Fails if a flag is read by no loss, or a family has another's heads."""
+    """Fails if a flag does not reach config or loss, or a family has other heads."""
 
     def trained(*flags):
         whole = "--draft-vocab", "264", *flags, "--block", "3"
@@ -230,7 +230,7 @@ def test_ablations_of_blocks(target, work):
 
 
 def write_target(folder, model_type):
-    """A tiny target of another family, with the byte tokenizer."""
+    """Writes a tiny target of another family, with the byte tokenizer."""
     qwen3 = tiny_pair.config(num_layers=3)
     names = [field.name for field in dataclasses.fields(config_lib.ModelConfig)]
     sizes = {name: getattr(qwen3, name) for name in names}
@@ -266,8 +266,8 @@ OF_OTHERS = pytest.mark.parametrize(
 
 @OF_OTHERS
 def test_heads_of_other_families_are_read_back(work, tmp_path, model_type, flags):
-    """Fails if one cannot begin, or a block drafter of a Llama target is written as one
-    of Llama's layers."""
+    """Fails if training cannot begin, or a Llama target's block drafter is written as
+    one of Llama's layers."""
     target = write_target(tmp_path / "target", model_type)
     given = [*of_others(target, *flags), "--work", str(work), "--stage", "train"]
     args = train_drafter.parse_args(given)
@@ -289,8 +289,8 @@ def test_heads_of_other_families_are_read_back(work, tmp_path, model_type, flags
 @LEAVES_LOOPS
 @OF_OTHERS
 def test_targets_of_other_families(tmp_path, model_type, flags):
-    """Fails if a family is refused, a default does not work, or an export is not
-    drafted with."""
+    """Fails if a family is refused, a default does not work, or an export
+    drafts nothing."""
     target = write_target(tmp_path / "target", model_type)
     work = ["--work", str(tmp_path)]
     for stage in ("rollouts", "train"):

@@ -20,7 +20,7 @@ DFLASH2 = dataclasses.replace(
 
 
 def speculators(algorithm, num_drafts):
-    """What speculators' own code writes of a drafter for "a target"."""
+    """Returns the `speculators_config` that speculators' code writes for "a target"."""
     method = {"proposal_type": "greedy", "speculative_tokens": num_drafts}
     method |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
     verifier = {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "a target"}
@@ -29,15 +29,15 @@ def speculators(algorithm, num_drafts):
 
 
 def with_heads(head, **changes):
-    """DSpark's sequential and confidence heads on the same backbone."""
+    """Returns `DFLASH` with DSpark's sequential and confidence heads."""
     own = {"markov_rank": 8, "has_confidence": True, "confidence_with_markov": True}
     own |= {"slots": "anchor-first", "head": head} | changes
     return dataclasses.replace(DFLASH, **own)
 
 
 def seeing(config=None, **attention):
-    """A drafter whose first layer sees less, and whose second the same or, as `rest`
-    says, all."""
+    """Returns a drafter whose first layer has this attention; the second has the same
+    or, with `rest="all"`, sees all keys."""
     rest = attention.pop("rest", None)
     first = block_params.LayerAttention(**attention)
     layers = (first, block_params.LayerAttention() if rest == "all" else first)

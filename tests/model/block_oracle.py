@@ -12,7 +12,7 @@ from model.float64_layer import Head as _Head, attend, mlp, rotate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head(_Head):
-    """A block drafter, which may have the target's output projection."""
+    """A block drafter, with the target's output projection in case it has none."""
 
     lm_head: np.ndarray  # [V, D], of the target
 
@@ -29,7 +29,7 @@ class Head(_Head):
 
 
 def heads_of(head: Head, i: int, x, name: str, position=None):
-    """Queries or keys of one row in layer `i`, normed and rotated; or its values."""
+    """Computes queries or keys of a row in layer `i`, normed and rotated; or values."""
     prefix = f"layers.{i}.self_attn.{name}"
     made = (head[f"{prefix}_proj"] @ x).reshape(-1, head.layer["head_dim"])
     if position is None:
@@ -39,12 +39,12 @@ def heads_of(head: Head, i: int, x, name: str, position=None):
 
 
 def key_value(head: Head, i: int, x, position):
-    """The key and the value of one position in layer `i`."""
+    """Computes the key and the value of one position in layer `i`."""
     return heads_of(head, i, x, "k", position), heads_of(head, i, x, "v")
 
 
 def seen(head: Head, i: int, k: int, start: int, size: int) -> list[int]:
-    """Positions that row `k` of a block at `start` sees in layer `i`."""
+    """Lists positions that row `k` of a block at `start` sees in layer `i`."""
     kinds = head.layer.get("layer_types") or ["full_attention"]
     slides = kinds[min(i, len(kinds) - 1)] == "sliding_attention"
     is_nested = "speculators_model_type" in head.config
@@ -56,15 +56,15 @@ def seen(head: Head, i: int, k: int, start: int, size: int) -> list[int]:
     if not slides:
         return [*range(start), *block]
     window = head.layer["sliding_window"]
-    if is_nested:  # As its trainer masks: counted from the anchor.
+    if is_nested:  # Its trainer counts the window from the anchor.
         return [*range(max(start - window, 0), start), *block]
     first = max(start + k + 1 - window, 0)
     return [p for p in (*range(start), *block) if p >= first]
 
 
 def mix(head: Head, name: str, normed):
-    """Rows `[D]` of a block after the convolution of what a sublayer reads, and the
-    function that is that of what it gives; as they are where there is none."""
+    """Convolves the rows `[D]` that a sublayer reads; returns them and a function that
+    convolves its outputs. Without a convolution both leave rows as they are."""
     if f"{name}.base_kernel" not in head.tensors:
         return normed, lambda rows: rows
     base = np.asarray(head.tensors[f"{name}.base_kernel"], float)
@@ -83,7 +83,7 @@ def mix(head: Head, name: str, normed):
 
 
 def backbone(head: Head, features, anchor: int):
-    """Hidden states `[B, D]` and logits `[B, Vd]` of a block after `len(features)`."""
+    """Computes hidden states `[B, D]`, logits `[B, Vd]` of a block after `features`."""
     start, size = len(features), head.said("block_size")
     contexts = [
         head.norm(head["fc"] @ np.asarray(f, float), "hidden_norm") for f in features
@@ -117,7 +117,7 @@ def sigmoid(x):
 
 
 def selector(head: Head, before: int, h):
-    """What a selector adds to the logits of a slot, of all tokens."""
+    """Returns the terms that a selector adds to a slot's logits, for all tokens."""
     A, B = (
         np.asarray(head.tensors[f"candidate_selector.{name}_codebook"], float)
         for name in ("predecessor", "successor")
@@ -126,9 +126,9 @@ def selector(head: Head, before: int, h):
 
 
 def draft(head: Head, features, anchor: int, drawn=None):
-    """What is drafted greedily: tokens, corrected logits `[W, Vd]` and survival.
+    """Drafts greedily; returns tokens, corrected logits `[W, Vd]` and survival.
 
-    With `drawn`, each slot is given these tokens before it.
+    With `drawn`, each slot reads one of these tokens as the token before it.
     """
     h, U = backbone(head, features, anchor)
     rank, kind = head.said("markov_rank", 0), head.said("markov_head_type")
@@ -154,7 +154,7 @@ def draft(head: Head, features, anchor: int, drawn=None):
                 mixed = np.tanh(o)
             bias = head["markov_head.markov_w2"] @ mixed
         if k == 0 and not head.is_anchor_first:
-            continue  # The slot of the anchor itself.
+            continue  # The anchor's own slot drafts nothing.
         if head.said("enable_confidence_head"):
             with_markov = head.said("confidence_head_with_markov")
             read = np.concatenate([h[k], e]) if with_markov else h[k]

@@ -17,7 +17,7 @@ class Head(_Head):
 
 
 def fuse(head: Head, features):
-    """Steps 1: what the features of one position are to the layer."""
+    """Projects the features of one position to the width of the layer."""
     n = sum(name.startswith("fc_norm.") for name in head.tensors)
     if n:
         parts = np.split(features, n)
@@ -29,13 +29,13 @@ def fuse(head: Head, features):
 
 
 def slides(layer) -> bool:
-    """Whether the layer sees a window of keys alone."""
+    """Returns whether the layer sees only a window of keys."""
     return "sliding_attention" in (layer.get("layer_types") or [])
 
 
 def attention(head: Head, name, x, position: int, cache):
-    """What a row `x` attends to in a layer, after those whose rotated keys and values
-    are in `cache`, which grows by it."""
+    """Computes the attention of row `x` in a layer; `cache` holds the rotated keys and
+    the values of the rows before it, and those of `x` are added."""
     layer, H, (keys, values) = head.layer, head.layer["head_dim"], cache
     N, K = layer["num_attention_heads"], layer["num_key_value_heads"]
     q, k, v = (head[name(f"self_attn.{n}_proj")] @ x for n in "qkv")
@@ -52,7 +52,7 @@ def attention(head: Head, name, x, position: int, cache):
 
 
 def step(head: Head, g, token: int, position: int, caches):
-    """One pair after those in `caches`, of each layer.
+    """Runs one pair after the pairs in `caches`, which holds one cache a layer.
 
     Returns the feature of the next step and the logits.
     """
@@ -73,13 +73,13 @@ def step(head: Head, g, token: int, position: int, caches):
 
 
 def run(head: Head, features, tokens, *, num_own: int = 0):
-    """Features `[T, taps * Dt]` and tokens `[T + num_own]` of a chain of pairs.
+    """Runs a chain of pairs of features `[T, taps * Dt]` and tokens `[T + num_own]`.
 
-    The last `num_own` pairs have the head's own hidden state for a feature.
+    The last `num_own` pairs have the head's own hidden state as their feature.
 
     Returns:
-      Features of the next step `[T + num_own, D]`, logits, keys and values, of the
-      first layer.
+      Features of the next step `[T + num_own, D]`, logits, and the keys and values of
+      the first layer.
     """
     caches = [([], []) for _ in range(head.layer["num_hidden_layers"])]
     hidden, logits = [], []
@@ -93,8 +93,8 @@ def run(head: Head, features, tokens, *, num_own: int = 0):
 
 
 def draft(head: Head, features, tokens, *, count: int):
-    """What a parallel head drafts after pairs of these features and tokens: `count`
-    tokens of the target, and their logits `[count, Vd]`."""
+    """Drafts by a parallel head after pairs of these features and tokens; returns
+    `count` tokens of the target, and their logits `[count, Vd]`."""
     mask = np.asarray(head.tensors["mask_hidden"], float).reshape(-1)
     masks = [mask] * (count - 1)
     read = [*tokens, *[head.config["mask_token_id"]] * (count - 1)]

@@ -1,4 +1,4 @@
-"""What the float64 oracles of heads share: a layer in NumPy, one row at a time."""
+"""The common part of the float64 oracles of heads: a layer in NumPy, row by row."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head:
-    """A head's `config.json` and tensors, and what it takes from the target."""
+    """A head's `config.json` and tensors, and the target's embedding."""
 
     config: Mapping  # as in the file
     tensors: Mapping[str, np.ndarray]
@@ -27,7 +27,7 @@ class Head:
 
 
 def rotate(x, position, theta):
-    """Rotates the halves of one head by its position."""
+    """Rotates the two halves of one head by the angles of its position (RoPE)."""
     half = x.shape[-1] // 2
     angles = position * theta ** (-np.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
@@ -36,7 +36,7 @@ def rotate(x, position, theta):
 
 
 def attend(q, keys, values):
-    """What one row of queries `[N, H]` attends to: of each position `[K, H]`."""
+    """Computes attention of a row's queries `[N, H]` to keys and values `[K, H]`."""
     (N, H), K, out = q.shape, len(keys[0]), []
     for n in range(N):
         scores = np.array([key[n * K // N] @ q[n] for key in keys]) / np.sqrt(H)
@@ -47,7 +47,7 @@ def attend(q, keys, values):
 
 
 def mlp(head: Head, prefix: str, x):
-    """The gated layer of one row."""
+    """Computes the gated MLP of one row."""
     gate = head[f"{prefix}.gate_proj"] @ x
     inner = gate / (1 + np.exp(-gate)) * (head[f"{prefix}.up_proj"] @ x)
     return head[f"{prefix}.down_proj"] @ inner

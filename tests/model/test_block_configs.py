@@ -17,19 +17,19 @@ from spec_jax.model import (
 
 
 def nested(**changes):
-    """A change of what is under `dflash_config`."""
+    """Returns a change of the values under `dflash_config`."""
     return {"dflash_config": changes}
 
 
 def read(folder, raw):
-    """The drafter's config that a file of this object describes."""
+    """Reads the drafter's config from a file that holds this object."""
     path = folder / "config.json"
     path.write_text(raw if isinstance(raw, str) else json.dumps(raw))
     return dialects.read_config(path, TARGET)[1]
 
 
 def changed(raw, change):
-    """A config with other values, or without a key whose value is `...`."""
+    """Returns a config with other values; `...` as a value removes its key."""
     raw = raw | {
         key: raw[key] | x if isinstance(x, dict) and key in raw else x
         for key, x in change.items()
@@ -131,12 +131,12 @@ OWNERS = {
         "num_anchors": 32, "markov_rank": 0, "enable_confidence_head": False},
     "speculators": {"speculators_config": block_cases.speculators("dspark", 3)},
 }  # fmt: skip
-"""What each owner's own code writes."""
+"""Keys and values that each owner's own code writes."""
 
 
 @pytest.mark.parametrize("case", OWNERS)
 def test_a_config_has_the_keys_of_its_owner(case):
-    """Fails if a key is missing without which the owner's program refuses the file."""
+    """Fails if a key is missing that the owner's program needs to accept the file."""
     dialect, config = CASES[case]
     raw = block_config_keys.to_dict(config, dialect, ORIGIN)
     assert {key: raw[key] for key in OWNERS[case]} == OWNERS[case]
@@ -145,8 +145,8 @@ def test_a_config_has_the_keys_of_its_owner(case):
 
 
 def test_equal_heads_are_called_mha(tmp_path):
-    """Fails if SpecForge's label, without which it refuses them, is not written, or is
-    taken for another computation."""
+    """Fails if the label that SpecForge requires for equal numbers of heads is not
+    written, or is read as another computation."""
     config = with_heads("vanilla")
     layer = dataclasses.replace(config.layer, num_kv_heads=config.layer.num_heads)
     config = dataclasses.replace(config, layer=layer)
@@ -171,11 +171,11 @@ def test_neutral_values_are_read(tmp_path, change):
 _FULL = block_params.LayerAttention()
 _SLIDING = block_params.LayerAttention(window=6, is_causal=True)
 SIGHTS = [
-    # vLLM's `use_swa`, of all layers where none is named.
+    # vLLM's `use_swa`: all layers slide if `layer_types` names none that does.
     (nested(use_swa=True, swa_window_size=6, causal=True), (_SLIDING, _SLIDING)),
     (nested(use_swa=True, causal=False) | {"sliding_window": 6, "layer_types": ...},
      (block_params.LayerAttention(window=6),) * 2),
-    # transformers', without names; its default is not written.
+    # transformers' keys, without `layer_types` or without the default window.
     ({"layer_types": ..., "use_sliding_window": True, "max_window_layers": 1,
       "sliding_window": 6}, (_FULL, _SLIDING)),
     ({"layer_types": ["full_attention", "sliding_attention"],
@@ -183,7 +183,7 @@ SIGHTS = [
      (_FULL, block_params.LayerAttention(window=4096, is_causal=True))),
     ({"use_sliding_window": True, "max_window_layers": 28}, ()),
     ({"layer_types": ..., "use_sliding_window": True, "sliding_window": 6}, ()),
-    # JetSpec's, and vLLM's key of the same.
+    # JetSpec's key, and vLLM's key of the same meaning.
     (nested(causal_head=True), (block_params.LayerAttention(is_causal=True),) * 2),
     ({"is_causal": True}, (block_params.LayerAttention(is_causal=True),) * 2),
     (nested(causal_head=False), ()),
@@ -192,7 +192,7 @@ SIGHTS = [
 
 @pytest.mark.parametrize(("change", "expected"), SIGHTS)
 def test_what_rows_see_is_read_in_every_spelling(tmp_path, change, expected):
-    """Fails if a window or a mask is taken for another, or a default is not known."""
+    """Fails if a window or a mask is read as another, or a default is not known."""
     raw = block_config_keys.to_dict(DFLASH, "z-lab", ORIGIN)
     assert read(tmp_path, changed(raw, change)).attention == expected
 
@@ -219,14 +219,14 @@ def test_layouts_without_words_for_what_rows_see(message):
 
 def test_slots_are_said_where_each_reader_looks():
     """Fails if the flag is in `dflash_config` alone: llama.cpp's converter looks beside
-    it, and would take fill-in slots for anchor-first ones."""
+    it, and would read fill-in slots as anchor-first ones."""
     config = with_heads("vanilla", slots="fill-in")
     raw, key = (
         block_config_keys.to_dict(config, "specforge", ORIGIN),
         "sample_from_anchor",
     )
     assert raw[key] is raw["dflash_config"][key] is False
-    # What a layout's slots are anyhow is said nowhere.
+    # Slots that are the layout's default are stated nowhere.
     raw = block_config_keys.to_dict(with_heads("vanilla"), "specforge", ORIGIN)
     assert key not in raw and key not in raw["dflash_config"]
 
@@ -240,8 +240,8 @@ def test_slots_are_said_where_each_reader_looks():
     ],
 )
 def test_either_flag_below_says_what_slots_predict(tmp_path, dialect, config, key):
-    """Fails if a layout's own slots are taken where a flag under `dflash_config`, and
-    nowhere else, says that they are others."""
+    """Fails if a layout's default slots are assumed although a flag, which is under
+    `dflash_config` alone, states the other ones."""
     raw = block_config_keys.to_dict(config, dialect, ORIGIN)
     flag = raw.pop("sample_from_anchor")
     below = raw["dflash_config"] | {key: flag}
@@ -251,7 +251,7 @@ def test_either_flag_below_says_what_slots_predict(tmp_path, dialect, config, ke
 
 
 def test_speculators_dflash_before_it_had_the_flag(tmp_path):
-    """Its slots were filled in."""
+    """Checks that a config without the flag has fill-in slots."""
     raw = block_config_keys.to_dict(DFLASH, "speculators", ORIGIN)
     assert raw.pop("sample_from_anchor") is False
     assert read(tmp_path, raw) == DFLASH

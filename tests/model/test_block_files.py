@@ -1,4 +1,4 @@
-"""Published block drafters: read, written, refused, and run against float64."""
+"""Files of published block drafters: read, written, changed and refused."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def target_params():
 
 
 def make_params(config, target_params) -> block_params.BlockParams:
-    """Random weights, norms and biases too, so that one that is left out shows."""
+    """Makes random weights, norms and biases too, so that an omitted one shows."""
     hot, size = None, config.draft_vocab_size
     if size < 96:
         hot = jnp.sort(jax.random.permutation(jax.random.key(4), 96)[:size])
@@ -46,7 +46,7 @@ def make_params(config, target_params) -> block_params.BlockParams:
 
 
 def saved(folder, case, target_params, **how):
-    """A case's config and weights, in a folder of its layout."""
+    """Saves a case's config and weights in a folder of its layout; returns both."""
     dialect, config = CASES[case]
     params = make_params(config, target_params)
     block_files.save(folder, config, params, dialect=dialect, origin=ORIGIN, **how)
@@ -54,7 +54,7 @@ def saved(folder, case, target_params, **how):
 
 
 def test_copies_of_the_target_may_be_left_out(target_params, tmp_path):
-    """Fails if they are stored, or what is read then are not the target's."""
+    """Fails if copies are stored, or if the loaded matrices are not the target's."""
     config, params = saved(tmp_path, "deepspec", target_params, copies=False)
     held = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     assert not {"embed_tokens.weight", "lm_head.weight"} & set(held)
@@ -65,7 +65,7 @@ def test_copies_of_the_target_may_be_left_out(target_params, tmp_path):
 
 @pytest.mark.parametrize("case", ["deepspec", "specforge", "speculators"])
 def test_a_scaling_is_written_into_a_config(case, target_params, tmp_path):
-    """Fails if older ones stay, another field changes, or wrong ones are stored."""
+    """Fails if an old scaling stays, another field changes, or a bad one is stored."""
     config, _ = saved(tmp_path, case, target_params)
     path = tmp_path / "config.json"
     read = lambda: dialects.read_config(path, TARGET)[1]
@@ -76,7 +76,7 @@ def test_a_scaling_is_written_into_a_config(case, target_params, tmp_path):
         assert read() == dataclasses.replace(
             config, confidence_temperatures=temperatures, confidence_shifts=shifts
         )
-    if case == "specforge":  # As others may have written it.
+    if case == "specforge":  # Other programs may have put it here.
         raw = json.loads(path.read_text())
         raw["dflash_config"]["confidence_shifts"] = list(given)
         path.write_text(json.dumps(raw))
@@ -128,7 +128,7 @@ BAD_TENSORS = {
         lambda t: {"layers.0.attention_conv.base_kernel": eagles.zeros(2, 2, 48)}),
     "t2d marks 64": ("speculators", lambda t: {"t2d": ~t["t2d"]}),
 }  # fmt: skip
-"""Others, which code of all heads finds, are in `test_eagle3_files`."""
+"""Faults that are found by code for all heads are in `test_eagle3_files`."""
 
 
 @pytest.mark.parametrize("message", BAD_TENSORS)
@@ -150,7 +150,7 @@ def test_another_dtype_and_a_mask_of_its_own_are_refused(tmp_path, target_params
 
 
 def test_variants_of_files_are_read(tmp_path, target_params):
-    """SpecForge's early prefix, and a confidence head without bias."""
+    """Checks that SpecForge's early prefix, and a head without bias, are read."""
     _, params = saved(tmp_path, "specforge", target_params)
 
     def early(tensors):

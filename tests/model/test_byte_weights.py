@@ -1,4 +1,4 @@
-"""Models of eight bits or four: as they are read, saved, loaded; lossless, refused."""
+"""Models with weights of eight or four bits: saved, loaded, lossless, refused."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ def config(request):
 
 @pytest.mark.parametrize("form", ["q8_0", "q4_1"])
 def test_what_is_saved_is_loaded_again(config, form, tmp_path):
-    """Fails if a bit is lost on the way, or one form has another fingerprint."""
+    """Fails if a bit is lost on the way, or if packing changes the fingerprint."""
     params = params_lib.init(jax.random.key(0), config, stddev=0.2)
     save_lib.save(tmp_path / "dense", config, params)
     found, made = load.load(tmp_path / "dense", weights=form)
@@ -88,7 +88,7 @@ def test_what_is_saved_is_loaded_again(config, form, tmp_path):
 @pytest.mark.parametrize("form", ["q8_0", slow("q4_1")])
 @pytest.mark.parametrize("family", slow_but(CONFIGS, "qwen3"))
 def test_implementations_agree_in_every_family(family, form):
-    """Fails if a matrix of a family is another one to the kernels than to XLA."""
+    """Fails if the native kernels and XLA read a matrix of a family differently."""
     decoding.needs("native")
     config = dataclasses.replace(CONFIGS[family], weights=form, dtype="float32")
     dense = params_lib.init(jax.random.key(0), config, stddev=0.2)
@@ -119,7 +119,7 @@ def test_implementations_agree_in_every_family(family, form):
     ],
 )
 def test_it_is_lossless(drafter, tree, form, of_target):
-    """Fails if rounds of a model of few bits give other tokens than it alone."""
+    """Fails if rounds of a model with few bits give other tokens than its baseline."""
     how = {"drafter": drafter, "tree": tree, "draft_weights": form}
     lm = sj.load(weights=of_target, **how)
     said = {"q8_0": "q8_0 and bf", "q4_1": "q4_1, q8_0 of the vocabulary, and bf"}
@@ -135,8 +135,8 @@ def test_it_is_lossless(drafter, tree, form, of_target):
     "kind", ["eagle3", *map(slow, ("draft-model", "dflash", "dspark"))]
 )
 def test_drafters_of_eight_bits(kind, tmp_path):
-    """Fails if a drafter's matrices stay dense, its tables of tokens do not, or the
-    target's decoding depends on it."""
+    """Fails if a drafter's matrices stay dense, if its embedding of tokens does not, or
+    if the tokens are not the baseline's."""
     target, draft = tiny_pair.write(tmp_path)
     if kind != "draft-model":
         draft = tiny_pair.WRITE_HEAD[kind](tmp_path / "head", target)
@@ -157,7 +157,7 @@ def test_drafters_of_eight_bits(kind, tmp_path):
 
 @pytest.mark.parametrize("form", ["q8_0", "q4_1"])
 def test_a_folder_with_copies_of_a_dense_target(form, tmp_path):
-    """Fails if what the target's blocks were made of is refused, or another is not."""
+    """Fails if a copy of the target's dense matrix is refused, or another is not."""
     target, _ = tiny_pair.write(tmp_path)
     head = tiny_pair.WRITE_HEAD["dspark"](tmp_path / "head", target)
     lm = sj.load(target, draft=head, drafter="dspark", weights=form)
@@ -178,8 +178,8 @@ def load_pair(tmp_path, impl):
 
 
 def test_it_is_prepared_for_a_gpu(tmp_path):
-    """Fails if kernels would lay weights out at each step, or a bit is lost, or prompts
-    do not go by rows."""
+    """Fails if weights are not laid out in tiles once, if a bit is lost, or if prompts
+    are not prefilled by rows."""
     lm, native = (load_pair(tmp_path, impl) for impl in ("interpret", "native"))
     for params in (lm.params, lm.drafter_params):
         assert isinstance(params.layers[0].down, weights.Tiles)
@@ -191,7 +191,7 @@ def test_it_is_prepared_for_a_gpu(tmp_path):
 
 @pytest.mark.parametrize("impl", ["native", slow("interpret")])
 def test_it_is_lossless_on_each_kernel(impl, tmp_path):
-    """Fails if rounds give other tokens than plain decoding; "interpret": of tiles."""
+    """Fails if rounds give other tokens than the baseline; "interpret" reads tiles."""
     decoding.needs(impl)
     lm = load_pair(tmp_path, impl)
     assert "q8_0 and" in lm.card() and run.provenance(lm)["weights"] == "q8_0"
@@ -199,12 +199,12 @@ def test_it_is_lossless_on_each_kernel(impl, tmp_path):
 
 
 def of_form(w):
-    """Whether a matrix is of eight bits; None of what is no matrix."""
+    """Returns whether a matrix is in blocks of bytes; None if it is no matrix."""
     return weights.is_bytes(w) if len(w.shape) == 2 else None
 
 
 def test_refusals(tmp_path):
-    """Fails if a combination without kernels is found out in the middle of a run."""
+    """Fails if a combination without kernels, or a bad file, is not refused at once."""
     params = params_lib.init(jax.random.key(0), CONFIGS["qwen3"])
     eight, four = (params_lib.to_bytes(params, form) for form in ("q8_0", "q4_1"))
     of_eight, of_four = (

@@ -1,4 +1,4 @@
-"""Chat templates: Hugging Face's text, and an end for every template."""
+"""Chat templates: the same text as Hugging Face's, limits of time, and failures."""
 
 import concurrent.futures
 import json
@@ -26,7 +26,7 @@ CHATS = {
         {"role": "user", "content": [{"type": "text", "text": "parts"}]},
     ],
 }
-# What released templates use, and what Hugging Face adds to Jinja.
+# Features that released templates use, and features that Hugging Face adds to Jinja.
 FEATURES = {
     "tojson": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}"
     "{{ messages | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}",
@@ -65,7 +65,7 @@ FEATURES = {
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("chat", CHATS)
 def test_text_is_that_of_hugging_face(feature, chat):
-    """Fails if a filter, a global or a setting is another."""
+    """Fails if a filter, a global or a setting differs from Hugging Face's."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from transformers.utils import chat_template_utils
@@ -86,7 +86,7 @@ def test_text_is_that_of_hugging_face(feature, chat):
     ],
 )
 def test_messages_are_not_changed(template):
-    """Fails if a template reaches what belongs to the caller."""
+    """Fails if a template can change the messages of the caller."""
     messages = [{"role": "user", "content": "mine", "inner": {"a": [1]}}]
     before = json.dumps(messages)
     chat_template.render(template, messages)
@@ -107,7 +107,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_time_is_bounded(monkeypatch, name):
-    """Off the main thread too. Fails if a loop, or what stands for one, has no end."""
+    """Fails if a loop, a recursion or a filter has no end outside the main thread."""
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.05)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         ended = pool.submit(chat_template.render, ENDLESS[name], [])
@@ -130,7 +130,7 @@ def test_time_is_bounded(monkeypatch, name):
     ],
 )
 def test_failures_are_one_line(template, message):
-    """Fails if what a template raises escapes as it is."""
+    """Fails if an error of a template is not raised as a `ValueError` of one line."""
     with pytest.raises(ValueError, match=message) as caught:
         chat_template.render(template, [])
     assert "\n" not in str(caught.value)
@@ -138,7 +138,7 @@ def test_failures_are_one_line(template, message):
 
 @pytest.mark.parametrize("value", [b"bytes", np.arange(3), object()])
 def test_messages_of_something_else(value):
-    """Fails if a template is handed objects, whose methods may do anything."""
+    """Fails if a template is given objects whose methods it could call."""
     kind = type(value).__name__
     with pytest.raises(ValueError, match=f"messages or options hold {kind}; give text"):
         chat_template.render("x", [{"role": "user", "content": value}])

@@ -1,4 +1,4 @@
-"""Safetensors files: what another hand wrote is read, what is broken is refused."""
+"""Safetensors files: files of other programs are read, broken files are refused."""
 
 import json
 import pathlib
@@ -17,7 +17,7 @@ PLACES = {"matrix": A, "half": B, "brain": A, "scalar": B, "empty": A}
 
 
 def tensors() -> dict[str, np.ndarray]:
-    """All supported dtypes; a scalar and an empty tensor among them."""
+    """Returns tensors of all supported dtypes, with a scalar and an empty tensor."""
     rng = np.random.default_rng(3)
     return {
         "matrix": rng.normal(size=(6, 10)).astype(np.float32),
@@ -30,14 +30,14 @@ def tensors() -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def folder(tmp_path) -> pathlib.Path:
-    """A good file, written by the `safetensors` package."""
+    """Writes a good file by the `safetensors` package; returns its folder."""
     safetensors.numpy.save_file(tensors(), tmp_path / files.SINGLE_FILE)
     return tmp_path
 
 
 @pytest.fixture
 def sharded(tmp_path) -> pathlib.Path:
-    """The same tensors in two files, which take turns."""
+    """Writes the same tensors to two files, interleaved; returns their folder."""
     for shard in SHARDS:
         held = {k: v for k, v in tensors().items() if PLACES[k] == shard}
         safetensors.numpy.save_file(held, tmp_path / shard)

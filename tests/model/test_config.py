@@ -1,4 +1,4 @@
-"""Configs: both spellings are read, nothing is derived, nothing is guessed."""
+"""Configs: old and new spellings are read; missing values are refused, not guessed."""
 
 import dataclasses
 import json
@@ -62,18 +62,18 @@ def test_yarn(raw):
     config = config_lib.from_dict(raw)
     assert config.scaling == yarn and config.rope_theta == 1e6
     assert config_lib.from_dict(config_lib.to_dict(config)) == config
-    # As jit's static argument.
+    # `jit` hashes its static arguments.
     assert hash(config) == hash(dataclasses.replace(config))
 
 
 def test_the_smallest_released_model_has_its_size():
-    """The bytes are those of the published file: fails on any wrong shape."""
+    """Fails if a shape is wrong: the bytes must be as many as in the published file."""
     shapes = params_lib.shapes(config_lib.from_dict(OLD))
     assert params_lib.num_bytes(shapes) == 1_192_099_840
 
 
 def test_head_dim_is_never_derived():
-    """Fails if `hidden_size / num_heads` (64 here) stands in for what is stated."""
+    """Fails if `hidden_size / num_heads` (64 here) replaces the stated `head_dim`."""
     config = config_lib.from_dict(OLD)
     assert config.head_dim == 128
     assert config.attention_size == 2048 != config.hidden_size
@@ -156,8 +156,8 @@ BOTH = DEFAULT | {"rope_scaling": YARN}
     ],
 )  # fmt: skip
 def test_rope_is_that_of_hugging_face(tmp_path, stated):
-    """The frequencies and their scale, from the same file: fails if YaRN is dropped
-    where both spellings are there, or the base is taken from the wrong place.
+    """Compares the frequencies and their scale, from the same file. Fails if YaRN is
+    dropped where both spellings are present, or the base is read from the wrong key.
     """
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -175,7 +175,7 @@ def test_rope_is_that_of_hugging_face(tmp_path, stated):
 
 
 def test_dtype_override():
-    """Also of a dtype that could not be used as it stands."""
+    """Checks that a dtype replaces the file's, even one that is not supported."""
     raw = OLD | {"torch_dtype": "float16"}
     assert config_lib.from_dict(raw, dtype="float32").dtype == "float32"
     with pytest.raises(ValueError, match="dtype='int8'"):
@@ -190,7 +190,7 @@ def test_dtype_override():
     ],
 )
 def test_devices_and_pipes_are_not_read(tmp_path, name, read):
-    """Fails, by never ending, if a device is read or a pipe waited for."""
+    """Fails, by never ending, if a device is read or a pipe is waited for."""
     path = tmp_path / name
     for make in (lambda: path.symlink_to("/dev/zero"), lambda: os.mkfifo(path)):
         make()

@@ -60,7 +60,7 @@ def target_params():
 
 
 def make_head(config, target_params, *, dtype="float32"):
-    """Random weights on the target's embedding; draft tokens here and there."""
+    """Makes random weights on the target's embedding, and draws the draft tokens."""
     params = heads.make_params(config, dtype).replace(embed=target_params.embed)
     if params.hot is None:
         return params
@@ -93,7 +93,7 @@ IMPLS = [
 
 @pytest.mark.parametrize(("case", "impl"), IMPLS)
 def test_parity_with_float64(tmp_path, target_params, case, impl):
-    """Fails if a tensor is taken for another, or a step is left out."""
+    """Fails if a tensor is read as another one, or a step is left out."""
     heads.decoding.needs(impl)
     dialect, config = CASES[case]
     params = make_head(config, target_params)
@@ -104,7 +104,7 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
         embed=np.asarray(target_params.embed),
     )
     features, tokens = heads.inputs(config, 9)
-    if config.is_parallel:  # No pair reads a hidden state; masks: `test_peagle`.
+    if config.is_parallel:  # Pairs read no hidden state; `test_peagle` tests masks.
         features, tokens = features[:7], tokens[:7]
     num_own = len(tokens) - 7
     expected = oracle.run(head, features[:7].astype(float), tokens, num_own=num_own)
@@ -115,7 +115,7 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
     for part, wide in zip(ours, expected, strict=True):
         reduction = 400 * config.layer.num_layers**2
         testing.assert_rows_close(part, wide, dtype="float32", reduction=reduction)
-    # The sequence is that of rows, see `test_eagle3_head`.
+    # Whole sequences equal rows, see `test_eagle3_head`.
     if impl == "xla" and not config.is_parallel:
         sequence = heads._sequence(params, config, tokens[None, :7], features[None, :7])
         testing.assert_rows_close(
@@ -146,13 +146,13 @@ OWNERS = {
          "layer_types": ["full_attention"], "tie_word_embeddings": False},
         (*dialects._FLAGS, "target_hidden_size", "draft_vocab_size")),
 }  # fmt: skip
-"""What each owner's own code writes, and what it does not."""
+"""Keys that each owner's own code writes, and keys that it does not write."""
 
 
 @pytest.mark.parametrize("case", OWNERS)
 def test_a_config_has_the_keys_of_its_owner(case):
-    """Fails if a key is missing without which the owner's program refuses the file, or
-    there is one that it takes for something else."""
+    """Fails if a key is missing that the owner's program needs to accept the file, or
+    if a key is written that it would misread."""
     dialect, config = CASES[case]
     origin = dataclasses.replace(ORIGIN, ttt_length=5)
     raw = dialects.to_dict(config, dialect, origin)
@@ -162,8 +162,8 @@ def test_a_config_has_the_keys_of_its_owner(case):
 
 
 def test_a_published_parallel_head_of_8b(tmp_path):
-    """Fails if SpecForge's config for Qwen3-8B is refused once it states its mask, or
-    a tensor has another name or shape than its own code and speculators' give it."""
+    """Fails if SpecForge's config for Qwen3-8B is refused once it states its mask, or a
+    tensor has another name or shape than in SpecForge's and speculators' own code."""
     sizes = {"hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8}
     raw = sizes | {
@@ -200,8 +200,8 @@ def test_a_published_parallel_head_of_8b(tmp_path):
 
 
 def test_llama3_rope_is_read_and_written(tmp_path):
-    """Fails if a head that was copied from Llama 3.1's config is refused, or drafts
-    at other angles."""
+    """Fails if a head whose layer was copied from Llama 3.1's config is refused, or has
+    other angles of RoPE."""
     scaling = config_lib.Llama3Scaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
         original_max_position_embeddings=64,
@@ -218,10 +218,10 @@ def test_llama3_rope_is_read_and_written(tmp_path):
 
 
 def test_taps_are_where_each_reader_looks():
-    """Fails if the taps are in one of two places alone.
+    """Fails if the taps are in only one of two places.
 
-    llama.cpp's converter looks beside `eagle_config` and, where it finds none, takes
-    its default layers without a word; SGLang looks inside.
+    llama.cpp's converter looks beside `eagle_config` and, where it finds none, silently
+    takes its default layers; SGLang looks inside.
     """
     config = dataclasses.replace(SMALL, taps=(1, 3, 7))
     raw = dialects.to_dict(config, "midlayer", ORIGIN)
@@ -229,7 +229,7 @@ def test_taps_are_where_each_reader_looks():
 
 
 def test_an_embedding_of_its_own_is_kept(tmp_path, target_params):
-    """But for DeepSpec's, which are copies, and so tell of another target."""
+    """Fails if a head loses its own embedding; DeepSpec's must equal the target's."""
     for config, dialect in ((SMALL, "speculators"), (WHOLE, "deepspec")):
         params = make_head(config, target_params)
         own = params.replace(embed=params.embed + 1)
@@ -244,7 +244,7 @@ def test_an_embedding_of_its_own_is_kept(tmp_path, target_params):
 def test_pickled_weights_are_refused_with_a_command_that_helps(
     tmp_path, target_params, monkeypatch
 ):
-    """Fails if the command does not write what is then read, bit for bit."""
+    """Fails if the file that the command writes does not have the same bits."""
     torch = pytest.importorskip("torch")
     import safetensors.torch
 
@@ -267,14 +267,14 @@ def test_pickled_weights_are_refused_with_a_command_that_helps(
 
 @pytest.fixture
 def folder(tmp_path, target_params):
-    """A good head, to be broken."""
+    """Saves a good head, which tests then break; returns its folder."""
     params = make_head(SMALL, target_params)
     eagle3_files.save(tmp_path, SMALL, params, dialect="midlayer", origin=ORIGIN)
     return tmp_path
 
 
 def rewrite(folder, change) -> None:
-    """Replaces tensors of a file by those of `change(tensors)`, or leaves out None."""
+    """Replaces tensors of a file by those of `change(tensors)`; None removes one."""
     path = folder / files.SINGLE_FILE
     held = safetensors.numpy.load_file(path)
     held |= change(held)

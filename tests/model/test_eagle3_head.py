@@ -46,7 +46,7 @@ _sequence = jax.jit(eagle3.forward_sequence, static_argnames=("config",))
 
 
 def make_params(config, dtype="float32"):
-    """Random weights, norms too, so that one that is left out or swapped shows."""
+    """Makes random weights, norms too, so that an omitted or swapped one shows."""
     embed = jnp.asarray(random_weights.normal(jax.random.key(5), (96, 48)))
     made = eagle3_params.init(jax.random.key(0), config, embed=embed, stddev=0.3)
     keys = iter(random_weights.split(jax.random.key(1), 40))
@@ -69,7 +69,7 @@ def with_dtype(config, dtype):
 
 
 def inputs(config, num_pairs: int):
-    """Features of a target and tokens of the pairs."""
+    """Draws features of a target and tokens for the pairs."""
     rng = np.random.default_rng(3)
     features = rng.normal(size=(num_pairs, config.features_size)).astype(np.float32)
     return features, rng.integers(0, 96, num_pairs).astype(np.int32)
@@ -85,7 +85,7 @@ class Pairs:
         self.kv = model.new_cache(capacity=32, page_size=8)
 
     def add(self, tokens, features, *, start, branch=None, parents_at=None):
-        """Runs pairs from `start` on, padding poisoned; returns hidden and logits."""
+        """Runs pairs from `start` on, padded with NaN; returns hidden and logits."""
         count = len(tokens)
         pad = (0, self.slab - count)
         positions = start + np.arange(count) if parents_at is None else parents_at
@@ -109,7 +109,7 @@ class Pairs:
 
 
 def chain_by_rows(params, config, impl, features, tokens, *, num_own):
-    """Two slabs of pairs with features, then one pair at a time with its own."""
+    """Runs two slabs of pairs with features, then single pairs with hidden states."""
     pairs = Pairs(params, config, impl)
     cut, known = 5, len(features)
     made = [pairs.add(tokens[:cut], features[:cut], start=0)]
@@ -128,7 +128,7 @@ def chain_by_rows(params, config, impl, features, tokens, *, num_own):
     [("xla", "plain"), ("native", "published variants"), ("native", "window")],
 )
 def test_rows_are_the_sequence(impl, variant):
-    """Fails if rows and training compute different heads."""
+    """Fails if rows on pages and the whole sequence of training give other results."""
     decoding.needs(impl)
     config = VARIANTS[variant]
     params = make_params(config)
@@ -144,7 +144,7 @@ def test_rows_are_the_sequence(impl, variant):
         own = [np.asarray(getattr(step, name)[0, -1]) for step in steps[1:]]
         testing.assert_rows_close(part, np.concatenate([first, own]), **near)
     testing.assert_rows_close(rows[2][:7], steps[0].k[0], **near)
-    # Negative control: one pair late is far.
+    # Negative control: rows that are one pair late are far off.
     with pytest.raises(AssertionError, match="are off"):
         testing.assert_rows_close(rows[1][1:8], steps[0].logits[0], **near)
 
@@ -163,7 +163,7 @@ def test_row_contract(impl):
         made = alone.add(tokens[i : i + 1], features[i : i + 1], start=i)
         for ours, theirs in zip(made, together, strict=True):
             testing.assert_same_bits(ours[0], theirs[i], what=f"pair {i}")
-    # Two branches behind pair 5: the second does not see the first.
+    # Two branches after pair 5: the second does not see the first.
     parents = np.array([0, 0, 0], np.int32)
     positions, branch = tree.layout(
         jnp.asarray(parents), start=jnp.int32(5), width=WIDTH
@@ -210,7 +210,7 @@ def test_features_of_another_width_are_refused():
 
 
 def test_unprepared_weights_are_prepared_within():
-    """Fails if `prepare` changes what is computed."""
+    """Fails if `prepare` changes a bit of the results."""
     decoding.needs("native")
     params = make_params(HEAD)
     features, tokens = inputs(HEAD, 3)

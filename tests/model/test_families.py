@@ -57,9 +57,9 @@ CASES = {
 
 
 def write_oracle(kind: str, sizes: dict, folder, *, dtype="float32", **saving):
-    """Hugging Face's own folder of random weights, biases and norms too: those of a
-    fresh model are all zero or one. Wide enough for attention to be far from uniform,
-    and for the residual stream not to be the embedding alone."""
+    """Saves and returns Hugging Face's model with random weights, biases and norms too,
+    which are all zero or one in a fresh model. They are large enough for attention to
+    be far from uniform, and for the residual stream to be more than the embedding."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)  # The models are too small for more.
@@ -80,7 +80,7 @@ def write_oracle(kind: str, sizes: dict, folder, *, dtype="float32", **saving):
 
 
 def f32_error(ours, theirs) -> float:
-    """The largest difference, in units of the tolerance: 1e-4 of the largest logit."""
+    """Returns the largest difference in units of 1e-4 of the largest logit."""
     return np.abs(ours - theirs).max() / (1e-4 * np.abs(theirs).max())
 
 
@@ -89,7 +89,7 @@ def f32_error(ours, theirs) -> float:
     params=slow_but(CASES, "sequential-tanh", "llama3", "qwen2-yarn-tied"),
 )
 def case(request, tmp_path_factory):
-    """A folder, the oracle, and its greedy tokens with their logits."""
+    """Returns a folder, and the oracle's greedy tokens with their logits."""
     torch = pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp(request.param)
     oracle = write_oracle(*CASES[request.param], folder)
@@ -112,7 +112,7 @@ def error(params, config, tokens, theirs) -> float:
 
 
 def test_logits_and_greedy_tokens_are_hugging_faces(case):
-    """Fails on another residual, GELU, order of the fused projection, or rotation."""
+    """Fails if residual, GELU, order of the fused projection or rotation is wrong."""
     folder, tokens, theirs = case
     config, params = load_lib.load(folder)
     assert error(params, config, tokens, theirs) <= 1
@@ -137,7 +137,7 @@ def test_logits_and_greedy_tokens_are_hugging_faces(case):
 
 
 def test_what_is_saved_is_hugging_faces(case, tmp_path):
-    """Fails if the order of rows is not undone, or a constant is not written."""
+    """Fails if saving does not undo the order of rows, or loses a tensor or a size."""
     import safetensors.numpy
 
     folder, _, _ = case
@@ -184,7 +184,7 @@ def test_configs_that_are_refused(raw, change, message):
 
 
 def test_old_and_new_spellings_agree():
-    """Float16, as Pythia is published, is read as float32."""
+    """Checks that both agree; float16, as Pythia is published, is read as float32."""
     old = RAW | {"rotary_pct": 0.5, "rotary_emb_base": 500, "torch_dtype": "float16"}
     new = {"rope_theta": 500, "partial_rotary_factor": 0.5, "rope_type": "default"}
     config = config_lib.from_dict(old)

@@ -1,4 +1,4 @@
-"""The row contract of families beside Qwen3, as `test_rows` has it."""
+"""The row contract of families other than Qwen3, by the checks of `test_rows`."""
 
 import decoding
 import jax
@@ -35,7 +35,7 @@ def make_config(family: str, dtype: str, **changes) -> config_lib.ModelConfig:
 
 
 def make_params(config: config_lib.ModelConfig) -> params_lib.Params:
-    """Random biases too; the embedding of token 0 is NaN."""
+    """Makes random weights, biases too; the embedding of token 0 is NaN."""
     params = params_lib.init(jax.random.key(0), config, stddev=0.2)
     leaves, structure = jax.tree.flatten(params)
     keys = random_weights.split(jax.random.key(1), len(leaves))
@@ -53,7 +53,7 @@ CONTRACT = [
     slow("gpt_neox", "bfloat16", "native"),
     ("qwen2", "bfloat16", "native"),
 ]
-"""Kernels that are interpreted: `pallas/test_triton_model`."""
+"""`pallas/test_triton_model` checks interpreted kernels."""
 
 
 def make_model(family: str, dtype: str, impl: str) -> rows_lib.Model:
@@ -71,7 +71,7 @@ def test_rows_are_what_each_is_alone(family, dtype, impl):
 
 
 def test_a_norm_over_neighbours_is_caught(monkeypatch):
-    """Negative control: the mean of a LayerNorm is that of the slab."""
+    """Negative control: plants a LayerNorm that reads the mean of the slab."""
     real = layer_norm.layer_norm
 
     def leaky(x, *weights, eps):

@@ -14,7 +14,7 @@ FIRST, *REST = PARAMS.layers
 
 
 def test_copies_have_one_fingerprint():
-    """Fails if it depends on the arrays' identity, or on where they lie."""
+    """Fails if the fingerprint depends on the identity or the place of arrays."""
     copied = jax.tree.map(lambda leaf: jnp.asarray(np.array(leaf)), PARAMS)
     found = fingerprint.of_params(PARAMS)
     assert found == fingerprint.of_params(copied)
@@ -45,7 +45,7 @@ def test_other_weights_have_another_fingerprint(change):
 
 
 def test_zeros_of_either_sign_are_told_apart():
-    """Fails if values are hashed and not bits."""
+    """Fails if values are hashed instead of bits."""
     zeros = [PARAMS.final_norm.at[0].set(zero) for zero in (0.0, -0.0)]
     found = [fingerprint.of_params(PARAMS.replace(final_norm=norm)) for norm in zeros]
     assert found[0] != found[1]

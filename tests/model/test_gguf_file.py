@@ -1,4 +1,4 @@
-"""GGUF files: weights, configs and tokens are those that were written, or one line."""
+"""GGUF files: weights, configs and tokens are read as written, or refused in a line."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ gguf = pytest.importorskip("gguf")
 gguf_writer = pytest.importorskip("gguf_writer")
 
 SIZES = {
-    # A block of the largest kind of quantisation.
+    # 256 values are a block of the largest kind of quantisation.
     "hidden_size": 256, "intermediate_size": 256,
     "vocab_size": 4096, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
     "head_dim": 64, "max_position_embeddings": 128, "rope_theta": 20_000.0,
@@ -44,14 +44,14 @@ SIZES = {
 }  # fmt: skip
 KINDS_OF_MODELS = (llama.LlamaConfig, qwen2.Qwen2Config, config_lib.Qwen3Config)
 CONFIGS = {kind.model_type: kind(**SIZES) for kind in KINDS_OF_MODELS}
-# transformers does not read the size of Qwen3's heads, and takes this one.
+# transformers does not read the size of Qwen3's heads, and assumes 128.
 CONFIGS["qwen3"] = dataclasses.replace(CONFIGS["qwen3"], head_dim=128)
 TEXT = "def first(x):\n    return 'caf\u00e9', [x for x in range(10)]\n\n\n# \u2192"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def random_bytes(kind: str, shape, rng) -> np.ndarray:
-    """Blocks of a kind that the package cannot quantise to, of finite values."""
+    """Draws blocks of finite values, for kinds that the package cannot quantise to."""
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // values, size), np.uint8)
     is_q6 = kind == "Q6_K"
@@ -64,7 +64,7 @@ def random_bytes(kind: str, shape, rng) -> np.ndarray:
 def write(
     path, config, params, *, kind="F32", change=lambda writer: None, is_random=False
 ):
-    """A file of all that a model is, its matrices of one kind."""
+    """Writes a whole model to a file, its matrices in blocks of one kind."""
     arch = config.model_type
     writer = gguf.GGUFWriter(path, arch)
     gguf_writer.add_config(writer, config)
@@ -80,7 +80,7 @@ def write(
         array = np.asarray(tensor.fetch(), np.float32)
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
         for part, count in heads.items():
-            if part in tensor.name and arch == "llama":  # As llama.cpp rotates pairs.
+            if part in tensor.name and arch == "llama":  # llama.cpp rotates pairs.
                 halves = array.reshape(count, 2, -1, array.shape[1])
                 array = halves.swapaxes(1, 2).reshape(array.shape)
         name = names.get_name(tensor.name, try_suffixes=(".weight", ".bias"))
@@ -102,7 +102,7 @@ def write(
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def model(request):
-    """A config, and random weights."""
+    """Returns a config and random weights."""
     config = CONFIGS[request.param]
     params = params_lib.init(jax.random.key(0), config, stddev=0.1)
     if request.param == "qwen2":
@@ -114,7 +114,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A file of the Llama model."""
+    """Writes a file of the Llama model; returns its path."""
     config = CONFIGS["llama"]
     params = params_lib.init(jax.random.key(0), config, stddev=0.1)
     return write(tmp_path_factory.mktemp("gguf") / "plain.gguf", config, params)
@@ -124,9 +124,9 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "F32"])
 @pytest.mark.parametrize("form", ["q8_0", "q4_1"])
 def test_weights_of_blocks(model, kind, form, tmp_path, caplog):
-    """Fails if blocks of a form are rounded once more, or others without a word.
+    """Fails if blocks of a form are rounded once more, or others without a warning.
 
-    Blocks of four bits are widened (`blocks.widen`): nearly without a loss.
+    Blocks of four bits become blocks of eight nearly without a loss (`blocks.widen`).
     """
     config, params = model
     path, is_eight = tmp_path / "a.gguf", form == "q8_0"
@@ -135,7 +135,7 @@ def test_weights_of_blocks(model, kind, form, tmp_path, caplog):
     _, dense = load.load(path, dtype="float32")
     found, made = load.load(path, dtype="float32", weights=form)
     assert found.is_bytes and weights.form(made.layers[1].qkv) == form
-    # Of four bits the embedding is of eight.
+    # A model of four bits has an embedding of eight.
     of_layers = lambda x: x if is_eight else x.layers
     forms = params_lib.map_matrices(weights.matrix, made), made
     others = dense, params_lib.to_bytes(dense, form)
@@ -159,14 +159,14 @@ def test_weights_of_blocks(model, kind, form, tmp_path, caplog):
 
 
 def test_config_and_weights_are_those_that_were_written(model, tmp_path):
-    """Fails if a size, a bit or a row of queries and keys is another."""
+    """Fails if a size, a bit or the order of rows of queries and keys differs."""
     config, params = model
     path = write(tmp_path / "a.gguf", config, params)
     found, weights = load.load(path)
     assert found == dataclasses.replace(config, rms_norm_eps=found.rms_norm_eps)
     assert found.rms_norm_eps == np.float32(config.rms_norm_eps)
     testing.assert_same_bits(weights, params)
-    # Negative control: rows as the file has them.
+    # Negative control: the file has a Llama's rows in another order.
     entries = gguf_file.find(path)
     entry = entries["model.layers.0.self_attn.q_proj.weight"]
     own = np.empty(entry.shape, np.float32)
@@ -177,7 +177,7 @@ def test_config_and_weights_are_those_that_were_written(model, tmp_path):
 
 
 def test_the_tokenizer_is_that_of_the_folder(plain):
-    """Fails if a token, a merge, a stop token or the template is another."""
+    """Fails if a token, a merge, a stop token or the template differs."""
     ours, theirs = tokenizer.load(plain), tokenizer.load(loading.EMBEDDED_DRAFT)
     assert ours.encode(TEXT) == theirs.encode(TEXT)
     assert ours.decode(ours.encode(TEXT)) == TEXT
@@ -198,7 +198,7 @@ def test_the_tokenizer_is_that_of_the_folder(plain):
     ],
 )
 def test_how_a_text_is_cut(name, digits, plain):
-    """Fails if digits or lines are cut as another model's."""
+    """Fails if digits or lines are cut as for another model."""
     fields = dict(gguf_header.read(plain).fields)
     fields["tokenizer.ggml.pre"] = name
     found = gguf_tokenizer.documents(plain, fields, 4096)["tokenizer.json"]
@@ -213,7 +213,7 @@ def scaled(path, config, change):
 
 
 def test_scalings_of_rope(tmp_path):
-    """Fails if what the metadata or the factors say of RoPE is left out."""
+    """Fails if RoPE's scaling in the metadata or its tensor of factors is not read."""
 
     def yarn(writer):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -242,7 +242,7 @@ def test_scalings_of_rope(tmp_path):
 
 
 def field(name: str, value) -> bytes:
-    """A field of metadata: text, or a whole number of 32 bits."""
+    """Encodes a field of metadata: text, or a whole number of 32 bits."""
     text = name.encode()
     head = struct.pack("<Q", len(text)) + text
     if isinstance(value, int):
@@ -259,7 +259,7 @@ ARCH = "general.architecture"
 
 
 def tensor(kind: int, size: int) -> bytes:
-    """A header of one tensor `x`, a row of so many values."""
+    """Encodes a header of one tensor `x`, a row of `size` values."""
     return header(tensors=1) + struct.pack("<Q1sIQIQ", 1, b"x", 1, size, kind, 0)
 
 
@@ -289,7 +289,7 @@ HOSTILE = {
 
 
 def assert_refused(path, words):
-    """In one line that names the file."""
+    """Fails unless loading raises an error of one line that names the file."""
     with pytest.raises(ValueError, match=f"a.gguf.*{words}") as error:
         sj.load(path, drafter="ngram")
     assert "\n" not in str(error.value)
@@ -340,7 +340,7 @@ def test_files_that_contradict_themselves_get_one_line(name, tmp_path):
 
 
 def test_without_the_package_one_line_names_the_extra(tmp_path, monkeypatch):
-    """Quantised blocks need it; headers, and values of floats, do not."""
+    """Checks that quantised blocks need the package; headers and floats do not."""
     config = CONFIGS["qwen3"]
     params = params_lib.init(jax.random.key(0), config)
     files = [
@@ -359,7 +359,7 @@ def test_without_the_package_one_line_names_the_extra(tmp_path, monkeypatch):
     indirect=["model"],
 )
 def test_parity_with_transformers(kind, model, tmp_path):
-    """Fails if transformers, of the same file, has other logits, tokens or ids."""
+    """Fails if transformers gets other logits, tokens or ids from the same file."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)  # The models are too small for more.

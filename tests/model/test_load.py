@@ -1,4 +1,4 @@
-"""Folders: what is saved is loaded bit for bit, and what is broken is refused."""
+"""Folders of models: they are loaded bit for bit as saved, and refused if broken."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ EMBED = "model.embed_tokens.weight"
 
 
 def random_params(config: config_lib.Qwen3Config) -> params_lib.Params:
-    """Noise everywhere, norms too: two arrays that are swapped differ."""
+    """Returns noise for all arrays, norms too: two arrays that are swapped differ."""
     rng = np.random.default_rng(7)
     return jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(size=leaf.shape).astype(leaf.dtype)),
@@ -48,7 +48,7 @@ def write_config(folder: pathlib.Path, config: config_lib.Qwen3Config) -> None:
 
 
 def write_tensors(folder: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
-    """By another hand: the `safetensors` package."""
+    """Writes tensors by the `safetensors` package instead of our own code."""
     path = folder / files.SINGLE_FILE
     safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
 
@@ -59,21 +59,21 @@ def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def folder(tmp_path) -> pathlib.Path:
-    """A good single-file checkpoint of the tied `CONFIG`."""
+    """Saves a good single-file checkpoint of the tied `CONFIG`; returns its folder."""
     save_lib.save(tmp_path, CONFIG, random_params(CONFIG))
     return tmp_path
 
 
 @pytest.fixture
 def sharded(tmp_path) -> pathlib.Path:
-    """A good sharded checkpoint of the tied `CONFIG`."""
+    """Saves a good sharded checkpoint of the tied `CONFIG`; returns its folder."""
     save_lib.save(tmp_path, CONFIG, random_params(CONFIG), max_shard_bytes=20_000)
     return tmp_path
 
 
 @pytest.fixture
 def no_reads(monkeypatch):
-    """Fails the test where a weight is read."""
+    """Fails the test if a weight is read."""
 
     def refuse(entry, out):
         raise AssertionError(f"{entry.name} was read")
@@ -100,8 +100,8 @@ def test_round_trip_is_bit_exact(tmp_path, tied, dtype, max_shard_bytes):
 
 
 def test_saved_files_are_what_safetensors_reads(tmp_path):
-    """With negative zeros, denormals and the largest numbers: fails on a detour. That
-    names and splits are Hugging Face's, `test_families` says."""
+    """Fails if negative zeros, denormals or the largest numbers change when saved.
+    `test_families` checks that names and splits are Hugging Face's."""
     config = dataclasses.replace(UNTIED, dtype="bfloat16")
     bits = np.arange(CONFIG.vocab_size * CONFIG.hidden_size, dtype=np.uint16) * 67
     bits[(bits & 0x7F80) == 0x7F80] ^= 0x0080
@@ -112,13 +112,13 @@ def test_saved_files_are_what_safetensors_reads(tmp_path):
     with safetensors.safe_open(path, framework="numpy") as file:
         assert file.metadata() == {"format": "pt", "note": "hello"}
         testing.assert_same_bits(file.get_tensor(EMBED), embed)
-    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0  # Is aligned.
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0  # aligned
     loaded = np.asarray(load_lib.load(tmp_path)[1].embed)
     np.testing.assert_array_equal(loaded.view(np.uint16), embed.view(np.uint16))
 
 
 def test_a_new_checkpoint_replaces_an_old_one(tmp_path):
-    """Fails if old shards, or an old index, are left to be read with the new."""
+    """Fails if old shards or an old index stay, and would be read with the new ones."""
     (tmp_path / "model-card.md").write_text("kept")
     old, new = random_params(UNTIED), random_params(CONFIG)
     for shard_bytes in (None, 4_000, 20_000, None):
@@ -178,7 +178,7 @@ def test_conversions_round_to_nearest(
     write_tensors(tmp_path, {k: v.astype(source) for k, v in tensors.items()})
     loaded_config, loaded = load_lib.load(tmp_path, dtype=target)
     assert loaded_config == config
-    # By XLA's casts; the loader's are NumPy's.
+    # XLA casts here; the loader casts by NumPy.
     expected = jax.tree.map(lambda leaf: leaf.astype(source).astype(target), params)
     testing.assert_same_bits(loaded, expected)
 
@@ -189,13 +189,13 @@ def test_conversions_round_to_nearest(
         (Q_PROJ, (7, 5), "float32", np.nan),
         (Q_PROJ, (7, 5), "bfloat16", np.inf),
         (Q_PROJ.replace("q_proj", "v_proj"), (7, 5), "float32", -np.inf),
-        # Finite in the file, and not once it is rounded.
+        # This one is finite in the file, but not once it is rounded.
         ("model.norm.weight", (3,), "bfloat16", np.finfo(np.float32).max),
     ],
 )
 def test_weights_that_are_not_finite(folder, name, place, dtype, value):
-    """Fails if a model with one such weight is loaded, or the line does not say which;
-    also of a part that is not the first of its array.
+    """Fails if a model with one such weight is loaded, or the line does not name it,
+    even in a part that is not the first of its array (`v_proj`).
     """
     tensors = read_tensors(folder)
     tensors[name][place] = value
@@ -210,8 +210,8 @@ def test_weights_that_are_not_finite(folder, name, place, dtype, value):
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("source", [np.float32, ml_dtypes.bfloat16])
 def test_a_tied_lm_head_in_the_file(folder, source, equal):
-    """Fails if it is refused for its dtype, accepted for its rounded values, or
-    differs in its last value only."""
+    """Fails if an equal head is refused for its dtype, or if a head is accepted that
+    differs in its last value only, by less than bfloat16's rounding."""
     tensors = read_tensors(folder)
     head = tensors[EMBED].astype(source)
     tensors |= {EMBED: head.astype(np.float32), "lm_head.weight": head}
@@ -226,7 +226,7 @@ def test_a_tied_lm_head_in_the_file(folder, source, equal):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        # Names and shapes of each of them would take hours.
+        # To list the names and shapes of so many layers would take hours.
         ({"num_layers": 10**8}, "json: num_hidden_layers=100000000, .* of 11 layers"),
         ({"tie_word_embeddings": False}, "missing tensors: lm_head.weight"),
     ],
@@ -245,7 +245,7 @@ OTHER_TENSORS = {
         lambda held: {k: v for k, v in held.items() if not UP_OF_FIVE.match(k)},
     f"unexpected tensors: {Q_BIAS}$": lambda held: held | {Q_BIAS: MORE},
     f"unexpected tensors: {LAYER_11}$": lambda held: held | {LAYER_11: MORE},
-    # With the right number of values.
+    # This shape has the right number of values.
     rf"{Q_PROJ} has shape \[24, 60\], config.json asks for \[60, 24\]":
         lambda held: held | {Q_PROJ: np.ascontiguousarray(held[Q_PROJ].T)},
 }  # fmt: skip
@@ -258,7 +258,7 @@ def test_tensors_of_another_model_are_named(folder, message):
 
 
 def test_headers_are_checked_before_any_weight_is_read(sharded, no_reads):
-    """The last shard is broken: fails if the first is read all the same."""
+    """Fails if the first shard's weights are read although the last shard is broken."""
     last = sorted(sharded.glob("model-*.safetensors"))[-1]
     last.write_bytes(last.read_bytes()[:-1])
     assert_refused(sharded, f"{last.name}: not a whole")

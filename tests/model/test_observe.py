@@ -1,4 +1,4 @@
-"""The hook of `forward_rows`: what it sees, that looking moves no bit, what goes on."""
+"""The hook of `forward_rows`: it sees the values of operations and may replace them."""
 
 import functools
 
@@ -20,7 +20,7 @@ PARAMS = params_lib.cast(decoding.TARGET_PARAMS, "bfloat16")
 
 
 def forward(hook):
-    """Cache and logits of three active rows of five after the prompt."""
+    """Returns the cache and logits of three active rows of five after the prompt."""
     kv = MODEL.new_cache(capacity=32, page_size=decoding.PAGE_SIZE)
     kv, _ = MODEL.prefill(PARAMS, kv, list(decoding.PROMPT[:-1]), by_rows=True)
     kv = allocator.reserve(kv, 0, START + 5)
@@ -53,7 +53,7 @@ def key_of(layer, operation):
 
 
 def test_the_hook_sees_all_that_leaves_a_kernel_and_moves_no_bit():
-    """Fails if an operation is not seen, or seen twice, out of order or misshapen."""
+    """Fails if the hook misses or repeats an operation, or looking changes a bit."""
     seen = {}
 
     def record(layer, operation, value):
@@ -76,7 +76,7 @@ def test_the_hook_sees_all_that_leaves_a_kernel_and_moves_no_bit():
     ("key", "written_differs"), [("1:k_cache", True), ("1:swiglu", False)]
 )
 def test_what_the_hook_returns_goes_on(key, written_differs):
-    """Negative control of the equality above: one element of one row is changed."""
+    """Negative control: the hook changes one element of one row, which must be seen."""
 
     def change(layer, operation, value):
         if key_of(layer, operation) != key:
@@ -86,7 +86,7 @@ def test_what_the_hook_returns_goes_on(key, written_differs):
 
     held, logits = forward(change)
     expected_held, expected_logits = unseen()
-    if written_differs:  # It is changed once the layer has read it, and stored.
+    if written_differs:  # The layer reads the key before it is changed and stored.
         testing.assert_same_bits(logits, expected_logits)
     else:
         testing.assert_same_bits(logits[: LIVE - 1], expected_logits[: LIVE - 1])

@@ -1,7 +1,7 @@
-"""Heads beside the PyTorch code of those who publish them: files, rows, chains, losses.
+"""Heads compared with their publishers' PyTorch code: files, rows, chains and losses.
 
-`docs/testing.md` says how the official packages are installed; tests of one that is not
-there are skipped.
+`docs/testing.md` says how the official packages are installed; tests of a missing
+package are skipped.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from spec_jax.training import block, eagle3 as eagle3_training, targets
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # Theirs.
+    pytest.mark.filterwarnings("ignore"),  # from their code
 ]
 
 SPECFORGE = "specforge.modeling.draft"
@@ -50,7 +50,7 @@ MODELS = {
     "speculators eagle3": "speculators.models.eagle3.Eagle3DraftModel",
     "speculators peagle": "speculators.models.peagle.PEagleDraftModel",
 }
-# Of the head's files, and with which of its owner's classes they are opened.
+# The layout of the head's files, and the owner's class that opens them.
 BLOCKS = {
     "z-lab": ("z-lab", "z-lab"),
     "SpecForge dflash": ("z-lab", "SpecForge dflash"),
@@ -75,13 +75,13 @@ CASES["speculators, whole"] = (
     "speculators",
     block_cases.with_heads("rnn", slots="fill-in"),
 )
-# What a reader takes from the target, or has none of.
+# Tensors that a reader takes from the target, or does not have.
 FROM_TARGET = {"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"}
 FROM_TARGET |= {"verifier_lm_head.weight", "verifier_norm.weight"}
 
 
 def original(name: str):
-    """An owner's class."""
+    """Imports an owner's class; skips the test if a package is missing."""
     path, _, class_name = MODELS[name].rpartition(".")
     package = path.partition(".")[0]
     pytest.importorskip("torch", reason="torch is not installed (extra 'originals')")
@@ -95,7 +95,7 @@ def target_of(config):
 
 
 def opened(folder, kind, head, params, *, name, target, dialect):
-    """A head's files as its owner's own loader reads them."""
+    """Saves a head's files; returns the model that the owner's own loader reads."""
     model_class = original(name)
     save_lib.save(folder / "target", target, target_of(target))
     origin = head_dialects.Origin(
@@ -106,12 +106,12 @@ def opened(folder, kind, head, params, *, name, target, dialect):
         speculators = importlib.import_module("speculators")
         config = speculators.SpeculatorModelConfig.from_pretrained(folder / "head")
         config.transformer_layer_config._attn_implementation = "eager"
-        # What it does not find is NaN, and so are its rows.
+        # A tensor that it does not find is NaN, and so are the rows.
         return model_class.from_pretrained(folder / "head", config=config).eval()
     model, info = model_class.from_pretrained(folder / "head", output_loading_info=True)
     assert set(info["missing_keys"]) <= FROM_TARGET
     assert not info["unexpected_keys"] and not info["mismatched_keys"]
-    if name.endswith("eagle3"):  # transformers 5 leaves its tables as they were made.
+    if name.endswith("eagle3"):  # transformers 5 does not fill its RoPE tables.
         model.midlayer.self_attn._init_rope()
     return model.float().eval()
 
@@ -124,7 +124,7 @@ def tensor(x):
 
 
 def close(ours, theirs, bound=5e-6):
-    """Within float32's rounding; another computation is off by tenths."""
+    """Fails beyond float32's rounding; another computation is off by tenths."""
     theirs = np.asarray(theirs.detach() if hasattr(theirs, "detach") else theirs)
     assert np.shape(ours) == theirs.shape
     assert np.abs(np.asarray(ours) - theirs).max() <= bound * np.abs(theirs).max()
@@ -135,7 +135,7 @@ TOKENS = np.random.default_rng(2).integers(1, 95, (1, T)).astype(np.int32)
 
 
 def block_case(folder, case):
-    """A block drafter of ours, theirs, and features of a text."""
+    """Makes our block drafter, the owner's model of it, and features of a text."""
     files, name = BLOCKS[case]
     dialect, config = CASES[files]
     target = target_of(block_cases.TARGET)
@@ -150,7 +150,7 @@ def block_case(folder, case):
 
 @pytest.mark.parametrize("case", BLOCKS)
 def test_blocks(tmp_path, case, monkeypatch):
-    """Fails if an owner refuses a folder, or a row of a block is computed otherwise."""
+    """Fails if an owner refuses a folder, or computes a row of a block differently."""
     config, params, model, features = block_case(tmp_path, case)
     anchors = jnp.asarray([[ANCHOR]], jnp.int32)
     ours, _ = block_draft.forward_sequence(
@@ -169,7 +169,7 @@ def test_blocks(tmp_path, case, monkeypatch):
             target_hidden=tensor(features[:, :ANCHOR]),
         )
     close(ours[0, 0], theirs[0])
-    with pytest.raises(AssertionError):  # Negative control: a position on.
+    with pytest.raises(AssertionError):  # Negative control: one position later.
         later = block_draft.forward_sequence(
             params, config, jnp.asarray(TOKENS), jnp.asarray(features), anchors + 1
         )
@@ -177,7 +177,7 @@ def test_blocks(tmp_path, case, monkeypatch):
 
 
 def speculators_rows(model, features, monkeypatch):
-    """Hidden states of one block, by the model's own training forward."""
+    """Returns hidden states of one block, by the model's own training forward."""
     import torch
 
     core = importlib.import_module("speculators.models.dflash.core")
@@ -192,8 +192,8 @@ def speculators_rows(model, features, monkeypatch):
 
 @pytest.mark.parametrize("case", [name for name in BLOCKS if name.startswith("SpecF")])
 def test_specforge_losses_of_blocks(tmp_path, case, monkeypatch):
-    """Fails if a term, its weight or the row that it reads is another; greedy drafts of
-    the sequential heads are the same, too, since their logits are."""
+    """Fails if a term, its weight or the row that it reads differs. Greedy drafts of
+    the sequential heads are equal, too, since their logits are."""
     import torch
 
     config, params, model, features = block_case(tmp_path, case)
@@ -227,7 +227,7 @@ def test_specforge_losses_of_blocks(tmp_path, case, monkeypatch):
         lambda *args: (anchors, torch.ones_like(anchors, dtype=torch.bool)),
     )
     told = {"target_last_hidden_states": tensor(final)} if is_dspark else {}
-    # `loss_mask` is of tokens, and our mask of the rows before them.
+    # `loss_mask` marks tokens, and our mask the rows before them.
     loss_mask = torch.ones(1, T)
     loss_mask[:, :4] = 0
     found = theirs(
@@ -244,7 +244,7 @@ def test_specforge_losses_of_blocks(tmp_path, case, monkeypatch):
 
 
 def speculators_losses(*names_and_weights):
-    """Their terms by the formulas beside their Triton kernels."""
+    """Returns their terms, by the formulas beside their Triton kernels."""
     eager = importlib.import_module("speculators.losses.eager")
     return {
         name: (getattr(eager, f"{name}_loss"), weight)
@@ -253,12 +253,12 @@ def speculators_losses(*names_and_weights):
 
 
 def best_of(target, final):
-    """The target's most likely token after each row."""
+    """Returns the target's most likely token after each row."""
     return (final @ np.asarray(target.head).T).argmax(-1).astype(np.int32)
 
 
 def last_states(config, target):
-    """Random outputs of the last layer, and the same after the target's norm."""
+    """Draws outputs of the last layer; returns them raw and normed by the target."""
     raw = np.random.default_rng(5).normal(size=(1, T, config.hidden_size))
     raw = raw.astype(np.float32)
     normed = families.of(config).sequence_norm(target, config, jnp.asarray(raw))
@@ -267,11 +267,11 @@ def last_states(config, target):
 
 @pytest.mark.parametrize("case", ["speculators dflash", "speculators dspark, whole"])
 def test_speculators_losses_of_blocks(tmp_path, case, monkeypatch):
-    """Fails if a term, its weight or the row that it reads is another.
+    """Fails if a term, its weight or the row that it reads differs.
 
     The target wrote the text greedily: their labels are its choices, and ours the text.
     They divide by the number of drafts, and we by the sum of weights. With a draft
-    vocabulary they compare renormalised targets, and we count what it lacks.
+    vocabulary they renormalise the target; we count the tokens that it lacks as lost.
     """
     import torch
 
@@ -296,7 +296,7 @@ def test_speculators_losses_of_blocks(tmp_path, case, monkeypatch):
         told["tv_loss_fn"] = speculators_losses(("tv", 1.0))["tv"][0]
 
     def theirs(shift):
-        """Returns their loss, whose mask is of tokens; ours is of the rows before."""
+        """Returns their loss; its mask marks tokens, and ours the rows before them."""
         loss_mask = np.roll(mask, shift, axis=1)
         return model(
             tensor(features), tensor(tokens), tensor(loss_mask.astype(np.float32)),
@@ -314,14 +314,14 @@ def test_speculators_losses_of_blocks(tmp_path, case, monkeypatch):
     )
     scaled = float(ours) * weights.sum() / counts.sum()
     np.testing.assert_allclose(scaled, float(theirs(1)), rtol=1e-5)
-    assert abs(scaled / float(theirs(2)) - 1) > 1e-3  # Negative control: a column on.
+    assert abs(scaled / float(theirs(2)) - 1) > 1e-3  # Negative control: a column later
 
 
 def eagle_case(folder, case):
-    """An EAGLE-3 head of ours, theirs, and features of a text."""
+    """Makes our EAGLE-3 head, the owner's model of it, and features of a text."""
     files, name = EAGLES[case]
     dialect, config = eagles.CASES[files]
-    if case != "SpecForge":  # Whose own code reads no features of another number.
+    if case != "SpecForge":  # Heads of speculators go without this norm.
         config = dataclasses.replace(config, norm_before_fc=False)
     params = eagles.make_head(config, target_of(eagles.TARGET))
     model = opened(
@@ -333,7 +333,7 @@ def eagle_case(folder, case):
 
 
 def unrolled(config, params, features, steps):
-    """Logits of each drafting step after the text's own tokens."""
+    """Returns the logits of each drafting step after the text's own tokens."""
     made = []
     for j in range(steps):
         pairs = np.pad(TOKENS[:, j:], ((0, 0), (0, j)))
@@ -348,7 +348,7 @@ def unrolled(config, params, features, steps):
 
 @pytest.mark.parametrize("case", EAGLES)
 def test_eagle3_steps(tmp_path, case):
-    """Fails if an owner refuses a folder, or a drafting step is computed otherwise."""
+    """Fails if an owner refuses a folder, or computes a drafting step differently."""
     import torch
 
     config, params, model, features = eagle_case(tmp_path, case)
@@ -377,8 +377,8 @@ def test_eagle3_steps(tmp_path, case):
 
 @pytest.mark.parametrize("case", ["parallel", "parallel of Qwen3"])
 def test_speculators_parallel_head(tmp_path, case, monkeypatch):
-    """Fails if a file is refused, or a pair or a mask is computed otherwise: of all
-    pairs, and of two masks after the pairs 3 and 5."""
+    """Fails if speculators refuses a file, or computes a pair, or one of the two masks
+    after pairs 3 and 5, differently."""
     import torch
 
     _, config = eagles.CASES[case]
@@ -419,7 +419,7 @@ def test_speculators_parallel_head(tmp_path, case, monkeypatch):
 
 
 def test_speculators_selector(tmp_path, monkeypatch):
-    """Fails if candidates, or what the selector adds to them, are others."""
+    """Fails if the candidates, or the selector's terms for them, differ."""
     config, params, model, features = block_case(tmp_path, "speculators dflash2")
     hidden = speculators_rows(model, features, monkeypatch)[0]
     tokens = np.array([ANCHOR, 3, 8, 2], np.int32)
@@ -437,7 +437,7 @@ def test_speculators_selector(tmp_path, monkeypatch):
 
 
 def without_triton(monkeypatch):
-    """SpecForge's trainer, its cross-entropy by the formula that stands beside it."""
+    """Imports SpecForge's trainer, with a plain formula of its cross-entropy."""
     import torch
 
     def loss(logits, target_p, mask):
@@ -450,10 +450,10 @@ def without_triton(monkeypatch):
 
 
 def test_specforge_loss_of_eagle3(tmp_path, monkeypatch):
-    """Fails if a step, its weight, or the token that a column predicts is another.
+    """Fails if a step, its weight, or the token that a column predicts differs.
 
-    Theirs is the mean over T columns, of which the last predicts nothing, and masks the
-    column whose own token is the prompt's; ours the column that predicts one.
+    Theirs is the mean over T columns, of which the last predicts nothing. It masks
+    columns whose own token is the prompt's; ours masks columns that predict one.
     """
     import torch
 
@@ -472,7 +472,7 @@ def test_specforge_loss_of_eagle3(tmp_path, monkeypatch):
     ours = eagle3_training.loss(
         config, trained, jax.tree.map(jnp.asarray, batch), teacher, steps=steps
     )
-    # Columns: pair i is token i + 1, and the target's row i + 1 says what follows it.
+    # Column i: its token is i + 1, and the target's row i + 1 predicts the token after.
     shift = lambda x: np.concatenate([x[:, 1:], np.zeros_like(x[:, :1])], axis=1)
     logits = np.asarray(final) @ np.asarray(target.head).T
     found = theirs(
@@ -486,7 +486,7 @@ def test_specforge_loss_of_eagle3(tmp_path, monkeypatch):
 
 
 def test_speculators_loss_of_eagle3(tmp_path):
-    """Fails if a step, its weight, or the token that a column predicts is another.
+    """Fails if a step, its weight, or the token that a column predicts differs.
 
     Theirs is a divergence, ours a cross-entropy: they differ by the entropy of the
     target. They divide by the columns that count in each step, and we by all.

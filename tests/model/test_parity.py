@@ -1,7 +1,7 @@
 """Parity with Hugging Face's Qwen3 on random tiny models that it saved itself.
 
 Every comparison has a negative control: the same check must fail on a planted fault.
-A fault that leaves the check green would mean that the check sees nothing.
+A check that passes with a planted fault would not be a check.
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ SHAPES = {
         "rope_parameters": YARN | {"rope_theta": 10_000.0},
     },
 }  # fmt: skip
-"""In none is `heads * head_dim` the model width. The first is saved in shards."""
+"""Sizes with `heads * head_dim` other than the width. The first is saved in shards."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One model on both sides, and what the oracle says about `tokens`."""
+    """One model, ours and Hugging Face's, and the oracle's outputs for `tokens`."""
 
     config: config_lib.Qwen3Config
     params: object
@@ -89,12 +89,12 @@ def make_case(name: str, dtype: str, folder) -> Case:
 
 @pytest.fixture(scope="module", params=SHAPES)
 def case(request, tmp_path_factory) -> Case:
-    """Float32."""
+    """Returns a case of each shape in float32."""
     return make_case(request.param, "float32", tmp_path_factory.mktemp("case"))
 
 
 def _run(params, config, tokens):
-    """Logits, features at all indices, and the normed hidden state."""
+    """Returns logits, features at all indices, and the normed hidden state."""
     taps = tuple(range(config.num_layers + 1))
     outputs = sequence.forward(params, config, tokens, taps=taps)
     logits = sequence.logits(params, config, tokens)
@@ -105,13 +105,13 @@ _run_compiled = jax.jit(_run, static_argnums=1)
 
 
 def our_logits(case: Case, **changes) -> np.ndarray:
-    """Ours for `case.tokens`, with fields of the case replaced."""
+    """Returns our logits for `case.tokens`, with fields of the case replaced."""
     case = dataclasses.replace(case, **changes)
     return np.asarray(_run_compiled(case.params, case.config, case.tokens)[0])
 
 
 def edit_layers(params, **edits):
-    """`params` with fields of every layer replaced by functions of the layer."""
+    """Replaces fields of every layer of `params` by functions of the layer."""
     layers = tuple(
         layer.replace(**{name: edit(layer) for name, edit in edits.items()})
         for layer in params.layers
@@ -120,13 +120,13 @@ def edit_layers(params, **edits):
 
 
 def faults(case: Case) -> dict[str, dict]:
-    """What could be wrong, as changes of the case; each must be noticed."""
+    """Returns planted faults, as changes of the case; each must be noticed."""
     config, params = case.config, case.params
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     interleaved = np.arange(H).reshape(2, -1).T.reshape(-1)
 
     def regroup(layer):
-        """Query head n reads key/value head n % K: another order of query heads."""
+        """Moves query heads by one group, so that they read other key/value heads."""
         q = layer.qkv[: N * H].reshape(K, N // K, H, -1)
         q = jnp.roll(q, 1, axis=0).reshape(N * H, -1)
         return jnp.concatenate([q, layer.qkv[N * H :]])
@@ -158,7 +158,7 @@ def faults(case: Case) -> dict[str, dict]:
 
 
 def test_logits(case):
-    """A hundred positions; fails on every fault of `faults`, by a wide margin."""
+    """Fails if logits differ, or if one of `faults` does not change them by far."""
     assert f32_error(our_logits(case), case.logits) <= 1
     assert f32_error(np.zeros_like(case.logits), case.logits) > 100
     errors = {
@@ -170,14 +170,14 @@ def test_logits(case):
 
 
 def test_features(case):
-    """Index k is Hugging Face's index k; the last is the stream before the norm."""
+    """Compares indices with Hugging Face's; the last is the stream before the norm."""
     L = case.config.num_layers
     _, features, hidden = _run_compiled(case.params, case.config, case.tokens)
     features = np.asarray(features)
     expected = [*case.hidden_states[:L], case.last_residual]
     for k in range(L + 1):
         assert f32_error(features[:, :, k], expected[k]) <= 1, k
-        # The classic fault: off by one layer.
+        # Negative control: off by one layer.
         other = expected[k + 1 if k < L else k - 1]
         assert f32_error(features[:, :, k], other) > 100, k
     assert f32_error(np.asarray(hidden), case.hidden_states[L]) <= 1
@@ -185,38 +185,37 @@ def test_features(case):
 
 
 def row_errors(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Norm of the difference over the norm, for each position: `[BATCH, LENGTH]`."""
+    """Returns the relative error in norm at each position: `[BATCH, LENGTH]`."""
     difference = np.linalg.norm(ours - theirs, axis=-1)
     return difference / np.linalg.norm(theirs, axis=-1)
 
 
 def rms(errors: np.ndarray) -> float:
-    """Root of the mean square."""
+    """Returns the root of the mean square."""
     return math.sqrt(np.mean(errors.astype(np.float64) ** 2))
 
 
 def bf16_tolerance(num_layers: int) -> float:
-    """How far two correct bfloat16 models may be apart, in the mean over positions.
+    """Returns how far correct bfloat16 models may be apart, in the mean over positions.
 
     Both sides round to bfloat16 after each operation, but not the same numbers: they
     sum in other orders, and ours keeps scores and logits in float32. One rounding has
-    a relative error of at most u = 2**-8, of u / sqrt(3) in the mean square. Along the
+    a relative error of at most u = 2**-8, and u / sqrt(3) in the mean square. Along the
     longest path a layer has about 20: norm 2, projection 1, head norm 2, RoPE 3, scores
     1, probabilities 1, values 1, output 1, sum 1; norm 2, gate and up 1, silu 1,
-    product 1, down 1, sum 1. The final norm and the head add 3. Independent errors add
-    up in squares, and those of the two sides once more:
-    sqrt(2 * (20 L + 3)) * u / sqrt(3), which is 2.1 % for two layers. Measured: 1.3 to
-    1.5 %, for 23 models.
+    product 1, down 1, sum 1. The final norm and the head add 3. Squares of independent
+    errors add up, for both sides: sqrt(2 * (20 L + 3)) * u / sqrt(3), which is 2.1 %
+    for two layers. Measured: 1.3 to 1.5 %, for 23 models.
     """
     roundings = 20 * num_layers + 3
     return math.sqrt(2 * roundings / 3) * 2.0**-8
 
 
 def test_bfloat16(tmp_path):
-    """Within the noise of bfloat16, which planted faults exceed many times.
+    """Fails if errors exceed bfloat16's noise, or planted faults do not by many times.
 
-    A `rope_theta` that is 1 % off does not, on a hundred positions: that one is for
-    the float32 test to see.
+    A `rope_theta` that is 1 % off does not exceed it on a hundred positions: only the
+    float32 test sees that fault.
     """
     case = make_case("ratio2-h80", "bfloat16", tmp_path)
     assert case.config.dtype == case.params.embed.dtype == "bfloat16"
@@ -231,7 +230,7 @@ def test_bfloat16(tmp_path):
     wrong["zeros"] = np.zeros_like(ours)
     seen = {name: rms(row_errors(w, case.logits)) for name, w in wrong.items()}
     assert not {name: error for name, error in seen.items() if error < 5 * tolerance}
-    # And ours are no further from the truth, which is float32, than the oracle's.
+    # Our logits are as near to exact ones, in float32, as the oracle's.
     with torch.no_grad():
         tokens = torch.tensor(np.asarray(case.tokens)).long()
         exact = case.oracle.float()(tokens).logits.numpy()

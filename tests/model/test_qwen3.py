@@ -1,4 +1,4 @@
-"""What is traced and compiled: a layer once, or all of them as one native call."""
+"""Traces and compiled programs: a layer is traced once, or all are one native call."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ from spec_jax.ops import row_attention
 
 
 def lower(impl: str, *, num_layers: int) -> jax.stages.Lowered:
-    """A forward pass of a tiny model, for shapes, its cache donated."""
+    """Lowers a forward pass of a tiny model from shapes, with its cache donated."""
     config = decoding.make_config(dtype="bfloat16", num_layers=num_layers)
     model = row_model.RowModel(config=config, impl=impl, slab=5)
     kv = jax.eval_shape(lambda: model.new_cache(capacity=32, page_size=8))
@@ -32,7 +32,7 @@ def lower(impl: str, *, num_layers: int) -> jax.stages.Lowered:
 
 
 def test_a_layer_is_traced_and_lowered_once(monkeypatch):
-    """Fails if what tracing and lowering cost grows with the number of layers."""
+    """Fails if the cost of tracing and lowering grows with the number of layers."""
     traced = []
     attention = row_attention.row_attention
 
@@ -49,7 +49,7 @@ def test_a_layer_is_traced_and_lowered_once(monkeypatch):
 
 @pytest.mark.parametrize("num_layers", [2, 9])
 def test_a_native_step_is_one_call(num_layers):
-    """Fails if a layer is a call of its own, or a pool of pages is copied."""
+    """Fails if each layer makes its own call, or a pool of pages is copied."""
     lowered = lower("native", num_layers=num_layers)
     assert lowered.as_text().count("@spec_jax") == 1
     compiled = lowered.compile()

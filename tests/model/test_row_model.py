@@ -1,4 +1,4 @@
-"""A model of one slot and its cache: rows that follow, and rows that do not."""
+"""A model of one slot and its cache: rows must follow the positions that it holds."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ def test_rows_that_do_not_follow_are_refused():
 
 
 def test_a_refusal_reaches_the_edge():
-    """Fails if a generation whose cache was one token ahead passes for one."""
+    """Fails if the check accepts a generation whose rows left a gap in the cache."""
     model = decoding.quickest()
     state = decoding.plain(max_tokens=1, target=model)
     kv = state.cache.replace(length=state.cache.length - 1)
@@ -46,7 +46,7 @@ def test_a_refusal_reaches_the_edge():
 
 
 def test_auto_is_resolved_where_a_model_is_built():
-    """Fails if "auto" stays a name that no op knows, and XLA runs without a word."""
+    """Fails if "auto" is not resolved: no operation knows it, and XLA would run."""
     model = dataclasses.replace(decoding.TARGET, impl="auto")
     assert model.impl == dispatch.resolve("auto") != "auto"
     assert model == dataclasses.replace(decoding.TARGET, impl=model.impl)

@@ -39,13 +39,13 @@ def make_config(dtype: str, **changes) -> config_lib.Qwen3Config:
         "vocab_size": 160, "hidden_size": 96, "intermediate_size": 176,
         "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32,
         "max_position_embeddings": 1024, "dtype": dtype,
-        "tie_word_embeddings": False,  # a NaN embedding is not a NaN logit
+        "tie_word_embeddings": False,  # so a NaN embedding makes no NaN logit
     }  # fmt: skip
     return config_lib.Qwen3Config(**(sizes | changes))
 
 
 def make_params(config: config_lib.Qwen3Config) -> params_lib.Params:
-    """Random weights; the embedding of `NAN_TOKEN` is NaN."""
+    """Makes random weights; the embedding of `NAN_TOKEN` is NaN."""
     params = params_lib.init(jax.random.key(0), config, stddev=0.1)
     params = params.replace(embed=params.embed.at[NAN_TOKEN].set(jnp.nan))
     return params_lib.to_bytes(params, config.weights)
@@ -54,9 +54,9 @@ def make_params(config: config_lib.Qwen3Config) -> params_lib.Params:
 def make_cache(
     config, *, page_size=16, table_width=20, spare_pages=7, seed=0
 ) -> cache.PagedKV:
-    """Two open slots in a pool full of NaN, with the free pages in random order.
+    """Makes two open slots in a pool full of NaN, the free pages in random order.
 
-    Of one shape unless a test is about the shape: `forward` is compiled once for it.
+    It has one shape unless a test is about the shape: `forward` is compiled once.
     """
     num_pages = 2 * table_width + spare_pages
     kv = cache.init(
@@ -75,12 +75,12 @@ def make_cache(
 
 
 def text(slot: int = 0, length: int = PREFIX + WINDOW) -> np.ndarray:
-    """Each slot has its own tokens; none is `NAN_TOKEN`."""
+    """Returns tokens, other ones for each slot; `NAN_TOKEN` is not among them."""
     return np.random.default_rng(100 + slot).integers(1, 160, length).astype(np.int32)
 
 
 def compile_forward():
-    """A jitted `forward_rows` with a cache of its own."""
+    """Returns a jitted `forward_rows` with its own cache of compiled programs."""
 
     @functools.partial(jax.jit, static_argnames=("config", "impl"))
     def forward(params, config, tokens, slots, positions, num_active, kv, *, impl):
@@ -124,8 +124,8 @@ class Model:
         return kv, jax.tree.map(lambda x: np.asarray(x[: len(rows)]), outputs)
 
     def fill(self, kv, *, slot=0, length=PREFIX):
-        """The prefix of a slot, written by rows."""
-        known = jnp.asarray(text(slot)[:PREFIX])  # of one shape for every length
+        """Writes the first `length` tokens of a slot's prefix, by rows."""
+        known = jnp.asarray(text(slot)[:PREFIX])  # one shape for every length
         kv, _ = _prefill_rows(
             self.params, self.config, allocator.reserve(kv, slot, length), tokens=known,
             length=jnp.int32(length), slot=jnp.int32(slot), slab=self.slab,
@@ -134,11 +134,11 @@ class Model:
         return kv
 
     def two_slots(self):
-        """A cache of two slots, the prefix of each written."""
+        """Makes a cache of two slots, with the prefix of each written."""
         return self.fill(self.fill(make_cache(self.config)), slot=1)
 
     def decode_one_by_one(self, kv, rows, **options):
-        """The oracle: outputs of each of the rows, decoded alone in row 0."""
+        """Returns the oracle's outputs: each of the rows is decoded alone, in row 0."""
         outputs = []
         for row in rows:
             kv, one = self.run(kv, [row], **options)
@@ -179,8 +179,8 @@ def model(request):
     indirect=True,
 )
 def test_verifying_equals_decoding_one_by_one(model):
-    """Fails if a row's bits depend on how many rows are live, or which it is."""
-    # A block of keys is several pages, or part of one. (XLA's take long to compile.)
+    """Fails if a row's bits depend on its place, or on how many rows are active."""
+    # A block of keys is several pages or part of one. (XLA's programs compile slowly.)
     is_quick = (model.impl, model.config.dtype) == ("native", "float32")
     for page_size in (16, 8, 256) if is_quick else (16,):
         kv = model.fill(make_cache(model.config, page_size=page_size))
@@ -197,7 +197,7 @@ def test_verifying_equals_decoding_one_by_one(model):
 
 
 def test_an_unpadded_row_is_caught(monkeypatch):
-    """Negative control: the one-row product of the library has other bits."""
+    """Negative control: XLA's product of a single row has other bits."""
     model = make_model("float32", "xla")
     kv = model.fill(make_cache(model.config))
     _, padded = model.run(kv, window(count=1))
@@ -223,7 +223,7 @@ def test_native_rows_need_no_slab(dtype):
 
 
 def test_rows_do_not_depend_on_their_place_or_neighbours(model):
-    """Fails if a row of one slot is touched by the rows of another."""
+    """Fails if a row's bits depend on its place or on the rows of another slot."""
     kv = model.two_slots()
     alone_kv, alone = model.decode_one_by_one(kv, window(1))
     assert np.isfinite(alone.logits).all()
@@ -254,7 +254,7 @@ def test_an_active_row_of_nan_spoils_only_itself_and_later_rows(model):
 
 @pytest.mark.parametrize("impl", [slow("xla"), "native"])
 def test_a_neighbours_fault_is_caught(impl, monkeypatch):
-    """Negative control: attention that reads the keys of another slot."""
+    """Negative control: plants attention that reads the keys of another slot."""
     model = make_model("float32", impl)
     kv = model.two_slots()
     _, alone = model.run(kv, window(1, 1))
@@ -289,7 +289,7 @@ def test_pages_and_table_width_do_not_matter(model):
     [(64, 2, 2, "xla"), (80, 7, 1, "native"), (128, 4, 2, "native")],
 )
 def test_head_sizes_and_groups(head_dim, num_heads, num_kv_heads, impl):
-    """The contract at other head sizes, and 1, 7 and 2 query heads a key head."""
+    """Checks the contract at other head sizes; 1, 7 and 2 query heads a key head."""
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     model = make_model("float32", impl, head_dim=head_dim, num_layers=1, **heads)
     kv = model.fill(make_cache(model.config))
@@ -307,7 +307,7 @@ def test_head_sizes_and_groups(head_dim, num_heads, num_kv_heads, impl):
     ],
 )
 def test_implementations_agree_but_for_rounding(dtype, tolerance, weights):
-    """Two forms of one model, by different hands; a wrong weight must show."""
+    """Compares two independent implementations of a model; a wrong weight must show."""
     xla, native = (make_model(dtype, x, weights=weights) for x in ("xla", "native"))
     logits = []
     for model in (xla, native):
@@ -330,17 +330,17 @@ def test_implementations_agree_but_for_rounding(dtype, tolerance, weights):
         ("bfloat16", "native", "q8_0", None),
         ("float32", "xla", "dense", 1e-4),
         slow("bfloat16", "native", "q4_1", None),
-        slow("bfloat16", "xla", "q8_0", 0.12),  # Integers of rows move, too.
+        slow("bfloat16", "xla", "q8_0", 0.12),  # Rows are rounded to bytes.
     ],
 )
 def test_the_prefill_of_a_row_model(dtype, impl, weights, most):
-    """Fails if the taller slab of a native prefill has other bits than decoding.
+    """Fails if the taller slab of a native prefill gives other bits than decoding.
 
     With XLA the default is the batched prefill, whose bits differ.
     """
     model = make_model(dtype, impl, weights=weights)
     rows = row_model.RowModel(config=model.config, impl=model.impl, slab=SLAB)
-    tokens = text()[:64].tolist()  # A bucket: padding would be `NAN_TOKEN`.
+    tokens = text()[:64].tolist()  # 64 fill a bucket: padding would be `NAN_TOKEN`.
 
     def prefill(kv, **how):
         return rows.prefill(model.params, kv, tokens, **how)[0]

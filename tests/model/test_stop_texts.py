@@ -1,4 +1,4 @@
-"""Stop texts against an oracle that looks at every prefix of a whole text."""
+"""Stop texts, compared with an oracle that looks at every prefix of a whole text."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -7,7 +7,7 @@ from spec_jax.model import stop_texts, tokenizer as tokenizer_lib
 
 
 PARTS = [*"ab\n", " ", "é", "日"]
-"""Of these are texts and stop texts: few, so that they meet, overlap and repeat."""
+"""Parts of texts and of stop texts: few, so that they meet, overlap and repeat."""
 
 stops_strategy = st.lists(
     st.lists(st.sampled_from(PARTS), min_size=1, max_size=4).map("".join), max_size=3
@@ -16,7 +16,7 @@ stops_strategy = st.lists(
 
 @st.composite
 def tokens_strategy(draw):
-    """The bytes of tokens: a text that is cut anywhere, also inside characters."""
+    """Draws the bytes of tokens: a text cut anywhere, even inside characters."""
     text = "".join(draw(st.lists(st.sampled_from(PARTS), max_size=24))).encode()
     cuts = draw(st.lists(st.integers(0, len(text)), max_size=12).map(sorted))
     ends = [*cuts, len(text)]
@@ -40,9 +40,9 @@ class Words:
 
 
 def oracle(raws, stops) -> tuple[bytes, int | None]:
-    """The bytes before the stop text that is complete first, and how many tokens stay.
+    """Returns the bytes before the first complete stop text, and how many tokens stay.
 
-    The longest one, of those that are complete at one byte.
+    If several are complete at the same byte, the longest one counts.
     """
     text = b"".join(raws)
     for end in range(1, len(text) + 1):
@@ -56,7 +56,7 @@ def oracle(raws, stops) -> tuple[bytes, int | None]:
 
 @given(raws=tokens_strategy(), stops=stops_strategy, turns=st.integers(1, 5))
 def test_ends_are_those_of_the_oracle(raws, stops, turns):
-    """Fails if an end depends on how tokens cut the text, or rounds the tokens."""
+    """Fails if ends depend on how tokens cut the text, or on how rounds group them."""
     stops = [stop_texts.encode(stop) for stop in stops]
     text, kept = oracle(raws, stops)
     ends = stop_texts.Ends(raws.__getitem__, stops)
@@ -75,7 +75,7 @@ def test_ends_are_those_of_the_oracle(raws, stops, turns):
 def test_streamed_text_is_settled(raws, stops, special):
     """Fails if a stream takes back what it has shown, or holds back more than it must.
 
-    Token `special` is looked at and not shown.
+    Token `special` counts in the search for stop texts, but is not shown.
     """
     stops = [stop_texts.encode(stop) for stop in stops]
     words = Words(raws, [special])
@@ -88,7 +88,7 @@ def test_streamed_text_is_settled(raws, stops, special):
     all_shown = b"".join(raw for one, raw in enumerate(raws) if one != special)
     if oracle(raws, stops)[1] is None:
         longest = max(map(len, stops), default=1)
-        # A stop text's beginning, and half a character.
+        # It may hold back a stop text's beginning and half a character.
         assert len(all_shown) - len(shown.encode()) < longest + 3
     shown += decoder.decode([], final=True)
     assert shown == text
@@ -97,7 +97,7 @@ def test_streamed_text_is_settled(raws, stops, special):
 
 
 def ended(raws, *stops) -> tuple[list[str], int | None]:
-    """Each token's text, and how many tokens stay."""
+    """Returns each token's text, and how many tokens stay."""
     stops = [stop_texts.encode(stop) for stop in stops]
     kept = stop_texts.Ends(raws.__getitem__, stops)(0, range(len(raws)))
     return Words(raws[:kept]).pieces(stops=stops), kept
@@ -118,7 +118,7 @@ CASES = {
     "begun and begun anew": (["xx", "x)"], ["f(", "", ""], 3),
     "never": (["!!", "\n   r"], None, None),
 }  # fmt: skip
-"""Stop texts; each token's text, and how many stay."""
+"""Stop texts, the text of each token, and how many tokens stay."""
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,7 +17,7 @@ CORPUS = ["hello world, hello again", "naïve café", f"{THUMBS_UP} fine", "日�
 
 
 def build(*added: str, vocab_size: int = 280) -> tokenizers.Tokenizer:
-    """A small byte-level tokenizer; `added` tokens come after the vocabulary."""
+    """Builds a small byte-level tokenizer; `added` tokens come after the vocabulary."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -33,7 +33,7 @@ def build(*added: str, vocab_size: int = 280) -> tokenizers.Tokenizer:
 
 
 def save(folder: pathlib.Path, *added: str, **others) -> pathlib.Path:
-    """A folder with a small tokenizer and other files: `name_json={...}`."""
+    """Saves a small tokenizer and other files: `name_json={...}`; returns `folder`."""
     build(*added).save(str(folder / "tokenizer.json"))
     for name, contents in others.items():
         (folder / name.replace("_json", ".json")).write_text(json.dumps(contents))
@@ -42,7 +42,7 @@ def save(folder: pathlib.Path, *added: str, **others) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> tokenizer_lib.Tokenizer:
-    """Added tokens that are no byte-level text: with spaces, CJK, letters of bytes."""
+    """Loads added tokens that are no byte-level text: spaces, CJK, letters of bytes."""
     folder = tmp_path_factory.mktemp("small")
     return tokenizer_lib.load(save(folder, "<|end|>", " a b ", "日本", "éé"))
 
@@ -72,9 +72,9 @@ def test_pieces_of_text(small, text):
 @given(ids=st.lists(st.integers(0, 300), max_size=12))
 @settings(max_examples=100)
 def test_decoding_is_that_of_the_library(small, ids):
-    """Any ids: halves of characters, invalid bytes, ids past the vocabulary.
+    """Compares any ids: halves of characters, invalid bytes, ids past the vocabulary.
 
-    But for an added token whose letters are those of bytes, which the library garbles.
+    An added token whose letters stand for bytes is left out: the library garbles it.
     """
     ids = [one for one in ids if one != small.backend.token_to_id("éé")]
     expected = small.backend.decode(ids, skip_special_tokens=False)
@@ -84,14 +84,14 @@ def test_decoding_is_that_of_the_library(small, ids):
 
 @pytest.mark.parametrize("added", ["éé", "ilÖveyou", "đem", "<|Ġ|>", "é"])
 def test_added_tokens_are_written_as_they_are(tmp_path, added):
-    """Fails if letters that stand for bytes in the vocabulary do so in added tokens."""
+    """Fails if letters that stand for bytes elsewhere do so in added tokens, too."""
     tokenizer = tokenizer_lib.load(save(tmp_path, added))
     ids = tokenizer.encode(f"a{added}b")
     assert len(ids) == 3 and tokenizer.decode_pieces(ids) == ["a", added, "b"]
 
 
 def test_special_tokens_are_left_out_where_that_is_asked_for(tmp_path):
-    """Those that the file marks, and those that the config names; no other."""
+    """Fails unless it omits just the tokens that the file marks or the config names."""
     settings = {"eos_token": "l"}
     backend = build("<|end|>")
     backend.add_tokens(["<think>"])
@@ -120,7 +120,7 @@ def test_ids_without_a_token_have_no_text(small):
 
 
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
-    """Fails if a long prompt loses its end without a word."""
+    """Fails if a long prompt silently loses its end."""
     backend = build()
     backend.enable_truncation(3)
     backend.enable_padding(length=8)
@@ -168,7 +168,7 @@ def test_a_tokenizer_that_another_folder_has(tmp_path):
     (draft / "tokenizer_config.json").write_text(json.dumps(settings))
     shared = tokenizer_lib.load(draft)
     assert shared.fingerprint == theirs.fingerprint
-    # What is beside the file is the other model's, and not read.
+    # Other files beside it are the other model's, and are not read.
     assert shared.special_tokens and not theirs.special_tokens
     own = tokenizer_lib.load(save(draft, "<|other|>"))
     assert own.fingerprint != theirs.fingerprint
@@ -241,7 +241,7 @@ BAD_FOLDERS = {
     "generation_config.json: not valid JSON": broken("generation_config.json", "{"),
     r"generation_config.json: eos_token_id=.* token ids from 0 to 279":
         stating("generation_config.json", eos_token_id=[5, 280]),
-    # A row of the embedding without a token may be one, but no row more.
+    # A stop token may be an embedding row without a token, but not past the rows.
     "config.json: eos_token_id=300 must be":
         stating("config.json", vocab_size=300, eos_token_id=300),
     "tokenizer_config.json: tokenizer_file=7 is not a path": lambda at: (

@@ -1,4 +1,4 @@
-"""The row contract of trees: a node's bits are those of its path, row by row."""
+"""The row contract of trees: a node has the bits of its path, decoded row by row."""
 
 import functools
 
@@ -32,14 +32,14 @@ def _layout(parents, start, *, width=WIDTH):
 
 
 class Oracle:
-    """Decodes paths, one row at a time, in a chain of its own."""
+    """Oracle that decodes each path alone, as a chain, one row at a time."""
 
     def __init__(self, model, kv, prefix):
         self.model, self.prefix, self.found = model, prefix, {}
         self.kv = model.fill(kv, length=prefix)
 
     def row(self, path: tuple[int, ...]):
-        """What the last row of the prefix and these tokens gives, and its cache."""
+        """Returns the cache and the outputs of the last row of prefix and path."""
         if path not in self.found:
             kv = self.kv if len(path) == 1 else self.row(path[:-1])[0]
             at = self.prefix + len(path) - 1
@@ -55,11 +55,11 @@ def oracle(impl, dtype, page_size, prefix):
 
 
 def tree_rows(found, tokens, parents, *, order=None, layout=_layout):
-    """All columns of a tree after the oracle's prefix, in one call; padding rows are
-    poisoned."""
+    """Runs all columns of a tree after the oracle's prefix, in one call; padding rows
+    carry NaN. Returns the cache and the outputs of each column."""
     model, count = found.model, len(tokens)
     order = np.arange(count) if order is None else order
-    # Of one shape: compiled once.
+    # Padded to one shape, which is compiled once.
     padded = np.pad(np.asarray(parents, np.int32), (0, SLAB - len(parents)))
     positions, branch = layout(padded, jnp.int32(found.prefix))
 
@@ -107,7 +107,7 @@ def assert_is_decoding(found, tokens, parents, **options):
 
 @st.composite
 def trees(draw):
-    """Parents and tokens of a tree that fits a slab and a branch."""
+    """Draws parents and tokens of a tree that fits a slab and a branch."""
     parents, depth = [0], [0]
     for column in range(1, draw(st.integers(1, SLAB))):
         open_ = [c for c in range(column) if depth[c] < WIDTH - 1]
@@ -123,7 +123,7 @@ def trees(draw):
 CHAIN = tree.chain(6)
 BUSHY = np.array([0, 0, 0, 1, 1, 2, 4, 4], np.int32)
 BUSHY_TOKENS = [3, 4, 5, 6, 7, 6, 8, 9]
-IMPLS = ("native", "xla", slow("interpret"))  # bfloat16 alone
+IMPLS = ("native", "xla", slow("interpret"))  # bfloat16 only
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_pages_do_not_matter(impl, page_size):
 
 @pytest.mark.parametrize("impl", [slow("xla"), "native"])
 def test_a_chain_is_a_tree(impl):
-    """A chain's branch changes no bit."""
+    """Fails if a chain's branch changes a bit."""
     assert_is_decoding(oracle(impl, "bfloat16", 16, 126), [3, 4, 5, 6, 7, 8], CHAIN)
 
 
@@ -163,7 +163,7 @@ def swapped(parents, start):
 
 
 def by_storage(parents, start):
-    """Every place a position, as if each column followed the one before it."""
+    """Lays branches out by places, as if each column followed the one before it."""
     chain = tree.chain(len(parents))
     return _layout(parents, start)[0], _layout(chain, start)[1]
 
@@ -187,7 +187,7 @@ def test_a_wrong_layout_is_caught(layout):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_cousin_of_nan_is_not_seen(impl):
-    """Fails if a NaN reaches a node that has its row not on the path."""
+    """Fails if a NaN reaches a node whose path does not contain its row."""
     found = oracle(impl, "bfloat16", 16, 126)
     tokens = list(BUSHY_TOKENS)
     tokens[2] = 0  # NaN, with column 5 below it

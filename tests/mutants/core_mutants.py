@@ -1,6 +1,6 @@
 """Faults of the exact core: kernels, the model's rows, pages, acceptance, sampling.
 
-Not those that a test plants itself, as its negative control.
+Faults that a test plants itself, as its negative control, are not among them.
 """
 
 from mutant import Mutant

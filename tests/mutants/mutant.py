@@ -1,8 +1,8 @@
-"""A mutant: one place of one function that says something else for a while.
+"""A mutant: a function of which one place has other source text for a while.
 
 The fault is planted in the function's code object and not under its name, so that
-whoever holds the function, and every wrapper around it, has the fault: a test module
-that compiled it when it was imported too.
+every reference to the function and every wrapper around it has the fault, even in a
+test module that compiled it when it was imported.
 """
 
 import ast
@@ -26,7 +26,7 @@ TESTS = pathlib.Path(__file__).parents[1]
 
 
 class OutOfDateError(LookupError):
-    """A mutant whose function, or whose place in it, is not there any more."""
+    """An error: a mutant's function, the place in it or the test no longer exists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Mutant:
     """A deliberate fault, and the test of the suite that must fail because of it.
 
     Attributes:
-      name: what is wrong, in a few words.
+      name: the fault, in a few words.
       where: the function, `module:name` within `spec_jax`; a method is
         `module:Class.name`.
       old: source text that occurs in the function exactly once.
-      new: what it says instead.
+      new: source text that takes its place.
       caught_by: the test, as pytest names it from the folder `tests` on.
     """
 
@@ -52,9 +52,9 @@ class Mutant:
     def planted(self) -> Iterator[None]:
         """Keeps the fault in the package until the context ends.
 
-        All that was traced, and what tests keep for each other, is forgotten before
-        and after: an executable without the fault would hide it, and one with it, or
-        what it computed, would be left to the next test.
+        Traces of jax and caches of the tests are cleared before and after: an
+        executable without the fault would hide it, and one with the fault, or its
+        results, would be used by the next test.
 
         Raises:
           OutOfDateError: there is no such function, or no such place in it.
@@ -70,9 +70,9 @@ class Mutant:
             _forget()
 
     def check(self) -> None:
-        """Plants the fault and takes it back: nothing is run, and nothing forgotten.
+        """Plants the fault and removes it; runs no test, and clears no cache.
 
-        Raises as `planted`.
+        Raises the errors of `planted`.
         """
         function = self._function()
         sound, function.__code__ = function.__code__, self._faulty_code(function)
@@ -88,7 +88,7 @@ class Mutant:
             ) from error
 
     def _faulty_code(self, function: types.FunctionType) -> types.CodeType:
-        """Compiles `function` with `new` for `old`, at the same lines."""
+        """Compiles `function` with `new` in place of `old`, from the same line on."""
         lines, first_line = inspect.getsourcelines(function)
         source = textwrap.dedent("".join(lines))
         if source.count(self.old) != 1:
@@ -107,7 +107,7 @@ class Mutant:
 
 
 def _forget() -> None:
-    """Forgets what jax has traced, and what functions of the tests have cached."""
+    """Clears the traces of jax, and the caches of functions of the tests."""
     jax.clear_caches()
     for module in list(sys.modules.values()):
         if str(getattr(module, "__file__", None)).startswith(f"{TESTS}{os.sep}"):
@@ -117,7 +117,7 @@ def _forget() -> None:
 
 
 class _Errors:
-    """A plugin that keeps what was raised in the phases of tests."""
+    """A pytest plugin that keeps the exceptions raised in the phases of tests."""
 
     def __init__(self):
         self.raised: list[BaseException] = []
@@ -128,11 +128,11 @@ class _Errors:
 
 
 def failure(test: str) -> BaseException | None:
-    """Runs a test of the suite in this process, and returns how it fails, if it does.
+    """Runs a test of the suite in this process; returns its failure, None if it passes.
 
     Raises:
       LookupError: there is no such test, or it was skipped.
-      BaseException: the test did not fail but crashed, which tells nothing.
+      BaseException: the test did not fail but crashed, which shows nothing.
     """
     errors = _Errors()
     options = "-q -q -s --no-header --no-summary -p no:cacheprovider -p no:faulthandler"
@@ -152,10 +152,10 @@ def failure(test: str) -> BaseException | None:
 
 
 def is_outcome(error: BaseException) -> bool:
-    """Whether an error says that something is wrong, or just that something broke.
+    """Returns whether an error is the outcome of a check, and not of a broken program.
 
-    Assertions do, except those of jax itself, and so does what the package reports
-    with a type that no slip of the pen raises.
+    Outcomes are failed assertions, except those of jax itself, and errors that the
+    package raises itself, of types that no typing mistake in a mutant raises.
     """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     home = frame.f_globals["__name__"].partition(".")[0]

@@ -11,7 +11,7 @@ from mutant import Mutant, OutOfDateError, failure
 MUTANTS = (*core_mutants.MUTANTS, *engine_mutants.MUTANTS)
 CHECKS = sorted({mutant.caught_by for mutant in MUTANTS})
 
-# In place of the branch for whole numbers of the host: for arrays too.
+# The branch for Python integers, which the mutants below take for arrays, too.
 _ON_THE_HOST = "if not isinstance(length, jax.Array):"
 HARMLESS = Mutant(
     name="the same in other words",
@@ -29,7 +29,7 @@ CRASHING = dataclasses.replace(HARMLESS, new="return length // page_size.nothing
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutants_are_caught(mutant):
-    """Fails if a test passes in spite of the fault that it is there to catch."""
+    """Fails if a test passes in spite of the fault that it must catch."""
     with mutant.planted():
         assert failure(mutant.caught_by) is not None
 
@@ -37,12 +37,12 @@ def test_mutants_are_caught(mutant):
 @pytest.mark.slow
 @pytest.mark.parametrize("test", CHECKS)
 def test_checks_pass_without_a_mutant(test):
-    """The control: what failed above failed because of its mutant, and none is left."""
+    """Fails if a test fails without its mutant, or a fault was left in the package."""
     assert failure(test) is None
 
 
 def test_mutants_are_up_to_date():
-    """Fails if a fault can no longer be planted, or is there twice."""
+    """Fails if a fault can no longer be planted, or is listed twice."""
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     assert len({(mutant.where, mutant.old, mutant.new) for mutant in MUTANTS}) == len(
         MUTANTS
@@ -53,7 +53,7 @@ def test_mutants_are_up_to_date():
 
 @pytest.mark.slow
 def test_what_a_fault_gives():
-    """A fault fails its test; a harmless change does not, and a crash tells nothing."""
+    """Fails if a fault passes, a harmless change fails, or a crash is no error."""
     with FAULTY.planted():
         assert isinstance(failure(FAULTY.caught_by), AssertionError)
     with HARMLESS.planted():

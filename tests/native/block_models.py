@@ -1,4 +1,4 @@
-"""Block drafters of few weights for the native kernels: shared by tests."""
+"""Block drafters of few weights, shared by tests of the native kernels."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ HEADS = {
     "all": block_cases.with_heads("vanilla"),
     "few": block_cases.with_heads("vanilla", draft_vocab_size=32, slots="fill-in"),
     "gated": block_cases.with_heads("gated", draft_vocab_size=32),
-    "rnn": block_cases.with_heads("rnn", markov_rank=19),  # of no whole lanes
+    "rnn": block_cases.with_heads("rnn", markov_rank=19),  # not whole vectors
     "passed": PASSED,
 }
 
@@ -34,7 +34,7 @@ def each_head(*names: str):
 
 
 def make(config=PLAIN, dtype="float32", form=None):
-    """A drafter's config, and its weights for the kernels."""
+    """Returns a drafter's config, and its weights for the kernels."""
     decoding.needs("native")
     is_small = config.draft_vocab_size == 32
     hot = jnp.arange(3, 96, 2, dtype=jnp.int32)[:32] if is_small else None
@@ -46,7 +46,7 @@ def make(config=PLAIN, dtype="float32", form=None):
     shared = {"embed": target.embed, "lm_head": target.head, "hot": hot}
     weights = block_params.init(jax.random.key(5), config, **shared, stddev=0.3)
     if (markov := weights.markov) is not None:
-        markov = markov.replace(out=8 * markov.out)  # So that the token before decides.
+        markov = markov.replace(out=8 * markov.out)  # The token before decides.
         if markov.mix_bias is not None:
             bias = jax.random.normal(jax.random.key(6), markov.mix_bias.shape)
             markov = markov.replace(mix_bias=bias.astype(dtype))
@@ -55,7 +55,7 @@ def make(config=PLAIN, dtype="float32", form=None):
 
 
 def new_slots(layer, num_slots=SLOTS):
-    """A cache with pages for all positions of its slots."""
+    """Returns a cache with pages for all positions of its slots."""
     model = row_model.RowModel(config=layer, impl="native", slab=SIZE)
     kv = model.new_slots(num_slots, capacity=CAPACITY, page_size=8)
     for slot in range(num_slots):
@@ -64,7 +64,7 @@ def new_slots(layer, num_slots=SLOTS):
 
 
 def native_norm(x, weight, eps):
-    """The kernels' own norm: what their product with the identity reads."""
+    """Returns the kernels' own norm: their product of normed rows and the identity."""
     flat = x.reshape(-1, x.shape[-1])
     eye, count = jnp.eye(flat.shape[1], dtype=x.dtype), jnp.int32(flat.shape[0])
     normed = projection.project(

@@ -8,13 +8,13 @@ from spec_jax.native import build
 
 @pytest.fixture(params=emulation.every())
 def isa(request, monkeypatch) -> str:
-    """Every instruction set of this machine in turn, and those that are emulated."""
+    """Loads each instruction set of this machine in turn, and each emulated one."""
     return emulation.load(request.param, monkeypatch)
 
 
 @pytest.fixture
 def unloaded(monkeypatch):
-    """As in a process that has loaded nothing; later tests find what was loaded."""
+    """Makes `build` act as in a process that has loaded nothing, for one test."""
     monkeypatch.setattr(build, "_load", build._load.__wrapped__)
     monkeypatch.setattr(build, "_in_use", None)
     monkeypatch.setenv(build.ISA_VARIABLE, "")

@@ -1,4 +1,4 @@
-"""Instruction sets that this processor lacks, on SIMD Everywhere (libsimde-dev).
+"""Instruction sets that this processor lacks, by SIMD Everywhere (libsimde-dev).
 
 `emulated_avx512.h` takes the place of the compiler's intrinsics; the kernels are built
 as always, kept in the same cache, and registered under names of their own.
@@ -28,13 +28,13 @@ FLAGS = {
     f"emulated_{isa}": (
         f"-DSPEC_JAX_{isa.upper()}",
         f'-DSPEC_JAX_INTRINSICS="{HEADER}"',
-        f"-DHASH_OF_INTRINSICS={_HASH}",  # so that it is part of the library's key
+        f"-DHASH_OF_INTRINSICS={_HASH}",  # makes it part of the library's key
         *_QUICK,
     )
     for isa in ("avx512bf16", "avx512")
 }
-# This processor's sets, without the extension that sums integers faster, and with one
-# of another processor's, whose instruction is the same but for its encoding.
+# Variants of two sets: one lacks the extension that sums integers faster; the other has
+# the code for AVX-VNNI, with the AVX-512 encoding of the same instruction.
 _AVX512_VL = ("-mavx512f", "-mavx512vl", "-mavx512vnni")
 _OTHER_CODE = ("-D__AVXVNNI__", "-D_mm256_dpbusd_avx_epi32=_mm256_dpbusd_epi32")
 VARIANTS = {
@@ -44,14 +44,14 @@ VARIANTS = {
 
 
 def every() -> tuple[str, ...]:
-    """Returns this processor's instruction sets, and those that are emulated here."""
+    """Returns this processor's instruction sets, then those it lacks, emulated."""
     own = build.available_isas()
     lacking = (x for x in FLAGS if x.removeprefix("emulated_") not in own)
     return (*own, *lacking)
 
 
 def load(isa: str | None, monkeypatch) -> str:
-    """Loads kernels, the widest if None; skips where they cannot be built."""
+    """Loads the kernels of a set, the widest if None; skips if they cannot be built."""
     try:
         if isa in FLAGS:
             install(isa, monkeypatch)
@@ -76,7 +76,7 @@ def _is_installed() -> bool:
 
 
 def install(isa: str, monkeypatch) -> None:
-    """Makes `isa`, one of `FLAGS`, an instruction set of this test's.
+    """Makes `isa`, one of `FLAGS`, an instruction set for this test only.
 
     Skips without SIMD Everywhere, or fails where `SPEC_JAX_REQUIRE_SIMDE=1` is set.
     """
@@ -92,7 +92,7 @@ def install(isa: str, monkeypatch) -> None:
 def main() -> None:
     """Builds the kernels for every instruction set that tests run.
 
-    Ahead of tests in several processes, each of which would build all of them.
+    Run it before tests in several processes, each of which would build all of them.
     """
     with pytest.MonkeyPatch.context() as patch:
         for isa in every():

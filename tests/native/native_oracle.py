@@ -1,4 +1,4 @@
-"""What the kernels compute, in float64 NumPy, written from the docstrings of the ops.
+"""The kernels' results in float64 NumPy, written from the docstrings of the ops.
 
 Values are rounded to the model's dtype where the ops say so, and nowhere else. For a
 product there is also `SumOrder`: the order of operations of each instruction set.
@@ -25,10 +25,10 @@ def normal(rng, shape, dtype, scale=1.0) -> np.ndarray:
 
 
 def assert_rounded_alike(actual, expected) -> None:
-    """Asserts that few elements differ at all: those at the edge of a rounding.
+    """Asserts that few elements differ at all: only some at the edge of a rounding.
 
-    A rounding too many or too few moves a third of them. For bfloat16 and norms near
-    one; float32 sums differ from float64 ones in most elements.
+    A rounding too many or too few moves a third of them. It suits bfloat16 and norms
+    near one: float32 sums differ from float64 ones in most elements.
     """
     actual, expected = wide(actual, expected)
     differing = np.mean(actual != expected)
@@ -37,26 +37,26 @@ def assert_rounded_alike(actual, expected) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SumOrder:
-    """How an instruction set sums a product, bit for bit.
+    """The operations by which an instruction set sums a product, bit for bit.
 
     Each sum is one float32, to which products are added in the order of `k`.
 
     Attributes:
-      fused: a product is added with one rounding, not two.
-      has_pairs: bfloat16 goes by VDPBF16PS: of elements `2i` and `2i + 1` the odd one
-        first, and every operand and result that is denormal is zero.
+      fused: whether a product is added with one rounding, not two.
+      has_pairs: whether bfloat16 uses VDPBF16PS: element `2i + 1` is added before
+        `2i`, and every denormal operand or result becomes zero.
     """
 
     fused: bool = True
     has_pairs: bool = False
 
     def project(self, x, w) -> np.ndarray:
-        """`x @ w.T` in float32, for `x` and `w` of one dtype."""
+        """Returns `x @ w.T` in float32, for `x` and `w` of one dtype."""
         by_pairs = self.has_pairs and x.dtype != np.float32
         flush = flush_denormals if by_pairs else lambda value: value
         x, w = (flush(np.asarray(a, np.float32)) for a in (x, w))
         order = np.arange(x.shape[1])
-        if by_pairs:  # Beyond an odd end lies a zero, which adds nothing.
+        if by_pairs:  # The zero past an odd end adds nothing.
             order = np.sort(order ^ 1) ^ 1
         sums = np.zeros((x.shape[0], w.shape[0]), np.float32)
         for k in order:
@@ -66,13 +66,13 @@ class SumOrder:
     def project_bytes(
         self, x, w, *, order=None, neighbour=0, lower=0, has_minima=True
     ) -> np.ndarray:
-        """As `project`, of `blocks.Blocks` and rows that are rounded as it says.
+        """Returns `project` for `blocks.Blocks`, with rows rounded as `blocks` says.
 
         Args:
-          order: of the blocks; as they are, if None.
-          neighbour: of a block, whose scale is taken in its place.
-          lower: likewise, whose minimum.
-          has_minima: whether minima count.
+          order: in which blocks are added; None: first to last.
+          neighbour: blocks by which scales are shifted; a fault unless 0.
+          lower: blocks by which minima are shifted; a fault unless 0.
+          has_minima: whether minima are added.
         """
         values, row_scales = round_rows(x)
         integers = np.asarray(blocks.integers(w), np.float32)
@@ -93,8 +93,8 @@ class SumOrder:
     def _add(self, a, b, sums) -> np.ndarray:
         if not self.fused:
             return a * b + sums
-        # Exact in float64 but for the last sum, which is rounded to odd: rounding that
-        # to float32 is rounding once.
+        # All is exact in float64 but the last sum, which is rounded to odd: when that
+        # is rounded to float32, the result has one rounding.
         product, sums = np.multiply(a, b, dtype=np.float64), sums.astype(np.float64)
         total = product + sums
         back = total - product
@@ -113,7 +113,7 @@ SUM_ORDERS = {
 
 
 def flush_denormals(x) -> np.ndarray:
-    """Denormals as zeros of their sign."""
+    """Returns `x` with zeros of the same sign for denormals."""
     return np.where(
         np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x
     )
@@ -125,7 +125,7 @@ def rms_norm(x, weight, eps, dtype):
 
 
 def round_rows(x) -> tuple[np.ndarray, np.ndarray]:
-    """Integers and scales of rows, both float32: `[R, B, 32]` and `[R, B]`."""
+    """Rounds rows to integers and scales, both float32: `[R, B, 32]` and `[R, B]`."""
     x = np.asarray(x).astype(np.float32)
     x = np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
     most = np.abs(x).max(axis=2, initial=0)
@@ -134,7 +134,7 @@ def round_rows(x) -> tuple[np.ndarray, np.ndarray]:
 
 
 def project_bytes(x, w) -> np.ndarray:
-    """`x @ w.T` of rounded rows and `blocks.Blocks`, in float64."""
+    """Returns `x @ w.T` of rounded rows and `blocks.Blocks`, in float64."""
     values, row_scales = wide(*round_rows(x))
     integers, scales = wide(blocks.integers(w), w.scales)
     integers = integers * scales[..., None]
@@ -170,7 +170,7 @@ def rotate(x, cos, sin, dtype):
 
 @dataclasses.dataclass
 class Slab:
-    """The arguments of `calls.attend`: rows over pages that are NaN but for prefixes.
+    """The arguments of `calls.attend`: rows, and pages that are NaN outside prefixes.
 
     Slots own permuted pages; `prefix[s]` positions of slot `s` are written.
     """
@@ -195,7 +195,7 @@ class Slab:
         return dataclasses.asdict(self) | {"num_active": np.int32(live)}
 
     def rows(self, which) -> "Slab":
-        """The slab of these rows, in this order; -1 is a row of poison."""
+        """Returns the slab of these rows, in order; -1 gives a row of NaN and 2**30."""
         which = np.asarray(which)
         per_row = {}
         for name in ("heads", "cos", "sin", "slots", "positions"):
@@ -212,7 +212,7 @@ class Slab:
 def make_slab(
     rng, rows, *, dtype, N, K, H, page_size, prefix, table_width=None, spare=2
 ) -> Slab:
-    """Random data for `rows`, a list of `(slot, position)`."""
+    """Makes random data for `rows`, a list of `(slot, position)`."""
     num_slots, R = len(prefix), len(rows)
     slots, positions = np.asarray(rows, np.int32).T
     most = max(*prefix, positions.max() + 1)
@@ -241,7 +241,7 @@ def make_slab(
 
 
 def attend(slab: Slab, *, eps, scale, window=2**30):
-    """Attended heads `[R, N * H]` and both pools, all rows live and mapped.
+    """Returns attended heads `[R, N * H]` and both pools; rows are active and mapped.
 
     A row sees the last `window` keys, its own included.
     """

@@ -1,4 +1,4 @@
-"""Weights of eight bits or four: as llama.cpp rounds, their panels, order of sums."""
+"""Weights of eight or four bits: rounding as in llama.cpp, panels, order of sums."""
 
 import emulation
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ SHAPES = ((1, 1), (16, 32), (40, 129))
 
 @pytest.fixture(params=(*emulation.every(), *emulation.VARIANTS))
 def isa(request, monkeypatch) -> str:
-    """Every instruction set, and with other instructions for sums of integers."""
+    """Loads each instruction set, and variants that sum integers otherwise."""
     return emulation.load(request.param, monkeypatch)
 
 
@@ -30,7 +30,7 @@ def make(rng, form, N: int, K: int, dtype="bfloat16", scale=1.0) -> blocks.Block
 
 
 def test_weights_are_rounded_as_by_llama_cpp(rng, form):
-    """Fails if an integer or a scale is another: `gguf` has its bits."""
+    """Fails if an integer or a scale differs in a bit from that of package `gguf`."""
     quants = pytest.importorskip("gguf.quants")
     w = rng.standard_normal((64, 96)).astype(np.float32)
     w[:4] *= np.float32([[1e-9], [1e-4], [1e4], [0]])  # scales that are denormal, 0
@@ -48,15 +48,15 @@ def test_weights_are_rounded_as_by_llama_cpp(rng, form):
 
 
 def test_blocks_of_four_bits_are_widened(rng):
-    """Fails if values of Q4_0 change, those of Q4_1 are off by half of what rounding
-    anew costs, or a block whose grid is no use differs from `quantise`."""
+    """Fails if widening changes values of Q4_0, errs in Q4_1 by half as much as
+    rounding anew, or differs from `quantise` where a block's grid is of no use."""
     w = rng.standard_normal((64, 96)).astype(np.float32)
     w[0, :32], w[1, :32], w[2, :32] = 0, 5, np.linspace(100, 100.01, 32)
     values, scales, minima = blocks.quantise_to_four(w)
     scales[3, 0] = np.nan
 
     def both(minima):
-        """Returns what blocks hold, widened and rounded anew, less what they held."""
+        """Returns blocks widened and rounded anew, and the errors of their values."""
         made = blocks.of_parts((values, scales, minima), w.shape, "float32")
         own = np.asarray(blocks.matrix(made))
         ways = blocks.widen(values, scales, minima), blocks.quantise(own)
@@ -74,7 +74,7 @@ def test_blocks_of_four_bits_are_widened(rng):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_panels_keep_every_bit(rng, isa, form, shape):
-    """Fails if a value is lost or moved; or if a kernel looks up another row."""
+    """Fails if a value is lost or moved, or if a kernel looks up another row."""
     w, lines = make(rng, form, *shape, scale=1e-4), {"q8_0": 17, "q4_1": 10}[form]
     packed = calls.pack(w, isa=isa)
     assert packed.data.shape == (-(-shape[0] // 16), -(-shape[1] // 64), lines, 64)
@@ -95,10 +95,10 @@ def kernels_of(isa: str) -> str:
 def test_sums_are_in_the_order_of_blocks(rng, isa, form, dtype, K, N):
     """Fails if a sum has another order, or depends on the number of rows.
 
-    Negative controls: blocks in another order, a neighbour's scale or minimum, none.
+    Negative controls: another order, a neighbour's scale or minimum, no minima.
     """
     x, w = oracle.normal(rng, (9, K), dtype), make(rng, form, N, K, dtype)
-    # Extremes of integers, of both signs.
+    # The extremes of integers, and rows of both signs.
     least, most = (-128, 127) if form == "q8_0" else (0x00, 0xFF)
     w = w.replace(values=w.values.at[:, 0].set(least).at[:, 1].set(most))
     x[:, :64] = np.where(rng.integers(0, 2, (9, 64)), 3, -3)
@@ -118,7 +118,7 @@ def test_sums_are_in_the_order_of_blocks(rng, isa, form, dtype, K, N):
 
 @pytest.mark.parametrize("isa", build.available_isas(), indirect=True)
 def test_rows_that_are_not_finite(rng, isa, form):
-    """Fails if NaN is rounded to an integer, or leaves its row."""
+    """Fails if NaN is rounded to an integer, or reaches another row."""
     x, w = oracle.normal(rng, (4, 65), "float32"), make(rng, form, 18, 65, "float32")
     clean = row_contract.sums(isa, x, w)
     x[1, 64], x[2, 3] = np.nan, -np.inf

@@ -1,4 +1,4 @@
-"""Building and keeping the kernels: what can go wrong on somebody's machine.
+"""Building and keeping the kernels, and what can go wrong on a user's machine.
 
 Most tests run a compiler of their own, a shell script, which copies a library that
 the real one has built.
@@ -32,7 +32,7 @@ echo compiled >> "{log}"
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> pathlib.Path:
-    """A small shared library with the targets' names, for compilers to copy."""
+    """Builds a small shared library with the targets' names, for compilers to copy."""
     folder = tmp_path_factory.mktemp("library")
     source, built = folder / "targets.cc", folder / "targets.so"
     source.write_text(
@@ -50,7 +50,7 @@ def library(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> pathlib.Path:
-    """Fresh folders for caches and temporary files; returns the cache folder."""
+    """Makes folders for caches and temporary files; returns the cache folder."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -59,7 +59,7 @@ def home(tmp_path, monkeypatch) -> pathlib.Path:
 
 @pytest.fixture
 def compiler(tmp_path, library):
-    """Makes compilers: `compiler(action)` is a command; `compiler.runs()` counts."""
+    """Makes compilers: `compiler(action)` is a command, `compiler.runs()` a count."""
 
     class Maker:
         log = tmp_path / "compiled"
@@ -79,14 +79,14 @@ def compiler(tmp_path, library):
 
 
 def libraries(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The libraries of a cache folder, which must hold nothing else."""
+    """Lists the libraries of a cache folder, which must hold nothing else."""
     found = sorted(folder.iterdir())
     assert all(path.suffix == ".so" for path in found), found
     return found
 
 
 def fallback(home: pathlib.Path) -> pathlib.Path:
-    """The folder among temporary files."""
+    """Returns the folder among temporary files that stands in for the cache folder."""
     return home.parents[1] / "temporary" / f"spec_jax-{os.getuid()}"
 
 
@@ -102,7 +102,7 @@ def test_a_library_is_built_once(home, compiler):
 
 
 def test_the_key_holds_all_that_decides_bits(home, compiler, monkeypatch, tmp_path):
-    """Fails if a library outlives a change of what it was made from."""
+    """Fails if a library is kept although something that decides its bits changed."""
     path = compiler()
     key = lambda path, isa="portable": build._key(path, isa)
     keys = [key(path), key(path, "avx2"), key(compiler(version="cc 1.1"))]
@@ -143,7 +143,7 @@ def test_a_folder_of_somebody_else_is_refused(home, compiler, monkeypatch):
 
 
 def test_a_link_in_the_folders_place_is_refused(home, compiler, tmp_path):
-    """Fails if a link to a folder of this user's passes for the cache."""
+    """Fails if a link is taken for the cache folder, even one to this user's folder."""
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     home.parent.mkdir()
     home.symlink_to(tmp_path / "elsewhere")
@@ -168,7 +168,7 @@ def test_processes_that_start_at_once(home, compiler, library):
     how = {"env": environment | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.PIPE}
     processes = [subprocess.Popen(command, text=True, **how) for _ in range(3)]
     for process in processes:
-        # Not a bound on a busy machine's time, but on processes that never end.
+        # This bounds processes that never end, not the time of a busy machine.
         _, errors = process.communicate(timeout=36_000)
         assert process.returncode == 0, errors
         assert errors.count("building the native kernels for portable") == 1
@@ -177,8 +177,8 @@ def test_processes_that_start_at_once(home, compiler, library):
 
 
 def test_no_compiler(unloaded, monkeypatch, tmp_path):
-    """Fails if the message does not say what was looked for, or `impl="native"` falls
-    through."""
+    """Fails if the message does not say what was looked for, or `impl="native"` runs
+    another implementation."""
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     words = r"no C\+\+ compiler.*g\+\+, clang\+\+"
@@ -204,7 +204,7 @@ def test_a_compiler_of_several_words(compiler, monkeypatch, tmp_path):
 
 
 def test_a_compiler_that_fails(home, compiler):
-    """Fails if its message is lost, or another folder is tried for its sake."""
+    """Fails if the compiler's message is lost, or another folder is tried after it."""
     path = compiler('echo "kernels.cc:1: no such thing" >&2; exit 3')
     with pytest.raises(build.BuildError, match="status 3:\nkernels.cc:1: no such"):
         build.open_library(path, "portable")
@@ -232,7 +232,7 @@ def test_a_damaged_library(home, compiler, damage):
     build.open_library(path, "portable")
     (stored,) = libraries(home)
     whole = stored.read_bytes()
-    # Another file in its place: the old one may be mapped by this process.
+    # A new file takes its place, as this process may have mapped the old one.
     stored.unlink()
     changed = whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:]
     stored.write_bytes(whole[: len(whole) // 2] if damage == "truncated" else changed)

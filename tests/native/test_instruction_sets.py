@@ -1,4 +1,4 @@
-"""Which instruction set the kernels are of: the widest, or one that is asked for."""
+"""The choice of the kernels' instruction set: the widest, or one that is asked for."""
 
 import functools
 import os
@@ -29,7 +29,7 @@ def test_the_widest_set_is_chosen(monkeypatch):
 
 
 def test_a_set_that_the_processor_lacks(monkeypatch):
-    """Fails if such code is loaded, and kills the process at its first instruction."""
+    """Fails if such code is loaded: its first instruction would kill the process."""
     monkeypatch.setattr(build, "cpu_features", lambda: frozenset({"avx2"}))
     assert build.available_isas() == ("portable",)
     for isa in ("avx512bf16", "avx512"):
@@ -42,7 +42,7 @@ def test_a_set_that_the_processor_lacks(monkeypatch):
 
 
 def compiler(path, script: str) -> tuple[str]:
-    """One that is a script of the shell."""
+    """Makes a compiler that is a shell script."""
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return (str(path),)
@@ -58,14 +58,14 @@ def compiler(path, script: str) -> tuple[str]:
     ],
 )
 def test_a_set_that_the_compiler_does_not_know(monkeypatch, tmp_path, script, widest):
-    """Fails if old tools cost more than the newest instructions."""
+    """Fails if an old compiler or assembler costs more than the newest instructions."""
     available = ("avx512bf16", "avx512", "portable")
     monkeypatch.setattr(build, "available_isas", lambda: available)
     assert build._widest(compiler(tmp_path / "old", script)) == widest
 
 
 def test_an_extension_that_changes_no_bits(monkeypatch, tmp_path):
-    """Fails if it is compiled for a processor, or by a compiler, without it."""
+    """Fails if an extension is used on a processor, or by a compiler, without it."""
     flags_of = build._flags_of.__wrapped__
     old = compiler(tmp_path / "old", 'case "$*" in *vnni*) exit 1;; esac')
     new = compiler(tmp_path / "new", "exit 0")
@@ -80,14 +80,14 @@ def test_an_extension_that_changes_no_bits(monkeypatch, tmp_path):
 
 
 def test_the_compiler_here_knows_the_probes():
-    """Fails if a probe is no assembly: the widest set would be portable."""
+    """Fails if a probe does not assemble: the widest set would be portable."""
     available = build.available_isas()
     assert build._widest(tuple(build.find_compiler())) == available[0]
 
 
 @pytest.fixture
 def loads(unloaded, monkeypatch) -> list[str]:
-    """The sets that are loaded, of three that this machine is said to have."""
+    """Lists the sets that are loaded, of three that this machine is said to have."""
     loaded = []
     monkeypatch.setattr(build, "_load", loaded.append)
     monkeypatch.setattr(build, "available_isas", lambda: ("avx512", "avx2", "portable"))
@@ -97,7 +97,7 @@ def loads(unloaded, monkeypatch) -> list[str]:
 
 
 def test_a_chosen_instruction_set(loads, monkeypatch):
-    """Fails if the variable, or a flag that calls `choose`, is not what is loaded."""
+    """Fails if the set given to `choose` is not loaded, or not put in the variable."""
     monkeypatch.setenv("SPEC_JAX_ISA", "portable")
     build.choose("avx2")
     assert os.environ["SPEC_JAX_ISA"] == "avx2"  # For processes started from here.
@@ -107,7 +107,7 @@ def test_a_chosen_instruction_set(loads, monkeypatch):
 
 
 def test_no_chosen_instruction_set(loads, monkeypatch):
-    """Fails if an empty variable is a name."""
+    """Fails if an empty variable is taken for a name."""
     monkeypatch.setenv("SPEC_JAX_ISA", "")
     assert build.load() == "avx512"
 
@@ -132,7 +132,7 @@ def test_an_instruction_set_that_cannot_be_chosen(loads, monkeypatch, isa, messa
 
 
 def test_an_instruction_set_that_is_chosen_too_late(loads, monkeypatch):
-    """Fails if one process runs two sets without having been asked by name, or if a
+    """Fails if one process runs two sets, the second not asked for by name, or if a
     build that fails decides for later ones."""
     with monkeypatch.context() as patch:
         patch.setattr(build, "_load", lambda isa: 1 / 0)

@@ -1,6 +1,6 @@
 """Ranges of keys and infinite scores in `calls.attend`.
 
-What every implementation promises is in `ops/test_row_attention`.
+The promises of every implementation are tested in `ops/test_row_attention`.
 """
 
 import functools
@@ -15,7 +15,7 @@ from spec_jax import testing
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ranges_of_long_texts(rng, isa, dtype):
-    """Fails if sums of ranges are combined wrongly, or with what a row does not see.
+    """Fails if sums of ranges are combined wrongly, or have keys that a row cannot see.
 
     Rows lie on both sides of the bounds of ranges, 1,024 and 2,048 keys.
     """
@@ -37,7 +37,7 @@ def test_ranges_of_trees(rng, isa, position):
         rng, rows, dtype="bfloat16", N=4, K=2, H=16, page_size=64, prefix=(position,)
     )
     chain = slabs.run(isa, slab, 5)
-    # A branch that is the chain: the last keys of each row are where they always are.
+    # This branch is the chain itself: the last keys of each row are where they were.
     branch = slab.positions[:, None] + np.arange(1 - width, 1, dtype=np.int32)
     testing.assert_same_bits(slabs.run(isa, slab, 5, branch=branch), chain)
     branch[3, -2] -= 1  # Negative control: one key taken twice.
@@ -47,7 +47,7 @@ def test_ranges_of_trees(rng, isa, position):
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_infinite_scores(rng, isa, sign):
-    """Fails if a score of -inf weighs anything, or one of inf is not NaN.
+    """Fails if a score of -inf gets any weight, or one of inf does not give NaN.
 
     The first `count` keys of the slot are infinite along the query's first element.
     """
@@ -61,7 +61,7 @@ def test_infinite_scores(rng, isa, sign):
             at = slab.locate(0, position)
             slab.k_pages[at] = 0
             slab.k_pages[at][0, 0] = sign * np.sign(slab.heads[0, 0]) * np.inf
-        # 0 * inf would be NaN in the other elements: they are 1 * 0.
+        # The query's zeros meet zeros, as 0 * inf would be NaN.
         out, *_ = slabs.run(isa, slab, 1)
         with np.errstate(invalid="ignore"):
             expected, *_ = oracle.attend(slab, **slabs.numbers(slab))

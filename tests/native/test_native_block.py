@@ -14,7 +14,7 @@ from spec_jax.paging import cache
 
 
 def run(config, weights, live, append_context=None):
-    """What context of two slots, and blocks of all of them, leave behind."""
+    """Appends context of two slots and runs blocks; returns outputs and both pools."""
     rng = np.random.default_rng(0)
     count = 11
     features = rng.standard_normal((count, config.features_size)).astype(np.float32)
@@ -48,7 +48,7 @@ def run(config, weights, live, append_context=None):
 
 
 def append_by_operations(weights, config, rows, features, kv, *, impl):
-    """Context one operation after the other: attention of queries that mean nothing."""
+    """Appends context by single operations: attention, with queries that are zeros."""
     layer = config.layer
     shared = {"num_active": rows.num_active, "eps": layer.rms_norm_eps, "impl": impl}
     features = features.astype(weights.final_norm.dtype)
@@ -70,7 +70,7 @@ def append_by_operations(weights, config, rows, features, kv, *, impl):
 
 
 def by_operations(patch, config, weights, live, norm=models.native_norm):
-    """The same by operations one by one, with the kernels' norms."""
+    """Does as `run` by single operations, with `norm`, by default the kernels'."""
     patch.setattr(dispatch, "is_fused", lambda impl: False)
     patch.setattr(rms_norm, "rms_norm", norm)
     return run(config, weights, live, append_by_operations)
@@ -101,7 +101,7 @@ def test_a_norm_that_differs_is_caught(monkeypatch):
 
 
 def test_what_a_call_cannot_take_is_refused():
-    """Fails if the kernels are handed what they would read or write outside of."""
+    """Fails if the kernels take arrays that they would read or write outside of."""
     config, weights = models.make(models.PASSED)
     kv, layers = models.new_slots(config.layer), weights.layers
     model = block_steps.BlockModel.of(weights, layers, config.layer, kv)

@@ -27,7 +27,7 @@ def make(dtype="bfloat16", **changes):
 
 
 def filled(target, params, *, num_pages=None):
-    """A cache with each text but its pending tokens."""
+    """Returns a cache with each text but its pending tokens."""
     kv = target.new_cache(capacity=16, page_size=PAGE_SIZE, num_pages=num_pages)
     for slot, (text, pending) in enumerate(zip(TEXTS, PENDING, strict=True)):
         # `prefill` leaves the last token out.
@@ -37,7 +37,7 @@ def filled(target, params, *, num_pages=None):
 
 
 def step_by_step(target, params, kv, counts):
-    """Every draft as a window of its own."""
+    """Drafts each token in a window of its own; returns the cache and the drafts."""
     verify = jax.jit(target.verify)
     texts, drafts = [list(text) for text in TEXTS], [[] for _ in TEXTS]
     while any(goes_on := [len(d) < n for d, n in zip(drafts, counts, strict=True)]):
@@ -74,7 +74,7 @@ def chains(target, params, kv, counts, *, pending=PENDING):
 
 
 def committed(kv):
-    """The K/V of each slot."""
+    """Returns the K/V of each slot."""
     lengths = np.asarray(kv.length)
     return [decoding.held(kv, length, slot=slot) for slot, length in enumerate(lengths)]
 
@@ -90,7 +90,7 @@ def test_drafts_are_those_of_single_steps(dtype):
     np.testing.assert_array_equal(kv.length, expected_kv.length)
     testing.assert_same_bits(committed(kv), committed(expected_kv))
     assert not np.asarray(kv.refused).any()
-    # Negative control: tokens of another start are other drafts.
+    # Negative control: another start gives other drafts.
     late = allocator.truncate(filled(target, params), 0, jnp.int32(2))
     other = chains(target, params, late, COUNTS)[1]
     assert other[0].tolist() != drafts[0].tolist()
@@ -99,7 +99,7 @@ def test_drafts_are_those_of_single_steps(dtype):
 def test_without_pages_a_slot_goes_as_far_as_it_can():
     """Fails if drafts are made, or written, without a page."""
     target, params = make()
-    # Two, one and two pages are held, none is free.
+    # One, one and two pages are held, and one is free.
     kv = filled(target, params, num_pages=5)
     assert int(kv.num_free) == 1
     after, drafts, made = chains(target, params, kv, (5, 5, 5))
@@ -128,7 +128,7 @@ def test_all_drafts_of_a_round_are_one_call():
     """Fails if each draft is a step of its own, with XLA in between."""
 
     def calls(**changes):
-        """Of chains and of steps, in a program of rounds."""
+        """Counts the calls of chains and of steps in a program of rounds."""
         changes = {"catch_up_rows": 16} | changes
         drafter = decoding.draft_drafter(impl="native", **changes)
         setting = decoding.Setting(target=decoding.NATIVE)
@@ -141,5 +141,5 @@ def test_all_drafts_of_a_round_are_one_call():
 
     # The draft model's catching up, and the target's verification, are steps.
     assert calls() == [1, 2]
-    # Control: a draft that is looked at before the next one is a step.
+    # Negative control: a draft that is looked at before the next one is a step.
     assert calls(min_confidence=0.5)[0] == 0

@@ -17,7 +17,7 @@ SLAB = 9
 
 
 def make(variant, dtype, form=None, **sizes):
-    """A head's config, and its weights for the kernels."""
+    """Returns a head's config, and its weights for the kernels."""
     config = heads.with_dtype(heads.VARIANTS[variant], dtype)
     layer = dataclasses.replace(config.layer, **sizes)
     config = dataclasses.replace(config, layer=layer)
@@ -26,7 +26,7 @@ def make(variant, dtype, form=None, **sizes):
 
 
 def compile_(config, operations=False):
-    """A step, or its operations one by one, compiled once."""
+    """Returns a step, or its operations one by one, which is compiled once."""
 
     @jax.jit
     def forward(params, rows, features, kv):
@@ -42,7 +42,7 @@ def compile_(config, operations=False):
 
 
 def run(config, params, live, *, operations=False, forward=None):
-    """What two slabs of two slots leave behind: of features, and of hidden states."""
+    """Runs a slab of features and one of hidden states; returns outputs and pools."""
     forward = forward or compile_(config, operations)
     kv, found = models.new_slots(config.layer, 2), []
     for start, width in ((0, config.features_size), (SLAB, config.hidden_size)):
@@ -71,13 +71,13 @@ def run(config, params, live, *, operations=False, forward=None):
 def test_a_step_is_its_operations(monkeypatch, dtype, variant, live, form):
     """Fails if the step leaves out an operation, or rounds or sums otherwise."""
     config, params = make(variant, dtype, form)
-    monkeypatch.setattr(eagle3, "_row_norm", models.native_norm)  # before `fc` of both
+    monkeypatch.setattr(eagle3, "_row_norm", models.native_norm)  # before `fc`, in both
     expected = run(config, params, live, operations=True)
     testing.assert_same_bits(run(config, params, live), expected)
 
 
 def test_a_norm_that_differs_is_caught(monkeypatch):
-    """Negative control: norms of a pair that are one bit off."""
+    """Negative control: a pair's norms that are one bit off."""
     config, params = make("plain", "float32")
     found = run(config, params, 3)
     planted = lambda *given: jnp.nextafter(models.native_norm(*given), jnp.float32(9))
@@ -87,7 +87,7 @@ def test_a_norm_that_differs_is_caught(monkeypatch):
 
 
 def test_an_embedding_of_another_dtype(monkeypatch):
-    """Fails if a token is rounded otherwise than where it is taken."""
+    """Fails if the step rounds an embedding otherwise than the operations do."""
     config, params = make("plain", "bfloat16")
     wide = jax.random.normal(jax.random.key(9), params.embed.shape, jnp.float32)
     found = run(config, eagle3_params.prepare(params.replace(embed=wide), "native"), 6)

@@ -36,9 +36,9 @@ def test_sums_have_the_stated_order(rng, isa, dtype, K, N):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_another_order_is_caught(rng, isa, dtype):
-    """Negative control: the order reversed, other roundings or pairs are other bits.
+    """Negative control: a reversed order, other roundings or pairs give other bits.
 
-    (A product of two bfloat16 is a float32: it cannot tell one rounding from two.)
+    (A product of two bfloat16 is exact in float32: one rounding equals two there.)
     """
     x, w = (oracle.normal(rng, (n, 129), dtype) for n in (4, 25))
     order, y = order_of(isa), row_contract.sums(isa, x, w)
@@ -55,14 +55,14 @@ def test_another_order_is_caught(rng, isa, dtype):
 
 
 def test_pairs_take_denormals_for_zero(isa):
-    """Fails if a denormal operand, or a sum on its way, counts where none should.
+    """Fails if a denormal operand or partial sum is not taken for zero.
 
-    Without pairs that is the processor's mode, which is XLA's to choose.
+    Without pairs the processor's mode decides this, and XLA sets it.
     """
     if not order_of(isa).has_pairs:
         pytest.skip(f"{isa} does not multiply by pairs")
-    # Terms: a denormal operand; 1e-39, which is denormal; and, 64 elements on, what
-    # would be added to it.
+    # Row 0 has a denormal operand. Row 1 has a product of 1e-39, which is denormal, and
+    # row 2 has a product to add to it, 64 elements on.
     x = np.zeros((3, 96), np.float32)
     w = np.zeros((1, 96), np.float32)
     w[0, [0, 3, 4, 68]] = 1e38, -1e38, 1e-19, 1e-19
@@ -76,14 +76,14 @@ def test_pairs_take_denormals_for_zero(isa):
 
 
 def compile_kernels(instructions: str, *more: str) -> str:
-    """Returns what the compiler says, with the flags of `instructions`, or skips."""
+    """Compiles for `instructions`, or skips; returns the compiler's messages."""
     if platform.machine() != "x86_64":
         pytest.skip("no AVX-512 to compile for on this machine")
     try:
         compiler = build.find_compiler()
     except build.BuildError as error:
         pytest.skip(str(error))
-    flags = (*build.FLAGS, *build.ISA_FLAGS[instructions], "-O0")  # The last counts.
+    flags = (*build.FLAGS, *build.ISA_FLAGS[instructions], "-O0")  # The last -O counts.
     source = pathlib.Path(build.__file__).with_name("kernels.cc")
     command = [*compiler, *flags, f"-I{jax.ffi.include_dir()}", *more, str(source)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -93,8 +93,8 @@ def compile_kernels(instructions: str, *more: str) -> str:
 
 @pytest.mark.slow
 def test_avx512_compiles(tmp_path):
-    """Fails if AVX-512 alone lacks what its code uses, or pairs are not multiplied by
-    their instruction: the emulation has intrinsics of its own."""
+    """Fails if plain AVX-512 code needs another extension, or pairs are not multiplied
+    by VDPBF16PS: the emulation, with its own intrinsics, cannot show it."""
     assert not compile_kernels("avx512", "-fsyntax-only")
     assembly = tmp_path / "kernels.s"
     compile_kernels("avx512bf16", "-S", "-o", str(assembly))

@@ -1,6 +1,6 @@
 """Segments, gates and shapes of native products.
 
-What every implementation promises is in `ops/test_projection`.
+The promises of every implementation are tested in `ops/test_projection`.
 """
 
 import functools
@@ -22,7 +22,7 @@ def gate(isa, x, w, **options):
 
 
 def test_extreme_gates(isa):
-    """Fails if `silu` overflows, or swallows NaN: the gate itself, by a row of one."""
+    """Fails if `silu` overflows or loses NaN; with a row of one, sums are the gates."""
     gates = np.float32([-np.inf, -1e30, -100, -88.5, -87, -20, -1e-30])
     gates = np.concatenate([gates, np.float32([0, 1, 20, 100, 1e30, np.inf, np.nan])])
     w = np.concatenate([gates, np.ones_like(gates)])[:, None]
@@ -45,7 +45,7 @@ def test_empty_shapes(isa, rows, K, N):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("count", "K", "N"), [(1, 7, 5), (8, 5, 290)])
 def test_segments_are_products_added_in_a_tree(rng, isa, dtype, count, K, N):
-    """Fails if a segment reads another's elements, or sums are added in their order."""
+    """Fails if a segment reads another's elements, or sums are not added in a tree."""
     x = oracle.normal(rng, (16, count * K), dtype)
     pieces = [oracle.normal(rng, (N, K), dtype) for _ in range(count)]
     products = [
@@ -58,13 +58,13 @@ def test_segments_are_products_added_in_a_tree(rng, isa, dtype, count, K, N):
         found = calls.project_segments(rows, pieces, num_active=np.int32(live), isa=isa)
         testing.assert_same_bits(np.asarray(found)[:live], expected[:live])
     in_order = np.asarray(functools.reduce(jnp.add, products))
-    if count > 2:  # Negative control: one after the other they are other sums.
+    if count > 2:  # Negative control: one after the other, sums differ.
         with pytest.raises(AssertionError, match="elements differ"):
             testing.assert_same_bits(in_order, expected)
 
 
 def test_refusals():
-    """Fails if a segment or half a pair is cut off."""
+    """Fails if a segment, or a gate without its other half, is cut off."""
     x, piece, live = jnp.zeros((2, 9)), jnp.zeros((4, 3)), {"num_active": jnp.int32(2)}
     with pytest.raises(ValueError, match="3 segments: their number must be a power"):
         calls.project_segments(x, [piece] * 3, **live)

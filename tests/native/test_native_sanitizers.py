@@ -12,7 +12,7 @@ from spec_jax.native import build
 HERE = pathlib.Path(__file__).parent
 HEADERS = pathlib.Path(build.__file__).parent
 MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0")
-MEMORY += ("-DSPEC_JAX_NO_ASSEMBLY",)  # which they do not see into
+MEMORY += ("-DSPEC_JAX_NO_ASSEMBLY",)  # sanitizers cannot see into it
 THREADS = ("-fsanitize=thread", "-O1", "-pthread")
 
 
@@ -23,7 +23,7 @@ def run(*command) -> subprocess.CompletedProcess:
 
 
 def compile_program(folder, source: str, *flags: str) -> pathlib.Path:
-    """The program; skips where the compiler, or its sanitizer's runtime, is missing."""
+    """Compiles a program; skips where the compiler or its sanitizer is missing."""
     try:
         compiler = build.find_compiler()
     except build.BuildError as error:
@@ -49,8 +49,8 @@ FAULTS = {
 
 @pytest.mark.slow
 def test_kernels_stay_in_bounds(tmp_path):
-    """Fails if a kernel reads or writes outside an array, overflows, waits for itself,
-    or is wrong.
+    """Fails if a kernel reads or writes outside an array, overflows, waits for ever, or
+    gives a wrong result.
 
     The faults of `FAULTS` are the negative control: each must stop the program.
     """

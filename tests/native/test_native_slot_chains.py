@@ -1,4 +1,4 @@
-"""`block_steps.slot_chains`: going over a block's slots in one call is one by one."""
+"""`block_steps.slot_chains`: one call over a block's slots equals going one by one."""
 
 import functools
 
@@ -16,8 +16,8 @@ from spec_jax.rules import sampling
 
 
 def go_over(config, weights, counts, *, draws=None):
-    """What random slots give in one call, and their tokens, confidences and log weights
-    one by one."""
+    """Returns the results of one call for random slots, and their tokens, confidences
+    and log weights one by one."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     most, width, first = config.num_drafts, config.hidden_size, config.first_slot
@@ -46,7 +46,7 @@ def go_over(config, weights, counts, *, draws=None):
 
 
 def one_by_one(logits, draws, slot):
-    """The tokens of a slot of all blocks, and the log weights `[S, V]` of them."""
+    """Returns the tokens of one slot of all blocks, and their log weights `[S, V]`."""
     if draws is None:
         nowhere = jnp.zeros((models.SLOTS,), jnp.int32)
         draws = draws_lib.Draws(sampling.greedy(models.SLOTS), nowhere, 96, True)
@@ -59,14 +59,14 @@ def one_by_one(logits, draws, slot):
 
 @functools.partial(jax.jit, static_argnames=("stream",))
 def _drawn(logits, settings, positions, offset, *, stream):
-    """Tokens and log weights of each row."""
+    """Returns a token and the log weights of each row."""
     draw = functools.partial(sampling.sample, stream=stream, offset=offset)
     weights = jax.vmap(sampling.log_weights)(logits, settings)
     return jax.vmap(draw)(logits, settings, positions), weights
 
 
 def drawing(*kinds, independent=False):
-    """Draws of each slot, of settings as `kinds` say."""
+    """Returns the draws of each slot, with settings as `kinds` say."""
     made = [sampling.make_settings(seed=i, **kind) for i, kind in enumerate(kinds)]
     settings = jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
     positions = jnp.arange(models.SLOTS, dtype=jnp.int32) * 1000 + 7
@@ -96,7 +96,7 @@ FILTERED = (
 
 
 def plant(monkeypatch, change):
-    """Makes the call take what `change(mix)` gives in the place of that."""
+    """Makes `slot_chains` take `change(mix)` in place of `mix`."""
     real = block_steps.slot_chains
 
     def planted(logits, anchors, *given, mix=None, **more):
@@ -114,7 +114,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_a_mix_is_caught(monkeypatch, fault):
-    """Negative control: what a recurrent head reads is not what it should."""
+    """Negative control: a recurrent head reads a wrong bias or hidden state."""
     config, weights = models.make(models.PASSED)
     counts = jnp.full((models.SLOTS,), config.num_drafts, jnp.int32)
     plant(monkeypatch, FAULTS[fault])
@@ -135,7 +135,7 @@ def test_a_block_is_gone_over_alike_beside_others(config):
         (tokens, _, given), *_ = go_over(config, weights, alone, draws=draws)
         testing.assert_same_bits(given[slot], together[slot])
         assert not np.delete(np.asarray(tokens), slot, axis=0).any()
-    # Negative control: blocks differ.
+    # Negative control: two blocks differ.
     with pytest.raises(AssertionError, match="elements differ"):
         testing.assert_same_bits(together[0], together[2])
 
@@ -148,7 +148,7 @@ def test_a_block_is_gone_over_alike_beside_others(config):
 @models.each_head("none", "few", "passed")
 def test_slots_are_drawn_as_one_by_one(config, kinds, independent):
     """Fails if noise is of another stream, position or token, or a filter keeps more or
-    less than in the reference; of one slot, all slots or none."""
+    less than the reference; one slot is greedy, or all slots draw."""
     config, weights = models.make(config)
     counts = jnp.array([config.num_drafts, 2, config.num_drafts - 1], jnp.int32)
     draws = drawing(*kinds, independent=independent)
@@ -180,7 +180,7 @@ def test_noise_is_the_same_on_every_instruction_set():
     first, *others = found.values()
     for other in others:
         testing.assert_same_bits(first, other)
-    # Negative control: other seeds are other tokens.
+    # Negative control: other seeds give other tokens.
     seeds = draws.settings.seed + 1
     other = draws._replace(settings=draws.settings.replace(seed=seeds))
     assert np.any(np.asarray(run(draws=other)[0]) != np.asarray(first[0]))

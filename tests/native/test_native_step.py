@@ -27,14 +27,14 @@ def make(dtype, **changes):
 
 
 def compile_(config, *, taps=TAPS, **how):
-    """A step, which is compiled once."""
+    """Returns a step, which is compiled once."""
     how |= {"config": config, "impl": "native", "taps": taps}
     return jax.jit(functools.partial(qwen3.forward_rows, **how))
 
 
 def run(config, params, live, *, num_kept=None, forward=None, **how):
-    """Logits, features and pools after two slabs of two slots; of `num_kept` rows, or
-    of those that are active."""
+    """Runs two slabs of two slots; returns logits and features of `num_kept` rows, or
+    of the active ones, and both pools."""
     forward = forward or compile_(config, **how)
     kept = slice(live if num_kept is None else num_kept)
     model = row_model.RowModel(config=config, impl="native", slab=SLAB)
@@ -66,7 +66,7 @@ def run(config, params, live, *, num_kept=None, forward=None, **how):
 )
 def test_a_step_is_its_operations(dtype, live, changes):
     """Fails if the step leaves out an operation, rounds or sums otherwise, or takes the
-    embedding for the head where there is another."""
+    embedding for the head although there is a head."""
     config, params = make(dtype, **changes)
     assert isinstance(params.embed, jax.Array) == ("tie_word_embeddings" in changes)
     one_by_one = run(config, params, live, observe=lambda layer, name, value: value)
@@ -78,9 +78,9 @@ def test_a_step_is_its_operations(dtype, live, changes):
     ("head_dim", "weights"), [(8, "dense"), (10, "dense"), (8, "q8_0")]
 )
 def test_without_logits_the_rest_is_the_same(head_dim, weights, taps):
-    """Fails if leaving out the head, or where nothing is read after it the last layer
-    but for its keys and values, changes those or features. Of heads of 10 the first key
-    is no panel's first output."""
+    """Fails if features, keys or values change when the head is left out, and, where
+    no tap needs it, the last layer but for its keys and values. With a head size of 10,
+    the first key is not the first output of a panel."""
     config, params = make("bfloat16", head_dim=head_dim, weights=weights)
     whole, *pools = run(config, params, 4, taps=taps)
     less, *same = run(config, params, 4, taps=taps, with_logits=False)
@@ -110,7 +110,7 @@ def poisoned(monkeypatch):
 @pytest.mark.parametrize("with_logits", [False, True])
 @pytest.mark.parametrize("live", [0, 4, SLAB])
 def test_padding_rows_of_features_are_zeros(live, with_logits, poisoned):
-    """Fails if they hold what the memory held: NaN, to `jax_debug_nans`."""
+    """Fails if they keep old memory, whose NaN would stop `jax_debug_nans`."""
     how = {"with_logits": with_logits, "num_kept": SLAB}
     found, *_ = run(*make("bfloat16"), live, **how)
     for features in found[1::2]:
@@ -134,7 +134,7 @@ def test_an_operation_that_differs_is_caught():
 
 
 def test_refusals():
-    """Fails if the kernel is let loose on weights of another shape or form."""
+    """Fails if the kernel runs on weights of another shape or form."""
     config, params = make("float32")
     layers = [
         steps.LayerWeights(**{n: getattr(layer, n) for n in steps.LayerWeights._fields})

@@ -17,7 +17,7 @@ ROOT = PROGRAM.parents[2]
 
 @pytest.fixture(scope="module")
 def reports() -> dict[int, dict]:
-    """What the program prints under pools of one and of three threads."""
+    """Runs the program under pools of one and of three threads; returns its output."""
     try:
         build.load()
     except build.BuildError as error:

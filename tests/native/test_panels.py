@@ -1,4 +1,4 @@
-"""`native.panels`: the order of the kernels, and back, bit for bit."""
+"""`native.panels`: weights in the kernels' order, and back, bit for bit."""
 
 import jax.numpy as jnp
 import native_oracle as oracle
@@ -44,7 +44,7 @@ def test_rows_of_panels(rng, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_matrix_gives_the_bits_of_its_panels(rng, isa, dtype):
-    """Fails if a product of a matrix is another one than that of its panels."""
+    """Fails if products of a matrix and of its panels differ in a bit."""
     x, w = (oracle.normal(rng, (n, 33), dtype) for n in (3, 40))
     how = {"norm": np.ones(33, w.dtype), "num_active": np.int32(3), "eps": 1e-6}
     gate = row_contract.compiled("gate", isa)

@@ -1,6 +1,6 @@
 """Prints hashes of what the kernels compute, and the size of XLA's thread pool.
 
-A program: `test_native_threads` runs it under pools of several sizes. Beside the
+`test_native_threads` runs this program under pools of several sizes. Beside the
 kernels it hashes a planted fault: sums over as many pieces of K as there are threads.
 """
 
@@ -25,7 +25,7 @@ K, N = 96, 1500  # several chunks of weight rows for each thread
 
 
 def pool_size() -> int:
-    """Threads of XLA's pool, which it names so."""
+    """Counts the threads of XLA's pool, by the name that XLA gives them."""
     tasks = pathlib.Path("/proc/self/task").glob("*/comm")
     return sum(task.read_text().startswith("tf_XLAEigen") for task in tasks)
 
@@ -38,10 +38,10 @@ def digest(outputs) -> str:
 
 
 def computations(rng):
-    """Name, jitted call and arguments, with work for several threads."""
+    """Yields name, jitted call and arguments, with work for several threads."""
     live = np.int32(5)
     for dtype in ("float32", "bfloat16"):
-        # Some rows so small that their sums are denormal: flushed, or not, alike.
+        # Sums of some rows are denormal: every thread flushes them, or none does.
         rows = np.float32([[1], [1], [1e-38], [1e-30], [1]])
         x = (oracle.normal(rng, (5, K), "float32") * rows).astype(np.dtype(dtype))
         w = oracle.normal(rng, (N, K), dtype) * np.dtype(dtype).type(0.1)
@@ -56,14 +56,14 @@ def computations(rng):
         )  # fmt: skip
         attend = functools.partial(calls.attend, eps=1e-6, scale=0.2)
         yield f"attend {dtype}", jax.jit(attend), slab.arguments()
-        # Of one head, whose ranges of keys are shared.
+        # Threads share the ranges of keys of one head.
         slab = oracle.make_slab(
             rng, [(0, 2050), (0, 2051)], dtype=dtype, N=2, K=1, H=32, page_size=64,
             prefix=(2050,),
         )  # fmt: skip
         yield f"attend long {dtype}", jax.jit(attend), slab.arguments()
 
-    # Wide enough for each of their operations to be shared; each in its own dtype.
+    # These are wide enough for threads to share each operation; each has its own dtype.
     sizes = {"intermediate_size": 600, "num_heads": 24, "num_kv_heads": 8}
     target = test_native_step.make("float32", vocab_size=700, **sizes)
     head = test_native_head.make("plain", "bfloat16", **sizes)
@@ -82,7 +82,7 @@ def computations(rng):
 
 
 def split_over_threads(x, w, pieces: int):
-    """The fault: partial sums over pieces of K."""
+    """Plants the fault: adds partial sums over pieces of K."""
     edges = [K * i // pieces for i in range(pieces + 1)]
     options = {"norm": None, "residual": None, "eps": 0.0, "num_active": np.int32(5)}
     parts = (
@@ -97,7 +97,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     found = {}
     for name, call, arguments in computations(rng):
-        # Several times: which thread takes what is a matter of luck.
+        # Each runs several times, since threads share the work by chance.
         runs = {digest(call(**arguments)) for _ in range(8)}
         found[name] = sorted(runs)
     x, w = (oracle.normal(rng, shape, "float32") for shape in ((5, K), (N, K)))

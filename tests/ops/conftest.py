@@ -15,7 +15,7 @@ def _loaded(request, monkeypatch) -> str:
 
 @pytest.fixture(params=["xla", "interpret", *emulation.every()])
 def impl(request, monkeypatch) -> str:
-    """XLA, Triton's kernels interpreted, and each instruction set of native kernels.
+    """Loads XLA, interpreted Triton kernels and each native instruction set, in turn.
 
     A test may ask for "native": the operation's own choice of an instruction set.
     """
@@ -24,5 +24,5 @@ def impl(request, monkeypatch) -> str:
 
 @pytest.fixture(params=["interpret", *emulation.every()])
 def kernels(request, monkeypatch) -> str:
-    """As `impl`, without XLA."""
+    """Loads the implementations of `impl` but XLA."""
     return _loaded(request, monkeypatch)

@@ -13,7 +13,7 @@ EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
-    """Rows of `K` terms times weights `[N, K]`; of a gate, half of them are gates."""
+    """Rows of `K` terms times weights `[N, K]`; half of a gate's weights are gates."""
 
     K: int
     N: int
@@ -25,7 +25,7 @@ class Product:
     form: str | None = None  # of the weights' blocks, if they are blocks
 
     def inputs(self, rng, rows: int = 16) -> tuple[dict, dict]:
-        """Arrays of each row, and of all."""
+        """Returns the arrays of rows, and the arrays that all rows share."""
         normal = lambda *shape, scale=1.0: oracle.normal(rng, shape, self.dtype, scale)
         residual = normal(rows, self.N) if self.has_residual else None
         norm = normal(self.K, scale=0.2) + np.ones((), self.dtype)

@@ -1,4 +1,4 @@
-"""What each operation on rows promises, and how each implementation is called."""
+"""The promise of each operation on rows, and the call of each implementation."""
 
 import functools
 
@@ -27,12 +27,12 @@ OPERATIONS = {
     "norm": (rms_norm.row_norm, None, ("eps",)),
     "project": (projection.project, calls.project, ("eps", "out_dtype")),
 }
-"""The operation, its native kernel, and which arguments are static."""
+"""Each operation's function, its native kernel and the names of static arguments."""
 
 
 @functools.cache
 def compiled(name, impl):
-    """An operation by XLA, interpreted kernels, or those of an instruction set."""
+    """Jits an operation by XLA, interpreted kernels, or those of an instruction set."""
     operation, native, static = OPERATIONS[name]
     if impl in ("xla", "interpret", "native"):
         return jax.jit(functools.partial(operation, impl=impl), static_argnames=static)
@@ -40,7 +40,7 @@ def compiled(name, impl):
 
 
 def sums(isa, x, w, live=None) -> np.ndarray:
-    """Products of active rows by native kernels, not rounded to the model's dtype."""
+    """Returns native products of active rows, not rounded to the model's dtype."""
     how = {"norm": None, "residual": None, "eps": 0.0, "out_dtype": "float32"}
     live = len(x) if live is None else live
     project = compiled("project", isa)
@@ -52,7 +52,7 @@ def take(rows, which):
 
 
 def poisoned(rows, live):
-    """The rows, those from `live` on with NaN and with numbers of no use."""
+    """Returns the rows, with NaN or useless integers from row `live` on."""
 
     def spoil(x):
         x = x.copy()
@@ -66,8 +66,8 @@ def assert_row_contract(run, rows, *, is_alone=True):
     """Asserts that a row's bits are its own: alone, at any place, among rows of NaN.
 
     Args:
-      run: gives a pytree of arrays `[R, ..]` for `rows`, a pytree of NumPy arrays
-        `[R, ..]`, of which so many are active.
+      run: `run(rows, live)` gives a pytree of arrays `[R, ..]`; `live` rows are active.
+      rows: a pytree of NumPy arrays `[R, ..]`.
       is_alone: whether a slab may have one row; otherwise one of `R` is active.
     """
     count = len(jax.tree.leaves(rows)[0])

@@ -35,7 +35,7 @@ def numbers(slab) -> dict:
 
 
 def run(impl, slab, live, *, config=SMALL, branch=None, window=None):
-    """Attended heads, and both pools after the writes; rows see `window` keys."""
+    """Returns attended heads, and both pools after writes; rows see `window` keys."""
     how = numbers(slab) | {"branch": branch}
     if window is not None:
         how["firsts"] = slab.positions - np.int32(window - 1)
@@ -46,26 +46,26 @@ def run(impl, slab, live, *, config=SMALL, branch=None, window=None):
 
 
 def in_slab(slab, which):
-    """A slab of full height: these rows first, and then rows of poison."""
+    """Returns a slab of full height: these rows first, then poisoned rows."""
     which = np.asarray(which, int)
     return slab.rows(np.pad(which, (0, HEIGHT - len(which)), constant_values=-1))
 
 
 def window(*spans):
-    """Rows `(slot, position)`: for each slot a range of positions, interleaved."""
+    """Lists rows `(slot, position)`, a range of positions a slot, interleaved."""
     rows = [(s, p) for s, span in enumerate(spans) for p in range(*span)]
     return sorted(rows, key=lambda row: (row[1], row[0]))
 
 
 def small_slab(rng, dtype="bfloat16", *, rows=None, **changes):
-    """Eight rows of two slots, four query heads on two key/value heads."""
+    """Makes eight rows of two slots, four query heads on two key/value heads."""
     sizes = {"N": 4, "K": 2, "H": 16, "page_size": 8, "prefix": (10, 62)} | changes
     rows = rows or window((10, 14), (62, 66))
     return oracle.make_slab(rng, rows, dtype=dtype, **sizes)
 
 
 def rows_alone(slab, attend):
-    """What the rows give one call each, in order, and the pools after all."""
+    """Attends row by row, each in its own call; returns heads, and pools at the end."""
     pools, alone = (slab.k_pages, slab.v_pages), []
     for r in range(slab.num_rows):
         one = dataclasses.replace(slab, k_pages=pools[0], v_pages=pools[1])
@@ -75,9 +75,9 @@ def rows_alone(slab, attend):
 
 
 def assert_row_contract(slab, attend):
-    """Asserts that rows give alone what they give together, wherever they stand.
+    """Asserts that rows give the same bits alone and together, at any place.
 
-    Returns what they give alone, as `rows_alone`.
+    Returns the results of `rows_alone`.
     """
     R = slab.num_rows
     alone, *pools = rows_alone(slab, attend)

@@ -1,4 +1,4 @@
-"""The token of highest logit, by every implementation: which index wins."""
+"""The token of highest logit, by every implementation, and which of equals wins."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ from ops import row_contract
 from slow_cases import slow
 
 
-# Around pieces of 512 and 16,384 of native kernels and of 4,096 of Triton's; and Qwen3.
+# Around pieces of 512 and 16,384 (native) and of 4,096 (Triton); Qwen3's vocabulary.
 WIDTHS = (1, 7, 513, 4097, 16_385, slow(151_936))
 
 
@@ -20,9 +20,9 @@ def run(impl, logits):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_is_numpys(rng, impl, width):
-    """Fails if a piece or a tail is missed, a later equal wins, a NaN is passed over
-    for a later one or for infinity, or zeros of both signs differ."""
-    # Most are below the zeros that a block has past the end.
+    """Fails if a piece or a tail is missed, a later equal wins, a NaN loses to a
+    later one or to infinity, or zeros of both signs differ."""
+    # Most logits are below the zeros that a block has past the end.
     x = rng.normal(size=(12, width)).astype(np.float32) - 10
     x[1] = rng.integers(-3, 3, width)
     x[2] = -np.inf
@@ -34,13 +34,13 @@ def test_it_is_numpys(rng, impl, width):
         x[first + 1, rng.integers(width)] = np.inf
     x[11, -1] = 10
     np.testing.assert_array_equal(run(impl, x), np.argmax(x, axis=-1))
-    if width > 500:  # Negative control: the last of equals is another.
+    if width > 500:  # Negative control: the last of equals differs.
         last = width - 1 - np.argmax(x[:, ::-1], axis=-1)
         assert (run(impl, x) != last)[[1, 2, 4]].all()
 
 
 def test_every_place_is_seen(impl):
-    """Fails if the largest is found anywhere but where it is."""
+    """Fails if the largest logit is found anywhere but at its place."""
     places = [0, 1, 511, 512, 4095, 4096, 16_383, 16_384, 20_479]
     x = np.zeros((len(places), 20_480), np.float32)
     x[np.arange(len(places)), places] = 1.0
@@ -48,7 +48,7 @@ def test_every_place_is_seen(impl):
 
 
 def test_denormals_are_not_zeros():
-    """Fails if the kernels of a GPU compare floats as XLA on a CPU does."""
+    """Fails if a GPU's kernels take denormals for zeros, as XLA on a CPU does."""
     rows = np.float32([[0.0, 1e-45, -1e-45], [-1e-45, -2e-45, -3e-45]])
     assert run("interpret", rows).tolist() == [1, 0]
 
@@ -63,6 +63,6 @@ def test_denormals_are_not_zeros():
     ],
 )
 def test_refusals(impl, shape, dtype, error, words):
-    """Fails if logits that the order is not made for are compared."""
+    """Fails if logits of a shape or dtype that has no defined order are compared."""
     with pytest.raises(error, match=words):
         run(impl, np.zeros(shape, dtype))

@@ -14,7 +14,7 @@ LENGTH = 150  # two blocks, the second one ragged
 
 
 def inputs(rng, length=LENGTH, head_dim=64, dtype="float32"):
-    """Queries, keys and values; each sequence has its own."""
+    """Draws queries, keys and values; each sequence has its own."""
 
     def normal(heads):
         x = rng.standard_normal((BATCH, length, heads, head_dim))
@@ -24,7 +24,7 @@ def inputs(rng, length=LENGTH, head_dim=64, dtype="float32"):
 
 
 def compile_(scale):
-    """A fresh executable, so that changed block sizes take effect."""
+    """Compiles a fresh executable, so that changed block sizes take effect."""
     return jax.jit(
         lambda q, k, v: causal_attention.causal_attention(q, k, v, scale=scale)
     )
@@ -85,7 +85,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(rng, fault):
-    """Negative control: the oracle tells these from attention."""
+    """Negative control: the oracle tells these faults from attention."""
     qkv = inputs(rng)
     with pytest.raises(AssertionError, match="rows are off"):
         assert_close(FAULTS[fault](*qkv), *qkv)

@@ -1,4 +1,4 @@
-"""Which implementation runs."""
+"""The choice of the implementation that runs."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ def test_auto_is_native_where_that_compiles(compiles, monkeypatch, caplog):
 
 
 def test_a_platform_that_jax_cannot_start(monkeypatch):
-    """Fails if what jax raises escapes: an empty line, or several."""
+    """Fails if jax's own error escapes, or the message has more than one line."""
 
     def fail():
         raise RuntimeError("Unable to initialize 'x'\nand more")
@@ -55,7 +55,7 @@ def test_a_platform_that_jax_cannot_start(monkeypatch):
     ],
 )
 def test_implementations_that_cannot_run_raise(backend, impl, message, monkeypatch):
-    """Fails if a named implementation falls through to another."""
+    """Fails if another implementation runs instead of the named one."""
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     with pytest.raises(NotImplementedError, match=f"impl='{impl}'.*{message}"):
         dispatch.resolve(impl)
@@ -78,7 +78,7 @@ def test_kernels_by_device(backend, impl, runs, monkeypatch):
 
 
 def test_a_slab_that_kernels_do_not_have_is_refused():
-    """Fails if rows past all slabs are cut off, or the height of one differs."""
+    """Fails if rows beyond all slabs are cut off, or a slab's height is wrong."""
     assert row_model.slab_for("xla", 65) == 65
     assert row_model.slab_for("triton", 5) == row_model.slab_for("interpret", 64) == 16
     with pytest.raises(ValueError, match="65 rows do not fit impl='triton'.*gamma 63"):

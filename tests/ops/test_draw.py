@@ -1,4 +1,4 @@
-"""Kernels draw the tokens of `rules.sampling`: by seed and position alone."""
+"""Kernels draw the tokens of `rules.sampling`, by seed and position alone."""
 
 import functools
 
@@ -27,7 +27,7 @@ SETTINGS = (
 
 
 def rows_of(rng, count, vocabulary):
-    """Logits, settings, positions, and rows of which two do not draw."""
+    """Returns logits, settings, positions, and which rows draw: all but two."""
     logits = rng.normal(size=(count, vocabulary)).astype(np.float32) * 3
     made = [
         sampling.make_settings(**SETTINGS[i % len(SETTINGS)], seed=int(seed))
@@ -59,8 +59,8 @@ _scores = jax.jit(jax.vmap(sampling.noisy_weights))
 
 
 def test_tokens_are_those_of_xla(rng, kernels):
-    """Fails if a filter, the noise or its key is another: logarithms differ by units of
-    the last place, and two tokens as good as each other may change places."""
+    """Fails if a filter, the noise or its key differs. Logarithms may differ by units
+    of the last place, so that two tokens of nearly equal score may change places."""
     arguments = rows_of(rng, 24, 2999)
     logits, settings, positions, asked = arguments
     tokens = run(kernels, *arguments)
@@ -97,15 +97,15 @@ def test_a_row_draws_as_it_does_alone(rng, kernels):
             return _noisy(logits, own, **how)
         return run(kernels, logits, own, positions[which], asked)
 
-    # Interpreted it is one program: one row of seven is active.
+    # The interpreted kernels are one program: one row of seven is active.
     is_alone = kernels != "interpret"
     row_contract.assert_row_contract(draw, (logits, np.arange(7)), is_alone=is_alone)
 
 
 @pytest.mark.parametrize("kernels", emulation.every(), indirect=True)
 def test_shares_are_those_of_the_distribution(kernels):
-    """Fails if noise repeats, or weighs more at some positions: 20,000 draws, of which
-    each share is a standard deviation of 0.0035 from its chance, at most."""
+    """Fails if noise repeats, or is biased at some positions. In 20,000 draws, the
+    standard deviation of a share from its chance is 0.0035 at most."""
     count, chances = 20_000, np.array([0.5, 0.3, 0.15, 0.05])
     logits = np.tile(np.log(chances.astype(np.float32)), (count, 1))
     positions, asked = np.arange(count, dtype=np.int32), np.ones(count, bool)
@@ -146,7 +146,7 @@ def test_targets_draw_by_it(rng):
     ],
 )  # fmt: skip
 def test_refusals(impl, change, error, words):
-    """Fails if settings of slots are taken for those of rows, or a draw falls back."""
+    """Fails if settings of slots are taken for those of rows, or XLA draws instead."""
     arguments = {
         "logits": np.zeros((2, 5), np.float32),
         "settings": sampling.greedy(2),

@@ -1,4 +1,4 @@
-"""Heads one by one, as XLA attends on a mesh: their bits do not depend on how many."""
+"""Heads one by one, as XLA attends on a mesh: bits do not depend on their number."""
 
 import functools
 
@@ -15,7 +15,7 @@ FIRST = 3  # position of the first row; before it are keys of zeros
 
 
 def attend(heads, norm, cos, sin, *, by_head):
-    """Rows of one slot, `heads [R, 3, heads, H]` of queries, keys and values."""
+    """Attends rows of one slot: `heads [R, 3, heads, H]` has queries, keys, values."""
     pages, positions = jnp.zeros((1, 8, heads.shape[2], H)), FIRST + jnp.arange(R)
     out, *_ = row_attention.row_attention(
         heads.reshape(R, -1), norm, norm, pages, pages, cos=cos, sin=sin,
@@ -28,7 +28,7 @@ def attend(heads, norm, cos, sin, *, by_head):
 
 @functools.cache
 def of_devices(count: int, *, by_head: bool = True) -> np.ndarray:
-    """What all heads give, on so many devices one after the other."""
+    """Returns the output of all heads, in `count` parts as on so many devices."""
     drawn = np.random.default_rng(0).normal(size=(2 * R, 3, K, H)).astype("float32")
     angles, norm = drawn[R:, 0, 0, : H // 2], 1 + 0.1 * drawn[R, 1, 0]
     run = jax.jit(functools.partial(attend, by_head=by_head))
@@ -45,7 +45,7 @@ def test_heads_are_the_same_on_any_number_of_devices():
 
 
 def test_heads_side_by_side_are_others():
-    """Negative control: without loops over heads one of these differs in a bit."""
+    """Negative control: without loops over heads, one of these differs in a bit."""
     whole = of_devices(1, by_head=False)
     others = [of_devices(count, by_head=False) for count in (2, 8)]
     assert any((testing.bits(other) != testing.bits(whole)).any() for other in others)

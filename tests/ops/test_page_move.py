@@ -16,8 +16,8 @@ by_xla_and_native = pytest.mark.parametrize(
 P, C, K, H = 7, 4, 2, 6
 TABLE = np.array([[5, 0, 2], [3, 6, P]], np.int32)  # the last page does not exist
 
-# Slot, source, target, whether: a chain of moves, each read before it is overwritten,
-# the other slot's, one that is not made, and one onto itself.
+# Slot, source, target, whether it is made: a chain of moves, each read before it is
+# overwritten; an exchange in the other slot; a move not made; and one onto itself.
 MOVES = np.array(
     [
         *((0, 3, 1, 1), (0, 4, 3, 1), (0, 9, 4, 1)),
@@ -29,7 +29,7 @@ MOVES = np.array(
 
 
 def pools_of(rng, dtype, count=3):
-    """Ordinary values, and NaN with payloads."""
+    """Makes pools of random bits: ordinary values, and NaN with payloads."""
     words = rng.integers(2**16, size=(count, P, C, K, H), dtype=np.uint16)
     if dtype == "float32":
         words = words.astype(np.uint32) << 16 | 0x1234
@@ -38,7 +38,7 @@ def pools_of(rng, dtype, count=3):
 
 
 def moved_by_hand(pools, moves):
-    """The bits of the pools after the moves, one place after the other."""
+    """Returns the bits of the pools after the moves, made one place after the other."""
 
     def row(slot, place):
         inside = 0 <= slot < len(TABLE) and 0 <= place < TABLE.shape[1] * C
@@ -74,11 +74,11 @@ def assert_moved(pools, expected):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @by_xla_and_native
 def test_places_are_copied_in_all_pools(rng, impl, dtype):
-    """Fails if a byte is moved wrongly, or one that is not asked for."""
+    """Fails if a byte is moved wrongly, or without being asked for."""
     pools = pools_of(rng, dtype)
     expected = moved_by_hand(pools, MOVES)
     assert_moved(move(impl, pools, MOVES), expected)
-    for one in MOVES:  # Negative control: copies one by one are another result.
+    for one in MOVES:  # Negative control: one by one, copies differ.
         pools = move(impl, pools, one[None])
     with pytest.raises(AssertionError):
         assert_moved(pools, expected)
@@ -108,7 +108,7 @@ def test_bad_input(rng):
 
 
 def test_vmap_is_each_call_alone(rng):
-    """Fails if a kernel, one that writes in place too, cannot be mapped over."""
+    """Fails if mapping over a kernel that writes in place fails or mixes its calls."""
     stacked = tuple(map(jnp.asarray, rng.normal(size=(2, 3, P, C, K, H))))
     stacked = jax.tree.map(lambda x: x.astype(jnp.float32), stacked)
     sources = jnp.stack([jnp.asarray(MOVES[:, 1]) + n for n in range(3)])
@@ -141,7 +141,7 @@ def test_rows_are_the_tables(rng, impl, width):
 
 @pytest.mark.parametrize("impl", emulation.every(), indirect=True)
 def test_no_such_entry_is_nan(rng, impl):
-    """Fails if what lies outside the table is read, or a padding row is looked up."""
+    """Fails if memory outside the table, or a padding row of its panels, is read."""
     table = jnp.asarray(rng.normal(size=(11, 5)), jnp.float32)
     rows = take(impl, table, [11, 2**31 - 1, -1, -(2**31), 1])
     assert np.isnan(rows[:4]).all()

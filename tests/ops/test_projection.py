@@ -19,7 +19,7 @@ PRODUCTS = {
     "logits": {"has_norm": False, "out_dtype": "float32"},
     "gate": {"is_gate": True},
 }
-# What "norm and residual" shows, each alone, is slow.
+# "norm" and "residual" alone repeat "norm and residual", and are slow.
 every_product = pytest.mark.parametrize(
     "name",
     [
@@ -39,7 +39,7 @@ def run(impl, product, rows, weights):
 @every_product
 def test_products_are_those_of_float64(rng, impl, name, dtype):
     """Fails if a term of a ragged end is lost, an epilogue is left out, gate and up are
-    exchanged, or a rounding is elsewhere than the operation says."""
+    exchanged, or a rounding is at another place than the operation states."""
     if impl == "interpret":
         dtype = "bfloat16"
     for K, N in SIZES:
@@ -52,7 +52,7 @@ def test_products_are_those_of_float64(rng, impl, name, dtype):
             oracle.assert_rounded_alike(y, expected)
         if K < 8:  # A row is a few sums, one of which may be near 0.
             y, expected = y.reshape(1, -1), expected.reshape(1, -1)
-        # Of a gate two sums, and their product.
+        # A gate is two sums and their product.
         near = {"dtype": y.dtype, "reduction": 4 * K if product.is_gate else K}
         testing.assert_rows_close(y, expected, **near)
         with pytest.raises(AssertionError, match="rows are off"):  # Negative control.
@@ -69,8 +69,8 @@ def test_products_are_those_of_float64(rng, impl, name, dtype):
 )
 @pytest.mark.parametrize("form", blocks.QUANTISE)
 def test_products_of_blocks_are_those_of_float64(rng, impl, name, dtype, form):
-    """Fails if a block's scale is another's, or rows are rounded otherwise than said:
-    the products of rows that are not rounded are too far."""
+    """Fails if a block's scale is another's, or rows are rounded otherwise than stated:
+    products of rows that are not rounded are too far off."""
     if impl == "interpret" and (dtype == "float32" or form == "q4_1"):
         pytest.skip("the kernels of a GPU multiply bfloat16, and no four bits")
     shape = {"K": 161, "N": 40, "dtype": dtype, **PRODUCTS[name]}
@@ -144,7 +144,7 @@ REFUSALS = (
 
 @pytest.mark.parametrize(("impls", "change", "error", "words"), REFUSALS)
 def test_refusals(impls, change, error, words):
-    """Fails if a kernel is let loose on what it would read or add wrongly."""
+    """Fails if a kernel takes arrays that it would read or add wrongly."""
     options = {"x": ones(3, 7), "w": ones(5, 7), "num_active": np.int32(3), "eps": 0.0}
     options |= {"norm": None, "residual": None, "out_dtype": "bfloat16"}
     for impl in impls:

@@ -17,7 +17,7 @@ every_impl = pytest.mark.parametrize("impl", ["xla", "interpret"], indirect=True
 
 
 def inputs(rng, width, dtype="bfloat16", rows=16):
-    """Rows of very different size: the small ones show `eps`."""
+    """Makes rows of very different size: the small ones show `eps`."""
     sizes = np.resize([1e-2, 1.0, 1e3], rows)[:, None]
     x = (sizes * rng.standard_normal((rows, width))).astype(jnp.dtype(dtype))
     return x, oracle.normal(rng, width, dtype)
@@ -35,8 +35,8 @@ def expected(x, weight, eps=EPS):
 @every_impl
 @pytest.mark.parametrize("width", [1, 80, pytest.param(1000, marks=SLOW)])
 def test_rows_are_normalised(rng, impl, width):
-    """Fails if the mean is that of the block or is subtracted, or if squares are summed
-    in bfloat16."""
+    """Fails if the mean is over the padded block or is subtracted, or if squares are
+    summed in bfloat16."""
     dtypes = ["bfloat16"] if impl == "interpret" else ["bfloat16", "float32"]
     for dtype in dtypes:
         x, weight = inputs(rng, width, dtype)
@@ -55,7 +55,7 @@ def test_the_weight_meets_the_rounded_value(rng, impl):
     x, weight = inputs(rng, 96)
     actual = np.asarray(run(impl, x, weight))
     oracle.assert_rounded_alike(actual, expected(x, weight))
-    # Negative control: the other order is another result.
+    # Negative control: the other order gives another result.
     wide, wide_weight = oracle.wide(x, weight)
     scale = 1 / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + EPS)
     once = oracle.rounded(wide * scale * wide_weight, "bfloat16")
@@ -73,7 +73,7 @@ def test_the_weight_meets_the_rounded_value(rng, impl):
     ],
 )
 def test_refusals(width, weight, message):
-    """Fails if a row that is not one block is cut off."""
+    """Fails if a row that does not fit one block, or its weight, is cut off."""
     kernel = rms_norm_triton.rms_norm
     with pytest.raises(ValueError, match=message):
         kernel(np.ones((2, width), "bfloat16"), weight, num_active=np.int32(2), eps=EPS)

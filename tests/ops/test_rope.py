@@ -1,4 +1,4 @@
-"""Rotary embedding, and angles by kernels: complex rotations in float64."""
+"""Rotary embedding, and angles by kernels, against complex rotations in float64."""
 
 import decimal
 import functools
@@ -26,12 +26,12 @@ def inputs(rng, dtype):
     return jnp.asarray(x.astype(dtype))
 
 
-# Rounded to float32, as everywhere.
+# Products are rounded to float32, as in every implementation.
 RADIANS = (POSITIONS.astype(np.float32)[:, None] * INV_FREQ).astype(np.float64)
 
 
 def oracle(x, scale):
-    """Element `i` and `i + H/2` are one complex number."""
+    """Rotates in float64: elements `i` and `i + H/2` are one complex number."""
     x = np.asarray(x).astype(np.float64)
     half = x.shape[-1] // 2
     turn = scale * np.exp(1j * RADIANS)[:, None, :]
@@ -61,8 +61,8 @@ def test_heads_are_rotated(rng, dtype, scale):
     ("head_dim", "theta"), [(64, 1e4), (80, 1e4), (128, 1e6), (128, 5e6)]
 )
 def test_frequencies_have_the_same_bits_everywhere(head_dim, theta):
-    """Each power to 50 digits, rounded once. Fails on processors with AVX-512 if the
-    power is NumPy's in float32.
+    """Compares with powers that have 50 digits and are rounded once. Fails on
+    processors with AVX-512 if the power is NumPy's in float32.
     """
     with decimal.localcontext(prec=50):
         base = decimal.Decimal(float(np.float32(theta)))
@@ -87,7 +87,7 @@ def test_angles_are_those_of_float64(impl, dtype, scale):
 
 
 def test_implementations_without_kernels_keep_the_reference():
-    """Fails if another program than `rope.angles` is traced for a CPU."""
+    """Fails if "native" or "xla" traces another program than `rope.angles`."""
     how = {"scale": 1.0, "dtype": "bfloat16"}
     programs = [functools.partial(rope.angles, **how)]
     for impl in ("native", "xla", "interpret"):

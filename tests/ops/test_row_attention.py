@@ -1,4 +1,4 @@
-"""The row attention of every implementation: rows alone and together, and float64."""
+"""The row attention of every implementation: rows alone, together and in float64."""
 
 import dataclasses
 import functools
@@ -45,10 +45,10 @@ def test_a_row_is_that_row_alone_and_float64s(rng, impl, dtype):
     testing.assert_rows_close(k_pages[written], expected_k[written], **near)
     np.testing.assert_array_equal(v_pages.astype(np.float64), expected_v)
     assert np.isnan(k_pages[~written].astype(np.float32)).all()
-    if dtype == "bfloat16" and impl != "xla":  # Which may fuse roundings.
+    if dtype == "bfloat16" and impl != "xla":  # XLA may fuse roundings.
         new = tuple(np.transpose([slab.locate(*row) for row in rows]))
         oracle.assert_rounded_alike(k_pages[new], expected_k[new])
-        if impl != "interpret":  # Whose probabilities are rounded besides.
+        if impl != "interpret":  # Triton rounds probabilities, too.
             oracle.assert_rounded_alike(out, expected)
 
 
@@ -63,7 +63,7 @@ def test_another_order_for_one_row_is_caught(rng):
 
 
 LENGTHS = (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 141)
-"""Around pages, blocks, splits and ranges: one slot each, the last one a full table."""
+"""Lengths around the ends of pages, blocks, splits and ranges, one for each slot."""
 
 
 def test_every_reach(rng, impl):
@@ -83,10 +83,10 @@ WINDOWS = (1, 5, 32, 40)
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_window(rng, impl, window):
-    """Fails if a row sees a key before its window, or not one of it; or if its bits
+    """Fails if a row sees a key before its window, or misses one in it, or if its bits
     depend on how far back its neighbours see.
 
-    Rows lie in several blocks, splits and slots; what no row sees is no number.
+    Rows lie in several blocks, splits and slots; keys that no row sees are NaN.
     """
     rows = slabs.window((0, 3), (70, 74), (126, 131))
     slab = oracle.make_slab(
@@ -98,7 +98,7 @@ def test_a_window(rng, impl, window):
             slab.k_pages[slab.locate(slot, position)] = np.nan
             slab.v_pages[slab.locate(slot, position)] = np.nan
     attend = functools.partial(slabs.run, impl, window=window)
-    if impl == "interpret":  # Whose neighbours' keys must be finite.
+    if impl == "interpret":  # Its keys before a window must be finite.
         slab = dataclasses.replace(
             slab,
             k_pages=np.nan_to_num(slab.k_pages),
@@ -132,7 +132,7 @@ def test_a_window_of_trees(rng, kernels):
 
 
 def paged_otherwise(page_size, *, width=None):
-    """One slot of 70 positions and always the same data, on pages as they come."""
+    """Makes one slot of 71 positions, always of the same data, on shuffled pages."""
     shuffle, data = np.random.default_rng(page_size), np.random.default_rng(1)
     slab = oracle.make_slab(
         shuffle, [(0, 69), (0, 70)], dtype="bfloat16", N=4, K=2, H=16,
@@ -153,7 +153,7 @@ def paged_otherwise(page_size, *, width=None):
 def test_pages_and_table_width_do_not_matter(impl):
     """Fails if bits depend on where a prefix lies, or on what it might grow to.
 
-    Of 128 positions a page holds all of the text, and another one is in the table.
+    A page of 128 positions holds all of the text, and its table has another page.
     """
     slabs_ = paged_otherwise(8), paged_otherwise(128, width=2)
     one, other = (slabs.run(impl, slab, 2)[0][:2] for slab in slabs_)
@@ -174,7 +174,7 @@ UNMAPPED = {
 
 
 def test_rows_without_a_page(rng, kernels):
-    """Fails if such a row is written anywhere, reads anything, or passes for one."""
+    """Fails if such a row is written anywhere, reads anything, or is not NaN."""
     slab = slabs.in_slab(slabs.small_slab(rng), range(8))
     assert slab.k_pages.shape[0] == 20 and slab.page_table.shape == (2, 9)
     clean, *_ = slabs.run(kernels, slab, 8)
@@ -208,9 +208,9 @@ def test_nan_and_inf_reach_what_sees_them(rng, impl, value):
             out = run(dataclasses.replace(slab, **{pool: pages}))
             testing.assert_same_bits(out[~of_slot], clean[~of_slot])
             testing.assert_same_bits(out[:, :32], clean[:, :32])
-            if not is_seen:  # Negative control: it lies behind all rows.
+            if not is_seen:  # Negative control: no row sees it.
                 testing.assert_same_bits(out, clean)
-            elif pool == "v_pages" or np.isnan(value):  # An infinite key: by its sign.
+            elif pool == "v_pages" or np.isnan(value):  # Infinite keys may weigh 0.
                 assert not np.isfinite(out[of_slot][:, column]).any()
     bad = slab.heads.copy()
     bad[np.flatnonzero(slab.positions == 64)] = value
@@ -221,17 +221,17 @@ def test_nan_and_inf_reach_what_sees_them(rng, impl, value):
 
 
 PARENTS = (-1, 0, 0, 1, 1, 2, 3, 3, 6)
-"""Nodes of slot 1 after 62 positions: node `i` lies at position `62 + i`."""
+"""Parents of the nodes in slot 1, after 62 positions: node `i` lies at `62 + i`."""
 NODES, WIDTH = len(PARENTS), 6
 
 
 def path(node: int) -> list[int]:
-    """From the root to the node."""
+    """Lists the nodes from the root to this one."""
     return [node] if PARENTS[node] < 0 else [*path(PARENTS[node]), node]
 
 
 def tree_slab(rng):
-    """The tree's rows, and a chain of slot 0 among them; and where all of them lie.
+    """Returns rows of the tree and of a chain in slot 0, and where their keys lie.
 
     Rows of one position have one rotation. Slot 1 has a page for every node.
     """
@@ -251,7 +251,7 @@ def tree_slab(rng):
 
 
 def attend_tree(impl, slab, lies_at, order):
-    """Rows of the tree, each with the branch that goes with it."""
+    """Attends rows of the tree, each with its own branch."""
     order = np.asarray(order)
     grow = ((0, slabs.HEIGHT - len(order)), (0, 0))
     branch = np.pad(lies_at[order], grow, constant_values=2**30)
@@ -277,7 +277,7 @@ def test_a_tree_row_is_the_plain_row_of_its_branch(rng, kernels):
                 testing.assert_same_bits(written, chained[slab.locate(1, 62 + step)])
     chain, *_ = attend(slabs.in_slab(slab, [9, 10]), 2)
     testing.assert_same_bits(out[[9, 10]], chain[:2])
-    # Negative control: the right keys of a branch, two of them in turned order.
+    # Negative control: the right keys of a branch, two of them exchanged.
     lies_at[8, [2, 3]] = lies_at[8, [3, 2]]
     wrong, *_ = attend_tree(kernels, slab, lies_at, range(NODES + 2))
     testing.assert_rows_close(wrong[:11], out[:11], dtype="float32", reduction=83)
@@ -286,7 +286,7 @@ def test_a_tree_row_is_the_plain_row_of_its_branch(rng, kernels):
 
 
 def test_a_branch_without_a_page(rng, kernels):
-    """Fails if a tree row reads or writes where no page is."""
+    """Fails if a tree row reads or writes at a place without a page."""
     slab, lies_at = tree_slab(rng)
     rows = range(NODES + 2)
     kept = [r for r in rows if r != 8]
@@ -326,7 +326,7 @@ REFUSALS = (
 
 @pytest.mark.parametrize(("impl", "change", "error", "words"), REFUSALS)
 def test_refusals(rng, impl, change, error, words):
-    """Fails if a kernel is let loose on arrays of another shape or dtype."""
+    """Fails if a kernel runs on arrays of another shape or dtype."""
     sizes = {name: size for name, size in change.items() if isinstance(size, int)}
     slab = slabs.small_slab(rng, **sizes)
     arrays = {name: array for name, array in change.items() if name not in sizes}

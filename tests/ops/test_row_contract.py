@@ -10,7 +10,7 @@ from ops import products, row_contract
 from spec_jax.ops import rope
 
 
-ROWS = 9  # more than a native group
+ROWS = 9  # more than one group of rows of the native kernels
 
 
 PROJECT = {"K": 129, "N": 40, "has_residual": True}
@@ -62,7 +62,7 @@ KERNELS = {
     **dict.fromkeys(("four_bits_project", "four_bits_gate"), emulation.every()),
     **dict.fromkeys(("norm", "angles"), ("interpret",)),
 }
-"""Whose kernels each operation has, besides XLA."""
+"""The implementations of each operation besides XLA."""
 
 SLOW = ("interpret", "byte_gate")  # Its tiles are those of `byte_project`.
 
@@ -77,8 +77,8 @@ SLOW = ("interpret", "byte_gate")  # Its tiles are those of `byte_project`.
     indirect=["impl"],
 )
 def test_a_row_is_that_row_alone(rng, impl, operation):
-    """Fails if a row depends on its place, on others, or on how many there are; or, of
-    few bits, if it is rounded by others, or its blocks are added in another order."""
+    """Fails if a row depends on its place, on others, or on their number, or if, with
+    weights of few bits, others change its rounding or the order of its blocks."""
     run, rows = OPERATIONS[operation](rng, impl)
     row_contract.assert_row_contract(run, rows, is_alone=impl != "xla")
 
@@ -93,7 +93,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_rows_that_depend_on_others_are_caught(rng, fault):
-    """Negative control: what the contract forbids."""
+    """Negative control: dependences that the contract forbids."""
     rows = rng.standard_normal((ROWS, 3))
     row_contract.assert_row_contract(lambda x, live: 2 * x, rows)
     with pytest.raises(AssertionError, match="elements differ"):

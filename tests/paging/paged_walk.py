@@ -1,9 +1,9 @@
-"""One walk of operations on a cache of any kind, compared with a dict of lists.
+"""Walks of operations on a cache of any kind, compared with a model of Python lists.
 
-After every operation: no page is lost or held twice, but by as many slots as are
-counted in a cache whose slots share pages (`check_integrity`), the tables
-are the model's, the bytes of each slot are the model's, bit for bit, and no other
-byte of the pool changed. Bytes that belong to no token are NaN throughout.
+After every operation `check_integrity` finds no page lost, and none held by two slots
+unless the cache counts both as its owners. The tables and the bytes of each slot are
+equal to the model's, bit for bit, and no other byte of the pool has changed. Bytes that
+belong to no token are NaN.
 """
 
 import collections
@@ -42,7 +42,7 @@ def append(kv, slot, count, k, v):
 
 
 def share(kv, slot, source, length):
-    """Does as `allocator.share`; the slot that changes comes first."""
+    """Calls `allocator.share`, but takes the slot that changes as the first one."""
     return allocator.share(kv, source, slot, length)
 
 
@@ -64,7 +64,7 @@ COMPILED = {name: compile_(name) for name in FUNCTIONS}
 
 
 def wrapping_write(kv, layer, *, slots, positions, num_active, k, v):
-    """A planted fault: `cache.write` sends padding rows to page -1, the last one."""
+    """Writes as `cache.write`, but padding rows to the last page: a planted fault."""
     pages = kv.page_table[slots, positions // PAGE_SIZE]
     pages = jnp.where(jnp.arange(slots.shape[0]) < num_active, pages, -1)
     at = pages, positions % PAGE_SIZE
@@ -79,10 +79,10 @@ def wrapping_write(kv, layer, *, slots, positions, num_active, k, v):
 
 
 class Model:
-    """What the cache should be: per slot its tokens' bytes and names of its pages."""
+    """The expected state of the cache: each slot's token bytes and page names."""
 
     def __init__(self, *, num_pages: int, least: int):
-        """`least` pages are an open slot's, however short it is."""
+        """Makes an empty model; an open slot keeps at least `least` pages."""
         self.num_pages, self.least = num_pages, least
         self.tokens: dict[int, list[np.ndarray]] = {}  # [L, 2, K, H] per token
         self.pages: dict[int, list[int]] = {}
@@ -175,7 +175,7 @@ class Model:
 
 
 class Walk:
-    """One walk. The cache is held as NumPy arrays, so that all of it is compared."""
+    """One walk. It holds the cache as NumPy arrays, so that all of it is compared."""
 
     def __init__(self, operations, kind="paged"):
         self.is_paged, shares = kind != "static", kind == "shared"
@@ -214,7 +214,7 @@ class Walk:
 
         (cache if self.is_paged else static).check_integrity(after)
         if rows and outcome == "refused" and not self.is_paged:
-            # A closed slot has its pages still; what is written there means nothing.
+            # A closed static slot keeps its pages: bytes written there mean nothing.
             is_own = np.arange(SLOTS * WIDTH) // WIDTH == slot
             kept = lambda old, new: np.where(is_own[:, None, None, None], old, new)
             k, v = (
@@ -233,7 +233,7 @@ class Walk:
         self._check_tokens()
         if name in ("truncate", "release", "share"):
             self._poison()
-        # The flag stays until it is cleared; the next step has its own.
+        # The flag `refused` stays until it is cleared: the next step starts anew.
         self.kv = self.kv.replace(refused=before.refused)
         return outcome
 
@@ -255,8 +255,8 @@ class Walk:
         )
 
     def _check_pool(self, before, slot, start, count, shared=()):
-        """Nothing changed but the `count` tokens written from `start`, and one page
-        that was copied: the last of `shared`, a source and a length, if it is cut."""
+        """Checks that the pool changed only in `count` tokens from `start` on, and in a
+        copied page: the last of `shared`, a source and a length that cuts this page."""
         expected = pool_of(before).copy()
         if shared and shared[1] % PAGE_SIZE:
             place = shared[1] // PAGE_SIZE
@@ -281,7 +281,7 @@ class Walk:
         return page, position % PAGE_SIZE
 
     def _poison(self):
-        """NaN into every byte that is no token's."""
+        """Writes NaN to all bytes that belong to no token."""
         pool = pool_of(self.kv)
         poisoned = np.full_like(pool, np.nan)
         for slot, tokens in self.model.tokens.items():
@@ -292,5 +292,5 @@ class Walk:
 
 
 def pool_of(kv) -> np.ndarray:
-    """All bytes: [L, 2, P, C, K, H]."""
+    """Returns all keys and values of the pool: [L, 2, P, C, K, H]."""
     return np.stack([kv.k, kv.v], axis=1)

@@ -1,6 +1,6 @@
-"""What the allocator says of a request, and its use inside a loop.
+"""Requests to the allocator that fail, and the order in which pages are reused.
 
-What operations do to tables and bytes is in `test_random_walk`.
+`test_random_walk` checks the effect of operations on tables and bytes.
 """
 
 import jax
@@ -18,12 +18,12 @@ COMPILED = {name: jax.jit(operation) for name, operation in OPERATIONS.items()}
 
 
 def apply(kv, name, slot, *numbers):
-    """The operation under `jit`, as the round loop uses it."""
+    """Runs the operation under `jit`, as the round loop does."""
     return COMPILED[name](kv, *(np.int32(number) for number in (slot, *numbers)))
 
 
 def filled(*lengths, shares=False):
-    """Open slots of the given lengths, of three."""
+    """Makes a cache of three slots, and opens one for each given length."""
     kv = cache.init(
         num_layers=1, num_slots=3, num_pages=NUM_PAGES, page_size=PAGE_SIZE,
         pages_per_slot=WIDTH, num_kv_heads=1, head_dim=2, dtype="float32",
@@ -45,7 +45,7 @@ INVALID = [  # slot 0 holds 9 tokens in 3 pages, slot 1 none, slot 2 is closed
     ("truncate", (0, 10), "slot 0 to 10: its length is 9"),
     ("truncate", (2, 0), r"slot 2 to 0: its length is 0 \(registered: False\)"),
     ("release", (2,), "slot 2 is not registered"),
-    # The slot, and whose positions it is to begin with.
+    # The slot that changes, the slot that it shares with, and how many positions.
     ("share", (0, 0, 4), "cannot begin slot 0 with 4 positions of slot 0"),
     ("share", (1, 0, 10), "with 10 positions of slot 0, which has 9"),
     ("share", (1, 0, -1), "with -1 positions of slot 0"),
@@ -54,13 +54,13 @@ INVALID = [  # slot 0 holds 9 tokens in 3 pages, slot 1 none, slot 2 is closed
 
 
 def test_invalid_requests():
-    """Raised with the values outside `jit`; under it a flag, and nothing else."""
+    """Fails unless a request raises outside `jit`, and inside only sets a flag."""
     for name, (slot, *numbers), words in INVALID:
         state = filled(9, 0, shares=name == "share")
         with pytest.raises(ValueError, match=words):
             OPERATIONS[name](state, slot, *numbers)
         after = apply(state, name, slot, *numbers)
-        # Of a slot that does not exist all have the flag.
+        # A request for a slot that does not exist flags every slot.
         flagged = [slot] if slot in range(3) else [0, 1, 2]
         assert np.flatnonzero(after.refused).tolist() == flagged
         testing.assert_same_bits(after.replace(refused=state.refused), state)
@@ -70,8 +70,8 @@ def test_invalid_requests():
 
 
 def test_a_slot_out_of_pages_is_data_and_recovers():
-    """Fails if it loses what it has, if the largest position overflows, or if the flag
-    stays after another slot made room."""
+    """Fails if the slot loses its pages, if the largest position overflows, or if the
+    flag stays after another slot made room."""
     before = filled(9, 8)
     for up_to in (17, 2**31 - 1):
         kv = apply(before, "reserve", 1, up_to)
@@ -90,8 +90,8 @@ def test_a_slot_out_of_pages_is_data_and_recovers():
 
 
 def test_pages_return_in_the_order_of_a_stack():
-    """Fails if rollback and re-reservation wander through the pool: a page that was
-    just freed is the next one handed out."""
+    """Fails if rollback and re-reservation wander through the pool: the page that was
+    freed last must be the next one handed out."""
     state = filled(9, 0)
     kv = apply(apply(state, "truncate", 0, 1), "reserve", 0, 9)
     np.testing.assert_array_equal(kv.page_table, state.page_table)

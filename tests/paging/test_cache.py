@@ -20,7 +20,7 @@ ROWS = 6
 
 @jax.jit
 def make_cache():
-    """Slots of 3, 1 and 1 pages in a pool of NaN, free pages in random order."""
+    """Makes slots of 3, 1 and 1 pages in a pool of NaN, free pages in random order."""
     kv = cache.init(**SIZES)
     poison = functools.partial(jnp.full_like, fill_value=jnp.nan)
     order = np.random.default_rng(3).permutation(kv.num_pages).astype(np.int32)
@@ -46,12 +46,12 @@ def write(kv, layer, slots, positions, num_active, k, v):
 
 @functools.partial(jax.jit, static_argnames=("layer", "slot"))
 def read(kv, layer, slot):
-    """Keys and values of the whole page table: one executable, whatever the length."""
+    """Returns all keys and values of a slot: one executable serves every length."""
     return cache.gather(kv, layer, slot, kv.slot_capacity)
 
 
 def write_rows(kv, rows, num_active, *, seed=0, layer=1, write=write):
-    """Writes rows `(slot, position)` of random bytes; returns the cache and them."""
+    """Writes random bytes to rows `(slot, position)`; returns the cache and them."""
     slots, positions = np.asarray(rows, np.int32).T
     shape = (2, ROWS, SIZES["num_kv_heads"], SIZES["head_dim"])
     k, v = np.random.default_rng(seed).standard_normal(shape).astype(jnp.bfloat16)
@@ -59,10 +59,10 @@ def write_rows(kv, rows, num_active, *, seed=0, layer=1, write=write):
 
 
 def test_nothing_else_is_written():
-    """Fails if a padding row, or one past the slot's pages, is written anywhere."""
+    """Fails if a padding row, or a row outside its slot's pages, is written."""
     before = make_cache()
     rows = [(0, 3), (1, 4), (2, -1), (3, 0), (-1, 0), (0, 0)]
-    kv, k, v = write_rows(before, rows, ROWS - 1)  # row 5 is padding, 1 to 4 nowhere
+    kv, k, v = write_rows(before, rows, ROWS - 1)  # 5 is padding, 1 to 4 have no page
     page = int(before.page_table[0, 0])
     for pool, old, row in ((kv.k, before.k, k[0]), (kv.v, before.v, v[0])):
         expected = np.array(old[1])
@@ -80,7 +80,7 @@ def test_unowned_positions_read_as_nan():
 
 
 def test_rows_are_cast_to_the_pools_dtype():
-    """Fails if float32 rows need a conversion by the caller, or are truncated."""
+    """Fails if the caller must convert float32 rows, or if their bits are truncated."""
     kv = make_cache()
     row = np.full((ROWS, 2, 3), 1 + 2.0**-8 + 2.0**-9, np.float32)
     at = np.zeros(ROWS, np.int32)
@@ -108,7 +108,7 @@ def test_impossible_sizes_are_refused(changes, message):
 
 
 def at(name, index, value):
-    """Page table with one number changed: `value(kv)` at `index` of a field."""
+    """Returns a fault: it sets field `name` to `value(kv)` at `index`."""
     return lambda kv: {name: getattr(kv, name).at[index].set(value(kv))}
 
 
@@ -158,14 +158,14 @@ def sound():
 
 @pytest.mark.parametrize("fault", BROKEN_TABLES)
 def test_broken_tables_are_reported(sound, fault):
-    """Fails if the invariant does not notice this fault, or names another."""
+    """Fails if `check_integrity` does not notice this fault, or names another."""
     spoil, message = BROKEN_TABLES[fault]
     with pytest.raises(ValueError, match=message):
         cache.check_integrity(sound.replace(**spoil(sound)))
 
 
 def test_broken_tables_of_a_static_cache_are_reported():
-    """Negative control: slots that exchange pages, and lengths that cannot be."""
+    """Negative control: plants exchanged pages of two slots, and impossible lengths."""
     sizes = {name: size for name, size in SIZES.items() if name != "num_pages"}
     init = lambda: allocator.register(static.init(**sizes), 0)
     kv = jax.jit(lambda: allocator.register(init(), 1))()

@@ -1,4 +1,4 @@
-"""Operations on all slots at once are the single ones, slot by slot, in all tables."""
+"""Operations on all slots at once: the same tables as from one operation a slot."""
 
 import collections
 import functools
@@ -20,13 +20,13 @@ LARGEST = 2**31 - 1
 NUM_ROWS = SLOTS * 14
 
 IMPLS = ["xla", "interpret"]
-"""One operation at a time by XLA; all in one kernel by Triton."""
+"""Appends and truncations: several XLA operations, or one interpreted Triton kernel."""
 
 
 def appended(length, number):
-    """What a number has appended to a slot: the end, and how many rows.
+    """Returns the end and the count of the rows that a number appends to a slot.
 
-    Two numbers ask for rows that do not follow.
+    -1 and `LARGEST` ask for rows that do not follow the slot's last position.
     """
     start = jnp.where(number == -1, length + 1, length)
     start = jnp.where(number == LARGEST, LARGEST - 2, start)
@@ -42,7 +42,7 @@ def append_each(kv, numbers, *, asked, impl="xla"):
 
 
 def append(kv, slot, number):
-    """The same to one slot, in the single steps of the allocator."""
+    """Does as `append_each` for one slot, by single operations of the allocator."""
     up_to, count = appended(kv.length[slot], number)
     start = up_to - count
     refused = kv.refused[slot] | ((count > 0) & (start != kv.length[slot]))
@@ -63,7 +63,6 @@ EACH = {
     "truncate": allocator.truncate_each,
     "append": append_each,
 }
-RELATIVE = {"grow": ("extend", 1), "roll back": ("truncate", -1)}
 SINGLE = {
     "reserve": allocator.reserve,
     "extend": allocator.extend,
@@ -75,7 +74,7 @@ WITH_KERNELS = {"truncate", "append"}
 
 @functools.cache
 def make(kind: str) -> cache.PagedKV:
-    """An empty cache of one tiny layer, all slots but the last open."""
+    """Makes an empty cache of one tiny layer, with all slots open but the last."""
     sizes = {"num_layers": 1, "num_slots": SLOTS, "page_size": PAGE_SIZE}
     sizes |= {"pages_per_slot": WIDTH, "num_kv_heads": 1, "head_dim": 1}
     init = static.init
@@ -93,7 +92,7 @@ def make(kind: str) -> cache.PagedKV:
 
 
 def one_by_one(name, kv, numbers, asked, *, order=range(SLOTS)):
-    """The single operation on each slot that is asked."""
+    """Runs the single operation on each slot for which `asked` is true, in `order`."""
     for slot in order:
         kv = jax.lax.cond(
             asked[slot],
@@ -120,21 +119,17 @@ def run(kind, steps, faults=None, impl="xla") -> collections.Counter:
     """Raises unless each step does to the cache what the single operations do.
 
     Args:
-      steps: name, a number for each slot and whether it is asked. Those of "grow" and
-        "roll back" say how far from its length.
-      faults: operations in place of those of the allocator.
+      steps: name, a number for each slot and whether it is asked.
+      faults: operations that replace the allocator's.
 
     Returns:
-      How often each operation was done, refused and out_of_pages in a slot.
+      How many slots had each operation done, refused and out_of_pages.
     """
     check = static.check_integrity if kind == "static" else cache.check_integrity
     outcomes, kv = collections.Counter(), make(kind)
     operations = EACH | (faults or {})
     for name, numbers, asked in steps:
         numbers, asked = np.asarray(numbers, np.int32), np.asarray(asked)
-        if name in RELATIVE:
-            name, sign = RELATIVE[name]
-            numbers = np.asarray(kv.length) + sign * (numbers % 6 - 1)
         kv = kv.replace(refused=jnp.zeros_like(kv.refused))
         expected = _singly(name)(kv, numbers, asked)
         how = {} if name not in WITH_KERNELS or impl == "xla" else {"impl": impl}
@@ -158,19 +153,19 @@ FIXED = (
     ("extend", [7, 10, 3, 0], [False, False, True, False]),
     ("reserve", [9, 16, 8, 0], [True, False, True, False]),
     ("truncate", [4, 2, 1, 0], [False, True, False, False]),
-    # Three pages are free, one, three and one are wanted: none for the second slot.
+    # Three pages are free; the slots want one, three and one: the second gets none.
     ("reserve", [16, 16, 9, 0], EVERY),
     ("reserve", [16, 16, 16, 0], EVERY),
     ("truncate", [0, 0, 0, 0], [False, True, True, True]),
-    # What it has is enough: it is out of pages no more.
+    # Slot 1 has pages enough for 4 positions: it is no longer out of pages.
     ("reserve", [16, 4, 9, 0], [False, True, False, False]),
     ("extend", [12, -1, 40, 0], EVERY),
     ("reserve", [1, 1, 1, 1], [True] * 4),
     ("append", [3, 4, 9, 0], EVERY),
     ("truncate", [2, 1, 9, 0], EVERY),
-    # Rows that do not follow, rows past the largest position, and a closed slot.
+    # Slots 1 to 3: rows that do not follow, rows past the largest position, closed.
     ("append", [5, -1, LARGEST, 2], [True] * 4),
-    # The first finds too few pages, and leaves them to the second.
+    # Slot 0 finds too few pages, and leaves them to slot 1.
     ("append", [9, 6, 0, 0], EVERY),
     ("append", [9, 9, 9, 0], [False] * 4),
 )
@@ -179,7 +174,7 @@ FIXED = (
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("kind", ["paged", "static"])
 def test_a_fixed_walk(kind, impl):
-    """The walk that the planted faults below must break is itself in order."""
+    """Checks that the walk passes without the faults that are planted in it below."""
     outcomes = run(kind, FIXED, impl=impl)
     assert outcomes["extend", "refused"] == 2
     assert outcomes["reserve", "out_of_pages"] == (2 if kind == "paged" else 0)
@@ -189,11 +184,11 @@ def test_a_fixed_walk(kind, impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_rows_of_slots_are_placed_one_after_another(impl):
-    """Fails if a row that has room is left out, moved or of another slot."""
+    """Fails if a row that has room is left out, moved or given to another slot."""
     append = functools.partial(allocator.append_each, num_rows=NUM_ROWS, impl=impl)
     kv, had = make("paged"), jnp.array([5, 0, 6, 0])
     kv = allocator.append_each(kv, had, had, num_rows=NUM_ROWS)[0]
-    # Of nine pages five are owned; and a closed slot's rows are lost, but run.
+    # Slots own five of nine pages. A closed slot's rows are placed, but not kept.
     more = jnp.array([8, 13, 1, 2])
     kv, counts, slots, positions = jax.jit(append)(kv, had + more, more)
     assert counts.tolist() == [8, 0, 1, 2]
@@ -248,7 +243,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault):
-    """Negative control of both walks."""
+    """Negative control: the fixed walk fails with a faulty operation."""
     name, operation = FAULTS[fault]
     with pytest.raises((AssertionError, ValueError)):
         run("paged", FIXED, faults={name: operation})
@@ -270,11 +265,11 @@ KERNEL_FAULTS = {
 
 @pytest.mark.parametrize("fault", KERNEL_FAULTS)
 def test_faults_in_kernels_are_caught(fault, monkeypatch):
-    """Negative control of the fixed walk by kernels."""
+    """Negative control: the fixed walk fails with a fault inside a kernel."""
     name, attribute, plant = KERNEL_FAULTS[fault]
     real = getattr(allocation_triton.Pages, attribute)
     monkeypatch.setattr(allocation_triton.Pages, attribute, plant(real))
-    # A function of its own, which no other test has traced.
+    # A new function: no other test has traced it without the fault.
     planted = lambda *args, **how: EACH[name](*args, **how)
     with pytest.raises((AssertionError, ValueError)):
         run("paged", FIXED, faults={name: planted}, impl="interpret")

@@ -1,4 +1,4 @@
-"""Where a position lives."""
+"""Pages of positions, and the number of pages that a length needs."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from spec_jax.paging import index
 
 PAGE_SIZE = 4
 NOWHERE = np.iinfo(np.int32).max
-TABLE = np.array([[7, 2, 5], [1, 9, 11]], np.int32)  # 11: not owned, P of the pool
+TABLE = np.array([[7, 2, 5], [1, 9, 11]], np.int32)  # 11 is P: no page is owned
 
 _locate = jax.jit(page_write.locate, static_argnames=("page_size",))
 
@@ -30,7 +30,7 @@ def locate(slots, positions):
     [(0, -1), (0, -5), (1, 12), (0, 10**6), (-1, 0), (-2, 3), (2, 0), (-1, -1)],
 )
 def test_outside_the_table_is_nowhere(slot, position):
-    """Fails if a negative index wraps around to the last slot or page."""
+    """Fails if an index outside the table finds a page; negative ones must not wrap."""
     pages, _ = locate([slot, 1], [position, 0])
     np.testing.assert_array_equal(pages, [NOWHERE, 1])
 
@@ -43,8 +43,8 @@ def test_the_library_wraps_negative_indices():
 
 @pytest.mark.parametrize("page_size", [1, 4, 256])
 def test_pages_for_covers_exactly(page_size):
-    """Fails if a length on a page boundary takes one page too many, or too few; or the
-    largest int32 a negative number."""
+    """Fails if a length near a page boundary takes one page too many or too few, or if
+    the largest int32 overflows to a negative number of pages."""
     for length in (0, 1, page_size - 1, page_size, page_size + 1, 3 * page_size):
         pages = index.pages_for(length, page_size)
         assert (pages - 1) * page_size < length <= pages * page_size

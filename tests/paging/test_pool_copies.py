@@ -1,4 +1,4 @@
-"""Rollback costs the pages freed: the compiled program never copies the pool.
+"""The cost of rollback and of rounds: compiled programs never copy the pool.
 
 The checks read the program that XLA made for a pool of 64 MiB; nothing is run.
 """
@@ -17,7 +17,7 @@ NUM_LAYERS, POOL_SHAPE = 2, (1024, 16, 2, 128)
 POOL = "f32[1024,16,2,128]"
 POOL_BYTES = 16 * 2**20
 ROWS = 8
-# What may be done with an array of the pool's size without touching all of it.
+# Instructions that take an array of the pool's size without touching all of it.
 PASSED_ON = {"parameter", "tuple", "get-tuple-element", "while", "bitcast"}
 UPDATED = {"scatter", "dynamic-update-slice"}
 
@@ -37,9 +37,9 @@ def compile_(function, *, donate: bool = True):
 
 
 def whole_pool_instructions(text: str) -> list[str]:
-    """Instructions that give an array of the pool's shape, outside fusions' bodies.
+    """Lists instructions that make an array of the pool's shape, outside fused bodies.
 
-    A fusion counts as the name of its root: an in-place update fused with what it
+    A fusion counts as its root: an in-place update that is fused with the values it
     writes is an update, a fused multiplication is not.
     """
     roots, found, computation = {}, [], ""
@@ -83,7 +83,7 @@ def assert_no_copy(compiled, *, allowed: set[str]) -> None:
 
 
 def rounds(kv, slot, times, *, spoil=lambda pool: pool):
-    """Reserve, write, extend and truncate, `times` times over."""
+    """Reserves, writes, extends, truncates, `times` times; `spoil` plants a fault."""
 
     def body(_, kv):
         length = kv.length[slot]
@@ -103,7 +103,7 @@ def rounds(kv, slot, times, *, spoil=lambda pool: pool):
 
 
 def rewriting(kv, slot, new_len):
-    """Truncation that clears what it frees: it walks through the whole pool."""
+    """Truncates, then masks keys by page over the whole pool: a planted fault."""
     kv = allocator.truncate(kv, slot, new_len)
     used = jnp.arange(POOL_SHAPE[0]) < kv.num_free
     mask = used[:, None, None, None]
@@ -112,7 +112,7 @@ def rewriting(kv, slot, new_len):
 
 @pytest.mark.parametrize("operation", ["truncate", "release", "register", "reserve"])
 def test_bookkeeping_never_touches_the_pool(operation):
-    """Fails if a rollback, however long, reads or writes keys and values."""
+    """Fails if an operation on the page table copies or rewrites keys or values."""
     function = getattr(allocator, operation)
     if operation in ("release", "register"):
         function = lambda kv, slot, _, f=function: f(kv, slot)
@@ -143,7 +143,7 @@ def test_copies_are_caught(fault):
 
 
 def test_truncating_a_static_cache_costs_a_constant():
-    """Fails if its cost follows the positions dropped, or a key is read."""
+    """Fails if the cost grows with the positions dropped, or if a page is touched."""
     kv = jax.eval_shape(lambda: static.init(
         num_layers=1, num_slots=2, page_size=64, pages_per_slot=64, num_kv_heads=1,
         head_dim=32, dtype="float32",
@@ -160,5 +160,5 @@ def test_truncating_a_static_cache_costs_a_constant():
         kv = allocator.truncate(kv, slot, new_len)
         return kv.replace(k=tuple(k.at[slot * 64].set(0) for k in kv.k))
 
-    # The other one is the negative control.
+    # Negative control: `clearing` writes one page of keys.
     assert touched(allocator.truncate) <= 1024 < touched(clearing)

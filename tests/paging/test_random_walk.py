@@ -1,4 +1,4 @@
-"""Thousands of random operations on a cache, and faults that they must find.
+"""Thousands of random operations on a cache, and a fixed walk that must find faults.
 
 `paged_walk` says what is compared after every operation.
 """
@@ -22,8 +22,8 @@ NUM_WALKS, WALK_LENGTH = 25, 60
 
 
 def requests_strategy(kind):
-    """Mostly sensible requests; slots and numbers outside the range among them."""
-    # Of the numbers `0 .. 23` each request makes one that suits it, or just does not.
+    """Returns a strategy of mostly valid requests; some slots or numbers are not."""
+    # Each request maps a number of `0 .. 23` into its own range, or just outside it.
     suited = {
         "append": lambda n: (n % (ROWS + 1),),
         "rollback": lambda n: (n % 6 - 1,),
@@ -67,7 +67,7 @@ def test_random_walks(kind):
         walk = paged_walk.Walk(COMPILED, kind)
         opened = [("register", slot) for slot in range(SLOTS)]
         for name, slot, *numbers in [*opened, *requests]:
-            if name == "fork":  # An empty slot can.
+            if name == "fork":  # Only an empty slot can fork.
                 walk.step("truncate", slot, 0)
             outcomes[name, walk.step(name, slot, *numbers)] += 1
 
@@ -87,8 +87,8 @@ def test_random_walks(kind):
 
 
 def fixed_requests(kind):
-    """A walk that does not depend on Hypothesis: fills, rolls back, closes, reopens;
-    and, where pages are shared, begins with those of others."""
+    """Returns a walk without Hypothesis: it fills, rolls back, closes and reopens slots
+    and, where pages are shared, begins slots with pages of others."""
     rng = np.random.default_rng(2)
     requests = [("register", slot) for slot in range(SLOTS)]
     for _ in range(60):
@@ -105,7 +105,7 @@ def fixed_requests(kind):
         for source, slot in ((0, 1), (1, 2)):
             requests += [("append", source, ROWS)] * 2
             requests += [("truncate", slot, 0), ("fork", slot, source, CAPACITY)]
-            # Cuts a page in two that both hold.
+            # A cut within a page that both slots hold.
             requests += [("truncate", slot, 1), ("append", slot, 2)]
     requests += [("register", 1), ("reserve", 1, CAPACITY + 1), ("reserve", 1, -1)]
     requests += [("extend", 1, CAPACITY + 1), ("truncate", 1, CAPACITY)]
@@ -121,14 +121,14 @@ def run_fixed(operations, kind) -> collections.Counter:
 
 @pytest.mark.parametrize("kind", [*CACHE_KINDS, "shared"])
 def test_the_fixed_walk_passes(kind):
-    """The walk that the planted faults below must break is itself in order."""
+    """Checks that the walk passes without the faults that are planted in it below."""
     outcomes = run_fixed(COMPILED, kind)
     assert outcomes["done"] > 100
     assert outcomes["refused"] >= 6 and outcomes["out_of_pages"] >= 1
 
 
 def give(change):
-    """`change(before, after, slot)` spoils the page table after pages were freed."""
+    """Returns a patch: `change(before, after, slot)` spoils tables of freed pages."""
     real = allocator._give
 
     def spoilt(tables, slot, count):
@@ -142,14 +142,14 @@ def stale_entry(before, after, slot):
 
 
 def shared_page(tables, slot, count, *, real=allocator._take):
-    """The last page handed out stays on the stack."""
+    """Takes pages, but leaves the last one on the free stack: a planted fault."""
     table, owned, stack, num_free = real(tables, slot, count)
     back = num_free + jnp.minimum(count, 1)
     return table, owned, jnp.where(count > 0, tables[2], stack), back
 
 
 def freed_while_shared(tables, slot, count):
-    """A page that others hold goes to the free stack, too."""
+    """Frees a page that other slots still hold: a planted fault."""
     return *GIVE(tables[:4], slot, count), tables[4]
 
 

@@ -1,6 +1,6 @@
-"""Pages of several slots: what is cut, copied and counted.
+"""Pages that slots share: truncation, the copy of a page, and counts of owners.
 
-Requests that are refused are in `test_allocator`.
+`test_allocator` checks other requests that are refused.
 """
 
 import functools
@@ -23,7 +23,7 @@ truncate_each = jax.jit(allocator.truncate_each)
 
 @functools.cache
 def make_cache(*, length: int) -> cache.PagedKV:
-    """Slot 0 with so many positions of random bytes, the others empty."""
+    """Makes a cache with `length` random positions in slot 0; other slots are empty."""
     kv = cache.init(
         num_layers=2, num_slots=SLOTS, num_pages=NUM_PAGES, page_size=PAGE_SIZE,
         pages_per_slot=WIDTH, num_kv_heads=1, head_dim=2, dtype="float32", shares=True,
@@ -38,7 +38,7 @@ def make_cache(*, length: int) -> cache.PagedKV:
 
 @pytest.mark.parametrize("length", range(9))
 def test_truncation_cuts_no_page_of_others(length):
-    """Fails if a slot could write again into what another reads."""
+    """Fails if truncation lets a slot write into a page that another slot reads."""
     kv = share(make_cache(length=10), 0, 1, 10)
     after = truncate(kv, 1, length)
     each = truncate_each(kv, jnp.full(SLOTS, length), asked=jnp.arange(SLOTS) == 1)
@@ -53,9 +53,9 @@ def test_truncation_cuts_no_page_of_others(length):
 
 
 def test_no_page_for_the_copy():
-    """Fails if anything but a flag changes; full pages need none."""
+    """Fails if anything but a flag changes, or if full pages need a free one."""
     kv = make_cache(length=16)
-    kv = truncate(kv, 1, 0)  # Without a page of its own.
+    kv = truncate(kv, 1, 0)  # Slot 1 gives its only page back.
     kv = allocator.reserve(kv, 2, 12)
     assert int(kv.num_free) == 0
     after = share(kv, 0, 1, 5)
@@ -90,7 +90,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_counts_are_reported(case):
-    """Fails if the invariant does not notice this fault, or names another."""
+    """Fails if `check_integrity` does not notice this fault, or names another."""
     kv = share(make_cache(length=10), 0, 1, 10)
     cache.check_integrity(kv)
     spoil, message = BROKEN[case]

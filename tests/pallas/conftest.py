@@ -7,16 +7,16 @@ import hopper
 import pytest
 
 
-# What is asserted there is to say what it found, as in a test.
+# Its assertions then show what they found, as those of a test do.
 pytest.register_assert_rewrite("hopper_launches")
 
 
 @pytest.fixture(scope="session")
 def compiler():
-    """A `hopper.Compiler` that all tests share.
+    """Yields a `hopper.Compiler` that all tests share.
 
-    `SPEC_JAX_REQUIRE_CUDA_COMPILE=1` is set in CI, so that what is compiled for the
-    GPU is never skipped there without anyone noticing.
+    CI sets `SPEC_JAX_REQUIRE_CUDA_COMPILE=1`, so that a missing compiler fails there
+    and does not skip the tests unnoticed.
     """
     why = hopper.missing()
     if why:

@@ -1,15 +1,15 @@
-"""Compiles for an H100 on a machine that has none, and reports what it became.
+"""Compiles for an H100 on a machine that has none, and reports on the result.
 
 jax makes a compile-only device from a description of the GPU, and XLA takes a jitted
 function down to its machine code with the compilers of the extra `cuda-compile`: no
-driver, no GPU. What it cannot say is whether the code is fast, or whether the bits are
-those of interpret mode.
+driver, no GPU. It cannot tell whether the code is fast, or whether the bits are those
+of interpret mode.
 
     with hopper.Compiler() as compiler:
         report = compiler.compile(module_level_function_giving_a_Program, 4096, rows=5)
 
 The work is done in another process, because a kernel that the compiler cannot take
-may end the process (three warps do).
+may end the process (one of three warps does).
 """
 
 import contextlib
@@ -66,10 +66,10 @@ device_description_str: "{DEVICE}"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """What to compile: `fn` at `args`, pytrees of `jax.ShapeDtypeStruct`.
+    """A function to compile: `fn` at `args`, pytrees of `jax.ShapeDtypeStruct`.
 
     Attributes:
-      is_exact: compiled as exact programs are, and not as others.
+      is_exact: whether it is compiled as exact programs are.
     """
 
     fn: Callable
@@ -83,8 +83,8 @@ class Thunk:
     """One step of an executable, as XLA will run it.
 
     Attributes:
-      kind: `kCustomKernel` and `kKernel` launch a kernel, as does `kCustomCall`, of
-        which neither name nor sizes are known here; `kCopy`, `kWhile`,
+      kind: `kCustomKernel` and `kKernel` launch a kernel, as does `kCustomCall`,
+        whose name and sizes are not known here; `kCopy`, `kWhile`,
         `kCommandBuffer` (a CUDA graph) and others.
       depth: nesting in loops, branches and command buffers; 0 at the top.
       in_graph: whether it is part of a `kCommandBuffer`.
@@ -104,11 +104,11 @@ class Report:
     """An executable for the H100.
 
     Attributes:
-      kernels: their machine code, each once.
-      thunks: what runs, in order of the schedule, loop bodies once.
-      alias_bytes: of what is updated in place; `temp_bytes` of all scratch memory.
+      kernels: the machine code of each kernel, once.
+      thunks: the steps in the order of the schedule, those of loop bodies once.
+      alias_bytes: bytes that are updated in place; `temp_bytes`: of scratch memory.
       hlo: the optimised program as text.
-      options: what XLA was told, as text, by the name of each option.
+      options: XLA's options, the text of each by its name.
     """
 
     kernels: tuple[ptxas_log.Kernel, ...]
@@ -125,16 +125,16 @@ class Report:
         return tuple(each for each in self.thunks if each.kind in kinds)
 
     def kernel(self, name: str) -> ptxas_log.Kernel:
-        """The one kernel whose name contains `name`."""
+        """Returns the one kernel whose name contains `name`."""
         return _only(name, self.kernels)
 
     def launch(self, name: str) -> Thunk:
-        """The one launch whose name contains `name`."""
+        """Returns the one launch whose name contains `name`."""
         return _only(name, self.launches)
 
     def assert_fits(self, *, most_spilt: int = 0) -> None:
-        """Raises unless each kernel can run: sizes within bounds, and no spills, or
-        at most so many bytes."""
+        """Raises unless each kernel can run: its sizes are within bounds, and it spills
+        at most `most_spilt` bytes."""
         for kernel in self.kernels:
             where = f"{kernel.name}: {kernel.registers} registers"
             if kernel.spill_bytes > most_spilt:
@@ -156,7 +156,7 @@ def _only(name: str, among):
 
 
 def blocks_per_multiprocessor(kernel: ptxas_log.Kernel, launch: Thunk) -> int:
-    """How many blocks of a kernel are resident at once, by the published limits."""
+    """Returns how many blocks of a kernel are resident at once, by published limits."""
     registers = -(-kernel.registers // 8) * 8 * launch.threads
     shared = launch.shared_bytes + kernel.static_shared_bytes + RESERVED_SHARED_BYTES
     return min(
@@ -168,7 +168,7 @@ def blocks_per_multiprocessor(kernel: ptxas_log.Kernel, launch: Thunk) -> int:
 
 
 def missing() -> str | None:
-    """Why nothing can be compiled here, and what helps; None if it can."""
+    """Returns why this machine cannot compile, and what helps; None if it can."""
     wanted = f"pip install -e '.[cuda-compile]' with jax {jax.__version__}"
     try:
         version = importlib.metadata.version("jax-cuda13-plugin")
@@ -183,14 +183,14 @@ def missing() -> str | None:
 
 
 def _cuda() -> pathlib.Path:
-    """The folder of the wheels `nvidia-cuda-*`, which may not exist."""
+    """Returns the folder of the wheels `nvidia-cuda-*`, which may not exist."""
     spec = importlib.util.find_spec("nvidia")
     paths = spec.submodule_search_locations if spec else None
     return pathlib.Path(next(iter(paths)) if paths else "nvidia") / "cu13"
 
 
 class Compiler:
-    """A process that compiles, where nothing is `missing`."""
+    """A process that compiles, on a machine where `missing` returns None."""
 
     def __init__(self):
         self._pool = futures.ProcessPoolExecutor(
@@ -206,25 +206,25 @@ class Compiler:
         self._pool.shutdown(cancel_futures=True)
 
     def compile(self, build: Callable[..., Program], *args, **kwargs) -> Report:
-        """The report of `build(*args, **kwargs)`, which is called over there.
+        """Returns the report of `build(*args, **kwargs)`, called in that process.
 
-        `build` is a function of a module's top level, its arguments can be pickled,
-        and whatever it raises, or the compiler, is raised here.
+        `build` is a function of a module's top level, and its arguments can be pickled.
+        An exception of it or of the compiler is raised here.
         """
         return self._pool.submit(_compile, build, args, kwargs).result()
 
 
 _folder: tempfile.TemporaryDirectory | None = None
-"""Of a compiling process: its CUDA folder, and what was assembled last."""
+"""The folder of a compiling process: CUDA's folder, and logs of the last program."""
 
 
 def _initialize() -> None:
     global _folder
-    # As users compile, whatever XLA was told for the tests.
+    # Users compile without the flags that XLA has in tests.
     os.environ.pop("XLA_FLAGS", None)
     # The plugin is only there to compile: its backend would look for a driver.
     jax.config.update("jax_platforms", "cpu")
-    # What is looked at here is written by the compiler while it compiles.
+    # The files that are read here are written only while XLA compiles.
     jax.config.update("jax_enable_compilation_cache", False)
     _folder = tempfile.TemporaryDirectory(prefix="hopper-")
     ptxas_log.install(_cuda(), pathlib.Path(_folder.name))
@@ -249,13 +249,13 @@ def _compile(build, args, kwargs) -> Report:
     jit = compilation.jit if program.is_exact else jax.jit
     jitted = jit(program.fn, donate_argnums=program.donate)
     with mock.patch.object(jax, "default_backend", lambda: "gpu"):
-        trace = jitted.trace  # With the options of a GPU.
+        trace = jitted.trace  # It has the options of a GPU.
     with lowering_for(device.device_kind):
         lowered = trace(*shapes).lower(lowering_platforms=("cuda",))
     compiled = lowered.compile(compiler_options={"xla_dump_to": str(dump)})
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     (told,) = dump.glob("*jit_*.debug_options")
-    # There is another, after the first by name, if passes over it changed anything.
+    # Passes that changed it write it again, under a later name: the last one counts.
     sequence = sorted(dump.glob("*jit_*.thunk_sequence*.txt"))[-1]
     return Report(
         kernels=ptxas_log.read(log, _cuda()),
@@ -269,7 +269,7 @@ def _compile(build, args, kwargs) -> Report:
 
 @contextlib.contextmanager
 def lowering_for(device_kind: str) -> Iterator[None]:
-    """From 0.11, Pallas asks the mesh for the GPU, when tracing and when lowering."""
+    """Sets a mesh to trace and lower: Pallas asks it for the GPU from jax 0.11 on."""
     if jax.__version_info__ < (0, 11):
         yield
         return
@@ -283,7 +283,7 @@ def lowering_for(device_kind: str) -> Iterator[None]:
 
 def _thunks(text: str) -> Iterator[Thunk]:
     """Reads XLA's dump: one thunk a line, `NNN: kind [order] name grid: ...`."""
-    graph_depth = None  # of the innermost command buffer
+    graph_depth = None  # of the outermost command buffer
     for line in text.splitlines():
         found = re.match(r"( *)\d+: (\w+)\s*(?:\[[^\]]*\])?\s*(.*)", line)
         if not found:

@@ -1,4 +1,4 @@
-"""What an executable launches, and where it keeps its pools: shared by tests."""
+"""The launches of an executable, and the place of its pools: shared by tests."""
 
 import re
 
@@ -18,7 +18,7 @@ MOST_OF_A_ROUND = {"qwen3-0.6b": 1056, "qwen3-8b": 1112}
 
 
 def nested(thunks) -> list:
-    """`(thunk, those inside of it)`, as deep as they are."""
+    """Returns pairs `(thunk, nested thunks)`, the latter pairs as well."""
     found = []
     for i, thunk in enumerate(thunks):
         if thunk.depth == thunks[0].depth:
@@ -29,13 +29,13 @@ def nested(thunks) -> list:
 
 
 def count(tree, turns) -> int:
-    """Launches of `tree`; `turns` are taken from by each loop, in their order."""
+    """Counts launches of `tree`; each loop in turn takes its number from `turns`."""
     total = 0
     for thunk, inside in tree:
         if thunk.kind == "kWhile":
             times = turns.pop(0)
             # The condition comes first: one kernel, evaluated once more than the body;
-            # or none, where the body finds out.
+            # or no kernel, where the body evaluates it.
             has_condition = inside[0][0].kind in KERNELS
             total += (times + 1) * has_condition
             total += times * count(inside[has_condition:], turns)
@@ -45,7 +45,7 @@ def count(tree, turns) -> int:
 
 
 def launches(report, *turns) -> int:
-    """Launches of an executable whose loops turn so many times, in their order."""
+    """Counts launches of an executable whose loops, in order, turn `turns` times."""
     turns = list(turns)
     total = count(nested(report.thunks), turns)
     assert not turns
@@ -53,9 +53,9 @@ def launches(report, *turns) -> int:
 
 
 def assert_in_place(report, *targets, copies=1, num_slots=1) -> None:
-    """Asserts that pools are aliased and not copied, and that memory is the logits'.
+    """Asserts that pools are aliased and not copied, and that scratch memory is small.
 
-    Of which there are `copies`.
+    It may hold `copies` of the logits and 1 MiB more.
     """
     pools = sum(2 * m.config.num_layers * models.pool_bytes(m) for m in targets)
     assert report.alias_bytes >= num_slots * pools
@@ -76,7 +76,7 @@ def flat(tree):
 
 
 def assert_launched_early(report) -> None:
-    """Asserts that our kernels wait for others, and let the next one go then."""
+    """Asserts that our kernels wait before they use memory, then release the next."""
     kernels = [each for each in report.kernels if each.is_ours]
     assert kernels
     for kernel in kernels:
@@ -84,13 +84,13 @@ def assert_launched_early(report) -> None:
 
 
 def assert_near(found: int, stated: int, what: str) -> None:
-    """Asserts that there are as many launches as are stated, or nearly."""
+    """Asserts that the launches are as many as stated, up to `SLACK`."""
     print(f"{what}: {found} launches, {stated} are stated")
     assert abs(found - stated) <= SLACK, f"{what}: {found} launches, not {stated}"
 
 
 def assert_few_launches(report, name, depth, draft_depth) -> None:
-    """Asserts what a round launches of models as deep as they are released."""
+    """Asserts the launches of a round of models as deep as they are released."""
     gamma = models.GAMMA_MAX
     without, once = (launches(report, times) for times in (0, 1))
     step = once - without + OF_A_LAYER * (DEPTH[models.DRAFT] - draft_depth)

@@ -51,7 +51,7 @@ CONFIGS = subjects.PRESETS
 def model(
     name: str, *, layers: int | None = None, impl="triton", weights: str = "dense"
 ) -> row_model.RowModel:
-    """A released model at its shapes, or at as many layers as are asked for."""
+    """Returns a released model at its shapes, or with as many layers as asked for."""
     config = CONFIGS[name]
     changes = {"num_layers": layers or config.num_layers, "weights": weights}
     config = dataclasses.replace(config, **changes)
@@ -59,7 +59,7 @@ def model(
 
 
 def pool_bytes(model: row_model.RowModel) -> int:
-    """Bytes of the keys of one layer, and of its values."""
+    """Returns the bytes of one layer's keys, as many as of its values."""
     return 2 * CAPACITY * model.config.num_kv_heads * model.config.head_dim
 
 
@@ -86,12 +86,12 @@ def _slots(name: str, *, num_slots: int = 1, **options) -> rows.SlotRows:
 
 
 def plain_step(name: str, *, donate=(1,), **options) -> hopper.Program:
-    """One token of `baseline.generate`."""
+    """Builds the step of `baseline.generate` for one token."""
     return _plain_step(model(name, **options), donate=donate)
 
 
 def drawing(rows: int, *, impl: str = "triton") -> hopper.Program:
-    """The draws of a slab of rows."""
+    """Builds the draws of a slab of rows."""
 
     def fn(logits, settings, positions, draws):
         how = {"positions": positions, "draws": draws, "impl": impl}
@@ -107,8 +107,8 @@ def drawing(rows: int, *, impl: str = "triton") -> hopper.Program:
 
 
 def distribution(rows: int, *, impl: str | None) -> hopper.Program:
-    """The probabilities of a slab of rows, and what is left of their sums; None: by
-    XLA."""
+    """Builds the probabilities of a slab of rows, and sums of what is left of them;
+    with `impl=None` by XLA."""
     target = model("qwen3-0.6b", impl=impl or "xla")
     sums = target_lib.sums_of(target)
 
@@ -121,7 +121,7 @@ def distribution(rows: int, *, impl: str | None) -> hopper.Program:
 
 
 def scaled_step(name: str, **options) -> hopper.Program:
-    """As `plain_step`, for a negative control: XLA computes with the logits."""
+    """Builds `plain_step` for a negative control: XLA computes with the logits."""
     target = model(name, **options)
     return _plain_step(_Scaled(**vars(target)), donate=(1,))
 
@@ -151,7 +151,7 @@ def _plain_state(target: row_model.RowModel, *, draws: bool = False):
 
 
 def plain_generate(name: str, *, draws: bool = False, **options) -> hopper.Program:
-    """All of `baseline.generate`, greedy or with settings."""
+    """Builds all of `baseline.generate`, greedy or with settings."""
     target = model(name, **options)
 
     def generate(params, state, max_steps):
@@ -163,7 +163,7 @@ def plain_generate(name: str, *, draws: bool = False, **options) -> hopper.Progr
 
 
 def prefill(name: str, *, length: int = 64, by_rows: bool = True, **options):
-    """The prefill of a prompt, by rows or by the library's products."""
+    """Builds the prefill of a prompt, by rows or by the library's products."""
     target = model(name, **options)
 
     def run(params, kv, tokens, length):
@@ -175,7 +175,7 @@ def prefill(name: str, *, length: int = 64, by_rows: bool = True, **options):
 
 
 def verify_step(name: str, *, gamma: int = GAMMA_MAX, **options) -> hopper.Program:
-    """A window of `gamma + 1` rows of one slot, chosen from and rolled back."""
+    """Builds the verification of `gamma + 1` rows of one slot, with their roll back."""
     target = _slots(name, **options)
     window = protocols.Window(
         tokens=_ints(1, gamma + 1), start=_ints(1), num_active=_ints(1)
@@ -193,7 +193,7 @@ def verify_step(name: str, *, gamma: int = GAMMA_MAX, **options) -> hopper.Progr
 
 
 def verify_tree(name: str, **options) -> hopper.Program:
-    """A window of a tree of as many rows as a tile has, whose best path is kept."""
+    """Builds a verification of a tree of `slab.MOST_ROWS` rows, keeping its path."""
     target = _slots(name, **options)
     size, depth_max = slab.MOST_ROWS, 15
     window = protocols.Window(
@@ -219,15 +219,15 @@ def verify_tree(name: str, **options) -> hopper.Program:
 
 
 def head(name: str, **options) -> eagle3_lib.Eagle3:
-    """A published head of dialect A, at the shapes of the target `name`."""
-    # Of a target of four layers, which is compiled.
+    """Returns an EAGLE-3 head as published, at the shapes of the target `name`."""
+    # Taps are those of a target of four layers, which is compiled.
     config = subjects.head_config("eagle3", CONFIGS[name], taps=(1, 2, 3))
     target = model(name, **options)
     return subjects.head_drafter(config, target, gamma_max=GAMMA_MAX)
 
 
 def head_step(name: str, **options) -> hopper.Program:
-    """A slab of drafted rows of a head, each with the hidden state of another."""
+    """Builds a slab of a head's drafted rows, each with the hidden state of another."""
     drafter = head(name, **options)
     slab, config = drafter.model.slab, drafter.head
     rows = _rows(slab, branch=_ints(slab, tree_shapes.parse(TREE).depth))
@@ -244,7 +244,7 @@ def head_step(name: str, **options) -> hopper.Program:
 
 
 def head_round(name: str, *, layers: int, **options) -> hopper.Program:
-    """`round.run_round` of one slot, with trees of a head."""
+    """Builds `round.run_round` of one slot, with trees of a head."""
     target = _slots(name, layers=layers, **options)
     drafter = head(name, **options).for_tree(tree_shapes.parse(TREE))
     params = params_lib.shapes(target.config), eagle3_params.shapes(drafter.head)
@@ -257,15 +257,15 @@ BLOCK = 7
 def block_head(
     name: str, *, kind: str = "dspark", size: int = BLOCK, depth: int = 5, **options
 ) -> block.BlockDrafter:
-    """DSpark or DFlash as published for 8B, at the shapes of the target `name`."""
+    """Returns DSpark or DFlash as published for 8B, at the shapes of target `name`."""
     changes = {"block_size": size, "depth": depth}
-    # Of a target of six layers, which is compiled.
+    # Taps are those of a target of six layers, which is compiled.
     config = subjects.head_config(kind, CONFIGS[name], taps=(1, 2, 3, 4, 5), **changes)
     return subjects.head_drafter(config, model(name, **options))
 
 
 def block_step(name: str, *, size: int, num_blocks: int = 1, **options):
-    """A layer of the backbone on blocks of `size` rows, each of a slot."""
+    """Builds a layer of the backbone on blocks of `size` rows, one for each slot."""
     drafter = block_head(name, size=size, depth=1, **options)
     config, sizes = drafter.head, {"capacity": CAPACITY, "page_size": PAGE_SIZE}
     cache = jax.eval_shape(lambda: drafter.model.new_slots(num_blocks, **sizes))
@@ -280,7 +280,7 @@ def block_step(name: str, *, size: int, num_blocks: int = 1, **options):
 
 
 def block_round(name: str, *, layers: int, **options) -> hopper.Program:
-    """`round.run_round` of one slot, with DFlash."""
+    """Builds `round.run_round` of one slot, with DFlash."""
     target = _slots(name, layers=layers, **options)
     drafter = block_head(name, kind="dflash", size=16, **options)
     shapes = params_lib.shapes(target.config), block_params.shapes(drafter.head)
@@ -290,7 +290,7 @@ def block_round(name: str, *, layers: int, **options) -> hopper.Program:
 def scheduled_round(
     name: str, *, layers: int, num_slots: int, size: int = BLOCK, **options
 ) -> hopper.Program:
-    """`round.run_round` of a batch, with DSpark and a schedule of what is verified."""
+    """Builds `round.run_round` of a batch, with DSpark and a schedule of its drafts."""
     target = _slots(name, layers=layers, num_slots=num_slots, **options)
     drafter = block_head(name, size=size, **options)
     chosen = schedule.Schedule(gamma_max=drafter.gamma_max)
@@ -303,7 +303,7 @@ def spec_round(
     name: str, *, draws=False, rule: verification.Rule = "coupled",
     tree: str | None = None, **options,
 ) -> hopper.Program:  # fmt: skip
-    """`round.run_round` of one slot, with a draft of the shape of `DRAFT`."""
+    """Builds `round.run_round` of one slot, with a draft of the shape of `DRAFT`."""
     target, drafter, params = _pair(name, **options)
     if tree:
         drafter = drafter.for_tree(tree_shapes.parse(tree))
@@ -314,7 +314,7 @@ def spec_round(
 def spec_generate(
     name: str, *, draws: bool = False, num_slots: int = 1, **options
 ) -> hopper.Program:
-    """All of `round.generate`, of one slot or several, greedy or with settings."""
+    """Builds all of `round.generate`, of one slot or more, greedy or with settings."""
     pair = _pair(name, num_slots=num_slots, **options)
     speculator, state = _speculation(*pair, draws=draws)
 
@@ -325,7 +325,7 @@ def spec_generate(
 
 
 def _pair(name: str, *, draft_layers: int | None = None, num_slots: int = 1, **options):
-    """A target, a drafter, and the shapes of their weights."""
+    """Returns a target, a drafter, and the shapes of their weights."""
     target = _slots(name, num_slots=num_slots, **options)
     drafter = draft_model.DraftModel(
         model=model(DRAFT, layers=draft_layers, impl=target.model.impl),
@@ -347,7 +347,7 @@ def _speculation(
     target, drafter, params, *, draws=False, rule: verification.Rule = "coupled",
     gamma_policy=None, policy_state=None,
 ):  # fmt: skip
-    """What rounds share, and their state."""
+    """Returns the speculator that rounds share, and the shapes of their state."""
     speculator = round_lib.Speculator(
         params=params,
         target=target,

@@ -1,8 +1,8 @@
-"""A `ptxas` that remembers: kernel by kernel, what the assembler said and made.
+"""A `ptxas` that keeps, for each kernel, the assembler's report and its output.
 
 XLA finds `ptxas` in jax's CUDA folder and on `PATH`, once in a process.
-Both are pointed at a copy of that folder, of links, in which `ptxas` is a script that
-calls the real one with `-v` and keeps its input, its report and its output.
+Both are pointed at a copy of that folder, made of links, in which `ptxas` is a script
+that calls the real one with `-v` and keeps its input, its report and its output.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ class Kernel:
 
     Attributes:
       threads: of a block, where the kernel fixes it; otherwise 0.
-      spill_bytes: stored to and loaded from local memory for want of registers.
-      static_shared_bytes: known to the assembler. What is asked for at the launch
-        comes on top: `hopper.Thunk.shared_bytes`.
+      spill_bytes: stored to and loaded from local memory, for lack of registers.
+      static_shared_bytes: known to the assembler. A launch adds what it asks for:
+        `hopper.Thunk.shared_bytes`.
     """
 
     name: str
@@ -69,18 +69,18 @@ class Kernel:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is no kernel that XLA made of its own operations."""
+        """Whether the kernel is ours: not one that XLA made of its own operations."""
         return not re.search(r"fusion|wrapped|^sort_\d", self.name)
 
     def count(self, *opcodes: str) -> int:
-        """How many instructions start with one of `opcodes`, their predicate aside."""
+        """Counts instructions that start with one of `opcodes`, predicates aside."""
         return len(self._places(*opcodes))
 
     def ahead(self, *opcodes: str) -> int:
-        """How many of them there are before it waits for the kernels before it.
+        """Counts these instructions before the kernel waits for those before it.
 
         Raises:
-          AssertionError: it does not wait once, and then let the next one go.
+          AssertionError: it does not wait once, and then release the next kernel.
         """
         waits, releases = self._places("ACQBULK"), self._places("PREEXIT")
         if (len(waits), len(releases)) != (1, 1) or releases < waits:
@@ -126,7 +126,7 @@ def install(cuda: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 
 
 def read(log: pathlib.Path, cuda: pathlib.Path) -> tuple[Kernel, ...]:
-    """The kernels assembled since the folder was empty, by name."""
+    """Returns the kernels assembled since the folder was empty, sorted by name."""
     kernels = []
     for run in log.iterdir():
         report, ptx = (run / "report").read_text(), (run / "ptx").read_text()

@@ -1,4 +1,4 @@
-"""Blocks of more rows than a slab, on the Triton kernels interpreted: as bits.
+"""Blocks of more rows than a slab, on the Triton kernels interpreted, bit for bit.
 
 The oracle is the block of one slot, run alone: 17 rows in two slabs.
 """
@@ -37,9 +37,9 @@ def params():
 
 
 def run(params, impl, which):
-    """Of a batch of these slots: keys, and the hidden states and logits of blocks.
+    """Returns a batch's keys, and hidden states and logits of blocks, of these slots.
 
-    The context of each slot is keys and values at random.
+    The context of each slot is random keys and values.
     """
     which = np.asarray(which)
     slab = row_model.slab_for(impl, SIZE)
@@ -83,10 +83,10 @@ def test_a_block_is_that_block_alone(params, together):
 
 
 def test_blocks_are_those_of_xla(params, together):
-    """Fails if a row sees less than its block, or another's."""
+    """Fails if a row sees less than its block, or another block."""
     found = together[1].astype(np.float32)
     expected = run(params, "xla", range(SLOTS))[1].astype(np.float32)
     size = np.linalg.norm(expected, axis=2)
     assert (np.linalg.norm(found - expected, axis=2) < 0.02 * size).all()
-    # Negative control: that of another slot.
+    # Negative control: the block of another slot.
     assert (np.linalg.norm(found[1:] - expected[:-1], axis=2) > 0.1 * size[1:]).all()

@@ -1,4 +1,4 @@
-"""The compile check itself: what it reports of known kernels, and of bad ones."""
+"""The compile check itself: its reports on known kernels, and on bad ones."""
 
 import functools
 
@@ -17,7 +17,7 @@ def _double(x_ref, o_ref):
 
 
 def doubled(is_exact: bool) -> hopper.Program:
-    """`x + 2 x` in place, with a kernel."""
+    """Builds `x + 2 x` in place, with a kernel."""
     shape = jax.ShapeDtypeStruct((8, 1024), jnp.float32)
     kernel = pl.pallas_call(
         _double,
@@ -34,7 +34,7 @@ def doubled(is_exact: bool) -> hopper.Program:
 
 
 def outer() -> hopper.Program:
-    """A product of a tile of 16 rows with 256 columns, by one warp."""
+    """Builds a product of 64 rows with 256 columns, by one warp."""
 
     def kernel(x_ref, w_ref, o_ref):
         o_ref[...] = plt.dot(x_ref[...], w_ref[...])

@@ -20,7 +20,7 @@ KERNELS = ("row_jobs", "paged_attention")
 def layer(
     N, K, H, *, page_size=16, context=32_768, dtype="bfloat16", branch=0
 ) -> hopper.Program:
-    """The row attention of one layer, one slot, pools donated."""
+    """Builds the row attention of one layer and one slot, with donated pools."""
     shape, R = jax.ShapeDtypeStruct, 16
     width = context // page_size
     pool = shape((width + 8, page_size, K, H), dtype)
@@ -58,19 +58,19 @@ def qwen3(compiler):
 def test_qwen3(qwen3, model):
     """Fails if a kernel spills, is too large, or runs one block where two would fit.
 
-    Fails if loads do not overlap products, or those are not of the tensor cores.
+    Fails if loads do not overlap products, or tensor cores do not multiply.
     """
     report = qwen3(model)
     report.assert_fits()
     kernel, launch = report.kernel("paged_attention"), report.launch("paged_attention")
     assert launch.shared_bytes <= 80_000
     assert hopper.blocks_per_multiprocessor(kernel, launch) == 2
-    # As many as are resident at once: the grid does not grow with the context.
+    # The grid has as many as are resident at once: it does not grow with the context.
     assert launch.grid[0] * launch.grid[1] <= 264
     # Two blocks of keys and two of values in flight, four bytes a lane and 128 lanes.
     assert kernel.count("HMMA.16816.F32.BF16") == 64
     assert kernel.count("LDGSTS") >= 48
-    # A job is counted once all of it is stored, and whoever is last reads none of it
+    # A job is counted after all of it is stored, and the last program reads none of it
     # from a cache that is older.
     (counted,) = (n for n, line in enumerate(kernel.sass) if "ATOM" in line)
     assert "MEMBAR" in "".join(kernel.sass[counted - 4 : counted])

@@ -41,7 +41,7 @@ class Weights:
 
     @property
     def is_added(self) -> bool:
-        """Whether it is added to the residual, which is normed then."""
+        """Whether its result is added to the residual, and the sum is normed."""
         return self.has_residual and not self.has_norm
 
 
@@ -79,7 +79,7 @@ def _shape(*shape, dtype="bfloat16") -> jax.ShapeDtypeStruct:
 
 
 def product(weights: Weights, rows: int = ROWS) -> hopper.Program:
-    """A product or a gate, as `weights` say."""
+    """Builds a product or a gate, as `weights` say."""
     N, K = weights.N, weights.K
     w: Any = _shape(N, K)
     if weights.form:
@@ -131,7 +131,7 @@ def test_products_read_their_weights_once(compiler, name):
     columns = weights.parts * plan.block_n
     assert launch.grid == (1, weights.N // columns, plan.splits)
     assert weights.N % columns == weights.K % plan.block_k == 0
-    # Instructions on one sum wait for each other: few to a program of few columns.
+    # Instructions on one sum wait for each other: a program of few columns has few.
     terms = weights.K // plan.splits // plan.chains
     assert columns > 16 or terms // TERMS_PER_PRODUCT <= 32
     # The code holds the copies of one block of K per stage: before the loop, and one
@@ -140,8 +140,8 @@ def test_products_read_their_weights_once(compiler, name):
     copies = plan.num_stages * block_bytes // (BYTES_PER_COPY * launch.threads)
     assert kernel.count("LDGSTS") == copies
     assert sum("LDGSTS" in line and ".128 " in line for line in kernel.sass) == copies
-    # What else is read is the number of active rows; and the residual, two bytes a sum,
-    # but where partial sums are stored.
+    # Other reads are the number of active rows; and the residual, two bytes a sum, but
+    # not where partial sums are stored.
     others = kernel.count("LDG") - 1
     reads_residual = weights.has_residual and plan.splits == 1
     assert 0 < others <= 4 if reads_residual else not others
@@ -161,8 +161,8 @@ def test_products_read_their_weights_once(compiler, name):
     ],
 )
 def test_products_of_eight_bits(compiler, name, rows):
-    """Fails if a kernel spills, has another read than of weights, rows and scales,
-    splits K, or adds a product that was not rounded.
+    """Fails if a kernel spills, reads anything but weights, rows and scales, splits K,
+    or adds a product that was not rounded.
 
     A block of 32 is one instruction of integers for eight columns.
     """
@@ -175,10 +175,10 @@ def test_products_of_eight_bits(compiler, name, rows):
     plan = byte_gemm.plan_for(plan, parts=parts)
     columns = parts * plan.block_n
     assert launch.grid == (1, -(-weights.N // columns), 1)
-    # Of each stage every block of each part and of each tile, by one copy.
+    # In each stage, every block of each part and of each tile has one copy.
     tiles = rows // ROWS
     blocks = 2 * max(plan.block_k // 64 // tiles, 1)
-    # Triton gives turns of four blocks and four tiles three stages, of any more asked.
+    # Triton gives turns of four blocks and four tiles three stages at most.
     stages = min(plan.num_stages, 3) if blocks == tiles == 4 else plan.num_stages
     assert kernel.count("LDGSTS") == stages * blocks * (parts + tiles)
     assert kernel.count("FADD") >= blocks * rows * columns // launch.threads
@@ -188,7 +188,7 @@ def test_products_of_eight_bits(compiler, name, rows):
     assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
     rounding = report.kernel("byte_rows")
     assert rounding.count("PREEXIT") == rounding.count("ACQBULK") == 1
-    assert rounding.count("LDG") == 2  # The row, and how many there are.
+    assert rounding.count("LDG") == 2  # The row, and the number of active rows.
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -203,16 +203,16 @@ def test_other_shapes_and_plans_fit(compiler, name):
 
 
 ARGMAX = ["argmax_chunks", "argmax_rows"]
-# Eight launches for the bits of a logit, of top-p five for those of an index, and the
-# last.
+# A filter has eight launches for the bits of a logit, top-p five more for those of an
+# index, and both a last one.
 FILTERS = ["sampling_top_k"] * 9 + ["sampling_top_p"] * 14
 
 
 @pytest.mark.slow
 def test_drawing_is_a_few_launches(compiler):
-    """Fails if a row is drawn by other code than five, or a kernel spills or is more.
+    """Fails if a row is drawn by other code than five, or a kernel spills or is added.
 
-    What XLA adds moves integers, and starts from zeros; filters are skipped together.
+    XLA's own work moves integers and makes zeros; filters are skipped together.
     """
     one, five = (compiler.compile(models.drawing, rows) for rows in (1, 5))
     for report in (one, five):
@@ -222,7 +222,7 @@ def test_drawing_is_a_few_launches(compiler):
         assert ours == [*ARGMAX, *FILTERS, "sampling_noisy_weights", *ARGMAX]
         assert sum(thunk.kind == "kConditional" for thunk in report.thunks) == 2
         assert all(thunk.in_graph for thunk in report.launches)
-        # None reads anything before it waits, nor is the next one late.
+        # No kernel reads anything before it waits, and each releases the next one.
         kernels = [each for each in report.kernels if each.is_ours]
         assert {re.sub(r"__\d+$", "", each.name) for each in kernels} == set(ours)
         assert not sum(each.ahead(*ptxas_log.ACCESSES) for each in kernels)
@@ -238,7 +238,7 @@ def test_drawing_is_a_few_launches(compiler):
 def each_number_of_rows(
     weights: Weights, single: gemm.Plan | None = None
 ) -> hopper.Program:
-    """The product of 1, of 2, .. of 16 rows; `single` is a plan for the first."""
+    """Builds the product of 1, of 2, .. of 16 rows; `single` is a plan for 1 row."""
     programs = [product(weights, rows) for rows in range(1, ROWS + 1)]
     programs[0] = product(dataclasses.replace(weights, plan=single), 1)
     return hopper.Program(
@@ -252,7 +252,7 @@ def each_number_of_rows(
 def assert_one_kernel(report: hopper.Report, name: str) -> None:
     """Asserts that one kernel is launched for every number of rows.
 
-    XLA keeps one copy of what is the same, before it is compiled.
+    XLA keeps one copy of equal kernels, before it compiles them.
     """
     kernels = [kernel.name for kernel in report.kernels if name in kernel.name]
     assert kernels == [name]
@@ -262,7 +262,7 @@ def assert_one_kernel(report: hopper.Report, name: str) -> None:
 
 @pytest.mark.parametrize("is_gate", [False, slow(True)])
 def test_one_row_and_sixteen_are_one_kernel(compiler, is_gate):
-    """Fails if what is compiled for a number of rows is made for that number."""
+    """Fails if the kernel that is compiled depends on the number of rows."""
     weights = WEIGHTS["0.6B gate" if is_gate else "0.6B out"]
     report = compiler.compile(each_number_of_rows, weights)
     assert_one_kernel(report, "skinny_gemm_gate" if is_gate else "skinny_gemm")
@@ -270,7 +270,7 @@ def test_one_row_and_sixteen_are_one_kernel(compiler, is_gate):
 
 @pytest.mark.slow
 def test_a_plan_by_the_number_of_rows_is_caught(compiler):
-    """Negative control: a plan of its own for one row is another kernel."""
+    """Negative control: a plan of its own for one row gives another kernel."""
     single = gemm.Plan(block_n=16, block_k=256)
     report = compiler.compile(each_number_of_rows, WEIGHTS["0.6B out"], single)
     with pytest.raises(AssertionError, match="skinny_gemm__1"):
@@ -286,9 +286,9 @@ def test_more_tiles_share_one_read_of_the_weights(compiler, rows=64):
     plan = gemm.plan_for(weights.N, weights.K, parts=weights.parts)
     columns = weights.parts * plan.block_n
     assert launch.grid == (1, weights.N // columns, plan.splits)
-    # As with a slab, and of `x` the other tiles.
+    # Copies are those of a slab, and of the other tiles of `x`.
     copied = kernel.count("LDGSTS") * BYTES_PER_COPY * launch.threads
     assert copied % (2 * (rows + columns) * plan.block_k) == 0
-    # The instructions are a tile's, of 16 rows.
+    # The instructions are those of a tile of 16 rows.
     assert kernel.count("HMMA.16816.F32.BF16") == kernel.count("HMMA") > 0
     assert not kernel.count("HGMMA")

@@ -1,8 +1,8 @@
 """Exact programs compiled for an H100, in which XLA computes with no float: no GPU.
 
-What XLA computes it may fuse, tile and round otherwise in another program or, choosing
-by timing, in another process. Loops, sampled ones too, batches and the prefill by rows
-leave nothing of that to it: it moves floats, and every sum is in a kernel of ours.
+XLA may fuse, tile and round its own computations otherwise in another program or,
+choosing by timing, in another process. Loops, sampled ones too, batches and the prefill
+by rows leave it none of them: it moves floats, and every sum is in a kernel of ours.
 """
 
 import re
@@ -25,8 +25,8 @@ PROGRAMS = {
     "batch, sampled": (
         models.spec_generate, {"draft_layers": 1, "num_slots": 4, "draws": True}, 143),
 }  # fmt: skip
-"""And the launches that stand in a program of so few layers, those of a loop once; of
-each further layer five more (`test_hopper_model`)."""
+"""Programs, options, and the launches that stand in so few layers, those of a loop
+once; each further layer has `checks.OF_A_LAYER` more (`test_hopper_model`)."""
 
 DRAWING = ("sampling_top_k", "sampling_top_p", "sampling_noisy_weights")
 
@@ -52,8 +52,8 @@ def assert_only_kernels_compute(report) -> None:
 def test_only_kernels_compute(compiler, name, model):
     """Fails if XLA has a float sum, product, transpose or fusion of its own.
 
-    Or if a kernel spills, a pool is copied, or there are more launches than are stated.
-    Two layers of a prompt: of the last one only keys and values are left.
+    Fails if a kernel spills, a pool is copied, or launches are not as many as stated.
+    A prefill has two layers: the last one only computes keys and values.
     """
     build, options, launches = PROGRAMS[name]
     how = {"layers": 2 if name == "prefill" else 1, "impl": "triton"}
@@ -64,11 +64,11 @@ def test_only_kernels_compute(compiler, name, model):
     if "draft_layers" in options:
         pools.append(models.model(models.DRAFT, layers=1, impl="triton"))
     num_slots = options.get("num_slots", 1)
-    # Of all slots' rows, and what is drawn from.
+    # The logits of all slots' rows, and what is drawn from.
     copies = num_slots + ("draws" in options)
     checks.assert_in_place(report, *pools, copies=copies, num_slots=num_slots)
     checks.assert_near(len(report.launches), launches, f"{name} of {model}")
-    # Rows run, and tokens are drawn where they are to be.
+    # Rows run in kernels, and so do draws, in sampled programs only.
     launched = {re.sub(r"_+\d*$", "", thunk.name) for thunk in report.launches}
     assert {"row_angles", "skinny_gemm", "paged_attention"} <= launched
     assert (set(DRAWING) <= launched) == ("draws" in options)
@@ -88,8 +88,8 @@ def test_other_rules_sum_in_kernels(compiler, rule, tree):
     """Fails if a round of another rule, or of a drawn tree, spills or calls a library,
     or XLA adds floats in an order that it chooses.
 
-    Of noise, a coupled tree has that of kernels: XLA has none of its logarithms of
-    uniforms.
+    A coupled tree's noise is that of kernels, and XLA computes none of the logarithms
+    of uniforms.
     """
     report = compiler.compile(
         models.spec_round, "qwen3-0.6b", layers=1, draft_layers=1, draws=True,
@@ -104,11 +104,11 @@ def test_other_rules_sum_in_kernels(compiler, rule, tree):
 
 
 def test_distributions_sum_in_kernels(compiler):
-    """Fails if a kernel spills, or XLA filters or sums; that it is seen to do so."""
+    """Fails if a kernel spills, or XLA filters or sums floats."""
     report = compiler.compile(models.distribution, 5, impl="triton")
     report.assert_fits()
     assert not xla_fusions.float_sums(report.hlo)
-    # Negative control.
+    # Negative control: XLA is seen to sum.
     by_xla = compiler.compile(models.distribution, 5, impl=None)
     assert xla_fusions.float_sums(by_xla.hlo)
 

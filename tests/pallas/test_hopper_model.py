@@ -1,8 +1,8 @@
 """Whole steps and rounds of Qwen3-0.6B and 8B, compiled for an H100: no GPU.
 
-Shown here is what XLA makes of them: which kernels run, in which order and how many of
-them; that the pages stay where they are; and that XLA itself computes with no float
-between two kernels.
+The tests check what XLA makes of them: which kernels run, in which order and how many;
+that the pages stay where they are; and that XLA itself computes with no float between
+two kernels.
 """
 
 import re
@@ -32,13 +32,13 @@ END = ("rms_norm", "skinny_gemm", "argmax_chunks", "argmax_rows")
 
 
 def ours(thunks, *others: str) -> list[str]:
-    """The names of the kernels of a layer, of the end, and of others, in order."""
+    """Lists the names of kernels of a layer, of the end, and of others, in order."""
     names = [re.sub(r"__\d+$", "", thunk.name) for thunk in thunks]
     return [name for name in names if name in (*LAYER, *END, *others)]
 
 
 def loops(report) -> list[list[str]]:
-    """Those of each loop."""
+    """Lists the names of our kernels in each loop."""
     tree = checks.nested(report.thunks)
     return [ours(checks.flat([each])) for each in tree if each[0].kind == "kWhile"]
 
@@ -47,7 +47,7 @@ def assert_in_graphs(report) -> None:
     """Asserts that our kernels are launched as CUDA graphs."""
     alone = [thunk for thunk in report.launches if not thunk.in_graph]
     assert not ours(alone)
-    # What is left is the bookkeeping of loops.
+    # The rest is the bookkeeping of loops.
     assert len(alone) <= 8
 
 
@@ -56,7 +56,7 @@ BIAS = (
     "f32[16,4608]{1,0} add(, )",
     "bf16[16,4608]{1,0} convert()",
 )
-"""What XLA does with the bias of queries, keys and values: each sum is rounded once."""
+"""XLA's work on the bias of queries, keys and values: each sum is rounded once."""
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ BIAS = (
 def test_a_step(compiled, build, name, weights):
     """Fails if a step spills, copies a pool, or has a launch more than it needs; if a
     verification, or a family without head norms, has other kernels; or if XLA computes
-    more floats than to add a bias to each sum. Tokens are looked up as integers, and a
-    logit is looked at to see whether it is finite.
+    more with floats than to add a bias to each sum. Tokens are looked up as integers,
+    and a logit is only tested for being finite.
 
-    Of eight bits each product's rows are rounded first, and a token is looked up by
-    XLA, whose product of an integer and a scale has one rounding."""
+    With weights of eight bits, each product's rows are rounded first, and XLA looks up
+    a token: its product of an integer and a scale has one rounding."""
     is_bytes, of_xla = weights != "dense", {BIAS} if "qwen2" in name else set()
     report = compiled(build, name, layers=1, weights=weights)
-    # With seven heads to a key/value head, and without norms, six registers.
+    # Seven heads to a key/value head, without norms, spill six registers.
     report.assert_fits(most_spilt=24 if of_xla else 0)
     checks.assert_launched_early(report)
     checks.assert_in_place(report, models.model(name, layers=1))
@@ -99,7 +99,7 @@ def test_a_step(compiled, build, name, weights):
         assert not re.search(r"\b(add|subtract|divide|dot|reduce)\(", text)
     else:
         assert xla_fusions.float_fusions(report.hlo) == of_xla
-    # Without a loop: nothing is asked of the host.
+    # There is no loop: nothing is asked of the host.
     rest = checks.launches(report) - len(LAYER) - len(of_xla) - 5 * is_bytes
     what = f"{build.__name__} of {name}, {weights}, outside of its layers"
     checks.assert_near(rest, 12 if is_bytes else 11, what)
@@ -138,7 +138,7 @@ def test_a_round(compiled, name):
     assert_in_graphs(report)
     assert not xla_fusions.float_fusions(report.hlo)
     tree = checks.nested(report.thunks)
-    # One loop, of drafts: pages change hands at once.
+    # There is one loop, of drafts: pages are allocated and freed without one.
     (drafts,) = (n for n, (thunk, _) in enumerate(tree) if thunk.kind == "kWhile")
     assert ours(checks.flat(tree[drafts : drafts + 1])) == [*LAYER * draft_depth, *END]
     assert ours(checks.flat(tree[drafts + 1 :])) == [*LAYER * depth, *END]
@@ -146,7 +146,7 @@ def test_a_round(compiled, name):
 
 
 HEAD = (*LAYER[1:], *END[:2])
-"""The kernels of a row of a head, whose input XLA norms; of its features, one more."""
+"""The kernels of a head's row, whose input XLA norms; with features, one more."""
 
 
 @SLOW
@@ -197,7 +197,7 @@ def test_a_block_of_several_slabs(compiled, size, num_blocks):
     )
     assert not xla_fusions.float_fusions(report.hlo)
     kernels = [re.sub(r"__\d+$", "", each.name) for each in report.launches]
-    # Queries are a product apart, of the same normed rows: XLA sees it.
+    # Queries are a separate product of the same normed rows: XLA norms these once.
     names = {*LAYER} - {"paged_attention", "rms_norm"}
     products = sum(kernels.count(name) for name in names)
     assert (kernels.count("paged_attention"), products) == (1, 6)
@@ -227,8 +227,8 @@ def test_a_scheduled_round_of_blocks(compiled, size):
     context, blocks, *bookkeeping = loops(report)
     depth = drafter.head.layer.num_layers
     assert context == ["skinny_gemm", "rms_norm", *["skinny_gemm"] * depth]
-    # Of each slot: its block, whose queries are a product apart, and its logits. And
-    # what the sequential head adds to those, in a loop of its own over the drafts.
+    # Blocks: layers, whose queries are a separate product, and logits. Then, in a loop
+    # of its own over the drafts, the addition of the sequential head to the logits.
     head = ["skinny_gemm"]
     layer = ("rms_norm", "skinny_gemm", *LAYER[1:])
     assert blocks == [*layer * depth, "rms_norm", "skinny_gemm", *head]
@@ -243,8 +243,8 @@ def test_a_round_of_dflash(compiled):
     report = compiled(models.block_round, "qwen3-8b", layers=6)
     report.assert_fits()
     depth = models.block_head("qwen3-8b", kind="dflash").head.layer.num_layers
-    # Context: the fused features, and keys and values of each layer. The block, whose
-    # queries are a product apart, and its logits; the target is outside of loops.
+    # Context: the fused features, and keys and values of each layer. Block: layers,
+    # whose queries are a separate product, and logits. The target is outside of loops.
     context, block = loops(report)
     assert context == ["skinny_gemm", "rms_norm", *["skinny_gemm"] * depth]
     layer = [*LAYER[:2], "skinny_gemm", *LAYER[2:]]

@@ -1,4 +1,4 @@
-"""What Qwen3 costs before XLA: traced for a GPU, on a CPU."""
+"""The size of Qwen3's programs before XLA, traced for a GPU on a CPU."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ import pytest
 
 
 def equations(jaxpr: Any, seen: dict[int, Any] | None = None) -> int:
-    """The equations of a program, those of a function that is called often once."""
+    """Counts a program's equations, those of a function that is called often once."""
     seen = {} if seen is None else seen
     if id(jaxpr) in seen:
         return 0
-    seen[id(jaxpr)] = jaxpr  # Kept, so that no other one gets its number.
+    seen[id(jaxpr)] = jaxpr  # It is kept, so that no other one gets its id.
     inside = (each for eqn in jaxpr.eqns for each in functions(eqn))
     return len(jaxpr.eqns) + sum(equations(each, seen) for each in inside)
 
 
 def functions(eqn: Any) -> Iterator[Any]:
-    """What an equation calls: loops, branches, functions and kernels."""
+    """Yields the programs an equation calls: loops, branches, functions and kernels."""
     for value in eqn.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
             each = getattr(each, "jaxpr", each)
@@ -31,7 +31,7 @@ def functions(eqn: Any) -> Iterator[Any]:
 
 
 def of_a_layer(build, change=lambda program: program) -> float:
-    """The equations that another layer adds to a program for the H100."""
+    """Counts the equations that another layer adds to a program for the H100."""
     counts = []
     for layers in (1, 3):
         program = change(build("qwen3-8b", layers=layers))
@@ -45,13 +45,13 @@ def of_a_layer(build, change=lambda program: program) -> float:
     ("build", "most"), [(models.plain_step, 20), (models.verify_tree, 60)]
 )
 def test_each_layer_is_traced_once(build, most):
-    """Fails if a kernel is traced again for each of 36 layers, where a program has a
-    call of a function for each; a tree's path is moved in each besides."""
+    """Fails if a kernel is traced again for each of 36 layers, where a program should
+    call a function for each; a tree's path is moved in each besides."""
     assert of_a_layer(build) < most
 
 
 def test_layers_that_are_traced_apart_are_counted():
-    """Negative control: of each layer that is no function its equations are there."""
+    """Negative control: layers that are not functions have equations of their own."""
 
     def apart(program):
         def step(*args):

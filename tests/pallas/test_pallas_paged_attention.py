@@ -1,6 +1,6 @@
-"""Triton's attention, interpreted: its jobs, its plans, and who adds splits.
+"""Triton's attention, interpreted: its jobs, its plans, and the adding of splits.
 
-What every implementation promises is in `ops/test_row_attention`.
+The promises of every implementation are tested in `ops/test_row_attention`.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def test_programs_that_work_for_others_are_caught(
     rng, monkeypatch, programs, module, name, planted
 ):
     """Negative control: a head's last program writes for all of them; or a split is
-    added before it is there. (Of each a number of programs that is not compiled yet.)
+    added before it is there. (Each has a number of programs that is not compiled yet.)
     """
     monkeypatch.setattr(module, name, planted)
     slab = slabs.in_slab(slabs.small_slab(rng), range(8))
@@ -66,8 +66,8 @@ def test_programs_that_work_for_others_are_caught(
 
 
 def test_default_plan_with_several_splits(monkeypatch):
-    """Fails if what is shared between rows, of several slabs at once, is not what each
-    would do alone."""
+    """Fails if splits that rows share, in several slabs at once, give a row other bits
+    than it has alone."""
     monkeypatch.setattr(slabs, "HEIGHT", 32)
     rng = np.random.default_rng(5)
     rows = slabs.window((3, 8), (254, 262), (515, 522))
@@ -89,7 +89,7 @@ def test_a_plan_by_active_rows_is_caught(rng, change):
 
 
 def walk(jobs, tile_rows):
-    """What the kernel does: `(rows, split, shared)` for each job."""
+    """Yields `(rows, split, shared)` for each job, as the kernel walks them."""
     slots, lengths, full, led, ends, *_ = (np.asarray(field) for field in jobs)
     index = np.arange(len(slots))
     for job in range(ends[-1]):
@@ -105,7 +105,7 @@ def walk(jobs, tile_rows):
 
 @pytest.mark.parametrize("width", [0, 5])
 def test_each_split_of_each_row_is_one_job(rng, width):
-    """Fails if a split is missed, done twice, or shared by a row that sees part."""
+    """Fails if a split is missed, done twice, or shared by a row that sees a part."""
     S, M, P, split, tile_rows = 3, 6, 40, 16, 4
     sizes = {"num_pages": P, "page_size": 8, "num_kv_heads": 3}
     sizes |= {"split": split, "tile_rows": tile_rows}

@@ -1,6 +1,6 @@
 """Filters, noise and sums of Triton's kernels, interpreted, against float64.
 
-What is drawn is in `ops/test_draw`, and what a GPU makes of it in `test_hopper_exact`.
+Draws are tested in `ops/test_draw`, and code for a GPU in `test_hopper_exact`.
 """
 
 import dataclasses
@@ -46,15 +46,13 @@ def make_rows(rng, scale=3.0):
 
 
 def kept_by_oracle(logits, *, temperature=1.0, top_k=None, top_p=1.0, seed=0):
-    """Tokens that stay, and how far top-p's bound is from letting in one more or less.
-
-    In float64, by sorting.
-    """
+    """Returns which tokens stay, and how far top-p's bound is from one more or less,
+    by sorting in float64."""
     del seed
     logits = logits.astype(np.float64)
     order = np.argsort(-logits, kind="stable")
     masses = np.exp((logits[order] - logits.max()) / temperature)
-    # With all that equal the last of the first k.
+    # Tokens that equal the last of the first k stay.
     last = logits[order][min(top_k or logits.size, logits.size) - 1]
     count, margin = int(np.sum(logits >= last)), 1.0
     masses[count:] = 0
@@ -69,7 +67,7 @@ def kept_by_oracle(logits, *, temperature=1.0, top_k=None, top_p=1.0, seed=0):
 
 
 def kept_by_kernel(logits, each):
-    """Tokens that stay, `[R, V]`."""
+    """Returns which tokens stay, `[R, V]`."""
     settings, draws = stacked(each), np.ones(len(each), bool)
     how = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
     found = _first_tokens(logits, logits.max(axis=1), draws=draws, **how)
@@ -95,7 +93,7 @@ def test_filters_keep_what_sorting_keeps(rng):
         found = kept_by_kernel(logits, FILTERS)
         for row, values in enumerate(FILTERS):
             expected, margin = kept_by_oracle(logits[row], **values)
-            # Sums in float32 may round past a bound that is as near.
+            # Sums in float32 may round past a bound that is so near.
             allowed = 0 if margin > 1e-5 else 1
             assert np.sum(found[row] != expected) <= allowed, (scale, values)
             # Negative control: what another row keeps.
@@ -103,8 +101,8 @@ def test_filters_keep_what_sorting_keeps(rng):
 
 
 def test_ties(rng):
-    """Fails if top-k cuts logits that are equal, or top-p does not, or by another order
-    than that of their indices."""
+    """Fails if top-k cuts logits that are equal, or top-p does not, or does so in
+    another order than that of their indices."""
     coarse = np.round(rng.standard_normal((ROWS, VOCAB))).astype(np.float32)
     coarse[0] = 0
     coarse[1] = np.where(np.arange(VOCAB) % 2, np.float32(0.0), np.float32(-0.0))
@@ -113,7 +111,7 @@ def test_ties(rng):
     found = kept_by_kernel(coarse, each)
     for row, values in enumerate(each):
         expected, _ = kept_by_oracle(coarse[row], **values)
-        # Of so many equal masses the bound is a multiple, and float32 may round it.
+        # The bound is a multiple of so many equal masses, and float32 may round it.
         off = np.flatnonzero(found[row] != expected)
         assert off.size <= ("top_p" in values), (values, off)
     assert np.flatnonzero(found[0]).tolist() == list(range(7))
@@ -133,7 +131,8 @@ def test_the_whole_vocabulary(rng):
 
 
 def test_boundaries_are_exact():
-    """As `rules.test_sampling`: the token that reaches p stays, masked ones never."""
+    """Fails if the token that reaches p is cut, or a masked one stays. XLA's filters
+    have the same test in `rules.test_sampling`."""
     inf = np.inf
     rows = (
         ([0.0, 0.0, 0.0, 0.0], {"top_p": 0.5}, [0, 1]),
@@ -163,7 +162,7 @@ def test_noise_has_the_bits_of_threefry(rng):
     expected = jax.jit(
         jax.vmap(functools.partial(sampling.noise, vocab_size=VOCAB))
     )(settings.seed, positions)  # fmt: skip
-    # Logarithms may be compiled otherwise; 24 bits behind a number are seen above it.
+    # Logarithms may be compiled otherwise; other random bits would differ by more.
     np.testing.assert_allclose(found, expected, rtol=3e-7, atol=3e-7)
     key = tuple(jnp.uint32(x) for x in (3, 2**32 - 5))
     count = jnp.arange(64, dtype=jnp.uint32)
@@ -191,7 +190,7 @@ def test_distributions_are_those_of_the_rules(rng):
     with pytest.raises(AssertionError):
         turned = jax.tree.map(lambda leaf: leaf[::-1], settings)
         np.testing.assert_allclose(_distribution(logits, turned), expected, rtol=1e-5)
-    # One for all rows; and a row alone.
+    # Settings may be one for all rows; and a row may be alone.
     one = sampling.make_settings(**SETTINGS[4])
     testing.assert_same_bits(_distribution(logits[4:5], one), found[4:5])
 
@@ -205,7 +204,7 @@ def test_sums_have_one_order(rng):
     for row in range(ROWS):
         testing.assert_same_bits(sums(x[row]), found[row])
     parts = np.asarray(sums(x[:, : first.CHUNK])), np.asarray(sums(x[:, first.CHUNK :]))
-    # Negative control: other chunks are another order.
+    # Negative control: other chunks give another order.
     assert (np.add(*parts) != found).any()
     with pytest.raises(ValueError, match=r"rows bfloat16\[1, 8\]"):
         row_sums_triton.row_sums(jnp.zeros((1, 8), jnp.bfloat16), interpret=True)
@@ -221,7 +220,7 @@ def test_scores_of_children_are_log_softmaxes(rng):
 
 @dataclasses.dataclass(frozen=True)
 class Target(target_lib.Target):
-    """What decides by logits that are given to it."""
+    """A target that decides by logits that are given to it."""
 
     sums: draw_op.Sums | None
 
@@ -234,9 +233,9 @@ class Target(target_lib.Target):
     [("block", None), slow("rejection", (0, 0, 1))],
 )
 def test_rules_decide_as_they_do_by_xla(rng, rule, parents):
-    """Fails if a rule is told of other sums, rows or settings by the kernels.
+    """Fails if the kernels give a rule other sums, rows or settings.
 
-    Their bits differ: a uniform number so near a bound has not been met.
+    Sums differ in bits from XLA's, but no uniform number here is so near a bound.
     """
     logits = jnp.asarray(make_rows(rng, 1.0)[:4])
     sharper = sampling.make_settings(top_k=50, temperature=0.6)

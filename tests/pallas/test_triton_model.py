@@ -1,7 +1,7 @@
 """The row contract of a whole model on the Triton kernels, interpreted on a CPU.
 
-The oracle is one active row, decoded alone in row 0 of the slab. What a GPU makes of
-the same kernels is seen in `test_hopper_model`.
+The oracle is one active row, decoded alone in row 0 of the slab. The code of the same
+kernels for a GPU is tested in `test_hopper_model`.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ SIZES |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
 
 def window(count, slot=0, start=PREFIX):
-    """Rows of a slot's own text."""
+    """Lists rows of a slot's own text."""
     text = rows_lib.text(slot, PREFIX + SLAB)
     return [(int(text[p]), slot, p) for p in range(start, start + count)]
 
@@ -57,7 +57,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def filled(model):
-    """A slot of a pool of NaN, on pages in random order, its prefix written."""
+    """Returns a pool of NaN, with a slot's prefix on pages in random order."""
     return model.fill(rows_lib.make_cache(model.config))
 
 
@@ -84,7 +84,7 @@ def test_verifying_equals_decoding_one_by_one(model, filled):
 
 @pytest.mark.slow
 def test_another_implementation_agrees_but_for_rounding(model, filled):
-    """A wrong weight must show; so must an op that runs another kernel's meaning."""
+    """Fails if a weight is wrong, or an operation runs a kernel of another meaning."""
     reference = dataclasses.replace(model, impl="xla")
     kv = reference.fill(rows_lib.make_cache(model.config))
     expected = reference.run(kv, window(SLAB))[1].logits
@@ -93,7 +93,7 @@ def test_another_implementation_agrees_but_for_rounding(model, filled):
 
 
 def test_a_plan_by_active_rows_is_caught(monkeypatch):
-    """Negative control: sums in another order where one row is live. One layer."""
+    """Negative control: sums in another order where one row is live, in one layer."""
     model = make_model(num_layers=1)
     kv, rows = rows_lib.make_cache(model.config), window(5, start=0)
     real = projection.project
@@ -119,5 +119,5 @@ def test_a_plan_by_active_rows_is_caught(monkeypatch):
 
 @pytest.mark.slow
 def test_rows_of_other_families(family="qwen2"):
-    """Fails if a row depends on others where there are biases, or half a rotation."""
+    """Fails if a row depends on others in a family whose projections have biases."""
     families_lib.test_rows_are_what_each_is_alone(family, "bfloat16", "interpret")

@@ -1,10 +1,10 @@
-"""What XLA itself computes in an executable, between the kernels that are ours."""
+"""XLA's own computations in an executable, between the kernels that are ours."""
 
 import re
 from collections.abc import Iterator
 
 
-# What may be done with a float without computing with it.
+# Operations that may move floats, without computing with them.
 MOVED = set(
     "bitcast broadcast concatenate conditional constant copy custom-call dynamic-slice "
     "dynamic-update-slice fusion gather get-tuple-element parameter reshape select "
@@ -12,11 +12,11 @@ MOVED = set(
 )
 _FLOAT = r"\b(?:f16|bf16|f32|f64)\["
 TRITON = "__gpu$xla.gpu.triton"
-"""What our kernels are called by, in a program."""
+"""The target by which a program calls our kernels."""
 
 
 def computations(hlo: str) -> dict[str, list[str]]:
-    """The lines of each computation of a program, by its name."""
+    """Returns the lines of each computation of a program, by its name."""
     found, lines = {}, []
     for line in hlo.splitlines():
         if header := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
@@ -27,9 +27,9 @@ def computations(hlo: str) -> dict[str, list[str]]:
 
 
 def float_fusions(hlo: str) -> set[tuple[str, ...]]:
-    """The operations that compute floats, of each computation that has any.
+    """Returns the operations that compute floats, of each computation that has any.
 
-    In their order, with shapes and without names.
+    They are in their order, with shapes and without names.
     """
     found = (
         tuple(text for name, text in _made(lines) if name not in MOVED)
@@ -39,9 +39,9 @@ def float_fusions(hlo: str) -> set[tuple[str, ...]]:
 
 
 def float_work(hlo: str) -> set[str]:
-    """What a program does with floats outside our kernels but moving them whole.
+    """Returns what a program does with floats, but for our kernels and whole moves.
 
-    The names of operations, among them transposes, and of library calls.
+    These are names of operations, among them transposes, and of library calls.
     """
     found = {
         name
@@ -53,7 +53,7 @@ def float_work(hlo: str) -> set[str]:
 
 
 def float_sums(hlo: str) -> list[str]:
-    """The operations of a program that reduce floats by adding them."""
+    """Lists the operations of a program that reduce floats by adding them."""
     bodies = computations(hlo)
     adds = re.compile(rf"ROOT %\S+ = {_FLOAT[2:]}\]\S* add\(")
     adders = {name for name, lines in bodies.items() if any(map(adds.search, lines))}
@@ -67,12 +67,12 @@ def float_sums(hlo: str) -> list[str]:
 
 
 def called(hlo: str) -> set[str]:
-    """What a program calls besides its own computations."""
+    """Returns the targets that a program calls besides its own computations."""
     return set(re.findall(r'custom_call_target="([^"]*)"', hlo))
 
 
 def _made(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """The name and the text of each operation that gives a float, or several."""
+    """Yields the name and the text of each operation that gives a float, or several."""
     for line in lines:
         line = re.sub(r"(, (metadata|backend_config)=\{.*)|%[\w.-]+ = ", "", line)
         made = re.match(r"\s+(?:ROOT )?(\([^()]*\)|\S+) ([\w-]+)\(", line)

@@ -1,8 +1,8 @@
-"""What `test_mesh` runs in a process of eight devices; prints a JSON row.
+"""The program that `test_mesh` runs in a process of eight devices; prints a JSON row.
 
-Slabs of one layer with eight key/value heads: of two slots, and then of a tree, on a
-cache that the earlier slab filled. And whole generations of two layers. All devices,
-meshes and faults see the same files.
+It runs slabs of one layer with eight key/value heads: of two slots, and then of a tree,
+on a cache that the first slab filled; or whole generations of two layers. All devices,
+meshes and faults of a run read the same files.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from spec_jax.parallel import collectives, shard
 
 
 CONFIG = tiny_pair.config(
-    vocab_size=270,  # No multiple of the segments.
+    vocab_size=270,  # Not a multiple of the segments.
     num_heads=16,
     num_kv_heads=8,
     head_dim=8,
@@ -46,9 +46,9 @@ ROWS = 4
 
 
 def write_neox(folder: pathlib.Path, seed: int = 0, **changes) -> pathlib.Path:
-    """A GPT-NeoX model of the same sizes, whose biases and norms are random too.
+    """Writes a GPT-NeoX model of similar sizes, with random biases and norms, too.
 
-    Two segments share a head, of which some dimensions are rotated.
+    Half of the dimensions of a head are rotated.
     """
     names = ("vocab_size", "intermediate_size", "num_layers", "max_position_embeddings")
     config = gpt_neox.GPTNeoXConfig(
@@ -60,7 +60,7 @@ def write_neox(folder: pathlib.Path, seed: int = 0, **changes) -> pathlib.Path:
 
 
 def write_qwen2(folder: pathlib.Path) -> pathlib.Path:
-    """A Qwen2 model of the same sizes, whose biases and norms are random too."""
+    """Writes a Qwen2 model of the same sizes, with random biases and norms, too."""
     sizes = dataclasses.asdict(CONFIG)
     return write_biased(folder, qwen2.Qwen2Config(**sizes), 0)
 
@@ -75,16 +75,16 @@ def write_biased(folder: pathlib.Path, config, seed: int) -> pathlib.Path:
 
 
 def model(folder: pathlib.Path, impl: str, layout: shard.Layout | None, form=None):
-    """The target and its weights."""
+    """Returns the target and its weights."""
     config, params = load.load(folder, impl=impl, layout=layout, weights=form)
     target = row_model.RowModel(config=config, impl=impl, slab=ROWS, layout=layout)
     return target, params
 
 
 def slabs(impl: str) -> list[decoder.Rows]:
-    """Rows of two slots, and then a tree in the first: two children of one node.
+    """Returns rows of two slots, and then a tree in the first: a node and two children.
 
-    Of XLA, which takes its time to compile, the tree alone, after keys of zeros.
+    For XLA, which compiles slowly, it is the tree alone, on a cache of zeros.
     """
     slots = jnp.array([0, 0, 0, 1], jnp.int32)
     chain = decoder.Rows(
@@ -107,7 +107,7 @@ def slabs(impl: str) -> list[decoder.Rows]:
 
 
 def forward(target, *weights):
-    """Logits and pages of both slabs as bits, by weights; and the program's text."""
+    """Returns the bits of K/V and logits, by weights, and the program's text."""
     kv = target.new_slots(2, capacity=16, page_size=8)
     for slot in (0, 1):
         kv = allocator.reserve(kv, jnp.int32(slot), jnp.int32(8))
@@ -137,7 +137,7 @@ def close(a, b) -> bool:
 
 
 def _shifted(layer):
-    """A layer with another bias of a sum over devices, or another norm."""
+    """Returns a layer with another bias or, in a model without biases, another norm."""
     if isinstance(layer, params_lib.LayerParams):
         if layer.qkv_bias is not None:
             return layer.replace(qkv_bias=layer.qkv_bias * 1.1)
@@ -151,7 +151,7 @@ def on_mesh(devices: int, segments: int = shard.SEGMENTS) -> shard.Layout:
 
 
 def check(folder: pathlib.Path, impl: str, form: str | None = None) -> dict:
-    """Two meshes against each other, and no mesh; and a wrong layer, which differs."""
+    """Compares two meshes with each other, with no mesh, and with wrong layers."""
     ([two], _), ([eight], text) = (
         forward(*model(folder, impl, on_mesh(devices), form)) for devices in (2, 8)
     )
@@ -167,7 +167,7 @@ def check(folder: pathlib.Path, impl: str, form: str | None = None) -> dict:
 
 
 def product(folder: pathlib.Path, devices: int, ordered_sum) -> np.ndarray:
-    """One product whose inputs are cut, with the given sum over devices."""
+    """Returns the bits of a product whose inputs are cut, summed by `ordered_sum`."""
     layout = on_mesh(devices)
     _, params = model(folder, "xla", layout)
     down = params.layers[0].down
@@ -190,7 +190,7 @@ def product(folder: pathlib.Path, devices: int, ordered_sum) -> np.ndarray:
 
 
 def rotated(partials):
-    """A ring: each device begins with its own sum."""
+    """Adds as a ring does: each device begins with its own sum."""
     every = jax.lax.all_gather(collectives.tree_sum(partials), collectives.AXIS)
     every = jnp.roll(every, -jax.lax.axis_index(collectives.AXIS), axis=0)
     total = every[0]
@@ -200,19 +200,19 @@ def rotated(partials):
 
 
 def rounded(partials):
-    """What is sent is rounded first."""
+    """Rounds the sums to bfloat16 before they are sent."""
     own = collectives.tree_sum(partials).astype(jnp.bfloat16).astype(jnp.float32)
     return collectives.tree_sum(list(jax.lax.all_gather(own, collectives.AXIS)))
 
 
 def reduced(partials):
-    """The backend's own sum."""
+    """Returns the backend's own sum."""
     return jax.lax.psum(partials[0] if len(partials) == 1 else sum(partials),
                         collectives.AXIS)  # fmt: skip
 
 
 def check_faults(folder: pathlib.Path) -> dict:
-    """Whether eight devices with each sum write what one with ours does."""
+    """Returns whether each sum on eight devices has the bits of our own sum on one."""
     right = product(folder, 1, collectives.ordered_sum)
     sums = collectives.ordered_sum, rotated, rounded, reduced
     return {
@@ -224,8 +224,8 @@ PROMPTS = ["import os", "def f(x):"]
 
 
 def generations(folders, drafter: str, **how) -> tuple[list, int]:
-    """Hashes of decoding, of a batch of chains and of a tree, with what was drafted;
-    and how many drafts there were."""
+    """Returns hashes of decoding, of a batch of chains and of a tree, with the drafted
+    tokens; and the number of drafts."""
     target, draft = folders
     name = "draft-model" if drafter in ("cut", "gpt_neox", "q8_0") else drafter
     lm = sj.load(target, draft=draft, drafter=name, gamma_max=3,
@@ -245,13 +245,13 @@ def generations(folders, drafter: str, **how) -> tuple[list, int]:
 
 
 def check_generations(folder: pathlib.Path, drafter: str, impl: str, *counts) -> dict:
-    """Meshes of so many devices against that of one; and other sums, which differ.
+    """Compares meshes of `counts` devices with the first, and with other sums.
 
-    Of "gpt_neox" target and draft model are, with residuals one after the other.
+    With "gpt_neox" both models are GPT-NeoX, with residuals one after the other.
     """
     heads = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "hidden_size": 24}
     form: dict = {}
-    if drafter == "q8_0":  # Segments of whole blocks.
+    if drafter == "q8_0":  # Segments need whole blocks.
         heads["intermediate_size"] = 128
         form = {"weights": "q8_0", "segments": 2}
     config = tiny_pair.config(num_layers=2, tie_word_embeddings=False, **heads)
@@ -293,7 +293,7 @@ def main() -> None:
             write = write_neox if kind == "gpt_neox" else write_qwen2
             row = check(write(folder), *more)
         elif kind in ("q8_0", "q4_1"):
-            # A segment of a sum is one block.
+            # Each segment of a sum is one block of weights.
             whole = dataclasses.replace(CONFIG, head_dim=16, intermediate_size=256)
             tiny_pair.write_model(folder, whole, seed=0)
             row = check(folder, *more, form=kind)

@@ -12,7 +12,7 @@ PROGRAM = pathlib.Path(__file__).parent / "mesh_program.py"
 
 
 def run(*arguments: str) -> dict:
-    """What the program prints, in a process of eight devices."""
+    """Returns the row that the program prints, in a process of eight devices."""
     done = run_python(PROGRAM, *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -23,18 +23,18 @@ def run(*arguments: str) -> dict:
 )
 @pytest.mark.parametrize("impl", [slow("xla"), "native"])
 def test_bits_are_the_same_on_any_mesh(impl, family):
-    """Logits and K/V of a tree and, with native kernels, of chains of two slots.
+    """Compares logits and K/V of a tree and, with native kernels, of two slots' chains.
 
     Fails if a product, a norm or a softmax is computed in a shape that depends on the
-    number of devices, if a sum is the backend's, or if its bias is not added once. A
-    norm or a bias that is another is the control.
+    number of devices, if the backend orders a sum, or if its bias is not added exactly
+    once. The negative control is a model with another norm or bias.
     """
     found = run(family, impl)
     assert found == {
         "equal": True,
         "close": [True, False],
         "all_reduce": False,
-        # Of each slab, of which native has two: two sums and the logits.
+        # Two sums and the logits of each slab, and native has two slabs.
         "all_gathers": 3 if impl == "xla" else 6,
     }
 
@@ -48,10 +48,10 @@ COUNTS |= {"gpt_neox": FOUR, "q8_0": FOUR[:2]}
 @pytest.mark.parametrize("impl", ["native", "xla"])
 @pytest.mark.parametrize("drafter", COUNTS)
 def test_generations_are_the_same_on_any_mesh(drafter, impl):
-    """Decoding, a batch of chains and a tree: tokens, log-probabilities, K/V, drafts.
+    """Compares tokens, log-probabilities, K/V and drafts in decoding, chains and trees.
 
-    Fails if a drafter sees other features on another mesh, or drafts otherwise. Sums of
-    one segment are the control: their bits are others.
+    Fails if a drafter sees other features on another mesh, or drafts other tokens. The
+    negative control has sums of one segment, whose bits differ.
     """
     assert run("generations", drafter, impl, *COUNTS[drafter]) == {
         "equal": [True] * len(COUNTS[drafter]),
@@ -61,7 +61,7 @@ def test_generations_are_the_same_on_any_mesh(drafter, impl):
 
 
 def test_faults_in_the_sum_are_caught():
-    """Each of them is a sum too, up to rounding."""
+    """Negative control: planted sums, equal up to rounding, have other bits."""
     right = {"ordered_sum": True}
     assert run("faults") == right | dict.fromkeys(
         ("rotated", "rounded", "reduced"), False

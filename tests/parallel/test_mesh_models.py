@@ -1,4 +1,4 @@
-"""A model on a mesh: from the front door, what a process reads, and what is refused."""
+"""A model on a mesh: loaded by `sj.load`, what a process reads, what is refused."""
 
 import os
 import pathlib
@@ -21,9 +21,9 @@ TESTS = pathlib.Path(__file__).parents[1]
 
 
 def test_a_mesh_from_the_front_door(tmp_path):
-    """A generation and decoding on a mesh of one device: the slow test has more.
+    """Compares a generation with decoding on one device; a slow test has larger meshes.
 
-    Fails if a bias, which is in pieces too, is prepared as a matrix is.
+    Fails if a bias, which is also in pieces, is prepared as if it were a matrix.
     """
     target = mesh_program.write_neox(tmp_path)
     how = {"mesh": shard.mesh(1), "segments": 2, "gamma_max": 2, "impl": "native"}
@@ -36,7 +36,7 @@ def test_a_mesh_from_the_front_door(tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_in_pieces_is_joined(tied, tmp_path):
-    """Fails if what multiplies by the head finds padding, or rows out of order."""
+    """Fails if the joined head has padding, or rows out of order."""
     changes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 8}
     config = tiny_pair.config(tie_word_embeddings=tied, **changes)
     tiny_pair.write_model(tmp_path, config, seed=0)
@@ -59,7 +59,7 @@ def on_mesh(**changes):
 
 
 def test_what_a_mesh_refuses():
-    """Says the values, and what to take instead."""
+    """Checks that errors name the values, and what to take instead."""
     one = shard.mesh(1)
     with pytest.raises(ValueError, match="segments=6 on 1 devices: take a power of"):
         shard.Layout(mesh=one, segments=6)
@@ -105,7 +105,7 @@ print(peak() - before)
 
 
 def outputs(program: str, *arguments: object) -> list[str]:
-    """What processes 0 and 1 of a cluster print, and one alone."""
+    """Returns what processes 0 and 1 of a cluster print, and what one alone prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -115,7 +115,9 @@ def outputs(program: str, *arguments: object) -> list[str]:
         subprocess.Popen([*command, number], env=env, stdout=subprocess.PIPE, text=True)
         for number in ("0", "1", "alone")
     ]
-    return [one.communicate(timeout=600)[0] for one in started]
+    texts = [one.communicate(timeout=600)[0] for one in started]
+    assert [one.returncode for one in started] == [0, 0, 0]
+    return texts
 
 
 @pytest.mark.slow
@@ -129,8 +131,8 @@ def test_a_process_reads_its_own_slices(tmp_path):
     total = (tmp_path / "model.safetensors").stat().st_size
     first, second, alone = map(int, outputs(LOADS, tmp_path))
     largest = 4 * 2 * config.intermediate_size * config.hidden_size
-    # Its half, weights on their way, and a block: less than the checkpoint. Two of
-    # them, and one that JAX has not let go of yet, whose copy another thread made.
+    # The bound is half of the checkpoint, three of its largest weights and a block. Two
+    # are being loaded, and JAX may still hold a third, which another thread copied.
     most = total / 2 + 3 * largest + 16 * 2**20
     assert most < 0.9 * total
     assert max(first, second) < most < 0.9 * alone, (first, second, alone, total)
@@ -160,9 +162,9 @@ for model, texts, how in runs:
 
 @pytest.mark.slow
 def test_two_processes_write_what_one_does(tmp_path):
-    """Plain decoding, a batch that is drawn, and trees; fails if a bit differs."""
+    """Fails if a bit of plain decoding, of a sampled batch or of trees differs."""
     target, draft = tiny_pair.write(tmp_path)
     config = tiny_pair.config(num_heads=4, num_kv_heads=2)
     tiny_pair.write_model(target, config, seed=0)
-    first, _, alone = outputs(HASHES, target, draft)
-    assert first == alone and len(alone.splitlines()) == 3
+    first, second, alone = outputs(HASHES, target, draft)
+    assert first == second == alone and len(alone.splitlines()) == 3

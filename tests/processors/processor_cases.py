@@ -1,4 +1,4 @@
-"""Processors of every kind over a small vocabulary, and what each is by definition."""
+"""Processors of every kind over a small vocabulary, and the definition of each."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from spec_jax.processors import built_in, grammar, processor
 VOCAB_SIZE = 96
 STOPS = (0, 2)
 NEXT = {0: {5: 0, 6: 0, 7: 1, 2: 0, 41: 0}, 1: {token: 0 for token in range(20, 90)}}
-"""The transitions of a grammar: state 0 may end."""
+"""The transitions of a grammar, whose texts may end in state 0."""
 
 BIAS = {7: -np.inf, 3: 2.5, 90: -4.0}
 WORDS = [[5], [7, 3], [3, 90, 41], [66, 66]]
@@ -16,7 +16,7 @@ PENALTIES = {"repetition": 1.7, "presence": 0.4, "frequency": 0.3}
 
 
 def make(name: str) -> processor.Processor:
-    """A processor by its name; "all" are all of them in a chain."""
+    """Returns a processor by its name; "all" is a chain of all but the grammar."""
     made = {
         "bias": lambda: built_in.logit_bias(BIAS),
         "words": lambda: built_in.bad_words(WORDS),
@@ -36,7 +36,7 @@ NAMES = ("bias", "words", "least", "penalties", "grammar", "all")
 
 
 def expected(name: str, prompt: list[int], answer: list[int], logits) -> np.ndarray:
-    """The processed logits in float64, by definition, one after the other."""
+    """Returns the processed logits in float64, by the definitions of the processors."""
     row = np.array(logits, np.float64)
     text = [*prompt, *answer]
     if name in ("penalties", "all"):

@@ -1,4 +1,4 @@
-"""Processors against their definitions, against Hugging Face's, and what is refused."""
+"""Processors compared with definitions and Hugging Face's, and refused values."""
 
 import math
 
@@ -20,7 +20,7 @@ PROMPTS = ([5], [7, 3, 90, 41, 5, 66], [66, 3, 90], [2, 0, 2, 9])
 
 
 def walked(processor, prompt, answer, logits) -> np.ndarray:
-    """The processed logits after an answer, as rounds and decoding apply them."""
+    """Returns the logits after an answer, processed as in rounds and in decoding."""
     text = np.zeros((64,), np.int32)
     text[: len(prompt)] = prompt
     begun = processing.begin(
@@ -33,7 +33,7 @@ def walked(processor, prompt, answer, logits) -> np.ndarray:
 
 @jax.jit
 def _walk(begun, answer, count, logits):
-    """One program for answers of all lengths."""
+    """Processes logits after `count` tokens: one program for answers of all lengths."""
     step = lambda at, state: begun.processor.step(state, answer[at])
     state = jax.lax.fori_loop(0, count, step, begun.states)
     return processing.process(begun.processor, state, logits)
@@ -44,7 +44,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize("name", cases.NAMES)
 def test_a_processor_is_its_definition(name, rng):
-    """Fails if a count, a window of the text or an order is another one."""
+    """Fails if a count, a window of the text or the order of parts is wrong."""
     made = cases.make(name)
     answers = rng.choice([3, 5, 7, 41, 66, 90, 2, 30], (8, 8))
     for prompt in PROMPTS:
@@ -64,7 +64,7 @@ def test_penalties_of_nothing_change_no_bit(rng):
 
 @pytest.mark.parametrize("name", ["penalties", "words", "least"])
 def test_a_processor_is_hugging_faces(name, rng):
-    """Fails if it is another one than the library's that defines it."""
+    """Fails if logits differ from those of the library that defined the processor."""
     torch = pytest.importorskip("torch")
     hf = pytest.importorskip("transformers").generation.logits_process
     prompt, answer = [7, 3, 90, 5, 66], [3, 90, 66]
@@ -128,7 +128,7 @@ def test_the_kit_passes_ours(name):
 
 
 class _Broken(processor_lib.Processor):
-    """Adds what it counts to a token's logit."""
+    """Counts tokens, and adds the count to the logit of token 3."""
 
     def init(self, prompt, length, *, vocab_size):
         return jnp.int32(0)
@@ -144,7 +144,7 @@ CALLS = [0]
 
 
 class _Rounds(_Broken):
-    """Counts calls, as one does that goes by rounds."""
+    """Counts calls, as a processor would that counts rounds."""
 
     def step(self, state, token):
         CALLS[0] += 1
@@ -155,7 +155,7 @@ SEEN = [0]
 
 
 class _Siblings(_Broken):
-    """Knows the token that was stepped by last, of whichever path, by the host."""
+    """Gets from the host the token of the call before, whichever path that was on."""
 
     def step(self, state, token):
         last = jax.ShapeDtypeStruct((), jnp.int32)
@@ -168,28 +168,28 @@ class _Siblings(_Broken):
 
 
 class _Padding(_Broken):
-    """Counts what is behind the prompt."""
+    """Sums the whole buffer, and so what is behind the prompt."""
 
     def init(self, prompt, length, *, vocab_size):
         return jnp.sum(prompt, dtype=jnp.int32)
 
 
 class _Grows(_Broken):
-    """Makes a state of another shape."""
+    """Returns a state of another shape after each token."""
 
     def step(self, state, token):
         return jnp.append(state, token)
 
 
 class _Silent(_Broken):
-    """Forbids everything."""
+    """Forbids every token."""
 
     def apply(self, state, logits):
         return jnp.full_like(logits, -jnp.inf)
 
 
 class _Denies(_Broken):
-    """Says no to what it leaves."""
+    """Denies by `allows` the tokens that `apply` leaves."""
 
     def allows(self, state, token):
         return jnp.bool_(False)
@@ -203,12 +203,12 @@ class _Denies(_Broken):
     ],
 )  # fmt: skip
 def test_the_kit_catches_a_processor_that_breaks_a_clause(broken, clause):
-    """Planted: it counts rounds, looks at siblings, or at what is no text."""
+    """Negative control: each of these processors breaks one clause."""
     with pytest.raises(AssertionError, match=f"^{clause}: "):
         testing.check_processor(broken())
 
 
 @SLOW
 def test_the_kit_passes_what_counts_tokens():
-    """Negative control: the class that the broken ones are made of."""
+    """Checks that the base class of the broken ones breaks no clause itself."""
     assert testing.check_processor(_Broken())

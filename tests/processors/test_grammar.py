@@ -1,4 +1,4 @@
-"""Grammars: their tables against the automaton, their texts against `re` and `json`."""
+"""Grammars: tables compared with the automaton, texts with `re` and `json`."""
 
 import json
 import re
@@ -28,13 +28,13 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
-    """A tiny pair of random weights; a token is a byte."""
+    """Returns a tiny pair of random weights, whose tokens are bytes."""
     target, draft = tiny_pair.write(tmp_path_factory.mktemp("random"))
     return sj.load(target, draft=draft, gamma_max=4)
 
 
 def accepts(made: grammar.Grammar, text: bytes | list[int], lm) -> bool:
-    """Whether the tables lead along a text to where it may end."""
+    """Returns whether the tables allow a text and a stop token after it."""
     ids = text if isinstance(text, list) else lm.tokenizer.encode(text.decode())
     state, table, classes = 0, np.asarray(made.next), np.asarray(made.classes)
     for token in [*ids, lm.stop_ids[0]]:
@@ -52,7 +52,7 @@ def test_a_text_is_accepted_where_the_pattern_matches_it(lm, text):
 
 
 def test_a_token_of_several_characters_goes_through_several_states():
-    """Fails if tokens are taken by their letters, or several with one text are lost."""
+    """Fails if letters of a token are skipped, or a second token of a text is lost."""
     pieces = [b"", b"a", b"ab", b"bc", b"c", b"abc", b"ab"]
     made = grammar.of_pieces("abcc*", pieces, stop_ids=[0], vocab_size=9)
     table, classes = np.asarray(made.next), np.asarray(made.classes)
@@ -85,7 +85,7 @@ def test_many_tokens_share_a_class(lm):
     ],
 )
 def test_what_is_written_is_of_the_grammar(lm, settings):
-    """Fails if a token is written that the schema forbids. Patterns: the next test."""
+    """Fails if a token is written that the schema forbids; patterns are tested next."""
     made = sj.processors.chain(
         grammar.json_schema(SCHEMA, lm),
         # A random model never ends a number or a run of blanks by itself.
@@ -107,7 +107,7 @@ PATTERNS = ("[ab]{2,5}c", "(de|f)+g", "[ab]{2,5}c", "h{4}")
     "others", [[], pytest.param([sj.processors.penalties(frequency=3.0)], marks=SLOW)]
 )
 def test_requests_of_a_batch_have_grammars_of_their_own(lm, others):
-    """Fails if a request goes on in the automaton of another."""
+    """Fails if a request continues in the automaton of another."""
     made = [
         sj.processors.chain(grammar.regex(pattern, lm), *others) for pattern in PATTERNS
     ]
@@ -121,7 +121,7 @@ def test_requests_of_a_batch_have_grammars_of_their_own(lm, others):
 
 
 def test_joined_tables_are_those_of_each_grammar(lm):
-    """Tokens of one class in one of them may be of several together."""
+    """Fails if a join, which may split classes of tokens, changes a transition."""
     apart = [grammar.regex(pattern, lm) for pattern in PATTERNS]
     together = grammar.Grammar.joined(apart)
     assert all(one.next is together[0].next for one in together)
@@ -141,7 +141,7 @@ def test_joined_tables_are_those_of_each_grammar(lm):
 
 
 def test_a_text_that_leaves_the_grammar_is_scored(lm):
-    """Fails if what may not follow is not -inf, or what is behind it is no number."""
+    """Fails unless the forbidden token scores -inf, and later ones a finite number."""
     made = grammar.regex("ab*", lm)
     ids = [*lm.tokenizer.encode("abxy"), lm.stop_ids[0]]
     found = sj.score(lm, "q", ids, sampling=sj.Sampling(), processors=made)

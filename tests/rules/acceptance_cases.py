@@ -1,4 +1,4 @@
-"""Targets and drafts of every kind, for `tests/enumeration.py`."""
+"""Targets and drafts of every kind, for `tests/rules/enumeration.py`."""
 
 import enumeration
 import jax
@@ -8,7 +8,7 @@ from spec_jax.rules import sampling
 
 
 def random_rows(rng, vocab_size, *, zeros=0.0):
-    """A function of n: that many random rows, with zeros but never nothing else."""
+    """Returns a function of n that makes n random rows; zeros never fill a row."""
 
     def rows(n):
         weights = rng.gamma(0.7, size=(n, vocab_size))
@@ -24,7 +24,7 @@ def one_hot_rows(rng, vocab_size):
 
 
 def half_rows(rng, vocab_size, half):
-    """Rows with mass on the lower or on the upper half of the vocabulary only."""
+    """Returns a function of n: n rows with mass on the vocabulary's `half` only."""
     is_in = (np.arange(vocab_size) < vocab_size // 2) == (half == "lower")
 
     def rows(n):
@@ -38,8 +38,8 @@ _distribution = jax.jit(sampling.distribution)
 
 
 def probs(entry, settings):
-    """The entry of a table that `sampling.distribution` makes of one of logits."""
-    # Padded to one shape, which compiles once, with tokens that cannot be drawn.
+    """Returns an entry of logits as probabilities, by `sampling.distribution`."""
+    # One shape compiles once: padding adds rows, and tokens that cannot be drawn.
     rows = entry.reshape(-1, entry.shape[-1])
     padded = np.pad(rows, ((0, 128 - len(rows)), (0, 0)))
     padded = np.pad(padded, ((0, 0), (0, 5 - rows.shape[1])), constant_values=-np.inf)
@@ -48,7 +48,7 @@ def probs(entry, settings):
 
 
 def random_logits(rng, vocab_size, gamma):
-    """Tables of logits of a target and of a draft that is somewhat like it."""
+    """Returns tables of logits of a target and of a draft that is somewhat like it."""
     target = enumeration.table(
         lambda n: 2 * rng.standard_normal((n, vocab_size)), vocab_size, gamma + 1
     )
@@ -59,7 +59,7 @@ def random_logits(rng, vocab_size, gamma):
 
 
 def sampled_case(rng, vocab_size, gamma, settings, draft_settings):
-    """Target and draft are both drawn from with settings."""
+    """Returns a case of random logits, each model with sampling settings of its own."""
     target, draft = random_logits(rng, vocab_size, gamma)
     return enumeration.honest(
         [probs(x, settings) for x in target], [probs(x, draft_settings) for x in draft]
@@ -67,7 +67,7 @@ def sampled_case(rng, vocab_size, gamma, settings, draft_settings):
 
 
 def make_case(kind, rng, vocab_size, gamma):
-    """A case of one kind of target and draft."""
+    """Returns a case of one kind of target and draft."""
     table = lambda rows, depth: enumeration.table(rows, vocab_size, depth)
     if kind == "filtered":
         settings = sampling.make_settings(

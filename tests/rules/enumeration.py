@@ -2,9 +2,9 @@
 
 Every chain that a drafter may draw, and every outcome of the uniforms, is given to the
 rule as it is (jitted, in float32); their probabilities are summed in float64. A uniform
-succeeds or fails: it is put just below its probability, or on it. Only the draw of the
-target's token is not enumerated, but taken from its weights: a Gumbel argmax draws in
-proportion to them, which `tests/test_sampling.py` checks.
+is put just below its probability, where it succeeds, or on it, where it fails. Only the
+draw of the target's token is not enumerated, but taken from its weights: a Gumbel
+argmax draws in proportion to them, which `tests/rules/test_sampling.py` checks.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ BLOCK = Rule(
 RULES = {"rejection": REJECTION, "block": BLOCK}
 
 ROUNDING = 1e-6
-"""Total variation that sums in float32 may cause."""
+"""The total variation that sums in float32 may cause."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,10 @@ class Case:
     `i`. `truth` and `target` have `gamma + 1` entries, the others `gamma`.
 
     Attributes:
-      truth: what the target's law is.
-      target: what the rule is told of it.
-      drawn: what the drafts are drawn from.
-      draft: what the rule is told of that.
+      truth: the target's true probabilities.
+      target: the target's probabilities that the rule is told.
+      drawn: the probabilities that drafts are drawn from.
+      draft: the draft's probabilities that the rule is told.
     """
 
     truth: list[np.ndarray]
@@ -68,12 +68,12 @@ class Case:
 
 
 def honest(target: list[np.ndarray], draft: list[np.ndarray]) -> Case:
-    """The case in which the rule is told what is true."""
+    """Returns the case in which the rule is told the true probabilities."""
     return Case(truth=target, target=target, drawn=draft, draft=draft)
 
 
 def table(rows: Callable, vocab_size: int, depth: int) -> list[np.ndarray]:
-    """A table of `depth` entries from `rows(n) -> [n, V]`."""
+    """Returns a table of `depth` entries from `rows(n) -> [n, V]`."""
     return [
         np.asarray(rows(vocab_size**i), np.float32).reshape((vocab_size,) * (i + 1))
         for i in range(depth)
@@ -81,14 +81,14 @@ def table(rows: Callable, vocab_size: int, depth: int) -> list[np.ndarray]:
 
 
 def _rows(entries: list[np.ndarray], chains: np.ndarray) -> np.ndarray:
-    """The rows along each chain, `[chains, entries, V]`."""
+    """Returns the rows along each chain, `[chains, entries, V]`."""
     along = [entry[tuple(chains[:, :i].T)] for i, entry in enumerate(entries)]
     shape = (len(chains), entries[0].shape[0])
     return np.stack([np.broadcast_to(rows, shape) for rows in along], axis=1)
 
 
 def _at(rows: np.ndarray, chains: np.ndarray) -> np.ndarray:
-    """What each row gives the chain's next token, `[chains, entries]`."""
+    """Returns each row's value of the chain's next token, `[chains, entries]`."""
     return np.take_along_axis(rows, chains[:, :, None], axis=-1)[..., 0]
 
 
@@ -98,7 +98,7 @@ def _normalised(rows: np.ndarray) -> np.ndarray:
 
 
 def continuations(entries: list[np.ndarray]) -> list[np.ndarray]:
-    """Entry `i`: the law of all later tokens after each prefix of length `i`."""
+    """Returns as entry `i` the law of all later tokens after prefixes of length `i`."""
     laws = [np.ones(entries[-1].shape)]
     for entry in reversed(entries):
         row = _normalised(entry)
@@ -110,7 +110,7 @@ def continuations(entries: list[np.ndarray]) -> list[np.ndarray]:
 
 @functools.lru_cache(maxsize=64)
 def _evaluate(rule: Rule):
-    """The rule on one chain and one outcome of each uniform, compiled once."""
+    """Returns a jitted function: the rule on all chains and outcomes of uniforms."""
 
     def one(chain, draft, target, num_drafted, succeeds):
         probabilities = rule.probabilities(chain, draft, target, num_drafted)
@@ -131,16 +131,16 @@ def _all(values, length: int) -> np.ndarray:
 
 
 def all_chains(case: Case) -> np.ndarray:
-    """Every chain that a drafter may draw, `[chains, gamma]`."""
+    """Returns every chain that a drafter may draw, `[chains, gamma]`."""
     return _all(range(case.vocab_size), case.gamma)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcomes:
-    """What may be committed: `[n]` possible outcomes, all at once."""
+    """All `[n]` outcomes of a round that are possible."""
 
-    mass: np.ndarray  # [n] float64, the probability of each
-    tokens: np.ndarray  # [n, gamma + 1], of which the first `counts` were drafted
+    mass: np.ndarray  # [n] float64, the probability of each outcome
+    tokens: np.ndarray  # [n, gamma + 1]; the first `counts` were drafted
     counts: np.ndarray  # [n]
     own: np.ndarray  # [n, V] float64, weights of the own token
 
@@ -150,9 +150,9 @@ class Outcomes:
         return float(self.mass @ self.counts)
 
     def law(self, truth: list[np.ndarray]) -> np.ndarray:
-        """The law of the first tokens, `[V] * len(truth)` float64.
+        """Returns the law of the first tokens, `[V] * len(truth)` float64.
 
-        What the round commits, and then the target's own continuation.
+        After the tokens that the round commits, the target continues by itself.
         """
         later, V = continuations(truth), self.own.shape[1]
         law = np.zeros((V,) * len(truth))
@@ -167,10 +167,10 @@ class Outcomes:
 
 
 def outcomes(rule: Rule, case: Case, num_drafted: int | Callable) -> Outcomes:
-    """What a rule may commit of a case.
+    """Returns what a rule may commit in a case.
 
     Args:
-      num_drafted: drafts that are verified; or a function of the drafted chain.
+      num_drafted: how many drafts are verified, or a function of the drafted chain.
     """
     chains = all_chains(case)
     if not callable(num_drafted):
@@ -188,7 +188,7 @@ def outcomes(rule: Rule, case: Case, num_drafted: int | Callable) -> Outcomes:
         )
     )
     chance = np.prod(_at(_normalised(_rows(case.drawn, chains)), chains), axis=-1)
-    # Uniforms of drafts that were not made all succeed: they must not be read.
+    # Only patterns where uniforms past the drafts succeed count: none may be read.
     is_real = (np.arange(case.gamma) < num_drafted[:, None])[:, None]
     probabilities = np.where(is_real, keep.astype(np.float64), 1.0)
     mass = chance[:, None] * np.prod(
@@ -201,25 +201,25 @@ def outcomes(rule: Rule, case: Case, num_drafted: int | Callable) -> Outcomes:
         mass=mass[chain, pattern],
         tokens=outcomes.tokens[chain, pattern],
         counts=counts,
-        # Rejected by rounding: the target's row.
+        # No weight is left where rounding alone rejects: the target's row.
         own=np.where(own.any(axis=-1, keepdims=True), own, rejected),
     )
 
 
 def committed_law(rule: Rule, case: Case, num_drafted: int | Callable) -> np.ndarray:
-    """The law of what a rule commits, see `Outcomes.law`."""
+    """Returns the law of what a rule commits, see `Outcomes.law`."""
     return outcomes(rule, case, num_drafted).law(case.truth)
 
 
 def bias(rule: Rule, case: Case, num_drafted: int | Callable | None = None) -> float:
-    """Total variation between what is committed and what the target would write."""
+    """Returns the total variation between the committed law and the target's own."""
     num_drafted = case.gamma if num_drafted is None else num_drafted
     gap = committed_law(rule, case, num_drafted) - continuations(case.truth)[0]
     return 0.5 * np.abs(gap).sum()
 
 
 def _prefixes(case: Case):
-    """For each length, `(target, draft)` of each prefix's tokens, `[n, length]`."""
+    """Yields, by length, `(target, draft)` of all prefixes' tokens, `[n, length]`."""
     for length in range(1, case.gamma + 1):
         chains = _all(range(case.vocab_size), length)
         yield tuple(
@@ -229,12 +229,12 @@ def _prefixes(case: Case):
 
 
 def mean_accepted_by_rejection(case: Case) -> float:
-    """The sum over prefixes of the product of `min(target, draft)`."""
+    """Returns the sum over prefixes of the product of `min(target, draft)`."""
     return sum(np.minimum(t, d).prod(axis=-1).sum() for t, d in _prefixes(case))
 
 
 def mean_accepted_by_block(case: Case) -> float:
-    """The sum over prefixes of the draft's probability times the joint ratio.
+    """Returns the sum over prefixes of the draft's probability times the joint ratio.
 
     Sun et al. (2024): a prefix that was drafted is kept with probability `p_i`, where
     `p_i = min(1, p_{i-1} * target / draft)`.
@@ -243,7 +243,7 @@ def mean_accepted_by_block(case: Case) -> float:
     for target, draft in _prefixes(case):
         joint = np.ones(len(target))
         for t, d in zip(target.T, draft.T, strict=True):
-            # A prefix that is never drafted counts nothing, whatever its ratio.
+            # A prefix that is never drafted counts 0, whatever its ratio.
             joint = np.minimum(1, joint * t / np.where(d > 0, d, 1))
         total += (draft.prod(axis=-1) * joint).sum()
     return total

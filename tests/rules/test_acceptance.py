@@ -18,7 +18,7 @@ from spec_jax.rules import acceptance
 
 
 def accept_in_python(drafts, targets, num_drafted):
-    """Walks the chain as a reader would: stop at the first disagreement."""
+    """Walks the chain and stops at the first disagreement, in plain Python."""
     kept = []
     for i in range(num_drafted):
         if drafts[i] != targets[i]:
@@ -31,7 +31,7 @@ accept = jax.jit(acceptance.accept_exact)
 
 
 def test_every_small_case():
-    """All chains of three over two tokens, each cut at 0 to 3 drafts."""
+    """Compares all chains of 3 over 2 tokens, cut at 0 to 3 drafts, with a loop."""
     for drafts in itertools.product((1, 2), repeat=3):
         for targets in itertools.product((1, 2), repeat=4):
             for num_drafted in range(4):
@@ -45,7 +45,7 @@ def test_every_small_case():
 
 
 def test_shapes_are_checked():
-    """The off-by-one of speculative decoding is a type error."""
+    """Fails if gamma target tokens pass in place of gamma + 1."""
     with pytest.raises(Exception, match="gamma"):
         acceptance.accept_exact(jnp.asarray([1, 2]), jnp.asarray([1, 2]), jnp.int32(2))
 
@@ -57,7 +57,7 @@ SIZES = ((2, 3), (3, 2))
 @pytest.mark.parametrize("kind", cases.KINDS)
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_the_law_is_the_targets(rule, kind, vocab_size, gamma, rng):
-    """Total variation 0 to rounding, for every number of real drafts."""
+    """Fails if the law is biased by more than rounding, for any number of drafts."""
     case = cases.make_case(kind, rng, vocab_size, gamma)
     for num_drafted in range(gamma + 1):
         assert (
@@ -68,7 +68,7 @@ def test_the_law_is_the_targets(rule, kind, vocab_size, gamma, rng):
 
 @pytest.mark.parametrize("kind", cases.KINDS)
 def test_accepted_lengths_follow_theory(kind, rng):
-    """The mean lengths are the sums of the papers, and block's is not the smaller."""
+    """Compares mean lengths with the papers' sums; block's must not be smaller."""
     case = cases.make_case(kind, rng, 5, 3)
     rejection = enumeration.outcomes(enumeration.REJECTION, case, 3).mean
     block = enumeration.outcomes(enumeration.BLOCK, case, 3).mean
@@ -82,7 +82,7 @@ def test_accepted_lengths_follow_theory(kind, rng):
 
 
 def test_the_papers_own_example():
-    """Sun et al. (2024): 10/9 drafts are kept one by one, and 11/9 as a block."""
+    """Compares with Sun et al. (2024): 10/9 drafts stay one by one, 11/9 as a block."""
     target = enumeration.table(lambda n: np.tile([1 / 3, 2 / 3], (n, 1)), 2, 4)
     draft = enumeration.table(lambda n: np.tile([2 / 3, 1 / 3], (n, 1)), 2, 3)
     case = enumeration.honest(target, draft)
@@ -97,7 +97,7 @@ COMPILED = {name: jax.jit(rule.accept) for name, rule in enumeration.RULES.items
 
 
 def few(rng, *, gamma=2, vocab_size=4):
-    """Arguments of a rule, without uniforms and noise."""
+    """Returns arguments of a rule, without uniforms and noise."""
     rows = cases.random_rows(rng, vocab_size)
     return (
         jnp.asarray(rng.integers(vocab_size, size=gamma), jnp.int32),
@@ -109,7 +109,7 @@ def few(rng, *, gamma=2, vocab_size=4):
 
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_the_own_token_is_the_gumbel_argmax_of_its_weights(rule, rng):
-    """Each pair of tokens changes places where their weights say, at every stop."""
+    """Checks that noise changes the winner of two tokens where their weights say."""
     args = few(rng)
     probabilities = jax.jit(enumeration.RULES[rule].probabilities)(*args)
     for uniforms, count in (([1.0, 1.0], 0), ([0.0, 1.0], 1), ([0.0, 0.0], 2)):
@@ -126,7 +126,7 @@ def test_the_own_token_is_the_gumbel_argmax_of_its_weights(rule, rng):
 
 
 def kept_on_zero(accept):
-    """Whether a draft stays that the target cannot choose, on the smallest uniform."""
+    """Returns whether uniform 0 keeps, or noise draws, an impossible token."""
     draft = jnp.asarray([[0.5, 0.5]])
     target = jnp.asarray([[1.0, 0.0], [1.0, 0.0]])
     noise = {"uniforms": jnp.zeros((1,)), "noise": jnp.asarray([-90.0, 90.0])}
@@ -136,14 +136,14 @@ def kept_on_zero(accept):
 
 
 def accept_on_equal_uniforms(*drafted, uniforms, noise):
-    """Rejection, with `<=` for `<` (and no denormal, which may count as 0)."""
+    """Accepts by rejection with `<=`: off by 1e-30, as a denormal may count as 0."""
     lower = uniforms - 1e-30
     return acceptance.accept_rejection(*drafted, uniforms=lower, noise=noise)
 
 
 def test_what_the_target_cannot_choose_is_never_kept():
-    """Uniform 0, probability 0, and noise that prefers the impossible token. That `<=`
-    is seen is the negative control."""
+    """Fails if a token of probability 0 is kept on uniform 0, or is drawn where noise
+    prefers it. The negative control decides by `<=`."""
     assert not kept_on_zero(acceptance.accept_rejection)
     assert not kept_on_zero(acceptance.accept_block)
     assert kept_on_zero(accept_on_equal_uniforms)
@@ -151,7 +151,7 @@ def test_what_the_target_cannot_choose_is_never_kept():
 
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_a_rejection_with_nothing_left_draws_from_the_target(rule):
-    """Rows equal to rounding: the residual is empty, and token 0 is impossible."""
+    """Fails if an empty residual, of nearly equal rows, gives impossible token 0."""
     target = jnp.asarray([[0.0, 0.5, 0.5], [0.0, 0.5, 0.5]], jnp.float32)
     draft = target[:1].at[0, 2].set(jnp.nextafter(jnp.float32(0.5), jnp.float32(1)))
     uniforms, noise = jnp.nextafter(jnp.ones((1,)), jnp.float32(0)), jnp.zeros((3,))
@@ -162,7 +162,7 @@ def test_a_rejection_with_nothing_left_draws_from_the_target(rule):
 
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_rows_past_the_drafts_may_hold_anything(rule, rng):
-    """NaN in rows that were not drafted changes no bit of the outcome."""
+    """Fails if NaN in rows that were not drafted changes the outcome."""
     tokens, draft, target, _ = few(rng, gamma=3)
     more = {"uniforms": jnp.asarray([0.1, 0.9, 0.0]), "noise": jnp.zeros((4,))}
     clean = COMPILED[rule](tokens, draft, target, jnp.int32(1), **more)
@@ -179,7 +179,7 @@ def test_rows_past_the_drafts_may_hold_anything(rule, rng):
 @pytest.mark.parametrize("token", [4, -1])
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_a_draft_outside_the_vocabulary_is_never_kept(rule, token, rng):
-    """Its row may be all zero, as `jax.nn.one_hot` makes it, and its uniform too."""
+    """Fails if uniform 0 keeps the draft, even by a row of zeros (`jax.nn.one_hot`)."""
     tokens, draft, target, count = few(rng)
     more = {"uniforms": jnp.zeros((2,)), "noise": jnp.zeros((4,))}
     for row in (jnp.zeros((4,)), draft[0]):
@@ -195,7 +195,7 @@ def test_a_draft_outside_the_vocabulary_is_never_kept(rule, token, rng):
 @pytest.mark.parametrize("prob", [np.nan, 0.0, -1.0])
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_a_draft_that_cannot_have_been_drawn_is_never_kept(rule, prob, rng):
-    """Its own token is the target's, by finite weights."""
+    """Fails if the draft is kept, or the own token is not from the target's row."""
     tokens, draft, target, count = few(rng)
     more = {"uniforms": jnp.zeros((2,)), "noise": jnp.zeros((4,))}
     draft = draft.at[0].set(prob)
@@ -225,14 +225,14 @@ def capped_branches(target, draft, chain, *, caps=True):
     for length in range(gamma):
         excess = drawn[length] * draft[length] * (capped(length) - 1)
         more, less = np.maximum(excess, 0).sum(), np.maximum(-excess, 0).sum()
-        keep.append(more / max(more, less))  # More only without the cap.
-        rows.append(np.maximum(excess, 0) / (more or 1))  # No excess has no row.
+        keep.append(more / max(more, less))  # more > less only without the cap.
+        rows.append(np.maximum(excess, 0) / (more or 1))  # 0 without excess.
     return [*keep[1:], min(capped(gamma - 1)[chain[-1]], 1)], rows
 
 
 def test_hierarchical_branch_resampling_is_block_verification(rng):
-    """Capped ratios are the joint ratios of Sun et al.: both verify a chain by the same
-    numbers. Fails without the cap, which is the negative control."""
+    """Checks that capped ratios are the joint ratios of Sun et al.: both verify a chain
+    by the same numbers. Ratios without the cap are the negative control."""
     probabilities, differs = jax.jit(acceptance.block_probabilities), []
     for _ in range(20):
         target, draft = rng.dirichlet(np.ones(4), size=4), rng.dirichlet(np.ones(4), 3)

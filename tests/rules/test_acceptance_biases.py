@@ -14,7 +14,7 @@ from spec_jax.rules import acceptance, sampling
 
 
 def changing(change):
-    """A rule with other probabilities: `change(right, chain, target, num_drafted)`."""
+    """Makes rules with probabilities `change(right, chain, target, num_drafted)`."""
 
     def of(base):
         def probabilities(chain, draft, target, num_drafted):
@@ -28,30 +28,30 @@ def changing(change):
 
 @changing
 def target_in_place_of_residual(right, chain, target, num_drafted):
-    """The residual is not subtracted."""
+    """Draws the own token from the target's row, without subtracting the draft's."""
     return right.replace(own=target)
 
 
 @changing
 def bonus_of_the_row_before(right, chain, target, num_drafted):
-    """After a full acceptance, the own token is drawn from the wrong row."""
+    """Draws the own token after a full acceptance from the row before the last."""
     wrong = target[num_drafted - 1]
     return right.replace(own=right.own.at[num_drafted].set(wrong))
 
 
 @changing
 def draft_probability_ignored(right, chain, target, num_drafted):
-    """A draft is kept with the target's probability alone."""
+    """Keeps a draft with the target's probability alone."""
     return right.replace(keep=target[jnp.arange(len(chain)), chain])
 
 
 def other_order_of_uniforms(base):
-    """One rule's probabilities with the other's reading of the uniforms."""
+    """Reads the uniforms of one rule's probabilities as the other rule does."""
     return from_probabilities(base.probabilities, longest=base is enumeration.REJECTION)
 
 
 def padding_is_read(base):
-    """The number of real drafts is taken for gamma."""
+    """Takes all gamma drafts for real ones."""
 
     def of_all(function):
         return lambda chain, draft, target, _, **noise: function(
@@ -64,7 +64,7 @@ def padding_is_read(base):
 
 
 def from_probabilities(probabilities, *, longest):
-    """A rule that reads uniforms as rejection does, or as block verification does."""
+    """Returns a rule that reads uniforms as block if `longest`, else as rejection."""
 
     def accept(chain, draft, target, num_drafted, *, uniforms, noise):
         lengths = jnp.arange(1, chain.shape[0] + 1)
@@ -94,7 +94,7 @@ BIASED_RULES = {
     [*zip(BIASED_RULES, itertools.cycle(enumeration.RULES), strict=False)],
 )
 def test_enumeration_catches_a_biased_rule(rule, planted, rng):
-    """Negative control: by a thousand times what rounding may cause."""
+    """Negative control: a fault biases by a thousand times what rounding may cause."""
     case = cases.make_case("random", rng, 3, 2)
     biased = BIASED_RULES[planted](enumeration.RULES[rule])
     num_drafted = 1 if planted == "padding read" else 2
@@ -102,7 +102,7 @@ def test_enumeration_catches_a_biased_rule(rule, planted, rng):
 
 
 def test_the_probabilities_are_what_the_rules_read(rng):
-    """The rule that the planted ones are made from is the right one, unplanted."""
+    """Fails if the rule that the planted ones are made from is biased without them."""
     case = cases.make_case("random", rng, 3, 2)
     for rule in (enumeration.REJECTION, enumeration.BLOCK):
         same = from_probabilities(rule.probabilities, longest=rule is enumeration.BLOCK)
@@ -110,13 +110,13 @@ def test_the_probabilities_are_what_the_rules_read(rng):
 
 
 def rounded_softmax(logits):
-    """Probabilities that went through bfloat16, as a draft model's head may have it."""
+    """Returns probabilities that went through bfloat16, as a draft model's may."""
     rows = jax.nn.softmax(jnp.asarray(logits, jnp.bfloat16), axis=-1)
     return np.asarray(rows.astype(jnp.float32))
 
 
 def one_sided_case(planted, rng):
-    """The drafts, or the target, are not what the rule is told."""
+    """Returns a case in which the rule is told wrong probabilities of one model."""
     kind = {"temperature": {"temperature": 0.6}, "filter": {"top_p": 0.7}}
     what = planted.split()[0]
     settings = sampling.make_settings(**kind.get(what, {}))
@@ -143,7 +143,7 @@ def one_sided_case(planted, rng):
 def test_enumeration_catches_probabilities_that_are_not_those_drawn_from(
     rule, planted, rng
 ):
-    """Negative control. "Only" is said of what the rule is told, not of what is so."""
+    """Negative control: where the name says "only", in truth both models have it."""
     assert (
         enumeration.bias(enumeration.RULES[rule], one_sided_case(planted, rng))
         > 100 * enumeration.ROUNDING

@@ -1,7 +1,7 @@
 """The law of what several rounds of rejection or block verification write.
 
-By Monte Carlo, with the noise of `sampling`: enumeration knows nothing of noise that
-two purposes, or two rounds, share. Planted sharing goes through the same check.
+The check is Monte Carlo, with the noise of `sampling`: enumeration cannot find noise
+that two purposes, or two rounds, share. Planted sharing goes through the same check.
 """
 
 import functools
@@ -16,12 +16,12 @@ from spec_jax.rules import acceptance, sampling
 
 
 NUM_STREAMS = 2**17
-"""Streams of a Monte Carlo check. A cell of 1/27 has a standard error of 0.00052."""
+"""Streams of the check. A cell of probability 1/27 has a standard error of 0.00052."""
 
 SIGMAS = 5.0
-"""Bound on each of 27 cells: a right rule fails once in 60,000 sets of seeds."""
+"""The bound on each of 27 cells: a right rule fails for one set of seeds in 60,000."""
 
-CELLS = 3  # tokens of a stream that are looked at
+CELLS = 3  # tokens of a stream that are compared
 SMALL = 3  # vocabulary
 DRAFTED = 2
 TARGET_ROWS = jnp.asarray([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.5, 0.1, 0.4]])
@@ -29,7 +29,7 @@ DRAFT_ROWS = jnp.asarray([[0.3, 0.2, 0.5], [0.5, 0.4, 0.1], [0.1, 0.6, 0.3]])
 
 
 class Noise(pytree.Node):
-    """All noise of one stream: entry `n` is that of a round from position `n`."""
+    """All noise of one stream: entry `n` is for a round that begins at position `n`."""
 
     draft: jax.Array  # [positions, DRAFTED, SMALL] float32
     uniforms: jax.Array  # [positions, DRAFTED] float32
@@ -37,12 +37,12 @@ class Noise(pytree.Node):
 
 
 def noise_of(seed) -> Noise:
-    """What `sampling` gives one seed."""
+    """Returns the noise that `sampling` gives one seed."""
     gumbel = functools.partial(sampling.noise, seed, vocab_size=SMALL)
     drafts = lambda n: jax.vmap(
         lambda i: gumbel(n, stream=sampling.Stream.DRAFT, offset=i)
     )(jnp.arange(DRAFTED))
-    # Rounds begin at positions up to CELLS; a draft may be aimed a little further.
+    # Rounds begin at positions up to CELLS; `by_position_alone` reads later ones, too.
     positions = jnp.arange(CELLS + DRAFTED)
     return Noise(
         draft=jax.vmap(drafts)(positions),
@@ -59,7 +59,7 @@ def all_noise() -> Noise:
 
 
 def one_stream(accept, noise: Noise):
-    """The first `CELLS` tokens after token 0, by rounds of `DRAFTED` drafts."""
+    """Returns the first `CELLS` tokens after token 0, by rounds of `DRAFTED` drafts."""
 
     def one_round(_, state):
         tokens, n = state
@@ -89,7 +89,7 @@ STREAMS = {
 
 
 def worst_cell(rule: str, noise: Noise) -> float:
-    """The largest deviation of any cell from the target's law, in standard errors."""
+    """Returns a cell's largest deviation from the target's law, in standard errors."""
     tokens = np.asarray(STREAMS[rule](noise))
     cells = np.ravel_multi_index(tokens.T, (SMALL,) * CELLS)
     found = np.bincount(cells, minlength=SMALL**CELLS) / NUM_STREAMS
@@ -100,26 +100,26 @@ def worst_cell(rule: str, noise: Noise) -> float:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rounds_write_the_targets_law(rule):
-    """Every cell of three tokens is within 5 standard errors, n = 131,072."""
+    """Fails if a cell of three tokens is off by 5 standard errors, n = 131,072."""
     assert worst_cell(rule, all_noise()) < SIGMAS
 
 
 def own_from_the_drafts(noise: Noise) -> Noise:
-    """The own token is drawn with the first draft's noise."""
+    """Plants the first draft's noise as that of the own token."""
     return noise.replace(own=noise.draft[:, :, 0])
 
 
 def one_uniform(noise: Noise) -> Noise:
-    """All drafts of a round have one uniform."""
+    """Plants one uniform for all drafts of a round."""
     return noise.replace(
         uniforms=jnp.broadcast_to(noise.uniforms[..., :1], noise.uniforms.shape)
     )
 
 
 def by_position_alone(noise: Noise) -> Noise:
-    """Drafts and uniforms have the noise of their position, whichever round it is."""
+    """Gives drafts and uniforms the noise of their position, whichever round it is."""
     ahead = np.arange(CELLS + DRAFTED)[:, None] + np.arange(DRAFTED)
-    ahead = np.minimum(ahead, CELLS + DRAFTED - 1)  # rounds never begin up there
+    ahead = np.minimum(ahead, CELLS + DRAFTED - 1)  # only where no round begins
     return noise.replace(
         draft=noise.draft[:, ahead, 0], uniforms=noise.uniforms[:, ahead, 0]
     )
@@ -136,6 +136,6 @@ PLANTED = {
 
 @pytest.mark.parametrize("planted", PLANTED)
 def test_shared_noise_is_caught(planted):
-    """Negative control: the same n and the same bound."""
+    """Negative control: shared noise moves a cell by twice the bound, at the same n."""
     rule, plant = PLANTED[planted]
     assert worst_cell(rule, plant(all_noise())) > 2 * SIGMAS

@@ -1,8 +1,8 @@
 """The exact laws of rejection and block verification under a processor.
 
 The rules are given what rounds give them: rows that `processing.process_rows` made of a
-window's logits, along its paths. The truth is by definition, in float64, and the drafts
-are drawn under the processor too, or are not. See `enumeration` and `test_tree_law`.
+window's logits, along its paths. The true law is computed by definition, in float64;
+drafts are drawn with the processor or without. See `enumeration` and `test_tree_law`.
 """
 
 import functools
@@ -32,7 +32,7 @@ def made() -> processor_lib.Processor:
 
 
 def by_definition(answer, logits) -> np.ndarray:
-    """The law of the token after the prompt and an answer."""
+    """Returns the law of the token after the prompt and an answer, by definition."""
     row, text = np.array(logits, np.float64), [*PROMPT, *answer]
     for token in set(text):
         factor = PENALTIES["repetition"]
@@ -48,7 +48,7 @@ def by_definition(answer, logits) -> np.ndarray:
 
 
 def table_of(logits: list[np.ndarray], law) -> list[np.ndarray]:
-    """The table of laws after each prefix, `law(prefix, logits)`."""
+    """Returns the table with `law(prefix, logits)` after each prefix."""
     found = [np.empty_like(entry) for entry in logits]
     for depth, entry in enumerate(logits):
         for prefix in itertools.product(range(V), repeat=depth):
@@ -57,7 +57,7 @@ def table_of(logits: list[np.ndarray], law) -> list[np.ndarray]:
 
 
 def begun() -> processing.Processing:
-    """One slot after the prompt."""
+    """Returns the processing of one slot, after the prompt."""
     text = np.array([*PROMPT, 0, 0, 0], np.int32)
     one = processing.begin(made(), text, np.int32(len(PROMPT)), vocab_size=V)
     return processing.of_slots(one, 1)
@@ -65,7 +65,7 @@ def begun() -> processing.Processing:
 
 @functools.partial(jax.jit, static_argnames="depth_max")
 def _rows(state, tokens, logits, parents, depth_max=None):
-    """The distributions of a window's columns, as rounds make them."""
+    """Returns the distributions of a window's columns, as rounds make them."""
     count = tokens.shape[0]
     columns = jnp.arange(count, dtype=jnp.int32)
     window = protocols.Window(
@@ -86,7 +86,7 @@ def _rows(state, tokens, logits, parents, depth_max=None):
 
 
 def processed(logits: list[np.ndarray]) -> list[np.ndarray]:
-    """The table of what rounds compute: the last column of a window for each prefix."""
+    """Returns the table that rounds compute: each prefix is a window's path."""
     state, most = begun(), len(logits) - 1
 
     def law(prefix, row):
@@ -101,7 +101,7 @@ def processed(logits: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def raw(logits: list[np.ndarray]) -> list[np.ndarray]:
-    """The table without a processor."""
+    """Returns the table without a processor."""
     return [np.asarray(jax.nn.softmax(entry), np.float32) for entry in logits]
 
 
@@ -124,7 +124,7 @@ def case_of(rng, target=processed, draft=processed) -> enumeration.Case:
 @pytest.mark.parametrize("draft", [processed, raw])
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_chains_have_the_processed_law(rule, draft, rng):
-    """Of drafts that were drawn under the processor, or without it."""
+    """Checks chains whose drafts were drawn with the processor, or without it."""
     case = case_of(rng, draft=draft)
     for num_drafted in range(GAMMA + 1):
         found = enumeration.bias(enumeration.RULES[rule], case, num_drafted)
@@ -133,7 +133,7 @@ def test_chains_have_the_processed_law(rule, draft, rng):
 
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_rows_without_the_processor_are_caught(rule, rng):
-    """Planted."""
+    """Negative control: the target's rows are not processed."""
     case = case_of(rng, target=raw)
     assert enumeration.bias(enumeration.RULES[rule], case) > tree_law.BIASED
 
@@ -147,7 +147,7 @@ def _of_parent(real):
 
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_a_state_of_the_parents_is_caught(rule, rng, monkeypatch):
-    """Planted: a row has the state of its parent."""
+    """Negative control: each row is processed with the state of its parent."""
     monkeypatch.setattr(processing, "after", _of_parent(processing.after))
     _rows.clear_cache()
     case = case_of(rng)
@@ -156,7 +156,7 @@ def test_a_state_of_the_parents_is_caught(rule, rng, monkeypatch):
 
 
 def test_a_draft_that_is_cut_because_of_its_token_is_caught(rng):
-    """Planted: what `processing.cut` must not do to drafts that were drawn."""
+    """Negative control: drawn drafts are cut, which `processing.cut` must not do."""
     case = case_of(rng, draft=raw)
     target = case.target
 
@@ -171,7 +171,7 @@ def test_a_draft_that_is_cut_because_of_its_token_is_caught(rng):
 @pytest.mark.parametrize("shape", ["two children", "1-2-1", "mixed"])
 @pytest.mark.parametrize("draft", [processed, raw])
 def test_trees_have_the_processed_law(shape, draft, rng):
-    """By rejection, of a tree of every shape."""
+    """Checks the law of rejection on trees of several shapes."""
     case = tree_law.make_case(shape, rng)
     logits = random_logits(rng, case.depth_max + 1)
     given = draft(random_logits(rng, case.depth_max))

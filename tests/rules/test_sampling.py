@@ -18,10 +18,10 @@ distribution = jax.jit(sampling.distribution)
 
 
 def oracle(logits, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
-    """The filters in plain Python, by a sort, in float64."""
+    """Computes the filters in plain Python, by a sort, in float64."""
     if temperature == 0:
         return np.eye(len(logits))[int(np.argmax(logits))]
-    # The order, and so ties, are of float32 scores; so are the settings.
+    # Scores in float32 decide the order, and so ties; settings are float32, too.
     logits = np.asarray(logits, np.float32)
     scores = (logits - logits.max()) / np.float32(temperature)
     weights = np.exp(scores.astype(np.float64))
@@ -31,7 +31,7 @@ def oracle(logits, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
     mass, kept = 0.0, []
     wanted = np.float32(top_p) * weights[order].sum()
     for i in order:
-        # At 1 all stay, also those too unlikely to change a sum.
+        # With top_p 1 all stay, even tokens too unlikely to change a sum.
         if top_p < 1 and mass >= wanted:
             break
         mass += weights[i]
@@ -44,7 +44,7 @@ def oracle(logits, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
 
 @hypothesis_settings(max_examples=150, deadline=None)
 @given(
-    # Steps of 1/2, so that there are ties: some inside, some at a boundary.
+    # Steps of 1/2, so that there are ties, inside and at a boundary.
     halves=st.lists(st.integers(-12, 12), min_size=VOCAB, max_size=VOCAB),
     temperature=st.sampled_from((0.0, 0.3, 1.0, 2.5)),
     top_k=st.one_of(st.none(), st.integers(1, VOCAB + 2)),
@@ -52,7 +52,7 @@ def oracle(logits, *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0):
     min_p=st.integers(0, 64).map(lambda n: n / 64),
 )
 def test_filters_agree_with_the_oracle(halves, temperature, top_k, top_p, min_p):
-    """The same tokens stay, with the same probabilities."""
+    """Fails if other tokens stay, or if their probabilities differ."""
     values = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits = np.asarray(halves, np.float32) / 2
     settings = sampling.make_settings(**(values | {"temperature": temperature or 1.0}))
@@ -68,8 +68,8 @@ def filtered(logits, **values):
 
 
 def test_boundaries_are_exact():
-    """Top-k keeps what equals the last, and top-p cuts it by index; the token that
-    reaches p stays; min-p keeps equality."""
+    """Checks that top-k keeps all tokens that equal its last one, that top-p cuts ties
+    by index and keeps the token that reaches p, and that min-p keeps its bound."""
     even = [0.0, 0.0, 0.0, 0.0]
     assert filtered(even, top_k=3) == [0.25] * 4
     assert (
@@ -81,29 +81,28 @@ def test_boundaries_are_exact():
     assert filtered(even, top_p=0.500001) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
     assert filtered(even, min_p=1.0) == [0.25] * 4
     assert filtered(even, top_p=1e-6) == [1, 0, 0, 0]
-    # Top-p looks at what top-k left: half of the mass is one token then, not two.
+    # Top-p counts the mass that top-k left: one token reaches p then, not two.
     assert filtered([2.0, 1.0, 0.9, 0.8], top_k=2, top_p=0.7) == [1, 0, 0, 0]
     assert filtered([2.0, 1.0, 1.0, 1.0], top_p=0.7)[1] > 0
-    # Masked tokens never come back, and order among -inf does not matter.
+    # Masked tokens never come back, and the order among -inf does not matter.
     assert filtered([-math.inf, 0.0, -math.inf, 0.0], top_k=4) == [0, 0.5, 0, 0.5]
 
 
 def test_greedy_and_its_neighbours():
-    """Temperature 0 and a tiny top-p are the first argmax, exactly; top-k 1 and min-p
-    have all that equal it."""
+    """Checks that temperature 0 and a tiny top-p give the first argmax exactly, and
+    that top-k 1 and min-p 1 give all tokens that equal it."""
     logits = [1.0, 5.0, 5.0, -3.0]
     for values in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         is_all = "min_p" in values or "top_k" in values
-        assert (
-            filtered(logits, **values) == [0, 0.5, 0.5, 0] if is_all else [0, 1, 0, 0]
-        )
+        expected = [0, 0.5, 0.5, 0] if is_all else [0, 1, 0, 0]
+        assert filtered(logits, **values) == expected
     # The smallest temperature that is allowed makes no NaN.
     tiny = settings_lib.SMALLEST_TEMPERATURE
     assert filtered(logits, temperature=tiny) == [0, 0.5, 0.5, 0]
 
 
 def by_hugging_face(logits, values):
-    """The probabilities that the warpers of `generate` leave."""
+    """Returns the probabilities that the warpers of `generate` leave."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     scores = torch.from_numpy(logits)
@@ -130,7 +129,7 @@ def by_hugging_face(logits, values):
     ids=str,
 )
 def test_filters_agree_with_hugging_face(values, rng):
-    """The order and the boundaries of `generate`, on logits without ties."""
+    """Compares order and boundaries with `generate`'s, on logits without ties."""
     logits = (3 * rng.standard_normal((8, 50))).astype(np.float32)
     found = distribution(logits, sampling.make_settings(**values))
     np.testing.assert_allclose(found, by_hugging_face(logits, values), atol=2e-6)
@@ -151,8 +150,8 @@ NUM_ROWS = 600
 @pytest.mark.parametrize("values", TIED, ids=str)
 def test_ties_are_those_of_hugging_face(values, rng):
     """Fails if top-k cuts logits that equal its last one, or min-p its bound, in XLA or
-    native kernels: draws show no token that is left out, and all that are kept. Kernels
-    of a GPU: `pallas/test_pallas_sampling`."""
+    native kernels: draws must have each likely token that is kept, and no other.
+    `pallas/test_pallas_sampling` checks the kernels of a GPU."""
     logits = rng.permutation(np.repeat(np.arange(5, dtype=np.float32), 10))
     expected = by_hugging_face(logits[None], values)[0]
     settings = sampling.make_settings(**values)
@@ -171,12 +170,12 @@ def test_ties_are_those_of_hugging_face(values, rng):
 
 
 def test_a_large_vocabulary_is_filtered_as_a_small_one(rng):
-    """Searches reach every index; counts and sums stand at 20,000 entries."""
+    """Fails if a search misses an index, or sums of 20,001 entries are too coarse."""
     logits = (4 * rng.standard_normal(20_001)).astype(np.float32)
     for values in ({"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.999, "min_p": 1e-3}):
         found = np.asarray(distribution(logits, sampling.make_settings(**values)))
         expected = oracle(logits, **values)
-        # A sum in float32 may round past the boundary: one token more or less.
+        # A sum in float32 may be rounded past the boundary: one token more or less.
         assert abs(np.sum(found > 0) - np.sum(expected > 0)) <= ("top_p" in values)
         np.testing.assert_allclose(found, expected, atol=1e-4)
     even = np.zeros(20_001, np.float32)
@@ -199,13 +198,13 @@ SIGMAS = 5.0
 
 @functools.partial(jax.jit, static_argnames="draw")
 def draws(logits, settings, draw):
-    """`NUM_DRAWS` draws from one row, at as many positions."""
+    """Returns `NUM_DRAWS` draws from one row, at as many positions."""
     positions = jnp.arange(NUM_DRAWS, dtype=jnp.int32)
     return jax.vmap(lambda position: draw(logits, settings, position))(positions)
 
 
 def worst_frequency(draw, values) -> float:
-    """The largest deviation from the oracle, in standard errors, n = 65,536."""
+    """Returns the largest deviation from the oracle, in standard errors, n = 65,536."""
     logits = np.linspace(-2, 2, VOCAB, dtype=np.float32)[::-1]
     found = np.bincount(
         draws(logits, sampling.make_settings(**values), draw), minlength=VOCAB
@@ -219,26 +218,26 @@ def worst_frequency(draw, values) -> float:
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_draws_follow_the_distribution(name):
-    """Each token's frequency is within 5 standard errors."""
+    """Checks that each token's frequency is within 5 standard errors."""
     assert worst_frequency(sampling.sample, FILTERS[name]) < SIGMAS
 
 
 def uniform_noise(logits, settings, position):
-    """Planted: uniform noise in place of Gumbel's."""
+    """Plants uniform noise in place of Gumbel noise."""
     key = sampling.noise_key(settings.seed, sampling.Stream.SAMPLE, position)
     weights = sampling.log_weights(logits, settings)
     return jnp.argmax(weights + jax.random.uniform(key, weights.shape))
 
 
 def unheated(logits, settings, position):
-    """Planted: the temperature is left out."""
+    """Plants temperature 1 in place of the given one."""
     settings = settings.replace(temperature=jnp.ones_like(settings.temperature))
     return sampling.sample(logits, settings, position)
 
 
 @pytest.mark.parametrize("planted", (uniform_noise, unheated), ids=lambda f: f.__name__)
 def test_wrong_draws_are_caught(planted):
-    """Negative control: the same n and the same bound."""
+    """Negative control: planted draws deviate by twice the bound, at the same n."""
     assert worst_frequency(planted, {"temperature": 0.6}) > 2 * SIGMAS
 
 
@@ -261,7 +260,7 @@ def test_wrong_draws_are_caught(planted):
     ids=str,
 )
 def test_bad_settings_are_refused(values, message):
-    """Before anything runs, with the value and how to mend it."""
+    """Checks that `make_settings` refuses a bad value, and names it in the error."""
     with pytest.raises(ValueError, match=message):
         sampling.make_settings(**values)
 
@@ -290,8 +289,8 @@ def drawn_each(logits, order, *, positions=(7, 5, 5, 900), draws=(True,) * 4):
 
 
 def test_each_row_draws_as_it_does_alone(rng):
-    """Fails if a row takes another row's settings, noise or position, or a row that
-    draws nothing is computed, or spoils those that do."""
+    """Fails if a row takes another row's settings, noise or position, or if a row that
+    draws nothing gives a token other than 0, or changes the draws of others."""
     others = 0
     for _ in range(4):
         logits = (2 * rng.standard_normal((4, 311))).astype(np.float32)
@@ -299,7 +298,7 @@ def test_each_row_draws_as_it_does_alone(rng):
         for row, position in enumerate((7, 5, 5, 900)):
             own = sampling.make_settings(**EACH[row])
             assert sample(logits[row], own, jnp.int32(position)) == found[row]
-        # Negative controls: rolled by a row, and keyed one position late.
+        # Negative controls: settings of the row before, and noise one position late.
         others += (drawn_each(logits, (3, 0, 1, 2)) != found).sum()
         others += (
             drawn_each(logits, range(4), positions=(8, 6, 6, 901)) != found

@@ -1,4 +1,4 @@
-"""Draws depend on their row, seed and position; noise that nothing shares."""
+"""Draws depend on their row, seed and position alone; no two purposes share noise."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ EVERYTHING = {"temperature": 0.9, "top_k": 400, "top_p": 0.97, "min_p": 1e-4}
 
 
 def row_differences(sampler, rng) -> int:
-    """How many draws change with the rows around them, over 12 slabs."""
+    """Returns how many draws change with the rows around them, over 12 slabs."""
     settings = sampling.make_settings(**EVERYTHING, seed=9)
     sampler = jax.jit(sampler)
     count = 0
@@ -31,7 +31,7 @@ def row_differences(sampler, rng) -> int:
         at = {"first_position": jnp.int32(start), "num_active": jnp.int32(5)}
         together = np.asarray(sampler(logits, settings, **at))
         for row in range(ROWS):
-            # Alone, first in the slab, among padding rows of NaN.
+            # The row alone: first in the slab, before padding rows of NaN.
             alone = np.full_like(logits, np.nan)
             alone[0] = logits[row]
             at = {"first_position": jnp.int32(start + row), "num_active": jnp.int32(1)}
@@ -41,7 +41,7 @@ def row_differences(sampler, rng) -> int:
 
 
 def noise_of_the_slab(logits, settings, *, first_position, num_active):
-    """Planted: one key for a slab, so that a row's noise is that of its place."""
+    """Plants one key for a slab: a row's noise depends on its place in the slab."""
     del num_active
     key = sampling.noise_key(settings.seed, sampling.Stream.SAMPLE, first_position)
     weights = jax.vmap(lambda row: sampling.log_weights(row, settings))(logits)
@@ -49,14 +49,14 @@ def noise_of_the_slab(logits, settings, *, first_position, num_active):
 
 
 def test_a_draw_depends_on_its_row_and_position(rng):
-    """Rows alone and together, in any place of the slab, beside NaN. Noise by place in
-    the slab is the negative control."""
+    """Fails if a draw changes with its place in the slab or with the rows beside it,
+    even NaN. Noise by place in the slab is the negative control."""
     assert row_differences(sampling.sample_rows, rng) == 0
     assert row_differences(noise_of_the_slab, rng) > 10
 
 
 def primitives_paid_always(jaxpr) -> set[str]:
-    """Names of the primitives outside all branches of a `cond`."""
+    """Returns the names of the primitives outside all branches of a `cond`."""
     names = set()
     for equation in jaxpr.eqns:
         names.add(equation.primitive.name)
@@ -75,8 +75,8 @@ COSTLY = {"exp", "log", "random_bits", "while", "scan"}
 
 
 def test_greedy_pays_for_no_filter_and_no_noise():
-    """What is outside the branches has no noise, no search and no softmax in it. What a
-    draw without branches would pay is the negative control."""
+    """Fails if noise, a search or a softmax is outside the branches of a draw. Noise
+    that is in no branch is the negative control."""
     assert not paid_always(sampling.sample) & COSTLY
     noisy = lambda logits, settings, position: sampling.noise(
         settings.seed, position, vocab_size=VOCAB
@@ -85,7 +85,7 @@ def test_greedy_pays_for_no_filter_and_no_noise():
 
 
 def test_no_two_purposes_share_noise():
-    """Streams, positions, offsets and seeds all give other bits; the same, the same."""
+    """Checks that bits repeat only for the same stream, position, offset and seed."""
     uses = [
         (seed, stream, position, offset)
         for seed in (0, 1)
@@ -109,7 +109,7 @@ def test_no_two_purposes_share_noise():
     "other", [jax.default_prng_impl("rbg"), jax.threefry_partitionable(False)]
 )
 def test_noise_does_not_depend_on_the_configured_generator(other, is_compiled):
-    """A seed means the same stream in every process, whatever jax's flags are."""
+    """Fails if jax's flags change the stream that a seed means."""
 
     def draw():
         at = jnp.uint32(3), jnp.int32(5)
@@ -119,7 +119,7 @@ def test_noise_does_not_depend_on_the_configured_generator(other, is_compiled):
     expected = wrap(lambda: draw())()
     with other:
         testing.assert_same_bits(wrap(lambda: draw())(), expected)
-    # Negative control: what the noise is drawn by depends on a flag.
+    # Negative control: `jax.random.bits` by itself depends on a flag.
     key, found = jax.random.key(0, impl="threefry2x32"), set()
     for value in (False, True):
         with jax.threefry_partitionable(value):
@@ -128,23 +128,23 @@ def test_noise_does_not_depend_on_the_configured_generator(other, is_compiled):
 
 
 def equal_among_highest(values) -> int:
-    """How many of the 512 highest of a million draws equal another."""
+    """Returns how many of the 512 highest values repeat another of them."""
     return 512 - len(np.unique(np.sort(np.asarray(values))[-512:]))
 
 
 def test_high_noise_is_finely_resolved():
-    """Fails where 24 bits stand behind it: unlikely tokens are drawn too seldom."""
+    """Fails if noise is made of 24 bits: unlikely tokens are drawn too seldom."""
     size = 2**20
     found = noise(jnp.uint32(0), jnp.int32(0), vocab_size=size)
     coarse = jax.random.gumbel(jax.random.key(0), (size,), mode="low")
     assert equal_among_highest(found) == 0
     assert equal_among_highest(coarse) > 5  # negative control
-    # Of Gumbel's law: mean 0.5772, standard deviation 1.2825.
+    # Gumbel's law has mean 0.5772 and standard deviation 1.2825.
     assert abs(float(jnp.mean(found)) - 0.57722) < SIGMAS * 1.2825 / 2**10
 
 
 def test_uniforms_are_the_leading_bits():
-    """Fails if small ones are quantised, or one is rounded up: to 1, or to a bound."""
+    """Fails if small uniforms are quantised, or one is rounded up to 1 or a bound."""
     ones = 2**32 - 1
     highs = [0, 1, 2, 255, 2**24 - 1, 2**24 + 1, 2**31 - 1, 2**31, ones]
     pairs = [(high, low) for high in highs for low in (0, 1, 2**31, ones)]
@@ -156,7 +156,7 @@ def test_uniforms_are_the_leading_bits():
 
 
 def test_uniforms_have_more_than_23_bits():
-    """Fails if they are `jax.random.uniform`, of which 1 in 8 million is 0."""
+    """Fails if uniforms are `jax.random.uniform`'s, of which 1 in 8 million is 0."""
     found = sampling.uniforms(jnp.uint32(0), jnp.int32(5), gamma=4096)
     coarse = jax.random.uniform(jax.random.key(0), (4096,), jnp.float32)
     for values, is_fine in ((found, True), (coarse, False)):
@@ -169,17 +169,17 @@ def test_uniforms_have_more_than_23_bits():
 
 
 def least_matched(target, draft, count):
-    """The matching bound of lists: what `count` drafts keep at least, of independent
-    noise each (arXiv 2506.05632); of one draft, what coupling keeps."""
+    """Returns the matching bound of lists (arXiv 2506.05632): the least chance that one
+    of `count` drafts, each with its own noise, matches; for one, coupling's chance."""
     most = np.maximum(target[:, None] / target, draft[:, None] / draft).sum(0)
     return (count / (most + (count - 1) / target)).sum()
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_match_as_often_as_the_bound_of_lists(seed):
-    """Fails if the children that share the target's noise, the highest of the draft's
-    own noisy weights, hold its token less often than lists of as many drafts; or if
-    one of them does so more or less often than coupling says."""
+    """Fails if the draft's highest weights, with the target's noise, hold the target's
+    token less often than the bound for lists of as many drafts; or if the highest one
+    alone does so more or less often than coupling says."""
     rng = np.random.default_rng(seed)
     draws, at = 20_000, sampling.make_settings(temperature=1.0, seed=seed)
     logits = rng.standard_normal((2, VOCAB)).astype(np.float32)

@@ -1,8 +1,8 @@
-"""What scheduled rounds, and those of a choice, commit, as an exact law.
+"""The exact law of rounds with a schedule of drafts, or with a choice among drafters.
 
-Neither a schedule nor a choice among drafters may see a drafted token of the round. The
-example is the paper's: one slot, two drafts, survival 0.8 of the first; whether the
-second is worth its row is known from the first one's token alone.
+No draft may be left out because of its own token, and no choice may depend on tokens of
+the round. The example is the paper's: one slot, two drafts, survival 0.8 of the first;
+whether the second is worth its row depends on the first one's token alone.
 """
 
 import enumeration
@@ -25,7 +25,7 @@ A = 0  # The token that the target prefers.
 
 
 def verified(survival_of, *, stops_early):
-    """How many drafts of a chain are verified, by what survival is said of it."""
+    """Returns a function: how many drafts of a chain are verified, by its survivals."""
 
     def num_drafted(chain):
         counts = schedule_lib.schedule(
@@ -41,18 +41,18 @@ def verified(survival_of, *, stops_early):
 
 
 def known_before(chain):
-    """The first draft's chance is settled, the second one's is the first token's."""
+    """Returns survivals: the first is fixed, the second depends on the first token."""
     return 0.8, 0.8 * (0.9 if chain[0] == A else 0.0)
 
 
 def of_itself(chain):
-    """Planted: a draft's chance is that of its own token."""
+    """Plants survivals of which the first depends on the first token itself."""
     first = 0.99 if chain[0] == A else 0.1
     return first, first * 0.99
 
 
 def one_ahead(chain):
-    """Planted: survivals are read one draft too far on."""
+    """Plants survivals that are read one draft too far on."""
     _, second = known_before(chain)
     return second, second
 
@@ -64,7 +64,7 @@ def law_of(num_drafted, rule="rejection"):
 
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_the_papers_example_is_exact_with_the_stop_alone(rule):
-    """(0.7, 0.3) with it; (0.85, 0.15) by the global maximum, as in the paper."""
+    """Checks for (0.7, 0.3) by the stop, the paper's (0.85, 0.15) by the maximum."""
     stop = verified(known_before, stops_early=True)
     assert {stop(chain) for chain in enumeration.all_chains(CASE)} == {0}
     np.testing.assert_allclose(law_of(stop, rule), [0.7, 0.3], atol=1e-6)
@@ -83,7 +83,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_a_schedule_that_sees_the_token_is_caught(rule, fault, monkeypatch):
-    """Steps of more rows cost less here, so that the stop does not end all of them."""
+    """Negative control. More rows cost less here, so that some drafts are verified."""
     cheap = jnp.asarray([1.0, 1.0, 1.6, 1.7], jnp.float32)
     monkeypatch.setitem(globals(), "STEP_S", cheap)
     biased = enumeration.bias(enumeration.RULES[rule], CASE, FAULTS[fault])
@@ -97,7 +97,7 @@ _best = jax.jit(knowledge.best)
 
 
 def asked_by(kept_of):
-    """How much a choice asks for, by counts that may know what is drafted."""
+    """Returns a function: how many drafts a choice asks for, by `kept_of(chain)`."""
     round_s = jnp.asarray([[1.0, 1.4, 1.8]], jnp.float32)
 
     def num_drafted(chain):
@@ -113,7 +113,7 @@ def asked_by(kept_of):
 
 @pytest.mark.parametrize("rule", enumeration.RULES)
 def test_the_law_of_a_choice_that_knows_rounds_that_are_done(rule):
-    """Exact, whatever is asked for; and not where counts know this round's drafts."""
+    """Checks that the law is exact, but not if the counts know this round's drafts."""
     for kept in (0.0, 10.0, 20.0):
         honest = asked_by(lambda chain, kept=kept: kept)
         assert enumeration.bias(enumeration.RULES[rule], CASE, honest) < 1e-6

@@ -1,7 +1,7 @@
 """The exact law of what rules by uniforms commit from a tree, over tiny vocabularies.
 
-As `enumeration`: every tree of tokens that a drafter may draw, and every outcome of the
-uniforms, goes through the rule as it is, jitted and in float32; probabilities are
+As in `enumeration`, every tree of tokens that a drafter may draw, and every outcome of
+the uniforms, goes through the rule as it is, jitted and in float32; probabilities are
 summed in float64. Planted biases go through the same sums.
 """
 
@@ -41,7 +41,7 @@ RULES = {
     ),
     "multipath": (multi_path.multi_path_probabilities, multi_path.accept_multi_path),
 }
-"""Of each rule of trees: its probabilities, and how it decides by them."""
+"""The probabilities of each rule of trees, and the function that decides by them."""
 COMPILED = {
     name: jax.jit(accept, static_argnames="depth_max")
     for name, (_, accept) in RULES.items()
@@ -49,7 +49,7 @@ COMPILED = {
 
 
 def decide(rule, tokens, parents, draft, target, *, number=None, **how):
-    """What a rule keeps of one tree, however long the path."""
+    """Returns what a rule keeps of one tree; more is wanted than any path has."""
     number = len(tokens) if number is None else number
     tokens, parents = (jnp.asarray(x, jnp.int32) for x in (tokens, parents))
     wanted = jnp.int32(9)
@@ -63,9 +63,9 @@ class Case:
     """A tree and two models, as `[V] * i + [V]` tables of rows after each prefix.
 
     Attributes:
-      is_certain: drafts are the most probable tokens, and the rule knows no row.
-      with_replacement: siblings may be drawn twice, as one rule asks for.
-      drops: planted; a last child that is not likely is taken back.
+      is_certain: drafts are the most probable tokens; the rule is told no draft rows.
+      with_replacement: siblings are drawn with replacement, as "multipath" needs them.
+      drops: planted fault: the last draft is left out if it is less likely than 1 / V.
     """
 
     parents: tuple[int, ...]
@@ -100,7 +100,7 @@ def make_case(shape, rng, **kinds) -> Case:
 
 
 def trees(case: Case):
-    """Each `(chance, tokens, rows of draft and target by column, drafts made)`."""
+    """Yields `(chance, tokens, rows of draft and target by column, drafts made)`."""
     for tokens in itertools.product(range(V), repeat=len(case.parents)):
         prefixes = [()]
         for token, parent in zip(tokens, case.parents, strict=True):
@@ -111,7 +111,7 @@ def trees(case: Case):
         ):
             row = case.draft[len(prefixes[parent])][prefixes[parent]].astype(np.float64)
             before = drawn.setdefault(parent, [])
-            if case.is_certain:  # The rank decides.
+            if case.is_certain:  # The next in rank is certain.
                 chance *= token == np.argsort(-row)[len(before)]
             else:
                 left = row.copy()
@@ -150,7 +150,7 @@ WIDEST, DEEPEST, CHUNK = 6, 3, V**4
 
 @functools.cache
 def _evaluate(rule, size, is_certain):
-    """The rule on `CHUNK` trees and all outcomes of the uniforms, compiled once."""
+    """Returns a jitted function: the rule on `CHUNK` trees and outcomes of uniforms."""
     probabilities_of, accept = RULES[rule]
 
     def one(parents, wanted, fault, tokens, draft, target, number, succeeds):
@@ -183,10 +183,10 @@ def _evaluate(rule, size, is_certain):
 
 
 def outcomes(rule: str, case: Case, wanted: int, fault="none") -> enumeration.Outcomes:
-    """What a rule may commit of trees.
+    """Returns what a rule may commit of all trees of a case.
 
-    Trees are filled up with nodes that were not drafted, to one size; but those whose
-    rule goes by the shape.
+    Trees are padded to one size with nodes that were not drafted; but not under
+    "multipath", which depends on the shape.
     """
     chances, *columns = map(np.array, zip(*trees(case), strict=True))
     size = WIDEST if rule != "multipath" else len(case.parents)
@@ -220,19 +220,19 @@ def outcomes(rule: str, case: Case, wanted: int, fault="none") -> enumeration.Ou
 
 
 def bias(rule: str, case: Case, wanted=9, *, truth=None, fault="none") -> float:
-    """Total variation between what is committed and what the target would write."""
+    """Returns the total variation between the committed law and the target's own."""
     law = outcomes(rule, case, wanted, fault).law(case.target)
     gap = law - enumeration.continuations(truth or case.target)[0]
     return 0.5 * np.abs(gap).sum()
 
 
 def mean_accepted(rule: str, case: Case) -> float:
-    """The expected number of drafts that stay."""
+    """Returns the expected number of drafts that stay."""
     return outcomes(rule, case, wanted=9).mean
 
 
 def make_drawn(rule, shape, rng, **kinds) -> Case:
-    """A case whose siblings are drawn as the rule asks for."""
+    """Returns a case whose siblings are drawn as the rule needs them."""
     kinds.setdefault("with_replacement", rule == "multipath")
     return make_case(shape, rng, **kinds)
 
@@ -258,8 +258,8 @@ def test_the_output_has_the_targets_distribution(rule, shape, is_certain, rng):
 
 
 def test_the_best_of_paths_need_not_be_the_best_to_verify(rng):
-    """As the docstring says: more is kept than of one path, but not where the draft is
-    the target, of which a single path is kept whole."""
+    """Checks `accept_multi_path`'s docstring: it keeps more than `accept_block` does of
+    one path, but not where the draft is the target, and one path is kept whole."""
     gains = []
     for _ in range(4):
         case = make_drawn("multipath", "2x2", rng)
@@ -283,23 +283,23 @@ def test_the_best_of_paths_need_not_be_the_best_to_verify(rng):
     ],
 )
 def test_whole_paths_keep_at_least_as_many(shape, is_certain, rng):
-    """Fails if what a path that is not kept leaves is less than its parent's rest."""
+    """Fails if verifying whole paths keeps fewer drafts than token by token."""
     gains = []
     for _ in range(4):
         case = make_case(shape, rng, is_certain=is_certain)
         token_by_token = mean_accepted("rejection", case)
         gains.append(mean_accepted("block", case) - token_by_token)
     assert min(gains) > -enumeration.ROUNDING
-    # The rules are the same where no path is longer than a draft, or no draft is less
-    # likely in its draft than in the target.
+    # The rules are the same where each path has one draft, or where drafts are certain:
+    # then none is less likely in the draft's row than in the target's.
     assert (max(gains) > BIASED) == (case.depth_max > 1 and not is_certain)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("planted", ("other siblings", "drops"))
 def test_trees_that_may_not_be_drawn(planted, rule, rng):
-    """Negative control: siblings that repeat, or may not where a rule asks for it, and
-    a child that its token decides on."""
+    """Negative control: siblings are drawn with replacement, or under "multipath"
+    without it; or a child is left out because of its token."""
     kinds = {"drops": True}
     if planted == "other siblings":
         kinds = {"with_replacement": rule != "multipath"}
@@ -310,7 +310,7 @@ def test_trees_that_may_not_be_drawn(planted, rule, rng):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_planted_biases_are_caught(rule, rng):
-    """Negative control, by ten thousand times what rounding may cause."""
+    """Negative control: each fault biases by ten thousand times what rounding may."""
     for fault in FAULTS:
         case = make_drawn(rule, "2x2", rng)
         assert bias(rule, case, fault=fault) > BIASED, fault
@@ -323,7 +323,7 @@ def test_planted_biases_are_caught(rule, rng):
     [*itertools.product(("rejection", "block"), (False, True)), ("multipath", False)],
 )
 def test_on_a_chain_it_is_the_rule_of_chains(is_certain, rule, rng):
-    """As integers: what is kept, and the own token."""
+    """Compares the number kept and all tokens with the rule for chains, as integers."""
     gamma, vocab_size = 3, V
     chain = jnp.arange(gamma, dtype=jnp.int32)
     of_chains = "block" if rule == "multipath" else rule
@@ -349,8 +349,8 @@ def test_on_a_chain_it_is_the_rule_of_chains(is_certain, rule, rng):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_children_that_are_too_deep_are_not_tried(rule):
-    """Fails if the own token after a node lacks what children would have, of which none
-    was tried: with a larger `depth_max` the second draft is, and is not kept."""
+    """Fails if a child deeper than `depth_max`, which is not tried, changes the own
+    token after its parent. With a larger `depth_max` it is tried, and not kept."""
     draft = jnp.asarray([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
     target = jnp.asarray([[0.0, 0.0, 1.0]] + [[0.6, 0.3, 0.1]] * 3)
     noise = {"uniforms": jnp.array([0.5, 0.9, 0.9]), "noise": jnp.zeros((V,))}
@@ -362,7 +362,7 @@ def test_children_that_are_too_deep_are_not_tried(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_no_draw_can_have(rule):
-    """Fails if a draft outside the vocabulary is kept, or one of no probability."""
+    """Fails if a draft is kept that has no probability or is not in the vocabulary."""
     target = jnp.full((4, V), 1 / V, jnp.float32)
     noise = dict.fromkeys(("uniforms", "noise"), jnp.zeros((3,), jnp.float32))
     for wrong in (jnp.nan, -1.0, 0.0):

@@ -1,4 +1,4 @@
-"""What a drafter has of its target: scales of features, vocabularies, tables."""
+"""Parts of a drafter from its target: scales of features, vocabularies, tables."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ from spec_jax.training import eagle3, targets
 
 
 class Features:
-    """Features of four texts, of which the rows that do not count are large."""
+    """Features of four texts; rows outside the mask are large, and must not count."""
 
     def __init__(self, factors):
         drawn = np.random.default_rng(0).normal(size=(4, 9, len(factors)))
@@ -23,8 +23,8 @@ class Features:
 
 
 def test_scales_even_features_out():
-    """Fails if a large feature stays large, a product is rounded, or a row counts that
-    must not."""
+    """Fails if a large feature stays large, a factor is no power of two, or a row
+    that is masked out counts."""
     factors = np.array([1e-3, 1.0, 37.0, 900.0, 0.0])
     scale = targets.scale_of(Features(factors))
     assert scale.dtype == np.float32 and scale.shape == (5,)
@@ -38,7 +38,7 @@ def test_scales_even_features_out():
 
 @pytest.mark.parametrize(("width", "kept"), [(4, 0.999), (3, 0.8), (8, 0.999)])
 def test_a_resized_table_holds_what_its_width_can(rng, width, kept):
-    """Fails if other directions than the leading ones are kept, or a wide one moves."""
+    """Fails if directions other than the leading ones stay, or a wide table changes."""
     x = rng.normal(size=(50, 6)) @ np.diag([4.0, 3.0, 2.0, 1.0, 0.0, 0.0])
     made = np.asarray(eagle3._resized(jnp.asarray(x, jnp.float32), width), float)
     assert made.shape == (50, width)
@@ -53,7 +53,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_of_what_was_written():
     mask = np.array([[True] * 4, [False, True, True, False]])
     texts = targets.Texts(tokens=tokens, mask=mask)
     found = lambda size: targets.draft_vocabulary(texts, size=size, vocab_size=12)
-    np.testing.assert_array_equal(found(2), [2, 4])  # 9 was given, and 7 came once
+    np.testing.assert_array_equal(found(2), [2, 4])  # prompts have 9; 7 is written once
     np.testing.assert_array_equal(found(3), [2, 4, 7])
     assert found(12) is None
     with pytest.raises(ValueError, match="it must be from 1 to 12"):

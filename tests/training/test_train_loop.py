@@ -1,4 +1,4 @@
-"""The training loop: its log, its batches, and that a killed run resumes."""
+"""The training loop: its log, its batches, and resuming a killed run."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("optax_promotes")
 
 
 def data() -> np.ndarray:
-    """Eight windows of a sequence that can be learnt."""
+    """Returns eight windows of a sequence that can be learnt."""
     stream = np.arange(8 * 12 + 1) * 5 % 32
     return stream[np.arange(8)[:, None] * 12 + np.arange(13)].astype(np.int32)
 
@@ -41,7 +41,7 @@ def logged(folder) -> list[tuple[int, float]]:
 
 
 def test_a_log_is_read_to_the_checkpoint(tmp_path):
-    """Fails if a card states what its weights have not seen, or half a line ends it."""
+    """Fails if rows after the checkpoint count, or half a last line is an error."""
     rows = [{"step": step, "tokens": 10} for step in range(4)]
     rows[1]["held_out_loss"], rows[3]["held_out_loss"] = 2.0, 1.0
     text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -73,7 +73,7 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path):
     assert logged(killed)[-1][1] < logged(killed)[0][1]
     assert loop.last_held_out(killed)["held_out_loss"] > 0
     assert loop.tokens_seen(killed) == 6 * 2 * 12
-    # Negative control: another seed is another curve.
+    # Negative control: another seed gives another loss curve.
     other = tmp_path / "other"
     recipe = dataclasses.replace(RECIPE, seed=1)
     loop.run("c", recipe, init(), LOSS, data(), data(), other)
@@ -105,8 +105,8 @@ COLUMNS = np.random.default_rng(0).permutation(
     [(False, {128: 20, 256: 10, 384: 4, 640: 4}), (True, {})],
 )
 def test_batches_hold_about_as_much(is_counted, counts):
-    """Fails if one mixes lengths, has more than its longest, or a text comes twice; or
-    if long ones come one after the other."""
+    """Fails if a batch mixes lengths or holds more than a batch of the longest, if a
+    text comes twice, or if batches are sorted by length."""
     step = functools.partial(
         batches.rows_of_step, COLUMNS, size=4, seed=0, unit=2, is_counted=is_counted
     )

@@ -1,4 +1,4 @@
-"""Training over several devices: what one device learns, up to the order of sums."""
+"""Gradients over several devices: those of one device, up to the order of sums."""
 
 import os
 
@@ -70,7 +70,7 @@ print("devices agree", len(jax.devices()))
 
 @pytest.mark.slow
 def test_eight_devices_have_the_gradients_of_one():
-    """Fails if a device's sequences are lost, counted twice or not spread."""
+    """Fails if sequences are lost, counted twice or not spread over the devices."""
     flags = "--xla_force_host_platform_device_count=8"
     flags += " --xla_backend_optimization_level=0"
     flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"

@@ -19,7 +19,7 @@ CONFIG = tiny_pair.config(
     vocab_size=32, hidden_size=16, intermediate_size=24, head_dim=8,
     max_position_embeddings=64,
 )  # fmt: skip
-# Relative to the norm of what is compared: float32 sums in another order.
+# Relative to the norm of each gradient: float32 sums are in another order.
 TOLERANCE = 1e-5
 
 
@@ -32,7 +32,7 @@ def tokens() -> jax.Array:
 
 @functools.cache
 def init(seed: int = 0) -> params_lib.Params:
-    """Weights of which every leaf counts, norms too."""
+    """Returns weights with noise in every leaf, norms too, so that each leaf counts."""
     params = params_lib.init(jax.random.key(seed), CONFIG, stddev=0.3)
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed + 100), len(leaves))
@@ -44,10 +44,10 @@ def init(seed: int = 0) -> params_lib.Params:
 
 
 def distance(actual, expected) -> float:
-    """The largest relative error of a leaf, in the Frobenius norm."""
+    """Returns the largest relative error of a leaf, in the Frobenius norm."""
 
     def error(a, e) -> float:
-        # NumPy's, for which nothing is compiled.
+        # By NumPy, which compiles nothing.
         a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
         return float(np.linalg.norm(a - e) / np.linalg.norm(e))
 
@@ -58,11 +58,11 @@ LOSS = functools.partial(text_loss.text_loss, CONFIG)
 
 
 def test_a_batch_in_parts_has_the_gradients_of_the_whole():
-    """Fails if a part is lost or weighs another share."""
+    """Fails if a part is lost, or has another weight than its share."""
     expected = jax.jit(jax.value_and_grad(LOSS))(init(), tokens())
     inputs = jax.jit(functools.partial(loop.value_and_grad, LOSS, part_size=2))
     assert distance(inputs(init(), tokens(), None), expected) < TOLERANCE
-    # Negative control: without one sequence it is another gradient.
+    # Negative control: without one sequence the gradient differs.
     fewer = inputs(init(), tokens().at[0].set(tokens()[1]), None)
     assert distance(fewer, expected) > 10 * TOLERANCE
 
@@ -76,7 +76,7 @@ def test_a_batch_is_of_whole_parts():
     ("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 8e-3)]
 )
 def test_the_norm_has_the_gradient_of_rms_norm(dtype, tolerance):
-    """In bfloat16 the plain form rounds between its steps; two or three of them."""
+    """Compares gradients with `rms_norm`'s, which rounds 2 or 3 times in bfloat16."""
     x, weight, cotangent = (
         jax.random.normal(jax.random.key(seed), shape).astype(dtype)
         for seed, shape in enumerate([(3, 5, 16), (16,), (3, 5, 16)])
@@ -90,7 +90,7 @@ def test_the_norm_has_the_gradient_of_rms_norm(dtype, tolerance):
     value, actual = gradients(lambda x, w: sequence.norm(x, w, 1e-3))
     np.testing.assert_array_equal(value, plain)
     assert distance(actual, expected) < tolerance
-    # Negative control: the mean that is subtracted counts.
+    # Negative control: another `eps` gives other gradients.
     _, other = gradients(lambda x, w: sequence.norm(x, w, 1.0))
     assert distance(other, expected) > 10 * tolerance
 
@@ -100,7 +100,7 @@ def test_the_learning_rate_rises_stays_and_falls():
     rate = loop.learning_rate(recipe, 0.02)
     rates = [float(rate(step)) for step in (0, 5, 10, 40, 70, 85, 100)]
     np.testing.assert_allclose(rates, [0, 0.01, 0.02, 0.02, 0.02, 0.01, 0], atol=1e-9)
-    # Until it falls, the length of the run is not in it.
+    # Before it falls, the rate does not depend on the length of the run.
     longer = loop.learning_rate(dataclasses.replace(recipe, steps=1000), 0.02)
     assert [float(longer(step)) for step in (5, 40)] == rates[1:4:2]
     assert float(longer(85)) != rates[5]
