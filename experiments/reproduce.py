@@ -79,7 +79,7 @@ def state_of(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> s
         (reproduction.FETCHED, fetched.is_file(), f"`fetch_model.py {model}`"),
     ):
         if not there and any(word in run for run in step.runs):
-            return f"left out, for want of {what}"
+            return f"left out: needs {what}"
     if not step.path.exists() or not step.flag:
         return "to do"
     *_, last = files.read_rows(step.path)

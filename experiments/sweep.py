@@ -101,7 +101,7 @@ def _add_grid(group: argparse._ActionsContainer) -> None:
             tokens, by those before them in the file: each number is a cell
         --temperature T,...=0  divides the logits; 0 is greedy
         --gamma-policy NAME,...=fixed  of {", ".join(policies.MEASURED)};
-            for those that adapt, --gamma is the most that they may choose
+            where they adapt, --gamma is the most that they may choose
         """,
         **{
             "NAME,...": cli.names(cli.one_of(policies.MEASURED)),

@@ -1,4 +1,4 @@
-"""What the scripts share, whatever they measure."""
+"""Code that the scripts share, whatever they measure."""
 
 from experiments.lib import cli
 

@@ -1,8 +1,8 @@
 """Benchmarks: cases timed in turns, their spread, and plain reads of memory.
 
-Knows clocks and numbers; knows nothing of models. What is compared runs in one process
-and in turns, so that whatever slows the machine down slows all of it down. What takes
-microseconds is called many times in one executable, so that neither Python nor the
+This module handles clocks and numbers, and no models. Compared cases run in one process
+and in turns, so that whatever slows the machine down slows all of them down. Operations
+of microseconds are called many times in one executable, so that neither Python nor the
 dispatch of an executable is measured.
 """
 
@@ -24,27 +24,27 @@ Thunk = Callable[[], float]
 """Runs once, and returns the seconds of the region that it times."""
 
 MOST_READ_BYTES = 2 * 2**30
-"""The most of one array that is read: a larger read is several of a smaller array."""
+"""Largest array that is read, in bytes: larger reads are several of a smaller one."""
 
 GPU_READS = 32
-"""Reads that a GPU is asked for at once, each while the one before it runs: their
-dispatch is not measured."""
+"""Reads that are dispatched to a GPU at once, each while the one before it runs, so
+that their dispatch is not measured."""
 
 # XLA's threads share the work along the first dimension.
 _PARTS = 64
 
 
 Case = Callable[[], Thunk]
-"""Makes, and compiles, what is timed."""
+"""Makes and compiles a timed call, its `Thunk`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timings:
     """Seconds by the name of the case."""
 
-    # Of making a case and its first call, with preparation and compilation
+    # To make a case and call it once, with preparation and compilation
     warm_up: Mapping[Hashable, float]
-    # Of the `repeats` calls after it; entries at one place were taken in one turn
+    # For each of the `repeats` calls after it; entries at one index are of one turn
     seconds: Mapping[Hashable, Sequence[float]]
 
     def row(
@@ -53,7 +53,7 @@ class Timings:
         """Returns the fields of a case's row: n, warm-up, times, ratios.
 
         Args:
-          ratio_to: the case that it is compared with, if any.
+          ratio_to: the case that this one is compared with, if any.
         """
         seconds = self.seconds[name]
         fields = {"n": len(seconds), "warm_up_s": self.warm_up[name]}
@@ -73,8 +73,8 @@ def run(
     """Makes each case and calls it once, then times all of them in turns.
 
     Args:
-      cases: by their names.
-      repeats: turns after the warm-up, which is shown as one more.
+      cases: makers of the timed calls, by name.
+      repeats: turns after the warm-up, which the progress bar counts as one more.
     """
     thunks: dict[Hashable, Thunk] = {}
     warm_up = {}
@@ -104,11 +104,11 @@ def stopwatch(
     """Returns a thunk that times `run(prepare())` until its last array is there.
 
     Args:
-      run: the timed region; may donate what it is given.
-      prepare: not timed; what it returns is complete before the clock starts.
-      calls: how often `run` does what is to be timed: the seconds are divided by it.
-      warms: run once before the clock, each time: what ran before has filled the
-        processor's caches with its own bytes, and put other threads to sleep.
+      run: the timed region; may donate its argument.
+      prepare: makes that argument, untimed; it is complete before the clock starts.
+      calls: how often `run` repeats the timed operation; seconds are divided by it.
+      warms: call `run` once before each timed call: the code that ran before has
+        filled the processor's caches with its bytes, and other threads sleep.
     """
 
     def thunk() -> float:
@@ -123,7 +123,7 @@ def stopwatch(
 
 
 def on_copies(run: Callable[[Any], Any], state: Any, *, calls: int = 1) -> Thunk:
-    """Returns a `stopwatch` of warm caches, of copies of what `run` donates."""
+    """Returns a `stopwatch` with warm caches; `run` may donate its copy of `state`."""
     copies = lambda: jax.tree.map(jnp.copy, state)
     return stopwatch(run, copies, calls=calls, warms=True)
 
@@ -134,23 +134,23 @@ _SHARES = {"p10": 0.1, "q1": 0.25, "q3": 0.75, "p90": 0.9}
 def spread_fields(
     name: str, values: Sequence[float], tails: Sequence[str] = ("p10", "p90")
 ) -> dict[str, float]:
-    """Returns the median under `name`, and quantiles, linear between neighbours, under
-    `name_p10` and `name_p90`, or the like."""
+    """Returns the median as the field `name`, and a quantile for each of `tails`,
+    linear between neighbours, as `name_p10`, `name_p90` and so on."""
     found = np.quantile(values, [0.5, *(_SHARES[tail] for tail in tails)])
     names = (name, *(f"{name}_{tail}" for tail in tails))
     return dict(zip(names, found.tolist(), strict=True))
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Returns each turn's quotient: their median is not the quotient of medians."""
+    """Returns each turn's quotient, whose median is not the quotient of medians."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
 def read(num_bytes: int) -> Thunk:
-    """Reads an array of `num_bytes` on the whole device: a sum.
+    """Returns a thunk that reads `num_bytes` on the whole device, as a sum.
 
-    It was read just before, so that an array that fits into the last-level cache is
-    read from there, as weights of the same size are in a step.
+    Each timed read follows an untimed one, so that an array that fits into the
+    last-level cache is read from there, as weights of this size are in a step.
     """
     array, pieces = pieces_of(num_bytes)
     calls = GPU_READS if jax.default_backend() == "gpu" else 1
@@ -160,7 +160,7 @@ def read(num_bytes: int) -> Thunk:
 
 
 def pieces_of(num_bytes: int) -> tuple[jax.Array, int]:
-    """Returns an array of noise, and how often it is read to have read so much."""
+    """Returns an array of noise, and how many reads of it make up `num_bytes`."""
     pieces = math.ceil(num_bytes / MOST_READ_BYTES) or 1
     columns = max(1, num_bytes // (4 * _PARTS * pieces))
     return jax.random.bits(jax.random.key(0), (_PARTS, columns)), pieces

@@ -1,10 +1,10 @@
-"""Calibration: what makes the confidences of drafts chances.
+"""Calibration, which turns the confidences of drafts into chances.
 
-The confidence of a chain's draft is `sigmoid(logit / temperature + shift)`, with both
-for each draft, which `fit_platt` finds; their products are the chances that a prefix is
-kept. A temperature alone, as in DSpark's sequential temperature scaling
-(https://arxiv.org/abs/2607.05147; `fit_sts`, to compare with), leaves a logit of 0
-where it is, and so a bias.
+The chance of a chain's draft is `sigmoid(logit / temperature + shift)`; `fit_platt`
+finds both numbers for each draft. Products of these chances are the chances that a
+prefix is kept. A temperature alone, as in DSpark's sequential temperature scaling
+(https://arxiv.org/abs/2607.05147; `fit_sts`, for comparison), leaves a logit of 0 as it
+is, and so keeps a bias.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ class Rounds(NamedTuple):
 def record_rounds(
     speculator: round_lib.Speculator, state: states.State, *, max_rounds: int
 ) -> Rounds:
-    """Returns the rounds of all slots, slot after slot; the state stays as it is.
+    """Runs rounds, and returns them slot after slot; `state` is not changed.
 
-    Rounds that verified fewer drafts than there can be say less, and are left out: near
-    the end of a text, and where a drafter ended its proposal.
+    Rounds that verified fewer drafts than possible are left out, since they tell less:
+    rounds near the end of a text, or whose drafter ended its proposal early.
 
     Raises:
       ValueError: a drafter that gives no survival.
@@ -44,7 +44,7 @@ def record_rounds(
     survival, accepted, is_whole = jax.device_get(
         _run_rounds(speculator, state, max_rounds=max_rounds)
     )
-    # [rounds, B, ..] -> [B, rounds, ..]: the rounds of a slot together.
+    # [rounds, B, ..] -> [B, rounds, ..], so that a slot's rounds are neighbours.
     survival, accepted, is_whole = (
         np.swapaxes(each, 0, 1) for each in (survival, accepted, is_whole)
     )
@@ -68,10 +68,10 @@ def _run_rounds(speculator, state, *, max_rounds):
 
 
 TEMPERATURES = tuple(np.geomspace(0.25, 4.0, 65).tolist())
-"""Temperatures of confidences that are tried; 1 is one of them."""
+"""Temperatures that `fit_sts` tries, 1 among them; their range bounds `fit_platt`."""
 
 BINS = 20
-"""Bins of equal width over chances, for errors of calibration."""
+"""Number of bins of equal width over chances, for errors of calibration."""
 
 
 class Scaling(NamedTuple):
@@ -82,7 +82,7 @@ class Scaling(NamedTuple):
 
 
 def unscaled(width: int) -> Scaling:
-    """Returns the scaling that changes nothing, of so many drafts."""
+    """Returns the scaling of `width` drafts that changes nothing."""
     return Scaling(
         temperatures=np.ones(width, np.float32), shifts=np.zeros(width, np.float32)
     )
@@ -91,15 +91,15 @@ def unscaled(width: int) -> Scaling:
 def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
     """Returns the temperature and the shift of the confidence of each draft.
 
-    They have the highest likelihood over the rounds that kept all drafts before, which
-    is that of all counts together (Platt, Probabilistic Outputs for Support Vector
-    Machines, 1999; with his targets, a round of each kind more, no chance becomes 0 or
-    1). Temperatures are those of `TEMPERATURES` or between: no ranking within a draft
-    changes. A draft that no round reached keeps its confidence.
+    Both maximise the likelihood over the rounds that kept all drafts before, and so the
+    likelihood of all counts together (Platt, Probabilistic Outputs for Support Vector
+    Machines, 1999; his targets count one more round of each kind, so that no chance
+    becomes 0 or 1). Temperatures lie in the range of `TEMPERATURES`, so that no ranking
+    within a draft changes. A draft that no round reached keeps its confidence.
 
     Args:
-      logits: `[n, W]`, of each draft's chance, if those before it are kept.
-      num_accepted: `[n]`, drafts that were kept, of rounds that verified all `W`.
+      logits: `[n, W]`, of each draft's chance, given that all before it are kept.
+      num_accepted: `[n]`, drafts kept in rounds that verified all `W`.
     """
     logits, found = np.asarray(logits, np.float64), []
     for draft in range(logits.shape[1]):
@@ -118,7 +118,7 @@ def _platt(logits: np.ndarray, is_kept: np.ndarray) -> tuple[float, float]:
     targets = np.where(is_kept, kept, lost)
 
     def loss(slope_and_shift: np.ndarray) -> tuple[float, np.ndarray]:
-        """Minus the mean log-likelihood, which is convex, and its gradient."""
+        """Returns minus the mean log-likelihood, which is convex, and its gradient."""
         slope, shift = slope_and_shift
         scaled = slope * logits + shift
         errors = 1 / (1 + np.exp(-scaled)) - targets
@@ -133,12 +133,12 @@ def _platt(logits: np.ndarray, is_kept: np.ndarray) -> tuple[float, float]:
 def fit_sts(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
     """Returns a temperature for the confidence of each draft, and no shifts.
 
-    Sequential temperature scaling (DSpark, https://arxiv.org/abs/2607.05147): draft by
-    draft, of `TEMPERATURES` the one with which the product of all chances so far has
-    the least error of calibration; those before it stay as they were found. The
-    nearest to 1 wins a tie.
+    Sequential temperature scaling (DSpark, https://arxiv.org/abs/2607.05147) takes,
+    draft by draft, the one of `TEMPERATURES` with which the product of all chances so
+    far has the least error of calibration; earlier temperatures stay fixed. The nearest
+    to 1 wins a tie.
 
-    Args: as `fit_platt`, whose scaling has shifts, too.
+    Args: as for `fit_platt`.
     """
     logits = np.asarray(logits, np.float64)
     by_nearness = sorted(TEMPERATURES, key=lambda each: abs(np.log(each)))
@@ -156,9 +156,9 @@ def fit_sts(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
 def reliability(
     chances: np.ndarray, is_kept: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns of each bin of chances its count, mean chance and share kept; 0 if empty.
+    """Returns count, mean chance and share kept of each bin of chances; 0 if empty.
 
-    A reliability diagram shows these.
+    A reliability diagram shows these numbers.
     """
     at = np.minimum((np.asarray(chances) * BINS).astype(int), BINS - 1)
     counts = np.bincount(at, minlength=BINS)
@@ -174,9 +174,9 @@ def calibration_error(chances: np.ndarray, is_kept: np.ndarray) -> float:
 
 
 def roc_auc(scores: np.ndarray, is_kept: np.ndarray) -> float | None:
-    """Returns the chance that a kept draft scores above one that is not; ties half.
+    """Returns the chance that a kept draft scores above a rejected one; a tie is half.
 
-    None where all are kept, or none.
+    The result is None where all drafts are kept, or all rejected.
     """
     kept, lost = scores[is_kept], scores[~is_kept]
     if not (kept.size and lost.size):
@@ -186,12 +186,12 @@ def roc_auc(scores: np.ndarray, is_kept: np.ndarray) -> float | None:
 
 
 def report(rounds: Rounds, scaling: Scaling) -> dict[str, Any]:
-    """Returns how well confidences that are scaled so are calibrated.
+    """Returns how well confidences are calibrated after `scaling`.
 
-    By draft, over all rounds, the error of the chance that the prefix is kept
-    (`ece`); over the rounds that kept all before it, how well its own confidence tells
-    apart what is kept (`roc_auc`), which no scaling changes; and of all drafts together
-    the bins of `reliability`.
+    `ece` has for each draft the error, over all rounds, of the chance that the prefix
+    is kept; `roc_auc`, over the rounds that kept all before it, how well its own
+    confidence separates kept from rejected drafts, which no scaling changes. `bin_*`
+    are the bins of `reliability` over all drafts.
 
     Raises:
       ValueError: no round.
@@ -217,10 +217,10 @@ def report(rounds: Rounds, scaling: Scaling) -> dict[str, Any]:
 
 
 def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, Any]:
-    """Returns the row of a temperature of the target's draws.
+    """Returns the row of calibration for one temperature of the target's draws.
 
-    Half of the prompts fit; the errors and rankings are of the other half. `ece_sts` is
-    the error that the paper's sequential temperature scaling leaves, to compare with.
+    The scaling is fitted to half of the prompts; errors and rankings are those of the
+    other half. `ece_sts`, for comparison, is the error that DSpark's scaling leaves.
 
     Raises:
       ValueError: a drafter without confidences, or texts too short for a whole round.
@@ -243,8 +243,8 @@ def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, 
 
 
 def judge(recorded: Sequence[Rounds]) -> dict[str, Any]:
-    """Returns the numbers of a row, of the rounds of each prompt: of two, the first is
-    fitted, and the second reported."""
+    """Returns the numbers of a row from the rounds of each prompt: the scaling is
+    fitted to every other prompt, from the first on, and judged on the rest."""
     fitted, reported = (
         Rounds(*map(np.concatenate, zip(*recorded[half::2], strict=True)))
         for half in range(2)

@@ -1,8 +1,8 @@
-"""Certificates of the exactness suite: what was run, on what, and what came out.
+"""Certificates of the exactness suite: settings, environment and results of a run.
 
-A certificate holds the SHA-256 of every result of every prompt. Lists of these hashes
-stand once, under their own hash: cells with equal bits name the same list. Knows rows
-and JSON; runs nothing.
+A certificate holds the SHA-256 of every result of every prompt. Each list of these
+hashes is stored once, under its own hash: cells with equal bits name the same list.
+This module handles rows and JSON, and runs nothing.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ def make(
     """Returns the certificate of a complete run.
 
     Args:
-      header: as in the run's file of rows: settings, environment, weights, prompts.
-      rows: of every cell and prompt.
+      header: that of the run's file of rows: settings, environment, weights, prompts.
+      rows: one for every cell and prompt.
     """
     lists: dict[str, list[str]] = {}
 
@@ -71,7 +71,7 @@ def make(
 
 
 def write(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
-    """Writes it as indented JSON."""
+    """Writes a certificate as indented JSON."""
     path.write_text(json.dumps(certificate, indent=1, allow_nan=False) + "\n")
 
 
@@ -80,7 +80,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
     Raises:
       ValueError: no regular file, no certificate, one of another version, or one whose
-        content is not what its own hash says.
+        content does not match its own hash.
     """
     try:
         certificate = json.loads(files.read(path))
@@ -112,7 +112,7 @@ def _commit(certificate: Mapping[str, Any]) -> str:
 
 
 REMOVED = {"verify_path": "paged-decode", "draft_cache": "persistent"}
-"""Axes that cells had, and the value that all cells have today."""
+"""Axes that cells once had, each with the value that all cells have today."""
 
 
 def entries_of(certificate: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ def entries_of(certificate: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def cells_of(certificate: Mapping[str, Any]) -> list[cells_lib.Cell]:
-    """Returns what it certifies, but for cells of designs that are no more.
+    """Returns a certificate's cells, without cells of removed designs.
 
     Raises:
       ValueError: cells with an axis that this code does not know.
@@ -147,10 +147,10 @@ def agreement(
 ) -> dict[str, dict[str, int]]:
     """Returns how many prompts of each cell have each result of the certificate.
 
-    Both of decoding and of the rounds.
+    A prompt counts if the results of decoding and of the rounds are both equal.
 
     Args:
-      rows: of a run of the certificate's cells, of some or all of its prompts.
+      rows: from a run of the certificate's cells, for some or all of its prompts.
     """
     lists, found = certificate["lists"], {}
     for entry, cell in zip(entries_of(certificate), cells_of(certificate), strict=True):
@@ -172,7 +172,7 @@ def agreement(
 def changes(
     certificate: Mapping[str, Any], environment: Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """Returns facts of the environment that differ: name, then, now."""
+    """Returns facts of the environment that differ: name, value then, value now."""
     then = certificate["environment"]
     both = [(name, then.get(name), environment.get(name))
             for name in sorted({*then, *environment})]  # fmt: skip

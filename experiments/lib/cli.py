@@ -1,6 +1,6 @@
 """The command line of a script: its flags, its exit status, errors in a line.
 
-Imports nothing that takes time. Flags that several scripts share are in `flags`.
+This module imports nothing slow. Flags that several scripts share are in `flags`.
 """
 
 import argparse
@@ -25,13 +25,13 @@ EXTRAS = {
     "train": ("optax", "orbax"),
     "oracle": ("torch", "transformers"),
 }
-"""What scripts import that is not installed with the package, by what installs it."""
+"""Packages that scripts import and that an extra installs, by the extra's name."""
 
 
 def require(extra: str) -> None:
-    """Ends the process with a line where something of an extra is not installed.
+    """Ends the process with a message if a package of an extra is not installed.
 
-    The packages whose modules need it call it, before the imports that would fail.
+    Packages whose modules need the extra call this before the imports that would fail.
     """
     lacking = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     if lacking:
@@ -57,11 +57,11 @@ def script(
     """Returns the `main(argv=None)` of a script: the exit status of `work(parse())`.
 
     Unusable input, an interrupt, a full disk and the like become one line on standard
-    error, and so do logits of NaN, of which nothing is to be concluded (`NOT_FINITE`).
+    error, and so do logits of NaN, which allow no conclusion (status `NOT_FINITE`).
 
     Args:
-      name: of the script, for the line.
-      kept: what an interrupt leaves behind, to be said.
+      name: the script's name, which begins that line.
+      kept: returns a note on what an interrupt leaves behind.
       uses_jax: check first that there is a device to run on.
     """
 
@@ -70,9 +70,9 @@ def script(
         try:
             args = parse(argv)
             if uses_jax:
-                from spec_jax.ops import dispatch  # The scripts have it by now.
+                from spec_jax.ops import dispatch  # Scripts have it already.
 
-                dispatch.backend()  # Says why, where jax cannot start.
+                dispatch.backend()  # Raises if jax cannot start.
             return work(args)
         except KeyboardInterrupt:
             left = kept(args) if args else ""
@@ -94,21 +94,21 @@ def end(main: Callable[[], int]) -> NoReturn:
     """Ends the process with the exit status of `main()`."""
     status = main()
     if status == INTERRUPTED:
-        # Without the clean-up of the interpreter: jax's crashes in a computation.
+        # Skips the interpreter's clean-up: that of jax crashes during a computation.
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
 
 
 def _line_of(error: Exception) -> str | None:
-    """Returns the line of an error that is no fault of the program; None for others."""
+    """Returns the message of an error that is no bug of the code; None for others."""
     line = " ".join(str(error).split())
     if isinstance(error, MemoryError):
         return line or "no memory left; ask for less, or free some"
     if isinstance(error, OSError):
         reason = error.strerror or line
         return reason if error.filename is None else f"{error.filename}: {reason}"
-    # Not subclasses of RuntimeError: jax raises those for faults of a program.
+    # Subclasses of RuntimeError do not count: jax raises them for bugs of a program.
     known = ValueError | NotImplementedError | FloatingPointError
     if isinstance(error, known) or type(error) is RuntimeError:
         return line
@@ -118,23 +118,23 @@ def _line_of(error: Exception) -> str | None:
 
 
 def _with_flags(line: str, args: argparse.Namespace | None) -> str:
-    """Writes `--page-size 12` for the library's `page_size=12`, if that was given."""
+    """Replaces the library's `page_size=12` by `--page-size 12`, if that was given."""
     for name, value in vars(args).items() if args else ():
         for given in value if isinstance(value, tuple | list) else (value,):
-            # A file may say another value under the same name.
+            # A file may have another value under the same name.
             text = rf"(?<![\w.]){name}={re.escape(repr(given))}(?![\w.]*\w)"
             line = re.sub(text, lambda _, n=name, v=given: f"{flag_of(n)} {v}", line)
     return line
 
 
 class Parser(argparse.ArgumentParser):
-    """Exits with status 1 on a usage error, as on all unusable input.
+    """A parser that exits with status 1 on a usage error, as on all unusable input.
 
-    (`argparse` takes 2, which is "tokens differ" here.)
+    (`argparse` exits with 2, which means "tokens differ" here.)
     """
 
     def __init__(self, description: str):
-        """Takes the docstring of a script, printed as it is written."""
+        """Takes the docstring of a script, which --help prints as it is written."""
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=form)
 
@@ -144,12 +144,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def flag_of(name: str) -> str:
-    """How the attribute is called on the command line."""
+    """Returns the name of an attribute on the command line."""
     return "--" + name.replace("_", "-")
 
 
 def output(text: str) -> pathlib.Path:
-    """The type of a flag that names a file to be written, in a folder that is there."""
+    """Parses a flag that names a file to be written, in an existing folder."""
     path = pathlib.Path(text)
     if path.is_dir() or not path.parent.is_dir():
         why = "is a directory" if path.is_dir() else "is in no directory that exists"
@@ -158,7 +158,7 @@ def output(text: str) -> pathlib.Path:
 
 
 def positive(text: str, *, least: int = 1) -> int:
-    """The type of a flag that counts something."""
+    """Parses a flag that counts something."""
     value = int(text) if text.removeprefix("-").isdecimal() else None
     if value is None or value < least:
         raise argparse.ArgumentTypeError(f"{text} must be at least {least}, and whole")
@@ -166,7 +166,7 @@ def positive(text: str, *, least: int = 1) -> int:
 
 
 def number(text: str, *, above: float = -math.inf) -> float:
-    """The type of a flag that is a number, and none of those that are not finite."""
+    """Parses a flag that is a finite number above `above`."""
     with contextlib.suppress(ValueError):
         if above < float(text) < math.inf:
             return float(text)
@@ -175,7 +175,7 @@ def number(text: str, *, above: float = -math.inf) -> float:
 
 
 def one_of(choices: Collection[str], *, can_import: bool = False) -> Callable:
-    """The type of a flag that is a name, or where it can be imported module:Name."""
+    """Returns the type of a flag that is one of `choices`, or may be module:Name."""
 
     def parse(text: str) -> str:
         if text not in choices and not (can_import and ":" in text):
@@ -187,7 +187,7 @@ def one_of(choices: Collection[str], *, can_import: bool = False) -> Callable:
 
 
 def names(kind: Callable[[str], Any], *, is_sorted: bool = False) -> Callable:
-    """The type of a flag that lists values: in the order given, each of them once."""
+    """Returns the type of a flag that lists values, each once, as given or sorted."""
 
     def parse(text: str) -> tuple:
         values = dict.fromkeys(kind(part.strip()) for part in text.split(","))
@@ -210,20 +210,20 @@ KINDS: Mapping[str, Callable[[str], Any]] = {
     "PATTERN": re.compile,
     "TEXT": str,
 }
-"""Types of flags by the names of their values; `ValueError` says what is wrong."""
+"""Types of flags by the names of their values; their `ValueError` is the message."""
 
 _FLAG = re.compile(r"([\w/-]+)(?: ([^\s=]+))?(?:=(\S+))?\s+(.*)", re.DOTALL)
 
 
 def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
-    """Adds the flags that a text lists as their help does, one after the other.
+    """Adds the flags that a text lists in the form of a help text, one after the other.
 
     Args:
       text: `--name/--alias VALUE=default  help`, continued on indented lines; without
-        a VALUE the flag is a switch, with `VALUE*` it may be given again, and after
-        `VALUE+` others may follow. The help gets the default. A name without dashes is
-        one of an argument.
-      kinds: the type of each VALUE, or the choices that there are; more than `KINDS`.
+        a VALUE the flag is a switch, with `VALUE*` it may be given several times, and
+        `VALUE+` takes several values. The help ends with the default. A name without
+        dashes is that of a positional argument.
+      kinds: the type of each VALUE, or its choices, in addition to `KINDS`.
     """
     for entry in re.split(r"\n(?=--)", textwrap.dedent(text).strip()):
         name, value, default, words = _FLAG.fullmatch(entry).groups()
@@ -235,7 +235,7 @@ def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
             how = {"type": _typed(kind), "default": default}
             if not callable(kind):
                 how["choices"] = kind
-            else:  # As a script compares a value with it.
+            else:  # Parsed: scripts compare values with it.
                 how["metavar"] = value
                 how["default"] = None if default is None else kind(default)
             if many == "*":
@@ -248,7 +248,7 @@ def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
 
 
 def _typed(kind: Any) -> Callable[[str], Any]:
-    """The type of a flag, whose line is what its kind says of a text."""
+    """Returns the type of a flag, whose usage error is the message of its kind."""
 
     def parse(text: str) -> Any:
         try:
@@ -260,7 +260,7 @@ def _typed(kind: Any) -> Callable[[str], Any]:
 
 
 def _choice(text: str) -> str:
-    """Returns the text of a choice; implementations that were removed say so."""
+    """Returns the text of a choice; raises `ValueError` for removed implementations."""
     from spec_jax.typing import REMOVED_IMPLS
 
     if text in REMOVED_IMPLS:

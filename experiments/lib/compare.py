@@ -1,8 +1,7 @@
-"""Prompts through every way to generate, ours and another program's, in turns.
+"""Prompts run by every method of generation, ours and another program's, in turns.
 
-Both sides get the same weights, prompts, limit and stop tokens. Our clock is that of
-`lib.runs`, and runs over the prompt's prefill too: our caches stand ready when it
-starts.
+Both sides get the same weights, prompts, limit and stop tokens. Our times are those of
+`lib.runs`: they include the prompt's prefill, but not the allocation of our caches.
 """
 
 import dataclasses
@@ -26,10 +25,10 @@ OURS, PLAIN = "spec_jax", "plain"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A way to generate."""
+    """A method of generation, ours or another program's."""
 
     side: str  # `OURS`, or another program
-    method: str  # `PLAIN`, or where drafts come from
+    method: str  # `PLAIN`, or the source of drafts
     gamma: int | None = None  # tokens drafted a round; None for autoregressive decoding
 
 
@@ -38,13 +37,13 @@ OUR_PLAIN = Run(side=OURS, method=PLAIN)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generated:
-    """Holds what one generation produced, on either side."""
+    """The output of one generation, on either side."""
 
     count: int  # tokens, the stop token counted
-    decode_s: float  # with the prompt's seconds, where those are not known apart
+    decode_s: float  # includes prefill, where that is not known apart
     prefill_s: float = 0.0
-    # Generated, without the prompt; the stop token, if any, is the last. None: the
-    # program tells a text alone
+    # Generated tokens, without the prompt; a stop token, if any, is the last. None: the
+    # program prints a text alone
     ids: list[int] | None = None
     text: bytes | None = None  # without a stop token
     steps: int | None = None  # tokens that `decode_s` was spent on; None: all
@@ -52,9 +51,9 @@ class Generated:
     nonfinite: int = 0  # tokens chosen from logits that are not finite, on our side
 
     def first_difference(self, other: "Generated") -> int | None:
-        """Returns the token at which the other differs, or where one of them tells no
-        tokens the byte; the other's text beyond ours is not looked at, if its last
-        round had more drafts than were asked for."""
+        """Returns the index of the first token that differs or, if a side has no ids,
+        of the first byte. If the other has more tokens, as its last round may exceed
+        the limit, its text is compared up to the length of ours."""
         if self.ids is not None and other.ids is not None:
             return runs.first_difference(self.ids, other.ids)
         end = len(self.text) if other.count > self.count else None
@@ -89,23 +88,22 @@ def ours(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptRuns:
-    """One prompt: what every run generated in the warm-up and in each turn."""
+    """One prompt, and what every run generated in the warm-up and in each turn."""
 
     prompt: prompt_files.Prompt
     ids: list[int]
     every: Mapping[Run, Sequence[Generated]]
-    reference: Run  # with whose first text all others are compared
+    reference: Run  # all others are compared with its first text
 
     def first_difference(self, run: Run) -> int | None:
-        """Where a text of `run`, of any turn, first differs from the reference's."""
+        """Returns the first place where a text of `run` differs from the reference."""
         first = self.every[self.reference][0]
         found = [first.first_difference(done) for done in self.every[run]]
         return min((place for place in found if place is not None), default=None)
 
     @property
     def nonfinite(self) -> int:
-        """Tokens that one of our runs, the worst, chose from logits that hold NaN or
-        infinity."""
+        """Most tokens that one of our runs chose from logits with NaN or infinity."""
         return max(one.nonfinite for done in self.every.values() for one in done)
 
     @property
@@ -146,10 +144,10 @@ def run_prompts(
 def per_token(
     prompts: Sequence[PromptRuns], run: Run, *, whole: bool = True
 ) -> list[float]:
-    """Returns the seconds of a token in each turn, over all prompts.
+    """Returns the seconds per token in each turn, over all prompts.
 
     Args:
-      whole: with the prompts' seconds; otherwise of decoding alone.
+      whole: count prefill, too; otherwise decoding alone.
     """
     first = [prompt.every[run][0] for prompt in prompts]
     count = sum(one.count if whole else one.steps or one.count for one in first)
@@ -161,6 +159,6 @@ def per_token(
 
 
 def counted(prompts: Sequence[PromptRuns], run: Run) -> metrics.Counters | None:
-    """Returns the drafts of a run's first turn; None where none are counted."""
+    """Returns the sum of the counters of a run's warm-ups; None if one has none."""
     counters = [prompt.every[run][0].counters for prompt in prompts]
     return None if None in counters else metrics.total(counters)

@@ -1,6 +1,6 @@
-"""Rows of results -> the curves of a figure, its caption, and what identifies them.
+"""Curves of a figure from rows of results, its caption, and digests of the rows.
 
-Knows rows; draws nothing.
+This module handles rows, and draws nothing.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ from typing import Any
 Row = Mapping[str, Any]
 
 MAX_CURVES = 8
-"""As many as there are colours that everybody can tell apart."""
+"""Most curves of a figure: as many as there are colours that all can tell apart."""
 
 RUN = (
     *("target", "draft", "drafter", "impl", "dtype", "prompt_source", "gen_tokens"),
     *("page_size", "prefill", "cache", "temperature", "rule", "gamma_policy"),
     *("schedule", "confidence", "batch", "repeats"),
 )
-"""What sets one speculative run apart from another, besides gamma."""
+"""Fields that tell one speculative run from another, besides gamma."""
 
 _LABELS = {
     "gen_tokens": "{} tokens",
@@ -38,17 +38,17 @@ _LABELS = {
 
 
 Curves = Mapping[str, Sequence[Row]]
-"""By the settings in which they differ from each other: rows that share theirs, in the
-order in which they are drawn."""
+"""Rows of each curve, in the order in which they are drawn, by the curve's label: the
+settings in which curves differ from each other."""
 
 
 def is_cell(row: Row) -> bool:
-    """Whether the row is a finished cell of `sweep.py`, of chains of one length."""
+    """Returns whether a row is a finished cell of `sweep.py` that drafted chains."""
     return row.get("kind") == "sweep" and "tree" not in row
 
 
 def group_by(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple, list[Row]]:
-    """The rows that share the values of these names, in their order."""
+    """Returns the rows by their values of these names, in their order."""
     grouped: dict[tuple, list[Row]] = {}
     for row in rows:
         grouped.setdefault(tuple(row.get(name) for name in names), []).append(row)
@@ -62,14 +62,14 @@ def curves_of(
     axis: str,
     otherwise: str = "impl",
 ) -> Curves:
-    """Curves of rows that agree in `names`; they say in which of these they differ.
+    """Returns curves of rows that agree in `names`; labels say in which these differ.
 
     Args:
       axis: the name whose values order the rows of a curve.
-      otherwise: the setting that a curve says where all agree.
+      otherwise: the setting that labels a curve where all agree.
 
     Raises:
-      ValueError: more of them than can be told apart, or two rows of one value.
+      ValueError: more curves than can be told apart, or two rows of one value.
     """
     grouped = list(group_by(rows, names).values())
     values = {name: {str(of[0].get(name)) for of in grouped} for name in names}
@@ -93,17 +93,17 @@ def curves_of(
 
 
 def _describe(row: Row, names: Sequence[str]) -> str:
-    """The row's settings in words."""
+    """Returns the row's settings in words."""
     present = [name for name in names if row.get(name) is not None]
     return ", ".join(_LABELS.get(name, "{}").format(row[name]) for name in present)
 
 
 def cells_by_position(rows: Sequence[Row]) -> dict[str, Curves]:
-    """By prompt set: a curve over the drafts of a round at the largest gamma, of each
-    drafter, temperature and policy; all categories together.
+    """Returns, by prompt set, curves over the drafts of a round at the largest gamma:
+    one of each drafter, temperature, policy and category.
 
     Raises:
-      ValueError: a cell that is there twice, or more curves than can be told apart.
+      ValueError: two rows of one cell, or more curves than can be told apart.
     """
     names = ("temperature", "drafter", "gamma_policy", "category")
     largest, found = max(row["gamma"] for row in rows), {}
@@ -124,11 +124,11 @@ CAPTION = (
     *("target", "draft", "dtype", "impl", "native_isa", "cpu", "device_kind"),
     *("jax_version", "prompt_source", "prompts", "gen_tokens", "id"),
 )
-"""Fields that a figure says of its rows, and of both sides of a parity."""
+"""Fields of rows, and of both sides of a parity, that a caption lists."""
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """Says which model, machine and prompts the rows are of, from their own fields.
+    """Returns the model, machine and prompts of the rows, as their fields name them.
 
     At most three values of a field are listed.
     """
@@ -154,6 +154,6 @@ def first_of(row: Row) -> str:
 
 
 def digests(rows: Iterable[Row]) -> list[str]:
-    """Identifies each row: twelve digits of the SHA-256 of its JSON, keys sorted."""
+    """Returns twelve digits of the SHA-256 of each row's JSON, with keys sorted."""
     lines = (json.dumps(row, sort_keys=True) for row in rows)
     return [hashlib.sha256(line.encode()).hexdigest()[:12] for line in lines]

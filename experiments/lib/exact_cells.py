@@ -1,8 +1,8 @@
-"""Cells of the exactness suite: one way of running rounds, and lists of such ways.
+"""Cells of the exactness suite: one configuration of rounds, and lists of these.
 
-A cell says everything that may decide a bit, but weights and prompts. What its names
-stand for is here too, in stated numbers: none is measured, so that a run decides the
-same anywhere.
+A cell has everything that may decide a bit, except weights and prompts. The numbers
+that its names stand for are here, too. No number is measured, so that a run decides the
+same on every machine.
 """
 
 import dataclasses
@@ -23,36 +23,36 @@ from spec_jax.rules import sampling as sampling_lib
 CONSTANTS: Mapping[str, Mapping[str, float]] = {
     "sampled": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "seed": 0},
     # A round without drafts takes 1, in any unit, and each draft adds to it: enough
-    # for texts of some difficulty to be drafted for by fewer than the most.
+    # that texts of some difficulty get fewer drafts than the most.
     "goodput": {"round": 1.0, "draft": 0.25},
     "leader": {"round": 1.0, "draft": 0.25},
-    # A step takes 1 and more for each row of all slots, and drafting is paid beside it:
-    # enough for some drafts to be verified, and not all.
+    # A step takes 1, each row of any slot adds to it, and so does drafting: enough that
+    # some drafts are verified, and not all.
     "schedule": {"step": 1.0, "row": 0.04, "draft": 0.2},
 }
-"""Part of what a certificate says."""
+"""Numbers that cells name: settings of sampling, and costs. Certificates have them."""
 
 SAMPLINGS = ("greedy", "sampled")
 GAMMA_POLICIES = (*policies.POLICIES, "schedule")
-"""Those of command lines, and a schedule of what a batch verifies: `--schedule` of
-other scripts, with stated times in the place of a profile."""
+"""Policies of command lines, and a schedule that chooses what a batch verifies, as
+`--schedule` of other scripts does, by stated times instead of a profile."""
 NO_TREE = flags.NO_TREE
 PREFILLS = ("rows", "batched")
 FORCED = {"always-right": 1.0, "always-wrong": 0.0}
-"""Drafters that know the text: every draft is right, so that all rows of a window are
-kept, or every one wrong."""
+"""Drafters that know the text, and their share of right drafts: all, so that all rows
+of a window are kept, or none."""
 
 
 def drafter_names() -> tuple[str, ...]:
-    """Returns the names of drafters, but for those written package.module:Name."""
+    """Returns the names of drafters, without any written as package.module:Name."""
     return (*registry.names(), *FORCED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One way of running rounds.
+    """One configuration of rounds.
 
-    Certificates of before an axis was there lack it: it has a default.
+    An axis that older certificates lack has a default.
     """
 
     dtype: str  # of both models
@@ -62,31 +62,31 @@ class Cell:
     cache: str
     prefill: str  # of `PREFILLS`
     drafter: str  # a name of `drafter_names`, or package.module:Name
-    # Tokens drafted a round, or the most where a policy chooses; data to an executable,
+    # Tokens drafted a round, or the most where a policy chooses; data of an executable,
     # and so the cheapest axis
     gamma: int
     sampling: str = "greedy"  # of `SAMPLINGS`
     gamma_policy: str = "fixed"  # of `GAMMA_POLICIES`
-    # Slots that share a forward: prompts at once, each compared with decoding alone
+    # Slots that share a forward; each prompt is compared with its decoding alone
     batch: int = 1
     # `NO_TREE`, or the text of a tree that is drafted in place of chains; `gamma` is
     # then the number of its nodes
     tree: str = NO_TREE
-    weights: str = "dense"  # of the target, of `config.WEIGHTS`
+    weights: str = "dense"  # of the target; one of `config.WEIGHTS`
 
     @property
     def plain(self) -> dict[str, Any]:
-        """What decoding depends on: cells that share it share its runs."""
+        """The axes that decide decoding: cells that agree in them share its runs."""
         return {axis: getattr(self, axis) for axis in PLAIN_AXES}
 
     @property
     def bits(self) -> dict[str, Any]:
-        """What decides bits: cells that share it may not differ in one."""
+        """The axes that decide bits: cells that agree in them must have equal bits."""
         return {axis: getattr(self, axis) for axis in BIT_AXES}
 
     @property
     def name(self) -> str:
-        """All of it, on one line."""
+        """All axes on one line, without dense weights and without chains."""
         name = (
             f"{self.dtype} {self.impl} slab {self.slab} pages of {self.page_size} "
             f"{self.cache} prefill {self.prefill} {self.sampling} | "
@@ -98,11 +98,11 @@ class Cell:
 
     @property
     def kind_of_weights(self) -> str:
-        """What cells share that have the same weights."""
+        """The name that cells with the same weights share."""
         return self.dtype if self.weights == "dense" else f"{self.dtype} {self.weights}"
 
     def to_row(self) -> dict[str, Any]:
-        """Returns the JSON form, without axes that have not always been there."""
+        """Returns the JSON form, without the defaults of axes that were added later."""
         row = dataclasses.asdict(self)
         if self.weights == "dense":
             del row["weights"]
@@ -112,17 +112,17 @@ class Cell:
 
     @property
     def settings(self) -> sampling_lib.SamplingSettings | None:
-        """How the target draws; None is greedy."""
+        """Settings by which the target draws; None is greedy."""
         if self.sampling == "greedy":
             return None
         return sampling_lib.make_settings(**CONSTANTS[self.sampling])
 
     def policy(self, drafter: protocols.Drafter) -> policies.Chosen:
-        """Returns the policy and its first state, for all that the drafter can draft.
+        """Returns the policy and its first state, for as much as the drafter can draft.
 
-        A cell's gamma is data on top of it, so that cells of any gamma share
-        executables. Goodput and a schedule get stated costs in the place of measured
-        ones.
+        A cell's gamma is data, and no part of the policy, so that cells of any gamma
+        share executables. Policies that need costs, and a schedule, get stated ones
+        instead of measured ones.
         """
         gamma_max = drafter.gamma_max
         if self.gamma_policy == "schedule":
@@ -143,7 +143,7 @@ PLAIN_AXES = (*BIT_AXES, "page_size", "cache")
 
 
 def star(axes: Mapping[str, Sequence]) -> list[Cell]:
-    """Returns the first value of every axis, and each other one with the rest so."""
+    """Returns the cell of all first values, and one for each other value of an axis."""
     base = {axis: values[0] for axis, values in axes.items()}
     varied = [
         base | {axis: value} for axis, values in axes.items() for value in values[1:]
@@ -152,13 +152,13 @@ def star(axes: Mapping[str, Sequence]) -> list[Cell]:
 
 
 def product(axes: Mapping[str, Sequence]) -> list[Cell]:
-    """Returns every combination of values."""
+    """Returns a cell for every combination of values."""
     combinations = itertools.product(*axes.values())
     return _in_order([dict(zip(axes, values, strict=True)) for values in combinations])
 
 
 def _in_order(choices: Sequence[Mapping[str, Any]]) -> list[Cell]:
-    """Returns each cell once; those that share decoding stand together."""
+    """Returns each cell once; cells that share decoding are neighbours."""
     cells = list(dict.fromkeys(map(_cell, choices)))
     plains = [cell.plain for cell in cells]
     return sorted(cells, key=lambda cell: plains.index(cell.plain))
@@ -168,7 +168,7 @@ def _cell(choice: Mapping[str, Any]) -> Cell:
     """Returns the cell of a choice of values; a tree is drafted with all its nodes.
 
     Raises:
-      ValueError: a window that no slab holds; a tree, and a policy, which is of chains.
+      ValueError: a window that its slab cannot hold; a tree with a policy of chains.
     """
     gamma, slab, tree = choice["gamma"], choice["slab"], choice["tree"]
     if tree != NO_TREE:
@@ -189,12 +189,12 @@ def _cell(choice: Mapping[str, Any]) -> Cell:
 
 
 def by_plain(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Returns the cells in groups that share decoding, in their order."""
+    """Returns the cells in groups of neighbours that share decoding."""
     return [list(group) for _, group in itertools.groupby(cells, lambda c: c.plain)]
 
 
 def label(cell: Cell, base: Cell) -> str:
-    """Returns what of a cell is not that of the base."""
+    """Returns the axes in which a cell differs from the base, with their values."""
     ours, theirs = dataclasses.asdict(cell), dataclasses.asdict(base)
     changed = [
         f"{axis.replace('_', '-')} {value}"
@@ -205,6 +205,6 @@ def label(cell: Cell, base: Cell) -> str:
 
 
 def constants_of(cells: Sequence[Cell]) -> dict[str, Mapping[str, float]]:
-    """Returns those of `CONSTANTS` that cells name."""
+    """Returns the entries of `CONSTANTS` that cells name."""
     named = {name for cell in cells for name in (cell.sampling, cell.gamma_policy)}
     return {name: dict(CONSTANTS[name]) for name in CONSTANTS if name in named}

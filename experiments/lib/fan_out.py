@@ -1,8 +1,8 @@
-"""Tasks of a script: here, one after the other, or on the workers of a Ray cluster.
+"""Tasks of a script, done in this process, or by the processes of a Ray cluster.
 
-What does the tasks is a callable, the worker, which returns the results of one task. On
-a cluster each process makes its own from values that can be sent, and the results of a
-task come whole, once. Knows no models; imports Ray where it is asked for.
+A worker is a callable that returns the results of one task. On a cluster each process
+makes its own worker from values that can be sent, and the results of a task arrive
+together, once. This module handles no models, and imports Ray only for a cluster.
 """
 
 import argparse
@@ -19,18 +19,18 @@ import jax
 from experiments.lib import cli, processes, records
 
 
-Task = Any  # Hashable, and can be sent, as its results can
+Task = Any  # Hashable; it and its results can be sent to a process
 Worker = Callable[[Task], Iterable[Any]]
 Found = Iterator[tuple[Task, Iterable[Any]]]
 Fan = Callable[[Worker, Sequence[Task]], Found]
-"""Yields each task with its results, in the order in which they come."""
+"""Yields each task with its results, in the order in which tasks finish."""
 
 _SENT = ("JAX_", "XLA_", "SPEC_JAX_", "TF_CPP_")
-"""Beginnings of variables that decide what a process computes."""
+"""Beginnings of environment variables that decide what a process computes."""
 
 
 def address(text: str) -> str:
-    """The type of a flag that says where a cluster is: see `add_flags`."""
+    """Parses a flag that says where a cluster is; see `add_flags`."""
     if text != "auto" and ":" not in text:
         raise ValueError(f"{text!r} is neither auto nor HOST:PORT")
     if importlib.util.find_spec("ray") is None:
@@ -39,7 +39,7 @@ def address(text: str) -> str:
 
 
 def add_flags(group: argparse._ActionsContainer) -> None:
-    """`--ray` and `--ray-cpus`, for `of`."""
+    """Adds `--ray` and `--ray-cpus`, which `of` reads."""
     cli.add(
         group,
         """
@@ -59,10 +59,10 @@ def here(worker: Worker, tasks: Sequence[Task]) -> Found:
 
 
 def of(args: argparse.Namespace, make: Callable[..., Worker], *values: Any) -> Fan:
-    """Returns how the flags of `add_flags` have tasks done.
+    """Returns the function that does tasks where the flags of `add_flags` say.
 
     Args:
-      make: a function of a module, which makes a worker in a process of a cluster.
+      make: a module's function that makes a worker, in each process of a cluster.
       values: its arguments, which can be sent.
     """
     if args.ray is None:
@@ -72,16 +72,16 @@ def of(args: argparse.Namespace, make: Callable[..., Worker], *values: Any) -> F
 
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns what rows with times say of a cluster: nothing of one process."""
+    """Returns the fields of rows with times that name the cluster; none without one."""
     return {} if args.ray is None else {"ray": args.ray, "ray_cpus": args.ray_cpus}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a process of a cluster needs to make a worker.
+    """Values from which a process of a cluster makes a worker.
 
     Attributes:
-      place: which code, libraries and machine the results are said to be of.
+      place: the code, libraries and machine that rows name as their origin.
     """
 
     make: Callable[..., Worker]
@@ -92,17 +92,17 @@ class Job:
 
 
 _workers: dict[str, Worker] = {}
-"""The worker of the job which this process had last, by its name."""
+"""The worker of this process's latest job, by the job's name."""
 
 
 def call(job: Job, task: Task) -> list[Any]:
     """Returns the results of a task, in a process of a cluster.
 
     Raises:
-      ValueError: a process whose results would be of another code or machine.
+      ValueError: a process of other code, or on another kind of machine.
     """
     if job.name not in _workers:
-        os.chdir(job.folder)  # Flags may name files from there.
+        os.chdir(job.folder)  # Flags may name files relative to it.
         own = records.provenance()
         for name, value in job.place.items():
             if own[name] != value:
@@ -118,8 +118,8 @@ def call(job: Job, task: Task) -> list[Any]:
 def _on_ray(
     args: argparse.Namespace, job: Job, worker: Worker, tasks: Sequence[Task]
 ) -> Found:
-    """Does the tasks on a cluster, which begins those anew whose process dies;
-    `worker`, of this process, does none.
+    """Does the tasks on a cluster, which repeats a task whose process dies; `worker`,
+    which is for this process, is not used.
 
     Raises:
       ValueError: no cluster there.

@@ -1,7 +1,7 @@
-"""The figures: rows of results -> SVG whose bytes depend on nothing else.
+"""Figures of rows of results, as SVG whose bytes depend on nothing else.
 
-Every function takes the rows of one figure and returns it; `draw` writes it. They draw
-what they are given and measure nothing. Needs matplotlib, an extra.
+Each function takes the rows of one figure and returns it; `draw` writes it. Nothing is
+measured here. This module needs matplotlib, of the extra `plot`.
 """
 
 import math
@@ -24,8 +24,8 @@ Row = curves.Row
 Axes = matplotlib.axes.Axes
 Figure = matplotlib.figure.Figure
 
-# Okabe and Ito's palette, which keeps its differences to the colour-blind, without
-# its yellow, which does not on white.
+# Okabe and Ito's palette, whose colours the colour-blind can tell apart, without its
+# yellow, which is hard to see on white.
 COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
     *("#56B4E9", "#E69F00", "#000000", "#7F7F7F"),
@@ -41,9 +41,9 @@ _STYLE = {
     "axes.axisbelow": True,
     "grid.color": "#dddddd",
     "legend.frameon": False,
-    # Letters and not outlines: a tenth of the bytes.
+    # Letters take a tenth of the bytes of their outlines.
     "svg.fonttype": "none",
-    # Names inside the file are hashes, of this and not of the time.
+    # Names inside the file are hashes, salted with this instead of the time.
     "svg.hashsalt": "spec_jax",
 }
 SPREAD = "median, bars: 10th to 90th percentile"
@@ -53,17 +53,17 @@ SPREAD = "median, bars: 10th to 90th percentile"
 def draw(make: Callable[..., Figure], rows: Sequence[Row], path: pathlib.Path) -> None:
     """Writes `make(rows)` as SVG, the same bytes each time.
 
-    Under it stands which model, machine and prompts it is of. The file names the rows
-    that it was drawn from by `curves.digests`, see `read_source`.
+    A caption below names the model, machine and prompts. The file has the digests
+    (`curves.digests`) of the rows that it was drawn from; see `read_source`.
     """
     figure = make(rows)
     looks = {"x": 0.01, "ha": "left", "fontsize": 7, "color": "#555555"}
     figure.supxlabel(curves.caption(rows), **looks)
-    # No date, and no version of what drew it.
+    # Neither a date nor the version of matplotlib.
     metadata = {"Date": None, "Creator": "spec_jax"}
     metadata["Source"] = " ".join(curves.digests(rows))
     figure.savefig(path, metadata=metadata, dpi=150)
-    # Without white space around lines: a twentieth of it.
+    # White space around lines is a twentieth of the file.
     lines = path.read_text().splitlines()
     path.write_text("".join(line.strip() + "\n" for line in lines))
 
@@ -75,7 +75,7 @@ def read_source(path: pathlib.Path) -> list[str]:
 
 
 def new(height: float, *panels: int, **keywords: Any) -> tuple[Figure, Sequence[Axes]]:
-    """Returns a figure and its panels, `(rows, columns)` of them."""
+    """Returns a figure and its panels, as many rows and columns as `panels` says."""
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     return figure, figure.subplots(*panels, squeeze=False, **keywords).ravel()
 
@@ -83,19 +83,19 @@ def new(height: float, *panels: int, **keywords: Any) -> tuple[Figure, Sequence[
 def _plot(
     axes: Axes, found: curves.Curves, x: str, y: str, *, aside: float = 0.0
 ) -> None:
-    """Draws a number of the rows over another, which is whole.
+    """Draws the field `y` of the rows over the field `x`, a whole number.
 
-    Its 10th and 90th percentiles, where rows have them, are bars.
+    Bars show the 10th and 90th percentiles of `y`, where rows have them.
 
     Args:
       aside: how far curves are moved apart, so that bars do not hide each other.
     """
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     for place, (label, rows) in enumerate(found.items()):
-        # A marker at the end of an axis, such as a rate of 1, is whole.
+        # A marker at the end of an axis, such as a rate of 1, is not cut off.
         looks = {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 5}
         looks |= {"label": label, "clip_on": False}
-        # NaN: nothing was measured.
+        # NaN where nothing was measured.
         middle, low, high = (
             np.array([row.get(y + end, math.nan) for row in rows], float)
             for end in ("", "_p10", "_p90")
@@ -110,7 +110,7 @@ def _plot(
 
 
 def _legend(figure: Figure, title: str | None, columns: int | None = None) -> None:
-    """Puts each label once above the panels: inside, it would hide bars."""
+    """Puts a legend above the panels, each label once: inside it would hide bars."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -121,7 +121,7 @@ def _legend(figure: Figure, title: str | None, columns: int | None = None) -> No
 
 
 def speedup(summaries: Sequence[Row]) -> Figure:
-    """Speed-up and acceptance rate over gamma."""
+    """Draws speed-up and acceptance rate over gamma."""
     runs = curves.group_by(summaries, curves.RUN).values()
     several = [row for rows in runs if len(rows) > 1 for row in rows]
     if not several:
@@ -133,7 +133,7 @@ def speedup(summaries: Sequence[Row]) -> Figure:
     figure, (top, bottom) = new(5.6, 2, 1, sharex=True, height_ratios=(3, 2))
     _plot(top, found, "gamma", "speedup_e2e", aside=0.06)
     _plot(bottom, found, "gamma", "acceptance_rate")
-    # As fast as autoregressive decoding.
+    # The speed of autoregressive decoding.
     top.axhline(1, color="#444444", linewidth=1, linestyle=":")
     top.set(ylabel="speed-up over plain\ndecoding (times)", ylim=(0, None))
     bottom.set(
@@ -146,7 +146,7 @@ def speedup(summaries: Sequence[Row]) -> Figure:
 
 
 def step_cost(steps: Sequence[Row]) -> Figure:
-    """What a step costs with several active rows, in time and relative to one row."""
+    """Draws the cost of a step over active rows, in time and relative to one row."""
     names = ("target", "dtype", "impl", "slab", "context")
     found = curves.curves_of(steps, names, axis="num_active")
     figure, panels = new(3.9, 1, 2)
@@ -162,7 +162,7 @@ def step_cost(steps: Sequence[Row]) -> Figure:
 
 
 def sweep_positions(rows: Sequence[Row]) -> Figure:
-    """P(draft kept at a position, if all before it were) on each prompt set."""
+    """Draws P(draft kept at a position, if all before it were) on each prompt set."""
     panels = curves.cells_by_position(rows)
     columns = min(len(panels), 3)
     height = -(-len(panels) // columns)
@@ -180,7 +180,7 @@ def sweep_positions(rows: Sequence[Row]) -> Figure:
 
 
 def sweep_contexts(rows: Sequence[Row]) -> Figure:
-    """Tokens a round over the tokens of a prompt, of `sweep.py --context`."""
+    """Draws tokens per round over the tokens of a prompt, from `sweep.py --context`."""
     names = ("prompt_source", "temperature", "drafter", "gamma_policy", "gamma")
     at = [row | {"prompt_tokens": int(row["category"])} for row in rows]
     found = curves.curves_of(at, names, axis="prompt_tokens", otherwise="drafter")
@@ -195,7 +195,7 @@ def sweep_contexts(rows: Sequence[Row]) -> Figure:
 
 
 def drift(rows: Sequence[Row]) -> Figure:
-    """Reward and drafts kept over steps of learning, of `rollouts.py --steps`."""
+    """Draws reward and acceptance rate over steps, from `rollouts.py --steps`."""
     figure, (top, bottom) = new(4.4, 2, 1, sharex=True)
     curve = {"": sorted(rows, key=lambda row: row["step"])}
     _plot(top, curve, "step", "reward")
@@ -206,12 +206,12 @@ def drift(rows: Sequence[Row]) -> Figure:
 
 
 def divergence(rows: Sequence[Row]) -> Figure:
-    """Layers by operations: relative difference as colour.
+    """Draws the relative difference of each operation of each layer, as a colour.
 
-    What stands before and after the layers is a band of one cell, in its place.
+    An operation before or after the layers is a band of one colour, in its place.
 
     Args:
-      rows: ONE of kind "parity"; a cell is `{"differing", "elements", "max_ulp",
+      rows: just one, of kind "parity"; a cell is `{"differing", "elements", "max_ulp",
         "relative"}`, or None where there was nothing to compare.
     """
     if len(rows) > 1:
@@ -247,10 +247,10 @@ def divergence(rows: Sequence[Row]) -> Figure:
 
 
 def levels(lines: Sequence[Sequence[Row | None]]) -> tuple[np.ndarray, int, int]:
-    """Returns decades of relative differences `[lines, cells]`, lowest and highest.
+    """Returns log10 of relative differences `[lines, cells]`, and the ends of a scale.
 
-    Cells of equal bits are below the lowest, those whose difference is no number above
-    the highest; NaN where there was nothing to compare.
+    Cells of equal bits are below the lower end, cells whose difference is no number
+    above the upper end; NaN where there was nothing to compare.
     """
     found = np.array([[_decade(cell) for cell in line] for line in lines])
     sized = found[np.isfinite(found)]
@@ -261,12 +261,12 @@ def levels(lines: Sequence[Sequence[Row | None]]) -> tuple[np.ndarray, int, int]
 
 
 def _decade(cell: Row | None) -> float:
-    """As `levels`, with infinities in the place of what is outside."""
+    """Returns a cell's value as `levels`, with infinities for values off the scale."""
     if cell is None:
         return math.nan
     if not cell["differing"]:
         return -math.inf
     if cell["relative"] is None:
         return math.inf
-    # That of the signs of zeros is 0.
+    # The relative difference of zeros of different signs is 0.
     return math.log10(max(cell["relative"], 1e-12))

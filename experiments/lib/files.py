@@ -1,4 +1,4 @@
-"""Files that scripts read and write; what cannot be used is refused in one line."""
+"""Files that scripts read and write; errors of unusable files take one line."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ read = regular_files.read
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields the path of what takes a file's place at the end: it is never half."""
+    """Yields a path whose file replaces `path` at the end, so that it is never half."""
     part = path.with_name(f"part_{path.name}")
     yield part
     part.replace(path)
@@ -32,10 +32,10 @@ def read_rows(path: pathlib.Path, *, hint: str = "") -> list[dict[str, Any]]:
     A file that ends in `.json` holds one object over many lines.
 
     Args:
-      hint: ends the message where there are none.
+      hint: ends the message of a file that cannot be used.
 
     Raises:
-      ValueError: no file, or no JSON objects in it; with the line.
+      ValueError: no readable file, or a line that is no JSON object, with its number.
     """
     try:
         text = read(path).decode()

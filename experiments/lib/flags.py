@@ -17,7 +17,7 @@ from spec_jax.typing import IMPLS
 
 
 NO_TREE = "none"
-"""In a list of trees: chains."""
+"""The entry of a list of trees that stands for chains."""
 
 NOISE = ("top_k", "top_p", "min_p")
 """Flags that change nothing at temperature 0."""
@@ -61,8 +61,8 @@ FLAGS: Mapping[str, str] = {
         """,
     "drafters": """
         --drafter NAME,...={drafters}  what proposes tokens: of {names}, or
-            package.module:Name; of the default, those that need no draft where --target
-            has none
+            package.module:Name; of the default, lookups alone where --target has no
+            draft
         """,
     "gamma": "--gamma TOKENS=4  tokens drafted per round, at most",
     "gammas": "--gamma TOKENS,...={gammas}  tokens drafted per round, at most",
@@ -133,7 +133,7 @@ SETS = {
     "mesh": "devices segments",
     "policy": "gamma-policy schedule",
 }
-"""Flags that go together, by name."""
+"""Flags that belong together, by the name of the set."""
 
 DEFAULTS = {
     "variable": build.ISA_VARIABLE,
@@ -149,11 +149,11 @@ DEFAULTS = {
 def add(group: argparse._ActionsContainer, names: str, **words: Any) -> None:
     """Adds flags of `FLAGS` and `SETS`.
 
-    `parsed` is for "models" and noise, `check_tree` for trees.
+    `parsed` checks "models" and "noise", `check_tree` checks trees.
 
     Args:
-      names: separated by blanks.
-      words: in the place of those in braces; more than `DEFAULTS`.
+      names: keys of either, separated by blanks.
+      words: values of the words in braces, in addition to `DEFAULTS`.
     """
     for name in names.split():
         if name in SETS:
@@ -163,7 +163,7 @@ def add(group: argparse._ActionsContainer, names: str, **words: Any) -> None:
 
 
 def _kinds() -> dict[str, Any]:
-    """Returns the types of the values, or their choices, by how the texts call them."""
+    """Returns types of the values, or their choices, by their names in the texts."""
     return {
         "TYPE": config_lib.DTYPES,
         "FORM": config_lib.WEIGHTS,
@@ -186,7 +186,7 @@ def _kinds() -> dict[str, Any]:
 def parsed(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, **how: bool
 ) -> argparse.Namespace:
-    """Returns the flags, checked by `check_models` and, of noise, `check_sampling`."""
+    """Returns flags, checked by `check_models` and, with noise, `check_sampling`."""
     args = parser.parse_args(argv)
     check_models(parser, args, **how)
     if hasattr(args, "top_k"):
@@ -202,11 +202,11 @@ def check_models(
 ) -> None:
     """Refuses a drafter that lacks its draft, and a draft that lacks its target.
 
-    Of a list of drafters by default, those that lack a draft are left out. Then
-    `choose_isa` is called.
+    A default list of drafters loses the drafters that lack a draft. The instruction
+    set is chosen, and CPU devices are made, where flags ask for it.
 
     Args:
-      needs_draft: of a script without `--drafter`, which drafts with a draft model.
+      needs_draft: whether a script without `--drafter` drafts with a draft model.
     """
     chosen = getattr(args, "drafter", "draft-model" if needs_draft else ())
     if chosen == "auto":
@@ -238,21 +238,21 @@ def check_models(
 
 
 def choose_isa(args: argparse.Namespace) -> None:
-    """Chooses what `--isa` names; raises as `build.choose`."""
+    """Chooses the instruction set of `--isa`; raises as `build.choose`."""
     if args.isa is not None:
         build.choose(args.isa)
 
 
 def drafter(text: str) -> str:
-    """The type of a flag that names a drafter: ours, one of another package, or the
-    folder of a head."""
+    """Parses a flag that names a drafter: ours, one of another package, or the folder
+    of a head."""
     if text == "auto" or registry.is_folder(text):
         return text
     return cli.one_of(registry.names(), can_import=True)(text)
 
 
 def chat_options(text: str) -> dict[str, Any]:
-    """The type of a flag with options of a chat template."""
+    """Parses a flag with options of a chat template."""
     try:
         if text.startswith("{"):
             return json.loads(text)
@@ -266,12 +266,12 @@ def chat_options(text: str) -> dict[str, Any]:
 
 
 def tree_or_none(text: str) -> str:
-    """The type of a tree in a list of them, or `NO_TREE`."""
+    """Parses a tree in a list of them, or `NO_TREE`."""
     return text if text == NO_TREE else tree_text(text)
 
 
 def tree_text(text: str) -> str:
-    """The type of a tree in a list of them: its text, which has no file."""
+    """Parses a tree in a list of them to its text, which names no file."""
     if "[" in text or "]" in text:
         raise ValueError(
             f"{text!r} is a part of a tree's paths, which have commas as the list has: "
@@ -283,7 +283,7 @@ def tree_text(text: str) -> str:
 def check_tree(
     parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str
 ) -> None:
-    """Exits with a usage error where a flag of `names`, of chains, goes with trees."""
+    """Exits with a usage error where a flag of `names`, for chains, goes with trees."""
     trees = args.tree if isinstance(args.tree, tuple) else (args.tree,)
     if not set(trees) - {None, NO_TREE}:
         return
@@ -314,13 +314,13 @@ def check_sampling(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 def sampling_settings(
     args: argparse.Namespace, temperature: float | None = None
 ) -> sampling.SamplingSettings | None:
-    """Returns how the flags of sampling have tokens drawn; None is greedy.
+    """Returns the settings by which flags let tokens be drawn; None is greedy.
 
     Filters of a greedy run are checked, and left out: `check_sampling` has refused
     them where all runs are greedy.
 
     Args:
-      temperature: in the place of that of the flag.
+      temperature: replaces that of the flag.
     """
     values = {name: getattr(args, name) for name in (*NOISE, "seed")}
     values["temperature"] = args.temperature if temperature is None else temperature

@@ -1,10 +1,10 @@
-"""A drafter whose acceptance is *forced*: it knows the text, and the real draft runs.
+"""A drafter whose acceptance is *forced*: it overwrites real drafts by a known text.
 
-Random weights accept nothing. So that rounds can be timed at the acceptance of trained
-models, every proposal of the real drafter is paid for and then overwritten: with the
-target's own tokens for as many drafts as the round is to keep, and with wrong ones
-elsewhere; of a fixed tree the first children are right, and their siblings are wrong.
-What such a run shows is the cost of rounds at an acceptance, never an acceptance.
+Models of random weights accept nothing. So that rounds can be timed at the acceptance
+of trained models, every proposal of the real drafter is computed and then overwritten:
+with the target's own tokens for as many drafts as the round is to keep, and with wrong
+ones elsewhere. In a fixed tree first children are right, and their siblings are wrong.
+Such a run measures the cost of rounds at a given acceptance, never an acceptance.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ from spec_jax.rules import rule as rule_lib
 
 
 class ForcedParams(pytree.Node):
-    """What the forced drafter takes from a request, as its `draft_params`."""
+    """The `draft_params` of a request to the forced drafter."""
 
     draft: Any  # parameters of the real drafter
     trace: jax.Array  # [size] int32, the text that autoregressive decoding writes
-    # [size] int32, the drafts to be kept of a round that begins at that length
+    # [size] int32, how many drafts a round that begins at this length keeps
     kept: jax.Array
 
 
 class ForcedMemory(pytree.Node):
-    """The real drafter's memory, and what is known of each slot's request."""
+    """The real drafter's memory, and the arrays of `ForcedParams` of each slot."""
 
     inner: protocols.Memory
     trace: jax.Array  # [B, max_len] int32
@@ -45,8 +45,8 @@ class ForcedDrafter:
     """Runs `inner`, and proposes what `ForcedParams` say; its parameters are `inner`'s.
 
     The K/V that the real draft keeps is that of its own tokens, not of the forced
-    ones: lengths and costs are those of a real run, values are not. All that is not
-    said here of a `protocols.Drafter` is as the real one has it.
+    ones: lengths and costs are those of a real run, values are not. All other
+    attributes of a `protocols.Drafter` are those of `inner`.
     """
 
     inner: protocols.Drafter
@@ -59,7 +59,7 @@ class ForcedDrafter:
 
     @functools.cached_property
     def right(self) -> np.ndarray:
-        """The depth of each draft that can be right, `[gamma_max]`; 0 of a sibling.
+        """The depth of each draft that can be right, `[gamma_max]`; siblings have 0.
 
         Raises:
           ValueError: a tree of a search, whose nodes are not known beforehand.
@@ -74,10 +74,10 @@ class ForcedDrafter:
         return np.array(depths, np.int32)
 
     def for_rule(self, rule: rule_lib.Rule) -> "ForcedDrafter":
-        """Returns the drafter whose real one draws as that rule of acceptance has it.
+        """Returns the drafter with an `inner` that draws as the rule needs.
 
         Raises:
-          ValueError: a rule by which drafts that nobody drew cannot be judged.
+          ValueError: a rule that needs the distribution that drafts were drawn from.
         """
         if not rule.is_exact:
             raise ValueError(
@@ -88,7 +88,7 @@ class ForcedDrafter:
         return dataclasses.replace(self, inner=inner)
 
     def for_schedule(self) -> "ForcedDrafter":
-        """Returns the drafter that also says how sure the real one is of its drafts."""
+        """Returns the drafter with an `inner` that also gives survivals of drafts."""
         inner = protocols.complete(self.inner).for_schedule()
         return dataclasses.replace(self, inner=inner)
 
@@ -105,7 +105,7 @@ class SlotForced(slots_lib.OfSlots):
 
     @property
     def inner(self) -> protocols.SlotDrafter:
-        """The real drafter."""
+        """The real drafter, for the same sequences."""
         return each.lift(self.drafter.inner, self.num_slots)
 
     def init(self, *, capacity: int, page_size: int, **more: Any) -> ForcedMemory:
@@ -124,7 +124,7 @@ class SlotForced(slots_lib.OfSlots):
         slot: int,
         **features: Array,
     ) -> ForcedMemory:
-        """Takes in the prompt, and what is known of the request. Donates `memory`."""
+        """Takes in the prompt, and the request's `ForcedParams`. Donates `memory`."""
         where, size = {"slot": slot, **features}, params.trace.shape[0]
         return memory.replace(
             inner=self.inner.prefill(params.draft, memory.inner, prompt, **where),
@@ -140,10 +140,10 @@ class SlotForced(slots_lib.OfSlots):
         length: Int[Array, " B"],
         **asked: Any,
     ) -> tuple[ForcedMemory, protocols.Proposal]:
-        """As many tokens as `inner` proposes, of which `kept` are right.
+        """Proposes as many tokens as `inner` does, of which `kept` are right.
 
-        What was drafted is not used, but its K/V stay in the memory: all of the draft
-        is computed.
+        The tokens of `inner` are not used, but their K/V stay in the memory, so that
+        all of the draft is computed.
         """
         inner, found = self.inner.propose(params, memory.inner, length=length, **asked)
         depth = jnp.asarray(self.drafter.right)
@@ -172,12 +172,12 @@ class SlotForced(slots_lib.OfSlots):
 def never_kept(
     draft: Any, text: Sequence[int], *, size: int | None = None
 ) -> ForcedParams:
-    """What a request brings whose drafts are to be wrong, each of them.
+    """Returns the `draft_params` of a request all of whose drafts are wrong.
 
     Args:
       draft: parameters of the real drafter.
-      text: the prompt, and what autoregressive decoding writes behind it.
-      size: of the arrays, at least as long as the text.
+      text: the prompt, and the text of autoregressive decoding after it.
+      size: size of the arrays, at least that of the text.
     """
     trace = np.zeros(size or len(text), np.int32)
     trace[: len(text)] = text

@@ -1,9 +1,9 @@
 """Whole speculative generations at forced acceptance, against plain ones.
 
-Target and draft run for real; what is proposed is overwritten so that a given share is
-accepted (`forced_drafter`): random weights accept nothing. Every run must yield the
-tokens of decoding alone, and its keys and values as integers. The context is noise,
-the same for all runs, and no prefill is timed.
+Target and draft really run; proposals are overwritten so that a given share is accepted
+(`forced_drafter`), since random weights accept nothing. Every run must yield the tokens
+of decoding alone, and its keys and values, equal as integers. The context is noise, the
+same for all runs, and no prefill is timed.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ Rate = float | str
 
 
 def rate(text: str) -> Rate:
-    """The type of a rate to be forced: a share, or the name of a data set."""
+    """Parses a rate to be forced: a share, or the name of a data set."""
     if text in DATA_SETS:
         return text
     value = float(text)
@@ -46,7 +46,7 @@ class Runs:
     """Generations of one text.
 
     Attributes:
-      start, limit: lengths before and after a generation.
+      start, limit: tokens of the text before and after a generation.
     """
 
     stage: works.Stage
@@ -59,12 +59,12 @@ class Runs:
         return self.limit - self.start
 
     def plain(self) -> works.Work:
-        """Decodes the text; its time is a token's."""
+        """Returns the work that decodes the text; its time is that of one token."""
         how = {"steps": self.num_new, "program": "forced: plain"}
         return self.stage.plain_steps(self.start, **how)
 
     def rounds(self, trace: Any, kept: Any, gamma: int) -> works.Work:
-        """Generates the text `trace` by rounds that keep `kept`, see `ForcedParams`."""
+        """Returns the work that writes `trace` in rounds; see `ForcedParams`."""
 
         def memory_at(memory: Any, length: int) -> forced_drafter.ForcedMemory:
             inner = noise.memory_at(memory, length)
@@ -79,14 +79,14 @@ class Runs:
         return self.stage.rounds(self.start, gamma, **how)
 
     def programs(self, gamma: int) -> list[works.Work]:
-        """Returns what `measure` calls, to be traced and not run."""
+        """Returns the works that `measure` calls, to be traced and not run."""
         trace = np.zeros(self.stage.text.shape, np.int32)
         kept = np.zeros((trace.size + self.stage.lm.gamma_max,), np.int32)
         return [self.plain(), self.rounds(trace, kept, gamma)]
 
     def written(self, kv: paged.PagedKV) -> list[tuple[jax.Array, jax.Array]]:
         """Returns keys and values by layer of all tokens but the last, which has none:
-        of the context, which is the same in all runs, and of what was generated."""
+        of the context, which is the same in all runs, and of generated tokens."""
         where = (row_model.SLOT, self.limit - 1)
         return [paged.gather(kv, layer, *where) for layer in range(len(kv.k))]
 
@@ -122,10 +122,10 @@ def measure(
     repeats: int,
     head: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns a row of each rate, timed in turns with autoregressive decoding.
+    """Returns a row for each rate, timed in turns with autoregressive decoding.
 
     Args:
-      head: whose published acceptance a data set's name stands for.
+      head: the head whose published acceptance a data set's name stands for.
 
     Raises:
       RuntimeError: two plain runs of one text differ.
@@ -135,7 +135,7 @@ def measure(
     if not np.array_equal(trace, again.tokens):
         raise RuntimeError("two plain runs of one text differ")
     expected = runs.written(first.cache)
-    del first, again  # And their caches.
+    del first, again  # Frees their caches.
     drafter = runs.stage.lm.drafter
     depth = drafter.depth_max if protocols.is_tree(drafter) else gamma
     done: dict[Rate, list[dict[str, Any]]] = {rate: [] for rate in rates}
@@ -150,13 +150,13 @@ def measure(
         )
         work, last = runs.rounds(trace, kept, gamma), []
         call = lambda state: last.append(work.call(state)) or last[0]
-        # Without a call before it, of which there are many steps already.
+        # Not warmed up by a call before it: one call has many steps.
         timed = bench.stopwatch(call, work.prepared)
 
         def checked() -> float:
             seconds, state = timed(), last.pop()
             wrong = differing(runs.written(state.cache), expected)
-            # Without the cache, which is large.
+            # Keeps counts alone: the cache is large.
             slot = requests_lib.slot_of(state.slots, 0)
             done[rate].append(counts(runs, trace, slot, wrong))
             return seconds / runs.num_new
@@ -181,11 +181,11 @@ FAULTS = ("nonfinite_logits", "differing_tokens", "differing_kv")
 def counts(
     runs: Runs, trace: np.ndarray, slot: states.Slots, differing_kv: int
 ) -> dict[str, Any]:
-    """Returns what a run did; `equal` is false where a token or a bit differs, and
-    where logits are not finite: equal texts of NaN show nothing.
+    """Returns the counts of a run; `equal` is false where a token or a bit differs, and
+    where logits are not finite, since equal texts from NaN prove nothing.
 
     Args:
-      slot: leaves without the axis of slots.
+      slot: its leaves lack the axis of slots.
     """
     new = slice(runs.start, runs.limit)
     differing = int(np.sum(np.asarray(slot.tokens)[new] != trace[new]))
@@ -207,11 +207,11 @@ def counts(
 
 
 def times(timings: bench.Timings, rate: Rate, per_round: float) -> dict[str, Any]:
-    """Returns a rate's times: a token's, a round's, and the speed-up.
+    """Returns the times of a token and of a round at a rate, and the speed-up.
 
     Args:
       timings: seconds of a token.
-      per_round: tokens that a round brings.
+      per_round: tokens that a round commits.
     """
     seconds, plain_s = timings.seconds[rate], timings.seconds[PLAIN]
     made = {"n": len(seconds), "warm_up_s": timings.warm_up[rate]}
@@ -228,10 +228,10 @@ def times(timings: bench.Timings, rate: Rate, per_round: float) -> dict[str, Any
 def choose_kept(
     chances: Sequence[float], *, start: int, limit: int, size: int, tries: int = 200
 ) -> np.ndarray:
-    """How many drafts a round keeps that begins at each length, `[size]` int32.
+    """Returns how many drafts a round that begins at each length keeps, `[size]` int32.
 
-    Draft `i` is right with `chances[i]` if all before it are, so that accepted lengths
-    are as spread as those of a real drafter; the best of many draws is taken.
+    Draft `i` is right with chance `chances[i]` if all before it are, so that accepted
+    lengths spread like a real drafter's; the draw nearest to the mean rate is taken.
 
     Args:
       chances: of each draft of a chain, or of a path of a tree.
@@ -253,7 +253,7 @@ def choose_kept(
 def simulate(
     kept: np.ndarray, *, start: int, limit: int, gamma: int
 ) -> tuple[int, int]:
-    """Drafts proposed and accepted, on one path, by the rounds of a generation."""
+    """Returns how many drafts, on one path, a generation proposes and accepts."""
     length, proposed, accepted = start, 0, 0
     while length < limit:
         drafted = min(gamma, limit - length - 1)
@@ -263,9 +263,9 @@ def simulate(
     return proposed, accepted
 
 
-# Tokens of a round, the target's own among them, and the chance of the first draft
-# where it is known (chat and mathematics): Qwen3-8B with seven drafts at temperature 1,
-# trained alike (https://arxiv.org/abs/2607.05147, table 1 and section 5).
+# Tokens of a round, the target's own included, and the chance of the first draft where
+# it is known (chat and mathematics): Qwen3-8B with seven drafts at temperature 1 and
+# heads trained alike (https://arxiv.org/abs/2607.05147, table 1 and section 5).
 _PUBLISHED = {
     ("dspark", "mt-bench"): (3.72, None),
     ("dspark", "gsm8k"): (6.17, 0.93),
@@ -279,12 +279,12 @@ DATA_SETS = tuple(dict.fromkeys(name for _, name in _PUBLISHED))
 
 
 def chances(rate: Rate, gamma: int, *, head: str | None) -> list[float]:
-    """The chance of each draft, given all before it.
+    """Returns the chance of each draft, given that all before it are kept.
 
     Args:
-      rate: the share of drafts to be kept; or one of `DATA_SETS`, for what is published
-        of `head`. That is a length of seven drafts: all drafts but the first have one
-        chance, by which it comes out.
+      rate: the share of drafts to be kept; or one of `DATA_SETS`, for the published
+        tokens of a round of `head` with seven drafts: then all drafts but the first
+        have one chance, chosen to give this number.
     """
     if not isinstance(rate, str):
         return [conditional(rate, gamma)] * gamma
@@ -295,13 +295,13 @@ def chances(rate: Rate, gamma: int, *, head: str | None) -> list[float]:
 
 
 def conditional(rate: float, gamma: int, first: float | None = None) -> float:
-    """The chance `p` of each draft, given all before it, by which `rate` of them are
-    kept: `p + p**2 + .. + p**gamma = rate * gamma`.
+    """Returns the chance `p` of each draft, given that all before it are kept, by which
+    `rate` of them are kept: `p + p**2 + .. + p**gamma = rate * gamma`.
 
     Args:
-      first: the chance of the first draft, if it is another: `p` is then of the others.
+      first: the chance of the first draft, if it differs from that of the others, `p`.
     """
-    from scipy import optimize  # Few runs of latency.py force anything.
+    from scipy import optimize  # Few runs of latency.py need it.
 
     def excess(p: float) -> float:
         reached = (p if first is None else first) * sum(p**i for i in range(gamma))

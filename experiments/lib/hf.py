@@ -16,7 +16,7 @@ from experiments.lib import processes
 PLAIN, DRAFT_MODEL, PROMPT_LOOKUP = "plain", "draft model", "prompt lookup"
 
 MATCHED_NGRAM = 2
-"""Tokens that prompt lookup matches at most: the library's own default, said aloud."""
+"""Most tokens that prompt lookup matches: the library's own default, made explicit."""
 
 _DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 
@@ -38,17 +38,17 @@ def load(
 ) -> Baseline:
     """Loads the folders in `dtype`; torch computes on all cores of this process.
 
-    They decode greedily, and draft as much as they are told.
+    The models decode greedily, and draft as many tokens as they are told.
 
     Args:
       backend: JAX's, "cpu" or "gpu": torch takes the same.
 
     Raises:
-      ValueError: a folder that transformers cannot load, or torch lacks the device.
+      ValueError: a folder that transformers cannot load, or a device that torch lacks.
     """
     # Threads of OpenMP spin for a while when their work is done, unless told to
     # sleep: they would take the cores from JAX, and from each other where there are
-    # more threads than free cores. It is read once, when torch is loaded.
+    # more threads than free cores. torch reads the variable once, when it is loaded.
     wait_policy = None
     if "torch" not in sys.modules:
         wait_policy = os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -94,7 +94,7 @@ def _model(folder: pathlib.Path, *, dtype: Any, device: str) -> Any:
         )
     except (OSError, RuntimeError) as error:
         raise ValueError(f"{folder}: transformers cannot load it: {error}") from None
-    # In the place of the folder's own, which may sample or stop.
+    # Replaces the folder's own settings, which may sample or stop.
     model.generation_config = transformers.GenerationConfig(do_sample=False)
     return model.to(device).eval().requires_grad_(False)
 
@@ -108,10 +108,10 @@ def generate(
     max_tokens: int,
     stop_ids: Sequence[int],
 ) -> list[int]:
-    """Greedy tokens after the prompt, at most `max_tokens`; a stop token is the last.
+    """Returns at most `max_tokens` greedy tokens; a stop token, if any, is the last.
 
     Args:
-      method: `PLAIN`, or where drafts come from.
+      method: `PLAIN`, or the source of drafts.
       gamma: tokens drafted a round, unless `method` is `PLAIN`. The draft model ends
         a draft at a stop token, and prompt lookup proposes what it finds: both may
         draft fewer.

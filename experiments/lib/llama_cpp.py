@@ -1,7 +1,7 @@
-"""llama.cpp's programs: run on GGUF files, and their output read.
+"""Runs of llama.cpp's programs on GGUF files, and parsers of their output.
 
-Knows their flags and what they print, as of llama.cpp 0.5. A program that is missing,
-fails or prints something else is a `ValueError` of one line.
+Flags and output are those of llama.cpp 0.5. A program that is missing, fails or prints
+something else raises a `ValueError` of one line.
 """
 
 import contextlib
@@ -32,17 +32,17 @@ SPEC_TYPES = {
     "dflash": "draft-dflash",
     "dspark": "draft-dspark",
 }
-"""llama.cpp's name of where drafts come from, by ours."""
+"""llama.cpp's names of sources of drafts, by our names."""
 
 LOOKED_UP = 2
-"""Tokens whose last occurrence its prompt lookup goes on from."""
+"""Number of tokens whose last occurrence its prompt lookup continues."""
 
 _END = b" [end of text]\n"
 # Greedy, by the shortest chain of samplers that it has.
 _GREEDY = ("--temp", "0", "--samplers", "top_k", "--top-k", "1")
 _TRIES = 10
-"""How often a program is run whose output is cut short: a thread of llama.cpp's writes
-it, which the end of the program does not wait for, and a busy machine holds up."""
+"""How often a program is run if its output is cut short: a thread writes the output,
+which the end of the program does not wait for, and which a busy machine delays."""
 
 _SOURCES = re.compile(r"^llama\.cpp_SOURCE_DIR:STATIC=(.+)$", re.MULTILINE)
 _CONVERT = """
@@ -55,11 +55,11 @@ import convert_hf_to_gguf
 sys.argv[:3] = [script]
 convert_hf_to_gguf.main()
 """
-"""Runs its converter, which knows the pre-tokenizers of released models, by digests of
-what they make of a text; that of any other is told here."""
+"""Script that runs llama.cpp's converter. It recognises pre-tokenizers of released
+models by digests of their tokens of a text; here any other is given by its name."""
 
 _AHEAD = 32
-"""Positions that a cache has beside those asked for: the last rounds draft no less."""
+"""Extra positions of a cache, so that the last rounds draft no less than others."""
 
 _NUMBER = r"\s*=?\s*([\d.]+)"
 _OF_PLAIN = {
@@ -81,7 +81,7 @@ _OF_SPECULATIVE = {
 
 
 class Unreadable(ValueError):
-    """An output that lacks something: cut short, or of another version."""
+    """Error for an output that lacks something: cut short, or of another version."""
 
 
 def check(folder: pathlib.Path) -> None:
@@ -106,15 +106,15 @@ def convert(
     """Writes the GGUF file of a head that reads a target, by llama.cpp's converter.
 
     Args:
-      folder: of a build, whose sources have the converter.
+      folder: `bin` of a build, whose sources have the converter.
       head, target: folders.
-      pre_tokenizer: llama.cpp's name of the target's.
+      pre_tokenizer: llama.cpp's name of the target's pre-tokenizer.
       dtype: "bfloat16" or "float32".
 
     Raises:
       ValueError: no sources, or a head that it does not convert.
     """
-    cache = folder.parent / "CMakeCache.txt"  # Says what the build is of.
+    cache = folder.parent / "CMakeCache.txt"  # Names the sources.
     found = cache.is_file() and _SOURCES.search(cache.read_text(errors="replace"))
     script = pathlib.Path(found[1] if found else "") / "convert_hf_to_gguf.py"
     if not script.is_file():
@@ -137,14 +137,14 @@ def bench(
     tokens: int,
     repeats: int,
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Median seconds by llama-bench's names, and its build and processor.
+    """Returns median seconds by llama-bench's names, and its build and processor.
 
-    Names are `pp64` of a prompt of 64, whole, and `tg64` of one of 64 tokens.
+    `pp64` is the time of a whole prompt of 64 tokens, `tg64` that of one of 64 tokens.
 
     Args:
       prompts: lengths of prompts, each a batch of its own.
-      tokens: to be generated one by one, after nothing.
-      repeats: of each test, after one that does not count.
+      tokens: number of tokens to generate one by one, after an empty prompt.
+      repeats: timed runs of each test, after a warm-up.
     """
     flags = ["-m", model, "-t", processes.usable_cores(), "-o", "jsonl", "-n", tokens]
     flags += ["-r", repeats, "-p", ",".join(map(str, prompts))]
@@ -170,11 +170,11 @@ def perplexity(
     window: int,
     windows: int,
 ) -> float:
-    """Returns the perplexity of a text's windows, of each the second half.
+    """Returns the perplexity of the second halves of a text's windows.
 
     Args:
-      window: tokens.
-      windows: at most.
+      window: tokens of a window.
+      windows: the most windows.
     """
     flags = ("-m", model, "-f", text, "-c", window, "--chunks", windows)
     done = _run(folder / PERPLEXITY, *flags, "-t", processes.usable_cores())
@@ -196,15 +196,15 @@ def generate(
     drafter: str | None = None,
     draft: pathlib.Path | None = None,
 ) -> tuple[compare.Generated, int]:
-    """Decodes greedily, of which nothing is escaped or cut; returns what came, and how
-    many tokens the prompt was read as.
+    """Decodes greedily after a prompt that is taken literally; returns the generation,
+    and how many tokens the prompt was encoded to.
 
     Args:
       capacity: positions of the cache.
       gamma: drafts of a round at most, never fewer by confidence; None: one token a
         step.
-      drafter: ours, of `SPEC_TYPES`.
-      draft: None: prompt lookup, by `LOOKED_UP` tokens.
+      drafter: our name, a key of `SPEC_TYPES`.
+      draft: GGUF file of the draft; None: prompt lookup, by `LOOKED_UP` tokens.
     """
     threads = processes.usable_cores()
     flags = ["-m", model, "-t", threads, "-tb", threads, "-c", capacity + _AHEAD]
@@ -213,8 +213,8 @@ def generate(
         flags += ["-n", max_tokens, "--no-display-prompt", "-no-cnv"]
     else:
         program, read = SPECULATIVE, _read_speculative
-        # It goes on until it has more than it was asked for; its last rounds draft
-        # less.
+        # The program ends once it has more tokens than it was asked for; its last
+        # rounds draft less.
         flags += ["-n", max_tokens - 1, "--spec-type", SPEC_TYPES[drafter]]
         if draft is None:
             sizes = "--spec-ngram-simple-size"
@@ -226,7 +226,7 @@ def generate(
         file.write(prompt)
         file.flush()
         flags += ["-bf", file.name, "--no-escape", *_GREEDY]
-        for _ in range(_TRIES - 1):  # What is cut short is run again.
+        for _ in range(_TRIES - 1):  # Again where output is cut short.
             with contextlib.suppress(Unreadable):
                 return read(_run(folder / program, *flags), prompt)
         return read(_run(folder / program, *flags), prompt)
@@ -242,7 +242,7 @@ def _read_plain(done: Done, prompt: bytes) -> tuple[compare.Generated, int]:
     steps = int(found["steps"])
     generated = compare.Generated(
         text=text.removesuffix(b"\n\n").removesuffix(_END),
-        count=steps + 1,  # The first comes from the prompt's own logits.
+        count=steps + 1,  # The first comes from the prompt's logits.
         prefill_s=found["prefill_ms"] / 1e3,
         decode_s=(found["decode_ms"] + found["sampling_ms"]) / 1e3,
         steps=steps,
@@ -276,7 +276,7 @@ def _read_speculative(done: Done, prompt: bytes) -> tuple[compare.Generated, int
 
 
 def _run(program: str | pathlib.Path, *flags: object) -> Done:
-    """Runs a program to its end."""
+    """Runs a program to its end; raises `ValueError` where it fails."""
     command = [str(word) for word in (program, *flags)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
     if done.returncode:

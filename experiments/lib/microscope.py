@@ -1,13 +1,13 @@
 """The microscope: the first operation in which two runs of a window differ.
 
 A `Path` is a way to run a window of tokens after the K/V of a text. `record` runs it
-and keeps every value that the forward pass shows its hook (`model.observe`), a row for
-each token; `compare` says where two records part, and by how much. Kernels that fuse
-operations show what leaves them: there the operation that is named is the last one of
-its kernel. Distances are in units in the last place (ULPs): how many numbers of the
-dtype lie between two values.
+and keeps every value that the forward pass gives its hook (`model.observe`), a row for
+each token; `compare` finds where two records differ, and by how much. A kernel that
+fuses operations gives its result alone, under the name of its last operation. Distances
+are in units in the last place (ULPs): how many numbers of the dtype lie between two
+values.
 
-Two paths are superseded designs, windows without the row contract, which nothing else
+Two paths are superseded designs, windows without the row contract, which no other code
 runs: XLA compiles a product for its height, and takes another path for one row than for
 five.
 
@@ -35,7 +35,7 @@ from spec_jax.paging import allocator, cache
 
 DECODE, ROWS = "decode", "paged-decode"
 """Autoregressive decoding of the window, one active row at a time, which is the oracle;
-and what the engine runs, the window's rows in one slab."""
+and the engine's own path, the window's rows in one slab."""
 
 FLASH, _ = SUPERSEDED = ("flash", "library-rows")
 
@@ -52,7 +52,7 @@ class Path:
     """
 
     name: str
-    model: row_model.RowModel  # says config, implementation and slab
+    model: row_model.RowModel  # has config, implementation and slab
 
     def __post_init__(self):
         if self.model.config.model_type != "qwen3":
@@ -70,7 +70,7 @@ class Path:
 
 
 Key = tuple[int | None, str]
-"""An operation and its layer; None: it belongs to none."""
+"""The layer of an operation, None outside of the layers, and its name."""
 
 Change = Callable[[int | None, str, jax.Array], jax.Array]
 """`(layer, operation, value [rows, width]) -> value`: a hook that is hashable, and may
@@ -84,13 +84,13 @@ def _keep(layer: int | None, operation: str, value: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """Values of a window's rows, and what recording them did.
+    """Values of a window's rows, and how much recording them changed.
 
     Attributes:
       values: by `Key`, `[rows, width]`, in the order of computation.
-      moved: elements of the logits and of the K/V that were written which differ from
-        those of the same run unrecorded. Not 0: the record is of another program than
-        the one that runs.
+      moved: elements of the logits and of the written K/V that differ from those of
+        the same run unrecorded. If it is not 0, the record is of another program than
+        the one that really runs.
     """
 
     values: dict[Key, np.ndarray]
@@ -108,7 +108,7 @@ def logits_of(
 
     Args:
       params: as `Path.weights` returns them.
-      kv: with a text of which the positions `[0, start)` are kept.
+      kv: cache of a text, of which the positions `[0, start)` are kept.
 
     Raises:
       ValueError: a window that does not fit the slab.
@@ -127,7 +127,7 @@ def record(
     """Runs a window as `logits_of`, and again with every value recorded.
 
     Args:
-      change: made of what is recorded; what recording moved is told without it.
+      change: changes values as they are recorded; `moved` is counted without it.
     """
     real_kv, logits = logits_of(path, params, kv, window, start)
     seen_kv, _, values = _run(path, params, kv, window, start, _keep)
@@ -140,7 +140,7 @@ def record(
 
 
 def _run(path, params, kv, window, start, change):
-    """Returns the cache, logits and values; of `change` None nothing is recorded."""
+    """Returns the cache, logits and values; without `change` no value is recorded."""
     if len(window) > path.model.slab:
         raise ValueError(
             f"a window of {len(window)} rows does not fit a slab of {path.model.slab}"
@@ -165,9 +165,9 @@ def _call(
     start: Int[Array, ""],
     change: Change | None,
 ):
-    """Runs rows after `[0, start)`; values are `[R, width]`, and padding follows."""
+    """Runs rows after `[0, start)`; values are `[R, width]`, then rows of padding."""
     (R,), slot = tokens.shape, row_model.SLOT
-    # Ordered, as pytrees that are plain dictionaries are sorted by their keys.
+    # Ordered, because jax sorts a plain dictionary by its keys.
     values: dict[Key, jax.Array] = collections.OrderedDict()
     kv = allocator.truncate(kv, slot, start)
 
@@ -175,7 +175,7 @@ def _call(
         if change is None:
             return value
         flat = change(layer, operation, value.reshape(value.shape[0], -1))
-        # Behind a barrier, so that nothing is fused with the recording of it.
+        # A barrier, so that nothing is fused with the recording.
         values[layer, operation] = jax.lax.optimization_barrier(flat)
         return flat.reshape(value.shape)
 
@@ -197,7 +197,7 @@ def _call(
 
 
 def _run_superseded(path, params, kv, tokens, start, observe):
-    """Runs rows by the library, writes their K/V, and shows what rows show."""
+    """Runs rows by the library, writes their K/V, and calls `observe` as rows do."""
     config = path.model.config
     norm = functools.partial(rms_norm.rms_norm, eps=config.rms_norm_eps)
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
@@ -241,12 +241,12 @@ def _run_superseded(path, params, kv, tokens, start, observe):
 
 
 def _attend_at_once(q, kv, number, positions):
-    """Returns one softmax over the whole capacity, as prefill takes over its bucket.
+    """Attends by one softmax over the whole capacity, as prefill does in its bucket.
 
     Scores and softmax are float32; probabilities are cast before the second product.
     """
     (R, N, H), T = q.shape, kv.slot_capacity
-    # Bytes of positions that nobody wrote may be NaN, and 0 * NaN is NaN.
+    # Positions that were never written may hold NaN, and 0 * NaN is NaN.
     is_written = (jnp.arange(T) <= positions[-1])[:, None, None]
     keys, values = (
         jnp.where(is_written, pool, 0)
@@ -265,17 +265,17 @@ def _count(one: np.ndarray, other: np.ndarray) -> int:
 
 
 Cell = dict[str, int | float | None]
-"""How far two arrays are the same: `differing` of `elements`, where the sign of a zero
-is a difference; `max_ulp`, the largest distance, 0 between zeros; and `relative`, the
+"""How two arrays differ: in `differing` of `elements`, where the sign of a zero is a
+difference; `max_ulp`, the largest distance, 0 between zeros; and `relative`, the
 norm of the difference over that of the first, None where that is not finite."""
 
 
 def compare(one: Record, other: Record, start: int) -> dict[str, Any]:
-    """Returns what two records of the window at `start` differ in, as `plot.py` draws.
+    """Returns how two records of the window at `start` differ, as `plot.py` draws it.
 
-    Cells are of the operations that both have; `first` is the first operation that
-    differs, with the position and the cell of its first row that does: all that it was
-    computed from is the same in both records.
+    Cells compare the operations that both have; `first` is the first operation that
+    differs, with the position and the cell of its first row that does: all inputs of
+    this operation are the same in both records.
     """
     pairs = {
         k: (x, other.values[k]) for k, x in one.values.items() if k in other.values
@@ -319,7 +319,7 @@ def ulps(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _ordinal(x: np.ndarray) -> np.ndarray:
-    """Maps floats to whole numbers in the same order, neighbours one apart."""
+    """Maps floats to integers in the same order, with neighbours one apart."""
     raw = testing.bits(x).astype(np.int64)
     sign = np.int64(1) << (8 * x.dtype.itemsize - 1)
     return np.where(raw & sign, sign - raw, raw)
@@ -328,7 +328,7 @@ def _ordinal(x: np.ndarray) -> np.ndarray:
 def _relative(one: np.ndarray, other: np.ndarray) -> float | None:
     """Returns the distance of `other` from `one` over the size of `one`, in float64."""
     ours, theirs = one.astype(np.float64), other.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # Infinity less infinity.
+    with np.errstate(invalid="ignore"):  # Infinity minus infinity.
         gap, size = np.linalg.norm(ours - theirs), np.linalg.norm(ours)
     is_number = np.isfinite(gap) and np.isfinite(size) and size > 0
     return float(gap / size) if is_number else None

@@ -1,4 +1,4 @@
-"""Models of a command line: flags -> a `LanguageModel`, settings, and their row."""
+"""Models of a command line: a `LanguageModel` and settings from flags, and a row."""
 
 import argparse
 import dataclasses
@@ -28,10 +28,10 @@ def load(
     gamma_max: int,
     **how: Any,
 ) -> loading.LanguageModel:
-    """Loads what flags name: models, a mesh and a tree.
+    """Loads the models that flags name, on their mesh and with their tree.
 
     Args:
-      how: of `loading.load`; the slab is as high as a window of a chain.
+      how: arguments of `loading.load`; the slab defaults to the window of a chain.
 
     Raises:
       ValueError: as `loading.load`, `with_tree`, and `check_gamma` of chains.
@@ -62,20 +62,20 @@ def load(
 def with_tree(
     args: argparse.Namespace, lm: loading.LanguageModel, tree: tree_shapes.AnyTree | str
 ) -> loading.LanguageModel:
-    """Returns the same pair with a drafter of trees.
+    """Returns the same models with a drafter of trees.
 
     Raises:
       ValueError: a drafter that drafts chains alone.
-      NotImplementedError: a tree that the rule would be biased by.
+      NotImplementedError: a tree that would bias the rule.
     """
     rule = getattr(args, "rule", "coupled")
     lm = lm.with_tree(tree)
-    each.lift(lm.drafter, 1, rule=rule)  # Says now what it lacks for the rule.
+    each.lift(lm.drafter, 1, rule=rule)  # Raises if it lacks what the rule needs.
     return lm
 
 
 def check_gamma(name: str, drafter: protocols.Drafter, gamma: int) -> None:
-    """Raises `ValueError` for a gamma above what a drafter drafts, as a block may."""
+    """Raises `ValueError` for a gamma above the most that a drafter drafts."""
     if gamma > drafter.gamma_max:
         raise ValueError(
             f"--gamma {gamma}: {name} drafts {drafter.gamma_max} tokens at most"
@@ -83,7 +83,7 @@ def check_gamma(name: str, drafter: protocols.Drafter, gamma: int) -> None:
 
 
 Drafters = dict[str, loading.LanguageModel]
-"""One target with several drafters, by their names."""
+"""One target with each of several drafters, by the drafters' names."""
 
 
 def load_drafters(
@@ -136,12 +136,12 @@ def prepare(
 ) -> Subject:
     """Reads and encodes the prompts that a flag names, and makes the settings of runs.
 
-    Without a flag --ignore-stop no text ends at stop tokens.
+    Scripts without the flag --ignore-stop end no text at stop tokens.
 
     Args:
       prompts: the value of `--prompts`.
-      contexts: tokens that each of them is brought to, as `prompts.of_lengths`.
-      settings: of `runs.Settings`, in the place of what the flags say.
+      contexts: lengths in tokens that prompts get, as in `prompts.of_lengths`.
+      settings: fields of `runs.Settings`, instead of those of the flags.
     """
     read = prompt_files.parse(prompts)
     sizes = {"gen_tokens": args.gen_tokens, "page_size": args.page_size}
@@ -174,7 +174,7 @@ def announce(
     console: terminal.Console,
     *words: str,
 ) -> None:
-    """Prints what is going to be run, before anything is compiled."""
+    """Prints what will be run, before anything is compiled."""
     target = subject.lm.target
     sizes = f"{len(subject.prompts)} prompts x {args.gen_tokens} tokens"
     how = (target.config.dtype, f"impl {target.impl}")
@@ -182,20 +182,20 @@ def announce(
 
 
 def typical(ids: Sequence[list[int]]) -> list[int]:
-    """Returns the prompt of median length, on which costs are measured."""
+    """Returns the prompt of median length, for which costs are measured."""
     return sorted(ids, key=len)[len(ids) // 2]
 
 
 def drafter_sha256(lm: loading.LanguageModel) -> str:
-    """Returns a hash of what the drafter was trained to."""
+    """Returns a hash of the drafter's weights."""
     return fingerprint.of_params(lm.drafter_params)
 
 
 def draft_of(args: argparse.Namespace, drafter: str | None = None) -> str | None:
-    """Returns what rows call the draft; None where no drafter has one.
+    """Returns the name of the draft in rows; None where no drafter has one.
 
     Args:
-      drafter: in the place of those of `--drafter`.
+      drafter: replaces the drafters of `--drafter`.
     """
     chosen = drafter or getattr(args, "drafter", "draft-model")
     names = (chosen,) if isinstance(chosen, str) else chosen
@@ -209,7 +209,7 @@ def draft_of(args: argparse.Namespace, drafter: str | None = None) -> str | None
 def describe(
     args: argparse.Namespace, lm: loading.LanguageModel, drafter: str | None = None
 ) -> dict[str, Any]:
-    """Returns which models rows are of, and what decides their bits.
+    """Returns the fields of rows that name models, and settings that decide bits.
 
     Args:
       drafter: as in `draft_of`.

@@ -1,8 +1,8 @@
-"""Random arrays, weights and caches, made where they are used: on the device.
+"""Random arrays, weights and caches, made on the device that uses them.
 
 Each shape is drawn by one small executable, so that a model of hundreds of arrays
-compiles nothing as large as itself. Nothing here is zeros: an accelerator draws less
-power for them, and so runs faster than it would on real numbers.
+compiles nothing as large as itself. No array is all zeros: an accelerator needs less
+power for zeros, and so runs faster than it would on real numbers.
 """
 
 import functools
@@ -40,7 +40,7 @@ def tokens(count: int, vocab_size: int, *, seed: int = 0) -> jax.Array:
 
 
 def of_shapes(shapes: Any, *, seed: int) -> Any:
-    """Returns weights of these shapes: matrices normal with 0.02, norms near one."""
+    """Returns weights of these shapes: normal matrices (0.02), and norms near one."""
     leaves, structure = jax.tree.flatten(shapes)
     drawn = []
     for number, leaf in enumerate(leaves):
@@ -53,7 +53,7 @@ def of_shapes(shapes: Any, *, seed: int) -> Any:
 def noisy_cache(
     model: row_model.RowModel, *, capacity: int, page_size: int
 ) -> paged.PagedKV:
-    """A cache each of whose positions holds keys and values, none of them valid."""
+    """Returns a cache with keys and values in every position, none of them valid."""
     kv = model.new_cache(capacity=capacity, page_size=page_size)
     leaves, structure = jax.tree.flatten((kv.k, kv.v))
     # One after another: two full caches at once may not fit.
@@ -67,7 +67,7 @@ def noisy_cache(
 
 
 def noisy_memory(drafter: Any, *, capacity: int, page_size: int) -> Any:
-    """The memory of a draft model or a head, whose cache is as `noisy_cache` has it."""
+    """Returns the memory of a draft model or a head, with a cache of `noisy_cache`."""
     sizes = {"capacity": capacity, "page_size": page_size}
     kv = noisy_cache(drafter.model, **sizes)
     if not protocols.taps_of(drafter):
@@ -76,9 +76,9 @@ def noisy_memory(drafter: Any, *, capacity: int, page_size: int) -> Any:
 
 
 def memory_at(memory: Any, length: int) -> Any:
-    """A copy of such a memory as a round finds it after `length` tokens.
+    """Returns a copy of such a memory as a round finds it after `length` tokens.
 
-    Of a head the last pair was not taken in: its feature waits.
+    A head has not taken in the last pair yet: the ring holds its feature.
     """
     if isinstance(memory, paged.PagedKV):
         return at_length(memory, length - 1)
@@ -92,7 +92,7 @@ def memory_at(memory: Any, length: int) -> Any:
 
 @jax.jit
 def at_length(kv: paged.PagedKV, length: int) -> paged.PagedKV:
-    """A copy of the cache with `[0, length)` valid, and as many pages as that takes."""
+    """Returns a copy of the cache with `[0, length)` valid, and pages for them."""
     slot = row_model.SLOT
     kv = allocator.truncate(kv, slot, jnp.minimum(length, kv.length[slot]))
     kv = allocator.reserve(kv, slot, length)

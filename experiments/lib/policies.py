@@ -22,18 +22,18 @@ from spec_jax.gamma import (
 
 
 POLICIES = ("fixed", "threshold", "goodput", "leader")
-"""Always the same gamma; by the share of kept drafts; by expected tokens per second,
-from times that are measured first; by these of this text and of those before it."""
+"""Names: a constant gamma; gamma by the share of kept drafts; by expected tokens per
+second, from times that are measured first; by these and by the texts before."""
 
 BUDGET = "budget"
-"""The front door's default: goodput, and as much as its budget pays for."""
+"""The default of `spec_jax.generate`: goodput, as far as its budget pays for it."""
 
 MEASURED = (*POLICIES, BUDGET)
-"""All names, of scripts that measure what a policy needs where it runs."""
+"""All names, for scripts that measure the times that a policy needs."""
 
 
 Chosen = tuple[policy.GammaPolicy | None, policy.State]
-"""A policy and its first state; None twice is a constant gamma."""
+"""A policy and its first state; both are None for a constant gamma."""
 
 
 def make(
@@ -46,13 +46,13 @@ def make(
     """Returns the policy of that name, for gammas up to `gamma`.
 
     Args:
-      round_s: seconds of a round by gamma, `0 .. gamma` at least; asked for where the
-        policy needs them.
+      round_s: returns seconds of a round by gamma, `0 .. gamma` at least; called only
+        where the policy needs them.
     """
     if name == "fixed":
         return None, None
-    # A lookup that finds nothing cost nothing, and is no evidence.
-    real = getattr(drafter, "inner", drafter)  # Of one that is forced.
+    # A lookup that finds nothing costs nothing, and is no evidence.
+    real = getattr(drafter, "inner", drafter)  # Unwraps a forced one.
     is_free = not isinstance(real, draft_model.DraftModel | hybrid.Hybrid)
     if name == "threshold":
         levels = [level for level in (0, 1, 2, 4, 8, 16) if level < gamma]
@@ -79,11 +79,11 @@ def of_run(
     name: str,
     drafter: str | None = None,
 ) -> runs.Settings:
-    """Returns the settings with the policy of that name, and with `--schedule`: then it
-    says how many tokens are drafted by the profile's costs, where it needs any.
+    """Returns the settings with the policy `name`. With `--schedule` they have a
+    schedule of the profile's times, which asks the policy how many tokens to draft.
 
     Args:
-      drafter: its name; None: `--drafter`.
+      drafter: the drafter's name; None: `--drafter`.
 
     Raises:
       ValueError: as `profiles.read`; and a schedule of trees.
@@ -101,7 +101,7 @@ def of_run(
         about,
         num_slots=slots,
         gamma=gamma,
-        context=int(lengths) + settings.gen_tokens // 2,  # In the middle of a text.
+        context=int(lengths) + settings.gen_tokens // 2,  # At the middle of a text.
         temperature=0.0 if drawn is None else float(drawn.temperature),
     )
     asks, first = make(
@@ -116,8 +116,8 @@ def of_run(
 def adapted(
     lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
 ) -> tuple[runs.Settings, costs_lib.RoundCosts]:
-    """Returns the settings with the front door's policy, and what rounds cost, as it
-    measures them.
+    """Returns the settings with the default policy of `spec_jax.generate`, and the
+    costs of rounds as it measures them.
 
     Args:
       prompt: a prompt of typical length.
@@ -150,7 +150,7 @@ def with_policy(
 
     Args:
       prompt: a prompt of typical length, with which costs are measured where the policy
-        needs them, as the front door measures them.
+        needs them, as `spec_jax.generate` measures them.
 
     Raises:
       ValueError: a budget under a rule whose tokens would depend on measured times.

@@ -1,9 +1,9 @@
-"""Scripts in a process that is watched by one that holds no GPU.
+"""Scripts in a separate process, watched by a process that holds no GPU.
 
-A fault of a kernel can spoil its process's GPU context, and a fault of a compiler can
-end it: a process of its own gives back all memory when it ends, and is ended when its
-time is over. Knows processes and files; knows no scripts, and imports JAX in that
-process alone.
+A faulty kernel can break its process's GPU context, and a faulty compiler can crash the
+process. A separate process frees all memory when it ends, and is killed when its time
+is over. This module handles processes and files, and no scripts; it imports JAX in the
+separate process alone.
 """
 
 import contextlib
@@ -25,22 +25,22 @@ from typing import Any
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_START_S = 30.0  # of a process, and for the programs of its first request
+_START_S = 30.0  # to start a process, and to compile its first request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How a request ended."""
 
-    # "done", "failed" (it says so), "died" (its process did) or "ended" (its time was
-    # over)
+    # "done", "failed" (by status or exception), "died" (the process did) or "ended"
+    # (its time was over)
     status: str
     exit_status: int | None
-    seconds: float  # that it ran
+    seconds: float  # of its run
 
 
 def python_path() -> str:
-    """Returns the value of PYTHONPATH with which a process finds this checkout."""
+    """Returns the value of PYTHONPATH by which a process finds this checkout."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
@@ -52,21 +52,21 @@ def usable_cores() -> int:
 
 
 class Worker:
-    """A process that runs scripts, one after the other; when it ended, a new one."""
+    """A process that runs scripts, one after the other; replaced when it has ended."""
 
     def __init__(self, output: pathlib.Path, set_up: Callable[[], None]):
-        """Starts nothing yet.
+        """Sets up the worker; the first `run` starts the process.
 
         Args:
-          output: what the process prints besides its scripts is added to this file.
+          output: file to which the process appends output that is not of its scripts.
           set_up: called in the process first, before JAX is imported; can be pickled.
         """
         self._begin = output, set_up
         self._process: multiprocessing.context.SpawnProcess | None = None
 
     def run(self, *request: Any, limit_s: float) -> Outcome:
-        """Returns how `run_here(*request)` went there; ends the process if it takes
-        longer."""
+        """Returns the outcome of `run_here(*request)` in the process, which is killed
+        if it takes longer than `limit_s`."""
         started = time.monotonic()
         if self._process is None or not self._process.is_alive():
             context, limit_s = multiprocessing.get_context("spawn"), limit_s + _START_S
@@ -74,7 +74,7 @@ class Worker:
             given = (other, *self._begin)
             self._process = context.Process(target=_serve, args=given, daemon=True)
             self._process.start()
-            other.close()  # So that its end is the end of what can be read.
+            other.close()  # So that reading fails once the process ends.
         status = "died"
         with contextlib.suppress(EOFError, OSError):
             self._pipe.send(request)
@@ -88,7 +88,7 @@ class Worker:
         )
 
     def end(self) -> None:
-        """Ends the process, if there is one: it has nothing to tidy up."""
+        """Kills the process, if there is one: it has nothing to clean up."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -97,7 +97,7 @@ class Worker:
 def _serve(
     pipe: connection.Connection, output: pathlib.Path, set_up: Callable[[], None]
 ) -> None:
-    """Answers requests; ends when there are no more, or the device does not answer."""
+    """Runs requests until there are no more, or the device does not answer."""
     with output.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -107,8 +107,8 @@ def _serve(
             outcome = run_here(*pipe.recv())
             gc.collect()
             if outcome.status != "done":
-                # A fault of a kernel spoils the process's hold on the GPU: without an
-                # answer it ends, and what follows is given to another.
+                # A faulty kernel may have broken the process's GPU context: if so, this
+                # ends the process, and another one gets the next request.
                 import jax.numpy as jnp
 
                 jnp.ones((8,)).sum().block_until_ready()
@@ -116,9 +116,9 @@ def _serve(
 
 
 def run_here(module: str, arguments: Sequence[str], output: pathlib.Path) -> Outcome:
-    """Calls the script's `main` in this process: the imports are paid for once.
+    """Calls a script's `main` in this process, which imports modules only once.
 
-    What it raises is in `output`, and counts as a failure.
+    An exception is written to `output`, and counts as a failure.
     """
     started = time.monotonic()
     with (
@@ -139,12 +139,12 @@ def run_here(module: str, arguments: Sequence[str], output: pathlib.Path) -> Out
 
 
 def nvidia_smi(query: str) -> str | None:
-    """One line of `nvidia-smi --query-gpu`; None where there is no such program."""
+    """Returns the last line of `nvidia-smi --query-gpu`; None without that program."""
     return _line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
 
 
 def versions() -> dict[str, Any]:
-    """Where the programs are that XLA may call, their versions, and the packages'."""
+    """Returns paths and versions of programs that XLA may call, and of packages."""
     found: dict[str, Any] = {
         "gpu": nvidia_smi("name,driver_version,memory.total,clocks.max.sm"),
         "python": platform.python_version(),
@@ -158,7 +158,7 @@ def versions() -> dict[str, Any]:
 
 
 def _line(*command: str) -> str | None:
-    """The last line that a program writes."""
+    """Returns the last line that a program writes; None if it writes none or fails."""
     how = {"capture_output": True, "text": True, "timeout": 20, "check": True}
     try:
         lines = subprocess.run(command, **how).stdout.strip().splitlines()

@@ -1,4 +1,4 @@
-"""Logits processors of a command line: `--processor KIND:VALUE`, and what it makes."""
+"""Logits processors of a command line: the flag `--processor KIND:VALUE`."""
 
 import argparse
 import pathlib
@@ -14,7 +14,7 @@ PENALTIES = "repetition", "presence", "frequency"
 KINDS: Mapping[str, Callable[[str, sj.LanguageModel], processors.Processor]] = {
     "regex": processors.regex,
     "json": lambda text, lm: processors.json_schema(pathlib.Path(text).read_text(), lm),
-    # Of which the last may be left out.
+    # The last ones may be left out.
     "penalties": lambda text, lm: processors.penalties(
         **dict(zip(PENALTIES, map(float, text.split(",", 2)), strict=False))
     ),
@@ -26,11 +26,11 @@ KINDS: Mapping[str, Callable[[str, sj.LanguageModel], processors.Processor]] = {
     ),
     "min-tokens": lambda text, lm: processors.min_tokens(int(text), lm.stop_ids),
 }
-"""What makes a processor of its VALUE, by KIND."""
+"""Functions that make a processor from its VALUE, by KIND."""
 
 
 def add_flag(group: argparse._ActionsContainer) -> None:
-    """`--processor`, any number of times, for `of`."""
+    """Adds `--processor`, which may be given several times and which `of` reads."""
     cli.add(
         group,
         """
@@ -47,7 +47,7 @@ def of(args: argparse.Namespace, lm: sj.LanguageModel) -> processors.Processor |
     """Returns what `--processor` names, in a chain; None where it names nothing.
 
     Raises:
-      ValueError: a value that is none of its kind, with the flag.
+      ValueError: a value that its kind cannot read, with the flag.
       OSError: a file that cannot be read.
     """
     made = []
@@ -61,7 +61,7 @@ def of(args: argparse.Namespace, lm: sj.LanguageModel) -> processors.Processor |
 
 
 def _named(text: str) -> str:
-    """The type of the flag: says which kinds there are."""
+    """Checks the value of the flag; the error lists the kinds."""
     if text.partition(":")[0] not in KINDS or ":" not in text:
         raise ValueError(f"{text!r} is not KIND:VALUE, with one of {', '.join(KINDS)}")
     return text

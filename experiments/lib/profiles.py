@@ -1,7 +1,7 @@
-"""Profiles for schedules: what `profile_steps.py` measured, as a run reads it.
+"""Profiles for schedules: times that `profile_steps.py` measured, as a run reads them.
 
-A profile is of one number of slots, whose rows are spread over them as evenly as they
-go, after contexts of one length; what drafting adds to a round is in it, too, apart.
+A profile is for one number of slots, with rows spread over them as evenly as possible,
+after contexts of one length. It has the time that drafting adds to a round separately.
 """
 
 import dataclasses
@@ -17,26 +17,26 @@ from spec_jax.gamma import schedule
 
 KIND = "step_profile"
 CALIBRATION = "confidences"
-"""Of rows that `profile_steps.py --calibrate` writes."""
+"""The kind of the rows that `profile_steps.py --calibrate` writes."""
 
 SAME = ("target", "weights", "draft", "dtype", "impl", "native_isa", "drafter")
 SAME += ("devices",)
-"""What a profile is of: times of others would be made up."""
+"""Fields in which a profile must equal the run: other times would mean nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What a file says for a run."""
+    """Times and scalings of confidences from a file, for one run."""
 
-    step_s: np.ndarray  # [rows + 1]
-    draft_s: float  # what drafting adds to a round of all slots
+    step_s: np.ndarray  # [rows + 1], seconds of a step by its rows
+    draft_s: float  # seconds that drafting adds to a round of all slots
     # [gamma], of confidences; None: the file has no calibration
     temperatures: np.ndarray | None = None
     shifts: np.ndarray | None = None
 
     def round_s(self, num_slots: int, gamma: int) -> np.ndarray:
         """Returns seconds of a round in which each slot verifies 0 to `gamma` drafts;
-        of the first no slot drafts."""
+        in the first no slot drafts."""
         drafts = np.arange(gamma + 1)
         return self.step_s[num_slots * (drafts + 1)] + self.draft_s * (drafts > 0)
 
@@ -50,15 +50,15 @@ def read(
     context: int,
     temperature: float,
 ) -> Profile:
-    """Returns the profile of so many slots, of the fewest drafts that suffice; among
-    those, the one whose context is nearest.
+    """Returns the profile of `num_slots` slots with the fewest drafts that suffice and,
+    among equals, with the nearest context.
 
-    And how confidences are scaled, where the file has rows of these too.
+    It includes the scaling of confidences, where the file has rows of these, too.
 
     Args:
       path: JSON lines of `profile_steps.py`.
-      described: what is run, by the keys `SAME`, and `drafter_sha256`, which is of
-        calibrations alone; one that it lacks, a profile lacks.
+      described: values of the run by the keys `SAME`, and `drafter_sha256`, which
+        calibrations alone have. A profile must lack a key that it lacks.
 
     Raises:
       ValueError: no such profile, or one that cannot be used.
@@ -76,7 +76,7 @@ def read(
             f"or more, but of {there or 'nothing'}: measure it by profile_steps.py "
             f"--batch {num_slots} --gamma {gamma}"
         )
-    # Of more drafts than are asked for, drafting would seem to take longer.
+    # Drafting more tokens than are asked for takes longer.
     row = min(fits, key=lambda row: (row["gamma"], abs(row["context"] - context)))
     try:
         step_s = schedule.times([row["step_s"][0], *row["step_s"]])

@@ -1,7 +1,7 @@
-"""Programs: what tracing, lowering and compiling them takes, and what kernels they run.
+"""Programs: times of tracing, lowering and compiling them, and the kernels they run.
 
-On a machine without a GPU a program is lowered for one all the same: the kernels,
-their plans and the work of Python are those of a machine that has one.
+On a machine without a GPU a program is lowered for a GPU, too: the kernels, their plans
+and the work of Python are those of a machine that has one.
 """
 
 import collections
@@ -17,17 +17,17 @@ import numpy as np
 
 
 GPU = "NVIDIA H200"
-"""What Pallas is told of the GPU, where there is none."""
+"""The GPU for which Pallas lowers on a machine without one."""
 
 MOST_NAMES = 40
-"""Of a profiler's trace, the kernels that take longest."""
+"""How many kernels of a profiler's trace are listed, the longest first."""
 
 
 def lower(trace: Callable[[], jax.stages.Traced], *, compiles: bool) -> dict:
-    """Seconds of each stage, kernels in the lowered text, and memory.
+    """Returns seconds of each stage, kernels in the lowered text, and memory.
 
     Args:
-      compiles: for the device of jax; otherwise it is only lowered, for a GPU.
+      compiles: compile for the device of jax; otherwise only lower, for a GPU.
     """
     times, row = [time.perf_counter()], {"compile_s": None, "temp_bytes": None}
     clock = lambda: times.append(time.perf_counter())
@@ -35,7 +35,7 @@ def lower(trace: Callable[[], jax.stages.Traced], *, compiles: bool) -> dict:
         contextlib.nullcontext() if compiles else _without_gpu(),
         warnings.catch_warnings(),
     ):
-        # What a loop does not return, such as its counters.
+        # A loop does not return all that is donated, such as its counters.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         traced = trace()
         clock()
@@ -52,7 +52,7 @@ def lower(trace: Callable[[], jax.stages.Traced], *, compiles: bool) -> dict:
 
 @contextlib.contextmanager
 def _without_gpu() -> Iterator[None]:
-    """From jax 0.11 on, Pallas asks the mesh for the GPU, tracing and lowering."""
+    """Sets a mesh that names the GPU, which Pallas needs from jax 0.11 on."""
     if jax.__version_info__ < (0, 11):
         yield
         return
@@ -65,7 +65,7 @@ def _without_gpu() -> Iterator[None]:
 
 
 def profile(folder: pathlib.Path, name: str, call: Callable[[], Any]) -> list[dict]:
-    """Traces one call after a first one; a row of each kernel, the longest first.
+    """Traces one call after a first one; returns a row of each kernel, longest first.
 
     On a GPU times are `own_times`; on a CPU, where calls nest, they are durations.
 
@@ -104,10 +104,10 @@ def profile(folder: pathlib.Path, name: str, call: Callable[[], Any]) -> list[di
 
 
 def own_times(events: Sequence[tuple[float, float]]) -> list[float]:
-    """Returns what each kernel of a stream adds to it, in the order given.
+    """Returns the time that each kernel adds to its stream, in the order given.
 
-    From the end of the kernels before it to its own end: under programmatic dependent
-    launch a kernel begins while another runs, and durations count that time twice.
+    It lasts from the end of the kernels before to the kernel's own end: in programmatic
+    dependent launch kernels overlap, and durations count that time twice.
 
     Args:
       events: the start and the duration of each.

@@ -1,7 +1,7 @@
-"""Prompts: what the flag `--prompts` names, read and checked.
+"""Prompts that the flag `--prompts` names, read and checked.
 
-Knows files, and the fields of common data sets. Knows nothing of tokenizers, chat
-templates or models. docs/prompts.md is for the reader.
+This module handles files, and the fields of common data sets, but no tokenizers, chat
+templates or models. docs/prompts.md describes the flag.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ CATEGORY_KEYS = ("category", "kind")
 ASSISTANT, USER = "assistant", "user"
 
 Message = Mapping[str, str]
-"""A `role` and a `content`."""
+"""A dictionary with a `role` and a `content`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class Prompt:
     """One prompt, or the first turn of a conversation."""
 
     id: str  # the row's own id, else its line number in the file
-    # What the model continues or answers; has a character that is not white space
+    # Continued or answered by the model; has a character that is not white space
     text: str
     category: str | None  # the row's `category` or `kind`, where it has one
     history: tuple[Message, ...] = ()  # the messages before `text`
-    # What the user says after the answer to `text`, after the answer to that, and so on
+    # Turns of the user after the answer to `text`, after the next answer, and so on
     next_turns: tuple[str, ...] = ()
 
     @property
@@ -63,16 +63,16 @@ def parse(spec: str) -> list[Prompt]:
         optional limit `:N`. `N@SEED` takes a `sample` of N instead of the first. Files
         that end in one of `JSON_SUFFIXES` hold one JSON object a line, with the text
         under one of `TEXT_KEYS` or `messages`, in this order of preference. Other files
-        hold one prompt a line. Blank lines are skipped, and no row is read beyond the
-        limit of the first ones.
+        hold one prompt a line. Blank lines are skipped, and without a seed no row is
+        read beyond the limit.
 
     Raises:
-      ValueError: nothing usable is named; one line says what and how to mend it.
+      ValueError: no usable prompts; one line says why, and how to mend it.
       MemoryError: a file for which there is no memory.
     """
     match = _SPEC.fullmatch(spec)
     if match is None or (match["path"] and pathlib.Path(spec).is_file()):
-        path, limit, seed = pathlib.Path(spec), None, None  # Whose name ends in `:N`.
+        path, limit, seed = pathlib.Path(spec), None, None  # May end in `:N`.
     else:
         path, limit = pathlib.Path(match["path"] or BUNDLED), int(match["limit"])
         seed = match["seed"] and int(match["seed"])
@@ -100,7 +100,7 @@ def sample(prompts: Sequence[Prompt], size: int, *, seed: int) -> list[Prompt]:
     """Draws `size` of the prompts, the same for the same prompts and seed.
 
     Each category has its share of the sample, rounded so that the shares add up: by
-    the largest remainders, of equal ones the first. Within a category each row is as
+    the largest remainders, the first of equal ones. Within a category each row is as
     likely as any other.
 
     Args:
@@ -120,7 +120,7 @@ def sample(prompts: Sequence[Prompt], size: int, *, seed: int) -> list[Prompt]:
     ]
 
     def drawn(place: int) -> bytes:
-        # A hash and no generator: the same rows in every version of Python.
+        # A hash, not a generator, draws the same rows in every version of Python.
         return hashlib.sha256(f"{seed}:{place}".encode()).digest()
 
     chosen = [
@@ -132,7 +132,7 @@ def sample(prompts: Sequence[Prompt], size: int, *, seed: int) -> list[Prompt]:
 
 
 def _prompts(path: pathlib.Path) -> Iterator[Prompt]:
-    """The file's prompts in order; a faulty row raises when it is reached."""
+    """Yields the file's prompts in order; a faulty row raises when it is reached."""
     is_json = path.suffix.lower() in JSON_SUFFIXES
     # Not `splitlines`: it also splits at U+2028 and form feeds, which may stand
     # inside a prompt.
@@ -177,14 +177,14 @@ def _read(path: pathlib.Path) -> str:
 
 
 def _of_row(row: Any, *, number: int) -> Prompt:
-    """Reads a row.
+    """Returns the prompt of a row.
 
     Args:
       row: a JSON value.
       number: the id of a row that has none.
 
     Raises:
-      ValueError: a row that holds no prompt; says what and how to mend it.
+      ValueError: a row that holds no prompt; the message says how to mend it.
     """
     if not isinstance(row, dict):
         raise ValueError(
@@ -206,8 +206,8 @@ def _of_row(row: Any, *, number: int) -> Prompt:
 
 
 def _turns(row: dict[str, Any]) -> tuple[tuple[Message, ...], list[str]]:
-    """Returns the messages before what the user says, and that, turn by turn; an answer
-    to the last one is left out."""
+    """Returns the messages before the user's texts, and these texts, turn by turn; an
+    answer to the last one is left out."""
     for key in TEXT_KEYS:
         value = row.get(key)
         if isinstance(value, str) and key != "turns":
@@ -240,5 +240,5 @@ def _turns(row: dict[str, Any]) -> tuple[tuple[Message, ...], list[str]]:
 
 
 def without_folders(source: str) -> str:
-    """Returns a prompt source as file and folder, without where that folder lies."""
+    """Returns the path of a prompt source from the file's folder on."""
     return "/".join(pathlib.PurePath(source).parts[-2:])

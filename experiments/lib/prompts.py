@@ -36,13 +36,13 @@ def prepare(
 ) -> Prepared:
     """Makes every turn of every conversation a prompt, and encodes them all.
 
-    A turn's prompt holds the turns before it and their answers: what the target's
+    A turn's prompt holds the turns before it and their answers, which the target's
     autoregressive decoding writes here, before any clock runs, up to a stop token or
-    `gen_tokens`. So all that is run on these prompts answers the same text.
+    `gen_tokens`. All runs of these prompts thus answer the same text.
 
     Args:
       raw: leave out the chat template.
-      sampling: of the answers; None is greedy.
+      sampling: settings by which answers are drawn; None is greedy.
     """
     sizes = {"gen_tokens": gen_tokens, "page_size": page_size}
     words, turns = lm.tokenizer, [[prompt] for prompt in prompts]
@@ -95,7 +95,7 @@ def with_options(
 def encode(
     lm: loading.LanguageModel, prompts: Sequence[prompt_files.Prompt], *, raw: bool
 ) -> list[list[int]]:
-    """Token ids; through the chat template where the model has one.
+    """Returns token ids, through the chat template where the model has one.
 
     Without one, the messages of a conversation are joined by `JOINT`. Turns that come
     after an answer are left out: `prepare` makes prompts of them.
@@ -119,10 +119,10 @@ def capacity_for(
     gen_tokens: int,
     page_size: int,
 ) -> int:
-    """Positions of a cache that fits the longest prompt: whole pages.
+    """Returns the positions of a cache that fits the longest prompt: whole pages.
 
     Raises:
-      ValueError: what the model's positions do not hold.
+      ValueError: a flag or a prompt that the model's positions do not fit.
     """
     positions = lm.target.config.max_position_embeddings
     for flag, value, most in (
@@ -154,8 +154,8 @@ LENGTHS = ("short", "medium", "long")
 """Classes of prompts."""
 
 PER_CONTEXT = 6
-"""Prompts of each length in a sweep over contexts, most of whose time is prefill;
-evenly through the file, the others are what stands before them."""
+"""Prompts of each length in a sweep over contexts, which spends most of its time on
+prefill; they lie evenly in the file, and the others are put before them."""
 
 _SEPARATOR = "\n\n\n"
 
@@ -170,12 +170,12 @@ def of_lengths(
     gen_tokens: int,
     page_size: int,
 ) -> Prepared:
-    """`per_length` prompts of each class, the same ends in each of them; the class is
-    their category.
+    """Returns `per_length` prompts of each class, with the same ends in each; the class
+    is their category.
 
-    A prompt that is too long loses its beginning. One that is too short gets the
-    prompts before it in the file, the last ones before the first, so that it ends
-    where its text ends. Later turns of conversations are left out.
+    A prompt that is too long loses its beginning. One that is too short is put after
+    the prompts before it in the file (the last ones come before the first), so that it
+    ends where its text ends. Later turns of conversations are left out.
 
     Args:
       lengths: tokens of each class by its name; a chat template's come on top.
@@ -190,7 +190,7 @@ def of_lengths(
             f"{len(prompts)} to make them of; ask for fewer or name a larger file"
         )
     words, made, every = lm.tokenizer, [], []
-    # Evenly through the file, whose neighbours may be alike.
+    # Evenly through the file, since neighbours may be alike.
     ends = [(i + 1) * len(prompts) // per_length - 1 for i in range(per_length)]
     for name, num_tokens in lengths.items():
         for end in ends:
@@ -211,7 +211,7 @@ def _last_tokens(
     end: int,
     num_tokens: int,
 ) -> list[int]:
-    """The last tokens of as many prompts, up to `end`, as are needed."""
+    """Returns the last tokens of as many prompts, up to `end`, as are needed."""
     text = ""
     tokens: list[int] = []
     for back in range(len(prompts)):

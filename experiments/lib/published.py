@@ -1,7 +1,7 @@
 """Tables of README and docs, generated from the rows of `experiments/results`.
 
-A page has a table between `<!-- rows: NAME -->` and `<!-- end of rows -->`; what stands
-there is replaced by what the templates of `experiments/tables.md` make of the rows.
+A page has a table between `<!-- rows: NAME -->` and `<!-- end of rows -->`, which is
+replaced by the table that its template in `experiments/tables.md` makes of the rows.
 """
 
 import pathlib
@@ -21,7 +21,7 @@ TEMPLATES = {
         re.MULTILINE,
     )
 }
-"""Of each table: where its rows are, and the lines of its heading and of a row."""
+"""Source of the rows, heading and line of a row of each table, by its name."""
 
 _PLACE = re.compile(
     r"(<!-- rows: (?P<name>\w+) -->\n\n).*?(<!-- end of rows -->)", re.DOTALL
@@ -29,11 +29,11 @@ _PLACE = re.compile(
 
 
 def table(name: str) -> str:
-    """The table of that name, Markdown; raises `ValueError` where it has no rows."""
+    """Returns the table of that name, Markdown; raises `ValueError` without rows."""
     source, *template = TEMPLATES[name]
     headings, cells = (line.strip("| ").split(" | ") for line in template)
     is_pivot = any("{" in heading for heading in headings)
-    # By line and heading: what its rows say; under a fixed heading the same once.
+    # Texts of rows by line and heading; under a fixed heading equal ones count once.
     found: dict[str | int, dict[str, list[str]]] = {}
     columns: list[dict[str, None]] = [{} for _ in headings]
     for number, row in enumerate(table_rows.rows_of_table(name, source)):
@@ -56,7 +56,7 @@ def table(name: str) -> str:
 
 
 def update(text: str) -> str:
-    """The page with its tables made of the rows."""
+    """Returns the page, with its tables made anew from the rows."""
     return _PLACE.sub(lambda m: f"{m[1]}{table(m['name'])}\n{m[3]}", text)
 
 

@@ -1,6 +1,6 @@
 """Records: rows of results as they are written, and where they come from.
 
-Knows JSON, files and this machine. Knows nothing of what the numbers mean.
+This module handles JSON, files and this machine, but not the meaning of numbers.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from spec_jax import compilation
 
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
-"""Rows that are committed: those of a clean tree, unless they say otherwise."""
+"""Folder of committed rows, made from a clean tree unless they say otherwise."""
 
 
 def open_out(args: argparse.Namespace) -> "JsonLines":
-    """Opens what `--out` names."""
+    """Opens the file that `--out` names."""
     return JsonLines(args.out, allow_dirty=args.allow_dirty)
 
 
@@ -38,8 +38,8 @@ def script(
     work: Callable[[argparse.Namespace, "JsonLines", terminal.Console], int],
     **options: Any,
 ) -> Callable[..., int]:
-    """Returns the `main` of a script that writes rows: `cli.script` of a function that
-    is given what `--out` names, too, and standard output."""
+    """Returns the `main` of a script that writes rows: that of `cli.script`, with a
+    `work` that also gets the file of `--out`, and standard output."""
 
     def run(args: argparse.Namespace) -> int:
         with open_out(args) as out:
@@ -53,15 +53,15 @@ def resume(
 ) -> list[dict[str, Any]]:
     """Keeps the rows that an earlier run left in the file, and returns them.
 
-    Half a line at the end, of a machine that stopped while it was written, is dropped.
+    Half a line at the end, which an interrupted write leaves, is dropped.
 
     Args:
-      description: what each row of this run says besides its numbers.
-      behind: the first row alone says it, a header, which a new file gets; the rows of
-        this kind behind it are returned, and all others are written anew.
+      description: fields that each row of this run has besides its numbers.
+      behind: a kind of rows. The first row alone is then the description, a header that
+        a new file gets; rows of this kind after it are kept, up to the first other one.
 
     Raises:
-      ValueError: rows of something else, or measured otherwise; one line says how.
+      ValueError: rows of another script, or of other settings; the message names them.
     """
     is_there = out.path is not None and out.path.exists()
     lines = files.read(out.path).splitlines(keepends=True) if is_there else []
@@ -81,7 +81,7 @@ def resume(
 
 
 def _row_of(line: bytes, where: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the row of a line, which says what is wanted; raises as `resume`."""
+    """Returns a line's row, whose fields must be those wanted; raises as `resume`."""
     try:
         row = json.loads(line)
         other = [f"{name} is {row[name]!r} there and {value!r} here"
@@ -98,19 +98,19 @@ class JsonLines:
     """A file of JSON rows, each written at once: an interrupted run leaves its rows.
 
     The file is opened at once, so that a path that cannot be written is found before
-    the work. What it held is replaced when the first row comes, so that a run that
+    the work. Its old rows are replaced when the first row comes, so that a run that
     fails before its first result destroys none.
     """
 
     def __init__(self, path: str | os.PathLike | None, *, allow_dirty: bool = False):
         """Opens the file; without a path, rows go nowhere.
 
-        One below `RESULTS` is for code of a commit, unless changes are allowed.
+        A file below `RESULTS` needs code of a commit, unless changes are allowed.
         """
         self.path = None if path is None else pathlib.Path(path)
-        # What every row that follows has besides its own
+        # Fields that every row that follows gets, too
         self.common: Mapping[str, Any] = {}
-        # Bytes that the file begins with and keeps, until the first row is written
+        # Bytes of the old file that are kept; None once the first row is written
         self.kept: int | None = 0
         self._file = None
         if self.path is not None:
@@ -126,17 +126,17 @@ class JsonLines:
             self._file.close()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends one row, and of `common` what it does not say itself; it is with the
-        operating system on return.
+        """Appends one row, with the fields of `common` that it lacks; on return the
+        operating system has it.
 
         Raises:
           ValueError: a value that JSON lacks; the file is left as it was.
         """
-        whole = {**row, **self.common, **row}  # In the order of a row, then of all.
+        whole = {**row, **self.common, **row}  # Its own fields come first.
         line = json.dumps(to_json(whole))
         if self._file is None:
             return
-        if self.kept is not None and self.path.is_file():  # No pipe, and no device.
+        if self.kept is not None and self.path.is_file():  # Not a pipe or a device.
             self._file.truncate(self.kept)
         self.kept = None
         self._file.write(f"{line}\n".encode())
@@ -156,9 +156,9 @@ def guarded(
     *,
     raises: tuple[type[Exception], ...] = (),
 ) -> list[dict[str, Any]]:
-    """The rows of `work`, or one that says how it failed: what follows is still done.
+    """Returns the rows of `work`, or a row of its error, so that the script continues.
 
-    An interrupt, what files raise and `raises` are raised as they are.
+    An interrupt, errors of files and `raises` are raised as they are.
     """
     try:
         return work()
@@ -172,12 +172,12 @@ def guarded(
 
 
 def is_failure(row: Mapping[str, Any]) -> bool:
-    """Whether a row says that something failed, or that bits differ."""
+    """Returns whether a row has an error, unequal bits, or a fault that was missed."""
     return row["kind"] == "error" or False in (row.get("equal"), row.get("seen"))
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """A row in short, for the console: its kind, then what is not None."""
+    """Returns a row in short, for the console: kind, then values that are not None."""
     shown = []
     for name, value in row.items():
         if name in ("kind", "traceback") or value is None:
@@ -188,7 +188,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def to_json(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row in JSON's own types; NumPy and JAX scalars and arrays are converted.
+    """Returns the row in JSON's own types; arrays and scalars of NumPy and JAX, too.
 
     Raises:
       ValueError: NaN or an infinity, which JSON lacks.
@@ -207,7 +207,7 @@ def to_json(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value in types that `json` knows."""
+    """Returns the value in types that `json` can write."""
     if isinstance(value, np.generic | np.ndarray | jax.Array):
         return np.asarray(value).tolist()
     if isinstance(value, os.PathLike):
@@ -218,7 +218,7 @@ def _plain(value: Any) -> Any:
 
 
 def provenance() -> dict[str, Any]:
-    """Which code, libraries and machine the numbers of this process come from."""
+    """Returns the code, libraries and machine that this process's numbers are from."""
     device = jax.devices()[0]
     commit = _git("rev-parse", "HEAD")
     return {
@@ -238,7 +238,7 @@ def provenance() -> dict[str, Any]:
 
 
 def check_clean(what: str) -> None:
-    """Raises `ValueError` unless the commit that `what` names says which code runs."""
+    """Raises `ValueError`, about `what`, unless the code that runs is the commit's."""
     why = _unclean()
     if why:
         raise ValueError(
@@ -248,7 +248,7 @@ def check_clean(what: str) -> None:
 
 
 def _unclean() -> str:
-    """Why the code that runs is not that of the commit; empty where it is."""
+    """Returns why the code that runs is not that of the commit; empty where it is."""
     here, library = (
         pathlib.Path(file).resolve().parents[depth]
         for file, depth in ((__file__, 2), (spec_jax.__file__, 1))
@@ -257,7 +257,7 @@ def _unclean() -> str:
         return f"spec_jax comes from {library}, not from this checkout"
     if _git("rev-parse", "HEAD") is None:
         return "this is no git checkout, or it has no commit"
-    # Results are no code: one may be written after another without a commit between.
+    # Results are no code: several may be written without a commit in between.
     changes = _git(
         *("status", "--porcelain", "--untracked-files=no", "--"),
         *(":/", ":(top,exclude)experiments/results"),
@@ -269,7 +269,7 @@ def _unclean() -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says about the checkout of this file; `None` outside of one."""
+    """Returns git's output in the checkout of this file; None outside of one."""
     command = ("git", "--no-optional-locks", *arguments)
     here = pathlib.Path(__file__).parent
     try:
@@ -282,7 +282,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _cpu_name() -> str | None:
-    """The processor's model name, from Linux where it can be had."""
+    """Returns the processor's model name, from Linux where that has it."""
     about = pathlib.Path("/proc/cpuinfo")
     found = about.exists() and re.search(r"model name\s*: (.+)", about.read_text())
     return found[1].strip() if found else platform.processor() or None

@@ -1,4 +1,4 @@
-"""REINFORCE on a toy reward: samples of the newest weights, then a step of Adam.
+"""REINFORCE on a toy reward: draws from the newest weights, then a step of Adam.
 
 The sampler's log-probabilities are the learner's own, to the last bit, so that there is
 no importance ratio to correct for. Needs optax, of the extra `train`.
@@ -33,12 +33,12 @@ def learn(
     learning_rate: float,
     ratio: Callable[[Any, Any], float],
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row of each step: its samples' reward, and what drafts are kept.
+    """Yields a row for each step: its samples' reward, and how many drafts are kept.
 
     Args:
-      settings: of `generate`: n samples of each prompt, drawn without filters.
-      ratio: of learner and sampler, the furthest from one of a text's tokens: of the
-        newest weights, which have both drawn and scored it.
+      settings: arguments of `generate`: n samples of each prompt, without filters.
+      ratio: returns the importance ratio of learner and sampler that is furthest from
+        one among a text's tokens; the newest weights have drawn and scored the text.
 
     Raises:
       ValueError: a model without a tokenizer.
@@ -46,7 +46,7 @@ def learn(
     sampling: sj.Sampling = settings["sampling"]
     if lm.tokenizer is None:
         raise ValueError("the reward is of texts, and the model has no tokenizer")
-    # In float32, or steps would be rounded away.
+    # In float32, since a lower precision would round steps away.
     params = params_lib.cast(lm.params, "float32")
     optimizer = optax.adam(learning_rate)
     state = optimizer.init(params)
@@ -56,7 +56,7 @@ def learn(
         how = dict(settings) | {"sampling": drawn, "log_probs": True}
         outs = sj.generate(lm, ids, **how)
         rewards = np.array([[reward(one) for one in samples] for samples in outs])
-        # The samples of a prompt are each other's baseline.
+        # The baseline of a prompt's samples is their mean reward.
         gains = rewards - rewards.mean(axis=1, keepdims=True)
         texts = [one for samples in outs for one in samples]
         first = texts[0].prompt_tokens, texts[0].tokens
@@ -89,7 +89,7 @@ def _row(step: int, rewards: np.ndarray, texts: list[sj.Generation]) -> dict[str
 
 
 def _padded(texts: list[sj.Generation], width: int) -> tuple[Array, Array]:
-    """Returns tokens `[B, width]` int32, and which of them were drawn, float32."""
+    """Returns tokens `[B, width]` int32, and a mask of drawn ones, float32."""
     tokens = np.zeros((len(texts), width), np.int32)
     is_drawn = np.zeros((len(texts), width), np.float32)
     for row, one in enumerate(texts):

@@ -1,11 +1,11 @@
-"""Which command makes every published row: the steps of `experiments/reproduce.py`.
+"""Commands that make every published row: the steps of `experiments/reproduce.py`.
 
-Knows the flags of the other scripts. Runs nothing.
+This module has commands of the other scripts, and runs nothing.
 
-A step is a line with its file and, behind bars, the kinds of rows that it keeps and
-what else `Step` says; the commands under it are indented, and go on where the
+A step is a line with its file and, after bars, the kinds of rows that it keeps and the
+option `mismatches`; the commands under it are indented, and continue where the
 indentation is deeper. A command is run once for each of <one; another>. Words in braces
-are of `WORDS`, of the implementation, or filled in where the step is run: {data} and
+are keys of `WORDS` or `OF_IMPL`, or are filled in where the step is run: {data} and
 {llama} are folders of flags, {results} is `records.RESULTS`.
 """
 
@@ -19,20 +19,20 @@ from experiments.lib import records
 
 
 DATA, LLAMA = "{data}", "{llama}"
-"""In a command: the folders of `--data` and `--llama-bin`."""
+"""The folders of `--data` and `--llama-bin` in a command."""
 
 FETCHED = "--target smollm2"
-"""In a command that needs the model that `fetch_model.py` brings."""
+"""Part of a command that needs the model that `fetch_model.py` downloads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """What makes a file of results, or several.
+    """Commands that make a file of results, or several.
 
     Attributes:
-      file: below `records.RESULTS`; the name of the step.
+      file: path below `records.RESULTS`; the name of the step.
       runs: commands, each a script and its flags.
-      keep: of several runs whose rows the file holds, the kinds that are kept.
+      keep: kinds of rows that are kept, of several runs whose rows the file holds.
       mismatches: whether runs that do not match are expected, and no failure.
     """
 
@@ -43,17 +43,17 @@ class Step:
 
     @property
     def path(self) -> pathlib.Path:
-        """Where the file is in the end."""
+        """The path of the finished file."""
         return records.RESULTS / self.file
 
     @property
     def flag(self) -> str | None:
-        """The flag that names the file; None where the script is told its folder."""
+        """The flag that names the file; None where a flag names its folder."""
         return {".jsonl": "--out", ".json": "--certificate"}.get(self.path.suffix)
 
 
 def _each(command: str) -> Iterator[str]:
-    """Yields a command for each of its choices, the last changing first."""
+    """Yields a command for each combination of choices, the last varying fastest."""
     parts = re.split("<(.*?)>", command)
     choices = [part.split(";") if n % 2 else [part] for n, part in enumerate(parts)]
     for chosen in itertools.product(*choices):
@@ -62,7 +62,7 @@ def _each(command: str) -> Iterator[str]:
 
 WORDS = {
     "kind": "--impl native --dtype bfloat16 --page-size 16 --cache paged",
-    # Of certificates: both ways to draw, alone and in batches, short texts.
+    # For certificates: greedy and sampled, alone and in batches, short texts.
     "drawn": "--sampling greedy,sampled --batch 1,4",
     "short": "--prompts 8 --gen-tokens 64",
     "set": f"{DATA}/gsm8k/test.jsonl",
@@ -82,8 +82,8 @@ WORDS = {
     ),
 }
 
-# XLA's steps take six times as long as the native ones, and it compiles many programs,
-# for half a minute each.
+# XLA's steps take six times as long as the native ones, and XLA compiles many programs,
+# which takes half a minute each.
 OF_IMPL = (
     {"impl": "native", "count": "50", "repeats": "3", "tokens": "256"},
     {"impl": "xla", "count": "5", "repeats": "2", "tokens": "64"},
@@ -108,8 +108,8 @@ latency_embedded_{impl}.jsonl
   latency --impl {impl} --repeats 15 --steps 60
 """
 
-# The second tree that is drawn is EAGLE-2's: scored by probability, the most probable
-# children.
+# The second tree at temperature 1 is EAGLE-2's: nodes are scored by probability, and
+# children are the most probable tokens.
 COMPARISONS = """
 latency_qwen3_0.6b_native.jsonl
   latency --impl native --preset qwen3-0.6b --repeats 7 --rows 1,5,8
@@ -147,8 +147,8 @@ dspark_native.jsonl | summary
     50 --gamma 7 --batch 16; {set}:50 --gamma 7>
 """
 
-# Prompts are short, for prefill, which no gamma changes, is most of a run of long ones;
-# and turns are more where little is drafted, and steps differ less than a machine.
+# Prompts are short, since prefill, which no gamma changes, is most of a run of long
+# ones. Where little is drafted, times differ little, and more turns are needed.
 POLICIES = """
 profile_dspark_native.jsonl | step_profile, confidences
   profile_steps --impl native --drafter dspark --gamma 7 --batch 1,4,16
@@ -181,8 +181,8 @@ parity_paged_decode.jsonl
 """
 
 # The real model with its head, and prompt lookup beside it. Data sets are sampled, for
-# the first prompts of Spec-Bench are those of MT-bench. `fetch_model.py` brings the
-# model, and llama.cpp's llama-quantize writes it otherwise.
+# the first prompts of Spec-Bench are those of MT-bench. `fetch_model.py` downloads the
+# model, and llama.cpp's llama-quantize writes its other forms.
 REAL = """
 evaluation.jsonl
   sweep {real} --drafter hybrid,eagle3,ngram --gamma 7 --gamma-policy budget
@@ -271,7 +271,7 @@ figures/sweep_contexts.svg
 
 
 def steps() -> Iterator[Step]:
-    """Every step, in order."""
+    """Yields every step, in order."""
     for of_impl in OF_IMPL:
         yield from _read(SPEEDS, WORDS | of_impl)
     for text in (COMPARISONS, POLICIES, REAL, CERTIFICATES, FIGURES):
@@ -280,7 +280,7 @@ def steps() -> Iterator[Step]:
 
 def _read(text: str, words: Mapping[str, str]) -> Iterator[Step]:
     """Yields the steps of a text."""
-    for _ in range(2):  # Words that hold words.
+    for _ in range(2):  # Words may hold words.
         text = re.sub(r"{(\w+)}", lambda m: words.get(m[1], m[0]), text)
     for block in re.split(r"\n(?=\S)", text.strip()):
         first, *lines = re.sub(r"\n    +", " ", block).splitlines()

@@ -1,4 +1,4 @@
-"""Results: prompts run plain and by a design in turn, compared, and summed up."""
+"""Results of prompts run plain and by a design, in turn: compared and summed up."""
 
 import dataclasses
 import time
@@ -13,22 +13,22 @@ from spec_jax.model import qwen3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptResult:
-    """One prompt: what both runs produced, and `repeats` times of each."""
+    """One prompt, with its plain and its speculative runs, one of each per repeat."""
 
     prompt: prompt_files.Prompt
     prompt_ids: list[int]
     plain: list[runs_lib.Run]
     spec: list[runs_lib.Run]
-    # Verified positions with another token than decoding's; None where only the
-    # distribution is decoding's
+    # Verified positions with another token than decoding's; None where a rule keeps
+    # decoding's distribution alone
     mismatches: int | None
 
     @property
     def matched(self) -> bool | None:
         """Whether every run of either kind produced the same tokens.
 
-        None where only the distribution is decoding's. Tokens that were chosen from
-        logits that are not finite match nothing.
+        It is None where a rule keeps decoding's distribution alone. Tokens that were
+        chosen from logits that are not finite match nothing.
         """
         if self.nonfinite:
             return False
@@ -39,11 +39,11 @@ class PromptResult:
 
     @property
     def nonfinite(self) -> int:
-        """The most tokens of a run that were chosen from logits that are not finite."""
+        """Most tokens that a run has chosen from logits that are not finite."""
         return max(run.nonfinite for run in (*self.plain, *self.spec))
 
     def row(self) -> dict:
-        """Returns the JSON line."""
+        """Returns the row of the prompt."""
         counters = self.spec[0].counters
         return {
             "kind": "prompt",
@@ -81,11 +81,11 @@ def run_prompts(
     """Runs every prompt plain and speculatively in turn, `repeats` times, and replays
     its text through decoding.
 
-    With several slots: every prompt plain and alone, then all in a batch, in turn.
+    With several slots every prompt runs plain and alone, then all in a batch, in turn.
 
     Args:
       hands_on: whether the gamma policy's state is handed on from prompt to prompt;
-        otherwise, and in batches, each begins with the first.
+        otherwise, and in batches, each prompt begins with the first state.
 
     Yields:
       The result of each prompt, as soon as it is known.
@@ -123,14 +123,14 @@ def warm_up(
     designs: Sequence[tuple[loading.LanguageModel, runs_lib.Settings]],
     prompts: Sequence[list[int]],
 ) -> float:
-    """Compiles everything that runs of these need; returns the seconds."""
+    """Compiles everything that runs of these designs need; returns the seconds."""
     started = time.perf_counter()
     prompt = prompt_files.Prompt(id="warm-up", text="", category=None)
-    # Prompts that between them need every executable that all of them need.
+    # Prompts of all buckets of prefill: they need every executable.
     one_a_bucket = {qwen3.bucket(max(1, len(ids) - 1)): ids for ids in prompts}
     for ids in one_a_bucket.values():
         for lm, settings in designs:
-            # What generating one token compiles is the same.
+            # Generating one token compiles the same programs.
             brief = dataclasses.replace(settings, gen_tokens=1)
             list(run_prompts(lm, brief, [prompt], [ids], repeats=1))
     return time.perf_counter() - started
@@ -167,14 +167,14 @@ def summarise(results: Sequence[PromptResult]) -> metrics.Metrics:
 def mark_disturbed(summary: metrics.Metrics) -> metrics.Metrics:
     """Returns the metrics, with `disturbed`: whether a speed-up is above the tokens per
     step. No step of a window is faster than one of autoregressive decoding, so that the
-    machine was not the same for both."""
+    machine was not equally fast for both."""
     found = [summary[name] for name in tables.SPEEDUPS if summary[name] is not None]
     is_disturbed = max(found, default=0.0) > (summary["tokens_per_target_step"] or 0.0)
     return summary | {"disturbed": is_disturbed}
 
 
 def all_matched(matched: Sequence[bool | None]) -> bool | None:
-    """Returns whether all matched; None where none differed and some were not known."""
+    """Returns whether all matched; None where nothing differed and some are unknown."""
     if False in matched:
         return False
     return None if None in matched else True
@@ -186,8 +186,8 @@ def rows_of(
     """Returns the metrics of all prompts as a row, and those of each category, if there
     are several.
 
-    Prompts without one are of "none". A batch has no metrics that leave prefill out:
-    its steps are of many prompts.
+    Prompts without one count as "none". A batch has no metrics that leave prefill out,
+    since its steps serve many prompts.
     """
     missing = ("spec_decode_", "speedup_decode", "disturbed") if is_batch else ()
     grouped: dict[str, list[PromptResult]] = {}

@@ -1,10 +1,10 @@
 """Runs of prompts, plain and speculative in turn: tokens, counters and times.
 
-`Settings` says what a run does with a prompt; a `LanguageModel` brings the models;
+`Settings` has what a run does with a prompt; a `LanguageModel` has the models;
 `results` compares runs. Every run gets a fresh cache, allocated outside the timed
-region. The clock of one sequence runs over the prompt's prefill and over one call that
-generates everything, that of several slots over all of a batch. Compilation is done
-before, by `results.warm_up`.
+region. The time of one sequence is that of its prompt's prefill and of one call that
+generates everything; that of several slots is the time of the whole batch. Compilation
+is done before, by `results.warm_up`.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from spec_jax.rules import sampling as sampling_lib
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run does with a prompt, besides the models."""
+    """Everything that decides a run of a prompt, besides the models."""
 
     gamma: int
     gen_tokens: int
@@ -49,14 +49,14 @@ class Settings:
     sampling: sampling_lib.SamplingSettings | None = None  # None: greedy
     gamma_policy: policy.GammaPolicy | None = None  # None: always `gamma`
     policy_state: policy.State = None  # before each prompt's first round
-    draft_params: Any = None  # that know what rounds cost; None: the model's own
+    draft_params: Any = None  # with the costs of rounds; None: the model's own
     rule: verification.Rule = "coupled"
     num_slots: int = 1
     processor: processors.Processor | None = None  # of logits
 
     @property
     def is_exact(self) -> bool:
-        """Whether tokens are those of decoding, not their distribution alone."""
+        """Whether tokens, and not just their distribution, are those of decoding."""
         return self.rule == "coupled" or self.sampling is None
 
 
@@ -67,7 +67,7 @@ class Run:
     tokens: list[int]  # generated, without the prompt
     timing: summaries.Timing
     counters: metrics.Counters = metrics.Counters()
-    origins: Sequence[states.Origin] = ()  # of the tokens of rounds
+    origins: Sequence[states.Origin] = ()  # of tokens, in runs of rounds
     policy_state: policy.State = None  # of the gamma policy, after the last round
 
     @property
@@ -77,7 +77,7 @@ class Run:
 
 
 def matches(run: Run, plain: Run) -> bool:
-    """Whether a run's tokens are those of decoding, none of them of NaN or infinity."""
+    """Returns whether a run's tokens are decoding's, from finite logits alone."""
     return run.tokens == plain.tokens and not run.nonfinite and not plain.nonfinite
 
 
@@ -92,7 +92,7 @@ def run_plain(lm: loading.LanguageModel, settings: Settings, prompt: list[int]) 
         baseline.generate(lm.target, lm.params, state, max_steps=max_steps)
     )
     finished = time.perf_counter()
-    with contextlib.suppress(FloatingPointError):  # They are counted.
+    with contextlib.suppress(FloatingPointError):  # Such logits are counted.
         baseline.check(state, vocab_size=lm.target.config.vocab_size)
     tokens = np.asarray(state.tokens)[len(prompt) : int(state.length)].tolist()
     timing = summaries.Timing(
@@ -157,15 +157,15 @@ def make_scheduler(
 def make_request(
     lm: loading.LanguageModel, settings: Settings, prompt: list[int]
 ) -> requests_lib.Request:
-    """Returns a prompt's request; that of a drafter that is told the text of decoding
-    has it, made here."""
+    """Returns a prompt's request; for a drafter that is told the text of decoding, this
+    text is made here."""
     known = None
     is_forced = isinstance(lm.drafter, forced_drafter.ForcedDrafter)
     if is_forced or isinstance(lm.drafter, oracle.Oracle):
         text = [*prompt, *run_plain(lm, settings, prompt).tokens]
         known = oracle.make_trace(text)
     if is_forced:
-        # Of one size, so that no request compiles.
+        # One size for all, so that no request compiles anew.
         known = forced_drafter.never_kept(
             lm.drafter_params, text, size=settings.capacity
         )
@@ -270,7 +270,7 @@ def mismatches(
     tokens: Sequence[int],
 ) -> int | None:
     """Returns how many tokens of a generated text decoding would not have chosen; None
-    where only the distribution is decoding's.
+    where a rule keeps decoding's distribution alone.
 
     Replays the text through decoding: every position is decided after the prefix that
     was really committed, whatever came before it.
@@ -295,6 +295,6 @@ def mismatches(
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first place where two texts differ, or where one of them ends."""
+    """Returns the first place where two texts differ or one of them ends; or None."""
     pairs = enumerate(itertools.zip_longest(ours, theirs))
     return next((place for place, (a, b) in pairs if a != b), None)

@@ -1,4 +1,4 @@
-"""What a run shows: a text, its tokens told apart by origin."""
+"""A sample of a run: a text whose tokens are told apart by their origin."""
 
 import unicodedata
 
@@ -19,7 +19,7 @@ def show(
     *,
     how: str,
 ) -> None:
-    """Prints a heading, and the first text, its tokens told apart by their origin.
+    """Prints a heading, and the first text, with tokens told apart by their origin.
 
     Args:
       how: the settings that drew it, in words.
@@ -41,8 +41,8 @@ def show(
     for piece, origin in zip(pieces[shown:], run.origins, strict=True):
         text.append_text(_marked(piece, Origin(origin)))
     legend = [_marked(origin.name.lower(), origin) for origin in _LOOKS]
-    # `Text`, because brackets in source code are no markup; and soft-wrapped, because
-    # a line of source code is one line.
+    # As `Text`, because brackets in source code are no markup; and soft-wrapped,
+    # because a line of source code is one line.
     for line in (heading, rich_text.Text("  ").join(legend), text):
         console.print(line, soft_wrap=True, highlight=False)
 
@@ -53,14 +53,14 @@ _LOOKS = {
     Origin.CORRECTION: ("bold red", "\u27e6", "\u27e7"),
     Origin.BONUS: ("blue", "\u27ea", "\u27eb"),
 }
-"""Style, and what stands around the prompt and the target's own tokens: these are told
-apart without colours too, and where they are white space. No programming language uses
-these brackets."""
+"""Style, and marks before and after the prompt and the target's own tokens, by which
+these are told apart without colours, and where they are white space. No programming
+language uses these brackets."""
 
 
 def _spelled(piece: str) -> str:
     """Returns a text whose control characters, which would act on the terminal, are
-    spelled out; not those of white space."""
+    spelled out, except tabs and line feeds."""
     is_control = lambda x: unicodedata.category(x) == "Cc" and x not in "\t\n"
     return "".join(f"\\x{ord(x):02x}" if is_control(x) else x for x in piece)
 

@@ -1,7 +1,7 @@
 """Step costs: a plain step, a slab with several active rows, a draft step, a round.
 
-Caches are full of noise, and any length can be declared valid: what a step costs
-depends on lengths, not on what the cache holds. Calls and contexts are as in `works`.
+Caches are full of noise, and any length can be declared valid: the cost of a step
+depends on lengths, not on values of the cache. Calls and contexts are as in `works`.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ READ = "read of its bytes"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Something whose cost is measured."""
+    """An operation whose cost is measured."""
 
     name: str  # unique; as the table shows it
     case: bench.Case
@@ -36,8 +36,8 @@ class Cost:
     context: int | None = None
     num_active: int | None = None  # active rows, where that matters
     gamma: int | None = None  # tokens drafted, where that matters
-    num_bytes: int | None = None  # that one must read, where that is known
-    drafts: int | None = None  # of a proposal, one of which is timed
+    num_bytes: int | None = None  # that it must read, where that is known
+    drafts: int | None = None  # of a proposal; the time is that of one draft
 
 
 def _of(work: works.Work, name: str, context: int, **about: Any) -> Cost:
@@ -58,23 +58,23 @@ def all_costs(
 ) -> list[list[Cost]]:
     """Returns all costs, in groups measured in turns; `PLAIN` is in each group.
 
-    Those that need a drafter are left out if there is none.
+    Costs that need a drafter are left out without one.
 
     Args:
       contexts: of a plain step; everything else is measured at the first of them.
-      steps: of one timed call.
-      rows: active ones at the first context; the most of them at all others too. None:
-        up to the drafter's longest window, at the first context only.
+      steps: number of steps of one timed call.
+      rows: numbers of active rows at the first context, the largest at all others, too.
+        None: up to the drafter's longest window, at the first context only.
       prefills: lengths of prompts.
       gammas: of rounds; None: from 1 to the drafter's most.
-      sampling: of plain steps and rounds; None is greedy.
-      as_shapes: to be traced, and not run.
+      sampling: settings of plain steps and rounds; None is greedy.
+      as_shapes: make calls to be traced, and not run.
 
     Raises:
       ValueError: contexts beyond the model's positions.
     """
     gamma_max = 0 if lm.drafter is None else lm.gamma_max
-    # As far as `steps` rounds can lead, and a window more.
+    # The most that `steps` rounds can commit, and a window more.
     positions = max((*contexts, *prefills)) + (steps + 1) * (gamma_max + 1)
     stage = works.make_stage(lm, positions, page_size, as_shapes=as_shapes)
     first, most = contexts[0], max(rows or (), default=0)
@@ -109,7 +109,7 @@ def all_costs(
 def _others(
     lm: loading.LanguageModel, prefills: Sequence[int], positions: int, page_size: int
 ) -> Iterator[Cost]:
-    """Yields prefills, by whatever prefill the model has, and a plain read."""
+    """Yields costs of prefills, by the model's own prefill, and of a plain read."""
     for count in prefills:
         prompt = noise.tokens(count, lm.target.config.vocab_size).tolist()
         prefill = lambda kv, p=prompt: lm.target.prefill(lm.params, kv, p)[0]
@@ -126,7 +126,7 @@ def _others(
 def _drafter_costs(
     stage: works.Stage, context: int, steps: int, gammas: Sequence[int], settings: Any
 ) -> Iterator[Cost]:
-    """Yields a draft step, and rounds of each gamma."""
+    """Yields the costs of a draft step, and of rounds of each gamma."""
     drafts = stage.lm.gamma_max
     about = {"num_active": 1, "drafts": drafts}
     about["num_bytes"] = _pass_bytes(stage.lm, context) // drafts
@@ -147,8 +147,8 @@ def _bytes(model: row_model.RowModel, params: params_lib.Params, context: int) -
 
 
 def _pass_bytes(lm: loading.LanguageModel, context: int) -> int:
-    """Bytes that all drafts of a proposal read: of a block one pass over it, of others
-    one step for each draft on a path, in which a head fuses features once."""
+    """Returns the bytes that all drafts of a proposal read: a block takes one pass, all
+    others a step for each draft on a path, in which a head fuses features once."""
     params = lm.drafter_params
     one = _bytes(lm.drafter.model, params, context)
     if isinstance(params, block_params.BlockParams):
@@ -184,7 +184,7 @@ def bandwidth(
     """Returns the row that compares a plain step with a read of as many bytes.
 
     Args:
-      seconds: of `PLAIN` and `READ` in each turn.
+      seconds: those of `PLAIN` and of `READ` in each turn.
     """
     num_bytes, read_s = subjects.step_bytes(params), seconds[READ]
     return {

@@ -1,8 +1,8 @@
-"""Subjects: the models that are measured, on both sides.
+"""Subjects: the models that are measured, target and draft.
 
-Two model folders; or presets, random weights in the shape of released models. A step
-of random weights costs what a step of trained ones costs; what they generate means
-nothing.
+They come from model folders, or from presets: random weights in the shape of released
+models. A step of random weights costs as much as a step of trained ones; the text that
+they generate means nothing.
 """
 
 import argparse
@@ -51,20 +51,20 @@ of the smallest one's parameters and its vocabulary, and of one for rehearsals."
 
 HEADS = ("dspark", "eagle3", "dflash")
 HEAD_DRAFTS = 7
-"""Drafts on a path of EAGLE-3, and of all trees: as DSpark's block has."""
+"""Drafts on a path of EAGLE-3, and of all trees: as many as DSpark's block has."""
 
 
 def head_config(
     kind: str, target: config_lib.Qwen3Config, **changes: Any
 ) -> eagle3_params.Eagle3Config | block_params.BlockConfig:
-    """The config of a published head, at the shapes of a target.
+    """Returns the config of a published head, at the shapes of a target.
 
-    Those of Qwen3-8B: DeepSpec's DSpark of five layers and a block of 7, z-lab's DFlash
+    Heads of Qwen3-8B: DeepSpec's DSpark of five layers and a block of 7, z-lab's DFlash
     with a block of 16, EAGLE-3 with 32,000 draft tokens.
 
     Args:
       kind: one of `HEADS`.
-      changes: of its fields, and `depth`, the layers of a block drafter.
+      changes: values of its fields, and `depth`, its number of layers.
     """
     depth = changes.pop("depth", 1 if kind == "eagle3" else 5)
     layer = dataclasses.replace(target, num_layers=depth, tie_word_embeddings=False)
@@ -101,11 +101,11 @@ def head_drafter(
     gamma_max: int | None = None,
     tree_rows: int | None = None,
 ) -> eagle3.Eagle3 | block.BlockDrafter:
-    """The head of that config, which drafts for this target.
+    """Returns the drafter of the head of that config, for this target.
 
     Args:
       gamma_max: of a chain; None: all drafts of a block, or `HEAD_DRAFTS`.
-      tree_rows: of its trees, `comb`; None: it drafts chains.
+      tree_rows: rows of its trees, see `comb`; None: it drafts chains.
     """
     is_eagle3 = isinstance(config, eagle3_params.Eagle3Config)
     gamma_max = gamma_max or (HEAD_DRAFTS if is_eagle3 else config.num_drafts)
@@ -119,7 +119,7 @@ def head_drafter(
 
 
 def comb(rows: int) -> tree_shapes.FixedTree:
-    """A tree of so many rows, the root among them: a path of `HEAD_DRAFTS` first
+    """Returns a tree of `rows` rows, the root included: a path of `HEAD_DRAFTS` first
     children, then siblings of each of them, in turn."""
     path = [(0,) * depth for depth in range(HEAD_DRAFTS)]
     others = ((*node, rank) for rank in range(1, rows) for node in path)
@@ -128,11 +128,11 @@ def comb(rows: int) -> tree_shapes.FixedTree:
 
 
 _GIB = 2**30
-_MOST_ROWS = 64  # of one tile of a GPU, whose operations are looked at
+_MOST_ROWS = 64  # of a tree, so that they share a read of the weights
 
 
 def read_config(shapes: str, *, dtype: str | None) -> config_lib.ModelConfig:
-    """The config that a preset, `EMBEDDED` or a folder names, in its dtype or another.
+    """Returns the config of a preset, `EMBEDDED` or a folder, in its dtype or another.
 
     Raises:
       ValueError: neither a known name nor a folder with a usable `config.json`.
@@ -152,7 +152,7 @@ def read_config(shapes: str, *, dtype: str | None) -> config_lib.ModelConfig:
 def step_bytes(
     params: params_lib.Params | eagle3_params.Eagle3Params | block_params.BlockParams,
 ) -> int:
-    """Bytes of weights that one step reads; of a block drafter, a pass over its block.
+    """Returns the bytes of weights that a step, or a pass over a block, reads.
 
     An embedding that is not tied to the head is left out: a step reads a row of it.
     """
@@ -165,13 +165,13 @@ def step_bytes(
 
 
 def check_device(device: str) -> str:
-    """The platform that jax runs on, where it is the one that is asked for.
+    """Returns the platform that jax runs on, if it is the one that is asked for.
 
     Args:
       device: "auto", "cpu" or "gpu".
 
     Raises:
-      ValueError: another platform, and how to get the one.
+      ValueError: another platform; the message says how to get the one asked for.
     """
     platform, kind = dispatch.backend(), jax.devices()[0].device_kind
     if device == "gpu" and platform != "gpu":
@@ -231,7 +231,7 @@ def load(
 
 
 def names(args: argparse.Namespace) -> dict[str, str | None]:
-    """Returns what rows call the models."""
+    """Returns the names of the models in rows."""
     if args.preset:
         head = getattr(args, "head", None)
         if head and args.head_tree:
@@ -254,10 +254,10 @@ def _preset(
     as_shapes: bool,
 ) -> loading.LanguageModel:
     """Returns random weights, without a tokenizer; `drafter` is None without draft and
-    head. A head drafts as many tokens as its published ones.
+    head. A head drafts as many tokens as the published ones.
 
     Args:
-      as_shapes: no weights, but their shapes, for an `impl` that need not run here.
+      as_shapes: return shapes of weights, for an `impl` that need not run here.
     """
     head, form = getattr(args, "head", None), args.draft_weights or "dense"
     asked = [(args.preset, args.weights or "dense"), (args.draft_preset, form)]
@@ -299,8 +299,8 @@ def _preset(
 
 
 def random_weights(config: config_lib.ModelConfig, *, impl: str) -> params_lib.Params:
-    """Returns random weights, of one seed a width; those of a few models are kept, as
-    long as there is room."""
+    """Returns random weights, seeded by the model's width; those of a few models are
+    kept, as long as memory lasts."""
     try:
         return _weights(config, impl=impl)
     except MemoryError:
@@ -321,7 +321,7 @@ def _weights(config: config_lib.ModelConfig, *, impl: str) -> params_lib.Params:
 
 @jax.jit
 def _rounded(w: jax.Array) -> weights_lib.Blocks:
-    """Rounds a matrix of noise on the device, where llama.cpp's ties do not matter."""
+    """Rounds a matrix of noise on the device; its ties may differ from llama.cpp's."""
     values, scales = blocks.quantise_rows(w)
     return weights_lib.Blocks(
         values=values.astype(jnp.int8),
@@ -334,8 +334,8 @@ def _rounded(w: jax.Array) -> weights_lib.Blocks:
 def _head_weights(
     config: Any, target: params_lib.Params, impl: str, form: str, as_shapes: bool
 ):
-    """Random weights of a head, with the target's embedding and, if it has all of its
-    tokens, its output matrix; or their shapes."""
+    """Returns random weights of a head, with the target's embedding and, if it has all
+    of its tokens, its output matrix; or their shapes."""
     is_eagle3 = isinstance(config, eagle3_params.Eagle3Config)
     module = eagle3_params if is_eagle3 else block_params
     shapes = module.shapes(config)
@@ -353,11 +353,11 @@ def _head_weights(
 
 
 def _check_noise(shapes: Any, dtype: str) -> None:
-    """Raises `MemoryError`, with both numbers, unless weights of these shapes fit where
-    JAX's arrays go, twice.
+    """Raises `MemoryError`, with both numbers, unless weights of these shapes fit twice
+    into the memory of JAX's arrays.
 
-    Once more to measure the bandwidth with; noise is drawn in float32, and a few arrays
-    of its size are alive meanwhile.
+    The bandwidth is measured with as many bytes more; noise is drawn in float32, and a
+    few arrays of its size are alive meanwhile.
     """
     largest = max(leaf.size for leaf in jax.tree.leaves(shapes))
     required = 2 * params_lib.num_bytes(shapes) + 4 * 4 * largest

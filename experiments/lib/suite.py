@@ -1,9 +1,9 @@
-"""The exactness suite: every cell, every prompt, one row each, and what they say.
+"""The exactness suite: a row of every prompt in every cell, and summaries of the rows.
 
 Prompts are decoded, and run in the rounds of a cell, both with a recorder. Decoding
 gets its pages in another order than the rounds, so that equal bits are also equal over
-pages; and slots are used again and again, so that a prompt finds the pages of those
-before it.
+pages; and slots are used again and again, so that a prompt finds the pages of the
+prompts before it.
 """
 
 import contextlib
@@ -33,25 +33,25 @@ Plain = tuple[evidence.Evidence, np.ndarray]
 know it."""
 
 Rounds = tuple[evidence.Evidence, dict[str, int]]
-"""A run in rounds: the evidence, and how well it was drafted, by `COUNTS`."""
+"""A run in rounds: the evidence, and its counters by the names of `COUNTS`."""
 
 COUNTS = ("rounds", "proposed", "accepted")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be run.
+    """The models, cells and prompts that are to be run.
 
     Attributes:
       target, draft: folders; the draft is None where no cell has one.
       head: folder of the head of cells that have one.
-      header: what rows and a certificate say of it, JSON values only: settings,
-        environment, weights, prompts.
+      header: description of the run in rows and certificates, JSON values only:
+        settings, environment, weights, prompts.
     """
 
     target: Any
     draft: Any
-    # As `exact_cells.star` and `exact_cells.product` put them in order
+    # In the order of `exact_cells.star` and `exact_cells.product`
     cells: Sequence[cells_lib.Cell]
     prompts: Sequence[tuple[str, list[int]]]  # `(id, token ids)`
     gen_tokens: int
@@ -59,7 +59,7 @@ class Plan:
     stop_ids: tuple[int, ...]
     header: Mapping[str, Any]
     head: Any = None
-    done: frozenset[tuple[str, int]] = frozenset()  # `key` of rows that are there
+    done: frozenset[tuple[str, int]] = frozenset()  # `key` of rows that exist
 
     def settings(self, cell: cells_lib.Cell) -> runs.Settings:
         """Returns the settings of a cell's runs, plain or in rounds."""
@@ -88,7 +88,7 @@ def load_models(
         target,
         draft=draft,
         drafter="ngram" if draft is None else "draft-model",
-        # As many as fit, whatever the cell's gamma: cells share their executables.
+        # As many as fit, whatever the cell's gamma, so that cells share executables.
         gamma_max=cell.slab - 1,
         dtype=cell.dtype,
         weights=cell.weights if cell.weights != "dense" else None,
@@ -101,7 +101,7 @@ def load_models(
 def with_drafter(
     lm: loading.LanguageModel, cell: cells_lib.Cell, *, head: Any = None
 ) -> loading.LanguageModel:
-    """Returns what `load_models` made, with the cell's drafter.
+    """Returns the models of `load_models` with the cell's drafter.
 
     Args:
       head: folder of the head that the cell's drafter is, if it is one.
@@ -112,7 +112,7 @@ def with_drafter(
         if isinstance(lm.drafter, draft_model.DraftModel):
             return lm.drafter, lm.drafter_params
         how = {"gamma_max": lm.gamma_max, "dtype": cell.dtype, "impl": cell.impl}
-        return loading.load_draft(None, lm.tokenizer, **how)  # Says that none is given.
+        return loading.load_draft(None, lm.tokenizer, **how)  # Raises: none is given.
 
     parts = registry.Parts(
         gamma_max=lm.gamma_max,
@@ -130,7 +130,7 @@ def with_drafter(
 def decode(
     lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
 ) -> Plain:
-    """Decodes a prompt, recorded, on pages that are shuffled where there are any."""
+    """Decodes a prompt with a recorder, on shuffled pages where there are pages."""
     watched, kv = recorder.Recorder(target=lm.target), runs.new_cache(lm, settings)
     free, num_free = np.array(kv.free_pages), int(kv.num_free)
     free[:num_free] = np.random.default_rng(0).permutation(free[:num_free])
@@ -141,7 +141,7 @@ def decode(
         watched.attach(runs.begin_plain(lm, settings, prompt, kv)),
         max_steps=jnp.int32(settings.gen_tokens),
     )
-    with contextlib.suppress(FloatingPointError):  # They are counted.
+    with contextlib.suppress(FloatingPointError):  # Such logits are counted.
         baseline.check(watched.detach(state)[0], vocab_size=lm.target.config.vocab_size)
     return evidence.of_decode(state, num_prompt=len(prompt)), np.array(state.tokens)
 
@@ -155,7 +155,7 @@ class _Recorded(scheduler_lib.Scheduler):
         return self.speculator.target.target
 
     def admit(self, state, slot, request, **how):
-        """Admits to a state that is recorded, and frees what earlier runs left."""
+        """Admits a request to a recorded state, and frees pages of earlier runs."""
         del how
         state, recording = self.speculator.target.detach(state)
         state = super().admit(state, slot, request)
@@ -163,7 +163,7 @@ class _Recorded(scheduler_lib.Scheduler):
 
 
 class Slots:
-    """A cell's slots, which its prompts take as they come free.
+    """A cell's slots; a prompt takes the next slot that becomes free.
 
     Raises:
       ValueError, NotImplementedError: a drafter that has no form for these slots.
@@ -175,7 +175,7 @@ class Slots:
         """Allocates the slots, all empty.
 
         Args:
-          lm: with the cell's drafter.
+          lm: models with the cell's drafter.
         """
         policy, first = cell.policy(lm.drafter)
         change = {"gamma_policy": policy, "policy_state": first}
@@ -191,7 +191,7 @@ class Slots:
         """Runs all prompts; takes the evidence of each before its slot is refilled.
 
         Args:
-          plain: of each prompt.
+          plain: the decoding of each prompt.
 
         Raises:
           ValueError, MemoryError, RuntimeError: as `Scheduler.run`.
@@ -211,7 +211,7 @@ class Slots:
         found: dict[int, Rounds] = {}
         where = {"state": self._state, "keep": lambda *state_and_slot: state_and_slot}
         for one in self._scheduler.run(requests, **where):
-            self._state, slot = one.kept  # As it is until the next one is asked for.
+            self._state, slot = one.kept  # Valid until the next one is asked for.
             found[one.number] = _of_slot(self._state, slot, len(prompts[one.number]))
         return [found[number] for number in range(len(prompts))]
 
@@ -223,10 +223,10 @@ def _of_slot(state, slot: int, num_prompt: int) -> Rounds:
 
 
 def rows_of(plan: Plan, cells: Sequence[cells_lib.Cell]) -> Iterator[dict[str, Any]]:
-    """Yields the row of every cell and prompt that is not there.
+    """Yields the row of every cell and prompt that has none yet.
 
-    Cells that share decoding go through prompts together, so many at once that each is
-    decoded once and batches refill their slots.
+    Cells that share decoding go through the prompts together, in parts so large that
+    batches refill their slots; each prompt of a part is decoded once.
     """
     count = len(plan.prompts)
     for group in cells_lib.by_plain(cells):
@@ -235,7 +235,7 @@ def rows_of(plan: Plan, cells: Sequence[cells_lib.Cell]) -> Iterator[dict[str, A
         size = 2 * largest if largest > 1 else 1
         for first in range(0, count, size):
             part = range(first, min(first + size, count))
-            plain: dict[int, Plain] = {}  # Of this part alone: they hold K/V.
+            plain: dict[int, Plain] = {}  # For this part alone: they hold K/V.
             for cell in group:
                 missing = [n for n in part if (cell.name, n) not in plan.done]
                 if not missing:
@@ -257,7 +257,7 @@ def rows_of(plan: Plan, cells: Sequence[cells_lib.Cell]) -> Iterator[dict[str, A
 
 
 def _seated(numbers: Sequence[int], count: int, batch: int) -> list[int]:
-    """Returns the prompts, and so many others that none has fewer neighbours."""
+    """Returns the prompts, and as many others as fill the batch."""
     following = [(numbers[-1] + 1 + n) % count for n in range(count)]
     others = [number for number in following if number not in numbers]
     return [*numbers, *others[: max(batch - len(numbers), 0)]]
@@ -270,7 +270,7 @@ def _row(
     decoded: Plain,
     rounds: Rounds,
 ) -> dict[str, Any]:
-    """Returns one prompt in one cell as a row."""
+    """Returns the row of one prompt in one cell."""
     (name, ids), (plain, _), (spec, counts) = prompt, decoded, rounds
     return {
         "kind": "prompt",
@@ -289,17 +289,17 @@ def _row(
 
 
 def key(row: Row) -> tuple[str, int]:
-    """Returns what a prompt's row is the row of."""
+    """Returns the cell and the prompt's index, which identify a row."""
     return row["cell"], row["index"]
 
 
 def summarise(cell: cells_lib.Cell, rows: Sequence[Row]) -> dict[str, Any]:
     """Returns the row of a cell, from rows of prompts of any cells.
 
-    `texts` counts those that are different: prompts that a model continues in the same
-    way are one witness. `equal` counts prompts in which each of `evidence.WHATS` is
-    that of decoding; `exact` says whether all are, and mean something: what was chosen
-    from NaN or infinity does not.
+    `texts` counts different texts: prompts that a model continues in the same way are
+    one witness. `equal` counts prompts in which each of `evidence.WHATS` is that of
+    decoding; `exact` says whether all are, without logits of NaN or infinity, whose
+    equality proves nothing.
     """
     own = [row for row in rows if row["cell"] == cell.name]
     counts = ("tokens", "rounds", "proposed", "accepted")
@@ -320,7 +320,7 @@ def summarise(cell: cells_lib.Cell, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def warnings(summaries: Sequence[Row]) -> list[str]:
-    """Returns what makes equality say less than it seems to, in sentences."""
+    """Returns sentences on logits for which equality proves less than it seems to."""
     found = []
     for name, what in (
         ("nonfinite_logits", "hold NaN or infinity: equality means nothing there"),
@@ -336,9 +336,9 @@ def warnings(summaries: Sequence[Row]) -> list[str]:
 def across_pages(
     cells: Sequence[cells_lib.Cell], rows: Sequence[Row]
 ) -> list[tuple[dict[str, Any], int]]:
-    """Returns prompts whose decoded bits depend on what may not decide them: pages.
+    """Returns how many prompts have decoded bits that depend on pages, as none may.
 
-    For each choice of `exact_cells.BIT_AXES` with such prompts, their number.
+    An entry is a choice of `exact_cells.BIT_AXES` with such prompts, and their number.
     """
     bits_of = {cell.name: tuple(cell.bits.items()) for cell in cells}
     seen: dict[tuple, dict[int, set]] = {}

@@ -1,7 +1,7 @@
 """Plans of the exactness suite: from flags, or from a certificate.
 
-Knows files, flags and certificates, and turns them into cells, prompts and the header
-that says what is run.
+This module turns files, flags and certificates into cells, prompts and the header that
+describes the run.
 """
 
 import argparse
@@ -30,16 +30,16 @@ EMBEDDED = "embedded"
 
 
 class Axis(NamedTuple):
-    """An axis of cells: its flag, and what is run where that is not given."""
+    """An axis of cells: its flag, and the values that are run without the flag."""
 
     what: str
-    kinds: Sequence[str] | None  # of values; None: numbers
+    kinds: Sequence[str] | None  # allowed values; None: numbers
     brief: tuple  # the base first
     full: tuple | None = None  # with --full; None: as `brief`
 
 
-# Compiling takes the time: brief is one cell of each kind, and of a gamma, which is
-# data, as many as like. Where auto is xla, the two are one. An oracle is always right.
+# Compilation takes most of the time: brief has one cell of each kind, but several
+# gammas, which are data. Where auto is xla, both are one. Oracles draft what is right.
 AXES: Mapping[str, Axis] = {
     "dtype": Axis(
         "of both models", config_lib.DTYPES, ("bfloat16", "float32"), ("bfloat16",)
@@ -72,10 +72,10 @@ AXES: Mapping[str, Axis] = {
     "batch": Axis("prompts that share a forward", None, (1, 4)),
 }
 BRIEF, FULL = ("4", 48), ("50", 512)
-"""Prompts, and tokens of each."""
+"""Number of prompts, and of tokens generated for each."""
 
 ON_GPU = {"dtype": ("bfloat16",), "impl": ("auto",), "prefill": ("rows",)}
-"""In the place of those axes on a GPU: what its kernels compute, and nothing else.
+"""Values of these axes on a GPU, where only its own kernels are run.
 
 The library's products, of `xla` and of batched prefill, are chosen there by timing:
 another process may get other bits.
@@ -83,7 +83,7 @@ another process may get other bits.
 
 
 def default_axes(*, is_full: bool) -> dict[str, tuple]:
-    """Returns what is run where flags say nothing, in the order of a cell's axes."""
+    """Returns the values that are run without flags, in the order of a cell's axes."""
     axes = {
         name: (one.full if is_full and one.full else one.brief)
         for name, one in AXES.items()
@@ -102,7 +102,7 @@ def default_text(axis: str) -> str:
 
 
 def from_flags(args: argparse.Namespace) -> suite.Plan:
-    """The plan of a run."""
+    """Returns the plan of a run with these flags."""
     is_gpu = dispatch.backend() == "gpu"
     axes = default_axes(is_full=args.full) | (ON_GPU if is_gpu else {})
     axes = {axis: getattr(args, axis) or values for axis, values in axes.items()}
@@ -115,7 +115,7 @@ def from_flags(args: argparse.Namespace) -> suite.Plan:
         _check_repeatable(cells)
     prompts, gen_tokens = FULL if args.full else BRIEF
     source = told = args.prompts or prompts
-    if pathlib.PurePath(source).is_absolute():  # Only this machine has those folders.
+    if pathlib.PurePath(source).is_absolute():  # Only this machine has its folders.
         told = prompt_files.without_folders(source)
     settings = {
         "target": _folder_name(args.target),
@@ -150,11 +150,11 @@ def _has_draft(args: argparse.Namespace, cells: Sequence[cells_lib.Cell]) -> boo
 def from_certificate(
     args: argparse.Namespace, certificate: Mapping[str, Any]
 ) -> suite.Plan:
-    """The plan that runs a certificate again, of its first `args.limit` prompts, but of
-    no fewer than its largest batch has.
+    """Returns the plan that runs a certificate again, with its first `args.limit`
+    prompts, but no fewer than its largest batch has.
 
-    A target that was fetched and a head that is shipped are found by the names that the
-    certificate has; hashes of their weights are compared, as of all others.
+    A target that was fetched and a head that is shipped are found by their names in the
+    certificate; hashes of their weights are compared, as those of all models.
     """
     settings = certificate["settings"]
     if args.target is None and settings["target"] in hub.FETCHED:
@@ -183,14 +183,14 @@ def from_certificate(
         ("prompts", "name its prompts with --prompts"),
         ("constants", "verify it with the code that wrote it"),
     ):
-        # Without constants: of cells that name none.
+        # A certificate whose cells name no constants lacks them.
         then, now = certificate.get(name, {}), planned.header[name]
         if then != now:
             raise ValueError(
                 f"{args.verify}: was written with other {name}; {mend} "
                 f"({_first_change(then, now)})"
             )
-    # A prompt in a batch is to have neighbours.
+    # Prompts of a batch need neighbours.
     limit = args.limit and max(args.limit, *(cell.batch for cell in cells))
     return dataclasses.replace(planned, prompts=planned.prompts[:limit])
 
@@ -222,7 +222,7 @@ def _plan(
     *,
     source: str,
 ) -> suite.Plan:
-    """Loads the models, to know them, and the prompts."""
+    """Returns the plan; loads the models, to hash their weights, and the prompts."""
     folders = {
         "target": args.target or loading.EMBEDDED_TARGET,
         "draft": args.draft or loading.EMBEDDED_DRAFT if settings["draft"] else None,
@@ -241,20 +241,20 @@ def _plan(
     kinds = {(c.slab, c.drafter, c.tree): c for c in cells}
     for cell in kinds.values():
         is_tree = cell.tree != cells_lib.NO_TREE
-        if is_tree or cell.slab == lm.gamma_max + 1:  # Says now what a drafter lacks.
+        if is_tree or cell.slab == lm.gamma_max + 1:  # Raises if it lacks a part.
             suite.with_drafter(lm, cell, head=args.head)
     words = prompts_lib.with_options(argparse.Namespace(**settings), lm.tokenizer)
     lm = dataclasses.replace(lm, tokenizer=words)
     named = prompt_files.parse(source)
     encoded = prompts_lib.encode(lm, named, raw=settings["raw"])
     prompts = [(one.id, ids) for one, ids in zip(named, encoded, strict=True)]
-    # Of the longest, whatever the pages; says now what the model cannot hold.
+    # For the longest, whatever the pages; raises if it does not fit the model.
     sizes = {"gen_tokens": settings["gen_tokens"], "page_size": 1}
     longest = prompts_lib.capacity_for(lm, named, encoded, **sizes)
     kernels = {cell.impl: dispatch.instruction_set(cell.impl) for cell in cells}
     header = {
         "settings": settings,
-        # Code and machine, and what its own kernels use, where any are run.
+        # Code and machine, and the instruction set of native kernels, if any are run.
         "environment": records.provenance() | {"instruction_set": kernels},
         "weights": weights,
         "prompts": {

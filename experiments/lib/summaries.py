@@ -1,6 +1,6 @@
 """Summaries of timed runs: speeds, and how far texts repeat themselves.
 
-Knows counters, seconds and whole numbers alone.
+This module handles counters, seconds and whole numbers alone.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from spec_jax.analysis import metrics
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One timed generation of one prompt; compilation is no part of it.
+    """Seconds of one generation of one prompt, without compilation.
 
     Attributes:
       prefill_s: seconds until the prompt is in the cache.
@@ -40,10 +40,10 @@ def mean_repetition(texts: Sequence[Sequence[int]]) -> float | None:
 def by_repetition(
     texts: Sequence[Sequence[int]], counted: Sequence[metrics.Counters]
 ) -> metrics.Metrics:
-    """Measures how far generated texts repeat themselves, and how acceptance follows.
+    """Measures how far texts repeat themselves, and acceptance by repetition.
 
     `tercile_*` have an entry for each third of the texts, in order of their repetition
-    (fewer than three: one each).
+    (one for each text if they are fewer than three).
     """
     both = list(zip(texts, counted, strict=True))
     both.sort(key=lambda pair: metrics.repetition(pair[0]))
@@ -75,7 +75,7 @@ def speeds(
 
     Args:
       baseline: `baseline[r][i]` is a `runs.Run` of prompt `i` in repeat `r`.
-      spec: the one that was interleaved with each.
+      spec: the speculative run that was interleaved with each.
     """
     found: metrics.Metrics = {}
     for kind in ("e2e", "decode"):
@@ -87,7 +87,7 @@ def speeds(
             found[f"{name}_{kind}_tok_s"] = metrics.ratio(1.0, typical)
         ratios = spread = list(map(metrics.ratio, *sides))
         if len(baseline) == 1:
-            # No repeats to compare: say how far the prompts lie apart instead.
+            # One repeat has no spread: takes that over the prompts instead.
             singles = [[_seconds_per_token([run], kind) for run in of[0]]
                        for of in (baseline, spec)]  # fmt: skip
             spread = list(map(metrics.ratio, *singles))
@@ -106,6 +106,6 @@ def _seconds_per_token(runs: Sequence[Any], kind: str) -> float | None:
 def _quantile(
     values: Sequence[float | None], fraction: float, *, least: int = 2
 ) -> float | None:
-    """Interpolates between the values that there are; None where too few are."""
+    """Interpolates between values that are not None; None if fewer than `least` are."""
     present = [value for value in values if value is not None]
     return float(np.quantile(present, fraction)) if len(present) >= least else None

@@ -1,4 +1,4 @@
-"""Rows of results for the published tables, and what a cell says of a row."""
+"""Rows of results for the published tables, and the words of cells on a row."""
 
 import json
 import pathlib
@@ -17,14 +17,14 @@ Row = Mapping[str, Any]
 
 
 class Cells(dict):
-    """A row that `str.format_map` takes; it has `WORDS` besides its numbers."""
+    """A row for `str.format_map`, which has `WORDS` besides its numbers."""
 
     def __missing__(self, name: str) -> str:
         return WORDS[name](self)
 
 
 def rows_of(pattern: str, kind: str) -> list[Row]:
-    """The rows of a kind, of the files of results of that name, in order."""
+    """Returns the rows of a kind in the files of results of a pattern, in order."""
     return [
         row
         for path in sorted(RESULTS.glob(pattern))
@@ -34,7 +34,7 @@ def rows_of(pattern: str, kind: str) -> list[Row]:
 
 
 def rows_of_table(name: str, source: str) -> list[Cells]:
-    """The rows of a table, by the line of `tables.md` that says where they are."""
+    """Returns the rows of a table, from the sources that `tables.md` names for it."""
     if name in MADE:
         return [*map(Cells, MADE[name]())]
     patterns, kind = source.split(": ")
@@ -43,26 +43,26 @@ def rows_of_table(name: str, source: str) -> list[Cells]:
 
 
 def is_equal(row: Row) -> bool:
-    """Whether all that a cell of `constrained.py --table` compares is equal."""
+    """Returns whether all that a cell of `constrained.py --table` compares is equal."""
     equal = {row[what] for what in evidence.WHATS}
     return not row["nonfinite"] and equal == {row["prompts"]}
 
 
 def _drafted(row: Row) -> str:
-    """The flag that says what is drafted."""
+    """Returns the flag of what is drafted: a tree, or gamma."""
     if row.get("tree"):
         return f"--tree {tree_shapes.parse(row['tree'])}"
     return f"--gamma {row['gamma']}"
 
 
 def _drawn(row: Row) -> str:
-    """The flags by which tokens are drawn, and kept."""
+    """Returns the flags by which tokens are drawn, and drafts accepted."""
     flags = f" --temperature {row['temperature']:g}" if row["temperature"] else ""
     return flags if row["rule"] == "coupled" else f"{flags} --rule {row['rule']}"
 
 
 def _flags(row: Row) -> str:
-    """The flags of `spec_round.py` by which a row was made, if not those of others."""
+    """Returns the flags of `spec_round.py` that made a row, without its defaults."""
     flags = f"--drafter {pathlib.PurePath(row['drafter']).name} "
     if row["draft"] not in (None, "embedded"):
         flags += f"--draft {pathlib.PurePath(row['draft']).name} "
@@ -79,8 +79,8 @@ def _flags(row: Row) -> str:
 
 
 def _kept(row: Row, places: Sequence[int]) -> str:
-    """The shares that are kept of these drafts, each of the rounds that kept those
-    before; a dash where none was drafted."""
+    """Returns the shares of these drafts that are kept, in rounds that kept all before
+    them; a dash where none was drafted."""
     kept = row["conditional_acceptance"]
     shares = [kept[place - 1] if place <= len(kept) else None for place in places]
     return ", ".join(terminal.format_value(share, ".2f") for share in shares)
@@ -91,7 +91,7 @@ def _way_to_decode(row: Row) -> str:
 
 
 def _beside_theirs(row: Row) -> str:
-    """How many times as fast as Hugging Face's; theirs in brackets behind ours."""
+    """Returns our speed as a multiple of Hugging Face's, or theirs in brackets."""
     if row["side"] == "spec_jax":
         return f"{row['vs_hf']:.1f}x"
     note = "theirs: " if row["length"] == "short" else ""
@@ -120,14 +120,14 @@ WORDS: Mapping[str, Callable[[Row], str]] = {
     "terciles": lambda row: ", ".join(
         f"{rate:.2f}" for rate in row["tercile_acceptance_rate"]
     ),
-    # Rows of earlier versions do not say.
+    # Rows of earlier versions lack it.
     "repeated": lambda row: terminal.format_value(row.get("repetition"), ".0%"),
     # None: a rule that keeps the distribution has texts of its own.
     "is_matched": lambda row: {None: "-", True: "yes", False: "no"}[row["matched"]],
     "drafted": _drafted,
     "drawn": _drawn,
     "flags": _flags,
-    "kept_of_four": lambda row: "" if row["tree"] else _kept(row, (1, 2, 3, 4)),
+    "kept_of_four": lambda row: "" if row.get("tree") else _kept(row, (1, 2, 3, 4)),
     "kept_of_seven": lambda row: _kept(row, (1, 2, 4, 7)),
     "data_set": lambda row: row["prompt_source"].split("/")[0],
     "policy": lambda row: (
@@ -147,7 +147,7 @@ WORDS: Mapping[str, Callable[[Row], str]] = {
     "drafted_so": lambda row: row["way"].split(",")[0],
     "adversarial_flag": lambda row: ", `--adversarial`" * bool(row["adversarial"]),
 }
-"""What a cell or a heading may say of a row besides its numbers."""
+"""Functions for the words of cells and headings on a row, besides its numbers."""
 
 
 def _is_beside_hugging_face(row: Row) -> bool:
@@ -163,7 +163,7 @@ SHOWN: Mapping[str, Callable[[Row], bool]] = {
     **dict.fromkeys(("preset_steps", "gpu_steps", "gpu_sampling"), _is_step),
     "schedule": lambda row: bool(row["batch"]),
 }
-"""Which rows of its kind a table has, if not all."""
+"""Conditions on the rows of its kind that a table has, if not all."""
 
 _DRAWN = "--sampling greedy,sampled --batch 1,4"
 _HEAD = f"--isa avx2 --drafter eagle3 --product --tree none,4x6:15 --gamma 4 {_DRAWN}"
@@ -194,7 +194,7 @@ CERTIFICATES = {
 
 
 def _certificates() -> list[Row]:
-    """Exactness certificates: what was run, and whether all was equal."""
+    """Returns exactness certificates: how each was made, and whether all was equal."""
     found = []
     for name, command in CERTIFICATES.items():
         row = json.loads(files.read(RESULTS / "certificates" / f"{name}.json"))
@@ -205,7 +205,7 @@ def _certificates() -> list[Row]:
 
 
 def _batches() -> list[Row]:
-    """Rows of batches, in the order of `DECODED`."""
+    """Returns rows of batches, in the order of `DECODED`."""
     rows = rows_of("throughput.jsonl", "throughput")
     return [
         row
@@ -216,8 +216,8 @@ def _batches() -> list[Row]:
 
 
 def _gpu_heads() -> list[Row]:
-    """Rounds of the shape of Qwen3-8B with heads, at the acceptance published of them;
-    and what a proposal takes, beside a read of its bytes."""
+    """Returns rounds of the shape of Qwen3-8B with heads at their published acceptance,
+    and the time of a proposal, also as a multiple of a read of its bytes."""
     pattern, found = "gpu/h-*.jsonl", []
     passes = {
         row["draft"]: row for row in rows_of(pattern, "step") if "pass_bytes" in row
@@ -232,7 +232,7 @@ def _gpu_heads() -> list[Row]:
 
 
 def _gpu_rows() -> list[Row]:
-    """How many bits were compared, of kernels and of rounds, and how many differed."""
+    """Returns how many values of kernels and rounds were compared, and differed."""
     found, total = [], lambda rows, key: sum(row[key] for row in rows)
     for name in ("0.6b", "8b"):
         file = f"gpu/a-rows-of-kernels-{name}.jsonl"
@@ -263,7 +263,7 @@ def _gpu_rows() -> list[Row]:
 
 
 def _gpu_traces() -> list[Row]:
-    """Own times of the kernels of a plain step: from the end of the one before."""
+    """Returns own times of a plain step's kernels: from the end of the one before."""
     found = []
     for name in ("0.6b", "8b"):
         rows = rows_of(f"gpu/t-trace-{name}.jsonl", "trace")
@@ -285,4 +285,4 @@ MADE: Mapping[str, Callable[[], list[Row]]] = {
     "gpu_rows": _gpu_rows,
     "gpu_traces": _gpu_traces,
 }
-"""What makes the rows of a table that are not those of a file."""
+"""Functions that make the rows of tables that no file holds as they are."""

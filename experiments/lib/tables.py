@@ -1,7 +1,7 @@
-"""Tables: how the results of an experiment are shown, and their JSON row.
+"""Tables that show the results of an experiment, and their JSON row.
 
 `GROUPS` gives every number its place, format and unit, in the printed table and in the
-JSON row. Functions here know names and values; they compute none of them.
+JSON row. Functions here handle names and values, and compute none of them.
 """
 
 import itertools
@@ -33,7 +33,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
     "acceptance": {
         "acceptance_rate": (".3f", "", "accepted / proposed"),
         "conditional_acceptance": (".2f", "", "P(position kept, if all before were)"),
-        "mean_accepted_length": (".3f", "tokens/round", "with those that are cut"),
+        "mean_accepted_length": (".3f", "tokens/round", "cut tokens included"),
         "cut": (",d", "tokens", "after a stop"),
         "tokens_per_target_step": (".3f", "tokens", "after stop tokens cut"),
         "accepted_hist": ("d", "rounds", "that kept 0, 1, 2, ... drafted tokens"),
@@ -75,14 +75,14 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
 unit (empty for pure numbers) and meaning, in the order in which they are shown."""
 
 FIELDS = {name: field for group in GROUPS.values() for name, field in group.items()}
-"""The dictionary of `analysis.metrics`, and what `results.mark_disturbed` adds."""
+"""Fields of the metrics of `analysis.metrics` and `results.mark_disturbed`."""
 
 _FAULTS = ("verify_decode_mismatches", "nonfinite_logits", "disturbed")
-"""Numbers that are to be 0."""
+"""Numbers that must be 0."""
 
 
 def to_row(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics as a JSON row: plain values, in the order of `FIELDS`.
+    """Returns the metrics as a JSON row: plain values, in the order of `FIELDS`.
 
     Raises:
       ValueError: a number that JSON lacks.
@@ -91,9 +91,9 @@ def to_row(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def print_table(metrics: Mapping[str, Any], console: rich_console.Console) -> None:
-    """Prints the metrics in groups, with units; what was not measured shows as `-`.
+    """Prints the metrics in groups, with units; a number not measured shows as `-`.
 
-    On a narrow console meanings are left out; `disturbed` is told where it is so.
+    On a narrow console meanings are left out; `disturbed` is shown where it is true.
     """
     row, lines = to_row(metrics), []
     columns = dict.fromkeys(("metric", "value", "unit", "meaning"), "")
@@ -115,11 +115,11 @@ def print_table(metrics: Mapping[str, Any], console: rich_console.Console) -> No
 
 
 _WIDE = 110
-"""Characters of a console that has room for meanings."""
+"""Least characters in a line of a console that has room for meanings."""
 
 
 def print_disturbed(rows: Sequence[Row], console: rich_console.Console) -> None:
-    """Says of rows with `disturbed` that their speed-up means nothing."""
+    """Prints for each row with `disturbed` that its speed-up means nothing."""
     for row in rows:
         if row.get("disturbed"):
             most = max(row[name] for name in SPEEDUPS if row.get(name) is not None)
@@ -136,8 +136,8 @@ SPEEDUPS = ("speedup_e2e", "speedup_decode")
 
 Cell = str | rich_text.Text
 Column = str | tuple[str, str] | Callable[[Row], Cell]
-"""The format of what a row has under the heading; or its name and format; or what makes
-the cell of a row. An empty format is that of a text; None is shown as a dash."""
+"""The format of the field that the heading names; or a field's name and format; or a
+function from row to cell. An empty format is that of a text; None shows as a dash."""
 
 
 def print_rows(
@@ -147,14 +147,14 @@ def print_rows(
     *,
     title: str | None = None,
 ) -> None:
-    """Prints one line a row, of which nothing is cut; texts left, all else right.
+    """Prints one line a row, without cuts; texts to the left, others to the right.
 
-    On a narrow console lines go on.
+    On a narrow console lines wrap.
 
     Args:
-      columns: by their headings.
+      columns: columns by their headings.
     """
-    # As narrow as it gets: a terminal has eighty columns.
+    # As narrow as possible: a terminal may have eighty columns.
     table = rich_table.Table(
         box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold"
     )
@@ -166,7 +166,7 @@ def print_rows(
         table.add_row(*(_cell(row, *both) for both in columns.items()))
     if title is not None:
         console.print(title, style="italic", highlight=False)
-    # What it takes where there is room for any table.
+    # The width that the table has on a console without end.
     endless = console.options.update(width=1000)
     table.width = rich_measure.Measurement.get(console, endless, table).maximum
     console.print(table, crop=False)
@@ -176,25 +176,25 @@ def _cell(row: Row, heading: str, column: Column) -> Cell:
     if callable(column):
         return column(row)
     name, form = (heading, column) if isinstance(column, str) else column
-    # `Text`: ids are no markup.
+    # As `Text`, because brackets in ids are no markup.
     return rich_text.Text(terminal.format_value(row[name], form))
 
 
 def wrong(text: str, is_wrong: bool) -> rich_text.Text:
-    """Returns a cell, red where it may not be."""
+    """Returns a cell, red where its value is wrong."""
     return rich_text.Text(text, style="bold red" if is_wrong else "")
 
 
 def print_note(text: str, console: rich_console.Console) -> None:
-    """Prints what the columns of a table are."""
+    """Prints a note on the columns of a table."""
     console.print(text, style="dim")
 
 
 class Report:
-    """Rows as they are known, their tables, and whether anything failed.
+    """A writer of rows and of their tables, which notes whether anything failed.
 
     Args:
-      columns: of the table of each kind of rows; those of others are lines.
+      columns: columns of the table of each kind of rows; other rows are lines.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Report:
         self.failed = False
 
     def add(self, name: str, work: Callable[[], list[dict]], **how: Any) -> None:
-        """Writes the rows of `work`, and prints them; `how` as of `records.guarded`."""
+        """Writes and prints the rows of `work`; `how` is for `records.guarded`."""
         rows = records.guarded(name, work, **how)
         self._out.write_all(rows)
         self.failed |= any(map(records.is_failure, rows))
@@ -259,13 +259,13 @@ CELLS_NOTE = (
     "over prompts; decode: of decoding alone; match: all tokens are those of "
     "autoregressive decoding, else how many choices differ"
 )
-"""What the columns of `print_cells` are."""
+"""Meanings of the columns of `print_cells`."""
 
 
 def print_cells(
     rows: Sequence[Row], console: rich_console.Console, *, title: str
 ) -> None:
-    """Prints one line a cell: of a sweep, or of a category."""
+    """Prints one line a cell, of a sweep or of a category."""
     _print_cells(rows, NUMBERS | {"match": _match}, console, title=title)
     print_disturbed(rows, console)
     console.print()
@@ -274,7 +274,7 @@ def print_cells(
 def print_positions(
     rows: Sequence[Row], console: rich_console.Console, *, title: str
 ) -> None:
-    """Prints of each cell how often a draft was kept, if all before it were."""
+    """Prints for each cell how often a draft was kept, if all before it were."""
     most = max(len(row["conditional_acceptance"] or ()) for row in rows)
     columns = {"len": NUMBERS["len"]} | {str(at + 1): _rate(at) for at in range(most)}
     _print_cells(rows, columns, console, title=title)
@@ -282,7 +282,7 @@ def print_positions(
 
 
 def _rate(at: int) -> Callable[[Row], Cell]:
-    """The column of how often the draft at this place was kept."""
+    """Returns the column of how often the draft at this place was kept."""
     one = lambda row: (row["conditional_acceptance"] or ())[at : at + 1]
     return lambda row: terminal.format_value(one(row), ".2f")
 

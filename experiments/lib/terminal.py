@@ -1,6 +1,6 @@
-"""The terminal, or what stands in its place: values as text, how far a script is.
+"""The terminal, or a file in its place: values as text, and a script's progress.
 
-Knows nothing of what is shown.
+This module does not depend on what is shown.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ from rich import console as rich_console
 Console = rich_console.Console
 
 INTERVAL_S = 10.0
-"""Between two states of progress where there is no terminal for a bar."""
+"""Seconds between lines of progress where there is no terminal for a bar."""
 
 
 def console() -> Console:
-    """Returns standard output; numbers in lines look as the words beside them."""
+    """Returns a console on standard output; it does not highlight numbers."""
     return rich_console.Console(highlight=False)
 
 
 def format_value(value: Any, form: str) -> str:
-    """The value as a table shows it."""
+    """Returns the value as a table shows it."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -36,10 +36,10 @@ def format_value(value: Any, form: str) -> str:
 
 @contextlib.contextmanager
 def counted(name: str, *, total: int, done: int = 0) -> Iterator[Callable[[], Any]]:
-    """Shows a progress bar on standard error, and yields what advances it by one.
+    """Shows a progress bar on standard error, and yields a function that advances it.
 
-    Nothing is drawn in between: a thread that does would take processor time from
-    whatever is being measured.
+    No thread draws the bar in between, since it would take processor time from whatever
+    is being measured.
     """
     tqdm.tqdm.monitor_interval = 0
     interval = 0.1 if sys.stderr.isatty() else INTERVAL_S

@@ -1,8 +1,8 @@
-"""Programs whose time is a step's: loops of plain steps, windows, proposals, rounds.
+"""Programs to time steps: loops of plain steps, of windows, of proposals, of rounds.
 
 Many steps are one compiled call, so that the cost of dispatching a call is not
-measured; on a GPU the loop around them is, as it is in a generation. A context of `n`
-means that the first step attends to `n` positions.
+measured; on a GPU the cost of the loop around them is, since generations have it, too.
+A context of `n` means that the first step attends to `n` positions.
 """
 
 import dataclasses
@@ -32,30 +32,30 @@ from spec_jax.paging import index
 class Work:
     """A compiled call that can be run, and traced without running."""
 
-    program: str  # what is compiled; contexts, rows and gammas are data, and share it
-    # Of a function of jit, with all of its arguments but the last one by position
+    program: str  # name of what is compiled; contexts, rows and gammas are data
+    # A function of jit with all of its arguments, except the last one by position
     call: functools.partial
-    prepare: Callable[[Any], Any]  # `caches -> that argument`, of copies; not timed
-    caches: Any  # or their shapes; they stay as they are
-    calls: int  # how often `call` does what is to be timed
+    prepare: Callable[[Any], Any]  # `caches -> that argument`, from copies; untimed
+    caches: Any  # or their shapes; never changed
+    calls: int  # how often `call` repeats the timed operation
 
     def prepared(self) -> Any:
-        """Returns what `call` takes, and donates."""
+        """Returns the argument of `call`, which donates it."""
         return self.prepare(self.caches)
 
     def once(self) -> Any:
-        """Prepares and calls it."""
+        """Returns the result of one call, with an argument of its own."""
         return self.call(self.prepared())
 
     def thunk(self, *, warms: bool = True) -> bench.Thunk:
-        """Returns what times one; `warms` as of `bench.stopwatch`."""
+        """Returns a thunk that times the call; `warms` is that of `bench.stopwatch`."""
         return bench.stopwatch(self.call, self.prepared, calls=self.calls, warms=warms)
 
     def trace(self) -> jax.stages.Traced:
         """Traces the timed call; arrays may be shapes.
 
-        It is the call's own function that is traced, so that what is compiled ahead is
-        found.
+        The call's own function is traced, so that programs compiled ahead are found
+        again.
         """
         state = jax.eval_shape(self.prepare, self.caches)
         return self.call.func.trace(*self.call.args, state, **self.call.keywords)
@@ -75,8 +75,8 @@ def capacity_for(model: row_model.RowModel, needed: int, page_size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What works are of: models, a random text `[max_len]` that fills the caches, and
-    caches full of noise, or their shapes."""
+    """Models for works, a random text `[max_len]` that fills the caches, and caches
+    full of noise, or their shapes."""
 
     lm: loading.LanguageModel
     text: jax.Array
@@ -91,7 +91,7 @@ class Stage:
         settings: Any = None,
         program: str = "target: plain steps",
     ) -> Work:
-        """Decodes `steps` tokens after the first `context` of the text."""
+        """Returns the work of decoding `steps` tokens after `context` of the text."""
 
         def prepare(kv):
             return baseline.init_state(
@@ -108,7 +108,7 @@ class Stage:
         return Work(program, call, prepare, self.cache, steps)
 
     def windows(self, context: int, *, steps: int, num_active: int) -> Work:
-        """Verifies the same window `steps` times, as `repeat_forward`."""
+        """Returns the work of verifying one window `steps` times: `repeat_forward`."""
         how = {"num_active": jnp.int32(num_active), "steps": steps}
         models = (self.lm.target, self.lm.params)
         call = functools.partial(repeat_forward, *models, **how)
@@ -116,8 +116,8 @@ class Stage:
         return Work("target: windows", call, prepare, self.cache, steps)
 
     def proposals(self, context: int, *, steps: int) -> Work:
-        """Proposes `gamma_max` drafts as rounds ask for them, each time a token
-        further."""
+        """Returns the work of proposing `gamma_max` drafts `steps` times, as rounds ask
+        for them, each time a token further."""
         lm, taps = self.lm, protocols.taps_of(self.lm.drafter)
         shape = self.text.shape[0] - 1, len(taps), lm.target.config.hidden_size
         call = functools.partial(
@@ -146,13 +146,13 @@ class Stage:
         memory_at: Callable[[Any, int], Any] = noise.memory_at,
         program: str = "rounds",
     ) -> Work:
-        """Runs whole rounds of `gamma` drafts: draft, verify, commit, truncate.
+        """Returns the work of whole rounds: draft, verify, commit and truncate.
 
         Args:
           limit: rounds follow the first `context` tokens, up to so many tokens or
             `max_rounds`.
-          drafter: in the place of the model's, whose parameters it has.
-          memory_at: its memory as a round finds it after so many tokens.
+          drafter: replaces the model's drafter, whose parameters it has.
+          memory_at: returns its memory as a round finds it after so many tokens.
         """
         lm, drafter = self.lm, drafter or self.lm.drafter
 
@@ -183,7 +183,7 @@ def make_stage(
     *,
     as_shapes: bool = False,
 ) -> Stage:
-    """Makes the caches, of so many positions, or their shapes; raises as
+    """Makes a stage with caches of so many positions, or their shapes; raises as
     `capacity_for`."""
     make = jax.eval_shape if as_shapes else lambda call: call()
     capacity = capacity_for(lm.target, positions, page_size)
@@ -201,12 +201,12 @@ def make_stage(
     donate_argnames=("kv",),
 )
 def repeat_forward(model, params, kv, *, num_active, steps, num_columns=None):
-    """Verifies rows at the same positions `steps` times, and forgets them each time.
+    """Verifies rows at the same positions `steps` times, and truncates them each time.
 
     Args:
-      kv: of one slot or several.
-      num_active: of each slot, or of all.
-      num_columns: of the window, active or not; None: those of a slab.
+      kv: cache of one slot or several.
+      num_active: active rows of each slot, or one number for all.
+      num_columns: columns of the window, active or not; None: as many as a slab's rows.
     """
     (num_slots,) = kv.length.shape
     target = rows_lib.SlotRows(model=model, num_slots=num_slots)
@@ -241,14 +241,14 @@ def propose_along(
     """
 
     def step(i, carry):
-        """One proposal, none of which is kept."""
+        """Proposes once; no draft is kept."""
         memory, seen = carry
         length = (start + i)[None]
         text = {"tokens": tokens, "length": length}
         memory, proposal = drafter.propose(
             params, memory, **text, gamma=gamma[None], sampling=None
         )
-        # A proposal that nobody looks at would not be computed.
+        # XLA would not compute a proposal that is not used.
         seen += jnp.sum(proposal.tokens) + proposal.num_drafted[0]
         handed = {}
         if features is not None:
@@ -263,7 +263,7 @@ def propose_along(
 
 
 def no_stop() -> jax.Array:
-    """Returns stop tokens that end nothing, in an array to be donated."""
+    """Returns stop tokens that end no text, in an array that may be donated."""
     return jnp.full((1,), states.NO_STOP, jnp.int32)
 
 

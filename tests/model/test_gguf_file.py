@@ -320,7 +320,7 @@ CHANGES = {
     "no tokenizer": (state(GGML + "model", "llama", "STRING"), "kind 'llama' with pre"),
     "another way to cut": (state(GGML + "pre", "tekken", "STRING"), "'tekken', and"),
     "no tokens": (remove(GGML + "tokens"), "no tokens, types and merges"),
-    "a stop token that is none": (
+    "an unknown stop token": (
         state(GGML + "eos_token_id", 4096), "eos_token_id=4096 of 4096 tokens"),
     "experts": (state("llama.expert_count", 8), "llama.expert_count=8 may change"),
     "more layers than weights": (state("llama.block_count", 3), "weights .* 2 layers"),
