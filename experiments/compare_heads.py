@@ -29,6 +29,7 @@ from safetensors import numpy as safetensors
 from experiments import sweep, train_drafter
 from experiments.heads import families, jobs
 from experiments.lib import files, flags, records, tables, terminal
+from spec_jax.drafters import registry
 from spec_jax.training import batches, loop
 
 
@@ -162,7 +163,7 @@ def evaluate(args: argparse.Namespace, head: str) -> tuple[int, list[dict[str, A
     trained = training_of(args, head, "export")
     told = _words(
         target=args.target,
-        drafter=trained.family,
+        drafter=registry.kind_of(trained.out),
         draft=trained.out,
         gamma=GAMMA,
         prompts=args.prompts,
