@@ -1,4 +1,4 @@
-"""How long does a step of so many rows take, and how sure is a drafter rightly?
+"""How long does a step of so many rows take, and are confidences right?
 
 spec_round.py --schedule FILE weighs drafts against these: for each --batch and context
 the measured seconds of a step of 1 to batch x (gamma + 1) rows, of all slots together,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
-# Name -> the module that it comes from. Loaded when first asked for: `import spec_jax`
-# costs nothing, and a script's help does not wait for jax.
+# Name -> its module, imported when the name is first used: `import spec_jax` costs
+# nothing, and a script's help does not wait for jax.
 _NAMES = {
     "Drafter": "spec_jax.engine.protocols",
     "FixedTree": "spec_jax.drafters.tree_shapes",
@@ -85,11 +85,11 @@ if TYPE_CHECKING:
 def exports(
     package: str, names: Mapping[str, str], modules: Sequence[str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns `__getattr__` and `__dir__` of a package that loads what is asked for.
+    """Returns `__getattr__` and `__dir__` of a package that imports names on first use.
 
     Args:
-      names: of the package, and the module that each comes from.
-      modules: of the package, by their own names; those in `names` are left out.
+      names: the package's names, and the module that defines each.
+      modules: the package's submodules; a name that is in `names` too means that one.
     """
 
     def find(name: str) -> Any:

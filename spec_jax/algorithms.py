@@ -6,8 +6,8 @@
     state = algo.run(params, state)
 
 Parameters are explicit pytrees, and slots are the batch axis: prompts, or seeds of one
-prompt. An algorithm is static and hashable; all that changes is in its state. The front
-door is built on these, and so is the scheduler, which refills slots.
+prompt. An algorithm is static and hashable; all that changes is in its state.
+`generation` is built on these; `Speculative.scheduler` refills slots from a queue.
 """
 
 import dataclasses
@@ -38,22 +38,22 @@ from spec_jax.rules import rule as rule_lib
 
 
 PAGE_SIZE = 16
-"""Positions a page, unless another number is given."""
+"""Positions per page, unless another number is given."""
 
 UNTIL_DONE = 1 << 30
-"""Rounds that end no run."""
+"""A bound on rounds that no run reaches."""
 
 Params = tuple[protocols.Params, protocols.Params]
 """The target's parameters and the drafter's."""
 
 
 class Info(pytree.Node):
-    """Counts of a step, by slot; zeros where a slot does not generate."""
+    """Counts of a step, by slot; 0, and finite, where a slot does not generate."""
 
     drafted: jax.Array  # [B] int32, drafts that were verified
     accepted: jax.Array  # [B] int32, drafts that the target kept
-    committed: jax.Array  # [B] int32, tokens that the text grew by
-    finite: jax.Array  # [B] bool, whether all of them came of finite logits
+    committed: jax.Array  # [B] int32, tokens added to the text
+    finite: jax.Array  # [B] bool, whether they were chosen from finite logits
 
 
 class Decoding(pytree.Node):
@@ -83,7 +83,7 @@ class Decoding(pytree.Node):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculative:
-    """Speculative decoding; made by `speculative`, which says what it takes.
+    """Speculative decoding, made by `speculative`, which explains the fields.
 
     Raises:
       ValueError: no rule of that name.
@@ -112,7 +112,7 @@ class Speculative:
         page_size: int = PAGE_SIZE,
         prefill_by_rows: bool | None = None,
     ) -> states.State:
-        """Allocates caches and takes in the prompts, a slot each. Runs on the host.
+        """Allocates caches and prefills the prompts, a slot each. Runs on the host.
 
         Args:
           params: the target's and the drafter's.
@@ -125,14 +125,14 @@ class Speculative:
           stop_ids: tokens that end a sequence.
           policy_state: the policy's first state; None: what its `init()` makes.
           capacity: positions of a slot; None: enough, by `requests_lib.capacity_for`.
-          page_size: positions a page.
+          page_size: positions per page.
           prefill_by_rows: see `row_model.RowModel.prefill`.
 
         Returns:
           The state before the first round. `tokens`, `length` and `done` are by slot.
 
         Raises:
-          ValueError: what cannot be used, with the values, before anything runs.
+          ValueError: an argument that cannot be used; before anything runs.
         """
         asked = requests_lib.make(
             prompts,
@@ -141,13 +141,15 @@ class Speculative:
             sampling=sampling,
             processors=processors,
         )
+        if capacity is None:
+            capacity = requests_lib.capacity_for(
+                self.target, prompts, max_tokens, self.drafter
+            )
+        checks.check_count(capacity=capacity)
         return self.scheduler(
             params,
             num_slots=len(asked),
-            capacity=capacity
-            or requests_lib.capacity_for(
-                self.target, prompts, max_tokens, self.drafter
-            ),
+            capacity=capacity,
             page_size=page_size,
             stop_ids=tuple(checks.token_list(stop_ids, what="stop_ids")),
             policy_state=policy_state,
@@ -172,12 +174,12 @@ class Speculative:
     def run(
         self, params: Params, state: states.State, *, max_rounds: int = UNTIL_DONE
     ) -> states.State:
-        """Runs rounds on the device until no slot generates, or `max_rounds` passed.
+        """Runs rounds on the device until no slot generates, `max_rounds` at most.
 
-        Compiled once for a state's shapes, whatever `max_rounds`; `state` is donated.
+        Compiled once for a state's shapes, for any `max_rounds`; `state` is donated.
         """
         speculator = self.speculator(params, state.num_slots)
-        # As the scheduler calls it, so that both are one program.
+        # The scheduler passes the same arguments, so that both run one program.
         return round_lib.generate(
             speculator,
             state,
@@ -191,27 +193,29 @@ class Speculative:
         Raises:
           FloatingPointError: tokens were chosen from logits that are not finite.
           MemoryError: a slot found no page.
-          RuntimeError: a cache refused an operation: a fault of the program.
+          RuntimeError: a fault of the program, such as an operation a cache refused.
         """
         checks.check_refused([state.cache, state.memory])
-        slots = jax.device_get(state.slots)
+        slots, config = jax.device_get(state.slots), self.target.config
         checks.check_pages(slots.status, slots.length, state.cache)
         return [
             requests_lib.Finished(
-                number=slot, slot=requests_lib.slot_of(slots, slot)
+                number=slot,
+                slot=requests_lib.slot_of(slots, slot),
+                vocab_size=None if config is None else config.vocab_size,
             ).tokens
             for slot in range(state.num_slots)
         ]
 
     def speculator(self, params: Params, num_slots: int) -> round_lib.Speculator:
-        """Returns what the rounds of so many slots share."""
+        """Returns what rounds share; raises `ValueError` unless `params` is a pair."""
         if not isinstance(params, tuple) or len(params) != 2:
             raise ValueError(
                 f"params of type {type(params).__name__}: give the target's and the "
                 "drafter's, as in params=(lm.params, lm.drafter_params)"
             )
         drafter = self.drafter
-        if not hasattr(drafter, "num_slots"):  # One of slots is there already.
+        if not hasattr(drafter, "num_slots"):  # Not yet for slots.
             drafter = each.lift(
                 drafter, num_slots, rule=self.rule, gamma_policy=self.policy
             )
@@ -235,7 +239,7 @@ class Speculative:
 
         Args:
           policy_state: the policy's first state; None: what its `init()` makes.
-          **sizes: of `scheduler.Scheduler`: capacity, page_size and others.
+          **sizes: other fields of `scheduler.Scheduler`, such as `capacity`.
 
         Raises:
           ValueError: as `scheduler.Scheduler`, or a policy that makes no first state.
@@ -268,19 +272,19 @@ class Autoregressive:
         page_size: int = PAGE_SIZE,
         prefill_by_rows: bool | None = None,
     ) -> Decoding:
-        """Takes in the prompts as `Speculative.init`, each with a cache of its own.
+        """Prefills the prompts, each into a cache of its own.
 
         Args:
           params: the target's.
 
-        The others are as `Speculative.init` takes them, and so is what it raises.
+        The other arguments, and the errors, are those of `Speculative.init`.
         """
         asked = requests_lib.make(
             prompts, max_tokens=max_tokens, sampling=sampling, processors=processors
         )
-        capacity = capacity or requests_lib.capacity_for(
-            self.target, prompts, max_tokens
-        )
+        if capacity is None:
+            capacity = requests_lib.capacity_for(self.target, prompts, max_tokens)
+        checks.check_count(capacity=capacity)
         target = rows.of(self.target, 1)
         return Decoding(
             prompt_len=jnp.asarray([len(one.prompt) for one in asked], jnp.int32),
@@ -301,7 +305,7 @@ class Autoregressive:
         )
 
     def step(self, params: protocols.Params, state: Decoding) -> tuple[Decoding, Info]:
-        """Decodes a token of every slot that generates: pure, as `Speculative.step`."""
+        """Decodes one token of every slot that generates; see `Speculative.step`."""
         run_step = functools.partial(baseline.run_step, self.target, params)
         after = state.replace(
             sequences=tuple(
@@ -325,7 +329,7 @@ class Autoregressive:
         *,
         max_rounds: int = UNTIL_DONE,
     ) -> Decoding:
-        """Decodes slot after slot until each has ended, or `max_rounds` passed.
+        """Decodes slot after slot until each has ended, `max_rounds` tokens at most.
 
         `state` is donated.
         """
@@ -368,14 +372,14 @@ def speculative(
       True
 
     Args:
-      target: a model, such as `lm.target`; a `ForwardTarget`; or an object that keeps
-        `engine.target.Target`.
-      drafter: an object that keeps `engine.protocols.Drafter`, such as `lm.drafter`.
-      rule: how drafts are accepted, one of `rules.coupled`, `rules.rejection` and
-        `rules.block`. The first writes the stream of autoregressive decoding, bit for
-        bit; the others keep its distribution.
-      policy: chooses gamma round by round, such as `gamma.Threshold()`; None: always
-        as many drafts as `init` is told.
+      target: a model, such as `lm.target`; a `ForwardTarget`; or an object with the
+        protocol `engine.target.Target`.
+      drafter: an `engine.protocols.Drafter`, such as `lm.drafter`.
+      rule: how drafts are accepted, one of `rules.coupled`, `rules.rejection`,
+        `rules.block` and `rules.multipath`, or its name. The first writes the stream
+        of autoregressive decoding, bit for bit; the others keep its distribution.
+      policy: chooses gamma in each round, such as `gamma.Threshold()`; None: gamma is
+        always that of `init`.
 
     Raises:
       ValueError: no rule of that name.
@@ -386,8 +390,8 @@ def speculative(
 def autoregressive(target: Any) -> Autoregressive:
     """Returns autoregressive decoding: the baseline, and the oracle of `speculative`.
 
-    It has the same functions, of the target's parameters alone, and decodes each
-    sequence by itself, in a cache of its own.
+    Its functions have the same names, take the target's parameters alone, and decode
+    each sequence by itself, in a cache of its own.
 
     Args:
       target: as `speculative` takes it.
@@ -396,10 +400,10 @@ def autoregressive(target: Any) -> Autoregressive:
 
 
 def _first_state(policy: policy_lib.GammaPolicy) -> policy_lib.State:
-    """Returns what the policy's `init` makes of nothing.
+    """Returns the state that the policy's `init` makes without arguments.
 
     Raises:
-      ValueError: it wants to be told something.
+      ValueError: the policy has no `init`, or one that needs arguments.
     """
     init: Any = getattr(policy, "init", None)
     if init is None:

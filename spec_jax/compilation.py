@@ -1,12 +1,12 @@
-"""How programs whose bits are promised are compiled.
+"""Compiles the programs whose bits are promised.
 
 On a GPU, XLA by default times several ways to compile a fusion and takes the fastest:
-two processes, or two programs with fusions of one meaning, may then round differently.
-Exact programs are compiled without that.
+two processes, or two programs with the same fusion, may then round differently. Exact
+programs are compiled without this autotuning.
 
-On a CPU each operation that XLA does not fuse is a kernel: to compile one takes some
-ten milliseconds, and to start one as long as some hundred additions. `one_kernel` makes
-one of all that a function of a few integers does.
+On a CPU each operation that XLA does not fuse is a kernel: to compile a kernel takes
+about ten milliseconds, and to start one as long as about a hundred additions.
+`one_kernel` compiles a function of a few integers to one kernel.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ ALLOW_VARIABLE = "SPEC_JAX_ALLOW_COMMAND_BUFFERS"
 
 
 def options(platform: str) -> dict[str, bool]:
-    """Returns the compiler's options on a platform of jax; none but on a GPU."""
+    """Returns the compiler's options on a platform of jax; {} except on "gpu"."""
     if platform != "gpu":
         return {}
     return {"xla_gpu_experimental_enable_fusion_autotuner": False}
 
 
 def describe() -> dict[str, Any]:
-    """Returns the options here, as results state them: nothing where there are none."""
+    """Returns this backend's options, as an entry of results; {} if it has none."""
     found = options(jax.default_backend())
     return {"compiler_options": found} if found else {}
 
@@ -46,8 +46,8 @@ def describe() -> dict[str, Any]:
 def check_flags() -> None:
     """Raises `ValueError` if XLA_FLAGS put loops or branches into CUDA graphs.
 
-    Rounds then gave wrong tokens and K/V (jax 0.11.2, an H100). `ALLOW_VARIABLE` set to
-    1 lets it be measured.
+    Rounds then gave wrong tokens and K/V (jax 0.11.2, an H100). The environment
+    variable `ALLOW_VARIABLE` set to 1 allows it, for measurements.
     """
     found = _captured(os.environ.get("XLA_FLAGS", ""))
     if found and os.environ.get(ALLOW_VARIABLE) != "1":
@@ -61,8 +61,8 @@ def check_flags() -> None:
 def _captured(flags: str) -> list[str]:
     """Returns which of `UNSAFE_COMMANDS` the flags name, read as XLA reads them.
 
-    A list of names replaces what was asked for before; one of +NAME and -NAME changes
-    it. Flags without a dash are the name of a file of flags.
+    A list of names replaces the names before it; a list of +NAME and -NAME adds to them
+    and removes from them. Flags without a leading dash name a file of flags.
     """
     if flags.strip() and not flags.lstrip().startswith("-"):
         path = pathlib.Path(flags.strip())
@@ -81,8 +81,8 @@ def _captured(flags: str) -> list[str]:
 class Jitted:
     """`jax.jit` of a function, with `options` of the backend that jax runs on.
 
-    All that `jax.jit` gives a function, such as `lower`, is there too. Called while
-    another function is traced it is a part of that one, whose options hold.
+    It has the attributes of a jitted function, such as `lower`. Called while another
+    function is traced, it becomes a part of that one, whose options hold.
     """
 
     def __init__(self, function: Callable, **how: Any):
@@ -104,7 +104,7 @@ class Jitted:
 
     @property
     def _jitted(self) -> Any:
-        # Not when it is decorated: jax would start its backend to be asked.
+        # Not at decoration: asking for the backend would start it.
         return self._on_gpu if options(jax.default_backend()) else self._plain
 
     @functools.cached_property
@@ -113,12 +113,12 @@ class Jitted:
 
 
 def jit(function: Callable, **how: Any) -> Jitted:
-    """Returns `Jitted` of a function, to be used as `jax.jit` is."""
+    """Returns the `Jitted` of a function; used as `jax.jit` is."""
     return Jitted(function, **how)
 
 
-# Operations that the compiler of `one_kernel` takes. It has no scatters, sorts or calls
-# of other kernels; loops and branches that leave a value unread end the process.
+# Operations that XLA can compile in `one_kernel`: no scatters, sorts or calls of other
+# kernels. Loops and branches with a value that nothing reads crash the process.
 _TAKEN = frozenset(
     """
     add and argmax argmin broadcast_in_dim clamp concatenate convert_element_type
@@ -128,7 +128,7 @@ _TAKEN = frozenset(
     sub transpose xor
     """.split()
 )
-# Floats are only moved: it may contract operations that other compilers round twice.
+# The operations allowed on floats: arithmetic might be contracted, and round once less.
 _MOVES = frozenset(
     """
     broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather jit pad pjit
@@ -136,27 +136,27 @@ _MOVES = frozenset(
     """.split()
 )
 _MARKS = {"inlineable": "false", "xla_cpu_small_call": "true"}
-_SMALL = 256  # elements: the columns of the widest window
+_SMALL = 256  # elements; the widest window has as many columns
 _tracing = threading.local()
 
 
 def one_kernel(function: Callable) -> Callable:
-    """Has XLA make one kernel of a function on a CPU: bookkeeping of a few integers.
+    """Has XLA compile a function to one kernel on a CPU: bookkeeping of integers.
 
-    No value changes, and nothing does on other platforms, outside of a trace, and where
-    the function does what such a kernel cannot, as scattering or adding floats. Arrays
-    that it passes on or never reads take no part, as the pages of a cache. A function
-    within it that is decorated too is a part of its kernel.
+    Values stay the same. The function is called as it is on other platforms, outside of
+    a trace, and if it needs an operation that such a kernel lacks (a scatter, a sum of
+    floats). Arrays that it returns unchanged or never reads, such as a cache's pages,
+    stay outside of the kernel. A decorated function that it calls joins its kernel.
 
     Args:
-      function: of pytrees; leaves that are no arrays of jax are static. Where it reads
-        an array of more than 256 elements and returns one of that shape, the second
-        depends on the first.
+      function: of pytrees, whose leaves are static unless they are `jax.Array`s. If it
+        reads an array of more than 256 elements and returns one of the same shape and
+        dtype, the returned array must depend on the one read.
     """
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        """Calls the function, as one kernel where it is traced outside of another."""
+        """Calls the function; as one kernel if traced, and not within another one."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         if getattr(_tracing, "one_kernel", False) or not _is_traced(leaves):
             return function(*args, **kwargs)
@@ -178,7 +178,7 @@ def one_kernel(function: Callable) -> Callable:
 
 
 def _run(closed: core.ClosedJaxpr, arrays: list[jax.Array]) -> list[Any]:
-    """Returns what a traced function makes of arrays, as one kernel on a CPU."""
+    """Returns a traced function's results for arrays; on a CPU by one kernel."""
     jaxpr = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     known = dict(zip(inputs, [*closed.consts, *arrays], strict=True))
@@ -196,21 +196,21 @@ def _run(closed: core.ClosedJaxpr, arrays: list[jax.Array]) -> list[Any]:
         return [found[v] for v in asked]
 
     def as_one(*values):
-        """Computes what is asked in a kernel of its own."""
+        """Computes the results that were `asked` in a kernel of its own."""
 
         def run(*values):
             with xla_metadata.set_xla_metadata(**dict.fromkeys(_MARKS)):
                 results = compute(*values)
-            # XLA's compiler ends the process over an argument that nothing reads, as
-            # may happen once constants are folded: what is returned is read. A large
-            # array that is changed in place would be copied for that.
+            # XLA's compiler crashes on an argument that nothing reads, which constant
+            # folding may bring about: arguments are returned, and so are read. A large
+            # array that is changed in place is not: it would be copied.
             changed = {_kind(result) for result in results}
             kept = [v for v in values if v.size <= _SMALL or _kind(v) not in changed]
             return results, jax.lax.optimization_barrier(kept)
 
         with xla_metadata.set_xla_metadata(**_MARKS):
             returned = jax.jit(run)(*values)
-        return jax.lax.optimization_barrier(returned)[0]  # So that all is returned.
+        return jax.lax.optimization_barrier(returned)[0]  # Keeps all results alive.
 
     found = dict(known)
     if asked:
@@ -221,7 +221,7 @@ def _run(closed: core.ClosedJaxpr, arrays: list[jax.Array]) -> list[Any]:
 
 
 def _is_in(variable: Any, variables: Any) -> bool:
-    """Returns whether a variable is in a set; literals, unhashable, never are."""
+    """Returns whether a variable is in a set; unhashable literals never are."""
     return not isinstance(variable, core.Literal) and variable in variables
 
 
@@ -230,8 +230,8 @@ def _kind(value: jax.Array) -> tuple[Any, ...]:
 
 
 def _primitives(jaxpr: core.Jaxpr) -> set[str]:
-    """Returns the names of all that a traced function does, and what it calls; of what
-    it does with floats but for moving them, other names."""
+    """Returns the primitives of a traced function and of all that it calls, by name; a
+    name that is not in `_MOVES` gets the suffix " of floats" if its results are."""
     names = set()
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name

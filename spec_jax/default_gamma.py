@@ -1,4 +1,4 @@
-"""The default gamma: it adapts, within a budget, by what rounds cost here."""
+"""The default gamma: it adapts to what rounds cost here, within a budget."""
 
 import dataclasses
 import time
@@ -23,11 +23,11 @@ from spec_jax.language_model import LanguageModel
 
 
 TURNS, SECONDS = (5, 20), 0.2
-"""Each time is measured so often at least, and up to so often within these seconds. The
-fastest counts, since a disturbance only adds to it."""
+"""The fewest and the most measurements of each time; no further one begins after these
+seconds. The fastest counts, since a disturbance only adds to it."""
 
 SAT_OUT = 8
-"""Tokens that a drafter sits out where its catching up is timed."""
+"""Tokens that a drafter sits out before its catching up is timed."""
 
 _known: weakref.WeakKeyDictionary[
     LanguageModel, dict[Any, list[costs_lib.RoundCosts]]
@@ -39,11 +39,11 @@ def policy_for(
 ) -> tuple[budget.Budget, budget.BudgetState]:
     """Returns the default policy of a model, and its first state.
 
-    It chooses up to as many drafts of a chain as the drafter and the costs have, and up
-    to all nodes of a tree.
+    It chooses at most as many drafts of a chain as the drafter makes and `costs` has
+    times for, or at most all nodes of a tree.
 
     Raises:
-      ValueError: costs of fewer nodes than a tree has.
+      ValueError: `costs` has times for fewer nodes than the tree has.
     """
     is_tree = protocols.is_tree(lm.drafter)
     return make(
@@ -61,14 +61,14 @@ def make(
     looks_up: bool = False,
     chooses: bool = False,
 ) -> tuple[budget.Budget, budget.BudgetState]:
-    """Returns goodput within a budget, of all drafts that have a time.
+    """Returns the default policy for costs, and its first state.
 
-    It begins hopeful, since the budget pays: a drafter of no use costs no more than
-    that.
+    It begins with a high chance of acceptance, since the budget bounds what a useless
+    drafter costs. Its gamma is at most `costs.gamma_max`.
 
     Args:
-      looks_up: of a drafter that loses nothing where it drafts nothing.
-      chooses: of a drafter that chooses by itself how much it drafts.
+      looks_up: whether the drafter loses nothing where it drafts nothing.
+      chooses: whether the drafter chooses by itself how much it drafts.
     """
     if chooses:
         every = policy_lib.Fixed(gamma_max=costs.gamma_max)
@@ -94,13 +94,13 @@ def adapted(
 ) -> tuple[
     scheduler_lib.Scheduler, list[requests_lib.Request], costs_lib.RoundCosts | None
 ]:
-    """Returns a scheduler and requests of a fixed gamma with the default policy.
+    """Gives a scheduler and requests of a fixed gamma the default policy.
 
-    Costs are measured where they are not known of this model, so many slots, greedy or
-    not, and with such a processor or none. A fixed gamma stays where times would decide
-    more than speed: under rules but "coupled", whose tokens depend on gamma, and with
-    several processes, whose programs may not differ; the costs are then None. A choice
-    among drafters is told what rounds of each cost, and the highest are returned.
+    The first call for a model, a number of slots, greedy or not, and a kind of
+    processor measures the costs. A fixed gamma stays, and the costs are None, where
+    times would decide more than speed: under rules other than "coupled", whose tokens
+    depend on gamma, and with several processes, whose programs must be equal. A choice
+    among drafters gets the costs of each; the highest are returned.
     """
     is_exact = scheduler.rule.is_exact and jax.process_count() == 1
     if not is_exact or not lm.gamma_max:
@@ -110,7 +110,7 @@ def adapted(
     key = scheduler.target.num_slots, draws, kind
     known = _known.setdefault(lm, {})
     if key not in known:
-        # The policy of any costs has the program of the run.
+        # The program of the run is the same for any costs.
         some = costs_lib.RoundCosts(round_s=(1.0,) * (lm.gamma_max + 1))
         made = _with(scheduler, *policy_for(lm, some))
         known[key] = [measure(one, requests) for one in _of_members(made)]
@@ -124,8 +124,8 @@ def adapted(
 
 
 def _of_members(scheduler: scheduler_lib.Scheduler) -> list[scheduler_lib.Scheduler]:
-    """Returns the schedulers of which each is timed: of a choice one for each member,
-    that it always chooses."""
+    """Returns the schedulers to be timed: for a choice among drafters one for each
+    member, which is always chosen; else the scheduler itself."""
     _, params = scheduler.speculator.params
     if not isinstance(params, choice.ChoiceParams):
         return [scheduler]
@@ -136,7 +136,7 @@ def _of_members(scheduler: scheduler_lib.Scheduler) -> list[scheduler_lib.Schedu
 def _with_params(
     scheduler: scheduler_lib.Scheduler, params: protocols.Params
 ) -> scheduler_lib.Scheduler:
-    """Returns the scheduler with other parameters of its drafter."""
+    """Returns the scheduler with other parameters for its drafter."""
     speculator = scheduler.speculator
     speculator = speculator.replace(params=(speculator.params[0], params))
     return dataclasses.replace(scheduler, speculator=speculator)
@@ -158,15 +158,15 @@ def _with(
 def measure(
     scheduler: scheduler_lib.Scheduler, requests: Sequence[requests_lib.Request]
 ) -> costs_lib.RoundCosts:
-    """Times rounds of all slots, each by itself, in the program that is to run.
+    """Times rounds of all slots, one by one, in the program that is to run.
 
-    Rounds of 0, 1, 3, 7 .. drafts are timed, and times between them lie on a line. The
-    text repeats itself, so that lookups find something, after the first tokens of a
-    request. More drafts than a drafter made there take as much longer each; if it made
-    none, a draft counts as a step, since no row takes longer.
+    Rounds of 0, 1, 3, 7 .. and of all drafts are timed, others interpolated. Caches
+    begin with the first tokens of a request; the text in the slots repeats itself, so
+    that lookups find something. A draft beyond those made takes the others' mean time;
+    if none was made, that of a round without drafts, since no row takes longer.
 
     Args:
-      scheduler: with the policy that `policy_for` makes, of any costs.
+      scheduler: with the policy that `policy_for` makes, for any costs.
     """
     rounds = _Rounds(scheduler, requests)
     sizes = sorted({2**n - 1 for n in range(rounds.gamma_max.bit_length())})
@@ -189,20 +189,20 @@ def measure(
     timed = [size for size in sizes if found[size]]
     drafted = np.array([np.mean([drafts for drafts, _ in found[n]]) for n in timed])
     seconds = np.array([min(seconds for _, seconds in found[n]) for n in timed])
-    # Without the call itself; a part stays, whatever disturbed calls of tiny models.
+    # Less the time of an empty call; at least a tenth, in case that one was disturbed.
     seconds = np.maximum.accumulate(np.maximum(seconds - min(calls), seconds / 10))
     round_s = _by_drafts(drafted, seconds, rounds.gamma_max)
     late_s = 0.0
-    if late:  # A round that is not late has one token to catch up with, too.
+    if late:  # A round that is not late takes in one token, too.
         late_s = max(0.0, min(late) - min(calls) - float(round_s[1])) / (SAT_OUT - 1)
     return costs_lib.RoundCosts(round_s=tuple(round_s.tolist()), catch_up_s=late_s)
 
 
 def _by_drafts(drafted: np.ndarray, seconds: np.ndarray, gamma_max: int) -> np.ndarray:
-    """Returns the seconds of a round by the drafts that it verifies.
+    """Returns the seconds of a round by its drafts, `[gamma_max + 1]`.
 
     Args:
-      drafted: how many there were on average, first 0.
+      drafted: the average number of drafts in each kind of timed round; the first is 0.
       seconds: of these rounds; they never fall.
     """
     drafts, most = np.arange(gamma_max + 1), drafted.max()
@@ -213,7 +213,7 @@ def _by_drafts(drafted: np.ndarray, seconds: np.ndarray, gamma_max: int) -> np.n
 
 
 class _Rounds:
-    """Rounds of all slots that draft as many tokens as they are told to."""
+    """Runs rounds of all slots, which draft a given number of tokens."""
 
     def __init__(self, scheduler, requests):
         self._scheduler, self.gamma_max = scheduler, scheduler.drafter.gamma_max
@@ -235,8 +235,8 @@ class _Rounds:
         self._length = len(self._request.prompt)
 
     def make_room(self, num_tokens: int) -> bool:
-        """Begins anew if a slot has no room for so many tokens, or a tree's path of
-        them; returns whether it has."""
+        """Begins anew if slots have no room for so many tokens, or for the longest path
+        if that is shorter; returns whether they have it now."""
         longest = protocols.depth_max(self._scheduler.drafter) + 1
         most = min(num_tokens, max(longest, SAT_OUT + 2))
         if self._length + most > self._size:
@@ -244,7 +244,7 @@ class _Rounds:
         return self._length + most <= self._size
 
     def run(self, gamma: int, num_rounds: int) -> tuple[float, float]:
-        """Returns the drafts of a slot, and the seconds of the call."""
+        """Returns the mean drafts of a slot, and the seconds of the call."""
         slots = self._state.slots
         before = np.asarray(slots.num_proposed)
         state = jax.block_until_ready(
@@ -256,7 +256,7 @@ class _Rounds:
                 self._scheduler.speculator,
                 state,
                 max_rounds=jnp.int32(num_rounds),
-                until_one_ends=jnp.bool_(False),  # As a run has it: one program.
+                until_one_ends=jnp.bool_(False),  # As in a run: one program.
             )
         )
         seconds = time.perf_counter() - started
@@ -265,11 +265,11 @@ class _Rounds:
         return float(drafted.mean()), seconds
 
     def _prepared(self, slots: states.Slots, gamma: int) -> states.Slots:
-        """Returns the slots with a text that repeats itself, whatever was committed,
-        and a policy that chooses all drafts, so that `gamma` alone decides."""
+        """Returns the slots with a text that repeats itself in place of their own, and
+        with a policy that chooses all drafts, so that `gamma` alone decides."""
         num_slots, max_len = slots.tokens.shape
         text = np.arange(max_len) % 4
-        if protocols.is_tree(self._scheduler.drafter):  # It can go on in many ways.
+        if protocols.is_tree(self._scheduler.drafter):  # For many continuations.
             text = np.random.default_rng(0).integers(4, size=max_len)
         text += (self._scheduler.vocab_size or 4) // 2 - 2
         first: Any = self._scheduler.policy_state

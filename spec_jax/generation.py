@@ -1,7 +1,7 @@
-"""Generation on the host: text in, text out, with origins and metrics.
+"""Generates text from prompts, called on the host, with origins and metrics.
 
 generate        speculative decoding of one prompt, or of many in slots
-stream          the same of one prompt, in pieces as rounds commit them
+stream          the same for one prompt, in pieces as rounds commit them
 decode          autoregressive decoding: the baseline, and the oracle
 score           log-probabilities of given texts
 """
@@ -37,10 +37,10 @@ def prepare(
     prefix: Prompt | None = None,
     **settings: Any,
 ) -> tuple[run_lib.Run, bool]:
-    """Settles a call of `generate` without running it.
+    """Checks the arguments of `generate` and prepares the run, without running it.
 
     Returns:
-      The run, and whether there was one prompt and no list.
+      The run, and whether `prompt` was one prompt, not a list of them.
     """
     prompts, alone = inputs.encode(lm, prompt, chat, prefix)
     made = run_lib.Run.make(lm, prompts, has_prefix=prefix is not None, **settings)
@@ -48,10 +48,10 @@ def prepare(
 
 
 _DEFAULTS = prepare, run_lib.Run.make
-"""The functions that have the keywords' defaults."""
+"""The functions whose signatures have the keywords' defaults."""
 
 
-# A str is a sequence of str too: that one is not a list of prompts.
+# A str is a sequence of str too, but no list of prompts: hence the ignored overlaps.
 @overload
 def generate(  # type: ignore[overload-overlap]
     lm: LanguageModel, prompt: Prompt, **settings: Unpack[SpeculativeSettings]
@@ -102,49 +102,49 @@ def generate(
     Args:
       prompt: text, token ids or messages; or a list of these. Messages go through the
         chat template.
-      n: samples of each prompt, which is prefilled once.
+      n: samples of each prompt, which is prefilled once if the cache is paged.
       max_tokens: tokens to generate for each prompt, at most.
       gamma: tokens to draft a round, at most `lm.gamma_max`; a policy that chooses it;
         a `Tree` to draft; or what rounds cost (`gamma.RoundCosts`), by which a policy
         drafts where that pays, and slows no text of 64 tokens or more by over 2 %. None
-        is that policy, by costs that the first call of a model and a number of slots
-        measures, a fraction of a second once all is compiled: counts of rounds then
-        depend on times, and tokens do not. Under rules but "coupled" they would, and so
-        None is there, and with several processes, 4, or as many as the drafter drafts
-        if that is fewer; of a drafter of trees, all nodes.
+        is that policy, with costs that the first such call for a model and a number of
+        slots measures in a fraction of a second, once all is compiled: counts of rounds
+        then depend on times, and tokens do not. With other rules than "coupled" they
+        would: there, and with several processes, None is 4, or `lm.gamma_max` if that
+        is less; for a drafter of trees, all nodes.
       policy_state: the policy's first state; None: what its `init()` makes.
       sampling: how tokens are drawn, one for all prompts or one for each; None: greedy.
-        Noise depends on seed and position alone. Where one seed is for all, a prompt's
-        is `settings.folded_seed` of its number in the list; so is that of each of `n`
-        samples; the first of the first prompt has the seed as it is. A seed that is
-        given for each prompt is that prompt's, wherever in the list it is.
+        Noise depends on seed and position alone. One seed for all prompts is folded
+        with the prompt's number in the list and the sample's number
+        (`settings.folded_seed`); sample 0 of prompt 0 has the seed itself. A seed given
+        for one prompt is folded with the sample's number alone.
       processors: of the logits, before a token is drawn, one for all prompts or one for
         each; `sj.processors` has penalties, biases, bad words and grammars.
       stop: what ends a generation besides the stop tokens of the model's folder: an id,
         a text, or a list of these. A text is found inside a token and across tokens,
         special ones included. `text` ends before the one that is complete first, and
         `tokens` with the token that ended the generation: an id of `stop`, or the one
-        in which the text is complete (as vLLM has it). With texts the host looks at
-        each round, and what a round commits behind the end is decoded in vain.
+        in which the text is complete (as in vLLM). With texts the host looks after
+        each round, and tokens that the round committed after the end are dropped.
       ignore_eos: whether the folder's own stop tokens are left out.
       chat: options of the chat template, such as `{"enable_thinking": True}`.
-      skip_special_tokens: whether special tokens are left out of `text`, and of pieces;
-        `tokens` has them always.
-      log_probs: whether the result has those of its tokens, as `score` gives them, by
-        a second pass over the text, a slab of rows at a time (of `decode` a row).
+      skip_special_tokens: whether special tokens are left out of `text` and `pieces`;
+        `tokens` always has them.
+      log_probs: whether the result has log-probabilities of its tokens, as `score` has,
+        by a second pass over the text, a slab of rows at a time (one row in `decode`).
       top_logprobs: how many of the most likely tokens are named at each place, with
         their log-probabilities by the model's own distribution; gives `log_probs` too.
       prefix: what every prompt begins with, such as a system prompt: a text or ids,
-        encoded by itself, or the first messages of chats. It is prefilled once, by
-        rows as decoding has them, and all prompts with it; slots then share its pages.
+        encoded by itself, or the first messages of chats. Prompts are then prefilled by
+        rows, as in decoding; slots share the prefix's pages if the cache is paged.
       num_slots: samples at once; None: all of them, up to 8.
       rule: how drafts are accepted: "coupled" writes the stream of autoregressive
         decoding; "rejection", "block" and "multipath" keep its distribution.
-      page_size: positions a page of the cache.
+      page_size: positions per page of the cache.
 
     Returns:
-      A `Generation` for one prompt, a list of them for a list; with `n` a list of `n`
-      in the place of each, even if `n` is 1.
+      A `Generation` for one prompt, a list of them for a list; with `n`, a list of `n`
+      in place of each `Generation`, even if `n` is 1.
 
     Raises:
       ValueError: a prompt or a value that cannot be used.
@@ -172,7 +172,7 @@ def stream(
     """Generates as `generate` does, and yields pieces as rounds commit them.
 
     The pieces' tokens are those of `generate`, bit for bit, and their texts make up its
-    text: what may turn out to begin a stop text is held back. The iterator's return
+    text: text that may begin a stop text is held back. The iterator's return
     value (`StopIteration.value`) is the `Generation`.
 
     Examples:
@@ -185,12 +185,12 @@ def stream(
       True
 
     Args:
-      prompt: one prompt, of which there is one sample.
+      prompt: one prompt, for which one sample is drawn.
 
-    The others are as `generate` takes them.
+    The other arguments are those of `generate`.
 
     Raises:
-      ValueError: as `generate`, and for several prompts; before anything is generated.
+      ValueError: as `generate`, and for several prompts or no tokenizer; at the call.
       TypeError: an argument of another name.
     """
     run, alone = prepare(lm, prompt, num_slots=1, **settings)
@@ -208,7 +208,7 @@ def stream(
 def _pieces(
     run: run_lib.Run, tokenizer: tokenizer_lib.Tokenizer, *, adapts: bool
 ) -> Generator[Piece, None, results.Generation]:
-    """Runs round after round; yields what each commits, a piece for each origin."""
+    """Runs round after round; yields a piece for each run of tokens of one origin."""
     started = time.perf_counter()
     run = run.adapted() if adapts else run
     decoder = tokenizer_lib.PieceDecoder(
@@ -275,12 +275,12 @@ def decode(
       >>> sj.decode(sj.load(), "import os", max_tokens=3).metrics["rounds"]
       3
 
-    Args: as `generate` takes them. Raises as it does. Every sample has a cache of its
-    own, and prefills all of its prompt.
+    Args: as for `generate`, without those of drafts and slots. Raises as it does. Each
+    sample has a cache of its own, into which its whole prompt is prefilled.
 
     Returns:
-      As `generate`; every token is the
-      target's own (`Origin.BONUS`), in a round of its own.
+      The same as `generate`; every token is the target's own (`Origin.BONUS`), in a
+      round of its own.
     """
     run, alone = prepare(lm, prompt, n=n, **settings)
     outs = []
@@ -292,7 +292,7 @@ def decode(
     return run.shaped(outs, alone=alone)
 
 
-# A str is a sequence of str too: that one is not a list of prompts.
+# As for `generate`: a str is a sequence of str too.
 @overload
 def score(  # type: ignore[overload-overlap]
     lm: LanguageModel,
@@ -330,7 +330,7 @@ def score(
 ) -> scoring.Scores | list[scoring.Scores]:
     """Returns the log-probabilities of completions, given their prompts.
 
-    The bits are the same as of generating the tokens after the prompt, and so the
+    The bits are those of generating the same tokens after the prompt, so that the
     importance ratio of a text and its own score is exactly one.
 
     Examples:
@@ -343,11 +343,11 @@ def score(
 
     Args:
       prompt: as `generate` takes it; or a list of prompts.
-      completion: token ids, or a text, which is encoded by itself; of a list a list.
+      completion: token ids, or a text, which is encoded by itself; or a list of these.
       sampling: how the tokens were drawn, one for all or one for each; None: greedily.
       processors: of the logits that they were drawn from, one for all or one for each.
       chat: options of the chat template.
-      prefix: as `generate` took it, which decides how prompts are prefilled.
+      prefix: as `generate` took it; begins each prompt, and has it prefilled by rows.
       top_logprobs: how many of the most likely tokens are named at each place.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Prompts and stops as users give them, turned into token ids."""
+"""Turns prompts and stops, as users give them, into token ids and bytes."""
 
 import numbers
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ def encode(
     chat: Mapping[str, Any] | None = None,
     prefix: Any = None,
 ) -> tuple[list[list[int]], bool]:
-    """Returns the token ids of each prompt, and whether there was one and no list.
+    """Returns each prompt's token ids, and whether there was one prompt, not a list.
 
     Args:
       chat: options of the chat template, see `tokenizer.Tokenizer.apply_chat`.
-      prefix: of every prompt; a chat's is messages, and anything else is encoded by
-        itself.
+      prefix: begins every prompt: messages for chats; text or ids, which are encoded
+        by themselves, for others.
     """
     alone = _is_one(prompt)
     prompts = [prompt] if alone else list(prompt)
@@ -58,7 +58,7 @@ def _is_one(prompt: Any) -> bool:
 
 
 def _check_kind(prompt: Any) -> None:
-    """Raises `ValueError` for what is no prompt, and no list of prompts."""
+    """Raises `ValueError` for a value of a type that no prompt or list of them has."""
     if isinstance(prompt, Mapping):
         raise ValueError(
             f"a prompt of type {type(prompt).__name__}: messages are a list, even one, "
@@ -92,7 +92,7 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _check_chat(chat: Any, prompts: Sequence[Any]) -> None:
-    """Raises `ValueError` for options that no chat template would get."""
+    """Raises `ValueError` unless options are a mapping by name, and there is a chat."""
     if not isinstance(chat, Mapping) or not all(isinstance(one, str) for one in chat):
         raise ValueError(
             f"{chat=} is no mapping of names: give the template's options, as in "
@@ -108,8 +108,8 @@ def _check_chat(chat: Any, prompts: Sequence[Any]) -> None:
 def _encode(
     lm: LanguageModel, prompt: Any, chat: Mapping[str, Any], *, begins: bool = True
 ) -> list[int]:
-    """Returns the token ids of one prompt; `begins` as `tokenizer.Tokenizer.encode`
-    takes it, unless it is a chat."""
+    """Returns the token ids of one prompt; `begins` is that of
+    `tokenizer.Tokenizer.encode`, and has no effect on a chat."""
     _check_kind(prompt)
     is_chat = _is_chat(prompt)
     if not isinstance(prompt, str) and not is_chat:
@@ -121,10 +121,10 @@ def _encode(
 
 
 def stops(lm: LanguageModel, stop: Stop | None) -> tuple[list[int], tuple[bytes, ...]]:
-    """Returns the tokens and the texts that a caller names."""
+    """Returns the token ids, and the texts in UTF-8 without repeats; or raises."""
     if stop is None:
         return [], ()
-    if isinstance(stop, str | numbers.Number):
+    if isinstance(stop, str | numbers.Number) or getattr(stop, "ndim", 1) == 0:
         stop = [stop]
     if isinstance(stop, bytes) or not isinstance(
         stop, Sequence | set | frozenset | np.ndarray | jax.Array

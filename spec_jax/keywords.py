@@ -1,4 +1,4 @@
-"""Keywords of the calls in `generation`: their types, and what to write for others."""
+"""Keywords of the calls in `generation`: their types, and remedies for unknown ones."""
 
 import difflib
 import functools
@@ -12,7 +12,7 @@ from spec_jax.gamma import policy as policy_lib
 
 
 class Settings(TypedDict, total=False):
-    """Keywords of `decode`, with the types that it and `generate` take."""
+    """Keywords of `decode` other than `n`; `generate` takes them too."""
 
     max_tokens: int
     sampling: run_lib.Sampling | Sequence[run_lib.Sampling] | None
@@ -83,16 +83,16 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def takes(names: type, *sources: Callable) -> Callable[[Call], Call]:
-    """Decorates a call that has the keywords `names`, with the defaults of `sources`.
+    """Gives a call the keywords of the TypedDict `names`, with defaults of `sources`.
 
-    An unknown keyword is a TypeError that names the right one.
+    An unknown keyword raises a TypeError that names the right one.
     """
     given: dict[str, inspect.Parameter] = {}
     for source in sources:
         given |= inspect.signature(source).parameters
 
     def decorate(call: Call) -> Call:
-        """Gives a call the signature with all keywords, and checks their names."""
+        """Gives `call` a signature with all keywords, and a check of their names."""
         signature = inspect.signature(call)
         own = list(signature.parameters.values())[:-1]
         leading = [one for one in own if one.kind is not one.KEYWORD_ONLY]
@@ -113,9 +113,13 @@ def takes(names: type, *sources: Callable) -> Callable[[Call], Call]:
 
 
 def check_names(call: str, known: list[str], names: Iterable[str]) -> None:
-    """Raises `TypeError` for a name that `call` does not know, with what to write."""
+    """Raises `TypeError` for a name that is not in `known`, with what to write."""
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1) or [", ".join(known)]
             remedy = _REMEDIES.get(name, close[0]).format(name=name)
+            word, *more = remedy.split("=")
+            if more and word.isidentifier() and word not in known:
+                # Another call's keyword.
+                remedy = _REMEDIES.get(word, f"one of {', '.join(known)}")
             raise TypeError(f"{call} has no argument {name!r}: write {remedy}")

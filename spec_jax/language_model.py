@@ -1,4 +1,4 @@
-"""A target, a drafter and a tokenizer that fit together: what the front door takes."""
+"""A target, a drafter and a tokenizer that fit together: the input of `generation`."""
 
 import dataclasses
 import math
@@ -21,15 +21,15 @@ from spec_jax.ops import dispatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LanguageModel:
-    """A target, a drafter that fits it, and how text becomes tokens.
+    """A target, a drafter that fits it, and a tokenizer.
 
     Attributes:
-      target: what runs; holds config, implementation and slab height.
+      target: the model; holds config, implementation and slab height.
       params: the target's weights.
-      drafter: written for one sequence, or with a form for slots.
+      drafter: for one sequence, or with a form for slots (`for_slots`).
       drafter_params: None for a drafter without parameters.
-      tokenizer: with chat template and stop tokens; None for a model of random weights,
-        which knows no text.
+      tokenizer: with the chat template and stop tokens; None for a model of random
+        weights, which takes token ids alone.
     """
 
     target: row_model.RowModel
@@ -40,7 +40,7 @@ class LanguageModel:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a generation, by the target's folder."""
+        """Tokens that end a generation, as the target's folder names them."""
         return () if self.tokenizer is None else self.tokenizer.stop_ids
 
     @property
@@ -54,14 +54,14 @@ class LanguageModel:
         """Writes the target as a Hugging Face folder: weights, configs, tokenizer.
 
         `load` and transformers open it; weights, tokens and chats are the same, bit for
-        bit. The drafter is not written, nor settings of sampling that a folder had.
+        bit. The drafter and a folder's settings of sampling are not written.
 
         Args:
           folder: made if it is not there; a checkpoint in it is replaced.
-          max_shard_bytes: most bytes of weights in one file; one file if None.
+          max_shard_bytes: most bytes of weights in a file; None: all are in one.
 
         Raises:
-          ValueError: a model without a tokenizer, or on a mesh.
+          ValueError: a model without a tokenizer, or on a mesh; or a size below 1.
           CheckpointError: the files cannot be written.
         """
         if self.tokenizer is None:
@@ -95,7 +95,7 @@ class LanguageModel:
         """Returns the same pair with a drafter of trees.
 
         Args:
-          tree: what is drafted, or its text: `tree_shapes.parse`.
+          tree: the trees' shape, or its text, which `tree_shapes.parse` reads.
 
         Raises:
           ValueError: no such tree, or a drafter that drafts chains alone.
@@ -106,7 +106,7 @@ class LanguageModel:
         return self.with_drafter(drafter, self.drafter_params)
 
     def card(self) -> str:
-        """Returns what it is in five lines: `print` shows it."""
+        """Returns a description in five lines, which `print` shows."""
         config, words = self.target.config, self.tokenizer
         shapes = params_lib.shapes(config)
         count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
@@ -134,6 +134,6 @@ class LanguageModel:
 
 
 def _kind(config: config_lib.ModelConfig) -> str:
-    """Returns the forms of weights in words, and their dtype."""
+    """Returns the forms of the weights, and their dtype, in words."""
     forms = {"dense": "", "q4_1": "q4_1, q8_0 of the vocabulary, and "}
     return forms.get(config.weights, f"{config.weights} and ") + config.dtype

@@ -1,4 +1,4 @@
-"""Loading: folders, GGUF files or the embedded pair -> a `LanguageModel`."""
+"""Loads a `LanguageModel` from folders, from GGUF files or from the package."""
 
 import functools
 import pathlib
@@ -28,13 +28,13 @@ from spec_jax.typing import Impl
 ASSETS = pathlib.Path(__file__).parent / "assets"
 EMBEDDED_TARGET = ASSETS / "target"
 EMBEDDED_DRAFT = ASSETS / "draft"
-"""The embedded pair. Heads for its target are beside them, by their drafters' names;
+"""The embedded pair. Heads for its target are beside it, in folders named by drafter;
 those for a model of `hub.FETCHED` are in a folder of its name."""
 
-# XLA is slow for one row, and catching up never needs more than two.
+# XLA is slow for one row, and a round of drafts leaves at most two to catch up with.
 DRAFT_SLAB = 2
 TARGET_SLAB = 8
-"""Rows of every call of the target at least: XLA multiplies as many at one speed."""
+"""The fewest rows of a call of the target: XLA multiplies up to 8 at one speed."""
 
 
 def load(
@@ -63,38 +63,38 @@ def load(
       (8, 7)
 
     Args:
-      target: a Hugging Face folder of one of `model.families`, or a GGUF file of Llama
+      target: a Hugging Face folder of a model of `model.families`; a GGUF file of Llama
         or Qwen3; a name such as "Qwen/Qwen3-0.6B" in Hugging Face's local cache, or
         "smollm2" after `experiments/fetch_model.py`; None: the embedded one.
-      draft: as `target`, of a draft model, which drafts tokens that both tokenizers
-        have; or a folder of a head that reads the target; None: what comes with the
-        embedded target.
+      draft: a draft model, named as `target` is, which drafts tokens that both
+        tokenizers have; or a folder of a head that reads the target; None: the embedded
+        draft model if the target is the embedded one.
       drafter: a name (`drafters.registry.names`), `package.module:Name`, the folder of
-        a head that was trained for the target, or an object that keeps
-        `protocols.Drafter` and has no parameters; "auto": what `draft` is, or else a
-        head that is shipped for the target, of chains in a hybrid with suffix lookup,
-        or else prompt lookup.
+        a head that was trained for the target, or a `protocols.Drafter` without
+        parameters; "auto": the drafter that `draft` is for; or else a head that is
+        shipped for the target, in a hybrid with suffix lookup if it drafts chains; or
+        else prompt lookup.
       gamma_max: the most tokens that are drafted in a round.
-      tree: of drafts, in place of chains: such as "4x12:15", for 4 children of a node,
-        12 drafts on a path and 15 in all.
-      dtype: of all weights, "float32" or "bfloat16"; None: of each `config.json`.
+      tree: the shape of trees to draft in place of chains, such as "4x12:15": 4
+        children of a node, 12 drafts on a path and 15 in all.
+      dtype: of all weights, "float32" or "bfloat16"; None: that of each `config.json`.
       weights: of the target: "q8_0" rounds its matrices to eight bits, in blocks of 32
-        with a scale each, which is another model, read in half the time; those of a
+        with a scale each, which makes another model, read in half the time; those of a
         GGUF file of Q8_0 are taken as they are. "q4_1" rounds those of its layers to
         four bits with a scale and a minimum, or takes those of a file of Q4_1 or Q4_0.
         None: as its folder has them.
-      draft_weights: of the drafter, likewise: it drafts a little otherwise, and faster.
-      impl: kernels, see `ops.dispatch`: "auto" takes the fastest that runs here.
+      draft_weights: of the drafter, likewise; its drafts change, and take less time.
+      impl: the kernels, see `ops.dispatch`; "auto": the fastest that run here.
       cache: "paged" or "static", of both models.
       slab: rows of every call of the target, on which bits depend; None: 8, or
-        `gamma_max + 1` if that is more.
+        `gamma_max + 1` if that is more. Some implementations fix the number.
       mesh: devices that share the target, as `parallel.shard.mesh` makes it; None: one.
-      segments: of every sum over these devices, on which bits depend: with 8 they are
-        the same on 1, 2, 4 and 8 devices; with as many as devices it is fastest.
-      cut_draft: whether they share the draft model, too, in place of having one each.
+      segments: parts of every sum over these devices, on which bits depend: with 8 they
+        are equal on 1, 2, 4 and 8 devices; one per device is fastest.
+      cut_draft: whether these devices share one draft model, not one on each.
 
     Raises:
-      ValueError: what cannot be used, or models that do not fit together.
+      ValueError: an argument that cannot be used, or models that do not fit together.
       NotImplementedError: an implementation, or a mesh, that cannot run the models.
     """
     config_lib.check_form("draft_weights", draft_weights or "dense")
@@ -109,7 +109,7 @@ def load(
         dtype=dtype,
         weights=weights,
         impl=impls[0],
-        slab=slab or max(TARGET_SLAB, gamma_max + 1),
+        slab=max(TARGET_SLAB, gamma_max + 1) if slab is None else slab,
         cache=cache,
         vocab_size=entries,
         layout=None if mesh is None else shard.Layout(mesh=mesh, segments=segments),
@@ -151,14 +151,14 @@ def drafter_parts(
     impl: str | None = None,
     cut_draft: bool = False,
 ) -> registry.Parts:
-    """Returns what drafters of a target are made of; of a draft model, nothing is read.
+    """Returns the parts that drafters of a target are built of; reads no draft model.
 
     Args:
       words: the target's tokenizer, in whose vocabulary a draft model drafts.
-      folder: of the target; None: the embedded one.
+      folder: the target's; None: the embedded one.
       draft, gamma_max, dtype, cut_draft: as in `load`.
-      weights: as its `draft_weights`.
-      impl: of a draft model, resolved; None: the target's.
+      weights: as `draft_weights` in `load`.
+      impl: the draft model's, resolved; None: the target's.
     """
     return registry.Parts(
         gamma_max=gamma_max,
@@ -189,7 +189,7 @@ def drafter_parts(
 def _draft_folder(
     target: str | pathlib.Path | None, draft: str | pathlib.Path | None
 ) -> str | pathlib.Path | None:
-    """Returns the folder of a target's draft model, named or embedded, if any is."""
+    """Returns the folder of a target's draft model, named or embedded, if any."""
     return EMBEDDED_DRAFT if target is None and draft is None else draft
 
 
@@ -198,11 +198,11 @@ def _folders_of(
     draft: str | pathlib.Path | None,
     drafter: str | protocols.Drafter,
 ) -> list[pathlib.Path]:
-    """Returns the models that must agree: the target, and a draft model if any.
+    """Returns the models that must agree: the target, and its draft model if any.
 
-    A drafter may need none: what it has is read when it is loaded.
+    A head that reads the target is not among them: it is checked when it is loaded.
     """
-    folders = [hub.locate(target or EMBEDDED_TARGET)]
+    folders = [hub.locate(EMBEDDED_TARGET if target is None else target)]
     draft = _draft_folder(target, draft)
     has_head = isinstance(drafter, str) and registry.reads_target(drafter, draft)
     if draft is not None and not has_head:
@@ -218,11 +218,11 @@ def _agreed(
     forms: tuple[str | None, str | None],
     impl: Impl,
 ) -> tuple[list[str], int | None]:
-    """Returns the implementation of each model, and the entries of their vocabularies
-    that are loaded: see `entries`.
+    """Returns the implementation of each model, and how many entries of their
+    vocabularies are loaded: see `entries`.
 
     Args:
-      forms: weights of the target and of the drafter.
+      forms: the forms of the target's and the drafter's weights.
     """
     resolved = dispatch.resolve(impl)
     of_target, *of_others = [
@@ -242,13 +242,13 @@ def _agreed(
 
 
 def heads_for(target: str | pathlib.Path | None) -> pathlib.Path | None:
-    """Returns where the heads are that are shipped for a target; None: there are none.
+    """Returns the folder of the heads shipped for a target; None: there are none.
 
     Args:
       target: as in `load`.
     """
     homes = {hub.cache() / file: ASSETS / name for name, file in hub.FETCHED.items()}
-    path = hub.locate(target or EMBEDDED_TARGET).resolve()
+    path = hub.locate(EMBEDDED_TARGET if target is None else target).resolve()
     for model, heads in {EMBEDDED_TARGET: ASSETS, **homes}.items():
         if path == model.resolve() and heads.is_dir():
             return heads
@@ -261,7 +261,7 @@ def default_drafter(
     *,
     is_tree: bool = False,
 ) -> str:
-    """Returns the drafter that "auto" stands for in `load`, of chains or of trees."""
+    """Returns the drafter that "auto" stands for in `load`, for chains or for trees."""
     return registry.default_name(
         _draft_folder(target, draft), heads_for(target), is_tree=is_tree
     )
@@ -270,7 +270,7 @@ def default_drafter(
 def lacks_draft(
     drafter: str, target: str | pathlib.Path | None, draft: str | pathlib.Path | None
 ) -> bool:
-    """Returns whether a drafter needs a draft model, and none is named nor shipped."""
+    """Returns whether a drafter needs a draft model or a head, and neither exists."""
     if drafter not in registry.NEED_DRAFT or _draft_folder(target, draft) is not None:
         return False
     return drafter not in registry.TAKE_HEAD or not registry.shipped(heads_for(target))
@@ -279,9 +279,9 @@ def lacks_draft(
 def entries(
     words: tokenizer.Tokenizer, configs: Sequence[config_lib.ModelConfig]
 ) -> int | None:
-    """Returns the entries that are loaded of a pair's vocabularies; None: all of both.
+    """Returns how many entries of a pair's vocabularies are loaded; None: all of both.
 
-    Entries with a token, where the models have different padding, or would draw it.
+    Padding is left out if the models' differ, or if a family does not keep it.
     """
     is_kept = all(families.of(config).KEEPS_PADDING for config in configs)
     if is_kept and len({config.vocab_size for config in configs}) == 1:
@@ -305,13 +305,13 @@ def load_draft(
     """Reads a draft model, which drafts as its target samples; raises as `load`.
 
     Args:
-      target_tokenizer: in whose vocabulary it drafts; where it has another, the tokens
-        that both have.
+      target_tokenizer: in whose vocabulary it drafts; if its own is another one, it
+        drafts the tokens that both have.
       impl: a resolved implementation.
       weights: one of `config.WEIGHTS`; None: as its folder has them.
       vocab_size: entries that are loaded, see `model.load.load`.
-      layout: of the target; each of its devices has the whole draft model, unless it
-        `is_cut` as the target is.
+      layout: of the target; each of its devices has the whole draft model, unless
+        `is_cut` shares it out as the target is.
     """
     if folder is None:
         raise ValueError(
@@ -345,7 +345,7 @@ def load_draft(
     drafter = draft_model.DraftModel(
         model=model,
         gamma_max=gamma_max,
-        # Rows of catch-up at one read of the weights, where their number costs nothing.
+        # More rows for one read of the weights, where more of them cost nothing.
         catch_up_rows=row_model.NATIVE_PREFILL_SLAB if impl == "native" else 0,
     )
     return drafter, params

@@ -1,4 +1,4 @@
-"""Whether generation is lossless: compared with decoding, as integers."""
+"""Checks that generation is lossless: compares its bits with those of decoding."""
 
 import dataclasses
 import inspect
@@ -17,11 +17,11 @@ class Comparison:
     """One prompt, generated speculatively and decoded.
 
     Attributes:
-      prompt_tokens: of the prompt.
-      tokens: that decoding generated.
-      rounds: of the speculative run.
-      differences: where they differ, at most one for each of `evidence.WHATS`.
-      nonfinite: tokens that either run chose from logits that are not finite.
+      prompt_tokens: the number of tokens of the prompt.
+      tokens: the number of tokens that decoding generated.
+      rounds: the number of rounds of the speculative run.
+      differences: where the runs differ, at most one for each of `evidence.WHATS`.
+      nonfinite: tokens chosen from logits not finite, in the run with more of them.
     """
 
     prompt_tokens: int
@@ -32,13 +32,13 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether everything is equal, and was chosen from finite logits."""
+        """Whether all is equal, and all tokens were chosen from finite logits."""
         return not self.differences and not self.nonfinite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of `check_lossless`: true if all is equal; as text, a table."""
+    """The result of `check_lossless`: true if all is equal; `str` makes a table."""
 
     comparisons: tuple[Comparison, ...]
 
@@ -78,8 +78,8 @@ def check_lossless(
 ) -> Report:
     """Generates each prompt speculatively and by decoding, and compares the bits.
 
-    Tokens, log-probabilities, a hash of all logits, and the committed keys and values
-    of all layers. The prompts of one call run together in `num_slots` slots.
+    It compares tokens, log-probabilities, a hash of all logits, and the committed keys
+    and values of all layers. The prompts run together in `num_slots` slots.
 
     Examples:
       >>> import spec_jax as sj
@@ -87,8 +87,8 @@ def check_lossless(
       True
 
     Args:
-      **settings: as `generate` takes them. The rule is "coupled": no other writes the
-        stream of decoding. Texts in `stop` end nothing: what follows them is compared.
+      **settings: as for `generate`, but `gamma=None` is a fixed gamma; texts in `stop`
+        end nothing; and the rule is "coupled", the only one with decoding's stream.
 
     Raises:
       ValueError, TypeError: as `generate`, and for another rule.
@@ -112,13 +112,13 @@ def check_lossless(
 def evidence_of(
     lm: LanguageModel, prompts: Sequence[inputs.Prompt], **settings: Any
 ) -> list[evidence.Evidence]:
-    """Generates prompts together, a slot each, and returns what each run left behind.
+    """Generates prompts together, a slot each, and returns the evidence of each.
 
-    Raises as `check_lossless`.
+    Takes the settings of `check_lossless`, but any rule; raises as `generate`.
     """
     run, _ = generation.prepare(lm, prompts, num_slots=len(prompts), **settings)
     state = _generate(run, range(len(prompts)))
-    if lm.target.layout is not None:  # Other processes have some.
+    if lm.target.layout is not None:  # Other processes hold parts of it.
         state = lm.target.layout.gather(state)
     return [
         evidence.of_slot(state, num_prompt=len(ids), slot=slot)
@@ -127,7 +127,7 @@ def evidence_of(
 
 
 def _generate(run: run_lib.Run, numbers: range) -> states.State:
-    """Generates the requests of one filling of the slots, recorded."""
+    """Generates requests, one in each slot, and records all rows."""
     watched = recorder.Recorder(target=run.scheduler.target)
     state = run.scheduler.begin(*(run.requests[number] for number in numbers))
     algo = dataclasses.replace(run.algo, target=watched)
@@ -135,7 +135,7 @@ def _generate(run: run_lib.Run, numbers: range) -> states.State:
 
 
 def _compare(run: run_lib.Run, numbers: range) -> list[Comparison]:
-    """Compares the requests of one filling of the slots."""
+    """Compares requests that are generated together, one in each slot."""
     state = _generate(run, numbers)
     return [_compare_slot(run, state, slot, n) for slot, n in enumerate(numbers)]
 

@@ -1,4 +1,4 @@
-"""Files that are read whole: regular ones, of a bounded size."""
+"""Reads whole files: regular ones, of a bounded size."""
 
 import json
 import pathlib
@@ -13,12 +13,12 @@ MAX_BYTES = 2**28
 def read(path: pathlib.Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     """Reads a regular file whole.
 
-    A device or a pipe may have no end, and is refused.
+    A device or a pipe is refused, since it may have no end.
 
     Raises:
       FileNotFoundError: no such file.
       ValueError: a file that cannot be read, is not regular, or is too large.
-      MemoryError: a file for which there is no memory.
+      MemoryError: a file that does not fit into memory.
     """
     if "\0" in str(path):
         raise ValueError(f"{path}: cannot be read (null character in its name)")
@@ -51,11 +51,11 @@ def read(path: pathlib.Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
-    """Reads the JSON object that a regular file holds.
+    """Reads a regular file that holds a JSON object.
 
     Raises:
-      FileNotFoundError, ValueError, MemoryError: as `read`; or a file that holds
-        something else, which is a ValueError.
+      FileNotFoundError, ValueError, MemoryError: as `read`; ValueError also for a file
+        that holds something else.
     """
     data = read(path)
     try:

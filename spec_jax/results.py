@@ -17,26 +17,26 @@ Status = states.Status
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
-    """The generation for one prompt.
+    """A text generated for one prompt.
 
     Attributes:
-      tokens: generated, without the prompt; the last is the one that ended them, if
-        any did.
-      pieces: the text of each token, "" for a special one unless it was asked for: a
-        character that spans tokens belongs to the one that completes it. They end
-        before a stop text. Empty without a tokenizer.
-      origins: where each of them came from.
+      tokens: the generated ones, without the prompt; a token that ended the generation
+        is the last.
+      pieces: the text of each token, "" for special ones that are skipped. A character
+        that spans tokens belongs to the one that completes it. They end before a stop
+        text. Empty without a tokenizer.
+      origins: where each token came from.
       prompt_tokens: the prompt's token ids.
       status: why the generation ended.
-      metrics: names and numbers, see `metrics.summarise`; `e2e_s` is the seconds that
-        the whole call took, compilation included where it was the first of its kind.
-      provenance: what decides bits: versions, device, implementation, dtype, slab; and,
-        where gamma was chosen by them, `round_costs`, which decide counts of rounds;
-        and of a drawn text the `seed` that draws this one sample alone.
-      log_probs, drawn_log_probs: `[tokens]` float32, nats, as `scoring.Scores` has
-        them; None unless `log_probs=True` was asked for.
-      top_tokens, top_log_probs: `[tokens, k]` int32 and float32, likewise; None unless
-        `top_logprobs=k` was asked for, which gives the others, too.
+      metrics: names and numbers, see `metrics.summarise`; `e2e_s`: seconds of all that
+        the call generates (`decode`: of this sample), with compilation if it was due.
+      provenance: the settings that decide bits: version, device, implementation, dtype,
+        slab, rule; `round_costs`, which decide counts of rounds, if gamma was chosen by
+        costs; and the `seed` that draws this one sample alone, if it was drawn.
+      log_probs, drawn_log_probs: `[tokens]` float32, nats, see `scoring.Scores`; None
+        without `log_probs=True` and `top_logprobs`.
+      top_tokens, top_log_probs: `[tokens, k]` int32 and float32, likewise; None without
+        `top_logprobs=k`.
     """
 
     tokens: list[int]
@@ -57,8 +57,8 @@ class Generation:
         return "".join(self.pieces)
 
     def _repr_html_(self) -> str:
-        """Returns the text with accepted drafts, corrections and bonus tokens told
-        apart by colour, as notebooks show it."""
+        """Returns the text as HTML for notebooks, with accepted drafts, corrections and
+        bonus tokens in different colours."""
         spans = [
             f'<span style="background:{_COLOURS[origin]}">{html.escape(piece)}</span>'
             for piece, origin in zip(self.pieces, self.origins, strict=False)
@@ -82,8 +82,8 @@ class Piece:
     """A run of tokens of one origin that a round committed.
 
     Attributes:
-      text: whole characters; one that spans tokens is in the piece that completes it,
-        and what may begin a stop text in the one that shows that it does not.
+      text: whole characters; one that spans tokens is in the piece that completes it;
+        text that may begin a stop text is in the piece that shows that it does not.
       tokens: token ids.
       origin: where they came from.
     """

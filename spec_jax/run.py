@@ -1,6 +1,6 @@
-"""A call of the front door, settled: prompts as ids, requests, a scheduler, a result.
+"""A checked call of `generation`: prompts as ids, requests, a scheduler, results.
 
-Everything that a user can get wrong is found here, before anything is allocated.
+Arguments that cannot be used raise errors here, before anything is allocated.
 """
 
 import dataclasses
@@ -41,15 +41,15 @@ PAGE_SIZE = algorithms.PAGE_SIZE
 Sampling = requests_lib.Sampling
 
 DEFAULT_GAMMA = 4
-"""Tokens drafted a round where no number is given, or `lm.gamma_max` if fewer."""
+"""Gamma of chains if none is given and no policy chooses it; at most `gamma_max`."""
 
 Gamma = int | policy_lib.GammaPolicy | tree_shapes.AnyTree | costs_lib.RoundCosts | None
-"""How many tokens to draft, or what decides it."""
+"""How many tokens to draft a round, or the object that decides it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that a call settles before it runs."""
+    """A call whose arguments are checked, and which can run."""
 
     lm: LanguageModel
     algo: algorithms.Speculative
@@ -61,7 +61,7 @@ class Run:
     top_logprobs: int
     n: int | None
     stops: tuple[bytes, ...] = ()  # texts
-    costs: costs_lib.RoundCosts | None = None  # by which the default policy goes
+    costs: costs_lib.RoundCosts | None = None  # by which the default policy chooses
 
     @classmethod
     def make(
@@ -85,11 +85,11 @@ class Run:
         rule: verification.Rule = "coupled",
         page_size: int = PAGE_SIZE,
     ) -> "Run":
-        """Checks everything, and raises before anything is allocated.
+        """Makes the run of a call; raises before anything is allocated.
 
         Args:
-          has_prefix: whether the prompts begin alike: they are prefilled by rows, which
-            can go on from what another slot holds.
+          has_prefix: whether the prompts begin alike: they are then prefilled by rows,
+            which can continue from the K/V that another slot holds.
         """
         rule = rule_lib.of(rule)
         checks.check_max_tokens(max_tokens)
@@ -154,7 +154,7 @@ class Run:
     def adapted(self) -> "Run":
         """Returns the run with the default policy in place of its fixed gamma.
 
-        As it is where `default_gamma.adapted` leaves it. Costs are measured here, once.
+        Costs are measured here, once. `default_gamma.adapted` says where gamma stays.
         """
         scheduler, requests, costs = default_gamma.adapted(
             self.lm, self.scheduler, self.requests
@@ -184,7 +184,7 @@ class Run:
         checks.warn_positions(self.lm.drafter, longest)
 
     def ends(self) -> ends_lib.Ends | None:
-        """Returns what looks for the stop texts in a run; None where there are none."""
+        """Returns the search for the stop texts in a run; None if there are none."""
         if not self.stops:
             return None
         words: Any = self.lm.tokenizer
@@ -193,15 +193,15 @@ class Run:
     def finish(self) -> Iterator[requests_lib.Finished]:
         """Generates all requests, and yields each when it ends.
 
-        With stop texts a call of the loop is one round, so that nothing but the rest of
-        a round is decoded in vain.
+        With stop texts a call of the loop is one round, so that at most the rest of one
+        round is decoded after the end.
         """
         if not self.stops:
             return self.scheduler.run(self.requests)
         return self.scheduler.run(self.requests, rounds_per_call=1, ends=self.ends())
 
     def decode(self, number: int) -> baseline.DecodeState:
-        """Decodes one prompt: in one call, or with stop texts in one a token.
+        """Decodes one request in one call; with stop texts, in one call per token.
 
         Raises as `algorithms.Autoregressive.generated`.
         """
@@ -209,14 +209,14 @@ class Run:
         steps = algorithms.UNTIL_DONE if ends is None else 1
         while not bool(state.done[0]):
             state = self.base.run(self.lm.params, state, max_rounds=steps)
-            tokens = self.base.generated(state)[0]  # Raises what is only flagged.
+            tokens = self.base.generated(state)[0]  # Raises flagged errors.
             if ends is not None and ends(number, tokens) is not None:
                 stop = np.int32(states.Status.STOP)
                 return state.sequences[0].replace(status=stop)
         return state.sequences[0]
 
     def begin_decoding(self, number: int) -> algorithms.Decoding:
-        """Prefills one prompt into a cache of its own."""
+        """Prefills the prompt of one request into a cache of its own."""
         request = self.requests[number]
         return self.base.init(
             self.lm.params,
@@ -231,8 +231,8 @@ class Run:
         )
 
     def shaped(self, outs: list[Any], *, alone: bool) -> Any:
-        """Returns the results in the shape of the prompts: of each a list if `n` is
-        given, and those of the only one if it was `alone`."""
+        """Returns the results by prompt: for each a list if `n` was given, else one;
+        without the outer list if the prompt was `alone`."""
         if self.n is not None:
             firsts = range(0, len(outs), self.n)
             outs = [outs[first : first + self.n] for first in firsts]
@@ -244,7 +244,7 @@ class Run:
         """Returns the result of a finished slot; raises as `checks.check_slot`.
 
         Args:
-          shared: tokens of the prompt that were not prefilled.
+          shared: tokens of the prompt whose K/V came from another request.
         """
         checks.check_slot(slot, vocab_size=self.lm.target.config.vocab_size)
         tokens = requests_lib.generated(slot)
@@ -306,14 +306,14 @@ class Run:
         )
 
     def _of_rounds(self) -> dict[str, Any]:
-        """Returns the rule, and the costs that gamma was chosen by, if any."""
+        """Returns the rule, and the costs by which gamma was chosen, if any."""
         found: dict[str, Any] = {"rule": self.scheduler.rule.name}
         if self.costs is not None:
             found["round_costs"] = dataclasses.asdict(self.costs)
         return found
 
     def _pieces(self, tokens: list[int]) -> list[str]:
-        """Returns the text of each token; nothing without a tokenizer."""
+        """Returns the text of each token; [] without a tokenizer."""
         if self.lm.tokenizer is None:
             return []
         return self.lm.tokenizer.decode_pieces(
@@ -322,7 +322,7 @@ class Run:
 
 
 def provenance(lm: LanguageModel) -> dict[str, Any]:
-    """Returns what decides bits: where it is equal, the results are."""
+    """Returns the settings that decide bits: if all are equal, so are results."""
     device, layout = jax.devices()[0], lm.target.layout
     found = {
         "jax_version": jax.__version__,
@@ -340,7 +340,7 @@ def provenance(lm: LanguageModel) -> dict[str, Any]:
 
 
 def _of_noise(sampling: Any) -> dict[str, Any]:
-    """Returns the seed that this sample's own noise is keyed by, if it draws."""
+    """Returns the seed of this sample's own noise; {} if it is greedy."""
     if sampling is None or not float(sampling.temperature):
         return {}
     return {"seed": int(sampling.seed)}

@@ -1,8 +1,8 @@
 """Log-probabilities of given texts, with the bits of the rows that decode them.
 
-A row's logits do not depend on how many rows run beside it, and so a text that was
-generated is scored a slab of rows at a time, not a token a step: the numbers are the
-same integers, whether it was written with or without speculation, as a chain or a tree.
+A row's logits do not depend on how many rows run beside it. So a generated text is
+scored a slab of rows at a time, not a token a step, and the bits are those of its
+generation, with or without speculation, by chains or by trees.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from spec_jax.rules import sampling as sampling_lib
 
 
 NAMES = ("log_probs", "drawn_log_probs", "top_tokens", "top_log_probs")
-"""Names of the numbers, here and in a generation."""
+"""The fields of `Scores` that a `results.Generation` has too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,15 +39,15 @@ class Scores:
     """The log-probabilities that a target gives the tokens of a text.
 
     Attributes:
-      tokens: that are scored.
+      tokens: the scored ones.
       log_probs: `[tokens]` float32, nats, by the model's own distribution.
       drawn_log_probs: the same by the distribution that `sampling` draws from, after
-        processors, temperature and filters; 0 or -inf where it is greedy, and -inf of a
-        token that one of them leaves out.
-      top_tokens: `[tokens, k]` int32, the k most likely at each place by the model's
-        own distribution, first the likeliest, and of equal ones the lowest; None
-        unless they were asked for.
-      top_log_probs: `[tokens, k]` float32, nats, of these, by the same distribution.
+        processors, temperature and filters; 0 or -inf if it is greedy, and -inf for a
+        token that one of them excludes.
+      top_tokens: `[tokens, k]` int32, the k most likely tokens at each place by the
+        model's own distribution, in falling order; the lower of two equals is first.
+        None if none were requested.
+      top_log_probs: `[tokens, k]` float32, nats, their log-probabilities by it.
     """
 
     tokens: list[int]
@@ -58,7 +58,7 @@ class Scores:
 
 
 def check_top(top_logprobs: int, vocab_size: int) -> None:
-    """Raises `ValueError` unless a vocabulary has as many tokens as are asked for."""
+    """Raises `ValueError` unless `top_logprobs` is an integer in `0 .. vocab_size`."""
     is_whole = isinstance(top_logprobs, numbers.Integral)
     if not is_whole or isinstance(top_logprobs, bool) or top_logprobs < 0:
         raise ValueError(f"{top_logprobs=} must be a whole number of at least 0")
@@ -80,15 +80,15 @@ def of_tokens(
     """Returns the scores of valid tokens after a prompt.
 
     Args:
-      processor: of the logits that the tokens were drawn from.
+      processor: of the logits from which the tokens were drawn.
       top: how many of the most likely tokens are named at each place.
-      height: active rows of a call: 1 as in decoding; None: a slab's.
+      height: active rows of a call, such as 1 in decoding; None: the rows of a slab.
       by_rows: how the prompt is prefilled, see `row_model.RowModel.prefill`.
 
     Raises:
-      ValueError: a prompt that cannot be used, or more tokens than the model's
+      ValueError: a prompt that cannot be used, or more tokens than the model has
         positions.
-      FloatingPointError: as `score`.
+      FloatingPointError: logits that are not finite.
     """
     target, num_prompt, end = lm.target, len(prompt), len(prompt) + len(tokens)
     capacity = requests_lib.capacity_for(target, [prompt], len(tokens))
@@ -141,8 +141,8 @@ def _scored(
     *,
     top: int = 0,
 ) -> tuple[Any, tuple[Array, ...]]:
-    """Returns the cache, and both log-probabilities of `tokens[start:stop]` at their
-    positions, `[max_len]`; then the top tokens and theirs, `[max_len, top]`, if any.
+    """Returns the cache; and `log_probs` of `tokens[start:stop]` at their positions:
+    two arrays `[max_len]` and, if `top` is not 0, two more `[max_len, top]`.
 
     `kv` holds the K/V of `[0, start - 1)` and is donated.
     """
@@ -152,7 +152,7 @@ def _scored(
         empty += jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
     def of_slab(carry):
-        """Scores the tokens from `first` on that one slab decides."""
+        """Scores the tokens from `first` on whose logits one slab computes."""
         first, kv, found, processing = carry
         num_active = jnp.minimum(stop - first, height)
         fed = jax.lax.dynamic_slice(tokens, (first - 1,), (height,))
@@ -163,7 +163,7 @@ def _scored(
         logits = verified.logits
 
         def of_row(i, carry):
-            """Scores the token that row `i` decides."""
+            """Scores the token whose logits are in row `i`."""
             found, processing = carry
             token = tokens[first + i]
             made = log_probs(logits[i], token, sampling, processing, top=top)
@@ -192,9 +192,9 @@ def log_probs(
     *,
     top: int = 0,
 ) -> tuple[Array, ...]:
-    """Returns both log-probabilities of a token, by ONE row of logits; then the `top`
-    most likely tokens and the first of both of these, if there are any."""
-    # Without the barrier they are fused with what made the row, and round otherwise.
+    """Returns a token's log-probabilities by ONE row: the model's, and as drawn; then
+    the `top` most likely tokens, and the model's log-probabilities of these, if any."""
+    # Without the barrier XLA fuses them with what made the row, and rounds otherwise.
     row = jax.lax.optimization_barrier(logits.astype(jnp.float32))
     settings = sampling
     if settings is None:
@@ -206,6 +206,6 @@ def log_probs(
     both = jax.nn.log_softmax(row)[token], drawn[token]
     if not top:
         return both
-    # By logits, which do not round to ties; each number as `both` has it.
+    # Ranked by logits, since log-probabilities may round to ties.
     _, likeliest = jax.lax.top_k(row, top)
     return *both, likeliest.astype(jnp.int32), jax.nn.log_softmax(row)[likeliest]

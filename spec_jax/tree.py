@@ -8,7 +8,7 @@ Functions here take ONE tree and know arrays only.
     place      where a column's K/V is stored in its slot: start + column
     position   where its token would be in the text: start + depth
     branch     the places of the last `A` keys that a column sees, by their positions:
-               its own last, its parent's before that, and before the root the text's
+               its own is last, its parent's before it, the text's before the root's
 """
 
 import jax.numpy as jnp
@@ -27,10 +27,10 @@ def chain(num_columns: int) -> np.ndarray:
 def ancestors(parents: Int[Array, " R"], *, count: int) -> Int[Array, "R {count}"]:
     """Returns the columns that are 0, 1, .. `count - 1` steps above each, int32.
 
-    Above the root is the root.
+    The root counts as its own parent.
 
     Args:
-      parents: column of each column's parent, below its own; column 0 has 0.
+      parents: the column of each column's parent, an earlier one; 0 for column 0.
     """
     above = jnp.arange(parents.shape[0], dtype=jnp.int32)[:, None]
     while above.shape[1] < count:
@@ -43,14 +43,14 @@ def ancestors(parents: Int[Array, " R"], *, count: int) -> Int[Array, "R {count}
 def layout(
     parents: Int[Array, " R"], *, start: Int[Array, ""], width: int
 ) -> tuple[Int[Array, " R"], Int[Array, "R {width}"]]:
-    """Returns the position and the branch of each column, int32; see above.
+    """Returns the position and the branch of each column, int32, as defined above.
 
     `branch[r, a]` is the place of the key at position `p - width + 1 + a`, where `p` is
-    the column's own position. Entries of negative positions mean nothing.
+    the column's own position. Entries of negative positions are undefined.
 
     Args:
       start: place and position of column 0.
-      width: the depth of the deepest column, and one more; or larger.
+      width: at least one more than the depth of the deepest column.
     """
     above = ancestors(parents, count=width)
     depth = jnp.sum(above > 0, axis=1, dtype=jnp.int32)
@@ -64,8 +64,8 @@ def check(parents: np.ndarray, *, depth_max: int) -> None:
     """Raises `ValueError` unless these are parents of a tree, on the host.
 
     Args:
-      parents: `[R]` whole numbers, of the columns of a window.
-      depth_max: drafts on a path, at most.
+      parents: `[R]` whole numbers, one for each column of a window.
+      depth_max: the most drafts on a path.
     """
     parents = np.asarray(parents)
     if parents.ndim != 1 or parents.dtype.kind not in "iu" or not parents.size:

@@ -7,7 +7,7 @@
 - N  query heads                                 - P  physical pages in the pool
 - K  key/value heads                             - M  page-table width, in pages
 - H  head size                                   - C  page capacity, in tokens
-- gamma  tokens drafted per round
+- gamma  tokens drafted per round; in `engine`, P: packed rows, and C: columns
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ REMOVED_IMPLS = {
     "mosaic": "impl='mosaic' was removed: a step of Qwen3-0.6B on an H100 took 1.60 ms "
     "with it and 1.09 ms with 'triton'; commit 9b82177 has it"
 }
-"""Remarks on implementations that were removed."""
+"""Errors for the names of implementations that were removed."""
 
 
 def check_impl(impl: object) -> None:

@@ -142,6 +142,9 @@ def test_what_cannot_be_used_is_said():
         ALGO.init(PARAMS, [], max_tokens=4)
     with pytest.raises(ValueError, match="512 .max_position_embeddings.: shorten"):
         ALGO.init(PARAMS, PROMPTS, max_tokens=600)
+    for init, params in ((ALGO.init, PARAMS), (BASE.init, PARAMS[0])):
+        with pytest.raises(ValueError, match="capacity=0 must be a whole number of at"):
+            init(params, PROMPTS, max_tokens=4, capacity=0)
     slots = rows.SlotRows(model=SMALL.target, num_slots=2)
     fixed = recorder.Recorder(target=slots)
     with pytest.raises(ValueError, match="Recorder has 2 slots, and 1 are asked for"):

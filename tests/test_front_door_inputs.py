@@ -23,7 +23,7 @@ NAMES = {
     "seed": r"sampling=sj.Sampling\(seed=...\)",
     "do_sample": r"sampling=sj.Sampling\(\), or nothing",
     "max_new_tokens": "max_tokens=...",
-    "num_return_sequences": r"n=...",
+    "num_return_sequences": r"(generate\(..., )?n=...",
     "system_prompt": r"prefix=...",
     "logprobs": "log_probs=True or top_logprobs=K",
     "stop_token_ids": r"stop=\[ID, ...\]",
@@ -90,6 +90,7 @@ BAD = {
     "an empty stop text": ({"stop": ["ab", ""]}, "stop has an empty text, which every"),
     "half a stop text": ({"stop": "\ud800"},
         "stop text .* has half a character, which"),
+    "a stop outside": ({"stop": np.array(300)}, "stop has token 300, outs"),
     "stop bytes": ({"stop": b"ab"}, "stop=b'ab': give token ids and texts, as in stop"),
     "stop numbers": ({"stop": [1.5]}, "stop has shape .* give one row of token ids"),
     "a stop number": ({"stop": 1.5}, "stop has shape .* give one row of token ids"),
@@ -154,5 +155,20 @@ def test_a_stream_is_of_one_sample_of_one_prompt(lm):
     message = r"^stream has no argument 'n': write generate\(..., n=...\) or decode"
     with pytest.raises(TypeError, match=message):
         sj.stream(lm, PROMPT, n=2)
+    for name in ("tree", "batch_size"):  # The remedies of `generate` are refused here.
+        with pytest.raises(
+            TypeError, match=f"no argument '{name}': write one of lm, prompt"
+        ):
+            sj.decode(lm, PROMPT, **{name: 2})
     with pytest.raises(ValueError, match="stream takes one prompt, not 3: call it for"):
         sj.stream(lm, [PROMPT] * 3)
+
+
+def test_values_that_are_false_are_no_defaults():
+    """Fails if an empty folder's name or a slab of 0 means the default."""
+    with pytest.raises(ValueError, match="tokenizer.json: no such file"):
+        sj.load("")
+    with pytest.raises(
+        ValueError, match="gamma_max=7 needs 8 rows .* the target has 0"
+    ):
+        sj.load(drafter="ngram", slab=0)

@@ -1,7 +1,7 @@
-"""Metrics: counters of speculative runs -> the one dictionary of numbers.
+"""Computes the one dictionary of numbers from the counters of speculative runs.
 
-Functions here know whole numbers. They know nothing of models, of how tokens were
-drafted, or of where the numbers are shown.
+Functions here take whole numbers; models, drafters and where numbers are shown have no
+part in them.
 
 Every token comes from a round: the prompt's prefill commits nothing, and a round
 commits its accepted draft tokens and one token of the target's own. So the counters
@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 
-_GRAM = 4  # tokens of a run in `repetition`
+_GRAM = 4  # tokens in each run that `repetition` counts
 
 Metrics = dict[str, int | float | bool | list[int] | list[float | None] | None]
-"""Names and values; every value is plain JSON, and `None` where nothing was measured.
+"""Names and values; every value is plain JSON, and `None` if nothing was measured.
 
 Division by zero (nothing proposed, no tokens) gives `None`, never NaN.
 """
@@ -48,13 +48,13 @@ class Counters:
       cut: tokens that a round committed and that a stop token, a stop text or the
         token limit then cut off.
       accepted_hist: entry `a` counts the rounds that kept `a` drafted tokens,
-        before the cut; `gamma_max + 1` entries.
+        before the cut; one entry more than the next two have.
       proposed_at: entry `i` counts the rounds that drafted a token at position `i`
-        and kept all before it; `gamma_max` entries.
-      accepted_at: entry `i` counts those of `proposed_at[i]` that kept it too. The
-        positions of trees are depths, in all three.
+        and kept all before it; `gamma_max` entries, for trees `depth_max`.
+      accepted_at: entry `i` counts those of `proposed_at[i]` that kept it too. A
+        tree's positions are depths in all three.
       kept_by_rank: entry `i` counts the rounds that kept the `i`-th of their drafts, of
-        a tree in the order of its nodes; empty where that was not counted.
+        a tree the `i`-th node; empty if that was not counted.
       nonfinite: those of `tokens` that were chosen from logits that are not finite.
     """
 
@@ -94,7 +94,7 @@ def of_slot(slot: Any, *, num_tokens: int) -> Counters:
     """Returns the counters of ONE slot's state (`engine.state.Slots`).
 
     Args:
-      num_tokens: generated, as `Counters.tokens`.
+      num_tokens: the generated ones, as in `Counters.tokens`.
     """
 
     def counts(name: str) -> tuple[int, ...]:
@@ -213,7 +213,7 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 def require(
     identity: str, numbers: Sequence[int], where: str = "", *, ordered: bool = False
 ) -> None:
-    """Requires that the numbers are equal or, if `ordered`, that they do not fall."""
+    """Raises `IdentityError` unless all are equal or, if `ordered`, none falls."""
     holds = all(a <= b if ordered else a == b for a, b in itertools.pairwise(numbers))
     if not holds:
         raise IdentityError(identity, " against ".join(map(str, numbers)) + where)

@@ -1,1 +1,1 @@
-"""Instruments: what every row of a run saw, and what is equal of two runs."""
+"""Instruments: a record of every row of a run, and a comparison of two runs."""

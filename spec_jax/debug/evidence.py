@@ -1,6 +1,6 @@
 """Evidence of a run: everything that must be equal, compared as integers and hashed.
 
-Knows arrays on the host. Knows nothing of how a run is made.
+Functions here read arrays on the host; they do not run anything.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from spec_jax.paging import cache as paged, index
 
 
 WHATS = ("tokens", "log_probs", "logits", "kv")
-"""Compared: generated tokens; the log-probability of each, or of the most
+"""The compared parts: generated tokens; the log-probability of each, or of the most
 probable one where it was drawn; a hash of all logits that it was chosen by; committed
 keys and values of all layers."""
 
 NOT_COMPARED = "not compared"
-"""In the place of a hash or a count, where no recorder was there."""
+"""Stands for a hash of a run without a recorder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class Decisions:
     Attributes:
       log_probs: `[T]` uint32, the bits of the log-probability of `highest`.
       logits: `[T, 2]` uint32, `recorder.hash_bits` of the logits.
-      highest: `[T]` int32, the token of highest logit: that which was generated,
-        unless it was drawn.
-      row: `[T]` int32, which row of its window it was.
-      constant: `[T]` bool, whether all logits were equal: a bug of any kind would
-        have left them so.
+      highest: `[T]` int32, the token of highest logit: the generated one, unless that
+        was drawn.
+      row: `[T]` int32, the row's number in its window.
+      constant: `[T]` bool, whether all its logits were equal; equality of two runs
+        then shows nothing.
       drafted: `[T]` int32, the last draft for each of these tokens, or `recorder.NONE`.
     """
 
@@ -58,9 +58,9 @@ class Evidence:
       tokens: `[T]` int32, generated.
       kv: per layer keys and values of `[0, n-1)` in order, unsigned integers
         `[2, n-1, K, H]`.
-      decisions: None where no recorder was there.
-      nonfinite: tokens that were chosen from logits that are not finite. They are
-        chosen in the same way from different ones: equality means nothing there.
+      decisions: None without a recorder.
+      nonfinite: tokens that were chosen from logits that are not finite. Different
+        logits of that kind give the same tokens, so that equality means nothing there.
     """
 
     num_prompt: int
@@ -70,7 +70,7 @@ class Evidence:
     nonfinite: int = 0
 
     def hashes(self) -> dict[str, str]:
-        """Hashes each of `WHATS` (SHA-256, little-endian), or says `NOT_COMPARED`."""
+        """Hashes each of `WHATS` (SHA-256, little-endian), or gives `NOT_COMPARED`."""
         found = {"tokens": _sha256([self.tokens]), "kv": _sha256(self.kv)}
         for what in ("log_probs", "logits"):
             found[what] = NOT_COMPARED
@@ -94,12 +94,12 @@ def of_decode(state: baseline.DecodeState, *, num_prompt: int) -> Evidence:
 
 
 def of_slot(state: states.State, *, num_prompt: int, slot: int) -> Evidence:
-    """Returns the evidence of a finished slot, which was not admitted to again."""
+    """Returns the evidence of a finished slot that has had no other request since."""
     return _of_slot(state.slots, state.cache, num_prompt=num_prompt, slot=slot)
 
 
 def _of_slot(slots, cache, *, num_prompt, slot):
-    """Reads one slot; a cache in a `recorder.Recording` brings decisions."""
+    """Reads one slot; with decisions if the cache is in a `recorder.Recording`."""
     length, decisions, kv = int(slots.length[slot]), None, cache
     if isinstance(cache, recorder.Recording):
         recording, kv = cache, cache.cache
@@ -127,7 +127,7 @@ def _of_slot(slots, cache, *, num_prompt, slot):
 def committed_kv(kv: paged.PagedKV, length: int, *, slot: int = 0) -> list[np.ndarray]:
     """Reads K/V of `[0, length)` through the page table, as in `Evidence.kv`.
 
-    On the host: a gather on the device would be compiled for every length.
+    Reads on the host: a gather on the device would be compiled for every length.
     """
     num_pages = index.pages_for(length, kv.page_size)
     pages = np.asarray(kv.page_table)[slot, :num_pages]
@@ -141,15 +141,15 @@ def committed_kv(kv: paged.PagedKV, length: int, *, slot: int = 0) -> list[np.nd
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Where one of `WHATS` first differs, and in how much.
+    """The place where one of `WHATS` first differs, and the number of differences.
 
     Attributes:
-      position: of the first token, or of the first key or value, that differs.
+      position: of the first differing token, decision on a token, key or value.
       row: the row of its window that decided the token; None for keys and values, and
-        where no recorder was there.
-      layer: None but for keys and values.
+        without a recorder.
+      layer: None except for keys and values.
       part: "k" or "v" of that layer.
-      count, total: elements that differ, and that could be compared.
+      count, total: elements that differ, and elements that were compared.
     """
 
     what: str
@@ -166,7 +166,7 @@ class Difference:
 
 
 def describe(difference: Mapping[str, Any]) -> str:
-    """Puts a `Difference.to_row` in words."""
+    """Describes a `Difference.to_row` in words."""
     where = f"position {difference['position']}"
     if difference["layer"] is not None:
         where += f", layer {difference['layer']}, {difference['part']}"
@@ -179,11 +179,11 @@ def describe(difference: Mapping[str, Any]) -> str:
 
 
 def compare(plain: Evidence, spec: Evidence) -> list[Difference]:
-    """Finds where two runs of one prompt differ: one `Difference` for each of `WHATS`.
+    """Finds where two runs of one prompt differ, at most once for each of `WHATS`.
 
-    Past the first token that differs the texts are different ones: what was decided
-    after it, and keys and values from it on, are not compared. Nor is what only one
-    of them has.
+    After the first token that differs the texts are different ones: decisions after it,
+    and keys and values from it on, are not compared. A token that only one run has
+    counts as a difference; its decision, keys and values are not compared.
     """
     found = []
     seen, theirs = spec.decisions, plain.decisions
@@ -210,7 +210,7 @@ def compare(plain: Evidence, spec: Evidence) -> list[Difference]:
 
 
 def _row_at(seen: Decisions, number: int) -> int | None:
-    """Returns the row that decided a token; None for one that was not generated."""
+    """Returns the row that decided a token; None if `seen` has no such token."""
     return int(seen.row[number]) if number < len(seen.row) else None
 
 

@@ -1,10 +1,9 @@
-"""A recorder: a target that keeps what each of its rows saw, one entry a position.
+"""A recorder: a target that records the inputs and logits of its rows, by position.
 
-It stands in the place of the target it wraps, in the same loops, for autoregressive
+It takes the place of the target that it wraps, in the same loops, for autoregressive
 decoding and for rounds of any number of slots. A position that is rolled back is
-overwritten when another round runs it, so that after a run every committed position
-holds what the pass that committed it saw. Knows logits and positions; neither pages nor
-models.
+overwritten when another round runs it, so that after a run the entry of every committed
+position is that of the pass that committed it.
 """
 
 import dataclasses
@@ -23,40 +22,40 @@ from spec_jax.typing import typed
 
 
 NONE = -1
-"""Where no token was drafted, or no row was run."""
+"""The entry where no token was drafted, or no row was run."""
 
 
 class Recording(pytree.Node):
     """Decisions of the row at each position, and the cache of the target that ran it.
 
-    Entry `[b, p]` is of slot `b`'s row that was fed at position `p` and so decides the
-    token of `p + 1`; entries of positions that were never run are zero, or `NONE`. A
-    tree's rows are recorded by their places, and those of its accepted path are moved
-    to their positions, as their K/V are; `row` is then the depth.
+    Entry `[b, p]` describes the row of slot `b` that was fed the token of position `p`
+    and so decides that of `p + 1`; where none was run it is 0 or `NONE`. A tree's rows
+    are recorded by their places, and those of its accepted path are moved to their
+    positions, as their K/V are; `row` is then the depth.
     """
 
     cache: protocols.Cache  # the wrapped target's
     fed: jax.Array  # [B, max_len] int32, the token fed at the position
-    row: jax.Array  # [B, max_len] int32, which column of its window; 0 is pending
+    row: jax.Array  # [B, max_len] int32, its column in its window; 0 is pending
     chosen: jax.Array  # [B, max_len] int32, the token of highest logit
     log_prob: jax.Array  # [B, max_len] float32, natural, of that token
     logits_hash: jax.Array  # [B, max_len, 2] uint32, `hash_bits` of all its logits
     highest: jax.Array  # [B, max_len] float32, the highest of all its logits
     lowest: jax.Array  # [B, max_len] float32, the lowest of all its logits
-    # By the position itself: proposed for it, kept or not.
-    drafted: jax.Array  # [B, max_len] int32
+    # [B, max_len] int32, the last draft for position `p` itself, kept or not
+    drafted: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recorder(target_lib.Target):
     """A target that runs `target` and records every active row of it.
 
-    The recorded values are computed from the logits after the target is done with them,
-    one row at a time in a loop of its own: their bits do not depend on how many rows
-    there are, and no bit of the target's depends on them.
+    The recorded values are computed from the target's final logits, one row at a time
+    in a loop of its own: their bits do not depend on the number of rows, and no bit of
+    the target's depends on them.
 
     Attributes:
-      target: any target, of which a `row_model.RowModel` is made one of one slot.
+      target: any target; a `row_model.RowModel` becomes a target of one slot.
     """
 
     target: Any
@@ -67,24 +66,24 @@ class Recorder(target_lib.Target):
 
     @property
     def num_slots(self) -> int:
-        """The target's."""
+        """The target's number of slots."""
         return self.target.num_slots
 
     @property
     def max_rows(self) -> int:
-        """The target's."""
+        """The target's bound on the columns of a chain's window."""
         return self.target.max_rows
 
     @property
     def config(self) -> Any:
-        """The target's. No attribute where it has none."""
+        """The target's config."""
         return self.target.config
 
     def attach(self, state: Any) -> Any:
-        """Returns the state with an empty recording around its cache: for the loops.
+        """Returns the state with an empty recording around its cache, for the loops.
 
         Args:
-          state: `state.State`, or `baseline.DecodeState`, which is one slot.
+          state: a `state.State`, or a `baseline.DecodeState`, which has one slot.
         """
         alone = isinstance(state, baseline.DecodeState)
         tokens = state.tokens[None] if alone else state.slots.tokens
@@ -107,7 +106,7 @@ class Recorder(target_lib.Target):
         )
 
     def detach(self, state: Any) -> tuple[Any, Recording]:
-        """Undoes `attach`: the state with the target's own cache, and the recording."""
+        """Returns the state with the target's own cache, and the recording."""
         return state.replace(cache=state.cache.cache), state.cache
 
     def verify(
@@ -131,12 +130,12 @@ class Recorder(target_lib.Target):
 
     @property
     def draw(self) -> Callable[..., Int[Array, " P"]]:
-        """Draws as the target does."""
+        """The function that draws as the target does."""
         return target_lib.draw_of(self.target)
 
     @property
     def sums(self) -> target_lib.Sums:
-        """As the target's; see `target.sums_of`."""
+        """The target's sums; see `target.sums_of`."""
         return target_lib.sums_of(self.target)
 
     def keep_path(
@@ -147,13 +146,13 @@ class Recorder(target_lib.Target):
         *,
         start: Int[Array, " B"],
     ) -> Recording:
-        """Moves what the rows of the path saw, as the target moves their K/V."""
+        """Moves the entries of the path's rows, as the target moves their K/V."""
         inner = self.target.keep_path(cache.cache, path, num_kept, start=start)
         steps = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
         slots = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]
         source = start[:, None] + path
         target = start[:, None] + steps + 1
-        # Past the end, and so dropped.
+        # Steps past the kept path get an index past the end, and are dropped.
         target = jnp.where(steps < num_kept[:, None], target, cache.fed.shape[1])
 
         def moved(entries, ahead=0):
@@ -165,7 +164,7 @@ class Recorder(target_lib.Target):
             for field in dataclasses.fields(cache)
             if field.name not in ("cache", "row", "drafted")
         }
-        # A row's window begins as many positions before it as it is deep.
+        # As in a chain: a row's distance from its window's start is its depth.
         depth = jnp.broadcast_to(steps + 1, target.shape)
         by_row["row"] = cache.row.at[slots, target].set(depth, mode="drop")
         drafted = moved(cache.drafted, ahead=1)
@@ -174,27 +173,26 @@ class Recorder(target_lib.Target):
     def truncate(
         self, cache: Recording, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]
     ) -> Recording:
-        """Truncates the target's cache; what was recorded stays until overwritten."""
+        """Truncates the target's cache; recorded entries stay until overwritten."""
         inner = self.target.truncate(cache.cache, new_len, asked=asked)
         return cache.replace(cache=inner)
 
     def out_of_pages(self, cache: Recording) -> Bool[Array, " B"]:
-        """Returns what the target says."""
+        """Returns which slots found no page, by the target."""
         return self.target.out_of_pages(cache.cache)
 
     def _record(self, recording, window, verified, chosen):
         """Writes the entries of one call."""
         num_slots, width = window.tokens.shape
-        # The barrier hides that decoding has one row: a loop that is known to run once
-        # is dissolved into its surroundings, and fused with them.
+        # The barrier hides that decoding has one row: XLA would inline a loop that runs
+        # once, and fuse it with the code around it.
         verified, chosen = jax.lax.optimization_barrier((verified, chosen))
         num_run = (
             jnp.zeros((num_slots,), jnp.int32)
             .at[verified.slots]
             .add((jnp.arange(chosen.shape[0]) < verified.num_active).astype(jnp.int32))
         )
-        # One more than the window: the last column decides a token that none was
-        # drafted for.
+        # One column more than the window: no token was drafted to follow the last.
         columns = jnp.arange(width + 1, dtype=jnp.int32)[None]
         drafts = jnp.pad(window.tokens, ((0, 0), (0, 1)))
         drafts = jnp.where(columns < num_run[:, None], drafts, NONE)
@@ -222,8 +220,8 @@ class Recorder(target_lib.Target):
                 ),
             )
 
-        # Not a scatter of the whole slab: the cost follows the rows that were run, and
-        # padding rows write nowhere.
+        # A loop, not a scatter of the whole slab: only rows that were run cost time;
+        # padding rows write nothing.
         entries = recording.replace(cache=None)
         entries = jax.lax.fori_loop(0, verified.num_active, record_row, entries)
         return entries.replace(cache=recording.cache)
@@ -238,7 +236,7 @@ def _columns(window, verified) -> jax.Array:
 
 
 def _following(window, drafts) -> jax.Array:
-    """Returns the draft after each column: of a tree its first child, or `NONE`."""
+    """Returns the draft after each column, in trees its first child; or `NONE`."""
     if window.parents is None:
         return drafts[:, 1:]
     width = window.tokens.shape[1]
@@ -259,9 +257,9 @@ _SEEDS = (0x9E3779B9, 0x85EBCA6B)
 def hash_bits(x: Float32[Array, " V"]) -> UInt32[Array, "2"]:
     """Returns two 32-bit hashes of all bits of a float32 vector, NaN included.
 
-    One differing element always gives other hashes; several, or another order, give
-    the same ones in one of 2**64 cases. The sums are of integers: no order of
-    summation changes them.
+    Vectors that differ in one element always have different hashes; those with more
+    differences have equal ones in one of 2**64 cases. The sums are of integers: no
+    order of summation changes them.
 
     Each element is mixed with its index by the finalizer of MurmurHash3 (Appleby,
     https://github.com/aappleby/smhasher), a bijection.

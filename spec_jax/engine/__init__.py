@@ -1,5 +1,5 @@
-"""The engine: what a round asks of its parts, the round, and who runs it.
+"""The engine: the protocols of a round's parts, the round, and the scheduler.
 
-Reads from the inside out: `protocols`, `state`, `rows`, `verification`, `round`,
+Read it from the inside out: `protocols`, `state`, `rows`, `verification`, `round`,
 `scheduler`. `baseline` is autoregressive decoding, the oracle of all of it.
 """

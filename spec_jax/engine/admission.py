@@ -29,15 +29,15 @@ def occupy(
     request,
     kept=None,
 ):
-    """Initialises a slot and frees the pages of all finished slots.
+    """Initialises a slot and, with `refills`, frees the pages of slots that ended.
 
-    Admission counts those pages as free, and so they are freed here at the latest. A
-    policy that goes on keeps what it knows.
+    Admission counts those pages as free, so they are freed here at the latest. A
+    policy that `keeps_state` goes on from the state of the slot.
 
     Args:
-      kept: positions that the slot keeps, while the other slots' prompts may be asked
-        for: those keep their pages, here and in a drafter that `shares_prompts`; None:
-        nothing is kept.
+      kept: positions that the slot keeps. The other slots then keep all their pages,
+        in the target and in a drafter that `shares_prompts`, as later requests may
+        share them. None: all slots that ended are freed.
     """
     slots = state.slots
     one = states.begin_slot(
@@ -81,8 +81,8 @@ def take_in(
     """Returns the target's cache with the prompt, and features for the drafter.
 
     Args:
-      begun: what a slot holds of the prompt: another one, or this one, which kept
-        it; None: nothing.
+      begun: the beginning of the prompt that a slot holds: another slot, or this
+        one, which kept it; None: no slot holds one.
       by_rows: see `row_model.RowModel.prefill`.
     """
     how: dict[str, Any] = {"slot": slot, "by_rows": by_rows}

@@ -1,6 +1,6 @@
 """Autoregressive decoding, one token a step: the baseline and the oracle.
 
-It shares the target's rows and the sampling of a row with the rounds and nothing else:
+It shares the target's rows, and the sampling and processing of a row, with the rounds;
 it chooses its tokens and ends its sequences by itself, so that the two check each
 other. A target is a `row_model.RowModel`, or any `target.Target` of one slot.
 """
@@ -65,7 +65,7 @@ def init_state(
 ) -> DecodeState:
     """Returns the state before the first step: `tokens[:length]` is the prompt.
 
-    Greedy without `sampling`, which is copied: the loop donates its state.
+    Without `sampling` it is greedy. Both `sampling` and `processing` are copied.
     """
     return DecodeState(
         tokens=tokens,
@@ -99,13 +99,13 @@ def begin(
     Generation ends after `max_tokens`, or earlier where the cache is full.
 
     Args:
-      kv: empty, of its `new_cache`, and donated.
+      kv: the empty cache that the target's `new_cache` made; donated.
       sampling: settings by `sampling.make_settings`; None is greedy.
-      processor: of the logits.
+      processor: of the target's logits; None: logits as they are.
 
     Raises:
-      ValueError: a prompt that cannot be used, no token to generate, or a processor
-        of another vocabulary.
+      ValueError: a prompt that cannot be used, `max_tokens` or `stop_ids` that are no
+        such numbers, or a processor of another vocabulary.
     """
     capacity = kv.slot_capacity
     checks.check_max_tokens(max_tokens)
@@ -182,8 +182,8 @@ def _next_token(target, params, cache, token, position, sampling, processing=Non
         row = processing_lib.process(processing.processor, processing.states, logits[0])
         logits = logits.astype(jnp.float32).at[0].set(row)
     row, highest = logits[0], target.choose(logits, one)[0]
-    # Where there is a NaN the argmax is the first one. "clip": a trace's "logits" are
-    # tokens, and one wide.
+    # Where there is a NaN the argmax is the first one. "clip": as in
+    # `verification.finite_rows`.
     is_finite = jnp.isfinite(row.at[highest].get(mode="clip"))
     if sampling is None:
         return cache, highest, is_finite
@@ -239,10 +239,10 @@ def replay(
 ) -> tuple[protocols.Cache, Int[Array, " max_len"]]:
     """Returns what decoding would choose after each prefix of a *given* text.
 
-    Greedily, or as it would draw with `sampling`; `processing` is the state of a logits
-    processor after `tokens[:start]`. Feeds `tokens[start - 1 .. stop - 2]`
-    one at a time, whatever it would have chosen itself. `cache` holds the K/V of
-    `[0, start - 1)` and is donated.
+    Chooses greedily, or draws with `sampling`; `processing` is the state of a logits
+    processor after `tokens[:start]`. Feeds `tokens[start - 1 .. stop - 2]` one at a
+    time, whichever tokens were chosen. `cache` holds the K/V of `[0, start - 1)` and is
+    donated.
 
     Returns:
       The cache and, at each position `start .. stop - 1`, the token that decoding

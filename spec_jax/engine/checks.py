@@ -116,7 +116,7 @@ def check_pair(target: Any, drafter: Any) -> None:
             f"draft and target have different vocabularies: {draft_size} and "
             f"{target_size} entries"
         )
-    if drafter.gamma_max < 0:  # One for slots may keep features, and draft nothing.
+    if drafter.gamma_max < 0:  # 0: a slot drafter may keep features, draft nothing.
         raise ValueError(f"gamma_max={drafter.gamma_max} must be at least 0")
     is_tree = protocols.is_tree(drafter)
     most = protocols.MAX_TREE_ROWS if is_tree else target.max_rows
@@ -140,7 +140,7 @@ def _check_taps(target: Any, drafter: Any) -> None:
     name = protocols.name_of(drafter)
     if not taps:
         return
-    # A trace and a forward function have none.
+    # Some targets have no features, such as a `ForwardTarget`: taps ().
     if (given := target.taps) not in (None, taps):
         raise ValueError(
             f"{name} reads the target's features at taps={taps}, and "
@@ -169,10 +169,10 @@ def stop_array(stop_ids: Tokens | int, *, size: int | None = None) -> np.ndarray
     """Returns stop tokens for the loops, int32; never empty.
 
     Args:
-      size: of the array, whose rest is `NO_STOP`; as many as there are if None.
+      size: the least size of the array, padded with `NO_STOP`; None: as many as given.
 
     Raises:
-      ValueError: not whole numbers, or none that int32 holds.
+      ValueError: ids that are not whole numbers, or that int32 does not hold.
     """
     one = isinstance(stop_ids, numbers.Integral)
     ids = token_list(cast(Tokens, (stop_ids,) if one else stop_ids), what="stop_ids")
@@ -208,8 +208,8 @@ def check_slot(slot: Any, *, vocab_size: int | None = None) -> None:
 
     Raises:
       FloatingPointError: tokens were chosen from logits that are not finite.
-      RuntimeError: the text is longer than its limit or holds what is no token of the
-        target's: a fault of the program.
+      RuntimeError: the text is longer than its limit, or holds a number that is no
+        token of the target: a fault of the program.
     """
     length, limit = int(slot.length), int(slot.limit)
     if length > limit:

@@ -1,6 +1,6 @@
-"""Commit: what a round leaves of each slot, and what is counted of it.
+"""Commit: how a round changes each slot's tokens, status and statistics.
 
-Functions here know what was decided, and neither targets nor drafters. Functions of
+Functions here know a round's outcome, and neither targets nor drafters. Functions of
 one sequence are mapped over the slots.
 """
 
@@ -21,7 +21,7 @@ Status = state_lib.Status
 
 
 class RoundInfo(pytree.Node):
-    """Counts of a round; undefined for slots that sat out."""
+    """The data and the outcome of a round; undefined for slots that sat out."""
 
     gamma: jax.Array  # [B] int32, tokens that the drafter was asked for
     proposal: protocols.Proposal
@@ -76,7 +76,7 @@ def _write(
     row: jax.Array, values: jax.Array, start: jax.Array, count: jax.Array
 ) -> jax.Array:
     """Returns the row with the first `count` values in it, from `start` on."""
-    # Not a scatter, which is several kernels. Near the end the window begins before.
+    # Not a scatter, which is several kernels. Near the end the window begins earlier.
     size = min(values.shape[0], row.shape[0])
     first = jnp.clip(start, 0, row.shape[0] - size)
     old = jax.lax.dynamic_slice(row, (first,), (size,))
@@ -87,7 +87,7 @@ def _write(
 
 
 def _along(outcome: acceptance.Outcome, columns: Bool[Array, " R"]) -> jax.Array:
-    """Returns what columns have that decide the outcome's tokens, `[D + 1]`."""
+    """Returns the values of columns that decide the outcome's tokens, `[D + 1]`."""
     if outcome.path is None:
         return columns
     return columns[jnp.pad(outcome.path, (1, 0))]
@@ -144,7 +144,7 @@ def settle(gamma_policy: Any, slots: Slots, info: RoundInfo) -> Slots:
 
 
 def _kept_ranks(slot: Slots, info: RoundInfo) -> Int[Array, " D"]:
-    """Returns the ranks of the drafts that were accepted; past them no rank."""
+    """Returns the ranks of accepted drafts, then `gamma_max`, which is no rank."""
     outcome = info.outcome
     depths = jnp.arange(slot.accepted_at.shape[0], dtype=jnp.int32)
     ranks = depths if outcome.path is None else outcome.path - 1
@@ -153,7 +153,7 @@ def _kept_ranks(slot: Slots, info: RoundInfo) -> Int[Array, " D"]:
 
 
 def _reached(info: RoundInfo) -> Bool[Array, " D"]:
-    """Returns whether drafts of each depth were compared: those before were kept."""
+    """Returns for each depth whether drafts were compared: all before were kept."""
     if info.outcome.reached is not None:
         return info.outcome.reached
     drafts = jnp.arange(info.outcome.tokens.shape[0] - 1, dtype=jnp.int32)
@@ -195,8 +195,8 @@ def _count(
 
 
 def _add_at(counts: jax.Array, indices: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns the counts with a number added at each index; past the end, to none."""
-    # In no scatter, which `one_kernel` does not take.
+    """Returns the counts, a number added at each index; drops those past the end."""
+    # Not a scatter, which `one_kernel` does not take.
     places = jnp.arange(counts.shape[0], dtype=jnp.int32)[None]
     return counts + number * jnp.sum(
         indices[:, None] == places, axis=0, dtype=jnp.int32

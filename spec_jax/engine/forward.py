@@ -1,6 +1,6 @@
-"""A target of your own: a forward function over rows, and an empty cache.
+"""A target made of a forward function over rows and a function that makes its cache.
 
-`ForwardTarget` makes of these two what rounds and decoding ask of a target: windows are
+`ForwardTarget` implements what rounds and decoding need of a target: windows are
 packed into slabs of one height, prompts go through the same rows, and nothing has to be
 rolled back, since a row sees the keys up to its own position alone. Exactness rests on
 what `testing.check_target` tests: that a row's bits depend on that row alone.
@@ -128,7 +128,7 @@ class ForwardTarget(target_lib.Target):
             positions=pack(protocols.positions(window)),
             num_active=num_active,
         )
-        # In a loop even where one slab has all rows: the body is compiled by itself.
+        # A loop even where one slab holds all rows: its body is compiled by itself.
         own, logits = windows.over_tiles(
             lambda own, rows, _: self.forward_rows(params, self.config, rows, own),
             cache.own,
@@ -160,12 +160,12 @@ class ForwardTarget(target_lib.Target):
     def truncate(
         self, cache: ForwardCache, new_len: jax.Array, *, asked: jax.Array
     ) -> ForwardCache:
-        """Leaves the cache: what is past a row's position is unseen, and rewritten."""
+        """Returns the cache: K/V past a row's position are unread, then overwritten."""
         del new_len, asked
         return cache
 
     def out_of_pages(self, cache: ForwardCache) -> Bool[Array, " B"]:
-        """Returns that every slot has its room."""
+        """Returns False for every slot: each has room for its capacity."""
         del cache
         return jnp.zeros((self.num_slots,), bool)
 

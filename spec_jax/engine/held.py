@@ -1,8 +1,8 @@
-"""Prompts that slots hold, on the host: what a request can begin with of another.
+"""Prompts that slots hold, noted on the host, so that requests can begin with them.
 
 A slot keeps the K/V of its prompt while it generates, and after it ended until it takes
-another request. Requests that begin alike follow each other in the queue, so that one
-of two has its prompt from a slot whenever the other came just before it.
+another request. Where requests that begin alike follow each other in the queue, the
+later one finds its beginning in the slot of the earlier one.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ class Held:
     def beginning(self, prompt: list[int], slot: int) -> Begun | None:
         """Returns the longest beginning that a slot holds, of a prompt for `slot`.
 
-        That of another slot if there is the choice: no page is then cut that others
-        hold, since these hold the beginning, too.
+        Prefers, of equally long ones, another slot's: to keep a part of its own
+        prompt, the slot might have to cut a page that others hold.
         """
         wanted = np.asarray(prompt[:-1], np.int32)
         lengths = {n: self._alike(wanted, held) for n, held in self.prompts.items()}
@@ -55,7 +55,7 @@ class Held:
         )
 
     def put(self, slot: int, prompt: list[int], *, features: Any, shared: int) -> None:
-        """Notes the prompt that a slot took in, `shared` tokens of it from another."""
+        """Notes the prompt that a slot took in; a slot held `shared` tokens of it."""
         self.prompts[slot] = np.asarray(prompt[:-1], np.int32)
         self.features[slot], self.shared[slot] = features, shared
 

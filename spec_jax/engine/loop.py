@@ -1,4 +1,4 @@
-"""A compiled function that donates its state, and says so when it gets a used one."""
+"""A compiled function that donates its state, and raises when given a used one."""
 
 import functools
 import inspect

@@ -23,7 +23,7 @@ class Processing(pytree.Node):
     """The processor of a run, and states: of slots, or of ONE decoded sequence."""
 
     processor: processor_lib.Processor  # as `Processor.shared` has it
-    states: Any  # leaves [B, ..]
+    states: Any  # leaves [B, ..]; of ONE sequence without that axis
 
     def apply_each(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Returns the processed logits of the next token of each slot."""
@@ -54,8 +54,8 @@ class Processing(pytree.Node):
 
         Args:
           tokens, parents: of all columns; column 0 is the end of the text.
-          names: the target's token of each logit; None: the same. The others are
-            processed as -inf.
+          names: the target's token of each logit; None: the same. The target's other
+            tokens are processed as -inf.
           vocab_size: of the target.
         """
         columns = first + jnp.arange(logits.shape[1], dtype=jnp.int32)
@@ -85,7 +85,7 @@ def begin(
     None without a processor.
 
     Raises:
-      ValueError: no processor, or one of another vocabulary.
+      ValueError: an object that is no `Processor`, or one of another vocabulary.
     """
     if processor is None:
         return None
@@ -94,10 +94,10 @@ def begin(
 
 
 def check(processor: processor_lib.Processor, *, vocab_size: int | None) -> None:
-    """Raises `ValueError` for what is no processor of such a vocabulary.
+    """Raises `ValueError` unless it is a processor for such a vocabulary.
 
     Args:
-      vocab_size: None: of a target without a model, whose choices were recorded.
+      vocab_size: of the target; None: the target has no config, and so no logits.
     """
     processor_lib.check_kind(processor, "the processor")
     if vocab_size is None:
@@ -123,7 +123,7 @@ def of_slots(one: Processing, num_slots: int) -> Processing:
 
 
 def check_fits(all_: Processing | None, one: Processing | None) -> None:
-    """Raises `ValueError` if a request has a processor and slots have none, or not."""
+    """Raises `ValueError` unless both request and slots have one, or neither."""
     if (all_ is None) == (one is None):
         return
     has = ["a" if part is not None else "no" for part in (one, all_)]
@@ -135,7 +135,7 @@ def check_fits(all_: Processing | None, one: Processing | None) -> None:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def occupy(all_: Processing, one: Processing, slot: Int[Array, ""]) -> Processing:
-    """Returns the processing with the state of ONE sequence in a slot; donates it."""
+    """Returns the processing with ONE sequence's state in a slot; donates `all_`."""
     put = lambda leaf, new: leaf.at[slot].set(new)
     return all_.replace(states=jax.tree.map(put, all_.states, one.states))
 
@@ -145,8 +145,8 @@ def process(
 ) -> Float[Array, " V"]:
     """Returns ONE row's processed logits, float32.
 
-    Between barriers: no program fuses a part with what made the row, or takes it out of
-    a loop, and so the bits are the same in all of them.
+    Barriers keep every program from fusing a part with the code that made the row, or
+    moving it out of a loop, and so the bits are the same in all of them.
     """
     state, logits = jax.lax.optimization_barrier((state, logits.astype(jnp.float32)))
     return jax.lax.optimization_barrier(processor.apply(state, logits))
@@ -216,10 +216,10 @@ def commit(
 
 
 def cut(processing: Processing, proposal: protocols.Proposal) -> protocols.Proposal:
-    """Returns the proposal without drafts that may not follow, nor what is after them.
+    """Returns the proposal without forbidden drafts and the drafts after them.
 
-    Drafts with probabilities stay as they are: what is verified of them must not depend
-    on the tokens drawn.
+    Drafts with probabilities stay as they are: which of them are verified must not
+    depend on the tokens drawn.
     """
     if proposal.probs is not None or not processing.processor.forbids():
         return proposal
@@ -273,8 +273,8 @@ def _cut_tree(processor, state, proposal):
 
 
 def _each(one: Callable, *arguments: Any) -> Any:
-    """Maps a function of ONE slot over slots, one after the other: what a loop inside
-    it does not need is not computed."""
+    """Maps a function of ONE slot over slots, one after the other: a loop inside it
+    takes no more turns than the slot needs."""
     (num_slots,) = {leaf.shape[0] for leaf in jax.tree.leaves(arguments)}
     if num_slots == 1:
         return state_lib.map_slots(one, *arguments)

@@ -37,10 +37,10 @@ class Proposal(pytree.Node):
     # `i + 1` draft `i`, so draft `i` has one in `0 .. i`. None: a chain.
     parents: jax.Array | None = None
     # [gamma_max, V] float32: row `c` is the distribution, filters included, that the
-    # token after column `c` was drawn from; in a tree column `c`'s children, one after
-    # the other and none twice. None for tokens that were certain, whose tree may have
-    # any shape: with `probs` it must not depend on the tokens drawn. Rule "coupled"
-    # needs none.
+    # token after column `c` was drawn from; in a tree column `c`'s children were drawn
+    # from it, one after the other and none twice. A tree's shape must not depend on the
+    # tokens drawn. None: no token was drawn at random, and a tree may have any shape.
+    # Rule "coupled" needs no `probs`.
     probs: jax.Array | None = None
     # [gamma_max] float32: the chance that draft `i` of a chain is kept with all before
     # it, from what was known before its own token was drawn. For schedules alone.
@@ -148,15 +148,15 @@ class Drafter:
     """Proposes continuations, by functions of a memory that the loop carries.
 
     Written for ONE sequence; `drafters.each.lift` maps it over slots. Hashable: it is a
-    static argument, and equal drafters share an executable. The
-    memory is a pytree of arrays, no two of which share a buffer, of shapes and dtypes
-    that never change; everything that changes is in it. `init` and `prefill` run on
-    the host, `propose` and `commit` are traced into the loop and call nothing outside
-    of it. Under the rule "coupled" no proposal can make the output wrong: a bad one
-    only costs time. That holds for one that breaks its promises, too: rounds bound the
-    number of drafts, and no rule keeps a draft outside the vocabulary. All other
-    rules trust what `Proposal` says of `probs`: that drafts were drawn from them, and
-    that no shape of a tree depends on the tokens drawn.
+    static argument, and equal drafters share an executable. The memory is a pytree of
+    arrays, no two of which share a buffer, of shapes and dtypes that never change;
+    everything that changes is in it. `init` and `prefill` run on the host, `propose`
+    and `commit` are traced into the loop and call nothing outside of it. Under the rule
+    "coupled" no proposal can make the output wrong: a bad one only costs time. That
+    holds for one that breaks its promises, too: rounds bound the number of drafts, and
+    no rule keeps a draft outside the vocabulary. All other rules trust what `Proposal`
+    says of `probs`: that drafts were drawn from them, and that no shape of a tree
+    depends on the tokens drawn.
     `testing.check_drafter` checks what is promised here.
 
     `gamma_max` and `propose`, or `for_slots`, are required. The rest has defaults: no
@@ -228,7 +228,7 @@ class Drafter:
         return False
 
     def for_rule(self, rule: rule_lib.Rule) -> Any:
-        """Returns the drafter that draws as a rule of acceptance wants it.
+        """Returns the drafter that draws as a rule of acceptance requires.
 
         Raises:
           NotImplementedError: trees, under a rule that takes other siblings.
@@ -330,7 +330,7 @@ class _Completed(Drafter):
 
 
 def has_own(drafter: Any, name: str) -> bool:
-    """Returns whether a drafter has something of that name beside `Drafter`'s."""
+    """Returns whether a drafter has such an attribute that is not `Drafter`'s own."""
     own, base = getattr(type(drafter), name, None), getattr(Drafter, name, None)
     return hasattr(drafter, name) and (base is None or own is not base)
 
@@ -378,8 +378,8 @@ class SlotDrafter(Protocol):
 
         A slot is released by a `commit` of length 1, which forgets all of it.
 
-        A drafter with `taps` has a keyword more, `features [T, taps, D]`: those of the
-        prompt but for its last token, which was not run yet. The rest is padding.
+        A drafter with `taps` has one more keyword, `features [T, taps, D]`, of the
+        prompt without its last token, which was not run yet. The rest is padding.
         """
         ...
 
@@ -413,7 +413,7 @@ class SlotDrafter(Protocol):
     ) -> Memory:
         """Keeps `length[b]` tokens and nothing after them, in the slots asked.
 
-        A drafter with `taps` has a keyword more, `features`: None where a slot is
+        A drafter with `taps` has one more keyword, `features`: None where a slot is
         released, otherwise `[B, A, taps, D]`, with `A` one more than the drafts on a
         path. The first `k` of a slot that commits `k` tokens after `x[0, n)` are those
         of positions `n - 1 .. n + k - 2`, in order: bit for bit what decoding computes

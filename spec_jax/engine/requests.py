@@ -23,7 +23,7 @@ Draws = (
     | None
 )
 """One for all prompts or one for each, made by hand or by `make_settings`; None:
-greedily."""
+greedy."""
 
 Processors = processor_lib.Processor | Sequence[processor_lib.Processor] | None
 """One for all prompts or one for each; None: logits as they are."""
@@ -40,9 +40,8 @@ class Request:
       sampling: settings by `sampling.make_settings`; None is greedy.
       processor: of the target's logits; None in all requests of a run, or in none.
       stop_ids: tokens that end the sequence; None: those of the scheduler.
-      target_params, draft_params: where a target or a drafter takes something from
-        each request (the trace of a replay or of an oracle): in place of the
-        speculator's parameters, at prefill.
+      draft_params: in place of the speculator's, at prefill, where a drafter takes
+        something from each request, as an oracle takes a trace.
     """
 
     prompt: checks.Tokens
@@ -51,7 +50,6 @@ class Request:
     sampling: settings_lib.SamplingSettings | None = None
     processor: processor_lib.Processor | None = None
     stop_ids: checks.Tokens | None = None
-    target_params: protocols.Params = None
     draft_params: protocols.Params = None
 
 
@@ -63,8 +61,8 @@ class Finished:
       number: of the request, in the order of the queue.
       slot: the slot's last state on the host, leaves without the axis of slots.
       vocab_size: of the target; None where that is no model.
-      kept: what `Scheduler.run` was told to keep of it.
-      shared: tokens of the prompt whose K/V were those of another slot.
+      kept: the result of the `keep` of `Scheduler.run`.
+      shared: tokens of the prompt whose K/V a slot, this or another, already held.
     """
 
     number: int
@@ -75,12 +73,12 @@ class Finished:
 
     @property
     def status(self) -> states.Status:
-        """Why it ended."""
+        """The reason why it ended."""
         return states.Status(int(self.slot.status))
 
     @property
     def tokens(self) -> list[int]:
-        """Returns the generated tokens, without the prompt.
+        """The generated tokens, without the prompt.
 
         Raises:
           FloatingPointError, RuntimeError: as `checks.check_slot`; `slot` has the
@@ -219,11 +217,11 @@ def capacity_for(
     max_tokens: int,
     drafter: Any = None,
 ) -> int:
-    """Returns positions of a slot: enough for the longest prompt and its answer, and
+    """Returns the positions of a slot: enough for the longest prompt, its answer, and
     for a whole tree of the drafter behind them, as far as the model has positions.
 
-    Rounded up, to within a quarter, so that prompts of about one length share their
-    programs.
+    The number is rounded up by less than a quarter or 64, so that prompts of similar
+    length share their programs.
 
     Raises:
       ValueError: more positions than the target's model has.

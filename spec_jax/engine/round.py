@@ -1,7 +1,7 @@
 """Speculative rounds: draft, verify, accept, commit, until every sequence is done.
 
-Functions here know a target and a drafter by what they do, and no more: neither pages
-nor Qwen3. For a slot with committed tokens `x[0, n)`:
+Functions here use a target and a drafter by their protocols alone, and know neither
+pages nor models. For a slot with committed tokens `x[0, n)`:
 
     tokens        [0, n)       committed; x[n-1] is pending: it has no K/V yet
     target K/V    [0, n-1)
@@ -20,11 +20,11 @@ A proposal may be a tree (`tree`): its rows are stored one after the other, and 
 positions of their depths. Then 3 walks from the root to the children that hold t, and
 before 5 the K/V of the accepted path move to their positions.
 
-With a processor (`processing`) logits are what it makes of each row.
+With a processor (`processing`), `logits` are the rows that it returns.
 
-Functions of one sequence are mapped over the slots; only drafter
-and target see all of them. gamma is data: the same executable with gamma 0 is
-autoregressive decoding. Rules other than "coupled" keep the distribution alone.
+Functions of one sequence are mapped over the slots; only drafter and target see all of
+them. gamma is data: the same executable with gamma 0 is autoregressive decoding. Rules
+other than "coupled" keep the distribution alone.
 """
 
 import functools
@@ -59,9 +59,9 @@ class Speculator(pytree.Node):
 
     Attributes:
       params: of the target and of the drafter.
-      rule: how drafts are accepted, of `rules.rule`; or its name.
-      gamma_policy: chooses each slot's gamma, at most the slot's own; None always asks
-        for that. `Slots.policy` is its state.
+      rule: a rule of acceptance, of `rules.rule`; or its name.
+      gamma_policy: chooses each slot's gamma, at most `Slots.gamma`; None: always
+        `Slots.gamma`. `Slots.policy` is its state.
     """
 
     params: tuple[protocols.Params, protocols.Params]
@@ -251,7 +251,7 @@ def _parents(proposal: protocols.Proposal) -> Int[Array, "B W"] | None:
 
 
 def _tree_of(proposal: protocols.Proposal, depth_max: int) -> dict[str, Any]:
-    """Returns what a window says of trees: nothing of chains."""
+    """Returns the fields of a window that describe a tree; of a chain, none."""
     if proposal.parents is None:
         return {}
     parents = jnp.pad(proposal.parents, ((0, 0), (1, 0)))
@@ -260,7 +260,7 @@ def _tree_of(proposal: protocols.Proposal, depth_max: int) -> dict[str, Any]:
 
 @compilation.one_kernel
 def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:
-    """Returns what each slot asks for: nothing where it does not generate."""
+    """Returns how many drafts each slot asks for: 0 where it does not generate."""
     wanted = slots.limit - slots.length - 1
     if protocols.is_tree(speculator.drafter):
         # One path of a tree is committed, which acceptance ends at the limit. The room
@@ -303,8 +303,7 @@ def generate(
         the same executable.
 
     Raises:
-      ValueError: no rule of that name, a gamma policy without its state, or a state
-        that was used up.
+      ValueError: as `run_round`, or a state that was used up by an earlier call.
     """
     running_before = state.slots.running
     until_one_ends = jnp.asarray(until_one_ends, bool)

@@ -29,8 +29,8 @@ from spec_jax.ops import dispatch, draw as draw_op
 from spec_jax.paging import allocator, cache as paged, index
 
 
-# With kernels whose bits do not depend on the height: so many rows share one read of
-# the weights, and still lie in the second cache.
+# Rows of a tile with native kernels, whose bits do not depend on the height: so many
+# share one read of the weights, and still lie in the second-level cache.
 NATIVE_TILE = 80
 
 
@@ -96,7 +96,7 @@ class SlotRows(target_lib.Target):
 
     @property
     def prefills_by_rows(self) -> bool:
-        """Whether a prompt is prefilled by rows where nobody says how."""
+        """Whether a prompt is prefilled by rows where `by_rows` is None."""
         return self.model.prefills_by_rows
 
     def share(
@@ -129,7 +129,7 @@ class SlotRows(target_lib.Target):
         taps: tuple[int, ...],
         **how: Any,
     ) -> tuple[paged.PagedKV, Float[Array, "T taps D"] | None]:
-        """Does as `prefill`, and returns features; see `RowModel.prefill`."""
+        """Does as `prefill`, and returns features, too; see `RowModel.prefill`."""
         return self.model.prefill(params, kv, prompt[:-1], taps=taps, **how)
 
     def verify(
@@ -240,12 +240,12 @@ class SlotRows(target_lib.Target):
 
     @property
     def draw(self) -> Callable[..., Int[Array, " P"]] | None:
-        """Draws with kernels of the model's own; see `target.draw_of`."""
+        """The model's own kernels for draws; see `target.draw_of`."""
         return self.model.draw
 
     @property
     def sums(self) -> draw_op.Sums | None:
-        """Computes distributions likewise; see `target.sums_of`."""
+        """The model's own kernels for distributions; see `target.sums_of`."""
         return self.model.sums
 
     def keep_path(
@@ -294,13 +294,14 @@ def of(target: Any, num_slots: int) -> Any:
         dataclass with the field `num_slots`, which is changed.
 
     Raises:
-      ValueError: a target that has another number of slots.
+      ValueError: a target that has another number of slots, and no such field.
     """
     if isinstance(target, row_model.RowModel):
         return SlotRows(model=target, num_slots=num_slots)
     if target.num_slots == num_slots:
         return target
-    if "num_slots" not in {field.name for field in dataclasses.fields(target)}:
+    fields = dataclasses.fields(target) if dataclasses.is_dataclass(target) else ()
+    if "num_slots" not in {field.name for field in fields}:
         raise ValueError(
             f"{type(target).__name__} has {target.num_slots} slots, and {num_slots} "
             "are asked for: make it with as many"
@@ -309,7 +310,7 @@ def of(target: Any, num_slots: int) -> Any:
 
 
 def tile_of(impl: str, slab: int, num_rows: int) -> int:
-    """Returns how many of `num_rows` rows a model of such slabs runs at once."""
+    """Returns the rows of a tile of a model of such slabs, for `num_rows` rows."""
     return min(num_rows, NATIVE_TILE) if impl == "native" else slab
 
 
@@ -325,10 +326,10 @@ def _reserve_chains(
     pending: Int[Array, " B"],
     counts: Int[Array, " B"],
 ) -> tuple[paged.PagedKV, Int[Array, " B"]]:
-    """Reserves the pages of chains, and says how long they can be."""
+    """Reserves the pages of chains; returns how many drafts each can have."""
     wanted = (counts > 0) & (pending > 0) & (pending <= most_pending)
     length = kv.length + pending
     kv = allocator.reserve_each(kv, length + counts - 1, asked=wanted)
-    # A slot that finds too few pages goes as far as its own do.
+    # A slot that finds too few pages drafts as far as its own pages reach.
     room = kv.num_owned * kv.page_size + 1 - length
     return kv, jnp.where(wanted, jnp.clip(counts, 0, room), 0)

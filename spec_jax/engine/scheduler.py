@@ -1,6 +1,6 @@
 """Scheduling: requests wait in a queue, and take the slots that come free.
 
-On the host, around `round.generate`, which comes back whenever a slot ends while
+It runs on the host, around `round.generate`, which returns whenever a slot ends while
 requests wait. Nothing is compiled again for another request, whatever its length,
 gamma, seed, stop tokens or sampling settings. One sequence is a scheduler of one slot.
 """
@@ -54,7 +54,7 @@ class Scheduler:
     """A speculator whose target and drafter have slots, and sizes for all requests.
 
     Attributes:
-      capacity: positions of a slot, or a little more: of the longest request.
+      capacity: positions of the longest request; a slot has these, in whole pages.
       num_pages: of all slots together; None is enough for all of them in full. With
         fewer, a request waits until what it may need is free. An empty slot has one.
       stop_ids: of requests that do not name their own.
@@ -198,7 +198,7 @@ class Scheduler:
         """Allocates the state of free slots; without `draws` a greedy one.
 
         Args:
-          processor: of the first request, whose tables those of all requests are.
+          processor: of the first request; all requests use its tables.
         """
         one = self._processing(processor, [0])
         slots = self.target.num_slots
@@ -207,7 +207,7 @@ class Scheduler:
             "page_size": self.page_size,
             "num_pages": self.num_pages,
         }
-        # Few targets and drafters know of it.
+        # Passed only where it is True: few targets and drafters have this argument.
         shares = {"shares": True} if self.shares else {}
         drafter_shares = shares if self._drafter_shares else {}
         return states.State(
@@ -252,9 +252,9 @@ class Scheduler:
 
         Args:
           refills: whether a sequence may have ended in some slot, whose pages are then
-            freed; False, where all are as `empty` made them, is a smaller program.
+            freed; False, where no slot has had one, is a smaller program.
           held: the prompts that slots hold, of a cache that `shares`: the request
-            begins with one of them, and is noted. No slot but this one is freed.
+            begins with one of them where it can, and is noted. No other slot is freed.
         """
         prompt = checks.token_list(request.prompt)
         begun = None if held is None else held.beginning(prompt, slot)
@@ -296,8 +296,6 @@ class Scheduler:
         if one is not None:
             processing = processing_lib.occupy(state.processing, one, np.int32(slot))
             state = state.replace(processing=processing)
-        if request.target_params is not None:
-            target_params = request.target_params
         if request.draft_params is not None:
             draft_params = request.draft_params
         cache, features = admission.take_in(
@@ -336,7 +334,7 @@ class Scheduler:
         """Returns the processor of the first request, if any.
 
         Raises:
-          ValueError: as `check`, or processors that are not of one run.
+          ValueError: as `check`, or processors that cannot share a run.
         """
         for request in requests:
             self.check(request)
@@ -383,11 +381,11 @@ class Scheduler:
         """Generates all requests, and yields each when it ends.
 
         Args:
-          keep: `keep(state, slot)` is called when the request of a slot has ended, for
-            what of target or drafter is wanted: see `Finished.kept`.
-          state: what `empty` made, and used up; None makes it here. One that draws
-            takes greedy requests too, not the other way round.
-          rounds_per_call: how often the host looks at least, whatever happens.
+          keep: `keep(state, slot)` is called when the request of a slot has ended; its
+            result is `Finished.kept`.
+          state: made by `empty`, and used up; None: it is made here. A state that draws
+            takes greedy requests, too; a greedy one takes no other requests.
+          rounds_per_call: rounds after which the host looks at the slots at the latest.
           ends: ends requests besides their stop tokens, whenever the host looks: see
             `ends.apply`. Tokens that a call has committed behind an end are cut.
 
@@ -440,7 +438,7 @@ class Scheduler:
             checks.check_pages(slots.status, slots.length, state.cache)
 
     def _fits(self, request, requests, running) -> bool:
-        """Returns whether its pages suffice even if all others come to need theirs."""
+        """Returns whether the pool has its pages even if all others need their most."""
         if self.num_pages is None:
             return True
         held = sum(self._pages(requests[number]) for number in running.values())
@@ -449,8 +447,8 @@ class Scheduler:
 
 
 def _ended(slots: states.Slots, running: dict[int, int]):
-    """Yields the numbers and the slots of what ended as it should, which it takes from
-    `running`."""
+    """Yields the numbers and the slots of requests that ended with pages enough, and
+    removes them from `running`."""
     waits = (int(states.Status.RUNNING), int(states.Status.OUT_OF_PAGES))
     for slot in list(running):
         if int(slots.status[slot]) not in waits:

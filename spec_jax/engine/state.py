@@ -35,7 +35,7 @@ class Status(enum.IntEnum):
     EMPTY = 1  # it has had no sequence yet
     STOP = 2  # ended with a stop token
     LENGTH = 3  # ended after as many tokens as were asked for
-    CAPACITY = 4  # ended because a slot of the cache holds no longer sequence
+    CAPACITY = 4  # ended because its slot of the cache is full
     OUT_OF_PAGES = 5  # ended because the pool had no page left
 
 
@@ -45,7 +45,7 @@ class Slots(pytree.Node):
     #
     # Evolving state
     #
-    tokens: jax.Array  # [B, max_len] int32, committed tokens, then PAD
+    tokens: jax.Array  # [B, max_len] int32, committed tokens, then zeros
     length: jax.Array  # [B] int32, number of committed tokens, n
     status: jax.Array  # [B] int32, `Status`
     policy: policy_lib.State  # what a gamma policy has counted; None without one
@@ -65,8 +65,8 @@ class Slots(pytree.Node):
     num_rounds: jax.Array  # [B] int32
     num_proposed: jax.Array  # [B] int32
     num_accepted: jax.Array  # [B] int32
-    num_cut: jax.Array  # [B] int32, a round's drafts and own token past a stop token
-    # By depth, of which a chain of gamma drafts has gamma:
+    num_cut: jax.Array  # [B] int32, kept drafts and own tokens cut past a stop or end
+    # By depth; a chain of gamma drafts has gamma depths:
     accepted_hist: jax.Array  # [B, depth_max + 1] int32, rounds by accepted drafts
     proposed_at: jax.Array  # [B, depth_max] int32, rounds that reached depth i
     accepted_at: jax.Array  # [B, depth_max] int32, rounds that kept a draft there

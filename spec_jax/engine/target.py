@@ -17,7 +17,7 @@ class Target(Protocol):
     """A model whose verification rows equal its decoding rows, bit for bit.
 
     Hashable: it is a static argument. Everything that changes is in the cache, which
-    all slots share. A class that inherits has the properties with a body as they are.
+    all slots share. A class that inherits has the defaults of the properties.
     """
 
     @pytree.optional
@@ -28,7 +28,7 @@ class Target(Protocol):
 
     @pytree.optional
     def draw(self) -> Callable[..., Int[Array, " P"]] | None:
-        """Draws tokens with kernels, as `sampling.sample_each`; None: that does."""
+        """Kernels that draw tokens as `sampling.sample_each`; None: that function."""
         return None
 
     @pytree.optional
@@ -38,7 +38,7 @@ class Target(Protocol):
 
     @pytree.optional
     def taps(self) -> tuple[int, ...] | None:
-        """The features that it has; None: whichever a drafter asks for."""
+        """The taps of the features that it has; None: any that a drafter reads."""
         return None
 
     @pytree.optional

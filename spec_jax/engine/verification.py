@@ -30,7 +30,7 @@ def finite_rows(
       highest: the argmax of each row, as `ops.argmax` gives it: where there is a NaN,
         the first one.
     """
-    # "clip": the "logits" of a replay are tokens, and one wide.
+    # "clip": an index past the end cannot turn the logit that is read into NaN.
     top = jnp.take_along_axis(logits, highest[:, None], axis=-1, mode="clip")
     return jnp.isfinite(top[:, 0])
 
@@ -82,7 +82,7 @@ def decide(
     """Returns each slot's outcome, and which columns' logits are finite.
 
     Args:
-      first_position: of each slot's first draft: it keys the noise of a round.
+      first_position: of each slot's first draft; keys the noise of the round.
       depth_max: drafts on a path of a tree, at most.
       wanted: drafts that each slot may commit, at most. A chain has no more.
     """
@@ -158,7 +158,7 @@ def _along_own_tokens(
     slots = (proposal, highest, wanted, verified.at)
     if is_greedy:
         return state_lib.map_slots(lambda *slot: one((*slot, None)), *slots)
-    # In a loop: mapped over slots, all rows would be drawn.
+    # A loop: with `vmap` over slots, all rows would be drawn.
     return jax.lax.map(one, (*slots, sampling_settings))
 
 
@@ -171,7 +171,7 @@ def _by_uniforms(
     wanted,
     distribution,
 ):
-    """Decides slot by slot, in a loop: of one slot at a time all logits are copied."""
+    """Decides slot by slot, in a loop: only one slot's logits are copied at a time."""
     num_slots, gamma_max = proposal.tokens.shape
     vocab_size = verified.logits.shape[-1]
     if sampling_settings is None:

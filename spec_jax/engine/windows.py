@@ -36,8 +36,8 @@ def run(
 
     Args:
       tile: rows of a forward.
-      empty: makes the outputs of so many rows, which those of tiles are put into.
-      impl: of what is done with the cache, see `allocator.append_each`.
+      empty: makes arrays for the outputs of so many rows, which tiles fill.
+      impl: of the cache's operations, see `allocator.append_each`.
       inputs: of the columns, leaves `[B, R, ..]`; `forward` gets those of its rows.
 
     Returns:
@@ -63,7 +63,7 @@ def over_tiles(
     *,
     tile: int,
 ) -> tuple[Any, Any]:
-    """Runs the tiles with active rows, in a loop; the cache, and outputs in `empty`.
+    """Runs the tiles with active rows, in a loop; returns cache and filled `empty`.
 
     Args:
       forward: as `Forward`, with a cache of any kind.
@@ -93,8 +93,8 @@ def _append(
     """Returns all active columns that there is room for as rows, slot after slot, and
     where each went.
 
-    Whole tiles, a tree's parents before their children; a column that is not run goes
-    past the end.
+    The rows fill whole tiles, a tree's parents before their children; a column that is
+    not run goes past the end.
     """
     B, R = window.tokens.shape
     height = -(-B * R // tile) * tile
@@ -130,7 +130,7 @@ def places(
 
 
 def packed(window: protocols.Window, height: int, values: jax.Array) -> jax.Array:
-    """Returns the values of active columns as rows, and zeros after them."""
+    """Returns the values of active columns as rows; later rows are unspecified."""
     B, R = window.tokens.shape
     values = jnp.broadcast_to(values, (B, R, *values.shape[2:]))
     if B == 1:  # They are packed already.

@@ -80,7 +80,7 @@ class Budget(policy.GammaPolicy):
 
     @property
     def gamma_max(self) -> int:
-        """That of `asks`."""
+        """The largest gamma of `asks`."""
         return self.asks.gamma_max
 
     @property

@@ -40,7 +40,7 @@ def highest(logits: Float[Array, "*rows V"]) -> Float32[Array, "*rows"]:
 def logits_of(survival: Float32[Array, "*rows W"]) -> Float32[Array, "*rows W"]:
     """Returns the logit of each draft's own chance, if those before it are kept.
 
-    Of `survival`, the products of these chances; within `[-15, 15]`.
+    `survival` holds the products of these chances. Logits lie within `[-15, 15]`.
     """
     before = jnp.concatenate(
         [jnp.ones_like(survival[..., :1]), survival[..., :-1]], axis=-1

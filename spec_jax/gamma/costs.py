@@ -59,7 +59,7 @@ class RoundCosts:
 
 
 def highest(costs: Sequence[RoundCosts]) -> RoundCosts:
-    """Returns the costs of whichever rounds take longest, by drafts, of several."""
+    """Returns the longest times of several costs, for each number of drafts."""
     times = zip(*(one.round_s for one in costs), strict=True)
     return RoundCosts(
         round_s=tuple(map(max, times)),

@@ -195,7 +195,7 @@ def chances(
 ) -> Float[Array, " gamma_max"]:
     """Returns the chance that draft `i` is kept, given that all before it were.
 
-    By counts, of which the draft before it is the prior, as `Goodput` says.
+    It follows from counts; the prior is the draft before it, as `Goodput` says.
     """
 
     def step(before, counts):

@@ -82,7 +82,7 @@ class GammaPolicy(Protocol):
         Args:
           gamma: tokens that the drafter was asked for: what was chosen, or less near
             the end of the text. A round with 0 teaches nothing; nor does one that the
-            cache had no room for, of which all three are to be 0.
+            cache had no room for, for which all three must be 0.
           num_drafted: in `0 .. gamma`.
           num_accepted: in `0 .. num_drafted`, before stop tokens cut.
         """
@@ -223,7 +223,7 @@ class Probing:
     def count_verified(
         self, gamma: Int[Array, ""], num_drafted: Int[Array, ""]
     ) -> Int[Array, ""]:
-        """Drafts that a round is evidence of: 0 if of none."""
+        """Returns how many drafts a round is evidence of, 0 if none."""
         is_silent = (gamma > 0) & (num_drafted == 0)
         silent = jnp.int32(0 if self.empty_is_free else 1)
         return jnp.where(is_silent, silent, num_drafted)

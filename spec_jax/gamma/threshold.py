@@ -50,7 +50,7 @@ class Threshold(policy.GammaPolicy):
     probing: policy.Probing = policy.Probing()
 
     keeps_state = True
-    """Counts of one text are the best guess for the next."""
+    """The rung of one text is the best guess for the next."""
 
     def __post_init__(self):
         rises = all(a < b for a, b in zip(self.ladder, self.ladder[1:], strict=False))

@@ -21,7 +21,7 @@ def _layer(head: block_params.BlockConfig) -> dict[str, Any]:
 
 
 def _unusual(dialect: dialects.Dialect) -> Any:
-    """Makes a function that says whether slots are anchor-first, if unusual."""
+    """Makes a function of a head: None for the layout's default slots, else a flag."""
     return lambda head, _: (
         None if head.slots == dialects.SLOTS[dialect] else head.slots == "anchor-first"
     )
@@ -59,7 +59,7 @@ _DFLASH2_KEYS: head_dialects.Keys = {
 
 
 def _nested(dialect: dialects.Dialect, keys: head_dialects.Keys) -> head_dialects.Keys:
-    """Returns a layout of `dflash_config`; llama.cpp looks for the flag beside it."""
+    """Returns a layout with `dflash_config`; llama.cpp reads the flag beside it."""
     flag: head_dialects.Keys = {"sample_from_anchor": _unusual(dialect)}
     causal: head_dialects.Keys = {
         "causal": lambda head, _: dialects.causal_flag(head),
@@ -115,7 +115,7 @@ _KEYS: Mapping[str, head_dialects.Keys] = {
     f"z-lab {dialects.DFLASH2}": _nested("z-lab", _DFLASH2_KEYS),
     f"speculators {dialects.DFLASH2}": _speculators("dflash2", _DFLASH2_KEYS),
 }
-"""Keys that each layout's own code writes beside those of layers, by architecture."""
+"""Keys that each layout's own code writes beside the layers' keys, by architecture."""
 
 
 def to_dict(

@@ -1,15 +1,15 @@
 """Reads the `config.json` of published block drafters, in four layouts.
 
-z-lab         DFlash: what is its own is under `dflash_config`; no embedding
+z-lab         DFlash: the drafter's own keys are in `dflash_config`; no embedding
 deepspec      DeepSeek's DSpark, and its DFlash of rank 0: a flat config, and copies of
               the target's embedding and output projection
-specforge     DSpark, under `dflash_config`
+specforge     DSpark: the drafter's own keys are in `dflash_config`
 speculators   vLLM and Red Hat, DFlash and DSpark: the layers' config is nested
 
-The first and the last have DFlash2, too, of one architecture.
+z-lab and speculators have DFlash2, too, under one name in `architectures`.
 
-Which token a slot predicts is never guessed: it follows from the layout, and where that
-has both kinds, from `sample_from_anchor`.
+A flag such as `sample_from_anchor` says which token a slot predicts; without one it is
+the layout's default. DSpark of speculators, published in both kinds, must have a flag.
 """
 
 import functools
@@ -39,7 +39,7 @@ ARCHITECTURES: dict[str, Dialect] = {
     "DSparkDraftModel": "specforge",
     "DFlashSpeculator": "speculators",
     "DSparkSpeculator": "speculators",
-    DFLASH2: "z-lab",  # Or speculators', where it has their type.
+    DFLASH2: "z-lab",  # Speculators', where the config has `TYPE`.
 }
 TYPE = "speculators_model_type"
 """The key by which speculators names a kind of drafter."""
@@ -51,15 +51,15 @@ SLOTS: Mapping[str, block_params.Slots] = {
     "deepspec": "anchor-first",
     "specforge": "anchor-first",
 }
-"""Default of the slots' predictions; files of speculators have a flag."""
+"""Slots of a config without a flag; `_slots` has the defaults of speculators."""
 
 _ANCHOR_FLAGS = ("sample_from_anchor", "query_zero_predicts_next")
 SCALINGS = ("confidence_temperatures", "confidence_shifts")
-"""Lists of numbers, of each draft; fields of a `BlockConfig`."""
+"""Keys of lists with a number for each draft; fields of `BlockConfig`, too."""
 
 _CAUSAL_FLAGS = ("is_causal", "causal", "causal_head")
-"""Whether rows see no later one of their block: vLLM's two keys, and JetSpec's. Without
-one, those of layers that slide do not."""
+"""Keys that say whether a row sees no later row of its block: two of vLLM, and one of
+JetSpec. Default: layers that slide are, unless `sliding_window_non_causal`."""
 
 _OWN = (
     *_ANCHOR_FLAGS,
@@ -82,7 +82,7 @@ _OWN = (
     "target_hidden_size",
     "target_layer_ids",
 )
-# Keys of training alone, or of every drafter.
+# Keys in `dflash_config` that only training reads.
 _IGNORED = (
     "num_anchors",
     "loss_decay_gamma",
@@ -100,8 +100,8 @@ _ACCEPTED: Mapping[str, tuple] = {
     "final_logit_softcapping": (0,),
     "shift_label": (False,),
 }
-"""Values that leave the computation as it is; others are of another drafter. Under
-`dflash_config` every key that is not known must be false."""
+"""Values that do not change the computation; others are refused. Every unknown key in
+`dflash_config` must be false or null."""
 
 
 def read_config(
@@ -110,7 +110,7 @@ def read_config(
     *,
     dtype: str | None = None,
 ) -> tuple[Dialect, block_params.BlockConfig]:
-    """Reads a block drafter's `config.json`, as `head_dialects.read_config`."""
+    """Reads a block drafter's `config.json`, see `head_dialects.read_config`."""
     return head_dialects.read_config(path, target, _from_dict, dtype=dtype)
 
 
@@ -121,11 +121,11 @@ def write_scaling(
     temperatures: Sequence[float] = (),
     shifts: Sequence[float] = (),
 ) -> None:
-    """Writes how confidences are scaled into a drafter's `config.json`, or nothing.
+    """Replaces a drafter's scaling of confidences in its `config.json`; empty: none.
 
     Raises:
-      CheckpointError: as `read_config`, of a file with these numbers, which must be one
-        for each draft of a block; it is as it was then.
+      CheckpointError: `read_config` refuses the file with these numbers, which must be
+        one for each draft of a block; the file is then left as it was.
     """
     raw = head_dialects.read_object(path)
     for key, values in zip(SCALINGS, (temperatures, shifts), strict=True):
@@ -143,7 +143,7 @@ def write_scaling(
 
 
 def kind_of(raw: Mapping[str, Any]) -> str:
-    """Returns "dspark" of a config with a sequential or a confidence head, or "dflash".
+    """Returns "dspark" for a config with a head of DSpark's, otherwise "dflash".
 
     Raises:
       ValueError: as `read_config`.
@@ -171,9 +171,9 @@ def _dialect_of(raw: Mapping[str, Any]) -> Dialect:
 
 
 def _own_keys(raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """Returns a config's keys of the drafter itself, wherever the layout has them."""
+    """Returns the drafter's own keys, from wherever the layout has them."""
     said = {key: raw[key] for key in _OWN if raw.get(key) is not None}
-    # Each place for itself: one must not hide what another says.
+    # Both places are checked, so that neither hides the other's value.
     stated = [(key, raw[key]) for key in _ACCEPTED if key in raw]
     if dialect in ("z-lab", "specforge"):
         nested = raw.get("dflash_config")
@@ -203,7 +203,7 @@ def _own_keys(raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
 def _from_dict(
     raw: dict[str, Any], target: config_lib.ModelConfig, dtype: str
 ) -> tuple[Dialect, block_params.BlockConfig]:
-    """Does as `read_config`, of the file's contents."""
+    """Implements `read_config` for the contents of a file."""
     dialect = _dialect_of(raw)
     said = _own_keys(raw, dialect)
     stated, layer, draft_vocab_size, width = head_dialects.sizes(
@@ -225,7 +225,7 @@ def _from_dict(
         slides=_flag(said, "use_swa"),
         window=said.get("swa_window_size"),
     )
-    if raw.get(TYPE) == "dflash2":  # As its class has it.
+    if raw.get(TYPE) == "dflash2":  # The default of its class.
         said.setdefault("sliding_window_non_causal", True)
     head, rank = _head(said)
     if head == "none" and DFLASH2 in raw["architectures"]:
@@ -259,11 +259,11 @@ _flag = functools.partial(head_dialects.value, kind=bool, default=False)
 def _attention_of(
     said: Mapping[str, Any], dialect: Dialect, windows: Sequence[int]
 ) -> tuple[block_params.LayerAttention, ...]:
-    """Returns what rows see in layers of these windows; empty: all see all.
+    """Returns what rows see in layers of these windows; empty: all rows see all.
 
-    A window is that of each row, its own key the last, as vLLM and transformers have
-    it; in speculators' layout that of the context, the same for a whole block, as its
-    trainer has it.
+    A window ends with the row's own key, as in vLLM and transformers. In speculators'
+    layout it covers the context only and is the same for all rows of a block, as in
+    its trainer.
     """
     flags = {_flag(said, key) for key in _CAUSAL_FLAGS if key in said}
     if len(flags) > 1:
@@ -285,10 +285,10 @@ def _attention_of(
 
 
 def causal_flag(config: block_params.BlockConfig) -> bool | None:
-    """Returns whether all rows or none are causal; None where sliding layers are.
+    """Returns whether all layers or none are causal; None: those with a window are.
 
     Raises:
-      ValueError: anything else, for which no layout has words.
+      ValueError: other layers are causal, which no layout can state.
     """
     found = [each.is_causal for each in config.attention]
     if found == [each.window > 0 for each in config.attention]:
@@ -310,7 +310,7 @@ def _numbers(said: Mapping[str, Any], key: str) -> tuple[float, ...]:
 
 
 def _head(said: Mapping[str, Any]) -> tuple[block_params.Head, int]:
-    """Returns the sequential head, and its rank."""
+    """Returns the sequential head or the selector, and its rank."""
     rank = _whole(said, "markov_rank", default=0)
     selector = _whole(said, "selector_rank", default=0)
     if rank and selector:
@@ -329,7 +329,7 @@ def _head(said: Mapping[str, Any]) -> tuple[block_params.Head, int]:
 
 
 def _conv_group(said: Mapping[str, Any]) -> int:
-    """Returns the channels of a group of convolutions; 0: there are none."""
+    """Returns the channels of a convolution's group; 0: there are no convolutions."""
     taps = _whole(said, "conv_kernel_size", default=0)
     group = _whole(said, "conv_group_size", default=0)
     if taps not in (0, CONV_TAPS) or (taps > 0) != (group > 0):
@@ -343,7 +343,7 @@ def _conv_group(said: Mapping[str, Any]) -> int:
 def _slots(
     raw: Mapping[str, Any], said: Mapping[str, Any], dialect: Dialect
 ) -> block_params.Slots:
-    """Returns the slots' predictions, by a flag or by the layout."""
+    """Returns which token a slot predicts, by a flag or by the layout."""
     flags = {_flag(said, key) for key in _ANCHOR_FLAGS if key in said}
     if len(flags) > 1:
         raise ValueError(f"{' and '.join(_ANCHOR_FLAGS)} contradict each other")
@@ -372,7 +372,7 @@ def _taps(raw, said, dialect, target, num_layers: int) -> tuple[int, ...]:
 
 
 def default_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
-    """Returns the layers whose outputs a drafter reads unless its config says so."""
+    """Returns the layers whose outputs a drafter reads if its config names none."""
     if num_layers == 1:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_layers - 1)
@@ -383,7 +383,7 @@ def check_config(config: block_params.BlockConfig, dialect: Dialect) -> None:
     """Passes if a layout can describe the drafter.
 
     Raises:
-      ValueError: no such layout, or a drafter that it has no words for.
+      ValueError: no such layout, or a drafter that it cannot describe.
     """
     head_dialects.check_name(dialect, DIALECTS)
     config.validate()
@@ -409,7 +409,7 @@ def check_config(config: block_params.BlockConfig, dialect: Dialect) -> None:
 
 
 def _check_attention(config: block_params.BlockConfig, dialect: Dialect) -> None:
-    """Raises `ValueError` for windows and masks that a layout has no words for."""
+    """Raises `ValueError` for windows and masks that a layout cannot describe."""
     head_dialects.window_keys([each.window for each in config.attention])
     flag = causal_flag(config)
     is_speculators = dialect == "speculators"

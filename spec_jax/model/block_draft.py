@@ -1,9 +1,8 @@
-"""DFlash (https://arxiv.org/abs/2602.06036) and DSpark (https://arxiv.org/abs/2607.05147):
-a block of tokens from one pass over the target's features.
+"""DFlash and DSpark draft a block of tokens in one pass over the target's features.
 
-Context, whose features are known, is keys and values alone; the rows of a block, an
-anchor and masks, see all of it and the whole block, unless `config.attention` says that
-they see less in a layer:
+Papers: https://arxiv.org/abs/2602.06036 and https://arxiv.org/abs/2607.05147. The
+context, positions with known features, has keys and values alone. The rows of a block,
+an anchor and masks, see all of it and their block, unless `config.attention` says less:
 
     c = rms_norm(fc(features))                       of position j < start
     k, v = rope(k_norm(c Wk)), c Wv                  at place j of the drafter's cache
@@ -11,11 +10,11 @@ they see less in a layer:
     x += attention(input_norm(x)); x += mlp(x)       per layer
     h = rms_norm(x);  U = lm_head(h)
 
-A layer of DFlash2 has convolutions around both sublayers, of which `convolve` says the
-meaning: what attention or the MLP reads and gives is mixed with the row before.
+A layer of DFlash2 has convolutions around both sublayers (`convolve`): the input and
+the output of attention and of the MLP are mixed with those of the row before.
 
-The heads, which go over the slots of a block, are in `block_heads`. Nothing here knows
-speculation.
+The heads, which choose the tokens of a block's slots, are in `block_heads`. Nothing
+here knows speculation.
 """
 
 from typing import Any
@@ -56,7 +55,7 @@ def append_context(
     The pages must have been reserved.
 
     Args:
-      rows: whose tokens are not read.
+      rows: slots and positions; their tokens are not read.
       features: of all taps, in their order.
 
     Raises:
@@ -110,8 +109,8 @@ def forward_block(
 ) -> tuple[cache.PagedKV, Float[Array, "R D"], Float[Array, "R Vd"]]:
     """Runs whole blocks of rows, which see their slots' context and their own block.
 
-    Their keys and values are written after the context, for which the pages must have
-    been reserved, and are of no use afterwards.
+    Writes the rows' keys and values after the context; the pages must have been
+    reserved. No later call uses these keys and values.
 
     Args:
       rows: block after block, each of `block_size` rows of one slot.
@@ -181,8 +180,8 @@ def forward_block(
 
 
 def _around(conv, x, norm, own, shared):
-    """Returns what a sublayer reads of rows, the norm of that, and what adds its
-    product `y w^T` to them.
+    """Returns a sublayer's input, the norm still to be applied to it or None, and a
+    function that returns the residual `x` plus the sublayer's output `y w^T`.
 
     Args:
       own: the number of each row in its block.
@@ -213,9 +212,9 @@ def convolve(
     """Returns `(base_0 + kernel_0) x + (base_1 + kernel_1) earlier`, by channels.
 
     Args:
-      side: 0 of what a sublayer reads, 1 of what it gives.
-      earlier: the rows before in their blocks; before the first, zeros.
-      kernels: of both sides and taps, of groups of channels.
+      side: 0 for a sublayer's input, 1 for its output.
+      earlier: for each row the one before it in its block; for the first, zeros.
+      kernels: for both sides, both taps and each group of channels, in this order.
     """
     D, shape = x.shape[-1], (*x.shape[:-1], 2, 2, -1)
     own = kernels.reshape(shape)[..., side, :, :].astype(jnp.float32)
@@ -227,7 +226,7 @@ def convolve(
 
 
 def _padded(rows: decoder.Rows, count: int) -> decoder.Rows:
-    """Returns the rows, and so many of padding after them."""
+    """Returns the rows followed by `count` padding rows."""
     pad = lambda values: jnp.pad(values, (0, count)) if count else values
     return rows.replace(
         tokens=pad(rows.tokens), slots=pad(rows.slots), positions=pad(rows.positions)
@@ -235,7 +234,7 @@ def _padded(rows: decoder.Rows, count: int) -> decoder.Rows:
 
 
 def _where(config, rows, kv, dtype) -> dict[str, Any]:
-    """Returns where rows are, for native kernels."""
+    """Returns the arguments of native kernels that say where rows are."""
     angles = decoder.row_angles(
         config.layer, rows.positions, dtype=dtype, impl="native"
     )
@@ -257,14 +256,14 @@ def forward_sequence(
 ) -> tuple[Float[Array, "B A S D"], Float[Array, "B A S Vd"]]:
     """Runs the blocks of several anchors of whole sequences; differentiable.
 
-    A block sees the features of positions before its anchor, and itself: it is what
-    `forward_block` makes of that anchor after `append_context`.
+    A block sees the features of positions before its anchor, and itself: results are
+    those of `append_context` and then `forward_block` at that anchor, up to rounding.
 
     Args:
-      anchors: positions.
+      anchors: positions of the blocks' first rows.
 
     Returns:
-      As `forward_block`, of all rows of the blocks.
+      Hidden states after the final norm and float32 logits, for all rows of the blocks.
     """
     layer, eps = config.layer, config.layer.rms_norm_eps
     (B, T), A, S = tokens.shape, anchors.shape[1], config.block_size
@@ -324,8 +323,8 @@ def forward_sequence(
 
 
 def _mixed(conv, normed):
-    """Returns what a sublayer reads of normed rows `[.., S, D]` of whole blocks, and
-    what makes its outputs what is added."""
+    """Returns a sublayer's input, from normed rows `[.., S, D]` of whole blocks, and
+    a function of its output that returns what is added to the residual."""
     if conv is None:
         return normed, lambda y: y
     kernels = sequence.matmul(normed, conv.kernels)

@@ -1,6 +1,6 @@
-"""DFlash, DSpark and DFlash2 as they are published: folders in, folders out.
+"""Reads and writes published folders of DFlash, DSpark and DFlash2.
 
-Knows the names of the tensors; the four layouts of `config.json` are `block_dialects`'.
+Knows the tensors' names; `block_dialects` knows the four layouts of `config.json`.
 """
 
 import pathlib
@@ -21,7 +21,7 @@ from spec_jax.model import (
 )
 
 
-_PREFIX = "logit_head."  # Early files of SpecForge have it.
+_PREFIX = "logit_head."  # Early files of SpecForge have it before their names.
 _MASK = "mask_embedding.pt"
 _BIAS = "confidence_head.proj.bias"
 _NAMES = {
@@ -58,11 +58,11 @@ def load(
     """Reads a block drafter and checks that it is this target's.
 
     Args:
-      target_params: of which the drafter gets the embedding and, unless its vocabulary
-        is its own, the output projection: the very arrays.
+      target_params: the drafter shares its embedding and, unless it has a vocabulary
+        of its own, its output projection: the very arrays.
       dtype: of the weights, which must be the target's; None: that one.
       impl: a resolved implementation, for whose kernels the weights are prepared.
-      weights: "q8_0": matrices are then rounded to eight bits, but for the embedding.
+      weights: with `impl`, a form to which products' matrices are rounded (`prepare`).
 
     Raises:
       CheckpointError: as `block_dialects.read_config`; a tensor that is missing,
@@ -83,7 +83,7 @@ def load(
     copies = {head_files.EMBED: target_params.embed}
     if is_whole:
         given["lm_head"] = copies[head_files.LM_HEAD] = target_params.head
-    if config.has_confidence and _BIAS not in entries:  # Some files have none.
+    if config.has_confidence and _BIAS not in entries:  # Some files lack it.
         given["confidence_bias"] = jnp.zeros((1,), config.layer.dtype)
         names = names.replace(confidence_bias=None)
     head_files.check_entries(folder, entries, names, config, optional=copies)
@@ -153,7 +153,7 @@ def save(
 def _names(
     config: block_params.BlockConfig, *, with_embed: bool, with_lm_head: bool
 ) -> block_params.BlockParams:
-    """Returns a tree like `BlockParams` of `params.Parts`: what arrays are made of."""
+    """Returns `BlockParams` of `params.Parts`: the tensors that arrays are made of."""
     shapes = block_params.shapes(config).replace(hot=None)
     shapes = shapes if with_embed else shapes.replace(embed=None)
     shapes = shapes if with_lm_head else shapes.replace(lm_head=None)

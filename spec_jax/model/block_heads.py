@@ -1,15 +1,14 @@
-"""DSpark's heads (https://arxiv.org/abs/2607.05147): from a block's slots to tokens.
+"""Heads of DSpark (https://arxiv.org/abs/2607.05147) and DFlash2: they choose tokens.
 
 A sequential head corrects the logits `U_k` of a slot by the token before it, one slot
-after the other; a confidence head says how sure it is before the slot's token is drawn:
+after the other; a confidence head estimates, before the slot's token is drawn, the
+probability that it is kept:
 
     vanilla    U_k += out(embed(x))                            x: the token before
     gated      U_k += out(sigmoid(mix([h_k, embed(x)])) * embed(x))
-    recurrent  a state of the slots before, too: see `_mix`
-    selector   U_k += out(embed(x) * mix(h_k)), of the best tokens by U_k: `candidates`
-    confidence sigmoid(w [h_k, embed(x)] + b)
-
-The hidden states `h_k` and logits are those of `block_draft`.
+    rnn        reads a state of the slots before, too: see `_mix`
+    selector   U_k += out(embed(x) * mix(h_k)), for the best tokens only: `candidates`
+    confidence sigmoid(w [h_k, embed(x)] + b); `h_k` and `U_k` are of `block_draft`
 """
 
 from collections.abc import Callable
@@ -25,10 +24,10 @@ from spec_jax.typing import typed
 
 
 NATIVE_HEADS: tuple[str, ...] = ("none", *block_params.DSPARK_HEADS)
-"""Sequential heads that `run_slots` goes over; another goes by operations."""
+"""Heads that `run_slots` can run; a selector runs operation by operation."""
 
 Product = Callable[[jax.Array, weights.Weight], jax.Array]
-"""`product(x, w)`: `x w^T` in float32."""
+"""A function `product(x, w)` that returns `x w^T` in float32."""
 
 
 def row_product(impl: str) -> Product:
@@ -52,9 +51,9 @@ def row_product(impl: str) -> Product:
 def candidates(
     config: block_params.BlockConfig, logits: Float[Array, "*S Vd"]
 ) -> Float[Array, "*S Vd"]:
-    """Returns logits of which a selector's are those of a slot's best tokens, and -inf.
+    """Returns the logits; for a selector, -inf but for each slot's `top_k` best tokens.
 
-    With ties for the last one it has a few more.
+    Tokens that tie with the last of them are kept, too.
     """
     if not config.top_k:
         return logits
@@ -65,7 +64,7 @@ def candidates(
 def first_state(
     config: block_params.BlockConfig, shape: tuple[int, ...]
 ) -> Float[Array, "*shape r"]:
-    """Returns what a sequential head carries into the first slot of blocks."""
+    """Returns the state of a sequential head before the first slot of blocks: zeros."""
     return jnp.zeros((*shape, config.markov_rank), jnp.float32)
 
 
@@ -86,14 +85,14 @@ def correct(
     """Runs the sequential and the confidence head on a slot of each block.
 
     Args:
-      state: of the slot before, or `first_state`.
-      token: before the one that the slot predicts.
-      product: of the path that runs it.
+      state: after the slot before, or `first_state`.
+      token: the one before the token that the slot predicts.
+      product: the matrix product of the path that calls this.
 
     Returns:
-      The state; what is added to the slot's logits, float32, of draft tokens; and the
-      logit of the confidence, that the slot's token is kept if all before it are. Each
-      None where the drafter has no such head.
+      The state; what is added to the slot's logits of draft tokens, float32, None
+      without a sequential head; and the logit of the probability that the slot's token
+      is kept if all before it are, None without a confidence head.
     """
     markov = params.markov
     known, bias = [hidden], None
@@ -107,7 +106,7 @@ def correct(
 
 
 def _confidence(params, known):
-    """Returns the logits of confidences of what is `known` of slots; None: no head."""
+    """Returns logits of confidences from what is `known` of slots; None: no head."""
     if params.confidence is None or params.confidence_bias is None:
         return None
     read = jnp.concatenate(known, axis=-1).astype(jnp.float32)
@@ -133,15 +132,15 @@ def run_slots(
 
     Args:
       anchor: the token before the first slot.
-      hidden: from the first row of blocks on; the last `W` are of the slots.
-      logits: of slots that predict.
+      hidden: of all rows of the blocks; the last `W` rows are the slots.
+      logits: of the slots, which all predict a token.
       counts: slots of each block to go over.
       draws: see `native.block_steps.slot_chains`.
 
     Returns:
-      Tokens of the target, 0 from `counts` on; the logits of their confidences, as
-      `correct` says them, which mean nothing from there on; and of independent draws
-      the log weights of draft tokens that they were drawn from, otherwise None.
+      Tokens of the target, 0 from `counts` on; the logits of their confidences, as of
+      `correct`, which mean nothing from `counts` on; and, for independent draws, the
+      log weights of draft tokens from which they were drawn, otherwise None.
     """
     markov, used = params.markov, hidden[:, -logits.shape[1] :]
     mix = None
@@ -166,7 +165,7 @@ def run_slots(
 
 
 def _mix(config, markov, state, before, hidden, product):
-    """Returns the state, and what the second product of a head reads."""
+    """Returns the next state, and the input of a head's output product."""
     if config.head == "vanilla":
         return state, before
     if config.head == "selector":
@@ -188,10 +187,10 @@ def _mix(config, markov, state, before, hidden, product):
 def survival(
     config: block_params.BlockConfig, confidence: Float[Array, "*S W"]
 ) -> Float[Array, "*S W"]:
-    """Returns the chance that each draft is kept, of logits of confidences.
+    """Returns the survival of each draft, from the logits of confidences.
 
-    That of draft `i` is known before its token is drawn. Calibrated, where the config
-    has temperatures and shifts.
+    The survival of draft `i` is known before its token is drawn. Applies the config's
+    temperatures and shifts, if it has them.
     """
     count = confidence.shape[-1]
     scales = config.confidence_temperatures[:count] or 1.0

@@ -1,9 +1,9 @@
 """A block drafter's config and weights: shapes, checks, random initialisation.
 
-DFlash, DSpark and DFlash2 are one drafter: a backbone that runs a block of rows, and on
-it no sequential head (DFlash), one of three (DSpark), or a selector of paths (DFlash2,
-whose backbone has convolutions). `block_draft` and
-`block_heads` compute with the weights, and `block_files` reads the files.
+DFlash, DSpark and DFlash2 share a backbone that runs a block of rows. DFlash has no
+sequential head, DSpark one of three, and DFlash2 a selector, and convolutions in its
+backbone. `block_draft` and `block_heads` compute with the weights; `block_files` reads
+the files.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ from spec_jax.ops import weights
 
 
 Slots = Literal["fill-in", "anchor-first"]
-"""Predictions of slot `k` of a block: the token of its own position, so that slot 0,
-which holds the anchor, predicts nothing; or the token of the next position."""
+"""The token that a slot of a block predicts. "fill-in": that of its own position, so
+slot 0, the anchor's, predicts nothing; "anchor-first": that of the next position."""
 
 SLOTS: tuple[str, ...] = get_args(Slots)
 
 Head = Literal["none", "vanilla", "gated", "rnn", "selector"]
-"""Corrections of a slot's logits by the token before: none, a product of low
-rank, the same behind a gate, a recurrent state, or such a product among the best tokens
-of the slot alone."""
+"""How the token before corrects a slot's logits: not at all, by a product of low rank,
+by the same behind a gate, by a recurrent state, or by such a product for the slot's
+best tokens only."""
 
 HEADS: tuple[str, ...] = get_args(Head)
 DSPARK_HEADS: tuple[str, ...] = ("vanilla", "gated", "rnn")
@@ -46,9 +46,9 @@ class LayerAttention:
 
     Attributes:
       window: keys that a row sees, its own the last; 0: all.
-      is_causal: whether a row sees those of its block up to its own; otherwise all.
-      from_anchor: whether the window is that of the context, the same for all rows of
-        a block, which see their block besides.
+      is_causal: whether a row sees its block only up to itself; otherwise all of it.
+      from_anchor: whether the window is counted back from the anchor, the same for all
+        rows of a block, which see their block besides.
     """
 
     window: int = 0
@@ -56,7 +56,7 @@ class LayerAttention:
     from_anchor: bool = False
 
     def first(self, positions: _Rows, anchors: _Rows) -> _Rows | None:
-        """Returns the first position that rows see, below 0 too; None: all.
+        """Returns the first position that rows see, possibly below 0; None: all.
 
         Args:
           positions: of the rows.
@@ -73,8 +73,8 @@ class LayerAttention:
 class BlockConfig:
     """Sizes and constants of a block drafter.
 
-    `layer` says what its layers have in common with those of a Qwen3 model: caches are
-    made of it. Its vocabulary and its width are the target's.
+    `layer` is the config of a Qwen3 model with its layers: caches are made by it. Its
+    vocabulary and its width are the target's.
     """
 
     layer: config_lib.Qwen3Config
@@ -86,16 +86,16 @@ class BlockConfig:
     mask_token_id: int  # fed to all rows but the anchor's
     head: Head = "none"
     markov_rank: int = 0  # r, of a head
-    top_k: int = 0  # the best tokens of a slot, of which a selector chooses
-    # Channels that share what a convolution's kernel has of a row; 0: no convolutions.
+    top_k: int = 0  # best tokens of a slot, from which a selector chooses
+    # Channels that share a row's kernel of a convolution; 0: no convolutions.
     conv_group: int = 0
     has_confidence: bool = False
     confidence_with_markov: bool = False  # it reads the token before, too
-    # By which the logits of confidences are divided, slot by slot, and what is added
-    # then; empty: 1 and 0.
+    # For each draft, what divides the logit of its confidence, and what is then added;
+    # empty: 1 and 0.
     confidence_temperatures: tuple[float, ...] = ()
     confidence_shifts: tuple[float, ...] = ()
-    # Each layer's; empty: all rows of a block see it and its context.
+    # By layer; empty: all rows of a block see the block and its context.
     attention: tuple[LayerAttention, ...] = ()
 
     def attention_of(self, layer: int) -> LayerAttention:
@@ -104,17 +104,17 @@ class BlockConfig:
 
     @property
     def is_one_call(self) -> bool:
-        """Whether native kernels have one call for a block: of plain layers."""
+        """Whether native kernels run a block in one call: its layers are plain."""
         return not self.attention and not self.conv_group
 
     @property
     def has_dspark_heads(self) -> bool:
-        """Whether it has a head of DSpark's, of either kind."""
+        """Whether it has a sequential head of DSpark, or a confidence head."""
         return self.has_confidence or self.head in DSPARK_HEADS
 
     @property
     def reach(self) -> int | None:
-        """Positions before a block that some row sees; None: all."""
+        """Upper bound of the positions before a block that a row sees; None: all."""
         windows = [each.window for each in self.attention]
         return max(windows) if windows and all(windows) else None
 
@@ -234,15 +234,15 @@ class BlockConfig:
 
 
 class Convolution(pytree.Node):
-    """A row and the one before it in its block, added by a kernel of two taps: one for
-    what a sublayer reads, and one for what it gives."""
+    """Two convolutions of a row and the one before it in its block: one for a
+    sublayer's input, and one for its output."""
 
-    base: jax.Array  # [2, 2, D], of both sides and taps
-    kernels: weights.Weight  # [4 D / conv_group, D]: what a normed row adds to them
+    base: jax.Array  # [2, 2, D], by side and tap
+    kernels: weights.Weight  # [4 D / conv_group, D], to multiply a normed row
 
 
 class BlockLayer(pytree.Node):
-    """A layer. Context has keys and values alone, so queries are a weight apart."""
+    """A layer. Context needs keys and values alone: queries have their own weight."""
 
     input_norm: jax.Array  # [D], of the block's rows; the context is not normed by it
     q: weights.Weight  # [N * H, D]
@@ -258,7 +258,7 @@ class BlockLayer(pytree.Node):
 
 
 class Markov(pytree.Node):
-    """A sequential head: W1, W2, and what a gated or recurrent one has besides."""
+    """A sequential head or a selector: W1, W2 and, of all but "vanilla", a mix."""
 
     embed: jax.Array  # [V, r], of the token before
     out: weights.Weight  # [Vd, r]
@@ -280,7 +280,7 @@ class BlockParams(pytree.Node):
     confidence_bias: jax.Array | None  # [1]
     # [Vd] int32, the target's token of each draft token; None: the same.
     hot: jax.Array | None
-    lm_head: weights.Weight  # [Vd, D]; the target's array unless `hot`
+    lm_head: weights.Weight  # [Vd, D]; the target's array if `Vd` is `V`
     embed: weights.Weight  # [V, D]; the target's array
 
 
@@ -336,7 +336,7 @@ def shapes(config: BlockConfig) -> BlockParams:
 
 
 def bare(hot: jax.Array | None) -> BlockParams:
-    """Returns what a drafter without heads has when its block was run: its tokens."""
+    """Returns params with nothing but `hot`: enough for slots without heads."""
     nothing: Any = dict.fromkeys(each.name for each in dataclasses.fields(BlockParams))
     return BlockParams(**nothing | {"hot": hot})
 
@@ -371,7 +371,7 @@ def init(
 def prepare(params: BlockParams, impl: str, *, form: str | None = None) -> BlockParams:
     """Returns the weights as the kernels of a resolved `impl` read them.
 
-    To be done once, where they are loaded: within a step it is done at every step.
+    Call it once, where they are loaded: inside a step it runs at every step.
 
     Args:
       form: of matrices, as `params.prepare_matrices` takes it.
@@ -379,7 +379,7 @@ def prepare(params: BlockParams, impl: str, *, form: str | None = None) -> Block
     prepare_matrices = functools.partial(
         params_lib.prepare_matrices, impl=impl, form=form
     )
-    # Tables whose rows are looked up, and a single row, are no products of kernels.
+    # Kernels multiply neither by tables whose rows are looked up nor by a single row.
     markov = params.markov
     if markov is not None:
         products = prepare_matrices(markov.replace(embed=None))

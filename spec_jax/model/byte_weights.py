@@ -1,7 +1,7 @@
-"""Matrices of eight bits or four in files: read as they are, made of others, written.
+"""Reads, rounds and writes matrices of eight or four bits, as files hold them.
 
-In a GGUF file and in a folder that `save.save` writes, a row's blocks stand one after
-the other, each one of `checkpoint_files.STORED`.
+In a GGUF file and in a folder that `save.save` writes, a row is a sequence of blocks,
+each of a dtype of `checkpoint_files.STORED`.
 """
 
 import dataclasses
@@ -21,17 +21,17 @@ from spec_jax.native import blocks
 from spec_jax.ops import weights
 
 
-_TAKEN = {"q8_0": ("Q8_0",), "q4_1": ("Q4_1", "Q4_0")}  # as they are, of a GGUF file
+_TAKEN = {"q8_0": ("Q8_0",), "q4_1": ("Q4_1", "Q4_0")}  # GGUF's kinds, taken exactly
 _PARTS = ("values", "scale", "minimum")
 
 
 def stored_shape(K: int, form: str) -> tuple[int, int]:
-    """Returns the shape of a row of `K` values in a file, of bytes."""
+    """Returns the shape of a row of `K` values in a file: blocks, bytes of a block."""
     return blocks.num_blocks(K), files.STORED[form].itemsize
 
 
 def num_bytes(leaf: jax.ShapeDtypeStruct, form: str) -> int:
-    """Returns the bytes of a matrix of `leaf`'s shape in blocks."""
+    """Returns the bytes that the blocks of a matrix of `leaf`'s shape take."""
     N, K = leaf.shape
     return N * math.prod(stored_shape(K, form))
 
@@ -39,10 +39,10 @@ def num_bytes(leaf: jax.ShapeDtypeStruct, form: str) -> int:
 def of_folder(
     entries: Mapping[str, files.Entry], known: Mapping[str, tuple[int, ...]]
 ) -> dict[str, files.Entry]:
-    """Returns a folder's tensors, those of blocks with the shapes of their matrices.
+    """Returns a folder's tensors; those of blocks get the shapes of their matrices.
 
     Args:
-      known: shapes of all tensors; one that is of another is left as it is.
+      known: shapes of all tensors; a tensor of bytes that fits none stays as it is.
     """
 
     def one(name: str, entry: files.Entry) -> files.Entry:
@@ -66,8 +66,8 @@ def assemble(
 ) -> weights.Blocks:
     """Reads one matrix of the shape of `leaf`, with its values checked.
 
-    Blocks of the form are taken as they are; other tensors are rounded as they are
-    read, from the values that their file has.
+    Blocks of the form are taken unchanged; other tensors are rounded as they are read,
+    from the values of their file.
 
     Raises:
       CheckpointError: as `load.assemble`; a value beyond the largest scale.
@@ -78,7 +78,7 @@ def assemble(
     for name, shape in sources.parts:
         entry, part = entries[name], read[start : start + shape[0]]
         if entry.stored is not None and entry.stored.dtype == read.dtype:
-            # The first rows, if the vocabulary is cut.
+            # Fewer rows than the file has, if the vocabulary is cut.
             stored = dataclasses.replace(entry.stored, shape=part.shape)
             tensor_values.read_into(stored, part)
         else:
@@ -102,7 +102,7 @@ def _round(entry: files.Entry, form: str, out: np.ndarray) -> None:
         make = lambda some: blocks.widen(*(some[name] for name in _PARTS))
     values = np.empty(source.shape, source.dtype)
     tensor_values.read_into(source, values)
-    if source is entry:  # The scales of blocks are looked at when they are made.
+    if source is entry:  # `assemble` checks the scales of blocks.
         tensor_values.check_finite(entry, values)
     rows = max(1, tensor_values.BLOCK_BYTES // (4 * blocks.BLOCK * out.shape[1]))
     for first in range(0, len(values), rows):
@@ -112,7 +112,7 @@ def _round(entry: files.Entry, form: str, out: np.ndarray) -> None:
 
 
 def to_store(w: weights.Weight, rows: slice | np.ndarray) -> np.ndarray:
-    """Returns rows of a matrix as they are written, uint8 `[rows, B, bytes]`."""
+    """Returns rows of a matrix as files hold them, uint8 `[rows, blocks, bytes]`."""
     dtype, w = files.STORED[weights.form(w)], weights.unpacked(w)
     parts = [np.asarray(part[rows]) for part in jax.tree.leaves(w)]
     stored = np.empty(parts[1].shape, dtype)
@@ -124,10 +124,10 @@ def to_store(w: weights.Weight, rows: slice | np.ndarray) -> np.ndarray:
 def say_converted(
     path: object, kinds: Mapping[str, str], forms: Mapping[str, str]
 ) -> None:
-    """Warns that a file's weights of fewer bits, or more, have other values here.
+    """Warns if quantised weights of a file are converted to another form.
 
     Args:
-      kinds, forms: what tensors are in the file, and what they are made, by name.
+      kinds, forms: the kind of each tensor in the file, and the form made of it.
     """
     for form, taken in _TAKEN.items():
         held = {kinds[name] for name in kinds if forms.get(name) == form}

@@ -1,8 +1,8 @@
-"""Chat templates: Jinja source and messages in, a prompt out, within a time.
+"""Renders chat templates: makes a prompt of Jinja source and messages, within a time.
 
-A template comes with a model's files, from anybody. It is run in Jinja's sandbox with
-the settings, filters and globals of Hugging Face's, on copies of the messages, and is
-interrupted after some seconds. Its memory is not bounded, as it is not there.
+A template comes with a model's files and is not trusted. It runs in Jinja's sandbox,
+with Hugging Face's settings, filters and globals, on copies of the messages, and is
+interrupted after `MAX_SECONDS`. Its memory is not bounded, as in Hugging Face.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def check_options(source: str, options: Collection[str], *, own: set[str]) -> No
     """Raises `ValueError` for options that a template does not read.
 
     Args:
-      own: names that are no options, and are refused.
+      own: names that the caller sets, which are refused as options.
     """
     if not options:
         return
@@ -70,7 +70,7 @@ def check_options(source: str, options: Collection[str], *, own: set[str]) -> No
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises `_TooLongError` in this thread, wherever its Python code is by then."""
+    """Raises `_TooLongError` in this thread after `seconds`, between two bytecodes."""
     thread = ctypes.c_ulong(threading.get_ident())
     interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
     timer = threading.Timer(
@@ -83,11 +83,11 @@ def _time_limit(seconds: float) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-        interrupt(thread, None)  # One that came too late.
+        interrupt(thread, None)  # Clears an interrupt that came too late.
 
 
 def _one_line(error: Exception) -> str:
-    """Returns an exception's message, with its type where that is not implied."""
+    """Returns an exception's message, with its type unless a template raised it."""
     text = " ".join(str(error).split())
     if len(text) > _MAX_MESSAGE:
         text = text[:_MAX_MESSAGE] + " ..."
@@ -126,7 +126,7 @@ class _RefusedError(ValueError):
 
 
 class _TooLongError(Exception):
-    """The time of a template is over; raised by a timer, and so without a message."""
+    """A template takes too long; a timer raises it, and so without a message."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -165,7 +165,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Encodes as Hugging Face does: Jinja's own filter escapes HTML."""
+    """Encodes JSON as Hugging Face does: Jinja's own filter escapes HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,8 +1,8 @@
-"""Safetensors files: which tensors a folder holds, and writing them.
+"""Finds the tensors that a folder holds in safetensors files, and writes such files.
 
-Knows headers and shards, not models; `tensor_values` reads the values. The
-`safetensors` package checks that a file is whole; the tensors are read from here, so
-that each goes straight into a slice of the caller's buffer, and written one by one.
+Knows headers and shards, not models. The `safetensors` package checks that a file is
+whole; `tensor_values` reads the values, so that each tensor goes straight into a slice
+of the caller's buffer. Tensors are written one by one.
 
 Every failure is a `CheckpointError` that names the file.
 """
@@ -35,18 +35,18 @@ WHOLE_DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-"""Dtypes of tables of numbers, which are not weights."""
+"""Dtypes of tables of numbers; U8 is also that of blocks of weights."""
 STORED = {
     "q8_0": np.dtype([("scale", "<f2"), ("values", "i1", (32,))]),
     "q4_1": np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("values", "u1", (16,))]),
 }
-"""A block of weights of eight bits, or of four, as a file holds it."""
+"""The dtype of a block of weights of eight or four bits, as a file holds it."""
 _DTYPE_NAMES = {dtype: name for name, dtype in (DTYPES | WHOLE_DTYPES).items()}
 AGAIN = "download it again"
 
 
 class CheckpointError(ValueError):
-    """A model folder that cannot be read or written, in one line."""
+    """A model folder cannot be read or written; the message is one line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,16 +59,16 @@ class Tensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor in the file."""
+        """Bytes of the tensor's values in `dtype`."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry(Tensor):
-    """A tensor that is there: where its bytes are. Nothing has been read yet.
+    """A tensor of a file: where its bytes are. Its values have not been read.
 
-    With `unpack`, they are units, each of so many bytes and values, which it makes into
-    a flat array of `dtype`.
+    With `unpack`, the bytes are units of `unit_bytes` bytes, `unit_values` values each,
+    and `unpack` makes a flat array of `dtype` of them.
     """
 
     path: pathlib.Path
@@ -76,7 +76,7 @@ class Entry(Tensor):
     unit_values: int = 1
     unit_bytes: int = 0
     unpack: Callable[[np.ndarray], np.ndarray] | None = None  # of uint8
-    stored: "Entry | None" = None  # of one of `STORED`, if it is of such blocks
+    stored: "Entry | None" = None  # the same as blocks of `STORED`, if it has them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,16 +89,16 @@ class Pending(Tensor):
 def find(
     folder: pathlib.Path, *, dtypes: Mapping[str, np.dtype] = DTYPES
 ) -> dict[str, Entry]:
-    """Finds a folder's tensors by name, in one file or in an index and its shards.
+    """Finds a folder's tensors by name, in one file or in an index's shards.
 
     Reads every header and no tensor.
 
     Args:
-      dtypes: what tensors may be, by the names of the format.
+      dtypes: the dtypes that tensors may have, by the format's names.
 
     Raises:
-      CheckpointError: nothing or two things to read, a missing shard, a malformed
-        or truncated file, an index that disagrees with its shards.
+      CheckpointError: neither the file nor an index, or both; a missing shard, a
+        malformed or truncated file, an index that disagrees with its shards.
     """
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     has_single, has_index = _exists(single), _exists(index)
@@ -127,7 +127,7 @@ def find(
 
 
 def _exists(path: pathlib.Path) -> bool:
-    """Returns whether a file exists; raises where that cannot be found out."""
+    """Returns whether a file exists; raises `CheckpointError` if that is unknown."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -138,7 +138,7 @@ def _exists(path: pathlib.Path) -> bool:
 
 
 def _read_weight_map(index: pathlib.Path) -> dict[str, str]:
-    """Reads an index's `weight_map`: from a tensor's name to a file's beside it."""
+    """Reads an index's `weight_map`: the file beside it that holds each tensor."""
     try:
         weight_map = regular_files.read_object(index).get("weight_map")
     except OSError as error:
@@ -165,7 +165,7 @@ def read_header(
     try:
         with path.open("rb") as file, safetensors.safe_open(path, "numpy") as opened:
             position = 8 + int.from_bytes(file.read(8), "little")
-            # By their offsets, between which the package lets no byte be.
+            # In the order of their offsets; the package refuses gaps between them.
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
     except OSError as error:
         raise CheckpointError(
@@ -201,7 +201,7 @@ def write(
     *,
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes one file, fetching one tensor at a time."""
+    """Writes one file and fetches one tensor at a time."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
     for tensor in tensors:
@@ -235,11 +235,11 @@ def check_names(
     known: Mapping[str, tuple[int, ...]],
     source: str = "config.json",
 ) -> None:
-    """Raises unless all that is required is there, as it is known, and no other.
+    """Raises `CheckpointError` unless tensors are complete, known and of known shapes.
 
     Args:
       known: shapes of all tensors that may be there.
-      source: of these, for the message.
+      source: where these shapes come from, for the message.
     """
     missing = [name for name in required if name not in entries]
     if missing:

@@ -1,9 +1,9 @@
-"""Configuration: what `config.json` says, checked, frozen and hashable.
+"""Configuration: the contents of `config.json`, checked, frozen and hashable.
 
 Knows the two spellings that Hugging Face has used for RoPE (`rope_theta` and
 `rope_scaling`, or `rope_parameters`) and for the dtype (`torch_dtype`, or `dtype`).
-Knows nothing of weights; what only one family states is in that
-family's module, but for Qwen3's fields, which are here.
+Knows nothing of weights. Fields of a single family are in that family's module, except
+Qwen3's, which are here.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ WEIGHTS = ("dense", "q8_0", "q4_1")
 """Forms of matrices: of the model's dtype, of eight bits, of four (`native.blocks`)."""
 
 QUANTIZATIONS = {form: {"quant_method": f"spec_jax_{form}"} for form in WEIGHTS[1:]}
-"""The mark of a folder of such a form in its `config.json`."""
+"""The `quantization_config` by which a folder states that form of its matrices."""
 
 # Positions and token ids are int32.
 MAX_SIZE = 2**31 - 1
@@ -48,9 +48,9 @@ class YarnScaling:
     truncate: bool = True
 
     def validate(self, theta: float) -> None:
-        """Refuses values of which `ops.rope` would make NaN, or divide by zero.
+        """Raises `ValueError` for values with which `ops.rope` gives NaN or fails.
 
-        An `mscale` of 0 is as none, as in Hugging Face.
+        An `mscale` of 0 means none, as in Hugging Face.
         """
         for name in ("factor", "beta_fast", "beta_slow", "attention_factor"):
             if getattr(self, name) is not None:
@@ -77,7 +77,7 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
     def validate(self, theta: float) -> None:
-        """Refuses values of which `ops.rope` would make NaN, or divide by zero."""
+        """Raises `ValueError` for values with which `ops.rope` gives NaN or fails."""
         del theta
         for key, value in dataclasses.asdict(self).items():
             positive(f"llama3 {key}", value)
@@ -117,7 +117,7 @@ class ModelConfig:
 
     @property
     def is_bytes(self) -> bool:
-        """Whether matrices are of eight bits, or of four."""
+        """Whether matrices are blocks of eight or four bits."""
         return self.weights != "dense"
 
     @property
@@ -134,8 +134,8 @@ class ModelConfig:
         """Returns the config itself.
 
         Raises:
-          ValueError: a value with which no model can be run; with its key in
-            `config.json`, and the value.
+          ValueError: a value with which no model can be run; the message names its key
+            in `config.json` and the value.
         """
         for key, name in SIZES.items():
             check_size(key, getattr(self, name))
@@ -194,7 +194,7 @@ def positive(key: str, value: Any) -> float:
     """Returns `value` as a float.
 
     Raises:
-      ValueError: not a number, or not one that float32 holds as a positive number.
+      ValueError: not a number, or not a positive normal number of float32.
     """
     smallest, largest = float(_FLOAT32.tiny), float(_FLOAT32.max)
     if type(value) in (int, float) and smallest <= value <= largest:
@@ -221,7 +221,7 @@ def check_token_ids(key: str, value: Any, vocab_size: int) -> None:
 
 
 def check_size(key: str, value: Any) -> None:
-    """Raises `ValueError` unless `value` is a size: of an array, or a count."""
+    """Raises `ValueError` unless `value` is an integer from 1 to `MAX_SIZE`."""
     if type(value) is not int or not 1 <= value <= MAX_SIZE:
         raise ValueError(
             f"{key}={reprlib.repr(value)} must be a positive integer, at most "
@@ -238,7 +238,7 @@ def check_flag(key: str, value: Any) -> None:
 
 
 def check_form(name: str, weights: str) -> None:
-    """Raises `ValueError` unless it is one of `WEIGHTS`."""
+    """Raises `ValueError` unless `weights` is one of `WEIGHTS`."""
     if weights not in WEIGHTS:
         shown = reprlib.repr(weights)
         raise ValueError(f"{name}={shown} is not one of {', '.join(WEIGHTS)}")
@@ -250,7 +250,7 @@ def from_dict(
     """Reads the contents of a `config.json`; `dtype` takes the place of its own.
 
     Args:
-      weights: one of `WEIGHTS`; None: those of the file.
+      weights: one of `WEIGHTS`; None: the form that the file states.
 
     Raises:
       ValueError: another family, a missing key, a feature that the models of the family
@@ -304,7 +304,7 @@ def read_dtype(raw: Mapping[str, Any], dtype: str | None) -> Any:
 
 
 def check_features(raw: Mapping[str, Any], allowed: Mapping[str, tuple]) -> None:
-    """Raises `ValueError` where a key that is there has no value that is allowed."""
+    """Raises `ValueError` if a key is present with a value that is not allowed."""
     for key, values in allowed.items():
         if key in raw and raw[key] not in values:
             raise ValueError(
@@ -321,7 +321,7 @@ def read_rope(
     `rope_parameters` is not used either.
 
     Raises:
-      ValueError: no object, one for each type of layer, or a type not of `kinds`.
+      ValueError: not an object, one for each type of layer, or a type not in `kinds`.
     """
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     stated = raw.get(key) or {}
@@ -356,7 +356,7 @@ def read_scaled_rope(raw: Mapping[str, Any]) -> tuple[float, Scaling | None]:
     """Reads the base of RoPE and the constants of a scaled one.
 
     Raises:
-      ValueError: as `read_rope`; a key that is no constant, or none that is needed.
+      ValueError: as `read_rope`; an unknown constant, or a missing one.
     """
     theta, kind, stated = read_rope(raw, kinds=("default", *SCALINGS))
     if kind == "default":
@@ -411,7 +411,7 @@ def read(
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
-    """Reads the JSON object that a file holds, or that a GGUF file would as a folder.
+    """Reads the JSON object of a file, or `gguf_file.document` if it is in a GGUF file.
 
     Raises:
       FileNotFoundError: no such file.

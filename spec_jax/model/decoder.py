@@ -1,7 +1,7 @@
-"""Forwards that all families share on pages: slabs of rows, and prompts.
+"""Runs models of all families on pages: slabs of rows, and prompts.
 
-Functions here know pages and the order of a decoder, embeddings, layers, head; what a
-layer computes is in its family's module. They do not know speculation.
+Functions here know pages and the order of a decoder: embedding, layers, head. A
+family's module says what its layer computes. They do not know speculation.
 """
 
 import functools
@@ -38,7 +38,7 @@ MIN_BUCKET = 64
 
 
 class Rows(pytree.Node):
-    """A slab of rows. The first `num_active` are real; what the others hold is ignored.
+    """A slab of rows. The first `num_active` are active; the others are padding.
 
     A row comes after the rows of the slab whose keys it sees.
     """
@@ -47,7 +47,7 @@ class Rows(pytree.Node):
     slots: jax.Array  # [R] int32
     positions: jax.Array  # [R] int32
     num_active: jax.Array  # [] int32
-    # [R, A] int32, of rows of trees: places of the row's last A keys, its own last
+    # [R, A] int32, for rows of trees: places of the row's last A keys, its own last
     # (`tree.layout`); None: every key is stored at its position.
     branch: jax.Array | None = None
 
@@ -55,7 +55,7 @@ class Rows(pytree.Node):
 class RowOutputs(pytree.Node):
     """Outputs of a slab, beside its keys and values."""
 
-    logits: jax.Array  # [R, V] float32; [0, V] where they are not asked for
+    logits: jax.Array  # [R, V] float32; [0, V] without `with_logits`
     features: jax.Array  # [R, taps, D]
 
 
@@ -76,10 +76,10 @@ def run_rows(
 
     Args:
       params: as `params.prepare` makes them.
-      run_layer: of the family: takes a layer's weights, the weight of the norm after
+      run_layer: the family's: takes a layer's weights, the weight of the norm after
         it, the residual (`projection.Residual`), the rows, the layer's pages and the
-        angles; returns the residual and the pages.
-      run_head: of the family: takes the weights and the residual; returns logits.
+        angles; returns the residual and the pages of keys and of values.
+      run_head: the family's: takes weights, residual and rows; returns logits.
     """
     see = observe or observe_lib.pass_on
     x = embedding.embed(
@@ -88,14 +88,15 @@ def run_rows(
     x = see(None, "embed", x)
     angles = row_angles(config, rows.positions, dtype=x.dtype, impl=impl)
     run = functools.partial(run_layer, config=config, impl=impl)
-    # Layers differ in their arrays alone: one is traced and lowered for all. A hook
-    # is told the number of the layer, and so each is traced.
+    # Layers differ only in their arrays: one is traced and lowered for all. A hook
+    # gets the number of the layer, so with a hook each layer is traced.
     run_layer = jax.jit(run) if observe is None else run
     boundaries, residual = [x], projection.Residual(x=x)
     if impl in dispatch.PALLAS and observe is None:
-        # As a layer leaves it: all layers are one function.
-        first, eps = params.layers[0], getattr(config, "rms_norm_eps")  # noqa: B009
-        if not isinstance(first.qkv, weights.Split):
+        # Normed, as each layer leaves it: all layers are one function. GPT-NeoX has
+        # other norms, which its layers compute.
+        first, eps = params.layers[0], getattr(config, "rms_norm_eps", None)
+        if eps is not None and not isinstance(first.qkv, weights.Split):
             how = {"num_active": rows.num_active, "eps": eps, "impl": impl}
             normed = rms_norm.row_norm(x, first.input_norm, **how)
             residual = residual.replace(normed=normed)
@@ -132,7 +133,7 @@ def row_angles(
     """Returns cosines and sines `[R, H/2]` at `positions`, see `rope.angles`."""
     frequencies, scale = rotary.rope_table(config)
     return rope.row_angles(
-        # The angles are compiled for themselves too, however positions are made.
+        # So that the angles' bits do not depend on how positions are computed.
         jax.lax.optimization_barrier(positions),
         jnp.asarray(frequencies),
         scale=scale,
@@ -150,7 +151,7 @@ def observe_heads(heads, config, observe):
 
 
 def observe_written(pool, name, observe, *, page_table, slots, positions, num_active):
-    """Shows the hook what pages hold where the rows are stored; returns the pages."""
+    """Shows the hook the rows' stored values; returns pages with what it returns."""
     pages, offsets = page_write.locate(page_table, pool.shape[1], slots, positions)
     read = bits.to_bits(pool).at[pages, offsets].get(mode="fill", fill_value=0)
     return page_write.page_write(
@@ -164,7 +165,7 @@ def observe_written(pool, name, observe, *, page_table, slots, positions, num_ac
 
 
 def bucket(length: int) -> int:
-    """Returns the padded length of a prompt of `length` tokens: a power of two.
+    """Returns the padded length of a prompt: a power of two, at least `MIN_BUCKET`.
 
     Prompts of different lengths in one bucket share one executable.
     """
@@ -184,9 +185,9 @@ def prefill(
 ) -> tuple[cache.PagedKV, Float[Array, "T taps D"]]:
     """Writes the K/V of `tokens[:length]` at positions `[0, length)` of a slot.
 
-    `T` is a `bucket`; tokens past `length` are padding and write nowhere. Uses the
-    library's batched products: other numerics than rows, shared by plain and
-    speculative decoding. The slot must be registered and have the pages reserved.
+    `T` is a `bucket`; tokens past `length` are padding and write nowhere. Runs
+    `sequence.forward`, whose bits differ from those of rows; the baseline and
+    speculative decoding share it. The slot must be registered, its pages reserved.
 
     Returns:
       The cache, of length `length`, and the features `[T, taps, D]`.
@@ -223,18 +224,18 @@ def prefill_rows(
     begun: Int[Array, ""] | int = 0,
     before: Float[Array, "T0 taps D"] | None = None,
 ) -> tuple[cache.PagedKV, Float[Array, "T taps D"] | None]:
-    """Does as `prefill` by `forward_rows`: K/V and features are those of decoding.
+    """Implements `prefill` by `forward_rows`: K/V and features are those of decoding.
 
     Args:
-      forward: `RowModel.forward_rows`, of a model on a mesh; None: the family's.
-      begun: positions that the slot has already.
-      before: the features of these, or more; None without `taps`.
+      forward: `RowModel.forward_rows`; None: the family's, with weights prepared.
+      begun: number of positions that the slot has already.
+      before: features of at least these positions; None: zeros.
 
     Returns:
       The cache, and the features of the prompt; None without `taps`.
     """
     padded = jnp.pad(tokens, (0, slab))
-    if forward is None:  # On a mesh weights are prepared already.
+    if forward is None:  # A given `forward` prepares the weights itself.
         params = params_lib.prepare(params, impl)
 
         def forward(params, rows, kv, **how):
@@ -251,7 +252,7 @@ def prefill_rows(
             features = features.at[:most].set(before[:most])
 
     def tile(number, carry):
-        """Runs the slab of that number."""
+        """Runs slab `number` of the prompt."""
         kv, features = carry
         start = begun + number * slab
         rows = Rows(

@@ -1,15 +1,15 @@
-"""The EAGLE-3 head (Li et al. 2025, https://arxiv.org/abs/2503.01840): one layer that
-drafts from the target's features.
+"""Computes the EAGLE-3 head: one layer that drafts from the target's features.
 
-Pair `i` is the feature of position `i` and the token at `i + 1`; it predicts the token
-at `i + 2`, and its RoPE position and its place in the head's own cache are `i`:
+Li et al. (2025), https://arxiv.org/abs/2503.01840. Pair `i` is the feature of position
+`i` and the token at `i + 1`. It predicts the token at `i + 2`; its RoPE position and
+its place in the head's own cache are `i`:
 
     g = fc(features)                          or the `hidden` of the pair before it
     x = [rms_norm(embed(token)), rms_norm(g)]
     h = g + attention(x);  hidden = h + mlp(h);  logits = lm_head(rms_norm(hidden))
 
-A head with a `window` sees that many keys, of positions, its own the last. A parallel
-head (`eagle3_parallel`) may have several layers, of which the first is this one.
+A row of a head with a `window` sees that many keys, its own the last. A parallel head
+(`eagle3_parallel`) may have several layers, of which this one is the first.
 `forward_rows` runs on pages, with the operations of the target's rows;
 `forward_sequence` over whole sequences, for training. Neither knows speculation.
 """
@@ -60,7 +60,7 @@ def forward_rows(
 
     Args:
       rows: `tokens` are the pairs' tokens, `positions` the pairs' numbers.
-      features: of all taps, in their order, to be fused by `fc`; or, of width `D`, the
+      features: of all taps, in their order, which `fc` fuses; or, of width `D`, the
         `hidden` of the pair before.
 
     Returns:
@@ -78,7 +78,7 @@ def forward_rows(
 
 
 def _fuse(params, config, features, *, num_active, impl):
-    """Returns `g [R, D]` of active rows, of features as `forward_rows` takes them."""
+    """Returns `g [R, D]` of active rows from the features of `forward_rows`."""
     g = features.astype(params.final_norm.dtype)
     if config.features_size != g.shape[1]:
         return g
@@ -87,7 +87,7 @@ def _fuse(params, config, features, *, num_active, impl):
 
 
 def _run_operations(params, config, rows, g, kv, impl):
-    """Does as `forward_rows` operation by operation, of `g [R, D]`."""
+    """Implements `forward_rows` operation by operation, from `g [R, D]`."""
     layer = config.layer
     shared: dict[str, Any] = {
         "num_active": rows.num_active,
@@ -148,7 +148,7 @@ def _run_operations(params, config, rows, g, kv, impl):
 
 
 def _fused_step(params, config, rows, g, kv):
-    """Does as `forward_rows` in one call of native kernels."""
+    """Implements `forward_rows` by one call of native kernels."""
     logits, hidden, pages = head_steps.step(
         rows.tokens,
         g,
@@ -178,19 +178,19 @@ def run_chains(
 ) -> tuple[cache.PagedKV, Int[Array, "S most"], Float[Array, "S most Vd"] | None]:
     """Takes in pairs and drafts after them; see `native.head_steps.chains`.
 
-    The same tokens and K/V as by `forward_rows`, a row after the other. The pages must
-    have been reserved; lengths do not change.
+    Gives the same tokens and K/V as `forward_rows` row by row. The pages must have
+    been reserved; lengths do not change.
 
     Args:
       features: of all taps, in their order.
 
     Returns:
-      The cache; drafts: tokens of the target; and of independent draws the log weights
-      of draft tokens that they were drawn from, otherwise None.
+      The cache; drafts, tokens of the target; and, for independent draws, the log
+      weights of draft tokens from which they were drawn, otherwise None.
     """
     params = eagle3_params.prepare(params, "native")
     (S, W), flat = tokens.shape, features.reshape(tokens.size, -1)
-    # One slot's first rows are the pending ones; of several slots, rows are not packed.
+    # With one slot the first rows are the pending ones; with several they are apart.
     num_active = pending[0] if S == 1 else jnp.int32(S * W)
     g = _fuse(params, config, flat, num_active=num_active, impl="native")
     positions = starts[:, None] + jnp.arange(W + most - 1, dtype=jnp.int32)[None, :]
@@ -227,13 +227,13 @@ def _model(params, config, kv) -> head_steps.HeadModel:
 
 
 def _row_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Returns `rms_norm(x, weight)`, compiled for itself: see `qwen3.forward_rows`."""
+    """Returns `rms_norm(x, weight)`, compiled apart: its bits never differ."""
     normed = rms_norm.rms_norm(jax.lax.optimization_barrier(x), weight, eps=eps)
     return jax.lax.optimization_barrier(normed)
 
 
 def _norm_features(params, config, features, *, norm):
-    """Returns what `fc` reads, of features `[..., taps * Dt]`."""
+    """Returns the input of `fc` from features `[..., taps * Dt]`."""
     eps = config.layer.rms_norm_eps
     if config.fc_norm:
         parts = jnp.split(features, len(config.taps), axis=-1)
@@ -276,13 +276,13 @@ def forward_sequence(
 ) -> StepOutputs:
     """Runs whole sequences of pairs through the head; differentiable, without a cache.
 
-    Without `earlier`, column `i` is pair `i` with its target's feature. With the
-    outputs of steps 0 to `j - 1`, it is what drafting makes of pair `i + j` after pair
-    `i`: it sees the pairs `0 .. i` of step 0, and of each later step its own column.
+    Without `earlier`, column `i` is pair `i` with the target's feature. With the
+    outputs of steps 0 to `j - 1`, it is pair `i + j` as drafted after pair `i`: it sees
+    pairs `0 .. i` of step 0 and, of each later step, its own column.
 
     Args:
       tokens: of the pairs: those of step 0, shifted left by `j`.
-      features: as of `forward_rows`; of step `j`, the `hidden` of step `j - 1`.
+      features: as in `forward_rows`; at step `j`, the `hidden` of step `j - 1`.
 
     Raises:
       ValueError: features of another width.
@@ -314,7 +314,7 @@ def forward_sequence(
 
 
 def enter(params, config, tokens, features):
-    """Returns what the first layer reads of pairs `[..]`, and what it adds to."""
+    """Returns the first layer's input and its residual, for pairs `[..]`."""
     dtype, eps = params.final_norm.dtype, config.layer.rms_norm_eps
     token = weights.take_rows(params.embed, tokens)
     if not config.has_own_embed:  # It is the target's, and not trained.
@@ -330,7 +330,7 @@ def enter(params, config, tokens, features):
 
 
 def _attend_lineage(q, keys, values, scale, window):
-    """Attends causally to the first of `keys`, and to the own column of all others."""
+    """Attends causally to the first of `keys`, and in each other to a row's column."""
     (B, T, N, H), K = q.shape, keys[0].shape[2]
     queries = q.reshape(B, T, K, N // K, H)
     own_keys, own_values = (jnp.stack(x[1:], axis=2) for x in (keys, values))
@@ -338,7 +338,7 @@ def _attend_lineage(q, keys, values, scale, window):
     columns = jnp.arange(T, dtype=jnp.int32)
     causal = sequence.einsum("btkgh,bskh->bkgts", queries, keys[0]) * scale
     visible = columns[None, :] <= columns[:, None]
-    if window:  # Each later step is a position further.
+    if window:  # Queries are `len(keys) - 1` positions after their columns.
         visible &= columns[None, :] > columns[:, None] + len(keys) - 1 - window
     causal = jnp.where(jnp.broadcast_to(visible, causal.shape), causal, -math.inf)
     own = sequence.einsum("btkgh,btjkh->bkgtj", queries, own_keys) * scale

@@ -1,12 +1,12 @@
-"""The `config.json` of published EAGLE-3 heads, in three dialects.
+"""Reads and writes the `config.json` of published EAGLE-3 heads, in three dialects.
 
 midlayer      SafeAILab, SpecForge, AngelSlim: a flat config, no embedding
 speculators   vLLM and Red Hat: the layer's config is nested
 deepspec      DeepSeek: Qwen3's config, its norms of queries and keys, and copies of
               the target's embedding and head
 
-The first two have parallel heads, too, of one architecture: SpecForge's have the names
-of speculators' tensors, and no key that says which token is the mask.
+midlayer and speculators have parallel heads, too, under one name in `architectures`.
+SpecForge's have the names of speculators' tensors, and no key for the mask's token.
 """
 
 import pathlib
@@ -21,7 +21,7 @@ Dialect = Literal["midlayer", "speculators", "deepspec"]
 DIALECTS: tuple[str, ...] = get_args(Dialect)
 
 WHOLE: tuple[Dialect, ...] = ("deepspec",)
-"""Dialects whose heads draft every token of the target's."""
+"""Dialects whose heads have the target's whole vocabulary."""
 
 ARCHITECTURES: dict[str, Dialect] = {
     "LlamaForCausalLMEagle3": "midlayer",
@@ -29,13 +29,13 @@ ARCHITECTURES: dict[str, Dialect] = {
     "Eagle3Speculator": "speculators",
     "Eagle3DraftModel": "speculators",
     "Qwen3Eagle3Model": "deepspec",
-    # Parallel heads; without the type of speculators' one is SpecForge's.
+    # Parallel heads; one without speculators' type is SpecForge's, a midlayer.
     "PEagleSpeculator": "speculators",
     "PEagleDraftModel": "speculators",
 }
 _PARALLEL = ("PEagleSpeculator", "PEagleDraftModel")
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Keys of the mask's token: speculators', and what vLLM reads of a flat config."""
+"""Keys of the mask's token: one of speculators, two that vLLM reads in flat configs."""
 
 _TYPE = "speculators_model_type"
 
@@ -49,14 +49,14 @@ def read_config(
     *,
     dtype: str | None = None,
 ) -> tuple[Dialect, eagle3_params.Eagle3Config]:
-    """Reads a head's `config.json`, as `head_dialects.read_config`."""
+    """Reads a head's `config.json`, see `head_dialects.read_config`."""
     return head_dialects.read_config(path, target, _from_dict, dtype=dtype)
 
 
 def _from_dict(
     raw: dict[str, Any], target: config_lib.ModelConfig, dtype: str
 ) -> tuple[Dialect, eagle3_params.Eagle3Config]:
-    """Does as `read_config`, of the file's contents."""
+    """Implements `read_config` for the contents of a file."""
     name = head_dialects.architecture(raw, ARCHITECTURES, "dialect of EAGLE-3")
     dialect, is_parallel = ARCHITECTURES[name], name in _PARALLEL
     if is_parallel and raw.get(_TYPE) is None:
@@ -109,7 +109,7 @@ def _taps(
 ) -> tuple[int, ...]:
     """Reads the `hidden_states` indices that a config names, in any spelling."""
     if dialect == "deepspec":
-        # Numbers of layers, whose outputs are the features; -1 is the embedding.
+        # Indices of layers whose outputs are the features; -1 is the embedding.
         key, ids, shift = "target_layer_ids", raw.get("target_layer_ids"), 1
     else:
         nested = raw.get("eagle_config") or {}
@@ -132,7 +132,7 @@ def check_config(config: eagle3_params.Eagle3Config, dialect: Dialect) -> None:
     """Passes if a dialect can describe the head.
 
     Raises:
-      ValueError: no such dialect, or a head that it has no words for.
+      ValueError: no such dialect, or a head that it cannot describe.
     """
     head_dialects.check_name(dialect, DIALECTS)
     config.validate()
@@ -159,7 +159,7 @@ def check_config(config: eagle3_params.Eagle3Config, dialect: Dialect) -> None:
 
 
 def _layer(head: eagle3_params.Eagle3Config) -> dict[str, Any]:
-    """Returns the config of a model of the head's layer."""
+    """Returns the config of a model that has the head's layers."""
     layer = config_lib.to_dict(head.layer)
     if head.window:
         layer |= head_dialects.window_keys([head.window] * head.layer.num_layers)
@@ -188,14 +188,14 @@ _KEYS: Mapping[str, head_dialects.Keys] = {
             "PEagleDraftModel" if head.is_parallel else "LlamaForCausalLMEagle3"
         ],
         **_MASK,
-        # Left out where false: SpecForge up to 0.2.0 takes a `norm_output` that is
-        # false for no final norm at all.
+        # Left out if false: SpecForge up to 0.2.0 runs no final norm at all where
+        # `norm_output` is stated as false.
         **{
             flag: lambda head, _, flag=flag: getattr(head, flag) or None
             for flag in _FLAGS
         },
         **_SIZES,
-        # SGLang and vLLM read the list in it, llama.cpp the one beside it.
+        # SGLang and vLLM read the list in here, llama.cpp the one beside it.
         "eagle_config": lambda head, _: {
             "use_aux_hidden_state": True,
             _AUX: list(head.taps),
@@ -227,7 +227,7 @@ _KEYS: Mapping[str, head_dialects.Keys] = {
         "tie_word_embeddings": False,
     },
 }
-"""Keys that each dialect's own code writes beside those of a layer."""
+"""Keys that each dialect's own code writes beside the layers' keys."""
 
 
 def to_dict(

@@ -1,7 +1,6 @@
-"""EAGLE-3 heads as they are published: folders in, folders out.
+"""Reads and writes published folders of EAGLE-3 heads.
 
-Knows the names of the tensors; the three dialects of `config.json` are
-`eagle3_dialects`'.
+Knows the tensors' names; `eagle3_dialects` knows the three dialects of `config.json`.
 """
 
 import pathlib
@@ -42,16 +41,16 @@ def load(
     """Reads a head and checks that it is this target's.
 
     Args:
-      target_params: of which the head gets the embedding, and where its own output
-        projection is a copy of the target's, that too: the very arrays.
+      target_params: the head shares its embedding and its output projection, the very
+        arrays, where the folder has copies of them or no embedding.
       dtype: of the weights; the target's if None.
       impl: a resolved implementation, for whose kernels the weights are prepared.
-      weights: "q8_0": matrices are then rounded to eight bits, but for the embedding.
+      weights: with `impl`, a form to which products' matrices are rounded (`prepare`).
 
     Raises:
       CheckpointError: as `eagle3_dialects.read_config`; a tensor that is missing,
         unknown, of another shape or not finite; a draft vocabulary that contradicts
-        itself.
+        itself; in deepspec an embedding that is not the target's.
     """
     folder = pathlib.Path(folder)
     dialect, config = dialects.read_config(folder / "config.json", target, dtype=dtype)
@@ -91,8 +90,8 @@ def save(
 
     Args:
       origin: the target and the training, which some dialects state.
-      with_embed: whether the embedding is written; None: where the dialect has it,
-        or it is the head's own.
+      with_embed: whether the embedding is written; None: if the dialect has it, or
+        it is the head's own.
       metadata: further entries of the file's `__metadata__`.
 
     Raises:
@@ -115,7 +114,7 @@ def save(
 def _names(
     config: eagle3_params.Eagle3Config, dialect: dialects.Dialect, *, has_embed: bool
 ) -> eagle3_params.Eagle3Params:
-    """Returns a tree like `Eagle3Params` of `params.Parts`: what arrays are made of."""
+    """Returns `Eagle3Params` of `params.Parts`: the tensors that arrays are made of."""
     is_middle = dialect == "midlayer" and not config.is_parallel
     prefix = "midlayer." if is_middle else "layers.0."
     shapes = eagle3_params.shapes(config).replace(hot=None)

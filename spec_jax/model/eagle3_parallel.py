@@ -1,16 +1,16 @@
 """P-EAGLE (https://arxiv.org/abs/2602.01469): an EAGLE-3 head that drafts in one pass.
 
-After the last pair `i`, whose row drafts the first token, come rows of masks. Each has
-the embedding of the mask's token and, in the place of features, a vector that is
-learnt; row `m` of them is at position `i + 1 + m`, and drafts the token `m + 1` after
-the first:
+The row of the last pair `i` drafts the first token. Rows of masks follow it: each has
+the embedding of the mask's token and, in place of features, a learnt vector
+(`mask_hidden`). Mask `m` is at position `i + 1 + m` and drafts the token that is
+`m + 1` after the first:
 
     pair     features of i, token i + 1    drafts token i + 2
     mask 0   mask_hidden,   MASK           drafts token i + 3
     ..
 
-Attention is causal: a mask sees the pairs and the masks before it. On pages that is
-`eagle3.forward_rows`, of which `mask_rows` are rows like others.
+Attention is causal: a mask sees the pairs and the masks before it. On pages
+`eagle3.forward_rows` runs masks, as rows like others.
 """
 
 from typing import Any
@@ -36,11 +36,11 @@ def forward_sequence(
     """Runs whole sequences of pairs, and masks after several of them; differentiable.
 
     Args:
-      tokens, features: of the pairs, as of `eagle3.forward_sequence`.
-      last: the pairs that masks follow.
+      tokens, features: of the pairs, as in `eagle3.forward_sequence`.
+      last: numbers of the pairs that masks follow.
 
     Returns:
-      What the output projection reads of pairs, and of masks.
+      Hidden states after the final norm, of pairs and of masks.
     """
     layer, eps, window = config.layer, config.layer.rms_norm_eps, config.window
     (B, T), A = tokens.shape, last.shape[1]
@@ -77,7 +77,7 @@ def forward_sequence(
 
 
 def _after_attention(weight, h, attended, eps):
-    """Returns the residual `h [.., D]` after a layer's attention `[.., N, H]`."""
+    """Returns the residual `[.., D]` after a layer whose attention gave `attended`."""
     flat = attended.reshape(*h.shape[:-1], -1)
     h = h + sequence.matmul(flat, weight.attention_out)
     return sequence.gated_mlp(weight, h, eps=eps)

@@ -1,7 +1,7 @@
 """An EAGLE-3 head's config and weights: shapes, checks, random initialisation.
 
-A parallel head (P-EAGLE) has a mask besides, and may have layers of the ordinary kind
-after the first. `eagle3` computes with the weights, and `eagle3_files` reads the files.
+A parallel head (P-EAGLE) also has a mask, and may have ordinary decoder layers after
+the first. `eagle3` computes with the weights, and `eagle3_files` reads the files.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from spec_jax.ops import weights
 class Eagle3Config:
     """Sizes and constants of a head.
 
-    `layer` says what a decoder layer of the head has in common with a Qwen3 model of
-    one layer: caches are made of it, as those of a draft model are.
+    `layer` is the config of a Qwen3 model with the head's layers: caches are made by
+    it, as those of a draft model are.
     """
 
     layer: config_lib.Qwen3Config  # vocab_size is the target's
@@ -32,7 +32,7 @@ class Eagle3Config:
     norm_before_fc: bool = False  # of all features as one vector
     fc_norm: bool = False  # of each feature
     norm_before_residual: bool = False  # the residual is the normed g
-    norm_output: bool = False  # `hidden` is what the final norm gives
+    norm_output: bool = False  # `hidden` is the output of the final norm
     window: int = 0  # keys that a row sees, its own the last; 0: all
     # Fed to the rows of a parallel head after the last pair; None: it is not parallel.
     mask_token_id: int | None = None
@@ -44,7 +44,7 @@ class Eagle3Config:
 
     @property
     def is_one_call(self) -> bool:
-        """Whether native kernels have one call for it: of one layer that sees all."""
+        """Whether native kernels run it in one call: not parallel, no window."""
         return not self.window and not self.is_parallel
 
     @property
@@ -54,12 +54,12 @@ class Eagle3Config:
 
     @property
     def reach(self) -> int | None:
-        """Positions before a row that it sees; None: all."""
+        """Upper bound of the positions before a row that it sees; None: all."""
         return self.window or None
 
     @property
     def has_own_embed(self) -> bool:
-        """Whether it is of another width than the target, whose embedding it lacks."""
+        """Whether it must have an embedding: its width is not the target's."""
         return self.hidden_size != self.target_hidden_size
 
     @property
@@ -127,7 +127,7 @@ def check_target(
     vocab_size: int,
     taps: tuple[int, ...],
 ) -> None:
-    """Passes if a head of such features is this target's.
+    """Passes if a head that reads such features is for this target.
 
     Raises:
       ValueError: another width or vocabulary, or taps that the target lacks.
@@ -148,7 +148,7 @@ def check_target(
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Returns the features that heads read unless their config says otherwise."""
+    """Returns the taps of heads whose config names none."""
     return 2, num_layers // 2, num_layers - 3
 
 
@@ -172,7 +172,7 @@ class Eagle3Params(pytree.Node):
     # [Vd] int32, the target's token of each draft token; None: the same.
     hot: jax.Array | None
     embed: weights.Weight  # [V, D]; the target's array, unless the head has its own
-    # A parallel head's: what stands for the features after the last pair, and layers.
+    # A parallel head's: the features of masks, and the layers after the first.
     mask_hidden: jax.Array | None = None  # [1, 1, taps * Dt]
     more: tuple[params_lib.LayerParams, ...] = ()
 
@@ -249,7 +249,7 @@ def prepare(
 ) -> Eagle3Params:
     """Returns the weights as the kernels of a resolved `impl` read them.
 
-    To be done once, where they are loaded: within a step it is done at every step.
+    Call it once, where they are loaded: inside a step it runs at every step.
 
     Args:
       form: of matrices, as `params.prepare_matrices` takes it.
@@ -257,6 +257,6 @@ def prepare(
     prepared = params_lib.prepare_matrices(params.replace(embed=None), impl, form=form)
     embed, dtype = params.embed, params.final_norm.dtype
     if impl == "native" and embed.dtype != dtype:
-        # One call takes one dtype; a token that is rounded there is the same.
+        # One call takes one dtype; rounding here or after the look-up is the same.
         embed = weights.matrix(embed).astype(dtype)
     return prepared.replace(embed=embed)

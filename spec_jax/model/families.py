@@ -1,8 +1,8 @@
-"""The families of models that can be loaded: ONE table, and what a family must have.
+"""Holds the table of the families of models, and what the module of each must have.
 
 All families share slabs of rows, prompts and caches (`decoder`), whole sequences
-(`sequence`), files (`load`) and everything above them. Each family has a module
-for what differs, which is imported when a model of the family is loaded.
+(`sequence`), files (`load`) and everything above them. Each family has a module for
+the differences, which is imported when a model of the family is loaded.
 """
 
 import functools
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 
-if TYPE_CHECKING:  # They look families up.
+if TYPE_CHECKING:  # These modules import this one.
     import jax
 
     from spec_jax.model import config as config_lib, params as params_lib
@@ -25,27 +25,27 @@ MODULES: Mapping[str, tuple[str, str]] = {
     "qwen2": ("Qwen2ForCausalLM", "spec_jax.model.qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "spec_jax.model.qwen3"),
 }
-"""By the `model_type` of `config.json`: its entry in `architectures`, and a module."""
+"""The entry in `architectures` and the module of each `model_type`."""
 
 
 class Family(Protocol):
     """The contents of a module of `MODULES`."""
 
     IMPLS: tuple[str, ...]
-    """Implementations that run it (`ops.dispatch`), other than "auto"."""
+    """Implementations that run the family (`ops.dispatch`), other than "auto"."""
 
     AUTO: tuple[str, ...]
     """The subset of `IMPLS` that "auto" may choose."""
 
     LM_HEAD: str
-    """The tensor of the head."""
+    """The name of the output projection in checkpoints."""
 
     IGNORED: str
-    """A regular expression of tensors that old checkpoints hold and nothing reads."""
+    """A regular expression of old checkpoints' tensors that nothing reads."""
 
     KEEPS_PADDING: bool
-    """Whether entries without a token are loaded where both models of a pair have as
-    many. They are not, if not stated otherwise: they could be drawn."""
+    """Whether rows of the vocabulary without a token are loaded if both models of a
+    pair have equally many. If false they are left out: they could be drawn."""
 
     CHAIN_IMPLS: tuple[str, ...]
     """The subset of `IMPLS` that has `run_chains`."""
@@ -56,19 +56,19 @@ class Family(Protocol):
         """Reads `config.json`; `dtype` takes the place of its own."""
 
     def write_config(self, config: Any) -> dict[str, Any]:
-        """Returns what `read_config` reads back, without the family's names."""
+        """Returns the keys that `read_config` reads, without the family's names."""
 
     def shapes(self, config: Any) -> "params_lib.Params":
         """Returns the weights as `jax.ShapeDtypeStruct`s."""
 
     def tensors(self, config: Any) -> "params_lib.Params":
-        """Returns a tree like `shapes` of `params.Parts`: what a checkpoint holds."""
+        """Returns a tree like `shapes`, of `params.Parts`: checkpoint tensors."""
 
     def rope_table(self, config: Any) -> tuple[Any, float]:
         """Returns inverse frequencies `[H/2]` and the scale of cos and sin."""
 
     def forward_rows(self, params: Any, config: Any, rows: Any, kv: Any, **how: Any):
-        """Runs a slab of rows: `decoder.run_rows` of the family's layer and head."""
+        """Runs a slab of rows: `decoder.run_rows` with the family's functions."""
 
     def run_chains(self, params: Any, config: Any, kv: Any, **how: Any):
         """Continues texts greedily in one call, as `qwen3.run_chains`."""
@@ -114,8 +114,8 @@ def runnable(
     """Returns a resolved implementation that runs a model.
 
     Args:
-      resolved: by `ops.dispatch.resolve`.
-      is_named: whether it was asked for by name; otherwise the family decides.
+      resolved: from `ops.dispatch.resolve`.
+      is_named: whether it was asked for by name; otherwise one of `AUTO`, or "xla".
 
     Raises:
       NotImplementedError: a named implementation without kernels for the family.
@@ -134,7 +134,7 @@ def runnable(
 
 @functools.cache
 def _say_xla_runs(model_type: str, resolved: str) -> None:
-    """Warns, once in a process, that "auto" gives up kernels whose rows are exact."""
+    """Warns once, by `model_type` and `resolved`, that "auto" takes XLA."""
     logging.getLogger(__name__).warning(
         "impl='auto' takes 'xla' and not %r for %s models here: rows of a verification "
         "may have other bits than decoding; check_lossless compares them",

@@ -1,4 +1,4 @@
-"""A fingerprint of weights: one hash over the names and bytes of all parameters."""
+"""Computes a fingerprint of weights: one hash of all parameters' names and bytes."""
 
 import hashlib
 
@@ -12,15 +12,15 @@ from spec_jax.ops import weights
 def of_params(params: params_lib.Params) -> str:
     """Hashes parameters (SHA-256, 64 hexadecimal digits). Outside jit only.
 
-    Over each array's path in the pytree, dtype, shape and bytes, in the order of the
-    pytree: the same weights in another dtype have another fingerprint, and so do
-    weights of which one bit differs. Weights that were prepared for an implementation
-    have that of the arrays that they were. Arrays are fetched one at a time.
+    The hash is over each array's path in the pytree, dtype, shape and bytes, in the
+    pytree's order: the same weights in another dtype have another fingerprint, and so
+    do weights of which one bit differs. Weights that are prepared for an implementation
+    keep the fingerprint that they had before. Arrays are fetched one at a time.
     """
     digest = hashlib.sha256()
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=weights.is_weight)
     for path, leaf in leaves:
-        # The integers and the scales of weights of eight bits.
+        # Weights of blocks have several parts: integers, scales, minima.
         for part in jax.tree.leaves(weights.unpacked(leaf)):
             value = np.ascontiguousarray(part)
             head = f"{jax.tree_util.keystr(path)} {value.dtype.name} {value.shape}\n"

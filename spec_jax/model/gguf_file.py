@@ -1,11 +1,10 @@
-"""GGUF files, llama.cpp's single file of a model, read as a Hugging Face folder.
+"""Reads a GGUF file, llama.cpp's single file of a model, like a Hugging Face folder.
 
-`document` gives the JSON files that such a folder would hold, made of the metadata, and
-`find` its tensors by Hugging Face's names; so all that reads folders reads these files.
-Quantised blocks are unpacked by the package `gguf`, an extra, which is imported where
-it is needed.
+`document` makes the JSON files of such a folder from the metadata, and `find` gives the
+tensors by Hugging Face's names; so all that reads folders reads these files. The extra
+package `gguf` unpacks quantised blocks; it is imported where it is needed.
 
-Every failure is a `CheckpointError` that names the file.
+A failure is a `CheckpointError` that names the file; a missing package, a `ValueError`.
 """
 
 import functools
@@ -28,7 +27,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""Architectures that are read: llama.cpp's name, and Hugging Face's."""
+"""Hugging Face's names of the architectures that are read, by llama.cpp's."""
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -51,7 +50,7 @@ _LAYER_NAMES = {
 _OF_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _FREQUENCIES = "rope_freqs.weight"
 
-# Metadata of an architecture, after its name, and the keys of a `config.json`.
+# Metadata after the architecture's name, and the keys of `config.json` made of it.
 _REQUIRED = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -77,11 +76,11 @@ _OPTIONAL = {
     "vocab_size",
 }
 _NOTHING = {"expert_count": 0, "expert_used_count": 0}
-"""Metadata that is allowed with one value."""
+"""Metadata that is allowed with this value only."""
 
 
 def is_file(path: pathlib.Path) -> bool:
-    """Returns whether this is a file with the suffix of GGUF."""
+    """Returns whether `path` is a file with the suffix of GGUF."""
     return path.suffix.lower() == SUFFIX and os.path.isfile(path)
 
 
@@ -89,7 +88,7 @@ def document(path: pathlib.Path) -> dict[str, Any]:
     """Returns the JSON object at `path`, whose parent is a GGUF file.
 
     Raises:
-      FileNotFoundError: no such JSON file can be made of the metadata.
+      FileNotFoundError: no JSON file of this name is made of the metadata.
       CheckpointError: the file cannot be read, or is of a model that is not supported.
     """
     documents = _documents(gguf_header.read(path.parent))
@@ -100,7 +99,7 @@ def document(path: pathlib.Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=2)
 def _documents(header: gguf_header.Header) -> dict[str, dict[str, Any]]:
-    """Returns all JSON files, by name."""
+    """Returns the contents of all JSON files, by name."""
     config = _config(header)
     words = gguf_tokenizer.documents(header.path, header.fields, config["vocab_size"])
     return {"config.json": config, **words}
@@ -117,7 +116,7 @@ def find(path: pathlib.Path) -> dict[str, files.Entry]:
     is_llama = header.fields["general.architecture"] == "llama"
     entries = {}
     for name, tensor in header.tensors.items():
-        if name == _FREQUENCIES:  # In the config.
+        if name == _FREQUENCIES:  # It is in the config.
             continue
         renamed = _renamed(name)
         is_turned = name.endswith((".attn_q.weight", ".attn_k.weight"))
@@ -129,11 +128,11 @@ def find(path: pathlib.Path) -> dict[str, files.Entry]:
 def _entry(
     path: pathlib.Path, name: str, tensor: gguf_header.Tensor, rows: int
 ) -> files.Entry:
-    """Returns where a tensor's values are.
+    """Returns a tensor's entry: where its values are and how to unpack them.
 
     Args:
-      rows: that are unpacked together; of heads whose pairs are side by side, as
-        llama.cpp rotates Llama's, all of a head. Otherwise 1.
+      rows: number of rows that are unpacked together: all of a head where the pairs
+        that RoPE turns are side by side, as llama.cpp has Llama's; otherwise 1.
     """
     where: dict[str, Any] = {
         "name": name,
@@ -177,8 +176,8 @@ def _entry(
 
 
 def _with_minimum(raw: np.ndarray) -> np.ndarray:
-    """Returns blocks of Q4_0, `d * (q - 8)`, as those of Q4_1, `d * q + m`: exactly, as
-    long as `-8 d` is finite."""
+    """Returns blocks of Q4_0, `d * (q - 8)`, as blocks of Q4_1, `d * q + m`; exact if
+    `-8 d` is finite."""
     read = raw.view(np.dtype([("scale", "<f2"), ("values", "u1", (16,))]))
     made = np.empty(read.shape, files.STORED["q4_1"])
     made["values"], made["scale"] = read["values"], read["scale"]
@@ -187,7 +186,7 @@ def _with_minimum(raw: np.ndarray) -> np.ndarray:
     return made
 
 
-# Kinds that are blocks of a form of ours, and what makes them of a file's bytes.
+# GGUF's kinds that a form of ours holds: the form, and its blocks from the bytes.
 _BLOCKS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "Q8_0": ("q8_0", lambda raw: raw.view(files.STORED["q8_0"])),
     "Q4_1": ("q4_1", lambda raw: raw.view(files.STORED["q4_1"])),
@@ -196,7 +195,7 @@ _BLOCKS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
 
 
 def kinds(path: pathlib.Path) -> dict[str, str]:
-    """Returns what a file's tensors are, such as "F32" or "Q8_0", by name."""
+    """Returns the kinds of a file's tensors, such as "F32" or "Q8_0", by name."""
     tensors = gguf_header.read(path).tensors
     return {_renamed(name): tensor.kind for name, tensor in tensors.items()}
 
@@ -210,7 +209,7 @@ def _renamed(name: str) -> str:
 
 
 def _turn(values: np.ndarray, *, columns: int, rows: int) -> np.ndarray:
-    """Returns flat values of whole heads, of `rows` rows, in Hugging Face's order."""
+    """Returns flat values, heads of `rows` rows turned to Hugging Face's order."""
     if rows > 1:  # [heads, pairs, first and second] -> [heads, halves, pairs]
         values = values.reshape(-1, rows // 2, 2, columns).swapaxes(1, 2)
     return values.reshape(-1)
@@ -219,7 +218,7 @@ def _turn(values: np.ndarray, *, columns: int, rows: int) -> np.ndarray:
 def _unpack(
     raw: np.ndarray, *, kind: str, row_bytes: int, columns: int, rows: int
 ) -> np.ndarray:
-    """Returns the float32 values, flat, of whole units of rows."""
+    """Returns the flat float32 values of whole units of `rows` rows."""
     packed = raw.reshape(-1, row_bytes)
     if kind in files.DTYPES:
         values = packed.view(files.DTYPES[kind]).astype(np.float32)
@@ -230,7 +229,7 @@ def _unpack(
 
 
 def _package() -> Any:
-    """Returns the package `gguf`."""
+    """Imports and returns the package `gguf`; raises `ValueError` if it is missing."""
     try:
         import gguf
         import gguf.quants
@@ -242,10 +241,10 @@ def _package() -> Any:
 
 
 def _config(header: gguf_header.Header) -> dict[str, Any]:
-    """Returns the `config.json` that the metadata amounts to."""
+    """Returns the contents of `config.json` that the metadata states."""
     path, fields = header.path, header.fields
     name = fields.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if name not in [*ARCHITECTURES]:  # A file may state a list.
         raise files.CheckpointError(
             f"{path}: general.architecture={name!r}, and {', '.join(ARCHITECTURES)} "
             "are read; take a model of one of them"
@@ -297,7 +296,7 @@ def _config(header: gguf_header.Header) -> dict[str, Any]:
 def _scaling(
     header: gguf_header.Header, own: Mapping[str, Any], head_dim: int
 ) -> dict[str, Any] | None:
-    """Returns how RoPE is scaled: by metadata, or by Llama 3.1's factors."""
+    """Returns the `rope_scaling` of the metadata, or of Llama 3.1's factors."""
     if _FREQUENCIES in header.tensors:
         return _llama3(header, head_dim, own.get("rope.freq_base", 10_000.0))
     found = {there: own[key] for key, there in _SCALING.items() if key in own}
@@ -305,7 +304,7 @@ def _scaling(
 
 
 def _llama3(header: gguf_header.Header, head_dim: int, theta: float) -> dict[str, Any]:
-    """Returns the scaling whose factors a tensor holds; all models have these bounds.
+    """Returns the scaling whose factors a tensor holds, with Llama 3.1's bounds.
 
     Raises:
       CheckpointError: other factors.

@@ -1,7 +1,7 @@
-"""The header of a GGUF file: metadata, and where its tensors are. Knows no models.
+"""Parses the header of a GGUF file: metadata, and where its tensors are.
 
-Parsed within bounds: a hostile file costs a line. Every failure is a `CheckpointError`
-that names the file.
+Knows no models. Reads within bounds, so that a hostile file is refused. Every failure
+is a `CheckpointError` that names the file.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from spec_jax.model import checkpoint_files as files
 
 
 MAX_HEADER_BYTES = 2**28
-"""Far above what vocabularies take: 8 MB for 151,936 tokens."""
+"""Most bytes of a header; one with a vocabulary of 151,936 tokens has 8 MB."""
 
-# GGML's numbers of kinds of tensors: their names, values of a block and its bytes.
+# GGML's kinds of tensors by number: name, values of a block, bytes of a block.
 _KINDS = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -36,17 +36,17 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of the file: its place is from the start of the file, in bytes."""
+    """A tensor of the file; `offset` is in bytes from the start of the file."""
 
     kind: str
-    block: tuple[int, int]  # values and bytes
+    block: tuple[int, int]  # its values and its bytes
     shape: tuple[int, ...]
     offset: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Header:
-    """All of a file but the values of its tensors."""
+    """The contents of a file without the values of its tensors."""
 
     path: pathlib.Path
     fields: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Header:
 
 
 def read(path: pathlib.Path) -> Header:
-    """Returns a file's header, which is parsed once for a time and a size of it."""
+    """Returns a file's header, parsed anew if the file's time or size has changed."""
     try:
         status = path.stat()
     except OSError as error:
@@ -83,7 +83,7 @@ _STRING, _ARRAY = 8, 9
 
 
 class _Reader:
-    """Reads the header of an open file, and no byte past its end or its bound."""
+    """Reads the header of an open file, up to its end or to `MAX_HEADER_BYTES`."""
 
     def __init__(self, path: pathlib.Path, file: BinaryIO, size: int):
         self.path, self.file, self.size, self.at = path, file, size, 0
@@ -107,7 +107,7 @@ class _Reader:
         return self.take(self.scalar("Q")).decode()
 
     def value(self, kind: int) -> Any:
-        """Returns a value of metadata; arrays as lists."""
+        """Returns a value of metadata of a GGUF type; arrays as lists."""
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
         if kind == _STRING:
@@ -123,7 +123,7 @@ class _Reader:
         return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
 
     def header(self) -> Header:
-        """Returns all of it."""
+        """Returns the whole header."""
         if self.size < 24 or self.take(4) != b"GGUF":
             raise self.error("is no GGUF file")
         if (version := self.scalar("I")) not in (2, 3):
@@ -149,7 +149,7 @@ class _Reader:
         return Header(self.path, fields, tensors)
 
     def tensor_info(self, name: str) -> tuple[tuple[int, ...], int, int]:
-        """Returns the shape, the kind and the offset that are stated of a tensor."""
+        """Returns the stated shape, kind and offset of a tensor."""
         num_dims = self.scalar("I")
         if not 1 <= num_dims <= 4:
             raise self.error(f"{name} has {num_dims} dimensions")
@@ -157,7 +157,7 @@ class _Reader:
         return shape, self.scalar("I"), self.scalar("Q")
 
     def tensor(self, name: str, start: int, info: tuple) -> Tensor:
-        """Returns a tensor, which the file holds all of."""
+        """Returns a tensor; raises `CheckpointError` if the file ends before it."""
         shape, kind, offset = info
         if kind not in _KINDS:
             known = ", ".join(name for name, *_ in _KINDS.values())

@@ -1,7 +1,7 @@
-"""The tokenizer in a GGUF file's metadata, as Hugging Face's JSON files.
+"""Makes Hugging Face's JSON files of the tokenizer in a GGUF file's metadata.
 
-Byte-level BPE, which llama.cpp calls "gpt2", with the words that a text is cut into by
-the name of llama.cpp's pre-tokenizer.
+The tokenizer is byte-level BPE, which llama.cpp calls "gpt2". The name of llama.cpp's
+pre-tokenizer says how a text is cut into words.
 """
 
 import pathlib
@@ -23,8 +23,8 @@ PATTERNS: Mapping[str, str | None] = {
     "qwen2": _CONTRACTIONS + r"\p{N}" + _REST,
     "smollm": None,
 }
-"""How a text is cut, by llama.cpp's names: by the pattern in a `tokenizer.json`, or by
-GPT-2's, which `ByteLevel` has in itself; "smollm" cuts digits one by one before."""
+"""The pattern that cuts a text, by llama.cpp's name; None: GPT-2's, which `ByteLevel`
+has built in. "smollm" separates each digit first."""
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 _NAMED = {
@@ -44,7 +44,7 @@ def documents(
     Args:
       path: of the GGUF file, for messages.
       fields: its metadata.
-      num_entries: of the model's embedding.
+      num_entries: rows of the model's embedding.
 
     Raises:
       CheckpointError: another kind of tokenizer, or one that contradicts itself.
@@ -55,7 +55,7 @@ def documents(
         if key.startswith("tokenizer.ggml.")
     }
     kind, pre = own.get("model"), own.get("pre", "")
-    if kind != "gpt2" or pre not in PATTERNS:
+    if kind != "gpt2" or pre not in [*PATTERNS]:
         raise files.CheckpointError(
             f"{path}: a tokenizer of kind {kind!r} with pre-tokenizer {pre!r}, and "
             f"'gpt2' with one of {', '.join(PATTERNS)} is read; take another model"
@@ -64,7 +64,7 @@ def documents(
     named = {name: _token(path, own, key) for name, key in _NAMED.items() if key in own}
     stops = [own[key] for key in _STOPS if key in own and _token(path, own, key)]
     bos = None
-    # llama.cpp's default.
+    # The default is llama.cpp's.
     if own.get("add_bos_token", pre == "llama-bpe") and "bos_token" in named:
         bos = named["bos_token"], own["bos_token_id"]
     settings = dict(named)
@@ -97,7 +97,7 @@ def documents(
 def _vocabulary(
     path: pathlib.Path, own: Mapping[str, Any], num_entries: int
 ) -> tuple[dict[str, int], list[int]]:
-    """Returns the ids of tokens, without unused ones, and the types of all ids."""
+    """Returns the ids of all tokens but unused ones, and the types of all ids."""
     tokens: list[str] = own.get("tokens", [])
     merges = own.get("merges")
     types = own.get("token_type", [1] * len(tokens) if _are_texts(tokens) else [])
@@ -111,7 +111,7 @@ def _vocabulary(
             f"{path}: {len(tokens)} tokens, and the embedding has {num_entries} rows; "
             f"{files.AGAIN}"
         )
-    # Names of unused rows of the embedding are no tokens.
+    # Unused rows of the embedding have names that are not tokens.
     vocab = {t: i for i, t in enumerate(tokens) if types[i] != _UNUSED}
     if len(vocab) != sum(kind != _UNUSED for kind in types):
         raise files.CheckpointError(f"{path}: has a token twice; {files.AGAIN}")
@@ -119,7 +119,7 @@ def _vocabulary(
 
 
 def _are_texts(values: Any) -> bool:
-    """Returns whether this is a list of texts: arrays hold one type."""
+    """Returns whether it is a list of texts. Arrays have one type: one is checked."""
     return isinstance(values, list) and all(isinstance(one, str) for one in values[:1])
 
 
@@ -135,14 +135,14 @@ def _token(path: pathlib.Path, own: Mapping[str, Any], key: str) -> str:
 
 
 def _added(number: int, token: str, kind: int) -> dict[str, Any]:
-    """Returns a token that is found in a text before it is cut."""
+    """Returns the JSON of a token that is found in a text before the text is cut."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = kind != _USER_DEFINED
     return {"id": number, "content": token, "special": special, **flags}
 
 
 def _pre_tokenizer(pre: str) -> dict[str, Any]:
-    """Returns the pre-tokenizer of that name."""
+    """Returns the JSON of the pre-tokenizer that llama.cpp calls `pre`."""
     pattern, steps = PATTERNS[pre], []
     if pre == "smollm":
         steps.append({"type": "Digits", "individual_digits": True})
@@ -153,7 +153,7 @@ def _pre_tokenizer(pre: str) -> dict[str, Any]:
 
 
 def _beginning(token: str, number: int) -> dict[str, Any]:
-    """Returns the post-processor that puts a token before each text."""
+    """Returns the JSON of a post-processor that puts a token before each text."""
     first = {"SpecialToken": {"id": token, "type_id": 0}}
     texts = [{"Sequence": {"id": name, "type_id": at}} for at, name in enumerate("AB")]
     return {

@@ -1,10 +1,10 @@
-"""GPT-NeoX, of which Pythia is: its config, its weights, its layer.
+"""GPT-NeoX, the family of Pythia: its config, its weights, its layer.
 
 Black et al. (2022), https://arxiv.org/abs/2204.06745. Only the first dimensions of a
-head are rotated (`rotary_pct`). The others are turned by an angle of zero, and the rows
-of queries and keys are put in such an order where they are loaded that the two
-dimensions of a pair are half a head apart, as everywhere here: attention and caches are
-those of other families, and scores are the same sums in another order.
+head are rotated (`rotary_pct`). The others are turned by an angle of zero. Loading puts
+the rows of queries and keys in an order in which the two dimensions of a pair are half
+a head apart, as in all families here: attention and caches are shared with them, and
+scores are the same sums in another order.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from spec_jax.ops import (
 
 
 IMPLS = ("native", "xla", "triton", "interpret")
-# No GPU has run it with Triton's kernels.
+# Triton's kernels have not run this family on a GPU.
 AUTO = ("native", "xla")
 CHAIN_IMPLS: tuple[str, ...] = ()
 LM_HEAD = "embed_out.weight"
@@ -61,8 +61,8 @@ class GPTNeoXConfig(config_lib.ModelConfig):
     """A GPT-NeoX model.
 
     Attributes:
-      rotary_size: dimensions of a head that are rotated, the first ones; of an odd
-        number, one more is, as in Hugging Face.
+      rotary_size: dimensions of a head that are rotated, the first ones; if it is odd,
+        one more is rotated, as in Hugging Face.
       has_parallel_residual: attention and MLP read the same residual, and both are
         added to it; otherwise the MLP reads what attention was added to.
       hidden_act: a GELU, by Hugging Face's name.
@@ -80,7 +80,7 @@ class GPTNeoXConfig(config_lib.ModelConfig):
         super().validate()
         config_lib.positive("layer_norm_eps", self.layer_norm_eps)
         config_lib.check_flag("use_parallel_residual", self.has_parallel_residual)
-        if self.hidden_act not in _APPROXIMATE:
+        if self.hidden_act not in [*_APPROXIMATE]:  # A file may state a list.
             raise ValueError(
                 f"hidden_act={reprlib.repr(self.hidden_act)} is not supported (need "
                 f"{', '.join(_APPROXIMATE)})"
@@ -220,9 +220,9 @@ def tensors(config: GPTNeoXConfig) -> params_lib.Params:
 
 
 def _qkv_order(config: GPTNeoXConfig) -> np.ndarray:
-    """Maps each of our rows to one of a checkpoint's fused projection, `[3, D]`.
+    """Returns each of our rows' row in a checkpoint's fused projection, `[3, D]`.
 
-    There queries, keys and values alternate from head to head.
+    In a checkpoint each head's queries, keys and values follow one another.
     """
     N, H = config.num_heads, config.head_dim
     turned, rest = np.split(np.arange(H), [config.rotary_size + config.rotary_size % 2])
@@ -247,7 +247,7 @@ def forward_rows(
     """Runs a slab of rows through the model, as `qwen3.forward_rows` does.
 
     Raises:
-      NotImplementedError: a hook, which knows the operations of Qwen3.
+      NotImplementedError: with `observe`, which knows only the operations of Qwen3.
     """
     if observe is not None:
         raise NotImplementedError(
@@ -269,7 +269,7 @@ def forward_rows(
 
 
 def _run_layer(layer, next_norm, residual, rows, pages, angles, *, config, impl):
-    """Runs a decoder layer, see `decoder.run_rows`; returns residual, keys, values."""
+    """Runs a decoder layer, see `decoder.run_rows`; returns residual and pages."""
     del next_norm
     x = residual.x
     k, v, page_table = pages
@@ -303,7 +303,7 @@ def _run_layer(layer, next_norm, residual, rows, pages, angles, *, config, impl)
     hidden = linear(norm(x, layer.mlp_norm), layer.up)
     act = functools.partial(_act, config=config, impl=impl)
     if isinstance(layer.down.weight, weights.Split):
-        # Segment after segment, all of one shape.
+        # Each segment by itself: all have one shape, so XLA compiles them alike.
         parts = jnp.split(hidden, len(layer.down.weight.pieces), axis=1)
         hidden = jnp.concatenate([act(part) for part in parts], axis=1)
     else:
@@ -324,7 +324,7 @@ def _run_head(params, residual, rows, *, config, impl):
     )
 
 
-# XLA may round otherwise, or not at all, where it fuses these with what comes next.
+# Barriers: XLA may round differently, or not at all, if it fuses these with others.
 
 
 def _norm(x, norm, *, config, impl="xla"):
@@ -341,10 +341,10 @@ def _act(x, *, config, impl="xla"):
 
 
 def _of_rows(function, x, impl):
-    """Applies it to a slab; to row after row, where slabs are of several heights.
+    """Applies `function` to a slab; with native kernels, to one row after another.
 
-    What XLA makes of it depends on the height: with native kernels, which have one for
-    each number of rows, a row is a program of one shape.
+    XLA's code for it depends on the slab's height. Native kernels take slabs of any
+    height, so each row is run by a program of one shape.
     """
     if impl == "native":
         one = lambda row: jax.lax.optimization_barrier(function(row[None]))[0]

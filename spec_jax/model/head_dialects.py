@@ -1,7 +1,7 @@
 """Keys that the `config.json` of all heads that read features have in common.
 
-Knows files and layers; how each family spells what is its own is in `eagle3_dialects`
-and `block_dialects`.
+This module reads files and the keys of layers; the keys that only one family of heads
+has are in `eagle3_dialects` and `block_dialects`.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Origin:
       target_name: its folder or its id on a hub, as others find it.
       num_anchors: blocks of a text that a step trained.
       ttt_length: drafting steps that were trained.
-      step_loss_decay: of each such step's loss, against the one before.
+      step_loss_decay: weight of a step's loss, relative to that of the step before.
     """
 
     target: config_lib.ModelConfig
@@ -51,7 +51,7 @@ Keys = dict[str, Any]
 
 
 def fill(keys: Keys, head: Any, origin: Origin) -> dict[str, Any]:
-    """Returns a table of keys with the values of one head; one of None is left out."""
+    """Returns a table of keys with the values of one head, without keys of None."""
     found = {key: x(head, origin) if callable(x) else x for key, x in keys.items()}
     return {key: value for key, value in found.items() if value is not None}
 
@@ -117,10 +117,10 @@ def architecture(raw: Mapping[str, Any], known: Collection[str], what: str) -> s
     """Returns the one architecture that a config names.
 
     Args:
-      what: the known ones are, for the message.
+      what: a noun for the known architectures, for the message.
 
     Raises:
-      ValueError: none, several or another.
+      ValueError: no architecture, several, or one that is not known.
     """
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
@@ -229,10 +229,10 @@ def windows(
     Args:
       stated: what a config says of the layers.
       slides: whether all layers slide where none is named.
-      window: of these, and of the named ones, where a config states it elsewhere.
+      window: keys that sliding layers see; None: as `sliding_window` in `stated` says.
 
     Raises:
-      ValueError: other layers, or ones that slide without a window.
+      ValueError: unknown or contradicting kinds, or sliding layers without a window.
     """
     kinds, uses = stated.get("layer_types"), stated.get("use_sliding_window")
     if kinds is None:
@@ -270,7 +270,7 @@ def windows(
 
 
 def window_keys(sizes: Sequence[int]) -> dict[str, Any]:
-    """Returns what `windows` reads back, of the windows of all layers.
+    """Returns the keys from which `windows` reads the windows of all layers back.
 
     Raises:
       ValueError: layers of different windows.
@@ -284,7 +284,7 @@ def window_keys(sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def layer_ids(key: str, ids: Any, *, shift: int) -> tuple[int, ...]:
-    """Returns `hidden_states` indices, of numbers that are `shift` below them.
+    """Returns `hidden_states` indices: the numbers of a config plus `shift`.
 
     Raises:
       ValueError: no list of whole numbers.

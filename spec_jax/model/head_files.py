@@ -215,7 +215,7 @@ def _pending_hot(hot: np.ndarray, vocab_size: int) -> list[files.Pending]:
 def is_copy(
     entries: Mapping[str, files.Entry], name: str, ours: weights.Weight
 ) -> bool:
-    """Returns whether a tensor is there, and the target's own in its dtype."""
+    """Returns whether a tensor is there and, in the target's dtype, equals `ours`."""
     if name not in entries or entries[name].shape != tuple(ours.shape):
         return False
     buffer = np.empty(ours.shape, ours.dtype)
@@ -228,7 +228,7 @@ def is_copy(
 def is_rounded(
     entries: Mapping[str, files.Entry], name: str, ours: weights.Weight
 ) -> bool:
-    """Returns whether a weight of blocks is a tensor that is there, rounded to them."""
+    """Returns whether `ours` has blocks and is a file's tensor, rounded to blocks."""
     if not weights.is_bytes(ours) or entries[name].shape != tuple(ours.shape):
         return False
     leaf = jax.ShapeDtypeStruct(ours.shape, ours.dtype)

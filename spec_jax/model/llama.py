@@ -75,7 +75,7 @@ write_config = qwen3.write_plain
 
 
 def shapes(config: LlamaConfig) -> params_lib.Params:
-    """Implements `families.Family.shapes`: those of Qwen3, but two norms."""
+    """Implements `families.Family.shapes`: those of Qwen3 without two norms."""
     params = qwen3.shapes(config)
     layers = (layer.replace(q_norm=None, k_norm=None) for layer in params.layers)
     return params.replace(layers=tuple(layers))

@@ -57,7 +57,7 @@ def load(
     GGUF file. A name of `hub.locate` will do.
 
     All names, shapes, sizes and the free memory are checked before any weight is
-    read. Besides the result, at most one array and one block are held at a time.
+    read. Besides the result, loading holds at most what `required_bytes` says.
 
     Args:
       dtype: of the weights, "float32" or "bfloat16"; that of `config.json` if None.
@@ -69,8 +69,8 @@ def load(
       impl: a resolved implementation, for whose kernels the weights are prepared as
         by `params.prepare`; arrays if None.
       available_bytes: free memory of the host; asked of the system if None.
-      vocab_size: entries of the embedding and of the head that are loaded, the first
-        ones: without the rest, which pads them, it can be neither drawn nor drafted.
+      vocab_size: how many entries of the embedding and of the head are loaded, from
+        the first on: the rest is padding, which can then be neither drawn nor drafted.
         All if None.
       layout: of a model on a mesh, whose devices get their own pieces, of the weights
         that `load_shards.CUTS` names; this process reads those of its devices.
@@ -117,7 +117,7 @@ def load(
             impl=impl or "xla",
         )
 
-    # A table that is not the head, too, is looked up only.
+    # Rows of an embedding that is not the head are only looked up.
     table: Any = None if names.lm_head is None else names.embed
 
     def read(
@@ -286,7 +286,7 @@ def _check_entries(
     expected = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
     required = list(expected)
     if config.tie_word_embeddings:
-        # May be there, as a copy.
+        # The files may hold the head as a copy.
         _, shape = names.embed.parts[0]
         expected[families.of(config).LM_HEAD] = shape
     files.check_names(folder, entries, required=required, known=expected)

@@ -190,7 +190,7 @@ def forward_rows(
 
 
 def _fused_step(params, config, rows, kv, taps, with_logits):
-    """Does as `forward_rows` in one call of native kernels."""
+    """Runs what `forward_rows` does by one call of native kernels."""
     logits, features, pages = steps.step(
         rows.tokens,
         steps.Model.of(params, params.layers, config, kv),
@@ -222,8 +222,8 @@ def run_chains(
 ) -> tuple[cache.PagedKV, Int[Array, "S most"]]:
     """Continues texts greedily, in one call of native kernels; see `steps.chains`.
 
-    The same tokens and K/V as by `forward_rows`, a row after the other. The pages must
-    have been reserved; lengths do not change.
+    Tokens and K/V are those of `forward_rows`, one row at a time. The pages must have
+    been reserved; lengths do not change.
     """
     params = params_lib.prepare(params, "native")
     places = tokens.shape[1] + most - 1

@@ -30,7 +30,7 @@ from spec_jax.typing import check_impl
 
 
 SHORT = 1024
-"""Positions of a model that do not bound the size of its pages."""
+"""Page sizes up to this are allowed even for a model of fewer positions."""
 
 CacheKind = Literal["paged", "static"]
 """Layouts of pages: a pool that all slots share, or a fixed range for each slot."""
@@ -74,12 +74,12 @@ class RowModel:
     Attributes:
       impl: an implementation, see `ops.dispatch`; "auto" is resolved at once, and the
         attribute then names what was chosen.
-      slab: rows of every call, live or not; at least the longest window, but where
-        `impl` has slabs of its own. `slab_for` knows what it takes.
+      slab: rows of every call, active or padding: at least the longest window, or the
+        height that `impl` fixes. `slab_for` returns it.
       cache: what `new_cache` allocates, `PagedKV` or `StaticKV`. No bit of a row
         depends on it, and every method takes either.
-      layout: of a model on a mesh, whose weights `load.load` reads with the same; None:
-        on one device.
+      layout: how a model lies on a mesh; `load.load` must get the same one. None: on
+        one device.
 
     Raises:
       ValueError: no such implementation, a slab that it does not take, an unknown kind
@@ -139,7 +139,7 @@ class RowModel:
 
         Raises:
           ValueError: a size below one, pages of more positions than the model has,
-            fewer of them than slots, or a static cache that shares.
+            fewer pages than slots, or a static cache that shares.
         """
         if capacity < 1:
             raise ValueError(f"{capacity=} must be at least 1")
@@ -256,7 +256,7 @@ class RowModel:
     def prefills_by_rows(self) -> bool:
         """Whether rows are the faster prefill: they are with kernels of our own.
 
-        On a mesh they are the only one, and of eight bits XLA's products are slow.
+        A mesh has no other prefill, and XLA's products with blocks are slow.
         """
         of_bytes = self.config.is_bytes and self.impl in dispatch.PALLAS
         return self.impl == "native" or self.layout is not None or of_bytes
@@ -283,8 +283,8 @@ class RowModel:
 
     @property
     def draw(self) -> Callable[..., Int[Array, " R"]] | None:
-        """Draws a token from each row, as `sampling.sample_each` does; None where there
-        are no kernels, and that function draws."""
+        """A function that draws a token from each row, as `sampling.sample_each` does;
+        None where there are no kernels, and `sample_each` draws."""
         if not draw_op.can_draw(self.impl):
             return None
         return functools.partial(draw_op.draw, impl=self.impl)

@@ -42,13 +42,13 @@ def save(
 
     Args:
       tokenizer: written beside the weights, with its chat template and its stop tokens;
-        None: the weights and `config.json` alone, which `spec_jax.load` refuses.
-      max_shard_bytes: most bytes of weights in one file, unless a single tensor is
-        larger; one `model.safetensors` if None.
+        None: none is written, and `spec_jax.load` refuses the folder.
+      max_shard_bytes: most in a file, unless one tensor is larger; None: one file.
       metadata: further entries of each file's `__metadata__`.
 
     Raises:
-      ValueError: `params` have not the shapes and dtype of `config`.
+      ValueError: `params` have not the shapes, dtype and form of weights of `config`,
+        or `max_shard_bytes` is below 1.
       CheckpointError: the files cannot be written.
     """
     folder = pathlib.Path(folder)

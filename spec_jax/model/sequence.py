@@ -33,7 +33,7 @@ einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 def matmul(x: jax.Array, w: weights.Weight, bias: jax.Array | None = None) -> jax.Array:
     """Returns `x w^T`, accumulated in float32 and rounded to the dtype of `x`.
 
-    `x` is `[..., K]` and `w` is `[N, K]`. So are its gradients: see `product`. A
+    `x` is `[..., K]` and `w` is `[N, K]`; `product` describes the gradients. A
     `bias [N]` is added to the sums before they are rounded.
     """
     sums = weight_product(x, w)
@@ -43,7 +43,7 @@ def matmul(x: jax.Array, w: weights.Weight, bias: jax.Array | None = None) -> ja
 
 
 def weight_product(x: jax.Array, w: weights.Weight) -> jax.Array:
-    """Returns `product` with a weight in any form; of eight bits, as rows have it."""
+    """Returns `x w^T` in float32, for a weight in any form, of blocks too."""
     if weights.is_bytes(w):
         return weights.byte_product(x, w)
     return product(x, weights.matrix(w))
@@ -129,7 +129,7 @@ def heads(layer, config, x, positions, *, bias=None):
 
 
 def attend_blocks(q, context, own, is_context, is_own):
-    """Attends to the context of a block, and to its rows.
+    """Attends from each row of blocks to their context and to the rows of its block.
 
     Args:
       q: `[B, A, S, N, H]`.
@@ -156,7 +156,7 @@ def attend_blocks(q, context, own, is_context, is_own):
 
 
 def gated_mlp(layer, x: jax.Array, *, eps: float) -> jax.Array:
-    """Returns `x` and what a layer's gated half adds to it."""
+    """Returns `x` plus the output of a layer's gated MLP."""
     inner = matmul(norm(x, layer.mlp_norm, eps), layer.gate_up)
     return x + matmul(swiglu.swiglu(inner), layer.down)
 

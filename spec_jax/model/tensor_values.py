@@ -1,7 +1,7 @@
 """The values of tensors in files: read into buffers, compared, checked for NaN.
 
-Takes a block of memory at a time, whatever the size of a tensor. Every failure is a
-`CheckpointError` that names the file.
+Functions take at most a few blocks of memory, whatever the size of a tensor. A file
+that cannot be used raises a `CheckpointError` that names it.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from spec_jax.model import checkpoint_files as files
 
 # A conversion or a comparison reads this much of a tensor at a time.
 BLOCK_BYTES = 16 * 2**20
-# The test for infinity and NaN, this much: it is to stay in a core's cache.
+# The test for infinity and NaN reads this much at a time, to stay in a core's cache.
 _TEST_BYTES = 2**18
 
 
@@ -60,7 +60,7 @@ def read_columns(entry: files.Entry, out: np.ndarray, *, first: int) -> None:
 
 
 def check_finite(entry: files.Entry, values: np.ndarray) -> None:
-    """Refuses weights of which every result would be NaN, or could be."""
+    """Refuses weights with an infinity or NaN, which may make every result NaN."""
     index = first_non_finite(values)
     if index is not None:
         raise files.CheckpointError(

@@ -136,7 +136,7 @@ class Tokenizer:
 
         Args:
           num_positions: of the model.
-          vocab_size: of the model; larger stop ids are left out.
+          vocab_size: of the model; stop ids that are not below it are left out.
         """
         named = {
             f"{name}_id": self.backend.token_to_id(text)
@@ -364,7 +364,8 @@ def _chat_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | N
         template = settings.get("chat_template")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: {error}") from None
-    if isinstance(template, list):  # Several, by name.
+    if isinstance(template, list) and all(isinstance(x, dict) for x in template):
+        # Several, by name.
         named = {item.get("name"): item.get("template") for item in template}
         template = named.get("default")
     if template is not None and not isinstance(template, str):

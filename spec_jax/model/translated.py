@@ -30,8 +30,8 @@ class TranslatedParams(pytree.Node):
     """A draft's weights, and its token for each of the target's."""
 
     model: params_lib.Params
-    read: jax.Array  # [V] int32: what the draft is given for a token
-    drafted: jax.Array  # [V] int32: the same token; the draft's size: it has none
+    read: jax.Array  # [V] int32: the draft's token that it reads for a target's token
+    drafted: jax.Array  # [V] int32: the draft's equal token; its vocabulary size: none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class TranslatedModel(row_model.RowModel):
 
     @property
     def runs_chains(self) -> bool:
-        """Each draft is put in the target's vocabulary before the next."""
+        """False: each draft is translated to the target's ids before the next."""
         return False
 
     def forward_rows(
@@ -64,7 +64,7 @@ class TranslatedModel(row_model.RowModel):
         kv: paged.PagedKV,
         **how: Any,
     ) -> tuple[paged.PagedKV, decoder.RowOutputs]:
-        """Runs a slab of rows; logits of tokens that the draft has not are -inf."""
+        """Runs a slab of rows; logits of tokens that the draft lacks are -inf."""
         rows = rows.replace(tokens=params.read.at[rows.tokens].get(mode="clip"))
         kv, outputs = self.own.forward_rows(params.model, rows, kv, **how)
         logits = outputs.logits.at[:, params.drafted].get(
@@ -79,7 +79,7 @@ class TranslatedModel(row_model.RowModel):
         tokens: list[int],
         **how: Any,
     ) -> tuple[paged.PagedKV, Float[jax.Array, "T taps D"] | None]:
-        """Does as `RowModel.prefill`."""
+        """Implements `RowModel.prefill`."""
         own = np.asarray(params.read)[np.asarray(tokens, np.int32)].tolist()
         return self.own.prefill(params.model, kv, own, **how)
 

@@ -36,7 +36,7 @@ inline Largest largest_of(const float* x, int64_t begin, int64_t end) {
 // The largest of a block, without its index; NaN where a value is NaN or infinite, and
 // must be looked at.
 inline float block_maximum(const float* x) {
-  constexpr int kBeside = 4;  // that do not wait for each other
+  constexpr int kBeside = 4;  // independent accumulators
   Vec most[kBeside], spoilt[kBeside];
   for (int j = 0; j < kBeside; ++j) {
     most[j] = load(x + j * kLanes);
@@ -73,7 +73,7 @@ inline Largest largest_of_piece(const float* x, int64_t begin, int64_t end) {
     if (best.yields_to(next.value)) best = next;
   }
   if (best.value == best.value) {
-    // It is in the block; the bound is for a processor that flushes what is denormal.
+    // The value is in the block; the bound guards against flushed denormal numbers.
     while (best.index + 1 < end && x[best.index] != best.value) ++best.index;
   }
   return best;

@@ -46,7 +46,7 @@ struct Pages {
   }
 
   // Sets the offsets of a block's positions from `start`, without a division for each.
-  // From `last` on they repeat the last one: such keys may be read, and mean nothing.
+  // From `last` on they repeat the last one: such keys may be read, but are not used.
   void block(int64_t start, int64_t last, int64_t (&offsets)[kKeyBlock]) const {
     int64_t count = std::min<int64_t>(last - start, kKeyBlock), left = 0, next = 0;
     for (int64_t t = 0; t < count; ++t, --left, next += row_stride) {
@@ -86,7 +86,7 @@ struct Sums {
     std::fill_n(weighted.begin(), n * width(), 0.0f);
   }
 
-  // From `to` on become `n` of `other`, from `from` on.
+  // Copies `n` softmaxes of `other`, from number `from` on, to number `to` and on.
   void take(int64_t to, const Sums& other, int64_t from, int64_t n) {
     std::copy_n(&other.maximum[from], n, &maximum[to]);
     std::copy_n(&other.total[from * kLanes], n * kLanes, &total[to * kLanes]);
@@ -165,10 +165,10 @@ struct Queries : Sums<T> {
   }
 };
 
-// A block of keys or values, and where memory is to be asked for the next one, of which
-// `next` is null if it is the last: rows of a head are short and far apart, which no
-// processor foresees. Asked for between one piece of work and another, since memory takes
-// only so many questions at a time.
+// A block of keys or values, and the offsets of the next block, to prefetch it; `next` is
+// null for the last block. Processors do not prefetch rows of a head by themselves: they
+// are short and far apart. Prefetches are spread over the work on a block, since memory
+// serves only so many requests at a time.
 template <typename T>
 struct Block {
   const T* rows;

@@ -16,7 +16,7 @@ from spec_jax.native import calls, draws as draws_lib, steps
 class LayerWeights(typing.NamedTuple):
     """A layer, in the order of the kernels' arrays; matrices as panels.
 
-    As a `steps.LayerWeights`, but for queries and keys and values, which are apart.
+    As a `steps.LayerWeights`, but queries (`q`) are apart from keys and values (`kv`).
     """
 
     input_norm: jax.Array  # [D]

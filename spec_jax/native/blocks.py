@@ -37,15 +37,15 @@ LEAST = 1e-36
 """A block of a row is rounded to zeros where no magnitude is larger."""
 
 OFFSET = 128
-"""In panels integers are so much larger: bytes without a sign."""
+"""Panels store each eight-bit integer plus this, as an unsigned byte."""
 
 
 class Blocks(pytree.Node):
     """A matrix of eight bits, or of four.
 
     Attributes:
-      values: int8 `[N, B, 32]`, zeros past `K`; of four bits uint8 `[N, B, 16]`, with
-        the value 16 further on above, as in GGUF.
+      values: int8 `[N, B, 32]`, zeros past `K`; of four bits uint8 `[N, B, 16]`:
+        value `i` in the low half of byte `i`, value `i + 16` in the high half.
       scales: float16 `[N, B]`.
       minima: float16 `[N, B]`; None: of eight bits.
       shape: `(N, K)` of the matrix.
@@ -80,7 +80,7 @@ def quantise(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         x = x * inverse[..., None]
         whole = np.trunc(x)
         whole += np.copysign(np.abs(x - whole) >= 0.5, x)
-        # NaN is in the scale; no integer is it.
+        # A NaN shows in the scale; integers cannot hold it.
         whole = np.where(np.isfinite(whole), whole, np.float32(0))
         return whole.astype(np.int8), scales.astype(np.float16)
 

@@ -146,10 +146,10 @@ def load(isa: str | None = None) -> str:
 
 
 def choose(isa: str) -> None:
-    """Makes `isa` the instruction set of all kernels: of a flag, say.
+    """Makes `isa` the instruction set of all kernels.
 
-    Sets `$SPEC_JAX_ISA`, so that it is that of processes started later, too. To be
-    called before any kernel is loaded, which `dispatch.resolve` does.
+    Sets `$SPEC_JAX_ISA`, so that processes started later use it, too. Call it before
+    `dispatch.resolve`, which loads the kernels.
 
     Args:
       isa: one of `available_isas()`.
@@ -163,7 +163,7 @@ def choose(isa: str) -> None:
 
 
 def _default() -> str:
-    """Returns the set of kernels loaded without a name: the same ever after."""
+    """Returns the set that `load` takes by default; once loaded, it stays the same."""
     chosen = os.environ.get(ISA_VARIABLE)
     if chosen:
         _check_choice(f"{ISA_VARIABLE}={chosen}", chosen)
@@ -211,7 +211,7 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def _asked_commands(asked: str) -> list[list[str]]:
-    """Returns the meanings of `$CXX`: a path with spaces, or several words."""
+    """Returns the meanings of `$CXX`: a path with spaces, or a command of words."""
     try:
         words = shlex.split(asked)
     except ValueError as error:
@@ -231,7 +231,7 @@ def _widest(compiler: tuple[str, ...]) -> str:
 def _knows(
     compiler: Sequence[str], flags: Sequence[str], instruction: str = ""
 ) -> bool:
-    """Returns whether the compiler takes these flags, and its assembler this."""
+    """Returns whether the compiler knows the flags, its assembler the instruction."""
     # -pipe: g++ would write to the temporary folder, and where that is full no set
     # would seem to be known.
     flags = [*flags, "-pipe", "-x", "c++", "-c", "-", "-o", os.devnull]
@@ -240,7 +240,7 @@ def _knows(
 
 @functools.cache
 def _flags_of(compiler: tuple[str, ...], isa: str) -> tuple[str, ...]:
-    """Returns an instruction set's flags, with that of what makes it faster here."""
+    """Returns an instruction set's flags, and that of `_FASTER` if it helps here."""
     feature, flag = _FASTER.get(isa, ("", ""))
     if feature in cpu_features() and _knows(compiler, (flag,)):
         return *ISA_FLAGS[isa], flag
@@ -323,9 +323,9 @@ def _cache_folders() -> Iterator[pathlib.Path]:
 
 
 def _make_private(folder: pathlib.Path) -> None:
-    """Raises `OSError` unless `folder` exists and is this user's alone to write.
+    """Makes `folder`; raises `OSError` unless this user alone can write to it.
 
-    Code is run from there, and anybody can make a folder among temporary ones.
+    Code is run from it, and any user can make a folder among the temporary ones.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     facts = folder.lstat()

@@ -15,7 +15,7 @@ namespace spec_jax {
 
 constexpr int64_t kRowBlockBytes = kBlock + 4 + 4 + 4;  // of a row: bytes, scale, sums
 
-// Blocks of kBlock values of a row of K, of which there are pairs.
+// The number of blocks of kBlock values in a row of K, rounded up to an even one.
 inline int64_t blocks_of(int64_t K) { return 2 * pairs_of(K); }
 
 // One block of a group of rows, ready for products: the bytes of all rows, their scales,

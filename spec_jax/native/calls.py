@@ -4,9 +4,9 @@ The instruction set is part of a call's target, so that one process can compare
 several: `isa` is one of `build.ISA_FLAGS`, that of `build.load` if None.
 
 Weights come as `Panels`. Another matrix is turned into them by the call itself,
-which costs more than the call: for single products, and not for models.
+which costs more than the product: do so for single products, not in models.
 
-Padding rows of a result are not written, and unspecified, unless it is said.
+Padding rows of a result are not written: unspecified unless a function says more.
 """
 
 import functools
@@ -247,7 +247,7 @@ def attend(
 
 
 def branch_of(branch: jax.Array | None, num_rows: int) -> jax.Array:
-    """Returns the branches for a kernel, empty where rows are of chains."""
+    """Returns the branches for a kernel, empty if there are none."""
     if branch is None:
         return jnp.zeros((0, 0), jnp.int32)
     check_shapes(branch=(branch, (num_rows, branch.shape[1])))

@@ -1,5 +1,5 @@
 // The best children of a tree's rows: the tokens that rows most probably give, as `draw.h`
-// has it, and what their paths score.
+// defines it, and their scores.
 //
 // A row is looked at in pieces, of which each finds its own best and its part of the sum:
 // the same ones whatever the number of threads, and of rows.
@@ -48,8 +48,8 @@ struct Best {
 
   void offer_all(const float* x, int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n += kLanes) {
-      // (Where the end is near there are zeros, too, which are none of them. Where a
-      // value is no number the highest may be lost: such a row has no draft.)
+      // (Lanes past the end are zeros, and at most cause a search in vain. Where a value
+      // is NaN the highest may be lost: such a row has no draft.)
       float highest = largest_lane(load_lanes(x + n, end - n));
       if (count == most && highest <= found[most - 1].value) continue;
       for (int64_t i = n; i < std::min<int64_t>(n + kLanes, end); ++i) offer({x[i], i});
@@ -66,7 +66,7 @@ struct PieceSum {
 inline PieceSum sum_of_piece(const float* x, int64_t begin, int64_t end, float highest,
                              float scale) {
   if (highest == -kInfinity) {
-    // All are as low, or are no numbers.
+    // All values are -inf or NaN.
     bool is_none = std::any_of(x + begin, x + end, [](float v) { return v != v; });
     return {highest, is_none ? std::numeric_limits<float>::quiet_NaN() : 0.0f};
   }

@@ -25,8 +25,8 @@ namespace spec_jax {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kDrawPiece = 1024;  // tokens that one thread takes at a time
 
-// How each slot draws. Where `temperature` is null none does, and where it is 0 the slot
-// does not.
+// How each slot draws. If `temperature` is null no slot draws; a slot whose temperature
+// is 0 does not draw either.
 struct Draws {
   const float *temperature = nullptr, *top_p = nullptr, *min_p = nullptr;   // [S]
   const int32_t *top_k = nullptr, *seeds = nullptr, *positions = nullptr;   // [S]
@@ -137,7 +137,7 @@ struct DrawnRow {
       tokens.distance[n] = (most - x[n]) * scale;
       tokens.weight[n] = 1.0f;
     }
-    // With all that equal the last of them.
+    // Keeps all tokens that equal the last of them, too.
     if (top_k < N) kept.distance = tokens.nearest(static_cast<float>(top_k));
     if (!(top_p < 1)) return;
     for (int64_t n = 0; n < N; n += kLanes) {

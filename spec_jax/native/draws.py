@@ -74,5 +74,5 @@ def draw(
 
 
 def given(draws: Draws | None, log_weights: jax.Array) -> jax.Array | None:
-    """Returns the log weights that a kernel gave; None where it was not asked."""
+    """Returns the log weights that a kernel gave; None if draws are not independent."""
     return log_weights if draws is not None and draws.independent else None

@@ -93,7 +93,7 @@ inline void step(const float* x, const bf16* const (&w)[P], int64_t at,
 }
 
 // R rows by the P panels at `w` over `words` words of k, into sums [R, stride]. `skipped`
-// is the number of bytes between these panels and the next ones, which memory is asked for
+// is the number of bytes between these panels and the next ones, which are prefetched
 // if `kAsks`.
 template <int R, int P, bool kAsks, typename X, typename W>
 void tile(const X* x, const W* w, int64_t words, float* sums, int64_t stride,

@@ -1,8 +1,8 @@
 // CPU kernels of the row path, called through XLA's foreign function interface.
 //
 // Each computes its active rows independently of one another and stops after them: cost
-// follows `num_active`, and padding rows of a result hold what they held, except those of
-// a step's features, which are zeros. Shapes are checked by the caller (`calls.py`); no exception leaves a handler.
+// follows `num_active`. Padding rows of a result are not written, except in a step's
+// features, an argmax and a draw: zeros. Callers check shapes; handlers do not throw.
 
 #include "argmax.h"
 #include "block_calls.h"

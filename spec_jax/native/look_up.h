@@ -56,8 +56,8 @@ class Counts {
 // A body of text [0, size), and its places that follow what a sequence ends with.
 class Body {
  public:
-  // `end` are the last `match_max` tokens of the sequence, the last of them first; none
-  // where it is shorter.
+  // `end` holds the last `match_max` tokens of the sequence, or all of a shorter one, the
+  // last of them first.
   Body(const int32_t* text, int64_t size, const std::vector<int32_t>& end)
       : text_(text), size_(size) {
     for (int64_t j = 1; j < size; ++j) {

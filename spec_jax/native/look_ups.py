@@ -24,9 +24,9 @@ def look_up(
     """Finds the continuation of the highest score.
 
     Args:
-      tokens: of which the first `length` are the sequence.
-      gamma: tokens, at most; at most `gamma_max`.
-      corpus: `suffix_match.NONE` between texts.
+      tokens: the first `length` are the sequence.
+      gamma: tokens to draft at most, not above `gamma_max`.
+      corpus: texts, with `suffix_match.NONE` between them.
       budgets: tokens by the length of the match, from 1 on; none less than the one
         before.
       min_probability: no token has less.

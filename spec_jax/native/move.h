@@ -27,8 +27,8 @@ struct Moves {
   }
 };
 
-// In every pool [P * C, width]. All are read before any is written; a source that does
-// not exist reads as 0, a target that does not exist is not written.
+// Copies in every pool [P * C, width]. All are read before any is written; a source that
+// does not exist reads as 0, a target that does not exist is not written.
 template <typename T>
 void move_rows(const Moves& m, const std::vector<T*>& pools, int64_t width) {
   struct Copy {

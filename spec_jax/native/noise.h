@@ -79,7 +79,7 @@ inline float log_of(float x) {
 // `high` and 2^-23 of `low`.
 inline float gumbel(float high, float low) {
   constexpr float kTiny = 1.17549435e-38f;
-  // Not a branch, into which nothing would be vectorised.
+  // Selects without a branch, which would keep loops from being vectorised.
   float is_small = static_cast<float>(high < 0.5f);
   float x = high + 1.1920929e-7f * low * is_small + kTiny * is_small;
   // The bits that 1 - x loses are added again.

@@ -4,7 +4,7 @@
 // the other: [N / kPanel, K / kWord, kPanel, kWord], both divisions rounded up, zeros
 // where there is no such element. A word is 32 bits: one float, or two of bf16, which
 // are the even element and the odd one. So lanes are outputs, and a panel is one stream
-// of memory. One order for all instruction sets.
+// of memory. All instruction sets use this order.
 //
 // Weights of eight bits stand in blocks of kBlock along k, two by two: the bytes of the
 // first, [kBlock / 4, kPanel, 4], those of the second, and the float16 scales of both,

@@ -1,7 +1,7 @@
 """Weight matrices in the order in which the kernels multiply them, see `panels.h`.
 
 A matrix `[N, K]` stands as panels of 16 outputs, each with its 32-bit words of `k` one
-after the other: one float32, or two bfloat16. The same for all instruction sets.
+after the other: one float32, or two bfloat16. All instruction sets read this order.
 `calls.pack` makes them; values are kept as they are, so that `unpack` gives back the
 matrix, bit for bit.
 """
@@ -23,7 +23,7 @@ class Panels(pytree.Node):
 
     Attributes:
       data: `[ceil(N / 16), ceil(K / word), 16, word]`, zeros past the matrix; of
-        `blocks.Blocks` uint8 `[ceil(N / 16), ceil(K / 64), 17, 64]`.
+        `Blocks` uint8 `[ceil(N / 16), ceil(K / 64), 17, 64]`, 10 for 17 with four bits.
       shape: `(N, K)` of the matrix.
       of: `Blocks.of`; None: of the matrix's elements as they are.
     """
@@ -39,7 +39,7 @@ class Panels(pytree.Node):
 
 
 def packed_shape(shape: tuple[int, int], dtype: jnp.dtype) -> tuple[int, ...]:
-    """Returns shape of `Panels.data` for a matrix of `shape`."""
+    """Returns the shape of `Panels.data` for a matrix of `shape`."""
     (N, K), word = shape, word_of(dtype)
     return -(-N // PANEL), -(-K // word), PANEL, word
 

@@ -184,9 +184,9 @@ void run_step(Team<Pool>& team, const Step<T>& step) {
 
 // Texts that are continued.
 struct Chains {
-  const int32_t* tokens;   // [S, width]: of each slot's text, what no K/V is stored of
+  const int32_t* tokens;   // [S, width] of each slot's text, whose K/V is not stored
   const int32_t* starts;   // [S] the position of the first of them
-  const int32_t* pending;  // [S] how many they are
+  const int32_t* pending;  // [S] how many of the tokens there are
   const int32_t* counts;   // [S] tokens to draft; 0: the slot sits out
   int64_t num_slots, width, most;
   int32_t* drafts;  // [S, most]

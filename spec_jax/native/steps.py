@@ -1,6 +1,6 @@
 """Whole steps of a model as JAX functions, each one foreign call.
 
-See `calls`, of whose functions they have the bits.
+Their bits are those of the functions of `calls`, one by one.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ Pages = list[tuple[jax.Array, jax.Array]]
 class LayerWeights(typing.NamedTuple):
     """A layer of `step`, in the order of the kernel's arrays; matrices as panels.
 
-    Both norms of heads, or neither.
+    Give both norms of heads, or neither.
     """
 
     input_norm: jax.Array  # [D]
@@ -121,7 +121,7 @@ class Model:
         return self.embed.shape[0]
 
     def _heads(self, layer, queries: int, keys_values: int) -> dict[str, tuple]:
-        """Returns the weights of so many values of heads, and their shapes."""
+        """Returns the weights that make queries, keys and values, and their shapes."""
         return {"qkv": (layer.qkv, (queries + keys_values, self.row_size))}
 
     def _weights(self, layer) -> tuple[calls.Weight | None, ...]:
@@ -148,7 +148,7 @@ class Model:
           at: the page table, and cosines and sines of the rows.
 
         Returns:
-          What it gives, as `outputs` says, and the pages.
+          The kernel's results, of the shapes `outputs`, and the pages.
         """
         none = jnp.zeros((0,), self.final_norm.dtype)  # as in `calls.project`
 
@@ -200,7 +200,7 @@ class Model:
         """Calls a kernel that runs rows, as `call` does.
 
         Args:
-          own: what it takes before the rows.
+          own: arrays that the kernel takes before the rows.
           rows: tokens, slots and positions `[R]`, the number of active ones, and
             branches `[R, A]` if they are rows of trees.
 
@@ -292,7 +292,7 @@ def chains(
       pending: how many of the tokens there are, at least one.
       counts: tokens to draft, `most` at most; 0: the slot sits out.
       draws: None: greedily.
-      target: the kernel of the kind of model, and `own` what it takes more of the rows.
+      target: the kernel of the kind of model, and `own` its further arrays.
 
     Returns:
       Drafts `[S, most]` int32, 0 from `counts` on; of independent draws log weights

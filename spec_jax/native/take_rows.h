@@ -1,4 +1,4 @@
-// Rows of a table, by their numbers: the embeddings of tokens.
+// Copies rows of a table by their numbers: the embeddings of tokens.
 
 #pragma once
 

@@ -158,7 +158,7 @@ class Team {
 
   void gather() {
     shared_ = std::make_shared<Shared>(size_);
-    // A helper waits until the team is gone, which its own thread would never see to.
+    // A helper waits until the team is gone: the caller must not, since it ends the team.
     // (XLA's pool keeps 1,024 tasks a thread, and a thread that the system gives no core
     // does not come to fetch them: that many calls later its queue is full.)
     auto caller = std::this_thread::get_id();

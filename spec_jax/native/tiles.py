@@ -1,8 +1,8 @@
 """Weights of eight bits in the order in which the GPU's kernels read them.
 
-A block of 32 of each output after the other: a program that owns some outputs reads as
-many lines of 32 bytes, all beside each other, for each block. Two float16 scales stand
-in one word, since fewer than four bytes are not copied ahead.
+Block by block, the 32 values of every output are adjacent: for each block a program
+reads one contiguous run of memory, 32 bytes for each of its outputs. Two float16 scales
+share a word, since asynchronous copies take at least four bytes.
 """
 
 import jax

@@ -85,9 +85,9 @@ def is_fused(impl: str) -> bool:
 
 
 def kernels(name: str, impl: str) -> tuple[types.ModuleType, bool]:
-    """Returns the module of an implementation in `PALLAS` that has kernels of a name.
+    """Returns the module `pallas/{name}_triton`, and whether to interpret its kernels.
 
-    And whether they are to be interpreted.
+    `impl` is one of `PALLAS`.
     """
     module = importlib.import_module(f"spec_jax.pallas.{name}_triton")
     return module, impl == "interpret"
@@ -96,7 +96,7 @@ def kernels(name: str, impl: str) -> tuple[types.ModuleType, bool]:
 def slab_rows(impl: str) -> int | None:
     """Returns the rows in a slab of a resolved implementation; None if any number.
 
-    One height for plain decoding and for verification of a short chain. The kernels
+    Plain decoding and verification of a short chain use the same height. The kernels
     have the same bits for any number of slabs, see `most_rows`.
     """
     if impl not in PALLAS:
@@ -109,7 +109,7 @@ def slab_rows(impl: str) -> int | None:
 def most_rows(impl: str) -> int | None:
     """Returns the rows, in whole slabs, that share a read of weights; None if any.
 
-    With a resolved implementation: the most rows of a window, and of a block.
+    It bounds the rows of a window and of a block. `impl` is a resolved one.
     """
     if impl not in PALLAS:
         return None
@@ -127,15 +127,15 @@ def whole_slabs(impl: str, num_rows: int) -> int:
 def instruction_set(impl: str) -> str | None:
     """Returns the instruction set that a resolved implementation's own kernels use.
 
-    Part of what decides bits, and so of what results report. None where the kernels
-    are a compiler's.
+    Bits depend on it, so results report it. None for implementations whose kernels a
+    compiler makes.
     """
     return build.load() if impl == "native" else None
 
 
 @functools.cache
 def _choose() -> str:
-    """Chooses native kernels if available; else XLA, and prints a line that says so."""
+    """Chooses native kernels if available; else XLA, and logs a warning."""
     try:
         build.load()
     except build.BuildError as error:

@@ -28,7 +28,7 @@ Sums = tuple[Callable[..., jax.Array], Callable[[jax.Array], jax.Array]]
 
 
 def has_kernels(impl: str) -> bool:
-    """Returns whether an implementation has kernels for all of it."""
+    """Returns whether an implementation has kernels for every function here."""
     return impl in dispatch.PALLAS
 
 
@@ -38,7 +38,7 @@ def can_draw(impl: str) -> bool:
 
 
 def sums(impl: str) -> Sums | None:
-    """Returns how an implementation's kernels compute; None where it has none."""
+    """Returns an implementation's `Sums`; None if it has no kernels for them."""
     if not has_kernels(impl):
         return None
     return (
@@ -78,7 +78,7 @@ def noisy_weights(
     draws: Bool[Array, " R"],
     impl: str,
 ) -> Float32[Array, "R V"]:
-    """Returns what `draw` takes the highest of; of rows that do not draw, anything.
+    """Returns what `draw` takes the highest of; rows that do not draw are unspecified.
 
     Args:
       settings: `sampling.SamplingSettings` with leaves `[R]`.
@@ -117,7 +117,7 @@ def distribution(
     Args: as in `noisy_weights`, or with scalar leaves.
     """
     each = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, logits.shape[:1]), settings)
-    # The highest weighs 1: no sum is 0.
+    # The highest token has weight 1, so no sum is 0.
     weights = jnp.exp(log_weights(logits, each, impl=impl))
     return weights / row_sums(weights, impl=impl)[:, None]
 

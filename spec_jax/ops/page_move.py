@@ -20,7 +20,7 @@ def page_move(
     moves: Bool[Array, " Q"],
     impl: str,
 ) -> tuple[Float[Array, "P C K H"], ...]:
-    """Copies some places of slots to others, in both pools.
+    """Copies some places of slots to others, in every pool.
 
     All are read before any is written, and nothing is computed with the elements: NaN
     keeps its payload. A source that no page holds reads as 0; a target that no page

@@ -1,4 +1,4 @@
-"""Where positions are stored, and rows put there: padding rows go nowhere."""
+"""Locates positions in pages and stores rows there; padding rows are dropped."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

@@ -9,7 +9,7 @@ the slot the keys of its last positions are stored.
 A row's result depends, bit for bit, on its query, its position and the keys and
 values it may see, for a fixed number of rows: not on where those are stored. Keys go in
 blocks of `KEY_BLOCK` absolute positions, walked in order; a block that a row may not
-see leaves that row's running sums untouched (by selection: not by adding zero). The
+see leaves that row's running sums untouched (by selection, not by adding zero). The
 number of blocks that are walked follows the longest active row, not the capacity, and
 each slot is walked for itself, so that a sequence's bits do not depend on its
 neighbours.
@@ -120,7 +120,7 @@ def paged_attention(
 def _walk_branches(carry, queries, pools, page_table, rows, accumulate):
     """Adds the keys of a branch, which follow the keys that all rows of a slot see.
 
-    Branch by branch: the rows that lie on one share its reads.
+    It goes branch by branch: the rows that lie on one share its reads.
     """
     slots, positions, branch, firsts, live = rows
     R = slots.shape[0]
@@ -133,7 +133,7 @@ def _walk_branches(carry, queries, pools, page_table, rows, accumulate):
         of_slot = live & (slots == slots[leader])
 
         def walk_block(block, carry):
-            """Adds a block of them."""
+            """Adds one block of the branch's keys."""
             offsets = jnp.arange(KEY_BLOCK, dtype=jnp.int32)
             key_positions = block * KEY_BLOCK + offsets
             is_key = key_positions < length
@@ -284,15 +284,15 @@ def _accumulate_each(carry, queries, keys, values, visible, group):
 def each_head(function, *of_heads, out):
     """Applies a function to one key/value head after the other, of arrays `[K, ..]`.
 
-    In a loop, whose body is a program of one shape: what XLA makes of several heads
-    side by side depends on how many there are. The arrays are given one head more,
-    which is not run: a slice of all would be no slice to XLA.
+    A loop's body has one shape; how XLA compiles several heads side by side depends on
+    their number. The arrays are padded by one head that is not run: XLA would remove a
+    slice that takes the whole array.
 
     Args:
       of_heads: arguments, pytrees of arrays; the function gets their slices `[1, ..]`.
-      out: arrays of the shapes of all results, whose place these take.
+      out: arrays of the results' shapes, which the results overwrite.
     """
-    # 0, as XLA does not know: it would unroll a loop of one head.
+    # Always 0, which XLA cannot know: else it would unroll a loop of one head.
     some = jax.tree.leaves(of_heads)[-1].reshape(-1)[0].astype(jnp.float32)
     some = jax.lax.bitcast_convert_type(some, jnp.uint32) >> 1
     zero = jnp.minimum(some.astype(jnp.int32), 0)

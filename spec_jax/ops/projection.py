@@ -42,10 +42,10 @@ def add(
     eps: float,
     impl: str,
 ) -> Residual:
-    """Adds `project(y, w)` to the residual `x`, and norms it where kernels do so here.
+    """Adds `project(y, w)` to the residual `x`; GPU kernels norm the sum, too.
 
-    GPU kernels norm rows in a launch of their own, which also adds up the pieces of a
-    product whose K is split.
+    They norm rows in a launch of their own, which also adds up the pieces of a product
+    whose K is split. A `Split` weight's sum is not normed.
 
     Args:
       norm: weight of the RMSNorm that follows, with `eps`.
@@ -82,10 +82,10 @@ def project(
     Args:
       num_active: how many rows are real; "native" computes no others.
       norm: weight of an RMSNorm that comes first, with `eps`.
-      bias: added to the float32 sums, before they are rounded; of outputs that are cut
-        a piece as well.
-      out_dtype: of the result where nothing is added; that of `x` if None. Float32
-        for logits: they are not rounded.
+      bias: added to the float32 sums before they are rounded; a `Split` of one piece
+        where outputs are cut.
+      out_dtype: dtype of the result, that of `x` if None, as a residual requires.
+        Logits take float32: they are not rounded.
     """
     dtype = jnp.dtype(out_dtype or x.dtype)
     if bias is not None:

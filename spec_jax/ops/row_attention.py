@@ -49,13 +49,13 @@ def row_attention(
       heads: queries, keys and values of each row, `(N + 2K) * H`.
       q_norm, k_norm: weights of RMSNorms with `eps`; None: heads are not normed.
       cos, sin: of each row's angles, in the dtype of `heads` (`rope.angles`).
-      branch: of rows of trees, see `paged_attention`: the last entry is the place where
-        the row itself is written.
+      branch: for rows of trees, see `paged_attention`: the last entry is the place
+        where the row itself is written.
       block: rows come in runs of so many, at following positions of one slot, and each
         sees its whole run: the positions to the run's last, not to its own.
       firsts: the first position that each row sees, not past its own; None: 0.
       by_head: whether "xla" computes each key/value head for itself, so that no bit
-        depends on how many there are: on a mesh. Others always do.
+        depends on how many there are: for a mesh. Others always do.
 
     Returns:
       The attended heads `[R, N * H]` and the pages with the active rows written.
@@ -123,7 +123,7 @@ def _turned(x, norm, *, cos, sin, eps):
 def _whole_runs(
     positions: Int[Array, " R"], block: int
 ) -> tuple[Int[Array, " R"], Int[Array, "R {block}"]]:
-    """Returns how far the rows of runs see, and branches that say where they lie.
+    """Returns the last position that each row sees, and branches of its run's places.
 
     A softmax does not depend on the order of its keys: a row's own comes last, where
     native kernels look for the place to write it to.

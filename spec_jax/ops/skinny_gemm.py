@@ -22,7 +22,7 @@ MIN_ROWS = 2
 def skinny_gemm(
     x: Float[Array, "R K"], w: Float[Array, "N K"] | blocks.Blocks
 ) -> Float[Array, "R N"]:
-    """Multiplies, and returns float32. With blocks rows are rounded, see there.
+    """Returns `x w^T` in float32; for `Blocks`, rows are rounded as `blocks` says.
 
     Raises:
       ValueError: fewer than `MIN_ROWS` rows, or `x` and `w` of different dtypes.

@@ -30,7 +30,7 @@ Cut = Literal["outputs", "inputs"]
 class Split(pytree.Node):
     """The part of a weight, or of its bias, that a device of a mesh has.
 
-    In pieces of one shape; a bias, which is added to outputs that are cut, is one.
+    The pieces have one shape; a bias, whose outputs are cut, is a single piece.
 
     Outside of a `shard_map` a piece has a leading axis of devices.
 
@@ -77,13 +77,13 @@ def prepare(w: Weight, impl: str) -> Weight:
 
 
 def of_kernels(w: Weight, impl: str) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Returns what the kernels of `spec_jax.pallas` take: of eight bits two arrays."""
+    """Returns the arrays that kernels of `spec_jax.pallas` take: two for eight bits."""
     made: Any = prepare(w, impl)
     return (made.values, made.scales) if isinstance(made, Tiles) else made
 
 
 def is_weight(w: Any) -> bool:
-    """Returns whether it is a matrix in a form of its own: one leaf of a tree."""
+    """Returns whether `w` is a `Form`, to be one leaf of a tree."""
     return isinstance(w, Form)
 
 
@@ -127,7 +127,7 @@ def to_bytes(w: Weight, form: str) -> Blocks:
 
 
 def byte_shapes(leaf: jax.ShapeDtypeStruct, form: str) -> Blocks:
-    """Returns shapes in the place of a matrix's blocks."""
+    """Returns the blocks of a matrix as shapes and dtypes alone."""
     N, K = leaf.shape
     made = blocks.of_matrix(jnp.zeros((1, K), jnp.float32), form=form)
     shape_of = lambda x: jax.ShapeDtypeStruct((N, *x.shape[1:]), x.dtype)

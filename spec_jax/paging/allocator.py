@@ -2,9 +2,8 @@
 
 Every operation takes a state value and returns a new one, works inside `jit` and
 `while_loop`, and touches the page table only, never the pages (but for `share`, which
-copies one): its cost is one pass over a few integers a page. On a `static.StaticKV`
-none does: a slot has its pages for good, every operation is O(1), and only lengths and
-flags move.
+copies one): its cost is one pass over a few integers a page. In a `static.StaticKV` a
+slot has its pages for good, and operations change lengths and flags alone.
 
 An invalid request raises `ValueError` where its arguments are concrete. Under a
 trace it sets `refused[slot]` (of a slot that does not exist: every slot's) and
@@ -99,9 +98,9 @@ def truncate(kv: cache.PagedKV, slot: Scalar, new_len: Scalar) -> cache.PagedKV:
     """Keeps `[0, new_len)` and frees the pages to the right of it.
 
     The slot stays registered and keeps its first page even at `new_len = 0`, unless the
-    cache counts owners. A page of several cannot be cut in two. No bytes are cleared or
-    moved. Costs a pass over the page table, whatever the length:
-    where a slot has its pages for good, nothing but the write of one length.
+    cache counts owners. A page of several owners cannot be cut in two. No bytes are
+    cleared or moved. Costs a pass over the page table, whatever the length; where a
+    slot has its pages for good, nothing but the write of one length.
     """
     slot, new_len = _slot(kv, slot), jnp.asarray(new_len, jnp.int32)
     valid = kv.registered[slot] & (new_len >= 0) & (new_len <= kv.length[slot])
@@ -155,7 +154,7 @@ def reserve_each(
     out_of_pages = jnp.where(valid, False, kv.out_of_pages)
 
     def serve(carry):
-        """Gives the first slot that waits its pages, or says that there are none."""
+        """Gives the first slot that waits its pages, or flags that it lacks them."""
         tables, out_of_pages, missing = carry
         slot = jnp.argmax(missing > 0).astype(jnp.int32)
         num_free = tables[3]
@@ -201,8 +200,8 @@ def append_each(
     """Makes room for `counts` rows of each slot, and declares them valid: they are to
     be written before any is read. All arrays are `[S]`.
 
-    They come before `up_to`, and are to follow what the slot has: others are a fault of
-    the caller, and flagged as refused. A slot without room for all of its rows has
+    The rows end before `up_to`, and must begin at the slot's length: others are a fault
+    of the caller, and flagged as refused. A slot without room for all of its rows has
     none, and stays as long as it is.
 
     Args:
@@ -413,8 +412,8 @@ def _kept(kv: cache.PagedKV, new_len: jax.Array) -> jax.Array:
 
 
 def _cuts_shared(kv: cache.PagedKV, row: jax.Array, new_len: jax.Array) -> jax.Array:
-    """Returns whether a text would end within a page of `row` that others hold, too, of
-    a cache that counts owners."""
+    """Returns whether a text would end within a page of `row` that others hold, too.
+    The cache counts owners."""
     counts = cast(jax.Array, kv.counts)
     place = jax.lax.div(new_len, jnp.int32(kv.page_size))
     page = row.at[place].get(mode="fill", fill_value=kv.num_pages)

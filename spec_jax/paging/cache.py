@@ -1,8 +1,8 @@
 """PagedKV: keys and values in pages, as a pytree of plain arrays.
 
 Functions here know pages, slots and positions; they know neither models nor
-speculation. Which page belongs to whom is changed in `allocator`; here bytes are
-stored. For a slot of length `n` the interval `[0, n)` holds valid keys and values,
+speculation. `allocator` changes which slot owns a page; functions here store bytes.
+For a slot of length `n` the interval `[0, n)` holds valid keys and values,
 `[n, num_owned * C)` is owned and holds bytes that mean nothing.
 """
 
@@ -20,7 +20,7 @@ from spec_jax.typing import typed
 
 
 class PagedKV(pytree.Node):
-    """Pages of all layers, and the page table: each page's owner, each slot's length.
+    """Pages of all layers, and the page table: each slot's pages and its length.
 
     One array a layer, not one stacked array: XLA on CPU copies a stacked cache once
     per layer and token. Entries of `page_table` past `num_owned`, and of `free_pages`
@@ -85,7 +85,7 @@ def init(
     """Makes an empty cache: every page free, no slot registered.
 
     Args:
-      shares: whether it counts the owners of pages, which `allocator.share` shares.
+      shares: whether it counts the owners of pages, as `allocator.share` requires.
 
     Raises:
       ValueError: a size below one, or a page table wider than the pool.
@@ -179,7 +179,7 @@ def move(
 
 
 def copy_page(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
-    """Copies all K/V of one page to another, in all layers; to page `P`, nothing."""
+    """Copies all K/V of one page to another, in all layers; drops them at page `P`."""
 
     def copied(pool: jax.Array) -> jax.Array:
         elements = bits.to_bits(pool)
@@ -227,9 +227,9 @@ def gather(
 def check_integrity(kv: PagedKV) -> None:
     """Raises `ValueError` unless every page is free or owned by exactly one slot.
 
-    In a cache that counts owners by as many as it counts, each of which has all of its
-    positions, if it is not alone. Outside jit only; a debug aid and the invariant of
-    the tests.
+    In a cache that counts owners a page has as many as are counted; if these are
+    several, all its positions are valid in each. Outside jit only; a debug aid and the
+    invariant of the tests.
     """
     table, owned = np.asarray(kv.page_table), np.asarray(kv.num_owned)
     length, registered = np.asarray(kv.length), np.asarray(kv.registered)

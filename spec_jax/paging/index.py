@@ -11,10 +11,10 @@ _Count = TypeVar("_Count", int, jax.Array)
 
 
 def check_page_size(page_size: int, *, num_positions: int | None) -> None:
-    """Raises `ValueError` for pages that are none, or larger than any sequence.
+    """Raises `ValueError` unless a page has 1 .. `num_positions` positions.
 
     Args:
-      num_positions: of the model, which no sequence has more of; None bounds nothing.
+      num_positions: of the model, the most of a sequence; None: no bound.
     """
     is_whole = isinstance(page_size, numbers.Integral)
     if not is_whole or isinstance(page_size, bool) or page_size < 1:
@@ -31,7 +31,7 @@ def pages_for(length: _Count, page_size: int) -> _Count:
     # Not `(length + page_size - 1) // page_size`: that overflows near 2**31.
     if not isinstance(length, jax.Array):
         return -(-length // page_size)
-    # Without the sign of integers, for which `//` takes a dozen operations.
+    # Not `//`, which takes a dozen operations for the signs of integers.
     size = jnp.asarray(page_size, length.dtype)
     size = jnp.broadcast_to(size, length.shape)
     is_partial = jax.lax.rem(length, size) > 0

@@ -2,13 +2,13 @@
 
 A `PagedKV` in which slot `s` owns the pages `[s * M, (s + 1) * M)` for good, in that
 order: a pool `[S * M, C, K, H]` read as `[S, T, K, H]`, `T = M * C`, is a plain cache
-by slot and position. Whatever reads or writes pages finds these by their table as any
-others. The operations are those of `allocator`; they move no page, and so truncation
+by slot and position. Code that reads or writes pages finds these by the page table, as
+any others. The operations are in `allocator`; they move no page, and so truncation
 moves a length and nothing else.
 
-The price is memory for `T` positions of every slot, used or not. A ring has it for the
-last ones alone: its table names `kept` pages over and over, so that a position is
-stored where one was that lies that many pages before it, which nobody may read then.
+The price is memory for `T` positions of every slot, used or not. A ring has memory for
+the last positions alone: its table repeats `kept` pages, so that a position overwrites
+the one that lies `kept` pages before it, which must not be read from then on.
 """
 
 from typing import ClassVar
@@ -30,7 +30,7 @@ class StaticKV(cache.PagedKV):
 
 
 class RingKV(StaticKV):
-    """Pages of which each slot has a few, and its table names them over and over."""
+    """Pages of which each slot owns a few; its page table repeats them."""
 
 
 def init(
@@ -47,7 +47,7 @@ def init(
     """Makes an empty cache of `pages_per_slot * page_size` positions a slot.
 
     Args:
-      kept: pages of a slot that there are; None: all of them.
+      kept: pages that a slot of a ring owns; None: `pages_per_slot`, and no ring.
 
     Raises:
       ValueError: a size below one.

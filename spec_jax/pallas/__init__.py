@@ -1,6 +1,6 @@
-"""GPU kernels, one file per op: they know arrays, and nothing of models."""
+"""GPU kernels, one file per op; they take arrays and import no model."""
 
-# From jax 0.11 on, the first kernel that is interpreted imports this, and the import
-# invalidates what was traced before: without it, every program that was traced by then
-# is traced and compiled twice (`tests/pallas/test_first_interpreted.py`).
+# From jax 0.11 on, the first kernel that is interpreted imports this module, and the
+# import invalidates what was traced before: without this line, every program that was
+# traced by then is traced and compiled twice.
 import jax.experimental.pallas.fuser  # noqa: F401

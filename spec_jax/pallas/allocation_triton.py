@@ -1,10 +1,10 @@
 """Allocation of pages on a GPU (Pallas Triton): one launch.
 
-What `paging.allocator` does with all slots, number by number: slot after slot and page
-after page, of which a step moves one at most. All threads of the one program do the
-same. They change what they read, and so meet before whatever is changed.
+Does what `paging.allocator` does with all slots, in scalar code: slot after slot and
+page after page; a step moves at most one page. All threads of the one program do the
+same. They change what they read, and so have a barrier before each change.
 
-XLA makes a launch of each of these numbers, and asks the host after each slot.
+XLA would launch a kernel for each of these scalars, and ask the host after each slot.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from spec_jax.pallas import attention_plan as plan, early_launch
 
 
 class Tables(NamedTuple):
-    """The page table and its like, see `cache.PagedKV`; of kernels, references."""
+    """The tables of `cache.PagedKV`, int32 unless bool; in kernels, references."""
 
     page_table: Any  # [S, M]
     num_owned: Any  # [S]
@@ -32,24 +32,24 @@ class Tables(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Static sizes of pages, and how the threads of the program meet."""
+    """Static numbers of pages, and the barrier of the program's threads."""
 
-    number: int  # of pages, which is that of no page
-    size: int
-    change_hands: bool
-    meet: Callable[[], Any] = lambda: None
-    first: Any = 0  # slot: what stands for 0 there
+    number: int  # of pages; as an entry of a table, no page
+    size: int  # positions of a page
+    change_hands: bool  # else each slot has its pages for good
+    meet: Callable[[], Any] = lambda: None  # the barrier
+    first: Any = 0  # slot 0, after early_launch
 
     def covering(self, length):
-        """Does as `index.pages_for` of a length that is not negative."""
-        # Not with a sum before the division: that overflows near 2**31.
+        """Returns `index.pages_for` of a length that is not negative."""
+        # A sum before the division would overflow near 2**31.
         is_partial = jax.lax.rem(length, self.size) > 0
         return jax.lax.div(length, self.size) + is_partial.astype(jnp.int32)
 
     def move(self, count, source, last, target, first):
-        """Moves pages, those from `last` of the source backwards, to `first` onwards.
+        """Moves `count` pages, from `last` of the source backwards, to `first` onwards.
 
-        Source and target are references with the slot whose line of it is meant.
+        Source and target: a reference and, of the page table, the slot of the row.
         """
         (source, *of_source), (target, *of_target) = source, target
 
@@ -74,7 +74,7 @@ def run(
     pages: Pages,
     interpret: bool,
 ) -> tuple[Tables, list[jax.Array]]:
-    """Returns the tables, in place, and the int32 arrays of an operation."""
+    """Returns the tables, updated in place, and the operation's int32 outputs."""
     fields = len(tables)
     outputs = [
         *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tables),
@@ -82,7 +82,7 @@ def run(
     ]
 
     def kernel(*refs):
-        # A field that changes has a second reference, as an output.
+        # The operation uses the tables' output references: they alias the inputs.
         given, made = refs[fields : -len(outputs)], refs[-len(outputs) :]
         how = pages._replace(
             meet=(lambda: None) if interpret else plt.debug_barrier,
@@ -118,7 +118,7 @@ def append_each(
     (S, M), (R,) = tables.page_table.shape, slots.shape
 
     def serve(slot, carry):
-        """Serves one slot. `carry`: free pages, and rows before."""
+        """Serves one slot. `carry`: the numbers of free pages and of earlier rows."""
         num_free, num_rows = carry
         end, count, length = up_to[slot], counts[slot], tables.length[slot]
         owned, registered = tables.num_owned[slot], tables.registered[slot]
@@ -167,7 +167,7 @@ def truncate_each(tables: Tables, new_lens, asked, pages: Pages) -> None:
     """Implements `allocator.truncate_each`, to `new_lens` `[S]` where `asked` `[S]`."""
 
     def cut(slot, num_free):
-        """Cuts one slot. Returns the free pages, including the slot's freed ones."""
+        """Cuts one slot; returns the number of free pages, the slot's included."""
         new_len, is_asked = new_lens[slot], asked[slot]
         length, owned = tables.length[slot], tables.num_owned[slot]
         registered, refused = tables.registered[slot], tables.refused[slot]

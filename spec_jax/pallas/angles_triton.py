@@ -1,10 +1,10 @@
 """Cosines and sines of positions on a GPU (Pallas Triton): one launch.
 
-    cos, sin = round(scale * cos(position * inv_freq)), likewise sin
+    cos = round(scale * cos(position * inv_freq));  sin likewise
 
-As `ops.rope.angles`. Program `r` has row `r`, and everything is elementwise: a row's
-bits depend on its position alone. XLA computed the same in a fusion, which is compiled
-with what surrounds it; with this kernel no float of the row path is left to XLA.
+Computes `ops.rope.angles`. Program `r` has row `r`, and everything is elementwise: a
+row's bits depend on its position alone. XLA would compute it in a fusion, whose code
+depends on what surrounds it.
 """
 
 import functools
@@ -28,7 +28,7 @@ def angles(
     """Returns cosines and sines `[R, H / 2]` in `dtype`.
 
     Raises:
-      ValueError: positions or frequencies that are no vectors.
+      ValueError: positions or frequencies that are not vectors.
     """
     R, half = positions.size, inv_freq.size
     slab.check_shapes(positions=(positions, (R,)), inv_freq=(inv_freq, (half,)))

@@ -1,10 +1,10 @@
 """Argmax over a vocabulary on a GPU (Pallas Triton): two kernels with fixed blocks.
 
-The programs of the first own `CHUNK` logits of one row each, and give the largest and
-where it is first; one program a row of the second chooses among the chunks. Logits are
-compared as integers of the same order, so that NaN is the largest of all and both
-zeros are one value: nothing is rounded, and no order of comparison can show. Programs
-of padding rows read nothing.
+A program of the first owns `CHUNK` logits of one row, and finds the largest and its
+first index; the second has one program a row, which chooses among the chunks. Logits
+are compared as integers of the same order, so that NaN is the largest of all and both
+zeros are one value: nothing is rounded, and the order of comparisons does not matter.
+Programs of padding rows read no logits.
 """
 
 import functools
@@ -18,17 +18,17 @@ from spec_jax.pallas import early_launch
 
 
 CHUNK = 4096  # logits of one program of the first kernel
-MAX_CHUNKS = 1024  # of one row: a block of the second kernel
+MAX_CHUNKS = 1024  # of one row, the most in a block of the second kernel
 
 NAN = 0x7FFFFFFF  # above every number: infinity is 0x7F800000
-NOTHING = -0x80000000  # below every number; as a float's bits, minus zero
+NOTHING = -0x80000000  # below every number; also the bits of minus zero
 
 
 def _ordered(x: jax.Array) -> jax.Array:
     """Returns integers that compare as the floats of `x` do, NaN above all."""
     x = x.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    # Minus zero equals zero. Not by a comparison of floats: XLA on a CPU takes
+    # Minus zero equals zero. A comparison of floats would not do: XLA on a CPU takes
     # denormals for zeros.
     bits = jnp.where(bits == NOTHING, 0, bits)
     ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -36,7 +36,7 @@ def _ordered(x: jax.Array) -> jax.Array:
 
 
 def _first_of_largest(keys: jax.Array, indices: jax.Array):
-    """Returns the largest of `keys [1, n]`, and the least index that has it."""
+    """Returns the largest of `keys [1, n]` and the least of its `indices`."""
     largest = jnp.max(keys, axis=-1, keepdims=True)
     candidates = jnp.where(keys == largest, indices, NAN)
     return largest, jnp.min(candidates, axis=-1, keepdims=True)
@@ -86,13 +86,13 @@ def argmax(
     num_active: jax.Array,  # [] int32
     interpret: bool = False,
 ) -> jax.Array:  # [R] int32
-    """Returns each active row's index of the largest logit: the first equal, or NaN.
+    """Returns the index of each active row's largest logit, or of its first NaN.
 
-    As `jnp.argmax`. A row's result depends on that row alone; that of a padding row is
-    0.
+    The first of equals, as `jnp.argmax`. A row's result depends on that row alone; the
+    result of a padding row is 0.
 
     Raises:
-      ValueError: no logits, or too many.
+      ValueError: rows without logits, or with more than `CHUNK * MAX_CHUNKS`.
       NotImplementedError: logits that are neither float32 nor bfloat16.
     """
     R, V = logits.shape

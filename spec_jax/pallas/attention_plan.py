@@ -1,4 +1,4 @@
-"""How the kernels of the row attention cut it up: a function of heads and dtype."""
+"""How the kernels divide the row attention: a function of heads and dtype."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ MAX_GROUP = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The kernels' plan. All but `programs` is part of a row's bits."""
+    """The kernels' plan. A row's bits may depend on all fields but `programs`."""
 
     split: int = 256  # keys
     block: int = 64  # keys
@@ -26,33 +26,33 @@ class Config:
 
 
 def default_config(head_dim: int, dtype: jnp.dtype, *, interpret: bool) -> Config:
-    """Returns the plan for heads of a size: nothing else may choose it."""
+    """Returns the plan; it may depend on nothing but the size and dtype of heads."""
     config = Config()
     head_bytes = head_dim * jnp.dtype(dtype).itemsize
-    if head_bytes > 256:  # Two blocks of keys and values wait in shared memory.
+    if head_bytes > 256:  # Two blocks of keys and values are in shared memory.
         config = dataclasses.replace(config, block=32)
     if head_bytes > 512:  # Products of wide float32 heads would spill registers.
         config = dataclasses.replace(config, block=16, num_warps=8)
-    if interpret:  # Each program costs a copy of the pool, and one is as good as many.
+    if interpret:  # Each program costs a copy of the pool; one computes the same bits.
         config = dataclasses.replace(config, programs=1)
     return config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How what is kept of queries lies: `[K, rows, heads, .., width]`."""
+    """The axes of partial sums, `[K, rows, heads, .., width]`."""
 
     group: int  # query heads of a key/value head
-    heads: int  # the same, a power of two
-    rows: int  # rows of the slab, in whole tiles
-    tile_rows: int
+    heads: int  # `group`, padded to a power of two
+    rows: int  # rows of the slab, padded to whole tiles
+    tile_rows: int  # rows of a tile
     head_dim: int
-    width: int  # the same, a power of two
-    half_width: int  # of half a head, for the tensor cores
+    width: int  # `head_dim`, padded to a power of two
+    half_width: int  # half a head, padded likewise, at least 16 for tensor cores
 
 
 def layout(num_rows: int, group: int, head_dim: int, *, tile: int) -> Layout:
-    """Raises `NotImplementedError` for heads that the kernels cannot take."""
+    """Returns the layout; raises `NotImplementedError` for heads it cannot take."""
     if head_dim % 2 or not 16 <= head_dim <= MAX_HEAD:
         raise NotImplementedError(
             f"head size {head_dim} is odd, below 16 or above {MAX_HEAD}"
@@ -75,7 +75,7 @@ def layout(num_rows: int, group: int, head_dim: int, *, tile: int) -> Layout:
 
 
 def check_pools(x: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
-    """Raises unless the kernels can take arrays of these shapes and dtypes."""
+    """Raises `NotImplementedError` or `ValueError` unless the kernels take these."""
     dtypes = {str(array.dtype) for array in (x, k_pages, v_pages)}
     if len(dtypes) != 1 or not dtypes <= {"float32", "bfloat16"}:
         raise NotImplementedError(

@@ -2,12 +2,12 @@
 
     y[r, n] = sum_b (sum_i x[b, r, i] * w[b, n, i]) * (x_scale[b, r] * w_scale[b, n])
 
-A block of 32 is one product of integers, as deep as a tensor-core instruction, which
-has no order. With its scales it is rounded, and then added to a float32 sum, first to
+A block of 32 is one product of integers, as deep as a tensor-core instruction; its sum
+is exact in any order. It is scaled, rounded, and added to a float32 sum, first block to
 last: the bits of the portable native kernels, and no splits of K. A program reads 34
-bytes for each output and block: values straight to shared memory, and scales, of which
-Triton copies none ahead, a turn of the loop before. Turns are long, to hide how long
-that takes: two before would end the copies of values. The rest is `gemm_kernel_triton`.
+bytes for each output and block. Triton copies values to shared memory ahead, but not
+scales: the code loads these one turn of the loop ahead, and turns are long to hide the
+wait. (Two turns ahead would stop the copies of values.) See `gemm_kernel_triton`.
 """
 
 import dataclasses
@@ -23,35 +23,35 @@ from spec_jax.pallas import byte_rows_triton as byte_rows, slab
 
 
 Bytes = tuple[jax.Array, jax.Array]
-"""Weights: int8 `[2 P, N, 32]`; float16 scales of two blocks in int32 `[P, N]`."""
+"""Int8 weights `[2 P, N, 32]`; float16 scales of two blocks in int32 `[P, N]`."""
 
-PAIR = 2 * byte_rows.BLOCK  # terms whose scales are one word
-_MORE = 2**30  # than any sum of a block
+PAIR = 2 * byte_rows.BLOCK  # terms; one word holds their scales
+_MORE = 2**30  # more than any sum of a block
 
 
 def plan_for(plan: Any, *, parts: int) -> Any:
-    """Returns a plan for eight bits, of the one for as many dense weights."""
+    """Returns the plan for weights of eight bits, given that for dense ones."""
     num_pairs = 4 if plan.block_n >= 64 // parts else 8
     changes = {"block_k": num_pairs * PAIR, "splits": 1, "chains": 1}
     return dataclasses.replace(plan, **changes, num_stages=4)
 
 
 def check(w: Bytes, shape: tuple[int, int]) -> None:
-    """Raises `ValueError` unless these are weights of `shape`."""
+    """Raises `ValueError` unless `w` has weights of `shape`, `(N, K)`."""
     N, count = shape[0], byte_rows.num_blocks(shape[1])
     values, scales = (count, N, byte_rows.BLOCK), (count // 2, N)
     slab.check_shapes(values=(w[0], values), scales=(w[1], scales))
 
 
 def by_parts(w: Bytes, parts: int) -> Bytes:
-    """Returns the weights with an axis of the parts of their outputs."""
+    """Returns the weights with their outputs split: `N` becomes `parts, N / parts`."""
     return jax.tree.map(
         lambda x: x.reshape(len(x), parts, x.shape[1] // parts, *x.shape[2:]), w
     )
 
 
 def part_specs(w: Bytes, part: int, block_n: int) -> tuple[pl.BlockSpec, ...]:
-    """Returns the outputs of one program in one part, whole sums."""
+    """Returns a program's outputs in one part of the weights, with all of K."""
     values, scales = (x.shape[0] for x in w)
     return (
         pl.BlockSpec(
@@ -62,7 +62,7 @@ def part_specs(w: Bytes, part: int, block_n: int) -> tuple[pl.BlockSpec, ...]:
 
 
 def row_specs(x: Bytes, height: int) -> tuple[pl.BlockSpec, ...]:
-    """Returns the rows of one program, as `byte_rows_triton` rounds them."""
+    """Returns a program's rows; `x` is a result of `byte_rows_triton.round_rows`."""
     count = x[0].shape[0]
     return (
         pl.BlockSpec((count, height, byte_rows.BLOCK), lambda r, n, s: (0, r, 0)),
@@ -71,9 +71,9 @@ def row_specs(x: Bytes, height: int) -> tuple[pl.BlockSpec, ...]:
 
 
 def sums(refs, walk, rows, in_columns) -> list[tuple[jax.Array, ...]]:
-    """Returns what `gemm_kernel_triton` does, of weights of eight bits."""
+    """Returns sums as `gemm_kernel_triton._sums` does, for weights of eight bits."""
     num_pairs = refs.weights[0][1].shape[0]
-    # As much code for several tiles; no bit depends on where a turn ends.
+    # Shorter turns for several tiles: as much code. No bit depends on `step`.
     step = max(walk.plan.block_k // PAIR // len(rows), 1)
     turns = num_pairs // step
     add = functools.partial(_add_pair, refs, walk, rows, in_columns)
@@ -82,12 +82,12 @@ def sums(refs, walk, rows, in_columns) -> list[tuple[jax.Array, ...]]:
         return [_vector(scales.at[pair, :], in_columns) for _, scales in refs.weights]
 
     def words_ahead(turn):
-        """Loads the words of a turn; past the last one what is not used."""
+        """Loads the words of a turn; past the last turn, unused words."""
         first = jnp.minimum(turn, turns - 1) * step
         return [words_of(first + pair) for pair in range(step)]
 
     def several(turn, carry):
-        """Adds the blocks of one turn, whose words the one before has loaded."""
+        """Adds the blocks of one turn; the turn before has loaded their words."""
         sums, words = carry
         later = words_ahead(turn + 1)
         for pair in range(step):
@@ -138,10 +138,10 @@ def _float16(word: jax.Array) -> jax.Array:
 
 
 def _added(total, x, w, scale, *, interpret) -> jax.Array:
-    """Returns `total + (x w^T) * scale`, each rounded, for `x` and `w` of integers."""
+    """Returns `total + (x w^T) * scale` of integers `x`, `w`; rounds each operation."""
     over = (((1,), (1,)), ((), ()))
     whole = jax.lax.dot_general(x, w, over, preferred_element_type=jnp.int32)
     product = whole.astype(jnp.float32) * scale
-    if interpret:  # Else XLA would round some products on a CPU, and others not.
+    if interpret:  # Else XLA on a CPU leaves some products unrounded.
         product = jnp.where(whole > _MORE, 0.0, product)
     return total + product

@@ -1,4 +1,4 @@
-"""Rows as weights of eight bits are multiplied by, on a GPU (Pallas Triton).
+"""Rows rounded for products with weights of eight bits, on a GPU (Pallas Triton).
 
 Each block of 32 values of a row becomes integers from -127 to 127 and one float32
 scale, as `native.blocks` says and with its bits: the largest magnitude / 127, integers
@@ -18,7 +18,7 @@ from spec_jax.pallas import attention_plan as plan, early_launch
 
 BLOCK = 32  # values that share a scale
 BLOCKS = 32  # of one program
-_MOST, _LEAST = 127.0, 1e-36  # of integers; of magnitudes that are not zeros
+_MOST, _LEAST = 127.0, 1e-36  # largest integer; blocks up to this become zeros
 
 
 def round_rows(
@@ -29,7 +29,7 @@ def round_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns integers int8 `[2 P, R, 32]` and scales float32 `[2 P, R]`.
 
-    Zeros past `K`. A block with a value that is not finite has a scale that is NaN.
+    Integers past `K` are 0. A block with a value that is not finite has the scale NaN.
     Padding rows are uninitialised.
     """
     R, K = x.shape
@@ -52,7 +52,7 @@ def round_rows(
 
 
 def num_blocks(K: int) -> int:
-    """Returns the blocks of a row of `K` values, an even number."""
+    """Returns how many blocks a row of `K` values has, an even number."""
     return 2 * pl.cdiv(K, 2 * BLOCK)
 
 
@@ -96,16 +96,16 @@ def _kernel(
 
 
 def _share(most: jax.Array) -> jax.Array:
-    """Divides: by what it knows to be a constant, XLA multiplies by its inverse."""
+    """Divides by 127, hidden from XLA: it would multiply by a constant's inverse."""
     return most / jnp.where(most < 0, most, _MOST)
 
 
 def _exact(code: str, meaning, x: jax.Array, *, interpret, dtype=jnp.float32):
-    """Rounds once: Triton's division is near, and none of its own rounds to integers.
+    """Applies an instruction that Triton lacks: exact division, rounding to integers.
 
     Args:
       code: an instruction of PTX, `$0` its result.
-      meaning: what it computes, in interpret mode.
+      meaning: the same as a function of jax, for interpret mode.
     """
     if interpret:
         return meaning(x)

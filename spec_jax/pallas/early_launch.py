@@ -1,9 +1,9 @@
 """The next kernel is set up while this one runs: programmatic dependent launch.
 
-XLA launches our kernels so that the next one may begin before the one before has ended,
-and puts a wait before each kernel's first instruction: nothing is read before all that
-was written is seen. A kernel can say early that the next one may be set up. All
-do, first of all, and so hide the time that a launch takes.
+XLA launches our kernels so that one may begin before the one before it has ended, and
+puts a wait before each kernel's first instruction: a kernel reads nothing before it
+sees all that was written. A kernel can say early that the next one may be set up. All
+kernels here say so near their beginning, and so hide the time that a launch takes.
 
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
 """
@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plt
 
 
 VARIABLE = "SPEC_JAX_EARLY_LAUNCH"
-"""Environment variable: 0 leaves all of this out, to measure its worth."""
+"""Environment variable: 0 turns early launches off, to measure their worth."""
 
 IS_EARLY = os.environ.get(VARIABLE, "1") != "0"
 
@@ -27,7 +27,7 @@ _RELEASE = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
 def released(number: jax.Array | int, *, interpret: bool) -> jax.Array:
     """Returns `number`, int32 `[1]`, after it lets the next kernel start.
 
-    An unused result is not compiled: the kernel must go on with this one.
+    The kernel must use the result: without a use, the instruction is not compiled.
     """
     number = jnp.full((1,), number, jnp.int32)
     if interpret or not IS_EARLY:

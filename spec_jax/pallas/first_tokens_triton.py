@@ -2,20 +2,20 @@
 
 Tokens are ordered by logit, highest first, and equal ones by index, lowest first, as in
 `rules.sampling`, which orders scores: here two logits whose scores round to one value
-still differ. Both filters keep first tokens of that order, and so the last token kept
-says all: its logit, as an integer of the same order, and where its equals end. Top-k
-keeps all of these.
+still differ. Both filters keep a prefix of that order, so that the last token kept
+describes it: its rank, which is its logit as an integer of the same order, and the
+index where its equals end. Top-k keeps all its equals.
 
-That integer, and then top-p's end, are searched `BITS` bits a launch: program `(r, c)`
-adds up what the launch before it weighed of row `r`, which settles those bits, and
-weighs the tokens of chunk `c` from `WAYS` thresholds on. A filter that no row asks for
-is not launched, and programs of rows that do not ask for it read nothing.
+The rank, and for top-p then the end, are searched `BITS` bits a launch. Program
+`(r, c)` adds up the weights that the launch before found for row `r`, which settles
+that launch's bits, and weighs what each of `WAYS` thresholds keeps of chunk `c`. A
+filter is launched only if a row asks for it; rows that do not ask read nothing.
 
 Sums are float32, in an order that depends on nothing but the vocabulary's size. Tokens
-below a threshold add zeros, so that a sum of fewer tokens never rounds to more, and the
-mass of all is the first threshold's of the first launch: of the same code. Lane `j` of
-`LANES` adds what tokens `j`, `j + LANES`, .. of a chunk weigh, in this order; one
-reduction of a block of fixed size adds the lanes, and another one the chunks.
+below a threshold add zeros, so that a sum of fewer tokens never rounds to more. The
+mass of all tokens is the sum of the first threshold of the first launch: the same code.
+Lane `j` of `LANES` adds the weights of tokens `j`, `j + LANES`, .. of a chunk in order;
+one reduction of a block of fixed size adds the lanes, and another one the chunks.
 """
 
 import functools
@@ -29,8 +29,8 @@ from jax.experimental.pallas import triton as plt
 from spec_jax.pallas import attention_plan as plan, early_launch, slab
 
 
-CHUNK, LANES = 2048, 256  # tokens of a program, and of one of its loads
-BITS = 4  # of the boundary that a launch finds
+CHUNK, LANES = 2048, 256  # tokens of a program; tokens of one of its loads
+BITS = 4  # of the rank or the end, found by one launch
 WAYS = 2**BITS  # thresholds of a launch
 MAX_VOCABULARY = 2**22  # counts of tokens are exact in float32
 _RANK_PASSES = 32 // BITS
@@ -48,29 +48,29 @@ class Kept(NamedTuple):
 
 
 class Search(NamedTuple):
-    """How far a search is, of rows that ask for it: arrays, or references to them."""
+    """The state of a search, for rows that ask: arrays, or references to them."""
 
     last: Any  # [R] int32, `Kept.last` as far as it is known
-    cut: Any  # [R] int32, how far below the most `Kept.end` is, likewise
-    wanted: Any  # [R] float32, what the tokens kept must weigh
-    sums: Any  # [R, WAYS, chunks] float32, what was weighed last
+    cut: Any  # [R] int32, `span - Kept.end` as far as it is known
+    wanted: Any  # [R] float32, the least weight of the tokens kept
+    sums: Any  # [R, WAYS, chunks] float32, the last launch's weights
 
 
 class Rows(NamedTuple):
-    """Inputs of a launch for each row; constant."""
+    """Inputs of a launch for each row, the same for all launches of a search."""
 
     logits: Any  # [R, V] float32 or bfloat16
-    highest: Any  # [R], the largest of each row
+    highest: Any  # [R], each row's largest logit
     temperature: Any  # [R] float32
     last: Any  # [R] int32, `Kept` of the filter before
     end: Any  # [R] int32
-    target: Any  # [R] int32: tokens; or float32: their share of the mass
-    asked: Any  # [R], or more, int32: which rows ask
+    target: Any  # [R] int32: number of tokens; or float32: share of the mass
+    asked: Any  # int32 [max(R, 2)]: which rows ask
 
 
 def first_tokens(
     logits: jax.Array,  # [R, V] float32 or bfloat16
-    highest: jax.Array,  # [R], the largest of each row
+    highest: jax.Array,  # [R], each row's largest logit
     *,
     temperature: jax.Array,  # [R] float32, not 0 where a row draws with a top-p
     top_k: jax.Array,  # [R] int32
@@ -78,10 +78,10 @@ def first_tokens(
     draws: jax.Array,  # [R] bool
     interpret: bool,
 ) -> Kept:
-    """Returns what top-k and then top-p keep of each row that draws; of others, all.
+    """Returns what top-k and then top-p keep of each row that draws; others keep all.
 
     Raises:
-      ValueError: no logits, too many, or settings that are not of each row.
+      ValueError: rows of no or too many logits, or settings of another shape.
     """
     R, V = logits.shape
     if not 0 < V < MAX_VOCABULARY:
@@ -100,14 +100,14 @@ def first_tokens(
 
 
 def _search(rows, asked, *, is_mass, interpret):
-    """Searches for `Kept`, or its part: the fewest first tokens that weigh enough.
+    """Searches for the fewest first tokens that weigh enough; returns their `Kept`.
 
     Args:
-      asked: the rows that ask for it, `[R]` bool.
+      asked: the rows that ask for it, `[R]` bool; others keep what they kept.
     """
     R, V = rows.logits.shape
     kept = Kept(rows.last, rows.end)
-    # Nothing of it counts in the first launch: arrays that are there anyhow.
+    # The first launch ignores these values: only shapes and dtypes matter.
     start = Search(
         last=kept.last,
         cut=kept.end,
@@ -115,19 +115,19 @@ def _search(rows, asked, *, is_mass, interpret):
         sums=jnp.zeros((R, WAYS, pl.cdiv(V, CHUNK)), jnp.float32),
     )
 
-    # Traced and lowered once, and not for each launch; XLA inlines it.
+    # Traced and lowered once, not once for each launch; XLA inlines it.
     launch = functools.partial(_launch, is_mass=is_mass, interpret=interpret)
     once = jax.jit(launch)
 
     def run():
-        """Narrows the bounds of the rows that are asked for, pass by pass."""
+        """Narrows the bounds of the rows that ask, launch by launch."""
 
         def narrow(number, search):
             return once(jnp.full((1,), number, jnp.int32), rows, search)
 
-        # The last one settles what the one before it weighed.
+        # The last launch settles what the one before it weighed.
         num_passes = _RANK_PASSES + 1 + is_mass * _index_passes(V)
-        # On a GPU the host would be asked whether a loop goes on.
+        # On a GPU a loop would ask the host at each turn whether to go on.
         how = {"unroll": not interpret}
         found = jax.lax.fori_loop(0, num_passes, narrow, start, **how)
         return Kept(
@@ -154,7 +154,7 @@ def _launch(number, rows: Rows, search: Search, *, is_mass, interpret):
 
 
 def _kernel(
-    number_ref,  # [1] int32, of the launch
+    number_ref,  # [1] int32, the number of the launch
     *refs,  # `Rows`, `Search` before this launch, and after it
     is_mass: bool,
     interpret: bool,
@@ -204,7 +204,7 @@ def _kernel(
 
 
 def _settle(before, row, way, target, *, is_mass, number, width):
-    """Returns a row's `Search` by the weights of launch `number`; its start at -1."""
+    """Returns a row's bounds and wanted weight after launch `number`; -1: at start."""
     last, cut = begun(number, before.last[row], before.cut[row])
     num_chunks = before.sums.shape[2]
     column = jnp.arange(pl.next_power_of_2(num_chunks), dtype=jnp.int32)[None, :]
@@ -219,29 +219,29 @@ def _settle(before, row, way, target, *, is_mass, number, width):
 
 
 def programs_that_draw(draws: jax.Array) -> jax.Array:  # [R] bool
-    """Returns which programs draw: one for each row, and at least two, int32.
+    """Returns for each program, one a row and at least two, if it draws: int32.
 
-    The only program of a grid is compiled to other code, and a row alone must have the
-    code of a row among others.
+    A grid of one program is compiled to other code, and a row alone must have the code
+    of a row among others.
     """
     missing = max(2 - draws.shape[0], 0)
     return jnp.pad(draws.astype(jnp.int32), (0, missing))
 
 
 def rank(logits: jax.Array) -> jax.Array:
-    """Maps float32 logits to integers in the same order, both zeros to one."""
+    """Returns integers in the order of the float32 logits; both zeros have one."""
     as_int = jax.lax.bitcast_convert_type(logits, jnp.int32)
     as_int = jnp.where(as_int == _LOWEST, 0, as_int)  # minus zero
     return jnp.where(as_int < 0, as_int ^ jnp.int32(2**31 - 1), as_int)
 
 
 def is_kept(ranks: jax.Array, index: jax.Array, last: jax.Array, end: jax.Array):
-    """Returns whether each token is one of `Kept`."""
+    """Returns which tokens are in `Kept(last, end)`."""
     return (ranks > last) | ((ranks == last) & (index < end))
 
 
 def thresholds(way, number, last, cut, *, width: int):
-    """Returns `Kept` of each `way`, from what is known when launch `number` weighs."""
+    """Returns the `Kept` that launch `number` weighs for each `way`."""
     is_rank = number < _RANK_PASSES
     steps = way * step(number, width)
     lasts = jnp.where(is_rank, last + steps, last)
@@ -249,14 +249,14 @@ def thresholds(way, number, last, cut, *, width: int):
 
 
 def begun(number, last, cut):
-    """Returns the bounds after launch `number` has weighed; -1: none has."""
+    """Returns the bounds known when launch `number` has weighed; -1: no launch has."""
     # Triton's lowering may turn a Python number into one bit.
     lowest, zero = jnp.int32(_LOWEST), jnp.int32(0)
     return jnp.where(number < 0, lowest, last), jnp.where(number < 0, zero, cut)
 
 
 def settled(number, last, cut, way, *, width: int):
-    """Returns the bounds where `way` is the last that weighs enough in `number`."""
+    """Returns the bounds if `way` is the last that weighed enough in that launch."""
     zero = jnp.int32(0)
     steps, is_rank = way * step(number, width), number < _RANK_PASSES
     last += jnp.where((number >= 0) & is_rank, steps, zero)
@@ -264,29 +264,29 @@ def settled(number, last, cut, way, *, width: int):
 
 
 def wanted_of(target, total, *, is_mass: bool):
-    """Returns the weight that the kept tokens must have, float32, of `total`."""
+    """Returns the least weight of the kept tokens, float32, given that of all."""
     return target * total if is_mass else target.astype(jnp.float32)
 
 
 def weights_of(logits, highest, temperature, *, is_mass: bool):
-    """Returns the weight of each token: one, or its share, unnormed."""
+    """Returns the weight of each token: 1, or its unnormalised probability."""
     if not is_mass:
         return jnp.ones_like(logits)
     return jnp.exp((logits - highest) / temperature)
 
 
 def step(number: jax.Array, width: int) -> jax.Array:
-    """Returns how far apart the thresholds of a launch are."""
+    """Returns the distance between the thresholds of a launch."""
     ends = jnp.int32(_RANK_PASSES), jnp.int32(_RANK_PASSES + _index_passes(width))
     after = jnp.where(number < _RANK_PASSES, *ends)
     return jnp.int32(1) << (BITS * jnp.maximum(after - 1 - number, 0))
 
 
 def span(width: int) -> int:
-    """Returns an end that cuts no token."""
+    """Returns the largest `Kept.end`, which cuts no token."""
     return 2 ** (BITS * _index_passes(width))
 
 
 def _index_passes(width: int) -> int:
-    """Launches that find where the equals of the last token end."""
+    """Returns how many launches find where the equals of the last token end."""
     return pl.cdiv(width.bit_length(), BITS)

@@ -3,8 +3,8 @@
 It walks its columns of the weights once, for up to `slab.MOST_ROWS` rows, in tiles of
 16: each block is multiplied by one tile after the other, a product of its own for each.
 A row's sums are the same products in the same order whatever the number of tiles.
-Nothing is done to a block between shared memory and the tensor cores: to norm the rows
-here cost 10 of 30 us at 50 MB of weights (H200); a kernel before this one takes 1 to 2.
+Blocks go from shared memory to the tensor cores unchanged: norming the rows here cost
+10 of 30 us at 50 MB of weights (H200); a kernel of its own before takes 1 to 2 us.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from spec_jax.pallas import byte_gemm_triton, early_launch, slab
 
 
 class Refs(NamedTuple):
-    """Inputs and outputs of a program; K goes to the end of a block."""
+    """Inputs and outputs of a program; K is padded to whole blocks."""
 
     num_active: Any  # [1]
-    x: Any  # [16 tiles, K]; with weights of eight bits see `byte_gemm_triton`
+    x: Any  # [16 * tiles, K]; for weights of eight bits see `byte_gemm_triton`
     weights: list[Any]  # one, or the gate's and up's: [block_n, K]
-    residual: Any  # [16 tiles, block_n] or None
-    outs: list[Any]  # [16 tiles, block_n] one, or where K is split one for each weight
+    residual: Any  # [16 * tiles, block_n] or None
+    outs: list[Any]  # [16 * tiles, block_n]: one; one for each weight if K is split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def _sums(refs, walk, rows, in_columns):
 
 
 def _add_block(refs, walk, rows, in_columns, sums, start, is_ragged):
-    """Adds one block of k to the sum of each chain, of each of `rows`."""
+    """Adds one block of terms to the sum of each chain, for each of `rows`."""
     added: list[list[tuple[jax.Array, ...]]] = [[] for _ in rows]
     for chain in range(walk.plan.chains):
         first = start + chain * walk.width

@@ -2,8 +2,8 @@
 
     y[r, n] = finish(partials[0][r, n] + partials[1][r, n] + ...)
 
-One program owns 16 rows and `COLUMNS` columns, and adds the splits first to last. It
-reads `4 * splits` bytes for each sum of an active row; padding rows are neither read
+One program owns 16 rows and `COLUMNS` columns, and adds the splits from first to last.
+It reads `4 * splits` bytes for each sum of an active row; padding rows are neither read
 nor written.
 """
 
@@ -21,7 +21,7 @@ COLUMNS = 64  # of one program
 
 
 def reduce(
-    partials: list[jax.Array],  # of each part [splits, R, N] float32
+    partials: list[jax.Array],  # for each part [splits, R, N] float32
     residual: jax.Array | None,  # [R, N]
     result: jax.ShapeDtypeStruct,  # [R, N]
     *,
@@ -29,7 +29,7 @@ def reduce(
     name: str,
     interpret: bool,
 ) -> jax.Array:
-    """Sums the parts, and finishes as `slab.finish` does; `R` is whole slabs."""
+    """Sums the splits of each part and applies `slab.finish`; `R` is whole slabs."""
     (splits, R, N), rows = partials[0].shape, slab.ROWS
     tile = pl.BlockSpec((rows, COLUMNS), lambda r, n: (r, n))
     partial = pl.BlockSpec((splits, rows, COLUMNS), lambda r, n: (0, r, n))
@@ -51,7 +51,7 @@ def reduce(
 
 def _kernel(
     num_active_ref,  # [1]
-    partial_refs,  # of each part [splits, 16, COLUMNS] float32
+    partial_refs,  # for each part [splits, 16, COLUMNS] float32
     residual_ref,  # [16, COLUMNS] or None
     out_ref,  # [16, COLUMNS]
     *,

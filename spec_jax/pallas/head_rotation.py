@@ -1,11 +1,11 @@
-"""Norm and rotation of heads within a kernel, keys and values to their pages.
+"""Parts of a kernel: norm and rotate heads, write keys and values to pages.
 
     q = rotate(rms_norm(q, q_norm), cos, sin);  k likewise;  pages[row's token] = k, v
 
 RMSNorm (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467) per head and rotary
 positions (Su et al. 2021, https://arxiv.org/abs/2104.09864), for the fused projection
 of queries, keys and values. A head is two halves, each padded to `lay.half_width`, so
-that no lane has to meet another. Sums are float32; each product and sum is rounded to
+that the rotation is elementwise. Sums are float32; each product and sum is rounded to
 the activations' dtype where `ops.rms_norm` and `ops.rope` round.
 """
 
@@ -19,7 +19,7 @@ from spec_jax.pallas import attention_plan as plan
 
 
 class Heads(NamedTuple):
-    """References to the projected heads of a slab, and to what turns them."""
+    """References to the projected heads of a slab, and to their norms and angles."""
 
     heads: Any  # [R, N + 2K, H]
     q_norm: Any  # [H] or None
@@ -38,7 +38,7 @@ def turned(
     lay: plan.Layout,
     eps: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Norms and turns both halves `[n, half_width]` of heads; 0 where masked."""
+    """Returns both halves `[n, half_width]` of heads, normed and turned; else 0."""
     half = lay.head_dim // 2
     lane = jnp.arange(lay.half_width, dtype=jnp.int32)[None, :]
     inside = lane < half
@@ -69,9 +69,9 @@ def write_rows(
     lay: plan.Layout,
     eps: float,
 ) -> None:
-    """Puts the keys, turned, and the values of one head to the tokens of the pool.
+    """Stores the turned keys and the values of one head at the `tokens` of the pool.
 
-    It reads all rows that exist, so that no load waits for `is_stored`.
+    All rows that exist are read, so that no load waits for `is_stored`.
     """
     num_kv, is_row = k_ref.shape[1], rows < refs.heads.shape[0]
     key_head = num_kv * lay.group + kv_head
@@ -88,7 +88,7 @@ def write_rows(
         lay=lay,
         eps=eps,
     )
-    # Rows that are not stored point past the pool: no two rows to one place.
+    # Rows that are not stored point past the pool, and so at no other row's place.
     at = jnp.where(is_stored, tokens, k_ref.shape[0])[:, None]
     half, stored = lay.head_dim // 2, is_stored[:, None]
     lane = jnp.arange(lay.half_width, dtype=jnp.int32)[None, :]
@@ -101,8 +101,8 @@ def write_rows(
 def _norm_and_rotate(x, weights, turn, head_dim, eps, dtype):
     """Norms and rotates halves of heads, float32; returns them in `dtype`.
 
-    Heads and weights come as two halves each, and turns as cosines and sines. Without
-    `weights` the heads are rotated only.
+    Heads and weights are two halves each, and `turn` has cosines and sines. Without
+    `weights` the heads are only rotated.
     """
     rounded = lambda value: value.astype(dtype).astype(jnp.float32)
     first, second = x

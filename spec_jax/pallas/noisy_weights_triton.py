@@ -1,10 +1,10 @@
-"""Noisy log weights, of which a draw takes the highest (Pallas Triton): one launch.
+"""Noisy log weights; a draw takes the highest (Pallas Triton): one launch.
 
-    log weights of the tokens that the filters keep + Gumbel noise;  -inf of the others
+    log weight + Gumbel noise of a token that the filters keep;  -inf of another one
 
-as `rules.sampling.noisy_weights` with the noise of `Stream.SAMPLE`, or without any as
-`log_weights`. The bits of the noise are those of Threefry (Salmon et al. 2011,
-https://doi.org/10.1145/2063384.2063405), as `rules.sampling.noise` has them. All of it
+as `rules.sampling.noisy_weights` with the noise of `Stream.SAMPLE`, or without noise as
+`log_weights` above temperature 0. The noise has the bits of `rules.sampling.noise`, by
+Threefry (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405). All of it
 is elementwise: a token's noise depends on seed, position and the token alone. Program
 `(r, c)` has `CHUNK` tokens of row `r`. Rows that do not draw are neither read nor
 written.
@@ -36,14 +36,14 @@ class Rows(NamedTuple):
     """Inputs of a kernel for each row: arrays, or references to them."""
 
     logits: Any  # [R, V] float32 or bfloat16
-    highest: Any  # [R], the largest of each row
+    highest: Any  # [R], each row's largest logit
     last: Any  # [R] int32, `first_tokens_triton.Kept`
     end: Any  # [R] int32
     temperature: Any  # [R] float32
     min_p: Any  # [R] float32
     seeds: Any  # [R] uint32
     positions: Any  # [R] int32, of the tokens to be drawn
-    draws: Any  # [R], or more, int32: which rows draw
+    draws: Any  # int32 [max(R, 2)]: which rows draw
 
 
 def noisy_weights(
@@ -51,8 +51,8 @@ def noisy_weights(
 ) -> jax.Array:
     """Returns the noisy log weights `[R, V]` float32 of the rows that draw.
 
-    Other rows are uninitialised. Rows of temperature 0 have their logits as they
-    are. Takes what `_rows_of` takes.
+    Other rows are uninitialised. Rows of temperature 0 have their logits, unchanged.
+    Takes the arguments of `_rows_of` and raises its errors.
     """
     inputs = _rows_of(*rows, **settings)
     out = jax.ShapeDtypeStruct(inputs.logits.shape, jnp.float32)
@@ -89,12 +89,12 @@ def _rows_of(
     kept: order.Kept,
     *,
     draws: jax.Array,  # [R] bool
-    **settings: jax.Array,  # the others of `Rows`
+    **settings: jax.Array,  # the other fields of `Rows`, [R] each
 ) -> Rows:
-    """Returns what a kernel reads.
+    """Returns the inputs of the kernel.
 
     Raises:
-      ValueError: settings that are not of each row.
+      ValueError: settings that are not of shape `[R]`.
     """
     each = settings | {"draws": draws}
     shape = logits.shape[:1]
@@ -105,13 +105,13 @@ def _rows_of(
 
 def _noisy(
     logits: jax.Array,  # [n] float32
-    index: jax.Array,  # [n] int32, of these tokens
+    index: jax.Array,  # [n] int32, tokens of these logits
     row: jax.Array,  # [] int32
     refs: Rows,
     *,
     with_noise: bool,
 ) -> jax.Array:
-    """Returns log weights of a row's tokens; at temperature 0 its logits."""
+    """Returns weights of a row's tokens, noisy or not; at temperature 0 its logits."""
     temperature, width = refs.temperature[row], refs.logits.shape[1]
     is_greedy = temperature == 0
     scores = logits - refs.highest[row].astype(jnp.float32)
@@ -126,7 +126,7 @@ def _noisy(
 
 
 def _key(seed: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the `rules.sampling.noise_key` of `Stream.SAMPLE`, without an offset."""
+    """Returns the bits of `rules.sampling.noise_key` for `Stream.SAMPLE`, offset 0."""
     zero = jnp.zeros_like(seed)
     key = zero, seed
     for part in (zero, position.astype(jnp.uint32), zero):
@@ -135,7 +135,7 @@ def _key(seed: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _gumbel(key, index: jax.Array, vocab_size: int) -> jax.Array:
-    """Does as `jax.random.gumbel`, mode "high": number `index` of `vocab_size`."""
+    """Returns elements `index` of `jax.random.gumbel(key, vocab_size, mode="high")`."""
 
     def uniform(number):
         number = number.astype(jnp.uint32)
@@ -149,7 +149,7 @@ def _gumbel(key, index: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def threefry(key, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes Threefry-2x32 of the counters `(high, low)`, all of them uint32."""
+    """Returns Threefry-2x32 of the counters `(high, low)`; all are uint32."""
     keys = [*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)]
     x, y = high + keys[0], low + keys[1]
     for turn in range(5):

@@ -3,13 +3,13 @@
     out[r, n] = sum_t softmax_t(scale * q[r, n] . k[t, n // G]) v[t, n // G]
                 over the positions t = 0 .. positions[r] of the row's slot
 
-for queries and keys that are normed and rotated on the way, and keys and values of the
-rows themselves among those of the pages: one launch a layer.
+The kernel norms and rotates queries and keys first, and writes the rows' own keys and
+values to the pages, where the rows see them: one launch a layer.
 
 Flash decoding (Dao et al. 2023, https://pytorch.org/blog/flash-decoding) with splits of
 a fixed size, not a fixed number: a row's sums are grouped by absolute positions, and
 so do not depend on the capacity, on the page size or on the other rows. Within a split
-the keys go in blocks through an online softmax; `split_sums` does the rest.
+the keys go in blocks through an online softmax; `split_sums` adds the splits.
 
 Programs `(kv_head, worker)` walk the jobs of `row_jobs`: the grid is static, the number
 of jobs follows the real lengths, and which worker does a job leaves its bits alone. A
@@ -19,20 +19,20 @@ each query that the job is for.
 
 No program waits for another:
 
-- The rows' keys and values are written to their pages by every program that has a job
-  of their head, before it reads any: the same bytes to the same places, so that a
-  program reads what it wrote itself, whether or not others wrote it too.
-- Whichever program finishes the last job of a tile adds the splits of the tile's rows.
-  It counts jobs (`RowJobs.done`): who adds depends on who is last, the order of the sum
-  does not. The result of a tile's only job is stored at once, to the same bits.
+- Every program that has a job of a head writes all rows' keys and values of that head
+  to their pages, before it reads any: all write the same bytes to the same places, so
+  that a program reads what it wrote itself, whether or not others wrote it too.
+- The program that finishes the last job of a tile adds the splits of the tile's rows;
+  jobs are counted in `RowJobs.done`. The order of the sum does not depend on which
+  program is last. A tile's only job stores its result at once, with the same bits.
 
 At short contexts a layer's attention is a chain of loads that wait for one another,
-half a microsecond each: what can be asked for before it is known to be needed, is.
+half a microsecond each. So programs load early, even what they may not need.
 
-Without `firsts` no key is read unless every row of the job sees it. A masked key is
-never more than the padding of a last block, and the keys of a row are masked for that
-row's sake alone. With them, a job begins at the first block of which one of its rows
-sees any key, and may have none.
+Without `firsts` a key is read only if every row of the job sees it: masks hide nothing
+but the padding of a last block, and no row's keys are masked for another row's sake.
+With `firsts`, a job begins at the first block in which one of its rows sees a key, and
+may have no such block.
 """
 
 import functools
@@ -54,7 +54,7 @@ from spec_jax.pallas import (
 )
 
 
-NO_JOBS = 2**31 - 1  # no job list is as long
+NO_JOBS = 2**31 - 1  # above every number of jobs, and every position
 
 # Nothing here is negative: no need for the signs of `//` and `%`.
 div, rem = jax.lax.div, jax.lax.rem
@@ -78,7 +78,7 @@ def attend(
     """Returns attended heads `[R, N, H]` and the pages with rows written, in place.
 
     Rows are written to `jobs.stored_at`, and nowhere if that is `LOST`; lost rows are
-    NaN, padding rows uninitialised. `jobs.done` is counted in, and left as it was.
+    NaN, padding rows uninitialised. The kernel counts in `jobs.done` and zeroes it.
     """
     (P, C, K, H), R = k_pages.shape, heads.heads.shape[0]
     splits = -(-page_table.shape[1] * C // config.split)
@@ -120,7 +120,7 @@ def attend(
 
 
 class _Refs(NamedTuple):
-    """Inputs and outputs of the kernel, the pages but once: as they are written."""
+    """Inputs and outputs of the kernel; the pages are the output references."""
 
     heads: head_rotation.Heads
     table: Any  # [S, M]
@@ -157,7 +157,7 @@ def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
     turns = div(num_jobs - worker + workers - 1, workers)
     _write(refs, kv_head, turns > 0, lay, eps, interpret)
     barrier = (lambda: None) if interpret else plt.debug_barrier
-    barrier()  # All threads of the program see what was written.
+    barrier()  # After it, all threads of the program see what was written.
 
     def do_job(turn, carry):
         """Attends one split of the keys for the rows that share it."""
@@ -173,7 +173,7 @@ def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
             refs.heads.q_norm,
             rows=rows,
             heads=kv_head * lay.group + heads,
-            # Queries outside the job too: no load waits to know which these are.
+            # Loads queries outside the job, too: no load waits for the job's rows.
             mask=is_query,
             lay=lay,
             eps=eps,
@@ -196,8 +196,8 @@ def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
         @pl.when(of_tile > 1)
         def _():
             split_sums.store(refs.splits, sums, **at, split=job.split, mask=mine)
-            barrier()  # All threads have stored: the program may say so.
-            one = jnp.minimum(job.end, 1)  # A constant here cannot be interpreted.
+            barrier()  # After it, all threads have stored: the job is done.
+            one = jnp.minimum(job.end, 1)  # Interpret mode takes no constant here.
             done = plt.atomic_add(refs.jobs.done, (kv_head, tile), one)
 
             @pl.when(done == of_tile - 1)
@@ -208,12 +208,12 @@ def _kernel(*refs, page_size, scale, eps, lay, config, workers, interpret):
         return carry
 
     jax.lax.fori_loop(0, turns, do_job, 0)
-    # The last worker is the first that has no jobs.
+    # The last worker has the fewest jobs.
     _lose(refs, kv_head, worker == workers - 1, lay)
 
 
 def _write(refs, kv_head, has_jobs, lay, eps, interpret):
-    """Puts the rows' keys and values to their pages, where the program has jobs."""
+    """Writes the rows' keys and values to their pages if the program has jobs."""
     R = refs.out.shape[0]
     group = jnp.arange(slab.ROWS, dtype=jnp.int32)
     group = early_launch.released(0, interpret=interpret) + group
@@ -235,8 +235,8 @@ def _write(refs, kv_head, has_jobs, lay, eps, interpret):
 
 
 def _attend_split(refs, queries, kv_head, job, firsts, page_size, scale, lay, block):
-    """Computes the running softmax of a tile's queries over the keys of a job, from
-    `firsts [queries]` on if that is given."""
+    """Returns the running softmax of a tile's queries over the keys of a job, from
+    positions `firsts [queries]` on if these are given."""
     locate = functools.partial(_locate, job, refs.table, refs.branch, page_size)
     keys_of = lambda i: job.first + i * block + jnp.arange(block, dtype=jnp.int32)
     half = lay.head_dim // 2
@@ -244,7 +244,7 @@ def _attend_split(refs, queries, kv_head, job, firsts, page_size, scale, lay, bl
     column = jnp.arange(lay.width, dtype=jnp.int32)[None, :]
 
     def attend_block(i, carry):
-        """Adds the keys of block `i`, whose places the carry holds."""
+        """Adds the keys of block `i`; the carry holds their places."""
         tokens, sums = carry
         seen = keys_of(i) < job.end
 
@@ -255,8 +255,8 @@ def _attend_split(refs, queries, kv_head, job, firsts, page_size, scale, lay, bl
 
         keys = load(refs.k, lane, half), load(refs.k, lane, half, half)
         values = load(refs.v, column, lay.head_dim)
-        # Where the next keys lie is looked up a block ahead: loads whose places
-        # are known are what the compiler puts in flight early.
+        # The places of keys are looked up a block ahead: the compiler starts loads
+        # early only if their places are known.
         visible = seen[None, :]
         if firsts is not None:
             visible = visible & (keys_of(i)[None, :] >= firsts[:, None])
@@ -274,7 +274,7 @@ def _attend_split(refs, queries, kv_head, job, firsts, page_size, scale, lay, bl
 
 
 def _finish_tile(refs, *, kv_head, rows, heads, is_query, lay, split):
-    """Adds the splits of a tile's rows, and stores what is attended."""
+    """Adds the splits of a tile's rows, and stores the result."""
     lengths = plt.load(refs.jobs.lengths.at[rows], mask=is_query, other=0)
     counts = div(jnp.maximum(lengths, 0) + split - 1, split)
     at = {"kv_head": kv_head, "rows": rows, "heads": heads}
@@ -283,8 +283,8 @@ def _finish_tile(refs, *, kv_head, rows, heads, is_query, lay, split):
 
 
 def _store_tile(refs, out, *, kv_head, rows, heads, mask, lay):
-    """Stores what the queries of a tile have attended, where `mask` is true."""
-    # Queries that are not stored point past the heads: no two to one place.
+    """Stores the results of the queries of a tile where `mask` is true."""
+    # Queries that are not stored point past the heads, so at no other's place.
     past = refs.out.shape[1]
     head = jnp.where(mask, kv_head * lay.group + heads, past)[:, None]
     column = jnp.arange(lay.width, dtype=jnp.int32)[None, :]
@@ -294,7 +294,7 @@ def _store_tile(refs, out, *, kv_head, rows, heads, mask, lay):
 
 
 def _lose(refs, kv_head, is_last, lay):
-    """Stores NaN for the rows that have no pages: no job is theirs."""
+    """Stores NaN for lost rows, which have no jobs."""
     R = refs.out.shape[0]
     column = jnp.arange(lay.width, dtype=jnp.int32)[None, :]
 
@@ -312,7 +312,7 @@ def _lose(refs, kv_head, is_last, lay):
 
 
 def _find_job(number, jobs, split) -> row_jobs.Job:
-    """Finds the job of a number below the last of `jobs.job_ends`; references."""
+    """Returns job `number`, below the last of `job_ends`; `jobs` are references."""
     (R,) = jobs.slots.shape
     every = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
     ends = plt.load(jobs.job_ends.at[every], mask=every < R, other=NO_JOBS)
@@ -323,7 +323,7 @@ def _find_job(number, jobs, split) -> row_jobs.Job:
 
 
 def _takes_part(rows, job, jobs):
-    """Returns which rows the job is for: all that see a shared split, or its own."""
+    """Returns the mask of the job's rows: all that share its split, or its own row."""
     inside = rows < jobs.slots.shape[0]
     slots = plt.load(jobs.slots.at[rows], mask=inside, other=0)
     full = plt.load(jobs.full_splits.at[rows], mask=inside, other=0)
@@ -332,7 +332,7 @@ def _takes_part(rows, job, jobs):
 
 
 def _locate(job, table_ref, branch_ref, page_size, keys):
-    """Returns where a job's keys lie in the pool; past the end, any token of it."""
+    """Returns the tokens of the pool that hold a job's keys; past its end, any."""
     seen = keys < job.end
     if branch_ref is not None:
         start = job.length - branch_ref.shape[1]
@@ -346,7 +346,7 @@ def _locate(job, table_ref, branch_ref, page_size, keys):
 
 def _accumulate(sums, queries, keys, values, visible, scale):
     """Adds one block of keys to the running softmax of a tile, in float32."""
-    # The highest precision is IEEE float32, and does not change bfloat16.
+    # The highest precision is IEEE float32; bfloat16 products stay as they are.
     dot = functools.partial(
         jax.lax.dot,
         precision=jax.lax.Precision.HIGHEST,

@@ -1,11 +1,11 @@
 """RMSNorm on a GPU (Pallas Triton): one program a row, in slabs.
 
 A program reads its row once, 2 D bytes, and writes it once. The row is one block of a
-power of two, the same whatever is beside it, so that its squares are summed in one
-order: XLA chooses its own by the number of rows. Programs of padding rows read nothing.
+power of two, which depends on the width alone, so that its squares are summed in one
+order: XLA's order depends on the number of rows. Programs of padding rows read no row.
 
-Where the row is the sum of a residual and of a product whose K is split, the program
-adds the partial sums first, in ascending order: the sum costs no launch of its own.
+If the row is the sum of a residual and of a product whose K is split, the program first
+adds the partial sums, in ascending order: the sum costs no launch of its own.
 """
 
 import functools
@@ -27,12 +27,12 @@ def _kernel(
     x_ref,  # [1, block]
     sums_ref,  # [splits, block] float32 or None
     weight_ref,  # [1, block]
-    *out_refs,  # [1, block]: the normed row, and the sum where there is one
+    *out_refs,  # [1, block]: the normed row, and with `sums_ref` the sum
     width: int,
     eps: float,
     interpret: bool,
 ):
-    """Norms one row; elements past `width` are zeros that are not read."""
+    """Norms one row; elements past `width` are not read and count as zeros."""
     block = x_ref.shape[1]
     mask = jnp.arange(block)[None, :] < width if width % block else None
     load = functools.partial(plt.load, mask=mask, other=None if mask is None else 0)
@@ -66,7 +66,7 @@ def rms_norm(
     Padding rows are uninitialised.
 
     Raises:
-      ValueError: a weight of another shape or dtype, or rows that are too wide.
+      ValueError: a weight of another shape or dtype, or empty or too wide rows.
     """
     how = {"num_active": num_active, "eps": eps, "interpret": interpret}
     return _call(x, None, weight, **how)[0][: x.shape[0]]
@@ -81,21 +81,21 @@ def add_norm(
     eps: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds the rounded total of `sums` to `x`, and norms that; raises as `rms_norm`."""
+    """Returns `x + round(sum of sums)` and its norm; raises as `rms_norm` does."""
     how = {"num_active": num_active, "eps": eps, "interpret": interpret}
     normed, added = _call(x, sums, weight, **how)
     return added, normed
 
 
 def _call(x, sums, weight, *, num_active, eps, interpret):
-    """Returns normed rows, and their sums if there are partial ones, in whole slabs."""
+    """Returns normed rows, and with `sums` the rows before the norm, in whole slabs."""
     D = x.shape[1]
     slab.check_shapes(weight=(weight, (D,)), num_active=(num_active, ()))
     if x.dtype != weight.dtype:
         raise ValueError(f"rows are {x.dtype} but the weight is {weight.dtype}")
     if not 0 < D <= MAX_WIDTH:
         raise ValueError(f"rows of {D} elements are not in 1..{MAX_WIDTH}")
-    # A grid of one program is other code: the compiler knows which program it is.
+    # The compiler makes other code for a grid of one program: whole slabs have more.
     x = slab.padded(x)
     R, block = x.shape[0], pl.next_power_of_2(D)
     row = pl.BlockSpec((1, block), lambda r: (r, 0))

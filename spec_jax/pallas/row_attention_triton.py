@@ -1,7 +1,7 @@
 """The attention of a layer on the row path: norm, rotate, write, attend.
 
-One launch, `paged_attention_triton`, and for all layers of a step one more, the job
-list of `row_jobs`: whole numbers, the same for each.
+One launch of `paged_attention_triton` for a layer, and one of `row_jobs` for a step:
+the job list, integers, is the same for all layers.
 """
 
 import jax
@@ -39,22 +39,22 @@ def attend(
 
     An active row whose slot, position or pages do not exist writes nothing, and its
     result is NaN; padding rows write nothing, and their result is uninitialised.
-    Bytes that a row may not see never reach it, NaN included.
+    Without `firsts`, no bytes that a row may not see reach it, NaN included.
 
     Args:
       branch: for the rows of a tree. `branch[r, a]` is the position in the
         pages where the key of position `positions[r] - A + 1 + a` lies: that position
         itself in the prefix, and anywhere in the slot on the row's branch. The last
-        entry is the row's own, where it is written. Entries of negative positions are
-        not read.
-      firsts: the first position that each row sees, not past its own; None: 0. A key
-        that its neighbours see before that must be finite.
-      places: for rows that lie elsewhere than at the last position that they see: at
-        which position before it. All rows of a slot then see the same keys. Not with
-        `branch`.
+        entry is the place where the row itself is written. Entries of negative
+        positions are not read.
+      firsts: the first position that each row sees, not past its own; None: 0. Earlier
+        values that are read for the row's tile must be finite.
+      places: the position where each row itself is written, if it is not the last that
+        the row sees; not past it. All rows of a slot must then see the same keys. Not
+        together with `branch`.
 
     Raises:
-      ValueError: shapes that do not belong together.
+      ValueError: shapes that do not fit together.
       NotImplementedError: heads, groups, dtypes or pools that the kernels cannot take.
     """
     (P, C, K, H), R = k_pages.shape, heads.shape[0]

@@ -1,20 +1,19 @@
-"""The splits of rows that there are to attend, on a GPU: one launch.
+"""The list of jobs of the row attention, on a GPU (Pallas Triton): one launch.
 
 The keys of a slot are cut into splits of a fixed size at absolute positions. A split
 that a row sees in full is *shared*: the rows of a tile that are of one slot and see
-all of it are attended together, and the keys are read once. The rest of a row,
-the split that it sees in part (and in a tree the splits of its own branch), is
-*private* to it. Which of the two a split is follows from the row's own position, so
-that no row ever meets a key that it may not see, and none needs a mask for the sake
-of another. Rows of a slot that all see the same keys, those of a block drafter's block,
-share every split, the last one too.
+all of it are attended together, and the keys are read once. The split that a row sees
+in part (and in a tree the splits of its own branch) is *private* to it. Whether a
+split is shared or private follows from the row's own position. So no row meets a key
+that it may not see, and no row needs a mask for the sake of another. Rows of a slot
+that all see the same keys, as a block drafter's block does, share every split.
 
 A job is one split for the rows that share it. Row by row, a job list has the shared
 splits that the row leads (the first row of its slot in its tile does) and then its
-private ones. The list is the same for all layers: compiled with them, XLA keeps one.
+private ones. It is the same for all layers: compiled together, they share one list.
 
-One program makes it, from a few integers of each row and the row's part of the page
-table: a dozen operations of XLA would be a dozen launches.
+One program makes the list from a few integers of each row and the row's part of the
+page table: XLA would launch a dozen kernels for it.
 """
 
 import functools
@@ -31,7 +30,7 @@ from spec_jax.typing import typed
 
 
 LOST = -1
-TABLE_ENTRIES = 8192  # pages of all rows that are looked at together
+TABLE_ENTRIES = 8192  # entries of the page table that are read together
 
 # Nothing here is negative: no need for the signs of `//` and `%`.
 div, rem = jax.lax.div, jax.lax.rem
@@ -40,23 +39,23 @@ div, rem = jax.lax.div, jax.lax.rem
 class RowJobs(NamedTuple):
     """The keys and the place of each row of a slab, int32, `[R]` each."""
 
-    slots: jax.Array  # of the row; 0 where it has none
-    lengths: jax.Array  # keys that the row sees; 0: dead; `LOST`: has no pages
+    slots: jax.Array  # the row's slot; 0 for lost and padding rows
+    lengths: jax.Array  # keys that the row sees; 0: padding; `LOST`: lost row
     full_splits: jax.Array  # splits `0 .. full_splits` are shared
-    led_splits: jax.Array  # shared jobs of the row: splits `0 .. led_splits`
-    job_ends: jax.Array  # jobs of the rows up to this one
+    led_splits: jax.Array  # the row leads the shared jobs `0 .. led_splits`
+    job_ends: jax.Array  # number of jobs of rows up to and including this one
     stored_at: jax.Array  # token `page * C + offset` of the pool; `LOST`: nowhere
-    # [K, tiles]: the jobs of a tile that are done. A kernel that counts in it leaves it
-    # as it was, all zeros, so that the next layer's has it too.
+    # [K, tiles]: how many jobs of a tile are done. A kernel that counts in it leaves it
+    # all zeros again, for the next layer's kernel.
     done: jax.Array
 
 
 class Job(NamedTuple):
     """One split for the rows that share it; all scalars."""
 
-    row: jax.Array  # the first of the rows, and the only one unless shared
+    row: jax.Array  # leads a shared job; the only row of a private one
     slot: jax.Array
-    length: jax.Array  # of `row`, which need not see a shared split itself
+    length: jax.Array  # keys that `row` sees; it may not see a shared split
     shared: jax.Array  # bool
     split: jax.Array  # its number
     first: jax.Array  # keys `first .. end`
@@ -64,7 +63,7 @@ class Job(NamedTuple):
 
 
 def job_of(row: jax.Array, step: jax.Array, jobs: RowJobs, split: int) -> Job:
-    """Returns the job of a number among those of a row; `jobs` are references."""
+    """Returns job number `step` of a row; `jobs` are references."""
     length, led = jobs.lengths[row], jobs.led_splits[row]
     shared = step < led
     full = jobs.full_splits[row]
@@ -109,7 +108,7 @@ def row_jobs(
     """Lists the jobs of a slab whose tiles are `tile_rows` consecutive rows.
 
     An active row is lost if its slot or position does not exist, or a page that it sees
-    is not one of `num_pages`: it has no jobs and is stored nowhere.
+    is not one of `num_pages`. A lost row has no jobs and is stored nowhere.
 
     Args:
       branch, places: see `row_attention_triton.attend`; at most one of them.
@@ -164,7 +163,7 @@ def _kernel(
     )
     exists = live & (slots >= 0) & (slots < S)
     exists &= (positions >= 0) & (positions < M * page_size)
-    # Positions of lost rows may be the largest integer: no sum before the selection.
+    # Positions of lost rows may be the largest integer: select before adding 1.
     slots, positions = (jnp.where(exists, x, 0) for x in (slots, positions))
     lengths = jnp.where(exists, positions + 1, 0)
     look = functools.partial(_pages, table_ref, num_pages)
@@ -185,7 +184,7 @@ def _kernel(
     pages, _ = look(slots, div(places, page_size), valid)
     stored_at = jnp.where(valid, pages * page_size + rem(places, page_size), LOST)
     lengths = jnp.where(valid, lengths, 0)
-    # Where rows lie apart from what they see, all of a slot see the same.
+    # With `places`, rows of a slot see the same keys and share a partial last split.
     part = 0 if places_ref is None else split - 1
     full = div(jnp.maximum(lengths - own_branch, 0) + part, split)
     led = _led_splits(rows, slots, full, tile_rows)
@@ -198,7 +197,7 @@ def _kernel(
 
 
 def _store(out_refs, rows, results, is_row):
-    """Stores what each row has, and zeros for the jobs that are done."""
+    """Stores the results of each row, and zeros for the number of jobs done."""
     for ref, values in zip(out_refs[:-1], results, strict=True):
         plt.store(ref.at[rows], values, mask=is_row)
     done_ref = out_refs[-1]
@@ -211,7 +210,7 @@ def _store(out_refs, rows, results, is_row):
 
 
 def _pages(table_ref, num_pages, slots, columns, mask):
-    """Returns entries of the table, 0 outside of the mask, and which are no page."""
+    """Returns entries of the table, 0 outside of the mask, and which are no pages."""
     pages = plt.load(table_ref.at[slots, columns], mask=mask, other=0)
     return pages, mask & ((pages < 0) | (pages >= num_pages))
 
@@ -232,10 +231,10 @@ def _missing_before(look, slots, lengths, page_size, num_columns):
 
 
 def _branch(look, branch_ref, rows, slots, lengths, page_size, capacity):
-    """Counts the places of each row's branch without a page, and finds the last."""
+    """Counts each row's branch entries that have no page; returns the last, too."""
     R, A = branch_ref.shape
     steps = jnp.arange(pl.next_power_of_2(A), dtype=jnp.int32)[None, :]
-    # Entries before position 0 are of no row, nor is any of a row that sees no key.
+    # Entries before position 0, and all of a row that sees no key, do not count.
     counts = (steps < A) & (lengths[:, None] - A + steps >= 0) & (lengths > 0)[:, None]
     at = branch_ref.at[rows[:, None], steps]
     places = plt.load(at, mask=counts & (rows < R)[:, None], other=0)
@@ -250,7 +249,7 @@ def _branch(look, branch_ref, rows, slots, lengths, page_size, capacity):
 
 
 def _led_splits(rows, slots, full_splits, tile_rows):
-    """Returns, at a slot's first row in a tile, its rows' most full splits; else 0."""
+    """Returns at a slot's first row in a tile the rows' most full splits; else 0."""
     pairs = lambda compare, x: compare(x[:, None], x[None, :])
     together = pairs(jnp.equal, slots) & pairs(jnp.equal, div(rows, tile_rows))
     together &= pairs(jnp.logical_and, full_splits > 0)

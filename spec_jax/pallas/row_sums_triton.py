@@ -1,8 +1,8 @@
-"""The sum of each row, in a stated order, on a GPU (Pallas Triton): two launches.
+"""The sum of each row, in a stated order, on a GPU (Pallas Triton).
 
 Program `(r, c)` adds `CHUNK` elements of row `r` by one reduction of a block of fixed
-size; of the sums the same kernel makes sums, until one is left. The order depends on
-nothing but the width.
+size. The same kernel then adds these sums, until one is left: two launches up to
+`CHUNK ** 2` elements. The order depends on nothing but the width.
 """
 
 import functools
@@ -22,7 +22,7 @@ def row_sums(x: jax.Array, *, interpret: bool) -> jax.Array:
     """Sums rows `[R, V]`, float32; returns `[R]`.
 
     Raises:
-      ValueError: rows of nothing, or of another dtype.
+      ValueError: rows without elements, or of another dtype.
     """
     if not x.shape[1] or x.dtype != jnp.float32:
         raise ValueError(f"sums of rows {x.dtype}[{x.shape[0]}, {x.shape[1]}]")
@@ -33,12 +33,12 @@ def row_sums(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def _sum_chunks(x, interpret):
-    """Sums chunks of each row, `[R, chunks]`."""
+    """Returns the sum of each chunk of each row, `[R, chunks]`."""
     R, V = x.shape
     out = jax.ShapeDtypeStruct((R, pl.cdiv(V, CHUNK)), jnp.float32)
     return pl.pallas_call(
         functools.partial(_kernel, num_rows=R, interpret=interpret),
-        # A grid of one program is other code: the compiler knows which program it is.
+        # The compiler makes other code for a grid of one program: it knows which it is.
         grid=(max(R, 2), out.shape[1]),
         in_specs=[plan.whole(x)],
         out_specs=plan.whole(out),

@@ -2,27 +2,27 @@
 
     y[r, n] = sum_k x[r, k] * w[n, k]       bfloat16 in, accumulated in float32
 
-One program owns `block_n` columns, of the gate and of the up half where the weights are
-gated, for up to 64 rows. It reads its 2 * K * block_n bytes of weights once for all,
-walks K in blocks in ascending order (`gemm_kernel_triton`), and writes its tiles once,
-epilogue included: 16 rows are one tensor-core instruction high, so that the second to
-the sixteenth are free.
-Of `x` it reads the active rows, 2 * K bytes each, from the L2 cache: those of 16 rows
-are as much as the weights where `block_n` is 16, which is why wide matrices have 32
-and more.
-Padding rows are neither read nor written. Rows that are to be normed are normed by a
-kernel of their own, before the product's.
+One program owns `block_n` columns, or of gated weights as many of the gate and of the
+up half, for up to 64 rows. It reads these weights once for all rows, 2 * K bytes a
+column, walks K in blocks in ascending order (`gemm_kernel_triton`), and writes its
+tiles once, epilogue included. One tensor-core instruction is 16 rows high, so that the
+second to the sixteenth row are free.
+It reads the active rows of `x`, 2 * K bytes each, from the L2 cache. 16 rows are as
+many bytes as the weights if `block_n` is 16, so wide matrices have `block_n` 32 and
+more.
+Padding rows are neither read nor written. Where rows are to be normed, a kernel before
+the product's does so.
 
 With `splits` above one, each split of K has its own programs, which store partial sums
-[splits, parts, R, N] in float32. The norm that follows adds them in ascending order
-(`add`), or else `gemm_reduce_triton`. No atomics: nothing depends on which program ends
-first. Narrow products are split: instructions on one sum wait for each other, and of
-those with few columns there are no others to fill the time. On an H100 the two of a
+[splits, R, N] of each part in float32. The norm that follows (`add`), or otherwise
+`gemm_reduce_triton`, adds them in ascending order. No atomics: nothing depends on which
+program ends first. Narrow products are split: instructions on one sum wait for each
+other, and few columns leave no other sums to fill the time. On an H100 the two of a
 layer of 0.6B took 5.1 and 6.1 us whole, and take 3.3 and 4.0 us in splits of 512.
 
-A plan is a function of the weight's shape alone. That, and rows that an instruction
-computes independently, is the row contract: the batched product and the product of one
-row are the same machine code, and give the same bits.
+A plan is a function of the weight's shape and dtype. With it, and as an instruction
+computes rows independently, the row contract holds: the product of a batch and that of
+one row are the same machine code, and give the same bits.
 
 The Triton backend of Pallas is deprecated from jax 0.11 on, and jax 0.12 still has it.
 """
@@ -49,23 +49,23 @@ from spec_jax.pallas import (
 
 Weights = jax.Array | byte_gemm.Bytes
 
-SPLIT = 512  # terms of a narrow product that are a program's
+SPLIT = 512  # terms of one program of a narrow product
 MIN_BLOCK = 16  # of a tensor-core instruction in any direction
-SPARE_SHARED_BYTES = 16_384  # of `slab.MAX_SHARED_BYTES`: for all but the pipeline
+SPARE_SHARED_BYTES = 16_384  # of `slab.MAX_SHARED_BYTES`: not for the pipeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a weight matrix is walked: a function of its shape, never of the rows.
+    """How a weight matrix is walked: depends on the matrix, never on the rows.
 
     Attributes:
       block_n: columns of the result of one program.
       block_k: terms of a sum between two steps of the pipeline.
-      splits: parts of K that have programs of their own; they divide K in blocks.
+      splits: parts of K with programs of their own, each of the same whole blocks.
       chains: parts of each block with sums of their own, added when all of K is done:
-        tensor-core instructions on one sum wait for each other, and with few columns
-        to a program there are no others to fill the time.
-      num_stages: of the pipeline; one less are on their way at any time.
+        tensor-core instructions on one sum wait for each other, and few columns to a
+        program leave no other sums to fill the time.
+      num_stages: stages of the pipeline; all but one are being loaded at any time.
     """
 
     block_n: int
@@ -77,23 +77,23 @@ class Plan:
 
 
 PLANS: dict[tuple[int, int, int], Plan] = {
-    # One program on nearly every multiprocessor, and room there for more stages.
+    # 128 programs for 132 multiprocessors: one to each, with room for more stages.
     (1, 4096, 4096): Plan(block_n=32, block_k=256, chains=2, num_stages=6),
     (1, 4096, 12_288): Plan(block_n=32, block_k=256, chains=2, num_stages=6),
     (1, 4096, 1024): Plan(block_n=32, block_k=256, chains=2, num_stages=5),
 }
-"""By `(parts, N, K)`, where a plan is known that is better than the rule's. Of 20 to 70
-plans for each product of 0.6B and 8B, tried in whole layers on an H200, none of 8B beat
-these by more than two such timings differed: 5 microseconds a layer."""
+"""Plans by `(parts, N, K)` that are better than the rule's. 20 to 70 plans were tried
+for each product of 0.6B and 8B, in whole layers on an H200: for 8B none beat these by
+more than two timings of one plan differed, 5 microseconds a layer."""
 
 
 def plan_for(num_columns: int, num_terms: int, *, parts: int = 1) -> Plan:
-    """Plans weights `[N, K]`, `parts` of which are walked by one program.
+    """Returns the plan of weights `[N, K]`, whose `parts` one program walks together.
 
-    The rule keeps 16 KiB in a stage: of weights, or where a program has few columns, of
-    which the rows take as much again, of both. Wide programs read less of `x` for their
-    weights, but a matrix of few columns has too few of them for 132 multiprocessors:
-    their 16 columns are two instructions wide, one for each of two warps (four took 2
+    The rule keeps about 16 KiB in a stage: of weights, or of weights and 16 rows where
+    programs have few columns. Wide programs read less of `x` for their weights, but few
+    columns do not make enough wide programs for 132 multiprocessors. Narrow programs
+    have 16 columns, two instructions wide, one for each of two warps (four warps took 2
     to 3 of 8 us longer on an H200).
     """
     if (parts, num_columns, num_terms) in PLANS:
@@ -161,9 +161,9 @@ def add(
     plan: Plan | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Does as `project` with a residual and the next RMSNorm: `ops.projection.add`.
+    """Implements `ops.projection.add`: `project` with a residual, and the next RMSNorm.
 
-    Raises as `project` does.
+    Returns the sum and its norm, `[R, N]` each. Raises as `project` does.
     """
     (R, K), N = x.shape, _num_outputs(w)
     _check(
@@ -210,7 +210,7 @@ def gate(
 def _product(
     x, w, norm, residual, *, num_active, eps, plan, out_dtype, name, interpret, parts=1
 ):
-    """Returns `[R, N]` of `x`, normed by `norm` unless that is None, times `w`."""
+    """Returns `x`, normed if `norm` is given, times `w`: `[R, N / parts]`."""
     (R, K), N = x.shape, _num_outputs(w)
     _check(
         x, w, (N, K), num_columns=N // parts, num_active=num_active, norm=norm,
@@ -232,7 +232,7 @@ def _product(
 
 
 def _check(x, w, shape, **how) -> None:
-    """Checks weights of eight bits too, as `slab.check_product` does."""
+    """Checks as `slab.check_product` does, and weights of eight bits, too."""
     if isinstance(w, tuple):
         byte_gemm.check(w, shape)
         w = None
@@ -255,9 +255,9 @@ def _multiply(
     interpret,
     parts=1,
 ):
-    """Multiplies by the parts of the outputs of `w`: `[16 n, N]`.
+    """Returns the finished product of `x` and the parts of `w`, `[R, N / parts]`.
 
-    A list of the partial sums `[splits, 16 n, N]` of each part where K is split.
+    Where K is split, returns a list: of each part the sums `[splits, R, N / parts]`.
     """
     (R, K), N = x.shape, _num_outputs(w) // parts
     is_bytes = isinstance(w, tuple)
@@ -294,7 +294,7 @@ def _multiply(
     )
     outputs = pl.pallas_call(
         functools.partial(gemm_kernel_triton.multiply, walk=walk),
-        # Further rows are neighbours in time: they find the weights cached.
+        # Rows are the fastest axis: further rows find the weights in the cache.
         grid=(R // height, pl.cdiv(N, plan.block_n), plan.splits),
         in_specs=[
             pl.BlockSpec((1,), lambda r, n, s: (0,)),
@@ -315,7 +315,7 @@ def _multiply(
 
 
 def _num_stages(plan: Plan, height: int, parts: int) -> int:
-    """Returns how many of the plan's stages fit; no bit depends on it."""
+    """Returns how many of the plan's stages fit; no bit depends on that."""
     room = slab.MAX_SHARED_BYTES - SPARE_SHARED_BYTES
     return min(plan.num_stages, room // _stage_bytes(plan, height, parts) + 1)
 
@@ -325,13 +325,13 @@ def _stage_bytes(plan: Plan, height: int, parts: int) -> int:
 
 
 def _part_spec(terms: int, w: jax.Array, part: int, block_n: int) -> pl.BlockSpec:
-    """Returns the columns of one program in one part of the weights, whole sums."""
+    """Returns a program's columns in one part of the weights, with all of K."""
     del w
     return pl.BlockSpec((None, block_n, terms), lambda r, n, s: (part, n, 0))
 
 
 def check_plan(plan: Plan, num_terms: int, *, parts: int) -> None:
-    """Raises `ValueError` where a kernel would miss terms, or not fit."""
+    """Raises `ValueError` if a kernel would miss terms or exceed shared memory."""
     for name in ("block_n", "block_k", "chains", "num_warps"):
         value = getattr(plan, name)
         if value < 1 or value & (value - 1):

@@ -1,7 +1,7 @@
 """Parts that the kernels of the row path share: slab, checks and epilogues.
 
-A slab is a tile of `ROWS` rows, the height of one tensor-core instruction. It is
-computed whole, whatever is live: a row's bits cannot depend on how many rows are.
+Here a slab is a tile of `ROWS` rows, the height of one tensor-core instruction. It is
+always computed whole, so that a row's bits cannot depend on how many rows are active.
 Padding rows are neither loaded nor stored, and are zeros where they are computed.
 Up to `MOST_ROWS` rows, in whole slabs, share one read of the weights.
 """
@@ -25,7 +25,7 @@ def padded(x: jax.Array) -> jax.Array:
 
 
 def height(num_rows: int) -> int:
-    """Returns the rows of a product's program: slabs that share a read of weights."""
+    """Returns the rows of one program of a product; they share a read of weights."""
     slabs, most = num_rows // ROWS, MOST_ROWS // ROWS
     return ROWS * max(n for n in range(1, most + 1) if slabs % n == 0)
 
@@ -38,7 +38,7 @@ def check_shapes(**pairs: tuple[jax.Array, tuple[int, ...]]) -> None:
 
 
 def check_bfloat16(**arrays: jax.Array | None) -> None:
-    """Raises `NotImplementedError` unless all arrays that there are are bfloat16."""
+    """Raises `NotImplementedError` unless every given array is bfloat16."""
     for name, array in arrays.items():
         if array is not None and array.dtype != jnp.bfloat16:
             raise NotImplementedError(
@@ -48,8 +48,8 @@ def check_bfloat16(**arrays: jax.Array | None) -> None:
 
 def check_product(
     x: jax.Array,  # [R, K]
-    w: jax.Array | None,  # None: of eight bits, checked elsewhere
-    shape: tuple[int, int],  # which `w` must have
+    w: jax.Array | None,  # None: has eight bits and is checked elsewhere
+    shape: tuple[int, int],  # that `w` must have
     *,
     num_columns: int,  # of the result
     num_active: jax.Array,
@@ -57,7 +57,7 @@ def check_product(
     residual: jax.Array | None,
     out_dtype: jnp.dtype,
 ) -> None:
-    """Raises as the kernels' `project` and `gate` say."""
+    """Raises the errors of `skinny_gemm_triton.project` and `gate`."""
     R, K = x.shape
     check_shapes(num_active=(num_active, ()))
     if w is not None:
@@ -91,7 +91,7 @@ def gated(
     *,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """Returns `silu(gate) * up`, rounded as `ops.swiglu` does: both, and silu."""
+    """Returns `silu(gate) * up`; rounds both, and silu, as `ops.swiglu` does."""
     gate, up = gate.astype(dtype).astype(jnp.float32), up.astype(dtype)
     return jax.nn.silu(gate).astype(dtype) * up
 
@@ -100,9 +100,9 @@ def finish(sums, residual_view, out_view, is_active, in_columns) -> None:
     """Rounds a tile, gates it or adds the residual, and stores it.
 
     Args:
-      sums: of a product `[16, n]` float32, or of the gate's and of the up half's.
-      residual_view: of the residual `[16, n]`, or None.
-      is_active, in_columns: masks `[16]` and `[n]` or None, of what is there.
+      sums: one array of sums `[16, n]` float32, or two: of the gate and of the up half.
+      residual_view: the tile of the residual `[16, n]`, or None.
+      is_active, in_columns: masks `[16]` and `[n]` of what exists; None masks nothing.
     """
     if len(sums) == 2:
         gate, up = sums
@@ -122,9 +122,9 @@ def each_added(sums, others):
 
 
 def load(view, first_mask=None, last_mask=None, *, last_use=False) -> jax.Array:
-    """Loads a block of two axes; where a mask is false it reads nothing, and is zero.
+    """Loads a block of two axes, without a read and as zeros where a mask is false.
 
-    `last_use` lets it leave the cache first: weights are read by one program only.
+    With `last_use` the block is the first to leave the cache: few programs read it.
     """
     mask = _mask(view.shape, first_mask, last_mask)
     return plt.load(

@@ -2,8 +2,8 @@
 
     out[r, n] = sum_s w[s] sums[s] / sum_s w[s] totals[s],   w[s] = 2 ** (max[s] - max)
 
-over the row's own splits `s = 0, 1, ...`, added one after another: the number of splits
-that the table has room for, and what other rows have, does not come in.
+over the row's own splits `s = 0, 1, ...`, added one after another: neither the number
+of splits that the table has room for nor other rows change a row's bits.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from spec_jax.pallas import attention_plan as plan
 AT_ONCE = 4  # splits whose loads are in flight together
 
 # Nothing here is negative: no need for the signs of `//` and `%`.
-div, rem = jax.lax.div, jax.lax.rem
+div = jax.lax.div
 
 
 class Splits(NamedTuple):
-    """References to each query's maximum, total and unnormed sum over each split.
+    """References to each query's maximum, total and unnormed sum of each split.
 
     Float32, maxima to base 2. Entries that no job writes are uninitialised.
     """
@@ -34,7 +34,7 @@ class Splits(NamedTuple):
 
 
 def shapes(num_kv_heads: int, lay: plan.Layout, splits: int) -> Splits:
-    """Returns the arrays for so many splits of each row."""
+    """Returns the shapes of the arrays for `splits` splits of each row."""
     shape = (num_kv_heads, lay.rows, lay.heads, splits)
     each = jax.ShapeDtypeStruct(shape, jnp.float32)
     wide = jax.ShapeDtypeStruct((*shape, lay.width), jnp.float32)
@@ -66,7 +66,7 @@ def combine(
     kv_head: jax.Array,  # [] int32
     rows: jax.Array,  # [queries] int32
     heads: jax.Array,  # [queries] int32
-    counts: jax.Array,  # [queries] int32: splits; 0: not to be combined
+    counts: jax.Array,  # [queries] int32, splits of each; 0: result is NaN, unused
 ) -> jax.Array:
     """Combines each query's own splits to normed sums `[queries, width]`."""
     splits, width = refs.sums.shape[3:]
@@ -90,7 +90,7 @@ def combine(
             )
         for mine, maximum, total, weighted in coming:
             summed = _added(carry, (maximum, total, weighted))
-            # By selection: what is not the query's own adds nothing, not even 0.
+            # A selection: other splits than the query's own add nothing, not even 0.
             selects = mine, mine, mine[:, None]
             carry = tuple(map(jnp.where, selects, summed, carry))
         return carry
@@ -103,7 +103,7 @@ def combine(
 def alone(
     sums: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns a query's only split as if added to nothing, to the last bit: no -0."""
+    """Returns a query's only split with the bits of `combine`: no -0."""
     maximum, total, weighted = sums
     return maximum, total + 0.0, weighted + 0.0
 
@@ -132,7 +132,7 @@ def with_block(
     """Adds one block of keys to a running softmax.
 
     Args:
-      weigh: from the keys' weights `[queries, keys]`, their values' sum.
+      weigh: returns the values' sum by the keys' weights `[queries, keys]`.
     """
     maximum, total, weighted = sums
     new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
@@ -147,10 +147,10 @@ def with_block(
 
 
 def _shift(maximum):
-    """Returns the shift of scores; where all were -inf, -inf - -inf would be NaN."""
+    """Returns what scores are shifted by: 0 for -inf, as -inf - -inf would be NaN."""
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
 def _spread(values, shape):
-    """Broadcasts one value for each query over its row."""
+    """Broadcasts one value for each query over the last axis."""
     return jax.lax.broadcast_in_dim(values, shape, (0,))

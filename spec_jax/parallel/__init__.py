@@ -1,1 +1,1 @@
-"""One model on several devices: a mesh, and sums whose order it does not change."""
+"""One model on several devices: a mesh, and sums in the same order on every mesh."""

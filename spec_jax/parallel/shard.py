@@ -1,4 +1,4 @@
-"""How a model lies on a mesh, and arrays that lie so. Knows no models."""
+"""Layouts of a model's arrays on a mesh of devices; imports no model."""
 
 import contextlib
 import dataclasses
@@ -13,27 +13,27 @@ from spec_jax.parallel import collectives
 
 
 SEGMENTS = 8
-"""Segments of a sum, by default: the same bits on 1, 2, 4 and 8 devices."""
+"""Segments of a sum by default, for the same bits on 1, 2, 4 and 8 devices."""
 
 REPLICATED = sharding.PartitionSpec()
 CUT = sharding.PartitionSpec(collectives.AXIS)
-"""By the first axis."""
+"""Arrays cut by their first axis."""
 
 PAGES = sharding.PartitionSpec(None, None, collectives.AXIS)
-"""Pages `[P, C, K, H]`, by key/value heads."""
+"""Pages `[P, C, K, H]` cut by key/value heads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A mesh and the segments of sums, which decide bits; hashable.
+    """A mesh, and the number of segments, which decides bits; hashable.
 
     Attributes:
-      mesh: of one axis, `collectives.AXIS`.
+      mesh: has one axis, `collectives.AXIS`.
       segments: of every sum that is spread over devices, a power of two.
 
     Raises:
-      ValueError: another axis, a number of devices that is no power of two, or segments
-        that the devices cannot share.
+      ValueError: another axis, a number of devices or of segments that is not a power
+        of two, or segments that the devices cannot share.
     """
 
     mesh: sharding.Mesh
@@ -64,7 +64,7 @@ class Layout:
         return self.mesh.size
 
     def describe(self) -> dict[str, int]:
-        """Returns what results say of it: they are equal where the segments are."""
+        """Returns fields for results; equal segments give equal bits."""
         return {"devices": self.devices, "segments": self.segments}
 
     def check_divides(self, **sizes: int) -> None:
@@ -79,17 +79,17 @@ class Layout:
                 )
 
     def local(self) -> Iterator[tuple[int, jax.Device]]:
-        """Yields numbers and devices of this process."""
+        """Yields this process's devices, each with its number in the mesh."""
         for number, device in enumerate(self.mesh.devices.flat):
             if device.process_index == jax.process_index():
                 yield number, device
 
     def sharding(self, spec: sharding.PartitionSpec) -> sharding.NamedSharding:
-        """Returns the sharding of arrays on this mesh."""
+        """Returns the sharding by `spec` on this mesh."""
         return sharding.NamedSharding(self.mesh, spec)
 
     def stacked(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """Makes one array `[devices, ..]` of one on each device, in `local`'s order."""
+        """Returns an array `[devices, ..]` made of one part a device, as in `local`."""
         return jax.make_array_from_single_device_arrays(
             (self.devices, *parts[0].shape),
             self.sharding(CUT),
@@ -97,9 +97,9 @@ class Layout:
         )
 
     def replicated(self, array: np.ndarray | jax.Array) -> jax.Array:
-        """Copies an array of the host to every device; the same in all processes.
+        """Copies an array to every device; it must be the same in all processes.
 
-        One that is on all of them already is returned as it is.
+        An array that is on all of them already is returned as it is.
         """
         wanted = self.sharding(REPLICATED)
         if isinstance(array, jax.Array) and array.sharding == wanted:
@@ -110,7 +110,7 @@ class Layout:
         )
 
     def gather(self, tree: Any) -> Any:
-        """Copies arrays of the mesh whole to every device, and so to every process."""
+        """Copies whole arrays to every device of the mesh, and so to every process."""
         return jax.jit(lambda tree: tree, out_shardings=self.sharding(REPLICATED))(tree)
 
     def run(self, function: Callable, *, in_specs, out_specs) -> Callable:
@@ -125,16 +125,16 @@ class Layout:
 
 
 def make_cpu_devices(count: int) -> None:
-    """Makes so many devices of a CPU; where jax runs already, `mesh` says if they lack.
+    """Makes jax see `count` devices on a CPU; other platforms ignore it.
 
-    Without effect on other platforms.
+    Has no effect once jax runs: `mesh` then raises if devices are missing.
     """
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
 
 
 def mesh(num_devices: int | None = None) -> sharding.Mesh:
-    """Returns the mesh of the first devices, of all processes; None for all.
+    """Returns a mesh of the first `num_devices` of all processes; None: of all.
 
     Raises:
       ValueError: less than one device, or more than there are.

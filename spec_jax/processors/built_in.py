@@ -105,11 +105,11 @@ class MinTokens(_Own):
     stop_ids: jax.Array  # [n] int32
 
     def init(self, prompt, length, *, vocab_size):
-        """Returns how many tokens are missing: the prompt's do not count."""
+        """Returns the processor itself: tokens of the prompt do not count."""
         return self
 
     def step(self, state, token):
-        """Returns that one less is missing."""
+        """Returns the state with one token less missing."""
         return state.replace(left=jnp.maximum(state.left - 1, 0))
 
     def apply(self, state, logits):

@@ -108,11 +108,11 @@ class Chain(Processor):
         return logits
 
     def forbids(self) -> bool:
-        """Returns whether a part may."""
+        """Returns whether a part may forbid tokens."""
         return any(part.forbids() for part in self.parts)
 
     def allows(self, state, token):
-        """Returns whether all parts do."""
+        """Returns whether all parts allow the token."""
         allowed = jnp.bool_(True)
         for part, own in zip(self.parts, state, strict=True):
             allowed &= part.allows(own, token)

@@ -106,9 +106,9 @@ def rejection_probabilities(
     target_probs: Float32[Array, "gamma+1 V"],
     num_drafted: Int[Array, ""],
 ) -> AcceptanceProbabilities:
-    """Keeps a draft with `min(1, target / draft)`; the own token has the rest.
+    """Returns `min(1, target / draft)` of each draft, and the residuals.
 
-    As `accept_rejection`, which decides by them.
+    `accept_rejection` decides by them.
     """
     draft_probs = _without_padding(draft_probs, num_drafted)
     keep = ratio(
@@ -128,7 +128,7 @@ def block_probabilities(
 ) -> AcceptanceProbabilities:
     """Returns the probabilities of keeping at least the first `i + 1` drafts.
 
-    As `accept_block`, which decides by them.
+    `accept_block` decides by them.
     """
     draft_probs = _without_padding(draft_probs, num_drafted)
 

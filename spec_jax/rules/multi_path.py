@@ -29,7 +29,7 @@ class Selected(pytree.Node):
 def select(tree: tree_acceptance.Drafted) -> Selected:
     """Finds the path whose tokens are the highest of its siblings', from the root on.
 
-    As `accept_multi_path`, which verifies it. Nodes with the same path are one node
+    `accept_multi_path` verifies it. Nodes with the same path are one node
     with the children of all. A depth of which a node was not drafted is not read.
     """
     draft_tokens, parents, depth_max = tree.tokens, tree.parents, tree.depth_max
@@ -136,7 +136,7 @@ def multi_path_probabilities(
     """Returns the chance of each draft of the highest path to stay with those above it,
     given that none below it does; 0 of the other drafts.
 
-    As `accept_multi_path`, which decides by them.
+    `accept_multi_path` decides by them.
     """
     found = select(tree)
     block = acceptance.block_probabilities(

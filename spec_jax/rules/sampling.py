@@ -235,7 +235,7 @@ def uniforms(
 ) -> Float32[Array, " gamma"]:
     """Draws a uniform number in `[0, 1)` for each draft of the round from `position`.
 
-    Of 64 random bits, cut to the 24 significant ones that float32 holds: a number is
+    Each has 64 random bits, cut to the 24 significant ones that float32 holds: it is
     less than a float32 probability of at least 2**-32 exactly as often as that says,
     and less than a smaller one to within 2**-56. It is 0 once in 2**56 draws.
     """
@@ -349,7 +349,7 @@ def sample_each(
     """
 
     def one_row(row):
-        """Draws, or does not."""
+        """Draws a token if the row is to draw; else returns 0."""
         logits, settings, position, draws = row
         return jax.lax.cond(
             draws,

@@ -14,7 +14,7 @@ def traversal_probabilities(
 ) -> tuple[acceptance.AcceptanceProbabilities, jax.Array]:
     """Leaves the nodes of a tree from its leaves on, each after its children.
 
-    As `accept_traversal`, which decides by them.
+    `accept_traversal` decides by them.
 
     Returns:
       the chance to keep each draft and those above it, given that none was kept of

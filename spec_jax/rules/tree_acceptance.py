@@ -129,9 +129,9 @@ def of_trees(decide: Callable[..., acceptance.Outcome]):
 
 
 def tree_probabilities(tree: Drafted) -> acceptance.AcceptanceProbabilities:
-    """Tries siblings in turn, each against what those before it have left.
+    """Returns the chances to keep each sibling, tried after those before it.
 
-    As `accept_tree`, which decides by them. A node's rows begin as the target's and the
+    `accept_tree` decides by them. A node's rows begin as the target's and the
     draft's; a child that is not kept takes the draft's row away from the target's, and
     itself away from the draft's, and both are normalised.
     """

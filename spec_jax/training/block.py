@@ -99,7 +99,7 @@ def anchors_of(
     decay: float = DECAY,
     hot: jax.Array | None,
 ) -> Anchors:
-    """Returns the `Anchors` of a drafter, of which `hot` are the tokens."""
+    """Returns the `Anchors` of a drafter that drafts the tokens `hot`."""
     return Anchors(
         num_drafts=config.num_drafts,
         seed=seed,
@@ -184,11 +184,11 @@ def loss(
 
     Args:
       batch: with what `Anchors` adds.
-      terms: of which that of the confidence is left out without its head.
+      terms: weights; the confidence's is not used where the drafter has none.
     """
     logits, bias, confidence = _slots(config, params, batch, teacher)
     of_head = logits if bias is None else logits + bias
-    if config.head != "selector":  # Whose slots' own logits are trained, too.
+    if config.head != "selector":  # A selector's uncorrected logits are trained, too.
         logits = of_head
     cross, total_variation, of_confidence = terms
     total = jnp.zeros(logits.shape[:-1], jnp.float32)
@@ -299,7 +299,7 @@ def _slots(config, params, batch, teacher):
         )
         return state, (bias, confidence)
 
-    # A slot that predicts nothing passes its state on, after the anchor as the next.
+    # A first slot that predicts nothing reads the anchor, as the slot after it does.
     before = at_drafts(tokens[..., None], anchors, config.num_drafts)[..., 0]
     before = jnp.concatenate([before[..., :1]] * config.first_slot + [before], axis=-1)
     by_slot = lambda x: jnp.moveaxis(x, 2, 0)

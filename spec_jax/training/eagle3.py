@@ -119,7 +119,7 @@ def measure(
 ) -> dict[str, jax.Array]:
     """Counts how often each step's draft is the target's most likely token.
 
-    Each number is of a share or a mean: what it is of, and how many there are, `[2]`.
+    Each result is a sum and a count, `[2]`, whose quotient is the number.
     `agreement_J` is that of step `J` after the text's own tokens. `accepted_length` is
     tokens a round of `steps` drafts, as greedy decoding of the greedy texts commits
     them: `targets.tokens_and_rounds`.

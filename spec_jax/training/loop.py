@@ -1,9 +1,9 @@
 """The optimiser loop: resumable, with a log that survives kills.
 
-Needs the extra `train`: the package imports this folder nowhere. A run is a pure
-function of its `Recipe` and its data: batches depend on the step
-alone, and a checkpoint holds everything else, so a killed and resumed run writes the
-same losses as an undisturbed one.
+Needs the extra `train`; no other folder of the package imports this one. The losses are
+a pure function of the arguments of `run`: the batch of a step depends on the data, the
+recipe and the step alone, and a checkpoint holds everything else, so a killed and
+resumed run writes the same losses as an undisturbed one.
 """
 
 import dataclasses
@@ -59,13 +59,13 @@ def data_mesh(num_devices: int) -> sharding.Mesh | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides a training run except its data."""
+    """Numbers that decide a training run, beside data, initial weights and loss."""
 
     steps: int
     batch_size: int = 16
     part_size: int = 2  # sequences at a time: what fits a CPU's caches
     learning_rate: float = 0.02  # Muon, for the matrices of the layers
-    adam_learning_rate: float = 0.003  # embedding and norms
+    adam_learning_rate: float = 0.003  # all other weights, see `labels`
     warmup_steps: int = 50
     decay_share: float = 0.5  # of the steps, at the end
     eval_every: int = 50
@@ -138,7 +138,7 @@ def held_out(
     teacher: Any,
     draw: batches.Draw | None = None,
 ) -> dict[str, float]:
-    """Returns each number over whole batches of `data`; NaN where there are none."""
+    """Returns each number over whole batches of `data`; NaN if its count is 0."""
     parts = []
     order = np.argsort(-batches.columns_of(data), kind="stable")  # Little padding.
     for start in range(0, len(data) - batch_size + 1, batch_size):
@@ -242,7 +242,7 @@ def run(
       loss: hashable by identity; traced once.
       teacher: handed to the loss, and not trained.
       measure: as `loss`, of held-out batches.
-      draw: of each batch, what a step draws anew.
+      draw: adds to each batch what a step draws anew, see `batches.Draw`.
       mesh: of one axis, `DATA_AXIS`: sequences are spread over its devices, and
         parameters are on each.
       stop_after: stops after this step, as if killed (tests resumption).
@@ -382,7 +382,7 @@ def _open_log(folder: pathlib.Path, first_step: int):
     path, whole = folder / "log.jsonl", folder / "log_whole.jsonl"
     lines = (json.dumps(row) + "\n" for row in log_of(folder, first_step))
     whole.write_text("".join(lines), encoding="utf-8")
-    whole.replace(path)  # Which is never half a file.
+    whole.replace(path)  # So the log is never half a file.
     return path.open("a", encoding="utf-8")
 
 

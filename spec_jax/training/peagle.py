@@ -60,7 +60,7 @@ def init(
     params: params_lib.Params,
     hot: jax.Array | None,
 ) -> eagle3_params.Eagle3Params:
-    """Does as `eagle3.init`; the mask in the place of features is of their size."""
+    """Returns what `eagle3.init` does, with a `mask_hidden` of root mean square one."""
     made = eagle3.init(key, config, target, params, hot)
     mask: Any = made.mask_hidden
     return made.replace(mask_hidden=mask / jnp.sqrt(jnp.mean(mask**2)))

@@ -1,8 +1,8 @@
 """The target's outputs for its texts, to train drafters: made as needed, or cached.
 
 Both are data of `loop.run`: `data[rows]` is a batch of `tokens`, `mask`, `greedy`,
-`final`, `best` and, where there are taps, `features`. One program makes them, for one
-sequence at a time, so that a cache holds the bits of what would be made.
+`final`, `best`, and where asked for `features` and `normalizer`. One program computes
+one text at a time, so that a cache holds the bits that would be computed.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from spec_jax.training import store as stores
 
 
 BUCKET = 128
-"""A batch has a multiple of so many columns, or all: few shapes, and little padding."""
+"""Columns of a batch are a multiple of this, or all: few shapes, little padding."""
 
 
 class Teacher(pytree.Node):
@@ -70,7 +70,7 @@ class Texts:
     Attributes:
       tokens: ids `[n, T] int32`.
       mask: which rows of the target count `[n, T] bool`: those after which it wrote a
-        token. Row `t` is of token `t + 1`.
+        token. Row `t` predicts token `t + 1`.
       greedy: which texts it wrote greedily `[n] bool`; all if None.
       samples: texts of a prompt, one after the other: where texts are held out, no
         prompt of theirs is trained on.
@@ -113,7 +113,7 @@ class Texts:
         }
 
     def read(self, row: int) -> np.ndarray:
-        """Returns the tokens that the rows up to the last that counts are of."""
+        """Returns the tokens of a text's rows, up to the last row that counts."""
         return self.tokens[row, : self.lengths[row]]
 
 
@@ -149,7 +149,7 @@ class Online:
         return np.asarray(made)[:length]
 
     def is_told(self, row: int) -> bool:
-        """Returns whether a text says by itself what is asked of its rows' choices."""
+        """Returns whether `choices_of` needs the text's own tokens alone."""
         return bool(self.texts.is_greedy[row]) and not self.normalizers
 
     def choices_of(
@@ -323,7 +323,7 @@ def draft_vocabulary(texts: Texts, *, size: int, vocab_size: int) -> np.ndarray 
     None where the draft vocabulary is the whole one.
 
     Raises:
-      ValueError: more tokens than there are.
+      ValueError: a size below 1 or above `vocab_size`.
     """
     if not 1 <= size <= vocab_size:
         raise ValueError(

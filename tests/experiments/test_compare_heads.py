@@ -52,13 +52,13 @@ def test_heads_are_compared_on_the_same_texts(target, texts):
     """Fails if a head sees fewer tokens than asked, or is trained again after
     its end, or a row is lost."""
     run(target, texts, "cache")
-    args = command(target, texts, "--heads", "eagle3,dspark-rnn")
+    args = command(target, texts, "--heads", "peagle,dspark-rnn")
     for _ in range(2):  # The second begins at the end of the first.
         assert compare_heads.main(args) == 0
         rows = rows_of(texts / "rows.jsonl")
         assert [(row["kind"], row["head"]) for row in rows] == [
-            *(("head", "eagle3"), ("head", "dspark-rnn")),
-            *(("sweep", "eagle3"),) * 2,
+            *(("head", "peagle"), ("head", "dspark-rnn")),
+            *(("sweep", "peagle"),) * 2,
             *(("sweep", "dspark-rnn"),) * 2,
         ]
         for row in rows[:2]:

@@ -162,6 +162,7 @@ REFUSED = [
     ({"rotary_pct": "all"}, "rotary_pct='all' must be a positive number"),
     ({"hidden_size": 97}, "hidden_size=97 must be a multiple of num_attention_heads=4"),
     ({"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
+    ({"hidden_act": ["gelu"]}, r"hidden_act=\['gelu'\] is not supported"),
     ({"attention_bias": False}, "attention_bias=False is not supported"),
     ({"use_parallel_residual": 1}, "use_parallel_residual=1 must be true or false"),
 ]

@@ -248,6 +248,8 @@ BAD_FOLDERS = {
         (at / "tokenizer.json").unlink(),
         stating("tokenizer_config.json", tokenizer_file=7)(at),
     ),
+    "tokenizer_config.json: unreadable chat_template":
+        stating("tokenizer_config.json", chat_template=["x"]),
     "chat_template.jinja: is a directory":
         lambda at: (at / "chat_template.jinja").mkdir(),
 }  # fmt: skip

@@ -118,6 +118,8 @@ def test_a_plan_by_active_rows_is_caught(monkeypatch):
 
 
 @pytest.mark.slow
-def test_rows_of_other_families(family="qwen2"):
-    """Fails if a row depends on others in a family whose projections have biases."""
+@pytest.mark.parametrize("family", ["qwen2", "gpt_neox"])
+def test_rows_of_other_families(family):
+    """Fails if a row depends on others in a family whose projections have biases, or
+    whose norms are no RMSNorms."""
     families_lib.test_rows_are_what_each_is_alone(family, "bfloat16", "interpret")
