@@ -145,10 +145,13 @@ def train(args: argparse.Namespace, head: str) -> dict[str, Any]:
     found = jobs.train(trained)
     train_drafter.run(training_of(args, head, "export", "--steps", steps))
     weights = safetensors.load_file(trained.out / "model.safetensors")
+    # Not trained: the target's embedding, and the output projection of blocks.
+    copies = {"d2t", "t2d", "embed_tokens.weight"}
+    copies |= set() if "eagle" in trained.family else {"lm_head.weight"}
     return {
         "kind": "head",
         "head": head,
-        "parameters": sum(leaf.size for leaf in weights.values()),
+        "parameters": sum(x.size for name, x in weights.items() if name not in copies),
         "steps": found["step"] + 1,
         "tokens_seen": loop.tokens_seen(trained.work),
         **{name: x for name, x in found.items() if name.startswith("held_out")},

@@ -52,6 +52,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             left out without it
         --llama-bin DIR  of a build of llama.cpp, as compare_llama_cpp.py has it; steps
             that need one are left out without it
+        --texts DIR  folder of the rollouts that docs/heads.md says how to make; heads
+            are left out without it
         --list  say what would be run and what is finished, and run nothing
         --tables  write the tables of README.md and docs from the rows, and run nothing
         --allow-dirty  from changed code too: rows and certificates say so
@@ -76,6 +78,7 @@ def state_of(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> s
     for word, there, what in (
         (reproduction.DATA, args.data, "--data"),
         (reproduction.LLAMA, args.llama_bin, "--llama-bin"),
+        (reproduction.TEXTS, args.texts, "--texts"),
         (reproduction.FETCHED, fetched.is_file(), f"`fetch_model.py {model}`"),
     ):
         if not there and any(word in run for run in step.runs):
@@ -90,7 +93,8 @@ def state_of(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> s
 
 def words_of(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the values of the words in braces in a command."""
-    return {"results": records.RESULTS, "data": args.data, "llama": args.llama_bin}
+    folders = {"data": args.data, "llama": args.llama_bin, "rollouts": args.texts}
+    return {"results": records.RESULTS} | folders
 
 
 def run_step(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> int:
@@ -119,7 +123,8 @@ def run_step(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> i
         script, *arguments = shlex.split(command)
         if args.allow_dirty and script != "plot":
             arguments.insert(0, "--allow-dirty")
-        status = call(script, arguments + ([step.flag, str(path)] if step.flag else []))
+        # First: behind -- are flags of another script.
+        status = call(script, [step.flag, str(path)] * bool(step.flag) + arguments)
         status = DONE if status == FAILED and step.mismatches else status
         worst = max(worst, status)
         if status not in (DONE, FAILED):

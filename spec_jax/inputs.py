@@ -124,8 +124,10 @@ def stops(lm: LanguageModel, stop: Stop | None) -> tuple[list[int], tuple[bytes,
     """Returns the token ids, and the texts in UTF-8 without repeats; or raises."""
     if stop is None:
         return [], ()
-    if isinstance(stop, str | numbers.Number) or getattr(stop, "ndim", 1) == 0:
+    if isinstance(stop, str | numbers.Number):
         stop = [stop]
+    elif getattr(stop, "ndim", 1) == 0:
+        stop = np.asarray(stop).reshape(1)
     if isinstance(stop, bytes) or not isinstance(
         stop, Sequence | set | frozenset | np.ndarray | jax.Array
     ):

@@ -5,8 +5,8 @@ This module has commands of the other scripts, and runs nothing.
 A step is a line with its file and, after bars, the kinds of rows that it keeps and the
 option `mismatches`; the commands under it are indented, and continue where the
 indentation is deeper. A command is run once for each of <one; another>. Words in braces
-are keys of `WORDS` or `OF_IMPL`, or are filled in where the step is run: {data} and
-{llama} are folders of flags, {results} is `records.RESULTS`.
+are keys of `WORDS` or `OF_IMPL`, or are filled in where the step is run: {data},
+{llama} and {rollouts} are folders of flags, {results} is `records.RESULTS`.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from experiments.lib import records
 
 
-DATA, LLAMA = "{data}", "{llama}"
-"""The folders of `--data` and `--llama-bin` in a command."""
+DATA, LLAMA, TEXTS = "{data}", "{llama}", "{rollouts}"
+"""The folders of `--data`, `--llama-bin` and `--texts` in a command."""
 
 FETCHED = "--target smollm2"
 """Part of a command that needs the model that `fetch_model.py` downloads."""
@@ -209,6 +209,12 @@ contexts.jsonl
 compare_hf_smollm2.jsonl | comparison
   compare_hf {real} --dtype bfloat16 --lengths 64 128 512 --per-length 1 --gammas 5
     --gen-tokens 96 --repeats 2 --prompts {long}:40@0
+ablation.jsonl | head, sweep
+  compare_heads --target smollm2 --texts {rollouts} --work {rollouts}/heads
+    --heads eagle3,dspark,peagle,dflash,jetspec --tree none,4x4:15 --context 128,2048
+    --gen-tokens 64
+    --prompts {long}:8@0 -- --batch 8 --prompts {rollouts}/prompts.jsonl --samples 2
+    --length 512
 processors.jsonl | cell
   constrained {real} --drafter eagle3 --table --batch 4 --gen-tokens 32
 constrained.jsonl | answers, step

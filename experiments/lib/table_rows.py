@@ -1,5 +1,6 @@
 """Rows of results for the published tables, and the words of cells on a row."""
 
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -143,6 +144,12 @@ WORDS: Mapping[str, Callable[[Row], str]] = {
     "positions": lambda row: "" if row["context"] is None else f"{row['context']:,}",
     "first_difference": _first_difference,
     "all_equal": lambda row: "all" if is_equal(row) else "not all",
+    "budget": lambda row: (
+        f"tree of {row['gamma']}" if row.get("tree") else f"chain of {row['gamma']}"
+    ),
+    "round_here_ms": lambda row: (
+        f"{row['spec_decode_tpot_ms'] * row['mean_accepted_length']:.1f}"
+    ),
     "decoded": lambda row: DECODED[row["gamma"], row["drafter"]],
     "drafted_so": lambda row: row["way"].split(",")[0],
     "adversarial_flag": lambda row: ", `--adversarial`" * bool(row["adversarial"]),
@@ -278,7 +285,43 @@ def _gpu_traces() -> list[Row]:
     return found
 
 
+MEASURED_AS = {"peagle": "eagle3", "jetspec": "dflash", "dflash2": "dflash"}
+"""Heads that were not run on a GPU, and the head with the same layers."""
+
+
+def _ablation() -> list[Row]:
+    """Returns heads of `compare_heads.py` with their results in chains on all prompts,
+    and the speed-up that such rounds would bring an H100 with Qwen3-8B.
+
+    There a head's round is one measured with a head of its family, less the passes that
+    it does not make: EAGLE-3 makes one for each draft, the others one for all.
+    """
+    found, chains = [], {row["head"]: row for row in _swept() if not row.get("tree")}
+    for head in rows_of("ablation.jsonl", "head"):
+        row = head | chains[head["head"]]
+        name, *_ = row["head"].split("-")
+        file = f"gpu/h-{MEASURED_AS.get(name, name)}.jsonl"
+        (step,) = (x for x in rows_of(file, "step") if x["step"] == "draft step")
+        measured = rows_of(file, "rounds")[0]
+        round_ms = measured["round_ms"]
+        if name in ("eagle3", "peagle"):
+            passes = row["gamma"] if name == "eagle3" else 1
+            round_ms -= (step["drafts"] - passes) * step["ms"]
+        speedup = row["mean_accepted_length"] * measured["plain_ms"] / round_ms
+        found.append(row | {"on_h100": speedup})
+    return found
+
+
+def _swept(*, contexts: bool = False) -> list[Row]:
+    """Returns rows of chains and trees of `compare_heads.py`, or of its contexts."""
+    rows = rows_of("ablation.jsonl", "sweep")
+    return [row for row in rows if (row["category"] != "all") == contexts]
+
+
 MADE: Mapping[str, Callable[[], list[Row]]] = {
+    "ablation": _ablation,
+    "ablation_contexts": functools.partial(_swept, contexts=True),
+    "ablation_trees": _swept,
     "certificates": _certificates,
     "batches": _batches,
     "gpu_heads": _gpu_heads,

@@ -109,13 +109,15 @@ def test_every_step_can_be_parsed(tmp_path, monkeypatch):
     steps = list(reproduction.steps())
     names = [step.file for step in steps]
     assert len(set(names)) == len(names)
-    words = reproduce.words_of(argparse.Namespace(data="data", llama_bin="bin"))
+    words = reproduce.words_of(
+        argparse.Namespace(data="data", llama_bin="bin", texts="texts")
+    )
     for step in steps:
         assert len(step.runs) == 1 or step.keep
         for command in step.runs:
             script, *arguments = shlex.split(command.format(**words))
             if step.flag:
-                arguments += [step.flag, str(tmp_path / "out")]
+                arguments = [step.flag, str(tmp_path / "out"), *arguments]
             importlib.import_module(f"experiments.{script}").parse_args(arguments)
     # All rows and certificates that are published today are among their files.
     files_of_today = {p for p in published.RESULTS.glob("certificates/*.json")}
@@ -126,7 +128,7 @@ def test_every_step_can_be_parsed(tmp_path, monkeypatch):
 def test_a_step_goes_on_after_its_finished_runs(tmp_path, monkeypatch):
     """Fails if a finished run is run again, or rows of changed code stay."""
     monkeypatch.setattr(records, "RESULTS", tmp_path)
-    args = argparse.Namespace(allow_dirty=True, data=None, llama_bin=None)
+    args = argparse.Namespace(allow_dirty=True, data=None, llama_bin=None, texts=None)
     step = reproduction.Step(file="x.jsonl", runs=("one", "two"))
     asked = []
 
@@ -134,7 +136,7 @@ def test_a_step_goes_on_after_its_finished_runs(tmp_path, monkeypatch):
         asked.append(script)
         is_cut_off = asked.count("two") == 1 and script == "two"
         row = {"kind": "row", "script": script}
-        pathlib.Path(arguments[-1]).write_text("" if is_cut_off else json.dumps(row))
+        pathlib.Path(arguments[1]).write_text("" if is_cut_off else json.dumps(row))
         return 1 if is_cut_off else 0
 
     monkeypatch.setattr(reproduce, "call", call)
