@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -117,7 +118,8 @@ def outputs(program: str, *arguments: object) -> list[str]:
     ]
     texts = [one.communicate(timeout=600)[0] for one in started]
     assert [one.returncode for one in started] == [0, 0, 0]
-    return texts
+    # Gloo names the rank.
+    return [re.sub(r"^\[Gloo\].*\n", "", text, flags=re.MULTILINE) for text in texts]
 
 
 @pytest.mark.slow
