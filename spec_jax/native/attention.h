@@ -246,7 +246,7 @@ template <typename T>
 void score_block(Queries<T>& queries, const T* panels) {
   const SideBySide<T>& rows = queries.rows;
   rows.for_each_group([&](int64_t first, int64_t size) {
-    multiply<false>(rows.group(first), size, panels, kKeyBlock / kPanel, rows.words(),
+    multiply<false>(rows.group(first, size), panels, kKeyBlock / kPanel, rows.words(),
                     queries.scores.data() + first * kKeyBlock, kKeyBlock);
   });
 }

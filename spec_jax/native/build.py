@@ -47,20 +47,19 @@ TARGETS = (
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 # The macros choose the code, the other flags let the compiler use the instructions.
+_BF16 = ("-mavx512bf16", "-mavx512vnni", *_AVX512)
 ISA_FLAGS = {
-    "avx512bf16": (
-        "-DSPEC_JAX_AVX512BF16",
-        "-mavx512bf16",
-        "-mavx512vnni",
-        *_AVX512,
-    ),
+    "amx": ("-DSPEC_JAX_AMX", "-mamx-tile", "-mamx-bf16", *_BF16),
+    "avx512bf16": ("-DSPEC_JAX_AVX512BF16", *_BF16),
     "avx512": ("-DSPEC_JAX_AVX512", *_AVX512),
     "avx2": ("-DSPEC_JAX_AVX2", "-mavx2", "-mfma", "-mf16c"),
     "portable": (),
 }
 _NEEDS_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}
+_NEEDS_BF16 = {"avx512_bf16", "avx512_vnni", *_NEEDS_AVX512}
 _ISA_NEEDS = {
-    "avx512bf16": {"avx512_bf16", "avx512_vnni", *_NEEDS_AVX512},
+    "amx": {"amx_tile", "amx_bf16", *_NEEDS_BF16},
+    "avx512bf16": _NEEDS_BF16,
     "avx512": _NEEDS_AVX512,
     "avx2": {"avx2", "fma", "f16c"},
     "portable": set(),
@@ -74,6 +73,7 @@ _FASTER = {
 
 # An instruction of each, which an old assembler may not know.
 _PROBES = {
+    "amx": "tdpbf16ps %tmm2, %tmm1, %tmm0",
     "avx512bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0",
     "avx512": "vandps %zmm0, %zmm0, %zmm0",
     "avx2": "vpaddd %ymm0, %ymm0, %ymm0",
@@ -112,7 +112,21 @@ def cpu_features() -> frozenset[str]:
 
 def available_isas() -> tuple[str, ...]:
     """Lists the instruction sets that this machine can run, the widest first."""
-    return tuple(isa for isa in ISA_FLAGS if _ISA_NEEDS[isa] <= cpu_features())
+    has = cpu_features()
+    if "amx_tile" in has and not _may_use_tiles():
+        has -= {"amx_tile"}
+    return tuple(isa for isa in ISA_FLAGS if _ISA_NEEDS[isa] <= has)
+
+
+@functools.cache
+def _may_use_tiles() -> bool:
+    """Asks Linux for AMX's registers, for all threads of the process.
+
+    That is `ARCH_REQ_XCOMP_PERM` for `XTILEDATA` (the kernel's documentation,
+    `arch/x86/xstate.rst`). Some containers and virtual machines refuse it.
+    """
+    arch_prctl, request, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0
 
 
 def load(isa: str | None = None) -> str:

@@ -5,23 +5,26 @@
 //
 // Each sum is one lane of one accumulator, to which the products are added one after
 // the other in the order of k; where bf16 is multiplied by pairs, the odd element of a
-// pair before the even one. Tiles of rows and panels are only a matter of speed: they
-// decide which sums share registers, never the order within one.
+// pair before the even one; by tiles of AMX in the order of `amx.h`. Tiles of rows and
+// panels are only a matter of speed: they decide which sums share registers, never the
+// order within one.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
+#include "amx.h"
 #include "interleave.h"
 #include "panels.h"
 #include "simd.h"
 
 namespace spec_jax {
 
-// Rows of a tile, at most, and panels beside each other for R of them: as many sums as
-// leave registers for weights and a row, of 32 with AVX-512 and 16 otherwise, and not
-// so few that one waits for another.
+// Rows of a tile of registers, at most, and panels beside each other for R of them: as many
+// sums as leave registers for weights and a row, of 32 with AVX-512 and 16 otherwise, and
+// not so few that one waits for another. R is 0 for tiles of AMX.
 #if defined(SPEC_JAX_AVX512)
 constexpr int kGroup = 8;
 constexpr int panels_beside(int R) { return R <= 6 ? 4 : 2; }
@@ -29,9 +32,9 @@ constexpr int panels_beside(int R) { return R <= 6 ? 4 : 2; }
 constexpr int kGroup = 5;
 constexpr int panels_beside(int R) { return R == 1 ? 4 : R == 2 ? 2 : 1; }
 #endif
-// How far ahead weights are asked for, in each panel: a processor does not look far enough
-// by itself, and not past the end of what it has read so far.
-constexpr int64_t kAheadBytes = 8192;
+// Rows of a group for weights of type T, at most.
+template <typename T>
+constexpr int64_t kMostRows = kByTiles<T> ? kTileRows : kGroup;
 
 // Adds the products of one word of k: R rows, whose words lie side by side, by P panels.
 #if defined(SPEC_JAX_AVX512BF16)
@@ -132,36 +135,46 @@ void tile(const X* x, const W* w, int64_t words, float* sums, int64_t stride,
 }
 
 // R rows by `count` panels at `w`.
-template <int R, bool kAsks, typename X, typename W>
-void multiply_rows(const X* x, const W* w, int64_t count, int64_t words, float* sums,
-                   int64_t stride, int64_t skipped) {
+template <int R, bool kAsks, typename T>
+void multiply_rows(const RowGroup<T>& x, const T* w, int64_t count, int64_t words,
+                   float* sums, int64_t stride, int64_t skipped) {
   constexpr int P = panels_beside(R);
-  int64_t size = words * kPanel * kWord<W>;
+  int64_t size = words * kPanel * kWord<T>;
+  auto multiply = [&](auto panels, int64_t skipped) {
+    if constexpr (R == 0) {
+      multiply_tiles<panels(), kAsks>(x, w, words, sums, stride, skipped);
+    } else {
+      tile<R, panels(), kAsks>(x.at(0), w, words, sums, stride, skipped);
+    }
+  };
   for (; count >= P; count -= P, w += P * size, sums += P * kPanel) {
-    tile<R, P, kAsks>(x, w, words, sums, stride, count == P ? skipped : 0);
+    multiply(std::integral_constant<int, P>{}, count == P ? skipped : 0);
   }
   if constexpr (P > 3) {
-    if (count == 3) tile<R, 3, kAsks>(x, w, words, sums, stride, skipped);
+    if (count == 3) multiply(std::integral_constant<int, 3>{}, skipped);
   }
   if constexpr (P > 2) {
-    if (count == 2) tile<R, 2, kAsks>(x, w, words, sums, stride, skipped);
+    if (count == 2) multiply(std::integral_constant<int, 2>{}, skipped);
   }
-  if (count == 1) tile<R, 1, kAsks>(x, w, words, sums, stride, skipped);
+  if (count == 1) multiply(std::integral_constant<int, 1>{}, skipped);
 }
 
-// A group of `rows` rows, at most kGroup, whose words lie side by side, by `count` panels
-// at `w`, into sums [rows, stride]. `next`, unless it is null, is what will be read after
-// these panels if not what lies behind them. Nothing is asked for unless `kAsks`: behind
-// what a worker has just written may lie what another one writes.
-template <bool kAsks = true, typename X, typename W>
-void multiply(const X* x, int64_t rows, const W* w, int64_t count, int64_t words,
-              float* sums, int64_t stride, const W* next = nullptr) {
+// A group of rows by `count` panels at `w`, into sums [rows, stride]. `next`, unless it is
+// null, is what will be read after these panels if not what lies behind them. Nothing is
+// asked for unless `kAsks`: behind what a worker has just written may lie what another one
+// writes.
+template <bool kAsks = true, typename T>
+void multiply(const RowGroup<T>& x, const T* w, int64_t count, int64_t words, float* sums,
+              int64_t stride, const T* next = nullptr) {
   int64_t skipped = 0;
   if (next != nullptr) {
-    auto address = [](const W* p) { return reinterpret_cast<intptr_t>(p); };
-    skipped = address(next) - address(w + count * words * kPanel * kWord<W>);
+    auto address = [](const T* p) { return reinterpret_cast<intptr_t>(p); };
+    skipped = address(next) - address(w + count * words * kPanel * kWord<T>);
   }
-  switch (rows) {
+  if constexpr (kByTiles<T>) {
+    return multiply_rows<0, kAsks>(x, w, count, words, sums, stride, skipped);
+  }
+  switch (x.size) {
     case 1: return multiply_rows<1, kAsks>(x, w, count, words, sums, stride, skipped);
     case 2: return multiply_rows<2, kAsks>(x, w, count, words, sums, stride, skipped);
     case 3: return multiply_rows<3, kAsks>(x, w, count, words, sums, stride, skipped);

@@ -24,6 +24,40 @@ template <typename T>
 using Row = float;
 #endif
 
+// Whether rows for weights of type T are multiplied by tiles of AMX.
+#if defined(SPEC_JAX_AMX)
+template <typename T>
+constexpr bool kByTiles = sizeof(T) == 2;
+#else
+template <typename T>
+constexpr bool kByTiles = false;
+#endif
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kTileWords = 16;  // of k
+
+// Words of K elements in a row, with room for whole tiles.
+template <typename T>
+constexpr int64_t row_words(int64_t K) {
+  constexpr int64_t kWhole = kByTiles<T> ? kTileWords : 1;
+  return (words_of<T>(K) + kWhole - 1) / kWhole * kWhole;
+}
+
+// Rows for weights of type T, as a product reads them from word `first` on:
+// [words, size, kWord] or, by tiles, [words / kTileWords, size, kTileWords, kWord].
+template <typename T>
+struct RowGroup {
+  const Row<T>* words;
+  int64_t size, first = 0;
+
+  // Word `k` of row `r`. By tiles, those up to the next multiple of kTileWords follow.
+  const Row<T>* at(int64_t k, int64_t r = 0) const {
+    k += first;
+    if (!kByTiles<T>) return words + (k * size + r) * kWord<T>;
+    int64_t row = k / kTileWords * size + r;
+    return words + (row * kTileWords + k % kTileWords) * kWord<T>;
+  }
+};
+
 constexpr int64_t kBeside = 8;  // rows, at most
 
 inline float row_of(float x, float) { return x; }
@@ -43,10 +77,21 @@ inline void interleave_word(const T* const* x, int64_t rows, int64_t K, int64_t 
   }
 }
 
-// The rows x[r] [K] as [words, rows, kWord]; up to kBeside of them.
+// The rows x[r] [K] as those of a `RowGroup`; up to kBeside of them, or kTileRows.
 template <typename T>
 void interleave(const T* const* x, int64_t rows, int64_t K, Row<T>* to) {
   constexpr int64_t kSize = kWord<T>;
+  if constexpr (kByTiles<T>) {
+    constexpr int64_t kTile = kTileWords * kSize;
+    for (int64_t k = 0; k < K; k += kTile) {
+      for (int64_t r = 0; r < rows; ++r, to += kTile) {
+        int64_t left = std::min(K - k, kTile);
+        std::memcpy(static_cast<void*>(to), x[r] + k, left * sizeof(T));
+        std::fill_n(to + left, kTile - left, T{});
+      }
+    }
+    return;
+  }
   int64_t k = 0, whole = K / kSize;
   if (rows == 1) {
     if constexpr (sizeof(Row<T>) == sizeof(T)) {

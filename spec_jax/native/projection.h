@@ -42,7 +42,7 @@ struct Workers {
   Workers(Team<Pool>& team, int64_t rows, int64_t K)
       : team(team), shared(rows > kAlone ? rows : 0, K) {
     for (int64_t i = 0; i < team.size(); ++i) {
-      all.push_back({SideBySide<T>(std::min(rows, kAlone), K), Scratch<T>(kGroup * K)});
+      all.push_back({SideBySide<T>(std::min(rows, kAlone), K), Scratch<T>(kMostRows<T> * K)});
     }
   }
 };
@@ -105,7 +105,7 @@ template <typename T>
 void multiply(const SideBySide<T>& rows, int64_t first, int64_t size, const Panels<T>& w,
               int64_t begin, int64_t end, float* sums, int64_t stride, int64_t next) {
   if (w.blocks == nullptr) {
-    return multiply(rows.group(first), size, w.panel(begin), end - begin, w.words(), sums,
+    return multiply(rows.group(first, size), w.panel(begin), end - begin, w.words(), sums,
                     stride, w.panel(next));
   }
   auto multiply_blocks = w.is_four ? multiply_bytes<true> : multiply_bytes<false>;
@@ -122,7 +122,7 @@ void project(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& 
   auto body = [&](int64_t first, int64_t size, int64_t begin, int64_t end,
                   const SideBySide<T>& rows) {
     constexpr int64_t kStride = kMostGrain * kPanel;
-    alignas(64) float sums[kGroup * kStride];
+    alignas(64) float sums[kMostRows<T> * kStride];
     multiply(rows, first, size, w, begin, end, sums, kStride, end);
     int64_t from = begin * kPanel, to = std::min(end * kPanel, w.N);
     for (int64_t r = 0; r < size; ++r) {
@@ -140,20 +140,20 @@ void project(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& 
   over_panels(workers, input, w, w.count(), body);
 }
 
-// sums [size, kMostGrain * kPanel] = the products of `count` segments of the rows' words, by
-// the panels [begin, end) of as many matrices, added in a balanced tree. `x` is a group.
+// sums [rows, kMostGrain * kPanel] = the products of `count` segments of the rows' words, by
+// the panels [begin, end) of as many matrices, added in a balanced tree.
 template <typename T>
-void add_segments(const Row<T>* x, int64_t size, const Panels<T>* w, int64_t count,
-                  int64_t begin, int64_t end, float* sums) {
+void add_segments(const RowGroup<T>& x, const Panels<T>* w, int64_t count, int64_t begin,
+                  int64_t end, float* sums) {
   constexpr int64_t kStride = kMostGrain * kPanel;
   if (count == 1) {
-    return multiply(x, size, w->panel(begin), end - begin, w->words(), sums, kStride);
+    return multiply(x, w->panel(begin), end - begin, w->words(), sums, kStride);
   }
-  int64_t half = count / 2, words = half * w->words();
-  alignas(64) float others[kGroup * kStride];
-  add_segments(x, size, w, half, begin, end, sums);
-  add_segments(x + words * size * kWord<T>, size, w + half, half, begin, end, others);
-  for (int64_t r = 0; r < size; ++r) {
+  int64_t half = count / 2;
+  alignas(64) float others[kMostRows<T> * kStride];
+  add_segments(x, w, half, begin, end, sums);
+  add_segments<T>({x.words, x.size, x.first + half * w->words()}, w + half, half, begin, end, others);
+  for (int64_t r = 0; r < x.size; ++r) {
     for (int64_t n = 0; n < (end - begin) * kPanel; n += kLanes) {
       float* at = sums + r * kStride + n;
       store(at, add(load(at), load(others + r * kStride + n)));
@@ -172,8 +172,8 @@ void project_segments(Workers<Pool, T>& workers, const Input<T>& input,
   auto body = [&](int64_t first, int64_t size, int64_t begin, int64_t end,
                   const SideBySide<T>& rows) {
     constexpr int64_t kStride = kMostGrain * kPanel;
-    alignas(64) float sums[kGroup * kStride];
-    add_segments<T>(rows.group(first), size, w.data(), w.size(), begin, end, sums);
+    alignas(64) float sums[kMostRows<T> * kStride];
+    add_segments(rows.group(first, size), w.data(), w.size(), begin, end, sums);
     int64_t from = begin * kPanel, to = std::min(end * kPanel, N);
     for (int64_t r = 0; r < size; ++r) {
       float* out = y + (first + r) * N;
@@ -192,7 +192,7 @@ void gate(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& w, 
   auto body = [&](int64_t first, int64_t size, int64_t begin, int64_t end,
                   const SideBySide<T>& rows) {
     constexpr int64_t kStride = (kMostGrain + 1) * kPanel;
-    alignas(64) float gates[kGroup * kStride], ups[kGroup * kStride];
+    alignas(64) float gates[kMostRows<T> * kStride], ups[kMostRows<T> * kStride];
     int64_t from = begin * kPanel, to = std::min(end * kPanel, F);
     // The weights of `up` need not begin with a panel.
     int64_t up = (F + from) / kPanel, last = panels_of(F + to);

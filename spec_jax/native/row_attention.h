@@ -273,8 +273,8 @@ struct Attention {
     int64_t G = layer.group(), half = layer.H / 2;
     queries.begin(span.count * G);
     queries.rows.for_each_group([&](int64_t first, int64_t size) {
-      T rotated[kGroup][kMaxHead];
-      const T* group[kGroup];
+      T rotated[kMostRows<T>][kMaxHead];
+      const T* group[kMostRows<T>];
       for (int64_t j = 0; j < size; ++j) {
         int64_t i = first + j, r = span.first + i / G;
         rotate(layer.head(r, index * G + i % G), layer.q_norm, layer.cos + r * half,

@@ -18,8 +18,8 @@
 
 namespace spec_jax {
 
-// Rows of K elements for weights of type T, in groups of nearly equal size; within one,
-// [words, rows of the group, kWord]. For weights of eight bits, bytes as in `byte_rows.h`.
+// Rows of K elements for weights of type T, in groups of nearly equal size, each a
+// `RowGroup`. For weights of eight bits, bytes as in `byte_rows.h`.
 template <typename T>
 class SideBySide {
  public:
@@ -36,15 +36,20 @@ class SideBySide {
 
   int64_t words() const { return words_of<T>(K_); }
 
-  int64_t num_groups() const { return (rows_ + kGroup - 1) / kGroup; }
+  int64_t num_groups() const {
+    int64_t most = is_bytes_ ? kGroup : kMostRows<T>;
+    return (rows_ + most - 1) / most;
+  }
   // The first row of group `i`.
   int64_t first_of(int64_t i) const {
     int64_t groups = num_groups();
     return i * (rows_ / groups) + std::min(i, rows_ % groups);
   }
 
-  const Row<T>* group(int64_t first) const {
-    return reinterpret_cast<const Row<T>*>(room_.data() + first * row_bytes(K_));
+  // The `size` rows from `first` on, which are a group.
+  RowGroup<T> group(int64_t first, int64_t size) const {
+    const uint8_t* words = room_.data() + first * row_bytes(K_);
+    return {reinterpret_cast<const Row<T>*>(words), size};
   }
   const uint8_t* group_of_bytes(int64_t first) const {
     return room_.data() + first * blocks_of(K_) * kRowBlockBytes;
@@ -52,7 +57,9 @@ class SideBySide {
 
   // Sets the `size` rows of the group at `first`, each x[r] [K], which T can hold.
   void set(int64_t first, int64_t size, const T* const* x) {
-    if (!is_bytes_) return interleave(x, size, K_, const_cast<Row<T>*>(group(first)));
+    if (!is_bytes_) {
+      return interleave(x, size, K_, const_cast<Row<T>*>(group(first, size).words));
+    }
     uint8_t* to = const_cast<uint8_t*>(group_of_bytes(first));
     for (int64_t r = 0; r < size; ++r) set_row_bytes(x[r], K_, r, size, to);
   }
@@ -67,7 +74,7 @@ class SideBySide {
 
  private:
   static constexpr int64_t row_bytes(int64_t K) {
-    return words_of<T>(K) * kWord<T> * int64_t{sizeof(Row<T>)};
+    return row_words<T>(K) * kWord<T> * int64_t{sizeof(Row<T>)};
   }
 
   Scratch<uint8_t> room_;
@@ -109,7 +116,7 @@ template <typename T>
 void set_group(const T* x, const T* norm, int64_t K, float eps, int64_t i, T* scratch,
                SideBySide<T>& out) {
   int64_t first = out.first_of(i), size = out.first_of(i + 1) - first;
-  const T* group[kGroup];
+  const T* group[kMostRows<T>];
   for (int64_t r = 0; r < size; ++r) {
     group[r] = x + (first + r) * K;
     if (norm != nullptr) {

@@ -1,8 +1,8 @@
 // One vector type for every instruction set: float lanes, and how weights become them.
 //
-// The instruction set is chosen by a macro, SPEC_JAX_AVX512BF16, SPEC_JAX_AVX512,
-// SPEC_JAX_AVX2 or none, beside the compiler's flags for it: this header is compiled
-// once for each. Within one set, every function here has one fixed order of operations,
+// The instruction set is chosen by a macro, SPEC_JAX_AMX, SPEC_JAX_AVX512BF16,
+// SPEC_JAX_AVX512, SPEC_JAX_AVX2 or none, beside the compiler's flags for it: this header
+// is compiled once for each. Within one set, every function here has one fixed order of operations,
 // so that a result depends on its inputs alone. Nothing here may depend on how many
 // rows are live, on the number of threads, or on where an array lies.
 
@@ -12,6 +12,9 @@
 #include <cstring>
 #include <limits>
 
+#if defined(SPEC_JAX_AMX)
+#define SPEC_JAX_AVX512BF16  // and products of bf16 by tiles
+#endif
 #if defined(SPEC_JAX_AVX512BF16)
 #define SPEC_JAX_AVX512  // and products of bf16 by pairs
 #endif

@@ -14,6 +14,8 @@
 #include <immintrin.h>
 #endif
 
+#include "amx.h"
+
 namespace spec_jax {
 
 // Waiting costs nothing that another thread could use: at first the other half of a
@@ -88,6 +90,7 @@ class Team {
   template <typename Body>
   void run(int64_t count, int64_t grain, const Body& body) {
     if (size_ == 1 || count <= grain) {
+      TilesInUse tiles;
       for (int64_t i = 0; i < count; i += grain) body(i, std::min(i + grain, count), 0);
       return;
     }
@@ -129,6 +132,7 @@ class Team {
     void work(uint64_t number, int64_t worker) {
       int64_t workers = ranges.size(), finished = 0, begin, end;
       int64_t most = grain.load(std::memory_order_relaxed);
+      TilesInUse tiles;
       for (int64_t offset = 0; offset < workers; ++offset) {
         IndexRange& range = ranges[(worker + offset) % workers];
         while (range.take(number, most, offset == 0, begin, end)) {

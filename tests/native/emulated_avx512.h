@@ -1,6 +1,6 @@
-// AVX-512 for machines without it: what `simd.h` uses, from SIMD Everywhere, and what
-// is missing there or rounds otherwise. Included in the place of the compiler's
-// intrinsics.
+// AVX-512 and AMX for machines without them: what `simd.h` and `amx.h` use, from SIMD
+// Everywhere, and what is missing there or rounds otherwise. Included in the place of the
+// compiler's intrinsics.
 
 #pragma once
 
@@ -166,3 +166,71 @@ inline __m512 emulate_dpbf16_ps(__m512 c, __m512bh a, __m512bh b) {
 }
 #undef _mm512_dpbf16_ps
 #define _mm512_dpbf16_ps emulate_dpbf16_ps
+
+// Tiles of AMX, of the thread: 16 rows of 64 bytes each, and their shapes.
+struct EmulatedTiles {
+  uint8_t rows[8];
+  uint16_t row_bytes[8];
+  alignas(64) char data[8][16][64];
+};
+inline EmulatedTiles& emulated_tiles() {
+  static thread_local EmulatedTiles tiles;
+  return tiles;
+}
+inline void emulate_loadconfig(const void* shapes) {
+  auto& tiles = emulated_tiles();
+  const char* at = static_cast<const char*>(shapes);
+  std::memset(&tiles, 0, sizeof tiles);
+  std::memcpy(tiles.row_bytes, at + 16, sizeof tiles.row_bytes);
+  std::memcpy(tiles.rows, at + 48, sizeof tiles.rows);
+}
+inline void emulate_release() { std::memset(&emulated_tiles(), 0, sizeof(EmulatedTiles)); }
+inline void emulate_zero(int tile) {
+  std::memset(emulated_tiles().data[tile], 0, sizeof emulated_tiles().data[tile]);
+}
+inline void emulate_loadd(int tile, const void* from, int64_t stride) {
+  auto& tiles = emulated_tiles();
+  emulate_zero(tile);
+  for (int r = 0; r < tiles.rows[tile]; ++r) {
+    std::memcpy(tiles.data[tile][r], static_cast<const char*>(from) + r * stride,
+                tiles.row_bytes[tile]);
+  }
+}
+inline void emulate_stored(int tile, void* to, int64_t stride) {
+  auto& tiles = emulated_tiles();
+  for (int r = 0; r < tiles.rows[tile]; ++r) {
+    std::memcpy(static_cast<char*>(to) + r * stride, tiles.data[tile][r],
+                tiles.row_bytes[tile]);
+  }
+}
+inline void emulate_dpbf16ps_tiles(int sums, int a, int b) {
+  auto& tiles = emulated_tiles();
+  for (int r = 0; r < tiles.rows[sums]; ++r) {
+    for (int n = 0; n < tiles.row_bytes[sums] / 4; ++n) {
+      float half[2] = {0.0f, 0.0f};
+      for (int k = 0; k < tiles.rows[b]; ++k) {
+        for (int odd = 0; odd < 2; ++odd) {
+          float x = emulate_widen(tiles.data[a][r], 2 * k + odd);
+          float w = emulate_widen(tiles.data[b][k], 2 * n + odd);
+          half[odd] = emulate_flush(std::fma(x, w, half[odd]));
+        }
+      }
+      float sum = emulate_flush(emulated_lane<float>(tiles.data[sums][r], n));
+      sum = emulate_flush(sum + emulate_flush(half[0] + half[1]));
+      std::memcpy(tiles.data[sums][r] + 4 * n, &sum, sizeof sum);
+    }
+  }
+}
+// The compiler's are macros of its own.
+#undef _tile_loadconfig
+#undef _tile_release
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#define _tile_loadconfig emulate_loadconfig
+#define _tile_release emulate_release
+#define _tile_zero emulate_zero
+#define _tile_loadd emulate_loadd
+#define _tile_stored emulate_stored
+#define _tile_dpbf16ps emulate_dpbf16ps_tiles

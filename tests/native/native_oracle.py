@@ -45,13 +45,18 @@ class SumOrder:
       fused: whether a product is added with one rounding, not two.
       has_pairs: whether bfloat16 uses VDPBF16PS: element `2i + 1` is added before
         `2i`, and every denormal operand or result becomes zero.
+      has_tiles: whether bfloat16 uses TDPBF16PS: each 32 products are summed from zero,
+        the even and the odd ones apart, and denormals become zero likewise.
     """
 
     fused: bool = True
     has_pairs: bool = False
+    has_tiles: bool = False
 
     def project(self, x, w) -> np.ndarray:
         """Returns `x @ w.T` in float32, for `x` and `w` of one dtype."""
+        if x.dtype != np.float32 and self.has_tiles:
+            return self._project_tiles(x, w)
         by_pairs = self.has_pairs and x.dtype != np.float32
         flush = flush_denormals if by_pairs else lambda value: value
         x, w = (flush(np.asarray(a, np.float32)) for a in (x, w))
@@ -61,6 +66,24 @@ class SumOrder:
         sums = np.zeros((x.shape[0], w.shape[0]), np.float32)
         for k in order:
             sums = flush(self._add(x[:, None, k], w[None, :, k], sums))
+        return sums
+
+    def _project_tiles(self, x, w) -> np.ndarray:
+        missing = (0, 0), (0, -x.shape[1] % 32)
+        x, w = (np.pad(np.asarray(a, np.float32), missing) for a in (x, w))
+        x, w = flush_denormals(x), flush_denormals(w)
+        sums = np.zeros((x.shape[0], w.shape[0]), np.float32)
+        for first in range(0, x.shape[1], 32):
+            halves = []
+            for odd in (0, 1):
+                half = np.zeros_like(sums)
+                for k in range(first + odd, first + 32, 2):
+                    half = flush_denormals(
+                        self._add(x[:, None, k], w[None, :, k], half)
+                    )
+                halves.append(half)
+            both = flush_denormals(halves[0] + halves[1])
+            sums = flush_denormals(sums + both)
         return sums
 
     def project_bytes(
@@ -105,6 +128,7 @@ class SumOrder:
 
 
 SUM_ORDERS = {
+    "amx": SumOrder(has_tiles=True),
     "avx512bf16": SumOrder(has_pairs=True),
     "avx512": SumOrder(),
     "avx2": SumOrder(),

@@ -10,12 +10,16 @@ from spec_jax.ops import dispatch
 
 
 AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "avx2"}
+BF16 = AVX512 | {"avx512_bf16", "avx512_vnni"}
+AMX = BF16 | {"amx_tile", "amx_bf16"}
 
 
 def test_the_widest_set_is_chosen(monkeypatch):
     """Fails if a set is chosen that the processor lacks, or a narrower one."""
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: True)
     chosen = {
-        "avx512bf16": AVX512 | {"avx512_bf16", "avx512_vnni"},
+        "amx": AMX,
+        "avx512bf16": BF16,
         "avx512": AVX512,
         "avx2": {"avx512_bf16", "avx512f", "avx2", "fma", "f16c"},
         "portable": {"avx2"},
@@ -28,15 +32,23 @@ def test_the_widest_set_is_chosen(monkeypatch):
         assert build.available_isas()[-1] == "portable"
 
 
+def test_tiles_that_the_system_refuses(monkeypatch):
+    """Fails if AMX is chosen where Linux refuses the process its registers: the first
+    instruction would kill it."""
+    monkeypatch.setattr(build, "cpu_features", lambda: frozenset(AMX))
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: False)
+    assert build.available_isas()[0] == "avx512bf16"
+
+
 def test_a_set_that_the_processor_lacks(monkeypatch):
     """Fails if such code is loaded: its first instruction would kill the process."""
     monkeypatch.setattr(build, "cpu_features", lambda: frozenset({"avx2"}))
     assert build.available_isas() == ("portable",)
-    for isa in ("avx512bf16", "avx512"):
+    for isa in ("amx", "avx512bf16", "avx512"):
         with pytest.raises(build.BuildError, match=f"cannot run {isa} code, only port"):
             build.load(isa)
     for isa in ("neon", ""):
-        words = f"isa='{isa}' is not one of avx512bf16, a"
+        words = f"isa='{isa}' is not one of amx, avx512bf16, a"
         with pytest.raises(ValueError, match=words):
             build.load(isa)
 
@@ -51,15 +63,16 @@ def compiler(path, script: str) -> tuple[str]:
 @pytest.mark.parametrize(
     ("script", "widest"),
     [
+        ('case "$*" in *-mamx-tile*) exit 1;; esac', "avx512bf16"),
         ('case "$*" in *-mavx512bf16*) exit 1;; esac', "avx512"),
         ('case "$*" in *-*) exit 1;; esac', "portable"),
         # The compiler may be newer than its assembler.
-        ("if grep -q vdpbf16ps; then exit 1; fi", "avx512"),
+        ('if grep -q "[tv]dpbf16ps"; then exit 1; fi', "avx512"),
     ],
 )
 def test_a_set_that_the_compiler_does_not_know(monkeypatch, tmp_path, script, widest):
     """Fails if an old compiler or assembler costs more than the newest instructions."""
-    available = ("avx512bf16", "avx512", "portable")
+    available = ("amx", "avx512bf16", "avx512", "portable")
     monkeypatch.setattr(build, "available_isas", lambda: available)
     assert build._widest(compiler(tmp_path / "old", script)) == widest
 
@@ -115,7 +128,7 @@ def test_no_chosen_instruction_set(loads, monkeypatch):
 @pytest.mark.parametrize(
     ("isa", "message"),
     [
-        ("avx9", "is not one of avx512bf16, avx512, avx2, portable"),
+        ("avx9", "is not one of amx, avx512bf16, avx512, avx2, portable"),
         ("avx512bf16", "this machine lacks it; it has avx512, avx2, portable"),
     ],
 )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from native import native_oracle as oracle
+from native import emulation, native_oracle as oracle
 from ops import row_contract
 
 from spec_jax import testing
@@ -23,17 +23,19 @@ def order_of(isa) -> oracle.SumOrder:
     return oracle.SUM_ORDERS[isa.removeprefix("emulated_")]
 
 
+@pytest.mark.parametrize("isa", emulation.every(amx=True), indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("K", "N"), [(1, 1), (129, 25), (1100, 9), (40, 150)])
 def test_sums_have_the_stated_order(rng, isa, dtype, K, N):
     """Fails if a tile, a lone panel or a ragged end sums in an order of its own."""
-    x, w = (oracle.normal(rng, (n, K), dtype) for n in (9, N))
+    x, w = (oracle.normal(rng, (n, K), dtype) for n in (17, N))
     expected = order_of(isa).project(x, w)
-    for live in (1, 3, 4, 5, 8, 9):
+    for live in (1, 3, 4, 5, 8, 9, 17):
         found = row_contract.sums(isa, x, w, live)
         testing.assert_same_bits(found, expected[:live], what=f"{live} live")
 
 
+@pytest.mark.parametrize("isa", emulation.every(amx=True), indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_another_order_is_caught(rng, isa, dtype):
     """Negative control: a reversed order, other roundings or pairs give other bits.
@@ -44,7 +46,7 @@ def test_another_order_is_caught(rng, isa, dtype):
     order, y = order_of(isa), row_contract.sums(isa, x, w)
     change = {"fused": not order.fused}
     if dtype == "bfloat16":
-        change = {"has_pairs": not order.has_pairs}
+        change = {"has_pairs": not order.has_pairs, "has_tiles": False}
     others = (
         order.project(x[:, ::-1], w[:, ::-1]),
         dataclasses.replace(order, **change).project(x, w),
@@ -54,12 +56,13 @@ def test_another_order_is_caught(rng, isa, dtype):
             testing.assert_same_bits(y, other)
 
 
+@pytest.mark.parametrize("isa", emulation.every(amx=True), indirect=True)
 def test_pairs_take_denormals_for_zero(isa):
     """Fails if a denormal operand or partial sum is not taken for zero.
 
     Without pairs the processor's mode decides this, and XLA sets it.
     """
-    if not order_of(isa).has_pairs:
+    if not (order_of(isa).has_pairs or order_of(isa).has_tiles):
         pytest.skip(f"{isa} does not multiply by pairs")
     # Row 0 has a denormal operand. Row 1 has a product of 1e-39, which is denormal, and
     # row 2 has a product to add to it, 64 elements on.
@@ -93,10 +96,13 @@ def compile_kernels(instructions: str, *more: str) -> str:
 
 @pytest.mark.slow
 def test_avx512_compiles(tmp_path):
-    """Fails if plain AVX-512 code needs another extension, or pairs are not multiplied
-    by VDPBF16PS: the emulation, with its own intrinsics, cannot show it."""
+    """Fails if plain AVX-512 code needs another extension, or bfloat16 is multiplied by
+    other instructions: the emulation, with its own intrinsics, cannot show it."""
     assert not compile_kernels("avx512", "-fsyntax-only")
     assembly = tmp_path / "kernels.s"
-    compile_kernels("avx512bf16", "-S", "-o", str(assembly))
-    text = assembly.read_text()
-    assert "vdpbf16ps" in text and "%zmm" in text
+    others = {"avx512bf16": "tdpbf16ps", "amx": "vdpbf16ps"}
+    for isa, other in others.items():
+        compile_kernels(isa, "-S", "-o", str(assembly))
+        text = assembly.read_text()
+        assert "%zmm" in text and other not in text
+        assert next(iter({*others.values()} - {other})) in text

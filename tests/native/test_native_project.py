@@ -8,7 +8,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from native import native_oracle as oracle
+from native import emulation, native_oracle as oracle
 from ops import row_contract
 
 from spec_jax import testing
@@ -42,6 +42,7 @@ def test_empty_shapes(isa, rows, K, N):
         assert y.shape == (rows, columns) and not y.any()
 
 
+@pytest.mark.parametrize("isa", emulation.every(amx=True), indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("count", "K", "N"), [(1, 7, 5), (8, 5, 290)])
 def test_segments_are_products_added_in_a_tree(rng, isa, dtype, count, K, N):

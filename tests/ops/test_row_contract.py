@@ -58,7 +58,8 @@ def angles(rng, impl):
 OPERATIONS = {name: functools.partial(product, name=name) for name in PRODUCTS}
 OPERATIONS |= {"argmax": argmax, "norm": norm, "angles": angles}
 KERNELS = {
-    **dict.fromkeys((*PRODUCTS, "argmax"), ("interpret", *emulation.every())),
+    **dict.fromkeys(PRODUCTS, ("interpret", *emulation.every(amx=True))),
+    "argmax": ("interpret", *emulation.every()),
     **dict.fromkeys(("four_bits_project", "four_bits_gate"), emulation.every()),
     **dict.fromkeys(("norm", "angles"), ("interpret",)),
 }
