@@ -74,10 +74,11 @@ def all_costs(
       ValueError: contexts beyond the model's positions.
     """
     gamma_max = 0 if lm.drafter is None else lm.gamma_max
-    # The most that `steps` rounds can commit, and a window more.
-    positions = max((*contexts, *prefills)) + (steps + 1) * (gamma_max + 1)
-    stage = works.make_stage(lm, positions, page_size, as_shapes=as_shapes)
     first, most = contexts[0], max(rows or (), default=0)
+    # The most that `steps` rounds can commit, and a window more.
+    committed = (steps + 1) * (gamma_max + 1)
+    positions = max((*contexts, *prefills)) + max(committed, most)
+    stage = works.make_stage(lm, positions, page_size, as_shapes=as_shapes)
     if rows is None:
         rows = range(1, gamma_max + 2) if gamma_max else ()
 

@@ -108,7 +108,16 @@ class Stage:
         return Work(program, call, prepare, self.cache, steps)
 
     def windows(self, context: int, *, steps: int, num_active: int) -> Work:
-        """Returns the work of verifying one window `steps` times: `repeat_forward`."""
+        """Returns the work of verifying one window `steps` times: `repeat_forward`.
+
+        Raises:
+          ValueError: the window goes beyond the cache: none of its rows would run.
+        """
+        room = self.text.shape[0] - context
+        if num_active > room:
+            raise ValueError(
+                f"{num_active} rows at {context}: the cache has {room} left"
+            )
         how = {"num_active": jnp.int32(num_active), "steps": steps}
         models = (self.lm.target, self.lm.params)
         call = functools.partial(repeat_forward, *models, **how)

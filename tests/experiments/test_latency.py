@@ -146,6 +146,18 @@ def test_repeated_forwards_start_at_the_same_place(lm):
     assert changed.sum() <= 3 and changed[table[0], 14:].all()
 
 
+def test_windows_have_room(lm):
+    """Fails if a window goes beyond its cache: no row would run, and none would say so.
+
+    The second call is the control: a cache that is too small is refused.
+    """
+    sizes = {"contexts": CONTEXTS, "page_size": PAGE_SIZE, "steps": STEPS}
+    steps.all_costs(lm, **sizes, rows=(1, 40), as_shapes=True)
+    stage = works.make_stage(lm, 20, PAGE_SIZE, as_shapes=True)
+    with pytest.raises(ValueError, match="40 rows at 8: the cache has 25 left"):
+        stage.windows(8, steps=STEPS, num_active=40)
+
+
 @pytest.mark.parametrize(("rate", "gamma"), [(0.39, 1), (0.39, 7), (0.8, 4)])
 def test_masks_accept_what_is_asked(rate, gamma):
     """Fails if the rate is taken as the chance of each draft alone."""
