@@ -14,7 +14,6 @@ def make_evidence(**changes) -> evidence.Evidence:
     decisions = evidence.Decisions(
         log_probs=np.arange(5, dtype=np.uint32),
         logits=np.arange(10, dtype=np.uint32).reshape(5, 2),
-        highest=np.arange(10, 15, dtype=np.int32),
         row=np.array([0, 1, 2, 0, 1], np.int32),
         constant=np.zeros(5, bool),
         drafted=np.full(5, -1, np.int32),

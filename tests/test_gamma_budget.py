@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import gamma_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import simulation
 
 from spec_jax import default_gamma, testing
-from spec_jax.gamma import budget, costs as costs_lib, policy
+from spec_jax.gamma import budget, costs as costs_lib, policy, schedule
 
 
 GAMMA_MAX, NUM_TOKENS, NUM_TEXTS = 7, 256, 8
@@ -76,6 +77,25 @@ def test_the_bound_catches_a_policy_without_a_budget():
     full = first.replace(balance=jnp.float32(jnp.inf))
     free = dataclasses.replace(made, savings=float("inf"))
     assert losses(free, full, draw((0.0,)), costs).max() > 2 * made.bound
+
+
+@pytest.mark.parametrize("bound", ["budget", "schedule"])
+def test_the_bounded_policy_begins_anew(bound):
+    """Fails if a leader under a bound takes one text's counts for the next text's."""
+    asks, first = gamma_cases.make("leader")
+    if bound == "budget":
+        made = budget.Budget(asks=asks)
+        state = made.init(costs_of(0.2), asks=first)
+    else:
+        made = schedule.Schedule(gamma_max=asks.gamma_max, asks=asks)
+        state = made.init((1.0,) * 8, asks=first)
+    learnt = asks.update(
+        first, gamma=jnp.int32(2), num_drafted=jnp.int32(2), num_accepted=jnp.int32(0)
+    )
+    begun = policy.renewed(made, state.replace(asks=learnt))
+    testing.assert_same_bits(begun.asks, asks.renew(learnt))
+    assert learnt.reached.any() and not begun.asks.reached.any()
+    assert begun.asks.all_reached.any()
 
 
 def test_a_bad_beginning_is_not_the_end():

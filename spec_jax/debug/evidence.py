@@ -31,10 +31,9 @@ class Decisions:
     """A recorder's view of the rows that decided the `T` generated tokens.
 
     Attributes:
-      log_probs: `[T]` uint32, the bits of the log-probability of `highest`.
+      log_probs: `[T]` uint32, the bits of the log-probability of the token of highest
+        logit: the generated one, unless that was drawn.
       logits: `[T, 2]` uint32, `recorder.hash_bits` of the logits.
-      highest: `[T]` int32, the token of highest logit: the generated one, unless that
-        was drawn.
       row: `[T]` int32, the row's number in its window.
       constant: `[T]` bool, whether all its logits were equal; equality of two runs
         then shows nothing.
@@ -43,7 +42,6 @@ class Decisions:
 
     log_probs: np.ndarray
     logits: np.ndarray
-    highest: np.ndarray
     row: np.ndarray
     constant: np.ndarray
     drafted: np.ndarray
@@ -110,7 +108,6 @@ def _of_slot(slots, cache, *, num_prompt, slot):
         decisions = Decisions(
             log_probs=testing.bits(recording.log_prob[slot])[decided].copy(),
             logits=of(recording.logits_hash)[decided],
-            highest=of(recording.chosen)[decided],
             row=row,
             constant=constant[decided],
             drafted=of(recording.drafted)[num_prompt:length],

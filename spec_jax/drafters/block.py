@@ -1,7 +1,7 @@
 """DFlash, DSpark and DFlash2: a block of tokens is drafted from one pass over the
 target's features (https://arxiv.org/abs/2602.06036, https://arxiv.org/abs/2607.05147).
 
-They differ in their heads: DFlash has none, and takes each token of a block for itself;
+They differ in their heads: DFlash has no head, so no slot's logits depend on a draft;
 DSpark has a sequential head, a confidence head, or both; DFlash2 a selector. For a slot
 with committed tokens `x[0, n)` the context is the features of `[0, n - 1)`; its keys
 and values are at these places of the drafter's own cache:
@@ -59,13 +59,13 @@ class BlockDrafter(features_lib.FeatureDrafter):
     All rows of a block are always run: fewer are another input, and predict worse.
 
     Attributes:
-      gamma_max: the most tokens of a proposal; of a chain up to those of a block.
+      gamma_max: the most tokens of a proposal; for a chain, at most a block's drafts.
       min_confidence: a draft ends before the first token of which the confidence head
         expects less than this, given that all before it are kept; 0 never ends one.
 
     Raises:
-      ValueError: as a draft model; another `model`, a chain or a tree of more drafts
-        than a block has, or a `min_confidence` without a confidence head.
+      ValueError: as a draft model; another `model`, a chain longer or a tree deeper
+        than a block's drafts, or a `min_confidence` without a confidence head.
     """
 
     head: block_params.BlockConfig
@@ -78,8 +78,8 @@ class BlockDrafter(features_lib.FeatureDrafter):
         if not 1 <= depth <= self.head.num_drafts:
             raise ValueError(
                 f"{name}={depth} of a drafter whose block of {self.head.block_size} "
-                f"rows drafts {self.head.num_drafts} tokens: give one that is not "
-                "larger"
+                f"rows drafts {self.head.num_drafts} tokens: give one from 1 to "
+                f"{self.head.num_drafts}"
             )
         if self.min_confidence and not self.head.has_confidence:
             raise ValueError(
@@ -89,7 +89,7 @@ class BlockDrafter(features_lib.FeatureDrafter):
 
     @property
     def kind(self) -> Kind:
-        """The published name of such a drafter."""
+        """The name of such a drafter in the registry; DFlash2's is "dflash"."""
         return "dspark" if self.head.has_dspark_heads else "dflash"
 
     @property
@@ -111,7 +111,7 @@ class SlotBlock(features_lib.SlotReader):
       NotImplementedError: a block of more rows than the implementation runs at once.
     """
 
-    drafter: Any  # a BlockDrafter; of a subclass, another reader of features
+    drafter: Any  # a BlockDrafter; in a subclass, another FeatureDrafter
     reads_tokens = False
 
     @property
@@ -148,7 +148,7 @@ class SlotBlock(features_lib.SlotReader):
         sampling: protocols.Sampling,
         processing: processing_lib.Processing | None = None,
     ) -> tuple[features_lib.ReaderMemory, protocols.Proposal]:
-        """Drafts `gamma[b]` tokens, or none where the cache has no room for a block."""
+        """Drafts `gamma[b]` tokens or fewer; none where a block finds no room."""
         params = block_params.prepare(params, self.drafter.model.impl)
         memory, asked, is_full = self._begin(memory, length, gamma)
         ring = memory.ring
@@ -172,7 +172,7 @@ class SlotBlock(features_lib.SlotReader):
 
         Args:
           run_block: takes the cache, and returns it with hidden states and logits.
-          end: of what the cache keeps, in slots that are asked.
+          end: the length that the cache keeps, in slots that are asked.
 
         Returns:
           The cache, and the proposal.
@@ -250,7 +250,7 @@ class SlotBlock(features_lib.SlotReader):
         )
 
     def _draw(self, params, anchor, draw, hidden, logits, *, wanted):
-        """Returns the proposal of whole blocks, of `wanted[b]` drafts at least."""
+        """Returns the proposal of blocks; drafts after `wanted[b]` mean nothing."""
         drafter, head, count = self.drafter, self._head, self.gamma_max
         logits = block_heads.candidates(head, logits)
         if drafter.tree is not None:
@@ -289,8 +289,8 @@ class SlotBlock(features_lib.SlotReader):
         """Goes over the slots of blocks, one after the other.
 
         Returns:
-          Tokens `[B, W]`, the logits of their confidences, and their distributions;
-          None where there are no such.
+          Tokens `[B, W]`; the logits of their confidences, None without that head; and
+          their distributions, None unless draws are independent.
         """
         head, count = self._head, self.gamma_max
         widen = draw_lib.widened(params.hot, self.vocab_size)
@@ -339,7 +339,7 @@ class SlotBlock(features_lib.SlotReader):
             product=block_heads.row_product(self.drafter.model.impl),
         )
         state = block_heads.first_state(head, (self.num_slots,))
-        if head.first_slot:  # Predicts nothing, but a recurrent state passes through.
+        if head.first_slot:  # Slot 0 predicts nothing, but updates a recurrent state.
             state, _, _ = correct(state, anchor, hidden[:, 0])
         return correct, state
 
@@ -352,7 +352,7 @@ class SlotBlock(features_lib.SlotReader):
         level costs its rows of the head alone, none of the backbone:
 
             state, bias = correct(state of the parent, token of the node, hidden of d)
-            children    the best of U_d + bias, with the noise of the target's draw
+            children    the best of logits of d + bias, by the weights of `draw`
 
         Without a head all nodes of a level have the same children.
         """
@@ -397,8 +397,8 @@ class SlotBlock(features_lib.SlotReader):
 
 
 def _until(survival: Float[Array, "B W"], threshold: float) -> Int[Array, " B"]:
-    """Returns the leading drafts of which each is expected to be kept, if those before
-    it are, with a chance of at least `threshold`."""
+    """Counts the leading drafts each of which is kept with a chance of at least
+    `threshold`, given that all before it are."""
     before = jnp.pad(survival[:, :-1], ((0, 0), (1, 0)), constant_values=1.0)
     goes_on: Bool[Array, "B W"] = survival >= threshold * before
     kept = jnp.cumprod(goes_on.astype(jnp.int32), axis=1)

@@ -2,18 +2,18 @@
 
 Each member's drafts are counted by position, as `gamma.goodput` counts them, and a
 round goes to the member and the number of drafts of most expected tokens in expected
-time; or to nobody, where that is best. Counts fade, so that a member that is not asked
-is hoped for again; follow the leader, with the information that there is:
+time; or to no member, where that is best. Counts fade, so that a member that is not
+asked gets another chance. Each round follows the leader by what is known:
 
-    lookup   drafts in every round, which is next to free, so it is known of every round
-             what would have been kept of it, up to the round's last token
+    lookup   drafts in every round, which is next to free, so every round shows what
+             would have been kept of its drafts, up to the round's last token
     others   are asked where they are chosen, and known by these rounds alone
 
 A text begins with what those before it in its slot taught, which is worth some rounds.
 
 The choice depends on committed text and on the counts of rounds that are done: on no
-noise of this round, and on no token that is not committed. So whatever a rule promises
-of each member's proposals it promises of these.
+noise of this round, and on no token that is not committed. So what a rule promises for
+each member's proposals holds for these.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class ChoiceParams(pytree.Node):
     """The parameters of the members, in order, and what their rounds cost."""
 
     members: tuple[Any, ...]
-    # [M, gamma_max + 1] float32, of a round by its drafts, in rounds without any
+    # [M, gamma_max + 1] float32, by a round's drafts; 1 is a round without drafts
     round_s: jax.Array
 
 
@@ -51,7 +51,7 @@ class ChoiceMemory(pytree.Node):
 class Choice(protocols.Drafter):
     """Drafts by the member that is best for this text, as far as it is known.
 
-    A member that is not asked for a while takes in what it sat out when it is.
+    A member that is asked again first takes in the text of rounds that it sat out.
 
     Attributes:
       members: drafters of chains, lookups (`ngram`, `suffix`) and others.
@@ -129,7 +129,7 @@ class Choice(protocols.Drafter):
     def for_rule(self, rule: rule_lib.Rule) -> "Choice":
         """Returns the choice among members for that rule of acceptance.
 
-        Where tokens depend on who drafts, they may not depend on other texts.
+        Where tokens depend on the member that drafts, earlier texts count for nothing.
         """
         made = (protocols.complete(m).for_rule(rule) for m in self.members)
         worth = self.text_weight if rule.is_exact else 0.0
@@ -195,7 +195,7 @@ def pinned(params: ChoiceParams, number: int) -> ChoiceParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotChoice(slots_lib.OfSlots):
-    """A `Choice` for `num_slots` sequences, each of which has its own."""
+    """A `Choice` for `num_slots` sequences; each slot has its own counts."""
 
     drafter: Choice
     reads_processing: ClassVar[bool] = True
@@ -207,7 +207,7 @@ class SlotChoice(slots_lib.OfSlots):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether all members do that are no lookups, which take in nothing."""
+        """Whether all members but lookups share prompts; lookups take in nothing."""
         others = (s for s in self.slots if not looks_up(s.drafter))
         return all(protocols.complete(slots).shares_prompts for slots in others)
 
@@ -228,7 +228,7 @@ class SlotChoice(slots_lib.OfSlots):
         slot: int,
         **handed: Any,
     ) -> ChoiceMemory:
-        """Takes in a prompt; knows what the texts before taught. Donates `memory`."""
+        """Takes in a prompt, and keeps what earlier texts taught. Donates `memory`."""
         members = tuple(
             slots.prefill(own, held, prompt, slot=slot, **_for(slots, handed))
             for slots, own, held in self._each(params, memory)
@@ -236,7 +236,7 @@ class SlotChoice(slots_lib.OfSlots):
         return ChoiceMemory(members=members, known=self.begun(memory.known, slot))
 
     def begun(self, known: knowledge.Knowledge, slot: int) -> knowledge.Knowledge:
-        """Returns what is known where a slot begins another text. Donates `known`."""
+        """Returns the knowledge when a slot begins another text. Donates `known`."""
         worth = np.float32(self.drafter.text_weight)
         return knowledge.renewed(known, np.int32(slot), worth)
 
@@ -274,7 +274,7 @@ class SlotChoice(slots_lib.OfSlots):
             prior=self.drafter.prior,
             weight=self.drafter.prior_weight,
         )
-        # One that is asked for nothing costs nothing.
+        # A member that is asked for nothing costs nothing.
         found = [
             ask(n, jnp.where(chosen == n, asked, 0)) if one is None else one
             for n, one in enumerate(found)
@@ -300,7 +300,7 @@ class SlotChoice(slots_lib.OfSlots):
         asked: Bool[Array, " B"],
         **features: Array,
     ) -> ChoiceMemory:
-        """Has every member keep what was committed, of any of them."""
+        """Commits in every member, whichever of them drafted."""
         members = tuple(
             slots.commit(own, held, length, asked=asked, **_for(slots, features))
             for slots, own, held in self._each(params, memory)
@@ -317,7 +317,7 @@ class SlotChoice(slots_lib.OfSlots):
 
 
 def _for(slots: Any, handed: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a member is handed: some only if it reads that."""
+    """Returns the keywords of `handed` that a member takes."""
     shares = protocols.complete(slots).shares_prompts
     reads = {"features": bool(protocols.taps_of(slots))}
     reads |= {"shares": shares, "begun": shares}
@@ -331,8 +331,8 @@ def merged(
 ) -> protocols.Proposal:
     """Returns each slot's proposal of the member that was chosen there.
 
-    Where a member says what it drew from, the drafts of the others are certain. What
-    chance drafts have is told where all members tell it.
+    Where a member gives distributions, drafts of the others count as certain. There is
+    `survival` where all members give it.
     """
     slot = jnp.arange(chosen.shape[0], dtype=jnp.int32)
     pick = lambda leaves: jnp.stack(leaves, axis=1)[slot, chosen]

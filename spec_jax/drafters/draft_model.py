@@ -29,25 +29,25 @@ class DraftModel(protocols.Drafter):
     """A draft model; its parameters are the weights of `model`. `for_slots` drafts.
 
     The draft's bits need not be row-invariant: they decide what is proposed, never
-    what is committed. Two rows a slab are therefore enough.
+    what is committed. A slab of two rows is therefore enough.
 
     Attributes:
-      catch_up_rows: height of the slab that takes in what is left by more than
-        `model.slab` rows, without logits; 0 leaves all of it to `model.slab`. Worth
-        its rows where cost follows the active ones: `NATIVE_PREFILL_SLAB` with native
-        kernels.
+      catch_up_rows: height of the slab that takes in a text of which more than
+        `model.slab` rows are missing, without logits; 0: there is no such slab. It pays
+        where cost follows the active rows: `NATIVE_PREFILL_SLAB` with native kernels.
       min_confidence: a draft ends before the first token whose distribution has no
         probability as high as this, see `gamma.confidence`; 0 never ends one.
       draws: one of `DRAWS`. "independent" proposals say which distributions they were
         drawn from.
-      tree: of the trees that are drafted in place of chains; None: chains. `gamma_max`
-        is then the number of its nodes.
-      gives_survival: whether chains come with `Proposal.survival`, by the probability
-        of the most probable token before each.
+      tree: the tree that is drafted in place of chains, whose number of nodes is
+        `gamma_max`; None: chains.
+      gives_survival: whether chains come with `Proposal.survival`: the product of the
+        highest probabilities of the distributions up to each draft's.
 
     Raises:
-      ValueError: an unknown kind of draws, a negative height, or a confidence outside
-        `[0, 1]`.
+      ValueError: an unknown kind of draws, a negative height, a confidence outside
+        `[0, 1]` or with a tree, a `gamma_max` that is not the tree's nodes, or draws
+        that a `Tree` does not take.
     """
 
     model: row_model.RowModel
@@ -100,10 +100,10 @@ class DraftModel(protocols.Drafter):
     def for_rule(self, rule: rule_lib.Rule) -> "DraftModel":
         """Returns the draft model whose draws a rule of acceptance keeps most of.
 
-        Rules that draw uniforms need independent draws, and the probabilities of them.
+        Rules that draw uniforms need independent draws, and their probabilities.
 
         Raises:
-          NotImplementedError: trees that the rule would be biased by.
+          NotImplementedError: trees that would bias the rule, or that it does not take.
         """
         if rule.is_exact:
             return self
@@ -139,7 +139,7 @@ class DraftModel(protocols.Drafter):
         return dataclasses.replace(self, gives_survival=True)
 
     def for_tree(self, tree: tree_shapes.AnyTree) -> "DraftModel":
-        """Returns the draft model that drafts such trees, as many rows a forward.
+        """Returns the draft model of such trees, with a slab for the rows of a level.
 
         It draws "greedy" for a `Tree` that is `greedy`.
         """

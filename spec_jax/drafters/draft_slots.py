@@ -7,9 +7,8 @@ committed tokens `x[0, n)` and draft K/V of `[0, m)`:
               afterwards the draft K/V covers [0, n+g-1)
     commit    the draft K/V is cut to [0, min(m', n'-1))
 
-The rows of all slots share the model's forwards. Tokens that a commit kept are caught
-up in one or two rows. Rounds that ask for nothing are caught up in the next one that
-asks for something.
+Tokens that a commit kept are caught up in one or two rows. Rounds that ask for nothing
+are caught up in the next one that asks for something.
 """
 
 import dataclasses
@@ -41,8 +40,8 @@ def goal_of(
 ) -> Int[Array, " B"]:
     """Returns the length of the text after drafting, as far as a slot can go.
 
-    The last draft needs no room, as it has no K/V yet. A text that no slot holds is
-    not caught up on either: it would fail in every round.
+    The last draft needs no room, as it has no K/V yet. A text that is too long for a
+    slot is not caught up on either: that would fail in every round.
     """
     return jnp.maximum(length, jnp.minimum(length + gamma, kv.slot_capacity + 1))
 
@@ -109,7 +108,7 @@ class SlotDraftModel(slots.OfSlots):
         """Writes the K/V of the prompt but for its last token. Donates `memory`."""
         length = 0
         if begun is not None:
-            # Products of a whole prompt have bits of their own for each length.
+            # A prefill of whole prompts gives other bits for another length.
             if begun.is_whole or self._rows.prefills_by_rows:
                 length = begun.length
             memory = slots.begin(self._rows, memory, begun, slot=slot, length=length)
@@ -183,15 +182,15 @@ class SlotDraftModel(slots.OfSlots):
     def _is_one_call(self, sampling: protocols.Sampling) -> bool:
         """Returns whether all drafts of a proposal are one call of the model.
 
-        The tokens of highest logit, as many as are asked for, after what `_catch_up`
-        leaves.
+        The call takes in what `_catch_up` leaves, and drafts the tokens of highest
+        logit, as many as are asked for.
         """
         drafter = self.drafter
         is_greedy = drafter.draws != "independent" and (
             sampling is None or drafter.draws == "greedy"
         )
         all_wanted = not drafter.min_confidence and drafter.catch_up_rows > 0
-        all_wanted &= not drafter.gives_survival  # Which is of their logits.
+        all_wanted &= not drafter.gives_survival  # It needs logits.
         return is_greedy and all_wanted and self._rows.runs_chains
 
     def _step(self, params, carry, length, goal, sampling) -> _Drafting:
@@ -299,8 +298,8 @@ class SlotDraftModel(slots.OfSlots):
         return token, keep(rows)
 
     def _catch_up(self, params, memory, text, length, *, asked) -> paged.PagedKV:
-        """Takes in, of the slots that are asked, what is left by more than a slab of
-        rows, but not all: the last of the rows is the one that drafts."""
+        """Takes in rows of the slots that are asked until a slab of rows or less is
+        left, and never the last row, which drafts."""
         num_rows = self.drafter.catch_up_rows
         if not num_rows:
             return memory

@@ -20,7 +20,7 @@ from spec_jax.paging import cache as paged
 
 
 class Memory(pytree.Node):
-    """The draft's cache, and whose rows are stored in it after the text.
+    """The draft's cache, and the tree whose rows are stored in it after the text.
 
     Column 0 is the last token of the text that a tree was drafted after, at place
     `start`; the other columns are the rows that drafted its nodes' children.
@@ -30,7 +30,7 @@ class Memory(pytree.Node):
     start: jax.Array  # [B] int32
     tokens: jax.Array  # [B, num_columns] int32
     parents: jax.Array  # [B, num_columns] int32
-    is_run: jax.Array  # [B, num_columns] bool: whose K/V are stored; never column 0's
+    is_run: jax.Array  # [B, num_columns] bool: K/V are stored; false for column 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
     ) -> paged.PagedKV:
         """Returns the cache with the K/V of rows that were committed, and of no others.
 
-        At most of `[0, length - 1)`: the row of the last token drafts.
+        It covers `[0, length - 1)` at most: the row of the last token drafts.
         """
         depth_max = self._tree.depth - 1
         start, is_run = memory.start, memory.is_run
@@ -107,7 +107,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         *,
         asked: Bool[Array, " B"],
     ) -> Memory:
-        """Forgets what was not committed; of a tree the next `propose` does that."""
+        """Forgets what was not committed; the next `propose` does so for a tree."""
         goes_on = jnp.any(memory.is_run, axis=1) & (length > memory.start + 1)
         held = memory.kv.length
         kept = jnp.where(goes_on, held, jnp.minimum(held, length - 1))
@@ -127,7 +127,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         sampling: protocols.Sampling,
         processing: processing_lib.Processing | None = None,
     ) -> tuple[Memory, protocols.Proposal]:
-        """Drafts trees of `gamma[b]` nodes; less deep where the cache has no room."""
+        """Drafts trees of up to `gamma[b]` nodes; less deep where room is short."""
         tree = self._tree
         width = max(self._slab, self.drafter.catch_up_rows, tree.depth)
         text = jnp.pad(tokens, ((0, 0), (0, width)))
@@ -168,7 +168,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         )
 
     def _root(self, params, memory, text, length, asked):
-        """Returns the memory of the whole text, and the logits `[B, V]` after it."""
+        """Returns the cache with the whole text, and the logits `[B, V]` after it."""
 
         def run(kv, window):
             kv, verified = self._rows.verify(params, kv, window)

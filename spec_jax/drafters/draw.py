@@ -1,7 +1,7 @@
-"""By which weights drafts are chosen: greedily, or with the noise of a draw.
+"""The weights by which drafts are chosen: logits, or these with the noise of a draw.
 
-One `Draw` serves chains and trees of all drafters that have logits; `grow` is the
-search of `tree_search` by it.
+A `Draw` serves the trees of all drafters that have logits, and the chains of heads;
+`draft_slots` draws the chains of draft models. `grow` runs `tree_search` by a `Draw`.
 """
 
 import functools
@@ -27,8 +27,8 @@ def own_noise(
     *,
     vocab_size: int,
 ) -> Float32[Array, "R {vocab_size}"]:
-    """Returns the noise of independent drafts: of the first position of a round, and an
-    offset into it."""
+    """Returns the noise of independent drafts, which is keyed by the first position of
+    a round and an offset into it."""
 
     def one(seed, position, offset):
         return sampling_lib.noise(
@@ -45,10 +45,10 @@ def own_noise(
 def widened(
     hot: Int[Array, " Vd"] | None, vocab_size: int
 ) -> Callable[[jax.Array], jax.Array]:
-    """Returns what makes logits `[.., V]` of logits of draft tokens `[.., Vd]`.
+    """Returns a function that widens logits `[.., Vd]` of draft tokens to `[.., V]`.
 
-    Tokens that are never drafted have -inf. In the target's vocabulary, since its noise
-    is by token.
+    Tokens that are never drafted get -inf. The result is in the target's vocabulary, as
+    the noise is keyed by the target's tokens.
 
     Args:
       hot: the target's token of each draft token; None: the same.
@@ -62,7 +62,7 @@ def widened(
 
 
 class Draw(pytree.Node):
-    """By which weights the children of a tree's nodes are chosen.
+    """The weights by which the children of a tree's nodes are chosen.
 
     Attributes:
       sampling: of the target's draws; None: by the logits alone.
@@ -87,7 +87,7 @@ class Draw(pytree.Node):
         length: Int[Array, " B"],
         processing: processing_lib.Processing | None = None,
     ) -> "Draw":
-        """Returns how a drafter's `draws` says it, as of `DraftModel`."""
+        """Returns the `Draw` for a drafter's `draws`; see `DraftModel`."""
         draws, impl = drafter.draws, drafter.model.impl
         if draws == "independent" and sampling is None:
             sampling = sampling_lib.greedy(length.shape[0])
@@ -110,12 +110,12 @@ class Draw(pytree.Node):
         width: int,
         columns: Int[Array, " K"] | None = None,
     ) -> Float[Array, "B K V"]:
-        """Returns what the best children of a level's rows have the highest of.
+        """Returns the weights of a level's rows: the best children have the highest.
 
         Args:
           level: of the rows; that of the root is 0.
           width: rows of a level, at most.
-          columns: which noise of the round's own a row has; None: its column's.
+          columns: the offsets of the rows' independent noise; None: their columns.
         """
         if self.sampling is None:
             return logits
@@ -246,7 +246,7 @@ class Draw(pytree.Node):
         if not self.has_probs:
             return None
         num_slots, _, vocab_size = root.shape
-        # One extra row, which leaves write to.
+        # One extra row of zeros, which leaves have as their distribution.
         shape = num_slots, tree.num_columns + 1, vocab_size
         return self.put(jnp.zeros(shape, jnp.float32), root, jnp.int32(0))
 
@@ -333,7 +333,7 @@ def grow(
 
 
 def _columns(level: jax.Array, count: int, width: int) -> Int[Array, " K"]:
-    """Returns the columns of a level's rows, `width` at most: by their level and their
-    places there, however many rows other levels have."""
+    """Returns numbers of a level's rows, `width` at most, for their noise: they depend
+    on level and place, and not on how many rows other levels have."""
     first = jnp.maximum(1 + (level - 1) * width, 0)
     return first + jnp.arange(count, dtype=jnp.int32)

@@ -37,7 +37,7 @@ def lift(
 
     Raises:
       ValueError: a drafter that drafts nothing.
-      NotImplementedError: a setting of the drafter that has no form for slots.
+      NotImplementedError: a setting that the rule or the form for slots rules out.
     """
     checks.check_count(gamma_max=drafter.gamma_max)
     rule = rule_lib.of(rule)
@@ -67,7 +67,7 @@ class Each(slots_lib.OfSlots):
         """Allocates one memory for each slot, and one more.
 
         Raises:
-          NotImplementedError: a memory with pages, of which each slot would get a pool.
+          NotImplementedError: a paged memory, mapped over several slots.
         """
         del num_pages
         fresh = self.drafter.init(capacity=capacity, page_size=page_size)
@@ -89,7 +89,7 @@ class Each(slots_lib.OfSlots):
         slot: int,
         **features: Array,
     ) -> EachMemory:
-        """Takes a prompt into a memory as new, and puts that into the slot."""
+        """Takes a prompt into a fresh memory, and puts that into the slot."""
         # A copy: the drafter may donate what it is given.
         fresh = jax.tree.map(jnp.copy, memory.fresh)
         one = self.drafter.prefill(params, fresh, prompt, **features)

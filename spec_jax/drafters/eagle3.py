@@ -10,8 +10,8 @@ token `x[i + 1]`; it is at place `i` of the head's own cache, and predicts `x[i 
     commit    puts the features of what was committed into the ring
 
 The first round of a text of one token drafts nothing, as no position has features yet.
-`tree_search` grows proposals, chains and trees; chains are one call of the head where
-an implementation has that. How a parallel head drafts: `peagle`.
+`tree_search` grows chains and trees; a chain is one call of the head where an
+implementation has that. A parallel head drafts as `peagle` says.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class Eagle3(features_lib.FeatureDrafter):
         return self.head.target_hidden_size
 
     def for_slots(self, num_slots: int) -> features_lib.SlotReader:  # type: ignore[override]
-        """Returns the head for `num_slots` sequences."""
+        """Returns the head for `num_slots` sequences; raises as `SlotBlock`."""
         kind = peagle.SlotParallel if self.head.is_parallel else SlotEagle3
         return kind(drafter=self, num_slots=num_slots)
 
@@ -81,21 +81,19 @@ class _Chain(tree_shapes.FixedTree):
         frontier: Int[Array, "B K"],
         wanted: Int[Array, " B"],
     ) -> Bool[Array, " B"]:
-        """Returns where the frontier's node, which is also its number, has a child."""
+        """Returns where a child of the frontier is wanted: candidate i is draft i."""
         return frontier[:, 0] + 1 < wanted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotEagle3(features_lib.SlotReader):
+class SlotEagle3(peagle.PairReader):
     """An `Eagle3` for `num_slots` sequences: the rows of a level are one forward."""
 
     drafter: Eagle3
-    num_waiting = 1  # The last pair of a prompt drafts.
 
     @property
     def _tree(self) -> tree_shapes.AnyTree:
-        chain = _Chain.of_branching((1,) * self.gamma_max)
-        return self.drafter.tree or chain
+        return self.drafter.tree or _Chain.of_branching((1,) * self.gamma_max)
 
     def propose(
         self,
@@ -182,16 +180,14 @@ class SlotEagle3(features_lib.SlotReader):
             """Runs the rows of a level; see `draw.Run`."""
             kv, hidden = carry
             # Column 0 is the last pair.
-            window = protocols.Window(
-                tokens=tokens, start=length - 2, num_active=num_rows
-            )
             above = jax.lax.dynamic_slice_in_dim(parents, first, tree.width, axis=1)
-            if is_chain:
-                window = window.replace(start=length - 2 + first)
-            else:
-                window = window.replace(
-                    parents=parents, first=first, depth_max=tree.depth - 1
-                )
+            start, branches = length - 2 + first, {}
+            if not is_chain:
+                start, branches = length - 2, {"parents": parents, "first": first}
+                branches["depth_max"] = tree.depth - 1
+            window = protocols.Window(
+                tokens=tokens, start=start, num_active=num_rows, **branches
+            )
             states = jnp.take_along_axis(hidden, above[:, :, None], axis=1)
             kv, at, (new, logits) = self._run(params, kv, window, states)
             by_column = lambda rows: rows.at[at].get(mode="fill", fill_value=0)
@@ -220,20 +216,6 @@ class SlotEagle3(features_lib.SlotReader):
             num_drafted = jnp.minimum(proposal.num_drafted, num_run)
             proposal = proposal.replace(parents=None, num_drafted=num_drafted)
         return memory.replace(kv=kv), proposal
-
-    def _forward(self, params, kv, rows, features):
-        """Runs pairs; the outputs are hidden states and logits."""
-        head, impl = self.drafter.head, self.drafter.model.impl
-        kv, *outputs = eagle3.forward_rows(params, head, rows, features, kv, impl=impl)
-        return kv, tuple(outputs)
-
-    def _empty(self, height):
-        """Returns hidden states and logits of rows that were not run."""
-        head = self.drafter.head
-        return (
-            jnp.zeros((height, head.hidden_size), head.layer.dtype),
-            jnp.zeros((height, head.draft_vocab_size), jnp.float32),
-        )
 
 
 def load(
@@ -277,13 +259,13 @@ def _reserve(
     goal = jnp.where(is_none, start, goal)
 
     def waits(carry):
-        """Returns the slots that lack a page, and the turns that they lack it in."""
+        """Returns which slots lack a page, and the number of the turn that needs it."""
         kv, stopped = carry
         room = kv.num_owned * kv.page_size
         return (start < goal) & (room < goal) & ~stopped, (room - start) // size
 
     def turn(carry):
-        """Serves the slots that lack a page first."""
+        """Serves the slots that lack a page in the earliest turn."""
         kv, stopped = carry
         waiting, number = waits(carry)
         number = jnp.where(waiting, number, jnp.iinfo(jnp.int32).max)

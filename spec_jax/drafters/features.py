@@ -1,4 +1,4 @@
-"""The target's features that a drafter has not taken in yet, of every slot.
+"""The target's features that a drafter has not taken in yet, for every slot.
 
 For a slot with committed tokens `x[0, n)`:
 
@@ -67,12 +67,12 @@ def append(
 ) -> FeatureRing:
     """Adds the leading features, which are of positions from `ring.end` to `end`.
 
-    There must be room for them: `overflows`.
+    There must be room for them, see `overflows`.
     """
     num_slots, most = features.shape[:2]
     end = jnp.where(asked, jnp.clip(end, ring.end, ring.end + most), ring.end)
     positions = ring.end[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
-    # Past the end, and so dropped.
+    # Other features get a place past the end, and are dropped.
     at = jnp.where(positions < end[:, None], positions % ring.size, ring.size)
     slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
     dtype = ring.features.dtype
@@ -109,7 +109,7 @@ class FeatureDrafter(draft_model.DraftModel):
     """A drafter with a head that reads the target's features.
 
     Attributes:
-      head: whose `layer` is the config of `model`.
+      head: the head's config; its `layer` is the config of `model`.
       catch_up_rows: features of a prompt that are taken in at once, at least.
 
     Raises:
@@ -153,7 +153,7 @@ def parts_of(
         slab=row_model.slab_for(target.impl, slab),
         cache=target.cache,
     )
-    # Rows of a prompt at one read of the weights, where their number costs nothing.
+    # Native kernels read the weights once for so many rows, and skip inactive ones.
     rows = row_model.NATIVE_PREFILL_SLAB if target.impl == "native" else 0
     return {"model": model, "catch_up_rows": rows}
 
@@ -169,15 +169,14 @@ class ReaderMemory(pytree.Node):
 class SlotReader(slots_lib.OfSlots):
     """A drafter of features for `num_slots` sequences: all but what it proposes.
 
-    Its `head` says `features_size` and has a `layer`, whose config is `model`'s.
-    A subclass has `_forward` and `_empty`.
+    Its drafter's `head` has `features_size`, `reach` and `layer`, the model's config.
+    A subclass has `_forward` and `propose`, and `_empty` if `_forward` has outputs.
 
     Attributes:
-      num_waiting: features at the end of a prompt that the first proposal takes in.
-      reads_tokens: whether features go with the tokens after their positions.
+      reads_tokens: whether features go with the tokens after their positions: the last
+        feature of a prompt then waits for the first proposal, which takes it in.
     """
 
-    num_waiting: ClassVar[int] = 0
     reads_tokens: ClassVar[bool] = True
     reads_processing: ClassVar[bool] = True
 
@@ -190,8 +189,8 @@ class SlotReader(slots_lib.OfSlots):
     def _kept(self) -> int | None:
         """Positions of a slot's K/V that are needed at a time; None: all.
 
-        Rows see the first of them; the others are what a forward writes before its
-        first row sees any, what a tree drafts, and what a caller takes back.
+        Rows see `reach` of them; the others are what a forward writes before its
+        first row sees any, what is drafted, and what a caller takes back.
         """
         drafter, reach = self.drafter, self.drafter.head.reach
         if reach is None:
@@ -323,7 +322,7 @@ class SlotReader(slots_lib.OfSlots):
     ) -> ReaderMemory:
         """Takes in the features of the prompt, except for the waiting ones."""
         if begun is not None:
-            # The last one that is alike goes with a token that need not be.
+            # The last shared feature goes with the token after it, which may differ.
             length = begun.length - self.reads_tokens
             how = {"slot": slot, "length": length}
             kv = slots_lib.begin(self._rows, memory.kv, begun, **how)
@@ -342,12 +341,12 @@ class SlotReader(slots_lib.OfSlots):
         padded = jnp.pad(flat, ((0, num_rows), (0, 0)))
 
         def read(start):
-            """Hands the slot's features to all, of which the others take none."""
+            """Broadcasts the slot's features; other slots ignore them."""
             rows = jax.lax.dynamic_slice_in_dim(padded, start[slot], num_rows)
             return jnp.broadcast_to(rows, (self.num_slots, *rows.shape))
 
         is_slot = jnp.arange(self.num_slots, dtype=jnp.int32) == slot
-        first = jnp.maximum(end - self.num_waiting, 0)
+        first = jnp.maximum(end - int(self.reads_tokens), 0)
         memory, _ = self._take_in(
             params,
             memory,
@@ -357,7 +356,7 @@ class SlotReader(slots_lib.OfSlots):
             num_rows=num_rows,
         )
         ring = memory.ring
-        if self.num_waiting:
+        if self.reads_tokens:
             last = features[first].reshape(-1).astype(ring.features.dtype)
             kept = ring.features.at[slot, first % ring.size].set(last)
             ring = ring.replace(features=kept)
@@ -366,7 +365,7 @@ class SlotReader(slots_lib.OfSlots):
     def _begin(
         self, memory: ReaderMemory, length: Int[Array, " B"], gamma: Int[Array, " B"]
     ) -> tuple[ReaderMemory, Bool[Array, " B"], Bool[Array, " B"]]:
-        """Returns the memory of a new round, which slots draft in it, and which of all
+        """Returns the memory of a new round, which slots draft in it, and which slots
         must take in what waits, so that the next round's features find room."""
         kv, ring = memory.kv, memory.ring
         kv = kv.replace(out_of_pages=jnp.zeros((self.num_slots,), bool))
@@ -383,7 +382,7 @@ class SlotReader(slots_lib.OfSlots):
         counts: Int[Array, " B"],
     ) -> Float[Array, "B W V"] | None:
         """Returns the distributions that a native call drew drafts from, as
-        `sampling.distribution`; None of drafts that have none."""
+        `sampling.distribution` gives them; None without log weights."""
         if log_weights is None:
             return None
         rows = draw.widened(params.hot, self.vocab_size)(log_weights)

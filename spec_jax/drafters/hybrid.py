@@ -1,9 +1,9 @@
 """Suffix lookup when its score passes a threshold, otherwise a model that drafts.
 
-As the hybrid of SuffixDecoding (Oliaro et al., 2024,
+This is the hybrid of SuffixDecoding (Oliaro et al., 2024,
 https://arxiv.org/abs/2411.04975): a round takes the draft of `suffix` if its score, the
 tokens expected to be kept, is high enough, and pays for the draft model only if not.
-A head that reads the target (`eagle3`) stands in a draft model's place as one.
+A head that reads the target (`eagle3`, `block`) can stand in the draft model's place.
 """
 
 import dataclasses
@@ -73,17 +73,17 @@ class Hybrid(protocols.Drafter):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The target's features that a head reads; () of a draft model."""
+        """The target's features that a head reads; () for a draft model."""
         return protocols.taps_of(self.draft)
 
     @property
     def feature_size(self) -> int | None:
-        """The width of a feature, of a head."""
+        """The width of a feature that a head reads; None for a draft model."""
         return self.draft.feature_size
 
     @property
-    def max_positions(self) -> int:
-        """Positions that the draft model was trained for."""
+    def max_positions(self) -> int | None:
+        """Positions that the draft model was trained for; None: a head takes any."""
         return self.draft.max_positions
 
     def for_rule(self, rule: rule_lib.Rule) -> "Hybrid":
@@ -118,7 +118,7 @@ class SlotHybrid(slots_lib.OfSlots):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the draft model does."""
+        """Whether the draft model shares prompts."""
         return self._draft.shares_prompts
 
     def init(self, **sizes: Any) -> protocols.Memory:
@@ -148,7 +148,7 @@ class SlotHybrid(slots_lib.OfSlots):
         sampling: protocols.Sampling,
         processing: processing_lib.Processing | None = None,
     ) -> tuple[protocols.Memory, protocols.Proposal]:
-        """Drafts what one of the two drafts, slot by slot."""
+        """Drafts by one of the two drafters in each slot."""
 
         def look_up(tokens, length, gamma):
             return self.drafter.suffix.look_up(
@@ -185,5 +185,5 @@ class SlotHybrid(slots_lib.OfSlots):
         asked: Bool[Array, " B"],
         **features: Array,
     ) -> protocols.Memory:
-        """Forgets the draft model's drafts that were not committed."""
+        """Commits in the draft model, or in the head in its place."""
         return self._draft.commit(params.draft, memory, length, asked=asked, **features)

@@ -1,6 +1,6 @@
 """Counts of several drafters in a text: how much was kept of each.
 
-Functions here know drafts and the text that was committed, and nothing of who drafts.
+Functions here know drafts and the text that was committed, and no drafter.
 """
 
 import functools
@@ -17,14 +17,14 @@ from spec_jax.gamma import goodput, theory
 class Knowledge(pytree.Node):
     """How the members did in the text of each slot."""
 
-    # [B, M, gamma_max] float32, faded rounds that decided on draft i, and kept it
+    # [B, M, gamma_max] float32, faded counts: rounds that decided on draft i; kept it
     reached: jax.Array
     kept: jax.Array
-    # The last round, for the next one to tell what was kept of it:
-    length: jax.Array  # [B] int32, of its text; 0: there was none
+    # The last round, from which the next one tells what was kept of it:
+    length: jax.Array  # [B] int32, of its text; 0: there was no round
     tokens: jax.Array  # [B, M, gamma_max] int32
-    num_drafted: jax.Array  # [B, M] int32, 0 of who was not asked
-    rounds: jax.Array  # [B, M, gamma_max + 1] int32, by who drafted and how much
+    num_drafted: jax.Array  # [B, M] int32, 0: the member was not asked
+    rounds: jax.Array  # [B, M, gamma_max + 1] int32, by member and number of drafts
 
 
 def nothing(num_slots: int, num_members: int, gamma_max: int) -> Knowledge:
@@ -44,10 +44,9 @@ def nothing(num_slots: int, num_members: int, gamma_max: int) -> Knowledge:
 def renewed(
     known: Knowledge, slot: Int[Array, ""], worth: Float[Array, ""]
 ) -> Knowledge:
-    """Returns the knowledge where a slot begins another text.
+    """Returns the knowledge when a slot begins another text. Donates `known`.
 
-    Members are as good as in the texts before it, which count as `worth` rounds, at
-    most.
+    The slot's counts of earlier texts are kept, scaled down to `worth` rounds at most.
     """
     rounds = known.reached[slot, :, :1]
     share = jnp.minimum(rounds, worth) / jnp.maximum(rounds, 1e-6)
@@ -73,7 +72,7 @@ def learn(
 
     def count(reached, kept, drafts, num_drafted, text, since):
         """Returns the counts of one member in one slot."""
-        # Only drafts that the committed text can tell right from wrong.
+        # The committed text says of these drafts whether they are right.
         is_decided = (places < num_drafted) & (places < since)
         is_kept = jnp.cumprod((is_decided & (drafts == text)).astype(jnp.float32))
         before = jnp.pad(is_kept, (1, 0), constant_values=1.0)[:-1]
@@ -98,23 +97,23 @@ def best(
     prior: float,
     weight: float,
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Returns who drafts in each slot, and how many tokens: 0 is nobody.
+    """Returns which member drafts in each slot, and how many tokens; 0: none drafts.
 
     Args:
-      round_s: what rounds of each member cost, by drafts.
+      round_s: the cost of a round of each member, by its number of drafts.
       most: how many tokens each member would draft at most.
       prior, weight: of first drafts, see `goodput.chances`.
     """
 
     def value(reached, kept, round_s, most):
-        """Returns tokens by time of each number of a member's drafts."""
+        """Returns a member's expected tokens per cost, by its number of drafts."""
         chances = goodput.chances(reached, kept, prior=prior, weight=weight)
         expected = theory.goodput(chances, round_s)
         drafts = jnp.arange(expected.shape[0], dtype=jnp.int32)
         return jnp.where(drafts <= most, expected, 0.0)
 
     def one(known, most):
-        """Chooses for one slot: of equals the first member, and the fewest drafts."""
+        """Chooses for one slot: among equals the first member, then fewest drafts."""
         values = jax.vmap(value)(known.reached, known.kept, round_s, most)
         return jnp.argmax(values).astype(jnp.int32)
 

@@ -41,11 +41,11 @@ class PromptLookup(text_tree.TextDrafter):
     Attributes:
       n_max, n_min: the longest and the shortest match that is looked for.
       match: one of `MATCHES`, see above.
-      stop_ids: a draft ends before the first of these tokens.
+      stop_ids: a chain ends before the first of these tokens; trees ignore them.
       tree: of the continuations of all matches, in place of the one by `match`.
 
     Raises:
-      ValueError: unless `1 <= n_min <= n_max`, or for another `match`.
+      ValueError: unless `1 <= n_min <= n_max`; another `match`; as `check_nodes`.
     """
 
     n_max: int = 3
@@ -72,7 +72,7 @@ class PromptLookup(text_tree.TextDrafter):
         length: Int[Array, ""],
         gamma: Int[Array, ""],
     ) -> tuple[tuple[()], protocols.Proposal]:
-        """Drafts what stands behind the match."""
+        """Drafts the tokens that follow the match."""
         del params
         suffix = suffix_match.suffix_of(tokens, length, self.n_max)
         matched = suffix_match.match_lengths(tokens, suffix)

@@ -1,8 +1,8 @@
 """A drafter that knows the text which plain decoding writes.
 
 It proposes that text at no cost, and so shows a ceiling: what rounds would gain by the
-best of drafters. Told where to be wrong, it shows what they gain at an acceptance that
-is *forced*. Either is a number about rounds, never about a drafter.
+best of drafters. With wrong drafts at chosen places it shows what they gain at a
+*forced* acceptance. Either is a number about rounds, never about a drafter.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def make_trace(text: list[int], *, rate: float = 1.0, seed: int = 0) -> Trace:
     draft is kept with probability `rate` if all before it were, wherever rounds begin.
 
     Args:
-      text: prompt and output; what comes behind is not drafted.
+      text: prompt and output; nothing is drafted after it.
 
     Raises:
       ValueError: no text, or a rate outside [0, 1].
@@ -59,7 +59,7 @@ def drafts_at(
 ) -> Int[Array, " gamma"]:
     """Returns the text's tokens at `positions`, or others where not `is_right`.
 
-    A position past the end has the last token of the text, or of the mask.
+    A position past the end reads the last token, or the last entry of the mask.
     """
     right = tokens.at[positions].get(mode="clip")
     is_right = is_right.at[positions].get(mode="clip")

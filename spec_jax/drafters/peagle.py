@@ -9,7 +9,7 @@ Pairs are those of `eagle3`. For a slot with committed tokens `x[0, n)`:
               `block` where it has no sequential head
     commit    puts the features of what was committed into the ring
 
-Rows see those before them alone: fewer masks change no draft.
+A row sees itself and the rows before it alone, so fewer masks change no draft.
 """
 
 import dataclasses
@@ -30,16 +30,33 @@ from spec_jax.engine import processing as processing_lib, protocols
 from spec_jax.model import block_params, eagle3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotParallel(block.SlotBlock):
-    """A parallel head for `num_slots` sequences: a round of all is one forward."""
+class PairReader(features_lib.SlotReader):
+    """An EAGLE-3 head, parallel or not, for `num_slots` sequences: runs pairs."""
 
     reads_tokens = True
-    num_waiting = 1  # The last pair of a prompt drafts.
+
+    def _forward(self, params, kv, rows, features):
+        """Runs pairs and masks; the outputs are hidden states and logits."""
+        head, impl = self.drafter.head, self.drafter.model.impl
+        kv, *outputs = eagle3.forward_rows(params, head, rows, features, kv, impl=impl)
+        return kv, tuple(outputs)
+
+    def _empty(self, height: int) -> tuple[jax.Array, jax.Array]:
+        """Returns hidden states and logits of rows that were not run."""
+        head = self.drafter.head
+        return (
+            jnp.zeros((height, head.hidden_size), head.layer.dtype),
+            jnp.zeros((height, head.draft_vocab_size), jnp.float32),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotParallel(PairReader, block.SlotBlock):
+    """A parallel head for `num_slots` sequences, whose round is one forward for all."""
 
     @functools.cached_property
     def _head(self) -> block_params.BlockConfig:
-        """The block whose slots the last pair's row and the masks' are."""
+        """The block whose slots are the rows of the last pair and of the masks."""
         head = self.drafter.head
         return block_params.BlockConfig(
             layer=head.layer,
@@ -88,8 +105,8 @@ class SlotParallel(block.SlotBlock):
         """Runs what waits in the rings of the slots that are asked, and masks.
 
         Returns:
-          The cache, in which what was run is; and hidden states `[B, W, D]` and logits
-          `[B, W, Vd]` of the rows that draft.
+          The cache with the rows that were run; and hidden states `[B, W, D]` and
+          logits `[B, W, Vd]` of the rows that draft.
         """
         head, size, count = self.drafter.head, self._rows_most, self._head.block_size
         waiting = ring.end - ring.first
@@ -110,13 +127,3 @@ class SlotParallel(block.SlotBlock):
         at = jnp.take_along_axis(at, drafting, axis=1)
         by_slot = lambda rows: rows.at[at].get(mode="fill", fill_value=0)
         return kv, *map(by_slot, outputs)
-
-    def _forward(self, params, kv, rows, features):
-        """Runs pairs and masks; the outputs are hidden states and logits."""
-        head, impl = self.drafter.head, self.drafter.model.impl
-        kv, *outputs = eagle3.forward_rows(params, head, rows, features, kv, impl=impl)
-        return kv, tuple(outputs)
-
-    def _empty(self, height: int) -> tuple[jax.Array, jax.Array]:
-        """Returns hidden states and logits of rows that were not run."""
-        return self._no_rows(height)

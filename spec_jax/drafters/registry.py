@@ -1,4 +1,4 @@
-"""Drafters by name: the ones that come along, and those of other packages.
+"""Drafters by name: the built-in ones, and those of other packages.
 
 A name stands for a builder, which takes `Parts` and returns a drafter and its
 parameters. Other packages register under the entry point group `spec_jax.drafters`, or
@@ -54,14 +54,14 @@ class Parts:
       gamma_max: the most tokens of a proposal.
       vocab_size: of the target.
       load_draft: reads the draft model and its weights, when it is called.
-      target, target_params: of a drafter that reads the target's features; None where
+      target, target_params: for drafters that read the target's features; None where
         there is no target, as in a replay.
       draft: the folder that was named for the drafter's weights, if one was.
       has_draft: whether `load_draft` has a draft model, named or shipped.
-      heads: where the heads are that are shipped for the target, each in a folder of
-        its drafter's name; None: none are, for this target.
-      dtype: that was asked for; None: the one of each folder.
-      weights: of the drafter, likewise.
+      heads: the folder with the heads that are shipped for the target, each in a
+        folder of its drafter's name; None: no heads are shipped for it.
+      dtype: the one that was asked for; None: the one of each folder.
+      weights: the form of the drafter's weights, likewise.
     """
 
     gamma_max: int
@@ -77,7 +77,7 @@ class Parts:
 
     @property
     def impl(self) -> str:
-        """Implementation of look-ups: the target's; on a mesh XLA; else the best."""
+        """The target's implementation, for look-ups; XLA on a mesh; else the best."""
         if self.target is None:
             return dispatch.resolve("auto")
         return self.target.cache_impl
@@ -94,7 +94,7 @@ def _suffix(parts: Parts) -> Built:
 
 
 def _drafting(parts: Parts) -> Built:
-    """Builds the head that is named or shipped, otherwise the draft model."""
+    """Builds a named head, else the draft model; without one, a shipped head."""
     kind = "draft-model"
     if parts.draft is not None and is_head(parts.draft):
         kind = kind_of(parts.draft)
@@ -153,7 +153,8 @@ def _block(name: block.Kind, parts: Parts) -> Built:
     drafter, params = _reader(name, block.load, parts)
     if drafter.kind != name:
         raise ValueError(
-            f"drafter {name!r}, but {parts.draft} is of {drafter.kind!r}: name that one"
+            f"drafter {name!r}, but {parts.draft or 'the shipped head'} is of "
+            f"{drafter.kind!r}: name that one"
         )
     return drafter, params
 
@@ -170,14 +171,14 @@ BUILDERS: Mapping[str, Callable[[Parts], Built]] = {
     "dspark": lambda parts: _block("dspark", parts),
     "oracle": _oracle,  # what decoding writes, as a ceiling; a trace a request
 }
-"""How each drafter that comes along is built."""
+"""The builder of each built-in drafter."""
 
 
 NEED_TARGET = ("eagle3", "dflash", "dspark")
 """Drafters that read a target while it runs, and cannot be replayed without it."""
 
 NEED_DRAFT = ("draft-model", "hybrid", "choice")
-"""Drafters that load a draft model, which comes along for the embedded target alone;
+"""Drafters that load a draft model, which is shipped for the embedded target alone;
 one of `TAKE_HEAD` takes a head in its place, named or shipped."""
 
 TAKE_HEAD = ("hybrid", "choice")
@@ -238,9 +239,8 @@ def default_name(
 ) -> str:
     """Returns the drafter that "auto" stands for.
 
-    The one whose weights `draft` has; otherwise a head that is shipped for the target,
-    of chains in a hybrid with suffix lookup, which costs nothing and keeps more;
-    otherwise prompt lookup, which needs nothing.
+    It is the one of `draft`; else a head that is shipped for the target, for chains in
+    a hybrid with suffix lookup, which keeps more at no cost; else prompt lookup.
 
     Args:
       draft: the folder that was named for the drafter's weights, if one was.
@@ -256,7 +256,8 @@ def default_name(
 
 
 def reads_target(drafter: str, draft: str | pathlib.Path | None) -> bool:
-    """Returns whether a drafter of this name, with this draft, reads a target."""
+    """Returns whether a drafter of this name, with this draft, reads a target; shipped
+    heads, which drafters of `TAKE_HEAD` may take, do not count."""
     if drafter in TAKE_HEAD:
         return draft is not None and is_head(draft)
     return drafter in NEED_TARGET or is_folder(drafter)
@@ -266,7 +267,7 @@ def has_weights(drafter: str, draft: str | pathlib.Path | None) -> bool:
     """Returns whether a drafter of this name loads the weights of a folder.
 
     Args:
-      draft: the folder that was named, if one was: one of another package may read it.
+      draft: the named folder, if any: a drafter of another package may read it.
     """
     if drafter in BUILDERS:
         return drafter not in NEED_NOTHING
@@ -274,7 +275,7 @@ def has_weights(drafter: str, draft: str | pathlib.Path | None) -> bool:
 
 
 def names() -> tuple[str, ...]:
-    """Returns all names that `build` knows, ours first."""
+    """Returns all names that `build` knows, the built-in ones first."""
     others = {point.name for point in metadata.entry_points(group=ENTRY_POINTS)}
     return (*BUILDERS, *sorted(others - set(BUILDERS)))
 

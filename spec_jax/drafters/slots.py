@@ -1,4 +1,4 @@
-"""Drafters for slots share a form of slots, and the loop that takes in rows.
+"""The base class of drafters for slots, and the loop that takes in rows.
 
 A slot's K/V covers a beginning of its text. `take_in` runs what is missing, the rows of
 all slots in each forward.
@@ -21,9 +21,9 @@ from spec_jax.paging import cache as paged
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfSlots:
-    """The properties of `drafter`, for `num_slots` sequences of it.
+    """The base of drafters for slots: it has the properties of `drafter`.
 
-    A drafter for slots is one of these, and drafts.
+    A subclass has the functions of a `SlotDrafter`, for `num_slots` sequences.
     """
 
     drafter: Any
@@ -78,7 +78,7 @@ def new_cache(
     if kept is not None and kept < capacity:
         return slots.model.new_slots(slots.num_slots, kept=kept, **how)
     if slots.model.cache == "static":
-        num_pages = None  # The number of the target's pages, which this one lacks.
+        num_pages = None  # It counts the target's pages; there is no pool here.
     return slots.new_cache(num_pages=num_pages, **how)
 
 
@@ -92,7 +92,7 @@ def begin(
 ) -> paged.PagedKV:
     """Begins a slot with `length` positions of the prompt that `begun.source` holds.
 
-    The slot is empty; or it is the source itself, and keeps no more. Donates `kv`.
+    The slot is empty; or it is the source, and is cut to `length`. Donates `kv`.
     """
     if begun.source == slot:
         return _cut(slots, kv, np.int32(slot), np.int32(length))
@@ -118,8 +118,8 @@ def windows(
 
 
 Run = Callable[[paged.PagedKV, protocols.Window], tuple[paged.PagedKV, Any, Any]]
-"""Runs a window. Returns the cache, where each column went (`[B, R]`), and outputs by
-row."""
+"""Runs a window. Returns the cache, each column's row (`[B, R]`; past the end where it
+was not run), and outputs by row."""
 
 
 def take_in(
@@ -138,7 +138,7 @@ def take_in(
 
     Args:
       text: the tokens; None: `run` reads none.
-      outputs: leaves `[B, ..]`, of slots that take in nothing.
+      outputs: leaves `[B, N]`, which slots that take in nothing keep.
       num_rows: rows that a slot takes in with a forward, at most.
       until: a slot whose K/V is that long is done; `goal` if None.
       asked: the slots that take in anything; all if None.
@@ -157,7 +157,7 @@ def take_in(
         if text is None:
             tokens = jnp.zeros((*goal.shape, num_rows), jnp.int32)
         else:
-            tokens = windows(text, start + ahead if ahead else start, num_rows)
+            tokens = windows(text, start + ahead, num_rows)
         window = protocols.Window(tokens=tokens, start=start, num_active=num_active)
         kv, at, found = run(kv, window)
         wanted &= kv.length > start  # Else there is no room, or no slot.

@@ -46,7 +46,7 @@ class Corpus(pytree.Node):
 
 
 class Lookup(pytree.Node):
-    """A proposal, and what may be hoped of it."""
+    """A proposal, and how many of its tokens are expected to be kept."""
 
     proposal: protocols.Proposal
     score: jax.Array  # [] float32, tokens expected to be kept
@@ -64,7 +64,7 @@ def empty_corpus(size: int) -> Corpus:
 
 
 def remember(corpus: Corpus, generation: list[int]) -> Corpus:
-    """Adds a finished generation; the oldest make room. On the host.
+    """Adds a finished generation, on the host; the oldest tokens make room.
 
     The shapes stay, so that nothing is compiled again. The corpus keeps the end
     of a generation that is longer than it.
@@ -94,15 +94,15 @@ class SuffixDecoding(text_tree.TextDrafter):
 
     Attributes:
       match_max: the longest match whose places are counted.
-      max_factor: tokens drafted per token of the match, at most; `inf` for no bound
-        but gamma.
+      max_factor: tokens drafted per token of the match, at most; `inf`: no bound.
       min_probability: where a path ends.
       tree: of the continuations in both bodies, in place of the path of the highest
         score.
       impl: resolved, see `ops.dispatch`: what looks up a path; a tree is XLA's.
 
     Raises:
-      ValueError: a match or a factor that drafts nothing, or no probability.
+      ValueError: a match or a factor that drafts nothing, a probability outside (0, 1],
+        or a `gamma_max` that is not the tree's nodes.
     """
 
     match_max: int = 8
@@ -206,7 +206,7 @@ class SuffixDecoding(text_tree.TextDrafter):
         length: Int[Array, ""],
         gamma: Int[Array, ""],
     ) -> Lookup:
-        """Does as `look_up`, of at least one token."""
+        """Returns the result of `look_up` for a `gamma` above 0, by XLA."""
         suffix = suffix_match.suffix_of(tokens, length, self.match_max)
         is_known = jnp.arange(tokens.shape[0], dtype=jnp.int32) < length
         own = jnp.where(is_known, tokens, suffix_match.NONE)

@@ -30,7 +30,7 @@ def match_lengths(
     """Counts the tokens in front of each position that equal the end of `suffix`.
 
     Position `j` has the largest `n <= n_max` with `text[j-n:j] == suffix[n_max-n:]`:
-    `text[j:]` is what followed the last time that the text ended so.
+    `text[j:]` is what followed there.
     """
     (size,), (n_max,) = text.shape, suffix.shape
     before = jnp.pad(text, (n_max, 0), constant_values=NONE)

@@ -59,7 +59,7 @@ def propose(
       text: a body; `suffix_match.NONE` where there is no token.
       matched: how many tokens before each place match the end of the sequence; 0: the
         place is not continued.
-      gamma: nodes, at most; fewer where less followed.
+      gamma: nodes, at most; a search returns fewer where less followed.
     """
     # `top_k` takes no more than there are; places without a token get no weight.
     missing = (0, max(0, tree.top_k - text.shape[0]))
@@ -74,7 +74,7 @@ def propose(
     )
 
     def votes(weights: Float32[Array, "K size"]) -> Float32[Array, "K size"]:
-        """Returns the logarithm of each token's share, at the first place of it."""
+        """Returns the logarithm of each token's weight, at the token's first place."""
         counts = jax.vmap(lambda row: jnp.zeros_like(row).at[first].add(row))(weights)
         return jnp.log(counts)
 
@@ -97,7 +97,7 @@ def propose(
         wanted=jnp.where(jnp.any(weights > 0), gamma, 0)[None],
     )
     alone = jax.tree.map(lambda leaf: leaf[0], proposal)
-    # A fixed tree drafts all its nodes, also where too little followed.
+    # A fixed tree drafts all its nodes, even where too little followed.
     return alone.replace(tokens=jnp.maximum(text[alone.tokens], 0))
 
 

@@ -12,11 +12,11 @@ are a tree: the budget is a number, not a shape. The search is EAGLE-2's (Li et 
 2024, https://arxiv.org/abs/2406.16858), whose scores have tau 1; with tau fitted to
 what targets keep (docs/trees.md) the same nodes accept more.
 
-Where the target draws, the log weights include the noise of its own draw for the
+With coupled draws the log weights include the noise of the target's own draw for the
 position: the children are then the tokens that it is most likely to draw.
 
-A tree that is given beforehand (`tree_shapes.FixedTree`) is the same loop over levels,
-whose frontiers and nodes no score decides.
+A tree that is given beforehand (`tree_shapes.FixedTree`) takes the same loop over
+levels; no score decides on its frontiers and nodes.
 """
 
 from collections.abc import Callable

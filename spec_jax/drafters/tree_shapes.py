@@ -39,7 +39,7 @@ class Tree:
     """How far a search looks, and how many nodes it returns.
 
     Attributes:
-      top_k: children of a node, and nodes expanded a level; `K` above.
+      top_k: children of a node, and nodes expanded a level; `K` in `tree_search`.
       depth: drafts on a path, at most; `D`.
       nodes: drafts of a proposal, at most; `W`.
       tau: divides log weights; 1 scores by probability, as EAGLE-2 does.
@@ -176,8 +176,8 @@ class FixedTree:
 
     Rank `r` is a node's `r`-th most likely child, or the `r`-th that is drawn. Nodes
     are ordered by depth, then by ranks; with fewer asked for the leading ones are
-    drafted. As Medusa's trees (Cai et al. 2024, https://arxiv.org/abs/2401.10774) and
-    SpecInfer's (`of_branching`).
+    drafted. Such are Medusa's trees (Cai et al. 2024, https://arxiv.org/abs/2401.10774)
+    and SpecInfer's (`of_branching`).
 
     Attributes:
       paths: of all nodes, in any order; each one's parent is among them.
@@ -286,7 +286,7 @@ class FixedTree:
 
     @functools.cached_property
     def branching(self) -> tuple[int, ...] | None:
-        """The children of each node by depth; None where they are not as many."""
+        """The children of each node, by depth; None where their numbers differ."""
         counts = [
             1 + max(path[-1] for path in self.paths if len(path) == depth)
             for depth in range(1, self.depth + 1)
@@ -300,7 +300,7 @@ class FixedTree:
     def columns(self) -> np.ndarray:
         """The row that each node's children are drafted from, `[nodes + 1] int32`.
 
-        Entry 0 is the root's. A leaf has the number of rows, which is no row's.
+        Entry 0 is the root's. A leaf has `num_columns`, the index past the last row.
         """
         found = np.full(self.nodes + 1, self.num_columns, np.int32)
         found[0] = 0

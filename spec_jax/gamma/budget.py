@@ -1,4 +1,4 @@
-"""Gamma within a budget: whatever drafts bring, trying them costs a bounded share.
+"""Gamma within a budget: trying drafts costs a bounded share of the time.
 
 Wu et al. (2016), Conservative Bandits, https://arxiv.org/abs/1602.04282: an action that
 may be worse than a known one is taken only while what was gained before pays for it.
@@ -18,10 +18,10 @@ class BudgetState(pytree.Node):
     """The state of `Budget`; times are in rounds without drafts."""
 
     asks: policy.State  # of the policy that is bounded
-    lost: jax.Array  # [gamma_max + 1] float32, by a round of which no draft is kept
-    late: jax.Array  # [] float32, by each token that the drafter sat out
+    lost: jax.Array  # [gamma_max + 1] float32, lost by a round that keeps no draft
+    late: jax.Array  # [] float32, delay by each token that the drafter sat out
     num_behind: jax.Array  # [] int32, such tokens
-    balance: jax.Array  # [] float32, what may be lost now; alike in all slots
+    balance: jax.Array  # [] float32, what may be lost; `settle` makes all slots equal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,28 +29,28 @@ class Budget(policy.GammaPolicy):
     """Bounds what a policy may lose against plain decoding.
 
     All slots share an account of time, in rounds without drafts. A round that drafted
-    puts in the tokens that it committed, by slot, less the time that it took by
-    measured costs; each token puts in `bound / 2` beside that, and at first there is
+    adds the tokens that it committed, per slot, and subtracts the time that it took by
+    measured costs; each token adds `bound / 2` besides, and the first balance is
     `shortest * bound / 2`. A slot asks for what the policy `asks` chooses, but for no
     more than the account could pay if no draft of any slot were kept.
 
-    So by these costs a text of `shortest` tokens or more, whatever is kept of it, takes
-    at most `1 + bound` times as long as with gamma 0; in the long run half of that. A
-    drafter of which nothing is kept is tried once in `lost[1] / (bound / 2)` rounds, or
-    more rarely if `asks` waits longer; one whose catching up alone takes more than
-    `bound / 2` of the time is, once it is off, not tried again in that text. With
-    several slots that is true of the batch; there one that has to catch up may
-    overdraw the account, once, by what the others ask for.
+    So by these costs a text of `shortest` tokens or more takes at most `1 + bound`
+    times as long as with gamma 0, in the long run `1 + bound / 2`, even if no draft is
+    kept. A drafter whose drafts are all rejected is tried once in `lost[1] / (bound /
+    2)` rounds, or more rarely if `asks` waits longer. If catching up alone takes more
+    than `bound / 2` of the time, it is not tried again in a text once it is off. With
+    several slots the bounds hold for the batch; a slot that has to catch up may
+    overdraw the account, once, by what the other slots ask for.
 
     Attributes:
       asks: chooses gamma, and learns; of chains or of trees.
-      bound: share of the time of plain decoding that trying may cost.
-      shortest: tokens of a text from which on that holds.
-      savings: rounds that the account holds at most: what a text that turns hard can
-        lose of its gains. The next text begins with what the first had, at most.
+      bound: share of the time of plain decoding that trying drafts may cost.
+      shortest: length of a text, in tokens, from which the bound holds.
+      savings: rounds that the account holds at most, if above `credit`: a text that
+        turns hard loses no more of its gains. The next begins with at most `credit`.
       stake: share of the account that a round may lose; one draft may lose all of it.
-      empty_is_free: a round costs by its verified drafts, not by the requested ones:
-        true of drafters that look up.
+      empty_is_free: whether a round costs by its verified drafts, not by the requested
+        ones, as with drafters that look up.
 
     Raises:
       ValueError: a number that is not above 0, or a bound or stake above 1.
@@ -122,7 +122,7 @@ class Budget(policy.GammaPolicy):
     def update(
         self, state: BudgetState, *, gamma: Int[Array, ""], **numbers: jax.Array
     ) -> BudgetState:
-        """Tells `asks` of a round, and counts the tokens that the drafter sat out."""
+        """Updates `asks` after a round, and counts tokens that the drafter sat out."""
         return state.replace(
             asks=self.asks.update(state.asks, gamma=gamma, **numbers),
             num_behind=jnp.where(gamma > 0, 0, state.num_behind + 1),
@@ -143,14 +143,14 @@ class Budget(policy.GammaPolicy):
         """
         slots = jnp.maximum(num_active, 1).astype(jnp.float32)
         kept = num_accepted.astype(jnp.float32) / slots
-        # Rows take time by their number, passes of a drafter by the longest of them.
+        # Verified rows cost by their number, drafting by the longest proposal.
         drafts = jnp.max(asked).astype(jnp.float32)
         if self.empty_is_free:
             drafts = num_verified.astype(jnp.float32) / slots
         behind = jnp.where(asked > 0, state.num_behind, 0).astype(jnp.float32)
         lost = _between(state.lost[0], drafts) + jnp.max(state.late * behind)
         gain = kept - lost + self.bound / 2 * (1.0 + kept)
-        # A slot that began anew has less than the others, who all follow.
+        # A slot that began anew may have less than the others, which all take that.
         balance = jnp.min(state.balance) + jnp.where(num_active > 0, gain, 0.0)
         balance = jnp.minimum(balance, max(self.savings, self.credit))
         return state.replace(balance=jnp.full_like(state.balance, balance))
@@ -158,17 +158,18 @@ class Budget(policy.GammaPolicy):
     def renew(self, state: BudgetState) -> BudgetState:
         """Returns the state of ONE slot where another text begins.
 
-        Its prompt is taken in with nothing sat out, and it is not to lose what another
+        The drafter has taken in all of its prompt, and it may not lose what another
         text gained.
         """
         return state.replace(
+            asks=policy.renewed(self.asks, state.asks),
             num_behind=jnp.zeros_like(state.num_behind),
             balance=jnp.minimum(state.balance, self.credit),
         )
 
 
 def _between(table: jax.Array, at: jax.Array) -> jax.Array:
-    """Returns a table's value at a place that may lie between two entries."""
+    """Returns a table's value at a place, interpolated between two entries."""
     low = jnp.clip(at.astype(jnp.int32), 0, table.shape[0] - 2)
     share = at - low.astype(jnp.float32)
     return table[low] + share * (table[low + 1] - table[low])

@@ -28,8 +28,8 @@ def confident(
 def highest(logits: Float[Array, "*rows V"]) -> Float32[Array, "*rows"]:
     """Returns the probability of the most probable token; NaN where logits have it.
 
-    A chance that a draft is kept which depends on its distribution alone, and not on
-    the token that is drawn from it.
+    It estimates the chance that a draft is kept from the draft's distribution alone,
+    and not from the token that is drawn from it.
     """
     logits = logits.astype(jnp.float32)
     largest = jnp.max(logits, axis=-1, keepdims=True)

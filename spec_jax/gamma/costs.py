@@ -12,13 +12,13 @@ class RoundCosts:
     """Seconds of rounds by drafts, of one target, drafter, machine and number of slots.
 
     Attributes:
-      round_s: of a round in which every slot verifies 0, 1, 2 .. drafts (nodes, of
-        trees), drafting included. One that is below the one before it is noise, and
-        counts as that.
-      catch_up_s: by which a token that a drafter sat out delays its next proposal.
+      round_s: seconds of a round in which every slot verifies 0, 1, 2 .. drafts (nodes,
+        of trees), drafting included. A time below an earlier one is noise, and
+        `rising_s` replaces it by the earlier one.
+      catch_up_s: seconds that each token the drafter sat out adds to its next proposal.
 
     Raises:
-      ValueError: fewer than two times, or one that is no time.
+      ValueError: fewer than two times, or a time that is not finite and above 0.
     """
 
     round_s: tuple[float, ...]

@@ -20,7 +20,7 @@ class GoodputState(pytree.Node):
     """The state of `Goodput`."""
 
     gamma: jax.Array  # [] int32, the best by what is known; 0 is off
-    reached: jax.Array  # [gamma_max] float32, discounted rounds that verified draft i
+    reached: jax.Array  # [gamma_max] float32, discounted rounds that came to draft i
     kept: jax.Array  # [gamma_max] float32, discounted rounds that kept draft i
     round_s: jax.Array  # [gamma_max + 1] float32, seconds of a round; data
     probe: policy.ProbeState
@@ -39,9 +39,9 @@ class Goodput(policy.GammaPolicy):
 
     whose prior is the draft before it, and for the first one `prior`. So a position
     that was not tried lately counts as good as the last one that was: a policy that
-    drafts little climbs as soon as the little is kept, and no further probing is due
-    but at gamma 0. A probe that is kept there contradicts what is known, which is
-    therefore forgotten.
+    drafts little climbs as soon as these drafts are kept, and probes are due at gamma 0
+    alone. A probe that is kept there contradicts the counts, which are therefore
+    forgotten.
 
     Attributes:
       decay: factor of old counts per verified round; `1 / (1 - decay)` rounds count.
@@ -73,7 +73,7 @@ class Goodput(policy.GammaPolicy):
             raise ValueError(f"prior_weight={self.prior_weight} must be above 0")
 
     def init(self, round_s: np.ndarray) -> GoodputState:
-        """Returns a state that knows only times, seconds by gamma.
+        """Returns the first state, from the seconds of a round by gamma; no counts.
 
         Raises:
           ValueError: not one time for each gamma, or one that is not above 0.
@@ -99,8 +99,8 @@ class Goodput(policy.GammaPolicy):
         return GoodputState(**fields)
 
     def chances(self, state: GoodputState) -> Float[Array, " gamma_max"]:
-        """Returns the chance that draft `i` is kept, given that all before it were."""
-
+        """Returns the chance to keep each draft: if all before it are kept; of a tree
+        (`RankGoodput`), in any round that verifies the node."""
         return chances(
             state.reached, state.kept, prior=self.prior, weight=self.prior_weight
         )
@@ -117,7 +117,7 @@ class Goodput(policy.GammaPolicy):
         num_accepted: Int[Array, ""],
         kept: Bool[Array, " gamma_max"] | None,
     ) -> tuple[Bool[Array, " gamma_max"], Bool[Array, " gamma_max"]]:
-        """Returns which drafts were reached in a round, and which were kept."""
+        """Returns which drafts a round came to, and which were kept."""
         drafts = jnp.arange(self.gamma_max, dtype=jnp.int32)
         is_reached = (drafts < num_verified) & (drafts <= num_accepted)
         return is_reached, drafts < num_accepted
@@ -168,10 +168,10 @@ class RankGoodput(Goodput):
     """Chooses how many nodes of a tree to verify: of most expected tokens per second.
 
     Nodes come best first, and any leading ones are a tree. The chance that the `i`-th
-    is on the path that is kept is counted by its rank in every round that verified it,
-    as `Goodput` counts a position's; so `w` nodes commit `1 + chance[0] + .. +
-    chance[w-1]` tokens. A smaller budget also looks less deep: the search ends where no
-    deeper node can be among the best. A chain's ranks are positions.
+    node is on the kept path is counted by its rank, in every round that verified it, as
+    `Goodput` counts a position's; so `w` nodes commit `1 + chance[0] + .. +
+    chance[w-1]` tokens. With a smaller gamma the drafter looks less deep: its search
+    ends where no deeper node can be among the best. A chain's ranks are positions.
     """
 
     reads_ranks = True
@@ -193,9 +193,9 @@ def chances(
     prior: float,
     weight: float,
 ) -> Float[Array, " gamma_max"]:
-    """Returns the chance that draft `i` is kept, given that all before it were.
+    """Returns `kept / reached` of each draft, with a prior worth `weight` rounds.
 
-    It follows from counts; the prior is the draft before it, as `Goodput` says.
+    The prior of a draft is the chance of the one before it, as `Goodput` says.
     """
 
     def step(before, counts):

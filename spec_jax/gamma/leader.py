@@ -25,22 +25,22 @@ class LeaderState(goodput.GoodputState):
 class Leader(goodput.Goodput):
     """Follows the gamma that leads by the rounds of this text and of those before it.
 
-    `Goodput`, with another prior: a round says of every gamma what it would have
-    brought, up to the first draft that was not kept, and all texts of a slot are of one
-    kind until they show otherwise. So a text begins with the leader of all texts, whose
+    `Goodput`, with another prior: a round shows for every gamma what it would have
+    brought, up to the first draft that was not kept, and all texts of a slot count as
+    alike until they differ. So a text begins with the leader of all texts, whose
     chances count as `text_weight` rounds, and is soon judged by itself. The first text
-    begins hopeful. Where the leader is gamma 0, drafts are tried as `probing` says,
-    from text to text ever more rarely.
+    begins with a high prior. Where the leader is gamma 0, drafts are tried as `probing`
+    says, from text to text ever more rarely.
 
-    The drafts of a text that is not like the others cost some rounds: a `Budget` bounds
-    what they may cost, and is paid in rounds before it lets a dear first draft pass.
+    The drafts of a text that is not like the others cost some rounds. A `Budget` bounds
+    that cost, and allows an expensive first draft only after enough plain rounds.
 
     Attributes:
       text_weight: how many rounds the chances of all texts are worth in each.
       all_decay: factor of their counts per verified round.
 
     Raises:
-      ValueError: as `Goodput`, of these values too.
+      ValueError: as `Goodput`; a text weight not above 0, a decay outside `(0, 1)`.
     """
 
     prior: float = 0.7
@@ -61,7 +61,7 @@ class Leader(goodput.Goodput):
         return LeaderState(**fields, all_reached=zeros(), all_kept=zeros())
 
     def chances(self, state: policy.State) -> Float[Array, " gamma_max"]:
-        """Returns the chance that draft `i` is kept, given that all before it were."""
+        """Returns the chance to keep each draft, in the sense of `Goodput.chances`."""
 
         def step(before, counts):
             all_reached, all_kept, reached, kept = counts

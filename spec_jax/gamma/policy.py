@@ -4,11 +4,11 @@ Modules of this folder know what rounds drafted, kept and cost, and nothing of t
 models. A policy's state is a pytree of small arrays that the loop carries; `choose` and
 `update` are arithmetic on it, so that gamma stays data: nothing is traced again, and no
 host is asked. A choice depends on committed rounds alone, never on a draft that is
-still to be verified; so the distribution of sampled output is left alone, too. (What
-`schedule` does with drafts says there why it may.)
+still to be verified; so it does not change the distribution of sampled output either.
+(`schedule` looks at drafts, and says why it may.)
 
 Where drafting does not pay a policy is off: it chooses gamma 0, plain decoding, which
-measures nothing. `Probing` says when one draft is risked all the same.
+measures nothing. `Probing` says when one draft is tried all the same.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ class GammaPolicy(Protocol):
 
     Hashable: it is a static argument, and equal policies share an executable. The
     state is a pytree of arrays of fixed shapes and dtypes, no two of which share a
-    buffer. Each policy makes its first one by its own `init`, on the host, from what
-    it takes as data: a gamma, nothing, measured times. It may be handed on from one
-    text to the next.
+    buffer. Each policy makes its first state by its own `init`, on the host, from
+    arguments of its own: a gamma, none, measured times. A state may be handed on from
+    one text to the next.
 
-    A class that does not inherit is a policy too; what it leaves out is False.
+    A class that does not inherit is a policy too; a property it leaves out is False.
     """
 
     @pytree.optional
@@ -50,7 +50,7 @@ class GammaPolicy(Protocol):
 
     @pytree.optional
     def settles(self) -> bool:
-        """Whether it is told of the rounds of all slots: see `settles`."""
+        """Whether its `settle` is told of each round of all slots: see `settles`."""
         return False
 
     @pytree.optional
@@ -81,8 +81,8 @@ class GammaPolicy(Protocol):
 
         Args:
           gamma: tokens that the drafter was asked for: what was chosen, or less near
-            the end of the text. A round with 0 teaches nothing; nor does one that the
-            cache had no room for, for which all three must be 0.
+            the end of the text. A round with gamma 0 counts as no evidence. For a round
+            that the cache had no room for, all three must be 0.
           num_drafted: in `0 .. gamma`.
           num_accepted: in `0 .. num_drafted`, before stop tokens cut.
         """
@@ -91,7 +91,7 @@ class GammaPolicy(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fixed(GammaPolicy):
-    """Always the same gamma, which is data in the state."""
+    """Chooses always the same gamma, which is data in the state."""
 
     gamma_max: int
 
@@ -127,21 +127,21 @@ def schedules(policy: Any) -> bool:
 def settles(policy: Any) -> bool:
     """Returns whether a policy's `settle` is told what the round of all slots brought.
 
-    Before `update`, with the states of all slots, leaves `[B, ..]`, and of the slots
-    that the round committed to: `asked [B]`, the tokens that each was to draft, 0 of
-    the others; `num_active`, how many they are; `num_verified`, their drafts together;
-    `num_accepted`, how many of those were kept. It returns the states.
+    It is called before `update`, with the states of all slots, leaves `[B, ..]`, and
+    returns them. It is told of the slots that the round committed to: `asked [B]`, the
+    tokens that each was to draft, 0 for other slots; `num_active`, how many slots these
+    are; `num_verified`, their drafts together; `num_accepted`, how many were kept.
     """
     return getattr(policy, "settles", False)
 
 
 def keeps_state(policy: Any) -> bool:
-    """Returns whether a policy goes on where a slot's next request begins."""
+    """Returns whether a policy's state goes on with a slot's next request."""
     return getattr(policy, "keeps_state", False)
 
 
 def renewed(policy: Any, state: State) -> State:
-    """Returns a state that goes on, of ONE slot, where another text begins."""
+    """Returns the kept state of ONE slot as its next text begins with it."""
     renew = getattr(policy, "renew", None)
     return state if renew is None else renew(state)
 
@@ -157,7 +157,7 @@ class ProbeState(pytree.Node):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probing:
-    """One draft now and then, while a policy is off.
+    """Tries one draft now and then, while a policy is off.
 
     The first probe is the `every`-th round. One that is rejected doubles the interval,
     up to `longest`; one that is kept sets it back to `every`.
@@ -170,11 +170,11 @@ class Probing:
 
     and in the long run by that with `longest` in place of `every`. With the defaults
     that is below 2 %, and 0.25 % in the long run: where times are known both intervals
-    are as much longer as it takes; else it holds wherever the first draft makes a round
-    longer by at most 0.32 of itself. Two things come on top: the rounds before a policy
-    is off; and, at each probe, a drafter that takes in the tokens that it sat out.
-    In the end that is the whole text, so that its cost is a share of the text's time
-    that rarer probes do not lower (`Simulation.num_caught_up`).
+    are as much longer as that takes; else it holds wherever the first draft makes a
+    round longer by at most 0.32 of itself. Two costs are added: the rounds before a
+    policy is off; and, at each probe, the tokens that the drafter sat out and takes in.
+    Over all probes these are the whole text, so that rarer probes do not lower their
+    share of its time (`num_caught_up` in `tests/simulation.py`).
 
     Its gain: a text that becomes easy is probed within `longest` rounds, and a
     probe that is kept is followed at once.
@@ -208,7 +208,7 @@ class Probing:
         """Puts the first probe `every` rounds away, or more.
 
         Args:
-          added: by how much of itself a first draft makes a round longer, if known.
+          added: the share by which a first draft makes a round longer, if known.
         """
         most, scale = 2**31 - 1, self.longest / self.every
         every = min(max(self.every, math.ceil(min(added / self.bound, most))), most)
@@ -223,7 +223,7 @@ class Probing:
     def count_verified(
         self, gamma: Int[Array, ""], num_drafted: Int[Array, ""]
     ) -> Int[Array, ""]:
-        """Returns how many drafts a round is evidence of, 0 if none."""
+        """Returns how many drafts a round is evidence of, 0 for no evidence."""
         is_silent = (gamma > 0) & (num_drafted == 0)
         silent = jnp.int32(0 if self.empty_is_free else 1)
         return jnp.where(is_silent, silent, num_drafted)
@@ -239,7 +239,7 @@ class Probing:
         """Counts a round of a policy that was on or off before it."""
         probed = is_off & (num_verified > 0)
         kept = probed & (num_accepted > 0)
-        # Never past the longest, and no sum that could overflow on the way.
+        # The interval is at most the longest, and no sum overflows on the way.
         longer = state.interval + jnp.minimum(
             state.interval, state.longest - state.interval
         )
@@ -247,7 +247,7 @@ class Probing:
         interval = jnp.where(kept, state.every, interval)
         waited = jnp.maximum(state.wait - 1, 0)
         wait = jnp.where(is_off & ~probed, waited, interval - 1)
-        # A policy that a kept probe has not convinced yet asks again at once.
+        # A policy that stays off after a kept probe probes again at once.
         return state.replace(wait=jnp.where(kept, 0, wait), interval=interval)
 
 

@@ -8,14 +8,14 @@ and `step_s[n]` the seconds of a step of `n` rows,
 
     theta_k = (R + a_1 + .. + a_k) / (step_s[R + k] + draft_s).
 
-That is of a round that drafted, which takes `draft_s` whatever it verifies. Whether a
-round drafts at all is settled before, by what such rounds brought: see `Schedule`.
+This is for a round that drafted, which takes `draft_s` whatever it verifies. Whether a
+round drafts at all is decided before, by what such rounds brought: see `Schedule`.
 
-How far that search may look is a question of the rule of acceptance. "coupled" writes
-one stream whatever is verified: the global maximum of theta is lossless. Under the
-rules that draw uniforms a draft must not be left out for anything that depends on its
-own token, which the survivals after it do: there the search ends at the first `k`
-without a rise, and whether a draft is verified is settled before its token counts.
+The rule of acceptance decides how far the search may look. "coupled" writes one stream
+whatever is verified, so the global maximum of theta is lossless. Under the rules that
+draw uniforms, whether a draft is verified must not depend on its own token, and the
+survivals after it do: there the search ends at the first `k` without a rise, so that a
+draft is taken or left out before its own token counts.
 """
 
 import dataclasses
@@ -45,16 +45,16 @@ def schedule(
 ) -> Int[Array, " B"]:
     """Returns how many of its drafts each slot verifies.
 
-    Drafts are taken in descending order of survival, equal ones by draft and then by
-    slot, so that a slot's drafts are taken in their own order.
+    Drafts are taken in descending order of survival, equal ones by their place in the
+    proposal and then by slot, so that a slot's drafts are taken in their own order.
 
     Args:
       survival: chance that each draft is kept with all before it. One that is above the
         chance before it counts as equal to that one, NaN as 0.
-      num_drafted: of each slot; what is past them is never taken.
+      num_drafted: drafts of each slot; entries past them are never taken.
       active: slots that generate; each has a row of its own.
       step_s: seconds of a step by its rows, above 0, of all rows that there can be.
-      draft_s: that drafting took, whatever is verified.
+      draft_s: seconds that drafting took, whatever is verified.
       stops_early: take drafts up to the first that raises theta no further
         (Algorithm 1); otherwise up to its global maximum, lossless under the rule
         "coupled" alone.
@@ -73,7 +73,7 @@ def schedule(
     is_real = active[:, None] & (columns < num_drafted[:, None])
     chances = jnp.clip(jnp.where(jnp.isnan(survival), 0.0, survival), 0.0, 1.0)
     chances = jax.lax.cummin(chances, axis=1)
-    # Behind all real ones. By column first: the stable sort keeps a slot's order.
+    # The others go behind all real ones. The stable sort keeps a slot's own order.
     by_column = jnp.where(is_real, chances, -1.0).T.reshape(-1)
     order = jnp.argsort(-by_column, stable=True)
     num_real = jnp.sum(is_real, dtype=jnp.int32)
@@ -96,7 +96,7 @@ def times(step_s: np.ndarray) -> np.ndarray:
     """Returns measured seconds by rows, `[rows + 1]` float32, as data of a schedule.
 
     Raises:
-      ValueError: not one row of times that are finite, above 0 and never fall.
+      ValueError: not one row of three or more, finite, above 0, and never falling.
     """
     found = np.asarray(step_s, np.float32)
     if found.ndim != 1 or found.size < 3:
@@ -119,7 +119,7 @@ def times(step_s: np.ndarray) -> np.ndarray:
 
 
 class ScheduleState(pytree.Node):
-    """The state of `Schedule`, alike in all slots but for what `asks` is."""
+    """The state of `Schedule`; all of it but `asks` is equal in all slots."""
 
     step_s: jax.Array  # [rows + 1] float32
     draft_s: jax.Array  # [] float32
@@ -139,32 +139,32 @@ class Schedule(policy_lib.GammaPolicy):
 
     Drafting itself is weighed against steps of one row for each of the `R` slots, in
     an account of tokens that all slots share. A round that drafted and verified `k`
-    drafts, of which `A` were kept, puts in
+    drafts, of which `A` were kept, adds
 
         (R + A) - R * (step_s[R + k] + draft_s) / step_s[R],
 
-    what it committed beyond what plain steps would have in its time, and takes out what
-    is below 0. While there is something in the account all slots draft, and else none
-    does: then each plain step puts in `allowance` for each slot. So a drafter of no
-    use, also one that is sure of itself, makes a text slower than plain decoding by no
-    more than `allowance`, by the profile's times, and beside that by `savings` and one
-    round; the less it loses, the sooner it is tried again, and by all slots together,
-    which share a forward of the drafter.
+    the tokens that it committed beyond what plain steps would have in its time; a
+    negative number lowers the balance. While the balance is above 0 all slots draft;
+    else none does, and each plain step adds `allowance` for each slot. So a useless
+    drafter, even with high survivals, makes a text slower than plain decoding by no
+    more than `allowance`, by the profile's times, and besides by `savings` and one
+    round. The less it loses, the sooner it is tried again, by all slots together, which
+    share a forward of the drafter.
 
     Attributes:
       gamma_max: tokens to draft a round.
       stops_early: whether the search ends where theta first does not rise. False, the
         global maximum, is for the rule "coupled" alone, and `check` refuses others.
-      asks: how many tokens are drafted while the account allows any, of which a slot
-        verifies some; None: `gamma_max`. With `Threshold`, a slot whose drafts are not
-        verified, or not kept, drafts no more but for a probe now and then.
+      asks: the policy that says how many tokens are drafted while the balance is above
+        0; a slot verifies some of them. None: `gamma_max`. With `Threshold`, a slot
+        whose drafts are not verified, or not kept, only probes now and then.
       credit: tokens in the account at first; infinite: drafting is never weighed.
-      savings: the most that is kept there, so that a text that turns hard is noticed.
+      savings: tokens that it holds at most, if above `credit`.
       allowance: share of the time of plain steps that trying may cost.
 
     Raises:
-      ValueError: gamma_max below 1, or below that of `asks`; or an account with numbers
-        that are none.
+      ValueError: gamma_max below 1, or below that of `asks`; credit or savings not
+        above 0; or an allowance outside `(0, 1]`.
     """
 
     gamma_max: int
@@ -218,9 +218,9 @@ class Schedule(policy_lib.GammaPolicy):
           asks: the first state of the policy `asks`.
 
         Raises:
-          ValueError: as `times`; an unusable time of drafting; temperatures that are
-            not one above 0 for each draft, or shifts that are not one for each; or a
-            policy without its state.
+          ValueError: as `times`; a time of drafting that is not finite, or below 0; not
+            one temperature above 0, or one shift, for each draft; or one of the policy
+            `asks` and its state without the other.
         """
         if (self.asks is None) != (asks is None):
             raise ValueError("the policy `asks` and its first state go together")
@@ -275,7 +275,7 @@ class Schedule(policy_lib.GammaPolicy):
             )
 
     def choose(self, state: ScheduleState) -> Int[Array, ""]:
-        """Returns what `asks` chooses, or all; 0 while drafting does not pay."""
+        """Returns what `asks` chooses or `gamma_max`; 0 while drafting does not pay."""
         asked = jnp.int32(self.gamma_max)
         if self.asks is not None:
             asked = self.asks.choose(state.asks)
@@ -286,6 +286,10 @@ class Schedule(policy_lib.GammaPolicy):
         if self.asks is None:
             return state
         return state.replace(asks=self.asks.update(state.asks, **numbers))
+
+    def renew(self, state: ScheduleState) -> ScheduleState:
+        """Returns the state of ONE slot where another text begins."""
+        return state.replace(asks=policy_lib.renewed(self.asks, state.asks))
 
     def settle(
         self,

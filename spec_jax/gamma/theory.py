@@ -1,4 +1,4 @@
-"""Theory: the chances of drafts and costs -> expected tokens, and tokens per second.
+"""Theory: expected tokens, and tokens per second, from chances of drafts and times.
 
 Functions here know numbers and arrays: no rounds, models or clocks. `conditional[i]` is
 the chance that draft `i` is kept, given that those before it were (`metrics` calls it
@@ -20,11 +20,11 @@ AnyArray = jax.Array | np.ndarray | np.floating
 def tokens_by_gamma(
     conditional: Float[AnyArray, " gamma_max"],
 ) -> Float[AnyArray, " gamma_max+1"]:
-    """Predicts the tokens a round commits; entry `gamma` drafts `gamma` tokens.
+    """Predicts the tokens that a round commits; entry `gamma` is for `gamma` drafts.
 
     `1 + sum_{i=1..gamma} prod_{j=1..i} conditional[j-1]`: equation (1) of Leviathan et
     al. (2023), https://arxiv.org/abs/2211.17192v2, where each position has its own
-    chance. Values are not looked at, so it may be traced.
+    chance. Values are not checked, so it may be traced.
     """
     xp = conditional.__array_namespace__()
     kept = xp.cumsum(xp.cumprod(conditional))
@@ -43,7 +43,7 @@ def goodput(
     adapts gamma inside a compiled loop calls this function.
 
     Args:
-      conditional: in `0 .. 1`; not looked at, so it may be traced.
+      conditional: in `0 .. 1`; not checked, so it may be traced.
       round_s: seconds of a round.
     """
     return tokens_by_gamma(conditional) / round_s

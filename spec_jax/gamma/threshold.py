@@ -23,9 +23,9 @@ class Threshold(policy.GammaPolicy):
     """Climbs and descends a ladder of gammas, by the share of drafts that are kept.
 
     The share is an exponential moving average of `num_accepted / num_drafted`, over
-    rounds. A share at one gamma is not that at another (the later a draft, the rarer
-    it is kept), so the average begins anew at every change of gamma, halfway between
-    the thresholds. It needs no bias correction: it starts undecided.
+    rounds. The share differs between gammas (later drafts are kept less often), so the
+    average begins anew at every change of gamma, halfway between the thresholds. As it
+    starts there, and not at 0, it needs no bias correction.
 
     The cost of a text on which nothing is kept: each rung takes
     `1 + floor(log(2 lower / (lower + upper)) / log(1 - weight))` rounds, 5 with the
@@ -33,14 +33,14 @@ class Threshold(policy.GammaPolicy):
 
     Attributes:
       ladder: gammas, rising from 0.
-      lower, upper: shares below which the policy descends, above which it climbs. A
-        first draft pays where its chance exceeds `round_s[1] / round_s[0] - 1`: a good
-        value for `lower`. The default is that of the embedded pair.
+      lower, upper: the policy descends below the share `lower`, and climbs above
+        `upper`. A first draft pays where its chance exceeds `round_s[1] / round_s[0] -
+        1`: a good value for `lower`. The default is that of the embedded pair.
       weight: of the newest round in the average.
 
     Raises:
       ValueError: a ladder that does not rise from 0, thresholds that are not
-        `0 < lower < upper < 1`, or a weight that is not.
+        `0 < lower < upper < 1`, or a weight outside `(0, 1)`.
     """
 
     ladder: tuple[int, ...] = (0, 1, 2, 4)
@@ -78,7 +78,7 @@ class Threshold(policy.GammaPolicy):
     def init(self, gamma: int | None = None) -> ThresholdState:
         """Starts undecided on the rung of `gamma`, or on the first one that drafts.
 
-        The descent from high rungs is what a short adversarial text cannot make up for.
+        A short adversarial text could not make up for a descent from high rungs.
 
         Raises:
           ValueError: a gamma that is not on the ladder.
@@ -115,8 +115,8 @@ class Threshold(policy.GammaPolicy):
         average = state.average + self.weight * (share - state.average)
         average = jnp.where(is_verified & ~is_off, average, state.average)
         climbs = jnp.where(is_off, num_accepted > 0, average > self.upper) & is_verified
-        # Off, and after every change, the average is undecided: it falls by what was
-        # verified since, and by nothing else.
+        # At gamma 0, and after every change, the average is undecided: only verified
+        # rounds change it.
         descends = average < self.lower
         level = state.level + climbs.astype(jnp.int32) - descends.astype(jnp.int32)
         level = jnp.minimum(level, len(self.ladder) - 1)

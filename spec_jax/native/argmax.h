@@ -1,5 +1,5 @@
-// The index of the largest value of a row: the first of several, and the first NaN
-// before any number, as `jnp.argmax`.
+// The index of the largest value of a row: the first of equal ones; a row with NaN
+// gives its first NaN, as `jnp.argmax` does.
 
 #pragma once
 
@@ -18,13 +18,13 @@ constexpr int64_t kArgmaxBlock = 512;    // values whose maximum is kept in regi
 struct Largest {
   float value;
   int64_t index;
-  // Whether a later value goes before it.
+  // Returns whether a later value, `next`, replaces this one.
   bool yields_to(float next) const {
     return value == value && (next > value || next != next);
   }
 };
 
-// The largest of x [begin, end), looked at one after the other.
+// Finds the largest of x [begin, end), value by value.
 inline Largest largest_of(const float* x, int64_t begin, int64_t end) {
   Largest best{x[begin], begin};
   for (int64_t i = begin + 1; i < end; ++i) {
@@ -33,8 +33,8 @@ inline Largest largest_of(const float* x, int64_t begin, int64_t end) {
   return best;
 }
 
-// The largest of a block, without its index; NaN where a value is NaN or infinite, and
-// must be looked at.
+// Returns the largest value of a block; NaN where a value is NaN or infinite: then the
+// caller must look at each value.
 inline float block_maximum(const float* x) {
   constexpr int kBeside = 4;  // independent accumulators
   Vec most[kBeside], spoilt[kBeside];
@@ -59,8 +59,8 @@ inline float block_maximum(const float* x) {
   return *std::max_element(lane, lane + kLanes) + sum(spoilt[0]);
 }
 
-// The largest of x [begin, end), a block at a time. Where it is a number, its place is
-// looked for at the end, in the one block that has it.
+// Finds the largest of x [begin, end), block by block. The index of a number is
+// searched for at the end, in the block that has it.
 inline Largest largest_of_piece(const float* x, int64_t begin, int64_t end) {
   Largest best{x[begin], begin};
   for (int64_t start = begin; start < end; start += kArgmaxBlock) {
@@ -79,7 +79,7 @@ inline Largest largest_of_piece(const float* x, int64_t begin, int64_t end) {
   return best;
 }
 
-// out [rows] of x [rows, N], N at least 1; 0 for rows from `live` on.
+// Writes the indices of x [rows, N], N at least 1, to out [rows]; 0 from row `live` on.
 template <typename Pool>
 void argmax(Team<Pool>& team, const float* x, int32_t* out, int64_t rows, int64_t live,
             int64_t N) {

@@ -2,13 +2,13 @@
 //
 // Keys go in blocks of kKeyBlock absolute positions, walked in order with a running
 // softmax. The keys of a block are turned into panels, so that a score is a product as
-// any other (gemm.h); its probabilities are added to a total in each lane; and its values
-// to a query's sums one after the other in the order of their positions. Every kRange
-// positions another softmax begins, and the ranges' are combined in their order: several
-// threads can walk one long text. So a query's result depends on what it sees alone, and
-// not on other queries, on physical pages, on the width of the table or on the number of
-// threads. Queries share what is read: each key is turned, and each value loaded, once for
-// several of them.
+// any other (gemm.h); the probabilities are added to totals, one in each lane; and the
+// weighted values to a query's sums, in the order of their positions. Every kRange
+// positions another softmax begins, and the ranges' are combined in their order:
+// several threads can walk one long text. So a query's result depends only on the keys
+// that it sees, and not on other queries, on physical pages, on the width of the table
+// or on the number of threads. Queries share what is read: each key is turned, and each
+// value loaded, once for several of them.
 
 #pragma once
 
@@ -17,7 +17,6 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
-#include <vector>
 
 #include "gemm.h"
 #include "panels.h"
@@ -28,7 +27,7 @@ namespace spec_jax {
 
 constexpr int kKeyBlock = 32;
 constexpr int64_t kRange = 1024;  // keys, whole blocks of them
-constexpr int kMaxHead = 256;  // floats of a head, at most; checked by the caller
+constexpr int kMaxHead = 256;  // elements of a head, at most; callers check it
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 constexpr float kPlaces[kKeyBlock] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
                                       11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
@@ -46,7 +45,7 @@ struct Pages {
   }
 
   // Sets the offsets of a block's positions from `start`, without a division for each.
-  // From `last` on they repeat the last one: such keys may be read, but are not used.
+  // Offsets from `last` on repeat that of `last - 1`: such keys may be read, not used.
   void block(int64_t start, int64_t last, int64_t (&offsets)[kKeyBlock]) const {
     int64_t count = std::min<int64_t>(last - start, kKeyBlock), left = 0, next = 0;
     for (int64_t t = 0; t < count; ++t, --left, next += row_stride) {
@@ -60,8 +59,8 @@ struct Pages {
   }
 };
 
-// Running softmaxes. Each has its largest score, and the sums of probabilities and values
-// of the scores less that.
+// Running softmaxes. Each has its largest score `m`, the sum of exp(score - m), and the
+// sum of exp(score - m) * value.
 template <typename T>
 struct Sums {
   int64_t H;
@@ -69,17 +68,17 @@ struct Sums {
   Scratch<float> total;     // [most, kLanes]
   Scratch<float> weighted;  // [most, width()]
 
-  // Room for `most` of them.
+  // Makes room for `most` softmaxes.
   Sums(int64_t most, int64_t H)
       : H(H), maximum(most), total(most * kLanes), weighted(most * width()) {}
 
-  // Sums of values: whole vectors of words, of bf16 the even ones before the odd ones.
+  // Counts a sum's floats: whole vectors, of bf16 the even elements before the odd.
   int64_t width() const {
     constexpr int64_t kStep = kLanes * kWord<T>;
     return (H + kStep - 1) / kStep * kStep;
   }
 
-  // The first `n` have seen no key.
+  // Resets the first `n`: they have seen no key.
   void clear(int64_t n) {
     std::fill_n(maximum.begin(), n, kLowest);
     std::fill_n(total.begin(), n * kLanes, 0.0f);
@@ -138,26 +137,26 @@ struct Queries : Sums<T> {
   Scratch<int64_t> starts;  // [count]: keys start .. end - 1 are seen
   Scratch<int64_t> ends;    // [count]
   Scratch<float> scores;  // [count, kKeyBlock], and then probabilities
-  Scratch<float> shift;   // [count]: what is taken from a block's scores
-  Scratch<float> rescale; // [count]: what a block does to the sums before it
+  Scratch<float> shift;   // [count]: is subtracted from a block's scores
+  Scratch<float> rescale; // [count]: the sums before a block are multiplied by it
 
-  // Room for `most` queries.
+  // Makes room for `most` queries.
   Queries(int64_t most, int64_t H)
       : Sums<T>(most, H), rows(most, H), starts(most), ends(most),
         scores(most * kKeyBlock),
         shift(most), rescale((most + kLanes - 1) / kLanes * kLanes) {}
 
-  // Keys of the block from `start` before the first that query `i` sees.
+  // Counts the keys of the block from `start` before the first that query `i` sees.
   int64_t hidden(int64_t i, int64_t start) const {
     return std::clamp<int64_t>(starts[i] - start, 0, kKeyBlock);
   }
 
-  // Keys of the block from `start` up to the last that query `i` sees.
+  // Counts the keys of the block from `start` up to the last that query `i` sees.
   int64_t seen(int64_t i, int64_t start) const {
     return std::clamp<int64_t>(ends[i] - start, 0, kKeyBlock);
   }
 
-  // Begins with `n` queries; each is then set, in order.
+  // Begins with `n` queries, which the caller then sets.
   void begin(int64_t n) {
     count = n;
     rows.begin(n, this->H);
@@ -181,9 +180,9 @@ struct Block {
   }
 };
 
-// Room for the keys of a block as panels. One of a worker serves all heads that it walks:
-// several would push each other out of the first cache. It begins where a line of the
-// cache does, since a vector that is stored across two of them comes back late.
+// Room for the keys of a block as panels. A worker has one for all heads that it walks:
+// several would evict each other from the first-level cache. It begins at a cache line,
+// since a vector that is stored across two lines is slow to load again.
 template <typename T>
 class KeyPanels {
  public:
@@ -228,7 +227,7 @@ void turn_keys(const Block<T>& k, int64_t H, T* panels) {
         k.fetch(t + part * (kLanes / kParts) + i, line);
       }
     }
-    if (whole < H) {  // Nothing past a head is read.
+    if (whole < H) {  // Elements past a head are not read.
       T tails[kLanes][kFour] = {};
       for (int i = 0; i < kLanes; ++i) {
         std::memcpy(static_cast<void*>(tails[i]), k.row(t + i) + whole,
@@ -240,8 +239,8 @@ void turn_keys(const Block<T>& k, int64_t H, T* panels) {
   }
 }
 
-// Scores of every query with the keys of a block, as panels. Scores past a query's end, or
-// before its start, are unused: such a key may hold anything.
+// Computes the scores of all queries with a block's keys, in panels. Scores of keys
+// that a query does not see are not used: such a key may hold anything.
 template <typename T>
 void score_block(Queries<T>& queries, const T* panels) {
   const SideBySide<T>& rows = queries.rows;
@@ -251,10 +250,10 @@ void score_block(Queries<T>& queries, const T* panels) {
   });
 }
 
-// The scores of a block, times `scale`, become probabilities under the running maximum of
-// their query, which sees the keys from its start to its end. In three turns over the
-// queries, since one of them alone would wait for its own maximum, and again for what that
-// does to the sums before.
+// Turns the scores of a block, times `scale`, into probabilities under the running
+// maximum of their query; 0 for keys that it does not see. In one loop over the
+// queries, not three, each query would wait for its maximum, and then for the factor of
+// its sums.
 template <typename T>
 void weigh_block(Queries<T>& queries, int64_t start, float scale) {
   constexpr int kParts = kKeyBlock / kLanes;
@@ -273,14 +272,14 @@ void weigh_block(Queries<T>& queries, int64_t start, float scale) {
       largest = maximum(score, largest);
       store(scores + j * kLanes, score);
     }
-    // While nothing but -inf was seen, shifting by it would make NaN of the zeros. A score
-    // that is NaN, or inf - inf, makes its probability NaN, and so the sums.
+    // While all scores were -inf, subtracting their maximum would make them NaN, not 0.
+    // A score that is NaN, or +inf, makes a probability NaN, and so the sums.
     float before = queries.maximum[i], most = largest_lane(largest);
     queries.maximum[i] = most;
     queries.shift[i] = most == kLowest ? 0.0f : most;
     queries.rescale[i] = before == queries.shift[i] ? 0.0f : before - queries.shift[i];
   }
-  // exp(0) is 1.
+  // Where the maximum stays, the factor is exp(0), exactly 1.
   for (int64_t i = 0; i < queries.count; i += kLanes) {
     float* rescale = queries.rescale.data() + i;
     store(rescale, exp(load(rescale)));
@@ -299,15 +298,15 @@ void weigh_block(Queries<T>& queries, int64_t start, float scale) {
   }
 }
 
-// The elements of kLanes words as vectors: of bf16 the even ones, and the odd ones.
+// Loads the elements of kLanes words as vectors: of bf16 the even, and the odd ones.
 inline void load_words(const float* p, Vec* out) { out[0] = load(p); }
 inline void load_words(const bf16* p, Vec* out) {
   out[0] = load_even(p);
   out[1] = load_odd(p);
 }
 
-// sums[r][j] += p[r][t] * value[t][j] for t in [t0, t1) in order: R queries from `i`,
-// W vectors of words from element `h`; rescaled before if these are the block's first.
+// Adds p[r][t] * value[t][j] to sums[r][j], for t in [t0, t1) in order: R queries from
+// `i`, W vectors of words from element `h`. The sums are first rescaled if `begins`.
 template <int R, int W, typename T>
 inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const Block<T>& v,
                        int64_t t0, int64_t t1, bool begins) {
@@ -330,7 +329,7 @@ inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const Block<T>
     Vec value[V];
     const T* from = v.row(t) + h;
     T end[kStep];
-    if (W == 1 && left < kStep) {  // Nothing past a head is read.
+    if (W == 1 && left < kStep) {  // Elements past a head are not read.
       std::memset(static_cast<void*>(end), 0, sizeof end);
       std::memcpy(static_cast<void*>(end), from, left * sizeof(T));
       from = end;
@@ -356,8 +355,8 @@ inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const Block<T>
   }
 }
 
-// The values of a block for R queries from `i`, whose keys are those in [hidden[r],
-// seen[r]). Keys that all see are added for all, and the rest for each.
+// Adds the values of a block to R queries from `i`, which see the keys [hidden[r],
+// seen[r]). Keys that all queries see are added to all at once, the rest to each.
 template <int R, typename T>
 void add_block(Queries<T>& queries, int64_t i, const int64_t* hidden, const int64_t* seen,
                const Block<T>& v) {
@@ -375,7 +374,7 @@ void add_block(Queries<T>& queries, int64_t i, const int64_t* hidden, const int6
     }
   };
   constexpr std::integral_constant<int, 1> kOne;
-  if (*std::max_element(hidden, hidden + R) > 0) {  // A text's window ends here.
+  if (*std::max_element(hidden, hidden + R) > 0) {  // Some query's window begins later.
     for (int r = 0; r < R; ++r) {
       if (seen[r] > hidden[r]) run(kOne, i + r, hidden[r], seen[r], true);
     }
@@ -387,7 +386,7 @@ void add_block(Queries<T>& queries, int64_t i, const int64_t* hidden, const int6
   }
 }
 
-// One block of keys, from `start`, and their values.
+// Attends to one block of keys, from position `start`, and their values.
 template <typename T>
 void attend_block(Queries<T>& queries, KeyPanels<T>& panels, const Block<T>& k,
                   const Block<T>& v, int64_t start, float scale) {
@@ -403,7 +402,7 @@ void attend_block(Queries<T>& queries, KeyPanels<T>& panels, const Block<T>& k,
     }
     add_block<R>(queries, i, hidden, seen, v);
   };
-  // Five by four vectors of a value, or by two, are what the registers hold.
+  // The registers hold the sums of five queries by four vectors of a value, or by two.
   for (int64_t i = 0; i < queries.count; i += 5) {
     switch (std::min<int64_t>(queries.count - i, 5)) {
       case 1: run(std::integral_constant<int, 1>(), i); break;

@@ -1,8 +1,8 @@
 // The round of a block drafter, in three calls: it takes in the features of context, runs
 // whole blocks of rows, and goes over their slots token by token.
 //
-// Context has keys and values alone, so queries have weights apart. The rows of a block
-// see all of the block, which comes last among a row's keys as branches of trees do.
+// Context needs no queries: their weights are apart. The rows of a block see all of it,
+// and find its keys as the rows of a tree find their branch, last.
 
 #pragma once
 
@@ -20,8 +20,8 @@
 
 namespace spec_jax {
 
-// Writes the keys and values of context, of its features [live, fc.K], with the `kv` of a
-// step's layers.
+// Writes the keys and values of context, made of its features [live, fc.K] by the `kv`
+// of the step's layers.
 template <typename Pool, typename T>
 void append_context(Team<Pool>& team, const Step<T>& step, const T* features,
                     const Panels<T>& fc, const T* hidden_norm) {
@@ -40,8 +40,8 @@ void append_context(Team<Pool>& team, const Step<T>& step, const T* features,
   }
 }
 
-// The rows of whole blocks, each of `size` rows at following positions of one slot: how
-// far all of them see, and the places of their last keys, of which the own is last.
+// The rows of whole blocks, each of `size` rows at following positions of one slot: the
+// last position that each sees, and the places of its block's keys, its own last.
 struct WholeBlocks {
   std::vector<int32_t> ends, branch;
 
@@ -56,8 +56,8 @@ struct WholeBlocks {
   }
 };
 
-// Runs whole blocks of `size` rows: hidden states [live, D] after the final norm, and the
-// step's logits of these.
+// Runs whole blocks of `size` rows; writes hidden states [live, D] after the final
+// norm, and the step's logits of them.
 template <typename Pool, typename T>
 void run_blocks(Team<Pool>& team, Step<T> step, int64_t size, T* hidden) {
   int64_t live = step.rows.live, D = step.head.K;
@@ -76,20 +76,20 @@ void run_blocks(Team<Pool>& team, Step<T> step, int64_t size, T* hidden) {
   project(layers.workers, normed, step.head, none, step.logits);
 }
 
-// Slots of blocks that are gone over, each after the token before it.
+// The slots of S blocks, in each of which a token is chosen after the one before it.
 struct SlotChains {
   const float* logits;     // [S, most, N]
   const int32_t* anchors;  // [S], tokens before the first slot
-  const int32_t* counts;   // [S] slots to go over
+  const int32_t* counts;   // [S] slots to fill, from the first
   const int32_t* names;    // [N] the token of each of the drafter's own; null: the same
   int64_t num_slots, most, N;
   int32_t* drafts;  // [S, most]; 0 from `counts` on
   Draws draws;
 };
 
-// A sequential head that mixes the token before a slot with what the slot's row left
-// behind: gated [r, D + r], of hidden state and embedding; or recurrent [3r, 2r + D], of a
-// state of its own, the embedding and the hidden state.
+// A sequential head that mixes the token before a slot with the hidden state of the
+// slot's row: gated [r, D + r], of hidden state and embedding; or recurrent
+// [3r, 2r + D], of a state of its own, the embedding and the hidden state.
 template <typename T>
 struct Mix {
   Panels<T> w;      // without data: the embedding is taken as it is
@@ -101,13 +101,13 @@ struct Mix {
 inline Vec sigmoid(Vec x) {
   return divide(broadcast(1.0f), add(broadcast(1.0f), exp(subtract(zero(), x))));
 }
-// Within a few units of the last place of 1.
+// Computes tanh to within a few units of the last place of 1.
 inline Vec tanh(Vec x) {
   return subtract(broadcast(1.0f),
                   divide(broadcast(2.0f), add(broadcast(1.0f), exp(add(x, x)))));
 }
 
-// The state that such a head carries from slot to slot.
+// A run of such a head, with the state that it carries from slot to slot.
 template <typename T>
 struct Mixer {
   const Mix<T>& mix;
@@ -121,7 +121,7 @@ struct Mixer {
 
   bool is_recurrent() const { return mix.w.N != r; }
 
-  // Writes the product's input for a slot's row `hidden`, after the state's place.
+  // Writes a slot's input of the product: [hidden, before], or [own, before, hidden].
   void gather(const float* own, const T* before, const T* hidden, T* to) const {
     if (!is_recurrent()) {
       std::copy(before, before + r, std::copy(hidden, hidden + mix.D, to));
@@ -133,7 +133,7 @@ struct Mixer {
     std::copy(hidden, hidden + mix.D, std::copy(before, before + r, to + r));
   }
 
-  // The gates of one row, made [w.N], on its state and on the embedding before it [r].
+  // Applies the gates of one row, made [w.N], to its state and to the embedding [r].
   void gate(const float* made, float* own, T* before) const {
     for (int64_t n = 0; n < r; n += kLanes) {
       auto at = [&](int64_t part) {
@@ -152,8 +152,8 @@ struct Mixer {
     }
   }
 
-  // Turns embeddings before [rows, r] into what the head's second product reads; `rows`
-  // says which slots of which blocks they are of.
+  // Turns the embeddings `before` [rows, r] into the input of the head's second
+  // product; `rows` names the block and the slot of each.
   template <typename Pool>
   void run(Workers<Pool, T>& workers, const std::vector<Draft>& rows, int64_t most,
            T* before) {
@@ -172,8 +172,8 @@ struct Mixer {
   }
 };
 
-// Chooses by each slot's logits, to which the product of `out` [N, r] with the embedding of
-// the token before, or with what `mix` makes of it, is added, unless `out` is null.
+// Chooses each slot's token by its logits. Unless `out` [N, r] is null, they get its
+// product with the embedding of the token before, or with what `mix` makes of that.
 template <typename Pool, typename T>
 void run_slots(Team<Pool>& team, const Table<T>& embed, const Panels<T>& out,
                const Mix<T>& mix, const SlotChains& chains) {

@@ -95,7 +95,7 @@ inline int64_t live_rows(const Scalar& num_active, int64_t rows) {
   return std::clamp<int64_t>(*num_active.typed_data(), 0, rows);
 }
 
-// Runs `f(T{})` for the type of the model's arrays. Allocations happen in there.
+// Calls `f(T{})` with the type T of the model's arrays; `f` may run out of memory.
 template <typename F>
 ffi::Error by_dtype(ffi::DataType dtype, F f) {
   try {
@@ -108,7 +108,7 @@ ffi::Error by_dtype(ffi::DataType dtype, F f) {
   return ffi::Error::InvalidArgument("the kernels take float32 and bfloat16");
 }
 
-// [N, K] of a buffer of panels, which may be empty: none.
+// Returns the panels [N, K] in a buffer; panels without data if the buffer is empty.
 template <typename T>
 Panels<T> panels(const Any& buffer, int64_t N, int64_t K) {
   if (buffer.element_type() != ffi::DataType::U8) return {data_or_null<T>(buffer), N, K};
@@ -116,14 +116,14 @@ Panels<T> panels(const Any& buffer, int64_t N, int64_t K) {
   return {nullptr, N, K, data<uint8_t>(buffer), is_four};
 }
 
-// [N, K] of a buffer of panels, or of rows.
+// Returns the table [N, K] in a buffer of panels, or of rows.
 template <typename T>
 Table<T> table_of(const Any& buffer, int64_t N, int64_t K) {
   bool is_panels = buffer.dimensions().size() == 4;
   return {is_panels ? nullptr : data<T>(buffer), panels<T>(buffer, N, K)};
 }
 
-// The branches [R, width] of rows of trees; none where the buffer is empty.
+// Adds the branches [R, width] of rows of trees, unless the buffer is empty.
 inline Rows with_branch(Rows rows, const Ints& branch) {
   if (branch.element_count() == 0) return rows;
   rows.branch = branch.typed_data();

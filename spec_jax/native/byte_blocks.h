@@ -6,9 +6,9 @@
 //
 //   minimum_w[n][b] * (scale_x[r][b] * sum_i x[r][b][i])
 //
-// The sum over a block is one of integers, which has no order. Sums over blocks are lanes
-// of float accumulators, to which the blocks are added in their order: whatever the tiles,
-// as in `gemm.h`.
+// The sum over a block is of integers, and exact in any order. Sums over blocks are
+// lanes of float accumulators, to which the blocks are added in order, whatever the
+// tiles, as in `gemm.h`.
 //
 // Panels of weights hold their blocks by pairs, in whole lines of a cache: see `panels.h`.
 
@@ -26,14 +26,14 @@
 namespace spec_jax {
 
 constexpr int64_t kBlockWords = kBlock / 4;
-// Panels beside each other for R rows: as in `gemm.h`, with two sums for each.
+// Panels beside each other for R rows, as in `gemm.h`; each has an integer sum, too.
 #if defined(SPEC_JAX_AVX512)
 constexpr int byte_panels_beside(int R) { return R <= 3 ? 4 : R <= 6 ? 2 : 1; }
 #else
 constexpr int byte_panels_beside(int R) { return R == 1 ? 2 : 1; }
 #endif
 
-// R rows by the P panels at `w`, into sums [R, stride], as in `gemm.h`.
+// Multiplies R rows by the P panels at `w`, into sums [R, stride], as in `gemm.h`.
 template <bool kIsFour, int R, int P>
 void byte_tile(const uint8_t* rows, const uint8_t* w, int64_t pairs, float* sums, int64_t stride,
                int64_t skipped) {
@@ -77,7 +77,7 @@ void byte_tile(const uint8_t* rows, const uint8_t* w, int64_t pairs, float* sums
 #pragma GCC unroll 16
           for (int j = 0; j < V; ++j) {
             block[r][j] = add_products(weights[j], four, block[r][j]);
-            // Word after word: left alone, compilers add all words in a tree, and spill.
+            // Adds word by word: else compilers add all words in a tree, and spill.
             keep_in_register(block[r][j]);
           }
         }
@@ -111,7 +111,7 @@ void byte_tile(const uint8_t* rows, const uint8_t* w, int64_t pairs, float* sums
   }
 }
 
-// R rows by `count` panels at `w`.
+// Multiplies R rows by `count` panels at `w`.
 template <bool kIsFour, int R>
 void multiply_byte_rows(const uint8_t* rows, const uint8_t* w, int64_t count, int64_t pairs,
                         float* sums, int64_t stride, int64_t skipped) {
@@ -130,7 +130,7 @@ void multiply_byte_rows(const uint8_t* rows, const uint8_t* w, int64_t count, in
   }
 }
 
-// A group of `size` rows by `count` panels at `w`, of blocks, as `multiply` in `gemm.h`.
+// Multiplies `size` rows by `count` panels of blocks, as `multiply` in `gemm.h` does.
 template <bool kIsFour>
 void multiply_bytes(const uint8_t* rows, int64_t size, const uint8_t* w, int64_t count,
                     int64_t pairs, float* sums, int64_t stride, int64_t skipped) {

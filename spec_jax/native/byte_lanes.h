@@ -1,12 +1,12 @@
-// Lanes of 32-bit integers, to each of which four products of bytes are added: exactly, so
-// that all instruction sets have the same sums. And float16 as floats.
+// Lanes of 32-bit integers, to each of which four products of bytes are added: exactly,
+// so that all instruction sets have the same sums. And float16 as floats.
 //
-// Weights are read as bytes 0 .. 255, which are 128 too large, as the instruction of VNNI
-// takes them; its sums begin with what that adds, negated. Without it the bytes are made
-// signed again.
+// Weights are stored as bytes 0 .. 255, 128 too large, since VNNI's instruction takes
+// them without a sign; its sums begin with minus what the 128 add. Without VNNI the
+// bytes are made signed again.
 //
-// Weights of four bits, 0 .. 15, are as they are. Sums of a block's products, 16 of 15 * 127
-// at most, are kept in halves of lanes where those are added first, and then made `whole`.
+// Weights of four bits are stored as they are, 0 .. 15. Without VNNI each half of a
+// lane sums 16 products of a block, each 15 * 127 at most; `whole` adds the halves.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace spec_jax {
 
-// Four bytes of a row, as they lie there.
+// Loads four bytes of a row as one integer.
 inline int32_t four_bytes(const int8_t* x) {
   int32_t four;
   std::memcpy(&four, x, sizeof four);
@@ -35,12 +35,12 @@ inline Vec to_floats(IntVec x) { return _mm512_cvtepi32_ps(x); }
 inline Vec load_float16(const uint8_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-// The lower halves of the bytes, or the upper ones.
+// Loads the lower halves of the bytes, or the upper ones.
 inline Nibbles load_nibbles(const uint8_t* p, bool is_above) {
   __m512i w = _mm512_loadu_si512(p);
   return {_mm512_and_si512(is_above ? _mm512_srli_epi32(w, 4) : w, _mm512_set1_epi8(15))};
 }
-// The low bytes of kLanes integers, given as floats.
+// Stores the low bytes of kLanes integers, whose bits come as floats.
 inline void store_low_bytes(int8_t* p, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm512_cvtepi32_epi8(_mm512_castps_si512(x)));
@@ -139,11 +139,12 @@ inline IntVec whole(IntVec sums) { return _mm256_madd_epi16(sums, _mm256_set1_ep
 typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 inline IntVec broadcast_int(int32_t x) { return IntVec{x, x, x, x, x, x, x, x}; }
 inline Vec to_floats(IntVec x) { return __builtin_convertvector(x, Vec); }
-// In integers but for one product, since the thread may take denormals for zeros.
+// Works with integers but for one product: the thread may flush denormals to zero.
 inline Vec load_float16(const uint8_t* p) {
   Bits half = __builtin_convertvector(load_as<Halves>(p), Bits);
   Bits sign = (half & 0x8000u) << 16, bits = half & 0x7fffu;
   Bits normal = (bits << 13) + (112u << 23);
+  normal += (Bits)(bits >= 0x7c00u) & (112u << 23);  // infinite, or NaN
   Vec small = __builtin_convertvector((IntVec)bits, Vec) * 0x1p-24f;
   return (Vec)((bits < 0x400u ? (Bits)small : normal) | sign);
 }
@@ -175,7 +176,7 @@ inline IntVec whole(IntVec sums) { return sums; }
 
 #endif
 
-// Weights as the products take them.
+// Loads weights as `add_products` takes them.
 template <bool kIsFour>
 auto load_weights(const uint8_t* p, bool is_above) {
   if constexpr (kIsFour) return load_nibbles(p, is_above);

@@ -1,5 +1,5 @@
-// Rows as weights of eight bits are multiplied by: rounded to bytes, in blocks of kBlock
-// with a scale each.
+// Rows for products with weights of eight or four bits: rounded to bytes, in blocks of
+// kBlock with a scale each.
 
 #pragma once
 
@@ -13,14 +13,14 @@
 
 namespace spec_jax {
 
-constexpr int64_t kRowBlockBytes = kBlock + 4 + 4 + 4;  // of a row: bytes, scale, sums
+constexpr int64_t kRowBlockBytes = kBlock + 4 + 4 + 4;  // bytes, scale, sum, total
 
-// The number of blocks of kBlock values in a row of K, rounded up to an even one.
+// Counts the blocks of kBlock values in a row of K, rounded up to an even number.
 inline int64_t blocks_of(int64_t K) { return 2 * pairs_of(K); }
 
-// One block of a group of rows, ready for products: the bytes of all rows, their scales,
-// the numbers that sums of products begin with, and the factors of the minima of weights
-// of four bits, the sum of bytes times the scale.
+// One block of a group of rows, ready for products. For each row: its bytes; its scale;
+// the number that its sums of products with eight-bit weights begin with; and the
+// factor of the minima of four-bit weights, the sum of its bytes times the scale.
 struct RowBlock {
   int8_t* bytes;
   float* scales;
@@ -36,8 +36,8 @@ struct RowBlock {
   }
 };
 
-// Rounds row `r` of `rows`, x [K], to bytes: of each block the largest magnitude is 127.
-// A block with a value that is not finite has a scale that is NaN.
+// Rounds row `r` of `rows`, x [K], to bytes: a block's largest magnitude becomes 127,
+// or 0 if it is 1e-36 at most. A value that is not finite makes the scale NaN.
 template <typename T>
 void set_row_bytes(const T* x, int64_t K, int64_t r, int64_t rows, uint8_t* group) {
   constexpr int64_t kSteps = kBlock / kLanes;
@@ -61,7 +61,7 @@ void set_row_bytes(const T* x, int64_t K, int64_t r, int64_t rows, uint8_t* grou
     float total = sum(all), scale = most / 127.0f + sum(probe);
     to.scales[r] = scale;
     to.totals[r] = total * scale;
-    // Beside NaN it does not matter which one it is; but there is to be one.
+    // Where the scale is NaN any number will do, but converting NaN is undefined.
     bool is_sum = std::abs(total) <= 127.0f * kBlock;
     to.sums[r] = is_sum ? static_cast<int32_t>(-128.0f * total) : 0;
   }

@@ -1,8 +1,8 @@
-// The best children of a tree's rows: the tokens that rows most probably give, as `draw.h`
-// defines it, and their scores.
+// The best children of a tree's rows: the tokens that rows most probably give, as
+// `draw.h` draws them, and their scores.
 //
-// A row is looked at in pieces, of which each finds its own best and its part of the sum:
-// the same ones whatever the number of threads, and of rows.
+// A row is split into pieces. For each the best tokens and a part of the sum are found:
+// the pieces are the same whatever the number of threads, and of rows.
 
 #pragma once
 
@@ -24,10 +24,10 @@ namespace spec_jax {
 struct ChildRows {
   const float* logits;     // [S, width, N]
   const int32_t* counts;   // [S] rows of each slot to look at
-  const int32_t* numbers;  // [width], by which they draw: see `Draws::key`
+  const int32_t* numbers;  // [width] their numbers for `Draws::key`
   const int32_t* names;    // [N] the token of each of the drafter's own; null: the same
-  int64_t num_slots, width, N, most;  // children of a row
-  float tau;       // divides what is drawn from, before scores are made of it
+  int64_t num_slots, width, N, most;  // `most`: children of a row
+  float tau;       // divides the values of a row before they become scores
   float* scores;   // [S, width, most]; -inf: no draft
   int32_t* tokens;  // [S, width, most]
   Draws draws;
@@ -38,7 +38,7 @@ struct Best {
   Largest* found;
   int64_t most, count = 0;
 
-  // Takes a token whose number is above all that were offered before.
+  // Takes a token whose number is above those of equal values that were offered before.
   void offer(Largest next) {
     if (count == most && !(next.value > found[most - 1].value)) return;
     int64_t at = count < most ? count++ : most - 1;
@@ -48,8 +48,8 @@ struct Best {
 
   void offer_all(const float* x, int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n += kLanes) {
-      // (Lanes past the end are zeros, and at most cause a search in vain. Where a value
-      // is NaN the highest may be lost: such a row has no draft.)
+      // (Lanes past the end are zeros, which at worst cause a search in vain. NaN may
+      // hide the highest value, but a row with NaN has no draft.)
       float highest = largest_lane(load_lanes(x + n, end - n));
       if (count == most && highest <= found[most - 1].value) continue;
       for (int64_t i = n; i < std::min<int64_t>(n + kLanes, end); ++i) offer({x[i], i});
@@ -57,8 +57,8 @@ struct Best {
   }
 };
 
-// A piece of a row: its highest value, and the sum of exp((x - highest) / tau); no number
-// where a value is NaN, or infinitely high.
+// A piece of a row: its highest value, and the sum of exp((x - highest) / tau), which
+// is NaN where a value is NaN, or infinitely high.
 struct PieceSum {
   float highest, sum;
 };
@@ -80,7 +80,7 @@ inline PieceSum sum_of_piece(const float* x, int64_t begin, int64_t end, float h
   return {highest, total};
 }
 
-// Writes the children of one row of pieces, each of which found `most` at most.
+// Writes the children of row `at`, each of whose pieces found at most `most`.
 inline void join_pieces(const ChildRows& rows, const std::vector<Best>& best,
                         const PieceSum* sums, int64_t pieces, int64_t at) {
   std::vector<Largest> found(rows.most);
@@ -95,7 +95,7 @@ inline void join_pieces(const ChildRows& rows, const std::vector<Best>& best,
     if (part != 0) part *= exp((sums[p].highest - highest) * scale);
     total += part;
   }
-  // No sum where no token has a weight, or one is no number: then no token is a draft.
+  // Where no token has a weight, or a value is NaN or +inf, no token is a draft.
   bool is_sum = total > 0 && total < kInfinity;
   float shift = is_sum ? log_of(total) : 0.0f;
   for (int64_t i = 0; i < rows.most; ++i) {
@@ -107,7 +107,7 @@ inline void join_pieces(const ChildRows& rows, const std::vector<Best>& best,
   }
 }
 
-// The children of the rows that are looked at; no drafts for the others.
+// Finds the children of the rows within `counts`; the others get no drafts.
 template <typename Pool>
 void best_children(Team<Pool>& team, const ChildRows& rows) {
   int64_t N = rows.N, all = rows.num_slots * rows.width;

@@ -1,7 +1,7 @@
-// The token of each row: that of the highest logit, or a draw of `rules.sampling`, the
-// highest of log weights and noise.
+// The token of each row: that of the highest logit, or a draw of `rules.sampling`, that
+// of the highest log weight plus noise.
 //
-// Tokens are the drafter's own; noise is of the target's, which `names` says.
+// Tokens are the drafter's own; noise is by the target's, which `names` gives.
 
 #pragma once
 
@@ -31,11 +31,11 @@ struct Draws {
   const float *temperature = nullptr, *top_p = nullptr, *min_p = nullptr;   // [S]
   const int32_t *top_k = nullptr, *seeds = nullptr, *positions = nullptr;   // [S]
   int64_t vocabulary = 0;        // of the target
-  bool is_independent = false;   // by noise of the round's own
-  float* log_weights = nullptr;  // [S, most, N], what was drawn from; null: not asked for
+  bool is_independent = false;   // noise of `Stream.DRAFT`, by round and number
+  float* log_weights = nullptr;  // [S, most, N] result: before noise; null: none
   int64_t most = 0;
 
-  // The key of draft `number` of a slot, whose first one has position `positions[slot]`.
+  // Returns the key of draft `number` of a slot, whose first is at `positions[slot]`.
   Key key(int64_t slot, int64_t number) const {
     uint32_t position = positions[slot], seed = seeds[slot], i = number;
     return is_independent ? noise_key(seed, 1, position, i)
@@ -48,8 +48,8 @@ struct Draft {
   int64_t slot, number;
 };
 
-// The first tokens of a row in the order of their scores, equal ones by index: those less
-// than `distance` below the highest, and those at it before `end`.
+// The first tokens of a row in the order of their scores, equal ones by index: all less
+// than `distance` below the highest, and at this distance the ones before index `end`.
 struct Kept {
   static constexpr int64_t kNoEnd = std::numeric_limits<int64_t>::max();
   float distance = kInfinity;
@@ -61,8 +61,8 @@ struct Kept {
   }
 };
 
-// Distances of a row's tokens from the highest score, and what each weighs, with zeros
-// after the last.
+// Distances of a row's tokens from the highest score, and their weights; past the last
+// token infinite distances and weights of 0.
 struct Weighed {
   static constexpr int64_t kBeside = 4;  // sums that do not wait for each other
   std::vector<float> distance, weight;
@@ -73,7 +73,7 @@ struct Weighed {
     weight.assign(distance.size(), 0.0f);
   }
 
-  // The weight of all tokens as near as `at`, or nearer.
+  // Returns the weight of all tokens at distances up to `at`.
   float mass(float at) const {
     Vec sums[kBeside], bound = broadcast(at);
     for (auto& sum : sums) sum = zero();
@@ -88,9 +88,9 @@ struct Weighed {
     return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
   }
 
-  // The shortest distance at which tokens weigh `wanted`; infinity, where all weigh less.
+  // Finds the least distance up to which tokens weigh at least `wanted`, or infinity.
   float nearest(float wanted) const {
-    // Distances are not negative, and so in the order of their bits.
+    // Distances are not negative: their bits have the same order.
     uint32_t low = 0, high = 0x7f800000u;
     while (low < high) {
       uint32_t middle = low + (high - low) / 2;
@@ -99,7 +99,7 @@ struct Weighed {
     return of_bits(low);
   }
 
-  // The shortest run of first tokens that weighs `wanted`; all, where all weigh less.
+  // Finds the fewest first tokens that weigh `wanted`; all tokens if all weigh less.
   Kept first(float wanted) const {
     Kept kept{nearest(wanted)};
     uint32_t bits;
@@ -130,14 +130,14 @@ struct DrawnRow {
   Kept kept;
   float* log_weights;  // [N], or null
 
-  // Keeps the first of N tokens by their ranks.
+  // Keeps the first of N tokens, by `top_k` and then by `top_p`.
   void filter(int64_t N, int32_t top_k, float top_p) {
     Weighed tokens(N);
     for (int64_t n = 0; n < N; ++n) {
       tokens.distance[n] = (most - x[n]) * scale;
       tokens.weight[n] = 1.0f;
     }
-    // Keeps all tokens that equal the last of them, too.
+    // Keeps all tokens whose scores equal that of the last, too.
     if (top_k < N) kept.distance = tokens.nearest(static_cast<float>(top_k));
     if (!(top_p < 1)) return;
     for (int64_t n = 0; n < N; n += kLanes) {
@@ -168,8 +168,8 @@ struct DrawnRow {
   }
 };
 
-// Turns the logits [count, N] of rows that draw into noisy log weights. The log weights of
-// the others are those of the highest logit alone.
+// Turns the logits [count, N] of rows that draw into noisy log weights. For the others
+// `log_weights` is 0 at the highest logit and -inf elsewhere.
 template <typename Pool>
 void weigh_rows(Team<Pool>& team, const Draws& draws, const std::vector<Draft>& drafts,
                 const int32_t* names, int64_t N, float* logits, const int32_t* highest) {
@@ -211,7 +211,7 @@ void weigh_rows(Team<Pool>& team, const Draws& draws, const std::vector<Draft>& 
   });
 }
 
-// The tokens [count] that rows of logits [count, N] give, which are changed.
+// Chooses the tokens [count] of rows of logits [count, N], which it overwrites.
 template <typename Pool>
 void choose(Team<Pool>& team, const Draws& draws, const std::vector<Draft>& drafts,
             const int32_t* names, int64_t N, float* logits, int32_t* tokens) {
@@ -225,8 +225,8 @@ void choose(Team<Pool>& team, const Draws& draws, const std::vector<Draft>& draf
   for (int64_t r = 0; r < count; ++r) tokens[r] = names[tokens[r]];
 }
 
-// The tokens [rows] that rows of logits [rows, N] draw, each by the settings and for the
-// position of its own number; 0 where a row is not asked for.
+// Draws tokens [rows] from logits [rows, N], each by the settings and position of the
+// slot with the row's number; 0 where a row is not asked for.
 template <typename Pool>
 void draw_tokens(Team<Pool>& team, const Draws& draws, const float* logits,
                  const bool* asked, int64_t rows, int64_t N, int32_t* tokens) {

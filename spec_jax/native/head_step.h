@@ -1,13 +1,12 @@
 // A whole step of an EAGLE-3 head in one call; and chains of such steps.
 //
-// A row is a pair of a token and a feature, which is the target's, fused, or what the pair
-// before it left behind.
+// A row is a pair of a token and a feature. The feature is the target's, fused, or is
+// made of the residual of the pair before.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
 
 #include "projection.h"
 #include "side_by_side.h"
@@ -18,7 +17,7 @@
 namespace spec_jax {
 
 // A head: a step of one layer, whose `qkv` reads the normed token and the normed feature,
-// [2 * D]. It embeds more tokens than it drafts.
+// [2 * D]. It may embed more tokens than it drafts.
 template <typename T>
 struct Head {
   Step<T> step;
@@ -28,7 +27,7 @@ struct Head {
   int64_t size() const { return step.embed.panels.K; }
 };
 
-// The residual of the rows after the layer, [live, D], from features [live, D].
+// Returns the residual of the rows after the layer, [live, D], from features [live, D].
 template <typename Pool, typename T>
 Scratch<T> run_pairs(Team<Pool>& team, const Head<T>& head, const T* features) {
   const Step<T>& step = head.step;
@@ -48,7 +47,7 @@ Scratch<T> run_pairs(Team<Pool>& team, const Head<T>& head, const T* features) {
   return out;
 }
 
-// The features [rows, D] of the pairs that come next.
+// Writes the features [rows, D] of the pairs that come next.
 template <typename T>
 void next_features(const Head<T>& head, const T* left, int64_t rows, T* features) {
   int64_t D = head.size();
@@ -61,7 +60,7 @@ void next_features(const Head<T>& head, const T* left, int64_t rows, T* features
   }
 }
 
-// A step: logits [live, N], and the features [live, D] of the pairs that come next.
+// Writes a step's logits [live, N], and features [live, D] of the pairs that come next.
 template <typename Pool, typename T>
 void run_head(Team<Pool>& team, const Head<T>& head, const T* features, T* next) {
   int64_t live = head.step.rows.live;
@@ -72,11 +71,11 @@ void run_head(Team<Pool>& team, const Head<T>& head, const T* features, T* next)
   next_features(head, left.data(), live, next);
 }
 
-// Drafts of a head, whose step is as `run_all` takes it.
+// Drafts with a head, whose step is as `run_all` takes it.
 //
 // Args:
-//   features: of what is pending, [S, width, D].
-//   names: the token of each of the head's own, [N], or null: the same.
+//   features: of the pending tokens, [S, width, D].
+//   names: the target's token for each of the head's own, [N], or null: the same.
 template <typename Pool, typename T>
 void run_head_chains(Pool& pool, Head<T> head, const Chains& chains, const T* features,
                      const int32_t* names) {
@@ -92,7 +91,7 @@ void run_head_chains(Pool& pool, Head<T> head, const Chains& chains, const T* fe
       read.insert(read.end(), from, from + D);
     }
     Scratch<T> left = run_pairs(team, head, read.data());
-    // Only the last rows of slots have a next pair.
+    // Only the last row of a slot has a next pair.
     for (size_t j = 0; j < rows.drafts.size(); ++j) {
       const T* row = left.data() + rows.lasts[j] * D;
       next_features(head, row, 1, next.data() + rows.drafts[j].slot * D);

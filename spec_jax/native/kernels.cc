@@ -1,8 +1,8 @@
 // CPU kernels of the row path, called through XLA's foreign function interface.
 //
-// Each computes its active rows independently of one another and stops after them: cost
-// follows `num_active`. Padding rows of a result are not written, except in a step's
-// features, an argmax and a draw: zeros. Callers check shapes; handlers do not throw.
+// Kernels of rows compute the active ones alone: cost follows `num_active`. Padding
+// rows of a result are not written, except that they are zeros in a step's features, an
+// argmax and a draw. Callers check shapes; handlers do not throw.
 
 #include "argmax.h"
 #include "block_calls.h"
@@ -116,7 +116,7 @@ ffi::Error Pack(ffi::ThreadPool pool, Any w, Result out) {
   });
 }
 
-// In one piece and on this thread: a slab's rows are a few kilobytes.
+// Works in one piece and on this thread: a slab's rows are a few kilobytes.
 ffi::Error TakeRows(Any table, Ints index, Scalar num_active, Result y, int64_t entries) {
   int64_t rows = index.element_count();
   int64_t live = live_rows(num_active, rows);
@@ -128,7 +128,7 @@ ffi::Error TakeRows(Any table, Ints index, Scalar num_active, Result y, int64_t 
   });
 }
 
-// In one piece and on this thread, as above.
+// Works in one piece and on this thread, as above.
 ffi::Error Move(Ints table, Ints slots, Ints sources, Ints targets,
                 ffi::Buffer<ffi::PRED> moves, ffi::RemainingArgs pools_in,
                 ffi::RemainingRets pools_out) {
@@ -250,7 +250,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spec_jax_slots, RunSlots,
                               bind_to(RunSlots, "entries", "rank", "vocabulary",
                                       "is_independent"));
 
-// These take the parts of a call as they are: see `bind_rows`, and the others.
+// The handlers below are generic lambdas: `bind_rows` and others bind their parameters.
 using Pool = ffi::ThreadPool;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     spec_jax_step, RunStep,

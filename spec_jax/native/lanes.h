@@ -1,4 +1,4 @@
-// Lanes of arrays whose length is no multiple of kLanes.
+// Loads and stores of lanes where an array may end before a vector does.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace spec_jax {
 
-// The lanes at `value`, or zeros after its end.
+// Loads the lanes at `value`, of which the first `left` are in the array, the rest 0.
 template <typename T>
 inline Vec load_lanes(const T* value, int64_t left) {
   if (left >= kLanes) return load(value);
@@ -19,7 +19,7 @@ inline Vec load_lanes(const T* value, int64_t left) {
   return load(copy);
 }
 
-// Rounds the lanes to T, and stores those before its end.
+// Rounds the lanes to T, and stores the first `left` of them.
 template <typename T>
 inline void store_lanes(T* to, int64_t left, Vec lanes) {
   if (left >= kLanes) return store(to, lanes);

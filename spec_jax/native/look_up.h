@@ -1,5 +1,5 @@
-// Looks up the tokens that mostly followed wherever a text has ended like this, as
-// `drafters/suffix.py` defines them. In one piece and on one thread: it takes microseconds.
+// Looks up the tokens that most often followed where a text has ended like this, as
+// `drafters/suffix.py` defines them. One thread does all of it, in microseconds.
 
 #pragma once
 
@@ -9,10 +9,10 @@
 
 namespace spec_jax {
 
-constexpr int32_t kNoToken = -1;  // between texts, and before one
+constexpr int32_t kNoToken = -1;  // between texts
 
 // The limits of a path: `budgets[m - 1]` tokens where `m` match, at most `most`, and no
-// token of a probability below `least`.
+// token of a probability below `least`. No budget is less than the one before.
 struct PathRule {
   const int32_t* budgets;  // [match_max]
   int64_t match_max;
@@ -27,10 +27,10 @@ struct Path {
   float score = 0;
 };
 
-// How often each token was counted, in a table that is more than half empty.
+// How often each token was counted, in a table that is at least half empty.
 class Counts {
  public:
-  // Room for so many tokens, none of them counted.
+  // Makes room for `most` different tokens, and forgets all counts.
   void begin(size_t most) {
     size_t size = 16;
     while (size < 2 * most) size *= 2;
@@ -53,7 +53,7 @@ class Counts {
   std::vector<Entry> table_;
 };
 
-// A body of text [0, size), and its places that follow what a sequence ends with.
+// A body of text [0, size), and its places that follow the tokens a sequence ends with.
 class Body {
  public:
   // `end` holds the last `match_max` tokens of the sequence, or all of a shorter one, the
@@ -68,7 +68,7 @@ class Body {
     }
   }
 
-  // The path of the highest score over all lengths of match, of equal ones the longest.
+  // Finds the path of the highest score, at equal scores that of the longest match.
   Path best(const PathRule& rule) const {
     Path best;
     size_t before = 0;
@@ -78,7 +78,7 @@ class Body {
       for (const Place& place : places_) {
         if (place.matched >= m) places.push_back(place.at);
       }
-      // The same places with no larger a budget have no higher a score.
+      // The same places with no larger budget have no higher score.
       if (places.size() == before) continue;
       before = places.size();
       Path path = walk(places, std::min(rule.budgets[m - 1], rule.most), rule.least);
@@ -92,7 +92,7 @@ class Body {
     int64_t at, matched;
   };
 
-  // From these places on, as long as there is a token that most of them continue with.
+  // Follows, from these places on, the token that most often comes next.
   Path walk(std::vector<int64_t>& places, int32_t budget, float least) const {
     Path path;
     Counts counts;
@@ -128,7 +128,7 @@ class Body {
   std::vector<Place> places_;
 };
 
-// The better path of a sequence itself, tokens [0, length), and of a corpus.
+// Finds the better path of the sequence itself, tokens [0, length), and of a corpus.
 inline Path look_up(const int32_t* tokens, int64_t length, const int32_t* corpus,
                     int64_t size, const PathRule& rule) {
   std::vector<int32_t> end;

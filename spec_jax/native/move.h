@@ -17,7 +17,7 @@ struct Moves {
   const bool* moves;  // [Q]
   int64_t count, num_slots, table_width, num_pages, page_size;
 
-  // The row of a pool that holds a place of a slot; -1 without a page.
+  // Returns the row of a pool that holds a place of a slot; -1 if it has no page.
   int64_t row(int64_t slot, int64_t place) const {
     if (slot < 0 || slot >= num_slots || place < 0) return -1;
     if (place / page_size >= table_width) return -1;
@@ -27,8 +27,8 @@ struct Moves {
   }
 };
 
-// Copies in every pool [P * C, width]. All are read before any is written; a source that
-// does not exist reads as 0, a target that does not exist is not written.
+// Copies rows within every pool [P * C, width]. All are read before any is written; a
+// source that does not exist reads as 0, a target that does not exist is not written.
 template <typename T>
 void move_rows(const Moves& m, const std::vector<T*>& pools, int64_t width) {
   struct Copy {

@@ -1,8 +1,8 @@
 // Gumbel noise keyed by seed and position, as `rules.sampling.noise` has it: the same
-// random bits, as integers, and logarithms within a few units of the last place.
+// random bits, and logarithms within a few units of the last place.
 //
-// Plain loops over stretches of tokens, which compilers vectorise: the same operations in
-// the same order, and so the same noise, on every instruction set.
+// Compilers vectorise the plain loops over stretches of tokens: every instruction set
+// does the same operations in the same order, and so makes the same noise.
 
 #pragma once
 
@@ -37,14 +37,14 @@ inline Key threefry(Key key, uint32_t high, uint32_t low) {
   return {x, y};
 }
 
-// As `rules.sampling.noise_key`.
+// Returns the key that `rules.sampling.noise_key` returns.
 inline Key noise_key(uint32_t seed, uint32_t stream, uint32_t position, uint32_t offset) {
   Key key{0, seed};
   for (uint32_t part : {stream, position, offset}) key = threefry(key, 0, part);
   return key;
 }
 
-// Number `index` of a key's, in [0, 1), of 23 random bits.
+// Returns number `index` of a key, in [0, 1), made of 23 random bits.
 inline float uniform(Key key, uint32_t index) {
   Key made = threefry(key, 0, index);
   uint32_t bits = (made.high ^ made.low) >> 9 | 0x3f800000u;
@@ -53,7 +53,7 @@ inline float uniform(Key key, uint32_t index) {
   return out - 1.0f;
 }
 
-// The logarithm of a normal number, by the polynomial of Cephes `logf`.
+// Returns the logarithm of a normal number, by the polynomial of Cephes `logf`.
 inline float log_of(float x) {
   constexpr uint32_t kRootHalf = 0x3f3504f3u;
   uint32_t bits;
@@ -75,22 +75,22 @@ inline float log_of(float x) {
   return m + y + exponent * 0.693359375f;
 }
 
-// -log(-log(1 - x)) of a number x of [0, 1) that is `high`, or below a half more finely
-// `high` and 2^-23 of `low`.
+// Returns -log(-log(1 - x)) for x in [0, 1): x is `high`, and below a half, where
+// floats are finer, `high` + 2^-23 * `low`.
 inline float gumbel(float high, float low) {
   constexpr float kTiny = 1.17549435e-38f;
-  // Selects without a branch, which would keep loops from being vectorised.
+  // Selects without a branch, which would keep compilers from vectorising the loop.
   float is_small = static_cast<float>(high < 0.5f);
   float x = high + 1.1920929e-7f * low * is_small + kTiny * is_small;
-  // The bits that 1 - x loses are added again.
+  // Adds the bits that 1 - x loses.
   float rest = 1.0f - x, lost = (1.0f - rest) - x;
   return -log_of(-(log_of(rest) + lost / rest));
 }
 
 constexpr int64_t kStretch = 64;  // tokens of one vectorised loop
 
-// Adds to x [begin, end) the noise of as many tokens of a vocabulary: those of
-// `names` [begin, end), or of the same numbers where that is null.
+// Adds to x [begin, end) the noise of as many tokens of a vocabulary: of the tokens
+// `names` [begin, end), or of [begin, end) if `names` is null.
 inline void add_noise(Key key, const int32_t* names, int64_t vocabulary, int64_t begin,
                       int64_t end, float* x) {
   for (; begin < end; begin += kStretch) {

@@ -5,9 +5,9 @@
 // of kRange keys, whose sums are combined when all are there. Where one thread attends to
 // all rows of a slot, in one range, it writes them first, and no thread waits in between.
 //
-// Rows of a tree see, at one position, the keys of different places. The blocks of keys
-// that lie where all rows of a span look for them are walked for the span; each row goes
-// on alone from there, with its running softmax.
+// Rows of a tree may find the key of one position at different places. The blocks whose
+// keys have the same places for all rows of a span are walked once for the span; from
+// there on each row walks its own blocks, and continues its running softmax.
 
 #pragma once
 
@@ -31,7 +31,7 @@ struct Rows {
   const int32_t* positions;  // [R]
   int64_t num_slots, table_width, num_pages, page_size;
   int64_t live;
-  const int32_t* branch = nullptr;  // [R, width] places of a row's last keys, of trees
+  const int32_t* branch = nullptr;  // [R, width] in trees: places of a row's last keys
   int64_t width = 0;
   const int32_t* firsts = nullptr;  // [R] the first position that a row sees; null: 0
 
@@ -40,20 +40,19 @@ struct Rows {
     return std::clamp<int64_t>(firsts[r], 0, std::max(positions[r], 0));
   }
 
-  // The first position whose key may lie at another place than its number.
+  // Returns the first position whose key may be stored at a place of another number.
   int64_t common(int64_t r) const {
     int64_t end = positions[r] + int64_t{1};
     return branch == nullptr ? end : std::max<int64_t>(end - width, 0);
   }
 
-  // Where the key of a position that row `r` sees is stored in its slot.
+  // Returns the place in row `r`'s slot of the key of a position that the row sees.
   int64_t place(int64_t r, int64_t position) const {
     if (position < common(r)) return position;
-    if (branch == nullptr) return position;
     return branch[r * width + position - (positions[r] + int64_t{1} - width)];
   }
 
-  // Whether the page of every key that the row sees exists, its own included.
+  // Returns whether the page of every key up to the row's own exists, seen or not.
   bool is_mapped(int64_t r) const {
     int64_t slot = slots[r], position = positions[r];
     if (slot < 0 || slot >= num_slots || position < 0) return false;
@@ -62,7 +61,7 @@ struct Rows {
       int32_t page = table[slot * table_width + m];
       return page >= 0 && page < num_pages;
     };
-    int64_t shared = std::min<int64_t>(common(r), position + int64_t{1});
+    int64_t shared = common(r);
     if (branch != nullptr) {
       for (int64_t p = shared; p <= position; ++p) {
         int64_t at = place(r, p);
@@ -97,9 +96,9 @@ struct Layer {
   }
 };
 
-// Active rows of one slot, one after the other, all with their pages; the first of the
-// pieces that its keys are walked in, and how many there are; and the first block of keys
-// of which a row sees any.
+// `count` active rows of one slot from row `first` on, all with their pages. Their keys
+// are walked in `pieces` pieces from number `piece` on; the first block of which a row
+// sees a key begins at position `begin`.
 struct Span {
   int64_t first, count, piece = 0, pieces = 0, begin = 0;
 };
@@ -110,12 +109,12 @@ struct Piece {
   bool is_whole() const { return end - start == kRange; }
 };
 
-// A piece under one key/value head: what a worker does at least.
+// A piece under one key/value head: the least that a worker takes.
 struct Task {
   int64_t piece, head;
 };
 
-// The active rows that have pages, in spans of at most `kSpan`: a span shares its reads.
+// Groups the active rows that have pages in spans of `kSpan` at most, to share reads.
 constexpr int64_t kSpan = 16;
 inline std::vector<Span> spans(const Rows& rows) {
   std::vector<Span> out;
@@ -132,7 +131,7 @@ inline std::vector<Span> spans(const Rows& rows) {
   return out;
 }
 
-// The pieces of all spans, of each at least one.
+// Splits the keys of all spans into pieces, at least one each; notes them in the spans.
 inline std::vector<Piece> pieces_of(const Rows& rows, std::vector<Span>& all) {
   std::vector<Piece> out;
   for (Span& span : all) {
@@ -155,12 +154,12 @@ inline std::vector<Piece> pieces_of(const Rows& rows, std::vector<Span>& all) {
   return out;
 }
 
-// Rotation of one head, normed first unless `norm` is null: out [H]. The caller rounds
+// Rotates one head, normed first unless `norm` is null, into out [H]. The caller rounds
 // `cos` and `sin` to T; every product and sum is rounded, as in the reference.
 template <typename T>
 void rotate(const T* head, const T* norm, const float* cos, const float* sin, int64_t H,
             float eps, T* out) {
-  // Loads of a whole vector from the last element of the first half stay inside.
+  // Room past the end: a whole vector may be loaded from any element of the head.
   alignas(64) float x[kMaxHead + kLanes] = {};
   Vec scale = norm == nullptr ? zero() : broadcast(inverse_rms(head, H, eps));
   for (int64_t h = 0; h < H; h += kLanes) {
@@ -180,8 +179,8 @@ void rotate(const T* head, const T* norm, const float* cos, const float* sin, in
   }
 }
 
-// The rows that attend, and what each worker of a team needs for them: bodies of a loop
-// allocate nothing. The same for all layers.
+// The rows that attend, and the memory that each worker of a team needs for them, for
+// all layers: bodies of a loop allocate nothing.
 template <typename Pool, typename T>
 struct Attention {
   Team<Pool>& team;
@@ -194,8 +193,8 @@ struct Attention {
   int64_t room = 0;  // queries that each of `queries` has room for
   std::vector<std::vector<Queries<T>>> queries;  // [workers, grain or more]
   std::vector<KeyPanels<T>> panels;              // [workers]
-  Sums<T> parts;                                 // [pieces, K, room], of several a span
-  // For one row of a tree, of each worker: a range of keys, and the whole ranges before.
+  Sums<T> parts;  // [pieces, K, room], where a span has several pieces
+  // For one row of a tree, of each worker: its range of keys, and the ranges before.
   std::vector<Queries<T>> alone;
   std::vector<Sums<T>> before;
 
@@ -210,7 +209,7 @@ struct Attention {
     }
   }
 
-  // Takes up the rows as they are now; what the workers have is kept if it is enough.
+  // Reads the rows as they are now; keeps the memory of the workers if it suffices.
   void begin(int64_t group, int64_t H) {
     all = spans(rows);
     pieces = pieces_of(rows, all);
@@ -236,7 +235,7 @@ struct Attention {
     if (kept > parts.maximum.size()) parts = Sums<T>(kept, H);
   }
 
-  // Where heads are enough for the workers, each walks whole texts, under its own heads.
+  // Lists the tasks: if heads suffice, each worker walks whole texts under its own.
   void list_tasks() {
     tasks.clear();
     for (const Span& span : all) {
@@ -249,7 +248,7 @@ struct Attention {
     }
   }
 
-  // Where the sums of a piece are kept, of its queries under key/value head `index`.
+  // Returns a piece's first number in `parts` under key/value head `index`.
   int64_t part(int64_t piece, int64_t index) const { return (piece * K + index) * room; }
 
   Pages pages(const Span& span, const Layer<T>& layer) const {
@@ -267,7 +266,7 @@ struct Attention {
     std::memcpy(static_cast<void*>(layer.v + at), value, H * sizeof(T));
   }
 
-  // Takes up the queries of a span under key/value head `index`.
+  // Sets `queries` to those of a span under key/value head `index`.
   void begin(const Layer<T>& layer, const Span& span, int64_t index,
              Queries<T>& queries) const {
     int64_t G = layer.group(), half = layer.H / 2;
@@ -287,8 +286,8 @@ struct Attention {
     });
   }
 
-  // Writes what `queries` of a span under key/value head `index` attended to, from number
-  // `at` on.
+  // Writes the results of a span's queries under key/value head `index`, which are
+  // those of `queries` from number `at` on.
   void end(const Layer<T>& layer, const Span& span, int64_t index, const Sums<T>& queries,
            int64_t at) const {
     int64_t G = layer.group();
@@ -298,8 +297,8 @@ struct Attention {
     }
   }
 
-  // A piece under key/value heads [first, last): a block of keys for all of them before
-  // the next, since their rows lie side by side.
+  // Attends to a piece under key/value heads [first, last): to each block of keys under
+  // all of them before the next block, since the heads' keys lie side by side.
   void attend(const Layer<T>& layer, int64_t number, int64_t first, int64_t last,
               int64_t worker) {
     const Piece& piece = pieces[number];
@@ -379,8 +378,8 @@ struct Attention {
     }
   }
 
-  // The blocks of one row from `start` on, wherever its keys lie; calls `end_range` before
-  // another range begins.
+  // Attends to the blocks of one row from position `start` on, wherever its keys lie;
+  // calls `end_range` before another range begins.
   template <typename Body>
   void walk_alone(const Layer<T>& layer, const Span& row, int64_t index, int64_t start,
                   Queries<T>& queries, int64_t worker, const Body& end_range) {
@@ -403,7 +402,7 @@ struct Attention {
     for (int64_t i = 0; i < span.count; ++i) write(layer, span, span.first + i, index);
   }
 
-  // Stores the keys and values of all rows that have a page.
+  // Stores the keys and values of all rows that have their pages.
   void write_all(const Layer<T>& layer) {
     constexpr int64_t kFew = 8;  // heads to write that are not worth a thread's while
     if (all.empty()) return;
@@ -413,8 +412,8 @@ struct Attention {
     });
   }
 
-  // The whole layer. Active rows without a page become NaN, and are not written, as in the
-  // reference.
+  // Runs the whole layer. The result of an active row without its pages is NaN, and its
+  // key and value are not written, as in the reference.
   void run(const Layer<T>& layer) {
     int64_t width = layer.N * layer.H, next = 0;
     T nan = round_to<T>(std::numeric_limits<float>::quiet_NaN());

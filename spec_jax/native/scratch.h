@@ -1,7 +1,7 @@
 // Memory for what one call computes, which the next call on the same thread uses again.
 //
-// Memory that is given back to the system returns page by page, each with a fault and
-// zeros: for the rows of a prompt that took a sixteenth of its time.
+// Memory that was given back to the system must be mapped again, with a fault and zeros
+// for each page: for the rows of a prompt that took a sixteenth of its time.
 
 #pragma once
 
@@ -13,10 +13,10 @@
 
 namespace spec_jax {
 
-// Blocks that a thread has no use for at present, by the logarithm of their bytes.
+// Blocks that a thread does not use at present, by the logarithm of their bytes.
 class KeptBlocks {
  public:
-  static constexpr int kLeast = 14, kMost = 24;  // 16 KiB, which malloc itself keeps, to 16 MiB
+  static constexpr int kLeast = 14, kMost = 24;  // 16 KiB to 16 MiB; malloc keeps less
   static constexpr size_t kEach = 8;             // blocks of one size
 
   ~KeptBlocks() {
@@ -39,9 +39,9 @@ class KeptBlocks {
     blocks.push_back(block);
   }
 
-  // The size of a block for so many bytes; 0: none is kept.
+  // Returns the logarithm of the size of a block for `bytes`; 0: it is not to be kept.
   static int size_of(size_t bytes) {
-#if !defined(__SANITIZE_ADDRESS__)  // Which sees a step outside of blocks of their own.
+#if !defined(__SANITIZE_ADDRESS__)  // It sees faults only in blocks of malloc's own.
     for (int size = kLeast; size <= kMost; ++size) {
       if (bytes > size_t{1} << (kLeast - 1) && bytes <= size_t{1} << size) return size;
     }
@@ -77,7 +77,7 @@ struct ScratchAllocator {
     KeptBlocks::of_thread().give(size, block);
   }
 
-  // Elements without a value hold anything: all are written before they are read.
+  // Elements made without a value hold anything: users write before they read.
   template <typename U>
   void construct(U* at) { ::new (static_cast<void*>(at)) U; }
   template <typename U, typename... Args>
@@ -91,7 +91,7 @@ struct ScratchAllocator {
   bool operator!=(const ScratchAllocator<U>&) const { return false; }
 };
 
-// Elements of a call, made by the thread that makes it.
+// A vector of what one call computes, for the thread that makes the call.
 template <typename T>
 using Scratch = std::vector<T, ScratchAllocator<T>>;
 

@@ -1,8 +1,8 @@
 // A whole step of a model, the active rows through all layers, in one call; and chains of
 // such steps, each of which takes in what the one before it chose.
 //
-// Does as the five operations of a layer called one by one, on one team of threads, and
-// with the residual in one place.
+// Its results are those of the five operations of a layer called one by one; it runs
+// them on one team of threads, and with the residual in one place.
 
 #pragma once
 
@@ -45,7 +45,7 @@ struct Step {
   float* logits;              // [R, V], or null: not wanted
   T* features;                // [R, taps, D]
 
-  // The arrays that attention reads and writes, for queries of `num_heads`.
+  // Returns the arrays that attention reads and writes, with `num_heads` query heads.
   Layer<T> attention(const StepLayer<T>& layer, const T* heads, int64_t num_heads,
                      T* out) const {
     return {heads, layer.q_norm, layer.k_norm, cos, sin, layer.k, layer.v, out,
@@ -53,7 +53,7 @@ struct Step {
   }
 };
 
-// The residual x [live, D], where a tap is.
+// Copies the residual x [live, D] to the feature whose tap is `boundary`, if any.
 template <typename T>
 void tap_features(const Step<T>& step, int64_t boundary, const T* x) {
   int64_t D = step.embed.panels.K, count = step.taps.size();
@@ -66,7 +66,7 @@ void tap_features(const Step<T>& step, int64_t boundary, const T* x) {
   }
 }
 
-// A team, and what the layers of a step need beside their weights.
+// The team, and the memory that the layers of a step need beside their weights.
 template <typename Pool, typename T>
 struct Layers {
   const Step<T>& step;
@@ -84,7 +84,7 @@ struct Layers {
     }
   }
 
-  // Takes up the rows of `step` as they are now, if they are no more than at first.
+  // Reads the rows of `step` as they are now; returns false if they need more memory.
   bool begin() {
     int64_t row = (step.N + 2 * step.K) * step.H;
     if (step.rows.live * row > static_cast<int64_t>(heads.size())) return false;
@@ -92,7 +92,7 @@ struct Layers {
     return true;
   }
 
-  // The most values that a row of a product has.
+  // Returns the most values that a row of a product has.
   static int64_t widest(const Step<T>& step) {
     int64_t most = std::max(step.head.K, step.N * step.H);
     for (const auto& layer : step.layers) {
@@ -105,8 +105,8 @@ struct Layers {
     return {rows.data(), norm, step.eps, step.rows.live};
   }
 
-  // x [live, D] = residual + attention of what is made of `from`; then x += mlp(x).
-  // `residual` may be x.
+  // Computes x [live, D] = residual + attention(from), and then x += mlp(x). `residual`
+  // may be x.
   void run(const StepLayer<T>& layer, const Input<T>& from, const T* residual,
            Scratch<T>& x) {
     const T* none = nullptr;
@@ -121,8 +121,8 @@ struct Layers {
     project(workers, input(hidden, none), layer.down, x.data(), x.data());
   }
 
-  // Stores the keys and values of what is made of `from`, which is all that others see of
-  // a layer.
+  // Stores the keys and values that the layer makes of `from`: other rows see no more
+  // of it.
   void store(const StepLayer<T>& layer, const Input<T>& from) {
     const T* none = nullptr;
     int64_t row = (step.N + 2 * step.K) * step.H, queries = step.N * step.H;
@@ -137,7 +137,7 @@ struct Layers {
   }
 };
 
-// The residual of the rows, [live, D], after the first `count` layers.
+// Returns the residual of the rows, [live, D], after the first `count` layers.
 template <typename Pool, typename T>
 Scratch<T> run_layers(Layers<Pool, T>& layers, int64_t count) {
   const Step<T>& step = layers.step;
@@ -157,7 +157,7 @@ Scratch<T> run_layers(Layers<Pool, T>& layers) {
   return run_layers(layers, static_cast<int64_t>(layers.step.layers.size()));
 }
 
-// Logits [rows, N] of what `rows` rows left behind, [rows, D].
+// Writes logits [rows, N] of the residual after the last layer, `left` [rows, D].
 template <typename Pool, typename T>
 void row_logits(Workers<Pool, T>& workers, const Step<T>& step, const T* left,
                 int64_t rows, float* logits) {
@@ -171,7 +171,7 @@ void run_step(Team<Pool>& team, const Step<T>& step) {
   Layers<Pool, T> layers(team, step);
   int64_t count = step.layers.size();
   bool is_tapped = std::count(step.taps.begin(), step.taps.end(), count) > 0;
-  if (step.logits == nullptr && !is_tapped) {  // As prompts are taken in.
+  if (step.logits == nullptr && !is_tapped) {  // As in the prefill of prompts.
     Scratch<T> left = run_layers(layers, count - 1);
     const StepLayer<T>& last = step.layers.back();
     return layers.store(last, layers.input(left, last.input_norm));
@@ -184,7 +184,7 @@ void run_step(Team<Pool>& team, const Step<T>& step) {
 
 // Texts that are continued.
 struct Chains {
-  const int32_t* tokens;   // [S, width] of each slot's text, whose K/V is not stored
+  const int32_t* tokens;   // [S, width] of each slot's text, without stored K/V
   const int32_t* starts;   // [S] the position of the first of them
   const int32_t* pending;  // [S] how many of the tokens there are
   const int32_t* counts;   // [S] tokens to draft; 0: the slot sits out
@@ -199,11 +199,11 @@ struct Chains {
 struct ChainRows {
   std::vector<int32_t> tokens, slots, positions;
   std::vector<float> cos, sin;
-  std::vector<Draft> drafts;   // of the slots that have rows
-  std::vector<int64_t> lasts;  // their last rows
+  std::vector<Draft> drafts;   // one of each slot that has rows
+  std::vector<int64_t> lasts;  // the last row of each of these slots
 
-  // Takes rows of the slots that have not drafted enough: all that is pending at first,
-  // then each draft.
+  // Takes the rows of the slots that have not drafted enough: first all pending tokens,
+  // then the last draft.
   void take(const Chains& chains, const std::vector<int64_t>& drafted, const float* all_cos,
             const float* all_sin, int64_t half) {
     for (auto* values : {&tokens, &slots, &positions}) values->clear();
@@ -230,9 +230,9 @@ struct ChainRows {
   }
 };
 
-// Drafts. `step` has the angles of all places of chains, [S, num_places, H / 2], and
-// neither tokens, rows nor results: it is given those of each step. `run` gives what the
-// rows leave behind, [rows, D].
+// Makes the drafts of all chains. `step` has the angles of all their places,
+// [S, num_places, H / 2]; its tokens, rows and angles are set for each step. `run`
+// returns the residual of the rows after the last layer, [rows, D].
 template <typename Pool, typename T, typename Run>
 void run_all(Team<Pool>& team, Step<T>& step, const Chains& chains, const int32_t* names,
              const Run& run) {
@@ -272,7 +272,7 @@ void run_all(Team<Pool>& team, Step<T>& step, const Chains& chains, const int32_
   }
 }
 
-// Drafts of a model, with a step as `run_all` takes it.
+// Makes the drafts of a model, with a step as `run_all` takes it.
 template <typename Pool, typename T>
 void run_chains(Pool& pool, Step<T> step, const Chains& chains) {
   Team<Pool> team(pool);

@@ -1,4 +1,4 @@
-// Whole steps of models, and chains of them, as they are called through XLA.
+// The handlers of whole steps of models, and of chains of them, which XLA calls.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 namespace spec_jax {
 namespace {
 
-// The buffers of a layer, among a kernel's arguments after the named ones.
+// The buffers of a layer, which follow the named arguments of a kernel.
 enum StepBuffer { kInputNorm, kQkv, kQNorm, kKNorm, kAttentionOut, kMlpNorm, kGateUp,
                   kDown, kKv, kKeys, kValues, kLayerBuffers };
 
@@ -31,8 +31,8 @@ auto bind_rows(Binding&& own) {
   return bind<Ints, Ints, Ints, Scalar, Ints>(std::move(own));
 }
 
-// The parts of a step but for its rows: the last arguments of a kernel, the pages among
-// its results, and attributes, in the order of `bind_model`.
+// The parts of a step except its rows: a kernel's last arguments, the pages, which are
+// its last results, and attributes, in the order of `bind_model`.
 struct Model {
   Ints table;
   Floats cos, sin;
@@ -78,7 +78,7 @@ struct Model {
             panels<T>(at(i, kKv), both, D)};
   }
 
-  // Without rows, which chains find for themselves.
+  // Returns a step without rows, which chains set for each of their steps.
   template <typename T>
   Step<T> step() const {
     auto shape = at(0, kKeys).dimensions();
@@ -147,8 +147,8 @@ constexpr auto RunStep = [](ffi::ThreadPool pool, ffi::Result<Floats> logits,
     step.logits = logits->element_count() > 0 ? logits->typed_data() : nullptr;
     using T = element_of<decltype(step)>;
     step.features = data<T>(features);
-    // A prompt's features leave the program with their padding rows: these are zeros, as
-    // `jax_debug_nans` would take what the memory held for results.
+    // A prompt's features leave the program with their padding rows: these are zeros,
+    // since `jax_debug_nans` would take unset memory for results.
     int64_t row = features->dimensions()[1] * features->dimensions()[2];
     std::fill(step.features + step.rows.live * row,
               step.features + features->element_count(), T{});
@@ -156,7 +156,7 @@ constexpr auto RunStep = [](ffi::ThreadPool pool, ffi::Result<Floats> logits,
   });
 };
 
-// How slots draw, in the order of `bind_draws`: greedily where there are no numbers.
+// How slots draw, in the order of `bind_draws`; no slot draws if `numbers` is empty.
 struct DrawCall {
   Floats numbers;  // [3, S] temperature, top_p, min_p
   Ints integers;   // [3, S] top_k, seed, position
@@ -182,7 +182,7 @@ auto bind_draws(Binding&& own) {
       std::move(own), "vocabulary", "is_independent");
 }
 
-// Chains but for their model, in the order of `bind_chains`.
+// Chains without their model, in the order of `bind_chains`.
 struct ChainCall {
   Ints tokens, starts, pending, counts;
   ffi::Result<Ints> drafts;
@@ -217,7 +217,7 @@ struct HeadCall {
 
   template <typename T>
   Head<T> head(Step<T> step) const {
-    step.layers[0].qkv.K *= 2;  // Token and feature, side by side.
+    step.layers[0].qkv.K *= 2;  // A row is a token and a feature, side by side.
     return {step, data<T>(hidden_norm), norm_before_residual, norm_output};
   }
 };

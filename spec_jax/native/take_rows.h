@@ -15,7 +15,7 @@ namespace spec_jax {
 // A table [N, D], as it is or as the panels of a product.
 template <typename T>
 struct Table {
-  const T* rows;  // or null
+  const T* rows;  // null: use `panels`
   Panels<T> panels;
 
   void take(int64_t n, T* to) const {
@@ -24,7 +24,7 @@ struct Table {
   }
 };
 
-// y [live, D] of the table; NaN where there is no such entry.
+// Copies rows `index` of the table to y [live, D]; NaN where there is no such row.
 template <typename T>
 void take_rows(const Table<T>& table, const int32_t* index, T* y, int64_t live) {
   int64_t D = table.panels.K;

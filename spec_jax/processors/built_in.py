@@ -1,9 +1,9 @@
-"""The processors that are there: penalties, biases, bad words, and least lengths.
+"""The built-in processors: penalties, biases, bad words, and minimal lengths.
 
-The penalties are those of vLLM, where repetition is Hugging Face's, of prompt and
-answer, and presence and frequency are OpenAI's, of the answer alone. Bad words are
-Hugging Face's, whose beginnings may stand in the prompt. Each is its own state, of
-which requests share nothing.
+The penalties are those of vLLM: repetition is Hugging Face's, and reads prompt and
+answer; presence and frequency are OpenAI's, and read the answer alone. Bad words are
+Hugging Face's, and may begin in the prompt. Each processor is its own state, and
+requests share nothing of it.
 """
 
 import math
@@ -19,11 +19,11 @@ from spec_jax.processors import processor
 
 
 ANY, NONE = -1, -2
-"""In bad words: stands for every token; equals none."""
+"""In bad words: `ANY` stands for every token; `NONE` equals no token."""
 
 
 class _Own(processor.Processor):
-    """A processor that requests share nothing of."""
+    """A processor of which requests share nothing."""
 
     def shared(self) -> Self:
         """Returns the processor without its arrays, which are in the states."""
@@ -49,7 +49,7 @@ class LogitBias(_Own):
         return logits.at[state.tokens].add(state.values, mode="drop")
 
     def allows(self, state, token):
-        """Returns whether no bias of -inf is the token's."""
+        """Returns whether the token has no bias of -inf."""
         is_none = jnp.isneginf(state.values)
         return ~jnp.any((state.tokens == token) & is_none)
 
@@ -59,24 +59,24 @@ class LogitBias(_Own):
 
 
 class BadWords(_Own):
-    """Never ends a sequence of tokens that is forbidden; made by `bad_words`."""
+    """Forbids to complete given sequences of tokens; made by `bad_words`."""
 
     words: jax.Array  # [n, L] int32, the last token last, `ANY` before the first
     recent: jax.Array | None = None  # [L - 1] int32, of the text; `NONE` before it
 
     def init(self, prompt, length, *, vocab_size):
-        """Returns the words, and the end of the prompt."""
+        """Returns the words, with the last tokens of the prompt."""
         count = self.words.shape[1] - 1
         at = length - count + jnp.arange(count, dtype=jnp.int32)
         return self.replace(recent=jnp.where(at >= 0, prompt[at], NONE))
 
     def step(self, state, token):
-        """Returns the end of the text with the token."""
+        """Returns the state with the token at the end of `recent`."""
         recent = jnp.concatenate([state.recent, token[None].astype(jnp.int32)])
         return state.replace(recent=recent[1:])
 
     def _ending(self, state):
-        """Returns the token that each word lacks; `NONE` where more are missing."""
+        """Returns the last token of each word that lacks only that; else `NONE`."""
         before = state.words[:, :-1]
         holds = (before == ANY) | (before == state.recent[None])
         return jnp.where(jnp.all(holds, axis=1), state.words[:, -1], NONE)
@@ -98,8 +98,8 @@ class BadWords(_Own):
 
 
 class MinTokens(_Own):
-    """Forbids stop tokens until there are enough; made by `min_tokens`. It is its own
-    state."""
+    """Forbids stop tokens until enough tokens are generated; made by `min_tokens`. It
+    is its own state."""
 
     left: jax.Array  # [] int32, tokens that are missing
     stop_ids: jax.Array  # [n] int32
@@ -118,7 +118,7 @@ class MinTokens(_Own):
         return logits.at[at].set(-jnp.inf, mode="drop")
 
     def allows(self, state, token):
-        """Returns whether enough are there, or the token stops nothing."""
+        """Returns whether no tokens are missing, or the token is no stop token."""
         return (state.left <= 0) | ~jnp.any(state.stop_ids == token)
 
     def check(self, vocab_size):
@@ -127,8 +127,8 @@ class MinTokens(_Own):
 
 
 class Penalties(_Own):
-    """Makes tokens that are there less likely; made by `penalties`. It is its own
-    state."""
+    """Makes tokens of the text less likely; made by `penalties`. It is its own state,
+    with the fields that `init` fills."""
 
     repetition: jax.Array  # [] float32, above 0; 1: none
     presence: jax.Array  # [] float32; 0: none
@@ -137,7 +137,7 @@ class Penalties(_Own):
     counts: jax.Array | None = None  # [V] int32, of each token in the answer
 
     def init(self, prompt, length, *, vocab_size):
-        """Returns the tokens of the prompt, and no others."""
+        """Returns the state with the tokens of the prompt, and counts of 0."""
         is_known = jnp.arange(prompt.shape[0], dtype=jnp.int32) < length
         at = jnp.where(is_known, prompt, vocab_size)
         return self.replace(
@@ -146,12 +146,12 @@ class Penalties(_Own):
         )
 
     def step(self, state, token):
-        """Returns the counts with the token."""
+        """Returns the state with the token counted."""
         counts = state.counts.at[token].add(1, mode="drop", wrap_negative_indices=False)
         return state.replace(counts=counts)
 
     def apply(self, state, logits):
-        """Divides by the repetition penalty, and takes the others away.
+        """Divides logits by the repetition penalty, and subtracts the others.
 
         A logit of 0 or less is multiplied instead.
         """
@@ -161,16 +161,16 @@ class Penalties(_Own):
         )
         logits = jnp.where(state.in_prompt | in_answer, weaker, logits)
         less = state.frequency * state.counts.astype(jnp.float32)
-        # Never contracted with the subtraction: that rounds otherwise.
+        # The barrier prevents a fused multiply-add, which would round differently.
         logits -= jax.lax.optimization_barrier(less)
         return logits - jnp.where(in_answer, state.presence, 0.0)
 
 
 def logit_bias(bias: Mapping[int, float]) -> LogitBias:
-    """Returns what adds `bias[token]` to a token's logit; -inf forbids it.
+    """Returns the processor that adds `bias[token]` to a logit; -inf forbids it.
 
     Raises:
-      ValueError: no token, or a value that is NaN or +inf.
+      ValueError: no token, one that is no token id, or a value that is NaN or +inf.
     """
     if not isinstance(bias, Mapping) or not bias:
         raise ValueError(f"{bias=}: give a value for each token, as in {{42: -5.0}}")
@@ -185,7 +185,7 @@ def logit_bias(bias: Mapping[int, float]) -> LogitBias:
 
 
 def bad_words(words: Sequence[Sequence[int]]) -> BadWords:
-    """Returns what never lets a text go on to the end of one of `words`.
+    """Returns the processor that forbids to complete one of `words`.
 
     Args:
       words: sequences of token ids. Hugging Face's processor of that name does the
@@ -204,13 +204,13 @@ def bad_words(words: Sequence[Sequence[int]]) -> BadWords:
 
 
 def min_tokens(count: int, stop_ids: Sequence[int]) -> MinTokens:
-    """Returns what forbids `stop_ids` among the first `count` generated tokens.
+    """Returns the processor that forbids `stop_ids` among the first `count` tokens.
 
     Args:
       stop_ids: such as `lm.stop_ids`.
 
     Raises:
-      ValueError: a count below 1, or no stop token.
+      ValueError: a count outside `[1, 2**31)`, or no stop token.
     """
     is_whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
     if not is_whole or not 1 <= count < 2**31:
@@ -221,16 +221,16 @@ def min_tokens(count: int, stop_ids: Sequence[int]) -> MinTokens:
 def penalties(
     *, repetition: float = 1.0, presence: float = 0.0, frequency: float = 0.0
 ) -> Penalties:
-    """Returns vLLM's penalties of tokens that are there already.
+    """Returns vLLM's penalties of tokens that are in the text already.
 
     Args:
       repetition: divides the logit of a token of the prompt or the answer where it is
         above 0, and multiplies it elsewhere; as Hugging Face's `repetition_penalty`.
-      presence: is taken off the logit of each token of the answer.
-      frequency: is taken off as often as the token is in the answer.
+      presence: is subtracted from the logit of each token of the answer.
+      frequency: is subtracted as often as the token is in the answer.
 
     Raises:
-      ValueError: a value that is not finite, or a repetition that is not above 0.
+      ValueError: a value outside `[-1e30, 1e30]`, or a repetition below 1e-30.
     """
     given = {"repetition": repetition, "presence": presence, "frequency": frequency}
     for name, value in given.items():

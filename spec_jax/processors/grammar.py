@@ -1,15 +1,15 @@
 """Token masks of a grammar: an automaton over tokens, as tables on the device.
 
-    classes  of tokens that lead to the same states from everywhere
+    classes  the class of each token: tokens of a class lead to the same states
     next     the state after a token of a class; `FORBIDDEN` where it may not follow
 
-The text after the prompt begins in state 0. Where it may end, stop tokens may follow,
-and nothing but these after them. A text that left the grammar, as one may that is given
-to be scored, is no longer masked.
+The text after the prompt begins in state 0, or in `first`. Where the text may end, stop
+tokens may follow, and after these only more stop tokens. A text that left the grammar,
+as a text to be scored may, is no longer masked.
 
 `outlines-core` makes the automaton of a regular expression, or of a JSON schema, on the
-host (`pip install 'spec_jax[grammar]'`). Its tables here are compressed: of a schema a
-few hundred columns, as many as there are classes, in place of all tokens.
+host (`pip install 'spec_jax[grammar]'`). The tables here are compressed: they have a
+column for each class, a few hundred for a schema, and not one for each token.
 """
 
 import json
@@ -25,11 +25,11 @@ from spec_jax.processors import processor
 
 FORBIDDEN = -1
 MAX_ENTRIES = 2**26
-"""Entries of `Grammar.next`, at most: 256 MiB."""
+"""The most entries of `Grammar.next`: 256 MiB."""
 
 
 class Grammar(processor.Processor):
-    """Leaves the tokens that an automaton allows; made by `regex` and `json_schema`.
+    """Allows the tokens that an automaton does; made by `regex` and `json_schema`.
 
     Its state is the automaton's, int32. The requests of a run share the tables, which
     hold the automata of all their grammars.
@@ -45,7 +45,7 @@ class Grammar(processor.Processor):
 
     @classmethod
     def joined(cls, each):
-        """Returns the grammars with one table of all automata, one below the other.
+        """Returns the grammars with one table, all automata one below the other.
 
         Raises:
           ValueError: tables that would be too large together.
@@ -53,7 +53,7 @@ class Grammar(processor.Processor):
         apart = list({id(one.next): one for one in each}.values())
         if len(apart) == 1 or len({one.classes.shape for one in apart}) > 1:
             return list(each)  # `check` says which is of another vocabulary.
-        # Tokens of a class are of one class in all of them.
+        # Tokens share a class of the joined table if they do so in each grammar.
         classes = np.stack([np.asarray(one.classes) for one in apart])
         columns, classes = np.unique(classes, axis=1, return_inverse=True)
         starts = np.cumsum([0, *(len(one.next) for one in apart)])
@@ -76,7 +76,7 @@ class Grammar(processor.Processor):
         return jnp.int32(0) if self.first is None else self.first
 
     def step(self, state, token):
-        """Returns the state after a token; `FORBIDDEN` behind one that may not come."""
+        """Returns the state after a token; `FORBIDDEN` if the token may not follow."""
         column = self.classes.at[token].get(mode="clip")
         after = self.next[jnp.maximum(state, 0), column]
         return jnp.where(state < 0, state, after)
@@ -88,7 +88,7 @@ class Grammar(processor.Processor):
         return jnp.where(may_follow, logits, -jnp.inf)
 
     def allows(self, state, token):
-        """Returns whether the token may follow."""
+        """Returns whether the token may follow; True after the grammar was left."""
         is_token = (token >= 0) & (token < self.classes.shape[0])
         return (is_token & (self.step(state, token) != FORBIDDEN)) | (state < 0)
 
@@ -129,8 +129,8 @@ def json_schema(schema: str | Mapping[str, Any], lm: Any) -> Grammar:
     """Returns the grammar of the JSON texts that a schema describes.
 
     Args:
-      schema: JSON, or what `json.loads` makes of it; what of it is enforced, and which
-        blanks may stand where, is said by `outlines-core`.
+      schema: JSON, or what `json.loads` makes of it; `outlines-core` documents which
+        parts of it are enforced, and where blanks may stand.
       lm: as `regex` takes it.
 
     Raises:
@@ -160,7 +160,7 @@ def of_pieces(
     """Returns the grammar of a regular expression over a vocabulary; raises as `regex`.
 
     Args:
-      pieces: the bytes of each token; none of one that is never part of a text.
+      pieces: the bytes of each token; empty if it is never part of a text.
     """
     if not stop_ids:
         raise ValueError(
@@ -206,7 +206,7 @@ def of_transitions(
     """
     states = [first, *sorted({*transitions, *final} - {first})]
     number_of = {state: number for number, state in enumerate(states)}
-    end = len(states)  # Behind a stop token.
+    end = len(states)  # The state after a stop token.
 
     def row_of(state: int | None) -> np.ndarray:
         """Returns the state after each token."""
@@ -217,7 +217,7 @@ def of_transitions(
         row[list(stop_ids)] = end if state is None or state in final else FORBIDDEN
         return row
 
-    # The classes of the states so far, made finer by each one more.
+    # The classes by the states so far; each further state makes them finer.
     classes = np.zeros((vocab_size,), np.int64)
     for state in (*states, None):
         finer = classes * (end + 2) + row_of(state) + 1

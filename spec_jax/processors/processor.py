@@ -1,16 +1,16 @@
-"""Logits processors: what a row's own prefix makes of its logits, before it is drawn.
+"""Logits processors: they change a row's logits, by the row's own prefix.
 
-    init    the state after a prompt, with all that a request has of its own
-    step    the state after one token more
-    apply   a row's logits, by the state after its token
+    init    returns the state after a prompt, with all that a request has of its own
+    step    returns the state after one token more
+    apply   returns a row's processed logits, by the state after its token
 
-A state is a function of the tokens before a row and of nothing else: neither of other
+A state is a function of the tokens up to a row and of nothing else: neither of other
 rows nor of rounds. A row of a tree has the state of its own path, and so the target
 chooses there what decoding would choose. Functions here know arrays only: no slots,
 pages or rounds.
 
-Logits are processed in greedy decoding, too, and where tokens are drawn before
-temperature and filters. `Chain` applies its parts one after the other.
+Greedy decoding processes logits, too; where tokens are drawn, logits are processed
+before temperature and filters. `Chain` applies its parts one after the other.
 """
 
 from collections.abc import Sequence
@@ -42,14 +42,14 @@ class Processor(pytree.Node):
 
     @classmethod
     def joined(cls, each: Sequence[Any]) -> list[Any]:
-        """Returns processors of this class for the requests of one run, in order: as
-        they are, or changed so that what they share is equal."""
+        """Returns processors of this class for the requests of one run, in order:
+        unchanged, or changed so that what they share is equal."""
         return list(each)
 
     def init(
         self, prompt: Int[Array, " max_len"], length: Int[Array, ""], *, vocab_size: int
     ) -> State:
-        """Returns the state after `prompt[:length]`; what follows means nothing."""
+        """Returns the state after `prompt[:length]`; later entries are not read."""
         raise NotImplementedError(f"{type(self).__name__} has no `init`")
 
     def step(self, state: State, token: Int[Array, ""]) -> State:
@@ -57,22 +57,22 @@ class Processor(pytree.Node):
         raise NotImplementedError(f"{type(self).__name__} has no `step`")
 
     def apply(self, state: State, logits: Float32[Array, " V"]) -> jax.Array:
-        """Returns the logits of the token that follows, float32; -inf: never."""
+        """Returns the logits of the next token, float32; -inf forbids a token."""
         raise NotImplementedError(f"{type(self).__name__} has no `apply`")
 
     def forbids(self) -> bool:
-        """Returns whether `allows` may say no: whether the class has one of its own."""
+        """Returns whether `allows` may be False: whether the class defines its own."""
         return type(self).allows is not Processor.allows
 
     def allows(self, state: State, token: Int[Array, ""]) -> Bool[Array, ""]:
-        """Returns whether `apply` leaves a token, by which drafts are cut.
+        """Returns whether `apply` leaves a token; drafts end before the first False.
 
-        True is never wrong: a draft may then be proposed in vain.
+        True is never wrong: it can only let a draft be proposed in vain.
         """
         return jnp.bool_(True)
 
     def check(self, vocab_size: int) -> None:
-        """Raises `ValueError`, on the host, for a vocabulary that it does not fit."""
+        """Raises `ValueError`, on the host, if the processor does not fit it."""
 
 
 class Chain(Processor):
@@ -86,7 +86,7 @@ class Chain(Processor):
 
     @classmethod
     def joined(cls, each):
-        """Returns the chains with parts that are joined one by one."""
+        """Returns the chains, with the processors of each part joined."""
         columns = zip(*(one.parts for one in each), strict=False)
         return [cls(parts=parts) for parts in zip(*map(join, columns), strict=True)]
 
@@ -125,7 +125,7 @@ class Chain(Processor):
 
 
 def chain(*parts: Processor) -> Processor:
-    """Returns the processor that applies `parts` in order; of one, itself.
+    """Returns the processor that applies `parts` in order; a single one as it is.
 
     Raises:
       ValueError: no part, or one that is no processor.
@@ -138,8 +138,8 @@ def chain(*parts: Processor) -> Processor:
 
 
 def join(each: Sequence[Processor]) -> list[Processor]:
-    """Returns the processors of the requests of one run, see `Processor.joined`; as
-    they are where their kinds differ, which `check_same` refuses."""
+    """Returns the processors of the requests of one run, see `Processor.joined`;
+    unchanged if their kinds differ, which `check_same` refuses."""
     kinds = {(type(one), len(getattr(one, "parts", ()))) for one in each}
     return type(each[0]).joined(each) if len(kinds) == 1 else list(each)
 

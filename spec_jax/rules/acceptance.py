@@ -1,12 +1,12 @@
 """Acceptance: which drafted tokens stay.
 
-Functions here take ONE sequence and know arrays only: no batches, pages or models. What
-is random is handed in, so they are pure functions of it. Three rules:
+Functions here take ONE sequence and know arrays only: no batches, pages or models.
+Random numbers are arguments, so the functions are pure. Three rules:
 
-    coupled       `accept_exact` on the target's own draws (`sampling.sample_rows`; at
-                  temperature 0 their argmax). The committed tokens are those of plain
-                  decoding with the same seed, bit for bit, whatever drafted them. A
-                  drafter that draws with the same noise is kept more often.
+    coupled       `accept_exact` on the target's own draws (`sampling.sample_each`; at
+                  temperature 0 the argmax). The committed tokens are those of plain
+                  decoding with the same seed, bit for bit, for any drafter. Drafts
+                  that are drawn with the same noise are kept more often.
     rejection     `accept_rejection`: the target's distribution, in another stream.
     block         `accept_block`: the same, and on average more drafts are kept.
 
@@ -18,8 +18,8 @@ A greedy draft was drawn from a one-hot row.
 
 No rule keeps a draft outside the vocabulary: the target gives it probability 0. A
 drafter may put probability on such tokens, by rows that sum to less than one; the
-output has the target's distribution all the same. Nor is a draft kept whose own
-probability is 0, negative or NaN, which no draw can have.
+output has the target's distribution all the same. The last two rules keep no draft
+whose own probability is 0, negative or NaN, as no draw gives such a draft.
 """
 
 from collections.abc import Callable
@@ -45,10 +45,10 @@ class Outcome(pytree.Node):
       num_accepted: how many drafts stay, in `0 .. num_drafted`.
       tokens: the tokens to commit are `tokens[: num_accepted + 1]`: the accepted
         drafts and one token of the target's own. The rest is `PAD`.
-      path: of a tree, the columns of the accepted drafts are `path[: num_accepted]`,
-        increasing. None of a chain, whose column `i + 1` is draft `i`.
-      reached: of a tree, whether the accepted path came to a node of depth `i` that
-        has a child. None of a chain.
+      path: for a tree, the columns of the accepted drafts are `path[: num_accepted]`,
+        increasing. None for a chain, whose column `i + 1` is draft `i`.
+      reached: for a tree, whether the accepted path has a node of depth `i` after which
+        more drafts were wanted and at least one was there. None for a chain.
     """
 
     num_accepted: jax.Array  # [] int32
@@ -93,8 +93,8 @@ class AcceptanceProbabilities(pytree.Node):
     Rows past the number drafted are not used.
     """
 
-    # [gamma] float32: uniform `i` succeeds where it is less. In a tree: given that the
-    # draft's parent was kept, and no sibling before it.
+    # [gamma] float32: uniform `i` succeeds where it is less. The rules differ in which
+    # drafts a success keeps: see the functions that return these probabilities.
     keep: jax.Array
     own: jax.Array  # [gamma + 1, V] float32, weights of the own token after column `i`
 
@@ -126,7 +126,7 @@ def block_probabilities(
     *,
     row_sums: RowSums | None = None,
 ) -> AcceptanceProbabilities:
-    """Returns the probabilities of keeping at least the first `i + 1` drafts.
+    """Returns the chances to keep the first `i + 1` drafts, given no more are kept.
 
     `accept_block` decides by them.
     """
@@ -145,8 +145,8 @@ def block_probabilities(
     _, joint = jax.lax.scan(extend, start, steps)
     joint = jnp.concatenate([start[None], joint])
     own = residual(joint[:, None] * target_probs, draft_probs)
-    # Nothing was drafted after the last draft: its residual weighs `joint`, and so do
-    # its probabilities, which is the algorithm's other case.
+    # After the last draft nothing was drafted and nothing is subtracted: the sum is
+    # `joint`, and so is `keep`, which is the algorithm's other case.
     lacking = row_sums(own) if row_sums else jnp.sum(own, axis=-1)
     keep = ratio(lacking, lacking + (1 - joint))
     return AcceptanceProbabilities(keep=keep[1:], own=own)
@@ -167,7 +167,7 @@ def accept_rejection(
     Algorithm 1 of Leviathan et al. (2023), https://arxiv.org/abs/2211.17192. The
     paper's `p` is `target_probs`, its `q` is `draft_probs`. Draft `i` stays where those
     before it do and `uniforms[i] < target / draft`; after the first that does not, the
-    own token is drawn from `norm(max(0, target - draft))`, and after the last from the
+    own token is drawn from `norm(max(0, target - draft))`, or after all drafts from the
     target.
 
     Args:
@@ -213,7 +213,7 @@ def accept_block(
     as any rule that has the target's distribution for every prefix,
     `accept_rejection` among them.
 
-    The kept drafts depend on all drafts and uniforms of the round, also on those past
+    The kept drafts depend on all drafts and uniforms of the round, even on those past
     the last kept one: the next round must use noise of its own.
 
     Args: as in `accept_rejection`, and `row_sums`.

@@ -1,8 +1,8 @@
 """Acceptance of one of several paths, verified as a block.
 
-As `tree_acceptance`, a function of ONE sequence, of arrays alone. Siblings were drawn
-with replacement here: the best of the paths is found first, and what it was then drawn
-from is no longer the draft's row, but known.
+Functions take ONE sequence and arrays alone, as in `tree_acceptance`. Here siblings are
+drawn with replacement. The best path is chosen first; the distribution of its tokens is
+then not the draft's, but can be computed.
 """
 
 from typing import cast
@@ -15,29 +15,29 @@ from spec_jax.rules import acceptance, tree_acceptance
 
 
 class Selected(pytree.Node):
-    """The path that is highest, its nodes by depth, and what it was drawn from.
+    """The highest path: its nodes by depth, and the distributions of its tokens.
 
-    Past `length` entries may hold anything.
+    Entries past `length` drafts may hold anything.
     """
 
     columns: jax.Array  # [D + 1] int32, from the root on
     tokens: jax.Array  # [D] int32
     length: jax.Array  # [] int32
-    probs: jax.Array  # [D, V] float32, of the next token of the highest path
+    probs: jax.Array  # [D, V] float32, distribution of each of `tokens`
 
 
 def select(tree: tree_acceptance.Drafted) -> Selected:
     """Finds the path whose tokens are the highest of its siblings', from the root on.
 
-    `accept_multi_path` verifies it. Nodes with the same path are one node
-    with the children of all. A depth of which a node was not drafted is not read.
+    `accept_multi_path` verifies it. Nodes whose paths hold the same tokens count as one
+    node with all their children. A depth that was not drafted in full is not read.
     """
     draft_tokens, parents, depth_max = tree.tokens, tree.parents, tree.depth_max
     depths, is_real = tree_acceptance.depths_of(parents), tree.is_real
     is_at = depths[None] == jnp.arange(depth_max + 1, dtype=jnp.int32)[:, None]
     of_shape = jnp.sum(is_at, axis=1, dtype=jnp.int32)
     drafted = jnp.sum(is_at[:, 1:] & is_real[None], axis=1, dtype=jnp.int32)
-    # At depth 1 any leading nodes will do: they are as many children of the root.
+    # Depth 1 need not be full: the drafted nodes are that many children of the root.
     is_whole = (drafted == of_shape)[1:].at[0].set(drafted[1] > 0)
     is_whole &= drafted[1:] > 0
     most = jnp.minimum(jnp.sum(jnp.cumprod(is_whole.astype(jnp.int32))), tree.wanted)
@@ -51,7 +51,7 @@ def select(tree: tree_acceptance.Drafted) -> Selected:
         draft_row = jnp.where(draft_row > 0, draft_row, 0.0)
         rank, row = _Row.of(tree.target_probs[at], draft_row)
         is_child = is_real & holds[parents] & goes_on & (depth < most)
-        # Outside of the vocabulary is lowest, and is gone to too: it was drawn.
+        # A token outside the vocabulary is the lowest, and is a choice: it was drawn.
         height = rank.at[draft_tokens].get(
             mode="fill", fill_value=-1, wrap_negative_indices=False
         )
@@ -78,9 +78,9 @@ def select(tree: tree_acceptance.Drafted) -> Selected:
 
 
 class _Row(pytree.Node):
-    """A draft's row: what each token has, and what the lower ones have together.
+    """A draft's row: the probability of each token, and the sum of all lower ones.
 
-    The last entry is what tokens outside the vocabulary have, which are the lowest.
+    The last entry is for all tokens outside the vocabulary, which are the lowest.
     """
 
     own: jax.Array  # [V + 1] float32
@@ -100,11 +100,11 @@ class _Row(pytree.Node):
 
 
 def _of_highest(rows: _Row, tokens, numbers, depth: int) -> jax.Array:
-    """Returns what the highest path's token at a depth is drawn from, `[V]`.
+    """Returns the distribution of the highest path's token at a depth, `[V]`.
 
-    The chance that a tree's highest path begins with a prefix is that all its paths are
-    at most there, less that all are below; both are powers, level by level upwards. A
-    difference of powers is a product of the difference: no digits cancel.
+    The highest path begins with a prefix with the chance that no path is higher, less
+    the chance that all are lower; both are powers, level by level upwards. A difference
+    of powers is a multiple of the bases' difference: no digits cancel.
     """
     lower, mass = rows.lower[depth], rows.own[depth]
     upper = lower + mass
@@ -120,7 +120,7 @@ def _of_highest(rows: _Row, tokens, numbers, depth: int) -> jax.Array:
 
 
 def _powers(upper, lower, number) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the powers' difference over that of their bases, and both powers."""
+    """Returns the powers' difference divided by the bases', and both powers."""
 
     def multiply(_, carry):
         added, above, below = carry
@@ -134,7 +134,7 @@ def multi_path_probabilities(
     tree: tree_acceptance.Drafted,
 ) -> acceptance.AcceptanceProbabilities:
     """Returns the chance of each draft of the highest path to stay with those above it,
-    given that none below it does; 0 of the other drafts.
+    given that no deeper draft stays; 0 for all other drafts.
 
     `accept_multi_path` decides by them.
     """
@@ -164,16 +164,16 @@ def accept_multi_path(
 
     Greedy multi-path block verification (GBV), Thomas and Pal (2026),
     https://arxiv.org/abs/2602.16961. The tokens after a prefix are ordered by `target /
-    draft`, and paths by their tokens, the first one first; the highest path is verified
-    by `accept_block`, against what the highest of so many paths is drawn from. Their
-    trees are paths that part at the root, "4-1-1"; here each depth may have a number of
-    children, and on a chain it is `accept_block`.
+    draft`, and paths lexicographically by their tokens; `accept_block` verifies the
+    highest path, against the distribution of the highest of so many paths. The paper's
+    trees branch at the root alone, "4-1-1"; here each depth has a number of children
+    of its own, and on a chain the rule is `accept_block`.
 
     It need not keep more than `accept_block` does on one of the paths: where draft and
     target agree, the highest path is not what the target would draw.
 
-    Args: as in `accept_tree`, but that siblings are drawn with replacement and that all
-      nodes of a depth have as many children. The output is biased where they have not.
+    Args: as in `accept_tree`, but siblings are drawn with replacement, and all nodes of
+      a depth have equally many children: otherwise the output is biased.
     """
     probabilities = multi_path_probabilities(tree)
     stays = jnp.append(False, uniforms < probabilities.keep)

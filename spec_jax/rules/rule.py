@@ -16,14 +16,14 @@ class Rule:
 
     Attributes:
       name: by which calls and flags know it.
-      is_exact: whether a draft stays if it is what the target draws itself with the
-        noise of seed and position (at temperature 0, its argmax), so that the stream is
-        that of autoregressive decoding, bit for bit. Else the rule keeps the target's
-        distribution, and compares it with `Proposal.probs`.
-      accept_chain: decides on ONE chain: as `acceptance.accept_exact` if `is_exact`,
-        else as `acceptance.accept_block`.
-      accept_tree: decides on ONE tree: as `tree_acceptance.follow` if `is_exact`, else
-        as `tree_acceptance.accept_tree`.
+      is_exact: whether a draft stays if the target draws it with the noise of seed and
+        position (its argmax at temperature 0): the stream is that of autoregressive
+        decoding, bit for bit. Otherwise the output has the target's distribution, and
+        the rule reads `Proposal.probs`.
+      accept_chain: decides on ONE chain; takes what `acceptance.accept_exact` does if
+        `is_exact`, else what `acceptance.accept_block` does.
+      accept_tree: the same for ONE tree: `tree_acceptance.follow`, or `accept_tree`.
+      replaces: whether siblings of a tree must be drawn with replacement.
     """
 
     name: str
@@ -42,7 +42,7 @@ def _accept_rejection(*drafts, row_sums, **random) -> acceptance.Outcome:
     return acceptance.accept_rejection(*drafts, **random)
 
 
-# Looked up when they are called: tests put faults in their places.
+# The lambdas look functions up when called, so that tests can plant faults there.
 coupled = Rule(
     name="coupled",
     is_exact=True,

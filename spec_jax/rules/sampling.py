@@ -15,9 +15,9 @@ The first token always stays. Temperature 0 is greedy exactly: all mass on the a
 
 A token is drawn by Gumbel argmax: `argmax(log_weights + noise)`. The noise is a
 function of the seed, the position that the token will have, and a `Stream`, and of
-nothing else. So a token that a target draws with it depends on its row's logits, the
-settings and its position, bit for bit, in whatever round the row is computed:
-rounds that keep a draft where it equals the target's own draw (`acceptance`) write the
+nothing else. So the bits of a token that a target draws with it depend on its row's
+logits, the settings and its position, and not on the round that computes the row.
+Rounds that keep a draft where it equals the target's own draw (`acceptance`) write the
 stream that plain decoding writes.
 
 Cost, for a row of V entries: drawing is one pass of noise; top-k is 32 passes and
@@ -44,12 +44,12 @@ greedy, copied = settings_lib.greedy, settings_lib.copied
 
 
 class Stream(enum.IntEnum):
-    """Purposes of noise. No two purposes ever share any.
+    """Purposes of noise. No two purposes share noise.
 
     `SAMPLE` is keyed by the token's position alone. The others are keyed by the first
-    position of a round, which no two rounds share, and by an offset into it: what
-    `acceptance.accept_block` keeps depends on drafts and uniforms past the last kept
-    one, so the next round must not meet them again.
+    position of a round, which no two rounds share, and by an offset into it: the number
+    that `acceptance.accept_block` keeps depends on drafts and uniforms past the last
+    kept one, so the next round must not use them again.
     """
 
     SAMPLE = 0  # the target's own draws, and drafts that aim at them
@@ -95,9 +95,9 @@ def _first_tokens(
 ) -> Bool[Array, " V"]:
     """Finds the shortest run of tokens, highest score first, that weighs `wanted`.
 
-    Equal scores go by index, lowest first. All tokens where all weigh less. A sum of
-    fewer of the same terms in the same order never rounds to more, so both searches
-    see a condition that changes once.
+    Equal scores go by index, lowest first. If all tokens weigh less, all are returned.
+    A sum of fewer of the same terms in the same order never rounds to more, so the
+    condition of both searches changes once.
     """
     (vocab_size,) = scores.shape
     index = jnp.arange(vocab_size, dtype=jnp.int32)
@@ -202,7 +202,7 @@ def noise_key(
 ) -> PRNGKeyArray:
     """Returns the key of one stream's noise at a position, and offset into a round.
 
-    Threefry by name: the configured default would make other streams.
+    Threefry is named, as another configured default would make other streams.
     """
     key = jax.random.key(seed, impl="threefry2x32")
     for part in (int(stream), position, offset):
@@ -221,7 +221,7 @@ def noise(
 ) -> Float32[Array, " vocab_size"]:
     """Draws Gumbel noise. `position` is that of the token to be drawn.
 
-    Its resolution is high: from 24 random bits no value exceeds 17, so that thousands
+    Its resolution is high: with 24 random bits no value would exceed 17, and thousands
     of unlikely tokens would together be drawn too seldom.
     """
     key = noise_key(seed, stream, position, offset)
@@ -285,9 +285,9 @@ def noisy_weights(
     stream: Stream = Stream.SAMPLE,
     offset: Int[Array, ""] | int = 0,
 ) -> Float32[Array, " V"]:
-    """Returns what `sample` takes the highest of: the log weights and the noise.
+    """Returns the scores whose argmax `sample` returns: log weights plus noise.
 
-    The logits as they are where the temperature is 0.
+    At temperature 0 they are the logits as they are.
     """
 
     def noisy(logits):
@@ -299,8 +299,8 @@ def noisy_weights(
             offset=offset,
         )
 
-    # An argmax that is fused with what makes the noise is several times slower on a
-    # CPU: the `cond` keeps it out.
+    # An argmax that is fused with the code that makes the noise is several times slower
+    # on a CPU: the `cond` prevents that.
     return jax.lax.cond(
         settings.temperature == 0, lambda x: x, noisy, logits.astype(jnp.float32)
     )
@@ -321,7 +321,7 @@ def sample_rows(
     its own row, its position and the settings.
 
     Args:
-      sample: draws in the place of `sample_each`, with kernels of a target's own.
+      sample: draws in place of `sample_each`, as the kernels of a target do.
     """
     offsets = jnp.arange(logits.shape[0], dtype=jnp.int32)
     each = jax.tree.map(lambda x: jnp.broadcast_to(x, offsets.shape), settings)
@@ -339,7 +339,7 @@ def sample_each(
     positions: Int[Array, " R"],
     draws: Bool[Array, " R"],
 ) -> Int[Array, " R"]:
-    """Does as `sample_rows`, each row by its own settings and position.
+    """Draws as `sample_rows` does, each row by its own settings and position.
 
     Row by row, in a loop.
 

@@ -17,10 +17,10 @@ ALL_TOKENS = 2**31 - 1
 """The `top_k` that filters nothing."""
 
 SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)
-"""Below it, and above 0, a division in float32 may be a division by zero."""
+"""A smaller one above 0 may count as zero when float32 numbers are divided by it."""
 
 MOST_REQUESTS, MOST_SAMPLES = 2**20, 2**12
-"""Requests that one seed has noise for, and samples of each."""
+"""How many requests one seed has noise for, and how many samples of each."""
 
 
 class SamplingSettings(pytree.Node):
@@ -42,11 +42,11 @@ class Sampling:
 
     Attributes:
       temperature: divides the logits; 0 is greedy, and takes no filter.
-      top_k: how many tokens stay, with all equals of the last; None, or more than there
-        are, keeps all.
+      top_k: how many tokens stay, and with them all that equal the last; None, or more
+        than the vocabulary has, keeps all.
       top_p: the mass that stays, in `(0, 1]`.
       min_p: the least probability that stays, as a share of the highest, in `[0, 1]`.
-      seed: of all noise, in `[0, 2**32)`: with it a stream is drawn again, bit for bit.
+      seed: of all noise, in `[0, 2**32)`: the same seed gives the same bits.
 
     Raises:
       ValueError: a value outside its range, or not a number; a filter at temperature
@@ -147,17 +147,17 @@ def copied(settings: SamplingSettings | None) -> SamplingSettings | None:
 
 
 def folded_seed(seed: int, request: int, sample: int) -> int:
-    """Returns the seed of one sample of one request, of the seed that all share.
+    """Returns the seed of one sample of one request, made from the seed that all share.
 
-    Request 0, sample 0 has the seed itself. No two have the same: their number is
-    hashed by a bijection of 32 bits (the finaliser of MurmurHash3), which keeps 0.
+    Request 0, sample 0 has the seed itself. No two samples have the same seed: their
+    number is hashed by a bijection of 32 bits (MurmurHash3's finaliser), which keeps 0.
 
     Args:
       request: in `[0, MOST_REQUESTS)`.
       sample: of the request, in `[0, MOST_SAMPLES)`.
 
     Raises:
-      ValueError: more requests or samples than there are such numbers.
+      ValueError: a request or a sample outside its range.
     """
     if not (0 <= request < MOST_REQUESTS and 0 <= sample < MOST_SAMPLES):
         raise ValueError(

@@ -1,6 +1,6 @@
 """Acceptance of trees from their leaves on: block verification of paths.
 
-As `tree_acceptance`, a function of ONE sequence, of arrays alone.
+Functions take ONE sequence and arrays alone, as in `tree_acceptance`.
 """
 
 import jax
@@ -12,14 +12,14 @@ from spec_jax.rules import acceptance, tree_acceptance
 def traversal_probabilities(
     tree: tree_acceptance.Drafted,
 ) -> tuple[acceptance.AcceptanceProbabilities, jax.Array]:
-    """Leaves the nodes of a tree from its leaves on, each after its children.
+    """Tries the nodes of a tree from its leaves upwards, each after its children.
 
-    `accept_traversal` decides by them.
+    `accept_traversal` decides by what it returns.
 
     Returns:
-      the chance to keep each draft and those above it, given that none was kept of
-      the drafts that are left before it, 0 of drafts that are not tried; and when each
-      is left, `W` of those.
+      the chance to keep each draft and those above it, given that no draft that is
+      tried earlier was kept, 0 for drafts that are not tried; and each draft's place in
+      the order of trial, `W` for those.
     """
     draft_tokens, parents = tree.tokens, tree.parents
     num_drafts = draft_tokens.shape[0]
@@ -32,7 +32,7 @@ def traversal_probabilities(
         return is_tried & (parents == at) & ~entered
 
     def leave_one(carry, time):
-        """Descends to the next leaf of what is left, and leaves it."""
+        """Descends to the next leaf of the rest of the tree, and removes it."""
         pair, joint, entered, keep, left, at = carry
 
         def enter(inner):
@@ -82,16 +82,16 @@ def accept_traversal(
 
     Traversal Verification, algorithm 2 of Weng et al. (2025),
     https://arxiv.org/abs/2505.12398, for siblings that are drawn without replacement.
-    Nodes are left from the first leaf on, each after its children, siblings in the
+    Nodes are tried from the first leaf on, each after its children, siblings in the
     order of their columns. A node has the weight `min(1, weight of its parent * target
     / draft)`, and its path stays where its uniform is less. Where it does not, the
-    parent has the rest: with `r = max(0, weight * target - draft)`, the row `norm(r)`
-    and the weight `sum(r) / (sum(r) + 1 - weight)`; and the draft's row loses the
-    token. The own token is drawn from the row of the node whose path stays, of the root
-    if none does. On a chain it is `accept_block`; on average it keeps at least as many
-    drafts as `accept_tree`.
+    parent gets what is left: with `r = max(0, weight * target - draft)`, the row
+    `norm(r)` and the weight `sum(r) / (sum(r) + 1 - weight)`; and the draft's row loses
+    the token. The own token is drawn from the row of the node whose path stays, or of
+    the root. On a chain the rule is `accept_block`; on average it keeps at least as
+    many drafts as `accept_tree`.
 
-    Args: as in `accept_tree`, and so is what biases the output.
+    Args: as in `accept_tree`; the output is biased under the same conditions.
     """
     probabilities, left = traversal_probabilities(tree)
     stays = uniforms < probabilities.keep

@@ -1,6 +1,6 @@
 """Acceptance of trees: which path of drafts stays.
 
-As `acceptance`, for proposals that branch: functions of ONE sequence, of arrays alone.
+Functions take ONE sequence and arrays alone, as in `acceptance`. The rules:
 
     coupled       `follow`, on the target's own draws: any tree is lossless.
     rejection     `accept_tree`: siblings are tried in turn, from the root on.
@@ -8,7 +8,7 @@ As `acceptance`, for proposals that branch: functions of ONE sequence, of arrays
                   on.
     multipath     `multi_path.accept_multi_path`: the best path is tried as a chain.
 
-Under the last three, the drafts of a random tree must not have decided its shape.
+Under the last three, the tokens drawn for a tree must not decide the tree's shape.
 """
 
 from collections.abc import Callable
@@ -39,8 +39,8 @@ def follow(
     that the committed tokens do not depend on the tree.
 
     Args:
-      own_token: the target's token after a column: 0 is the root, `i + 1` draft `i`.
-        Asked once a level, of the columns on the path alone.
+      own_token: returns the target's token after a column: 0 is the root, `i + 1` draft
+        `i`. It is called once a level, for the columns on the path alone.
       parents: the column of each draft's parent, at most its own index.
       num_drafted: how many drafts are real, in `0 .. W`.
       wanted: drafts to keep, at most.
@@ -56,7 +56,7 @@ def follow(
 
 
 class Drafted(pytree.Node):
-    """A tree of drafts and what both models say of it, as `accept_tree` is given it."""
+    """A tree of drafts and the probabilities of both models, as `accept_tree` takes."""
 
     tokens: jax.Array  # [W] int32
     parents: jax.Array  # [W] int32
@@ -69,7 +69,7 @@ class Drafted(pytree.Node):
 
     @property
     def is_real(self) -> jax.Array:
-        """Whether each draft is there, `[W]`."""
+        """Whether each draft is real, `[W]` bool."""
         return jnp.arange(self.tokens.shape[0], dtype=jnp.int32) < self.num_drafted
 
     def walk(self, try_children) -> "_Walk":
@@ -95,7 +95,7 @@ class Drafted(pytree.Node):
 
 
 def of_trees(decide: Callable[..., acceptance.Outcome]):
-    """Gives a rule of `Drafted` trees and noise the arguments of `accept_tree`."""
+    """Lets a rule that takes a `Drafted` tree take the arguments of `accept_tree`."""
 
     def accept(
         draft_tokens: Int[Array, " W"],
@@ -110,7 +110,7 @@ def of_trees(decide: Callable[..., acceptance.Outcome]):
         depth_max: int,
         row_sums: acceptance.RowSums | None = None,
     ) -> acceptance.Outcome:
-        """Decides on the tree of these arguments; `help` shows what `decide` says."""
+        """Decides on the tree of these arguments; has the docstring of `decide`."""
         tree = Drafted(
             tokens=draft_tokens,
             parents=parents,
@@ -129,15 +129,15 @@ def of_trees(decide: Callable[..., acceptance.Outcome]):
 
 
 def tree_probabilities(tree: Drafted) -> acceptance.AcceptanceProbabilities:
-    """Returns the chances to keep each sibling, tried after those before it.
+    """Returns the chance to keep each draft if its parent is and no earlier sibling is.
 
-    `accept_tree` decides by them. A node's rows begin as the target's and the
-    draft's; a child that is not kept takes the draft's row away from the target's, and
-    itself away from the draft's, and both are normalised.
+    `accept_tree` decides by them. A node's rows begin as the target's and the draft's.
+    After a child that is not kept, the draft's row is subtracted from the target's, the
+    child's token is removed from the draft's, and both are normalised.
     """
 
     def try_child(pair, child):
-        """Returns the chance to keep a child, and what it leaves of the rows."""
+        """Returns the rows that are left after a child, and the chance to keep it."""
         token, parent, is_real = child
         at_target, at_draft = pair.at(parent, token)
         keep = acceptance.ratio(at_target, at_draft)
@@ -181,7 +181,7 @@ class _Left(pytree.Node):
 
 
 class Pair(pytree.Node):
-    """Rows of the target and of the draft: the rest for the next child."""
+    """The rest of the target's and of the draft's rows, for the next child."""
 
     target: _Left
     draft: _Left | None  # None: the drafts were certain
@@ -212,14 +212,13 @@ class Pair(pytree.Node):
         joint: jax.Array | float,
         is_real: jax.Array,
     ) -> tuple["Pair", jax.Array]:
-        """Takes a child that is not kept away from the rows of its parent's column.
+        """Removes a child that is not kept from the rows of its parent's column.
 
         Args:
-          joint: what the target's row is multiplied with before the draft's is
-            subtracted.
+          joint: factor of the target's row, from which the draft's is then subtracted.
 
         Returns:
-          the rest, the same if the child is not real; and the sum of the difference.
+          the rest, unchanged if the child is not real; and the sum of the difference.
         """
         sums = self.row_sums or jnp.sum
         target_row = self.target.row(column)
@@ -248,13 +247,13 @@ def accept_tree(tree: Drafted, *, uniforms, noise) -> acceptance.Outcome:
     Recursive rejection sampling without replacement: Miao et al. (2023), SpecInfer,
     https://arxiv.org/abs/2305.09781, algorithm 2, with draws without replacement as in
     Jeon et al. (2024), https://arxiv.org/abs/2402.14160. From the root on, the children
-    of a node are tried in the order of their columns; the first that stays is gone to.
-    Where none does, the own token is drawn from what they left of the target's row. On
-    a chain it is `accept_rejection`.
+    of a node are tried in the order of their columns, and the first that stays is the
+    next node. Where none stays, the own token is drawn from what they left of the
+    target's row. On a chain the rule is `accept_rejection`.
 
     The output is biased where the drafts' own tokens decide how many children are
     tried: random drafts need a tree whose shape is given beforehand. With
-    `draft_probs=None`, drafts that were certain, any tree will do.
+    `draft_probs=None` the drafts were certain, and the tree may have any shape.
 
     Args:
       parents: the column of each draft's parent, at most its own index.
@@ -269,7 +268,7 @@ def accept_tree(tree: Drafted, *, uniforms, noise) -> acceptance.Outcome:
     probabilities = tree_probabilities(tree)
     stays = uniforms < probabilities.keep
     found = tree.walk(lambda _: (jnp.int32(0), stays))
-    # Where no more drafts were wanted, or none so deep, no child was tried.
+    # No child was tried if no more drafts were wanted, or none so deep.
     weights = jnp.where(
         found.is_cut, tree.target_probs[found.last], probabilities.own[found.last]
     )
@@ -284,7 +283,7 @@ class _Walk(pytree.Node):
     is_kept: jax.Array  # [D] bool, leading ones
     reached: jax.Array  # [D] bool
     last: jax.Array  # [] int32, the column where it ended
-    own: jax.Array  # [] int32, what `try_children` said there
+    own: jax.Array  # [] int32, the token that `try_children` returned there
     is_cut: jax.Array  # [] bool: the path may not grow, and no child was tried
 
     def outcome(self, draft_tokens: jax.Array, own: jax.Array) -> acceptance.Outcome:
@@ -323,11 +322,11 @@ def walk(
 ) -> _Walk:
     """Descends to the first child that stays, while one does and the path may grow.
 
-    It may have `wanted` drafts, and `depth_max`.
+    The path has at most `wanted` drafts, and at most `depth_max`.
 
     Args:
-      try_children: after a column, the target's token and which drafts stay if they
-        are its children.
+      try_children: takes a column; returns the target's token after it, and which
+        drafts stay if they are its children.
     """
     columns = jnp.arange(1, parents.shape[0] + 1, dtype=jnp.int32)
     is_real = columns <= num_drafted

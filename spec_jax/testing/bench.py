@@ -35,11 +35,11 @@ class Bench:
     """A target, prompts and sizes.
 
     Attributes:
-      target: its slab has `gamma_max + 1` rows of the drafter's, or more.
+      target: its slab has at least `gamma_max + 1` rows, of the drafter's `gamma_max`.
       prompts: of different lengths, one of them a single token.
       max_tokens: generated per prompt.
-      capacity: positions of every cache, whole pages; less than `max_tokens` more than
-        a prompt, if a full cache is to be met.
+      capacity: positions of every cache, whole pages. A cache becomes full if this is
+        less than a prompt and `max_tokens` together.
 
     Raises:
       ValueError: no prompt, or sizes that do not go together.

@@ -24,7 +24,7 @@ from spec_jax.testing import bench as bench_lib, compare, one_slot
 Bench = bench_lib.Bench
 
 INTERVAL_S = 10.0
-"""Between two lines of progress."""
+"""Seconds between two lines of progress."""
 
 
 def check_drafter(
@@ -32,8 +32,8 @@ def check_drafter(
 ) -> tuple[str, ...]:
     """Raises `AssertionError` unless the drafter keeps all of `protocols.Drafter`.
 
-    The message begins with the clause that is broken. It takes about a minute: how far
-    it is stands on standard error now and then.
+    The message begins with the clause that is broken. The check takes about a minute,
+    and prints its progress to standard error.
 
     Args:
       drafter: of one sequence, or with `for_slots`.
@@ -59,12 +59,13 @@ def check_drafter(
     return tuple(CLAUSES)
 
 
-def _fail_if(is_broken: bool, clause: str, why: str) -> None:
+def fail_if(is_broken: bool, clause: str, why: str) -> None:
+    """Raises `AssertionError` that names the clause, if it is broken."""
     if is_broken:
         raise AssertionError(f"{clause}: {why}")
 
 
-def _shapes(tree) -> Any:
+def shapes_of(tree) -> Any:
     """Returns shape, dtype and weakness of each leaf, and the structure."""
     leaves, structure = jax.tree.flatten(jax.eval_shape(lambda x: x, tree))
     return [(x.shape, x.dtype.name, x.weak_type) for x in leaves], structure
@@ -111,8 +112,8 @@ def check_static(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     fresh = one.init(bench)
     for leaf in jax.tree.leaves(fresh):
         is_array = isinstance(leaf, jax.Array)
-        _fail_if(not is_array, clause, f"the memory holds {leaf!r}, not an array")
-    expected = _shapes(fresh)
+        fail_if(not is_array, clause, f"the memory holds {leaf!r}, not an array")
+    expected = shapes_of(fresh)
     gamma_max, number = drafter.gamma_max, jax.ShapeDtypeStruct((), jnp.int32)
     tokens = jax.ShapeDtypeStruct((bench.capacity + 1,), jnp.int32)
     for prompt in bench.prompts:
@@ -124,20 +125,20 @@ def check_static(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
         committed = jax.eval_shape(one.commit, params, memory, number, handed)
         memories = {"prefill": memory, "propose": proposed, "commit": committed}
         for name, made in memories.items():
-            shapes = _shapes(made)
+            shapes = shapes_of(made)
             why = f"{name} makes a memory of {shapes} from one of {expected}"
-            _fail_if(shapes != expected, clause, why)
+            fail_if(shapes != expected, clause, why)
         drafts, count = proposal.tokens, proposal.num_drafted
         is_right = (drafts.shape, count.shape) == ((gamma_max,), ())
         is_right &= drafts.dtype == count.dtype == jnp.int32
         why = f"{proposal} is not int32 tokens [{gamma_max}] and an int32 number"
-        _fail_if(not is_right, clause, why)
+        fail_if(not is_right, clause, why)
         _check_parents(drafter, proposal)
         if proposal.probs is not None:
             probs, rows = proposal.probs, (gamma_max, bench.target.config.vocab_size)
             is_right = probs.shape == rows and probs.dtype == jnp.float32
             why = f"probs {probs} are not float32 {list(rows)}"
-            _fail_if(not is_right, clause, why)
+            fail_if(not is_right, clause, why)
 
 
 def _check_parents(drafter: protocols.Drafter, proposal: Any) -> None:
@@ -145,11 +146,11 @@ def _check_parents(drafter: protocols.Drafter, proposal: Any) -> None:
     clause, parents = "static shapes", proposal.parents
     known = protocols.complete(drafter)
     why = f"depth_max={known.depth_max} and parents {parents}"
-    _fail_if((parents is None) == protocols.is_tree(drafter), clause, why)
+    fail_if((parents is None) == protocols.is_tree(drafter), clause, why)
     if parents is not None:
         is_right = parents.shape == (drafter.gamma_max,) and parents.dtype == jnp.int32
         why = f"parents {parents} are not int32 [{drafter.gamma_max}]"
-        _fail_if(not is_right, clause, why)
+        fail_if(not is_right, clause, why)
 
 
 def check_pure(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
@@ -165,7 +166,7 @@ def check_pure(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
 
 
 def check_programs(**traced: tuple[Any, ...]) -> None:
-    """Checks that functions, given with their arguments, trace alike and on no host."""
+    """Checks that functions, given with arguments, trace alike and without the host."""
     for name, (function, *arguments) in traced.items():
         # A new function each time, as a trace of the same one would be found again.
         first, second = (
@@ -173,9 +174,9 @@ def check_programs(**traced: tuple[Any, ...]) -> None:
         )
         call = re.search(r"\b\w*callback\b", str(first.jaxpr))
         why = f"{name} calls the host by {call and call[0]}"
-        _fail_if(call is not None, "no host", why)
+        fail_if(call is not None, "no host", why)
         why = f"two traces of {name} with the same arguments differ"
-        _fail_if(not _same_program(first, second), "pure functions", why)
+        fail_if(not _same_program(first, second), "pure functions", why)
 
 
 def _same_program(first: Any, second: Any) -> bool:
@@ -219,7 +220,7 @@ def _propose(drafter, params, memory, bench, text, *, gamma, behind=(0,)):
 def check_proposals(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     """Checks for at most gamma tokens, of the vocabulary, from committed text alone.
 
-    And, where it has them, probabilities that these can have been drawn with.
+    If there are probabilities, checks that the tokens can have been drawn with them.
     """
     vocab_size = bench.target.config.vocab_size
     for prompt in bench.prompts:
@@ -231,10 +232,10 @@ def check_proposals(drafter: protocols.Drafter, params: Any, bench: Bench) -> No
             proposal = after_text(gamma=gamma)
             num_drafted, drafts = int(proposal.num_drafted), _drafts(proposal)
             why = f"{num_drafted} tokens for {gamma=}"
-            _fail_if(not 0 <= num_drafted <= gamma, "number drafted", why)
+            fail_if(not 0 <= num_drafted <= gamma, "number drafted", why)
             is_known = all(0 <= token < vocab_size for token in drafts)
             why = f"{drafts} are not all in [0, {vocab_size})"
-            _fail_if(not is_known, "vocabulary", why)
+            fail_if(not is_known, "vocabulary", why)
             _check_probs(proposal)
             _check_tree(drafter, proposal)
             # The text again: a drafter that looks tokens up finds these, too.
@@ -242,7 +243,7 @@ def check_proposals(drafter: protocols.Drafter, params: Any, bench: Bench) -> No
                 changed = _drafts(after_text(gamma=gamma, behind=behind))
                 what = behind[0] if len(behind) == 1 else "the text again"
                 why = f"{what} behind the text turns {drafts} into {changed}"
-                _fail_if(changed != drafts, "reads past the end", why)
+                fail_if(changed != drafts, "reads past the end", why)
 
 
 def _check_tree(drafter: protocols.Drafter, proposal: protocols.Proposal) -> None:
@@ -265,11 +266,11 @@ def _check_probs(proposal: protocols.Proposal) -> None:
         name, total = f"row {row} of the probabilities", probs.sum()
         wrong = probs[~(probs >= 0)]
         why = f"{name} holds {wrong[0] if wrong.size else None}"
-        _fail_if(wrong.size > 0, "probabilities", why)
+        fail_if(wrong.size > 0, "probabilities", why)
         why = f"{name} sums to {total}, not 1"
-        _fail_if(not abs(total - 1) <= 1e-3, "probabilities", why)
+        fail_if(not abs(total - 1) <= 1e-3, "probabilities", why)
         why = f"{name} gives the draft {token}, which was drawn, {probs[token]}"
-        _fail_if(not probs[token] > 0, "probabilities", why)
+        fail_if(not probs[token] > 0, "probabilities", why)
 
 
 def check_memory(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
@@ -281,7 +282,7 @@ def check_memory(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
         held = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(memory) if x.size]
         is_shared = len(set(held)) < len(held)
         why = "two leaves share a buffer, and could not both be donated"
-        _fail_if(is_shared, clause, why)
+        fail_if(is_shared, clause, why)
         # Closed over, a memory does not go through its leaves.
         whole, copied = (
             jax.make_jaxpr(functools.partial(one.propose, params, held))(
@@ -290,7 +291,7 @@ def check_memory(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
             for held in (memory, jax.tree.map(jnp.array, memory))
         )
         why = "a memory that is put together from its leaves drafts otherwise"
-        _fail_if(not _same_program(whole, copied), clause, why)
+        fail_if(not _same_program(whole, copied), clause, why)
 
 
 def check_truncation(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
@@ -311,7 +312,7 @@ def check_truncation(drafter: protocols.Drafter, params: Any, bench: Bench) -> N
             drafts = _drafts(proposal)
             expected = _drafts(_jitted(drafter, params, fresh, tokens, n, gamma)[1])
             why = f"{drafts} after {number} rounds, {expected} from a fresh memory"
-            _fail_if(drafts != expected, "truncation", why)
+            fail_if(drafts != expected, "truncation", why)
             agrees = [d == t for d, t in zip(drafts, text[length:], strict=False)]
             accepted = [*agrees, False].index(False)
             # Now and then fewer are committed than the target would have kept.
@@ -342,10 +343,10 @@ def check_features(drafter: protocols.Drafter, params: Any, bench: Bench) -> Non
     drafts = functools.partial(_drafts_by_features, drafter, params, bench, texts)
     right = drafts(tables)
     why = "what is after the features of committed rows changes drafts"
-    _fail_if(drafts(tables, rest=np.nan) != right, "features", why)
+    fail_if(drafts(tables, rest=np.nan) != right, "features", why)
     fresh = drafts(tables, anew=True)
     why = f"{right} in rounds, {fresh} from fresh memories"
-    _fail_if(right != fresh, "features", why)
+    fail_if(right != fresh, "features", why)
     wrong = {
         "one position early": [np.roll(table, -1, axis=0) for table in tables],
         "one position late": [np.roll(table, 1, axis=0) for table in tables],
@@ -353,11 +354,11 @@ def check_features(drafter: protocols.Drafter, params: Any, bench: Bench) -> Non
     }
     for name, others in wrong.items():
         why = f"features {name} change no draft"
-        _fail_if(drafts(others) == right, "features", why)
+        fail_if(drafts(others) == right, "features", why)
 
 
 def _drafts_by_features(drafter, params, bench, texts, tables, *, rest=0, anew=False):
-    """Returns what is drafted in rounds of 1, 2, .. tokens, when it is handed these:
+    """Returns the drafts of rounds of different lengths, with features from `tables`:
     by prefill `anew` in each round, or by commits."""
     one, found = one_slot.OneSlot(drafter=drafter), []
     commit = jax.jit(one.commit)
@@ -407,10 +408,10 @@ def check_lossless(drafter: protocols.Drafter, params: Any, bench: Bench) -> Non
             written = _written("lossless", bench, watched, params, [request])[0]
             expected = bench.plain(prompt, **ends)
             why = f"{written} with {gamma=}, {ends}, decoding {expected}"
-            _fail_if(written != expected, "lossless", why)
+            fail_if(written != expected, "lossless", why)
             known = known or len(traces)
             why = f"traced again for {gamma=}, {ends}, a prompt of {len(prompt)} tokens"
-            _fail_if(len(traces) > known, "no retrace", why)
+            fail_if(len(traces) > known, "no retrace", why)
 
 
 def check_slots(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
@@ -435,7 +436,7 @@ def check_slots(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     written = _written("slots", bench, slots, params, requests)
     for number, (found, right) in enumerate(zip(written, expected, strict=True)):
         why = f"request {number} in {num_slots} slots: {found}, decoding {right}"
-        _fail_if(found != right, "slots", why)
+        fail_if(found != right, "slots", why)
 
 
 def _written(clause, bench, slots, params, requests) -> list[list[int]]:

@@ -76,28 +76,11 @@ class Watched:
     inner: protocols.SlotDrafter
     traces: list = dataclasses.field(compare=False)
 
-    @property
-    def gamma_max(self) -> int:
-        return self.inner.gamma_max
-
-    @property
-    def num_slots(self) -> int:
-        return self.inner.num_slots
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def init(self, **sizes):
-        return self.inner.init(**sizes)
-
-    def prefill(self, params, memory, prompt, **handed):
-        return self.inner.prefill(params, memory, prompt, **handed)
-
     def propose(self, params, memory, **arguments):
         self.traces.append(tuple(arguments))
         return self.inner.propose(params, memory, **arguments)
-
-    def commit(self, params, memory, length, **handed):
-        return self.inner.commit(params, memory, length, **handed)

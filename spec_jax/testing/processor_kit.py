@@ -34,7 +34,7 @@ def check_processor(
 
     Args:
       bench: `bench.tiny` where it is None, of 96 tokens.
-      seed: of the texts.
+      seed: of random tokens and logits.
 
     Returns:
       The names of the clauses that were checked.
@@ -49,9 +49,7 @@ def check_processor(
     return tuple(_CLAUSES)
 
 
-def _fail_if(is_broken: bool, clause: str, why: str) -> None:
-    if is_broken:
-        raise AssertionError(f"{clause}: {why}")
+_fail_if, _shapes = drafter_kit.fail_if, drafter_kit.shapes_of
 
 
 def _begun(processor, bench, prompt, behind: int = 0) -> Any:
@@ -66,11 +64,6 @@ def _begun(processor, bench, prompt, behind: int = 0) -> Any:
 def _logits(bench, rng) -> jax.Array:
     size = bench.target.config.vocab_size
     return jnp.asarray(rng.normal(size=size).astype(np.float32) * 3)
-
-
-def _shapes(tree: Any) -> Any:
-    leaves, structure = jax.tree.flatten(jax.eval_shape(lambda x: x, tree))
-    return [(x.shape, x.dtype.name) for x in leaves], structure
 
 
 def check_static(processor: Processor, bench: Any, rng: Any) -> None:

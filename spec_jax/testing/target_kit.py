@@ -29,7 +29,7 @@ class Reading:
     """A way to read the text.
 
     Attributes:
-      clause: what is not kept where its logits are others.
+      clause: how the text is read, for the message of an error.
       place: the text's slot.
       beside: sequences in other slots.
       widths: columns of each slot's windows, in turn; of the text's own first.
@@ -172,12 +172,11 @@ def read(
             window = _window({0: wrong}, at, {0: count}, width)
             cache, _ = _verify(slots, params, cache, window, at[reading.place])
         counts = {
-            slot: min(reading.widths[(turn + n) % len(reading.widths)], width)
+            slot: min(
+                reading.widths[(turn + n) % len(reading.widths)],
+                *(width, texts.shape[1] - at[slot]),
+            )
             for n, slot in enumerate([reading.place, *others])
-        }
-        counts = {
-            slot: min(count, texts.shape[1] - at[slot])
-            for slot, count in counts.items()
         }
         single = set(counts.values()) <= {0, 1} and not reading.beside
         window = _window(text_of, at, counts, 1 if single else width)

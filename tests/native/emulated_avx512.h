@@ -104,12 +104,12 @@ inline __m512 emulate_cvtepi32_ps(__m512i x) {
 #undef _mm512_cvtepi32_ps
 #define _mm512_cvtepi32_ps emulate_cvtepi32_ps
 
-// Of finite values.
 inline __m512 emulate_cvtph_ps(__m256i x) {
   return emulate_lanes<__m512>([&](int i) {
     int bits = emulated_lane<uint16_t>(x, i), exponent = bits >> 10 & 31;
     int whole = (bits & 1023) + (exponent ? 1024 : 0);
     float size = std::ldexp(static_cast<float>(whole), (exponent ? exponent : 1) - 25);
+    if (exponent == 31) size = whole == 1024 ? INFINITY : NAN;
     return bits >> 15 ? -size : size;
   });
 }

@@ -1,9 +1,9 @@
 // The kernels over a grid of shapes, in buffers of exactly their size, against double.
 //
-// Built with the address and undefined-behaviour sanitizers and run for each
-// instruction set. `sanitize overrun`, `sanitize undefined` and `sanitize late` commit
-// one fault each, that the sanitizers must stop, and `sanitize wait` one that the alarm
-// must.
+// It is built with the address and undefined-behaviour sanitizers, for the machine's
+// widest instruction set. `sanitize overrun`, `sanitize undefined` and `sanitize late`
+// commit one fault each, which the sanitizers must stop, and `sanitize wait` one that
+// the alarm must.
 
 #include <algorithm>
 #include <cmath>
@@ -33,7 +33,7 @@
 namespace spec_jax {
 namespace {
 
-// The worst pool: helpers begin when the caller has long gone.
+// The worst pool: helpers begin only after the caller has finished.
 struct LatePool {
   std::vector<std::function<void()>> tasks;
   int64_t num_threads() const { return 4; }
@@ -44,8 +44,8 @@ struct LatePool {
   }
 };
 
-// A pool whose queues are full: what it is given runs before the call returns, in the
-// caller, as XLA's does. `elsewhere`: in another thread, which no helper can tell.
+// A pool whose queues are full: a task runs before `Schedule` returns, in the caller,
+// as in XLA's. `elsewhere`: in another thread, which a helper cannot notice.
 struct FullPool {
   bool elsewhere = false;
   int64_t num_threads() const { return 4; }
@@ -56,7 +56,7 @@ struct FullPool {
   }
 };
 
-// Memory of its own for every array, so that a step outside is seen.
+// An array in memory of its own, so that the sanitizer sees a step outside.
 template <typename T>
 struct Array {
   std::unique_ptr<T[]> owned;
@@ -82,7 +82,7 @@ void expect(bool fine, const std::string& what) {
   std::exit(1);
 }
 
-// What T may lose of a value when it is rounded.
+// Bounds the relative error of a value that is rounded to T.
 template <typename T>
 double unit() { return sizeof(T) == 2 ? 1.0 / 256 : 0.0; }
 
@@ -93,7 +93,7 @@ std::string shape(const char* name, std::vector<int64_t> sizes) {
   return out;
 }
 
-// The panels of w [N, K], in memory of exactly their size.
+// Makes the panels of w [N, K], in memory of exactly their size.
 template <typename T>
 Array<T> pack(Array<T>& w, int64_t N, int64_t K) {
   constexpr int64_t kSize = kWord<T>;
@@ -107,7 +107,7 @@ Array<T> pack(Array<T>& w, int64_t N, int64_t K) {
   return out;
 }
 
-// The panels of a random matrix.
+// Makes the panels of a random matrix.
 template <typename T>
 Array<T> matrix(int64_t N, int64_t K) {
   auto w = normal<T>(N * K, 0.3f);
@@ -127,7 +127,7 @@ struct Sum {
   }
 };
 
-// What padding rows of a result hold: nothing is written there.
+// Makes a result with a value that its padding rows must keep.
 template <typename T>
 Array<T> untouched(int64_t n) {
   Array<T> out(n);
@@ -169,18 +169,18 @@ void check_project(int64_t rows, int64_t live, int64_t K, int64_t N) {
   }
 }
 
-// Weights of eight bits, or four, in memory of exactly their size.
+// Checks products with weights of eight bits, or four, in memory of exactly their size.
 template <bool kIsFour, typename T>
 void check_bytes(int64_t rows, int64_t K, int64_t N) {
   auto x = normal<T>(rows * K);
   Array<uint8_t> packed(panels_of(N) * pairs_of(K) * kPairBytes<kIsFour>);
   for (int64_t i = 0; i < packed.size; ++i) {
     bool is_scale = i % kPairBytes<kIsFour> >= 2 * kBlockLines<kIsFour> * kLineBytes;
-    uint8_t one = i % 2 ? 0x3c : 0x00;  // a half of float16's 1
+    uint8_t one = i % 2 ? 0x3c : 0x00;  // one of the two bytes of 1 in float16
     packed[i] = is_scale ? one : generator() % 256;
   }
   Panels<T> w{nullptr, N, K, packed.data(), kIsFour};
-  auto table = untouched<T>(N * K), y = untouched<T>(rows * N), none = untouched<T>(0);
+  auto table = untouched<T>(N * K), y = untouched<T>(rows * N);
   auto gates = untouched<T>(rows * (N / 2));
   for (int64_t n = 0; n < N; ++n) take_row(w, n, table.data() + n * K);
   {
@@ -195,14 +195,14 @@ void check_bytes(int64_t rows, int64_t K, int64_t N) {
   for (int64_t i = 0; i < rows * N; ++i) {
     Sum sum;
     sum.add(x.data() + i / N * K, table.data() + i % N * K, K);
-    // A row's element is rounded to a hundredth of its block's largest.
+    // A row's element is off by up to 1 / 254 of its block's largest.
     expect(std::abs(to_float(y[i]) - sum.value) <= 0.02 * sum.sizes + 3.0 * K,
            shape<T>("bytes", {rows, K, N, i}));
   }
 }
 
-// Segments: in bounds, the sums of all, and nothing written to padding rows; bits are
-// compared in Python.
+// Checks segments: in bounds, the sums of all, and nothing written to padding rows;
+// bits are compared in Python.
 template <typename T>
 void check_segments(int64_t count, int64_t K, int64_t N) {
   constexpr int64_t kRows = 11, kLive = 10;
@@ -232,7 +232,7 @@ void check_segments(int64_t count, int64_t K, int64_t N) {
   }
 }
 
-// Norm and gate: in bounds; values are compared in Python.
+// Checks norm and gate: in bounds; values are compared in Python.
 template <typename T>
 void check_gate(int64_t rows, int64_t live, int64_t K, int64_t F) {
   auto x = normal<T>(rows * K), w = normal<T>(2 * F * K), norm = normal<T>(K);
@@ -250,7 +250,7 @@ void check_gate(int64_t rows, int64_t live, int64_t K, int64_t F) {
   }
 }
 
-// Softmax attention of one query in double, the pages being 0, 1, 2, ...
+// Checks softmax attention of one query against double; the pages are 0, 1, 2, ...
 template <typename T>
 void expect_attention(const float* q, T* k, T* v, int64_t position, int64_t stride,
                       int64_t H, const T* out, const std::string& what) {
@@ -288,9 +288,10 @@ void check_attend(int64_t G, int64_t H, int64_t page_size, int64_t position) {
   for (int64_t kv_head = 0; kv_head < K; ++kv_head) {
     queries.begin(G);
     queries.rows.for_each_group([&](int64_t first, int64_t rows) {
-      const T* group[kGroup];
+      const T* group[kMostRows<T>];
       for (int64_t r = 0; r < rows; ++r) {
         group[r] = q.data() + (first + r) * H;
+        queries.starts[first + r] = 0;
         queries.ends[first + r] = position + 1;
       }
       queries.rows.set(first, rows, group);
@@ -314,7 +315,7 @@ void check_attend(int64_t G, int64_t H, int64_t page_size, int64_t position) {
   }
 }
 
-// A layer whose last active row has no page, and whose padding rows point anywhere.
+// Checks a layer whose last active row has no page; the padding row has no slot.
 template <typename T>
 void check_layer(int64_t H, int64_t page_size, int32_t lost_slot, int32_t lost_at) {
   int64_t R = 5, live = 4, N = 4, K = 2, P = 3, S = 2, M = 2;
@@ -342,7 +343,7 @@ void check_layer(int64_t H, int64_t page_size, int32_t lost_slot, int32_t lost_a
   }
 }
 
-// Rows of several ranges of keys: of a chain, and of a tree that goes on in another one.
+// Checks rows of several ranges of keys: of a chain, or of a tree with branches there.
 template <typename T>
 void check_ranges(int64_t H, int64_t position, bool is_tree) {
   int64_t R = 3, N = 2, K = 1, P = 1, page_size = position + R, width = 4;
@@ -375,7 +376,7 @@ void check_ranges(int64_t H, int64_t position, bool is_tree) {
   }
 }
 
-// Rows that point past either end of the table, live and dead.
+// Checks active and padding rows that point past either end of the table.
 template <typename T>
 void check_take_rows(int64_t D, bool is_packed) {
   auto table = normal<T>(3 * D);
@@ -394,7 +395,7 @@ void check_take_rows(int64_t D, bool is_packed) {
   }
 }
 
-// Moves within a pool, from its ends, and from and to places that do not exist.
+// Checks moves within a pool, and from and to places that do not exist.
 template <typename T>
 void check_move(int64_t width) {
   constexpr int64_t kPages = 2, kPageSize = 3;
@@ -423,8 +424,8 @@ void check_move(int64_t width) {
   }
 }
 
-// How slots draw that take the highest logit, draw and draw from few tokens, and what they
-// draw from.
+// The settings of three slots: the first takes the highest logit, the second draws from
+// few tokens, the third from all; and room for the log weights that they draw from.
 struct SomeDraws {
   float temperature[3] = {0.0f, 0.7f, 1.0f}, top_p[3] = {1, 0.6f, 1}, min_p[3] = {0, 0.1f, 0};
   int32_t top_k[3] = {1 << 30, 5, 1 << 30}, seeds[3] = {0, -1, 7}, positions[3] = {0, 9, 1 << 30};
@@ -439,7 +440,7 @@ struct SomeDraws {
             log_weights.data(), most};
   }
 
-  // Of each draft that was made some token weighs 1, and none weighs more.
+  // Checks that in each draft that was made the heaviest token weighs 1.
   void check(const int32_t* counts, int64_t num_slots, const std::string& what) {
     for (int64_t i = 0; i < num_slots * most; ++i) {
       const float* row = log_weights.data() + i * N;
@@ -452,7 +453,7 @@ struct SomeDraws {
   }
 };
 
-// Rows that take the highest logit, are not asked, and draw.
+// Checks a row that takes the highest logit, one that is not asked for, one that draws.
 void check_draws(int64_t N) {
   auto logits = normal<float>(3 * N, 3.0f);
   bool asked[] = {true, false, true};
@@ -469,7 +470,7 @@ void check_draws(int64_t N) {
   expect(tokens[2] >= 0 && tokens[2] < N, what);
 }
 
-// Rows of two slots, one of which is none, drawn or not, and of a third that sits out.
+// Checks rows of two slots, of which the last is all -inf; a third slot sits out.
 void check_children(int64_t N, int64_t most) {
   constexpr int64_t S = 3, width = 2, V = 5000;
   auto logits = normal<float>(S * width * N, 3.0f), scores = untouched<float>(S * width * most);
@@ -503,8 +504,8 @@ void check_children(int64_t N, int64_t most) {
   }
 }
 
-// Three slots: two that draft, the second beyond its pages, and one that sits out. Of a
-// model, or of a head whose own tokens are named from the last one on.
+// Checks three slots of a model, or of a head whose own tokens are the target's last:
+// two slots draft, the second past its pages in the end; the third sits out.
 template <typename T>
 void check_chains(const Step<T>& step, const Head<T>* head, bool draws) {
   constexpr int64_t S = 3, width = 2, most = 3;
@@ -539,12 +540,12 @@ void check_chains(const Step<T>& step, const Head<T>* head, bool draws) {
     bool fine = is_made ? drafts[i] >= first && drafts[i] < step.head.N : drafts[i] == 0;
     expect(fine, shape<T>("chains", {i, head != nullptr}));
   }
-  // Of the second slot all is NaN, beyond its pages.
+  // The second slot ends in NaN, past its pages, and is left out.
   int32_t whole[] = {counts[0], 0, 0};
   if (draws) how.check(whole, 1, shape<T>("draws", {head != nullptr}));
 }
 
-// A head of the step's layer: in bounds, and what is written finite or NaN as it should.
+// Checks a head of the step's layer: in bounds, results finite or NaN as they should.
 template <typename T>
 void check_head(const Step<T>& step, bool is_normed) {
   constexpr int64_t kOwn = 9;
@@ -571,7 +572,7 @@ void check_head(const Step<T>& step, bool is_normed) {
   for (bool draws : {false, true}) check_chains(step, &head, draws);
 }
 
-// Gates of one row, against double.
+// Checks the gates of one row against double.
 template <typename T>
 void check_gates(int64_t r, int64_t D, const Mix<T>& mix) {
   Mixer<T> mixer(mix, 1, r);
@@ -601,9 +602,9 @@ void check_gates(int64_t r, int64_t D, const Mix<T>& mix) {
   }
 }
 
-// Two blocks of two rows, the second without pages, after context of the first: in bounds,
-// and what is written finite or NaN as it should. Then their slots, of two that draft one
-// and both, with each kind of head.
+// Checks two blocks of two rows, the second without pages, after context of the first:
+// in bounds; results are finite or NaN as they should. Then it checks two blocks, of
+// which one drafts in one slot and the other in both, with each kind of head.
 template <typename T>
 void check_blocks(int64_t D, int64_t F) {
   constexpr int64_t R = 4, V = 21, Vd = 9, N = 4, K = 2, H = 6, P = 3, C = 2, rank = 5;
@@ -664,8 +665,8 @@ void check_blocks(int64_t D, int64_t F) {
   check_gates<T>(rank, D, heads[2]);
 }
 
-// A model of two layers, the last active row without a page: in bounds, and what is
-// written is finite or NaN as it should be.
+// Checks a model of two layers, the last active row without a page: in bounds; results
+// are finite or NaN as they should be.
 template <typename T>
 void check_step(int64_t D, int64_t F) {
   constexpr int64_t R = 4, live = 3, V = 21, N = 4, K = 2, H = 6, P = 3, C = 2, L = 2;
@@ -706,7 +707,7 @@ void check_step(int64_t D, int64_t F) {
   check_blocks<T>(D, F);
 }
 
-// The caller does the helpers' part, and waits for none of them.
+// Checks that the caller does the helpers' part, and does not wait for them.
 void check_full_pool(bool elsewhere) {
   alarm(elsewhere ? 2 : 60);
   FullPool pool{elsewhere};
@@ -719,7 +720,7 @@ void check_full_pool(bool elsewhere) {
   alarm(0);
 }
 
-// Distance to the truth in units of the last place.
+// Checks the distance to the truth in units of the last place.
 void check_exp() {
   double worst = 0;
   for (float x = -87.0f; x <= 0.0f; x += 0.00037f) {
@@ -736,7 +737,7 @@ void check_exp() {
   expect(std::isnan(exp(std::nanf(""))), "exp of NaN");
 }
 
-// Known answers of Threefry (Random123), and distances of noise to the truth.
+// Checks known answers of Threefry (Random123), and the distance of noise to the truth.
 void check_noise() {
   Key first = threefry({0, 0}, 0, 0), last = threefry({~0u, ~0u}, ~0u, ~0u);
   expect(first.high == 0x6b200159u && first.low == 0x99ba4efeu, "threefry of zeros");
@@ -744,7 +745,7 @@ void check_noise() {
   float worst = 0;
   for (uint32_t i = 0; i < 1 << 16; ++i) {
     Key bits = threefry({3, 4}, 0, i);
-    // Of all sizes that a sum of both has.
+    // The numbers cover all magnitudes.
     float high = std::ldexp(static_cast<float>(bits.high >> 9), -23);
     float low = std::ldexp(static_cast<float>(bits.low >> 9), -23);
     if (i % 2 == 0) high = std::ldexp(static_cast<float>(bits.high >> 30), -23);
@@ -782,7 +783,7 @@ void check_grid() {
   check_project<T>(3, 0, 7, 5);
   check_project<T>(3, 3, 0, 5);
   check_project<T>(3, 3, 7, 0);
-  check_project<T>(2, 2, 48, 1500);  // several chunks
+  check_project<T>(2, 2, 48, 1500);  // more panels than a worker takes at a time
   for (int64_t count : {1, 2, 8}) check_segments<T>(count, 6, 290);
   for (int64_t H : {2, 16, 80, 128, 256}) {
     for (int64_t page_size : {1, 8, 16, 64}) {
@@ -793,7 +794,7 @@ void check_grid() {
     }
   }
   for (int64_t H : {16, 80}) {
-    check_layer<T>(H, 8, 0, 9);  // page 3 of 3
+    check_layer<T>(H, 8, 0, 9);  // page 3, where pages are 0 .. 2
     check_layer<T>(H, 8, 1, 16);  // past the table
     check_layer<T>(H, 8, 1, -1);
     check_layer<T>(H, 8, 2, 0);
@@ -805,7 +806,7 @@ void check_grid() {
   }
 }
 
-// A text of few words, and an earlier one: what is found did follow in one of them.
+// Checks a text of few words, and an earlier one: one of them holds what is found.
 void check_look_up(int64_t length, int64_t size) {
   Array<int32_t> text(length), corpus(size), budgets(8);
   for (int64_t i = 0; i < length; ++i) text[i] = generator() % 3;
@@ -821,22 +822,22 @@ void check_look_up(int64_t length, int64_t size) {
   expect(path.tokens.size() <= 5 && (path.tokens.empty() || followed), "look up");
 }
 
-// Panels that are one element short.
+// Reads panels that are one element short.
 void overrun() {
   auto x = normal<float>(2 * 32), w = normal<float>(2 * kPanel * 32 - 1);
   float sums[2 * 2 * kPanel];
   SideBySide<float> rows(2, 32);
-  std::vector<float> scratch(kGroup * 32);
+  std::vector<float> scratch(kMostRows<float> * 32);
   const float* none = nullptr;
   rows.begin(2, 32);
   set_group(x.data(), none, 32, 0.0f, 0, scratch.data(), rows);
   multiply(rows.group(0), 2, w.data(), 2, rows.words(), sums, 2 * kPanel);
 }
 
-// Arithmetic that overflows.
+// Adds integers so that they overflow.
 void undefined(volatile int32_t most) { std::printf("%d\n", most + 1); }
 
-// A helper that reaches for the body of a loop that has ended.
+// Lets a helper write to the body of a loop that has ended.
 void late() {
   LatePool pool;
   {

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <thread>
 #include <vector>
 
@@ -33,7 +32,7 @@ bool loops_are_whole() {
     Threads threads;
     Team<Threads> team(threads);
     for (int round = 0; round < 60; ++round) {
-      int64_t count = round * round % 51;  // One loop after the other, of any size.
+      int64_t count = round * round % 51;  // Loops of all sizes, one after the other.
       std::vector<int> done(count + 1), by(team.size());
       team.run(count, grain, [&](int64_t i, int64_t end, int64_t worker) {
         by[worker] += 1;  // Each worker is one thread.
@@ -46,7 +45,7 @@ bool loops_are_whole() {
   return fine;
 }
 
-// Two threads, certainly: each waits for the other to begin.
+// Makes a race of two threads for certain: each waits for the other to begin.
 void race() {
   Threads threads;
   std::atomic<int> begun{0};
@@ -58,7 +57,7 @@ void race() {
   });
 }
 
-// Whether rows of one slot attend to values of a half as they should, whoever does what.
+// Checks that rows of one slot attend to values of 0.5, whatever worker does what.
 template <int64_t N, int64_t K, int64_t R>
 bool attends_to_halves(const Rows& rows) {
   constexpr int64_t H = 16;
@@ -79,21 +78,21 @@ bool attends_to_halves(const Rows& rows) {
   return fine;
 }
 
-// Heads share the pages, the result and the scratch, each its own part.
+// Checks that heads use their own parts of the pages, of the result and of the scratch.
 bool heads_are_apart() {
   int32_t table[] = {1, 0}, slots[] = {0, 0, 0}, positions[] = {0, 1, 2};
   return attends_to_halves<16, 8, 3>({table, slots, positions, 1, 2, 2, 4, 3});
 }
 
-// Ranges of keys under one head, of which each worker has its own, and another combines
-// them.
+// Checks that workers attend to ranges of keys under one head, and that one of them
+// then combines the ranges.
 bool ranges_are_apart() {
   constexpr int32_t C = 3 * kRange;
   int32_t table[] = {0}, slots[] = {0, 0}, positions[] = {C - 2, C - 1};
   return attends_to_halves<2, 1, 2>({table, slots, positions, 1, 1, 1, C, 2});
 }
 
-// One loop after the other on one team: what a helper reads was written by another.
+// Runs loop after loop on one team, in which threads read the results of other threads.
 bool steps_are_alike() {
   constexpr int64_t R = 5, D = 64, F = 640, V = 640, N = 16, K = 8, H = 16, P = 2, C = 8;
   constexpr int64_t kHeads = (N + 2 * K) * H;

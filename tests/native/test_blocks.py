@@ -130,3 +130,8 @@ def test_rows_that_are_not_finite(rng, isa, form):
     assert np.isnan(scales[1, 2]) and np.isnan(scales[2, 0])
     assert not values[3].any() and not scales[3, 0]
     assert np.isfinite(scales[0]).all() and abs(np.asarray(values[0])).max() == 127
+    for scale in (np.inf, np.nan):  # of one output: float16 keeps both
+        wrong = w.replace(scales=w.scales.at[5, 0].set(scale))
+        y = row_contract.sums(isa, x[:1], wrong)[0]
+        testing.assert_same_bits(np.delete(y, 5), np.delete(clean[0], 5))
+        assert not np.isfinite(y[5]) and np.isnan(y[5]) >= np.isnan(scale)
