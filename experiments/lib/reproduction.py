@@ -71,6 +71,7 @@ WORDS = {
     "real": f"{FETCHED} --impl native",
     "default": "--drafter hybrid --gamma 7 --gamma-policy budget",
     "texts": "--prompts 20 --gen-tokens 256",
+    "heads": "eagle3,dspark,dspark-gated,dspark-rnn,peagle,dflash,dflash2,jetspec",
     "profile": "{results}/profile_dspark_native.jsonl",
     "drawings": " ".join(
         path
@@ -203,15 +204,21 @@ smollm2_q4_1.jsonl | summary
     {set}:6 {default} --draft-weights q8_0; {turns}:4 {default} --draft-weights q8_0>
 perplexity_smollm2.jsonl
   perplexity {real} --prompts {long}:120@0 --windows 64
+smollm2_amx.jsonl | summary
+  spec_round {real} --isa <amx; avx512bf16> --gen-tokens 128 --prompts {set}:6 <
+    {default}; --drafter eagle3 --gamma 4; --drafter eagle3 --tree 4x6:15>
+latency_smollm2_amx.jsonl | step
+  latency {real} --isa <amx; avx512bf16> --contexts 128 2048 --rows 1,5,16,64 --steps 8
+    --repeats 9
 contexts.jsonl
-  sweep {real} --drafter eagle3,ngram --gamma 4 --context 128,512,2048,6144
-    --gen-tokens 64 --prompts {long}:24@0
+  sweep {real} --drafter eagle3,experiments.heads.windowed:eagle3,ngram --gamma 4
+    --context 128,512,2048,6144 --gen-tokens 64 --prompts {long}:24@0
 compare_hf_smollm2.jsonl | comparison
   compare_hf {real} --dtype bfloat16 --lengths 64 128 512 --per-length 1 --gammas 5
     --gen-tokens 96 --repeats 2 --prompts {long}:40@0
 ablation.jsonl | head, sweep
   compare_heads --target smollm2 --texts {rollouts} --work {rollouts}/heads
-    --heads eagle3,dspark,peagle,dflash,jetspec --tree none,4x4:15 --context 128,2048
+    --heads {heads} --tree none,4x4:15 --context 128,2048
     --gen-tokens 64
     --prompts {long}:8@0 -- --batch 8 --prompts {rollouts}/prompts.jsonl --samples 2
     --length 512

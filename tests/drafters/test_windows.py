@@ -8,7 +8,8 @@ import test_block as blocks
 import test_eagle3 as eagle
 from slow_cases import slow
 
-from spec_jax.drafters import each, features as features_lib, tree_shapes
+from experiments.heads import windowed
+from spec_jax.drafters import each, features as features_lib, registry, tree_shapes
 from spec_jax.engine import checks
 from spec_jax.paging import static
 
@@ -94,3 +95,15 @@ def test_positions_past_those_of_a_head():
     three = dataclasses.replace(one, head=dataclasses.replace(short, window=17))
     with pytest.warns(UserWarning, match="16 positions"):
         checks.warn_positions(three, 20)
+
+
+def test_a_window_for_the_shipped_head(monkeypatch):
+    """Fails if the head of `experiments.heads.windowed:eagle3` keeps all keys."""
+    whole = eagle.make(head=eagle.HEAD)
+    monkeypatch.setitem(registry.BUILDERS, "eagle3", lambda _: (whole, eagle.PARAMS))
+    made, params = windowed.eagle3(None)
+    assert params is eagle.PARAMS and not whole.head.window
+    sizes = {"capacity": 9000, "page_size": 16, "num_pages": 999}
+    rings = [each.lift(one, 1).init(**sizes).kv for one in (whole, made)]
+    assert [isinstance(kv, static.RingKV) for kv in rings] == [False, True]
+    assert windowed.WINDOW <= rings[1].num_pages * 16 < 2 * windowed.WINDOW
