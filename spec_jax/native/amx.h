@@ -39,6 +39,7 @@ class TilesInUse {
   TilesInUse(const TilesInUse&) = delete;
   ~TilesInUse() {
     if (rows() > 0) _tile_release();
+    rows() = 0;
   }
 
   // Shapes sums and rows for a group of `size` rows.

@@ -133,7 +133,7 @@ REFUSALS = (
     (NATIVE, {"norm": ones(6)}, ValueError, "norm has shape"),
     (NATIVE, {"w": ones(5, 7, dtype="float16")}, NotImplementedError, "float16"),
     (NATIVE, {"w": ones(5, 7, dtype="float32")}, NotImplementedError, "one of them"),
-    (("sse",), {}, ValueError, "isa='sse' is not one of avx512"),
+    (("sse",), {}, ValueError, "isa='sse' is not one of amx"),
     (TRITON, {"w": ones(5, 7, dtype="float32")}, NotImplementedError, "w is float32"),
     (TRITON + XLA, {"out_dtype": "float32", "residual": ones(3, 5)}, ValueError,
      "a residual of bfloat16 cannot give float32"),
