@@ -14,7 +14,6 @@ A row of a head with a `window` sees that many keys, its own the last. A paralle
 `forward_sequence` over whole sequences, for training. Neither knows speculation.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -293,15 +292,10 @@ def forward_sequence(
     x, residual = enter(params, config, tokens, features)
     positions = jnp.arange(T, dtype=jnp.int32) + len(earlier)
     q, k, v = sequence.heads(params, layer, x, jnp.broadcast_to(positions, (B, T)))
-    scale, window = layer.head_dim**-0.5, config.window
-    if earlier:
-        keys = [step.k for step in earlier] + [k]
-        values = [step.v for step in earlier] + [v]
-        attended = _attend_lineage(q, keys, values, scale, window)
-    else:
-        attended = causal_attention.causal_attention(
-            q, k, v, scale=scale, window=window
-        )
+    how = {"scale": layer.head_dim**-0.5, "window": config.window}
+    keys, values = [*(x.k for x in earlier), k], [*(x.v for x in earlier), v]
+    own = [jnp.stack(x[1:], axis=2) for x in (keys, values)] if earlier else None
+    attended = causal_attention.causal_attention(q, keys[0], values[0], own, **how)
     h = residual + sequence.matmul(attended.reshape(B, T, -1), params.attention_out)
     hidden = sequence.gated_mlp(params, h, eps=eps)
     normed = sequence.norm(hidden, params.final_norm, eps)
@@ -327,27 +321,3 @@ def enter(params, config, tokens, features):
     x = [sequence.norm(token.astype(dtype), params.input_norm, eps), normed]
     residual = normed if config.norm_before_residual else g
     return jnp.concatenate(x, axis=-1), residual
-
-
-def _attend_lineage(q, keys, values, scale, window):
-    """Attends causally to the first of `keys`, and in each other to a row's column."""
-    (B, T, N, H), K = q.shape, keys[0].shape[2]
-    queries = q.reshape(B, T, K, N // K, H)
-    own_keys, own_values = (jnp.stack(x[1:], axis=2) for x in (keys, values))
-
-    columns = jnp.arange(T, dtype=jnp.int32)
-    causal = sequence.einsum("btkgh,bskh->bkgts", queries, keys[0]) * scale
-    visible = columns[None, :] <= columns[:, None]
-    if window:  # Queries are `len(keys) - 1` positions after their columns.
-        visible &= columns[None, :] > columns[:, None] + len(keys) - 1 - window
-    causal = jnp.where(jnp.broadcast_to(visible, causal.shape), causal, -math.inf)
-    own = sequence.einsum("btkgh,btjkh->bkgtj", queries, own_keys) * scale
-    if window:
-        steps = jnp.arange(1, len(keys), dtype=jnp.int32)
-        is_seen = jnp.broadcast_to(steps > len(keys) - 1 - window, own.shape)
-        own = jnp.where(is_seen, own, -math.inf)
-    probs = jax.nn.softmax(jnp.concatenate([causal, own], axis=-1), axis=-1)
-    probs = probs.astype(q.dtype)
-    out = sequence.einsum("bkgts,bskh->btkgh", probs[..., :T], values[0])
-    out += sequence.einsum("bkgtj,btjkh->btkgh", probs[..., T:], own_values)
-    return out.reshape(B, T, N, H).astype(q.dtype)

@@ -74,6 +74,44 @@ def test_later_keys_are_never_used(rng):
     testing.assert_same_bits(out[:, :half], _attend(q, k, v)[:, :half])
 
 
+def naive(q, k, v, own, *, scale, window):
+    """Attends as rows say: a query is the last of its column's own rows."""
+    own_k, own_v = own
+    B, T, N, H = q.shape
+    queries = q.reshape(B, T, KV_HEADS, -1, H)
+    columns, behind = jnp.arange(T), own_k.shape[2]
+    ages = columns[:, None] + behind - columns[None, :]
+    seen = (ages >= behind) & (ages < window)
+    before = jnp.where(seen, jnp.einsum("btkgh,bskh->bkgts", queries, k), -jnp.inf)
+    own = jnp.einsum("btkgh,btjkh->bkgtj", queries, own_k)
+    own = jnp.where(jnp.arange(behind)[::-1] < window, own, -jnp.inf)
+    probs = jax.nn.softmax(jnp.concatenate([before, own], axis=-1) * scale, axis=-1)
+    out = jnp.einsum("bkgts,bskh->btkgh", probs[..., :T], v)
+    out += jnp.einsum("bkgtj,btjkh->btkgh", probs[..., T:], own_v)
+    return out.reshape(q.shape)
+
+
+@pytest.mark.parametrize("window", [LENGTH + 3, 40, 2])
+def test_rows_behind_each_position(rng, window):
+    """Compares attention to a position's own rows, and all gradients."""
+    q, k, v = inputs(rng)
+    own = [jnp.stack([inputs(rng)[1] for _ in range(3)], axis=2) for _ in "kv"]
+    weights = inputs(rng)[0]
+
+    def pulled(attend, window):
+        how = {"scale": 64**-0.5, "window": window}
+        bound = lambda q, k, v, own: attend(q, k, v, own, **how)
+        made, pull = jax.vjp(bound, q, k, v, own)
+        return jax.tree.leaves((made, pull(weights)))
+
+    expected = pulled(naive, window)
+    actual = pulled(causal_attention.causal_attention, window)
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+    # Negative control: a window of one key less.
+    assert not np.allclose(pulled(naive, window - 1)[0], expected[0], atol=2e-5)
+
+
 FAULTS = {
     "no scale": lambda q, k, v: _attend(q * 8, k, v),  # 8 = sqrt(H)
     "heads interleaved": lambda q, k, v: _attend(
