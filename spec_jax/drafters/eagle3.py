@@ -113,20 +113,15 @@ class SlotEagle3(peagle.PairReader):
         spared = jnp.where(is_full, ring.end - 1, ring.first)
         goal = jnp.where(asked, ring.end, spared)
         draw = draw_lib.Draw.of(self.drafter, sampling, length, processing)
-        if processing is None and self._is_one_call:
+        is_chain = self.drafter.tree is None  # One call, if there is such a kernel.
+        has_call = is_chain and self.drafter.model.impl in eagle3.CHAIN_IMPLS
+        if processing is None and has_call:
             return self._run_chains(params, memory, tokens, asked, goal, gamma, draw)
         memory, root = self._take_in_ring(params, memory, tokens, goal=goal)
         asked &= memory.ring.first == memory.ring.end
         wanted = jnp.where(asked, gamma, 0)
         memory, proposal = self._grow(params, memory, root, wanted=wanted, draw=draw)
         return self._without_drafts(memory, asked), proposal
-
-    @property
-    def _is_one_call(self) -> bool:
-        """Whether a round's features and all drafts after them are one call."""
-        drafter = self.drafter
-        has_call = drafter.model.impl in eagle3.CHAIN_IMPLS and drafter.head.is_one_call
-        return drafter.tree is None and has_call
 
     def _run_chains(self, params, memory, tokens, asked, goal, gamma, draw):
         """Returns the memory and the proposal of `propose`.

@@ -71,7 +71,7 @@ def forward_rows(
     _check_width(config, features)
     params = eagle3_params.prepare(params, impl)
     g = _fuse(params, config, features, num_active=rows.num_active, impl=impl)
-    if dispatch.is_fused(impl) and config.is_one_call:
+    if dispatch.is_fused(impl) and not config.is_parallel:
         return _fused_step(params, config, rows, g, kv)
     return _run_operations(params, config, rows, g, kv, impl)
 
@@ -222,6 +222,7 @@ def _model(params, config, kv) -> head_steps.HeadModel:
         hidden_norm=params.hidden_norm,
         norm_before_residual=config.norm_before_residual,
         norm_output=config.norm_output,
+        window=config.window,
     )
 
 

@@ -43,11 +43,6 @@ class Eagle3Config:
         return self.mask_token_id is not None
 
     @property
-    def is_one_call(self) -> bool:
-        """Whether native kernels run it in one call: not parallel, no window."""
-        return not self.window and not self.is_parallel
-
-    @property
     def hidden_size(self) -> int:
         """Width of the head, D."""
         return self.layer.hidden_size

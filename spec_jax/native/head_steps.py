@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spec_jax.native import calls, steps
 
@@ -26,6 +27,7 @@ class HeadModel(steps.Model):
     hidden_norm: jax.Array  # [D], of features
     norm_before_residual: bool
     norm_output: bool
+    window: int = 0  # keys that a row sees, its own the last; 0: all
 
     def __post_init__(self) -> None:
         if len(self.layers) != 1 or self.head is None:
@@ -57,6 +59,7 @@ class HeadModel(steps.Model):
             self.hidden_norm,
             norm_before_residual=self.norm_before_residual,
             norm_output=self.norm_output,
+            window=np.int64(self.window),
             **how,
         )
 

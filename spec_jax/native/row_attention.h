@@ -34,10 +34,12 @@ struct Rows {
   const int32_t* branch = nullptr;  // [R, width] in trees: places of a row's last keys
   int64_t width = 0;
   const int32_t* firsts = nullptr;  // [R] the first position that a row sees; null: 0
+  int64_t window = 0;  // keys that each row sees, its own the last; 0: as `firsts` says
 
   int64_t first(int64_t r) const {
-    if (firsts == nullptr) return 0;
-    return std::clamp<int64_t>(firsts[r], 0, std::max(positions[r], 0));
+    int64_t own = std::max(positions[r], 0);
+    if (window > 0) return std::max<int64_t>(own - window + 1, 0);
+    return firsts == nullptr ? 0 : std::clamp<int64_t>(firsts[r], 0, own);
   }
 
   // Returns the first position whose key may be stored at a place of another number.

@@ -214,18 +214,20 @@ constexpr auto RunChains = [](ffi::ThreadPool pool, auto... parts) -> ffi::Error
 struct HeadCall {
   Any hidden_norm;
   bool norm_before_residual, norm_output;
+  int64_t window;
 
   template <typename T>
   Head<T> head(Step<T> step) const {
     step.layers[0].qkv.K *= 2;  // A row is a token and a feature, side by side.
+    step.rows.window = window;
     return {step, data<T>(hidden_norm), norm_before_residual, norm_output};
   }
 };
 
 template <typename Binding>
 auto bind_head(Binding&& own) {
-  return bind_model(bind<Any, bool, bool>(std::move(own), "norm_before_residual",
-                                          "norm_output"));
+  return bind_model(bind<Any, bool, bool, int64_t>(std::move(own), "norm_before_residual",
+                                                   "norm_output", "window"));
 }
 
 constexpr auto RunHeadStep = [](ffi::ThreadPool pool, Any features,

@@ -66,6 +66,7 @@ def run(config, params, live, *, operations=False, forward=None):
         ("float32", "plain", 1, None),
         ("bfloat16", "published variants", 6, "q8_0"),
         ("float32", "published variants", 9, None),
+        ("bfloat16", "window", 9, None),
     ],
 )
 def test_a_step_is_its_operations(monkeypatch, dtype, variant, live, form):
