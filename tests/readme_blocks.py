@@ -15,21 +15,11 @@ README = pathlib.Path(__file__).parents[1] / "README.md"
 HEADING = "## A drafter in one file"
 
 
-FIRST = "# spec_jax"
-"""The heading of the first section."""
-
-
 def python_blocks(text: str, heading: str) -> list[str]:
-    """Returns the Python blocks of one section.
-
-    Raises:
-      LookupError: there is no such section, or several.
-    """
+    """Returns the Python blocks of the one section with this heading."""
     sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
-    found = [section for section in sections if section.startswith(f"{heading}\n")]
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} sections are headed {heading!r}, not one")
-    return re.findall(r"^```python\n(.*?)^```$", found[0], re.DOTALL | re.MULTILINE)
+    (found,) = (part for part in sections if part.startswith(f"{heading}\n"))
+    return re.findall(r"^```python\n(.*?)^```$", found, re.DOTALL | re.MULTILINE)
 
 
 def run_blocks(blocks: list[str]) -> dict:
@@ -53,20 +43,14 @@ _OUTPUT = re.compile(
 
 
 def shown_output(text: str) -> tuple[str, str]:
-    """Returns the instruction set that the README names, and the output that it shows.
-
-    Raises:
-      LookupError: it shows no output, or several.
-    """
-    found = list(_OUTPUT.finditer(text))
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} outputs are shown, not one")
-    return found[0]["isa"], found[0]["output"]
+    """Returns the instruction set that the README names, and its only output."""
+    (found,) = _OUTPUT.finditer(text)
+    return found["isa"], found["output"]
 
 
 def printed_output(text: str) -> str:
     """Returns what the first block prints, run with the README's instruction set."""
-    (block, *_), (isa, _) = python_blocks(text, FIRST), shown_output(text)
+    (block, *_), (isa, _) = python_blocks(text, "# spec_jax"), shown_output(text)
     ran = subprocess.run(
         [sys.executable, "-c", block],
         capture_output=True,

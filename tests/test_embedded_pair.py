@@ -1,8 +1,7 @@
 """The pair that ships with the package: whole, small, trained, and lossless."""
 
-import json
-
 import pytest
+from script_runs import rows_from
 from slow_cases import slow
 
 import spec_jax as sj
@@ -10,6 +9,9 @@ from experiments import spec_round
 from spec_jax import loading
 from spec_jax.drafters import registry
 from spec_jax.model import config as config_lib, hub, tokenizer
+
+
+HEADS = [*registry.shipped(loading.ASSETS), "smollm2/eagle3"]
 
 
 def test_the_folders_are_complete_and_small():
@@ -23,34 +25,24 @@ def test_the_folders_are_complete_and_small():
     assert sum(path.stat().st_size for path in files) < 42e6
     assert max(path.stat().st_size for path in in_heads) < 12e6
     assert [path.parent for path in files if path.name == "tokenizer.json"] == [target]
-    card = (loading.ASSETS / "README.md").read_text(encoding="utf-8")
-    for fact in ("held-out loss", "tokens seen", "sha256", "LICENSE-PSF.txt"):
-        assert fact in card
+    facts = {name: ("held-out", "SHA-256", "licence") for name in HEADS}
+    facts["."] = ("held-out loss", "tokens seen", "sha256", "LICENSE-PSF.txt")
+    for name, said in facts.items():
+        card = (loading.ASSETS / name / "README.md").read_text(encoding="utf-8")
+        assert [fact for fact in said if fact not in card] == [], name
+    notice = (loading.ASSETS.parents[1] / "NOTICE").read_text()
     for part in ("weights, heads and tokenizer", "spec_jax/assets/LICENSE-PSF.txt"):
-        assert part in (loading.ASSETS.parents[1] / "NOTICE").read_text()
+        assert part in notice
     notice = (loading.ASSETS / "LICENSE-PSF.txt").read_text(encoding="utf-8")
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in notice
 
 
-HEADS = [*registry.shipped(loading.ASSETS), "smollm2/eagle3"]
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_a_shipped_head_has_a_card(name):
-    card = (loading.ASSETS / name / "README.md").read_text(encoding="utf-8")
-    for fact in ("held-out", "SHA-256", "licence"):
-        assert fact in card
-
-
 @pytest.mark.parametrize("name", [None, *map(slow, HEADS[:-1])])
 def test_what_is_shipped_matches_and_is_of_use(name, tmp_path):
-    """Fails if an asset is missing, is of another target, or was not trained: a random
-    draft accepts 0. The name None stands for the default drafter."""
-    out = tmp_path / "out.jsonl"
-    flags = ["--prompts", "2", "--gen-tokens", "24", "--out", str(out)]
+    """Fails if an asset is missing, of another target, or random: it would accept 0."""
+    flags = ["--prompts", "2", "--gen-tokens", "24"]
     flags += ["--drafter", name] if name else []
-    assert spec_round.main(flags) == spec_round.MATCHED
-    summary = json.loads(out.read_text().splitlines()[-1])
+    *_, summary = rows_from(spec_round.main, tmp_path, flags)
     assert summary["verify_decode_mismatches"] == 0
     assert summary["acceptance_rate"] > 0.2
 

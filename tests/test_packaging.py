@@ -5,17 +5,15 @@ import pathlib
 import re
 import sys
 import tomllib
+from collections.abc import Iterable
 
-import pytest
+import test_imports
 
 import spec_jax
 
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TRAINING = ROOT / "spec_jax/training"
-WITH_JAX = {"jaxlib"}
-"""Modules that come with jax, in the version that jax needs."""
 DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
 """Distributions whose modules have another name, by module."""
 
@@ -28,58 +26,46 @@ def declared(*extras: str) -> set[str]:
     return {re.match(r"[\w-]+", requirement)[0] for requirement in found}
 
 
-def imported(tree: ast.AST) -> set[str]:
+def imported(path: pathlib.Path, *skipped: type[ast.AST]) -> set[str]:
     """Returns full names of the modules that a source imports, outside of `try`."""
-    tried = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Try)
-        for inner in ast.walk(node)
-    }
     found = set()
-    for node in ast.walk(tree):
-        if node in tried:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    for _, module, names in test_imports.imports_of(path, ast.Try, *skipped):
+        found |= {f"{module}.{name}" for name in names} or {module}
     return found
 
 
+def others(names: Iterable[str]) -> set[str]:
+    """Returns the distributions of the third parties among modules."""
+    tops = {name.split(".")[0] for name in names}
+    tops -= sys.stdlib_module_names | {"spec_jax", "jaxlib"}  # jaxlib comes with jax.
+    return {DISTRIBUTIONS.get(name, name) for name in tops}
+
+
 def third_parties(root: pathlib.Path, *, without: str = "") -> set[str]:
-    """Returns top-level names of the third parties that sources below `root` import."""
+    """Returns the third parties that sources below `root` import."""
     found = set()
     for path in root.rglob("*.py"):
-        if not without or without not in path.relative_to(root).parts:
-            names = imported(ast.parse(path.read_text()))
-            found |= {name.split(".")[0] for name in names}
-    return found - sys.stdlib_module_names - {"spec_jax"} - WITH_JAX
+        if without not in path.relative_to(root).parts:
+            found |= imported(path)
+    return others(found)
 
 
 def needed_to_start(script: pathlib.Path) -> set[str]:
-    """Returns third parties that a script imports, also through scripts and training.
-
-    Imports inside functions do not count: they run when the functions are called.
-    """
+    """Returns third parties that a script imports at once, also through our others."""
     found, seen, waiting = set(), set(), [script]
     while waiting:
         path = waiting.pop()
         if path in seen:
             continue
         seen.add(path)
-        tree = ast.parse(path.read_text())
-        tree.body = [
-            node for node in tree.body if not isinstance(node, ast.FunctionDef)
-        ]
-        for name in imported(tree):
+        for name in imported(path, ast.FunctionDef):
             parts = name.split(".")
             if parts[0] == "experiments" or parts[:2] == ["spec_jax", "training"]:
                 file = ROOT.joinpath(*parts).with_suffix(".py")
                 waiting += [file] if file.exists() else []
             else:
-                found.add(DISTRIBUTIONS.get(parts[0], parts[0]))
-    return found - sys.stdlib_module_names - {"spec_jax"} - WITH_JAX
+                found.add(name)
+    return others(found)
 
 
 def test_the_library_depends_on_what_it_imports_and_on_nothing_else():
@@ -88,16 +74,9 @@ def test_the_library_depends_on_what_it_imports_and_on_nothing_else():
 
 
 def test_training_depends_on_its_extra():
-    """Fails if the extra lacks a dependency, or the library imports the folder.
-
-    Other parts of the extra are for the scripts that train, and for all scripts.
-    """
-    found = {DISTRIBUTIONS.get(name, name) for name in third_parties(TRAINING)}
+    """Fails if the extra lacks a dependency; other parts of it are for the scripts."""
+    found = third_parties(ROOT / "spec_jax/training")
     assert declared("train") - declared("experiments") < found <= declared("train")
-    for path in (ROOT / "spec_jax").rglob("*.py"):
-        if TRAINING not in path.parents:
-            names = imported(ast.parse(path.read_text()))
-            assert not any(name.startswith("spec_jax.training") for name in names)
 
 
 def test_an_undeclared_import_is_seen(tmp_path):
@@ -119,17 +98,11 @@ def test_the_main_script_needs_the_extra_experiments_alone():
     assert needed <= declared("train")
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("CITATION.cff", r"^version: {version}$"),
-        ("CHANGELOG.md", r"\A# Changelog\n[^#]*^## {version}\b"),
-    ],
-)
-def test_the_version_is_the_same_everywhere(name, line):
+def test_the_version_is_the_same_everywhere():
     """Fails if a release was named in one file and forgotten in another."""
-    version = spec_jax.__version__
-    text = (ROOT / name).read_text()
-    assert re.search(line.format(version=re.escape(version)), text, re.MULTILINE)
-    # Negative control: the next version is not there yet.
-    assert not re.search(line.format(version="99"), text, re.MULTILINE)
+    version = re.escape(spec_jax.__version__)
+    for name, line in (
+        ("CITATION.cff", rf"^version: {version}$"),
+        ("CHANGELOG.md", rf"\A# Changelog\n[^#]*^## {version}\b"),
+    ):
+        assert re.search(line, (ROOT / name).read_text(), re.MULTILINE), name

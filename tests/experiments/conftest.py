@@ -22,13 +22,6 @@ def needs_native():
 
 
 @pytest.fixture(scope="session")
-def overflowing(tmp_path_factory):
-    """Returns folders as `folders` does; weights are finite, and logits are not."""
-    folder = tmp_path_factory.mktemp("overflowing")
-    return tiny_pair.write_scaled(folder, final_norm=3e38)
-
-
-@pytest.fixture(scope="session")
 def head(folders, tmp_path_factory):
     """Returns the folder of an EAGLE-3 head for the target."""
     return tiny_pair.write_head(tmp_path_factory.mktemp("pair") / "head", folders[0])

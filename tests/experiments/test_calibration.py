@@ -23,11 +23,7 @@ def judged(rng, *, size=12_000):
 
 
 def test_the_scaling_of_confidences_is_found(rng):
-    """Checks a fit to one half: on the other, errors fall far, and no ranking changes.
-
-    Negative controls: the scaling of other drafts leaves larger errors, and so does a
-    temperature, or a shift, alone.
-    """
+    """Fits one half; on the other, other scalings, or a part of one, must be worse."""
     found = calibration.fit_platt(*judged(rng))
     np.testing.assert_allclose(found.temperatures, TRUE.temperatures, rtol=0.1)
     np.testing.assert_allclose(found.shifts, TRUE.shifts, atol=0.1)
@@ -48,8 +44,7 @@ def test_the_scaling_of_confidences_is_found(rng):
 
 
 def test_the_papers_scaling_finds_temperatures(rng):
-    """Fails if `fit_sts` misses temperatures where no shift is planted, changes a
-    ranking, or, where a shift is planted, leaves no larger errors than `fit_platt`."""
+    """Fails if `fit_sts` misses temperatures, or is no worse where there are shifts."""
     one, other = judged(rng), judged(rng)
     unshifted = lambda rounds: rounds._replace(
         logits=rounds.logits + TRUE.shifts * TRUE.temperatures
@@ -57,15 +52,15 @@ def test_the_papers_scaling_finds_temperatures(rng):
     found = calibration.fit_sts(*unshifted(one))
     np.testing.assert_allclose(found.temperatures, TRUE.temperatures, rtol=0.15)
     assert not found.shifts.any()
-    before = calibration.report(unshifted(other), calibration.unscaled(3))
-    after = calibration.report(unshifted(other), found)
+    before, after = (
+        calibration.report(unshifted(other), scaling)
+        for scaling in (calibration.unscaled(3), found)
+    )
     assert sum(after["ece"]) < 0.3 * sum(before["ece"])
     assert after["roc_auc"] == before["roc_auc"]
-    errors = [
-        sum(calibration.report(other, fit(*one))["ece"])
-        for fit in (calibration.fit_platt, calibration.fit_sts)
-    ]
-    assert errors[0] < 0.5 * errors[1]
+    platt, sts = (fit(*one) for fit in (calibration.fit_platt, calibration.fit_sts))
+    error = lambda scaling: sum(calibration.report(other, scaling)["ece"])
+    assert error(platt) < 0.5 * error(sts)
 
 
 class Marked(decoding.Scripted):
@@ -95,8 +90,7 @@ def rounds_of(ask):
 
 
 def test_recorded_rounds_have_the_verdicts_of_their_own_drafts():
-    """Fails if chances are paired with drafts of another round or slot, or if rounds
-    that verified fewer drafts count."""
+    """Fails if chances go with drafts of another round, or short rounds count."""
     asks = [decoding.Ask(run=2), decoding.Ask(prompt=(60, 2, 60), run=3)]
     scheduler = decoding.SMALL.scheduler(Marked(), num_slots=2)
     requests = [decoding.scripted(decoding.SMALL, ask) for ask in asks]
@@ -106,11 +100,9 @@ def test_recorded_rounds_have_the_verdicts_of_their_own_drafts():
     begins = np.rint(128 * first - 1).astype(int)
     np.testing.assert_allclose(found.logits[:, 1:], 0, atol=1e-5)  # chances of a half
     pairs = list(zip(begins.tolist(), found.num_accepted.tolist(), strict=True))
-    ends = [len(ask.prompt) + ask.max_tokens for ask in asks]
-    expected = [rounds_of(ask) for ask in asks]
     split = int(np.argmax(np.diff(begins) < 0)) + 1  # where the second slot begins
-    slots = (pairs[:split], pairs[split:])
-    for own, right, end in zip(slots, expected, ends, strict=True):
+    for own, ask in zip((pairs[:split], pairs[split:]), asks, strict=True):
+        right, end = rounds_of(ask), len(ask.prompt) + ask.max_tokens
         assert [pair for pair in own if end - pair[0] > 5] == right
         assert len(right) > 4 and len({kept for _, kept in right}) > 1
         assert all(end - at >= 4 for at, _ in own)

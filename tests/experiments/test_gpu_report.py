@@ -50,13 +50,13 @@ def test_every_call_can_be_parsed(tmp_path, monkeypatch):
 def test_exactness_can_be_planned_on_a_gpu(monkeypatch):
     """Fails if cells need more prompts than it has, or other kernels than Triton's."""
     monkeypatch.setattr(suite_plan.dispatch, "backend", lambda: "gpu")
-    calls = gpu_report.all_calls(impl="triton")
     drafters = set()
-    for found in (each for each in calls if each.script == "exactness"):
-        planned = suite_plan.from_flags(exactness.parse_args(found.arguments))
-        assert {cell.impl for cell in planned.cells} == {"triton"}
-        assert len({cell.batch for cell in planned.cells}) > 1
-        drafters |= {cell.drafter for cell in planned.cells}
+    for call in gpu_report.all_calls(impl="triton"):
+        if call.script == "exactness":
+            cells = suite_plan.from_flags(exactness.parse_args(call.arguments)).cells
+            assert {cell.impl for cell in cells} == {"triton"}
+            assert len({cell.batch for cell in cells}) > 1
+            drafters |= {cell.drafter for cell in cells}
     assert {"draft-model", "dspark"} <= drafters
 
 
@@ -67,20 +67,15 @@ def test_a_process_that_ended_is_followed_by_another(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(processes, "_START_S", 9.0)
     worker = processes.Worker(tmp_path / "worker.txt", os.getpid)
-    found = []
-    for word, limit_s in (("0", 9), ("time.sleep(99)", 1), ("os._exit(7)", 9)):
+    for word, limit_s, *expected in (
+        ("0", 9, "done", 0),
+        ("time.sleep(99)", 1, "ended", -signal.SIGKILL),
+        ("os._exit(7)", 9, "died", 7),
+    ):
         output = tmp_path / "output.txt"
-        found.append(worker.run("scripted", [word], output, limit_s=limit_s))
+        one = worker.run("scripted", [word], output, limit_s=limit_s)
+        assert [one.status, one.exit_status] == expected
     worker.end()
-    assert [one.status for one in found] == ["done", "ended", "died"]
-    assert [one.exit_status for one in found] == [0, -signal.SIGKILL, 7]
-
-
-def dry_run(tmp_path, *arguments: str) -> list[dict]:
-    arguments = ["--dry-run", "--out", str(tmp_path), *arguments]
-    assert gpu_report.main(arguments) == gpu_report.DONE
-    paths = [path for path in tmp_path.glob("*.jsonl") if path.stem != "calls"]
-    return [row for path in paths for row in rows_of(path)]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +91,10 @@ def test_programs_are_lowered_without_a_gpu(
 ):
     """Fails if tracing a program and lowering it for a GPU needs a GPU."""
     out = tmp_path / "new"
-    rows = dry_run(out, "--only", only)
+    arguments = ["--dry-run", "--out", str(out), "--only", only]
+    assert gpu_report.main(arguments) == gpu_report.DONE
+    (path,) = (path for path in out.glob("*.jsonl") if path.stem != "calls")
+    rows = rows_of(path)
     assert {row["kind"] for row in rows} == {"compile"}
     assert programs == {row["program"] for row in rows}
     versions, *calls = rows_of(out / "calls.jsonl")
@@ -106,17 +104,17 @@ def test_programs_are_lowered_without_a_gpu(
 
 @pytest.mark.slow
 def test_a_rehearsal(tmp_path, no_gpu, monkeypatch):
-    """Fails if a call cannot run in the process of the others, or if programs that are
-    compiled ahead are not the ones that run."""
+    """Fails if a call needs its own process, or runs what was not compiled ahead."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)  # The tests set it.
     out = str(tmp_path)
     only = ("--only", " (steps 0.6b|eagle3)$", "--budget", "36000")
     arguments = ["--rehearse", "--impl", "xla", "--out", out, *only]
     assert gpu_report.main(arguments) == gpu_report.DONE
-    rows = rows_of(tmp_path / "h-eagle3.jsonl", "rounds")
+    every = rows_of(tmp_path / "h-eagle3.jsonl")
+    rows = [row for row in every if row["kind"] == "rounds"]
     assert [row["forced_rate"] for row in rows] == ["mt-bench", "gsm8k"]
     assert all(row["matched"] and row["differing_kv"] == 0 for row in rows)
-    (head,) = (r for r in rows_of(tmp_path / "h-eagle3.jsonl") if "pass_bytes" in r)
+    (head,) = (row for row in every if "pass_bytes" in row)
     assert head["drafts"] == 7 and head["pass_bytes"] > 0
     ahead = rows_of(tmp_path / "compile-h-eagle3.jsonl")
     assert all(row["compile_s"] > 0 for row in ahead)

@@ -1,5 +1,6 @@
 """Losses of heads, compared with drafting, and the first weights of a head."""
 
+import itertools
 import json
 
 import jax
@@ -36,22 +37,19 @@ def test_the_loss_is_that_of_drafting(target, work, tmp_path):
     tokens = jnp.asarray(batch["tokens"])
     logits_of = jax.jit(sequence.logits, static_argnums=1)
     of_target = np.asarray(logits_of(job.params, job.target, tokens), float)
-    expected, agrees = [], []
-    for b, logits in enumerate(of_target):
-        for first in range(15):
-            found = drafted(head, batch, b, first)
-            row_agrees = []
-            for j, draft in enumerate(found):
-                row = logits[first + j + 1]
-                is_counted = batch["mask"][b, first + j + 1]
-                best = int(row.argmax())
-                p = np.exp(row[hot] - row[hot].max())
-                p /= p.sum()
-                q = draft - np.log(np.sum(np.exp(draft)))
-                is_kept = is_counted and best in hot
-                expected.append(0.8**j * (-np.sum(p * q) if is_kept else 0.0))
-                row_agrees.append(bool(hot[draft.argmax()] == best and is_counted))
-            agrees.append(row_agrees)
+    expected, agrees = 0.0, np.zeros((2, 15, STEPS), bool)
+    for b, first in itertools.product(range(2), range(15)):
+        for j, draft in enumerate(drafted(head, batch, b, first)):
+            row, is_counted = (
+                of_target[b, first + j + 1],
+                batch["mask"][b, first + j + 1],
+            )
+            best = int(row.argmax())
+            p = np.exp(row[hot] - row[hot].max())
+            q = draft - np.log(np.sum(np.exp(draft)))
+            if is_counted and best in hot:
+                expected -= 0.8**j * np.sum(p / p.sum() * q)
+            agrees[b, first, j] = hot[draft.argmax()] == best and is_counted
 
     @jax.jit
     def measured(batch):
@@ -59,15 +57,14 @@ def test_the_loss_is_that_of_drafting(target, work, tmp_path):
         return eagle3.loss(*told, steps=STEPS), eagle3.measure(*told, steps=STEPS)
 
     loss, found = measured(batch)
-    np.testing.assert_allclose(float(loss), np.sum(expected) / 30, rtol=1e-4)
+    np.testing.assert_allclose(float(loss), expected / 30, rtol=1e-4)
     tokens = rounds = 0
     for b in range(2):
         counted = np.flatnonzero(batch["mask"][b, 1:])
         tokens, at = tokens + len(counted), counted[0]
         while at <= counted[-1]:  # Each round follows from what the one before kept.
-            row_agrees = agrees[15 * b + at]
             rounds += 1
-            at += 1 + int(np.cumprod(row_agrees).sum())
+            at += 1 + int(np.cumprod(agrees[b, at]).sum())
     np.testing.assert_array_equal(found["accepted_length"], [tokens, rounds])
     # Negative control: features of the next position give another loss.
     moved = batch | {"features": np.roll(batch["features"], -1, axis=1)}
@@ -114,11 +111,10 @@ def test_a_normalizer_stands_for_the_logits_of_the_whole_vocabulary(target, work
     drawn = job.family.draw(args, job.config, job.hot)(job.online[rows], rows, 0)
     batch = jax.tree.map(jnp.asarray, drawn)
     params = job.family.training.complete(jobs.init(args, job), job.teacher)
-
-    def loss(batch):
-        told = job.family.of_loss(args)
-        return job.family.training.loss(job.config, params, batch, job.teacher, **told)
-
+    told = job.family.of_loss(args)
+    loss = lambda batch: job.family.training.loss(
+        job.config, params, batch, job.teacher, **told
+    )
     assert job.online.normalizers and job.hot is not None
     without = {name: x for name, x in batch.items() if name != "normalizer"}
     np.testing.assert_allclose(loss(batch), loss(without), rtol=1e-5)

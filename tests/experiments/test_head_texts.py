@@ -36,19 +36,22 @@ def store_of(folder, online):
     return targets.store_of(folder, online.params, online.config, online.taps)
 
 
+def assert_cached(store, online, rows, source=None):
+    """Asserts that rows of a cache have the bits that the target computes."""
+    cached = targets.Cached(store, source or online)[rows]
+    for name, array in online[rows].items():
+        testing.assert_same_bits(cached[name], array, what=name)
+
+
 def test_a_cache_has_the_bits_of_the_target(target, work, tmp_path):
     """Fails if bits differ, `--texts` does not find it, or it serves another target."""
-    job = job_of(target, work)
-    online, store = job.online, store_of(work / "cache", job.online)
-    cached = targets.Cached(store, online)
+    online = job_of(target, work).online
+    store, rows = store_of(work / "cache", online), np.array([7, 0, 19])
     assert targets.missing(store, online.texts) == []
-    rows = np.array([7, 0, 19])
-    for name, array in online[rows].items():
-        testing.assert_same_bits(cached[rows][name], array, what=name)
+    assert_cached(store, online, rows)
     turned = dataclasses.replace(online.config, rope_theta=5e5)  # of the same weights
-    other_taps = job_of(target, work, "--taps", "0,2,1").online
     for what, other in (
-        ("taps", other_taps),
+        ("taps", job_of(target, work, "--taps", "0,2,1").online),
         ("target_config", dataclasses.replace(online, config=turned)),
     ):
         with pytest.raises(ValueError, match=f"cache.json: of another {what}; delete"):
@@ -73,10 +76,7 @@ def test_a_cache_goes_on_where_it_was_killed(target, work, tmp_path):
     targets.write(store, online, after_text=lambda: made.append(None))
     assert len(made) == 19
     for again in (store, store_of(tmp_path, online)):
-        every = np.arange(20)
-        for name, array in online[every].items():
-            cached = targets.Cached(again, online)[every]
-            testing.assert_same_bits(cached[name], array, what=name)
+        assert_cached(again, online, np.arange(20))
 
 
 def test_choices_are_computed_once(target, work, tmp_path):
@@ -86,20 +86,17 @@ def test_choices_are_computed_once(target, work, tmp_path):
     store, rows = store_of(tmp_path / "cache", online), np.array([7, 0, 19])
     blind = dataclasses.replace(online, params=None)
     for source in (online, blind):  # The second computes nothing.
-        cached = targets.Cached(store, source)[rows]
-        for name, array in online[rows].items():
-            testing.assert_same_bits(cached[name], array, what=name)
+        assert_cached(store, online, rows, source)
     with pytest.raises(AttributeError):  # Control: a text that was not read before.
         targets.Cached(store, blind)[np.array([1])]
     # A greedy text shows its own choices, whatever the cache holds.
     kept = targets.Cached(store, online)
     told = dataclasses.replace(online, normalizers=False)
     one = rows[online.texts.is_greedy[rows]][:1]
-    text = online.texts.read(int(one[0]))
+    text, expected = online.texts.read(int(one[0])), told[one]["best"]
     planted = np.array(kept._choices[text])
     planted["best"] += 1
     kept._choices.add(text, planted)
-    expected = told[one]["best"]
     testing.assert_same_bits(targets.Cached(store, told)[one]["best"], expected)
     assert (kept[one]["best"] != expected).any()  # Control: the cache is read.
 
@@ -108,9 +105,8 @@ def test_rollouts_record_what_decoding_computes(target, work, tmp_path):
     """Fails if `--targets cache` changes a text or records other bits than decoding."""
     run(target, tmp_path, "rollouts", "--targets", "cache")
     online = job_of(target, tmp_path).online
-    testing.assert_same_bits(
-        online.texts.tokens, job_of(target, work).online.texts.tokens
-    )
+    texts = job_of(target, work).online.texts
+    testing.assert_same_bits(online.texts.tokens, texts.tokens)
     store = store_of(tmp_path / "cache", online)
     assert targets.missing(store, online.texts) == []
     model = row_model.RowModel(config=online.config, impl="native", slab=8)
@@ -130,15 +126,13 @@ def test_rollouts_record_what_decoding_computes(target, work, tmp_path):
 
 def test_a_chat_is_not_cut(target, tmp_path, capsys):
     """Fails if a chat loses its beginning, or one without room for a text is run."""
-    folder = tmp_path / "chat"
-    shutil.copytree(target, folder)
+    folder = shutil.copytree(target, tmp_path / "chat")
     (folder / "chat_template.jinja").write_text(tiny_pair.TEMPLATE)
-    long = "--length", "4000"
+    long, words = ("--length", "4000"), tokenizer.load(folder)
     args = args_of(folder, tmp_path, *long, stage="rollouts")
-    ids = rollouts.prompt_ids(args, tokenizer.load(folder))
-    assert min(map(len, ids)) > args.prefix
+    assert min(map(len, rollouts.prompt_ids(args, words))) > args.prefix
     args.raw = True
-    assert max(map(len, rollouts.prompt_ids(args, tokenizer.load(folder)))) == 9
+    assert max(map(len, rollouts.prompt_ids(args, words))) == 9
     assert train_drafter.main(command(folder, tmp_path, "rollouts")) == 1
     assert "10 of 10 prompts have up to" in capsys.readouterr().err
     # Options reach the template.

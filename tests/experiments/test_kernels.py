@@ -28,15 +28,15 @@ def test_bits_from_the_command_line(tmp_path, impl, monkeypatch):
         layers, contexts, ways = 1, "5", 1
         every = target_kit.readings
         monkeypatch.setattr(target_kit, "readings", lambda width: every(width)[-ways:])
-    given = ["--contexts", contexts, "--dtype", "bfloat16", *shapes(tmp_path, layers)]
-    rows = rows_from(script.main, tmp_path, [*given, "--impl", impl])
+    given = ["--contexts", contexts, "--dtype", "bfloat16", "--impl", impl]
+    rows = rows_from(script.main, tmp_path, [*given, *shapes(tmp_path, layers)])
     if impl == "interpret":
         control = rows.pop(0)
         assert control["kind"] == "control" and control["seen"]
     of_context = ["hash"] + ["bitwise"] * ways
     assert [row["kind"] for row in rows] == of_context * len(contexts.split(","))
-    compared = [row for row in rows if row["kind"] == "bitwise"]
-    assert all(row["equal"] and row["elements"] for row in compared)
+    for row in rows:
+        assert row["kind"] == "hash" or row["equal"] and row["elements"]
 
 
 def test_a_fault_is_counted(monkeypatch, tmp_path):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import shlex
 
 import decoding
 import hypothesis
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from script_runs import rows_of, write_rows
+from script_runs import rows_from
 from slow_cases import slow
 
 from experiments import parity, plot
@@ -52,10 +51,7 @@ def record(one, fault=None, window=WINDOW) -> microscope.Record:
 
 @pytest.mark.parametrize("other", [path(), path(microscope.DECODE, slab=8)])
 def test_equal_runs_have_no_difference(other):
-    """Fails if recording moves a bit, or a value depends on the rows beside it.
-
-    Rows of our own kernels do not depend on the slab.
-    """
+    """Fails if recording moves a bit, or a row depends on the rows beside it."""
     one = record(path(microscope.DECODE))
     found = microscope.compare(one, record(other), START)
     assert found["first"] is None and record(other).moved == one.moved == 0
@@ -75,19 +71,14 @@ def test_a_recording_that_moves_bits_says_so(monkeypatch):
         return real(params, config, rows, kv, observe=observe, **keywords)
 
     monkeypatch.setattr(qwen3, "forward_rows", shy)
-    unseen = path(slab=6)  # a slab for which nothing is compiled yet
-    assert record(unseen).moved > 0
+    assert record(path(slab=6)).moved > 0  # Nothing is compiled yet for this slab.
 
 
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """One element of an operation's last row, a unit in the last place too large."""
+def fault_of(of_layer: int | None, name: str):
+    """Returns a fault: one element of an operation's last row, an ULP too large."""
 
-    layer: int | None
-    operation: str
-
-    def __call__(self, layer, operation, value):
-        if (layer, operation) != (self.layer, self.operation):
+    def fault(layer, operation, value):
+        if (layer, operation) != (of_layer, name):
             return value
         at = len(WINDOW) - 1, value.shape[1] // 2
         unsigned = {2: jnp.uint16, 4: jnp.uint32}[value.dtype.itemsize]
@@ -95,15 +86,16 @@ class Fault:
         raised = jax.lax.bitcast_convert_type(raised, value.dtype)
         return value.at[at].set(raised)
 
+    return fault
+
 
 @pytest.mark.parametrize(
     ("layer", "name"), [(None, "embed"), (0, "k_cache"), slow(1, "swiglu")]
 )
 def test_every_planted_fault_is_named(layer, name):
     """Fails if an operation is not seen, or is named as another one."""
-    fault = Fault(layer, name)
-    one = path()
-    found = microscope.compare(record(one), record(one, fault), START)["first"]
+    sound, faulty = record(path()), record(path(), fault_of(layer, name))
+    found = microscope.compare(sound, faulty, START)["first"]
     assert (found["layer"], found["operation"]) == (layer, name)
     # The fault is in one element of the last row.
     assert found["position"] == START + len(WINDOW) - 1
@@ -112,8 +104,7 @@ def test_every_planted_fault_is_named(layer, name):
 
 @pytest.mark.parametrize("name", ["flash", slow("library-rows")])
 def test_superseded_windows_have_the_values_of_rows(name):
-    """Fails if a window lacks its prefix, a mask, a norm or a rotation, or if bits do
-    not differ from the first layer on."""
+    """Fails if a window lacks its prefix, a mask, a norm or a rotation."""
     design, decode = path(name, dtype="float32"), path("decode", dtype="float32")
     ours, theirs = record(design), record(decode)
     assert ours.moved == 0 and [*ours.values] == [*theirs.values]
@@ -131,10 +122,9 @@ def test_superseded_windows_have_the_values_of_rows(name):
 def test_what_cannot_be_run():
     with pytest.raises(ValueError, match="4 rows does not fit a slab of 3"):
         record(path(slab=3))
-    sizes = {one.name: getattr(CONFIG, one.name) for one in dataclasses.fields(CONFIG)}
     own = {one.name for one in dataclasses.fields(llama.LlamaConfig)}
-    config = llama.LlamaConfig(**{k: v for k, v in sizes.items() if k in own})
-    model = dataclasses.replace(path().model, config=config)
+    config = {name: value for name, value in vars(CONFIG).items() if name in own}
+    model = dataclasses.replace(path().model, config=llama.LlamaConfig(**config))
     with pytest.raises(NotImplementedError, match="this is a llama model"):
         microscope.Path(name="flash", model=model)
 
@@ -155,55 +145,41 @@ def test_ulps_count_the_numbers_between(pair):
 def test_relative_differences():
     """Checks errors relative to the norm of all values; None if they are not finite."""
     ones = np.ones((2, 2), np.float32)
-    relative = lambda one, other: microscope.cell_of(one, other)["relative"]
-    assert relative(ones, np.float32([[1, 1], [1, 1.5]])) == pytest.approx(0.5 / 2)
+    compared = lambda one, other: microscope.cell_of(np.float32(one), np.float32(other))
+    relative = lambda one, other: compared(one, other)["relative"]
+    assert relative(ones, [[1, 1], [1, 1.5]]) == pytest.approx(0.5 / 2)
     assert relative(ones, ones) == 0.0
     # A change of sign near zero is small beside the norm, and 2e9 ULPs.
-    over = np.float32([[1e3, 1e-3]]), np.float32([[1e3, -1e-3]])
-    assert microscope.cell_of(*over)["max_ulp"] > 2**30
-    assert relative(*over) == pytest.approx(2e-6)
+    over = compared([[1e3, 1e-3]], [[1e3, -1e-3]])
+    assert over["max_ulp"] > 2**30 and over["relative"] == pytest.approx(2e-6)
     for one, other in ((ones * 0, ones), (ones, ones * np.nan), (ones * np.inf, ones)):
         assert relative(one, other) is None
-    zeros = microscope.cell_of(np.float32([0.0, 1.0]), np.float32([-0.0, 1.0]))
+    zeros = compared([0.0, 1.0], [-0.0, 1.0])
     assert zeros["differing"] == 1 and zeros["relative"] == 0.0
 
 
-@pytest.fixture(scope="module")
-def look(folders, tmp_path_factory):
-    """Returns a function that runs flags, and returns the exit status and the row."""
-    folder = tmp_path_factory.mktemp("parity")
-
-    def run(flags: str) -> tuple[int, dict]:
-        out = folder / "out.jsonl"
-        given = f"--target {folders[0]} --impl native --gen-tokens 9 --gamma 3 {flags}"
-        status = parity.main(shlex.split(f"{given} --prompts 2 --out {out}"))
-        (row,) = rows_of(out)
-        return status, row
-
-    return run
-
-
-def test_equal_runs_and_a_superseded_one(look, tmp_path):
+def test_equal_runs_and_a_superseded_one(folders, tmp_path):
     """Fails if equal runs differ, or a difference is not counted, named and drawn."""
-    status, row = look("")
-    assert status == parity.EQUAL == 0 and row["equal"] and row["first"] is None
+    given = f"--target {folders[0]} --impl native --gen-tokens 9 --gamma 3 --prompts 2"
+    (row,) = rows_from(parity.main, tmp_path, given.split(), parity.EQUAL)
+    assert parity.EQUAL == 0 and row["equal"] and row["first"] is None
     # Each text has two whole windows, from the prompt's last token on.
     assert (row["choices"], row["mismatches"], row["matched_prompts"]) == (16, 0, 2)
     cells = [*row["cells"][0], *row["cells"][1], *row["outside"].values()]
     assert row["layers"] == [0, 1] and len(row["window"]) == 4
     assert sum(cell["elements"] for cell in cells) == row["num_values"]
     assert row["moved_by_recording"] == [0, 0]
-    status, row = look("--verify-path library-rows")
-    assert status == parity.DIFFERENT == 2 and row["first"]["layer"] == 0
+    given += " --verify-path library-rows"
+    (row,) = rows_from(parity.main, tmp_path, given.split(), parity.DIFFERENT)
+    assert parity.DIFFERENT == 2 and row["first"]["layer"] == 0
     assert row["start"] <= row["first"]["position"] < row["start"] + 4
     pytest.importorskip("matplotlib")
-    write_rows(tmp_path / "row.jsonl", [row])
-    assert plot.main([str(tmp_path / "row.jsonl"), "--out", str(tmp_path)]) == 0
+    assert plot.main([str(tmp_path / "out.jsonl"), "--out", str(tmp_path)]) == 0
     drawn = (tmp_path / "divergence.svg").read_text()
     assert f"layer 0, {row['first']['operation']}" in drawn
 
 
-def test_choices_that_differ_are_found(look):
+def test_choices_that_differ_are_found():
     """Negative control of the count: one token of a text is another."""
     model, params = path().model, params_lib.prepare(PARAMS, "native")
     tokens, kv = [*decoding.PROMPT], prefix()

@@ -24,21 +24,23 @@ NUMBERS = {
 """Fields from which the published figures are drawn, one of each."""
 
 
-def of_file(name: str) -> list[dict]:
-    """Returns the published rows of a file."""
-    return files.read_rows(published.RESULTS / f"{name}.jsonl")
+def stored(*names: str) -> list[dict]:
+    """Returns the published rows of files."""
+    return [
+        row
+        for name in names
+        for row in files.read_rows(published.RESULTS / f"{name}.jsonl")
+    ]
+
+
+@functools.cache
+def by_digest() -> dict[str, dict]:
+    rows = stored(*(path.stem for path in published.RESULTS.glob("*.jsonl")))
+    return dict(zip(curves_lib.digests(rows), rows, strict=True))
 
 
 def texts(path) -> str:
     return "\n".join(ElementTree.fromstring(path.read_bytes()).itertext())
-
-
-@pytest.fixture(scope="module")
-def stored() -> dict[str, dict]:
-    """Returns the published rows by their digests."""
-    names = [path.stem for path in published.RESULTS.glob("*.jsonl")]
-    rows = [row for name in names for row in of_file(name)]
-    return dict(zip(curves_lib.digests(rows), rows, strict=True))
 
 
 def with_another(value):
@@ -55,12 +57,11 @@ def test_every_published_figure_is_here():
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_published_figures_are_of_the_stored_rows(name, stored, tmp_path):
-    """Fails if rows were measured again and their figure was not drawn again, if its
-    text differs, or if the same rows give other bytes."""
+def test_published_figures_are_of_the_stored_rows(name, tmp_path):
+    """Fails if a figure is older than its rows, or the same rows give other bytes."""
     path, again = FOLDER / f"{name}.svg", tmp_path / "again.svg"
     make = getattr(figures, name)
-    rows = [stored[digest] for digest in figures.read_source(path)]
+    rows = [by_digest()[digest] for digest in figures.read_source(path)]
     assert all(plot.FIGURES[name](row) for row in rows)
     figures.draw(make, rows, again)
     assert texts(again) == texts(path) and b"date" not in again.read_bytes()
@@ -87,14 +88,12 @@ def test_differences_near_zero_do_not_drown_the_others():
 
 
 def test_all_figures_of_a_mixture(tmp_path, capsys):
-    """Fails if rows of another kind are drawn, a figure is left out, or one that
-    cannot be drawn prevents others."""
-    (parity,) = of_file("parity_flash")
+    """Fails if rows of another kind are drawn, or a figure prevents others."""
+    (parity,) = stored("parity_flash")
     one = tmp_path / "parity.json"
     one.write_text(json.dumps(parity | {"first": None}, indent=1))
-    names = ("spec_round_native_gamma1", "spec_round_native_gamma4")
-    mixture = [row for name in names for row in of_file(name)]
-    mixture += of_file("latency_embedded_native")
+    names = "spec_round_native_gamma1 spec_round_native_gamma4 latency_embedded_native"
+    mixture = stored(*names.split())
     rows, out = write_rows(tmp_path / "rows.jsonl", mixture), tmp_path / "out"
     names = lambda: {path.stem for path in out.iterdir()}
     assert plot.main([str(rows), str(one), str(one), "--out", str(out)]) == 1
@@ -106,14 +105,13 @@ def test_all_figures_of_a_mixture(tmp_path, capsys):
 
 def test_values_that_are_there_twice_are_refused():
     """Fails if they are drawn: an upright line would join the two values."""
-    of_one, of_four = (of_file(f"spec_round_native_gamma{n}")[-1] for n in (1, 4))
-    of_gamma = functools.partial(
-        curves_lib.curves_of, names=curves_lib.RUN, axis="gamma"
-    )
+    of_one, of_four = (stored(f"spec_round_native_gamma{n}")[-1] for n in (1, 4))
+    axes = {"names": curves_lib.RUN, "axis": "gamma"}
+    of_gamma = lambda rows: curves_lib.curves_of(rows, **axes)
     with pytest.raises(ValueError, match="gamma 1 of native is there 2 times"):
         of_gamma([of_one, of_one, of_four])
     with pytest.raises(ValueError, match="gamma 7 of T = 0.0, hybrid is there 2 times"):
-        curves_lib.cells_by_position(2 * of_file("evaluation"))
+        curves_lib.cells_by_position(2 * stored("evaluation"))
     many = [row | {"batch": n} for row in (of_one, of_four) for n in range(9)]
     with pytest.raises(ValueError, match="9 curves, .* differ in batch"):
         of_gamma(many)

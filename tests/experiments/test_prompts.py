@@ -4,7 +4,7 @@ import dataclasses
 import shutil
 
 import pytest
-from script_runs import rows_of
+from script_runs import rows_from
 
 from experiments import exactness, spec_round
 from experiments.lib import cli, flags, prompt_files, prompts, runs, suite_plan
@@ -22,9 +22,9 @@ def pair(folders):
     return loading.load(target, draft=draft, gamma_max=2, slab=3, drafter="ngram")
 
 
-def prompt_of(id: str, text: str, *next_turns: str, **more) -> prompt_files.Prompt:
+def prompt_of(id: str, text: str, *next_turns: str, category=None):
     return prompt_files.Prompt(
-        **{"id": id, "text": text, "category": None, "next_turns": next_turns} | more
+        id=id, text=text, category=category, next_turns=next_turns
     )
 
 
@@ -35,14 +35,11 @@ PROMPTS = [
 ]
 
 
-def answer_of(pair, ids: list[int], settings=None) -> str:
+def answer_of(pair, ids: list[int]) -> str:
     """Returns the text of plain decoding, in a cache of another size."""
-    run = runs.run_plain(
-        pair,
-        runs.Settings(gamma=1, capacity=96, sampling=settings, stop_ids=(0,), **SIZES),
-        ids,
-    )
-    return pair.tokenizer.decode([token for token in run.tokens if token != 0])
+    settings = runs.Settings(gamma=1, capacity=96, stop_ids=(0,), **SIZES)
+    tokens = runs.run_plain(pair, settings, ids).tokens
+    return pair.tokenizer.decode([token for token in tokens if token != 0])
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
@@ -51,24 +48,22 @@ def test_later_turns_hold_the_answers_of_plain_decoding(pair, template):
     words = dataclasses.replace(pair.tokenizer, chat_template=template)
     pair = dataclasses.replace(pair, tokenizer=words)
     prepared = prompts.prepare(pair, PROMPTS, raw=False, **SIZES)
-    assert [prompt.id for prompt in prepared.prompts] == [
-        *("1", "2 turn 1", "2 turn 2", "2 turn 3", "3 turn 1", "3 turn 2")
-    ]
+    names = "1, 2 turn 1, 2 turn 2, 2 turn 3, 3 turn 1, 3 turn 2".split(", ")
+    assert [prompt.id for prompt in prepared.prompts] == names
     assert [prompt.category for prompt in prepared.prompts[1:4]] == ["k"] * 3
-    texts = [words.decode(ids) for ids in prepared.ids]
     ids = prepared.ids
-    answers = {i: answer_of(pair, ids[i]) for i in (1, 2, 4)}
+    first, second, other = (answer_of(pair, ids[i]) for i in (1, 2, 4))
     if template is None:
-        second = f"ask\n\n{answers[1]}\n\nagain"
-        wanted = ["one", "ask", second, f"{second}\n\n{answers[2]}\n\nand more"]
-        wanted += ["other", f"other\n\n{answers[4]}\n\nturn"]
+        chat = f"ask\n\n{first}\n\nagain"
+        wanted = ["one", "ask", chat, f"{chat}\n\n{second}\n\nand more"]
+        wanted += ["other", f"other\n\n{other}\n\nturn"]
     else:
-        second = f"<user>ask<assistant>{answers[1]}<user>again<assistant>"
-        third = f"{second}{answers[2]}<user>and more<assistant>"
-        wanted = ["<user>one<assistant>", "<user>ask<assistant>", second, third]
+        chat = f"<user>ask<assistant>{first}<user>again<assistant>"
+        wanted = ["<user>one<assistant>", "<user>ask<assistant>", chat]
+        wanted += [f"{chat}{second}<user>and more<assistant>"]
         wanted += ["<user>other<assistant>"]
-        wanted += [f"<user>other<assistant>{answers[4]}<user>turn<assistant>"]
-    assert texts == wanted
+        wanted += [f"<user>other<assistant>{other}<user>turn<assistant>"]
+    assert [words.decode(one) for one in ids] == wanted
     longest = max(map(len, ids)) + GEN_TOKENS
     assert longest <= prepared.capacity < longest + PAGE_SIZE
 
@@ -85,18 +80,17 @@ def test_an_answer_ends_at_a_stop_token(pair):
 
 
 def test_prompts_of_stated_lengths(pair):
-    tokenizer = pair.tokenizer
-    made_of = [
-        prompt_of(str(i), x) for i, x in enumerate(("abcd", "efgh", "ijkl", "mnop"))
-    ]
+    texts = ("abcd", "efgh", "ijkl", "mnop")
+    made_of = [prompt_of(str(number), text) for number, text in enumerate(texts)]
     asked = {"lengths": {"short": 3, "long": 9}, "per_length": 2, "raw": False}
     made = prompts.of_lengths(pair, made_of, **asked, **SIZES)
-    texts = [tokenizer.decode(ids) for ids in made.ids]
-    assert [(p.category, p.id) for p in made.prompts] == [
-        *(("short", "1"), ("short", "3"), ("long", "1"), ("long", "3"))
+    assert [(p.category, p.id, p.text) for p in made.prompts] == [
+        *(("short", "1", "fgh"), ("short", "3", "nop")),
+        *(("long", "1", "cd\n\n\nefgh"), ("long", "3", "kl\n\n\nmnop")),
     ]
-    assert texts == ["fgh", "nop", "cd\n\n\nefgh", "kl\n\n\nmnop"]
-    assert [p.text for p in made.prompts] == texts and made.capacity >= 9 + GEN_TOKENS
+    assert made.capacity >= 9 + GEN_TOKENS
+    texts = [pair.tokenizer.decode(ids) for ids in made.ids]
+    assert texts == [prompt.text for prompt in made.prompts]
     for changes, message in (
         ({"per_length": 5}, "5 prompts .* there are 4"),
         ({"lengths": {"long": 99}}, "99 tokens .* have 25"),
@@ -105,26 +99,22 @@ def test_prompts_of_stated_lengths(pair):
             prompts.of_lengths(pair, made_of, **asked | changes, **SIZES)
 
 
-OPTIONS = {
-    "enable_thinking=true": {"enable_thinking": True},
-    'a=1,b="x"': {"a": 1, "b": "x"},
-    '{"tools": [1, 2]}': {"tools": [1, 2]},
-}
-
-
-@pytest.mark.parametrize("text", OPTIONS)
-def test_options_of_the_chat_template(pair, text):
+def test_options_of_the_chat_template(pair):
     """Fails if a flag's options do not reach the prompts, or are ignored silently."""
     parser = cli.Parser("A script.")
     flags.add(parser, "raw")
-    args = parser.parse_args(["--chat-option", text])
-    assert args.chat_option == OPTIONS[text]
-    template = "".join(f"{{{{ {name} }}}};" for name in OPTIONS[text])
-    words = dataclasses.replace(pair.tokenizer, chat_template=template)
-    other = dataclasses.replace(pair, tokenizer=prompts.with_options(args, words))
-    (ids,) = prompts.encode(other, PROMPTS[:1], raw=False)
-    shown = "".join(f"{value};" for value in OPTIONS[text].values())
-    assert words.decode(ids) == shown
+    for text, options in {
+        "enable_thinking=true": {"enable_thinking": True},
+        'a=1,b="x"': {"a": 1, "b": "x"},
+        '{"tools": [1, 2]}': {"tools": [1, 2]},
+    }.items():
+        args = parser.parse_args(["--chat-option", text])
+        assert args.chat_option == options
+        template = "".join(f"{{{{ {name} }}}};" for name in options)
+        words = dataclasses.replace(pair.tokenizer, chat_template=template)
+        other = dataclasses.replace(pair, tokenizer=prompts.with_options(args, words))
+        (ids,) = prompts.encode(other, PROMPTS[:1], raw=False)
+        assert words.decode(ids) == "".join(f"{value};" for value in options.values())
     with pytest.raises(ValueError, match="is of the chat template, and the model has"):
         prompts.with_options(args, pair.tokenizer)
     args.raw = True
@@ -134,28 +124,22 @@ def test_options_of_the_chat_template(pair, text):
 
 
 def test_options_are_told_where_bits_are_published(folders, tmp_path):
-    """Fails if options of the template do not change the prompts of a plan and a run,
-    or if the plan's header or the run's summary does not name them."""
+    """Fails if the template's options change no prompt, or are not told."""
     folder = shutil.copytree(folders[0], tmp_path / "target")
     template = "{{ messages[0].content }}{% if loud is defined %}!{{ loud }}{% endif %}"
     (folder / "chat_template.jinja").write_text(template)
     # Caches have one size, so that both runs share their programs.
     common = ["--target", str(folder), "--page-size", "128", "--gen-tokens", "4"]
-    loud = ["--chat-option", "loud=true"]
-    plans = {}
-    for name, options in (("plain", []), ("loud", loud)):
-        cell = ["--drafter", "ngram", "--dtype", "float32", "--prompts", "4"]
-        args = exactness.parse_args([*common, *cell, *options])
-        plans[name] = suite_plan.from_flags(args).header
-    assert "chat_option" not in plans["plain"]["settings"]
-    assert plans["loud"]["settings"]["chat_option"] == {"loud": True}
-    told = [plans[name]["prompts"] for name in ("plain", "loud")]
-    assert told[0] != told[1]
-    run = ["--drafter", "ngram", "--gamma", "1", "--prompts", "1"]
-    texts, said = [], []
-    for name, options in (("plain", []), ("loud", loud)):
-        path = tmp_path / f"{name}.jsonl"
-        assert spec_round.main([*common, *run, "--out", str(path), *options]) == 0
-        texts.append(rows_of(path, "prompt")[0]["prompt_ids"])
-        said.append(rows_of(path, "summary")[0].get("chat_option"))
-    assert texts[0] != texts[1] and said == [None, {"loud": True}]
+    common += ["--drafter", "ngram"]
+    planned, texts, settings, said = [], [], [], []
+    for options in ([], ["--chat-option", "loud=true"]):
+        cell = ["--dtype", "float32", "--prompts", "4", *options]
+        plan = suite_plan.from_flags(exactness.parse_args([*common, *cell]))
+        planned.append(plan.header["prompts"])
+        settings.append(plan.header["settings"].get("chat_option"))
+        run = [*common, "--gamma", "1", "--prompts", "1", *options]
+        prompt, summary = rows_from(spec_round.main, tmp_path, run)
+        texts.append(prompt["prompt_ids"])
+        said.append(summary.get("chat_option"))
+    assert planned[0] != planned[1] and texts[0] != texts[1]
+    assert settings == said == [None, {"loud": True}]

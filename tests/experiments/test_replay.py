@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 from script_runs import assert_fails_with, models_of, rows_from, rows_of, write_rows
@@ -14,7 +15,7 @@ from spec_jax.analysis import metrics
 from spec_jax.drafters import registry
 
 
-SAMPLED = ("--temperature", "0.7", "--top-k", "20", "--top-p", "0.8", "--seed", "7")
+WAYS = {"greedy": "0", "sampled": "0.7 --top-k 20 --top-p 0.8 --seed 7"}
 
 
 @pytest.fixture(scope="module")
@@ -27,43 +28,32 @@ def write(folders, tmp_path_factory):
     @functools.cache
     def written(kind):
         path = tmp_path_factory.mktemp("texts") / f"{kind}.jsonl"
-        given = ["--out", str(path), *models_of([folders[0]] * 2), "--impl", "native"]
-        given += ["--prompts", "3", "--gen-tokens", "12", "--ignore-stop"]
-        given += ["--gamma", "4", "--page-size", "256"]
-        given += SAMPLED if kind == "sampled" else ("--temperature", "0")
+        given = f"--prompts 3 --gen-tokens 12 --ignore-stop --gamma 4 --out {path} "
+        given += f"--impl native --page-size 256 --temperature {WAYS[kind]}"
+        given = [*models_of([folders[0]] * 2), *given.split()]
         assert spec_round.main(given) == 0
         return path
 
     return written
 
 
-@pytest.fixture(scope="module")
-def written(write):
-    return write("sampled")
-
-
 # Every drafter in both settings. The quick case draws a model's drafts as well as the
 # target's tokens; of those, a lookup sees no more than the text. The rest is slow.
 REPLAYED = [name for name in registry.BUILDERS if name not in registry.NEED_TARGET]
-RUNS = [("sampled", "draft-model")] + [
-    slow(kind, name)
-    for kind in ("greedy", "sampled")
-    for name in REPLAYED
-    if (kind, name) != ("sampled", "draft-model")
-]
+RUNS = [("sampled", "draft-model")]
+RUNS += [slow(*run) for run in itertools.product(WAYS, REPLAYED) if run != RUNS[0]]
 
 
 @pytest.mark.parametrize(("kind", "name"), RUNS)
 def test_replayed_counters_are_live_counters(kind, name, folders, write):
-    """Fails if a drafter sees anything else, or draws with other noise, than live. The
-    target drafts for itself: a draft is kept where both draw the same token."""
-    target, how = folders[0], {"gamma_max": 4, "impl": "native"}
-    args = replay.parse_args(
-        [str(write(kind)), "--gamma", "4", "--drafter", name, "--draft", str(target)]
-    )
+    """Fails if a drafter sees anything else, or draws with other noise, than live."""
+    target, texts = folders[0], write(kind)
+    args = [str(texts), "--gamma", "4", "--drafter", name, "--draft", str(target)]
+    args = replay.parse_args(args)
     texts = replay.read(args.texts)
     built = replay.build(args, texts)[name]
-    lm = loading.load(target, drafter="ngram", **how).with_drafter(*built)
+    lm = loading.load(target, drafter="ngram", gamma_max=4, impl="native")
+    lm = lm.with_drafter(*built)
     settings = runs.Settings(
         gamma=4, gen_tokens=12, capacity=256, page_size=256, sampling=texts.settings
     )
@@ -86,10 +76,9 @@ def test_replayed_counters_are_live_counters(kind, name, folders, write):
         assert found.accepted < found.proposed
 
 
-def test_drafters_are_evaluated_without_the_target(written, tmp_path, capsys):
-    """Fails if a row is missing, a window is charged for rows that it did not have, or
-    a policy is charged by other costs."""
-    given = [str(written), "--drafter", "oracle", "--gamma", "1,4"]
+def test_drafters_are_evaluated_without_the_target(write, tmp_path, capsys):
+    """Fails if a window is charged for rows that it lacked, or by other costs."""
+    given = [str(write("sampled")), "--drafter", "oracle", "--gamma", "1,4"]
     given += ["--round-costs", "1,1.5,2,2.5,3", "--gamma-policy", "budget"]
     rows = rows_from(replay.main, tmp_path, given)
     ways = [(1, "fixed"), (4, "fixed"), (4, policies.BUDGET)]
@@ -104,9 +93,9 @@ def test_drafters_are_evaluated_without_the_target(written, tmp_path, capsys):
     assert "oracle" in capsys.readouterr().out
 
 
-def test_a_choice_alone_is_compared_with_decoding(written, folders, tmp_path):
+def test_a_choice_alone_is_compared_with_decoding(write, folders, tmp_path):
     """Fails if a drafter has no regret when no constant gamma is beside it."""
-    given = [str(written), "--drafter", "choice", "--draft", str(folders[1])]
+    given = [str(write("sampled")), "--drafter", "choice", "--draft", str(folders[1])]
     given += ["--gamma", "2", "--round-costs", "1,1.5,2"]
     (row,) = rows_from(replay.main, tmp_path, given)
     assert row["regret"] == pytest.approx(1 / row["expected_speedup"] - 1)
@@ -116,32 +105,26 @@ NO_TEXTS = "changed.jsonl: no texts of one run"
 LARGE = [{"plain_ids": [10**6] * 12}, {}, {}, {}]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+def test_files_that_are_no_texts(write, tmp_path, capsys):
+    for change, words in (
         (lambda rows: [], NO_TEXTS),
         (lambda rows: rows[:-1], NO_TEXTS),
         (lambda rows: rows * 2, NO_TEXTS),
         (lambda rows: [*rows[:-1], rows[-1] | {"ignore_stop": False}], NO_TEXTS),
         (lambda rows: [{"kind": "prompt"}, *rows], NO_TEXTS),
         (lambda rows: list(map(dict.__or__, rows, LARGE)), "have token 1000000"),
-    ],
-)
-def test_files_that_are_no_texts(written, tmp_path, capsys, change, words):
-    path = write_rows(tmp_path / "changed.jsonl", change(rows_of(written)))
-    given = [str(path), "--drafter", "draft-model", "--gamma", "4"]
-    assert_fails_with(replay.main, capsys, given, words)
+    ):
+        path = write_rows(tmp_path / "changed.jsonl", change(rows_of(write("sampled"))))
+        given = [str(path), "--drafter", "draft-model", "--gamma", "4"]
+        assert_fails_with(replay.main, capsys, given, words)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
+def test_what_is_refused(write, capsys):
+    for flags, words in (
         (("--drafter", "dspark"), "dspark reads its target"),
         (("--gamma-policy", "budget"), "give --round-costs"),
         (("--drafter", "ngram", "--round-costs", "1,2"), "0 .. 1 drafts"),
         (("--round-costs", "1,x"), "1,x"),
-    ],
-)
-def test_what_is_refused(written, capsys, flags, words):
-    given = [str(written), "--gamma", "4", *flags]
-    assert_fails_with(replay.main, capsys, given, words)
+    ):
+        given = [str(write("sampled")), "--gamma", "4", *flags]
+        assert_fails_with(replay.main, capsys, given, words)

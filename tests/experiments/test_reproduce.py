@@ -25,17 +25,14 @@ from spec_jax.model import hub
 from spec_jax.native import build
 
 
-ROOT, RESULTS = published.ROOT, published.RESULTS
-FIGURE = re.compile(r"\]\((?:\.\./)?(experiments/results/figures/\w+\.svg)\)")
+RESULTS = published.RESULTS
 TEXTS = {page.name: page.read_text() for page in published.PAGES}
-FIGURES = sorted({path for text in TEXTS.values() for path in FIGURE.findall(text)})
 
 
-@pytest.mark.parametrize(
-    "text", [pytest.param(t, id=n) for n, t in TEXTS.items() if "<!-- rows: " in t]
-)
-def test_tables_are_of_the_rows(text):
+@pytest.mark.parametrize("page", [n for n in TEXTS if "<!-- rows: " in TEXTS[n]])
+def test_tables_are_of_the_rows(page):
     """Fails if a number was typed by hand, or is older than its row."""
+    text = TEXTS[page]
     assert published.update(text) == text
     # Negative control.
     digit = re.search(r"(?s)<!-- rows: .*?\| [^|]*([0-9]) ", text).start(1)
@@ -43,14 +40,11 @@ def test_tables_are_of_the_rows(text):
     assert published.update(text[:digit] + other + text[digit + 1 :]) == text
 
 
-def test_every_table_is_on_a_page():
+def test_every_table_is_on_a_page_and_has_rows(monkeypatch):
     pages = "".join(TEXTS.values())
     found = re.findall(r"<!-- rows: (\w+) -->", pages)
     assert found and set(found) == set(published.TEMPLATES)
     assert len(found) == pages.count("<!-- end of rows -->")
-
-
-def test_a_table_without_rows_is_refused(monkeypatch):
     template = ("no_such_file.jsonl: summary", "| gamma |", "| {gamma} |")
     monkeypatch.setitem(published.TEMPLATES, "none", template)
     with pytest.raises(ValueError, match="no rows for the table none: no_such_file"):
@@ -59,40 +53,19 @@ def test_a_table_without_rows_is_refused(monkeypatch):
 
 def test_the_table_of_rounds_is_in_the_figure():
     """Fails if the figure lacks a run that the table shows."""
-    (path,) = (path for path in FIGURES if path.endswith("/speedup.svg"))
     rows = table_rows.rows_of("spec_round*.jsonl", "summary")
-    drawn = set(figures.read_source(ROOT / path))
-    assert set(curves.digests(rows)) <= drawn
-
-
-def without_commit(rows) -> list[dict]:
-    """Returns rows that name no clean commit; a final summary names it for prompts."""
-    *_, last = rows
-    is_named = lambda row: bool(row.get("git_commit")) and row.get("git_dirty") is False
-    return [
-        row
-        for row in rows
-        if not is_named(
-            last if (row["kind"], last["kind"]) == ("prompt", "summary") else row
-        )
-    ]
+    drawn = figures.read_source(RESULTS / "figures/speedup.svg")
+    assert set(curves.digests(rows)) <= set(drawn)
 
 
 def test_rows_are_of_commits():
     """Fails if a row names no commit, or was measured with changed code."""
-    found = {
-        path.name: without_commit(files.read_rows(path))
-        for path in published.RESULTS.glob("*.jsonl")
-    }
-    assert not any(found.values()), found
-    # Negative controls.
-    clean = {"kind": "summary", "git_commit": "c0ffee", "git_dirty": False}
-    prompt = {"kind": "prompt"}
-    assert without_commit([prompt, clean]) == []
-    for wrong in ({"git_commit": None}, {"git_dirty": True}, {"git_dirty": None}):
-        assert len(without_commit([prompt, clean | wrong])) == 2
-    assert without_commit([{"kind": "mismatch"}, clean]) == [{"kind": "mismatch"}]
-    assert without_commit([clean, prompt]) == [prompt]
+    for path in RESULTS.glob("*.jsonl"):
+        rows = files.read_rows(path)
+        for row in rows:
+            if row["kind"] == "prompt" and rows[-1]["kind"] == "summary":
+                row = rows[-1]  # It names the commit for its prompts.
+            assert row.get("git_commit") and row.get("git_dirty") is False, path
 
 
 def test_rows_name_no_folder_of_a_machine():
@@ -107,11 +80,9 @@ def test_every_step_can_be_parsed(tmp_path, monkeypatch):
     # Other tests may have loaded kernels: no others can be chosen after that.
     monkeypatch.setattr(build, "choose", lambda isa: None)
     steps = list(reproduction.steps())
-    names = [step.file for step in steps]
-    assert len(set(names)) == len(names)
-    words = reproduce.words_of(
-        argparse.Namespace(data="data", llama_bin="bin", texts="texts")
-    )
+    assert len({step.file for step in steps}) == len(steps)
+    given = argparse.Namespace(data="data", llama_bin="bin", texts="texts")
+    words = reproduce.words_of(given)
     for step in steps:
         assert len(step.runs) == 1 or step.keep
         for command in step.runs:
@@ -120,9 +91,8 @@ def test_every_step_can_be_parsed(tmp_path, monkeypatch):
                 arguments = [step.flag, str(tmp_path / "out"), *arguments]
             importlib.import_module(f"experiments.{script}").parse_args(arguments)
     # All rows and certificates that are published today are among their files.
-    files_of_today = {p for p in published.RESULTS.glob("certificates/*.json")}
-    files_of_today |= set(published.RESULTS.glob("*.jsonl"))
-    assert files_of_today <= {step.path for step in steps}
+    today = {*RESULTS.glob("certificates/*.json"), *RESULTS.glob("*.jsonl")}
+    assert today <= {step.path for step in steps}
 
 
 def test_a_step_goes_on_after_its_finished_runs(tmp_path, monkeypatch):
@@ -155,17 +125,17 @@ def test_published_rows_are_short():
     """Fails if they lose bits of float32, or keep more digits or local folders."""
     third = 0.1 + 1 / 3
     exact = float(np.nextafter(np.float32(third), np.float32(1)))
-    row = {"kind": "a", "s": [third, {"x": 1e-300 / 3}], "n": 12345678901234567890}
-    row |= {"exact": exact, "prompt_source": "/home/me/set/test.jsonl:5"}
-    row |= {"drafter": "/home/me/dflash"}
-    row |= {"plain_ids": [1, 2], "spec_ids": [1, 2], "by_category": {"b": {"s": 1}}}
-    row |= {"argv": ["--out", f"{ROOT}/experiments/results/a.jsonl"]}
+    row = {
+        "kind": "a", "s": [third, {"x": 1e-300 / 3}], "n": 12345678901234567890,
+        "exact": exact, "prompt_source": "/home/me/set/test.jsonl:5",
+        "drafter": "/home/me/dflash", "plain_ids": [1, 2], "spec_ids": [1, 2],
+        "by_category": {"b": {"s": 1}}, "argv": ["--out", f"{RESULTS}/a.jsonl"],
+    }  # fmt: skip
     rows = [row, {"kind": "b", "plain_ids": [1, 2], "spec_ids": [1, 3]}]
     found, other = reproduce.shortened(rows)
     assert other == rows[1]
     assert found["plain_ids"] == [1, 2] and not {"spec_ids", "by_category"} & set(found)
-    assert found["prompt_source"] == "set/test.jsonl:5"
-    assert found["drafter"] == "dflash"
+    assert (found["prompt_source"], found["drafter"]) == ("set/test.jsonl:5", "dflash")
     assert found["argv"] == ["--out", "experiments/results/a.jsonl"]
     assert found["s"] == [0.433333333, {"x": 3.33333333e-301}]
     assert found["n"] == row["n"] and found["exact"] != exact

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_pair
+from script_runs import rows_of, write_rows
 
 from experiments.heads import own_prompts, rollouts
 from experiments.lib import terminal
@@ -31,22 +32,21 @@ def one_slot(monkeypatch):
 def writer(**changes) -> rollouts.Writer:
     """Returns a writer of six texts, of which every second one is drawn."""
     random = np.random.default_rng(0)
-    made = rollouts.Writer(
-        params=params_lib.init(jax.random.key(0), CONFIG, stddev=0.3),
-        config=CONFIG,
-        prompts=random.integers(0, CONFIG.vocab_size, (COUNT, PREFIX)).tolist(),
-        seeds=[-1, 3] * (COUNT // 2),
-        length=LENGTH,
-        impl=decoding.quickest().impl,
-    )
-    return dataclasses.replace(made, **changes)
+    settings = {
+        "params": params_lib.init(jax.random.key(0), CONFIG, stddev=0.3),
+        "config": CONFIG,
+        "prompts": random.integers(0, CONFIG.vocab_size, (COUNT, PREFIX)).tolist(),
+        "seeds": [-1, 3] * (COUNT // 2),
+        "length": LENGTH,
+        "impl": decoding.quickest().impl,
+    }
+    return rollouts.Writer(**settings | changes)
 
 
 def test_a_killed_run_goes_on_with_the_texts_that_are_missing(
     tmp_path, monkeypatch, capsys
 ):
-    """Fails if texts are lost or written twice, if half a line is read, or if
-    progress is not shown."""
+    """Fails if texts are lost or written twice, or half a line is read."""
     monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
     one = writer()
     whole = rollouts.write(one, tmp_path)
@@ -69,8 +69,7 @@ def test_a_killed_run_goes_on_with_the_texts_that_are_missing(
     # With more prompts, only the texts that are missing are written.
     asked.clear()
     more = writer(prompts=[*one.prompts, [1, 2, 3]], seeds=[*one.seeds, 9])
-    assert rollouts.write(more, tmp_path)[:COUNT] == whole
-    assert asked == [COUNT]
+    assert rollouts.write(more, tmp_path)[:COUNT] == whole and asked == [COUNT]
     # Negative control: a text that was changed in the file is not written anew.
     key, tokens = json.loads(lines[0])
     changed = [key, [(token + 1) % CONFIG.vocab_size for token in tokens]]
@@ -91,14 +90,12 @@ def test_texts_are_padded_behind_their_ends():
     one = writer(prompts=prompts, stop_ids=(8, 9), length=6)
     tokens, mask = rollouts.padded(one, [[2, 9], [8], [3, 4, 5, 6]])
     expected = [[9, 1, 2, 9, 9, 9], [1, 2, 3, 8, 8, 8], [1, 2, 3, 4, 5, 6]]
-    np.testing.assert_array_equal(tokens, expected)
-    counted = [np.flatnonzero(row).tolist() for row in mask]
-    assert counted == [[1, 2], [2], [1, 2, 3, 4]]
+    assert tokens.tolist() == expected
+    assert [np.flatnonzero(row).tolist() for row in mask] == [[1, 2], [2], [1, 2, 3, 4]]
 
 
 def test_a_file_is_named_after_all_that_decides_its_texts():
-    """Fails if another target, length or kernel reuses the texts of an earlier run, or
-    if prompts or seeds share a key."""
+    """Fails if other settings reuse a run's texts, or prompts or seeds share a key."""
     one = writer()
     others = {
         "params": params_lib.init(jax.random.key(1), CONFIG),
@@ -120,8 +117,7 @@ def chat(tmp_path, template: str) -> tokenizer_lib.Tokenizer:
 
 
 def test_the_bare_turn_ends_where_the_user_begins(tmp_path):
-    """Fails if the user's words or text after them are returned, or a template that
-    shows nothing before them is accepted."""
+    """Fails if the user's words are returned, or a bare template is accepted."""
     template = "A:{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}B:"
     words = chat(tmp_path, template)
     assert words.decode(own_prompts.bare_turn(words)) == "A:<user>"
@@ -131,40 +127,31 @@ def test_the_bare_turn_ends_where_the_user_begins(tmp_path):
             own_prompts.bare_turn(other)
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("How do birds find their way home in winter?", None),
-        ("How do birds find their way home in summer?", "like another"),
-        ("why do cats purr so loudly when they sleep", "like another"),  # avoided
-        ("Hello there", "short"),
-        ("1 2 3 4 5", "short"),
-        ("tell me more and " * 6, "repeats itself"),
-        ("How do fish sleep?", None),
-        ("How do fish sleep!", "like another"),
-    ],
-)
-def test_prompts_are_kept_if_they_are_none_before(text, why):
-    others = "How do birds find their way home in winter?", "How do fish sleep?"
-    before = [other for other in others if other != text]
+def test_prompts_are_kept_if_they_are_none_before():
+    texts = {
+        "How do birds find their way home in winter?": None,
+        "How do birds find their way home in summer?": "like another",
+        "why do cats purr so loudly when they sleep": "like another",  # avoided
+        "Hello there": "short",
+        "1 2 3 4 5": "short",
+        "tell me more and " * 6: "repeats itself",
+        "How do fish sleep?": None,
+        "How do fish sleep!": "like another",
+    }
     avoided = ["Why do cats purr so loudly when they sleep?"]
-    kept, dropped = own_prompts.distinct([*before, text], avoided)
-    assert kept == [*before, *([] if why else [text])]
-    assert dropped == ({} if why is None else {why: 1})
+    kept, dropped = own_prompts.distinct([*texts], avoided)
+    assert kept == [text for text, why in texts.items() if why is None]
+    assert dropped == {"like another": 3, "short": 2, "repeats itself": 1}
 
 
 def test_what_is_chosen_ends_and_is_none_of_an_evaluation(tmp_path):
     words = chat(tmp_path, "<{{ messages[0].content }}>")
-    (stop, *_) = words.stop_ids or (0,)
-    words = dataclasses.replace(words, stop_ids=(stop,))
+    words = dataclasses.replace(words, stop_ids=(0,))
     texts = ["Where does the wind come from today", "A poem about the sea, please"]
-    ids = [[*words.encode(text), stop] for text in texts]
-    avoided = tmp_path / "evaluation.jsonl"
-    avoided.write_text(json.dumps({"prompt": texts[1]}) + "\n", encoding="utf-8")
-    written = [*ids, ids[0][:-1]]
-    kept, dropped = own_prompts.choose(words, written, [str(avoided)])
+    ids = [[*words.encode(text), 0] for text in texts]
+    avoided = write_rows(tmp_path / "evaluation.jsonl", [{"prompt": texts[1]}])
+    kept, dropped = own_prompts.choose(words, [*ids, ids[0][:-1]], [str(avoided)])
     assert kept == texts[:1]
     assert dropped == {"like another": 1, "does not end": 1}
     own_prompts.save(kept, tmp_path / "prompts.jsonl")
-    (row,) = (tmp_path / "prompts.jsonl").read_text().splitlines()
-    assert json.loads(row) == {"prompt": texts[0]}
+    assert rows_of(tmp_path / "prompts.jsonl") == [{"prompt": texts[0]}]

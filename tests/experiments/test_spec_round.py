@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from script_runs import models_of, rows_from, with_another_token, write_rows
+from script_runs import models_of, rows_from, with_another_token
 
 from experiments import spec_round, throughput
-from experiments.lib import bench, results, runs, tables, terminal
+from experiments.lib import bench, results, runs
 from spec_jax.analysis import metrics
 from spec_jax.ops import dispatch
 
@@ -21,7 +21,6 @@ def test_a_matched_run(folders, tmp_path):
     given = command(folders, "--repeats", "2")
     *prompts, summary = rows_from(spec_round.main, tmp_path, given)
     assert [row["id"] for row in prompts] == ["py-01", "py-02"]
-    assert {row["kind"] for row in prompts} == {"prompt"}
     for row in prompts:
         assert row["matched"] and row["plain_ids"] == row["spec_ids"]
         assert len(row["baseline_e2e_s"]) == len(row["spec_e2e_s"]) == 2
@@ -31,9 +30,7 @@ def test_a_matched_run(folders, tmp_path):
     assert summary["verify_decode_mismatches"] == summary["nonfinite_logits"] == 0
     for name in ("tokens", "rounds", "proposed", "accepted"):
         assert summary[name] == sum(row[name] for row in prompts)
-    assert summary["tercile_prompts"] == [1, 1]
     assert summary["impl"] == dispatch.resolve("auto") and summary["gamma"] == 2
-    assert set(tables.FIELDS) <= set(summary)
 
 
 def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
@@ -61,35 +58,6 @@ def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(folders, tmp_p
     assert runs.Settings(rule="rejection", **sizes).is_exact
 
 
-def test_logits_that_are_not_finite_match_nothing(overflowing, tmp_path):
-    """Fails if equal tokens match though finite weights overflow at run time."""
-    given = command(overflowing, "--batch", "2", "--ignore-stop")
-    *prompts, summary = rows_from(spec_round.main, tmp_path, given, status=2)
-    for row in prompts:
-        assert row["plain_ids"] == row["spec_ids"] and not row["matched"]
-        assert 0 < row["nonfinite_logits"] <= row["tokens"]
-    assert summary["matched"] is False
-    assert summary["nonfinite_logits"] == sum(p["nonfinite_logits"] for p in prompts)
-
-
-def test_conversations_and_categories(folders, tmp_path):
-    """Fails if a turn is not run, or the counts of categories do not add up."""
-    lines = [
-        {"question_id": 1, "category": "chat", "turns": ["hello", "and then?"]},
-        {"question_id": 2, "category": "math", "turns": ["1 + 1"]},
-    ]
-    path = write_rows(tmp_path / "prompts.jsonl", lines)
-    given = command(folders, "--prompts", str(path))
-    *prompts, summary = rows_from(spec_round.main, tmp_path, given)
-    assert [row["id"] for row in prompts] == ["1 turn 1", "1 turn 2", "2"]
-    assert prompts[1]["prompt_tokens"] > prompts[0]["prompt_tokens"]
-    parts = summary["by_category"]
-    counts = {name: part["prompts"] for name, part in parts.items()}
-    assert counts == {"chat": 2, "math": 1}
-    for name in ("tokens", "proposed", "accepted"):
-        assert sum(part[name] for part in parts.values()) == summary[name]
-
-
 def test_tokens_are_compared_and_not_assumed():
     """Negative control of `matched`: one differing token is enough."""
     plain = runs.Run(tokens=[1, 2, 3], timing=None)
@@ -97,44 +65,45 @@ def test_tokens_are_compared_and_not_assumed():
     result = results.PromptResult(
         prompt=None, prompt_ids=[1], plain=[plain], spec=[spec], mismatches=0
     )
-    assert not result.matched
-    assert dataclasses.replace(result, spec=[plain]).matched
     of_nan = dataclasses.replace(plain, counters=metrics.Counters(nonfinite=1))
-    for change in ({"plain": [of_nan], "spec": [plain]}, {"spec": [of_nan]}):
-        assert not dataclasses.replace(result, **change).matched
+    for first, other, matched in (
+        (plain, spec, False),
+        (plain, plain, True),
+        (of_nan, plain, False),
+        (plain, of_nan, False),
+    ):
+        one = dataclasses.replace(result, plain=[first], spec=[other])
+        assert one.matched is matched
     assert results.all_matched([True, None]) is None
     assert results.all_matched([None, False]) is False
 
 
 def test_a_target_without_gamma_adapts(folders):
     """Fails unless it adapts, and the embedded pair, for equal counts, does not."""
-    chosen = lambda *more: vars(spec_round.parse_args(more))
-    target = models_of(folders)
+    target, budget = models_of(folders), ("--gamma-policy", "budget")
     for more, name, gamma in (
         ((), "fixed", 4),
-        (("--gamma-policy", "budget"), "budget", 7),
+        (budget, "budget", 7),
         (("--gamma-policy", "goodput"), "goodput", 4),
         (target, "budget", 7),
         ((*target, "--gamma", "2"), "fixed", 2),
         ((*target, "--rule", "block"), "fixed", 4),
         ((*target, "--tree", "2x3:5"), "fixed", 4),
-        ((*target, "--gamma-policy", "budget", "--gamma", "3"), "budget", 3),
+        ((*target, *budget, "--gamma", "3"), "budget", 3),
     ):
-        found = chosen(*more)
-        assert (found["gamma_policy"], found["gamma"]) == (name, gamma), more
+        found = spec_round.parse_args(more)
+        assert (found.gamma_policy, found.gamma) == (name, gamma), more
 
 
-def test_throughput(folders, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
+def test_throughput(folders, tmp_path, capsys):
     more = "--batch 2,500 --gamma 1,2 --repeats 2".split()
     rows = rows_from(throughput.main, tmp_path, command(folders, *more))
     ways = [(None, 0), *((2, gamma) for gamma in (0, 1, 2))]
     assert [(row["batch"], row["gamma"]) for row in rows] == 3 * ways
     of_runs, rows = rows[: 2 * len(ways)], rows[2 * len(ways) :]
-    assert [row["repeat"] for row in of_runs] == [0] * len(ways) + [1] * len(ways)
-    assert {(run["kind"], run["prompts_equal"]) for run in of_runs} == {
-        ("throughput_run", 2)
-    }
+    for place, run in enumerate(of_runs):
+        assert (run["kind"], run["prompts_equal"]) == ("throughput_run", 2)
+        assert run["repeat"] == place // len(ways)
     for row in rows:
         seconds = [run["seconds"] for run in of_runs if run["way"] == row["way"]]
         speeds = [row["tokens"] / each for each in seconds]
@@ -142,8 +111,7 @@ def test_throughput(folders, tmp_path, capsys, monkeypatch):
         assert row["prompts_equal"] == row["prompts"] == 2
         assert row["n"] == 2 and row["tok_s"] > 0
     assert rows[0]["ratio"] == 1
-    printed = capsys.readouterr()
-    assert "gamma 2, batch 2" in printed.out and " 1/12 " in printed.err
+    assert "gamma 2, batch 2" in capsys.readouterr().out
 
 
 def test_throughput_that_differed_once(folders, tmp_path, monkeypatch):
@@ -162,10 +130,5 @@ def test_throughput_that_differed_once(folders, tmp_path, monkeypatch):
     *runs_, row = rows_from(throughput.main, tmp_path, given, status=2)
     assert row["kind"] == "throughput" and row["gamma"]
     assert (row["prompts_equal"], row["prompts"]) == (1, 2)
-    repeats = [
-        one["prompts_equal"]
-        for one in runs_
-        if (one["kind"], one["way"]) == ("throughput_run", row["way"])
-    ]
-    assert repeats == [1, 2]
-    assert row["schedule"] is None
+    repeats = [one["prompts_equal"] for one in runs_ if one["way"] == row["way"]]
+    assert repeats[:2] == [1, 2]

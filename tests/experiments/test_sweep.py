@@ -18,25 +18,12 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Returns a target and a draft, with a file of prompts of two categories beside."""
-    folder = tmp_path_factory.mktemp("pair")
-    write_rows(folder / "prompts.jsonl", PROMPTS)
-    return tiny_pair.write(folder)
-
-
-def prompts_of(folders) -> pathlib.Path:
-    return folders[0].parent / "prompts.jsonl"
-
-
 def command(folders, out: pathlib.Path, *more: str) -> list[str]:
-    return [
-        *(*models_of(folders), "--drafter", "ngram"),
-        *("--gamma", "1,2", "--gen-tokens", str(GEN_TOKENS), "--ignore-stop"),
-        *("--prompts", str(prompts_of(folders)), "--repeats", "2", "--out", str(out)),
-        *more,
-    ]
+    """Returns flags; the prompts are written beside the rows."""
+    prompts = write_rows(out.parent / "prompts.jsonl", PROMPTS)
+    flags = f"--drafter ngram --gamma 1,2 --gen-tokens {GEN_TOKENS} --ignore-stop "
+    flags += f"--prompts {prompts} --repeats 2 --out {out}"
+    return [*models_of(folders), *flags.split(), *more]
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +32,6 @@ def swept(folders, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "sweep.jsonl"
     assert sweep.main(command(folders, out)) == sweep.MATCHED == 0
     return out
-
-
-@pytest.fixture
-def copied(swept, tmp_path):
-    """Returns a copy of it that a test may change."""
-    path = tmp_path / "sweep.jsonl"
-    path.write_bytes(swept.read_bytes())
-    return path
 
 
 def test_contexts_are_cells(folders, tmp_path):
@@ -64,7 +43,7 @@ def test_contexts_are_cells(folders, tmp_path):
     assert found == [("12", 3, True), ("40", 3, True)]
 
 
-def test_every_cell_has_a_row(swept, folders):
+def test_every_cell_has_a_row(swept):
     """Fails if a category is left out, or a row has another cell's numbers."""
     rows = rows_of(swept)
     places = [(row["drafter"], row["gamma"], row["category"]) for row in rows]
@@ -74,61 +53,53 @@ def test_every_cell_has_a_row(swept, folders):
         assert row["prompts"] == 3 and row["tokens"] == 3 * GEN_TOKENS
         assert set(tables.FIELDS) <= set(row)
         assert row["temperature"] == 0 and row["gamma_policy"] == "fixed"
-        assert row["prompt_source"] == str(prompts_of(folders))
         assert row["speedup_e2e_p10"] <= row["speedup_e2e"] <= row["speedup_e2e_p90"]
         parts = row["by_category"]
-        assert {name: one["prompts"] for name, one in parts.items()} == {
-            "code": 2,
-            "prose": 1,
-        }
+        assert parts["code"]["prompts"] == 2 and parts["prose"]["prompts"] == 1
         for name in ("tokens", "rounds", "proposed", "accepted"):
             assert row[name] == sum(one[name] for one in parts.values())
 
 
 def test_a_cell_is_a_run_of_spec_round(swept, folders, tmp_path):
     """Fails if it drafts or counts differently from the script of one run."""
-    out = tmp_path / "out.jsonl"
-    same = [one for one in command(folders, out) if one != "1,2"]
-    same.remove("--gamma")
-    assert spec_round.main([*same, "--gamma", "2"]) == 0
-    (summary,) = rows_of(out, "summary")
+    given = ["--gamma", "2", "--repeats", "1"]
+    flags = command(folders, tmp_path / "out.jsonl")
+    at = flags.index("1,2")
+    assert spec_round.main([*flags[: at - 1], *flags[at + 1 :], *given]) == 0
+    (summary,) = rows_of(tmp_path / "out.jsonl", "summary")
     row = rows_of(swept)[-1]
     for name in ("tokens", "rounds", "proposed", "accepted", "accepted_hist"):
         assert row[name] == summary[name]
     assert row["tercile_prompts"] == summary["tercile_prompts"] == [1, 1, 1]
 
 
-def test_finished_cells_are_not_run_again(folders, copied, monkeypatch, capsys):
-    before = copied.read_bytes()
+def test_finished_cells_are_not_run_again(folders, swept, monkeypatch, capsys):
+    before = swept.read_bytes()
     monkeypatch.setattr(sweep.Bench, "__call__", interrupted)
-    assert sweep.main(command(folders, copied)) == 0
-    assert copied.read_bytes() == before
+    assert sweep.main(command(folders, swept)) == 0
+    assert swept.read_bytes() == before
     printed = " ".join(capsys.readouterr().out.split())
     assert "2 cells, 2 of them in" in printed
     assert "by category" in printed and "prose" in printed
     # Negative control: a cell that the file lacks is run.
-    assert sweep.main(command(folders, copied, "--temperature", "0,0.7")) == 130
+    assert sweep.main(command(folders, swept, "--temperature", "0,0.7")) == 130
 
 
 def test_other_settings_prompts_and_models_are_refused(
-    folders, copied, tmp_path, capsys
+    folders, swept, tmp_path, capsys
 ):
     """Fails unless the message names all that differs, and the file stays as it was."""
-    before = copied.read_bytes()
-    assert_fails_with(
-        sweep.main,
-        capsys,
-        command(folders, copied, "--gen-tokens", "7", "--seed", "3"),
-        *("gen_tokens is 6 there and 7 here", "seed is 0 there and 3 here"),
-    )
-    other = tiny_pair.write_model(
-        tmp_path / "target", tiny_pair.config(num_layers=2), seed=5
-    )
-    arguments = command((other, folders[1]), copied)
-    arguments += ["--prompts", str(prompts_of(folders))]
-    assert_fails_with(sweep.main, capsys, arguments, "target_sha256")
-    assert copied.read_bytes() == before
-    edited = [row | {"prompts_sha256": "0"} for row in rows_of(copied)]
-    write_rows(copied, edited)
-    arguments = command(folders, copied)
-    assert_fails_with(sweep.main, capsys, arguments, "prompts_sha256 is another")
+    path, config = tmp_path / "sweep.jsonl", tiny_pair.config(num_layers=2)
+    other = tiny_pair.write_model(tmp_path / "target", config, seed=5)
+    longer = ("--gen-tokens", "7", "--seed", "3")
+    for pair, edit, more, words in (
+        (folders, {}, longer, ("gen_tokens is 6 there and 7", "seed is 0 there and 3")),
+        ((other, folders[1]), {}, (), ("target_sha256",)),
+        (folders, {"prompts_sha256": "0"}, (), ("prompts_sha256 is another",)),
+    ):
+        write_rows(path, [row | edit for row in rows_of(swept)])
+        before = path.read_bytes()
+        arguments = command(pair, path, *more)
+        arguments += ["--prompts", str(swept.parent / "prompts.jsonl")]
+        assert_fails_with(sweep.main, capsys, arguments, *words)
+        assert path.read_bytes() == before

@@ -1,4 +1,4 @@
-"""Training of drafters: resumed runs, exported heads, and runs that start from one."""
+"""Training of drafters: resumed runs, exported heads, and what is made of them."""
 
 import dataclasses
 import json
@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 import tiny_pair
 from head_runs import BLOCKS, args_of, command, job_of, run, with_texts
-from script_runs import assert_fails_with
+from script_runs import assert_fails_with, rows_of
 from slow_cases import slow
 
 import spec_jax as sj
-from experiments import train_drafter
-from experiments.heads import jobs
+from experiments import compare_heads, train_drafter
+from experiments.heads import families, jobs
 from spec_jax import testing
 from spec_jax.model import (
     block_files,
     config as config_lib,
     eagle3_files,
     gpt_neox,
-    head_dialects,
     llama,
     load,
 )
@@ -60,9 +59,7 @@ def losses(folder) -> list:
 def test_a_killed_run_on_a_cache_is_the_run_without(
     target, work, tmp_path, capsys, flags, goes_on
 ):
-    """Fails if resuming or a cache changes a bit of the head or draws other anchors, or
-    if an export is another head, or a run from it (`--base`) has other first weights.
-    """
+    """Fails if resuming, a cache, an export or `--base` changes bits."""
     online, cached = (with_texts(work, tmp_path / name) for name in ("online", "cache"))
     run(target, online, "train", *flags)
     assert "accepted length" in capsys.readouterr().out
@@ -106,11 +103,11 @@ def test_a_killed_run_on_a_cache_is_the_run_without(
 @LEAVES_LOOPS
 def test_the_first_draft_is_trained_alone_at_first(target, work, tmp_path):
     """Fails if later drafts count from another step on, or resuming changes a loss."""
-    found = {}
+    found, alone = {}, ("--first-alone", "2")
     for name, flags, stops in (
         ("alone", ("--ttt-steps", "1"), (None,)),
-        ("both", ("--first-alone", "2"), (None,)),
-        ("killed", ("--first-alone", "2", "--eval-every", "1"), (3, None)),
+        ("both", alone, (None,)),
+        ("killed", (*alone, "--eval-every", "1"), (3, None)),
     ):
         folder = with_texts(work, tmp_path / name)
         for stop in stops:
@@ -145,52 +142,40 @@ def drafting(target, out) -> sj.LanguageModel:
     return lm
 
 
-def trained_and_exported(target, work, folder, *flags):
-    """Trains, exports; returns folder, config, head, and first and last weights."""
-    run(target, with_texts(work, folder), "train", *flags)
-    assert losses(folder)[-1][1] < losses(folder)[0][1]
-    out, _ = exported(target, folder, *flags)
+@pytest.mark.slow
+@LEAVES_LOOPS
+@pytest.mark.parametrize(
+    ("leaf", "family", "more"),
+    [
+        ("embed", "--family eagle3", "--width 16"),
+        ("mask_hidden", "--family peagle --ttt-steps 3",
+         "--layers 2 --anchors 3 --mask-token 7"),
+    ],
+)  # fmt: skip
+def test_a_head_with_a_leaf_of_its_own(target, work, tmp_path, leaf, family, more):
+    """Fails if it is not trained, is lost in the file, or is not scaled as features."""
+    family, flags = family.split(), f"{family} {more} --window 5".split()
+    run(target, with_texts(work, tmp_path), "train", *flags)
+    assert losses(tmp_path)[-1][1] < losses(tmp_path)[0][1]
+    out, card = exported(target, tmp_path, *flags)
     config, head = eagle3_files.load(out, *load.load(target))
-    assert config == job_of(target, folder, *flags).config
+    job = job_of(target, tmp_path, *flags)
+    assert config == job.config and config.window == 5 and "--window 5" in card
     drafting(target, out)
-    return out, config, head, *weights_of(target, folder, *flags)
-
-
-@pytest.mark.slow
-@LEAVES_LOOPS
-def test_a_narrower_head_has_an_embedding_of_its_own(target, work, tmp_path):
-    """Fails if the embedding is not trained, is lost in the file, or the target's."""
-    flags = ["--width", "16", "--window", "5"]
-    made = trained_and_exported(target, work, tmp_path, *flags)
-    out, config, head, first, _ = made
-    assert "--width 16 --window 5" in (out / "README.md").read_text()
-    assert config.window == 5 and head.embed.shape == (tiny_pair.VOCAB_SIZE, 16)
+    first, weights = weights_of(target, tmp_path, *flags)
     with pytest.raises(AssertionError):
-        testing.assert_same_bits(head.embed, first.embed)
-    assert_begins_as(head, target, work, "--base", str(out))
-
-
-PARALLEL = [
-    *("--family", "peagle", "--ttt-steps", "3", "--layers", "2", "--anchors", "3"),
-    *("--mask-token", "7", "--window", "5"),
-]
-
-
-@pytest.mark.slow
-@LEAVES_LOOPS
-def test_a_parallel_head_is_trained_exported_and_drafts(target, work, tmp_path):
-    """Fails if its mask is not trained, or not scaled as features are: the export would
-    then read another mask."""
-    made = trained_and_exported(target, work, tmp_path, *PARALLEL)
-    out, config, head, first, weights = made
-    assert config.is_parallel and len(head.more) == 1
-    with pytest.raises(AssertionError):
-        testing.assert_same_bits(weights.mask_hidden, first.mask_hidden)
-    read = np.asarray(weights.fc) @ np.asarray(weights.mask_hidden)[0, 0]
-    again = np.asarray(head.fc) @ np.asarray(head.mask_hidden)[0, 0]
-    np.testing.assert_allclose(again, read, rtol=1e-4, atol=1e-5)
-    assert np.ptp(job_of(target, tmp_path, *PARALLEL).scale) > 0
-    assert_begins_as(head, target, work, *PARALLEL[:4], "--base", str(out))
+        testing.assert_same_bits(getattr(weights, leaf), getattr(first, leaf))
+    if leaf == "embed":
+        assert head.embed.shape == (tiny_pair.VOCAB_SIZE, 16)
+        testing.assert_same_bits(head.embed, weights.embed)
+    else:
+        read, again = (
+            np.asarray(one.fc) @ np.asarray(one.mask_hidden)[0, 0]
+            for one in (weights, head)
+        )
+        np.testing.assert_allclose(again, read, rtol=1e-4, atol=1e-5)
+        assert len(head.more) == 1 and np.ptp(job.scale) > 0
+    assert_begins_as(head, target, work, *family, "--base", str(out))
 
 
 def test_a_dspark_without_a_head_is_gone_on_from(target, work, tmp_path, capsys):
@@ -206,40 +191,34 @@ def test_a_dspark_without_a_head_is_gone_on_from(target, work, tmp_path, capsys)
 
 def test_ablations_of_blocks(target, work):
     """Fails if a flag does not reach config or loss, or a family has other heads."""
-
-    def trained(*flags):
-        whole = "--draft-vocab", "264", *flags, "--block", "3"
+    names = "slots head markov_rank has_confidence num_drafts".split()
+    dspark, dflash = ("anchor-first", "vanilla", 64), ("fill-in", "none", 0)
+    for flags, *expected, terms in (
+        ("dspark", *dspark, True, 3, (0.1, 0.9, 1.0)),
+        ("dspark --no-tv --no-confidence", *dspark, False, 3, (1.0, 0.0, 1.0)),
+        ("dspark --head none", "anchor-first", "none", 0, True, 3, (0.1, 0.9, 1.0)),
+        ("dflash2", "fill-in", "selector", 64, False, 2, (1.0, 0.0, 0.0)),
+        ("dflash", *dflash, False, 2, (1.0, 0.0, 0.0)),
+    ):
+        whole = ["--draft-vocab", "264", "--block", "3", "--family", *flags.split()]
         args = args_of(target, work, *whole)
         job = jobs.prepare(args)
-        return job.config, job.family.of_loss(args)["terms"]
+        assert [getattr(job.config, name) for name in names] == expected, flags
+        assert job.family.of_loss(args)["terms"] == terms
+        if flags == "dflash2":
+            assert (job.config.top_k, job.config.conv_group) == (16, 16)
 
-    config, terms = trained("--family", "dspark")
-    assert (config.head, config.markov_rank) == ("vanilla", 64)
-    assert config.slots == "anchor-first"
-    assert config.has_confidence and terms == (0.1, 0.9, 1.0)
-    config, terms = trained("--family", "dspark", "--no-tv", "--no-confidence")
-    assert not config.has_confidence and terms == (1.0, 0.0, 1.0)
-    config, _ = trained("--family", "dspark", "--head", "none")
-    assert config.has_confidence and config.markov_rank == 0
-    config, terms = trained("--family", "dflash2")
-    assert (config.head, config.top_k, config.conv_group) == ("selector", 16, 16)
-    assert config.slots == "fill-in" and terms == (1.0, 0.0, 0.0)
-    config, terms = trained("--family", "dflash")
-    assert (config.slots, config.num_drafts) == ("fill-in", 2)
-    assert not config.has_confidence and terms == (1.0, 0.0, 0.0)
+
+SIZES = [field.name for field in dataclasses.fields(config_lib.ModelConfig)]
 
 
 def write_target(folder, model_type):
     """Writes a tiny target of another family, with the byte tokenizer."""
-    qwen3 = tiny_pair.config(num_layers=3)
-    names = [field.name for field in dataclasses.fields(config_lib.ModelConfig)]
-    sizes = {name: getattr(qwen3, name) for name in names}
+    sizes = {name: vars(tiny_pair.config(num_layers=3))[name] for name in SIZES}
     if model_type == "llama":
+        factors = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": 8.0}
         scaling = config_lib.Llama3Scaling(
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
+            **factors, original_max_position_embeddings=64
         )
         config = llama.LlamaConfig(**sizes, scaling=scaling)
     else:
@@ -248,62 +227,38 @@ def write_target(folder, model_type):
     return tiny_pair.write_model(folder, config, seed=0)
 
 
-def of_others(target, *flags) -> list[str]:
-    more = "--taps 0,2 --prompts 4 --prefix 5 --impl native --steps 2 --anchors 3"
-    sizes = "--length 16 --batch 2 --mlp 24 --compute bfloat16"
-    return [*flags, *more.split(), *sizes.split(), "--target", str(target)]
-
-
-OF_OTHERS = pytest.mark.parametrize(
-    ("model_type", "flags"),
-    [
-        ("llama", ("--family", "dspark", "--block", "3", "--layers", "1")),
-        ("gpt_neox", ("--family", "eagle3", "--ttt-steps", "2")),
-        ("gpt_neox", ("--family", "dflash2", "--block", "3", "--layers", "1")),
-    ],
-)
-
-
-@OF_OTHERS
-def test_heads_of_other_families_are_read_back(work, tmp_path, model_type, flags):
-    """Fails if training cannot begin, or a Llama target's block drafter is written as
-    one of Llama's layers."""
-    target = write_target(tmp_path / "target", model_type)
-    given = [*of_others(target, *flags), "--work", str(work), "--stage", "train"]
-    args = train_drafter.parse_args(given)
-    job = jobs.prepare(args)
-    drafter = job.family.training.complete(jobs.init(args, job), job.teacher)
-    origin = head_dialects.Origin(target=job.target, num_anchors=args.anchors)
-    how = {"dialect": args.dialect, "origin": origin}
-    job.family.files.save(tmp_path, job.config, drafter, **how)
-    config, again = job.family.files.load(tmp_path, job.target, job.params)
-    assert config == job.config
-    testing.assert_same_bits(again, drafter)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    if model_type == "llama":
-        assert raw["model_type"] == "qwen3" and raw["num_anchors"] == 3
-        assert raw["rope_scaling"]["rope_type"] == "llama3"
+SIZES_OF_OTHERS = ("--length 16", "--batch 2", "--mlp 24", "--compute bfloat16")
 
 
 @pytest.mark.slow
 @LEAVES_LOOPS
-@OF_OTHERS
+@pytest.mark.parametrize(
+    ("model_type", "flags"),
+    [
+        ("llama", "--family dspark --block 3 --layers 1"),
+        ("gpt_neox", "--family eagle3 --ttt-steps 2"),
+        ("gpt_neox", "--family dflash2 --block 3 --layers 1"),
+    ],
+)
 def test_targets_of_other_families(tmp_path, model_type, flags):
-    """Fails if a family is refused, a default does not work, or an export
-    drafts nothing."""
+    """Fails if a family is refused, drafts nothing, or has layers of Llama's."""
+    flags = flags.split()
     target = write_target(tmp_path / "target", model_type)
-    work = ["--work", str(tmp_path)]
+    out, given = tmp_path / "head", ["--target", str(target), "--work", str(tmp_path)]
+    more = "--taps 0,2 --prompts 4 --prefix 5 --impl native --steps 2 --anchors 3"
+    more = " ".join((more, *SIZES_OF_OTHERS)).split()
     for stage in ("rollouts", "train"):
-        given = [*of_others(target, *flags), *work, "--stage", stage]
-        assert train_drafter.main(given) == 0
-    out = tmp_path / "head"
+        assert train_drafter.main([*flags, *more, *given, "--stage", stage]) == 0
     # The flags of the training are not given again.
-    places = ["--target", str(target), "--stage", "export", "--out", str(out)]
-    assert train_drafter.main([*flags[:2], *work, *places]) == 0
+    given += ["--stage", "export", "--out", str(out)]
+    assert train_drafter.main([*flags[:2], *given]) == 0
     card = (out / "README.md").read_text()
-    sizes = ("--length 16", "--batch 2", "--mlp 24", "--compute bfloat16")
-    assert [size for size in sizes if size not in card] == []
+    assert [size for size in SIZES_OF_OTHERS if size not in card] == []
     drafting(target, out)
+    raw = json.loads((out / "config.json").read_text())
+    if model_type == "llama":
+        assert raw["model_type"] == "qwen3" and raw["num_anchors"] == 3
+        assert raw["rope_scaling"]["rope_type"] == "llama3"
 
 
 def test_flags_that_are_not_those_of_the_training(target, tmp_path):
@@ -312,23 +267,59 @@ def test_flags_that_are_not_those_of_the_training(target, tmp_path):
     longer = ["--steps", "9"]
     for more in ([], longer):
         jobs.keep_flags(args_of(target, tmp_path, *more))
-    for stage, check in (
-        ("train", jobs.keep_flags),
-        ("export", jobs.as_trained),
-    ):
-        more = [*longer, "--batch", "2"]
-        args = args_of(target, tmp_path, *more, stage=stage)
+    for stage, check in (("train", jobs.keep_flags), ("export", jobs.as_trained)):
+        args = args_of(target, tmp_path, *longer, "--batch", "2", stage=stage)
         with pytest.raises(ValueError, match="of a training with --batch 4, and this"):
             check(args)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--batch", "16"), "20 texts are too few for batches of 16"),
-        (("--devices", "99"), "99"),
-    ],
-)
-def test_trainings_that_cannot_be(target, work, tmp_path, capsys, flags, words):
-    given = command(target, with_texts(work, tmp_path), "train", *flags)
-    assert_fails_with(train_drafter.main, capsys, given, words)
+def test_trainings_that_cannot_be(target, work, tmp_path, capsys):
+    for flag, value, words in (
+        ("--batch", "16", "20 texts are too few for batches of 16"),
+        ("--devices", "99", "99"),
+    ):
+        folder = with_texts(work, tmp_path)
+        given = command(target, folder, "train", flag, value)
+        assert_fails_with(train_drafter.main, capsys, given, words)
+
+
+def compared(target, folder, *more) -> list[str]:
+    flags = f"--target {target} --texts {folder} --work {folder}/heads --tokens 100 "
+    flags += f"--out {folder}/rows.jsonl --draft-vocab 40 --taps 0,1,2 --context 12 "
+    flags += "--prompts 2 --gen-tokens 6 --tree none"
+    return [*flags.split(), *more, "--", "--mlp", "24", "--batch", "4"]
+
+
+@pytest.mark.parametrize("head", compare_heads.HEADS)
+def test_every_head_has_a_layout(target, tmp_path, head):
+    """Fails if a head is trained that no published layout can store."""
+    args = compare_heads.parse_args(compared(target, tmp_path))
+    told = compare_heads.training_of(args, head, "train")
+    config = families.plan(told, families.target_config(told))
+    sees = config.attention_of(0) if head == "jetspec" else None
+    assert sees is None or (sees.is_causal and sees.window > 4096)
+
+
+@pytest.mark.slow
+@LEAVES_LOOPS
+def test_heads_are_compared_on_the_same_texts(target, tmp_path):
+    """Fails if a head sees too few tokens, is trained anew, or lacks a row."""
+    tokens = np.random.default_rng(0).integers(1, 250, (20, 16))
+    mask, greedy = np.arange(16) < np.full((20, 1), 15), np.arange(20) % 2 == 0
+    texts = tmp_path
+    np.savez(texts / "texts.npz", tokens=tokens, mask=mask, greedy=greedy, samples=2)
+    run(target, texts, "cache")
+    args = compared(target, texts, "--heads", "peagle,dspark-rnn")
+    for _ in range(2):  # The second begins at the end of the first.
+        assert compare_heads.main(args) == 0
+        rows = rows_of(texts / "rows.jsonl")
+        assert [(row["kind"], row["head"]) for row in rows] == [
+            *(("head", "peagle"), ("head", "dspark-rnn")),
+            *(("sweep", "peagle"),) * 2,
+            *(("sweep", "dspark-rnn"),) * 2,
+        ]
+        for row in rows[:2]:
+            lines = rows_of(texts / "heads" / row["head"] / "log.jsonl")
+            assert len(lines) == row["steps"]
+            assert 100 <= row["tokens_seen"] < 100 + lines[-1]["tokens"]
+        assert all(row["matched"] for row in rows[2:])

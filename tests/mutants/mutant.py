@@ -31,71 +31,48 @@ class OutOfDateError(LookupError):
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A deliberate fault, and the test of the suite that must fail because of it.
+    """A deliberate fault, and the test of the suite that must fail because of it."""
 
-    Attributes:
-      name: the fault, in a few words.
-      where: the function, `module:name` within `spec_jax`; a method is
-        `module:Class.name`.
-      old: source text that occurs in the function exactly once.
-      new: source text that takes its place.
-      caught_by: the test, as pytest names it from the folder `tests` on.
-    """
-
-    name: str
-    where: str
-    old: str
-    new: str
-    caught_by: str
+    name: str  # the fault, in a few words
+    where: str  # the function, `module:name` or `module:Class.name` within `spec_jax`
+    old: str  # source text that occurs in the function exactly once
+    new: str  # source text that takes its place
+    caught_by: str  # the test, as pytest names it from the folder `tests` on
 
     @contextlib.contextmanager
-    def planted(self) -> Iterator[None]:
+    def planted(self, *, forgets: bool = True) -> Iterator[None]:
         """Keeps the fault in the package until the context ends.
 
-        Traces of jax and caches of the tests are cleared before and after: an
-        executable without the fault would hide it, and one with the fault, or its
-        results, would be used by the next test.
+        Raises `OutOfDateError` if there is no such function, or no such place in it.
 
-        Raises:
-          OutOfDateError: there is no such function, or no such place in it.
-        """
-        function = self._function()
-        sound, faulty = function.__code__, self._faulty_code(function)
-        function.__code__ = faulty
-        _forget()
-        try:
-            yield
-        finally:
-            function.__code__ = sound
-            _forget()
-
-    def check(self) -> None:
-        """Plants the fault and removes it; runs no test, and clears no cache.
-
-        Raises the errors of `planted`.
+        Args:
+          forgets: clear traces of jax and caches of tests before and after: programs
+            and results without the fault would hide it, and those with it would stay.
         """
         function = self._function()
         sound, function.__code__ = function.__code__, self._faulty_code(function)
-        function.__code__ = sound
+        try:
+            if forgets:
+                _forget()
+            yield
+        finally:
+            function.__code__ = sound
+            if forgets:
+                _forget()
 
     def _function(self) -> types.FunctionType:
         try:
             return inspect.unwrap(pkgutil.resolve_name(f"spec_jax.{self.where}"))
         except (AttributeError, ImportError) as error:
-            raise OutOfDateError(
-                f"mutant {self.name!r}: there is no {self.where}; name the function "
-                "that does its work now"
-            ) from error
+            raise OutOfDateError(f"{self.name!r}: there is no {self.where}") from error
 
     def _faulty_code(self, function: types.FunctionType) -> types.CodeType:
         """Compiles `function` with `new` in place of `old`, from the same line on."""
         lines, first_line = inspect.getsourcelines(function)
         source = textwrap.dedent("".join(lines))
-        if source.count(self.old) != 1:
-            raise OutOfDateError(
-                f"mutant {self.name!r}: {self.where} says {self.old!r} "
-                f"{source.count(self.old)} times, not once; give it the text of today"
-            )
+        if (count := source.count(self.old)) != 1:
+            said = f"{self.where} says {self.old!r} {count} times, not once"
+            raise OutOfDateError(f"{self.name!r}: {said}; give it the text of today")
         tree = ast.parse(source.replace(self.old, self.new))
         ast.increment_lineno(tree, first_line - 1)
         (definition,) = tree.body
@@ -136,14 +113,13 @@ def failure(test: str) -> BaseException | None:
     """
     errors = _Errors()
     options = "-q -q -s --no-header --no-summary -p no:cacheprovider -p no:faulthandler"
-    code = pytest.main(
-        [*options.split(), "-o", "addopts=", str(TESTS / test)], plugins=[errors]
-    )
+    given = [*options.split(), "-o", "addopts=", str(TESTS / test)]
+    code = pytest.main(given, plugins=[errors])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise OutOfDateError(f"pytest finds no test {test}: {code!r}")
     if not errors.raised:
         return None
-    (error, *_) = errors.raised
+    error = errors.raised[0]
     if isinstance(error, pytest.skip.Exception):
         raise LookupError(f"{test} was skipped: {error}")
     if not is_outcome(error):
