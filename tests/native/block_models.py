@@ -1,14 +1,13 @@
-"""Block drafters of few weights, shared by tests of the native kernels."""
+"""Block drafters, caches and rows that tests of native calls share."""
 
 import dataclasses
 
 import decoding
 import jax
 import jax.numpy as jnp
-import pytest
 from model import block_cases
 
-from spec_jax.model import block_params, params, row_model
+from spec_jax.model import block_params, decoder, params, row_model
 from spec_jax.ops import projection
 from spec_jax.paging import allocator
 
@@ -25,12 +24,6 @@ HEADS = {
     "rnn": block_cases.with_heads("rnn", markov_rank=19),  # not whole vectors
     "passed": PASSED,
 }
-
-
-def each_head(*names: str):
-    """Runs a test with these heads."""
-    chosen = {name: HEADS[name] for name in names}
-    return pytest.mark.parametrize("config", chosen.values(), ids=chosen)
 
 
 def make(config=PLAIN, dtype="float32", form=None):
@@ -71,3 +64,17 @@ def native_norm(x, weight, eps):
         flat, eye, norm=weight, num_active=count, eps=eps, impl="native"
     )
     return normed.reshape(x.shape)
+
+
+def two_slabs(live, height):
+    """Returns rows of two slots, and those that follow; `live` of each are active."""
+    own = jnp.arange(height, dtype=jnp.int32)
+    return [
+        decoder.Rows(
+            tokens=start + own,
+            slots=own // 5,
+            positions=start // 2 + own % 5,
+            num_active=jnp.int32(live),
+        )
+        for start in (0, height)
+    ]

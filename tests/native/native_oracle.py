@@ -86,23 +86,19 @@ class SumOrder:
             sums = flush_denormals(sums + both)
         return sums
 
-    def project_bytes(
-        self, x, w, *, order=None, neighbour=0, lower=0, has_minima=True
-    ) -> np.ndarray:
+    def project_bytes(self, x, w, *, order=None, neighbour=0) -> np.ndarray:
         """Returns `project` for `blocks.Blocks`, with rows rounded as `blocks` says.
 
         Args:
           order: in which blocks are added; None: first to last.
-          neighbour: blocks by which scales are shifted; a fault unless 0.
-          lower: blocks by which minima are shifted; a fault unless 0.
-          has_minima: whether minima are added.
+          neighbour: blocks by which scales and minima are shifted; a fault unless 0.
         """
         values, row_scales = round_rows(x)
         integers = np.asarray(blocks.integers(w), np.float32)
         scales = np.roll(np.asarray(w.scales, np.float32), neighbour, axis=1)
-        minima = None
-        if w.minima is not None and has_minima:
-            minima = np.roll(np.asarray(w.minima, np.float32), lower, axis=1)
+        minima = w.minima
+        if minima is not None:
+            minima = np.roll(np.asarray(minima, np.float32), neighbour, axis=1)
         sums = np.zeros((len(x), len(integers)), np.float32)
         for b in range(integers.shape[1]) if order is None else order:
             whole = values[:, b] @ integers[:, b].T  # Exact, in any order.

@@ -57,11 +57,10 @@ def test_infinite_scores(rng, isa, sign):
         )
         slab.heads[0, 1:16] = 0  # The query keeps one element, and its sign.
         slab.cos[:], slab.sin[:] = 1, 0
-        for position in range(count):
-            at = slab.locate(0, position)
+        # The query's zeros meet zeros, as 0 * inf would be NaN.
+        for at in (slab.locate(0, position) for position in range(count)):
             slab.k_pages[at] = 0
             slab.k_pages[at][0, 0] = sign * np.sign(slab.heads[0, 0]) * np.inf
-        # The query's zeros meet zeros, as 0 * inf would be NaN.
         out, *_ = slabs.run(isa, slab, 1)
         with np.errstate(invalid="ignore"):
             expected, *_ = oracle.attend(slab, **slabs.numbers(slab))

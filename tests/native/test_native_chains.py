@@ -38,23 +38,22 @@ def filled(target, params, *, num_pages=None):
 
 def step_by_step(target, params, kv, counts):
     """Drafts each token in a window of its own; returns the cache and the drafts."""
-    verify = jax.jit(target.verify)
-    texts, drafts = [list(text) for text in TEXTS], [[] for _ in TEXTS]
-    while any(goes_on := [len(d) < n for d, n in zip(drafts, counts, strict=True)]):
-        starts = np.asarray(kv.length)
-        rest = [text[start:] for text, start in zip(texts, starts, strict=True)]
-        asked = [len(row) * go for row, go in zip(rest, goes_on, strict=True)]
-        window = protocols.Window(
-            tokens=jnp.asarray([(row + [0, 0])[:WIDTH] for row in rest], jnp.int32),
-            start=kv.length,
-            num_active=jnp.asarray(asked, jnp.int32),
-        )
-        kv, verified = verify(params, kv, window)
-        for slot, go in enumerate(goes_on):
-            if go:
-                last = verified.logits[verified.at[slot, len(rest[slot]) - 1]]
-                texts[slot].append(int(np.argmax(last)))
-                drafts[slot].append(texts[slot][-1])
+    verify, drafts = jax.jit(target.verify), []
+    for slot, count in enumerate(counts):
+        text = list(TEXTS[slot])
+        for _ in range(count):
+            rest = text[int(kv.length[slot]) :]
+            tokens = jnp.zeros((len(TEXTS), WIDTH), jnp.int32)
+            asked = jnp.zeros((len(TEXTS),), jnp.int32).at[slot].set(len(rest))
+            window = protocols.Window(
+                tokens=tokens.at[slot, : len(rest)].set(jnp.asarray(rest, jnp.int32)),
+                start=kv.length,
+                num_active=asked,
+            )
+            kv, verified = verify(params, kv, window)
+            last = verified.logits[verified.at[slot, len(rest) - 1]]
+            text.append(int(np.argmax(last)))
+        drafts.append(text[len(TEXTS[slot]) :])
     return kv, drafts
 
 
@@ -63,14 +62,10 @@ def chains(target, params, kv, counts, *, pending=PENDING):
         (list(text[len(text) - count :]) + [0, 0])[:WIDTH]
         for text, count in zip(TEXTS, PENDING, strict=True)
     ]
-    return jax.jit(target.run_chains, static_argnames="most")(
-        params,
-        kv,
-        tokens=jnp.asarray(tokens, jnp.int32),
-        pending=jnp.asarray(pending, jnp.int32),
-        counts=jnp.asarray(counts, jnp.int32),
-        most=MOST,
-    )
+    given = {"tokens": tokens, "pending": pending, "counts": counts}
+    given = {name: jnp.asarray(value, jnp.int32) for name, value in given.items()}
+    run = jax.jit(target.run_chains, static_argnames="most")
+    return run(params, kv, most=MOST, **given)
 
 
 def committed(kv):

@@ -26,6 +26,7 @@ KINDS = {
     "greedy": None,
     "warm": (WARM, WARM, WARM),
     "mixed": (WARM, {"temperature": 0.0}, {"temperature": 0.4, "top_k": 50}),
+    "independent": (WARM, {"temperature": 0.0}, {"temperature": 0.4, "top_k": 50}),
     "filtered": (
         {"temperature": 0.9, "top_k": 3},
         {"temperature": 2.0, "top_p": 0.3},
@@ -34,22 +35,19 @@ KINDS = {
 }
 
 
-def draw_of(kinds, *, has_probs=False, length=50) -> draw_lib.Draw:
+def draw_of(kinds, *, has_probs=False) -> draw_lib.Draw:
     settings = None
     if kinds is not None:
         made = [sampling.make_settings(seed=i, **kind) for i, kind in enumerate(kinds)]
         settings = jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
-    if has_probs and settings is None:
-        settings = sampling.greedy(SLOTS)
-    lengths = length + 10 * jnp.arange(SLOTS, dtype=jnp.int32)
+    lengths = 50 + 10 * jnp.arange(SLOTS, dtype=jnp.int32)
     return draw_lib.Draw(
         sampling=settings, length=lengths, impl="xla", has_probs=has_probs
     )
 
 
-def logits_of(seed=0, size=V, rows=ROWS):
-    rng = np.random.default_rng(seed)
-    made = rng.standard_normal((SLOTS, rows, size)) * 3
+def logits_of(size=V):
+    made = np.random.default_rng(0).standard_normal((SLOTS, ROWS, size)) * 3
     return jnp.asarray(made, jnp.float32)
 
 
@@ -83,24 +81,19 @@ def assert_same(one, other, *, has_names=False):
 @pytest.mark.parametrize("hot", [None, HOT], ids=["all", "few"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_children_are_those_of_xla(kind, hot):
-    """Fails if a child is drawn with other noise, filtered otherwise, or misnamed."""
-    draw = draw_of(KINDS[kind])
+    """Fails if a child is drawn with other noise, filtered otherwise, or misnamed; if
+    an independent one has the noise of another node of the round."""
+    is_independent = kind == "independent"
+    draw = draw_of(KINDS[kind], has_probs=is_independent)
     logits = logits_of(size=V if hot is None else hot.size)
+    tokens = []
     for level in (0, 2):
-        told = {"hot": hot, "level": level}
+        told = {"hot": hot, "level": level, "tree": FIXED if is_independent else TREE}
         one, other = (found(x, draw, logits, **told) for x in ("native", "xla"))
         assert_same(one, other, has_names=hot is not None)
-
-
-def test_independent_children_are_those_of_xla():
-    """Fails if a node is drawn with noise of another node of the round."""
-    draw = draw_of(KINDS["mixed"], has_probs=True)
-    told = {"tree": FIXED, "level": 2}
-    one = found("native", draw, logits_of(), **told)
-    assert_same(one, found("xla", draw, logits_of(), **told))
-    # Negative control: the level above has the noise of other columns.
-    other = found("native", draw, logits_of(), tree=FIXED, level=1)
-    assert np.any(one[1] != other[1])
+        tokens.append(one[1])
+    # Negative control: another level has other noise, where it has any.
+    assert np.any(tokens[0] != tokens[1]) == (kind != "greedy")
 
 
 def test_the_best_child_is_the_targets_own_draw():

@@ -4,6 +4,7 @@ import pathlib
 import signal
 import subprocess
 
+import decoding
 import pytest
 
 from spec_jax.native import build
@@ -24,14 +25,12 @@ def run(*command) -> subprocess.CompletedProcess:
 
 def compile_program(folder, source: str, *flags: str) -> pathlib.Path:
     """Compiles a program; skips where the compiler or its sanitizer is missing."""
-    try:
-        compiler = build.find_compiler()
-    except build.BuildError as error:
-        pytest.skip(str(error))
-    probe, program = folder / "probe", folder / "program"
-    (folder / "probe.cc").write_text("int main() {}\n")
-    probed = run(*compiler, *flags, folder / "probe.cc", "-o", probe)
-    if probed.returncode or run(probe).returncode:
+    decoding.needs("native")
+    compiler = build.find_compiler()
+    probe, program = folder / "probe.cc", folder / "program"
+    probe.write_text("int main() {}\n")
+    probed = run(*compiler, *flags, probe, "-o", program)
+    if probed.returncode or run(program).returncode:
         pytest.skip(f"{compiler[0]} has no working {flags[0]}: {probed.stderr[:200]}")
     same = [flag for flag in build.FLAGS if "contract" in flag or "std" in flag]
     command = [*same, *flags, "-g", "-w", f"-I{HEADERS}", HERE / source, "-o", program]

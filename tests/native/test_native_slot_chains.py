@@ -50,15 +50,15 @@ def one_by_one(logits, draws, slot):
     if draws is None:
         nowhere = jnp.zeros((models.SLOTS,), jnp.int32)
         draws = draws_lib.Draws(sampling.greedy(models.SLOTS), nowhere, 96, True)
-    stream, at = sampling.Stream.SAMPLE, (slot, 0)
     if draws.independent:
-        stream, at = sampling.Stream.DRAFT, (0, slot)
-    positions, offset = draws.positions + at[0], jnp.int32(at[1])
-    return _drawn(logits, draws.settings, positions, offset, stream=stream)
+        how = {"stream": sampling.Stream.DRAFT, "offset": jnp.int32(slot)}
+        return _drawn(logits, draws.settings, draws.positions, **how)
+    how = {"stream": sampling.Stream.SAMPLE, "offset": jnp.int32(0)}
+    return _drawn(logits, draws.settings, draws.positions + slot, **how)
 
 
 @functools.partial(jax.jit, static_argnames=("stream",))
-def _drawn(logits, settings, positions, offset, *, stream):
+def _drawn(logits, settings, positions, *, offset, stream):
     """Returns a token and the log weights of each row."""
     draw = functools.partial(sampling.sample, stream=stream, offset=offset)
     weights = jax.vmap(sampling.log_weights)(logits, settings)
@@ -73,20 +73,6 @@ def drawing(*kinds, independent=False):
     return draws_lib.Draws(settings, positions, 96, independent)
 
 
-@models.each_head("none", "all", "gated", "rnn")
-def test_slots_are_gone_over_as_one_by_one(config):
-    """Fails if a slot is corrected by another token than the one before it."""
-    config, weights = models.make(config)
-    counts = jnp.array([config.num_drafts, 0, 2], jnp.int32)
-    (tokens, confidence, _), expected, chances, _ = go_over(config, weights, counts)
-    is_asked = np.arange(config.num_drafts) < np.asarray(counts)[:, None]
-    np.testing.assert_array_equal(tokens, np.where(is_asked, expected, 0))
-    assert (confidence is None) == (config.head == "none")
-    if confidence is not None:
-        chances = np.stack(chances, axis=1)
-        np.testing.assert_allclose(confidence[is_asked], chances[is_asked], rtol=1e-5)
-
-
 HOT, COLD = {"temperature": 1.5}, {"temperature": 0.0}
 FILTERED = (
     {"temperature": 0.9, "top_k": 9},
@@ -95,38 +81,26 @@ FILTERED = (
 )
 
 
-def plant(monkeypatch, change):
-    """Makes `slot_chains` take `change(mix)` in place of `mix`."""
+def test_hidden_states_of_another_block_are_caught(monkeypatch):
+    """Negative control: a recurrent head reads those of the last block first."""
+    config, weights = models.make(models.PASSED)
+    counts = jnp.full((models.SLOTS,), config.num_drafts, jnp.int32)
     real = block_steps.slot_chains
 
     def planted(logits, anchors, *given, mix=None, **more):
-        return real(logits, anchors, *given, mix=change(mix), **more)
+        mix = mix._replace(hidden=mix.hidden[::-1])
+        return real(logits, anchors, *given, mix=mix, **more)
 
     monkeypatch.setattr(block_steps, "slot_chains", planted)
-
-
-FAULTS = {
-    "a bias is left out": lambda mix: mix._replace(bias=0 * mix.bias),
-    "hidden states of another block": lambda mix: mix._replace(hidden=mix.hidden[::-1]),
-    "no slot is passed through": lambda mix: mix._replace(hidden=mix.hidden[:, 1:]),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_a_mix_is_caught(monkeypatch, fault):
-    """Negative control: a recurrent head reads a wrong bias or hidden state."""
-    config, weights = models.make(models.PASSED)
-    counts = jnp.full((models.SLOTS,), config.num_drafts, jnp.int32)
-    plant(monkeypatch, FAULTS[fault])
     draws = drawing(HOT, HOT, HOT, independent=True)
     (_, _, given), _, _, log_weights = go_over(config, weights, counts, draws=draws)
     assert np.abs(np.asarray(given) - log_weights).max() > 1e-2
 
 
-@models.each_head("gated", "passed")
-def test_a_block_is_gone_over_alike_beside_others(config):
+@pytest.mark.parametrize("head", ["gated", "passed"])
+def test_a_block_is_gone_over_alike_beside_others(head):
     """Fails if a gate, a product or a draw depends on how many blocks there are."""
-    config, weights = models.make(config, "bfloat16")
+    config, weights = models.make(models.HEADS[head], "bfloat16")
     draws, most = drawing(HOT, FILTERED[1], HOT, independent=True), config.num_drafts
     all_ = jnp.full((models.SLOTS,), most, jnp.int32)
     (_, _, together), *_ = go_over(config, weights, all_, draws=draws)
@@ -140,23 +114,32 @@ def test_a_block_is_gone_over_alike_beside_others(config):
         testing.assert_same_bits(together[0], together[2])
 
 
-@pytest.mark.parametrize(
-    ("kinds", "independent"),
-    [((HOT, COLD, HOT), False), (FILTERED, True)],
-    ids=["hot", "filtered"],
-)
-@models.each_head("none", "few", "passed")
-def test_slots_are_drawn_as_one_by_one(config, kinds, independent):
-    """Fails if noise is of another stream, position or token, or a filter keeps more or
-    less than the reference; one slot is greedy, or all slots draw."""
-    config, weights = models.make(config)
-    counts = jnp.array([config.num_drafts, 2, config.num_drafts - 1], jnp.int32)
-    draws = drawing(*kinds, independent=independent)
-    (tokens, _, given), expected, _, log_weights = go_over(
+KINDS = {"greedy": None, "hot": (HOT, COLD, HOT), "filtered": FILTERED}
+CASES = {head: (head, "greedy") for head in ("none", "all", "gated", "rnn")} | {
+    f"{head}, {kind}": (head, kind)
+    for head in ("none", "few", "passed")
+    for kind in ("hot", "filtered")
+}
+
+
+@pytest.mark.parametrize(("head", "kind"), CASES.values(), ids=CASES)
+def test_slots_are_gone_over_as_one_by_one(head, kind):
+    """Fails if a slot is corrected by another token than the one before it; or if noise
+    is of another stream, position or token, or a filter keeps more or less than the
+    reference; one slot is greedy, or all slots draw."""
+    config, weights = models.make(models.HEADS[head])
+    counts = jnp.array([config.num_drafts, 0, 2], jnp.int32)
+    kinds, independent = KINDS[kind], kind == "filtered"
+    draws = drawing(*kinds, independent=independent) if kinds else None
+    (tokens, confidence, given), expected, chances, log_weights = go_over(
         config, weights, counts, draws=draws
     )
     is_asked = np.arange(config.num_drafts) < np.asarray(counts)[:, None]
     np.testing.assert_array_equal(tokens, np.where(is_asked, expected, 0))
+    assert (confidence is None) == (config.head == "none")
+    if confidence is not None:
+        chances = np.stack(chances, axis=1)
+        np.testing.assert_allclose(confidence[is_asked], chances[is_asked], rtol=1e-5)
     assert (given is None) == (not independent)
     if given is not None:
         wide = np.asarray(draw_lib.widened(weights.hot, 96)(given))

@@ -2,6 +2,7 @@
 
 import functools
 
+import block_models as models
 import decoding
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,8 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.model import params as params_lib, qwen3, row_model
+from spec_jax.model import params as params_lib, qwen3
 from spec_jax.native import steps
-from spec_jax.paging import allocator
 
 
 SLAB = 9
@@ -37,18 +37,8 @@ def run(config, params, live, *, num_kept=None, forward=None, **how):
     of the active ones, and both pools."""
     forward = forward or compile_(config, **how)
     kept = slice(live if num_kept is None else num_kept)
-    model = row_model.RowModel(config=config, impl="native", slab=SLAB)
-    kv = model.new_slots(2, capacity=24, page_size=8)
-    for slot in range(2):
-        kv = allocator.reserve(kv, slot, jnp.int32(20))
-    found = []
-    for start in (0, SLAB):
-        rows = qwen3.Rows(
-            tokens=start + jnp.arange(SLAB, dtype=jnp.int32),
-            slots=jnp.arange(SLAB, dtype=jnp.int32) // 5,
-            positions=start // 2 + jnp.arange(SLAB, dtype=jnp.int32) % 5,
-            num_active=jnp.int32(live),
-        )
+    kv, found = models.new_slots(config, 2), []
+    for rows in models.two_slabs(live, SLAB):
         kv, outputs = forward(params, rows=rows, kv=kv)
         found += [outputs.logits[kept], outputs.features[kept]]
     return jax.tree.map(np.asarray, (found, kv.k, kv.v))
@@ -147,23 +137,23 @@ def test_refusals():
         "embed": params.embed, "layers": layers, "final_norm": params.final_norm,
         "head": None, "pages": [(pool, pool)] * 2, "eps": 1e-6, "scale": 1.0,
     }  # fmt: skip
-    arguments = {
+    rows = {
         "tokens": number, "cos": angle, "sin": angle, "page_table": number[None],
         "slots": number, "positions": number, "num_active": jnp.int32(1), "taps": (),
         "with_logits": True,
     }  # fmt: skip
     bad = layers[0]._replace(down=layers[0].gate_up)
     half = layers[0]._replace(k_norm=None)
-    for change, error, message in (
-        ({"taps": (3,)}, ValueError, r"taps=\(3,\) of 2 layers"),
-        ({"cos": angle[:1]}, ValueError, "cos has shape"),
-        ({"page_table": number}, ValueError, "page_table has shape"),
-        ({"layers": [layers[0], half]}, ValueError, "both, or neither"),
-        ({"layers": [layers[0], bad]}, ValueError, "down has shape"),
-        ({"pages": [(pool, pool[:2])] * 2}, ValueError, "v_pages has shape"),
-        ({"embed": jnp.zeros(params.embed.shape)}, ValueError, "of panels"),
-    ):
-        with pytest.raises(error, match=message):
-            weights = {key: change.get(key, value) for key, value in model.items()}
-            rows = {key: change.get(key, value) for key, value in arguments.items()}
-            steps.step(model=steps.Model(**weights), **rows)
+    for message, change in {
+        r"taps=\(3,\) of 2 layers": {"taps": (3,)},
+        "cos has shape": {"cos": angle[:1]},
+        "page_table has shape": {"page_table": number},
+        "both, or neither": {"layers": [layers[0], half]},
+        "down has shape": {"layers": [layers[0], bad]},
+        "v_pages has shape": {"pages": [(pool, pool[:2])] * 2},
+        "of panels": {"embed": jnp.zeros(params.embed.shape)},
+    }.items():
+        given = model | rows | change
+        with pytest.raises(ValueError, match=message):
+            weights = steps.Model(**{name: given.pop(name) for name in model})
+            steps.step(model=weights, **given)

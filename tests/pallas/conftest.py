@@ -1,6 +1,5 @@
 """The compiler for the H100, skipped where it is not installed unless it must run."""
 
-import functools
 import os
 
 import hopper
@@ -13,7 +12,7 @@ pytest.register_assert_rewrite("hopper_launches")
 
 @pytest.fixture(scope="session")
 def compiler():
-    """Yields a `hopper.Compiler` that all tests share.
+    """Yields a `hopper.compiler` that all tests share.
 
     CI sets `SPEC_JAX_REQUIRE_CUDA_COMPILE=1`, so that a missing compiler fails there
     and does not skip the tests unnoticed.
@@ -23,11 +22,5 @@ def compiler():
         if os.environ.get("SPEC_JAX_REQUIRE_CUDA_COMPILE") == "1":
             pytest.fail(why)
         pytest.skip(why)
-    with hopper.Compiler() as compiler:
+    with hopper.compiler() as compiler:
         yield compiler
-
-
-@pytest.fixture(scope="session")
-def compiled(compiler):
-    """Compiles each program once."""
-    return functools.cache(compiler.compile)

@@ -5,8 +5,8 @@ function down to its machine code with the compilers of the extra `cuda-compile`
 driver, no GPU. It cannot tell whether the code is fast, or whether the bits are those
 of interpret mode.
 
-    with hopper.Compiler() as compiler:
-        report = compiler.compile(module_level_function_giving_a_Program, 4096, rows=5)
+    with hopper.compiler() as compiler:
+        report = compiler(module_level_function_giving_a_Program, 4096, rows=5)
 
 The work is done in another process, because a kernel that the compiler cannot take
 may end the process (one of three warps does).
@@ -14,6 +14,7 @@ may end the process (one of three warps does).
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import multiprocessing
@@ -98,6 +99,15 @@ class Thunk:
     threads: int
     shared_bytes: int
 
+    @property
+    def base(self) -> str:
+        """The name without the number by which XLA tells equal ones apart."""
+        return re.sub(r"_+\d*$", "", self.name)
+
+    @property
+    def is_launch(self) -> bool:
+        return self.kind in ("kKernel", "kCustomKernel", "kCustomCall")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
@@ -121,8 +131,7 @@ class Report:
     @property
     def launches(self) -> tuple[Thunk, ...]:
         """The thunks that run a kernel, those in a loop body once."""
-        kinds = ("kKernel", "kCustomKernel", "kCustomCall")
-        return tuple(each for each in self.thunks if each.kind in kinds)
+        return tuple(each for each in self.thunks if each.is_launch)
 
     def kernel(self, name: str) -> ptxas_log.Kernel:
         """Returns the one kernel whose name contains `name`."""
@@ -135,17 +144,14 @@ class Report:
     def assert_fits(self, *, most_spilt: int = 0) -> None:
         """Raises unless each kernel can run: its sizes are within bounds, and it spills
         at most `most_spilt` bytes."""
-        for kernel in self.kernels:
-            where = f"{kernel.name}: {kernel.registers} registers"
-            if kernel.spill_bytes > most_spilt:
-                raise AssertionError(f"{where}, {kernel.spill_bytes} bytes are spilt")
-            if kernel.registers * max(kernel.threads, 1) > REGISTER_FILE:
-                raise AssertionError(f"{where} for {kernel.threads} threads")
-        for launch in self.launches:
-            if launch.threads > MAX_THREADS:
-                raise AssertionError(f"{launch.name}: {launch.threads} threads")
-            if launch.shared_bytes > MAX_SHARED_BYTES:
-                raise AssertionError(f"{launch.name}: {launch.shared_bytes} bytes")
+        for each in self.kernels:
+            spilt = f"{each.name}: {each.spill_bytes} bytes are spilt"
+            assert each.spill_bytes <= most_spilt, spilt
+            used = each.registers * max(each.threads, 1)
+            assert used <= REGISTER_FILE, f"{each.name}: {used} registers"
+        for each in self.launches:
+            assert each.threads <= MAX_THREADS, each
+            assert each.shared_bytes <= MAX_SHARED_BYTES, each
 
 
 def _only(name: str, among):
@@ -170,16 +176,15 @@ def blocks_per_multiprocessor(kernel: ptxas_log.Kernel, launch: Thunk) -> int:
 def missing() -> str | None:
     """Returns why this machine cannot compile, and what helps; None if it can."""
     wanted = f"pip install -e '.[cuda-compile]' with jax {jax.__version__}"
-    try:
-        version = importlib.metadata.version("jax-cuda13-plugin")
-    except importlib.metadata.PackageNotFoundError:
-        return f"jax-cuda13-plugin is not installed: {wanted}"
-    if version != jax.__version__:
-        return f"jax-cuda13-plugin is {version}: {wanted}"
     for tool in ("bin/ptxas", "bin/nvdisasm", "nvvm/libdevice/libdevice.10.bc"):
         if not (_cuda() / tool).exists():
             return f"no {tool} in {_cuda()}: {wanted}"
-    return None
+    try:
+        version = importlib.metadata.version("jax-cuda13-plugin")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
+    same = version == jax.__version__
+    return None if same else f"jax-cuda13-plugin is {version}: {wanted}"
 
 
 def _cuda() -> pathlib.Path:
@@ -189,29 +194,23 @@ def _cuda() -> pathlib.Path:
     return pathlib.Path(next(iter(paths)) if paths else "nvidia") / "cu13"
 
 
-class Compiler:
-    """A process that compiles, on a machine where `missing` returns None."""
+@contextlib.contextmanager
+def compiler() -> Iterator[Callable[..., Report]]:
+    """Starts a process that compiles, on a machine where `missing` returns None.
 
-    def __init__(self):
-        self._pool = futures.ProcessPoolExecutor(
-            max_workers=1,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_initialize,
-        )
+    It yields `compile(build, *args, **kwargs)`, which returns the report of the program
+    that `build` returns there, and makes it once. `build` is a function of a module's
+    top level, and its arguments can be pickled. An exception is raised here.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    how = {"mp_context": spawn, "initializer": _initialize}
+    with futures.ProcessPoolExecutor(max_workers=1, **how) as pool:
 
-    def __enter__(self):
-        return self
+        @functools.cache
+        def compile_once(build, *args, **kwargs):
+            return pool.submit(_compile, build, args, kwargs).result()
 
-    def __exit__(self, *unused):
-        self._pool.shutdown(cancel_futures=True)
-
-    def compile(self, build: Callable[..., Program], *args, **kwargs) -> Report:
-        """Returns the report of `build(*args, **kwargs)`, called in that process.
-
-        `build` is a function of a module's top level, and its arguments can be pickled.
-        An exception of it or of the compiler is raised here.
-        """
-        return self._pool.submit(_compile, build, args, kwargs).result()
+        yield compile_once
 
 
 _folder: tempfile.TemporaryDirectory | None = None
@@ -284,11 +283,8 @@ def lowering_for(device_kind: str) -> Iterator[None]:
 def _thunks(text: str) -> Iterator[Thunk]:
     """Reads XLA's dump: one thunk a line, `NNN: kind [order] name grid: ...`."""
     graph_depth = None  # of the outermost command buffer
-    for line in text.splitlines():
-        found = re.match(r"( *)\d+: (\w+)\s*(?:\[[^\]]*\])?\s*(.*)", line)
-        if not found:
-            continue  # "condition:", "body:"
-        indent, kind, rest = found.groups()
+    line = r"^( *)\d+: (\w+)[^\S\n]*(?:\[[^\]\n]*\])?[^\S\n]*(.*)"
+    for indent, kind, rest in re.findall(line, text, re.MULTILINE):
         grid = re.search(r"grid: \[(\d+), (\d+), (\d+)\]", rest)
         threads = re.search(r"threads: \[(\d+), (\d+), (\d+)\]", rest)
         shared = re.search(r"shared_memory: (\d+) bytes", rest)

@@ -1,6 +1,7 @@
 """A plain step, a verification and a round of Qwen3, to be compiled and not run."""
 
 import dataclasses
+import functools
 
 import hopper
 import jax
@@ -12,7 +13,7 @@ from spec_jax.drafters import (
     block,
     draft_model,
     each,
-    eagle3 as eagle3_lib,
+    eagle3,
     tree_shapes,
 )
 from spec_jax.engine import (
@@ -29,7 +30,6 @@ from spec_jax.model import (
     block_draft,
     block_params,
     decoder,
-    eagle3,
     eagle3_params,
     params as params_lib,
     row_model,
@@ -52,9 +52,9 @@ def model(
     name: str, *, layers: int | None = None, impl="triton", weights: str = "dense"
 ) -> row_model.RowModel:
     """Returns a released model at its shapes, or with as many layers as asked for."""
-    config = CONFIGS[name]
-    changes = {"num_layers": layers or config.num_layers, "weights": weights}
-    config = dataclasses.replace(config, **changes)
+    config = dataclasses.replace(CONFIGS[name], weights=weights)
+    if layers:
+        config = dataclasses.replace(config, num_layers=layers)
     return row_model.RowModel(config=config, impl=impl, slab=dispatch.slab_rows(impl))
 
 
@@ -76,25 +76,23 @@ def _logits(rows: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, VOCABULARY), jnp.float32)
 
 
-def _rows(count: int, **others) -> decoder.Rows:
-    each = dict.fromkeys(("tokens", "slots", "positions"), _ints(count))
-    return decoder.Rows(**each, num_active=_ints(), **others)
-
-
 def _slots(name: str, *, num_slots: int = 1, **options) -> rows.SlotRows:
     return rows.SlotRows(model=model(name, **options), num_slots=num_slots)
 
 
 def plain_step(name: str, *, donate=(1,), **options) -> hopper.Program:
     """Builds the step of `baseline.generate` for one token."""
-    return _plain_step(model(name, **options), donate=donate)
+    target = model(name, **options)
+    args = params_lib.prepared_shapes(target.config, target.impl), _plain_state(target)
+    step = functools.partial(baseline.run_step, target)
+    return hopper.Program(fn=step, args=args, donate=donate)
 
 
-def drawing(rows: int, *, impl: str = "triton") -> hopper.Program:
+def drawing(rows: int) -> hopper.Program:
     """Builds the draws of a slab of rows."""
 
     def fn(logits, settings, positions, draws):
-        how = {"positions": positions, "draws": draws, "impl": impl}
+        how = {"positions": positions, "draws": draws, "impl": "triton"}
         return draw.draw(logits, settings, **how)
 
     settings = jax.tree.map(
@@ -106,11 +104,9 @@ def drawing(rows: int, *, impl: str = "triton") -> hopper.Program:
     return hopper.Program(fn=fn, args=args)
 
 
-def distribution(rows: int, *, impl: str | None) -> hopper.Program:
-    """Builds the probabilities of a slab of rows, and sums of what is left of them;
-    with `impl=None` by XLA."""
-    target = model("qwen3-0.6b", impl=impl or "xla")
-    sums = target_lib.sums_of(target)
+def distribution(rows: int, *, impl: str) -> hopper.Program:
+    """Builds the probabilities of a slab of rows, and sums of what is left of them."""
+    sums = target_lib.sums_of(model("qwen3-0.6b", impl=impl))
 
     def fn(logits, settings):
         probs = sums.distribution(logits, settings)
@@ -118,26 +114,6 @@ def distribution(rows: int, *, impl: str | None) -> hopper.Program:
 
     settings = jax.eval_shape(sampling_lib.make_settings)
     return hopper.Program(fn=fn, args=(_logits(rows), settings))
-
-
-def scaled_step(name: str, **options) -> hopper.Program:
-    """Builds `plain_step` for a negative control: XLA computes with the logits."""
-    target = model(name, **options)
-    return _plain_step(_Scaled(**vars(target)), donate=(1,))
-
-
-class _Scaled(row_model.RowModel):
-    def choose(self, logits, num_active):
-        return super().choose(logits * 1.5, num_active)
-
-
-def _plain_step(target: row_model.RowModel, *, donate) -> hopper.Program:
-    def step(params, state):
-        return baseline.run_step(target, params, state)
-
-    params = params_lib.prepared_shapes(target.config, target.impl)
-    args = (params, _plain_state(target))
-    return hopper.Program(fn=step, args=args, donate=donate)
 
 
 def _plain_state(target: row_model.RowModel, *, draws: bool = False):
@@ -157,12 +133,12 @@ def plain_generate(name: str, *, draws: bool = False, **options) -> hopper.Progr
     def generate(params, state, max_steps):
         return baseline.generate(target, params, state, max_steps=max_steps)
 
-    state = _plain_state(target, draws=draws)
-    args = (params_lib.shapes(target.config), state, _ints())
+    params = params_lib.shapes(target.config)
+    args = params, _plain_state(target, draws=draws), _ints()
     return hopper.Program(fn=generate, args=args, donate=(1,))
 
 
-def prefill(name: str, *, length: int = 64, by_rows: bool = True, **options):
+def prefill(name: str, *, by_rows: bool = True, **options) -> hopper.Program:
     """Builds the prefill of a prompt, by rows or by the library's products."""
     target = model(name, **options)
 
@@ -170,39 +146,18 @@ def prefill(name: str, *, length: int = 64, by_rows: bool = True, **options):
         args = params, kv, tokens, length, jnp.int32(0)
         return row_model._prefill(target, *args, by_rows=by_rows)[0]
 
-    args = (params_lib.shapes(target.config), _cache(target), _ints(length), _ints())
+    args = (params_lib.shapes(target.config), _cache(target), _ints(64), _ints())
     return hopper.Program(fn=run, args=args, donate=(1,))
-
-
-def verify_step(name: str, *, gamma: int = GAMMA_MAX, **options) -> hopper.Program:
-    """Builds the verification of `gamma + 1` rows of one slot, with their roll back."""
-    target = _slots(name, **options)
-    window = protocols.Window(
-        tokens=_ints(1, gamma + 1), start=_ints(1), num_active=_ints(1)
-    )
-
-    def verify(params, kv, window, new_len):
-        kv, verified = target.verify(params, kv, window)
-        chosen = target.choose(verified.logits, verified.num_active)
-        kv = target.truncate(kv, new_len, asked=jnp.ones((1,), bool))
-        return kv, verified.by_column(chosen, fill=0)
-
-    params = params_lib.prepared_shapes(target.config, target.model.impl)
-    args = (params, _cache(target.model), window, _ints(1))
-    return hopper.Program(fn=verify, args=args, donate=(1,))
 
 
 def verify_tree(name: str, **options) -> hopper.Program:
     """Builds a verification of a tree of `slab.MOST_ROWS` rows, keeping its path."""
-    target = _slots(name, **options)
-    size, depth_max = slab.MOST_ROWS, 15
+    target, depth_max = _slots(name, **options), 15
+    nodes = _ints(1, slab.MOST_ROWS)
     window = protocols.Window(
-        tokens=_ints(1, size),
-        start=_ints(1),
-        num_active=_ints(1),
-        parents=_ints(1, size),
+        tokens=nodes, start=_ints(1), num_active=_ints(1), parents=nodes,
         depth_max=depth_max,
-    )
+    )  # fmt: skip
 
     def verify(params, kv, window, path, num_kept):
         kv, verified = target.verify(params, kv, window)
@@ -212,41 +167,22 @@ def verify_tree(name: str, **options) -> hopper.Program:
         kv = target.truncate(kv, new_len, asked=jnp.ones((1,), bool))
         return kv, verified.by_column(chosen, fill=0)
 
-    params = params_lib.shapes(target.config)
     path = _ints(1, depth_max), _ints(1)
-    args = (params, _cache(target.model), window, *path)
+    args = (params_lib.shapes(target.config), _cache(target.model), window, *path)
     return hopper.Program(fn=verify, args=args, donate=(1,))
 
 
-def head(name: str, **options) -> eagle3_lib.Eagle3:
+def head(name: str) -> eagle3.Eagle3:
     """Returns an EAGLE-3 head as published, at the shapes of the target `name`."""
     # Taps are those of a target of four layers, which is compiled.
     config = subjects.head_config("eagle3", CONFIGS[name], taps=(1, 2, 3))
-    target = model(name, **options)
-    return subjects.head_drafter(config, target, gamma_max=GAMMA_MAX)
+    return subjects.head_drafter(config, model(name), gamma_max=GAMMA_MAX)
 
 
-def head_step(name: str, **options) -> hopper.Program:
-    """Builds a slab of a head's drafted rows, each with the hidden state of another."""
-    drafter = head(name, **options)
-    slab, config = drafter.model.slab, drafter.head
-    rows = _rows(slab, branch=_ints(slab, tree_shapes.parse(TREE).depth))
-    shape = slab, config.hidden_size
-    hidden = jax.ShapeDtypeStruct(shape, config.layer.dtype)
-
-    def step(params, kv, rows, hidden):
-        return eagle3.forward_rows(
-            params, config, rows, hidden, kv, impl=drafter.model.impl
-        )
-
-    args = (eagle3_params.shapes(config), _cache(drafter.model), rows, hidden)
-    return hopper.Program(fn=step, args=args, donate=(1,))
-
-
-def head_round(name: str, *, layers: int, **options) -> hopper.Program:
+def head_round(name: str, *, layers: int) -> hopper.Program:
     """Builds `round.run_round` of one slot, with trees of a head."""
-    target = _slots(name, layers=layers, **options)
-    drafter = head(name, **options).for_tree(tree_shapes.parse(TREE))
+    target = _slots(name, layers=layers)
+    drafter = head(name).for_tree(tree_shapes.parse(TREE))
     params = params_lib.shapes(target.config), eagle3_params.shapes(drafter.head)
     return _round(target, drafter, params)
 
@@ -255,46 +191,40 @@ BLOCK = 7
 
 
 def block_head(
-    name: str, *, kind: str = "dspark", size: int = BLOCK, depth: int = 5, **options
+    name: str, *, kind: str = "dspark", size: int = BLOCK, depth: int = 5
 ) -> block.BlockDrafter:
     """Returns DSpark or DFlash as published for 8B, at the shapes of target `name`."""
     changes = {"block_size": size, "depth": depth}
     # Taps are those of a target of six layers, which is compiled.
     config = subjects.head_config(kind, CONFIGS[name], taps=(1, 2, 3, 4, 5), **changes)
-    return subjects.head_drafter(config, model(name, **options))
+    return subjects.head_drafter(config, model(name))
 
 
-def block_step(name: str, *, size: int, num_blocks: int = 1, **options):
+def block_step(name: str, *, size: int, num_blocks: int) -> hopper.Program:
     """Builds a layer of the backbone on blocks of `size` rows, one for each slot."""
-    drafter = block_head(name, size=size, depth=1, **options)
+    drafter = block_head(name, size=size, depth=1)
     config, sizes = drafter.head, {"capacity": CAPACITY, "page_size": PAGE_SIZE}
     cache = jax.eval_shape(lambda: drafter.model.new_slots(num_blocks, **sizes))
 
     def step(params, kv, rows):
-        return block_draft.forward_block(
-            params, config, rows, kv, impl=drafter.model.impl
-        )
+        return block_draft.forward_block(params, config, rows, kv, impl="triton")
 
-    args = block_params.shapes(config), cache, _rows(size * num_blocks)
+    each_row = dict.fromkeys(("tokens", "slots", "positions"), _ints(size * num_blocks))
+    blocks = decoder.Rows(**each_row, num_active=_ints())
+    args = block_params.shapes(config), cache, blocks
     return hopper.Program(fn=step, args=args, donate=(1,))
 
 
-def block_round(name: str, *, layers: int, **options) -> hopper.Program:
-    """Builds `round.run_round` of one slot, with DFlash."""
-    target = _slots(name, layers=layers, **options)
-    drafter = block_head(name, kind="dflash", size=16, **options)
-    shapes = params_lib.shapes(target.config), block_params.shapes(drafter.head)
-    return _round(target, drafter, shapes)
-
-
-def scheduled_round(
-    name: str, *, layers: int, num_slots: int, size: int = BLOCK, **options
+def block_round(
+    name: str, *, kind: str, layers: int, size: int, num_slots: int
 ) -> hopper.Program:
-    """Builds `round.run_round` of a batch, with DSpark and a schedule of its drafts."""
-    target = _slots(name, layers=layers, num_slots=num_slots, **options)
-    drafter = block_head(name, size=size, **options)
-    chosen = schedule.Schedule(gamma_max=drafter.gamma_max)
+    """Builds `round.run_round` with DFlash, or with DSpark and a schedule."""
+    target = _slots(name, layers=layers, num_slots=num_slots)
+    drafter = block_head(name, kind=kind, size=size)
     shapes = params_lib.shapes(target.config), block_params.shapes(drafter.head)
+    if kind == "dflash":
+        return _round(target, drafter, shapes)
+    chosen = schedule.Schedule(gamma_max=drafter.gamma_max)
     state = chosen.init(np.ones(num_slots * (size + 1) + 1, np.float32))
     return _round(target, drafter, shapes, gamma_policy=chosen, policy_state=state)
 
@@ -315,8 +245,9 @@ def spec_generate(
     name: str, *, draws: bool = False, num_slots: int = 1, **options
 ) -> hopper.Program:
     """Builds all of `round.generate`, of one slot or more, greedy or with settings."""
-    pair = _pair(name, num_slots=num_slots, **options)
-    speculator, state = _speculation(*pair, draws=draws)
+    speculator, state = _speculation(
+        *_pair(name, num_slots=num_slots, **options), draws
+    )
 
     def generate(speculator, state, max_rounds):
         return round_lib.generate(speculator, state, max_rounds=max_rounds)
@@ -327,12 +258,11 @@ def spec_generate(
 def _pair(name: str, *, draft_layers: int | None = None, num_slots: int = 1, **options):
     """Returns a target, a drafter, and the shapes of their weights."""
     target = _slots(name, num_slots=num_slots, **options)
-    drafter = draft_model.DraftModel(
-        model=model(DRAFT, layers=draft_layers, impl=target.model.impl),
-        gamma_max=GAMMA_MAX,
-    )
-    configs = target.config, drafter.model.config
-    return target, drafter, tuple(map(params_lib.shapes, configs))
+    draft = model(DRAFT, layers=draft_layers)
+    drafter = draft_model.DraftModel(model=draft, gamma_max=GAMMA_MAX)
+    configs = target.config, draft.config
+    shapes = tuple(params_lib.prepared_shapes(each, draft.impl) for each in configs)
+    return target, drafter, shapes
 
 
 def _round(target, drafter, params, **how) -> hopper.Program:
@@ -343,22 +273,14 @@ def _round(target, drafter, params, **how) -> hopper.Program:
     return hopper.Program(fn=run, args=args, donate=(1,))
 
 
-def _speculation(
-    target, drafter, params, *, draws=False, rule: verification.Rule = "coupled",
-    gamma_policy=None, policy_state=None,
-):  # fmt: skip
+def _speculation(target, drafter, params, draws=False, *, policy_state=None, **how):
     """Returns the speculator that rounds share, and the shapes of their state."""
+    drafter = each.lift(drafter, target.num_slots)
     speculator = round_lib.Speculator(
-        params=params,
-        target=target,
-        drafter=each.lift(drafter, target.num_slots),
-        rule=rule,
-        gamma_policy=gamma_policy,
+        params=params, target=target, drafter=drafter, **how
     )
+    sizes = {"capacity": CAPACITY, "page_size": PAGE_SIZE}
     slots = scheduler.Scheduler(
-        speculator=speculator,
-        capacity=CAPACITY,
-        page_size=PAGE_SIZE,
-        policy_state=policy_state,
+        speculator=speculator, policy_state=policy_state, **sizes
     )
     return speculator, jax.eval_shape(lambda: slots.empty(draws=draws))

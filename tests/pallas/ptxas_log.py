@@ -76,18 +76,12 @@ class Kernel:
         """Counts instructions that start with one of `opcodes`, predicates aside."""
         return len(self._places(*opcodes))
 
-    def ahead(self, *opcodes: str) -> int:
-        """Counts these instructions before the kernel waits for those before it.
-
-        Raises:
-          AssertionError: it does not wait once, and then release the next kernel.
-        """
+    def ahead(self) -> int:
+        """Counts accesses to memory before the kernel waits for those before it, which
+        it must do once, and then release the next kernel."""
         waits, releases = self._places("ACQBULK"), self._places("PREEXIT")
-        if (len(waits), len(releases)) != (1, 1) or releases < waits:
-            raise AssertionError(
-                f"{self.name} waits at {waits}, releases at {releases}"
-            )
-        return sum(place < waits[0] for place in self._places(*opcodes))
+        assert len(waits) == len(releases) == 1 and waits < releases, self.name
+        return sum(place < waits[0] for place in self._places(*ACCESSES))
 
     def _places(self, *opcodes: str) -> list[int]:
         names = "|".join(map(re.escape, opcodes))

@@ -1,18 +1,20 @@
 """The kernels at the shapes of Qwen3-0.6B and 8B, compiled for an H100: no GPU."""
 
 import dataclasses
-import re
+import itertools
 from typing import Any
 
 import hopper
+import hopper_launches as checks
 import hopper_models as models
 import jax
 import jax.numpy as jnp
 import ptxas_log
 import pytest
 import xla_fusions
-from slow_cases import slow
+from slow_cases import slow, slow_but
 
+from spec_jax import compilation
 from spec_jax.pallas import byte_gemm_triton as byte_gemm, skinny_gemm_triton as gemm
 
 
@@ -85,40 +87,41 @@ def product(weights: Weights, rows: int = ROWS) -> hopper.Program:
     if weights.form:
         pairs = -(-K // 64)
         w = _shape(2 * pairs, N, 32, dtype="int8"), _shape(pairs, N, dtype="int32")
-    shapes = _shape(rows, K), w, _shape(dtype="int32")
-    options = {"plan": weights.plan, "eps": 1e-6}
-
-    def gate(x, w, num_active, norm):
-        return gemm.gate(x, w, num_active=num_active, norm=norm, **options)
-
-    def project(x, w, num_active, *others):
-        others = list(others)
-        given = {
-            "norm": others.pop(0) if weights.has_norm else None,
-            "residual": others.pop(0) if weights.has_residual else None,
-        }
-        how = {"num_active": num_active, "out_dtype": jnp.dtype(weights.out_dtype)}
-        return gemm.project(x, w, **given, **how, **options)
-
-    def add(x, w, num_active, residual, norm):
-        return gemm.add(x, w, residual, norm, num_active=num_active, **options)
-
-    norm = (_shape(K),) if weights.has_norm else ()
-    added = (_shape(rows, N),) if weights.has_residual else ()
+    arrays = {"x": _shape(rows, K), "w": w, "num_active": _shape(dtype="int32")}
+    arrays["norm"] = _shape(K) if weights.has_norm else None
+    if not weights.is_gate:
+        arrays["residual"] = _shape(rows, N) if weights.has_residual else None
+    call, how = gemm.gate, {"plan": weights.plan, "eps": 1e-6}
     if weights.is_added:
-        return hopper.Program(fn=add, args=(*shapes, *added, _shape(N)))
-    fn = gate if weights.is_gate else project
-    return hopper.Program(fn=fn, args=(*shapes, *norm, *added))
+        call, arrays["norm"] = gemm.add, _shape(N)
+    elif not weights.is_gate:
+        call, how["out_dtype"] = gemm.project, jnp.dtype(weights.out_dtype)
+    return hopper.Program(fn=lambda arrays: call(**arrays, **how), args=(arrays,))
+
+
+def assert_sums_in_order(kernel: ptxas_log.Kernel) -> None:
+    """Asserts that a kernel waits, and releases the next, once, and adds atomically to
+    nothing."""
+    assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == 1
+    assert_no_atomics(kernel)
+
+
+def assert_no_atomics(kernel: ptxas_log.Kernel) -> None:
+    assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=pytest.mark.slow if x[0] == "0" else ()) for x in WEIGHTS],
+    ("name", "rows"),
+    [
+        *(slow(x, ROWS) if x[0] == "0" else (x, ROWS) for x in WEIGHTS),
+        ("8B gate", 64),
+    ],
 )
-def test_products_read_their_weights_once(compiler, name):
-    """Fails if a kernel spills, does not fit, or copies more than weights and rows."""
+def test_products_read_their_weights_once(compiler, name, rows):
+    """Fails if a kernel spills, does not fit, or copies more than weights and rows; if
+    rows past the slab read the weights again, or are not multiplied as a slab is."""
     weights = WEIGHTS[name]
-    report = compiler.compile(product, weights)
+    report = compiler(product, weights, rows=rows)
     report.assert_fits()
     names = [launch.name for launch in report.launches]
     expected = ["skinny_gemm_gate" if weights.is_gate else "skinny_gemm"]
@@ -136,29 +139,26 @@ def test_products_read_their_weights_once(compiler, name):
     assert columns > 16 or terms // TERMS_PER_PRODUCT <= 32
     # The code holds the copies of one block of K per stage: before the loop, and one
     # in it. Each is that block's bytes and not one more, straight to shared memory.
-    block_bytes = 2 * (ROWS + columns) * plan.block_k
-    copies = plan.num_stages * block_bytes // (BYTES_PER_COPY * launch.threads)
-    assert kernel.count("LDGSTS") == copies
+    # (More tiles of `x` may leave room for fewer stages.)
+    block_bytes = 2 * (rows + columns) * plan.block_k
+    copies = kernel.count("LDGSTS")
+    stages, rest = divmod(copies * BYTES_PER_COPY * launch.threads, block_bytes)
+    assert not rest and 1 < stages <= plan.num_stages
+    assert stages == plan.num_stages or rows > ROWS
     assert sum("LDGSTS" in line and ".128 " in line for line in kernel.sass) == copies
     # Other reads are the number of active rows; and the residual, two bytes a sum, but
     # not where partial sums are stored.
     others = kernel.count("LDG") - 1
     reads_residual = weights.has_residual and plan.splits == 1
     assert 0 < others <= 4 if reads_residual else not others
-    assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == 1
-    assert kernel.count("HMMA") > 0 and kernel.count("LDL") == 0
-    assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
+    assert kernel.count("HMMA.16816.F32.BF16") == kernel.count("HMMA") > 0
+    assert kernel.count("LDL") == kernel.count("HGMMA") == 0
+    assert_sums_in_order(kernel)
 
 
 @pytest.mark.parametrize(
     ("rows", "name"),
-    [
-        pytest.param(
-            rows, name, marks=[pytest.mark.slow] * ((rows, name) != (ROWS, "8B gate"))
-        )
-        for rows in (ROWS, 64)
-        for name in BYTES
-    ],
+    slow_but(list(itertools.product((ROWS, 64), BYTES)), (ROWS, "8B gate")),
 )
 def test_products_of_eight_bits(compiler, name, rows):
     """Fails if a kernel spills, reads anything but weights, rows and scales, splits K,
@@ -167,7 +167,7 @@ def test_products_of_eight_bits(compiler, name, rows):
     A block of 32 is one instruction of integers for eight columns.
     """
     weights = BYTES[name]
-    report = compiler.compile(product, weights, rows=rows)
+    report = compiler(product, weights, rows=rows)
     report.assert_fits()
     kernel, launch = report.kernel("skinny_gemm"), report.launch("skinny_gemm")
     parts = weights.parts
@@ -184,22 +184,42 @@ def test_products_of_eight_bits(compiler, name, rows):
     assert kernel.count("FADD") >= blocks * rows * columns // launch.threads
     assert kernel.count("FFMA") == 0 or weights.is_gate
     assert kernel.count("IMMA.16832.S8.S8") == kernel.count("IMMA") > 0
-    assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == 1
-    assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
     rounding = report.kernel("byte_rows")
-    assert rounding.count("PREEXIT") == rounding.count("ACQBULK") == 1
+    for each in (kernel, rounding):
+        assert_sums_in_order(each)
     assert rounding.count("LDG") == 2  # The row, and the number of active rows.
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_shapes_and_plans_fit(compiler, name):
     """Fails if a layout, a split or a ragged end spills or cannot be compiled."""
-    report = compiler.compile(product, OTHERS[name])
+    report = compiler(product, OTHERS[name])
     report.assert_fits()
     kernels = [kernel for kernel in report.kernels if "skinny_gemm" in kernel.name]
     assert len(kernels) == (2 if OTHERS[name].plan else 1)
     for kernel in kernels:
-        assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
+        assert_no_atomics(kernel)
+
+
+def test_spills_are_reported(compiler):
+    """Negative control: twice 16 times 256 sums do not fit one warp's registers."""
+    plan = gemm.Plan(block_n=256, block_k=32, chains=2, num_warps=1)
+    report = compiler(product, Weights(N=256, K=64, plan=plan))
+    with pytest.raises(AssertionError, match="bytes are spilt"):
+        report.assert_fits()
+
+
+def sums(is_exact: bool) -> hopper.Program:
+    shape = _shape(8, 1024, dtype="float32")
+    return hopper.Program(fn=lambda x: x + 1, args=(shape,), is_exact=is_exact)
+
+
+def test_nothing_is_chosen_by_timing(compiler):
+    """Fails if the options of exact programs do not reach XLA's compiler for a GPU."""
+    wanted = {name: str(on).lower() for name, on in compilation.options("gpu").items()}
+    for is_exact in (True, False):  # The other way is the negative control.
+        told = compiler(sums, is_exact).options
+        assert (wanted.items() <= told.items()) == is_exact
 
 
 ARGMAX = ["argmax_chunks", "argmax_rows"]
@@ -214,25 +234,21 @@ def test_drawing_is_a_few_launches(compiler):
 
     XLA's own work moves integers and makes zeros; filters are skipped together.
     """
-    one, five = (compiler.compile(models.drawing, rows) for rows in (1, 5))
+    one, five = (compiler(models.drawing, rows) for rows in (1, 5))
     for report in (one, five):
         report.assert_fits()
-        ours = [re.sub(r"__\d+$", "", thunk.name) for thunk in report.launches]
-        ours = [name for name in ours if name.startswith(("sampling", "argmax"))]
+        names = [thunk.base for thunk in report.launches]
+        ours = [name for name in names if name.startswith(("sampling", "argmax"))]
         assert ours == [*ARGMAX, *FILTERS, "sampling_noisy_weights", *ARGMAX]
         assert sum(thunk.kind == "kConditional" for thunk in report.thunks) == 2
         assert all(thunk.in_graph for thunk in report.launches)
-        # No kernel reads anything before it waits, and each releases the next one.
-        kernels = [each for each in report.kernels if each.is_ours]
-        assert {re.sub(r"__\d+$", "", each.name) for each in kernels} == set(ours)
-        assert not sum(each.ahead(*ptxas_log.ACCESSES) for each in kernels)
+        checks.assert_launched_early(report)
         assert len(report.launches) <= len(ours) + 14
         assert not xla_fusions.float_work(report.hlo)
     for name in (*sorted(set(FILTERS)), "sampling_noisy_weights"):
         kernel = five.kernel(name)
-        assert kernel.sass == one.kernel(name).sass
-        assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
-        assert kernel.count("LDL") == 0
+        assert kernel.sass == one.kernel(name).sass and kernel.count("LDL") == 0
+        assert_no_atomics(kernel)
 
 
 def each_number_of_rows(
@@ -241,54 +257,29 @@ def each_number_of_rows(
     """Builds the product of 1, of 2, .. of 16 rows; `single` is a plan for 1 row."""
     programs = [product(weights, rows) for rows in range(1, ROWS + 1)]
     programs[0] = product(dataclasses.replace(weights, plan=single), 1)
-    return hopper.Program(
-        fn=lambda *args: [
-            program.fn(*each) for program, each in zip(programs, args, strict=True)
-        ],
-        args=tuple(program.args for program in programs),
-    )
+
+    def each_of(*args):
+        return [x.fn(*own) for x, own in zip(programs, args, strict=True)]
+
+    return hopper.Program(fn=each_of, args=tuple(x.args for x in programs))
 
 
-def assert_one_kernel(report: hopper.Report, name: str) -> None:
-    """Asserts that one kernel is launched for every number of rows.
+@pytest.mark.parametrize(
+    ("name", "single"),
+    [
+        ("0.6B out", None),
+        slow("0.6B gate", None),
+        slow("0.6B out", gemm.Plan(block_n=16, block_k=256)),
+    ],
+)
+def test_one_row_and_sixteen_are_one_kernel(compiler, name, single):
+    """Fails if the kernel that is compiled depends on the number of rows.
 
-    XLA keeps one copy of equal kernels, before it compiles them.
+    XLA keeps one copy of equal kernels, before it compiles them. Negative control: a
+    plan of its own for one row gives another kernel.
     """
-    kernels = [kernel.name for kernel in report.kernels if name in kernel.name]
-    assert kernels == [name]
-    launches = [launch.name for launch in report.launches if name in launch.name]
-    assert launches == [name] * ROWS
-
-
-@pytest.mark.parametrize("is_gate", [False, slow(True)])
-def test_one_row_and_sixteen_are_one_kernel(compiler, is_gate):
-    """Fails if the kernel that is compiled depends on the number of rows."""
-    weights = WEIGHTS["0.6B gate" if is_gate else "0.6B out"]
-    report = compiler.compile(each_number_of_rows, weights)
-    assert_one_kernel(report, "skinny_gemm_gate" if is_gate else "skinny_gemm")
-
-
-@pytest.mark.slow
-def test_a_plan_by_the_number_of_rows_is_caught(compiler):
-    """Negative control: a plan of its own for one row gives another kernel."""
-    single = gemm.Plan(block_n=16, block_k=256)
-    report = compiler.compile(each_number_of_rows, WEIGHTS["0.6B out"], single)
-    with pytest.raises(AssertionError, match="skinny_gemm__1"):
-        assert_one_kernel(report, "skinny_gemm")
-
-
-def test_more_tiles_share_one_read_of_the_weights(compiler, rows=64):
-    """Fails if rows past the slab spill, do not fit, or read the weights again."""
-    weights = WEIGHTS["8B gate"]
-    report = compiler.compile(product, weights, rows=rows)
-    report.assert_fits()
-    kernel, launch = report.kernel("skinny_gemm"), report.launch("skinny_gemm")
-    plan = gemm.plan_for(weights.N, weights.K, parts=weights.parts)
-    columns = weights.parts * plan.block_n
-    assert launch.grid == (1, weights.N // columns, plan.splits)
-    # Copies are those of a slab, and of the other tiles of `x`.
-    copied = kernel.count("LDGSTS") * BYTES_PER_COPY * launch.threads
-    assert copied % (2 * (rows + columns) * plan.block_k) == 0
-    # The instructions are those of a tile of 16 rows.
-    assert kernel.count("HMMA.16816.F32.BF16") == kernel.count("HMMA") > 0
-    assert not kernel.count("HGMMA")
+    report = compiler(each_number_of_rows, WEIGHTS[name], single)
+    found = [x.name for x in report.kernels if x.name.startswith("skinny_gemm")]
+    assert len(found) == (1 if single is None else 2)
+    launched = [x.name for x in report.launches if x.name in found]
+    assert len(launched) == ROWS

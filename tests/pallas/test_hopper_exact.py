@@ -5,12 +5,13 @@ choosing by timing, in another process. Loops, sampled ones too, batches and the
 by rows leave it none of them: it moves floats, and every sum is in a kernel of ours.
 """
 
-import re
+import itertools
 
 import hopper_launches as checks
 import hopper_models as models
 import pytest
 import xla_fusions
+from slow_cases import slow_but
 
 
 SLOW = pytest.mark.slow
@@ -26,7 +27,7 @@ PROGRAMS = {
         models.spec_generate, {"draft_layers": 1, "num_slots": 4, "draws": True}, 143),
 }  # fmt: skip
 """Programs, options, and the launches that stand in so few layers, those of a loop
-once; each further layer has `checks.OF_A_LAYER` more (`test_hopper_model`)."""
+once; each further layer has seven more (`test_hopper_model`)."""
 
 DRAWING = ("sampling_top_k", "sampling_top_p", "sampling_noisy_weights")
 
@@ -39,15 +40,10 @@ def assert_only_kernels_compute(report) -> None:
 
 @pytest.mark.parametrize(
     ("name", "model"),
-    [
+    slow_but(
+        list(itertools.product(PROGRAMS, ("qwen3-8b", "qwen3-0.6b"))),
         ("rounds, sampled", "qwen3-8b"),
-        *(
-            pytest.param(name, model, marks=SLOW)
-            for name in PROGRAMS
-            for model in ("qwen3-8b", "qwen3-0.6b")
-            if (name, model) != ("rounds, sampled", "qwen3-8b")
-        ),
-    ],
+    ),
 )
 def test_only_kernels_compute(compiler, name, model):
     """Fails if XLA has a float sum, product, transpose or fusion of its own.
@@ -56,20 +52,20 @@ def test_only_kernels_compute(compiler, name, model):
     A prefill has two layers: the last one only computes keys and values.
     """
     build, options, launches = PROGRAMS[name]
-    how = {"layers": 2 if name == "prefill" else 1, "impl": "triton"}
-    report = compiler.compile(build, model, **how, **options)
+    layers = 2 if name == "prefill" else 1
+    report = compiler(build, model, layers=layers, **options)
     report.assert_fits()
     assert_only_kernels_compute(report)
-    pools = [models.model(model, **how)]
+    pools = [models.model(model, layers=layers)]
     if "draft_layers" in options:
-        pools.append(models.model(models.DRAFT, layers=1, impl="triton"))
+        pools.append(models.model(models.DRAFT, layers=1))
     num_slots = options.get("num_slots", 1)
     # The logits of all slots' rows, and what is drawn from.
     copies = num_slots + ("draws" in options)
     checks.assert_in_place(report, *pools, copies=copies, num_slots=num_slots)
     checks.assert_near(len(report.launches), launches, f"{name} of {model}")
     # Rows run in kernels, and so do draws, in sampled programs only.
-    launched = {re.sub(r"_+\d*$", "", thunk.name) for thunk in report.launches}
+    launched = {thunk.base for thunk in report.launches}
     assert {"row_angles", "skinny_gemm", "paged_attention"} <= launched
     assert (set(DRAWING) <= launched) == ("draws" in options)
 
@@ -91,9 +87,9 @@ def test_other_rules_sum_in_kernels(compiler, rule, tree):
     A coupled tree's noise is that of kernels, and XLA computes none of the logarithms
     of uniforms.
     """
-    report = compiler.compile(
+    report = compiler(
         models.spec_round, "qwen3-0.6b", layers=1, draft_layers=1, draws=True,
-        rule=rule, tree=tree, impl="triton",
+        rule=rule, tree=tree,
     )  # fmt: skip
     report.assert_fits()
     work = xla_fusions.float_work(report.hlo)
@@ -105,17 +101,18 @@ def test_other_rules_sum_in_kernels(compiler, rule, tree):
 
 def test_distributions_sum_in_kernels(compiler):
     """Fails if a kernel spills, or XLA filters or sums floats."""
-    report = compiler.compile(models.distribution, 5, impl="triton")
+    report = compiler(models.distribution, 5, impl="triton")
     report.assert_fits()
     assert not xla_fusions.float_sums(report.hlo)
     # Negative control: XLA is seen to sum.
-    by_xla = compiler.compile(models.distribution, 5, impl=None)
+    by_xla = compiler(models.distribution, 5, impl="xla")
     assert xla_fusions.float_sums(by_xla.hlo)
 
 
 @SLOW
 def test_library_products_are_caught(compiler):
     """Negative control: the prefill that is not by rows."""
-    report = compiler.compile(models.prefill, "qwen3-0.6b", layers=1, by_rows=False)
+    report = compiler(models.prefill, "qwen3-0.6b", layers=1, by_rows=False)
     with pytest.raises(AssertionError, match="'cosine'.*'dot'.*'reduce'.*'sine'"):
         assert_only_kernels_compute(report)
+    assert xla_fusions.float_fusions(report.hlo)  # `test_hopper_model` counts these.

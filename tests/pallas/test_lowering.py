@@ -1,8 +1,6 @@
 """The size of Qwen3's programs before XLA, traced for a GPU on a CPU."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import hopper
@@ -11,38 +9,22 @@ import jax
 import pytest
 
 
-def equations(jaxpr: Any, seen: dict[int, Any] | None = None) -> int:
-    """Counts a program's equations, those of a function that is called often once."""
-    seen = {} if seen is None else seen
-    if id(jaxpr) in seen:
-        return 0
-    seen[id(jaxpr)] = jaxpr  # It is kept, so that no other one gets its id.
-    inside = (each for eqn in jaxpr.eqns for each in functions(eqn))
-    return len(jaxpr.eqns) + sum(equations(each, seen) for each in inside)
-
-
-def functions(eqn: Any) -> Iterator[Any]:
-    """Yields the programs an equation calls: loops, branches, functions and kernels."""
-    for value in eqn.params.values():
-        for each in value if isinstance(value, (tuple, list)) else (value,):
-            each = getattr(each, "jaxpr", each)
-            if hasattr(each, "eqns"):
-                yield each
-
-
 def of_a_layer(build, change=lambda program: program) -> float:
-    """Counts the equations that another layer adds to a program for the H100."""
+    """Counts the lines that another layer adds to a traced program for the H100.
+
+    A function that is called often is printed once.
+    """
     counts = []
     for layers in (1, 3):
         program = change(build("qwen3-8b", layers=layers))
         with hopper.lowering_for(hopper.DEVICE):
             traced = jax.jit(program.fn).trace(*program.args)
-        counts.append(equations(traced.jaxpr.jaxpr))
+        counts.append(len(str(traced.jaxpr).splitlines()))
     return (counts[1] - counts[0]) / 2
 
 
 @pytest.mark.parametrize(
-    ("build", "most"), [(models.plain_step, 20), (models.verify_tree, 60)]
+    ("build", "most"), [(models.plain_step, 20), (models.verify_tree, 80)]
 )
 def test_each_layer_is_traced_once(build, most):
     """Fails if a kernel is traced again for each of 36 layers, where a program should

@@ -1,4 +1,4 @@
-"""Triton's attention, interpreted: its jobs, its plans, and the adding of splits.
+"""Triton's attention, interpreted: its plans, and the adding of splits.
 
 The promises of every implementation are tested in `ops/test_row_attention`.
 """
@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 from native import native_oracle as oracle
 from ops import row_slabs as slabs
 
 from spec_jax import testing
-from spec_jax.pallas import head_rotation, row_attention_triton, row_jobs
+from spec_jax.pallas import row_attention_triton, row_jobs
 
 
-R, K = 16, 2
+R = 16
 
 
 def run(slab, live, **changes):
@@ -35,39 +34,23 @@ def test_whoever_is_last_adds_the_same_splits(rng):
     testing.assert_same_bits(run(slab, 8), first)
 
 
-def _last_program_writes(*args, is_stored, real=head_rotation.write_rows, **options):
-    is_last = pl.program_id(1) == pl.num_programs(1) - 1
-    real(*args, is_stored=is_stored & is_last, **options)
+def test_a_split_that_is_added_early_is_caught(rng, monkeypatch):
+    """Negative control: a head's last program adds a split before it is there."""
+    real = row_jobs.row_jobs
 
+    def planted(*args, **options):
+        jobs = real(*args, **options)
+        return jobs._replace(done=jobs.done + 1)
 
-def _one_job_early(*args, real=row_jobs.row_jobs, **options):
-    jobs = real(*args, **options)
-    return jobs._replace(done=jobs.done + 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("programs", "module", "name", "planted"),
-    [
-        (8, head_rotation, "write_rows", _last_program_writes),
-        (12, row_jobs, "row_jobs", _one_job_early),
-    ],
-)
-def test_programs_that_work_for_others_are_caught(
-    rng, monkeypatch, programs, module, name, planted
-):
-    """Negative control: a head's last program writes for all of them; or a split is
-    added before it is there. (Each has a number of programs that is not compiled yet.)
-    """
-    monkeypatch.setattr(module, name, planted)
+    monkeypatch.setattr(row_jobs, "row_jobs", planted)
     slab = slabs.in_slab(slabs.small_slab(rng), range(8))
-    found = run(slab, 8, programs=programs)[0][:8].astype(np.float32)
-    assert np.isnan(found).any()
+    # A number of programs that is not compiled yet.
+    assert np.isnan(run(slab, 8, programs=12)[0][:8].astype(np.float32)).any()
 
 
 def test_default_plan_with_several_splits(monkeypatch):
     """Fails if splits that rows share, in several slabs at once, give a row other bits
-    than it has alone."""
+    than it has alone, or than a tree's row has with the same keys."""
     monkeypatch.setattr(slabs, "HEIGHT", 32)
     rng = np.random.default_rng(5)
     rows = slabs.window((3, 8), (254, 262), (515, 522))
@@ -76,65 +59,10 @@ def test_default_plan_with_several_splits(monkeypatch):
     out, *_ = slabs.assert_row_contract(slab, default)
     expected, *_ = oracle.attend(slab, **slabs.numbers(slab))
     testing.assert_rows_close(out, expected, dtype="bfloat16", reduction=535)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", [{"block": 32}, {"split": 48}])
-def test_a_plan_by_active_rows_is_caught(rng, change):
-    """Negative control: other blocks or splits where more than one row is active."""
-    slab = slabs.small_slab(rng)
-    planted = lambda slab, live: run(slab, live, **({} if live == 1 else change))
-    with pytest.raises(AssertionError, match="elements differ"):
-        slabs.assert_row_contract(slab, planted)
-
-
-def walk(jobs, tile_rows):
-    """Yields `(rows, split, shared)` for each job, as the kernel walks them."""
-    slots, lengths, full, led, ends, *_ = (np.asarray(field) for field in jobs)
-    index = np.arange(len(slots))
-    for job in range(ends[-1]):
-        row = np.sum(ends <= job)
-        step = job - (ends[row - 1] if row else 0)
-        if step < led[row]:
-            mine = (slots == slots[row]) & (full > step)
-            mine &= index // tile_rows == row // tile_rows
-            yield index[mine], step, True
-        else:
-            yield [row], full[row] + step - led[row], False
-
-
-@pytest.mark.parametrize("width", [0, 5])
-def test_each_split_of_each_row_is_one_job(rng, width):
-    """Fails if a split is missed, done twice, or shared by a row that sees a part."""
-    S, M, P, split, tile_rows = 3, 6, 40, 16, 4
-    sizes = {"num_pages": P, "page_size": 8, "num_kv_heads": 3}
-    sizes |= {"split": split, "tile_rows": tile_rows}
-    make = jax.jit(functools.partial(row_jobs.row_jobs, **sizes, interpret=True))
-    table = rng.permutation(P)[: S * M].reshape(S, M).astype(np.int32)
-    table[0, 4] = P  # Slot 0 has four pages.
-    for live in (0, 1, 7, R, R):
-        slots = rng.integers(-1, S + 1, R).astype(np.int32)
-        positions = rng.integers(-1, M * 8 + 2, R).astype(np.int32)
-        at = positions[:, None] + np.arange(1 - width, 1, dtype=np.int32)
-        branch = {"branch": at} if width else {}
-        jobs = make(table, slots, positions, np.int32(live), **branch)
-        lengths = np.asarray(jobs.lengths)
-        lost = (slots < 0) | (slots >= S) | (positions < 0) | (positions >= M * 8)
-        lost |= (slots == 0) & (positions >= 32)
-        padding = np.arange(R) >= live
-        expected = np.where(padding, 0, np.where(lost, row_jobs.LOST, positions + 1))
-        np.testing.assert_array_equal(lengths, expected)
-        stored_at = table[slots % S, positions % 48 // 8] * 8 + positions % 8
-        stored_at = np.where(padding | lost, row_jobs.LOST, stored_at)
-        np.testing.assert_array_equal(jobs.stored_at, stored_at)
-        np.testing.assert_array_equal(jobs.done, np.zeros((3, R // tile_rows)))
-        done = []
-        for rows, index, shared in walk(jobs, tile_rows):
-            done += [(int(row), int(index)) for row in rows]
-            if shared:
-                assert ((index + 1) * split <= lengths[rows] - width).all()
-        due = [(row, i) for row in range(R) for i in range(-(-lengths[row] // split))]
-        assert sorted(done) == sorted(due)
+    whole = slabs.in_slab(slab, range(len(rows)))
+    branch = whole.positions[:, None] + np.arange(-3, 1, dtype=np.int32)
+    tree, *_ = default(whole, len(rows), branch=branch)
+    testing.assert_same_bits(tree[: len(rows)], out)
 
 
 def test_rows_of_a_slot_share_their_prefix():
@@ -143,25 +71,19 @@ def test_rows_of_a_slot_share_their_prefix():
     table = jnp.arange(64, dtype=jnp.int32)[None]
     jobs = row_jobs.row_jobs(
         table, slots, positions, jnp.int32(5),
-        num_pages=64, page_size=16, split=256, tile_rows=16, num_kv_heads=K,
+        num_pages=64, page_size=16, split=256, tile_rows=16, num_kv_heads=2,
         interpret=True,
     )  # fmt: skip
     assert list(np.asarray(jobs.led_splits)[:2]) == [3, 0]
     assert jobs.job_ends[-1] == 3 + 5
 
 
-def test_a_pool_too_large_is_refused():
+def test_a_pool_too_large_is_refused(rng):
     """Fails if offsets into a pool could pass 32 bits."""
-    shape = jax.ShapeDtypeStruct
-    pool = shape((2**17, 16, 8, 128), jnp.bfloat16)
-    rows, turn = shape((R,), jnp.int32), shape((R, 64), jnp.bfloat16)
-    attend = functools.partial(
-        row_attention_triton.attend, q_norm=None, k_norm=None, eps=0.0, scale=1.0,
-        interpret=True, page_table=jnp.zeros((1, 4), jnp.int32),
-        num_active=jnp.int32(0),
-    )  # fmt: skip
+    slab = slabs.small_slab(rng)
+    how = slabs.numbers(slab) | {"interpret": True}
+    pool = jax.ShapeDtypeStruct((2**23, 8, 2, 16), jnp.bfloat16)
+    given = slab.arguments() | {"k_pages": pool, "v_pages": pool}
+    attend = functools.partial(row_attention_triton.attend, **how)
     with pytest.raises(NotImplementedError, match="2147483648 elements of a pool"):
-        jax.eval_shape(
-            attend, heads=shape((R, 32 * 128), jnp.bfloat16), k_pages=pool,
-            v_pages=pool, cos=turn, sin=turn, slots=rows, positions=rows,
-        )  # fmt: skip
+        jax.eval_shape(attend, **given)
