@@ -7,7 +7,7 @@ shares no code, no names and no fused weights with `spec_jax.model.block_draft`.
 import dataclasses
 
 import numpy as np
-from model.float64_layer import Head as _Head, attend, mlp, rotate
+from model.float64_layer import Head as _Head, attend, heads_of, mlp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,19 +28,10 @@ class Head(_Head):
         return flag if flag is not None else not name.startswith("DFlash")
 
 
-def heads_of(head: Head, i: int, x, name: str, position=None):
-    """Computes queries or keys of a row in layer `i`, normed and rotated; or values."""
-    prefix = f"layers.{i}.self_attn.{name}"
-    made = (head[f"{prefix}_proj"] @ x).reshape(-1, head.layer["head_dim"])
-    if position is None:
-        return made
-    normed = head.norm(made, f"{prefix}_norm")
-    return rotate(normed, position, head.layer["rope_theta"])
-
-
 def key_value(head: Head, i: int, x, position):
     """Computes the key and the value of one position in layer `i`."""
-    return heads_of(head, i, x, "k", position), heads_of(head, i, x, "v")
+    prefix = f"layers.{i}.self_attn"
+    return heads_of(head, prefix, "k", x, position), heads_of(head, prefix, "v", x)
 
 
 def seen(head: Head, i: int, k: int, start: int, size: int) -> list[int]:
@@ -97,7 +88,7 @@ def backbone(head: Head, features, anchor: int):
         pairs[start:] = [key_value(head, i, n, start + k) for k, n in enumerate(normed)]
         gives = []
         for k, n in enumerate(normed):
-            q = heads_of(head, i, n, "q", start + k)
+            q = heads_of(head, f"layers.{i}.self_attn", "q", n, start + k)
             which = seen(head, i, k, start, size)
             keys, values = zip(*(pairs[p] for p in which), strict=True)
             attended = attend(q, keys, values)

@@ -5,15 +5,15 @@ shares no code, no names and no fused weights with `spec_jax.model.eagle3`.
 """
 
 import numpy as np
-from model.float64_layer import Head as _Head, attend, mlp, rotate
+from model.float64_layer import Head as _Head, attend, heads_of, mlp
 
 
 class Head(_Head):
     """An EAGLE-3 head; the names of its layer depend on the dialect."""
 
-    def of_layer(self, name: str) -> str:
+    def of_layer(self, number: int = 0) -> str:
         is_middle = "midlayer.hidden_norm.weight" in self.tensors
-        return f"{'midlayer' if is_middle else 'layers.0'}.{name}"
+        return "midlayer" if is_middle and not number else f"layers.{number}"
 
 
 def fuse(head: Head, features):
@@ -28,27 +28,16 @@ def fuse(head: Head, features):
     return head["fc"] @ features
 
 
-def slides(layer) -> bool:
-    """Returns whether the layer sees only a window of keys."""
-    return "sliding_attention" in (layer.get("layer_types") or [])
-
-
-def attention(head: Head, name, x, position: int, cache):
+def attention(head: Head, prefix: str, x, position: int, cache):
     """Computes the attention of row `x` in a layer; `cache` holds the rotated keys and
     the values of the rows before it, and those of `x` are added."""
-    layer, H, (keys, values) = head.layer, head.layer["head_dim"], cache
-    N, K = layer["num_attention_heads"], layer["num_key_value_heads"]
-    q, k, v = (head[name(f"self_attn.{n}_proj")] @ x for n in "qkv")
-    q, k, v = q.reshape(N, H), k.reshape(K, H), v.reshape(K, H)
-    if layer["model_type"] == "qwen3":
-        q = head.norm(q, name("self_attn.q_norm"))
-        k = head.norm(k, name("self_attn.k_norm"))
-    theta = layer["rope_theta"]
-    keys.append(rotate(k, position, theta))
-    values.append(v)
-    first = max(len(keys) - layer["sliding_window"], 0) if slides(layer) else 0
-    attended = attend(rotate(q, position, theta), keys[first:], values[first:])
-    return head[name("self_attn.o_proj")] @ attended
+    keys, values = cache
+    keys.append(heads_of(head, prefix, "k", x, position))
+    values.append(heads_of(head, prefix, "v", x))
+    slides = "sliding_attention" in (head.layer.get("layer_types") or [])
+    first = max(len(keys) - head.layer["sliding_window"], 0) if slides else 0
+    q = heads_of(head, prefix, "q", x, position)
+    return head[f"{prefix}.o_proj"] @ attend(q, keys[first:], values[first:])
 
 
 def step(head: Head, g, token: int, position: int, caches):
@@ -57,16 +46,17 @@ def step(head: Head, g, token: int, position: int, caches):
     Returns the feature of the next step and the logits.
     """
     e = np.asarray(head.tensors.get("embed_tokens.weight", head.embed)[token], float)
-    b = head.norm(g, head.of_layer("hidden_norm"))
-    x = np.concatenate([head.norm(e, head.of_layer("input_layernorm")), b])
+    first = head.of_layer()
+    b = head.norm(g, f"{first}.hidden_norm")
+    x = np.concatenate([head.norm(e, f"{first}.input_layernorm"), b])
     h = b if head.config.get("norm_before_residual") else g
     for number, cache in enumerate(caches):
-        name = head.of_layer
+        name = head.of_layer(number)
         if number:
-            name = lambda part, number=number: f"layers.{number}.{part}"
-            x = head.norm(h, name("input_layernorm"))
-        h = h + attention(head, name, x, position, cache)
-        h = h + mlp(head, name("mlp"), head.norm(h, name("post_attention_layernorm")))
+            x = head.norm(h, f"{name}.input_layernorm")
+        h = h + attention(head, f"{name}.self_attn", x, position, cache)
+        normed = head.norm(h, f"{name}.post_attention_layernorm")
+        h = h + mlp(head, f"{name}.mlp", normed)
     final = head.norm(h, "norm")
     feature = final if head.config.get("norm_output") else h
     return feature, head["lm_head"] @ final

@@ -35,6 +35,17 @@ def rotate(x, position, theta):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+def heads_of(head: Head, prefix: str, name: str, x, position=None):
+    """Computes queries, keys or values of a row, `[heads, H]`; at a position, they are
+    rotated, and normed before that where there are norms."""
+    made = (head[f"{prefix}.{name}_proj"] @ x).reshape(-1, head.layer["head_dim"])
+    if position is None:
+        return made
+    if f"{prefix}.{name}_norm.weight" in head.tensors:
+        made = head.norm(made, f"{prefix}.{name}_norm")
+    return rotate(made, position, head.layer["rope_theta"])
+
+
 def attend(q, keys, values):
     """Computes attention of a row's queries `[N, H]` to keys and values `[K, H]`."""
     (N, H), K, out = q.shape, len(keys[0]), []

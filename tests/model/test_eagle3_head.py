@@ -207,13 +207,3 @@ def test_features_of_another_width_are_refused():
     features, tokens = inputs(HEAD, 2)
     with pytest.raises(ValueError, match="features of width 143: the head reads 144"):
         pairs.add(tokens, features[:, 1:], start=0)
-
-
-def test_unprepared_weights_are_prepared_within():
-    """Fails if `prepare` changes a bit of the results."""
-    decoding.needs("native")
-    params = make_params(HEAD)
-    features, tokens = inputs(HEAD, 3)
-    run = lambda params: Pairs(params, HEAD, "native").add(tokens, features, start=0)
-    prepared = eagle3_params.prepare(params, "native")
-    testing.assert_same_bits(run(params), run(prepared))

@@ -32,7 +32,7 @@ KERNELS = (
            "alone = skinny_gemm.skinny_gemm(x[:, ::-1], w[:, ::-1])\n"
            "    y = skinny_gemm.skinny_gemm(x, w)\n"
            "    y = jnp.where(num_active == 1, alone, y).astype(dtype)",
-           "model/test_rows.py::test_head_sizes_and_groups[64-2-2-xla]"),
+           f"{_CONTRACT}[float32-xla]"),
     Mutant("a row of eight bits has the scale of all rows",
            "native.blocks:quantise_rows",
            "most = jnp.abs(x).max(axis=-1, initial=0.0)",
@@ -65,7 +65,7 @@ KERNELS = (
            ".astype(x.dtype)\n    return normed * jnp.broadcast_to(weight, x.shape)",
            "\n    wide_weight = jnp.broadcast_to(weight, x.shape).astype(jnp.float32)"
            "\n    return (normed * wide_weight).astype(x.dtype)",
-           "ops/test_rms_norm.py::test_the_weight_meets_the_rounded_value[xla]"),
+           "ops/test_row_contract.py::test_values_are_those_of_float64[norm-xla]"),
     Mutant("NaN is swallowed by argmax", "ops.argmax:argmax",
            "jnp.argmax(logits, axis=-1)",
            "jnp.argmax(jnp.nan_to_num(logits, nan=-jnp.inf), axis=-1)",

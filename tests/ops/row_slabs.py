@@ -24,6 +24,7 @@ def _compiled(impl):
         static.append("config")
         attend = functools.partial(row_attention_triton.attend, interpret=True)
     elif impl == "xla":
+        static.append("by_head")
         attend = functools.partial(row_attention.row_attention, impl=impl)
     else:
         attend = functools.partial(calls.attend, isa=impl)
@@ -34,9 +35,9 @@ def numbers(slab) -> dict:
     return {"eps": 1e-6, "scale": slab.k_pages.shape[3] ** -0.5}
 
 
-def run(impl, slab, live, *, config=SMALL, branch=None, window=None):
+def run(impl, slab, live, *, config=SMALL, branch=None, window=None, **how):
     """Returns attended heads, and both pools after writes; rows see `window` keys."""
-    how = numbers(slab) | {"branch": branch}
+    how |= numbers(slab) | {"branch": branch}
     if window is not None:
         how["firsts"] = slab.positions - np.int32(window - 1)
     if impl == "interpret":

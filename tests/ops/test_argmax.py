@@ -51,18 +51,3 @@ def test_denormals_are_not_zeros():
     """Fails if a GPU's kernels take denormals for zeros, as XLA on a CPU does."""
     rows = np.float32([[0.0, 1e-45, -1e-45], [-1e-45, -2e-45, -3e-45]])
     assert run("interpret", rows).tolist() == [1, 0]
-
-
-@pytest.mark.parametrize(
-    ("impl", "shape", "dtype", "error", "words"),
-    [
-        ("interpret", (2, 0), "float32", ValueError, r"of 0 logits.*1\.\.4194304"),
-        ("interpret", (2, 8), "float16", NotImplementedError, "not float16"),
-        ("portable", (1, 0), "float32", ValueError, "no values"),
-        ("portable", (1, 4), "bfloat16", NotImplementedError, "float32, not bfloat16"),
-    ],
-)
-def test_refusals(impl, shape, dtype, error, words):
-    """Fails if logits of a shape or dtype that has no defined order are compared."""
-    with pytest.raises(error, match=words):
-        run(impl, np.zeros(shape, dtype))

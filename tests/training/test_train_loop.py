@@ -1,43 +1,29 @@
-"""The training loop: its log, its batches, and resuming a killed run."""
+"""The training loop: its log, its batches, their gradients and the learning rate.
+
+`experiments/test_train_drafter` resumes killed runs.
+"""
 
 import dataclasses
 import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-import text_loss
-import tiny_pair
 
-from spec_jax import testing
-from spec_jax.model import params as params_lib
+from spec_jax.model import sequence
+from spec_jax.ops import rms_norm
 from spec_jax.training import batches, loop
 
 
-CONFIG = tiny_pair.config(
-    vocab_size=32, hidden_size=16, intermediate_size=24, head_dim=8,
-    max_position_embeddings=64,
-)  # fmt: skip
-RECIPE = loop.Recipe(steps=6, batch_size=2, warmup_steps=2, eval_every=3, save_every=2)
-LOSS = functools.partial(text_loss.text_loss, CONFIG)
-
-pytestmark = pytest.mark.usefixtures("optax_promotes")
-
-
-def data() -> np.ndarray:
-    """Returns eight windows of a sequence that can be learnt."""
-    stream = np.arange(8 * 12 + 1) * 5 % 32
-    return stream[np.arange(8)[:, None] * 12 + np.arange(13)].astype(np.int32)
-
-
-def init():
-    return params_lib.init(jax.random.key(0), CONFIG)
-
-
-def logged(folder) -> list[tuple[int, float]]:
-    rows = [json.loads(line) for line in (folder / "log.jsonl").open()]
-    return [(row["step"], row["loss"]) for row in rows]
+# Orbax leaves its event loops to the garbage collector.
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
+)
+def test_a_folder_without_a_checkpoint(optax_promotes, tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint"):
+        loop.restore(loop.Recipe(steps=6), {"w": jnp.ones(3)}, tmp_path / "nothing")
 
 
 def test_a_log_is_read_to_the_checkpoint(tmp_path):
@@ -54,74 +40,96 @@ def test_a_log_is_read_to_the_checkpoint(tmp_path):
     assert loop.log_of(tmp_path / "nowhere") == []
 
 
-# Orbax leaves its event loops to the garbage collector.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_killed_run_resumes_with_the_same_losses(tmp_path):
-    """Fails if the batch order, the schedule or the moments start anew."""
-    whole = loop.run("a", RECIPE, init(), LOSS, data(), data(), tmp_path / "whole")
-    killed = tmp_path / "killed"
-    loop.run("b", RECIPE, init(), LOSS, data(), data(), killed, stop_after=5)
-    # The kill came after a step that no checkpoint holds, and cut a line in half.
-    with (killed / "log.jsonl").open("a") as log:
-        log.write('{"step": 5, "lo')
-    resumed = loop.run("b", RECIPE, init(), LOSS, data(), data(), killed)
-    assert logged(killed) == logged(tmp_path / "whole")
-    assert [step for step, _ in logged(killed)] == list(range(6))
-    testing.assert_same_bits(resumed, whole)
-    assert logged(killed)[-1][1] < logged(killed)[0][1]
-    assert loop.last_held_out(killed)["held_out_loss"] > 0
-    assert loop.tokens_seen(killed) == 6 * 2 * 12
-    # Negative control: another seed gives another loss curve.
-    other = tmp_path / "other"
-    recipe = dataclasses.replace(RECIPE, seed=1)
-    loop.run("c", recipe, init(), LOSS, data(), data(), other)
-    assert logged(other) != logged(killed)
-    with pytest.raises(ValueError, match="no checkpoint"):
-        loop.restore(RECIPE, init(), tmp_path / "nothing")
-
-
 def test_every_window_comes_once_an_epoch():
-    windows = np.arange(6)[:, None]
-    epochs = [
-        [batches.of_step(windows, size=2, step=3 * epoch + i, seed=0) for i in range(3)]
-        for epoch in range(2)
-    ]
-    for epoch in epochs:
-        assert sorted(np.concatenate(epoch).ravel().tolist()) == list(range(6))
-    assert not np.array_equal(epochs[0], epochs[1])
+    step = functools.partial(batches.of_step, np.arange(6)[:, None], seed=0)
+    epochs = np.reshape([step(size=2, step=number) for number in range(6)], (2, 6))
+    assert (np.sort(epochs) == np.arange(6)).all()
+    assert not np.array_equal(*epochs)
     with pytest.raises(ValueError, match="batch size 7 exceeds the 6 windows"):
-        batches.of_step(windows, size=7, step=0, seed=0)
-
-
-COLUMNS = np.random.default_rng(0).permutation(
-    np.repeat([128, 256, 640, 384], [63, 33, 32, 4])
-)
+        step(size=7, step=0)
 
 
 @pytest.mark.parametrize(
     ("is_counted", "counts"),
     [(False, {128: 20, 256: 10, 384: 4, 640: 4}), (True, {})],
 )
-def test_batches_hold_about_as_much(is_counted, counts):
+def test_batches_hold_about_as_much(rng, is_counted, counts):
     """Fails if a batch mixes lengths or holds more than a batch of the longest, if a
     text comes twice, or if batches are sorted by length."""
-    step = functools.partial(
-        batches.rows_of_step, COLUMNS, size=4, seed=0, unit=2, is_counted=is_counted
-    )
-    per_epoch = sum(
-        np.count_nonzero(COLUMNS == width) // counts.get(width, 4)
-        for width in (128, 256, 384, 640)
-    )
-    found = [step(step=number) for number in range(per_epoch)]
+    texts = {128: 63, 256: 33, 640: 32, 384: 4}
+    columns = rng.permutation(np.repeat(list(texts), list(texts.values())))
+    how = {"size": 4, "seed": 0, "unit": 2, "is_counted": is_counted}
+    step = functools.partial(batches.rows_of_step, columns, **how)
+    num = sum(there // counts.get(width, 4) for width, there in texts.items())
+    found = [step(step=number) for number in range(num)]
     rows = np.concatenate(found)
     assert len(set(rows.tolist())) == len(rows)
-    widths = [set(COLUMNS[of].tolist()) for of in found]
-    assert all(len(width) == 1 for width in widths)
-    widths = [width.pop() for width in widths]
+    widths = [columns[of].min() for of in found]
+    assert widths == [columns[of].max() for of in found]
     assert [len(of) for of in found] == [counts.get(width, 4) for width in widths]
     assert not (np.diff(widths) >= 0).all()
     np.testing.assert_array_equal(step(step=5), found[5])
-    again = np.concatenate([step(step=per_epoch + n) for n in range(per_epoch)])
+    again = np.concatenate([step(step=num + n) for n in range(num)])
     assert not np.array_equal(again, rows)
+
+
+def distance(actual, expected) -> float:
+    """Returns the largest relative error of a leaf, in the Frobenius norm."""
+
+    def error(a, e) -> float:
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        return float(np.linalg.norm(a - e) / np.linalg.norm(e))
+
+    return max(jax.tree.leaves(jax.tree.map(error, actual, expected)))
+
+
+def test_a_batch_in_parts_has_the_gradients_of_the_whole(rng):
+    """Fails if a part is lost, or has another weight than its share."""
+    params = {name: rng.normal(size=5).astype(np.float32) for name in "ab"}
+    batch = rng.normal(size=(8, 5)).astype(np.float32)
+
+    def loss(params, batch, teacher):
+        return jnp.mean(jnp.tanh(batch @ params["a"]) * (batch @ params["b"]))
+
+    in_parts = functools.partial(loop.value_and_grad, loss, params, teacher=None)
+    expected = jax.value_and_grad(loss)(params, batch, None)
+    assert distance(in_parts(batch, part_size=2), expected) < 1e-5
+    # Negative control: without one sequence the gradient differs.
+    fewer = np.concatenate([batch[1:2], batch[1:]])
+    assert distance(in_parts(fewer, part_size=2), expected) > 1e-3
+    with pytest.raises(ValueError, match="8 sequences is not of whole parts of 3"):
+        in_parts(batch, part_size=3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 8e-3)]
+)
+def test_the_norm_has_the_gradient_of_rms_norm(rng, dtype, tolerance):
+    """Compares gradients with `rms_norm`'s, which rounds 2 or 3 times in bfloat16."""
+    x, weight, cotangent = (
+        jnp.asarray(rng.normal(size=shape).astype(jnp.dtype(dtype)))
+        for shape in [(3, 5, 16), (16,), (3, 5, 16)]
+    )
+
+    def gradients(norm):
+        value, pull = jax.vjp(jax.jit(norm), x, weight)
+        return value, pull(cotangent)
+
+    plain, expected = gradients(lambda x, w: rms_norm.rms_norm(x, w, eps=1e-3))
+    value, actual = gradients(lambda x, w: sequence.norm(x, w, 1e-3))
+    np.testing.assert_array_equal(value, plain)
+    assert distance(actual, expected) < tolerance
+    # Negative control: another `eps` gives other gradients.
+    _, other = gradients(lambda x, w: sequence.norm(x, w, 1.0))
+    assert distance(other, expected) > 10 * tolerance
+
+
+def test_the_learning_rate_rises_stays_and_falls(optax_promotes):
+    recipe = loop.Recipe(steps=100, warmup_steps=10, decay_share=0.3)
+    rate = loop.learning_rate(recipe, 0.02)
+    rates = [float(rate(step)) for step in (0, 5, 10, 40, 70, 85, 100)]
+    np.testing.assert_allclose(rates, [0, 0.01, 0.02, 0.02, 0.02, 0.01, 0], atol=1e-9)
+    # Before it falls, the rate does not depend on the length of the run.
+    longer = loop.learning_rate(dataclasses.replace(recipe, steps=1000), 0.02)
+    assert [float(longer(step)) for step in (5, 40)] == rates[1:4:2]
+    assert float(longer(85)) != rates[5]
