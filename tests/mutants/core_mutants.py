@@ -11,7 +11,7 @@ _ROWS = "ops/test_row_attention.py::test_a_row_is_that_row_alone_and_float64s"
 _ALONE = "ops/test_row_contract.py::test_a_row_is_that_row_alone"
 _BLOCKS = "native/test_blocks.py::test_sums_are_in_the_order_of_blocks"
 _TILES = "pallas/test_pallas_skinny_gemm.py::test_eight_bits_on_tiles"
-_WALK = "paging/test_random_walk.py::test_the_fixed_walk_passes[paged]"
+_WALK = "paging/test_random_walk.py::test_random_walks[paged]"
 _CONTRACT = "model/test_rows.py::test_verifying_equals_decoding_one_by_one"
 
 KERNELS = (

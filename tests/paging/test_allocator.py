@@ -1,38 +1,25 @@
-"""Requests to the allocator that fail, and the order in which pages are reused.
+"""Requests to the allocator that fail, and pages that are reused or shared.
 
-`test_random_walk` checks the effect of operations on tables and bytes.
+`test_random_walk` checks the effect of operations on flags, tables and bytes.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import paged_walk
 import pytest
+from paged_walk import COMPILED, FUNCTIONS, PAGE_SIZE, SIZES, SLOTS
 
 from spec_jax import testing
 from spec_jax.paging import allocator, cache
 
 
-PAGE_SIZE, NUM_PAGES, WIDTH = 4, 7, 5
-OPERATIONS = paged_walk.FUNCTIONS
-COMPILED = {name: jax.jit(operation) for name, operation in OPERATIONS.items()}
-
-
-def apply(kv, name, slot, *numbers):
-    """Runs the operation under `jit`, as the round loop does."""
-    return COMPILED[name](kv, *(np.int32(number) for number in (slot, *numbers)))
-
-
 def filled(*lengths, shares=False):
-    """Makes a cache of three slots, and opens one for each given length."""
-    kv = cache.init(
-        num_layers=1, num_slots=3, num_pages=NUM_PAGES, page_size=PAGE_SIZE,
-        pages_per_slot=WIDTH, num_kv_heads=1, head_dim=2, dtype="float32",
-        shares=shares,
-    )  # fmt: skip
+    """Makes a cache of seven pages, and opens a slot for each given length."""
+    kv = cache.init(num_pages=7, shares=shares, **SIZES)
     for slot, length in enumerate(lengths):
-        kv = apply(kv, "register", slot)
-        kv = apply(kv, "reserve", slot, length)
-        kv = apply(kv, "extend", slot, length)
+        kv = COMPILED["register"](kv, slot)
+        kv = COMPILED["reserve"](kv, slot, length)
+        kv = COMPILED["extend"](kv, slot, length)
     return kv
 
 
@@ -53,46 +40,52 @@ INVALID = [  # slot 0 holds 9 tokens in 3 pages, slot 1 none, slot 2 is closed
 ]
 
 
-def test_invalid_requests():
-    """Fails unless a request raises outside `jit`, and inside only sets a flag."""
-    for name, (slot, *numbers), words in INVALID:
-        state = filled(9, 0, shares=name == "share")
+def test_invalid_requests_raise_outside_jit():
+    kv, sharing = filled(9, 0), filled(9, 0, shares=True)
+    for name, numbers, words in INVALID:
         with pytest.raises(ValueError, match=words):
-            OPERATIONS[name](state, slot, *numbers)
-        after = apply(state, name, slot, *numbers)
-        # A request for a slot that does not exist flags every slot.
-        flagged = [slot] if slot in range(3) else [0, 1, 2]
-        assert np.flatnonzero(after.refused).tolist() == flagged
-        testing.assert_same_bits(after.replace(refused=state.refused), state)
-        said = str(flagged).replace("[", r"\[").replace("]", r"\]")
-        with pytest.raises(ValueError, match=f"on slots {said} was invalid"):
-            allocator.check(after)
+            FUNCTIONS[name](sharing if name == "share" else kv, *numbers)
+    with pytest.raises(ValueError, match="counts no owners: make it with shares=True"):
+        allocator.share(kv, 0, 1, 4)
 
 
-def test_a_slot_out_of_pages_is_data_and_recovers():
-    """Fails if the slot loses its pages, if the largest position overflows, or if the
-    flag stays after another slot made room."""
-    before = filled(9, 8)
-    for up_to in (17, 2**31 - 1):
-        kv = apply(before, "reserve", 1, up_to)
-        assert kv.out_of_pages.tolist() == [False, True, False]
-        testing.assert_same_bits(kv.replace(out_of_pages=before.out_of_pages), before)
-        message = (
-            r"out of pages in slots \[1\]: 2 of 7 pages of 4 tokens are free, and a "
-            "slot holds at most 20 tokens"
-        )
-        with pytest.raises(MemoryError, match=message):
-            allocator.check(kv)
-    kv = apply(apply(kv, "release", 0), "reserve", 1, 17)
+@pytest.mark.parametrize(
+    "name, numbers, error, words",
+    [
+        ("release", (2,), ValueError, r"on slots \[2\] was invalid"),
+        ("release", (3,), ValueError, r"on slots \[0, 1, 2\] was invalid"),
+        ("reserve", (1, 17), MemoryError, r"out of pages in slots \[1\]: 2 of 7 pages "
+         "of 4 tokens are free, and a slot holds at most 20 tokens"),
+    ],
+)  # fmt: skip
+def test_what_was_flagged_is_raised_at_the_edge(name, numbers, error, words):
+    kv = filled(9, 8)
     allocator.check(kv)
-    cache.check_integrity(kv)
-    np.testing.assert_array_equal(kv.num_owned, [0, 5, 0])
+    with pytest.raises(error, match=words):
+        allocator.check(COMPILED[name](kv, *numbers))
 
 
 def test_pages_return_in_the_order_of_a_stack():
     """Fails if rollback and re-reservation wander through the pool: the page that was
     freed last must be the next one handed out."""
     state = filled(9, 0)
-    kv = apply(apply(state, "truncate", 0, 1), "reserve", 0, 9)
+    kv = COMPILED["reserve"](COMPILED["truncate"](state, 0, 1), 0, 9)
     np.testing.assert_array_equal(kv.page_table, state.page_table)
     np.testing.assert_array_equal(kv.free_pages, state.free_pages)
+
+
+def test_truncation_cuts_no_page_of_others():
+    """Fails if truncation, of one slot or of each, lets a slot write into a page that
+    another slot reads."""
+    kv = COMPILED["share"](filled(10, 0, shares=True), 1, 0, 10)
+    truncate_each = jax.jit(allocator.truncate_each)
+    for length in range(9):
+        after = COMPILED["truncate"](kv, 1, length)
+        wanted, asked = jnp.full(SLOTS, length), jnp.arange(SLOTS) == 1
+        testing.assert_same_bits(truncate_each(kv, wanted, asked=asked), after)
+        is_refused = length % PAGE_SIZE > 0
+        assert bool(after.refused[1]) == is_refused
+        assert int(after.length[1]) == (10 if is_refused else length)
+        cache.check_integrity(after)
+    with pytest.raises(ValueError, match="or others hold the page there"):
+        allocator.truncate(kv, 1, 3)

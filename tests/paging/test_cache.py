@@ -15,6 +15,7 @@ SIZES = {
     "num_layers": 2, "num_slots": 3, "num_pages": 11, "page_size": 4,
     "pages_per_slot": 5, "num_kv_heads": 2, "head_dim": 3, "dtype": "bfloat16",
 }  # fmt: skip
+STATIC_SIZES = {name: size for name, size in SIZES.items() if name != "num_pages"}
 ROWS = 6
 
 
@@ -22,13 +23,9 @@ ROWS = 6
 def make_cache():
     """Makes slots of 3, 1 and 1 pages in a pool of NaN, free pages in random order."""
     kv = cache.init(**SIZES)
-    poison = functools.partial(jnp.full_like, fill_value=jnp.nan)
+    k, v = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), (kv.k, kv.v))
     order = np.random.default_rng(3).permutation(kv.num_pages).astype(np.int32)
-    kv = kv.replace(
-        k=tuple(map(poison, kv.k)),
-        v=tuple(map(poison, kv.v)),
-        free_pages=jnp.asarray(order),
-    )
+    kv = kv.replace(k=k, v=v, free_pages=jnp.asarray(order))
     lengths = jnp.asarray([9, 4, 1], jnp.int32)
 
     def open_slot(slot, kv):
@@ -50,19 +47,15 @@ def read(kv, layer, slot):
     return cache.gather(kv, layer, slot, kv.slot_capacity)
 
 
-def write_rows(kv, rows, num_active, *, seed=0, layer=1, write=write):
-    """Writes random bytes to rows `(slot, position)`; returns the cache and them."""
-    slots, positions = np.asarray(rows, np.int32).T
-    shape = (2, ROWS, SIZES["num_kv_heads"], SIZES["head_dim"])
-    k, v = np.random.default_rng(seed).standard_normal(shape).astype(jnp.bfloat16)
-    return write(kv, layer, slots, positions, np.int32(num_active), k, v), k, v
-
-
 def test_nothing_else_is_written():
     """Fails if a padding row, or a row outside its slot's pages, is written."""
     before = make_cache()
-    rows = [(0, 3), (1, 4), (2, -1), (3, 0), (-1, 0), (0, 0)]
-    kv, k, v = write_rows(before, rows, ROWS - 1)  # 5 is padding, 1 to 4 have no page
+    # Row 5 is padding, rows 1 to 4 have no page.
+    slots = np.array([0, 1, 2, 3, -1, 0], np.int32)
+    positions = np.array([3, 4, -1, 0, 0, 0], np.int32)
+    k, v = np.random.default_rng(0).standard_normal((2, ROWS, 2, 3))
+    k, v = k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
+    kv = write(before, 1, slots, positions, np.int32(ROWS - 1), k, v)
     page = int(before.page_table[0, 0])
     for pool, old, row in ((kv.k, before.k, k[0]), (kv.v, before.v, v[0])):
         expected = np.array(old[1])
@@ -90,92 +83,114 @@ def test_rows_are_cast_to_the_pools_dtype():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("init", "changes", "message"),
     [
-        ({"num_layers": 0}, "num_layers=0 must be at least 1"),
-        ({"page_size": -4}, "page_size=-4 must be at least 1"),
-        ({"num_pages": 0}, "num_pages=0 must be at least 1"),
-        ({"pages_per_slot": 12}, "pages_per_slot=12 exceeds num_pages=11"),
+        (cache.init, {"page_size": -4}, "page_size=-4 must be at least 1"),
+        (cache.init, {"num_pages": 0}, "num_pages=0 must be at least 1"),
+        (cache.init, {"pages_per_slot": 12}, "pages_per_slot=12 exceeds num_pages=11"),
+        (static.init, {"num_layers": 0}, "num_layers=0 must be at least 1"),
     ],
 )
-def test_impossible_sizes_are_refused(changes, message):
-    sizes = SIZES | changes
+def test_impossible_sizes_are_refused(init, changes, message):
+    sizes = STATIC_SIZES if init is static.init else SIZES
     with pytest.raises(ValueError, match=message):
-        cache.init(**sizes)
-    if sizes.pop("num_pages") > 0 and sizes["pages_per_slot"] == 5:
-        with pytest.raises(ValueError, match=message):
-            static.init(**sizes)
+        init(**sizes | changes)
+
+
+@jax.jit
+def make_shared():
+    """Makes a cache in which slot 1 began with the ten positions of slot 0."""
+    kv = allocator.register(allocator.register(cache.init(**SIZES, shares=True), 0), 1)
+    return allocator.share(
+        allocator.extend(allocator.reserve(kv, 0, 10), 0, 10), 0, 1, 10
+    )
+
+
+@jax.jit
+def make_static():
+    return allocator.register(allocator.register(static.init(**STATIC_SIZES), 0), 1)
 
 
 def at(name, index, value):
-    """Returns a fault: it sets field `name` to `value(kv)` at `index`."""
-    return lambda kv: {name: getattr(kv, name).at[index].set(value(kv))}
+    """Returns a fault: it sets field `name` to `value(kv)` at `index(kv)`."""
+
+    def spoil(kv):
+        where = index(kv) if callable(index) else index
+        what = value(kv) if callable(value) else value
+        return kv.replace(**{name: getattr(kv, name).at[where].set(what)})
+
+    return spoil
 
 
-def number(name, change):
-    return lambda kv: {name: getattr(kv, name) + change}
+def number(change):
+    return lambda kv: kv.replace(num_free=kv.num_free + change)
 
 
-BROKEN_TABLES = {
-    "a page lost, another held twice": (
-        at("page_table", (0, 0), lambda kv: kv.page_table[1, 0]),
-        "pages lost: .*; pages held twice: "),
-    "a free page that is owned": (
-        at("free_pages", 0, lambda kv: kv.page_table[2, 0]), "pages held twice: "),
-    "a page lost from the stack": (
-        lambda kv: number("num_free", -1)(kv)
-        | at("free_pages", kv.num_free - 1, lambda kv: kv.num_pages)(kv),
-        r"pages lost: \[\d+\]; pages held twice: \[\]"),
-    "a stale table entry": (
-        at("page_table", (1, 1), lambda kv: kv.free_pages[0]),
-        "slot 1: stale entries past its 1 pages"),
-    "a stale stack entry": (
-        number("num_free", -1), "stale entries past the 5 free pages"),
-    "a page that does not exist": (
-        at("page_table", (0, 1), lambda kv: kv.num_pages), "pages lost: "),
-    "num_free out of range": (number("num_free", 99), r"num_free=105 is outside"),
-    "too many pages owned": (
-        at("num_owned", 1, lambda kv: 6), "slot 1 owns 6 of 5 pages"),
-    "length past the pages": (
-        at("length", 1, lambda kv: 5), "slot 1: length 5 exceeds its 1 pages of 4"),
-    "negative length": (at("length", 1, lambda kv: -1), "slot 1: length -1 "),
-    "closed, but holding pages": (
-        at("registered", 2, lambda kv: False),
-        "slot 2 is not registered but holds 1 pages"),
-    "open, without a page": (
-        lambda kv: at("num_owned", 2, lambda kv: 0)(kv)
-        | at("page_table", (2, 0), lambda kv: kv.num_pages)(kv),
-        "slot 2 is registered but holds no page"),
+def both(first, second):
+    return lambda kv: second(first(kv))
+
+
+NO_PAGE = lambda kv: kv.num_pages
+BROKEN = {
+    make_cache: {
+        "a page lost, another held twice": (
+            at("page_table", (0, 0), lambda kv: kv.page_table[1, 0]),
+            "pages lost: .*; pages held twice: "),
+        "a free page that is owned": (
+            at("free_pages", 0, lambda kv: kv.page_table[2, 0]), "pages held twice: "),
+        "a page lost from the stack": (
+            both(number(-1), at("free_pages", lambda kv: kv.num_free, NO_PAGE)),
+            r"pages lost: \[\d+\]; pages held twice: \[\]"),
+        "a stale table entry": (
+            at("page_table", (1, 1), lambda kv: kv.free_pages[0]),
+            "slot 1: stale entries past its 1 pages"),
+        "a stale stack entry": (number(-1), "stale entries past the 5 free pages"),
+        "a page that does not exist": (
+            at("page_table", (0, 1), NO_PAGE), "pages lost: "),
+        "num_free out of range": (number(99), r"num_free=105 is outside"),
+        "too many pages owned": (at("num_owned", 1, 6), "slot 1 owns 6 of 5 pages"),
+        "length past the pages": (
+            at("length", 1, 5), "slot 1: length 5 exceeds its 1 pages of 4"),
+        "negative length": (at("length", 1, -1), "slot 1: length -1 "),
+        "closed, but holding pages": (
+            at("registered", 2, False), "slot 2 is not registered but holds 1 pages"),
+        "open, without a page": (
+            both(at("num_owned", 2, 0), at("page_table", (2, 0), NO_PAGE)),
+            "slot 2 is registered but holds no page"),
+    },
+    make_shared: {
+        "an owner too many": (
+            at("counts", lambda kv: kv.page_table[0, 0], 3),
+            r"pages \[\d\] have \[2\] owners, and \[3\] are counted"),
+        "an owner of a free page": (
+            at("counts", lambda kv: kv.free_pages[0], 1),
+            r"pages \[\d+\] have \[0\] owners, and \[1\] are counted"),
+        "a free page that is shared": (
+            at("free_pages", 0, lambda kv: kv.page_table[0, 0]), "pages held twice: "),
+        "a page of others that is not full": (
+            at("length", 1, 6),
+            "slot 1 of length 6 would write into page .* which 2 slots hold"),
+    },
+    make_static: {
+        "exchanged pages": (
+            lambda kv: kv.replace(page_table=kv.page_table[jnp.array([1, 0, 2])]),
+            r"slots \[0, 1\] do not own their own pages"),
+        "a length past the slot": (
+            at("length", 1, 21), "slot 1: length 21 exceeds its 5 pages of 4"),
+        "a length of a closed slot": (
+            at("length", 2, 1), "slot 2 is not registered but holds 1 positions"),
+    },
 }  # fmt: skip
+CASES = {
+    fault: (make, *BROKEN[make][fault]) for make in BROKEN for fault in BROKEN[make]
+}
 
 
-@pytest.fixture(scope="module")
-def sound():
-    kv = make_cache()
-    cache.check_integrity(kv)
-    return kv
-
-
-@pytest.mark.parametrize("fault", BROKEN_TABLES)
-def test_broken_tables_are_reported(sound, fault):
+@pytest.mark.parametrize("fault", CASES)
+def test_broken_tables_are_reported(fault):
     """Fails if `check_integrity` does not notice this fault, or names another."""
-    spoil, message = BROKEN_TABLES[fault]
+    make, spoil, message = CASES[fault]
+    check = static.check_integrity if make is make_static else cache.check_integrity
+    check(make())
     with pytest.raises(ValueError, match=message):
-        cache.check_integrity(sound.replace(**spoil(sound)))
-
-
-def test_broken_tables_of_a_static_cache_are_reported():
-    """Negative control: plants exchanged pages of two slots, and impossible lengths."""
-    sizes = {name: size for name, size in SIZES.items() if name != "num_pages"}
-    init = lambda: allocator.register(static.init(**sizes), 0)
-    kv = jax.jit(lambda: allocator.register(init(), 1))()
-    static.check_integrity(kv)
-    exchanged = kv.replace(page_table=kv.page_table[jnp.array([1, 0, 2])])
-    with pytest.raises(ValueError, match=r"slots \[0, 1\] do not own their own pages"):
-        static.check_integrity(exchanged)
-    for slot, length, message in (
-        (1, 21, "slot 1: length 21 exceeds its 5 pages of 4"),
-        (2, 1, "slot 2 is not registered but holds 1 positions"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            static.check_integrity(kv.replace(length=kv.length.at[slot].set(length)))
+        check(spoil(make()))

@@ -35,12 +35,6 @@ def test_outside_the_table_is_nowhere(slot, position):
     np.testing.assert_array_equal(pages, [NOWHERE, 1])
 
 
-def test_the_library_wraps_negative_indices():
-    """Negative control: the plain `fill` mode finds a page for position -1."""
-    plain = jnp.asarray(TABLE).at[0, -1].get(mode="fill", fill_value=NOWHERE)
-    assert int(plain) == 5
-
-
 @pytest.mark.parametrize("page_size", [1, 4, 256])
 def test_pages_for_covers_exactly(page_size):
     """Fails if a length near a page boundary takes one page too many or too few, or if

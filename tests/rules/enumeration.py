@@ -178,15 +178,8 @@ def outcomes(rule: Rule, case: Case, num_drafted: int | Callable) -> Outcomes:
     num_drafted = np.array([num_drafted(chain) for chain in chains], np.int32)
     patterns = _all((True, False), case.gamma)
     target = _rows(case.target, chains)
-    outcomes, keep, own = jax.device_get(
-        _evaluate(rule)(
-            jnp.asarray(chains, jnp.int32),
-            jnp.asarray(_rows(case.draft, chains)),
-            jnp.asarray(target),
-            jnp.asarray(num_drafted),
-            jnp.asarray(patterns),
-        )
-    )
+    told = chains.astype(np.int32), _rows(case.draft, chains), target, num_drafted
+    outcomes, keep, own = jax.device_get(_evaluate(rule)(*told, patterns))
     chance = np.prod(_at(_normalised(_rows(case.drawn, chains)), chains), axis=-1)
     # Only patterns where uniforms past the drafts succeed count: none may be read.
     is_real = (np.arange(case.gamma) < num_drafted[:, None])[:, None]
@@ -206,44 +199,74 @@ def outcomes(rule: Rule, case: Case, num_drafted: int | Callable) -> Outcomes:
     )
 
 
-def committed_law(rule: Rule, case: Case, num_drafted: int | Callable) -> np.ndarray:
-    """Returns the law of what a rule commits, see `Outcomes.law`."""
-    return outcomes(rule, case, num_drafted).law(case.truth)
-
-
 def bias(rule: Rule, case: Case, num_drafted: int | Callable | None = None) -> float:
     """Returns the total variation between the committed law and the target's own."""
     num_drafted = case.gamma if num_drafted is None else num_drafted
-    gap = committed_law(rule, case, num_drafted) - continuations(case.truth)[0]
+    law = outcomes(rule, case, num_drafted).law(case.truth)
+    gap = law - continuations(case.truth)[0]
     return 0.5 * np.abs(gap).sum()
 
 
-def _prefixes(case: Case):
-    """Yields, by length, `(target, draft)` of all prefixes' tokens, `[n, length]`."""
+def mean_by_theory(rule: Rule, case: Case) -> float:
+    """Returns the mean number of accepted drafts: a sum over the drafted prefixes.
+
+    One by one, a prefix stays with the product of `min(1, target / draft)`. As a block
+    it does with `p_i = min(1, p_{i-1} * target / draft)`, by Sun et al. (2024).
+    """
+    total = 0.0
     for length in range(1, case.gamma + 1):
         chains = _all(range(case.vocab_size), length)
-        yield tuple(
+        target, draft = (
             _at(_normalised(_rows(entries[:length], chains)), chains)
             for entries in (case.target, case.draft)
         )
-
-
-def mean_accepted_by_rejection(case: Case) -> float:
-    """Returns the sum over prefixes of the product of `min(target, draft)`."""
-    return sum(np.minimum(t, d).prod(axis=-1).sum() for t, d in _prefixes(case))
-
-
-def mean_accepted_by_block(case: Case) -> float:
-    """Returns the sum over prefixes of the draft's probability times the joint ratio.
-
-    Sun et al. (2024): a prefix that was drafted is kept with probability `p_i`, where
-    `p_i = min(1, p_{i-1} * target / draft)`.
-    """
-    total = 0.0
-    for target, draft in _prefixes(case):
-        joint = np.ones(len(target))
+        stays = np.ones(len(chains))
         for t, d in zip(target.T, draft.T, strict=True):
             # A prefix that is never drafted counts 0, whatever its ratio.
-            joint = np.minimum(1, joint * t / np.where(d > 0, d, 1))
-        total += (draft.prod(axis=-1) * joint).sum()
+            ratio = t / np.where(d > 0, d, 1)
+            one_by_one = stays * np.minimum(1, ratio)
+            stays = np.minimum(1, stays * ratio) if rule is BLOCK else one_by_one
+        total += (draft.prod(axis=-1) * stays).sum()
     return total
+
+
+def _rows_of(kind: str, rng, vocab_size: int) -> Callable:
+    """Returns a function of n that makes n rows of probabilities."""
+    is_lower = np.arange(vocab_size) < vocab_size // 2
+
+    def rows(n):
+        if kind == "one-hot":
+            return np.eye(vocab_size)[rng.integers(vocab_size, size=n)]
+        weights = rng.gamma(0.7, size=(n, vocab_size))
+        if kind == "zeros":
+            weights *= rng.random(weights.shape) >= 0.4
+        weights[np.arange(n), rng.integers(vocab_size, size=n)] += 0.1
+        if kind in ("lower", "upper"):
+            weights = (weights + 0.01) * (is_lower == (kind == "lower"))
+        return weights / weights.sum(axis=-1, keepdims=True)
+
+    return rows
+
+
+KINDS = {
+    "random": ("any", "any"),
+    "zeros": ("zeros", "zeros"),
+    "disjoint": ("lower", "upper"),
+    "identical": ("any", "identical"),
+    "almost identical": ("any", "almost"),
+    "greedy draft": ("any", "one-hot"),
+    "greedy target": ("one-hot", "any"),
+}
+"""Rows of the target and of the draft."""
+
+
+def make_case(kind: str, rng, vocab_size: int, gamma: int) -> Case:
+    """Returns a case of one of `KINDS`."""
+    of_target, of_draft = KINDS[kind]
+    target = table(_rows_of(of_target, rng, vocab_size), vocab_size, gamma + 1)
+    draft = table(_rows_of(of_draft, rng, vocab_size), vocab_size, gamma)
+    if of_draft == "identical":
+        draft = target[:gamma]
+    if of_draft == "almost":
+        draft = [np.nextafter(x, np.float32(rng.random())) for x in target[:gamma]]
+    return honest(target, draft)

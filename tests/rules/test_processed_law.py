@@ -2,10 +2,10 @@
 
 The rules are given what rounds give them: rows that `processing.process_rows` made of a
 window's logits, along its paths. The true law is computed by definition, in float64;
-drafts are drawn with the processor or without. See `enumeration` and `test_tree_law`.
+drafts are drawn with the processor or without. See `enumeration`.
 """
 
-import functools
+import dataclasses
 import itertools
 
 import enumeration
@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_tree_law as tree_law
 
 from spec_jax.engine import processing, protocols
 from spec_jax.processors import built_in, processor as processor_lib
 
 
-V, GAMMA = 3, 2
+V, GAMMA, BIASED = 3, 2, 1e-2
 PROMPT = [1, 2]
 PENALTIES = {"repetition": 1.6, "presence": 0.5, "frequency": 0.7}
 WORDS = [[0, 1], [2, 2, 0]]
@@ -56,30 +55,21 @@ def table_of(logits: list[np.ndarray], law) -> list[np.ndarray]:
     return found
 
 
-def begun() -> processing.Processing:
-    """Returns the processing of one slot, after the prompt."""
-    text = np.array([*PROMPT, 0, 0, 0], np.int32)
-    one = processing.begin(made(), text, np.int32(len(PROMPT)), vocab_size=V)
-    return processing.of_slots(one, 1)
-
-
-@functools.partial(jax.jit, static_argnames="depth_max")
-def _rows(state, tokens, logits, parents, depth_max=None):
+@jax.jit
+def _rows(state, tokens, logits):
     """Returns the distributions of a window's columns, as rounds make them."""
-    count = tokens.shape[0]
-    columns = jnp.arange(count, dtype=jnp.int32)
+    columns = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    count = jnp.int32(tokens.shape[0])
     window = protocols.Window(
         tokens=tokens[None],
         start=jnp.array([len(PROMPT) - 1], jnp.int32),
-        num_active=jnp.array([count], jnp.int32),
-        parents=None if parents is None else parents[None],
-        depth_max=depth_max,
+        num_active=count[None],
     )
     verified = protocols.Verified(
         logits=logits,
         slots=jnp.zeros_like(columns),
         positions=columns,
-        num_active=jnp.int32(count),
+        num_active=count,
         at=columns[None],
     )
     return jax.nn.softmax(processing.process_rows(state, verified, window).logits)
@@ -87,15 +77,17 @@ def _rows(state, tokens, logits, parents, depth_max=None):
 
 def processed(logits: list[np.ndarray]) -> list[np.ndarray]:
     """Returns the table that rounds compute: each prefix is a window's path."""
-    state, most = begun(), len(logits) - 1
+    text = np.array([*PROMPT, 0, 0, 0], np.int32)
+    one = processing.begin(made(), text, np.int32(len(PROMPT)), vocab_size=V)
+    state, most = processing.of_slots(one, 1), len(logits)
 
     def law(prefix, row):
-        tokens = np.zeros((most + 1,), np.int32)
-        tokens[0], tokens[1 : len(prefix) + 1] = PROMPT[-1], prefix
-        rows = np.stack([logits[i][tuple(prefix[:i])] for i in range(len(prefix) + 1)])
-        padded = np.zeros((most + 1, V), np.float32)
-        padded[: len(rows)] = rows
-        return np.asarray(_rows(state, tokens, padded, None))[len(prefix)]
+        tokens = np.zeros((most,), np.int32)
+        tokens[: len(prefix) + 1] = [PROMPT[-1], *prefix]
+        padded = np.zeros((most, V), np.float32)
+        for i in range(len(prefix) + 1):
+            padded[i] = logits[i][prefix[:i]]
+        return np.asarray(_rows(state, tokens, padded))[len(prefix)]
 
     return table_of(logits, law)
 
@@ -105,20 +97,11 @@ def raw(logits: list[np.ndarray]) -> list[np.ndarray]:
     return [np.asarray(jax.nn.softmax(entry), np.float32) for entry in logits]
 
 
-def random_logits(rng, depth: int) -> list[np.ndarray]:
-    return enumeration.table(lambda n: 2 * rng.standard_normal((n, V)), V, depth)
-
-
 def case_of(rng, target=processed, draft=processed) -> enumeration.Case:
-    logits = random_logits(rng, GAMMA + 1)
+    logits = enumeration.table(lambda n: 2 * rng.standard_normal((n, V)), V, GAMMA + 1)
     near = [x + rng.standard_normal(x.shape).astype(np.float32) for x in logits[:GAMMA]]
-    given = draft(near)
-    return enumeration.Case(
-        truth=table_of(logits, by_definition),
-        target=target(logits),
-        drawn=given,
-        draft=given,
-    )
+    case = enumeration.honest(target(logits), draft(near))
+    return dataclasses.replace(case, truth=table_of(logits, by_definition))
 
 
 @pytest.mark.parametrize("draft", [processed, raw])
@@ -131,51 +114,14 @@ def test_chains_have_the_processed_law(rule, draft, rng):
         assert found < 2 * enumeration.ROUNDING
 
 
-@pytest.mark.parametrize("rule", enumeration.RULES)
-def test_rows_without_the_processor_are_caught(rule, rng):
-    """Negative control: the target's rows are not processed."""
-    case = case_of(rng, target=raw)
-    assert enumeration.bias(enumeration.RULES[rule], case) > tree_law.BIASED
-
-
-def _of_parent(real):
-    def after(processor, state, tokens, parents, column):
-        return real(processor, state, tokens, parents, parents[column])
-
-    return after
-
-
-@pytest.mark.parametrize("rule", enumeration.RULES)
-def test_a_state_of_the_parents_is_caught(rule, rng, monkeypatch):
-    """Negative control: each row is processed with the state of its parent."""
-    monkeypatch.setattr(processing, "after", _of_parent(processing.after))
-    _rows.clear_cache()
-    case = case_of(rng)
-    _rows.clear_cache()
-    assert enumeration.bias(enumeration.RULES[rule], case) > tree_law.BIASED
-
-
-def test_a_draft_that_is_cut_because_of_its_token_is_caught(rng):
-    """Negative control: drawn drafts are cut, which `processing.cut` must not do."""
+def test_what_is_not_processed_or_cut_is_caught(rng):
+    """Negative controls: drawn drafts are cut because of their tokens, which
+    `processing.cut` must not do; and the target's rows are not processed."""
     case = case_of(rng, draft=raw)
-    target = case.target
 
     def cut(chain):
-        rows = [target[i][tuple(chain[:i])][chain[i]] > 0 for i in range(GAMMA)]
+        rows = [case.target[i][tuple(chain[:i])][chain[i]] > 0 for i in range(GAMMA)]
         return [*rows, False].index(False)
 
-    found = enumeration.bias(enumeration.REJECTION, case, cut)
-    assert found > tree_law.BIASED
-
-
-@pytest.mark.parametrize("shape", ["two children", "1-2-1", "mixed"])
-@pytest.mark.parametrize("draft", [processed, raw])
-def test_trees_have_the_processed_law(shape, draft, rng):
-    """Checks the law of rejection on trees of several shapes."""
-    case = tree_law.make_case(shape, rng)
-    logits = random_logits(rng, case.depth_max + 1)
-    given = draft(random_logits(rng, case.depth_max))
-    told = tree_law.Case(parents=case.parents, target=processed(logits), draft=given)
-    truth = table_of(logits, by_definition)
-    found = tree_law.bias("rejection", told, case.depth_max, truth=truth)
-    assert found < 2 * enumeration.ROUNDING
+    assert enumeration.bias(enumeration.REJECTION, case, cut) > BIASED
+    assert enumeration.bias(enumeration.BLOCK, case_of(rng, target=raw)) > BIASED
