@@ -67,7 +67,7 @@ def native_norm(x, weight, eps):
 
 
 def two_slabs(live, height):
-    """Returns rows of two slots, and those that follow; `live` of each are active."""
+    """Returns two slabs of rows of two slots, `live` of each active."""
     own = jnp.arange(height, dtype=jnp.int32)
     return [
         decoder.Rows(

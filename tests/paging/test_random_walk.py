@@ -47,7 +47,7 @@ def walk_of(rng, kind):
         yield from ((name, n) for name in ("release", "register") for n in range(SLOTS))
         yield from [("append", 0, ROWS), ("append", 0, ROWS), ("truncate", 2, 0)]
         yield from [("reserve", 0, CAPACITY), ("reserve", 1, CAPACITY - PAGE_SIZE)]
-        # No page is free: there is none for a copy, and full pages need none.
+        # No page is free for a copy, which full pages do not need.
         yield from [("share", 2, 0, 6), ("share", 2, 0, 8)]
 
 

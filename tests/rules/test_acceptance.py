@@ -85,7 +85,7 @@ def test_the_enumeration_catches_a_biased_rule(planted, rng):
 @by_each_rule
 def test_the_enumeration_catches_drafts_in_bfloat16(rule, rng):
     """Negative control: drafts are drawn from probabilities that were rounded, and the
-    rule is told those that were not."""
+    rule is told the exact ones."""
     case = enumeration.make_case("random", rng, 5, 3)
     rounded = [x.astype(jnp.bfloat16).astype(np.float32) for x in case.draft]
     case = dataclasses.replace(case, drawn=rounded)
