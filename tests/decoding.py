@@ -217,9 +217,10 @@ class Setting:
 
     @property
     def weights(self) -> params_lib.Params:
-        """Weights of the target: `TARGET_PARAMS`, or as many layers of them."""
-        layers = TARGET_PARAMS.layers[: self.target.config.num_layers]
-        return TARGET_PARAMS.replace(layers=layers)
+        """`TARGET_PARAMS`, or as many layers of them, in the dtype of the target."""
+        config = self.target.config
+        params = TARGET_PARAMS.replace(layers=TARGET_PARAMS.layers[: config.num_layers])
+        return jax.tree.map(lambda leaf: leaf.astype(config.dtype), params)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -3,15 +3,13 @@
 import dataclasses
 
 import decoding
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoding import PROMPT, SMALL, Ask
-from slow_cases import slow
 
 from spec_jax.drafters import each, ngram, tree_shapes
-from spec_jax.engine import baseline, checks
+from spec_jax.engine import baseline, checks, scheduler as scheduler_lib
 from spec_jax.model import row_model
 
 
@@ -22,62 +20,59 @@ def begin(prompt=PROMPT, *, target=SMALL.target, **settings):
     return decoding.begin_plain(prompt, target=target, params=SMALL.weights, **settings)
 
 
-def replay(tokens, ask: Ask) -> np.ndarray:
-    """Returns the tokens that decoding would choose after each prefix of a text."""
-    where = {"start": jnp.int32(START), "stop": jnp.int32(START + 40)}
-    where |= {"tokens": jnp.asarray(tokens), "sampling": ask.settings}
-    kv = begin(max_tokens=40).cache
-    _, chosen = baseline.replay(SMALL.target, SMALL.weights, kv, **where)
-    return np.asarray(chosen)[START : START + 40]
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        slow((), id="greedy"),
-        pytest.param(decoding.WARM, id="drawn"),
-    ],
-)
-def test_replay_finds_what_decoding_would_not_have_chosen(sampling):
+def test_replay_finds_what_decoding_would_not_have_chosen():
     """Fails if replay follows its own choices instead of the given text."""
-    ask = Ask(sampling=sampling)
-    text = np.asarray(decoding.decoded(SMALL, ask).tokens).copy()
+    ask = Ask(sampling=decoding.WARM)
+    text = np.array(decoding.decoded(SMALL, ask).tokens)
     written = text[START : START + 40].copy()
-    np.testing.assert_array_equal(replay(text, ask), written)
+
+    def replay():
+        where = {"start": jnp.int32(START), "stop": jnp.int32(START + 40)}
+        where |= {"tokens": jnp.asarray(text), "sampling": ask.settings}
+        _, chosen = baseline.replay(SMALL.target, SMALL.weights, begin().cache, **where)
+        return np.asarray(chosen)[START : START + 40]
+
+    np.testing.assert_array_equal(replay(), written)
     text[START + 5] = (text[START + 5] + 1) % 96
-    chosen = replay(text, ask)
-    assert chosen[5] != text[START + 5]
-    np.testing.assert_array_equal(chosen[:6], written[:6])
+    np.testing.assert_array_equal(replay()[:6], written[:6])
 
 
-BAD_PROMPTS = [
-    (list(range(97)), r"97 tokens but the cache holds 96"),
-    ([3, 96], r"token 96, outside \[0, 96\)"),
-    (np.array([], np.int32), "prompt is empty"),
-    ("def f", "prompt is text, 'def f': give token ids, as a tokenizer's `encode`"),
-    ([3.0, 4.0], r"shape \[2\] and dtype float64: give one row of token ids"),
-    ([[3, 4]], r"prompt has shape \[1, 2\] and dtype int64"),
-]
+BAD = {
+    "a long prompt": (
+        {"prompt": list(range(97))},
+        r"97 tokens but the cache holds 96",
+    ),
+    "a token": ({"prompt": [3, 96]}, r"token 96, outside \[0, 96\)"),
+    "no prompt": ({"prompt": np.array([], np.int32)}, "prompt is empty"),
+    "a text": ({"prompt": "def f"}, "prompt is text, 'def f': give token ids, as a to"),
+    "numbers": ({"prompt": [3.0]}, r"shape \[1\] and dtype float64: give one row of"),
+    "rows": ({"prompt": [[3, 4]]}, r"prompt has shape \[1, 2\] and dtype int64"),
+    "no answer": ({"max_tokens": 0}, "max_tokens=0 must be a whole number of at least"),
+    "half a token": ({"max_tokens": 2.5}, "max_tokens=2.5 must be a whole number of"),
+    "half a stop": ({"stop_ids": (2.5,)}, "stop_ids has shape .* give one row of toke"),
+    "a gamma": ({"gamma": 5}, r"gamma=5 is outside \[0, 4\]"),
+    "a gamma of no number": ({"gamma": 2.0}, "gamma=2.0 must be a whole number in 0 ."),
+}
 
 
-@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
-def test_unusable_prompts(prompt, message):
-    """Checks that decoding and schedulers refuse such prompts, and name the values."""
-    with pytest.raises(ValueError, match=message):
-        begin(prompt)
-    request = dataclasses.replace(Ask().request(), prompt=prompt)
-    with pytest.raises(ValueError, match=message):
-        SMALL.scheduler().check(request)
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_requests_are_refused_before_anything_runs(bad, monkeypatch):
+    """Checks decoding, and schedulers, where the second request of a queue is bad."""
+    changes, message = BAD[bad]
+    scheduler, good = SMALL.scheduler(), Ask().request()
+    request = dataclasses.replace(good, **changes)
+    monkeypatch.setattr(scheduler_lib.Scheduler, "empty", _nothing_runs)
+    for call in (
+        lambda: scheduler.begin(request),
+        lambda: next(scheduler.run([good, request])),
+        *([lambda: begin(**changes)] if "gamma" not in changes else []),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
-@pytest.mark.parametrize("max_tokens", [0, 2.5])
-def test_nothing_to_generate(max_tokens):
-    """Fails if a number of tokens that is below 1, or not whole, is accepted."""
-    message = f"max_tokens={max_tokens} must be a whole number of at least 1"
-    with pytest.raises(ValueError, match=message):
-        begin(max_tokens=max_tokens)
-    with pytest.raises(ValueError, match=message):
-        SMALL.scheduler().check(Ask(max_tokens=max_tokens).request())
+def _nothing_runs(*_, **__):
+    raise RuntimeError("something ran")
 
 
 def test_the_longest_prompt_that_fits():
@@ -88,22 +83,30 @@ def test_the_longest_prompt_that_fits():
 
 
 @pytest.mark.parametrize("kind", row_model.CACHE_KINDS)
-def test_flags_of_either_kind_of_cache_are_raised(kind):
-    """Fails if a failure of a kind of cache passes, or its message lacks numbers."""
+def test_what_a_loop_can_only_flag_is_raised(kind):
+    """Fails if a failure, or a text that no loop writes, passes, or lacks numbers."""
     target = dataclasses.replace(SMALL.target, cache=kind)
     state = begin([3], target=target, max_tokens=2, capacity=90)
     baseline.check(state, vocab_size=96)
     free = {"paged": 11, "static": 0}[kind]
-    message = (
+    pages = (
         rf"out of pages in slots \[0\] after \[1\] tokens: {free} of 12 pages of 8 "
         "tokens are free, and a sequence holds at most 96 tokens"
     )
     failed = jnp.int32(decoding.Status.OUT_OF_PAGES)
-    with pytest.raises(MemoryError, match=message):
-        baseline.check(state.replace(status=failed), vocab_size=96)
     refused = state.cache.replace(refused=jnp.array([True]))
-    with pytest.raises(RuntimeError, match="refused"):
-        baseline.check(state.replace(cache=refused), vocab_size=96)
+    spoilt = "2 tokens were chosen from logits that hold NaN or inf"
+    outside = "token {} at position 0 is committed, outside"
+    for changes, error, message in (
+        ({"status": failed}, MemoryError, pages),
+        ({"cache": refused}, RuntimeError, "refused"),
+        ({"num_nonfinite": jnp.int32(2)}, FloatingPointError, spoilt),
+        ({"length": jnp.int32(4)}, RuntimeError, "4 tokens are committed, past .* 3"),
+        ({"tokens": state.tokens + 93}, RuntimeError, outside.format(96)),
+        ({"tokens": state.tokens - 4}, RuntimeError, outside.format(-1)),
+    ):
+        with pytest.raises(error, match=message):
+            baseline.check(state.replace(**changes), vocab_size=96)
 
 
 def test_a_full_static_cache_keeps_what_is_committed():
@@ -118,24 +121,6 @@ def test_a_full_static_cache_keeps_what_is_committed():
     assert int(state.num_steps) == 25 - START
     with pytest.raises(MemoryError, match=r"\[25\] tokens: .* at most 24 tokens"):
         baseline.check(state, vocab_size=96)
-
-
-def test_a_text_that_no_loop_writes_is_told():
-    """Fails if `check_slot` does not look at the tokens and the length of a text."""
-    ask = Ask(max_tokens=3)
-    slot = decoding.slot_of(decoding.run(SMALL, [ask]))
-    one = jax.device_get(decoding.decoded(SMALL, ask).replace(cache=None))
-    for state in (slot, one):
-        checks.check_slot(state, vocab_size=96)
-        for token in (96, -1):
-            text = np.array(state.tokens)
-            text[12] = token
-            message = f"token {token} at position 12 is committed, outside"
-            with pytest.raises(RuntimeError, match=message):
-                checks.check_slot(state.replace(tokens=text), vocab_size=96)
-        longer = state.replace(length=state.length + 1)
-        with pytest.raises(RuntimeError, match="15 tokens are committed, past .* 14"):
-            checks.check_slot(longer, vocab_size=96)
 
 
 def test_pairs_that_do_not_fit_together():

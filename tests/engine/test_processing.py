@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import decoding
 import jax
@@ -14,7 +13,7 @@ import tiny_pair
 from slow_cases import slow
 
 import spec_jax as sj
-from spec_jax import inputs, lossless, run as run_lib, testing
+from spec_jax import inputs, run as run_lib, testing
 from spec_jax.engine import processing, round as round_lib
 from spec_jax.processors import grammar, processor as processor_lib
 
@@ -39,64 +38,31 @@ def make(name: str) -> processor_lib.Processor:
         return grammar.of_transitions(
             transitions, first=0, final={0}, stop_ids=[0], vocab_size=264
         )
-    made = {
-        "bias": lambda: sj.processors.logit_bias(
-            {token: -np.inf if token % 3 else 2.0 for token in range(264)}
-        ),
-        "bad words": lambda: sj.processors.bad_words([[n] for n in range(0, 200, 2)]),
-        "min tokens": lambda: sj.processors.min_tokens(9, list(range(0, 264, 2))),
-        "penalties": lambda: sj.processors.penalties(
-            repetition=1.9, presence=0.7, frequency=0.6
-        ),
-    }
-    if name == "all":
-        kinds = ("penalties", "min tokens", "grammar")
-        return sj.processors.chain(*map(make, kinds))
-    return made[name]()
+    if name == "min tokens":
+        return sj.processors.min_tokens(9, list(range(0, 264, 2)))
+    if name == "every fourth":
+        return sj.processors.logit_bias(dict.fromkeys(range(0, 264, 4), -np.inf))
+    return sj.processors.penalties(repetition=1.9, presence=0.7, frequency=0.6)
 
 
 SHAPES = {
-    "chain": {"gamma": 4},
     "tree": {"gamma": sj.Tree.parse("2x2:5")},
     "batch 4": {"gamma": 3, "num_slots": 4},
 }
-DRAWS = {"greedy": None, "0.7": 0.7, "1": 1.0}
-
-
-def settings_of(shape: str, draw: str, **more) -> dict:
-    temperature = DRAWS[draw]
-    sampling = temperature and sj.Sampling(temperature=temperature, seed=5)
-    return SHORT | SHAPES[shape] | {"sampling": sampling or None} | more
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "shape", "draw"),
-    [("all", "tree", "0.7"), ("all", "batch 4", "1"), ("bad words", "chain", "greedy")],
-)
-def test_rounds_are_decoding(lm, name, shape, draw):
-    """Compares tokens, log-probabilities, logits and K/V with decoding, as integers."""
-    settings = settings_of(shape, draw, processors=make(name))
-    prompts = PROMPTS if shape == "batch 4" else PROMPTS[:1]
-    report = sj.check_lossless(lm, prompts, **settings)
-    assert report, str(report)
-    # Negative control: without the processor another text is written.
-    plain = {key: settings[key] for key in (*SHORT, "sampling")}
-    first = sj.decode(lm, prompts[0], processors=settings["processors"], **plain)
-    assert first.tokens != sj.decode(lm, prompts[0], **plain).tokens
+WARM = sj.Sampling(temperature=0.7, seed=5)
 
 
 @pytest.mark.parametrize("shape", ["batch 4", slow("tree")])
 def test_log_probs_are_those_of_decoding_and_of_scoring(lm, shape):
     """Compares raw and processed log-probabilities of rounds, decoding and scoring."""
-    made, prompts = make("all"), PROMPTS[:1]
-    settings = settings_of(shape, "0.7", processors=made, log_probs=True)
+    kinds = ("penalties", "min tokens", "grammar")
+    made, prompts = sj.processors.chain(*map(make, kinds)), PROMPTS[:1]
     if shape == "batch 4":  # Slots are refilled, and begin anew.
         prompts = [*PROMPTS, *PROMPTS[::-1]]
-    found = sj.generate(lm, prompts, **settings)
-    settings.pop("gamma"), settings.pop("num_slots", None)
+    how = {"sampling": WARM, "processors": made}
+    settings = SHORT | how | {"log_probs": True}
+    found = sj.generate(lm, prompts, **settings, **SHAPES[shape])
     plain = sj.decode(lm, prompts, **settings)
-    how = {"sampling": settings["sampling"], "processors": made}
     scored = sj.score(lm, prompts, [one.tokens for one in plain], **how)
     for one, other, third in zip(found, plain, scored, strict=True):
         assert one.tokens == other.tokens
@@ -105,7 +71,7 @@ def test_log_probs_are_those_of_decoding_and_of_scoring(lm, shape):
             testing.assert_same_bits(getattr(one, name), right)
             testing.assert_same_bits(getattr(third, name), right)
         assert np.isfinite(other.drawn_log_probs).all()
-        raw = sj.score(lm, one.prompt_tokens, one.tokens, sampling=settings["sampling"])
+        raw = sj.score(lm, one.prompt_tokens, one.tokens, sampling=WARM)
         testing.assert_same_bits(raw.log_probs, one.log_probs)
         assert not np.array_equal(raw.drawn_log_probs, one.drawn_log_probs)
 
@@ -120,9 +86,8 @@ def test_requests_have_parameters_of_their_own(lm):
         )
         for n in range(4)
     ]
-    settings = settings_of("batch 4", "0.7", log_probs=True)
-    found = sj.generate(lm, PROMPTS, processors=each, **settings)
-    settings.pop("gamma"), settings.pop("num_slots")
+    settings = SHORT | {"sampling": WARM, "log_probs": True}
+    found = sj.generate(lm, PROMPTS, processors=each, **settings, **SHAPES["batch 4"])
     plain, others = (
         sj.decode(lm, PROMPTS, processors=own, **settings) for own in (each, each[::-1])
     )
@@ -130,18 +95,11 @@ def test_requests_have_parameters_of_their_own(lm):
     assert found == plain != others
 
 
-DRAFTERS = {
-    **dict.fromkeys(("ngram", "hybrid", "draft-model"), None),
-    "eagle3": tiny_pair.write_head,
-    "dspark": tiny_pair.WRITE_HEAD["dspark"],
-}
-
-
 def drafting(tmp_path, name: str) -> sj.LanguageModel:
     """Loads the tiny target with a drafter."""
     target, draft = tiny_pair.write(tmp_path)
-    if DRAFTERS[name] is not None:
-        draft = DRAFTERS[name](tmp_path / "head", target)
+    if name in tiny_pair.WRITE_HEAD:
+        draft = tiny_pair.WRITE_HEAD[name](tmp_path / "head", target)
     return sj.load(target, draft=draft, drafter=name, gamma_max=3)
 
 
@@ -181,37 +139,31 @@ def is_in_vain(before, proposal) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "draw", "tree"),
+    ("name", "made", "temperature", "tree"),
     [
-        ("ngram", "greedy", None),
-        slow("draft-model", "1", "2x2:3"),
-        slow("dspark", "1", None),
-        slow("hybrid", "1", None),
-        slow("eagle3", "greedy", "2x2:3"),
+        ("ngram", "grammar", 0.0, None),
+        slow("draft-model", "grammar", 1.0, "2x2:3"),
+        slow("dspark", "grammar", 1.0, None),
+        slow("hybrid", "grammar", 1.0, None),
+        slow("eagle3", "grammar", 0.0, "2x2:3"),
+        slow("eagle3", "every fourth", 0.0, None),
     ],
 )
-def test_no_draft_is_proposed_in_vain(tmp_path, name, draw, tree):
-    """Fails if a forbidden draft is proposed: drafters avoid it, or it is cut off."""
-    lm, gamma = drafting(tmp_path, name), 3
+def test_no_draft_is_proposed_in_vain(tmp_path, name, made, temperature, tree):
+    """Fails if a forbidden draft is proposed: drafters avoid it, or it is cut off; or
+    if a head drafts although all its tokens, every fourth one, are forbidden."""
+    lm = drafting(tmp_path, name)
     lm = lm.with_tree(tree) if tree else lm
-    made = make("grammar")
-    settings = settings_of("batch 4", draw) | {"gamma": gamma, "processors": made}
+    sampling = sj.Sampling(temperature=temperature, seed=5) if temperature else None
+    settings = SHORT | SHAPES["batch 4"] | {"sampling": sampling}
+    settings |= {"processors": make(made)}
     forbidden, number = in_vain(lm, settings)
-    assert number > 0 and forbidden == 0
+    assert forbidden == 0 and (number > 0) == (made == "grammar")
     if name == "ngram":  # Negative control: lookups that are not cut.
         assert in_vain(lm, settings, fault=1)[0] > 0
 
 
-@pytest.mark.slow
-def test_a_head_whose_tokens_are_all_forbidden_drafts_nothing(tmp_path):
-    """Fails if a head drafts although its tokens, every fourth one, are forbidden."""
-    lm = drafting(tmp_path, "eagle3")
-    made = sj.processors.logit_bias(dict.fromkeys(range(0, 264, 4), -np.inf))
-    settings = settings_of("batch 4", "greedy", processors=made)
-    assert in_vain(lm, settings) == [0, 0]
-
-
-def test_a_tree_is_cut_with_what_is_below(lm):
+def test_a_tree_is_cut_with_what_is_below():
     """Fails if a child stays although its parent is cut, or gets another parent."""
     proposal = sj.Proposal(
         tokens=jnp.array([[40, 41, 7, 8, 41, 50, 61]], jnp.int32),
@@ -233,65 +185,15 @@ def test_a_tree_is_cut_with_what_is_below(lm):
     assert processing.cut(processing.of_slots(one, 1), drawn) is drawn
 
 
-def _of_parent(real):
-    """Plants a fault: a row has the state of its parent."""
-
-    def after(processor, state, tokens, parents, column):
-        return real(processor, state, tokens, parents, parents[column])
-
-    return after
-
-
-def _by_rounds(real):
-    """Plants a fault: a round is a step, however many tokens it commits."""
-
-    def commit(processing, before, slots):
-        return real(processing, jnp.maximum(before, slots.length - 1), slots)
-
-    return commit
-
-
-FAULTS = {
-    "a mask of the parent's": ("grammar", "after", _of_parent, 5),
-    "penalties by round": ("penalties", "commit", _by_rounds, 7),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "shape"), [*zip(FAULTS, ("tree", "chain"), strict=True)]
-)
-def test_planted_faults_are_caught(tmp_path, monkeypatch, fault, shape):
-    """Negative control, with right drafts, so that rounds commit several tokens."""
-    processor, name, plant, page_size = FAULTS[fault]
-    monkeypatch.setattr(processing, name, plant(getattr(processing, name)))
-    target, _ = tiny_pair.write(tmp_path)
-    lm = sj.load(target, draft=target, gamma_max=4)
-    # Another page size makes new programs, which are traced with the fault.
-    settings = settings_of(shape, "1", processors=make(processor))
-    report = lossless.check_lossless(
-        lm, PROMPTS[:2], **settings | {"page_size": page_size, "max_tokens": 30}
-    )
-    assert "tokens" in {d.what for one in report.comparisons for d in one.differences}
-
-
-def test_without_a_processor_no_program_changes():
+def test_without_a_processor_no_program_changes(monkeypatch):
     """Fails if rounds without a processor trace functions that processors need."""
     scheduler = decoding.SMALL.scheduler()
     state = scheduler.empty(draws=True)
     assert state.processing is None
-
-    def trace():
-        # A new function each time: jax would reuse the trace of the same one.
-        traced = jax.make_jaxpr(functools.partial(round_lib.run_round))
-        found = traced(scheduler.speculator, state)
-        return re.sub("0x[0-9a-f]+", "", str(found))
-
-    expected = trace()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("process_rows", "commit", "cut", "process", "after"):
-            patch.setattr(processing, name, None)
-        assert trace() == expected
+    for name in ("process_rows", "commit", "cut", "process", "after"):
+        monkeypatch.setattr(processing, name, None)
+    # A new function: jax would reuse the trace of the same one.
+    jax.eval_shape(functools.partial(round_lib.run_round), scheduler.speculator, state)
 
 
 @pytest.mark.slow
@@ -345,16 +247,3 @@ def test_requests_with_and_without_one_are_refused(lm):
     state = run.scheduler.empty(draws=False)
     with pytest.raises(ValueError, match="a request that has a processor, and a st"):
         run.scheduler.admit(state, 0, first)
-
-
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("repetition_penalty", r"processors=sj.processors.penalties\(...\)"),
-        ("logit_bias", r"processors=sj.processors.logit_bias\(...\)"),
-        ("json_schema", r"processors=sj.processors.json_schema\(..., lm\)"),
-    ],
-)
-def test_other_names_point_to_the_right_one(lm, name, remedy):
-    with pytest.raises(TypeError, match=f"has no argument '{name}': write {remedy}"):
-        sj.generate(lm, "a", **{name: 1})

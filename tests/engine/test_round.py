@@ -42,9 +42,11 @@ def beside(ask: Ask, num_slots: int) -> list[Ask]:
 def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots):
     """Fails if a rejected draft is kept, the target's own token is lost, or a slot sees
     another's draft, limit or pages. The oracle decodes on pages in all cases."""
-    # With XLA there is one layer, as its programs grow with the layers.
-    layers = {"num_layers": 1} if impl == "xla" else {}
-    config = decoding.make_config(**layers)
+    config = decoding.make_config(
+        # With XLA there is one layer, as its programs grow with the layers.
+        num_layers=1 if impl == "xla" else 2,
+        dtype="bfloat16" if cache == "static" else "float32",
+    )
     setting = decoding.setting_of(impl, cache=cache, config=config)
     for run in (0, 2, ALWAYS):
         for gamma in range(GAMMA_MAX + 1):
@@ -56,14 +58,6 @@ def test_tokens_and_kv_are_those_of_decoding(impl, cache, num_slots):
                 assert one.num_rounds == -(-40 // (gamma + 1))
             if run == 0 or gamma == 0:
                 assert one.num_rounds == 40
-
-
-def test_slots_may_lie_anywhere_and_be_empty():
-    """Fails if an empty slot is run, or the place of a slot changes its sequence."""
-    for asks in ({2: decoding.GREEDY[1]}, {2: decoding.GREEDY[5], 0: Ask(run=1)}):
-        state = decoding.checked(SMALL, asks, num_slots=3)
-        empty = decoding.slot_of(state, 1)
-        assert Status(int(empty.status)) is Status.EMPTY and not empty.num_rounds
 
 
 @SLOTS
@@ -172,31 +166,21 @@ def test_a_slot_that_ended_stays_as_it_is():
 
 def test_origins_are_those_of_the_tokens():
     """Fails if a kept draft and the target's own token get the wrong origin."""
-    one = decoding.slot_of(decoding.run(SMALL, [Ask(run=2, gamma=3, max_tokens=12)]))
-    script = np.asarray(decoding.scripted(SMALL, Ask(run=2)).draft_params)
-    text, names = one.tokens[: one.length], [Origin(o).name for o in one.origins]
-    assert set(names[: len(PROMPT)]) == {"PROMPT"}
-    kept = [i for i, name in enumerate(names) if name == "ACCEPTED"]
-    assert len(kept) == one.num_accepted > 0
-    assert (text[kept] == script[kept]).all()
-    corrected = [i for i, name in enumerate(names) if name == "CORRECTION"]
-    assert corrected and (text[corrected] != script[corrected]).all()
-    every = decoding.slot_of(decoding.run(SMALL, [Ask(gamma=3, max_tokens=8)]))
-    assert every.origins[len(PROMPT) :][:8].tolist() == [1, 1, 1, 3] * 2
+    prompt = "P" * len(PROMPT)
+    # Of every three drafts the last is wrong, first that of the first new token.
+    for run, origins in ((2, "C" + 3 * "AAC" + "AB"), (ALWAYS, 3 * "AAAB")):
+        ask = Ask(run=run, gamma=3, max_tokens=12)
+        one = decoding.slot_of(decoding.run(SMALL, [ask]))
+        names = [Origin(o).name for o in one.origins[: one.length]]
+        assert "".join(name[0] for name in names) == prompt + origins
 
 
-def test_one_compilation_for_every_request(num_slots=3):
-    """Fails if gamma, the prompt, its length, a limit or a stop token is static."""
-
-    class OfThisTest(decoding.Scripted):
-        """A class of this test alone: nothing is compiled for it yet."""
-
-    scheduler = SMALL.scheduler(OfThisTest(), num_slots=num_slots)
-    before = round_lib.generate._cache_size()
-    for number, ask in enumerate(decoding.GREEDY):
-        ask = dataclasses.replace(ask, stop_ids=(number,))
-        decoding.run(SMALL, {number % num_slots: ask}, scheduler=scheduler)
-    assert round_lib.generate._cache_size() == before + 1
+def test_slots_may_lie_anywhere_and_be_empty():
+    """Fails if an empty slot is run, or the place of a slot changes its sequence."""
+    for asks in ({2: decoding.GREEDY[1]}, {2: decoding.GREEDY[5], 0: Ask(run=1)}):
+        state = decoding.checked(SMALL, asks, num_slots=3)
+        empty = decoding.slot_of(state, 1)
+        assert Status(int(empty.status)) is Status.EMPTY and not empty.num_rounds
 
 
 def test_no_transfers_inside_generate():
@@ -238,12 +222,10 @@ def test_a_state_that_was_used_up_is_named():
     """Fails if the error is the runtime's, about a buffer, and names no remedy."""
     scheduler = SMALL.scheduler()
     kept = decoding.admit(scheduler, [decoding.scripted(SMALL, Ask())])
-    copied = jax.tree.map(jnp.copy, kept)
     decoding.generate(scheduler, kept)
     message = "the state was used up by an earlier call.* give generate the state that"
     with pytest.raises(ValueError, match=message):
         decoding.generate(scheduler, kept)
-    decoding.assert_as_decoded(SMALL, decoding.generate(scheduler, copied), [Ask()])
 
 
 def _one_more(outcome, drafts, targets, num_drafted):

@@ -37,7 +37,7 @@ class Scene:
 
     model: row_model.RowModel
     params: params_lib.Params
-    num_slots: int = 4
+    num_slots: int
 
     @property
     def slots(self) -> rows.SlotRows:
@@ -50,47 +50,26 @@ class Scene:
         return kv, verified, self.slots.choose(verified.logits, verified.num_active)
 
     @functools.cached_property
-    def together(self):
-        """The step, compiled for this scene."""
-        return functools.partial(jax.jit(self.step), self.params)
-
-    @functools.cached_property
-    def with_faults(self):
-        """The step, compiled with all `FAULTS`, one of which a number selects."""
-
-        def step(number, *inputs):
-            with planting.planted(FAULTS, number):
-                return self.step(*inputs)
-
-        return jax.jit(step)
-
-    @functools.cached_property
     def alone(self):
         """The step of one slot, with `RowModel.forward_rows` in place of `verify`."""
 
         def step(params, kv, tokens, start, num_active, kept):
-            height = self.model.slab
-            is_own = jnp.arange(kv.num_slots, dtype=jnp.int32) == 0
-            asked = is_own & (num_active > 0)
-            ends = jnp.where(is_own, start + num_active, 0)
-            kv = allocator.reserve_each(kv, ends, asked=asked)
-            num_active = jnp.where(kv.out_of_pages[0], 0, num_active)
+            columns = jnp.arange(WINDOW, dtype=jnp.int32)
             given = decoder.Rows(
-                tokens=jnp.pad(tokens, (0, height - tokens.shape[0])),
-                slots=jnp.zeros((height,), jnp.int32),
-                positions=start + jnp.arange(height, dtype=jnp.int32),
+                tokens=tokens,
+                slots=jnp.zeros_like(columns),
+                positions=start + columns,
                 num_active=num_active,
             )
+            kv = allocator.reserve(kv, 0, start + num_active)
             kv, outputs = self.model.forward_rows(params, given, kv)
-            kv = allocator.extend_each(kv, ends, asked=asked & (num_active > 0))
-            kv = allocator.truncate(kv, 0, kept)
-            logits = outputs.logits
+            kv = allocator.extend(kv, 0, start + num_active)
+            kv, logits = allocator.truncate(kv, 0, kept), outputs.logits
             return kv, logits, self.model.choose(logits, num_active)
 
         return functools.partial(jax.jit(step), self.params)
 
 
-@functools.cache
 def make_scene(kind: str, num_slots: int = 4) -> Scene:
     impl, dtype, cache = KINDS[kind]
     decoding.needs(impl)
@@ -99,14 +78,8 @@ def make_scene(kind: str, num_slots: int = 4) -> Scene:
     )
     model = row_model.RowModel(config=config, impl=impl, slab=WINDOW, cache=cache)
     params = params_lib.init(jax.random.key(0), config, stddev=0.3)
-    embed = params.embed.at[NAN_TOKEN].set(jnp.nan)
-    params = params.replace(embed=embed)
+    params = params.replace(embed=params.embed.at[NAN_TOKEN].set(jnp.nan))
     return Scene(model=model, params=params, num_slots=num_slots)
-
-
-def anew(scene: Scene) -> Scene:
-    """Returns an equal scene with nothing compiled, for tests that patch functions."""
-    return dataclasses.replace(scene)
 
 
 def poisoned(kv: paged.PagedKV) -> paged.PagedKV:
@@ -133,14 +106,6 @@ def shuffled(kv: paged.PagedKV, rng) -> paged.PagedKV:
     return kv.replace(free_pages=stack)
 
 
-def window_of(tokens, start, num_active) -> protocols.Window:
-    return protocols.Window(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        start=jnp.asarray(start, jnp.int32),
-        num_active=jnp.asarray(num_active, jnp.int32),
-    )
-
-
 def walk(scene, together, rng, *, num_steps=8) -> int:
     """Raises unless each slot equals, after every step, the same slot run alone.
 
@@ -162,8 +127,12 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
         tokens = rng.integers(1, 96, (num_slots, WINDOW)).astype(np.int32)
         tokens[np.arange(WINDOW) >= num_active[:, None]] = NAN_TOKEN
         kept = start + rng.integers(0, num_active + 1).astype(np.int32)
-        window = window_of(tokens, start, num_active)
-        kv, verified, chosen = together(poisoned(kv), window, kept)
+        window = protocols.Window(
+            tokens=jnp.asarray(tokens),
+            start=jnp.asarray(start),
+            num_active=jnp.asarray(num_active),
+        )
+        kv, verified, chosen = together(scene.params, poisoned(kv), window, kept)
         decoding.check_cache(kv)
         assert not bool(kv.out_of_pages.any())
         assert int(verified.num_active) == num_active.sum()
@@ -205,7 +174,7 @@ def test_slots_are_what_they_are_alone(kind, num_slots, rng):
     """Fails if a bit depends on neighbours, on a tile, or on places without a token."""
     scene = make_scene(kind, num_slots)
     # Some step has all rows active: with XLA, as many tiles as possible.
-    assert walk(scene, scene.together, rng) == num_slots * WINDOW
+    assert walk(scene, jax.jit(scene.step), rng) == num_slots * WINDOW
 
 
 def _append(**changes):
@@ -237,36 +206,17 @@ FAULTS = (
 def test_planted_faults_are_caught(rng, monkeypatch):
     """Negative control: with each of `FAULTS` some slot differs from a run alone."""
     monkeypatch.setattr(rows, "NATIVE_TILE", 3)
-    scene = anew(make_scene("native-float32"))
-    step = scene.with_faults
-    for number in range(len(FAULTS) + 1):
-        together = functools.partial(step, jnp.int32(number), scene.params)
-        if number == 0:
-            # Without a fault, later native tiles find their rows and K/V, too.
-            assert walk(scene, together, rng) == scene.num_slots * WINDOW
-            continue
+    scene = make_scene("native-float32")
+
+    @jax.jit
+    def step(number, *inputs):
+        with planting.planted(FAULTS, number):
+            return scene.step(*inputs)
+
+    # Without a fault, later native tiles find their rows and K/V, too.
+    together = functools.partial(step, jnp.int32(0))
+    assert walk(scene, together, rng) == scene.num_slots * WINDOW
+    for number in range(1, len(FAULTS) + 1):
+        together = functools.partial(step, jnp.int32(number))
         with pytest.raises((AssertionError, ValueError)):
             walk(scene, together, rng, num_steps=4)
-
-
-def test_a_slot_without_a_page_is_not_run_and_the_others_are():
-    """Fails if a slot without a page is written or longer, or stops its neighbours."""
-    scene = make_scene("native-float32")
-    kv, full = scene.slots.new_cache(**SIZES), jnp.full((4,), WINDOW, jnp.int32)
-    window = window_of(jnp.ones((4, WINDOW)), kv.length, full)
-    # Every slot wants a second page, and there are two.
-    few = kv.replace(num_free=jnp.int32(2))
-    expected, *_ = scene.together(kv, window, full)
-    after, verified, _ = scene.together(few, window, full)
-    assert scene.slots.out_of_pages(after).tolist() == [False, False, True, True]
-    assert after.length.tolist() == [WINDOW, WINDOW, 0, 0]
-    # A truncation to a length that a slot never had is refused.
-    assert after.refused.tolist() == [False, False, True, True]
-    for slot in (0, 1):
-        testing.assert_same_bits(
-            decoding.held(after, WINDOW, slot=slot),
-            decoding.held(expected, WINDOW, slot=slot),
-        )
-    assert int(verified.num_active) == 2 * WINDOW
-    assert (np.asarray(verified.at)[2:] >= verified.logits.shape[0]).all()
-    assert not bool(after.k[0][int(after.page_table[2, 0])].any())

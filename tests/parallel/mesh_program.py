@@ -1,15 +1,17 @@
 """The program that `test_mesh` runs in a process of eight devices; prints a JSON row.
 
 It runs slabs of one layer with eight key/value heads: of two slots, and then of a tree,
-on a cache that the first slab filled; or whole generations of two layers. All devices,
-meshes and faults of a run read the same files.
+on a cache that the first slab filled; or whole generations of two layers. All devices
+and meshes of a run, and its fault, read the same files.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
 import tempfile
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,6 @@ from spec_jax.model import (
     row_model,
     save as save_lib,
 )
-from spec_jax.ops import projection
 from spec_jax.paging import allocator
 from spec_jax.parallel import collectives, shard
 
@@ -59,19 +60,25 @@ def write_neox(folder: pathlib.Path, seed: int = 0, **changes) -> pathlib.Path:
     return write_biased(folder, config, seed)
 
 
-def write_qwen2(folder: pathlib.Path) -> pathlib.Path:
-    """Writes a Qwen2 model of the same sizes, with random biases and norms, too."""
-    sizes = dataclasses.asdict(CONFIG)
-    return write_biased(folder, qwen2.Qwen2Config(**sizes), 0)
-
-
-def write_biased(folder: pathlib.Path, config, seed: int) -> pathlib.Path:
+def write_biased(folder: pathlib.Path, config, seed: int = 0) -> pathlib.Path:
     params = params_lib.init(jax.random.key(seed), config, stddev=0.3)
     noise = lambda x: random_weights.normal(jax.random.key(x.size), x.shape, x.dtype)
     params = jax.tree.map(lambda x: x + noise(x) if x.ndim == 1 else x, params)
     save_lib.save(folder, config, params)
     tiny_pair.byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
+
+
+def write(folder: pathlib.Path, family: str) -> pathlib.Path:
+    """Writes a model of a family, or one of Qwen3 whose weights become blocks."""
+    if family == "gpt_neox":
+        return write_neox(folder)
+    if family == "qwen2":
+        return write_biased(folder, qwen2.Qwen2Config(**dataclasses.asdict(CONFIG)))
+    # Each segment of a sum is one block of weights.
+    whole = {} if family == "qwen3" else {"head_dim": 16, "intermediate_size": 256}
+    config = dataclasses.replace(CONFIG, **whole)
+    return tiny_pair.write_model(folder, config, seed=0)
 
 
 def model(folder: pathlib.Path, impl: str, layout: shard.Layout | None, form=None):
@@ -136,87 +143,32 @@ def close(a, b) -> bool:
     )
 
 
-def _shifted(layer):
-    """Returns a layer with another bias or, in a model without biases, another norm."""
-    if isinstance(layer, params_lib.LayerParams):
-        if layer.qkv_bias is not None:
-            return layer.replace(qkv_bias=layer.qkv_bias * 1.1)
-        return layer.replace(mlp_norm=layer.mlp_norm * 1.1)
-    down = layer.down
-    return layer.replace(down=down.replace(bias=down.bias * 1.1))
+def on_mesh(devices: int) -> shard.Layout:
+    return shard.Layout(mesh=shard.mesh(devices))
 
 
-def on_mesh(devices: int, segments: int = shard.SEGMENTS) -> shard.Layout:
-    return shard.Layout(mesh=shard.mesh(devices), segments=segments)
+def in_turn(partials):
+    """Adds the sums of devices one after the other: a planted fault."""
+    every = jax.lax.all_gather(collectives.tree_sum(partials), collectives.AXIS)
+    return functools.reduce(jnp.add, [every[n] for n in range(every.shape[0])])
 
 
 def check(folder: pathlib.Path, impl: str, form: str | None = None) -> dict:
-    """Compares two meshes with each other, with no mesh, and with wrong layers."""
+    """Compares two meshes with each other, with one whose sums are in another order,
+    with no mesh, and with no mesh and other norms and biases."""
     ([two], _), ([eight], text) = (
         forward(*model(folder, impl, on_mesh(devices), form)) for devices in (2, 8)
     )
+    with mock.patch.object(collectives, "ordered_sum", in_turn):
+        [other], _ = forward(*model(folder, impl, on_mesh(4), form))
     target, params = model(folder, impl, None, form)
-    wrong = params.replace(layers=tuple(map(_shifted, params.layers)))
-    whole_and_wrong, _ = forward(target, params, wrong)
+    shifted = jax.tree.map(lambda x: x * 1.1 if x.ndim == 1 else x, params.layers)
+    whole_and_wrong, _ = forward(target, params, params.replace(layers=shifted))
     return {
-        "equal": same(two, eight),
-        "close": [close(eight, each) for each in whole_and_wrong],
+        "equal": [same(eight, each) for each in (two, other)],
+        "close": [close(eight, each) for each in (other, *whole_and_wrong)],
         "all_reduce": "all-reduce" in text,
         "all_gathers": text.count("all-gather(") + text.count("all-gather-start("),
-    }
-
-
-def product(folder: pathlib.Path, devices: int, ordered_sum) -> np.ndarray:
-    """Returns the bits of a product whose inputs are cut, summed by `ordered_sum`."""
-    layout = on_mesh(devices)
-    _, params = model(folder, "xla", layout)
-    down = params.layers[0].down
-    x = jax.random.normal(jax.random.key(0), (ROWS, CONFIG.intermediate_size))
-
-    def run(down, x):
-        own = jax.lax.axis_index(collectives.AXIS) * (x.shape[1] // devices)
-        part = jax.lax.dynamic_slice_in_dim(x, own, x.shape[1] // devices, 1)
-        return projection.project(
-            part, down.local(), num_active=jnp.int32(ROWS), impl="xla"
-        )
-
-    own, collectives.ordered_sum = collectives.ordered_sum, ordered_sum
-    try:
-        sum_over = layout.run(run, in_specs=(shard.CUT, shard.REPLICATED),
-                              out_specs=shard.REPLICATED)  # fmt: skip
-        return testing.bits(jax.device_get(jax.jit(sum_over)(down, x)))
-    finally:
-        collectives.ordered_sum = own
-
-
-def rotated(partials):
-    """Adds as a ring does: each device begins with its own sum."""
-    every = jax.lax.all_gather(collectives.tree_sum(partials), collectives.AXIS)
-    every = jnp.roll(every, -jax.lax.axis_index(collectives.AXIS), axis=0)
-    total = every[0]
-    for part in every[1:]:
-        total = total + part
-    return total
-
-
-def rounded(partials):
-    """Rounds the sums to bfloat16 before they are sent."""
-    own = collectives.tree_sum(partials).astype(jnp.bfloat16).astype(jnp.float32)
-    return collectives.tree_sum(list(jax.lax.all_gather(own, collectives.AXIS)))
-
-
-def reduced(partials):
-    """Returns the backend's own sum."""
-    return jax.lax.psum(partials[0] if len(partials) == 1 else sum(partials),
-                        collectives.AXIS)  # fmt: skip
-
-
-def check_faults(folder: pathlib.Path) -> dict:
-    """Returns whether each sum on eight devices has the bits of our own sum on one."""
-    right = product(folder, 1, collectives.ordered_sum)
-    sums = collectives.ordered_sum, rotated, rounded, reduced
-    return {
-        one.__name__: np.array_equal(product(folder, 8, one), right) for one in sums
     }
 
 
@@ -254,28 +206,28 @@ def check_generations(folder: pathlib.Path, drafter: str, impl: str, *counts) ->
     if drafter == "q8_0":  # Segments need whole blocks.
         heads["intermediate_size"] = 128
         form = {"weights": "q8_0", "segments": 2}
-    config = tiny_pair.config(num_layers=2, tie_word_embeddings=False, **heads)
-    target = tiny_pair.write_model(folder / "target", config, seed=0)
     if drafter == "gpt_neox":
         how = {"has_parallel_residual": False}
-        target = write_neox(folder / "neox", **how)
+        target = write_neox(folder / "target", **how)
         draft = write_neox(folder / "draft", seed=1, **how)
-    elif drafter in tiny_pair.WRITE_HEAD:
-        draft = tiny_pair.WRITE_HEAD[drafter](folder / "draft", target)
     else:
-        other = tiny_pair.config(**heads)
-        draft = tiny_pair.write_model(folder / "draft", other, seed=1)
-    made = {
-        int(count): generations(
-            (target, draft), drafter, impl=impl, mesh=shard.mesh(int(count)), **form
-        )
-        for count in counts
-    }
-    first, drafts = made[int(counts[0])]
-    how = form | {"segments": 1, "mesh": shard.mesh(1)}
-    other, _ = generations((target, draft), drafter, impl=impl, **how)
+        config = tiny_pair.config(num_layers=2, tie_word_embeddings=False, **heads)
+        target = tiny_pair.write_model(folder / "target", config, seed=0)
+        if drafter in tiny_pair.WRITE_HEAD:
+            draft = tiny_pair.WRITE_HEAD[drafter](folder / "draft", target)
+        else:
+            other = tiny_pair.config(**heads)
+            draft = tiny_pair.write_model(folder / "draft", other, seed=1)
+
+    def found(count: int, **how):
+        how = {"impl": impl, "mesh": shard.mesh(count)} | form | how
+        return generations((target, draft), drafter, **how)
+
+    made = [found(int(count)) for count in counts]
+    first, drafts = made[0]
+    other, _ = found(1, segments=1)
     return {
-        "equal": [one == first for one, _ in made.values()],
+        "equal": [one == first for one, _ in made],
         "drafted": drafts > 0,
         "other_sums": other == first,
     }
@@ -284,22 +236,14 @@ def check_generations(folder: pathlib.Path, drafter: str, impl: str, *counts) ->
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     random_weights.install()
+    kind, *more = sys.argv[1:]
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name) / "target"
-        kind, *more = sys.argv[1:]
         if kind == "generations":
-            row = check_generations(pathlib.Path(name), *more)
-        elif kind in ("gpt_neox", "qwen2"):
-            write = write_neox if kind == "gpt_neox" else write_qwen2
-            row = check(write(folder), *more)
-        elif kind in ("q8_0", "q4_1"):
-            # Each segment of a sum is one block of weights.
-            whole = dataclasses.replace(CONFIG, head_dim=16, intermediate_size=256)
-            tiny_pair.write_model(folder, whole, seed=0)
-            row = check(folder, *more, form=kind)
+            row = check_generations(folder, *more)
         else:
-            tiny_pair.write_model(folder, CONFIG, seed=0)
-            row = check_faults(folder) if kind == "faults" else check(folder, *more)
+            form = kind if kind in ("q8_0", "q4_1") else None
+            row = check(write(folder, kind), *more, form=form)
     print(json.dumps(row))
 
 

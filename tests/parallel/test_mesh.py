@@ -27,12 +27,13 @@ def test_bits_are_the_same_on_any_mesh(impl, family):
 
     Fails if a product, a norm or a softmax is computed in a shape that depends on the
     number of devices, if the backend orders a sum, or if its bias is not added exactly
-    once. The negative control is a model with another norm or bias.
+    once. The negative controls are sums in another order, which differ by rounding, and
+    a model with other norms and biases.
     """
     found = run(family, impl)
     assert found == {
-        "equal": True,
-        "close": [True, False],
+        "equal": [True, False],
+        "close": [True, True, False],
         "all_reduce": False,
         # Two sums and the logits of each slab, and native has two slabs.
         "all_gathers": 3 if impl == "xla" else 6,
@@ -58,11 +59,3 @@ def test_generations_are_the_same_on_any_mesh(drafter, impl):
         "drafted": True,
         "other_sums": False,
     }
-
-
-def test_faults_in_the_sum_are_caught():
-    """Negative control: planted sums, equal up to rounding, have other bits."""
-    right = {"ordered_sum": True}
-    assert run("faults") == right | dict.fromkeys(
-        ("rotated", "rounded", "reduced"), False
-    )

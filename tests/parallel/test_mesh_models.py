@@ -53,54 +53,58 @@ def tree_shapes(tree):
     return [leaf.shape for leaf in jax.tree.leaves(tree)]
 
 
-def on_mesh(**changes):
+def layout(devices: int, axis=collectives.AXIS, **segments) -> shard.Layout:
+    mesh = jax.sharding.AbstractMesh((devices,), (axis,))
+    return shard.Layout(mesh=mesh, **segments)
+
+
+def model_of(**changes):
     config = tiny_pair.config(**({"num_heads": 8, "num_kv_heads": 8} | changes))
-    layout = shard.Layout(mesh=shard.mesh(1))
-    return row_model.RowModel(config=config, impl="xla", slab=4, layout=layout)
+    return row_model.RowModel(config=config, impl="xla", slab=4, layout=layout(1))
 
 
-def test_what_a_mesh_refuses():
+REFUSED = {
+    "segments=6 on 1 devices: take a power of": lambda: layout(1, segments=6),
+    "segments=8 on 16 devices: .* such as 16": lambda: layout(16),
+    "3 devices: the order of a sum .*; take 2 of them": lambda: layout(3),
+    "12 devices: the order of a sum .*; take 8 of them": lambda: layout(12),
+    "99 devices: jax has .* here; for more on a": lambda: shard.mesh(99),
+    r"a mesh with the axes \('data',\)": lambda: layout(1, "data"),
+    "num_kv_heads=6 cannot be cut for 4 .* 2 at":
+        lambda: layout(4).check_divides(num_kv_heads=6),
+    "intermediate_size=44 cannot be cut into": lambda: model_of(intermediate_size=44),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_a_mesh_refuses(words):
     """Checks that errors name the values, and what to take instead."""
-    one = shard.mesh(1)
-    with pytest.raises(ValueError, match="segments=6 on 1 devices: take a power of"):
-        shard.Layout(mesh=one, segments=6)
-    with pytest.raises(ValueError, match=r"a mesh with the axes \('data',\)"):
-        shard.Layout(mesh=jax.sharding.Mesh(jax.devices()[:1], ("data",)))
-    with pytest.raises(ValueError, match="99 devices: jax has .* here; for more on a"):
-        shard.mesh(99)
-    with pytest.raises(ValueError, match="intermediate_size=44 cannot be cut into"):
-        on_mesh(intermediate_size=44)
-    for devices, fewer in ((3, 2), (12, 8)):
-        several = jax.sharding.AbstractMesh((devices,), (collectives.AXIS,))
-        words = f"{devices} devices: the order of a sum .*; take {fewer} of them"
-        with pytest.raises(ValueError, match=words):
-            shard.Layout(mesh=several)
-    several = jax.sharding.AbstractMesh((16,), (collectives.AXIS,))
-    with pytest.raises(ValueError, match="segments=8 on 16 devices: .* such as 16"):
-        shard.Layout(mesh=several)
-    four = shard.Layout(mesh=jax.sharding.AbstractMesh((4,), (collectives.AXIS,)))
-    with pytest.raises(ValueError, match="num_kv_heads=6 cannot be cut for 4 .* 2 at"):
-        four.check_divides(num_kv_heads=6)
-    assert on_mesh().layout.describe() == {"devices": 1, "segments": 8}
+    with pytest.raises(ValueError, match=words):
+        REFUSED[words]()
 
 
-LOADS = """
-import pathlib, re, sys
+BEGIN = """
+import json, pathlib, re, sys
 import jax
+import spec_jax as sj
+from spec_jax import lossless
 from spec_jax.model import load
 from spec_jax.parallel import shard
 
-folder, address, number = sys.argv[1:]
-devices = None
+*folders, address, number = sys.argv[1:]
 if number != "alone":
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, 2, int(number))
-    devices = shard.Layout(mesh=shard.mesh(), segments=2)
+"""
+"""How each process of a cluster begins."""
+
+LOADS = """
+layout = None if number == "alone" else shard.Layout(mesh=shard.mesh(), segments=2)
 jax.block_until_ready(jax.numpy.zeros(8))
 status = pathlib.Path("/proc/self/status")
 peak = lambda: 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", status.read_text())[1])
 before = peak()
-_, params = load.load(folder, impl="xla", layout=devices)
+_, params = load.load(*folders, impl="xla", layout=layout)
 print(peak() - before)
 """
 
@@ -110,7 +114,7 @@ def outputs(program: str, *arguments: object) -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", program, *map(str, arguments), address]
+    command = [sys.executable, "-c", BEGIN + program, *map(str, arguments), address]
     env = os.environ | {"PYTHONPATH": str(TESTS.parent), "JAX_PLATFORMS": "cpu"}
     started = [
         subprocess.Popen([*command, number], env=env, stdout=subprocess.PIPE, text=True)
@@ -141,16 +145,7 @@ def test_a_process_reads_its_own_slices(tmp_path):
 
 
 HASHES = """
-import json, sys
-import jax
-import spec_jax as sj
-from spec_jax import lossless
-from spec_jax.parallel import shard
-
-target, draft, address, number = sys.argv[1:]
-if number != "alone":
-    jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(address, 2, int(number))
+target, draft = folders
 sizes = {"gamma_max": 2, "slab": 3, "impl": "native"}
 lm = sj.load(target, draft=draft, mesh=shard.mesh(), segments=2, **sizes)
 prompts, drawn = ["import os", "def f(x):"], sj.Sampling(temperature=0.7, seed=1)
