@@ -167,7 +167,7 @@ def test_a_slot_that_ended_stays_as_it_is():
 def test_origins_are_those_of_the_tokens():
     """Fails if a kept draft and the target's own token get the wrong origin."""
     prompt = "P" * len(PROMPT)
-    # Of every three drafts the last is wrong, first that of the first new token.
+    # The last of every three drafts is wrong, the first time for the first new token.
     for run, origins in ((2, "C" + 3 * "AAC" + "AB"), (ALWAYS, 3 * "AAAB")):
         ask = Ask(run=run, gamma=3, max_tokens=12)
         one = decoding.slot_of(decoding.run(SMALL, [ask]))
