@@ -5,7 +5,6 @@ policies meet the same text, and the best constant gamma is known in hindsight. 
 come from a table, seconds by gamma, and are not measured.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -26,8 +25,8 @@ class Simulation(pytree.Node):
     num_behind: jax.Array  # [] int32, tokens that the drafter has not taken in yet
     num_caught_up: jax.Array  # [] int32, tokens that it took in after gamma 0
 
-    def seconds(self, round_s: np.ndarray, *, catch_up_s: float = 0.0) -> float:
-        """Returns the time of the run, in float64.
+    def seconds(self, round_s: np.ndarray, *, catch_up_s: float = 0.0) -> np.ndarray:
+        """Returns the time of the run, or of several, in float64.
 
         Args:
           round_s: seconds of a round, `[gamma_max + 1]`, by gamma.
@@ -35,32 +34,18 @@ class Simulation(pytree.Node):
             proposal longer; 0 for drafters that look up, or that follow every round.
         """
         rounds_s = np.asarray(self.rounds_at, np.float64) @ np.asarray(round_s)
-        return float(rounds_s + int(self.num_caught_up) * catch_up_s)
-
-
-def begin(gamma_policy: policy.GammaPolicy, state: policy.State) -> Simulation:
-    """Returns the run before its first round."""
-    zero = functools.partial(jnp.zeros, dtype=jnp.int32)
-    return Simulation(
-        state=state,
-        position=zero(()),
-        rounds_at=zero((gamma_policy.gamma_max + 1,)),
-        num_behind=zero(()),
-        num_caught_up=zero(()),
-    )
+        return rounds_s + np.asarray(self.num_caught_up) * catch_up_s
 
 
 @functools.partial(jax.jit, static_argnames=("gamma_policy",))
 def simulate(
     gamma_policy: policy.GammaPolicy,
-    run: Simulation,
+    state: policy.State,
     is_kept: Bool[Array, "num_tokens gamma_max"],
     *,
-    max_rounds: Int[Array, ""],
+    max_rounds: Int[Array, ""] | int = 1_000_000,
 ) -> Simulation:
-    """Runs rounds until the text is full, or `max_rounds` passed.
-
-    Calls of a few rounds at a time return the same bits as one call.
+    """Runs rounds from a policy's first state until the text is full.
 
     Args:
       is_kept: by position of the text and by `i`, whether draft `i` of a round is kept
@@ -68,6 +53,13 @@ def simulate(
     """
     num_tokens, gamma_max = is_kept.shape
     drafts = jnp.arange(gamma_max, dtype=jnp.int32)
+    first = Simulation(
+        state=state,
+        position=jnp.int32(0),
+        rounds_at=jnp.zeros(gamma_max + 1, jnp.int32),
+        num_behind=jnp.int32(0),
+        num_caught_up=jnp.int32(0),
+    )
 
     def keep_going(carry):
         step, run = carry
@@ -96,7 +88,7 @@ def simulate(
             num_caught_up=run.num_caught_up + caught_up,
         )
 
-    _, run = jax.lax.while_loop(keep_going, body, (jnp.int32(0), run))
+    _, run = jax.lax.while_loop(keep_going, body, (jnp.int32(0), first))
     return run
 
 
@@ -107,26 +99,3 @@ def _settle(gamma_policy, state, gamma, num_accepted):
     slots = jax.tree.map(lambda leaf: leaf[None], state)
     settled = gamma_policy.settle(slots, **told)
     return jax.tree.map(lambda leaf: leaf[0], settled)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Regret:
-    """A policy's time on a text, beside that of every constant gamma.
-
-    Attributes:
-      seconds: time of the policy.
-      fixed_s: time of each constant gamma, from 0.
-    """
-
-    seconds: float
-    fixed_s: tuple[float, ...]
-
-    @property
-    def regret(self) -> float:
-        """Share by which the policy is slower than the best; negative: it is faster."""
-        return self.seconds / min(self.fixed_s) - 1
-
-    @property
-    def overhead(self) -> float:
-        """Share by which it is slower than gamma 0; negative where drafting pays."""
-        return self.seconds / self.fixed_s[0] - 1

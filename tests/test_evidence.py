@@ -18,12 +18,8 @@ def make_evidence(**changes) -> evidence.Evidence:
         constant=np.zeros(5, bool),
         drafted=np.full(5, -1, np.int32),
     )
-    fields = {
-        "num_prompt": 3,
-        "tokens": np.arange(5, dtype=np.int32),
-        "kv": kv,
-        "decisions": decisions,
-    }
+    tokens = np.arange(5, dtype=np.int32)
+    fields = {"num_prompt": 3, "tokens": tokens, "kv": kv, "decisions": decisions}
     return evidence.Evidence(**(fields | changes))
 
 
@@ -66,45 +62,33 @@ def test_nothing_is_compared_past_another_token():
     (found,) = evidence.compare(make_evidence(), wrong)
     assert (found.what, found.position) == ("tokens", 4)
     wrong.kv[0][0, 3] += 1  # in the row that chose the token
-    assert [d.what for d in evidence.compare(make_evidence(), wrong)] == [
-        "tokens",
-        "kv",
-    ]
+    found = evidence.compare(make_evidence(), wrong)
+    assert [one.what for one in found] == ["tokens", "kv"]
 
 
 def arrays(value, dtype="float32"):
     return {"a": [np.asarray([1.0, value], dtype)]}
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, np.nan, np.inf, 1e-45])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_equal_bits_pass(value, dtype):
-    testing.assert_same_bits(arrays(value, dtype), arrays(value, dtype))
+ULP = np.nextafter(np.float32(1), np.float32(2))
+PAIRS = ((0.0, -0.0), (np.nan, -np.nan), (np.inf, -np.inf), (1.0, ULP), (0.0, 1e-45))
 
 
-@pytest.mark.parametrize(
-    "left, right",
-    [
-        (0.0, -0.0),
-        (np.nan, -np.nan),
-        (np.inf, -np.inf),
-        (np.inf, np.inf - np.inf),
-        (1.0, np.nextafter(np.float32(1), np.float32(2))),
-        (0.0, 1e-45),
-    ],
-)
+@pytest.mark.parametrize(("left", "right"), PAIRS)
 def test_one_other_bit_is_told(left, right):
     """Fails if zeros, NaNs or infinities of other bits pass, or a number an ULP off."""
-    with pytest.raises(
-        AssertionError, match=r"here\['a'\]\[0\]: 1 of 2 elements differ"
-    ):
+    for dtype in ("float32", "float64"):
+        testing.assert_same_bits(arrays(left, dtype), arrays(left, dtype))
+    message = r"here\['a'\]\[0\]: 1 of 2 elements differ"
+    with pytest.raises(AssertionError, match=message):
         testing.assert_same_bits(arrays(left), arrays(right), what="here")
 
 
 def test_other_kinds_of_arrays_are_told():
-    with pytest.raises(AssertionError, match="different structures"):
-        testing.assert_same_bits(arrays(1), [np.ones(2, np.float32)])
-    with pytest.raises(AssertionError, match="float32 against .* float64"):
-        testing.assert_same_bits(arrays(1), arrays(1, "float64"))
-    with pytest.raises(AssertionError, match=r"\(2,\) .* against \(3,\)"):
-        testing.assert_same_bits(arrays(1), {"a": [np.ones(3, np.float32)]})
+    for other, words in (
+        ([np.ones(2, np.float32)], "different structures"),
+        (arrays(1, "float64"), "float32 against .* float64"),
+        ({"a": [np.ones(3, np.float32)]}, r"\(2,\) .* against \(3,\)"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            testing.assert_same_bits(arrays(1), other)

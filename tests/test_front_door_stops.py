@@ -16,6 +16,9 @@ NAMES = "abcdefghi"
 TOKENS = (b"f(", b"x", b")\n", b"    ", b"re", b"turn", b" \xe6\x97", b"\xa5", b"<eot>")
 """Tokens that the model repeats: `f(x)`, a line, and a character cut in two."""
 
+PROMPT = tiny_pair.byte_tokenizer().encode(NAMES).ids * 2
+"""Ids of two cycles, so that lookup finds what the model writes next."""
+
 MAX_TOKENS = 24
 
 
@@ -38,13 +41,6 @@ def lm(tmp_path_factory):
         lm.tokenizer, backend=backend, special_tokens={"eos_token": "<eot>"}
     )
     return dataclasses.replace(lm, tokenizer=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def prompt(lm):
-    """Returns ids of two cycles, so that lookup finds what the model writes next."""
-    ids = {lm.tokenizer.bytes_of(one): one for one in range(lm.tokenizer.num_ids)}
-    return [ids[raw] for raw in TOKENS] * 2
 
 
 def streamed(lm, prompt, **settings):
@@ -76,10 +72,10 @@ WAYS = {
     "stream": lambda *args, **how: streamed(*args, gamma=3, **how),
 }
 
+WHOLE = "f(x)\n    return 日" * 2 + "f(x)\n    return"
+
 STOPS = {
     "inside a token": (["\n"], "f(x)", 3),
-    "as text alone": ("\n", "f(x)", 3),
-    "a whole token": (["x"], "f(", 2),
     "at once": (["f"], "", 1),
     "across tokens": (["\n    re"], "f(x)", 5),
     "a character of two tokens": (["日"], "f(x)\n    return ", 8),
@@ -87,41 +83,34 @@ STOPS = {
     "part of a special token": (["日<"], "f(x)\n    return ", 9),
     "in the second turn": (["日<eot>f"], "f(x)\n    return ", 10),
     "late": (["turn 日<eot>f(x)\n    r"], "f(x)\n    re", 14),
-    "complete first": (["(x)\n    re", "x)"], "f(", 3),
-    "the longest": (["x)", "(x)"], "f", 3),
-    "begun only": (["\n    rx", "日!"], None, MAX_TOKENS),
+    "a token before a text": ([PROMPT[1], "\n"], "f(x", 2),
+    "a text before a token": (["f(", PROMPT[1]], "", 1),
+    "begun only": (["\n    rx", "日!"], WHOLE, MAX_TOKENS),
 }
-"""Stop texts, the text that they leave, and how many tokens stay."""
-
-WHOLE = "f(x)\n    return 日" * 2 + "f(x)\n    return"
+"""Stop texts and ids, the text that they leave, and how many tokens stay."""
 
 
 def expected(name):
     """Returns the text, the number of tokens and the status."""
     _, text, count = STOPS[name]
-    if text is None:
-        return WHOLE, count, sj.Status.LENGTH
-    return text, count, sj.Status.STOP
+    return text, count, sj.Status.LENGTH if text == WHOLE else sj.Status.STOP
 
 
-def ended(lm, prompt, way, name):
-    out = WAYS[way](lm, prompt, max_tokens=MAX_TOKENS, stop=STOPS[name][0])
+def ended(lm, way, name):
+    out = WAYS[way](lm, PROMPT, max_tokens=MAX_TOKENS, stop=STOPS[name][0])
     assert len(out.tokens) == len(out.origins) == out.metrics["tokens"]
-    assert out.tokens == (prompt[:9] * 3)[: len(out.tokens)]
+    assert out.tokens == (PROMPT[:9] * 3)[: len(out.tokens)]
     return out.text, len(out.tokens), out.status
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ends_are_one_however_a_text_is_written(lm, prompt, way):
+def test_ends_are_one_however_a_text_is_written(lm, way):
     """Fails if rounds, trees, slots or pieces move an end."""
-    found = {name: ended(lm, prompt, way, name) for name in STOPS}
+    found = {name: ended(lm, way, name) for name in STOPS}
     assert found == {name: expected(name) for name in STOPS}
 
 
-def round_alone(self, number, tokens):
-    """Plants a fault: each round's text is searched alone."""
-    self._searches.pop(number, None)
-    return REAL(self, number, tokens)
+REAL = stop_texts.Ends.__call__
 
 
 def a_token_early(self, number, tokens):
@@ -130,32 +119,23 @@ def a_token_early(self, number, tokens):
     return kept if kept is None else max(kept - 1, 1)
 
 
-REAL = stop_texts.Ends.__call__
-
 FAULTS = {
-    "each round alone": (stop_texts.Ends, "__call__", round_alone),
-    "off by one token": (stop_texts.Ends, "__call__", a_token_early),
-    "cut inside a character": (stop_texts, "encode", lambda text: text.encode()[:-1]),
-    "nothing is held back": (stop_texts.Search, "_beginning", lambda self, text: b""),
+    "chains": (stop_texts.Ends, "__call__", a_token_early),
+    "stream": (stop_texts.Search, "_beginning", lambda self, text: b""),
 }
+"""An end that is off by one token, and a text of which nothing is held back."""
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_move_ends(lm, prompt, fault, monkeypatch):
-    """Negative control: with a fault, chains and streams fail the same table."""
-    monkeypatch.setattr(*FAULTS[fault])
-    names = ("across tokens", "a character of two tokens", "late")
-    for way in ("chains", "stream"):
-        wrong = 0
-        for name in names:
-            try:
-                wrong += ended(lm, prompt, way, name) != expected(name)
-            except AssertionError:  # The stream took back what it had shown.
-                wrong += 1
-        assert wrong, way
+@pytest.mark.parametrize("way", FAULTS)
+def test_planted_faults_move_ends(lm, way, monkeypatch):
+    """Negative control: with a fault, the same table fails."""
+    monkeypatch.setattr(*FAULTS[way])
+    with pytest.raises(AssertionError):
+        for name in ("across tokens", "a character of two tokens", "late"):
+            assert ended(lm, way, name) == expected(name)
 
 
-def test_what_is_decoded_in_vain(lm, prompt, monkeypatch):
+def test_what_is_decoded_in_vain(lm, monkeypatch):
     """Fails if a slot goes on after a stop text, or if metrics omit what was cut.
 
     Four answers of three tokens in two slots take six rounds, as many as if each had
@@ -169,9 +149,9 @@ def test_what_is_decoded_in_vain(lm, prompt, monkeypatch):
 
     monkeypatch.setattr(round_lib, "generate", generate)
     settings = {"max_tokens": MAX_TOKENS, "stop": ["\n"], "num_slots": 2}
-    outs = sj.generate(lm, [prompt] * 4, gamma=0, **settings)
+    outs = sj.generate(lm, [PROMPT] * 4, gamma=0, **settings)
     assert [out.metrics["rounds"] for out in outs] == [3] * 4 and calls == [1] * 6
-    outs = sj.generate(lm, [prompt] * 4, gamma=4, log_probs=True, **settings)
+    outs = sj.generate(lm, [PROMPT] * 4, gamma=4, log_probs=True, **settings)
     for out in outs:
         numbers = out.metrics
         assert numbers["cut"] > 0
@@ -179,38 +159,18 @@ def test_what_is_decoded_in_vain(lm, prompt, monkeypatch):
         assert rounds * length == len(out.tokens) + numbers["cut"]
         assert rounds * numbers["tokens_per_target_step"] == len(out.tokens) == 3
         assert out.log_probs.shape == out.drawn_log_probs.shape == (3,)
-        kept = [origin for origin in out.origins if origin is sj.Origin.ACCEPTED]
-        assert len(kept) >= 3 - rounds
     # Without stop texts the host looks when a slot ends, and not more often.
     del calls[:]
-    settings["stop"] = [prompt[2]]
-    outs = sj.generate(lm, [prompt] * 4, gamma=0, **settings)
+    settings["stop"] = [PROMPT[2]]
+    outs = sj.generate(lm, [PROMPT] * 4, gamma=0, **settings)
     assert [len(out.tokens) for out in outs] == [3] * 4
     assert len(calls) == 2 and min(calls) > 1
 
 
-def test_ids_and_texts_together(lm, prompt):
-    """Checks that the first stop ends; the text keeps a stop token, not a stop text."""
-    (second,) = prompt[1:2]
-    for call in map(WAYS.get, ("plain", "chains", "stream")):
-        out = call(lm, prompt, max_tokens=MAX_TOKENS, stop=[second, "\n"])
-        assert (out.text, out.status) == ("f(x", sj.Status.STOP)
-        out = call(lm, prompt, max_tokens=MAX_TOKENS, stop=["f(", second])
-        assert (out.text, len(out.tokens)) == ("", 1)
-        # Tokens do not depend on what is shown.
-        how = {"max_tokens": MAX_TOKENS, "stop": ["日<eot>f(x)"]}
-        shown = [
-            call(lm, prompt, skip_special_tokens=is_hidden, **how)
-            for is_hidden in (True, False)
-        ]
-        assert len({tuple(out.tokens) for out in shown}) == 1
-        assert {out.text for out in shown} == {"f(x)\n    return "}
-
-
-def test_an_end_at_the_limit_is_a_stop(lm, prompt):
+def test_an_end_at_the_limit_is_a_stop(lm):
     """Fails if a stop text that ends at `max_tokens` is not a stop, as a token is."""
     for call in map(WAYS.get, ("plain", "chains", "stream")):
-        out = call(lm, prompt, max_tokens=3, stop=["\n"])
+        out = call(lm, PROMPT, max_tokens=3, stop=["\n"])
         assert (out.text, out.status) == ("f(x)", sj.Status.STOP)
-        out = call(lm, prompt, max_tokens=2, stop=["\n"])
+        out = call(lm, PROMPT, max_tokens=2, stop=["\n"])
         assert (out.text, out.status) == ("f(x", sj.Status.LENGTH)

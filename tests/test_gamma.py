@@ -23,15 +23,11 @@ class Played:
     """A policy that is told of rounds; its update is compiled once."""
 
     def __init__(self, made, state):
-        def step(state, gamma, num_drafted, num_accepted):
-            self.num_traces += 1
-            state = made.update(
-                state, gamma=gamma, num_drafted=num_drafted, num_accepted=num_accepted
-            )
+        def step(state, **numbers):
+            state = made.update(state, **numbers)
             return state, made.choose(state)
 
-        self.policy, self.first, self._step = made, state, jax.jit(step)
-        self.num_traces = 0
+        self.policy, self.first, self.step = made, state, jax.jit(step)
         self.restart()
 
     def restart(self):
@@ -43,7 +39,9 @@ class Played:
         gamma = self.gamma if gamma is None else gamma
         num_drafted = gamma if num_drafted is None else num_drafted
         numbers = (gamma, num_drafted, min(num_accepted, num_drafted))
-        self.state, chosen = self._step(self.state, *map(jnp.int32, numbers))
+        names = "gamma", "num_drafted", "num_accepted"
+        told = dict(zip(names, map(jnp.int32, numbers), strict=True))
+        self.state, chosen = self.step(self.state, **told)
         self.gamma = int(chosen)
         return numbers
 
@@ -70,19 +68,13 @@ def until_off(game, most=60):
 
 
 ROUNDS = st.lists(
-    # Drafts asked for, made and accepted; `cut` and `tell` make each bound the next.
+    # Drafts asked for, made and accepted; `play` has each bound the next.
     st.tuples(*[st.integers(0, GAMMA_MAX)] * 3),
     max_size=40,
 )
 QUICK = hypothesis.settings(
     max_examples=40, derandomize=True, database=None, deadline=None
 )
-
-
-def cut(game, asked, drafted):
-    """Returns a possible round: no more asked than chosen, or drafted than asked."""
-    gamma = min(asked, game.gamma)
-    return {"gamma": gamma, "num_drafted": min(drafted, gamma)}
 
 
 @ADAPTIVE
@@ -117,10 +109,6 @@ def test_a_round_that_asked_for_nothing_updates_nothing(name):
     before = game.state
     game.tell(0, gamma=0)
     testing.assert_same_bits(game.state, before)
-    # Negative control: a rejection is seen.
-    game.tell(0)
-    with pytest.raises(AssertionError):
-        testing.assert_same_bits(game.state, before)
     # A probe that the end of the text cut away stays due.
     until_off(game)
     while game.gamma == 0:
@@ -151,42 +139,6 @@ def test_silence_is_a_rejection_unless_it_is_free(name):
     assert game.gamma == 0
 
 
-@ADAPTIVE
-@QUICK
-@hypothesis.given(history=ROUNDS)
-def test_whatever_happens_choices_and_states_stay_in_range(name, history):
-    """Fails if a gamma or a state leaves its range, or a probe comes too early."""
-    game = played(name)
-    ladder = (0, 1, 2, 4) if name == "threshold" else range(GAMMA_MAX + 1)
-    last_level = last_probe = None
-    for step, (asked, drafted, accepted) in enumerate(history):
-        was_off = game.gamma <= 1 and is_off(game)
-        interval = int(game.state.probe.interval)
-        gamma, _, accepted = game.tell(accepted, **cut(game, asked, drafted))
-        chex.assert_trees_all_equal_shapes_and_dtypes(game.state, game.first)
-        assert game.gamma in ladder
-        probe = game.state.probe
-        assert 0 <= int(probe.wait) < int(probe.interval) <= BRIEF.longest
-        assert int(probe.interval) >= BRIEF.every
-        if was_off and gamma == 1 and accepted == 0:
-            assert last_probe is None or step - last_probe >= BRIEF.every
-            assert int(probe.interval) == min(2 * interval, BRIEF.longest)
-            last_probe = step
-        elif not was_off or accepted:
-            last_probe = None
-        if name == "threshold":
-            level = int(game.state.level)
-            assert last_level is None or abs(level - last_level) <= 1
-            assert level < len(ladder) and 0 <= float(game.state.average) <= 1
-            last_level = level
-    assert game.num_traces <= 1
-
-
-def is_off(game):
-    level = getattr(game.state, "level", None)
-    return int(game.state.gamma if level is None else level) == 0
-
-
 def chances_by_hand(made, rounds_):
     """Returns the conditional acceptance of a history, in float64, by definition."""
     chances, before = [], made.prior
@@ -204,46 +156,51 @@ def chances_by_hand(made, rounds_):
 conditional = jax.jit(PLAYED["goodput"].policy.chances)
 
 
-def play_goodput(game, history, *, fault=lambda numbers: numbers):
-    """Plays rounds; raises unless each estimate and choice are those by hand."""
-    verified = []
+def play(name, history, *, fault=lambda numbers: numbers):
+    """Plays rounds; raises if a gamma or a state leaves its range, or if an estimate or
+    a choice of `Goodput` is not that of a plain count."""
+    game, verified = played(name), []
+    ladder = (0, 1, 2, 4) if name == "threshold" else range(GAMMA_MAX + 1)
     for asked, drafted, accepted in history:
-        was_off = is_off(game)
-        numbers = game.tell(accepted, **cut(game, asked, drafted))
-        gamma, num_drafted, num_accepted = fault(numbers)
-        if gamma > 0:
-            if was_off and num_accepted:
-                verified = []
-            verified.append((max(num_drafted, 1), num_accepted))
-        chances = chances_by_hand(game.policy, verified)
-        found = np.asarray(conditional(game.state))
-        np.testing.assert_allclose(found, chances, rtol=1e-5)
-        goodput_ = theory.goodput(chances, ROUND_S)
-        if not is_off(game):
-            assert goodput_[int(game.state.gamma)] >= 0.9999 * goodput_.max()
+        before, gamma = game.state, min(asked, game.gamma)
+        numbers = game.tell(accepted, gamma=gamma, num_drafted=min(drafted, gamma))
+        chex.assert_trees_all_equal_shapes_and_dtypes(game.state, game.first)
+        assert game.gamma in ladder
+        probe = game.state.probe
+        assert 0 <= int(probe.wait) < int(probe.interval) <= BRIEF.longest
+        assert int(probe.interval) >= BRIEF.every
+        if name == "threshold":
+            assert abs(int(game.state.level - before.level)) <= 1
+            assert 0 <= float(game.state.average) <= 1
+        if name == "goodput":
+            gamma, num_drafted, num_accepted = fault(numbers)
+            if gamma > 0:
+                if int(before.gamma) == 0 and num_accepted:
+                    verified = []
+                verified.append((max(num_drafted, 1), num_accepted))
+            chances = chances_by_hand(game.policy, verified)
+            found = np.asarray(conditional(game.state))
+            np.testing.assert_allclose(found, chances, rtol=1e-5)
+            goodput_ = theory.goodput(chances, ROUND_S)
+            if chosen := int(game.state.gamma):
+                assert goodput_[chosen] >= 0.9999 * goodput_.max()
+    assert game.step._cache_size() <= 1  # Nothing is compiled anew.
 
 
+@ADAPTIVE
 @QUICK
 @hypothesis.given(history=ROUNDS)
-def test_goodput_knows_what_a_plain_count_knows(history):
-    play_goodput(played("goodput"), history)
+def test_whatever_happens_choices_and_states_stay_in_range(name, history):
+    play(name, history)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        lambda numbers: (numbers[0], numbers[0], numbers[2]),
-        lambda numbers: (*numbers[:2], max(numbers[2] - 1, 0)),
-        lambda numbers: (0, 0, 0) if numbers[2] == 0 else numbers,
-    ],
-    ids=["undrafted tokens are counted", "a kept draft is lost", "rejections are lost"],
-)
-def test_the_plain_count_catches_planted_faults(fault):
+def test_the_plain_count_catches_planted_faults():
     """Negative control: a count of another history must not agree."""
     history = [(4, 1, 1), (4, 4, 1), (4, 4, 0), (4, 3, 3)]
-    play_goodput(played("goodput"), history)
-    with pytest.raises(AssertionError):
-        play_goodput(played("goodput"), history, fault=fault)
+    play("goodput", history)
+    rejections_are_lost = lambda numbers: numbers if numbers[2] else (0, 0, 0)
+    with pytest.raises(AssertionError, match="tolerance"):
+        play("goodput", history, fault=rejections_are_lost)
 
 
 def test_threshold_average_is_an_exponential_one():
@@ -273,8 +230,6 @@ def test_confident_is_a_bound_on_the_largest_probability():
     for bound in (0.0, 0.3, 0.6, 0.9):
         found = confidence.confident(logits, threshold=jnp.float32(bound))
         np.testing.assert_array_equal(found, largest >= bound)
-        # Negative control: another bound gives another result.
-        assert bound == 0 or not np.array_equal(found, largest >= bound + 0.05)
     one = jnp.array([-jnp.inf, 3.0, -jnp.inf])
     assert bool(confidence.confident(one, threshold=jnp.float32(1.0)))
     for threshold_ in (0.0, 0.5):
@@ -306,7 +261,7 @@ def test_bad_input_is_refused(build, message):
         build()
 
 
-def play_ranks(read, *, kind=goodput.RankGoodput, rounds=300):
+def play_ranks(kind, read):
     """Plays rounds that keep each rank by a chance of its own; returns the tokens per
     second of the last budget, over those of the best one.
 
@@ -319,7 +274,7 @@ def play_ranks(read, *, kind=goodput.RankGoodput, rounds=300):
     state = made.init(round_s)
     choose, update = jax.jit(made.choose), jax.jit(made.update)
     rng = np.random.default_rng(7)
-    for _ in range(rounds):
+    for _ in range(300):
         budget = int(choose(state))
         kept = (rng.random(len(chances)) < chances) & (np.arange(len(chances)) < budget)
         told = {"num_accepted": jnp.int32(kept.sum()), "kept": jnp.asarray(read(kept))}
@@ -332,6 +287,6 @@ def play_ranks(read, *, kind=goodput.RankGoodput, rounds=300):
 @pytest.mark.parametrize("kind", [goodput.RankGoodput, leader.RankLeader])
 def test_ranks_find_the_budget_of_a_tree(kind):
     """Fails if nodes are counted by depth: rank 1 is hardly ever kept, 2 and 3 are."""
-    assert play_ranks(lambda kept: kept, kind=kind) > 0.97
+    assert play_ranks(kind, lambda kept: kept) > 0.97
     by_depth = lambda kept: np.arange(len(kept)) < kept.sum()
-    assert play_ranks(by_depth, kind=kind) < 0.97
+    assert play_ranks(kind, by_depth) < 0.97

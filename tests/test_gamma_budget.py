@@ -42,8 +42,7 @@ def simulate(made, state, texts):
     """Runs each text for each number of rounds in `AFTER`: `[AFTER, texts]`."""
 
     def one(most, text):
-        begun = simulation.begin(made, state)
-        return simulation.simulate(made, begun, text, max_rounds=most)
+        return simulation.simulate(made, state, text, max_rounds=most)
 
     each = jax.vmap(jax.vmap(one, in_axes=(None, 0)), in_axes=(0, None))
     return each(jnp.asarray(AFTER, jnp.int32), texts)
@@ -52,8 +51,7 @@ def simulate(made, state, texts):
 def losses(made, state, texts, costs):
     """Returns shares by which texts of 64 tokens or more are slower than plain ones."""
     runs = simulate(made, state, texts)
-    seconds = np.asarray(runs.rounds_at) @ np.asarray(costs.round_s)
-    seconds += np.asarray(runs.num_caught_up) * costs.catch_up_s
+    seconds = runs.seconds(costs.round_s, catch_up_s=costs.catch_up_s)
     tokens = np.asarray(runs.position)
     return (seconds / tokens - 1)[tokens >= 64]
 
@@ -70,32 +68,16 @@ def test_no_text_is_slower_by_more_than_the_bound(chances, draft):
         assert found.mean() < -0.1  # Drafts are made where they pay.
 
 
-def test_the_bound_catches_a_policy_without_a_budget():
-    """Negative control: the same policy on the same texts, with an infinite account."""
-    costs = costs_of(0.6)
-    made, first = default_gamma.make(costs)
-    full = first.replace(balance=jnp.float32(jnp.inf))
-    free = dataclasses.replace(made, savings=float("inf"))
-    assert losses(free, full, draw((0.0,)), costs).max() > 2 * made.bound
-
-
-@pytest.mark.parametrize("bound", ["budget", "schedule"])
-def test_the_bounded_policy_begins_anew(bound):
+def test_the_bounded_policy_begins_anew():
     """Fails if a leader under a bound takes one text's counts for the next text's."""
     asks, first = gamma_cases.make("leader")
-    if bound == "budget":
-        made = budget.Budget(asks=asks)
-        state = made.init(costs_of(0.2), asks=first)
-    else:
-        made = schedule.Schedule(gamma_max=asks.gamma_max, asks=asks)
-        state = made.init((1.0,) * 8, asks=first)
-    learnt = asks.update(
-        first, gamma=jnp.int32(2), num_drafted=jnp.int32(2), num_accepted=jnp.int32(0)
-    )
-    begun = policy.renewed(made, state.replace(asks=learnt))
-    testing.assert_same_bits(begun.asks, asks.renew(learnt))
-    assert learnt.reached.any() and not begun.asks.reached.any()
-    assert begun.asks.all_reached.any()
+    numbers = {"gamma": 2, "num_drafted": 2, "num_accepted": 0}
+    learnt = asks.update(first, **{name: jnp.int32(x) for name, x in numbers.items()})
+    bounds = budget.Budget(asks=asks), schedule.Schedule(gamma_max=4, asks=asks)
+    for made, costs in zip(bounds, (costs_of(0.2), (1.0,) * 8), strict=True):
+        begun = policy.renewed(made, made.init(costs, asks=learnt)).asks
+        testing.assert_same_bits(begun, asks.renew(learnt))
+        assert begun.all_reached.any() and not begun.reached.any()
 
 
 def test_a_bad_beginning_is_not_the_end():
@@ -133,8 +115,8 @@ def test_a_budget_of_a_batch_is_shared():
     np.testing.assert_allclose(first.lost, [0, 0.25, 0.75])
     slots = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), first)
     slots = slots.replace(num_behind=jnp.array([4, 0, 9], jnp.int32))
-    numbers = {"num_active": 2, "num_verified": 3, "num_accepted": 1}
-    numbers = {name: jnp.int32(number) for name, number in numbers.items()}
+    names = "num_active", "num_verified", "num_accepted"
+    numbers = dict(zip(names, map(jnp.int32, (2, 3, 1)), strict=True))
     asked = jnp.array([2, 1, 0], jnp.int32)
     settled = made.settle(slots, asked=asked, **numbers)
     gain = 0.5 - (0.75 + 4 * 0.1) + made.bound / 2 * 1.5
@@ -148,23 +130,26 @@ def test_a_budget_of_a_batch_is_shared():
     testing.assert_same_bits(made.settle(slots, asked=asked * 0, **none), slots)
 
 
-def test_costs_and_budgets_that_are_none_are_refused():
-    for bad in ((1.0,), (1.0, 0.0), (1.0, float("nan"))):
-        with pytest.raises(ValueError, match="round_s="):
-            costs_lib.RoundCosts(round_s=bad)
-    with pytest.raises(ValueError, match="catch_up_s=-1"):
-        costs_lib.RoundCosts(round_s=(1.0, 1.0), catch_up_s=-1)
-    with pytest.raises(ValueError, match=r"0 \.\. 7 drafts, and up to 9"):
-        costs_of(0.1).upto(9)
-    asks = policy.Fixed(gamma_max=2)
-    outside = {
-        "bound": (0.0, 2.0),
-        "stake": (0.0, 2.0),
-        "shortest": (0,),
-        "savings": (0,),
-    }
-    for bad in ({name: x} for name, values in outside.items() for x in values):
-        with pytest.raises(ValueError, match="drafting would never be tried"):
-            budget.Budget(asks=asks, **bad)
+COSTS = costs_lib.RoundCosts
+BUDGET = functools.partial(budget.Budget, asks=policy.Fixed(gamma_max=2))
+UNTRIED = "drafting would never be tried"
+REFUSED = [
+    *((COSTS, {"round_s": bad}, "round_s=") for bad in [(1.0,), (1.0, 0.0)]),
+    (COSTS, {"round_s": (1.0, np.nan)}, "round_s="),
+    (costs_of, {"draft": 0.1, "catch_up_s": -1}, "catch_up_s=-1"),
+    (costs_of(0.1).upto, {"gamma_max": 9}, r"0 \.\. 7 drafts, and up to 9"),
+    *((BUDGET, {name: 0}, UNTRIED) for name in ("bound", "stake", "savings")),
+    *((BUDGET, {name: 2.0}, UNTRIED) for name in ("bound", "stake")),
+    (BUDGET, {"shortest": 0}, UNTRIED),
+]
+
+
+@pytest.mark.parametrize(("call", "given", "words"), REFUSED)
+def test_costs_and_budgets_that_are_none_are_refused(call, given, words):
+    with pytest.raises(ValueError, match=words):
+        call(**given)
+
+
+def test_falls_of_costs_are_noise():
     noisy = costs_lib.RoundCosts(round_s=(1.0, 1.2, 1.1))
     np.testing.assert_array_equal(noisy.rising_s(), [1.0, 1.2, 1.2])

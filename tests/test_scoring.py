@@ -21,6 +21,15 @@ def lm(request, tmp_path_factory):
     return sj.load(target, draft=draft, gamma_max=4, impl=request.param)
 
 
+def of_all_tokens(lm, sampling=None):
+    """Returns the log-probabilities of every token after the first prompt, by the model
+    and by `sampling`."""
+    size = lm.target.config.vocab_size
+    texts = [PROMPTS[0]] * size, [[token] for token in range(size)]
+    found = sj.score(lm, *texts, sampling=sampling)
+    return np.array([(one.log_probs[0], one.drawn_log_probs[0]) for one in found]).T
+
+
 def same(found, expected) -> None:
     for name in scoring.NAMES:
         testing.assert_same_bits(getattr(found, name), getattr(expected, name))
@@ -30,9 +39,9 @@ def same(found, expected) -> None:
 def test_they_are_those_of_decoding(lm, sampling):
     """Fails if a number depends on drafts, on a tree, on a batch, or on the other rows
     of its slab."""
-    settings = SHORT | {"sampling": sampling, "top_logprobs": 3}
-    plain = sj.decode(lm, PROMPTS, **settings)
     top = {"sampling": sampling, "top_logprobs": 3}
+    settings = SHORT | top
+    plain = sj.decode(lm, PROMPTS, **settings)
     for made in (
         sj.generate(lm, PROMPTS, num_slots=2, gamma=4, **settings),
         sj.generate(lm, PROMPTS, gamma=sj.Tree.parse("2x2:5"), **settings),
@@ -56,14 +65,12 @@ def test_they_are_those_of_decoding(lm, sampling):
 def test_the_likeliest_tokens(lm):
     """Fails if they are not the highest of all log-probabilities, in order, with the
     bits that `score` gives each token, or if asking for them changes a bit."""
-    size = lm.target.config.vocab_size
     (one,) = sj.generate(lm, [PROMPTS[0]], gamma=2, top_logprobs=5, **SHORT)
     (asked,) = sj.generate(lm, [PROMPTS[0]], gamma=2, log_probs=True, **SHORT)
     for name in ("log_probs", "drawn_log_probs"):
         testing.assert_same_bits(getattr(one, name), getattr(asked, name))
     assert asked.top_tokens is None and one.top_tokens.dtype == np.int32
-    every = sj.score(lm, [PROMPTS[0]] * size, [[token] for token in range(size)])
-    first = np.array([each.log_probs[0] for each in every])
+    first, _ = of_all_tokens(lm)
     order = np.argsort(-first, kind="stable")[:5]
     assert one.top_tokens.shape == one.top_log_probs.shape == (SHORT["max_tokens"], 5)
     assert one.top_tokens[0].tolist() == order.tolist()
@@ -86,25 +93,18 @@ def test_they_are_those_of_the_rows_that_decided(lm):
 
 def test_they_are_of_distributions(lm):
     """Fails if chances do not add up to one, or if filters keep more than `top_k`."""
-    size = lm.target.config.vocab_size
-    every = [[token] for token in range(size)]
-    found = sj.score(lm, [PROMPTS[0]] * size, every, sampling=DRAWN)
-    for name in ("log_probs", "drawn_log_probs"):
-        mass = np.exp([getattr(one, name)[0].astype(float) for one in found])
-        assert mass.sum() == pytest.approx(1, abs=1e-5)
-    kept = [one for one in found if np.isfinite(one.drawn_log_probs[0])]
-    assert 1 < len(kept) <= DRAWN.top_k
+    raw, drawn = of_all_tokens(lm, DRAWN).astype(float)
+    for log_probs in (raw, drawn):
+        assert np.exp(log_probs).sum() == pytest.approx(1, abs=1e-5)
+    kept = np.isfinite(drawn)
+    assert 1 < kept.sum() <= DRAWN.top_k
     # By definition: the kept logits over the temperature, normalised.
-    raw = np.array([one.log_probs[0] for one in kept], float) / DRAWN.temperature
-    expected = raw - np.log(np.sum(np.exp(raw)))
-    drawn = [one.drawn_log_probs[0] for one in kept]
-    np.testing.assert_allclose(drawn, expected, atol=1e-5)
+    scaled = raw[kept] / DRAWN.temperature
+    expected = scaled - np.log(np.sum(np.exp(scaled)))
+    np.testing.assert_allclose(drawn[kept], expected, atol=1e-5)
     # Greedily only one token has a chance.
-    greedy = [
-        one.drawn_log_probs[0] for one in sj.score(lm, [PROMPTS[0]] * size, every)
-    ]
-    best = int(np.argmax([one.log_probs[0] for one in found]))
-    assert greedy[best] == 0 and np.sum(np.isneginf(greedy)) == size - 1
+    _, greedy = of_all_tokens(lm)
+    assert greedy[raw.argmax()] == 0 and np.isneginf(greedy).sum() == len(greedy) - 1
 
 
 def test_nobody_asks_and_nothing_is_computed(lm):
