@@ -55,7 +55,7 @@ LONGEST = [
     f"test_{name}.py"
     for name in (
         "hopper_model triton_model row_attention rows round mesh tree_rows "
-        "every_drafter block eagle3 draft_trees processing samples front_door "
+        "every_drafter heads head_training draft_model processing samples front_door "
         "native_sanitizers native_threads readme"
     ).split()
 ]

@@ -1,4 +1,7 @@
-"""A choice among drafters: its counts, its choices, and what these may not read."""
+"""Several drafters in one: which one drafts, at what cost, by what it may know.
+
+A hybrid asks its draft model where statistics are not sure; a choice goes by counts.
+"""
 
 import dataclasses
 
@@ -13,12 +16,12 @@ from spec_jax.drafters import (
     choice,
     draft_model,
     each,
-    eagle3,
+    hybrid,
     ngram,
     suffix,
     tree_shapes,
 )
-from spec_jax.engine import checks, rows
+from spec_jax.engine import forward
 from spec_jax.rules import rule as rule_lib
 
 
@@ -33,6 +36,8 @@ CHOICE = choice.Choice(members=(LOOKUP, STATISTICS, DRAFT))
 MEMBERS = (None, suffix.empty_corpus(8), decoding.perturbed(BENCH.params, 0.02))
 PARAMS = choice.params_of(CHOICE, MEMBERS, draft=0.05, row=0.1)
 NGRAM, DRAFTED = 0, 2
+HYBRID = hybrid.Hybrid(suffix=STATISTICS, draft=DRAFT, threshold=2.0)
+OF_HYBRID = hybrid.HybridParams(draft=MEMBERS[2], corpus=MEMBERS[1])
 REPEATS, NEW = [1, 2, 3, 4] * 3, [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -45,6 +50,44 @@ def drafted(slots, memory, texts, *, params=PARAMS, behind=0, sampling=None):
     """Returns memory and proposal after texts, with meaningless tokens behind them."""
     told = {"size": BENCH.capacity + 1, "behind": behind, "sampling": sampling}
     return decoding.propose_after(slots, params, memory, texts, **told)
+
+
+def after(drafter, params, texts):
+    """Returns memory and proposal after prompts, one in each slot."""
+    return drafted(*begun(texts, params, drafter), texts, params=params)
+
+
+def test_the_draft_model_is_asked_only_where_statistics_are_not_sure():
+    """Fails if both drafters run, the wrong one drafts, or slots decide together."""
+    texts = [REPEATS, NEW, REPEATS]
+    memory, proposal = after(HYBRID, OF_HYBRID, texts)
+    alone, expected = after(DRAFT, MEMBERS[2], [NEW])
+    assert proposal.num_drafted.tolist() == [GAMMA_MAX] * 3
+    assert proposal.tokens[::2].tolist() == [[1, 2, 3, 4]] * 2
+    held = len(NEW) - 1 + GAMMA_MAX
+    # No row was run where statistics are sure.
+    assert memory.length.tolist() == [len(REPEATS) - 1, held, len(REPEATS) - 1]
+    testing.assert_same_bits(proposal.tokens[1], expected.tokens[0])
+    kv = decoding.held(memory, held, slot=1), decoding.held(alone, held)
+    testing.assert_same_bits(*kv)
+
+
+def test_the_survival_of_a_draft_is_that_of_whoever_drafted_it():
+    """Fails if a draft has the other drafter's survival, or any without a schedule."""
+    texts = [REPEATS, NEW]
+    _, of_draft = after(DRAFT.for_schedule(), MEMBERS[2], [NEW])
+    pair = choice.Choice(members=(STATISTICS, DRAFT))
+    costs = choice.params_of(pair, MEMBERS[1:], draft=0.05, row=0.1)
+    for drafter, params in ((HYBRID, OF_HYBRID), (pair, costs)):
+        _, proposal = after(drafter.for_schedule(), params, texts)
+        assert proposal.survival[0].tolist() == [1.0] * GAMMA_MAX  # It has no rival.
+        count = int(proposal.num_drafted[1])
+        found, expected = proposal.survival[1, :count], of_draft.survival[0, :count]
+        testing.assert_same_bits(found, expected)
+        assert 0 < float(found[0]) < 1
+        assert after(drafter, params, texts)[1].survival is None
+    # `ngram` gives none.
+    assert after(CHOICE.for_schedule(), PARAMS, texts)[1].survival is None
 
 
 def who(memory, slot=0):
@@ -165,51 +208,46 @@ def test_no_draw_of_the_round_decides_who_drafts():
     assert len(tokens) > 1  # The noise changes the drafts themselves.
 
 
-def test_chances_are_told_where_all_members_tell_them():
-    """Fails if a schedule gets the survival of another member's drafts."""
-    pair = choice.Choice(members=(STATISTICS, DRAFT)).for_schedule()
-    params = choice.params_of(pair, MEMBERS[1:], draft=0.05, row=0.1)
-    texts = [REPEATS, NEW]
-    _, found = drafted(*begun(texts, params, pair), texts, params=params)
-    assert found.survival[0].tolist() == [1.0] * GAMMA_MAX  # No other continuation.
-    assert 0 < float(found.survival[1, 0]) < 1
-    slots = each.lift(CHOICE.for_schedule(), 2)
-    _, without = jax.eval_shape(
-        lambda memory: drafted(slots, memory, texts), slots.init(**BENCH.sizes)
-    )
-    assert without.survival is None  # `ngram` gives none.
-
-
+TREE = tree_shapes.parse("2x2:4")
 REFUSED = {
-    "a choice among no drafters": {"members": ()},
-    "give none of them twice": {"members": (LOOKUP, DRAFT, LOOKUP)},
-    "chains, and one of them": {
-        "members": (LOOKUP.for_tree(tree_shapes.parse("2x2:4")), DRAFT)
-    },
-    r"have gamma_max \[4, 3\]": {"members": (LOOKUP, ngram.NGram(gamma_max=3))},
-    "prior=1.0 and decay": {"members": (LOOKUP,), "prior": 1.0},
-    "text_weight=-1 must be 0 or": {"members": (LOOKUP,), "text_weight": -1},
-    "prior_weight=0 above 0": {"members": (LOOKUP,), "prior_weight": 0},
+    "a choice among no drafters": (CHOICE, {"members": ()}),
+    "give none of them twice": (CHOICE, {"members": (LOOKUP, DRAFT, LOOKUP)}),
+    "chains, and one of them": (CHOICE, {"members": (LOOKUP.for_tree(TREE), DRAFT)}),
+    r"have gamma_max \[4, 3\]": (
+        CHOICE,
+        {"members": (LOOKUP, ngram.NGram(gamma_max=3))},
+    ),
+    "prior=1.0 and decay": (CHOICE, {"prior": 1.0}),
+    "text_weight=-1 must be 0 or": (CHOICE, {"text_weight": -1}),
+    "prior_weight=0 above 0": (CHOICE, {"prior_weight": 0}),
+    "gamma_max=3 and the draft model gamma_max=4": (
+        HYBRID,
+        {"suffix": suffix.SuffixDecoding(gamma_max=3)},
+    ),
+    "threshold=0.0 must be above 0": (HYBRID, {"threshold": 0.0}),
+    "drafts chains, and one of its": (HYBRID, {"draft": DRAFT.for_tree(TREE)}),
+    "a hybrid drafts chains, and one": (
+        HYBRID,
+        {"suffix": dataclasses.replace(STATISTICS, tree=TREE)},
+    ),
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_members_that_make_no_choice_are_refused(words):
+def test_parts_that_do_not_fit_together_are_refused(words):
+    drafter, changes = REFUSED[words]
     with pytest.raises(ValueError, match=words):
-        choice.Choice(**REFUSED[words])
+        dataclasses.replace(drafter, **changes)
 
 
 def test_a_member_that_reads_features_needs_a_target_that_gives_them():
-    import test_eagle3 as eagle  # Here, as it takes seconds to import.
+    import head_cases as heads  # Here, as it takes seconds to import.
 
-    drafter = choice.Choice(members=(LOOKUP, eagle.make("xla")))
-    assert isinstance(drafter.members[1], eagle3.Eagle3)
+    drafter = choice.Choice(members=(LOOKUP, heads.make("eagle3", "xla")))
     assert drafter.taps == drafter.members[1].taps
-
-    class Blind(rows.SlotRows):
-        """A target without features."""
-
-        taps = ()
-
-    with pytest.raises(ValueError, match="Choice reads the target's features"):
-        checks.check_pair(Blind(model=BENCH.target, num_slots=1), drafter)
+    silent = forward.ForwardTarget(
+        forward_rows=None, init_cache=None, config=decoding.SMALL.target.config
+    )
+    words = r"Choice reads the target's features .* and ForwardTarget has taps=\(\)"
+    with pytest.raises(ValueError, match=words):
+        decoding.SMALL.scheduler(drafter, target=silent, draft_params=PARAMS)

@@ -1,4 +1,5 @@
-"""Drafters of one sequence, lifted over slots that have memories of their own."""
+"""Drafters of one sequence, lifted over slots that have memories of their own; and the
+oracle, which is one of them: it proposes its trace, wrong where it was told to be."""
 
 import dataclasses
 
@@ -9,28 +10,8 @@ import pytest
 from slow_cases import slow
 
 from spec_jax import testing
-from spec_jax.drafters import each, hybrid, oracle, suffix
-from spec_jax.engine import checks, protocols, rows
-
-
-DRAFT = decoding.draft_drafter()
-HYBRID = hybrid.Hybrid(suffix=suffix.SuffixDecoding(gamma_max=4), draft=DRAFT)
-ORACLE = oracle.Oracle(gamma_max=4, vocab_size=96)
-
-
-@pytest.mark.parametrize("drafter", [DRAFT, HYBRID, ORACLE], ids=["draft", "hy", "or"])
-@pytest.mark.parametrize("num_slots", [1, 3])
-def test_a_draft_of_another_vocabulary_is_refused(drafter, num_slots):
-    """Fails if a lifted drafter does not tell the size of its vocabulary."""
-    config = decoding.make_config(vocab_size=50)
-    model = dataclasses.replace(decoding.TARGET, config=config)
-    target = rows.SlotRows(model=model, num_slots=num_slots)
-    with pytest.raises(ValueError, match="different vocabularies: 96 and 50 entries"):
-        checks.check_pair(target, each.lift(drafter, num_slots))
-    with pytest.raises(ValueError, match="different vocabularies: 96 and 50 entries"):
-        dataclasses.replace(decoding.Setting(), target=model).scheduler(
-            drafter, num_slots=num_slots
-        )
+from spec_jax.drafters import each, oracle
+from spec_jax.engine import protocols
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +70,7 @@ def test_slots_have_memories_and_settings_of_their_own(num_slots):
 
 class KeepsPages(Counts):
     def init(self, *, capacity, page_size):
-        return DRAFT.model.new_cache(capacity=capacity, page_size=page_size)
+        return decoding.TARGET.new_cache(capacity=capacity, page_size=page_size)
 
 
 def test_a_paged_memory_is_mapped_over_one_slot_alone():
@@ -97,3 +78,69 @@ def test_a_paged_memory_is_mapped_over_one_slot_alone():
     message = "KeepsPages keeps a paged cache, .* over 2 slots .* give it `for_slots"
     with pytest.raises(NotImplementedError, match=message):
         each.lift(KeepsPages(), 2).init(capacity=8, page_size=4)
+
+
+GAMMA_MAX = 4
+ORACLE = oracle.Oracle(gamma_max=GAMMA_MAX, vocab_size=96)
+TEXT = [3, 95, 0, 41, 41, 7]
+
+
+def drafts(trace, length, *, gamma=GAMMA_MAX) -> list[int]:
+    memory = ORACLE.init(capacity=11, page_size=4)
+    memory = ORACLE.prefill(trace, memory, TEXT[:1])
+    assert memory.tokens.shape == memory.is_right.shape == (13,)
+    asked = {"tokens": jnp.zeros((12,), jnp.int32), "length": jnp.int32(length)}
+    asked["gamma"] = jnp.int32(gamma)
+    proposal = decoding.propose(ORACLE, None, memory, **asked)[1]
+    return np.asarray(proposal.tokens)[: int(proposal.num_drafted)].tolist()
+
+
+def test_it_proposes_the_trace():
+    """Fails if a position is off by one, more is drafted than is known, or a forced
+    error is right or past the vocabulary."""
+    trace = oracle.make_trace(TEXT)
+    for length in range(1, len(TEXT) + 2):
+        for gamma in range(GAMMA_MAX + 1):
+            assert drafts(trace, length, gamma=gamma) == TEXT[length:][:gamma]
+    assert drafts(oracle.make_trace(TEXT, rate=0.0), 1) == [0, 1, 42, 42]
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.7])
+def test_positions_are_right_at_the_rate_whatever_came_before(rate):
+    """Fails if acceptance is not `rate` at every position of a window, or if more than
+    the seed decides which drafts are right."""
+    made = [oracle.make_trace([5] * 20_000, rate=rate, seed=seed) for seed in (3, 3, 4)]
+    testing.assert_same_bits(made[0], made[1])
+    right, _, other = (np.asarray(one.is_right) for one in made)
+    assert (other != right).any()
+    windows = np.lib.stride_tricks.sliding_window_view(right, 3)
+    for before in range(3):
+        # How often windows that keep their first drafts keep the next one, too.
+        following = windows[windows[:, :before].all(axis=1), before]
+        error = np.sqrt(rate * (1 - rate) / following.size)
+        assert abs(following.mean() - rate) < 5 * error
+
+
+@pytest.mark.parametrize(
+    ("text", "rate", "message"),
+    [
+        ([], 1.0, "the text is empty"),
+        (TEXT, 1.5, r"rate=1.5 is outside \[0, 1\]"),
+    ],
+)
+def test_impossible_traces_are_refused(text, rate, message):
+    with pytest.raises(ValueError, match=message):
+        oracle.make_trace(text, rate=rate)
+
+
+def test_traces_that_a_slot_does_not_take():
+    """Fails if a trace may be too long or missing, or goes into another slot."""
+    slots = each.lift(ORACLE, 3)
+    memory = slots.init(capacity=11, page_size=4)
+    with pytest.raises(ValueError, match="a trace of 14 tokens for a text of 13"):
+        slots.prefill(oracle.make_trace([3] * 14), memory, [3], slot=1)
+    with pytest.raises(ValueError, match="takes the trace of each request.* `draft_p"):
+        slots.prefill(None, memory, [3], slot=1)
+    memory = slots.prefill(oracle.make_trace([3] * 5), memory, [3], slot=1)
+    assert memory.slots.length.tolist() == [0, 5, 0]
+    assert memory.slots.tokens.sum(axis=1).tolist() == [0, 15, 0]

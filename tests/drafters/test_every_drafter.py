@@ -10,20 +10,18 @@ import functools
 import itertools
 
 import decoding
+import head_cases as heads
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import readme_blocks
-import test_block as blocks
-import test_eagle3 as eagle
-import test_peagle as parallel
 from decoding import GAMMA_MAX, SMALL, Ask
-from slow_cases import slow
+from slow_cases import slow, slow_but
 
 from spec_jax import testing
 from spec_jax.drafters import choice, each, hybrid, ngram, oracle, suffix, tree_shapes
-from spec_jax.engine import checks
+from spec_jax.engine import checks, round as round_lib
 from spec_jax.gamma import schedule
 from spec_jax.rules import rule as rule_lib
 
@@ -34,7 +32,6 @@ CORPUS = suffix.remember(
 """Earlier texts, in which a token outside the vocabulary here follows `7, 3`."""
 WEIGHTS = decoding.NEARLY_TARGET
 LOOKUP = suffix.SuffixDecoding(gamma_max=GAMMA_MAX)
-SEARCHED, FIXED = tree_shapes.parse("2x3:6@1"), tree_shapes.parse("2-2")
 
 
 def draft_model(impl):
@@ -48,30 +45,21 @@ def static_model(impl):
     )
 
 
+def head(name):
+    return functools.partial(heads.make, name)
+
+
 def hybrid_of(draft):
     return lambda impl: hybrid.Hybrid(suffix=LOOKUP, draft=draft(impl), threshold=2.0)
 
 
 def choice_of(draft):
-    lookup = ngram.PromptLookup(gamma_max=GAMMA_MAX)
-    return lambda impl: choice.Choice(members=(lookup, draft(impl), LOOKUP))
+    return lambda impl: choice.Choice(members=(NGRAM, draft(impl), LOOKUP))
 
 
 def choice_params(params):
     drafter = choice_of(draft_model)("xla")
     return choice.params_of(drafter, (None, params, CORPUS), draft=0.0, row=0.01)
-
-
-def windowed(impl):
-    return eagle.make(impl, head=dataclasses.replace(eagle.HEAD, window=5))
-
-
-def block(name):
-    return lambda impl: blocks.make(blocks.HEADS[name], impl)
-
-
-def tree(make, shape):
-    return lambda impl: make(impl).for_tree(shape)
 
 
 def alone(drafter):
@@ -81,41 +69,39 @@ def alone(drafter):
 
 HYBRID_PARAMS = functools.partial(hybrid.HybridParams, corpus=CORPUS)
 NGRAM = ngram.PromptLookup(gamma_max=GAMMA_MAX)
-DRAFTERS = {
+WINDOWED, EAGLE = dataclasses.replace(heads.EAGLE, window=5), heads.PARAMS["eagle3"]
+CHAINS = {
     "draft-model": (draft_model, WEIGHTS),
-    "draft-model, searched": (tree(draft_model, SEARCHED), WEIGHTS),
-    "draft-model, fixed": (tree(draft_model, FIXED), WEIGHTS),
     "ngram": (alone(NGRAM), None),
-    "ngram, searched": (alone(NGRAM.for_tree(SEARCHED)), None),
     "suffix": (alone(LOOKUP), CORPUS),
     "hybrid": (hybrid_of(draft_model), HYBRID_PARAMS(draft=WEIGHTS)),
-    "hybrid of eagle3": (hybrid_of(eagle.make), HYBRID_PARAMS(draft=eagle.PARAMS)),
+    "hybrid of eagle3": (hybrid_of(head("eagle3")), HYBRID_PARAMS(draft=EAGLE)),
     "choice": (choice_of(draft_model), choice_params(WEIGHTS)),
-    "choice of eagle3": (choice_of(eagle.make), choice_params(eagle.PARAMS)),
+    "choice of eagle3": (choice_of(head("eagle3")), choice_params(EAGLE)),
     "oracle": (alone(oracle.Oracle(gamma_max=GAMMA_MAX, vocab_size=96)), None),
     "bigram": (alone(readme_blocks.bigram(gamma_max=GAMMA_MAX, vocab_size=96)), None),
     "static draft-model": (static_model, WEIGHTS),
-    "eagle3": (eagle.make, eagle.PARAMS),
-    "eagle3, searched": (tree(eagle.make, SEARCHED), eagle.PARAMS),
-    "eagle3, fixed": (tree(eagle.make, FIXED), eagle.PARAMS),
-    "peagle": (parallel.make, parallel.PARAMS),
-    "peagle, searched": (tree(parallel.make, SEARCHED), parallel.PARAMS),
-    "peagle, fixed": (tree(parallel.make, FIXED), parallel.PARAMS),
-    "eagle3 with a window": (windowed, eagle.PARAMS),
-    "eagle3 with a window, searched": (tree(windowed, SEARCHED), eagle.PARAMS),
-    "dflash": (block("dflash"), blocks.PARAMS["dflash"]),
-    "dflash with windows": (block("mixed"), blocks.PARAMS["mixed"]),
-    "causal dflash, searched": (
-        tree(block("causal"), SEARCHED),
-        blocks.PARAMS["causal"],
-    ),
-    "dflash2": (block("dflash2"), blocks.PARAMS["dflash2"]),
-    "dflash2, searched": (tree(block("dflash2"), SEARCHED), blocks.PARAMS["dflash2"]),
-    "dspark": (block("dspark"), blocks.PARAMS["dspark"]),
-    "rnn": (block("rnn"), blocks.PARAMS["rnn"]),
-    "dspark, searched": (tree(block("dspark"), SEARCHED), blocks.PARAMS["dspark"]),
-    "rnn, fixed": (tree(block("rnn"), FIXED), blocks.PARAMS["rnn"]),
+    "eagle3 with a window": (head(WINDOWED), EAGLE),
+    **{name: (head(name), heads.PARAMS[name]) for name in heads.HEADS},
 }
+SHAPES = {"searched": tree_shapes.parse("2x3:6@1"), "fixed": tree_shapes.parse("2-2")}
+DRAFTERS = [name for name in CHAINS if name not in ("causal", "gated", "anchored")]
+DRAFTERS += [
+    "draft-model, searched", "draft-model, fixed", "ngram, searched",
+    "eagle3, searched", "eagle3, fixed", "peagle, searched", "peagle, fixed",
+    "eagle3 with a window, searched", "causal, searched", "dflash2, searched",
+    "dspark, searched", "rnn, fixed",
+]  # fmt: skip
+
+
+def make(name, impl=SMALL.target.impl):
+    """Returns the drafter of that name, and its parameters."""
+    name, _, shape = name.partition(", ")
+    made, params = CHAINS[name]
+    drafter = made(impl)
+    return drafter.for_tree(SHAPES[shape]) if shape else drafter, params
+
+
 REPEATS = Ask(prompt=(7, 3, 90, 7, 3, 41, 7, 3), max_tokens=30)
 DRAWN = dataclasses.replace(REPEATS, sampling=decoding.WARM, gamma=3)
 GREEDY = dataclasses.replace(REPEATS, sampling=decoding.COLD, gamma=None)
@@ -125,11 +111,6 @@ OTHERS = (
     Ask(prompt=(9,), max_tokens=20, gamma=None),
     Ask(prompt=tuple(range(30, 50)), max_tokens=18, gamma=None),
 )
-
-
-def make(name, impl=SMALL.target.impl):
-    made, params = DRAFTERS[name]
-    return made(impl), params
 
 
 QUICK = (
@@ -143,14 +124,12 @@ QUICK = (
 run the rule "block", `test_wide_windows` searched trees, all in `tests/engine`."""
 
 
-def is_possible(impl, rule, name, num_slots):
-    """Returns whether a rule takes this drafter's trees."""
-    del impl, num_slots
-    return rule == "coupled" or "," not in name or name.endswith("fixed")
-
-
-PRODUCT = itertools.product(("native", "xla"), rule_lib.RULES, DRAFTERS, (1, 4))
-REST = [slow(*case) for case in PRODUCT if case not in QUICK and is_possible(*case)]
+CASES = [
+    case
+    for case in itertools.product(("native", "xla"), rule_lib.RULES, DRAFTERS, (1, 4))
+    # All rules take chains and trees of a fixed shape.
+    if case[1] == "coupled" or "," not in case[2] or case[2].endswith("fixed")
+]
 
 
 def request_of(name: str, ask: Ask):
@@ -161,7 +140,7 @@ def request_of(name: str, ask: Ask):
     return ask.request(draft_params=oracle.make_trace(text, rate=0.75))
 
 
-@pytest.mark.parametrize(("impl", "rule", "name", "num_slots"), [*QUICK, *REST])
+@pytest.mark.parametrize(("impl", "rule", "name", "num_slots"), slow_but(CASES, *QUICK))
 def test_tokens_are_those_of_decoding(impl, rule, name, num_slots):
     """Fails if a drafter has no form for slots, or changes a token or target K/V."""
     setting, (drafter, params) = decoding.setting_of(impl), make(name, impl)
@@ -195,37 +174,29 @@ def test_tokens_are_those_of_decoding(impl, rule, name, num_slots):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("impl", "name", "most"), [("native", "dspark", 0.8), ("native", "hybrid", 1.0)]
-)
-def test_scheduled_tokens_are_those_of_decoding(impl, name, most):
-    """Fails if a schedule changes a token, or K/V.
+@pytest.mark.parametrize(("name", "most"), [("dspark", 0.8), ("hybrid", 1.0)])
+def test_scheduled_tokens_are_those_of_decoding(name, most):
+    """Fails if a schedule changes a token, or K/V, or cannot read survival.
 
-    Rows cost time, so that only some drafts are verified, and fewer with an account.
+    Rows cost time, so that only some drafts are verified.
     `engine/test_scheduled_rounds.py` has draft models.
     """
-    setting, (drafter, params) = decoding.setting_of(impl), make(name, impl)
+    drafter, params = make(name)
     drawn = (("temperature", 1.0), ("seed", 5))
     asks = [dataclasses.replace(ask, sampling=drawn) for ask in OTHERS]
-    asks.append(Ask(prompt=(7, 3, 90), max_tokens=9, gamma=None))
-    proposed = {}
-    for credit in (np.inf, 8.0):
-        chosen = schedule.Schedule(gamma_max=drafter.gamma_max, credit=credit)
-        rows = np.arange(4 * (drafter.gamma_max + 1) + 1)
-        scheduler = setting.scheduler(
-            drafter,
-            num_slots=len(asks),
-            draft_params=params,
-            gamma_policy=chosen,
-            policy_state=chosen.init(1 + 0.1 * rows, draft_s=0.2),
-        )
-        state = decoding.rounds(scheduler, asks)
-        decoding.assert_as_decoded(setting, state, asks)
-        proposed[credit] = int(state.slots.num_proposed.sum())
-        if credit == np.inf:
-            drafted = drafter.gamma_max * int(state.slots.num_rounds.sum())
-    always, weighed = proposed.values()
-    assert 0 < weighed <= most * always < most * drafted
+    chosen = schedule.Schedule(gamma_max=drafter.gamma_max)
+    rows = np.arange(len(asks) * (drafter.gamma_max + 1) + 1)
+    scheduler = SMALL.scheduler(
+        drafter,
+        num_slots=len(asks),
+        draft_params=params,
+        gamma_policy=chosen,
+        policy_state=chosen.init(1 + 0.1 * rows, draft_s=0.2),
+    )
+    state = decoding.rounds(scheduler, asks)
+    decoding.assert_as_decoded(SMALL, state, asks)
+    drafted = drafter.gamma_max * int(state.slots.num_rounds.sum())
+    assert 0 < int(state.slots.num_proposed.sum()) < most * drafted
 
 
 @pytest.mark.slow
@@ -235,7 +206,7 @@ def test_scheduled_tokens_are_those_of_decoding(impl, name, most):
 )
 def test_every_drafter_keeps_the_contract(name):
     """Fails if a clause is broken, or a head misses features while a hybrid is sure."""
-    (drafter, params), bench = make(name), eagle.BENCH
+    (drafter, params), bench = make(name), heads.BENCH
     slab = max(bench.target.slab, drafter.gamma_max + 1)
     target = dataclasses.replace(bench.target, slab=slab)
     bench = dataclasses.replace(bench, target=target)
@@ -245,50 +216,44 @@ def test_every_drafter_keeps_the_contract(name):
     assert testing.check_drafter(drafter, params, bench) == tuple(testing.CLAUSES)
 
 
-@pytest.mark.parametrize("name", ["draft-model", "eagle3", "dspark"])
-def test_rules_without_these_trees(name):
-    """Fails if a rule by uniforms takes trees whose shape depends on their tokens."""
-    drafter, _ = make(f"{name}, searched")
-    for rule in ("rejection", "block"):
-        with pytest.raises(NotImplementedError, match="fixed shape such as '4-2-1'"):
-            each.lift(drafter, 2, rule=rule)
+UNEVEN = {"tree": tree_shapes.parse("[[0],[1],[0,0]]"), "gamma_max": 3}
+REFUSED = [
+    ("draft-model, searched", {}, "rejection", "fixed shape such as '4-2-1'"),
+    ("eagle3, searched", {}, "block", "fixed shape such as '4-2-1'"),
+    ("dspark, searched", {}, "rejection", "fixed shape such as '4-2-1'"),
+    ("draft-model, fixed", UNEVEN, "multipath", "branching such as '4-1-1'"),
+    ("draft-model, fixed", {"draws": "greedy"}, "multipath", "siblings that are drawn"),
+    ("ngram, searched", {}, "multipath", "drawn with replacement"),
+]
 
 
-def test_trees_whose_siblings_are_drawn_with_replacement():
-    """Fails if "multipath" takes siblings that are not drawn with replacement."""
-    fixed, _ = make("draft-model, fixed")
-    drawn = each.lift(fixed, 2, rule="multipath").drafter
-    assert drawn.tree.replaces and not fixed.tree.replaces
-    assert str(drawn.tree) == str(fixed.tree) == "2-2"
-    paths = tree_shapes.parse("[[0],[1],[0,0]]")
-    uneven = draft_model(SMALL.target.impl).for_tree(paths)
-    certain = dataclasses.replace(fixed, draws="greedy")
-    lookup, _ = make("ngram, searched")
-    for drafter, words in (
-        (uneven, "a branching such as '4-1-1'"),
-        (certain, "siblings that are drawn"),
-        (lookup, "drawn with replacement"),
-    ):
-        with pytest.raises(NotImplementedError, match=words):
-            each.lift(drafter, 2, rule="multipath")
+@pytest.mark.parametrize(("name", "changes", "rule", "words"), REFUSED)
+def test_rules_without_these_trees(name, changes, rule, words):
+    """Fails if a rule by uniforms takes trees whose shape depends on their tokens, or
+    "multipath" siblings that are not drawn with replacement."""
+    drafter = dataclasses.replace(make(name)[0], **changes)
+    with pytest.raises(NotImplementedError, match=words):
+        each.lift(drafter, 2, rule=rule)
 
 
-@pytest.mark.parametrize("name", ["draft-model", "eagle3", "dspark"])
+@pytest.mark.parametrize("name", ["draft-model, fixed", "eagle3", "dspark"])
 def test_what_each_rule_draws(name):
-    """Fails if a rule by uniforms gets coupled drafts, which have no probabilities."""
+    """Fails if a rule by uniforms gets coupled drafts, which have no probabilities, or
+    "multipath" siblings that are drawn without replacement."""
     drafter, _ = make(name)
     for rule in rule_lib.RULES:
+        lifted = each.lift(drafter, 2, rule=rule).drafter
         draws = "coupled" if rule == "coupled" else "independent"
-        assert each.lift(drafter, 2, rule=rule).drafter.draws == draws
+        assert lifted.draws == draws
+        if drafter.tree:
+            assert lifted.tree.replaces == (rule == "multipath")
+            assert str(lifted.tree) == str(drafter.tree) == "2-2"
 
 
-def first_of(first, *others):
-    """Parametrizes `name`: the first drafter, and others that are slow."""
-    later = [slow(name) for name in others]
-    return pytest.mark.parametrize("name", [first, *later])
+POOLED = ("hybrid", "draft-model", "eagle3", "dspark", "peagle")
 
 
-@first_of("hybrid", "draft-model", "eagle3", "dspark", "peagle")
+@pytest.mark.parametrize("name", slow_but(POOLED, "hybrid"))
 def test_where_pages_run_out_fewer_drafts_are_made(name):
     """Fails if a slot waits for a page, drafts without one, or takes another slot's."""
     drafter, params = make(name)
@@ -308,7 +273,7 @@ def test_where_pages_run_out_fewer_drafts_are_made(name):
     assert 0 < counts[1] < counts[0]
 
 
-@first_of("draft-model", "hybrid", "eagle3", "dspark", "peagle")
+@pytest.mark.parametrize("name", slow_but(POOLED, "draft-model"))
 def test_the_pool_of_a_drafter_is_not_copied(name):
     """Fails if a proposal copies the pool of the drafter."""
     drafter, params = make(name)
@@ -317,3 +282,41 @@ def test_the_pool_of_a_drafter_is_not_copied(name):
     decoding.assert_proposes_in_place(
         slots, params, memory, getattr(memory, "kv", memory)
     )
+
+
+@pytest.mark.parametrize("name", ["draft-model", "hybrid", "oracle"])
+def test_a_draft_of_another_vocabulary_is_refused(name):
+    """Fails if a lifted drafter does not tell the size of its vocabulary."""
+    config = decoding.make_config(vocab_size=50)
+    target = dataclasses.replace(decoding.TARGET, config=config)
+    with pytest.raises(ValueError, match="different vocabularies: 96 and 50 entries"):
+        decoding.Setting(target=target).scheduler(make(name)[0], num_slots=3)
+
+
+WIDE = [
+    ("suffix, searched", "coupled", {}),
+    ("draft-model, fixed", "rejection", {}),
+    ("dspark, fixed", "rejection", {}),
+    slow("ngram", "coupled", {}),
+    slow("draft-model", "block", {"min_confidence": 0.01}),
+    slow("dspark", "coupled", {"min_confidence": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("name", "rule", "changes"), WIDE)
+def test_rounds_are_traced_with_wide_defaults(name, rule, changes):
+    """Fails if rounds of two slots write a value that is wider than its array, or a
+    leaf of their state has more than the 32 bits that the loops are written for."""
+    drafter, params = make(name)
+    drafter = dataclasses.replace(drafter, **changes)
+    # 64-bit types and jax's standard promotion, as users may have them.
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        assert jnp.asarray(0).dtype == "int64"
+        scheduler = SMALL.scheduler(
+            drafter, num_slots=2, draft_params=params, rule=rule
+        )
+        state = scheduler.empty(draws=rule != "coupled")
+        assert max(leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) <= 4
+        round_lib.generate.trace(
+            scheduler.speculator, state, max_rounds=decoding.FOREVER
+        )

@@ -9,7 +9,7 @@ import readme_blocks
 import tiny_pair
 
 import spec_jax as sj
-from spec_jax import loading
+from spec_jax import loading, testing
 from spec_jax.drafters import eagle3, hybrid, ngram, registry, suffix
 from spec_jax.model import hub
 
@@ -48,25 +48,26 @@ READY = Bigram(gamma_max=2, vocab_size=264)
 """
 
 
+ENTRY_POINTS = """[spec_jax.drafters]
+bigram = otherdrafters.bigram:Bigram
+broken = otherdrafters.nowhere:Bigram
+"""
+
+
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """Installs a package with the README's drafter; yields the name of its module."""
     drafter, _ = readme_blocks.python_blocks(
         readme_blocks.README.read_text(), readme_blocks.HEADING
     )
-    (tmp_path / "otherdrafters").mkdir()
-    (tmp_path / "otherdrafters/__init__.py").write_text("")
-    (tmp_path / "otherdrafters/bigram.py").write_text(drafter + MORE)
-    information = tmp_path / "otherdrafters-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: otherdrafters\nVersion: 1.0\n"
-    )
-    (information / "entry_points.txt").write_text(
-        "[spec_jax.drafters]\n"
-        "bigram = otherdrafters.bigram:Bigram\n"
-        "broken = otherdrafters.nowhere:Bigram\n"
-    )
+    for name, text in {
+        "otherdrafters/__init__.py": "",
+        "otherdrafters/bigram.py": drafter + MORE,
+        "otherdrafters-1.0.dist-info/METADATA": "Name: otherdrafters\nVersion: 1.0\n",
+        "otherdrafters-1.0.dist-info/entry_points.txt": ENTRY_POINTS,
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "otherdrafters.bigram"
     for name in [name for name in sys.modules if name.startswith("otherdrafters")]:
@@ -89,18 +90,13 @@ def test_drafters_of_another_package(folders, installed):
 
 
 UNKNOWN = {
-    "medusa": "drafter 'medusa' is not one of draft-model, ngram, suffix, hybrid, "
-    "choice, eagle3, dflash, dspark, oracle, bigram, broken, nor written as "
-    "package.module:Name",
+    "medusa": "eagle3, dflash, dspark, oracle, bigram, broken, nor written as package.",
     "broken": "drafter 'broken': No module named 'otherdrafters.nowhere'",
     "nosuchpackage.it:X": "drafter 'nosuchpackage.it:X': No module named 'nosuch",
     "otherdrafters.bigram:Trigram": "has no attribute 'Trigram'",
     "otherdrafters.bigram:": "nor written as package.module:Name",
-    "otherdrafters.bigram:NeedsMore": "needs depth, which is not one of draft, "
-    "dtype, gamma_max, has_draft, heads, load_draft, target, target_params, "
-    "vocab_size, weights: give it a default, or name a function of `parts`",
+    "otherdrafters.bigram:NeedsMore": "needs depth, which is not one of draft, dtype,",
     "otherdrafters.bigram:nothing": "is no drafter: it has no gamma_max, init, prefill",
-    "otherdrafters.bigram:__name__": "is no drafter: it has no gamma_max, init",
 }
 
 
@@ -169,3 +165,33 @@ def test_shipped_heads_are_of_one_target(folders, tmp_path, monkeypatch):
     assert loading.heads_for(None) == tmp_path / "assets"
     assert loading.heads_for(folders[0]) is None
     assert isinstance(sj.load(folders[0]).drafter, ngram.PromptLookup)
+
+
+def test_loads_by_name_and_by_folder(tmp_path, monkeypatch):
+    """Fails if a head is not found by its folder, or is loaded for another target.
+
+    The name alone stands for the shipped head, for the embedded target only.
+    """
+    folder = tiny_pair.write_head(tmp_path / "eagle3", loading.EMBEDDED_TARGET)
+    by_folder = sj.load(drafter=str(folder), gamma_max=3)
+    by_name = sj.load(drafter="eagle3", draft=folder, gamma_max=3)
+    monkeypatch.setattr(loading, "ASSETS", tmp_path)
+    for target in (None, loading.EMBEDDED_TARGET):
+        shipped = sj.load(target, drafter="eagle3", gamma_max=3)
+        assert shipped.drafter == by_folder.drafter == by_name.drafter
+        testing.assert_same_bits(shipped.drafter_params.fc, by_folder.drafter_params.fc)
+    assert by_folder.drafter.taps == (1, 0)
+    mixed = sj.load(drafter="hybrid", draft=folder, gamma_max=3)
+    assert mixed.drafter.draft == by_name.drafter and mixed.drafter.taps == (1, 0)
+    other = shutil.copytree(loading.EMBEDDED_TARGET, tmp_path / "other")
+    for target, drafter, draft, words in (
+        (None, "dspark", None, "none is given nor shipped for"),
+        (other, "eagle3", None, "nor shipped for this target: name a"),
+        (None, "eagle3", loading.EMBEDDED_DRAFT, "is no dialect of EAGLE-3"),
+        (None, str(loading.EMBEDDED_DRAFT), None, "is no head that drafts"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sj.load(target, drafter=drafter, draft=draft)
+    parts = registry.Parts(gamma_max=3, vocab_size=96, load_draft=lambda: None)
+    with pytest.raises(ValueError, match="reads the features of a target"):
+        registry.build(str(folder), parts)

@@ -3,9 +3,8 @@
 import dataclasses
 
 import decoding
+import head_cases as heads
 import pytest
-import test_block as blocks
-import test_eagle3 as eagle
 from slow_cases import slow
 
 from experiments.heads import windowed
@@ -16,45 +15,40 @@ from spec_jax.paging import static
 
 WINDOW = 7
 LENGTHS = (3, 7, 8, 11, 12, 16, 19)
-EAGLE = eagle.make(head=dataclasses.replace(eagle.HEAD, window=WINDOW))
+EAGLE = heads.make(dataclasses.replace(heads.EAGLE, window=WINDOW))
+PARAMS = heads.PARAMS["eagle3"]
 DRAFTERS = {
-    "eagle3": (EAGLE, eagle.PARAMS),
-    "eagle3, tree": (EAGLE.for_tree(tree_shapes.parse("2-2-1")), eagle.PARAMS),
-    "dflash": (
-        blocks.make(
-            dataclasses.replace(blocks.DFLASH, attention=(blocks._Sees(window=8),) * 2)
-        ),
-        blocks.PARAMS["dflash"],
-    ),
+    "eagle3": (EAGLE, PARAMS),
+    "eagle3, tree": (EAGLE.for_tree(tree_shapes.parse("2-2-1")), PARAMS),
+    "dflash": (heads.make(heads.seeing({"window": 8})), heads.PARAMS["dflash"]),
 }
 
 
-def drafts(name, monkeypatch, *, kept):
-    """Returns the drafts after prefixes of a text if so many positions are kept."""
-    if kept is not None:
-        monkeypatch.setattr(features_lib.SlotReader, "_kept", kept)
-    drafter, params = DRAFTERS[name]
-    features = eagle.features_of(drafter.taps)
-    rounds = eagle.rounds_of(drafter, features, LENGTHS, params=params)
-    made = [proposal.tokens[: proposal.num_drafted].tolist() for _, proposal in rounds]
-    monkeypatch.undo()
-    return made
+def drafts(drafter, params=PARAMS):
+    """Returns the drafts after prefixes of a text."""
+    rounds = heads.rounds_of(drafter, params, LENGTHS)
+    return [made.tokens[: made.num_drafted].tolist() for _, made in rounds]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        slow("eagle3"),
-        "eagle3, tree",
-        slow("dflash"),
-    ],
-)
+@pytest.mark.parametrize("name", [slow("eagle3"), "eagle3, tree", slow("dflash")])
 def test_a_ring_drafts_what_all_pages_do(name, monkeypatch):
     """Fails if a key that rows see is overwritten, or read from another place."""
-    whole = drafts(name, monkeypatch, kept=None)  # All 32 positions are kept.
-    assert all(whole) and drafts(name, monkeypatch, kept=16) == whole
+    whole = drafts(*DRAFTERS[name])  # All 32 positions are kept.
+    monkeypatch.setattr(features_lib.SlotReader, "_kept", 16)
+    assert all(whole) and drafts(*DRAFTERS[name]) == whole
     # Negative control: too small a ring.
-    assert drafts(name, monkeypatch, kept=8) != whole
+    monkeypatch.setattr(features_lib.SlotReader, "_kept", 8)
+    assert drafts(*DRAFTERS[name]) != whole
+
+
+def test_a_chain_with_a_window_is_one_native_call():
+    """Compares it with a tree of one branch, which goes level by level."""
+    decoding.needs("native")
+    chain = heads.make(EAGLE.head, "native")
+    branch = chain.for_tree(tree_shapes.parse("1-1-1-1"))
+    assert drafts(chain) == drafts(branch)
+    # Negative control: without a window.
+    assert drafts(chain) != drafts(heads.make("eagle3", "native"))
 
 
 def test_a_ring_has_pages_for_its_window_alone():
@@ -67,13 +61,8 @@ def test_a_ring_has_pages_for_its_window_alone():
     decoding.check_cache(kv)
     with pytest.raises(ValueError, match="slots \\[1\\] do not own"):
         decoding.check_cache(kv.replace(page_table=kv.page_table.at[1, 5].set(0)))
-    mixed = each.lift(blocks.make(blocks.MIXED), 3)
+    mixed = each.lift(heads.make("mixed"), 3)
     assert not isinstance(mixed.init(capacity=4000, page_size=16).kv, static.StaticKV)
-
-
-def with_positions(head, count):
-    layer = dataclasses.replace(head.layer, max_position_embeddings=count)
-    return dataclasses.replace(head, layer=layer)
 
 
 @pytest.mark.filterwarnings("error")
@@ -82,27 +71,24 @@ def test_positions_past_those_of_a_head():
 
     A head with a window sees no distance that it was not trained for: no warning.
     """
-    short = with_positions(eagle.HEAD, 16)
-    one = eagle.make(
-        head=short, model=dataclasses.replace(EAGLE.model, config=short.layer)
-    )
-    with pytest.warns(UserWarning, match="16 positions.*few may be accepted"):
-        checks.warn_positions(one, 20)
-    each.lift(one, 1).init(capacity=96, page_size=2048)
-    windowed = dataclasses.replace(short, window=WINDOW)
-    two = dataclasses.replace(one, head=windowed)
-    checks.warn_positions(two, 20)
-    three = dataclasses.replace(one, head=dataclasses.replace(short, window=17))
-    with pytest.warns(UserWarning, match="16 positions"):
-        checks.warn_positions(three, 20)
+    layer = dataclasses.replace(heads.EAGLE.layer, max_position_embeddings=16)
+
+    def drafter(window):
+        return heads.make(dataclasses.replace(heads.EAGLE, layer=layer, window=window))
+
+    for window in (0, 17):
+        with pytest.warns(UserWarning, match="16 positions.*few may be accepted"):
+            checks.warn_positions(drafter(window), 20)
+    checks.warn_positions(drafter(WINDOW), 20)
+    each.lift(drafter(0), 1).init(capacity=96, page_size=2048)
 
 
 def test_a_window_for_the_shipped_head(monkeypatch):
     """Fails if the head of `experiments.heads.windowed:eagle3` keeps all keys."""
-    whole = eagle.make(head=eagle.HEAD)
-    monkeypatch.setitem(registry.BUILDERS, "eagle3", lambda _: (whole, eagle.PARAMS))
+    whole = heads.make("eagle3")
+    monkeypatch.setitem(registry.BUILDERS, "eagle3", lambda _: (whole, PARAMS))
     made, params = windowed.eagle3(None)
-    assert params is eagle.PARAMS and not whole.head.window
+    assert params is PARAMS and not whole.head.window
     sizes = {"capacity": 9000, "page_size": 16, "num_pages": 999}
     rings = [each.lift(one, 1).init(**sizes).kv for one in (whole, made)]
     assert [isinstance(kv, static.RingKV) for kv in rings] == [False, True]

@@ -86,7 +86,7 @@ DRAFTERS = (
            "drafters/test_draft_model.py::test_a_commit_of_length_one_forgets_a_slot"),
     Mutant("a hybrid asks the draft model where statistics are sure",
            "drafters.hybrid:SlotHybrid.propose", "jnp.where(is_sure, 0, gamma)",
-           "gamma", "drafters/test_hybrid.py::"
+           "gamma", "drafters/test_choice.py::"
            "test_the_draft_model_is_asked_only_where_statistics_are_not_sure"),
     Mutant("what stands behind a text says what a choice has kept",
            "drafters.knowledge:learn", " & (places < since)", "",
@@ -103,10 +103,10 @@ DRAFTERS = (
     Mutant("an oracle drafts past the end of its trace",
            "drafters.oracle:Oracle.propose",
            "jnp.clip(memory.length - length, 0, gamma)", "gamma",
-           "drafters/test_oracle.py::test_it_proposes_the_trace"),
+           "drafters/test_each.py::test_it_proposes_the_trace"),
 )  # fmt: skip
 
-_ORACLE = "drafters/test_block.py::test_drafts_are_the_oracles"
+_ORACLE = "drafters/test_heads.py::test_drafts_are_the_oracles"
 
 BLOCKS = (
     Mutant("context goes through the norm of a block's rows",
@@ -141,7 +141,7 @@ BLOCKS = (
            "test_slots_are_gone_over_as_one_by_one[all]"),
     Mutant("a token is drawn from other probabilities than are stated",
            "drafters.block:SlotBlock._go_over", "draw.put(probs, row, number)",
-           "draw.put(probs, logits[:, None] * 0.9, number)", "drafters/test_block.py::"
+           "draw.put(probs, logits[:, None] * 0.9, number)", "drafters/test_heads.py::"
            "test_independent_draws_are_from_the_probabilities_they_state[xla]"),
     Mutant("the context of a prompt is one position late",
            "drafters.features:SlotReader._prefill", "start[slot]", "start[slot] + 1",
@@ -149,32 +149,34 @@ BLOCKS = (
     Mutant("a level of a block's tree is of the slot before",
            "drafters.block:SlotBlock._grow", "head.first_slot + level)",
            "head.first_slot + level - 1)",
-           "drafters/test_block_trees.py::test_children_are_the_oracles[rnn]"),
+           "drafters/test_heads.py::test_children_are_the_oracles[rnn]"),
     Mutant("every row of a block's tree has the state of the root",
            "drafters.block:SlotBlock._grow", "[:, None], above]",
            "[:, None], above * 0]",
-           "drafters/test_block_trees.py::test_children_are_the_oracles[rnn]"),
+           "drafters/test_heads.py::test_children_are_the_oracles[rnn]"),
     Mutant("masks of a parallel head begin a row late",
            "drafters.peagle:SlotParallel._run_round", "columns < waiting",
            "columns <= waiting",
-           "drafters/test_peagle.py::test_drafts_are_the_oracles[xla]"),
+           _ORACLE + "[peagle-xla]"),
     Mutant("pairs of a parallel head go with their own tokens",
            "drafters.peagle:SlotParallel._run_round", "ring.first + 1, size",
            "ring.first, size",
-           "drafters/test_peagle.py::test_drafts_are_the_oracles[xla]"),
+           _ORACLE + "[peagle-xla]"),
     Mutant("in training a mask sees the pair after its anchor",
            "model.eagle3_parallel:forward_sequence", "<= last[..., None, None]",
            "<= last[..., None, None] + 1",
-           "drafters/test_peagle.py::test_training_computes_what_is_drafted"),
+           "drafters/test_head_training.py::"
+           "test_training_computes_what_is_drafted[peagle]"),
     Mutant("a convolution sees the block before", "model.block_draft:_around",
            "own > 0", "own >= 0", _ORACLE + "[dflash2-xla]"),
     Mutant("in training a block sees its anchor's feature",
            "model.block_draft:forward_sequence", "places[:, None] < anchors",
            "places[:, None] <= anchors",
-           "drafters/test_block_training.py::test_training_computes_what_is_drafted[dspark]"),
+           "drafters/test_head_training.py::"
+           "test_training_computes_what_is_drafted[dspark]"),
     Mutant("confidence trains the drafts that it judges", "training.block:loss",
            "jax.lax.stop_gradient(1.0 - l1 / 2)", "1.0 - l1 / 2",
-           "drafters/test_block_training.py::test_what_a_term_trains"),
+           "drafters/test_head_training.py::test_what_a_term_trains"),
 )  # fmt: skip
 
 RECORDS = (
@@ -215,7 +217,7 @@ TREES = (
            f"{_TREES}::test_what_was_recorded_is_what_decoding_saw"),
 )  # fmt: skip
 
-_PAIRS = "drafters/test_eagle3.py::test_drafts_are_those_of_whole_sequences"
+_PAIRS = _ORACLE + "[eagle3-native]"
 
 FEATURES = (
     Mutant("a feature is handed out one position early", "engine.round:_features",
@@ -251,7 +253,7 @@ HEADS = (
            "drafters.eagle3:SlotEagle3._grow",
            "jnp.take_along_axis(hidden, above[:, :, None], axis=1)",
            "jax.lax.dynamic_slice_in_dim(hidden, first, tree.width, axis=1)",
-           "drafters/test_eagle3.py::test_first_children_are_the_chain"),
+           "drafters/test_heads.py::test_children_are_the_oracles[eagle3]"),
     Mutant("offsets of a draft vocabulary are added twice", "model.head_files:read_hot",
            "np.arange(Vd) + offsets", "np.arange(Vd) + 2 * offsets",
            "model/test_eagle3_files.py::test_saved_and_loaded_is_the_same[midlayer]"),
