@@ -211,3 +211,16 @@ def rounds_of(drafter, params, lengths, *, gammas=None, sampling=None):
             told = {"asked": is_slot, "features": jnp.asarray(handed)}
             length = np.where(is_slot, after, 1).astype(np.int32)
             memory = decoding.commit(slots, params, memory, length, **told)
+
+
+def counted(monkeypatch, drafter, slots, method):
+    """Returns a drafter of a class of its own, for which nothing is compiled yet, and
+    a list that grows with each run of a method."""
+    runs, real = [], getattr(slots, method)
+
+    def run(self, *inputs):
+        jax.debug.callback(lambda: runs.append(1))
+        return real(self, *inputs)
+
+    monkeypatch.setattr(slots, method, run)
+    return type("Counted", (type(drafter),), {})(**vars(drafter)), runs

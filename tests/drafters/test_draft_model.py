@@ -84,9 +84,10 @@ LENGTHS = jnp.array([len(prompt) for prompt in PROMPTS])
 SIZES = {"capacity": 48, "page_size": 8}
 
 
-def begin(drafter):
+def begin(drafter, **pages):
     """Returns a draft model's slots, their memory after prompts, and their texts."""
-    slots, memory = decoding.prefilled(drafter, NEARLY, PROMPTS, **SIZES)
+    sizes = SIZES | pages
+    slots, memory = decoding.prefilled(drafter, NEARLY, PROMPTS, **sizes)
     return slots, memory, decoding.padded(PROMPTS, SIZES["capacity"] + 1)
 
 
@@ -131,6 +132,21 @@ def test_a_slot_that_is_asked_for_nothing_is_not_touched():
         drafts = proposal.tokens[slot, :count].tolist()
         assert drafts == expected.tokens[0, :count].tolist()
         testing.assert_same_bits(kv_of(after, slot), kv_of(own, 0))
+
+
+def test_drafts_stop_where_the_cache_has_no_room():
+    """Fails if a slot drafts from a row without a page, or its neighbours otherwise."""
+    made = []
+    for num_pages in (6, None):
+        slots, memory, tokens = begin(as_drafter(), num_pages=num_pages)
+        # Of six pages slots 0, 1 and 3 hold one, and slot 2 three: none is left.
+        assert (int(memory.num_free) == 0) == (num_pages == 6)
+        after, proposal = propose(slots, memory, tokens, [4] * 4)
+        decoding.check_cache(after)
+        made.append(proposal)
+    # Slot 2's 20 tokens and 3 more rows fit into 24 positions; slot 3 is full.
+    assert made[0].num_drafted.tolist() == [4, 4, 4, 0]
+    np.testing.assert_array_equal(made[0].tokens[:3], made[1].tokens[:3])
 
 
 def test_a_commit_of_length_one_forgets_a_slot():

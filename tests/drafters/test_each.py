@@ -126,6 +126,7 @@ def test_positions_are_right_at_the_rate_whatever_came_before(rate):
     [
         ([], 1.0, "the text is empty"),
         (TEXT, 1.5, r"rate=1.5 is outside \[0, 1\]"),
+        (TEXT, -0.1, r"rate=-0.1 is outside \[0, 1\]"),
     ],
 )
 def test_impossible_traces_are_refused(text, rate, message):

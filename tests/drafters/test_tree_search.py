@@ -183,6 +183,7 @@ def test_a_fixed_tree_has_the_same_shape_whatever_the_scores(name):
         ("3-0-1", "children from 1 on"),
         ("none.json", "none.json: No such file"),
         ("", "is no tree"),
+        ("4x12", "is no tree"),
         ("0x12:15", "top_k=0"),
         ("2x2:7", "exceed the 6 candidates"),
         ("8x8:256", "more than the 256 rows"),

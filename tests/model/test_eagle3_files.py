@@ -104,7 +104,7 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
         embed=np.asarray(target_params.embed),
     )
     features, tokens = heads.inputs(config, 9)
-    if config.is_parallel:  # Pairs read no hidden state; `test_peagle` tests masks.
+    if config.is_parallel:  # Pairs read no hidden state; `test_heads` tests masks.
         features, tokens = features[:7], tokens[:7]
     num_own = len(tokens) - 7
     expected = oracle.run(head, features[:7].astype(float), tokens, num_own=num_own)

@@ -142,7 +142,7 @@ BLOCKS = (
     Mutant("a token is drawn from other probabilities than are stated",
            "drafters.block:SlotBlock._go_over", "draw.put(probs, row, number)",
            "draw.put(probs, logits[:, None] * 0.9, number)", "drafters/test_heads.py::"
-           "test_independent_draws_are_from_the_probabilities_they_state[xla]"),
+           "test_independent_draws_are_from_the_probabilities_they_state[dspark-xla]"),
     Mutant("the context of a prompt is one position late",
            "drafters.features:SlotReader._prefill", "start[slot]", "start[slot] + 1",
            _ORACLE + "[dspark-xla]"),
