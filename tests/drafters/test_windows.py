@@ -4,11 +4,18 @@ import dataclasses
 
 import decoding
 import head_cases as heads
+import jax
 import pytest
 from slow_cases import slow
 
 from experiments.heads import windowed
-from spec_jax.drafters import each, features as features_lib, registry, tree_shapes
+from spec_jax.drafters import (
+    each,
+    eagle3,
+    features as features_lib,
+    registry,
+    tree_shapes,
+)
 from spec_jax.engine import checks
 from spec_jax.paging import static
 
@@ -41,14 +48,20 @@ def test_a_ring_drafts_what_all_pages_do(name, monkeypatch):
     assert drafts(*DRAFTERS[name]) != whole
 
 
-def test_a_chain_with_a_window_is_one_native_call():
-    """Compares it with a tree of one branch, which goes level by level."""
+def test_a_chain_with_a_window_is_one_native_call(monkeypatch):
+    """Compares it, and one in a ring, with a tree of one branch: level by level."""
     decoding.needs("native")
-    chain = heads.make(EAGLE.head, "native")
-    branch = chain.for_tree(tree_shapes.parse("1-1-1-1"))
-    assert drafts(chain) == drafts(branch)
+    levels = heads.make(EAGLE.head, "native").for_tree(tree_shapes.parse("1-1-1-1"))
+    expected = drafts(levels)
     # Negative control: without a window.
-    assert drafts(chain) != drafts(heads.make("eagle3", "native"))
+    assert drafts(heads.make("eagle3", "native")) != expected
+    made = heads.make(EAGLE.head, "native")
+    chain, calls = heads.counted(monkeypatch, made, eagle3.SlotEagle3, "_run_chains")
+    for kept in (32, 16):
+        monkeypatch.setattr(features_lib.SlotReader, "_kept", kept)
+        assert drafts(chain) == expected
+    jax.effects_barrier()
+    assert len(calls) == 2 * len(LENGTHS)
 
 
 def test_a_ring_has_pages_for_its_window_alone():
