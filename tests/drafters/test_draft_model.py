@@ -139,7 +139,7 @@ def test_drafts_stop_where_the_cache_has_no_room():
     made = []
     for num_pages in (6, None):
         slots, memory, tokens = begin(as_drafter(), num_pages=num_pages)
-        # Of six pages slots 0, 1 and 3 hold one, and slot 2 three: none is left.
+        # Slots 0, 1 and 3 hold one of six pages, and slot 2 three: none is left.
         assert (int(memory.num_free) == 0) == (num_pages == 6)
         after, proposal = propose(slots, memory, tokens, [4] * 4)
         decoding.check_cache(after)
