@@ -13,7 +13,6 @@ the layout's default. DSpark of speculators, published in both kinds, must have 
 """
 
 import functools
-import json
 import pathlib
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -112,34 +111,6 @@ def read_config(
 ) -> tuple[Dialect, block_params.BlockConfig]:
     """Reads a block drafter's `config.json`, see `head_dialects.read_config`."""
     return head_dialects.read_config(path, target, _from_dict, dtype=dtype)
-
-
-def write_scaling(
-    path: pathlib.Path,
-    target: config_lib.ModelConfig,
-    *,
-    temperatures: Sequence[float] = (),
-    shifts: Sequence[float] = (),
-) -> None:
-    """Replaces a drafter's scaling of confidences in its `config.json`; empty: none.
-
-    Raises:
-      CheckpointError: `read_config` refuses the file with these numbers, which must be
-        one for each draft of a block; the file is then left as it was.
-    """
-    raw = head_dialects.read_object(path)
-    for key, values in zip(SCALINGS, (temperatures, shifts), strict=True):
-        for place in (raw, raw.get("dflash_config", {})):
-            place.pop(key, None)
-        if values:
-            raw[key] = [float(value) for value in values]
-    whole = path.with_name(f".{path.name}.part")
-    try:
-        whole.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        read_config(whole, target)
-        whole.replace(path)
-    finally:
-        whole.unlink(missing_ok=True)
 
 
 def kind_of(raw: Mapping[str, Any]) -> str:

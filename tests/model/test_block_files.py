@@ -1,6 +1,5 @@
 """Files of published block drafters: read, written, changed and refused."""
 
-import dataclasses
 import json
 
 import jax
@@ -61,38 +60,6 @@ def test_copies_of_the_target_may_be_left_out(target_params, tmp_path):
     found = block_files.load(tmp_path, TARGET, target_params)
     assert found[0] == config
     testing.assert_same_bits(found[1], params)
-
-
-@pytest.mark.parametrize("case", ["deepspec", "specforge", "speculators"])
-def test_a_scaling_is_written_into_a_config(case, target_params, tmp_path):
-    """Fails if an old scaling stays, another field changes, or a bad one is stored."""
-    config, _ = saved(tmp_path, case, target_params)
-    path = tmp_path / "config.json"
-    read = lambda: dialects.read_config(path, TARGET)[1]
-    given = tuple(0.5 + draft for draft in range(config.num_drafts))
-    for temperatures, shifts in ((given, ()), (given[::-1], given), ((), ())):
-        scaling = {"temperatures": temperatures, "shifts": shifts}
-        dialects.write_scaling(path, TARGET, **scaling)
-        assert read() == dataclasses.replace(
-            config, confidence_temperatures=temperatures, confidence_shifts=shifts
-        )
-    if case == "specforge":  # Other programs may have put it here.
-        raw = json.loads(path.read_text())
-        raw["dflash_config"]["confidence_shifts"] = list(given)
-        path.write_text(json.dumps(raw))
-    dialects.write_scaling(path, TARGET, temperatures=given[::-1])
-    before = path.read_bytes()
-    for wrong in (
-        {"temperatures": given[1:]},
-        {"temperatures": (-1.0, *given[1:])},
-        {"shifts": given[1:]},
-    ):
-        with pytest.raises(files.CheckpointError, match="one for each draft"):
-            dialects.write_scaling(path, TARGET, **wrong)
-    assert path.read_bytes() == before and read().confidence_temperatures == given[::-1]
-    assert not read().confidence_shifts
-    names = sorted(each.name for each in tmp_path.iterdir())
-    assert names == ["config.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize("case", CASES)
