@@ -72,8 +72,7 @@ def load(
       drafter: a name (`drafters.registry.names`), `package.module:Name`, the folder of
         a head that was trained for the target, or a `protocols.Drafter` without
         parameters; "auto": the drafter that `draft` is for; or else a head that is
-        shipped for the target, in a hybrid with suffix lookup if it drafts chains; or
-        else prompt lookup.
+        shipped for the target, in a hybrid with suffix lookup; or else prompt lookup.
       gamma_max: the most tokens that are drafted in a round.
       tree: the shape of trees to draft in place of chains, such as "4x12:15": 4
         children of a node, 12 drafts on a path and 15 in all.
@@ -99,7 +98,7 @@ def load(
     """
     config_lib.check_form("draft_weights", draft_weights or "dense")
     if drafter == "auto":
-        drafter = default_drafter(target, draft, is_tree=tree is not None)
+        drafter = default_drafter(target, draft)
     folders = _folders_of(target, draft, drafter)
     words = tokenizer.load(folders[0])
     forms = weights, draft_weights
@@ -256,15 +255,10 @@ def heads_for(target: str | pathlib.Path | None) -> pathlib.Path | None:
 
 
 def default_drafter(
-    target: str | pathlib.Path | None,
-    draft: str | pathlib.Path | None,
-    *,
-    is_tree: bool = False,
+    target: str | pathlib.Path | None, draft: str | pathlib.Path | None
 ) -> str:
-    """Returns the drafter that "auto" stands for in `load`, for chains or for trees."""
-    return registry.default_name(
-        _draft_folder(target, draft), heads_for(target), is_tree=is_tree
-    )
+    """Returns the drafter that "auto" stands for in `load`."""
+    return registry.default_name(_draft_folder(target, draft), heads_for(target))
 
 
 def lacks_draft(

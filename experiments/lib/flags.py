@@ -210,9 +210,7 @@ def check_models(
     """
     chosen = getattr(args, "drafter", "draft-model" if needs_draft else ())
     if chosen == "auto":
-        is_tree = getattr(args, "tree", None) is not None
-        chosen = loading.default_drafter(args.target, args.draft, is_tree=is_tree)
-        args.drafter = chosen
+        chosen = args.drafter = loading.default_drafter(args.target, args.draft)
     names = (chosen,) if isinstance(chosen, str) else chosen or ()
     if args.target is None and args.draft is not None:
         # A head may be one for the embedded target.

@@ -331,8 +331,8 @@ def merged(
 ) -> protocols.Proposal:
     """Returns each slot's proposal of the member that was chosen there.
 
-    Where a member gives distributions, drafts of the others count as certain. There is
-    `survival` where all members give it.
+    All are chains or all are trees. Where a member gives distributions, drafts of the
+    others count as certain. There is `survival` where all members give it.
     """
     slot = jnp.arange(chosen.shape[0], dtype=jnp.int32)
     pick = lambda leaves: jnp.stack(leaves, axis=1)[slot, chosen]
@@ -342,9 +342,11 @@ def merged(
         certain = lambda tokens: jax.nn.one_hot(tokens, probs.shape[-1])
         of = lambda one: certain(one.tokens) if one.probs is None else one.probs
         probs = pick([of(one) for one in found])
+    parents = [one.parents for one in found if one.parents is not None]
     return protocols.Proposal(
         tokens=pick([one.tokens for one in found]),
         num_drafted=jnp.minimum(pick([one.num_drafted for one in found]), asked),
+        parents=pick(parents) if parents else None,
         probs=probs,
         survival=pick(survival) if len(survival) == len(found) else None,
     )

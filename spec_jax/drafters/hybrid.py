@@ -4,6 +4,7 @@ This is the hybrid of SuffixDecoding (Oliaro et al., 2024,
 https://arxiv.org/abs/2411.04975): a round takes the draft of `suffix` if its score, the
 tokens expected to be kept, is high enough, and pays for the draft model only if not.
 A head that reads the target (`eagle3`, `block`) can stand in the draft model's place.
+With a tree, a round has the path that was looked up or the tree of the other drafter.
 """
 
 import dataclasses
@@ -14,7 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import choice, draft_model, slots as slots_lib, suffix
+from spec_jax.drafters import (
+    choice,
+    draft_model,
+    slots as slots_lib,
+    suffix,
+    tree_shapes,
+)
 from spec_jax.engine import processing as processing_lib, protocols
 from spec_jax.rules import rule as rule_lib
 
@@ -37,8 +44,9 @@ class Hybrid(protocols.Drafter):
       threshold: the score from which on the draft model is not asked.
 
     Raises:
-      ValueError: drafters of different `gamma_max`, one that drafts trees, or a
-        threshold of 0 or less, which would never ask the draft model.
+      ValueError: a suffix drafter of trees, or one whose paths are not as long as the
+        draft model's may be, or a threshold of 0 or less, which would never ask the
+        draft model.
     """
 
     suffix: suffix.SuffixDecoding
@@ -46,15 +54,16 @@ class Hybrid(protocols.Drafter):
     threshold: float = 1.0
 
     def __post_init__(self):
-        if protocols.is_tree(self.suffix) or protocols.is_tree(self.draft):
+        if protocols.is_tree(self.suffix):
             raise ValueError(
-                "a hybrid drafts chains, and one of its drafters has a tree: give it "
-                "drafters without"
+                f"the suffix drafter has tree={self.suffix.tree}, and a hybrid looks "
+                "up a path: give it none, and the tree to the hybrid, by `for_tree`"
             )
-        if self.suffix.gamma_max != self.draft.gamma_max:
+        most = protocols.depth_max(self.draft)
+        if self.suffix.gamma_max != most:
             raise ValueError(
-                f"the suffix drafter has gamma_max={self.suffix.gamma_max} and the "
-                f"draft model gamma_max={self.draft.gamma_max}: give both the same"
+                f"the suffix drafter has gamma_max={self.suffix.gamma_max} and paths "
+                f"of the draft model have up to {most} drafts: give both the same"
             )
         if not self.threshold > 0:
             raise ValueError(
@@ -65,6 +74,11 @@ class Hybrid(protocols.Drafter):
     def gamma_max(self) -> int:
         """The most tokens of a proposal, of either drafter."""
         return self.draft.gamma_max
+
+    @property
+    def depth_max(self) -> int | None:
+        """The most drafts on a path of a tree; None: chains."""
+        return protocols.complete(self.draft).depth_max
 
     @property
     def vocab_size(self) -> int:
@@ -87,8 +101,20 @@ class Hybrid(protocols.Drafter):
         return self.draft.max_positions
 
     def for_rule(self, rule: rule_lib.Rule) -> "Hybrid":
-        """Returns the hybrid with the draft model for that rule of acceptance."""
+        """Returns the hybrid with the draft model for that rule of acceptance.
+
+        Raises:
+          NotImplementedError: trees, under a rule that takes siblings that are drawn
+            with replacement.
+        """
+        super().for_rule(rule)
         return dataclasses.replace(self, draft=self.draft.for_rule(rule))
+
+    def for_tree(self, tree: tree_shapes.AnyTree) -> "Hybrid":
+        """Returns the hybrid whose draft model drafts such trees."""
+        draft = self.draft.for_tree(tree)
+        paths = dataclasses.replace(self.suffix, gamma_max=protocols.depth_max(draft))
+        return dataclasses.replace(self, draft=draft, suffix=paths)
 
     def for_schedule(self) -> "Hybrid":
         """Returns the hybrid that says what chance each of its drafts has.
@@ -162,6 +188,8 @@ class SlotHybrid(slots_lib.OfSlots):
         if processing is not None:
             proposal = processing_lib.cut(processing, proposal)
             more["processing"] = processing
+        if protocols.is_tree(self):
+            proposal = _as_tree(proposal, self.gamma_max)
         # A slot that asks the draft model for nothing does not start its loop: this is
         # the branch, without a `cond` that would hand the cache through both sides.
         memory, drafted = self._draft.propose(
@@ -187,3 +215,11 @@ class SlotHybrid(slots_lib.OfSlots):
     ) -> protocols.Memory:
         """Commits in the draft model, or in the head in its place."""
         return self._draft.commit(params.draft, memory, length, asked=asked, **features)
+
+
+def _as_tree(path: protocols.Proposal, num_nodes: int) -> protocols.Proposal:
+    """Returns the paths of all slots as trees with room for `num_nodes` drafts."""
+    room = (0, num_nodes - path.tokens.shape[1])
+    tokens = jnp.pad(path.tokens, ((0, 0), room))
+    parents = jnp.broadcast_to(jnp.arange(num_nodes, dtype=jnp.int32), tokens.shape)
+    return path.replace(tokens=tokens, parents=parents, survival=None)

@@ -231,28 +231,19 @@ def shipped(heads: pathlib.Path | None) -> tuple[str, ...]:
     return tuple(n for n in NEED_TARGET if heads and is_folder(str(heads / n)))
 
 
-def default_name(
-    draft: str | pathlib.Path | None,
-    heads: pathlib.Path | None,
-    *,
-    is_tree: bool = False,
-) -> str:
+def default_name(draft: str | pathlib.Path | None, heads: pathlib.Path | None) -> str:
     """Returns the drafter that "auto" stands for.
 
-    It is the one of `draft`; else a head that is shipped for the target, for chains in
-    a hybrid with suffix lookup, which keeps more at no cost; else prompt lookup.
+    It is the one of `draft`; else a head that is shipped for the target, in a hybrid
+    with suffix lookup, which keeps more at no cost; else prompt lookup.
 
     Args:
       draft: the folder that was named for the drafter's weights, if one was.
       heads: as in `Parts`.
-      is_tree: whether it is to draft trees.
     """
     if draft is not None:
         return kind_of(draft) if is_head(draft) else "draft-model"
-    found = shipped(heads)
-    if found and not is_tree:
-        return "hybrid"
-    return found[0] if found else "ngram"
+    return "hybrid" if shipped(heads) else "ngram"
 
 
 def reads_target(drafter: str, draft: str | pathlib.Path | None) -> bool:

@@ -72,6 +72,22 @@ def test_the_draft_model_is_asked_only_where_statistics_are_not_sure():
     testing.assert_same_bits(*kv)
 
 
+def test_a_hybrid_of_trees_drafts_one_path_where_statistics_are_sure():
+    """Fails if a path is no tree, or is deeper than the trees of the draft model."""
+    made = HYBRID.for_tree(TREE)
+    assert (made.gamma_max, made.depth_max, made.suffix.gamma_max) == (4, 2, 2)
+    made = dataclasses.replace(made, threshold=1.5)
+    _, proposal = after(made, OF_HYBRID, [REPEATS, NEW])
+    _, expected = after(DRAFT.for_tree(TREE), MEMBERS[2], [NEW])
+    assert proposal.num_drafted.tolist() == [2, 4]
+    assert proposal.tokens[0, :2].tolist() == [1, 2]
+    assert proposal.parents[0].tolist() == [0, 1, 2, 3]
+    for name in ("tokens", "parents"):
+        found = getattr(proposal, name)[1]
+        testing.assert_same_bits(found, getattr(expected, name)[0])
+    assert expected.parents[0].tolist() != [0, 1, 2, 3]
+
+
 def test_the_survival_of_a_draft_is_that_of_whoever_drafted_it():
     """Fails if a draft has the other drafter's survival, or any without a schedule."""
     texts = [REPEATS, NEW]
@@ -220,13 +236,16 @@ REFUSED = {
     "prior=1.0 and decay": (CHOICE, {"prior": 1.0}),
     "text_weight=-1 must be 0 or": (CHOICE, {"text_weight": -1}),
     "prior_weight=0 above 0": (CHOICE, {"prior_weight": 0}),
-    "gamma_max=3 and the draft model gamma_max=4": (
+    "gamma_max=3 and paths of the draft model have up to 4": (
         HYBRID,
         {"suffix": suffix.SuffixDecoding(gamma_max=3)},
     ),
     "threshold=0.0 must be above 0": (HYBRID, {"threshold": 0.0}),
-    "drafts chains, and one of its": (HYBRID, {"draft": DRAFT.for_tree(TREE)}),
-    "a hybrid drafts chains, and one": (
+    "gamma_max=4 and paths of the draft model have up to 2": (
+        HYBRID,
+        {"draft": DRAFT.for_tree(TREE)},
+    ),
+    "has tree=2x2:4@0.4, and a hybrid looks": (
         HYBRID,
         {"suffix": dataclasses.replace(STATISTICS, tree=TREE)},
     ),

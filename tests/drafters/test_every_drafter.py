@@ -88,6 +88,7 @@ SHAPES = {"searched": tree_shapes.parse("2x3:6@1"), "fixed": tree_shapes.parse("
 DRAFTERS = [name for name in CHAINS if name not in ("causal", "gated", "anchored")]
 DRAFTERS += [
     "draft-model, searched", "draft-model, fixed", "ngram, searched",
+    "hybrid, fixed", "hybrid of eagle3, searched",
     "eagle3, searched", "eagle3, fixed", "peagle, searched", "peagle, fixed",
     "eagle3 with a window, searched", "causal, searched", "dflash2, searched",
     "dspark, searched", "rnn, fixed",
@@ -129,6 +130,8 @@ CASES = [
     for case in itertools.product(("native", "xla"), rule_lib.RULES, DRAFTERS, (1, 4))
     # All rules take chains and trees of a fixed shape.
     if case[1] == "coupled" or "," not in case[2] or case[2].endswith("fixed")
+    # A path that was looked up is no tree whose siblings are drawn with replacement.
+    if case[1] != "multipath" or case[2] != "hybrid, fixed"
 ]
 
 
@@ -224,6 +227,8 @@ REFUSED = [
     ("draft-model, fixed", UNEVEN, "multipath", "branching such as '4-1-1'"),
     ("draft-model, fixed", {"draws": "greedy"}, "multipath", "siblings that are drawn"),
     ("ngram, searched", {}, "multipath", "drawn with replacement"),
+    ("hybrid, fixed", {}, "multipath", "drawn with replacement"),
+    ("hybrid of eagle3, searched", {}, "rejection", "fixed shape such as '4-2-1'"),
 ]
 
 

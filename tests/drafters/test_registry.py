@@ -108,20 +108,17 @@ def test_names_that_are_none_are_refused_in_one_line(folders, installed, name):
 
 
 @pytest.mark.parametrize(
-    ("draft", "shipped", "is_tree", "expected"),
+    ("draft", "shipped", "expected"),
     [
-        ("draft", ("eagle3",), False, "draft-model"),  # a named draft comes first
-        ("head", (), False, "eagle3"),
-        (None, ("dspark", "eagle3"), True, "eagle3"),
-        (None, ("dspark",), True, "dspark"),
-        (None, ("dspark",), False, "hybrid"),
-        (None, (), False, "ngram"),
-        (None, None, True, "ngram"),
+        ("draft", ("eagle3",), "draft-model"),  # a named draft comes first
+        ("head", (), "eagle3"),
+        (None, ("dspark", "eagle3"), "hybrid"),
+        (None, ("dspark",), "hybrid"),
+        (None, (), "ngram"),
+        (None, None, "ngram"),
     ],
 )
-def test_a_drafter_that_is_not_named(
-    folders, tmp_path, draft, shipped, is_tree, expected
-):
+def test_a_drafter_that_is_not_named(folders, tmp_path, draft, shipped, expected):
     """Fails if the default is not the drafter that `load` documents."""
     target, draft_model = folders
     head = tiny_pair.write_head(tmp_path / "head", target)
@@ -129,7 +126,7 @@ def test_a_drafter_that_is_not_named(
     heads = None if shipped is None else tmp_path / "shipped"
     for name in shipped or ():
         shutil.copytree(head, heads / name)
-    assert registry.default_name(named, heads, is_tree=is_tree) == expected
+    assert registry.default_name(named, heads) == expected
 
 
 def test_a_hybrid_takes_the_head_that_is_shipped(folders, tmp_path, monkeypatch):
@@ -139,7 +136,7 @@ def test_a_hybrid_takes_the_head_that_is_shipped(folders, tmp_path, monkeypatch)
     found = sj.load(folders[0]).drafter
     assert isinstance(found, hybrid.Hybrid)
     assert isinstance(found.draft, eagle3.Eagle3)
-    assert isinstance(sj.load(folders[0], tree="2x3:5").drafter, eagle3.Eagle3)
+    assert sj.load(folders[0], tree="2x3:5").drafter.draft.tree.nodes == 5
     members = sj.load(folders[0], drafter="choice").drafter.members
     assert [type(one) for one in members] == [suffix.SuffixDecoding, eagle3.Eagle3]
     for name in registry.TAKE_HEAD:
