@@ -164,6 +164,8 @@ FLAGS = {
           in dialects with a draft vocabulary, midlayer and speculators, otherwise all)
         --width N  of an EAGLE-3 head, which then has an embedding of its own (default:
           the target's)
+        --target-head  the output projection of an EAGLE-3 head is the target's rows of
+          the draft vocabulary, neither trained nor exported
         --mlp N  width of the drafter's MLP (default: the target's)
         --window N  keys that a row of the drafter sees in every layer, the last ones;
           long texts then cost no more, and no more is kept (default: all)

@@ -31,7 +31,7 @@ from spec_jax.training import batches, block, eagle3, peagle
 BLOCKS = ("dflash", "dflash2", "dspark")
 
 ONLY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("width", "first_alone"), ("eagle3",)),
+    **dict.fromkeys(("width", "target_head", "first_alone"), ("eagle3",)),
     **dict.fromkeys(("head", "no_tv", "no_confidence", "no_copies"), ("dspark",)),
     "causal": BLOCKS,
 }
@@ -42,6 +42,7 @@ SHAPE = {
     "draft_vocab": "draft_vocab_size",
     "mlp": "layer.intermediate_size",
     "layers": "layer.num_layers",
+    "target_head": "shares_head",
     "mask_token": "mask_token_id",
     "block": "block_size",
 }
@@ -119,6 +120,7 @@ def _eagle3(args, target) -> eagle3_params.Eagle3Config:
         taps=args.taps or eagle3_params.default_taps(target.num_layers),
         has_head_norms=args.dialect == "deepspec",
         window=args.window or 0,
+        shares_head=bool(args.target_head),
         mask_token_id=args.mask_token if is_parallel else None,
     )
     eagle3_dialects.check_config(config, args.dialect)
@@ -224,7 +226,7 @@ FAMILIES = {
         dialects=eagle3_dialects,
         dialect="midlayer",
         depth="ttt_steps",
-        flags=("width", "window", "ttt_steps", "first_alone"),
+        flags=("width", "window", "target_head", "ttt_steps", "first_alone"),
         config=_eagle3,
         of_loss=_steps,
         of_measure=_steps,

@@ -40,6 +40,10 @@ _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 _TYPE = "speculators_model_type"
 
 _FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
+_SHARES = "load_lm_head_from_target"
+"""SGLang's name for a head without an output projection in its file; here one with a
+draft vocabulary takes its rows."""
+
 _AUX = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -88,6 +92,7 @@ def _from_dict(
         taps=_taps(raw, dialect, target),
         has_head_norms=is_whole or is_qwen,
         window=window,
+        shares_head=head_dialects.value(raw, _SHARES, bool, default=False),
         mask_token_id=_mask_token(raw) if is_parallel else None,
         **flags,
     )
@@ -139,6 +144,11 @@ def check_config(config: eagle3_params.Eagle3Config, dialect: Dialect) -> None:
     if dialect == "midlayer" and config.has_head_norms:
         raise ValueError(
             "norms of queries and keys: not of midlayer, but of the others"
+        )
+    if config.shares_head and (dialect != "midlayer" or config.is_parallel):
+        raise ValueError(
+            "the target's output projection in the place of an own one: of midlayer "
+            "alone, and of no parallel heads"
         )
     if dialect == "deepspec" and config.is_parallel:
         raise ValueError("deepspec has no parallel heads; choose speculators")
@@ -194,6 +204,7 @@ _KEYS: Mapping[str, head_dialects.Keys] = {
             flag: lambda head, _, flag=flag: getattr(head, flag) or None
             for flag in _FLAGS
         },
+        _SHARES: lambda head, _: head.shares_head or None,
         **_SIZES,
         # SGLang and vLLM read the list in here, llama.cpp the one beside it.
         "eagle_config": lambda head, _: {

@@ -16,6 +16,7 @@ from spec_jax.model import (
     head_files,
     params as params_lib,
 )
+from spec_jax.ops import weights as weights_lib
 
 
 _NAMES = (
@@ -42,7 +43,8 @@ def load(
 
     Args:
       target_params: the head shares its embedding and its output projection, the very
-        arrays, where the folder has copies of them or no embedding.
+        arrays, where the folder has copies of them or no embedding; with `shares_head`
+        it takes rows of the projection.
       dtype: of the weights; the target's if None.
       impl: a resolved implementation, for whose kernels the weights are prepared.
       weights: with `impl`, a form to which products' matrices are rounded (`prepare`).
@@ -67,7 +69,11 @@ def load(
             f"{folder}: {head_files.EMBED} is not the target's: it is a head for "
             "another target"
         )
-    if config.layer.dtype == target.dtype:
+    if config.shares_head:
+        rows = weights_lib.matrix(lm_head)
+        rows = rows if given["hot"] is None else rows[given["hot"]]
+        given["lm_head"] = rows.astype(config.layer.dtype)
+    elif config.layer.dtype == target.dtype:
         if head_files.is_copy(entries, head_files.LM_HEAD, lm_head):
             given["lm_head"] = lm_head
     params = head_files.read(eagle3_params.shapes(config), names, entries, given)
@@ -120,6 +126,8 @@ def _names(
     shapes = eagle3_params.shapes(config).replace(hot=None)
     if not has_embed:
         shapes = shapes.replace(embed=None)
+    if config.shares_head:
+        shapes = shapes.replace(lm_head=None)
     names = _NAMES | params_lib.layer_names(prefix, path="")
     # The first layer's fields are the head's own.
     made = params_lib.parts(

@@ -34,6 +34,7 @@ class Eagle3Config:
     norm_before_residual: bool = False  # the residual is the normed g
     norm_output: bool = False  # `hidden` is the output of the final norm
     window: int = 0  # keys that a row sees, its own the last; 0: all
+    shares_head: bool = False  # `lm_head` is the target's rows of the draft tokens
     # Fed to the rows of a parallel head after the last pair; None: it is not parallel.
     mask_token_id: int | None = None
 
@@ -90,6 +91,11 @@ class Eagle3Config:
             raise ValueError(
                 "norm_before_fc and fc_norm are both true: no published code says "
                 "which comes first; state one"
+            )
+        if self.shares_head and self.has_own_embed:
+            raise ValueError(
+                f"a head of width {self.hidden_size} for a target of width "
+                f"{self.target_hidden_size} cannot share the target's output projection"
             )
         taps = self.taps
         if len(set(taps)) != len(taps) or min(taps, default=-1) < 0:
@@ -163,7 +169,7 @@ class Eagle3Params(pytree.Node):
     gate_up: weights.Weight  # [2F, D], gate first
     down: weights.Weight  # [D, F]
     final_norm: jax.Array  # [D]
-    lm_head: weights.Weight  # [Vd, D]
+    lm_head: weights.Weight  # [Vd, D]; of the target's values with `shares_head`
     # [Vd] int32, the target's token of each draft token; None: the same.
     hot: jax.Array | None
     embed: weights.Weight  # [V, D]; the target's array, unless the head has its own

@@ -43,13 +43,12 @@ def init(
     if config.has_own_embed:
         embed, head = (_resized(x, config.hidden_size) for x in (embed, head))
     made = eagle3_params.init(key, config, embed=embed, hot=hot)
-    made = made.replace(lm_head=head if hot is None else head[hot])
-    if not config.has_own_embed:
-        made = made.replace(final_norm=targets_lib.final_norm(params))
-    made = trained(config, made)
-    rows = weights.matrix(made.lm_head) * made.final_norm
-    spread = jnp.sqrt(jnp.mean(jnp.sum(rows**2, axis=-1)))
-    return made.replace(final_norm=made.final_norm / spread)
+    rows = (head if hot is None else head[hot]).astype(jnp.float32)
+    own = config.has_own_embed
+    norm = made.final_norm if own else targets_lib.final_norm(params)
+    norm = norm.astype(jnp.float32)
+    spread = jnp.sqrt(jnp.mean(jnp.sum((rows * norm) ** 2, axis=-1)))
+    return trained(config, made.replace(lm_head=rows, final_norm=norm / spread))
 
 
 def _resized(x: jax.Array, width: int) -> jax.Array:
@@ -71,7 +70,11 @@ def trained(
 
     Copies: the optimiser's step donates what it is given.
     """
-    own = head.replace(hot=None, embed=head.embed if config.has_own_embed else None)
+    own = head.replace(
+        hot=None,
+        embed=head.embed if config.has_own_embed else None,
+        lm_head=None if config.shares_head else head.lm_head,
+    )
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), own)
 
 
@@ -80,7 +83,8 @@ def complete(
 ) -> eagle3_params.Eagle3Params:
     """Returns the head of trained weights, with what is the target's."""
     embed = teacher.embed if params.embed is None else params.embed
-    return params.replace(embed=embed, hot=teacher.hot)
+    head = teacher.draft_head if params.lm_head is None else params.lm_head
+    return params.replace(embed=embed, lm_head=head, hot=teacher.hot)
 
 
 def loss(

@@ -148,6 +148,7 @@ def drafting(target, out) -> sj.LanguageModel:
     ("leaf", "family", "more"),
     [
         ("embed", "--family eagle3", "--width 16"),
+        ("fc", "--family eagle3", "--target-head"),
         ("mask_hidden", "--family peagle --ttt-steps 3",
          "--layers 2 --anchors 3 --mask-token 7"),
     ],
@@ -168,6 +169,10 @@ def test_a_head_with_a_leaf_of_its_own(target, work, tmp_path, leaf, family, mor
     if leaf == "embed":
         assert head.embed.shape == (tiny_pair.VOCAB_SIZE, 16)
         testing.assert_same_bits(head.embed, weights.embed)
+    elif leaf == "fc":
+        _, of_target = load.load(target)
+        assert first.lm_head is None and weights.lm_head is None
+        testing.assert_same_bits(head.lm_head, of_target.head[job.hot])
     else:
         read, again = (
             np.asarray(one.fc) @ np.asarray(one.mask_hidden)[0, 0]

@@ -40,6 +40,7 @@ CASES = {
         "midlayer": {},
         "midlayer 3.1": {"fc_norm": True, "norm_output": True},
         "midlayer with a window": {"window": 3},
+        "midlayer that shares": {"shares_head": True},
         "speculators": {"norm_before_residual": True, "norm_before_fc": True},
         "speculators of Qwen3": {"has_head_norms": True},
         "speculators with a window": {"window": 3, "has_head_norms": True},
@@ -64,8 +65,10 @@ def make_head(config, target_params, *, dtype="float32"):
     params = heads.make_params(config, dtype).replace(embed=target_params.embed)
     if params.hot is None:
         return params
-    hot = np.random.default_rng(4).permutation(96)[: config.draft_vocab_size]
-    return params.replace(hot=jnp.asarray(np.sort(hot), jnp.int32))
+    drawn = np.random.default_rng(4).permutation(96)[: config.draft_vocab_size]
+    hot = jnp.asarray(np.sort(drawn), jnp.int32)
+    head = target_params.head[hot] if config.shares_head else params.lm_head
+    return params.replace(hot=hot, lm_head=head)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -128,7 +131,8 @@ def test_parity_with_float64(tmp_path, target_params, case, impl):
 
 
 OWNERS = {
-    "midlayer": ({}, dialects._FLAGS),
+    "midlayer": ({}, (*dialects._FLAGS, "load_lm_head_from_target")),
+    "midlayer that shares": ({"load_lm_head_from_target": True}, dialects._FLAGS),
     "midlayer 3.1": (
         {"fc_norm": True, "norm_output": True},
         ("norm_before_fc", "norm_before_residual")),
@@ -226,6 +230,23 @@ def test_taps_are_where_each_reader_looks():
     config = dataclasses.replace(SMALL, taps=(1, 3, 7))
     raw = dialects.to_dict(config, "midlayer", ORIGIN)
     assert raw[AUX] == raw["eagle_config"][AUX] == [1, 3, 7]
+
+
+def test_a_shared_projection_is_rows_of_the_target(tmp_path, target_params):
+    """Fails if it is in the file, too, or is not the draft tokens' rows of another
+    target, in the head's own dtype."""
+    dialect, config = CASES["midlayer that shares"]
+    params = make_head(config, target_params)
+    eagle3_files.save(tmp_path, config, params, dialect=dialect, origin=ORIGIN)
+    held = safetensors.numpy.load_file(tmp_path / files.SINGLE_FILE)
+    assert head_files.LM_HEAD not in held
+    other = params_lib.init(jax.random.key(3), TARGET, stddev=0.3)
+    _, found = eagle3_files.load(tmp_path, TARGET, other, dtype="bfloat16")
+    rows = other.head[params.hot].astype(jnp.bfloat16)
+    testing.assert_same_bits(found.lm_head, rows)
+    rewrite(tmp_path, lambda t: {head_files.LM_HEAD: np.asarray(params.lm_head)})
+    with pytest.raises(files.CheckpointError, match="unexpected tensors: lm_head"):
+        eagle3_files.load(tmp_path, TARGET, target_params)
 
 
 def test_an_embedding_of_its_own_is_kept(tmp_path, target_params):
@@ -340,6 +361,7 @@ BAD_CONFIGS = {
         {"layer_types": "full_attention"},
     "rope_is_neox_style=False is not": {"rope_is_neox_style": False},
     "num_hidden_layers=2: only": {"num_hidden_layers": 2},
+    "load_lm_head_from_target=1 must be": {"load_lm_head_from_target": 1},
     "fc_norm='yes' must be true or false": {"fc_norm": "yes"},
     r"\[2, 4, 3\], and in eagle_config \[.*\]: remove the wrong one":
         {AUX: [2, 4, 3]},
@@ -376,6 +398,13 @@ def test_bad_configs_are_refused(folder, message):
             "a head of width 48 for a target of width 40: deepspec's have the",
         ),
         ("deepspec", {"mask_token_id": 3}, "deepspec has no parallel heads"),
+        ("speculators", {"shares_head": True}, "own one: of midlayer alone"),
+        ("midlayer", {"shares_head": True, "mask_token_id": 3}, "of no parallel heads"),
+        (
+            "midlayer",
+            {"shares_head": True, "target_hidden_size": 40},
+            "width 48 for a target of width 40 cannot share",
+        ),
     ],
 )
 def test_a_dialect_without_words_for_a_head(tmp_path, dialect, changes, message):
