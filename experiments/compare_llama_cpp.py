@@ -32,7 +32,7 @@ from experiments.lib import (
 from spec_jax import loading
 from spec_jax.drafters import registry
 from spec_jax.engine import checks
-from spec_jax.model import gguf_header
+from spec_jax.model import eagle3_files, gguf_header, head_dialects
 
 
 MATCHED, NOT_MATCHED = 0, 2
@@ -155,15 +155,33 @@ def convert(
     if heads:  # The converter reads the target from a folder.
         lm.save(folder / "target")
     for name, path in made.items():
+        shipped = registry.shipped_head(name, loading.heads_for(args.target))
         llama_cpp.convert(
             args.llama_bin,
-            args.draft or registry.shipped_head(name, loading.heads_for(args.target)),
+            _whole(args.draft or shipped, name, lm, folder / name),
             folder / "target",
             path,
             pre_tokenizer=gguf_header.read(args.gguf[0]).fields["tokenizer.ggml.pre"],
             dtype=lm.target.config.dtype,
         )
     return made
+
+
+def _whole(
+    head: pathlib.Path, name: str, lm: loading.LanguageModel, folder: pathlib.Path
+) -> pathlib.Path:
+    """Returns the folder of a head that has all its weights: a copy in `folder`, if
+    its output projection is the target's."""
+    if name != "eagle3":
+        return head
+    target = lm.target.config
+    config, params = eagle3_files.load(head, target, lm.params)
+    if not config.shares_head:
+        return head
+    config = dataclasses.replace(config, shares_head=False)
+    origin = head_dialects.Origin(target=target, target_name=str(head))
+    eagle3_files.save(folder, config, params, dialect="midlayer", origin=origin)
+    return folder
 
 
 def measure_steps(

@@ -84,7 +84,7 @@ def write(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
 
 
 def write_head(
-    folder: pathlib.Path, target: pathlib.Path, *, seed: int = 2
+    folder: pathlib.Path, target: pathlib.Path, *, seed: int = 2, **changes
 ) -> pathlib.Path:
     """Writes an EAGLE-3 head of random weights for that target of two layers."""
     layer, params = load.load(target)
@@ -93,6 +93,7 @@ def write_head(
         draft_vocab_size=64,
         target_hidden_size=layer.hidden_size,
         taps=(1, 0),
+        **changes,
     )
     hot = jnp.arange(64, dtype=jnp.int32) * 4
     key = jax.random.key(seed)

@@ -7,9 +7,12 @@ import pytest
 import tiny_pair
 from script_runs import models_of, rows_from
 
+import spec_jax as sj
 from experiments import compare_hf, compare_llama_cpp
 from experiments.lib import compare, hf, llama_cpp, prompts as prompts_lib
+from spec_jax import testing
 from spec_jax.analysis import metrics
+from spec_jax.model import eagle3_files
 
 
 def command(folders, folder, *more: str) -> list[str]:
@@ -147,6 +150,23 @@ def test_rows_of_llama_cpp(folders, tmp_path, monkeypatch):
     assert drafts["theirs"]["accepted_per_round"] == pytest.approx(3 / 5)
     runs = [prompt["runs"][2] for prompt in prompts]
     assert drafts["ours"]["accepted"] == sum(run["accepted"] for run in runs)
+
+
+def test_llama_cpp_gets_a_head_with_all_its_weights(folders, tmp_path):
+    """Fails if a head goes there without an output projection, or with another one."""
+    lm = sj.load(folders[0], drafter="ngram")
+    for shares in (False, True):
+        head = tiny_pair.write_head(
+            tmp_path / f"{shares}", folders[0], shares_head=shares
+        )
+        whole = compare_llama_cpp._whole(head, "eagle3", lm, tmp_path / "whole")
+        assert (whole == head) is not shares
+    read = [
+        eagle3_files.load(folder, lm.target.config, lm.params)
+        for folder in (head, whole)
+    ]
+    assert [config.shares_head for config, _ in read] == [True, False]
+    testing.assert_same_bits(read[0][1], read[1][1])
 
 
 def test_text_beyond_ours_is_not_compared():
