@@ -253,7 +253,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     family, config = job.family, _computing(job.config, args.compute)
     data: batches.Data = job.online
     if args.targets == "cache":
-        data = targets.Cached(store_of(args, job.online), job.online)
+        data = targets.Cached.of(store_of(args, job.online), job.online)
     held_out = num_held_out(args, job.online.texts)
     if len(data) < held_out + args.batch:
         raise ValueError(

@@ -22,7 +22,6 @@ from spec_jax.drafters import (
     block,
     draft_model,
     eagle3,
-    features,
     registry,
     tree_shapes,
 )
@@ -108,13 +107,9 @@ def head_drafter(
       tree_rows: rows of its trees, see `comb`; None: it drafts chains.
     """
     is_eagle3 = isinstance(config, eagle3_params.Eagle3Config)
-    gamma_max = gamma_max or (HEAD_DRAFTS if is_eagle3 else config.num_drafts)
-    slab = gamma_max + 1 if is_eagle3 else config.block_size
-    drafter = (eagle3.Eagle3 if is_eagle3 else block.BlockDrafter)(
-        head=config,
-        gamma_max=gamma_max,
-        **features.parts_of(config, target, slab=slab),
-    )
+    most = gamma_max or (HEAD_DRAFTS if is_eagle3 else config.num_drafts)
+    kind = eagle3.Eagle3 if is_eagle3 else block.BlockDrafter
+    drafter = kind.of_head(config, target, gamma_max=most)
     return drafter.for_tree(comb(tree_rows)) if tree_rows else drafter
 
 

@@ -18,8 +18,7 @@ Any tree is lossless under the rule "coupled", and one of a fixed shape under
 
 import dataclasses
 import functools
-import pathlib
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,20 +30,8 @@ from spec_jax.drafters import (
     tree_search,
     tree_shapes,
 )
-from spec_jax.engine import (
-    processing as processing_lib,
-    protocols,
-    rows as rows_lib,
-    windows,
-)
-from spec_jax.model import (
-    block_draft,
-    block_files,
-    block_heads,
-    block_params,
-    params as params_lib,
-    row_model,
-)
+from spec_jax.engine import protocols, rows as rows_lib, windows
+from spec_jax.model import block_draft, block_files, block_heads, block_params
 from spec_jax.ops import dispatch
 from spec_jax.paging import index
 
@@ -69,6 +56,7 @@ class BlockDrafter(features_lib.FeatureDrafter):
     """
 
     head: block_params.BlockConfig
+    files: ClassVar[Any] = block_files
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,15 +75,17 @@ class BlockDrafter(features_lib.FeatureDrafter):
                 "confidence head: leave it out"
             )
 
+    @classmethod
+    def of_head(cls, head, target, *, gamma_max, slab=None) -> Self:
+        """Returns the drafter of a head, whose model runs whole blocks at least."""
+        most = min(gamma_max, head.num_drafts)
+        slab = slab or head.block_size
+        return super().of_head(head, target, gamma_max=most, slab=slab)
+
     @property
     def kind(self) -> Kind:
         """The name of such a drafter in the registry; DFlash2's is "dflash"."""
         return "dspark" if self.head.has_dspark_heads else "dflash"
-
-    @property
-    def feature_size(self) -> int:
-        """The width of a feature."""
-        return self.head.hidden_size
 
     def for_slots(self, num_slots: int) -> "SlotBlock":  # type: ignore[override]
         """Returns the drafter for `num_slots` sequences; raises as `SlotBlock`."""
@@ -137,29 +127,18 @@ class SlotBlock(features_lib.SlotReader):
             sizes["num_pages"] += self.num_slots * pages
         return super().init(**sizes)
 
-    def propose(
-        self,
-        params: block_params.BlockParams,
-        memory: features_lib.ReaderMemory,
-        *,
-        tokens: Int[Array, "B max_len"],
-        length: Int[Array, " B"],
-        gamma: Int[Array, " B"],
-        sampling: protocols.Sampling,
-        processing: processing_lib.Processing | None = None,
-    ) -> tuple[features_lib.ReaderMemory, protocols.Proposal]:
-        """Drafts `gamma[b]` tokens or fewer; none where a block finds no room."""
+    def _draft(self, params, memory, tokens, draw, *, gamma, asked, is_full):
+        """Drafts from one block for each slot; none where a block finds no room."""
         params = block_params.prepare(params, self.drafter.model.impl)
-        memory, asked, is_full = self._begin(memory, length, gamma)
         ring = memory.ring
         goal = jnp.where(asked | is_full, ring.end, ring.first)
         memory, _ = self._take_in_ring(params, memory, tokens, goal=goal)
         asked &= memory.ring.first == memory.ring.end
-        anchor = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
-        how = draw_lib.Draw.of(self.drafter, sampling, length, processing)
+        last = draw.length - 1
+        anchor = jnp.take_along_axis(tokens, last[:, None], axis=1)
         kv, proposal = self._one_turn(
-            lambda kv: self._run_block(params, kv, anchor, length - 1, asked),
-            functools.partial(self._draw, params, anchor[:, 0], how),
+            lambda kv: self._run_block(params, kv, anchor, last, asked),
+            functools.partial(self._draw, params, anchor[:, 0], draw),
             memory.kv,
             memory.ring.first,
             asked=asked,
@@ -241,14 +220,6 @@ class SlotBlock(features_lib.SlotReader):
         hidden, logits = (by_column(rows).reshape(slots, size, -1) for rows in outputs)
         return kv, hidden, logits
 
-    def _no_rows(self, *sizes: int) -> tuple[jax.Array, jax.Array]:
-        """Returns hidden states and logits of no rows yet."""
-        head = self._head
-        return (
-            jnp.zeros((*sizes, head.hidden_size), head.layer.dtype),
-            jnp.zeros((*sizes, head.draft_vocab_size), jnp.float32),
-        )
-
     def _draw(self, params, anchor, draw, hidden, logits, *, wanted):
         """Returns the proposal of blocks; drafts after `wanted[b]` mean nothing."""
         drafter, head, count = self.drafter, self._head, self.gamma_max
@@ -257,7 +228,7 @@ class SlotBlock(features_lib.SlotReader):
             return self._grow(params, anchor, hidden, logits, draw, wanted=wanted)
         used = slice(head.first_slot, head.first_slot + count)
         is_native = dispatch.is_fused(drafter.model.impl)
-        is_native &= draw.processing is None and head.head in block_heads.NATIVE_HEADS
+        is_native &= draw.processing is None and head.head != "selector"
         if is_native:
             tokens, confidence, log_weights = block_heads.run_slots(
                 params,
@@ -403,31 +374,3 @@ def _until(survival: Float[Array, "B W"], threshold: float) -> Int[Array, " B"]:
     goes_on: Bool[Array, "B W"] = survival >= threshold * before
     kept = jnp.cumprod(goes_on.astype(jnp.int32), axis=1)
     return jnp.sum(kept, axis=1, dtype=jnp.int32)
-
-
-def load(
-    folder: str | pathlib.Path,
-    target: row_model.RowModel,
-    target_params: params_lib.Params,
-    *,
-    gamma_max: int,
-    **how: Any,
-) -> tuple[BlockDrafter, block_params.BlockParams]:
-    """Reads a drafter, which drafts for this target with kernels as the target's.
-
-    Args:
-      gamma_max: the most tokens of a proposal; those of a block, if that has fewer.
-      **how: as `block_files.load` takes it: dtype, weights.
-
-    Raises:
-      ValueError: the folder is not of a block drafter for this target.
-    """
-    head, params = block_files.load(
-        folder, target.config, target_params, impl=target.impl, **how
-    )
-    drafter = BlockDrafter(
-        head=head,
-        gamma_max=min(gamma_max, head.num_drafts),
-        **features_lib.parts_of(head, target, slab=head.block_size),  # type: ignore[arg-type]
-    )
-    return drafter, params

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
 from spec_jax.drafters import each, knowledge, slots as slots_lib, text_tree
-from spec_jax.engine import processing as processing_lib, protocols
+from spec_jax.engine import protocols
 from spec_jax.gamma import costs as costs_lib
 from spec_jax.rules import rule as rule_lib
 
@@ -240,17 +240,7 @@ class SlotChoice(slots_lib.OfSlots):
         worth = np.float32(self.drafter.text_weight)
         return knowledge.renewed(known, np.int32(slot), worth)
 
-    def propose(
-        self,
-        params: ChoiceParams,
-        memory: ChoiceMemory,
-        *,
-        tokens: Int[Array, "B max_len"],
-        length: Int[Array, " B"],
-        gamma: Int[Array, " B"],
-        sampling: protocols.Sampling,
-        processing: processing_lib.Processing | None = None,
-    ) -> tuple[ChoiceMemory, protocols.Proposal]:
+    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
         """Drafts what the chosen member drafts, slot by slot."""
         known = knowledge.learn(memory.known, tokens, length, decay=self.drafter.decay)
         handed = {"tokens": tokens, "length": length, "sampling": sampling}

@@ -29,7 +29,6 @@ from spec_jax.engine import (
 )
 from spec_jax.gamma import confidence
 from spec_jax.model import params as params_lib
-from spec_jax.ops import draw as draw_op
 from spec_jax.paging import cache as paged
 from spec_jax.rules import sampling as sampling_lib
 
@@ -116,17 +115,7 @@ class SlotDraftModel(slots.OfSlots):
             return memory
         return self._rows.prefill(params, memory, prompt, slot=slot, begun=length)
 
-    def propose(
-        self,
-        params: params_lib.Params,
-        memory: protocols.Memory,
-        *,
-        tokens: Int[Array, "B max_len"],
-        length: Int[Array, " B"],
-        gamma: Int[Array, " B"],
-        sampling: protocols.Sampling,
-        processing: processing_lib.Processing | None = None,
-    ) -> tuple[protocols.Memory, protocols.Proposal]:
+    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
         """Drafts `gamma[b]` tokens; fewer where the cache has no room, or where the
         draft is not confident. None in a slot whose sequence the cache cannot hold."""
         slab, gamma_max = self._slab, self.gamma_max
@@ -212,29 +201,26 @@ class SlotDraftModel(slots.OfSlots):
         has_room = ~wanted | (kv.length > starts)
         drafts = wanted & has_room & (starts + num_active == carry.known)
         last = verified.at[is_each, jnp.maximum(num_active - 1, 0)]
+        logits = verified.logits.at[last].get(mode="fill", fill_value=0)
         if carry.processing is not None:
             # As if the rows that draft were all that was run.
-            logits = verified.logits.at[last].get(mode="fill", fill_value=0)
-            logits = carry.processing.apply_each(logits)
-            last = is_each
+            logits, last = carry.processing.apply_each(logits), is_each
             verified = verified.replace(
                 logits=logits, num_active=jnp.int32(self.num_slots)
             )
         goes_on = carry.goes_on & has_room
         if self.drafter.min_confidence:
-            confident = confidence.confident(
-                verified.logits.at[last].get(mode="fill", fill_value=0),
-                threshold=jnp.float32(self.drafter.min_confidence),
-            )
+            threshold = jnp.float32(self.drafter.min_confidence)
+            confident = confidence.confident(logits, threshold=threshold)
             goes_on &= ~drafts | confident
             drafts &= confident
-        token, probs = self._draw(verified, last, drafts, carry, length, sampling)
+        token, probs = self._draw(
+            verified, last, logits, drafts, carry, length, sampling
+        )
         chances = carry.chances
         if chances is not None:
             # Computed from the distribution: no schedule may look at the token drawn.
-            chance = confidence.highest(
-                verified.logits.at[last].get(mode="fill", fill_value=0)
-            )
+            chance = confidence.highest(logits)
             offset = jnp.where(drafts, carry.known - length, self.gamma_max)
             chances = chances.at[is_each, offset].set(chance, mode="drop")
         # One pass, in place: a scatter is three operations of XLA's, and on a GPU as
@@ -256,16 +242,15 @@ class SlotDraftModel(slots.OfSlots):
             processing=processing,
         )
 
-    def _draw(self, verified, last, drafts, carry, length, sampling):
-        """Returns the token that follows each slot's last row, and `carry.probs` with
-        what it was drawn from."""
+    def _draw(self, verified, last, logits, drafts, carry, length, sampling):
+        """Returns the token that follows each slot's last row, of these logits, and
+        `carry.probs` with what it was drawn from."""
         draws = self.drafter.draws
         if draws != "independent":
             highest = self._rows.choose(verified.logits, verified.num_active)
             token = highest.at[last].get(mode="fill", fill_value=0)
             if draws == "greedy" or sampling is None:
                 return token, carry.probs
-        logits = verified.logits.at[last].get(mode="fill", fill_value=0)
         if draws == "coupled":
             samples = drafts & (sampling.temperature != 0)
             drawn = target_lib.draw_of(self._rows)(
@@ -274,28 +259,18 @@ class SlotDraftModel(slots.OfSlots):
             return jnp.where(samples, drawn, token), carry.probs
 
         offset = carry.known - length
+        own = draw.Draw(
+            sampling=sampling,
+            length=length,
+            impl=self.drafter.model.impl,
+            has_probs=True,
+        )
+        rows, is_each = logits[:, None], jnp.arange(self.num_slots, dtype=jnp.int32)
+        weights = own.weights(rows, columns=offset[:, None])[:, 0]
+        token = self._rows.choose(weights, jnp.int32(self.num_slots))
         at = jnp.where(drafts, offset, self.gamma_max)
-        is_each = jnp.arange(self.num_slots, dtype=jnp.int32)
-        keep = lambda rows: carry.probs.at[is_each, at].set(rows, mode="drop")
-        impl = self.drafter.model.impl
-        if draw_op.has_kernels(impl):
-            weights = draw_op.log_weights(logits, sampling, impl=impl)
-            noise = draw.own_noise(
-                sampling.seed, length, offset, vocab_size=self.vocab_size
-            )
-            token = self._rows.choose(weights + noise, jnp.int32(self.num_slots))
-            return token, keep(draw_op.distribution(logits, sampling, impl=impl))
-
-        def draw_one(slot):
-            logits, settings, position, offset = slot
-            stream = sampling_lib.Stream.DRAFT
-            token = sampling_lib.sample(
-                logits, settings, position, stream=stream, offset=offset
-            )
-            return token, sampling_lib.distribution(logits, settings)
-
-        token, rows = jax.lax.map(draw_one, (logits, sampling, length, offset))
-        return token, keep(rows)
+        probs = own.distributions(rows)[:, 0]
+        return token, carry.probs.at[is_each, at].set(probs, mode="drop")
 
     def _catch_up(self, params, memory, text, length, *, asked) -> paged.PagedKV:
         """Takes in rows of the slots that are asked until a slab of rows or less is

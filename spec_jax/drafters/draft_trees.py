@@ -12,7 +12,6 @@ from spec_jax import pytree
 from spec_jax.drafters import draft_slots, draw, slots, tree_shapes
 from spec_jax.engine import (
     held as held_lib,
-    processing as processing_lib,
     protocols,
 )
 from spec_jax.model import params as params_lib
@@ -82,7 +81,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         return memory.replace(kv=kv, is_run=jnp.zeros_like(memory.is_run))
 
     def _keep_committed(
-        self, memory: Memory, text: Int[Array, "B padded"], length: Int[Array, " B"]
+        self, memory: Memory, text: Int[Array, "B max_len"], length: Int[Array, " B"]
     ) -> paged.PagedKV:
         """Returns the cache with the K/V of rows that were committed, and of no others.
 
@@ -116,26 +115,14 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
             is_run=memory.is_run & (goes_on | ~asked)[:, None],
         )
 
-    def propose(
-        self,
-        params: params_lib.Params,
-        memory: Memory,
-        *,
-        tokens: Int[Array, "B max_len"],
-        length: Int[Array, " B"],
-        gamma: Int[Array, " B"],
-        sampling: protocols.Sampling,
-        processing: processing_lib.Processing | None = None,
-    ) -> tuple[Memory, protocols.Proposal]:
+    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
         """Drafts trees of up to `gamma[b]` nodes; less deep where room is short."""
         tree = self._tree
-        width = max(self._slab, self.drafter.catch_up_rows, tree.depth)
-        text = jnp.pad(tokens, ((0, 0), (0, width)))
-        kv = self._keep_committed(memory, text, length)
+        kv = self._keep_committed(memory, tokens, length)
         kv = kv.replace(out_of_pages=jnp.zeros_like(kv.out_of_pages))
         asked = (gamma > 0) & (length <= kv.slot_capacity)
-        kv = self._catch_up(params, kv, text, length, asked=asked)
-        kv, logits = self._root(params, kv, text, length, asked)
+        kv = self._catch_up(params, kv, tokens, length, asked=asked)
+        kv, logits = self._root(params, kv, tokens, length, asked)
         asked &= kv.length == length
         memory = memory.replace(
             kv=kv, start=length - 1, is_run=jnp.zeros_like(memory.is_run)

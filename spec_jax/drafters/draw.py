@@ -1,7 +1,8 @@
 """The weights by which drafts are chosen: logits, or these with the noise of a draw.
 
-A `Draw` serves the trees of all drafters that have logits, and the chains of heads;
-`draft_slots` draws the chains of draft models. `grow` runs `tree_search` by a `Draw`.
+A `Draw` serves the trees of all drafters that have logits, and their chains; coupled
+draws of the chains of draft models are the target's own. `grow` runs `tree_search` by a
+`Draw`.
 """
 
 import functools
@@ -20,7 +21,7 @@ from spec_jax.ops import draw as draw_op
 from spec_jax.rules import sampling as sampling_lib
 
 
-def own_noise(
+def _own_noise(
     seeds: UInt32[Array, " R"],
     positions: Int[Array, " R"],
     offsets: Int[Array, " R"],
@@ -106,27 +107,29 @@ class Draw(pytree.Node):
         self,
         logits: Float[Array, "B K V"],
         *,
-        level: jax.Array,
-        width: int,
-        columns: Int[Array, " K"] | None = None,
+        level: jax.Array | int = 0,
+        width: int = 1,
+        columns: Array | None = None,
     ) -> Float[Array, "B K V"]:
         """Returns the weights of a level's rows: the best children have the highest.
 
         Args:
           level: of the rows; that of the root is 0.
           width: rows of a level, at most.
-          columns: the offsets of the rows' independent noise; None: their columns.
+          columns: the offsets `[K]` or `[B, K]` of the rows' independent noise; None:
+            their columns.
         """
         if self.sampling is None:
             return logits
         if columns is None:
             columns = _columns(level, logits.shape[1], width)
+        columns = jnp.broadcast_to(columns, logits.shape[:2])
         if draw_op.has_kernels(self.impl):
             return self._by_kernels(logits, level, columns)
 
         def one(slot):
             """Adds noise to the rows of a slot, one by one."""
-            rows, settings, length = slot
+            rows, columns, settings, length = slot
 
             def noisy(row):
                 logits, column = row
@@ -139,16 +142,16 @@ class Draw(pytree.Node):
 
             return jax.lax.map(noisy, (rows, columns))
 
-        return jax.lax.map(one, (logits, self.sampling, self.length))
+        return jax.lax.map(one, (logits, columns, self.sampling, self.length))
 
     def _by_kernels(self, logits, level, columns):
         """Computes `weights` of all rows at once."""
-        B, K, V = logits.shape
         rows, each, lengths = self._flat(logits)
         draws = each.temperature != 0
         if self.has_probs:
             noisy = draw_op.log_weights(rows, each, impl=self.impl)
-            noisy += own_noise(each.seed, lengths, jnp.tile(columns, B), vocab_size=V)
+            offsets, V = columns.reshape(-1), rows.shape[1]
+            noisy += _own_noise(each.seed, lengths, offsets, vocab_size=V)
         else:
             noisy = draw_op.noisy_weights(
                 rows, each, positions=lengths + level, draws=draws, impl=self.impl
@@ -250,21 +253,23 @@ class Draw(pytree.Node):
         shape = num_slots, tree.num_columns + 1, vocab_size
         return self.put(jnp.zeros(shape, jnp.float32), root, jnp.int32(0))
 
+    def distributions(self, logits: Float[Array, "B K V"]) -> Float[Array, "B K V"]:
+        """Returns the distributions that rows are drawn from."""
+        if draw_op.has_kernels(self.impl):
+            flat, each, _ = self._flat(logits)
+            rows = draw_op.distribution(flat, each, impl=self.impl)
+            return rows.reshape(logits.shape)
+        return jax.lax.map(
+            lambda slot: sampling_lib.distribution(*slot), (logits, self.sampling)
+        )
+
     def put(
         self, probs: Array | None, logits: Float[Array, "B K V"], first: jax.Array
     ) -> Array | None:
         """Returns `probs` with the distributions of rows from column `first` on."""
         if probs is None:
             return None
-        if draw_op.has_kernels(self.impl):
-            flat, each, _ = self._flat(logits)
-            rows = draw_op.distribution(flat, each, impl=self.impl)
-            rows = rows.reshape(logits.shape)
-        else:
-            rows = jax.lax.map(
-                lambda slot: sampling_lib.distribution(*slot), (logits, self.sampling)
-            )
-        zero = jnp.zeros((), first.dtype)
+        rows, zero = self.distributions(logits), jnp.zeros((), first.dtype)
         return jax.lax.dynamic_update_slice(probs, rows, (zero, first, zero))
 
 
@@ -332,7 +337,7 @@ def grow(
     return memory, proposal
 
 
-def _columns(level: jax.Array, count: int, width: int) -> Int[Array, " K"]:
+def _columns(level: jax.Array | int, count: int, width: int) -> Int[Array, " K"]:
     """Returns numbers of a level's rows, `width` at most, for their noise: they depend
     on level and place, and not on how many rows other levels have."""
     first = jnp.maximum(1 + (level - 1) * width, 0)

@@ -95,17 +95,9 @@ class Each(slots_lib.OfSlots):
         one = self.drafter.prefill(params, fresh, prompt, **features)
         return memory.replace(slots=_put(memory.slots, one, np.int32(slot)))
 
-    def propose(
-        self,
-        params: protocols.Params,
-        memory: EachMemory,
-        *,
-        tokens: Int[Array, "B max_len"],
-        length: Int[Array, " B"],
-        gamma: Int[Array, " B"],
-        sampling: protocols.Sampling,
-    ) -> tuple[EachMemory, protocols.Proposal]:
+    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
         """Returns what the drafter proposes for each sequence."""
+        del processing
         draws = protocols.complete(self.drafter).reads_sampling
 
         def one(memory, tokens, length, gamma, sampling):

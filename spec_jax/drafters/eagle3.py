@@ -15,8 +15,7 @@ implementation has that. A parallel head drafts as `peagle` says.
 """
 
 import dataclasses
-import pathlib
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +28,9 @@ from spec_jax.drafters import (
     slots as slots_lib,
     tree_shapes,
 )
-from spec_jax.engine import processing as processing_lib, protocols
-from spec_jax.model import (
-    eagle3,
-    eagle3_files,
-    eagle3_params,
-    params as params_lib,
-    row_model,
-)
+from spec_jax.engine import protocols
+from spec_jax.model import eagle3, eagle3_files, eagle3_params
+from spec_jax.ops import dispatch
 from spec_jax.paging import allocator, cache
 
 
@@ -52,6 +46,7 @@ class Eagle3(features_lib.FeatureDrafter):
     """
 
     head: eagle3_params.Eagle3Config
+    files: ClassVar[Any] = eagle3_files
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,11 +55,6 @@ class Eagle3(features_lib.FeatureDrafter):
                 f"min_confidence={self.min_confidence}: an EAGLE-3 head has no rule "
                 "that ends a draft early, leave it out"
             )
-
-    @property
-    def feature_size(self) -> int:
-        """The width of a feature."""
-        return self.head.target_hidden_size
 
     def for_slots(self, num_slots: int) -> features_lib.SlotReader:  # type: ignore[override]
         """Returns the head for `num_slots` sequences; raises as `SlotBlock`."""
@@ -95,27 +85,13 @@ class SlotEagle3(peagle.PairReader):
     def _tree(self) -> tree_shapes.AnyTree:
         return self.drafter.tree or _Chain.of_branching((1,) * self.gamma_max)
 
-    def propose(
-        self,
-        params: eagle3_params.Eagle3Params,
-        memory: features_lib.ReaderMemory,
-        *,
-        tokens: Int[Array, "B max_len"],
-        length: Int[Array, " B"],
-        gamma: Int[Array, " B"],
-        sampling: protocols.Sampling,
-        processing: processing_lib.Processing | None = None,
-    ) -> tuple[features_lib.ReaderMemory, protocols.Proposal]:
-        """Drafts `gamma[b]` tokens; fewer where the cache has no room."""
-        memory, asked, is_full = self._begin(memory, length, gamma)
+    def _draft(self, params, memory, tokens, draw, *, gamma, asked, is_full):
+        """Drafts by one call, if there is such a kernel, or level by level."""
         ring = memory.ring
-        asked &= ring.end > ring.first
         spared = jnp.where(is_full, ring.end - 1, ring.first)
         goal = jnp.where(asked, ring.end, spared)
-        draw = draw_lib.Draw.of(self.drafter, sampling, length, processing)
-        is_chain = self.drafter.tree is None  # One call, if there is such a kernel.
-        has_call = is_chain and self.drafter.model.impl in eagle3.CHAIN_IMPLS
-        if processing is None and has_call:
+        has_call = dispatch.is_fused(self.drafter.model.impl)
+        if self.drafter.tree is None and draw.processing is None and has_call:
             return self._run_chains(params, memory, tokens, asked, goal, gamma, draw)
         memory, root = self._take_in_ring(params, memory, tokens, goal=goal)
         asked &= memory.ring.first == memory.ring.end
@@ -143,12 +119,11 @@ class SlotEagle3(peagle.PairReader):
         after = end + jnp.minimum(gamma, self.gamma_max) - 1  # The last has no row.
         kv, reached = _reserve(kv, end, jnp.where(drafts, after, end), size=1)
         counts = jnp.where(drafts, reached + 1 - end, 0)
-        text = jnp.pad(tokens, ((0, 0), (0, size + 1)))
         kv, found, log_weights = eagle3.run_chains(
             params,
             self.drafter.head,
             kv,
-            tokens=slots_lib.windows(text, starts + 1, size),
+            tokens=slots_lib.windows(tokens, starts + 1, size),
             features=features_lib.read(ring, starts, count=size),
             starts=starts,
             pending=jnp.where(drafts, end - starts, 0),
@@ -211,33 +186,6 @@ class SlotEagle3(peagle.PairReader):
             num_drafted = jnp.minimum(proposal.num_drafted, num_run)
             proposal = proposal.replace(parents=None, num_drafted=num_drafted)
         return memory.replace(kv=kv), proposal
-
-
-def load(
-    folder: str | pathlib.Path,
-    target: row_model.RowModel,
-    target_params: params_lib.Params,
-    *,
-    gamma_max: int,
-    **how: Any,
-) -> tuple[Eagle3, eagle3_params.Eagle3Params]:
-    """Reads a head, which drafts for this target with kernels as the target's.
-
-    Args:
-      **how: as `eagle3_files.load` takes it: dtype, weights.
-
-    Raises:
-      ValueError: the folder is not of a head for this target.
-    """
-    head, params = eagle3_files.load(
-        folder, target.config, target_params, impl=target.impl, **how
-    )
-    drafter = Eagle3(
-        head=head,
-        gamma_max=gamma_max,
-        **features_lib.parts_of(head, target, slab=gamma_max + 1),  # type: ignore[arg-type]
-    )
-    return drafter, params
 
 
 def _reserve(

@@ -11,8 +11,9 @@ that drafts nothing waits until the ring would overflow.
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +21,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import draft_model, draw, slots as slots_lib
+from spec_jax.drafters import draft_model, draw as draw_lib, slots as slots_lib
 from spec_jax.engine import (
     held as held_lib,
     protocols,
     rows as rows_lib,
     windows,
 )
-from spec_jax.model import row_model
+from spec_jax.model import params as params_lib, row_model
 from spec_jax.ops import bits
 from spec_jax.paging import allocator, cache as paged
 
@@ -111,22 +112,78 @@ class FeatureDrafter(draft_model.DraftModel):
     Attributes:
       head: the head's config; its `layer` is the config of `model`.
       catch_up_rows: features of a prompt that are taken in at once, at least.
+      files: the module that reads such heads.
 
     Raises:
       ValueError: as a draft model; another `model`.
     """
 
     head: Any
+    files: ClassVar[Any]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model.config != self.head.layer:
             raise ValueError("the model's config is not that of the head's layer")
 
+    @classmethod
+    def load(
+        cls,
+        folder: str | pathlib.Path,
+        target: row_model.RowModel,
+        target_params: params_lib.Params,
+        *,
+        gamma_max: int,
+        **how: Any,
+    ) -> tuple[Self, Any]:
+        """Reads a head, which drafts for this target with kernels as the target's.
+
+        Args:
+          gamma_max: as in `of_head`.
+          **how: as `files.load` takes it: dtype, weights.
+
+        Raises:
+          ValueError: the folder is not of a head for this target.
+        """
+        head, params = cls.files.load(
+            folder, target.config, target_params, impl=target.impl, **how
+        )
+        return cls.of_head(head, target, gamma_max=gamma_max), params
+
+    @classmethod
+    def of_head(
+        cls,
+        head: Any,
+        target: row_model.RowModel,
+        *,
+        gamma_max: int,
+        slab: int | None = None,
+    ) -> Self:
+        """Returns the drafter of a head, with kernels as the target's.
+
+        Args:
+          gamma_max: the most tokens of a proposal; those of a block, if it has fewer.
+          slab: rows that its model runs at once, at least; None: `gamma_max + 1`.
+        """
+        model = row_model.RowModel(
+            config=head.layer,
+            impl=target.impl,
+            slab=row_model.slab_for(target.impl, slab or gamma_max + 1),
+            cache=target.cache,
+        )
+        # Native kernels read the weights once for so many rows, and skip inactive ones.
+        rows = row_model.NATIVE_PREFILL_SLAB if target.impl == "native" else 0
+        return cls(head=head, gamma_max=gamma_max, model=model, catch_up_rows=rows)
+
     @property
     def taps(self) -> tuple[int, ...]:
         """The target's features that the head reads."""
         return self.head.taps
+
+    @property
+    def feature_size(self) -> int:
+        """The width of a feature."""
+        return self.head.target_hidden_size
 
     @property
     def max_positions(self) -> int | None:  # type: ignore[override]
@@ -137,25 +194,6 @@ class FeatureDrafter(draft_model.DraftModel):
         """
         reach, most = self.head.reach, self.head.layer.max_position_embeddings
         return None if reach is not None and reach <= most else most
-
-
-def parts_of(
-    head: Any, target: row_model.RowModel, *, slab: int
-) -> dict[str, row_model.RowModel | int]:
-    """Returns the `model` and the `catch_up_rows` of a `FeatureDrafter`.
-
-    Args:
-      slab: rows that its model runs at once, at least.
-    """
-    model = row_model.RowModel(
-        config=head.layer,
-        impl=target.impl,
-        slab=row_model.slab_for(target.impl, slab),
-        cache=target.cache,
-    )
-    # Native kernels read the weights once for so many rows, and skip inactive ones.
-    rows = row_model.NATIVE_PREFILL_SLAB if target.impl == "native" else 0
-    return {"model": model, "catch_up_rows": rows}
 
 
 class ReaderMemory(pytree.Node):
@@ -169,8 +207,8 @@ class ReaderMemory(pytree.Node):
 class SlotReader(slots_lib.OfSlots):
     """A drafter of features for `num_slots` sequences: all but what it proposes.
 
-    Its drafter's `head` has `features_size`, `reach` and `layer`, the model's config.
-    A subclass has `_forward` and `propose`, and `_empty` if `_forward` has outputs.
+    Its drafter's `head` is a `model.head_params.HeadConfig`. A subclass has `_forward`
+    and `_draft`, and `_empty` if `_forward` has outputs.
 
     Attributes:
       reads_tokens: whether features go with the tokens after their positions: the last
@@ -259,6 +297,14 @@ class SlotReader(slots_lib.OfSlots):
         del height
         return ()
 
+    def _no_rows(self, *sizes: int) -> tuple[jax.Array, jax.Array]:
+        """Returns hidden states and logits of rows `[*sizes]` that were not run."""
+        head = self.drafter.head
+        return (
+            jnp.zeros((*sizes, head.hidden_size), head.layer.dtype),
+            jnp.zeros((*sizes, head.draft_vocab_size), jnp.float32),
+        )
+
     def _run(self, params, kv, window, features):
         """Runs a window with features `[B, R, width]`, as `slots.Run` does."""
         model = self.drafter.model
@@ -291,7 +337,7 @@ class SlotReader(slots_lib.OfSlots):
         kv, outputs = slots_lib.take_in(
             lambda kv, window: self._run(params, kv, window, read(window.start)),
             memory.kv,
-            jnp.pad(tokens, ((0, 0), (0, num_rows + 1))) if self.reads_tokens else None,
+            tokens if self.reads_tokens else None,
             self._empty(self.num_slots),
             goal=goal,
             num_rows=num_rows,
@@ -362,18 +408,44 @@ class SlotReader(slots_lib.OfSlots):
             ring = ring.replace(features=kept)
         return memory.replace(ring=ring.replace(end=ring.end.at[slot].set(end)))
 
-    def _begin(
-        self, memory: ReaderMemory, length: Int[Array, " B"], gamma: Int[Array, " B"]
-    ) -> tuple[ReaderMemory, Bool[Array, " B"], Bool[Array, " B"]]:
-        """Returns the memory of a new round, which slots draft in it, and which slots
-        must take in what waits, so that the next round's features find room."""
+    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
+        """Drafts `gamma[b]` tokens; fewer, or none, where the cache has no room."""
         kv, ring = memory.kv, memory.ring
         kv = kv.replace(out_of_pages=jnp.zeros((self.num_slots,), bool))
         # A ring that overflowed, because no page was free, has lost rows: no drafts.
         is_whole = ring.end - ring.first <= ring.size
         asked = is_whole & (gamma > 0) & (ring.end == length - 1)
-        is_full = is_whole & overflows(ring, most=self._rows_most)
-        return memory.replace(kv=kv), asked, is_full
+        if self.reads_tokens:  # The last pair drafts: there must be one.
+            asked &= ring.end > ring.first
+        return self._draft(
+            params,
+            memory.replace(kv=kv),
+            tokens,
+            draw_lib.Draw.of(self.drafter, sampling, length, processing),
+            gamma=gamma,
+            asked=asked,
+            is_full=is_whole & overflows(ring, most=self._rows_most),
+        )
+
+    def _draft(
+        self,
+        params: Any,
+        memory: ReaderMemory,
+        tokens: Int[Array, "B max_len"],
+        draw: draw_lib.Draw,
+        *,
+        gamma: Int[Array, " B"],
+        asked: Bool[Array, " B"],
+        is_full: Bool[Array, " B"],
+    ) -> tuple[ReaderMemory, protocols.Proposal]:
+        """Implements `propose` for a memory without flags of earlier rounds.
+
+        Args:
+          asked: slots that draft in this round.
+          is_full: slots that must take in what waits, so that the next round's features
+            find room.
+        """
+        raise NotImplementedError
 
     def _probs(
         self,
@@ -385,7 +457,7 @@ class SlotReader(slots_lib.OfSlots):
         `sampling.distribution` gives them; None without log weights."""
         if log_weights is None:
             return None
-        rows = draw.widened(params.hot, self.vocab_size)(log_weights)
+        rows = draw_lib.widened(params.hot, self.vocab_size)(log_weights)
         # Row by row: the bits of one depend on no other.
         flat = jax.lax.map(jax.nn.softmax, rows.reshape(-1, self.vocab_size))
         columns = jnp.arange(rows.shape[1], dtype=jnp.int32)

@@ -70,35 +70,12 @@ class Hybrid(protocols.Drafter):
                 f"threshold={self.threshold} must be above 0, the score of no draft"
             )
 
-    @property
-    def gamma_max(self) -> int:
-        """The most tokens of a proposal, of either drafter."""
-        return self.draft.gamma_max
-
-    @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return protocols.complete(self.draft).depth_max
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the draft model's vocabulary."""
-        return self.draft.vocab_size
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's features that a head reads; () for a draft model."""
-        return protocols.taps_of(self.draft)
-
-    @property
-    def feature_size(self) -> int | None:
-        """The width of a feature that a head reads; None for a draft model."""
-        return self.draft.feature_size
-
-    @property
-    def max_positions(self) -> int | None:
-        """Positions that the draft model was trained for; None: a head takes any."""
-        return self.draft.max_positions
+    gamma_max = protocols.passed_on("gamma_max", of="draft")
+    depth_max = protocols.passed_on("depth_max", of="draft")
+    vocab_size = protocols.passed_on("vocab_size", of="draft")
+    taps = protocols.passed_on("taps", of="draft")
+    feature_size = protocols.passed_on("feature_size", of="draft")
+    max_positions = protocols.passed_on("max_positions", of="draft")
 
     def for_rule(self, rule: rule_lib.Rule) -> "Hybrid":
         """Returns the hybrid with the draft model for that rule of acceptance.
@@ -163,17 +140,7 @@ class SlotHybrid(slots_lib.OfSlots):
         """Takes the prompt into the draft model's cache. Donates `memory`."""
         return self._draft.prefill(params.draft, memory, prompt, slot=slot, **handed)
 
-    def propose(
-        self,
-        params: HybridParams,
-        memory: protocols.Memory,
-        *,
-        tokens: Int[Array, "B max_len"],
-        length: Int[Array, " B"],
-        gamma: Int[Array, " B"],
-        sampling: protocols.Sampling,
-        processing: processing_lib.Processing | None = None,
-    ) -> tuple[protocols.Memory, protocols.Proposal]:
+    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
         """Drafts by one of the two drafters in each slot."""
 
         def look_up(tokens, length, gamma):
@@ -184,10 +151,9 @@ class SlotHybrid(slots_lib.OfSlots):
         # Not `vmap`, which would search the text of slots that ask for nothing.
         found = jax.lax.map(lambda slot: look_up(*slot), (tokens, length, gamma))
         is_sure = found.score >= self.drafter.threshold
-        proposal, more = found.proposal, dict[str, Any]()
+        proposal = found.proposal
         if processing is not None:
             proposal = processing_lib.cut(processing, proposal)
-            more["processing"] = processing
         if protocols.is_tree(self):
             proposal = _as_tree(proposal, self.gamma_max)
         # A slot that asks the draft model for nothing does not start its loop: this is
@@ -199,7 +165,7 @@ class SlotHybrid(slots_lib.OfSlots):
             length=length,
             gamma=jnp.where(is_sure, 0, gamma),
             sampling=sampling,
-            **more,
+            processing=processing,
         )
         chosen = jnp.where(is_sure, 0, 1)
         return memory, choice.merged([proposal, drafted], chosen, gamma)

@@ -10,11 +10,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from spec_jax import pytree
 from spec_jax.engine import protocols
-from spec_jax.typing import typed
 
 
 class Trace(pytree.Node):
@@ -47,23 +46,6 @@ def make_trace(text: list[int], *, rate: float = 1.0, seed: int = 0) -> Trace:
         is_right=jnp.asarray(is_right),
         length=jnp.int32(len(text)),
     )
-
-
-@typed
-def drafts_at(
-    tokens: Int[Array, " size"],
-    is_right: Bool[Array, " mask_size"],
-    positions: Int[Array, " gamma"],
-    *,
-    vocab_size: int,
-) -> Int[Array, " gamma"]:
-    """Returns the text's tokens at `positions`, or others where not `is_right`.
-
-    A position past the end reads the last token, or the last entry of the mask.
-    """
-    right = tokens.at[positions].get(mode="clip")
-    is_right = is_right.at[positions].get(mode="clip")
-    return jnp.where(is_right, right, (right + 1) % vocab_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,12 +115,13 @@ class Oracle(protocols.Drafter):
     ) -> tuple[Trace, protocols.Proposal]:
         """Drafts `gamma` tokens, or fewer at the end of the trace."""
         del params, tokens
+        positions = length + jnp.arange(self.gamma_max, dtype=jnp.int32)
+        # A position past the end reads the last token, which is not drafted.
+        right, is_right = (
+            leaf.at[positions].get(mode="clip")
+            for leaf in (memory.tokens, memory.is_right)
+        )
         return memory, protocols.Proposal(
-            tokens=drafts_at(
-                memory.tokens,
-                memory.is_right,
-                length + jnp.arange(self.gamma_max, dtype=jnp.int32),
-                vocab_size=self.vocab_size,
-            ),
+            tokens=jnp.where(is_right, right, (right + 1) % self.vocab_size),
             num_drafted=jnp.clip(memory.length - length, 0, gamma),
         )

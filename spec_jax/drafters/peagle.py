@@ -14,19 +14,12 @@ A row sees itself and the rows before it alone, so fewer masks change no draft.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
-from spec_jax.drafters import (
-    block,
-    draw as draw_lib,
-    features as features_lib,
-    slots as slots_lib,
-)
-from spec_jax.engine import processing as processing_lib, protocols
+from spec_jax.drafters import block, features as features_lib, slots as slots_lib
+from spec_jax.engine import protocols
 from spec_jax.model import block_params, eagle3
 
 
@@ -43,11 +36,7 @@ class PairReader(features_lib.SlotReader):
 
     def _empty(self, height: int) -> tuple[jax.Array, jax.Array]:
         """Returns hidden states and logits of rows that were not run."""
-        head = self.drafter.head
-        return (
-            jnp.zeros((height, head.hidden_size), head.layer.dtype),
-            jnp.zeros((height, head.draft_vocab_size), jnp.float32),
-        )
+        return self._no_rows(height)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,33 +56,20 @@ class SlotParallel(PairReader, block.SlotBlock):
             mask_token_id=head.mask_token_id,
         )
 
-    def propose(
-        self,
-        params: Any,  # an Eagle3Params
-        memory: features_lib.ReaderMemory,
-        *,
-        tokens: Int[Array, "B max_len"],
-        length: Int[Array, " B"],
-        gamma: Int[Array, " B"],
-        sampling: protocols.Sampling,
-        processing: processing_lib.Processing | None = None,
-    ) -> tuple[features_lib.ReaderMemory, protocols.Proposal]:
-        """Drafts `gamma[b]` tokens, or none where the cache has no room for masks."""
-        memory, asked, is_full = self._begin(memory, length, gamma)
+    def _draft(self, params, memory, tokens, draw, *, gamma, asked, is_full):
+        """Drafts from one forward, or nothing where there is no room for masks."""
         ring, size = memory.ring, self._rows_most
-        asked &= ring.end > ring.first
         # The last pending row drafts; more than a round's rows go before.
         is_long = is_full | (ring.end - ring.first > size)
         first = jnp.where(is_long, jnp.maximum(ring.end - 1, ring.first), ring.first)
         goal = jnp.where(asked | is_full, first, ring.first)
         memory, _ = self._take_in_ring(params, memory, tokens, goal=goal)
         asked &= memory.ring.first == first
-        how = draw_lib.Draw.of(self.drafter, sampling, length, processing)
-        anchor = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
+        anchor = jnp.take_along_axis(tokens, draw.length[:, None] - 1, axis=1)[:, 0]
         ring, slots = memory.ring, block_params.bare(params.hot)
         kv, proposal = self._one_turn(
             lambda kv: self._run_round(params, kv, ring, tokens, asked),
-            functools.partial(self._draw, slots, anchor, how),
+            functools.partial(self._draw, slots, anchor, draw),
             memory.kv,
             ring.end,
             asked=asked,
@@ -110,11 +86,10 @@ class SlotParallel(PairReader, block.SlotBlock):
         """
         head, size, count = self.drafter.head, self._rows_most, self._head.block_size
         waiting = ring.end - ring.first
-        text = jnp.pad(tokens, ((0, 0), (0, size + 1)))
         columns = jnp.arange(size + count - 1, dtype=jnp.int32)[None]
         is_pair = columns < waiting[:, None]
         widen = lambda x: jnp.pad(x, [(0, 0), (0, count - 1)] + [(0, 0)] * (x.ndim - 2))
-        pairs = widen(slots_lib.windows(text, ring.first + 1, size))
+        pairs = widen(slots_lib.windows(tokens, ring.first + 1, size))
         window = protocols.Window(
             tokens=jnp.where(is_pair, pairs, head.mask_token_id),
             start=ring.first,

@@ -150,7 +150,7 @@ def _reader(name: str, load: Callable[..., Built], parts: Parts) -> Built:
 
 
 def _block(name: block.Kind, parts: Parts) -> Built:
-    drafter, params = _reader(name, block.load, parts)
+    drafter, params = _reader(name, block.BlockDrafter.load, parts)
     if drafter.kind != name:
         raise ValueError(
             f"drafter {name!r}, but {parts.draft or 'the shipped head'} is of "
@@ -166,7 +166,7 @@ BUILDERS: Mapping[str, Callable[[Parts], Built]] = {
     "hybrid": _hybrid,  # suffix where its score is high, otherwise a model or a head
     "choice": _choice,  # either of the two, by what this text keeps of each
     # Heads that read the target's features.
-    "eagle3": lambda parts: _reader("eagle3", eagle3.load, parts),
+    "eagle3": lambda parts: _reader("eagle3", eagle3.Eagle3.load, parts),
     "dflash": lambda parts: _block("dflash", parts),
     "dspark": lambda parts: _block("dspark", parts),
     "oracle": _oracle,  # what decoding writes, as a ceiling; a trace a request
@@ -252,17 +252,6 @@ def reads_target(drafter: str, draft: str | pathlib.Path | None) -> bool:
     if drafter in TAKE_HEAD:
         return draft is not None and is_head(draft)
     return drafter in NEED_TARGET or is_folder(drafter)
-
-
-def has_weights(drafter: str, draft: str | pathlib.Path | None) -> bool:
-    """Returns whether a drafter of this name loads the weights of a folder.
-
-    Args:
-      draft: the named folder, if any: a drafter of another package may read it.
-    """
-    if drafter in BUILDERS:
-        return drafter not in NEED_NOTHING
-    return is_folder(drafter) or draft is not None
 
 
 def names() -> tuple[str, ...]:

@@ -15,7 +15,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import compilation
-from spec_jax.engine import held as held_lib, protocols, rows as rows_lib
+from spec_jax.engine import (
+    held as held_lib,
+    processing as processing_lib,
+    protocols,
+    rows as rows_lib,
+)
 from spec_jax.paging import cache as paged
 
 
@@ -23,36 +28,44 @@ from spec_jax.paging import cache as paged
 class OfSlots:
     """The base of drafters for slots: it has the properties of `drafter`.
 
-    A subclass has the functions of a `SlotDrafter`, for `num_slots` sequences.
+    A subclass has the functions of a `SlotDrafter`, for `num_slots` sequences, but
+    `_propose` in the place of `propose`.
     """
 
     drafter: Any
     num_slots: int
 
-    @property
-    def gamma_max(self) -> int:
-        """The most tokens of a proposal."""
-        return self.drafter.gamma_max
+    gamma_max = protocols.passed_on("gamma_max", of="drafter")
+    depth_max = protocols.passed_on("depth_max", of="drafter")
+    vocab_size = protocols.passed_on("vocab_size", of="drafter")
+    taps = protocols.passed_on("taps", of="drafter")
+    feature_size = protocols.passed_on("feature_size", of="drafter")
 
-    @property
-    def depth_max(self) -> int | None:
-        """The most drafts on a path of a tree; None: chains."""
-        return protocols.complete(self.drafter).depth_max
+    def propose(
+        self,
+        params: protocols.Params,
+        memory: protocols.Memory,
+        *,
+        tokens: Int[Array, "B max_len"],
+        length: Int[Array, " B"],
+        gamma: Int[Array, " B"],
+        sampling: protocols.Sampling,
+        processing: processing_lib.Processing | None = None,
+    ) -> tuple[Any, protocols.Proposal]:
+        """Drafts at most `gamma[b]` tokens, as `protocols.SlotDrafter` has it.
 
-    @property
-    def vocab_size(self) -> Any:
-        """Entries of the drafter's vocabulary; None: it has none."""
-        return protocols.complete(self.drafter).vocab_size
+        Args:
+          processing: for drafters that have `reads_processing`.
+        """
+        return self._propose(
+            params, memory, tokens, length, gamma, sampling, processing
+        )
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's features that the drafter reads."""
-        return protocols.taps_of(self.drafter)
-
-    @property
-    def feature_size(self) -> int | None:
-        """The width of a feature, if the drafter takes one width alone."""
-        return protocols.complete(self.drafter).feature_size
+    def _propose(
+        self, params, memory, tokens, length, gamma, sampling, processing
+    ) -> tuple[Any, protocols.Proposal]:
+        """Implements `propose`."""
+        raise NotImplementedError
 
 
 def new_cache(

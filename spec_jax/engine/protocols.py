@@ -341,6 +341,14 @@ def complete(drafter: Any) -> Any:
     return drafter if isinstance(drafter, Drafter) else _Completed(drafter)
 
 
+def passed_on(name: str, *, of: str) -> Any:
+    """Returns a property of a drafter that another one has: its field `of`."""
+    return property(
+        lambda drafter: getattr(complete(getattr(drafter, of)), name),
+        doc=vars(Drafter)[name].__doc__,
+    )
+
+
 class SlotDrafter(Protocol):
     """Proposes continuations of all slots, by functions of a memory that is carried.
 

@@ -13,7 +13,6 @@ the layout's default. DSpark of speculators, published in both kinds, must have 
 """
 
 import functools
-import pathlib
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, get_args
@@ -103,16 +102,6 @@ _ACCEPTED: Mapping[str, tuple] = {
 `dflash_config` must be false or null."""
 
 
-def read_config(
-    path: pathlib.Path,
-    target: config_lib.ModelConfig,
-    *,
-    dtype: str | None = None,
-) -> tuple[Dialect, block_params.BlockConfig]:
-    """Reads a block drafter's `config.json`, see `head_dialects.read_config`."""
-    return head_dialects.read_config(path, target, _from_dict, dtype=dtype)
-
-
 def kind_of(raw: Mapping[str, Any]) -> str:
     """Returns "dspark" for a config with a head of DSpark's, otherwise "dflash".
 
@@ -174,7 +163,7 @@ def _own_keys(raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
 def _from_dict(
     raw: dict[str, Any], target: config_lib.ModelConfig, dtype: str
 ) -> tuple[Dialect, block_params.BlockConfig]:
-    """Implements `read_config` for the contents of a file."""
+    """Returns what a file's contents say, of the weights' dtype."""
     dialect = _dialect_of(raw)
     said = _own_keys(raw, dialect)
     stated, layer, draft_vocab_size, width = head_dialects.sizes(
@@ -222,6 +211,9 @@ def _from_dict(
     check_config(config, dialect)
     return dialect, config
 
+
+read_config = functools.partial(head_dialects.read_config, _from_dict)
+"""Reads a block drafter's `config.json`, see `head_dialects.read_config`."""
 
 _whole = functools.partial(head_dialects.value, kind=int, default=None)
 _flag = functools.partial(head_dialects.value, kind=bool, default=False)

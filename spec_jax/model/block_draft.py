@@ -66,26 +66,26 @@ def append_context(
             f"features of width {features.shape[1]}: the drafter reads "
             f"{config.features_size} (taps={config.taps} of the target)"
         )
-    params = block_params.prepare(params, impl)
+    params, layer = block_params.prepare(params, impl), config.layer
+    dtype = params.final_norm.dtype
+    angles = decoder.row_angles(layer, rows.positions, dtype=dtype, impl=impl)
     if dispatch.is_fused(impl):
         pages = block_steps.append_context(
-            features.astype(params.final_norm.dtype),
-            block_steps.BlockModel.of(params, params.layers, config.layer, kv),
+            features.astype(dtype),
+            block_steps.BlockModel.of(params, params.layers, layer, kv),
             fc=params.fc,
             hidden_norm=params.hidden_norm,
-            **_where(config, rows, kv, params.final_norm.dtype),
+            rows=rows,
+            angles=angles,
         )
         return cache.with_pages(kv, pages)
-    layer = config.layer
     K, H, eps = layer.num_kv_heads, layer.head_dim, layer.rms_norm_eps
-    dtype = params.final_norm.dtype
     shared: dict[str, Any] = {"num_active": rows.num_active, "eps": eps, "impl": impl}
     fused = projection.project(features.astype(dtype), params.fc, **shared)
-    cos, sin = decoder.row_angles(layer, rows.positions, dtype=dtype, impl=impl)
     for number, weight in enumerate(params.layers):
         made = projection.project(fused, weight.kv, norm=params.hidden_norm, **shared)
         k, v = jnp.split(made.reshape(-1, 2 * K, H), 2, axis=1)
-        k = rope.rotate(rms_norm.rms_norm(k, weight.k_norm, eps=eps), cos, sin)
+        k = rope.rotate(rms_norm.rms_norm(k, weight.k_norm, eps=eps), *angles)
         kv = cache.write(
             kv,
             number,
@@ -124,10 +124,10 @@ def forward_block(
     dtype, eps = params.final_norm.dtype, layer.rms_norm_eps
     if dispatch.is_fused(impl) and config.is_one_call:
         hidden, logits, pages = block_steps.blocks(
-            rows.tokens,
-            block_steps.BlockModel.of(params, params.layers, config.layer, kv),
+            rows,
+            block_steps.BlockModel.of(params, params.layers, layer, kv),
+            decoder.row_angles(layer, rows.positions, dtype=dtype, impl=impl),
             block_size=config.block_size,
-            **_where(config, rows, kv, dtype),
         )
         return cache.with_pages(kv, pages), hidden, logits
     (R,) = rows.tokens.shape
@@ -231,19 +231,6 @@ def _padded(rows: decoder.Rows, count: int) -> decoder.Rows:
     return rows.replace(
         tokens=pad(rows.tokens), slots=pad(rows.slots), positions=pad(rows.positions)
     )
-
-
-def _where(config, rows, kv, dtype) -> dict[str, Any]:
-    """Returns the arguments of native kernels that say where rows are."""
-    angles = decoder.row_angles(
-        config.layer, rows.positions, dtype=dtype, impl="native"
-    )
-    return {
-        "at": (kv.page_table, *angles),
-        "slots": rows.slots,
-        "positions": rows.positions,
-        "num_active": rows.num_active,
-    }
 
 
 @typed

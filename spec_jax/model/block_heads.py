@@ -23,9 +23,6 @@ from spec_jax.ops import dispatch, projection, skinny_gemm, weights
 from spec_jax.typing import typed
 
 
-NATIVE_HEADS: tuple[str, ...] = ("none", *block_params.DSPARK_HEADS)
-"""Heads that `run_slots` can run; a selector runs operation by operation."""
-
 Product = Callable[[jax.Array, weights.Weight], jax.Array]
 """A function `product(x, w)` that returns `x w^T` in float32."""
 
@@ -128,7 +125,8 @@ def run_slots(
 ) -> tuple[
     Int[Array, "B W"], Float[Array, "B W"] | None, Float[Array, "B W Vd"] | None
 ]:
-    """Chooses the token of each slot after the one before it, by native kernels.
+    """Chooses the token of each slot after the one before it, by native kernels, which
+    have no selectors.
 
     Args:
       anchor: the token before the first slot.

@@ -8,7 +8,7 @@ the files.
 
 import dataclasses
 import functools
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,7 @@ import numpy as np
 
 from spec_jax import pytree
 from spec_jax.model import (
-    config as config_lib,
-    eagle3_params,
+    head_params,
     params as params_lib,
 )
 from spec_jax.ops import weights
@@ -70,17 +69,9 @@ class LayerAttention:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockConfig:
-    """Sizes and constants of a block drafter.
+class BlockConfig(head_params.HeadConfig):
+    """Sizes and constants of a block drafter, whose width is its target's."""
 
-    `layer` is the config of a Qwen3 model with its layers: caches are made by it. Its
-    vocabulary and its width are the target's.
-    """
-
-    layer: config_lib.Qwen3Config
-    draft_vocab_size: int  # Vd
-    # `hidden_states` indices of the features that `fc` reads, in its order.
-    taps: tuple[int, ...]
     block_size: int  # rows of a block, the anchor's included
     slots: Slots
     mask_token_id: int  # fed to all rows but the anchor's
@@ -119,16 +110,6 @@ class BlockConfig:
         return max(windows) if windows and all(windows) else None
 
     @property
-    def hidden_size(self) -> int:
-        """Width of the drafter and of its target, D."""
-        return self.layer.hidden_size
-
-    @property
-    def features_size(self) -> int:
-        """Width of the features of a position, of all taps."""
-        return len(self.taps) * self.hidden_size
-
-    @property
     def first_slot(self) -> int:
         """The first slot that predicts a token to be drafted."""
         return int(self.slots == "fill-in")
@@ -138,14 +119,9 @@ class BlockConfig:
         """Tokens that a block drafts."""
         return self.block_size - self.first_slot
 
-    def validate(self) -> "BlockConfig":
-        """Returns the config itself.
-
-        Raises:
-          ValueError: a value with which no drafter can be run.
-        """
-        self.layer.validate()
-        V, taps = self.layer.vocab_size, self.taps
+    def validate(self) -> Self:
+        """Returns the config itself; raises as `HeadConfig.validate`."""
+        super().validate()
         for name, value, known in (
             ("slots", self.slots, SLOTS),
             ("head", self.head, HEADS),
@@ -157,18 +133,6 @@ class BlockConfig:
                 f"block_size={self.block_size} with slots={self.slots!r} drafts no "
                 "token: give at least one row, and with 'fill-in' two"
             )
-        if not 1 <= self.draft_vocab_size <= V:
-            raise ValueError(
-                f"draft_vocab_size={self.draft_vocab_size} must be from 1 to "
-                f"vocab_size={V}"
-            )
-        if not 0 <= self.mask_token_id < V:
-            raise ValueError(
-                f"mask_token_id={self.mask_token_id} is outside the target's "
-                f"embedding of {V} rows"
-            )
-        if not taps or len(set(taps)) != len(taps) or min(taps) < 0:
-            raise ValueError(f"{taps=} must be different hidden_states indices")
         if (self.markov_rank > 0) != (self.head != "none"):
             raise ValueError(
                 f"head={self.head!r} with markov_rank={self.markov_rank}: a head has a "
@@ -218,19 +182,6 @@ class BlockConfig:
                     f"sliding_window={window} is below the {self.block_size} rows of a "
                     "block, which see each other: give as many at least"
                 )
-
-    def check_target(self, target: config_lib.ModelConfig) -> None:
-        """Passes if the drafter can read this target's features.
-
-        Raises:
-          ValueError: another width or vocabulary, or taps that the target lacks.
-        """
-        eagle3_params.check_target(
-            target,
-            width=self.hidden_size,
-            vocab_size=self.layer.vocab_size,
-            taps=self.taps,
-        )
 
 
 class Convolution(pytree.Node):
@@ -288,8 +239,8 @@ def shapes(config: BlockConfig) -> BlockParams:
     """Returns the `BlockParams` of `config` as `jax.ShapeDtypeStruct`s."""
     layer = config.layer
     dtype = jnp.dtype(layer.dtype)
-    D, F, H = layer.hidden_size, layer.intermediate_size, layer.head_dim
-    V, Vd, r = layer.vocab_size, config.draft_vocab_size, config.markov_rank
+    D, r = config.hidden_size, config.markov_rank
+    V, Vd = layer.vocab_size, config.draft_vocab_size
 
     def leaf(*shape: int, dtype=dtype) -> Any:  # in the place of an array
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -300,17 +251,11 @@ def shapes(config: BlockConfig) -> BlockParams:
             base=leaf(2, 2, D), kernels=leaf(4 * D // config.conv_group, D)
         )
     block_layer = BlockLayer(
-        input_norm=leaf(D),
         q=leaf(layer.attention_size, D),
         kv=leaf(layer.qkv_size - layer.attention_size, D),
-        q_norm=leaf(H),
-        k_norm=leaf(H),
-        attention_out=leaf(D, layer.attention_size),
-        mlp_norm=leaf(D),
-        gate_up=leaf(2 * F, D),
-        down=leaf(D, F),
         attention_conv=conv,
         mlp_conv=conv,
+        **head_params.layer_shapes(layer),
     )
     mixes = {"gated": (r, D + r), "rnn": (3 * r, 2 * r + D), "selector": (r, D)}
     mix = mixes.get(config.head)
@@ -357,15 +302,11 @@ def init(
       embed, lm_head: the target's.
       hot: the target's token of each draft token, ascending; None: the first ones.
     """
-    config.validate()
-    whole = shapes(config)
-    if whole.hot is not None:
-        if hot is None:
-            hot = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
+    made, hot = shapes(config.validate()), config.hot_tokens(hot)
+    if made.hot is not None:
         lm_head = weights.matrix(lm_head)[hot]
-    own = whole.replace(embed=None, lm_head=None, hot=None)
-    drawn = params_lib.draw(key, own, stddev=stddev)
-    return drawn.replace(embed=embed, lm_head=lm_head, hot=hot)
+    given = {"embed": embed, "lm_head": lm_head, "hot": hot}
+    return head_params.draw(key, made, stddev=stddev, **given)
 
 
 def prepare(params: BlockParams, impl: str, *, form: str | None = None) -> BlockParams:

@@ -142,6 +142,15 @@ def row_angles(
     )
 
 
+def chain_angles(
+    config: config_lib.ModelConfig, starts: jax.Array, count: int, *, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Returns cosines and sines of `count` positions from each start on, for native
+    chains: `[S * count, H/2]`."""
+    positions = starts[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
+    return row_angles(config, positions.reshape(-1), dtype=dtype, impl="native")
+
+
 def observe_heads(heads, config, observe):
     """Shows queries, keys and values to the hook; returns the fused projection."""
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim

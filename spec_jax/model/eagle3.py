@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
-from spec_jax.model import eagle3_params, qwen3, sequence
+from spec_jax.model import decoder, eagle3_params, sequence
 from spec_jax.native import draws as draws_lib, head_steps
 from spec_jax.ops import (
     causal_attention,
@@ -38,15 +38,11 @@ from spec_jax.paging import cache
 from spec_jax.typing import typed
 
 
-CHAIN_IMPLS: tuple[str, ...] = ("native",)
-"""Implementations that have `run_chains`."""
-
-
 @typed
 def forward_rows(
     params: eagle3_params.Eagle3Params,
     config: eagle3_params.Eagle3Config,
-    rows: qwen3.Rows,
+    rows: decoder.Rows,
     features: Float[Array, "R features"],
     kv: cache.PagedKV,
     *,
@@ -72,7 +68,11 @@ def forward_rows(
     params = eagle3_params.prepare(params, impl)
     g = _fuse(params, config, features, num_active=rows.num_active, impl=impl)
     if dispatch.is_fused(impl) and not config.is_parallel:
-        return _fused_step(params, config, rows, g, kv)
+        at, dtype = rows.positions, g.dtype
+        angles = decoder.row_angles(config.layer, at, dtype=dtype, impl=impl)
+        model = _model(params, config, kv)
+        logits, hidden, pages = head_steps.step(rows, g, model, angles)
+        return cache.with_pages(kv, pages), hidden, logits
     return _run_operations(params, config, rows, g, kv, impl)
 
 
@@ -99,7 +99,7 @@ def _run_operations(params, config, rows, g, kv, impl):
     eps = layer.rms_norm_eps
     normed = _row_norm(g, params.hidden_norm, eps)
     x = [_row_norm(token.astype(g.dtype), params.input_norm, eps), normed]
-    cos, sin = qwen3.row_angles(layer, rows.positions, dtype=g.dtype, impl=impl)
+    cos, sin = decoder.row_angles(layer, rows.positions, dtype=g.dtype, impl=impl)
     where = {
         "page_table": kv.page_table,
         "slots": rows.slots,
@@ -146,22 +146,6 @@ def _run_operations(params, config, rows, g, kv, impl):
     return kv, hidden, logits
 
 
-def _fused_step(params, config, rows, g, kv):
-    """Implements `forward_rows` by one call of native kernels."""
-    logits, hidden, pages = head_steps.step(
-        rows.tokens,
-        g,
-        _model(params, config, kv),
-        *qwen3.row_angles(config.layer, rows.positions, dtype=g.dtype, impl="native"),
-        page_table=kv.page_table,
-        slots=rows.slots,
-        positions=rows.positions,
-        num_active=rows.num_active,
-        branch=rows.branch,
-    )
-    return cache.with_pages(kv, pages), hidden, logits
-
-
 def run_chains(
     params: eagle3_params.Eagle3Params,
     config: eagle3_params.Eagle3Config,
@@ -192,18 +176,12 @@ def run_chains(
     # With one slot the first rows are the pending ones; with several they are apart.
     num_active = pending[0] if S == 1 else jnp.int32(S * W)
     g = _fuse(params, config, flat, num_active=num_active, impl="native")
-    positions = starts[:, None] + jnp.arange(W + most - 1, dtype=jnp.int32)[None, :]
-    cos, sin = qwen3.row_angles(
-        config.layer, positions.reshape(-1), dtype=g.dtype, impl="native"
-    )
     drafts, log_weights, pages = head_steps.chains(
         tokens,
         g.reshape(S, W, -1),
         _model(params, config, kv),
-        cos.reshape(*positions.shape, -1),
-        sin.reshape(*positions.shape, -1),
+        decoder.chain_angles(config.layer, starts, W + most - 1, dtype=g.dtype),
         names=params.hot,
-        page_table=kv.page_table,
         starts=starts,
         pending=pending,
         counts=counts,

@@ -9,7 +9,7 @@ midlayer and speculators have parallel heads, too, under one name in `architectu
 SpecForge's have the names of speculators' tensors, and no key for the mask's token.
 """
 
-import pathlib
+import functools
 import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -33,6 +33,12 @@ ARCHITECTURES: dict[str, Dialect] = {
     "PEagleSpeculator": "speculators",
     "PEagleDraftModel": "speculators",
 }
+_NAMES = {
+    "midlayer": "LlamaForCausalLMEagle3",
+    "speculators": "Eagle3DraftModel",
+    "deepspec": "Qwen3Eagle3Model",
+}
+"""The architecture that is written, unless a head is parallel."""
 _PARALLEL = ("PEagleSpeculator", "PEagleDraftModel")
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Keys of the mask's token: one of speculators, two that vLLM reads in flat configs."""
@@ -47,20 +53,10 @@ draft vocabulary takes its rows."""
 _AUX = "eagle_aux_hidden_state_layer_ids"
 
 
-def read_config(
-    path: pathlib.Path,
-    target: config_lib.ModelConfig,
-    *,
-    dtype: str | None = None,
-) -> tuple[Dialect, eagle3_params.Eagle3Config]:
-    """Reads a head's `config.json`, see `head_dialects.read_config`."""
-    return head_dialects.read_config(path, target, _from_dict, dtype=dtype)
-
-
 def _from_dict(
     raw: dict[str, Any], target: config_lib.ModelConfig, dtype: str
 ) -> tuple[Dialect, eagle3_params.Eagle3Config]:
-    """Implements `read_config` for the contents of a file."""
+    """Returns what a file's contents say, of the weights' dtype."""
     name = head_dialects.architecture(raw, ARCHITECTURES, "dialect of EAGLE-3")
     dialect, is_parallel = ARCHITECTURES[name], name in _PARALLEL
     if is_parallel and raw.get(_TYPE) is None:
@@ -96,6 +92,10 @@ def _from_dict(
         mask_token_id=_mask_token(raw) if is_parallel else None,
         **flags,
     )
+
+
+read_config = functools.partial(head_dialects.read_config, _from_dict)
+"""Reads a head's `config.json`, see `head_dialects.read_config`."""
 
 
 def _mask_token(raw: Mapping[str, Any]) -> int:
@@ -178,72 +178,50 @@ def _layer(head: eagle3_params.Eagle3Config) -> dict[str, Any]:
     return layer | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
 
-def _kind(head: eagle3_params.Eagle3Config) -> str:
-    return "peagle" if head.is_parallel else "eagle3"
-
-
-def _layer_types(head: eagle3_params.Eagle3Config) -> list[str]:
-    return head_dialects.window_keys([head.window])["layer_types"]
-
-
-_SIZES: head_dialects.Keys = {
-    "draft_vocab_size": lambda head, _: head.draft_vocab_size,
-    "target_hidden_size": lambda head, _: head.target_hidden_size,
-    _AUX: lambda head, _: list(head.taps),
-}
-_MASK: head_dialects.Keys = {"mask_token_id": lambda head, _: head.mask_token_id}
-_KEYS: Mapping[str, head_dialects.Keys] = {
-    "midlayer": {
-        "architectures": lambda head, _: [
-            "PEagleDraftModel" if head.is_parallel else "LlamaForCausalLMEagle3"
-        ],
-        **_MASK,
+def to_dict(
+    head: eagle3_params.Eagle3Config, dialect: Dialect, origin: head_dialects.Origin
+) -> dict[str, Any]:
+    """Returns the `config.json` that `read_config` reads back, with the keys that the
+    dialect's own code writes."""
+    kind = "peagle" if head.is_parallel else "eagle3"
+    name = "PEagleDraftModel" if head.is_parallel else _NAMES[dialect]
+    flags = {flag: getattr(head, flag) for flag in _FLAGS}
+    layer, taps = _layer(head), list(head.taps)
+    sizes = {
+        "draft_vocab_size": head.draft_vocab_size,
+        "target_hidden_size": head.target_hidden_size,
+        _AUX: taps,
+    }
+    own: dict[str, Any] = {"architectures": [name]}
+    if dialect == "deepspec":
+        own |= {
+            "num_target_layers": origin.target.num_layers,
+            "target_layer_ids": [tap - 1 for tap in taps],
+            "target_model_name_or_path": origin.target_name,
+            "draft_num_hidden_layers": 1,
+            "layer_types": head_dialects.window_keys([head.window])["layer_types"],
+            "step_loss_decay": origin.step_loss_decay,
+            "ttt_length": origin.ttt_length,
+            "tie_word_embeddings": False,
+        }
+    elif dialect == "midlayer":
         # Left out if false: SpecForge up to 0.2.0 runs no final norm at all where
         # `norm_output` is stated as false.
-        **{
-            flag: lambda head, _, flag=flag: getattr(head, flag) or None
-            for flag in _FLAGS
-        },
-        _SHARES: lambda head, _: head.shares_head or None,
-        **_SIZES,
+        shares = {_SHARES: head.shares_head}
+        own |= {"mask_token_id": head.mask_token_id, **flags, **shares, **sizes}
+        own = {key: None if value is False else value for key, value in own.items()}
         # SGLang and vLLM read the list in here, llama.cpp the one beside it.
-        "eagle_config": lambda head, _: {
-            "use_aux_hidden_state": True,
-            _AUX: list(head.taps),
-        },
-    },
-    "speculators": {
-        "architectures": lambda head, _: [
-            "PEagleDraftModel" if head.is_parallel else "Eagle3DraftModel"
-        ],
-        _TYPE: lambda head, _: _kind(head),
-        "speculators_config": lambda head, origin: head_dialects.speculators_config(
-            _kind(head), origin.ttt_length, origin
-        ),
-        **_MASK,
-        "transformer_layer_config": lambda head, _: _layer(head),
-        **{flag: lambda head, _, flag=flag: getattr(head, flag) for flag in _FLAGS},
-        **_SIZES,
-        "torch_dtype": lambda head, _: head.layer.dtype,
-    },
-    "deepspec": {
-        "architectures": ["Qwen3Eagle3Model"],
-        "num_target_layers": lambda _, origin: origin.target.num_layers,
-        "target_layer_ids": lambda head, _: [tap - 1 for tap in head.taps],
-        "target_model_name_or_path": lambda _, origin: origin.target_name,
-        "draft_num_hidden_layers": 1,
-        "layer_types": lambda head, _: _layer_types(head),
-        "step_loss_decay": lambda _, origin: origin.step_loss_decay,
-        "ttt_length": lambda _, origin: origin.ttt_length,
-        "tie_word_embeddings": False,
-    },
-}
-"""Keys that each dialect's own code writes beside the layers' keys."""
-
-
-def to_dict(
-    config: eagle3_params.Eagle3Config, dialect: Dialect, origin: head_dialects.Origin
-) -> dict[str, Any]:
-    """Returns the `config.json` that `read_config` reads back."""
-    layer = {} if dialect == "speculators" else _layer(config)
-    return layer | head_dialects.fill(_KEYS[dialect], config, origin)
+        own["eagle_config"] = {"use_aux_hidden_state": True, _AUX: taps}
+    else:
+        about = head_dialects.speculators_config(kind, origin.ttt_length, origin)
+        own |= {
+            _TYPE: kind,
+            "speculators_config": about,
+            "mask_token_id": head.mask_token_id,
+            "transformer_layer_config": layer,
+            **flags,
+            **sizes,
+            "torch_dtype": head.layer.dtype,
+        }
+        layer = {}
+    return layer | head_dialects.stated(own)

@@ -5,29 +5,21 @@ the first. `eagle3` computes with the weights, and `eagle3_files` reads the file
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
 from spec_jax import pytree
-from spec_jax.model import config as config_lib, params as params_lib
+from spec_jax.model import config as config_lib, head_params, params as params_lib
 from spec_jax.ops import weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
-    """Sizes and constants of a head.
+class Eagle3Config(head_params.HeadConfig):
+    """Sizes and constants of a head."""
 
-    `layer` is the config of a Qwen3 model with the head's layers: caches are made by
-    it, as those of a draft model are.
-    """
-
-    layer: config_lib.Qwen3Config  # vocab_size is the target's
-    draft_vocab_size: int  # Vd
     target_hidden_size: int  # Dt
-    # `hidden_states` indices of the features that `fc` reads, in its order.
-    taps: tuple[int, ...]
     has_head_norms: bool = False  # of queries and keys
     norm_before_fc: bool = False  # of all features as one vector
     fc_norm: bool = False  # of each feature
@@ -35,18 +27,12 @@ class Eagle3Config:
     norm_output: bool = False  # `hidden` is the output of the final norm
     window: int = 0  # keys that a row sees, its own the last; 0: all
     shares_head: bool = False  # `lm_head` is the target's rows of the draft tokens
-    # Fed to the rows of a parallel head after the last pair; None: it is not parallel.
-    mask_token_id: int | None = None
+    mask_token_id: int | None = None  # of a parallel head, whose masks follow a pair
 
     @property
     def is_parallel(self) -> bool:
         """Whether one pass drafts all tokens."""
         return self.mask_token_id is not None
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the head, D."""
-        return self.layer.hidden_size
 
     @property
     def reach(self) -> int | None:
@@ -58,32 +44,13 @@ class Eagle3Config:
         """Whether it must have an embedding: its width is not the target's."""
         return self.hidden_size != self.target_hidden_size
 
-    @property
-    def features_size(self) -> int:
-        """Width of the features of a position, of all taps."""
-        return len(self.taps) * self.target_hidden_size
-
-    def validate(self) -> "Eagle3Config":
-        """Returns the config itself.
-
-        Raises:
-          ValueError: a value with which no head can be run.
-        """
-        self.layer.validate()
+    def validate(self) -> Self:
+        """Returns the config itself; raises as `HeadConfig.validate`."""
+        super().validate()
         if self.layer.num_layers != 1 and not self.is_parallel:
             raise ValueError(
                 f"num_hidden_layers={self.layer.num_layers}: only EAGLE-3 heads of one "
                 "layer are supported, unless they are parallel"
-            )
-        mask = self.mask_token_id
-        if mask is not None and not 0 <= mask < self.layer.vocab_size:
-            raise ValueError(
-                f"mask_token_id={mask} must be below vocab_size={self.layer.vocab_size}"
-            )
-        if not 1 <= self.draft_vocab_size <= self.layer.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size={self.draft_vocab_size} must be from 1 to "
-                f"vocab_size={self.layer.vocab_size}"
             )
         if self.window:
             config_lib.check_size("sliding_window", self.window)
@@ -97,55 +64,13 @@ class Eagle3Config:
                 f"a head of width {self.hidden_size} for a target of width "
                 f"{self.target_hidden_size} cannot share the target's output projection"
             )
-        taps = self.taps
-        if len(set(taps)) != len(taps) or min(taps, default=-1) < 0:
-            raise ValueError(f"{taps=} must be different hidden_states indices")
         if self.features_size == self.hidden_size:
             raise ValueError(
-                f"{taps=} are {self.features_size} values, as many as the head's own "
-                "hidden state: features and hidden state could not be told apart"
+                f"taps={self.taps} are {self.features_size} values, as many as the "
+                "head's own hidden state: features and hidden state could not be told "
+                "apart"
             )
         return self
-
-    def check_target(self, target: config_lib.ModelConfig) -> None:
-        """Passes if the head can read this target's features.
-
-        Raises:
-          ValueError: another width or vocabulary, or taps that the target lacks.
-        """
-        check_target(
-            target,
-            width=self.target_hidden_size,
-            vocab_size=self.layer.vocab_size,
-            taps=self.taps,
-        )
-
-
-def check_target(
-    target: config_lib.ModelConfig,
-    *,
-    width: int,
-    vocab_size: int,
-    taps: tuple[int, ...],
-) -> None:
-    """Passes if a head that reads such features is for this target.
-
-    Raises:
-      ValueError: another width or vocabulary, or taps that the target lacks.
-    """
-    theirs = target.hidden_size, target.vocab_size
-    if (width, vocab_size) != theirs:
-        raise ValueError(
-            f"the head reads features of width {width} and a vocabulary of "
-            f"{vocab_size}, the target has {theirs[0]} and {theirs[1]}: it is a head "
-            "for another target"
-        )
-    # hidden_states[L] is normed in Hugging Face, and not in our features.
-    if not all(tap < target.num_layers for tap in taps):
-        raise ValueError(
-            f"{taps=} of a target with {target.num_layers} layers: each must be below "
-            f"{target.num_layers}; it is a head for another target"
-        )
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
@@ -182,33 +107,20 @@ def shapes(config: Eagle3Config) -> Eagle3Params:
     """Returns the `Eagle3Params` of `config` as `jax.ShapeDtypeStruct`s."""
     layer = config.layer
     dtype = jnp.dtype(layer.dtype)
-    D, F, H, V = (
-        layer.hidden_size,
-        layer.intermediate_size,
-        layer.head_dim,
-        layer.vocab_size,
-    )
-    Dt, Vd = config.target_hidden_size, config.draft_vocab_size
+    D, Dt = config.hidden_size, config.target_hidden_size
+    V, Vd = layer.vocab_size, config.draft_vocab_size
 
     def leaf(*shape: int, dtype=dtype) -> Any:  # in the place of an array
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    own = {
-        "q_norm": leaf(H) if config.has_head_norms else None,
-        "k_norm": leaf(H) if config.has_head_norms else None,
-        "attention_out": leaf(D, layer.attention_size),
-        "mlp_norm": leaf(D),
-        "gate_up": leaf(2 * F, D),
-        "down": leaf(D, F),
-    }
-    later = params_lib.LayerParams(
-        input_norm=leaf(D), qkv=leaf(layer.qkv_size, D), **own
-    )
+    own = head_params.layer_shapes(layer)
+    if not config.has_head_norms:
+        own |= {"q_norm": None, "k_norm": None}
+    later = params_lib.LayerParams(qkv=leaf(layer.qkv_size, D), **own)
     return Eagle3Params(
         fc=leaf(D, config.features_size),
         features_norm=leaf(config.features_size) if config.norm_before_fc else None,
         fc_norms=(leaf(Dt),) * len(config.taps) if config.fc_norm else None,
-        input_norm=leaf(D),
         hidden_norm=leaf(D),
         qkv=leaf(layer.qkv_size, 2 * D),
         **own,
@@ -236,13 +148,8 @@ def init(
       embed: the target's embedding.
       hot: the target's token of each draft token, ascending; None: the first ones.
     """
-    config.validate()
-    whole = shapes(config)
-    if whole.hot is not None and hot is None:
-        hot = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
-    own = whole.replace(embed=None, hot=None)
-    drawn = params_lib.draw(key, own, stddev=stddev)
-    return drawn.replace(embed=embed, hot=hot)
+    made, hot = shapes(config.validate()), config.hot_tokens(hot)
+    return head_params.draw(key, made, stddev=stddev, embed=embed, hot=hot)
 
 
 def prepare(

@@ -46,14 +46,9 @@ class Origin:
     step_loss_decay: float = 0.8
 
 
-Keys = dict[str, Any]
-"""The keys of a dialect with a value each, or a function of `(head, origin)`."""
-
-
-def fill(keys: Keys, head: Any, origin: Origin) -> dict[str, Any]:
-    """Returns a table of keys with the values of one head, without keys of None."""
-    found = {key: x(head, origin) if callable(x) else x for key, x in keys.items()}
-    return {key: value for key, value in found.items() if value is not None}
+def stated(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a config that have a value."""
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def speculators_config(algorithm: str, num_drafts: int, origin: Origin) -> dict:
@@ -74,20 +69,20 @@ def speculators_config(algorithm: str, num_drafts: int, origin: Origin) -> dict:
 
 
 def read_config(
-    path: pathlib.Path,
-    target: config_lib.ModelConfig,
     from_dict: Callable[
         [dict[str, Any], config_lib.ModelConfig, str], tuple[_Dialect, _Config]
     ],
+    path: pathlib.Path,
+    target: config_lib.ModelConfig,
     *,
-    dtype: str | None,
+    dtype: str | None = None,
 ) -> tuple[_Dialect, _Config]:
     """Reads a head's config and checks that it is of a head for `target`.
 
     Args:
+      from_dict: of the family: takes what the file holds, the target and the dtype.
       target: the model that the head is for: which features are read may follow from
         its layers.
-      from_dict: of the family: takes what the file holds, the target and the dtype.
       dtype: of the weights; the target's if None.
 
     Raises:

@@ -5,9 +5,11 @@ and output projection, and tables of a draft vocabulary. Tensors are `[out, in]`
 `load`, whose parts this module uses.
 """
 
+import dataclasses
 import functools
 import pathlib
-from collections.abc import Collection, Mapping
+import types
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +19,8 @@ import numpy as np
 from spec_jax.model import (
     byte_weights,
     checkpoint_files as files,
+    config as config_lib,
+    head_dialects,
     load as load_lib,
     params as params_lib,
     save as save_lib,
@@ -43,6 +47,117 @@ NAMES = {
     "embed": "embed_tokens",
 }
 """The tensors of fields that all heads have, for `params.parts`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """Published folders of a family of heads.
+
+    Attributes:
+      shapes, prepare: those of the family's weights.
+      dialects: the module that reads its configs, and checks what a dialect can state.
+      to_dict: takes a config, a dialect and an `Origin`; returns the `config.json`.
+      names: takes a config, a dialect and whether the target's matrices are copied;
+        returns a tree of `params.Parts`, None for what is not written.
+      open: takes a folder, the dialect, the config, the target's config and its
+        weights; returns the folder's tensors, all of them checked but for their values,
+        a tree of `params.Parts`, and by fields the arrays that are not read.
+      has_targets_dtype: whether a head must have it, since it shares matrices.
+    """
+
+    shapes: Callable[[Any], Any]
+    prepare: Callable[..., Any]
+    dialects: types.ModuleType
+    to_dict: Callable[..., dict[str, Any]]
+    names: Callable[..., Any]
+    open: Callable[..., tuple[Mapping[str, files.Entry], Any, dict[str, Any]]]
+    has_targets_dtype: bool = False
+
+    def load(
+        self,
+        folder: str | pathlib.Path,
+        target: config_lib.ModelConfig,
+        target_params: params_lib.Params,
+        *,
+        dtype: str | None = None,
+        impl: str | None = None,
+        weights: str | None = None,
+    ) -> tuple[Any, Any]:
+        """Reads a head's config and weights, and checks that it is the target's.
+
+        Args:
+          target_params: the head shares the target's embedding and output projection,
+            the very arrays, where the folder has copies of them, or none. A block
+            drafter always does, but for the projection to a vocabulary of its own.
+          dtype: of the weights; the target's if None, and always of block drafters.
+          impl: a resolved implementation, for whose kernels the weights are prepared.
+          weights: with `impl`, a form to which products' matrices are rounded.
+
+        Raises:
+          CheckpointError: as `head_dialects.read_config`; a tensor that is missing,
+            unknown, of another shape or not finite; a draft vocabulary that contradicts
+            itself; copies that are not the target's.
+          ValueError: another dtype than the target's, where that is shared.
+        """
+        folder = pathlib.Path(folder)
+        if self.has_targets_dtype and dtype not in (None, target.dtype):
+            raise ValueError(
+                f"{dtype=}, but the drafter shares matrices with a target of "
+                f"{target.dtype}: leave it out"
+            )
+        path = folder / "config.json"
+        dialect, config = self.dialects.read_config(path, target, dtype=dtype)
+        found = self.open(folder, dialect, config, target, target_params)
+        entries, names, given = found
+        given = given | {"hot": read_hot(folder, entries, config)}
+        absent = dict.fromkeys(given)
+
+        def one(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> jax.Array:
+            return jnp.array(load_lib.assemble(leaf, sources, entries), copy=True)
+
+        own = self.shapes(config).replace(**absent), names.replace(**absent)
+        params = jax.tree.map(one, *own).replace(**given)
+        if impl is not None:
+            params = self.prepare(params, impl, form=weights)
+        return config, params
+
+    def save(
+        self,
+        folder: str | pathlib.Path,
+        config: Any,
+        params: Any,
+        *,
+        dialect: str,
+        origin: head_dialects.Origin,
+        copies: bool = True,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Writes what `load` reads back bit for bit, in a published dialect.
+
+        Args:
+          origin: the target and the training, which some dialects state.
+          copies: whether a dialect that has copies of the target's embedding and output
+            projection gets them. `load` takes both from the target; other readers may
+            not.
+          metadata: further entries of the file's `__metadata__`.
+
+        Raises:
+          ValueError: no such dialect, or a head that it cannot describe.
+          CheckpointError: the files cannot be written.
+        """
+        self.dialects.check_config(config, dialect)
+        names = self.names(config, dialect, copies)
+        shared = ("hot", "embed", "lm_head")
+        absent = [name for name in shared if getattr(names, name) is None]
+        tensors = save_lib.pending(params.replace(**dict.fromkeys(absent)), names)
+        if params.hot is not None:
+            tensors += _pending_hot(np.asarray(params.hot), config.layer.vocab_size)
+        save_lib.write_folder(
+            pathlib.Path(folder),
+            {files.SINGLE_FILE: tensors},
+            {"config.json": self.to_dict(config, dialect, origin)},
+            metadata=metadata,
+        )
 
 
 def find(folder: pathlib.Path) -> dict[str, files.Entry]:
@@ -141,59 +256,6 @@ def read_hot(
     if Vd == V and (hot == np.arange(V)).all():
         return None
     return jnp.asarray(hot, jnp.int32)
-
-
-def read(
-    shapes: Any,
-    names: Any,
-    entries: Mapping[str, files.Entry],
-    given: Mapping[str, Any],
-) -> Any:
-    """Returns arrays of these shapes, made of the tensors that `names` names.
-
-    Args:
-      given: fields that are there already.
-    """
-    nothing = dict.fromkeys(given)
-
-    def one(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> jax.Array:
-        return jnp.array(load_lib.assemble(leaf, sources, entries), copy=True)
-
-    own = shapes.replace(**nothing), names.replace(**nothing)
-    return jax.tree.map(one, *own).replace(**given)
-
-
-def write(
-    folder: str | pathlib.Path,
-    params: Any,
-    names: Any,
-    config: Mapping[str, Any],
-    *,
-    vocab_size: int,
-    metadata: Mapping[str, str] | None,
-) -> None:
-    """Writes a head's folder: its tensors, the tables of its vocabulary, its config.
-
-    Args:
-      names: a tree like `params` of `params.Parts`; what the target may have is left
-        out where it is None.
-      vocab_size: of the target.
-      metadata: further entries of the file's `__metadata__`.
-
-    Raises:
-      CheckpointError: the files cannot be written.
-    """
-    shared = ("hot", "embed", "lm_head")
-    absent = [name for name in shared if getattr(names, name) is None]
-    tensors = save_lib.pending(params.replace(**dict.fromkeys(absent)), names)
-    if params.hot is not None:
-        tensors += _pending_hot(np.asarray(params.hot), vocab_size)
-    save_lib.write_folder(
-        pathlib.Path(folder),
-        {files.SINGLE_FILE: tensors},
-        {"config.json": config},
-        metadata=metadata,
-    )
 
 
 def _pending_hot(hot: np.ndarray, vocab_size: int) -> list[files.Pending]:

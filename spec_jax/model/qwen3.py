@@ -174,7 +174,16 @@ def forward_rows(
     params = params_lib.prepare(params, impl)
     is_split = isinstance(params.layers[0].qkv, weights.Split)
     if dispatch.is_fused(impl) and observe is None and not is_split:
-        return _fused_step(params, config, rows, kv, taps, with_logits)
+        dtype = params.final_norm.dtype
+        logits, features, pages = steps.step(
+            rows,
+            steps.Model.of(params, params.layers, config, kv),
+            decoder.row_angles(config, rows.positions, dtype=dtype, impl=impl),
+            taps=taps,
+            with_logits=with_logits,
+        )
+        outputs = decoder.RowOutputs(logits=logits, features=features)
+        return cache.with_pages(kv, pages), outputs
     return decoder.run_rows(
         params,
         config,
@@ -187,26 +196,6 @@ def forward_rows(
         run_layer=run_layer,
         run_head=run_head,
     )
-
-
-def _fused_step(params, config, rows, kv, taps, with_logits):
-    """Runs what `forward_rows` does by one call of native kernels."""
-    logits, features, pages = steps.step(
-        rows.tokens,
-        steps.Model.of(params, params.layers, config, kv),
-        *decoder.row_angles(
-            config, rows.positions, dtype=params.final_norm.dtype, impl="native"
-        ),
-        page_table=kv.page_table,
-        slots=rows.slots,
-        positions=rows.positions,
-        num_active=rows.num_active,
-        branch=rows.branch,
-        taps=taps,
-        with_logits=with_logits,
-    )
-    outputs = decoder.RowOutputs(logits=logits, features=features)
-    return cache.with_pages(kv, pages), outputs
 
 
 def run_chains(
@@ -226,17 +215,11 @@ def run_chains(
     been reserved; lengths do not change.
     """
     params = params_lib.prepare(params, "native")
-    places = tokens.shape[1] + most - 1
-    positions = starts[:, None] + jnp.arange(places, dtype=jnp.int32)[None, :]
-    cos, sin = decoder.row_angles(
-        config, positions.reshape(-1), dtype=params.final_norm.dtype, impl="native"
-    )
+    count, dtype = tokens.shape[1] + most - 1, params.final_norm.dtype
     drafts, _, pages = steps.chains(
         tokens,
         steps.Model.of(params, params.layers, config, kv),
-        cos.reshape(*positions.shape, -1),
-        sin.reshape(*positions.shape, -1),
-        page_table=kv.page_table,
+        decoder.chain_angles(config, starts, count, dtype=dtype),
         starts=starts,
         pending=pending,
         counts=counts,

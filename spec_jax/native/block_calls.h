@@ -41,11 +41,11 @@ ffi::Error RunSlots(ffi::ThreadPool pool, Floats logits, Ints anchors, Ints coun
   auto shape = logits.dimensions();
   int64_t D = hidden.dimensions()[2], gates = mix_bias.element_count();
   int64_t width = D + (gates == rank ? rank : 2 * rank);
-  DrawCall draws{numbers, integers, log_weights, vocabulary, is_independent};
+  DrawCall draws{numbers, integers, vocabulary, is_independent};
   SlotChains chains{logits.typed_data(), anchors.typed_data(), counts.typed_data(),
                     names.element_count() > 0 ? names.typed_data() : nullptr,
                     shape[0],            shape[1],             shape[2],
-                    drafts->typed_data(), draws.draws(shape[1])};
+                    drafts->typed_data(), draws.draws(data_or_null(log_weights), shape[1])};
   return by_dtype(embed.element_type(), [&](auto tag) {
     using T = decltype(tag);
     auto w = panels<T>(out, chains.N, rank);

@@ -5,6 +5,7 @@ See `steps`, and `model.block_draft` for what a drafter computes.
 
 import dataclasses
 import typing
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,54 +14,12 @@ import numpy as np
 from spec_jax.native import calls, draws as draws_lib, steps
 
 
-class LayerWeights(typing.NamedTuple):
-    """A layer, in the order of the kernels' arrays; matrices as panels.
-
-    As a `steps.LayerWeights`, but queries (`q`) are apart from keys and values (`kv`).
-    """
-
-    input_norm: jax.Array  # [D]
-    q: calls.Weight  # [N * H, D]
-    q_norm: jax.Array  # [H]
-    k_norm: jax.Array  # [H]
-    attention_out: calls.Weight  # [D, N * H]
-    mlp_norm: jax.Array  # [D]
-    gate_up: calls.Weight  # [2F, D]
-    down: calls.Weight  # [D, F]
-    kv: calls.Weight  # [2K * H, D]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockModel(steps.Model):
-    """A drafter of such layers, whose `head` has a row for each token of its own.
+    """A drafter whose layers have queries apart from keys and values."""
 
-    Raises:
-      ValueError: as a `steps.Model`; no `head`.
-    """
-
-    layer_kind = LayerWeights
-
-    def __post_init__(self) -> None:
-        if self.head is None:
-            raise ValueError("head=None: a block drafter has logits of its own tokens")
-        super().__post_init__()
-
-    @property
-    def num_logits(self) -> int:
-        """The logits of a row: the drafter's own tokens, `Vd`."""
-        assert self.head is not None
-        return self.head.shape[0]
-
-    def _heads(self, layer, queries: int, keys_values: int) -> dict[str, tuple]:
-        """Implements `steps.Model._heads`."""
-        return {
-            "q": (layer.q, (queries, self.size)),
-            "kv": (layer.kv, (keys_values, self.size)),
-        }
-
-    def _weights(self, layer) -> tuple[calls.Weight | None, ...]:
-        """Implements `steps.Model._weights`."""
-        return layer
+    heads: ClassVar[dict[str, str]] = {"qkv": "q", "kv": "kv"}
+    has_own_tokens: ClassVar[bool] = True
 
 
 class Mix(typing.NamedTuple):
@@ -81,23 +40,20 @@ def append_context(
     *,
     fc: calls.Weight,  # [D, taps * D]
     hidden_norm: jax.Array,  # [D]
-    at: tuple[jax.Array, jax.Array, jax.Array],
-    slots: jax.Array,  # [R] int32
-    positions: jax.Array,  # [R] int32
-    num_active: jax.Array,  # [] int32
-    isa: str | None = None,
+    rows: Any,
+    angles: steps.Angles,
 ) -> steps.Pages:
     """Writes the keys and values of the active rows' context in one call.
 
     Args:
-      at: as `steps.Model.call` takes it.
+      rows: a `model.decoder.Rows`, whose tokens are not read.
 
     Returns:
       The pages, which are updated in place.
     """
     R, width = features.shape
     calls.check_shapes(
-        slots=(slots, (R,)),
+        tokens=(rows.tokens, (R,)),
         fc=(fc, (model.size, width)),
         hidden_norm=(hidden_norm, (model.size,)),
     )
@@ -105,35 +61,26 @@ def append_context(
     _, pages = model.run(
         "spec_jax_append_context",
         [],
-        *(features, calls.packed(fc, isa).data, hidden_norm),
-        rows=(slots, slots, positions, num_active, None),  # Tokens are not read.
-        at=at,
-        isa=isa,
+        *(features, calls.packed(fc, None).data, hidden_norm),
+        rows=rows,
+        angles=angles,
     )
     return pages
 
 
 def blocks(
-    tokens: jax.Array,  # [R] int32
-    model: BlockModel,
-    *,
-    block_size: int,
-    at: tuple[jax.Array, jax.Array, jax.Array],
-    slots: jax.Array,  # [R] int32
-    positions: jax.Array,  # [R] int32
-    num_active: jax.Array,  # [] int32
-    isa: str | None = None,
+    rows: Any, model: BlockModel, angles: steps.Angles, *, block_size: int
 ) -> tuple[jax.Array, jax.Array, steps.Pages]:
     """Runs whole blocks, whose rows see their context and each other, in one call.
 
     Args:
-      at: as `steps.Model.call` takes it.
+      rows: a `model.decoder.Rows`.
 
     Returns:
       Hidden states `[R, D]` after the final norm, logits `[R, Vd]` float32, and the
       pages, which are updated in place.
     """
-    (R,) = tokens.shape
+    (R,) = rows.tokens.shape
     if R % block_size:
         raise ValueError(f"{R} rows are no whole blocks of {block_size}")
     (hidden, logits), pages = model.run(
@@ -142,9 +89,8 @@ def blocks(
             jax.ShapeDtypeStruct((R, model.size), model.final_norm.dtype),
             jax.ShapeDtypeStruct((R, model.num_logits), jnp.float32),
         ],
-        rows=(tokens, slots, positions, num_active, None),
-        at=at,
-        isa=isa,
+        rows=rows,
+        angles=angles,
         block_size=np.int64(block_size),
     )
     return hidden, logits, pages
@@ -181,10 +127,7 @@ def slot_chains(
     """
     S, most, Vd = logits.shape
     calls.check_shapes(anchors=(anchors, (S,)), counts=(counts, (S,)))
-    if names is None:
-        names = jnp.zeros((0,), jnp.int32)
-    else:
-        calls.check_shapes(names=(names, (Vd,)))
+    names = calls.or_empty("names", names, (Vd,), jnp.int32)
     if embed is None or out is None:
         table = data = jnp.zeros((0, 0), jnp.float32)
         entries = rank = 0
@@ -194,17 +137,17 @@ def slot_chains(
         calls.check_dtypes(embed, out)
         table, data = calls.data_of(embed), calls.packed(out, isa).data
     gates = _mix_arguments(mix, (S, most, rank), table.dtype, isa)
-    how, weighed, attributes = draws_lib.arguments(draws, (S, most, Vd))
+    how, attributes = draws_lib.arguments(draws, S)
     tokens, log_weights = calls.call(
         "spec_jax_slots",
-        [jax.ShapeDtypeStruct((S, most), jnp.int32), weighed],
+        draws_lib.chain_results(draws, (S, most, Vd)),
         *(logits, anchors, jnp.minimum(counts, most), names, table, data, *gates, *how),
         isa=isa,
         entries=np.int64(entries),
         rank=np.int64(rank),
         **attributes,
     )
-    return tokens, draws_lib.given(draws, log_weights)
+    return tokens, draws_lib.given(log_weights)
 
 
 def _mix_arguments(mix: Mix | None, shape: tuple[int, int, int], dtype, isa) -> tuple:

@@ -64,16 +64,19 @@ class Blocks(pytree.Node):
         return jnp.dtype(self.of)
 
 
+def _in_blocks(w: np.ndarray) -> np.ndarray:
+    """Returns float32 `w [N, K]` in blocks `[N, B, 32]`, zeros past `K`."""
+    padded = np.pad(np.asarray(w, np.float32), ((0, 0), (0, -w.shape[1] % BLOCK)))
+    return padded.reshape(len(w), -1, BLOCK)
+
+
 def quantise(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rounds float32 `w [N, K]` to blocks as llama.cpp does, halves away from zero.
 
     Returns:
       int8 `[N, B, 32]` and float16 `[N, B]`; a scale beyond float16 is infinite.
     """
-    N, K = w.shape
-    padded = np.zeros((N, num_blocks(K) * BLOCK), np.float32)
-    padded[:, :K] = w
-    x = padded.reshape(N, -1, BLOCK)
+    x = _in_blocks(w)
     scales = np.abs(x).max(axis=-1, initial=0.0) / np.float32(MOST)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         inverse = np.where(scales > 0, np.float32(1) / scales, np.float32(0))
@@ -91,10 +94,7 @@ def quantise_to_four(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     Returns:
       uint8 `[N, B, 16]`, and float16 scales and minima `[N, B]`, which may be infinite.
     """
-    N, K = w.shape
-    padded = np.zeros((N, num_blocks(K) * BLOCK), np.float32)
-    padded[:, :K] = w
-    x = padded.reshape(N, -1, BLOCK)
+    x = _in_blocks(w)
     minima = x.min(axis=-1)
     scales = (x.max(axis=-1) - minima) / np.float32(15)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):

@@ -86,6 +86,10 @@ const T* data_or_null(const Any& buffer) {
   return buffer.element_count() > 0 ? data<T>(buffer) : nullptr;
 }
 
+inline float* data_or_null(ffi::Result<Floats>& buffer) {
+  return buffer->element_count() > 0 ? buffer->typed_data() : nullptr;
+}
+
 template <typename T>
 T* data(Result& buffer) {
   return static_cast<T*>(buffer->untyped_data());

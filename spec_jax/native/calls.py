@@ -28,7 +28,7 @@ def call(
     target: str,
     outputs,
     *arguments,
-    isa,
+    isa=None,
     aliases=None,
     **attributes,
 ):
@@ -44,20 +44,30 @@ def call(
     )(*arguments, **attributes)
 
 
-def check_dtypes(*arrays: Weight) -> None:
-    """Raises unless all weights have one dtype, and one that the kernels take."""
-    dtypes = {str(array.dtype) for array in arrays}
+def check_dtypes(*arrays: Weight | None) -> None:
+    """Raises unless all weights have one dtype, and one that the kernels take; passes
+    over those of None."""
+    dtypes = {str(array.dtype) for array in arrays if array is not None}
     if len(dtypes) != 1 or not dtypes <= {"float32", "bfloat16"}:
         raise NotImplementedError(
             f"the native kernels take float32 or bfloat16, one of them: {dtypes}"
         )
 
 
-def check_shapes(**pairs: tuple[Weight, tuple[int, ...]]) -> None:
-    """Raises unless every array has its shape: the kernels do not look."""
+def check_shapes(**pairs: tuple[Weight | None, tuple[int, ...]]) -> None:
+    """Raises unless every array has its shape, or is None: the kernels do not look."""
     for name, (array, shape) in pairs.items():
-        if array.shape != shape:
+        if array is not None and array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}, not {shape}")
+
+
+def or_empty(
+    name: str, array: jax.Array | None, shape: tuple[int, ...], dtype
+) -> jax.Array:
+    """Returns an array of this shape as kernels take it: for None an empty one, of the
+    dtype and as many axes. Raises for another shape."""
+    check_shapes(**{name: (array, shape)})
+    return jnp.zeros((0,) * len(shape), dtype) if array is None else array
 
 
 @functools.partial(jax.jit, static_argnames="isa")
@@ -93,14 +103,8 @@ def project(
     """Implements `ops.projection.project`."""
     (R, K), N = x.shape, w.shape[0]
     check_shapes(w=(w, (N, K)), num_active=(num_active, ()))
-    if norm is None:
-        norm = jnp.zeros((0,), x.dtype)
-    else:
-        check_shapes(norm=(norm, (K,)))
-    if residual is None:
-        residual = jnp.zeros((0, 0), x.dtype)
-    else:
-        check_shapes(residual=(residual, (R, N)))
+    norm = or_empty("norm", norm, (K,), x.dtype)
+    residual = or_empty("residual", residual, (R, N), x.dtype)
     check_dtypes(x, w, norm, residual)
     w = packed(w, isa).data
     out_dtype = jnp.dtype(out_dtype)
@@ -199,10 +203,8 @@ def attend(
         raise ValueError(f"{N} query heads for {K} key/value heads")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("norms of queries and of keys: both, or neither")
-    if q_norm is None or k_norm is None:  # For the kernel empty, as in `project`.
-        q_norm = k_norm = jnp.zeros((0,), heads.dtype)
-    else:
-        check_shapes(q_norm=(q_norm, (H,)), k_norm=(k_norm, (H,)))
+    q_norm = or_empty("q_norm", q_norm, (H,), heads.dtype)
+    k_norm = or_empty("k_norm", k_norm, (H,), heads.dtype)
     check_dtypes(heads, q_norm, k_norm, k_pages, v_pages)
     check_shapes(
         heads=(heads, (R, (N + 2 * K) * H)),
@@ -214,10 +216,7 @@ def attend(
         positions=(positions, (R,)),
         num_active=(num_active, ()),
     )
-    if firsts is None:  # For the kernel empty, as above.
-        firsts = jnp.zeros((0,), jnp.int32)
-    else:
-        check_shapes(firsts=(firsts, (R,)))
+    firsts = or_empty("firsts", firsts, (R,), jnp.int32)
     outputs = (
         jax.ShapeDtypeStruct((R, N * H), heads.dtype),
         jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
@@ -248,10 +247,8 @@ def attend(
 
 def branch_of(branch: jax.Array | None, num_rows: int) -> jax.Array:
     """Returns the branches for a kernel, empty if there are none."""
-    if branch is None:
-        return jnp.zeros((0, 0), jnp.int32)
-    check_shapes(branch=(branch, (num_rows, branch.shape[1])))
-    return branch
+    width = 0 if branch is None else branch.shape[1]
+    return or_empty("branch", branch, (num_rows, width), jnp.int32)
 
 
 def argmax(

@@ -26,7 +26,6 @@ def children(
     tau: float,
     names: jax.Array | None,  # [N] int32
     draws: draws_lib.Draws | None,
-    isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Finds the best children of the rows of a level of each slot's tree.
 
@@ -55,21 +54,15 @@ def children(
     if logits.dtype != jnp.float32:
         raise NotImplementedError(f"logits of {logits.dtype}: children take float32")
     calls.check_shapes(counts=(counts, (S,)), numbers=(numbers, (K,)))
-    if names is None:
-        names = jnp.zeros((0,), jnp.int32)
-    else:
-        calls.check_shapes(names=(names, (N,)))
-    # No slot returns the distribution that was drawn from: it is left out.
-    how, _, attributes = draws_lib.arguments(draws, (S, K, N))
-    scores, tokens, _ = calls.call(
+    names = calls.or_empty("names", names, (N,), jnp.int32)
+    how, attributes = draws_lib.arguments(draws, S)
+    scores, tokens = calls.call(
         "spec_jax_children",
         [
             jax.ShapeDtypeStruct((S, K, most), jnp.float32),
             jax.ShapeDtypeStruct((S, K, most), jnp.int32),
-            jax.ShapeDtypeStruct((0, 0, 0), jnp.float32),
         ],
         *(logits, counts, numbers, names, *how),
-        isa=isa,
         tau=np.float32(tau),
         **attributes,
     )

@@ -19,13 +19,12 @@ class Draws(typing.NamedTuple):
 
 
 def arguments(
-    draws: Draws | None, shape: tuple[int, int, int]
-) -> tuple[tuple[jax.Array, jax.Array], jax.ShapeDtypeStruct, dict[str, typing.Any]]:
-    """Returns the arrays, the result and the attributes of a kernel that draws.
+    draws: Draws | None, num_slots: int
+) -> tuple[tuple[jax.Array, jax.Array], dict[str, typing.Any]]:
+    """Returns the arrays and the attributes of a kernel that draws.
 
     Args:
       draws: None: the highest logits are drafted.
-      shape: slots, drafts of each at most, and tokens to choose from.
     """
     numbers = jnp.zeros((0, 0), jnp.float32)
     integers = jnp.zeros((0, 0), jnp.int32)
@@ -33,18 +32,14 @@ def arguments(
     if draws is not None:
         settings, positions, vocab_size, independent = draws
         calls.check_shapes(
-            temperature=(settings.temperature, shape[:1]),
-            positions=(positions, shape[:1]),
+            temperature=(settings.temperature, (num_slots,)),
+            positions=(positions, (num_slots,)),
         )
         numbers = jnp.stack([settings.temperature, settings.top_p, settings.min_p])
         seed = jax.lax.bitcast_convert_type(settings.seed, jnp.int32)
         integers = jnp.stack([settings.top_k, seed, positions])
-    result = shape if independent else (0, 0, 0)
-    return (
-        (numbers, integers),
-        jax.ShapeDtypeStruct(result, jnp.float32),
-        {"vocabulary": np.int64(vocab_size), "is_independent": independent},
-    )
+    attributes = {"vocabulary": np.int64(vocab_size), "is_independent": independent}
+    return (numbers, integers), attributes
 
 
 def draw(
@@ -55,24 +50,33 @@ def draw(
     isa: str | None = None,
 ) -> jax.Array:
     """Draws a token from each row; see `ops.draw.draw`. A row is a slot of `draws`."""
-    R, N = logits.shape
+    (R, _) = logits.shape
     if logits.dtype != jnp.float32:
         raise NotImplementedError(f"logits of {logits.dtype}: draws take float32")
     calls.check_shapes(asked=(asked, (R,)))
-    how, _, attributes = arguments(draws, (R, 1, N))
-    tokens, _ = calls.call(
-        "spec_jax_draw",
-        [
-            jax.ShapeDtypeStruct((R,), jnp.int32),
-            jax.ShapeDtypeStruct((0, 0, 0), jnp.float32),
-        ],
-        *(logits, asked, *how),
-        isa=isa,
-        **attributes,
+    how, attributes = arguments(draws, R)
+    tokens = jax.ShapeDtypeStruct((R,), jnp.int32)
+    return calls.call(
+        "spec_jax_draw", tokens, logits, asked, *how, isa=isa, **attributes
     )
-    return tokens
 
 
-def given(draws: Draws | None, log_weights: jax.Array) -> jax.Array | None:
-    """Returns the log weights that a kernel gave; None if draws are not independent."""
-    return log_weights if draws is not None and draws.independent else None
+def chain_results(
+    draws: Draws | None, shape: tuple[int, int, int]
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns the results of a kernel of chains: tokens `[S, most]`, and of independent
+    draws log weights `[S, most, N]` that they were drawn from, otherwise empty.
+
+    Args:
+      shape: slots, drafts of each at most, and tokens to choose from.
+    """
+    weighed = shape if draws is not None and draws.independent else (0, 0, 0)
+    return [
+        jax.ShapeDtypeStruct(shape[:2], jnp.int32),
+        jax.ShapeDtypeStruct(weighed, jnp.float32),
+    ]
+
+
+def given(log_weights: jax.Array) -> jax.Array | None:
+    """Returns the log weights that a kernel gave; None if it gave none."""
+    return log_weights if log_weights.size else None

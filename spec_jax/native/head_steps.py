@@ -5,7 +5,7 @@ head computes.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +21,18 @@ class HeadModel(steps.Model):
     Its `head` has a row for each token of its own, `embed` for each of the target's.
 
     Raises:
-      ValueError: as a `steps.Model`; other than one layer, or no `head`.
+      ValueError: as a `steps.Model`; other than one layer.
     """
 
     hidden_norm: jax.Array  # [D], of features
     norm_before_residual: bool
     norm_output: bool
     window: int = 0  # keys that a row sees, its own the last; 0: all
+    has_own_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if len(self.layers) != 1 or self.head is None:
-            raise ValueError(
-                f"{len(self.layers)} layers, and head={self.head}: a head has one "
-                "layer, and logits of its own tokens"
-            )
+        if len(self.layers) != 1:
+            raise ValueError(f"{len(self.layers)} layers: a head has one")
         super().__post_init__()
         calls.check_shapes(hidden_norm=(self.hidden_norm, (self.size,)))
         calls.check_dtypes(self.hidden_norm, self.final_norm)
@@ -43,12 +41,6 @@ class HeadModel(steps.Model):
     def row_size(self) -> int:
         """The values that the layer reads of a row."""
         return 2 * self.size
-
-    @property
-    def num_logits(self) -> int:
-        """The logits of a row: the head's own tokens, `N`."""
-        assert self.head is not None
-        return self.head.shape[0]
 
     def call(self, target: str, outputs: list, *own: jax.Array, **how: Any):
         """Implements `steps.Model.call` by a kernel of heads."""
@@ -65,40 +57,30 @@ class HeadModel(steps.Model):
 
 
 def step(
-    tokens: jax.Array,  # [R] int32
+    rows: Any,
     features: jax.Array,  # [R, D]
     model: HeadModel,
-    cos: jax.Array,  # [R, H / 2]
-    sin: jax.Array,  # [R, H / 2]
-    *,
-    page_table: jax.Array,  # [S, M] int32
-    slots: jax.Array,  # [R] int32
-    positions: jax.Array,  # [R] int32
-    num_active: jax.Array,  # [] int32
-    branch: jax.Array | None = None,  # [R, A] int32
-    isa: str | None = None,
+    angles: steps.Angles,
 ) -> tuple[jax.Array, jax.Array, steps.Pages]:
     """Runs the active pairs through a head in one call; padding is unspecified.
 
     The bits are those of the operations one by one.
 
+    Args:
+      rows: a `model.decoder.Rows`.
+
     Returns:
       Logits `[R, N]` float32 of the head's own tokens, the features `[R, D]` of the
       pairs that come next, and the pages, which are updated in place.
     """
-    calls.check_shapes(features=(features, (*tokens.shape, model.size)))
+    calls.check_shapes(features=(features, (*rows.tokens.shape, model.size)))
     calls.check_dtypes(features, model.final_norm)
     outputs = [
-        jax.ShapeDtypeStruct((tokens.size, model.num_logits), jnp.float32),
+        jax.ShapeDtypeStruct((rows.tokens.size, model.num_logits), jnp.float32),
         jax.ShapeDtypeStruct(features.shape, features.dtype),
     ]
     (logits, following), pages = model.run(
-        "spec_jax_head_step",
-        outputs,
-        features,
-        rows=(tokens, slots, positions, num_active, branch),
-        at=(page_table, cos, sin),
-        isa=isa,
+        "spec_jax_head_step", outputs, features, rows=rows, angles=angles
     )
     return logits, following, pages
 
@@ -107,8 +89,7 @@ def chains(
     tokens: jax.Array,  # [S, W] int32
     features: jax.Array,  # [S, W, D]
     model: HeadModel,
-    cos: jax.Array,  # [S, W + most - 1, H / 2]
-    sin: jax.Array,  # [S, W + most - 1, H / 2]
+    angles: steps.Angles,  # [S * (W + most - 1), H / 2]
     *,
     names: jax.Array | None,  # [N] int32
     **how: Any,
@@ -126,16 +107,8 @@ def chains(
     """
     calls.check_shapes(features=(features, (*tokens.shape, model.size)))
     calls.check_dtypes(features, model.final_norm)
-    if names is None:
-        names = jnp.zeros((0,), jnp.int32)
-    else:
-        calls.check_shapes(names=(names, (model.num_logits,)))
+    names = calls.or_empty("names", names, (model.num_logits,), jnp.int32)
+    own = features, names
     return steps.chains(
-        tokens,
-        model,
-        cos,
-        sin,
-        target="spec_jax_head_chains",
-        own=(features, names),
-        **how,
+        tokens, model, angles, target="spec_jax_head_chains", own=own, **how
     )

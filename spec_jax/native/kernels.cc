@@ -168,13 +168,12 @@ ffi::Error Argmax(ffi::ThreadPool pool, Floats x, Scalar num_active,
 
 ffi::Error DrawTokens(ffi::ThreadPool pool, Floats logits, ffi::Buffer<ffi::PRED> asked,
                       ffi::Result<Ints> tokens, Floats how, Ints integers,
-                      ffi::Result<Floats> log_weights, int64_t vocabulary,
-                      bool is_independent) {
+                      int64_t vocabulary, bool is_independent) {
   int64_t rows = logits.dimensions()[0], N = logits.dimensions()[1];
-  DrawCall draws{how, integers, log_weights, vocabulary, is_independent};
+  DrawCall draws{how, integers, vocabulary, is_independent};
   return by_dtype(ffi::DataType::F32, [&](auto) {
     Team<ffi::ThreadPool> team(pool);
-    draw_tokens(team, draws.draws(1), logits.typed_data(), asked.typed_data(), rows, N,
+    draw_tokens(team, draws.draws(), logits.typed_data(), asked.typed_data(), rows, N,
                 tokens->typed_data());
     return ffi::Error::Success();
   });
@@ -182,15 +181,14 @@ ffi::Error DrawTokens(ffi::ThreadPool pool, Floats logits, ffi::Buffer<ffi::PRED
 
 ffi::Error FindChildren(ffi::ThreadPool pool, Floats logits, Ints counts, Ints numbers,
                         Ints names, ffi::Result<Floats> scores, ffi::Result<Ints> tokens,
-                        float tau, Floats how, Ints integers,
-                        ffi::Result<Floats> log_weights, int64_t vocabulary,
+                        float tau, Floats how, Ints integers, int64_t vocabulary,
                         bool is_independent) {
   auto shape = logits.dimensions();
-  DrawCall draws{how, integers, log_weights, vocabulary, is_independent};
+  DrawCall draws{how, integers, vocabulary, is_independent};
   ChildRows rows{logits.typed_data(), counts.typed_data(), numbers.typed_data(),
                  names.element_count() > 0 ? names.typed_data() : nullptr,
                  shape[0], shape[1], shape[2], scores->dimensions()[2], tau,
-                 scores->typed_data(), tokens->typed_data(), draws.draws(shape[1])};
+                 scores->typed_data(), tokens->typed_data(), draws.draws()};
   return by_dtype(ffi::DataType::F32, [&](auto) {
     Team<ffi::ThreadPool> team(pool);
     best_children(team, rows);

@@ -19,7 +19,6 @@ def look_up(
     budgets: np.ndarray,  # [match_max] int32
     gamma_max: int,
     min_probability: float,
-    isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Finds the continuation of the highest score.
 
@@ -45,7 +44,6 @@ def look_up(
             jax.ShapeDtypeStruct((), jnp.float32),
         ],
         *(tokens, length, gamma, corpus, jnp.asarray(budgets)),
-        isa=isa,
         min_probability=np.float32(min_probability),
     )
     return drafts, num_drafted, survival, score

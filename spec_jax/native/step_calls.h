@@ -144,7 +144,7 @@ constexpr auto RunStep = [](ffi::ThreadPool pool, ffi::Result<Floats> logits,
   struct { RowCall rows; Model model; } call{parts...};
   return with_step(pool, call.model, call.rows, [&](auto& team, auto step) {
     step.taps.assign(taps.begin(), taps.end());
-    step.logits = logits->element_count() > 0 ? logits->typed_data() : nullptr;
+    step.logits = data_or_null(logits);
     using T = element_of<decltype(step)>;
     step.features = data<T>(features);
     // A prompt's features leave the program with their padding rows: these are zeros,
@@ -160,45 +160,48 @@ constexpr auto RunStep = [](ffi::ThreadPool pool, ffi::Result<Floats> logits,
 struct DrawCall {
   Floats numbers;  // [3, S] temperature, top_p, min_p
   Ints integers;   // [3, S] top_k, seed, position
-  ffi::Result<Floats> log_weights;  // [S, most, N], or empty: not asked for
   int64_t vocabulary;
   bool is_independent;
 
-  Draws draws(int64_t most) {
+  // Returns the draws, which write their `log_weights` [S, most, N] if there are any.
+  Draws draws(float* log_weights = nullptr, int64_t most = 0) const {
     if (numbers.element_count() == 0) return {};
     int64_t S = numbers.dimensions()[1];
     const float* number = numbers.typed_data();
     const int32_t* integer = integers.typed_data();
-    float* given = log_weights->element_count() > 0 ? log_weights->typed_data() : nullptr;
     return {number,      number + S,     number + 2 * S, integer,
             integer + S, integer + 2 * S, vocabulary,    is_independent,
-            given,       most};
+            log_weights, most};
   }
 };
 
 template <typename Binding>
 auto bind_draws(Binding&& own) {
-  return bind<Floats, Ints, ffi::Result<Floats>, int64_t, bool>(
-      std::move(own), "vocabulary", "is_independent");
+  return bind<Floats, Ints, int64_t, bool>(std::move(own), "vocabulary",
+                                           "is_independent");
 }
 
 // Chains without their model, in the order of `bind_chains`.
 struct ChainCall {
   Ints tokens, starts, pending, counts;
   ffi::Result<Ints> drafts;
+  ffi::Result<Floats> log_weights;  // [S, most, N], or empty: not asked for
   DrawCall draws;
 
   Chains chains() {
     int64_t most = drafts->dimensions()[1];
     return {tokens.typed_data(), starts.typed_data(),    pending.typed_data(),
             counts.typed_data(), tokens.dimensions()[0], tokens.dimensions()[1],
-            most,                drafts->typed_data(),   draws.draws(most)};
+            most,                drafts->typed_data(),
+            draws.draws(data_or_null(log_weights), most)};
   }
 };
 
 template <typename Binding>
 auto bind_chains(Binding&& own) {
-  return bind_draws(bind<Ints, Ints, Ints, Ints, ffi::Result<Ints>>(std::move(own)));
+  return bind_draws(
+      bind<Ints, Ints, Ints, Ints, ffi::Result<Ints>, ffi::Result<Floats>>(
+          std::move(own)));
 }
 
 constexpr auto RunChains = [](ffi::ThreadPool pool, auto... parts) -> ffi::Error {

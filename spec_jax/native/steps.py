@@ -16,22 +16,28 @@ from spec_jax.native import calls, draws as draws_lib, panels
 
 
 Pages = list[tuple[jax.Array, jax.Array]]
+Angles = tuple[jax.Array, jax.Array]
+"""Cosines and sines `[R, H / 2]` of rows."""
 
 
 class LayerWeights(typing.NamedTuple):
-    """A layer of `step`, in the order of the kernel's arrays; matrices as panels.
+    """A layer, in the order of the kernels' arrays; matrices as panels.
 
     Give both norms of heads, or neither.
     """
 
     input_norm: jax.Array  # [D]
-    qkv: calls.Weight  # [(N + 2K) * H, D]
+    qkv: calls.Weight  # [(N + 2K) * H, D], or with `kv` of queries alone [N * H, D]
     q_norm: jax.Array | None  # [H]
     k_norm: jax.Array | None  # [H]
     attention_out: calls.Weight  # [D, N * H]
     mlp_norm: jax.Array  # [D]
     gate_up: calls.Weight  # [2F, D]
     down: calls.Weight  # [D, F]
+    kv: calls.Weight | None = None  # [2K * H, D], keys first
+
+
+_SHARED = [name for name in LayerWeights._fields if name not in ("qkv", "kv")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,31 +50,40 @@ class Model:
     """
 
     embed: calls.Weight  # [V, D]
-    layers: Sequence[Any]  # `LayerWeights`, or as a subclass says
+    layers: Sequence[LayerWeights]
     final_norm: jax.Array  # [D]
     head: calls.Weight | None  # [V, D]; None: `embed`, which is then of panels
     pages: Sequence[tuple[jax.Array, jax.Array]]  # keys and values [P, C, K, H]
+    page_table: jax.Array  # [S, M] int32
     eps: float
     scale: float
-    layer_kind: ClassVar[type] = LayerWeights
+    heads: ClassVar[dict[str, str]] = {"qkv": "qkv"}
+    """The parameters of queries, keys and values, by fields of `LayerWeights`."""
+    has_own_tokens: ClassVar[bool] = False
+    """Whether a head has tokens of its own, of which `head` has a row each."""
 
     @classmethod
     def of(cls, params: Any, layers: Any, config: Any, kv: Any, **more: Any) -> Self:
         """Returns a model of these parameters, layers, sizes and pages."""
-        kind = cls.layer_kind
-        names = kind._fields  # type: ignore[attr-defined]
+        names = dict(zip(_SHARED, _SHARED, strict=True)) | cls.heads
         return cls(
             embed=params.embed,
-            layers=[kind(**{name: getattr(x, name) for name in names}) for x in layers],
+            layers=[
+                LayerWeights(**{name: getattr(x, names[name]) for name in names})
+                for x in layers
+            ],
             final_norm=params.final_norm,
             head=params.lm_head,
             pages=list(zip(kv.k, kv.v, strict=True)),
+            page_table=kv.page_table,
             eps=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
             **more,
         )
 
     def __post_init__(self) -> None:
+        if self.has_own_tokens and self.head is None:
+            raise ValueError("head=None: a head has logits of its own tokens")
         D = self.size
         P, C, K, H = self.pages[0][0].shape
         N, F = self._sizes()
@@ -82,19 +97,18 @@ class Model:
             raise ValueError("a table that is the head, too, is to be of panels")
         calls.check_shapes(final_norm=(self.final_norm, (D,)))
         calls.check_dtypes(self.embed, self.final_norm)
-        if self.head is not None:
-            calls.check_shapes(head=(self.head, (self.num_logits, D)))
-            calls.check_dtypes(self.head, self.final_norm)
+        calls.check_shapes(head=(self.head, (self.num_logits, D)))
+        calls.check_dtypes(self.head, self.final_norm)
         for layer, (k, v) in zip(self.layers, self.pages, strict=True):
             if (layer.q_norm is None) != (layer.k_norm is None):
                 raise ValueError("norms of queries and of keys: both, or neither")
-            if layer.q_norm is not None and layer.k_norm is not None:
-                calls.check_shapes(
-                    q_norm=(layer.q_norm, (H,)), k_norm=(layer.k_norm, (H,))
-                )
+            fused = 2 * K * H if layer.kv is None else 0
             calls.check_shapes(
                 input_norm=(layer.input_norm, (D,)),
-                **self._heads(layer, N * H, 2 * K * H),
+                qkv=(layer.qkv, (N * H + fused, self.row_size)),
+                kv=(layer.kv, (2 * K * H, D)),
+                q_norm=(layer.q_norm, (H,)),
+                k_norm=(layer.k_norm, (H,)),
                 attention_out=(layer.attention_out, (D, N * H)),
                 mlp_norm=(layer.mlp_norm, (D,)),
                 gate_up=(layer.gate_up, (2 * F, D)),
@@ -102,8 +116,7 @@ class Model:
                 k_pages=(k, (P, C, K, H)),
                 v_pages=(v, (P, C, K, H)),
             )
-            present = (weight for weight in layer if weight is not None)
-            calls.check_dtypes(*present, k, v, self.final_norm)
+            calls.check_dtypes(*layer, k, v, self.final_norm)
 
     @property
     def size(self) -> int:
@@ -118,15 +131,8 @@ class Model:
     @property
     def num_logits(self) -> int:
         """The logits of a row."""
-        return self.embed.shape[0]
-
-    def _heads(self, layer, queries: int, keys_values: int) -> dict[str, tuple]:
-        """Returns the weights that make queries, keys and values, and their shapes."""
-        return {"qkv": (layer.qkv, (queries + keys_values, self.row_size))}
-
-    def _weights(self, layer) -> tuple[calls.Weight | None, ...]:
-        """Returns a layer in the order of the kernels, `kv` last."""
-        return (*layer, None)
+        own = self.head if self.has_own_tokens else None
+        return (self.embed if own is None else own).shape[0]
 
     def _sizes(self) -> tuple[int, int]:
         """Returns query heads, and the width of the MLP."""
@@ -138,14 +144,13 @@ class Model:
         target: str,
         outputs: list,
         *own: jax.Array,
-        at: tuple[jax.Array, jax.Array, jax.Array],
-        isa: str | None,
+        angles: Angles,
         **attributes,
     ) -> tuple[list[jax.Array], Pages]:
         """Calls a kernel that takes `own`, the weights, and the pages.
 
         Args:
-          at: the page table, and cosines and sines of the rows.
+          angles: of the rows.
 
         Returns:
           The kernel's results, of the shapes `outputs`, and the pages.
@@ -157,15 +162,14 @@ class Model:
                 return none
             if len(weight.shape) == 1:
                 return calls.data_of(weight)
-            return calls.packed(weight, isa).data
+            return calls.packed(weight, None).data
 
-        page_table, cos, sin = at
-        arguments = [*own, page_table, cos.astype(jnp.float32)]
-        arguments += [sin.astype(jnp.float32), calls.data_of(self.embed)]
+        cos, sin = (values.astype(jnp.float32) for values in angles)
+        arguments = [*own, self.page_table, cos, sin, calls.data_of(self.embed)]
         arguments += [self.final_norm, data_of(self.head)]
         everything, aliases = list(outputs), {}
         for layer, pools in zip(self.layers, self.pages, strict=True):
-            arguments += map(data_of, self._weights(layer))
+            arguments += map(data_of, layer)
             for pool in pools:
                 aliases[len(arguments)] = len(everything)
                 arguments.append(pool)
@@ -175,7 +179,6 @@ class Model:
             target,
             everything,
             *arguments,
-            isa=isa,
             aliases=aliases,
             entries=np.int64(self.embed.shape[0]),
             own_entries=np.int64(self.num_logits),
@@ -193,54 +196,45 @@ class Model:
         target: str,
         outputs: list,
         *own: jax.Array,
-        rows: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None],
-        at: tuple[jax.Array, jax.Array, jax.Array],
-        **how: Any,
+        rows: Any,
+        angles: Angles,
+        **attributes: Any,
     ) -> tuple[list[jax.Array], Pages]:
         """Calls a kernel that runs rows, as `call` does.
 
         Args:
           own: arrays that the kernel takes before the rows.
-          rows: tokens, slots and positions `[R]`, the number of active ones, and
-            branches `[R, A]` if they are rows of trees.
+          rows: a `model.decoder.Rows`.
 
         Raises:
           ValueError: shapes that do not fit each other.
         """
-        (tokens, slots, positions, num_active, branch), (table, cos, sin) = rows, at
-        (R,), half = tokens.shape, self.pages[0][0].shape[3] // 2
+        (R,), half = rows.tokens.shape, self.pages[0][0].shape[3] // 2
+        table, (cos, sin) = self.page_table, angles
         calls.check_shapes(
             page_table=(table, (table.shape[0], table.shape[-1])),
-            slots=(slots, (R,)),
-            positions=(positions, (R,)),
+            slots=(rows.slots, (R,)),
+            positions=(rows.positions, (R,)),
             cos=(cos, (R, half)),
             sin=(sin, (R, half)),
-            num_active=(num_active, ()),
+            num_active=(rows.num_active, ()),
         )
-        where = tokens, slots, positions, num_active, calls.branch_of(branch, R)
-        return self.call(target, outputs, *own, *where, at=at, **how)
+        where = rows.tokens, rows.slots, rows.positions, rows.num_active
+        branch = calls.branch_of(rows.branch, R)
+        return self.call(
+            target, outputs, *own, *where, branch, angles=angles, **attributes
+        )
 
 
 def step(
-    tokens: jax.Array,  # [R] int32
-    model: Model,
-    cos: jax.Array,  # [R, H / 2]
-    sin: jax.Array,  # [R, H / 2]
-    *,
-    page_table: jax.Array,  # [S, M] int32
-    slots: jax.Array,  # [R] int32
-    positions: jax.Array,  # [R] int32
-    num_active: jax.Array,  # [] int32
-    branch: jax.Array | None = None,  # [R, A] int32
-    taps: tuple[int, ...],
-    with_logits: bool,
-    isa: str | None = None,
+    rows: Any, model: Model, angles: Angles, *, taps: tuple[int, ...], with_logits: bool
 ) -> tuple[jax.Array, jax.Array, Pages]:
     """Runs the active rows through all layers in one call.
 
     The bits are those of the operations one by one.
 
     Args:
+      rows: a `model.decoder.Rows`.
       taps: the layers before which the residual is a feature; their number is the
         output of the last one.
       with_logits: without them `[0, V]` is returned, and the head is not read.
@@ -249,7 +243,7 @@ def step(
       Logits `[R, V]` float32, whose padding rows are unspecified; features
       `[R, taps, D]`, whose padding rows are zeros; and the pages, updated in place.
     """
-    (R,), (V, D) = tokens.shape, model.embed.shape
+    (R,), (V, D) = rows.tokens.shape, model.embed.shape
     if not all(0 <= tap <= len(model.layers) for tap in taps):
         raise ValueError(f"{taps=} of {len(model.layers)} layers")
     outputs = [
@@ -259,9 +253,8 @@ def step(
     (logits, features), pages = model.run(
         "spec_jax_step",
         outputs,
-        rows=(tokens, slots, positions, num_active, branch),
-        at=(page_table, cos, sin),
-        isa=isa,
+        rows=rows,
+        angles=angles,
         taps=np.asarray(taps, np.int64),
     )
     return logits, features, pages
@@ -270,10 +263,8 @@ def step(
 def chains(
     tokens: jax.Array,  # [S, W] int32
     model: Model,
-    cos: jax.Array,  # [S, W + most - 1, H / 2]
-    sin: jax.Array,  # [S, W + most - 1, H / 2]
+    angles: Angles,  # [S * (W + most - 1), H / 2]
     *,
-    page_table: jax.Array,  # [S, M] int32
     starts: jax.Array,  # [S] int32
     pending: jax.Array,  # [S] int32
     counts: jax.Array,  # [S] int32
@@ -281,13 +272,12 @@ def chains(
     draws: draws_lib.Draws | None = None,
     target: str = "spec_jax_chains",
     own: tuple[jax.Array, ...] = (),
-    isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None, Pages]:
     """Continues texts in one call: as many steps as the longest of them takes.
 
     Args:
       tokens: the last tokens of each slot's text, whose K/V is not stored yet.
-      cos, sin: of the positions from `starts` on.
+      angles: of the positions from `starts` on, slot after slot.
       starts: the position of each slot's first token.
       pending: how many of the tokens there are, at least one.
       counts: tokens to draft, `most` at most; 0: the slot sits out.
@@ -301,24 +291,23 @@ def chains(
       of each slot are written.
     """
     S, W = tokens.shape
-    shape = S, W + most - 1, model.pages[0][0].shape[3] // 2
+    shape = S * (W + most - 1), model.pages[0][0].shape[3] // 2
     calls.check_shapes(
-        page_table=(page_table, (S, page_table.shape[1])),
+        page_table=(model.page_table, (S, model.page_table.shape[1])),
         starts=(starts, (S,)),
         pending=(pending, (S,)),
         counts=(counts, (S,)),
-        cos=(cos, shape),
-        sin=(sin, shape),
+        cos=(angles[0], shape),
+        sin=(angles[1], shape),
     )
     # The kernel indexes by both.
     counts = jnp.where((pending > 0) & (pending <= W), jnp.minimum(counts, most), 0)
-    how, weighed, attributes = draws_lib.arguments(draws, (S, most, model.num_logits))
+    how, attributes = draws_lib.arguments(draws, S)
     (drafts, log_weights), pages = model.call(
         target,
-        [jax.ShapeDtypeStruct((S, most), jnp.int32), weighed],
+        draws_lib.chain_results(draws, (S, most, model.num_logits)),
         *(*own, tokens, starts, pending, counts, *how),
-        at=(page_table, cos, sin),
-        isa=isa,
+        angles=angles,
         **attributes,
     )
-    return drafts, draws_lib.given(draws, log_weights), pages
+    return drafts, draws_lib.given(log_weights), pages

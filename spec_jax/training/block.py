@@ -92,21 +92,15 @@ class Anchors:
 
 
 def anchors_of(
-    config: block_params.BlockConfig,
-    *,
-    seed: int,
-    count: int = ANCHORS,
-    decay: float = DECAY,
-    hot: jax.Array | None,
+    config: block_params.BlockConfig, *, hot: jax.Array | None, **how: Any
 ) -> Anchors:
-    """Returns the `Anchors` of a drafter that drafts the tokens `hot`."""
-    return Anchors(
-        num_drafts=config.num_drafts,
-        seed=seed,
-        count=count,
-        decay=decay,
-        draftable=draftable(hot, config.layer.vocab_size),
-    )
+    """Returns the `Anchors` of a drafter that drafts the tokens `hot`.
+
+    Args:
+      **how: further fields: seed, count, decay.
+    """
+    tokens = draftable(hot, config.layer.vocab_size)
+    return Anchors(num_drafts=config.num_drafts, draftable=tokens, **how)
 
 
 def draftable(hot: jax.Array | None, vocab_size: int) -> np.ndarray | None:

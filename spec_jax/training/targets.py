@@ -170,7 +170,24 @@ class Online:
         return best[: len(final)], total[: len(final)]
 
     def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        return _joined(self, rows, self)
+        """Returns a batch, whose texts have zeros past the last row that counts."""
+        rows = np.asarray(rows)
+        batch = self.texts.batch(rows)
+        size, width = batch["tokens"].shape[1], self.config.hidden_size
+        dtype = jnp.dtype(self.config.dtype)
+        made = np.zeros((len(rows), size, (len(self.taps) + 1) * width), dtype)
+        batch["best"] = np.zeros((len(rows), size), np.int32)
+        if self.normalizers:
+            batch["normalizer"] = np.zeros((len(rows), size), np.float32)
+        for place, row in enumerate(rows.tolist()):
+            found = self.rows_of(row)
+            made[place, : len(found)] = found
+            best, normalizer = self.choices_of(row, found[:, -width:])
+            batch["best"][place, : len(found)] = best
+            if self.normalizers:
+                batch["normalizer"][place, : len(found)] = normalizer
+        batch["final"] = made[..., -width:]
+        return batch | ({"features": made[..., :-width]} if self.taps else {})
 
 
 @jax.jit
@@ -211,38 +228,11 @@ def _normed(params, config, features):
     return rows.reshape(len(rows), -1)
 
 
-def _joined(
-    data: Online, rows: np.ndarray, source: "Online | Cached"
-) -> dict[str, np.ndarray]:
-    """Returns a batch, whose texts have zeros past the last row that counts.
-
-    Args:
-      source: has the target's outputs for these texts.
-    """
-    rows = np.asarray(rows)
-    batch = data.texts.batch(rows)
-    size, width = batch["tokens"].shape[1], data.config.hidden_size
-    dtype = jnp.dtype(data.config.dtype)
-    made = np.zeros((len(rows), size, (len(data.taps) + 1) * width), dtype)
-    batch["best"] = np.zeros((len(rows), size), np.int32)
-    if data.normalizers:
-        batch["normalizer"] = np.zeros((len(rows), size), np.float32)
-    for place, row in enumerate(rows.tolist()):
-        found = source.rows_of(row)
-        made[place, : len(found)] = found
-        best, normalizer = source.choices_of(row, found[:, -width:])
-        batch["best"][place, : len(found)] = best
-        if data.normalizers:
-            batch["normalizer"][place, : len(found)] = normalizer
-    batch["final"] = made[..., -width:]
-    return batch | ({"features": made[..., :-width]} if data.taps else {})
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
     """Rows `first ..` of some data, such as the held-out ones."""
 
-    data: "Online | Cached"
+    data: Online
     first: int
     count: int
 
@@ -258,7 +248,7 @@ class Part:
         return self.data[np.asarray(rows) + self.first]
 
 
-def scale_of(data: "Online | Cached | Part", *, texts: int = 32) -> np.ndarray:
+def scale_of(data: Online | Part, *, texts: int = 32) -> np.ndarray:
     """Returns factors that bring each feature's root mean square to about one.
 
     A few features of a model are a thousand times as large as others. A projection
@@ -385,8 +375,8 @@ def write(
 _CHOICES = np.dtype([("best", "<i4"), ("normalizer", "<f4")])
 
 
-@dataclasses.dataclass(frozen=True)
-class Cached:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cached(Online):
     """The batches of an `Online` from a cache, by memory map.
 
     Raises:
@@ -394,23 +384,19 @@ class Cached:
     """
 
     store: stores.Store
-    online: Online
+
+    @classmethod
+    def of(cls, store: stores.Store, online: Online) -> "Cached":
+        """Returns what `online` would compute, from a cache of its target."""
+        return cls(store=store, **vars(online))
 
     def __post_init__(self) -> None:
-        lacking, count = len(missing(self.store, self.online.texts)), len(self.online)
+        lacking, count = len(missing(self.store, self.texts)), len(self)
         if lacking:
             raise ValueError(
                 f"{self.store.folder}: lacks {lacking} of {count} texts; run the stage "
                 "cache first"
             )
-
-    def __len__(self) -> int:
-        return len(self.online)
-
-    @property
-    def columns(self) -> np.ndarray:
-        """As `Texts.columns`."""
-        return self.online.columns
 
     @functools.cached_property
     def _choices(self) -> stores.Store:
@@ -423,23 +409,20 @@ class Cached:
 
     def rows_of(self, row: int) -> np.ndarray:
         """Returns what `Online.rows_of` does."""
-        return self.store[self.online.texts.read(row)]
+        return self.store[self.texts.read(row)]
 
     def choices_of(
         self, row: int, final: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns what `Online.choices_of` does."""
-        if self.online.is_told(row):  # Whatever another drafter's training has kept.
-            return self.online.choices_of(row, final)
-        text = self.online.texts.read(row)
+        if self.is_told(row):  # Whatever another drafter's training has kept.
+            return super().choices_of(row, final)
+        text = self.texts.read(row)
         if text not in self._choices:
-            best, normalizer = self.online.choices_of(row, final)
+            best, normalizer = super().choices_of(row, final)
             assert normalizer is not None  # The text does not say them.
             found = np.empty((len(text), 1), _CHOICES)
             found["best"], found["normalizer"] = best[:, None], normalizer[:, None]
             self._choices.add(text, found)
         held = self._choices[text][:, 0]
         return held["best"], held["normalizer"]
-
-    def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        return _joined(self.online, rows, self)

@@ -348,7 +348,7 @@ BAD_CONFIGS = {
     "no mask_token_id: state the token of the masks": {"architectures": PARALLELS},
     "mask_token_id, pard_token: state the token":
         {"architectures": PARALLELS, "mask_token_id": 3, "pard_token": 4},
-    "mask_token_id=96 must be below vocab_size=96":
+    "mask_token_id=96 is outside the target's embedding of 96 rows":
         {"architectures": PARALLELS, "pard_token": 96},
     r"speculators_model_type='peagle' with architectures=\['Eagle3Dr":
         {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "peagle"},

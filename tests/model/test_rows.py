@@ -230,8 +230,8 @@ def test_a_neighbours_fault_is_caught(monkeypatch):
     kv = model.two_slots()
     _, alone = model.run(kv, window(1, 1))
 
-    def leaky(*args, slots, **kwargs):
-        return real(*args, slots=jnp.zeros_like(slots), **kwargs)
+    def leaky(rows, *args, **kwargs):
+        return real(rows.replace(slots=jnp.zeros_like(rows.slots)), *args, **kwargs)
 
     monkeypatch.setattr(steps, "step", leaky)
     _, leaked = model.run(kv, window(1, 1), forward=compile_forward())

@@ -88,24 +88,22 @@ def test_what_a_call_cannot_take_is_refused():
     config, weights = models.make(models.PASSED)
     kv, layers = models.new_slots(config.layer), weights.layers
     model = block_steps.BlockModel.of(weights, layers, config.layer, kv)
-    rows = jnp.zeros((models.SIZE + 1,), jnp.int32)
-    angles = jnp.zeros((models.SIZE + 1, config.layer.head_dim // 2))
-    where = {"slots": rows, "positions": rows, "num_active": jnp.int32(1)}
-    where |= {"at": (kv.page_table, angles, angles)}
+    own = jnp.zeros((models.SIZE + 1,), jnp.int32)
+    rows = decoder.Rows(tokens=own, slots=own, positions=own, num_active=jnp.int32(1))
+    angles = (jnp.zeros((models.SIZE + 1, config.layer.head_dim // 2)),) * 2
     with pytest.raises(ValueError, match=f"{models.SIZE + 1} rows are no whole blocks"):
-        block_steps.blocks(rows, model=model, block_size=models.SIZE, **where)
+        block_steps.blocks(rows, model, angles, block_size=models.SIZE)
     with pytest.raises(ValueError, match="fc has shape"):
         features, norm = jnp.zeros((models.SIZE + 1, 7)), weights.hidden_norm
-        block_steps.append_context(
-            features, model, fc=weights.fc, hidden_norm=norm, **where
-        )
+        how = {"fc": weights.fc, "hidden_norm": norm, "rows": rows, "angles": angles}
+        block_steps.append_context(features, model, **how)
     hidden = jnp.zeros((models.SLOTS, config.block_size, config.hidden_size))
     logits = jnp.zeros((models.SLOTS, config.num_drafts, config.draft_vocab_size))
     counts, markov = jnp.zeros((models.SLOTS,), jnp.int32), weights.markov
     mix = block_steps.Mix(markov.mix, markov.mix_bias, hidden)
     given = {"names": None, "embed": markov.embed, "out": markov.out}
     for words, wrong in {
-        "names has shape": {"names": rows},
+        "names has shape": {"names": own},
         "2 hidden states for 3 slots": {"mix": mix._replace(hidden=hidden[:, :2])},
         "weight has shape": {"mix": mix._replace(bias=markov.mix_bias[:8])},
     }.items():

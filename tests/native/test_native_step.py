@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.model import params as params_lib, qwen3
+from spec_jax.model import decoder, params as params_lib, qwen3
 from spec_jax.native import steps
 
 
@@ -126,8 +126,9 @@ def test_an_operation_that_differs_is_caught():
 def test_refusals():
     """Fails if the kernel runs on weights of another shape or form."""
     config, params = make("float32")
+    names = steps.LayerWeights._fields[:-1]
     layers = [
-        steps.LayerWeights(**{n: getattr(layer, n) for n in steps.LayerWeights._fields})
+        steps.LayerWeights(**{name: getattr(layer, name) for name in names})
         for layer in params.layers
     ]
     pool = jnp.zeros((3, 8, config.num_kv_heads, config.head_dim))
@@ -136,24 +137,24 @@ def test_refusals():
     model = {
         "embed": params.embed, "layers": layers, "final_norm": params.final_norm,
         "head": None, "pages": [(pool, pool)] * 2, "eps": 1e-6, "scale": 1.0,
+        "page_table": number[None],
     }  # fmt: skip
-    rows = {
-        "tokens": number, "cos": angle, "sin": angle, "page_table": number[None],
-        "slots": number, "positions": number, "num_active": jnp.int32(1), "taps": (),
-        "with_logits": True,
-    }  # fmt: skip
+    rows = decoder.Rows(
+        tokens=number, slots=number, positions=number, num_active=jnp.int32(1)
+    )
+    how = {"rows": rows, "angles": (angle, angle), "taps": (), "with_logits": True}
     bad = layers[0]._replace(down=layers[0].gate_up)
     half = layers[0]._replace(k_norm=None)
     for message, change in {
         r"taps=\(3,\) of 2 layers": {"taps": (3,)},
-        "cos has shape": {"cos": angle[:1]},
+        "cos has shape": {"angles": (angle[:1], angle)},
         "page_table has shape": {"page_table": number},
         "both, or neither": {"layers": [layers[0], half]},
         "down has shape": {"layers": [layers[0], bad]},
         "v_pages has shape": {"pages": [(pool, pool[:2])] * 2},
         "of panels": {"embed": jnp.zeros(params.embed.shape)},
     }.items():
-        given = model | rows | change
+        given = model | how | change
         with pytest.raises(ValueError, match=message):
             weights = steps.Model(**{name: given.pop(name) for name in model})
             steps.step(model=weights, **given)
