@@ -1,9 +1,9 @@
 """How well do heads draft? Trains heads of one size on the same texts, and compares.
 
-The texts are those of one `train_drafter.py --stage rollouts --targets cache`, in
-`--texts`, with the features of `--taps`. Every head sees at least `--tokens` tokens of
-them, reads the same hidden states, drafts from the same tokens and has about as many
-weights as the others. It is trained and exported in `--work`/NAME, as
+The texts are those of one `train_drafter.py --stage rollouts`, in `--texts`, with the
+features of `--taps` that `--stage cache` wrote. Every head sees at least `--tokens`
+tokens of them, reads the same hidden states, drafts from the same tokens and has about
+as many weights as the others. It is trained and exported in `--work`/NAME, as
 `train_drafter.py` does both, and run by `sweep.py`: in chains, in trees of `--tree`,
 and after prompts of `--context` tokens. The same command goes on where it was
 interrupted. Words after `--` are flags of `train_drafter.py`, for all heads:

@@ -6,8 +6,7 @@ Stages, in this order, each resumable after a kill with the same results:
     prompts   user turns that a chat model writes itself, where no data set is at hand:
               name them as --prompts of the next stage
     rollouts  the target continues the prompts: what the drafter will meet
-    cache     the target's features of these texts, on disk (for --targets cache), as
-              far as the rollouts have not left them there
+    cache     the target's features of these texts, on disk (for --targets cache)
     train     the drafter, towards the target's distributions, several drafts deep
     export    the newest checkpoint, as a folder in a published format, with a card
 
@@ -32,7 +31,6 @@ from spec_jax.model import (
     tokenizer as tokenizer_lib,
 )
 from spec_jax.ops import dispatch
-from spec_jax.training import targets
 from spec_jax.typing import IMPLS
 
 
@@ -56,8 +54,6 @@ def writer_of(args: argparse.Namespace) -> rollouts.Writer:
     is_greedy = numbers % args.samples % 2 == 0
     seeds = np.where(is_greedy, -1, args.seed * SEEDS + numbers)
     texts = {"prompts": ids, "seeds": seeds, "length": args.length}
-    if args.targets == "cache":
-        texts["taps"] = families.plan(args, families.target_config(args)).taps
     return _writer(args, tokenizer, **texts)
 
 
@@ -100,21 +96,10 @@ def write_prompts(args: argparse.Namespace) -> None:
 
 
 def roll_out(args: argparse.Namespace) -> None:
-    """Writes `texts.npz`: the target's continuations of prompts, greedy and drawn.
-
-    With `--targets cache` the features of each text are cached when it is written.
-    """
+    """Writes `texts.npz`: the target's continuations of prompts, greedy and drawn."""
     writer = writer_of(args)
-    target, take = (writer.params, writer.config), None
-    if writer.taps is not None:
-        store = targets.store_of(jobs.cache_path(args), *target, writer.taps)
-        # The last token has no row: the target wrote nothing after it.
-        take = lambda text, features: store.add(
-            np.asarray(text[:-1]), targets.stored(*target, features)
-        )
-
     fan = fan_out.of(args, writer_of, args)
-    texts = rollouts.write(writer, args.work, fan=fan, take=take)
+    texts = rollouts.write(writer, args.work, fan=fan)
     tokens, mask = rollouts.padded(writer, texts)
     # The prompts are shuffled, so that the held-out ones are of all kinds. Samples of a
     # prompt stay together: none is trained on while another one is held out.
@@ -148,7 +133,7 @@ FLAGS = {
         --length N=177  most tokens of a rollout, its prompt included: it ends at a stop
           token
         --targets WHERE=online  the target's features: computed in each step, or read
-          from the cache, which the rollouts then write, too
+          from the cache, which the stage of that name writes
         """,
     "drafter": """
         --base FOLDER  a drafter of this family to go on from; its shape stands for the

@@ -11,13 +11,13 @@ import hashlib
 import json
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from experiments.heads import record
 from experiments.lib import fan_out, prompt_files, terminal
 from spec_jax import algorithms
+from spec_jax.drafters import ngram
 from spec_jax.engine import requests as requests_lib
 from spec_jax.model import (
     config as config_lib,
@@ -36,9 +36,6 @@ TASK = 1024
 """Texts that a process of a cluster writes before it asks for others."""
 
 
-Written = tuple[int, list[int], np.ndarray | None]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Writer:
     """A target, and prompts that it continues.
@@ -50,8 +47,6 @@ class Writer:
       length: tokens of a text at most, its prompt included.
       impl: kernels, not "auto".
       stop_ids: tokens that end a text; the stop token is kept.
-      taps: features of the target that come with each text, with those of the last
-        layer after them; None: texts come without features.
     """
 
     params: params_lib.Params
@@ -61,7 +56,6 @@ class Writer:
     length: int
     impl: str
     stop_ids: tuple[int, ...] = ()
-    taps: tuple[int, ...] | None = None
 
     @property
     def digest(self) -> str:
@@ -74,9 +68,8 @@ class Writer:
         """Returns twelve digits of the SHA-256 of a prompt and its seed."""
         return _digest([int(x) for x in self.prompts[number]], int(self.seeds[number]))
 
-    def __call__(self, numbers: Sequence[int]) -> Iterator[Written]:
-        """Yields the number of a prompt, the tokens that follow it and the features of
-        all rows but the last, `[T - 1, taps + 1, D]` or None, as texts end."""
+    def __call__(self, numbers: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+        """Yields the number of a prompt and the tokens that follow it, as texts end."""
         requests = [
             requests_lib.Request(
                 prompt=[int(token) for token in self.prompts[number]],
@@ -93,20 +86,13 @@ class Writer:
         model = row_model.RowModel(
             config=self.config, impl=self.impl, slab=row_model.slab_for(self.impl, 8)
         )
-        taps = () if self.taps is None else (*self.taps, self.config.num_layers)
-        drafter = record.Recorder(
-            taps=taps,
-            feature_size=self.config.hidden_size,
-            dtype=self.config.dtype,
-            num_slots=slots,
-        )
+        drafter = ngram.PromptLookup(gamma_max=1)  # Requests of gamma 0 ask for none.
         sizes = {"capacity": self.length, "page_size": PAGE_SIZE, "num_slots": slots}
         plain = algorithms.speculative(model, drafter).scheduler(
             (self.params, None), stop_ids=self.stop_ids, **sizes
         )
-        keep = drafter.rows if taps else (lambda state, slot: None)
-        for ended in plain.run(requests, keep=keep):
-            yield numbers[ended.number], ended.tokens, ended.kept
+        for ended in plain.run(requests):
+            yield numbers[ended.number], ended.tokens
 
 
 def _digest(*values: object) -> str:
@@ -118,12 +104,10 @@ def write(
     folder: pathlib.Path,
     *,
     fan: fan_out.Fan = fan_out.here,
-    take: Callable[[list[int], np.ndarray], None] | None = None,
 ) -> list[list[int]]:
     """Writes the missing texts; returns the tokens after each prompt, in their order.
 
     Args:
-      take: called with each new text, its prompt included, and its features, if any.
       folder: has a file of JSON lines, named after the writer, to which each text is
         added when it has ended; texts that it has are not written again.
       fan: runs the tasks; see `fan_out.of`.
@@ -139,9 +123,7 @@ def write(
     shown = terminal.counted("texts", total=len(keys), done=len(keys) - len(missing))
     with kept.open("a", encoding="utf-8") as file, shown as advance:
         for _, texts in fan(writer, tasks):
-            for number, tokens, features in texts:
-                if take is not None and features is not None:
-                    take([*map(int, writer.prompts[number]), *tokens], features)
+            for number, tokens in texts:
                 done[keys[number]] = tokens
                 print(json.dumps([keys[number], tokens]), file=file, flush=True)
                 written += len(tokens)

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
-from head_runs import args_of, command, job_of, run
+from head_runs import args_of, command, job_of
 
 from experiments import train_drafter
 from experiments.heads import jobs, rollouts
 from spec_jax import testing
-from spec_jax.engine import rows as rows_lib
-from spec_jax.model import load, row_model, sequence, tokenizer
+from spec_jax.model import load, sequence, tokenizer
 from spec_jax.training import targets
 
 
@@ -99,29 +98,6 @@ def test_choices_are_computed_once(target, work, tmp_path):
     kept._choices.add(text, planted)
     testing.assert_same_bits(targets.Cached.of(store, told)[one]["best"], expected)
     assert (kept[one]["best"] != expected).any()  # Control: the cache is read.
-
-
-def test_rollouts_record_what_decoding_computes(target, work, tmp_path):
-    """Fails if `--targets cache` changes a text or records other bits than decoding."""
-    run(target, tmp_path, "rollouts", "--targets", "cache")
-    online = job_of(target, tmp_path).online
-    texts = job_of(target, work).online.texts
-    testing.assert_same_bits(online.texts.tokens, texts.tokens)
-    store = store_of(tmp_path / "cache", online)
-    assert targets.missing(store, online.texts) == []
-    model = row_model.RowModel(config=online.config, impl="native", slab=8)
-    slots = rows_lib.SlotRows(model=model, num_slots=1)
-    taps = *online.taps, online.config.num_layers
-    for row in range(0, 20, 5):
-        text = online.texts.read(row)
-        prompt = [*map(int, text), 0]
-        kv = slots.new_cache(capacity=len(prompt), page_size=16)
-        _, recorded = slots.prefill_features(
-            online.params, kv, prompt, slot=0, taps=taps, by_rows=True
-        )
-        recorded = np.asarray(recorded)[: len(text)]
-        made = targets.stored(online.params, online.config, recorded)
-        testing.assert_same_bits(store[text], made, what=f"text {row}: ")
 
 
 def test_a_chat_is_not_cut(target, tmp_path, capsys):
