@@ -23,7 +23,6 @@ from experiments.lib import (
     flags,
     hf,
     models as models_lib,
-    prompt_files,
     prompts as prompts_lib,
     records,
     runs as runs_lib,
@@ -114,31 +113,20 @@ class Sides:
         return compare.ours(lm, settings, prompt, gamma=run.gamma)
 
 
-def load(args: argparse.Namespace) -> tuple[Sides, prompts_lib.Prepared]:
-    """Returns both sides, on one kind of device, and the prompts of every class.
+def load(args: argparse.Namespace) -> tuple[Sides, models_lib.Subject]:
+    """Returns both sides, on one kind of device, and our side with the prompts of every
+    class.
 
     Our side has no drafter if a target is named without a draft. All values of K share
     one slab, because gamma is data.
     """
     cli.require("oracle")
     is_alone = args.target is not None and args.draft is None
-    name, most = "ngram" if is_alone else "draft-model", max(args.gammas)
-    lm = models_lib.load(args, drafter=name, gamma_max=most)
-    sizes = {"gen_tokens": args.gen_tokens, "page_size": args.page_size}
-    prepared = prompts_lib.of_lengths(
-        lm,
-        prompt_files.parse(args.prompts),
-        lengths=dict(zip(prompts_lib.LENGTHS, args.lengths, strict=True)),
-        per_length=args.per_length,
-        raw=args.raw,
-        **sizes,
-    )
-    settings = runs_lib.Settings(
-        gamma=most,
-        capacity=prepared.capacity,
-        stop_ids=() if args.ignore_stop else lm.stop_ids,
-        **sizes,
-    )
+    name = "ngram" if is_alone else "draft-model"
+    lm = models_lib.load(args, drafter=name, gamma_max=max(args.gammas))
+    lengths = dict(zip(prompts_lib.LENGTHS, args.lengths, strict=True))
+    how = {"lengths": lengths, "per_length": args.per_length}
+    subject = models_lib.prepare(args, lm, args.prompts, **how)
     if is_alone:
         lm = dataclasses.replace(lm, drafter=None)
     draft = args.draft or loading.EMBEDDED_DRAFT if lm.drafter else None
@@ -149,7 +137,7 @@ def load(args: argparse.Namespace) -> tuple[Sides, prompts_lib.Prepared]:
             target = pathlib.Path(name)
             lm.save(target)
         baseline = hf.load(target, draft, **how)
-    return Sides(lm=lm, hf=baseline, settings=settings), prepared
+    return Sides(lm=lm, hf=baseline, settings=subject.settings), subject
 
 
 def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
@@ -234,7 +222,7 @@ def run(
 ) -> int:
     """Loads models, measures, writes and prints rows; returns the exit status."""
     started = time.perf_counter()
-    sides, prepared = load(args)
+    sides, subject = load(args)
     out.common = {
         **models_lib.describe(args, sides.lm),
         "prompt_source": args.prompts,
@@ -245,7 +233,7 @@ def run(
     }
     loaded_s, ways = time.perf_counter() - started, sides.ways(args.gammas)
     how = {"reference": THEIR_PLAIN, "repeats": args.repeats}
-    done = compare.run_prompts(sides.generate, ways, prepared, out, prompt_row, **how)
+    done = compare.run_prompts(sides.generate, ways, subject, out, prompt_row, **how)
     for length in dict.fromkeys(one.prompt.category for one in done):
         of_length = [one for one in done if one.prompt.category == length]
         compared = [row_of(of_length, way) for way in ways]

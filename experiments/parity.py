@@ -105,10 +105,11 @@ def decode(
         **{"drafter": None, "drafter_params": None},
     )
     sizes = {"gen_tokens": args.gen_tokens, "page_size": PAGE_SIZE}
-    prepared = prompts_lib.prepare(lm, named, raw=args.raw, **sizes)
+    prompts, every = prompts_lib.prepare(lm, named, raw=args.raw, **sizes)
     algo, texts = algorithms.autoregressive(model), []
-    sizes = {"capacity": prepared.capacity, "page_size": PAGE_SIZE}
-    for prompt, ids in zip(prepared.prompts, prepared.ids, strict=True):
+    capacity = prompts_lib.capacity_for(lm, prompts, every, **sizes)
+    sizes = {"capacity": capacity, "page_size": PAGE_SIZE}
+    for prompt, ids in zip(prompts, every, strict=True):
         state = algo.init(params, [ids], max_tokens=args.gen_tokens, **sizes)
         state = algo.run(params, state)
         (new,), (sequence,) = algo.generated(state), state.sequences

@@ -150,9 +150,9 @@ class Bench:
         self._sets: dict[tuple[str, str], models.Subject] = {}
         for source in dict.fromkeys(args.prompts):
             # Answers to earlier turns are greedy: all cells have the same prompts.
-            contexts = args.context or ()
-            subject = models.prepare(args, lm, source, contexts=contexts)
-            for category in map(str, contexts or (ALL,)):
+            lengths = {str(context): context for context in args.context or ()}
+            subject = models.prepare(args, lm, source, lengths=lengths)
+            for category in lengths or (ALL,):
                 self._sets[source, category] = _of_category(subject, category)
         here, about = records.provenance(), models.describe(args, lm)
         del about["temperature"]  # It is an axis of the grid.

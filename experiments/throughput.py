@@ -159,7 +159,7 @@ def run_ways(lm, settings, ids, turns, *, repeats: int) -> Iterator[dict[str, An
             if way == ALONE:  # Always the first way.
                 alone = done
             turn = Turn(
-                seconds=sum(run.timing.e2e_s for run in done),
+                seconds=sum(run.e2e_s for run in done),
                 tokens=sum(len(run.tokens) for run in done),
                 equal=sum(map(runs.matches, done, alone)),
                 nonfinite=sum(run.nonfinite for run in done),

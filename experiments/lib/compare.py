@@ -8,14 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.lib import (
-    models,
-    prompt_files,
-    prompts as prompts_lib,
-    records,
-    runs,
-    terminal,
-)
+from experiments.lib import models, prompt_files, records, runs, terminal
 from spec_jax import loading
 from spec_jax.analysis import metrics
 
@@ -79,8 +72,8 @@ def ours(
         count=len(done.tokens),
         ids=done.tokens,
         text=b"".join(lm.tokenizer.bytes_of(int(token)) for token in shown),
-        prefill_s=done.timing.prefill_s,
-        decode_s=done.timing.decode_s,
+        prefill_s=done.prefill_s,
+        decode_s=done.decode_s,
         counters=counters,
         nonfinite=done.nonfinite,
     )
@@ -118,7 +111,7 @@ class PromptRuns:
 def run_prompts(
     generate: Callable[[Run, list[int]], Generated],
     ways: Sequence[Run],
-    prepared: prompts_lib.Prepared | models.Subject,
+    subject: models.Subject,
     out: records.JsonLines,
     row: Callable[[PromptRuns], dict[str, Any]],
     *,
@@ -126,9 +119,9 @@ def run_prompts(
     repeats: int,
 ) -> list[PromptRuns]:
     """Runs each prompt in every way once to warm up, then in turns; writes its row."""
-    made, total = [], len(prepared.prompts) * (1 + repeats)
+    made, total = [], len(subject.prompts) * (1 + repeats)
     with terminal.counted("runs", total=total) as advance:
-        for prompt, ids in zip(prepared.prompts, prepared.ids, strict=True):
+        for prompt, ids in zip(subject.prompts, subject.ids, strict=True):
             every: dict[Run, list[Generated]] = {run: [] for run in ways}
             for _ in range(1 + repeats):
                 for run, done in every.items():

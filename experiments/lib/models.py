@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lib import (
@@ -131,7 +131,8 @@ def prepare(
     lm: loading.LanguageModel,
     prompts: str,
     *,
-    contexts: Sequence[int] = (),
+    lengths: Mapping[str, int] | None = None,
+    per_length: int | None = None,
     **settings: Any,
 ) -> Subject:
     """Reads and encodes the prompts that a flag names, and makes the settings of runs.
@@ -140,32 +141,30 @@ def prepare(
 
     Args:
       prompts: the value of `--prompts`.
-      contexts: lengths in tokens that prompts get, as in `prompts.of_lengths`.
+      lengths, per_length: lengths in tokens that so many prompts get each, as in
+        `prompts.of_lengths`; None: `prompts.PER_CONTEXT`, if there are so many.
       settings: fields of `runs.Settings`, instead of those of the flags.
     """
     read = prompt_files.parse(prompts)
     sizes = {"gen_tokens": args.gen_tokens, "page_size": args.page_size}
-    how = sizes | {"raw": getattr(args, "raw", False)}
-    if contexts:
-        lengths = {str(context): context for context in contexts}
-        count = min(len(read), prompts_lib.PER_CONTEXT)
-        ready = prompts_lib.of_lengths(
-            lm, read, lengths=lengths, per_length=count, **how
-        )
+    raw, drawn = getattr(args, "raw", False), settings.get("sampling")
+    if lengths:
+        count = per_length or min(len(read), prompts_lib.PER_CONTEXT)
+        how = {"lengths": lengths, "per_length": count, "raw": raw}
+        ready, ids = prompts_lib.of_lengths(lm, read, **how)
     else:
-        drawn = settings.get("sampling")
-        ready = prompts_lib.prepare(lm, read, sampling=drawn, **how)
+        ready, ids = prompts_lib.prepare(lm, read, sampling=drawn, raw=raw, **sizes)
     of_flags = {
         "rule": getattr(args, "rule", "coupled"),
         "stop_ids": () if getattr(args, "ignore_stop", True) else lm.stop_ids,
     }
     made = runs.Settings(
         gamma=lm.gamma_max,
-        capacity=ready.capacity,
+        capacity=prompts_lib.capacity_for(lm, ready, ids, **sizes),
         processor=processing.of(args, lm),
         **sizes | of_flags | settings,
     )
-    return Subject(lm=lm, prompts=ready.prompts, ids=ready.ids, settings=made)
+    return Subject(lm=lm, prompts=ready, ids=ids, settings=made)
 
 
 def announce(

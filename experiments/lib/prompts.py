@@ -16,13 +16,8 @@ JOINT = "\n\n"
 """Between the messages of a conversation where there is no chat template."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """Prompts of one turn each, ready to run."""
-
-    prompts: list[prompt_files.Prompt]
-    ids: list[list[int]]  # the tokens of each
-    capacity: int  # positions of a cache that fits the longest: whole pages
+Prepared = tuple[list[prompt_files.Prompt], list[list[int]]]
+"""Prompts of one turn each, and the tokens of each."""
 
 
 def prepare(
@@ -70,9 +65,7 @@ def prepare(
         for own in turns
         for number, one in enumerate(own, 1)
     ]
-    ids = encode(lm, flat, raw=raw)
-    capacity = capacity_for(lm, flat, ids, **sizes)
-    return Prepared(prompts=flat, ids=ids, capacity=capacity)
+    return flat, encode(lm, flat, raw=raw)
 
 
 def with_options(
@@ -122,25 +115,16 @@ def capacity_for(
     """Returns the positions of a cache that fits the longest prompt: whole pages.
 
     Raises:
-      ValueError: a flag or a prompt that the model's positions do not fit.
+      ValueError: a prompt that the model's positions do not fit.
     """
     positions = lm.target.config.max_position_embeddings
-    for flag, value, most in (
-        ("--gen-tokens", gen_tokens, positions - 1),
-        ("--page-size", page_size, positions),
-    ):
-        if value > most:
-            raise ValueError(
-                f"{flag} {value} is above {most}: the model has {positions} positions "
-                "(max_position_embeddings) for a prompt and what follows"
-            )
     for prompt, tokens in zip(prompts, ids, strict=True):
         name = f"prompt {prompt.id!r}"
         if len(tokens) > positions - gen_tokens:
             raise ValueError(
                 f"{name} has {len(tokens)} tokens, and {gen_tokens} are to come: the "
                 f"model has {positions} positions (max_position_embeddings). Shorten "
-                f"the prompt to {positions - gen_tokens}, or --gen-tokens to "
+                f"the prompt to {max(positions - gen_tokens, 0)}, or --gen-tokens to "
                 f"{max(positions - len(tokens), 0)}"
             )
         size = lm.target.config.vocab_size
@@ -167,8 +151,6 @@ def of_lengths(
     lengths: Mapping[str, int],
     per_length: int,
     raw: bool,
-    gen_tokens: int,
-    page_size: int,
 ) -> Prepared:
     """Returns `per_length` prompts of each class, with the same ends in each; the class
     is their category.
@@ -200,9 +182,7 @@ def of_lengths(
             own = {"id": prompts[end].id, "text": words.decode(ids), "category": name}
             made.append(prompt_files.Prompt(**own))
             every.append(ids)
-    sizes = {"gen_tokens": gen_tokens, "page_size": page_size}
-    capacity = capacity_for(lm, made, every, **sizes)
-    return Prepared(prompts=made, ids=every, capacity=capacity)
+    return made, every
 
 
 def _last_tokens(

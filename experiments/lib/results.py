@@ -61,8 +61,8 @@ class PromptResult:
             "acceptance_rate": metrics.ratio(counters.accepted, counters.proposed),
             "repetition": metrics.repetition(self.spec[0].tokens),
             "accepted_hist": counters.accepted_hist,
-            "baseline_e2e_s": [run.timing.e2e_s for run in self.plain],
-            "spec_e2e_s": [run.timing.e2e_s for run in self.spec],
+            "baseline_e2e_s": [run.e2e_s for run in self.plain],
+            "spec_e2e_s": [run.e2e_s for run in self.spec],
             "plain_ids": self.plain[0].tokens,
             "spec_ids": self.spec[0].tokens,
         }

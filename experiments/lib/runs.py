@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import forced_drafter, summaries
+from experiments.lib import forced_drafter
 from spec_jax import algorithms, loading, processors
 from spec_jax.analysis import metrics
 from spec_jax.drafters import oracle
@@ -65,10 +65,15 @@ class Run:
     """A run of a prompt: autoregressive decoding, which drafts nothing, or rounds."""
 
     tokens: list[int]  # generated, without the prompt
-    timing: summaries.Timing
+    prefill_s: float  # until the prompt is in the cache, without compilation
+    decode_s: float  # of everything after that, the first token included
     counters: metrics.Counters = metrics.Counters()
-    origins: Sequence[states.Origin] = ()  # of tokens, in runs of rounds
     policy_state: policy.State = None  # of the gamma policy, after the last round
+
+    @property
+    def e2e_s(self) -> float:
+        """Seconds for prefill and decoding together."""
+        return self.prefill_s + self.decode_s
 
     @property
     def nonfinite(self) -> int:
@@ -95,12 +100,12 @@ def run_plain(lm: loading.LanguageModel, settings: Settings, prompt: list[int]) 
     with contextlib.suppress(FloatingPointError):  # Such logits are counted.
         baseline.check(state, vocab_size=lm.target.config.vocab_size)
     tokens = np.asarray(state.tokens)[len(prompt) : int(state.length)].tolist()
-    timing = summaries.Timing(
+    return Run(
+        tokens=tokens,
         prefill_s=prefilled - started,
         decode_s=finished - prefilled,
+        counters=metrics.Counters(nonfinite=int(state.num_nonfinite)),
     )
-    counters = metrics.Counters(nonfinite=int(state.num_nonfinite))
-    return Run(tokens=tokens, timing=timing, counters=counters)
 
 
 def new_cache(lm: loading.LanguageModel, settings: Settings) -> paged.PagedKV:
@@ -217,12 +222,12 @@ def as_run(
     """Returns the run of ONE finished slot; logits that are not finite are counted."""
     with contextlib.suppress(FloatingPointError):
         checks.check_slot(slot, vocab_size=vocab_size)
-    tokens, origins = requests_lib.generated(slot), np.asarray(slot.origins)
+    tokens = requests_lib.generated(slot)
     return Run(
         tokens=tokens,
-        origins=[states.Origin(o) for o in origins if o != states.Origin.PROMPT],
+        prefill_s=prefill_s,
+        decode_s=decode_s,
         counters=metrics.of_slot(slot, num_tokens=len(tokens)),
-        timing=summaries.Timing(prefill_s=prefill_s, decode_s=decode_s),
         policy_state=slot.policy,
     )
 

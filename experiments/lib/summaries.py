@@ -3,7 +3,6 @@
 This module handles counters, seconds and whole numbers alone.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -11,24 +10,6 @@ from typing import Any
 import numpy as np
 
 from spec_jax.analysis import metrics
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Timing:
-    """Seconds of one generation of one prompt, without compilation.
-
-    Attributes:
-      prefill_s: seconds until the prompt is in the cache.
-      decode_s: seconds for everything after that, the first token included.
-    """
-
-    prefill_s: float
-    decode_s: float
-
-    @property
-    def e2e_s(self) -> float:
-        """Seconds for prefill and decoding together."""
-        return self.prefill_s + self.decode_s
 
 
 def mean_repetition(texts: Sequence[Sequence[int]]) -> float | None:
@@ -99,7 +80,7 @@ def speeds(
 
 def _seconds_per_token(runs: Sequence[Any], kind: str) -> float | None:
     """Divides the seconds of all runs by the tokens of all."""
-    spent = sum(getattr(run.timing, f"{kind}_s") for run in runs)
+    spent = sum(getattr(run, f"{kind}_s") for run in runs)
     return metrics.ratio(spent, sum(len(run.tokens) for run in runs))
 
 

@@ -82,8 +82,7 @@ def test_a_read_reads_what_it_says(num_bytes, monkeypatch):
 
 
 def run(prefill_s: float, decode_s: float, tokens: int) -> runs.Run:
-    timing = summaries.Timing(prefill_s=prefill_s, decode_s=decode_s)
-    return runs.Run(tokens=[0] * tokens, timing=timing)
+    return runs.Run(tokens=[0] * tokens, prefill_s=prefill_s, decode_s=decode_s)
 
 
 def test_speeds_by_hand():

@@ -47,11 +47,10 @@ def test_later_turns_hold_the_answers_of_plain_decoding(pair, template):
     """Fails if a turn is left out, or its prompt lacks what was answered before."""
     words = dataclasses.replace(pair.tokenizer, chat_template=template)
     pair = dataclasses.replace(pair, tokenizer=words)
-    prepared = prompts.prepare(pair, PROMPTS, raw=False, **SIZES)
+    prepared, ids = prompts.prepare(pair, PROMPTS, raw=False, **SIZES)
     names = "1, 2 turn 1, 2 turn 2, 2 turn 3, 3 turn 1, 3 turn 2".split(", ")
-    assert [prompt.id for prompt in prepared.prompts] == names
-    assert [prompt.category for prompt in prepared.prompts[1:4]] == ["k"] * 3
-    ids = prepared.ids
+    assert [prompt.id for prompt in prepared] == names
+    assert [prompt.category for prompt in prepared[1:4]] == ["k"] * 3
     first, second, other = (answer_of(pair, ids[i]) for i in (1, 2, 4))
     if template is None:
         chat = f"ask\n\n{first}\n\nagain"
@@ -65,7 +64,8 @@ def test_later_turns_hold_the_answers_of_plain_decoding(pair, template):
         wanted += [f"<user>other<assistant>{other}<user>turn<assistant>"]
     assert [words.decode(one) for one in ids] == wanted
     longest = max(map(len, ids)) + GEN_TOKENS
-    assert longest <= prepared.capacity < longest + PAGE_SIZE
+    capacity = prompts.capacity_for(pair, prepared, ids, **SIZES)
+    assert longest <= capacity < longest + PAGE_SIZE
 
 
 def test_an_answer_ends_at_a_stop_token(pair):
@@ -75,28 +75,27 @@ def test_an_answer_ends_at_a_stop_token(pair):
     words = dataclasses.replace(pair.tokenizer, stop_ids=(first,))
     stopping = dataclasses.replace(pair, tokenizer=words)
     asked = [prompt_of("1", "one", "two")]
-    prepared = prompts.prepare(stopping, asked, raw=True, **SIZES)
-    assert words.decode(prepared.ids[1]) == "one\n\n\n\ntwo"
+    _, ids = prompts.prepare(stopping, asked, raw=True, **SIZES)
+    assert words.decode(ids[1]) == "one\n\n\n\ntwo"
 
 
 def test_prompts_of_stated_lengths(pair):
     texts = ("abcd", "efgh", "ijkl", "mnop")
     made_of = [prompt_of(str(number), text) for number, text in enumerate(texts)]
     asked = {"lengths": {"short": 3, "long": 9}, "per_length": 2, "raw": False}
-    made = prompts.of_lengths(pair, made_of, **asked, **SIZES)
-    assert [(p.category, p.id, p.text) for p in made.prompts] == [
+    made, every = prompts.of_lengths(pair, made_of, **asked)
+    assert [(p.category, p.id, p.text) for p in made] == [
         *(("short", "1", "fgh"), ("short", "3", "nop")),
         *(("long", "1", "cd\n\n\nefgh"), ("long", "3", "kl\n\n\nmnop")),
     ]
-    assert made.capacity >= 9 + GEN_TOKENS
-    texts = [pair.tokenizer.decode(ids) for ids in made.ids]
-    assert texts == [prompt.text for prompt in made.prompts]
+    texts = [pair.tokenizer.decode(ids) for ids in every]
+    assert texts == [prompt.text for prompt in made]
     for changes, message in (
         ({"per_length": 5}, "5 prompts .* there are 4"),
         ({"lengths": {"long": 99}}, "99 tokens .* have 25"),
     ):
         with pytest.raises(ValueError, match=message):
-            prompts.of_lengths(pair, made_of, **asked | changes, **SIZES)
+            prompts.of_lengths(pair, made_of, **asked | changes)
 
 
 def test_options_of_the_chat_template(pair):

@@ -60,7 +60,7 @@ def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(folders, tmp_p
 
 def test_tokens_are_compared_and_not_assumed():
     """Negative control of `matched`: one differing token is enough."""
-    plain = runs.Run(tokens=[1, 2, 3], timing=None)
+    plain = runs.Run(tokens=[1, 2, 3], prefill_s=0.0, decode_s=1.0)
     spec = dataclasses.replace(plain, tokens=[1, 2, 4])
     result = results.PromptResult(
         prompt=None, prompt_ids=[1], plain=[plain], spec=[spec], mismatches=0
