@@ -164,9 +164,7 @@ COLUMNS = {
     "of its confidence": ("temperatures", ".2f"),
     "shift": ("shifts", ".2f"),
     "ECE before": ("ece_before", ".3f"),
-    "by STS": ("ece_sts", ".3f"),
     "ECE": ("ece", ".3f"),
-    "ROC-AUC before": ("roc_auc_before", ".3f"),
     "ROC-AUC": ("roc_auc", ".3f"),
 }
 """Columns of the table of calibrations, which has a line for each draft."""

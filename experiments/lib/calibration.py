@@ -3,8 +3,7 @@
 The chance of a chain's draft is `sigmoid(logit / temperature + shift)`; `fit_platt`
 finds both numbers for each draft. Products of these chances are the chances that a
 prefix is kept. A temperature alone, as in DSpark's sequential temperature scaling
-(https://arxiv.org/abs/2607.05147; `fit_sts`, for comparison), leaves a logit of 0 as it
-is, and so keeps a bias.
+(https://arxiv.org/abs/2607.05147), leaves a logit of 0 as it is, and so keeps a bias.
 """
 
 import dataclasses
@@ -67,8 +66,8 @@ def _run_rounds(speculator, state, *, max_rounds):
     return jax.lax.scan(step, state, length=max_rounds)[1]
 
 
-TEMPERATURES = tuple(np.geomspace(0.25, 4.0, 65).tolist())
-"""Temperatures that `fit_sts` tries, 1 among them; their range bounds `fit_platt`."""
+COLDEST, HOTTEST = 0.25, 4.0
+"""Bounds of temperatures."""
 
 BINS = 20
 """Number of bins of equal width over chances, for errors of calibration."""
@@ -94,8 +93,8 @@ def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
     Both maximise the likelihood over the rounds that kept all drafts before, and so the
     likelihood of all counts together (Platt, Probabilistic Outputs for Support Vector
     Machines, 1999; his targets count one more round of each kind, so that no chance
-    becomes 0 or 1). Temperatures lie in the range of `TEMPERATURES`, so that no ranking
-    within a draft changes. A draft that no round reached keeps its confidence.
+    becomes 0 or 1). Temperatures are above 0, so that no ranking within a draft changes.
+    A draft that no round reached keeps its confidence.
 
     Args:
       logits: `[n, W]`, of each draft's chance, given that all before it are kept.
@@ -125,52 +124,17 @@ def _platt(logits: np.ndarray, is_kept: np.ndarray) -> tuple[float, float]:
         gradient = np.array([np.mean(errors * logits), np.mean(errors)])
         return np.mean(np.logaddexp(0, scaled) - targets * scaled), gradient
 
-    bounds = ((1 / TEMPERATURES[-1], 1 / TEMPERATURES[0]), (None, None))
+    bounds = ((1 / HOTTEST, 1 / COLDEST), (None, None))
     found = optimize.minimize(loss, (1.0, 0.0), jac=True, bounds=bounds)
     return 1 / found.x[0], found.x[1]
 
 
-def fit_sts(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
-    """Returns a temperature for the confidence of each draft, and no shifts.
-
-    Sequential temperature scaling (DSpark, https://arxiv.org/abs/2607.05147) takes,
-    draft by draft, the one of `TEMPERATURES` with which the product of all chances so
-    far has the least error of calibration; earlier temperatures stay fixed. The nearest
-    to 1 wins a tie.
-
-    Args: as for `fit_platt`.
-    """
-    logits = np.asarray(logits, np.float64)
-    by_nearness = sorted(TEMPERATURES, key=lambda each: abs(np.log(each)))
-    before, found = np.ones(len(logits)), []
-    for draft in range(logits.shape[1]):
-        products = [before / (1 + np.exp(-logits[:, draft] / t)) for t in by_nearness]
-        is_kept = num_accepted > draft
-        best = np.argmin([calibration_error(chances, is_kept) for chances in products])
-        before = products[best]
-        found.append(by_nearness[best])
-    unshifted = unscaled(logits.shape[1])
-    return unshifted._replace(temperatures=np.array(found, np.float32))
-
-
-def reliability(
-    chances: np.ndarray, is_kept: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns count, mean chance and share kept of each bin of chances; 0 if empty.
-
-    A reliability diagram shows these numbers.
-    """
-    at = np.minimum((np.asarray(chances) * BINS).astype(int), BINS - 1)
-    counts = np.bincount(at, minlength=BINS)
-    sums = [np.bincount(at, weights=x, minlength=BINS) for x in (chances, is_kept)]
-    mean, share = (total / np.maximum(counts, 1) for total in sums)
-    return counts, mean, share
-
-
 def calibration_error(chances: np.ndarray, is_kept: np.ndarray) -> float:
-    """Returns the expected calibration error: the mean gap between chance and share."""
-    counts, mean, share = reliability(chances, is_kept)
-    return float(np.sum(counts * np.abs(mean - share)) / np.sum(counts))
+    """Returns the expected calibration error: the mean gap, over `BINS` of chances,
+    between the mean chance and the share that is kept."""
+    at = np.minimum((np.asarray(chances) * BINS).astype(int), BINS - 1)
+    gaps = np.bincount(at, weights=chances) - np.bincount(at, weights=is_kept)
+    return float(np.sum(np.abs(gaps)) / len(at))
 
 
 def roc_auc(scores: np.ndarray, is_kept: np.ndarray) -> float | None:
@@ -190,8 +154,7 @@ def report(rounds: Rounds, scaling: Scaling) -> dict[str, Any]:
 
     `ece` has for each draft the error, over all rounds, of the chance that the prefix
     is kept; `roc_auc`, over the rounds that kept all before it, how well its own
-    confidence separates kept from rejected drafts, which no scaling changes. `bin_*`
-    are the bins of `reliability` over all drafts.
+    confidence separates kept from rejected drafts, which no scaling changes.
 
     Raises:
       ValueError: no round.
@@ -204,15 +167,11 @@ def report(rounds: Rounds, scaling: Scaling) -> dict[str, Any]:
     chances, drafts = np.cumprod(own, axis=1), np.arange(own.shape[1])
     is_kept = rounds.num_accepted[:, None] > drafts
     reached = rounds.num_accepted[:, None] >= drafts
-    counts, mean, share = reliability(chances.ravel(), is_kept.ravel())
     return {
         "ece": [calibration_error(chances[:, i], is_kept[:, i]) for i in drafts],
         "roc_auc": [
             roc_auc(own[reached[:, i], i], is_kept[reached[:, i], i]) for i in drafts
         ],
-        "bin_rounds": counts.tolist(),
-        "bin_chance": mean.tolist(),
-        "bin_kept": share.tolist(),
     }
 
 
@@ -220,7 +179,7 @@ def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, 
     """Returns the row of calibration for one temperature of the target's draws.
 
     The scaling is fitted to half of the prompts; errors and rankings are those of the
-    other half. `ece_sts`, for comparison, is the error that DSpark's scaling leaves.
+    other half.
 
     Raises:
       ValueError: a drafter without confidences, or texts too short for a whole round.
@@ -250,12 +209,7 @@ def judge(recorded: Sequence[Rounds]) -> dict[str, Any]:
         for half in range(2)
     )
     found = fit_platt(*fitted)
-    none = unscaled(fitted.logits.shape[1])
-    before = report(reported, none)
     row = {name: values.tolist() for name, values in found._asdict().items()}
     row |= {"fitted_rounds": len(fitted.logits), "rounds": len(reported.logits)}
-    row |= {f"{name}_before": values for name, values in before.items()}
-    of_paper = fit_sts(*fitted)
-    row["temperatures_sts"] = of_paper.temperatures.tolist()
-    row["ece_sts"] = report(reported, of_paper)["ece"]
-    return row | report(reported, found)
+    before = report(reported, unscaled(fitted.logits.shape[1]))
+    return row | {"ece_before": before["ece"]} | report(reported, found)

@@ -52,7 +52,7 @@ def test_every_number_of_rows_is_measured(measured):
     assert [row["temperature"] for row in rows] == [0.7, 1]
     for row in rows:
         assert row["drafter"] == "draft-model" and row["prompts"] == 2
-        for name in ("temperatures", "shifts", "ece", "ece_before", "ece_sts"):
+        for name in ("temperatures", "shifts", "ece", "ece_before"):
             assert len(row[name]) == row["gamma"] == 2
         # Six tokens are six rounds at most; the last ones have no room for two drafts.
         assert 2 <= row["rounds"] <= 6 and 2 <= row["fitted_rounds"] <= 6
