@@ -54,18 +54,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     group = parser.add_argument_group("steps")
     flags.add(group, "gamma page-size")
-    group.add_argument(
-        "--contexts",
-        type=cli.positive,
-        nargs="+",
-        default=[64, 256, 1024],
-        metavar="TOKENS",
-        help="context lengths of a plain step; everything else is measured at the "
-        "first of them (default: 64 256 1024)",
-    )
     cli.add(
         group,
         """
+        --contexts TOKENS+=64,256,1024  context lengths of a plain step; everything else
+            is measured at the first of them
         --rows N,N,...  active rows of a window, the most of them at every context
             (default: 1 to gamma + 1 where there is a draft, at the first context; none
             with --head)

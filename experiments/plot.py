@@ -44,23 +44,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
     rows = "spec_round.py, latency.py, parity.py, sweep.py or rollouts.py --steps"
-    cli.add(parser, f"files FILE+  JSON lines of {rows}", FILE=pathlib.Path)
-    text = "--figure NAME  draw this one only (default: all that there are rows for)"
-    cli.add(parser, text, NAME=tuple(FIGURES))
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        required=True,
-        metavar="DIR",
-        help="folder of the figures; made if it is not there",
-    )
-    parser.add_argument(
-        "--where",
-        type=_condition,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="leave out rows that have NAME with another value; may be given often",
+    cli.add(
+        parser,
+        f"""
+        files FILE+  JSON lines of {rows}
+        --figure NAME  draw this one only (default: all that there are rows for)
+        --out DIR=.  folder of the figures; made if it is not there
+        --where FIELD*  leave out rows that have another value, as in gamma=4
+        """,
+        FILE=pathlib.Path,
+        NAME=tuple(FIGURES),
+        FIELD=_condition,
     )
     return parser.parse_args(argv)
 
@@ -68,7 +62,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def _condition(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, as in gamma=4")
+        raise ValueError(f"{text!r} is not NAME=VALUE, as in gamma=4")
     return name, value
 
 

@@ -93,8 +93,8 @@ def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
     Both maximise the likelihood over the rounds that kept all drafts before, and so the
     likelihood of all counts together (Platt, Probabilistic Outputs for Support Vector
     Machines, 1999; his targets count one more round of each kind, so that no chance
-    becomes 0 or 1). Temperatures are above 0, so that no ranking within a draft changes.
-    A draft that no round reached keeps its confidence.
+    becomes 0 or 1). Temperatures are above 0, so that no ranking within a draft
+    changes. A draft that no round reached keeps its confidence.
 
     Args:
       logits: `[n, W]`, of each draft's chance, given that all before it are kept.

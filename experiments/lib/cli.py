@@ -221,7 +221,8 @@ def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
     Args:
       text: `--name/--alias VALUE=default  help`, continued on indented lines; without
         a VALUE the flag is a switch, with `VALUE*` it may be given several times, and
-        `VALUE+` takes several values. The help ends with the default. A name without
+        `VALUE+` takes several values, of which the default has commas between them. The
+        help ends with the default. A name without
         dashes is that of a positional argument.
       kinds: the type of each VALUE, or its choices, in addition to `KINDS`.
     """
@@ -241,7 +242,8 @@ def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
             if many == "*":
                 how |= {"action": "append", "default": []}
             elif many == "+":
-                how |= {"nargs": "+", "default": default and [kind(default)]}
+                values = default and [kind(part) for part in default.split(",")]
+                how |= {"nargs": "+", "default": values}
         if default is not None:
             words += f" (default: {default})"
         group.add_argument(*name.split("/"), help=words, **how)

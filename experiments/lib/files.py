@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from spec_jax import regular_files
@@ -42,15 +42,29 @@ def read_rows(path: pathlib.Path, *, hint: str = "") -> list[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{path}: cannot be read ({reason}){hint}") from None
-    rows = []
     lines = [text] if path.suffix == ".json" else text.split("\n")
+    return [row for _, row in rows_of_lines(path, lines, hint=hint)]
+
+
+def rows_of_lines(
+    path: pathlib.Path, lines: Iterable[str], *, hint: str = ""
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the number of each line that is not blank, and its JSON object.
+
+    Raises:
+      ValueError: another line, when it is reached; see `read_rows`.
+    """
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            rows += [json.loads(line)] if line.strip() else []
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
             why = f"no JSON ({error})"
             raise ValueError(f"{path}, line {number}: {why}{hint}") from None
-        if rows and not isinstance(rows[-1], dict):
-            kind = type(rows[-1]).__name__
-            raise ValueError(f"{path}, line {number}: not a JSON object but a {kind}")
-    return rows
+        if not isinstance(row, dict):
+            kind = type(row).__name__
+            raise ValueError(
+                f"{path}, line {number}: not a JSON object but a {kind}{hint}"
+            )
+        yield number, row

@@ -7,7 +7,6 @@ templates or models. docs/prompts.md describes the flag.
 import dataclasses
 import hashlib
 import itertools
-import json
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -133,27 +132,21 @@ def sample(prompts: Sequence[Prompt], size: int, *, seed: int) -> list[Prompt]:
 
 def _prompts(path: pathlib.Path) -> Iterator[Prompt]:
     """Yields the file's prompts in order; a faulty row raises when it is reached."""
-    is_json = path.suffix.lower() in JSON_SUFFIXES
     # Not `splitlines`: it also splits at U+2028 and form feeds, which may stand
     # inside a prompt.
-    for number, line in enumerate(_read(path).split("\n"), start=1):
-        line = line.removesuffix("\r")
-        if not line.strip():
-            continue
-        if not is_json:
-            yield Prompt(id=str(number), text=line, category=None)
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{where}: invalid JSON ({error}); write one JSON object a line"
-            ) from None
+    lines = _read(path).split("\n")
+    if path.suffix.lower() not in JSON_SUFFIXES:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                text = line.removesuffix("\r")
+                yield Prompt(id=str(number), text=text, category=None)
+        return
+    hint = '; write one object a line, such as {"prompt": "..."}'
+    for number, row in files.rows_of_lines(path, lines, hint=hint):
         try:
             yield _of_row(row, number=number)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+            raise ValueError(f"{path}, line {number}: {error}") from None
 
 
 def _read(path: pathlib.Path) -> str:
@@ -176,21 +169,15 @@ def _read(path: pathlib.Path) -> str:
         ) from None
 
 
-def _of_row(row: Any, *, number: int) -> Prompt:
+def _of_row(row: dict[str, Any], *, number: int) -> Prompt:
     """Returns the prompt of a row.
 
     Args:
-      row: a JSON value.
       number: the id of a row that has none.
 
     Raises:
       ValueError: a row that holds no prompt; the message says how to mend it.
     """
-    if not isinstance(row, dict):
-        raise ValueError(
-            f"a JSON {type(row).__name__}, not an object; "
-            'write one object a line, such as {"prompt": "..."}'
-        )
     history, (text, *next_turns) = _turns(row)
     if not all(turn.strip() for turn in (text, *next_turns)):
         raise ValueError("the prompt is empty; remove the line or fill it")

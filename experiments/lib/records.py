@@ -194,16 +194,10 @@ def to_json(row: Mapping[str, Any]) -> dict[str, Any]:
       ValueError: NaN or an infinity, which JSON lacks.
       TypeError: a value of another type.
     """
-    plain = {}
-    for name, value in row.items():
-        try:
-            text = json.dumps(value, allow_nan=False, default=_plain)
-        except ValueError:
-            raise ValueError(
-                f"{name}={value} is no JSON number; write None instead"
-            ) from None
-        plain[name] = json.loads(text)
-    return plain
+    try:
+        return json.loads(json.dumps(row, allow_nan=False, default=_plain))
+    except ValueError:
+        raise ValueError(f"{row}: no JSON number; write None instead") from None
 
 
 def _plain(value: Any) -> Any:

@@ -127,8 +127,8 @@ def test_plain_text_is_one_prompt_a_line(tmp_path):
 
 def test_faulty_row_is_named_with_its_line(tmp_path):
     for fault, said in (
-        ('{"prompt": "x"', "invalid JSON"),
-        ('["x"]', "list, not an object"),
+        ('{"prompt": "x"', "no JSON"),
+        ('["x"]', "not a JSON object but a list"),
         ('{"answer": "x", "n": 1}', "keys found: answer, n"),
         ('{"prompt": " \\n"}', "empty"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "is missing"),
