@@ -140,28 +140,6 @@ def load(args: argparse.Namespace) -> tuple[Sides, models_lib.Subject]:
     return Sides(lm=lm, hf=baseline, settings=subject.settings), subject
 
 
-def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
-    """Returns the JSON row of a prompt."""
-    return {
-        "kind": "prompt",
-        "length": done.prompt.category,
-        "id": done.prompt.id,
-        "prompt_tokens": len(done.ids),
-        "matched": done.matched,
-        "nonfinite_logits": done.nonfinite,
-        "hf_ids": done.every[THEIR_PLAIN][0].ids,
-        "runs": [
-            {
-                **dataclasses.asdict(run),
-                "tokens": first.count,
-                "first_difference": done.first_difference(run),
-                "seconds": [turn.prefill_s + turn.decode_s for turn in turns],
-            }
-            for run, (first, *turns) in done.every.items()
-        ],
-    }
-
-
 def row_of(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, Any]:
     """Returns the row of a run, over the prompts of a class of lengths.
 
@@ -233,7 +211,7 @@ def run(
     }
     loaded_s, ways = time.perf_counter() - started, sides.ways(args.gammas)
     how = {"reference": THEIR_PLAIN, "repeats": args.repeats}
-    done = compare.run_prompts(sides.generate, ways, subject, out, prompt_row, **how)
+    done = compare.run_prompts(sides.generate, ways, subject, out, **how)
     for length in dict.fromkeys(one.prompt.category for one in done):
         of_length = [one for one in done if one.prompt.category == length]
         compared = [row_of(of_length, way) for way in ways]

@@ -232,20 +232,6 @@ def compared(
     }
 
 
-def prompt_row(done: compare.PromptRuns) -> dict[str, Any]:
-    """Returns the JSON row of a prompt."""
-    names, runs = ("rounds", "proposed", "accepted"), []
-    for run, (first, *turns) in done.every.items():
-        told = {n: first.counters and getattr(first.counters, n) for n in names}
-        for name in ("prefill_s", "decode_s"):
-            told[name] = [getattr(turn, name) for turn in turns]
-        told |= {"tokens": first.count, "ids": first.ids}
-        told |= {"first_difference": done.first_difference(run)}
-        told |= {"text": first.text.decode(errors="replace")}
-        runs.append(dataclasses.asdict(run) | told)
-    return {"kind": "prompt", "id": done.prompt.id, "runs": runs}
-
-
 def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
     """Returns rows of plain and of speculative decoding, over all prompts of a turn.
 
@@ -349,9 +335,7 @@ def run(
             out.common |= {"llama_cpp": described | theirs}
             out.write_all(found)
         how = {"reference": compare.OUR_PLAIN, "repeats": args.repeats}
-        done = compare.run_prompts(
-            sides.generate, sides.ways(), subject, out, prompt_row, **how
-        )
+        done = compare.run_prompts(sides.generate, sides.ways(), subject, out, **how)
     of_prompts = rows(done)
     out.write_all(of_prompts)
     tables.print_rows([*of_prompts, *found], COLUMNS, console)

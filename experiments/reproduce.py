@@ -3,7 +3,7 @@
 Calls the other scripts, one step after the other, each in a process of its own; what
 they write replaces the rows, certificates and figures of experiments/results. A step
 whose file names the present commit, as clean as it is now, is finished and skipped, so
-that the same command goes on where it was interrupted. Code with changes is refused,
+that the same command begins with the step that was interrupted. Code with changes is refused,
 because rows name the commit of their code. An idle machine and several hours are
 needed.
 
@@ -12,13 +12,12 @@ rows. Exit status: 0 all done, 2 a step failed or did not match, 1 unusable inpu
 """
 
 import argparse
-import hashlib
 import os
 import pathlib
 import shlex
-import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -97,47 +96,29 @@ def words_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"results": records.RESULTS} | folders
 
 
-def run_step(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> int:
+def run_step(args: argparse.Namespace, step: Step) -> int:
     """Runs a step; returns the worst exit status of its runs.
 
-    The file of rows is replaced after the last run, if all have status 0 or 2. A step
-    that was interrupted goes on after the runs with status 0, unless the code has
-    changes: then rows of earlier runs may be of other code.
+    The file of rows is replaced after the last run, if all have status 0 or 2.
     """
     worst, rows, is_rows = DONE, [], step.path.suffix == ".jsonl"
-    is_changed = here["git_dirty"] is not False
-    name = f"{step.path.stem}-{here['git_commit']}{'-changed' * is_changed}"
-    parts = records.RESULTS / ".parts" / name
-    if is_changed:
-        shutil.rmtree(parts, ignore_errors=True)
-    parts.mkdir(parents=True, exist_ok=True)
-    for command in step.runs:
-        command = command.format(**words_of(args))
-        part, path = parts / hashlib.sha256(command.encode()).hexdigest(), step.path
-        if is_rows and part.exists():
-            rows += files.read_rows(part)
-            continue
-        if is_rows:
-            path = parts / "running"
-            path.unlink(missing_ok=True)
-        script, *arguments = shlex.split(command)
+    for number, command in enumerate(step.runs):
+        script, *arguments = shlex.split(command.format(**words_of(args)))
         if args.allow_dirty and script != "plot":
             arguments.insert(0, "--allow-dirty")
-        # First: behind -- are flags of another script.
-        status = call(script, [step.flag, str(path)] * bool(step.flag) + arguments)
-        status = DONE if status == FAILED and step.mismatches else status
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / str(number) if is_rows else step.path
+            # First: behind -- are flags of another script.
+            status = call(script, [step.flag, str(path)] * bool(step.flag) + arguments)
+            status = DONE if status == FAILED and step.mismatches else status
+            if status not in (DONE, FAILED):
+                return status
+            rows += files.read_rows(path) if is_rows else []
         worst = max(worst, status)
-        if status not in (DONE, FAILED):
-            return status
-        if is_rows:
-            rows += files.read_rows(path)
-        if is_rows and status == DONE:
-            path.replace(part)
     if is_rows:
         kept = [row for row in rows if not step.keep or row["kind"] in step.keep]
         with records.JsonLines(step.path, allow_dirty=args.allow_dirty) as out:
             out.write_all(shortened(kept))
-    shutil.rmtree(parts)
     return worst
 
 
@@ -195,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
             continue
         step.path.parent.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
-        status = run_step(args, step, here)
+        status = run_step(args, step)
         seconds = round(time.perf_counter() - started, 1)
         print(f"{step.file}: status {status} after {seconds} s", flush=True)
         worst = max(worst, FAILED if status else DONE)

@@ -107,13 +107,29 @@ class PromptRuns:
         own = [done for run, done in self.every.items() if run.side == OURS]
         return not self.nonfinite and all(one.ids == plain for of in own for one in of)
 
+    def row(self) -> dict[str, Any]:
+        """Returns the JSON row of the prompt, with its first text by every run."""
+        names, runs = ("rounds", "proposed", "accepted"), []
+        for run, (first, *turns) in self.every.items():
+            told = {n: first.counters and getattr(first.counters, n) for n in names}
+            for name in ("prefill_s", "decode_s"):
+                told[name] = [getattr(turn, name) for turn in turns]
+            told |= {"tokens": first.count, "ids": first.ids}
+            told |= {"text": first.text and first.text.decode(errors="replace")}
+            told |= {"first_difference": self.first_difference(run)}
+            runs.append(dataclasses.asdict(run) | told)
+        return {
+            **{"kind": "prompt", "id": self.prompt.id, "length": self.prompt.category},
+            **{"prompt_tokens": len(self.ids), "matched": self.matched},
+            **{"nonfinite_logits": self.nonfinite, "runs": runs},
+        }
+
 
 def run_prompts(
     generate: Callable[[Run, list[int]], Generated],
     ways: Sequence[Run],
     subject: models.Subject,
     out: records.JsonLines,
-    row: Callable[[PromptRuns], dict[str, Any]],
     *,
     reference: Run,
     repeats: int,
@@ -130,7 +146,7 @@ def run_prompts(
             made.append(
                 PromptRuns(prompt=prompt, ids=ids, every=every, reference=reference)
             )
-            out.write(row(made[-1]))
+            out.write(made[-1].row())
     return made
 
 
