@@ -1,25 +1,15 @@
 """How well does a target predict texts in eight bits or four, beside its dense weights?
 
 Cuts the texts into windows, and scores the second half of each, given the first: what
-llama-perplexity does, which is asked, too, for files of `--gguf`. Exit status: 0
-measured, 1 the input was unusable.
+llama.cpp's llama-perplexity does. Exit status: 0 measured, 1 the input was unusable.
 """
 
 import argparse
-import pathlib
-import tempfile
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from experiments.lib import (
-    cli,
-    flags,
-    llama_cpp,
-    prompt_files,
-    records,
-    terminal,
-)
+from experiments.lib import cli, flags, prompt_files, records, terminal
 from spec_jax import generation, loading
 from spec_jax.ops import dispatch
 
@@ -36,15 +26,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         """
         --window TOKENS=512  of a window; the second half is scored
         --windows N=8  at most
-        --llama-bin DIR  folder of llama-perplexity
-        --gguf FILE,...  of the target, with --llama-bin
         """,
-        **{"FILE,...": cli.names(pathlib.Path)},
     )
     flags.add(parser, "out", out="one for each form of the weights")
     args = parser.parse_args(argv)
-    if (args.llama_bin is None) != (args.gguf is None):
-        parser.error("--llama-bin and --gguf: give both, or neither")
     flags.choose_isa(args)
     return args
 
@@ -83,7 +68,7 @@ def of_form(args: argparse.Namespace, text: str, form: str | None) -> dict:
 
 
 def rows(args: argparse.Namespace, text: str) -> Iterator[dict]:
-    """Yields the row of each form, compared with the first; then those of llama.cpp."""
+    """Yields the row of each form, compared with the first."""
     dense = None
     for form in FORMS:
         row = of_form(args, text, form)
@@ -95,14 +80,6 @@ def rows(args: argparse.Namespace, text: str) -> Iterator[dict]:
         row["ratio_error"] = float(less.std() / np.sqrt(less.size))
         row["same_choice"] = float(np.mean(dense[1] == own[1]))
         yield row
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "text"
-        path.write_text(text, encoding="utf-8")
-        for gguf in args.gguf or ():
-            sizes = {"window": args.window, "windows": args.windows}
-            found = llama_cpp.perplexity(args.llama_bin, gguf, path, **sizes)
-            about = {"kind": "perplexity", "weights": f"llama.cpp {gguf.stem}"}
-            yield about | {"perplexity": found}
 
 
 def run(
@@ -114,10 +91,8 @@ def run(
     out.common = {"prompt_source": args.prompts, **records.provenance()}
     for row in rows(args, text):
         out.write(row)
-        ratio = ""
-        if "ratio" in row:
-            ratio = f", {row['ratio']:.4f} x dense +- {row['ratio_error']:.4f}"
-        console.print(f"{row['weights']}: {row['perplexity']:.4f}{ratio}")
+        ratio = f"{row['ratio']:.4f} x dense +- {row['ratio_error']:.4f}"
+        console.print(f"{row['weights']}: {row['perplexity']:.4f}, {ratio}")
     return 0
 
 

@@ -24,8 +24,6 @@ BENCH, PLAIN, SPECULATIVE = PROGRAMS = (
     "llama-speculative-simple",
 )
 
-PERPLEXITY = "llama-perplexity"
-
 SPEC_TYPES = {
     "ngram": "ngram-simple",
     "eagle3": "draft-eagle3",
@@ -160,29 +158,6 @@ def bench(
     if set(found) != {f"pp{n}" for n in prompts} | {f"tg{tokens}"}:
         raise _unreadable(done)
     return found, told
-
-
-def perplexity(
-    folder: pathlib.Path,
-    model: pathlib.Path,
-    text: pathlib.Path,
-    *,
-    window: int,
-    windows: int,
-) -> float:
-    """Returns the perplexity of the second halves of a text's windows.
-
-    Args:
-      window: tokens of a window.
-      windows: the most windows.
-    """
-    flags = ("-m", model, "-f", text, "-c", window, "--chunks", windows)
-    done = _run(folder / PERPLEXITY, *flags, "-t", processes.usable_cores())
-    printed = (done.stdout + done.stderr).decode(errors="replace")
-    found = re.findall(rf"Final estimate: PPL{_NUMBER}", printed)
-    if not found:
-        raise _unreadable(done)
-    return float(found[-1])
 
 
 def generate(
