@@ -17,11 +17,12 @@ import argparse
 import functools
 import itertools
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from scipy import stats
 
 import spec_jax as sj
 from experiments.lib import (
@@ -265,14 +266,12 @@ def run(
 
 
 def median_fields(found: bench.Timings, case: Any, to: Any) -> dict[str, float]:
-    """Returns the 95 % confidence interval of the median of the ratios, by ranks.
-
-    Source: Conover, Practical Nonparametric Statistics, section 3.2.
-    """
-    ratios = sorted(bench.ratios(found.seconds[case], found.seconds[to]))
-    first = math.floor((len(ratios) - 1.96 * math.sqrt(len(ratios))) / 2)
-    first = max(first - 1, 0)
-    return {"median_low": ratios[first], "median_high": ratios[-1 - first]}
+    """Returns the 95 % confidence interval of the median of the ratios, by ranks; of
+    few, for which there is none, their range."""
+    ratios = bench.ratios(found.seconds[case], found.seconds[to])
+    low, high = stats.quantile_test(ratios, p=0.5).confidence_interval(0.95)
+    low, high = np.nanmax([low, min(ratios)]), np.nanmin([high, max(ratios)])
+    return {"median_low": low, "median_high": high}
 
 
 COLUMNS = {
