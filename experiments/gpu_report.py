@@ -65,10 +65,10 @@ h | 50 | eagle3 tree of 64 | {large} --head eagle3 --head-tree 64 {published}
 h | 50 | dspark tree of 32 | {large} --head dspark --head-tree 32 {published}
 c | 20 | steps 0.6b q8_0 | {small} {bytes}
 c | 35 | steps 8b q8_0 | {large} {bytes}
-a | 60 | rows of kernels 8b q8_0 | kernels --shapes {8b} --weights q8_0 {checked}
+a | 60 | rows of kernels 8b q8_0 | kernels --preset {8b} --weights q8_0 {checked}
 b | 110 | batches | throughput --prompts 16 --batch 1,4,16 --repeats 2 --impl {impl}
-a | 60 | rows of kernels 8b | kernels --shapes {8b} {checked}
-a | 50 | rows of kernels 0.6b | kernels --shapes {0.6b} {checked}
+a | 60 | rows of kernels 8b | kernels --preset {8b} {checked}
+a | 50 | rows of kernels 0.6b | kernels --preset {0.6b} {checked}
 c | 25 | prompts 8b | {large} --steps 8 --contexts 128 --rows 1 --prefill 128,1024
 h | 30 | dspark tree of 16 | {large} --head dspark --head-tree 16 {published}
 h | 50 | dspark tree of 64 | {large} --head dspark --head-tree 64 {published}

@@ -9,7 +9,6 @@ unusable.
 """
 
 import argparse
-import dataclasses
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -36,13 +35,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add(parser, names, out="hashes, and one per way to read")
     cli.add(
         parser,
-        f"""
-        --shapes NAME|DIR={subjects.EMBEDDED}  the model whose shapes are taken:
-            {subjects.EMBEDDED} (the target of the embedded pair),
-            {", ".join(sorted(subjects.PRESETS))}, or a folder with a config.json
+        """
+        --preset PRESET=tiny  the model whose shapes are taken
         --contexts N,N,...=5,300  tokens of the prompts
         """,
-        **{"NAME|DIR": str},
+        PRESET=sorted(subjects.PRESETS),
     )
     args = parser.parse_args(argv)
     flags.choose_isa(args)
@@ -89,8 +86,8 @@ def run(
     """Checks each context, writes and prints the rows; returns the exit status."""
     platform = subjects.check_device(args.device)
     impl = dispatch.resolve(args.impl)
-    config = subjects.read_config(args.shapes, dtype=args.dtype)
-    config = dataclasses.replace(config, weights=args.weights or config.weights)
+    forms = {"dtype": args.dtype, "weights": args.weights}
+    config = subjects.config_of(args.preset, **forms)
     slab = row_model.slab_for(impl, ROWS)
     model = row_model.RowModel(config=config, impl=impl, slab=slab)
     params = subjects.random_weights(config, impl=impl)
@@ -99,7 +96,7 @@ def run(
         jobs = {"control": lambda: control(impl)} | jobs
     out.common = {
         "device": platform,
-        "shapes": args.shapes,
+        "preset": args.preset,
         "dtype": config.dtype,
         "weights": config.weights,
         "impl": impl,

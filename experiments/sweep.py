@@ -4,8 +4,8 @@ Runs a grid of cells, each as spec_round.py runs prompts: by autoregressive deco
 speculatively in turn, with all tokens compared, and the committed text replayed. A cell
 that the file of results holds already is not run again: the same command goes on where
 it was interrupted, and a larger grid adds to it. Ends with tables of the requested
-cells, by category where prompts have one, and by the position of a draft; `plot.py`
-draws them. Drafters are evaluated so: --prompts names a folder of data sets, and
+cells, by category where prompts have one; `plot.py` draws what is kept of drafts by
+their position. Drafters are evaluated so: --prompts names a folder of data sets, and
 --temperature is 0,1. Exit status: 0 all matched, 2 not all matched, 1 the input was
 unusable.
 """
@@ -262,7 +262,6 @@ def print_sets(rows: Sequence[dict], console: terminal.Console) -> None:
             by_category.sort(key=lambda row: row["category"])
             tables.print_cells(by_category, console, title=f"{source}, by category")
         tables.print_cells(of_set, console, title=source)
-        tables.print_positions(of_set, console, title=f"{source}: {POSITIONS}")
     tables.print_note(tables.CELLS_NOTE, console)
 
 
@@ -294,8 +293,6 @@ def run(args: argparse.Namespace) -> int:
     print_sets(rows, console)
     return NOT_MATCHED if any(row["matched"] is False for row in rows) else MATCHED
 
-
-POSITIONS = "share of drafts kept, of those whose predecessors were, by position"
 
 main = cli.script(
     "sweep.py",

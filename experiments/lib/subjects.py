@@ -29,8 +29,6 @@ from spec_jax.model import (
     block_params,
     config as config_lib,
     eagle3_params,
-    gguf_file,
-    hub,
     params as params_lib,
     row_model,
 )
@@ -126,22 +124,11 @@ _GIB = 2**30
 _MOST_ROWS = 64  # of a tree, so that they share a read of the weights
 
 
-def read_config(shapes: str, *, dtype: str | None) -> config_lib.ModelConfig:
-    """Returns the config of a preset, `EMBEDDED` or a folder, in its dtype or another.
-
-    Raises:
-      ValueError: neither a known name nor a folder with a usable `config.json`.
-    """
-    if shapes in PRESETS:
-        config = PRESETS[shapes]
-        return dataclasses.replace(config, dtype=dtype or config.dtype)
-    folder = hub.locate(shapes)
-    if shapes == EMBEDDED:
-        folder = loading.EMBEDDED_TARGET
-    elif not folder.is_dir() and not gguf_file.is_file(folder):
-        known = ", ".join([EMBEDDED, *sorted(PRESETS)])
-        raise ValueError(f"--shapes {shapes}: not one of {known}, and no folder either")
-    return config_lib.read(folder / "config.json", dtype=dtype)
+def config_of(preset: str, **forms: str | None) -> config_lib.ModelConfig:
+    """Returns a preset's config, with a dtype and form of weights in place of its own
+    where these are given."""
+    given = {name: form for name, form in forms.items() if form is not None}
+    return dataclasses.replace(PRESETS[preset], **given)
 
 
 def step_bytes(
@@ -246,11 +233,9 @@ def _preset(
       as_shapes: return shapes of weights, for an `impl` that need not run here.
     """
     head, form = getattr(args, "head", None), args.draft_weights or "dense"
-    asked = [(args.preset, args.weights or "dense"), (args.draft_preset, form)]
+    asked = [(args.preset, args.weights), (args.draft_preset, args.draft_weights)]
     configs = [
-        dataclasses.replace(read_config(name, dtype=dtype), weights=weights)
-        for name, weights in asked
-        if name
+        config_of(name, dtype=dtype, weights=weights) for name, weights in asked if name
     ]
     if as_shapes and head and form != "dense":
         raise ValueError(f"--draft-weights {form}: not with --head and --dry-run")

@@ -265,36 +265,8 @@ CELLS_NOTE = (
 def print_cells(
     rows: Sequence[Row], console: rich_console.Console, *, title: str
 ) -> None:
-    """Prints one line a cell, of a sweep or of a category."""
-    _print_cells(rows, NUMBERS | {"match": _match}, console, title=title)
-    print_disturbed(rows, console)
-    console.print()
-
-
-def print_positions(
-    rows: Sequence[Row], console: rich_console.Console, *, title: str
-) -> None:
-    """Prints for each cell how often a draft was kept, if all before it were."""
-    most = max(len(row["conditional_acceptance"] or ()) for row in rows)
-    columns = {"len": NUMBERS["len"]} | {str(at + 1): _rate(at) for at in range(most)}
-    _print_cells(rows, columns, console, title=title)
-    console.print()
-
-
-def _rate(at: int) -> Callable[[Row], Cell]:
-    """Returns the column of how often the draft at this place was kept."""
-    one = lambda row: (row["conditional_acceptance"] or ())[at : at + 1]
-    return lambda row: terminal.format_value(one(row), ".2f")
-
-
-def _print_cells(
-    rows: Sequence[Row],
-    numbers: Mapping[str, Column],
-    console: rich_console.Console,
-    *,
-    title: str,
-) -> None:
-    """Prints one line a cell, with the axes that tell it from others."""
+    """Prints one line a cell, of a sweep or of a category, with the axes that tell it
+    from others."""
     # Not every cell has a tree, and no batch has a speed-up of decoding alone.
     rows = [dict.fromkeys((*AXES, "speedup_decode")) | row for row in rows]
     columns: dict[str, Column] = {}
@@ -303,4 +275,6 @@ def _print_cells(
         is_shown = name in ("drafter", "tree", "gamma") or len(values) > 1
         if values != {None} and is_shown:
             columns[heading] = (name, "")
-    print_rows(rows, columns | numbers, console, title=title)
+    print_rows(rows, columns | NUMBERS | {"match": _match}, console, title=title)
+    print_disturbed(rows, console)
+    console.print()

@@ -1,7 +1,5 @@
 """Bits of rows from the command line: each way to read, and a planted fault."""
 
-import json
-
 import numpy as np
 import pytest
 import tiny_pair
@@ -9,15 +7,14 @@ from script_runs import rows_from
 from slow_cases import slow
 
 from experiments import kernels as script
-from spec_jax.model import config as config_lib
+from experiments.lib import subjects
 from spec_jax.testing import target_kit
 
 
-def shapes(folder, layers) -> list[str]:
-    """Returns the flags of a tiny model, of which no weights are needed."""
-    config = config_lib.to_dict(tiny_pair.config(num_layers=layers))
-    (folder / "config.json").write_text(json.dumps(config))
-    return ["--shapes", str(folder)]
+def give_shapes(monkeypatch, layers) -> None:
+    """Makes the default preset a tiny model."""
+    config = tiny_pair.config(num_layers=layers)
+    monkeypatch.setitem(subjects.PRESETS, "tiny", config)
 
 
 @pytest.mark.parametrize("impl", [slow("interpret"), "native"])
@@ -29,7 +26,8 @@ def test_bits_from_the_command_line(tmp_path, impl, monkeypatch):
         every = target_kit.readings
         monkeypatch.setattr(target_kit, "readings", lambda width: every(width)[-ways:])
     given = ["--contexts", contexts, "--dtype", "bfloat16", "--impl", impl]
-    rows = rows_from(script.main, tmp_path, [*given, *shapes(tmp_path, layers)])
+    give_shapes(monkeypatch, layers)
+    rows = rows_from(script.main, tmp_path, given)
     if impl == "interpret":
         control = rows.pop(0)
         assert control["kind"] == "control" and control["seen"]
@@ -46,7 +44,7 @@ def test_a_fault_is_counted(monkeypatch, tmp_path):
     wrong[1, 2] = -0.0
     found = [("in windows", alone, alone), ("moved", alone, wrong)]
     monkeypatch.setattr(target_kit, "compared", lambda *_, **__: iter(found))
-    given = ["--contexts", "5", *shapes(tmp_path, 1)]
-    rows = rows_from(script.main, tmp_path, given, status=2)
+    give_shapes(monkeypatch, 1)
+    rows = rows_from(script.main, tmp_path, ["--contexts", "5"], status=2)
     rows = [row for row in rows if row["kind"] == "bitwise"]
     assert [(row["differing"], row["equal"]) for row in rows] == [(0, True), (1, False)]

@@ -69,7 +69,7 @@ CASES = (
     ("latency", "--forced 0.5 --temperature 0.7", "--forced decodes greedily"),
     ("latency", "--dry-run", "--dry-run needs a --preset"),
     ("latency", "--device gpu", "no GPU"),
-    ("kernels", "--shapes qwen3-0.7b", "no folder either"),
+    ("kernels", "--preset qwen3-0.7b", "invalid choice"),
     ("compare_heads", "--texts nowhere --taps 0,1 --draft-vocab 40 --work x --out y",
      "nowhere/texts.npz: no such file; run the stage"),
     ("profile_steps", "--drafter ngram --calibrate 0 --prompts 2",
