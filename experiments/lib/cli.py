@@ -222,8 +222,8 @@ def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
       text: `--name/--alias VALUE=default  help`, continued on indented lines; without
         a VALUE the flag is a switch, with `VALUE*` it may be given several times, and
         `VALUE+` takes several values, of which the default has commas between them. The
-        help ends with the default. A name without
-        dashes is that of a positional argument.
+        help ends with the default. A name without dashes is that of a positional
+        argument.
       kinds: the type of each VALUE, or its choices, in addition to `KINDS`.
     """
     for entry in re.split(r"\n(?=--)", textwrap.dedent(text).strip()):
@@ -234,16 +234,16 @@ def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
             value, many = value.rstrip("*+"), value[-1]
             kind = (KINDS | kinds)[value]
             how = {"type": _typed(kind), "default": default}
-            if not callable(kind):
-                how["choices"] = kind
-            else:  # Parsed: scripts compare values with it.
-                how["metavar"] = value
-                how["default"] = None if default is None else kind(default)
+            how |= {"metavar": value} if callable(kind) else {"choices": kind}
+            if (
+                callable(kind) and default is not None
+            ):  # Scripts compare values with it.
+                several = many == "+" and [*map(kind, default.split(","))]
+                how["default"] = several or kind(default)
             if many == "*":
                 how |= {"action": "append", "default": []}
             elif many == "+":
-                values = default and [kind(part) for part in default.split(",")]
-                how |= {"nargs": "+", "default": values}
+                how["nargs"] = "+"
         if default is not None:
             words += f" (default: {default})"
         group.add_argument(*name.split("/"), help=words, **how)
