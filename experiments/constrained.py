@@ -266,8 +266,8 @@ def run(
 
 
 def median_fields(found: bench.Timings, case: Any, to: Any) -> dict[str, float]:
-    """Returns the 95 % confidence interval of the median of the ratios, by ranks; of
-    few, for which there is none, their range."""
+    """Returns the 95 % confidence interval of the median of the ratios, by ranks;
+    with few ratios, their range."""
     ratios = bench.ratios(found.seconds[case], found.seconds[to])
     low, high = stats.quantile_test(ratios, p=0.5).confidence_interval(0.95)
     low, high = np.nanmax([low, min(ratios)]), np.nanmin([high, max(ratios)])
