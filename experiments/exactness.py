@@ -116,23 +116,20 @@ def _add_axis_flags(group: argparse._ActionsContainer) -> None:
     flags.add(group, "trees")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Runs the suite, and writes rows and certificate, or verifies one; returns the
     exit status."""
     if args.verify:
-        return verify(args)
-    console = terminal.console()
+        return verify(args, out, console)
     if args.certificate and not args.allow_dirty:
         records.check_clean("a certificate")
-    with records.open_out(args) as out:
-        plan = plans.from_flags(args)
-        header = {"kind": "header", **plan.header}
-        kept = records.resume(out, header, behind="prompt")
-        rows = _run_rows(args, plan, kept, out, console)
-        cells = plan.cells
-        summaries = [suite.summarise(cell, rows) for cell in cells]
-        for summary in summaries:
-            out.write({"kind": "cell", **summary})
+    plan = plans.from_flags(args)
+    kept = records.resume(out, {"kind": "header", **plan.header}, behind="prompt")
+    rows, cells = _run_rows(args, plan, kept, out, console), plan.cells
+    summaries = [suite.summarise(cell, rows) for cell in cells]
+    out.write_all({"kind": "cell", **summary} for summary in summaries)
     print_cells(
         [
             {**one, "cell": cell, **one["equal"]}
@@ -191,15 +188,15 @@ def _run_rows(
     return rows
 
 
-def verify(args: argparse.Namespace) -> int:
+def verify(
+    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
+) -> int:
     """Runs a certificate's cells again; returns the exit status."""
-    console = terminal.console()
     certificate = certificates.read(args.verify)
     if args.isa is None:
         _choose_isa_of(args.verify, certificate)
-    with records.open_out(args) as out:
-        plan = plans.from_certificate(args, certificate)
-        rows = _run_rows(args, plan, [], out, console)
+    plan = plans.from_certificate(args, certificate)
+    rows = _run_rows(args, plan, [], out, console)
     agreement = certificates.agreement(certificate, rows)
     count = len(plan.prompts)
     found = [
@@ -279,7 +276,7 @@ def _choose_isa_of(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
         ) from None
 
 
-main = cli.script("exactness.py", parse_args, run)
+main = records.script("exactness.py", parse_args, run)
 
 if __name__ == "__main__":
     cli.end(main)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from experiments.lib import fan_out, prompt_files, terminal
+from experiments.lib import fan_out, prompt_files, prompts as prompts_lib, terminal
 from spec_jax import algorithms
 from spec_jax.drafters import ngram
 from spec_jax.engine import requests as requests_lib
@@ -159,11 +159,10 @@ def prompt_ids(
       ValueError: chats that leave nothing to write.
     """
     prompts = prompt_files.parse(args.prompts)
+    ids = prompts_lib.encode(tokenizer, prompts, raw=args.raw)
     if not tokenizer.has_chat_template or args.raw:
-        texts = ("\n\n".join(m["content"] for m in x.messages) for x in prompts)
         # A longer prompt keeps its end, which the continuation follows.
-        return [tokenizer.encode(x, begins=True)[-args.prefix :] for x in texts]
-    ids = [tokenizer.encode(tokenizer.apply_chat(x.messages)) for x in prompts]
+        return [x[-args.prefix :] for x in ids]
     long = [len(x) for x in ids if len(x) >= args.length]
     if long:
         raise ValueError(

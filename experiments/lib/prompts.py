@@ -43,7 +43,7 @@ def prepare(
     words, turns = lm.tokenizer, [[prompt] for prompt in prompts]
     while asked := [own for own in turns if own[-1].next_turns]:
         latest = [own[-1] for own in asked]
-        ids = encode(lm, latest, raw=raw)
+        ids = encode(words, latest, raw=raw)
         settings = runs.Settings(
             gamma=1,
             capacity=capacity_for(lm, latest, ids, **sizes),
@@ -65,7 +65,7 @@ def prepare(
         for own in turns
         for number, one in enumerate(own, 1)
     ]
-    return flat, encode(lm, flat, raw=raw)
+    return flat, encode(words, flat, raw=raw)
 
 
 def with_options(
@@ -86,22 +86,21 @@ def with_options(
 
 
 def encode(
-    lm: loading.LanguageModel, prompts: Sequence[prompt_files.Prompt], *, raw: bool
+    words: tokenizer_lib.Tokenizer, prompts: Sequence[prompt_files.Prompt], *, raw: bool
 ) -> list[list[int]]:
     """Returns token ids, through the chat template where the model has one.
 
     Without one, the messages of a conversation are joined by `JOINT`. Turns that come
     after an answer are left out: `prepare` makes prompts of them.
     """
-    tokenizer = lm.tokenizer
-    use_chat = tokenizer.has_chat_template and not raw
+    use_chat = words.has_chat_template and not raw
     texts = [
-        tokenizer.apply_chat(prompt.messages)
+        words.apply_chat(prompt.messages)
         if use_chat
         else JOINT.join(message["content"] for message in prompt.messages)
         for prompt in prompts
     ]
-    return [tokenizer.encode(text, begins=not use_chat) for text in texts]
+    return [words.encode(text, begins=not use_chat) for text in texts]
 
 
 def capacity_for(

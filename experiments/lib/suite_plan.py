@@ -240,9 +240,8 @@ def _plan(
         if is_tree or cell.slab == lm.gamma_max + 1:  # Raises if it lacks a part.
             suite.with_drafter(lm, cell, head=args.head)
     words = prompts_lib.with_options(argparse.Namespace(**settings), lm.tokenizer)
-    lm = dataclasses.replace(lm, tokenizer=words)
     named = prompt_files.parse(source)
-    encoded = prompts_lib.encode(lm, named, raw=settings["raw"])
+    encoded = prompts_lib.encode(words, named, raw=settings["raw"])
     prompts = [(one.id, ids) for one, ids in zip(named, encoded, strict=True)]
     # For the longest, whatever the pages; raises if it does not fit the model.
     sizes = {"gen_tokens": settings["gen_tokens"], "page_size": 1}

@@ -70,7 +70,7 @@ def test_later_turns_hold_the_answers_of_plain_decoding(pair, template):
 
 def test_an_answer_ends_at_a_stop_token(pair):
     """Fails if the stop token, or what follows it, is part of the answer's text."""
-    (ids,) = prompts.encode(pair, [PROMPTS[0]], raw=True)
+    (ids,) = prompts.encode(pair.tokenizer, [PROMPTS[0]], raw=True)
     (first, *_) = pair.tokenizer.encode(answer_of(pair, ids))
     words = dataclasses.replace(pair.tokenizer, stop_ids=(first,))
     stopping = dataclasses.replace(pair, tokenizer=words)
@@ -111,7 +111,7 @@ def test_options_of_the_chat_template(pair):
         assert args.chat_option == options
         template = "".join(f"{{{{ {name} }}}};" for name in options)
         words = dataclasses.replace(pair.tokenizer, chat_template=template)
-        other = dataclasses.replace(pair, tokenizer=prompts.with_options(args, words))
+        other = prompts.with_options(args, words)
         (ids,) = prompts.encode(other, PROMPTS[:1], raw=False)
         assert words.decode(ids) == "".join(f"{value};" for value in options.values())
     with pytest.raises(ValueError, match="is of the chat template, and the model has"):
