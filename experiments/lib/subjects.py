@@ -156,13 +156,11 @@ def check_device(device: str) -> str:
       ValueError: another platform; the message says how to get the one asked for.
     """
     platform, kind = dispatch.backend(), jax.devices()[0].device_kind
-    if device == "gpu" and platform != "gpu":
+    if device not in ("auto", platform):
         raise ValueError(
-            f"--device gpu: no GPU, JAX finds {kind} only; install the extra cuda12 or "
-            "cuda13, and leave JAX_PLATFORMS unset"
+            f"--device {device}: JAX runs on {kind}; a GPU needs the extra cuda12 or "
+            "cuda13 and JAX_PLATFORMS unset, a CPU beside one JAX_PLATFORMS=cpu"
         )
-    if device == "cpu" and platform != "cpu":
-        raise ValueError(f"--device cpu: JAX runs on {kind}; set JAX_PLATFORMS=cpu")
     return platform
 
 

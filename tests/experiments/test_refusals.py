@@ -68,7 +68,7 @@ CASES = (
     ("latency", "--forced gsm8k", "--head"),
     ("latency", "--forced 0.5 --temperature 0.7", "--forced decodes greedily"),
     ("latency", "--dry-run", "--dry-run needs a --preset"),
-    ("latency", "--device gpu", "no GPU"),
+    ("latency", "--device gpu", "--device gpu: JAX runs on"),
     ("kernels", "--preset qwen3-0.7b", "invalid choice"),
     ("compare_heads", "--texts nowhere --taps 0,1 --draft-vocab 40 --work x --out y",
      "nowhere/texts.npz: no such file; run the stage"),
