@@ -55,15 +55,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             result; of code whose commit it can name, or with --allow-dirty marked
         --verify CERTIFICATE  run a certificate's cells again, and say where they agree;
             axes and lengths are those of the certificate
+        --limit N  with --verify: the first N prompts only, but no fewer than the
+            largest batch of the certificate has
         """,
         CERTIFICATE=pathlib.Path,
     )
     fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
     args = flags.parsed(parser, argv)
     _name_head(args)
+    if args.limit and not args.verify:
+        parser.error("--limit goes with --verify; --prompts N runs N prompts")
     if args.verify and args.certificate:
         parser.error("--verify and --certificate: a certificate is of a run; give one")
-    own = (*cells_lib.AXES, "gen_tokens", "full", "product", "raw", "chat_option")
+    own = (*cells_lib.AXES, "gen_tokens", "full", "product", "stop")
+    own += ("raw", "chat_option")
     if args.verify and any(getattr(args, name) for name in own):
         parser.error("--verify takes cells and lengths from the certificate alone")
     return args
@@ -96,6 +101,7 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
             {most} with --full)
         --gen-tokens TOKENS  tokens to generate per prompt (default: {tokens};
             {longest} with --full)
+        --stop  end at stop tokens (default: every prompt yields --gen-tokens)
         --full  long texts, many prompts, and every axis but dtype, impl and slab: about
             an hour on two idle cores with native kernels
         --product  every combination of the axes' values

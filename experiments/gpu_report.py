@@ -266,8 +266,7 @@ def run_all(args: argparse.Namespace) -> int:
     """Runs the calls in turn, each with a row in `calls.jsonl`; returns the status."""
     calls, started = chosen(args), time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
-    gpu = processes.nvidia_smi("name,driver_version,memory.total,clocks.max.sm")
-    rows: list[dict[str, Any]] = [{"kind": "gpu", "gpu": gpu}]
+    rows: list[dict[str, Any]] = [{"kind": "versions", **processes.versions()}]
     worker, ahead = (worker_of(args, is_ahead=is_ahead) for is_ahead in (False, True))
     # The first call starts at once, and compiles its own programs.
     begun, over = {calls[0].name}, threading.Event()

@@ -24,6 +24,7 @@ from experiments.lib import (
     tables,
     terminal,
 )
+from spec_jax.model import row_model
 
 
 MATCHED, NOT_MATCHED = 0, 2
@@ -44,8 +45,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             else batched)
         --batch N  run so many prompts at once, refilled as they end, and compare each
             with autoregressive decoding alone (default: one after the other)
+        --cache KIND=paged  pages, or one contiguous block per sequence
         """,
         HOW=("batched", "rows"),
+        KIND=row_model.CACHE_KINDS,
     )
     flags.add(parser.add_argument_group("adaptive gamma"), "policy")
     group = parser.add_argument_group("sampling")
@@ -82,7 +85,8 @@ def _choose_gamma(args: argparse.Namespace) -> None:
 def load(args: argparse.Namespace) -> models.Subject:
     """Loads models and prompts, and makes the settings of all runs."""
     sampling = flags.sampling_settings(args)
-    lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
+    how = {"gamma_max": args.gamma, "cache": args.cache}
+    lm = models.load(args, drafter=args.drafter, **how)
     by_rows = lm.target.prefills_by_rows
     if args.prefill:
         by_rows = args.prefill == "rows"
@@ -96,7 +100,7 @@ def load(args: argparse.Namespace) -> models.Subject:
 
 def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     """Returns the settings of the run, for the summary row."""
-    names = ("drafter", "batch", "gamma_policy")
+    names = ("drafter", "cache", "batch", "gamma_policy")
     chosen = {name: getattr(args, name) for name in names}
     if args.schedule:
         chosen["schedule"] = args.schedule.name

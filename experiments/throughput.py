@@ -15,7 +15,7 @@ input was unusable.
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from experiments.lib import (
@@ -90,7 +90,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("sampling")
     flags.add(group, "temperature noise")
     processing.add_flag(group)
-    flags.add(parser, "out", out="one per way")
+    flags.add(parser, "out", out="one per run as it finishes, then one per way")
     args = flags.parsed(parser, argv)
     flags.check_tree(parser, args, "gamma_policy", "schedule", "adversarial")
     if args.tree is not None and len(args.gamma) > 1:
@@ -147,13 +147,14 @@ def settings_of(
     return policies.with_policy(policies.BUDGET, subject.lm, settings, prompt)
 
 
-def run_ways(lm, settings, ids, turns, *, repeats: int) -> None:
-    """Adds turns of all ways to `turns`, after a brief run of each that compiles."""
+def run_ways(lm, settings, ids, turns, *, repeats: int) -> Iterator[dict[str, Any]]:
+    """Runs all ways in turn, after a brief run of each that compiles; adds to `turns`,
+    and yields the row of each turn."""
     with terminal.counted("runs", total=(repeats + 1) * len(turns)) as advance:
         for way in turns:
             _once(lm, dataclasses.replace(settings[way], gen_tokens=1), ids, way)
             advance()
-        for _, way in itertools.product(range(repeats), turns):
+        for repeat, way in itertools.product(range(repeats), turns):
             done = _once(lm, settings[way], ids, way)
             if way == ALONE:  # Always the first way.
                 alone = done
@@ -164,6 +165,10 @@ def run_ways(lm, settings, ids, turns, *, repeats: int) -> None:
                 nonfinite=sum(run.nonfinite for run in done),
             )
             turns[way].append(turn)
+            yield {
+                **{"kind": "throughput_run", **way.to_row(), "repeat": repeat},
+                **{"prompts_equal": turn.equal, "seconds": turn.seconds},
+            }
             advance()
 
 
@@ -220,7 +225,7 @@ def run(
         | records.provenance()
     )
     turns: dict[Way, list[Turn]] = {way: [] for way in ways}
-    run_ways(lm, made, ids, turns, repeats=args.repeats)
+    out.write_all(run_ways(lm, made, ids, turns, repeats=args.repeats))
     rows = [row_of(way, turns[way], turns[ALONE]) for way in ways]
     out.write_all(rows)
     tables.print_rows([row | out.common for row in rows], COLUMNS, console)

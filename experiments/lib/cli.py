@@ -254,8 +254,17 @@ def _typed(kind: Any) -> Callable[[str], Any]:
 
     def parse(text: str) -> Any:
         try:
-            return kind(text) if callable(kind) else text
+            return kind(text) if callable(kind) else _choice(text)
         except (ValueError, re.error) as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse
+
+
+def _choice(text: str) -> str:
+    """Returns the text of a choice; raises `ValueError` for removed implementations."""
+    from spec_jax.typing import REMOVED_IMPLS
+
+    if text in REMOVED_IMPLS:
+        raise ValueError(REMOVED_IMPLS[text])
+    return text

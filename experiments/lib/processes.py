@@ -14,10 +14,13 @@ import importlib
 import multiprocessing
 import os
 import pathlib
+import platform
+import shutil
 import subprocess
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from multiprocessing import connection
 from typing import Any
 
@@ -151,7 +154,25 @@ def run_here(module: str, arguments: Sequence[str], output: pathlib.Path) -> Out
 
 def nvidia_smi(query: str) -> str | None:
     """Returns the last line of `nvidia-smi --query-gpu`; None without that program."""
-    command = ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+    return _line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+
+
+def versions() -> dict[str, Any]:
+    """Returns paths and versions of programs that XLA may call, and of packages."""
+    found: dict[str, Any] = {
+        "gpu": nvidia_smi("name,driver_version,memory.total,clocks.max.sm"),
+        "python": platform.python_version(),
+    }
+    for name in ("ptxas", "nvidia-smi"):
+        path = shutil.which(name)
+        found[name] = path and f"{path}: {_line(path, '--version')}"
+    known = ("jax", "nvidia", "torch", "transformers", "numpy")
+    packages = {each.name: each.version for each in metadata.distributions()}
+    return found | {n: v for n, v in packages.items() if n.startswith(known)}
+
+
+def _line(*command: str) -> str | None:
+    """Returns the last line that a program writes; None if it writes none or fails."""
     how = {"capture_output": True, "text": True, "timeout": 20, "check": True}
     try:
         lines = subprocess.run(command, **how).stdout.strip().splitlines()

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import psutil
 
-from experiments.lib import models as models_lib, noise
+from experiments.lib import noise
 from spec_jax import loading
 from spec_jax.drafters import (
     block,
@@ -196,8 +196,17 @@ def load(
     is_alone = args.target is not None and args.draft is None
     is_head = args.draft is not None and registry.is_head(args.draft)
     drafter = registry.kind_of(args.draft) if is_head else "draft-model"
-    drafter = registry.NEED_NOTHING[0] if is_alone else drafter
-    lm = models_lib.load(args, drafter=drafter, gamma_max=gamma_max, slab=slab)
+    lm = loading.load(
+        args.target,
+        draft=args.draft,
+        drafter=registry.NEED_NOTHING[0] if is_alone else drafter,
+        gamma_max=gamma_max,
+        slab=slab,
+        dtype=dtype,
+        impl=args.impl,
+        weights=args.weights,
+        draft_weights=args.draft_weights,
+    )
     return dataclasses.replace(lm, drafter=None) if is_alone else lm
 
 

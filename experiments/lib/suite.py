@@ -56,6 +56,7 @@ class Plan:
     prompts: Sequence[tuple[str, list[int]]]  # `(id, token ids)`
     gen_tokens: int
     longest: int  # positions that the longest prompt and its text need
+    stop_ids: tuple[int, ...]
     header: Mapping[str, Any]
     head: Any = None
     done: frozenset[tuple[str, int]] = frozenset()  # `key` of rows that exist
@@ -68,6 +69,7 @@ class Plan:
             gen_tokens=self.gen_tokens,
             capacity=pages * cell.page_size,
             page_size=cell.page_size,
+            stop_ids=self.stop_ids,
             prefill_by_rows=cell.prefill == "rows",
             sampling=cell.settings,
             num_slots=cell.batch,

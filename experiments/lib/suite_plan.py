@@ -122,6 +122,7 @@ def from_flags(args: argparse.Namespace) -> suite.Plan:
         "draft": _folder_name(args.draft) if _has_draft(args, cells) else None,
         "prompt_source": told,
         "gen_tokens": args.gen_tokens or gen_tokens,
+        "stop": args.stop,
         "raw": args.raw,
     }
     if args.chat_option:
@@ -149,7 +150,8 @@ def _has_draft(args: argparse.Namespace, cells: Sequence[cells_lib.Cell]) -> boo
 def from_certificate(
     args: argparse.Namespace, certificate: Mapping[str, Any]
 ) -> suite.Plan:
-    """Returns the plan that runs a certificate again.
+    """Returns the plan that runs a certificate again, with its first `args.limit`
+    prompts, but no fewer than its largest batch has.
 
     A target that was fetched and a head that is shipped are found by their names in the
     certificate; hashes of their weights are compared, as those of all models.
@@ -188,7 +190,9 @@ def from_certificate(
                 f"{args.verify}: was written with other {name}; {mend} "
                 f"({_first_change(then, now)})"
             )
-    return planned
+    # Prompts of a batch need neighbours.
+    limit = args.limit and max(args.limit, *(cell.batch for cell in cells))
+    return dataclasses.replace(planned, prompts=planned.prompts[:limit])
 
 
 def _check_repeatable(cells: Sequence[cells_lib.Cell]) -> None:
@@ -267,6 +271,7 @@ def _plan(
         prompts=prompts,
         gen_tokens=settings["gen_tokens"],
         longest=longest,
+        stop_ids=lm.stop_ids if settings["stop"] else (),
         header=header,
     )
 

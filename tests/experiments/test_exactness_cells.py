@@ -52,7 +52,7 @@ def test_trees_are_exact(folders, tmp_path, monkeypatch, tree, named, nodes):
     assert summary["proposed"] > 4 * summary["rounds"]  # Rounds exceed a slab.
     assert summary["accepted"] > summary["rounds"]
     file.unlink()  # The certificate holds the tree.
-    assert commands.verify(pair, certificate) == exactness.EXACT
+    assert commands.verify(pair, certificate, "--limit", "2") == exactness.EXACT
 
 
 def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch):
@@ -79,7 +79,7 @@ def test_models_are_found_by_their_names(tmp_path, monkeypatch):
     ):
         path = records.RESULTS / "certificates" / f"{name}_native_bfloat16.json"
         found, names = certificates.read(path), ("target", "draft", "head", "prompts")
-        given = dict.fromkeys(names) | {"verify": path}
+        given = dict.fromkeys(names) | {"verify": path, "limit": None}
         args = argparse.Namespace(**given)
         with pytest.raises(KeyboardInterrupt):
             plans.from_certificate(args, found)

@@ -33,7 +33,7 @@ RUNS = (
     ("plan", "--target {target}", {"kind": "plan", "draft": None} | MATCHED, slow),
     ("latency", "--target {target}", {"kind": "summary", "draft": None}),
     # Settings that change no token.
-    ("spec_round", f"{PAIR} --prefill rows", MATCHED),
+    ("spec_round", f"{PAIR} --cache static --prefill rows", MATCHED),
     ("throughput",
      f"{PAIR} --batch 2 --processor bias:5=-2,7=1 --processor bad-words:3",
      {"prompts_equal": 3}, slow),

@@ -5,7 +5,7 @@ import dataclasses
 from script_runs import models_of, rows_from, with_another_token
 
 from experiments import spec_round, throughput
-from experiments.lib import results, runs
+from experiments.lib import bench, results, runs
 from spec_jax.analysis import metrics
 from spec_jax.ops import dispatch
 
@@ -99,9 +99,15 @@ def test_throughput(folders, tmp_path, capsys):
     more = "--batch 2,500 --gamma 1,2 --repeats 2".split()
     rows = rows_from(throughput.main, tmp_path, command(folders, *more))
     ways = [(None, 0), *((2, gamma) for gamma in (0, 1, 2))]
-    assert [(row["batch"], row["gamma"]) for row in rows] == ways
+    assert [(row["batch"], row["gamma"]) for row in rows] == 3 * ways
+    of_runs, rows = rows[: 2 * len(ways)], rows[2 * len(ways) :]
+    for place, run in enumerate(of_runs):
+        assert (run["kind"], run["prompts_equal"]) == ("throughput_run", 2)
+        assert run["repeat"] == place // len(ways)
     for row in rows:
-        assert row["tok_s_p10"] <= row["tok_s"] <= row["tok_s_p90"]
+        seconds = [run["seconds"] for run in of_runs if run["way"] == row["way"]]
+        speeds = [row["tokens"] / each for each in seconds]
+        assert bench.spread_fields("tok_s", speeds).items() <= row.items()
         assert row["prompts_equal"] == row["prompts"] == 2
         assert row["n"] == 2 and row["tok_s"] > 0
     assert rows[0]["ratio"] == 1
@@ -121,7 +127,8 @@ def test_throughput_that_differed_once(folders, tmp_path, monkeypatch):
 
     monkeypatch.setattr(throughput, "_once", corrupted)
     given = command(folders, *"--batch 2 --repeats 2".split())
-    *_, row = rows_from(throughput.main, tmp_path, given, status=2)
+    *runs_, row = rows_from(throughput.main, tmp_path, given, status=2)
     assert row["kind"] == "throughput" and row["gamma"]
     assert (row["prompts_equal"], row["prompts"]) == (1, 2)
-    assert calls.count(throughput.Way(batch=2, gamma=2)) == 3
+    repeats = [one["prompts_equal"] for one in runs_ if one["way"] == row["way"]]
+    assert repeats[:2] == [1, 2]
