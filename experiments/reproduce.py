@@ -3,9 +3,9 @@
 Calls the other scripts, one step after the other, each in a process of its own; what
 they write replaces the rows, certificates and figures of experiments/results. A step
 whose file names the present commit, as clean as it is now, is finished and skipped, so
-that the same command begins with the step that was interrupted. Code with changes is refused,
-because rows name the commit of their code. An idle machine and several hours are
-needed.
+that the same command begins with the step that was interrupted. Code with changes is
+refused, because rows name the commit of their code. An idle machine and several hours
+are needed.
 
 `--tables` measures nothing: it writes the tables of README.md and docs anew from the
 rows. Exit status: 0 all done, 2 a step failed or did not match, 1 unusable input.

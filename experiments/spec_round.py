@@ -21,6 +21,7 @@ from experiments.lib import (
     prompt_files,
     records,
     results as results_lib,
+    samples,
     tables,
     terminal,
 )
@@ -139,13 +140,11 @@ def run(
     out.common = describe(args, subject) | records.provenance()
     out.write({"kind": "summary", **summary, "by_category": by_category}
               | {"compile_s": compile_s})  # fmt: skip
-    text = lm.tokenizer.decode([*results[0].prompt_ids, *results[0].spec[0].tokens])
-    # Control characters would act on the terminal.
-    shown = "".join(
-        x if x.isprintable() or x in "\t\n" else ascii(x)[1:-1] for x in text
-    )
-    console.out(f"\nPrompt {results[0].prompt.id}:", style="bold")
-    console.out(f"{shown}\n", highlight=False)
+    names = ("temperature", *flags.NOISE, "seed") if args.temperature else ()
+    drawn = ", ".join(f"{name} {getattr(args, name)}" for name in names) or "greedy"
+    console.print()
+    samples.show(results[0], lm, console, how=drawn)
+    console.print()
     tables.print_table(summary, console)
     if by_category:
         rows = [{"category": name} | row for name, row in by_category.items()]

@@ -68,6 +68,7 @@ class Run:
     prefill_s: float  # until the prompt is in the cache, without compilation
     decode_s: float  # of everything after that, the first token included
     counters: metrics.Counters = metrics.Counters()
+    origins: Sequence[states.Origin] = ()  # of tokens, in runs of rounds
     policy_state: policy.State = None  # of the gamma policy, after the last round
 
     @property
@@ -222,9 +223,10 @@ def as_run(
     """Returns the run of ONE finished slot; logits that are not finite are counted."""
     with contextlib.suppress(FloatingPointError):
         checks.check_slot(slot, vocab_size=vocab_size)
-    tokens = requests_lib.generated(slot)
+    tokens, origins = requests_lib.generated(slot), np.asarray(slot.origins)
     return Run(
         tokens=tokens,
+        origins=[states.Origin(o) for o in origins if o != states.Origin.PROMPT],
         prefill_s=prefill_s,
         decode_s=decode_s,
         counters=metrics.of_slot(slot, num_tokens=len(tokens)),
