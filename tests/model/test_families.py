@@ -1,16 +1,20 @@
 """Families: parity with Hugging Face, and configs that are refused."""
 
 import dataclasses
+import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_family_rows as family_rows
+import safetensors.numpy
+import test_rows as rows_lib
 from slow_cases import slow_but
 
 from spec_jax import testing
 from spec_jax.model import (
+    checkpoint_files as files,
     config as config_lib,
     load as load_lib,
     save as save_lib,
@@ -27,16 +31,12 @@ SIZES = {
 }  # fmt: skip
 NEOX = SIZES | {"layer_norm_eps": 1e-5}
 LLAMA = SIZES | {"num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-5}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
+ROPE = {"rope_theta": 10_000.0, "original_max_position_embeddings": 64}
+LLAMA3 = ROPE | {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}
-YARN |= {"original_max_position_embeddings": 64}
+}  # fmt: skip
+YARN = ROPE | {"rope_type": "yarn", "factor": 4.0}
 CASES = {
     "sequential-tanh": ("GPTNeoX", NEOX | {
         "hidden_act": "gelu_new", "num_attention_heads": 3,
@@ -47,7 +47,9 @@ CASES = {
         "rotary_pct": 1.0, "hidden_act": "gelu_pytorch_tanh"}),
     "odd-rotated": ("GPTNeoX", NEOX | {"hidden_size": 80, "rotary_pct": 0.75}),
     "llama3": ("Llama", LLAMA | {"rope_parameters": LLAMA3}),
-    "qwen3": ("Qwen3", LLAMA),
+    # Its width is not `heads * head_dim`.
+    "qwen3": ("Qwen3", LLAMA | {
+        "hidden_size": 128, "intermediate_size": 112, "head_dim": 80}),
     "qwen2-yarn-tied": (
         "Qwen2",
         {key: LLAMA[key] for key in LLAMA if key != "head_dim"}
@@ -80,73 +82,157 @@ def write_oracle(kind: str, sizes: dict, folder, *, dtype="float32", **saving):
 
 
 def f32_error(ours, theirs) -> float:
-    """Returns the largest difference in units of 1e-4 of the largest logit."""
+    """Returns the largest difference in units of 1e-4 of the largest number."""
     return np.abs(ours - theirs).max() / (1e-4 * np.abs(theirs).max())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A folder that Hugging Face wrote, and what its model gives for `tokens`."""
+
+    folder: pathlib.Path
+    tokens: np.ndarray  # [2, T] int32: a prompt, and what the model decodes greedily
+    logits: np.ndarray  # [2, T, V]
+    hidden_states: list[np.ndarray]  # L + 1 of [2, T, D]; the last is normed
+    last_residual: np.ndarray  # [2, T, D], before the final norm
 
 
 @pytest.fixture(
     scope="module",
-    params=slow_but(CASES, "sequential-tanh", "llama3", "qwen2-yarn-tied"),
+    params=slow_but(CASES, "sequential-tanh", "llama3", "qwen2-yarn-tied", "qwen3"),
 )
-def case(request, tmp_path_factory):
-    """Returns a folder, and the oracle's greedy tokens with their logits."""
+def case(request, tmp_path_factory) -> Case:
     torch = pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp(request.param)
-    oracle = write_oracle(*CASES[request.param], folder)
+    shards = {"max_shard_size": "100KB"} if request.param == "qwen3" else {}
+    oracle = write_oracle(*CASES[request.param], folder, **shards)
+    assert (folder / files.INDEX_FILE).exists() == bool(shards)
     rng = np.random.default_rng(3)
     ids = torch.tensor(rng.integers(1, 256, (2, PROMPT)))
+    residuals = []
+    keep = lambda layer, inputs, output: residuals.append(output)
     with torch.no_grad():
         for _ in range(STEPS):
             last = oracle(ids).logits[:, -1:].argmax(-1)
             ids = torch.cat([ids, last], dim=1)
-        logits = oracle(ids).logits.float().numpy()
+        with oracle.base_model.layers[-1].register_forward_hook(keep):
+            outputs = oracle(ids, output_hidden_states=True)
     assert len(np.unique(ids[:, PROMPT:])) > 5
-    return folder, ids.numpy().astype(np.int32), logits
+    return Case(
+        folder=folder,
+        tokens=ids.numpy().astype(np.int32),
+        logits=outputs.logits.numpy(),
+        hidden_states=[state.numpy() for state in outputs.hidden_states],
+        last_residual=residuals[0].numpy(),
+    )
 
 
+_forward = jax.jit(sequence.forward, static_argnums=1, static_argnames="taps")
 _logits = jax.jit(sequence.logits, static_argnums=1)
 
 
-def error(params, config, tokens, theirs) -> float:
-    return f32_error(np.asarray(_logits(params, config, jnp.asarray(tokens))), theirs)
+def logits_of(params, config, tokens) -> np.ndarray:
+    return np.asarray(_logits(params, config, jnp.asarray(tokens)))
+
+
+def with_layers(params, changed):
+    return params.replace(layers=tuple(map(changed, params.layers)))
+
+
+def spoilt(params) -> list:
+    """Returns weights of Qwen3 in which norms of heads, or layers, are exchanged."""
+    exchanged = lambda x: x.replace(q_norm=x.k_norm, k_norm=x.q_norm)
+    backwards = params.replace(layers=params.layers[::-1])
+    return [with_layers(params, exchanged), backwards]
 
 
 def test_logits_and_greedy_tokens_are_hugging_faces(case):
     """Fails if residual, GELU, order of the fused projection or rotation is wrong."""
-    folder, tokens, theirs = case
-    config, params = load_lib.load(folder)
-    assert error(params, config, tokens, theirs) <= 1
-    ours = np.asarray(_logits(params, config, jnp.asarray(tokens)))
+    config, params = load_lib.load(case.folder)
+    ours = logits_of(params, config, case.tokens)
+    assert f32_error(ours, case.logits) <= 1
     np.testing.assert_array_equal(
-        ours[:, PROMPT - 1 : -1].argmax(-1), tokens[:, PROMPT:]
+        ours[:, PROMPT - 1 : -1].argmax(-1), case.tokens[:, PROMPT:]
     )
-    wrong = [dataclasses.replace(config, rope_theta=1.01 * config.rope_theta)]
+    changes, others = [{"rope_theta": 1.01 * config.rope_theta}], []
     if config.model_type == "gpt_neox":
-        is_parallel = not config.has_parallel_residual
-        wrong.append(dataclasses.replace(config, has_parallel_residual=is_parallel))
+        changes.append({"has_parallel_residual": not config.has_parallel_residual})
         act = "gelu" if config.hidden_act != "gelu" else "gelu_new"
-        wrong.append(dataclasses.replace(config, hidden_act=act))
+        changes.append({"hidden_act": act})
     elif config.scaling is not None:
-        wrong.append(dataclasses.replace(config, scaling=None))
-    for other in wrong:
-        assert error(params, other, tokens, theirs) > 1, other
+        changes.append({"scaling": None})
+    if config.model_type == "qwen3":
+        others = spoilt(params)
     if config.model_type == "qwen2":
-        layers = [x.replace(qkv_bias=0.9 * x.qkv_bias) for x in params.layers]
-        params = params.replace(layers=tuple(layers))
-        assert error(params, config, tokens, theirs) > 1
+        less = lambda x: x.replace(qkv_bias=0.9 * x.qkv_bias)
+        others = [with_layers(params, less)]
+    wrong = [(params, dataclasses.replace(config, **change)) for change in changes]
+    for planted in (*wrong, *((other, config) for other in others)):
+        assert f32_error(logits_of(*planted, case.tokens), case.logits) > 1, planted
+
+
+def test_features_are_hugging_faces(case):
+    """Fails if a feature is of another layer, or the last one is not the residual
+    stream before the norm."""
+    config, params = load_lib.load(case.folder)
+    taps = tuple(range(config.num_layers + 1))
+    outputs = _forward(params, config, jnp.asarray(case.tokens), taps=taps)
+    found = np.moveaxis(np.asarray(outputs.features), 2, 0)
+    *expected, normed = case.hidden_states
+    for ours, theirs in zip(found, [*expected, case.last_residual], strict=True):
+        assert f32_error(ours, theirs) <= 1
+    assert f32_error(np.asarray(outputs.hidden), normed) <= 1
+    # Negative controls: another layer, and after the norm.
+    assert f32_error(found[0], case.last_residual) > 100
+    assert f32_error(found[-1], normed) > 100
+
+
+def test_bfloat16(tmp_path):
+    """Fails if our logits are further from exact ones, in float32, than the oracle's.
+
+    A `rope_theta` that is 1 % off is not seen among bfloat16's roundings.
+    """
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    write_oracle(*CASES["qwen3"], tmp_path, dtype="bfloat16")
+    # Read back, because `.to("bfloat16")` has rounded RoPE's frequencies too: the
+    # oracle would be wrong. Reading leaves them in float32.
+    oracle = transformers.Qwen3ForCausalLM.from_pretrained(
+        tmp_path, dtype="bfloat16", attn_implementation="eager"
+    )
+    assert oracle.model.rotary_emb.inv_freq.dtype == torch.float32
+    config, params = load_lib.load(tmp_path)
+    assert config.dtype == params.embed.dtype == "bfloat16"
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 96), dtype=np.int32)
+    with torch.no_grad():
+        ids = torch.from_numpy(tokens).long()
+        theirs = oracle(ids).logits.float().numpy()
+        exact = oracle.float()(ids).logits.numpy()
+
+    def error(logits):
+        """Returns the relative error of a position, in the mean square."""
+        gap = np.linalg.norm(logits - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
+        return math.sqrt(np.mean(gap**2))
+
+    assert 0 < error(theirs) < 0.02
+    assert error(logits_of(params, config, tokens)) <= 1.1 * error(theirs)
+    for wrong in spoilt(params):
+        assert error(logits_of(wrong, config, tokens)) >= 5 * error(theirs)
+
+
+def read_tensors(folder) -> dict[str, np.ndarray]:
+    """Returns the tensors of all files in a folder."""
+    held = {}
+    for path in folder.glob("*.safetensors"):
+        held |= safetensors.numpy.load_file(path)
+    return held
 
 
 def test_what_is_saved_is_hugging_faces(case, tmp_path):
     """Fails if saving does not undo the order of rows, or loses a tensor or a size."""
-    import safetensors.numpy
-
-    folder, _, _ = case
-    config, params = load_lib.load(folder)
+    config, params = load_lib.load(case.folder)
     save_lib.save(tmp_path, config, params)
-    theirs, ours = (
-        safetensors.numpy.load_file(each / "model.safetensors")
-        for each in (folder, tmp_path)
-    )
+    theirs, ours = read_tensors(case.folder), read_tensors(tmp_path)
     assert theirs.keys() == ours.keys()
     for name, tensor in theirs.items():
         np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
@@ -202,15 +288,12 @@ MISSING = {
 
 @pytest.mark.parametrize("family", MISSING)
 def test_a_missing_bias_is_named(family, tmp_path):
-    import safetensors.numpy
-
-    config, name = family_rows.make_config(family, "float32"), MISSING[family]
-    save_lib.save(tmp_path, config, family_rows.make_params(config))
-    path = tmp_path / "model.safetensors"
-    tensors = safetensors.numpy.load_file(path)
+    config, name = rows_lib.make_config("float32", family), MISSING[family]
+    save_lib.save(tmp_path, config, rows_lib.make_params(config))
+    tensors = read_tensors(tmp_path)
     del tensors[name]
     if family == "gpt_neox":  # Old checkpoints hold masks, which nothing reads.
         tensors["gpt_neox.layers.0.attention.masked_bias"] = np.zeros((), np.float32)
-    safetensors.numpy.save_file(tensors, path)
+    safetensors.numpy.save_file(tensors, tmp_path / files.SINGLE_FILE)
     with pytest.raises(load_lib.CheckpointError, match=f"missing tensors: {name}"):
         load_lib.load(tmp_path)

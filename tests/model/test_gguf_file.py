@@ -61,18 +61,20 @@ def random_bytes(kind: str, shape, rng) -> np.ndarray:
     return blocks.reshape(*shape[:-1], -1)
 
 
-def write(
-    path, config, params, *, kind="F32", change=lambda writer: None, is_random=False
-):
-    """Writes a whole model to a file, its matrices in blocks of one kind."""
+def write(path, config, params=None, *, kind="F32", change=None, is_random=False):
+    """Writes a whole model to a file, its matrices in blocks of one kind; without
+    params, with random weights."""
     arch = config.model_type
+    if params is None:
+        params = params_lib.init(jax.random.key(0), config, stddev=0.1)
     writer = gguf.GGUFWriter(path, arch)
     gguf_writer.add_config(writer, config)
     words = tokenizer.load(loading.EMBEDDED_DRAFT)
     gguf_writer.add_tokenizer(writer, words, config.vocab_size)
     writer.add_chat_template(TEMPLATE)
     writer.add_bos_token_id(1)
-    change(writer)
+    if change is not None:
+        change(writer)
     number = gguf.MODEL_ARCH[arch.upper()]
     names = gguf.get_tensor_name_map(number, config.num_layers)
     rng = np.random.default_rng(0)
@@ -115,9 +117,7 @@ def model(request):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """Writes a file of the Llama model; returns its path."""
-    config = CONFIGS["llama"]
-    params = params_lib.init(jax.random.key(0), config, stddev=0.1)
-    return write(tmp_path_factory.mktemp("gguf") / "plain.gguf", config, params)
+    return write(tmp_path_factory.mktemp("gguf") / "plain.gguf", CONFIGS["llama"])
 
 
 @pytest.mark.parametrize("model", slow_but(CONFIGS, "llama"), indirect=True)
@@ -208,8 +208,7 @@ def test_how_a_text_is_cut(name, digits, plain):
 
 
 def scaled(path, config, change):
-    params = params_lib.init(jax.random.key(0), config)
-    return config_lib.read(write(path, config, params, change=change) / "config.json")
+    return config_lib.read(write(path, config, change=change) / "config.json")
 
 
 def test_scalings_of_rope(tmp_path):
@@ -333,24 +332,19 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_files_that_contradict_themselves_get_one_line(name, tmp_path):
     change, words = CHANGES[name]
-    config = CONFIGS["llama"]
-    params = params_lib.init(jax.random.key(0), config)
-    path = write(tmp_path / "a.gguf", config, params, change=change)
-    assert_refused(path, words)
+    assert_refused(write(tmp_path / "a.gguf", CONFIGS["llama"], change=change), words)
 
 
 def test_without_the_package_one_line_names_the_extra(tmp_path, monkeypatch):
     """Checks that quantised blocks need the package; headers and floats do not."""
-    config = CONFIGS["qwen3"]
-    params = params_lib.init(jax.random.key(0), config)
-    files = [
-        write(tmp_path / f"{kind}.gguf", config, params, kind=kind)
+    floats, quantised = (
+        write(tmp_path / f"{kind}.gguf", CONFIGS["qwen3"], kind=kind)
         for kind in ("F16", "Q8_0")
-    ]
+    )
     monkeypatch.setitem(sys.modules, "gguf", None)
-    load.load(files[0])
+    load.load(floats)
     with pytest.raises(ValueError, match=r"gguf is not installed.*spec_jax\[gguf\]"):
-        load.load(files[1])
+        load.load(quantised)
 
 
 @pytest.mark.parametrize(

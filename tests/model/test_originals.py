@@ -10,24 +10,18 @@ import importlib
 import sys
 import types
 
-import block_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_block_files as blocks
-import test_eagle3_files as eagles
+from model import head_layouts as layouts, test_eagle3_head as heads
+from model.head_layouts import TARGET
 
 from spec_jax.model import (
     block_draft,
-    block_files,
     block_heads,
-    eagle3,
-    eagle3_files,
     eagle3_parallel,
     families,
-    head_dialects,
-    params as params_lib,
     save as save_lib,
 )
 from spec_jax.training import block, eagle3 as eagle3_training, targets
@@ -64,20 +58,25 @@ BLOCKS = {
 }
 EAGLES = {
     "SpecForge": ("midlayer", "SpecForge eagle3"),
-    "speculators": ("speculators", "speculators eagle3"),
+    "speculators": ("speculators plain", "speculators eagle3"),
     "speculators of Qwen3": ("speculators of Qwen3", "speculators eagle3"),
+    "parallel": ("parallel", "speculators peagle"),
+    "parallel of Qwen3": ("parallel of Qwen3", "speculators peagle"),
 }
-CASES = block_cases.CASES | {
-    f"specforge {head}": ("specforge", block_cases.with_heads(head))
-    for head in ("vanilla", "rnn")
-}
-CASES["speculators, whole"] = (
-    "speculators",
-    block_cases.with_heads("rnn", slots="fill-in"),
-)
+CASES = layouts.CASES | {
+    "specforge vanilla": ("specforge", layouts.with_heads("vanilla")),
+    "specforge rnn": ("specforge", layouts.with_heads("rnn")),
+    "speculators, whole": ("speculators", layouts.with_heads("rnn", slots="fill-in")),
+    # Heads of speculators go without the norm before `fc`.
+    "speculators plain": (
+        "speculators", dataclasses.replace(layouts.EAGLE, norm_before_residual=True)),
+}  # fmt: skip
 # Tensors that a reader takes from the target, or does not have.
 FROM_TARGET = {"embed_tokens.weight", "lm_head.weight", "t2d", "d2t"}
 FROM_TARGET |= {"verifier_lm_head.weight", "verifier_norm.weight"}
+T, ANCHOR = 14, 8
+TOKENS = np.random.default_rng(2).integers(1, 95, (1, T)).astype(np.int32)
+MASK = np.arange(T)[None] >= 3  # rows that are not the prompt's
 
 
 def original(name: str):
@@ -89,31 +88,37 @@ def original(name: str):
     return getattr(importlib.import_module(path), class_name)
 
 
-@functools.cache
-def target_of(config):
-    return params_lib.init(jax.random.key(9), config, stddev=0.3)
+def drawn(width, *, seed=3):
+    """Draws a row of that width for each token of the text."""
+    rows = np.random.default_rng(seed).normal(size=(1, T, width))
+    return rows.astype(np.float32)
 
 
-def opened(folder, kind, head, params, *, name, target, dialect):
-    """Saves a head's files; returns the model that the owner's own loader reads."""
-    model_class = original(name)
-    save_lib.save(folder / "target", target, target_of(target))
-    origin = head_dialects.Origin(
-        target=target, target_name=str(folder / "target"), ttt_length=3
+def opened(folder, case):
+    """Saves a head's files. Returns its config, its weights, the model that the owner's
+    own loader reads, and features of the text."""
+    files, name = (BLOCKS | EAGLES)[case]
+    dialect, config = CASES[files]
+    params, model_class = layouts.make_params(config), original(name)
+    save_lib.save(folder / "target", TARGET, layouts.target_params())
+    origin = dataclasses.replace(
+        layouts.ORIGIN, target_name=str(folder / "target"), ttt_length=3
     )
-    kind.save(folder / "head", head, params, dialect=dialect, origin=origin)
+    kind = layouts.files_of(config)
+    kind.save(folder / "head", config, params, dialect=dialect, origin=origin)
     if name.startswith("speculators"):
         speculators = importlib.import_module("speculators")
-        config = speculators.SpeculatorModelConfig.from_pretrained(folder / "head")
-        config.transformer_layer_config._attn_implementation = "eager"
+        theirs = speculators.SpeculatorModelConfig.from_pretrained(folder / "head")
+        theirs.transformer_layer_config._attn_implementation = "eager"
         # A tensor that it does not find is NaN, and so are the rows.
-        return model_class.from_pretrained(folder / "head", config=config).eval()
+        model = model_class.from_pretrained(folder / "head", config=theirs)
+        return config, params, model.eval(), drawn(config.features_size)
     model, info = model_class.from_pretrained(folder / "head", output_loading_info=True)
     assert set(info["missing_keys"]) <= FROM_TARGET
     assert not info["unexpected_keys"] and not info["mismatched_keys"]
     if name.endswith("eagle3"):  # transformers 5 does not fill its RoPE tables.
         model.midlayer.self_attn._init_rope()
-    return model.float().eval()
+    return config, params, model.float().eval(), drawn(config.features_size)
 
 
 def tensor(x):
@@ -130,50 +135,50 @@ def close(ours, theirs, bound=5e-6):
     assert np.abs(np.asarray(ours) - theirs).max() <= bound * np.abs(theirs).max()
 
 
-T, ANCHOR = 14, 8
-TOKENS = np.random.default_rng(2).integers(1, 95, (1, T)).astype(np.int32)
-
-
-def block_case(folder, case):
-    """Makes our block drafter, the owner's model of it, and features of a text."""
-    files, name = BLOCKS[case]
-    dialect, config = CASES[files]
-    target = target_of(block_cases.TARGET)
-    params = blocks.make_params(config, target)
-    model = opened(
-        folder, block_files, config, params, name=name, dialect=dialect,
-        target=block_cases.TARGET,
-    )  # fmt: skip
-    features = np.random.default_rng(3).normal(size=(1, T, config.features_size))
-    return config, params, model, features.astype(np.float32)
-
-
 @pytest.mark.parametrize("case", BLOCKS)
 def test_blocks(tmp_path, case, monkeypatch):
     """Fails if an owner refuses a folder, or computes a row of a block differently."""
-    config, params, model, features = block_case(tmp_path, case)
-    anchors = jnp.asarray([[ANCHOR]], jnp.int32)
-    ours, _ = block_draft.forward_sequence(
-        params, config, jnp.asarray(TOKENS), jnp.asarray(features), anchors
-    )
+    config, params, model, features = opened(tmp_path, case)
+
+    def ours(anchor):
+        given = jnp.asarray(TOKENS), jnp.asarray(features), jnp.asarray([[anchor]])
+        return block_draft.forward_sequence(params, config, *given)[0][0, 0]
+
     if case.startswith("speculators"):
         theirs = speculators_rows(model, features, monkeypatch)
     else:
-        ids = [int(TOKENS[0, ANCHOR])] + [config.mask_token_id] * (
-            config.block_size - 1
-        )
-        embed = np.asarray(target_of(block_cases.TARGET).embed)[ids][None]
+        masks = [config.mask_token_id] * (config.block_size - 1)
+        ids = [int(TOKENS[0, ANCHOR]), *masks]
+        embed = np.asarray(layouts.target_params().embed)[ids][None]
         theirs = model(
             position_ids=tensor(np.arange(ANCHOR + config.block_size)[None]),
             noise_embedding=tensor(embed),
             target_hidden=tensor(features[:, :ANCHOR]),
         )
-    close(ours[0, 0], theirs[0])
+    close(ours(ANCHOR), theirs[0])
     with pytest.raises(AssertionError):  # Negative control: one position later.
-        later = block_draft.forward_sequence(
-            params, config, jnp.asarray(TOKENS), jnp.asarray(features), anchors + 1
-        )
-        close(later[0][0, 0], theirs[0])
+        close(ours(ANCHOR + 1), theirs[0])
+
+
+def batch_of(mask, features, final, tokens=TOKENS):
+    """Returns a batch of one text; `mask` marks the rows that count."""
+    batch = {"tokens": tokens, "mask": mask, "features": features, "final": final}
+    return batch | {"greedy": np.ones(1, bool)}
+
+
+def anchored(config, batch):
+    """Draws three anchors of blocks for a batch."""
+    draw = block.anchors_of(config, seed=0, count=3, hot=None)
+    return draw(batch, np.arange(1), 1)
+
+
+def block_loss(config, params, batch) -> float:
+    """Returns our own loss, with the terms of the head's kind."""
+    trained = block.trained(config, params)
+    teacher = targets.teacher_of(layouts.target_params(), None)
+    terms = block.DSPARK if config.head != "none" else block.DFLASH
+    batch = jax.tree.map(jnp.asarray, batch)
+    return float(block.loss(config, trained, batch, teacher, terms=terms))
 
 
 def speculators_rows(model, features, monkeypatch):
@@ -183,7 +188,7 @@ def speculators_rows(model, features, monkeypatch):
     core = importlib.import_module("speculators.models.dflash.core")
     fixed = torch.tensor([ANCHOR]), torch.tensor([True])
     monkeypatch.setattr(core, "select_anchors", lambda *args: fixed)
-    final = torch.zeros(1, T, block_cases.TARGET.hidden_size)
+    final = torch.zeros(1, T, TARGET.hidden_size)
     return model._backbone_forward(
         tensor(features), tensor(TOKENS), torch.ones(1, T), final,
         torch.zeros(1, T, dtype=torch.long), max_anchors=1,
@@ -196,9 +201,9 @@ def test_specforge_losses_of_blocks(tmp_path, case, monkeypatch):
     the sequential heads are equal, too, since their logits are."""
     import torch
 
-    config, params, model, features = block_case(tmp_path, case)
+    config, params, model, features = opened(tmp_path, case)
     algorithms = pytest.importorskip("specforge.algorithms.common.dflash_family_model")
-    target = target_of(block_cases.TARGET)
+    target = layouts.target_params()
     head = torch.nn.Linear(config.hidden_size, 96, bias=False)
     head.weight.data = tensor(target.head)
     embed = torch.nn.Embedding.from_pretrained(tensor(target.embed))
@@ -208,24 +213,11 @@ def test_specforge_losses_of_blocks(tmp_path, case, monkeypatch):
         model, head, embed, config.mask_token_id, block_size=config.block_size,
         attention_backend="sdpa", num_anchors=3, loss_decay_gamma=4.0,
     )  # fmt: skip
-    final = np.random.default_rng(5).normal(size=(1, T, config.hidden_size))
-    final = final.astype(np.float32)
-    mask = np.arange(T)[None] >= 3
-    batch = {
-        "tokens": TOKENS,
-        "mask": mask,
-        "features": features,
-        "final": final,
-        "greedy": np.ones(1, bool),
-    }
-    draw = block.anchors_of(config, seed=0, count=3, hot=None)
-    batch = draw(batch, np.arange(1), 1)
+    final = drawn(config.hidden_size, seed=5)
+    batch = anchored(config, batch_of(MASK, features, final))
     anchors = tensor(batch["anchors"])
-    monkeypatch.setattr(
-        theirs,
-        "_sample_anchor_positions",
-        lambda *args: (anchors, torch.ones_like(anchors, dtype=torch.bool)),
-    )
+    fixed = anchors, torch.ones_like(anchors, dtype=torch.bool)
+    monkeypatch.setattr(theirs, "_sample_anchor_positions", lambda *args: fixed)
     told = {"target_last_hidden_states": tensor(final)} if is_dspark else {}
     # `loss_mask` marks tokens, and our mask the rows before them.
     loss_mask = torch.ones(1, T)
@@ -234,13 +226,7 @@ def test_specforge_losses_of_blocks(tmp_path, case, monkeypatch):
         input_ids=tensor(TOKENS), hidden_states=tensor(features), loss_mask=loss_mask,
         **told,
     )  # fmt: skip
-    teacher = targets.teacher_of(target, None)
-    terms = block.DSPARK if is_dspark else block.DFLASH
-    trained = block.trained(config, params)
-    ours = block.loss(
-        config, trained, jax.tree.map(jnp.asarray, batch), teacher, terms=terms
-    )
-    close(np.asarray(ours), found[0])
+    close(block_loss(config, params, batch), found[0])
 
 
 def speculators_losses(*names_and_weights):
@@ -252,16 +238,20 @@ def speculators_losses(*names_and_weights):
     }
 
 
-def best_of(target, final):
+def logits_of(final) -> np.ndarray:
+    """Returns the target's logits after each row."""
+    return final @ np.asarray(layouts.target_params().head).T
+
+
+def best_of(final):
     """Returns the target's most likely token after each row."""
-    return (final @ np.asarray(target.head).T).argmax(-1).astype(np.int32)
+    return logits_of(final).argmax(-1).astype(np.int32)
 
 
-def last_states(config, target):
+def last_states():
     """Draws outputs of the last layer; returns them raw and normed by the target."""
-    raw = np.random.default_rng(5).normal(size=(1, T, config.hidden_size))
-    raw = raw.astype(np.float32)
-    normed = families.of(config).sequence_norm(target, config, jnp.asarray(raw))
+    raw, params = drawn(TARGET.hidden_size, seed=5), layouts.target_params()
+    normed = families.of(TARGET).sequence_norm(params, TARGET, jnp.asarray(raw))
     return raw, np.asarray(normed)
 
 
@@ -275,17 +265,14 @@ def test_speculators_losses_of_blocks(tmp_path, case, monkeypatch):
     """
     import torch
 
-    config, params, model, features = block_case(tmp_path, case)
+    config, params, model, features = opened(tmp_path, case)
     is_dspark = config.head != "none"
-    target = target_of(block_cases.TARGET)
-    raw, final = last_states(block_cases.TARGET, target)
-    choices = best_of(target, final)
+    raw, final = last_states()
+    choices = best_of(final)
     tokens = np.concatenate([TOKENS[:, :1], choices[:, :-1]], axis=1)
     places = np.arange(T)[None]
     mask = (places >= 3) & (places < T - config.block_size)
-    batch = {"tokens": tokens, "mask": mask, "features": features, "final": final}
-    batch["greedy"] = np.ones(1, bool)
-    batch = block.anchors_of(config, seed=0, count=3, hot=None)(batch, np.arange(1), 1)
+    batch = anchored(config, batch_of(mask, features, final, tokens))
     anchors = batch["anchors"][0]
     core = importlib.import_module("speculators.models.dflash.core")
     fixed = tensor(anchors), torch.ones(3, dtype=torch.bool)
@@ -305,53 +292,37 @@ def test_speculators_losses_of_blocks(tmp_path, case, monkeypatch):
 
     counts = batch["weights"][0] > 0
     weights = counts * np.exp(-np.arange(config.num_drafts) / 4.0)
-    ours = block.loss(
-        config,
-        block.trained(config, params),
-        jax.tree.map(jnp.asarray, batch),
-        targets.teacher_of(target, None),
-        terms=block.DSPARK if is_dspark else block.DFLASH,
-    )
-    scaled = float(ours) * weights.sum() / counts.sum()
+    scaled = block_loss(config, params, batch) * weights.sum() / counts.sum()
     np.testing.assert_allclose(scaled, float(theirs(1)), rtol=1e-5)
     assert abs(scaled / float(theirs(2)) - 1) > 1e-3  # Negative control: a column later
 
 
-def eagle_case(folder, case):
-    """Makes our EAGLE-3 head, the owner's model of it, and features of a text."""
-    files, name = EAGLES[case]
-    dialect, config = eagles.CASES[files]
-    if case != "SpecForge":  # Heads of speculators go without this norm.
-        config = dataclasses.replace(config, norm_before_fc=False)
-    params = eagles.make_head(config, target_of(eagles.TARGET))
-    model = opened(
-        folder, eagle3_files, config, params, name=name, dialect=dialect,
-        target=eagles.TARGET,
-    )  # fmt: skip
-    features = np.random.default_rng(3).normal(size=(1, T, config.features_size))
-    return config, params, model, features.astype(np.float32)
+def eagle_losses(config, params, features, final, num_steps) -> list[float]:
+    """Returns our own losses, with these numbers of steps."""
+    batch = batch_of(MASK, features, final) | {"best": best_of(final)}
+    batch = jax.tree.map(jnp.asarray, batch)
+    teacher = targets.teacher_of(layouts.target_params(), params.hot)
+    loss = functools.partial(
+        eagle3_training.loss, config, eagle3_training.trained(config, params), batch
+    )
+    return [float(loss(teacher, steps=steps)) for steps in num_steps]
 
 
 def unrolled(config, params, features, steps):
     """Returns the logits of each drafting step after the text's own tokens."""
-    made = []
-    for j in range(steps):
-        pairs = np.pad(TOKENS[:, j:], ((0, 0), (0, j)))
-        read = made[-1].hidden if made else jnp.asarray(features)
-        made.append(
-            eagle3.forward_sequence(
-                params, config, jnp.asarray(pairs), read, earlier=tuple(made)
-            )
-        )
-    return [np.asarray(one.logits) for one in made]
+    tokens = jnp.asarray(np.pad(TOKENS, ((0, 0), (0, steps - 1))))
+    given = jnp.asarray(features), tokens, steps - 1
+    return [np.asarray(x.logits) for x in heads.sequences(params, config, *given)]
 
 
-@pytest.mark.parametrize("case", EAGLES)
+@pytest.mark.parametrize(
+    "case", [name for name in EAGLES if not name.startswith("parallel")]
+)
 def test_eagle3_steps(tmp_path, case):
     """Fails if an owner refuses a folder, or computes a drafting step differently."""
     import torch
 
-    config, params, model, features = eagle_case(tmp_path, case)
+    config, params, model, features = opened(tmp_path, case)
     ours = unrolled(config, params, features, 3)
     if case == "SpecForge":
         hidden = model.project_hidden_states(tensor(features))
@@ -381,14 +352,8 @@ def test_speculators_parallel_head(tmp_path, case, monkeypatch):
     after pairs 3 and 5, differently."""
     import torch
 
-    _, config = eagles.CASES[case]
-    params = eagles.make_head(config, target_of(eagles.TARGET))
-    model = opened(
-        tmp_path, eagle3_files, config, params, name="speculators peagle",
-        dialect="speculators", target=eagles.TARGET,
-    )  # fmt: skip
-    rng, known = np.random.default_rng(3), {}
-    features = rng.normal(size=(1, T, config.features_size)).astype(np.float32)
+    config, params, model, features = opened(tmp_path, case)
+    known = {}
     core = importlib.import_module("speculators.models.peagle.core")
     rows = [*range(T - 1), 3, 5, 3, 5], [0] * (T - 1) + [1, 1, 2, 2]
     monkeypatch.setattr(
@@ -420,7 +385,7 @@ def test_speculators_parallel_head(tmp_path, case, monkeypatch):
 
 def test_speculators_selector(tmp_path, monkeypatch):
     """Fails if the candidates, or the selector's terms for them, differ."""
-    config, params, model, features = block_case(tmp_path, "speculators dflash2")
+    config, params, model, features = opened(tmp_path, "speculators dflash2")
     hidden = speculators_rows(model, features, monkeypatch)[0]
     tokens = np.array([ANCHOR, 3, 8, 2], np.int32)
     logits = hidden @ tensor(params.lm_head).T
@@ -457,32 +422,23 @@ def test_specforge_loss_of_eagle3(tmp_path, monkeypatch):
     """
     import torch
 
-    config, params, model, features = eagle_case(tmp_path, "SpecForge")
+    config, params, model, features = opened(tmp_path, "SpecForge")
     algorithm = without_triton(monkeypatch)
-    target = target_of(eagles.TARGET)
     model.embed_tokens.weight.data = tensor(params.embed)
-    steps = 3
-    theirs = algorithm.OnlineEagle3Model(model, length=steps)
-    final = np.random.default_rng(5).normal(size=(1, T, 48)).astype(np.float32)
-    mask = np.arange(T)[None] >= 3
-    batch = {"tokens": TOKENS, "mask": mask, "features": features, "final": final}
-    batch |= {"greedy": np.ones(1, bool), "best": best_of(target, final)}
-    teacher = targets.teacher_of(target, params.hot)
-    trained = eagle3_training.trained(config, params)
-    ours = eagle3_training.loss(
-        config, trained, jax.tree.map(jnp.asarray, batch), teacher, steps=steps
-    )
+    theirs = algorithm.OnlineEagle3Model(model, length=3)
+    final = drawn(48, seed=5)
+    (ours,) = eagle_losses(config, params, features, final, [3])
     # Column i: its token is i + 1, and the target's row i + 1 predicts the token after.
     shift = lambda x: np.concatenate([x[:, 1:], np.zeros_like(x[:, :1])], axis=1)
-    logits = np.asarray(final) @ np.asarray(target.head).T
+    logits = logits_of(final)
     found = theirs(
         input_ids=tensor(shift(TOKENS)), attention_mask=torch.ones(1, T),
         target=tensor(shift(logits)), hidden_states=tensor(features),
-        loss_mask=tensor(shift(mask).astype(np.float32))[..., None],
+        loss_mask=tensor(shift(MASK).astype(np.float32))[..., None],
     )  # fmt: skip
     losses = found[0]
     total = sum(0.8**j * float(loss) for j, loss in enumerate(losses))
-    np.testing.assert_allclose(float(ours) * (T - 1) / T, total, rtol=1e-5)
+    np.testing.assert_allclose(ours * (T - 1) / T, total, rtol=1e-5)
 
 
 def test_speculators_loss_of_eagle3(tmp_path):
@@ -493,23 +449,13 @@ def test_speculators_loss_of_eagle3(tmp_path):
     """
     import torch
 
-    config, params, model, features = eagle_case(tmp_path, "speculators")
-    target, steps = target_of(eagles.TARGET), 3
-    raw, final = last_states(eagles.TARGET, target)
-    mask = np.arange(T)[None] >= 3
-    batch = {"tokens": TOKENS, "mask": mask, "features": features, "final": final}
-    batch |= {"greedy": np.ones(1, bool), "best": best_of(target, final)}
-    batch = jax.tree.map(jnp.asarray, batch)
-    teacher = targets.teacher_of(target, params.hot)
-    trained = eagle3_training.trained(config, params)
-    losses = [
-        float(eagle3_training.loss(config, trained, batch, teacher, steps=j))
-        for j in range(steps + 1)
-    ]
-    logits = (final @ np.asarray(target.head).T)[:, 1:]
+    config, params, model, features = opened(tmp_path, "speculators")
+    steps, (raw, final) = 3, last_states()
+    losses = eagle_losses(config, params, features, final, range(steps + 1))
+    logits = logits_of(final)[:, 1:]
     hot = np.arange(96) if params.hot is None else np.asarray(params.hot)
     # They count positions whose best token the draft vocabulary lacks; ours are masked.
-    counted = mask[:, 1:] & np.isin(logits.argmax(-1), hot)
+    counted = MASK[:, 1:] & np.isin(logits.argmax(-1), hot)
     probs = np.asarray(jax.nn.softmax(jnp.asarray(logits[..., hot])))
     entropy = -(probs * np.log(probs)).sum(-1)
 

@@ -20,7 +20,9 @@ from spec_jax.model import (
     config as config_lib,
     decoder,
     families,
+    gpt_neox,
     params as params_lib,
+    qwen2,
     row_model,
 )
 from spec_jax.native import steps
@@ -34,19 +36,29 @@ NAN_TOKEN = 0
 SLAB = 8
 
 
-def make_config(dtype: str, **changes) -> config_lib.Qwen3Config:
+CONFIGS = {
+    "qwen3": config_lib.Qwen3Config,
+    "qwen2": qwen2.Qwen2Config,
+    "gpt_neox": gpt_neox.GPTNeoXConfig,
+}
+
+
+def make_config(dtype: str, family="qwen3", **changes) -> config_lib.ModelConfig:
     sizes = {
         "vocab_size": 160, "hidden_size": 96, "intermediate_size": 176,
         "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32,
         "max_position_embeddings": 1024, "dtype": dtype,
         "tie_word_embeddings": False,  # so a NaN embedding makes no NaN logit
     }  # fmt: skip
-    return config_lib.Qwen3Config(**(sizes | changes))
+    if family == "gpt_neox":
+        sizes |= {"num_heads": 3, "num_kv_heads": 3, "rotary_size": 8}
+    return CONFIGS[family](**sizes | changes)
 
 
-def make_params(config: config_lib.Qwen3Config) -> params_lib.Params:
-    """Makes random weights; the embedding of `NAN_TOKEN` is NaN."""
+def make_params(config: config_lib.ModelConfig) -> params_lib.Params:
+    """Makes random weights, biases too; the embedding of `NAN_TOKEN` is NaN."""
     params = params_lib.init(jax.random.key(0), config, stddev=0.1)
+    params = params_lib.cast(decoding.perturbed(params, 0.1), config.dtype)
     params = params.replace(embed=params.embed.at[NAN_TOKEN].set(jnp.nan))
     return params_lib.to_bytes(params, config.weights)
 
@@ -77,16 +89,13 @@ def text(slot: int = 0, length: int = PREFIX + WINDOW) -> np.ndarray:
     return np.random.default_rng(100 + slot).integers(1, 160, length).astype(np.int32)
 
 
-def compile_forward():
+def compile_forward(**how):
     """Returns a jitted `forward_rows` with its own cache of compiled programs."""
 
     @functools.partial(jax.jit, static_argnames=("config", "impl"))
-    def forward(params, config, tokens, slots, positions, num_active, kv, *, impl):
-        rows = decoder.Rows(
-            tokens=tokens, slots=slots, positions=positions, num_active=num_active
-        )
+    def forward(params, config, rows, kv, *, impl):
         run_rows = families.of(config).forward_rows
-        return run_rows(params, config, rows, kv, impl=impl, taps=(0, 1))
+        return run_rows(params, config, rows, kv, impl=impl, taps=(0, 1), **how)
 
     return forward
 
@@ -109,14 +118,20 @@ class Model:
     def slab(self) -> int:
         return dispatch.slab_rows(self.impl) or SLAB
 
-    def run(self, kv, rows, *, slab=None, forward=_forward):
+    def run(self, kv, rows, *, slab=None, branch=None, forward=_forward):
         """Runs `rows`, each `(token, slot, position)`; padding rows are poisoned."""
         for _, slot, position in rows:
             kv = allocator.reserve(kv, slot, position + 1)
-        dead = [(NAN_TOKEN, 0, PREFIX + 900)] * ((slab or self.slab) - len(rows))
-        columns = np.asarray(rows + dead, np.int32).T
-        given = self.params, self.config, *columns, jnp.int32(len(rows)), kv
-        kv, outputs = forward(*given, impl=self.impl)
+        missing = (slab or self.slab) - len(rows)
+        dead = [(NAN_TOKEN, 0, PREFIX + 900)] * missing
+        tokens, slots, positions = np.asarray(rows + dead, np.int32).T
+        if branch is not None:
+            branch = np.pad(branch, ((0, missing), (0, 0)), constant_values=900)
+        given = decoder.Rows(
+            tokens=tokens, slots=slots, positions=positions, branch=branch,
+            num_active=jnp.int32(len(rows)),
+        )  # fmt: skip
+        kv, outputs = forward(self.params, self.config, given, kv, impl=self.impl)
         for _, slot, position in rows:
             kv = allocator.extend(kv, slot, max(int(kv.length[slot]), position + 1))
         return kv, jax.tree.map(lambda x: np.asarray(x[: len(rows)]), outputs)
@@ -162,10 +177,16 @@ def make_model(dtype: str, impl: str, **changes) -> Model:
     return Model(config=config, params=make_params(config), impl=impl)
 
 
-@pytest.fixture(params=["bfloat16-native", "float32-xla"])
-def model(request):
-    dtype, impl, *weights = request.param.split("-")
-    return make_model(dtype, impl, weights=weights[0] if weights else "dense")
+@pytest.fixture
+def model(request) -> Model:
+    """Makes the model that a case names: its dtype, its kernels, and form or family."""
+    dtype, impl, *other = request.param.split("-")
+    changes = {}
+    if other and other[0] in CONFIGS:
+        changes = {"family": other[0], "num_layers": 1}
+    elif other:
+        changes = {"weights": other[0]}
+    return make_model(dtype, impl, **changes)
 
 
 def assert_verifying_is_decoding(model, counts=(WINDOW,), **sizes):
@@ -205,6 +226,15 @@ def test_verifying_equals_decoding_one_by_one(model):
             testing.assert_same_bits(other, found, what=f"{sizes}")
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("bfloat16-native", "float32-xla"),
+        *("float32-xla-gpt_neox", "bfloat16-native-qwen2"),
+        slow("bfloat16-native-gpt_neox"),
+    ],  # `pallas/test_triton_model` checks interpreted kernels.
+    indirect=True,
+)
 def test_rows_do_not_depend_on_their_place_or_neighbours(model):
     """Fails if a row's bits depend on its place or on the rows of another slot."""
     kv = model.two_slots()

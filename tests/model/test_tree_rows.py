@@ -13,18 +13,12 @@ from slow_cases import slow
 from test_rows import SLAB
 
 from spec_jax import testing, tree
-from spec_jax.model import decoder, qwen3
 from spec_jax.paging import allocator
 
 
 WIDTH = 6  # of a branch
 PREFIXES = {5: 16, 31: 8, 126: 16, 133: 256}
 """Lengths around the blocks of keys, 32 and 128 positions, and sizes of their pages."""
-
-
-@functools.partial(jax.jit, static_argnames=("config", "impl"))
-def _forward(params, config, rows, kv, *, impl):
-    return qwen3.forward_rows(params, config, rows, kv, impl=impl, taps=(0, 1))
 
 
 @jax.jit
@@ -59,28 +53,15 @@ def oracle(impl, dtype, prefix):
 def tree_rows(found, tokens, parents, *, order=None, layout=_layout):
     """Runs all columns of a tree after the oracle's prefix, in one call; padding rows
     carry NaN. Returns the cache and the outputs of each column."""
-    model, count = found.model, len(tokens)
-    order = np.arange(count) if order is None else order
+    order = np.arange(len(tokens)) if order is None else order
     # Padded to one shape, which is compiled once.
     padded = np.pad(np.asarray(parents, np.int32), (0, SLAB - len(parents)))
-    positions, branch = layout(padded, jnp.int32(found.prefix))
-
-    def of_slab(values, fill):
-        values = np.asarray(values, np.int32)[order]
-        grow = [(0, model.slab - count)] + [(0, 0)] * (values.ndim - 1)
-        return jnp.asarray(np.pad(values, grow, constant_values=fill))
-
-    rows = decoder.Rows(
-        tokens=of_slab(tokens, rows_lib.NAN_TOKEN),
-        slots=of_slab(np.zeros(count), 0),
-        positions=of_slab(positions, 900),
-        num_active=jnp.int32(count),
-        branch=of_slab(branch, 900),
-    )
-    kv = allocator.reserve(found.kv, 0, found.prefix + count)
-    kv, outputs = _forward(model.params, model.config, rows, kv, impl=model.impl)
+    positions, branch = map(np.asarray, layout(padded, jnp.int32(found.prefix)))
+    rows = [(int(tokens[column]), 0, int(positions[column])) for column in order]
+    kv = allocator.reserve(found.kv, 0, found.prefix + len(tokens))
+    kv, outputs = found.model.run(kv, rows, branch=branch[order])
     back = np.argsort(order)
-    return kv, jax.tree.map(lambda x: np.asarray(x)[:count][back], outputs)
+    return kv, jax.tree.map(lambda x: x[back], outputs)
 
 
 def path_of(parents, column):

@@ -238,7 +238,8 @@ HEADS = (
     Mutant("a head's normed feature comes before its normed token",
            "model.eagle3:_run_operations", "jnp.concatenate(x, axis=1)",
            "jnp.concatenate(x[::-1], axis=1)",
-           "model/test_eagle3_head.py::test_rows_are_the_sequence[xla-plain]"),
+           "model/test_head_files.py::test_parity_with_float64"
+           "[speculators eagle3-xla]"),
     Mutant("rows of a head's chain are turned one position further",
            "model.eagle3:run_chains", "starts, W + most - 1, dtype",
            "starts + 1, W + most - 1, dtype", _PAIRS),
@@ -255,7 +256,7 @@ HEADS = (
            "drafters/test_heads.py::test_children_are_the_oracles[eagle3]"),
     Mutant("offsets of a draft vocabulary are added twice", "model.head_files:read_hot",
            "np.arange(Vd) + offsets", "np.arange(Vd) + 2 * offsets",
-           "model/test_eagle3_files.py::test_saved_and_loaded_is_the_same[midlayer]"),
+           "model/test_head_files.py::test_saved_and_loaded_is_the_same[midlayer]"),
     Mutant("children of a native call are drawn with the noise of the level before",
            "drafters.draw:Draw.children", "jnp.broadcast_to(level, (count,))",
            "jnp.broadcast_to(level - 1, (count,))",

@@ -1,27 +1,24 @@
 """Block drafters, caches and rows that tests of native calls share."""
 
-import dataclasses
-
 import decoding
-import jax
 import jax.numpy as jnp
-from model import block_cases
+from model import head_layouts
 
-from spec_jax.model import block_params, decoder, params, row_model
+from spec_jax.model import block_params, decoder, row_model
 from spec_jax.ops import projection
 from spec_jax.paging import allocator
 
 
 CAPACITY, SLOTS = 40, 3
-SIZE = block_cases.DFLASH.block_size
-PLAIN = block_cases.DFLASH
-PASSED = block_cases.with_heads("rnn", slots="fill-in")
+SIZE = head_layouts.DFLASH.block_size
+PLAIN = head_layouts.DFLASH
+PASSED = head_layouts.with_heads("rnn", slots="fill-in")
 HEADS = {
     "none": PLAIN,
-    "all": block_cases.with_heads("vanilla"),
-    "few": block_cases.with_heads("vanilla", draft_vocab_size=32, slots="fill-in"),
-    "gated": block_cases.with_heads("gated", draft_vocab_size=32),
-    "rnn": block_cases.with_heads("rnn", markov_rank=19),  # not whole vectors
+    "all": head_layouts.with_heads("vanilla"),
+    "few": head_layouts.with_heads("vanilla", draft_vocab_size=32, slots="fill-in"),
+    "gated": head_layouts.with_heads("gated", draft_vocab_size=32),
+    "rnn": head_layouts.with_heads("rnn", markov_rank=19),  # not whole vectors
     "passed": PASSED,
 }
 
@@ -29,21 +26,11 @@ HEADS = {
 def make(config=PLAIN, dtype="float32", form=None):
     """Returns a drafter's config, and its weights for the kernels."""
     decoding.needs("native")
-    is_small = config.draft_vocab_size == 32
-    hot = jnp.arange(3, 96, 2, dtype=jnp.int32)[:32] if is_small else None
-    config = dataclasses.replace(
-        config, layer=dataclasses.replace(config.layer, dtype=dtype)
-    )
-    target = params.init(jax.random.key(9), block_cases.TARGET, stddev=0.3)
-    target = params.cast(target, dtype)
-    shared = {"embed": target.embed, "lm_head": target.head, "hot": hot}
-    weights = block_params.init(jax.random.key(5), config, **shared, stddev=0.3)
+    weights = head_layouts.make_params(config, dtype)
     if (markov := weights.markov) is not None:
         markov = markov.replace(out=8 * markov.out)  # The token before decides.
-        if markov.mix_bias is not None:
-            bias = jax.random.normal(jax.random.key(6), markov.mix_bias.shape)
-            markov = markov.replace(mix_bias=bias.astype(dtype))
         weights = weights.replace(markov=markov)
+    config = head_layouts.with_dtype(config, dtype)
     return config, block_params.prepare(weights, "native", form=form)
 
 

@@ -40,14 +40,7 @@ def library(tmp_path_factory) -> pathlib.Path:
         "".join(f'extern "C" int {t}() {{ return 0; }}\n' for t in build.TARGETS)
     )
     decoding.needs("native")
-    command = [
-        *build.find_compiler(),
-        "-shared",
-        "-fPIC",
-        str(source),
-        "-o",
-        str(built),
-    ]
+    command = [*build.find_compiler(), "-shared", "-fPIC", source, "-o", built]
     subprocess.run(command, check=True)
     return built
 

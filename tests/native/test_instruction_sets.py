@@ -1,7 +1,12 @@
-"""The choice of the kernels' instruction set: the widest, or one that is asked for."""
+"""The kernels' instruction sets: the choice of one, and what is compiled for it."""
 
 import os
+import pathlib
+import platform
+import subprocess
 
+import decoding
+import jax
 import pytest
 
 from spec_jax.native import build
@@ -144,3 +149,31 @@ def test_an_instruction_set_that_is_chosen_too_late(loads, monkeypatch):
     monkeypatch.setenv("SPEC_JAX_ISA", "avx2")
     with pytest.raises(ValueError, match="SPEC_JAX_ISA=avx2: kernels for portable h"):
         build.load()
+
+
+def compile_kernels(instructions: str, *more: str) -> str:
+    """Compiles for `instructions`, or skips; returns the compiler's messages."""
+    if platform.machine() != "x86_64":
+        pytest.skip("no AVX-512 to compile for on this machine")
+    decoding.needs("native")
+    flags = (*build.FLAGS, *build.ISA_FLAGS[instructions], "-O0")  # The last -O counts.
+    source = pathlib.Path(build.__file__).with_name("kernels.cc")
+    includes = f"-I{jax.ffi.include_dir()}"
+    command = [*build.find_compiler(), *flags, includes, *more, source]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+@pytest.mark.slow
+def test_avx512_compiles(tmp_path):
+    """Fails if plain AVX-512 code needs another extension, or bfloat16 is multiplied by
+    other instructions: the emulation, with its own intrinsics, cannot show it."""
+    assert not compile_kernels("avx512", "-fsyntax-only")
+    assembly = tmp_path / "kernels.s"
+    others = {"avx512bf16": "tdpbf16ps", "amx": "vdpbf16ps"}
+    for isa, other in others.items():
+        compile_kernels(isa, "-S", "-o", str(assembly))
+        text = assembly.read_text()
+        assert "%zmm" in text and other not in text
+        assert next(iter({*others.values()} - {other})) in text

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model import test_eagle3_head as heads
+from model import head_layouts, test_eagle3_head as heads
 
 from spec_jax import testing
 from spec_jax.model import eagle3, eagle3_params
@@ -18,10 +18,10 @@ SLAB = 9
 
 def make(variant, dtype, form=None, **sizes):
     """Returns a head's config, and its weights for the kernels."""
-    config = heads.with_dtype(heads.VARIANTS[variant], dtype)
+    config = head_layouts.with_dtype(heads.VARIANTS[variant], dtype)
     layer = dataclasses.replace(config.layer, **sizes)
     config = dataclasses.replace(config, layer=layer)
-    params = heads.make_params(config, dtype)
+    params = head_layouts.make_params(config, dtype)
     return config, eagle3_params.prepare(params, "native", form=form)
 
 

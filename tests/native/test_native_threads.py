@@ -41,14 +41,10 @@ def reports() -> dict[int, dict]:
     printed = {}
     for threads in (1, 3):
         # XLA takes the size of its pool from NPROC.
-        environment = {"NPROC": str(threads), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-        result = subprocess.run(
-            [sys.executable, __file__],
-            env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        own = {"NPROC": str(threads), "JAX_PLATFORMS": "cpu"}
+        own |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        how = {"env": os.environ | own, "capture_output": True, "text": True}
+        result = subprocess.run([sys.executable, __file__], **how, check=False)
         assert result.returncode == 0, result.stderr
         printed[threads] = json.loads(result.stdout)
     if any(report["threads"] == 0 for report in printed.values()):

@@ -57,18 +57,11 @@ def append(kv, slot, number):
     )
 
 
-SINGLE = {
-    "reserve": allocator.reserve,
-    "extend": allocator.extend,
-    "truncate": allocator.truncate,
-    "append": append,
-}
-EACH = {
-    "reserve": allocator.reserve_each,
-    "extend": allocator.extend_each,
-    "truncate": allocator.truncate_each,
-    "append": append_each,
-}
+NAMES = ("reserve", "extend", "truncate")
+SINGLE = {name: getattr(allocator, name) for name in NAMES}
+EACH = {name: getattr(allocator, f"{name}_each") for name in NAMES}
+SINGLE |= {"append": append}
+EACH |= {"append": append_each}
 WITH_KERNELS = {"truncate", "append"}
 
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model import block_cases
+from model import head_layouts
 
 from spec_jax import testing
 from spec_jax.drafters import block
-from spec_jax.model import block_params, params as params_lib, row_model
+from spec_jax.model import row_model
 from spec_jax.paging import allocator
 
 
@@ -22,17 +22,10 @@ SIZE, SLOTS = 17, 4  # 68 rows: more than run at once
 CONTEXT = (0, 3, 9, 5)
 ANCHORS = (3, 5, 7, 11)
 HEAD = dataclasses.replace(
-    block_cases.DFLASH,
-    layer=dataclasses.replace(block_cases.LAYER, num_layers=1, dtype="bfloat16"),
+    head_layouts.DFLASH,
+    layer=dataclasses.replace(head_layouts.LAYER, num_layers=1, dtype="bfloat16"),
     block_size=SIZE,
 )
-
-
-def make_params():
-    config = dataclasses.replace(block_cases.TARGET, dtype="bfloat16")
-    target = params_lib.init(jax.random.key(9), config, stddev=0.3)
-    shared = {"embed": target.embed, "lm_head": target.head}
-    return block_params.init(jax.random.key(0), HEAD, **shared, stddev=0.3)
 
 
 def run(params, impl, which):
@@ -70,7 +63,7 @@ def run(params, impl, which):
 def test_a_block_is_that_block_alone_and_by_xla():
     """Fails if a row's bits depend on how many slabs or tiles there are, or if a row
     sees less than its block, or another block."""
-    params = make_params()
+    params = head_layouts.make_params(HEAD, "bfloat16")
     together = run(params, "interpret", range(SLOTS))
     alone = run(params, "interpret", [2])
     testing.assert_same_bits(alone, tuple(x[2:3] for x in together))
