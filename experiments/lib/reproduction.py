@@ -189,8 +189,9 @@ evaluation.jsonl
   sweep {real} --drafter hybrid,eagle3,ngram --gamma 7 --gamma-policy budget
     --temperature 0,0.7,1 --gen-tokens 256 --prompts {data}:4@0
 smollm2.jsonl | summary
-  spec_round {real} --drafter eagle3 --gen-tokens 256 --prompts <{set}:6 --gamma 4;
-    {turns}:4 --gamma 4; {turns}:4 --tree 4x6:15@0.6>
+  spec_round {real} --gen-tokens 256 <--drafter eagle3; --drafter hybrid> --prompts <
+    {set}:6 --gamma 4; {turns}:4 --gamma 4; {turns}:4 --tree 4x6:15@0.6;
+    {set}:6 --tree 4x6:15@0.6>
 smollm2_q8_0.jsonl | summary, throughput
   spec_round {real} --weights q8_0 --gen-tokens 256 --prompts <
     {set}:6 --drafter eagle3 --gamma 4; {turns}:4 --drafter eagle3 --gamma 4;
@@ -211,8 +212,8 @@ latency_smollm2_amx.jsonl | step
   latency {real} --isa <amx; avx512bf16> --contexts 128 2048 --rows 1,5,16,64 --steps 8
     --repeats 9
 contexts.jsonl
-  sweep {real} --drafter eagle3,experiments.heads.windowed:eagle3,ngram --gamma 4
-    --context 128,512,2048,6144 --gen-tokens 64 --prompts {long}:24@0
+  sweep {real} --drafter eagle3,ngram --gamma 4 --context 128,512,2048,6144
+    --gen-tokens 64 --prompts {long}:24@0
 compare_hf_smollm2.jsonl | comparison
   compare_hf {real} --dtype bfloat16 --lengths 64 128 512 --per-length 1 --gammas 5
     --gen-tokens 96 --repeats 2 --prompts {long}:40@0

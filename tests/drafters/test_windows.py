@@ -8,12 +8,10 @@ import jax
 import pytest
 from slow_cases import slow
 
-from experiments.heads import windowed
 from spec_jax.drafters import (
     each,
     eagle3,
     features as features_lib,
-    registry,
     tree_shapes,
 )
 from spec_jax.engine import checks
@@ -94,15 +92,3 @@ def test_positions_past_those_of_a_head():
             checks.warn_positions(drafter(window), 20)
     checks.warn_positions(drafter(WINDOW), 20)
     each.lift(drafter(0), 1).init(capacity=96, page_size=2048)
-
-
-def test_a_window_for_the_shipped_head(monkeypatch):
-    """Fails if the head of `experiments.heads.windowed:eagle3` keeps all keys."""
-    whole = heads.make("eagle3")
-    monkeypatch.setitem(registry.BUILDERS, "eagle3", lambda _: (whole, PARAMS))
-    made, params = windowed.eagle3(None)
-    assert params is PARAMS and not whole.head.window
-    sizes = {"capacity": 9000, "page_size": 16, "num_pages": 999}
-    rings = [each.lift(one, 1).init(**sizes).kv for one in (whole, made)]
-    assert [isinstance(kv, static.RingKV) for kv in rings] == [False, True]
-    assert windowed.WINDOW <= rings[1].num_pages * 16 < 2 * windowed.WINDOW
