@@ -77,8 +77,8 @@ def test_a_text_begins_as_its_tokenizer_says(lm):
     of_chat = lm.tokenizer.encode("[user]hi[assistant]")
     assert [one.prompt_tokens for one in asked] == [[first, *ids], ids, of_chat]
     named = [prompt_files.Prompt(id="1", text="hi", category=None)]
-    assert prompts.encode(other, named, raw=True) == [[first, *ids]]
-    assert prompts.encode(other, named, raw=False) == [of_chat]
+    assert prompts.encode(tokenizer, named, raw=True) == [[first, *ids]]
+    assert prompts.encode(tokenizer, named, raw=False) == [of_chat]
     # The text may have it already, as a chat template may have written it.
     assert tokenizer.encode(f"{begin}hi", begins=True) == [first, *ids]
 

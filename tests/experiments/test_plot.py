@@ -110,8 +110,9 @@ def test_values_that_are_there_twice_are_refused():
     of_gamma = lambda rows: curves_lib.curves_of(rows, **axes)
     with pytest.raises(ValueError, match="gamma 1 of native is there 2 times"):
         of_gamma([of_one, of_one, of_four])
-    with pytest.raises(ValueError, match="gamma 7 of T = 0.0, hybrid is there 2 times"):
-        curves_lib.cells_by_position(2 * stored("evaluation"))
+    greedy = [row for row in stored("evaluation") if not row["temperature"]]
+    with pytest.raises(ValueError, match="gamma 7 of .*hybrid is there 2 times"):
+        curves_lib.cells_by_position(2 * greedy)
     many = [row | {"batch": n} for row in (of_one, of_four) for n in range(9)]
     with pytest.raises(ValueError, match="9 curves, .* differ in batch"):
         of_gamma(many)

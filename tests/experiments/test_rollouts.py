@@ -56,13 +56,13 @@ def test_a_killed_run_goes_on_with_the_texts_that_are_missing(
     (kept,) = tmp_path.iterdir()
     lines = kept.read_bytes().splitlines(keepends=True)
     asked = []
-    inner = rollouts.Writer.texts
+    inner = rollouts.Writer.__call__
 
     def counted(self, numbers):
         asked.extend(numbers)
         return inner(self, numbers)
 
-    monkeypatch.setattr(rollouts.Writer, "texts", counted)
+    monkeypatch.setattr(rollouts.Writer, "__call__", counted)
     kept.write_bytes(b"".join(lines[:4]) + lines[4][:-3])
     assert rollouts.write(one, tmp_path) == whole
     assert len(asked) == COUNT - 4
