@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.heads import families
-from experiments.lib import cli, files, processes, terminal
+from experiments.lib import cli, files, terminal
 from spec_jax.model import config as config_lib, params as params_lib
 from spec_jax.training import batches, loop, store as store_lib, targets
 
@@ -248,7 +248,6 @@ def num_held_out(args: argparse.Namespace, texts: targets.Texts) -> int:
 
 def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     """Trains the drafter, or resumes that; returns the last held-out numbers."""
-    processes.keep_freed_memory()
     job = prepare(args)
     family, config = job.family, _computing(job.config, args.compute)
     data: batches.Data = job.online

@@ -7,7 +7,6 @@ separate process alone.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import gc
 import importlib
@@ -26,7 +25,6 @@ from typing import Any
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # as in glibc's malloc.h
 _START_S = 30.0  # to start a process, and to compile its first request
 
 
@@ -51,18 +49,6 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def keep_freed_memory() -> None:
-    """Has glibc keep what this process frees; does nothing with another C library.
-
-    Every step of a training asks for the same large arrays. glibc returns their memory
-    to the kernel, which clears its pages for each step anew.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
 class Worker:

@@ -194,10 +194,16 @@ def to_json(row: Mapping[str, Any]) -> dict[str, Any]:
       ValueError: NaN or an infinity, which JSON lacks.
       TypeError: a value of another type.
     """
-    try:
-        return json.loads(json.dumps(row, allow_nan=False, default=_plain))
-    except ValueError:
-        raise ValueError(f"{row}: no JSON number; write None instead") from None
+    plain = {}
+    for name, value in row.items():
+        try:
+            text = json.dumps(value, allow_nan=False, default=_plain)
+        except ValueError:
+            raise ValueError(
+                f"{name}={value} is no JSON number; write None instead"
+            ) from None
+        plain[name] = json.loads(text)
+    return plain
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,6 @@
 """The kit of scripts: errors in one line, resumed rows, tasks."""
 
 import argparse
-import platform
 import subprocess
 
 import jax
@@ -72,7 +71,7 @@ def test_rows_are_in_the_file_when_write_returns(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"old": 1}\n')
     with records.JsonLines(path) as out:
-        with pytest.raises(ValueError, match=r"x.*nan.*: no JSON number"):
+        with pytest.raises(ValueError, match="x=.*nan.* is no JSON number"):
             out.write({"x": {"y": jnp.array([0.0, jnp.nan])}})
         assert rows_of(path) == [{"old": 1}]
         for i in range(3):
@@ -175,29 +174,3 @@ def test_a_speed_up_above_the_tokens_per_step_means_nothing():
         assert tables.to_row(busy)["disturbed"] is True
     for other in (summary, summary | dict.fromkeys(tables.SPEEDUPS)):
         assert results.mark_disturbed(other) == other | {"disturbed": False}
-
-
-FAULTS = """
-import ctypes, resource, sys
-from experiments.lib import processes
-libc, size = ctypes.CDLL(None), 1 << 26
-libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-libc.free.argtypes = [ctypes.c_void_p]
-if sys.argv[1] == "keep":
-    processes.keep_freed_memory()
-for turn in range(2):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    memory = libc.malloc(size)
-    ctypes.memset(memory, 1, size)
-    libc.free(memory)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's")
-def test_freed_memory_is_kept():
-    """Fails if the kernel gives the pages of a freed array anew; it does without."""
-    found = {
-        name: int(run_python("-c", FAULTS, name).stdout) for name in ("keep", "leave")
-    }
-    assert found["keep"] < 100 < 10_000 < found["leave"]
