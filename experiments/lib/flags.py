@@ -51,7 +51,7 @@ FLAGS: Mapping[str, str] = {
     "drafter": """
         --drafter NAME=auto  what proposes tokens: a draft model (draft-model); prompt
             lookup (ngram); what mostly followed in the text (suffix); that where its
-            score is high, otherwise the draft model (hybrid), or whichever of the two
+            match is long, otherwise the draft model (hybrid), or whichever of the two
             this text keeps most of for its time (choice); a head that reads the
             target's features (eagle3, dflash, dspark), whose folder is --draft, or the
             one that is shipped for the target; or that folder; the text of

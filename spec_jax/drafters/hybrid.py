@@ -5,6 +5,10 @@ https://arxiv.org/abs/2411.04975): a round takes the draft of `suffix` if its sc
 tokens expected to be kept, is high enough, and pays for the draft model only if not.
 A head that reads the target (`eagle3`, `block`) can stand in the draft model's place.
 With a tree, a round has the path that was looked up or the tree of the other drafter.
+
+The score alone is a poor judge: a token that followed the last one once, anywhere, has
+a score of 1. Beside a drafter that is itself often right, matches must be long, too
+(`MATCH_MIN`, for `SuffixDecoding.match_min`).
 """
 
 import dataclasses
@@ -24,6 +28,16 @@ from spec_jax.drafters import (
 )
 from spec_jax.engine import processing as processing_lib, protocols
 from spec_jax.rules import rule as rule_lib
+
+
+MATCH_MIN = 4
+"""Tokens of the shortest match that is taken before a draft model is asked.
+
+On texts that SmolLM2 wrote greedily and its EAGLE-3 head was not trained on (189, of
+the target's own prompts), lookup by matches of 1, 2, 3, 4 and 5 tokens that were seen
+once keeps 0.26, 0.84, 1.43, 2.05 and 2.32 of four drafts, and the head keeps 1.34,
+1.57, 1.79, 1.93 and 2.00 there.
+"""
 
 
 class HybridParams(pytree.Node):

@@ -105,7 +105,9 @@ def _drafting(parts: Parts) -> Built:
 
 def _hybrid(parts: Parts) -> Built:
     draft, draft_params = _drafting(parts)
-    statistics = suffix.SuffixDecoding(gamma_max=draft.gamma_max, impl=parts.impl)
+    statistics = suffix.SuffixDecoding(
+        gamma_max=draft.gamma_max, match_min=hybrid.MATCH_MIN, impl=parts.impl
+    )
     drafter = hybrid.Hybrid(suffix=statistics, draft=draft)
     params = hybrid.HybridParams(draft=draft_params, corpus=suffix.empty_corpus(1))
     return drafter, params
@@ -163,7 +165,7 @@ BUILDERS: Mapping[str, Callable[[Parts], Built]] = {
     "draft-model": lambda parts: parts.load_draft(),  # a small model of the same family
     "ngram": _ngram,  # prompt lookup; no parameters
     "suffix": _suffix,  # suffix statistics, and an empty corpus
-    "hybrid": _hybrid,  # suffix where its score is high, otherwise a model or a head
+    "hybrid": _hybrid,  # suffix where its match is long, otherwise a model or a head
     "choice": _choice,  # either of the two, by what this text keeps of each
     # Heads that read the target's features.
     "eagle3": lambda parts: _reader("eagle3", eagle3.Eagle3.load, parts),

@@ -4,7 +4,8 @@ Oliaro et al., SuffixDecoding (2024), https://arxiv.org/abs/2411.04975, by the r
 its implementation in ArcticInference. There are two bodies of text: the sequence
 itself, prompt and output, and a corpus of earlier generations. In each of them:
 
-    match         for each m = 1 .. match_max, all places that follow the last m tokens
+    match         for each m = match_min .. match_max, all places that follow the last m
+                  tokens
     path          the token that most often stands at those places (of equally frequent
                   ones the one that does so first), then the one that most often
                   follows that, and so on
@@ -94,6 +95,7 @@ class SuffixDecoding(text_tree.TextDrafter):
 
     Attributes:
       match_max: the longest match whose places are counted.
+      match_min: the shortest one.
       max_factor: tokens drafted per token of the match, at most; `inf`: no bound.
       min_probability: where a path ends.
       tree: of the continuations in both bodies, in place of the path of the highest
@@ -101,19 +103,23 @@ class SuffixDecoding(text_tree.TextDrafter):
       impl: resolved, see `ops.dispatch`: what looks up a path; a tree is XLA's.
 
     Raises:
-      ValueError: a match or a factor that drafts nothing, a probability outside (0, 1],
+      ValueError: matches or a factor that draft nothing, a probability outside (0, 1],
         or a `gamma_max` that is not the tree's nodes.
     """
 
     match_max: int = 8
+    match_min: int = 1
     max_factor: float = 1.0
     min_probability: float = 0.1
     impl: str = "xla"
 
     def __post_init__(self):
         super().__post_init__()
-        if self.match_max < 1:
-            raise ValueError(f"match_max={self.match_max} must be at least 1")
+        if not 1 <= self.match_min <= self.match_max:
+            raise ValueError(
+                f"match_min={self.match_min} must be at least 1 and at most "
+                f"match_max={self.match_max}"
+            )
         if not self.match_max * self.max_factor >= 1:
             raise ValueError(
                 f"max_factor={self.max_factor} drafts nothing even for a match of "
@@ -148,6 +154,7 @@ class SuffixDecoding(text_tree.TextDrafter):
         none = jnp.full((1,), suffix_match.NONE, jnp.int32)
         body = jnp.concatenate([own, none, corpus.tokens])
         matched = suffix_match.match_lengths(body, suffix)
+        matched = jnp.where(matched < self.match_min, 0, matched)
         return text_tree.propose(body, matched, tree=tree, gamma=gamma)
 
     def look_up(
@@ -177,11 +184,11 @@ class SuffixDecoding(text_tree.TextDrafter):
 
     @property
     def _budgets(self) -> np.ndarray:
-        """Tokens by the length of the match, from 1 on."""
+        """Tokens by the length of the match, from 1 on; 0 below `match_min`."""
         sizes = np.arange(1, self.match_max + 1, dtype=np.int32)
         # Bounded before the cast: the product may exceed int32, or be infinite.
         most = np.minimum(np.floor(sizes * self.max_factor), self.gamma_max)
-        return most.astype(np.int32)
+        return np.where(sizes < self.match_min, 0, most).astype(np.int32)
 
     def _by_kernels(self, corpus, tokens, length, gamma) -> Lookup:
         drafts, num_drafted, survival, score = look_ups.look_up(

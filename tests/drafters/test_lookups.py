@@ -141,10 +141,10 @@ class Tree:
             probabilities.append(probability)
         return tokens, probabilities
 
-    def best(self, text, gamma):
+    def best(self, text, gamma, match_min):
         """Returns the best score over all lengths of match, and its tokens."""
         best = (fractions.Fraction(0), [])
-        for m in range(1, min(STATISTICS.match_max, len(text)) + 1):
+        for m in range(match_min, min(STATISTICS.match_max, len(text)) + 1):
             budget = min(gamma, int(m * STATISTICS.max_factor))
             tokens, probabilities = self.path(text[-m:], budget)
             if sum(probabilities) >= best[0]:
@@ -152,9 +152,10 @@ class Tree:
         return best
 
 
-def counted(text, corpus, gamma):
+def counted(text, corpus, gamma, match_min=1):
     """Returns the score and tokens that the rules give, in fractions."""
-    local, earlier = (Tree(texts).best(text, gamma) for texts in ([text], corpus))
+    bodies = [text], corpus
+    local, earlier = (Tree(texts).best(text, gamma, match_min) for texts in bodies)
     return local if local[0] >= earlier[0] else earlier
 
 
@@ -178,12 +179,13 @@ def corpus_of(*generations) -> suffix.Corpus:
 earlier = st.lists(st.lists(token, max_size=6), max_size=2)
 
 
+@pytest.mark.parametrize("least", [1, 3])
 @hypothesis.settings(deadline=None, max_examples=100, derandomize=True)
 @hypothesis.given(texts, earlier, gammas, token)
-def test_counts_are_those_of_a_suffix_tree(text, earlier, gamma, behind):
+def test_counts_are_those_of_a_suffix_tree(least, text, earlier, gamma, behind):
     """Fails if a place is counted wrongly, or another rule decides ties."""
-    score, drafts = run(text, corpus_of(*earlier), gamma, behind)
-    expected, tokens = counted(text, earlier, gamma)
+    score, drafts = run(text, corpus_of(*earlier), gamma, behind, match_min=least)
+    expected, tokens = counted(text, earlier, gamma, least)
     assert score == pytest.approx(float(expected), rel=1e-5)
     assert drafts == tokens
 
@@ -199,10 +201,14 @@ LONG = st.lists(st.integers(0, 3), min_size=1, max_size=90)
 
 
 @hypothesis.settings(deadline=None, max_examples=60, derandomize=True)
-@hypothesis.given(LONG, st.lists(LONG, max_size=4), st.integers(0, 8))
-def test_native_kernels_find_the_same(text, earlier, gamma):
+@hypothesis.given(
+    LONG, st.lists(LONG, max_size=4), st.integers(0, 8), st.sampled_from([1, 4])
+)
+def test_native_kernels_find_the_same(text, earlier, gamma, least):
     """Fails if a token, or a bit of a probability or a score, differs from XLA's."""
-    drafter = suffix.SuffixDecoding(gamma_max=8, max_factor=1.7, min_probability=0.05)
+    drafter = suffix.SuffixDecoding(
+        gamma_max=8, match_min=least, max_factor=1.7, min_probability=0.05
+    )
     native = dataclasses.replace(drafter, impl="native")
     corpus = functools.reduce(suffix.remember, earlier, suffix.empty_corpus(150))
     of_text = asked(text, gamma, behind=1, size=90)
@@ -247,7 +253,8 @@ def test_a_factor_beyond_int32_is_no_bound(impl):
     [
         (ngram.PromptLookup, {"n_min": 0}, "n_min=0 and n_max=. are not 1 <= n_min"),
         (ngram.PromptLookup, {"n_max": 2, "n_min": 3}, "n_min=3 and n_max=2 are not"),
-        (suffix.SuffixDecoding, {"match_max": 0}, "match_max=0 must be at least 1"),
+        (suffix.SuffixDecoding, {"match_min": 0}, "match_min=0 must be at least 1"),
+        (suffix.SuffixDecoding, {"match_max": 0}, "match_min=1 .* most match_max=0"),
         (suffix.SuffixDecoding, {"max_factor": 0.1}, "max_factor=0.1 drafts nothing"),
         (suffix.SuffixDecoding, {"min_probability": 0.0}, r"is outside \(0, 1\]"),
         (suffix.SuffixDecoding, {"min_probability": 1.5}, r"is outside \(0, 1\]"),
