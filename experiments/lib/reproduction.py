@@ -238,6 +238,19 @@ compare_llama_cpp_smollm2.jsonl | comparison
 """
 
 CERTIFICATES = """
+certificates/default.json
+  exactness
+certificates/drafters_native_bfloat16.json
+  exactness --product --drafter ngram,suffix,hybrid,draft-model,oracle --gamma-policy
+    fixed,threshold,goodput --batch 1,4 --sampling greedy,sampled --gamma 4 {kind}
+    {short}
+certificates/trees_native_bfloat16.json
+  exactness --product --tree 2x4:7,4x6:15,4x16:31,4x16:63 {drawn} --drafter draft-model
+    --gamma-policy fixed {kind} {short}
+certificates/full_native_bfloat16.json
+  exactness --full --prompts 12 --gen-tokens 256
+certificates/gsm8k_native_bfloat16.json
+  exactness --prompts {set}:50 --gen-tokens 64 --impl native --dtype bfloat16
 certificates/smollm2_native_bfloat16.json
   exactness --target smollm2 --drafter eagle3 --product --tree none,4x6:15 --gamma 4
     {drawn} --gamma-policy fixed {kind} --isa avx2 {short}
@@ -256,19 +269,6 @@ certificates/dspark_scheduled_native_bfloat16.json
 certificates/choice_native_bfloat16.json
   exactness --drafter choice --product --gamma 4,7 {drawn} --gamma-policy fixed {kind}
     --isa avx2 {short}
-certificates/default.json
-  exactness
-certificates/drafters_native_bfloat16.json
-  exactness --product --drafter ngram,suffix,hybrid,draft-model,oracle --gamma-policy
-    fixed,threshold,goodput --batch 1,4 --sampling greedy,sampled --gamma 4 {kind}
-    {short}
-certificates/trees_native_bfloat16.json
-  exactness --product --tree 2x4:7,4x6:15,4x16:31,4x16:63 {drawn} --drafter draft-model
-    --gamma-policy fixed {kind} {short}
-certificates/full_native_bfloat16.json
-  exactness --full --prompts 12 --gen-tokens 256
-certificates/gsm8k_native_bfloat16.json
-  exactness --prompts {set}:50 --gen-tokens 64 --impl native --dtype bfloat16
 """
 
 FIGURES = """
@@ -290,6 +290,13 @@ def steps() -> Iterator[Step]:
         yield from _read(SPEEDS, WORDS | of_impl)
     for text in (COMPARISONS, POLICIES, REAL, CERTIFICATES, FIGURES):
         yield from _read(text, WORDS)
+
+
+def certificates() -> Iterator[Step]:
+    """Yields the steps of certificates as a table names them: without the flags of
+    `kind` and `short`, and without folders."""
+    shorter = {"kind": "", "short": "", "set": "gsm8k/test.jsonl"}
+    return _read(CERTIFICATES, WORDS | shorter)
 
 
 def _read(text: str, words: Mapping[str, str]) -> Iterator[Step]:
