@@ -16,7 +16,7 @@ to compile, and how many kernels they have; calls.jsonl says how each call went.
 Weights are random and made on the device. Compiled programs are kept below --out. Start
 it from the root of the repository, where nothing needs to be installed but its
 dependencies: `python -m experiments.gpu_report`. Without a GPU only --dry-run works,
-which traces and lowers all programs, and --rehearse.
+which traces and lowers all programs.
 Exit status: 0 all done and equal, 2 something failed or differs, 1 unusable input.
 """
 
@@ -42,6 +42,9 @@ COMPILED = "compiled"
 
 ON_EITHER_DEVICE = ("kernels", "latency")
 """Scripts that take `--device`."""
+
+DRY_RUNS = "latency"
+"""The script that compiles its programs without weights, by `--dry-run`."""
 
 # Section, seconds, name and command of each call; the most telling calls first.
 _CALLS = """
@@ -95,16 +98,6 @@ _WORDS = {
     "checked": "--contexts 5,300",
 }
 
-# The rehearsal's model has two thousandths of the size. These flags come last, and so
-# replace the contexts and repeats of a call.
-_MODELS = ("0.6b", "8b", "llama", "qwen2")
-_REHEARSED = {
-    "latency": "--repeats 1 --steps 2 --contexts 16 --gen-tokens 12",
-    "exactness": "--gen-tokens 4 --gamma-policy fixed --sampling greedy "
-    "--dtype bfloat16",
-    "kernels": "--contexts 5",
-}
-
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
@@ -117,7 +110,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --budget N=490  seconds for all calls together; a call that is expected to take
             more than is left is left out
         --impl NAME=triton  kernels
-        --rehearse  the same calls with a tiny model and few repeats, on any device
         --list  say what could be called, in order, and call nothing
         --dry-run  run nothing, and need no GPU: trace and lower all programs
         --out FOLDER  rows of each call, what it printed, and compiled programs
@@ -144,11 +136,6 @@ class Call:
         """The name of the call's files, without a suffix."""
         return f"{self.section}-{re.sub('[^a-z0-9.]+', '-', self.name)}"
 
-    @property
-    def can_dry_run(self) -> bool:
-        """Whether the programs of the call can be compiled without weights."""
-        return self.script == "latency"
-
     def request(
         self, out: pathlib.Path, *, device: str, prefix: str = "", dry_run: bool = False
     ) -> tuple[str, list[str], pathlib.Path]:
@@ -168,22 +155,15 @@ class Call:
         return f"experiments.{self.script}", arguments, path.with_suffix(".txt")
 
 
-def all_calls(*, impl: str, rehearse: bool = False) -> list[Call]:
-    """Returns every call of the report, in order.
-
-    Args:
-      impl: the kernels of steps and rounds.
-      rehearse: whether the calls are of a tiny model, with few repeats.
-    """
-    words = _WORDS | {"impl": impl} | dict.fromkeys(_MODELS * rehearse, "tiny")
-    text = _CALLS.strip()
+def all_calls(*, impl: str) -> list[Call]:
+    """Returns every call, in order; `impl` is the kernels of steps and rounds."""
+    words, text = _WORDS | {"impl": impl}, _CALLS.strip()
     for _ in range(4):  # Words may hold words.
         text = re.sub(r"{([\w.]+)}", lambda m: words.get(m[1], m[0]), text)
     calls = []
     for line in text.splitlines():
         section, seconds, name, command = map(str.strip, line.split(" | "))
         script, *arguments = shlex.split(command)
-        arguments += shlex.split(_REHEARSED.get(script, "")) * rehearse
         calls.append(Call(section, name, script, tuple(arguments), float(seconds)))
     return calls
 
@@ -196,9 +176,9 @@ def chosen(args: argparse.Namespace) -> list[Call]:
     """
     calls = [
         call
-        for call in all_calls(impl=args.impl, rehearse=args.rehearse)
+        for call in all_calls(impl=args.impl)
         if (args.only is None or args.only.search(f"{call.section} {call.name}"))
-        and (call.can_dry_run or not args.dry_run)
+        and (call.script == DRY_RUNS or not args.dry_run)
     ]
     if not calls:
         raise ValueError(f"no call is named so: --only {args.only.pattern}; see --list")
@@ -248,13 +228,11 @@ def compile_ahead(
     begun: set[str],
     over: threading.Event,
 ) -> None:
-    """Compiles the programs of calls, first of those not begun, until `over` is set."""
-    left = [call for call in calls if call.can_dry_run]
-    while left and not over.is_set():
-        call = next((each for each in left if each.name not in begun), left[0])
-        left.remove(call)
-        how = {"device": device_here(), "prefix": "compile-", "dry_run": True}
-        worker.run(*call.request(args.out, **how), limit_s=args.budget)
+    """Compiles the programs of calls that are not begun, until `over` is set."""
+    how = {"device": device_here(), "prefix": "compile-", "dry_run": True}
+    for call in calls:
+        if call.script == DRY_RUNS and call.name not in begun and not over.is_set():
+            worker.run(*call.request(args.out, **how), limit_s=args.budget)
 
 
 def device_here() -> str:
@@ -264,37 +242,36 @@ def device_here() -> str:
 
 def run_all(args: argparse.Namespace) -> int:
     """Runs the calls in turn, each with a row in `calls.jsonl`; returns the status."""
-    calls, started = chosen(args), time.monotonic()
+    calls, started, status = chosen(args), time.monotonic(), DONE
     args.out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = [{"kind": "versions", **processes.versions()}]
     worker, ahead = (worker_of(args, is_ahead=is_ahead) for is_ahead in (False, True))
     # The first call starts at once, and compiles its own programs.
     begun, over = {calls[0].name}, threading.Event()
     given = (args, ahead, calls, begun, over)
     compiling = threading.Thread(target=compile_ahead, args=given, daemon=True)
-    try:
-        if not args.dry_run:
-            compiling.start()
-        for call in calls:
-            begun.add(call.name)
-            left_s = args.budget - (time.monotonic() - started)
-            is_in_time = call is calls[0] or left_s >= call.seconds
-            rows.append(run_call(args, worker, call, left_s if is_in_time else None))
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            (args.out / "calls.jsonl").write_text(text)
-            row = rows[-1]
-            print(f"{time.monotonic() - started:5.0f} s {call.section} {call.name}: "
-                  f"{row['status']} after {row['seconds']} s, of {call.seconds:.0f} "
-                  f"expected; {row['rows']} rows", flush=True)  # fmt: skip
-        if args.rehearse and not args.dry_run:
-            compiling.join()  # A rehearsal covers its rows, too.
-    finally:
-        over.set()
-        worker.end()
-        ahead.end()
+    with (args.out / "calls.jsonl").open("w", buffering=1) as file:
+        print(json.dumps({"kind": "versions", **processes.versions()}), file=file)
+        try:
+            if not args.dry_run:
+                compiling.start()
+            for call in calls:
+                begun.add(call.name)
+                left_s = args.budget - (time.monotonic() - started)
+                is_in_time = call is calls[0] or left_s >= call.seconds
+                row = run_call(args, worker, call, left_s if is_in_time else None)
+                print(json.dumps(row), file=file)
+                if row["status"] not in ("done", "left out"):
+                    status = FAILED
+                print(f"{time.monotonic() - started:5.0f} s {call.section} "
+                      f"{call.name}: {row['status']} after {row['seconds']} s, of "
+                      f"{call.seconds:.0f} expected; {row['rows']} rows",
+                      flush=True)  # fmt: skip
+        finally:
+            over.set()
+            worker.end()
+            ahead.end()
     print(f"rows: {args.out}", flush=True)
-    known = ("done", "left out")
-    return DONE if all(row["status"] in known for row in rows[1:]) else FAILED
+    return status
 
 
 def run_call(
@@ -311,9 +288,7 @@ def run_call(
     elif left_s is None:
         outcome = processes.Outcome(status="left out", exit_status=None, seconds=0.0)
     else:
-        # A rehearsal may take all of the time: the machine may be slow.
-        limit_s = left_s if args.rehearse else min(left_s, 3 * call.seconds)
-        outcome = worker.run(*request, limit_s=limit_s)
+        outcome = worker.run(*request, limit_s=min(left_s, 3 * call.seconds))
     path = args.out / f"{call.file}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else ()
     rows = [json.loads(line) for line in lines]
@@ -335,24 +310,22 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ValueError: there is no GPU here, or `--out` is missing where it is needed.
     """
-    own_out = args.out is not None
-    args.out = (args.out or RESULTS).resolve()
     if args.list:
         for call in chosen(args):
             words = " ".join((call.script, *call.arguments))
             print(f"{call.section} {call.name}, {call.seconds:.0f} s: {words}")
         return DONE
-    needs_gpu = not (args.dry_run or args.rehearse)
-    if needs_gpu and device_here() == "cpu":
+    if not args.dry_run and device_here() == "cpu":
         raise ValueError(
             "no GPU is found (nvidia-smi does not name one); --dry-run --out FOLDER "
             "traces and lowers all programs without one"
         )
-    if not needs_gpu and not own_out:
+    if args.dry_run and args.out is None:
         raise ValueError(
-            "--out FOLDER is needed with --dry-run and --rehearse: "
-            "experiments/results/gpu is for what is measured on a GPU"
+            "--out FOLDER is needed with --dry-run: experiments/results/gpu is for "
+            "what is measured on a GPU"
         )
+    args.out = (args.out or RESULTS).resolve()
     return run_all(args)
 
 
