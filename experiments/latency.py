@@ -93,11 +93,19 @@ def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
     """Ends the script with status 1 where flags do not go together."""
     flags.check_models(parser, args, needs_draft=False)
     flags.check_sampling(parser, args)
-    subjects.check_presets(parser, args)
     has_draft = args.draft_preset or args.draft or args.head
     is_alone = not has_draft and (args.preset or args.target)
     of_data = any(isinstance(rate, str) for rate in args.forced or ())
+    rows, least, most = args.head_tree, subjects.HEAD_DRAFTS + 1, subjects.MOST_ROWS
     for is_so, words in (
+        (args.preset and args.target,
+         "--preset brings its own weights: leave out --target and --draft"),
+        (args.draft_preset and not args.preset,
+         "--draft-preset goes with --preset, which names the target"),
+        (args.head and (not args.preset or args.draft_preset),
+         "--head drafts for a --preset, in the place of --draft-preset"),
+        (rows is not None and not (args.head and least <= rows <= most),
+         f"--head-tree {rows} is of --head, and from {least} to {most} rows"),
         (args.forced and is_alone, "--forced needs a draft: name one with "
          f"{'--draft-preset' if args.preset else '--draft'}"),
         (of_data and not args.head,
@@ -122,8 +130,7 @@ def load(args: argparse.Namespace) -> loading.LanguageModel:
     is_gpu = subjects.check_device(device) == "gpu" or args.device == "gpu"
     if args.dry_run and is_gpu and args.impl == "auto":
         args.impl = "triton"
-    sizes = {"gamma_max": args.gamma, "slab": args.slab, "dtype": args.dtype}
-    return subjects.load(args, as_shapes=args.dry_run, **sizes)
+    return subjects.load(args, gamma_max=args.gamma, slab=args.slab)
 
 
 def run(
