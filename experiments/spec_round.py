@@ -95,7 +95,8 @@ def load(args: argparse.Namespace) -> models.Subject:
     subject = models.prepare(args, lm, args.prompts, **changes)
     num_slots = min(args.batch or 1, len(subject.prompts))
     settings = dataclasses.replace(subject.settings, num_slots=num_slots)
-    settings = policies.of_run(args, subject, settings, name=args.gamma_policy)
+    how = {"name": args.gamma_policy, "schedule": args.schedule}
+    settings = policies.of_run(args, subject, settings, **how)
     return dataclasses.replace(subject, settings=settings)
 
 

@@ -83,7 +83,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.out is None:
         parser.error("--out is required: cells that it holds are not run again")
     args.prompts = [source for each in args.prompts for source in _sets_of(each)]
-    args.gamma_max, args.schedule = max(args.gamma), None
+    args.gamma_max = max(args.gamma)
     flags.check_tree(parser, args, "gamma_policy")
     return args
 
