@@ -161,15 +161,25 @@ def make_scheduler(
 
 
 def make_request(
-    lm: loading.LanguageModel, settings: Settings, prompt: list[int]
+    lm: loading.LanguageModel,
+    settings: Settings,
+    prompt: list[int],
+    text: Sequence[int] | None = None,
+    *,
+    rate: float = 1.0,
 ) -> requests_lib.Request:
-    """Returns a prompt's request; for a drafter that is told the text of decoding, this
-    text is made here."""
-    known = None
-    is_forced = isinstance(lm.drafter, forced_drafter.ForcedDrafter)
+    """Returns a prompt's request.
+
+    Args:
+      text: for a drafter that is told it, the prompt and what autoregressive decoding
+        writes after it; None: it is decoded here.
+      rate: the share of an oracle's drafts that are right.
+    """
+    known, is_forced = None, isinstance(lm.drafter, forced_drafter.ForcedDrafter)
     if is_forced or isinstance(lm.drafter, oracle.Oracle):
-        text = [*prompt, *run_plain(lm, settings, prompt).tokens]
-        known = oracle.make_trace(text)
+        if text is None:
+            text = [*prompt, *run_plain(lm, settings, prompt).tokens]
+        known = oracle.make_trace(text, rate=rate)
     if is_forced:
         # One size for all, so that no request compiles anew.
         known = forced_drafter.never_kept(

@@ -8,6 +8,7 @@ prompts before it.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,8 @@ import numpy as np
 from experiments.lib import exact_cells as cells_lib, runs
 from spec_jax import loading
 from spec_jax.debug import evidence, recorder
-from spec_jax.drafters import draft_model, oracle, registry
-from spec_jax.engine import (
-    baseline,
-    requests as requests_lib,
-    scheduler as scheduler_lib,
-)
+from spec_jax.drafters import draft_model, registry
+from spec_jax.engine import baseline, scheduler as scheduler_lib
 from spec_jax.paging import index
 
 
@@ -184,8 +181,8 @@ class Slots:
         speculator = made.speculator.replace(target=watched)
         self._scheduler = _Recorded(**vars(made) | {"speculator": speculator})
         self._state = watched.attach(made.empty(draws=settings.sampling is not None))
-        self._settings, self._rate = settings, cells_lib.FORCED.get(cell.drafter, 1.0)
-        self._knows_text = isinstance(lm.drafter, oracle.Oracle)
+        rate = cells_lib.FORCED.get(cell.drafter, 1.0)
+        self._request = functools.partial(runs.make_request, lm, settings, rate=rate)
 
     def run(self, prompts: Sequence[list[int]], plain: Sequence[Plain]) -> list[Rounds]:
         """Runs all prompts; takes the evidence of each before its slot is refilled.
@@ -196,18 +193,8 @@ class Slots:
         Raises:
           ValueError, MemoryError, RuntimeError: as `Scheduler.run`.
         """
-        requests = [
-            requests_lib.Request(
-                prompt=prompt,
-                max_tokens=self._settings.gen_tokens,
-                gamma=self._settings.gamma,
-                sampling=self._settings.sampling,
-                draft_params=oracle.make_trace(text.tolist(), rate=self._rate)
-                if self._knows_text
-                else None,
-            )
-            for prompt, (_, text) in zip(prompts, plain, strict=True)
-        ]
+        texts = (text.tolist() for _, text in plain)
+        requests = list(map(self._request, prompts, texts))
         found: dict[int, Rounds] = {}
         where = {"state": self._state, "keep": lambda *state_and_slot: state_and_slot}
         for one in self._scheduler.run(requests, **where):
