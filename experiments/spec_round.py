@@ -17,7 +17,6 @@ from experiments.lib import (
     flags,
     models,
     policies,
-    processing,
     prompt_files,
     records,
     results as results_lib,
@@ -53,8 +52,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add(parser.add_argument_group("adaptive gamma"), "policy")
     group = parser.add_argument_group("sampling")
-    flags.add(group, "temperature noise")
-    processing.add_flag(group)
+    flags.add(group, "temperature noise processor")
     # None: the flag was not given.
     parser.set_defaults(gamma=None, gamma_policy=None)
     flags.add(parser, "out", out="one per prompt as it finishes, then one summary")

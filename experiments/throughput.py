@@ -25,7 +25,6 @@ from experiments.lib import (
     forced_drafter,
     models,
     policies,
-    processing,
     prompt_files,
     records,
     runs,
@@ -88,8 +87,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add(parser.add_argument_group("adaptive gamma"), "policy")
     group = parser.add_argument_group("sampling")
-    flags.add(group, "temperature noise")
-    processing.add_flag(group)
+    flags.add(group, "temperature noise processor")
     flags.add(parser, "out", out="one per run as it finishes, then one per way")
     args = flags.parsed(parser, argv)
     flags.check_tree(parser, args, "gamma_policy", "schedule", "adversarial")

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.lib import cli, policies
+from experiments.lib import cli, policies, processing
 from spec_jax import loading
 from spec_jax.drafters import registry, tree_shapes
 from spec_jax.model import config as config_lib
@@ -120,6 +120,12 @@ FLAGS: Mapping[str, str] = {
         --seed SEED=0  of all noise, which is keyed by it and by position: the same
             tokens with speculation on or off
         """,
+    "processor": """
+        --processor KIND:VALUE*  what logits go through before a token is chosen; given
+            again, in order: regex:PATTERN, json:FILE (a schema), bad-words:A B,C (token
+            ids), penalties:REPETITION,PRESENCE,FREQUENCY, bias:TOKEN=VALUE,.. or
+            min-tokens:N
+        """,
     "device": "--device DEVICE=auto  where to run; auto is where jax runs",
     "out": """
         --out FILE  JSON lines: {out}
@@ -178,6 +184,7 @@ def _kinds() -> dict[str, Any]:
         "PROFILE": pathlib.Path,
         "N|FILE[:N]": str,
         "OPTIONS": chat_options,
+        "KIND:VALUE": processing.named,
         "SEED": int,
         "DEVICE": ("auto", "cpu", "gpu"),
     }
