@@ -79,7 +79,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add(group, "repeats gen-tokens temperature noise", repeats=20)
     flags.add(parser, "device out", out="one per step, then one summary")
-    args = parser.parse_args(argv)
+    args = flags.parsed(parser, argv)
     _check(parser, args)
     # Steps of a large model are slow, and few of them are enough.
     args.steps = args.steps or (4 if args.preset else 20)
@@ -91,8 +91,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
     """Ends the script with status 1 where flags do not go together."""
-    flags.check_models(parser, args, needs_draft=False)
-    flags.check_sampling(parser, args)
     has_draft = args.draft_preset or args.draft or args.head
     is_alone = not has_draft and (args.preset or args.target)
     of_data = any(isinstance(rate, str) for rate in args.forced or ())

@@ -191,31 +191,23 @@ def _kinds() -> dict[str, Any]:
 
 
 def parsed(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, **how: bool
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> argparse.Namespace:
     """Returns flags, checked by `check_models` and, with noise, `check_sampling`."""
     args = parser.parse_args(argv)
-    check_models(parser, args, **how)
+    check_models(parser, args)
     if hasattr(args, "top_k"):
         check_sampling(parser, args)
     return args
 
 
-def check_models(
-    parser: argparse.ArgumentParser,
-    args: argparse.Namespace,
-    *,
-    needs_draft: bool = True,
-) -> None:
+def check_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuses a drafter that lacks its draft, and a draft that lacks its target.
 
     A default list of drafters loses the drafters that lack a draft. The instruction
     set is chosen, and CPU devices are made, where flags ask for it.
-
-    Args:
-      needs_draft: whether a script without `--drafter` drafts with a draft model.
     """
-    chosen = getattr(args, "drafter", "draft-model" if needs_draft else ())
+    chosen = getattr(args, "drafter", ())
     if chosen == "auto":
         chosen = args.drafter = loading.default_drafter(args.target, args.draft)
     names = (chosen,) if isinstance(chosen, str) else chosen or ()
