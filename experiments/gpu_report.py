@@ -275,10 +275,7 @@ def run_all(args: argparse.Namespace) -> int:
 
 
 def run_call(
-    args: argparse.Namespace,
-    worker: processes.Worker,
-    call: Call,
-    left_s: float | None,
+    args: argparse.Namespace, worker: processes.Worker, call: Call, left_s: float | None
 ) -> dict[str, Any]:
     """Runs a call within `left_s` seconds, None: leaves it out; returns its row."""
     device = "gpu" if args.dry_run else device_here()

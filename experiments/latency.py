@@ -206,9 +206,7 @@ def compile_all(
 
 
 def measure_steps(
-    args: argparse.Namespace,
-    lm: loading.LanguageModel,
-    group: Sequence[steps.Cost],
+    args: argparse.Namespace, lm: loading.LanguageModel, group: Sequence[steps.Cost]
 ) -> list[dict[str, Any]]:
     """Times costs in turns; for the first group, which has reads, adds a summary.
 
@@ -241,11 +239,7 @@ COLUMNS = {
         "ratio": ".2f",
         "ratio_to": "",
     },
-    "summary": {
-        "step_bytes": ",d",
-        "read_gb_s": ".1f",
-        "bandwidth_share": ".2f",
-    },
+    "summary": {"step_bytes": ",d", "read_gb_s": ".1f", "bandwidth_share": ".2f"},
     "rounds": {
         "gamma": "d",
         "forced_rate": "",

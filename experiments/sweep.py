@@ -103,10 +103,7 @@ def _add_grid(group: argparse._ActionsContainer) -> None:
         --gamma-policy NAME,...=fixed  of {", ".join(policies.MEASURED)};
             where they adapt, --gamma is the most that they may choose
         """,
-        **{
-            "NAME,...": cli.names(cli.one_of(policies.MEASURED)),
-            "N|FILE[:N]": str,
-        },
+        **{"NAME,...": cli.names(cli.one_of(policies.MEASURED)), "N|FILE[:N]": str},
     )
 
 

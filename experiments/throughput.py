@@ -189,11 +189,7 @@ def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
     """Loads, runs and compares; returns the exit status."""
-    lm = models.load(
-        args,
-        drafter=args.drafter,
-        gamma_max=max(args.gamma),
-    )
+    lm = models.load(args, drafter=args.drafter, gamma_max=max(args.gamma))
     sampling = flags.sampling_settings(args)
     subject = models.prepare(args, lm, args.prompts, sampling=sampling)
     if args.adversarial:

@@ -244,10 +244,7 @@ FAMILIES = {
         Family(**_BLOCK, dialect="z-lab", of_loss=lambda _: {"terms": block.DFLASH}),
     ),
     "dspark": Family(
-        **_BLOCK,
-        dialect="deepspec",
-        of_loss=_dspark_terms,
-        reads_distributions=True,
+        **_BLOCK, dialect="deepspec", of_loss=_dspark_terms, reads_distributions=True
     ),
 }
 

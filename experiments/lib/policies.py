@@ -143,10 +143,7 @@ def adapted(
 
 
 def with_policy(
-    name: str,
-    lm: loading.LanguageModel,
-    settings: runs.Settings,
-    prompt: list[int],
+    name: str, lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
 ) -> runs.Settings:
     """Returns the settings with a policy of that name, for gammas up to
     `settings.gamma`.

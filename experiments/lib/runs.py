@@ -144,10 +144,7 @@ def make_scheduler(
     """Returns the scheduler of `settings.num_slots` slots."""
     own = lm.drafter_params
     algo = algorithms.speculative(
-        lm.target,
-        lm.drafter,
-        rule=settings.rule,
-        policy=settings.gamma_policy,
+        lm.target, lm.drafter, rule=settings.rule, policy=settings.gamma_policy
     )
     return algo.scheduler(
         (lm.params, own if settings.draft_params is None else settings.draft_params),
@@ -196,9 +193,7 @@ def make_request(
 
 
 def run_speculative(
-    lm: loading.LanguageModel,
-    settings: Settings,
-    prompt: list[int],
+    lm: loading.LanguageModel, settings: Settings, prompt: list[int]
 ) -> Run:
     """Generates one prompt by rounds."""
     scheduler = make_scheduler(lm, dataclasses.replace(settings, num_slots=1))

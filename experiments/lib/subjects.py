@@ -18,12 +18,7 @@ import psutil
 
 from experiments.lib import models, noise
 from spec_jax import loading
-from spec_jax.drafters import (
-    block,
-    draft_model,
-    eagle3,
-    tree_shapes,
-)
+from spec_jax.drafters import block, draft_model, eagle3, tree_shapes
 from spec_jax.model import (
     block_params,
     config as config_lib,
