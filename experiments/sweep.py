@@ -76,7 +76,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add(shared, "rule gen-tokens repeats ignore-stop raw")
     noise = parser.add_argument_group("sampling, where the temperature is above 0")
     flags.add(noise, "noise")
-    fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
+    flags.add(parser.add_argument_group("cells on a cluster"), "cluster")
     rows = "one per finished cell; cells that are there already are not run again"
     flags.add(parser, "out", out=rows)
     args = flags.parsed(parser, argv)

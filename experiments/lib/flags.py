@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.lib import cli, policies, processing
+from experiments.lib import cli, fan_out, policies, processing
 from spec_jax import loading
 from spec_jax.drafters import registry, tree_shapes
 from spec_jax.model import config as config_lib
@@ -126,6 +126,12 @@ FLAGS: Mapping[str, str] = {
             ids), penalties:REPETITION,PRESENCE,FREQUENCY, bias:TOKEN=VALUE,.. or
             min-tokens:N
         """,
+    "cluster": """
+        --ray ADDRESS  share the work out over the Ray cluster at auto or HOST:PORT,
+            which `ray start --head` makes; the results are those of one process
+        --ray-cpus N=1  cores of a machine that a task of --ray has; all of them, for
+            times that no other task disturbs
+        """,
     "device": "--device DEVICE=auto  where to run; auto is where jax runs",
     "out": """
         --out FILE  JSON lines: {out}
@@ -185,6 +191,7 @@ def _kinds() -> dict[str, Any]:
         "N|FILE[:N]": str,
         "OPTIONS": chat_options,
         "KIND:VALUE": processing.named,
+        "ADDRESS": fan_out.address,
         "SEED": int,
         "DEVICE": ("auto", "cpu", "gpu"),
     }

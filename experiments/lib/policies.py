@@ -130,8 +130,6 @@ def adapted(
     scheduler = runs.make_scheduler(lm, fixed)
     request = runs.make_request(lm, fixed, prompt)
     scheduler, _, costs = default_gamma.adapted(lm, scheduler, [request])
-    if costs is None:
-        raise ValueError("costs of rounds are measured in one process, of drafts")
     _, params = scheduler.speculator.params
     found = dataclasses.replace(
         settings,

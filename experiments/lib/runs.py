@@ -177,11 +177,11 @@ def make_request(
         if text is None:
             text = [*prompt, *run_plain(lm, settings, prompt).tokens]
         known = oracle.make_trace(text, rate=rate)
-    if is_forced:
-        # One size for all, so that no request compiles anew.
-        known = forced_drafter.never_kept(
-            lm.drafter_params, text, size=settings.capacity
-        )
+    if is_forced:  # None of its drafts is kept.
+        size = settings.capacity - len(text)  # One for all: nothing compiles anew.
+        trace = jnp.asarray(np.pad(np.int32(text), (0, size)))
+        parts = {"draft": lm.drafter_params, "kept": jnp.zeros_like(trace)}
+        known = forced_drafter.ForcedParams(trace=trace, **parts)
     return requests_lib.Request(
         prompt=prompt,
         max_tokens=settings.gen_tokens,
