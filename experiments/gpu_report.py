@@ -46,57 +46,12 @@ ON_EITHER_DEVICE = ("kernels", "latency")
 DRY_RUNS = "latency"
 """The script that compiles its programs without weights, by `--dry-run`."""
 
-# Section, seconds, name and command of each call; the most telling calls first.
-_CALLS = """
-c | 45 | steps 0.6b | {small} --steps 128 {all}
-d | 40 | rounds of 8b with 0.6b | {pair} {forced} --forced 0.39,0.6,0.8 --gammas 4,2
-c | 60 | steps 8b | {pair} --steps 32 {all}
-h | 35 | dspark | {large} --head dspark {published}
-h | 35 | eagle3 tree of 32 | {large} --head eagle3 --head-tree 32 {published}
-a | 60 | exactness | exactness {cells}
-h | 30 | eagle3 | {large} --head eagle3 {published}
-h | 35 | dflash | {large} --head dflash {published}
-a | 65 | exactness dspark | exactness --drafter dspark {one} {cells}
-t | 20 | trace 0.6b | {small} {traced}
-t | 20 | trace 8b | {large} {traced}
-c | 25 | sampling 8b | {large} {sampled} --steps 32 --contexts 128 --rows 1
-c | 35 | long contexts 8b | {large} --steps 32 --contexts 16384 32768 --rows 5
-c | 30 | steps llama 8b | latency --preset {llama} {turns} {few}
-c | 30 | steps qwen2.5 7b | latency --preset {qwen2} {turns} {few}
-h | 30 | eagle3 tree of 16 | {large} --head eagle3 --head-tree 16 {published}
-h | 50 | eagle3 tree of 64 | {large} --head eagle3 --head-tree 64 {published}
-h | 50 | dspark tree of 32 | {large} --head dspark --head-tree 32 {published}
-c | 20 | steps 0.6b q8_0 | {small} {bytes}
-c | 35 | steps 8b q8_0 | {large} {bytes}
-a | 60 | rows of kernels 8b q8_0 | kernels --preset {8b} --weights q8_0 {checked}
-b | 110 | batches | throughput --prompts 16 --batch 1,4,16 --repeats 2 --impl {impl}
-a | 60 | rows of kernels 8b | kernels --preset {8b} {checked}
-a | 50 | rows of kernels 0.6b | kernels --preset {0.6b} {checked}
-c | 25 | prompts 8b | {large} --steps 8 --contexts 128 --rows 1 --prefill 128,1024
-h | 30 | dspark tree of 16 | {large} --head dspark --head-tree 16 {published}
-h | 50 | dspark tree of 64 | {large} --head dspark --head-tree 64 {published}
-"""
-
-_WORDS = {
-    "0.6b": "qwen3-0.6b",
-    "8b": "qwen3-8b",
-    "llama": "llama-3.1-8b",
-    "qwen2": "qwen2.5-7b",
-    "small": "latency --preset {0.6b} {turns}",
-    "large": "latency --preset {8b} {turns}",
-    "pair": "latency --preset {8b} --draft-preset {0.6b} {turns}",
-    "turns": "--impl {impl} --repeats 5",
-    "all": "--contexts 128 4096 --rows 1,5,8,16",
-    "bytes": "--weights q8_0 --steps 32 --contexts 128 --rows 1,5,16",
-    "few": "--steps 32 --contexts 128 --rows 1,5",
-    "forced": "--no-steps --contexts 128 --gen-tokens 128",
-    "published": "--steps 32 --contexts 128 --forced mt-bench,gsm8k --gen-tokens 128",
-    "sampled": "--temperature 0.7 --top-k 20 --top-p 0.8",
-    "traced": "--steps 16 --contexts 128 --rows 1 --trace {out}/trace",
-    "cells": "--prompts 4 --gen-tokens 32 --gamma 4 --impl {impl}",
-    "one": "--page-size 16 --cache paged --gamma-policy fixed",
-    "checked": "--contexts 5,300",
-}
+_CALLS, _WORDS = re.findall(
+    r"^```text\n(.*?)^```$",
+    pathlib.Path(__file__).with_suffix(".md").read_text(encoding="utf-8"),
+    re.MULTILINE | re.DOTALL,
+)
+"""The calls, and words that stand for parts of them, a line each."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -157,7 +112,8 @@ class Call:
 
 def all_calls(*, impl: str) -> list[Call]:
     """Returns every call, in order; `impl` is the kernels of steps and rounds."""
-    words, text = _WORDS | {"impl": impl}, _CALLS.strip()
+    words = dict(line.split(": ", 1) for line in _WORDS.splitlines())
+    words, text = words | {"impl": impl}, _CALLS.strip()
     for _ in range(4):  # Words may hold words.
         text = re.sub(r"{([\w.]+)}", lambda m: words.get(m[1], m[0]), text)
     calls = []

@@ -116,7 +116,8 @@ TINY = {
 def test_calls_of_a_tiny_model(tmp_path, no_gpu, monkeypatch):
     """Fails if a call needs its own process, or runs what was not compiled ahead."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)  # The tests set it.
-    monkeypatch.setattr(gpu_report, "_WORDS", gpu_report._WORDS | TINY)
+    words = gpu_report._WORDS + "\n".join(map(": ".join, TINY.items()))
+    monkeypatch.setattr(gpu_report, "_WORDS", words)
     patient = re.sub(r"\| \d+ \|", "| 9000 |", gpu_report._CALLS)
     monkeypatch.setattr(gpu_report, "_CALLS", patient)
     only = ("--only", " (steps 0.6b|eagle3)$", "--budget", "36000")
