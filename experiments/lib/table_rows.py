@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.lib import files, reproduction, terminal
+from experiments.lib import curves, files, reproduction, terminal
 from spec_jax.debug import evidence
 from spec_jax.drafters import tree_shapes
 
@@ -99,11 +99,6 @@ def _beside_theirs(row: Row) -> str:
     return f"({note}{row['vs_hf']:.2f}x)"
 
 
-def _first_difference(row: Row) -> str:
-    first = row["first"]
-    return f"{first['operation']}, layer {first['layer']}" if first else "none"
-
-
 DECODED = {
     (0, "ngram"): "plain",
     (0, "draft-model"): "plain, with a draft model that takes in the prompts",
@@ -142,7 +137,7 @@ WORDS: Mapping[str, Callable[[Row], str]] = {
     "way_to_decode": _way_to_decode,
     "beside_theirs": _beside_theirs,
     "positions": lambda row: "" if row["context"] is None else f"{row['context']:,}",
-    "first_difference": _first_difference,
+    "first_difference": curves.first_of,
     "all_equal": lambda row: "all" if is_equal(row) else "not all",
     "budget": lambda row: (
         f"tree of {row['gamma']}" if row.get("tree") else f"chain of {row['gamma']}"
